@@ -1,0 +1,24 @@
+"""Fused operators for sequence models in PyTorch, written in Triton."""
+
+from warploom.errors import (
+    ArgumentError,
+    BackendError,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    WarploomError,
+)
+from warploom.ops.lrpe.api import lrpe_cosine, lrpe_rotate
+from warploom.version import __version__
+
+__all__ = [
+    "ArgumentError",
+    "BackendError",
+    "DeviceError",
+    "DtypeError",
+    "ShapeError",
+    "WarploomError",
+    "__version__",
+    "lrpe_cosine",
+    "lrpe_rotate",
+]

@@ -1,0 +1,60 @@
+"""Which backend runs a call: ``auto``, or the one asked for by name, which runs or raises and never falls back."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+from warploom.errors import ArgumentError, BackendError, fault
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+BACKENDS = ("auto", "triton", "torch")
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed. Does not import it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def use_triton(function: str, backend: str, x: torch.Tensor, limit: str | None = None) -> bool:
+    """Whether the Triton kernels run this call.
+
+    Args:
+        function: Name of the public function, for the error.
+        backend: ``auto``, ``triton`` or ``torch``.
+        x: The tensor that decides device and dtype.
+        limit: What the kernels cannot do in this call, if anything.
+
+    Raises:
+        ArgumentError: The backend has no such name.
+        BackendError: ``triton`` was asked for and cannot run here; the text says what is missing.
+    """
+    if backend == "auto":
+        return x.is_cuda and x.dtype in KERNEL_DTYPES and limit is None and has_triton()
+    if backend == "torch":
+        return False
+    if backend != "triton":
+        raise fault(ArgumentError, function, "backend", f"one of {', '.join(BACKENDS)}", repr(backend))
+    missing = _missing(x, limit)
+    if missing is not None:
+        raise BackendError(f"{function}: backend 'triton' cannot run this call: {missing}")
+    return True
+
+
+def _missing(x: torch.Tensor, limit: str | None) -> str | None:
+    if not has_triton():
+        return "Triton is not installed"
+    if x.dtype not in KERNEL_DTYPES:
+        return f"the kernels take float16, bfloat16 and float32; x is {str(x.dtype).removeprefix('torch.')}"
+    if not x.is_cuda and not x.is_meta and not _runs_on_cpu():
+        return f"x is on {x.device}, and the kernels need an NVIDIA GPU (or TRITON_INTERPRET=1 on a CPU)"
+    return limit
+
+
+def _runs_on_cpu() -> bool:
+    from warploom import launch  # imports Triton, which a call for the torch backend never should
+
+    return launch.runs_on_cpu()

@@ -1,0 +1,1 @@
+"""Measuring operators: timing, measured ceilings, records of runs, tables and the report."""

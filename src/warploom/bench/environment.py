@@ -1,0 +1,126 @@
+"""Where a measurement was made: the GPU, its driver and clocks, the CPU, and the versions of what ran."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warploom.version import __version__
+
+__all__ = ["describe_environment", "environment_id"]
+
+_PASSING = frozenset(
+    {"sm_clock_mhz", "memory_clock_mhz", "temperature_c", "gpu_uuid", "commit", "dirty"},
+)
+"""Fields that differ between runs which are comparable. The code's own state is not among what identifies an
+environment: a record's ``source_digest`` says which code was measured, and a commit elsewhere changes nothing."""
+
+_NVIDIA_SMI = {
+    "driver": ("driver_version", str),
+    "power_limit_w": ("power.limit", float),
+    "max_sm_clock_mhz": ("clocks.max.sm", int),
+    "max_memory_clock_mhz": ("clocks.max.mem", int),
+    "sm_clock_mhz": ("clocks.sm", int),
+    "memory_clock_mhz": ("clocks.mem", int),
+    "temperature_c": ("temperature.gpu", int),
+}
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Everything about this machine and installation that a measurement can depend on.
+
+    Args:
+        device: The device that is measured; a CPU has none of the GPU's fields.
+
+    Returns:
+        JSON values by name. What a tool that is not there would have told is left out.
+    """
+    environment: dict[str, Any] = {
+        "device": device.type,
+        "cpu": _cpu_model(),
+        "cpu_cores": os.cpu_count(),
+        "cpu_threads": torch.get_num_threads(),
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": _version("triton"),
+        "warploom": __version__,
+    }
+    if device.type == "cuda":
+        environment |= _gpu(device)
+    return environment | _checkout(Path(__file__).parent)
+
+
+def environment_id(environment: Mapping[str, Any]) -> str:
+    """Short id of an environment, the same for every run that is comparable with this one."""
+    lasting = {name: value for name, value in environment.items() if name not in _PASSING}
+    return hashlib.sha256(json.dumps(lasting, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    known: dict[str, Any] = {
+        "gpu": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_mib": properties.total_memory // 2**20,
+        "l2_mib": properties.L2_cache_size // 2**20,
+        "gpu_uuid": str(properties.uuid),
+    }
+    fields = ",".join(field for field, _ in _NVIDIA_SMI.values())
+    # By UUID: indices of nvidia-smi are not those of CUDA when only some devices are visible.
+    answer = _output(
+        ["nvidia-smi", f"--id=GPU-{properties.uuid}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    )
+    values = [value.strip() for value in (answer or "").split(",")]
+    if len(values) == len(_NVIDIA_SMI):
+        for (name, (_, parse)), value in zip(_NVIDIA_SMI.items(), values):
+            if not value.startswith("["):  # "[N/A]", "[Not Supported]"
+                known[name] = parse(value)
+    return known
+
+
+def _cpu_model() -> str:
+    listing = Path("/proc/cpuinfo")
+    if listing.is_file():
+        for line in listing.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _checkout(folder: Path) -> dict[str, Any]:
+    """Commit of the checkout that this package is part of; nothing when it is installed as a copy."""
+    git = ["git", "-C", str(folder)]
+    # An installed copy may lie inside somebody else's repository, which does not track it.
+    if _output([*git, "ls-files", "--error-unmatch", Path(__file__).name]) is None:
+        return {}
+    commit = _output([*git, "rev-parse", "HEAD"])
+    changes = _output([*git, "status", "--porcelain", "--", str(folder.parent)])
+    return {} if commit is None else {"commit": commit, "dirty": bool(changes)}
+
+
+def _output(command: list[str]) -> str | None:
+    """Standard output of a command; ``None`` when it is not there, fails, or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

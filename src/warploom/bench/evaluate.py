@@ -1,0 +1,263 @@
+"""One case in one mode: every provider is checked, then weighed, then timed beside the others."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from warploom.bench import limits
+from warploom.bench.measure import (
+    Clock,
+    Failure,
+    Timing,
+    allocated_bytes,
+    attempt,
+    peak_bytes,
+    release_memory,
+    time_interleaved,
+)
+from warploom.bench.records import LIMIT, Record
+from warploom.ops.spec import Bench, Case, Inputs, Outputs, Unsupported
+from warploom.testing.accuracy import Accuracy, compare
+
+__all__ = ["Unit", "evaluate"]
+
+SEED = 20240229
+
+Function = Callable[..., Outputs]
+Tensors = tuple[torch.Tensor, ...]
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is measured together: all providers of one case in one mode."""
+
+    bench: Bench
+    suite: str
+    case: Case
+    mode: str
+
+    def __str__(self) -> str:
+        parameters = " ".join(f"{name}={value}" for name, value in self.case.items())
+        return f"{self.bench.name} {self.mode} {parameters}"
+
+
+def evaluate(
+    unit: Unit, providers: Sequence[str], device: torch.device, clock: Clock, blank: Record
+) -> list[Record]:
+    """Measure providers on one case in one mode, and the limit with them.
+
+    Args:
+        unit: The case and the mode.
+        providers: Names of the bench's providers.
+        device: Where.
+        clock: The device's clock.
+        blank: A record of this unit on which the provider and the results are to be filled in.
+
+    Returns:
+        One record per provider, and the limit's.
+
+    Raises:
+        DeviceLostError: A provider left the device unusable.
+    """
+    traffic = unit.bench.traffic(unit.case, unit.mode)
+    blank = replace(blank, min_bytes=traffic.min_bytes, flops=traffic.flops)
+    records = {name: replace(blank, provider=name) for name in providers}
+    with torch.set_grad_enabled(unit.mode == "bwd"):
+        starts = _check_and_weigh(unit, device, records)
+        starts[LIMIT] = functools.partial(limits.stream_call, traffic, device, clock)
+        # The limit leads each round.
+        timings = _time({LIMIT: starts[LIMIT], **starts}, device, clock)
+        del starts  # and with it the inputs, before the matrix product that may follow takes its own
+        floor_ms = attempt(LIMIT, functools.partial(limits.compute_ms, traffic, device, clock))
+    records[LIMIT] = replace(blank, provider=LIMIT)
+    return _with_times(records, timings, floor_ms)
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """The inputs of a unit, and how a function is run on them."""
+
+    inputs: Inputs
+    grad_outputs: Tensors | None
+    """In the backward mode, one for each differentiable output of the reference."""
+
+    def start(self, function: Function) -> Call:
+        """The call to be timed: the function itself, or the backward pass of a graph built here."""
+        if self.grad_outputs is None:
+            return functools.partial(function, **self.inputs)
+        outputs, leaves = _graph(function, self.inputs)
+        return functools.partial(torch.autograd.grad, outputs, leaves, self.grad_outputs, retain_graph=True)
+
+    def run(self, function: Function) -> Tensors:
+        """Outputs of the function, or its gradients with respect to every leaf."""
+        result: Any = self.start(function)()
+        return _as_tuple(result)
+
+
+def _as_tuple(outputs: Outputs) -> Tensors:
+    return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
+
+
+def _graph(function: Function, inputs: Inputs) -> tuple[Tensors, Tensors]:
+    """Differentiable outputs of a function, and the leaves among its inputs."""
+    leaves = tuple(v for v in inputs.values() if isinstance(v, torch.Tensor) and v.requires_grad)
+    if not leaves:
+        raise Unsupported("no input of this case wants a gradient")
+    return tuple(output for output in _as_tuple(function(**inputs)) if output.requires_grad), leaves
+
+
+def _check_and_weigh(
+    unit: Unit, device: torch.device, records: dict[str, Record]
+) -> dict[str, Callable[[], Call]]:
+    """Fill in accuracy and peak memory; return how to start each provider that is fit to be timed."""
+    release_memory(device)
+    before = allocated_bytes(device)
+    generator = torch.Generator().manual_seed(SEED)
+    inputs = attempt("inputs", lambda: unit.bench.operator.make_inputs(unit.case, device, generator))
+    if isinstance(inputs, Failure):
+        for name in records:
+            records[name] = _failed(records[name], replace(inputs, reason=f"inputs: {inputs.reason}"))
+        return {}
+    weight = allocated_bytes(device) - before
+    subject, checked = _check(unit, inputs, device, records)
+    weight += sum(grad.nbytes for grad in subject.grad_outputs or ())
+    starts = {name: functools.partial(subject.start, function) for name, (function, _) in checked.items()}
+    for name, (_, held) in checked.items():
+        # What is there now beside the inputs and this provider's own is the clock's buffer, which stays for
+        # the whole run, and other providers' tables: it is subtracted.
+        release_memory(device)
+        others = allocated_bytes(device) - weight - held
+        peak = attempt(name, functools.partial(_peak_bytes, starts[name], device))
+        if isinstance(peak, Failure):
+            records[name] = _failed(records[name], peak)
+            del starts[name]
+        elif peak is not None:
+            records[name] = replace(records[name], peak_memory_mib=(peak - others) / 2**20)
+    return dict(starts)
+
+
+def _peak_bytes(start: Callable[[], Call], device: torch.device) -> int | None:
+    return peak_bytes(start(), device)
+
+
+def _check(
+    unit: Unit, inputs: Inputs, device: torch.device, records: dict[str, Record]
+) -> tuple[_Subject, dict[str, tuple[Function, int]]]:
+    """Build the providers and keep those within the error budget, with the bytes that each holds on to.
+
+    The float64 reference is large; nothing of it is left when this returns.
+    """
+    truth = attempt("reference", lambda: _reference_results(unit, inputs))
+    checked: dict[str, tuple[Function, int]] = {}
+    if isinstance(truth, Failure):
+        # Without a reference nothing is known about the providers, so they have no speed either.
+        status = "unsupported" if truth.status == "unsupported" else "error"
+        failure = Failure(status, f"not checked, the reference failed: {truth.reason}")
+        for name in records:
+            records[name] = _failed(records[name], failure)
+        return _Subject(inputs, None), checked
+    subject, exact, eager = truth
+    for name in records:
+        before = allocated_bytes(device)
+        verdict = attempt(name, functools.partial(_judge, unit, name, subject, exact, eager))
+        if isinstance(verdict, Failure):
+            records[name] = _failed(records[name], verdict)
+            continue
+        function, accuracy = verdict
+        records[name] = _judged(records[name], accuracy)
+        if accuracy.ok:
+            checked[name] = function, allocated_bytes(device) - before
+    return subject, checked
+
+
+def _reference_results(unit: Unit, inputs: Inputs) -> tuple[_Subject, Tensors, Tensors]:
+    """The subject, and the reference's results on it in float64 and in the inputs' own dtypes."""
+    reference = unit.bench.operator.reference
+    doubled = {name: _double(value) for name, value in inputs.items()}
+    if unit.mode != "bwd":
+        subject = _Subject(inputs, None)
+        return subject, _Subject(doubled, None).run(reference), subject.run(reference)
+    outputs, leaves = _graph(reference, inputs)
+    generator = torch.Generator(outputs[0].device).manual_seed(SEED)
+    # With the memory order of the outputs, which is what a following layer would send back.
+    grads = tuple(torch.empty_like(output).normal_(generator=generator) for output in outputs)
+    eager = torch.autograd.grad(outputs, leaves, grads)
+    del outputs
+    exact = _Subject(doubled, tuple(grad.double() for grad in grads)).run(reference)
+    return _Subject(inputs, grads), exact, eager
+
+
+def _double(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.detach().double().requires_grad_(value.requires_grad)
+    return value
+
+
+def _judge(
+    unit: Unit, name: str, subject: _Subject, exact: Tensors, eager: Tensors
+) -> tuple[Function, Accuracy]:
+    function = unit.bench.providers[name](unit.case)
+    return function, compare(subject.run(function), exact, eager)
+
+
+def _time(
+    starts: Mapping[str, Callable[[], Call]], device: torch.device, clock: Clock
+) -> dict[str, Timing | Failure]:
+    """Time calls side by side; those for which there is no room beside the others, alone."""
+    release_memory(device)
+    results: dict[str, Timing | Failure] = {}
+    calls: dict[str, Call] = {}
+    for name, start in starts.items():
+        call = attempt(name, start)
+        if isinstance(call, Failure):
+            results[name] = call
+        else:
+            calls[name] = call
+    results |= time_interleaved(calls, clock)
+    if len(starts) > 1:
+        calls.clear()
+        for name, result in list(results.items()):
+            if isinstance(result, Failure) and result.status == "oom":
+                results |= _time({name: starts[name]}, device, clock)
+    return results
+
+
+def _with_times(
+    records: Mapping[str, Record], timings: Mapping[str, Timing | Failure], floor_ms: float | Failure
+) -> list[Record]:
+    """Fill in the times. The limit is the larger of the streaming time and ``floor_ms``, the arithmetic's."""
+    limit = timings[LIMIT]
+    if isinstance(floor_ms, Failure):
+        limit = floor_ms
+    elif isinstance(limit, Timing):
+        ms, low, high = (max(time, floor_ms) for time in (limit.ms, limit.ms_p20, limit.ms_p80))
+        limit = Timing(ms, low, high, limit.host_us)
+    limit_ms = limit.ms if isinstance(limit, Timing) else None
+    finished = []
+    for name, record in records.items():
+        timing = limit if name == LIMIT else timings.get(name)
+        if isinstance(timing, Failure):
+            record = _failed(record, timing)
+        elif timing is not None:
+            fraction = None if limit_ms is None else limit_ms / timing.ms
+            record = replace(record, **vars(timing), limit_ms=limit_ms, limit_fraction=fraction)
+        finished.append(record)
+    return finished
+
+
+def _judged(record: Record, accuracy: Accuracy) -> Record:
+    # JSON has no infinity; where an error is infinite or NaN, the reason says so.
+    error, budget = (v if math.isfinite(v) else None for v in (accuracy.max_error, accuracy.error_budget))
+    record = replace(record, max_error=error, error_budget=budget)
+    return record if accuracy.ok else replace(record, status="incorrect", reason=accuracy.describe())
+
+
+def _failed(record: Record, failure: Failure) -> Record:
+    return replace(record, status=failure.status, reason=failure.reason)

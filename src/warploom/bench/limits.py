@@ -1,0 +1,97 @@
+"""The measured ceiling of a case: the time this device needs to move the bytes, or to do the arithmetic."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from warploom.bench.measure import Clock
+from warploom.ops.spec import Traffic, Unsupported
+
+__all__ = ["compute_ms", "stream_call"]
+
+Call = Callable[[], object]
+
+
+def stream_call(traffic: Traffic, device: torch.device, clock: Clock) -> Call:
+    """A call that moves a case's bytes in its mix of reads and writes, to be timed like any provider.
+
+    Args:
+        traffic: What the case must move.
+        device: Where.
+        clock: Picks the best of the streaming kernel's configurations.
+
+    Raises:
+        Unsupported: The case moves nothing, or in more streams than the kernel has.
+    """
+    if traffic.min_bytes == 0:
+        raise Unsupported("the case moves no bytes")
+    # Whole multiples of 16 elements, so that every access can be 16 bytes wide.
+    n = -(-traffic.stream_bytes // 64) * 16
+    inputs = tuple(torch.randn(n, device=device) for _ in range(traffic.reads))
+    outputs = tuple(torch.empty(n, device=device) for _ in range(traffic.writes))
+    if device.type == "cuda":
+        return _fastest_stream(inputs, outputs, clock)
+    return functools.partial(_torch_stream, inputs, outputs)
+
+
+def compute_ms(traffic: Traffic, device: torch.device, clock: Clock) -> float:
+    """Time of a case's arithmetic at the rate of a large matrix product; 0 when it has none to speak of."""
+    return traffic.flops / _matmul_flops_per_ms(device, clock) if traffic.flops else 0.0
+
+
+def _fastest_stream(inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...], clock: Clock) -> Call:
+    # Triton is there only where there is a GPU for it.
+    from warploom.bench.stream_kernel import CONFIGURATIONS, MAX_READS, MAX_WRITES, stream
+
+    if len(inputs) > MAX_READS or len(outputs) > MAX_WRITES:
+        raise Unsupported(f"no streaming kernel for {len(inputs)} reads and {len(outputs)} writes")
+    n = (inputs + outputs)[0].numel()
+    scratch = torch.empty(-(-n // min(block for block, _ in CONFIGURATIONS)), device=(inputs + outputs)[0].device)
+    candidates = [
+        functools.partial(stream, inputs, outputs, scratch, block, warps) for block, warps in CONFIGURATIONS
+    ]
+    times: list[list[float]] = [[] for _ in candidates]
+    for candidate in candidates:
+        candidate()  # compiles
+    host_us = statistics.median(clock.host_us(candidates[0]) for _ in range(5))
+    for _ in range(9):
+        for candidate, samples in zip(candidates, times):
+            samples.append(clock.sample(candidate, host_us))
+    return min(zip(candidates, times), key=lambda pair: statistics.median(pair[1]))[0]
+
+
+def _torch_stream(inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> None:
+    """Read every input and write every output once, with PyTorch's operators."""
+    reads, writes = list(inputs), list(outputs)
+    if len(reads) > len(writes) > 0:
+        torch.add(reads.pop(), reads.pop(), out=writes.pop())
+    while reads and writes:
+        writes.pop().copy_(reads.pop())
+    for tensor in reads:
+        tensor.sum()
+    for tensor in writes:
+        tensor.fill_(1.0)
+
+
+_rates: dict[torch.device, float] = {}
+
+
+def _matmul_flops_per_ms(device: torch.device, clock: Clock) -> float:
+    """Operations per millisecond of a large matrix product, measured once per process.
+
+    It is bfloat16 on a GPU; float32 on a CPU, many of which have no bfloat16 arithmetic.
+    """
+    if device not in _rates:
+        size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        product = functools.partial(torch.mm, a, b, out=out)
+        for _ in range(5):
+            product()
+        host_us = clock.host_us(product)
+        _rates[device] = 2 * size**3 / statistics.median(clock.sample(product, host_us) for _ in range(20))
+    return _rates[device]

@@ -1,0 +1,260 @@
+"""Timing: device time with a cold cache, host time, peak memory; several providers side by side."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+from warploom.ops.spec import Unsupported
+
+__all__ = [
+    "Clock",
+    "DeviceLostError",
+    "Failure",
+    "Timing",
+    "allocated_bytes",
+    "attempt",
+    "make_clock",
+    "peak_bytes",
+    "percentiles",
+    "release_memory",
+    "time_interleaved",
+]
+
+Call = Callable[[], object]
+T = TypeVar("T")
+
+TARGET_MS = 25.0
+"""Time to accumulate per provider, from which the number of rounds follows."""
+MIN_ROUNDS, MAX_ROUNDS = 15, 200
+CASE_MS = 20_000.0
+"""What all providers of a case may take together; slow cases get fewer rounds, down to ``FLOOR_ROUNDS``."""
+FLOOR_ROUNDS = 3
+FLUSH_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long a call takes, as the median and the spread of its repetitions."""
+
+    ms: float
+    ms_p20: float
+    ms_p80: float
+    host_us: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a provider has no result: a record's status and the reason."""
+
+    status: str
+    reason: str
+
+
+class DeviceLostError(RuntimeError):
+    """The device answers nothing any more (an illegal access, say): whatever runs next would fail as well."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name = name
+        self.reason = reason
+
+
+def attempt(name: str, call: Callable[[], T]) -> T | Failure:
+    """Run what belongs to one provider; its failure becomes a value, so that the others keep their results.
+
+    Raises:
+        DeviceLostError: The failure took the device with it.
+    """
+    try:
+        return call()
+    except Unsupported as finding:
+        return Failure("unsupported", _one_line(str(finding)))
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        return Failure("oom", _one_line(str(error) or "out of memory"))
+    except Exception as error:  # A provider is other people's code, a compiler included: it may raise anything.
+        reason = _one_line(f"{type(error).__name__}: {error}")
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise DeviceLostError(name, reason) from error
+    # On a CPU running out of memory has no exception type of its own.
+    return Failure("oom" if "DefaultCPUAllocator: can't allocate memory" in reason else "error", reason)
+
+
+def _one_line(text: str, longest: int = 500) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= longest else line[: longest - 1] + "…"
+
+
+class Clock(Protocol):
+    """Times calls on one kind of device."""
+
+    def host_us(self, call: Call) -> float:
+        """Wall time from entering a call to its return, with nothing queued before it."""
+
+    def sample(self, call: Call, host_us: float) -> float:
+        """Milliseconds of one call on the device, with a cold cache; ``host_us`` is what queueing it takes."""
+
+
+class CudaClock:
+    """Times a call between two device events, after the L2 cache has been filled with something else."""
+
+    def __init__(self, device: torch.device) -> None:
+        l2 = torch.cuda.get_device_properties(device).L2_cache_size
+        self.flush = torch.empty(max(FLUSH_BYTES, 4 * l2), dtype=torch.uint8, device=device)
+        self.start = torch.cuda.Event(enable_timing=True)
+        self.end = torch.cuda.Event(enable_timing=True)
+        cycles = 2_000_000
+        self.cycles_per_us = cycles / (1e3 * min(self._spin_ms(cycles) for _ in range(3)))
+
+    def _spin_ms(self, cycles: int) -> float:
+        self.start.record()
+        torch.cuda._sleep(cycles)
+        self.end.record()
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end)
+
+    def host_us(self, call: Call) -> float:
+        """See `Clock.host_us`."""
+        torch.cuda.synchronize()
+        entered = time.perf_counter_ns()
+        call()
+        returned = time.perf_counter_ns()
+        torch.cuda.synchronize()
+        return (returned - entered) / 1e3
+
+    def sample(self, call: Call, host_us: float) -> float:
+        """See `Clock.sample`."""
+        self.flush.zero_()
+        # The device waits until the host has queued the whole call; otherwise gaps between its launches, which
+        # are the host's time, would be counted as the device's.
+        torch.cuda._sleep(int((2 * host_us + 20) * self.cycles_per_us))
+        self.start.record()
+        call()
+        self.end.record()
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end)
+
+
+class CpuClock:
+    """Times a call with the wall clock, after the caches have been filled with something else."""
+
+    def __init__(self) -> None:
+        self.flush = torch.empty(32 * 2**20, dtype=torch.uint8)
+
+    def host_us(self, call: Call) -> float:
+        """See `Clock.host_us`."""
+        entered = time.perf_counter_ns()
+        call()
+        return (time.perf_counter_ns() - entered) / 1e3
+
+    def sample(self, call: Call, host_us: float) -> float:
+        """See `Clock.sample`; there is no queue to wait for."""
+        self.flush.zero_()
+        return self.host_us(call) / 1e3
+
+
+def make_clock(device: torch.device) -> Clock:
+    """The clock for a device."""
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
+
+
+def percentiles(samples: list[float]) -> tuple[float, float, float]:
+    """The 20th, 50th and 80th percentile, interpolated."""
+    low, middle, high = torch.tensor(samples, dtype=torch.float64).quantile(
+        torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    )
+    return float(low), float(middle), float(high)
+
+
+def time_interleaved(calls: Mapping[str, Call], clock: Clock) -> dict[str, Timing | Failure]:
+    """Time several calls in turns, round by round, so that a drift of the clocks meets all of them alike.
+
+    Args:
+        calls: What to time, by provider.
+        clock: The device's clock.
+
+    Returns:
+        A timing or the failure of each. A call that is fast goes on when slower ones have had enough rounds.
+    """
+    host_us: dict[str, float] = {}
+    estimate_ms: dict[str, float] = {}
+    results: dict[str, Timing | Failure] = {}
+    for name, call in calls.items():
+        warm = attempt(name, functools.partial(_warm_up, call, clock))
+        if isinstance(warm, Failure):
+            results[name] = warm
+        else:
+            host_us[name], estimate_ms[name] = warm
+    rounds = _rounds(estimate_ms)
+    samples: dict[str, list[float]] = {name: [] for name in rounds}
+    for turn in range(max(rounds.values(), default=0)):
+        for name in [name for name, wanted in rounds.items() if turn < wanted and name not in results]:
+            sample = attempt(name, functools.partial(clock.sample, calls[name], host_us[name]))
+            if isinstance(sample, Failure):
+                results[name] = sample
+            else:
+                samples[name].append(sample)
+    for name in rounds:
+        if name not in results:
+            low, middle, high = percentiles(samples[name])
+            results[name] = Timing(middle, low, high, host_us[name])
+    return results
+
+
+def _warm_up(call: Call, clock: Clock) -> tuple[float, float]:
+    """Run a call until its first-time costs are behind it; its host time and an estimate of its device time."""
+    call()
+    started = time.perf_counter()
+    host: list[float] = []
+    while len(host) < 3 or (len(host) < 20 and time.perf_counter() - started < 0.2):
+        host.append(clock.host_us(call))
+    host_us = statistics.median(host)
+    return host_us, statistics.median(clock.sample(call, host_us) for _ in range(3))
+
+
+def _rounds(estimate_ms: Mapping[str, float]) -> dict[str, int]:
+    """Rounds for each call: enough to accumulate ``TARGET_MS``, fewer where the case would take too long."""
+    if not estimate_ms:
+        return {}
+    affordable = max(FLOOR_ROUNDS, int(CASE_MS / max(sum(estimate_ms.values()), 1e-3)))
+    return {
+        name: min(max(MIN_ROUNDS, math.ceil(TARGET_MS / max(ms, 1e-3))), MAX_ROUNDS, affordable)
+        for name, ms in estimate_ms.items()
+    }
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes that tensors hold on a GPU; 0 on a CPU, where nobody counts."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what nothing refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def peak_bytes(call: Call, device: torch.device) -> int | None:
+    """The most bytes allocated at once while a call runs, with all that was there before; ``None`` on a CPU."""
+    if device.type != "cuda":
+        return None
+    release_memory(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    result = call()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    del result
+    return peak

@@ -1,0 +1,110 @@
+"""The figures that others published, read from the CSV files beside this module (``published/README.md``)."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).with_name("published")
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_LONG_FORM = ("batch", "heads", "head_dim", "rank", "dtype", "activation", "grid_dims", "prefix")
+
+
+@dataclass(frozen=True)
+class Published:
+    """One published number."""
+
+    gpu: str
+    """Their GPU; ``GPU not stated`` where they do not say."""
+    operator: str
+    metric: str
+    """``speed`` (milliseconds), ``memory`` (peak MiB) or ``held`` (MiB kept for the backward)."""
+    mode: str
+    provider: str
+    value: float | None
+    """``None`` where they report an error."""
+    case: Mapping[str, Any] = field(hash=False)
+    """The parameters they state, the one along the axis included, under our names and values."""
+
+    def matches(self, operator: str, mode: str, case: Mapping[str, Any], ignore: str = "") -> bool:
+        """Say whether this is about the same problem: every parameter that both name has the same value.
+
+        Args:
+            operator: The record's operator.
+            mode: The record's mode.
+            case: The record's case.
+            ignore: A parameter that need not agree: the one along the axis, when a whole line is matched.
+        """
+        if operator != self.operator or mode != self.mode:
+            return False
+        return all(case.get(name, value) == value for name, value in self.case.items() if name != ignore)
+
+
+@cache
+def published() -> tuple[Published, ...]:
+    """Read every published figure that belongs to a bench.
+
+    Returns:
+        All of them, in the order of the files and their lines.
+    """
+    return tuple(row for path in sorted(FOLDER.glob("*.csv")) for row in _READERS.get(path.stem, _long_form)(path))
+
+
+def _rows(path: Path) -> Iterator[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        yield from csv.DictReader(file)
+
+
+def _long_form(path: Path) -> Iterator[Published]:
+    for row in _rows(path):
+        case = {name: _value(row[name]) for name in _LONG_FORM if row[name]}
+        case[row["x_name"]] = int(row["x"])
+        yield Published(
+            row["gpu"], row["operator"], row["metric"], row["mode"], row["provider"], _number(row["value"]), case
+        )
+
+
+def _flash_attention(path: Path) -> Iterator[Published]:
+    for row in _rows(path):
+        case = {
+            "batch": 1,
+            "heads": 1,
+            "n": int(row["seq_len"]),
+            "head_dim": int(row["head_dim"]),
+            "dtype": _value(row["dtype"]),
+        }
+        yield Published(
+            "GPU not stated", "flash_attention", "speed", row["mode"], row["provider"], _number(row["ms"]), case
+        )
+
+
+def _attention(path: Path) -> Iterator[Published]:
+    columns = (("speed", "fwd", "fwd_ms"), ("speed", "bwd", "bwd_ms"), ("held", "fwd", "mem_before_backward_MiB"))
+    for row in _rows(path):
+        case = {"batch": 8, "n": int(row["seq_len"]), "head_dim": int(row["head_dim"]), "dtype": "float32"}
+        for metric, mode, column in columns:
+            yield Published("GPU not stated", "attention", metric, mode, "torch", _number(row[column]), case)
+
+
+def _transformer(path: Path) -> Iterator[Published]:
+    for row in _rows(path):
+        case = {"size": row["model"], "steps": int(row["steps"])}
+        forward, backward = float(row["avg_forward_s"]) * 1e3, float(row["avg_backward_s"] or 0) * 1e3
+        mode = "fwd_bwd" if backward else "fwd"
+        yield Published("GPU not stated", "transformer", "speed", mode, "torch", forward + backward, case)
+
+
+_READERS = {"flash_attention": _flash_attention, "attention": _attention, "transformer": _transformer}
+
+
+def _value(text: str) -> int | str:
+    return int(text) if text.isdigit() else _DTYPES.get(text, text)
+
+
+def _number(text: str) -> float | None:
+    return None if text in ("OOM", "") or float(text) < 0 else float(text)

@@ -1,0 +1,192 @@
+"""What a run leaves behind: one `Record` per (case, provider, mode), a line of JSON each.
+
+Records are only ever appended. A later record with the same key replaces an earlier one when they are read,
+so a run that is resumed or repeated needs to rewrite nothing, and a killed run loses at most its last line.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from warploom.errors import WarploomError
+from warploom.ops import benches
+from warploom.ops.spec import Bench
+
+__all__ = [
+    "LIMIT",
+    "Record",
+    "append",
+    "current_digest",
+    "is_stale",
+    "load",
+    "load_environments",
+    "operator_name",
+    "save_environment",
+    "source_digest",
+]
+
+RECORDS = "records.jsonl"
+ENVIRONMENTS = "environment.json"
+LIMIT = "limit"
+"""The provider's name under which the measured ceiling is recorded."""
+
+_PACKAGE = Path(__file__).parents[1]
+
+Key = tuple[str, str, str, str, str]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One provider's result on one case in one mode. ``None`` stands for what was not measured."""
+
+    operator: str
+    """The bench's name with underscores."""
+    suite: str
+    case: dict[str, Any]
+    provider: str
+    mode: str
+    """``fwd`` or ``bwd``."""
+    source_digest: str
+    """Of the operator's code; see `source_digest`."""
+    environment: str
+    """Id into ``environment.json``."""
+    status: str = "ok"
+    """``ok``, ``incorrect``, ``oom``, ``unsupported`` or ``error``."""
+    reason: str | None = None
+    """Why the status is not ``ok``, in one line."""
+    ms: float | None = None
+    """Median time on the device."""
+    ms_p20: float | None = None
+    ms_p80: float | None = None
+    peak_memory_mib: float | None = None
+    """Peak device memory of one call, inputs included."""
+    min_bytes: int | None = None
+    """The fewest bytes the case must move."""
+    flops: int | None = None
+    """The fewest floating-point operations the case must do."""
+    limit_ms: float | None = None
+    """Time of the measured ceiling in the same rounds."""
+    limit_fraction: float | None = None
+    """``limit_ms / ms``; 1 is the ceiling."""
+    max_error: float | None = None
+    """Largest absolute error against float64."""
+    error_budget: float | None = None
+    """What ``max_error`` may be."""
+    host_us: float | None = None
+    """Median wall time from entering the call to its return."""
+
+    @property
+    def key(self) -> Key:
+        """What makes two records the same measurement."""
+        case = json.dumps(self.case, sort_keys=True)
+        return self.operator, self.suite, case, self.provider, self.mode
+
+
+def operator_name(bench: Bench) -> str:
+    """A bench's name as records carry it."""
+    return bench.name.replace("-", "_")
+
+
+def append(folder: Path, records: Iterable[Record]) -> None:
+    """Add records to a folder's ``records.jsonl`` and flush them to disk, each a whole line.
+
+    A torn last line, left by a run that was killed while writing, is removed first.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file_path = folder / RECORDS
+    if file_path.is_file():
+        written = file_path.read_bytes()
+        if not written.endswith(b"\n"):
+            file_path.write_bytes(written[: written.rfind(b"\n") + 1])
+    with file_path.open("ab") as file:
+        for record in records:
+            file.write(json.dumps(asdict(record), allow_nan=False).encode() + b"\n")
+            file.flush()
+
+
+def load(paths: Iterable[Path]) -> list[Record]:
+    """Read records, in the order they were written; of those with one key in one file, the last.
+
+    Args:
+        paths: Folders that hold ``records.jsonl``, or such files.
+
+    Raises:
+        WarploomError: A path holds no records, or a line before the last is not a record.
+    """
+    records: list[Record] = []
+    for path in paths:
+        file = path / RECORDS if path.is_dir() else path
+        if not file.is_file():
+            raise WarploomError(f"{path}: no records here ({RECORDS} is written by `warploom bench`)")
+        # What follows the last line break is empty, or the torn line of a killed run.
+        lines = file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+        latest: dict[Key, Record] = {}
+        for number, line in enumerate(lines, start=1):
+            record = _parse(line, f"{file}:{number}")
+            latest.pop(record.key, None)
+            latest[record.key] = record
+        records += latest.values()
+    return records
+
+
+def _parse(line: str, where: str) -> Record:
+    try:
+        return Record(**json.loads(line))
+    except (ValueError, TypeError) as error:
+        raise WarploomError(f"{where}: not a record of this version: {error}") from error
+
+
+def save_environment(folder: Path, identifier: str, environment: Mapping[str, Any]) -> None:
+    """Put an environment into a folder's ``environment.json``, in the place of an earlier one with its id."""
+    folder.mkdir(parents=True, exist_ok=True)
+    known = load_environments(folder) | {identifier: dict(environment)}
+    file = folder / ENVIRONMENTS
+    fresh = file.with_suffix(".tmp")
+    fresh.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+    fresh.replace(file)
+
+
+def load_environments(path: Path) -> dict[str, dict[str, Any]]:
+    """Environments by id, of a folder of records or of the folder that a records file is in."""
+    file = (path if path.is_dir() else path.parent) / ENVIRONMENTS
+    if not file.is_file():
+        return {}
+    environments: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    return environments
+
+
+def source_digest(folder: Path) -> str:
+    """Fingerprint of an operator's folder and of the code its kernels share with other operators."""
+    shared = [_PACKAGE / "launch.py", _PACKAGE / "errors.py", *(_PACKAGE / "device").glob("*.py")]
+    digest = hashlib.sha256()
+    for root, files in ((folder, folder.rglob("*.py")), (_PACKAGE, shared)):
+        for file in sorted(file for file in files if file.is_file()):
+            digest.update(f"{file.relative_to(root).as_posix()}\n{file.stat().st_size}\n".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def current_digest(bench: Bench) -> str:
+    """`source_digest` of a bench's operator as its code is now."""
+    source = sys.modules[bench.operator.reference.__module__].__file__
+    if source is None:
+        raise WarploomError(f"{bench.name}: its reference comes from no file, so its code has no digest")
+    return source_digest(Path(source).parent)
+
+
+def is_stale(record: Record) -> bool:
+    """Whether the operator's code is no longer the code that was measured."""
+    return record.source_digest != _digests().get(record.operator)
+
+
+@functools.cache
+def _digests() -> dict[str, str]:
+    """Digest of every registered bench, read once: a report asks for thousands of records."""
+    return {operator_name(bench): current_digest(bench) for bench in benches().values()}

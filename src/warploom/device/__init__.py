@@ -1,0 +1,1 @@
+"""Triton device functions that several operators share. Importing this package imports Triton."""

@@ -1,0 +1,170 @@
+"""From a Triton kernel and its arguments to the GPU.
+
+Triton's own launcher re-examines every argument on every call, which costs more than a small kernel runs.
+`Kernel` keeps what a compiled kernel really depends on, the dtype and alignment of each pointer and the
+compile-time constants, as the key of a dictionary, and calls the compiled kernel directly. Integers are
+never part of the key: kernels declare their type and exclude them from specialisation, so a new length,
+offset, stride or batch compiles nothing. (A stride's divisibility, which vector loads need, is a constant:
+strides travel divided by it.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+from triton.runtime import driver
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+"""Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1``), which takes CPU tensors."""
+
+ALIGNMENT = 16  # bytes; what a 128-bit load or store needs of its address
+
+_TYPE_NAMES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+_recorded: dict[tuple[Any, ...], Build] | None = None
+
+
+@dataclass(frozen=True)
+class Build:
+    """What it takes to compile one variant of a kernel without launching it."""
+
+    function: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    attrs: dict[tuple[int, ...], list[list[Any]]] = field(repr=False)
+    num_warps: int
+
+
+class Kernel:
+    """A Triton kernel with a one-dimensional grid, and the variants of it compiled so far.
+
+    The kernel's parameters come in this order: pointers (``None`` allowed), integers, compile-time constants.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.compiled: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(
+        self,
+        programs: int,
+        tensors: Sequence[torch.Tensor | None],
+        integers: Sequence[int],
+        constants: tuple[Any, ...],
+        num_warps: int = 4,
+    ) -> None:
+        """Launch ``programs`` programs on the current stream of the first tensor's device."""
+        if programs == 0:
+            return
+        if _recorded is not None:
+            self._record(_recorded, tensors, integers, constants, num_warps)
+            return
+        first = tensors[0]
+        if INTERPRETED and not (first is not None and first.is_cuda):
+            self.function[(programs,)](*tensors, *integers, *constants, num_warps=num_warps)
+            return
+        device = first.get_device()  # type: ignore[union-attr]
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self._launch(device, programs, tensors, integers, constants, num_warps)
+        else:
+            self._launch(device, programs, tensors, integers, constants, num_warps)
+
+    def _launch(
+        self,
+        device: int,
+        programs: int,
+        tensors: Sequence[torch.Tensor | None],
+        integers: Sequence[int],
+        constants: tuple[Any, ...],
+        num_warps: int,
+    ) -> None:
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        kinds = [None if t is None else (t.dtype, a % ALIGNMENT == 0) for t, a in zip(tensors, addresses)]
+        key = (device, num_warps, constants, *kinds)
+        compiled = self.compiled.get(key)
+        if compiled is None:
+            self.compiled[key] = self.function.run(
+                *tensors, *integers, *constants, grid=(programs, 1, 1), warmup=False, num_warps=num_warps
+            )
+            return
+        compiled.run(
+            programs,
+            1,
+            1,
+            driver.active.get_current_stream(device),
+            compiled.function,
+            compiled.packed_metadata,
+            None,  # launch metadata and hooks: for Triton's profiler, which reads them from its own launcher
+            None,
+            None,
+            *addresses,
+            *integers,
+            *constants,
+        )
+
+    def _record(
+        self,
+        builds: dict[tuple[Any, ...], Build],
+        tensors: Sequence[torch.Tensor | None],
+        integers: Sequence[int],
+        constants: tuple[Any, ...],
+        num_warps: int,
+    ) -> None:
+        names = self.function.arg_names
+        types = {p.name: p.annotation_type for p in self.function.params}
+        signature: dict[str, str] = {}
+        constexprs: dict[str, Any] = {}
+        attrs: dict[tuple[int, ...], list[list[Any]]] = {}
+        for index, (name, value) in enumerate(zip(names, (*tensors, *integers, *constants), strict=True)):
+            if isinstance(value, torch.Tensor):
+                signature[name] = "*" + _TYPE_NAMES[value.dtype]
+                if value.data_ptr() % ALIGNMENT == 0:
+                    attrs[(index,)] = [["tt.divisibility", ALIGNMENT]]
+            elif value is not None and types[name]:
+                signature[name] = types[name]
+            else:
+                signature[name] = "constexpr"
+                constexprs[name] = value
+        key = (self.function, tuple(signature.items()), constants, tuple(attrs), num_warps)
+        builds.setdefault(key, Build(self.function, signature, constexprs, attrs, num_warps))
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[dict[tuple[Any, ...], Build]]:
+    """Collect what would be compiled instead of launching it: no GPU needed, results stay unwritten."""
+    global _recorded
+    if INTERPRETED:
+        raise RuntimeError("recording builds needs compiled kernels: unset TRITON_INTERPRET")
+    previous, _recorded = _recorded, {}
+    try:
+        yield _recorded
+    finally:
+        _recorded = previous
+
+
+def runs_on_cpu() -> bool:
+    """Whether kernels accept CPU tensors now: in the interpreter, or while builds are being recorded."""
+    return INTERPRETED or _recorded is not None
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 1 for any other device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

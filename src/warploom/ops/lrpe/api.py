@@ -1,0 +1,318 @@
+"""The public functions of LRPE: documentation, validation, choice of backend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from warploom.backend import use_triton
+from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, fault
+from warploom.ops.lrpe import reference
+
+Tensor = torch.Tensor
+
+ACTIVATIONS = ("none", "relu", "sigmoid", "silu", "softmax", "softmax_sequence")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+_LARGEST = 2**31 - 1
+
+
+def lrpe_cosine(
+    x: Tensor,
+    theta: Tensor,
+    *,
+    grid: Sequence[int] | None = None,
+    prefix: int = 0,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    activation: str = "none",
+    backend: str = "auto",
+) -> Tensor:
+    """Linearized relative positional encoding, cosine form: ``[x̄ cos φ, x̄ sin φ]``.
+
+    For any query and key, ``⟨lrpe_cosine(q), lrpe_cosine(k)⟩ = Σ_f q̄_f k̄_f cos((s_q − s_k) θ_f)``: the inner
+    product of the encodings knows only the difference of the positions, which is what linear attention needs.
+
+    Args:
+        x: ``(B, N, H, D)``, or ``(B, N, D)`` for a single head; float16, bfloat16, float32 or float64, any strides.
+        theta: ``(H, E)``, ``(1, E)`` or ``(E,)``, any float dtype: frequencies in radians per position. A token
+            with coordinates ``s₁ … s_k`` has the angles ``φ = (s₁ θ, …, s_k θ)``, cut to ``D``, or followed by
+            zeros up to ``D``. Differentiable.
+        grid: Sizes ``(n₁, …, n_k)`` of a grid of tokens with ``N = prefix + n₁⋯n_k``; the last axis moves fastest.
+        prefix: How many leading tokens (of each packed sequence) have angle zero. Token ``prefix + i`` then stands
+            at ``offset + i``, or at the coordinates of ``i`` in the grid.
+        offset: Position of the first token after the prefix: an integer, or an integer tensor ``()`` or ``(B,)``,
+            which is read on the device.
+        position_ids: Integers ``(N,)``, ``(B, N)`` or ``(B, N, k)``: positions given outright, instead of ``grid``,
+            ``prefix`` and ``offset``. Below 2³¹ in size; values are not checked.
+        cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S = N``, with ``B = 1``: packed sequences, each
+            starting again at ``offset``. Values are not checked.
+        activation: ``none``, ``relu``, ``sigmoid``, ``silu``, ``softmax`` (over features) or ``softmax_sequence``
+            (over tokens, per batch entry, head and feature, and per packed sequence), applied to ``x`` first.
+        backend: ``auto`` (Triton where it can run, else PyTorch), ``triton`` or ``torch``.
+
+    Returns:
+        ``(B, N, H, 2·D)`` (or ``(B, N, 2·D)``) in the dtype and memory order of ``x``.
+
+    Raises:
+        ShapeError: A size does not fit.
+        DtypeError: An argument has the wrong type.
+        DeviceError: Tensors lie on different devices.
+        ArgumentError: An unknown option, or arguments that exclude each other.
+        BackendError: ``backend="triton"`` cannot run this call.
+
+    Source: Qin et al., "Linearized Relative Positional Encoding", 2023, arXiv 2307.09270, equation 9.
+    """
+    call = _checked("lrpe_cosine", x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation)
+    return _run(call, "cosine", backend)
+
+
+def lrpe_rotate(
+    x: Tensor,
+    theta: Tensor,
+    *,
+    grid: Sequence[int] | None = None,
+    prefix: int = 0,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    activation: str = "none",
+    interleaved: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Linearized relative positional encoding, rotation form; with ``activation="none"`` it is RoPE.
+
+    A pair of features turns by its angle: ``o₁ = x̄₁ cos φ − x̄₂ sin φ``, ``o₂ = x̄₁ sin φ + x̄₂ cos φ``. The pairs
+    are ``(f, f + D/2)``, or ``(2f, 2f + 1)`` when ``interleaved``.
+
+    Args:
+        x: ``(B, N, H, D)``, or ``(B, N, D)`` for a single head, ``D`` even; float16, bfloat16, float32 or float64,
+            any strides.
+        theta: ``(H, E)``, ``(1, E)`` or ``(E,)``, any float dtype: frequencies in radians per position. The angles
+            ``φ = (s₁ θ, …, s_k θ)`` are cut to ``D/2``, or followed by zeros up to ``D/2`` (partial RoPE: those
+            features are not rotated). Differentiable.
+        grid: Sizes ``(n₁, …, n_k)`` of a grid of tokens with ``N = prefix + n₁⋯n_k``; the last axis moves fastest.
+        prefix: How many leading tokens (of each packed sequence) have angle zero. Token ``prefix + i`` then stands
+            at ``offset + i``, or at the coordinates of ``i`` in the grid.
+        offset: Position of the first token after the prefix: an integer, or an integer tensor ``()`` or ``(B,)``,
+            which is read on the device.
+        position_ids: Integers ``(N,)``, ``(B, N)`` or ``(B, N, k)``: positions given outright, instead of ``grid``,
+            ``prefix`` and ``offset``. Below 2³¹ in size; values are not checked.
+        cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S = N``, with ``B = 1``: packed sequences, each
+            starting again at ``offset``. Values are not checked.
+        activation: ``none``, ``relu``, ``sigmoid``, ``silu``, ``softmax`` (over features) or ``softmax_sequence``
+            (over tokens, per batch entry, head and feature, and per packed sequence), applied to ``x`` first.
+        interleaved: Pair neighbouring features instead of halves.
+        backend: ``auto`` (Triton where it can run, else PyTorch), ``triton`` or ``torch``.
+
+    Returns:
+        The shape, dtype and memory order of ``x``.
+
+    Raises:
+        ShapeError: A size does not fit.
+        DtypeError: An argument has the wrong type.
+        DeviceError: Tensors lie on different devices.
+        ArgumentError: An unknown option, or arguments that exclude each other.
+        BackendError: ``backend="triton"`` cannot run this call.
+
+    Source: Qin et al., "Linearized Relative Positional Encoding", 2023, arXiv 2307.09270, equation 12;
+    Su et al., "RoFormer", 2021, arXiv 2104.09864.
+    """
+    name = "lrpe_rotate"
+    call = _checked(name, x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation)
+    if x.shape[-1] % 2:
+        raise fault(ShapeError, name, "x", "of an even number of features D", _shape(x))
+    if not isinstance(interleaved, bool):
+        raise fault(DtypeError, name, "interleaved", "a bool", repr(interleaved))
+    return _run(call, "interleaved" if interleaved else "rotate", backend)
+
+
+class _Call(NamedTuple):
+    """Checked arguments."""
+
+    name: str
+    x: Tensor
+    theta: Tensor
+    grid: tuple[int, ...] | None
+    prefix: int
+    offset: int | Tensor
+    position_ids: Tensor | None
+    cu_seqlens: Tensor | None
+    activation: str
+
+
+def _run(call: _Call, kind: str, backend: str) -> Tensor:
+    x = call.x
+    if use_triton(call.name, backend, x, _beyond_kernels(call, kind)):
+        from warploom.ops.lrpe import autograd, kernels  # Triton is imported when it is first needed
+
+        offsets, offset = (None, call.offset) if isinstance(call.offset, int) else (call.offset, 0)
+        ids, prefix, grid = call.position_ids, call.prefix, call.grid or ()
+        if len(grid) > kernels.MAX_AXES:
+            ids = reference.coordinates(x, grid, prefix, 0, None, None).expand(x.shape[0], -1, -1)
+            prefix, grid = 0, ()
+        positions = kernels.Positions(ids, offsets, call.cu_seqlens, offset, prefix, grid)
+        return autograd.apply(x, call.theta, positions, kind, call.activation)
+    arguments = {
+        "grid": call.grid,
+        "prefix": call.prefix,
+        "offset": call.offset,
+        "position_ids": call.position_ids,
+        "cu_seqlens": call.cu_seqlens,
+        "activation": call.activation,
+    }
+    if kind == "cosine":
+        out = reference.lrpe_cosine(x, call.theta, **arguments)  # type: ignore[arg-type]
+    else:
+        interleaved = kind == "interleaved"
+        out = reference.lrpe_rotate(x, call.theta, interleaved=interleaved, **arguments)  # type: ignore[arg-type]
+    return out if x.is_contiguous() else _in_order_of(x, out)
+
+
+def _in_order_of(x: Tensor, out: Tensor) -> Tensor:
+    """``out`` with its axes in memory in the order of those of ``x``."""
+    axes = sorted(range(x.dim()), key=lambda axis: -x.stride(axis))
+    inverse = sorted(range(x.dim()), key=lambda position: axes[position])
+    return out.permute(axes).contiguous().permute(inverse)
+
+
+def _beyond_kernels(call: _Call, kind: str) -> str | None:
+    """What the Triton kernels do not do in this call, if anything."""
+    features = call.x.shape[-1]
+    if features > 8192:
+        return f"a row of {features} features does not fit in one tile (8192 at most)"
+    if call.activation == "softmax_sequence":
+        return "softmax over the sequence has no kernel yet"
+    return None
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Validation: nothing here touches a tensor's data or the device.
+# --------------------------------------------------------------------------------------------------------------
+
+
+def _checked(
+    name: str,
+    x: Tensor,
+    theta: Tensor,
+    grid: Sequence[int] | None,
+    prefix: int,
+    offset: int | Tensor,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str,
+) -> _Call:
+    _check_x_theta(name, x, theta)
+    if activation not in ACTIVATIONS:
+        raise fault(ArgumentError, name, "activation", f"one of {', '.join(ACTIVATIONS)}", repr(activation))
+    tokens = x.shape[1]
+    if prefix != 0 or isinstance(prefix, bool):
+        if not _is_int(prefix):
+            raise fault(DtypeError, name, "prefix", "an int", repr(prefix))
+        if not 0 <= prefix <= tokens:
+            raise fault(ArgumentError, name, "prefix", f"between 0 and N = {tokens}", prefix)
+    if isinstance(offset, Tensor):
+        _check_offset_tensor(name, x, offset)
+    elif not _is_int(offset):
+        raise fault(DtypeError, name, "offset", "an int or an integer tensor", repr(offset))
+    elif not (-_LARGEST <= offset and offset + tokens - 1 <= _LARGEST):
+        raise fault(ArgumentError, name, "offset", "such that all positions are below 2**31 in size", offset)
+    if position_ids is not None:
+        _check_position_ids(name, x, position_ids)
+        for argument, given in (("grid", grid is not None), ("prefix", prefix != 0), ("offset", _given(offset))):
+            if given:
+                raise fault(ArgumentError, name, argument, "left out when position_ids are given", "both")
+    if cu_seqlens is not None:
+        _check_cu_seqlens(name, x, cu_seqlens)
+        if grid is not None:
+            raise fault(ArgumentError, name, "grid", "left out when cu_seqlens is given", "both")
+    if grid is not None:
+        grid = _checked_grid(name, grid, prefix, tokens)
+        if _given(offset):
+            raise fault(ArgumentError, name, "offset", "left out when a grid is given", "both")
+    return _Call(name, x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation)
+
+
+def _check_x_theta(name: str, x: Tensor, theta: Tensor) -> None:
+    for argument, tensor in (("x", x), ("theta", theta)):
+        if not isinstance(tensor, Tensor):
+            raise fault(DtypeError, name, argument, "a tensor", type(tensor).__name__)
+        if tensor.dtype not in _FLOATS:
+            expected = "a tensor of float16, bfloat16, float32 or float64"
+            raise fault(DtypeError, name, argument, expected, _dtype(tensor))
+    if x.dim() not in (3, 4) or x.shape[-1] == 0:
+        raise fault(ShapeError, name, "x", "(B, N, H, D) or (B, N, D) with D ≥ 1", _shape(x))
+    heads = x.shape[2] if x.dim() == 4 else 1
+    if theta.dim() not in (1, 2) or theta.shape[-1] == 0 or (theta.dim() == 2 and theta.shape[0] not in (1, heads)):
+        raise fault(ShapeError, name, "theta", f"(H, E), (1, E) or (E,) with H = {heads} and E ≥ 1", _shape(theta))
+    _check_device(name, "theta", theta, x)
+
+
+def _check_offset_tensor(name: str, x: Tensor, offset: Tensor) -> None:
+    _check_integers(name, "offset", offset, _INTEGERS)
+    if offset.dim() > 1 or (offset.dim() == 1 and offset.shape[0] != x.shape[0]):
+        raise fault(ShapeError, name, "offset", f"() or (B,) with B = {x.shape[0]}", _shape(offset))
+    _check_device(name, "offset", offset, x)
+
+
+def _check_position_ids(name: str, x: Tensor, position_ids: Tensor) -> None:
+    _check_integers(name, "position_ids", position_ids, _INTEGERS)
+    batch, tokens = x.shape[:2]
+    shape = tuple(position_ids.shape)
+    if not (shape == (tokens,) or (len(shape) in (2, 3) and shape[:2] == (batch, tokens) and 0 not in shape[2:])):
+        expected = f"(N,), (B, N) or (B, N, k) with B = {batch}, N = {tokens}"
+        raise fault(ShapeError, name, "position_ids", expected, shape)
+    _check_device(name, "position_ids", position_ids, x)
+
+
+def _check_cu_seqlens(name: str, x: Tensor, cu_seqlens: Tensor) -> None:
+    _check_integers(name, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise fault(ShapeError, name, "cu_seqlens", "(S + 1,) with S ≥ 1", _shape(cu_seqlens))
+    if x.shape[0] != 1:
+        raise fault(ShapeError, name, "x", "of batch size 1 when cu_seqlens is given", _shape(x))
+    _check_device(name, "cu_seqlens", cu_seqlens, x)
+
+
+def _checked_grid(name: str, grid: Sequence[int], prefix: int, tokens: int) -> tuple[int, ...]:
+    if not isinstance(grid, Sequence) or not grid or not all(_is_int(size) for size in grid):
+        raise fault(DtypeError, name, "grid", "a sequence of ints, one per axis", repr(grid))
+    if any(size < 1 for size in grid):
+        raise fault(ArgumentError, name, "grid", "of positive sizes", tuple(grid))
+    if prefix + math.prod(grid) != tokens:
+        expected = f"such that prefix + n₁⋯n_k = N = {tokens}"
+        raise fault(ShapeError, name, "grid", expected, f"{prefix} + {math.prod(grid)} for {tuple(grid)}")
+    return tuple(grid)
+
+
+def _check_integers(name: str, argument: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> None:
+    if not isinstance(tensor, Tensor):
+        raise fault(DtypeError, name, argument, "an integer tensor", type(tensor).__name__)
+    if tensor.dtype not in dtypes:
+        names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise fault(DtypeError, name, argument, f"a tensor of {names}", _dtype(tensor))
+
+
+def _check_device(name: str, argument: str, tensor: Tensor, x: Tensor) -> None:
+    if tensor.device != x.device:
+        raise fault(DeviceError, name, argument, f"on the device of x, {x.device}", tensor.device)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+
+
+def _given(offset: int | Tensor) -> bool:
+    return isinstance(offset, Tensor) or offset != 0
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

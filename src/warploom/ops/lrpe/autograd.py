@@ -1,0 +1,152 @@
+"""LRPE as PyTorch operators: ``torch.ops.warploom.lrpe`` and its backward, with fake functions and autograd.
+
+The registered operators serve `torch.compile`, `torch.func`, meta and fake tensors. A plain eager call does
+not need the dispatcher's six microseconds and goes to the same launchers directly (`apply`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from warploom.ops.lrpe import kernels
+from warploom.ops.lrpe.kernels import Positions
+
+Tensor = torch.Tensor
+
+_POSITIONS = (
+    "Tensor? position_ids, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, SymInt prefix, SymInt[] grid"
+)
+_library = torch.library.Library("warploom", "FRAGMENT")
+_library.define(f"lrpe(Tensor x, Tensor theta, {_POSITIONS}, str kind, str activation) -> Tensor")
+_library.define(
+    f"lrpe_backward(Tensor grad, Tensor x, Tensor theta, {_POSITIONS}, str kind, str activation, "
+    "bool theta_gradient) -> (Tensor, Tensor)"
+)
+
+
+def _forward(
+    x: Tensor,
+    theta: Tensor,
+    position_ids: Tensor | None,
+    offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offset: int,
+    prefix: int,
+    grid: Sequence[int],
+    kind: str,
+    activation: str,
+) -> Tensor:
+    positions = Positions(position_ids, offsets, cu_seqlens, offset, prefix, tuple(grid))
+    return kernels.forward(x, theta, positions, kind, activation)
+
+
+def _forward_fake(x: Tensor, theta: Tensor, *arguments: Any) -> Tensor:
+    kind = arguments[-2]
+    return kernels.empty_in_order(x, 2 * x.shape[-1] if kind == "cosine" else x.shape[-1])
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    theta: Tensor,
+    position_ids: Tensor | None,
+    offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offset: int,
+    prefix: int,
+    grid: Sequence[int],
+    kind: str,
+    activation: str,
+    theta_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    positions = Positions(position_ids, offsets, cu_seqlens, offset, prefix, tuple(grid))
+    dx, dtheta = kernels.backward(grad, x, theta, positions, kind, activation, theta_gradient)
+    return dx, theta.new_empty(0) if dtheta is None else dtheta
+
+
+def _backward_fake(grad: Tensor, x: Tensor, theta: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    theta_gradient = arguments[-1]
+    dx = kernels.empty_in_order(x, x.shape[-1])
+    return dx, theta.new_empty(theta.shape if theta_gradient else 0)
+
+
+for _device in ("CUDA", "CPU"):  # on a CPU the kernels run in Triton's interpreter
+    _library.impl("lrpe", _forward, _device)
+    _library.impl("lrpe_backward", _backward, _device)
+torch.library.register_fake("warploom::lrpe", _forward_fake, lib=_library)
+torch.library.register_fake("warploom::lrpe_backward", _backward_fake, lib=_library)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, theta, position_ids, offsets, cu_seqlens, *rest = inputs
+    ctx.save_for_backward(x, theta, position_ids, offsets, cu_seqlens)
+    ctx.rest = rest
+
+
+def _registered_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, theta, *tensors = ctx.saved_tensors
+    wants_x, wants_theta = ctx.needs_input_grad[:2]
+    dx, dtheta = torch.ops.warploom.lrpe_backward(grad, x, theta, *tensors, *ctx.rest, wants_theta)
+    return (dx if wants_x else None, dtheta if wants_theta else None, *[None] * 8)
+
+
+def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError('lrpe kernels have no second derivative; call with backend="torch" for one')
+
+
+torch.library.register_autograd(
+    "warploom::lrpe", _registered_backward, setup_context=_setup_context, lib=_library
+)
+torch.library.register_autograd("warploom::lrpe_backward", _no_double_backward, lib=_library)
+
+
+class _Lrpe(torch.autograd.Function):
+    """The eager path with gradients: the launchers without the dispatcher in between."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, theta: Tensor, positions: Positions, kind: str, activation: str
+    ) -> Tensor:
+        ctx.save_for_backward(x, theta, *positions[:3])
+        ctx.rest = positions[3:], kind, activation
+        return kernels.forward(x, theta, positions, kind, activation)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, theta, *tensors = ctx.saved_tensors
+        rest, kind, activation = ctx.rest
+        positions = Positions(*tensors, *rest)
+        wants_x, wants_theta = ctx.needs_input_grad[:2]
+        dx, dtheta = kernels.backward(grad, x, theta, positions, kind, activation, wants_theta)
+        return dx if wants_x else None, dtheta, None, None, None
+
+
+def apply(x: Tensor, theta: Tensor, positions: Positions, kind: str, activation: str) -> Tensor:
+    """Run LRPE on the Triton kernels, differentiably, by the shortest way that this call allows."""
+    if _is_plain_eager(x, theta):
+        if torch.is_grad_enabled() and (x.requires_grad or theta.requires_grad):
+            return _Lrpe.apply(x, theta, positions, kind, activation)  # type: ignore[no-any-return]
+        return kernels.forward(x, theta, positions, kind, activation)
+    return torch.ops.warploom.lrpe(  # type: ignore[no-any-return]
+        x, theta, *positions[:3], positions.offset, positions.prefix, list(positions.grid), kind, activation
+    )
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_plain_eager(x: Tensor, theta: Tensor) -> bool:
+    """Whether nothing watches this call: no compiler, no tensor subclass, no mode, no transform."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in _PLAIN
+        and type(theta) in _PLAIN
+        and not x.is_meta
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )

@@ -1,0 +1,146 @@
+"""The definition of LRPE in plain PyTorch: any device, any float dtype. This file is the specification.
+
+Angles are formed in float64 whatever the dtype of ``x``, so that positions of any size are exact; values are
+computed in float32, or float64 when ``x`` is, and rounded once to the dtype of ``x``.
+Source: Qin et al., "Linearized Relative Positional Encoding", 2023, arXiv 2307.09270, equations 8 to 12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def lrpe_cosine(
+    x: Tensor,
+    theta: Tensor,
+    *,
+    grid: Sequence[int] | None = None,
+    prefix: int = 0,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    activation: str = "none",
+) -> Tensor:
+    """``[x̄ cos φ, x̄ sin φ]``: (B, N, H, D) to (B, N, H, 2·D)."""
+    value = activate(_with_heads(x), activation, cu_seqlens)
+    phi = angles(x, theta, x.shape[-1], grid, prefix, offset, position_ids, cu_seqlens)
+    cosine, sine = phi.cos().to(value.dtype), phi.sin().to(value.dtype)
+    out = torch.cat((value * cosine, value * sine), dim=-1).to(x.dtype)
+    return out if x.dim() == 4 else out.squeeze(2)
+
+
+def lrpe_rotate(
+    x: Tensor,
+    theta: Tensor,
+    *,
+    grid: Sequence[int] | None = None,
+    prefix: int = 0,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    activation: str = "none",
+    interleaved: bool = False,
+) -> Tensor:
+    """Pairs of features turned by φ: (B, N, H, D) to (B, N, H, D)."""
+    value = activate(_with_heads(x), activation, cu_seqlens)
+    phi = angles(x, theta, x.shape[-1] // 2, grid, prefix, offset, position_ids, cu_seqlens)
+    cosine, sine = phi.cos().to(value.dtype), phi.sin().to(value.dtype)
+    if interleaved:
+        first, second = value[..., 0::2], value[..., 1::2]
+    else:
+        first, second = value.chunk(2, dim=-1)
+    turned = (first * cosine - second * sine, first * sine + second * cosine)
+    out = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    out = out.to(x.dtype)
+    return out if x.dim() == 4 else out.squeeze(2)
+
+
+def angles(
+    x: Tensor,
+    theta: Tensor,
+    features: int,
+    grid: Sequence[int] | None,
+    prefix: int,
+    offset: int | Tensor,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    """φ in float64: (1 or B, N, 1 or H, features); zero where a feature is not rotated."""
+    s = coordinates(x, grid, prefix, offset, position_ids, cu_seqlens).double()  # (1 or B, N, k)
+    frequency = theta.double().reshape(-1, theta.shape[-1])  # (1 or H, E)
+    phi = s[:, :, None, :, None] * frequency[None, None, :, None, :]  # (1 or B, N, 1 or H, k, E)
+    phi = phi.flatten(-2)[..., :features]
+    return torch.nn.functional.pad(phi, (0, features - phi.shape[-1]))
+
+
+def coordinates(
+    x: Tensor,
+    grid: Sequence[int] | None,
+    prefix: int,
+    offset: int | Tensor,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    """Integer coordinates of every token: (1 or B, N, k)."""
+    length = x.shape[1]
+    if position_ids is not None:
+        s = position_ids if position_ids.dim() > 1 else position_ids[None]
+        return s if s.dim() == 3 else s[..., None]
+    index = torch.arange(length, device=x.device)
+    if cu_seqlens is not None:
+        index = index - cu_seqlens[sequence_of(index, cu_seqlens)]
+    index = index - prefix
+    turned = index >= 0
+    if grid is not None:
+        axes = []
+        for size in reversed(grid):  # the last axis moves fastest
+            axes.append(index % size)
+            index = index // size
+        return (torch.stack(axes[::-1], dim=-1) * turned[:, None])[None]
+    start = offset.reshape(-1, 1) if isinstance(offset, Tensor) else offset
+    return ((start + index[None]) * turned)[..., None]
+
+
+def sequence_of(index: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The packed sequence that each token belongs to: (N,)."""
+    return torch.searchsorted(cu_seqlens.to(index.dtype), index, right=True) - 1
+
+
+def activate(x: Tensor, activation: str, cu_seqlens: Tensor | None) -> Tensor:
+    """x̄ in float32, or float64 when ``x`` is."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    match activation:
+        case "none":
+            return x
+        case "relu":
+            return torch.relu(x)
+        case "sigmoid":
+            return torch.sigmoid(x)
+        case "silu":
+            return torch.nn.functional.silu(x)
+        case "softmax":
+            return torch.softmax(x, dim=-1)
+        case "softmax_sequence":
+            return torch.softmax(x, dim=1) if cu_seqlens is None else _packed_softmax(x, cu_seqlens)
+        case _:
+            raise ValueError(f"unknown activation {activation!r}")
+
+
+def _packed_softmax(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Softmax over the tokens of each packed sequence; ``x`` is (1, N, H, D)."""
+    index = torch.arange(x.shape[1], device=x.device)
+    sequence = sequence_of(index, cu_seqlens)[None, :, None, None].expand_as(x)
+    statistics = (1, cu_seqlens.numel() - 1, *x.shape[2:])
+    # The maximum is only a shift that cancels, so no gradient flows through it.
+    top = x.new_full(statistics, -torch.inf).scatter_reduce(1, sequence, x.detach(), "amax")
+    weight = (x - top.gather(1, sequence)).exp()
+    total = x.new_zeros(statistics).scatter_add(1, sequence, weight)
+    return weight / total.gather(1, sequence)
+
+
+def _with_heads(x: Tensor) -> Tensor:
+    return x if x.dim() == 4 else x.unsqueeze(2)

@@ -1,0 +1,84 @@
+"""What tests, bench and documentation know of an operator: the types that each ``spec.py`` fills in.
+
+An operator's folder says here, once, how its inputs are made, which small odd cases must be right, which
+cases are timed, what stands beside it and how many bytes it must move. The conformance suite and the bench
+walk over these descriptions and contain nothing about any one operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Case = Mapping[str, Any]
+"""Parameters of one case; JSON values only (``{"activation": "silu", "n": 4096, "dtype": "bfloat16", ...}``)."""
+
+Inputs = dict[str, Any]
+"""Keyword arguments of the public function. Tensors that want a gradient are leaves with ``requires_grad``."""
+
+Outputs = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+class Unsupported(Exception):  # noqa: N818 - it is a finding, not a fault
+    """Raised by a provider that cannot do a case (a missing package, GPU or feature); the text says why."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One public function, as the conformance suite sees it."""
+
+    name: str
+    """The function's name, e.g. ``lrpe_rotate``."""
+    function: Callable[..., Outputs]
+    """The public function; called as ``function(**inputs, backend=...)``."""
+    reference: Callable[..., Outputs]
+    """The definition; called as ``reference(**inputs)`` on any device and float dtype, float64 included."""
+    make_inputs: Callable[[Case, torch.device, torch.Generator], Inputs]
+    """Random inputs of a case, drawn on the CPU generator and moved, the same on every device."""
+    check_cases: tuple[Case, ...]
+    """Small odd cases that together touch every feature; every backend must meet the error budget on each."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The fewest bytes a case must move and operations it must do, and the mix to stream for the limit.
+
+    ``reads`` and ``writes`` count equal streams of ``stream_bytes`` each: one tensor read and one twice its
+    size written is ``reads=1, writes=2``.
+    """
+
+    reads: int
+    writes: int
+    stream_bytes: int
+    flops: int = 0
+
+    @property
+    def min_bytes(self) -> int:
+        """Bytes that any implementation must move through device memory."""
+        return (self.reads + self.writes) * self.stream_bytes
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One bench of the command line (``warploom bench NAME``): cases of an operator, timed."""
+
+    name: str
+    """With dashes, as typed: ``lrpe-cosine-md``. Records carry it with underscores."""
+    operator: Operator
+    suites: Mapping[str, Callable[[str], Sequence[Case]]]
+    """Suite name (``quick``, ``published``) to a function from device type (``cuda``, ``cpu``) to cases."""
+    providers: Mapping[str, Callable[[Case], Callable[..., Outputs]]]
+    """Name to a builder. The builder gets the case and returns a function called as ``f(**inputs)``, or
+    raises `Unsupported`. The provider ``limit`` is the bench's own and not listed here."""
+    traffic: Callable[[Case, str], Traffic]
+    """Bytes and operations of a case in a mode (``fwd`` or ``bwd``)."""
+    title: str
+    """One line for tables and the report."""
+    x: str = "n"
+    """The case parameter that runs down the rows of a table and along the axis of a plot."""
+    modes: tuple[str, ...] = ("fwd", "bwd")
+    published: tuple[str, ...] = field(default=())
+    """Names of published tables (CSV files without ending) to show beside this bench."""

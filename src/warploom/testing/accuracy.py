@@ -1,0 +1,217 @@
+"""The accuracy promise as a test: at most twice the eager low-precision reference's error, plus rounding.
+
+Every output is compared with the float64 reference twice over: its largest error against the largest error
+of the eager reference in the input's own dtype, and its root-mean-square error against theirs. The first
+catches one wrong element, the second a small bias everywhere. Both must hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["CHUNK", "Accuracy", "compare"]
+
+CHUNK = 2**26
+"""Elements compared at a time: the float64 temporaries stay near half a gigabyte each."""
+
+Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How far an output is from the float64 reference, and how far it may be.
+
+    For several outputs, the figures are those of the output that is worst relative to its budget.
+    """
+
+    ok: bool
+    """True when both errors are within their budgets and nothing else is wrong."""
+    max_error: float
+    """Largest absolute error; infinite when ``problem`` says why errors have no meaning."""
+    error_budget: float
+    """Twice the largest error of the eager reference plus half an epsilon of the largest value."""
+    rms_error: float
+    """Root-mean-square error."""
+    rms_budget: float
+    """The same budget with root mean squares in the place of maxima."""
+    worst: tuple[int, ...] = ()
+    """Index of the element with the largest error, or of the first NaN or infinity out of place."""
+    output: int = 0
+    """Which output these figures belong to, where there are several."""
+    problem: str = ""
+    """What is wrong besides size of error: shape, dtype, NaN or infinities out of place."""
+
+    @property
+    def ratio(self) -> float:
+        """Error over budget, the worse of the two; at most 1 when within budget."""
+        return max(_ratio(self.max_error, self.error_budget), _ratio(self.rms_error, self.rms_budget))
+
+    def describe(self) -> str:
+        """One line for a person: what is wrong, or the errors beside their budgets."""
+        where = f"output {self.output} at {self.worst}"
+        if self.problem:
+            return f"{self.problem} ({where})" if self.worst else self.problem
+        return (
+            f"max error {self.max_error:.3e} of {self.error_budget:.3e} allowed ({where}), "
+            f"rms error {self.rms_error:.3e} of {self.rms_budget:.3e} allowed"
+        )
+
+
+@torch.no_grad()
+def compare(output: Tensors, reference: Tensors, eager: Tensors) -> Accuracy:
+    """Judge an output by the accuracy promise.
+
+    Args:
+        output: What the backend computed; a tensor or a tuple of tensors, any strides, any device.
+        reference: The same computed in float64 from the same inputs.
+        eager: The reference run in the inputs' own dtype; it sets the budget and the dtype expected.
+
+    Returns:
+        The verdict; for several outputs, that of the worst. Wrong shapes, dtypes and numbers of outputs are
+        verdicts as well, not exceptions. Tensors without elements pass.
+    """
+    outputs, references, eagers = _as_tuple(output), _as_tuple(reference), _as_tuple(eager)
+    if not len(outputs) == len(references) == len(eagers):
+        return _failure(f"{len(outputs)} outputs where the reference has {len(references)}", 0)
+    verdicts = [
+        _compare_one(out, ref, low, index)
+        for index, (out, ref, low) in enumerate(zip(outputs, references, eagers))
+    ]
+    return max(verdicts, key=lambda verdict: (not verdict.ok, verdict.ratio))
+
+
+def _compare_one(output: torch.Tensor, reference: torch.Tensor, eager: torch.Tensor, index: int) -> Accuracy:
+    if output.shape != reference.shape:
+        expected, got = tuple(reference.shape), tuple(output.shape)
+        return _failure(f"output {index} has shape {got}; expected {expected}", index)
+    if eager.shape != reference.shape:
+        expected, got = tuple(reference.shape), tuple(eager.shape)
+        return _failure(f"eager output {index} has shape {got}; the float64 reference's is {expected}", index)
+    if output.dtype != eager.dtype:
+        return _failure(f"output {index} has dtype {output.dtype}; expected {eager.dtype}", index)
+
+    total = _Sums()
+    for start, piece in _pieces(tuple(output.shape)):
+        total = total.plus(_measure(output[piece], reference[piece], eager[piece], start))
+        if total.problem:
+            return _failure(f"output {index} has {total.problem}", index, total.worst)
+
+    count = max(total.count, 1)
+    half_epsilon = torch.finfo(output.dtype).eps / 2
+    max_budget = 2 * total.eager_max + half_epsilon * total.reference_max
+    rms_error = math.sqrt(total.error_squares / count)
+    rms_eager = math.sqrt(total.eager_squares / count)
+    rms_budget = 2 * rms_eager + half_epsilon * math.sqrt(total.reference_squares / count)
+    ok = total.error_max <= max_budget and rms_error <= rms_budget
+    return Accuracy(ok, total.error_max, max_budget, rms_error, rms_budget, total.worst, index)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What is added up over the pieces of a tensor, over the elements where a finite value is expected."""
+
+    count: int = 0
+    error_max: float = 0.0
+    error_squares: float = 0.0
+    eager_max: float = 0.0
+    eager_squares: float = 0.0
+    reference_max: float = 0.0
+    reference_squares: float = 0.0
+    worst: tuple[int, ...] = ()
+    problem: str = ""
+
+    def plus(self, other: _Sums) -> _Sums:
+        """The sums over both pieces; a problem of either stays."""
+        worse = other if other.problem or not self.worst or other.error_max > self.error_max else self
+        return _Sums(
+            count=self.count + other.count,
+            error_max=max(self.error_max, other.error_max),
+            error_squares=self.error_squares + other.error_squares,
+            eager_max=max(self.eager_max, other.eager_max),
+            eager_squares=self.eager_squares + other.eager_squares,
+            reference_max=max(self.reference_max, other.reference_max),
+            reference_squares=self.reference_squares + other.reference_squares,
+            worst=worse.worst,
+            problem=self.problem or other.problem,
+        )
+
+
+def _measure(
+    output: torch.Tensor, reference: torch.Tensor, eager: torch.Tensor, start: tuple[int, ...]
+) -> _Sums:
+    """Sums over the piece that begins at index ``start``."""
+    expected = reference.to(output.dtype)  # a perfect result: it decides where infinities belong
+    wrong_nan = output.isnan() != expected.isnan()
+    if bool(wrong_nan.any()):
+        return _Sums(worst=_index(wrong_nan, start), problem="NaN out of place")
+    wrong_infinity = (output != expected) & (output.isinf() | expected.isinf())
+    if bool(wrong_infinity.any()):
+        problem = "an infinity out of place or of the wrong sign"
+        return _Sums(worst=_index(wrong_infinity, start), problem=problem)
+
+    finite = expected.isfinite()
+    # Where the eager reference itself overflows it sets no budget.
+    eager_error = (eager.double() - reference).abs_().masked_fill_(~(finite & eager.isfinite()), 0.0)
+    error = (output.double() - reference).abs_().masked_fill_(~finite, 0.0)
+    size = reference.double().abs().masked_fill_(~finite, 0.0)
+    worst = _index(error, start)
+    # Largest values before squares, which are taken in place; one transfer for all the figures.
+    largest = [values.max() for values in (error, eager_error, size)]
+    squares = [values.square_().sum() for values in (error, eager_error, size)]
+    count, *figures = torch.stack([finite.sum().double(), *largest, *squares]).tolist()
+    error_max, eager_max, reference_max, error_squares, eager_squares, reference_squares = figures
+    return _Sums(
+        int(count),
+        error_max,
+        error_squares,
+        eager_max,
+        eager_squares,
+        reference_max,
+        reference_squares,
+        worst,
+    )
+
+
+def _index(values: torch.Tensor, start: tuple[int, ...]) -> tuple[int, ...]:
+    """Index, in the whole tensor, of the largest value of the piece that begins at ``start``."""
+    flat = values.int().argmax() if values.dtype == torch.bool else values.argmax()
+    within = torch.unravel_index(flat, values.shape)
+    return tuple(first + int(step) for first, step in zip(start, within))
+
+
+def _pieces(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    """Boxes of at most ``CHUNK`` elements that cover a shape: where each starts, and its slices.
+
+    Slicing needs no copy whatever the strides, which flattening would.
+    """
+    boxes = [tuple((0, size) for size in shape)]
+    while boxes:
+        box = boxes.pop()
+        sizes = [stop - start for start, stop in box]
+        if math.prod(sizes) == 0:
+            continue
+        if math.prod(sizes) <= CHUNK:
+            yield tuple(start for start, _ in box), tuple(slice(*bounds) for bounds in box)
+            continue
+        axis = sizes.index(max(sizes))
+        start, stop = box[axis]
+        middle = (start + stop) // 2
+        boxes += [(*box[:axis], half, *box[axis + 1 :]) for half in ((middle, stop), (start, middle))]
+
+
+def _failure(problem: str, index: int, worst: tuple[int, ...] = ()) -> Accuracy:
+    return Accuracy(False, math.inf, 0.0, math.inf, 0.0, worst, index, problem)
+
+
+def _as_tuple(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+    return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+
+
+def _ratio(error: float, budget: float) -> float:
+    if error == 0:
+        return 0.0
+    return error / budget if budget > 0 else math.inf

@@ -1,0 +1,28 @@
+"""Where the tests run: on the GPU if there is one, else in Triton's interpreter on the CPU."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Read when a kernel is defined, so it must be set before any module with kernels is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)
