@@ -1,12 +1,17 @@
-"""`compare` must fail on every mistake it is there to catch, and pass on rounding."""
+"""The instruments themselves: each must fail on the mistakes it is there to catch, and pass on rounding."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from warploom.errors import BackendError
+from warploom.ops.spec import Case, Inputs, Operator
 from warploom.testing import accuracy
 from warploom.testing.accuracy import compare
+from warploom.testing.conformance import check_operator, judge
+from warploom.testing.poison import poisoned_allocations, strided_view
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -155,3 +160,154 @@ def test_comparing_in_pieces_changes_nothing(
     assert pieces.error_budget == whole.error_budget
     assert pieces.rms_error == pytest.approx(whole.rms_error)
     assert pieces.rms_budget == pytest.approx(whole.rms_budget)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Poisoned memory
+# ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*HALF_TYPES, torch.float32, torch.float64])
+def test_fresh_memory_is_nan_under_poison(dtype: torch.dtype, device: torch.device) -> None:
+    like = torch.zeros(4, 6, dtype=dtype, device=device)
+    with poisoned_allocations():
+        fresh = (
+            torch.empty(3, 5, dtype=dtype, device=device),
+            torch.empty_like(like),
+            torch.empty_like(like.t()),
+            like.new_empty(7),
+            like.new_empty_strided((2, 3), (1, 2)),
+            torch.empty_strided((2, 3), (1, 2), dtype=dtype, device=device),
+            torch.empty_permuted((2, 3), (1, 0), dtype=dtype, device=device),
+        )
+    assert all(bool(tensor.isnan().all()) for tensor in fresh)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_poison_leaves_the_settings_as_they_were(before: bool) -> None:
+    torch.use_deterministic_algorithms(before, warn_only=before)
+    try:
+        with pytest.raises(KeyError), poisoned_allocations():
+            raise KeyError
+        assert torch.are_deterministic_algorithms_enabled() is before
+        assert torch.is_deterministic_algorithms_warn_only_enabled() is before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (5, 3, 2), (2, 3, 1, 4)])
+def test_a_strided_view_is_equal_and_alone(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    tensor = torch.randint(0, 9, shape).to(device, dtype)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        surrounded = strided_view(tensor, generator)
+        assert torch.equal(surrounded.tensor, tensor)
+        assert surrounded.tensor.untyped_storage().data_ptr() == surrounded.buffer.data_ptr()
+        assert surrounded.surroundings_untouched()
+        surrounded.tensor.fill_(3)
+        assert surrounded.surroundings_untouched()
+        surrounded.buffer[-1] = 3
+        assert not surrounded.surroundings_untouched()
+
+
+def test_a_strided_view_of_a_leaf_is_a_leaf() -> None:
+    leaf = torch.ones(3, 4, requires_grad=True)
+    view = strided_view(leaf, torch.Generator().manual_seed(1)).tensor
+    assert view.is_leaf
+    assert view.requires_grad
+    assert not view.is_contiguous()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The walk over the cases, on an operator that is faulty in one way at a time
+# ----------------------------------------------------------------------------------------------------------
+
+
+def scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The definition of the operator under test here."""
+    return (x.to(torch.promote_types(x.dtype, torch.float32)) * scale).to(x.dtype)
+
+
+def right(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x).copy_(scaled(x, scale))
+
+
+def leaves_the_end_unwritten(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.cat((scaled(x, scale)[:-1], torch.empty_like(x[-1:])))
+
+
+def forgets_a_gradient(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return scaled(x, scale.detach())
+
+
+def halves_a_gradient(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return scaled(x, 0.5 * scale + 0.5 * scale.detach())
+
+
+def overwrites_its_input(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    x.data.zero_()  # not seen by the version counter, as a kernel's stores are not
+    return x * scale
+
+
+def returns_float32(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x.float() * scale
+
+
+def raises(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    raise BackendError("scaled: not today")
+
+
+def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    x = torch.randn(case["n"], 3, generator=generator).to(device, torch.bfloat16).requires_grad_()
+    return {"x": x, "scale": torch.randn(3, generator=generator).to(device).requires_grad_()}
+
+
+def operator_of(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Operator:
+    def choose(x: torch.Tensor, scale: torch.Tensor, backend: str) -> torch.Tensor:
+        return function(x, scale)
+
+    return Operator("scaled", choose, scaled, make_inputs, ({"n": 7}, {"n": 2}))
+
+
+def test_a_right_operator_passes(device: torch.device) -> None:
+    results = check_operator(operator_of(right), "torch", device)
+    assert [(r.case["n"], r.mode, r.dtype, r.ok) for r in results] == [
+        (7, "fwd", "bfloat16", True),
+        (7, "bwd", "bfloat16", True),
+        (2, "fwd", "bfloat16", True),
+        (2, "bwd", "bfloat16", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("function", "mode", "word"),
+    [
+        (leaves_the_end_unwritten, "fwd", "NaN"),
+        (forgets_a_gradient, "bwd", "output 1"),
+        (halves_a_gradient, "bwd", "output 1"),
+        (overwrites_its_input, "fwd", "modified its inputs: x"),
+        (returns_float32, "fwd", "torch.float32"),
+        (raises, "fwd", "BackendError: scaled: not today"),
+    ],
+)
+def test_a_faulty_operator_is_found_out(
+    function: Callable[..., torch.Tensor], mode: str, word: str, device: torch.device
+) -> None:
+    faults = [r for r in check_operator(operator_of(function), "torch", device) if not r.ok]
+    assert [fault.case["n"] for fault in faults if fault.mode == mode] == [7, 2]
+    assert all(word in fault.detail and fault.ratio > 1 for fault in faults if fault.mode == mode)
+
+
+def test_reading_beside_a_view_is_found_out() -> None:
+    def reads_on(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        flat = torch.as_strided(x, (x.numel(),), (1,))  # takes for granted that rows are adjacent
+        return scaled(flat.view(x.shape), scale)
+
+    operator = operator_of(reads_on)
+    inputs = make_inputs({"n": 7}, torch.device("cpu"), torch.Generator().manual_seed(0))
+    assert judge(operator, inputs, "torch").fwd.ok
+    inputs["x"] = strided_view(inputs["x"], torch.Generator().manual_seed(0)).tensor
+    assert "NaN" in judge(operator, inputs, "torch").fwd.describe()

@@ -21,8 +21,8 @@ __all__ = ["describe_environment", "environment_id"]
 _PASSING = frozenset(
     {"sm_clock_mhz", "memory_clock_mhz", "temperature_c", "gpu_uuid", "commit", "dirty"},
 )
-"""Fields that differ between runs which are comparable. The code's own state is not among what identifies an
-environment: a record's ``source_digest`` says which code was measured, and a commit elsewhere changes nothing."""
+"""Fields that differ between comparable runs. The commit is one of them: a record's ``source_digest`` says
+which code was measured, and a commit to anything else changes no measurement."""
 
 _NVIDIA_SMI = {
     "driver": ("driver_version", str),
@@ -80,7 +80,12 @@ def _gpu(device: torch.device) -> dict[str, Any]:
     fields = ",".join(field for field, _ in _NVIDIA_SMI.values())
     # By UUID: indices of nvidia-smi are not those of CUDA when only some devices are visible.
     answer = _output(
-        ["nvidia-smi", f"--id=GPU-{properties.uuid}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+        [
+            "nvidia-smi",
+            f"--id=GPU-{properties.uuid}",
+            f"--query-gpu={fields}",
+            "--format=csv,noheader,nounits",
+        ]
     )
     values = [value.strip() for value in (answer or "").split(",")]
     if len(values) == len(_NVIDIA_SMI):

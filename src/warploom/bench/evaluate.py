@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from warploom.bench import limits
+from warploom.bench.attempt import Failure, attempt
 from warploom.bench.measure import (
     Clock,
-    Failure,
     Timing,
     allocated_bytes,
-    attempt,
     peak_bytes,
     release_memory,
     time_interleaved,
@@ -24,10 +23,9 @@ from warploom.bench.measure import (
 from warploom.bench.records import LIMIT, Record
 from warploom.ops.spec import Bench, Case, Inputs, Outputs, Unsupported
 from warploom.testing.accuracy import Accuracy, compare
+from warploom.testing.conformance import SEED, as_tuple, leaves, make_inputs, upcast
 
 __all__ = ["Unit", "evaluate"]
-
-SEED = 20240229
 
 Function = Callable[..., Outputs]
 Tensors = tuple[torch.Tensor, ...]
@@ -70,11 +68,8 @@ def evaluate(
     blank = replace(blank, min_bytes=traffic.min_bytes, flops=traffic.flops)
     records = {name: replace(blank, provider=name) for name in providers}
     with torch.set_grad_enabled(unit.mode == "bwd"):
-        starts = _check_and_weigh(unit, device, records)
-        starts[LIMIT] = functools.partial(limits.stream_call, traffic, device, clock)
-        # The limit leads each round.
-        timings = _time({LIMIT: starts[LIMIT], **starts}, device, clock)
-        del starts  # and with it the inputs, before the matrix product that may follow takes its own
+        stream = functools.partial(limits.stream_call, traffic, device, clock)
+        timings = _time({LIMIT: stream, **_check_and_weigh(unit, device, records)}, device, clock)
         floor_ms = attempt(LIMIT, functools.partial(limits.compute_ms, traffic, device, clock))
     records[LIMIT] = replace(blank, provider=LIMIT)
     return _with_times(records, timings, floor_ms)
@@ -92,25 +87,23 @@ class _Subject:
         """The call to be timed: the function itself, or the backward pass of a graph built here."""
         if self.grad_outputs is None:
             return functools.partial(function, **self.inputs)
-        outputs, leaves = _graph(function, self.inputs)
-        return functools.partial(torch.autograd.grad, outputs, leaves, self.grad_outputs, retain_graph=True)
+        outputs, wanted = _graph(function, self.inputs)
+        return functools.partial(
+            torch.autograd.grad, outputs, wanted, self.grad_outputs, retain_graph=True, materialize_grads=True
+        )
 
     def run(self, function: Function) -> Tensors:
         """Outputs of the function, or its gradients with respect to every leaf."""
         result: Any = self.start(function)()
-        return _as_tuple(result)
-
-
-def _as_tuple(outputs: Outputs) -> Tensors:
-    return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
+        return as_tuple(result)
 
 
 def _graph(function: Function, inputs: Inputs) -> tuple[Tensors, Tensors]:
     """Differentiable outputs of a function, and the leaves among its inputs."""
-    leaves = tuple(v for v in inputs.values() if isinstance(v, torch.Tensor) and v.requires_grad)
-    if not leaves:
+    wanted = tuple(leaves(inputs).values())
+    if not wanted:
         raise Unsupported("no input of this case wants a gradient")
-    return tuple(output for output in _as_tuple(function(**inputs)) if output.requires_grad), leaves
+    return tuple(output for output in as_tuple(function(**inputs)) if output.requires_grad), wanted
 
 
 def _check_and_weigh(
@@ -119,8 +112,7 @@ def _check_and_weigh(
     """Fill in accuracy and peak memory; return how to start each provider that is fit to be timed."""
     release_memory(device)
     before = allocated_bytes(device)
-    generator = torch.Generator().manual_seed(SEED)
-    inputs = attempt("inputs", lambda: unit.bench.operator.make_inputs(unit.case, device, generator))
+    inputs = attempt("inputs", functools.partial(make_inputs, unit.bench.operator, unit.case, device))
     if isinstance(inputs, Failure):
         for name in records:
             records[name] = _failed(records[name], replace(inputs, reason=f"inputs: {inputs.reason}"))
@@ -128,7 +120,9 @@ def _check_and_weigh(
     weight = allocated_bytes(device) - before
     subject, checked = _check(unit, inputs, device, records)
     weight += sum(grad.nbytes for grad in subject.grad_outputs or ())
-    starts = {name: functools.partial(subject.start, function) for name, (function, _) in checked.items()}
+    starts: dict[str, Callable[[], Call]] = {
+        name: functools.partial(subject.start, function) for name, (function, _) in checked.items()
+    }
     for name, (_, held) in checked.items():
         # What is there now beside the inputs and this provider's own is the clock's buffer, which stays for
         # the whole run, and other providers' tables: it is subtracted.
@@ -140,7 +134,7 @@ def _check_and_weigh(
             del starts[name]
         elif peak is not None:
             records[name] = replace(records[name], peak_memory_mib=(peak - others) / 2**20)
-    return dict(starts)
+    return starts
 
 
 def _peak_bytes(start: Callable[[], Call], device: torch.device) -> int | None:
@@ -154,7 +148,7 @@ def _check(
 
     The float64 reference is large; nothing of it is left when this returns.
     """
-    truth = attempt("reference", lambda: _reference_results(unit, inputs))
+    truth = attempt("reference", functools.partial(_reference_results, unit, inputs))
     checked: dict[str, tuple[Function, int]] = {}
     if isinstance(truth, Failure):
         # Without a reference nothing is known about the providers, so they have no speed either.
@@ -180,24 +174,17 @@ def _check(
 def _reference_results(unit: Unit, inputs: Inputs) -> tuple[_Subject, Tensors, Tensors]:
     """The subject, and the reference's results on it in float64 and in the inputs' own dtypes."""
     reference = unit.bench.operator.reference
-    doubled = {name: _double(value) for name, value in inputs.items()}
     if unit.mode != "bwd":
         subject = _Subject(inputs, None)
-        return subject, _Subject(doubled, None).run(reference), subject.run(reference)
-    outputs, leaves = _graph(reference, inputs)
+        return subject, _Subject(upcast(inputs), None).run(reference), subject.run(reference)
+    outputs, wanted = _graph(reference, inputs)
+    # Drawn on the device, since they are large; in the outputs' memory order, as a next layer's would be.
     generator = torch.Generator(outputs[0].device).manual_seed(SEED)
-    # With the memory order of the outputs, which is what a following layer would send back.
     grads = tuple(torch.empty_like(output).normal_(generator=generator) for output in outputs)
-    eager = torch.autograd.grad(outputs, leaves, grads)
+    eager = torch.autograd.grad(outputs, wanted, grads, materialize_grads=True)
     del outputs
-    exact = _Subject(doubled, tuple(grad.double() for grad in grads)).run(reference)
+    exact = _Subject(upcast(inputs), tuple(grad.double() for grad in grads)).run(reference)
     return _Subject(inputs, grads), exact, eager
-
-
-def _double(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.detach().double().requires_grad_(value.requires_grad)
-    return value
 
 
 def _judge(

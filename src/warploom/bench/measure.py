@@ -9,19 +9,16 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
-from warploom.ops.spec import Unsupported
+from warploom.bench.attempt import Failure, attempt
 
 __all__ = [
     "Clock",
-    "DeviceLostError",
-    "Failure",
     "Timing",
     "allocated_bytes",
-    "attempt",
     "make_clock",
     "peak_bytes",
     "percentiles",
@@ -30,7 +27,6 @@ __all__ = [
 ]
 
 Call = Callable[[], object]
-T = TypeVar("T")
 
 TARGET_MS = 25.0
 """Time to accumulate per provider, from which the number of rounds follows."""
@@ -51,51 +47,6 @@ class Timing:
     host_us: float
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a provider has no result: a record's status and the reason."""
-
-    status: str
-    reason: str
-
-
-class DeviceLostError(RuntimeError):
-    """The device answers nothing any more (an illegal access, say): whatever runs next would fail as well."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"{name}: {reason}")
-        self.name = name
-        self.reason = reason
-
-
-def attempt(name: str, call: Callable[[], T]) -> T | Failure:
-    """Run what belongs to one provider; its failure becomes a value, so that the others keep their results.
-
-    Raises:
-        DeviceLostError: The failure took the device with it.
-    """
-    try:
-        return call()
-    except Unsupported as finding:
-        return Failure("unsupported", _one_line(str(finding)))
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        return Failure("oom", _one_line(str(error) or "out of memory"))
-    except Exception as error:  # A provider is other people's code, a compiler included: it may raise anything.
-        reason = _one_line(f"{type(error).__name__}: {error}")
-    if torch.cuda.is_initialized():
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError as error:
-            raise DeviceLostError(name, reason) from error
-    # On a CPU running out of memory has no exception type of its own.
-    return Failure("oom" if "DefaultCPUAllocator: can't allocate memory" in reason else "error", reason)
-
-
-def _one_line(text: str, longest: int = 500) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= longest else line[: longest - 1] + "…"
-
-
 class Clock(Protocol):
     """Times calls on one kind of device."""
 
@@ -103,7 +54,7 @@ class Clock(Protocol):
         """Wall time from entering a call to its return, with nothing queued before it."""
 
     def sample(self, call: Call, host_us: float) -> float:
-        """Milliseconds of one call on the device, with a cold cache; ``host_us`` is what queueing it takes."""
+        """Milliseconds of one call on the device, with a cold cache; queueing it takes ``host_us``."""
 
 
 class CudaClock:
@@ -122,7 +73,7 @@ class CudaClock:
         torch.cuda._sleep(cycles)
         self.end.record()
         self.end.synchronize()
-        return self.start.elapsed_time(self.end)
+        return float(self.start.elapsed_time(self.end))
 
     def host_us(self, call: Call) -> float:
         """See `Clock.host_us`."""
@@ -135,15 +86,20 @@ class CudaClock:
 
     def sample(self, call: Call, host_us: float) -> float:
         """See `Clock.sample`."""
-        self.flush.zero_()
-        # The device waits until the host has queued the whole call; otherwise gaps between its launches, which
-        # are the host's time, would be counted as the device's.
-        torch.cuda._sleep(int((2 * host_us + 20) * self.cycles_per_us))
-        self.start.record()
-        call()
-        self.end.record()
-        self.end.synchronize()
-        return self.start.elapsed_time(self.end)
+        # The device waits until the host has queued the whole call; otherwise gaps between its launches,
+        # which are the host's time, would be counted as the device's. When it did not wait long enough, once
+        # more and longer; a call that itself waits for the device never lets the host get ahead.
+        for longer in (1, 3, 9):
+            self.flush.zero_()
+            torch.cuda._sleep(int(longer * (2 * host_us + 20) * self.cycles_per_us))
+            self.start.record()
+            call()
+            self.end.record()
+            host_was_ahead = not self.start.query()
+            self.end.synchronize()
+            if host_was_ahead:
+                break
+        return float(self.start.elapsed_time(self.end))
 
 
 class CpuClock:
@@ -213,7 +169,7 @@ def time_interleaved(calls: Mapping[str, Call], clock: Clock) -> dict[str, Timin
 
 
 def _warm_up(call: Call, clock: Clock) -> tuple[float, float]:
-    """Run a call until its first-time costs are behind it; its host time and an estimate of its device time."""
+    """Get a call's first-time costs behind it; return its host time and an estimate of its device time."""
     call()
     started = time.perf_counter()
     host: list[float] = []
@@ -248,7 +204,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def peak_bytes(call: Call, device: torch.device) -> int | None:
-    """The most bytes allocated at once while a call runs, with all that was there before; ``None`` on a CPU."""
+    """The most bytes allocated at once while a call runs, whoever holds them; ``None`` on a CPU."""
     if device.type != "cuda":
         return None
     release_memory(device)

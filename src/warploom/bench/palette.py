@@ -1,8 +1,8 @@
 """How a provider looks: one colour, line and marker for it in every plot, table and legend.
 
-The colours have a contrast of about 3 : 1 or more against white *and* against a dark page, so that a line is the
-same on both, and they stay apart for the common colour-vision deficiencies (after Okabe and Ito); the marker says
-it once more.
+The colours have a contrast of about 3 : 1 or more against white *and* against a dark page, so that a line is
+the same on both, and they stay apart for the common colour-vision deficiencies (after Okabe and Ito); the
+marker says it once more.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-LIMIT = "limit"
+from warploom.bench.records import LIMIT
+
+__all__ = ["MUTED", "Look", "looks", "ordered"]
 
 MUTED = "#787878"
 """For text and rules of pictures that must read on both pages."""
@@ -26,39 +28,39 @@ class Look:
     width: float = 2.0
 
     def fill(self, alpha: float) -> str:
-        """Return the colour, let through by ``alpha``, as CSS."""
+        """The colour, let through by ``alpha``, as CSS."""
         red, green, blue = (int(self.colour[i : i + 2], 16) for i in (1, 3, 5))
         return f"rgba({red},{green},{blue},{alpha})"
 
 
 _KNOWN = {
-    LIMIT: Look("#808080", "line-ew", "dot"),
+    LIMIT: Look("#808080", "", "dot"),
     "triton": Look("#d55e00", "circle"),
     "torch": Look("#009e73", "diamond"),
     "torch_compile": Look("#1f7fc4", "square"),
     "triton_cache": Look("#9a6bc2", "triangle-up"),
+    "torch_compile_cache": Look("#2f8f9d", "triangle-down"),
 }
 _OTHERS = (
-    Look("#c0589a", "triangle-down"),
+    Look("#c0589a", "hexagon"),
     Look("#a6761d", "cross"),
     Look("#6b8e23", "x"),
-    Look("#5f6caf", "hexagon"),
-    Look("#b5485d", "star"),
-    Look("#2f8f9d", "pentagon"),
+    Look("#5f6caf", "star"),
+    Look("#b5485d", "pentagon"),
 )
 
 
 def looks(providers: Iterable[str], emphasis: str) -> dict[str, Look]:
-    """Give every provider of a report its look.
+    """Give every provider its look.
 
     Args:
-        providers: The names, in any order.
+        providers: The names. Those that are not known here take turns in this order.
         emphasis: The provider whose line is drawn thick.
 
     Returns:
-        A look for each name. Known names always get the same; the others follow in alphabetical order.
+        A look for each name; known names always get the same.
     """
-    names = sorted(set(providers))
+    names = list(dict.fromkeys(providers))
     strangers = [name for name in names if name not in _KNOWN]
     chosen = {name: _KNOWN[name] for name in names if name in _KNOWN}
     chosen |= {name: _OTHERS[i % len(_OTHERS)] for i, name in enumerate(strangers)}

@@ -1,25 +1,31 @@
 """Records arranged for a reader: a section for each bench, in it a panel for each combination of parameters.
 
-The parameter that runs along the axis (`Bench.x`) varies inside a panel; a parameter that is the same everywhere
-belongs to the section; the others tell the panels apart.
+The parameter that runs along the axis (`Bench.x`) varies inside a panel; a parameter that is the same
+everywhere belongs to the section; the others tell the panels apart.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from warploom.bench.palette import LIMIT, ordered
-from warploom.bench.records import Record, is_stale
-from warploom.ops import benches
+from warploom import ops
+from warploom.bench.labels import MODES, sort_xs, spell
+from warploom.bench.palette import ordered
+from warploom.bench.records import LIMIT, Record, is_stale, load, load_environments
+from warploom.bench.tables import own_provider
+
+__all__ = ["STATES", "UNSET", "Panel", "Point", "Section", "device_name", "load_sections"]
+
+UNSET = "–"
 
 STATES = ("ok", "incorrect", "oom", "unsupported", "error", "stale")
-
-_MODES = {"fwd": "Forward", "bwd": "Backward", "fwd_bwd": "Forward and backward"}
 
 
 @dataclass(frozen=True)
@@ -40,16 +46,13 @@ class Point:
     @property
     def fraction(self) -> float | None:
         """Share of the limit that was reached."""
-        record = self.record
-        if not self.ms or record.provider == LIMIT:
-            return None
-        return record.limit_fraction or (record.limit_ms / self.ms if record.limit_ms else None)
+        return self.record.limit_fraction if self.ms and self.record.provider != LIMIT else None
 
     @property
     def reason(self) -> str:
         """Why there is no speed."""
         if self.state == "stale":
-            return "measured with other code than the present one; run it again"
+            return "measured with other code than the present; measure again"
         return self.record.reason or "no reason was recorded"
 
 
@@ -63,38 +66,41 @@ class Panel:
     points: tuple[Point, ...]
 
     @property
+    def labels(self) -> dict[str, str]:
+        """What tells this panel from others, in words."""
+        labels = {name: spell(value) for name, value in self.parameters.items()}
+        return labels | ({"device": self.device} if self.device else {})
+
+    @property
     def label(self) -> str:
-        """The combination in words."""
-        words = [f"{name} = {spell(value)}" for name, value in self.parameters.items()]
-        return " · ".join([*words, self.device] if self.device else words) or "all cases"
+        """The same as one text."""
+        return " · ".join(f"{name} = {value}" for name, value in self.labels.items()) or "all cases"
 
     @cached_property
     def modes(self) -> list[str]:
         """The modes, forward first."""
         found = {point.record.mode for point in self.points}
-        return [*(m for m in _MODES if m in found), *sorted(found - set(_MODES))]
+        return [*(m for m in MODES if m in found), *sorted(found - set(MODES))]
 
     def at(self, mode: str) -> dict[str, dict[Any, Point]]:
-        """Return the points of a mode, by provider and then by position, both in reading order."""
-        chosen = [point for point in self.points if point.record.mode == mode]
-        return {
-            name: {p.x: p for p in chosen if p.record.provider == name}
-            for name in {p.record.provider: None for p in chosen}
-        }
+        """The points of a mode, by provider and then by position."""
+        lines: dict[str, dict[Any, Point]] = {}
+        for point in self.points:
+            if point.record.mode == mode:
+                lines.setdefault(point.record.provider, {})[point.x] = point
+        return lines
 
     def xs(self, mode: str) -> list[Any]:
-        """Return the positions of a mode, ascending."""
+        """The positions of a mode, ascending."""
         return sort_xs(point.x for point in self.points if point.record.mode == mode)
 
     def limits(self, mode: str) -> dict[Any, float]:
-        """Return the measured limit in ms at each position that has one."""
-        chosen = [p for p in self.points if p.record.mode == mode and p.state in ("ok", "incorrect")]
-        found = {p.x: p.record.limit_ms for p in chosen if p.record.limit_ms}
-        found |= {p.x: p.ms for p in chosen if p.record.provider == LIMIT and p.ms}
-        return {x: found[x] for x in self.xs(mode) if x in found}
+        """The measured limit in ms at each position that has one."""
+        limit = self.at(mode).get(LIMIT, {})
+        return {x: ms for x in self.xs(mode) if x in limit and (ms := limit[x].ms)}
 
     def speedups(self, mode: str, ours: str, baseline: str) -> dict[Any, float]:
-        """Return how many times faster ``ours`` is than ``baseline``, at each position where both have a speed."""
+        """How many times faster one provider is than another, at each position where both have a speed."""
         lines = self.at(mode)
         mine, theirs = lines.get(ours, {}), lines.get(baseline, {})
         pairs = {x: (point.ms, theirs[x].ms) for x, point in mine.items() if x in theirs}
@@ -111,7 +117,7 @@ class Section:
     constants: Mapping[str, Any]
     panels: tuple[Panel, ...]
     emphasis: str
-    """The provider the section is about: ``triton`` where it has a speed, else ``torch``."""
+    """The provider that stands for the library: ``triton`` where it can run, else ``torch``."""
 
     @property
     def points(self) -> list[Point]:
@@ -123,91 +129,116 @@ class Section:
         """Every provider, in reading order."""
         return ordered((point.record.provider for point in self.points), self.emphasis)
 
+    @property
     def baselines(self) -> list[str]:
-        """Return the providers that the emphasised one is compared with."""
+        """The providers that the emphasised one is compared with."""
         return [name for name in self.providers if name not in (self.emphasis, LIMIT)]
 
+    @cached_property
+    def choices(self) -> dict[str, list[str]]:
+        """What tells the panels apart: names with the values that occur, `UNSET` where a panel has none."""
+        names = dict.fromkeys(name for panel in self.panels for name in panel.labels)
+        return {
+            name: list(dict.fromkeys(panel.labels.get(name, UNSET) for panel in self.panels))
+            for name in names
+        }
+
+    def short(self, panel: Panel) -> str:
+        """A panel's label; only the value where one name tells all panels apart."""
+        return next(iter(panel.labels.values())) if len(self.choices) == 1 and panel.labels else panel.label
+
     def command(self, panel: Panel, mode: str) -> str:
-        """Return the command line that measures a panel's mode again."""
-        suite = next(p.record.suite for p in reversed(panel.points) if p.record.mode == mode)
-        words = ["warploom", "bench", self.operator.replace("_", "-"), "--suite", suite]
+        """The command line that measures a panel's mode again."""
+        suites = Counter(point.record.suite for point in panel.points if point.record.mode == mode)
+        words = ["warploom", "bench", self.operator.replace("_", "-"), "--suite", suites.most_common(1)[0][0]]
         for name, value in panel.parameters.items():
             words += ["--case", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
         return shlex.join([*words, "--mode", mode])
 
 
-def sections(records: Sequence[tuple[Record, str]]) -> list[Section]:
-    """Arrange records.
+Entry = tuple[Record, str, str]
+"""A record, its device, and its state."""
+
+
+def load_sections(sources: Sequence[Path]) -> list[Section]:
+    """Read records and arrange them.
+
+    Of several records of the same case, mode, provider and device the last counts, but a stale one
+    never before a fresh one.
 
     Args:
-        records: Each record with the name of the device it was measured on, oldest first. Of several records of the
-            same case, mode, provider and device the last one counts, and a stale one never before a fresh one.
+        sources: Folders with a ``records.jsonl`` and an ``environment.json``, or such record files; oldest
+            first.
 
     Returns:
         A section for each bench: those of the registry in its order, then any others.
+
+    Raises:
+        WarploomError: A source holds no records file, or one that cannot be read.
     """
-    kept: dict[tuple[str, ...], tuple[Record, str, str]] = {}
-    for record, device in records:
-        case = json.dumps(record.case, sort_keys=True, default=str)
-        key = (record.operator, case, record.provider, record.mode, device)
+    known = {name: value for source in sources for name, value in load_environments(source).items()}
+    kept: dict[tuple[str, ...], Entry] = {}
+    for record in load(sources):
+        device = device_name(known.get(record.environment, {}))
+        key = (record.operator, json.dumps(record.case, sort_keys=True), record.provider, record.mode, device)
         state = "stale" if is_stale(record) else record.status
         if key not in kept or state != "stale" or kept[key][2] == "stale":
             kept[key] = (record, device, state)
-    names = {record.operator: None for record, _, _ in kept.values()}
-    known = [name.replace("-", "_") for name in benches()]
-    names_in_order = [*(n for n in known if n in names), *(n for n in names if n not in known)]
-    return [_section(name, [entry for entry in kept.values() if entry[0].operator == name]) for name in names_in_order]
+    groups: dict[str, list[Entry]] = {}
+    for entry in kept.values():
+        groups.setdefault(entry[0].operator, []).append(entry)
+    registry = [name.replace("-", "_") for name in ops.benches()]
+    names = [*(name for name in registry if name in groups), *(n for n in groups if n not in registry)]
+    return [_section(name, groups[name]) for name in names]
 
 
-def _section(name: str, entries: list[tuple[Record, str, str]]) -> Section:
+def _section(operator: str, entries: Sequence[Entry]) -> Section:
     cases = [record.case for record, _, _ in entries]
-    bench = benches().get(name.replace("_", "-"))
+    bench = ops.benches().get(operator.replace("_", "-"))
     x = bench.x if bench else _axis(cases)
-    parameters = {key: None for case in cases for key in case if key != x}
-    constants = {key: cases[0].get(key) for key in parameters if _count(cases, key) == 1}
-    varying = [key for key in parameters if key not in constants and not any(_is_list(case.get(key)) for case in cases)]
+    parameters = [name for name in dict.fromkeys(name for case in cases for name in case) if name != x]
+    parameters = [name for name in parameters if not _follows(cases, name)]
+    constants = {name: cases[0][name] for name in parameters if _count(cases, name) == 1}
     several = len({device for _, device, _ in entries}) > 1
-    groups: dict[str, tuple[dict[str, Any], str, list[Point]]] = {}
+    panels: dict[str, tuple[dict[str, Any], str, list[Point]]] = {}
     for record, device, state in entries:
-        chosen = {key: record.case[key] for key in varying if key in record.case}
+        chosen = {
+            name: record.case[name]
+            for name in parameters
+            if name not in constants and record.case.get(name) is not None
+        }
         shown = device if several else ""
-        group = groups.setdefault(json.dumps([shown, chosen], sort_keys=True, default=str), (chosen, shown, []))
-        group[2].append(Point(record, record.case.get(x), state))
-    fast = {record.provider for record, _, state in entries if state == "ok"}
+        _, _, points = panels.setdefault(json.dumps([shown, chosen]), (chosen, shown, []))
+        points.append(Point(record, record.case.get(x), state))
     return Section(
-        operator=name,
-        title=bench.title if bench else name.replace("_", " "),
+        operator=operator,
+        title=bench.title if bench else operator.replace("_", " "),
         x=x,
-        constants=constants,
-        panels=tuple(Panel(chosen, device, tuple(points)) for chosen, device, points in groups.values()),
-        emphasis="torch" if "triton" not in fast and "torch" in fast else "triton",
+        constants={name: value for name, value in constants.items() if value is not None},
+        panels=tuple(Panel(chosen, device, tuple(points)) for chosen, device, points in panels.values()),
+        emphasis=own_provider(record for record, _, _ in entries),
     )
 
 
 def _axis(cases: Sequence[Mapping[str, Any]]) -> str:
     """Guess the parameter along the axis of a bench that the registry does not know."""
     names = sorted({name for case in cases for name in case})
-    return next((name for name in ("n", "m") if name in names), max(names, key=lambda n: _count(cases, n), default="n"))
+    likely = [name for name in ("n", "m") if name in names]
+    return likely[0] if likely else max(names, key=lambda name: _count(cases, name), default="n")
+
+
+def _follows(cases: Sequence[Mapping[str, Any]], name: str) -> bool:
+    """Whether a parameter is a list that the others determine, as a grid's sizes follow from its tokens."""
+    if not any(isinstance(case.get(name), list) for case in cases):
+        return False
+    whole = {json.dumps(case, sort_keys=True) for case in cases}
+    return len(whole) == len({json.dumps({**json.loads(case), name: None}, sort_keys=True) for case in whole})
 
 
 def _count(cases: Sequence[Mapping[str, Any]], name: str) -> int:
-    return len({json.dumps(case.get(name), sort_keys=True, default=str) for case in cases})
+    return len({json.dumps(case.get(name), sort_keys=True) for case in cases})
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple))
-
-
-def sort_xs(values: Any) -> list[Any]:
-    """Sort positions: numbers by size, other values by name behind them."""
-    return sorted(set(values), key=lambda x: (0, x, "") if isinstance(x, (int, float)) else (1, 0, str(x)))
-
-
-def spell(value: Any) -> str:
-    """Write a parameter's value for a reader."""
-    return value if isinstance(value, str) else json.dumps(value, default=str).strip("[]").replace(", ", "×")
-
-
-def mode_title(mode: str) -> str:
-    """Write a mode for a reader."""
-    return _MODES.get(mode, mode)
+def device_name(environment: Mapping[str, Any]) -> str:
+    """Name the device of an environment."""
+    return str(environment.get("gpu") or environment.get("cpu") or "device not recorded")

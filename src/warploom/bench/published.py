@@ -52,7 +52,9 @@ def published() -> tuple[Published, ...]:
     Returns:
         All of them, in the order of the files and their lines.
     """
-    return tuple(row for path in sorted(FOLDER.glob("*.csv")) for row in _READERS.get(path.stem, _long_form)(path))
+    return tuple(
+        row for path in sorted(FOLDER.glob("*.csv")) for row in _READERS.get(path.stem, _long_form)(path)
+    )
 
 
 def _rows(path: Path) -> Iterator[dict[str, str]]:
@@ -63,9 +65,18 @@ def _rows(path: Path) -> Iterator[dict[str, str]]:
 def _long_form(path: Path) -> Iterator[Published]:
     for row in _rows(path):
         case = {name: _value(row[name]) for name in _LONG_FORM if row[name]}
-        case[row["x_name"]] = int(row["x"])
+        size = int(row["x"])
+        if row["grid_dims"]:  # theirs is the size of each axis, ours the number of tokens
+            size = size ** int(row["grid_dims"]) + int(row["prefix"])
+        case[row["x_name"]] = size
         yield Published(
-            row["gpu"], row["operator"], row["metric"], row["mode"], row["provider"], _number(row["value"]), case
+            row["gpu"],
+            row["operator"],
+            row["metric"],
+            row["mode"],
+            row["provider"],
+            _number(row["value"]),
+            case,
         )
 
 
@@ -79,12 +90,22 @@ def _flash_attention(path: Path) -> Iterator[Published]:
             "dtype": _value(row["dtype"]),
         }
         yield Published(
-            "GPU not stated", "flash_attention", "speed", row["mode"], row["provider"], _number(row["ms"]), case
+            "GPU not stated",
+            "flash_attention",
+            "speed",
+            row["mode"],
+            row["provider"],
+            _number(row["ms"]),
+            case,
         )
 
 
 def _attention(path: Path) -> Iterator[Published]:
-    columns = (("speed", "fwd", "fwd_ms"), ("speed", "bwd", "bwd_ms"), ("held", "fwd", "mem_before_backward_MiB"))
+    columns = (
+        ("speed", "fwd", "fwd_ms"),
+        ("speed", "bwd", "bwd_ms"),
+        ("held", "fwd", "mem_before_backward_MiB"),
+    )
     for row in _rows(path):
         case = {"batch": 8, "n": int(row["seq_len"]), "head_dim": int(row["head_dim"]), "dtype": "float32"}
         for metric, mode, column in columns:

@@ -21,6 +21,8 @@ from warploom.ops.spec import Bench
 
 __all__ = [
     "LIMIT",
+    "RECORDS",
+    "Key",
     "Record",
     "append",
     "current_digest",
@@ -38,6 +40,8 @@ LIMIT = "limit"
 """The provider's name under which the measured ceiling is recorded."""
 
 _PACKAGE = Path(__file__).parents[1]
+_SHARED = ("backend.py", "errors.py", "launch.py")
+"""What stands between a call and its kernels besides the operator's folder and ``device``."""
 
 Key = tuple[str, str, str, str, str]
 
@@ -164,10 +168,10 @@ def load_environments(path: Path) -> dict[str, dict[str, Any]]:
 
 def source_digest(folder: Path) -> str:
     """Fingerprint of an operator's folder and of the code its kernels share with other operators."""
-    shared = [_PACKAGE / "launch.py", _PACKAGE / "errors.py", *(_PACKAGE / "device").glob("*.py")]
+    shared = [*(_PACKAGE / name for name in _SHARED), *(_PACKAGE / "device").glob("*.py")]
     digest = hashlib.sha256()
     for root, files in ((folder, folder.rglob("*.py")), (_PACKAGE, shared)):
-        for file in sorted(file for file in files if file.is_file()):
+        for file in sorted(files):
             digest.update(f"{file.relative_to(root).as_posix()}\n{file.stat().st_size}\n".encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from plotly.offline import get_plotlyjs
+from plotly import offline
 
 from warploom.bench.charts import Figure, charts, dash, related, series_name
-from warploom.bench.palette import LIMIT, Look, looks
-from warploom.bench.panels import STATES, Panel, Point, Section, mode_title, sections, spell
-from warploom.bench.records import load, load_environments
-from warploom.bench.report_tables import accuracy_table, failures, memory_table, overview, time_table
+from warploom.bench.labels import mode_title, spell
+from warploom.bench.palette import Look, looks
+from warploom.bench.panels import UNSET, Panel, Section, device_name, load_sections
+from warploom.bench.published import published
+from warploom.bench.records import LIMIT, load_environments
+from warploom.bench.report_summary import counts, summary_rows
+from warploom.bench.report_tables import accuracy_table, failures, memory_table, overviews, time_table
 
 __all__ = ["write_report"]
 
@@ -34,14 +35,16 @@ _GLYPHS = {
     "star": "★",
     "pentagon": "⬟",
 }
-_LINES = {"solid": "solid", "dot": "dotted"}  # CSS knows one kind of dashes; the name says the rest
+_LINES = {"solid": "solid", "dot": "dotted"}
+"""CSS's names of plotly's lines; all others are dashes, of which CSS knows one kind."""
 
 
 def write_report(sources: Sequence[Path], output: Path) -> Path:
     """Write the report of some records.
 
     Args:
-        sources: Folders with a ``records.jsonl`` and an ``environment.json``, or such record files; oldest first.
+        sources: Folders with a ``records.jsonl`` and an ``environment.json``, or such record files; oldest
+            first.
         output: The HTML file to write. Its folder is made if it is not there.
 
     Returns:
@@ -50,32 +53,29 @@ def write_report(sources: Sequence[Path], output: Path) -> Path:
     Raises:
         WarploomError: A source holds no records file, or one that cannot be read.
     """
-    environments: dict[str, dict[str, Any]] = {}
-    for source in sources:
-        environments |= load_environments(source)
-    records = load(sources)
-    used = {name: environments[name] for name in dict.fromkeys(r.environment for r in records) if name in environments}
-    arranged = sections([(record, _device(environments.get(record.environment, {}))) for record in records])
-    figures: dict[str, Figure] = {}
+    arranged = load_sections(sources)
     points = [point for section in arranged for point in section.points]
+    names = sorted({name for section in arranged for name in section.providers})
+    names += sorted({row.provider for row in published()})
+    known = {name: value for source in sources for name, value in load_environments(source).items()}
+    used = {name: known[name] for point in points if (name := point.record.environment) in known}
+    figures: dict[str, Figure] = {}
     page = _templates().get_template("report.html.j2")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(
-        page.render(
-            title=TITLE,
-            sources=[str(source) for source in sources],
-            headlines=[_headline(environment) for environment in used.values()],
-            environments=used,
-            facts=list(dict.fromkeys(fact for environment in used.values() for fact in environment)),
-            summary=[row for section in arranged for row in _summary(section)],
-            total=len(points),
-            states=_counts(points),
-            sections=[_section_view(section, figures) for section in arranged],
-            figures=figures,
-            plotlyjs=get_plotlyjs(),
-        ),
-        encoding="utf-8",
+    text = page.render(
+        title=TITLE,
+        sources=[str(source) for source in sources],
+        headlines=[_headline(environment) for environment in used.values()],
+        environments=used,
+        facts=list(dict.fromkeys(fact for environment in used.values() for fact in environment)),
+        summary=[row for section in arranged for row in summary_rows(section)],
+        total=len(points),
+        states=counts(points),
+        sections=[_section_view(section, names, figures) for section in arranged],
+        figures=figures,
+        plotlyjs=offline.get_plotlyjs(),
     )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(text, encoding="utf-8")
     return output
 
 
@@ -84,124 +84,59 @@ def _templates() -> Environment:
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
-        trim_blocks=True,
         keep_trailing_newline=True,
     )
     environment.filters["percent"] = lambda value: "–" if value is None else f"{value:.0%}"
     environment.filters["times"] = lambda value: "–" if value is None else f"{value:.2f}×"
-    environment.filters["number"] = lambda value: "–" if value is None else f"{value:.3g}"
+    environment.filters["microseconds"] = lambda value: "–" if value is None else f"{value:.3g} µs"
     return environment
 
 
-def _device(environment: Mapping[str, Any]) -> str:
-    return str(environment.get("gpu") or environment.get("cpu") or "device not recorded")
-
-
 def _headline(environment: Mapping[str, Any]) -> str:
-    words = [_device(environment)]
-    names = {"driver": "driver", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "warploom": "warploom"}
-    words += [f"{title} {environment[name]}" for name, title in names.items() if environment.get(name)]
+    names = {
+        "driver": "driver",
+        "cuda": "CUDA",
+        "torch": "PyTorch",
+        "triton": "Triton",
+        "warploom": "warploom",
+    }
+    words = [f"{title} {environment[name]}" for name, title in names.items() if environment.get(name)]
     if commit := environment.get("commit"):
         words.append(f"commit {str(commit)[:10]}{' with changes' if environment.get('dirty') else ''}")
-    return " · ".join(words)
+    return " · ".join([device_name(environment), *words])
 
 
-def _counts(points: Iterable[Point]) -> dict[str, int]:
-    counted = Counter(point.state for point in points)
-    return {state: counted[state] for state in STATES if counted[state]}
-
-
-@dataclass(frozen=True)
-class SummaryRow:
-    """What a reader in a hurry reads about a mode of a bench on a device; None where nothing was measured."""
-
-    operator: str
-    mode: str
-    device: str
-    provider: str
-    median_share: float | None
-    worst_share: float | None
-    worst_at: str
-    over_compile: float | None
-    over_torch: float | None
-    over_best: float | None
-    """Median speed-up over the fastest, case by case, of the providers that are not ours."""
-    host_us: float | None
-    counts: dict[str, int]
-
-
-def _summary(section: Section) -> list[SummaryRow]:
-    devices = dict.fromkeys(panel.device for panel in section.panels)
-    modes = dict.fromkeys(mode for panel in section.panels for mode in panel.modes)
-    rows = []
-    for device in devices:
-        for mode in modes:
-            panels = [panel for panel in section.panels if panel.device == device and mode in panel.modes]
-            if panels:
-                rows.append(_summary_row(section, panels, device, mode))
-    return rows
-
-
-def _summary_row(section: Section, panels: Sequence[Panel], device: str, mode: str) -> SummaryRow:
-    ours = section.emphasis
-    own = [(panel, point) for panel in panels for point in panel.at(mode).get(ours, {}).values()]
-    shares = [(point.fraction, panel, point) for panel, point in own if point.fraction]
-    worst = min(shares, key=lambda entry: entry[0]) if shares else None
-    gains = {
-        name: [panel.speedups(mode, ours, name) for panel in panels]
-        for name in section.baselines()
-        if not name.startswith("triton")
-    }
-    best = [min(at[x] for at in found if x in at) for found in zip(*gains.values()) for x in {x for at in found for x in at}]
-    hosts = [point.record.host_us for _, point in own if point.ms and point.record.host_us]
-    return SummaryRow(
-        operator=section.operator,
-        mode=mode,
-        device=device,
-        provider=ours,
-        median_share=median(share for share, _, _ in shares) if shares else None,
-        worst_share=worst[0] if worst else None,
-        worst_at=_place(section, worst[1], worst[2]) if worst else "",
-        over_compile=_median(gains.get("torch_compile", [])),
-        over_torch=_median(gains.get("torch", [])),
-        over_best=median(best) if best else None,
-        host_us=median(hosts) if hosts else None,
-        counts=_counts(point for _, point in own),
-    )
-
-
-def _median(gains: Sequence[Mapping[Any, float]]) -> float | None:
-    values = [value for at in gains for value in at.values()]
-    return median(values) if values else None
-
-
-def _place(section: Section, panel: Panel, point: Point) -> str:
-    words = [f"{section.x} = {spell(point.x)}"]
-    return ", ".join([*words, panel.label] if len(section.panels) > 1 else words)
-
-
-def _section_view(section: Section, figures: dict[str, Figure]) -> dict[str, Any]:
+def _section_view(section: Section, names: Sequence[str], figures: dict[str, Figure]) -> dict[str, Any]:
     """Prepare a section for the template, and put its figures into ``figures``."""
     rows = [row for panel in section.panels for mode in panel.modes for row in related(section, panel, mode)]
-    styles = looks([*section.providers, *(row.provider for row in rows)], section.emphasis)
-    legend = [_legend_entry(name, styles[name], name == section.emphasis) for name in section.providers if name != LIMIT]
+    lines = {series_name(row): row for row in rows}
+    styles = looks([*names, LIMIT], section.emphasis)
+    shown = [name for name in section.providers if name != LIMIT]
     if any(panel.limits(mode) for panel in section.panels for mode in panel.modes):
-        legend.append(_legend_entry(LIMIT, looks([LIMIT], "")[LIMIT], ours=False))
-    for name, row in {series_name(row): row for row in rows}.items():
-        look = Look(styles[row.provider].colour, "", dash(row), 1.5)
-        legend.append({**_legend_entry(name, look, ours=False), "published": True})
+        shown.append(LIMIT)
     return {
         "name": section.operator,
         "title": section.title,
         "x": section.x,
+        "choices": section.choices,
         "emphasis": section.emphasis,
         "constants": ", ".join(f"{name} = {spell(value)}" for name, value in section.constants.items()),
-        "overview": overview(section),
-        "legend": legend,
+        "overviews": overviews(section),
+        "legend": [_legend_entry(name, name, styles[name], name == section.emphasis) for name in shown],
+        "published": [
+            _legend_entry(
+                name,
+                f"{row.provider}, {row.gpu}",
+                replace(styles[row.provider], width=1.5, dash=dash(row)),
+                ours=False,
+            )
+            for name, row in lines.items()
+        ],
         "panels": [
             {
                 "id": f"{section.operator}-{number}",
                 "label": panel.label,
+                "values": [panel.labels.get(choice, UNSET) for choice in section.choices],
                 "modes": [
                     _mode_view(section, panel, mode, f"{section.operator}-{number}-{mode}", styles, figures)
                     for mode in panel.modes
@@ -212,27 +147,32 @@ def _section_view(section: Section, figures: dict[str, Figure]) -> dict[str, Any
     }
 
 
-def _legend_entry(name: str, look: Look, ours: bool) -> dict[str, Any]:
+def _legend_entry(series: str, label: str, look: Look, ours: bool) -> dict[str, Any]:
     return {
-        "name": name,
+        "series": series,
+        "label": label,
         "colour": look.colour,
         "width": look.width,
         "line": _LINES.get(look.dash, "dashed"),
         "glyph": _GLYPHS.get(look.marker, ""),
         "ours": ours,
-        "published": False,
     }
 
 
 def _mode_view(
-    section: Section, panel: Panel, mode: str, name: str, styles: Mapping[str, Look], figures: dict[str, Figure]
+    section: Section,
+    panel: Panel,
+    mode: str,
+    name: str,
+    styles: Mapping[str, Look],
+    figures: dict[str, Figure],
 ) -> dict[str, Any]:
     drawn = charts(section, panel, mode, styles)
     figures |= {f"{name}-{number}": chart.figure for number, chart in enumerate(drawn)}
     return {
         "name": mode,
         "title": mode_title(mode),
-        "charts": [{"title": chart.title, "id": f"{name}-{number}"} for number, chart in enumerate(drawn)],
+        "charts": [{"title": chart.title, "id": f"{name}-{i}"} for i, chart in enumerate(drawn)],
         "command": section.command(panel, mode),
         "time": time_table(section, panel, mode),
         "failures": failures(panel, mode),

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from warploom.bench.palette import LIMIT
-from warploom.bench.panels import Panel, Point, Section, mode_title, sort_xs, spell
+from warploom.bench.labels import sort_xs, spell
+from warploom.bench.panels import UNSET, Panel, Point, Section
+from warploom.bench.records import LIMIT
+
+__all__ = [
+    "Cell",
+    "Failure",
+    "Table",
+    "accuracy_table",
+    "failures",
+    "memory_table",
+    "overviews",
+    "time_table",
+]
 
 
 @dataclass(frozen=True)
@@ -19,6 +31,8 @@ class Cell:
     """The badge of a result that is not a speed; empty for one that is."""
     reason: str = ""
     ours: bool = False
+    note: str = ""
+    """Small print under the text."""
     share: float | None = None
     """Shades the cell, from 0 to 1."""
 
@@ -41,26 +55,38 @@ class Failure:
     reason: str
 
 
-def overview(section: Section) -> Table | None:
-    """Show the emphasised provider's share of the limit in every case of a section; None if there is no limit."""
-    ours = section.emphasis
-    xs = sort_xs(point.x for point in section.points)
-    rows = []
+def overviews(section: Section) -> list[Table]:
+    """Show the emphasised provider's share of the limit in every case of a section.
+
+    Returns:
+        A table for all panels with the same positions, with a row for each panel and mode; none if there is
+        no limit.
+    """
+    groups: dict[tuple[Any, ...], list[list[Cell]]] = {}
     for panel in section.panels:
         for mode in panel.modes:
-            points = panel.at(mode).get(ours, {})
-            head = [mode_title(mode)] if len(section.panels) == 1 else [panel.label, mode]
-            rows.append([Cell(", ".join(head)), *(_share_cell(points.get(x)) for x in xs)])
-    if not any(cell.share for row in rows for cell in row):
-        return None
-    return Table(["", *(spell(x) for x in xs)], rows)
+            points = panel.at(mode).get(section.emphasis, {})
+            xs = panel.xs(mode)
+            heads = [Cell(panel.labels.get(name, UNSET)) for name in section.choices]
+            row = [*heads, Cell(mode), *(_share_cell(points.get(x)) for x in xs)]
+            groups.setdefault(tuple(xs), []).append(row)
+    if not any(cell.share for rows in groups.values() for row in rows for cell in row):
+        return []
+    return [Table([*section.choices, "mode", *map(spell, xs)], rows) for xs, rows in groups.items()]
 
 
 def time_table(section: Section, panel: Panel, mode: str) -> Table:
-    """Show every provider's median, the limit, and how close the emphasised provider comes; −1 for no speed."""
+    """Show every provider's median, the limit, and the emphasised provider's share of it and rates.
+
+    What has no speed is −1 with a badge.
+    """
     limits = panel.limits(mode)
     ours = panel.at(mode).get(section.emphasis, {})
-    table = _by_provider(section, panel, mode, lambda point: _number(point.ms))
+
+    def cell(point: Point) -> Cell:
+        return _failed(point) if point.state != "ok" else Cell(_number(point.ms))
+
+    table = _by_provider(section, panel, mode, cell)
     heads = [*table.heads, "limit", f"{section.emphasis} / limit", "GB/s", "TFLOP/s"]
     rows = [
         [*row, Cell(_number(limits.get(x))), _share_cell(ours.get(x)), *_rates(ours.get(x))]
@@ -74,26 +100,28 @@ def memory_table(section: Section, panel: Panel, mode: str) -> Table | None:
     if not any(point.record.peak_memory_mib for point in panel.points if point.record.mode == mode):
         return None
 
-    def text(point: Point) -> str:
-        return f"{point.record.peak_memory_mib or 0:,.1f}" if point.ms else ""
+    def cell(point: Point) -> Cell:
+        peak = point.record.peak_memory_mib
+        return _failed(point) if point.state != "ok" else Cell("" if peak is None else f"{peak:,.1f}")
 
-    return _by_provider(section, panel, mode, text)
+    return _by_provider(section, panel, mode, cell)
 
 
-def accuracy_table(section: Section, panel: Panel, mode: str) -> Table:
-    """Show each result's largest error against float64, what it may be, and the ratio of the two."""
-    lines = panel.at(mode)
-    rows = []
-    for x in panel.xs(mode):
-        for name in section.providers:
-            point = lines.get(name, {}).get(x)
-            if point and point.record.max_error is not None:
-                error, budget = point.record.max_error, point.record.error_budget
-                ratio = f"{error / budget:.2f}" if budget else ""
-                texts = (name, f"{error:.2e}", f"{budget:.2e}" if budget else "", ratio)
-                cells = [Cell(text, ours=name == section.emphasis) for text in texts]
-                rows.append([Cell(spell(x)), *cells, Cell("", "" if point.state == "ok" else point.state)])
-    return _without_empty(Table([section.x, "provider", "largest error", "budget", "error / budget", ""], rows))
+def accuracy_table(section: Section, panel: Panel, mode: str) -> Table | None:
+    """Show every provider's largest error against float64 over its budget; None if no error was measured."""
+    points = [point for point in panel.points if point.record.mode == mode]
+    if all(point.record.max_error is None for point in points):
+        return None
+
+    def cell(point: Point) -> Cell:
+        error, budget = point.record.max_error, point.record.error_budget
+        state = "" if point.state == "ok" else point.state
+        if error is None:
+            return Cell("", state, point.reason if state else "")
+        ratio = f"{error / budget:.2f}" if budget else "–"
+        return Cell(ratio, state, note=f"{error:.2e} / {budget or 0:.2e}")
+
+    return _by_provider(section, panel, mode, cell)
 
 
 def failures(panel: Panel, mode: str) -> list[Failure]:
@@ -108,17 +136,14 @@ def failures(panel: Panel, mode: str) -> list[Failure]:
     ]
 
 
-def _by_provider(section: Section, panel: Panel, mode: str, text: Callable[[Point], str]) -> Table:
+def _by_provider(section: Section, panel: Panel, mode: str, cell: Callable[[Point], Cell]) -> Table:
     lines = panel.at(mode)
     names = [name for name in section.providers if name in lines and name != LIMIT]
     rows = []
     for x in panel.xs(mode):
-        row = [Cell(spell(x))]
-        for name in names:
-            point = lines[name].get(x)
-            ours = name == section.emphasis
-            row.append(_failed(point) if point and point.state != "ok" else Cell(text(point) if point else "", ours=ours))
-        rows.append(row)
+        cells = [cell(lines[name][x]) if x in lines[name] else Cell("") for name in names]
+        marked = [replace(c, ours=name == section.emphasis) for name, c in zip(names, cells)]
+        rows.append([Cell(spell(x)), *marked])
     return Table([section.x, *names], rows)
 
 
@@ -135,12 +160,14 @@ def _failed(point: Point) -> Cell:
 
 
 def _rates(point: Point | None) -> tuple[Cell, Cell]:
-    """Return the rates that the emphasised provider reached: the fewest bytes, and operations, over the time."""
+    """Show what was reached: the fewest bytes over the time, the fewest operations over the time."""
     if point is None or not point.ms:
         return Cell(""), Cell("")
-    seconds = point.ms / 1e3
     moved, done = point.record.min_bytes, point.record.flops
-    return Cell(f"{moved / seconds / 1e9:,.0f}" if moved else ""), Cell(f"{done / seconds / 1e12:.3g}" if done else "")
+    return (
+        Cell(f"{moved / point.ms / 1e6:,.0f}" if moved else ""),
+        Cell(f"{done / point.ms / 1e9:.3g}" if done else ""),
+    )
 
 
 def _without_empty(table: Table) -> Table:
@@ -150,4 +177,4 @@ def _without_empty(table: Table) -> Table:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+    return "" if value is None else f"{value:#.4g}".removesuffix(".")

@@ -2,56 +2,61 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from warploom.bench.attempt import DeviceLostError
 from warploom.bench.environment import describe_environment, environment_id
 from warploom.bench.evaluate import Unit, evaluate
-from warploom.bench.measure import DeviceLostError, make_clock
+from warploom.bench.measure import Clock, make_clock
+from warploom.bench.progress import show_progress
 from warploom.bench.records import (
     LIMIT,
-    Key,
+    RECORDS,
     Record,
     append,
     current_digest,
-    has_records,
     load,
     operator_name,
     save_environment,
 )
 from warploom.errors import ArgumentError
-from warploom.ops.spec import Bench, Case
+from warploom.ops.spec import Bench
 
 __all__ = ["Outcome", "Selection", "plan", "run"]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which part of the benches to run. ``None`` and empty stand for all."""
+    """Which part of the benches to run; ``None`` and empty stand for all of it."""
 
     suite: str = "quick"
     modes: Sequence[str] | None = None
     providers: Sequence[str] | None = None
     case: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Parameter to the values that are wanted."""
+    """For a parameter of the cases, the values that are wanted."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
-    """What a run leaves, earlier results that it did not need to repeat included."""
+    """What a run leaves."""
 
-    records: list[Record]
-    left: int = 0
-    """Units of the selection that were not reached."""
+    records: list[Record] = field(default_factory=list)
+    """The selection's records, earlier ones that needed no repetition included."""
+    left: list[str] = field(default_factory=list)
+    """What was not reached."""
     reason: str = ""
     """Why the run stopped before its end."""
+    device_lost: bool = False
 
 
 def plan(benches: Sequence[Bench], selection: Selection, device_type: str) -> list[Unit]:
@@ -60,16 +65,21 @@ def plan(benches: Sequence[Bench], selection: Selection, device_type: str) -> li
     Raises:
         ArgumentError: A part of the selection fits nothing: a misspelt name, most likely.
     """
-    _known("suite", [selection.suite], (name for bench in benches for name in bench.suites))
-    _known("mode", selection.modes or (), (mode for bench in benches for mode in bench.modes))
-    _known("provider", selection.providers or (), (LIMIT, *(p for bench in benches for p in bench.providers)))
-    suites = [(bench, bench.suites[selection.suite](device_type)) for bench in benches if selection.suite in bench.suites]
-    _known("case parameter", selection.case, (name for _, cases in suites for case in cases for name in case))
+    _check_known("suite", [selection.suite], (suite for bench in benches for suite in bench.suites))
+    _check_known("mode", selection.modes or (), (mode for bench in benches for mode in bench.modes))
+    providers = (provider for bench in benches for provider in (*bench.providers, LIMIT))
+    _check_known("provider", selection.providers or (), providers)
+    cases = [
+        (bench, case)
+        for bench in benches
+        if selection.suite in bench.suites
+        for case in bench.suites[selection.suite](device_type)
+    ]
+    _check_known("case parameter", selection.case, (name for _, case in cases for name in case))
     units = [
         Unit(bench, selection.suite, case, mode)
-        for bench, cases in suites
-        for case in cases
-        if all(name in case and case[name] in values for name, values in selection.case.items())
+        for bench, case in cases
+        if all(name in case and _as_json(case[name]) in values for name, values in selection.case.items())
         for mode in bench.modes
         if selection.modes is None or mode in selection.modes
     ]
@@ -78,11 +88,16 @@ def plan(benches: Sequence[Bench], selection: Selection, device_type: str) -> li
     return units
 
 
-def _known(what: str, wanted: Iterator[str] | Sequence[str] | Mapping[str, Any], known: Any) -> None:
+def _check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
     names = list(dict.fromkeys(known))
     for name in wanted:
         if name not in names:
-            raise ArgumentError(f"bench: unknown {what} {name!r}; there are: {', '.join(names)}")
+            raise ArgumentError(f"bench: no {what} {name!r} here; there are: {', '.join(names) or 'none'}")
+
+
+def _as_json(value: Any) -> Any:
+    """A case's value as it comes back from a file or the command line: a tuple is a list there."""
+    return json.loads(json.dumps(value))
 
 
 def run(
@@ -94,7 +109,7 @@ def run(
     resume: bool = False,
     time_limit: float | None = None,
 ) -> Outcome:
-    """Measure, and append every record to ``output`` as soon as it is there.
+    """Measure, and append the records of every case to ``output`` as soon as they are there.
 
     Args:
         benches: What to run.
@@ -113,26 +128,82 @@ def run(
     units = plan(benches, selection, device.type)
     environment = describe_environment(device)
     identifier = environment_id(environment)
-    digests = {bench.name: current_digest(bench) for bench in benches}
+    earlier = load([output]) if resume and (output / RECORDS).is_file() else []
+    found = {record.key: record for record in earlier if record.environment == identifier}
     save_environment(output, identifier, environment)
-    found: dict[Key, Record] = {}
-    if resume and has_records(output):
-        found = {record.key: record for record in load([output])}
+    digests = {bench.name: current_digest(bench) for bench in benches}
 
     began = time.monotonic()
     clock = make_clock(device)
-    records: list[Record] = []
-    with _progress(len(units)) as progress:
-        for number, unit in enumerate(units):
+    outcome = Outcome()
+    with show_progress(len(units)) as progress, _quick_collections():
+        for unit in units:
             blank = Record(
                 operator=operator_name(unit.bench),
                 suite=unit.suite,
-                case=dict(unit.case),
+                case=_as_json(dict(unit.case)),
                 provider=LIMIT,
                 mode=unit.mode,
                 source_digest=digests[unit.bench.name],
                 environment=identifier,
             )
-            wanted = [p for p in unit.bench.providers if selection.providers is None or p in selection.providers]
-            ...
-    return Outcome(records)
+            names = [
+                p for p in unit.bench.providers if selection.providers is None or p in selection.providers
+            ]
+            wanted = [replace(blank, provider=name) for name in (*names, LIMIT)]
+            known = [found[record.key] for record in wanted if record.key in found]
+            known = [record for record in known if record.source_digest == blank.source_digest]
+            missing = [r.provider for r in wanted if r.provider not in {record.provider for record in known}]
+            if missing and time_limit is not None and time.monotonic() - began >= time_limit:
+                outcome.reason = outcome.reason or f"the time limit of {time_limit:g} s is reached"
+            if missing and outcome.reason:
+                outcome.left.append(str(unit))
+                outcome.records += known
+                continue
+            fresh: list[Record] = []
+            if missing:
+                progress.begin(str(unit))
+                fresh = _measure(unit, missing, device, clock, blank, outcome)
+                append(output, fresh)
+            outcome.records += [r for r in known if r.provider not in {record.provider for record in fresh}]
+            outcome.records += fresh
+            progress.end(str(unit), fresh)
+    return outcome
+
+
+def _measure(
+    unit: Unit, missing: Sequence[str], device: torch.device, clock: Clock, blank: Record, outcome: Outcome
+) -> list[Record]:
+    _forget_compiled()
+    try:
+        return evaluate(unit, [name for name in missing if name != LIMIT], device, clock, blank)
+    except DeviceLostError as lost:
+        outcome.reason = f"the device was lost: {lost}"
+        outcome.device_lost = True
+        # Only the culprit is put down, so that a resumed run passes it by and measures the others.
+        if lost.name in missing:
+            return [replace(blank, provider=lost.name, status="error", reason=lost.reason)]
+        return [replace(blank, provider=name, status="error", reason=str(lost)) for name in missing]
+
+
+@contextmanager
+def _quick_collections() -> Iterator[None]:
+    """Take the modules' objects out of garbage collection: every case collects several times."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _forget_compiled() -> None:
+    """Let compiled providers specialise on the next case, as they would in a program of one shape.
+
+    Otherwise the second shape makes them dynamic, and the ninth meets the recompilation limit.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if (
+        dynamo is not None
+    ):  # importing it takes seconds, and a run without compiled providers needs none of it
+        dynamo.reset()

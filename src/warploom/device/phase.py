@@ -1,18 +1,25 @@
 """Cosine and sine of ``position × frequency``, exact for every 32-bit position.
 
 A float32 product of a position and a frequency keeps 24 bits, of which the whole turns eat the leading ones:
-at position 10⁶ the angle is already wrong by 0.06 rad. Here an angle is a fixed-point fraction of a turn in
-64 bits. Integer multiplication wraps modulo 2⁶⁴ exactly as the angle wraps modulo one turn, so the reduction
-costs nothing and loses nothing: the step of one position is known to 2⁻⁵³ turns, and position 2²⁴ adds an
-error of 2⁻²⁹ turns.
+at position 10⁶ the angle is already wrong by 0.06 rad. Here an angle is a fixed-point fraction of a turn, in
+units of 2⁻³² turns. The angle gained per position is kept in two words: an integer, whose product with the
+position wraps modulo 2³² exactly as the angle wraps modulo one turn, and a float32 remainder below half a unit,
+whose product with the position is small. Together they hold 48 bits behind the leading one of the frequency.
 """
 
 import triton
 import triton.language as tl
 
-INVERSE_TURN = tl.constexpr(0.15915494309189535)  # 1 / 2π in float64
-TWO_POW_64 = tl.constexpr(18446744073709551616.0)
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+# 1 / 2π in float32, what float32 leaves of it, and in float64.
+INVERSE_TURN_HIGH = tl.constexpr(0.15915493667125702)
+INVERSE_TURN_LOW = tl.constexpr(6.420638316600317e-09)
+INVERSE_TURN = tl.constexpr(0.15915494309189535)
+TWO_POW_32 = tl.constexpr(4294967296.0)
 TWO_POW_MINUS_32 = tl.constexpr(2.3283064365386963e-10)
+TURN = tl.constexpr(6.283185307179586)
+ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: a float32 this large has no fraction, so adding it rounds
 EIGHTH_TURN = tl.constexpr(1 << 29)  # in units of 2⁻³² turns
 
 # sin(2πr) / r and (cos(2πr) − 1) / r² in powers of r², minimax on |r| ≤ 1/8: 2e-9 and 5e-11 absolute.
@@ -28,29 +35,60 @@ C4 = tl.constexpr(59.24596422)
 
 @triton.jit
 def phase_step(theta):
-    """Angle gained per position, as a 64-bit fraction of a turn, and the unit 2⁻³² (NaN where theta is not finite).
+    """Angle gained per position: whole units (int32), the rest in units (float32), and the size of a unit.
 
-    The unit carries what fixed point cannot: a NaN or infinite frequency still gives NaN.
+    The unit is 2⁻³² turns, or NaN where theta is not finite, which an integer could not carry.
     """
-    turns = theta.to(tl.float64) * INVERSE_TURN
-    turns -= tl.floor(turns + 0.5)
-    step = (turns * TWO_POW_64).to(tl.int64)
+    if INTERPRETED or theta.dtype == tl.float64:  # the interpreter's fma rounds the product first
+        turns = theta.to(tl.float64) * INVERSE_TURN
+        turns -= tl.floor(turns + 0.5)
+        high = turns.to(tl.float32)
+        low = (turns - high.to(tl.float64)).to(tl.float32)
+    else:
+        theta = theta.to(tl.float32)
+        high = theta * INVERSE_TURN_HIGH
+        low = tl.fma(theta, INVERSE_TURN_LOW, tl.fma(theta, INVERSE_TURN_HIGH, -high))
+        high -= (high + ROUND) - ROUND
+    # Half a turn, which would overflow the conversion below, becomes minus half a turn.
+    high = tl.where(high == 0.5, -0.5, high) * TWO_POW_32
+    whole = high.to(tl.int32)
+    rest = (high - whole.to(tl.float32)) + low * TWO_POW_32
+    carry = rest.to(tl.int32)  # less than one unit may stay: times a position it must still fit an int32
+    whole += carry
+    rest -= carry.to(tl.float32)
     unit = theta.to(tl.float32) * 0.0 + TWO_POW_MINUS_32
-    return step, unit
+    return whole, rest, unit
 
 
 @triton.jit
-def cos_sin(position, step, unit):
-    """Cosine and sine at an integer position; ``step`` and ``unit`` from `phase_step`. Float32, below 1e-7 off."""
-    phase = ((position.to(tl.int64) * step) >> 32).to(tl.int32)  # 2⁻³² turns, in [−½, ½)
-    quadrant = (phase + EIGHTH_TURN) >> 30
-    r = (phase - (quadrant << 30)).to(tl.float32) * unit  # within an eighth of a turn of the quadrant's axis
-    z = r * r
-    s = r * (S0 + z * (S1 + z * (S2 + z * S3)))
-    c = 1.0 + z * (C1 + z * (C2 + z * (C3 + z * C4)))
-    odd = (quadrant & 1) != 0
-    cosine = tl.where(odd, s, c)
-    sine = tl.where(odd, c, s)
-    cosine = tl.where(((quadrant + 1) & 2) != 0, -cosine, cosine)
-    sine = tl.where((quadrant & 2) != 0, -sine, sine)
+def cos_sin(position, whole, rest, unit, HALF: tl.constexpr):
+    """Cosine and sine at integer positions, from `phase_step`, in float32.
+
+    Below 2e-7 off for positions to 2²⁴. With ``HALF``, for results that will be rounded to 16 bits, the special
+    function unit does what is left after the exact reduction, and is at most 6e-7 off.
+    """
+    phase = position * whole + (position.to(tl.float32) * rest).to(tl.int32)
+    if HALF:
+        angle = phase.to(tl.float32) * (unit * TURN)
+        if INTERPRETED:
+            cosine = tl.cos(angle)
+            sine = tl.sin(angle)
+        else:
+            cosine = tl.inline_asm_elementwise(
+                "cos.approx.ftz.f32 $0, $1;", "=f,f", [angle], dtype=tl.float32, is_pure=True, pack=1
+            )
+            sine = tl.inline_asm_elementwise(
+                "sin.approx.ftz.f32 $0, $1;", "=f,f", [angle], dtype=tl.float32, is_pure=True, pack=1
+            )
+    else:
+        quadrant = (phase + EIGHTH_TURN) >> 30
+        r = (phase - (quadrant << 30)).to(tl.float32) * unit  # within an eighth of a turn of the quadrant's axis
+        z = r * r
+        s = r * (S0 + z * (S1 + z * (S2 + z * S3)))
+        c = 1.0 + z * (C1 + z * (C2 + z * (C3 + z * C4)))
+        odd = (quadrant & 1) != 0
+        cosine = tl.where(odd, s, c)
+        sine = tl.where(odd, c, s)
+        cosine = tl.where(((quadrant + 1) & 2) != 0, -cosine, cosine)
+        sine = tl.where((quadrant & 2) != 0, -sine, sine)
     return cosine, sine

@@ -6,12 +6,13 @@ It knows operators only through their `warploom.ops.spec.Operator`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
+from warploom.errors import WarploomError
 from warploom.ops.spec import Case, Inputs, Operator, Outputs
 from warploom.testing.accuracy import Accuracy, compare
 from warploom.testing.poison import poisoned_allocations
@@ -19,14 +20,14 @@ from warploom.testing.poison import poisoned_allocations
 __all__ = [
     "SEED",
     "CheckResult",
-    "Measured",
+    "Judgement",
     "as_tuple",
     "check_case",
     "check_operator",
     "gradients",
+    "judge",
     "leaves",
     "make_inputs",
-    "measure",
     "modified",
     "random_like",
     "upcast",
@@ -53,7 +54,7 @@ class CheckResult:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Judgement:
     """What one run on given inputs came to; ``bwd`` is None when no input requires a gradient."""
 
     fwd: Accuracy
@@ -74,31 +75,28 @@ def check_operator(operator: Operator, backend: str, device: torch.device) -> li
         A result per case and mode. A case that raises one of PyTorch's, Triton's or warploom's errors is a
         result as well, so that one failure does not hide the others.
     """
-    results = []
+    results: list[CheckResult] = []
     for case in operator.check_cases:
         try:
             results += check_case(operator, case, backend, device)
         except _failures() as error:
-            detail = f"{type(error).__name__}: {error}"
-            dtype = str(case.get("dtype", ""))
-            results.append(
-                CheckResult(operator.name, dict(case), "fwd", dtype, False, float("inf"), detail)
-            )
+            dtype, detail = str(case.get("dtype", "")), f"{type(error).__name__}: {error}"
+            results.append(CheckResult(operator.name, dict(case), "fwd", dtype, False, math.inf, detail))
     return results
 
 
 def check_case(operator: Operator, case: Case, backend: str, device: torch.device) -> list[CheckResult]:
     """Check one case: the forward result, and the backward one if an input requires a gradient."""
     inputs = make_inputs(operator, case, device)
-    measured = measure(operator, inputs, backend)
+    judgement = judge(operator, inputs, backend)
     dtype = next(str(t.dtype) for t in inputs.values() if _is_floating(t)).removeprefix("torch.")
     results = []
-    for mode, accuracy in (("fwd", measured.fwd), ("bwd", measured.bwd)):
+    for mode, accuracy in (("fwd", judgement.fwd), ("bwd", judgement.bwd)):
         if accuracy is None:
             continue
         ok, ratio, detail = accuracy.ok, accuracy.ratio, accuracy.describe()
-        if measured.modified:
-            ok, ratio, detail = False, float("inf"), f"modified its inputs: {', '.join(measured.modified)}"
+        if judgement.modified:
+            ok, ratio, detail = False, math.inf, f"modified its inputs: {', '.join(judgement.modified)}"
         results.append(CheckResult(operator.name, dict(case), mode, dtype, ok, ratio, detail))
     return results
 
@@ -108,7 +106,7 @@ def make_inputs(operator: Operator, case: Case, device: torch.device) -> Inputs:
     return operator.make_inputs(case, device, torch.Generator().manual_seed(SEED))
 
 
-def measure(operator: Operator, inputs: Inputs, backend: str) -> Measured:
+def judge(operator: Operator, inputs: Inputs, backend: str) -> Judgement:
     """Run a backend on inputs, with poisoned allocations, and compare with the float64 reference.
 
     The gradient of the output is random, and the same number for number in all three computations.
@@ -123,7 +121,7 @@ def measure(operator: Operator, inputs: Inputs, backend: str) -> Measured:
         output = operator.function(**inputs, backend=backend)
     fwd = compare(output, exact, eager)
     bwd = None
-    if leaves(inputs) and fwd.max_error < float("inf"):  # a result of another shape has no gradient to compare
+    if leaves(inputs) and fwd.max_error < math.inf:  # a result of another shape has no gradient to compare
         with poisoned_allocations():
             output_gradients = gradients(output, inputs, grad_outputs)
         bwd = compare(
@@ -131,13 +129,15 @@ def measure(operator: Operator, inputs: Inputs, backend: str) -> Measured:
             tuple(gradients(exact, exact_inputs, grad_outputs).values()),
             tuple(gradients(eager, inputs, grad_outputs).values()),
         )
-    return Measured(fwd, bwd, modified(inputs, before))
+    return Judgement(fwd, bwd, modified(inputs, before))
 
 
 def upcast(inputs: Inputs) -> Inputs:
     """The inputs with every floating tensor in float64: new leaves, requiring gradients as before."""
     return {
-        name: t.detach().to(torch.float64, copy=True).requires_grad_(t.requires_grad) if _is_floating(t) else t
+        name: t.detach().to(torch.float64, copy=True).requires_grad_(t.requires_grad)
+        if _is_floating(t)
+        else t
         for name, t in inputs.items()
     }
 
@@ -187,9 +187,18 @@ def as_tuple(outputs: Outputs) -> tuple[torch.Tensor, ...]:
     return (outputs,) if isinstance(outputs, torch.Tensor) else outputs
 
 
-def _is_tensor(value: object) -> bool:
+def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor)
 
 
-def _is_floating(value: object) -> bool:
+def _is_floating(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """The errors by which a case may fail: warploom's, PyTorch's (out of memory among them) and Triton's."""
+    try:
+        from triton.errors import TritonError
+    except ModuleNotFoundError:  # without Triton there is only the torch backend
+        return WarploomError, RuntimeError
+    return WarploomError, RuntimeError, TritonError

@@ -1,4 +1,4 @@
-"""Memory filled with NaN, so that what a kernel leaves unwritten or reads out of bounds shows in its result."""
+"""Memory filled with NaN: what a kernel leaves unwritten or reads out of bounds shows in its result."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,16 +23,17 @@ def poisoned_allocations() -> Iterator[None]:
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[has-type]
+    settings: Any = torch.utils.deterministic  # a module with properties
+    fill = settings.fill_uninitialized_memory
     with warnings.catch_warnings():
         # Only the fill is wanted: an operation without a deterministic variant is no concern here.
         warnings.filterwarnings("ignore", message=".*determinis")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True
+        settings.fill_uninitialized_memory = True
         try:
             yield
         finally:
-            torch.utils.deterministic.fill_uninitialized_memory = fill
+            settings.fill_uninitialized_memory = fill
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 

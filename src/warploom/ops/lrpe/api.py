@@ -18,6 +18,8 @@ ACTIVATIONS = ("none", "relu", "sigmoid", "silu", "softmax", "softmax_sequence")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _LARGEST = 2**31 - 1
+MAX_FEATURES = 8192
+"""Features of one head that the kernels hold on chip at once."""
 
 
 def lrpe_cosine(
@@ -147,7 +149,7 @@ class _Call(NamedTuple):
 
 def _run(call: _Call, kind: str, backend: str) -> Tensor:
     x = call.x
-    if use_triton(call.name, backend, x, _beyond_kernels(call, kind)):
+    if use_triton(call.name, backend, x, _beyond_kernels(call)):
         from warploom.ops.lrpe import autograd, kernels  # Triton is imported when it is first needed
 
         offsets, offset = (None, call.offset) if isinstance(call.offset, int) else (call.offset, 0)
@@ -180,11 +182,11 @@ def _in_order_of(x: Tensor, out: Tensor) -> Tensor:
     return out.permute(axes).contiguous().permute(inverse)
 
 
-def _beyond_kernels(call: _Call, kind: str) -> str | None:
+def _beyond_kernels(call: _Call) -> str | None:
     """What the Triton kernels do not do in this call, if anything."""
     features = call.x.shape[-1]
-    if features > 8192:
-        return f"a row of {features} features does not fit in one tile (8192 at most)"
+    if features > MAX_FEATURES:
+        return f"a row of {features} features does not fit in one tile ({MAX_FEATURES} at most)"
     if call.activation == "softmax_sequence":
         return "softmax over the sequence has no kernel yet"
     return None

@@ -108,32 +108,45 @@ class _Lrpe(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, theta: Tensor, positions: Positions, kind: str, activation: str
+        ctx: Any, x: Tensor, theta: Tensor, positions: Positions, kind: str, activation: str, table: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(x, theta, *positions[:3])
+        ctx.save_for_backward(x, theta, *positions[:3], table)
         ctx.rest = positions[3:], kind, activation
-        return kernels.forward(x, theta, positions, kind, activation)
+        return kernels.forward(x, theta, positions, kind, activation, table)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, theta, *tensors = ctx.saved_tensors
+        x, theta, position_ids, offsets, cu_seqlens, table = ctx.saved_tensors
         rest, kind, activation = ctx.rest
-        positions = Positions(*tensors, *rest)
+        positions = Positions(position_ids, offsets, cu_seqlens, *rest)
         wants_x, wants_theta = ctx.needs_input_grad[:2]
-        dx, dtheta = kernels.backward(grad, x, theta, positions, kind, activation, wants_theta)
-        return dx if wants_x else None, dtheta, None, None, None
+        dx, dtheta = kernels.backward(grad, x, theta, positions, kind, activation, wants_theta, table)
+        return dx if wants_x else None, dtheta, None, None, None, None
 
 
-def apply(x: Tensor, theta: Tensor, positions: Positions, kind: str, activation: str) -> Tensor:
-    """Run LRPE on the Triton kernels, differentiably, by the shortest way that this call allows."""
-    if _is_plain_eager(x, theta):
+def apply(
+    x: Tensor, theta: Tensor, positions: Positions, kind: str, activation: str, table: Tensor | None = None
+) -> Tensor:
+    """Run LRPE on the Triton kernels, differentiably, by the shortest way that this call allows.
+
+    With ``table``, from `angle_table`, cosines and sines are read instead of computed (plain eager calls only).
+    """
+    if table is not None or _is_plain_eager(x, theta):
         if torch.is_grad_enabled() and (x.requires_grad or theta.requires_grad):
-            return _Lrpe.apply(x, theta, positions, kind, activation)  # type: ignore[no-any-return]
-        return kernels.forward(x, theta, positions, kind, activation)
+            return _Lrpe.apply(x, theta, positions, kind, activation, table)  # type: ignore[no-any-return]
+        return kernels.forward(x, theta, positions, kind, activation, table)
     return torch.ops.warploom.lrpe(  # type: ignore[no-any-return]
         x, theta, *positions[:3], positions.offset, positions.prefix, list(positions.grid), kind, activation
     )
+
+
+def angle_table(x: Tensor, theta: Tensor, positions: Positions, kind: str) -> Tensor:
+    """Cosines and sines (N, 1 or H, 2·F) in float32 of every angle in a call, for positions that batches share."""
+    features = x.shape[-1] if kind == "cosine" else x.shape[-1] // 2
+    heads = theta.shape[0] if theta.dim() == 2 else 1
+    ones = torch.ones((1, x.shape[1], heads, features), dtype=torch.float32, device=x.device)
+    return kernels.forward(ones, theta.detach(), positions, "cosine", "none")[0]
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

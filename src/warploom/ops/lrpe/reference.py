@@ -26,11 +26,8 @@ def lrpe_cosine(
     activation: str = "none",
 ) -> Tensor:
     """``[x̄ cos φ, x̄ sin φ]``: (B, N, H, D) to (B, N, H, 2·D)."""
-    value = activate(_with_heads(x), activation, cu_seqlens)
-    phi = angles(x, theta, x.shape[-1], grid, prefix, offset, position_ids, cu_seqlens)
-    cosine, sine = phi.cos().to(value.dtype), phi.sin().to(value.dtype)
-    out = torch.cat((value * cosine, value * sine), dim=-1).to(x.dtype)
-    return out if x.dim() == 4 else out.squeeze(2)
+    s = coordinates(x, grid, prefix, offset, position_ids, cu_seqlens)
+    return encode_cosine(x, angles(s.double(), theta.double(), x.shape[-1]), activation, cu_seqlens)
 
 
 def lrpe_rotate(
@@ -46,8 +43,24 @@ def lrpe_rotate(
     interleaved: bool = False,
 ) -> Tensor:
     """Pairs of features turned by φ: (B, N, H, D) to (B, N, H, D)."""
+    s = coordinates(x, grid, prefix, offset, position_ids, cu_seqlens)
+    phi = angles(s.double(), theta.double(), x.shape[-1] // 2)
+    return encode_rotate(x, phi, activation, cu_seqlens, interleaved)
+
+
+def encode_cosine(x: Tensor, phi: Tensor, activation: str, cu_seqlens: Tensor | None) -> Tensor:
+    """``[x̄ cos φ, x̄ sin φ]`` for given angles (1 or B, N, 1 or H, D)."""
     value = activate(_with_heads(x), activation, cu_seqlens)
-    phi = angles(x, theta, x.shape[-1] // 2, grid, prefix, offset, position_ids, cu_seqlens)
+    cosine, sine = phi.cos().to(value.dtype), phi.sin().to(value.dtype)
+    out = torch.cat((value * cosine, value * sine), dim=-1).to(x.dtype)
+    return out if x.dim() == 4 else out.squeeze(2)
+
+
+def encode_rotate(
+    x: Tensor, phi: Tensor, activation: str, cu_seqlens: Tensor | None, interleaved: bool
+) -> Tensor:
+    """Pairs of features turned by given angles (1 or B, N, 1 or H, D / 2)."""
+    value = activate(_with_heads(x), activation, cu_seqlens)
     cosine, sine = phi.cos().to(value.dtype), phi.sin().to(value.dtype)
     if interleaved:
         first, second = value[..., 0::2], value[..., 1::2]
@@ -59,19 +72,9 @@ def lrpe_rotate(
     return out if x.dim() == 4 else out.squeeze(2)
 
 
-def angles(
-    x: Tensor,
-    theta: Tensor,
-    features: int,
-    grid: Sequence[int] | None,
-    prefix: int,
-    offset: int | Tensor,
-    position_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
-    """φ in float64: (1 or B, N, 1 or H, features); zero where a feature is not rotated."""
-    s = coordinates(x, grid, prefix, offset, position_ids, cu_seqlens).double()  # (1 or B, N, k)
-    frequency = theta.double().reshape(-1, theta.shape[-1])  # (1 or H, E)
+def angles(s: Tensor, theta: Tensor, features: int) -> Tensor:
+    """φ from coordinates (1 or B, N, k): (1 or B, N, 1 or H, features); zero where a feature is not rotated."""
+    frequency = theta.reshape(-1, theta.shape[-1])  # (1 or H, E)
     phi = s[:, :, None, :, None] * frequency[None, None, :, None, :]  # (1 or B, N, 1 or H, k, E)
     phi = phi.flatten(-2)[..., :features]
     return torch.nn.functional.pad(phi, (0, features - phi.shape[-1]))

@@ -1,0 +1,168 @@
+"""Compile every kernel variant that the operators' cases need, for GPUs that need not be there.
+
+``python -m warploom.testing.build [OPERATOR ...] --arch 80 90 100`` runs the cases on CPU tensors while
+`warploom.launch.recording` keeps what would have been compiled, compiles each distinct variant to machine
+code, prints the registers, stack and shared memory that the assembler reports, and exits with 1 when a kernel
+does not compile or spills registers to the stack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.errors import TritonError
+
+from warploom import launch
+from warploom.errors import BackendError
+from warploom.ops import operators
+from warploom.ops.spec import Operator
+from warploom.testing.conformance import gradients, leaves, make_inputs, random_like
+
+__all__ = ["ARCHITECTURES", "BuildError", "Resources", "build", "main", "record"]
+
+ARCHITECTURES = (80, 90, 100)
+"""Compute capabilities times ten: A100, H100 and H200, B200."""
+
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)")
+
+
+class BuildError(Exception):
+    """A kernel variant does not compile; the text names it and says why."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel variant takes on one architecture."""
+
+    kernel: str
+    variant: str
+    """Types of the pointers and values of the constants."""
+    arch: int
+    registers: int
+    """Per thread; 255 at most."""
+    stack: int
+    """Bytes per thread in local memory; anything but 0 means registers were spilled."""
+    shared: int
+    """Bytes of shared memory per program."""
+
+
+def record(chosen: Iterable[Operator]) -> list[launch.Build]:
+    """The distinct kernel variants that the check cases of operators launch, forward and backward.
+
+    Runs on the CPU and launches nothing. A case that the kernels refuse needs no build.
+    """
+    with launch.recording() as builds:
+        for operator in chosen:
+            for case in operator.check_cases:
+                inputs = make_inputs(operator, case, torch.device("cpu"))
+                try:
+                    output = operator.function(**inputs, backend="triton")
+                except BackendError:
+                    continue
+                if leaves(inputs):
+                    gradients(output, inputs, random_like(output))
+    return list(builds.values())
+
+
+def build(variant: launch.Build, arch: int) -> Resources:
+    """Compile one kernel variant for one architecture.
+
+    Raises:
+        BuildError: It does not compile.
+    """
+    source = ASTSource(variant.function, variant.signature, variant.constexprs, variant.attrs)
+    target = GPUTarget("cuda", arch, 32)
+    try:
+        compiled = triton.compile(source, target=target, options={"num_warps": variant.num_warps})
+    except (TritonError, RuntimeError) as error:
+        raise BuildError(f"{_name(variant)} [{_describe(variant)}] for sm_{arch}: {error}") from error
+    registers, stack, local = _usage(compiled.asm["cubin"])
+    return Resources(
+        _name(variant), _describe(variant), arch, registers, stack + local, compiled.metadata.shared
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    registry = operators()
+    parser = argparse.ArgumentParser(prog="python -m warploom.testing.build", description=__doc__)
+    parser.add_argument("operator", nargs="*", help=f"one of {', '.join(registry)}; all of them by default")
+    parser.add_argument("--arch", nargs="+", type=int, default=ARCHITECTURES, metavar="SM", help="80 90 100")
+    parser.add_argument("--jobs", type=int, default=2, help="compilations at a time")
+    options = parser.parse_args(arguments)
+    unknown = set(options.operator) - set(registry)
+    if unknown:
+        parser.error(f"no operator {', '.join(sorted(unknown))}; there are {', '.join(registry)}")
+
+    variants = record(registry[name] for name in options.operator or registry)
+    # The compiler leaves Python for nearly all of its work, so threads keep several cores busy.
+    with ThreadPoolExecutor(options.jobs) as pool:
+        futures = [pool.submit(build, variant, arch) for variant in variants for arch in options.arch]
+    built: list[Resources] = []
+    failures: list[BuildError] = []
+    for future in futures:
+        try:
+            built.append(future.result())
+        except BuildError as error:
+            failures.append(error)
+    _print_table(built)
+    for failure in failures:
+        print(f"FAILED {failure}")
+    spilled = sum(resources.stack > 0 for resources in built)
+    print(
+        f"{len(variants)} variants for {len(options.arch)} architectures: {len(built)} built, "
+        f"{len(failures)} failed, {spilled} with spilled registers"
+    )
+    return 1 if failures or spilled else 0
+
+
+def _name(variant: launch.Build) -> str:
+    return str(variant.function.__name__)
+
+
+def _describe(variant: launch.Build) -> str:
+    """Types of the pointers (``@16``: aligned for vector access) and values of the constants."""
+    pointers = [
+        f"{name}={kind}@{launch.ALIGNMENT}" if (index,) in variant.attrs else f"{name}={kind}"
+        for index, (name, kind) in enumerate(variant.signature.items())
+        if kind.startswith("*")
+    ]
+    constants = [f"{name}={value}" for name, value in variant.constexprs.items() if value is not None]
+    return " ".join([*pointers, *constants])
+
+
+def _usage(cubin: bytes) -> tuple[int, int, int]:
+    """Registers, stack bytes and local bytes of the one kernel in a cubin."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = _USAGE.search(report)
+    if found is None:
+        raise BuildError(f"no resource usage in the report of cuobjdump:\n{report}")
+    registers, stack, local = (int(number) for number in found.groups())
+    return registers, stack, local
+
+
+def _print_table(built: Sequence[Resources]) -> None:
+    print(f"{'kernel':<24} {'arch':>6} {'registers':>9} {'stack':>6} {'shared':>7}  variant")
+    for r in sorted(built, key=lambda r: (r.kernel, r.variant, r.arch)):
+        arch = f"sm_{r.arch}"
+        print(f"{r.kernel:<24} {arch:>6} {r.registers:>9} {r.stack:>6} {r.shared:>7}  {r.variant}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

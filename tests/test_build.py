@@ -1,0 +1,84 @@
+"""Every kernel compiles without a GPU for every supported architecture, and none spills its registers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from warploom.backend import has_triton
+
+pytestmark = pytest.mark.skipif(not has_triton(), reason="needs Triton's compiler")
+
+
+def run_build(*arguments: str) -> subprocess.CompletedProcess[str]:
+    # The interpreter, which the tests run kernels in on a CPU, compiles nothing.
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "warploom.testing.build", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_all_kernels_build_for_all_architectures_without_spills() -> None:
+    done = run_build("--arch", "80", "90", "100")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if " sm_" in line]
+    assert {row[1] for row in rows} == {"sm_80", "sm_90", "sm_100"}
+    assert all(0 < int(row[2]) <= 255 for row in rows)
+
+
+def test_an_unknown_operator_is_named() -> None:
+    done = run_build("no_such_operator")
+    assert done.returncode == 2
+    assert "no_such_operator" in done.stderr
+
+
+FAULTY_KERNELS = """
+import sys
+import torch
+import triton
+import triton.language as tl
+from warploom import launch
+from warploom.testing.build import BuildError, build
+
+@triton.jit
+def hungry(x, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    rows = tl.load(x + i[:, None] * SIZE + i[None, :])
+    turned = tl.load(x + i[:, None] + i[None, :] * SIZE)
+    for _ in range(9):
+        rows = tl.sort(rows * turned)
+    tl.store(x + i[:, None] * SIZE + i[None, :], rows + turned)
+
+@triton.jit
+def broken(x, SIZE: tl.constexpr):
+    tl.store(x, no_such_name)
+
+with launch.recording() as builds:
+    launch.Kernel(hungry)(1, (torch.zeros(8),), (), (64,), num_warps=1)
+    launch.Kernel(broken)(1, (torch.zeros(8),), (), (64,))
+first, second = builds.values()
+resources = build(first, 90)
+print(resources.kernel, resources.registers, resources.stack)
+try:
+    build(second, 90)
+except BuildError as error:
+    print(error)
+"""
+
+
+def test_spills_and_faults_are_found(tmp_path: Path) -> None:
+    program = tmp_path / "faulty.py"  # a file, since Triton reads a kernel's source
+    program.write_text(FAULTY_KERNELS, encoding="utf-8")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    first, rest = done.stdout.split("\n", 1)
+    kernel, registers, stack = first.split()
+    assert kernel == "hungry"
+    assert int(registers) == 255
+    assert int(stack) > 0
+    assert "broken" in rest
+    assert "no_such_name" in rest

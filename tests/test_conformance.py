@@ -1,0 +1,404 @@
+"""Every operator of the registry, on each of its own cases, with each backend: the contract of all operators.
+
+Nothing here knows any one operator. A case is JSON values; two of its keys have a meaning common to all
+operators, where a case has them: ``n`` is a length and ``offset`` a position, both free to take any value.
+"""
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from warploom.backend import has_triton
+from warploom.errors import ArgumentError, BackendError
+from warploom.ops import operators
+from warploom.ops.spec import Case, Inputs, Operator, Outputs
+from warploom.testing.conformance import (
+    SEED,
+    as_tuple,
+    check_operator,
+    gradients,
+    judge,
+    leaves,
+    make_inputs,
+    random_like,
+    upcast,
+)
+from warploom.testing.poison import poisoned_allocations, strided_view
+
+OPERATORS = tuple(operators().values())
+BACKENDS = ("torch", "triton") if has_triton() else ("torch",)
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def name_of(case: Case) -> str:
+    return ",".join(f"{key}={json.dumps(value)}" for key, value in case.items()).replace('"', "") or "default"
+
+
+def cases(
+    *backends: str, select: Callable[[Case], bool] = lambda case: True, at_most: int | None = None
+) -> pytest.MarkDecorator:
+    """Parametrise over operators, their cases (spread evenly when there may be ``at_most``) and backends."""
+    chosen = []
+    for operator in OPERATORS:
+        some = [case for case in operator.check_cases if select(case)]
+        if at_most is not None:
+            some = some[:: max(1, -(-len(some) // at_most))]
+        chosen += [
+            pytest.param(operator, case, backend, id=f"{operator.name}-{name_of(case)}-{backend}")
+            for case in some
+            for backend in backends
+        ]
+    return pytest.mark.parametrize(("operator", "case", "backend"), chosen)
+
+
+def run(operator: Operator, inputs: Inputs, backend: str) -> tuple[Tensors, Tensors]:
+    """Outputs and gradients."""
+    outputs = operator.function(**inputs, backend=backend)
+    found = gradients(outputs, inputs, random_like(outputs)) if leaves(inputs) else {}
+    return tuple(o.detach() for o in as_tuple(outputs)), tuple(found.values())
+
+
+def same_bits(one: Tensors, other: Tensors) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other))
+
+
+def tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+
+
+def assert_accurate(operator: Operator, inputs: Inputs, backend: str) -> None:
+    judgement = judge(operator, inputs, backend)
+    assert judgement.fwd.ok, f"fwd: {judgement.fwd.describe()}"
+    assert judgement.bwd is None or judgement.bwd.ok, f"bwd: {judgement.bwd.describe()}"
+    assert not judgement.modified
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Right results
+# ----------------------------------------------------------------------------------------------------------
+
+
+@cases(*BACKENDS)
+def test_error_budget(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
+    assert_accurate(operator, make_inputs(operator, case, device), backend)
+
+
+@cases(*BACKENDS)
+def test_any_strides_and_nothing_outside_is_read_or_written(
+    operator: Operator, case: Case, backend: str, device: torch.device
+) -> None:
+    inputs = make_inputs(operator, case, device)
+    generator = torch.Generator().manual_seed(SEED)
+    surrounded = {name: strided_view(value, generator) for name, value in tensors(inputs).items()}
+    assert_accurate(operator, {**inputs, **{name: s.tensor for name, s in surrounded.items()}}, backend)
+    for name, s in surrounded.items():
+        assert s.surroundings_untouched(), name
+
+
+@cases("reference")
+def test_gradcheck_of_the_reference(operator: Operator, case: Case, backend: str) -> None:
+    exact = upcast(make_inputs(operator, case, torch.device("cpu")))
+    wanted = leaves(exact)
+    if not wanted:
+        pytest.skip("nothing to differentiate")
+
+    def function(*values: torch.Tensor) -> Outputs:
+        return operator.reference(**{**exact, **dict(zip(wanted, values))})
+
+    # The small step suits functions that oscillate quickly, such as a cosine of a position times a frequency.
+    assert torch.autograd.gradcheck(function, tuple(wanted.values()), eps=1e-9, atol=1e-4, fast_mode=True)
+
+
+@cases(*BACKENDS)
+def test_two_runs_give_the_same_bits(
+    operator: Operator, case: Case, backend: str, device: torch.device
+) -> None:
+    inputs = make_inputs(operator, case, device)
+    outputs, found = run(operator, inputs, backend)
+    with poisoned_allocations():  # other contents of fresh memory, in case a result depends on them
+        outputs_again, found_again = run(operator, inputs, backend)
+    assert same_bits(outputs, outputs_again)
+    assert same_bits(found, found_again)
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
+def test_check_operator_reports_every_case(operator: Operator, device: torch.device) -> None:
+    results = check_operator(operator, "torch", device)
+    assert {json.dumps(result.case) for result in results} == {
+        json.dumps(dict(c)) for c in operator.check_cases
+    }
+    assert {result.mode for result in results} == {"fwd", "bwd"}
+    assert all(result.ok and result.ratio <= 1 for result in results)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# At home in PyTorch
+# ----------------------------------------------------------------------------------------------------------
+
+
+@cases(*BACKENDS)
+def test_meta_tensors_have_the_layout_of_real_ones(
+    operator: Operator, case: Case, backend: str, device: torch.device
+) -> None:
+    inputs = make_inputs(operator, case, device)
+    on_meta = {name: t.detach().to("meta") for name, t in tensors(inputs).items()}
+    real = as_tuple(operator.function(**inputs, backend=backend))
+    meta = as_tuple(operator.function(**{**inputs, **on_meta}, backend=backend))
+    for one, other in zip(real, meta, strict=True):
+        assert other.is_meta
+        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the calls of warploom's registered operators that pass through the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Any,
+        arguments: tuple[Any, ...] = (),
+        keywords: dict[str, Any] | None = None,
+    ) -> Any:
+        if function.namespace == "warploom":
+            self.calls.append((function, arguments))
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.skipif(not has_triton(), reason="the registered operators run Triton kernels")
+@cases("triton", at_most=4)
+def test_opcheck_of_the_registered_operators(
+    operator: Operator, case: Case, backend: str, device: torch.device
+) -> None:
+    with Recorder() as recorder:
+        run(operator, make_inputs(operator, case, device), backend)
+    assert recorder.calls, "a dispatch mode must see the registered operators, not only the eager short cut"
+    for function, arguments in recorder.calls:
+        differentiable = "backward" not in function.name()  # there are no second derivatives
+        fresh = tuple(
+            value.detach().clone().requires_grad_(differentiable and value.is_floating_point())
+            if isinstance(value, torch.Tensor)
+            else value
+            for value in arguments
+        )
+        torch.library.opcheck(function, fresh)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@cases(*BACKENDS, at_most=6)
+def test_compiled_equals_eager(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
+    inputs = make_inputs(operator, case, device)
+    compiled = torch.compile(operator.function, fullgraph=True, backend="aot_eager")
+    outputs, found = run(operator, inputs, backend)
+    traced = compiled(**inputs, backend=backend)
+    traced_gradients = gradients(traced, inputs, random_like(traced)) if leaves(inputs) else {}
+    assert same_bits(outputs, as_tuple(traced))
+    assert same_bits(found, tuple(traced_gradients.values()))
+
+
+def at_other_lengths(operator: Operator, case: Case, device: torch.device) -> list[Inputs]:
+    """The inputs of a case at several lengths, and offsets where it has one."""
+    variations: list[dict[str, Any]] = [{"n": n} for n in (19, 24, 37, 64)]
+    if isinstance(case.get("offset"), int):
+        variations += [{"n": 37, "offset": offset} for offset in (3, 16, 1001)]
+    return [make_inputs(operator, {**case, **variation}, device) for variation in variations]
+
+
+def has_free_length(case: Case) -> bool:
+    """Whether the length of a case can be changed alone: nothing else in it is a list of sizes."""
+    return case.get("n", 0) > 1 and not any(isinstance(value, list | tuple) for value in case.values())
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@cases(*BACKENDS, select=has_free_length, at_most=4)
+def test_a_new_length_or_offset_retraces_nothing(
+    operator: Operator, case: Case, backend: str, device: torch.device
+) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(operator.function, fullgraph=True, backend=counter, dynamic=True)
+    for inputs in at_other_lengths(operator, case, device):
+        outputs, found = run(operator, inputs, backend)
+        traced = compiled(**inputs, backend=backend)
+        assert same_bits(outputs, as_tuple(traced))
+        if leaves(inputs):
+            traced_gradients = gradients(traced, inputs, random_like(traced))
+            assert same_bits(found, tuple(traced_gradients.values()))
+    assert counter.frame_count == 1
+
+
+@cases(*BACKENDS, at_most=4)
+def test_torch_func_gives_the_same_gradients(
+    operator: Operator, case: Case, backend: str, device: torch.device
+) -> None:
+    inputs = make_inputs(operator, case, device)
+    wanted = leaves(inputs)
+    outputs, found = run(operator, inputs, backend)
+
+    def function(*values: torch.Tensor) -> Outputs:
+        return operator.function(**{**inputs, **dict(zip(wanted, values))}, backend=backend)
+
+    results, pull_back = torch.func.vjp(function, *(value.detach() for value in wanted.values()))
+    grads = random_like(results)
+    assert same_bits(outputs, as_tuple(results))
+    assert same_bits(found, pull_back(grads[0] if isinstance(results, torch.Tensor) else grads))
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs Triton")
+@cases("triton", at_most=4)
+def test_autocast_leaves_the_kernels_alone(
+    operator: Operator, case: Case, backend: str, device: torch.device
+) -> None:
+    inputs = make_inputs(operator, case, device)
+    outputs, found = run(operator, inputs, backend)
+    with torch.autocast(device.type, torch.bfloat16):
+        outputs_under_autocast, found_under_autocast = run(operator, inputs, backend)
+    assert same_bits(outputs, outputs_under_autocast)
+    assert same_bits(found, found_under_autocast)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The choice of backend
+# ----------------------------------------------------------------------------------------------------------
+
+
+@cases("cuda", "", "Triton", at_most=1)
+def test_an_unknown_backend_is_refused(
+    operator: Operator, case: Case, backend: str, device: torch.device
+) -> None:
+    with pytest.raises(ArgumentError, match=f"{operator.name}.*backend"):
+        operator.function(**make_inputs(operator, case, device), backend=backend)
+
+
+@cases("triton", at_most=1)
+def test_kernels_asked_for_on_a_cpu_are_refused(
+    operator: Operator, case: Case, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_triton():
+        monkeypatch.setattr("warploom.launch.INTERPRETED", False)
+    with pytest.raises(BackendError, match=operator.name):
+        operator.function(**make_inputs(operator, case, torch.device("cpu")), backend=backend)
+
+
+@cases("auto")
+def test_auto_runs_every_case(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
+    assert_accurate(operator, make_inputs(operator, case, device), backend)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# On a GPU
+# ----------------------------------------------------------------------------------------------------------
+
+
+def compiled_kernels() -> int:
+    """Compiled kernel variants that the launcher holds."""
+    from warploom.launch import Kernel
+
+    return sum(len(thing.compiled) for thing in gc.get_objects() if isinstance(thing, Kernel))
+
+
+@pytest.mark.gpu
+@cases("triton", select=has_free_length)
+def test_a_new_length_or_offset_compiles_nothing(
+    operator: Operator, case: Case, backend: str, device: torch.device
+) -> None:
+    first, *others = at_other_lengths(operator, case, device)
+    run(operator, first, backend)
+    before = compiled_kernels()
+    for inputs in others:
+        run(operator, inputs, backend)
+    assert compiled_kernels() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_dynamo")
+@cases("triton", at_most=3)
+def test_inductor_equals_eager(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
+    inputs = make_inputs(operator, case, device)
+    outputs, found = run(operator, inputs, backend)
+    traced = torch.compile(operator.function, fullgraph=True)(**inputs, backend=backend)
+    traced_gradients = gradients(traced, inputs, random_like(traced)) if leaves(inputs) else {}
+    assert same_bits(outputs, as_tuple(traced))
+    assert same_bits(found, tuple(traced_gradients.values()))
+
+
+@pytest.mark.gpu
+@cases("triton")
+def test_graph_replay_follows_changed_inputs(
+    operator: Operator, case: Case, backend: str, device: torch.device
+) -> None:
+    inputs = make_inputs(operator, case, device)
+    grad_outputs = random_like(operator.reference(**inputs))
+    wanted = leaves(inputs)
+
+    def step() -> tuple[Tensors, Tensors]:
+        outputs = operator.function(**inputs, backend=backend)
+        found = gradients(outputs, inputs, grad_outputs) if wanted else {}
+        return as_tuple(outputs), tuple(found.values())
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured_outputs, captured_gradients = step()
+    with torch.no_grad():
+        for value in wanted.values():
+            value.mul_(0.5).add_(0.125)
+    graph.replay()
+    outputs, found = step()
+    assert same_bits(captured_outputs, outputs)
+    assert same_bits(captured_gradients, found)
+
+
+@pytest.mark.gpu
+@cases("triton", at_most=8)
+def test_the_current_stream_is_used(
+    operator: Operator, case: Case, backend: str, device: torch.device
+) -> None:
+    inputs = make_inputs(operator, case, device)
+    expected, expected_gradients = run(operator, inputs, backend)
+    late = {name: torch.zeros_like(t).requires_grad_(t.requires_grad) for name, t in tensors(inputs).items()}
+    late_inputs = {**inputs, **late}
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)  # a kernel on another stream would run now, before the inputs arrive
+        with torch.no_grad():
+            for name, value in late.items():
+                value.copy_(inputs[name])
+        outputs, found = run(operator, late_inputs, backend)
+    torch.cuda.synchronize()
+    assert same_bits(outputs, expected)
+    assert same_bits(found, expected_gradients)
+
+
+@pytest.mark.gpu
+@cases("triton", at_most=8)
+def test_the_device_of_the_inputs_is_used(operator: Operator, case: Case, backend: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs a second GPU")
+    expected, expected_gradients = run(
+        operator, make_inputs(operator, case, torch.device("cuda", 0)), backend
+    )
+    outputs, found = run(operator, make_inputs(operator, case, torch.device("cuda", 1)), backend)
+    assert all(t.device == torch.device("cuda", 1) for t in (*outputs, *found))
+    assert same_bits(tuple(t.to("cuda:0") for t in outputs), expected)
+    assert same_bits(tuple(t.to("cuda:0") for t in found), expected_gradients)
