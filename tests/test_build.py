@@ -71,9 +71,7 @@ def test_spills_and_faults_are_found(tmp_path: Path) -> None:
     program = tmp_path / "faulty.py"  # a file, since Triton reads a kernel's source
     program.write_text(FAULTY_KERNELS, encoding="utf-8")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, check=False, env=environment
-    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     first, rest = done.stdout.split("\n", 1)
     kernel, registers, stack = first.split()

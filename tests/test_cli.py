@@ -34,9 +34,7 @@ def register(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
     records._digests.cache_clear()
 
 
-def test_bench_prints_tables_then_where_things_are(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_bench_prints_tables_then_where_things_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     assert main(["bench", "toy_scale", "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
@@ -49,12 +47,8 @@ def test_bench_prints_tables_then_where_things_are(
     assert "toy_scale" in (tmp_path / "runs/cpu-quick/report.html").read_text()
 
 
-def test_bench_without_a_report_and_with_a_selection(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    words = (
-        "bench --device cpu --mode fwd --case n=64 --case n=1 --case shape=[4,4] --output here --no-report"
-    )
+def test_bench_without_a_report_and_with_a_selection(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = "bench --device cpu --mode fwd --case n=64 --case n=1 --case shape=[4,4] --output here --no-report"
     assert main(words.split()) == 0
     assert capsys.readouterr().out.rstrip().endswith("records: here/records.jsonl")
     assert not (tmp_path / "here/report.html").exists()
@@ -120,9 +114,7 @@ def test_bench_fails_when_our_own_provider_is_wrong(
         ("check nothing", "warploom: no operator 'nothing'; there are: toy"),
     ],
 )
-def test_mistakes_are_one_line_and_status_2(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_line_and_status_2(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -172,7 +164,5 @@ def test_report_draws_recorded_runs(capsys: pytest.CaptureFixture[str], tmp_path
 def test_the_command_line_imports_nothing_heavy() -> None:
     program = "import sys, warploom.cli; print(*sys.modules)"
     root = Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=root
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=root)
     assert {"rich", "plotly", "triton"}.isdisjoint(done.stdout.split())

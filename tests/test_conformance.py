@@ -117,9 +117,7 @@ def test_gradcheck_of_the_reference(operator: Operator, case: Case, backend: str
 
 
 @cases(*BACKENDS)
-def test_two_runs_give_the_same_bits(
-    operator: Operator, case: Case, backend: str, device: torch.device
-) -> None:
+def test_two_runs_give_the_same_bits(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
     inputs = make_inputs(operator, case, device)
     outputs, found = run(operator, inputs, backend)
     with poisoned_allocations():  # other contents of fresh memory, in case a result depends on them
@@ -131,9 +129,7 @@ def test_two_runs_give_the_same_bits(
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
 def test_check_operator_reports_every_case(operator: Operator, device: torch.device) -> None:
     results = check_operator(operator, "torch", device)
-    assert {json.dumps(result.case) for result in results} == {
-        json.dumps(dict(c)) for c in operator.check_cases
-    }
+    assert {json.dumps(result.case) for result in results} == {json.dumps(dict(c)) for c in operator.check_cases}
     assert {result.mode for result in results} == {"fwd", "bwd"}
     assert all(result.ok and result.ratio <= 1 for result in results)
 
@@ -279,9 +275,7 @@ def test_autocast_leaves_the_kernels_alone(
 
 
 @cases("cuda", "", "Triton", at_most=1)
-def test_an_unknown_backend_is_refused(
-    operator: Operator, case: Case, backend: str, device: torch.device
-) -> None:
+def test_an_unknown_backend_is_refused(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
     with pytest.raises(ArgumentError, match=f"{operator.name}.*backend"):
         operator.function(**make_inputs(operator, case, device), backend=backend)
 
@@ -371,9 +365,7 @@ def test_graph_replay_follows_changed_inputs(
 
 @pytest.mark.gpu
 @cases("triton", at_most=8)
-def test_the_current_stream_is_used(
-    operator: Operator, case: Case, backend: str, device: torch.device
-) -> None:
+def test_the_current_stream_is_used(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
     inputs = make_inputs(operator, case, device)
     expected, expected_gradients = run(operator, inputs, backend)
     late = {name: torch.zeros_like(t).requires_grad_(t.requires_grad) for name, t in tensors(inputs).items()}
@@ -395,9 +387,7 @@ def test_the_current_stream_is_used(
 def test_the_device_of_the_inputs_is_used(operator: Operator, case: Case, backend: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs a second GPU")
-    expected, expected_gradients = run(
-        operator, make_inputs(operator, case, torch.device("cuda", 0)), backend
-    )
+    expected, expected_gradients = run(operator, make_inputs(operator, case, torch.device("cuda", 0)), backend)
     outputs, found = run(operator, make_inputs(operator, case, torch.device("cuda", 1)), backend)
     assert all(t.device == torch.device("cuda", 1) for t in (*outputs, *found))
     assert same_bits(tuple(t.to("cuda:0") for t in outputs), expected)

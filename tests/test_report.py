@@ -168,10 +168,7 @@ def test_report_shows_tables_and_commands(measured):
 def test_summary_is_about_what_has_a_speed(measured):
     page = page_of(measured)
     summary = body_text(page[page.index('id="summary"') : page.index('id="lrpe_rotate"')])
-    assert (
-        "lrpe_rotate fwd, triton fwd triton 95% 95% n = 256, none 3.81× 7.62× 5.71× 8 µs 4 ok 2 stale"
-        in summary
-    )
+    assert "lrpe_rotate fwd, triton fwd triton 95% 95% n = 256, none 3.81× 7.62× 5.71× 8 µs 4 ok 2 stale" in summary
     assert (
         "lrpe_rotate bwd, triton bwd triton 95% 95% n = 256, none 3.81× 7.62× 3.81× 8 µs 4 ok 2 incorrect"
         in summary
@@ -243,9 +240,7 @@ def test_report_without_a_gpu_is_about_torch(tmp_path):
 
 
 def test_devices_stand_apart(tmp_path, measured):
-    other = save(
-        tmp_path / "b", make_records({"triton": 2.0}, "there"), {**GPU, "gpu": "NVIDIA A100"}, "there"
-    )
+    other = save(tmp_path / "b", make_records({"triton": 2.0}, "there"), {**GPU, "gpu": "NVIDIA A100"}, "there")
     sections = load_sections([measured, other])
     labels = [panel.label for panel in sections[0].panels]
     assert labels == [

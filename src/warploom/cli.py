@@ -65,16 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"warploom {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    bench = commands.add_parser(
-        "bench", help="time operators against the hardware's limit and what else there is"
-    )
+    bench = commands.add_parser("bench", help="time operators against the hardware's limit and what else there is")
     bench.add_argument("names", nargs="*", metavar="NAME", help="benches, e.g. lrpe-rotate (default: all)")
-    bench.add_argument(
-        "--suite", default="quick", help="quick (default) or published: the published tables' cases"
-    )
-    bench.add_argument(
-        "--mode", type=_words, metavar="MODE[,MODE]", help="fwd, bwd (default: all of the bench)"
-    )
+    bench.add_argument("--suite", default="quick", help="quick (default) or published: the published tables' cases")
+    bench.add_argument("--mode", type=_words, metavar="MODE[,MODE]", help="fwd, bwd (default: all of the bench)")
     bench.add_argument("--provider", type=_words, metavar="NAME[,NAME]", help="default: all of the bench")
     bench.add_argument(
         "--case",
@@ -85,12 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_device(bench)
     bench.add_argument("--output", type=Path, metavar="DIR", help="default: runs/DEVICE-SUITE")
-    bench.add_argument(
-        "--resume", action="store_true", help="keep what DIR has from the same code and environment"
-    )
-    bench.add_argument(
-        "--time-limit", type=float, metavar="SECONDS", help="begin no further case after this time"
-    )
+    bench.add_argument("--resume", action="store_true", help="keep what DIR has from the same code and environment")
+    bench.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin no further case after this time")
     bench.add_argument("--no-report", action="store_true", help="write no HTML report")
     bench.set_defaults(command=_bench)
 
@@ -104,9 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "paths", nargs="+", type=Path, metavar="PATH", help="folders of runs, or records.jsonl files"
     )
-    report.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="default: report.html beside the first"
-    )
+    report.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: report.html beside the first")
     report.set_defaults(command=_report)
 
     env = commands.add_parser("env", help="show what a measurement here depends on")

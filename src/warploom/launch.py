@@ -96,7 +96,7 @@ class Kernel:
         num_warps: int,
     ) -> None:
         addresses = [None if t is None else t.data_ptr() for t in tensors]
-        kinds = [None if t is None else (t.dtype, a % ALIGNMENT == 0) for t, a in zip(tensors, addresses)]
+        kinds = [None if t is None else (t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in tensors]
         key = (device, num_warps, constants, *kinds)
         compiled = self.compiled.get(key)
         if compiled is None:

@@ -55,9 +55,7 @@ def charts(section: Section, panel: Panel, mode: str, styles: Mapping[str, Look]
     limits = {LIMIT: {x: ms / 1e3 for x, ms in panel.limits(mode).items()}}
     shares = {name: {x: p.fraction for x, p in line.items()} for name, line in lines.items()}
     gains = {name: panel.speedups(mode, section.emphasis, name) for name in section.baselines}
-    peaks = {
-        name: {x: p.record.peak_memory_mib for x, p in line.items() if p.ms} for name, line in lines.items()
-    }
+    peaks = {name: {x: p.record.peak_memory_mib for x, p in line.items() if p.ms} for name, line in lines.items()}
 
     time = [
         *_bands(lines, styles),
@@ -140,9 +138,7 @@ def _runs(points: Mapping[Any, Point]) -> Iterable[list[Point]]:
         yield run
 
 
-def _lines(
-    lines: Mapping[str, Values], styles: Mapping[str, Look], xs: Sequence[Any], hover: str
-) -> list[Figure]:
+def _lines(lines: Mapping[str, Values], styles: Mapping[str, Look], xs: Sequence[Any], hover: str) -> list[Figure]:
     return [
         {**_trace(name, xs, [values.get(x) for x in xs]), **_drawn_as(styles[name], hover)}
         for name, values in reversed(

@@ -106,9 +106,7 @@ def _graph(function: Function, inputs: Inputs) -> tuple[Tensors, Tensors]:
     return tuple(output for output in as_tuple(function(**inputs)) if output.requires_grad), wanted
 
 
-def _check_and_weigh(
-    unit: Unit, device: torch.device, records: dict[str, Record]
-) -> dict[str, Callable[[], Call]]:
+def _check_and_weigh(unit: Unit, device: torch.device, records: dict[str, Record]) -> dict[str, Callable[[], Call]]:
     """Fill in accuracy and peak memory; return how to start each provider that is fit to be timed."""
     release_memory(device)
     before = allocated_bytes(device)
@@ -187,9 +185,7 @@ def _reference_results(unit: Unit, inputs: Inputs) -> tuple[_Subject, Tensors, T
     return _Subject(inputs, grads), exact, eager
 
 
-def _judge(
-    unit: Unit, name: str, subject: _Subject, exact: Tensors, eager: Tensors
-) -> tuple[Function, Accuracy]:
+def _judge(unit: Unit, name: str, subject: _Subject, exact: Tensors, eager: Tensors) -> tuple[Function, Accuracy]:
     function = unit.bench.providers[name](unit.case)
     return function, compare(subject.run(function), exact, eager)
 

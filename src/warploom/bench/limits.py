@@ -43,18 +43,14 @@ def compute_ms(traffic: Traffic, device: torch.device, clock: Clock) -> float:
     return traffic.flops / _matmul_flops_per_ms(device, clock) if traffic.flops else 0.0
 
 
-def _fastest_stream(
-    inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...], clock: Clock
-) -> Call:
+def _fastest_stream(inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...], clock: Clock) -> Call:
     # Triton is there only where there is a GPU for it.
     from warploom.bench.stream_kernel import CONFIGURATIONS, MAX_READS, MAX_WRITES, stream
 
     if len(inputs) > MAX_READS or len(outputs) > MAX_WRITES:
         raise Unsupported(f"no streaming kernel for {len(inputs)} reads and {len(outputs)} writes")
     n = (inputs + outputs)[0].numel()
-    scratch = torch.empty(
-        -(-n // min(block for block, _ in CONFIGURATIONS)), device=(inputs + outputs)[0].device
-    )
+    scratch = torch.empty(-(-n // min(block for block, _ in CONFIGURATIONS)), device=(inputs + outputs)[0].device)
     candidates = [
         functools.partial(stream, inputs, outputs, scratch, block, warps) for block, warps in CONFIGURATIONS
     ]

@@ -138,10 +138,7 @@ class Section:
     def choices(self) -> dict[str, list[str]]:
         """What tells the panels apart: names with the values that occur, `UNSET` where a panel has none."""
         names = dict.fromkeys(name for panel in self.panels for name in panel.labels)
-        return {
-            name: list(dict.fromkeys(panel.labels.get(name, UNSET) for panel in self.panels))
-            for name in names
-        }
+        return {name: list(dict.fromkeys(panel.labels.get(name, UNSET) for panel in self.panels)) for name in names}
 
     def short(self, panel: Panel) -> str:
         """A panel's label; only the value where one name tells all panels apart."""

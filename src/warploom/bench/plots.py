@@ -106,13 +106,9 @@ def figure_svg(section: Section, panels: Sequence[Panel], modes: Sequence[str] =
         grid[0][0].set_ylabel("share of the limit")
         grid[1][0].set_ylabel("time")
         _scales(grid[0][0], grid[1][0], columns)
-        drawn = {
-            label: handle for axes in grid[1] for handle, label in zip(*axes.get_legend_handles_labels())
-        }
+        drawn = {label: handle for axes in grid[1] for handle, label in zip(*axes.get_legend_handles_labels())}
         names = [name for name in section.providers if name in drawn]
-        figure.legend(
-            [drawn[name] for name in names], names, loc="outside lower center", ncols=6, frameon=False
-        )
+        figure.legend([drawn[name] for name in names], names, loc="outside lower center", ncols=6, frameon=False)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()
@@ -156,9 +152,7 @@ def _plot(axes: Axes, name: str, values: Mapping[Any, float | None], look: Look)
     if any(y == y for y in ys):
         marker = _MARKERS.get(look.marker, "")
         dash = ":" if look.dash == "dot" else "-"
-        axes.plot(
-            xs, ys, dash, label=name, color=look.colour, linewidth=look.width, marker=marker, markersize=5
-        )
+        axes.plot(xs, ys, dash, label=name, color=look.colour, linewidth=look.width, marker=marker, markersize=5)
 
 
 def _size_ticks(axes: Axes, x: str, xs: Sequence[Any]) -> None:

@@ -52,9 +52,7 @@ def published() -> tuple[Published, ...]:
     Returns:
         All of them, in the order of the files and their lines.
     """
-    return tuple(
-        row for path in sorted(FOLDER.glob("*.csv")) for row in _READERS.get(path.stem, _long_form)(path)
-    )
+    return tuple(row for path in sorted(FOLDER.glob("*.csv")) for row in _READERS.get(path.stem, _long_form)(path))
 
 
 def _rows(path: Path) -> Iterator[dict[str, str]]:

@@ -147,9 +147,7 @@ def run(
                 source_digest=digests[unit.bench.name],
                 environment=identifier,
             )
-            names = [
-                p for p in unit.bench.providers if selection.providers is None or p in selection.providers
-            ]
+            names = [p for p in unit.bench.providers if selection.providers is None or p in selection.providers]
             wanted = [replace(blank, provider=name) for name in (*names, LIMIT)]
             known = [found[record.key] for record in wanted if record.key in found]
             known = [record for record in known if record.source_digest == blank.source_digest]
@@ -203,7 +201,5 @@ def _forget_compiled() -> None:
     Otherwise the second shape makes them dynamic, and the ninth meets the recompilation limit.
     """
     dynamo = sys.modules.get("torch._dynamo")
-    if (
-        dynamo is not None
-    ):  # importing it takes seconds, and a run without compiled providers needs none of it
+    if dynamo is not None:  # importing it takes seconds, and a run without compiled providers needs none of it
         dynamo.reset()

@@ -18,9 +18,7 @@ CONFIGURATIONS = ((512, 4), (1024, 8), (1024, 2), (2048, 8), (4096, 8), (8192, 8
 
 
 @triton.jit
-def stream_kernel(
-    r0, r1, r2, r3, w0, w1, w2, n, READS: tl.constexpr, WRITES: tl.constexpr, BLOCK: tl.constexpr
-):
+def stream_kernel(r0, r1, r2, r3, w0, w1, w2, n, READS: tl.constexpr, WRITES: tl.constexpr, BLOCK: tl.constexpr):
     """Store the sum of READS streams of n elements to WRITES streams, or a partial sum per program to w0."""
     program = tl.program_id(0).to(tl.int64)
     offsets = program * BLOCK + tl.arange(0, BLOCK)

@@ -79,9 +79,7 @@ def _section(records: Sequence[Record], metric: str, x: str, name_environment: b
             mine = cells.get((value, own))
             row.append("" if mine is None or mine.limit_fraction is None else f"{mine.limit_fraction:.2f}")
         rows.append(tuple(row))
-    return Section(
-        _title(records[0], metric, x, name_environment), tuple(header), tuple(rows), _notes(records, x)
-    )
+    return Section(_title(records[0], metric, x, name_environment), tuple(header), tuple(rows), _notes(records, x))
 
 
 def _title(record: Record, metric: str, x: str, name_environment: bool) -> str:
@@ -159,10 +157,10 @@ def text(tables: Sequence[Section], width: int = 100) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def _folded(name: str, longest: int = 16) -> str:
-    """A column's name, broken after an underscore where it is long."""
-    start, underscore, end = name.rpartition("_")
-    return f"{start}_\n{end}" if underscore and len(name) > longest else name
+def _folded(name: str, longest: int = 12) -> str:
+    """A column's name, broken before its last word where it is long."""
+    start, gap, end = name.rpartition(" " if " " in name else "_")
+    return f"{start}{gap.strip()}\n{end}" if gap and len(name) > longest else name
 
 
 def markdown(tables: Sequence[Section]) -> str:

@@ -82,7 +82,8 @@ def cos_sin(position, whole, rest, unit, HALF: tl.constexpr):
             )
     else:
         quadrant = (phase + EIGHTH_TURN) >> 30
-        r = (phase - (quadrant << 30)).to(tl.float32) * unit  # within an eighth of a turn of the quadrant's axis
+        # Within an eighth of a turn of the quadrant's axis.
+        r = (phase - (quadrant << 30)).to(tl.float32) * unit
         z = r * r
         s = r * (S0 + z * (S1 + z * (S2 + z * S3)))
         c = 1.0 + z * (C1 + z * (C2 + z * (C3 + z * C4)))

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 Case = Mapping[str, Any]
-"""Parameters of one case; JSON values only (``{"activation": "silu", "n": 4096, "dtype": "bfloat16", ...}``)."""
+"""Parameters of one case; JSON values only (``{"activation": "silu", "n": 4096, ...}``)."""
 
 Inputs = dict[str, Any]
-"""Keyword arguments of the public function. Tensors that want a gradient are leaves with ``requires_grad``."""
+"""Keyword arguments of the public function. Tensors that want a gradient are leaves that require it."""
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 
 
-class Unsupported(Exception):  # noqa: N818 - it is a finding, not a fault
+class Unsupported(Exception):
     """Raised by a provider that cannot do a case (a missing package, GPU or feature); the text says why."""
 
 

@@ -78,8 +78,7 @@ def compare(output: Tensors, reference: Tensors, eager: Tensors) -> Accuracy:
     if not len(outputs) == len(references) == len(eagers):
         return _failure(f"{len(outputs)} outputs where the reference has {len(references)}", 0)
     verdicts = [
-        _compare_one(out, ref, low, index)
-        for index, (out, ref, low) in enumerate(zip(outputs, references, eagers))
+        _compare_one(out, ref, low, index) for index, (out, ref, low) in enumerate(zip(outputs, references, eagers))
     ]
     return max(verdicts, key=lambda verdict: (not verdict.ok, verdict.ratio))
 
@@ -140,9 +139,7 @@ class _Sums:
         )
 
 
-def _measure(
-    output: torch.Tensor, reference: torch.Tensor, eager: torch.Tensor, start: tuple[int, ...]
-) -> _Sums:
+def _measure(output: torch.Tensor, reference: torch.Tensor, eager: torch.Tensor, start: tuple[int, ...]) -> _Sums:
     """Sums over the piece that begins at index ``start``."""
     expected = reference.to(output.dtype)  # a perfect result: it decides where infinities belong
     wrong_nan = output.isnan() != expected.isnan()

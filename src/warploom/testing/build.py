@@ -89,9 +89,7 @@ def build(variant: launch.Build, arch: int) -> Resources:
     except (TritonError, RuntimeError) as error:
         raise BuildError(f"{_name(variant)} [{_describe(variant)}] for sm_{arch}: {error}") from error
     registers, stack, local = _usage(compiled.asm["cubin"])
-    return Resources(
-        _name(variant), _describe(variant), arch, registers, stack + local, compiled.metadata.shared
-    )
+    return Resources(_name(variant), _describe(variant), arch, registers, stack + local, compiled.metadata.shared)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -135,9 +135,7 @@ def judge(operator: Operator, inputs: Inputs, backend: str) -> Judgement:
 def upcast(inputs: Inputs) -> Inputs:
     """The inputs with every floating tensor in float64: new leaves, requiring gradients as before."""
     return {
-        name: t.detach().to(torch.float64, copy=True).requires_grad_(t.requires_grad)
-        if _is_floating(t)
-        else t
+        name: t.detach().to(torch.float64, copy=True).requires_grad_(t.requires_grad) if _is_floating(t) else t
         for name, t in inputs.items()
     }
 
@@ -147,9 +145,7 @@ def leaves(inputs: Inputs) -> dict[str, torch.Tensor]:
     return {name: t for name, t in inputs.items() if _is_tensor(t) and t.requires_grad}
 
 
-def gradients(
-    outputs: Outputs, inputs: Inputs, grad_outputs: tuple[torch.Tensor, ...]
-) -> dict[str, torch.Tensor]:
+def gradients(outputs: Outputs, inputs: Inputs, grad_outputs: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
     """Gradients of every leaf by argument name; zeros for one that the outputs do not depend on.
 
     Args:

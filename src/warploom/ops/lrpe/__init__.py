@@ -1,0 +1,1 @@
+"""LRPE: linearized relative positional encoding, of which RoPE is one."""

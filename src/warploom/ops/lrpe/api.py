@@ -49,8 +49,8 @@ def lrpe_cosine(
             at ``offset + i``, or at the coordinates of ``i`` in the grid.
         offset: Position of the first token after the prefix: an integer, or an integer tensor ``()`` or ``(B,)``,
             which is read on the device.
-        position_ids: Integers ``(N,)``, ``(B, N)`` or ``(B, N, k)``: positions given outright, instead of ``grid``,
-            ``prefix`` and ``offset``. Below 2³¹ in size; values are not checked.
+        position_ids: Integers ``(N,)``, ``(B, N)`` or ``(B, N, k)``: positions given outright, instead of
+            ``grid``, ``prefix`` and ``offset``. Below 2³¹ in size; values are not checked.
         cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S = N``, with ``B = 1``: packed sequences, each
             starting again at ``offset``. Values are not checked.
         activation: ``none``, ``relu``, ``sigmoid``, ``silu``, ``softmax`` (over features) or ``softmax_sequence``
@@ -102,8 +102,8 @@ def lrpe_rotate(
             at ``offset + i``, or at the coordinates of ``i`` in the grid.
         offset: Position of the first token after the prefix: an integer, or an integer tensor ``()`` or ``(B,)``,
             which is read on the device.
-        position_ids: Integers ``(N,)``, ``(B, N)`` or ``(B, N, k)``: positions given outright, instead of ``grid``,
-            ``prefix`` and ``offset``. Below 2³¹ in size; values are not checked.
+        position_ids: Integers ``(N,)``, ``(B, N)`` or ``(B, N, k)``: positions given outright, instead of
+            ``grid``, ``prefix`` and ``offset``. Below 2³¹ in size; values are not checked.
         cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S = N``, with ``B = 1``: packed sequences, each
             starting again at ``offset``. Values are not checked.
         activation: ``none``, ``relu``, ``sigmoid``, ``silu``, ``softmax`` (over features) or ``softmax_sequence``
@@ -150,14 +150,14 @@ class _Call(NamedTuple):
 def _run(call: _Call, kind: str, backend: str) -> Tensor:
     x = call.x
     if use_triton(call.name, backend, x, _beyond_kernels(call)):
-        from warploom.ops.lrpe import autograd, kernels  # Triton is imported when it is first needed
+        from warploom.ops.lrpe import autograd, launchers  # Triton is imported when it is first needed
 
         offsets, offset = (None, call.offset) if isinstance(call.offset, int) else (call.offset, 0)
         ids, prefix, grid = call.position_ids, call.prefix, call.grid or ()
-        if len(grid) > kernels.MAX_AXES:
+        if len(grid) > launchers.MAX_AXES:
             ids = reference.coordinates(x, grid, prefix, 0, None, None).expand(x.shape[0], -1, -1)
             prefix, grid = 0, ()
-        positions = kernels.Positions(ids, offsets, call.cu_seqlens, offset, prefix, grid)
+        positions = launchers.Positions(ids, offsets, call.cu_seqlens, offset, prefix, grid)
         return autograd.apply(x, call.theta, positions, kind, call.activation)
     arguments = {
         "grid": call.grid,
@@ -177,7 +177,8 @@ def _run(call: _Call, kind: str, backend: str) -> Tensor:
 
 def _in_order_of(x: Tensor, out: Tensor) -> Tensor:
     """``out`` with its axes in memory in the order of those of ``x``."""
-    axes = sorted(range(x.dim()), key=lambda axis: -x.stride(axis))
+    stride = x.stride()
+    axes = sorted(range(x.dim()), key=lambda axis: -stride[axis])
     inverse = sorted(range(x.dim()), key=lambda position: axes[position])
     return out.permute(axes).contiguous().permute(inverse)
 
@@ -192,9 +193,9 @@ def _beyond_kernels(call: _Call) -> str | None:
     return None
 
 
-# --------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Validation: nothing here touches a tensor's data or the device.
-# --------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _checked(
@@ -221,13 +222,13 @@ def _checked(
         _check_offset_tensor(name, x, offset)
     elif not _is_int(offset):
         raise fault(DtypeError, name, "offset", "an int or an integer tensor", repr(offset))
-    elif not (-_LARGEST <= offset and offset + tokens - 1 <= _LARGEST):
+    elif not (offset >= -_LARGEST and offset + tokens - 1 <= _LARGEST):
         raise fault(ArgumentError, name, "offset", "such that all positions are below 2**31 in size", offset)
     if position_ids is not None:
         _check_position_ids(name, x, position_ids)
-        for argument, given in (("grid", grid is not None), ("prefix", prefix != 0), ("offset", _given(offset))):
-            if given:
-                raise fault(ArgumentError, name, argument, "left out when position_ids are given", "both")
+        others = {"grid": grid is not None, "prefix": prefix != 0, "offset": _given(offset)}
+        for argument in (argument for argument, given in others.items() if given):
+            raise fault(ArgumentError, name, argument, "left out when position_ids are given", "both")
     if cu_seqlens is not None:
         _check_cu_seqlens(name, x, cu_seqlens)
         if grid is not None:
@@ -249,8 +250,10 @@ def _check_x_theta(name: str, x: Tensor, theta: Tensor) -> None:
     if x.dim() not in (3, 4) or x.shape[-1] == 0:
         raise fault(ShapeError, name, "x", "(B, N, H, D) or (B, N, D) with D ≥ 1", _shape(x))
     heads = x.shape[2] if x.dim() == 4 else 1
-    if theta.dim() not in (1, 2) or theta.shape[-1] == 0 or (theta.dim() == 2 and theta.shape[0] not in (1, heads)):
-        raise fault(ShapeError, name, "theta", f"(H, E), (1, E) or (E,) with H = {heads} and E ≥ 1", _shape(theta))
+    rows = theta.shape[0] if theta.dim() == 2 else 1
+    if theta.dim() not in (1, 2) or theta.shape[-1] == 0 or rows not in (1, heads):
+        expected = f"(H, E), (1, E) or (E,) with H = {heads} and E ≥ 1"
+        raise fault(ShapeError, name, "theta", expected, _shape(theta))
     _check_device(name, "theta", theta, x)
 
 
@@ -265,7 +268,7 @@ def _check_position_ids(name: str, x: Tensor, position_ids: Tensor) -> None:
     _check_integers(name, "position_ids", position_ids, _INTEGERS)
     batch, tokens = x.shape[:2]
     shape = tuple(position_ids.shape)
-    if not (shape == (tokens,) or (len(shape) in (2, 3) and shape[:2] == (batch, tokens) and 0 not in shape[2:])):
+    if shape != (tokens,) and (len(shape) not in (2, 3) or shape[:2] != (batch, tokens) or 0 in shape[2:]):
         expected = f"(N,), (B, N) or (B, N, k) with B = {batch}, N = {tokens}"
         raise fault(ShapeError, name, "position_ids", expected, shape)
     _check_device(name, "position_ids", position_ids, x)

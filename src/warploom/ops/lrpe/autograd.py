@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from warploom.ops.lrpe import kernels
-from warploom.ops.lrpe.kernels import Positions
+from warploom.ops.lrpe import launchers
+from warploom.ops.lrpe.launchers import Positions
 
 Tensor = torch.Tensor
 
@@ -40,12 +40,12 @@ def _forward(
     activation: str,
 ) -> Tensor:
     positions = Positions(position_ids, offsets, cu_seqlens, offset, prefix, tuple(grid))
-    return kernels.forward(x, theta, positions, kind, activation)
+    return launchers.forward(x, theta, positions, kind, activation)
 
 
 def _forward_fake(x: Tensor, theta: Tensor, *arguments: Any) -> Tensor:
     kind = arguments[-2]
-    return kernels.empty_in_order(x, 2 * x.shape[-1] if kind == "cosine" else x.shape[-1])
+    return launchers.empty_in_order(x, 2 * x.shape[-1] if kind == "cosine" else x.shape[-1])
 
 
 def _backward(
@@ -63,13 +63,13 @@ def _backward(
     theta_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     positions = Positions(position_ids, offsets, cu_seqlens, offset, prefix, tuple(grid))
-    dx, dtheta = kernels.backward(grad, x, theta, positions, kind, activation, theta_gradient)
+    dx, dtheta = launchers.backward(grad, x, theta, positions, kind, activation, theta_gradient)
     return dx, theta.new_empty(0) if dtheta is None else dtheta
 
 
 def _backward_fake(grad: Tensor, x: Tensor, theta: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     theta_gradient = arguments[-1]
-    dx = kernels.empty_in_order(x, x.shape[-1])
+    dx = launchers.empty_in_order(x, x.shape[-1])
     return dx, theta.new_empty(theta.shape if theta_gradient else 0)
 
 
@@ -97,9 +97,7 @@ def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
     raise NotImplementedError('lrpe kernels have no second derivative; call with backend="torch" for one')
 
 
-torch.library.register_autograd(
-    "warploom::lrpe", _registered_backward, setup_context=_setup_context, lib=_library
-)
+torch.library.register_autograd("warploom::lrpe", _registered_backward, setup_context=_setup_context, lib=_library)
 torch.library.register_autograd("warploom::lrpe_backward", _no_double_backward, lib=_library)
 
 
@@ -108,20 +106,26 @@ class _Lrpe(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, theta: Tensor, positions: Positions, kind: str, activation: str, table: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        theta: Tensor,
+        positions: Positions,
+        kind: str,
+        activation: str,
+        table: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x, theta, *positions[:3], table)
         ctx.rest = positions[3:], kind, activation
-        return kernels.forward(x, theta, positions, kind, activation, table)
+        return launchers.forward(x, theta, positions, kind, activation, table)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, theta, position_ids, offsets, cu_seqlens, table = ctx.saved_tensors
         rest, kind, activation = ctx.rest
         positions = Positions(position_ids, offsets, cu_seqlens, *rest)
         wants_x, wants_theta = ctx.needs_input_grad[:2]
-        dx, dtheta = kernels.backward(grad, x, theta, positions, kind, activation, wants_theta, table)
+        dx, dtheta = launchers.backward(grad, x, theta, positions, kind, activation, wants_theta, table)
         return dx if wants_x else None, dtheta, None, None, None, None
 
 
@@ -135,7 +139,7 @@ def apply(
     if table is not None or _is_plain_eager(x, theta):
         if torch.is_grad_enabled() and (x.requires_grad or theta.requires_grad):
             return _Lrpe.apply(x, theta, positions, kind, activation, table)  # type: ignore[no-any-return]
-        return kernels.forward(x, theta, positions, kind, activation, table)
+        return launchers.forward(x, theta, positions, kind, activation, table)
     return torch.ops.warploom.lrpe(  # type: ignore[no-any-return]
         x, theta, *positions[:3], positions.offset, positions.prefix, list(positions.grid), kind, activation
     )
@@ -146,7 +150,7 @@ def angle_table(x: Tensor, theta: Tensor, positions: Positions, kind: str) -> Te
     features = x.shape[-1] if kind == "cosine" else x.shape[-1] // 2
     heads = theta.shape[0] if theta.dim() == 2 else 1
     ones = torch.ones((1, x.shape[1], heads, features), dtype=torch.float32, device=x.device)
-    return kernels.forward(ones, theta.detach(), positions, "cosine", "none")[0]
+    return launchers.forward(ones, theta.detach(), positions, "cosine", "none")[0]
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -56,9 +56,7 @@ def encode_cosine(x: Tensor, phi: Tensor, activation: str, cu_seqlens: Tensor | 
     return out if x.dim() == 4 else out.squeeze(2)
 
 
-def encode_rotate(
-    x: Tensor, phi: Tensor, activation: str, cu_seqlens: Tensor | None, interleaved: bool
-) -> Tensor:
+def encode_rotate(x: Tensor, phi: Tensor, activation: str, cu_seqlens: Tensor | None, interleaved: bool) -> Tensor:
     """Pairs of features turned by given angles (1 or B, N, 1 or H, D / 2)."""
     value = activate(_with_heads(x), activation, cu_seqlens)
     cosine, sine = phi.cos().to(value.dtype), phi.sin().to(value.dtype)

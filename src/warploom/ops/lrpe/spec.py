@@ -15,9 +15,9 @@ from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, Unsupporte
 
 Tensor = torch.Tensor
 
-# --------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Inputs
-# --------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 
 
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator, *, paired: bool) -> Inputs:
@@ -70,9 +70,9 @@ def _offset(form: int | str, batch: int, device: torch.device, generator: torch.
     return torch.randint(0, 2**20, size, generator=generator).to(device)
 
 
-# --------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Conformance: small, odd, and together touching every feature
-# --------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 
 _SMALL: dict[str, Any] = {
     "batch": 3, "n": 19, "heads": 5, "head_dim": 24, "dtype": "float32", "theta_gradient": True,
@@ -137,9 +137,9 @@ COSINE = Operator(
 )
 OPERATORS = (ROTATE, COSINE)
 
-# --------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Providers
-# --------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 
 Provider = Callable[..., Tensor]
 
@@ -168,7 +168,7 @@ def _plain_cache(operator: Operator, case: Case) -> Provider:
         first, second = value.chunk(2, dim=-1)
         return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1).to(x.dtype)
 
-    compiled = torch.compile(encode, dynamic=False)
+    compiled: Provider = torch.compile(encode, dynamic=False)
     table: list[Tensor] = []
 
     def cached(x: Tensor, theta: Tensor, activation: str, grid: Any = None, prefix: int = 0) -> Tensor:
@@ -194,13 +194,13 @@ def _triton_cache(operator: Operator, case: Case) -> Provider:
         raise Unsupported("a table of cosines has no gradient for theta")
     if case["activation"] == "softmax_sequence":
         raise Unsupported("softmax over the sequence takes no table")
-    from warploom.ops.lrpe import autograd, kernels
+    from warploom.ops.lrpe import autograd, launchers
 
     kind = "cosine" if operator is COSINE else "rotate"
     table: list[Tensor] = []
 
     def cached(x: Tensor, theta: Tensor, activation: str, grid: Any = None, prefix: int = 0) -> Tensor:
-        positions = kernels.Positions(prefix=prefix, grid=grid or ())
+        positions = launchers.Positions(prefix=prefix, grid=grid or ())
         if not table:
             table.append(autograd.angle_table(x, theta, positions, kind))
         return autograd.apply(x, theta, positions, kind, activation, table[0])
@@ -223,9 +223,9 @@ def _providers(operator: Operator) -> dict[str, Callable[[Case], Provider]]:
     }
 
 
-# --------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Benches
-# --------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 
 ACTIVATIONS = ("none", "silu", "softmax")
 _PUBLISHED = {"batch": 12, "heads": 12, "head_dim": 128, "dtype": "bfloat16"}

@@ -1,0 +1,246 @@
+"""Launchers of LRPE's kernels: sizes, strides, tiles. No validation, no autograd."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+
+from warploom.launch import Kernel, multiprocessors
+from warploom.ops.lrpe.kernels import backward_kernel, forward_kernel, reduce_kernel
+
+forward_launch = Kernel(forward_kernel)
+backward_launch = Kernel(backward_kernel)
+reduce_launch = Kernel(reduce_kernel)
+
+MAX_AXES = 4
+"""Axes of a grid that the kernels unravel themselves."""
+
+THETA_WARPS = 8
+"""Warps per multiprocessor where theta's gradient is summed: few, so that few partial sums leave the chip."""
+
+
+class Positions(NamedTuple):
+    """Where tokens stand: what the public arguments come down to."""
+
+    ids: torch.Tensor | None = None  # (N,), (B, N) or (B, N, k)
+    offsets: torch.Tensor | None = None  # () or (B,)
+    cu_seqlens: torch.Tensor | None = None  # (sequences + 1,)
+    offset: int = 0
+    prefix: int = 0
+    grid: tuple[int, ...] = ()
+
+    def axes(self) -> int:
+        """Number of coordinates of a token."""
+        if self.ids is not None:
+            return self.ids.shape[2] if self.ids.dim() == 3 else 1
+        return len(self.grid) or 1
+
+    def per_batch(self) -> bool:
+        """Whether the batch entries stand at different positions."""
+        if self.ids is not None:
+            return self.ids.dim() > 1 and self.ids.shape[0] > 1
+        return self.offsets is not None and self.offsets.numel() > 1
+
+
+class Geometry(NamedTuple):
+    """How a call is cut into tiles: sizes, the roles of batch and heads, and the block sizes."""
+
+    batch: int
+    tokens: int
+    heads: int
+    heads_shared: bool  # whether S runs over the heads (else over the batch)
+    block_s: int
+    block_r: int
+    block_f: int
+    warps: int
+    features: int  # angles per head: D for cosine, D / 2 for rotate
+
+    @property
+    def unique(self) -> int:
+        """Values of ``u``: heads, or batch entries where the heads are shared."""
+        return self.batch if self.heads_shared else self.heads
+
+    @property
+    def shared(self) -> int:
+        """Values of ``s``: batch entries, or heads where those are shared."""
+        return self.heads if self.heads_shared else self.batch
+
+    @property
+    def row_blocks(self) -> int:
+        """Tiles of rows."""
+        return -(-self.tokens * self.unique // self.block_r)
+
+    @property
+    def shared_blocks(self) -> int:
+        """Blocks of S."""
+        return -(-self.shared // self.block_s)
+
+    def order(self, batch: int, tokens: int, heads: int) -> tuple[int, int, int]:
+        """Per-axis numbers in the kernels' order (s, n, u)."""
+        return (heads, tokens, batch) if self.heads_shared else (batch, tokens, heads)
+
+
+def _configuration(kind: str, activation: str, backward: bool, theta_gradient: bool) -> tuple[int, int]:
+    """Vectors of x to a row of angles, and warps; measured on an H200 (see "How it reaches the limit")."""
+    if theta_gradient:
+        return (6, 2) if kind == "cosine" else (3, 4)
+    if activation == "softmax":
+        return 2, 4 if backward else 2
+    return 2, 1 if kind == "cosine" else 2
+
+
+def _geometry(
+    x: torch.Tensor, theta: torch.Tensor, positions: Positions, kind: str, configuration: tuple[int, int]
+) -> Geometry:
+    batch, tokens = x.shape[0], x.shape[1]
+    heads = x.shape[2] if x.dim() == 4 else 1
+    features = x.shape[-1] if kind == "cosine" else x.shape[-1] // 2
+    per_head = theta.dim() == 2 and theta.shape[0] > 1
+    heads_shared = not per_head and heads > 1
+    block_f = triton.next_power_of_2(features)
+    block_s, warps = configuration
+    if block_f > 1024:  # long rows: more threads, fewer of them
+        block_s, warps = 1, min(32, block_f // 256)
+    if positions.per_batch() and not heads_shared:
+        block_s = 1  # batch entries at different positions share no angles
+    block_r = max(1, warps * 32 * 8 // block_f)  # 8 features a thread: 16 bytes of bfloat16
+    return Geometry(batch, tokens, heads, heads_shared, block_s, block_r, block_f, warps, features)
+
+
+def _strides(tensor: torch.Tensor, geometry: Geometry) -> tuple[int, int, int, int]:
+    """Strides (s, n, u, feature) in elements; an axis of size one gets stride 0, since it is never taken."""
+    stride = tensor.stride()
+    sizes = tensor.shape
+    b = stride[0] if sizes[0] > 1 else 0
+    n = stride[1] if sizes[1] > 1 else 0
+    h = stride[2] if len(sizes) == 4 and sizes[2] > 1 else 0
+    return (*geometry.order(b, n, h), stride[-1] if sizes[-1] > 1 else 1)
+
+
+def _packed_strides(tensors: tuple[torch.Tensor, ...], geometry: Geometry) -> tuple[int, bool, list[int]]:
+    """Common divisor for vector access, whether features are adjacent everywhere, and all strides over it."""
+    strides = [_strides(t, geometry) for t in tensors]
+    unit = all(s[3] == 1 for s in strides)
+    vec = 16 if unit and all(v % 16 == 0 for s in strides for v in s[:3]) else 1
+    return vec, unit, [v for s in strides for v in (s[0] // vec, s[1] // vec, s[2] // vec, s[3])]
+
+
+def _angle_integers(
+    theta: torch.Tensor, positions: Positions, geometry: Geometry, table: torch.Tensor | None
+) -> tuple[int, tuple[int, ...]]:
+    """The divisor of theta's row stride that its vector loads rest on, and arguments ``tokens … sequences``."""
+    theta_u = theta.stride(0) if theta.dim() == 2 and theta.shape[0] > 1 else 0
+    theta_vec = 4 if theta.stride(-1) == 1 and theta_u % 4 == 0 else 1
+    ids, offsets = positions.ids, positions.offsets
+    ids_b = ids_n = ids_k = offsets_b = 0
+    if ids is not None:
+        ids_b = ids.stride(0) if ids.dim() > 1 and ids.shape[0] > 1 else 0
+        ids_n = ids.stride(1) if ids.dim() > 1 else ids.stride(0)
+        ids_k = ids.stride(2) if ids.dim() == 3 else 0
+    if offsets is not None and offsets.numel() > 1:
+        offsets_b = offsets.stride(0)
+    ids_s, _, ids_u = geometry.order(ids_b, 0, 0)
+    offsets_s, _, offsets_u = geometry.order(offsets_b, 0, 0)
+    table_n = table_u = 0
+    if table is not None:
+        table_n, table_u = table.stride(0), 0 if table.shape[1] == 1 else table.stride(1)
+    size1, size2, size3 = (*positions.grid[1:], 1, 1, 1)[:3]
+    cu_seqlens = positions.cu_seqlens
+    return theta_vec, (
+        geometry.tokens, geometry.unique, geometry.shared, theta_u // theta_vec, theta.stride(-1),
+        ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
+        positions.offset, positions.prefix, size1, size2, size3,
+        0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+    )  # fmt: skip
+
+
+def empty_in_order(x: torch.Tensor, features: int) -> torch.Tensor:
+    """Uninitialised ``(*x.shape[:-1], features)`` whose axes lie in memory in the order of those of ``x``."""
+    shape = (*x.shape[:-1], features)
+    if x.is_contiguous():
+        return x.new_empty(shape)
+    stride = x.stride()
+    axes = sorted(range(x.dim()), key=lambda axis: -stride[axis])
+    inverse = sorted(range(x.dim()), key=lambda position: axes[position])
+    return x.new_empty([shape[axis] for axis in axes]).permute(inverse)
+
+
+def forward(
+    x: torch.Tensor,
+    theta: torch.Tensor,
+    positions: Positions,
+    kind: str,
+    activation: str,
+    table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run the forward kernel. ``table`` (N, 1 or H, 2F) float32 replaces the angles by stored cosines and sines."""
+    geometry = _geometry(x, theta, positions, kind, _configuration(kind, activation, False, False))
+    out = empty_in_order(x, 2 * geometry.features)
+    vec, unit, strides = _packed_strides((x, out), geometry)
+    theta_vec, angle_integers = _angle_integers(theta, positions, geometry, table)
+    forward_launch(
+        geometry.shared_blocks * geometry.row_blocks,
+        (x, out, theta, positions.ids, positions.offsets, positions.cu_seqlens, table),
+        (*angle_integers, *strides),
+        (
+            kind, activation, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1],
+            geometry.heads_shared, geometry.block_s, geometry.block_r, geometry.block_f,
+        ),
+        geometry.warps,
+    )  # fmt: skip
+    return out
+
+
+def backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    theta: torch.Tensor,
+    positions: Positions,
+    kind: str,
+    activation: str,
+    theta_gradient: bool,
+    table: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run the backward kernel: gradient of ``x``, and that of ``theta`` when asked for."""
+    geometry = _geometry(x, theta, positions, kind, _configuration(kind, activation, True, theta_gradient))
+    dx = empty_in_order(x, x.shape[-1])
+    vec, unit, strides = _packed_strides((x, grad, dx), geometry)
+    theta_vec, angle_integers = _angle_integers(theta, positions, geometry, table)
+    chunks = geometry.row_blocks
+    rows = theta.shape[0] if theta.dim() == 2 else 1
+    partial = None
+    if theta_gradient:
+        chunks = _theta_chunks(geometry, rows, x.device)
+        parts = geometry.shared_blocks * chunks * (1 if rows == 1 else geometry.block_r) // rows
+        partial = torch.empty((parts, rows, geometry.features), dtype=torch.float64, device=x.device)
+    backward_launch(
+        geometry.shared_blocks * chunks,
+        (x, grad, dx, partial, theta, positions.ids, positions.offsets, positions.cu_seqlens, table),
+        (*angle_integers, chunks, *strides),
+        (
+            kind, activation, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1],
+            geometry.heads_shared, rows == 1, geometry.block_s, geometry.block_r, geometry.block_f,
+        ),
+        geometry.warps,
+    )  # fmt: skip
+    if partial is None:
+        return dx, None
+    dtheta = torch.empty(theta.shape, dtype=torch.promote_types(theta.dtype, torch.float32), device=theta.device)
+    reduce_launch(
+        rows * -(-theta.shape[-1] // 16),
+        (partial, dtheta),
+        (parts, rows),
+        (positions.axes(), geometry.features, theta.shape[-1], 64, 16),
+    )
+    return dx, dtheta.to(theta.dtype)
+
+
+def _theta_chunks(geometry: Geometry, rows: int, device: torch.device) -> int:
+    """How many programs share the rows: enough to fill the GPU, and a whole number of turns through the heads."""
+    step = 1 if rows == 1 else math.lcm(rows, geometry.block_r) // geometry.block_r
+    programs = max(1, THETA_WARPS // geometry.warps) * multiprocessors(device)
+    wanted = min(geometry.row_blocks, -(-programs // max(geometry.shared_blocks, 1)))
+    return max(-(-wanted // step), 1) * step
