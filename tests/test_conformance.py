@@ -37,8 +37,11 @@ BACKENDS = ("torch", "triton") if has_triton() else ("torch",)
 Tensors = tuple[torch.Tensor, ...]
 
 
-def name_of(case: Case) -> str:
-    return ",".join(f"{key}={json.dumps(value)}" for key, value in case.items()).replace('"', "") or "default"
+def name_of(operator: Operator, case: Case) -> str:
+    """What sets a case apart from the operator's first one."""
+    usual = operator.check_cases[0]
+    odd = [f"{key}={json.dumps(value)}" for key, value in case.items() if usual.get(key) != value]
+    return ",".join(odd).replace('"', "").replace(" ", "") or "first"
 
 
 def cases(
@@ -51,7 +54,7 @@ def cases(
         if at_most is not None:
             some = some[:: max(1, -(-len(some) // at_most))]
         chosen += [
-            pytest.param(operator, case, backend, id=f"{operator.name}-{name_of(case)}-{backend}")
+            pytest.param(operator, case, backend, id=f"{operator.name}-{name_of(operator, case)}-{backend}")
             for case in some
             for backend in backends
         ]
@@ -252,8 +255,9 @@ def test_torch_func_gives_the_same_gradients(
 
     results, pull_back = torch.func.vjp(function, *(value.detach() for value in wanted.values()))
     grads = random_like(results)
-    assert same_bits(outputs, as_tuple(results))
-    assert same_bits(found, pull_back(grads[0] if isinstance(results, torch.Tensor) else grads))
+    torch.testing.assert_close(as_tuple(results), outputs)
+    pulled_back = pull_back(grads[0] if isinstance(results, torch.Tensor) else grads)
+    torch.testing.assert_close(pulled_back, found)  # PyTorch's own formulas differ in the last bits here
 
 
 @pytest.mark.skipif(not has_triton(), reason="needs Triton")

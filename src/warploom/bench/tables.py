@@ -145,7 +145,7 @@ def text(tables: Sequence[Section], width: int = 100) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, color_system=None, markup=False, highlight=False)
     for section in tables:
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
         for name in section.header:
             table.add_column(_folded(name), justify="right", overflow="fold")
         for row in section.rows:
@@ -157,7 +157,7 @@ def text(tables: Sequence[Section], width: int = 100) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def _folded(name: str, longest: int = 12) -> str:
+def _folded(name: str, longest: int = 11) -> str:
     """A column's name, broken before its last word where it is long."""
     start, gap, end = name.rpartition(" " if " " in name else "_")
     return f"{start}{gap.strip()}\n{end}" if gap and len(name) > longest else name

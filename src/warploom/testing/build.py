@@ -9,6 +9,7 @@ does not compile or spills registers to the stack.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -26,11 +27,11 @@ from triton.errors import TritonError
 
 from warploom import launch
 from warploom.errors import BackendError
-from warploom.ops import operators
-from warploom.ops.spec import Operator
-from warploom.testing.conformance import gradients, leaves, make_inputs, random_like
+from warploom.ops import benches, operators
+from warploom.ops.spec import Case, Operator
+from warploom.testing.conformance import as_tuple, gradients, leaves, make_inputs
 
-__all__ = ["ARCHITECTURES", "BuildError", "Resources", "build", "main", "record"]
+__all__ = ["ARCHITECTURES", "BuildError", "Resources", "build", "cases", "main", "record"]
 
 ARCHITECTURES = (80, 90, 100)
 """Compute capabilities times ten: A100, H100 and H200, B200."""
@@ -58,21 +59,38 @@ class Resources:
     """Bytes of shared memory per program."""
 
 
+def cases(operator: Operator) -> list[Case]:
+    """The check cases of an operator, and its benches' cases for CUDA: of cases that differ in length, the shortest.
+
+    A length, ``n`` (or a list of sizes that makes it up), never causes a compilation, so one stands for all.
+    """
+    shortest: dict[str, Case] = {}
+    for bench in benches().values():
+        if bench.operator.name != operator.name:
+            continue
+        for case in (case for suite in bench.suites.values() for case in suite("cuda")):
+            lists = {name: len(value) for name, value in case.items() if isinstance(value, list | tuple)}
+            key = json.dumps({**case, **lists, "n": None}, sort_keys=True)
+            if key not in shortest or case["n"] < shortest[key]["n"]:
+                shortest[key] = case
+    return [*operator.check_cases, *shortest.values()]
+
+
 def record(chosen: Iterable[Operator]) -> list[launch.Build]:
-    """The distinct kernel variants that the check cases of operators launch, forward and backward.
+    """The distinct kernel variants that the cases of operators launch, forward and backward.
 
     Runs on the CPU and launches nothing. A case that the kernels refuse needs no build.
     """
     with launch.recording() as builds:
         for operator in chosen:
-            for case in operator.check_cases:
+            for case in cases(operator):
                 inputs = make_inputs(operator, case, torch.device("cpu"))
                 try:
                     output = operator.function(**inputs, backend="triton")
                 except BackendError:
                     continue
                 if leaves(inputs):
-                    gradients(output, inputs, random_like(output))
+                    gradients(output, inputs, tuple(map(torch.empty_like, as_tuple(output))))
     return list(builds.values())
 
 

@@ -229,7 +229,7 @@ def _providers(operator: Operator) -> dict[str, Callable[[Case], Provider]]:
 
 ACTIVATIONS = ("none", "silu", "softmax")
 _PUBLISHED = {"batch": 12, "heads": 12, "head_dim": 128, "dtype": "bfloat16"}
-_ON_CPU = {"batch": 2, "heads": 12, "head_dim": 64, "dtype": "float32"}
+_ON_CPU = {"batch": 2, "heads": 12, "head_dim": 64, "dtype": "bfloat16"}
 
 
 def _published(device: str) -> list[Case]:
