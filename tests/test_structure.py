@@ -29,9 +29,9 @@ OPERATOR_FILES = (
 ALLOWED = {
     "reference": set(),
     "kernels": {"kernels", "warploom.device"},
-    "launchers": {"kernels", "launchers", "warploom.launch"},
-    "autograd": {"launchers", "autograd", "warploom.launch"},
-    "api": {"autograd", "launchers", "reference", "warploom.errors", "warploom.backend"},
+    "launchers": {"kernels", "launchers", "warploom.launch", "warploom.layout"},
+    "autograd": {"launchers", "autograd", "warploom.launch", "warploom.layout"},
+    "api": {"autograd", "launchers", "reference", "warploom.errors", "warploom.backend", "warploom.layout"},
 }
 
 

@@ -60,9 +60,9 @@ class Resources:
 
 
 def cases(operator: Operator) -> list[Case]:
-    """The check cases of an operator, and its benches' cases for CUDA: of cases that differ in length, the shortest.
+    """The check cases of an operator, and the CUDA cases of its benches: of those that differ in length, one.
 
-    A length, ``n`` (or a list of sizes that makes it up), never causes a compilation, so one stands for all.
+    A length, ``n`` (or a list of sizes that make it up), compiles nothing new, so the shortest stands for all.
     """
     shortest: dict[str, Case] = {}
     for bench in benches().values():

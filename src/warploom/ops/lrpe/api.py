@@ -10,6 +10,7 @@ import torch
 
 from warploom.backend import use_triton
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, fault
+from warploom.layout import in_order_of
 from warploom.ops.lrpe import reference
 
 Tensor = torch.Tensor
@@ -172,15 +173,7 @@ def _run(call: _Call, kind: str, backend: str) -> Tensor:
     else:
         interleaved = kind == "interleaved"
         out = reference.lrpe_rotate(x, call.theta, interleaved=interleaved, **arguments)  # type: ignore[arg-type]
-    return out if x.is_contiguous() else _in_order_of(x, out)
-
-
-def _in_order_of(x: Tensor, out: Tensor) -> Tensor:
-    """``out`` with its axes in memory in the order of those of ``x``."""
-    stride = x.stride()
-    axes = sorted(range(x.dim()), key=lambda axis: -stride[axis])
-    inverse = sorted(range(x.dim()), key=lambda position: axes[position])
-    return out.permute(axes).contiguous().permute(inverse)
+    return in_order_of(x, out)
 
 
 def _beyond_kernels(call: _Call) -> str | None:

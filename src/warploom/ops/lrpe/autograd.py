@@ -1,7 +1,8 @@
 """LRPE as PyTorch operators: ``torch.ops.warploom.lrpe`` and its backward, with fake functions and autograd.
 
-The registered operators serve `torch.compile`, `torch.func`, meta and fake tensors. A plain eager call does
-not need the dispatcher's six microseconds and goes to the same launchers directly (`apply`).
+The registered operators serve `torch.compile`, meta and fake tensors. A plain eager call does not need the
+dispatcher's six microseconds and goes to the same launchers directly (`apply`), and so does `torch.func`, which
+registered operators with an autograd formula do not support.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from warploom.layout import empty_in_order_of
 from warploom.ops.lrpe import launchers
 from warploom.ops.lrpe.launchers import Positions
 
@@ -45,7 +47,7 @@ def _forward(
 
 def _forward_fake(x: Tensor, theta: Tensor, *arguments: Any) -> Tensor:
     kind = arguments[-2]
-    return launchers.empty_in_order(x, 2 * x.shape[-1] if kind == "cosine" else x.shape[-1])
+    return empty_in_order_of(x, 2 * x.shape[-1] if kind == "cosine" else x.shape[-1])
 
 
 def _backward(
@@ -61,15 +63,16 @@ def _backward(
     kind: str,
     activation: str,
     theta_gradient: bool,
+    table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     positions = Positions(position_ids, offsets, cu_seqlens, offset, prefix, tuple(grid))
-    dx, dtheta = launchers.backward(grad, x, theta, positions, kind, activation, theta_gradient)
+    dx, dtheta = launchers.backward(grad, x, theta, positions, kind, activation, theta_gradient, table)
     return dx, theta.new_empty(0) if dtheta is None else dtheta
 
 
 def _backward_fake(grad: Tensor, x: Tensor, theta: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     theta_gradient = arguments[-1]
-    dx = launchers.empty_in_order(x, x.shape[-1])
+    dx = empty_in_order_of(x, x.shape[-1])
     return dx, theta.new_empty(theta.shape if theta_gradient else 0)
 
 
@@ -101,32 +104,62 @@ torch.library.register_autograd("warploom::lrpe", _registered_backward, setup_co
 torch.library.register_autograd("warploom::lrpe_backward", _no_double_backward, lib=_library)
 
 
+def _vmap(function: Any, info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Any:
+    """One call after another, stacked: a batching rule for a function whose kernels take their own batch."""
+    slices = (
+        function.apply(*(v.select(d, i) if isinstance(d, int) else v for v, d in zip(inputs, in_dims)))
+        for i in range(info.batch_size)
+    )
+    outputs = list(slices)
+    if isinstance(outputs[0], Tensor):
+        return torch.stack(outputs), 0
+    return tuple(torch.stack(parts) for parts in zip(*outputs)), (0,) * len(outputs[0])
+
+
+class _LrpeBackward(torch.autograd.Function):
+    """The backward as a function of its own: `torch.func` unwraps its arguments, and its gradient raises."""
+
+    @staticmethod
+    def forward(grad: Tensor, x: Tensor, theta: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return _backward(grad, x, theta, *rest)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        pass
+
+    backward = staticmethod(_no_double_backward)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+        return _vmap(_LrpeBackward, info, in_dims, inputs)
+
+
 class _Lrpe(torch.autograd.Function):
-    """The eager path with gradients: the launchers without the dispatcher in between."""
+    """The launchers with gradients and without the dispatcher in between; also what `torch.func` sees."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        theta: Tensor,
-        positions: Positions,
-        kind: str,
-        activation: str,
-        table: Tensor | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x, theta, *positions[:3], table)
-        ctx.rest = positions[3:], kind, activation
-        return launchers.forward(x, theta, positions, kind, activation, table)
+    def forward(x: Tensor, theta: Tensor, *rest: Any) -> Tensor:
+        *positions, kind, activation, table = rest
+        return launchers.forward(x, theta, Positions(*positions), kind, activation, table)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, theta, position_ids, offsets, cu_seqlens, *ctx.rest, table = inputs
+        ctx.save_for_backward(x, theta, position_ids, offsets, cu_seqlens, table)
+
+    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, theta, position_ids, offsets, cu_seqlens, table = ctx.saved_tensors
-        rest, kind, activation = ctx.rest
-        positions = Positions(position_ids, offsets, cu_seqlens, *rest)
+        *tensors, table = ctx.saved_tensors
         wants_x, wants_theta = ctx.needs_input_grad[:2]
-        dx, dtheta = launchers.backward(grad, x, theta, positions, kind, activation, wants_theta, table)
-        return dx if wants_x else None, dtheta, None, None, None, None
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # someone wants a graph of this
+            dx, dtheta = _LrpeBackward.apply(grad, *tensors, *ctx.rest, wants_theta, table)
+        else:
+            dx, dtheta = _backward(grad, *tensors, *ctx.rest, wants_theta, table)  # type: ignore[call-arg]
+        return dx if wants_x else None, dtheta if wants_theta else None, *[None] * 9
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+        return _vmap(_Lrpe, info, in_dims, inputs)
 
 
 def apply(
@@ -136,9 +169,11 @@ def apply(
 
     With ``table``, from `angle_table`, cosines and sines are read instead of computed (plain eager calls only).
     """
+    if torch._C._are_functorch_transforms_active():
+        return _Lrpe.apply(x, theta, *positions, kind, activation, table)  # type: ignore[no-any-return]
     if table is not None or _is_plain_eager(x, theta):
         if torch.is_grad_enabled() and (x.requires_grad or theta.requires_grad):
-            return _Lrpe.apply(x, theta, positions, kind, activation, table)  # type: ignore[no-any-return]
+            return _Lrpe.apply(x, theta, *positions, kind, activation, table)  # type: ignore[no-any-return]
         return launchers.forward(x, theta, positions, kind, activation, table)
     return torch.ops.warploom.lrpe(  # type: ignore[no-any-return]
         x, theta, *positions[:3], positions.offset, positions.prefix, list(positions.grid), kind, activation
@@ -157,7 +192,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _is_plain_eager(x: Tensor, theta: Tensor) -> bool:
-    """Whether nothing watches this call: no compiler, no tensor subclass, no mode, no transform."""
+    """Whether nothing watches this call: no compiler, no tensor subclass, no mode."""
     return (
         not torch.compiler.is_compiling()
         and type(x) in _PLAIN
@@ -165,5 +200,4 @@ def _is_plain_eager(x: Tensor, theta: Tensor) -> bool:
         and not x.is_meta
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
     )

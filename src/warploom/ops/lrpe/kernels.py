@@ -25,14 +25,14 @@ from warploom.device.phase import cos_sin, phase_step
 
 
 @triton.jit
-def sequence_of(n, cu_seqlens, sequences):
+def sequence_of(n, cu_seqlens, cu_stride, sequences):
     """Packed sequence of each token (int32, (R,)): the last whose start is not behind it. Binary search."""
     low = tl.zeros_like(n)
     high = low + sequences
     width = sequences
     while width > 0:
         middle = (low + high) // 2
-        reached = tl.load(cu_seqlens + middle).to(tl.int32) <= n
+        reached = tl.load(cu_seqlens + middle * cu_stride).to(tl.int32) <= n
         low = tl.where(reached, middle, low)
         high = tl.where(reached, high, middle)
         width = width // 2
@@ -43,7 +43,7 @@ def sequence_of(n, cu_seqlens, sequences):
 def token_positions(
     n, mask, s, u, axis, ids, offsets, cu_seqlens,
     ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u,
-    offset, prefix, size1, size2, size3, sequences,
+    offset, prefix, size1, size2, size3, sequences, cu_stride,
     AXES: tl.constexpr,
 ):  # fmt: skip
     """Coordinates of tokens ``n`` (R,): int32 (R, 1), or (R, F) in several dimensions, where ``axis`` is (F,)."""
@@ -57,7 +57,8 @@ def token_positions(
     else:
         i = n - prefix
         if cu_seqlens is not None:
-            start = tl.load(cu_seqlens + sequence_of(n, cu_seqlens, sequences), mask=mask, other=0)
+            sequence = sequence_of(n, cu_seqlens, cu_stride, sequences)
+            start = tl.load(cu_seqlens + sequence * cu_stride, mask=mask, other=0)
             i -= start.to(tl.int32)
         if AXES == 1:
             if offsets is not None:
@@ -84,7 +85,7 @@ def token_positions(
 def load_angles(
     n, u, mask, s, theta, ids, offsets, cu_seqlens, table,
     theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
-    offset, prefix, size1, size2, size3, sequences,
+    offset, prefix, size1, size2, size3, sequences, cu_stride,
     AXES: tl.constexpr, F: tl.constexpr, E: tl.constexpr, THETA_VEC: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """What the angles of the rows (``n``, ``u``) for entry ``s`` are made of.
@@ -105,7 +106,7 @@ def load_angles(
         second = first
     position = token_positions(
         n, mask, s, u, axis, ids, offsets, cu_seqlens, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u,
-        offset, prefix, size1, size2, size3, sequences, AXES,
+        offset, prefix, size1, size2, size3, sequences, cu_stride, AXES,
     )  # fmt: skip
     return position, first, second
 
@@ -283,7 +284,7 @@ def turn_backward(
 # Every integer is a run-time value of declared width: none of them ever causes a compilation.
 _INTEGERS = (
     "tokens unique shared theta_u theta_f ids_s ids_n ids_u ids_k offsets_s offsets_u table_n table_u "
-    "offset prefix size1 size2 size3 sequences"
+    "offset prefix size1 size2 size3 sequences cu_stride"
 ).split()
 _FORWARD_INTEGERS = [*_INTEGERS, *"x_s x_n x_u x_f out_s out_n out_u out_f".split()]
 _BACKWARD_INTEGERS = [
@@ -299,6 +300,7 @@ def forward_kernel(
     ids_s: tl.int64, ids_n: tl.int64, ids_u: tl.int64, ids_k: tl.int64,
     offsets_s: tl.int64, offsets_u: tl.int64, table_n: tl.int64, table_u: tl.int64,
     offset: tl.int32, prefix: tl.int32, size1: tl.int32, size2: tl.int32, size3: tl.int32, sequences: tl.int32,
+    cu_stride: tl.int64,
     x_s: tl.int64, x_n: tl.int64, x_u: tl.int64, x_f: tl.int64,
     out_s: tl.int64, out_n: tl.int64, out_u: tl.int64, out_f: tl.int64,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, AXES: tl.constexpr,
@@ -317,7 +319,7 @@ def forward_kernel(
     position, first, second = load_angles(
         n, u, mask, s_first.to(tl.int64), theta, ids, offsets, cu_seqlens, table,
         theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
-        offset, prefix, size1, size2, size3, sequences, AXES, F, E, THETA_VEC, BLOCK_F,
+        offset, prefix, size1, size2, size3, sequences, cu_stride, AXES, F, E, THETA_VEC, BLOCK_F,
     )  # fmt: skip
     tiles = ()
     for i in tl.static_range(BLOCK_S):
@@ -339,6 +341,7 @@ def backward_kernel(
     ids_s: tl.int64, ids_n: tl.int64, ids_u: tl.int64, ids_k: tl.int64,
     offsets_s: tl.int64, offsets_u: tl.int64, table_n: tl.int64, table_u: tl.int64,
     offset: tl.int32, prefix: tl.int32, size1: tl.int32, size2: tl.int32, size3: tl.int32, sequences: tl.int32,
+    cu_stride: tl.int64,
     chunks: tl.int32,
     x_s: tl.int64, x_n: tl.int64, x_u: tl.int64, x_f: tl.int64,
     grad_s: tl.int64, grad_n: tl.int64, grad_u: tl.int64, grad_f: tl.int64,
@@ -369,7 +372,7 @@ def backward_kernel(
         position, first, second = load_angles(
             n, u, mask, s_first.to(tl.int64), theta, ids, offsets, cu_seqlens, table,
             theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
-            offset, prefix, size1, size2, size3, sequences, AXES, F, E, THETA_VEC, BLOCK_F,
+            offset, prefix, size1, size2, size3, sequences, cu_stride, AXES, F, E, THETA_VEC, BLOCK_F,
         )  # fmt: skip
         grads = ()
         tiles = ()

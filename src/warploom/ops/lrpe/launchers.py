@@ -9,6 +9,7 @@ import torch
 import triton
 
 from warploom.launch import Kernel, multiprocessors
+from warploom.layout import empty_in_order_of
 from warploom.ops.lrpe.kernels import backward_kernel, forward_kernel, reduce_kernel
 
 forward_launch = Kernel(forward_kernel)
@@ -131,7 +132,7 @@ def _packed_strides(tensors: tuple[torch.Tensor, ...], geometry: Geometry) -> tu
 def _angle_integers(
     theta: torch.Tensor, positions: Positions, geometry: Geometry, table: torch.Tensor | None
 ) -> tuple[int, tuple[int, ...]]:
-    """The divisor of theta's row stride that its vector loads rest on, and arguments ``tokens … sequences``."""
+    """The divisor of theta's row stride that its vector loads rest on, and arguments ``tokens … cu_stride``."""
     theta_u = theta.stride(0) if theta.dim() == 2 and theta.shape[0] > 1 else 0
     theta_vec = 4 if theta.stride(-1) == 1 and theta_u % 4 == 0 else 1
     ids, offsets = positions.ids, positions.offsets
@@ -154,18 +155,8 @@ def _angle_integers(
         ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
         positions.offset, positions.prefix, size1, size2, size3,
         0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        0 if cu_seqlens is None else cu_seqlens.stride(0),
     )  # fmt: skip
-
-
-def empty_in_order(x: torch.Tensor, features: int) -> torch.Tensor:
-    """Uninitialised ``(*x.shape[:-1], features)`` whose axes lie in memory in the order of those of ``x``."""
-    shape = (*x.shape[:-1], features)
-    if x.is_contiguous():
-        return x.new_empty(shape)
-    stride = x.stride()
-    axes = sorted(range(x.dim()), key=lambda axis: -stride[axis])
-    inverse = sorted(range(x.dim()), key=lambda position: axes[position])
-    return x.new_empty([shape[axis] for axis in axes]).permute(inverse)
 
 
 def forward(
@@ -178,7 +169,7 @@ def forward(
 ) -> torch.Tensor:
     """Run the forward kernel. ``table`` (N, 1 or H, 2F) float32 replaces the angles by stored cosines and sines."""
     geometry = _geometry(x, theta, positions, kind, _configuration(kind, activation, False, False))
-    out = empty_in_order(x, 2 * geometry.features)
+    out = empty_in_order_of(x, 2 * geometry.features)
     vec, unit, strides = _packed_strides((x, out), geometry)
     theta_vec, angle_integers = _angle_integers(theta, positions, geometry, table)
     forward_launch(
@@ -206,7 +197,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the backward kernel: gradient of ``x``, and that of ``theta`` when asked for."""
     geometry = _geometry(x, theta, positions, kind, _configuration(kind, activation, True, theta_gradient))
-    dx = empty_in_order(x, x.shape[-1])
+    dx = empty_in_order_of(x, x.shape[-1])
     vec, unit, strides = _packed_strides((x, grad, dx), geometry)
     theta_vec, angle_integers = _angle_integers(theta, positions, geometry, table)
     chunks = geometry.row_blocks

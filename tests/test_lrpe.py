@@ -1,0 +1,492 @@
+"""LRPE against its formulas, its properties, exact angles, and what a caller may hand it.
+
+`tests/test_conformance.py` compares backends with the reference; here the reference is on trial as well.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from warploom import BackendError, lrpe_cosine, lrpe_rotate
+from warploom.backend import has_triton
+from warploom.ops.lrpe import reference
+
+Tensor = torch.Tensor
+
+KINDS = ("cosine", "rotate", "interleaved")
+BACKENDS = ("torch", "triton") if has_triton() else ("torch",)
+BATCH, TOKENS, HEADS, FEATURES = 2, 13, 3, 8
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+backends = pytest.mark.parametrize("backend", BACKENDS)
+kernels = pytest.mark.skipif(not has_triton(), reason="needs Triton")
+
+
+def encode(kind: str, x: Tensor, theta: Tensor, **keywords: Any) -> Tensor:
+    if kind == "cosine":
+        return lrpe_cosine(x, theta, **keywords)
+    return lrpe_rotate(x, theta, interleaved=kind == "interleaved", **keywords)
+
+
+def encode_reference(kind: str, x: Tensor, theta: Tensor, **keywords: Any) -> Tensor:
+    if kind == "cosine":
+        return reference.lrpe_cosine(x, theta, **keywords)
+    return reference.lrpe_rotate(x, theta, interleaved=kind == "interleaved", **keywords)
+
+
+def random_x(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape or (BATCH, TOKENS, HEADS, FEATURES)).to(device)
+
+
+def random_theta(device: torch.device, *shape: int) -> Tensor:
+    return torch.rand(shape or (HEADS, FEATURES // 2)).to(device)
+
+
+def assert_near(found: Tensor, exact: Any, relative: float = 1e-6) -> None:
+    """Near on the scale of the largest value.
+
+    The default is float32 arithmetic: a cosine and a sine 2e-7 off, times a pair of values, and four roundings
+    of 6e-8, come to 8e-7 of the larger value of the pair at worst.
+    """
+    exact = torch.as_tensor(exact, dtype=torch.float64)
+    error = (found.detach().double().cpu() - exact.detach().cpu()).abs().max().item()
+    assert found.shape == exact.shape
+    assert error <= relative * exact.abs().max().item()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The definition, written down a second time: loops over tokens, in float64
+# ----------------------------------------------------------------------------------------------------------
+
+ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "none": lambda x: x,
+    "relu": lambda x: np.maximum(x, 0),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "softmax": lambda x: np.exp(x) / np.exp(x).sum(-1, keepdims=True),
+    "softmax_sequence": lambda x: np.exp(x) / np.exp(x).sum(1, keepdims=True),
+}
+
+
+def coordinates(
+    b: int,
+    n: int,
+    grid: tuple[int, ...] | None = None,
+    prefix: int = 0,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[int, ...]:
+    """Where token ``n`` of batch entry ``b`` stands."""
+    if position_ids is not None:
+        own = position_ids[n] if position_ids.dim() == 1 else position_ids[b, n]
+        return tuple(own.reshape(-1).tolist())
+    if cu_seqlens is not None:
+        n -= max(start for start in cu_seqlens.tolist() if start <= n)
+    i = n - prefix
+    if grid is not None:
+        return tuple(int(c) for c in np.unravel_index(i, grid)) if i >= 0 else (0,) * len(grid)
+    start = offset if isinstance(offset, int) else int(offset if offset.dim() == 0 else offset[b])
+    return (start + i,) if i >= 0 else (0,)
+
+
+def define(kind: str, x: Tensor, theta: Tensor, activation: str = "none", **where: Any) -> np.ndarray:
+    values = ACTIVATIONS[activation](x.detach().double().cpu().numpy())
+    frequencies = theta.detach().double().cpu().numpy()
+    batch, tokens, heads, features = values.shape
+    angles = features if kind == "cosine" else features // 2
+    out = np.empty((batch, tokens, heads, 2 * angles))
+    for b, n, h in np.ndindex(batch, tokens, heads):
+        row = frequencies if frequencies.ndim == 1 else frequencies[h % len(frequencies)]
+        phi = np.concatenate([s * row for s in coordinates(b, n, **where)] + [np.zeros(angles)])[:angles]
+        v = values[b, n, h]
+        if kind == "cosine":
+            out[b, n, h] = np.concatenate([v * np.cos(phi), v * np.sin(phi)])
+            continue
+        first = np.arange(angles) * (2 if kind == "interleaved" else 1)
+        second = first + (1 if kind == "interleaved" else angles)
+        out[b, n, h, first] = v[first] * np.cos(phi) - v[second] * np.sin(phi)
+        out[b, n, h, second] = v[first] * np.sin(phi) + v[second] * np.cos(phi)
+    return out
+
+
+IDS = torch.randint(-999, 999, (BATCH, TOKENS, 3), generator=torch.Generator().manual_seed(1))
+PLACES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "offset": {"offset": 1000},
+    "offset_behind_zero": {"offset": -5},
+    "offset_tensor": {"offset": torch.tensor(77)},
+    "offset_per_entry": {"offset": torch.tensor([3, -900], dtype=torch.int32)},
+    "prefix": {"prefix": 4, "offset": 6},
+    "prefix_of_everything": {"prefix": TOKENS},
+    "grid_1d": {"grid": (TOKENS,)},
+    "grid_2d": {"grid": (2, 5), "prefix": 3},
+    "grid_3d": {"grid": [3, 2, 2], "prefix": 1},
+    "grid_5d": {"grid": (1, 2, 1, 3, 2), "prefix": 1},
+    "ids": {"position_ids": IDS[0, :, 0]},
+    "ids_per_entry": {"position_ids": IDS[..., 1].to(torch.int16)},
+    "ids_of_one_axis": {"position_ids": IDS[..., :1]},
+    "ids_of_three_axes": {"position_ids": IDS.to(torch.int32)},
+    "packed": {"cu_seqlens": torch.tensor([0, 4, 4, 5, TOKENS]), "offset": 2},
+    "packed_with_prefix": {"cu_seqlens": torch.tensor([0, 1, 6, TOKENS], dtype=torch.int32), "prefix": 2},
+}
+
+
+def place(name: str, device: torch.device) -> tuple[int, dict[str, Any]]:
+    """A batch size, and the arguments that say where tokens stand."""
+    where = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in PLACES[name].items()}
+    return 1 if "cu_seqlens" in where else BATCH, where
+
+
+@backends
+@kinds
+@pytest.mark.parametrize("frequencies", [1, 3, 10])  # partial; partial or cut, by the number of axes; cut
+@pytest.mark.parametrize("name", PLACES)
+def test_definition(name: str, frequencies: int, kind: str, backend: str, device: torch.device) -> None:
+    batch, where = place(name, device)
+    x, theta = random_x(device, batch, TOKENS, HEADS, FEATURES), random_theta(device, HEADS, frequencies)
+    assert_near(encode(kind, x, theta, **where, backend=backend), define(kind, x, theta, **where))
+
+
+@backends
+@kinds
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_definition_of_activations(activation: str, kind: str, backend: str, device: torch.device) -> None:
+    x, theta = 3 * random_x(device), random_theta(device, 1, FEATURES // 2)
+    try:
+        found = encode(kind, x, theta, activation=activation, backend=backend)
+    except BackendError:
+        if activation != "softmax_sequence":
+            raise
+        pytest.skip("softmax over the sequence has no kernel")
+    assert_near(found, define(kind, x, theta, activation))
+
+
+@backends
+@kinds
+def test_definition_without_a_head_axis(kind: str, backend: str, device: torch.device) -> None:
+    x, theta = random_x(device, BATCH, TOKENS, FEATURES), random_theta(device, 4)
+    found = encode(kind, x, theta, offset=3, backend=backend)
+    assert_near(found, define(kind, x[:, :, None], theta, offset=3)[:, :, 0])
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Properties
+# ----------------------------------------------------------------------------------------------------------
+
+
+@backends
+@kinds
+@pytest.mark.parametrize("shift", [1000, -12345, 2**24 - 20])
+def test_inner_products_know_only_the_difference(
+    shift: int, kind: str, backend: str, device: torch.device
+) -> None:
+    q, k, theta = random_x(device), random_x(device), random_theta(device)
+
+    def inner(offset: int) -> Tensor:
+        o_q, o_k = (encode(kind, t, theta, offset=offset, backend=backend).double() for t in (q, k))
+        return torch.einsum("bnhd,bmhd->bhnm", o_q, o_k)
+
+    assert_near(inner(shift), inner(0))
+    if kind == "cosine":  # the features without a frequency stand still
+        turns = torch.nn.functional.pad(theta.double(), (0, FEATURES // 2))
+        n = torch.arange(TOKENS, device=device)
+        weight = ((n[:, None] - n)[..., None, None] * turns).cos()
+        assert_near(inner(shift), torch.einsum("bnhd,bmhd,nmhd->bhnm", q.double(), k.double(), weight))
+
+
+@backends
+@pytest.mark.parametrize("kind", ["rotate", "interleaved"])
+def test_a_rotation_keeps_lengths_and_can_be_undone(kind: str, backend: str, device: torch.device) -> None:
+    x, theta = random_x(device), 7 * random_theta(device)
+    out = encode(kind, x, theta, offset=100_000, backend=backend)
+
+    def lengths(t: Tensor) -> Tensor:
+        pairs = t.double().unflatten(-1, (2, -1)) if kind == "rotate" else t.double().unflatten(-1, (-1, 2)).mT
+        return pairs.square().sum(-2)
+
+    assert_near(lengths(out), lengths(x))
+    assert_near(encode(kind, out, -theta, offset=100_000, backend=backend), x, 2e-6)  # two rotations
+
+
+@backends
+@kinds
+def test_forms_of_a_position_agree(kind: str, backend: str, device: torch.device) -> None:
+    x, theta, start = random_x(device), random_theta(device), 1_000_003
+    ids = torch.arange(start, start + TOKENS, device=device)
+    forms: list[dict[str, Any]] = [
+        {"offset": torch.tensor(start, device=device)},
+        {"offset": torch.tensor([start] * BATCH, dtype=torch.int32, device=device)},
+        {"position_ids": ids},
+        {"position_ids": ids.to(torch.int32).expand(BATCH, -1)},
+        {"position_ids": ids[None, :, None].expand(BATCH, -1, -1)},
+    ]
+    expected = encode(kind, x, theta, offset=start, backend=backend)
+    for form in forms:
+        assert torch.equal(encode(kind, x, theta, **form, backend=backend), expected), form
+    plain = encode(kind, x, theta, backend=backend)
+    assert torch.equal(encode(kind, x, theta, grid=(TOKENS,), backend=backend), plain)
+
+
+@backends
+@kinds
+def test_batch_entries_and_packed_sequences_equal_calls_of_their_own(
+    kind: str, backend: str, device: torch.device
+) -> None:
+    x, theta = random_x(device), random_theta(device)
+    offsets = torch.tensor([5, 7000], device=device)
+    out = encode(kind, x, theta, offset=offsets, prefix=2, backend=backend)
+    for b, offset in enumerate(offsets.tolist()):
+        own = encode(kind, x[b : b + 1], theta, offset=offset, prefix=2, backend=backend)
+        assert torch.equal(out[b : b + 1], own)
+
+    bounds = [0, 3, 3, 4, 11, TOKENS]
+    packed = torch.tensor(bounds, device=device)
+    out = encode(kind, x[:1], theta, cu_seqlens=packed, offset=9, prefix=1, backend=backend)
+    for start, stop in zip(bounds, bounds[1:]):
+        own = encode(kind, x[:1, start:stop], theta, offset=9, prefix=min(1, stop - start), backend=backend)
+        assert torch.equal(out[:, start:stop], own)
+
+
+@backends
+def test_packed_softmax_over_the_sequence_equals_calls_of_their_own(backend: str, device: torch.device) -> None:
+    x, theta, bounds = random_x(device, 1, TOKENS, HEADS, FEATURES), random_theta(device), [0, 5, 5, 6, TOKENS]
+    keywords: dict[str, Any] = {"activation": "softmax_sequence", "prefix": 1, "backend": backend}
+    try:
+        out = lrpe_rotate(x, theta, cu_seqlens=torch.tensor(bounds, device=device), **keywords)
+    except BackendError:
+        pytest.skip("softmax over the sequence has no kernel")
+    for start, stop in ((0, 5), (5, 6), (6, TOKENS)):
+        assert_near(out[:, start:stop], lrpe_rotate(x[:, start:stop], theta, **keywords))
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", [{"prefix": 5, "offset": 7}, {"prefix": 3, "grid": (2, 5)}])
+def test_the_prefix_is_not_rotated(
+    where: dict[str, Any], dtype: torch.dtype, backend: str, device: torch.device
+) -> None:
+    x, prefix = random_x(device).to(dtype), where["prefix"]
+    out = lrpe_rotate(x, random_theta(device), **where, backend=backend)
+    assert torch.equal(out[:, :prefix], x[:, :prefix])
+    assert not torch.equal(out[:, prefix + 1], x[:, prefix + 1])
+
+
+@backends
+@kinds
+def test_shapes_of_theta_agree(kind: str, backend: str, device: torch.device) -> None:
+    x, theta = random_x(device), random_theta(device, 3)
+    grad = torch.randn_like(encode(kind, x, theta, backend=backend))
+    outs, grads = [], []
+    for form in (theta, theta[None], theta.expand(HEADS, -1), theta.expand(HEADS, -1).clone()):
+        leaf = form.detach().requires_grad_()
+        out = encode(kind, x, leaf, offset=50, backend=backend)
+        found = torch.autograd.grad(out, leaf, grad)[0]
+        assert found.shape == form.shape
+        outs.append(out)
+        grads.append(found.reshape(-1, 3).double().sum(0))
+    for other, found in zip(outs[1:], grads[1:]):
+        assert torch.equal(other, outs[0])
+        assert_near(found, grads[0])
+    one = torch.tensor([[0.5], [0.25], [2.0]], device=device)  # a number per head
+    assert_near(
+        encode(kind, x, one.expand(-1, FEATURES), backend=backend), define(kind, x, one.expand(-1, FEATURES))
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Exact phase
+# ----------------------------------------------------------------------------------------------------------
+
+TWO_PI = 2 * Fraction("3.14159265358979323846264338327950288419716939937510582097494459")
+_STEPS = torch.arange(8) / 8
+FREQUENCIES = torch.cat(
+    (
+        10_000.0**-_STEPS,
+        500_000.0**-_STEPS,
+        # The float32 next to π and 2π, where a turn's fraction is next to a half and to none; either side of
+        # both; several turns a position; nothing at all.
+        torch.tensor([math.pi, 2 * math.pi, 3.25, 3.0, 6.5, 6.25, 7.75, 0.0, -1.25, -math.pi]),
+    )
+)
+
+
+def exact_cosine_sine(positions: list[int]) -> Tensor:
+    """[cos, sin] (N, 2·F) from exact products of position and frequency, reduced as fractions."""
+    rest = [[float(s * Fraction(theta) % TWO_PI) for theta in FREQUENCIES.tolist()] for s in positions]
+    angle = torch.tensor(rest, dtype=torch.float64)
+    return torch.cat((angle.cos(), angle.sin()), dim=-1)
+
+
+@backends
+@pytest.mark.parametrize("theta_dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("start", "bound"),
+    # A product in float32 would be 6e-5 off at a thousand and 1 off at 2²⁴.
+    [
+        (0, 1e-6), (1000, 1e-6), (100_000, 1e-6), (1_000_000, 1e-6), (2**24 - 8, 1e-6), (-8, 1e-6),
+        (-1_000_000, 1e-6), (-(2**24), 1e-6), (2**31 - 13, 2e-5), (1 - 2**31, 2e-5),
+    ],
+)  # fmt: skip
+def test_angles_are_exact(
+    start: int, bound: float, theta_dtype: torch.dtype, backend: str, device: torch.device
+) -> None:
+    tokens = 13
+    theta = FREQUENCIES.to(device, theta_dtype)
+    ones = torch.ones((1, tokens, 1, len(theta)), device=device)
+    exact = exact_cosine_sine(list(range(start, start + tokens)))
+    out = lrpe_cosine(ones, theta, offset=start, backend=backend)[0, :, 0]
+    assert (out.double().cpu() - exact).abs().max().item() <= bound
+    ids = torch.arange(start, start + tokens, device=device)
+    assert torch.equal(lrpe_cosine(ones, theta, position_ids=ids, backend=backend)[0, :, 0], out)
+
+
+@backends
+@kinds
+def test_a_frequency_that_is_not_finite_gives_nan(kind: str, backend: str, device: torch.device) -> None:
+    theta = torch.tensor([math.nan, math.inf, -math.inf, 0.5], device=device)
+    x = random_x(device)
+    out = encode(kind, x, theta, offset=-2, backend=backend)
+    turned = out.unflatten(-1, (-1, 2)).mT if kind == "interleaved" else out.unflatten(-1, (2, -1))
+    assert turned[..., :3].isnan().all()  # at position zero too: 0 · ∞ has no value
+    assert_near(turned[..., 3], encode(kind, x, theta.nan_to_num(0, 0, 0), offset=-2, backend="torch")
+                .unflatten(-1, (-1, 2) if kind == "interleaved" else (2, -1))
+                .movedim(-1 if kind == "interleaved" else -2, -2)[..., 3].double())  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Memory order, sizes, modes
+# ----------------------------------------------------------------------------------------------------------
+
+# How to lay x out, and its axes from the slowest to the fastest in memory.
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "contiguous": (lambda x: x, "BNHD"),
+    "heads_first": (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), "BHND"),
+    "tokens_first": (lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), "NBHD"),
+    "features_before_heads": (lambda x: x.mT.contiguous().mT, "BNDH"),
+    "every_second_head": (lambda x: x.repeat_interleave(2, dim=2)[:, :, ::2], "BNHD"),
+    "every_second_feature": (lambda x: x.repeat_interleave(2, dim=3)[..., ::2], "BNHD"),
+    "every_second_token": (lambda x: x.repeat_interleave(2, dim=1)[:, ::2], "BNHD"),
+    "misaligned": (lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape), "BNHD"),
+    # An axis that takes no memory has no place of its own in it: it stays where a contiguous one would be.
+    "batch_expanded": (lambda x: x[:1].expand(BATCH, -1, -1, -1), "BNHD"),
+    "heads_expanded": (lambda x: x[:, :, :1].expand(-1, -1, HEADS, -1), "BNHD"),
+    "heads_first_and_batch_expanded": (
+        lambda x: x[:1].transpose(1, 2).contiguous().transpose(1, 2).expand(BATCH, -1, -1, -1),
+        "BHND",
+    ),
+}
+
+
+@backends
+@kinds
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("features", [FEATURES, 16])
+def test_memory_order(features: int, layout: str, kind: str, backend: str, device: torch.device) -> None:
+    arrange, order = LAYOUTS[layout]
+    x, theta = arrange(random_x(device, BATCH, 5, HEADS, features)), random_theta(device, HEADS, 4)
+    out = encode(kind, x, theta, activation="silu", backend=backend)
+    assert torch.equal(out, encode(kind, x.contiguous(), theta, activation="silu", backend=backend))
+    assert out.permute(["BNHD".index(axis) for axis in order]).is_contiguous()
+
+
+def sizes() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Kinds and shapes: rows as long as they come, one head, one token, one of everything."""
+    long = {"cosine": (2048, 4096, 3000), "rotate": (2048, 4096, 6000), "interleaved": (2048, 6000)}
+    for kind in KINDS:
+        yield from ((kind, (1, 2, 2, features)) for features in long[kind])
+        yield from ((kind, shape) for shape in ((2, 5, 1, 8), (4, 1, 3, 8), (1, 1, 1, 2)))
+
+
+@backends
+@pytest.mark.parametrize(("kind", "shape"), sizes())
+def test_sizes(kind: str, shape: tuple[int, ...], backend: str, device: torch.device) -> None:
+    x, theta = random_x(device, *shape).requires_grad_(), random_theta(device, shape[2], max(shape[3] // 2 - 1, 1))
+    theta.requires_grad_()
+    offsets = torch.arange(shape[0], device=device) + 1000  # decoding: every sequence is at its own position
+    out = encode(kind, x, theta, offset=offsets, activation="softmax", backend=backend)
+    assert_near(out, define(kind, x, theta, "softmax", offset=offsets))
+    exact = [t.detach().double().requires_grad_() for t in (x, theta)]
+    exact_out = encode_reference(kind, *exact, offset=offsets, activation="softmax")
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, (x, theta), grad)
+    for one, other in zip(found, torch.autograd.grad(exact_out, exact, grad.double())):
+        assert_near(one, other, 2e-6)  # a product more than forward, and softmax's difference of like numbers
+
+
+@backends
+@kinds
+def test_modes_of_pytorch(kind: str, backend: str, device: torch.device) -> None:
+    x, theta = random_x(device).requires_grad_(), random_theta(device).requires_grad_()
+    expected = encode(kind, x, theta, activation="silu", backend=backend)
+    assert expected.requires_grad
+    with torch.no_grad():
+        plain = encode(kind, x, theta, activation="silu", backend=backend)
+    assert plain.grad_fn is None
+    assert not plain.requires_grad
+    assert torch.equal(plain, expected)
+    with torch.inference_mode():
+        inferred = encode(kind, x, theta, activation="silu", backend=backend)
+        assert inferred.is_inference()
+        assert torch.equal(inferred, expected)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert torch.equal(encode(kind, x, theta, activation="silu", backend=backend), expected)
+        half = encode(kind, x.bfloat16(), theta, activation="softmax", backend=backend)
+    assert half.dtype == torch.bfloat16
+    assert encode(kind, x.detach(), theta.detach(), backend=backend).grad_fn is None
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Launches
+# ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int, dict[str, Any]]]:
+    """What is launched during a test: function, number of programs, compile-time constants by name."""
+    from warploom.launch import Kernel
+
+    launched, call = [], Kernel.__call__
+
+    def record(kernel: Any, programs: int, tensors: Any, integers: Any, constants: Any, *rest: Any) -> None:
+        names = kernel.function.arg_names[-len(constants) :]
+        launched.append((kernel.function, programs, dict(zip(names, constants))))
+        call(kernel, programs, tensors, integers, constants, *rest)
+
+    monkeypatch.setattr(Kernel, "__call__", record)
+    return launched
+
+
+@kernels
+@kinds
+def test_no_length_is_a_constant(kind: str, launches: list[Any], device: torch.device) -> None:
+    theta = random_theta(device, HEADS, 4).requires_grad_()
+    groups: list[list[tuple[tuple[int, int], dict[str, Any]]]] = [
+        [((b, n), {"offset": o, "prefix": p}) for b, n, o, p in ((2, 5, 0, 0), (3, 16, 7, 2), (9, 1, 2**24, 1))],
+        [((2, 6), {"grid": (2, 3)}), ((3, 7), {"grid": (1, 5), "prefix": 2})],
+        [((1, 6), {"cu_seqlens": torch.tensor(c, device=device)}) for c in ([0, 6], [0, 2, 2, 5, 6])],
+    ]
+    for group in groups:
+        launches.clear()
+        for (batch, tokens), where in group:
+            x = random_x(device, batch, tokens, HEADS, 16).requires_grad_()
+            encode(kind, x, theta, **where, backend="triton").sum().backward()
+        compiled = {(function, tuple(constants.items())) for function, _, constants in launches}
+        assert len(compiled) == 3  # forward, backward, and the sum of theta's gradient
+
+
+@kernels
+@kinds
+@pytest.mark.parametrize("rows", [1, HEADS])
+def test_the_launch_covers_every_row_once(rows: int, kind: str, launches: list[Any], device: torch.device) -> None:
+    x = random_x(device, 5, 97, HEADS, FEATURES)
+    encode(kind, x, random_theta(device, rows, 4), backend="triton")
+    ((_, programs, constants),) = launches
+    unique, shared = (HEADS, 5) if rows > 1 else (5, HEADS)  # see kernels.py: what shares a row's angles
+    row_tiles = math.ceil(97 * unique / constants["BLOCK_R"])
+    assert programs == row_tiles * math.ceil(shared / constants["BLOCK_S"])
