@@ -15,7 +15,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from warploom.backend import has_triton
+from warploom.backend import HAS_TRITON
 from warploom.errors import ArgumentError, BackendError
 from warploom.ops import operators
 from warploom.ops.spec import Case, Inputs, Operator, Outputs
@@ -34,7 +34,7 @@ from warploom.testing.conformance import (
 from warploom.testing.poison import poisoned_allocations, strided_view
 
 OPERATORS = tuple(operators().values())
-BACKENDS = ("torch", "triton") if has_triton() else ("torch",)
+BACKENDS = ("torch", "triton") if HAS_TRITON else ("torch",)
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-@pytest.mark.skipif(not has_triton(), reason="the registered operators run Triton kernels")
+@pytest.mark.skipif(not HAS_TRITON, reason="the registered operators run Triton kernels")
 @cases("triton", at_most=4)
 def test_opcheck_of_the_registered_operators(
     operator: Operator, case: Case, backend: str, device: torch.device
@@ -262,7 +262,7 @@ def test_torch_func_gives_the_same_gradients(
     torch.testing.assert_close(pulled_back, found)  # PyTorch's own formulas differ in the last bits here
 
 
-@pytest.mark.skipif(not has_triton(), reason="needs Triton")
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @cases("triton", at_most=4)
 def test_autocast_leaves_the_kernels_alone(
     operator: Operator, case: Case, backend: str, device: torch.device
@@ -290,7 +290,7 @@ def test_an_unknown_backend_is_refused(operator: Operator, case: Case, backend: 
 def test_kernels_asked_for_on_a_cpu_are_refused(
     operator: Operator, case: Case, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if has_triton():
+    if HAS_TRITON:
         monkeypatch.setattr("warploom.launch.INTERPRETED", False)
     with pytest.raises(BackendError, match=operator.name):
         operator.function(**make_inputs(operator, case, torch.device("cpu")), backend=backend)

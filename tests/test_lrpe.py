@@ -3,6 +3,7 @@
 `tests/test_conformance.py` compares backends with the reference; here the reference is on trial as well.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -13,18 +14,17 @@ import pytest
 import torch
 
 from warploom import BackendError, lrpe_cosine, lrpe_rotate
-from warploom.backend import has_triton
+from warploom.backend import HAS_TRITON
 from warploom.ops.lrpe import reference
 
 Tensor = torch.Tensor
 
 KINDS = ("cosine", "rotate", "interleaved")
-BACKENDS = ("torch", "triton") if has_triton() else ("torch",)
+BACKENDS = ("torch", "triton") if HAS_TRITON else ("torch",)
 BATCH, TOKENS, HEADS, FEATURES = 2, 13, 3, 8
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 backends = pytest.mark.parametrize("backend", BACKENDS)
-kernels = pytest.mark.skipif(not has_triton(), reason="needs Triton")
 
 
 def encode(kind: str, x: Tensor, theta: Tensor, **keywords: Any) -> Tensor:
@@ -33,18 +33,27 @@ def encode(kind: str, x: Tensor, theta: Tensor, **keywords: Any) -> Tensor:
     return lrpe_rotate(x, theta, interleaved=kind == "interleaved", **keywords)
 
 
-def encode_reference(kind: str, x: Tensor, theta: Tensor, **keywords: Any) -> Tensor:
-    if kind == "cosine":
-        return reference.lrpe_cosine(x, theta, **keywords)
-    return reference.lrpe_rotate(x, theta, interleaved=kind == "interleaved", **keywords)
-
-
 def random_x(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(shape or (BATCH, TOKENS, HEADS, FEATURES)).to(device)
 
 
 def random_theta(device: torch.device, *shape: int) -> Tensor:
     return torch.rand(shape or (HEADS, FEATURES // 2)).to(device)
+
+
+def exact_gradients(kind: str, x: Tensor, theta: Tensor, grad: Tensor, **keywords: Any) -> tuple[Tensor, ...]:
+    """Gradients of x and theta, by PyTorch through the reference in float64."""
+    exact = [t.detach().double().requires_grad_() for t in (x, theta)]
+    if kind == "cosine":
+        out = reference.lrpe_cosine(*exact, **keywords)
+    else:
+        out = reference.lrpe_rotate(*exact, interleaved=kind == "interleaved", **keywords)
+    return torch.autograd.grad(out, exact, grad.double())
+
+
+def pairs(kind: str, out: Tensor) -> Tensor:
+    """What comes out of an encoding, (…, 2, F): cosine and sine parts, or the members of the pairs."""
+    return out.unflatten(-1, (-1, 2)).mT if kind == "interleaved" else out.unflatten(-1, (2, -1))
 
 
 def assert_near(found: Tensor, exact: Any, relative: float = 1e-6) -> None:
@@ -183,9 +192,7 @@ def test_definition_without_a_head_axis(kind: str, backend: str, device: torch.d
 @backends
 @kinds
 @pytest.mark.parametrize("shift", [1000, -12345, 2**24 - 20])
-def test_inner_products_know_only_the_difference(
-    shift: int, kind: str, backend: str, device: torch.device
-) -> None:
+def test_inner_products_know_only_the_difference(shift: int, kind: str, backend: str, device: torch.device) -> None:
     q, k, theta = random_x(device), random_x(device), random_theta(device)
 
     def inner(offset: int) -> Tensor:
@@ -207,8 +214,7 @@ def test_a_rotation_keeps_lengths_and_can_be_undone(kind: str, backend: str, dev
     out = encode(kind, x, theta, offset=100_000, backend=backend)
 
     def lengths(t: Tensor) -> Tensor:
-        pairs = t.double().unflatten(-1, (2, -1)) if kind == "rotate" else t.double().unflatten(-1, (-1, 2)).mT
-        return pairs.square().sum(-2)
+        return pairs(kind, t.double()).square().sum(-2)
 
     assert_near(lengths(out), lengths(x))
     assert_near(encode(kind, out, -theta, offset=100_000, backend=backend), x, 2e-6)  # two rotations
@@ -248,7 +254,7 @@ def test_batch_entries_and_packed_sequences_equal_calls_of_their_own(
     bounds = [0, 3, 3, 4, 11, TOKENS]
     packed = torch.tensor(bounds, device=device)
     out = encode(kind, x[:1], theta, cu_seqlens=packed, offset=9, prefix=1, backend=backend)
-    for start, stop in zip(bounds, bounds[1:]):
+    for start, stop in itertools.pairwise(bounds):
         own = encode(kind, x[:1, start:stop], theta, offset=9, prefix=min(1, stop - start), backend=backend)
         assert torch.equal(out[:, start:stop], own)
 
@@ -274,7 +280,7 @@ def test_the_prefix_is_not_rotated(
     x, prefix = random_x(device).to(dtype), where["prefix"]
     out = lrpe_rotate(x, random_theta(device), **where, backend=backend)
     assert torch.equal(out[:, :prefix], x[:, :prefix])
-    assert not torch.equal(out[:, prefix + 1], x[:, prefix + 1])
+    assert not torch.equal(out[:, -1], x[:, -1])
 
 
 @backends
@@ -348,55 +354,23 @@ def test_angles_are_exact(
 
 @backends
 @kinds
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, in Triton's interpreter
 def test_a_frequency_that_is_not_finite_gives_nan(kind: str, backend: str, device: torch.device) -> None:
     theta = torch.tensor([math.nan, math.inf, -math.inf, 0.5], device=device)
-    x = random_x(device)
-    out = encode(kind, x, theta, offset=-2, backend=backend)
-    turned = out.unflatten(-1, (-1, 2)).mT if kind == "interleaved" else out.unflatten(-1, (2, -1))
-    assert turned[..., :3].isnan().all()  # at position zero too: 0 · ∞ has no value
-    assert_near(turned[..., 3], encode(kind, x, theta.nan_to_num(0, 0, 0), offset=-2, backend="torch")
-                .unflatten(-1, (-1, 2) if kind == "interleaved" else (2, -1))
-                .movedim(-1 if kind == "interleaved" else -2, -2)[..., 3].double())  # fmt: skip
+    x = random_x(device, BATCH, 5, HEADS, 4 if kind == "cosine" else 8)
+    out = pairs(kind, encode(kind, x, theta, offset=-2, backend=backend))
+    assert out[..., :3].isnan().all()  # at position zero too: 0 · ∞ has no value
+    finite = torch.from_numpy(define(kind, x, theta.nan_to_num(0.0, 0.0, 0.0), offset=-2))
+    assert_near(out[..., 3], pairs(kind, finite)[..., 3])
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Memory order, sizes, modes
+# Sizes
 # ----------------------------------------------------------------------------------------------------------
-
-# How to lay x out, and its axes from the slowest to the fastest in memory.
-LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "contiguous": (lambda x: x, "BNHD"),
-    "heads_first": (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), "BHND"),
-    "tokens_first": (lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), "NBHD"),
-    "features_before_heads": (lambda x: x.mT.contiguous().mT, "BNDH"),
-    "every_second_head": (lambda x: x.repeat_interleave(2, dim=2)[:, :, ::2], "BNHD"),
-    "every_second_feature": (lambda x: x.repeat_interleave(2, dim=3)[..., ::2], "BNHD"),
-    "every_second_token": (lambda x: x.repeat_interleave(2, dim=1)[:, ::2], "BNHD"),
-    "misaligned": (lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape), "BNHD"),
-    # An axis that takes no memory has no place of its own in it: it stays where a contiguous one would be.
-    "batch_expanded": (lambda x: x[:1].expand(BATCH, -1, -1, -1), "BNHD"),
-    "heads_expanded": (lambda x: x[:, :, :1].expand(-1, -1, HEADS, -1), "BNHD"),
-    "heads_first_and_batch_expanded": (
-        lambda x: x[:1].transpose(1, 2).contiguous().transpose(1, 2).expand(BATCH, -1, -1, -1),
-        "BHND",
-    ),
-}
-
-
-@backends
-@kinds
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("features", [FEATURES, 16])
-def test_memory_order(features: int, layout: str, kind: str, backend: str, device: torch.device) -> None:
-    arrange, order = LAYOUTS[layout]
-    x, theta = arrange(random_x(device, BATCH, 5, HEADS, features)), random_theta(device, HEADS, 4)
-    out = encode(kind, x, theta, activation="silu", backend=backend)
-    assert torch.equal(out, encode(kind, x.contiguous(), theta, activation="silu", backend=backend))
-    assert out.permute(["BNHD".index(axis) for axis in order]).is_contiguous()
 
 
 def sizes() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Kinds and shapes: rows as long as they come, one head, one token, one of everything."""
+    """Kinds and shapes: long rows, one head, one token, one of everything."""
     long = {"cosine": (2048, 4096, 3000), "rotate": (2048, 4096, 6000), "interleaved": (2048, 6000)}
     for kind in KINDS:
         yield from ((kind, (1, 2, 2, features)) for features in long[kind])
@@ -404,89 +378,15 @@ def sizes() -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 @backends
-@pytest.mark.parametrize(("kind", "shape"), sizes())
+@pytest.mark.parametrize(("kind", "shape"), [*sizes()])
 def test_sizes(kind: str, shape: tuple[int, ...], backend: str, device: torch.device) -> None:
-    x, theta = random_x(device, *shape).requires_grad_(), random_theta(device, shape[2], max(shape[3] // 2 - 1, 1))
-    theta.requires_grad_()
+    x, theta = random_x(device, *shape), random_theta(device, shape[2], max(shape[3] // 2 - 1, 1))
     offsets = torch.arange(shape[0], device=device) + 1000  # decoding: every sequence is at its own position
-    out = encode(kind, x, theta, offset=offsets, activation="softmax", backend=backend)
-    assert_near(out, define(kind, x, theta, "softmax", offset=offsets))
-    exact = [t.detach().double().requires_grad_() for t in (x, theta)]
-    exact_out = encode_reference(kind, *exact, offset=offsets, activation="softmax")
-    grad = torch.randn_like(out)
-    found = torch.autograd.grad(out, (x, theta), grad)
-    for one, other in zip(found, torch.autograd.grad(exact_out, exact, grad.double())):
-        assert_near(one, other, 2e-6)  # a product more than forward, and softmax's difference of like numbers
-
-
-@backends
-@kinds
-def test_modes_of_pytorch(kind: str, backend: str, device: torch.device) -> None:
-    x, theta = random_x(device).requires_grad_(), random_theta(device).requires_grad_()
-    expected = encode(kind, x, theta, activation="silu", backend=backend)
-    assert expected.requires_grad
-    with torch.no_grad():
-        plain = encode(kind, x, theta, activation="silu", backend=backend)
-    assert plain.grad_fn is None
-    assert not plain.requires_grad
-    assert torch.equal(plain, expected)
-    with torch.inference_mode():
-        inferred = encode(kind, x, theta, activation="silu", backend=backend)
-        assert inferred.is_inference()
-        assert torch.equal(inferred, expected)
-    with torch.autocast(device.type, torch.bfloat16):
-        assert torch.equal(encode(kind, x, theta, activation="silu", backend=backend), expected)
-        half = encode(kind, x.bfloat16(), theta, activation="softmax", backend=backend)
-    assert half.dtype == torch.bfloat16
-    assert encode(kind, x.detach(), theta.detach(), backend=backend).grad_fn is None
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Launches
-# ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int, dict[str, Any]]]:
-    """What is launched during a test: function, number of programs, compile-time constants by name."""
-    from warploom.launch import Kernel
-
-    launched, call = [], Kernel.__call__
-
-    def record(kernel: Any, programs: int, tensors: Any, integers: Any, constants: Any, *rest: Any) -> None:
-        names = kernel.function.arg_names[-len(constants) :]
-        launched.append((kernel.function, programs, dict(zip(names, constants))))
-        call(kernel, programs, tensors, integers, constants, *rest)
-
-    monkeypatch.setattr(Kernel, "__call__", record)
-    return launched
-
-
-@kernels
-@kinds
-def test_no_length_is_a_constant(kind: str, launches: list[Any], device: torch.device) -> None:
-    theta = random_theta(device, HEADS, 4).requires_grad_()
-    groups: list[list[tuple[tuple[int, int], dict[str, Any]]]] = [
-        [((b, n), {"offset": o, "prefix": p}) for b, n, o, p in ((2, 5, 0, 0), (3, 16, 7, 2), (9, 1, 2**24, 1))],
-        [((2, 6), {"grid": (2, 3)}), ((3, 7), {"grid": (1, 5), "prefix": 2})],
-        [((1, 6), {"cu_seqlens": torch.tensor(c, device=device)}) for c in ([0, 6], [0, 2, 2, 5, 6])],
-    ]
-    for group in groups:
-        launches.clear()
-        for (batch, tokens), where in group:
-            x = random_x(device, batch, tokens, HEADS, 16).requires_grad_()
-            encode(kind, x, theta, **where, backend="triton").sum().backward()
-        compiled = {(function, tuple(constants.items())) for function, _, constants in launches}
-        assert len(compiled) == 3  # forward, backward, and the sum of theta's gradient
-
-
-@kernels
-@kinds
-@pytest.mark.parametrize("rows", [1, HEADS])
-def test_the_launch_covers_every_row_once(rows: int, kind: str, launches: list[Any], device: torch.device) -> None:
-    x = random_x(device, 5, 97, HEADS, FEATURES)
-    encode(kind, x, random_theta(device, rows, 4), backend="triton")
-    ((_, programs, constants),) = launches
-    unique, shared = (HEADS, 5) if rows > 1 else (5, HEADS)  # see kernels.py: what shares a row's angles
-    row_tiles = math.ceil(97 * unique / constants["BLOCK_R"])
-    assert programs == row_tiles * math.ceil(shared / constants["BLOCK_S"])
+    keywords: dict[str, Any] = {"offset": offsets, "activation": "softmax"}
+    out = encode(kind, x.requires_grad_(), theta.requires_grad_(), **keywords, backend=backend)
+    assert_near(out, define(kind, x, theta, **keywords))
+    grad = random_x(device, *out.shape)
+    exact = exact_gradients(kind, x, theta, grad, **keywords)
+    # A product more than forward, and softmax's difference of like numbers, which two features may cancel.
+    for found, wanted in zip(torch.autograd.grad(out, (x, theta), grad), exact):
+        assert_near(found, wanted, 2e-6 if shape[3] > 2 else 1e-4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 
 import torch
@@ -11,12 +10,8 @@ from warploom.errors import ArgumentError, BackendError, fault
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 BACKENDS = ("auto", "triton", "torch")
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton is installed. Does not import it."""
-    return importlib.util.find_spec("triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+"""Whether Triton is installed; it is imported when it is first needed."""
 
 
 def use_triton(function: str, backend: str, x: torch.Tensor, limit: str | None = None) -> bool:
@@ -33,7 +28,7 @@ def use_triton(function: str, backend: str, x: torch.Tensor, limit: str | None =
         BackendError: ``triton`` was asked for and cannot run here; the text says what is missing.
     """
     if backend == "auto":
-        return x.is_cuda and x.dtype in KERNEL_DTYPES and limit is None and has_triton()
+        return x.is_cuda and x.dtype in KERNEL_DTYPES and limit is None and HAS_TRITON
     if backend == "torch":
         return False
     if backend != "triton":
@@ -45,7 +40,7 @@ def use_triton(function: str, backend: str, x: torch.Tensor, limit: str | None =
 
 
 def _missing(x: torch.Tensor, limit: str | None) -> str | None:
-    if not has_triton():
+    if not HAS_TRITON:
         return "Triton is not installed"
     if x.dtype not in KERNEL_DTYPES:
         return f"the kernels take float16, bfloat16 and float32; x is {str(x.dtype).removeprefix('torch.')}"

@@ -6,17 +6,23 @@ import torch
 
 
 def memory_order(x: torch.Tensor) -> list[int]:
-    """Axes from the slowest to the fastest in memory; equal strides keep the order of the axes.
+    """Axes from the slowest to the fastest in memory, as `torch.empty_like` orders them.
 
-    By comparisons alone, which `torch.compile` can follow where strides are symbols.
+    An axis of size one, or expanded to stride zero, has no place of its own in memory and stays where it is
+    among the others. The sort uses comparisons alone, which `torch.compile` can follow where strides are symbols.
     """
-    stride = x.stride()
-    order: list[int] = []
-    for axis in range(x.dim()):
-        place = len(order)
-        while place > 0 and stride[order[place - 1]] < stride[axis]:
-            place -= 1
-        order.insert(place, axis)
+    shape, stride = x.shape, x.stride()
+    order = list(range(x.dim()))
+    for last in range(1, x.dim()):
+        moving = last
+        for place in range(last - 1, -1, -1):
+            a, b = order[place], order[moving]
+            if shape[a] == 1 or shape[b] == 1 or stride[a] == 0 or stride[b] == 0 or stride[a] == stride[b]:
+                continue
+            if stride[a] > stride[b]:
+                break
+            order[place], order[moving] = b, a
+            moving = place
     return order
 
 

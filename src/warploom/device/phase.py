@@ -46,7 +46,7 @@ def phase_step(theta):
         low = (turns - high.to(tl.float64)).to(tl.float32)
     else:
         theta = theta.to(tl.float32)
-        high = theta * INVERSE_TURN_HIGH
+        high = tl.fma(theta, INVERSE_TURN_HIGH, 0.0)  # not `*`, which the compiler may fuse with what follows
         low = tl.fma(theta, INVERSE_TURN_LOW, tl.fma(theta, INVERSE_TURN_HIGH, -high))
         high -= (high + ROUND) - ROUND
     # Half a turn, which would overflow the conversion below, becomes minus half a turn.

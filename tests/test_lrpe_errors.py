@@ -1,0 +1,254 @@
+"""What LRPE refuses, and how it says so."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from test_lrpe import BACKENDS, encode
+
+from warploom import ArgumentError, BackendError, DeviceError, DtypeError, ShapeError, WarploomError
+from warploom.backend import has_triton
+
+Tensor = torch.Tensor
+Change = dict[str, Any]
+
+TOKENS = 6
+IDS = torch.arange(TOKENS)
+BOUNDS = torch.tensor([0, 2, TOKENS])
+THETA = torch.rand(3, 4)
+
+
+def x_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+ONE_ENTRY = x_of(1, TOKENS, 3, 8)
+
+# What is changed in a good call, the error, the argument it names, and words of what was expected and what came.
+WRONG: tuple[tuple[Change, type[WarploomError], str, str, str], ...] = (
+    # x
+    ({"x": [1.0, 2.0]}, DtypeError, "x", "a tensor", "list"),
+    ({"x": None}, DtypeError, "x", "a tensor", "NoneType"),
+    ({"x": x_of(2, 6, 3, 8, dtype=torch.int64)}, DtypeError, "x", "float16, bfloat16, float32", "int64"),
+    ({"x": x_of(2, 6, 3, 8, dtype=torch.bool)}, DtypeError, "x", "float16, bfloat16, float32", "bool"),
+    ({"x": x_of(2, 6, 3, 8, dtype=torch.complex64)}, DtypeError, "x", "float16, bfloat16, float32", "complex64"),
+    ({"x": x_of()}, ShapeError, "x", "(B, N, H, D) or (B, N, D)", "()"),
+    ({"x": x_of(6, 8)}, ShapeError, "x", "(B, N, H, D) or (B, N, D)", "(6, 8)"),
+    ({"x": x_of(1, 2, 6, 3, 8)}, ShapeError, "x", "(B, N, H, D) or (B, N, D)", "(1, 2, 6, 3, 8)"),
+    ({"x": x_of(2, 6, 3, 0)}, ShapeError, "x", "D ≥ 1", "(2, 6, 3, 0)"),
+    # theta
+    ({"theta": 0.5}, DtypeError, "theta", "a tensor", "float"),
+    ({"theta": None}, DtypeError, "theta", "a tensor", "NoneType"),
+    ({"theta": torch.ones(3, 4, dtype=torch.int32)}, DtypeError, "theta", "float16, bfloat16, float32", "int32"),
+    ({"theta": torch.tensor(0.5)}, ShapeError, "theta", "(H, E), (1, E) or (E,)", "()"),
+    ({"theta": torch.ones(1, 3, 4)}, ShapeError, "theta", "(H, E), (1, E) or (E,)", "(1, 3, 4)"),
+    ({"theta": torch.ones(2, 4)}, ShapeError, "theta", "H = 3", "(2, 4)"),
+    ({"theta": torch.ones(3, 0)}, ShapeError, "theta", "E ≥ 1", "(3, 0)"),
+    ({"theta": torch.ones(0)}, ShapeError, "theta", "E ≥ 1", "(0,)"),
+    ({"x": x_of(2, 6, 8)}, ShapeError, "theta", "H = 1", "(3, 4)"),
+    ({"theta": THETA.to("meta")}, DeviceError, "theta", "on the device of x", "meta"),
+    # activation, backend
+    ({"activation": "gelu"}, ArgumentError, "activation", "none, relu, sigmoid, silu, softmax", "'gelu'"),
+    ({"activation": "SiLU"}, ArgumentError, "activation", "none, relu, sigmoid, silu, softmax", "'SiLU'"),
+    ({"activation": ""}, ArgumentError, "activation", "none, relu, sigmoid, silu, softmax", "''"),
+    ({"activation": None}, ArgumentError, "activation", "none, relu, sigmoid, silu, softmax", "None"),
+    ({"activation": torch.relu}, ArgumentError, "activation", "none, relu, sigmoid, silu, softmax", "relu"),
+    ({"activation": ["silu"]}, ArgumentError, "activation", "none, relu, sigmoid, silu, softmax", "['silu']"),
+    ({"backend": "cuda"}, ArgumentError, "backend", "auto, triton, torch", "'cuda'"),
+    ({"backend": None}, ArgumentError, "backend", "auto, triton, torch", "None"),
+    # grid
+    ({"grid": (2, 2)}, ShapeError, "grid", "N = 6", "0 + 4 for (2, 2)"),
+    ({"grid": (2, 3), "prefix": 1}, ShapeError, "grid", "N = 6", "1 + 6 for (2, 3)"),
+    ({"grid": (0, 3)}, ArgumentError, "grid", "positive", "(0, 3)"),
+    ({"grid": (-2, -3)}, ArgumentError, "grid", "positive", "(-2, -3)"),
+    ({"grid": (2.0, 3)}, DtypeError, "grid", "a sequence of ints", "(2.0, 3)"),
+    ({"grid": (True, 6)}, DtypeError, "grid", "a sequence of ints", "(True, 6)"),
+    ({"grid": ()}, DtypeError, "grid", "a sequence of ints", "()"),
+    ({"grid": 6}, DtypeError, "grid", "a sequence of ints", "6"),
+    ({"grid": "ab"}, DtypeError, "grid", "a sequence of ints", "'ab'"),
+    ({"grid": torch.tensor([2, 3])}, DtypeError, "grid", "a sequence of ints", "tensor"),
+    ({"grid": (2, 3), "offset": 1}, ArgumentError, "offset", "left out when a grid is given", "both"),
+    ({"grid": (2, 3), "offset": torch.tensor(0)}, ArgumentError, "offset", "left out when a grid is given", "both"),
+    # prefix
+    ({"prefix": -1}, ArgumentError, "prefix", "between 0 and N = 6", "-1"),
+    ({"prefix": 7}, ArgumentError, "prefix", "between 0 and N = 6", "7"),
+    ({"prefix": 1.0}, DtypeError, "prefix", "an int", "1.0"),
+    ({"prefix": 0.0}, DtypeError, "prefix", "an int", "0.0"),
+    ({"prefix": True}, DtypeError, "prefix", "an int", "True"),
+    ({"prefix": False}, DtypeError, "prefix", "an int", "False"),
+    ({"prefix": None}, DtypeError, "prefix", "an int", "None"),
+    ({"prefix": "1"}, DtypeError, "prefix", "an int", "'1'"),
+    ({"prefix": torch.tensor(1)}, DtypeError, "prefix", "an int", "tensor"),
+    ({"prefix": torch.tensor(0)}, DtypeError, "prefix", "an int", "tensor"),
+    ({"prefix": torch.tensor([1, 2])}, DtypeError, "prefix", "an int", "tensor"),
+    # offset
+    ({"offset": 1.0}, DtypeError, "offset", "an int or an integer tensor", "1.0"),
+    ({"offset": 0.0}, DtypeError, "offset", "an int or an integer tensor", "0.0"),
+    ({"offset": True}, DtypeError, "offset", "an int or an integer tensor", "True"),
+    ({"offset": None}, DtypeError, "offset", "an int or an integer tensor", "None"),
+    ({"offset": [1, 2]}, DtypeError, "offset", "an int or an integer tensor", "[1, 2]"),
+    ({"offset": torch.tensor(1.0)}, DtypeError, "offset", "int32, int64", "float32"),
+    ({"offset": torch.tensor(True)}, DtypeError, "offset", "int32, int64", "bool"),
+    ({"offset": torch.tensor([1, 2, 3])}, ShapeError, "offset", "() or (B,) with B = 2", "(3,)"),
+    ({"offset": torch.tensor([1])}, ShapeError, "offset", "() or (B,) with B = 2", "(1,)"),
+    ({"offset": torch.ones(2, 1, dtype=torch.int64)}, ShapeError, "offset", "() or (B,) with B = 2", "(2, 1)"),
+    ({"offset": 2**31}, ArgumentError, "offset", "below 2**31", "2147483648"),
+    ({"offset": 2**31 - TOKENS + 1}, ArgumentError, "offset", "below 2**31", "2147483643"),
+    ({"offset": -(2**31)}, ArgumentError, "offset", "below 2**31", "-2147483648"),
+    ({"offset": torch.tensor(1, device="meta")}, DeviceError, "offset", "on the device of x", "meta"),
+    # position_ids
+    ({"position_ids": [0, 1, 2, 3, 4, 5]}, DtypeError, "position_ids", "an integer tensor", "list"),
+    ({"position_ids": IDS.float()}, DtypeError, "position_ids", "int32, int64", "float32"),
+    ({"position_ids": IDS.bool()}, DtypeError, "position_ids", "int32, int64", "bool"),
+    ({"position_ids": torch.tensor(3)}, ShapeError, "position_ids", "(N,), (B, N) or (B, N, k)", "()"),
+    ({"position_ids": IDS[:5]}, ShapeError, "position_ids", "N = 6", "(5,)"),
+    ({"position_ids": IDS.expand(3, -1)}, ShapeError, "position_ids", "B = 2, N = 6", "(3, 6)"),
+    ({"position_ids": IDS.expand(1, -1)}, ShapeError, "position_ids", "B = 2, N = 6", "(1, 6)"),
+    ({"position_ids": IDS[:5].expand(2, -1)}, ShapeError, "position_ids", "B = 2, N = 6", "(2, 5)"),
+    ({"position_ids": IDS[:, None]}, ShapeError, "position_ids", "B = 2, N = 6", "(6, 1)"),
+    ({"position_ids": IDS.expand(2, -1)[..., None][..., :0]}, ShapeError, "position_ids", "k", "(2, 6, 0)"),
+    ({"position_ids": IDS.expand(2, -1)[..., None, None]}, ShapeError, "position_ids", "k", "(2, 6, 1, 1)"),
+    ({"position_ids": IDS.to("meta")}, DeviceError, "position_ids", "on the device of x", "meta"),
+    ({"position_ids": IDS, "grid": (2, 3)}, ArgumentError, "grid", "left out when position_ids", "both"),
+    ({"position_ids": IDS, "prefix": 1}, ArgumentError, "prefix", "left out when position_ids", "both"),
+    ({"position_ids": IDS, "offset": 1}, ArgumentError, "offset", "left out when position_ids", "both"),
+    (
+        {"position_ids": IDS, "offset": torch.tensor(0)},
+        ArgumentError, "offset", "left out when position_ids", "both",
+    ),
+    # cu_seqlens
+    ({"cu_seqlens": BOUNDS}, ShapeError, "x", "of batch size 1 when cu_seqlens", "(2, 6, 3, 8)"),
+    ({"x": ONE_ENTRY, "cu_seqlens": [0, 6]}, DtypeError, "cu_seqlens", "an integer tensor", "list"),
+    ({"x": ONE_ENTRY, "cu_seqlens": BOUNDS.float()}, DtypeError, "cu_seqlens", "int32, int64", "float32"),
+    ({"x": ONE_ENTRY, "cu_seqlens": BOUNDS.short()}, DtypeError, "cu_seqlens", "int32, int64", "int16"),
+    ({"x": ONE_ENTRY, "cu_seqlens": BOUNDS[None]}, ShapeError, "cu_seqlens", "(S + 1,) with S ≥ 1", "(1, 3)"),
+    ({"x": ONE_ENTRY, "cu_seqlens": BOUNDS[:1]}, ShapeError, "cu_seqlens", "(S + 1,) with S ≥ 1", "(1,)"),
+    ({"x": ONE_ENTRY, "cu_seqlens": BOUNDS.to("meta")}, DeviceError, "cu_seqlens", "on the device of x", "meta"),
+    (
+        {"x": ONE_ENTRY, "cu_seqlens": BOUNDS, "grid": (2, 3)},
+        ArgumentError, "grid", "left out when cu_seqlens", "both",
+    ),
+)  # fmt: skip
+
+WRONG_FOR_ROTATE: tuple[tuple[Change, type[WarploomError], str, str, str], ...] = (
+    ({"x": x_of(2, 6, 3, 7)}, ShapeError, "x", "an even number of features D", "(2, 6, 3, 7)"),
+    ({"x": x_of(2, 6, 3, 1)}, ShapeError, "x", "an even number of features D", "(2, 6, 3, 1)"),
+    ({"interleaved": 1}, DtypeError, "interleaved", "a bool", "1"),
+    ({"interleaved": None}, DtypeError, "interleaved", "a bool", "None"),
+    ({"interleaved": "yes"}, DtypeError, "interleaved", "a bool", "'yes'"),
+)
+
+
+def describe(change: object) -> str:
+    if not isinstance(change, dict):
+        return ""
+    return ",".join(
+        f"{name}={value.dtype}{[*value.shape]}" if isinstance(value, Tensor) else f"{name}={value!r}"[:40]
+        for name, value in change.items()
+    ).replace("torch.", "")
+
+
+def place_on(device: torch.device, arguments: Change) -> Change:
+    return {
+        name: value.to(device) if isinstance(value, Tensor) and not value.is_meta else value
+        for name, value in arguments.items()
+    }
+
+
+def table(rows: tuple[tuple[Change, type[WarploomError], str, str, str], ...]) -> Any:
+    ids = [describe(change) for change, *_ in rows]
+    return pytest.mark.parametrize(("change", "error", "argument", "expected", "got"), rows, ids=ids)
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        pytest.fail("a kernel was launched for a call that must be refused")
+
+    if has_triton():
+        monkeypatch.setattr("warploom.launch.Kernel.__call__", refuse)
+
+
+def assert_refused(
+    name: str,
+    change: Change,
+    error: type[WarploomError],
+    argument: str,
+    expected: str,
+    got: str,
+    backend: str,
+    device: torch.device,
+) -> None:
+    import warploom
+
+    good = {"x": x_of(2, TOKENS, 3, 8), "theta": THETA.clone(), "backend": backend}
+    call = place_on(device, {**good, **change})
+    tensors = {key: value for key, value in call.items() if isinstance(value, Tensor) and not value.is_meta}
+    before = {key: (value.clone(), value._version) for key, value in tensors.items()}
+    with pytest.raises(error) as caught:
+        getattr(warploom, name)(**call)
+    assert type(caught.value) is error
+    assert isinstance(caught.value, ValueError)
+    wording = rf"{name}: {argument} must be .*{re.escape(expected)}.*; got .*{re.escape(got)}"
+    assert re.match(wording, str(caught.value), re.DOTALL)
+    for key, value in tensors.items():
+        assert torch.equal(value, before[key][0])
+        assert value._version == before[key][1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["lrpe_cosine", "lrpe_rotate"])
+@table(WRONG)
+def test_wrong_arguments(
+    change: Change,
+    error: type[WarploomError],
+    argument: str,
+    expected: str,
+    got: str,
+    name: str,
+    backend: str,
+    device: torch.device,
+) -> None:
+    assert_refused(name, change, error, argument, expected, got, backend, device)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@table(WRONG_FOR_ROTATE)
+def test_wrong_arguments_of_rotate(
+    change: Change,
+    error: type[WarploomError],
+    argument: str,
+    expected: str,
+    got: str,
+    backend: str,
+    device: torch.device,
+) -> None:
+    assert_refused("lrpe_rotate", change, error, argument, expected, got, backend, device)
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs Triton")
+@pytest.mark.parametrize("kind", ["cosine", "rotate", "interleaved"])
+@pytest.mark.parametrize(
+    ("x", "missing"),
+    [
+        (x_of(2, TOKENS, 3, 8, dtype=torch.float64), "float16, bfloat16 and float32; x is float64"),
+        (x_of(1, 1, 1, 8194), "8194 features"),
+    ],
+    ids=["float64", "long_row"],
+)
+def test_what_the_kernels_cannot_do_is_refused_by_name_only(
+    x: Tensor, missing: str, kind: str, device: torch.device
+) -> None:
+    x, theta = x.to(device), THETA[:1].to(device)
+    with pytest.raises(BackendError, match=rf"^lrpe_\w+: backend 'triton' cannot run this call: .*{missing}"):
+        encode(kind, x, theta, backend="triton")
+    assert torch.equal(encode(kind, x, theta), encode(kind, x, theta, backend="torch"))
+
+
+def test_errors_are_also_pythons_own() -> None:
+    assert issubclass(WarploomError, ValueError)
+    assert issubclass(DtypeError, TypeError)
+    assert issubclass(BackendError, RuntimeError)
+    for error in (ArgumentError, BackendError, DeviceError, DtypeError, ShapeError):
+        assert issubclass(error, WarploomError)
