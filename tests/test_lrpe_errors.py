@@ -8,7 +8,7 @@ import torch
 from test_lrpe import BACKENDS, encode
 
 from warploom import ArgumentError, BackendError, DeviceError, DtypeError, ShapeError, WarploomError
-from warploom.backend import has_triton
+from warploom.backend import HAS_TRITON
 
 Tensor = torch.Tensor
 Change = dict[str, Any]
@@ -166,7 +166,7 @@ def no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         pytest.fail("a kernel was launched for a call that must be refused")
 
-    if has_triton():
+    if HAS_TRITON:
         monkeypatch.setattr("warploom.launch.Kernel.__call__", refuse)
 
 
@@ -227,7 +227,7 @@ def test_wrong_arguments_of_rotate(
     assert_refused("lrpe_rotate", change, error, argument, expected, got, backend, device)
 
 
-@pytest.mark.skipif(not has_triton(), reason="needs Triton")
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @pytest.mark.parametrize("kind", ["cosine", "rotate", "interleaved"])
 @pytest.mark.parametrize(
     ("x", "missing"),

@@ -190,7 +190,7 @@ def test_vmap(mapped: str, kind: str, backend: str, device: torch.device) -> Non
         "offset": torch.tensor([0, 70, 900], device=device),
     }
     axes = {name: {"x": 1, "theta": 1, "offset": 0}[name] for name in mapped.split()}
-    fixed = {name: t.select(t.dim() > 1, 0) for name, t in samples.items() if name not in axes}
+    fixed = {name: t.select(min(t.dim() - 1, 1), 0) for name, t in samples.items() if name not in axes}
 
     def function(*values: Tensor) -> Tensor:
         return encode(kind, **fixed, **dict(zip(axes, values)), backend=backend)
@@ -284,6 +284,37 @@ def test_memory_order(features: int, layout: str, kind: str, backend: str, devic
     assert out.permute(["BNHD".index(axis) for axis in fastest_last]).is_contiguous()
     assert "".join(axis for axis in fastest_last if axis in order) == order
     assert fastest_last[-1] == order[-1]
+    if kind != "cosine":
+        assert out.stride() == torch.empty_like(x).stride()
+
+
+@kernels
+@kinds
+def test_addresses_beyond_32_bits(kind: str, device: torch.device) -> None:
+    """Axes whose far ends lie 2³¹ elements and more apart, in memory of which little is ever touched."""
+    features, far = 8, 2**31 + 16
+
+    def spread(values: Tensor, axis: int) -> Tensor:
+        stride = [64, 32, 16, 1]
+        stride[axis] = far
+        size = 2 * values.element_size() * far
+        if device.type == "cuda" and torch.cuda.mem_get_info()[0] < 3 * size:
+            pytest.skip("needs more GPU memory")
+        return torch.empty(far + 256, dtype=values.dtype, device=device).as_strided(values.shape, stride).copy_(values)
+
+    theta = random_theta(device, 2, 4)
+    for axis in range(3):
+        x = random_x(device, 2, 2, 2, features).bfloat16()
+        grad = random_x(device, *encode(kind, x, theta, backend="triton").shape).bfloat16()
+        results = []
+        for arrange in (lambda t: t, lambda t, axis=axis: spread(t, axis)):
+            leaves = arrange(x).detach().requires_grad_(), theta.clone().requires_grad_()
+            out = encode(kind, *leaves, backend="triton")
+            results.append((out, *torch.autograd.grad(out, leaves, arrange(grad))))
+        (out, dx, dtheta), (far_out, far_dx, far_dtheta) = results
+        assert torch.equal(far_out, out)
+        assert torch.equal(far_dx, dx)
+        assert_near(far_dtheta, dtheta)
 
 
 @backends

@@ -40,7 +40,7 @@ LIMIT = "limit"
 """The provider's name under which the measured ceiling is recorded."""
 
 _PACKAGE = Path(__file__).parents[1]
-_SHARED = ("backend.py", "errors.py", "launch.py")
+_SHARED = ("backend.py", "layout.py", "errors.py", "launch.py")
 """What stands between a call and its kernels besides the operator's folder and ``device``."""
 
 Key = tuple[str, str, str, str, str]

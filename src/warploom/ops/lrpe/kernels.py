@@ -243,8 +243,9 @@ def turn(x1, x2, cosine, sine, KIND: tl.constexpr):
         first = x1 * cosine
         second = x1 * sine
     else:
-        first = x1 * cosine - x2 * sine
-        second = x1 * sine + x2 * cosine
+        # Fused by hand, so that every variant of the kernel gives the same bits.
+        first = tl.fma(x1, cosine, -(x2 * sine))
+        second = tl.fma(x2, cosine, x1 * sine)
     return first, second
 
 
@@ -254,8 +255,8 @@ def turn_backward(
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, THETA: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """Gradients of both tiles of `load_input` and, if ``THETA``, of the angles; (R, F) each, float32."""
-    d1 = g1 * cosine + g2 * sine
-    d2 = g2 * cosine - g1 * sine
+    d1 = tl.fma(g1, cosine, g2 * sine)
+    d2 = tl.fma(g2, cosine, -(g1 * sine))
     dphi = d2
     if ACTIVATION != "none" or THETA:
         y1, y2 = activate_input(x1, x2, KIND, ACTIVATION, F, BLOCK_F)
@@ -266,7 +267,7 @@ def turn_backward(
             else:
                 d1 = activate_backward(x1, d1, ACTIVATION)
         else:
-            dphi = y1 * d2 - y2 * d1
+            dphi = tl.fma(y1, d2, -(y2 * d1))
             if ACTIVATION == "softmax":
                 mean = tl.sum(y1 * d1 + y2 * d2, axis=1)[:, None]
                 d1 = y1 * (d1 - mean)

@@ -84,13 +84,18 @@ class Geometry(NamedTuple):
         return (heads, tokens, batch) if self.heads_shared else (batch, tokens, heads)
 
 
-def _configuration(kind: str, activation: str, backward: bool, theta_gradient: bool) -> tuple[int, int]:
-    """Vectors of x to a row of angles, and warps; measured on an H200 (see "How it reaches the limit")."""
+def _configuration(kind: str, activation: str, wide: bool, backward: bool, theta_gradient: bool) -> tuple[int, int]:
+    """Vectors of x to a row of angles, and warps; measured on an H200 (see "How it reaches the limit").
+
+    ``wide`` is float32, which takes twice the registers: where they are scarce, half the vectors fit.
+    """
     if theta_gradient:
-        return (6, 2) if kind == "cosine" else (3, 4)
-    if activation == "softmax":
-        return 2, 4 if backward else 2
-    return 2, 1 if kind == "cosine" else 2
+        vectors, warps = (6, 2) if kind == "cosine" else (3, 4)
+    elif activation == "softmax":
+        vectors, warps = 2, 4 if backward else 2
+    else:
+        return 2, 1 if kind == "cosine" else 2
+    return vectors // 2 if wide else vectors, warps
 
 
 def _geometry(
@@ -168,7 +173,9 @@ def forward(
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run the forward kernel. ``table`` (N, 1 or H, 2F) float32 replaces the angles by stored cosines and sines."""
-    geometry = _geometry(x, theta, positions, kind, _configuration(kind, activation, False, False))
+    geometry = _geometry(
+        x, theta, positions, kind, _configuration(kind, activation, x.dtype == torch.float32, False, False)
+    )
     out = empty_in_order_of(x, 2 * geometry.features)
     vec, unit, strides = _packed_strides((x, out), geometry)
     theta_vec, angle_integers = _angle_integers(theta, positions, geometry, table)
@@ -196,7 +203,9 @@ def backward(
     table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the backward kernel: gradient of ``x``, and that of ``theta`` when asked for."""
-    geometry = _geometry(x, theta, positions, kind, _configuration(kind, activation, True, theta_gradient))
+    geometry = _geometry(
+        x, theta, positions, kind, _configuration(kind, activation, x.dtype == torch.float32, True, theta_gradient)
+    )
     dx = empty_in_order_of(x, x.shape[-1])
     vec, unit, strides = _packed_strides((x, grad, dx), geometry)
     theta_vec, angle_integers = _angle_integers(theta, positions, geometry, table)
