@@ -84,18 +84,15 @@ class Geometry(NamedTuple):
         return (heads, tokens, batch) if self.heads_shared else (batch, tokens, heads)
 
 
-def _configuration(kind: str, activation: str, wide: bool, backward: bool, theta_gradient: bool) -> tuple[int, int]:
-    """Vectors of x to a row of angles, and warps; measured on an H200 (see "How it reaches the limit").
-
-    ``wide`` is float32, which takes twice the registers: where they are scarce, half the vectors fit.
-    """
+def _configuration(kind: str, activation: str, backward: bool, theta_gradient: bool) -> tuple[int, int]:
+    """Vectors of x to a row of angles, and warps; measured on an H200 (see "How it reaches the limit")."""
     if theta_gradient:
-        vectors, warps = (6, 2) if kind == "cosine" else (3, 4)
-    elif activation == "softmax":
-        vectors, warps = 2, 4 if backward else 2
-    else:
-        return 2, 1 if kind == "cosine" else 2
-    return vectors // 2 if wide else vectors, warps
+        if kind == "cosine":
+            return 6, 2
+        return 2 if activation == "softmax" else 3, 4
+    if activation == "softmax":
+        return 2, 4 if backward else 2
+    return 2, 1 if kind == "cosine" else 2
 
 
 def _geometry(
@@ -112,7 +109,7 @@ def _geometry(
         block_s, warps = 1, min(32, block_f // 256)
     if positions.per_batch() and not heads_shared:
         block_s = 1  # batch entries at different positions share no angles
-    block_r = max(1, warps * 32 * 8 // block_f)  # 8 features a thread: 16 bytes of bfloat16
+    block_r = max(1, warps * 32 * 16 // x.element_size() // block_f)  # 16 bytes of features a thread
     return Geometry(batch, tokens, heads, heads_shared, block_s, block_r, block_f, warps, features)
 
 
@@ -173,9 +170,7 @@ def forward(
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run the forward kernel. ``table`` (N, 1 or H, 2F) float32 replaces the angles by stored cosines and sines."""
-    geometry = _geometry(
-        x, theta, positions, kind, _configuration(kind, activation, x.dtype == torch.float32, False, False)
-    )
+    geometry = _geometry(x, theta, positions, kind, _configuration(kind, activation, False, False))
     out = empty_in_order_of(x, 2 * geometry.features)
     vec, unit, strides = _packed_strides((x, out), geometry)
     theta_vec, angle_integers = _angle_integers(theta, positions, geometry, table)
@@ -203,9 +198,7 @@ def backward(
     table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the backward kernel: gradient of ``x``, and that of ``theta`` when asked for."""
-    geometry = _geometry(
-        x, theta, positions, kind, _configuration(kind, activation, x.dtype == torch.float32, True, theta_gradient)
-    )
+    geometry = _geometry(x, theta, positions, kind, _configuration(kind, activation, True, theta_gradient))
     dx = empty_in_order_of(x, x.shape[-1])
     vec, unit, strides = _packed_strides((x, grad, dx), geometry)
     theta_vec, angle_integers = _angle_integers(theta, positions, geometry, table)
