@@ -20,6 +20,7 @@ TWO_POW_32 = tl.constexpr(4294967296.0)
 TWO_POW_MINUS_32 = tl.constexpr(2.3283064365386963e-10)
 TURN = tl.constexpr(6.283185307179586)
 ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: a float32 this large has no fraction, so adding it rounds
+LARGEST = tl.constexpr(16777216.0)  # radians per position
 EIGHTH_TURN = tl.constexpr(1 << 29)  # in units of 2⁻³² turns
 
 # sin(2πr) / r and (cos(2πr) − 1) / r² in powers of r², minimax on |r| ≤ 1/8: 2e-9 and 5e-11 absolute.
@@ -37,7 +38,7 @@ C4 = tl.constexpr(59.24596422)
 def phase_step(theta):
     """Angle gained per position: whole units (int32), the rest in units (float32), and the size of a unit.
 
-    The unit is 2⁻³² turns, or NaN where theta is not finite, which an integer could not carry.
+    The unit is 2⁻³² turns, or NaN where theta is too large to be reduced, infinite or NaN.
     """
     if INTERPRETED or theta.dtype == tl.float64:  # the interpreter's fma rounds the product first
         turns = theta.to(tl.float64) * INVERSE_TURN
@@ -56,7 +57,7 @@ def phase_step(theta):
     carry = rest.to(tl.int32)  # less than one unit may stay: times a position it must still fit an int32
     whole += carry
     rest -= carry.to(tl.float32)
-    unit = theta.to(tl.float32) * 0.0 + TWO_POW_MINUS_32
+    unit = tl.where(tl.abs(theta) < LARGEST, TWO_POW_MINUS_32, float("nan")).to(tl.float32)
     return whole, rest, unit
 
 

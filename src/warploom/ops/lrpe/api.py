@@ -206,11 +206,10 @@ def _checked(
     if activation not in ACTIVATIONS:
         raise fault(ArgumentError, name, "activation", f"one of {', '.join(ACTIVATIONS)}", repr(activation))
     tokens = x.shape[1]
-    if prefix != 0 or isinstance(prefix, bool):
-        if not _is_int(prefix):
-            raise fault(DtypeError, name, "prefix", "an int", repr(prefix))
-        if not 0 <= prefix <= tokens:
-            raise fault(ArgumentError, name, "prefix", f"between 0 and N = {tokens}", prefix)
+    if not _is_int(prefix):
+        raise fault(DtypeError, name, "prefix", "an int", repr(prefix))
+    if prefix != 0 and not 0 <= prefix <= tokens:
+        raise fault(ArgumentError, name, "prefix", f"between 0 and N = {tokens}", prefix)
     if isinstance(offset, Tensor):
         _check_offset_tensor(name, x, offset)
     elif not _is_int(offset):

@@ -169,7 +169,7 @@ def apply(
 
     With ``table``, from `angle_table`, cosines and sines are read instead of computed (plain eager calls only).
     """
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return _Lrpe.apply(x, theta, *positions, kind, activation, table)  # type: ignore[no-any-return]
     if table is not None or _is_plain_eager(x, theta):
         if torch.is_grad_enabled() and (x.requires_grad or theta.requires_grad):

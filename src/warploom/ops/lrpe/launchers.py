@@ -92,7 +92,9 @@ def _configuration(kind: str, activation: str, backward: bool, theta_gradient: b
         return 2 if activation == "softmax" else 3, 4
     if activation == "softmax":
         return 2, 4 if backward else 2
-    return 2, 1 if kind == "cosine" else 2
+    if kind != "cosine" and activation in ("sigmoid", "silu") and not backward:
+        return 3, 2
+    return 2, 2 if kind != "cosine" and backward else 1
 
 
 def _geometry(
@@ -200,6 +202,8 @@ def backward(
     """Run the backward kernel: gradient of ``x``, and that of ``theta`` when asked for."""
     geometry = _geometry(x, theta, positions, kind, _configuration(kind, activation, True, theta_gradient))
     dx = empty_in_order_of(x, x.shape[-1])
+    if x.numel() == 0:
+        return dx, torch.zeros_like(theta) if theta_gradient else None
     vec, unit, strides = _packed_strides((x, grad, dx), geometry)
     theta_vec, angle_integers = _angle_integers(theta, positions, geometry, table)
     chunks = geometry.row_blocks

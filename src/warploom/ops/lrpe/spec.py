@@ -32,7 +32,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator, *,
     batch, tokens, heads, head_dim = case["batch"], case["n"], case["heads"], case["head_dim"]
     dtype = getattr(torch, case["dtype"])
     shape = (batch, tokens, heads, head_dim) if heads else (batch, tokens, head_dim)
-    x = torch.randn(shape, generator=generator).to(device, dtype)
+    x = _normal(shape, dtype, device, generator)
     if case.get("layout") == "bhnd":
         x = x.transpose(1, 2).contiguous().transpose(1, 2)
     features = head_dim // 2 if paired else head_dim
@@ -61,6 +61,18 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator, *,
         sizes = {"n": (tokens,), "bn": (batch, tokens)}.get(form) or (batch, tokens, form)
         inputs["position_ids"] = torch.randint(0, 2**24, sizes, generator=generator).to(device)
     return inputs
+
+
+_PERIOD = 2**24 - 3
+
+
+def _normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
+    """Normal numbers. A large tensor repeats them with a prime period, so that no two of its rows are alike."""
+    size = math.prod(shape)
+    numbers = torch.randn(min(size, _PERIOD), generator=generator).to(device, dtype)
+    if size > _PERIOD:
+        numbers = numbers.repeat(-(-size // _PERIOD))[:size].clone()
+    return numbers.view(shape)
 
 
 def _offset(form: int | str, batch: int, device: torch.device, generator: torch.Generator) -> int | Tensor:
