@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_OPTIONAL = frozenset({"jinja2", "numpy", "plotly", "rich"})
+_OPTIONAL = frozenset({"jinja2", "matplotlib", "numpy", "plotly", "rich"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
         "paths", nargs="+", type=Path, metavar="PATH", help="folders of runs, or records.jsonl files"
     )
     report.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: report.html beside the first")
+    report.add_argument("--pictures", type=Path, metavar="DIR", help="also draw an SVG of each bench there")
+    report.add_argument("--readme", type=Path, metavar="FILE", help="also rewrite the table of speeds in this file")
     report.set_defaults(command=_report)
 
     env = commands.add_parser("env", help="show what a measurement here depends on")
@@ -192,6 +194,16 @@ def _report(options: argparse.Namespace) -> int:
 
     first = options.paths[0]
     beside = first if first.is_dir() else first.parent
+    if options.pictures:
+        from warploom.bench.plots import write_pictures
+
+        for picture in write_pictures(options.paths, options.pictures):
+            print(picture)
+    if options.readme:
+        from warploom.bench.readme import update
+
+        update(options.readme, options.paths)
+        print(options.readme)
     print(write_report(options.paths, options.output or beside / "report.html"))
     return 0
 

@@ -1,0 +1,39 @@
+"""The README's table comes from the committed records, and its examples run."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from warploom.bench.readme import BEGIN, END, speed_table, update
+from warploom.errors import ArgumentError
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_table_is_what_the_records_say(tmp_path: Path) -> None:
+    committed = (ROOT / "README.md").read_text(encoding="utf-8")
+    copy = tmp_path / "README.md"
+    copy.write_text(committed, encoding="utf-8")
+    update(copy, [ROOT / "results" / "h200"])
+    assert copy.read_text(encoding="utf-8") == committed
+
+
+def test_no_records_no_numbers() -> None:
+    assert "no records" in speed_table([])
+
+
+def test_a_file_without_marks_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file.md"
+    file.write_text(f"{END} {BEGIN}", encoding="utf-8")
+    with pytest.raises(ArgumentError, match="marks"):
+        update(file, [])
+    assert file.read_text(encoding="utf-8") == f"{END} {BEGIN}"
+
+
+def test_the_examples_run() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block, {})
