@@ -2,10 +2,10 @@
 
 Triton's own launcher re-examines every argument on every call, which costs more than a small kernel runs.
 `Kernel` keeps what a compiled kernel really depends on, the dtype and alignment of each pointer and the
-compile-time constants, as the key of a dictionary, and calls the compiled kernel directly. Integers are
+compile-time constants, as the key of a dictionary, and calls the compiled kernel directly. Numbers are
 never part of the key: kernels declare their type and exclude them from specialisation, so a new length,
-offset, stride or batch compiles nothing. (A stride's divisibility, which vector loads need, is a constant:
-strides travel divided by it.)
+offset, stride, scale or batch compiles nothing. (A stride's divisibility, which vector loads need, is a
+constant: strides travel divided by it.)
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ class Build:
     signature: dict[str, str]
     constexprs: dict[str, Any]
     attrs: dict[tuple[int, ...], list[list[Any]]] = field(repr=False)
-    num_warps: int
+    options: dict[str, int]
 
 
 class Kernel:
     """A Triton kernel with a one-dimensional grid, and the variants of it compiled so far.
 
-    The kernel's parameters come in this order: pointers (``None`` allowed), integers, compile-time constants.
+    The kernel's parameters come in this order: pointers (``None`` allowed), numbers (annotated with their type
+    and excluded from specialisation), compile-time constants.
     """
 
     def __init__(self, function: Any) -> None:
@@ -65,74 +66,67 @@ class Kernel:
         self,
         programs: int,
         tensors: Sequence[torch.Tensor | None],
-        integers: Sequence[int],
+        numbers: Sequence[int | float],
         constants: tuple[Any, ...],
         num_warps: int = 4,
-    ) -> None:
-        """Launch ``programs`` programs on the current stream of the first tensor's device."""
+        num_stages: int = 3,
+    ) -> Any:
+        """Launch ``programs`` programs on the current stream of the first tensor's device.
+
+        Returns:
+            The compiled variant, for `relaunch`; ``None`` where nothing was compiled (no programs, the
+            interpreter, builds being recorded).
+        """
         if programs == 0:
-            return
+            return None
+        options = {"num_warps": num_warps, "num_stages": num_stages}
         if _recorded is not None:
-            self._record(_recorded, tensors, integers, constants, num_warps)
-            return
+            self._record(_recorded, tensors, numbers, constants, options)
+            return None
         first = tensors[0]
         if INTERPRETED and not (first is not None and first.is_cuda):
-            self.function[(programs,)](*tensors, *integers, *constants, num_warps=num_warps)
-            return
+            self.function[(programs,)](*tensors, *numbers, *constants, **options)
+            return None
         device = first.get_device()  # type: ignore[union-attr]
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self._launch(device, programs, tensors, integers, constants, num_warps)
-        else:
-            self._launch(device, programs, tensors, integers, constants, num_warps)
+                return self._launch(device, programs, tensors, numbers, constants, options)
+        return self._launch(device, programs, tensors, numbers, constants, options)
 
     def _launch(
         self,
         device: int,
         programs: int,
         tensors: Sequence[torch.Tensor | None],
-        integers: Sequence[int],
+        numbers: Sequence[int | float],
         constants: tuple[Any, ...],
-        num_warps: int,
-    ) -> None:
-        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        options: dict[str, int],
+    ) -> Any:
         kinds = [None if t is None else (t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in tensors]
-        key = (device, num_warps, constants, *kinds)
+        key = (device, *options.values(), constants, *kinds)
         compiled = self.compiled.get(key)
         if compiled is None:
-            self.compiled[key] = self.function.run(
-                *tensors, *integers, *constants, grid=(programs, 1, 1), warmup=False, num_warps=num_warps
+            compiled = self.compiled[key] = self.function.run(
+                *tensors, *numbers, *constants, grid=(programs, 1, 1), warmup=False, **options
             )
-            return
-        compiled.run(
-            programs,
-            1,
-            1,
-            driver.active.get_current_stream(device),
-            compiled.function,
-            compiled.packed_metadata,
-            None,  # launch metadata and hooks: for Triton's profiler, which reads them from its own launcher
-            None,
-            None,
-            *addresses,
-            *integers,
-            *constants,
-        )
+        else:
+            relaunch(compiled, device, programs, tensors, (*numbers, *constants))
+        return compiled
 
     def _record(
         self,
         builds: dict[tuple[Any, ...], Build],
         tensors: Sequence[torch.Tensor | None],
-        integers: Sequence[int],
+        numbers: Sequence[int | float],
         constants: tuple[Any, ...],
-        num_warps: int,
+        options: dict[str, int],
     ) -> None:
         names = self.function.arg_names
         types = {p.name: p.annotation_type for p in self.function.params}
         signature: dict[str, str] = {}
         constexprs: dict[str, Any] = {}
         attrs: dict[tuple[int, ...], list[list[Any]]] = {}
-        for index, (name, value) in enumerate(zip(names, (*tensors, *integers, *constants), strict=True)):
+        for index, (name, value) in enumerate(zip(names, (*tensors, *numbers, *constants), strict=True)):
             if isinstance(value, torch.Tensor):
                 signature[name] = "*" + _TYPE_NAMES[value.dtype]
                 if value.data_ptr() % ALIGNMENT == 0:
@@ -142,8 +136,30 @@ class Kernel:
             else:
                 signature[name] = "constexpr"
                 constexprs[name] = value
-        key = (self.function, tuple(signature.items()), constants, tuple(attrs), num_warps)
-        builds.setdefault(key, Build(self.function, signature, constexprs, attrs, num_warps))
+        key = (self.function, tuple(signature.items()), constants, tuple(attrs), *options.values())
+        builds.setdefault(key, Build(self.function, signature, constexprs, attrs, options))
+
+
+def relaunch(
+    compiled: Any, device: int, programs: int, tensors: Sequence[torch.Tensor | None], arguments: Sequence[Any]
+) -> None:
+    """Launch a compiled variant again, on tensors of the dtypes and alignment that it was compiled for.
+
+    ``device`` must be the current one; ``arguments`` are the numbers and constants.
+    """
+    compiled.run(
+        programs,
+        1,
+        1,
+        driver.active.get_current_stream(device),
+        compiled.function,
+        compiled.packed_metadata,
+        None,  # launch metadata and hooks: for Triton's profiler, which reads them from its own launcher
+        None,
+        None,
+        *[None if t is None else t.data_ptr() for t in tensors],
+        *arguments,
+    )
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ so a run that is resumed or repeated needs to rewrite nothing, and a killed run 
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import json
@@ -40,8 +41,8 @@ LIMIT = "limit"
 """The provider's name under which the measured ceiling is recorded."""
 
 _PACKAGE = Path(__file__).parents[1]
-_SHARED = ("backend.py", "layout.py", "errors.py", "launch.py")
-"""What stands between a call and its kernels besides the operator's folder and ``device``."""
+_CONTRACT = ("warploom.ops", "warploom.ops.spec")
+"""Descriptions for tests and bench: imported by operators, but nothing of what their kernels do."""
 
 Key = tuple[str, str, str, str, str]
 
@@ -167,14 +168,33 @@ def load_environments(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def source_digest(folder: Path) -> str:
-    """Fingerprint of an operator's folder and of the code its kernels share with other operators."""
-    shared = [*(_PACKAGE / name for name in _SHARED), *(_PACKAGE / "device").glob("*.py")]
+    """Fingerprint of an operator's folder and of the modules of this package that it imports."""
     digest = hashlib.sha256()
-    for root, files in ((folder, folder.rglob("*.py")), (_PACKAGE, shared)):
-        for file in sorted(files):
+    own = sorted(folder.rglob("*.py"))
+    for root, files in ((folder, own), (_PACKAGE, sorted(_imported(own) - set(own)))):
+        for file in files:
             digest.update(f"{file.relative_to(root).as_posix()}\n{file.stat().st_size}\n".encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def _imported(files: Iterable[Path]) -> set[Path]:
+    """Modules of this package that files import, and what those import in turn."""
+    found: set[Path] = set()
+    waiting = list(files)
+    while waiting:
+        for node in ast.walk(ast.parse(waiting.pop().read_bytes())):
+            names: list[str] = []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            for name in names:
+                file = _PACKAGE.parent.joinpath(*name.split(".")).with_suffix(".py")
+                if name.startswith("warploom.") and name not in _CONTRACT and file.is_file() and file not in found:
+                    found.add(file)
+                    waiting.append(file)
+    return found
 
 
 def current_digest(bench: Bench) -> str:

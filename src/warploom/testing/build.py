@@ -103,7 +103,7 @@ def build(variant: launch.Build, arch: int) -> Resources:
     source = ASTSource(variant.function, variant.signature, variant.constexprs, variant.attrs)
     target = GPUTarget("cuda", arch, 32)
     try:
-        compiled = triton.compile(source, target=target, options={"num_warps": variant.num_warps})
+        compiled = triton.compile(source, target=target, options=dict(variant.options))
     except (TritonError, RuntimeError) as error:
         raise BuildError(f"{_name(variant)} [{_describe(variant)}] for sm_{arch}: {error}") from error
     registers, stack, local = _usage(compiled.asm["cubin"])
