@@ -74,8 +74,8 @@ class Kernel:
         """Launch ``programs`` programs on the current stream of the first tensor's device.
 
         Returns:
-            The compiled variant, for `relaunch`; ``None`` where nothing was compiled (no programs, the
-            interpreter, builds being recorded).
+            The compiled variant; ``None`` where nothing was compiled (no programs, the interpreter, builds
+            being recorded).
         """
         if programs == 0:
             return None
@@ -102,7 +102,8 @@ class Kernel:
         constants: tuple[Any, ...],
         options: dict[str, int],
     ) -> Any:
-        kinds = [None if t is None else (t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in tensors]
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        kinds = [None if t is None else (t.dtype, a % ALIGNMENT == 0) for t, a in zip(tensors, addresses)]
         key = (device, *options.values(), constants, *kinds)
         compiled = self.compiled.get(key)
         if compiled is None:
@@ -110,7 +111,7 @@ class Kernel:
                 *tensors, *numbers, *constants, grid=(programs, 1, 1), warmup=False, **options
             )
         else:
-            relaunch(compiled, device, programs, tensors, (*numbers, *constants))
+            _enqueue(compiled, device, programs, addresses, (*numbers, *constants))
         return compiled
 
     def _record(
@@ -140,13 +141,49 @@ class Kernel:
         builds.setdefault(key, Build(self.function, signature, constexprs, attrs, options))
 
 
-def relaunch(
-    compiled: Any, device: int, programs: int, tensors: Sequence[torch.Tensor | None], arguments: Sequence[Any]
-) -> None:
-    """Launch a compiled variant again, on tensors of the dtypes and alignment that it was compiled for.
+class Launch:
+    """A launch of which everything is settled but the addresses and the first number.
 
-    ``device`` must be the current one; ``arguments`` are the numbers and constants.
+    Made once for a call's shapes, strides, dtypes and options, and kept by the operator for calls like it: what
+    such a call then costs the host is Triton's own entry point, and little else.
     """
+
+    __slots__ = ("arguments", "compiled", "constants", "device", "kernel", "numbers", "options", "programs")
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        programs: int,
+        numbers: Sequence[int | float],
+        constants: tuple[Any, ...],
+        num_warps: int = 4,
+        num_stages: int = 3,
+    ) -> None:
+        self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
+        self.options = (num_warps, num_stages)
+        self.arguments = (*numbers, *constants)
+        self.compiled: Any = None  # the variant for aligned addresses, and its device
+        self.device = -1
+
+    def __call__(self, tensors: Sequence[torch.Tensor | None], number: int | float) -> None:
+        """Launch on tensors of the dtypes that this launch was made for; ``number`` is the kernel's first."""
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        aligned = not any(a is not None and a % ALIGNMENT for a in addresses)
+        if aligned and self.compiled is not None and _recorded is None:
+            device = tensors[0].get_device()  # type: ignore[union-attr]
+            if device == self.device and device == torch.cuda.current_device():
+                _enqueue(self.compiled, device, self.programs, addresses, (number, *self.arguments))
+                return
+        numbers = (number, *self.numbers)
+        compiled = self.kernel(self.programs, tensors, numbers, self.constants, *self.options)
+        if aligned and compiled is not None:
+            self.compiled, self.device = compiled, tensors[0].get_device()  # type: ignore[union-attr]
+
+
+def _enqueue(
+    compiled: Any, device: int, programs: int, addresses: Sequence[int | None], arguments: Sequence[Any]
+) -> None:
+    """Put a compiled variant on the current stream of ``device``, which must be the current one."""
     compiled.run(
         programs,
         1,
@@ -157,7 +194,7 @@ def relaunch(
         None,  # launch metadata and hooks: for Triton's profiler, which reads them from its own launcher
         None,
         None,
-        *[None if t is None else t.data_ptr() for t in tensors],
+        *addresses,
         *arguments,
     )
 

@@ -3,7 +3,7 @@
 A float32 product of a position and a frequency keeps 24 bits, of which the whole turns eat the leading ones:
 at position 10⁶ the angle is already wrong by 0.06 rad. Here an angle is a fixed-point fraction of a turn, in
 units of 2⁻³² turns. The angle gained per position is kept in two words: an integer, whose product with the
-position wraps modulo 2³² exactly as the angle wraps modulo one turn, and a float32 remainder below half a unit,
+position wraps modulo 2³² exactly as the angle wraps modulo one turn, and a float32 remainder below one unit,
 whose product with the position is small. Together they hold 48 bits behind the leading one of the frequency.
 """
 
@@ -22,6 +22,8 @@ TURN = tl.constexpr(6.283185307179586)
 ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: a float32 this large has no fraction, so adding it rounds
 LARGEST = tl.constexpr(16777216.0)  # radians per position
 EIGHTH_TURN = tl.constexpr(1 << 29)  # in units of 2⁻³² turns
+HALF_TURN_AND_HALF_A_BIT = tl.constexpr(-(2**31) + 2**8)  # of 23 bits
+ONE_AS_BITS = tl.constexpr(0x3F800000)
 
 # sin(2πr) / r and (cos(2πr) − 1) / r² in powers of r², minimax on |r| ≤ 1/8: 2e-9 and 5e-11 absolute.
 S0 = tl.constexpr(6.28318529)
@@ -66,11 +68,14 @@ def cos_sin(position, whole, rest, unit, HALF: tl.constexpr):
     """Cosine and sine at integer positions, from `phase_step`, in float32.
 
     Below 2e-7 off for positions to 2²⁴. With ``HALF``, for results that will be rounded to 16 bits, the special
-    function unit does what is left after the exact reduction, and is at most 6e-7 off.
+    function unit does what is left after the exact reduction, and is at most 9e-7 off.
     """
-    phase = position * whole + (position.to(tl.float32) * rest).to(tl.int32)
     if HALF:
-        angle = phase.to(tl.float32) * (unit * TURN)
+        # The upper 23 bits of the phase, half a turn ahead, are the fraction of a float32 in [1, 2). Conversions
+        # from and to integers would cost as much as the sine itself, and the rest is small enough for float32.
+        bits = position * whole + HALF_TURN_AND_HALF_A_BIT
+        turns = ((bits.to(tl.uint32, bitcast=True) >> 9) | ONE_AS_BITS).to(tl.float32, bitcast=True) - 1.5
+        angle = tl.fma(position.to(tl.float32), rest * TWO_POW_MINUS_32, turns) * (unit * (TURN * TWO_POW_32))
         if INTERPRETED:
             cosine = tl.cos(angle)
             sine = tl.sin(angle)
@@ -82,6 +87,7 @@ def cos_sin(position, whole, rest, unit, HALF: tl.constexpr):
                 "sin.approx.ftz.f32 $0, $1;", "=f,f", [angle], dtype=tl.float32, is_pure=True, pack=1
             )
     else:
+        phase = position * whole + (position.to(tl.float32) * rest).to(tl.int32)
         quadrant = (phase + EIGHTH_TURN) >> 30
         # Within an eighth of a turn of the quadrant's axis.
         r = (phase - (quadrant << 30)).to(tl.float32) * unit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,8 +70,8 @@ def lrpe_cosine(
 
     Source: Qin et al., "Linearized Relative Positional Encoding", 2023, arXiv 2307.09270, equation 9.
     """
-    call = _checked("lrpe_cosine", x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation)
-    return _run(call, "cosine", backend)
+    arguments = _Arguments(x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation)
+    return _run("lrpe_cosine", "cosine", arguments, backend)
 
 
 def lrpe_rotate(
@@ -125,22 +125,18 @@ def lrpe_rotate(
     Source: Qin et al., "Linearized Relative Positional Encoding", 2023, arXiv 2307.09270, equation 12;
     Su et al., "RoFormer", 2021, arXiv 2104.09864.
     """
-    name = "lrpe_rotate"
-    call = _checked(name, x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation)
-    if x.shape[-1] % 2:
-        raise fault(ShapeError, name, "x", "of an even number of features D", _shape(x))
     if not isinstance(interleaved, bool):
-        raise fault(DtypeError, name, "interleaved", "a bool", repr(interleaved))
-    return _run(call, "interleaved" if interleaved else "rotate", backend)
+        raise fault(DtypeError, "lrpe_rotate", "interleaved", "a bool", repr(interleaved))
+    arguments = _Arguments(x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation)
+    return _run("lrpe_rotate", "interleaved" if interleaved else "rotate", arguments, backend)
 
 
-class _Call(NamedTuple):
-    """Checked arguments."""
+class _Arguments(NamedTuple):
+    """The arguments that both functions share."""
 
-    name: str
     x: Tensor
     theta: Tensor
-    grid: tuple[int, ...] | None
+    grid: Sequence[int] | None
     prefix: int
     offset: int | Tensor
     position_ids: Tensor | None
@@ -148,41 +144,83 @@ class _Call(NamedTuple):
     activation: str
 
 
-def _run(call: _Call, kind: str, backend: str) -> Tensor:
-    x = call.x
-    if use_triton(call.name, backend, x, _beyond_kernels(call)):
-        from warploom.ops.lrpe import autograd, launchers  # Triton is imported when it is first needed
+_on_kernels: set[Hashable] = set()
+"""Keys of calls that were found right, and for the kernels: whatever is in here needs no second look."""
 
-        offsets, offset = (None, call.offset) if isinstance(call.offset, int) else (call.offset, 0)
-        ids, prefix, grid = call.position_ids, call.prefix, call.grid or ()
-        if len(grid) > launchers.MAX_AXES:
-            ids = reference.coordinates(x, grid, prefix, 0, None, None).expand(x.shape[0], -1, -1)
-            prefix, grid = 0, ()
-        positions = launchers.Positions(ids, offsets, call.cu_seqlens, offset, prefix, grid)
-        return autograd.apply(x, call.theta, positions, kind, call.activation)
-    arguments = {
-        "grid": call.grid,
-        "prefix": call.prefix,
-        "offset": call.offset,
-        "position_ids": call.position_ids,
-        "cu_seqlens": call.cu_seqlens,
-        "activation": call.activation,
-    }
-    if kind == "cosine":
-        out = reference.lrpe_cosine(x, call.theta, **arguments)  # type: ignore[arg-type]
+
+def _run(name: str, kind: str, given: _Arguments, backend: str) -> Tensor:
+    key = _key(kind, given, backend)
+    if key not in _on_kernels:
+        _check(name, kind, given)
+        if not use_triton(name, backend, given.x, _beyond_kernels(given)):
+            return _run_reference(kind, given)
+        if key is not None:
+            if len(_on_kernels) >= MAX_KEYS:
+                _on_kernels.clear()
+            _on_kernels.add(key)
+    from warploom.ops.lrpe import autograd, launchers  # Triton is imported when it is first needed
+
+    ids, prefix, grid = given.position_ids, given.prefix, given.grid
+    if grid is not None and len(grid) > launchers.MAX_AXES:
+        ids = reference.coordinates(given.x, grid, prefix, 0, None, None).expand(given.x.shape[0], -1, -1)
+        prefix, grid = 0, ()
+    offsets, offset = (given.offset, 0) if isinstance(given.offset, Tensor) else (None, given.offset)
+    positions = launchers.Positions(ids, offsets, given.cu_seqlens, offset, prefix, tuple(grid or ()))
+    return autograd.apply(given.x, given.theta, autograd.Call(positions, kind, given.activation, key))
+
+
+MAX_KEYS = 4096
+"""Keys remembered at once."""
+
+
+def _key(kind: str, given: _Arguments, backend: str) -> Hashable | None:
+    """All that the checks and the launchers look at, of a plain call on a GPU; ``None`` for any other call.
+
+    Numbers in tensors and the offset itself are not part of it.
+    """
+    x, theta, grid, prefix, offset, ids, cu_seqlens, activation = given
+    if torch.compiler.is_compiling() or type(x) not in _PLAIN or type(theta) not in _PLAIN or not x.is_cuda:
+        return None
+    if (grid is not None and type(grid) is not tuple) or type(prefix) is not int:
+        return None
+    if type(offset) is int:
+        start: Hashable = None if offset == 0 else "an int"
+        if not -_LARGEST <= offset <= _LARGEST + 1 - x.shape[1]:
+            return None
     else:
-        interleaved = kind == "interleaved"
-        out = reference.lrpe_rotate(x, call.theta, interleaved=interleaved, **arguments)  # type: ignore[arg-type]
+        start = _metadata(offset)
+    return (
+        kind, x.shape, x.stride(), x.dtype, x.device, theta.shape, theta.stride(), theta.dtype, theta.device,
+        grid, prefix, start, _metadata(ids), _metadata(cu_seqlens), activation, backend,
+    )  # fmt: skip
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _metadata(tensor: object) -> Hashable:
+    if not isinstance(tensor, Tensor):
+        return type(tensor).__name__
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _run_reference(kind: str, given: _Arguments) -> Tensor:
+    keywords = given._asdict()
+    x, theta = keywords.pop("x"), keywords.pop("theta")
+    if kind == "cosine":
+        out = reference.lrpe_cosine(x, theta, **keywords)
+    else:
+        out = reference.lrpe_rotate(x, theta, interleaved=kind == "interleaved", **keywords)
     return in_order_of(x, out)
 
 
-def _beyond_kernels(call: _Call) -> str | None:
+def _beyond_kernels(given: _Arguments) -> str | None:
     """What the Triton kernels do not do in this call, if anything."""
-    features = call.x.shape[-1]
+    features = given.x.shape[-1]
     if features > MAX_FEATURES:
         return f"a row of {features} features does not fit in one tile ({MAX_FEATURES} at most)"
-    if call.activation == "softmax_sequence":
-        return "softmax over the sequence has no kernel yet"
+    if given.x.shape[:-1].numel() > _LARGEST:
+        return f"x has {given.x.shape[:-1].numel()} rows of features ({_LARGEST} at most)"
     return None
 
 
@@ -191,18 +229,11 @@ def _beyond_kernels(call: _Call) -> str | None:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _checked(
-    name: str,
-    x: Tensor,
-    theta: Tensor,
-    grid: Sequence[int] | None,
-    prefix: int,
-    offset: int | Tensor,
-    position_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
-    activation: str,
-) -> _Call:
+def _check(name: str, kind: str, given: _Arguments) -> None:
+    x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation = given
     _check_x_theta(name, x, theta)
+    if kind != "cosine" and x.shape[-1] % 2:
+        raise fault(ShapeError, name, "x", "of an even number of features D", _shape(x))
     if activation not in ACTIVATIONS:
         raise fault(ArgumentError, name, "activation", f"one of {', '.join(ACTIVATIONS)}", repr(activation))
     tokens = x.shape[1]
@@ -219,17 +250,16 @@ def _checked(
     if position_ids is not None:
         _check_position_ids(name, x, position_ids)
         others = {"grid": grid is not None, "prefix": prefix != 0, "offset": _given(offset)}
-        for argument in (argument for argument, given in others.items() if given):
+        for argument in (argument for argument, there in others.items() if there):
             raise fault(ArgumentError, name, argument, "left out when position_ids are given", "both")
     if cu_seqlens is not None:
         _check_cu_seqlens(name, x, cu_seqlens)
         if grid is not None:
             raise fault(ArgumentError, name, "grid", "left out when cu_seqlens is given", "both")
     if grid is not None:
-        grid = _checked_grid(name, grid, prefix, tokens)
+        _check_grid(name, grid, prefix, tokens)
         if _given(offset):
             raise fault(ArgumentError, name, "offset", "left out when a grid is given", "both")
-    return _Call(name, x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation)
 
 
 def _check_x_theta(name: str, x: Tensor, theta: Tensor) -> None:
@@ -275,7 +305,7 @@ def _check_cu_seqlens(name: str, x: Tensor, cu_seqlens: Tensor) -> None:
     _check_device(name, "cu_seqlens", cu_seqlens, x)
 
 
-def _checked_grid(name: str, grid: Sequence[int], prefix: int, tokens: int) -> tuple[int, ...]:
+def _check_grid(name: str, grid: Sequence[int], prefix: int, tokens: int) -> None:
     if not isinstance(grid, Sequence) or not grid or not all(_is_int(size) for size in grid):
         raise fault(DtypeError, name, "grid", "a sequence of ints, one per axis", repr(grid))
     if any(size < 1 for size in grid):
@@ -283,7 +313,6 @@ def _checked_grid(name: str, grid: Sequence[int], prefix: int, tokens: int) -> t
     if prefix + math.prod(grid) != tokens:
         expected = f"such that prefix + n₁⋯n_k = N = {tokens}"
         raise fault(ShapeError, name, "grid", expected, f"{prefix} + {math.prod(grid)} for {tuple(grid)}")
-    return tuple(grid)
 
 
 def _check_integers(name: str, argument: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -7,13 +7,13 @@ registered operators with an autograd formula do not support.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from warploom.layout import empty_in_order_of
-from warploom.ops.lrpe import launchers
+from warploom.ops.lrpe import launchers, launchers_sequence
 from warploom.ops.lrpe.launchers import Positions
 
 Tensor = torch.Tensor
@@ -22,51 +22,77 @@ _POSITIONS = (
     "Tensor? position_ids, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, SymInt prefix, SymInt[] grid"
 )
 _library = torch.library.Library("warploom", "FRAGMENT")
-_library.define(f"lrpe(Tensor x, Tensor theta, {_POSITIONS}, str kind, str activation) -> Tensor")
+# The second result is the statistics of softmax over the sequence, which its backward takes; else it is empty.
+_library.define(f"lrpe(Tensor x, Tensor theta, {_POSITIONS}, str kind, str activation) -> (Tensor, Tensor)")
 _library.define(
     f"lrpe_backward(Tensor grad, Tensor x, Tensor theta, {_POSITIONS}, str kind, str activation, "
-    "bool theta_gradient) -> (Tensor, Tensor)"
+    "Tensor statistics, bool theta_gradient) -> (Tensor, Tensor)"
 )
 
-
-def _forward(
-    x: Tensor,
-    theta: Tensor,
-    position_ids: Tensor | None,
-    offsets: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    prefix: int,
-    grid: Sequence[int],
-    kind: str,
-    activation: str,
-) -> Tensor:
-    positions = Positions(position_ids, offsets, cu_seqlens, offset, prefix, tuple(grid))
-    return launchers.forward(x, theta, positions, kind, activation)
+Key = Hashable | None
 
 
-def _forward_fake(x: Tensor, theta: Tensor, *arguments: Any) -> Tensor:
-    kind = arguments[-2]
-    return empty_in_order_of(x, 2 * x.shape[-1] if kind == "cosine" else x.shape[-1])
+class Call(NamedTuple):
+    """What a call is besides its tensors ``x`` and ``theta``."""
+
+    positions: Positions
+    kind: str  # cosine, rotate or interleaved
+    activation: str
+    key: Key = None  # stands for all that a launch depends on but addresses and the offset, for the launchers
+    table: Tensor | None = None  # stored cosines and sines, from `angle_table`
+    block_parallel: bool = False  # softmax over the sequence in three launches
+
+    @property
+    def over_sequence(self) -> bool:
+        """Whether statistics of the sequence are taken."""
+        return self.activation == "softmax_sequence"
 
 
-def _backward(
-    grad: Tensor,
-    x: Tensor,
-    theta: Tensor,
-    position_ids: Tensor | None,
-    offsets: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    prefix: int,
-    grid: Sequence[int],
-    kind: str,
-    activation: str,
-    theta_gradient: bool,
-    table: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    positions = Positions(position_ids, offsets, cu_seqlens, offset, prefix, tuple(grid))
-    dx, dtheta = launchers.backward(grad, x, theta, positions, kind, activation, theta_gradient, table)
+def _run_forward(x: Tensor, theta: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+    if call.over_sequence:
+        return launchers_sequence.forward(
+            x, theta, call.positions, call.kind, call.key, block_parallel=call.block_parallel
+        )
+    return launchers.forward(x, theta, call.positions, call.kind, call.activation, call.table, call.key), None
+
+
+def _run_backward(
+    grad: Tensor, x: Tensor, theta: Tensor, call: Call, statistics: Tensor | None, theta_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    if call.over_sequence:
+        return launchers_sequence.backward(
+            grad, x, theta, call.positions, call.kind, statistics, theta_gradient, call.key,
+            block_parallel=call.block_parallel,
+        )  # fmt: skip
+    return launchers.backward(
+        grad, x, theta, call.positions, call.kind, call.activation, theta_gradient, call.table, call.key
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Registered operators
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _forward(x: Tensor, theta: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *positions, kind, activation = arguments
+    out, statistics = _run_forward(x, theta, Call(_positions(positions), kind, activation))
+    return out, x.new_empty(0, dtype=torch.float32) if statistics is None else statistics
+
+
+def _forward_fake(x: Tensor, theta: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *positions, kind, activation = arguments
+    out = empty_in_order_of(x, 2 * x.shape[-1] if kind == "cosine" else x.shape[-1])
+    shape: tuple[Any, ...] = (0,)
+    if activation == "softmax_sequence":
+        shape = launchers_sequence.statistics_shape(x, _positions(positions))
+    return out, x.new_empty(shape, dtype=torch.float32)
+
+
+def _backward(grad: Tensor, x: Tensor, theta: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *positions, kind, activation, statistics, theta_gradient = arguments
+    call = Call(_positions(positions), kind, activation)
+    dx, dtheta = _run_backward(grad, x, theta, call, statistics, theta_gradient)
     return dx, theta.new_empty(0) if dtheta is None else dtheta
 
 
@@ -76,6 +102,11 @@ def _backward_fake(grad: Tensor, x: Tensor, theta: Tensor, *arguments: Any) -> t
     return dx, theta.new_empty(theta.shape if theta_gradient else 0)
 
 
+def _positions(arguments: Sequence[Any]) -> Positions:
+    ids, offsets, cu_seqlens, offset, prefix, grid = arguments
+    return Positions(ids, offsets, cu_seqlens, offset, prefix, tuple(grid))
+
+
 for _device in ("CUDA", "CPU"):  # on a CPU the kernels run in Triton's interpreter
     _library.impl("lrpe", _forward, _device)
     _library.impl("lrpe_backward", _backward, _device)
@@ -83,16 +114,17 @@ torch.library.register_fake("warploom::lrpe", _forward_fake, lib=_library)
 torch.library.register_fake("warploom::lrpe_backward", _backward_fake, lib=_library)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, theta, position_ids, offsets, cu_seqlens, *rest = inputs
-    ctx.save_for_backward(x, theta, position_ids, offsets, cu_seqlens)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, theta, position_ids, offsets, cu_seqlens, output[1])
     ctx.rest = rest
 
 
-def _registered_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, theta, *tensors = ctx.saved_tensors
+def _registered_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, theta, *tensors, statistics = ctx.saved_tensors
     wants_x, wants_theta = ctx.needs_input_grad[:2]
-    dx, dtheta = torch.ops.warploom.lrpe_backward(grad, x, theta, *tensors, *ctx.rest, wants_theta)
+    dx, dtheta = torch.ops.warploom.lrpe_backward(grad, x, theta, *tensors, *ctx.rest, statistics, wants_theta)
     return (dx if wants_x else None, dtheta if wants_theta else None, *[None] * 8)
 
 
@@ -102,6 +134,10 @@ def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
 
 torch.library.register_autograd("warploom::lrpe", _registered_backward, setup_context=_setup_context, lib=_library)
 torch.library.register_autograd("warploom::lrpe_backward", _no_double_backward, lib=_library)
+
+# ----------------------------------------------------------------------------------------------------------
+# Plain eager calls, and torch.func
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _vmap(function: Any, info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Any:
@@ -116,12 +152,23 @@ def _vmap(function: Any, info: Any, in_dims: tuple[int | None, ...], inputs: tup
     return tuple(torch.stack(parts) for parts in zip(*outputs)), (0,) * len(outputs[0])
 
 
+def _with_tensors(call: Call, ids: Tensor | None, offsets: Tensor | None, cu_seqlens: Tensor | None) -> Call:
+    """A call whose positions have these tensors: what passes through autograd takes the tensors one by one."""
+    positions = call.positions._replace(ids=ids, offsets=offsets, cu_seqlens=cu_seqlens)
+    return call._replace(positions=positions)
+
+
 class _LrpeBackward(torch.autograd.Function):
     """The backward as a function of its own: `torch.func` unwraps its arguments, and its gradient raises."""
 
     @staticmethod
-    def forward(grad: Tensor, x: Tensor, theta: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return _backward(grad, x, theta, *rest)
+    def forward(
+        grad: Tensor, x: Tensor, theta: Tensor, ids: Tensor | None, offsets: Tensor | None,
+        cu_seqlens: Tensor | None, statistics: Tensor | None, call: Call, theta_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        call = _with_tensors(call, ids, offsets, cu_seqlens)
+        dx, dtheta = _run_backward(grad, x, theta, call, statistics, theta_gradient)
+        return dx, theta.new_empty(0) if dtheta is None else dtheta
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -138,46 +185,63 @@ class _Lrpe(torch.autograd.Function):
     """The launchers with gradients and without the dispatcher in between; also what `torch.func` sees."""
 
     @staticmethod
-    def forward(x: Tensor, theta: Tensor, *rest: Any) -> Tensor:
-        *positions, kind, activation, table = rest
-        return launchers.forward(x, theta, Positions(*positions), kind, activation, table)
+    def forward(
+        x: Tensor, theta: Tensor, ids: Tensor | None, offsets: Tensor | None, cu_seqlens: Tensor | None, call: Call
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        out, statistics = _run_forward(x, theta, _with_tensors(call, ids, offsets, cu_seqlens))
+        return out if statistics is None else (out, statistics)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, theta, position_ids, offsets, cu_seqlens, *ctx.rest, table = inputs
-        ctx.save_for_backward(x, theta, position_ids, offsets, cu_seqlens, table)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        *tensors, call = inputs
+        statistics = None
+        if call.over_sequence:
+            statistics = output[1]
+            ctx.mark_non_differentiable(statistics)
+        # The tensors among the positions are saved, so that autograd sees when one is changed in place.
+        ctx.call = call._replace(positions=call.positions._replace(ids=None, offsets=None, cu_seqlens=None))
+        ctx.save_for_backward(*tensors, statistics)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, table = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, theta, ids, offsets, cu_seqlens, statistics = ctx.saved_tensors
         wants_x, wants_theta = ctx.needs_input_grad[:2]
+        dtheta: Tensor | None
         if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # someone wants a graph of this
-            dx, dtheta = _LrpeBackward.apply(grad, *tensors, *ctx.rest, wants_theta, table)
+            dx, dtheta = _LrpeBackward.apply(
+                grad, x, theta, ids, offsets, cu_seqlens, statistics, ctx.call, wants_theta
+            )
         else:
-            dx, dtheta = _backward(grad, *tensors, *ctx.rest, wants_theta, table)  # type: ignore[call-arg]
-        return dx if wants_x else None, dtheta if wants_theta else None, *[None] * 9
+            call = _with_tensors(ctx.call, ids, offsets, cu_seqlens)
+            dx, dtheta = _run_backward(grad, x, theta, call, statistics, wants_theta)
+        return dx if wants_x else None, dtheta if wants_theta else None, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
         return _vmap(_Lrpe, info, in_dims, inputs)
 
 
-def apply(
-    x: Tensor, theta: Tensor, positions: Positions, kind: str, activation: str, table: Tensor | None = None
-) -> Tensor:
+def apply(x: Tensor, theta: Tensor, call: Call) -> Tensor:
     """Run LRPE on the Triton kernels, differentiably, by the shortest way that this call allows.
 
-    With ``table``, from `angle_table`, cosines and sines are read instead of computed (plain eager calls only).
+    A call with a ``table`` or ``block_parallel`` must be a plain eager one.
     """
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        return _Lrpe.apply(x, theta, *positions, kind, activation, table)  # type: ignore[no-any-return]
-    if table is not None or _is_plain_eager(x, theta):
+        return _apply_function(x, theta, call._replace(key=None))
+    if call.table is not None or call.block_parallel or is_plain_eager(x, theta):
         if torch.is_grad_enabled() and (x.requires_grad or theta.requires_grad):
-            return _Lrpe.apply(x, theta, *positions, kind, activation, table)  # type: ignore[no-any-return]
-        return launchers.forward(x, theta, positions, kind, activation, table)
+            return _apply_function(x, theta, call)
+        return _run_forward(x, theta, call)[0]
+    ids, offsets, cu_seqlens, offset, prefix, grid = call.positions
     return torch.ops.warploom.lrpe(  # type: ignore[no-any-return]
-        x, theta, *positions[:3], positions.offset, positions.prefix, list(positions.grid), kind, activation
-    )
+        x, theta, ids, offsets, cu_seqlens, offset, prefix, list(grid), call.kind, call.activation
+    )[0]
+
+
+def _apply_function(x: Tensor, theta: Tensor, call: Call) -> Tensor:
+    ids, offsets, cu_seqlens = call.positions[:3]
+    result: Any = _Lrpe.apply(x, theta, ids, offsets, cu_seqlens, call)
+    return result[0] if call.over_sequence else result  # type: ignore[no-any-return]
 
 
 def angle_table(x: Tensor, theta: Tensor, positions: Positions, kind: str) -> Tensor:
@@ -191,7 +255,7 @@ def angle_table(x: Tensor, theta: Tensor, positions: Positions, kind: str) -> Te
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _is_plain_eager(x: Tensor, theta: Tensor) -> bool:
+def is_plain_eager(x: Tensor, theta: Tensor) -> bool:
     """Whether nothing watches this call: no compiler, no tensor subclass, no mode."""
     return (
         not torch.compiler.is_compiling()

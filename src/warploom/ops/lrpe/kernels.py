@@ -161,62 +161,65 @@ def row_pointers(base, n, u, stride_n, stride_u, VEC: tl.constexpr):
 
 
 @triton.jit
-def load_pair(rows, mask, stride, UNIT: tl.constexpr, INTERLEAVED: tl.constexpr,
+def load_pair(rows, mask, stride, first, UNIT: tl.constexpr, INTERLEAVED: tl.constexpr,
               F: tl.constexpr, BLOCK_F: tl.constexpr):  # fmt: skip
-    """Both members of every pair, (R, F) each, in the dtype of memory. ``rows`` (R, 1) point at feature 0."""
+    """Both members of the pairs from angle ``first`` on, (R, F) each, in the dtype of memory.
+
+    ``rows`` (R, 1) point at feature 0.
+    """
     if INTERLEAVED:
-        f = tl.arange(0, 2 * BLOCK_F)
+        f = 2 * first + tl.arange(0, 2 * BLOCK_F)
         inside = mask[:, None] & (f < 2 * F)[None, :]
         both = tl.load(rows + (f if UNIT else f * stride)[None, :], mask=inside, other=0.0)
-        first, second = tl.split(both.reshape(rows.shape[0], BLOCK_F, 2))
+        one, two = tl.split(both.reshape(rows.shape[0], BLOCK_F, 2))
     else:
-        f = tl.arange(0, BLOCK_F)
+        f = first + tl.arange(0, BLOCK_F)
         inside = mask[:, None] & (f < F)[None, :]
-        first = tl.load(rows + (f if UNIT else f * stride)[None, :], mask=inside, other=0.0)
-        second = tl.load(rows + ((f + F) if UNIT else (f + F) * stride)[None, :], mask=inside, other=0.0)
-    return first, second
+        one = tl.load(rows + (f if UNIT else f * stride)[None, :], mask=inside, other=0.0)
+        two = tl.load(rows + ((f + F) if UNIT else (f + F) * stride)[None, :], mask=inside, other=0.0)
+    return one, two
 
 
 @triton.jit
-def store_pair(rows, first, second, mask, stride, UNIT: tl.constexpr, INTERLEAVED: tl.constexpr,
+def store_pair(rows, one, two, mask, stride, first, UNIT: tl.constexpr, INTERLEAVED: tl.constexpr,
                F: tl.constexpr, BLOCK_F: tl.constexpr):  # fmt: skip
     """The inverse of `load_pair`; rounds to the dtype of memory."""
     dtype = rows.dtype.element_ty
     if INTERLEAVED:
-        f = tl.arange(0, 2 * BLOCK_F)
-        both = tl.join(first.to(dtype), second.to(dtype)).reshape(rows.shape[0], 2 * BLOCK_F)
+        f = 2 * first + tl.arange(0, 2 * BLOCK_F)
+        both = tl.join(one.to(dtype), two.to(dtype)).reshape(rows.shape[0], 2 * BLOCK_F)
         tl.store(rows + (f if UNIT else f * stride)[None, :], both, mask=mask[:, None] & (f < 2 * F)[None, :])
     else:
-        f = tl.arange(0, BLOCK_F)
+        f = first + tl.arange(0, BLOCK_F)
         inside = mask[:, None] & (f < F)[None, :]
-        tl.store(rows + (f if UNIT else f * stride)[None, :], first.to(dtype), mask=inside)
-        tl.store(rows + ((f + F) if UNIT else (f + F) * stride)[None, :], second.to(dtype), mask=inside)
+        tl.store(rows + (f if UNIT else f * stride)[None, :], one.to(dtype), mask=inside)
+        tl.store(rows + ((f + F) if UNIT else (f + F) * stride)[None, :], two.to(dtype), mask=inside)
 
 
 @triton.jit
-def load_input(rows, mask, stride, KIND: tl.constexpr, UNIT: tl.constexpr,
+def load_input(rows, mask, stride, first, KIND: tl.constexpr, UNIT: tl.constexpr,
                F: tl.constexpr, BLOCK_F: tl.constexpr):  # fmt: skip
-    """``x`` as two tiles (R, F): its pairs, or for ``cosine`` its features twice."""
+    """``x`` from angle ``first`` on as two tiles (R, F): its pairs, or for ``cosine`` its features twice."""
     if KIND == "cosine":
-        f = tl.arange(0, BLOCK_F)
+        f = first + tl.arange(0, BLOCK_F)
         inside = mask[:, None] & (f < F)[None, :]
-        first = tl.load(rows + (f if UNIT else f * stride)[None, :], mask=inside, other=0.0)
-        second = first
+        one = tl.load(rows + (f if UNIT else f * stride)[None, :], mask=inside, other=0.0)
+        two = one
     else:
-        first, second = load_pair(rows, mask, stride, UNIT, KIND == "interleaved", F, BLOCK_F)
-    return first, second
+        one, two = load_pair(rows, mask, stride, first, UNIT, KIND == "interleaved", F, BLOCK_F)
+    return one, two
 
 
 @triton.jit
-def store_input(rows, first, second, mask, stride, KIND: tl.constexpr, UNIT: tl.constexpr,
+def store_input(rows, one, two, mask, stride, first, KIND: tl.constexpr, UNIT: tl.constexpr,
                 F: tl.constexpr, BLOCK_F: tl.constexpr):  # fmt: skip
     """The inverse of `load_input`; rounds to the dtype of memory."""
     if KIND == "cosine":
-        f = tl.arange(0, BLOCK_F)
+        f = first + tl.arange(0, BLOCK_F)
         inside = mask[:, None] & (f < F)[None, :]
-        tl.store(rows + (f if UNIT else f * stride)[None, :], first.to(rows.dtype.element_ty), mask=inside)
+        tl.store(rows + (f if UNIT else f * stride)[None, :], one.to(rows.dtype.element_ty), mask=inside)
     else:
-        store_pair(rows, first, second, mask, stride, UNIT, KIND == "interleaved", F, BLOCK_F)
+        store_pair(rows, one, two, mask, stride, first, UNIT, KIND == "interleaved", F, BLOCK_F)
 
 
 @triton.jit
@@ -250,13 +253,20 @@ def turn(x1, x2, cosine, sine, KIND: tl.constexpr):
 
 
 @triton.jit
+def pair_gradient(g1, g2, cosine, sine):
+    """What reaches x̄ through `turn`; for ``cosine`` the first alone, and the second is that of the angle over x̄."""
+    d1 = tl.fma(g1, cosine, g2 * sine)
+    d2 = tl.fma(g2, cosine, -(g1 * sine))
+    return d1, d2
+
+
+@triton.jit
 def turn_backward(
     x1, x2, g1, g2, cosine, sine,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, THETA: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """Gradients of both tiles of `load_input` and, if ``THETA``, of the angles; (R, F) each, float32."""
-    d1 = tl.fma(g1, cosine, g2 * sine)
-    d2 = tl.fma(g2, cosine, -(g1 * sine))
+    d1, d2 = pair_gradient(g1, g2, cosine, sine)
     dphi = d2
     if ACTIVATION != "none" or THETA:
         y1, y2 = activate_input(x1, x2, KIND, ACTIVATION, F, BLOCK_F)
@@ -282,10 +292,11 @@ def turn_backward(
 # Kernels
 # ----------------------------------------------------------------------------------------------------------
 
-# Every integer is a run-time value of declared width: none of them ever causes a compilation.
+# Every integer is a run-time value of declared width: none of them ever causes a compilation. The offset, which
+# changes from call to call, comes first.
 _INTEGERS = (
-    "tokens unique shared theta_u theta_f ids_s ids_n ids_u ids_k offsets_s offsets_u table_n table_u "
-    "offset prefix size1 size2 size3 sequences cu_stride"
+    "offset tokens unique shared theta_u theta_f ids_s ids_n ids_u ids_k offsets_s offsets_u table_n table_u "
+    "prefix size1 size2 size3 sequences cu_stride"
 ).split()
 _FORWARD_INTEGERS = [*_INTEGERS, *"x_s x_n x_u x_f out_s out_n out_u out_f".split()]
 _BACKWARD_INTEGERS = [
@@ -297,10 +308,10 @@ _BACKWARD_INTEGERS = [
 @triton.jit(do_not_specialize=_FORWARD_INTEGERS)
 def forward_kernel(
     x, out, theta, ids, offsets, cu_seqlens, table,
-    tokens: tl.int32, unique: tl.int32, shared: tl.int32, theta_u: tl.int64, theta_f: tl.int64,
+    offset: tl.int32, tokens: tl.int32, unique: tl.int32, shared: tl.int32, theta_u: tl.int64, theta_f: tl.int64,
     ids_s: tl.int64, ids_n: tl.int64, ids_u: tl.int64, ids_k: tl.int64,
     offsets_s: tl.int64, offsets_u: tl.int64, table_n: tl.int64, table_u: tl.int64,
-    offset: tl.int32, prefix: tl.int32, size1: tl.int32, size2: tl.int32, size3: tl.int32, sequences: tl.int32,
+    prefix: tl.int32, size1: tl.int32, size2: tl.int32, size3: tl.int32, sequences: tl.int32,
     cu_stride: tl.int64,
     x_s: tl.int64, x_n: tl.int64, x_u: tl.int64, x_f: tl.int64,
     out_s: tl.int64, out_n: tl.int64, out_u: tl.int64, out_f: tl.int64,
@@ -325,23 +336,23 @@ def forward_kernel(
     tiles = ()
     for i in tl.static_range(BLOCK_S):
         ahead = mask & (s_first + i < shared)
-        tiles = tiles + (load_input(x_rows + i * (x_s * VEC), ahead, x_f, KIND, UNIT, F, BLOCK_F),)
+        tiles = tiles + (load_input(x_rows + i * (x_s * VEC), ahead, x_f, 0, KIND, UNIT, F, BLOCK_F),)
     cosine, sine = angles(position, first, second, table, out.dtype.element_ty.primitive_bitwidth == 16)
     for i in tl.static_range(BLOCK_S):
         if s_first + i < shared:
             x1, x2 = tiles[i]
             x1, x2 = activate_input(x1.to(tl.float32), x2.to(tl.float32), KIND, ACTIVATION, F, BLOCK_F)
             o1, o2 = turn(x1, x2, cosine, sine, KIND)
-            store_pair(out_rows + i * (out_s * VEC), o1, o2, mask, out_f, UNIT, INTERLEAVED, F, BLOCK_F)
+            store_pair(out_rows + i * (out_s * VEC), o1, o2, mask, out_f, 0, UNIT, INTERLEAVED, F, BLOCK_F)
 
 
 @triton.jit(do_not_specialize=_BACKWARD_INTEGERS)
 def backward_kernel(
     x, grad, dx, partial, theta, ids, offsets, cu_seqlens, table,
-    tokens: tl.int32, unique: tl.int32, shared: tl.int32, theta_u: tl.int64, theta_f: tl.int64,
+    offset: tl.int32, tokens: tl.int32, unique: tl.int32, shared: tl.int32, theta_u: tl.int64, theta_f: tl.int64,
     ids_s: tl.int64, ids_n: tl.int64, ids_u: tl.int64, ids_k: tl.int64,
     offsets_s: tl.int64, offsets_u: tl.int64, table_n: tl.int64, table_u: tl.int64,
-    offset: tl.int32, prefix: tl.int32, size1: tl.int32, size2: tl.int32, size3: tl.int32, sequences: tl.int32,
+    prefix: tl.int32, size1: tl.int32, size2: tl.int32, size3: tl.int32, sequences: tl.int32,
     cu_stride: tl.int64,
     chunks: tl.int32,
     x_s: tl.int64, x_n: tl.int64, x_u: tl.int64, x_f: tl.int64,
@@ -379,10 +390,10 @@ def backward_kernel(
         tiles = ()
         for i in tl.static_range(BLOCK_S):
             ahead = mask & (s_first + i < shared)
-            pair = load_pair(grad_rows + i * (grad_s * VEC), ahead, grad_f, UNIT, INTERLEAVED, F, BLOCK_F)
+            pair = load_pair(grad_rows + i * (grad_s * VEC), ahead, grad_f, 0, UNIT, INTERLEAVED, F, BLOCK_F)
             grads = grads + (pair,)
             if NEEDS_X:
-                pair = load_input(x_rows + i * (x_s * VEC), ahead, x_f, KIND, UNIT, F, BLOCK_F)
+                pair = load_input(x_rows + i * (x_s * VEC), ahead, x_f, 0, KIND, UNIT, F, BLOCK_F)
             tiles = tiles + (pair,)
         cosine, sine = angles(position, first, second, table, HALF)
         row_total = tl.zeros((BLOCK_R, BLOCK_F), tl.float32)
@@ -394,7 +405,7 @@ def backward_kernel(
                     x1.to(tl.float32), x2.to(tl.float32), g1.to(tl.float32), g2.to(tl.float32), cosine, sine,
                     KIND, ACTIVATION, THETA, F, BLOCK_F,
                 )  # fmt: skip
-                store_input(dx_rows + i * (dx_s * VEC), d1, d2, mask, dx_f, KIND, UNIT, F, BLOCK_F)
+                store_input(dx_rows + i * (dx_s * VEC), d1, d2, mask, dx_f, 0, KIND, UNIT, F, BLOCK_F)
                 if THETA:
                     row_total += dphi
         if THETA:  # outside the tensor grad was loaded as zero, and so is the gradient of the angle

@@ -1,20 +1,25 @@
-"""Launchers of LRPE's kernels: sizes, strides, tiles. No validation, no autograd."""
+"""Launchers of LRPE's kernels: sizes, strides, tiles. No validation, no autograd.
+
+What a launch needs depends on shapes, strides, dtypes and options alone, so it is worked out once for each ``key``
+that stands for them, and kept: a call like an earlier one only allocates its output and launches.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from warploom.launch import Kernel, multiprocessors
+from warploom.launch import Kernel, Launch, multiprocessors
 from warploom.layout import empty_in_order_of
 from warploom.ops.lrpe.kernels import backward_kernel, forward_kernel, reduce_kernel
 
-forward_launch = Kernel(forward_kernel)
-backward_launch = Kernel(backward_kernel)
-reduce_launch = Kernel(reduce_kernel)
+_forward_kernel = Kernel(forward_kernel)
+_backward_kernel = Kernel(backward_kernel)
+_reduce_kernel = Kernel(reduce_kernel)
 
 MAX_AXES = 4
 """Axes of a grid that the kernels unravel themselves."""
@@ -84,7 +89,9 @@ class Geometry(NamedTuple):
         return (heads, tokens, batch) if self.heads_shared else (batch, tokens, heads)
 
 
-def _configuration(kind: str, activation: str, backward: bool, theta_gradient: bool) -> tuple[int, int]:
+def _configuration(
+    kind: str, activation: str, positions: Positions, backward: bool, theta_gradient: bool
+) -> tuple[int, int]:
     """Vectors of x to a row of angles, and warps; measured on an H200 (see "How it reaches the limit")."""
     if theta_gradient:
         if kind == "cosine":
@@ -97,9 +104,10 @@ def _configuration(kind: str, activation: str, backward: bool, theta_gradient: b
     return 2, 2 if kind != "cosine" and backward else 1
 
 
-def _geometry(
+def geometry_of(
     x: torch.Tensor, theta: torch.Tensor, positions: Positions, kind: str, configuration: tuple[int, int]
 ) -> Geometry:
+    """Sizes and tiles of a call."""
     batch, tokens = x.shape[0], x.shape[1]
     heads = x.shape[2] if x.dim() == 4 else 1
     features = x.shape[-1] if kind == "cosine" else x.shape[-1] // 2
@@ -125,7 +133,7 @@ def _strides(tensor: torch.Tensor, geometry: Geometry) -> tuple[int, int, int, i
     return (*geometry.order(b, n, h), stride[-1] if sizes[-1] > 1 else 1)
 
 
-def _packed_strides(tensors: tuple[torch.Tensor, ...], geometry: Geometry) -> tuple[int, bool, list[int]]:
+def packed_strides(tensors: tuple[torch.Tensor, ...], geometry: Geometry) -> tuple[int, bool, list[int]]:
     """Common divisor for vector access, whether features are adjacent everywhere, and all strides over it."""
     strides = [_strides(t, geometry) for t in tensors]
     unit = all(s[3] == 1 for s in strides)
@@ -133,12 +141,14 @@ def _packed_strides(tensors: tuple[torch.Tensor, ...], geometry: Geometry) -> tu
     return vec, unit, [v for s in strides for v in (s[0] // vec, s[1] // vec, s[2] // vec, s[3])]
 
 
-def _angle_integers(
+def angle_numbers(
     theta: torch.Tensor, positions: Positions, geometry: Geometry, table: torch.Tensor | None
 ) -> tuple[int, tuple[int, ...]]:
     """The divisor of theta's row stride that its vector loads rest on, and arguments ``tokens … cu_stride``."""
     theta_u = theta.stride(0) if theta.dim() == 2 and theta.shape[0] > 1 else 0
-    theta_vec = 4 if theta.stride(-1) == 1 and theta_u % 4 == 0 else 1
+    theta_vec = 1
+    if theta.stride(-1) == 1:
+        theta_vec = 4 if theta_u % 4 == 0 else 2 if theta_u % 2 == 0 else 1
     ids, offsets = positions.ids, positions.offsets
     ids_b = ids_n = ids_k = offsets_b = 0
     if ids is not None:
@@ -157,10 +167,35 @@ def _angle_integers(
     return theta_vec, (
         geometry.tokens, geometry.unique, geometry.shared, theta_u // theta_vec, theta.stride(-1),
         ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
-        positions.offset, positions.prefix, size1, size2, size3,
+        positions.prefix, size1, size2, size3,
         0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         0 if cu_seqlens is None else cu_seqlens.stride(0),
     )  # fmt: skip
+
+
+class Plans:
+    """Plans by key, for calls that come again; without a key a plan is made and forgotten."""
+
+    LARGEST = 4096
+    """Plans kept at once: a server sees many lengths, and none of them for ever."""
+
+    def __init__(self) -> None:
+        self.known: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable | None, make: Callable[[], Any]) -> Any:
+        """The plan of ``key``, made now if there is none."""
+        if key is None:
+            return make()
+        plan = self.known.get(key)
+        if plan is None:
+            if len(self.known) >= self.LARGEST:
+                self.known.clear()
+            plan = self.known[key] = make()
+        return plan
+
+
+_forward_plans = Plans()
+_backward_plans = Plans()
 
 
 def forward(
@@ -170,23 +205,58 @@ def forward(
     kind: str,
     activation: str,
     table: torch.Tensor | None = None,
+    key: Hashable | None = None,
 ) -> torch.Tensor:
-    """Run the forward kernel. ``table`` (N, 1 or H, 2F) float32 replaces the angles by stored cosines and sines."""
-    geometry = _geometry(x, theta, positions, kind, _configuration(kind, activation, False, False))
-    out = empty_in_order_of(x, 2 * geometry.features)
-    vec, unit, strides = _packed_strides((x, out), geometry)
-    theta_vec, angle_integers = _angle_integers(theta, positions, geometry, table)
-    forward_launch(
+    """Run the forward kernel.
+
+    ``table`` (N, 1 or H, 2F) float32 replaces the angles by stored cosines and sines. ``key`` stands for all of
+    the arguments but addresses, numbers in tensors and the offset; a call without one is planned anew.
+    """
+    plan = _forward_plans.get(key, lambda: _plan_forward(x, theta, positions, kind, activation, table))
+    out = torch.empty_strided(plan.shape, plan.stride, dtype=x.dtype, device=x.device)
+    plan.launch((x, out, theta, positions.ids, positions.offsets, positions.cu_seqlens, table), positions.offset)
+    return out
+
+
+class Plan(NamedTuple):
+    """What a call allocates and launches."""
+
+    shape: tuple[int, ...]  # of the result
+    stride: tuple[int, ...]
+    launch: Launch
+    partial: tuple[int, int, int] = (0, 0, 0)  # (parts, rows of theta, F): sums for theta's gradient
+
+
+def layout_of(x: torch.Tensor, features: int) -> torch.Tensor:
+    """A tensor without memory in the place of a result in the memory order of ``x``."""
+    like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return empty_in_order_of(like, features)
+
+
+def _plan_forward(
+    x: torch.Tensor,
+    theta: torch.Tensor,
+    positions: Positions,
+    kind: str,
+    activation: str,
+    table: torch.Tensor | None,
+) -> Plan:
+    configuration = _configuration(kind, activation, positions, False, False)
+    geometry = geometry_of(x, theta, positions, kind, configuration)
+    out = layout_of(x, 2 * geometry.features)
+    vec, unit, strides = packed_strides((x, out), geometry)
+    theta_vec, numbers = angle_numbers(theta, positions, geometry, table)
+    launch = Launch(
+        _forward_kernel,
         geometry.shared_blocks * geometry.row_blocks,
-        (x, out, theta, positions.ids, positions.offsets, positions.cu_seqlens, table),
-        (*angle_integers, *strides),
+        (*numbers, *strides),
         (
             kind, activation, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1],
             geometry.heads_shared, geometry.block_s, geometry.block_r, geometry.block_f,
         ),
         geometry.warps,
     )  # fmt: skip
-    return out
+    return Plan(tuple(out.shape), out.stride(), launch)
 
 
 def backward(
@@ -198,41 +268,71 @@ def backward(
     activation: str,
     theta_gradient: bool,
     table: torch.Tensor | None = None,
+    key: Hashable | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the backward kernel: gradient of ``x``, and that of ``theta`` when asked for."""
-    geometry = _geometry(x, theta, positions, kind, _configuration(kind, activation, True, theta_gradient))
-    dx = empty_in_order_of(x, x.shape[-1])
+    """Run the backward kernel: gradient of ``x``, and that of ``theta`` when asked for. ``key``: see `forward`."""
     if x.numel() == 0:
+        dx = empty_in_order_of(x, x.shape[-1])
         return dx, torch.zeros_like(theta) if theta_gradient else None
-    vec, unit, strides = _packed_strides((x, grad, dx), geometry)
-    theta_vec, angle_integers = _angle_integers(theta, positions, geometry, table)
+    if key is not None:
+        key = (key, grad.shape, grad.stride(), grad.dtype, theta_gradient)
+    plan = _backward_plans.get(
+        key, lambda: _plan_backward(grad, x, theta, positions, kind, activation, theta_gradient, table)
+    )
+    dx = torch.empty_strided(plan.shape, plan.stride, dtype=x.dtype, device=x.device)
+    partial = torch.empty(plan.partial, dtype=torch.float64, device=x.device) if theta_gradient else None
+    plan.launch(
+        (x, grad, dx, partial, theta, positions.ids, positions.offsets, positions.cu_seqlens, table),
+        positions.offset,
+    )
+    return dx, None if partial is None else reduce_theta(partial, theta, positions.axes())
+
+
+def _plan_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    theta: torch.Tensor,
+    positions: Positions,
+    kind: str,
+    activation: str,
+    theta_gradient: bool,
+    table: torch.Tensor | None,
+) -> Plan:
+    configuration = _configuration(kind, activation, positions, True, theta_gradient)
+    geometry = geometry_of(x, theta, positions, kind, configuration)
+    dx = layout_of(x, x.shape[-1])
+    vec, unit, strides = packed_strides((x, grad, dx), geometry)
+    theta_vec, numbers = angle_numbers(theta, positions, geometry, table)
     chunks = geometry.row_blocks
     rows = theta.shape[0] if theta.dim() == 2 else 1
-    partial = None
+    parts = 0
     if theta_gradient:
         chunks = _theta_chunks(geometry, rows, x.device)
         parts = geometry.shared_blocks * chunks * (1 if rows == 1 else geometry.block_r) // rows
-        partial = torch.empty((parts, rows, geometry.features), dtype=torch.float64, device=x.device)
-    backward_launch(
+    launch = Launch(
+        _backward_kernel,
         geometry.shared_blocks * chunks,
-        (x, grad, dx, partial, theta, positions.ids, positions.offsets, positions.cu_seqlens, table),
-        (*angle_integers, chunks, *strides),
+        (*numbers, chunks, *strides),
         (
             kind, activation, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1],
             geometry.heads_shared, rows == 1, geometry.block_s, geometry.block_r, geometry.block_f,
         ),
         geometry.warps,
     )  # fmt: skip
-    if partial is None:
-        return dx, None
+    return Plan(tuple(dx.shape), dx.stride(), launch, (parts, rows, geometry.features))
+
+
+def reduce_theta(partial: torch.Tensor, theta: torch.Tensor, axes: int) -> torch.Tensor:
+    """Gradient of theta from its partial sums (parts, rows, F) in float64, always in the same order."""
+    parts, rows, features = partial.shape
     dtheta = torch.empty(theta.shape, dtype=torch.promote_types(theta.dtype, torch.float32), device=theta.device)
-    reduce_launch(
+    _reduce_kernel(
         rows * -(-theta.shape[-1] // 16),
         (partial, dtheta),
         (parts, rows),
-        (positions.axes(), geometry.features, theta.shape[-1], 64, 16),
+        (axes, features, theta.shape[-1], 64, 16),
     )
-    return dx, dtheta.to(theta.dtype)
+    return dtheta.to(theta.dtype)
 
 
 def _theta_chunks(geometry: Geometry, rows: int, device: torch.device) -> int:

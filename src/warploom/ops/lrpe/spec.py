@@ -119,12 +119,20 @@ _CHECKS: tuple[dict[str, Any], ...] = (
     {"batch": 0},
     {"n": 0, "activation": "softmax"},
     {"batch": 9, "heads": 7, "n": 3, "head_dim": 10},
+    {"activation": "softmax_sequence"},
+    {"activation": "softmax_sequence", "dtype": "bfloat16", "theta": "shared", "head_dim": 64, "prefix": 3},
+    {"activation": "softmax_sequence", "theta": "vector", "heads": 0, "n": 2300, "batch": 2, "head_dim": 6},
+    {"activation": "softmax_sequence", "n": 2200, "heads": 2, "batch": 1, "layout": "bhnd", "offset": "batch"},
+    {"activation": "softmax_sequence", "batch": 1, "cu_seqlens": [0, 5, 5, 6, 19], "offset": 9},
+    {"activation": "softmax_sequence", "batch": 1, "n": 401, "heads": 1, "cu_seqlens": [0, 1, 300, 401]},
+    {"activation": "softmax_sequence", "grid": [4, 4], "prefix": 3, "frequencies": 4, "dtype": "float16"},
 )
 _ROTATE_CHECKS: tuple[dict[str, Any], ...] = (
     {"interleaved": True, "activation": "silu"},
     {"interleaved": True, "dtype": "bfloat16", "head_dim": 128, "n": 33, "batch": 2},
     {"interleaved": True, "layout": "bhnd", "frequencies": 5, "activation": "softmax"},
     {"head_dim": 2},
+    {"interleaved": True, "activation": "softmax_sequence", "dtype": "bfloat16"},
 )
 _COSINE_CHECKS: tuple[dict[str, Any], ...] = ({"head_dim": 1}, {"head_dim": 13, "activation": "softmax"})
 
@@ -205,7 +213,7 @@ def _triton_cache(operator: Operator, case: Case) -> Provider:
     if case.get("theta_gradient"):
         raise Unsupported("a table of cosines has no gradient for theta")
     if case["activation"] == "softmax_sequence":
-        raise Unsupported("softmax over the sequence takes no table")
+        raise Unsupported("the kernels of softmax over the sequence take no table")
     from warploom.ops.lrpe import autograd, launchers
 
     kind = "cosine" if operator is COSINE else "rotate"
@@ -215,9 +223,25 @@ def _triton_cache(operator: Operator, case: Case) -> Provider:
         positions = launchers.Positions(prefix=prefix, grid=grid or ())
         if not table:
             table.append(autograd.angle_table(x, theta, positions, kind))
-        return autograd.apply(x, theta, positions, kind, activation, table[0])
+        return autograd.apply(x, theta, autograd.Call(positions, kind, activation, table=table[0]))
 
     return cached
+
+
+def _triton_block_parallel(operator: Operator, case: Case) -> Provider:
+    """Softmax over the sequence in three launches, which reads x twice: the variant of the published tables."""
+    _need_cuda()
+    if case["activation"] != "softmax_sequence":
+        raise Unsupported("differs from triton only where softmax runs over the sequence")
+    from warploom.ops.lrpe import autograd, launchers
+
+    kind = "cosine" if operator is COSINE else "rotate"
+
+    def in_blocks(x: Tensor, theta: Tensor, activation: str, grid: Any = None, prefix: int = 0) -> Tensor:
+        positions = launchers.Positions(prefix=prefix, grid=grid or ())
+        return autograd.apply(x, theta, autograd.Call(positions, kind, activation, block_parallel=True))
+
+    return in_blocks
 
 
 def _need_cuda() -> None:
@@ -229,6 +253,7 @@ def _providers(operator: Operator) -> dict[str, Callable[[Case], Provider]]:
     return {
         "triton": lambda case: _triton(operator, case),
         "triton_cache": lambda case: _triton_cache(operator, case),
+        "triton_block_parallel": lambda case: _triton_block_parallel(operator, case),
         "torch": lambda case: _plain(operator),
         "torch_compile": lambda case: torch.compile(_plain(operator), dynamic=False),
         "torch_compile_cache": lambda case: _plain_cache(operator, case),
@@ -239,7 +264,7 @@ def _providers(operator: Operator) -> dict[str, Callable[[Case], Provider]]:
 # Benches
 # ----------------------------------------------------------------------------------------------------------
 
-ACTIVATIONS = ("none", "silu", "softmax")
+ACTIVATIONS = ("none", "silu", "softmax", "softmax_sequence")
 _PUBLISHED = {"batch": 12, "heads": 12, "head_dim": 128, "dtype": "bfloat16"}
 _ON_CPU = {"batch": 2, "heads": 12, "head_dim": 64, "dtype": "bfloat16"}
 
