@@ -310,7 +310,7 @@ def compiled_kernels() -> int:
     """Compiled kernel variants that the launcher holds."""
     from warploom.launch import Kernel
 
-    return sum(len(thing.compiled) for thing in gc.get_objects() if isinstance(thing, Kernel))
+    return sum(len(thing.compiled) for thing in gc.get_objects() if type(thing) is Kernel)
 
 
 @pytest.mark.gpu

@@ -103,7 +103,7 @@ class Kernel:
         options: dict[str, int],
     ) -> Any:
         addresses = [None if t is None else t.data_ptr() for t in tensors]
-        kinds = [None if t is None else (t.dtype, a % ALIGNMENT == 0) for t, a in zip(tensors, addresses)]
+        kinds = [None if t is None else (t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in tensors]
         key = (device, *options.values(), constants, *kinds)
         compiled = self.compiled.get(key)
         if compiled is None:
@@ -167,8 +167,13 @@ class Launch:
 
     def __call__(self, tensors: Sequence[torch.Tensor | None], number: int | float) -> None:
         """Launch on tensors of the dtypes that this launch was made for; ``number`` is the kernel's first."""
-        addresses = [None if t is None else t.data_ptr() for t in tensors]
-        aligned = not any(a is not None and a % ALIGNMENT for a in addresses)
+        addresses: list[int | None] = []
+        bits = 0
+        for tensor in tensors:
+            address = None if tensor is None else tensor.data_ptr()
+            addresses.append(address)
+            bits |= address or 0
+        aligned = bits % ALIGNMENT == 0
         if aligned and self.compiled is not None and _recorded is None:
             device = tensors[0].get_device()  # type: ignore[union-attr]
             if device == self.device and device == torch.cuda.current_device():

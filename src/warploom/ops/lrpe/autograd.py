@@ -136,7 +136,7 @@ torch.library.register_autograd("warploom::lrpe", _registered_backward, setup_co
 torch.library.register_autograd("warploom::lrpe_backward", _no_double_backward, lib=_library)
 
 # ----------------------------------------------------------------------------------------------------------
-# Plain eager calls, and torch.func
+# Plain eager calls, and `torch.func`
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -181,8 +181,36 @@ class _LrpeBackward(torch.autograd.Function):
         return _vmap(_LrpeBackward, info, in_dims, inputs)
 
 
+def _gradients(
+    grad: Tensor, x: Tensor, theta: Tensor, call: Call, statistics: Tensor | None, needed: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    dtheta: Tensor | None
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # someone wants a graph of this
+        dx, dtheta = _LrpeBackward.apply(grad, x, theta, *call.positions[:3], statistics, call, needed[1])
+    else:
+        dx, dtheta = _run_backward(grad, x, theta, call, statistics, needed[1])
+    return dx if needed[0] else None, dtheta if needed[1] else None
+
+
+class _EagerLrpe(torch.autograd.Function):
+    """The launchers with gradients, by the shortest way that autograd has for a plain eager call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, theta: Tensor, call: Call) -> Tensor:
+        out, statistics = _run_forward(x, theta, call)
+        # The tensors among the positions are saved, so that autograd sees when one is changed in place.
+        ctx.save_for_backward(x, theta, statistics, *call.positions[:3])
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, theta, statistics, *_ = ctx.saved_tensors
+        return *_gradients(grad, x, theta, ctx.call, statistics, ctx.needs_input_grad), None
+
+
 class _Lrpe(torch.autograd.Function):
-    """The launchers with gradients and without the dispatcher in between; also what `torch.func` sees."""
+    """The same for `torch.func`, which wants every tensor among the arguments."""
 
     @staticmethod
     def forward(
@@ -198,23 +226,14 @@ class _Lrpe(torch.autograd.Function):
         if call.over_sequence:
             statistics = output[1]
             ctx.mark_non_differentiable(statistics)
-        # The tensors among the positions are saved, so that autograd sees when one is changed in place.
         ctx.call = call._replace(positions=call.positions._replace(ids=None, offsets=None, cu_seqlens=None))
         ctx.save_for_backward(*tensors, statistics)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         x, theta, ids, offsets, cu_seqlens, statistics = ctx.saved_tensors
-        wants_x, wants_theta = ctx.needs_input_grad[:2]
-        dtheta: Tensor | None
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # someone wants a graph of this
-            dx, dtheta = _LrpeBackward.apply(
-                grad, x, theta, ids, offsets, cu_seqlens, statistics, ctx.call, wants_theta
-            )
-        else:
-            call = _with_tensors(ctx.call, ids, offsets, cu_seqlens)
-            dx, dtheta = _run_backward(grad, x, theta, call, statistics, wants_theta)
-        return dx if wants_x else None, dtheta if wants_theta else None, None, None, None, None
+        call = _with_tensors(ctx.call, ids, offsets, cu_seqlens)
+        return *_gradients(grad, x, theta, call, statistics, ctx.needs_input_grad), None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
@@ -227,21 +246,16 @@ def apply(x: Tensor, theta: Tensor, call: Call) -> Tensor:
     A call with a ``table`` or ``block_parallel`` must be a plain eager one.
     """
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        return _apply_function(x, theta, call._replace(key=None))
+        result: Any = _Lrpe.apply(x, theta, *call.positions[:3], call._replace(key=None))
+        return result[0] if call.over_sequence else result  # type: ignore[no-any-return]
     if call.table is not None or call.block_parallel or is_plain_eager(x, theta):
         if torch.is_grad_enabled() and (x.requires_grad or theta.requires_grad):
-            return _apply_function(x, theta, call)
+            return _EagerLrpe.apply(x, theta, call)  # type: ignore[no-any-return]
         return _run_forward(x, theta, call)[0]
     ids, offsets, cu_seqlens, offset, prefix, grid = call.positions
     return torch.ops.warploom.lrpe(  # type: ignore[no-any-return]
         x, theta, ids, offsets, cu_seqlens, offset, prefix, list(grid), call.kind, call.activation
     )[0]
-
-
-def _apply_function(x: Tensor, theta: Tensor, call: Call) -> Tensor:
-    ids, offsets, cu_seqlens = call.positions[:3]
-    result: Any = _Lrpe.apply(x, theta, ids, offsets, cu_seqlens, call)
-    return result[0] if call.over_sequence else result  # type: ignore[no-any-return]
 
 
 def angle_table(x: Tensor, theta: Tensor, positions: Positions, kind: str) -> Tensor:

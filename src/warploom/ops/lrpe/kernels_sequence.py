@@ -1,14 +1,12 @@
 """Triton kernels of LRPE with softmax over the sequence.
 
 Softmax over the tokens needs two looks at ``x``: one for each column's sum, one to apply it. Only the
-first should reach device memory. There are two ways to that, and a third where neither fits:
+first should reach device memory. There are two ways:
 
 - ``strip_kernel``: a program owns a strip of columns of one (batch entry, head) and walks down it twice. What it
   has just read is still in cache when it comes back, as long as all strips in flight fit there: short sequences.
-- ``chunk_kernel`` with ``STAGE = "both"``: tiles of rows, statistics a few (batch entry, head) units ahead of the
-  application, in one launch, so that a unit is applied while the cache still has it. Programs take tickets and
-  wait only for work with smaller tickets, which never waits for them: no deadlock, whatever else the GPU runs.
-- ``chunk_kernel`` once to reduce and once to apply, with ``combine_kernel`` in between: packed sequences.
+- ``chunk_kernel`` to reduce tiles of rows, ``combine_kernel``, and ``chunk_kernel`` to apply: long sequences, and
+  packed ones. The application begins where the reduction ended, with what is still in cache.
 
 Shapes. A column is a feature of one (group, head); a group is a batch entry or a packed sequence. Columns come in
 P members of F angles: P = 1 for ``cosine``, 2 for the pairs of ``rotate``; a tile is (R, F) per member. Statistics
@@ -35,6 +33,8 @@ from warploom.ops.lrpe.kernels import (
 )
 
 LARGEST_SUM = tl.constexpr(2.0**100)
+LOG2_E_LOW = tl.constexpr(1.925963033500011e-08)  # what float32 leaves of log₂e
+LN_2 = tl.constexpr(0.6931471805599453)
 
 # ----------------------------------------------------------------------------------------------------------
 # Columns: small float32 vectors, one number per feature
@@ -72,8 +72,19 @@ def load_statistics(statistics, column, first, F: tl.constexpr, BLOCK_F: tl.cons
 
 @triton.jit
 def power(x, shift):
-    """2^(x · log₂e − shift) in float32."""
-    return exponential2(tl.fma(x.to(tl.float32), LOG2_E, -shift))
+    """2^(x · log₂e − shift) in float32, for a float32 ``x`` without the error of rounding the exponent."""
+    if x.dtype == tl.float32:
+        product = tl.fma(x, LOG2_E, 0.0)  # not `*`, which the compiler may fuse with what follows
+        exponent = product - shift
+        taken = exponent - product
+        low = tl.fma(x, LOG2_E_LOW, tl.fma(x, LOG2_E, -product)) + (
+            (product - (exponent - taken)) - (shift + taken)
+        )
+        y = exponential2(exponent)
+        y = tl.where(y == 0.0, 0.0, tl.fma(y, low * LN_2, y))  # where x is −inf, the rest is NaN
+    else:
+        y = exponential2(tl.fma(x.to(tl.float32), LOG2_E, -shift))
+    return y
 
 
 @triton.jit
@@ -207,26 +218,6 @@ def softmax_gradient(y, d, c):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Waiting for work with smaller tickets
-# ----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def arrive(counter):
-    """Add one to a counter once everything this program has written is visible; the value before."""
-    tl.debug_barrier()  # all threads' stores come before the one that the atomic's thread releases
-    return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-
-
-@triton.jit
-def wait(flag):
-    """Until ``flag`` is set; what was written before it was set is visible afterwards."""
-    while tl.atomic_add(flag, 0, sem="acquire", scope="gpu") == 0:
-        pass
-    tl.debug_barrier()
-
-
-# ----------------------------------------------------------------------------------------------------------
 # Kernels
 # ----------------------------------------------------------------------------------------------------------
 
@@ -237,13 +228,24 @@ _INTEGERS = (  # all of them run-time values, and never a reason to compile
 ).split()
 
 
-@triton.jit
-def combine(partial, first_slot, slots, slot_size, to, BACKWARD: tl.constexpr, F: tl.constexpr,
-            BLOCK_F: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
-    """One (group, head)'s columns from its chunks' partial results, in the order of the chunks.
-
-    ``partial`` points at the head's columns in slot 0; slots lie ``slot_size`` numbers apart.
-    """
+@triton.jit(do_not_specialize=["heads", "chunk_rows", "cu_stride", "slots"])
+def combine_kernel(
+    partial, columns, cu_seqlens,
+    heads: tl.int32, chunk_rows: tl.int32, cu_stride: tl.int64, slots: tl.int32,
+    BACKWARD: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """One (group, head)'s columns a program, from its chunks' partial results, in the order of the chunks."""
+    K: tl.constexpr = 1 if BACKWARD else 2
+    unit = tl.program_id(0)
+    group, h = (unit // heads).to(tl.int64), unit % heads
+    first_slot = group * slots  # `chunk_kernel` says which slots
+    if cu_seqlens is not None:
+        start = tl.load(cu_seqlens + group * cu_stride).to(tl.int32)
+        end = tl.load(cu_seqlens + (group + 1) * cu_stride).to(tl.int32)
+        first_slot = start // chunk_rows + group
+        slots = tl.where(end > start, (end - 1) // chunk_rows - start // chunk_rows + 1, 0)
+    partial += h * (K * P * F)
+    columns += (group * heads + h) * (K * P * F)
     f = tl.arange(0, BLOCK_F)
     for member in tl.static_range(P):
         top = tl.full((BLOCK_F,), float("-inf"), tl.float32)
@@ -251,7 +253,11 @@ def combine(partial, first_slot, slots, slot_size, to, BACKWARD: tl.constexpr, F
         for start in range(0, slots, BLOCK_P):
             slot = start + tl.arange(0, BLOCK_P)
             inside = (slot < slots)[:, None] & (f < F)[None, :]
-            cells = partial + ((first_slot + slot).to(tl.int64) * slot_size)[:, None] + (member * F + f)[None, :]
+            cells = (
+                partial
+                + ((first_slot + slot).to(tl.int64) * (heads * K * P * F))[:, None]
+                + (member * F + f)[None, :]
+            )
             if BACKWARD:
                 total += tl.sum(tl.load(cells, mask=inside, other=0.0), axis=0)
             else:
@@ -263,37 +269,15 @@ def combine(partial, first_slot, slots, slot_size, to, BACKWARD: tl.constexpr, F
                 total += tl.sum(sums * exponential2(tops - shift[None, :]), axis=0)
                 top = new
         if BACKWARD:
-            tl.store(to + member * F + f, total, mask=f < F)
+            tl.store(columns + member * F + f, total, mask=f < F)
         else:
-            tl.store(to + member * F + f, top, mask=f < F)
-            tl.store(to + (P + member) * F + f, reciprocal(tl.where(total == 0.0, 1.0, total)), mask=f < F)
+            tl.store(columns + member * F + f, top, mask=f < F)
+            tl.store(columns + (P + member) * F + f, reciprocal(tl.where(total == 0.0, 1.0, total)), mask=f < F)
 
 
-@triton.jit(do_not_specialize=["heads", "chunk_rows", "cu_stride", "slots"])
-def combine_kernel(
-    partial, columns, cu_seqlens,
-    heads: tl.int32, chunk_rows: tl.int32, cu_stride: tl.int64, slots: tl.int32,
-    BACKWARD: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    """`combine` for one (group, head) a program. Slots of a group: as `chunk_kernel` fills them."""
-    K: tl.constexpr = 1 if BACKWARD else 2
-    unit = tl.program_id(0)
-    group, h = (unit // heads).to(tl.int64), unit % heads
-    first_slot = group * slots
-    if cu_seqlens is not None:
-        start = tl.load(cu_seqlens + group * cu_stride).to(tl.int32)
-        end = tl.load(cu_seqlens + (group + 1) * cu_stride).to(tl.int32)
-        first_slot = start // chunk_rows + group
-        slots = tl.where(end > start, (end - 1) // chunk_rows - start // chunk_rows + 1, 0)
-    combine(
-        partial + h * (K * P * F), first_slot, slots, heads * (K * P * F),
-        columns + (group * heads + h) * (K * P * F), BACKWARD, F, BLOCK_F, P, BLOCK_P,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=[*_INTEGERS, "chunks", "ahead", "ring"])
+@triton.jit(do_not_specialize=[*_INTEGERS, "chunks"])
 def chunk_kernel(
-    x, grad, out, statistics, sums, partial, dtheta, counters, theta, ids, offsets, cu_seqlens,
+    x, grad, out, statistics, sums, partial, dtheta, theta, ids, offsets, cu_seqlens,
     offset: tl.int32, tokens: tl.int32, heads: tl.int32, batch: tl.int32, theta_u: tl.int64, theta_f: tl.int64,
     ids_s: tl.int64, ids_n: tl.int64, ids_u: tl.int64, ids_k: tl.int64,
     offsets_s: tl.int64, offsets_u: tl.int64, table_n: tl.int64, table_u: tl.int64,
@@ -302,38 +286,26 @@ def chunk_kernel(
     x_b: tl.int64, x_n: tl.int64, x_h: tl.int64, x_f: tl.int64,
     grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_f: tl.int64,
     out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_f: tl.int64,
-    chunks: tl.int32, ahead: tl.int32, ring: tl.int32,
-    KIND: tl.constexpr, STAGE: tl.constexpr, BACKWARD: tl.constexpr, AXES: tl.constexpr,
+    chunks: tl.int32,
+    KIND: tl.constexpr, REDUCES: tl.constexpr, BACKWARD: tl.constexpr, AXES: tl.constexpr,
     VEC: tl.constexpr, THETA_VEC: tl.constexpr, UNIT: tl.constexpr, F: tl.constexpr, E: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Reduce or apply one chunk, a tile of ``BLOCK_R`` tokens of one (batch entry, head).
+    """Reduce (``REDUCES``) or apply one chunk, a tile of ``BLOCK_R`` tokens of one (batch entry, head).
 
-    ``STAGE``: ``reduce`` and ``apply`` are launches of their own; with ``both`` the reduction runs ``ahead`` units
-    before the application, and the last chunk of a unit to be reduced combines its partial results, which
-    live in a ring of ``ring`` units.
+    A chunk leaves one set of partial columns for each packed sequence it touches, in slot chunk + sequence: both
+    only grow from token to token, so no two share a slot.
     """
     P: tl.constexpr = 1 if KIND == "cosine" else 2
-    K: tl.constexpr = 1 if BACKWARD else 2
     PACKED: tl.constexpr = cu_seqlens is not None
     THETA: tl.constexpr = dtheta is not None
     HALF: tl.constexpr = out.dtype.element_ty.primitive_bitwidth == 16 and not THETA
-    units = batch * heads
-    if STAGE == "both":
-        ticket = tl.atomic_add(counters, 1, sem="relaxed", scope="gpu")
-        turn_of, place = ticket // (2 * chunks), ticket % (2 * chunks)
-        chunk = place // 2
-        reduces = place % 2 == 0
-        unit = tl.where(reduces, turn_of, turn_of - ahead)
-        if (unit < 0) | (unit >= units):
-            return
-        arrivals = counters + 1 + unit
-        combined = counters + 1 + units + unit
-    else:
-        program = tl.program_id(0)  # heads fastest: neighbours in memory
-        chunk = program // heads % chunks
-        unit = program // (heads * chunks) * heads + program % heads
-        reduces = STAGE == "reduce"
+    # Heads fastest: neighbours in memory. The application starts where the reduction ended, which the cache holds.
+    program = tl.program_id(0)
+    if not REDUCES:
+        program = batch * heads * chunks - 1 - program
+    chunk = program // heads % chunks
+    unit = program // (heads * chunks) * heads + program % heads
     b, h = (unit // heads).to(tl.int64), (unit % heads).to(tl.int64)
     n = chunk * BLOCK_R + tl.arange(0, BLOCK_R)
     mask = n < tokens
@@ -344,17 +316,6 @@ def chunk_kernel(
     grad_rows = x_rows
     if BACKWARD:
         grad_rows = grad + (b * (grad_b * VEC) + h * (grad_h * VEC)) + (n_wide * (grad_n * VEC))[:, None]
-
-    # Where partial results go: slots of all heads, chunk after chunk, or in the ring, slots of one unit.
-    slot = b * chunks + chunk
-    slot_size = heads.to(tl.int64)
-    head_in_slot = h
-    if STAGE == "both":
-        slot = (unit % ring).to(tl.int64) * chunks + chunk
-        slot_size = tl.full((), 1, tl.int64)
-        head_in_slot = tl.zeros((), tl.int64)
-        if reduces & (unit >= ring):
-            wait(combined - ring)  # of the unit whose place in the ring this one takes
 
     # The group of a row: its batch entry, or its own packed sequence.
     group = b + tl.zeros((1,), tl.int64)
@@ -378,9 +339,9 @@ def chunk_kernel(
             x_rows, grad_rows, mask, x_f, grad_f, cosine, sine, shift1, shift2, scale1, scale2, 0,
             KIND, UNIT, F, BLOCK_F,
         )  # fmt: skip
-        if reduces:
+        if REDUCES:
             for g in range(first_group, last_group + 1):
-                to = partial + ((slot + g) * slot_size + head_in_slot) * (P * F)
+                to = partial + ((b * chunks + chunk + g) * heads + h) * (P * F)
                 own = mask
                 if PACKED:
                     own = mask & (sequence == g)
@@ -388,8 +349,6 @@ def chunk_kernel(
                 c1, c2 = reduce_backward(y1, y2, d1, d2, own, zero, zero, KIND)
                 store_columns(to, c1, c2, 0, F, BLOCK_F, P)
         else:
-            if STAGE == "both":
-                wait(combined)
             c1, c2 = load_columns(sums + column * (P * F), 0, F, BLOCK_F, P)
             e1 = softmax_gradient(y1, d1, c1)
             e2 = softmax_gradient(y2, d2, c2)
@@ -400,9 +359,9 @@ def chunk_kernel(
                 part = (b * chunks + chunk) * heads + h
                 total = tl.sum(position.to(tl.float64) * dphi.to(tl.float64), axis=0)
                 tl.store(dtheta + part * F + f, total, mask=f < F)
-    elif reduces:
+    elif REDUCES:
         for g in range(first_group, last_group + 1):
-            to = partial + ((slot + g) * slot_size + head_in_slot) * (2 * P * F)
+            to = partial + ((b * chunks + chunk + g) * heads + h) * (2 * P * F)
             own = mask
             if PACKED:
                 own = mask & (sequence == g)
@@ -423,33 +382,20 @@ def chunk_kernel(
             offsets_s, offsets_u, offset, prefix, size1, size2, size3, sequences, cu_stride,
             AXES, F, E, THETA_VEC, HALF, BLOCK_F,
         )  # fmt: skip
-        if STAGE == "both":
-            wait(combined)
         shift1, shift2, scale1, scale2 = load_statistics(statistics, column, 0, F, BLOCK_F, P)
         y1, y2 = weights_pair(x1, x2, shift1, shift2, scale1, scale2, KIND)
         o1, o2 = turn(y1, y2, cosine, sine, KIND)
         store_pair(out_rows, o1, o2, mask, out_f, 0, UNIT, KIND == "interleaved", F, BLOCK_F)
 
-    if STAGE == "both":
-        if reduces:
-            last = arrive(arrivals) == chunks - 1
-            if last:
-                tl.debug_barrier()
-                columns = sums if BACKWARD else statistics
-                combine(
-                    partial, (unit % ring).to(tl.int64) * chunks, chunks, K * P * F,
-                    columns + unit.to(tl.int64) * (K * P * F), BACKWARD, F, BLOCK_F, P, BLOCK_P,
-                )  # fmt: skip
-                arrive(combined)
-
 
 @triton.jit
 def sum_strip(x_rows, tokens, x_n, x_f, shift1, shift2, first, KIND: tl.constexpr, VEC: tl.constexpr,
-              UNIT: tl.constexpr, F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr):  # fmt: skip
+              UNIT: tl.constexpr, F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
+              STAGES: tl.constexpr):  # fmt: skip
     """Sums of powers of a strip's columns, (F,) each, from ``x_rows`` at token 0."""
     total1 = tl.zeros((BLOCK_R, BLOCK_F), tl.float32)
     total2 = total1
-    for start in range(0, tokens, BLOCK_R):
+    for start in tl.range(0, tokens, BLOCK_R, num_stages=STAGES):
         n = start + tl.arange(0, BLOCK_R)
         rows = x_rows + n.to(tl.int64)[:, None] * (x_n * VEC)
         x1, x2 = load_input(rows, n < tokens, x_f, first, KIND, UNIT, F, BLOCK_F)
@@ -477,7 +423,7 @@ def strip_kernel(
     out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_f: tl.int64,
     KIND: tl.constexpr, BACKWARD: tl.constexpr, AXES: tl.constexpr,
     VEC: tl.constexpr, THETA_VEC: tl.constexpr, UNIT: tl.constexpr, F: tl.constexpr, E: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Walk twice down ``BLOCK_F`` angles' columns of one (batch entry, head): to reduce them, and to apply."""
     P: tl.constexpr = 1 if KIND == "cosine" else 2
@@ -503,7 +449,7 @@ def strip_kernel(
         shift1, shift2, scale1, scale2 = load_statistics(statistics, column, first, F, BLOCK_F, P)
         c1 = zero
         c2 = zero
-        for start in range(0, tokens, BLOCK_R):
+        for start in tl.range(0, tokens, BLOCK_R, num_stages=STAGES):
             n = start + tl.arange(0, BLOCK_R)
             mask = n < tokens
             n_wide = n.to(tl.int64)[:, None]
@@ -525,11 +471,13 @@ def strip_kernel(
         f1, f2 = load_input(x_rows + tl.zeros((1, 1), tl.int64), one, x_f, first, KIND, UNIT, F, BLOCK_F)
         shift1 = shift_of(f1)
         shift2 = shift_of(f2)
-        total1, total2 = sum_strip(x_rows, tokens, x_n, x_f, shift1, shift2, first, KIND, VEC, UNIT, F, BLOCK_R, BLOCK_F)
+        total1, total2 = sum_strip(
+            x_rows, tokens, x_n, x_f, shift1, shift2, first, KIND, VEC, UNIT, F, BLOCK_R, BLOCK_F, STAGES
+        )  # fmt: skip
         if overflows(total1, total2):
             top1 = tl.full((BLOCK_R, BLOCK_F), float("-inf"), tl.float32)
             top2 = top1
-            for start in range(0, tokens, BLOCK_R):
+            for start in tl.range(0, tokens, BLOCK_R, num_stages=STAGES):
                 n = start + tl.arange(0, BLOCK_R)
                 rows = x_rows + n.to(tl.int64)[:, None] * (x_n * VEC)
                 x1, x2 = load_input(rows, n < tokens, x_f, first, KIND, UNIT, F, BLOCK_F)
@@ -539,7 +487,7 @@ def strip_kernel(
             shift1 = shift_of(masked_maximum(top1, every))[None, :]
             shift2 = shift_of(masked_maximum(top2, every))[None, :]
             total1, total2 = sum_strip(
-                x_rows, tokens, x_n, x_f, shift1, shift2, first, KIND, VEC, UNIT, F, BLOCK_R, BLOCK_F
+                x_rows, tokens, x_n, x_f, shift1, shift2, first, KIND, VEC, UNIT, F, BLOCK_R, BLOCK_F, STAGES
             )  # fmt: skip
         inside = first + tl.arange(0, BLOCK_F) < F
         scale1 = reciprocal(tl.where(inside, total1, 1.0))
@@ -552,7 +500,7 @@ def strip_kernel(
 
     # Down again: apply them.
     total = tl.zeros((BLOCK_R, BLOCK_F), tl.float64)
-    for start in range(0, tokens, BLOCK_R):
+    for start in tl.range(0, tokens, BLOCK_R, num_stages=STAGES):
         n = start + tl.arange(0, BLOCK_R)
         mask = n < tokens
         n_wide = n.to(tl.int64)[:, None]

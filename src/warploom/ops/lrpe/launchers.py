@@ -94,14 +94,12 @@ def _configuration(
 ) -> tuple[int, int]:
     """Vectors of x to a row of angles, and warps; measured on an H200 (see "How it reaches the limit")."""
     if theta_gradient:
-        if kind == "cosine":
-            return 6, 2
-        return 2 if activation == "softmax" else 3, 4
-    if activation == "softmax":
-        return 2, 4 if backward else 2
-    if kind != "cosine" and activation in ("sigmoid", "silu") and not backward:
-        return 3, 2
-    return 2, 2 if kind != "cosine" and backward else 1
+        return (6, 2) if kind == "cosine" else (6 if activation == "softmax" else 3, 4)
+    if positions.axes() > 2:  # the angles cost more
+        return (3, 1) if backward else (2, 1)
+    if kind == "cosine":
+        return (3, 2) if backward else (2, 4)
+    return 2, 4 if backward and activation != "none" else 2
 
 
 def geometry_of(

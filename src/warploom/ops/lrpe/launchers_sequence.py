@@ -26,30 +26,39 @@ _chunk_kernel = Kernel(chunk_kernel)
 _combine_kernel = Kernel(combine_kernel)
 _strip_kernel = Kernel(strip_kernel)
 
-STRIP_TOKENS = 2048
-"""Sequences up to this long are walked over twice by one program: what is in flight stays in the cache."""
-
 
 class Tiles(NamedTuple):
-    """Block sizes; measured on an H200 (see "How it reaches the limit")."""
+    """Block sizes of a kernel."""
 
     numbers: int  # of x in a tile
     warps: int
-    in_flight: int = 0  # numbers of x between their reduction and their application
+    stages: int = 1  # loads under way at once in a loop over tiles
 
 
-def strip_tiles(backward: bool) -> Tiles:
+def strip_tokens(backward: bool) -> int:
+    """Sequences up to this long are walked over twice by one program; longer ones take three launches.
+
+    These and the tiles are measured on an H200 (see "How it reaches the limit").
+    """
+    return 512 if backward else 2048
+
+
+def strip_tiles(kind: str, backward: bool) -> Tiles:
     """For `strip_kernel`."""
-    return Tiles(4096 if backward else 8192, 4)
+    if kind == "cosine":
+        return Tiles(2048, 4, 3)
+    return Tiles(4096, 4, 1) if backward else Tiles(2048, 4, 5)
 
 
-def chunk_tiles(backward: bool) -> Tiles:
+def chunk_tiles(kind: str, backward: bool) -> Tiles:
     """For `chunk_kernel`."""
-    return Tiles(8192 if backward else 16384, 8, 2**22 if backward else 2**23)
+    if kind == "cosine":
+        return Tiles(2048, 1) if backward else Tiles(4096, 4)
+    return Tiles(4096, 1)
 
 
-STRIP_BYTES = 32
-"""Bytes of a row that a strip takes from each member of its pairs: a sector."""
+STRIP_BYTES = 64
+"""Bytes of a row that a strip takes from each member of its pairs."""
 
 BLOCK_P = 64
 """Partial results combined at once."""
@@ -65,11 +74,8 @@ class _Plan(NamedTuple):
     shape: tuple[int, ...]  # of the result
     stride: tuple[int, ...]
     statistics: tuple[int, int, int, int]  # their shape
-    launches: tuple[Launch, ...]
-    chunk_rows: int = 0
-    slots: int = 0  # of a group, or of the ring
-    partial: int = 0  # float32 numbers of partial results
-    counters: int = 0
+    launches: tuple[Launch, ...]  # of the strip kernel; or to reduce, combine and apply
+    partial: int = 0  # float32 numbers of partial columns
     parts: tuple[int, int, int] = (0, 0, 0)  # (parts, rows of theta, F): sums for theta's gradient
 
 
@@ -121,7 +127,7 @@ def backward(
     plan: _Plan = _plans.get(key, make)
     dx = torch.empty_strided(plan.shape, plan.stride, dtype=x.dtype, device=x.device)
     sums = None
-    if len(plan.launches) > 1 or plan.counters:
+    if plan.partial:
         groups, heads, _, features = plan.statistics
         sums = x.new_empty((groups, heads, features), dtype=torch.float32)
     dtheta = torch.empty(plan.parts, dtype=torch.float64, device=x.device) if theta_gradient else None
@@ -146,15 +152,10 @@ def _run(
         plan.launches[0](tensors, positions.offset)
         return
     partial = x.new_empty((plan.partial,), dtype=torch.float32)
-    counters = torch.zeros(plan.counters, dtype=torch.int32, device=x.device) if plan.counters else None
-    chunk = (x, grad, out, statistics, sums, partial, dtheta, counters, theta, ids, offsets, cu_seqlens)
-    if counters is not None:
-        plan.launches[0](chunk, positions.offset)
-        return
     reduce, combine, apply = plan.launches
-    reduce((*chunk[:6], None, *chunk[7:]), positions.offset)
+    reduce((x, grad, out, statistics, sums, partial, None, theta, ids, offsets, cu_seqlens), positions.offset)
     combine((partial, statistics if sums is None else sums, cu_seqlens), plan.statistics[1])
-    apply(chunk, positions.offset)
+    apply((x, grad, out, statistics, sums, partial, dtheta, theta, ids, offsets, cu_seqlens), positions.offset)
 
 
 @dataclass
@@ -183,46 +184,34 @@ class _Planner:
         backward = grad is not None
         plan = _Plan(tuple(out.shape), out.stride(), statistics_shape(x, positions), ())
         angles = (positions.axes(), vec, theta_vec, unit, features, theta.shape[-1])
-        if positions.cu_seqlens is None and tokens <= STRIP_TOKENS and not self.block_parallel:
-            tiles = strip_tiles(backward)
-            block_f = min(geometry.block_f, max(1, STRIP_BYTES * (2 if members == 1 else 1) // x.element_size()))
+        if positions.cu_seqlens is None and tokens <= strip_tokens(backward) and not self.block_parallel:
+            tiles = strip_tiles(kind, backward)
+            block_f = min(geometry.block_f, STRIP_BYTES // x.element_size())
             block_r = max(1, tiles.numbers // (block_f * members))
             launch = Launch(
                 _strip_kernel,
                 batch * heads * -(-features // block_f),
                 (*numbers, *strides),
-                (kind, backward, *angles, block_r, block_f),
+                (kind, backward, *angles, block_r, block_f, tiles.stages),
                 tiles.warps,
             )
             return plan._replace(launches=(launch,), parts=(batch * heads // rows, rows, features))
-        tiles = chunk_tiles(backward)
+        tiles = chunk_tiles(kind, backward)
         block_r = max(1, tiles.numbers // (geometry.block_f * members))
         chunks = triton.cdiv(tokens, block_r)
         parts = (batch * chunks * heads // rows, rows, features)
         sets = 1 if backward else 2
-        if positions.cu_seqlens is None and not self.block_parallel:
-            ahead = triton.cdiv(tiles.in_flight, chunks * tiles.numbers)
-            ring = min(2 * ahead + 2, batch * heads)
-            launch = Launch(
-                _chunk_kernel,
-                (batch * heads + ahead) * 2 * chunks,
-                (*numbers, *strides, chunks, ahead, ring),
-                (kind, "both", backward, *angles, block_r, geometry.block_f, BLOCK_P),
-                tiles.warps,
-            )
-            partial = ring * chunks * sets * x.shape[-1]
-            return plan._replace(launches=(launch,), partial=partial, counters=1 + 2 * batch * heads, parts=parts)
         groups = plan.statistics[0]
         slots = batch * chunks + (0 if positions.cu_seqlens is None else groups)
         reduce, apply = (
             Launch(
                 _chunk_kernel,
                 batch * heads * chunks,
-                (*numbers, *strides, chunks, 0, 0),
-                (kind, stage, backward, *angles, block_r, geometry.block_f, BLOCK_P),
+                (*numbers, *strides, chunks),
+                (kind, reduces, backward, *angles, block_r, geometry.block_f),
                 tiles.warps,
             )
-            for stage in ("reduce", "apply")
+            for reduces in (True, False)
         )
         combine = Launch(
             _combine_kernel,

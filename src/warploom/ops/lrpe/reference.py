@@ -134,13 +134,15 @@ def activate(x: Tensor, activation: str, cu_seqlens: Tensor | None) -> Tensor:
 def _packed_softmax(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Softmax over the tokens of each packed sequence; ``x`` is (1, N, H, D)."""
     index = torch.arange(x.shape[1], device=x.device)
-    sequence = sequence_of(index, cu_seqlens)[None, :, None, None].expand_as(x)
-    statistics = (1, cu_seqlens.numel() - 1, *x.shape[2:])
-    # The maximum is only a shift that cancels, so no gradient flows through it.
-    top = x.new_full(statistics, -torch.inf).scatter_reduce(1, sequence, x.detach(), "amax")
-    weight = (x - top.gather(1, sequence)).exp()
-    total = x.new_zeros(statistics).scatter_add(1, sequence, weight)
-    return weight / total.gather(1, sequence)
+    sequence = sequence_of(index, cu_seqlens)
+    statistics = (cu_seqlens.numel() - 1, *x.shape[2:])
+    # The maximum is only a shift that cancels, so no gradient flows through it. Sums are formed by indexing, which
+    # gives the same bits every time, unlike scatter and gather on a GPU.
+    places = sequence[:, None, None].expand_as(x[0])
+    top = x.new_full(statistics, -torch.inf).scatter_reduce(0, places, x[0].detach(), "amax")
+    weight = (x[0] - top[sequence]).exp()
+    total = x.new_zeros(statistics).index_put((sequence,), weight, accumulate=True)
+    return (weight / total[sequence])[None]
 
 
 def _with_heads(x: Tensor) -> Tensor:
