@@ -171,12 +171,17 @@ def _beyond_kernels(call: _Call) -> str | None:
 
 
 def _is_plain(call: _Call) -> bool:
-    """Whether PyTorch's own fused attention for CPUs computes this call."""
+    """Whether PyTorch's own fused attention for CPUs computes this call.
+
+    Its backward misses the error budget for large inner products, and a scale of zero or below is not for it.
+    """
+    if torch.is_grad_enabled() and any(t.requires_grad for t in call[:3]):
+        return False
     tokens, keys = call.q.shape[1], call.k.shape[1]
     masked = call.left is not None or (call.right is not None and (call.right != 0 or tokens != keys))
     packed = call.cu_seqlens_q is not None
     special = call.return_lse or call.float32_precision not in (None, "highest")
-    return call.q.device.type == "cpu" and keys > 0 and not (masked or packed or special)
+    return call.q.device.type == "cpu" and keys > 0 and call.scale > 0 and not (masked or packed or special)
 
 
 def _fused_by_torch(call: _Call) -> Tensor:
@@ -250,7 +255,7 @@ def _checked_scale(scale: float | None, q: Tensor) -> float:
         raise fault(DtypeError, NAME, "scale", "None or a number", repr(scale))
     if isinstance(scale, float | int) and not math.isfinite(scale):
         raise fault(ArgumentError, NAME, "scale", "finite", repr(scale))
-    return scale * 1.0
+    return scale
 
 
 def _checked_sequences(

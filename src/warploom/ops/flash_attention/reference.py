@@ -39,6 +39,10 @@ def flash_attention(
     """
     left, right = window or (None, None)
     right = 0 if causal else right
+    cu_seqlens_q, cu_seqlens_k = (
+        cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q,
+        cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
+    )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     tokens, keys = q.shape[1], k.shape[1]

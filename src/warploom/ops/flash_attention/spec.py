@@ -118,7 +118,8 @@ def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, float32_precisi
     if causal:
         hidden = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         logits = logits.masked_fill(hidden, -torch.inf)
-    return (logits.softmax(-1) @ v).transpose(1, 2)
+    out: Tensor = logits.softmax(-1) @ v
+    return out.transpose(1, 2)
 
 
 def _sdpa(backend: str, case: Case) -> Provider:
@@ -245,8 +246,10 @@ def _quick(device: str) -> list[Case]:
     ]
 
 
-def _training_case(batch: int, heads: int, key_heads: int, head_dim: int, n: int, causal: bool) -> Case:
-    case = {"batch": batch, "heads": heads, "head_dim": head_dim, "dtype": "bfloat16", "causal": causal, "n": n}
+def _training_case(
+    batch: int, heads: int, key_heads: int, head_dim: int, n: int, causal: bool
+) -> dict[str, int | str]:
+    case: dict[str, int | str] = {"batch": batch, "heads": heads, "head_dim": head_dim, "dtype": "bfloat16", "causal": causal, "n": n}
     return case if key_heads == heads else case | {"key_heads": key_heads}
 
 
