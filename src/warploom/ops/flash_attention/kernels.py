@@ -17,7 +17,7 @@ import triton.language as tl
 
 from warploom.device.activations import power_of_two
 from warploom.device.packed import sequence_bounds, sequence_of_tile
-from warploom.device.product import product
+from warploom.device.product import product, rounded
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -138,7 +138,7 @@ def store_tile(pointers, tile, row, rows, F: tl.constexpr):
     mask = (row + tl.arange(0, ROWS) < rows)[:, None]
     if F != FEATURES:
         mask = mask & (tl.arange(0, FEATURES) < F)[None, :]
-    tl.store(pointers, tile.to(pointers.dtype.element_ty), mask=mask)
+    tl.store(pointers, rounded(tile, pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -179,7 +179,7 @@ def attend(
         total = total * shrink + tl.sum(weights, axis=1)
         acc = acc * shrink[:, None]
         v_tile = load_tile(v + n * v_step + v_offsets, n, keys, E, MASKED)
-        acc = product(weights.to(v_tile.dtype), v_tile, acc, PRECISION)
+        acc = product(rounded(weights, v_tile.dtype), v_tile, acc, PRECISION)
         top = new_top
     return acc, total, top
 
@@ -301,7 +301,7 @@ def combine_kernel(
         acc += weight[:, None] * tl.load(cells + split * part_split, mask=inside, other=0.0)
     some = tl.where(total == 0.0, 1.0, total)  # where no key was seen: 0 / 1, and lse −inf + 0
     target = out + (entry * out_b + token * out_n + head * out_h)[:, None] + (feature * out_f)[None, :]
-    tl.store(target, (acc / some[:, None]).to(out.dtype.element_ty), mask=inside)
+    tl.store(target, rounded(acc / some[:, None], out.dtype.element_ty), mask=inside)
     tl.store(statistics + row, top, mask=there)
     tl.store(statistics + rows + row, total, mask=there)
     tl.store(lse + row, (top + tl.log2(some)) * LN_2, mask=there)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from warploom.device.activations import power_of_two
-from warploom.device.product import product
+from warploom.device.product import product, rounded
 from warploom.ops.flash_attention.kernels import (
     SIZES,
     stride_names,
@@ -106,11 +106,11 @@ def walk_queries(
             seen = visible((query + offset)[None, :], key[:, None], keys, left, right, HAS_LEFT, HAS_RIGHT)
             weights = tl.where(seen, weights, 0.0)
         do_tile = load_tile(do + member * do_h + m * do_step + do_offsets, m, tokens, E, MASKED)
-        dv = product(weights.to(do_tile.dtype), do_tile, dv, PRECISION)
+        dv = product(rounded(weights, do_tile.dtype), do_tile, dv, PRECISION)
         dweights = tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32)
         dweights = product(v, do_tile.T, dweights, PRECISION)
         dlogits = weights * (dweights - row_delta[None, :])
-        dk = product(dlogits.to(q_tile.dtype), q_tile, dk, PRECISION)
+        dk = product(rounded(dlogits, q_tile.dtype), q_tile, dk, PRECISION)
     return dk, dv
 
 
@@ -158,26 +158,26 @@ def key_kernel(
         grad_base = base_of(grad, entry, q_start, head, grad_b, grad_n, grad_h, VEC)
         q_offsets = tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D)
         grad_offsets = tile_offsets(grad_n, grad_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_E)
-        row = (entry.to(tl.int64) * heads + head) * tokens + q_start
+        first = (entry.to(tl.int64) * heads + head) * tokens + q_start
         row_h = tl.cast(tokens, tl.int64)
-        row_inverse = None if inverse is None else inverse + row
+        head_inverse = None if inverse is None else inverse + first
         dk_tile = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
         dv_tile = tl.zeros((BLOCK_N, BLOCK_E), dtype=tl.float32)
         if HAS_RIGHT:
             dk_tile, dv_tile = walk_queries(
-                dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + row, delta + row, row_inverse,
+                dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
                 q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_h * VEC, grad_h * VEC, row_h, group,
                 begin, full_begin, offset, key, tokens_here, keys_here, left, right, scale,
                 True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
             )  # fmt: skip
         dk_tile, dv_tile = walk_queries(
-            dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + row, delta + row, row_inverse,
+            dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
             q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_h * VEC, grad_h * VEC, row_h, group,
             full_begin, full_end, offset, key, tokens_here, keys_here, left, right, scale,
             False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
         )  # fmt: skip
         dk_tile, dv_tile = walk_queries(
-            dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + row, delta + row, row_inverse,
+            dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
             q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_h * VEC, grad_h * VEC, row_h, group,
             full_end, end, offset, key, tokens_here, keys_here, left, right, scale,
             True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
@@ -213,7 +213,7 @@ def walk_keys(
         dweights = tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32)
         dweights = product(do, v_tile.T, dweights, PRECISION)
         dlogits = weights * (dweights - row_delta[:, None])
-        dq = product(dlogits.to(k_tile.dtype), k_tile, dq, PRECISION)
+        dq = product(rounded(dlogits, k_tile.dtype), k_tile, dq, PRECISION)
     return dq
 
 
@@ -297,4 +297,4 @@ def sum_kernel(part, out, size: tl.int64, splits: tl.int32, BLOCK: tl.constexpr)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for split in range(splits):
         acc += tl.load(part + split * size + i, mask=i < size, other=0.0)
-    tl.store(out + i, acc.to(out.dtype.element_ty), mask=i < size)
+    tl.store(out + i, rounded(acc, out.dtype.element_ty), mask=i < size)
