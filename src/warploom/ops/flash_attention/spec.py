@@ -78,7 +78,7 @@ _CHECKS: tuple[dict[str, Any], ...] = (
     {"float32_precision": "high", "causal": True},
     {"float32_precision": "medium"},
     {"batch": 1, "cu_seqlens_q": [0, 5, 5, 6, 19], "causal": True, "return_lse": True},
-    {"batch": 1, "cu_seqlens_q": [0, 7, 7, 19], "m": 23, "cu_seqlens_k": [0, 3, 20, 23], "causal": True},
+    {"batch": 1, "n": 60, "cu_seqlens_q": [0, 27, 27, 60], "m": 75, "cu_seqlens_k": [0, 20, 37, 75], "causal": True},
     {"batch": 1, "n": 40, "cu_seqlens_q": [0, 1, 40], "window": [5, 3], "heads": 4, "key_heads": 2},
     {"batch": 1, "cu_seqlens_k": [0, 19, 19], "dtype": "bfloat16"},
     {"batch": 0},
