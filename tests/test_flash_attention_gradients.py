@@ -79,7 +79,9 @@ def test_gradient_through_one_output(through: str, backend: str, device: torch.d
     exact = upcast(inputs)
     found, wanted = (
         torch.autograd.grad(
-            dict(zip(("out", "lse"), results))[through].square().sum(), [given[n] for n in "qkv"], materialize_grads=True
+            dict(zip(("out", "lse"), results))[through].square().sum(),
+            [given[n] for n in "qkv"],
+            materialize_grads=True,
         )
         for given, results in (
             (inputs, flash_attention(**inputs, return_lse=True, backend=backend)),
