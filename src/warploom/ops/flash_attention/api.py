@@ -72,15 +72,15 @@ def flash_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale · q kᵀ) v``, in memory linear in the length.
 
-    ``flash_attention(q, k, v, causal=True)`` is a decoder's attention. With ``Hkv < Hq`` heads of keys and values it
-    is grouped-query attention, and query head ``h`` reads key head ``h // (Hq / Hkv)``.
+    ``flash_attention(q, k, v, causal=True)`` is a decoder's attention. With ``Hkv < Hq`` heads of keys and values
+    it is grouped-query attention, and query head ``h`` reads key head ``h // (Hq / Hkv)``.
 
     Args:
         q: ``(B, N, Hq, D)``; float16, bfloat16, float32 or float64, any strides.
         k: ``(B, M, Hkv, D)`` in the dtype of ``q``, any strides; ``Hq`` a multiple of ``Hkv``.
         v: ``(B, M, Hkv, E)`` in the dtype of ``q``, any strides.
-        causal: Query ``i`` sees key ``j`` if ``j ≤ i + M − N``: the last query is aligned with the last key, so that
-            queries that extend a cache of keys see all of it. For ``N > M`` the first queries see nothing.
+        causal: Query ``i`` sees key ``j`` if ``j ≤ i + M − N``: the last query is aligned with the last key, so
+            that queries that extend a cache of keys see all of it. For ``N > M`` the first queries see nothing.
         scale: Factor of the inner products, any finite number; ``D^-½`` by default.
         window: ``(left, right)``, each a number of keys ≥ 0 or None for no bound: query ``i`` sees key ``j`` if
             ``−left ≤ j − (i + M − N) ≤ right``. With ``causal`` both conditions hold.

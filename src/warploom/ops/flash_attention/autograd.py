@@ -1,7 +1,7 @@
 """Flash attention as PyTorch operators: ``torch.ops.warploom.flash_attention`` and its backward.
 
-The registered operators, with fake functions and autograd, serve `torch.compile`, meta and fake tensors. A plain eager
-call goes to the same launchers directly (`apply`), and so does `torch.func`.
+The registered operators, with fake functions and autograd, serve `torch.compile`, meta and fake tensors. A plain
+eager call goes to the same launchers directly (`apply`), and so does `torch.func`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _REST = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? left, SymInt? right
 _library = torch.library.Library("warploom", "FRAGMENT")
 _library.define(f"flash_attention(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor, Tensor)")
 _library.define(
-    "flash_attention_backward(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, "
-    f"{_REST}) -> (Tensor, Tensor, Tensor)"
+    "flash_attention_backward(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
+    f"Tensor statistics, {_REST}) -> (Tensor, Tensor, Tensor)"
 )
 
 

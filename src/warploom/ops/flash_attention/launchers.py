@@ -267,14 +267,15 @@ def _constants(
     """Arguments ``HAS_LEFT … BLOCK_E`` of a kernel."""
     return (
         mask.left is not None, mask.right is not None, scale < 0, access.vec, access.unit, access.wide,
-        geometry.features, geometry.value_features, _product(geometry, precision), tiles.block_m, tiles.block_n, geometry.block_d, geometry.block_e,
+        geometry.features, geometry.value_features, _product(geometry, precision),
+        tiles.block_m, tiles.block_n, geometry.block_d, geometry.block_e,
     )  # fmt: skip
 
 
 def _part_like(out: Tensor, splits: int) -> tuple[Tensor, int]:
     """Where the parts of a split go, in float32 and in the memory order of ``out``, and their distance.
 
-    Where there is one part only, that is ``out`` itself. Strides that are multiples of a number make the distance one.
+    Where there is one part only, that is ``out`` itself.
     """
     if splits == 1:
         return out, 0
