@@ -33,8 +33,7 @@ def flash_attention(
     float32_precision: str | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax of ``scale · q kᵀ`` over the visible keys, times ``v``: (B, N, Hq, E), and lse (B, Hq, N) if asked
-    for.
+    """Softmax of ``scale · q kᵀ`` over the visible keys, times ``v``: (B, N, Hq, E) [and lse (B, Hq, N)].
 
     For float32 inputs, a ``float32_precision`` of ``high`` drops the bits of every factor of a matrix product that
     TensorFloat-32 does not have, and ``medium`` rounds it to bfloat16.
