@@ -12,7 +12,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def exponential2(x):
+def power_of_two(x):
     """2ˣ to 2 units in the last place; zero where the result would be denormal."""
     if INTERPRETED:  # the interpreter knows no PTX
         y = tl.exp2(x)
@@ -25,8 +25,8 @@ def exponential2(x):
 
 @triton.jit
 def exponential(x):
-    """eˣ to 2 units in the last place of the result and one of ``x``; zero where it would be denormal."""
-    return exponential2(x * LOG2_E)
+    """eˣ to 2 units in the last place of the result and one of ``x``; zero where the result would be denormal."""
+    return power_of_two(x * LOG2_E)
 
 
 @triton.jit

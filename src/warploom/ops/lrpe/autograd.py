@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from warploom.eager import is_plain_eager, stack_over_batch
 from warploom.layout import empty_in_order_of
 from warploom.ops.lrpe import launchers, launchers_sequence
 from warploom.ops.lrpe.launchers import Positions
@@ -140,18 +141,6 @@ torch.library.register_autograd("warploom::lrpe_backward", _no_double_backward, 
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _vmap(function: Any, info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Any:
-    """One call after another, stacked: a batching rule for a function whose kernels take their own batch."""
-    slices = (
-        function.apply(*(v.select(d, i) if isinstance(d, int) else v for v, d in zip(inputs, in_dims)))
-        for i in range(info.batch_size)
-    )
-    outputs = list(slices)
-    if isinstance(outputs[0], Tensor):
-        return torch.stack(outputs), 0
-    return tuple(torch.stack(parts) for parts in zip(*outputs)), (0,) * len(outputs[0])
-
-
 def _with_tensors(call: Call, ids: Tensor | None, offsets: Tensor | None, cu_seqlens: Tensor | None) -> Call:
     """A call whose positions have these tensors: what passes through autograd takes the tensors one by one."""
     positions = call.positions._replace(ids=ids, offsets=offsets, cu_seqlens=cu_seqlens)
@@ -178,7 +167,7 @@ class _LrpeBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-        return _vmap(_LrpeBackward, info, in_dims, inputs)
+        return stack_over_batch(_LrpeBackward, info, in_dims, inputs)
 
 
 def _gradients(
@@ -237,7 +226,7 @@ class _Lrpe(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-        return _vmap(_Lrpe, info, in_dims, inputs)
+        return stack_over_batch(_Lrpe, info, in_dims, inputs)
 
 
 def apply(x: Tensor, theta: Tensor, call: Call) -> Tensor:
@@ -264,18 +253,3 @@ def angle_table(x: Tensor, theta: Tensor, positions: Positions, kind: str) -> Te
     heads = theta.shape[0] if theta.dim() == 2 else 1
     ones = torch.ones((1, x.shape[1], heads, features), dtype=torch.float32, device=x.device)
     return launchers.forward(ones, theta.detach(), positions, "cosine", "none")[0]
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def is_plain_eager(x: Tensor, theta: Tensor) -> bool:
-    """Whether nothing watches this call: no compiler, no tensor subclass, no mode."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(x) in _PLAIN
-        and type(theta) in _PLAIN
-        and not x.is_meta
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-    )

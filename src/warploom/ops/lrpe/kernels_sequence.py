@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.device.activations import LOG2_E, exponential2, reciprocal
+from warploom.device.activations import LOG2_E, power_of_two, reciprocal
 from warploom.device.phase import cos_sin, phase_step
 from warploom.ops.lrpe.kernels import (
     load_input,
@@ -80,10 +80,10 @@ def power(x, shift):
         low = tl.fma(x, LOG2_E_LOW, tl.fma(x, LOG2_E, -product)) + (
             (product - (exponent - taken)) - (shift + taken)
         )
-        y = exponential2(exponent)
+        y = power_of_two(exponent)
         y = tl.where(y == 0.0, 0.0, tl.fma(y, low * LN_2, y))  # where x is −inf, the rest is NaN
     else:
-        y = exponential2(tl.fma(x.to(tl.float32), LOG2_E, -shift))
+        y = power_of_two(tl.fma(x.to(tl.float32), LOG2_E, -shift))
     return y
 
 
@@ -265,8 +265,8 @@ def combine_kernel(
                 sums = tl.load(cells + P * F, mask=inside, other=0.0)
                 new = tl.maximum(top, tl.max(tops, axis=0))
                 shift = tl.where(new == float("-inf"), 0.0, new)
-                total = total * exponential2(top - shift)
-                total += tl.sum(sums * exponential2(tops - shift[None, :]), axis=0)
+                total = total * power_of_two(top - shift)
+                total += tl.sum(sums * power_of_two(tops - shift[None, :]), axis=0)
                 top = new
         if BACKWARD:
             tl.store(columns + member * F + f, total, mask=f < F)
