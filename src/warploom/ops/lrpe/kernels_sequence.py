@@ -10,7 +10,7 @@ first should reach device memory. There are two ways:
 
 Shapes. A column is a feature of one (group, head); a group is a batch entry or a packed sequence. Columns come in
 P members of F angles: P = 1 for ``cosine``, 2 for the pairs of ``rotate``; a tile is (R, F) per member. Statistics
-are float32, (groups, H, 2, P, F): a shift and the reciprocal of the sum of 2^(x · log₂e − shift). The backward has one sum a column instead,
+are float32, (groups, H, 2, P, F): a shift and the reciprocal of the sum of e^(x − shift). The backward has one sum a column instead,
 (groups, H, P, F): that of y · dy, which softmax subtracts.
 """
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.device.activations import LOG2_E, power_of_two, reciprocal
+from warploom.device.activations import LOG2_E, power_of_two
 from warploom.device.phase import cos_sin, phase_step
 from warploom.ops.lrpe.kernels import (
     load_input,
@@ -72,18 +72,15 @@ def load_statistics(statistics, column, first, F: tl.constexpr, BLOCK_F: tl.cons
 
 @triton.jit
 def power(x, shift):
-    """2^(x · log₂e − shift) in float32, for a float32 ``x`` without the error of rounding the exponent."""
+    """e^(x − shift) in float32; for a float32 ``x`` without the error of rounding the exponent of a power of two."""
     if x.dtype == tl.float32:
-        product = tl.fma(x, LOG2_E, 0.0)  # not `*`, which the compiler may fuse with what follows
-        exponent = product - shift
-        taken = exponent - product
-        low = tl.fma(x, LOG2_E_LOW, tl.fma(x, LOG2_E, -product)) + (
-            (product - (exponent - taken)) - (shift + taken)
-        )
+        difference = x - shift
+        exponent = tl.fma(difference, LOG2_E, 0.0)  # not `*`, which the compiler may fuse with what follows
+        low = tl.fma(difference, LOG2_E_LOW, tl.fma(difference, LOG2_E, -exponent))
         y = power_of_two(exponent)
         y = tl.where(y == 0.0, 0.0, tl.fma(y, low * LN_2, y))  # where x is −inf, the rest is NaN
     else:
-        y = power_of_two(tl.fma(x.to(tl.float32), LOG2_E, -shift))
+        y = power_of_two(tl.fma(x.to(tl.float32), LOG2_E, -(shift * LOG2_E)))
     return y
 
 
@@ -95,12 +92,6 @@ def weights_pair(x1, x2, shift1, shift2, scale1, scale2, KIND: tl.constexpr):
     if KIND != "cosine":
         y2 = power(x2, shift2) * scale2
     return y1, y2
-
-
-@triton.jit
-def shift_of(x):
-    """A column's shift from one of its numbers, or from its maximum."""
-    return x.to(tl.float32) * LOG2_E
 
 
 @triton.jit
@@ -144,8 +135,8 @@ def reduce_forward(x_rows, first_row, mask, x_f, KIND: tl.constexpr, UNIT: tl.co
     x1, x2 = load_input(x_rows, mask, x_f, 0, KIND, UNIT, F, BLOCK_F)
     one = tl.full((1,), True, tl.int1)
     f1, f2 = load_input(first_row, one, x_f, 0, KIND, UNIT, F, BLOCK_F)
-    shift1 = shift_of(f1)
-    shift2 = shift_of(f2)
+    shift1 = f1.to(tl.float32)
+    shift2 = f2.to(tl.float32)
     inside = mask[:, None]
     total1 = tl.sum(tl.where(inside, power(x1, shift1), 0.0), axis=0)
     total2 = total1
@@ -154,10 +145,10 @@ def reduce_forward(x_rows, first_row, mask, x_f, KIND: tl.constexpr, UNIT: tl.co
     shift1 = tl.reshape(shift1, (BLOCK_F,))
     shift2 = tl.reshape(shift2, (BLOCK_F,))
     if overflows(total1, total2):
-        shift1 = shift_of(masked_maximum(x1, mask))
+        shift1 = masked_maximum(x1, mask)
         total1 = tl.sum(tl.where(inside, power(x1, shift1[None, :]), 0.0), axis=0)
         if KIND != "cosine":
-            shift2 = shift_of(masked_maximum(x2, mask))
+            shift2 = masked_maximum(x2, mask)
             total2 = tl.sum(tl.where(inside, power(x2, shift2[None, :]), 0.0), axis=0)
     return shift1, shift2, total1, total2
 
@@ -265,14 +256,14 @@ def combine_kernel(
                 sums = tl.load(cells + P * F, mask=inside, other=0.0)
                 new = tl.maximum(top, tl.max(tops, axis=0))
                 shift = tl.where(new == float("-inf"), 0.0, new)
-                total = total * power_of_two(top - shift)
-                total += tl.sum(sums * power_of_two(tops - shift[None, :]), axis=0)
+                total = total * power(top, shift)
+                total += tl.sum(sums * power(tops, shift[None, :]), axis=0)
                 top = new
         if BACKWARD:
             tl.store(columns + member * F + f, total, mask=f < F)
         else:
             tl.store(columns + member * F + f, top, mask=f < F)
-            tl.store(columns + (P + member) * F + f, reciprocal(tl.where(total == 0.0, 1.0, total)), mask=f < F)
+            tl.store(columns + (P + member) * F + f, tl.div_rn(1.0, tl.where(total == 0.0, 1.0, total)), mask=f < F)
 
 
 @triton.jit(do_not_specialize=[*_INTEGERS, "chunks"])
@@ -469,8 +460,8 @@ def strip_kernel(
         # Shifts from the first token; where a sum overflows, once more with the maxima: see `reduce_forward`.
         one = tl.full((1,), True, tl.int1)
         f1, f2 = load_input(x_rows + tl.zeros((1, 1), tl.int64), one, x_f, first, KIND, UNIT, F, BLOCK_F)
-        shift1 = shift_of(f1)
-        shift2 = shift_of(f2)
+        shift1 = f1.to(tl.float32)
+        shift2 = f2.to(tl.float32)
         total1, total2 = sum_strip(
             x_rows, tokens, x_n, x_f, shift1, shift2, first, KIND, VEC, UNIT, F, BLOCK_R, BLOCK_F, STAGES
         )  # fmt: skip
@@ -484,14 +475,14 @@ def strip_kernel(
                 top1 = tl.where((n < tokens)[:, None], tl.maximum(top1, x1.to(tl.float32)), top1)
                 top2 = tl.where((n < tokens)[:, None], tl.maximum(top2, x2.to(tl.float32)), top2)
             every = tl.full((BLOCK_R,), True, tl.int1)
-            shift1 = shift_of(masked_maximum(top1, every))[None, :]
-            shift2 = shift_of(masked_maximum(top2, every))[None, :]
+            shift1 = masked_maximum(top1, every)[None, :]
+            shift2 = masked_maximum(top2, every)[None, :]
             total1, total2 = sum_strip(
                 x_rows, tokens, x_n, x_f, shift1, shift2, first, KIND, VEC, UNIT, F, BLOCK_R, BLOCK_F, STAGES
             )  # fmt: skip
         inside = first + tl.arange(0, BLOCK_F) < F
-        scale1 = reciprocal(tl.where(inside, total1, 1.0))
-        scale2 = reciprocal(tl.where(inside, total2, 1.0))
+        scale1 = tl.div_rn(1.0, tl.where(inside, total1, 1.0))
+        scale2 = tl.div_rn(1.0, tl.where(inside, total2, 1.0))
         columns = statistics + unit.to(tl.int64) * (2 * P * F)
         store_columns(columns, tl.reshape(shift1, (BLOCK_F,)), tl.reshape(shift2, (BLOCK_F,)), first, F, BLOCK_F, P)
         store_columns(columns + P * F, scale1, scale2, first, F, BLOCK_F, P)
