@@ -25,7 +25,7 @@ __all__ = ["STATES", "UNSET", "Panel", "Point", "Section", "device_name", "load_
 
 UNSET = "–"
 
-STATES = ("ok", "incorrect", "oom", "unsupported", "error", "stale")
+STATES = ("ok", "disturbed", "incorrect", "oom", "unsupported", "error", "stale")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,12 @@ class Point:
     x: Any
     """Its value of the parameter along the axis."""
     state: str
-    """One of `STATES`: the record's status, or ``stale`` for any record of other code."""
+    """The record's status, or ``stale`` for any record of other code."""
+
+    @property
+    def badge(self) -> str:
+        """One of `STATES`: the state, or ``disturbed`` for a speed that is doubtful."""
+        return "disturbed" if self.state == "ok" and self.record.disturbed else self.state
 
     @property
     def ms(self) -> float | None:
@@ -50,9 +55,11 @@ class Point:
 
     @property
     def reason(self) -> str:
-        """Why there is no speed."""
+        """Why there is no speed, or a doubtful one."""
+        if self.badge == "disturbed":
+            return self.record.disturbed or ""
         if self.state == "stale":
-            return "measured with other code than the present; measure again"
+            return "measured with other code than the present, or the bench is not known here; measure again"
         return self.record.reason or "no reason was recorded"
 
 
@@ -117,7 +124,7 @@ class Section:
     constants: Mapping[str, Any]
     panels: tuple[Panel, ...]
     emphasis: str
-    """The provider that stands for the library: ``triton`` where it can run, else ``torch``."""
+    """The provider that stands for the operator; see `own_provider`."""
 
     @property
     def points(self) -> list[Point]:
@@ -213,7 +220,7 @@ def _section(operator: str, entries: Sequence[Entry]) -> Section:
         x=x,
         constants={name: value for name, value in constants.items() if value is not None},
         panels=tuple(Panel(chosen, device, tuple(points)) for chosen, device, points in panels.values()),
-        emphasis=own_provider(record for record, _, _ in entries),
+        emphasis=own_provider((record for record, _, _ in entries), bench.own if bench else ""),
     )
 
 

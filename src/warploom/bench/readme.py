@@ -37,8 +37,8 @@ def update(readme: Path, sources: Sequence[Path]) -> None:
 
 
 def speed_table(records: Sequence[Record]) -> str:
-    """One Markdown row per operator, activation and mode; records of other code than the present are left out."""
-    fresh = [record for record in records if not is_stale(record) and record.status == "ok" and record.ms]
+    """One Markdown row per operator, activation and mode; records of other code, or disturbed, are left out."""
+    fresh = [r for r in records if not is_stale(r) and r.status == "ok" and r.ms and not r.disturbed]
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in fresh:
         key = (record.operator, str(record.case.get("activation", "")), record.mode)
