@@ -34,7 +34,8 @@ def _check(options: argparse.Namespace) -> int:
     began = time.monotonic()
     total = 0
     for name in pick(options.names or own, known, "operator", "_"):
-        results = check_operator(known[name], options.backend, device)
+        with Console(stderr=True).status(f"{name}: {len(known[name].check_cases)} cases"):  # on a terminal only
+            results = check_operator(known[name], options.backend, device)
         total += len(results)
         failures += [result for result in results if not result.ok]
         for dtype, mode in dict.fromkeys((result.dtype, result.mode) for result in results):
