@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import toy
 import warploom.ops
 from warploom.bench import Traffic, measure, records, run_bench, runner, sensors, tables, time_functions, traces
 from warploom.bench.evaluate import Unit
-from warploom.bench.panels import Point
+from warploom.bench.panels import Point, load_sections
 from warploom.bench.runner import Selection
 from warploom.bench.sensors import Reader, Sample, WatchedClock
 from warploom.bench.specs import load_specs
@@ -150,7 +151,10 @@ def test_a_spec_file_is_benched_checked_and_reported(capsys: pytest.CaptureFixtu
     assert "other code" not in capsys.readouterr().out
     pytest.importorskip("plotly")
     assert main(["report", "here", "--spec", SPEC]) == 0
-    assert 'class="badge ok"' in (tmp_path / "here" / "report.html").read_text().split("<main>")[1]
+    page = (tmp_path / "here" / "report.html").read_text().split("<main>")[1]
+    assert 'class="badge ok"' in page
+    spec = os.path.relpath(SPEC)
+    assert f"warploom bench --spec {spec} toy-scale --suite quick --mode fwd" in page
 
 
 def test_the_digest_of_a_spec_follows_the_files_it_imports(tmp_path: Path) -> None:
@@ -208,6 +212,11 @@ def test_cases_run_in_other_dtypes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "--spec", SPEC, "--device", "cpu", "--no-report", "--mode", "fwd", "--output", "here"]
     assert main([*words, "--dtype", "bf16,fp16"]) == 0
     assert {r.case["dtype"] for r in records.load([Path("here")])} == {"bfloat16", "float16"}
+    (section,) = load_sections([Path("here")])
+    again = section.command(section.panels[0], "fwd")
+    assert "--dtype bfloat16 --case dtype=bfloat16" in again
+    assert main([*shlex.split(again)[1:], "--device", "cpu", "--no-report", "--output", "there"]) == 0
+    assert {r.case["dtype"] for r in records.load([Path("there")])} == {"bfloat16"}
     assert main([*words, "--dtype", "int4"]) == 2
     assert "no dtype 'int4' here; there are: bfloat16" in capsys.readouterr().err
     bare = replace(toy.make_bench(), suites={"quick": lambda device: [{"n": 1}]})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import shlex
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -175,6 +177,7 @@ def time_functions(
         modes=tuple(dict.fromkeys(mode.removesuffix("_graph") for mode in modes)),
         own=next(iter(functions)),
         sources=_files((reference, make_inputs, *functions.values())),
+        command=shlex.join(["python", *sys.argv]),
     )
     return run_bench(bench, modes=modes, device=device, output=output, resume=resume, time_limit=time_limit)
 

@@ -20,6 +20,7 @@ from warploom.bench.labels import MODES, sort_xs, spell
 from warploom.bench.palette import ordered
 from warploom.bench.records import LIMIT, Record, is_stale, load, load_environments
 from warploom.bench.tables import own_provider
+from warploom.ops.spec import Bench
 
 __all__ = ["STATES", "UNSET", "Panel", "Point", "Section", "device_name", "load_sections"]
 
@@ -153,11 +154,24 @@ class Section:
 
     def command(self, panel: Panel, mode: str) -> str:
         """The command line that measures a panel's mode again."""
+        bench = ops.benches().get(self.operator.replace("_", "-"))
+        run = (bench and bench.command) or f"warploom bench {self.operator.replace('_', '-')}"
+        if not run.startswith("warploom bench"):
+            return run
         suites = Counter(point.record.suite for point in panel.points if point.record.mode == mode)
-        words = ["warploom", "bench", self.operator.replace("_", "-"), "--suite", suites.most_common(1)[0][0]]
+        suite = suites.most_common(1)[0][0]
+        words = [*shlex.split(run), "--suite", suite]
+        dtype = panel.parameters.get("dtype", self.constants.get("dtype"))
+        if bench and suite in bench.suites and dtype not in _dtypes(bench, suite):
+            words += ["--dtype", dtype]
         for name, value in panel.parameters.items():
             words += ["--case", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
         return shlex.join([*words, "--mode", mode])
+
+
+def _dtypes(bench: Bench, suite: str) -> set[Any]:
+    """The dtypes that the cases of a suite have by themselves."""
+    return {case.get("dtype") for device in ("cuda", "cpu") for case in bench.suites[suite](device)}
 
 
 Entry = tuple[Record, str, str]

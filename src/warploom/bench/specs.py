@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
+import shlex
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -56,7 +58,9 @@ def _load(path: Path) -> Spec:
     if not all(isinstance(o, Operator) for o in operators) or not all(isinstance(b, Bench) for b in benches):
         raise ArgumentError(f"--spec {path}: OPERATORS must hold Operator, BENCHES Bench (warploom.bench)")
     sources = tuple(sorted(path.parent.rglob("*.py") if _is_package(path) else _with_neighbours(path)))
-    spec = Spec(path, operators, tuple(replace(bench, sources=sources) for bench in benches))
+    run = f"warploom bench --spec {shlex.quote(os.path.relpath(path))}"
+    owned = (replace(bench, sources=sources, command=f"{run} {bench.name}") for bench in benches)
+    spec = Spec(path, operators, tuple(owned))
     adopt(spec.operators, spec.benches)
     return spec
 

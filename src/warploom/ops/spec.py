@@ -103,3 +103,6 @@ class Bench:
     when it fails. Empty for ``triton``, or ``torch`` where Triton cannot run."""
     sources: tuple[Path, ...] = ()
     """Files that are the code of a bench from outside this package; empty where that is the operator's folder."""
+    command: str = ""
+    """What runs it, where that is not ``warploom bench NAME``: another such command line, to which a selection is
+    added, or a script's, which is all there is to say."""
