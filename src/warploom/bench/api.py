@@ -236,6 +236,6 @@ def _files(functions: Sequence[object]) -> tuple[Path, ...]:
             source = inspect.getsourcefile(inspect.unwrap(function))  # type: ignore[arg-type]
         except TypeError:  # built in, or an object of a class
             source = inspect.getsourcefile(type(function)) if type(function).__module__ != "builtins" else None
-        if source and Path(source).is_file():
+        if source and source.endswith(".py") and Path(source).is_file():
             found.add(Path(source).resolve())
     return tuple(sorted(found)) or (Path(__file__),)
