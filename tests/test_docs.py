@@ -140,5 +140,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for folder in FOLDERS:
         assert (tmp_path / "operators" / folder / "index.html").is_file()
+    writing = (tmp_path / "writing-an-operator" / "index.html").read_text(encoding="utf-8")
+    assert writing.count("forward_kernel") > 1  # the example's files are part of the page
     reference = (tmp_path / "reference" / "operators" / "index.html").read_text(encoding="utf-8")
     assert all(f'id="warploom.{name}"' in reference for name in warploom.__all__ if name[0].islower())
