@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from warploom.bench import measure
-from warploom.bench.compare import Pair, compare, read_side
+from warploom.bench.comparison import Pair, compare, read_side
 from warploom.bench.records import Record, append, save_environment
 from warploom.cli import main
 from warploom.errors import ArgumentError

@@ -6,7 +6,7 @@ suites, providers that are built for a case, bytes and operations; `run_bench` r
 """
 
 from warploom.bench.api import Results, run_bench, time_functions
-from warploom.bench.compare import compare, read_side
+from warploom.bench.comparison import compare, read_side
 from warploom.bench.records import Record, load
 from warploom.ops.spec import Bench, Case, Inputs, Operator, Outputs, Traffic, Unsupported
 

@@ -10,7 +10,7 @@ from warploom.cli.common import Commands, add_spec
 from warploom.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from warploom.bench.compare import Comparison
+    from warploom.bench.comparison import Comparison
 
 
 def add_parser(commands: Commands) -> None:
@@ -48,7 +48,7 @@ def _fraction(text: str) -> float:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from warploom.bench.compare import compare, read_side
+    from warploom.bench.comparison import compare, read_side
     from warploom.bench.specs import load_specs
 
     load_specs(options.spec)
@@ -72,7 +72,7 @@ def _text(comparison: Comparison, fail_above: float | None) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    from warploom.bench.compare import case_words
+    from warploom.bench.comparison import case_words
 
     out = io.StringIO()
     width = min(max(shutil.get_terminal_size((110, 24)).columns, 80), 140)
