@@ -105,7 +105,7 @@ def test_the_command_prints_a_table_and_fails_above_a_threshold(
     assert [line.split()[-1] for line in out.splitlines() if "n=" in line] == ["same", "slower"]
     assert "1 cases are on one side only" in out
     assert main(["compare", *runs, "--fail-above", "5%"]) == 1
-    assert "1 of 2 cases worse by more than 0.05" in capsys.readouterr().out
+    assert "1 of 2 cases worse by more than 5 %" in capsys.readouterr().out
     assert main(["compare", *runs, "--fail-above", "25"]) == 0
     assert main(["compare", *reversed(runs), "--fail-above", "5%"]) == 0
 

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import unittest
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -51,7 +52,7 @@ SYBIL = Sybil([SkipParser(), PythonCodeBlockParser(), CodeBlockParser("console",
 
 
 @pytest.fixture
-def _checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder to run in that looks like a checkout; measuring is short; nothing stays registered."""
     monkeypatch.chdir(tmp_path)
     for name in ("examples", "results"):
@@ -60,6 +61,8 @@ def _checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measure, name, value)
     for registry in ("_guests", "_guest_benches"):
         monkeypatch.setattr(warploom.ops, registry, {})
+    records._digests.cache_clear()
+    yield
     records._digests.cache_clear()
 
 

@@ -177,9 +177,10 @@ def read_side(text: str | Path, provider: str = "") -> Side:
         if colon:
             path, provider = Path(before), after
     known = load_environments(path)
-    chosen = tuple(_of_provider(load([path]), provider))
+    records = load([path])
+    chosen = tuple(_of_provider(records, provider))
     if not chosen:
-        names = ", ".join(sorted({record.provider for record in load([path])})) or "none"
+        names = ", ".join(sorted({record.provider for record in records})) or "none"
         raise ArgumentError(
             f"compare: {path} has no records of {provider or 'its own provider'}; there are: {names}"
         )

@@ -88,7 +88,9 @@ def _templates() -> Environment:
     )
     environment.filters["percent"] = lambda value: "–" if value is None else f"{value:.0%}"
     environment.filters["times"] = lambda value: "–" if value is None else f"{value:.2f}×"
-    environment.filters["microseconds"] = lambda value: "–" if value is None else seconds(float(f"{value:.3g}") * 1e-6)
+    environment.filters["microseconds"] = lambda value: (
+        "–" if value is None else seconds(float(f"{value:.3g}") * 1e-6)
+    )
     return environment
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import shutil
 from typing import TYPE_CHECKING
 
@@ -59,15 +60,11 @@ def _compare(options: argparse.Namespace) -> int:
     else:
         sides = [read_side(options.a), read_side(options.b)]
     comparison = compare(*sides)
-    print(comparison.to_json() if options.json else _text(comparison, options.fail_above), end="")
-    if options.json:
-        print()
+    print(comparison.to_json() if options.json else _text(comparison, options.fail_above))
     return int(options.fail_above is not None and bool(comparison.slower(options.fail_above)))
 
 
 def _text(comparison: Comparison, fail_above: float | None) -> str:
-    import io
-
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -104,5 +101,5 @@ def _text(comparison: Comparison, fail_above: float | None) -> str:
         out.write(f"{comparison.unmatched} cases are on one side only and left out\n")
     if fail_above is not None:
         worse = comparison.slower(fail_above)
-        out.write(f"{len(worse)} of {len(comparison.pairs)} cases worse by more than {fail_above:.3g}\n")
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+        out.write(f"{len(worse)} of {len(comparison.pairs)} cases worse by more than {100 * fail_above:g} %\n")
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
