@@ -205,6 +205,14 @@ def test_a_spec_that_describes_nothing_says_so(
     assert message in capsys.readouterr().err
 
 
+def test_a_spec_without_what_the_command_is_about_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "half_spec.py").write_text(f"{TOY}BENCHES = (replace(toy.make_bench(), name='half'),)\n")
+    assert main(["check", "--spec", "half_spec.py", "--device", "cpu"]) == 2
+    assert "defines no OPERATORS" in capsys.readouterr().err
+
+
 # Dtypes and graphs
 
 

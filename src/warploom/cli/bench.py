@@ -16,6 +16,7 @@ from warploom.cli.common import (
     add_device,
     add_spec,
     install_hint,
+    names_in,
     package,
     pick,
     slug,
@@ -82,7 +83,7 @@ def _bench(options: argparse.Namespace) -> int:
     from warploom.ops import benches
 
     device = the_device(options.device)
-    own = [bench.name for spec in load_specs(options.spec) for bench in spec.benches]
+    own = names_in(load_specs(options.spec), "benches")
     known = benches()
     chosen = [known[name] for name in pick(options.names or own, known, "bench", "-")]
     dtypes = options.dtype and [_SHORT_DTYPES.get(name, name) for name in options.dtype]

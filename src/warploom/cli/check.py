@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from warploom.cli.common import Commands, add_device, add_spec, pick, the_device
+from warploom.cli.common import Commands, add_device, add_spec, names_in, pick, the_device
 
 
 def add_parser(commands: Commands) -> None:
@@ -27,7 +27,7 @@ def _check(options: argparse.Namespace) -> int:
     from warploom.testing.conformance import check_operator
 
     device = the_device(options.device)
-    own = [operator.name for spec in load_specs(options.spec) for operator in spec.operators]
+    own = names_in(load_specs(options.spec), "operators")
     known = operators()
     table = Table("operator", "dtype", "mode", "cases", "worst error / budget", "")
     failures = []

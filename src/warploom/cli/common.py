@@ -12,12 +12,15 @@ from warploom.errors import ArgumentError, DeviceError
 if TYPE_CHECKING:
     import torch
 
+    from warploom.bench.specs import Spec
+
 __all__ = [
     "OPTIONAL",
     "Commands",
     "add_device",
     "add_spec",
     "install_hint",
+    "names_in",
     "package",
     "pick",
     "slug",
@@ -57,6 +60,22 @@ def add_spec(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a Python file with OPERATORS and BENCHES of your own; may be repeated",
     )
+
+
+def names_in(specs: Sequence[Spec], what: str) -> list[str]:
+    """The names that a command is about when the user gives a spec and no names.
+
+    Args:
+        specs: What `load_specs` returned.
+        what: ``operators`` or ``benches``.
+
+    Raises:
+        ArgumentError: There are specs, and none of them has any.
+    """
+    names = [one.name for spec in specs for one in getattr(spec, what)]
+    if specs and not names:
+        raise ArgumentError(f"--spec {specs[0].path}: defines no {what.upper()}")
+    return names
 
 
 def words(text: str) -> list[str]:

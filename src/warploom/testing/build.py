@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", nargs="+", type=int, default=ARCHITECTURES, metavar="SM", help="80 90 100")
     parser.add_argument("--jobs", type=int, default=2, help="compilations at a time")
     options = parser.parse_args(arguments)
-    names = options.operator or [operator.name for spec in load_specs(options.spec) for operator in spec.operators]
+    names = options.operator or [o.name for spec in load_specs(options.spec) for o in spec.operators]
     registry = operators()
     unknown = set(options.operator) - set(registry)
     if unknown:
