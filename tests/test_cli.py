@@ -83,6 +83,8 @@ def test_bench_resumes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "--device", "cpu", "--no-report", "--resume"]
     assert main([*words, "--time-limit", "0"]) == 0
     assert "the time limit of 0 s is reached; 4 left, --resume goes on with:" in capsys.readouterr().err
+    assert main(["bench", "--device", "cpu", "--output", "empty", "--time-limit", "0"]) == 0
+    assert "nothing was measured" in capsys.readouterr().err
     assert main(words) == 0
     first = capsys.readouterr()
     assert main(words) == 0

@@ -97,6 +97,9 @@ def _bench(options: argparse.Namespace) -> int:
     print(tables.text(tables.sections(outcome.records, chosen), width))
     if outcome.reason:
         _print_left(outcome)
+    if not (output / RECORDS).is_file():
+        print("warploom: nothing was measured", file=sys.stderr)
+        return 0
     print(f"records: {output / RECORDS}")
     if not options.no_report:
         _print_report([output], output / "report.html")
