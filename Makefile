@@ -1,22 +1,27 @@
 # Two commands, each with all its own set-up:
 #   make bench   the quick suite on the GPU if there is one, else on the CPU; ends in tables and a report
 #   make test    lint, types and tests
+# and
+#   make docs    the documentation as a site, in site/
 # PYTHON picks another interpreter, VENV another place for the virtual environment.
 
 PYTHON ?= python3
 VENV ?= .venv
 READY := $(VENV)/.ready
 
-.PHONY: bench test clean
+.PHONY: bench test docs clean
 
 bench: $(READY)
 	$(VENV)/bin/warploom bench --suite quick
 
 test: $(READY)
-	$(VENV)/bin/ruff check src tests
-	$(VENV)/bin/ruff format --check src tests
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest -n auto
+
+docs: $(READY)
+	$(VENV)/bin/python -m mkdocs build --strict --quiet
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "warploom needs Python 3.11 or newer")'
@@ -25,5 +30,5 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -481,7 +481,7 @@ def test_tables_have_sizes_down_and_providers_across() -> None:
         ms=None,
         peak_memory_mib=None,
     )
-    found = tables.sections([*larger, RECORD, torch_record, limit, failed], {"toy_scale": "n"})
+    found = tables.sections([*larger, RECORD, torch_record, limit, failed], [toy.make_bench()])
     speed, memory = found
     assert speed.title == "toy_scale  Speed (ms)  fwd  bf16  activation silu"
     assert speed.header == ("n", "triton", "torch", "limit", "limit fraction")
@@ -510,7 +510,7 @@ def test_tables_have_sizes_down_and_providers_across() -> None:
 
 def test_long_headers_fold_between_words() -> None:
     names = ("triton", "triton_cache", "torch", "torch_compile", "torch_compile_cache", LIMIT)
-    plain = tables.text(tables.sections([replace(RECORD, provider=name) for name in names], {}), 80)
+    plain = tables.text(tables.sections([replace(RECORD, provider=name) for name in names]), 80)
     lines = plain.splitlines()
     assert lines[1].split() == ["triton_", "torch_", "torch_compile_", "limit"]
     assert lines[2].split() == ["n", "triton", "cache", "torch", "compile", "cache", LIMIT, "fraction"]
@@ -523,7 +523,7 @@ def test_tables_part_by_the_other_parameters_mode_and_environment() -> None:
         replace(RECORD, mode="bwd"),
         replace(RECORD, environment="f"),
     ]
-    found = tables.sections([RECORD, *others], {})
+    found = tables.sections([RECORD, *others])
     assert len(found) == 8
     assert found[0].title.endswith("environment e")
 
@@ -532,13 +532,13 @@ def test_equal_reasons_share_a_line() -> None:
     failures = [
         replace(RECORD, status="error", reason="boom", ms=None, case=RECORD.case | {"n": n}) for n in (1, 2)
     ]
-    assert tables.sections(failures, {})[0].notes == ("triton, n = 1, 2: error: boom",)
+    assert tables.sections(failures)[0].notes == ("triton, n = 1, 2: error: boom",)
 
 
 def test_the_fraction_is_torchs_where_triton_cannot_run() -> None:
     triton = replace(RECORD, status="unsupported", reason="no GPU", ms=None, limit_fraction=None)
     plain = replace(RECORD, provider="torch", limit_fraction=0.5)
-    found = tables.sections([triton, plain, replace(RECORD, provider=LIMIT)], {})[0]
+    found = tables.sections([triton, plain, replace(RECORD, provider=LIMIT)])[0]
     assert found.header[-1] == "limit fraction (torch)"
     assert found.rows[0][1] == "-1"
     assert found.rows[0][-1] == "0.50"

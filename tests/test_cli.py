@@ -83,6 +83,8 @@ def test_bench_resumes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "--device", "cpu", "--no-report", "--resume"]
     assert main([*words, "--time-limit", "0"]) == 0
     assert "the time limit of 0 s is reached; 4 left, --resume goes on with:" in capsys.readouterr().err
+    assert main(["bench", "--device", "cpu", "--output", "empty", "--time-limit", "0"]) == 0
+    assert "nothing was measured" in capsys.readouterr().err
     assert main(words) == 0
     first = capsys.readouterr()
     assert main(words) == 0
@@ -161,8 +163,8 @@ def test_report_draws_recorded_runs(capsys: pytest.CaptureFixture[str], tmp_path
     assert (tmp_path / "drawn.html").is_file()
 
 
-def test_the_command_line_imports_nothing_heavy() -> None:
-    program = "import sys, warploom.cli; print(*sys.modules)"
+def test_the_command_line_and_the_bench_import_nothing_heavy() -> None:
+    program = "import sys, warploom.cli, warploom.bench; print(*sys.modules)"
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=root)
-    assert {"rich", "plotly", "triton"}.isdisjoint(done.stdout.split())
+    assert {"rich", "plotly", "jinja2", "triton"}.isdisjoint(done.stdout.split())

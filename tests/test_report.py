@@ -18,6 +18,7 @@ from warploom import ops
 from warploom.bench import records as records_module
 from warploom.bench.panels import load_sections
 from warploom.bench.published import FOLDER, published
+from warploom.bench.readme import speed_table
 from warploom.bench.records import LIMIT, Record, append, current_digest, save_environment
 from warploom.bench.report import write_report
 from warploom.errors import WarploomError
@@ -192,6 +193,17 @@ def test_what_failed_has_a_badge_and_a_reason_but_no_speed(measured):
             if trace["name"] == "triton" and trace["mode"] == "lines+markers":
                 assert at[4096 if "-fwd-" in name else 1024] is None
                 assert at[256] is not None
+
+
+def test_a_disturbed_speed_is_shown_and_marked_but_not_quoted(tmp_path):
+    records = make_records({"triton": 1.05, "torch": 8.0}, activations=("none",))
+    hot = [replace(r, disturbed="thermal slowdown") if r.case["n"] == 1024 else r for r in records]
+    text = body_text(page_of(save(tmp_path / "run", hot, GPU)))
+    assert "1024 0.1075 disturbed 0.8192 disturbed" in text
+    assert "disturbed triton at n = 1024: thermal slowdown" in text
+    assert "2 ok 1 disturbed" in text
+    assert speed_table([replace(r, disturbed="thermal slowdown") for r in records]) == speed_table([])
+    assert "n = 4096" in speed_table(hot)
 
 
 def test_reasons_are_escaped(measured):

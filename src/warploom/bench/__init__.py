@@ -1,1 +1,28 @@
-"""Measuring operators: timing, measured ceilings, records of runs, tables and the report."""
+"""Measuring operators, warploom's and your own: timing, measured ceilings, records of runs, tables, the report.
+
+`time_functions` times any functions that should compute the same. `Bench` and `Operator` describe more: several
+suites, providers that are built for a case, bytes and operations; `run_bench` runs one, and so does
+``warploom bench --spec FILE`` on a file that defines ``BENCHES``.
+"""
+
+from warploom.bench.api import Results, run_bench, time_functions
+from warploom.bench.comparison import compare, read_side
+from warploom.bench.records import Record, load
+from warploom.ops.spec import Bench, Case, Inputs, Operator, Outputs, Traffic, Unsupported
+
+__all__ = [
+    "Bench",
+    "Case",
+    "Inputs",
+    "Operator",
+    "Outputs",
+    "Record",
+    "Results",
+    "Traffic",
+    "Unsupported",
+    "compare",
+    "load",
+    "read_side",
+    "run_bench",
+    "time_functions",
+]

@@ -12,6 +12,7 @@ import torch
 
 from warploom.bench import limits
 from warploom.bench.attempt import Failure, attempt
+from warploom.bench.graphs import GRAPH, replayed
 from warploom.bench.measure import (
     Clock,
     Timing,
@@ -25,7 +26,7 @@ from warploom.ops.spec import Bench, Case, Inputs, Outputs, Unsupported
 from warploom.testing.accuracy import Accuracy, compare
 from warploom.testing.conformance import SEED, as_tuple, leaves, make_inputs, upcast
 
-__all__ = ["Unit", "evaluate"]
+__all__ = ["Call", "Unit", "evaluate", "provider_call"]
 
 Function = Callable[..., Outputs]
 Tensors = tuple[torch.Tensor, ...]
@@ -40,6 +41,17 @@ class Unit:
     suite: str
     case: Case
     mode: str
+    """``fwd``, ``bwd`` or ``fwd_graph``."""
+
+    @property
+    def work(self) -> str:
+        """What is computed: ``fwd`` or ``bwd``, replayed from a graph or not."""
+        return self.mode.removesuffix(GRAPH)
+
+    @property
+    def replayed(self) -> bool:
+        """Whether what is timed is the replay of a captured graph."""
+        return self.mode.endswith(GRAPH)
 
     def __str__(self) -> str:
         parameters = " ".join(f"{name}={value}" for name, value in self.case.items())
@@ -64,10 +76,10 @@ def evaluate(
     Raises:
         DeviceLostError: A provider left the device unusable.
     """
-    traffic = unit.bench.traffic(unit.case, unit.mode)
+    traffic = unit.bench.traffic(unit.case, unit.work)
     blank = replace(blank, min_bytes=traffic.min_bytes, flops=traffic.flops)
     records = {name: replace(blank, provider=name) for name in providers}
-    with torch.set_grad_enabled(unit.mode != "fwd"):
+    with torch.set_grad_enabled(unit.work != "fwd"):
         stream = functools.partial(limits.stream_call, traffic, device, clock)
         timings = _time({LIMIT: stream, **_check_and_weigh(unit, device, records)}, device, clock)
         floor_ms = attempt(LIMIT, functools.partial(limits.compute_ms, traffic, device, clock))
@@ -129,7 +141,7 @@ def _check_and_weigh(unit: Unit, device: torch.device, records: dict[str, Record
     starts: dict[str, Callable[[], Call]] = {
         name: functools.partial(subject.start, function) for name, (function, _) in checked.items()
     }
-    for name, (_, held) in checked.items():
+    for name, (_, held) in checked.items() if not unit.replayed else ():  # a graph's memory is its own pool's
         # What is there now beside the inputs and this provider's own is the clock's buffer, which stays for
         # the whole run, and other providers' tables: it is subtracted.
         release_memory(device)
@@ -180,7 +192,7 @@ def _check(
 def _reference_results(unit: Unit, inputs: Inputs) -> tuple[_Subject, Tensors, Tensors]:
     """The subject, and the reference's results on it in float64 and in the inputs' own dtypes."""
     reference = unit.bench.operator.reference
-    if unit.mode == "fwd":
+    if unit.work == "fwd":
         subject = _Subject(inputs, None)
         return subject, _Subject(upcast(inputs), None).run(reference), subject.run(reference)
     outputs, wanted = _graph(reference, inputs)
@@ -190,11 +202,27 @@ def _reference_results(unit: Unit, inputs: Inputs) -> tuple[_Subject, Tensors, T
     eager = torch.autograd.grad(outputs, wanted, grads, materialize_grads=True)
     del outputs
     exact = _Subject(upcast(inputs), tuple(grad.double() for grad in grads)).run(reference)
-    return _Subject(inputs, grads, unit.mode == "fwd_bwd"), exact, eager
+    return _Subject(inputs, grads, unit.work == "fwd_bwd"), exact, eager
+
+
+def provider_call(unit: Unit, name: str, device: torch.device) -> Call:
+    """A provider's call on a unit's inputs as it is timed, unchecked: for profilers."""
+    inputs = make_inputs(unit.bench.operator, unit.case, device)
+    with torch.set_grad_enabled(unit.work != "fwd"):
+        grads = None
+        if unit.work != "fwd":
+            outputs, _ = _graph(unit.bench.operator.reference, inputs)
+            grads = tuple(torch.randn_like(output) for output in outputs)
+        return _Subject(inputs, grads, unit.work == "fwd_bwd").start(_function(unit, name))
+
+
+def _function(unit: Unit, name: str) -> Function:
+    function = unit.bench.providers[name](unit.case)
+    return replayed(function) if unit.replayed else function
 
 
 def _judge(unit: Unit, name: str, subject: _Subject, exact: Tensors, eager: Tensors) -> tuple[Function, Accuracy]:
-    function = unit.bench.providers[name](unit.case)
+    function = _function(unit, name)
     return function, compare(subject.run(function), exact, eager)
 
 

@@ -9,7 +9,12 @@ from typing import Any
 
 __all__ = ["log_range", "log_ticks", "mode_title", "seconds", "size", "sort_xs", "spell"]
 
-MODES = {"fwd": "Forward", "bwd": "Backward", "fwd_bwd": "Forward and backward"}
+MODES = {
+    "fwd": "Forward",
+    "bwd": "Backward",
+    "fwd_bwd": "Forward and backward",
+    "fwd_graph": "Forward, replayed from a CUDA graph",
+}
 
 _STEPS = ((1, 2, 5), (1,))
 _MOST = 12

@@ -20,12 +20,13 @@ from warploom.bench.labels import MODES, sort_xs, spell
 from warploom.bench.palette import ordered
 from warploom.bench.records import LIMIT, Record, is_stale, load, load_environments
 from warploom.bench.tables import own_provider
+from warploom.ops.spec import Bench
 
 __all__ = ["STATES", "UNSET", "Panel", "Point", "Section", "device_name", "load_sections"]
 
 UNSET = "–"
 
-STATES = ("ok", "incorrect", "oom", "unsupported", "error", "stale")
+STATES = ("ok", "disturbed", "incorrect", "oom", "unsupported", "error", "stale")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,12 @@ class Point:
     x: Any
     """Its value of the parameter along the axis."""
     state: str
-    """One of `STATES`: the record's status, or ``stale`` for any record of other code."""
+    """The record's status, or ``stale`` for any record of other code."""
+
+    @property
+    def badge(self) -> str:
+        """One of `STATES`: the state, or ``disturbed`` for a speed that is doubtful."""
+        return "disturbed" if self.state == "ok" and self.record.disturbed else self.state
 
     @property
     def ms(self) -> float | None:
@@ -50,9 +56,11 @@ class Point:
 
     @property
     def reason(self) -> str:
-        """Why there is no speed."""
+        """Why there is no speed, or a doubtful one."""
+        if self.badge == "disturbed":
+            return self.record.disturbed or ""
         if self.state == "stale":
-            return "measured with other code than the present; measure again"
+            return "measured with other code than the present, or the bench is not known here; measure again"
         return self.record.reason or "no reason was recorded"
 
 
@@ -117,7 +125,7 @@ class Section:
     constants: Mapping[str, Any]
     panels: tuple[Panel, ...]
     emphasis: str
-    """The provider that stands for the library: ``triton`` where it can run, else ``torch``."""
+    """The provider that stands for the operator; see `own_provider`."""
 
     @property
     def points(self) -> list[Point]:
@@ -146,11 +154,24 @@ class Section:
 
     def command(self, panel: Panel, mode: str) -> str:
         """The command line that measures a panel's mode again."""
+        bench = ops.benches().get(self.operator.replace("_", "-"))
+        run = (bench and bench.command) or f"warploom bench {self.operator.replace('_', '-')}"
+        if not run.startswith("warploom bench"):
+            return run
         suites = Counter(point.record.suite for point in panel.points if point.record.mode == mode)
-        words = ["warploom", "bench", self.operator.replace("_", "-"), "--suite", suites.most_common(1)[0][0]]
+        suite = suites.most_common(1)[0][0]
+        words = [*shlex.split(run), "--suite", suite]
+        dtype = panel.parameters.get("dtype", self.constants.get("dtype"))
+        if bench and suite in bench.suites and dtype not in _dtypes(bench, suite):
+            words += ["--dtype", dtype]
         for name, value in panel.parameters.items():
             words += ["--case", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
         return shlex.join([*words, "--mode", mode])
+
+
+def _dtypes(bench: Bench, suite: str) -> set[Any]:
+    """The dtypes that the cases of a suite have by themselves."""
+    return {case.get("dtype") for device in ("cuda", "cpu") for case in bench.suites[suite](device)}
 
 
 Entry = tuple[Record, str, str]
@@ -213,7 +234,7 @@ def _section(operator: str, entries: Sequence[Entry]) -> Section:
         x=x,
         constants={name: value for name, value in constants.items() if value is not None},
         panels=tuple(Panel(chosen, device, tuple(points)) for chosen, device, points in panels.values()),
-        emphasis=own_provider(record for record, _, _ in entries),
+        emphasis=own_provider((record for record, _, _ in entries), bench.own if bench else ""),
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from warploom.bench.records import LIMIT, Record, is_stale, load
 from warploom.errors import ArgumentError
 
-__all__ = ["speed_table", "update"]
+__all__ = ["markdown_table", "replace_between", "speed_table", "update"]
 
 BEGIN = "<!-- speeds: written by `warploom report` from records; do not edit -->"
 END = "<!-- end of speeds -->"
@@ -27,18 +27,31 @@ def update(readme: Path, sources: Sequence[Path]) -> None:
     Raises:
         ArgumentError: The file lacks a mark.
     """
-    text = readme.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ArgumentError(f"report: {readme} must hold the marks {BEGIN} and {END}")
-    table = speed_table(load(sources))
-    readme.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}", encoding="utf-8")
+    replace_between(readme, BEGIN, END, speed_table(load(sources)))
+
+
+def replace_between(file: Path, begin: str, end: str, body: str) -> None:
+    """Put a text between two marks of a file, in the place of what stands there.
+
+    Raises:
+        ArgumentError: The file lacks a mark.
+    """
+    before, first, rest = file.read_text(encoding="utf-8").partition(begin)
+    _, last, after = rest.partition(end)
+    if not first or not last:
+        raise ArgumentError(f"{file} must hold the marks {begin} and {end}")
+    file.write_text(f"{before}{begin}\n\n{body}\n\n{end}{after}", encoding="utf-8")
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> str:
+    """A Markdown table whose first ``words`` columns are words, and the others numbers."""
+    rule = ["---"] * words + ["---:"] * (len(header) - words)
+    return "\n".join(_line(row) for row in (header, rule, *rows))
 
 
 def speed_table(records: Sequence[Record]) -> str:
-    """One Markdown row per operator, activation and mode; records of other code than the present are left out."""
-    fresh = [record for record in records if not is_stale(record) and record.status == "ok" and record.ms]
+    """One Markdown row per operator, activation and mode; records of other code, or disturbed, are left out."""
+    fresh = [r for r in records if not is_stale(r) and r.status == "ok" and r.ms and not r.disturbed]
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in fresh:
         key = (record.operator, str(record.case.get("activation", "")), record.mode)
@@ -47,8 +60,7 @@ def speed_table(records: Sequence[Record]) -> str:
     if not any(rows):
         return "There are no records of the present code yet."
     header = (*_HEADER, *(f"over {name}" for name in _BASELINES))
-    lines = [_line(header), _line(["---"] * 4 + ["---:"] * (len(header) - 4)), *(_line(row) for row in rows if row)]
-    return "\n".join(lines)
+    return markdown_table(header, [row for row in rows if row], words=4)
 
 
 def _row(key: tuple[str, str, str], group: Sequence[Record]) -> list[str] | None:

@@ -10,21 +10,23 @@ import ast
 import functools
 import hashlib
 import json
+import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from warploom.errors import WarploomError
-from warploom.ops import benches
-from warploom.ops.spec import Bench
+from warploom.ops import benches, register
+from warploom.ops.spec import Bench, Operator
 
 __all__ = [
     "LIMIT",
     "RECORDS",
     "Key",
     "Record",
+    "adopt",
     "append",
     "current_digest",
     "is_stale",
@@ -57,7 +59,7 @@ class Record:
     case: dict[str, Any]
     provider: str
     mode: str
-    """``fwd`` or ``bwd``."""
+    """``fwd``, ``bwd``, or ``fwd_graph`` for the forward replayed from a CUDA graph."""
     source_digest: str
     """Of the operator's code; see `source_digest`."""
     environment: str
@@ -86,6 +88,8 @@ class Record:
     """What ``max_error`` may be."""
     host_us: float | None = None
     """Median wall time from entering the call to its return."""
+    disturbed: str | None = None
+    """What happened to the GPU while the case was timed that makes the time doubtful, in one line."""
 
     @property
     def key(self) -> Key:
@@ -169,8 +173,11 @@ def load_environments(path: Path) -> dict[str, dict[str, Any]]:
 
 def source_digest(folder: Path) -> str:
     """Fingerprint of an operator's folder and of the modules of this package that it imports."""
+    return _digest(sorted(folder.rglob("*.py")), folder)
+
+
+def _digest(own: Sequence[Path], folder: Path) -> str:
     digest = hashlib.sha256()
-    own = sorted(folder.rglob("*.py"))
     for root, files in ((folder, own), (_PACKAGE, sorted(_imported(own) - set(own)))):
         for file in files:
             digest.update(f"{file.relative_to(root).as_posix()}\n{file.stat().st_size}\n".encode())
@@ -199,6 +206,8 @@ def _imported(files: Iterable[Path]) -> set[Path]:
 
 def current_digest(bench: Bench) -> str:
     """`source_digest` of a bench's operator as its code is now."""
+    if bench.sources:
+        return _digest(sorted(bench.sources), Path(os.path.commonpath([file.parent for file in bench.sources])))
     source = sys.modules[bench.operator.reference.__module__].__file__
     if source is None:
         raise WarploomError(f"{bench.name}: its reference comes from no file, so its code has no digest")
@@ -208,6 +217,12 @@ def current_digest(bench: Bench) -> str:
 def is_stale(record: Record) -> bool:
     """Whether the operator's code is no longer the code that was measured."""
     return record.source_digest != _digests().get(record.operator)
+
+
+def adopt(operators: Iterable[Operator], benches: Iterable[Bench]) -> None:
+    """`warploom.ops.register`, after which records of these benches are known to be fresh or stale."""
+    register(operators, benches)
+    _digests.cache_clear()
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from plotly import offline
 
 from warploom.bench.charts import Figure, charts, dash, related, series_name
-from warploom.bench.labels import mode_title, spell
+from warploom.bench.labels import mode_title, seconds, spell
 from warploom.bench.palette import Look, looks
 from warploom.bench.panels import UNSET, Panel, Section, device_name, load_sections
 from warploom.bench.published import published
@@ -88,7 +88,9 @@ def _templates() -> Environment:
     )
     environment.filters["percent"] = lambda value: "–" if value is None else f"{value:.0%}"
     environment.filters["times"] = lambda value: "–" if value is None else f"{value:.2f}×"
-    environment.filters["microseconds"] = lambda value: "–" if value is None else f"{value:.3g} µs"
+    environment.filters["microseconds"] = lambda value: (
+        "–" if value is None else seconds(float(f"{value:.3g}") * 1e-6)
+    )
     return environment
 
 

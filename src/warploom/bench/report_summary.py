@@ -34,8 +34,8 @@ class SummaryRow:
 
 
 def counts(points: Iterable[Point]) -> dict[str, int]:
-    """Count points by state; the states that occur, in the order of `STATES`."""
-    counted = Counter(point.state for point in points)
+    """Count points by badge; the badges that occur, in the order of `STATES`."""
+    counted = Counter(point.badge for point in points)
     return {state: counted[state] for state in STATES if counted[state]}
 
 

@@ -28,7 +28,7 @@ class Cell:
 
     text: str
     state: str = ""
-    """The badge of a result that is not a speed; empty for one that is."""
+    """The badge of a result that is not a speed, or a doubtful one; empty for one that is."""
     reason: str = ""
     ours: bool = False
     note: str = ""
@@ -47,7 +47,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Failure:
-    """Results without a speed that share their reason."""
+    """Results without a speed, or with a doubtful one, that share their reason."""
 
     state: str
     provider: str
@@ -84,6 +84,8 @@ def time_table(section: Section, panel: Panel, mode: str) -> Table:
     ours = panel.at(mode).get(section.emphasis, {})
 
     def cell(point: Point) -> Cell:
+        if point.badge == "disturbed":
+            return Cell(_number(point.ms), point.badge, point.reason)
         return _failed(point) if point.state != "ok" else Cell(_number(point.ms))
 
     table = _by_provider(section, panel, mode, cell)
@@ -125,11 +127,11 @@ def accuracy_table(section: Section, panel: Panel, mode: str) -> Table | None:
 
 
 def failures(panel: Panel, mode: str) -> list[Failure]:
-    """List what has no speed, and why."""
+    """List what has no speed or a doubtful one, and why."""
     found: dict[tuple[str, str, str], list[Any]] = {}
     for point in panel.points:
-        if point.record.mode == mode and point.state != "ok":
-            found.setdefault((point.state, point.record.provider, point.reason), []).append(point.x)
+        if point.record.mode == mode and point.badge != "ok":
+            found.setdefault((point.badge, point.record.provider, point.reason), []).append(point.x)
     return [
         Failure(state, provider, ", ".join(spell(x) for x in sort_xs(places)), reason)
         for (state, provider, reason), places in found.items()

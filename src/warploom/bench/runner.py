@@ -17,7 +17,8 @@ import torch
 from warploom.bench.attempt import DeviceLostError
 from warploom.bench.environment import describe_environment, environment_id
 from warploom.bench.evaluate import Unit, evaluate
-from warploom.bench.measure import Clock, make_clock
+from warploom.bench.graphs import GRAPH
+from warploom.bench.measure import make_clock
 from warploom.bench.progress import show_progress
 from warploom.bench.records import (
     LIMIT,
@@ -29,10 +30,13 @@ from warploom.bench.records import (
     operator_name,
     save_environment,
 )
+from warploom.bench.sensors import WatchedClock, make_reader
 from warploom.errors import ArgumentError
-from warploom.ops.spec import Bench
+from warploom.ops.spec import Bench, Case
 
-__all__ = ["Outcome", "Selection", "plan", "run"]
+__all__ = ["DTYPES", "Outcome", "Selection", "plan", "run"]
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,12 @@ class Selection:
 
     suite: str = "quick"
     modes: Sequence[str] | None = None
+    """``fwd``, ``bwd``, and ``fwd_graph`` for the forward replayed from a CUDA graph."""
     providers: Sequence[str] | None = None
     case: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """For a parameter of the cases, the values that are wanted."""
+    dtypes: Sequence[str] | None = None
+    """Run the cases in these dtypes (``bfloat16``, ``float16``, ``float32``, ``float64``), not in their own."""
 
 
 @dataclass
@@ -58,6 +65,12 @@ class Outcome:
     """Why the run stopped before its end."""
     device_lost: bool = False
 
+    def failed(self, benches: Sequence[Bench], device_type: str) -> bool:
+        """Whether a provider that stands for its operator was wrong or failed; what others do is no failure."""
+        default = "triton" if device_type == "cuda" else "torch"
+        own = {operator_name(bench): bench.own or default for bench in benches}
+        return any(r.provider == own.get(r.operator) and r.status in ("incorrect", "error") for r in self.records)
+
 
 def plan(benches: Sequence[Bench], selection: Selection, device_type: str) -> list[Unit]:
     """The cases and modes that a selection means.
@@ -66,26 +79,42 @@ def plan(benches: Sequence[Bench], selection: Selection, device_type: str) -> li
         ArgumentError: A part of the selection fits nothing: a misspelt name, most likely.
     """
     _check_known("suite", [selection.suite], (suite for bench in benches for suite in bench.suites))
-    _check_known("mode", selection.modes or (), (mode for bench in benches for mode in bench.modes))
+    _check_known("mode", selection.modes or (), (mode for bench in benches for mode in _modes(bench, device_type)))
+    _check_known("dtype", selection.dtypes or (), DTYPES)
     providers = (provider for bench in benches for provider in (*bench.providers, LIMIT))
     _check_known("provider", selection.providers or (), providers)
     cases = [
         (bench, case)
         for bench in benches
         if selection.suite in bench.suites
-        for case in bench.suites[selection.suite](device_type)
+        for case in _in_dtypes(bench.suites[selection.suite](device_type), selection.dtypes)
     ]
     _check_known("case parameter", selection.case, (name for _, case in cases for name in case))
     units = [
         Unit(bench, selection.suite, case, mode)
         for bench, case in cases
         if all(name in case and _as_json(case[name]) in values for name, values in selection.case.items())
-        for mode in bench.modes
+        for mode in (bench.modes if selection.modes is None else _modes(bench, device_type))
         if selection.modes is None or mode in selection.modes
     ]
     if not units:
         raise ArgumentError(f"bench: no case of suite {selection.suite} on {device_type} fits the selection")
     return units
+
+
+def _modes(bench: Bench, device_type: str) -> list[str]:
+    """The modes of a bench that may be asked for: its own, and on a GPU the forward from a graph."""
+    return [*bench.modes, *([f"fwd{GRAPH}"] if "fwd" in bench.modes and device_type == "cuda" else [])]
+
+
+def _in_dtypes(cases: Sequence[Case], dtypes: Sequence[str] | None) -> list[Case]:
+    """The cases, each once in every one of ``dtypes`` instead of its own."""
+    if dtypes is None:
+        return list(cases)
+    if missing := [case for case in cases if "dtype" not in case]:
+        raise ArgumentError(f"bench: no dtype to replace in the case {dict(missing[0])}")
+    changed = [{**case, "dtype": dtype} for case in cases for dtype in dtypes]
+    return list({json.dumps(case, sort_keys=True): case for case in changed}.values())
 
 
 def _check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
@@ -116,7 +145,7 @@ def run(
         selection: Which part of it.
         device: Where.
         output: Folder for ``records.jsonl`` and ``environment.json``. What is in it already stays.
-        resume: Leave out what ``output`` has from the same code in the same environment.
+        resume: Leave out what ``output`` has from the same code in the same environment, undisturbed.
         time_limit: Seconds after which no further case is begun.
 
     Returns:
@@ -134,7 +163,7 @@ def run(
     digests = {bench.name: current_digest(bench) for bench in benches}
 
     began = time.monotonic()
-    clock = make_clock(device)
+    clock = WatchedClock(make_clock(device), make_reader(device))
     outcome = Outcome()
     with show_progress(len(units)) as progress, _quick_collections():
         for unit in units:
@@ -150,7 +179,7 @@ def run(
             names = [p for p in unit.bench.providers if selection.providers is None or p in selection.providers]
             wanted = [replace(blank, provider=name) for name in (*names, LIMIT)]
             known = [found[record.key] for record in wanted if record.key in found]
-            known = [record for record in known if record.source_digest == blank.source_digest]
+            known = [r for r in known if r.source_digest == blank.source_digest and not r.disturbed]
             missing = [r.provider for r in wanted if r.provider not in {record.provider for record in known}]
             if missing and time_limit is not None and time.monotonic() - began >= time_limit:
                 outcome.reason = outcome.reason or f"the time limit of {time_limit:g} s is reached"
@@ -170,11 +199,14 @@ def run(
 
 
 def _measure(
-    unit: Unit, missing: Sequence[str], device: torch.device, clock: Clock, blank: Record, outcome: Outcome
+    unit: Unit, missing: Sequence[str], device: torch.device, clock: WatchedClock, blank: Record, outcome: Outcome
 ) -> list[Record]:
     _forget_compiled()
+    clock.begin()
     try:
-        return evaluate(unit, [name for name in missing if name != LIMIT], device, clock, blank)
+        records = evaluate(unit, [name for name in missing if name != LIMIT], device, clock, blank)
+        # The providers took turns, so what happened happened to all of them.
+        return [replace(r, disturbed=clock.disturbance() if r.ms else None) for r in records]
     except DeviceLostError as lost:
         outcome.reason = f"the device was lost: {lost}"
         outcome.device_lost = True

@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from warploom.bench.records import LIMIT, Record
+from warploom.bench.records import LIMIT, Record, operator_name
+from warploom.ops.spec import Bench
 
 __all__ = ["Section", "markdown", "own_provider", "sections", "text"]
 
@@ -26,22 +27,29 @@ class Section:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...]
-    """Why there is −1 somewhere, a line each."""
+    """Why there is −1 or a star somewhere, a line each."""
 
 
-def own_provider(records: Iterable[Record]) -> str:
-    """The provider that stands for the library: ``triton`` where it can run, else ``torch``."""
+def own_provider(records: Iterable[Record], named: str = "") -> str:
+    """The provider that stands for the operator: the one named, else ``triton`` where it can run, else ``torch``.
+
+    Args:
+        records: Of one bench.
+        named: The bench's own choice, `Bench.own`.
+    """
     ours = [record for record in records if record.provider == "triton"]
-    return "triton" if any(record.status != "unsupported" for record in ours) else "torch"
+    return named or ("triton" if any(record.status != "unsupported" for record in ours) else "torch")
 
 
-def sections(records: Sequence[Record], x: Mapping[str, str]) -> list[Section]:
+def sections(records: Sequence[Record], benches: Iterable[Bench] = ()) -> list[Section]:
     """Arrange records in tables.
 
     Args:
         records: In the order in which tables and their columns should come.
-        x: For each operator the case parameter that runs down the rows; ``n`` where it names none.
+        benches: What they are of: its parameter ``x`` runs down the rows. Where one is missing, it is ``n``.
     """
+    known = {operator_name(bench): bench for bench in benches}
+    x = {name: bench.x for name, bench in known.items()}
     groups: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         rest = {name: value for name, value in record.case.items() if name != x.get(record.operator, "n")}
@@ -51,13 +59,15 @@ def sections(records: Sequence[Record], x: Mapping[str, str]) -> list[Section]:
     found = []
     for group in groups.values():
         for metric in _METRICS:
-            section = _section(group, metric, x.get(group[0].operator, "n"), several)
+            operator = group[0].operator
+            own = own_provider(group, known[operator].own if operator in known else "")
+            section = _section(group, metric, x.get(operator, "n"), own, several)
             if section is not None:
                 found.append(section)
     return found
 
 
-def _section(records: Sequence[Record], metric: str, x: str, name_environment: bool) -> Section | None:
+def _section(records: Sequence[Record], metric: str, x: str, own: str, name_environment: bool) -> Section | None:
     cells = {(_cell_name(record.case.get(x)), record.provider): record for record in records}
     providers = list(dict.fromkeys(record.provider for record in records if record.provider != LIMIT))
     if metric == "ms" and any(record.provider == LIMIT for record in records):
@@ -67,7 +77,6 @@ def _section(records: Sequence[Record], metric: str, x: str, name_environment: b
     if metric != "ms" and not measured:
         return None  # a CPU does not count its memory
     shown = [provider for provider in providers if provider in measured | failed]
-    own = own_provider(records)
     with_fraction = metric == "ms" and own in shown and LIMIT in shown
     header = [x, *shown]
     if with_fraction:
@@ -112,7 +121,8 @@ def _cell(record: Record | None, metric: str) -> str:
     value: float | None = getattr(record, metric)
     if record.status != "ok":
         return "-1"
-    return "" if value is None else _number(value)
+    star = "*" if metric == "ms" and record.disturbed else ""
+    return "" if value is None else _number(value) + star
 
 
 def _number(value: float) -> str:
@@ -122,12 +132,15 @@ def _number(value: float) -> str:
 
 
 def _notes(records: Sequence[Record], x: str) -> tuple[str, ...]:
-    """One line for each different failure, with the sizes it befell."""
+    """One line for each different failure or disturbance, with the sizes it befell."""
     failures: dict[tuple[str, str, str], list[str]] = {}
     for record in records:
         if record.status != "ok":
             key = (record.provider, record.status, record.reason or "")
             failures.setdefault(key, []).append(_cell_name(record.case.get(x)))
+        elif record.disturbed and record.provider != LIMIT:
+            key = (record.provider, "disturbed", record.disturbed)
+            failures.setdefault(key, []).append(f"{_cell_name(record.case.get(x))}*")
     notes = []
     for (provider, status, reason), sizes in failures.items():
         if len(reason) > _LONGEST_NOTE:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,6 +63,21 @@ class Traffic:
         """Bytes that any implementation must move through device memory."""
         return (self.reads + self.writes) * self.stream_bytes
 
+    @classmethod
+    def of_bytes(cls, read: int, written: int, flops: int = 0) -> Traffic:
+        """Traffic of so many bytes, in the mix of at most four reads and three writes that comes closest.
+
+        Args:
+            read: Bytes read.
+            written: Bytes written.
+            flops: Floating-point operations.
+        """
+        total = read + written
+        mixes = [(r, w) for r in range(5) for w in range(4) if (r or not read) and (w or not written) and r + w]
+        share = read / total if total else 0.0
+        reads, writes = min(mixes, key=lambda mix: (abs(mix[0] / sum(mix) - share), sum(mix)))
+        return cls(reads, writes, -(-total // (reads + writes)), flops)
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -84,3 +100,11 @@ class Bench:
     modes: tuple[str, ...] = ("fwd", "bwd")
     published: tuple[str, ...] = field(default=())
     """Names of published tables (CSV files without ending) to show beside this bench."""
+    own: str = ""
+    """The provider that stands for the operator: drawn thick, compared with the others, and a failure of the run
+    when it fails. Empty for ``triton``, or ``torch`` where Triton cannot run."""
+    sources: tuple[Path, ...] = ()
+    """Files that are the code of a bench from outside this package; empty where that is the operator's folder."""
+    command: str = ""
+    """What runs it, where that is not ``warploom bench NAME``: another such command line, to which a selection is
+    added, or a script's, which is all there is to say."""

@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 from triton.errors import TritonError
 
 from warploom import launch
+from warploom.bench.specs import load_specs
 from warploom.errors import BackendError
 from warploom.ops import benches, operators
 from warploom.ops.spec import Case, Operator
@@ -112,17 +113,19 @@ def build(variant: launch.Build, arch: int) -> Resources:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    registry = operators()
     parser = argparse.ArgumentParser(prog="python -m warploom.testing.build", description=__doc__)
-    parser.add_argument("operator", nargs="*", help=f"one of {', '.join(registry)}; all of them by default")
+    parser.add_argument("operator", nargs="*", help="e.g. lrpe_rotate; all of them by default")
+    parser.add_argument("--spec", action="append", type=Path, default=[], help="a file with OPERATORS of your own")
     parser.add_argument("--arch", nargs="+", type=int, default=ARCHITECTURES, metavar="SM", help="80 90 100")
     parser.add_argument("--jobs", type=int, default=2, help="compilations at a time")
     options = parser.parse_args(arguments)
+    names = options.operator or [o.name for spec in load_specs(options.spec) for o in spec.operators]
+    registry = operators()
     unknown = set(options.operator) - set(registry)
     if unknown:
         parser.error(f"no operator {', '.join(sorted(unknown))}; there are {', '.join(registry)}")
 
-    chosen = [registry[name] for name in options.operator or registry]
+    chosen = [registry[name] for name in names or registry]
     jobs = [(variant, arch) for arch in options.arch for variant in record(chosen, arch)]
     # The compiler leaves Python for nearly all of its work, so threads keep several cores busy.
     with ThreadPoolExecutor(options.jobs) as pool:

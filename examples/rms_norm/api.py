@@ -1,0 +1,67 @@
+"""The public function: documentation, validation, choice of backend, gradients."""
+
+from typing import Any
+
+import torch
+
+from warploom.backend import use_triton
+from warploom.errors import DeviceError, DtypeError, ShapeError, fault
+
+from . import reference
+
+MAX_FEATURES = 16384
+"""Features of a row that the kernels hold on chip."""
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, backend: str = "auto") -> torch.Tensor:
+    """Root-mean-square normalization: ``x · weight / sqrt(mean(x²) + eps)`` over the features.
+
+    Args:
+        x: ``(B, N, D)``; float16, bfloat16 or float32 (float64 in PyTorch), any strides.
+        weight: ``(D,)``, contiguous, any float dtype. Differentiable.
+        eps: Keeps rows of zeros finite.
+        backend: ``auto`` (Triton where it can run, else PyTorch), ``triton`` or ``torch``.
+
+    Returns:
+        The shape and dtype of ``x``.
+
+    Raises:
+        ShapeError: A size does not fit.
+        DtypeError: A tensor is not of a float dtype.
+        DeviceError: Tensors lie on different devices.
+        BackendError: ``backend="triton"`` cannot run this call.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv 1910.07467, equation 4.
+    """
+    name = "rms_norm"
+    if x.dim() != 3:
+        raise fault(ShapeError, name, "x", "(B, N, D)", tuple(x.shape))
+    if weight.shape != x.shape[-1:] or not weight.is_contiguous():
+        raise fault(ShapeError, name, "weight", f"contiguous, ({x.shape[-1]},)", tuple(weight.shape))
+    for argument, tensor in (("x", x), ("weight", weight)):
+        if not tensor.is_floating_point():
+            raise fault(DtypeError, name, argument, "of a float dtype", tensor.dtype)
+    if weight.device != x.device:
+        raise fault(DeviceError, name, "weight", f"on the device of x, {x.device}", weight.device)
+    limit = f"rows of {x.shape[-1]} features, {MAX_FEATURES} at most" if x.shape[-1] > MAX_FEATURES else None
+    if not use_triton(name, backend, x, limit):
+        return reference.rms_norm(x, weight, eps=eps)
+    return _RmsNorm.apply(x, weight, eps)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """The kernels with gradients; nothing is saved but the inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        from . import kernels  # Triton is imported when it is first needed
+
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return kernels.forward(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        from . import kernels
+
+        return (*kernels.backward(grad, *ctx.saved_tensors, ctx.eps), None)

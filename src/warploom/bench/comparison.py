@@ -1,0 +1,256 @@
+"""Two sets of records side by side: for every case both have, the ratio of the times and how sure it is.
+
+Uncertainty. A record has the median of its repetitions and their 20th and 80th percentile. Whatever the
+distribution of a repetition, the true median lies between these two with a probability that counting gives: each
+repetition falls below it or not, as a coin. For the 15 repetitions that a measurement has at least it is 95 % or
+more, from 40 on more than 99.9 %. (Calls of a second and more get fewer repetitions, and less of that.) So the
+ratio of the true medians lies between ``p20 / p80`` and ``p80 / p20`` of the two records in at least 90 % of
+cases, whether or not the two drift together. A difference is significant when that interval does not contain 1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from warploom.bench.labels import spell
+from warploom.bench.panels import device_name
+from warploom.bench.records import LIMIT, Record, is_stale, load, load_environments, operator_name
+from warploom.bench.tables import own_provider
+from warploom.errors import ArgumentError
+from warploom.ops import benches
+
+__all__ = ["Comparison", "Mean", "Pair", "Side", "compare", "read_side"]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two sets of records."""
+
+    path: Path
+    provider: str
+    """Empty for the one that stands for each operator."""
+    records: tuple[Record, ...]
+    devices: tuple[str, ...]
+    stale: int
+    """How many of the records are of other code than the present. That is no obstacle here."""
+
+    def describe(self) -> str:
+        """One line for a person."""
+        words = [f"{self.path}", self.provider or "the library's own provider", *self.devices]
+        if self.stale:
+            words.append(f"{self.stale} of {len(self.records)} records from other code than the present")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One case on both sides."""
+
+    operator: str
+    mode: str
+    case: Mapping[str, Any]
+    a: Record
+    b: Record
+
+    @property
+    def comparable(self) -> bool:
+        """Whether both sides have a time."""
+        return bool(self.a.status == self.b.status == "ok" and self.a.ms and self.b.ms)
+
+    @property
+    def ratio(self) -> float:
+        """Time of B over time of A: above 1, B is slower; NaN without two times."""
+        return (self.b.ms or 0.0) / self.a.ms if self.comparable and self.a.ms else math.nan
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Where the ratio of the true medians lies; see the module's text."""
+        if not self.comparable:
+            return math.nan, math.nan
+        low = (self.b.ms_p20 or 0.0) / (self.a.ms_p80 or math.inf)
+        return low, (self.b.ms_p80 or math.inf) / self.a.ms_p20 if self.a.ms_p20 else math.inf
+
+    @property
+    def disturbed(self) -> str:
+        """What disturbed either measurement, if anything did."""
+        return self.a.disturbed or self.b.disturbed or ""
+
+    @property
+    def significant(self) -> bool:
+        """Whether the interval leaves out 1, and nothing disturbed the measurements."""
+        low, high = self.interval
+        return not self.disturbed and (low > 1 or high < 1)
+
+    @property
+    def verdict(self) -> str:
+        """``slower``, ``faster``, ``same`` (as far as can be told), ``disturbed``, or why there is no ratio."""
+        if not self.comparable:
+            failed = [f"{name} {r.status}" for name, r in (("A", self.a), ("B", self.b)) if r.status != "ok"]
+            return ", ".join(failed) or "not timed"
+        if self.disturbed:
+            return "disturbed"
+        if not self.significant:
+            return "same"
+        return "slower" if self.ratio > 1 else "faster"
+
+    def worse_by(self, fraction: float) -> bool:
+        """Whether B is slower by more than a fraction and significantly so, or fails where A does not."""
+        if self.a.status == "ok" and self.b.status in ("incorrect", "error", "oom"):
+            return True
+        return self.significant and self.ratio > 1 + fraction
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The geometric mean of some cases' ratios; the ends of its interval are the means of theirs."""
+
+    name: str
+    cases: int
+    ratio: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that two sides have in common."""
+
+    a: Side
+    b: Side
+    pairs: tuple[Pair, ...]
+    unmatched: int
+    """Cases that only one side has."""
+
+    @property
+    def means(self) -> list[Mean]:
+        """The geometric mean of each operator and mode, and that of everything."""
+        groups: dict[str, list[Pair]] = {}
+        for pair in self.pairs:
+            if pair.comparable:
+                groups.setdefault(f"{pair.operator} {pair.mode}", []).append(pair)
+        every = [pair for group in groups.values() for pair in group]
+        return [_mean(name, group) for name, group in groups.items()] + ([_mean("all", every)] if every else [])
+
+    def slower(self, fraction: float) -> list[Pair]:
+        """The cases in which B is worse by more than a fraction; see `Pair.worse_by`."""
+        return [pair for pair in self.pairs if pair.worse_by(fraction)]
+
+    def to_json(self) -> str:
+        """Everything as JSON; what there is no number for is null."""
+        sides = [
+            {"path": str(side.path), "provider": side.provider, "devices": side.devices, "stale": side.stale}
+            for side in (self.a, self.b)
+        ]
+        return json.dumps(
+            {
+                "a": sides[0],
+                "b": sides[1],
+                "ratio": "time of b over time of a",
+                "pairs": [_pair_facts(pair) for pair in self.pairs],
+                "means": [asdict(mean) for mean in self.means],
+                "unmatched": self.unmatched,
+            },
+            indent=2,
+            allow_nan=False,
+        )
+
+
+def read_side(text: str | Path, provider: str = "") -> Side:
+    """Read one side.
+
+    Args:
+        text: A folder of records or a records file; ``PATH:PROVIDER`` names the provider as well.
+        provider: The same, where ``text`` is only a path.
+
+    Raises:
+        ArgumentError: The provider has no record there.
+        WarploomError: There are no records there.
+    """
+    path = Path(text)
+    if not provider and not path.exists():
+        before, colon, after = str(text).rpartition(":")
+        if colon:
+            path, provider = Path(before), after
+    known = load_environments(path)
+    records = load([path])
+    chosen = tuple(_of_provider(records, provider))
+    if not chosen:
+        names = ", ".join(sorted({record.provider for record in records})) or "none"
+        raise ArgumentError(
+            f"compare: {path} has no records of {provider or 'its own provider'}; there are: {names}"
+        )
+    devices = dict.fromkeys(device_name(known.get(record.environment, {})) for record in chosen)
+    return Side(path, provider, chosen, tuple(devices), sum(map(is_stale, chosen)))
+
+
+def _of_provider(records: Sequence[Record], provider: str) -> Iterable[Record]:
+    if provider:
+        return [record for record in records if record.provider == provider]
+    named = {operator_name(bench): bench.own for bench in benches().values()}
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.operator, []).append(record)
+    own = {operator: own_provider(group, named.get(operator, "")) for operator, group in groups.items()}
+    return [record for record in records if record.provider == own[record.operator] != LIMIT]
+
+
+def compare(a: Side, b: Side) -> Comparison:
+    """Match the cases of two sides: the same operator, mode and parameters; of several of a side, the last.
+
+    Raises:
+        ArgumentError: They have no case in common.
+    """
+    left, right = _by_case(a.records), _by_case(b.records)
+    pairs = tuple(Pair(r.operator, r.mode, r.case, r, right[key]) for key, r in left.items() if key in right)
+    if not pairs:
+        raise ArgumentError(f"compare: no case in common between {a.describe()} and {b.describe()}")
+    return Comparison(a, b, pairs, len(left.keys() ^ right.keys()))
+
+
+def _by_case(records: Iterable[Record]) -> dict[tuple[str, str, str], Record]:
+    return {(r.operator, r.mode, json.dumps(r.case, sort_keys=True)): r for r in records}
+
+
+def _mean(name: str, pairs: Sequence[Pair]) -> Mean:
+    def geometric(values: Iterable[float]) -> float:
+        return math.exp(math.fsum(map(math.log, values)) / len(pairs))
+
+    ends = [pair.interval for pair in pairs]
+    ratio = geometric(pair.ratio for pair in pairs)
+    return Mean(name, len(pairs), ratio, geometric(low for low, _ in ends), geometric(high for _, high in ends))
+
+
+def _pair_facts(pair: Pair) -> dict[str, Any]:
+    def number(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    low, high = pair.interval
+    return {
+        "operator": pair.operator,
+        "mode": pair.mode,
+        "case": pair.case,
+        "a_ms": pair.a.ms,
+        "b_ms": pair.b.ms,
+        "ratio": number(pair.ratio),
+        "low": number(low),
+        "high": number(high),
+        "significant": pair.significant,
+        "verdict": pair.verdict,
+    }
+
+
+def case_words(pairs: Sequence[Pair]) -> list[str]:
+    """Each pair's case in words: the parameters in which the cases of its operator differ."""
+    values: dict[str, dict[str, set[str]]] = {}
+    for pair in pairs:
+        for name, value in pair.case.items():
+            values.setdefault(pair.operator, {}).setdefault(name, set()).add(json.dumps(value))
+    return [
+        " ".join(f"{name}={spell(v)}" for name, v in pair.case.items() if len(values[pair.operator][name]) > 1)
+        for pair in pairs
+    ]

@@ -1,0 +1,126 @@
+"""How far cosines and sines of large positions are from float64: the kernels' exact phase and what is common.
+
+A position and a frequency that are exact in float32 have a product that is exact in float64, so float64 is the
+truth here to about 1e-16 of a radian times the angle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warploom import lrpe_cosine
+from warploom.backend import use_triton
+from warploom.bench.environment import describe_environment, environment_id
+from warploom.bench.panels import device_name
+from warploom.bench.readme import markdown_table, replace_between
+from warploom.bench.records import current_digest
+from warploom.ops import benches
+
+__all__ = ["BEGIN", "END", "FILE", "measure_phase", "phase_section", "save_phase", "update"]
+
+FILE = "accuracy.json"
+POSITIONS = (10**3, 10**4, 10**5, 10**6, 2**24)
+BASES = (1e4, 5e5)
+HEAD_DIM = 128
+WINDOW = 256
+"""Positions looked at: so many, the last of which is the one that the table names."""
+
+BEGIN = "<!-- accuracy: written by `warploom accuracy`; do not edit -->"
+END = "<!-- end of accuracy -->"
+_METHODS = {
+    "warploom": "warploom",
+    "float32": "float32 product",
+    "bfloat16_cache": "float32 product, kept in bfloat16",
+}
+
+
+def measure_phase(device: torch.device, backend: str = "auto") -> dict[str, Any]:
+    """Measure the largest error of cosine and sine over all frequencies, around every position.
+
+    Args:
+        device: Where.
+        backend: Of `lrpe_cosine`.
+
+    Returns:
+        JSON values: where it was measured and with what, and ``rows`` with the position, the base of the
+        frequencies, and the error of each method.
+
+    Raises:
+        BackendError: ``backend="triton"`` cannot run here.
+    """
+    environment = describe_environment(device)
+    x = torch.ones(1, WINDOW, 1, HEAD_DIM // 2, device=device)
+    triton = use_triton("lrpe_cosine", backend, x)
+    ran = "torch" if not triton else "triton" if device.type == "cuda" else "triton, interpreted"
+    return {
+        "backend": ran,
+        "device": device_name(environment),
+        "head_dim": HEAD_DIM,
+        "window": WINDOW,
+        "source_digest": _digest(),
+        "environment": environment_id(environment),
+        "rows": [_row(x, base, position, backend) for base in BASES for position in POSITIONS],
+    }
+
+
+def _digest() -> str:
+    return current_digest(benches()["lrpe-cosine"])
+
+
+def _row(x: torch.Tensor, base: float, last: int, backend: str) -> dict[str, Any]:
+    theta = (base ** -(torch.arange(x.shape[-1], dtype=torch.float64) / x.shape[-1])).float().to(x.device)
+    first = last - WINDOW + 1
+    position = torch.arange(first, last + 1, device=x.device)
+    truth = _cos_sin(position.double()[:, None] * theta.double())
+    product = _cos_sin(position.float()[:, None] * theta)
+    ours = lrpe_cosine(x, theta, offset=first, backend=backend)[0, :, 0]
+    found = {"warploom": ours, "float32": product, "bfloat16_cache": product.bfloat16()}
+    errors = {name: float((value.double() - truth).abs().max()) for name, value in found.items()}
+    return {"base": base, "position": last, **errors}
+
+
+def _cos_sin(angle: torch.Tensor) -> torch.Tensor:
+    return torch.cat((angle.cos(), angle.sin()), dim=-1)
+
+
+def save_phase(folder: Path, measured: dict[str, Any]) -> Path:
+    """Write what `measure_phase` returned into a folder of results; returns the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / FILE
+    file.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
+    return file
+
+
+def phase_section(files: Sequence[Path]) -> str:
+    """A Markdown table for each stored measurement; one of other code than the present is left out."""
+    measured = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    fresh = [one for one in measured if one["source_digest"] == _digest()]
+    return "\n\n".join(map(phase_table, fresh)) or "There is no measurement of the present code yet."
+
+
+def phase_table(measured: dict[str, Any]) -> str:
+    """One measurement as Markdown, and a line that says what it is."""
+    rows = [
+        [f"{row['base']:,.0f}", f"{row['position']:,}", *(f"{row[name]:.1e}" for name in _METHODS)]
+        for row in measured["rows"]
+    ]
+    said = (
+        f"Largest error of cosine and sine against float64, over the {measured['head_dim'] // 2} frequencies of "
+        f"{measured['head_dim']} features and the {measured['window']} positions up to the one named. "
+        f"warploom: `lrpe_cosine` in float32, backend {measured['backend']}, {measured['device']}."
+    )
+    return f"{markdown_table(['base', 'position', *_METHODS.values()], rows, words=0)}\n\n{said}"
+
+
+def update(readme: Path, files: Sequence[Path]) -> None:
+    """Rewrite the section between the marks of a file.
+
+    Raises:
+        ArgumentError: The file lacks a mark.
+    """
+    replace_between(readme, BEGIN, END, phase_section(files))

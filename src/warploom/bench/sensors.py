@@ -1,0 +1,141 @@
+"""Whether a GPU was itself while it was timed: clocks, temperature and slowdowns, sampled between repetitions.
+
+They come from NVML (the package ``nvidia-ml-py``), or from ``nvidia-smi``, which is slower and asked less often.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from warploom.bench.measure import Call, Clock
+
+__all__ = ["Reader", "Sample", "WatchedClock", "make_reader"]
+
+SLOWDOWNS = {
+    0x08: "hardware slowdown",
+    0x20: "thermal slowdown by the driver",
+    0x40: "thermal slowdown by the hardware",
+    0x80: "power brake",
+}
+"""NVML's reasons for lower clocks that make a time doubtful."""
+POWER_CAP = 0x04
+"""Its reason for lower clocks under heavy arithmetic. That is how the chip works, and part of the result."""
+CLOCK_RANGE = 1.1
+"""How far apart the lowest and the highest clock of a case may be."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the sensors say at one moment."""
+
+    sm_mhz: int
+    celsius: int
+    reasons: int
+    """NVML's bits for what lowers the clocks."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads the sensors of a device."""
+
+    read: Callable[[], Sample | None]
+    """Returns None when they do not answer."""
+    every_s: float
+    """How long to wait between two readings, so that reading disturbs nothing itself."""
+
+
+class WatchedClock:
+    """A clock that looks at the sensors between repetitions, never while one runs."""
+
+    def __init__(self, clock: Clock, reader: Reader | None) -> None:
+        self.clock = clock
+        self.reader = reader
+        self.samples: list[Sample] = []
+        self.next_s = 0.0
+
+    def host_us(self, call: Call) -> float:
+        """See `Clock.host_us`."""
+        return self.clock.host_us(call)
+
+    def sample(self, call: Call, host_us: float) -> float:
+        """See `Clock.sample`."""
+        ms = self.clock.sample(call, host_us)
+        if self.reader is not None and time.monotonic() >= self.next_s:
+            seen = self.reader.read()
+            if seen is not None:
+                self.samples.append(seen)
+            self.next_s = time.monotonic() + self.reader.every_s
+        return ms
+
+    def begin(self) -> None:
+        """Forget what was seen: another case begins."""
+        self.samples.clear()
+        self.next_s = 0.0
+
+    def disturbance(self) -> str | None:
+        """What happened since `begin` that makes its times doubtful, if anything did."""
+        bits = 0
+        for seen in self.samples:
+            bits |= seen.reasons
+        found = [name for bit, name in SLOWDOWNS.items() if bits & bit]
+        # The first look may find the device still waking up.
+        clocks = [seen.sm_mhz for seen in self.samples[1:] if not seen.reasons & POWER_CAP]
+        if clocks and max(clocks) > CLOCK_RANGE * min(clocks):
+            found.append(f"the SM clock went from {min(clocks)} to {max(clocks)} MHz")
+        if not found:
+            return None
+        return f"{', '.join(found)}, at {max(seen.celsius for seen in self.samples)} °C"
+
+
+def make_reader(device: torch.device) -> Reader | None:
+    """A reader of a device's sensors; None for a CPU, or where nobody can be asked."""
+    if device.type != "cuda":
+        return None
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    for make in (_nvml_reader, _smi_reader):
+        reader = make(uuid)
+        if reader is not None and reader.read() is not None:
+            return reader
+    return None
+
+
+def _nvml_reader(uuid: str) -> Reader | None:
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except Exception:  # the package is missing, or its own error class says that the driver is
+        return None
+
+    def read() -> Sample | None:
+        try:
+            return Sample(
+                nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+                nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+                nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
+            )
+        except nvml.NVMLError:
+            return None
+
+    return Reader(read, 0.05)
+
+
+def _smi_reader(uuid: str) -> Reader | None:
+    fields = "clocks.sm,temperature.gpu,clocks_event_reasons.active"
+    command = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+
+    def read() -> Sample | None:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+            clock, celsius, reasons = (word.strip() for word in done.stdout.split(","))
+            return Sample(int(clock), int(celsius), int(reasons, 16))
+        except (OSError, subprocess.SubprocessError, ValueError):
+            return None
+
+    return Reader(read, 2.0)

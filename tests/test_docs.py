@@ -1,0 +1,149 @@
+"""The documentation: its examples run, its commands exit with 0, and every operator has its pages."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import subprocess
+import sys
+import unittest
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from sybil import Example, Sybil
+from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
+
+import warploom.ops
+from warploom.bench import measure, records
+from warploom.bench.specs import load_specs
+from warploom.cli import main
+from warploom.ops import FOLDERS
+from warploom.testing.conformance import check_operator
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted(
+    [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src/warploom/ops").glob("*/README.md")]
+)
+
+
+def run_console(example: Example) -> None:
+    """Run the lines behind a prompt. What is printed differs from machine to machine; the status must be 0."""
+    for line in str(example.parsed).splitlines():
+        prompt, _, command = line.partition(" ")
+        words = shlex.split(command)
+        while "=" in words[0]:  # Triton's interpreter is on already where there is no GPU
+            del words[0]
+        assert prompt == "$", f"no prompt: {line}"
+        if words[0] == "warploom":
+            assert main(words[1:]) == 0, line
+        else:
+            assert words[:2] == ["python", "-m"], f"neither warploom nor python -m: {line}"
+            environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+            environment["PYTHONPATH"] = str(ROOT / "src")
+            done = subprocess.run([sys.executable, *words[1:]], env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+
+SYBIL = Sybil([SkipParser(), PythonCodeBlockParser(), CodeBlockParser("console", run_console)])
+
+
+@pytest.fixture
+def _checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder to run in that looks like a checkout; measuring is short; nothing stays registered."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("examples", "results"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name, value in {"TARGET_MS": 0.1, "MIN_ROUNDS": 3, "MAX_ROUNDS": 3}.items():
+        monkeypatch.setattr(measure, name, value)
+    for registry in ("_guests", "_guest_benches"):
+        monkeypatch.setattr(warploom.ops, registry, {})
+    records._digests.cache_clear()
+    yield
+    records._digests.cache_clear()
+
+
+@pytest.mark.usefixtures("_checkout")
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_examples_run(path: Path) -> None:
+    for example in SYBIL.parse(path).examples():
+        try:
+            example.evaluate()
+        except unittest.SkipTest:
+            continue
+
+
+def test_an_example_that_fails_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    document = tmp_path / "page.md"
+    for body in ("```python\nassert False\n```\n", "```console\n$ warploom check nobody\n```\n"):
+        document.write_text(body)
+        (example,) = SYBIL.parse(document).examples()
+        with pytest.raises(AssertionError):
+            example.evaluate()
+
+
+# The example operator
+
+
+@pytest.mark.usefixtures("_checkout")
+def test_the_example_operator_keeps_the_promise(device: torch.device) -> None:
+    (spec,) = load_specs([ROOT / "examples/rms_norm/spec.py"])
+    for backend in ("triton", "torch"):
+        results = check_operator(spec.operators[0], backend, device)
+        assert len(results) == 2 * len(spec.operators[0].check_cases)
+        assert all(result.ok for result in results), [r.detail for r in results if not r.ok]
+
+
+@pytest.mark.usefixtures("_checkout")
+def test_the_example_operator_refuses_what_it_does_not_define() -> None:
+    (spec,) = load_specs([ROOT / "examples/rms_norm/spec.py"])
+    rms_norm = spec.operators[0].function
+    x = torch.randn(2, 3, 4)
+    for error, arguments in {
+        warploom.ShapeError: (x, torch.ones(5)),
+        warploom.DtypeError: (x, torch.ones(4, dtype=torch.int32)),
+        warploom.DeviceError: (x, torch.ones(4, device="meta")),
+        warploom.BackendError: (x.double(), torch.ones(4).double(), "triton"),
+    }.items():
+        with pytest.raises(error, match="rms_norm: "):
+            rms_norm(*arguments[:2], backend=(*arguments, "auto")[2])
+
+
+# The site
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    pytest.importorskip("mkdocs")
+    found = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "_hooks.py")
+    assert found
+    assert found.loader
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_links_of_a_guide_lead_somewhere(folder: str, hooks: ModuleType) -> None:
+    page = hooks.guide(folder)
+    for link in hooks._LINK.finditer(page):
+        path = link[3].partition("#")[0]
+        assert (ROOT / "docs" / "operators" / path).resolve().is_file() or path.removesuffix(".md") in FOLDERS
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for folder in FOLDERS:
+        assert (tmp_path / "operators" / folder / "index.html").is_file()
+    writing = (tmp_path / "writing-an-operator" / "index.html").read_text(encoding="utf-8")
+    assert writing.count("forward_kernel") > 1  # the example's files are part of the page
+    reference = (tmp_path / "reference" / "operators" / "index.html").read_text(encoding="utf-8")
+    assert all(f'id="warploom.{name}"' in reference for name in warploom.__all__ if name[0].islower())

@@ -1,0 +1,424 @@
+"""The instrument in other people's hands: the API, spec files, dtypes, graphs, disturbances, profiles."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import toy
+
+import warploom.ops
+from warploom.bench import Traffic, measure, records, run_bench, runner, sensors, tables, time_functions, traces
+from warploom.bench.evaluate import Unit
+from warploom.bench.panels import Point, load_sections
+from warploom.bench.runner import Selection
+from warploom.bench.sensors import Reader, Sample, WatchedClock
+from warploom.bench.specs import load_specs
+from warploom.cli import main
+from warploom.errors import ArgumentError
+
+CPU = torch.device("cpu")
+TOY = "import toy\nfrom dataclasses import replace\n"
+SPEC = str(Path(__file__).with_name("toy_spec.py"))
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"TARGET_MS": 0.1, "MIN_ROUNDS": 3, "MAX_ROUNDS": 5}.items():
+        monkeypatch.setattr(measure, name, value)
+    for registry in ("_guests", "_guest_benches"):
+        monkeypatch.setattr(warploom.ops, registry, {})
+    records._digests.cache_clear()
+    yield
+    records._digests.cache_clear()
+
+
+# The API
+
+
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x * factor
+
+
+def scaled_inputs(n: int) -> dict[str, object]:
+    return {"x": torch.randn(n, 8, requires_grad=True), "factor": 1.5}
+
+
+def test_functions_are_checked_and_timed_as_operators_are(tmp_path: Path) -> None:
+    functions = {"mine": scaled, "wrong": lambda x, factor: x * (factor + 0.1), "slow": lambda x, factor: 1 / 0}
+    results = time_functions(
+        functions, scaled_inputs, [{"n": 16}, {"n": 64}], reference=scaled, modes=("fwd", "bwd"), device="cpu"
+    )
+    found = {r.provider: r.status for r in results.records if r.case == {"n": 64} and r.mode == "bwd"}
+    assert found == {"mine": "ok", "wrong": "incorrect", "slow": "error", "limit": "ok"}
+    assert results.ok
+    assert "functions  Speed (ms)  fwd" in str(results)
+    assert "limit (mine)" in " ".join(str(results).split())
+    assert not any(map(records.is_stale, results.records))
+    assert {r.min_bytes for r in results.records if r.case == {"n": 64} and r.mode == "fwd"} == {2 * 64 * 8 * 4}
+    assert {r.min_bytes for r in results.records if r.case == {"n": 64} and r.mode == "bwd"} == {3 * 64 * 8 * 4}
+    pytest.importorskip("plotly")
+    page = results.report(tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Share of the limit, mine, by n" in page
+    assert 'class="badge stale"' not in page.split("<main>")[1]
+
+
+def test_the_first_function_stands_for_the_operator() -> None:
+    results = time_functions(
+        {"mine": lambda x, factor: x, "torch": scaled}, scaled_inputs, [{"n": 16}], reference=scaled, device="cpu"
+    )
+    assert not results.ok
+    with pytest.raises(ArgumentError, match="must each hold one"):
+        time_functions({}, scaled_inputs, [{"n": 16}], reference=scaled)
+
+
+def test_inputs_are_the_same_in_every_run() -> None:
+    drawn: list[torch.Tensor] = []
+
+    def seen(x: torch.Tensor, factor: float) -> torch.Tensor:
+        drawn.append(x.detach().clone())
+        return scaled(x, factor)
+
+    for _ in range(2):
+        time_functions({"mine": seen}, scaled_inputs, [{"n": 16}], reference=scaled, device="cpu")
+    assert all(torch.equal(drawn[0], other) for other in drawn)
+
+
+def test_a_reference_that_needs_values_needs_its_traffic_said() -> None:
+    def positive(x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x[x > 0] * factor
+
+    arguments = ({"mine": positive}, scaled_inputs, [{"n": 16}])
+    with pytest.raises(ArgumentError, match="give traffic"):
+        time_functions(*arguments, reference=positive, device="cpu")
+    results = time_functions(
+        *arguments, reference=positive, device="cpu", traffic=lambda case, mode: Traffic(1, 1, 64)
+    )
+    assert results.ok
+
+
+@pytest.mark.parametrize(
+    ("read", "written", "mix"),
+    [
+        (8, 8, (1, 1)),
+        (8, 16, (1, 2)),
+        (1000, 1, (4, 1)),
+        (0, 8, (0, 1)),
+        (8, 0, (1, 0)),
+        (9, 6, (3, 2)),
+        (0, 0, (0, 1)),
+    ],
+)
+def test_traffic_of_bytes_keeps_the_bytes_and_comes_close_to_the_mix(
+    read: int, written: int, mix: tuple[int, int]
+) -> None:
+    traffic = Traffic.of_bytes(read, written, flops=3)
+    assert (traffic.reads, traffic.writes) == mix
+    assert read + written <= traffic.min_bytes < read + written + sum(mix)
+    assert traffic.flops == 3
+
+
+def test_a_bench_of_ones_own_runs_and_is_known_afterwards(tmp_path: Path) -> None:
+    bench = toy.make_bench()
+    results = run_bench(bench, modes=["fwd"], case={"n": [64]}, device="cpu", output=tmp_path / "run")
+    assert {(r.provider, r.case["n"]) for r in results.records} == {("torch", 64), ("limit", 64)}
+    assert not any(map(records.is_stale, results.records))
+    assert warploom.ops.benches()["toy-scale"].sources == (Path(toy.__file__),)
+    with pytest.raises(ArgumentError, match="lrpe-rotate is a bench of warploom's own"):
+        run_bench(replace(bench, name="lrpe-rotate"), device="cpu")
+
+
+# Spec files
+
+
+def test_a_spec_file_is_benched_checked_and_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["bench", "--spec", SPEC, "--device", "cpu", "--no-report", "--output", "here"]) == 0
+    assert "toy_scale  Speed (ms)  fwd" in capsys.readouterr().out
+    assert main(["check", "--spec", SPEC, "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "toy" in out
+    assert "lrpe" not in out
+    assert "4 comparisons with float64 in" in out
+    assert main(["compare", "here", "here", "--spec", SPEC]) == 0
+    assert "other code" not in capsys.readouterr().out
+    pytest.importorskip("plotly")
+    assert main(["report", "here", "--spec", SPEC]) == 0
+    page = (tmp_path / "here" / "report.html").read_text().split("<main>")[1]
+    assert 'class="badge ok"' in page
+    spec = os.path.relpath(SPEC)
+    assert f"warploom bench --spec {spec} toy-scale --suite quick --mode fwd" in page
+
+
+def test_the_digest_of_a_spec_follows_the_files_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "odd_helper.py").write_text("FACTOR = 2\n")
+    (tmp_path / "unused.py").write_text("")
+    (tmp_path / "odd_spec.py").write_text(
+        "import odd_helper, toy\nfrom dataclasses import replace\n"
+        "OPERATORS = ()\nBENCHES = (replace(toy.make_bench(), name='odd'),)\n"
+    )
+    (spec,) = load_specs([tmp_path / "odd_spec.py"])
+    assert [file.name for file in spec.benches[0].sources] == ["odd_helper.py", "odd_spec.py"]
+    before = records.current_digest(spec.benches[0])
+    (tmp_path / "odd_helper.py").write_text("FACTOR = 3\n")
+    assert records.current_digest(spec.benches[0]) != before
+    sys.modules.pop("odd_helper", None)
+
+
+def test_a_spec_in_a_package_may_import_its_neighbours_relatively(tmp_path: Path) -> None:
+    folder = tmp_path / "odd_package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "names.py").write_text("NAME = 'odd-package'\n")
+    (folder / "spec.py").write_text(
+        "import toy\nfrom dataclasses import replace\nfrom .names import NAME\n"
+        "BENCHES = (replace(toy.make_bench(), name=NAME),)\n"
+    )
+    (spec,) = load_specs([folder / "spec.py"])
+    assert {file.name for file in spec.benches[0].sources} == {"__init__.py", "names.py", "spec.py"}
+    assert "odd-package" in warploom.ops.benches()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such file"),
+        ("x = 1\n", "defines neither OPERATORS nor BENCHES"),
+        ("BENCHES = (1,)\n", "OPERATORS must hold Operator"),
+        (f"{TOY}BENCHES = (replace(toy.make_bench(), name='lrpe-rotate'),)\n", "a bench of warploom's own"),
+        (f"{TOY}OPERATORS = (replace(toy.OPERATOR, name='lrpe_rotate'),)\n", "an operator of warploom's own"),
+    ],
+)
+def test_a_spec_that_describes_nothing_says_so(
+    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / "bad_spec.py").write_text(text)
+    assert main(["bench", "--spec", "bad_spec.py", "--device", "cpu"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_spec_without_what_the_command_is_about_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "half_spec.py").write_text(f"{TOY}BENCHES = (replace(toy.make_bench(), name='half'),)\n")
+    assert main(["check", "--spec", "half_spec.py", "--device", "cpu"]) == 2
+    assert "defines no OPERATORS" in capsys.readouterr().err
+
+
+# Dtypes and graphs
+
+
+def test_cases_run_in_other_dtypes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "--spec", SPEC, "--device", "cpu", "--no-report", "--mode", "fwd", "--output", "here"]
+    assert main([*words, "--dtype", "bf16,fp16"]) == 0
+    assert {r.case["dtype"] for r in records.load([Path("here")])} == {"bfloat16", "float16"}
+    (section,) = load_sections([Path("here")])
+    again = section.command(section.panels[0], "fwd")
+    assert "--dtype bfloat16 --case dtype=bfloat16" in again
+    assert main([*shlex.split(again)[1:], "--device", "cpu", "--no-report", "--output", "there"]) == 0
+    assert {r.case["dtype"] for r in records.load([Path("there")])} == {"bfloat16"}
+    assert main([*words, "--dtype", "int4"]) == 2
+    assert "no dtype 'int4' here; there are: bfloat16" in capsys.readouterr().err
+    bare = replace(toy.make_bench(), suites={"quick": lambda device: [{"n": 1}]})
+    with pytest.raises(ArgumentError, match="no dtype to replace"):
+        runner.plan([bare], Selection(dtypes=["float16"]), "cpu")
+
+
+def test_replays_are_planned_only_when_asked_for_and_only_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = toy.make_bench()
+    assert {unit.mode for unit in runner.plan([bench], Selection(), "cuda")} == {"fwd", "bwd"}
+    (unit, _) = runner.plan([bench], Selection(modes=["fwd_graph"]), "cuda")
+    assert (unit.mode, unit.work, unit.replayed) == ("fwd_graph", "fwd", True)
+    assert main(["bench", "--spec", SPEC, "--device", "cpu", "--cuda-graph"]) == 2
+    assert "no mode 'fwd_graph' here; there are: fwd, bwd" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_is_checked_and_timed() -> None:
+    def by_hand(x: torch.Tensor, factor: float) -> torch.Tensor:
+        for _ in range(20):
+            x = x * 1.0
+        return x * factor
+
+    results = time_functions(
+        {"mine": by_hand, "waits": lambda x, factor: x * factor * bool(x.sum().item() + 1)},
+        scaled_inputs,
+        [{"n": 64}],
+        reference=scaled,
+        modes=("fwd", "fwd_graph"),
+        device="cuda",
+    )
+    found = {(r.provider, r.mode): r for r in results.records}
+    assert found["mine", "fwd_graph"].status == "ok"
+    assert found["mine", "fwd_graph"].peak_memory_mib is None
+    assert found["waits", "fwd_graph"].status == "error"
+    assert (found["mine", "fwd_graph"].host_us or 0) < (found["mine", "fwd"].host_us or 0)
+
+
+# Disturbances
+
+
+class Still:
+    """A clock that measures nothing."""
+
+    def host_us(self, call: measure.Call) -> float:
+        return 1.0
+
+    def sample(self, call: measure.Call, host_us: float) -> float:
+        call()
+        return 1.0
+
+
+def watched(*samples: Sample) -> WatchedClock:
+    """A clock that has seen these samples, one after each repetition."""
+    left = list(samples)
+    clock = WatchedClock(Still(), Reader(lambda: left.pop(0) if left else None, 0.0))
+    clock.begin()
+    for _ in range(len(samples) + 2):
+        clock.sample(lambda: None, 1.0)
+    return clock
+
+
+STEADY = Sample(1980, 50, 0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "found"),
+    [
+        ([STEADY] * 5, None),
+        ([], None),
+        ([Sample(345, 30, 1), STEADY, STEADY], None),  # it woke up
+        ([STEADY, STEADY, Sample(1900, 51, 0)], None),
+        ([STEADY, STEADY, Sample(1500, 70, 0)], "the SM clock went from 1500 to 1980 MHz, at 70 °C"),
+        ([STEADY, STEADY, Sample(1500, 70, sensors.POWER_CAP)], None),
+        (
+            [STEADY, Sample(1980, 88, 0x20 | 0x40)],
+            "thermal slowdown by the driver, thermal slowdown by the hardware",
+        ),
+    ],
+)
+def test_a_disturbance_is_a_slowdown_or_a_clock_that_moves(samples: list[Sample], found: str | None) -> None:
+    clock = watched(*samples)
+    assert (clock.disturbance() or "").startswith(found or "")
+    assert (clock.disturbance() is None) == (found is None)
+    clock.begin()
+    assert clock.disturbance() is None
+
+
+def test_sensors_are_read_no_more_often_than_they_may() -> None:
+    reads: list[int] = []
+
+    def read() -> Sample:
+        reads.append(1)
+        return STEADY
+
+    clock = WatchedClock(Still(), Reader(read, 60.0))
+    clock.begin()
+    for _ in range(5):
+        clock.sample(lambda: None, 1.0)
+    assert len(reads) == 1
+    assert sensors.make_reader(CPU) is None
+
+
+def test_nvidia_smi_is_read_and_its_absence_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reader = sensors._smi_reader("GPU-1")
+    assert reader is not None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert reader.read() is None
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '1980, 45, 0x0000000000000004'\n")
+    tool.chmod(0o755)
+    assert reader.read() == Sample(1980, 45, sensors.POWER_CAP)
+    tool.write_text("#!/bin/sh\necho '[N/A], 45, [N/A]'\n")
+    assert reader.read() is None
+
+
+def test_a_disturbed_case_is_marked_shown_and_measured_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hot = Reader(lambda: Sample(1980, 90, 0x40), 0.0)
+    monkeypatch.setattr(runner, "make_reader", lambda device: hot)
+    bench = toy.make_bench(torch=lambda case: toy.reference, broken=toy.broken)
+    selection = Selection(modes=["fwd"], case={"n": [64]})
+    first = runner.run([bench], selection, CPU, tmp_path)
+    by_name = {r.provider: r for r in first.records}
+    assert by_name["torch"].disturbed == "thermal slowdown by the hardware, at 90 °C"
+    assert by_name["limit"].disturbed
+    assert by_name["broken"].disturbed is None
+    (section,) = tables.sections(first.records)
+    assert section.rows[0][1].endswith("*")
+    assert "torch, n = 64*: disturbed: thermal slowdown by the hardware, at 90 °C" in section.notes
+    assert Point(by_name["torch"], 64, "ok").badge == "disturbed"
+    assert Point(by_name["torch"], 64, "stale").badge == "stale"
+
+    monkeypatch.setattr(runner, "make_reader", lambda device: None)
+    again = runner.run([bench], selection, CPU, tmp_path, resume=True)
+    assert {r.disturbed for r in again.records} == {None}
+    assert {r.provider: r for r in records.load([tmp_path])}["torch"].disturbed is None
+
+
+def test_records_of_before_there_were_disturbances_still_load(tmp_path: Path) -> None:
+    outcome = runner.run([toy.make_bench()], Selection(modes=["fwd"]), CPU, tmp_path)
+    file = tmp_path / records.RECORDS
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text(
+        "".join(json.dumps({k: v for k, v in line.items() if k != "disturbed"}) + "\n" for line in lines)
+    )
+    assert records.load([tmp_path]) == outcome.records
+
+
+# Profiles
+
+
+def test_a_timeline_of_each_provider(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["bench", "--spec", SPEC, "--device", "cpu", "--output", "here", "--profile", "chrome"]
+    assert main([*words, "--mode", "bwd", "--case", "n=64"]) == 0
+    assert capsys.readouterr().out.split() == ["here/trace-torch.json"]
+    trace = (tmp_path / "here" / "trace-torch.json").read_text()
+    assert trace.count('"torch bwd"') >= 5
+    assert not (tmp_path / "here" / records.RECORDS).exists()
+    assert main(words) == 2
+    assert "--profile takes one case in one mode, and 4 fit (toy-scale fwd" in capsys.readouterr().err
+
+
+def test_a_provider_that_fails_is_passed_by_in_a_profile(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    bench = toy.make_bench(broken=toy.broken, torch=lambda case: toy.reference)
+    unit = Unit(bench, "quick", {"dtype": "float32", "n": 64}, "fwd")
+    assert traces.chrome(unit, ["broken", "torch"], CPU, tmp_path) == [tmp_path / "trace-torch.json"]
+    assert "broken: error: ValueError" in capsys.readouterr().err
+
+
+def test_nsight_compute_is_run_or_its_command_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ["bench", "--spec", SPEC, "--device", "cpu", "--output", "here", "--mode", "fwd", "--case", "n=64"]
+    assert main([*words, "--profile", "ncu"]) == 2
+    said = capsys.readouterr().err
+    assert "ncu (NVIDIA Nsight Compute) is not on the PATH; where it is, run for toy-scale fwd" in said
+    assert "ncu --set full --profile-from-start off" in said
+    assert "-m warploom bench toy-scale" in said
+    assert "--provider torch --profile once" in said
+
+    tool = tmp_path / "ncu"
+    tool.write_text('#!/bin/sh\necho "$@" > called\n')
+    tool.chmod(0o755)
+    assert main([*words, "--profile", "ncu"]) == 0
+    command, report = capsys.readouterr().out.splitlines()
+    assert report == "here/torch.ncu-rep"
+    assert (tmp_path / "called").is_file()
+    again = shlex.split(command.partition(" -m warploom ")[2])
+    assert main(again) == 2  # the same command line, which only a GPU can run
+    assert "--profile once: the marks of a profiled region are CUDA's" in capsys.readouterr().err
+    tool.write_text("#!/bin/sh\nexit 3\n")
+    assert main([*words, "--profile", "ncu"]) == 2
