@@ -8,6 +8,7 @@ from warploom.errors import (
     ShapeError,
     WarploomError,
 )
+from warploom.ops.flash_attention.api import flash_attention
 from warploom.ops.lrpe.api import lrpe_cosine, lrpe_rotate
 from warploom.version import __version__
 
@@ -19,6 +20,7 @@ __all__ = [
     "ShapeError",
     "WarploomError",
     "__version__",
+    "flash_attention",
     "lrpe_cosine",
     "lrpe_rotate",
 ]

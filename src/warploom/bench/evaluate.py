@@ -67,7 +67,7 @@ def evaluate(
     traffic = unit.bench.traffic(unit.case, unit.mode)
     blank = replace(blank, min_bytes=traffic.min_bytes, flops=traffic.flops)
     records = {name: replace(blank, provider=name) for name in providers}
-    with torch.set_grad_enabled(unit.mode == "bwd"):
+    with torch.set_grad_enabled(unit.mode != "fwd"):
         stream = functools.partial(limits.stream_call, traffic, device, clock)
         timings = _time({LIMIT: stream, **_check_and_weigh(unit, device, records)}, device, clock)
         floor_ms = attempt(LIMIT, functools.partial(limits.compute_ms, traffic, device, clock))
@@ -81,16 +81,24 @@ class _Subject:
 
     inputs: Inputs
     grad_outputs: Tensors | None
-    """In the backward mode, one for each differentiable output of the reference."""
+    """With a backward pass, one for each differentiable output of the reference."""
+    whole: bool = False
+    """Whether the forward pass belongs to the call where there is a backward pass."""
 
     def start(self, function: Function) -> Call:
-        """The call to be timed: the function itself, or the backward pass of a graph built here."""
+        """The call to be timed: the function itself, the backward pass of a graph built here, or both passes."""
         if self.grad_outputs is None:
             return functools.partial(function, **self.inputs)
+        if self.whole:
+            return functools.partial(self._both_passes, function)
         outputs, wanted = _graph(function, self.inputs)
         return functools.partial(
             torch.autograd.grad, outputs, wanted, self.grad_outputs, retain_graph=True, materialize_grads=True
         )
+
+    def _both_passes(self, function: Function) -> Tensors:
+        outputs, wanted = _graph(function, self.inputs)
+        return torch.autograd.grad(outputs, wanted, self.grad_outputs, materialize_grads=True)
 
     def run(self, function: Function) -> Tensors:
         """Outputs of the function, or its gradients with respect to every leaf."""
@@ -172,7 +180,7 @@ def _check(
 def _reference_results(unit: Unit, inputs: Inputs) -> tuple[_Subject, Tensors, Tensors]:
     """The subject, and the reference's results on it in float64 and in the inputs' own dtypes."""
     reference = unit.bench.operator.reference
-    if unit.mode != "bwd":
+    if unit.mode == "fwd":
         subject = _Subject(inputs, None)
         return subject, _Subject(upcast(inputs), None).run(reference), subject.run(reference)
     outputs, wanted = _graph(reference, inputs)
@@ -182,7 +190,7 @@ def _reference_results(unit: Unit, inputs: Inputs) -> tuple[_Subject, Tensors, T
     eager = torch.autograd.grad(outputs, wanted, grads, materialize_grads=True)
     del outputs
     exact = _Subject(upcast(inputs), tuple(grad.double() for grad in grads)).run(reference)
-    return _Subject(inputs, grads), exact, eager
+    return _Subject(inputs, grads, unit.mode == "fwd_bwd"), exact, eager
 
 
 def _judge(unit: Unit, name: str, subject: _Subject, exact: Tensors, eager: Tensors) -> tuple[Function, Accuracy]:

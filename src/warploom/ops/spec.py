@@ -40,6 +40,8 @@ class Operator:
     """Random inputs of a case, drawn on the CPU generator and moved, the same on every device."""
     check_cases: tuple[Case, ...]
     """Small odd cases that together touch every feature; every backend must meet the error budget on each."""
+    autocasts: bool = False
+    """Whether autocast casts its floating inputs, as it does those of a matrix product."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Bench:
     """Name to a builder. The builder gets the case and returns a function called as ``f(**inputs)``, or
     raises `Unsupported`. The provider ``limit`` is the bench's own and not listed here."""
     traffic: Callable[[Case, str], Traffic]
-    """Bytes and operations of a case in a mode (``fwd`` or ``bwd``)."""
+    """Bytes and operations of a case in a mode (``fwd``, ``bwd`` or ``fwd_bwd``)."""
     title: str
     """One line for tables and the report."""
     x: str = "n"

@@ -1,0 +1,310 @@
+"""What tests and bench know of flash attention: cases, inputs, providers, operations and bytes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from warploom.ops.flash_attention import reference
+from warploom.ops.flash_attention.api import flash_attention
+from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, Unsupported
+
+Tensor = torch.Tensor
+
+# ----------------------------------------------------------------------------------------------------------
+# Inputs
+# ----------------------------------------------------------------------------------------------------------
+
+
+def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    """Inputs of a case.
+
+    Keys: ``batch, n, heads, head_dim, dtype``; ``m`` (keys, by default n), ``key_heads`` (by default heads),
+    ``value_dim`` (by default head_dim); ``size`` (of the numbers in q and k, by default 1), ``layout`` (``bhnd`` for
+    heads before tokens in memory); and ``causal, scale, window, cu_seqlens_q, cu_seqlens_k, float32_precision,
+    return_lse`` as in the public function.
+    """
+    batch, tokens, heads, head_dim = case["batch"], case["n"], case["heads"], case["head_dim"]
+    keys, key_heads = case.get("m", tokens), case.get("key_heads", heads)
+    dtype = getattr(torch, case["dtype"])
+    shapes = {
+        "q": (batch, tokens, heads, head_dim),
+        "k": (batch, keys, key_heads, head_dim),
+        "v": (batch, keys, key_heads, case.get("value_dim", head_dim)),
+    }
+    inputs: Inputs = {}
+    for name, shape in shapes.items():
+        x = torch.randn(shape, generator=generator).mul_(case.get("size", 1) if name != "v" else 1)
+        if case.get("layout") == "bhnd":
+            x = x.transpose(1, 2).contiguous().transpose(1, 2)
+        inputs[name] = x.to(device, dtype).requires_grad_()
+    options = ("causal", "scale", "window", "float32_precision", "return_lse")
+    inputs |= {name: case[name] for name in options if name in case}
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if name in case:
+            inputs[name] = torch.tensor(case[name], dtype=torch.int32, device=device)
+    return inputs
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Conformance: small, odd, and together touching every feature
+# ----------------------------------------------------------------------------------------------------------
+
+_SMALL: dict[str, Any] = {"batch": 2, "n": 19, "heads": 2, "head_dim": 24, "dtype": "float32"}
+_CHECKS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True, "return_lse": True},
+    {"causal": True, "dtype": "bfloat16", "head_dim": 64, "n": 70},
+    {"dtype": "float16", "head_dim": 32, "value_dim": 16, "return_lse": True},
+    {"causal": True, "m": 45, "heads": 6, "key_heads": 2},
+    {"causal": True, "m": 11},
+    {"m": 33, "heads": 4, "key_heads": 1, "value_dim": 5, "return_lse": True},
+    {"head_dim": 1, "value_dim": 3},
+    {"head_dim": 80, "causal": True, "dtype": "bfloat16", "layout": "bhnd"},
+    {"head_dim": 129, "value_dim": 1, "batch": 1},
+    {"head_dim": 256, "dtype": "bfloat16", "batch": 1, "n": 33, "causal": True},
+    {"window": [3, None], "n": 70, "batch": 1},
+    {"window": [4, 2], "m": 25, "return_lse": True},
+    {"window": [None, 5], "dtype": "bfloat16"},
+    {"window": [6, 9], "causal": True, "heads": 4, "key_heads": 2},
+    {"window": [1, 1], "m": 5},
+    {"scale": 0.0, "causal": True},
+    {"scale": -0.7},
+    {"size": 10.0, "dtype": "bfloat16", "head_dim": 16, "causal": True},
+    {"float32_precision": "high", "causal": True},
+    {"float32_precision": "medium"},
+    {"batch": 1, "cu_seqlens_q": [0, 5, 5, 6, 19], "causal": True, "return_lse": True},
+    {"batch": 1, "cu_seqlens_q": [0, 7, 7, 19], "m": 23, "cu_seqlens_k": [0, 3, 20, 23], "causal": True},
+    {"batch": 1, "n": 40, "cu_seqlens_q": [0, 1, 40], "window": [5, 3], "heads": 4, "key_heads": 2},
+    {"batch": 1, "cu_seqlens_k": [0, 19, 19], "dtype": "bfloat16"},
+    {"batch": 0},
+    {"n": 0},
+    {"n": 3, "m": 0, "causal": True},
+    {"n": 1, "m": 150, "batch": 1, "heads": 1, "causal": True},
+    {"n": 150, "batch": 1, "heads": 1, "causal": True, "dtype": "bfloat16", "layout": "bhnd"},
+)
+
+OPERATOR = Operator(
+    name="flash_attention",
+    function=flash_attention,
+    reference=reference.flash_attention,
+    make_inputs=make_inputs,
+    check_cases=tuple({**_SMALL, **change} for change in _CHECKS),
+    autocasts=True,
+)
+OPERATORS = (OPERATOR,)
+
+# ----------------------------------------------------------------------------------------------------------
+# Providers: all get (B, N, H, D) and none copies it
+# ----------------------------------------------------------------------------------------------------------
+
+Provider = Callable[..., Tensor]
+
+
+def _triton(case: Case) -> Provider:
+    _need_cuda("the Triton kernels")
+    return functools.partial(flash_attention, backend="triton")
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, float32_precision: str | None = None) -> Tensor:
+    """What a user writes in PyTorch: the whole matrix of weights, in the dtype of the inputs."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    logits = q @ k.mT * q.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        logits = logits.masked_fill(hidden, -torch.inf)
+    out: Tensor = logits.softmax(-1) @ v
+    return out.transpose(1, 2)
+
+
+def _sdpa(backend: str, case: Case) -> Provider:
+    """PyTorch's fused attention with one of its kernels."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    _need_cuda("the fused kernels")
+    chosen = getattr(SDPBackend, backend)
+    grouped = case.get("key_heads", case["heads"]) != case["heads"]
+    if case["dtype"] == "float32" and backend != "EFFICIENT_ATTENTION":
+        raise Unsupported("the kernel takes float16 and bfloat16 only")
+    if grouped and backend == "EFFICIENT_ATTENTION":
+        raise Unsupported("the kernel has no grouped-query attention")
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, causal: bool = False, float32_precision: str | None = None
+    ) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        with sdpa_kernel(chosen):
+            try:
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=causal, enable_gqa=grouped
+                )
+            except RuntimeError as error:
+                if "No available kernel" in str(error):
+                    raise Unsupported("PyTorch says that the kernel cannot run this case") from error
+                raise
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def _flex_attention(case: Case) -> Provider:
+    """FlexAttention, compiled for the case, with a block mask made once, outside the timing."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    _need_cuda("the compiled kernel")
+    mask = None
+    if case["causal"]:
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case["n"], case["n"], device="cuda")
+    grouped = case.get("key_heads", case["heads"]) != case["heads"]
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, causal: bool = False, float32_precision: str | None = None
+    ) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out: Tensor = compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def _flash_attn(module: str, case: Case) -> Provider:
+    """The FlashAttention package: ``flash_attn`` for version 2, ``flash_attn.cute`` for version 4."""
+    _need_cuda("the package")
+    if case["dtype"] == "float32":
+        raise Unsupported("the kernel takes float16 and bfloat16 only")
+    try:
+        function = importlib.import_module(module).flash_attn_func
+    except (ImportError, AttributeError) as error:
+        raise Unsupported(f"{module} is not installed") from error
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, causal: bool = False, float32_precision: str | None = None
+    ) -> Tensor:
+        out = function(q, k, v, causal=causal)
+        first: Tensor = out[0] if isinstance(out, tuple) else out
+        return first
+
+    return attend
+
+
+def _need_cuda(what: str) -> None:
+    if not torch.cuda.is_available():
+        raise Unsupported(f"{what} needs an NVIDIA GPU")
+
+
+def _torch(case: Case) -> Provider:
+    return plain
+
+
+def _torch_compile(case: Case) -> Provider:
+    return torch.compile(plain, dynamic=False)
+
+
+_PROVIDERS: dict[str, Callable[[Case], Provider]] = {
+    "triton": _triton,
+    "torch": _torch,
+    "torch_compile": _torch_compile,
+    "sdpa_cudnn": functools.partial(_sdpa, "CUDNN_ATTENTION"),
+    "sdpa_flash": functools.partial(_sdpa, "FLASH_ATTENTION"),
+    "sdpa_efficient": functools.partial(_sdpa, "EFFICIENT_ATTENTION"),
+    "flex_attention": _flex_attention,
+    "flash_attn": functools.partial(_flash_attn, "flash_attn"),
+    "flash_attn_4": functools.partial(_flash_attn, "flash_attn.cute"),
+}
+
+# ----------------------------------------------------------------------------------------------------------
+# Bench
+# ----------------------------------------------------------------------------------------------------------
+
+_ONE_HEAD = {"batch": 1, "heads": 1, "causal": True}
+_ON_CPU = {"batch": 1, "heads": 4, "head_dim": 64, "dtype": "bfloat16", "causal": True}
+
+
+def _published(device: str) -> list[Case]:
+    if device != "cuda":
+        return [_ON_CPU | {"n": n} for n in (128, 512, 1024)]
+    return [
+        _ONE_HEAD | {"head_dim": head_dim, "dtype": dtype, "n": 2**k}
+        for dtype in ("bfloat16", "float32")
+        for head_dim in (16, 32, 64, 128)
+        for k in range(7, 17)
+    ]
+
+
+def _quick(device: str) -> list[Case]:
+    if device != "cuda":
+        return [_ON_CPU | {"n": n} for n in (128, 512)]
+    return [
+        *(_ONE_HEAD | {"head_dim": 64, "dtype": "bfloat16", "n": n} for n in (1024, 8192, 32768)),
+        *(_training_case(64 // h, h, h, 128, n, True) for h, n in ((16, 2048), (16, 8192))),
+    ]
+
+
+def _training_case(
+    batch: int, heads: int, key_heads: int, head_dim: int, n: int, causal: bool
+) -> dict[str, int | str]:
+    case: dict[str, int | str] = {"batch": batch, "heads": heads, "head_dim": head_dim, "dtype": "bfloat16", "causal": causal, "n": n}
+    return case if key_heads == heads else case | {"key_heads": key_heads}
+
+
+def _training(device: str) -> list[Case]:
+    if device != "cuda":
+        return _quick(device)
+    whole = [
+        _training_case(batch, 16, 16, head_dim, n, causal)
+        for batch in (4, 2)
+        for head_dim in (64, 128, 256)
+        for causal in (True, False)
+        for n in (1024, 2048, 4096, 8192, 16384)
+    ]
+    return whole + [_training_case(2, 32, 8, 128, n, True) for n in (2048, 8192)]
+
+
+def _float32(device: str) -> list[Case]:
+    if device != "cuda":
+        return [_ON_CPU | {"dtype": "float32", "n": 512}]
+    return [
+        _ONE_HEAD | {"head_dim": 64, "dtype": "float32", "n": n, "float32_precision": precision}
+        for precision in ("highest", "high")
+        for n in (2048, 8192, 32768)
+    ]
+
+
+def visible_pairs(case: Case) -> int:
+    """Pairs of a query and a key that it sees, of one head: the operations that must be done."""
+    n = int(case["n"])
+    return n * (n + 1) // 2 if case["causal"] else n * n
+
+
+def traffic(case: Case, mode: str) -> Traffic:
+    """Operations of two products forward and five backward, and every tensor moved once."""
+    heads, key_heads = case["heads"], case.get("key_heads", case["heads"])
+    head_dim = case["head_dim"]
+    forward_flops = 4 * head_dim * visible_pairs(case) * heads * case["batch"]
+    head_bytes = case["batch"] * case["n"] * head_dim * getattr(torch, case["dtype"]).itemsize
+    # Forward: q, k, v in and o out. Backward: q, k, v, o, do in and dq, dk, dv out. The stream has equal parts.
+    forward_bytes = head_bytes * (2 * heads + 2 * key_heads)
+    backward_bytes = head_bytes * (4 * heads + 4 * key_heads)
+    flops = {"fwd": forward_flops, "bwd": 5 * forward_flops // 2, "fwd_bwd": 7 * forward_flops // 2}[mode]
+    moved = {"fwd": forward_bytes, "bwd": backward_bytes, "fwd_bwd": forward_bytes + backward_bytes}[mode]
+    return Traffic(2, 1, moved // 3, flops)
+
+
+BENCHES = (
+    Bench(
+        name="flash-attention",
+        operator=OPERATOR,
+        suites={"quick": _quick, "published": _published, "training": _training, "float32": _float32},
+        providers=_PROVIDERS,
+        traffic=traffic,
+        title="Flash attention",
+        modes=("fwd", "bwd", "fwd_bwd"),
+        published=("flash_attention",),
+    ),
+)
