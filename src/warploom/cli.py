@@ -1,4 +1,4 @@
-"""The command line: ``warploom bench | check | report | env``.
+"""The command line: ``warploom bench | check | profile | report | env``.
 
 What a command needs is imported when it runs, so that ``--help`` answers at once.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warploom.errors import ArgumentError, DeviceError, WarploomError
+from warploom.profile.command import add_arguments as add_profile_arguments
 from warploom.version import __version__
 
 if TYPE_CHECKING:
@@ -98,6 +99,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--pictures", type=Path, metavar="DIR", help="also draw an SVG of each bench there")
     report.add_argument("--readme", type=Path, metavar="FILE", help="also rewrite the table of speeds in this file")
     report.set_defaults(command=_report)
+
+    profile = commands.add_parser("profile", help="where a model's time and memory go")
+    add_profile_arguments(profile)
+    profile.set_defaults(command=_profile)
 
     env = commands.add_parser("env", help="show what a measurement here depends on")
     _add_device(env)
@@ -206,6 +211,14 @@ def _report(options: argparse.Namespace) -> int:
         print(options.readme)
     print(write_report(options.paths, options.output or beside / "report.html"))
     return 0
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from warploom.profile.command import run
+
+    device = _device(options.device)
+    output = options.output or Path("runs") / f"{_slug(device)}-profile-{options.profile}"
+    return run(options, device, output)
 
 
 def _env(options: argparse.Namespace) -> int:

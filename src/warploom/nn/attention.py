@@ -98,17 +98,15 @@ class Attention(nn.Module):
         """An empty cache for this layer; see `KVCache`."""
         return KVCache(capacity)
 
-    def _encoded(
-        self, qk: Tensor, position_ids: Tensor | None, offset: int | Tensor
-    ) -> tuple[Tensor, Tensor] | list[Tensor]:
-        heads = (self.heads, self.kv_heads)
-        if self.position is None:
-            return qk.split(heads, dim=2)
+    def _encoded(self, qk: Tensor, position_ids: Tensor | None, offset: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Queries (B, N, H, ·) and keys (B, N, Hkv, ·) with their positions, from both side by side."""
         start = {"offset": offset} if position_ids is None else {"position_ids": position_ids}
         if isinstance(self.position, RotaryEmbedding):  # the same frequencies for all heads: one launch
-            return self.position(qk, **start).split(heads, dim=2)
-        q, k = qk.split(heads, dim=2)
-        return self.position(q, **start), self.position(k, **start)
+            qk = self.position(qk, **start)
+        q, k = qk.split((self.heads, self.kv_heads), dim=2)
+        if isinstance(self.position, LRPE):
+            q, k = self.position(q, **start), self.position(k, **start)
+        return q, k
 
     def _ragged(self, q: Tensor, k: Tensor, v: Tensor, scale: float, cache: KVCache) -> Tensor:
         """Attention where the entries of the batch have caches of different lengths."""
@@ -148,13 +146,18 @@ def causal_mask(q: Tensor, k: Tensor, lengths: int | Tensor | None = None) -> Te
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
-    """Attention written out: (B, N, H, D), (B, M, Hkv, D), (B, M, Hkv, E) to (B, N, H, E); softmax in float32."""
+    """Attention written out: (B, N, H, D), (B, M, Hkv, D), (B, M, Hkv, E) to (B, N, H, E).
+
+    The softmax is in float32, or float64 for such inputs.
+    """
     groups = q.shape[2] // k.shape[2]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
     scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)) * scale  # (B, H, N, M)
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1, dtype=torch.float32).to(v.dtype)
-    return (weights @ v.transpose(1, 2)).transpose(1, 2)
+    precise = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1, dtype=precise).to(v.dtype)
+    out: Tensor = weights @ v.transpose(1, 2)
+    return out.transpose(1, 2)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, is_causal: bool = False) -> Tensor:

@@ -16,9 +16,9 @@ Tensor = torch.Tensor
 class KVCache:
     """Keys and values of the tokens that one attention layer has seen.
 
-    Memory is allocated at the first `append`, in the dtype and on the device of what is appended. Entries of a batch may
-    have different lengths: append right-padded prompts, then `truncate` each entry to its own; the next token of
-    an entry overwrites its padding. Lengths are kept on the host, so nothing here waits for the GPU.
+    Memory is allocated at the first `append`, in the dtype and on the device of what is appended. Entries of a
+    batch may have different lengths: append right-padded prompts, then `truncate` each entry to its own; the next
+    token of an entry overwrites its padding. Lengths are kept on the host, so nothing here waits for the GPU.
 
     Args:
         capacity: Tokens to allocate for, which is then also the most that fit; ``None`` to grow by doubling.
@@ -65,8 +65,8 @@ class KVCache:
             v: ``(B, N, Hkv, E)``.
 
         Returns:
-            Views ``(B, length, Hkv, D)`` and ``(B, length, Hkv, E)`` of everything so far. Where entries differ in length,
-            what lies behind an entry's own length is finite but means nothing.
+            Views ``(B, length, Hkv, D)`` and ``(B, length, Hkv, E)`` of everything so far. Where entries differ in
+            length, what lies behind an entry's own length is finite but means nothing.
 
         Raises:
             ShapeError: The batch, heads or features are not those of earlier calls.
@@ -114,7 +114,9 @@ class KVCache:
         """
         wanted = [lengths] * len(self.lengths) if isinstance(lengths, int) else list(lengths)
         if len(wanted) != len(self.lengths):
-            raise fault(ShapeError, "KVCache.truncate", "lengths", f"one for each of {len(self.lengths)} entries", lengths)
+            raise fault(
+                ShapeError, "KVCache.truncate", "lengths", f"one for each of {len(self.lengths)} entries", lengths
+            )
         for new, old in zip(wanted, self.lengths):
             if not 0 <= new <= old:
                 raise fault(ArgumentError, "KVCache.truncate", "lengths", f"between 0 and {old}", new)
@@ -139,7 +141,9 @@ class KVCache:
                 raise fault(ShapeError, "KVCache.append", name, expected, tuple(new.shape))
         needed = self.length + k.shape[1]
         if self.capacity is not None and needed > self.capacity:
-            raise fault(ArgumentError, "KVCache.append", "the length", f"at most the capacity {self.capacity}", needed)
+            raise fault(
+                ArgumentError, "KVCache.append", "the length", f"at most the capacity {self.capacity}", needed
+            )
         allocated = self._k.shape[1]
         if needed > allocated:
             allocated = self.capacity or max(needed, 2 * allocated, self._FIRST)

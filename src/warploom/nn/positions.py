@@ -46,7 +46,7 @@ class _Frequencies(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = self.theta.detach()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         if self.theta.dtype != before.dtype:
             self.theta.data = before.to(self.theta.device)
         if before.is_meta and not self.theta.is_meta:  # `to_empty` has left them uninitialised
@@ -101,8 +101,8 @@ class RotaryEmbedding(_Frequencies):
         """Encode ``x`` (B, N, H, D), any number of heads; the result has its shape, dtype and memory order.
 
         Positions are ``offset + n``, with ``offset`` an int or an integer tensor ``()`` or ``(B,)``, or the
-        ``position_ids`` ``(N,)`` or ``(B, N)``, or start again at each packed sequence of ``cu_seqlens``. Errors are those
-        of `warploom.lrpe_rotate`.
+        ``position_ids`` ``(N,)`` or ``(B, N)``, or start again at each packed sequence of ``cu_seqlens``. Errors
+        are those of `warploom.lrpe_rotate`.
         """
         return lrpe_rotate(
             x,
@@ -118,12 +118,12 @@ class LRPE(_Frequencies):
     """Linearized relative positional encoding with a row of learnable frequencies for every head.
 
     Args:
-        heads: Rows of ``theta``. ``x`` may have a multiple of them, as queries have in grouped-query attention: then
-            neighbouring heads share a row.
+        heads: Rows of ``theta``. ``x`` may have a multiple of them, as queries have in grouped-query attention;
+            neighbouring heads then share a row.
         head_dim: Features ``D`` of a head.
         kind: ``cosine`` (``[x̄ cos φ, x̄ sin φ]``, twice the features) or ``rotate`` (pairs turn, ``D`` even).
-        activation: Applied to ``x`` first, see `warploom.lrpe_cosine`. ``softmax_sequence`` looks at later tokens and
-            so has no place in a causal model.
+        activation: Applied to ``x`` first, see `warploom.lrpe_cosine`. ``softmax_sequence`` looks at later tokens
+            and so has no place in a causal model.
         base: The frequencies start as ``base ** (-f / F)``, ``F = D`` for cosine and ``D / 2`` for rotate.
         learnable: Whether ``theta`` is a parameter.
 

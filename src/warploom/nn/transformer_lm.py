@@ -100,7 +100,9 @@ class TransformerConfig:
             if value not in options:
                 raise fault(ArgumentError, "TransformerConfig", field, f"one of {', '.join(options)}", repr(value))
         if self.d_model % self.heads:
-            raise fault(ArgumentError, "TransformerConfig", "heads", f"a divisor of d_model = {self.d_model}", self.heads)
+            raise fault(
+                ArgumentError, "TransformerConfig", "heads", f"a divisor of d_model = {self.d_model}", self.heads
+            )
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             expected = f"a divisor of heads = {self.heads}"
             raise fault(ArgumentError, "TransformerConfig", "kv_heads", expected, self.kv_heads)
@@ -187,8 +189,8 @@ class TransformerLM(nn.Module):
     def _initialise(self) -> None:
         """Normal weights of deviation 0.02, smaller where a matrix adds to the residual stream.
 
-        Each of the ``2 · layers`` additions then contributes alike, and their sum does not grow with depth (Radford et
-        al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3).
+        Each of the ``2 · layers`` additions then contributes alike, and their sum does not grow with depth (Radford
+        et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3).
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2 and not name.endswith("theta"):
@@ -204,7 +206,8 @@ class TransformerLM(nn.Module):
         Args:
             tokens: ``(B, N)`` int64 or int32, ``1 ≤ N ≤ context_length``; values are not checked.
             targets: ``(B, N)`` int64: the right answers. ``-100`` takes no part in the loss.
-            cache: From `make_cache`: ``tokens`` then follow those that it holds, and are added. Without gradient only.
+            cache: From `make_cache`: ``tokens`` then follow those that it holds, and are added. Without gradient
+                only.
 
         Returns:
             `Output`: the logits ``(B, N, V)``, and the loss where targets are given.
@@ -377,10 +380,10 @@ class TransformerLM(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, length: int | None = None, *, training: bool = False) -> float:
-        """Operations for one token of a sequence, on average over its positions: two per multiplication and addition.
+        """Operations for one token, on average over a sequence; a multiplication and its addition are two.
 
-        Counted are the matrix products of the layers, and attention over the ``(length + 1) / 2`` keys that a token sees
-        on average. Norms, activations, positions and the softmax are not.
+        Counted are the matrix products of the layers, and attention over the ``(length + 1) / 2`` keys that a token
+        sees on average. Norms, activations, positions and the softmax are not.
 
         Args:
             length: Tokens of the sequence; ``context_length`` by default.

@@ -1,7 +1,7 @@
 """The split of a step by parts of the model, through hooks at the entrance and exit of modules.
 
-This is a pass of its own, after the measured steps: the hooks cost host time and forbid nothing to overlap that would have,
-so a small model that waits for the host looks slower here. On a GPU the marks are device events on one stream.
+This is a pass of its own, after the measured steps: the hooks cost host time, so a small model that waits for the
+host looks slower here. On a GPU the marks are device events on one stream, and NVTX ranges for Nsight Systems.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OTHER = "other"
 
 
 def part_of(name: str, module: nn.Module) -> str | None:
-    """The part that a module of a `TransformerLM` is, by its name in the model; ``None`` for one that is in another."""
+    """The part that a module of a `TransformerLM` is; ``None`` for one that lies inside another part."""
     match module:
         case nn.Embedding():
             return "embedding"
@@ -74,7 +74,7 @@ def hooked(model: nn.Module, enter: Callable[[str], None], leave: Callable[[str]
 
 
 class Timeline:
-    """Time between marks, each stretch counted for the innermost part that is open: the parts add up to the whole."""
+    """Time between marks, each stretch counted for the innermost part that is open, so that parts add up."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -90,6 +90,8 @@ class Timeline:
     def enter(self, part: str) -> None:
         """A part begins inside the one that is open."""
         self.open.append(part)
+        if self.device.type == "cuda":
+            torch.cuda.nvtx.range_push(part)
         self._mark()
 
     def leave(self, part: str) -> None:
@@ -98,6 +100,8 @@ class Timeline:
             if self.open[place] == part:
                 del self.open[place]
                 break
+        if self.device.type == "cuda":
+            torch.cuda.nvtx.range_pop()
         self._mark()
 
     def end(self) -> dict[str, float]:

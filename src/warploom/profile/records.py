@@ -67,7 +67,7 @@ class ProfileRecord:
     flops: float | None = None
     """Operations of a step: the matrix products and attention, backward included where there is one."""
     mfu: float | None = None
-    """Time of these operations at the rate of a large bfloat16 matrix product here (float32 on a CPU), over the step's."""
+    """The step's share of the rate of a large matrix product measured here: bfloat16, or float32 on a CPU."""
     parts_ms: dict[str, dict[str, float]] = field(default_factory=dict)
     """From a pass of its own: milliseconds of each part of the model in each phase."""
 
