@@ -126,7 +126,7 @@ class Attention(nn.Module):
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
         )
-        return out[0].unflatten(0, (batch, tokens))
+        return out.reshape(batch, tokens, *out.shape[2:])
 
 
 def causal_mask(q: Tensor, k: Tensor, lengths: int | Tensor | None = None) -> Tensor:
