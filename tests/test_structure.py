@@ -30,7 +30,7 @@ ALLOWED = {
     "reference": set(),
     "kernels": {"kernels", "warploom.device"},
     "launchers": {"kernels", "launchers", "warploom.launch", "warploom.layout"},
-    "autograd": {"launchers", "autograd", "warploom.launch", "warploom.layout"},
+    "autograd": {"launchers", "autograd", "warploom.eager", "warploom.launch", "warploom.layout"},
     "api": {"autograd", "launchers", "reference", "warploom.errors", "warploom.backend", "warploom.layout"},
 }
 

@@ -12,15 +12,21 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def exponential(x):
-    """eˣ to 2 units in the last place; zero where the result would be denormal."""
+def power_of_two(x):
+    """2ˣ to 2 units in the last place; zero where the result would be denormal."""
     if INTERPRETED:  # the interpreter knows no PTX
-        y = tl.exp(x)
+        y = tl.exp2(x)
     else:
         y = tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2_E], dtype=tl.float32, is_pure=True, pack=1
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     return y
+
+
+@triton.jit
+def exponential(x):
+    """eˣ to 2 units in the last place; zero where the result would be denormal."""
+    return power_of_two(x * LOG2_E)
 
 
 @triton.jit

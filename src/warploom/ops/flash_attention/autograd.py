@@ -1,1 +1,172 @@
-"""Placeholder."""
+"""Flash attention as PyTorch operators: ``torch.ops.warploom.flash_attention`` and its backward.
+
+The registered operators, with fake functions and autograd, serve `torch.compile`, meta and fake tensors. A plain eager
+call goes to the same launchers directly (`apply`), and so does `torch.func`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from warploom.eager import is_plain_eager, stack_over_batch
+from warploom.layout import empty_in_order_of
+from warploom.ops.flash_attention import launchers
+from warploom.ops.flash_attention.launchers import Mask
+
+Tensor = torch.Tensor
+
+_REST = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? left, SymInt? right, float scale, str precision"
+)
+_library = torch.library.Library("warploom", "FRAGMENT")
+_library.define(f"flash_attention(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor)")
+_library.define(
+    "flash_attention_backward(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_REST}) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    left: int | None,
+    right: int | None,
+    scale: float,
+    precision: str,
+) -> tuple[Tensor, Tensor]:
+    mask = Mask(left, right, cu_seqlens_q, cu_seqlens_k)
+    return launchers.forward(q, k, v, mask, scale, precision)
+
+
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    batch, tokens, heads, _ = q.shape
+    return empty_in_order_of(q, v.shape[-1]), q.new_empty((batch, heads, tokens), dtype=torch.float32)
+
+
+def _backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    left: int | None,
+    right: int | None,
+    scale: float,
+    precision: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    mask = Mask(left, right, cu_seqlens_q, cu_seqlens_k)
+    return launchers.backward(grad, grad_lse, q, k, v, out, lse, mask, scale, precision)
+
+
+def _backward_fake(
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_in_order_of(q, q.shape[-1]), empty_in_order_of(k, k.shape[-1]), empty_in_order_of(v, v.shape[-1])
+
+
+for _device in ("CUDA", "CPU"):  # on a CPU the kernels run in Triton's interpreter
+    _library.impl("flash_attention", _forward, _device)
+    _library.impl("flash_attention_backward", _backward, _device)
+torch.library.register_fake("warploom::flash_attention", _forward_fake, lib=_library)
+torch.library.register_fake("warploom::flash_attention_backward", _backward_fake, lib=_library)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
+    ctx.set_materialize_grads(False)  # lse has a gradient only where it was asked for
+
+
+def _arguments(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    """Arguments of the backward."""
+    out = ctx.saved_tensors[3]
+    return torch.zeros_like(out) if grad is None else grad, grad_lse, *ctx.saved_tensors, *ctx.rest
+
+
+def _wanted(ctx: Any, found: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """Gradients of all arguments, None for those that want none."""
+    return *(g if wants else None for g, wants in zip(found, ctx.needs_input_grad)), *[None] * 6
+
+
+def _registered_backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None and grad_lse is None:
+        return (None,) * 9
+    return _wanted(ctx, torch.ops.warploom.flash_attention_backward(*_arguments(ctx, grad, grad_lse)))
+
+
+def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError(
+        'flash_attention kernels have no second derivative; call with backend="torch" for one'
+    )
+
+
+torch.library.register_autograd(
+    "warploom::flash_attention", _registered_backward, setup_context=_setup_context, lib=_library
+)
+torch.library.register_autograd("warploom::flash_attention_backward", _no_double_backward, lib=_library)
+
+
+class _FlashAttentionBackward(torch.autograd.Function):
+    """The backward as a function of its own: `torch.func` unwraps its arguments, and its gradient raises."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    backward = staticmethod(_no_double_backward)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+        return stack_over_batch(_FlashAttentionBackward, info, in_dims, inputs)
+
+
+class _FlashAttention(torch.autograd.Function):
+    """The launchers with gradients and without the dispatcher in between; also what `torch.func` sees."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return _forward(*arguments)
+
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None and grad_lse is None:
+            return (None,) * 9
+        arguments = _arguments(ctx, grad, grad_lse)
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # someone wants a graph of this
+            return _wanted(ctx, _FlashAttentionBackward.apply(*arguments))
+        return _wanted(ctx, _backward(*arguments))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+        return stack_over_batch(_FlashAttention, info, in_dims, inputs)
+
+
+def apply(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str) -> tuple[Tensor, Tensor]:
+    """Run attention on the Triton kernels, differentiably, by the shortest way that this call allows.
+
+    Returns:
+        Attention (B, N, Hq, E), and lse (B, Hq, N) in float32.
+    """
+    arguments = (q, k, v, mask.cu_seqlens_q, mask.cu_seqlens_k, mask.left, mask.right, scale, precision)
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return _FlashAttention.apply(*arguments)  # type: ignore[no-any-return]
+    if is_plain_eager(q, k, v):
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _FlashAttention.apply(*arguments)  # type: ignore[no-any-return]
+        return launchers.forward(q, k, v, mask, scale, precision)
+    return torch.ops.warploom.flash_attention(*arguments)  # type: ignore[no-any-return]

@@ -1,1 +1,300 @@
-"""Placeholder."""
+"""Triton kernels of flash attention: the forward pass, and what merges the parts of a split.
+
+Shapes. Queries come in tiles (M, D), keys in tiles (N, D) and values in tiles (N, E), where ``M`` and ``N`` are
+``BLOCK_M`` and ``BLOCK_N``. A program holds one tile of queries, walks over the keys that its queries see and keeps
+the softmax running: for each row the largest logit so far, the sum of exponentials relative to it, and their sum with
+the values. Positions are local to a packed sequence; without packing there is one sequence.
+
+The walk is cut where the mask begins and ends (`walk_bounds`), so that the many steps in the middle compute none.
+Exponentials are powers of two: ``scale`` comes multiplied by log₂ e, and as a size; the sign goes to the tile that is
+loaded once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from warploom.device.activations import power_of_two
+from warploom.device.packed import sequence_bounds, sequence_of_tile
+
+LN_2 = tl.constexpr(0.6931471805599453)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+# ----------------------------------------------------------------------------------------------------------
+# Device functions, for the backward as well
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def program_order(blocks, heads, section):
+    """Block and head of this program, from its number without the split.
+
+    Programs that run at the same time should read the same keys and start with the longest walk. So the heads are
+    taken in sections whose keys and values fit in the L2 cache together, and within a section all heads do their
+    first block, then all their second.
+    """
+    program = tl.program_id(0)
+    place = program % (section * blocks)
+    first = program // (section * blocks) * section
+    width = tl.minimum(section, heads - first)
+    return place // width, first + place % width
+
+
+@triton.jit
+def tile_bounds(tile, cu_tile, cu_tile_stride, cu_other, cu_other_stride, length, other_length, sequences,
+                BLOCK: tl.constexpr):  # fmt: skip
+    """First item of a tile, start and length of its sequence, and the same of the sequence it attends to."""
+    start = tile * 0
+    other_start = start
+    if cu_tile is not None:
+        sequence, tile = sequence_of_tile(tile, cu_tile, cu_tile_stride, sequences, BLOCK)
+        start, length = sequence_bounds(sequence, cu_tile, cu_tile_stride)
+        other_start, other_length = sequence_bounds(sequence, cu_other, cu_other_stride)
+    return tile * BLOCK, start, length, other_start, other_length
+
+
+@triton.jit
+def walk_bounds(first, last, low, high, length, split, splits,
+                HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Where a walk begins, where its mask ends and begins again, and where it ends.
+
+    Items ``first … last`` see the others ``x`` with ``item − low ≤ x ≤ item + high`` and ``0 ≤ x < length``. From
+    the second bound to the third, every item sees every ``x``. All bounds but the last are multiples of ``BLOCK``
+    (or equal to it). With ``splits`` the walk is cut in as many parts, of whole blocks, and this is one of them.
+    """
+    begin = length * 0
+    full_begin = begin
+    if HAS_LOW:
+        begin = tl.maximum(first - low, 0) // BLOCK * BLOCK
+        full_begin = tl.cdiv(tl.maximum(last - low, 0), BLOCK) * BLOCK
+    end = length
+    full_end = length
+    if HAS_HIGH:
+        end = tl.minimum(length, tl.maximum(last + high + 1, 0))
+        full_end = tl.minimum(length, tl.maximum(first + high + 1, 0))
+    full_end = full_end // BLOCK * BLOCK
+    span = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), BLOCK), splits) * BLOCK
+    begin += split * span
+    end = tl.maximum(tl.minimum(end, begin + span), begin)
+    full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
+    full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def visible(query, key, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """Which keys are there and seen by which queries, whose positions are those of the keys they stand at."""
+    seen = key < keys
+    if HAS_LEFT:
+        seen = seen & (key >= query - left)
+    if HAS_RIGHT:
+        seen = seen & (key <= query + right)
+    return seen
+
+
+@triton.jit
+def tile_offsets(stride_row, stride_feature, VEC: tl.constexpr, UNIT: tl.constexpr,
+                 ROWS: tl.constexpr, FEATURES: tl.constexpr):  # fmt: skip
+    """Offsets (ROWS, FEATURES) in 64 bits within a tile. The stride of rows comes divided by ``VEC``."""
+    row = tl.arange(0, ROWS).to(tl.int64) * (stride_row * VEC)
+    feature = tl.arange(0, FEATURES)
+    if not UNIT:
+        feature = feature * stride_feature
+    return row[:, None] + feature[None, :]
+
+
+@triton.jit
+def load_tile(pointers, row, rows, F: tl.constexpr, MASKED: tl.constexpr):
+    """A tile whose first row is number ``row`` of ``rows``; zeros outside. Unless ``MASKED``, all rows are there."""
+    ROWS: tl.constexpr = pointers.shape[0]
+    FEATURES: tl.constexpr = pointers.shape[1]
+    there = (row + tl.arange(0, ROWS) < rows)[:, None]
+    inside = (tl.arange(0, FEATURES) < F)[None, :]
+    if MASKED and F != FEATURES:
+        tile = tl.load(pointers, mask=there & inside, other=0.0)
+    elif MASKED:
+        tile = tl.load(pointers, mask=there, other=0.0)
+    elif F != FEATURES:
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def store_tile(pointers, tile, row, rows, F: tl.constexpr):
+    """The inverse of `load_tile`; rounds to the dtype of memory."""
+    ROWS: tl.constexpr = pointers.shape[0]
+    FEATURES: tl.constexpr = pointers.shape[1]
+    mask = (row + tl.arange(0, ROWS) < rows)[:, None]
+    if F != FEATURES:
+        mask = mask & (tl.arange(0, FEATURES) < F)[None, :]
+    tl.store(pointers, tile.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def base_of(x, entry, row, head, stride_b, stride_n, stride_h, VEC: tl.constexpr):
+    """Address of feature 0 of a row, in 64 bits. Strides come divided by ``VEC``."""
+    return x + entry.to(tl.int64) * (stride_b * VEC) + row.to(tl.int64) * (stride_n * VEC) \
+        + head.to(tl.int64) * (stride_h * VEC)  # fmt: skip
+
+
+@triton.jit
+def product(a, b, c, PRECISION: tl.constexpr):
+    """``a · b + c`` in float32; ``PRECISION`` is how float32 factors are multiplied."""
+    if PRECISION == "bf16":
+        c = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), c)
+    else:
+        c = tl.dot(a, b, c, input_precision=PRECISION)
+    return c
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Forward
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def attend(
+    acc, total, top, q, k_tile, v_tile, k_step, v_step, begin, end, position, keys, left, right, scale,
+    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Walk over keys ``begin … end``: sums with values (M, E), sums of exponentials (M,), largest logits (M,)."""
+    for n in tl.range(begin, end, BLOCK_N):
+        k = load_tile(k_tile + n * k_step, n, keys, D, MASKED)
+        logits = tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32)
+        logits = product(q, k.T, logits, PRECISION)
+        if MASKED:
+            key = n + tl.arange(0, BLOCK_N)
+            seen = visible(position[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
+            logits = tl.where(seen, logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, axis=1))
+        shift = new_top * scale
+        if MASKED:  # a row that has seen no key yet: −inf − (−inf) must not become NaN
+            shift = tl.where(new_top == float("-inf"), 0.0, shift)
+        weights = power_of_two(logits * scale - shift[:, None])
+        shrink = power_of_two(top * scale - shift)
+        total = total * shrink + tl.sum(weights, axis=1)
+        acc = acc * shrink[:, None]
+        v = load_tile(v_tile + n * v_step, n, keys, E, MASKED)
+        acc = product(weights.to(v.dtype), v, acc, PRECISION)
+        top = new_top
+    return acc, total, top
+
+
+# Every number is a run-time value of declared type: none of them ever causes a compilation.
+SIZES = (
+    "tokens keys heads group blocks section splits sequences cu_q_stride cu_k_stride left right negative scale"
+).split()
+
+
+def stride_names(*names: str) -> list[str]:
+    return [f"{name}_{axis}" for name in names for axis in "bnhf"]
+
+
+@triton.jit(do_not_specialize=[*SIZES, "entries", "out_split", *stride_names("q", "k", "v", "out")])
+def forward_kernel(
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k,
+    tokens: tl.int32, keys: tl.int32, heads: tl.int32, group: tl.int32, blocks: tl.int32, section: tl.int32,
+    splits: tl.int32, sequences: tl.int32, cu_q_stride: tl.int64, cu_k_stride: tl.int64,
+    left: tl.int32, right: tl.int32, negative: tl.int32, scale: tl.float32,
+    entries: tl.int32, out_split: tl.int64,
+    q_b: tl.int64, q_n: tl.int64, q_h: tl.int64, q_f: tl.int64,
+    k_b: tl.int64, k_n: tl.int64, k_h: tl.int64, k_f: tl.int64,
+    v_b: tl.int64, v_n: tl.int64, v_h: tl.int64, v_f: tl.int64,
+    out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_f: tl.int64,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head, over one part of its keys: ``out``, ``lse`` (parts, B, H, N) float32."""
+    block, row = program_order(blocks * splits, entries * heads, section)
+    split = block % splits
+    block = block // splits
+    if HAS_RIGHT:  # the last queries see the most keys
+        block = blocks - 1 - block
+    entry, head = row // heads, row % heads
+    m, q_start, tokens_here, k_start, keys_here = tile_bounds(
+        block, cu_seqlens_q, cu_q_stride, cu_seqlens_k, cu_k_stride, tokens, keys, sequences, BLOCK_M
+    )
+    if m < tokens_here:
+        q_tile = base_of(q, entry, q_start + m, head, q_b, q_n, q_h, VEC) + tile_offsets(
+            q_n, q_f, VEC, UNIT, BLOCK_M, BLOCK_D
+        )
+        k_tile = base_of(k, entry, k_start, head // group, k_b, k_n, k_h, VEC) + tile_offsets(
+            k_n, k_f, VEC, UNIT, BLOCK_N, BLOCK_D
+        )
+        v_tile = base_of(v, entry, k_start, head // group, v_b, v_n, v_h, VEC) + tile_offsets(
+            v_n, v_f, VEC, UNIT, BLOCK_N, BLOCK_E
+        )
+        queries = load_tile(q_tile, m, tokens_here, D, True)
+        queries = tl.where(negative != 0, -queries, queries)
+
+        shift = keys_here - tokens_here  # the last query stands at the last key
+        position = m + shift + tl.arange(0, BLOCK_M)
+        last = tl.minimum(m + BLOCK_M, tokens_here) - 1 + shift
+        begin, full_begin, full_end, end = walk_bounds(
+            m + shift, last, left, right, keys_here, split, splits, HAS_LEFT, HAS_RIGHT, BLOCK_N
+        )
+        acc = tl.zeros((BLOCK_M, BLOCK_E), dtype=tl.float32)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        if HAS_LEFT:
+            acc, total, top = attend(
+                acc, total, top, queries, k_tile, v_tile, k_n * VEC, v_n * VEC, begin, full_begin,
+                position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, D, E, PRECISION, BLOCK_N,
+            )  # fmt: skip
+        acc, total, top = attend(
+            acc, total, top, queries, k_tile, v_tile, k_n * VEC, v_n * VEC, full_begin, full_end,
+            position, keys_here, left, right, scale, False, HAS_LEFT, HAS_RIGHT, D, E, PRECISION, BLOCK_N,
+        )  # fmt: skip
+        acc, total, top = attend(
+            acc, total, top, queries, k_tile, v_tile, k_n * VEC, v_n * VEC, full_end, end,
+            position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, D, E, PRECISION, BLOCK_N,
+        )  # fmt: skip
+
+        total = tl.where(total == 0.0, 1.0, total)  # where no key was seen: 0 / 1, and lse −inf + 0
+        out_tile = base_of(out, entry, q_start + m, head, out_b, out_n, out_h, VEC) + tile_offsets(
+            out_n, out_f, VEC, UNIT, BLOCK_M, BLOCK_E
+        )
+        store_tile(out_tile + split * out_split, acc / total[:, None], m, tokens_here, E)
+        rows = (split.to(tl.int64) * entries * heads + row) * tokens + q_start + m + tl.arange(0, BLOCK_M)
+        there = m + tl.arange(0, BLOCK_M) < tokens_here
+        tl.store(lse + rows, (top * scale + tl.log2(total)) * LN_2, mask=there)
+
+
+@triton.jit(do_not_specialize=["rows", "tokens", "heads", "splits", "part_split", *stride_names("part", "out")])
+def combine_kernel(
+    part, part_lse, out, lse,
+    rows: tl.int64, tokens: tl.int32, heads: tl.int32, splits: tl.int32, part_split: tl.int64,
+    part_b: tl.int64, part_n: tl.int64, part_h: tl.int64, part_f: tl.int64,
+    out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_f: tl.int64,
+    E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Attention from that over each part of the keys, always in the same order.
+
+    ``part`` (splits, B, N, H, E) and ``part_lse`` (splits, B, H, N) in float32. A row is a (batch entry, head, token),
+    tokens fastest, as in ``lse``.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    there = row < rows
+    token, head, entry = row % tokens, row // tokens % heads, row // tokens // heads
+    feature = tl.arange(0, BLOCK_E)
+    inside = there[:, None] & (feature < E)[None, :]
+    cells = part + (entry * part_b + token * part_n + head * part_h)[:, None] + (feature * part_f)[None, :]
+    top = tl.full((BLOCK_R,), float("-inf"), dtype=tl.float32)
+    for split in range(splits):
+        top = tl.maximum(top, tl.load(part_lse + split * rows + row, mask=there, other=float("-inf")))
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros((BLOCK_R,), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.float32)
+    for split in range(splits):
+        weight = tl.exp(tl.load(part_lse + split * rows + row, mask=there, other=float("-inf")) - shift)
+        total += weight
+        acc += weight[:, None] * tl.load(cells + split * part_split, mask=inside, other=0.0)
+    total = tl.where(total == 0.0, 1.0, total)  # where no key was seen: 0 / 1, and lse −inf + 0
+    target = out + (entry * out_b + token * out_n + head * out_h)[:, None] + (feature * out_f)[None, :]
+    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + row, top + tl.log(total), mask=there)

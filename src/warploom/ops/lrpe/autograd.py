@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from warploom.eager import is_plain_eager, stack_over_batch
 from warploom.layout import empty_in_order_of
 from warploom.ops.lrpe import launchers
 from warploom.ops.lrpe.launchers import Positions
@@ -104,18 +105,6 @@ torch.library.register_autograd("warploom::lrpe", _registered_backward, setup_co
 torch.library.register_autograd("warploom::lrpe_backward", _no_double_backward, lib=_library)
 
 
-def _vmap(function: Any, info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Any:
-    """One call after another, stacked: a batching rule for a function whose kernels take their own batch."""
-    slices = (
-        function.apply(*(v.select(d, i) if isinstance(d, int) else v for v, d in zip(inputs, in_dims)))
-        for i in range(info.batch_size)
-    )
-    outputs = list(slices)
-    if isinstance(outputs[0], Tensor):
-        return torch.stack(outputs), 0
-    return tuple(torch.stack(parts) for parts in zip(*outputs)), (0,) * len(outputs[0])
-
-
 class _LrpeBackward(torch.autograd.Function):
     """The backward as a function of its own: `torch.func` unwraps its arguments, and its gradient raises."""
 
@@ -131,7 +120,7 @@ class _LrpeBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-        return _vmap(_LrpeBackward, info, in_dims, inputs)
+        return stack_over_batch(_LrpeBackward, info, in_dims, inputs)
 
 
 class _Lrpe(torch.autograd.Function):
@@ -159,7 +148,7 @@ class _Lrpe(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-        return _vmap(_Lrpe, info, in_dims, inputs)
+        return stack_over_batch(_Lrpe, info, in_dims, inputs)
 
 
 def apply(
@@ -171,7 +160,7 @@ def apply(
     """
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return _Lrpe.apply(x, theta, *positions, kind, activation, table)  # type: ignore[no-any-return]
-    if table is not None or _is_plain_eager(x, theta):
+    if table is not None or is_plain_eager(x, theta):
         if torch.is_grad_enabled() and (x.requires_grad or theta.requires_grad):
             return _Lrpe.apply(x, theta, *positions, kind, activation, table)  # type: ignore[no-any-return]
         return launchers.forward(x, theta, positions, kind, activation, table)
@@ -186,18 +175,3 @@ def angle_table(x: Tensor, theta: Tensor, positions: Positions, kind: str) -> Te
     heads = theta.shape[0] if theta.dim() == 2 else 1
     ones = torch.ones((1, x.shape[1], heads, features), dtype=torch.float32, device=x.device)
     return launchers.forward(ones, theta.detach(), positions, "cosine", "none")[0]
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _is_plain_eager(x: Tensor, theta: Tensor) -> bool:
-    """Whether nothing watches this call: no compiler, no tensor subclass, no mode."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(x) in _PLAIN
-        and type(theta) in _PLAIN
-        and not x.is_meta
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-    )

@@ -1,0 +1,32 @@
+"""Packed sequences: which one a tile of tokens belongs to, found on the device.
+
+Sequence ``s`` takes tokens ``cu_seqlens[s]`` to ``cu_seqlens[s + 1]``. Cut into tiles of ``BLOCK`` tokens, it is given
+the tiles from number ``cu_seqlens[s] // BLOCK + s`` on. That is never fewer than it needs, at most one more, and a
+grid of ``tokens // BLOCK + sequences`` tiles holds all of them: no length has to be known on the host.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sequence_of_tile(tile, cu_seqlens, cu_stride, sequences, BLOCK: tl.constexpr):
+    """The sequence of a tile, and the number of the tile within it, which may lie behind its end. Binary search."""
+    low = tile * 0
+    high = low + sequences
+    first = low
+    while high - low > 1:
+        middle = (low + high) // 2
+        start = tl.load(cu_seqlens + middle * cu_stride).to(tl.int32) // BLOCK + middle
+        reached = start <= tile
+        low = tl.where(reached, middle, low)
+        first = tl.where(reached, start, first)
+        high = tl.where(reached, high, middle)
+    return low, tile - first
+
+
+@triton.jit
+def sequence_bounds(sequence, cu_seqlens, cu_stride):
+    """Where a sequence starts, and its length."""
+    start = tl.load(cu_seqlens + sequence * cu_stride).to(tl.int32)
+    return start, tl.load(cu_seqlens + (sequence + 1) * cu_stride).to(tl.int32) - start

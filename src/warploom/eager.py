@@ -1,0 +1,32 @@
+"""What the operators' ways into PyTorch share: when the dispatcher can be bypassed, and a batching rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_plain_eager(*tensors: torch.Tensor) -> bool:
+    """Whether nothing watches a call on these tensors: no compiler, no tensor subclass, no mode, no meta tensor."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(type(t) in _PLAIN for t in tensors)
+        and not tensors[0].is_meta
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+    )
+
+
+def stack_over_batch(function: Any, info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Any:
+    """One call after another, stacked: ``vmap`` of an autograd function whose kernels take their own batch."""
+    slices = (
+        function.apply(*(v.select(d, i) if isinstance(d, int) else v for v, d in zip(inputs, in_dims)))
+        for i in range(info.batch_size)
+    )
+    outputs = list(slices)
+    if isinstance(outputs[0], torch.Tensor):
+        return torch.stack(outputs), 0
+    return tuple(torch.stack(parts) for parts in zip(*outputs)), (0,) * len(outputs[0])

@@ -1,0 +1,286 @@
+"""Triton kernels of the backward of flash attention.
+
+With weights ``P = softmax(S)``, ``S = scale · Q Kᵀ``, and ``dP = dO Vᵀ``: ``dV = Pᵀ dO``, ``dS = P ⊙ (dP − δ)`` with
+``δ = rowsum(dO ⊙ O) − dlse``, ``dQ = scale · dS K`` and ``dK = scale · dSᵀ Q``. Weights are computed again from the
+logarithms of their sums. Keys and values walk over the queries (`key_kernel`), queries walk over the keys
+(`query_kernel`): two products more than one kernel for both would need, and no atomic additions, so that the same
+inputs always give the same bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from warploom.device.activations import power_of_two
+from warploom.ops.flash_attention.kernels import (
+    SIZES,
+    LOG2_E,
+    stride_names,
+    base_of,
+    load_tile,
+    product,
+    program_order,
+    store_tile,
+    tile_bounds,
+    tile_offsets,
+    visible,
+    walk_bounds,
+)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "tokens", "heads", "dlse_b", "dlse_h", "dlse_n", *stride_names("out", "grad"),
+    ]
+)  # fmt: skip
+def prepare_kernel(
+    out, grad, lse, dlse, shift, delta,
+    rows: tl.int64, tokens: tl.int32, heads: tl.int32, dlse_b: tl.int64, dlse_h: tl.int64, dlse_n: tl.int64,
+    out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_f: tl.int64,
+    grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_f: tl.int64,
+    VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """What every row needs: ``δ``, and lse in powers of two, +inf where no key was seen so that weights are zero.
+
+    A row is a (batch entry, head, token), tokens fastest.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    there = row < rows
+    token, head, entry = row % tokens, row // tokens % heads, row // tokens // heads
+    feature = tl.arange(0, BLOCK_E)
+    inside = there[:, None] & (feature < E)[None, :]
+    out_rows = entry * (out_b * VEC) + token * (out_n * VEC) + head * (out_h * VEC)
+    grad_rows = entry * (grad_b * VEC) + token * (grad_n * VEC) + head * (grad_h * VEC)
+    out_cells = out + out_rows[:, None] + (feature if UNIT else feature * out_f)[None, :]
+    grad_cells = grad + grad_rows[:, None] + (feature if UNIT else feature * grad_f)[None, :]
+    o = tl.load(out_cells, mask=inside, other=0.0).to(tl.float32)
+    do = tl.load(grad_cells, mask=inside, other=0.0).to(tl.float32)
+    sums = tl.sum(o * do, axis=1)
+    if dlse is not None:
+        sums -= tl.load(dlse + entry * dlse_b + head * dlse_h + token * dlse_n, mask=there, other=0.0)
+    logarithm = tl.load(lse + row, mask=there, other=0.0)
+    empty = logarithm == float("-inf")
+    tl.store(delta + row, tl.where(empty, 0.0, sums), mask=there)
+    tl.store(shift + row, tl.where(empty, float("inf"), logarithm * LOG2_E), mask=there)
+
+
+@triton.jit
+def walk_queries(
+    dk, dv, k, v, q_tile, do_tile, shift, delta, q_step, do_step, begin, end, offset, key, tokens, keys,
+    left, right, scale,
+    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Walk over queries ``begin … end``: gradients of keys (N, D), without the scale, and of values (N, E)."""
+    for m in tl.range(begin, end, BLOCK_M):
+        query = m + tl.arange(0, BLOCK_M)
+        q = load_tile(q_tile + m * q_step, m, tokens, D, MASKED)
+        logits = tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32)
+        logits = product(k, q.T, logits, PRECISION)
+        if MASKED:
+            row_shift = tl.load(shift + query, mask=query < tokens, other=float("inf"))
+            row_delta = tl.load(delta + query, mask=query < tokens, other=0.0)
+        else:
+            row_shift = tl.load(shift + query)
+            row_delta = tl.load(delta + query)
+        weights = power_of_two(logits * scale - row_shift[None, :])  # (N, M)
+        if MASKED:
+            seen = visible((query + offset)[None, :], key[:, None], keys, left, right, HAS_LEFT, HAS_RIGHT)
+            weights = tl.where(seen, weights, 0.0)
+        do = load_tile(do_tile + m * do_step, m, tokens, E, MASKED)
+        dv = product(weights.to(do.dtype), do, dv, PRECISION)
+        dweights = tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32)
+        dweights = product(v, do.T, dweights, PRECISION)
+        dlogits = weights * (dweights - row_delta[None, :])
+        dk = product(dlogits.to(q.dtype), q, dk, PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=[*SIZES, "entries", "slope", "dk_split", "dv_split",
+                               *stride_names("q", "k", "v", "grad", "dk", "dv")])  # fmt: skip
+def key_kernel(
+    q, k, v, grad, shift, delta, dk, dv, cu_seqlens_q, cu_seqlens_k,
+    tokens: tl.int32, keys: tl.int32, heads: tl.int32, group: tl.int32, blocks: tl.int32, section: tl.int32,
+    splits: tl.int32, sequences: tl.int32, cu_q_stride: tl.int64, cu_k_stride: tl.int64,
+    left: tl.int32, right: tl.int32, negative: tl.int32, scale: tl.float32,
+    entries: tl.int32, slope: tl.float32, dk_split: tl.int64, dv_split: tl.int64,
+    q_b: tl.int64, q_n: tl.int64, q_h: tl.int64, q_f: tl.int64,
+    k_b: tl.int64, k_n: tl.int64, k_h: tl.int64, k_f: tl.int64,
+    v_b: tl.int64, v_n: tl.int64, v_h: tl.int64, v_f: tl.int64,
+    grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_f: tl.int64,
+    dk_b: tl.int64, dk_n: tl.int64, dk_h: tl.int64, dk_f: tl.int64,
+    dv_b: tl.int64, dv_n: tl.int64, dv_h: tl.int64, dv_f: tl.int64,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys of one key head, over one part of the queries of every query head of its group."""
+    key_heads = heads // group
+    block, row = program_order(blocks * splits, entries * key_heads, section)
+    split = block % splits
+    block = block // splits
+    entry, key_head = row // key_heads, row % key_heads
+    n, k_start, keys_here, q_start, tokens_here = tile_bounds(
+        block, cu_seqlens_k, cu_k_stride, cu_seqlens_q, cu_q_stride, keys, tokens, sequences, BLOCK_N
+    )
+    if n < keys_here:
+        k_tile = base_of(k, entry, k_start + n, key_head, k_b, k_n, k_h, VEC) + tile_offsets(
+            k_n, k_f, VEC, UNIT, BLOCK_N, BLOCK_D
+        )
+        v_tile = base_of(v, entry, k_start + n, key_head, v_b, v_n, v_h, VEC) + tile_offsets(
+            v_n, v_f, VEC, UNIT, BLOCK_N, BLOCK_E
+        )
+        keys_tile = load_tile(k_tile, n, keys_here, D, True)
+        keys_tile = tl.where(negative != 0, -keys_tile, keys_tile)
+        values_tile = load_tile(v_tile, n, keys_here, E, True)
+
+        offset = keys_here - tokens_here  # the last query stands at the last key
+        key = n + tl.arange(0, BLOCK_N)
+        last = tl.minimum(n + BLOCK_N, keys_here) - 1 - offset
+        begin, full_begin, full_end, end = walk_bounds(
+            n - offset, last, right, left, tokens_here, split, splits, HAS_RIGHT, HAS_LEFT, BLOCK_M
+        )
+        q_tile = tile_offsets(q_n, q_f, VEC, UNIT, BLOCK_M, BLOCK_D)
+        grad_tile = tile_offsets(grad_n, grad_f, VEC, UNIT, BLOCK_M, BLOCK_E)
+        dkeys = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
+        dvalues = tl.zeros((BLOCK_N, BLOCK_E), dtype=tl.float32)
+        for member in range(group):
+            head = key_head * group + member
+            first = (entry.to(tl.int64) * heads + head) * tokens + q_start
+            q_head = base_of(q, entry, q_start, head, q_b, q_n, q_h, VEC) + q_tile
+            grad_head = base_of(grad, entry, q_start, head, grad_b, grad_n, grad_h, VEC) + grad_tile
+            if HAS_RIGHT:
+                dkeys, dvalues = walk_queries(
+                    dkeys, dvalues, keys_tile, values_tile, q_head, grad_head, shift + first, delta + first,
+                    q_n * VEC, grad_n * VEC, begin, full_begin, offset, key, tokens_here, keys_here,
+                    left, right, scale, True, HAS_LEFT, HAS_RIGHT, D, E, PRECISION, BLOCK_M,
+                )  # fmt: skip
+            dkeys, dvalues = walk_queries(
+                dkeys, dvalues, keys_tile, values_tile, q_head, grad_head, shift + first, delta + first,
+                q_n * VEC, grad_n * VEC, full_begin, full_end, offset, key, tokens_here, keys_here,
+                left, right, scale, False, HAS_LEFT, HAS_RIGHT, D, E, PRECISION, BLOCK_M,
+            )  # fmt: skip
+            dkeys, dvalues = walk_queries(
+                dkeys, dvalues, keys_tile, values_tile, q_head, grad_head, shift + first, delta + first,
+                q_n * VEC, grad_n * VEC, full_end, end, offset, key, tokens_here, keys_here,
+                left, right, scale, True, HAS_LEFT, HAS_RIGHT, D, E, PRECISION, BLOCK_M,
+            )  # fmt: skip
+        dk_tile = base_of(dk, entry, k_start + n, key_head, dk_b, dk_n, dk_h, VEC) + tile_offsets(
+            dk_n, dk_f, VEC, UNIT, BLOCK_N, BLOCK_D
+        )
+        dv_tile = base_of(dv, entry, k_start + n, key_head, dv_b, dv_n, dv_h, VEC) + tile_offsets(
+            dv_n, dv_f, VEC, UNIT, BLOCK_N, BLOCK_E
+        )
+        store_tile(dk_tile + split * dk_split, dkeys * slope, n, keys_here, D)
+        store_tile(dv_tile + split * dv_split, dvalues, n, keys_here, E)
+
+
+@triton.jit
+def walk_keys(
+    dq, q, do, k_tile, v_tile, row_shift, row_delta, k_step, v_step, begin, end, position, keys,
+    left, right, scale,
+    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Walk over keys ``begin … end``: gradients of queries (M, D), without the scale."""
+    for n in tl.range(begin, end, BLOCK_N):
+        k = load_tile(k_tile + n * k_step, n, keys, D, MASKED)
+        logits = tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32)
+        logits = product(q, k.T, logits, PRECISION)
+        weights = power_of_two(logits * scale - row_shift[:, None])  # (M, N)
+        if MASKED:
+            key = n + tl.arange(0, BLOCK_N)
+            seen = visible(position[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
+            weights = tl.where(seen, weights, 0.0)
+        v = load_tile(v_tile + n * v_step, n, keys, E, MASKED)
+        dweights = tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32)
+        dweights = product(do, v.T, dweights, PRECISION)
+        dlogits = weights * (dweights - row_delta[:, None])
+        dq = product(dlogits.to(k.dtype), k, dq, PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=[*SIZES, "entries", "slope", "dq_split",
+                               *stride_names("q", "k", "v", "grad", "dq")])  # fmt: skip
+def query_kernel(
+    q, k, v, grad, shift, delta, dq, cu_seqlens_q, cu_seqlens_k,
+    tokens: tl.int32, keys: tl.int32, heads: tl.int32, group: tl.int32, blocks: tl.int32, section: tl.int32,
+    splits: tl.int32, sequences: tl.int32, cu_q_stride: tl.int64, cu_k_stride: tl.int64,
+    left: tl.int32, right: tl.int32, negative: tl.int32, scale: tl.float32,
+    entries: tl.int32, slope: tl.float32, dq_split: tl.int64,
+    q_b: tl.int64, q_n: tl.int64, q_h: tl.int64, q_f: tl.int64,
+    k_b: tl.int64, k_n: tl.int64, k_h: tl.int64, k_f: tl.int64,
+    v_b: tl.int64, v_n: tl.int64, v_h: tl.int64, v_f: tl.int64,
+    grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_f: tl.int64,
+    dq_b: tl.int64, dq_n: tl.int64, dq_h: tl.int64, dq_f: tl.int64,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head, over one part of its keys: the gradient of the queries."""
+    block, row = program_order(blocks * splits, entries * heads, section)
+    split = block % splits
+    block = block // splits
+    if HAS_RIGHT:  # the last queries see the most keys
+        block = blocks - 1 - block
+    entry, head = row // heads, row % heads
+    m, q_start, tokens_here, k_start, keys_here = tile_bounds(
+        block, cu_seqlens_q, cu_q_stride, cu_seqlens_k, cu_k_stride, tokens, keys, sequences, BLOCK_M
+    )
+    if m < tokens_here:
+        q_tile = base_of(q, entry, q_start + m, head, q_b, q_n, q_h, VEC) + tile_offsets(
+            q_n, q_f, VEC, UNIT, BLOCK_M, BLOCK_D
+        )
+        grad_tile = base_of(grad, entry, q_start + m, head, grad_b, grad_n, grad_h, VEC) + tile_offsets(
+            grad_n, grad_f, VEC, UNIT, BLOCK_M, BLOCK_E
+        )
+        k_tile = base_of(k, entry, k_start, head // group, k_b, k_n, k_h, VEC) + tile_offsets(
+            k_n, k_f, VEC, UNIT, BLOCK_N, BLOCK_D
+        )
+        v_tile = base_of(v, entry, k_start, head // group, v_b, v_n, v_h, VEC) + tile_offsets(
+            v_n, v_f, VEC, UNIT, BLOCK_N, BLOCK_E
+        )
+        queries = load_tile(q_tile, m, tokens_here, D, True)
+        queries = tl.where(negative != 0, -queries, queries)
+        do = load_tile(grad_tile, m, tokens_here, E, True)
+        first = row.to(tl.int64) * tokens + q_start + m
+        local = tl.arange(0, BLOCK_M)
+        there = m + local < tokens_here
+        row_shift = tl.load(shift + first + local, mask=there, other=float("inf"))
+        row_delta = tl.load(delta + first + local, mask=there, other=0.0)
+
+        offset = keys_here - tokens_here  # the last query stands at the last key
+        position = m + offset + local
+        last = tl.minimum(m + BLOCK_M, tokens_here) - 1 + offset
+        begin, full_begin, full_end, end = walk_bounds(
+            m + offset, last, left, right, keys_here, split, splits, HAS_LEFT, HAS_RIGHT, BLOCK_N
+        )
+        dqueries = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        if HAS_LEFT:
+            dqueries = walk_keys(
+                dqueries, queries, do, k_tile, v_tile, row_shift, row_delta, k_n * VEC, v_n * VEC, begin, full_begin,
+                position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, D, E, PRECISION, BLOCK_N,
+            )  # fmt: skip
+        dqueries = walk_keys(
+            dqueries, queries, do, k_tile, v_tile, row_shift, row_delta, k_n * VEC, v_n * VEC, full_begin, full_end,
+            position, keys_here, left, right, scale, False, HAS_LEFT, HAS_RIGHT, D, E, PRECISION, BLOCK_N,
+        )  # fmt: skip
+        dqueries = walk_keys(
+            dqueries, queries, do, k_tile, v_tile, row_shift, row_delta, k_n * VEC, v_n * VEC, full_end, end,
+            position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, D, E, PRECISION, BLOCK_N,
+        )  # fmt: skip
+        dq_tile = base_of(dq, entry, q_start + m, head, dq_b, dq_n, dq_h, VEC) + tile_offsets(
+            dq_n, dq_f, VEC, UNIT, BLOCK_M, BLOCK_D
+        )
+        store_tile(dq_tile + split * dq_split, dqueries * slope, m, tokens_here, D)
+
+
+@triton.jit(do_not_specialize=["size", "splits"])
+def sum_kernel(part, out, size: tl.int64, splits: tl.int32, BLOCK: tl.constexpr):
+    """Sum of the parts (splits, size) of a split, always in the same order."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    for split in range(splits):
+        acc += tl.load(part + split * size + i, mask=i < size, other=0.0)
+    tl.store(out + i, acc.to(out.dtype.element_ty), mask=i < size)

@@ -1,0 +1,350 @@
+"""Launchers of flash attention's kernels: sizes, strides, tiles, splits. No validation, no autograd."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from warploom.launch import Kernel, multiprocessors
+from warploom.layout import empty_in_order_of
+from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel
+from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
+
+Tensor = torch.Tensor
+
+forward_launch = Kernel(forward_kernel)
+combine_launch = Kernel(combine_kernel)
+prepare_launch = Kernel(prepare_kernel)
+key_launch = Kernel(key_kernel)
+query_launch = Kernel(query_kernel)
+sum_launch = Kernel(sum_kernel)
+
+PRODUCTS = {"highest": "tf32x3", "high": "tf32", "medium": "bf16"}
+"""How float32 factors are multiplied, for each of PyTorch's names of a precision."""
+
+L2_SHARE = 2**25
+"""Bytes of keys and values that programs running together may read again and again from the L2 cache."""
+
+MAX_SPLITS = 64
+"""Parts of a walk at most: each is written and read once more in float32."""
+
+SPLIT_STEPS = 4
+"""Steps of its walk that a part of a split has at least."""
+
+_UNBOUNDED = 2**30  # a bound of the window that no distance reaches
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class Mask(NamedTuple):
+    """Which keys a query sees: what the public arguments come down to."""
+
+    left: int | None = None
+    right: int | None = None  # 0 for causal
+    cu_seqlens_q: Tensor | None = None  # (S + 1,), as is the next
+    cu_seqlens_k: Tensor | None = None
+
+
+class Configuration(NamedTuple):
+    """Tile sizes and launch options of one kernel."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def configuration(kernel: str, dtype: torch.dtype, features: int, precision: str) -> Configuration:
+    """The pinned tiles of a kernel: ``forward``, ``key`` (gradients of k and v) or ``query`` (gradient of q).
+
+    Args:
+        kernel: Which.
+        dtype: Of the tensors.
+        features: The larger of D and E, up to a power of two, 16 at least.
+        precision: A key of `PRODUCTS`; float32 alone has several.
+    """
+    if dtype == torch.float32:
+        return _FLOAT32[kernel][features]
+    return _HALF[kernel][features]
+
+
+_HALF: dict[str, dict[int, Configuration]] = {
+    "forward": {
+        16: Configuration(128, 64, 4, 3),
+        32: Configuration(128, 64, 4, 3),
+        64: Configuration(128, 64, 4, 3),
+        128: Configuration(128, 64, 8, 3),
+        256: Configuration(128, 32, 8, 2),
+    },
+    "key": {
+        16: Configuration(64, 128, 4, 2),
+        32: Configuration(64, 128, 4, 2),
+        64: Configuration(64, 128, 8, 2),
+        128: Configuration(64, 128, 8, 2),
+        256: Configuration(32, 64, 8, 1),
+    },
+    "query": {
+        16: Configuration(128, 64, 4, 2),
+        32: Configuration(128, 64, 4, 2),
+        64: Configuration(128, 64, 8, 2),
+        128: Configuration(128, 64, 8, 2),
+        256: Configuration(64, 32, 8, 1),
+    },
+}
+_FLOAT32: dict[str, dict[int, Configuration]] = {
+    "forward": {
+        16: Configuration(64, 64, 4, 2),
+        32: Configuration(64, 64, 4, 2),
+        64: Configuration(64, 32, 4, 2),
+        128: Configuration(64, 32, 8, 2),
+        256: Configuration(32, 16, 8, 2),
+    },
+    "key": {
+        16: Configuration(32, 64, 4, 2),
+        32: Configuration(32, 64, 4, 2),
+        64: Configuration(32, 64, 8, 2),
+        128: Configuration(16, 64, 8, 1),
+        256: Configuration(16, 32, 8, 1),
+    },
+    "query": {
+        16: Configuration(64, 32, 4, 2),
+        32: Configuration(64, 32, 4, 2),
+        64: Configuration(64, 32, 8, 2),
+        128: Configuration(64, 16, 8, 1),
+        256: Configuration(32, 16, 8, 1),
+    },
+}
+
+
+class Geometry(NamedTuple):
+    """Sizes of a call."""
+
+    entries: int
+    tokens: int
+    keys: int
+    heads: int
+    key_heads: int
+    features: int  # D
+    value_features: int  # E
+
+    @property
+    def group(self) -> int:
+        """Query heads to a key head."""
+        return self.heads // max(self.key_heads, 1)
+
+    @property
+    def block_d(self) -> int:
+        """Features of a tile of queries or keys."""
+        return max(triton.next_power_of_2(self.features), 16)
+
+    @property
+    def block_e(self) -> int:
+        """Features of a tile of values."""
+        return max(triton.next_power_of_2(self.value_features), 16)
+
+    def empty(self) -> bool:
+        """Whether there is nothing to attend with or to."""
+        return 0 in (self.entries, self.tokens, self.keys, self.heads)
+
+
+def _geometry(q: Tensor, k: Tensor, v: Tensor) -> Geometry:
+    entries, tokens, heads, features = q.shape
+    return Geometry(entries, tokens, k.shape[1], heads, k.shape[2], features, v.shape[3])
+
+
+def _strides(tensors: tuple[Tensor, ...]) -> tuple[int, bool, list[int]]:
+    """Common divisor for vector access, whether features are adjacent everywhere, and all strides over it.
+
+    An axis of size one gets stride 0, since it is never taken.
+    """
+    strides = [[s if n > 1 else 0 for n, s in zip(t.shape, t.stride())] for t in tensors]
+    unit = all(t.shape[3] == 1 or s[3] == 1 for t, s in zip(tensors, strides))
+    vec = next(vec for vec in (16, 8, 4, 1) if all(s % vec == 0 for strides_ in strides for s in strides_[:3]))
+    vec = vec if unit else 1
+    return vec, unit, [s for b, n, h, f in strides for s in (b // vec, n // vec, h // vec, f)]
+
+
+class _Grid(NamedTuple):
+    """How many programs walk: tiles of queries (or keys) of every head, and parts of each walk."""
+
+    blocks: int
+    rows: int
+    splits: int
+
+    @property
+    def programs(self) -> int:
+        """All of them."""
+        return self.blocks * self.rows * self.splits
+
+
+def _grid(device: torch.device, length: int, block: int, rows: int, steps: int, cu_seqlens: Tensor | None) -> _Grid:
+    """Cut walks of ``steps`` steps into parts where there are fewer tiles than multiprocessors."""
+    # See device/packed.py: the lengths of packed sequences are known on the device alone.
+    blocks = -(-length // block) if cu_seqlens is None else length // block + cu_seqlens.shape[0] - 1
+    splits = min(multiprocessors(device) // max(blocks * rows, 1), steps // SPLIT_STEPS, MAX_SPLITS)
+    return _Grid(blocks, rows, max(splits, 1))
+
+
+def _numbers(
+    geometry: Geometry, mask: Mask, scale: float, grid: _Grid, itemsize: int, heads_per_walk: int
+) -> tuple[int | float, ...]:
+    """Arguments ``tokens … scale`` of a kernel."""
+    features = geometry.features + geometry.value_features
+    head_bytes = geometry.keys * features * itemsize
+    section = max(L2_SHARE // head_bytes, 1) * heads_per_walk
+    cu_q, cu_k = mask.cu_seqlens_q, mask.cu_seqlens_k
+    return (
+        geometry.tokens, geometry.keys, geometry.heads, geometry.group, grid.blocks, min(section, grid.rows),
+        grid.splits,
+        0 if cu_q is None else cu_q.shape[0] - 1, 0 if cu_q is None else cu_q.stride(0),
+        0 if cu_k is None else cu_k.stride(0),
+        min(mask.left or 0, _UNBOUNDED), min(mask.right or 0, _UNBOUNDED), int(scale < 0),
+        # Never zero: a logit of −inf, which is what a hidden key has, must stay −inf.
+        max(abs(scale), _TINY) * 1.4426950408889634,
+        geometry.entries,
+    )  # fmt: skip
+
+
+def _part_like(out: Tensor, splits: int) -> tuple[Tensor, int]:
+    """Where the parts of a split go, in float32 and in the memory order of ``out``, and their distance.
+
+    Where there is one part only, that is ``out`` itself.
+    """
+    if splits == 1:
+        return out, 0
+    parts = torch.empty(splits * out.numel(), dtype=torch.float32, device=out.device)
+    return parts.as_strided(out.shape, out.stride()), out.numel()
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str) -> tuple[Tensor, Tensor]:
+    """Run the forward kernel: attention (B, N, Hq, E), and lse (B, Hq, N) in float32."""
+    geometry = _geometry(q, k, v)
+    out = empty_in_order_of(q, geometry.value_features)
+    lse = torch.empty((geometry.entries, geometry.heads, geometry.tokens), dtype=torch.float32, device=q.device)
+    if geometry.empty():
+        return out.zero_(), lse.fill_(-torch.inf)
+    tiles = configuration("forward", q.dtype, max(geometry.block_d, geometry.block_e), precision)
+    rows = geometry.entries * geometry.heads
+    steps = -(-geometry.keys // tiles.block_n)
+    grid = _grid(q.device, geometry.tokens, tiles.block_m, rows, steps, mask.cu_seqlens_q)
+    part, part_split = _part_like(out, grid.splits)
+    part_lse = lse if grid.splits == 1 else lse.new_empty((grid.splits, *lse.shape))
+    vec, unit, strides = _strides((q, k, v, part))
+    forward_launch(
+        grid.programs,
+        (q, k, v, part, part_lse, mask.cu_seqlens_q, mask.cu_seqlens_k),
+        (*_numbers(geometry, mask, scale, grid, q.itemsize, geometry.group), part_split, *strides),
+        (
+            mask.left is not None, mask.right is not None, vec, unit, geometry.features, geometry.value_features,
+            PRODUCTS[precision], tiles.block_m, tiles.block_n, geometry.block_d, geometry.block_e,
+        ),
+        tiles.warps,
+        tiles.stages,
+    )  # fmt: skip
+    if grid.splits > 1:
+        block_r = max(2048 // geometry.block_e, 1)
+        combine_launch(
+            -(-lse.numel() // block_r),
+            (part, part_lse, out, lse),
+            (
+                lse.numel(), geometry.tokens, geometry.heads, grid.splits, part_split,
+                *part.stride(), *out.stride(),
+            ),
+            (geometry.value_features, block_r, geometry.block_e),
+        )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Mask,
+    scale: float,
+    precision: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward kernels: gradients of ``q``, ``k`` and ``v``, each in the memory order of its tensor.
+
+    Args:
+        grad: Of ``out``, (B, N, Hq, E), any strides.
+        grad_lse: Of ``lse``, (B, Hq, N), or None for zero.
+        q: As in `forward`, like ``k``, ``v``, ``mask``, ``scale`` and ``precision``.
+        k: See ``q``.
+        v: See ``q``.
+        out: What `forward` returned.
+        lse: What `forward` returned, dense.
+        mask: See ``q``.
+        scale: See ``q``.
+        precision: See ``q``.
+    """
+    geometry = _geometry(q, k, v)
+    dq, dk, dv = (empty_in_order_of(t, t.shape[-1]) for t in (q, k, v))
+    if geometry.empty():
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    block_e = geometry.block_e
+    block_r = max(4096 // block_e, 1)
+    shift, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=q.device)
+    vec, unit, strides = _strides((out, grad))
+    prepare_launch(
+        -(-lse.numel() // block_r),
+        (out, grad, lse, grad_lse, shift, delta),
+        (
+            lse.numel(), geometry.tokens, geometry.heads, *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
+            *strides,
+        ),
+        (vec, unit, geometry.value_features, block_r, block_e),
+    )  # fmt: skip
+    _launch_backward("key", key_launch, grad, q, k, v, (dk, dv), shift, delta, mask, scale, precision)
+    _launch_backward("query", query_launch, grad, q, k, v, (dq,), shift, delta, mask, scale, precision)
+    return dq, dk, dv
+
+
+def _launch_backward(
+    name: str,
+    launch: Kernel,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    results: tuple[Tensor, ...],
+    shift: Tensor,
+    delta: Tensor,
+    mask: Mask,
+    scale: float,
+    precision: str,
+) -> None:
+    """Run one of the two backward kernels, and sum its parts if its walks are split."""
+    geometry = _geometry(q, k, v)
+    tiles = configuration(name, q.dtype, max(geometry.block_d, geometry.block_e), precision)
+    if name == "key":
+        rows, per_walk = geometry.entries * geometry.key_heads, 1
+        steps = -(-geometry.tokens // tiles.block_m)
+        grid = _grid(q.device, geometry.keys, tiles.block_n, rows, steps, mask.cu_seqlens_k)
+    else:
+        rows, per_walk = geometry.entries * geometry.heads, geometry.group
+        steps = -(-geometry.keys // tiles.block_n)
+        grid = _grid(q.device, geometry.tokens, tiles.block_m, rows, steps, mask.cu_seqlens_q)
+    parts = [_part_like(result, grid.splits) for result in results]
+    vec, unit, strides = _strides((q, k, v, grad, *(part for part, _ in parts)))
+    launch(
+        grid.programs,
+        (q, k, v, grad, shift, delta, *(part for part, _ in parts), mask.cu_seqlens_q, mask.cu_seqlens_k),
+        (
+            *_numbers(geometry, mask, scale, grid, q.itemsize, per_walk), scale, *(step for _, step in parts),
+            *strides,
+        ),
+        (
+            mask.left is not None, mask.right is not None, vec, unit, geometry.features, geometry.value_features,
+            PRODUCTS[precision], tiles.block_m, tiles.block_n, geometry.block_d, geometry.block_e,
+        ),
+        tiles.warps,
+        tiles.stages,
+    )  # fmt: skip
+    if grid.splits > 1:
+        for (part, size), result in zip(parts, results):
+            sum_launch(-(-size // 1024), (part, result), (size, grid.splits), (1024,))
