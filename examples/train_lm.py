@@ -3,9 +3,9 @@
     python examples/train_lm.py                         # a tiny model on a CPU, a small one on a GPU
     python examples/train_lm.py --text my_corpus.txt --output runs/mine
 
-The same command again goes on from the last checkpoint. Step ``t`` draws its batch from a generator seeded with the
-seed and ``t``, and there is no dropout: the weights, the optimizer's state and ``t`` are all that a checkpoint needs
-for an interrupted run to end with the very numbers of an uninterrupted one.
+The same command again goes on from the last checkpoint. Step ``t`` draws its batch from a generator seeded with
+the seed and ``t``, and there is no dropout: the weights, the optimizer's state and ``t`` are all that a checkpoint
+needs for an interrupted run to end with the very numbers of an uninterrupted one.
 """
 
 from __future__ import annotations
