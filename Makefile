@@ -13,8 +13,8 @@ bench: $(READY)
 	$(VENV)/bin/warploom bench --suite quick
 
 test: $(READY)
-	$(VENV)/bin/ruff check src tests
-	$(VENV)/bin/ruff format --check src tests
+	$(VENV)/bin/ruff check src tests examples
+	$(VENV)/bin/ruff format --check src tests examples
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest -n auto
 

@@ -109,7 +109,8 @@ def run(grid: Grid, device: torch.device, writer: Writer) -> list[ProfileRecord]
     written = []
     for number, (head_dim, n, provider) in enumerate(cases, start=1):
         release_memory(device)
-        torch.compiler.reset()
+        if provider == "plain+compile":
+            torch.compiler.reset()
         attend = PROVIDERS[provider](grid.causal)
         figures = attempt(provider, functools.partial(_measure, attend, grid, head_dim, n, device))
         case = {"batch": grid.batch, "head_dim": head_dim, "n": n, "dtype": "float32", "causal": grid.causal}

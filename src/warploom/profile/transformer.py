@@ -173,7 +173,8 @@ def run(plan: Plan, device: torch.device, writer: Writer) -> list[ProfileRecord]
     written = []
     for number, unit in enumerate(plan.units, start=1):
         release_memory(device)
-        torch.compiler.reset()
+        if unit.compiled:
+            torch.compiler.reset()
         measure = functools.partial(_measure, unit, plan, device, operations / reference_ms)
         figures = attempt(unit.label, measure)
         record = writer.write("transformer", plan.case(unit), unit.label, unit.mode, figures)
