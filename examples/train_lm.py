@@ -130,7 +130,7 @@ def prepare(options: argparse.Namespace, device: torch.device) -> tuple[Transfor
         else:
             config = TransformerConfig.size(options.size, **chosen)
         model = TransformerLM(config).to(device)
-    # Matrices decay; gains of norms and frequencies do not.
+    # Matrices decay; the gains of norms do not.
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": options.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},

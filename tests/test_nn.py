@@ -1,5 +1,6 @@
 """The modules below the language model: positions, attention and its cache, the feed-forward layer."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import warploom
-from warploom import ArgumentError, ShapeError, lrpe_rotate
+from warploom import ArgumentError, ShapeError, lrpe_rotate, nn
 from warploom.nn import LRPE, Attention, KVCache, RotaryEmbedding, SwiGLU
 
 IMPLEMENTATIONS = ("flash", "plain", "sdpa")
@@ -35,6 +36,17 @@ def test_importing_needs_no_gpu_and_no_extras() -> None:
     command = [sys.executable, "-c", IMPORT_PROBE]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert json.loads(done.stdout) == {"heavy": [], "cuda": False}
+
+
+@pytest.mark.parametrize("name", nn.__all__)
+def test_public_classes_are_documented(name: str) -> None:
+    thing = getattr(nn, name)
+    assert thing.__doc__
+    if issubclass(thing, torch.nn.Module):
+        assert "Args:" in thing.__doc__
+        arguments = list(inspect.signature(thing).parameters)
+        assert not [argument for argument in arguments if f"{argument}:" not in thing.__doc__]
+        assert inspect.getdoc(thing.forward)
 
 
 # ----------------------------------------------------------------------------------------------------------

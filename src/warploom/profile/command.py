@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from warploom.errors import ArgumentError
+from warploom.errors import ArgumentError, WarploomError
 
 if TYPE_CHECKING:
     import torch
@@ -91,12 +91,16 @@ def run(options: argparse.Namespace, device: torch.device, output: Path) -> int:
         The exit status: 1 when something failed for another reason than memory or a missing package.
     """
     from warploom.bench import tables
+    from warploom.bench.attempt import DeviceLostError
     from warploom.profile.records import PROFILES, Writer
 
     profile: Callable[[argparse.Namespace, torch.device, Writer], list[Section]]
     profile = _transformer if options.profile == "transformer" else _attention
     writer = Writer(output, device)
-    sections = profile(options, device, writer)
+    try:
+        sections = profile(options, device, writer)
+    except DeviceLostError as error:
+        raise WarploomError(f"{error}; what was measured before is in {output / PROFILES}") from error
     print(tables.text(sections, width=160))
     table = output / f"{options.profile}.md"
     table.write_text(tables.markdown(sections), encoding="utf-8")

@@ -11,6 +11,21 @@ from warploom.profile.records import ProfileRecord
 
 __all__ = ["attention_sections", "transformer_sections"]
 
+_HEADER = (
+    "model",
+    "mode",
+    "attention",
+    "steps",
+    "avg_forward_s",
+    "avg_backward_s",
+    "avg_optimizer_s",
+    "avg_total_s",
+    "std_total_s",
+    "sum_total_s",
+    "tokens/s",
+    "peak MiB",
+    "MFU",
+)
 _PUBLISHED_MODES = {"forward": "fwd", "forward-backward": "fwd_bwd"}
 
 
@@ -20,22 +35,11 @@ def transformer_sections(records: Sequence[ProfileRecord]) -> list[Section]:
         return []
     case = records[0].case
     shape = f"batch {case['batch']}  {case['context_length']} tokens  {case['dtype']}  position {case['position']}"
-    header: tuple[str, ...] = (
-        "model",
-        "mode",
-        "attention",
-        "steps",
-        "avg_forward_s",
-        "avg_backward_s",
-        "avg_optimizer_s",
-        "avg_total_s",
-    )
-    header += ("std_total_s", "sum_total_s", "tokens/s", "peak MiB", "MFU")
     rows = []
     for record in records:
         row = [str(record.case["size"]), record.mode, record.provider]
         if record.status != "ok":
-            rows.append((*row, *[_failed(record)] * (len(header) - len(row))))
+            rows.append((*row, *[_failed(record)] * (len(_HEADER) - len(row))))
             continue
         phases, step = record.phases, record.phases["step"]
         seconds = [
@@ -47,7 +51,7 @@ def transformer_sections(records: Sequence[ProfileRecord]) -> list[Section]:
         row += [str(record.steps), *seconds, *map(_seconds, (step.mean_ms, step.std_ms, step.total_ms))]
         rows.append((*row, speed, _mib(record.peak_memory_mib), mfu))
     notes = (*_notes(records), *_published_steps(records))
-    found = [Section(f"transformer  {shape}", header, tuple(rows), notes)]
+    found = [Section(f"transformer  {shape}", _HEADER, tuple(rows), notes)]
     parts = _parts_section(records)
     return found if parts is None else [*found, parts]
 

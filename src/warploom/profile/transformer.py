@@ -207,9 +207,8 @@ def _measure(unit: Unit, plan: Plan, device: torch.device, flops_per_ms: float) 
     tokens = plan.batch * plan.context_length
     flops = models.flops_per_step(config, tokens, backward=unit.mode != "forward")
     mean_ms = phases["step"].mean_ms
-    ours = (
-        unit.provider != models.LLAMA and not unit.compiled
-    )  # a compiled model has no borders between its modules
+    # A compiled model has no borders between its modules, and another's modules are not known here.
+    ours = unit.provider != models.LLAMA and not unit.compiled
     parts = _parts(stepper) if plan.parts and ours else {}
     if plan.chrome_trace is not None:
         _trace(stepper, plan.file(plan.chrome_trace, unit), ranges=ours)
