@@ -21,9 +21,9 @@ _REST = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? left, SymInt? right, float scale, str precision"
 )
 _library = torch.library.Library("warploom", "FRAGMENT")
-_library.define(f"flash_attention(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor)")
+_library.define(f"flash_attention(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor, Tensor)")
 _library.define(
-    "flash_attention_backward(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "flash_attention_backward(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, "
     f"{_REST}) -> (Tensor, Tensor, Tensor)"
 )
 
@@ -38,14 +38,15 @@ def _forward(
     right: int | None,
     scale: float,
     precision: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     mask = Mask(left, right, cu_seqlens_q, cu_seqlens_k)
     return launchers.forward(q, k, v, mask, scale, precision)
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, tokens, heads, _ = q.shape
-    return empty_in_order_of(q, v.shape[-1]), q.new_empty((batch, heads, tokens), dtype=torch.float32)
+    lse = q.new_empty((batch, heads, tokens), dtype=torch.float32)
+    return empty_in_order_of(q, v.shape[-1]), lse, lse.new_empty((2, *lse.shape))
 
 
 def _backward(
@@ -55,7 +56,7 @@ def _backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    lse: Tensor,
+    statistics: Tensor,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     left: int | None,
@@ -64,7 +65,7 @@ def _backward(
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = Mask(left, right, cu_seqlens_q, cu_seqlens_k)
-    return launchers.backward(grad, grad_lse, q, k, v, out, lse, mask, scale, precision)
+    return launchers.backward(grad, grad_lse, q, k, v, out, statistics, mask, scale, precision)
 
 
 def _backward_fake(
@@ -80,9 +81,11 @@ torch.library.register_fake("warploom::flash_attention", _forward_fake, lib=_lib
 torch.library.register_fake("warploom::flash_attention_backward", _backward_fake, lib=_library)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
+    out, _, statistics = output
+    ctx.save_for_backward(q, k, v, out, statistics, cu_seqlens_q, cu_seqlens_k)
+    ctx.mark_non_differentiable(statistics)
     ctx.set_materialize_grads(False)  # lse has a gradient only where it was asked for
 
 
@@ -97,7 +100,7 @@ def _wanted(ctx: Any, found: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     return *(g if wants else None for g, wants in zip(found, ctx.needs_input_grad)), *[None] * 6
 
 
-def _registered_backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _registered_backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None and grad_lse is None:
         return (None,) * 9
     return _wanted(ctx, torch.ops.warploom.flash_attention_backward(*_arguments(ctx, grad, grad_lse)))
@@ -137,13 +140,13 @@ class _FlashAttention(torch.autograd.Function):
     """The launchers with gradients and without the dispatcher in between; also what `torch.func` sees."""
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         return _forward(*arguments)
 
     setup_context = staticmethod(_setup_context)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if grad is None and grad_lse is None:
             return (None,) * 9
         arguments = _arguments(ctx, grad, grad_lse)
@@ -163,10 +166,16 @@ def apply(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: 
         Attention (B, N, Hq, E), and lse (B, Hq, N) in float32.
     """
     arguments = (q, k, v, mask.cu_seqlens_q, mask.cu_seqlens_k, mask.left, mask.right, scale, precision)
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        return _FlashAttention.apply(*arguments)  # type: ignore[no-any-return]
-    if is_plain_eager(q, k, v):
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _FlashAttention.apply(*arguments)  # type: ignore[no-any-return]
-        return launchers.forward(q, k, v, mask, scale, precision)
-    return torch.ops.warploom.flash_attention(*arguments)  # type: ignore[no-any-return]
+    watched = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    if watched or (is_plain_eager(q, k, v) and _wants_gradients(q, k, v)):
+        results = _FlashAttention.apply(*arguments)
+    elif is_plain_eager(q, k, v):
+        results = launchers.forward(q, k, v, mask, scale, precision)
+    else:
+        results = torch.ops.warploom.flash_attention(*arguments)
+    out, lse, _ = results
+    return out, lse
+
+
+def _wants_gradients(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

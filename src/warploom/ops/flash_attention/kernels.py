@@ -6,8 +6,8 @@ the softmax running: for each row the largest logit so far, the sum of exponenti
 the values. Positions are local to a packed sequence; without packing there is one sequence.
 
 The walk is cut where the mask begins and ends (`walk_bounds`), so that the many steps in the middle compute none.
-Exponentials are powers of two: ``scale`` comes multiplied by log₂ e, and as a size; the sign goes to the tile that is
-loaded once.
+Exponentials are powers of two: ``scale`` comes multiplied by log₂ e. It comes as a size, so that the largest logit can
+be found before the multiplication; a negative scale is a variant of its own.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import triton.language as tl
 
 from warploom.device.activations import power_of_two
 from warploom.device.packed import sequence_bounds, sequence_of_tile
+from warploom.device.product import product, rounded
 
 LN_2 = tl.constexpr(0.6931471805599453)
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 # ----------------------------------------------------------------------------------------------------------
 # Device functions, for the backward as well
@@ -94,14 +94,22 @@ def visible(query, key, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl
 
 
 @triton.jit
-def tile_offsets(stride_row, stride_feature, VEC: tl.constexpr, UNIT: tl.constexpr,
+def tile_offsets(stride_row, stride_feature, VEC: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
                  ROWS: tl.constexpr, FEATURES: tl.constexpr):  # fmt: skip
-    """Offsets (ROWS, FEATURES) in 64 bits within a tile. The stride of rows comes divided by ``VEC``."""
-    row = tl.arange(0, ROWS).to(tl.int64) * (stride_row * VEC)
+    """Offsets (ROWS, FEATURES) within a tile, in 64 bits if ``WIDE``: 32 bits save registers where they suffice.
+
+    The stride of rows comes divided by ``VEC``.
+    """
+    row = tl.arange(0, ROWS)
     feature = tl.arange(0, FEATURES)
+    if WIDE:
+        row = row.to(tl.int64)
+    else:
+        stride_row = stride_row.to(tl.int32)
+        stride_feature = stride_feature.to(tl.int32)
     if not UNIT:
         feature = feature * stride_feature
-    return row[:, None] + feature[None, :]
+    return (row * (stride_row * VEC))[:, None] + feature[None, :]
 
 
 @triton.jit
@@ -130,7 +138,7 @@ def store_tile(pointers, tile, row, rows, F: tl.constexpr):
     mask = (row + tl.arange(0, ROWS) < rows)[:, None]
     if F != FEATURES:
         mask = mask & (tl.arange(0, FEATURES) < F)[None, :]
-    tl.store(pointers, tile.to(pointers.dtype.element_ty), mask=mask)
+    tl.store(pointers, rounded(tile, pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -140,16 +148,6 @@ def base_of(x, entry, row, head, stride_b, stride_n, stride_h, VEC: tl.constexpr
         + head.to(tl.int64) * (stride_h * VEC)  # fmt: skip
 
 
-@triton.jit
-def product(a, b, c, PRECISION: tl.constexpr):
-    """``a · b + c`` in float32; ``PRECISION`` is how float32 factors are multiplied."""
-    if PRECISION == "bf16":
-        c = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), c)
-    else:
-        c = tl.dot(a, b, c, input_precision=PRECISION)
-    return c
-
-
 # ----------------------------------------------------------------------------------------------------------
 # Forward
 # ----------------------------------------------------------------------------------------------------------
@@ -157,15 +155,17 @@ def product(a, b, c, PRECISION: tl.constexpr):
 
 @triton.jit
 def attend(
-    acc, total, top, q, k_tile, v_tile, k_step, v_step, begin, end, position, keys, left, right, scale,
-    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc, total, top, q, k, v, k_offsets, v_offsets, k_step, v_step, begin, end, position, keys, left, right, scale,
+    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Walk over keys ``begin … end``: sums with values (M, E), sums of exponentials (M,), largest logits (M,)."""
     for n in tl.range(begin, end, BLOCK_N):
-        k = load_tile(k_tile + n * k_step, n, keys, D, MASKED)
+        k_tile = load_tile(k + n * k_step + k_offsets, n, keys, D, MASKED)
         logits = tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32)
-        logits = product(q, k.T, logits, PRECISION)
+        logits = product(q, k_tile.T, logits, PRECISION)
+        if NEGATIVE:
+            logits = -logits
         if MASKED:
             key = n + tl.arange(0, BLOCK_N)
             seen = visible(position[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
@@ -178,15 +178,15 @@ def attend(
         shrink = power_of_two(top * scale - shift)
         total = total * shrink + tl.sum(weights, axis=1)
         acc = acc * shrink[:, None]
-        v = load_tile(v_tile + n * v_step, n, keys, E, MASKED)
-        acc = product(weights.to(v.dtype), v, acc, PRECISION)
+        v_tile = load_tile(v + n * v_step + v_offsets, n, keys, E, MASKED)
+        acc = product(rounded(weights, v_tile.dtype), v_tile, acc, PRECISION)
         top = new_top
     return acc, total, top
 
 
 # Every number is a run-time value of declared type: none of them ever causes a compilation.
 SIZES = (
-    "tokens keys heads group blocks section splits sequences cu_q_stride cu_k_stride left right negative scale"
+    "tokens keys heads group blocks section splits sequences cu_q_stride cu_k_stride left right scale"
 ).split()
 
 
@@ -196,20 +196,24 @@ def stride_names(*names: str) -> list[str]:
 
 @triton.jit(do_not_specialize=[*SIZES, "entries", "out_split", *stride_names("q", "k", "v", "out")])
 def forward_kernel(
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k,
+    q, k, v, out, lse, statistics, cu_seqlens_q, cu_seqlens_k,
     tokens: tl.int32, keys: tl.int32, heads: tl.int32, group: tl.int32, blocks: tl.int32, section: tl.int32,
     splits: tl.int32, sequences: tl.int32, cu_q_stride: tl.int64, cu_k_stride: tl.int64,
-    left: tl.int32, right: tl.int32, negative: tl.int32, scale: tl.float32,
+    left: tl.int32, right: tl.int32, scale: tl.float32,
     entries: tl.int32, out_split: tl.int64,
     q_b: tl.int64, q_n: tl.int64, q_h: tl.int64, q_f: tl.int64,
     k_b: tl.int64, k_n: tl.int64, k_h: tl.int64, k_f: tl.int64,
     v_b: tl.int64, v_n: tl.int64, v_h: tl.int64, v_f: tl.int64,
     out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_f: tl.int64,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
+    WIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head, over one part of its keys: ``out``, ``lse`` (parts, B, H, N) float32."""
+    """One tile of queries of one head, over one part of its keys.
+
+    Writes ``out`` (parts, B, N, H, E), ``lse`` (B, H, N) if there is one part, and ``statistics`` (parts, 2, B, H, N):
+    the largest logit of a row in powers of two, and the sum of its exponentials relative to that.
+    """
     block, row = program_order(blocks * splits, entries * heads, section)
     split = block % splits
     block = block // splits
@@ -220,17 +224,12 @@ def forward_kernel(
         block, cu_seqlens_q, cu_q_stride, cu_seqlens_k, cu_k_stride, tokens, keys, sequences, BLOCK_M
     )
     if m < tokens_here:
-        q_tile = base_of(q, entry, q_start + m, head, q_b, q_n, q_h, VEC) + tile_offsets(
-            q_n, q_f, VEC, UNIT, BLOCK_M, BLOCK_D
-        )
-        k_tile = base_of(k, entry, k_start, head // group, k_b, k_n, k_h, VEC) + tile_offsets(
-            k_n, k_f, VEC, UNIT, BLOCK_N, BLOCK_D
-        )
-        v_tile = base_of(v, entry, k_start, head // group, v_b, v_n, v_h, VEC) + tile_offsets(
-            v_n, v_f, VEC, UNIT, BLOCK_N, BLOCK_E
-        )
-        queries = load_tile(q_tile, m, tokens_here, D, True)
-        queries = tl.where(negative != 0, -queries, queries)
+        q_base = base_of(q, entry, q_start + m, head, q_b, q_n, q_h, VEC)
+        k_base = base_of(k, entry, k_start, head // group, k_b, k_n, k_h, VEC)
+        v_base = base_of(v, entry, k_start, head // group, v_b, v_n, v_h, VEC)
+        k_offsets = tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
+        v_offsets = tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
+        q_tile = load_tile(q_base + tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D), m, tokens_here, D, True)
 
         shift = keys_here - tokens_here  # the last query stands at the last key
         position = m + shift + tl.arange(0, BLOCK_M)
@@ -243,40 +242,43 @@ def forward_kernel(
         top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         if HAS_LEFT:
             acc, total, top = attend(
-                acc, total, top, queries, k_tile, v_tile, k_n * VEC, v_n * VEC, begin, full_begin,
-                position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, D, E, PRECISION, BLOCK_N,
+                acc, total, top, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC,
+                begin, full_begin, position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
             )  # fmt: skip
         acc, total, top = attend(
-            acc, total, top, queries, k_tile, v_tile, k_n * VEC, v_n * VEC, full_begin, full_end,
-            position, keys_here, left, right, scale, False, HAS_LEFT, HAS_RIGHT, D, E, PRECISION, BLOCK_N,
+            acc, total, top, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC,
+            full_begin, full_end, position, keys_here, left, right, scale, False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
         )  # fmt: skip
         acc, total, top = attend(
-            acc, total, top, queries, k_tile, v_tile, k_n * VEC, v_n * VEC, full_end, end,
-            position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, D, E, PRECISION, BLOCK_N,
+            acc, total, top, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC,
+            full_end, end, position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
         )  # fmt: skip
 
-        total = tl.where(total == 0.0, 1.0, total)  # where no key was seen: 0 / 1, and lse −inf + 0
-        out_tile = base_of(out, entry, q_start + m, head, out_b, out_n, out_h, VEC) + tile_offsets(
-            out_n, out_f, VEC, UNIT, BLOCK_M, BLOCK_E
-        )
-        store_tile(out_tile + split * out_split, acc / total[:, None], m, tokens_here, E)
-        rows = (split.to(tl.int64) * entries * heads + row) * tokens + q_start + m + tl.arange(0, BLOCK_M)
+        out_base = base_of(out, entry, q_start + m, head, out_b, out_n, out_h, VEC) + split * (out_split * VEC)
+        out_offsets = tile_offsets(out_n, out_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_E)
+        some = tl.where(total == 0.0, 1.0, total)  # where no key was seen: 0 / 1, and lse −inf + 0
+        store_tile(out_base + out_offsets, acc / some[:, None], m, tokens_here, E)
+        size = tl.cast(entries, tl.int64) * heads * tokens
+        rows = row.to(tl.int64) * tokens + q_start + m + tl.arange(0, BLOCK_M)
         there = m + tl.arange(0, BLOCK_M) < tokens_here
-        tl.store(lse + rows, (top * scale + tl.log2(total)) * LN_2, mask=there)
+        top = top * scale
+        tl.store(statistics + split * 2 * size + rows, top, mask=there)
+        tl.store(statistics + (split * 2 + 1) * size + rows, total, mask=there)
+        if lse is not None:
+            tl.store(lse + rows, (top + tl.log2(some)) * LN_2, mask=there)
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "heads", "splits", "part_split", *stride_names("part", "out")])
 def combine_kernel(
-    part, part_lse, out, lse,
+    part, part_statistics, out, lse, statistics,
     rows: tl.int64, tokens: tl.int32, heads: tl.int32, splits: tl.int32, part_split: tl.int64,
     part_b: tl.int64, part_n: tl.int64, part_h: tl.int64, part_f: tl.int64,
     out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_f: tl.int64,
     E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Attention from that over each part of the keys, always in the same order.
+    """What `forward_kernel` writes for one part, from what it wrote for each of several; always in the same order.
 
-    ``part`` (splits, B, N, H, E) and ``part_lse`` (splits, B, H, N) in float32. A row is a (batch entry, head, token),
-    tokens fastest, as in ``lse``.
+    A row is a (batch entry, head, token), tokens fastest, as in ``lse``. Parts are in float32.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     there = row < rows
@@ -286,15 +288,20 @@ def combine_kernel(
     cells = part + (entry * part_b + token * part_n + head * part_h)[:, None] + (feature * part_f)[None, :]
     top = tl.full((BLOCK_R,), float("-inf"), dtype=tl.float32)
     for split in range(splits):
-        top = tl.maximum(top, tl.load(part_lse + split * rows + row, mask=there, other=float("-inf")))
+        part_top = tl.load(part_statistics + split * 2 * rows + row, mask=there, other=float("-inf"))
+        top = tl.maximum(top, part_top)
     shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros((BLOCK_R,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.float32)
     for split in range(splits):
-        weight = tl.exp(tl.load(part_lse + split * rows + row, mask=there, other=float("-inf")) - shift)
+        part_top = tl.load(part_statistics + split * 2 * rows + row, mask=there, other=float("-inf"))
+        part_total = tl.load(part_statistics + (split * 2 + 1) * rows + row, mask=there, other=0.0)
+        weight = part_total * power_of_two(part_top - shift)
         total += weight
         acc += weight[:, None] * tl.load(cells + split * part_split, mask=inside, other=0.0)
-    total = tl.where(total == 0.0, 1.0, total)  # where no key was seen: 0 / 1, and lse −inf + 0
+    some = tl.where(total == 0.0, 1.0, total)  # where no key was seen: 0 / 1, and lse −inf + 0
     target = out + (entry * out_b + token * out_n + head * out_h)[:, None] + (feature * out_f)[None, :]
-    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + row, top + tl.log(total), mask=there)
+    tl.store(target, rounded(acc / some[:, None], out.dtype.element_ty), mask=inside)
+    tl.store(statistics + row, top, mask=there)
+    tl.store(statistics + rows + row, total, mask=there)
+    tl.store(lse + row, (top + tl.log2(some)) * LN_2, mask=there)

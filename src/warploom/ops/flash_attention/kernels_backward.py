@@ -2,7 +2,8 @@
 
 With weights ``P = softmax(S)``, ``S = scale · Q Kᵀ``, and ``dP = dO Vᵀ``: ``dV = Pᵀ dO``, ``dS = P ⊙ (dP − δ)`` with
 ``δ = rowsum(dO ⊙ O) − dlse``, ``dQ = scale · dS K`` and ``dK = scale · dSᵀ Q``. Weights are computed again from the
-logarithms of their sums. Keys and values walk over the queries (`key_kernel`), queries walk over the keys
+statistics of their rows: ``2^(S − shift)``, for float32 with the forward's shift and times ``inverse``, because the
+rounding of a logarithm would show. Keys and values walk over the queries (`key_kernel`), queries walk over the keys
 (`query_kernel`): two products more than one kernel for both would need, and no atomic additions, so that the same
 inputs always give the same bits.
 """
@@ -13,13 +14,12 @@ import triton
 import triton.language as tl
 
 from warploom.device.activations import power_of_two
+from warploom.device.product import product, rounded
 from warploom.ops.flash_attention.kernels import (
     SIZES,
-    LOG2_E,
     stride_names,
     base_of,
     load_tile,
-    product,
     program_order,
     store_tile,
     tile_bounds,
@@ -35,13 +35,13 @@ from warploom.ops.flash_attention.kernels import (
     ]
 )  # fmt: skip
 def prepare_kernel(
-    out, grad, lse, dlse, shift, delta,
+    out, grad, statistics, dlse, shift, delta, inverse,
     rows: tl.int64, tokens: tl.int32, heads: tl.int32, dlse_b: tl.int64, dlse_h: tl.int64, dlse_n: tl.int64,
     out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_f: tl.int64,
     grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_f: tl.int64,
     VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """What every row needs: ``δ``, and lse in powers of two, +inf where no key was seen so that weights are zero.
+    """What every row needs: ``δ``, shift and inverse of its weights; a shift of +inf makes weights zero.
 
     A row is a (batch entry, head, token), tokens fastest.
     """
@@ -59,51 +59,68 @@ def prepare_kernel(
     sums = tl.sum(o * do, axis=1)
     if dlse is not None:
         sums -= tl.load(dlse + entry * dlse_b + head * dlse_h + token * dlse_n, mask=there, other=0.0)
-    logarithm = tl.load(lse + row, mask=there, other=0.0)
-    empty = logarithm == float("-inf")
+    top = tl.load(statistics + row, mask=there, other=0.0)
+    total = tl.load(statistics + rows + row, mask=there, other=0.0)
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    if inverse is not None:
+        tl.store(inverse + row, 1.0 / total, mask=there)
+    else:
+        top += tl.log2(total)
     tl.store(delta + row, tl.where(empty, 0.0, sums), mask=there)
-    tl.store(shift + row, tl.where(empty, float("inf"), logarithm * LOG2_E), mask=there)
+    tl.store(shift + row, tl.where(empty, float("inf"), top), mask=there)
 
 
 @triton.jit
 def walk_queries(
-    dk, dv, k, v, q_tile, do_tile, shift, delta, q_step, do_step, begin, end, offset, key, tokens, keys,
-    left, right, scale,
-    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    dk, dv, k, v, q, do, shift, delta, inverse, q_offsets, do_offsets, q_step, do_step, q_h, do_h, row_h, group,
+    begin, end, offset, key, tokens, keys, left, right, scale,
+    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Walk over queries ``begin … end``: gradients of keys (N, D), without the scale, and of values (N, E)."""
-    for m in tl.range(begin, end, BLOCK_M):
+    """Walk over queries ``begin … end`` of every head of a group, one loop for all, which keeps registers free.
+
+    Gradients of keys (N, D), without the scale, and of values (N, E).
+    """
+    steps = tl.cdiv(end - begin, BLOCK_M)
+    for step in tl.range(0, group * steps):
+        member = step // steps
+        m = begin + (step - member * steps) * BLOCK_M
         query = m + tl.arange(0, BLOCK_M)
-        q = load_tile(q_tile + m * q_step, m, tokens, D, MASKED)
+        row = member * row_h + query
+        q_tile = load_tile(q + member * q_h + m * q_step + q_offsets, m, tokens, D, MASKED)
         logits = tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32)
-        logits = product(k, q.T, logits, PRECISION)
+        logits = product(k, q_tile.T, logits, PRECISION)
+        if NEGATIVE:
+            logits = -logits
         if MASKED:
-            row_shift = tl.load(shift + query, mask=query < tokens, other=float("inf"))
-            row_delta = tl.load(delta + query, mask=query < tokens, other=0.0)
+            row_shift = tl.load(shift + row, mask=query < tokens, other=float("inf"))
+            row_delta = tl.load(delta + row, mask=query < tokens, other=0.0)
         else:
-            row_shift = tl.load(shift + query)
-            row_delta = tl.load(delta + query)
+            row_shift = tl.load(shift + row)
+            row_delta = tl.load(delta + row)
         weights = power_of_two(logits * scale - row_shift[None, :])  # (N, M)
+        if inverse is not None:
+            weights *= tl.load(inverse + row, mask=query < tokens, other=0.0)[None, :]
         if MASKED:
             seen = visible((query + offset)[None, :], key[:, None], keys, left, right, HAS_LEFT, HAS_RIGHT)
             weights = tl.where(seen, weights, 0.0)
-        do = load_tile(do_tile + m * do_step, m, tokens, E, MASKED)
-        dv = product(weights.to(do.dtype), do, dv, PRECISION)
+        do_tile = load_tile(do + member * do_h + m * do_step + do_offsets, m, tokens, E, MASKED)
+        dv = product(rounded(weights, do_tile.dtype), do_tile, dv, PRECISION)
         dweights = tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32)
-        dweights = product(v, do.T, dweights, PRECISION)
+        dweights = product(v, do_tile.T, dweights, PRECISION)
         dlogits = weights * (dweights - row_delta[None, :])
-        dk = product(dlogits.to(q.dtype), q, dk, PRECISION)
+        dk = product(rounded(dlogits, q_tile.dtype), q_tile, dk, PRECISION)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=[*SIZES, "entries", "slope", "dk_split", "dv_split",
                                *stride_names("q", "k", "v", "grad", "dk", "dv")])  # fmt: skip
 def key_kernel(
-    q, k, v, grad, shift, delta, dk, dv, cu_seqlens_q, cu_seqlens_k,
+    q, k, v, grad, shift, delta, inverse, dk, dv, cu_seqlens_q, cu_seqlens_k,
     tokens: tl.int32, keys: tl.int32, heads: tl.int32, group: tl.int32, blocks: tl.int32, section: tl.int32,
     splits: tl.int32, sequences: tl.int32, cu_q_stride: tl.int64, cu_k_stride: tl.int64,
-    left: tl.int32, right: tl.int32, negative: tl.int32, scale: tl.float32,
+    left: tl.int32, right: tl.int32, scale: tl.float32,
     entries: tl.int32, slope: tl.float32, dk_split: tl.int64, dv_split: tl.int64,
     q_b: tl.int64, q_n: tl.int64, q_h: tl.int64, q_f: tl.int64,
     k_b: tl.int64, k_n: tl.int64, k_h: tl.int64, k_f: tl.int64,
@@ -111,8 +128,8 @@ def key_kernel(
     grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_f: tl.int64,
     dk_b: tl.int64, dk_n: tl.int64, dk_h: tl.int64, dk_f: tl.int64,
     dv_b: tl.int64, dv_n: tl.int64, dv_h: tl.int64, dv_f: tl.int64,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
+    WIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one key head, over one part of the queries of every query head of its group."""
@@ -125,15 +142,10 @@ def key_kernel(
         block, cu_seqlens_k, cu_k_stride, cu_seqlens_q, cu_q_stride, keys, tokens, sequences, BLOCK_N
     )
     if n < keys_here:
-        k_tile = base_of(k, entry, k_start + n, key_head, k_b, k_n, k_h, VEC) + tile_offsets(
-            k_n, k_f, VEC, UNIT, BLOCK_N, BLOCK_D
-        )
-        v_tile = base_of(v, entry, k_start + n, key_head, v_b, v_n, v_h, VEC) + tile_offsets(
-            v_n, v_f, VEC, UNIT, BLOCK_N, BLOCK_E
-        )
-        keys_tile = load_tile(k_tile, n, keys_here, D, True)
-        keys_tile = tl.where(negative != 0, -keys_tile, keys_tile)
-        values_tile = load_tile(v_tile, n, keys_here, E, True)
+        k_base = base_of(k, entry, k_start + n, key_head, k_b, k_n, k_h, VEC)
+        v_base = base_of(v, entry, k_start + n, key_head, v_b, v_n, v_h, VEC)
+        k_tile = load_tile(k_base + tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D), n, keys_here, D, True)
+        v_tile = load_tile(v_base + tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E), n, keys_here, E, True)
 
         offset = keys_here - tokens_here  # the last query stands at the last key
         key = n + tl.arange(0, BLOCK_N)
@@ -141,81 +153,85 @@ def key_kernel(
         begin, full_begin, full_end, end = walk_bounds(
             n - offset, last, right, left, tokens_here, split, splits, HAS_RIGHT, HAS_LEFT, BLOCK_M
         )
-        q_tile = tile_offsets(q_n, q_f, VEC, UNIT, BLOCK_M, BLOCK_D)
-        grad_tile = tile_offsets(grad_n, grad_f, VEC, UNIT, BLOCK_M, BLOCK_E)
-        dkeys = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
-        dvalues = tl.zeros((BLOCK_N, BLOCK_E), dtype=tl.float32)
-        for member in range(group):
-            head = key_head * group + member
-            first = (entry.to(tl.int64) * heads + head) * tokens + q_start
-            q_head = base_of(q, entry, q_start, head, q_b, q_n, q_h, VEC) + q_tile
-            grad_head = base_of(grad, entry, q_start, head, grad_b, grad_n, grad_h, VEC) + grad_tile
-            if HAS_RIGHT:
-                dkeys, dvalues = walk_queries(
-                    dkeys, dvalues, keys_tile, values_tile, q_head, grad_head, shift + first, delta + first,
-                    q_n * VEC, grad_n * VEC, begin, full_begin, offset, key, tokens_here, keys_here,
-                    left, right, scale, True, HAS_LEFT, HAS_RIGHT, D, E, PRECISION, BLOCK_M,
-                )  # fmt: skip
-            dkeys, dvalues = walk_queries(
-                dkeys, dvalues, keys_tile, values_tile, q_head, grad_head, shift + first, delta + first,
-                q_n * VEC, grad_n * VEC, full_begin, full_end, offset, key, tokens_here, keys_here,
-                left, right, scale, False, HAS_LEFT, HAS_RIGHT, D, E, PRECISION, BLOCK_M,
+        head = key_head * group
+        q_base = base_of(q, entry, q_start, head, q_b, q_n, q_h, VEC)
+        grad_base = base_of(grad, entry, q_start, head, grad_b, grad_n, grad_h, VEC)
+        q_offsets = tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D)
+        grad_offsets = tile_offsets(grad_n, grad_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_E)
+        first = (entry.to(tl.int64) * heads + head) * tokens + q_start
+        row_h = tl.cast(tokens, tl.int64)
+        head_inverse = None if inverse is None else inverse + first
+        dk_tile = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
+        dv_tile = tl.zeros((BLOCK_N, BLOCK_E), dtype=tl.float32)
+        if HAS_RIGHT:
+            dk_tile, dv_tile = walk_queries(
+                dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
+                q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_h * VEC, grad_h * VEC, row_h, group,
+                begin, full_begin, offset, key, tokens_here, keys_here, left, right, scale,
+                True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
             )  # fmt: skip
-            dkeys, dvalues = walk_queries(
-                dkeys, dvalues, keys_tile, values_tile, q_head, grad_head, shift + first, delta + first,
-                q_n * VEC, grad_n * VEC, full_end, end, offset, key, tokens_here, keys_here,
-                left, right, scale, True, HAS_LEFT, HAS_RIGHT, D, E, PRECISION, BLOCK_M,
-            )  # fmt: skip
-        dk_tile = base_of(dk, entry, k_start + n, key_head, dk_b, dk_n, dk_h, VEC) + tile_offsets(
-            dk_n, dk_f, VEC, UNIT, BLOCK_N, BLOCK_D
-        )
-        dv_tile = base_of(dv, entry, k_start + n, key_head, dv_b, dv_n, dv_h, VEC) + tile_offsets(
-            dv_n, dv_f, VEC, UNIT, BLOCK_N, BLOCK_E
-        )
-        store_tile(dk_tile + split * dk_split, dkeys * slope, n, keys_here, D)
-        store_tile(dv_tile + split * dv_split, dvalues, n, keys_here, E)
+        dk_tile, dv_tile = walk_queries(
+            dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
+            q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_h * VEC, grad_h * VEC, row_h, group,
+            full_begin, full_end, offset, key, tokens_here, keys_here, left, right, scale,
+            False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
+        )  # fmt: skip
+        dk_tile, dv_tile = walk_queries(
+            dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
+            q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_h * VEC, grad_h * VEC, row_h, group,
+            full_end, end, offset, key, tokens_here, keys_here, left, right, scale,
+            True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
+        )  # fmt: skip
+        dk_base = base_of(dk, entry, k_start + n, key_head, dk_b, dk_n, dk_h, VEC) + split * (dk_split * VEC)
+        dv_base = base_of(dv, entry, k_start + n, key_head, dv_b, dv_n, dv_h, VEC) + split * (dv_split * VEC)
+        dk_offsets = tile_offsets(dk_n, dk_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
+        dv_offsets = tile_offsets(dv_n, dv_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
+        store_tile(dk_base + dk_offsets, dk_tile * slope, n, keys_here, D)
+        store_tile(dv_base + dv_offsets, dv_tile, n, keys_here, E)
 
 
 @triton.jit
 def walk_keys(
-    dq, q, do, k_tile, v_tile, row_shift, row_delta, k_step, v_step, begin, end, position, keys,
+    dq, q, do, k, v, row_shift, row_delta, k_offsets, v_offsets, k_step, v_step, begin, end, position, keys,
     left, right, scale,
-    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Walk over keys ``begin … end``: gradients of queries (M, D), without the scale."""
     for n in tl.range(begin, end, BLOCK_N):
-        k = load_tile(k_tile + n * k_step, n, keys, D, MASKED)
+        k_tile = load_tile(k + n * k_step + k_offsets, n, keys, D, MASKED)
         logits = tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32)
-        logits = product(q, k.T, logits, PRECISION)
+        logits = product(q, k_tile.T, logits, PRECISION)
+        if NEGATIVE:
+            logits = -logits
         weights = power_of_two(logits * scale - row_shift[:, None])  # (M, N)
         if MASKED:
             key = n + tl.arange(0, BLOCK_N)
             seen = visible(position[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
             weights = tl.where(seen, weights, 0.0)
-        v = load_tile(v_tile + n * v_step, n, keys, E, MASKED)
+        v_tile = load_tile(v + n * v_step + v_offsets, n, keys, E, MASKED)
         dweights = tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32)
-        dweights = product(do, v.T, dweights, PRECISION)
+        dweights = product(do, v_tile.T, dweights, PRECISION)
         dlogits = weights * (dweights - row_delta[:, None])
-        dq = product(dlogits.to(k.dtype), k, dq, PRECISION)
+        dq = product(rounded(dlogits, k_tile.dtype), k_tile, dq, PRECISION)
     return dq
 
 
 @triton.jit(do_not_specialize=[*SIZES, "entries", "slope", "dq_split",
                                *stride_names("q", "k", "v", "grad", "dq")])  # fmt: skip
 def query_kernel(
-    q, k, v, grad, shift, delta, dq, cu_seqlens_q, cu_seqlens_k,
+    q, k, v, grad, shift, delta, inverse, dq, cu_seqlens_q, cu_seqlens_k,
     tokens: tl.int32, keys: tl.int32, heads: tl.int32, group: tl.int32, blocks: tl.int32, section: tl.int32,
     splits: tl.int32, sequences: tl.int32, cu_q_stride: tl.int64, cu_k_stride: tl.int64,
-    left: tl.int32, right: tl.int32, negative: tl.int32, scale: tl.float32,
+    left: tl.int32, right: tl.int32, scale: tl.float32,
     entries: tl.int32, slope: tl.float32, dq_split: tl.int64,
     q_b: tl.int64, q_n: tl.int64, q_h: tl.int64, q_f: tl.int64,
     k_b: tl.int64, k_n: tl.int64, k_h: tl.int64, k_f: tl.int64,
     v_b: tl.int64, v_n: tl.int64, v_h: tl.int64, v_f: tl.int64,
     grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_f: tl.int64,
     dq_b: tl.int64, dq_n: tl.int64, dq_h: tl.int64, dq_f: tl.int64,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
+    WIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head, over one part of its keys: the gradient of the queries."""
@@ -229,21 +245,15 @@ def query_kernel(
         block, cu_seqlens_q, cu_q_stride, cu_seqlens_k, cu_k_stride, tokens, keys, sequences, BLOCK_M
     )
     if m < tokens_here:
-        q_tile = base_of(q, entry, q_start + m, head, q_b, q_n, q_h, VEC) + tile_offsets(
-            q_n, q_f, VEC, UNIT, BLOCK_M, BLOCK_D
-        )
-        grad_tile = base_of(grad, entry, q_start + m, head, grad_b, grad_n, grad_h, VEC) + tile_offsets(
-            grad_n, grad_f, VEC, UNIT, BLOCK_M, BLOCK_E
-        )
-        k_tile = base_of(k, entry, k_start, head // group, k_b, k_n, k_h, VEC) + tile_offsets(
-            k_n, k_f, VEC, UNIT, BLOCK_N, BLOCK_D
-        )
-        v_tile = base_of(v, entry, k_start, head // group, v_b, v_n, v_h, VEC) + tile_offsets(
-            v_n, v_f, VEC, UNIT, BLOCK_N, BLOCK_E
-        )
-        queries = load_tile(q_tile, m, tokens_here, D, True)
-        queries = tl.where(negative != 0, -queries, queries)
-        do = load_tile(grad_tile, m, tokens_here, E, True)
+        q_base = base_of(q, entry, q_start + m, head, q_b, q_n, q_h, VEC)
+        grad_base = base_of(grad, entry, q_start + m, head, grad_b, grad_n, grad_h, VEC)
+        k_base = base_of(k, entry, k_start, head // group, k_b, k_n, k_h, VEC)
+        v_base = base_of(v, entry, k_start, head // group, v_b, v_n, v_h, VEC)
+        k_offsets = tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
+        v_offsets = tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
+        q_tile = load_tile(q_base + tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D), m, tokens_here, D, True)
+        grad_offsets = tile_offsets(grad_n, grad_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_E)
+        grad_tile = load_tile(grad_base + grad_offsets, m, tokens_here, E, True)
         first = row.to(tl.int64) * tokens + q_start + m
         local = tl.arange(0, BLOCK_M)
         there = m + local < tokens_here
@@ -256,24 +266,28 @@ def query_kernel(
         begin, full_begin, full_end, end = walk_bounds(
             m + offset, last, left, right, keys_here, split, splits, HAS_LEFT, HAS_RIGHT, BLOCK_N
         )
-        dqueries = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        dq_tile = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         if HAS_LEFT:
-            dqueries = walk_keys(
-                dqueries, queries, do, k_tile, v_tile, row_shift, row_delta, k_n * VEC, v_n * VEC, begin, full_begin,
-                position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, D, E, PRECISION, BLOCK_N,
+            dq_tile = walk_keys(
+                dq_tile, q_tile, grad_tile, k_base, v_base, row_shift, row_delta, k_offsets, v_offsets,
+                k_n * VEC, v_n * VEC, begin, full_begin, position, keys_here, left, right, scale,
+                True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
             )  # fmt: skip
-        dqueries = walk_keys(
-            dqueries, queries, do, k_tile, v_tile, row_shift, row_delta, k_n * VEC, v_n * VEC, full_begin, full_end,
-            position, keys_here, left, right, scale, False, HAS_LEFT, HAS_RIGHT, D, E, PRECISION, BLOCK_N,
+        dq_tile = walk_keys(
+            dq_tile, q_tile, grad_tile, k_base, v_base, row_shift, row_delta, k_offsets, v_offsets,
+            k_n * VEC, v_n * VEC, full_begin, full_end, position, keys_here, left, right, scale,
+            False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
         )  # fmt: skip
-        dqueries = walk_keys(
-            dqueries, queries, do, k_tile, v_tile, row_shift, row_delta, k_n * VEC, v_n * VEC, full_end, end,
-            position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, D, E, PRECISION, BLOCK_N,
+        dq_tile = walk_keys(
+            dq_tile, q_tile, grad_tile, k_base, v_base, row_shift, row_delta, k_offsets, v_offsets,
+            k_n * VEC, v_n * VEC, full_end, end, position, keys_here, left, right, scale,
+            True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
         )  # fmt: skip
-        dq_tile = base_of(dq, entry, q_start + m, head, dq_b, dq_n, dq_h, VEC) + tile_offsets(
-            dq_n, dq_f, VEC, UNIT, BLOCK_M, BLOCK_D
-        )
-        store_tile(dq_tile + split * dq_split, dqueries * slope, m, tokens_here, D)
+        if inverse is not None:
+            dq_tile *= tl.load(inverse + first + local, mask=there, other=0.0)[:, None]
+        dq_base = base_of(dq, entry, q_start + m, head, dq_b, dq_n, dq_h, VEC) + split * (dq_split * VEC)
+        dq_offsets = tile_offsets(dq_n, dq_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D)
+        store_tile(dq_base + dq_offsets, dq_tile * slope, m, tokens_here, D)
 
 
 @triton.jit(do_not_specialize=["size", "splits"])
@@ -283,4 +297,4 @@ def sum_kernel(part, out, size: tl.int64, splits: tl.int32, BLOCK: tl.constexpr)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for split in range(splits):
         acc += tl.load(part + split * size + i, mask=i < size, other=0.0)
-    tl.store(out + i, acc.to(out.dtype.element_ty), mask=i < size)
+    tl.store(out + i, rounded(acc, out.dtype.element_ty), mask=i < size)

@@ -34,6 +34,7 @@ SPLIT_STEPS = 4
 """Steps of its walk that a part of a split has at least."""
 
 _UNBOUNDED = 2**30  # a bound of the window that no distance reaches
+_NARROW = 2**22  # strides of rows and features below this keep a tile within 32 bits
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -153,16 +154,23 @@ def _geometry(q: Tensor, k: Tensor, v: Tensor) -> Geometry:
     return Geometry(entries, tokens, k.shape[1], heads, k.shape[2], features, v.shape[3])
 
 
-def _strides(tensors: tuple[Tensor, ...]) -> tuple[int, bool, list[int]]:
-    """Common divisor for vector access, whether features are adjacent everywhere, and all strides over it.
+class _Access(NamedTuple):
+    """How kernels address a group of tensors."""
 
-    An axis of size one gets stride 0, since it is never taken.
-    """
+    vec: int  # common divisor of strides, which vector access rests on
+    unit: bool  # whether features are adjacent everywhere
+    wide: bool  # whether offsets within a tile need 64 bits
+    strides: list[int]  # of every tensor, all but those of features divided by vec
+
+
+def _access(*tensors: Tensor) -> _Access:
+    """Strides as the kernels take them. An axis of size one gets stride 0, since it is never taken."""
     strides = [[s if n > 1 else 0 for n, s in zip(t.shape, t.stride())] for t in tensors]
     unit = all(t.shape[3] == 1 or s[3] == 1 for t, s in zip(tensors, strides))
-    vec = next(vec for vec in (16, 8, 4, 1) if all(s % vec == 0 for strides_ in strides for s in strides_[:3]))
-    vec = vec if unit else 1
-    return vec, unit, [s for b, n, h, f in strides for s in (b // vec, n // vec, h // vec, f)]
+    divisors = (16, 8, 4) if unit else ()
+    vec = next((d for d in divisors if all(s % d == 0 for b, n, h, _ in strides for s in (b, n, h))), 1)
+    wide = any(max(abs(n), abs(f)) >= _NARROW for _, n, _, f in strides)
+    return _Access(vec, unit, wide, [s for b, n, h, f in strides for s in (b // vec, n // vec, h // vec, f)])
 
 
 class _Grid(NamedTuple):
@@ -199,17 +207,27 @@ def _numbers(
         grid.splits,
         0 if cu_q is None else cu_q.shape[0] - 1, 0 if cu_q is None else cu_q.stride(0),
         0 if cu_k is None else cu_k.stride(0),
-        min(mask.left or 0, _UNBOUNDED), min(mask.right or 0, _UNBOUNDED), int(scale < 0),
+        min(mask.left or 0, _UNBOUNDED), min(mask.right or 0, _UNBOUNDED),
         # Never zero: a logit of −inf, which is what a hidden key has, must stay −inf.
         max(abs(scale), _TINY) * 1.4426950408889634,
         geometry.entries,
     )  # fmt: skip
 
 
+def _constants(
+    geometry: Geometry, mask: Mask, scale: float, access: _Access, precision: str, tiles: Configuration
+) -> tuple[object, ...]:
+    """Arguments ``HAS_LEFT … BLOCK_E`` of a kernel."""
+    return (
+        mask.left is not None, mask.right is not None, scale < 0, access.vec, access.unit, access.wide,
+        geometry.features, geometry.value_features, PRODUCTS[precision], tiles.block_m, tiles.block_n, geometry.block_d, geometry.block_e,
+    )  # fmt: skip
+
+
 def _part_like(out: Tensor, splits: int) -> tuple[Tensor, int]:
     """Where the parts of a split go, in float32 and in the memory order of ``out``, and their distance.
 
-    Where there is one part only, that is ``out`` itself.
+    Where there is one part only, that is ``out`` itself. Strides that are multiples of a number make the distance one.
     """
     if splits == 1:
         return out, 0
@@ -217,43 +235,48 @@ def _part_like(out: Tensor, splits: int) -> tuple[Tensor, int]:
     return parts.as_strided(out.shape, out.stride()), out.numel()
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str) -> tuple[Tensor, Tensor]:
-    """Run the forward kernel: attention (B, N, Hq, E), and lse (B, Hq, N) in float32."""
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the forward kernel.
+
+    Returns:
+        Attention (B, N, Hq, E); lse (B, Hq, N) in float32; and what the backward computes the weights again from,
+        (2, B, Hq, N) in float32.
+    """
     geometry = _geometry(q, k, v)
     out = empty_in_order_of(q, geometry.value_features)
     lse = torch.empty((geometry.entries, geometry.heads, geometry.tokens), dtype=torch.float32, device=q.device)
+    statistics = lse.new_empty((2, *lse.shape))
     if geometry.empty():
-        return out.zero_(), lse.fill_(-torch.inf)
+        return out.zero_(), lse.fill_(-torch.inf), statistics.zero_()
     tiles = configuration("forward", q.dtype, max(geometry.block_d, geometry.block_e), precision)
     rows = geometry.entries * geometry.heads
     steps = -(-geometry.keys // tiles.block_n)
     grid = _grid(q.device, geometry.tokens, tiles.block_m, rows, steps, mask.cu_seqlens_q)
     part, part_split = _part_like(out, grid.splits)
-    part_lse = lse if grid.splits == 1 else lse.new_empty((grid.splits, *lse.shape))
-    vec, unit, strides = _strides((q, k, v, part))
+    part_lse, part_statistics = lse, statistics
+    if grid.splits > 1:
+        part_lse, part_statistics = None, lse.new_empty((grid.splits, *statistics.shape))
+    access = _access(q, k, v, part)
     forward_launch(
         grid.programs,
-        (q, k, v, part, part_lse, mask.cu_seqlens_q, mask.cu_seqlens_k),
-        (*_numbers(geometry, mask, scale, grid, q.itemsize, geometry.group), part_split, *strides),
-        (
-            mask.left is not None, mask.right is not None, vec, unit, geometry.features, geometry.value_features,
-            PRODUCTS[precision], tiles.block_m, tiles.block_n, geometry.block_d, geometry.block_e,
-        ),
+        (q, k, v, part, part_lse, part_statistics, mask.cu_seqlens_q, mask.cu_seqlens_k),
+        (*_numbers(geometry, mask, scale, grid, q.itemsize, geometry.group), part_split // access.vec, *access.strides),
+        _constants(geometry, mask, scale, access, precision, tiles),
         tiles.warps,
         tiles.stages,
-    )  # fmt: skip
+    )
     if grid.splits > 1:
         block_r = max(2048 // geometry.block_e, 1)
         combine_launch(
             -(-lse.numel() // block_r),
-            (part, part_lse, out, lse),
+            (part, part_statistics, out, lse, statistics),
             (
                 lse.numel(), geometry.tokens, geometry.heads, grid.splits, part_split,
                 *part.stride(), *out.stride(),
             ),
             (geometry.value_features, block_r, geometry.block_e),
         )  # fmt: skip
-    return out, lse
+    return out, lse, statistics
 
 
 def backward(
@@ -263,85 +286,71 @@ def backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    lse: Tensor,
+    statistics: Tensor,
     mask: Mask,
     scale: float,
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward kernels: gradients of ``q``, ``k`` and ``v``, each in the memory order of its tensor.
 
-    Args:
-        grad: Of ``out``, (B, N, Hq, E), any strides.
-        grad_lse: Of ``lse``, (B, Hq, N), or None for zero.
-        q: As in `forward`, like ``k``, ``v``, ``mask``, ``scale`` and ``precision``.
-        k: See ``q``.
-        v: See ``q``.
-        out: What `forward` returned.
-        lse: What `forward` returned, dense.
-        mask: See ``q``.
-        scale: See ``q``.
-        precision: See ``q``.
+    ``grad`` (B, N, Hq, E) and ``grad_lse`` (B, Hq, N), which may be None for zero, have any strides; ``out`` and
+    ``statistics`` are what `forward` returned for the other arguments.
     """
     geometry = _geometry(q, k, v)
     dq, dk, dv = (empty_in_order_of(t, t.shape[-1]) for t in (q, k, v))
     if geometry.empty():
         return dq.zero_(), dk.zero_(), dv.zero_()
-    block_e = geometry.block_e
-    block_r = max(4096 // block_e, 1)
-    shift, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=q.device)
-    vec, unit, strides = _strides((out, grad))
+    shift, delta = statistics.new_empty(statistics.shape)
+    inverse = torch.empty_like(shift) if q.dtype == torch.float32 else None
+    access = _access(out, grad)
+    block_r = max(4096 // geometry.block_e, 1)
     prepare_launch(
-        -(-lse.numel() // block_r),
-        (out, grad, lse, grad_lse, shift, delta),
+        -(-delta.numel() // block_r),
+        (out, grad, statistics, grad_lse, shift, delta, inverse),
         (
-            lse.numel(), geometry.tokens, geometry.heads, *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
-            *strides,
+            delta.numel(), geometry.tokens, geometry.heads, *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
+            *access.strides,
         ),
-        (vec, unit, geometry.value_features, block_r, block_e),
+        (access.vec, access.unit, geometry.value_features, block_r, geometry.block_e),
     )  # fmt: skip
-    _launch_backward("key", key_launch, grad, q, k, v, (dk, dv), shift, delta, mask, scale, precision)
-    _launch_backward("query", query_launch, grad, q, k, v, (dq,), shift, delta, mask, scale, precision)
+    tensors, rows = (q, k, v, grad), (shift, delta, inverse)
+    _launch_backward("key", key_launch, tensors, rows, (dk, dv), geometry, mask, scale, precision)
+    _launch_backward("query", query_launch, tensors, rows, (dq,), geometry, mask, scale, precision)
     return dq, dk, dv
 
 
 def _launch_backward(
     name: str,
     launch: Kernel,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    tensors: tuple[Tensor, ...],
+    rows: tuple[Tensor | None, ...],
     results: tuple[Tensor, ...],
-    shift: Tensor,
-    delta: Tensor,
+    geometry: Geometry,
     mask: Mask,
     scale: float,
     precision: str,
 ) -> None:
     """Run one of the two backward kernels, and sum its parts if its walks are split."""
-    geometry = _geometry(q, k, v)
-    tiles = configuration(name, q.dtype, max(geometry.block_d, geometry.block_e), precision)
+    first = results[0]
+    tiles = configuration(name, first.dtype, max(geometry.block_d, geometry.block_e), precision)
     if name == "key":
-        rows, per_walk = geometry.entries * geometry.key_heads, 1
+        heads, heads_per_walk = geometry.entries * geometry.key_heads, 1
         steps = -(-geometry.tokens // tiles.block_m)
-        grid = _grid(q.device, geometry.keys, tiles.block_n, rows, steps, mask.cu_seqlens_k)
+        grid = _grid(first.device, geometry.keys, tiles.block_n, heads, steps, mask.cu_seqlens_k)
     else:
-        rows, per_walk = geometry.entries * geometry.heads, geometry.group
+        heads, heads_per_walk = geometry.entries * geometry.heads, geometry.group
         steps = -(-geometry.keys // tiles.block_n)
-        grid = _grid(q.device, geometry.tokens, tiles.block_m, rows, steps, mask.cu_seqlens_q)
+        grid = _grid(first.device, geometry.tokens, tiles.block_m, heads, steps, mask.cu_seqlens_q)
     parts = [_part_like(result, grid.splits) for result in results]
-    vec, unit, strides = _strides((q, k, v, grad, *(part for part, _ in parts)))
+    access = _access(*tensors, *(part for part, _ in parts))
     launch(
         grid.programs,
-        (q, k, v, grad, shift, delta, *(part for part, _ in parts), mask.cu_seqlens_q, mask.cu_seqlens_k),
+        (*tensors, *rows, *(part for part, _ in parts), mask.cu_seqlens_q, mask.cu_seqlens_k),
         (
-            *_numbers(geometry, mask, scale, grid, q.itemsize, per_walk), scale, *(step for _, step in parts),
-            *strides,
+            *_numbers(geometry, mask, scale, grid, first.itemsize, heads_per_walk), scale,
+            *(step // access.vec for _, step in parts), *access.strides,
         ),
-        (
-            mask.left is not None, mask.right is not None, vec, unit, geometry.features, geometry.value_features,
-            PRODUCTS[precision], tiles.block_m, tiles.block_n, geometry.block_d, geometry.block_e,
-        ),
+        _constants(geometry, mask, scale, access, precision, tiles),
         tiles.warps,
         tiles.stages,
     )  # fmt: skip

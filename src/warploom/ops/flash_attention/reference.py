@@ -1,6 +1,8 @@
 """The definition of flash attention in plain PyTorch: any device, any float dtype. This file is the specification.
 
-Everything is computed in float32, or float64 when the inputs are, and rounded once to the dtype of ``q``. The matrix
+Everything is computed in float32, or float64 when the inputs are, and rounded to the dtype of ``q`` at the end. As
+everywhere in PyTorch, both factors of a matrix product have the dtype of the inputs, so the weights are rounded to it
+before they multiply the values. The matrix
 of weights exists for a block of queries at a time; under autograd a block is computed again in the backward, so that
 the truth for 65 536 tokens fits on one GPU.
 Source: Vaswani et al., "Attention Is All You Need", 2017, arXiv 1706.03762, equation 1.
@@ -46,8 +48,8 @@ def flash_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     tokens, keys = q.shape[1], k.shape[1]
-    precision = float32_precision if q.dtype == torch.float32 else None
-    queries, wide_k, wide_v = (_factor(t.to(dtype), precision) for t in (q, k, v))
+    factors = (float32_precision or "highest") if q.dtype == torch.float32 else str(q.dtype).removeprefix("torch.")
+    queries, wide_k, wide_v = (_factor(t.to(dtype), factors) for t in (q, k, v))
     query_sequence, query_place = _places(q, tokens, keys, cu_seqlens_q, cu_seqlens_k)
     key_sequence, key_place = _places(k, keys, keys, cu_seqlens_k, cu_seqlens_k)
 
@@ -58,7 +60,7 @@ def flash_attention(
             visible = visible & (distance >= -left)
         if right is not None:
             visible = visible & (distance <= right)
-        return _attend(queries[:, rows], wide_k, wide_v, visible, scale, precision)
+        return _attend(queries[:, rows], wide_k, wide_v, visible, scale, factors)
 
     row = max(q.shape[0] * q.shape[2] * keys, 1)
     if row * tokens <= BLOCK_WEIGHTS:
@@ -75,7 +77,7 @@ def flash_attention(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, precision: str | None
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, factors: str
 ) -> tuple[Tensor, Tensor]:
     """Attention under a mask (N, M): output (B, N, Hq, E), and lse (B, Hq, N)."""
     batch, tokens, heads, _ = q.shape
@@ -94,16 +96,16 @@ def _attend(
     total = weights.sum(-1)
     some = total > 0
     total = torch.where(some, total, 1.0)
-    out = torch.einsum("bhgnm,bmhe->bnhge", _factor(weights / total.unsqueeze(-1), precision), v)
+    out = torch.einsum("bhgnm,bmhe->bnhge", _factor(weights / total.unsqueeze(-1), factors), v)
     lse = torch.where(some, total.log() + top.squeeze(-1), -torch.inf)
     return out.reshape(batch, tokens, heads, v.shape[-1]), lse.reshape(batch, heads, tokens)
 
 
-def _factor(x: Tensor, precision: str | None) -> Tensor:
-    """A factor of a matrix product of float32 numbers, with the bits that take part in it."""
-    if precision == "medium":
-        return x.bfloat16().to(x.dtype)
-    if precision == "high":
+def _factor(x: Tensor, factors: str) -> Tensor:
+    """A factor of a matrix product: ``x`` with the bits that take part, by dtype or by precision of float32."""
+    if factors in ("bfloat16", "float16", "medium"):
+        return x.to(torch.float16 if factors == "float16" else torch.bfloat16).to(x.dtype)
+    if factors == "high":
         kept = (x.detach().view(torch.int32) & -(2**13)).view(x.dtype)  # 10 bits behind the point
         return x + (kept - x).detach()
     return x
