@@ -38,6 +38,7 @@ _TYPE_NAMES = {
 }
 
 _recorded: dict[tuple[Any, ...], Build] | None = None
+_recorded_arch = 90
 
 
 @dataclass(frozen=True)
@@ -163,16 +164,17 @@ def relaunch(
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[dict[tuple[Any, ...], Build]]:
-    """Collect what would be compiled instead of launching it: no GPU needed, results stay unwritten."""
-    global _recorded
+def recording(arch: int = 90) -> Iterator[dict[tuple[Any, ...], Build]]:
+    """Collect what would be compiled for ``arch`` instead of launching it: no GPU needed, results stay unwritten."""
+    global _recorded, _recorded_arch
     if INTERPRETED:
         raise RuntimeError("recording builds needs compiled kernels: unset TRITON_INTERPRET")
-    previous, _recorded = _recorded, {}
+    previous = _recorded, _recorded_arch
+    _recorded, _recorded_arch = {}, arch
     try:
         yield _recorded
     finally:
-        _recorded = previous
+        _recorded, _recorded_arch = previous
 
 
 def runs_on_cpu() -> bool:
@@ -184,3 +186,14 @@ def runs_on_cpu() -> bool:
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; 1 for any other device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def architecture(device: torch.device) -> int:
+    """Compute capability of a GPU, times ten; elsewhere that of the builds being recorded."""
+    return _capability(device) if device.type == "cuda" else _recorded_arch
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

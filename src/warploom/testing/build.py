@@ -76,12 +76,12 @@ def cases(operator: Operator) -> list[Case]:
     return [*operator.check_cases, *shortest.values()]
 
 
-def record(chosen: Iterable[Operator]) -> list[launch.Build]:
-    """The distinct kernel variants that the cases of operators launch, forward and backward.
+def record(chosen: Iterable[Operator], arch: int) -> list[launch.Build]:
+    """The distinct kernel variants that the cases of operators launch on an architecture, forward and backward.
 
     Runs on the CPU and launches nothing. A case that the kernels refuse needs no build.
     """
-    with launch.recording() as builds:
+    with launch.recording(arch) as builds:
         for operator in chosen:
             for case in cases(operator):
                 inputs = make_inputs(operator, case, torch.device("cpu"))
@@ -122,10 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no operator {', '.join(sorted(unknown))}; there are {', '.join(registry)}")
 
-    variants = record(registry[name] for name in options.operator or registry)
+    chosen = [registry[name] for name in options.operator or registry]
+    jobs = [(variant, arch) for arch in options.arch for variant in record(chosen, arch)]
     # The compiler leaves Python for nearly all of its work, so threads keep several cores busy.
     with ThreadPoolExecutor(options.jobs) as pool:
-        futures = [pool.submit(build, variant, arch) for variant in variants for arch in options.arch]
+        futures = [pool.submit(build, variant, arch) for variant, arch in jobs]
     built: list[Resources] = []
     failures: list[BuildError] = []
     for future in futures:
@@ -138,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"FAILED {failure}")
     spilled = sum(resources.stack > 0 for resources in built)
     print(
-        f"{len(variants)} variants for {len(options.arch)} architectures: {len(built)} built, "
+        f"{len(jobs)} variants for {len(options.arch)} architectures: {len(built)} built, "
         f"{len(failures)} failed, {spilled} with spilled registers"
     )
     return 1 if failures or spilled else 0

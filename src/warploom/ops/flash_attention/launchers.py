@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from warploom.launch import Kernel, multiprocessors
+from warploom.launch import Kernel, architecture, multiprocessors
 from warploom.layout import empty_in_order_of
 from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel
 from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
@@ -56,64 +56,94 @@ class Configuration(NamedTuple):
     stages: int
 
 
-def configuration(kernel: str, dtype: torch.dtype, features: int, precision: str) -> Configuration:
+def configuration(
+    kernel: str, arch: int, dtype: torch.dtype, features: int, precision: str, plain: bool
+) -> Configuration:
     """The pinned tiles of a kernel: ``forward``, ``key`` (gradients of k and v) or ``query`` (gradient of q).
 
     Args:
         kernel: Which.
+        arch: Compute capability times ten.
         dtype: Of the tensors.
         features: The larger of D and E, up to a power of two, 16 at least.
         precision: A key of `PRODUCTS`; float32 alone has several.
+        plain: Whether masks are those of a causal or full attention and D and E equal powers of two: what such
+            kernels save in registers, larger tiles take.
     """
     if dtype == torch.float32:
         return _FLOAT32[kernel][features]
+    if plain and 90 <= arch < 120:
+        return _PLAIN_90[kernel][features]
     return _HALF[kernel][features]
 
 
-_HALF: dict[str, dict[int, Configuration]] = {
+_PLAIN_90: dict[str, dict[int, Configuration]] = {
     "forward": {
         16: Configuration(128, 64, 4, 3),
         32: Configuration(128, 64, 4, 3),
         64: Configuration(128, 64, 4, 3),
         128: Configuration(128, 64, 8, 3),
-        256: Configuration(128, 32, 8, 2),
+        256: Configuration(64, 32, 8, 2),
     },
     "key": {
-        16: Configuration(64, 128, 4, 2),
-        32: Configuration(64, 128, 4, 2),
-        64: Configuration(64, 128, 8, 2),
-        128: Configuration(64, 128, 8, 2),
-        256: Configuration(32, 64, 8, 1),
+        16: Configuration(64, 64, 4, 2),
+        32: Configuration(64, 64, 4, 2),
+        64: Configuration(32, 128, 8, 2),
+        128: Configuration(32, 64, 8, 2),
+        256: Configuration(32, 32, 8, 1),
     },
     "query": {
-        16: Configuration(128, 64, 4, 2),
-        32: Configuration(128, 64, 4, 2),
+        16: Configuration(128, 64, 8, 2),
+        32: Configuration(128, 64, 8, 2),
         64: Configuration(128, 64, 8, 2),
         128: Configuration(128, 64, 8, 2),
-        256: Configuration(64, 32, 8, 1),
+        256: Configuration(64, 32, 8, 2),
     },
 }
-_FLOAT32: dict[str, dict[int, Configuration]] = {
+_HALF: dict[str, dict[int, Configuration]] = {
     "forward": {
         16: Configuration(64, 64, 4, 2),
         32: Configuration(64, 64, 4, 2),
-        64: Configuration(64, 32, 4, 2),
-        128: Configuration(64, 32, 8, 2),
-        256: Configuration(32, 16, 8, 2),
+        64: Configuration(64, 64, 4, 2),
+        128: Configuration(64, 64, 8, 2),
+        256: Configuration(64, 32, 8, 2),
     },
     "key": {
         16: Configuration(32, 64, 4, 2),
         32: Configuration(32, 64, 4, 2),
-        64: Configuration(32, 64, 8, 2),
-        128: Configuration(16, 64, 8, 1),
-        256: Configuration(16, 32, 8, 1),
+        64: Configuration(32, 64, 4, 2),
+        128: Configuration(32, 64, 8, 2),
+        256: Configuration(32, 32, 8, 1),
     },
     "query": {
         16: Configuration(64, 32, 4, 2),
         32: Configuration(64, 32, 4, 2),
+        64: Configuration(64, 32, 4, 2),
+        128: Configuration(64, 32, 8, 2),
+        256: Configuration(32, 32, 8, 1),
+    },
+}
+_FLOAT32: dict[str, dict[int, Configuration]] = {
+    "forward": {
+        16: Configuration(64, 32, 4, 2),
+        32: Configuration(64, 32, 4, 2),
         64: Configuration(64, 32, 8, 2),
-        128: Configuration(64, 16, 8, 1),
-        256: Configuration(32, 16, 8, 1),
+        128: Configuration(32, 32, 8, 2),
+        256: Configuration(16, 16, 4, 1),
+    },
+    "key": {
+        16: Configuration(32, 32, 4, 1),
+        32: Configuration(32, 32, 4, 1),
+        64: Configuration(32, 32, 8, 2),
+        128: Configuration(16, 32, 8, 1),
+        256: Configuration(16, 16, 8, 1),
+    },
+    "query": {
+        16: Configuration(32, 32, 4, 2),
+        32: Configuration(32, 32, 4, 2),
+        64: Configuration(32, 32, 8, 2),
+        128: Configuration(32, 16, 8, 1),
+        256: Configuration(16, 16, 8, 1),
     },
 }
 
@@ -147,6 +177,13 @@ class Geometry(NamedTuple):
     def empty(self) -> bool:
         """Whether there is nothing to attend with or to."""
         return 0 in (self.entries, self.tokens, self.keys, self.heads)
+
+
+def _tiles(kernel: str, geometry: Geometry, mask: Mask, scale: float, precision: str, q: Tensor) -> Configuration:
+    block_d, block_e = geometry.block_d, geometry.block_e
+    plain = mask.left is None and mask.cu_seqlens_q is None and scale >= 0
+    plain = plain and block_d == block_e and geometry.features == geometry.value_features == block_d
+    return configuration(kernel, architecture(q.device), q.dtype, max(block_d, block_e), precision, plain)
 
 
 def _geometry(q: Tensor, k: Tensor, v: Tensor) -> Geometry:
@@ -248,7 +285,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision
     statistics = lse.new_empty((2, *lse.shape))
     if geometry.empty():
         return out.zero_(), lse.fill_(-torch.inf), statistics.zero_()
-    tiles = configuration("forward", q.dtype, max(geometry.block_d, geometry.block_e), precision)
+    tiles = _tiles("forward", geometry, mask, scale, precision, q)
     rows = geometry.entries * geometry.heads
     steps = -(-geometry.keys // tiles.block_n)
     grid = _grid(q.device, geometry.tokens, tiles.block_m, rows, steps, mask.cu_seqlens_q)
@@ -332,7 +369,7 @@ def _launch_backward(
 ) -> None:
     """Run one of the two backward kernels, and sum its parts if its walks are split."""
     first = results[0]
-    tiles = configuration(name, first.dtype, max(geometry.block_d, geometry.block_e), precision)
+    tiles = _tiles(name, geometry, mask, scale, precision, first)
     if name == "key":
         heads, heads_per_walk = geometry.entries * geometry.key_heads, 1
         steps = -(-geometry.tokens // tiles.block_m)
