@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import statistics
 import sys
 import time
@@ -196,7 +195,6 @@ def _measure(unit: Unit, plan: Plan, device: torch.device, flops_per_ms: float) 
     stepper.samples_ms.clear()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    gc.collect()
     for _ in range(plan.steps):
         stepper.step()
     cuda = device.type == "cuda"
