@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -279,7 +280,9 @@ def test_other_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     make().save(path)
     with pytest.raises(WarploomError, match="size mismatch"):
         TransformerLM.load(path, d_ff=41)
-    monkeypatch.setitem(__import__("sys").modules, "safetensors.torch", None)
+    with pytest.raises(WarploomError, match="unexpected keyword argument 'width'"):
+        TransformerLM.load(path, width=41)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(BackendError, match=r"TransformerLM.load: safetensors is not installed"):
         TransformerLM.load(path)
     with pytest.raises(BackendError, match=r"pip install 'warploom\[lm\]'"):

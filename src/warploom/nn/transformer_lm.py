@@ -230,7 +230,7 @@ class TransformerLM(nn.Module):
         again = self.config.checkpoint and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
             if again:
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)  # nothing here is random
             else:
                 x = block(x, None if cache is None else cache[index])
         out: Tensor = self.norm(x)
@@ -360,7 +360,10 @@ class TransformerLM(nn.Module):
             if metadata.get("format") != FORMAT:
                 raise WarploomError(f"{path}: not a file that TransformerLM.save has written")
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        config = TransformerConfig(**{**json.loads(metadata["config"]), **changes})
+        try:
+            config = TransformerConfig(**{**json.loads(metadata["config"]), **changes})
+        except TypeError as error:  # a field of another version, or of none
+            raise WarploomError(f"{path}: {error}") from error
         with torch.device(device):
             model = cls(config)
         if config.tie:
