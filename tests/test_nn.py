@@ -232,6 +232,20 @@ def test_attention_is_its_definition(implementation: str, heads: int, kv_heads: 
     torch.testing.assert_close(layer(x, position_ids=ids).double(), expected, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@torch.no_grad()
+def test_entries_of_different_lengths_attend_as_each_alone(implementation: str, device: torch.device) -> None:
+    layer = Attention(24, 4, kv_heads=2, position=LRPE(2, 6), implementation=implementation).to(device)
+    prompt, more, lengths = random(3, 5, 24, device=device), random(3, 2, 24, device=device), [5, 1, 3]
+    cache = layer.make_cache()
+    layer(prompt, cache=cache)
+    cache.truncate(lengths)
+    together = layer(more, cache=cache)
+    for entry, length in enumerate(lengths):
+        whole = layer(torch.cat((prompt[entry : entry + 1, :length], more[entry : entry + 1]), dim=1))
+        torch.testing.assert_close(together[entry], whole[0, length:], rtol=1e-5, atol=1e-5)
+
+
 def test_swiglu_is_its_definition(device: torch.device) -> None:
     layer = SwiGLU(6, 10).to(device)
     x = random(2, 3, 6, device=device)
