@@ -9,9 +9,11 @@ from warploom.device.activations import INTERPRETED
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
     """A float32 tile in another dtype, rounded to nearest even."""
-    if INTERPRETED and dtype == tl.bfloat16:  # the interpreter truncates; what is added here turns that into rounding
+    if (
+        INTERPRETED and dtype == tl.bfloat16
+    ):  # the interpreter truncates; what is added here turns that into rounding
         bits = x.to(tl.int32, bitcast=True)
-        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
     return x.to(dtype)
 
 

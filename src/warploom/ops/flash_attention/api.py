@@ -126,11 +126,12 @@ def flash_attention(
         return _run_kernels(call)
     if backend == "auto" and _is_plain(call):
         return in_order_of(q, _fused_by_torch(call).contiguous())
-    results = reference.flash_attention(
-        q, k, v,
-        scale=scale, window=(left, right), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        float32_precision=float32_precision, return_lse=return_lse,
-    )  # fmt: skip
+    with torch.autocast(q.device.type, enabled=False):  # the inputs are cast; float32 inside stays float32
+        results = reference.flash_attention(
+            q, k, v,
+            scale=scale, window=(left, right), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            float32_precision=float32_precision, return_lse=return_lse,
+        )  # fmt: skip
     if isinstance(results, Tensor):
         return in_order_of(q, results)
     return in_order_of(q, results[0]), results[1]
@@ -250,7 +251,7 @@ def _checked_window(window: Sequence[int | None] | None) -> tuple[int | None, in
 
 def _checked_scale(scale: float | None, q: Tensor) -> float:
     if scale is None:
-        return float(q.shape[-1]) ** -0.5
+        return 1.0 / math.sqrt(q.shape[-1])
     if isinstance(scale, bool) or not isinstance(scale, float | int | torch.SymInt | torch.SymFloat):
         raise fault(DtypeError, NAME, "scale", "None or a number", repr(scale))
     if isinstance(scale, float | int) and not math.isfinite(scale):

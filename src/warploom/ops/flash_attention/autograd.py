@@ -17,9 +17,7 @@ from warploom.ops.flash_attention.launchers import Mask
 
 Tensor = torch.Tensor
 
-_REST = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? left, SymInt? right, float scale, str precision"
-)
+_REST = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? left, SymInt? right, float scale, str precision"
 _library = torch.library.Library("warploom", "FRAGMENT")
 _library.define(f"flash_attention(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor, Tensor)")
 _library.define(
@@ -100,7 +98,9 @@ def _wanted(ctx: Any, found: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     return *(g if wants else None for g, wants in zip(found, ctx.needs_input_grad)), *[None] * 6
 
 
-def _registered_backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _registered_backward(
+    ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None
+) -> tuple[Tensor | None, ...]:
     if grad is None and grad_lse is None:
         return (None,) * 9
     return _wanted(ctx, torch.ops.warploom.flash_attention_backward(*_arguments(ctx, grad, grad_lse)))

@@ -185,9 +185,7 @@ def attend(
 
 
 # Every number is a run-time value of declared type: none of them ever causes a compilation.
-SIZES = (
-    "tokens keys heads group blocks section splits sequences cu_q_stride cu_k_stride left right scale"
-).split()
+SIZES = ("tokens keys heads group blocks section splits sequences cu_q_stride cu_k_stride left right scale").split()
 
 
 def stride_names(*names: str) -> list[str]:
@@ -229,7 +227,9 @@ def forward_kernel(
         v_base = base_of(v, entry, k_start, head // group, v_b, v_n, v_h, VEC)
         k_offsets = tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
         v_offsets = tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
-        q_tile = load_tile(q_base + tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D), m, tokens_here, D, True)
+        q_tile = load_tile(
+            q_base + tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D), m, tokens_here, D, True
+        )
 
         shift = keys_here - tokens_here  # the last query stands at the last key
         position = m + shift + tl.arange(0, BLOCK_M)

@@ -17,11 +17,11 @@ from warploom.device.activations import power_of_two
 from warploom.device.product import product, rounded
 from warploom.ops.flash_attention.kernels import (
     SIZES,
-    stride_names,
     base_of,
     load_tile,
     program_order,
     store_tile,
+    stride_names,
     tile_bounds,
     tile_offsets,
     visible,
@@ -144,8 +144,12 @@ def key_kernel(
     if n < keys_here:
         k_base = base_of(k, entry, k_start + n, key_head, k_b, k_n, k_h, VEC)
         v_base = base_of(v, entry, k_start + n, key_head, v_b, v_n, v_h, VEC)
-        k_tile = load_tile(k_base + tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D), n, keys_here, D, True)
-        v_tile = load_tile(v_base + tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E), n, keys_here, E, True)
+        k_tile = load_tile(
+            k_base + tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D), n, keys_here, D, True
+        )
+        v_tile = load_tile(
+            v_base + tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E), n, keys_here, E, True
+        )
 
         offset = keys_here - tokens_here  # the last query stands at the last key
         key = n + tl.arange(0, BLOCK_N)
@@ -251,7 +255,9 @@ def query_kernel(
         v_base = base_of(v, entry, k_start, head // group, v_b, v_n, v_h, VEC)
         k_offsets = tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
         v_offsets = tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
-        q_tile = load_tile(q_base + tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D), m, tokens_here, D, True)
+        q_tile = load_tile(
+            q_base + tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D), m, tokens_here, D, True
+        )
         grad_offsets = tile_offsets(grad_n, grad_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_E)
         grad_tile = load_tile(grad_base + grad_offsets, m, tokens_here, E, True)
         first = row.to(tl.int64) * tokens + q_start + m

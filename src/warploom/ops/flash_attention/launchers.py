@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 
 from warploom.launch import Kernel, architecture, multiprocessors
 from warploom.layout import empty_in_order_of
@@ -125,27 +124,32 @@ _HALF: dict[str, dict[int, Configuration]] = {
 }
 _FLOAT32: dict[str, dict[int, Configuration]] = {
     "forward": {
-        16: Configuration(64, 32, 4, 2),
-        32: Configuration(64, 32, 4, 2),
-        64: Configuration(64, 32, 8, 2),
-        128: Configuration(32, 32, 8, 2),
-        256: Configuration(16, 16, 4, 1),
+        16: Configuration(32, 32, 8, 2),
+        32: Configuration(32, 32, 8, 2),
+        64: Configuration(32, 32, 8, 2),
+        128: Configuration(16, 32, 4, 1),
+        256: Configuration(16, 16, 8, 1),
     },
     "key": {
-        16: Configuration(32, 32, 4, 1),
-        32: Configuration(32, 32, 4, 1),
+        16: Configuration(32, 32, 8, 2),
+        32: Configuration(32, 32, 8, 2),
         64: Configuration(32, 32, 8, 2),
-        128: Configuration(16, 32, 8, 1),
+        128: Configuration(16, 16, 4, 1),
         256: Configuration(16, 16, 8, 1),
     },
     "query": {
         16: Configuration(32, 32, 4, 2),
         32: Configuration(32, 32, 4, 2),
-        64: Configuration(32, 32, 8, 2),
-        128: Configuration(32, 16, 8, 1),
+        64: Configuration(32, 32, 4, 2),
+        128: Configuration(16, 32, 4, 1),
         256: Configuration(16, 16, 8, 1),
     },
 }
+
+
+def _tile_features(features: int) -> int:
+    """Features of a tile: a power of two that matrix instructions take."""
+    return max(1 << (features - 1).bit_length(), 16)
 
 
 class Geometry(NamedTuple):
@@ -167,12 +171,12 @@ class Geometry(NamedTuple):
     @property
     def block_d(self) -> int:
         """Features of a tile of queries or keys."""
-        return max(triton.next_power_of_2(self.features), 16)
+        return _tile_features(self.features)
 
     @property
     def block_e(self) -> int:
         """Features of a tile of values."""
-        return max(triton.next_power_of_2(self.value_features), 16)
+        return _tile_features(self.value_features)
 
     def empty(self) -> bool:
         """Whether there is nothing to attend with or to."""
@@ -251,13 +255,19 @@ def _numbers(
     )  # fmt: skip
 
 
+def _product(geometry: Geometry, precision: str) -> str:
+    """How factors are multiplied. Long rows of float32 split in parts do not fit in registers; they go unsplit."""
+    long = max(geometry.block_d, geometry.block_e) > 128
+    return "ieee" if long and precision == "highest" else PRODUCTS[precision]
+
+
 def _constants(
     geometry: Geometry, mask: Mask, scale: float, access: _Access, precision: str, tiles: Configuration
 ) -> tuple[object, ...]:
     """Arguments ``HAS_LEFT … BLOCK_E`` of a kernel."""
     return (
         mask.left is not None, mask.right is not None, scale < 0, access.vec, access.unit, access.wide,
-        geometry.features, geometry.value_features, PRODUCTS[precision], tiles.block_m, tiles.block_n, geometry.block_d, geometry.block_e,
+        geometry.features, geometry.value_features, _product(geometry, precision), tiles.block_m, tiles.block_n, geometry.block_d, geometry.block_e,
     )  # fmt: skip
 
 
@@ -272,7 +282,9 @@ def _part_like(out: Tensor, splits: int) -> tuple[Tensor, int]:
     return parts.as_strided(out.shape, out.stride()), out.numel()
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str) -> tuple[Tensor, Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward kernel.
 
     Returns:
@@ -290,19 +302,22 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision
     steps = -(-geometry.keys // tiles.block_n)
     grid = _grid(q.device, geometry.tokens, tiles.block_m, rows, steps, mask.cu_seqlens_q)
     part, part_split = _part_like(out, grid.splits)
-    part_lse, part_statistics = lse, statistics
-    if grid.splits > 1:
-        part_lse, part_statistics = None, lse.new_empty((grid.splits, *statistics.shape))
+    split = grid.splits > 1
+    part_statistics = lse.new_empty((grid.splits, *statistics.shape)) if split else statistics
     access = _access(q, k, v, part)
     forward_launch(
         grid.programs,
-        (q, k, v, part, part_lse, part_statistics, mask.cu_seqlens_q, mask.cu_seqlens_k),
-        (*_numbers(geometry, mask, scale, grid, q.itemsize, geometry.group), part_split // access.vec, *access.strides),
+        (q, k, v, part, None if split else lse, part_statistics, mask.cu_seqlens_q, mask.cu_seqlens_k),
+        (
+            *_numbers(geometry, mask, scale, grid, q.itemsize, geometry.group),
+            part_split // access.vec,
+            *access.strides,
+        ),
         _constants(geometry, mask, scale, access, precision, tiles),
         tiles.warps,
         tiles.stages,
     )
-    if grid.splits > 1:
+    if split:
         block_r = max(2048 // geometry.block_e, 1)
         combine_launch(
             -(-lse.numel() // block_r),

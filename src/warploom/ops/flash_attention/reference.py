@@ -76,9 +76,7 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, factors: str
-) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, factors: str) -> tuple[Tensor, Tensor]:
     """Attention under a mask (N, M): output (B, N, Hq, E), and lse (B, Hq, N)."""
     batch, tokens, heads, _ = q.shape
     keys, key_heads = k.shape[1:3]

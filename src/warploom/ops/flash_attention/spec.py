@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,7 +78,14 @@ _CHECKS: tuple[dict[str, Any], ...] = (
     {"float32_precision": "high", "causal": True},
     {"float32_precision": "medium"},
     {"batch": 1, "cu_seqlens_q": [0, 5, 5, 6, 19], "causal": True, "return_lse": True},
-    {"batch": 1, "cu_seqlens_q": [0, 7, 7, 19], "m": 23, "cu_seqlens_k": [0, 3, 20, 23], "causal": True},
+    {
+        "batch": 1,
+        "n": 60,
+        "cu_seqlens_q": [0, 27, 27, 60],
+        "m": 75,
+        "cu_seqlens_k": [0, 20, 37, 75],
+        "causal": True,
+    },
     {"batch": 1, "n": 40, "cu_seqlens_q": [0, 1, 40], "window": [5, 3], "heads": 4, "key_heads": 2},
     {"batch": 1, "cu_seqlens_k": [0, 19, 19], "dtype": "bfloat16"},
     {"batch": 0},
@@ -222,8 +229,8 @@ _PROVIDERS: dict[str, Callable[[Case], Provider]] = {
 # Bench
 # ----------------------------------------------------------------------------------------------------------
 
-_ONE_HEAD = {"batch": 1, "heads": 1, "causal": True}
-_ON_CPU = {"batch": 1, "heads": 4, "head_dim": 64, "dtype": "bfloat16", "causal": True}
+_ONE_HEAD: dict[str, Any] = {"batch": 1, "heads": 1, "causal": True}
+_ON_CPU: dict[str, Any] = {"batch": 1, "heads": 4, "head_dim": 64, "dtype": "bfloat16", "causal": True}
 
 
 def _published(device: str) -> list[Case]:
@@ -246,10 +253,15 @@ def _quick(device: str) -> list[Case]:
     ]
 
 
-def _training_case(
-    batch: int, heads: int, key_heads: int, head_dim: int, n: int, causal: bool
-) -> dict[str, int | str]:
-    case: dict[str, int | str] = {"batch": batch, "heads": heads, "head_dim": head_dim, "dtype": "bfloat16", "causal": causal, "n": n}
+def _training_case(batch: int, heads: int, key_heads: int, head_dim: int, n: int, causal: bool) -> Case:
+    case: dict[str, Any] = {
+        "batch": batch,
+        "heads": heads,
+        "head_dim": head_dim,
+        "dtype": "bfloat16",
+        "causal": causal,
+        "n": n,
+    }
     return case if key_heads == heads else case | {"key_heads": key_heads}
 
 

@@ -1,0 +1,128 @@
+"""What flash attention refuses, and how it says so."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from warploom import (
+    ArgumentError,
+    BackendError,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    WarploomError,
+    flash_attention,
+)
+from warploom.backend import HAS_TRITON
+
+Change = dict[str, Any]
+
+
+def of(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+GOOD: Change = {"q": of(2, 6, 4, 8), "k": of(2, 5, 2, 8), "v": of(2, 5, 2, 3)}
+PACKED: Change = {"q": of(1, 6, 4, 8), "k": of(1, 5, 2, 8), "v": of(1, 5, 2, 3)}
+Q, K = torch.tensor([0, 2, 6]), torch.tensor([0, 5, 5])
+
+# What is changed in a good call, the error, the argument it names, and words of what was expected and what came.
+WRONG: tuple[tuple[Change, type[WarploomError], str, str, str], ...] = (
+    # q, k, v
+    ({"q": [1.0]}, DtypeError, "q", "a tensor", "list"),
+    ({"k": None}, DtypeError, "k", "a tensor", "NoneType"),
+    ({"v": 1.0}, DtypeError, "v", "a tensor", "float"),
+    ({"q": of(2, 6, 4, 8, dtype=torch.int32)}, DtypeError, "q", "float16, bfloat16, float32 or float64", "int32"),
+    ({"k": of(2, 5, 2, 8, dtype=torch.float16)}, DtypeError, "k", "dtype of q, float32", "float16"),
+    ({"v": of(2, 5, 2, 3, dtype=torch.bool)}, DtypeError, "v", "float16, bfloat16, float32 or float64", "bool"),
+    ({"k": of(2, 5, 2, 8, device="meta")}, DeviceError, "k", "on the device of q", "meta"),
+    ({"v": of(2, 5, 2, 3, device="meta")}, DeviceError, "v", "on the device of q", "meta"),
+    ({"q": of(6, 4, 8)}, ShapeError, "q", "(B, N, Hq, D)", "(6, 4, 8)"),
+    ({"q": of(2, 6, 4, 0)}, ShapeError, "q", "D ≥ 1", "(2, 6, 4, 0)"),
+    ({"k": of(3, 5, 2, 8)}, ShapeError, "k", "B = 2, D = 8", "(3, 5, 2, 8)"),
+    ({"k": of(2, 5, 2, 7)}, ShapeError, "k", "B = 2, D = 8", "(2, 5, 2, 7)"),
+    ({"k": of(5, 2, 8)}, ShapeError, "k", "B = 2, D = 8", "(5, 2, 8)"),
+    ({"k": of(2, 5, 3, 8), "v": of(2, 5, 3, 3)}, ShapeError, "k", "Hq = 4 is a multiple", "(2, 5, 3, 8)"),
+    ({"k": of(2, 5, 8, 8), "v": of(2, 5, 8, 3)}, ShapeError, "k", "Hq = 4 is a multiple", "(2, 5, 8, 8)"),
+    ({"k": of(2, 5, 0, 8), "v": of(2, 5, 0, 3)}, ShapeError, "k", "Hq = 4 is a multiple", "(2, 5, 0, 8)"),
+    ({"v": of(2, 4, 2, 3)}, ShapeError, "v", "M = 5", "(2, 4, 2, 3)"),
+    ({"v": of(2, 5, 1, 3)}, ShapeError, "v", "Hkv = 2", "(2, 5, 1, 3)"),
+    ({"v": of(1, 5, 2, 3)}, ShapeError, "v", "B = 2", "(1, 5, 2, 3)"),
+    ({"v": of(2, 5, 2, 0)}, ShapeError, "v", "E ≥ 1", "(2, 5, 2, 0)"),
+    ({"v": of(5, 2, 3)}, ShapeError, "v", "(B, M, Hkv, E)", "(5, 2, 3)"),
+    # options
+    ({"causal": 1}, DtypeError, "causal", "a bool", "1"),
+    ({"causal": None}, DtypeError, "causal", "a bool", "None"),
+    ({"return_lse": "yes"}, DtypeError, "return_lse", "a bool", "'yes'"),
+    ({"scale": "1"}, DtypeError, "scale", "a number", "'1'"),
+    ({"scale": True}, DtypeError, "scale", "a number", "True"),
+    ({"scale": torch.tensor(1.0)}, DtypeError, "scale", "a number", "tensor(1.)"),
+    ({"scale": float("nan")}, ArgumentError, "scale", "finite", "nan"),
+    ({"scale": float("inf")}, ArgumentError, "scale", "finite", "inf"),
+    ({"window": 3}, DtypeError, "window", "a pair (left, right)", "3"),
+    ({"window": (3,)}, DtypeError, "window", "a pair (left, right)", "(3,)"),
+    ({"window": (1, 2, 3)}, DtypeError, "window", "a pair (left, right)", "(1, 2, 3)"),
+    ({"window": (1.0, 2)}, DtypeError, "window", "ints or None", "(1.0, 2)"),
+    ({"window": (True, 2)}, DtypeError, "window", "ints or None", "(True, 2)"),
+    ({"window": (-1, 2)}, ArgumentError, "window", "≥ 0", "(-1, 2)"),
+    ({"window": (None, -1)}, ArgumentError, "window", "≥ 0", "(None, -1)"),
+    ({"float32_precision": "exact"}, ArgumentError, "float32_precision", "highest, high, medium", "'exact'"),
+    ({"float32_precision": 1}, ArgumentError, "float32_precision", "highest, high, medium", "1"),
+    ({"backend": "cuda"}, ArgumentError, "backend", "auto, triton, torch", "'cuda'"),
+    # packed sequences
+    ({"cu_seqlens_q": Q, "cu_seqlens_k": K}, ShapeError, "q", "of batch size 1", "(2, 6, 4, 8)"),
+    ({**PACKED, "cu_seqlens_q": Q}, ArgumentError, "cu_seqlens_k", "N = 6 and M = 5 differ", "None"),
+    ({**PACKED, "cu_seqlens_k": K}, ArgumentError, "cu_seqlens_q", "N = 6 and M = 5 differ", "None"),
+    ({**PACKED, "cu_seqlens_q": [0], "cu_seqlens_k": K}, DtypeError, "cu_seqlens_q", "an integer tensor", "list"),
+    ({**PACKED, "cu_seqlens_q": Q, "cu_seqlens_k": 5}, DtypeError, "cu_seqlens_k", "an integer tensor", "int"),
+    ({**PACKED, "cu_seqlens_q": Q.short(), "cu_seqlens_k": K}, DtypeError, "cu_seqlens_q", "int32", "int16"),
+    ({**PACKED, "cu_seqlens_q": Q, "cu_seqlens_k": K.float()}, DtypeError, "cu_seqlens_k", "int32", "float32"),
+    ({**PACKED, "cu_seqlens_q": Q[None], "cu_seqlens_k": K}, ShapeError, "cu_seqlens_q", "(S + 1,)", "(1, 3)"),
+    ({**PACKED, "cu_seqlens_q": Q, "cu_seqlens_k": K[:1]}, ShapeError, "cu_seqlens_k", "S ≥ 1", "(1,)"),
+    ({**PACKED, "cu_seqlens_q": Q, "cu_seqlens_k": K[:2]}, ShapeError, "cu_seqlens_k", "of the shape of", "(2,)"),
+    (
+        {**PACKED, "cu_seqlens_q": Q, "cu_seqlens_k": K.to("meta")},
+        DeviceError, "cu_seqlens_k", "on the device of q", "meta",
+    ),
+)  # fmt: skip
+
+
+def describe(change: object) -> str:
+    if not isinstance(change, dict):
+        return ""
+    return ",".join(
+        f"{name}={value.dtype}{[*value.shape]}" if isinstance(value, torch.Tensor) else f"{name}={value!r}"[:40]
+        for name, value in change.items()
+    ).replace("torch.", "")
+
+
+@pytest.mark.parametrize(("change", "error", "argument", "expected", "got"), WRONG, ids=describe)
+def test_wrong_arguments(
+    change: Change, error: type[WarploomError], argument: str, expected: str, got: str
+) -> None:
+    pattern = rf"^flash_attention: {argument} must be .*{re.escape(expected)}.*; got .*{re.escape(got)}"
+    with pytest.raises(error, match=pattern) as raised:
+        flash_attention(**{**GOOD, **change})
+    assert isinstance(raised.value, ValueError)
+
+
+def test_a_good_call_is_none_of_them() -> None:
+    assert flash_attention(**GOOD).shape == (2, 6, 4, 3)
+    assert flash_attention(**PACKED, cu_seqlens_q=Q, cu_seqlens_k=K).shape == (1, 6, 4, 3)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [
+        ({name: t.double() for name, t in GOOD.items()}, "float64"),
+        ({"q": of(1, 2, 1, 257), "k": of(1, 2, 1, 257), "v": of(1, 2, 1, 3)}, "257 features"),
+        ({"q": of(1, 2, 1, 3), "k": of(1, 2, 1, 3), "v": of(1, 2, 1, 300)}, "300 features"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_said_and_done_by_pytorch(inputs: Change, reason: str) -> None:
+    with pytest.raises(BackendError, match=reason):
+        flash_attention(**inputs, backend="triton")
+    assert torch.equal(flash_attention(**inputs), flash_attention(**inputs, backend="torch"))
