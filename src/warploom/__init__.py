@@ -9,6 +9,7 @@ from warploom.errors import (
     WarploomError,
 )
 from warploom.ops.lrpe.api import lrpe_cosine, lrpe_rotate
+from warploom.ops.tpa.api import tpa_attention, tpa_decode
 from warploom.version import __version__
 
 __all__ = [
@@ -21,4 +22,6 @@ __all__ = [
     "__version__",
     "lrpe_cosine",
     "lrpe_rotate",
+    "tpa_attention",
+    "tpa_decode",
 ]

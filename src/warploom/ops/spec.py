@@ -40,6 +40,8 @@ class Operator:
     """Random inputs of a case, drawn on the CPU generator and moved, the same on every device."""
     check_cases: tuple[Case, ...]
     """Small odd cases that together touch every feature; every backend must meet the error budget on each."""
+    length: str = "n"
+    """The case parameter that is a length of a sequence: another value of it compiles nothing new."""
 
 
 @dataclass(frozen=True)

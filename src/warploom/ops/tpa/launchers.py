@@ -56,12 +56,16 @@ SECOND_LAUNCH = 4.0
 """Microseconds that a second kernel costs."""
 
 
-def _decode_configuration(dtype: torch.dtype, rank: int, features: int) -> DecodeConfiguration:
-    """Tiles for the larger of both ranks and of D and E (as blocks)."""
+def _decode_configuration(dtype: torch.dtype, rank: int, features: int, rows: int) -> DecodeConfiguration:
+    """Tiles for the larger of both ranks and of D and E (as blocks), and as many rows (query, head) as there are.
+
+    Never for the batch: results must not depend on it.
+    """
+    most_rows = 16 if dtype == torch.float32 else 64 if features <= 128 else 32
+    rows = min(rows, most_rows)
     if dtype == torch.float32:
-        return DecodeConfiguration(32, 16, 4, 1)
-    stages = 3 if rank * features <= 512 else 2 if rank * features <= 1024 else 1
-    return DecodeConfiguration(64, 64 if features <= 128 else 32, 4, stages)
+        return DecodeConfiguration(32 if features <= 128 else 16, most_rows, 4 if features <= 64 else 8, 1)
+    return DecodeConfiguration(32 if rows > 32 else 64, most_rows, 8, 3 if features <= 128 else 2)
 
 
 def _strategy(batch: int, row_blocks: int, keys: int, key_bytes: int, device: torch.device) -> str:
@@ -83,7 +87,7 @@ def _vector(*strides: int) -> int:
     return math.gcd(8, *strides)
 
 
-def _strides(tensor: Tensor | None) -> tuple[int, int, int, int]:
+def strides_of(tensor: Tensor | None) -> tuple[int, int, int, int]:
     """Strides in elements; an axis of size one gets stride 0, since it is never taken, but 1 if it is the last."""
     if tensor is None:
         return 0, 0, 0, 0
@@ -97,7 +101,7 @@ def _divided(strides: tuple[int, int, int, int], vector: int) -> tuple[int, int,
     return b // vector, n // vector, r // vector, d
 
 
-class _Factors(NamedTuple):
+class Factors(NamedTuple):
     """Strides of factors as the kernels take them, and the constants that go with them."""
 
     vector: int
@@ -106,18 +110,18 @@ class _Factors(NamedTuple):
     strides: tuple[tuple[int, int, int, int], ...]
 
 
-def _feature_factors(*factors: Tensor) -> _Factors:
-    strides = tuple(map(_strides, factors))
+def feature_factors(*factors: Tensor) -> Factors:
+    strides = tuple(map(strides_of, factors))
     unit = all(s[3] == 1 for s in strides)
     vector = _vector(*(v for s in strides for v in s[:3])) if unit else 1
-    return _Factors(vector, unit, tuple(_divided(s, vector) for s in strides))
+    return Factors(vector, unit, tuple(_divided(s, vector) for s in strides))
 
 
-def _head_factors(*factors: Tensor) -> _Factors:
-    strides = tuple(map(_strides, factors))
+def head_factors(*factors: Tensor) -> Factors:
+    strides = tuple(map(strides_of, factors))
     dense = all(s[3] == 1 and s[2] in (0, f.shape[3]) for s, f in zip(strides, factors))
     vector = _vector(*(v for s in strides for v in s[:2])) if dense else 1
-    return _Factors(vector, dense, tuple((s[0] // vector, s[1] // vector, s[2], s[3]) for s in strides))
+    return Factors(vector, dense, tuple((s[0] // vector, s[1] // vector, s[2], s[3]) for s in strides))
 
 
 def decode(
@@ -142,7 +146,10 @@ def decode(
     block_d, block_e = (max(16, triton.next_power_of_2(f)) for f in (features, values))
     block_rk, block_rv = triton.next_power_of_2(rank_k), triton.next_power_of_2(rank_v)
     rank = max(block_rk, block_rv)
-    factor_rows, most_rows, warps, stages = _decode_configuration(bq.dtype, rank, max(block_d, block_e))
+    features_block, rows = max(block_d, block_e), triton.next_power_of_2(max(heads * tokens, 1))
+    factor_rows, most_rows, warps, stages = _decode_configuration(bq.dtype, rank, features_block, rows)
+    block_m = factor_rows // rank
+    block_rv = max(block_rv, 16 // block_m)  # a matrix product adds up 16 factor rows at least
     if strategy == "batch_head":
         most_rows = HEADS_OF_BATCH_HEAD
     block_h = min(triton.next_power_of_2(heads), most_rows)
@@ -157,19 +164,19 @@ def decode(
     if spans > 1:
         partial = torch.empty((batch, spans, tokens * heads, values), dtype=torch.float32, device=bq.device)
         statistics = torch.empty((batch, spans, 2, tokens * heads), dtype=torch.float32, device=bq.device)
-    q, a, b = _feature_factors(bq), _head_factors(ak, av), _feature_factors(bk, bv)
+    q, a, b = feature_factors(bq), head_factors(ak, av), feature_factors(bk, bv)
     lengths_b = 0 if cache_seqlens is None else cache_seqlens.stride(0)
     decode_launch(
         batch * row_blocks * max(spans, 1),
         (aq, bq, ak, bk, av, bv, cache_seqlens, out, partial, statistics),
         (
-            tokens, keys, max(spans, 1), lengths_b, *_strides(aq), *q.strides[0], *a.strides[0], *b.strides[0],
-            *a.strides[1], *b.strides[1], *_strides(out),
+            tokens, keys, max(spans, 1), lengths_b, *strides_of(aq), *q.strides[0], *a.strides[0], *b.strides[0],
+            *a.strides[1], *b.strides[1], *strides_of(out),
             scale * scale_k * math.log2(math.e), scale_q, scale_v,
         ),
         (
             heads, rank_q, rank_k, rank_v, features, values,
-            block_n, block_h, max(16, factor_rows // rank), 16, block_rk, block_rv, block_d, block_e,
+            block_n, block_h, block_m, 16, block_rk, block_rv, block_d, block_e,
             CHUNKS.shortest, CHUNKS.longest, CHUNKS.wanted,
             q.vector, q.flag, a.vector, a.flag, b.vector, b.flag,
         ),
@@ -180,7 +187,7 @@ def decode(
         combine_launch(
             batch * -(-tokens * heads // COMBINE_ROWS),
             (partial, statistics, cache_seqlens, out),
-            (tokens, keys, spans, lengths_b, *_strides(out), scale_v),
+            (tokens, keys, spans, lengths_b, *strides_of(out), scale_v),
             (heads, values, COMBINE_ROWS, block_e, COMBINE_AHEAD, CHUNKS.shortest, CHUNKS.longest, CHUNKS.wanted),
         )
     return out
