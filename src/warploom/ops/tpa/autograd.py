@@ -25,7 +25,7 @@ _library = torch.library.Library("warploom", "FRAGMENT")
 _library.define(f"tpa_decode({_FACTORS}, Tensor? cache_seqlens, str strategy, {_SCALES}) -> Tensor")
 _library.define(f"tpa_attention({_FACTORS}, {_CALL}) -> (Tensor, Tensor)")
 _library.define(
-    f"tpa_attention_backward(Tensor grad, Tensor out, Tensor lse, {_FACTORS}, {_CALL}) "
+    f"tpa_attention_backward(Tensor grad, Tensor out, Tensor statistics, {_FACTORS}, {_CALL}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -49,20 +49,20 @@ def _attention(
 def _attention_fake(
     aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, *call: Any
 ) -> tuple[Tensor, Tensor]:
-    lse = bq.new_empty((bq.shape[0], ak.shape[2], bq.shape[1]), dtype=torch.float32)
-    return _out_fake(aq, bq, bv), lse
+    statistics = bq.new_empty((bq.shape[0], ak.shape[2], 2, bq.shape[1]), dtype=torch.float32)
+    return _out_fake(aq, bq, bv), statistics
 
 
 def _backward(
-    grad: Tensor, out: Tensor, lse: Tensor,
+    grad: Tensor, out: Tensor, statistics: Tensor,
     aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, *call: Any,
 ) -> Gradients:  # fmt: skip
     """Gradients of the six factors; an empty tensor for ``aq`` where there is none."""
-    daq, *others = launchers_attention.backward(grad, out, lse, aq, ak, av, bq, bk, bv, Call(*call))
+    daq, *others = launchers_attention.backward(grad, out, statistics, aq, ak, av, bq, bk, bv, Call(*call))
     return bq.new_empty(0) if daq is None else daq, *others  # type: ignore[return-value]
 
 
-def _backward_fake(grad: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> Gradients:
+def _backward_fake(grad: Tensor, out: Tensor, statistics: Tensor, *arguments: Any) -> Gradients:
     aq, *others = arguments[:FACTORS]
     daq = others[0].new_empty(0) if aq is None else empty_in_order_of(aq, aq.shape[-1])
     return daq, *(empty_in_order_of(factor, factor.shape[-1]) for factor in others)  # type: ignore[return-value]
@@ -90,8 +90,8 @@ def _wanted(ctx: Any, gradients: Gradients) -> tuple[Tensor | None, ...]:
 
 
 def _registered_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *factors, cu_seqlens, out, lse = ctx.saved_tensors
-    arguments = (grad, out, lse, *factors, cu_seqlens, *ctx.rest)
+    *factors, cu_seqlens, out, statistics = ctx.saved_tensors
+    arguments = (grad, out, statistics, *factors, cu_seqlens, *ctx.rest)
     return _wanted(ctx, torch.ops.warploom.tpa_attention_backward(*arguments))
 
 
@@ -144,8 +144,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        *factors, cu_seqlens, out, lse = ctx.saved_tensors
-        arguments = (grad, out, lse, *factors, cu_seqlens, *ctx.rest)
+        *factors, cu_seqlens, out, statistics = ctx.saved_tensors
+        arguments = (grad, out, statistics, *factors, cu_seqlens, *ctx.rest)
         if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # someone wants a graph of this
             return _wanted(ctx, _AttentionBackward.apply(*arguments))
         return _wanted(ctx, _backward(*arguments))

@@ -22,6 +22,8 @@ import triton.language as tl
 
 from warploom.device.product import dot
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 # ----------------------------------------------------------------------------------------------------------
 # Device functions
 # ----------------------------------------------------------------------------------------------------------
@@ -48,15 +50,21 @@ def valid_keys(lengths, batch, lengths_b, keys):
 
 
 @triton.jit
+def exp(x):
+    """Exponential of what is near 0 or below. The difference of two logits is exact where it matters, so it comes first."""
+    return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
 def join(acc, top, total, more, more_top, more_total):
-    """Two partial softmax sums over different keys as one: numerators, maxima (base 2) and denominators.
+    """Two partial softmax sums over different keys as one: numerators, maxima and denominators.
 
     Fused by hand, so that every kernel rounds alike. Joining to nothing (zeros, -inf, 0) changes no bit.
     """
     highest = tl.maximum(top, more_top)
     base = tl.where(highest == float("-inf"), 0.0, highest)
-    keep = tl.exp2(top - base)
-    add = tl.exp2(more_top - base)
+    keep = exp(top - base)
+    add = exp(more_top - base)
     return (
         tl.fma(acc, tl.broadcast_to(keep, acc.shape), more * add),
         highest,
@@ -251,8 +259,8 @@ def decode_kernel(
         logits = tl.where((m[:, None] < horizon[None, :]) & valid[:, None], logits, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, axis=0, keep_dims=True))
         base = tl.where(highest == float("-inf"), 0.0, highest)
-        p = tl.exp2(logits - base)
-        keep = tl.exp2(top - base)
+        p = exp(logits - base)
+        keep = exp(top - base)
         total = total * keep + tl.sum(p, axis=0, keep_dims=True)
         top = highest
         v = feature_factors(bv, start, end, bv_m, bv_r, bv_e, RV, E, BLOCK_M, BLOCK_RV, BLOCK_E, B_VEC, B_UNIT)

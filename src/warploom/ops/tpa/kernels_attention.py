@@ -16,6 +16,7 @@ import triton.language as tl
 
 from warploom.device.product import dot
 from warploom.device.sequence import sequence_of
+from warploom.ops.tpa.kernels import exp
 
 # ----------------------------------------------------------------------------------------------------------
 # Device functions, of the backward kernels too
@@ -106,7 +107,7 @@ _FORWARD_NUMBERS = (
 
 @triton.jit(do_not_specialize=_FORWARD_NUMBERS)
 def forward_kernel(
-    aq, bq, ak, bk, av, bv, cu_seqlens, out, lse,
+    aq, bq, ak, bk, av, bv, cu_seqlens, out, statistics,
     tokens: tl.int32, keys: tl.int32, heads: tl.int32, batches: tl.int32, sequences: tl.int32, cu_stride: tl.int64,
     aq_b: tl.int64, aq_n: tl.int64, aq_h: tl.int64, aq_r: tl.int64,
     bq_b: tl.int64, bq_n: tl.int64, bq_r: tl.int64, bq_d: tl.int64,
@@ -120,9 +121,10 @@ def forward_kernel(
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     Q_VEC: tl.constexpr, Q_UNIT: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Output and logarithm (base 2) of the sum of exponentials, ``lse`` (B, H, N), for one tile of queries of a head.
+    """Output and softmax statistics (B, H, 2, N), maximum and denominator, for one tile of queries of a head.
 
-    ``logit_scale`` turns ``Q · K`` without the scale of K into a logarithm to base 2.
+    The two are kept apart because their logarithm would cost the backward digits. ``logit_scale`` is that of logits
+    and of K. A query that sees no key has a denominator of 0.
     """
     blocks = tl.cdiv(tokens, BLOCK_N)
     program = tl.program_id(0)
@@ -158,8 +160,8 @@ def forward_kernel(
         logits = tl.where(seen, logits, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, axis=1))
         base = tl.where(highest == float("-inf"), 0.0, highest)
-        p = tl.exp2(logits - base[:, None])
-        keep = tl.exp2(top - base)
+        p = exp(logits - base[:, None])
+        keep = exp(top - base)
         total = total * keep + tl.sum(p, axis=1)
         top = highest
         v, weight = load_product(av, bv, m, valid, av_m, av_r, bv_m, bv_r, bv_e, RV, E, BLOCK_E, B_VEC, B_UNIT)
@@ -171,4 +173,6 @@ def forward_kernel(
     e = tl.arange(0, BLOCK_E)
     pointers = out + batch * out_b + head.to(tl.int64) * out_h + (n.to(tl.int64) * out_n)[:, None] + (e * out_e)[None, :]
     tl.store(pointers, acc.to(out.dtype.element_ty), mask=inside[:, None] & (e < E)[None, :])
-    tl.store(lse + (batch * heads + head) * tokens + n, top + tl.log2(total), mask=inside)
+    statistics += (batch * heads + head) * 2 * tokens + n
+    tl.store(statistics, tl.where(total == 0.0, 0.0, top), mask=inside)
+    tl.store(statistics + tokens, total, mask=inside)

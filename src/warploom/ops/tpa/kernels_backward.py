@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from warploom.device.product import dot
+from warploom.ops.tpa.kernels import exp
 from warploom.ops.tpa.kernels_attention import (
     load_factor,
     load_product,
@@ -51,10 +52,31 @@ def visible_queries(m, tokens, keys, cu_seqlens, cu_stride, sequences, CAUSAL: t
 
 
 @triton.jit
-def statistics_of(lse, delta, n, inside):
-    """Logarithm (base 2) of the sum of exponentials and δ of queries; of one that sees no key, 0 and 0."""
-    logarithm = tl.load(lse + n, mask=inside, other=0.0)
-    return tl.where(logarithm == float("-inf"), 0.0, logarithm), tl.load(delta + n, mask=inside, other=0.0)
+def load_statistics(statistics, delta, row, tokens, n, inside):
+    """Maximum, inverse denominator and δ of queries of one (batch entry, head) ``row``; of a blind query 0, 0 and δ."""
+    statistics += row * 2 * tokens + n
+    top = tl.load(statistics, mask=inside, other=0.0)
+    total = tl.load(statistics + tokens, mask=inside, other=0.0)
+    return top, tl.where(total == 0.0, 0.0, 1.0 / total), tl.load(delta + row * tokens + n, mask=inside, other=0.0)
+
+
+@triton.jit
+def weigh_keys(
+    queries, do, ak, bk, av, bv, m, first, end, top, share, keys,
+    ak_m, ak_r, bk_m, bk_r, bk_d, av_m, av_r, bv_m, bv_r, bv_e, logit_scale, scale_v,
+    RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Weights p and gradients dp, (N, M) each, of a tile of queries on one of keys, and the keys' tile and coefficient."""
+    valid = m < keys
+    k, k_weight = load_product(ak, bk, m, valid, ak_m, ak_r, bk_m, bk_r, bk_d, RK, D, BLOCK_D, VEC, UNIT)
+    v, v_weight = load_product(av, bv, m, valid, av_m, av_r, bv_m, bv_r, bv_e, RV, E, BLOCK_E, VEC, UNIT)
+    zeros = tl.zeros((queries.shape[0], m.shape[0]), tl.float32)
+    logits = dot(queries, tl.trans(k), zeros) * (k_weight * logit_scale)[None, :]
+    seen = (m[None, :] >= first[:, None]) & (m[None, :] < end[:, None])
+    p = tl.where(seen, exp(logits - top[:, None]), 0.0) * share[:, None]
+    dp = dot(do, tl.trans(v), zeros) * (v_weight * scale_v)[None, :]
+    return p, dp, k, k_weight
 
 
 @triton.jit
@@ -129,7 +151,7 @@ _QUERY_NUMBERS = [*_BACKWARD_NUMBERS, *"dq_b dq_n dq_h dq_d logit_scale dq_scale
 
 @triton.jit(do_not_specialize=_QUERY_NUMBERS)
 def query_kernel(
-    q, ak, bk, av, bv, grad, lse, delta, cu_seqlens, dq,
+    q, ak, bk, av, bv, grad, statistics, delta, cu_seqlens, dq,
     tokens: tl.int32, keys: tl.int32, heads: tl.int32, batches: tl.int32, sequences: tl.int32, cu_stride: tl.int64,
     ak_b: tl.int64, ak_m: tl.int64, ak_h: tl.int64, ak_r: tl.int64,
     bk_b: tl.int64, bk_m: tl.int64, bk_r: tl.int64, bk_d: tl.int64,
@@ -140,9 +162,13 @@ def query_kernel(
     logit_scale: tl.float32, dq_scale: tl.float32, scale_v: tl.float32,
     CAUSAL: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    G_VEC: tl.constexpr, G_UNIT: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr,
+    G_VEC: tl.constexpr, G_UNIT: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr, SUM_DELTA: tl.constexpr,
 ):  # fmt: skip
-    """``dq_scale · ds K`` of one tile of queries of a head, where K is without its scale."""
+    """``dq_scale · ds K`` of one tile of queries of a head, where K is without its scale.
+
+    ``SUM_DELTA``: δ is not ``Σ_e do ⊙ o`` but ``Σ_m p ⊙ dp``, summed here and left for `key_kernel`. That costs a pass,
+    and cancels ``dp`` to the last bit where a query sees one key alone.
+    """
     blocks = tl.cdiv(tokens, BLOCK_N)
     program = tl.program_id(0)
     head = program % heads
@@ -154,25 +180,33 @@ def query_kernel(
     inside = n < tokens
     first, end = visible_keys(n, tokens, keys, cu_seqlens, cu_stride, sequences, CAUSAL)
     h = head.to(tl.int64)
-    row = (batch * heads + h) * tokens
-    queries = load_rows(q + row * D, n, inside, D, 1, D, BLOCK_D, 1, True)
+    row = batch * heads + h
+    queries = load_rows(q + row * tokens * D, n, inside, D, 1, D, BLOCK_D, 1, True)
     do = load_rows(grad + batch * (grad_b * G_VEC) + h * (grad_h * G_VEC), n, inside, grad_n, grad_e, E, BLOCK_E, G_VEC, G_UNIT)
-    logarithm, subtract = statistics_of(lse + row, delta + row, n, inside)
+    top, share, subtract = load_statistics(statistics, delta, row, tokens, n, inside)
     ak += batch * ak_b + h * ak_h
     av += batch * av_b + h * av_h
     bk += batch * (bk_b * B_VEC)
     bv += batch * (bv_b * B_VEC)
-    acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     start = tl.min(tl.where(inside, first, keys)) // BLOCK_M * BLOCK_M
-    for m_first in range(start, tl.max(end), BLOCK_M):
-        m = m_first + tl.arange(0, BLOCK_M)
-        valid = m < keys
-        k, k_weight = load_product(ak, bk, m, valid, ak_m, ak_r, bk_m, bk_r, bk_d, RK, D, BLOCK_D, B_VEC, B_UNIT)
-        v, v_weight = load_product(av, bv, m, valid, av_m, av_r, bv_m, bv_r, bv_e, RV, E, BLOCK_E, B_VEC, B_UNIT)
-        logits = dot(queries, tl.trans(k), tl.zeros((BLOCK_N, BLOCK_M), tl.float32)) * (k_weight * logit_scale)[None, :]
-        seen = (m[None, :] >= first[:, None]) & (m[None, :] < end[:, None])
-        p = tl.where(seen, tl.exp2(logits - logarithm[:, None]), 0.0)
-        dp = dot(do, tl.trans(v), tl.zeros((BLOCK_N, BLOCK_M), tl.float32)) * (v_weight * scale_v)[None, :]
+    stop = tl.max(end)
+    if SUM_DELTA:
+        subtract = tl.zeros((BLOCK_N,), tl.float32)
+        for m_first in range(start, stop, BLOCK_M):
+            p, dp, _, _ = weigh_keys(
+                queries, do, ak, bk, av, bv, m_first + tl.arange(0, BLOCK_M), first, end, top, share, keys,
+                ak_m, ak_r, bk_m, bk_r, bk_d, av_m, av_r, bv_m, bv_r, bv_e, logit_scale, scale_v,
+                RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT,
+            )  # fmt: skip
+            subtract += tl.sum(p * dp, axis=1)
+        tl.store(delta + row * tokens + n, subtract, mask=inside)
+    acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for m_first in range(start, stop, BLOCK_M):
+        p, dp, k, k_weight = weigh_keys(
+            queries, do, ak, bk, av, bv, m_first + tl.arange(0, BLOCK_M), first, end, top, share, keys,
+            ak_m, ak_r, bk_m, bk_r, bk_d, av_m, av_r, bv_m, bv_r, bv_e, logit_scale, scale_v,
+            RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT,
+        )  # fmt: skip
         ds = p * (dp - subtract[:, None]) * k_weight[None, :]
         acc = dot(ds.to(k.dtype), k, acc)
     d = tl.arange(0, BLOCK_D)
@@ -188,7 +222,7 @@ _KEY_NUMBERS = [
 
 @triton.jit(do_not_specialize=_KEY_NUMBERS)
 def key_kernel(
-    q, ak, bk, av, bv, grad, lse, delta, cu_seqlens, dak, dav, dbk, dbv,
+    q, ak, bk, av, bv, grad, statistics, delta, cu_seqlens, dak, dav, dbk, dbv,
     tokens: tl.int32, keys: tl.int32, heads: tl.int32, batches: tl.int32, sequences: tl.int32, cu_stride: tl.int64,
     ak_b: tl.int64, ak_m: tl.int64, ak_h: tl.int64, ak_r: tl.int64,
     bk_b: tl.int64, bk_m: tl.int64, bk_r: tl.int64, bk_d: tl.int64,
@@ -222,7 +256,7 @@ def key_kernel(
     first_head = group * heads // groups
     for head in range(first_head, (group + 1) * heads // groups):
         h = head + batch * 0  # int64
-        row = (batch * heads + h) * tokens
+        row = batch * heads + h
         ak_head = ak + batch * ak_b + h * ak_h
         av_head = av + batch * av_b + h * av_h
         gradients = grad + batch * (grad_b * G_VEC) + h * (grad_h * G_VEC)
@@ -233,12 +267,12 @@ def key_kernel(
         for n_first in range(start, stop, BLOCK_N):
             n = n_first + tl.arange(0, BLOCK_N)
             valid = n < tokens
-            queries = load_rows(q + row * D, n, valid, D, 1, D, BLOCK_D, 1, True)
+            queries = load_rows(q + row * tokens * D, n, valid, D, 1, D, BLOCK_D, 1, True)
             do = load_rows(gradients, n, valid, grad_n, grad_e, E, BLOCK_E, G_VEC, G_UNIT)
-            logarithm, subtract = statistics_of(lse + row, delta + row, n, valid)
+            top, share, subtract = load_statistics(statistics, delta, row, tokens, n, valid)
             logits = dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * (k_weight * logit_scale)[:, None]
             seen = (n[None, :] >= first[:, None]) & (n[None, :] < end[:, None])
-            p = tl.where(seen, tl.exp2(logits - logarithm[None, :]), 0.0)
+            p = tl.where(seen, exp(logits - top[None, :]), 0.0) * share[None, :]
             dv = dot(p.to(do.dtype), do, dv)
             dp = dot(v, tl.trans(do), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * (v_weight * scale_v)[:, None]
             ds = p * (dp - subtract[None, :])

@@ -172,7 +172,7 @@ def decode(
         (
             tokens, keys, max(spans, 1), lengths_b, *strides_of(aq), *q.strides[0], *a.strides[0], *b.strides[0],
             *a.strides[1], *b.strides[1], *strides_of(out),
-            scale * scale_k * math.log2(math.e), scale_q, scale_v,
+            scale * scale_k, scale_q, scale_v,
         ),
         (
             heads, rank_q, rank_k, rank_v, features, values,

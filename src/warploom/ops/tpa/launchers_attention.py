@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ query_launch = Kernel(query_kernel)
 key_launch = Kernel(key_kernel)
 factor_launch = Kernel(factor_kernel)
 
+SUM_DELTA = True
 PROGRAMS = 4
 """Programs per multiprocessor among which the keys and groups of heads of the backward are shared, at most."""
 
@@ -38,8 +38,8 @@ class Call(NamedTuple):
 
     @property
     def logit_scale(self) -> float:
-        """From ``Q · K``, where K is without its scale, to a logarithm to base 2."""
-        return self.scale * self.scale_k * math.log2(math.e)
+        """From ``Q · K``, where K is without its scale, to a logit."""
+        return self.scale * self.scale_k
 
     @property
     def packed(self) -> tuple[int, int]:
@@ -81,18 +81,21 @@ def _block(features: int) -> int:
 def forward(
     aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, call: Call
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward kernel: the output, and lse (B, H, N) float32 to base 2. Factors have their rank axis."""
+    """Run the forward kernel: the output, and maximum and denominator (B, H, 2, N) of every softmax in float32.
+
+    Factors have their rank axis.
+    """
     batch, tokens, rank_q, features = bq.shape
     keys, heads, rank_k = ak.shape[1:]
     rank_v, values = bv.shape[2:]
     out = empty_in_order_of(bq if aq is None else aq, values)
-    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=bq.device)
+    statistics = torch.empty((batch, heads, 2, tokens), dtype=torch.float32, device=bq.device)
     block_d, block_e = _block(features), _block(values)
     tiles = _forward_tiles(bq.dtype, max(block_d, block_e))
     q, b = feature_factors(bq), feature_factors(bk, bv)
     forward_launch(
         -(-tokens // tiles.queries) * batch * heads,
-        (aq, bq, ak, bk, av, bv, call.cu_seqlens, out, lse),
+        (aq, bq, ak, bk, av, bv, call.cu_seqlens, out, statistics),
         (
             tokens, keys, heads, batch, *call.packed, *strides_of(aq), *q.strides[0],
             *strides_of(ak), *b.strides[0], *strides_of(av), *b.strides[1], *strides_of(out),
@@ -105,13 +108,13 @@ def forward(
         tiles.warps,
         tiles.stages,
     )  # fmt: skip
-    return out, lse
+    return out, statistics
 
 
 def backward(
     grad: Tensor,
     out: Tensor,
-    lse: Tensor,
+    statistics: Tensor,
     aq: Tensor | None,
     ak: Tensor,
     av: Tensor,
@@ -128,7 +131,7 @@ def backward(
     batch, tokens, rank_q, features = bq.shape
     heads = ak.shape[2]
     q = torch.empty((batch, heads, tokens, features), dtype=bq.dtype, device=bq.device)
-    delta = torch.empty_like(lse)
+    delta = torch.empty((batch, heads, tokens), dtype=torch.float32, device=bq.device)
     q_strides = feature_factors(bq)
     tiles = _query_tiles(bq.dtype, _block(features))
     prepare_launch(
@@ -143,11 +146,11 @@ def backward(
     )  # fmt: skip
     dbq = empty_in_order_of(bq, features)
     if aq is None:
-        _query_gradient(q, lse, delta, grad, ak, av, bk, bv, dbq, call.scale_q, call)
+        _query_gradient(q, statistics, delta, grad, ak, av, bk, bv, dbq, call.scale_q, call)
         daq = None
     else:
         dq = torch.empty((batch, tokens, heads, features), dtype=bq.dtype, device=bq.device)
-        _query_gradient(q, lse, delta, grad, ak, av, bk, bv, dq, 1.0, call)
+        _query_gradient(q, statistics, delta, grad, ak, av, bk, bv, dq, 1.0, call)
         daq = empty_in_order_of(aq, rank_q)
         block_r = min(_block(rank_q), 64)
         factor_launch(
@@ -159,11 +162,11 @@ def backward(
             (rank_q, features, 16, block_r, _block(features)),
         )  # fmt: skip
         del dq
-    return daq, *_key_gradients(q, lse, delta, grad, ak, av, bk, bv, call, dbq)
+    return daq, *_key_gradients(q, statistics, delta, grad, ak, av, bk, bv, call, dbq)
 
 
 def _query_gradient(
-    q: Tensor, lse: Tensor, delta: Tensor, grad: Tensor,
+    q: Tensor, statistics: Tensor, delta: Tensor, grad: Tensor,
     ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, dq: Tensor, scale: float, call: Call,
 ) -> None:  # fmt: skip
     """Write ``scale · dQ`` to ``dq`` (B, N, H, D)."""
@@ -174,7 +177,7 @@ def _query_gradient(
     g, b = feature_factors(grad), feature_factors(bk, bv)
     query_launch(
         -(-tokens // tiles.queries) * batch * heads,
-        (q, ak, bk, av, bv, grad, lse, delta, call.cu_seqlens, dq),
+        (q, ak, bk, av, bv, grad, statistics, delta, call.cu_seqlens, dq),
         (
             tokens, ak.shape[1], heads, batch, *call.packed,
             *strides_of(ak), *b.strides[0], *strides_of(av), *b.strides[1], *g.strides[0], *strides_of(dq),
@@ -182,7 +185,7 @@ def _query_gradient(
         ),
         (
             call.causal, ak.shape[3], av.shape[3], features, values, tiles.queries, tiles.keys, block_d, block_e,
-            g.vector, g.flag, b.vector, b.flag,
+            g.vector, g.flag, b.vector, b.flag, SUM_DELTA,
         ),
         tiles.warps,
         tiles.stages,
@@ -190,7 +193,7 @@ def _query_gradient(
 
 
 def _key_gradients(
-    q: Tensor, lse: Tensor, delta: Tensor, grad: Tensor,
+    q: Tensor, statistics: Tensor, delta: Tensor, grad: Tensor,
     ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, call: Call, dbq: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients ``ak, av``, then ``dbq`` as it came, then ``bk, bv``."""
@@ -206,7 +209,7 @@ def _key_gradients(
     g, b = feature_factors(grad), feature_factors(bk, bv)
     key_launch(
         blocks * groups,
-        (q, ak, bk, av, bv, grad, lse, delta, call.cu_seqlens, dak, dav, sums_k, sums_v),
+        (q, ak, bk, av, bv, grad, statistics, delta, call.cu_seqlens, dak, dav, sums_k, sums_v),
         (
             tokens, keys, heads, batch, *call.packed,
             *strides_of(ak), *b.strides[0], *strides_of(av), *b.strides[1], *g.strides[0],

@@ -37,9 +37,9 @@ def tpa_attention(
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """Attention of Q on K and V, which are formed here: (B, N, H, E)."""
-    q = queries(aq, bq, scale_q)
-    k, v = product(ak, bk, scale_k), product(av, bv, scale_v)
-    return attend(q, k, v, scale, *visible_in_attention(q, k, causal, cu_seqlens)).to(bq.dtype)
+    q = rounded(queries(aq, bq, scale_q), bq.dtype)
+    k, v = (rounded(product(a, b, s), bq.dtype) for a, b, s in ((ak, bk, scale_k), (av, bv, scale_v)))
+    return attend(q, k, v, scale, bq.dtype, *visible_in_attention(q, k, causal, cu_seqlens)).to(bq.dtype)
 
 
 def tpa_attention_factored(
@@ -80,9 +80,9 @@ def tpa_decode(
     """Attention of the last N valid entries of a cache on all its valid entries: (B, N, H, E)."""
     if cache_seqlens is not None:
         ak, bk, av, bv = (without_tail(factor, cache_seqlens) for factor in (ak, bk, av, bv))
-    q = queries(aq, bq, scale_q)
-    k, v = product(ak, bk, scale_k), product(av, bv, scale_v)
-    return attend(q, k, v, scale, *visible_in_decode(q, k, cache_seqlens)).to(bq.dtype)
+    q = rounded(queries(aq, bq, scale_q), bq.dtype)
+    k, v = (rounded(product(a, b, s), bq.dtype) for a, b, s in ((ak, bk, scale_k), (av, bv, scale_v)))
+    return attend(q, k, v, scale, bq.dtype, *visible_in_decode(q, k, cache_seqlens)).to(bq.dtype)
 
 
 def tpa_decode_factored(
@@ -131,6 +131,17 @@ def queries(aq: Tensor | None, bq: Tensor, scale: float | None) -> Tensor:
     return bq.to(torch.promote_types(bq.dtype, torch.float32)) * (1.0 if scale is None else scale)
 
 
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` with the bits that ``dtype`` has, in its own dtype."""
+    return x.to(dtype).to(x.dtype)
+
+
+def with_rounded_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` as it is; its gradient gets the bits that ``dtype`` has, as it must to enter a matrix product of that."""
+    through = rounded(x, dtype)
+    return through + (x - through).detach()
+
+
 def without_tail(factor: Tensor, cache_seqlens: Tensor) -> Tensor:
     """Zeros in the place of what lies behind the valid entries of a cache, which may be anything, NaN too."""
     entry = torch.arange(factor.shape[1], device=factor.device)
@@ -172,14 +183,17 @@ def visible_in_attention(
 # ----------------------------------------------------------------------------------------------------------
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, first: Tensor, last: Tensor) -> Tensor:
-    """Softmax attention on formed keys and values, in blocks of queries: (B, N, H, E)."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, dtype: torch.dtype, first: Tensor, last: Tensor
+) -> Tensor:
+    """Softmax attention on formed keys and values, with weights as ``dtype`` has them: (B, N, H, E)."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     keys, values = k.permute(0, 2, 3, 1), v.transpose(1, 2)  # (B, H, D, M), (B, H, M, E)
 
     def block(q: Tensor, first: Tensor, last: Tensor) -> Tensor:
-        scores = torch.matmul(q.transpose(1, 2) * factor, keys)
-        return torch.matmul(softmax(scores, first[:, None], last[:, None]), values).transpose(1, 2)
+        scores = with_rounded_gradient(torch.matmul(q.transpose(1, 2), keys), dtype) * factor
+        weights = softmax(scores, first[:, None], last[:, None])
+        return torch.matmul(rounded(weights, dtype), values).transpose(1, 2)
 
     return _in_blocks(block, q, first, last, k.shape[1])
 
@@ -236,5 +250,8 @@ def _in_blocks(
     for start in range(0, tokens, size):
         piece = slice(start, start + size)
         arguments = q[:, piece], first[:, piece], last[:, piece]
-        pieces.append(checkpoint(block, *arguments, use_reentrant=False) if torch.is_grad_enabled() else block(*arguments))
+        if torch.is_grad_enabled():
+            pieces.append(checkpoint(block, *arguments, use_reentrant=False))
+        else:
+            pieces.append(block(*arguments))
     return torch.cat(pieces, dim=1)
