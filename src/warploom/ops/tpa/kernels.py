@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.device.product import dot
+from warploom.device.product import dot, round_to
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -107,7 +107,7 @@ def query_tile(
             mask = ((rank < RQ) & (token < tokens))[:, None] & (d < D)[None, :]
             b = tl.load(ranks + features, mask=mask, other=0.0)
             q = dot(a, b, q)
-    return (q * scale_q).to(bq.dtype.element_ty)
+    return round_to(q * scale_q, bq.dtype.element_ty)
 
 
 @triton.jit
@@ -265,7 +265,7 @@ def decode_kernel(
         top = highest
         v = feature_factors(bv, start, end, bv_m, bv_r, bv_e, RV, E, BLOCK_M, BLOCK_RV, BLOCK_E, B_VEC, B_UNIT)
         a = head_factors(av, m, h, valid, head_mask, av_m, av_h, av_r, RV, BLOCK_RV, A_VEC, A_DENSE)
-        w = spread(p, a, BLOCK_M, BLOCK_RV, ROWS).to(v.dtype)
+        w = round_to(spread(p, a, BLOCK_M, BLOCK_RV, ROWS), v.dtype)
         acc = dot(tl.trans(v), w, acc * keep)
         if not SPLIT:
             if (start + BLOCK_M) % chunk == 0:  # the chunk is complete
@@ -288,7 +288,7 @@ def decode_kernel(
         acc, top, total = join(all_acc, all_top, all_total, acc, top, total)
         places = batch.to(tl.int64) * out_b + n.to(tl.int64) * out_n + h * out_h
         pointers = out + places[None, :] + (e * out_e)[:, None]
-        tl.store(pointers, finish(acc, total, scale_v).to(out.dtype.element_ty), mask=mask)
+        tl.store(pointers, round_to(finish(acc, total, scale_v), out.dtype.element_ty), mask=mask)
 
 
 _COMBINE_NUMBERS = "tokens keys spans lengths_b out_b out_n out_h out_e scale_v".split()
@@ -336,4 +336,4 @@ def combine_kernel(
     n = (row // H).to(tl.int64)
     h = (row % H).to(tl.int64)
     pointers = out + batch.to(tl.int64) * out_b + (n * out_n + h * out_h)[:, None] + (e * out_e)[None, :]
-    tl.store(pointers, finish(acc, total, scale_v).to(out.dtype.element_ty), mask=mask)
+    tl.store(pointers, round_to(finish(acc, total, scale_v), out.dtype.element_ty), mask=mask)

@@ -21,7 +21,6 @@ query_launch = Kernel(query_kernel)
 key_launch = Kernel(key_kernel)
 factor_launch = Kernel(factor_kernel)
 
-SUM_DELTA = True
 PROGRAMS = 4
 """Programs per multiprocessor among which the keys and groups of heads of the backward are shared, at most."""
 
@@ -185,7 +184,7 @@ def _query_gradient(
         ),
         (
             call.causal, ak.shape[3], av.shape[3], features, values, tiles.queries, tiles.keys, block_d, block_e,
-            g.vector, g.flag, b.vector, b.flag, SUM_DELTA,
+            g.vector, g.flag, b.vector, b.flag, q.dtype == torch.float32,
         ),
         tiles.warps,
         tiles.stages,
