@@ -67,7 +67,9 @@ def load_queries(
         q = tl.zeros((token.shape[0], BLOCK_F), tl.float32)
         for r in tl.range(0, R, num_stages=1):
             factor = load_factor(b, token, r, inside, b_n, b_r, b_f, F, BLOCK_F, VEC, UNIT)
-            weight = tl.load(a + token.to(tl.int64) * a_n + head.to(tl.int64) * a_h + r * a_r, mask=inside, other=0.0)
+            weight = tl.load(
+                a + token.to(tl.int64) * a_n + head.to(tl.int64) * a_h + r * a_r, mask=inside, other=0.0
+            )
             q += weight.to(tl.float32)[:, None] * factor.to(tl.float32)
     return round_to(q * scale_q, b.dtype.element_ty)
 
@@ -171,7 +173,9 @@ def forward_kernel(
 
     acc *= tl.where(total == 0.0, 0.0, scale_v / total)[:, None]
     e = tl.arange(0, BLOCK_E)
-    pointers = out + batch * out_b + head.to(tl.int64) * out_h + (n.to(tl.int64) * out_n)[:, None] + (e * out_e)[None, :]
+    pointers = (
+        out + batch * out_b + head.to(tl.int64) * out_h + (n.to(tl.int64) * out_n)[:, None] + (e * out_e)[None, :]
+    )
     tl.store(pointers, round_to(acc, out.dtype.element_ty), mask=inside[:, None] & (e < E)[None, :])
     statistics += (batch * heads + head) * 2 * tokens + n
     tl.store(statistics, tl.where(total == 0.0, 0.0, top), mask=inside)

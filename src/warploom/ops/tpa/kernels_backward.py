@@ -33,7 +33,9 @@ from warploom.ops.tpa.kernels_attention import (
 
 
 @triton.jit
-def load_rows(x, n, inside, x_n, x_f, F: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr):
+def load_rows(
+    x, n, inside, x_n, x_f, F: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr
+):
     """Rows (N, F) of one head; the stride of tokens comes divided by ``VEC``."""
     return load_factor(x, n, 0, inside, x_n, 0, x_f, F, BLOCK_F, VEC, UNIT)
 
@@ -94,7 +96,9 @@ def factor_gradients(
     for r in tl.static_range(R):
         factor = load_factor(b, m, r, inside, b_n, b_r, b_f, F, BLOCK_F, VEC, UNIT)
         pointers = da + m.to(tl.int64) * da_n + r * da_r
-        tl.store(pointers, round_to(tl.sum(gradient * factor.to(tl.float32), axis=1), da.dtype.element_ty), mask=inside)
+        tl.store(
+            pointers, round_to(tl.sum(gradient * factor.to(tl.float32), axis=1), da.dtype.element_ty), mask=inside
+        )
         weight = tl.load(a + m.to(tl.int64) * a_n + r * a_r, mask=inside, other=0.0).to(tl.float32)
         before = tl.load(sums + r * F, mask=mask & add, other=0.0)
         tl.store(sums + r * F, before + gradient * weight[:, None], mask=mask)
@@ -182,7 +186,9 @@ def query_kernel(
     h = head.to(tl.int64)
     row = batch * heads + h
     queries = load_rows(q + row * tokens * D, n, inside, D, 1, D, BLOCK_D, 1, True)
-    do = load_rows(grad + batch * (grad_b * G_VEC) + h * (grad_h * G_VEC), n, inside, grad_n, grad_e, E, BLOCK_E, G_VEC, G_UNIT)
+    do = load_rows(
+        grad + batch * (grad_b * G_VEC) + h * (grad_h * G_VEC), n, inside, grad_n, grad_e, E, BLOCK_E, G_VEC, G_UNIT
+    )
     top, share, subtract = load_statistics(statistics, delta, row, tokens, n, inside)
     ak += batch * ak_b + h * ak_h
     av += batch * av_b + h * av_h
@@ -260,8 +266,12 @@ def key_kernel(
         ak_head = ak + batch * ak_b + h * ak_h
         av_head = av + batch * av_b + h * av_h
         gradients = grad + batch * (grad_b * G_VEC) + h * (grad_h * G_VEC)
-        k, k_weight = load_product(ak_head, bk, m, inside, ak_m, ak_r, bk_m, bk_r, bk_d, RK, D, BLOCK_D, B_VEC, B_UNIT)
-        v, v_weight = load_product(av_head, bv, m, inside, av_m, av_r, bv_m, bv_r, bv_e, RV, E, BLOCK_E, B_VEC, B_UNIT)
+        k, k_weight = load_product(
+            ak_head, bk, m, inside, ak_m, ak_r, bk_m, bk_r, bk_d, RK, D, BLOCK_D, B_VEC, B_UNIT
+        )
+        v, v_weight = load_product(
+            av_head, bv, m, inside, av_m, av_r, bv_m, bv_r, bv_e, RV, E, BLOCK_E, B_VEC, B_UNIT
+        )
         dk = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         dv = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
         for n_first in range(start, stop, BLOCK_N):
@@ -270,7 +280,10 @@ def key_kernel(
             queries = load_rows(q + row * tokens * D, n, valid, D, 1, D, BLOCK_D, 1, True)
             do = load_rows(gradients, n, valid, grad_n, grad_e, E, BLOCK_E, G_VEC, G_UNIT)
             top, share, subtract = load_statistics(statistics, delta, row, tokens, n, valid)
-            logits = dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * (k_weight * logit_scale)[:, None]
+            logits = (
+                dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+                * (k_weight * logit_scale)[:, None]
+            )
             seen = (n[None, :] >= first[:, None]) & (n[None, :] < end[:, None])
             p = tl.where(seen, exp(logits - top[None, :]), 0.0) * share[None, :]
             dv = dot(round_to(p, do.dtype), do, dv)
@@ -312,12 +325,16 @@ def factor_kernel(
     r = program % R_BLOCKS * BLOCK_R + tl.arange(0, BLOCK_R)
     d = tl.arange(0, BLOCK_D)
     feature_mask = (r < RQ)[:, None] & (d < D)[None, :]
-    b = tl.load(bq + batch * bq_b + n * bq_n + (r * bq_r)[:, None] + (d * bq_d)[None, :], mask=feature_mask, other=0.0)
+    b = tl.load(
+        bq + batch * bq_b + n * bq_n + (r * bq_r)[:, None] + (d * bq_d)[None, :], mask=feature_mask, other=0.0
+    )
     total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for first in range(0, heads, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H)
         head_mask = (h < heads)[:, None] & (r < RQ)[None, :]
-        a = tl.load(aq + batch * aq_b + n * aq_n + (h * aq_h)[:, None] + (r * aq_r)[None, :], mask=head_mask, other=0.0)
+        a = tl.load(
+            aq + batch * aq_b + n * aq_n + (h * aq_h)[:, None] + (r * aq_r)[None, :], mask=head_mask, other=0.0
+        )
         rows = (token.to(tl.int64) * heads + h) * D
         gradient = tl.load(dq + rows[:, None] + d[None, :], mask=(h < heads)[:, None] & (d < D)[None, :], other=0.0)
         total = dot(tl.trans(a), gradient, total)

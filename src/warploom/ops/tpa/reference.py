@@ -1,8 +1,10 @@
 """The definition of tensor-product attention in plain PyTorch: any device, any float dtype. This is the specification.
 
 `tpa_attention` and `tpa_decode` are naive: they form queries, keys and values from their factors and attend. The
-functions named ``…_factored`` compute the same without forming keys and values. Arithmetic is in float32, or float64
-when the factors are; outputs are rounded once to the dtype of the factors.
+functions named ``…_factored`` compute the same without forming keys and values. Sums are in float32, or float64 when the factors
+are, and outputs are rounded once to the dtype of the factors. In `tpa_attention`, what matrix units take as 16-bit
+numbers when the factors are such, queries, keys, values and weights, has the bits of that dtype here too, and so have
+their gradients and those of the scores; scores themselves are not rounded. `tpa_decode` rounds nothing in between.
 Source: Zhang et al., "Tensor Product Attention Is All You Need", 2025, arXiv 2501.06425, section 3.
 
 Shapes: B batch, N queries, M keys, H heads, D features, E value features, R rank.
@@ -80,9 +82,9 @@ def tpa_decode(
     """Attention of the last N valid entries of a cache on all its valid entries: (B, N, H, E)."""
     if cache_seqlens is not None:
         ak, bk, av, bv = (without_tail(factor, cache_seqlens) for factor in (ak, bk, av, bv))
-    q = rounded(queries(aq, bq, scale_q), bq.dtype)
-    k, v = (rounded(product(a, b, s), bq.dtype) for a, b, s in ((ak, bk, scale_k), (av, bv, scale_v)))
-    return attend(q, k, v, scale, bq.dtype, *visible_in_decode(q, k, cache_seqlens)).to(bq.dtype)
+    q = queries(aq, bq, scale_q)
+    k, v = product(ak, bk, scale_k), product(av, bv, scale_v)
+    return attend(q, k, v, scale, q.dtype, *visible_in_decode(q, k, cache_seqlens)).to(bq.dtype)
 
 
 def tpa_decode_factored(
@@ -162,9 +164,7 @@ def visible_in_decode(q: Tensor, k: Tensor, cache_seqlens: Tensor | None) -> tup
     return torch.zeros_like(query), length - tokens + query + 1
 
 
-def visible_in_attention(
-    q: Tensor, k: Tensor, causal: bool, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def visible_in_attention(q: Tensor, k: Tensor, causal: bool, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Keys of the same packed sequence, none ahead if ``causal``; the last query stands at the last key."""
     tokens, keys = q.shape[1], k.shape[1]
     query = torch.arange(tokens, device=q.device)
