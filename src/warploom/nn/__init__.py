@@ -4,15 +4,18 @@ from warploom.nn.attention import Attention
 from warploom.nn.cache import KVCache
 from warploom.nn.mlp import SwiGLU
 from warploom.nn.positions import LRPE, RotaryEmbedding
+from warploom.nn.tensor_product_attention import FactorCache, TensorProductAttention
 from warploom.nn.transformer_lm import Output, TransformerConfig, TransformerLM
 
 __all__ = [
     "LRPE",
     "Attention",
+    "FactorCache",
     "KVCache",
     "Output",
     "RotaryEmbedding",
     "SwiGLU",
+    "TensorProductAttention",
     "TransformerConfig",
     "TransformerLM",
 ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from warploom.ops.spec import Bench, Operator
 
-FOLDERS = ("lrpe", "flash_attention")
+FOLDERS = ("lrpe", "flash_attention", "tpa")
 """The operators' folders; each has a ``spec.py`` with ``OPERATORS`` and ``BENCHES``."""
 
 
