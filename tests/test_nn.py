@@ -237,7 +237,7 @@ def test_attention_is_its_definition(implementation: str, heads: int, kv_heads: 
 def test_entries_of_different_lengths_attend_as_each_alone(implementation: str, device: torch.device) -> None:
     layer = Attention(24, 4, kv_heads=2, position=LRPE(2, 6), implementation=implementation).to(device)
     prompt, more, lengths = random(3, 5, 24, device=device), random(3, 2, 24, device=device), [5, 1, 3]
-    cache = layer.make_cache()
+    cache = KVCache()
     layer(prompt, cache=cache)
     cache.truncate(lengths)
     together = layer(more, cache=cache)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -30,10 +31,11 @@ TINY = {
 def make(device: torch.device | str = "cpu", **changes) -> TransformerLM:
     """A small model whose weights are large enough for every part to matter."""
     torch.manual_seed(1)
-    model = TransformerLM(TransformerConfig(**{**TINY, **changes}))
+    own = {"kv_heads": None} if changes.get("attention") == "tpa" else {}
+    model = TransformerLM(TransformerConfig(**{**TINY, **own, **changes}))
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() == 2 and parameter.std() < 0.1:
                 parameter.mul_(12)
             parameter.add_(0.2 * torch.rand_like(parameter))
     return model.to(device)
@@ -103,6 +105,24 @@ def test_ignored_targets_take_no_part(device: torch.device) -> None:
     half = model(tokens[:, :4], targets[:, :4])
     torch.testing.assert_close(whole.loss, half.loss, rtol=1e-5, atol=1e-6)
     assert model(tokens).loss is None
+
+
+def test_tensor_product_attention_is_attention_of_its_products(device: torch.device) -> None:
+    """The same model with queries, keys and values written out from their factors."""
+    model, tokens = make(device, attention="tpa", layers=1), text(2, 11, device)
+    layer = model.blocks[0].attention
+    x = model.blocks[0].attention_norm(model.embedding(tokens))
+    made = []
+    for a, b, rank in ((layer.aq, layer.bq, 6), (layer.ak, layer.bk, 2), (layer.av, layer.bv, 2)):
+        rows = b(x).unflatten(-1, (rank, 6))
+        if b is not layer.bv:
+            rows = lrpe_rotate(rows, layer.position.theta, backend="torch")
+        made.append(torch.einsum("bnhr,bnrd->bnhd", a(x).unflatten(-1, (4, rank)), rows) / rank)
+    mixed = attention.plain_attention(*made, 6**-0.5, attention.causal_mask(*made[:2]))
+    expected = layer.out(mixed.flatten(2))
+    torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+    found = losses(model, device)
+    assert found[-1] < found[0] - 0.1
 
 
 def losses(model: TransformerLM, device: torch.device, steps: int = 5) -> list[float]:
@@ -196,8 +216,10 @@ def test_flops_are_those_that_a_counter_finds(position: str) -> None:
 # ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("position", ["rotate", "cosine", "none"])
-@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize(
+    ("name", "position"),
+    [*itertools.product(("flash", "plain", "sdpa"), ("rotate", "cosine", "none")), ("tpa", "rotate")],
+)
 @torch.no_grad()
 def test_decoding_through_the_cache_is_the_full_forward(name: str, position: str, device: torch.device) -> None:
     model, tokens = make(device, attention=name, position=position), text(3, 20, device)
@@ -309,6 +331,13 @@ def test_a_configuration_is_json() -> None:
         ({"kv_heads": 3}, "kv_heads"),
         ({"heads": 8, "kv_heads": 8}, "even for position 'rotate'"),
         ({"attention": "quick"}, "attention must be one of flash, "),
+        (
+            {"attention": "tpa", "kv_heads": None, "position": "cosine"},
+            "position must be 'rotate' with attention 'tpa'",
+        ),
+        ({"attention": "tpa"}, "kv_heads must be None"),
+        ({"attention": "tpa", "kv_heads": None, "learnable_positions": True}, "learnable_positions must be False"),
+        ({"rank_v": 0}, "rank_v"),
         ({"position": "sine"}, "position must be one of rotate, cosine, none"),
     ],
 )

@@ -94,10 +94,6 @@ class Attention(nn.Module):
         projected: Tensor = self.out(out.flatten(2))
         return projected
 
-    def make_cache(self, capacity: int | None = None) -> KVCache:
-        """An empty cache for this layer; see `KVCache`."""
-        return KVCache(capacity)
-
     def _encoded(self, qk: Tensor, position_ids: Tensor | None, offset: int | Tensor) -> tuple[Tensor, Tensor]:
         """Queries (B, N, H, ·) and keys (B, N, Hkv, ·) with their positions, from both side by side."""
         start = {"offset": offset} if position_ids is None else {"position_ids": position_ids}

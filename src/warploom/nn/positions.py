@@ -97,12 +97,13 @@ class RotaryEmbedding(_Frequencies):
         offset: int | Tensor = 0,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        backend: str = "auto",
     ) -> Tensor:
         """Encode ``x`` (B, N, H, D), any number of heads; the result has its shape, dtype and memory order.
 
         Positions are ``offset + n``, with ``offset`` an int or an integer tensor ``()`` or ``(B,)``, or the
         ``position_ids`` ``(N,)`` or ``(B, N)``, or start again at each packed sequence of ``cu_seqlens``. Errors
-        are those of `warploom.lrpe_rotate`.
+        and backends are those of `warploom.lrpe_rotate`.
         """
         return lrpe_rotate(
             x,
@@ -111,6 +112,7 @@ class RotaryEmbedding(_Frequencies):
             position_ids=position_ids,
             cu_seqlens=cu_seqlens,
             interleaved=self.interleaved,
+            backend=backend,
         )
 
 
@@ -165,10 +167,12 @@ class LRPE(_Frequencies):
         offset: int | Tensor = 0,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        backend: str = "auto",
     ) -> Tensor:
         """Encode ``x`` (B, N, H, D) to (B, N, H, out_features), in its dtype and memory order.
 
-        Positions are given as for `RotaryEmbedding`. Errors are those of `warploom.lrpe_cosine`.
+        Positions are given as for `RotaryEmbedding`. Errors and backends are those of
+        `warploom.lrpe_cosine`.
         """
         encode = lrpe_cosine if self.kind == "cosine" else lrpe_rotate
         groups, rest = divmod(x.shape[-2], self.theta.shape[0])
@@ -180,4 +184,5 @@ class LRPE(_Frequencies):
             position_ids=position_ids,
             cu_seqlens=cu_seqlens,
             activation=self.activation,
+            backend=backend,
         )

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from warploom import lrpe_rotate, tpa_attention, tpa_decode
+from warploom import tpa_attention, tpa_decode
 from warploom.errors import ArgumentError, ShapeError, fault
+from warploom.nn.positions import RotaryEmbedding
 
 __all__ = ["FactorCache", "TensorProductAttention"]
 
@@ -171,8 +172,6 @@ class TensorProductAttention(nn.Module):
     Source: Zhang et al., "Tensor Product Attention Is All You Need", 2025, arXiv 2501.06425.
     """
 
-    theta: Tensor
-
     def __init__(
         self,
         dim: int,
@@ -194,10 +193,6 @@ class TensorProductAttention(nn.Module):
         for argument, size in sizes.items():
             if size < 1:
                 raise fault(ArgumentError, "TensorProductAttention", argument, "positive", size)
-        if head_dim % 2:
-            raise fault(ArgumentError, "TensorProductAttention", "head_dim", "even", head_dim)
-        if not base > 0:
-            raise fault(ArgumentError, "TensorProductAttention", "base", "positive", base)
         self.heads, self.head_dim, self.value_dim = heads, head_dim, value_dim
         self.rank_q, self.rank_k, self.rank_v = rank_q, rank_k, rank_v
         self.backend = backend
@@ -208,8 +203,7 @@ class TensorProductAttention(nn.Module):
         self.av = nn.Linear(dim, heads * rank_v, bias)
         self.bv = nn.Linear(dim, rank_v * value_dim, bias)
         self.out = nn.Linear(heads * value_dim, dim, bias)
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-        self.register_buffer("theta", base**-exponent, persistent=False)
+        self.position = RotaryEmbedding(head_dim, base=base)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -244,9 +238,7 @@ class TensorProductAttention(nn.Module):
         ak, bk = self.ak(x).unflatten(-1, (self.heads, -1)), self.bk(x).unflatten(-1, (self.rank_k, -1))
         av, bv = self.av(x).unflatten(-1, (self.heads, -1)), self.bv(x).unflatten(-1, (self.rank_v, -1))
         offset = 0 if cache is None else cache.offset
-        bq, bk = (
-            lrpe_rotate(b, self.theta, offset=offset, cu_seqlens=cu_seqlens, backend=self.backend) for b in (bq, bk)
-        )
+        bq, bk = (self.position(b, offset=offset, cu_seqlens=cu_seqlens, backend=self.backend) for b in (bq, bk))
         first = cache is None or not any(cache.lengths)
         if cache is not None:
             held = cache.append(ak, av, bk, bv)

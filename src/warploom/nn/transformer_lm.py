@@ -23,10 +23,13 @@ from warploom.nn.attention import IMPLEMENTATIONS, Attention
 from warploom.nn.cache import KVCache
 from warploom.nn.mlp import SwiGLU
 from warploom.nn.positions import LRPE, RotaryEmbedding
+from warploom.nn.tensor_product_attention import FactorCache, TensorProductAttention
 
 __all__ = ["Output", "TransformerConfig", "TransformerLM"]
 
 Tensor = torch.Tensor
+Cache = KVCache | FactorCache
+"""What a layer keeps of the tokens it has seen."""
 
 SIZES = {
     "sm": {"d_model": 768, "d_ff": 3072, "layers": 12, "heads": 12},
@@ -35,8 +38,9 @@ SIZES = {
     "xl": {"d_model": 1600, "d_ff": 6400, "layers": 48, "heads": 25},
     "2.7B": {"d_model": 2560, "d_ff": 10240, "layers": 32, "heads": 32},
 }
-ATTENTIONS = IMPLEMENTATIONS
+ATTENTIONS = (*IMPLEMENTATIONS, "tpa")
 POSITIONS = ("rotate", "cosine", "none")
+FACTORS = tuple(f"attention.{factor}.weight" for factor in ("aq", "bq", "ak", "bk", "av", "bv"))
 IGNORED = -100
 """The target of a token that takes no part in the loss."""
 FORMAT = "warploom.TransformerLM"
@@ -72,7 +76,11 @@ class TransformerConfig:
     learnable_positions: bool = False
     """Whether the frequencies are learned."""
     attention: str = "flash"
-    """``flash``, ``sdpa`` or ``plain``: the same function, computed in three ways."""
+    """``flash``, ``sdpa`` or ``plain``: the same function, computed in three ways; or ``tpa``, tensor-product attention."""
+    rank_q: int = 6
+    """Rank of the queries of tensor-product attention."""
+    rank_k: int = 2
+    rank_v: int = 2
     tie: bool = False
     """Whether the head is the transpose of the embedding."""
     norm_eps: float = 1e-5
@@ -91,7 +99,17 @@ class TransformerConfig:
         return cls(**{**SIZES[name], **changes})
 
     def __post_init__(self) -> None:
-        for field in ("vocab_size", "context_length", "d_model", "d_ff", "layers", "heads"):
+        for field in (
+            "vocab_size",
+            "context_length",
+            "d_model",
+            "d_ff",
+            "layers",
+            "heads",
+            "rank_q",
+            "rank_k",
+            "rank_v",
+        ):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise fault(ArgumentError, "TransformerConfig", field, "a positive int", repr(value))
@@ -106,6 +124,11 @@ class TransformerConfig:
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             expected = f"a divisor of heads = {self.heads}"
             raise fault(ArgumentError, "TransformerConfig", "kv_heads", expected, self.kv_heads)
+        if self.attention == "tpa":  # which has its own keys and values, and turns their factors
+            for field, only in (("position", "rotate"), ("kv_heads", None), ("learnable_positions", False)):
+                if getattr(self, field) != only:
+                    expected = f"{only!r} with attention 'tpa'"
+                    raise fault(ArgumentError, "TransformerConfig", field, expected, repr(getattr(self, field)))
         if self.position == "rotate" and self.head_dim % 2:
             expected = f"such that d_model / heads is even for position 'rotate' (d_model = {self.d_model})"
             raise fault(ArgumentError, "TransformerConfig", "heads", expected, self.heads)
@@ -136,21 +159,35 @@ class Block(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.d_model, config.norm_eps)
-        self.attention = Attention(
-            config.d_model,
-            config.heads,
-            kv_heads=config.kv_heads,
-            position=_position(config),
-            implementation=config.attention,
-        )
+        self.attention = _attention(config)
         self.mlp_norm = nn.RMSNorm(config.d_model, config.norm_eps)
         self.mlp = SwiGLU(config.d_model, config.d_ff)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         """(B, N, d_model) to (B, N, d_model)."""
         x = x + self.attention(self.attention_norm(x), cache=cache)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
+
+
+def _attention(config: TransformerConfig) -> Attention | TensorProductAttention:
+    if config.attention == "tpa":
+        return TensorProductAttention(
+            config.d_model,
+            config.heads,
+            config.head_dim,
+            rank_q=config.rank_q,
+            rank_k=config.rank_k,
+            rank_v=config.rank_v,
+            base=config.base,
+        )
+    return Attention(
+        config.d_model,
+        config.heads,
+        kv_heads=config.kv_heads,
+        position=_position(config),
+        implementation=config.attention,
+    )
 
 
 def _position(config: TransformerConfig) -> RotaryEmbedding | LRPE | None:
@@ -190,16 +227,17 @@ class TransformerLM(nn.Module):
         """Normal weights of deviation 0.02, smaller where a matrix adds to the residual stream.
 
         Each of the ``2 · layers`` additions then contributes alike, and their sum does not grow with depth (Radford
-        et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3).
+        et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3). The factors of tensor-product
+        attention, which are multiplied with each other, stay as the layer draws them.
         """
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2 and not name.endswith("theta"):
+            if parameter.dim() == 2 and not name.endswith(("theta", *FACTORS)):
                 adds = name.endswith(("attention.out.weight", "mlp.down.weight"))
                 deviation = 0.02 / (2 * self.config.layers) ** 0.5 if adds else 0.02
                 nn.init.normal_(parameter, std=deviation)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, *, cache: Sequence[KVCache] | None = None
+        self, tokens: Tensor, targets: Tensor | None = None, *, cache: Sequence[Cache] | None = None
     ) -> Output:
         """Predict the token after each token.
 
@@ -224,7 +262,7 @@ class TransformerLM(nn.Module):
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
         return Output(logits, loss)
 
-    def hidden(self, tokens: Tensor, cache: Sequence[KVCache] | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: Sequence[Cache] | None = None) -> Tensor:
         """The features that the head reads: tokens (B, N) to (B, N, d_model)."""
         x = self.embedding(tokens)
         again = self.config.checkpoint and torch.is_grad_enabled()
@@ -236,7 +274,7 @@ class TransformerLM(nn.Module):
         out: Tensor = self.norm(x)
         return out
 
-    def _check(self, tokens: Tensor, targets: Tensor | None, cache: Sequence[KVCache] | None) -> None:
+    def _check(self, tokens: Tensor, targets: Tensor | None, cache: Sequence[Cache] | None) -> None:
         name = type(self).__name__
         if tokens.dim() != 2 or 0 in tokens.shape:
             raise fault(ShapeError, name, "tokens", "(B, N) with N ≥ 1", tuple(tokens.shape))
@@ -247,7 +285,7 @@ class TransformerLM(nn.Module):
             raise fault(ShapeError, name, "targets", f"as tokens, {tuple(tokens.shape)}", tuple(targets.shape))
         if cache is not None and len(cache) != len(self.blocks):
             raise fault(ArgumentError, name, "cache", f"of {len(self.blocks)} layers (make_cache)", len(cache))
-        length = tokens.shape[1] + (cache[0].length if cache else 0)
+        length = tokens.shape[1] + (max(cache[0].lengths, default=0) if cache else 0)
         if length > self.config.context_length:
             expected = f"at most context_length = {self.config.context_length} with what the cache holds"
             raise fault(ArgumentError, name, "the number of tokens", expected, length)
@@ -256,9 +294,13 @@ class TransformerLM(nn.Module):
     # Sampling
     # ------------------------------------------------------------------------------------------------------
 
-    def make_cache(self, capacity: int | None = None) -> list[KVCache]:
-        """An empty cache for each layer; ``capacity`` tokens are allocated at once, by default as they come."""
-        return [block.attention.make_cache(capacity) for block in self.blocks]  # type: ignore[union-attr, operator]
+    def make_cache(self, capacity: int | None = None) -> list[Cache]:
+        """An empty cache for each layer, of keys and values, or of factors for tensor-product attention.
+
+        ``capacity`` tokens are allocated at once, and no more fit; by default memory grows with them.
+        """
+        kind = FactorCache if self.config.attention == "tpa" else KVCache
+        return [kind(capacity) for _ in self.blocks]
 
     @torch.no_grad()
     def generate(
@@ -385,8 +427,9 @@ class TransformerLM(nn.Module):
     def flops_per_token(self, length: int | None = None, *, training: bool = False) -> float:
         """Operations for one token, on average over a sequence; a multiplication and its addition are two.
 
-        Counted are the matrix products of the layers, and attention over the ``(length + 1) / 2`` keys that a token
-        sees on average. Norms, activations, positions and the softmax are not.
+        Counted are the matrix products of the layers, attention over the ``(length + 1) / 2`` keys that a token sees
+        on average, and the products of its factors where there are such. Norms, activations, positions and the
+        softmax are not.
 
         Args:
             length: Tokens of the sequence; ``context_length`` by default.
@@ -394,9 +437,12 @@ class TransformerLM(nn.Module):
         """
         length = self.config.context_length if length is None else length
         products = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        features = (3 if self.config.position == "cosine" else 2) * self.config.head_dim  # of a key and a value
-        seen = (length + 1) / 2
-        flops = 2 * products + 2 * self.config.layers * self.config.heads * features * seen
+        config = self.config
+        features = (3 if config.position == "cosine" else 2) * config.head_dim  # of a key and a value
+        attended = features * (length + 1) / 2
+        if config.attention == "tpa":
+            attended += (config.rank_q + config.rank_k + config.rank_v) * config.head_dim
+        flops = 2 * products + 2 * config.layers * config.heads * attended
         return 3 * flops if training else flops
 
 

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_words,
         default=["flash"],
         metavar="NAME[,…]",
-        help="flash, sdpa, plain; llama: transformers' model of the same shape (default: flash)",
+        help="flash, sdpa, plain, tpa; llama: transformers' model of the same shape (default: flash)",
     )
     model.add_argument("--dtype", choices=("bf16", "fp32"), help="bf16 by autocast (default on a GPU), or fp32")
     model.add_argument(

@@ -32,7 +32,7 @@ def part_of(name: str, module: nn.Module) -> str | None:
             return "norm"
         case layers.RotaryEmbedding() | layers.LRPE():
             return "position"
-        case layers.Attention():
+        case layers.Attention() | layers.TensorProductAttention():
             return "attention"
         case layers.SwiGLU():
             return "mlp"
