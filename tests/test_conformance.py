@@ -1,8 +1,9 @@
 """Every operator of the registry, on each of its own cases, with each backend: the contract of all operators.
 
 Nothing here knows any one operator. A case is JSON values; four of its keys have a meaning common to all
-operators: the operator's ``length`` (``n`` by default), ``batch``, the first size of whatever differs from one batch
-entry to the next, ``dtype``, the dtype of the first tensor and, where there is one, an integer ``offset``, a position.
+operators: the operator's ``length`` (``n`` by default), ``batch``, the first size of whatever differs from one
+batch entry to the next, ``dtype``, the dtype of the first tensor and, where there is one, an integer ``offset``,
+a position.
 """
 
 import gc

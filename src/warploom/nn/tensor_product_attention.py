@@ -18,7 +18,7 @@ Factors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class FactorCache:
-    """Factors of the keys and values that one layer has seen: ``R·(H + D)`` numbers a token instead of ``H·D``, twice.
+    """Factors of the keys and values that one layer has seen: twice ``R·(H + D)`` numbers a token, not ``H·D``.
 
     Memory is allocated at the first `append`, in the dtype and on the device of what is appended. Entries of a
     batch may have different lengths: append right-padded prompts, then `truncate` each entry to its own; the next
@@ -163,8 +163,9 @@ class TensorProductAttention(nn.Module):
         bias: Whether the linear maps have one.
         backend: That of `warploom.tpa_attention`, `warploom.tpa_decode` and `warploom.lrpe_rotate`.
 
-    State dict: ``aq, bq, ak, bk, av, bv``, each ``.weight (H·R or R·features, dim)``, and ``out.weight (dim, H·E)``;
-    with ``bias`` also ``.bias``. Rows of an ``a`` run over heads, then ranks; of a ``b`` over ranks, then features.
+    State dict: ``aq, bq, ak, bk, av, bv``, each ``.weight (H·R or R·features, dim)``, and ``out.weight`` of
+    ``(dim, H·E)``; with ``bias`` also ``.bias``. Rows of an ``a`` run over heads, then ranks; of a ``b`` over ranks,
+    then features.
 
     Raises:
         ArgumentError: A size is not positive, or ``head_dim`` is odd.

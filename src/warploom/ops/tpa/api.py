@@ -38,11 +38,11 @@ def tpa_attention(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Tensor-product attention for training and prefill: softmax attention on factored queries, keys and values.
+    """Tensor-product attention for training and prefill: softmax attention on factored queries, keys, values.
 
     With ``Q = scale_q · A_Q B_Q``, ``K = scale_k · A_K B_K`` and ``V = scale_v · A_V B_V`` for every token (matrix
-    products ``H×R · R×D``), the result is ``softmax(scale · Q Kᵀ) V`` for every head. The kernels never hold K and V
-    in device memory. Differentiable in all six factors.
+    products ``H×R · R×D``), the result is ``softmax(scale · Q Kᵀ) V`` for every head. The kernels never hold K and
+    V in device memory. Differentiable in all six factors.
 
     Args:
         aq: ``(B, N, H, Rq)``, head factors of the queries, or ``None`` where ``bq`` holds whole queries.
@@ -110,9 +110,9 @@ def tpa_decode(
 ) -> Tensor:
     """Tensor-product attention of a few new tokens on a cache of factors, without forming keys and values.
 
-    For rank one, ``logit[h, m] = ak[m, h] · (Q[h] · bk[m])`` and ``o[h] = Σ_m p[h, m] av[m, h] bv[m]``: the cache is
-    read once for all heads. The new tokens are in the cache already and are its last ``N`` valid entries: query
-    ``i`` sees the entries ``j ≤ L − N + i`` of the ``L`` valid ones. A query that sees none gives 0.
+    For rank one, ``logit[h, m] = ak[m, h] · (Q[h] · bk[m])`` and ``o[h] = Σ_m p[h, m] av[m, h] bv[m]``: the
+    cache is read once for all heads. The new tokens are in the cache already and are its last ``N`` valid entries:
+    query ``i`` sees the entries ``j ≤ L − N + i`` of the ``L`` valid ones. A query that sees none gives 0.
 
     The result of one batch entry depends on nothing but its own factors, not on the batch, the capacity of
     the cache or other entries' lengths, bit for bit. There is no gradient: `tpa_attention` is for training.
@@ -133,8 +133,9 @@ def tpa_decode(
             tokens included; all ``M`` by default. It is read on the device; more than ``M`` counts as ``M``.
             What lies behind the valid entries is never looked at.
         strategy: How the kernels share the work: ``batch`` (one program per batch entry, all heads),
-            ``batch_head`` (one per batch entry and few heads), ``split_kv`` (the cache is split, and a second kernel
-            combines the parts in float32) or ``auto``, which picks the fastest. The torch backend has one way.
+            ``batch_head`` (one per batch entry and few heads), ``split_kv`` (the cache is split, and a second
+            kernel combines the parts in float32) or ``auto``, which picks the faster of ``batch`` and ``split_kv``.
+            The torch backend has one way.
         backend: ``auto`` (Triton where it can run, else PyTorch), ``triton`` or ``torch``.
 
     Returns:
@@ -279,7 +280,7 @@ def _number(name: str, argument: str, value: float | None, default: float) -> fl
         return default
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
         raise fault(DtypeError, name, argument, "a number", repr(value))
-    if not isinstance(value, torch.SymInt | torch.SymFloat) and not math.isfinite(value):
+    if not math.isfinite(value):
         raise fault(ArgumentError, name, argument, "finite", value)
     return float(value)
 

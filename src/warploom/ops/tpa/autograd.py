@@ -1,4 +1,4 @@
-"""Tensor-product attention as PyTorch operators: ``torch.ops.warploom.tpa_attention``, its backward, ``tpa_decode``.
+"""Tensor-product attention as PyTorch operators: ``torch.ops.warploom.tpa_attention``, backward, ``tpa_decode``.
 
 The registered operators serve `torch.compile`, meta and fake tensors. A plain eager call goes to the same launchers
 directly, and so does `torch.func`, which registered operators with an autograd formula do not support.

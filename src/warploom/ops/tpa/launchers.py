@@ -111,6 +111,7 @@ class Factors(NamedTuple):
 
 
 def feature_factors(*factors: Tensor) -> Factors:
+    """Strides of feature factors, and whether features are adjacent in all of them."""
     strides = tuple(map(strides_of, factors))
     unit = all(s[3] == 1 for s in strides)
     vector = _vector(*(v for s in strides for v in s[:3])) if unit else 1
@@ -118,6 +119,7 @@ def feature_factors(*factors: Tensor) -> Factors:
 
 
 def head_factors(*factors: Tensor) -> Factors:
+    """Strides of head factors, and whether heads and ranks are adjacent in all of them."""
     strides = tuple(map(strides_of, factors))
     dense = all(s[3] == 1 and s[2] in (0, f.shape[3]) for s, f in zip(strides, factors))
     vector = _vector(*(v for s in strides for v in s[:2])) if dense else 1

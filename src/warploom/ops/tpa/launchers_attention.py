@@ -74,7 +74,8 @@ def _key_tiles(dtype: torch.dtype, features: int) -> Tiles:
 
 
 def _block(features: int) -> int:
-    return max(16, triton.next_power_of_2(features))
+    block: int = max(16, triton.next_power_of_2(features))
+    return block
 
 
 def forward(

@@ -1,11 +1,12 @@
-"""The definition of tensor-product attention in plain PyTorch: any device, any float dtype. This is the specification.
+"""The definition of tensor-product attention in plain PyTorch: any device, any float dtype; the specification.
 
 `tpa_attention` and `tpa_decode` are naive: they form queries, keys and values from their factors and attend. The
-functions named ``…_factored`` compute the same without forming keys and values. Sums are in float32, or float64 when the factors
-are, and outputs are rounded once to the dtype of the factors. In `tpa_attention`, what matrix units take as 16-bit
-numbers when the factors are such, queries, keys, values and weights, has the bits of that dtype here too, and so have
-their gradients and those of the scores; scores themselves are not rounded. `tpa_decode` rounds nothing in between.
-Source: Zhang et al., "Tensor Product Attention Is All You Need", 2025, arXiv 2501.06425, section 3.
+functions named ``…_factored`` compute the same without forming keys and values. Sums are in float32, or float64
+when the factors are, and outputs are rounded once to the dtype of the factors. In `tpa_attention`, what matrix units
+take as 16-bit numbers when the factors are such (queries, keys, values and weights) has the bits of that dtype here
+too, and so have their gradients and those of the scores; the scores themselves are not rounded. `tpa_decode` rounds
+nothing in between.
+Source: Zhang et al., "Tensor Product Attention Is All You Need", 2025, arXiv 2501.06425.
 
 Shapes: B batch, N queries, M keys, H heads, D features, E value features, R rank.
 """
@@ -139,7 +140,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def with_rounded_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` as it is; its gradient gets the bits that ``dtype`` has, as it must to enter a matrix product of that."""
+    """``x`` as it is; its gradient gets the bits of ``dtype``, as it must to enter a matrix product of that."""
     through = rounded(x, dtype)
     return through + (x - through).detach()
 

@@ -1,4 +1,4 @@
-"""What tests and bench know of tensor-product attention: cases, inputs, providers, the fewest bytes and operations."""
+"""What tests and bench know of tensor-product attention: cases, inputs, providers, fewest bytes and operations."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Provider = Callable[..., Tensor]
 def _factors(case: Case, tokens: int, keys: int, device: torch.device, generator: torch.Generator) -> Inputs:
     """The six factors.
 
-    Keys of the case: ``batch, heads, head_dim, dtype``; ``rank`` of the queries, 0 for whole queries; ``kv_rank`` (1),
-    and ``v_rank`` where that of the values differs; ``value_dim`` (``head_dim``); ``layout`` (``bhn`` for heads before
-    tokens in memory).
+    Keys of the case: ``batch, heads, head_dim, dtype``; ``rank`` of the queries, 0 for whole queries; ``kv_rank``
+    (1), and ``v_rank`` where that of the values differs; ``value_dim`` (``head_dim``); ``layout`` (``bhn`` for
+    heads before tokens in memory).
     """
     batch, heads, features, rank = (case[key] for key in ("batch", "heads", "head_dim", "rank"))
     rank_k = case.get("kv_rank", 1)
@@ -292,13 +292,20 @@ _DECODE_SUITES: dict[str, Callable[[str], Sequence[Case]]] = {
         *_decode_cases(device, (128,), [2**k for k in range(8, 16)]),
     ],
 }
-_WHOLE_CACHE_SUITES: dict[str, Callable[[str], Sequence[Case]]] = {
-    suite: lambda device, lengths=lengths: [
+
+
+def _whole_cache_cases(device: str, lengths: Sequence[int]) -> list[Case]:
+    whole = _PUBLISHED["heads"] if device == "cuda" else _ON_CPU["heads"]
+    return [
         {key: value for key, value in case.items() if key != "rank"} | {"kv_heads": kv_heads}
-        for kv_heads in (8, _PUBLISHED["heads"] if device == "cuda" else _ON_CPU["heads"])
+        for kv_heads in dict.fromkeys((8, whole))
         for case in _decode_cases(device, (8, 32), lengths)
     ]
-    for suite, lengths in (("quick", (512, 4096, 32768)), ("published", _POWERS))
+
+
+_WHOLE_CACHE_SUITES: dict[str, Callable[[str], Sequence[Case]]] = {
+    "quick": lambda device: _whole_cache_cases(device, (512, 4096, 32768)),
+    "published": lambda device: _whole_cache_cases(device, _POWERS),
 }
 
 
@@ -345,7 +352,7 @@ def whole_cache_traffic(case: Case, mode: str) -> Traffic:
 
 
 def attention_traffic(case: Case, mode: str) -> Traffic:
-    """The operations of attention on whole keys and values, and the fewest bytes; a gradient is as large as its factor."""
+    """The operations of attention on whole keys and values, and the fewest bytes, gradients of factors included."""
     batch, n, heads, features, rank = (case[key] for key in ("batch", "n", "heads", "head_dim", "rank"))
     size = getattr(torch, case["dtype"]).itemsize
     factors = batch * n * (rank + 2 * case["kv_rank"]) * (heads + features) * size
