@@ -189,9 +189,7 @@ def test_a_cache_refuses_what_does_not_fit(device: torch.device) -> None:
     for wrong in ((k[:2], v[:2]), (k, v[..., :3]), (k[:, :1], v[:, :0]), (k[:, :, :1], v)):
         with pytest.raises(ShapeError, match="append"):
             cache.append(*wrong)
-    with pytest.raises(ShapeError, match="lengths"):
-        cache.truncate([1, 2])
-    for lengths in (4, -1, [3, 3, 4]):
+    for lengths in (4, -1, [3, 3, 4], [1, 2]):
         with pytest.raises(ArgumentError, match="lengths"):
             cache.truncate(lengths)
     with pytest.raises(ArgumentError, match="gradient"):

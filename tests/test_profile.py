@@ -36,13 +36,13 @@ def read(folder: str) -> list[ProfileRecord]:
 
 
 def test_every_configuration_and_mode_is_a_record_and_a_row(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["profile", "transformer", "--size", "sm,md", "--attention", "flash,sdpa", *TINY, "-o", "out"]
+    words = ["profile", "transformer", "--size", "sm,md", "--attention", "flash,tpa", *TINY, "-o", "out"]
     assert main(words) == 0
     out, err = capsys.readouterr()
     records = read("out")
     modes = ("forward", "forward-backward", "train")
     keys = [(r.case["size"], r.provider, r.mode) for r in records]
-    assert keys == [(s, a, m) for s in ("sm", "md") for a in ("flash", "sdpa") for m in modes]
+    assert keys == [(s, a, m) for s in ("sm", "md") for a in ("flash", "tpa") for m in modes]
     assert set(load_environments(Path("out"))) == {r.environment for r in records}
     for record in records:
         assert record.status == "ok"
@@ -53,7 +53,7 @@ def test_every_configuration_and_mode_is_a_record_and_a_row(capsys: pytest.Captu
         assert means["step"] == pytest.approx(sum(means[name] for name in expected))
         assert record.phases["step"]["total_ms"] == pytest.approx(3 * means["step"])
         assert record.tokens_per_s == pytest.approx(2 * 16 / means["step"] * 1e3)
-        config = TransformerConfig.size(record.case["size"], context_length=16)
+        config = TransformerConfig.size(record.case["size"], context_length=16, attention=record.provider)
         model = TransformerLM(config)
         assert record.parameters == model.parameter_count()
         assert record.flops == 32 * model.flops_per_token(16, training=record.mode != "forward")
@@ -63,11 +63,11 @@ def test_every_configuration_and_mode_is_a_record_and_a_row(capsys: pytest.Captu
     lines = out.splitlines()
     assert lines[0] == "transformer  batch 2  16 tokens  float32  position rotate"
     assert (
-        sum(line.split()[:3] == ["md", "forward-backward", "sdpa"] for line in lines) == 3
+        sum(line.split()[:3] == ["md", "forward-backward", "tpa"] for line in lines) == 3
     )  # steps, and two phases
     assert "published, GPU not stated: sm fwd_bwd 0.0645 s a step" in out
     assert Path("out/transformer.md").read_text().startswith("**transformer")
-    assert "[12/12] md sdpa train: " in err
+    assert "[12/12] md tpa train: " in err
 
 
 def test_memory_that_runs_out_is_a_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,8 +202,10 @@ def test_time_goes_to_the_innermost_part() -> None:
     assert found["mlp"] == 0
 
 
-def test_parts_cover_both_directions_of_a_model() -> None:
-    model = TransformerLM(TransformerConfig.size("sm", position="cosine", context_length=16))
+@pytest.mark.parametrize(("attention", "position", "products"), [("flash", "cosine", 2), ("tpa", "rotate", 7)])
+def test_parts_cover_both_directions_of_a_model(attention: str, position: str, products: int) -> None:
+    config = TransformerConfig.size("sm", attention=attention, position=position, context_length=16)
+    model = TransformerLM(config)
     calls: list[tuple[str, str]] = []
     tokens = torch.randint(100, (1, 8))
     with parts.hooked(model, lambda p: calls.append(("in", p)), lambda p: calls.append(("out", p))):
@@ -212,7 +214,7 @@ def test_parts_cover_both_directions_of_a_model() -> None:
         calls.clear()
         loss.backward()
     layers = SIZES["sm"]["layers"]
-    once = {"embedding": 1, "norm": 2 * layers + 1, "projections": 2 * layers, "position": 2 * layers}
+    once = {"embedding": 1, "norm": 2 * layers + 1, "projections": products * layers, "position": 2 * layers}
     once |= {"attention": layers, "mlp": layers, "head": 1}
     assert {part: forward.count(("in", part)) for part in once} == once
     assert {part: calls.count(("in", part)) for part in once} == {**once, "embedding": 0}

@@ -1,10 +1,10 @@
 """Modules for people who build models: positions, attention with its cache, and a Transformer LM."""
 
 from warploom.nn.attention import Attention
-from warploom.nn.cache import KVCache
+from warploom.nn.cache import FactorCache, KVCache
 from warploom.nn.mlp import SwiGLU
 from warploom.nn.positions import LRPE, RotaryEmbedding
-from warploom.nn.tensor_product_attention import FactorCache, TensorProductAttention
+from warploom.nn.tensor_product_attention import TensorProductAttention
 from warploom.nn.transformer_lm import Output, TransformerConfig, TransformerLM
 
 __all__ = [

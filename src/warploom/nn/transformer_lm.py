@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from warploom.errors import ArgumentError, BackendError, DtypeError, ShapeError, WarploomError, fault
 from warploom.nn.attention import IMPLEMENTATIONS, Attention
-from warploom.nn.cache import KVCache
+from warploom.nn.cache import FactorCache, KVCache
 from warploom.nn.mlp import SwiGLU
 from warploom.nn.positions import LRPE, RotaryEmbedding
-from warploom.nn.tensor_product_attention import FactorCache, TensorProductAttention
+from warploom.nn.tensor_product_attention import TensorProductAttention
 
 __all__ = ["Output", "TransformerConfig", "TransformerLM"]
 
@@ -76,7 +76,7 @@ class TransformerConfig:
     learnable_positions: bool = False
     """Whether the frequencies are learned."""
     attention: str = "flash"
-    """``flash``, ``sdpa`` or ``plain``: the same function, computed in three ways; or ``tpa``, tensor-product attention."""
+    """``flash``, ``sdpa`` or ``plain``, three ways to compute the same; ``tpa``, tensor-product attention."""
     rank_q: int = 6
     """Rank of the queries of tensor-product attention."""
     rank_k: int = 2
@@ -227,8 +227,8 @@ class TransformerLM(nn.Module):
         """Normal weights of deviation 0.02, smaller where a matrix adds to the residual stream.
 
         Each of the ``2 · layers`` additions then contributes alike, and their sum does not grow with depth (Radford
-        et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3). The factors of tensor-product
-        attention, which are multiplied with each other, stay as the layer draws them.
+        et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3). The factors of
+        tensor-product attention, which are multiplied with each other, stay as the layer draws them.
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2 and not name.endswith(("theta", *FACTORS)):
@@ -285,7 +285,7 @@ class TransformerLM(nn.Module):
             raise fault(ShapeError, name, "targets", f"as tokens, {tuple(tokens.shape)}", tuple(targets.shape))
         if cache is not None and len(cache) != len(self.blocks):
             raise fault(ArgumentError, name, "cache", f"of {len(self.blocks)} layers (make_cache)", len(cache))
-        length = tokens.shape[1] + (max(cache[0].lengths, default=0) if cache else 0)
+        length = tokens.shape[1] + (cache[0].length if cache else 0)
         if length > self.config.context_length:
             expected = f"at most context_length = {self.config.context_length} with what the cache holds"
             raise fault(ArgumentError, name, "the number of tokens", expected, length)
@@ -427,9 +427,9 @@ class TransformerLM(nn.Module):
     def flops_per_token(self, length: int | None = None, *, training: bool = False) -> float:
         """Operations for one token, on average over a sequence; a multiplication and its addition are two.
 
-        Counted are the matrix products of the layers, attention over the ``(length + 1) / 2`` keys that a token sees
-        on average, and the products of its factors where there are such. Norms, activations, positions and the
-        softmax are not.
+        Counted are the matrix products of the layers, attention over the ``(length + 1) / 2`` keys that a token
+        sees on average, and the products of its factors where there are such. Norms, activations, positions and
+        the softmax are not.
 
         Args:
             length: Tokens of the sequence; ``context_length`` by default.
