@@ -1,19 +1,27 @@
 """The language model: what it computes, that its variants agree, decoding, sampling and files."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from warploom import ArgumentError, BackendError, DtypeError, ShapeError, WarploomError, lrpe_rotate
+from warploom import (
+    ArgumentError,
+    BackendError,
+    DtypeError,
+    ShapeError,
+    WarploomError,
+    flash_attention,
+    lrpe_rotate,
+)
 from warploom.backend import HAS_TRITON
-from warploom.nn import TransformerConfig, TransformerLM, attention, positions
+from warploom.nn import TransformerConfig, TransformerLM, attention
 from warploom.nn.transformer_lm import ATTENTIONS, SIZES, _sample
 
 VOCABULARY = 61
@@ -147,22 +155,20 @@ def test_attentions_train_alike_in_float32(position: str, device: torch.device) 
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.parametrize("position", ["rotate", "cosine"])
+@pytest.mark.parametrize(("name", "position"), [("flash", "rotate"), ("flash", "cosine"), ("tpa", "rotate")])
 def test_kernels_train_like_the_reference(
-    position: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str, position: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Positions, with learnable frequencies, and attention: on the GPU's kernels, or in the interpreter."""
     found = {}
     for backend in ("torch", "triton"):
-        for module, name in (
-            (positions, "lrpe_rotate"),
-            (positions, "lrpe_cosine"),
-            (attention, "flash_attention"),
-        ):
-            original = getattr(module, name)
-            function = original.func if isinstance(original, functools.partial) else original
-            monkeypatch.setattr(module, name, functools.partial(function, backend=backend))
-        model = make(device, layers=1, position=position, learnable_positions=True)
+        model = make(device, attention=name, layers=1, position=position, learnable_positions=name == "flash")
+        layer = model.blocks[0].attention
+        if name == "tpa":
+            layer.backend = backend
+        else:
+            monkeypatch.setattr(attention, "flash_attention", partial(flash_attention, backend=backend))
+            layer.position.forward = partial(layer.position.forward, backend=backend)
         found[backend] = losses(model, device, steps=3)
     assert found["triton"] == pytest.approx(found["torch"], rel=1e-4)
 
