@@ -165,7 +165,7 @@ def relaunch(
 
 @contextlib.contextmanager
 def recording(arch: int = 90) -> Iterator[dict[tuple[Any, ...], Build]]:
-    """Collect what would be compiled for ``arch`` instead of launching it: no GPU needed, results stay unwritten."""
+    """Collect what would be compiled for ``arch`` instead of launching it: no GPU needed, nothing is written."""
     global _recorded, _recorded_arch
     if INTERPRETED:
         raise RuntimeError("recording builds needs compiled kernels: unset TRITON_INTERPRET")

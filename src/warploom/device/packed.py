@@ -1,8 +1,8 @@
 """Packed sequences: which one a tile of tokens belongs to, found on the device.
 
-Sequence ``s`` takes tokens ``cu_seqlens[s]`` to ``cu_seqlens[s + 1]``. Cut into tiles of ``BLOCK`` tokens, it is given
-the tiles from number ``cu_seqlens[s] // BLOCK + s`` on. That is never fewer than it needs, at most one more, and a
-grid of ``tokens // BLOCK + sequences`` tiles holds all of them: no length has to be known on the host.
+Sequence ``s`` takes tokens ``cu_seqlens[s]`` to ``cu_seqlens[s + 1]``. Cut into tiles of ``BLOCK`` tokens, it is
+given the tiles from number ``cu_seqlens[s] // BLOCK + s`` on. That is never fewer than it needs, at most one more,
+and a grid of ``tokens // BLOCK + sequences`` tiles holds all of them: no length has to be known on the host.
 """
 
 import triton

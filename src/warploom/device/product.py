@@ -21,8 +21,8 @@ def rounded(x, dtype: tl.constexpr):
 def product(a, b, c, PRECISION: tl.constexpr):
     """``a · b + c`` in float32.
 
-    ``PRECISION`` is about float32 factors: one of Triton's names of an ``input_precision``, or ``bf16`` to round them
-    to bfloat16 first.
+    ``PRECISION`` is about float32 factors: one of Triton's names of an ``input_precision``, or ``bf16`` to round
+    them to bfloat16 first.
     """
     if PRECISION == "bf16" and a.dtype == tl.float32:
         a = rounded(a, tl.bfloat16)

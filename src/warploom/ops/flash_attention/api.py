@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, overload
@@ -72,15 +73,15 @@ def flash_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale · q kᵀ) v``, in memory linear in the length.
 
-    ``flash_attention(q, k, v, causal=True)`` is a decoder's attention. With ``Hkv < Hq`` heads of keys and values it
-    is grouped-query attention, and query head ``h`` reads key head ``h // (Hq / Hkv)``.
+    ``flash_attention(q, k, v, causal=True)`` is a decoder's attention. With ``Hkv < Hq`` heads of keys and values
+    it is grouped-query attention, and query head ``h`` reads key head ``h // (Hq / Hkv)``.
 
     Args:
         q: ``(B, N, Hq, D)``; float16, bfloat16, float32 or float64, any strides.
         k: ``(B, M, Hkv, D)`` in the dtype of ``q``, any strides; ``Hq`` a multiple of ``Hkv``.
         v: ``(B, M, Hkv, E)`` in the dtype of ``q``, any strides.
-        causal: Query ``i`` sees key ``j`` if ``j ≤ i + M − N``: the last query is aligned with the last key, so that
-            queries that extend a cache of keys see all of it. For ``N > M`` the first queries see nothing.
+        causal: Query ``i`` sees key ``j`` if ``j ≤ i + M − N``: the last query is aligned with the last key, so
+            that queries that extend a cache of keys see all of it. For ``N > M`` the first queries see nothing.
         scale: Factor of the inner products, any finite number; ``D^-½`` by default.
         window: ``(left, right)``, each a number of keys ≥ 0 or None for no bound: query ``i`` sees key ``j`` if
             ``−left ≤ j − (i + M − N) ≤ right``. With ``causal`` both conditions hold.
@@ -108,7 +109,10 @@ def flash_attention(
     Source: Dao, "FlashAttention-2", 2023, arXiv 2307.08691, algorithms 1 and 2; Shah et al., "FlashAttention-3",
     2024, arXiv 2407.08608.
     """
-    q, k, v = _cast_by_autocast(q, k, v)
+    autocast = _autocast(q)
+    if autocast:
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
     _check_tensors(q, k, v)
     left, right = _checked_window(window)
     for argument, flag in (("causal", causal), ("return_lse", return_lse)):
@@ -126,7 +130,8 @@ def flash_attention(
         return _run_kernels(call)
     if backend == "auto" and _is_plain(call):
         return in_order_of(q, _fused_by_torch(call).contiguous())
-    with torch.autocast(q.device.type, enabled=False):  # the inputs are cast; float32 inside stays float32
+    # The inputs have been cast; what is float32 inside stays float32.
+    with torch.autocast(q.device.type, enabled=False) if autocast else contextlib.nullcontext():
         results = reference.flash_attention(
             q, k, v,
             scale=scale, window=(left, right), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
@@ -155,11 +160,8 @@ class _Call(NamedTuple):
 def _run_kernels(call: _Call) -> Tensor | tuple[Tensor, Tensor]:
     from warploom.ops.flash_attention import autograd, launchers  # Triton is imported when it is first needed
 
-    precision = "highest"
-    if call.q.dtype == torch.float32:
-        precision = call.float32_precision or torch.get_float32_matmul_precision()
     mask = launchers.Mask(call.left, call.right, call.cu_seqlens_q, call.cu_seqlens_k)
-    out, lse = autograd.apply(call.q, call.k, call.v, mask, call.scale, precision)
+    out, lse = autograd.apply(call.q, call.k, call.v, mask, call.scale, call.float32_precision)
     return (out, lse) if call.return_lse else out
 
 
@@ -193,18 +195,18 @@ def _fused_by_torch(call: _Call) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast the floating tensors in its dtype, float64 excepted; else the same."""
-    first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.amp.is_autocast_available(first.device.type):
-        return tensors
-    if not torch.is_autocast_enabled(first.device.type):
-        return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
-    return tuple(
-        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in tensors
-    )
+def _autocast(x: object) -> bool:
+    """Whether autocast is on for tensors like this one."""
+    if not isinstance(x, Tensor) or not torch.amp.is_autocast_available(x.device.type):
+        return False
+    return torch.is_autocast_enabled(x.device.type)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As autocast casts: floating tensors, float64 excepted."""
+    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(dtype)
+    return x
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Flash attention as PyTorch operators: ``torch.ops.warploom.flash_attention`` and its backward.
 
-The registered operators, with fake functions and autograd, serve `torch.compile`, meta and fake tensors. A plain eager
-call goes to the same launchers directly (`apply`), and so does `torch.func`.
+The registered operators, with fake functions and autograd, serve `torch.compile`, meta and fake tensors. A plain
+eager call goes to the same launchers directly (`apply`), and so does `torch.func`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from warploom.ops.flash_attention.launchers import Mask
 
 Tensor = torch.Tensor
 
-_REST = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? left, SymInt? right, float scale, str precision"
+_REST = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? left, SymInt? right, float scale, str? precision"
 _library = torch.library.Library("warploom", "FRAGMENT")
 _library.define(f"flash_attention(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor, Tensor)")
 _library.define(
-    "flash_attention_backward(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, "
-    f"{_REST}) -> (Tensor, Tensor, Tensor)"
+    "flash_attention_backward(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
+    f"Tensor statistics, {_REST}) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -35,7 +35,7 @@ def _forward(
     left: int | None,
     right: int | None,
     scale: float,
-    precision: str,
+    precision: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = Mask(left, right, cu_seqlens_q, cu_seqlens_k)
     return launchers.forward(q, k, v, mask, scale, precision)
@@ -60,7 +60,7 @@ def _backward(
     left: int | None,
     right: int | None,
     scale: float,
-    precision: str,
+    precision: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = Mask(left, right, cu_seqlens_q, cu_seqlens_k)
     return launchers.backward(grad, grad_lse, q, k, v, out, statistics, mask, scale, precision)
@@ -159,7 +159,9 @@ class _FlashAttention(torch.autograd.Function):
         return stack_over_batch(_FlashAttention, info, in_dims, inputs)
 
 
-def apply(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str) -> tuple[Tensor, Tensor]:
+def apply(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str | None
+) -> tuple[Tensor, Tensor]:
     """Run attention on the Triton kernels, differentiably, by the shortest way that this call allows.
 
     Returns:

@@ -189,6 +189,7 @@ SIZES = ("tokens keys heads group blocks section splits sequences cu_q_stride cu
 
 
 def stride_names(*names: str) -> list[str]:
+    """Parameters that hold the strides (b, n, h, feature) of tensors."""
     return [f"{name}_{axis}" for name in names for axis in "bnhf"]
 
 

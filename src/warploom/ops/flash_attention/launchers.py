@@ -255,6 +255,13 @@ def _numbers(
     )  # fmt: skip
 
 
+def _precision(q: Tensor, precision: str | None) -> str:
+    """The precision of a call's products: that asked for, PyTorch's setting, or the one there is for 16 bits."""
+    if q.dtype != torch.float32:
+        return "highest"
+    return precision or torch.get_float32_matmul_precision()
+
+
 def _product(geometry: Geometry, precision: str) -> str:
     """How factors are multiplied. Long rows of float32 split in parts do not fit in registers; they go unsplit."""
     long = max(geometry.block_d, geometry.block_e) > 128
@@ -267,14 +274,15 @@ def _constants(
     """Arguments ``HAS_LEFT … BLOCK_E`` of a kernel."""
     return (
         mask.left is not None, mask.right is not None, scale < 0, access.vec, access.unit, access.wide,
-        geometry.features, geometry.value_features, _product(geometry, precision), tiles.block_m, tiles.block_n, geometry.block_d, geometry.block_e,
+        geometry.features, geometry.value_features, _product(geometry, precision),
+        tiles.block_m, tiles.block_n, geometry.block_d, geometry.block_e,
     )  # fmt: skip
 
 
 def _part_like(out: Tensor, splits: int) -> tuple[Tensor, int]:
     """Where the parts of a split go, in float32 and in the memory order of ``out``, and their distance.
 
-    Where there is one part only, that is ``out`` itself. Strides that are multiples of a number make the distance one.
+    Where there is one part only, that is ``out`` itself.
     """
     if splits == 1:
         return out, 0
@@ -283,7 +291,7 @@ def _part_like(out: Tensor, splits: int) -> tuple[Tensor, int]:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward kernel.
 
@@ -292,6 +300,7 @@ def forward(
         (2, B, Hq, N) in float32.
     """
     geometry = _geometry(q, k, v)
+    precision = _precision(q, precision)
     out = empty_in_order_of(q, geometry.value_features)
     lse = torch.empty((geometry.entries, geometry.heads, geometry.tokens), dtype=torch.float32, device=q.device)
     statistics = lse.new_empty((2, *lse.shape))
@@ -341,7 +350,7 @@ def backward(
     statistics: Tensor,
     mask: Mask,
     scale: float,
-    precision: str,
+    precision: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward kernels: gradients of ``q``, ``k`` and ``v``, each in the memory order of its tensor.
 
@@ -349,6 +358,7 @@ def backward(
     ``statistics`` are what `forward` returned for the other arguments.
     """
     geometry = _geometry(q, k, v)
+    precision = _precision(q, precision)
     dq, dk, dv = (empty_in_order_of(t, t.shape[-1]) for t in (q, k, v))
     if geometry.empty():
         return dq.zero_(), dk.zero_(), dv.zero_()

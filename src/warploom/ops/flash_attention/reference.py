@@ -1,10 +1,9 @@
 """The definition of flash attention in plain PyTorch: any device, any float dtype. This file is the specification.
 
 Everything is computed in float32, or float64 when the inputs are, and rounded to the dtype of ``q`` at the end. As
-everywhere in PyTorch, both factors of a matrix product have the dtype of the inputs, so the weights are rounded to it
-before they multiply the values. The matrix
-of weights exists for a block of queries at a time; under autograd a block is computed again in the backward, so that
-the truth for 65 536 tokens fits on one GPU.
+everywhere in PyTorch, both factors of a matrix product have the dtype of the inputs, so the weights are rounded to
+it before they multiply the values. The matrix of weights exists for a block of queries at a time; under autograd a
+block is computed again in the backward, so that the truth for 65 536 tokens fits on one GPU.
 Source: Vaswani et al., "Attention Is All You Need", 2017, arXiv 1706.03762, equation 1.
 """
 
@@ -34,7 +33,7 @@ def flash_attention(
     float32_precision: str | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax of ``scale · q kᵀ`` over the visible keys, times ``v``: (B, N, Hq, E), and lse (B, Hq, N) if asked for.
+    """Softmax of ``scale · q kᵀ`` over the visible keys, times ``v``: (B, N, Hq, E) [and lse (B, Hq, N)].
 
     For float32 inputs, a ``float32_precision`` of ``high`` drops the bits of every factor of a matrix product that
     TensorFloat-32 does not have, and ``medium`` rounds it to bfloat16.

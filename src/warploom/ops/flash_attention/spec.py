@@ -24,8 +24,8 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     """Inputs of a case.
 
     Keys: ``batch, n, heads, head_dim, dtype``; ``m`` (keys, by default n), ``key_heads`` (by default heads),
-    ``value_dim`` (by default head_dim); ``size`` (of the numbers in q and k, by default 1), ``layout`` (``bhnd`` for
-    heads before tokens in memory); and ``causal, scale, window, cu_seqlens_q, cu_seqlens_k, float32_precision,
+    ``value_dim`` (by default head_dim); ``size`` (of the numbers in q and k, by default 1), ``layout`` (``bhnd``
+    for heads before tokens in memory); and ``causal, scale, window, cu_seqlens_q, cu_seqlens_k, float32_precision,
     return_lse`` as in the public function.
     """
     batch, tokens, heads, head_dim = case["batch"], case["n"], case["heads"], case["head_dim"]
