@@ -184,9 +184,9 @@ def test_checkpointing_changes_no_gradient(device: torch.device) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("position", ["rotate", "cosine"])
-def test_the_compiler_sees_one_graph(position: str, device: torch.device) -> None:
-    model, tokens = make(device, layers=1, position=position), text(2, 12, device)
+@pytest.mark.parametrize(("name", "position"), [("flash", "rotate"), ("flash", "cosine"), ("tpa", "rotate")])
+def test_the_compiler_sees_one_graph(name: str, position: str, device: torch.device) -> None:
+    model, tokens = make(device, attention=name, layers=1, position=position), text(2, 12, device)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     expected = model(tokens, tokens)
     got = compiled(tokens, tokens)
@@ -205,9 +205,9 @@ def test_autocast_trains_in_bfloat16_with_float32_parameters(device: torch.devic
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("position", ["rotate", "cosine"])
-def test_flops_are_those_that_a_counter_finds(position: str) -> None:
-    model = make(attention="plain", position=position)
+@pytest.mark.parametrize(("name", "position"), [("plain", "rotate"), ("plain", "cosine"), ("tpa", "rotate")])
+def test_flops_are_those_that_a_counter_finds(name: str, position: str) -> None:
+    model = make(attention=name, position=position)
     n = 16
     with FlopCounterMode(display=False) as counter:
         model(text(1, n))
