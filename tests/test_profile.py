@@ -142,6 +142,11 @@ def test_the_trace_names_phases_and_parts(mode: str) -> None:
         ("transformer --mode backward", "--mode backward: there are forward, forward-backward, train"),
         ("transformer --attention quick", "--attention quick: there are flash, "),
         ("transformer --memory-snapshot x", "--memory-snapshot: only a GPU's allocations are recorded"),
+        (
+            "transformer --attention flash,llama --position none",
+            "profile: position must be rotate for llama; got 'none'",
+        ),
+        ("transformer --attention flash,tpa --position none", "TransformerConfig: position must be 'rotate' with"),
         ("attention --attention llama", "--attention llama: there are plain, plain+compile, flash, sdpa"),
     ],
 )

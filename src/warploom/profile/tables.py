@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from warploom.bench.published import published
 from warploom.bench.tables import Section
+from warploom.nn.transformer_lm import SIZES
 from warploom.profile.parts import PARTS
 from warploom.profile.records import ProfileRecord
 
@@ -117,7 +118,8 @@ def _published_attention(head_dim: int, n: int, metric: str, mode: str) -> str:
 
 def _published_steps(records: Sequence[ProfileRecord]) -> list[str]:
     """What was published of these sizes and modes, a line each."""
-    wanted = dict.fromkeys((record.case["size"], _PUBLISHED_MODES.get(record.mode)) for record in records)
+    whole = [record for record in records if record.case["layers"] == SIZES[record.case["size"]]["layers"]]
+    wanted = dict.fromkeys((record.case["size"], _PUBLISHED_MODES.get(record.mode)) for record in whole)
     steps = {(row.case["size"], row.mode): row for row in published() if row.operator == "transformer"}
     return [
         f"published, {row.gpu}: {size} {mode} {row.value / 1e3:.4f} s a step"

@@ -22,6 +22,7 @@ from torch import nn
 from warploom.bench.attempt import attempt
 from warploom.bench.limits import compute_ms
 from warploom.bench.measure import allocated_bytes, make_clock, release_memory
+from warploom.errors import ArgumentError, fault
 from warploom.nn import TransformerConfig
 from warploom.ops.spec import Traffic
 from warploom.profile import models
@@ -70,7 +71,13 @@ class Plan:
     memory_snapshot: Path | None = None
 
     def config(self, unit: Unit) -> TransformerConfig:
-        """The configuration of a unit's model."""
+        """The configuration of a unit's model.
+
+        Raises:
+            ArgumentError: There is no such model.
+        """
+        if unit.provider == models.LLAMA and self.position != "rotate":
+            raise fault(ArgumentError, "profile", "position", "rotate for llama", repr(self.position))
         changes: dict[str, Any] = {"context_length": self.context_length, "position": self.position}
         changes |= {} if self.layers is None else {"layers": self.layers}
         if unit.provider != models.LLAMA:
@@ -166,17 +173,22 @@ def run(plan: Plan, device: torch.device, writer: Writer) -> list[ProfileRecord]
 
     Returns:
         The records, in the order of the units.
+
+    Raises:
+        ArgumentError: There is no model for one of the units; nothing has been measured then.
+        DeviceLostError: The device answers no more; what was measured is written.
     """
+    cases = [plan.case(unit) for unit in plan.units]
     operations = 10**12
     reference_ms = compute_ms(Traffic(0, 0, 0, operations), device, make_clock(device))
     written = []
-    for number, unit in enumerate(plan.units, start=1):
+    for number, (unit, case) in enumerate(zip(plan.units, cases), start=1):
         release_memory(device)
         if unit.compiled:
             torch.compiler.reset()
         measure = functools.partial(_measure, unit, plan, device, operations / reference_ms)
         figures = attempt(unit.label, measure)
-        record = writer.write("transformer", plan.case(unit), unit.label, unit.mode, figures)
+        record = writer.write("transformer", case, unit.label, unit.mode, figures)
         written.append(record)
         result = f"{record.phases['step'].mean_ms:.4g} ms" if record.phases else f"{record.status}: {record.reason}"
         name = f"{unit.size} {unit.label} {unit.mode}"
