@@ -202,7 +202,7 @@ def _flash_attn(module: str, case: Case) -> Provider:
 
 def _need_cuda(what: str) -> None:
     if not torch.cuda.is_available():
-        raise Unsupported(f"{what} needs an NVIDIA GPU")
+        raise Unsupported(f"an NVIDIA GPU is needed for {what}")
 
 
 def _torch(case: Case) -> Provider:
