@@ -8,6 +8,8 @@ import torch
 if not torch.cuda.is_available():
     # Read when a kernel is defined, so it must be set before any module with kernels is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+    # Cases are small, and the threads of parallel workers would only wait for each other.
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

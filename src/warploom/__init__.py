@@ -10,6 +10,7 @@ from warploom.errors import (
 )
 from warploom.ops.flash_attention.api import flash_attention
 from warploom.ops.lrpe.api import lrpe_cosine, lrpe_rotate
+from warploom.ops.tpa.api import tpa_attention, tpa_decode
 from warploom.version import __version__
 
 __all__ = [
@@ -23,4 +24,6 @@ __all__ = [
     "flash_attention",
     "lrpe_cosine",
     "lrpe_rotate",
+    "tpa_attention",
+    "tpa_decode",
 ]

@@ -15,11 +15,14 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from warploom.errors import WarploomError
 from warploom.ops import benches, register
 from warploom.ops.spec import Bench, Operator
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 __all__ = [
     "LIMIT",
@@ -103,13 +106,13 @@ def operator_name(bench: Bench) -> str:
     return bench.name.replace("-", "_")
 
 
-def append(folder: Path, records: Iterable[Record]) -> None:
-    """Add records to a folder's ``records.jsonl`` and flush them to disk, each a whole line.
+def append(folder: Path, records: Iterable[DataclassInstance], file_name: str = RECORDS) -> None:
+    """Add records to a file of a folder, by default ``records.jsonl``, and flush them to disk, each a whole line.
 
     A torn last line, left by a run that was killed while writing, is removed first.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file_path = folder / RECORDS
+    file_path = folder / file_name
     if file_path.is_file():
         written = file_path.read_bytes()
         if not written.endswith(b"\n"):

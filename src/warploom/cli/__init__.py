@@ -1,4 +1,4 @@
-"""The command line: ``warploom bench | check | accuracy | compare | report | env``, one file for each command.
+"""The command line, one file for each command: ``warploom bench``, ``check``, ``profile``, ``report`` and so on.
 
 A command's file has `add_parser`; what the command needs is imported when it runs, so that ``--help`` answers at
 once.
@@ -10,14 +10,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from warploom.cli import accuracy, bench, check, compare, env, report
+from warploom.cli import accuracy, bench, check, compare, env, profile, report
 from warploom.cli.common import OPTIONAL, install_hint, package
 from warploom.errors import WarploomError
 from warploom.version import __version__
 
 __all__ = ["main"]
 
-COMMANDS = (bench, check, accuracy, compare, report, env)
+COMMANDS = (bench, check, accuracy, compare, profile, report, env)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

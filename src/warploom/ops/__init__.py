@@ -11,7 +11,7 @@ from warploom.errors import ArgumentError
 if TYPE_CHECKING:
     from warploom.ops.spec import Bench, Operator
 
-FOLDERS = ("lrpe", "flash_attention")
+FOLDERS = ("lrpe", "flash_attention", "tpa")
 """The operators' folders; each has a ``spec.py`` with ``OPERATORS`` and ``BENCHES``."""
 
 

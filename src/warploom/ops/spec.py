@@ -43,6 +43,8 @@ class Operator:
     """Small odd cases that together touch every feature; every backend must meet the error budget on each."""
     autocasts: bool = False
     """Whether autocast casts its floating inputs, as it does those of a matrix product."""
+    length: str = "n"
+    """The case parameter that is a length of a sequence: another value of it compiles nothing new."""
 
 
 @dataclass(frozen=True)

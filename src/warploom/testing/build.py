@@ -63,7 +63,7 @@ class Resources:
 def cases(operator: Operator) -> list[Case]:
     """The check cases of an operator, and the CUDA cases of its benches: of those that differ in length, one.
 
-    A length, ``n`` (or a list of sizes that make it up), compiles nothing new, so the shortest stands for all.
+    A length (or a list of sizes that make it up) compiles nothing new, so the shortest stands for all.
     """
     shortest: dict[str, Case] = {}
     for bench in benches().values():
@@ -71,8 +71,8 @@ def cases(operator: Operator) -> list[Case]:
             continue
         for case in (case for suite in bench.suites.values() for case in suite("cuda")):
             lists = {name: len(value) for name, value in case.items() if isinstance(value, list | tuple)}
-            key = json.dumps({**case, **lists, "n": None}, sort_keys=True)
-            if key not in shortest or case["n"] < shortest[key]["n"]:
+            key = json.dumps({**case, **lists, operator.length: None}, sort_keys=True)
+            if key not in shortest or case[operator.length] < shortest[key][operator.length]:
                 shortest[key] = case
     return [*operator.check_cases, *shortest.values()]
 

@@ -20,7 +20,7 @@ key_launch = Kernel(key_kernel)
 query_launch = Kernel(query_kernel)
 sum_launch = Kernel(sum_kernel)
 
-PRODUCTS = {"highest": "tf32x3", "high": "tf32", "medium": "bf16"}
+PRODUCTS = {"highest": "bf16x6", "high": "tf32", "medium": "bf16"}
 """How float32 factors are multiplied, for each of PyTorch's names of a precision."""
 
 L2_SHARE = 2**25
@@ -69,34 +69,77 @@ def configuration(
         plain: Whether masks are those of a causal or full attention and D and E equal powers of two: what such
             kernels save in registers, larger tiles take.
     """
+    tuned = plain and 90 <= arch < 120
+    if dtype == torch.float32 and tuned and features <= 128:
+        return (_PLAIN_90_FLOAT32 if precision == "highest" else _PLAIN_90_TF32)[kernel][features]
     if dtype == torch.float32:
         return _FLOAT32[kernel][features]
-    if plain and 90 <= arch < 120:
+    if tuned:
         return _PLAIN_90[kernel][features]
     return _HALF[kernel][features]
 
 
 _PLAIN_90: dict[str, dict[int, Configuration]] = {
     "forward": {
-        16: Configuration(128, 64, 4, 3),
-        32: Configuration(128, 64, 4, 3),
-        64: Configuration(128, 64, 4, 3),
-        128: Configuration(128, 64, 8, 3),
-        256: Configuration(64, 32, 8, 2),
+        16: Configuration(64, 64, 4, 3),
+        32: Configuration(64, 64, 4, 3),
+        64: Configuration(64, 64, 4, 3),
+        128: Configuration(128, 128, 8, 3),
+        256: Configuration(128, 64, 8, 2),
+    },
+    "key": {
+        16: Configuration(64, 64, 4, 3),
+        32: Configuration(64, 64, 4, 3),
+        64: Configuration(64, 64, 4, 3),
+        128: Configuration(32, 64, 4, 3),
+        256: Configuration(32, 32, 4, 2),
+    },
+    "query": {
+        16: Configuration(64, 64, 4, 3),
+        32: Configuration(64, 64, 4, 3),
+        64: Configuration(64, 64, 4, 3),
+        128: Configuration(128, 128, 8, 2),
+        256: Configuration(128, 64, 8, 1),
+    },
+}
+_PLAIN_90_FLOAT32: dict[str, dict[int, Configuration]] = {
+    "forward": {
+        16: Configuration(64, 64, 4, 3),
+        32: Configuration(64, 64, 4, 3),
+        64: Configuration(64, 64, 4, 2),
+        128: Configuration(64, 32, 4, 2),
     },
     "key": {
         16: Configuration(64, 64, 4, 2),
         32: Configuration(64, 64, 4, 2),
-        64: Configuration(32, 128, 8, 2),
-        128: Configuration(32, 64, 8, 2),
-        256: Configuration(32, 32, 8, 1),
+        64: Configuration(32, 64, 4, 1),
+        128: Configuration(32, 32, 4, 2),
     },
     "query": {
-        16: Configuration(128, 64, 8, 2),
-        32: Configuration(128, 64, 8, 2),
-        64: Configuration(128, 64, 8, 2),
-        128: Configuration(128, 64, 8, 2),
-        256: Configuration(64, 32, 8, 2),
+        16: Configuration(64, 64, 4, 2),
+        32: Configuration(64, 64, 4, 2),
+        64: Configuration(64, 32, 4, 3),
+        128: Configuration(64, 16, 4, 1),
+    },
+}
+_PLAIN_90_TF32: dict[str, dict[int, Configuration]] = {
+    "forward": {
+        16: Configuration(64, 64, 4, 3),
+        32: Configuration(64, 64, 4, 3),
+        64: Configuration(128, 64, 8, 1),
+        128: Configuration(128, 32, 8, 2),
+    },
+    "key": {
+        16: Configuration(64, 64, 4, 2),
+        32: Configuration(64, 64, 4, 2),
+        64: Configuration(32, 128, 8, 1),
+        128: Configuration(16, 128, 8, 1),
+    },
+    "query": {
+        16: Configuration(64, 64, 4, 2),
+        32: Configuration(64, 64, 4, 2),
+        64: Configuration(128, 32, 8, 2),
+        128: Configuration(128, 16, 8, 1),
     },
 }
 _HALF: dict[str, dict[int, Configuration]] = {

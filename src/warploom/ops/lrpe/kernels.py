@@ -18,25 +18,11 @@ import triton.language as tl
 
 from warploom.device.activations import activate, activate_backward, softmax, softmax_pair
 from warploom.device.phase import cos_sin, phase_step
+from warploom.device.sequence import sequence_of
 
 # ----------------------------------------------------------------------------------------------------------
 # Device functions
 # ----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def sequence_of(n, cu_seqlens, cu_stride, sequences):
-    """Packed sequence of each token (int32, (R,)): the last whose start is not behind it. Binary search."""
-    low = tl.zeros_like(n)
-    high = low + sequences
-    width = sequences
-    while width > 0:
-        middle = (low + high) // 2
-        reached = tl.load(cu_seqlens + middle * cu_stride).to(tl.int32) <= n
-        low = tl.where(reached, middle, low)
-        high = tl.where(reached, high, middle)
-        width = width // 2
-    return low
 
 
 @triton.jit

@@ -1,0 +1,21 @@
+"""Modules for people who build models: positions, attention with its cache, and a Transformer LM."""
+
+from warploom.nn.attention import Attention
+from warploom.nn.cache import FactorCache, KVCache
+from warploom.nn.mlp import SwiGLU
+from warploom.nn.positions import LRPE, RotaryEmbedding
+from warploom.nn.tensor_product_attention import TensorProductAttention
+from warploom.nn.transformer_lm import Output, TransformerConfig, TransformerLM
+
+__all__ = [
+    "LRPE",
+    "Attention",
+    "FactorCache",
+    "KVCache",
+    "Output",
+    "RotaryEmbedding",
+    "SwiGLU",
+    "TensorProductAttention",
+    "TransformerConfig",
+    "TransformerLM",
+]

@@ -1,0 +1,165 @@
+"""Causal self-attention as a layer, on one of three implementations of the product itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from warploom import flash_attention
+from warploom.errors import ArgumentError, fault
+from warploom.nn.cache import KVCache
+from warploom.nn.positions import LRPE, RotaryEmbedding
+
+__all__ = ["IMPLEMENTATIONS", "Attention"]
+
+Tensor = torch.Tensor
+
+IMPLEMENTATIONS = ("flash", "plain", "sdpa")
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention with grouped queries.
+
+    Args:
+        d_model: Features of the input and the output.
+        heads: Query heads ``H``.
+        kv_heads: Heads of keys and values ``Hkv``, a divisor of ``heads``; as many by default.
+        head_dim: Features ``D`` of a head; ``d_model / heads`` by default.
+        position: Encodes queries and keys: `RotaryEmbedding`, `LRPE` with ``kv_heads`` rows, or ``None``. LRPE's
+            cosine form gives them twice the features; the scale stays ``D^-½``.
+        implementation: ``flash`` (`warploom.flash_attention`), ``sdpa`` (PyTorch's), or ``plain`` (written out: the
+            matrix of scores is formed).
+
+    Shapes: ``(B, N, d_model)`` to ``(B, N, d_model)``.
+
+    Raises:
+        ArgumentError: Numbers that do not divide each other, or an unknown implementation.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        position: RotaryEmbedding | LRPE | None = None,
+        implementation: str = "flash",
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        if heads < 1 or (head_dim is None and d_model % heads):
+            raise fault(ArgumentError, "Attention", "heads", f"a divisor of d_model = {d_model}", heads)
+        if kv_heads < 1 or heads % kv_heads:
+            raise fault(ArgumentError, "Attention", "kv_heads", f"a divisor of heads = {heads}", kv_heads)
+        if implementation not in IMPLEMENTATIONS:
+            expected = f"one of {', '.join(IMPLEMENTATIONS)}"
+            raise fault(ArgumentError, "Attention", "implementation", expected, repr(implementation))
+        self.heads, self.kv_heads = heads, kv_heads
+        self.head_dim = d_model // heads if head_dim is None else head_dim
+        self.implementation = implementation
+        self.position = position
+        self.qkv = nn.Linear(d_model, (heads + 2 * kv_heads) * self.head_dim, bias=False)
+        self.out = nn.Linear(heads * self.head_dim, d_model, bias=False)
+
+    def forward(self, x: Tensor, *, position_ids: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """Attend from each token of ``x`` (B, N, d_model) to itself and to the tokens before it.
+
+        Args:
+            x: ``(B, N, d_model)``; with a cache, the tokens that follow those in it.
+            position_ids: ``(N,)`` or ``(B, N)``; counted on from the cache's length by default.
+            cache: Where this layer's keys and values are added. Without gradient only.
+
+        Returns:
+            ``(B, N, d_model)``.
+        """
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, N, H + 2·Hkv, D)
+        qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
+        q, k = self._encoded(qk, position_ids, 0 if cache is None else cache.offset)
+        scale = self.head_dim**-0.5
+        if cache is not None:
+            k, v = cache.append(k, v)
+        if cache is not None and cache.ragged:
+            out = self._ragged(q, k, v, scale, cache)
+        elif self.implementation == "flash":
+            out = flash_attention(q, k, v, causal=True, scale=scale)
+        elif self.implementation == "sdpa":
+            # `is_causal` aligns the first query with the first key, which is ours only when there are as many.
+            square = q.shape[1] == k.shape[1]
+            mask = None if square or q.shape[1] == 1 else causal_mask(q, k)
+            out = _sdpa(q, k, v, scale, mask, is_causal=square)
+        else:
+            out = plain_attention(q, k, v, scale, causal_mask(q, k))
+        projected: Tensor = self.out(out.flatten(2))
+        return projected
+
+    def _encoded(self, qk: Tensor, position_ids: Tensor | None, offset: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Queries (B, N, H, ·) and keys (B, N, Hkv, ·) with their positions, from both side by side."""
+        start = {"offset": offset} if position_ids is None else {"position_ids": position_ids}
+        if isinstance(self.position, RotaryEmbedding):  # the same frequencies for all heads: one launch
+            qk = self.position(qk, **start)
+        q, k = qk.split((self.heads, self.kv_heads), dim=2)
+        if isinstance(self.position, LRPE):
+            q, k = self.position(q, **start), self.position(k, **start)
+        return q, k
+
+    def _ragged(self, q: Tensor, k: Tensor, v: Tensor, scale: float, cache: KVCache) -> Tensor:
+        """Attention where the entries of the batch have caches of different lengths."""
+        if self.implementation != "flash":
+            mask = causal_mask(q, k, cache.offset)
+            attend = _sdpa if self.implementation == "sdpa" else plain_attention
+            return attend(q, k, v, scale, mask)
+        batch, tokens = q.shape[:2]
+        keys, values, cu_seqlens_k = cache.packed()
+        cu_seqlens_q = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * tokens
+        out = flash_attention(
+            q.flatten(0, 1)[None],
+            keys,
+            values,
+            causal=True,
+            scale=scale,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+        )
+        return out.reshape(batch, tokens, *out.shape[2:])
+
+
+def causal_mask(q: Tensor, k: Tensor, lengths: int | Tensor | None = None) -> Tensor:
+    """Which keys each query sees, (N, M) or (B, 1, N, M) bool: the last query sits at the last key.
+
+    Args:
+        q: ``(B, N, H, D)``.
+        k: ``(B, M, Hkv, D)``.
+        lengths: Valid keys of each batch entry (B,), the queries' own included, where they differ.
+    """
+    queries, keys = q.shape[1], k.shape[1]
+    column = torch.arange(keys, device=q.device)
+    row = torch.arange(queries, device=q.device)[:, None]
+    if isinstance(lengths, torch.Tensor):
+        return column <= row + lengths[:, None, None, None] - queries
+    return column <= row + keys - queries
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
+    """Attention written out: (B, N, H, D), (B, M, Hkv, D), (B, M, Hkv, E) to (B, N, H, E).
+
+    The softmax is in float32, or float64 for such inputs.
+    """
+    groups = q.shape[2] // k.shape[2]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
+    scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)) * scale  # (B, H, N, M)
+    precise = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1, dtype=precise).to(v.dtype)
+    out: Tensor = weights @ v.transpose(1, 2)
+    return out.transpose(1, 2)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, is_causal: bool = False) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
+    )
+    return out.transpose(1, 2)

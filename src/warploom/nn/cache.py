@@ -1,0 +1,207 @@
+"""What attention layers keep of the tokens they have seen, for decoding: keys and values, or their factors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from warploom.errors import ArgumentError, ShapeError, fault
+
+__all__ = ["FactorCache", "KVCache", "TokenCache"]
+
+Tensor = torch.Tensor
+
+
+class TokenCache:
+    """Tensors ``(B, tokens, ·, ·)`` that grow along the tokens, with a length for each entry of the batch.
+
+    Memory is allocated at the first append, in the dtype and on the device of what is appended. Entries of a
+    batch may have different lengths: append right-padded prompts, then `truncate` each entry to its own; the next
+    token of an entry overwrites its padding. Lengths are kept on the host too, so nothing here waits for the GPU.
+
+    Args:
+        capacity: Tokens to allocate for, which is then also the most that fit; ``None`` to grow by doubling.
+
+    Attributes:
+        lengths: Tokens of each batch entry, as ints; empty before the first append.
+
+    Raises:
+        ArgumentError: The capacity is not positive.
+    """
+
+    _FIRST = 256  # tokens allocated at first where no capacity is given
+    _NAMES: ClassVar[tuple[str, ...]] = ()  # of what is kept, for errors
+
+    def __init__(self, capacity: int | None = None) -> None:
+        if capacity is not None and capacity < 1:
+            raise fault(ArgumentError, type(self).__name__, "capacity", "positive", capacity)
+        self.capacity = capacity
+        self.lengths: list[int] = []
+        self._held: tuple[Tensor, ...] = ()  # (B, allocated, ·, ·) each
+        self._seqlens: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """The largest of the entries' lengths."""
+        return max(self.lengths, default=0)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether entries differ in length."""
+        return len(set(self.lengths)) > 1
+
+    @property
+    def seqlens(self) -> Tensor:
+        """Tokens of each batch entry, (B,) int32 on the device.
+
+        Raises:
+            ArgumentError: Nothing has been appended yet.
+        """
+        if self._seqlens is None:
+            lengths = torch.tensor(self.lengths, dtype=torch.int32)
+            self._seqlens = lengths.to(self._filled()[0].device, non_blocking=True)
+        return self._seqlens
+
+    @property
+    def offset(self) -> int | Tensor:
+        """Position of the next token: an int where all entries agree, else `seqlens`."""
+        return self.seqlens if self.ragged else self.length
+
+    def truncate(self, lengths: int | Sequence[int]) -> None:
+        """Forget each entry's tokens from a length on.
+
+        Args:
+            lengths: One for all entries, or one for each.
+
+        Raises:
+            ArgumentError: A length is negative or beyond what the entry has, or there are not as many as entries.
+        """
+        wanted = [lengths] * len(self.lengths) if isinstance(lengths, int) else list(lengths)
+        fits = len(wanted) == len(self.lengths) and all(0 <= n <= old for n, old in zip(wanted, self.lengths))
+        if not fits:
+            expected = f"one for each entry, at most {self.lengths}"
+            raise fault(ArgumentError, f"{type(self).__name__}.truncate", "lengths", expected, lengths)
+        self._set_lengths(wanted)
+
+    def _append(self, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Add tokens (B, N, ·, ·) to every entry; views of the first `length` tokens of everything held."""
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new):
+            raise self._fault(ArgumentError, "without gradient (torch.no_grad)", "one wanted")
+        if any(tensor.dim() != 4 or tensor.shape[:2] != new[0].shape[:2] for tensor in new):
+            raise self._fault(ShapeError, "(B, N, ·, ·) each", [tuple(tensor.shape) for tensor in new])
+        self._make_room(new)
+        tokens = new[0].shape[1]
+        if self.ragged:
+            entry = torch.arange(len(self.lengths), device=new[0].device)[:, None]
+            place = self.seqlens[:, None] + torch.arange(tokens, device=new[0].device)
+            for store, tensor in zip(self._held, new):
+                store[entry, place] = tensor.to(store.dtype)
+        else:
+            for store, tensor in zip(self._held, new):
+                store[:, self.length : self.length + tokens] = tensor
+        self._set_lengths([length + tokens for length in self.lengths])
+        return tuple(store[:, : self.length] for store in self._held)
+
+    def _make_room(self, new: tuple[Tensor, ...]) -> None:
+        batch, tokens = new[0].shape[:2]
+        if not self._held:
+            self.lengths = [0] * batch
+        elif any(s.shape[0] != batch or s.shape[2:] != t.shape[2:] for s, t in zip(self._held, new)):
+            expected = f"of the sizes held, {[tuple(store.shape) for store in self._held]}, but for the tokens"
+            raise self._fault(ShapeError, expected, [tuple(tensor.shape) for tensor in new])
+        needed = self.length + tokens
+        if self.capacity is not None and needed > self.capacity:
+            name = f"{type(self).__name__}.append"
+            raise fault(ArgumentError, name, "the length", f"at most the capacity {self.capacity}", needed)
+        allocated = self._held[0].shape[1] if self._held else 0
+        if needed > allocated or not self._held:
+            size = self.capacity or max(self._FIRST, 2 * allocated, needed)
+            # Zeros, since what a mask hides is still multiplied, and uninitialised memory may hold a NaN.
+            grown = tuple(tensor.new_zeros((batch, size, *tensor.shape[2:])) for tensor in new)
+            for store, old in zip(grown, self._held):
+                store[:, :allocated] = old
+            self._held = grown
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        self.lengths, self._seqlens = lengths, None
+
+    def _filled(self) -> tuple[Tensor, ...]:
+        if not self._held:
+            raise fault(ArgumentError, type(self).__name__, "the cache", "appended to first", "an empty one")
+        return self._held
+
+    def _fault(self, error: type[ArgumentError | ShapeError], expected: str, got: object) -> Exception:
+        return fault(error, f"{type(self).__name__}.append", ", ".join(self._NAMES), expected, got)
+
+
+class KVCache(TokenCache):
+    """Keys and values of the tokens that an `Attention` layer has seen.
+
+    Capacity, lengths and errors are those of `TokenCache`.
+    """
+
+    _NAMES = ("k", "v")
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the same number of tokens to every entry.
+
+        Args:
+            k: ``(B, N, Hkv, D)``.
+            v: ``(B, N, Hkv, E)``.
+
+        Returns:
+            Views ``(B, length, Hkv, D)`` and ``(B, length, Hkv, E)`` of everything so far. Where entries differ in
+            length, what lies behind an entry's own length is finite but means nothing.
+
+        Raises:
+            ShapeError: A size is not that of the other tensor or of earlier calls.
+            ArgumentError: More tokens than the capacity, or a gradient is wanted: the cache is for inference.
+        """
+        keys, values = self._append((k, v))
+        return keys, values
+
+    def packed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Copy what is valid: ``k`` (1, ΣM, Hkv, D), ``v`` (1, ΣM, Hkv, E) and ``cu_seqlens`` (B + 1,) int32.
+
+        Raises:
+            ArgumentError: The cache is empty.
+        """
+        keys, values = self._filled()
+        allocated = keys.shape[1]
+        rows = [torch.arange(length) + entry * allocated for entry, length in enumerate(self.lengths)]
+        index = torch.cat(rows).to(keys.device, non_blocking=True)
+        starts = torch.tensor([0, *self.lengths]).cumsum(0, dtype=torch.int32)
+        k, v = (stored.flatten(0, 1).index_select(0, index)[None] for stored in (keys, values))
+        return k, v, starts.to(keys.device, non_blocking=True)
+
+
+class FactorCache(TokenCache):
+    """Factors of the keys and values that a `TensorProductAttention` layer has seen.
+
+    They are ``R·(H + D)`` numbers a token instead of ``H·D``, twice. Capacity, lengths and errors are those of
+    `TokenCache`; `seqlens` is the ``cache_seqlens`` of `warploom.tpa_decode`.
+    """
+
+    _NAMES = ("ak", "av", "bk", "bv")
+
+    def append(self, ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Add the same number of tokens to every entry.
+
+        Args:
+            ak: ``(B, N, H, Rk)``.
+            av: ``(B, N, H, Rv)``.
+            bk: ``(B, N, Rk, D)``.
+            bv: ``(B, N, Rv, E)``.
+
+        Returns:
+            The four factors of all tokens so far, in the same order, views of the first `length` tokens. What lies
+            behind an entry's own length is finite but means nothing.
+
+        Raises:
+            ShapeError: A size is not that of the other factors or of earlier calls.
+            ArgumentError: More tokens than the capacity, or a gradient is wanted: the cache is for inference.
+        """
+        ak, av, bk, bv = self._append((ak, av, bk, bv))
+        return ak, av, bk, bv

@@ -1,0 +1,30 @@
+"""The gated feed-forward layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) ⊙ up(x))``, with gate and up in one matrix product.
+
+    Args:
+        d_model: Features of the input and the output.
+        d_ff: Features in between; the layer has ``3 · d_model · d_ff`` parameters.
+
+    Shapes: ``(…, d_model)`` to ``(…, d_model)``.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202.
+    """
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(d_model, 2 * d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layer to every token on its own."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        out: torch.Tensor = self.down(nn.functional.silu(gate) * up)
+        return out

@@ -1,0 +1,127 @@
+"""Tensor-product attention as a layer, which decodes from a cache of factors."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from warploom import tpa_attention, tpa_decode
+from warploom.errors import ArgumentError, ShapeError, fault
+from warploom.nn.cache import FactorCache
+from warploom.nn.positions import RotaryEmbedding
+
+__all__ = ["TensorProductAttention"]
+
+Tensor = torch.Tensor
+
+
+class TensorProductAttention(nn.Module):
+    """Causal self-attention on factored queries, keys and values, with RoPE on the feature factors.
+
+    A token's queries are ``Q = 1/Rq · A_Q B_Q`` with ``A_Q (H, Rq)`` and ``B_Q (Rq, D)`` from linear maps of its
+    features, its keys and values likewise. RoPE turns the rows of ``B_Q`` and ``B_K``, which turns Q and K.
+
+    Args:
+        dim: Features of a token.
+        heads: ``H``.
+        head_dim: ``D``, features of a query and of a key; even.
+        rank_q: ``Rq``.
+        rank_k: ``Rk``.
+        rank_v: ``Rv``.
+        value_dim: ``E``, features of a value; ``head_dim`` by default.
+        base: RoPE's frequencies are ``base ** (-2f / D)``.
+        bias: Whether the linear maps have one.
+        backend: That of `warploom.tpa_attention`, `warploom.tpa_decode` and `warploom.lrpe_rotate`.
+
+    State dict: ``aq, bq, ak, bk, av, bv``, each ``.weight`` of ``(H·R, dim)`` or ``(R·features, dim)``, and
+    ``out.weight`` of ``(dim, H·E)``; with ``bias`` also ``.bias``. Rows of an ``a`` run over heads, then ranks; of
+    a ``b`` over ranks, then features.
+
+    Raises:
+        ArgumentError: A size is not positive, or ``head_dim`` is odd.
+
+    Source: Zhang et al., "Tensor Product Attention Is All You Need", 2025, arXiv 2501.06425.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        head_dim: int,
+        *,
+        rank_q: int = 6,
+        rank_k: int = 2,
+        rank_v: int = 2,
+        value_dim: int | None = None,
+        base: float = 10000.0,
+        bias: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        value_dim = head_dim if value_dim is None else value_dim
+        sizes = {"dim": dim, "heads": heads, "head_dim": head_dim, "value_dim": value_dim}
+        sizes |= {"rank_q": rank_q, "rank_k": rank_k, "rank_v": rank_v}
+        for argument, size in sizes.items():
+            if size < 1:
+                raise fault(ArgumentError, "TensorProductAttention", argument, "positive", size)
+        self.heads, self.head_dim, self.value_dim = heads, head_dim, value_dim
+        self.rank_q, self.rank_k, self.rank_v = rank_q, rank_k, rank_v
+        self.backend = backend
+        self.aq = nn.Linear(dim, heads * rank_q, bias)
+        self.bq = nn.Linear(dim, rank_q * head_dim, bias)
+        self.ak = nn.Linear(dim, heads * rank_k, bias)
+        self.bk = nn.Linear(dim, rank_k * head_dim, bias)
+        self.av = nn.Linear(dim, heads * rank_v, bias)
+        self.bv = nn.Linear(dim, rank_v * value_dim, bias)
+        self.out = nn.Linear(heads * value_dim, dim, bias)
+        self.position = RotaryEmbedding(head_dim, base=base)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weights such that features of unit variance give factors of unit variance; biases are zero."""
+        for layer in (self.aq, self.bq, self.ak, self.bk, self.av, self.bv, self.out):
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor, cache: FactorCache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Attend.
+
+        Args:
+            x: ``(B, N, dim)``, features of the tokens.
+            cache: Where earlier tokens are, and where these are added; needs ``torch.no_grad()``. The tokens
+                then stand behind the ones that each batch entry has there.
+            cu_seqlens: ``(S + 1,)`` int32 or int64, packed sequences in a batch of one; not with a cache.
+
+        Returns:
+            ``(B, N, dim)``.
+
+        Raises:
+            ArgumentError: Both a cache and ``cu_seqlens``, or a cache while a gradient is wanted.
+            ShapeError: ``x`` has another shape.
+        """
+        if x.dim() != 3 or x.shape[-1] != self.aq.in_features:
+            expected = f"(B, N, dim) with dim = {self.aq.in_features}"
+            raise fault(ShapeError, "TensorProductAttention", "x", expected, tuple(x.shape))
+        if cache is not None and cu_seqlens is not None:
+            raise fault(ArgumentError, "TensorProductAttention", "cu_seqlens", "left out with a cache", "both")
+        aq, bq = self.aq(x).unflatten(-1, (self.heads, -1)), self.bq(x).unflatten(-1, (self.rank_q, -1))
+        ak, bk = self.ak(x).unflatten(-1, (self.heads, -1)), self.bk(x).unflatten(-1, (self.rank_k, -1))
+        av, bv = self.av(x).unflatten(-1, (self.heads, -1)), self.bv(x).unflatten(-1, (self.rank_v, -1))
+        offset = 0 if cache is None else cache.offset
+        bq, bk = (self.position(b, offset=offset, cu_seqlens=cu_seqlens, backend=self.backend) for b in (bq, bk))
+        first = cache is None or not any(cache.lengths)
+        if cache is not None:
+            held = cache.append(ak, av, bk, bv)
+        if first:
+            values = tpa_attention(aq, ak, av, bq, bk, bv, cu_seqlens=cu_seqlens, backend=self.backend)
+        else:
+            ak, av, bk, bv = held
+            lengths = cache.seqlens  # type: ignore[union-attr]
+            values = tpa_decode(aq, ak, av, bq, bk, bv, cache_seqlens=lengths, backend=self.backend)
+        return self.out(values.flatten(2))  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        """What the sizes of the linear maps do not show."""
+        ranks = f"rank_q={self.rank_q}, rank_k={self.rank_k}, rank_v={self.rank_v}"
+        return f"heads={self.heads}, head_dim={self.head_dim}, value_dim={self.value_dim}, {ranks}"

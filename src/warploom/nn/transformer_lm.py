@@ -1,0 +1,468 @@
+"""A decoder-only Transformer language model, from its configuration to sampling, in the order in which it runs.
+
+Shape letters: ``B`` batch, ``N`` tokens, ``V`` vocabulary. Parameters are float32; lower precision is
+`torch.autocast`'s affair, which leaves the residual stream, the norms and the loss in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from warploom.errors import ArgumentError, BackendError, DtypeError, ShapeError, WarploomError, fault
+from warploom.nn.attention import IMPLEMENTATIONS, Attention
+from warploom.nn.cache import FactorCache, KVCache
+from warploom.nn.mlp import SwiGLU
+from warploom.nn.positions import LRPE, RotaryEmbedding
+from warploom.nn.tensor_product_attention import TensorProductAttention
+
+__all__ = ["Output", "TransformerConfig", "TransformerLM"]
+
+Tensor = torch.Tensor
+Cache = KVCache | FactorCache
+"""What a layer keeps of the tokens it has seen."""
+
+SIZES = {
+    "sm": {"d_model": 768, "d_ff": 3072, "layers": 12, "heads": 12},
+    "md": {"d_model": 1024, "d_ff": 4096, "layers": 24, "heads": 16},
+    "lg": {"d_model": 1280, "d_ff": 5120, "layers": 36, "heads": 20},
+    "xl": {"d_model": 1600, "d_ff": 6400, "layers": 48, "heads": 25},
+    "2.7B": {"d_model": 2560, "d_ff": 10240, "layers": 32, "heads": 32},
+}
+ATTENTIONS = (*IMPLEMENTATIONS, "tpa")
+POSITIONS = ("rotate", "cosine", "none")
+FACTORS = tuple(f"attention.{factor}.weight" for factor in ("aq", "bq", "ak", "bk", "av", "bv"))
+IGNORED = -100
+"""The target of a token that takes no part in the loss."""
+FORMAT = "warploom.TransformerLM"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Configuration
+# ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """What a `TransformerLM` is made of. ``TransformerConfig.size("sm")`` gives the sizes of the published table.
+
+    Raises:
+        ArgumentError: A number is not positive, sizes do not divide each other, or an option is unknown.
+    """
+
+    vocab_size: int = 10_000
+    context_length: int = 512
+    """The most tokens of a sequence."""
+    d_model: int = 768
+    d_ff: int = 3072
+    """Inner features of SwiGLU, which has three matrices ``d_model × d_ff``."""
+    layers: int = 12
+    heads: int = 12
+    kv_heads: int | None = None
+    """Heads of keys and values; as many as ``heads`` by default."""
+    position: str = "rotate"
+    """``rotate`` (RoPE), ``cosine`` (LRPE, frequencies per head) or ``none``."""
+    base: float = 10_000.0
+    """Frequencies are ``base ** (-f / F)``."""
+    learnable_positions: bool = False
+    """Whether the frequencies are learned."""
+    attention: str = "flash"
+    """``flash``, ``sdpa`` or ``plain``, three ways to compute the same; ``tpa``, tensor-product attention."""
+    rank_q: int = 6
+    """Rank of the queries of tensor-product attention."""
+    rank_k: int = 2
+    rank_v: int = 2
+    tie: bool = False
+    """Whether the head is the transpose of the embedding."""
+    norm_eps: float = 1e-5
+    checkpoint: bool = False
+    """Keep only each block's input for the backward, and compute the block again there."""
+
+    @classmethod
+    def size(cls, name: str, **changes: Any) -> TransformerConfig:
+        """One of the published sizes ``sm``, ``md``, ``lg``, ``xl``, ``2.7B``, with changes to it.
+
+        Raises:
+            ArgumentError: There is no such size, or see the class.
+        """
+        if name not in SIZES:
+            raise fault(ArgumentError, "TransformerConfig.size", "name", f"one of {', '.join(SIZES)}", repr(name))
+        return cls(**{**SIZES[name], **changes})
+
+    def __post_init__(self) -> None:
+        for field in (
+            "vocab_size",
+            "context_length",
+            "d_model",
+            "d_ff",
+            "layers",
+            "heads",
+            "rank_q",
+            "rank_k",
+            "rank_v",
+        ):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise fault(ArgumentError, "TransformerConfig", field, "a positive int", repr(value))
+        for field, options in (("position", POSITIONS), ("attention", ATTENTIONS)):
+            value = getattr(self, field)
+            if value not in options:
+                raise fault(ArgumentError, "TransformerConfig", field, f"one of {', '.join(options)}", repr(value))
+        if self.d_model % self.heads:
+            raise fault(
+                ArgumentError, "TransformerConfig", "heads", f"a divisor of d_model = {self.d_model}", self.heads
+            )
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            expected = f"a divisor of heads = {self.heads}"
+            raise fault(ArgumentError, "TransformerConfig", "kv_heads", expected, self.kv_heads)
+        if self.attention == "tpa":  # which has its own keys and values, and turns their factors
+            for field, only in (("position", "rotate"), ("kv_heads", None), ("learnable_positions", False)):
+                if getattr(self, field) != only:
+                    expected = f"{only!r} with attention 'tpa'"
+                    raise fault(ArgumentError, "TransformerConfig", field, expected, repr(getattr(self, field)))
+        if self.position == "rotate" and self.head_dim % 2:
+            expected = f"such that d_model / heads is even for position 'rotate' (d_model = {self.d_model})"
+            raise fault(ArgumentError, "TransformerConfig", "heads", expected, self.heads)
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        return self.d_model // self.heads
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The model
+# ----------------------------------------------------------------------------------------------------------
+
+
+class Output(NamedTuple):
+    """What a `TransformerLM` returns."""
+
+    logits: Tensor
+    """``(B, N, V)``."""
+    loss: Tensor | None
+    """``()`` float32: mean cross-entropy in nats per token, where there are targets."""
+
+
+class Block(nn.Module):
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.d_model, config.norm_eps)
+        self.attention = _attention(config)
+        self.mlp_norm = nn.RMSNorm(config.d_model, config.norm_eps)
+        self.mlp = SwiGLU(config.d_model, config.d_ff)
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        """(B, N, d_model) to (B, N, d_model)."""
+        x = x + self.attention(self.attention_norm(x), cache=cache)
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+
+def _attention(config: TransformerConfig) -> Attention | TensorProductAttention:
+    if config.attention == "tpa":
+        return TensorProductAttention(
+            config.d_model,
+            config.heads,
+            config.head_dim,
+            rank_q=config.rank_q,
+            rank_k=config.rank_k,
+            rank_v=config.rank_v,
+            base=config.base,
+        )
+    return Attention(
+        config.d_model,
+        config.heads,
+        kv_heads=config.kv_heads,
+        position=_position(config),
+        implementation=config.attention,
+    )
+
+
+def _position(config: TransformerConfig) -> RotaryEmbedding | LRPE | None:
+    if config.position == "rotate":
+        return RotaryEmbedding(config.head_dim, base=config.base, learnable=config.learnable_positions)
+    if config.position == "cosine":
+        rows = config.kv_heads or config.heads
+        return LRPE(rows, config.head_dim, base=config.base, learnable=config.learnable_positions)
+    return None
+
+
+class TransformerLM(nn.Module):
+    """Decoder-only language model: embedding, pre-norm blocks of attention and SwiGLU, a last norm, a linear head.
+
+    Args:
+        config: Its sizes and options.
+
+    Shapes: tokens ``(B, N)`` to logits ``(B, N, V)``.
+
+    Sources: Vaswani et al., 2017, arXiv 1706.03762; pre-RMSNorm, Zhang and Sennrich, 2019, arXiv 1910.07467; rotary
+    positions, Su et al., 2021, arXiv 2104.09864; SwiGLU, Shazeer, 2020, arXiv 2002.05202.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.d_model, config.norm_eps)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.tie:
+            self.head.weight = self.embedding.weight
+        self._initialise()
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        """Normal weights of deviation 0.02, smaller where a matrix adds to the residual stream.
+
+        Each of the ``2 · layers`` additions then contributes alike, and their sum does not grow with depth (Radford
+        et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3). The factors of
+        tensor-product attention, which are multiplied with each other, stay as the layer draws them.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2 and not name.endswith(("theta", *FACTORS)):
+                adds = name.endswith(("attention.out.weight", "mlp.down.weight"))
+                deviation = 0.02 / (2 * self.config.layers) ** 0.5 if adds else 0.02
+                nn.init.normal_(parameter, std=deviation)
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, *, cache: Sequence[Cache] | None = None
+    ) -> Output:
+        """Predict the token after each token.
+
+        Args:
+            tokens: ``(B, N)`` int64 or int32, ``1 ≤ N ≤ context_length``; values are not checked.
+            targets: ``(B, N)`` int64: the right answers. ``-100`` takes no part in the loss.
+            cache: From `make_cache`: ``tokens`` then follow those that it holds, and are added. Without gradient
+                only.
+
+        Returns:
+            `Output`: the logits ``(B, N, V)``, and the loss where targets are given.
+
+        Raises:
+            ShapeError: Tokens or targets have the wrong shape.
+            DtypeError: They are not integers.
+            ArgumentError: More tokens than ``context_length``, or a cache of another number of layers.
+        """
+        self._check(tokens, targets, cache)
+        logits = self.head(self.hidden(tokens, cache))
+        if targets is None:
+            return Output(logits, None)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        return Output(logits, loss)
+
+    def hidden(self, tokens: Tensor, cache: Sequence[Cache] | None = None) -> Tensor:
+        """The features that the head reads: tokens (B, N) to (B, N, d_model)."""
+        x = self.embedding(tokens)
+        again = self.config.checkpoint and torch.is_grad_enabled()
+        for index, block in enumerate(self.blocks):
+            if again:
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)  # nothing here is random
+            else:
+                x = block(x, None if cache is None else cache[index])
+        out: Tensor = self.norm(x)
+        return out
+
+    def _check(self, tokens: Tensor, targets: Tensor | None, cache: Sequence[Cache] | None) -> None:
+        name = type(self).__name__
+        if tokens.dim() != 2 or 0 in tokens.shape:
+            raise fault(ShapeError, name, "tokens", "(B, N) with N ≥ 1", tuple(tokens.shape))
+        for argument, tensor in (("tokens", tokens), ("targets", targets)):
+            if tensor is not None and tensor.dtype not in (torch.int64, torch.int32):
+                raise fault(DtypeError, name, argument, "int64 or int32", tensor.dtype)
+        if targets is not None and targets.shape != tokens.shape:
+            raise fault(ShapeError, name, "targets", f"as tokens, {tuple(tokens.shape)}", tuple(targets.shape))
+        if cache is not None and len(cache) != len(self.blocks):
+            raise fault(ArgumentError, name, "cache", f"of {len(self.blocks)} layers (make_cache)", len(cache))
+        length = tokens.shape[1] + (cache[0].length if cache else 0)
+        if length > self.config.context_length:
+            expected = f"at most context_length = {self.config.context_length} with what the cache holds"
+            raise fault(ArgumentError, name, "the number of tokens", expected, length)
+
+    # ------------------------------------------------------------------------------------------------------
+    # Sampling
+    # ------------------------------------------------------------------------------------------------------
+
+    def make_cache(self, capacity: int | None = None) -> list[Cache]:
+        """An empty cache for each layer, of keys and values, or of factors for tensor-product attention.
+
+        ``capacity`` tokens are allocated at once, and no more fit; by default memory grows with them.
+        """
+        kind = FactorCache if self.config.attention == "tpa" else KVCache
+        return [kind(capacity) for _ in self.blocks]
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        lengths: Sequence[int] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Sample what comes after a prompt, one token at a time, on a cache.
+
+        Args:
+            prompt: ``(B, N)`` integers.
+            max_new_tokens: How many tokens to sample.
+            temperature: Divides the logits; 0 takes the most likely token.
+            top_p: Sample among the most likely tokens that together have at least this probability.
+            lengths: Tokens of each prompt, where they differ; the rest of ``prompt`` is padding, of any token.
+            generator: Source of randomness on the model's device; the default one otherwise.
+
+        Returns:
+            ``(B, max_new_tokens)``: the new tokens alone, in the prompt's dtype.
+
+        Raises:
+            ArgumentError: An option is out of range, or prompt and new tokens exceed ``context_length``.
+            ShapeError: The prompt is not ``(B, N)``, or not one length for each of its rows.
+            DtypeError: The prompt is not of integers.
+        """
+        self._check(prompt, None, None)
+        longest = prompt.shape[1]
+        lengths = [longest] * prompt.shape[0] if lengths is None else list(lengths)
+        self._check_sampling(prompt, max_new_tokens, temperature, top_p, lengths)
+        if max_new_tokens == 0:
+            return prompt[:, :0]
+        cache = self.make_cache(longest + max_new_tokens)
+        hidden = self.hidden(prompt, cache)
+        for layer in cache:
+            layer.truncate(lengths)
+        last = torch.tensor(lengths).to(prompt.device, non_blocking=True) - 1
+        x = hidden[torch.arange(prompt.shape[0], device=prompt.device), last]  # (B, d_model)
+        sampled = [_sample(self.head(x), temperature, top_p, generator).to(prompt.dtype)]
+        while len(sampled) < max_new_tokens:
+            x = self.hidden(sampled[-1], cache)[:, -1]
+            sampled.append(_sample(self.head(x), temperature, top_p, generator).to(prompt.dtype))
+        return torch.cat(sampled, dim=1)
+
+    def _check_sampling(
+        self, prompt: Tensor, new: int, temperature: float, top_p: float, lengths: Sequence[int]
+    ) -> None:
+        name = f"{type(self).__name__}.generate"
+        if new < 0 or prompt.shape[1] + new > self.config.context_length:
+            expected = f"between 0 and context_length − N = {self.config.context_length - prompt.shape[1]}"
+            raise fault(ArgumentError, name, "max_new_tokens", expected, new)
+        if not temperature >= 0:
+            raise fault(ArgumentError, name, "temperature", "at least 0", temperature)
+        if not 0 < top_p <= 1:
+            raise fault(ArgumentError, name, "top_p", "above 0, at most 1", top_p)
+        if len(lengths) != prompt.shape[0]:
+            raise fault(ShapeError, name, "lengths", f"one for each of {prompt.shape[0]} prompts", len(lengths))
+        if not all(1 <= length <= prompt.shape[1] for length in lengths):
+            raise fault(ArgumentError, name, "lengths", f"between 1 and N = {prompt.shape[1]}", list(lengths))
+
+    # ------------------------------------------------------------------------------------------------------
+    # Files
+    # ------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write weights and configuration to one safetensors file.
+
+        Raises:
+            BackendError: safetensors is not installed.
+        """
+        weights = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        if self.config.tie:
+            del weights["head.weight"]  # the embedding's; safetensors stores no tensor twice
+        metadata = {"format": FORMAT, "config": json.dumps(dataclasses.asdict(self.config))}
+        _safetensors("save").save_file(weights, path, metadata)
+
+    @classmethod
+    def load(cls, path: str | Path, *, device: torch.device | str = "cpu", **changes: Any) -> TransformerLM:
+        """Read a model that `save` has written.
+
+        Args:
+            path: The file.
+            device: Where the model shall be.
+            changes: Fields of the configuration that shall differ, such as ``attention="sdpa"``.
+
+        Raises:
+            WarploomError: The file is not of this kind, or its weights are not those of its configuration.
+            BackendError: safetensors is not installed.
+        """
+        _safetensors("load")
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise WarploomError(f"{path}: not a file that TransformerLM.save has written")
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        try:
+            config = TransformerConfig(**{**json.loads(metadata["config"]), **changes})
+        except TypeError as error:  # a field of another version, or of none
+            raise WarploomError(f"{path}: {error}") from error
+        with torch.device(device):
+            model = cls(config)
+        if config.tie:
+            weights["head.weight"] = weights["embedding.weight"]
+        try:
+            model.load_state_dict(weights)
+        except RuntimeError as error:
+            raise WarploomError(f"{path}: {error}") from error
+        return model
+
+    # ------------------------------------------------------------------------------------------------------
+    # Counts
+    # ------------------------------------------------------------------------------------------------------
+
+    def parameter_count(self) -> int:
+        """Numbers that are learned; those of a tied head once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, length: int | None = None, *, training: bool = False) -> float:
+        """Operations for one token, on average over a sequence; a multiplication and its addition are two.
+
+        Counted are the matrix products of the layers, attention over the ``(length + 1) / 2`` keys that a token
+        sees on average, and the products of its factors where there are such. Norms, activations, positions and
+        the softmax are not.
+
+        Args:
+            length: Tokens of the sequence; ``context_length`` by default.
+            training: With the backward, which does twice the forward's work.
+        """
+        length = self.config.context_length if length is None else length
+        products = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        config = self.config
+        features = (3 if config.position == "cosine" else 2) * config.head_dim  # of a key and a value
+        attended = features * (length + 1) / 2
+        if config.attention == "tpa":
+            attended += (config.rank_q + config.rank_k + config.rank_v) * config.head_dim
+        flops = 2 * products + 2 * config.layers * config.heads * attended
+        return 3 * flops if training else flops
+
+
+def _sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None) -> Tensor:
+    """One token each from logits (B, V): (B, 1) int64."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    logits = logits.float()
+    probabilities = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
+    if top_p < 1:
+        ordered, index = probabilities.sort(dim=-1, descending=True)
+        before = ordered.cumsum(dim=-1) - ordered  # of all more likely tokens: 0 for the first, which always stays
+        probabilities = torch.zeros_like(ordered).scatter(-1, index, ordered.masked_fill(before >= top_p, 0.0))
+    return torch.multinomial(probabilities, 1, generator=generator)  # needs no sum of one
+
+
+def _safetensors(what: str) -> Any:
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError as error:
+        hint = "safetensors is not installed: pip install 'warploom[lm]'"
+        raise BackendError(f"TransformerLM.{what}: {hint}") from error
+    return safetensors.torch

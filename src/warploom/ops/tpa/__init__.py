@@ -1,0 +1,1 @@
+"""Tensor-product attention: queries, keys and values kept as products of small factors."""

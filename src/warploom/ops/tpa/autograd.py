@@ -1,0 +1,194 @@
+"""Tensor-product attention as PyTorch operators: ``torch.ops.warploom.tpa_attention``, backward, ``tpa_decode``.
+
+The registered operators serve `torch.compile`, meta and fake tensors. A plain eager call goes to the same launchers
+directly, and so does `torch.func`, which registered operators with an autograd formula do not support.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from warploom.layout import empty_in_order_of
+from warploom.ops.tpa import launchers, launchers_attention
+from warploom.ops.tpa.launchers_attention import Call
+
+Tensor = torch.Tensor
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+FACTORS = 6
+_FACTORS = "Tensor? aq, Tensor ak, Tensor av, Tensor bq, Tensor bk, Tensor bv"
+_SCALES = "float scale, float scale_q, float scale_k, float scale_v"
+_CALL = f"Tensor? cu_seqlens, bool causal, {_SCALES}"
+_library = torch.library.Library("warploom", "FRAGMENT")
+_library.define(f"tpa_decode({_FACTORS}, Tensor? cache_seqlens, str strategy, {_SCALES}) -> Tensor")
+_library.define(f"tpa_attention({_FACTORS}, {_CALL}) -> (Tensor, Tensor)")
+_library.define(
+    f"tpa_attention_backward(Tensor grad, Tensor out, Tensor statistics, {_FACTORS}, {_CALL}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _out_fake(aq: Tensor | None, bq: Tensor, bv: Tensor) -> Tensor:
+    return empty_in_order_of(bq if aq is None else aq, bv.shape[-1])
+
+
+def _decode_fake(
+    aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, *rest: object
+) -> Tensor:
+    return _out_fake(aq, bq, bv)
+
+
+def _attention(
+    aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, *call: Any
+) -> tuple[Tensor, Tensor]:
+    return launchers_attention.forward(aq, ak, av, bq, bk, bv, Call(*call))
+
+
+def _attention_fake(
+    aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, *call: Any
+) -> tuple[Tensor, Tensor]:
+    statistics = bq.new_empty((bq.shape[0], ak.shape[2], 2, bq.shape[1]), dtype=torch.float32)
+    return _out_fake(aq, bq, bv), statistics
+
+
+def _backward(
+    grad: Tensor, out: Tensor, statistics: Tensor,
+    aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, *call: Any,
+) -> Gradients:  # fmt: skip
+    """Gradients of the six factors; an empty tensor for ``aq`` where there is none."""
+    daq, *others = launchers_attention.backward(grad, out, statistics, aq, ak, av, bq, bk, bv, Call(*call))
+    return bq.new_empty(0) if daq is None else daq, *others  # type: ignore[return-value]
+
+
+def _backward_fake(grad: Tensor, out: Tensor, statistics: Tensor, *arguments: Any) -> Gradients:
+    aq, *others = arguments[:FACTORS]
+    daq = others[0].new_empty(0) if aq is None else empty_in_order_of(aq, aq.shape[-1])
+    return daq, *(empty_in_order_of(factor, factor.shape[-1]) for factor in others)  # type: ignore[return-value]
+
+
+for _device in ("CUDA", "CPU"):  # on a CPU the kernels run in Triton's interpreter
+    _library.impl("tpa_decode", launchers.decode, _device)
+    _library.impl("tpa_attention", _attention, _device)
+    _library.impl("tpa_attention_backward", _backward, _device)
+torch.library.register_fake("warploom::tpa_decode", _decode_fake, lib=_library)
+torch.library.register_fake("warploom::tpa_attention", _attention_fake, lib=_library)
+torch.library.register_fake("warploom::tpa_attention_backward", _backward_fake, lib=_library)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    factors, (cu_seqlens, *ctx.rest) = inputs[:FACTORS], inputs[FACTORS:]
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*factors, cu_seqlens, *output)
+
+
+def _wanted(ctx: Any, gradients: Gradients) -> tuple[Tensor | None, ...]:
+    """Of the gradients those that were asked for, and None for every argument that is no factor."""
+    found = [g if wanted else None for g, wanted in zip(gradients, ctx.needs_input_grad)]
+    return *found, *[None] * (len(ctx.needs_input_grad) - FACTORS)
+
+
+def _registered_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *factors, cu_seqlens, out, statistics = ctx.saved_tensors
+    arguments = (grad, out, statistics, *factors, cu_seqlens, *ctx.rest)
+    return _wanted(ctx, torch.ops.warploom.tpa_attention_backward(*arguments))
+
+
+def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError('tpa_attention kernels have no second derivative; call with backend="torch" for one')
+
+
+torch.library.register_autograd(
+    "warploom::tpa_attention", _registered_backward, setup_context=_setup_context, lib=_library
+)
+torch.library.register_autograd("warploom::tpa_attention_backward", _no_double_backward, lib=_library)
+
+
+def _vmap(function: Any, info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Any:
+    """One call after another, stacked: a batching rule for a function whose kernels take their own batch."""
+    slices = (
+        function.apply(*(v.select(d, i) if isinstance(d, int) else v for v, d in zip(inputs, in_dims)))
+        for i in range(info.batch_size)
+    )
+    outputs = list(slices)
+    return tuple(torch.stack(parts) for parts in zip(*outputs)), (0,) * len(outputs[0])
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward as a function of its own: `torch.func` unwraps its arguments, and its gradient raises."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Gradients:
+        return _backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
+        pass
+
+    backward = staticmethod(_no_double_backward)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+        return _vmap(_AttentionBackward, info, in_dims, inputs)
+
+
+class _Attention(torch.autograd.Function):
+    """The launchers with gradients and without the dispatcher in between; also what `torch.func` sees."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return _attention(*arguments)
+
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        *factors, cu_seqlens, out, statistics = ctx.saved_tensors
+        arguments = (grad, out, statistics, *factors, cu_seqlens, *ctx.rest)
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # someone wants a graph of this
+            return _wanted(ctx, _AttentionBackward.apply(*arguments))
+        return _wanted(ctx, _backward(*arguments))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+        return _vmap(_Attention, info, in_dims, inputs)
+
+
+def attention(
+    aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor,
+    cu_seqlens: Tensor | None, causal: bool, scale: float, scale_q: float, scale_k: float, scale_v: float,
+) -> Tensor:  # fmt: skip
+    """Run attention on the Triton kernels, differentiably, by the shortest way that this call allows."""
+    factors = (aq, ak, av, bq, bk, bv)
+    arguments = (*factors, cu_seqlens, causal, scale, scale_q, scale_k, scale_v)
+    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    if transformed or _is_plain_eager(*factors):
+        if transformed or (torch.is_grad_enabled() and any(f is not None and f.requires_grad for f in factors)):
+            return _Attention.apply(*arguments)[0]  # type: ignore[no-any-return]
+        return _attention(*arguments)[0]
+    return torch.ops.warploom.tpa_attention(*arguments)[0]  # type: ignore[no-any-return]
+
+
+def decode(
+    aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor,
+    cache_seqlens: Tensor | None, strategy: str, scale: float, scale_q: float, scale_k: float, scale_v: float,
+) -> Tensor:  # fmt: skip
+    """Run decoding on the Triton kernels by the shortest way that this call allows."""
+    arguments = (aq, ak, av, bq, bk, bv, cache_seqlens, strategy, scale, scale_q, scale_k, scale_v)
+    if _is_plain_eager(*arguments[:FACTORS]) and not torch._C._are_functorch_transforms_active():
+        return launchers.decode(*arguments)
+    return torch.ops.warploom.tpa_decode(*arguments)  # type: ignore[no-any-return]
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_plain_eager(*tensors: Any) -> bool:
+    """Whether nothing watches this call: no compiler, no tensor subclass, no mode."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(t is None or (type(t) in _PLAIN and not t.is_meta) for t in tensors)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+    )

@@ -1,0 +1,339 @@
+"""Triton kernels of tensor-product attention for decoding: a few queries on a long cache of factors.
+
+Shapes. A row is a (query, head) pair; a tile has ROWS = BLOCK_N · BLOCK_H of them, heads fastest. A block of keys is
+BLOCK_M cache entries, which are BLOCK_M · R rows of the feature factors, ranks fastest. Everything is computed
+transposed, keys or features down and rows across:
+
+    logits  (M, ROWS) = Σ_r ak (M, ROWS) ⊙ (bk (M·R, D) · Qᵀ (D, ROWS))
+    acc     (E, ROWS) = bvᵀ (E, M·R) · (p ⊙ av) (M·R, ROWS)
+
+so that the head factors, which lie (M, H) in memory, multiply the logits as they were loaded, and the long axis of
+both products is the one that tensor cores want long.
+
+Chunks. The keys of a batch entry are cut into chunks whose length depends on the number of its valid keys alone.
+A chunk's softmax starts afresh, and chunks are joined from left to right by `join`. One program that walks over all
+chunks and programs of one chunk each followed by `combine_kernel` therefore give the same bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from warploom.device.product import dot, round_to
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+# ----------------------------------------------------------------------------------------------------------
+# Device functions
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def chunk_length(length, MIN_CHUNK: tl.constexpr, MAX_CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    """Keys of a chunk: a power of two such that there are at most ``CHUNKS`` of them, within bounds."""
+    chunk = length * 0 + MIN_CHUNK
+    while (chunk * CHUNKS < length) & (chunk < MAX_CHUNK):
+        chunk = chunk * 2
+    return chunk
+
+
+@triton.jit
+def valid_keys(lengths, batch, lengths_b, keys):
+    """How many entries of the cache a batch entry may look at (int32)."""
+    if lengths is None:
+        length = keys
+    else:
+        length = tl.load(lengths + batch.to(tl.int64) * lengths_b)
+        length = tl.maximum(tl.minimum(length, keys), 0).to(tl.int32)
+    return length
+
+
+@triton.jit
+def exp(x):
+    """Exponential of what is near 0 or below. The difference of two logits is exact where it matters, so it comes first."""
+    return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
+def join(acc, top, total, more, more_top, more_total):
+    """Two partial softmax sums over different keys as one: numerators, maxima and denominators.
+
+    Fused by hand, so that every kernel rounds alike. Joining to nothing (zeros, -inf, 0) changes no bit.
+    """
+    highest = tl.maximum(top, more_top)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    keep = exp(top - base)
+    add = exp(more_top - base)
+    return (
+        tl.fma(acc, tl.broadcast_to(keep, acc.shape), more * add),
+        highest,
+        tl.fma(total, keep, more_total * add),
+    )
+
+
+@triton.jit
+def finish(acc, total, scale_v):
+    """The output from numerators and denominators; 0 where no key was seen."""
+    return acc * tl.where(total == 0.0, 0.0, scale_v / total)
+
+
+@triton.jit
+def query_tile(
+    aq, bq, batch, n, h, inside, first_n, tokens,
+    aq_b, aq_n, aq_h, aq_r, bq_b, bq_n, bq_r, bq_d, scale_q,
+    RQ: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    VEC: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Q of every row (ROWS, D) in the dtype of memory. Without ``aq``, ``bq`` holds Q and its rank axis the heads."""
+    d = tl.arange(0, BLOCK_D)
+    features = d[None, :] if UNIT else (d * bq_d)[None, :]
+    bq += batch.to(tl.int64) * (bq_b * VEC)
+    if aq is None:
+        rows = bq + (n.to(tl.int64) * (bq_n * VEC) + h.to(tl.int64) * (bq_r * VEC))[:, None]
+        q = tl.load(rows + features, mask=inside[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    else:
+        aq += batch.to(tl.int64) * aq_b
+        r = tl.arange(0, BLOCK_R)
+        rows = aq + (n.to(tl.int64) * aq_n + h.to(tl.int64) * aq_h)[:, None]
+        q = tl.zeros((n.shape[0], BLOCK_D), tl.float32)
+        # The heads of one query at a time: rows of the others are zero in its product.
+        for i in tl.range(0, BLOCK_N * ((RQ + BLOCK_R - 1) // BLOCK_R), num_stages=1):
+            token = first_n + i % BLOCK_N
+            rank = i // BLOCK_N * BLOCK_R + r
+            mask = (inside & (n == token))[:, None] & (rank < RQ)[None, :]
+            a = tl.load(rows + (rank * aq_r)[None, :], mask=mask, other=0.0)
+            ranks = bq + token.to(tl.int64) * (bq_n * VEC) + rank.to(tl.int64)[:, None] * (bq_r * VEC)
+            mask = ((rank < RQ) & (token < tokens))[:, None] & (d < D)[None, :]
+            b = tl.load(ranks + features, mask=mask, other=0.0)
+            q = dot(a, b, q)
+    return round_to(q * scale_q, bq.dtype.element_ty)
+
+
+@triton.jit
+def head_factors(
+    a, m, h, inside, head_mask, a_m, a_h, a_r,
+    R: tl.constexpr, BLOCK_R: tl.constexpr, VEC: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """Head factors of a block of keys: (M, ROWS), or (M, ROWS, R) beyond rank one; in the dtype of memory.
+
+    ``DENSE``: heads and ranks are adjacent in memory, which the compiler must know for wide loads.
+    """
+    keys = a + (m.to(tl.int64) * (a_m * VEC))[:, None]
+    mask = inside[:, None] & head_mask[None, :]
+    if DENSE:
+        pointers = keys + (h * R)[None, :]
+    else:
+        pointers = keys + (h.to(tl.int64) * a_h)[None, :]
+    if BLOCK_R > 1:
+        r = tl.arange(0, BLOCK_R)
+        pointers = pointers[:, :, None] + (r if DENSE else r * a_r)[None, None, :]
+        mask = mask[:, :, None] & (r < R)[None, None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def feature_factors(
+    b, first, length, b_m, b_r, b_d,
+    R: tl.constexpr, F: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
+    VEC: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Feature factors of a block of keys, (M·R, F), ranks fastest; in the dtype of memory."""
+    row = tl.arange(0, BLOCK_M * BLOCK_R)
+    m = first + row // BLOCK_R
+    r = row % BLOCK_R
+    f = tl.arange(0, BLOCK_F)
+    rows = b + (m.to(tl.int64) * (b_m * VEC))[:, None]
+    mask = (m < length)[:, None]
+    if BLOCK_R > 1:
+        rows += (r.to(tl.int64) * (b_r * VEC))[:, None]
+        mask = mask & (r < R)[:, None]
+    if F != BLOCK_F:
+        mask = mask & (f < F)[None, :]
+    return tl.load(rows + (f if UNIT else f * b_d)[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def weigh(logits, factors, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr):
+    """``Σ_r a ⊙ logits`` (M, ROWS) float32, from logits (M·R, ROWS) of every rank."""
+    if BLOCK_R == 1:
+        weighed = logits * factors.to(tl.float32)
+    else:
+        ranks = logits.reshape(BLOCK_M, BLOCK_R, ROWS).permute(0, 2, 1)
+        weighed = tl.sum(ranks * factors.to(tl.float32), axis=2)
+    return weighed
+
+
+@triton.jit
+def spread(weights, factors, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr):
+    """``p ⊙ a`` (M·R, ROWS) float32 of every rank, from weights (M, ROWS)."""
+    if BLOCK_R == 1:
+        ranks = weights * factors.to(tl.float32)
+    else:
+        ranks = weights[:, :, None] * factors.to(tl.float32)
+        ranks = ranks.permute(0, 2, 1).reshape(BLOCK_M * BLOCK_R, ROWS)
+    return ranks
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Kernels
+# ----------------------------------------------------------------------------------------------------------
+
+# Every number is a run-time value of declared width: none of them ever causes a compilation.
+_DECODE_NUMBERS = (
+    "tokens keys spans lengths_b aq_b aq_n aq_h aq_r bq_b bq_n bq_r bq_d ak_b ak_m ak_h ak_r bk_b bk_m bk_r bk_d "
+    "av_b av_m av_h av_r bv_b bv_m bv_r bv_e out_b out_n out_h out_e logit_scale scale_q scale_v"
+).split()
+
+
+@triton.jit(do_not_specialize=_DECODE_NUMBERS)
+def decode_kernel(
+    aq, bq, ak, bk, av, bv, lengths, out, partial, statistics,
+    tokens: tl.int32, keys: tl.int32, spans: tl.int32, lengths_b: tl.int64,
+    aq_b: tl.int64, aq_n: tl.int64, aq_h: tl.int64, aq_r: tl.int64,
+    bq_b: tl.int64, bq_n: tl.int64, bq_r: tl.int64, bq_d: tl.int64,
+    ak_b: tl.int64, ak_m: tl.int64, ak_h: tl.int64, ak_r: tl.int64,
+    bk_b: tl.int64, bk_m: tl.int64, bk_r: tl.int64, bk_d: tl.int64,
+    av_b: tl.int64, av_m: tl.int64, av_h: tl.int64, av_r: tl.int64,
+    bv_b: tl.int64, bv_m: tl.int64, bv_r: tl.int64, bv_e: tl.int64,
+    out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_e: tl.int64,
+    logit_scale: tl.float32, scale_q: tl.float32, scale_v: tl.float32,
+    H: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_RQ: tl.constexpr,
+    BLOCK_RK: tl.constexpr, BLOCK_RV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, MAX_CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    Q_VEC: tl.constexpr, Q_UNIT: tl.constexpr, A_VEC: tl.constexpr, A_DENSE: tl.constexpr,
+    B_VEC: tl.constexpr, B_UNIT: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows of one batch entry, over all its keys, or over one of ``spans`` chunks of them.
+
+    With ``partial`` (B, spans, N·H, E) and ``statistics`` (B, spans, 2, N·H), float32, the program leaves its
+    chunk's numerators, maximum and denominator for `combine_kernel`; without, it writes the output.
+    """
+    SPLIT: tl.constexpr = partial is not None
+    ROWS: tl.constexpr = BLOCK_N * BLOCK_H
+    H_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    row_blocks = H_BLOCKS * tl.cdiv(tokens, BLOCK_N)
+    program = tl.program_id(0)
+    row_block = program % row_blocks  # neighbours share the cache they read
+    span = program // row_blocks % spans
+    batch = program // row_blocks // spans
+    length = valid_keys(lengths, batch, lengths_b, keys)
+    chunk = chunk_length(length, MIN_CHUNK, MAX_CHUNK, CHUNKS)
+    first = span * chunk
+    if first > 0 and first >= length:
+        return
+    end = tl.minimum(first + chunk, length) if SPLIT else length
+
+    row = tl.arange(0, ROWS)
+    first_n = row_block // H_BLOCKS * BLOCK_N
+    n = first_n + row // BLOCK_H
+    h = row_block % H_BLOCKS * BLOCK_H + row % BLOCK_H
+    head_mask = h < H  # what stands in rows of other queries, or of none, is not stored
+    inside = head_mask & (n < tokens)
+    q = query_tile(
+        aq, bq, batch, n, h, inside, first_n, tokens, aq_b, aq_n, aq_h, aq_r, bq_b, bq_n, bq_r, bq_d, scale_q,
+        RQ, D, BLOCK_N, BLOCK_RQ, BLOCK_D, Q_VEC, Q_UNIT,
+    )  # fmt: skip
+    q = tl.trans(q)
+    horizon = length - tokens + n + 1  # keys that a row sees
+
+    ak += batch.to(tl.int64) * (ak_b * A_VEC)
+    av += batch.to(tl.int64) * (av_b * A_VEC)
+    bk += batch.to(tl.int64) * (bk_b * B_VEC)
+    bv += batch.to(tl.int64) * (bv_b * B_VEC)
+    acc = tl.zeros((BLOCK_E, ROWS), tl.float32)
+    top = tl.full((1, ROWS), float("-inf"), tl.float32)
+    total = tl.zeros((1, ROWS), tl.float32)
+    if not SPLIT:
+        all_acc = tl.zeros((BLOCK_E, ROWS), tl.float32)
+        all_top = tl.full((1, ROWS), float("-inf"), tl.float32)
+        all_total = tl.zeros((1, ROWS), tl.float32)
+    for start in range(first, end, BLOCK_M):
+        m = start + tl.arange(0, BLOCK_M)
+        valid = m < end
+        k = feature_factors(bk, start, end, bk_m, bk_r, bk_d, RK, D, BLOCK_M, BLOCK_RK, BLOCK_D, B_VEC, B_UNIT)
+        a = head_factors(ak, m, h, valid, head_mask, ak_m, ak_h, ak_r, RK, BLOCK_RK, A_VEC, A_DENSE)
+        logits = dot(k, q, tl.zeros((BLOCK_M * BLOCK_RK, ROWS), tl.float32))
+        logits = weigh(logits, a, BLOCK_M, BLOCK_RK, ROWS) * logit_scale
+        logits = tl.where((m[:, None] < horizon[None, :]) & valid[:, None], logits, float("-inf"))
+        highest = tl.maximum(top, tl.max(logits, axis=0, keep_dims=True))
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        p = exp(logits - base)
+        keep = exp(top - base)
+        total = total * keep + tl.sum(p, axis=0, keep_dims=True)
+        top = highest
+        v = feature_factors(bv, start, end, bv_m, bv_r, bv_e, RV, E, BLOCK_M, BLOCK_RV, BLOCK_E, B_VEC, B_UNIT)
+        a = head_factors(av, m, h, valid, head_mask, av_m, av_h, av_r, RV, BLOCK_RV, A_VEC, A_DENSE)
+        w = round_to(spread(p, a, BLOCK_M, BLOCK_RV, ROWS), v.dtype)
+        acc = dot(tl.trans(v), w, acc * keep)
+        if not SPLIT:
+            if (start + BLOCK_M) % chunk == 0:  # the chunk is complete
+                all_acc, all_top, all_total = join(all_acc, all_top, all_total, acc, top, total)
+                acc = tl.zeros((BLOCK_E, ROWS), tl.float32)
+                top = tl.full((1, ROWS), float("-inf"), tl.float32)
+                total = tl.zeros((1, ROWS), tl.float32)
+
+    e = tl.arange(0, BLOCK_E)
+    mask = (e < E)[:, None] & inside[None, :]
+    if SPLIT:
+        rows = tokens * H
+        flat = n * H + h
+        part = batch.to(tl.int64) * spans + span
+        tl.store(partial + (part * rows + flat)[None, :] * E + e[:, None], acc, mask=mask)
+        pointers = (statistics + part * 2 * rows + flat)[None, :]
+        tl.store(pointers, top, mask=inside[None, :])
+        tl.store(pointers + rows, total, mask=inside[None, :])
+    else:
+        acc, top, total = join(all_acc, all_top, all_total, acc, top, total)
+        places = batch.to(tl.int64) * out_b + n.to(tl.int64) * out_n + h * out_h
+        pointers = out + places[None, :] + (e * out_e)[:, None]
+        tl.store(pointers, round_to(finish(acc, total, scale_v), out.dtype.element_ty), mask=mask)
+
+
+_COMBINE_NUMBERS = "tokens keys spans lengths_b out_b out_n out_h out_e scale_v".split()
+
+
+@triton.jit(do_not_specialize=_COMBINE_NUMBERS)
+def combine_kernel(
+    partial, statistics, lengths, out,
+    tokens: tl.int32, keys: tl.int32, spans: tl.int32, lengths_b: tl.int64,
+    out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_e: tl.int64, scale_v: tl.float32,
+    H: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, AHEAD: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, MAX_CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Joins the chunks that `decode_kernel` left, from left to right: a tile (R, E) of one batch entry's rows."""
+    rows = tokens * H
+    row_blocks = tl.cdiv(rows, BLOCK_R)
+    batch = tl.program_id(0) // row_blocks
+    row = tl.program_id(0) % row_blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = row < rows
+    e = tl.arange(0, BLOCK_E)
+    mask = inside[:, None] & (e < E)[None, :]
+    length = valid_keys(lengths, batch, lengths_b, keys)
+    chunks = tl.cdiv(length, chunk_length(length, MIN_CHUNK, MAX_CHUNK, CHUNKS))
+    part = batch.to(tl.int64) * spans
+    partial += row[:, None] * E + e[None, :]
+    statistics += row[:, None]
+    acc = tl.zeros((BLOCK_R, BLOCK_E), tl.float32)
+    top = tl.full((BLOCK_R, 1), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_R, 1), tl.float32)
+    for first in range(0, chunks, AHEAD):
+        ahead = ()  # all loads of a round are under way before the first is needed
+        for i in tl.static_range(AHEAD):
+            there = inside[:, None] & (first + i < chunks)
+            offset = (part + first + i) * rows
+            ahead = ahead + (
+                (
+                    tl.load(partial + offset * E, mask=mask & (first + i < chunks), other=0.0),
+                    tl.load(statistics + offset * 2, mask=there, other=float("-inf")),
+                    tl.load(statistics + offset * 2 + rows, mask=there, other=0.0),
+                ),
+            )
+        for i in tl.static_range(AHEAD):
+            more, more_top, more_total = ahead[i]
+            acc, top, total = join(acc, top, total, more, more_top, more_total)
+    n = (row // H).to(tl.int64)
+    h = (row % H).to(tl.int64)
+    pointers = out + batch.to(tl.int64) * out_b + (n * out_n + h * out_h)[:, None] + (e * out_e)[None, :]
+    tl.store(pointers, round_to(finish(acc, total, scale_v), out.dtype.element_ty), mask=mask)

@@ -1,0 +1,345 @@
+"""Triton kernels of tensor-product attention: the backward pass.
+
+Four kernels, each of which owns what it writes, so that every sum has a fixed order and two runs agree bit for bit:
+
+    prepare_kernel   Q (B, H, N, D) formed once, and δ = Σ_e do ⊙ o (B, H, N)
+    query_kernel     dQ of a tile of queries of one head
+    factor_kernel    of one token: dA_Q = s_q dQ B_Qᵀ (H, R) and dB_Q = s_q A_Qᵀ dQ (R, D)
+    key_kernel       dK and dV of a tile of keys on chip, head after head of a group of heads; with them dA_K, dA_V, and
+                     dB_K, dB_V summed over the group
+
+With p the weights and ``dp = do Vᵀ``: ``ds = p ⊙ (dp − δ)``, ``dQ = scale · ds K``, ``dK = scale · dsᵀ Q``,
+``dV = pᵀ do``. Tiles of keys and values are pairs of a tile and a coefficient, as in `kernels_attention`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from warploom.device.product import dot, round_to
+from warploom.ops.tpa.kernels import exp
+from warploom.ops.tpa.kernels_attention import (
+    load_factor,
+    load_product,
+    load_queries,
+    sequence_bounds,
+    visible_keys,
+)
+
+# ----------------------------------------------------------------------------------------------------------
+# Device functions
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_rows(
+    x, n, inside, x_n, x_f, F: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr
+):
+    """Rows (N, F) of one head; the stride of tokens comes divided by ``VEC``."""
+    return load_factor(x, n, 0, inside, x_n, 0, x_f, F, BLOCK_F, VEC, UNIT)
+
+
+@triton.jit
+def visible_queries(m, tokens, keys, cu_seqlens, cu_stride, sequences, CAUSAL: tl.constexpr):
+    """Key ``m`` is seen by the queries from ``first`` to ``end`` - 1: (M,) int32 each."""
+    if cu_seqlens is None:
+        first = tl.zeros_like(m)
+        end = tl.zeros_like(m) + tokens
+    else:
+        first, end = sequence_bounds(tl.minimum(m, keys - 1), cu_seqlens, cu_stride, sequences)
+    if CAUSAL:
+        first = tl.maximum(first, m - (keys - tokens))
+    return first, tl.where(m < keys, end, 0)
+
+
+@triton.jit
+def load_statistics(statistics, delta, row, tokens, n, inside):
+    """Maximum, inverse denominator and δ of queries of one (batch entry, head) ``row``; of a blind query 0, 0 and δ."""
+    statistics += row * 2 * tokens + n
+    top = tl.load(statistics, mask=inside, other=0.0)
+    total = tl.load(statistics + tokens, mask=inside, other=0.0)
+    return top, tl.where(total == 0.0, 0.0, 1.0 / total), tl.load(delta + row * tokens + n, mask=inside, other=0.0)
+
+
+@triton.jit
+def weigh_keys(
+    queries, do, ak, bk, av, bv, m, first, end, top, share, keys,
+    ak_m, ak_r, bk_m, bk_r, bk_d, av_m, av_r, bv_m, bv_r, bv_e, logit_scale, scale_v,
+    RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Weights p and gradients dp, (N, M) each, of a tile of queries on one of keys, and the keys' tile and coefficient."""
+    valid = m < keys
+    k, k_weight = load_product(ak, bk, m, valid, ak_m, ak_r, bk_m, bk_r, bk_d, RK, D, BLOCK_D, VEC, UNIT)
+    v, v_weight = load_product(av, bv, m, valid, av_m, av_r, bv_m, bv_r, bv_e, RV, E, BLOCK_E, VEC, UNIT)
+    zeros = tl.zeros((queries.shape[0], m.shape[0]), tl.float32)
+    logits = dot(queries, tl.trans(k), zeros) * (k_weight * logit_scale)[None, :]
+    seen = (m[None, :] >= first[:, None]) & (m[None, :] < end[:, None])
+    p = tl.where(seen, exp(logits - top[:, None]), 0.0) * share[:, None]
+    dp = dot(do, tl.trans(v), zeros) * (v_weight * scale_v)[None, :]
+    return p, dp, k, k_weight
+
+
+@triton.jit
+def factor_gradients(
+    gradient, a, b, da, db, m, inside, a_n, a_r, b_n, b_r, b_f, da_n, da_r, add,
+    R: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """From the gradient (M, F) of ``A B`` of one head: that of A is stored, that of B too, in ``db`` (M, R, F).
+
+    With ``add`` it is added to what ``db`` holds, where no other program writes.
+    """
+    f = tl.arange(0, BLOCK_F)
+    mask = inside[:, None] & (f < F)[None, :]
+    sums = db + (m.to(tl.int64) * (R * F))[:, None] + f[None, :]
+    for r in tl.static_range(R):
+        factor = load_factor(b, m, r, inside, b_n, b_r, b_f, F, BLOCK_F, VEC, UNIT)
+        pointers = da + m.to(tl.int64) * da_n + r * da_r
+        tl.store(
+            pointers, round_to(tl.sum(gradient * factor.to(tl.float32), axis=1), da.dtype.element_ty), mask=inside
+        )
+        weight = tl.load(a + m.to(tl.int64) * a_n + r * a_r, mask=inside, other=0.0).to(tl.float32)
+        before = tl.load(sums + r * F, mask=mask & add, other=0.0)
+        tl.store(sums + r * F, before + gradient * weight[:, None], mask=mask)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Kernels
+# ----------------------------------------------------------------------------------------------------------
+
+_PREPARE_NUMBERS = (
+    "tokens heads aq_b aq_n aq_h aq_r bq_b bq_n bq_r bq_d out_b out_n out_h out_e grad_b grad_n grad_h grad_e scale_q"
+).split()
+
+
+@triton.jit(do_not_specialize=_PREPARE_NUMBERS)
+def prepare_kernel(
+    aq, bq, out, grad, q, delta,
+    tokens: tl.int32, heads: tl.int32,
+    aq_b: tl.int64, aq_n: tl.int64, aq_h: tl.int64, aq_r: tl.int64,
+    bq_b: tl.int64, bq_n: tl.int64, bq_r: tl.int64, bq_d: tl.int64,
+    out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_e: tl.int64,
+    grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_e: tl.int64, scale_q: tl.float32,
+    RQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, Q_VEC: tl.constexpr, Q_UNIT: tl.constexpr,
+):  # fmt: skip
+    """Q and δ of one tile of queries of a head."""
+    blocks = tl.cdiv(tokens, BLOCK_N)
+    program = tl.program_id(0)
+    head = program % heads
+    n = program // heads % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    batch = (program // heads // blocks).to(tl.int64)
+    inside = n < tokens
+    if aq is not None:
+        aq += batch * aq_b
+    tile = load_queries(
+        aq, bq + batch * (bq_b * Q_VEC), head, n, inside, aq_n, aq_h, aq_r, bq_n, bq_r, bq_d, scale_q,
+        RQ, D, BLOCK_D, Q_VEC, Q_UNIT,
+    )  # fmt: skip
+    row = (batch * heads + head) * tokens + n
+    d = tl.arange(0, BLOCK_D)
+    tl.store(q + row[:, None] * D + d[None, :], tile, mask=inside[:, None] & (d < D)[None, :])
+    h = head.to(tl.int64)
+    o = load_rows(out + batch * out_b + h * out_h, n, inside, out_n, out_e, E, BLOCK_E, 1, False)
+    do = load_rows(grad + batch * grad_b + h * grad_h, n, inside, grad_n, grad_e, E, BLOCK_E, 1, False)
+    tl.store(delta + row, tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), mask=inside)
+
+
+_BACKWARD_NUMBERS = [
+    *"tokens keys heads batches sequences cu_stride ak_b ak_m ak_h ak_r bk_b bk_m bk_r bk_d".split(),
+    *"av_b av_m av_h av_r bv_b bv_m bv_r bv_e grad_b grad_n grad_h grad_e".split(),
+]
+_QUERY_NUMBERS = [*_BACKWARD_NUMBERS, *"dq_b dq_n dq_h dq_d logit_scale dq_scale scale_v".split()]
+
+
+@triton.jit(do_not_specialize=_QUERY_NUMBERS)
+def query_kernel(
+    q, ak, bk, av, bv, grad, statistics, delta, cu_seqlens, dq,
+    tokens: tl.int32, keys: tl.int32, heads: tl.int32, batches: tl.int32, sequences: tl.int32, cu_stride: tl.int64,
+    ak_b: tl.int64, ak_m: tl.int64, ak_h: tl.int64, ak_r: tl.int64,
+    bk_b: tl.int64, bk_m: tl.int64, bk_r: tl.int64, bk_d: tl.int64,
+    av_b: tl.int64, av_m: tl.int64, av_h: tl.int64, av_r: tl.int64,
+    bv_b: tl.int64, bv_m: tl.int64, bv_r: tl.int64, bv_e: tl.int64,
+    grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_e: tl.int64,
+    dq_b: tl.int64, dq_n: tl.int64, dq_h: tl.int64, dq_d: tl.int64,
+    logit_scale: tl.float32, dq_scale: tl.float32, scale_v: tl.float32,
+    CAUSAL: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    G_VEC: tl.constexpr, G_UNIT: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr, SUM_DELTA: tl.constexpr,
+):  # fmt: skip
+    """``dq_scale · ds K`` of one tile of queries of a head, where K is without its scale.
+
+    ``SUM_DELTA``: δ is not ``Σ_e do ⊙ o`` but ``Σ_m p ⊙ dp``, summed here and left for `key_kernel`. That costs a pass,
+    and cancels ``dp`` to the last bit where a query sees one key alone.
+    """
+    blocks = tl.cdiv(tokens, BLOCK_N)
+    program = tl.program_id(0)
+    head = program % heads
+    batch = (program // heads % batches).to(tl.int64)
+    block = program // heads // batches
+    if CAUSAL:  # the longest first
+        block = blocks - 1 - block
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < tokens
+    first, end = visible_keys(n, tokens, keys, cu_seqlens, cu_stride, sequences, CAUSAL)
+    h = head.to(tl.int64)
+    row = batch * heads + h
+    queries = load_rows(q + row * tokens * D, n, inside, D, 1, D, BLOCK_D, 1, True)
+    do = load_rows(
+        grad + batch * (grad_b * G_VEC) + h * (grad_h * G_VEC), n, inside, grad_n, grad_e, E, BLOCK_E, G_VEC, G_UNIT
+    )
+    top, share, subtract = load_statistics(statistics, delta, row, tokens, n, inside)
+    ak += batch * ak_b + h * ak_h
+    av += batch * av_b + h * av_h
+    bk += batch * (bk_b * B_VEC)
+    bv += batch * (bv_b * B_VEC)
+    start = tl.min(tl.where(inside, first, keys)) // BLOCK_M * BLOCK_M
+    stop = tl.max(end)
+    if SUM_DELTA:
+        subtract = tl.zeros((BLOCK_N,), tl.float32)
+        for m_first in range(start, stop, BLOCK_M):
+            p, dp, _, _ = weigh_keys(
+                queries, do, ak, bk, av, bv, m_first + tl.arange(0, BLOCK_M), first, end, top, share, keys,
+                ak_m, ak_r, bk_m, bk_r, bk_d, av_m, av_r, bv_m, bv_r, bv_e, logit_scale, scale_v,
+                RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT,
+            )  # fmt: skip
+            subtract += tl.sum(p * dp, axis=1)
+        tl.store(delta + row * tokens + n, subtract, mask=inside)
+    acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for m_first in range(start, stop, BLOCK_M):
+        p, dp, k, k_weight = weigh_keys(
+            queries, do, ak, bk, av, bv, m_first + tl.arange(0, BLOCK_M), first, end, top, share, keys,
+            ak_m, ak_r, bk_m, bk_r, bk_d, av_m, av_r, bv_m, bv_r, bv_e, logit_scale, scale_v,
+            RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT,
+        )  # fmt: skip
+        ds = p * (dp - subtract[:, None]) * k_weight[None, :]
+        acc = dot(round_to(ds, k.dtype), k, acc)
+    d = tl.arange(0, BLOCK_D)
+    pointers = dq + batch * dq_b + h * dq_h + (n.to(tl.int64) * dq_n)[:, None] + (d * dq_d)[None, :]
+    tl.store(pointers, round_to(acc * dq_scale, dq.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+
+
+_KEY_NUMBERS = [
+    *_BACKWARD_NUMBERS,
+    *"dak_b dak_m dak_h dak_r dav_b dav_m dav_h dav_r groups logit_scale dk_scale scale_v".split(),
+]
+
+
+@triton.jit(do_not_specialize=_KEY_NUMBERS)
+def key_kernel(
+    q, ak, bk, av, bv, grad, statistics, delta, cu_seqlens, dak, dav, dbk, dbv,
+    tokens: tl.int32, keys: tl.int32, heads: tl.int32, batches: tl.int32, sequences: tl.int32, cu_stride: tl.int64,
+    ak_b: tl.int64, ak_m: tl.int64, ak_h: tl.int64, ak_r: tl.int64,
+    bk_b: tl.int64, bk_m: tl.int64, bk_r: tl.int64, bk_d: tl.int64,
+    av_b: tl.int64, av_m: tl.int64, av_h: tl.int64, av_r: tl.int64,
+    bv_b: tl.int64, bv_m: tl.int64, bv_r: tl.int64, bv_e: tl.int64,
+    grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_e: tl.int64,
+    dak_b: tl.int64, dak_m: tl.int64, dak_h: tl.int64, dak_r: tl.int64,
+    dav_b: tl.int64, dav_m: tl.int64, dav_h: tl.int64, dav_r: tl.int64, groups: tl.int32,
+    logit_scale: tl.float32, dk_scale: tl.float32, scale_v: tl.float32,
+    CAUSAL: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    G_VEC: tl.constexpr, G_UNIT: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the four factors of one tile of keys, over the heads of one group.
+
+    ``dbk`` (groups, B, M, RK, D) and ``dbv`` (groups, B, M, RV, E), float32, get this group's sums.
+    """
+    program = tl.program_id(0)
+    group = program % groups
+    batch = (program // groups % batches).to(tl.int64)
+    m = program // groups // batches * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = m < keys
+    first, end = visible_queries(m, tokens, keys, cu_seqlens, cu_stride, sequences, CAUSAL)
+    start = tl.min(tl.where(inside, first, tokens)) // BLOCK_N * BLOCK_N
+    stop = tl.max(end)
+    bk += batch * (bk_b * B_VEC)
+    bv += batch * (bv_b * B_VEC)
+    part = (group * batches.to(tl.int64) + batch) * keys
+    dbk += part * (RK * D)
+    dbv += part * (RV * E)
+    first_head = group * heads // groups
+    for head in range(first_head, (group + 1) * heads // groups):
+        h = head + batch * 0  # int64
+        row = batch * heads + h
+        ak_head = ak + batch * ak_b + h * ak_h
+        av_head = av + batch * av_b + h * av_h
+        gradients = grad + batch * (grad_b * G_VEC) + h * (grad_h * G_VEC)
+        k, k_weight = load_product(
+            ak_head, bk, m, inside, ak_m, ak_r, bk_m, bk_r, bk_d, RK, D, BLOCK_D, B_VEC, B_UNIT
+        )
+        v, v_weight = load_product(
+            av_head, bv, m, inside, av_m, av_r, bv_m, bv_r, bv_e, RV, E, BLOCK_E, B_VEC, B_UNIT
+        )
+        dk = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        dv = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+        for n_first in range(start, stop, BLOCK_N):
+            n = n_first + tl.arange(0, BLOCK_N)
+            valid = n < tokens
+            queries = load_rows(q + row * tokens * D, n, valid, D, 1, D, BLOCK_D, 1, True)
+            do = load_rows(gradients, n, valid, grad_n, grad_e, E, BLOCK_E, G_VEC, G_UNIT)
+            top, share, subtract = load_statistics(statistics, delta, row, tokens, n, valid)
+            logits = (
+                dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+                * (k_weight * logit_scale)[:, None]
+            )
+            seen = (n[None, :] >= first[:, None]) & (n[None, :] < end[:, None])
+            p = tl.where(seen, exp(logits - top[None, :]), 0.0) * share[None, :]
+            dv = dot(round_to(p, do.dtype), do, dv)
+            dp = dot(v, tl.trans(do), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * (v_weight * scale_v)[:, None]
+            ds = p * (dp - subtract[None, :])
+            dk = dot(round_to(ds, queries.dtype), queries, dk)
+        factor_gradients(
+            dk * dk_scale, ak_head, bk, dak + batch * dak_b + h * dak_h, dbk, m, inside, ak_m, ak_r,
+            bk_m, bk_r, bk_d, dak_m, dak_r, head > first_head, RK, D, BLOCK_D, B_VEC, B_UNIT,
+        )  # fmt: skip
+        factor_gradients(
+            dv * scale_v, av_head, bv, dav + batch * dav_b + h * dav_h, dbv, m, inside, av_m, av_r,
+            bv_m, bv_r, bv_e, dav_m, dav_r, head > first_head, RV, E, BLOCK_E, B_VEC, B_UNIT,
+        )  # fmt: skip
+        tl.debug_barrier()  # the next head adds to what was stored here
+
+
+_FACTOR_NUMBERS = (
+    "tokens heads aq_b aq_n aq_h aq_r bq_b bq_n bq_r bq_d daq_b daq_n daq_h daq_r dbq_b dbq_n dbq_r dbq_d scale_q"
+).split()
+
+
+@triton.jit(do_not_specialize=_FACTOR_NUMBERS)
+def factor_kernel(
+    dq, aq, bq, daq, dbq,
+    tokens: tl.int32, heads: tl.int32,
+    aq_b: tl.int64, aq_n: tl.int64, aq_h: tl.int64, aq_r: tl.int64,
+    bq_b: tl.int64, bq_n: tl.int64, bq_r: tl.int64, bq_d: tl.int64,
+    daq_b: tl.int64, daq_n: tl.int64, daq_h: tl.int64, daq_r: tl.int64,
+    dbq_b: tl.int64, dbq_n: tl.int64, dbq_r: tl.int64, dbq_d: tl.int64, scale_q: tl.float32,
+    RQ: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one token's query factors from dQ (B, N, H, D); BLOCK_R of the ranks."""
+    R_BLOCKS: tl.constexpr = (RQ + BLOCK_R - 1) // BLOCK_R
+    program = tl.program_id(0)
+    token = program // R_BLOCKS
+    batch = (token // tokens).to(tl.int64)
+    n = (token % tokens).to(tl.int64)
+    r = program % R_BLOCKS * BLOCK_R + tl.arange(0, BLOCK_R)
+    d = tl.arange(0, BLOCK_D)
+    feature_mask = (r < RQ)[:, None] & (d < D)[None, :]
+    b = tl.load(
+        bq + batch * bq_b + n * bq_n + (r * bq_r)[:, None] + (d * bq_d)[None, :], mask=feature_mask, other=0.0
+    )
+    total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    for first in range(0, heads, BLOCK_H):
+        h = first + tl.arange(0, BLOCK_H)
+        head_mask = (h < heads)[:, None] & (r < RQ)[None, :]
+        a = tl.load(
+            aq + batch * aq_b + n * aq_n + (h * aq_h)[:, None] + (r * aq_r)[None, :], mask=head_mask, other=0.0
+        )
+        rows = (token.to(tl.int64) * heads + h) * D
+        gradient = tl.load(dq + rows[:, None] + d[None, :], mask=(h < heads)[:, None] & (d < D)[None, :], other=0.0)
+        total = dot(tl.trans(a), gradient, total)
+        da = dot(gradient, tl.trans(b), tl.zeros((BLOCK_H, BLOCK_R), tl.float32)) * scale_q
+        pointers = daq + batch * daq_b + n * daq_n + (h * daq_h)[:, None] + (r * daq_r)[None, :]
+        tl.store(pointers, round_to(da, daq.dtype.element_ty), mask=head_mask)
+    pointers = dbq + batch * dbq_b + n * dbq_n + (r * dbq_r)[:, None] + (d * dbq_d)[None, :]
+    tl.store(pointers, round_to(total * scale_q, dbq.dtype.element_ty), mask=feature_mask)

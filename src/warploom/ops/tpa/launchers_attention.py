@@ -1,0 +1,229 @@
+"""Launchers of the kernels for training and prefill: sizes, strides, tiles. No validation, no autograd."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from warploom.launch import Kernel, multiprocessors
+from warploom.layout import empty_in_order_of
+from warploom.ops.tpa.kernels_attention import forward_kernel
+from warploom.ops.tpa.kernels_backward import factor_kernel, key_kernel, prepare_kernel, query_kernel
+from warploom.ops.tpa.launchers import feature_factors, strides_of
+
+Tensor = torch.Tensor
+
+forward_launch = Kernel(forward_kernel)
+prepare_launch = Kernel(prepare_kernel)
+query_launch = Kernel(query_kernel)
+key_launch = Kernel(key_kernel)
+factor_launch = Kernel(factor_kernel)
+
+PROGRAMS = 4
+"""Programs per multiprocessor among which the keys and groups of heads of the backward are shared, at most."""
+
+
+class Call(NamedTuple):
+    """What a call is about besides its factors."""
+
+    cu_seqlens: Tensor | None
+    causal: bool
+    scale: float
+    scale_q: float
+    scale_k: float
+    scale_v: float
+
+    @property
+    def logit_scale(self) -> float:
+        """From ``Q · K``, where K is without its scale, to a logit."""
+        return self.scale * self.scale_k
+
+    @property
+    def packed(self) -> tuple[int, int]:
+        """Number of packed sequences, and the stride of their bounds."""
+        return (0, 0) if self.cu_seqlens is None else (self.cu_seqlens.shape[0] - 1, self.cu_seqlens.stride(0))
+
+
+class Tiles(NamedTuple):
+    """Tiles of a kernel: queries and keys, and how it is compiled."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def _forward_tiles(dtype: torch.dtype, features: int) -> Tiles:
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4 if features <= 64 else 8, 1)
+    return Tiles(128, 64 if features <= 128 else 32, 8, 3 if features <= 128 else 2)
+
+
+def _query_tiles(dtype: torch.dtype, features: int) -> Tiles:
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4 if features <= 64 else 8, 1)
+    return Tiles(128 if features <= 128 else 64, 64 if features <= 128 else 32, 8, 2)
+
+
+def _key_tiles(dtype: torch.dtype, features: int) -> Tiles:
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4 if features <= 64 else 8, 1)
+    return Tiles(64 if features <= 128 else 32, 64, 8, 2)
+
+
+def _block(features: int) -> int:
+    block: int = max(16, triton.next_power_of_2(features))
+    return block
+
+
+def forward(
+    aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, call: Call
+) -> tuple[Tensor, Tensor]:
+    """Run the forward kernel: the output, and maximum and denominator (B, H, 2, N) of every softmax in float32.
+
+    Factors have their rank axis.
+    """
+    batch, tokens, rank_q, features = bq.shape
+    keys, heads, rank_k = ak.shape[1:]
+    rank_v, values = bv.shape[2:]
+    out = empty_in_order_of(bq if aq is None else aq, values)
+    statistics = torch.empty((batch, heads, 2, tokens), dtype=torch.float32, device=bq.device)
+    block_d, block_e = _block(features), _block(values)
+    tiles = _forward_tiles(bq.dtype, max(block_d, block_e))
+    q, b = feature_factors(bq), feature_factors(bk, bv)
+    forward_launch(
+        -(-tokens // tiles.queries) * batch * heads,
+        (aq, bq, ak, bk, av, bv, call.cu_seqlens, out, statistics),
+        (
+            tokens, keys, heads, batch, *call.packed, *strides_of(aq), *q.strides[0],
+            *strides_of(ak), *b.strides[0], *strides_of(av), *b.strides[1], *strides_of(out),
+            call.logit_scale, call.scale_q, call.scale_v,
+        ),
+        (
+            call.causal, rank_q, rank_k, rank_v, features, values, tiles.queries, tiles.keys, block_d, block_e,
+            q.vector, q.flag, b.vector, b.flag,
+        ),
+        tiles.warps,
+        tiles.stages,
+    )  # fmt: skip
+    return out, statistics
+
+
+def backward(
+    grad: Tensor,
+    out: Tensor,
+    statistics: Tensor,
+    aq: Tensor | None,
+    ak: Tensor,
+    av: Tensor,
+    bq: Tensor,
+    bk: Tensor,
+    bv: Tensor,
+    call: Call,
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Run the backward kernels: gradients of ``aq, ak, av, bq, bk, bv``.
+
+    Beside them it holds Q and dQ, as large as queries of the inputs' dtype are, δ, and the sums of the gradients of
+    ``bk`` and ``bv`` in float32, once for every group of heads.
+    """
+    batch, tokens, rank_q, features = bq.shape
+    heads = ak.shape[2]
+    q = torch.empty((batch, heads, tokens, features), dtype=bq.dtype, device=bq.device)
+    delta = torch.empty((batch, heads, tokens), dtype=torch.float32, device=bq.device)
+    q_strides = feature_factors(bq)
+    tiles = _query_tiles(bq.dtype, _block(features))
+    prepare_launch(
+        -(-tokens // tiles.queries) * batch * heads,
+        (aq, bq, out, grad, q, delta),
+        (tokens, heads, *strides_of(aq), *q_strides.strides[0], *strides_of(out), *strides_of(grad), call.scale_q),
+        (
+            rank_q, features, bv.shape[-1], tiles.queries, _block(features), _block(bv.shape[-1]),
+            q_strides.vector, q_strides.flag,
+        ),
+        tiles.warps,
+    )  # fmt: skip
+    dbq = empty_in_order_of(bq, features)
+    if aq is None:
+        _query_gradient(q, statistics, delta, grad, ak, av, bk, bv, dbq, call.scale_q, call)
+        daq = None
+    else:
+        dq = torch.empty((batch, tokens, heads, features), dtype=bq.dtype, device=bq.device)
+        _query_gradient(q, statistics, delta, grad, ak, av, bk, bv, dq, 1.0, call)
+        daq = empty_in_order_of(aq, rank_q)
+        block_r = min(_block(rank_q), 64)
+        factor_launch(
+            batch * tokens * -(-rank_q // block_r),
+            (dq, aq, bq, daq, dbq),
+            (
+                tokens, heads, *strides_of(aq), *strides_of(bq), *strides_of(daq), *strides_of(dbq), call.scale_q,
+            ),
+            (rank_q, features, 16, block_r, _block(features)),
+        )  # fmt: skip
+        del dq
+    return daq, *_key_gradients(q, statistics, delta, grad, ak, av, bk, bv, call, dbq)
+
+
+def _query_gradient(
+    q: Tensor, statistics: Tensor, delta: Tensor, grad: Tensor,
+    ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, dq: Tensor, scale: float, call: Call,
+) -> None:  # fmt: skip
+    """Write ``scale · dQ`` to ``dq`` (B, N, H, D)."""
+    batch, heads, tokens, features = q.shape
+    values = bv.shape[-1]
+    block_d, block_e = _block(features), _block(values)
+    tiles = _query_tiles(q.dtype, max(block_d, block_e))
+    g, b = feature_factors(grad), feature_factors(bk, bv)
+    query_launch(
+        -(-tokens // tiles.queries) * batch * heads,
+        (q, ak, bk, av, bv, grad, statistics, delta, call.cu_seqlens, dq),
+        (
+            tokens, ak.shape[1], heads, batch, *call.packed,
+            *strides_of(ak), *b.strides[0], *strides_of(av), *b.strides[1], *g.strides[0], *strides_of(dq),
+            call.logit_scale, scale * call.scale * call.scale_k, call.scale_v,
+        ),
+        (
+            call.causal, ak.shape[3], av.shape[3], features, values, tiles.queries, tiles.keys, block_d, block_e,
+            g.vector, g.flag, b.vector, b.flag, q.dtype == torch.float32,
+        ),
+        tiles.warps,
+        tiles.stages,
+    )  # fmt: skip
+
+
+def _key_gradients(
+    q: Tensor, statistics: Tensor, delta: Tensor, grad: Tensor,
+    ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, call: Call, dbq: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients ``ak, av``, then ``dbq`` as it came, then ``bk, bv``."""
+    batch, heads, tokens, features = q.shape
+    keys, rank_k, rank_v, values = ak.shape[1], ak.shape[3], av.shape[3], bv.shape[-1]
+    block_d, block_e = _block(features), _block(values)
+    tiles = _key_tiles(q.dtype, max(block_d, block_e))
+    blocks = -(-keys // tiles.keys) * batch
+    groups = min(heads, max(1, PROGRAMS * multiprocessors(q.device) // max(blocks, 1)))
+    dak, dav = empty_in_order_of(ak, rank_k), empty_in_order_of(av, rank_v)
+    sums_k = torch.empty((groups, *bk.shape), dtype=torch.float32, device=q.device)
+    sums_v = torch.empty((groups, *bv.shape), dtype=torch.float32, device=q.device)
+    g, b = feature_factors(grad), feature_factors(bk, bv)
+    key_launch(
+        blocks * groups,
+        (q, ak, bk, av, bv, grad, statistics, delta, call.cu_seqlens, dak, dav, sums_k, sums_v),
+        (
+            tokens, keys, heads, batch, *call.packed,
+            *strides_of(ak), *b.strides[0], *strides_of(av), *b.strides[1], *g.strides[0],
+            *strides_of(dak), *strides_of(dav), groups,
+            call.logit_scale, call.scale * call.scale_k, call.scale_v,
+        ),
+        (
+            call.causal, rank_k, rank_v, features, values, tiles.queries, tiles.keys, block_d, block_e,
+            g.vector, g.flag, b.vector, b.flag,
+        ),
+        tiles.warps,
+        tiles.stages,
+    )  # fmt: skip
+    dbk, dbv = empty_in_order_of(bk, features), empty_in_order_of(bv, values)
+    dbk.copy_(sums_k.sum(0))
+    dbv.copy_(sums_v.sum(0))
+    return dak, dav, dbq, dbk, dbv

@@ -1,0 +1,258 @@
+"""The definition of tensor-product attention in plain PyTorch: any device, any float dtype; the specification.
+
+`tpa_attention` and `tpa_decode` are naive: they form queries, keys and values from their factors and attend. The
+functions named ``…_factored`` compute the same without forming keys and values. Sums are in float32, or float64
+when the factors are, and outputs are rounded once to the dtype of the factors. In `tpa_attention`, what matrix
+units take as 16-bit numbers when the factors are such (queries, keys, values and weights) has the bits of that dtype here
+too, and so have their gradients and those of the scores; the scores themselves are not rounded. `tpa_decode` rounds
+nothing in between.
+Source: Zhang et al., "Tensor Product Attention Is All You Need", 2025, arXiv 2501.06425.
+
+Shapes: B batch, N queries, M keys, H heads, D features, E value features, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+Tensor = torch.Tensor
+
+BLOCK_SCORES = 2**28
+"""Scores (B, H, N, M) that are held at a time; more queries than that are done in blocks, one after another."""
+
+
+def tpa_attention(
+    aq: Tensor | None,
+    ak: Tensor,
+    av: Tensor,
+    bq: Tensor,
+    bk: Tensor,
+    bv: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    scale_q: float | None = None,
+    scale_k: float | None = None,
+    scale_v: float | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Attention of Q on K and V, which are formed here: (B, N, H, E)."""
+    q = rounded(queries(aq, bq, scale_q), bq.dtype)
+    k, v = (rounded(product(a, b, s), bq.dtype) for a, b, s in ((ak, bk, scale_k), (av, bv, scale_v)))
+    return attend(q, k, v, scale, bq.dtype, *visible_in_attention(q, k, causal, cu_seqlens)).to(bq.dtype)
+
+
+def tpa_attention_factored(
+    aq: Tensor | None,
+    ak: Tensor,
+    av: Tensor,
+    bq: Tensor,
+    bk: Tensor,
+    bv: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    scale_q: float | None = None,
+    scale_k: float | None = None,
+    scale_v: float | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The same without K and V in memory, but with scores (B, N, H, M, R) of every rank: for small sizes."""
+    q = queries(aq, bq, scale_q)
+    visible = visible_in_attention(q, bk, causal, cu_seqlens)
+    return attend_factored(q, ak, bk, av, bv, scale, scale_k, scale_v, *visible).to(bq.dtype)
+
+
+def tpa_decode(
+    aq: Tensor | None,
+    ak: Tensor,
+    av: Tensor,
+    bq: Tensor,
+    bk: Tensor,
+    bv: Tensor,
+    *,
+    scale: float | None = None,
+    scale_q: float | None = None,
+    scale_k: float | None = None,
+    scale_v: float | None = None,
+    cache_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Attention of the last N valid entries of a cache on all its valid entries: (B, N, H, E)."""
+    if cache_seqlens is not None:
+        ak, bk, av, bv = (without_tail(factor, cache_seqlens) for factor in (ak, bk, av, bv))
+    q = queries(aq, bq, scale_q)
+    k, v = product(ak, bk, scale_k), product(av, bv, scale_v)
+    return attend(q, k, v, scale, q.dtype, *visible_in_decode(q, k, cache_seqlens)).to(bq.dtype)
+
+
+def tpa_decode_factored(
+    aq: Tensor | None,
+    ak: Tensor,
+    av: Tensor,
+    bq: Tensor,
+    bk: Tensor,
+    bv: Tensor,
+    *,
+    scale: float | None = None,
+    scale_q: float | None = None,
+    scale_k: float | None = None,
+    scale_v: float | None = None,
+    cache_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The same, with the factors of the cache read as they are: K and V are never formed."""
+    if cache_seqlens is not None:
+        ak, bk, av, bv = (without_tail(factor, cache_seqlens) for factor in (ak, bk, av, bv))
+    q = queries(aq, bq, scale_q)
+    visible = visible_in_decode(q, bk, cache_seqlens)
+    return attend_factored(q, ak, bk, av, bv, scale, scale_k, scale_v, *visible).to(bq.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Factors
+# ----------------------------------------------------------------------------------------------------------
+
+
+def ranked(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors with their rank axis, which may be left out at rank one: (B, M, H, R) and (B, M, R, D)."""
+    return (a.unsqueeze(-1) if a.dim() == 3 else a), (b.unsqueeze(-2) if b.dim() == 3 else b)
+
+
+def product(a: Tensor, b: Tensor, scale: float | None) -> Tensor:
+    """``scale · A B`` of every token in float32 or better: (B, M, H, D). The scale is 1 / R by default."""
+    a, b = ranked(a, b)
+    dtype = torch.promote_types(b.dtype, torch.float32)
+    return torch.matmul(a.to(dtype), b.to(dtype)) * (1 / a.shape[-1] if scale is None else scale)
+
+
+def queries(aq: Tensor | None, bq: Tensor, scale: float | None) -> Tensor:
+    """Q (B, N, H, D) in float32 or better; ``bq`` is Q itself when there is no ``aq``."""
+    if aq is not None:
+        return product(aq, bq, scale)
+    return bq.to(torch.promote_types(bq.dtype, torch.float32)) * (1.0 if scale is None else scale)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` with the bits that ``dtype`` has, in its own dtype."""
+    return x.to(dtype).to(x.dtype)
+
+
+def with_rounded_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` as it is; its gradient gets the bits of ``dtype``, as it must to enter a matrix product of that."""
+    through = rounded(x, dtype)
+    return through + (x - through).detach()
+
+
+def without_tail(factor: Tensor, cache_seqlens: Tensor) -> Tensor:
+    """Zeros in the place of what lies behind the valid entries of a cache, which may be anything, NaN too."""
+    entry = torch.arange(factor.shape[1], device=factor.device)
+    valid = entry < cache_seqlens[:, None]
+    return torch.where(valid.view(*valid.shape, *[1] * (factor.dim() - 2)), factor, 0)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Which keys a query sees: those from ``first`` to ``last`` - 1, both (1 or B, N)
+# ----------------------------------------------------------------------------------------------------------
+
+
+def visible_in_decode(q: Tensor, k: Tensor, cache_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The queries are the last N valid entries, and see those before them and themselves."""
+    tokens = q.shape[1]
+    query = torch.arange(tokens, device=q.device)[None]
+    length = k.shape[1] if cache_seqlens is None else cache_seqlens[:, None].long()
+    return torch.zeros_like(query), length - tokens + query + 1
+
+
+def visible_in_attention(q: Tensor, k: Tensor, causal: bool, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys of the same packed sequence, none ahead if ``causal``; the last query stands at the last key."""
+    tokens, keys = q.shape[1], k.shape[1]
+    query = torch.arange(tokens, device=q.device)
+    first, last = torch.zeros_like(query), torch.full_like(query, keys)
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.to(query.dtype)
+        sequence = torch.searchsorted(bounds, query, right=True)
+        first, last = bounds[sequence - 1], bounds[sequence]
+    if causal:
+        last = torch.minimum(last, query + (keys - tokens + 1))
+    return first[None], last[None]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Attention
+# ----------------------------------------------------------------------------------------------------------
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, dtype: torch.dtype, first: Tensor, last: Tensor
+) -> Tensor:
+    """Softmax attention on formed keys and values, with weights as ``dtype`` has them: (B, N, H, E)."""
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    keys, values = k.permute(0, 2, 3, 1), v.transpose(1, 2)  # (B, H, D, M), (B, H, M, E)
+
+    def block(q: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        scores = with_rounded_gradient(torch.matmul(q.transpose(1, 2), keys), dtype) * factor
+        weights = softmax(scores, first[:, None], last[:, None])
+        return torch.matmul(rounded(weights, dtype), values).transpose(1, 2)
+
+    return _in_blocks(block, q, first, last, k.shape[1])
+
+
+def attend_factored(
+    q: Tensor,
+    ak: Tensor,
+    bk: Tensor,
+    av: Tensor,
+    bv: Tensor,
+    scale: float | None,
+    scale_k: float | None,
+    scale_v: float | None,
+    first: Tensor,
+    last: Tensor,
+) -> Tensor:
+    """``logit[h, m] = Σ_r ak[m, h, r] (Q[h] · bk[m, r])`` and ``o[h] = Σ_m Σ_r p[h, m] av[m, h, r] bv[m, r]``."""
+    (ak, bk), (av, bv) = ranked(ak, bk), ranked(av, bv)
+    ak, bk, av, bv = (factor.to(q.dtype) for factor in (ak, bk, av, bv))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = scale * (1 / ak.shape[-1] if scale_k is None else scale_k)
+
+    def block(q: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        scores = torch.einsum("bnhd,bmrd->bnhmr", q * factor, bk)
+        scores = torch.einsum("bnhmr,bmhr->bhnm", scores, ak)
+        weights = softmax(scores, first[:, None], last[:, None])
+        return torch.einsum("bhnm,bmhr,bmre->bnhe", weights, av, bv)
+
+    out = _in_blocks(block, q, first, last, bk.shape[1] * bk.shape[2])
+    return out * (1 / av.shape[-1] if scale_v is None else scale_v)
+
+
+def softmax(scores: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    """Over the visible keys; ``scores`` (…, N, M), bounds (…, N). A query that sees none has weights of zero."""
+    key = torch.arange(scores.shape[-1], device=scores.device)
+    visible = (key >= first[..., None]) & (key < last[..., None])
+    blind = ~visible.any(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(~(visible | blind), -torch.inf), dim=-1)
+    return weights.masked_fill(blind, 0.0)
+
+
+def _in_blocks(
+    block: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, first: Tensor, last: Tensor, keys: int
+) -> Tensor:
+    """``block(q, first, last)`` for all queries, as many at a time as `BLOCK_SCORES` allows.
+
+    Where there are several blocks the backward computes each again, so that one at a time is held there too.
+    """
+    batch, tokens, heads = q.shape[:3]
+    if batch * tokens * heads * keys <= BLOCK_SCORES:
+        return block(q, first, last)
+    size = max(1, BLOCK_SCORES // (batch * heads * keys))
+    pieces = []
+    for start in range(0, tokens, size):
+        piece = slice(start, start + size)
+        arguments = q[:, piece], first[:, piece], last[:, piece]
+        if torch.is_grad_enabled():
+            pieces.append(checkpoint(block, *arguments, use_reentrant=False))
+        else:
+            pieces.append(block(*arguments))
+    return torch.cat(pieces, dim=1)

@@ -1,0 +1,397 @@
+"""What tests and bench know of tensor-product attention: cases, inputs, providers, fewest bytes and operations."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, Unsupported
+from warploom.ops.tpa import reference
+from warploom.ops.tpa.api import tpa_attention, tpa_decode
+
+Tensor = torch.Tensor
+Provider = Callable[..., Tensor]
+
+# ----------------------------------------------------------------------------------------------------------
+# Inputs
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _factors(case: Case, tokens: int, keys: int, device: torch.device, generator: torch.Generator) -> Inputs:
+    """The six factors.
+
+    Keys of the case: ``batch, heads, head_dim, dtype``; ``rank`` of the queries, 0 for whole queries; ``kv_rank``
+    (1), and ``v_rank`` where that of the values differs; ``value_dim`` (``head_dim``); ``layout`` (``bhn`` for
+    heads before tokens in memory).
+    """
+    batch, heads, features, rank = (case[key] for key in ("batch", "heads", "head_dim", "rank"))
+    rank_k = case.get("kv_rank", 1)
+    rank_v, values = case.get("v_rank", rank_k), case.get("value_dim", features)
+    dtype = getattr(torch, case["dtype"])
+
+    def draw(*shape: int) -> Tensor:
+        numbers = _normal(shape, dtype, device, generator)
+        return numbers.transpose(1, 2).contiguous().transpose(1, 2) if case.get("layout") == "bhn" else numbers
+
+    def rank_axis(r: int) -> tuple[int, ...]:
+        return () if r == 1 else (r,)  # left out at rank one
+
+    return {
+        "aq": draw(batch, tokens, heads, rank) if rank else None,
+        "ak": draw(batch, keys, heads, *rank_axis(rank_k)),
+        "av": draw(batch, keys, heads, *rank_axis(rank_v)),
+        "bq": draw(batch, tokens, rank or heads, features),
+        "bk": draw(batch, keys, *rank_axis(rank_k), features),
+        "bv": draw(batch, keys, *rank_axis(rank_v), values),
+    }
+
+
+_PERIOD = 2**24 - 3
+
+
+def _normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
+    """Normal numbers. A large tensor repeats them with a prime period, so that no two of its rows are alike."""
+    size = math.prod(shape)
+    numbers = torch.randn(min(size, _PERIOD), generator=generator).to(device, dtype)
+    if size > _PERIOD:
+        numbers = numbers.repeat(-(-size // _PERIOD))[:size].clone()
+    return numbers.view(shape)
+
+
+def _options(case: Case) -> Inputs:
+    return {
+        key: case[key] for key in ("scale", "scale_q", "scale_k", "scale_v", "causal", "strategy") if key in case
+    }
+
+
+def decode_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    """Inputs of a decode case: those of `_factors`, ``m`` cache entries, ``tokens`` new ones (1).
+
+    Further keys: ``cache_seqlens`` (``random``, or a list), ``strategy`` and the scales.
+    """
+    inputs = _factors(case, case.get("tokens", 1), case["m"], device, generator) | _options(case)
+    lengths = case.get("cache_seqlens")
+    if lengths == "random":
+        inputs["cache_seqlens"] = torch.randint(0, case["m"] + 1, (case["batch"],), generator=generator).to(device)
+    elif lengths is not None:
+        inputs["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=device)
+    return inputs
+
+
+def attention_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    """Inputs of an attention case: those of `_factors`, ``n`` queries and ``m`` keys (as many).
+
+    Further keys: ``cu_seqlens``, ``causal`` and the scales.
+    """
+    inputs = _factors(case, case["n"], case.get("m", case["n"]), device, generator)
+    for factor in inputs.values():
+        if factor is not None:
+            factor.requires_grad_()
+    inputs |= _options(case)
+    if "cu_seqlens" in case:
+        inputs["cu_seqlens"] = torch.tensor(case["cu_seqlens"], dtype=torch.int32, device=device)
+    return inputs
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Conformance: small, odd, and together touching every feature
+# ----------------------------------------------------------------------------------------------------------
+
+_DECODE: dict[str, Any] = {"batch": 2, "m": 37, "heads": 3, "head_dim": 16, "rank": 4, "dtype": "float32"}
+_DECODE_CHECKS: tuple[dict[str, Any], ...] = (
+    {},
+    {"dtype": "bfloat16", "heads": 4, "head_dim": 24, "rank": 5},
+    {"dtype": "float16", "kv_rank": 2, "value_dim": 20},
+    {"kv_rank": 3, "v_rank": 1, "tokens": 2, "cache_seqlens": "random"},
+    {"batch": 3, "kv_rank": 1, "v_rank": 4, "cache_seqlens": [0, 37, 1], "tokens": 3},
+    {"batch": 1, "m": 300, "strategy": "split_kv", "heads": 2},
+    {"m": 520, "strategy": "split_kv", "heads": 1, "cache_seqlens": [513, 129], "dtype": "bfloat16"},
+    {"m": 300, "strategy": "batch", "heads": 2, "cache_seqlens": "random", "layout": "bhn"},
+    {"strategy": "batch_head", "heads": 19, "tokens": 2},
+    {"batch": 1, "heads": 31, "rank": 17, "head_dim": 129, "value_dim": 63, "m": 19},
+    {"batch": 1, "kv_rank": 16, "m": 21, "heads": 2},
+    {"rank": 0, "heads": 5, "scale": 0.3, "scale_q": 0.5, "scale_k": 2.0, "scale_v": -1.5},
+    {"batch": 0},
+    {"m": 0},
+    {"tokens": 0},
+    {"m": 3, "tokens": 5, "dtype": "bfloat16"},
+)
+_ATTENTION: dict[str, Any] = {"batch": 2, "n": 19, "heads": 2, "head_dim": 16, "rank": 3, "dtype": "float32"}
+_ATTENTION_CHECKS: tuple[dict[str, Any], ...] = (
+    {},
+    {"dtype": "bfloat16", "kv_rank": 2, "n": 33},
+    {"dtype": "float16", "heads": 3, "head_dim": 24, "value_dim": 40, "causal": False},
+    {"dtype": "bfloat16", "causal": False, "m": 40},
+    {"kv_rank": 2, "v_rank": 3, "rank": 17},
+    {"batch": 1, "n": 40, "cu_seqlens": [0, 7, 7, 33, 40], "kv_rank": 2},
+    {"batch": 1, "n": 40, "cu_seqlens": [0, 17, 40], "causal": False},
+    {"n": 9, "m": 35},
+    {"n": 35, "m": 9, "kv_rank": 2},
+    {"rank": 0, "heads": 3, "scale": 0.3, "scale_q": 0.5, "scale_k": 2.0, "scale_v": -1.5},
+    {"layout": "bhn", "dtype": "bfloat16"},
+    {"batch": 1, "heads": 1, "head_dim": 129, "value_dim": 63, "n": 5},
+    {"batch": 0},
+    {"n": 0},
+    {"m": 0},
+)
+
+
+def decode_definition(*, strategy: str = "auto", **inputs: Any) -> Tensor:
+    """The reference, to which a strategy makes no difference."""
+    return reference.tpa_decode(**inputs)
+
+
+DECODE = Operator(
+    name="tpa_decode",
+    function=tpa_decode,
+    reference=decode_definition,
+    make_inputs=decode_inputs,
+    check_cases=tuple({**_DECODE, **change} for change in _DECODE_CHECKS),
+    length="m",
+)
+ATTENTION = Operator(
+    name="tpa_attention",
+    function=tpa_attention,
+    reference=reference.tpa_attention,
+    make_inputs=attention_inputs,
+    check_cases=tuple({**_ATTENTION, **change} for change in _ATTENTION_CHECKS),
+)
+OPERATORS = (DECODE, ATTENTION)
+
+# ----------------------------------------------------------------------------------------------------------
+# Providers
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _need_cuda() -> None:
+    if not torch.cuda.is_available():
+        raise Unsupported("the Triton kernels need an NVIDIA GPU")
+
+
+def _triton(function: Provider, case: Case, **options: Any) -> Provider:
+    _need_cuda()
+    return functools.partial(function, backend="triton", **options)
+
+
+def _naive_decode(
+    aq: Tensor, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, strategy: str = "auto"
+) -> Tensor:
+    """What a careful user writes first: queries, keys and values formed in the dtype of the factors."""
+    q, k, v = (_formed(a, b).transpose(1, 2) for a, b in ((aq, bq), (ak, bk), (av, bv)))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def _formed(a: Tensor, b: Tensor) -> Tensor:
+    a, b = reference.ranked(a, b)
+    return a * b / a.shape[-1] if a.shape[-1] == 1 else torch.matmul(a, b) / a.shape[-1]
+
+
+def _factored_decode(
+    aq: Tensor, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, strategy: str = "auto"
+) -> Tensor:
+    """What a careful user writes next: one new token on the factors, matrix products in their dtype."""
+    (ak, bk), (av, bv) = reference.ranked(ak, bk), reference.ranked(av, bv)
+    batch, keys, heads, rank_k = ak.shape
+    rank_v, values = bv.shape[2:]
+    q = _formed(aq, bq)[:, 0]  # (B, H, D)
+    logits = torch.matmul(bk.flatten(1, 2), q.mT).view(batch, keys, rank_k, heads).float()
+    logits = (logits * ak.mT).sum(2) * (q.shape[-1] ** -0.5 / rank_k)  # (B, M, H)
+    weights = torch.softmax(logits, dim=1)[..., None] * av / rank_v  # (B, M, H, R)
+    spread = weights.to(bv.dtype).permute(0, 2, 1, 3).reshape(batch, heads, keys * rank_v)
+    return torch.matmul(spread, bv.reshape(batch, keys * rank_v, values))[:, None]
+
+
+def _naive_attention(
+    aq: Tensor, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, causal: bool = True
+) -> Tensor:
+    """Queries, keys and values formed in memory, then PyTorch's fused attention."""
+    q, k, v = (_formed(a, b).transpose(1, 2) for a, b in ((aq, bq), (ak, bk), (av, bv)))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+
+_DECODE_PROVIDERS: dict[str, Callable[[Case], Provider]] = {
+    "triton": lambda case: _triton(tpa_decode, case),
+    "triton_batch": lambda case: _triton(tpa_decode, case, strategy="batch"),
+    "triton_batch_head": lambda case: _triton(tpa_decode, case, strategy="batch_head"),
+    "triton_split_kv": lambda case: _triton(tpa_decode, case, strategy="split_kv"),
+    "torch_naive": lambda case: _naive_decode,
+    "torch": lambda case: _factored_decode,
+    "torch_compile": lambda case: torch.compile(_factored_decode, dynamic=False),
+}
+_ATTENTION_PROVIDERS: dict[str, Callable[[Case], Provider]] = {
+    "triton": lambda case: _triton(tpa_attention, case),
+    "torch_naive": lambda case: _naive_attention,
+    "torch_naive_compile": lambda case: torch.compile(_naive_attention, dynamic=False),
+}
+
+# ----------------------------------------------------------------------------------------------------------
+# The same model with whole keys and values: another function, timed for comparison of equal-size decoding
+# ----------------------------------------------------------------------------------------------------------
+
+
+def whole_cache_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    """Queries (B, 1, H, D), keys and values (B, M, Hkv, D); ``kv_heads`` of the case is Hkv."""
+    batch, heads, features = case["batch"], case["heads"], case["head_dim"]
+    dtype = getattr(torch, case["dtype"])
+    shapes = {"q": (1, heads), "k": (case["m"], case["kv_heads"]), "v": (case["m"], case["kv_heads"])}
+    return {name: _normal((batch, *shape, features), dtype, device, generator) for name, shape in shapes.items()}
+
+
+def whole_cache_definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of one token on whole keys and values, grouped among the heads."""
+    group = q.shape[2] // k.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    keys, values = (t.to(wide).repeat_interleave(group, 2).transpose(1, 2) for t in (k, v))
+    scores = torch.matmul(q.to(wide).transpose(1, 2), keys.mT) * q.shape[-1] ** -0.5
+    return torch.matmul(torch.softmax(scores, -1), values).transpose(1, 2).to(q.dtype)
+
+
+def _whole_cache_sdpa(q: Tensor, k: Tensor, v: Tensor, backend: str = "auto") -> Tensor:
+    """PyTorch's fused attention on the cache as it is."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+
+_WHOLE_CACHE = Operator(
+    name="decode_whole_cache",
+    function=_whole_cache_sdpa,
+    reference=whole_cache_definition,
+    make_inputs=whole_cache_inputs,
+    check_cases=(),
+    length="m",
+)
+
+# ----------------------------------------------------------------------------------------------------------
+# Benches
+# ----------------------------------------------------------------------------------------------------------
+
+_PUBLISHED = {"heads": 32, "head_dim": 128, "rank": 16, "dtype": "bfloat16"}
+_ON_CPU = {"heads": 8, "head_dim": 64, "rank": 16, "dtype": "float32"}
+
+
+def _decode_cases(device: str, batches: Sequence[int], lengths: Sequence[int], **more: Any) -> list[Case]:
+    shape = _PUBLISHED
+    if device != "cuda":
+        shape, batches, lengths = _ON_CPU, (2,), (256, 1024)
+    return [{"batch": b, **shape, **more, "m": m} for b in batches for m in lengths]
+
+
+_POWERS = tuple(2**k for k in range(8, 16))
+_DECODE_SUITES: dict[str, Callable[[str], Sequence[Case]]] = {
+    "quick": lambda device: _decode_cases(device, (8, 32), (512, 4096, 32768)),
+    "published": lambda device: _decode_cases(device, (8, 32), _POWERS),
+    "ranks": lambda device: [
+        case for rank in (1, 2, 4) for case in _decode_cases(device, (8, 32), (1024, 8192, 32768), kv_rank=rank)
+    ],
+    "wide": lambda device: [
+        *_decode_cases(device, (1,), [2**k for k in range(10, 20)]),
+        *_decode_cases(device, (128,), [2**k for k in range(8, 16)]),
+    ],
+}
+
+
+def _whole_cache_cases(device: str, lengths: Sequence[int]) -> list[Case]:
+    whole = _PUBLISHED["heads"] if device == "cuda" else _ON_CPU["heads"]
+    return [
+        {key: value for key, value in case.items() if key != "rank"} | {"kv_heads": kv_heads}
+        for kv_heads in dict.fromkeys((8, whole))
+        for case in _decode_cases(device, (8, 32), lengths)
+    ]
+
+
+_WHOLE_CACHE_SUITES: dict[str, Callable[[str], Sequence[Case]]] = {
+    "quick": lambda device: _whole_cache_cases(device, (512, 4096, 32768)),
+    "published": lambda device: _whole_cache_cases(device, _POWERS),
+}
+
+
+def _attention_cases(device: str, lengths: Sequence[int], models: Sequence[tuple[int, int, int]]) -> list[Case]:
+    """``models``: heads, rank of the queries, rank of keys and values."""
+    shape = {"batch": 1, "head_dim": 128, "dtype": "bfloat16"}
+    if device != "cuda":
+        shape, lengths, models = {"batch": 1, "head_dim": 32, "dtype": "float32"}, (128, 256), [(4, 6, 2)]
+    return [
+        shape | {"heads": heads, "rank": rank, "kv_rank": kv_rank, "causal": True, "n": n}
+        for heads, rank, kv_rank in models
+        for n in lengths
+    ]
+
+
+_ATTENTION_SUITES: dict[str, Callable[[str], Sequence[Case]]] = {
+    "quick": lambda device: _attention_cases(device, (1024, 4096), [(16, 6, 2), (16, 6, 1)]),
+    "published": lambda device: _attention_cases(
+        device, (1024, 2048, 4096, 8192, 16384), [(heads, 6, rank) for heads in (16, 32) for rank in (2, 1)]
+    ),
+}
+
+
+def _streams(total_bytes: int, writes: int) -> Traffic:
+    """One stream of all that is read; what is written is too little for a stream of its own size."""
+    return Traffic(1, 0, total_bytes + writes)
+
+
+def decode_traffic(case: Case, mode: str) -> Traffic:
+    """Every factor of the cache read once; the few bytes of queries and output with them."""
+    batch, heads, features, rank = (case[key] for key in ("batch", "heads", "head_dim", "rank"))
+    size = getattr(torch, case["dtype"]).itemsize
+    kv = 2 * case["m"] * case.get("kv_rank", 1) * (heads + features)
+    return _streams(batch * (kv + rank * (heads + features)) * size, batch * heads * features * size)
+
+
+def whole_cache_traffic(case: Case, mode: str) -> Traffic:
+    """Keys and values read once."""
+    batch, heads, features = (case[key] for key in ("batch", "heads", "head_dim"))
+    size = getattr(torch, case["dtype"]).itemsize
+    return _streams(
+        batch * (2 * case["m"] * case["kv_heads"] + heads) * features * size, batch * heads * features * size
+    )
+
+
+def attention_traffic(case: Case, mode: str) -> Traffic:
+    """The operations of attention on whole keys and values, and the fewest bytes, gradients of factors included."""
+    batch, n, heads, features, rank = (case[key] for key in ("batch", "n", "heads", "head_dim", "rank"))
+    size = getattr(torch, case["dtype"]).itemsize
+    factors = batch * n * (rank + 2 * case["kv_rank"]) * (heads + features) * size
+    out = batch * n * heads * features * size
+    products = 2 if mode == "fwd" else 5
+    flops = products * 2 * batch * heads * n * n * features // (2 if case["causal"] else 1)
+    if mode == "fwd":
+        return Traffic(1, 0, factors + out, flops)
+    return Traffic(1, 0, 2 * factors + 2 * out, flops)
+
+
+BENCHES = (
+    Bench(
+        name="tpa-decode",
+        operator=DECODE,
+        suites=_DECODE_SUITES,
+        providers=_DECODE_PROVIDERS,
+        traffic=decode_traffic,
+        title="Tensor-product attention: one new token on a cache of factors",
+        x="m",
+        modes=("fwd",),
+        published=("tpa_decode",),
+    ),
+    Bench(
+        name="decode-whole-cache",
+        operator=_WHOLE_CACHE,
+        suites=_WHOLE_CACHE_SUITES,
+        providers={"torch_sdpa": lambda case: _whole_cache_sdpa},
+        traffic=whole_cache_traffic,
+        title="For comparison, another function: decoding as many heads and tokens on whole keys and values",
+        x="m",
+        modes=("fwd",),
+    ),
+    Bench(
+        name="tpa-attention",
+        operator=ATTENTION,
+        suites=_ATTENTION_SUITES,
+        providers=_ATTENTION_PROVIDERS,
+        traffic=attention_traffic,
+        title="Tensor-product attention for training and prefill",
+    ),
+)

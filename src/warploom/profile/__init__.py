@@ -1,0 +1,1 @@
+"""Where a model's time and memory go: ``warploom profile transformer | attention``."""

@@ -1,0 +1,96 @@
+"""What a profile leaves behind: one `ProfileRecord` per configuration and mode, a line of JSON each."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warploom.bench import records
+from warploom.bench.attempt import Failure
+from warploom.bench.environment import describe_environment, environment_id
+
+__all__ = ["PROFILES", "Phase", "ProfileRecord", "Writer", "phase"]
+
+PROFILES = "profiles.jsonl"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Wall time of one part of a step, the device idle before and after, over the measured steps."""
+
+    mean_ms: float
+    std_ms: float
+    """Standard deviation over the steps; 0 for a single one."""
+    total_ms: float
+
+
+def phase(samples_ms: Sequence[float]) -> Phase:
+    """Mean, deviation and sum of samples in milliseconds."""
+    deviation = statistics.stdev(samples_ms) if len(samples_ms) > 1 else 0.0
+    return Phase(statistics.fmean(samples_ms), deviation, sum(samples_ms))
+
+
+@dataclass(frozen=True)
+class ProfileRecord:
+    """One configuration in one mode. ``None`` or an absent key stands for what was not measured."""
+
+    profile: str
+    """``transformer`` or ``attention``."""
+    case: dict[str, Any]
+    """Everything that defines the configuration but the provider: size, batch, lengths, dtype."""
+    provider: str
+    """The attention: ``flash``, ``plain``, …, with ``+compile`` under `torch.compile`."""
+    mode: str
+    """``forward``, ``forward-backward`` or ``train`` (with the optimizer)."""
+    environment: str
+    """Id into ``environment.json``."""
+    commit: str | None
+    """Of the checkout, with ``-dirty`` where it was changed."""
+    status: str = "ok"
+    """``ok``, ``oom``, ``unsupported`` or ``error``."""
+    reason: str | None = None
+    steps: int | None = None
+    """Measured steps, after the warm-up."""
+    phases: dict[str, Phase] = field(default_factory=dict)
+    """``forward``, ``backward``, ``optimizer``, and ``step``, their sum step by step."""
+    tokens_per_s: float | None = None
+    peak_memory_mib: float | None = None
+    """The most that was allocated during the measured steps, weights included."""
+    held_memory_mib: float | None = None
+    """What was allocated between forward and backward."""
+    parameters: int | None = None
+    flops: float | None = None
+    """Operations of a step: the matrix products and attention, backward included where there is one."""
+    mfu: float | None = None
+    """The step's share of the rate of a large matrix product measured here: bfloat16, or float32 on a CPU."""
+    parts_ms: dict[str, dict[str, float]] = field(default_factory=dict)
+    """From a pass of its own: milliseconds of each part of the model in each phase."""
+
+
+class Writer:
+    """Appends records to a folder as they come, with the environment beside them."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        environment = describe_environment(device)
+        self.folder = folder
+        self.environment = environment_id(environment)
+        commit = environment.get("commit")
+        self.commit = f"{commit}-dirty" if commit and environment.get("dirty") else commit
+        self.records: list[ProfileRecord] = []
+        records.save_environment(folder, self.environment, environment)
+
+    def write(
+        self, profile: str, case: Mapping[str, Any], provider: str, mode: str, figures: Mapping[str, Any] | Failure
+    ) -> ProfileRecord:
+        """Append one record: its measured fields, or why there are none."""
+        if isinstance(figures, Failure):
+            figures = {"status": figures.status, "reason": figures.reason}
+        record = ProfileRecord(profile, dict(case), provider, mode, self.environment, self.commit, **figures)
+        records.append(self.folder, [record], PROFILES)
+        self.records.append(record)
+        return record

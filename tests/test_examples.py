@@ -1,0 +1,118 @@
+"""The examples run as they are; an interrupted training run ends with the numbers of an uninterrupted one."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors")
+pytest.importorskip("rich")
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+QUICK = "--device cpu --steps 6 --warm-up 2 --batch 2 --log-every 2 --eval-every 2 --eval-batches 1 --save-every 2"
+
+
+@pytest.fixture(autouse=True)
+def _examples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.chdir(tmp_path)
+    precision = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(precision)
+
+
+def train(*words: str) -> None:
+    import train_lm
+
+    train_lm.main([*QUICK.split(), "--text", str(ROOT / "src"), *words])
+
+
+def entries(folder: str) -> list[dict]:
+    lines = [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "tokens_per_s"} for line in lines]
+
+
+def weights(folder: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(Path(folder, "step-00000006", "model.safetensors"))
+
+
+def test_an_interrupted_run_ends_as_an_uninterrupted_one() -> None:
+    train("--output", "whole")
+    train("--output", "parts", "--stop", "3")
+    assert [line["step"] for line in entries("parts")] == [2, 3]
+    # As if it had been killed at step 5, after the log's line and before the checkpoint was complete.
+    with Path("parts/log.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": 0.0}\n{"step": 5, "loss": 0.0}\n')
+    Path("parts/step-00000005.partial").mkdir()
+    train("--output", "parts")
+    expected = entries("whole")
+    assert [line["step"] for line in expected] == [2, 4, 6]
+    assert [line for line in entries("parts") if line["step"] != 3] == expected
+    for (name, one), other in zip(weights("whole").items(), weights("parts").values(), strict=True):
+        assert torch.equal(one, other), name
+    assert sorted(p.name for p in Path("whole").glob("step-*")) == ["step-00000004", "step-00000006"]
+
+
+def test_another_run_is_not_gone_on_with() -> None:
+    train("--output", "run", "--stop", "1")
+    with pytest.raises(SystemExit, match=r"was made with --lr 0.001; give the same"):
+        train("--output", "run", "--lr", "0.01")
+
+
+def test_the_loss_falls_and_the_model_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    import generate
+    import train_lm
+
+    words = "--device cpu --size tiny --steps 30 --warm-up 3 --batch 4 --log-every 10 --eval-batches 2 --lr 2e-3"
+    train_lm.main([*words.split(), "--text", str(ROOT / "src"), "--output", "run"])
+    found = entries("run")
+    assert found[-1]["held_out_loss"] < math.log(256) - 2
+    written = []
+    for seed in ("1", "1", "2"):
+        generate.main(
+            ["--device", "cpu", "--output", "run", "--prompt", "import ", "--tokens", "40", "--seed", seed]
+        )
+        written.append(capsys.readouterr().out.rpartition("\n\n")[0])
+    assert written[0].startswith("import ")
+    assert written[0] == written[1] != written[2]
+
+
+def test_nothing_to_sample_from_is_said() -> None:
+    import generate
+
+    with pytest.raises(SystemExit, match="nowhere: no checkpoint here"):
+        generate.main(["--output", "nowhere"])
+
+
+def test_the_standard_library_is_text_split_by_file() -> None:
+    import train_lm
+
+    train_text, held_out = train_lm.corpus(None, torch.device("cpu"))
+    assert len(train_text) > 8 * len(held_out) > 2**20
+    assert b"def " in bytes(held_out[:100_000].tolist())
+
+
+def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
+    import train_lm
+
+    options = train_lm.parse(["--device", "cpu", "--steps", "100", "--warm-up", "10", "--lr", "1"])
+    rates = [train_lm.rate(step, options) for step in range(101)]
+    assert rates[:3] == pytest.approx([0.1, 0.2, 0.3])
+    assert rates[10] == max(rates) == 1
+    assert rates[55] == pytest.approx(0.55)
+    assert rates[100] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("name", ["train_lm.py", "generate.py"])
+def test_help(name: str) -> None:
+    command = [sys.executable, str(EXAMPLES / name), "--help"]
+    environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.startswith("usage: " + name)

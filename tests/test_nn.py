@@ -1,0 +1,254 @@
+"""The modules below the language model: positions, attention and its cache, the feed-forward layer."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import warploom
+from warploom import ArgumentError, ShapeError, lrpe_rotate, nn
+from warploom.nn import LRPE, Attention, KVCache, RotaryEmbedding, SwiGLU
+
+IMPLEMENTATIONS = ("flash", "plain", "sdpa")
+
+IMPORT_PROBE = """
+import json, sys
+import torch
+import warploom.nn
+print(json.dumps({
+    "heavy": [m for m in ("triton", "safetensors", "rich") if m in sys.modules],
+    "cuda": torch.cuda.is_initialized(),
+}))
+"""
+
+
+def random(*shape: int, device: torch.device) -> torch.Tensor:
+    return torch.randn(shape).to(device)
+
+
+def test_importing_needs_no_gpu_and_no_extras() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(warploom.__file__).parents[1])}
+    command = [sys.executable, "-c", IMPORT_PROBE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert json.loads(done.stdout) == {"heavy": [], "cuda": False}
+
+
+@pytest.mark.parametrize("name", nn.__all__)
+def test_public_classes_are_documented(name: str) -> None:
+    thing = getattr(nn, name)
+    assert thing.__doc__
+    if issubclass(thing, torch.nn.Module):
+        assert "Args:" in thing.__doc__
+        arguments = list(inspect.signature(thing).parameters)
+        assert not [argument for argument in arguments if f"{argument}:" not in thing.__doc__]
+        assert inspect.getdoc(thing.forward)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Positions
+# ----------------------------------------------------------------------------------------------------------
+
+
+def test_rotary_is_lrpe_rotate_with_its_frequencies(device: torch.device) -> None:
+    x = random(2, 7, 3, 10, device=device)
+    rotary = RotaryEmbedding(10, base=100.0, rotary_dim=6).to(device)
+    theta = (100.0 ** (-torch.arange(3, dtype=torch.float64) / 3)).float()
+    torch.testing.assert_close(rotary.theta.cpu(), theta[None], rtol=0, atol=0)
+    ids = torch.tensor([5, 0, 9, 2, 2, 7, 100_000]).to(device)
+    for positions in ({}, {"offset": 3}, {"offset": torch.tensor([1, 70]).to(device)}, {"position_ids": ids}):
+        torch.testing.assert_close(rotary(x, **positions), lrpe_rotate(x, theta.to(device), **positions))
+    interleaved = RotaryEmbedding(10, interleaved=True).to(device)
+    expected = lrpe_rotate(x, interleaved.theta, interleaved=True)
+    torch.testing.assert_close(interleaved(x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("learnable", [False, True])
+def test_frequencies_stay_exact_when_a_model_is_cast_or_allocated_late(learnable: bool) -> None:
+    rotary = RotaryEmbedding(64, learnable=learnable)
+    before = rotary.theta.detach().clone()
+    for cast in (rotary.bfloat16(), rotary.half(), rotary.double()):
+        assert cast.theta.dtype == torch.float32
+        assert torch.equal(cast.theta, before)
+    with torch.device("meta"):
+        late = RotaryEmbedding(64, learnable=learnable)
+    assert torch.equal(late.to_empty(device="cpu").theta, before)
+
+
+def test_learnable_frequencies_get_a_gradient(device: torch.device) -> None:
+    for module in (RotaryEmbedding(8, learnable=True), LRPE(2, 8), LRPE(2, 8, kind="rotate", activation="silu")):
+        module.to(device)
+        module(random(2, 5, 2, 8, device=device)).square().sum().backward()  # of a rotation: constant in theta
+        module(random(2, 5, 2, 8, device=device)).sum().backward()
+        assert module.theta.grad is not None
+        assert module.theta.grad.abs().max() > 1e-3
+    assert not list(RotaryEmbedding(8).parameters())
+
+
+def test_lrpe_cosine_knows_only_differences_of_positions_and_shares_rows_among_groups(device: torch.device) -> None:
+    module = LRPE(2, 6).to(device)
+    with torch.no_grad():
+        module.theta.copy_(torch.rand(2, 6))
+    q, k = random(1, 1, 4, 6, device=device), random(1, 1, 2, 6, device=device)
+    scores = []
+    for shift in (0, 1000):
+        keys = module(k, offset=2 + shift).repeat_interleave(2, dim=2)
+        scores.append((module(q, offset=9 + shift) * keys).sum(-1))
+    torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-4)
+    theta = module.theta.detach().repeat_interleave(2, dim=0)
+    expected = (q * k.repeat_interleave(2, dim=2) * torch.cos(7 * theta)).sum(-1)
+    torch.testing.assert_close(scores[0], expected, rtol=1e-4, atol=1e-4)
+    assert module.out_features == module(q).shape[-1] == 12
+    with pytest.raises(ShapeError, match="theta"):
+        module(random(1, 1, 3, 6, device=device))
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (lambda: RotaryEmbedding(7), "head_dim"),
+        (lambda: RotaryEmbedding(8, rotary_dim=10), "rotary_dim"),
+        (lambda: RotaryEmbedding(8, base=0.0), "base"),
+        (lambda: LRPE(2, 8, kind="sine"), "kind"),
+        (lambda: LRPE(0, 8), "heads"),
+        (lambda: LRPE(2, 7, kind="rotate"), "head_dim"),
+        (lambda: Attention(10, 3), "heads"),
+        (lambda: Attention(12, 6, kv_heads=4), "kv_heads"),
+        (lambda: Attention(12, 6, implementation="fast"), "implementation"),
+        (lambda: KVCache(0), "capacity"),
+    ],
+)
+def test_wrong_arguments_are_named(make, argument: str) -> None:
+    with pytest.raises(ArgumentError, match=argument):
+        make()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The cache
+# ----------------------------------------------------------------------------------------------------------
+
+
+def keys_values(tokens: int, device: torch.device, batch: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    return random(batch, tokens, 2, 5, device=device), random(batch, tokens, 2, 4, device=device)
+
+
+@pytest.mark.parametrize("capacity", [None, 700])
+def test_a_cache_returns_what_was_appended(capacity: int | None, device: torch.device) -> None:
+    cache = KVCache(capacity)
+    pieces = [keys_values(tokens, device) for tokens in (1, 255, 1, 0, 443)]  # past the first allocation
+    for k, v in pieces:
+        seen_k, seen_v = cache.append(k, v)
+    assert cache.lengths == [700, 700, 700]
+    assert cache.offset == 700
+    assert not cache.ragged
+    assert torch.equal(seen_k, torch.cat([k for k, _ in pieces], dim=1))
+    assert torch.equal(seen_v, torch.cat([v for _, v in pieces], dim=1))
+
+
+def test_entries_of_different_lengths(device: torch.device) -> None:
+    cache = KVCache()
+    k, v = keys_values(6, device)
+    cache.append(k, v)
+    cache.truncate([6, 1, 3])
+    assert cache.ragged
+    assert cache.offset.tolist() == [6, 1, 3]
+    more_k, more_v = keys_values(2, device)
+    seen_k, seen_v = cache.append(more_k, more_v)
+    assert cache.lengths == [8, 3, 5]
+    packed_k, packed_v, starts = cache.packed()
+    assert starts.tolist() == [0, 8, 11, 16]
+    assert starts.dtype == torch.int32
+    for entry, kept in enumerate((6, 1, 3)):
+        expected_k, expected_v = (
+            torch.cat(t) for t in ((k[entry, :kept], more_k[entry]), (v[entry, :kept], more_v[entry]))
+        )
+        own = slice(starts[entry], starts[entry + 1])
+        assert torch.equal(packed_k[0, own], expected_k)
+        assert torch.equal(packed_v[0, own], expected_v)
+        assert torch.equal(seen_k[entry, : kept + 2], expected_k)
+        assert torch.equal(seen_v[entry, : kept + 2], expected_v)
+    cache.truncate(3)
+    assert cache.offset == 3
+    assert not cache.ragged
+
+
+def test_a_cache_refuses_what_does_not_fit(device: torch.device) -> None:
+    cache = KVCache(capacity=4)
+    k, v = keys_values(3, device)
+    with pytest.raises(ArgumentError, match="an empty one"):
+        cache.packed()
+    with pytest.raises(ShapeError, match="k, v"):
+        cache.append(k, v[:2])
+    cache.append(k, v)
+    with pytest.raises(ArgumentError, match="capacity 4"):
+        cache.append(k, v)
+    for wrong in ((k[:2], v[:2]), (k, v[..., :3]), (k[:, :1], v[:, :0]), (k[:, :, :1], v)):
+        with pytest.raises(ShapeError, match="append"):
+            cache.append(*wrong)
+    for lengths in (4, -1, [3, 3, 4], [1, 2]):
+        with pytest.raises(ArgumentError, match="lengths"):
+            cache.truncate(lengths)
+    with pytest.raises(ArgumentError, match="gradient"):
+        cache.append(k[:, :1].requires_grad_(), v[:, :1])
+    assert cache.lengths == [3, 3, 3]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Layers
+# ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+def test_attention_is_its_definition(implementation: str, heads: int, kv_heads: int, device: torch.device) -> None:
+    width, head_dim = 24, 10
+    layer = Attention(
+        width,
+        heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        position=RotaryEmbedding(head_dim),
+        implementation=implementation,
+    ).to(device)
+    x = random(2, 9, width, device=device)
+    weights = layer.qkv.weight.detach().double().split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
+    q, k, v = ((x.double() @ w.T).unflatten(-1, (-1, head_dim)) for w in weights)
+    q, k = (lrpe_rotate(t, layer.position.theta, backend="torch") for t in (q, k))
+    out = torch.zeros(2, 9, heads, head_dim, dtype=torch.float64, device=device)
+    for head in range(heads):
+        group = head // (heads // kv_heads)
+        for row in range(9):
+            scores = torch.einsum("bd,bmd->bm", q[:, row, head], k[:, : row + 1, group]) * head_dim**-0.5
+            out[:, row, head] = torch.einsum("bm,bmd->bd", scores.softmax(-1), v[:, : row + 1, group])
+    expected = out.flatten(2) @ layer.out.weight.detach().double().T
+    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=2e-6)
+    ids = torch.arange(9, device=device) + 40  # attention knows only differences
+    torch.testing.assert_close(layer(x, position_ids=ids).double(), expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@torch.no_grad()
+def test_entries_of_different_lengths_attend_as_each_alone(implementation: str, device: torch.device) -> None:
+    layer = Attention(24, 4, kv_heads=2, position=LRPE(2, 6), implementation=implementation).to(device)
+    prompt, more, lengths = random(3, 5, 24, device=device), random(3, 2, 24, device=device), [5, 1, 3]
+    cache = KVCache()
+    layer(prompt, cache=cache)
+    cache.truncate(lengths)
+    together = layer(more, cache=cache)
+    for entry, length in enumerate(lengths):
+        whole = layer(torch.cat((prompt[entry : entry + 1, :length], more[entry : entry + 1]), dim=1))
+        torch.testing.assert_close(together[entry], whole[0, length:], rtol=1e-5, atol=1e-5)
+
+
+def test_swiglu_is_its_definition(device: torch.device) -> None:
+    layer = SwiGLU(6, 10).to(device)
+    x = random(2, 3, 6, device=device)
+    gate, up = layer.gate_up.weight.detach().double().split(10)
+    a = x.double() @ gate.T
+    expected = (a / (1 + (-a).exp()) * (x.double() @ up.T)) @ layer.down.weight.detach().double().T
+    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-6)
+    assert sum(p.numel() for p in layer.parameters()) == 3 * 6 * 10

@@ -1,0 +1,308 @@
+"""Tensor-product attention: its definition, its strategies, batches that do not matter, caches with rubbish behind.
+
+`tests/test_conformance.py` compares backends with the reference; here the reference is on trial as well.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from warploom import ArgumentError, tpa_attention, tpa_decode
+from warploom.backend import HAS_TRITON
+from warploom.ops.tpa import reference
+from warploom.testing.accuracy import compare
+
+Tensor = torch.Tensor
+STRATEGIES = ("batch", "batch_head", "split_kv", "auto")
+BACKENDS = ("torch", "triton") if HAS_TRITON else ("torch",)
+
+backends = pytest.mark.parametrize("backend", BACKENDS)
+strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+
+
+def factors(
+    device: torch.device,
+    *,
+    batch: int = 2,
+    tokens: int = 1,
+    keys: int = 20,
+    heads: int = 3,
+    rank_q: int = 3,
+    rank_k: int = 1,
+    rank_v: int = 1,
+    features: int = 8,
+    values: int = 8,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Tensor]:
+    shapes = {
+        "aq": (batch, tokens, heads, rank_q),
+        "ak": (batch, keys, heads, rank_k),
+        "av": (batch, keys, heads, rank_v),
+        "bq": (batch, tokens, rank_q, features),
+        "bk": (batch, keys, rank_k, features),
+        "bv": (batch, keys, rank_v, values),
+    }
+    return {name: torch.randn(shape).to(device, dtype) for name, shape in shapes.items()}
+
+
+def exact(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+
+
+def assert_accurate(found: Tensor, inputs: dict[str, Any], definition: Any = reference.tpa_decode) -> None:
+    accuracy = compare(found, definition(**exact(inputs)), definition(**inputs))
+    assert accuracy.ok, accuracy.describe()
+
+
+def lengths(device: torch.device, *values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The definition
+# ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_is_softmax_attention_written_with_loops(device: torch.device) -> None:
+    x = factors(device, tokens=4, keys=6, rank_k=2, rank_v=3, dtype=torch.float64)
+    found = reference.tpa_attention(**x, scale=0.7, scale_k=0.9)
+    for b, i, h in itertools.product(range(2), range(4), range(3)):
+        q = sum(x["aq"][b, i, h, r] * x["bq"][b, i, r] for r in range(3)) / 3
+        weights, values = [], []
+        for j in range(6 - 4 + i + 1):
+            k = sum(x["ak"][b, j, h, r] * x["bk"][b, j, r] for r in range(2)) * 0.9
+            weights.append(math.exp(0.7 * float(q @ k)))
+            values.append(sum(x["av"][b, j, h, r] * x["bv"][b, j, r] for r in range(3)) / 3)
+        expected = sum(w * v for w, v in zip(weights, values)) / sum(weights)
+        torch.testing.assert_close(found[b, i, h], expected)
+
+
+@pytest.mark.parametrize("cache_seqlens", [None, (0, 13)])
+def test_both_definitions_of_decoding_agree(device: torch.device, cache_seqlens: tuple[int, int] | None) -> None:
+    x: dict[str, Any] = factors(device, tokens=3, rank_k=2, rank_v=3, dtype=torch.float64)
+    x["cache_seqlens"] = cache_seqlens and lengths(device, *cache_seqlens)
+    torch.testing.assert_close(reference.tpa_decode_factored(**x), reference.tpa_decode(**x))
+
+
+def test_both_definitions_of_attention_agree(device: torch.device) -> None:
+    x: dict[str, Any] = factors(device, batch=1, tokens=9, keys=9, rank_k=2, rank_v=3, dtype=torch.float64)
+    for options in ({"causal": False}, {"cu_seqlens": lengths(device, 0, 4, 9)}):
+        torch.testing.assert_close(
+            reference.tpa_attention_factored(**x, **options), reference.tpa_attention(**x, **options)
+        )
+
+
+def test_blocks_of_queries_change_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = factors(device, tokens=9, keys=9, rank_k=2, dtype=torch.float64)
+    wanted = [value.requires_grad_() for value in x.values()]
+    whole = reference.tpa_attention(**x)
+    grad = torch.randn_like(whole)
+    expected = torch.autograd.grad(whole, wanted, grad)
+    monkeypatch.setattr(reference, "BLOCK_SCORES", 2 * 3 * 9 * 2)  # two queries at a time
+    blocked = reference.tpa_attention(**x)
+    torch.testing.assert_close(blocked, whole)
+    torch.testing.assert_close(torch.autograd.grad(blocked, wanted, grad), expected)
+
+
+@backends
+def test_the_last_tokens_of_attention_are_decoding(device: torch.device, backend: str) -> None:
+    x = factors(device, tokens=11, keys=11, rank_k=2, dtype=torch.float32)
+    whole = tpa_attention(**x, backend=backend)
+    new = {name: value[:, 8:] if name in ("aq", "bq") else value for name, value in x.items()}
+    torch.testing.assert_close(tpa_decode(**new, backend=backend), whole[:, 8:], rtol=1e-5, atol=1e-5)
+
+
+@backends
+def test_whole_queries_are_the_product_of_their_factors(device: torch.device, backend: str) -> None:
+    x = factors(device)
+    whole = x | {"aq": None, "bq": x["aq"] @ x["bq"] / 3}
+    found = tpa_decode(**whole, backend=backend)
+    torch.testing.assert_close(found, tpa_decode(**x, backend=backend), rtol=1e-5, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Decoding: every strategy, batches that do not matter, rubbish behind the valid entries
+# ----------------------------------------------------------------------------------------------------------
+
+
+@needs_triton
+@strategies
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rank_k", "rank_v"), [(1, 1), (2, 3), (4, 1)])
+def test_every_strategy_is_accurate(
+    device: torch.device, strategy: str, dtype: torch.dtype, rank_k: int, rank_v: int
+) -> None:
+    inputs: dict[str, Any] = factors(device, tokens=2, keys=290, rank_k=rank_k, rank_v=rank_v, dtype=dtype)
+    inputs["cache_seqlens"] = lengths(device, 290, 257)
+    assert_accurate(tpa_decode(**inputs, strategy=strategy, backend="triton"), inputs)
+
+
+@needs_triton
+@pytest.mark.parametrize("keys", [1, 255, 256, 257, 600])
+def test_split_and_whole_have_the_same_bits(device: torch.device, keys: int) -> None:
+    inputs = factors(device, keys=keys, heads=2, rank_k=2, dtype=torch.bfloat16)
+    whole, split, auto = (
+        tpa_decode(**inputs, strategy=strategy, backend="triton") for strategy in ("batch", "split_kv", "auto")
+    )
+    assert torch.equal(whole, split)
+    assert torch.equal(whole, auto)
+
+
+@needs_triton
+@strategies
+def test_a_request_has_the_same_bits_in_any_batch_and_cache(device: torch.device, strategy: str) -> None:
+    inputs = factors(device, batch=3, keys=600, heads=2)
+    valid = (300, 17, 600)
+    together = tpa_decode(**inputs, cache_seqlens=lengths(device, *valid), strategy=strategy, backend="triton")
+    for i, length in enumerate(valid):
+        alone = {name: value[i : i + 1] for name, value in inputs.items()}
+        for capacity in {length, min(length + 40, 600)}:  # a cache that ends with the request, or not
+            cut = {n: v[:, :capacity] if n in ("ak", "av", "bk", "bv") else v for n, v in alone.items()}
+            found = tpa_decode(**cut, cache_seqlens=lengths(device, length), strategy=strategy, backend="triton")
+            assert torch.equal(found[0], together[i])
+
+
+@needs_triton
+def test_chunks_depend_on_the_valid_keys_alone() -> None:
+    from warploom.ops.tpa.launchers import CHUNKS
+
+    def chunk(length: int) -> int:
+        size = CHUNKS.shortest
+        while size * CHUNKS.wanted < length and size < CHUNKS.longest:
+            size *= 2
+        return size
+
+    most = 0
+    for keys in range(0, 700_000, 997):
+        most = max(most, -(-keys // chunk(keys)))
+        assert most <= CHUNKS.most(keys)
+    assert CHUNKS.most(256) == 1
+    assert CHUNKS.most(257) == 2
+
+
+@backends
+@strategies
+def test_nothing_behind_the_valid_entries_is_looked_at(device: torch.device, backend: str, strategy: str) -> None:
+    inputs: dict[str, Any] = factors(device, batch=3, tokens=2, keys=290, heads=2, rank_k=2, rank_v=1)
+    inputs["cache_seqlens"] = lengths(device, 5, 0, 270)
+    expected = tpa_decode(**inputs, strategy=strategy, backend=backend)
+    assert torch.equal(expected[1], torch.zeros_like(expected[1]))
+    for name in ("ak", "av", "bk", "bv"):
+        for i, length in enumerate((5, 0, 270)):
+            inputs[name][i, length:] = math.nan
+    assert torch.equal(tpa_decode(**inputs, strategy=strategy, backend=backend), expected)
+
+
+@needs_triton
+def test_new_tokens_do_not_see_those_behind_them(device: torch.device) -> None:
+    inputs: dict[str, Any] = factors(device, tokens=5, keys=30)
+    inputs["cache_seqlens"] = lengths(device, 20, 3)  # in the second, two of the five have no token of their own
+    found = tpa_decode(**inputs, backend="triton")
+    assert_accurate(found, inputs)
+    assert torch.equal(found[1, :2], torch.zeros_like(found[1, :2]))
+    for name in ("ak", "av", "bk", "bv"):
+        inputs[name][:, 18:20] = 7.0  # the last two new tokens of the first entry
+    assert torch.equal(tpa_decode(**inputs, backend="triton")[0, :3], found[0, :3])
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_lengths_of_both_integer_types_and_any_stride(device: torch.device, dtype: torch.dtype) -> None:
+    inputs: dict[str, Any] = factors(device)
+    spaced = torch.tensor([7, 99, 20, 99], dtype=dtype, device=device)[::2]
+    found = tpa_decode(**inputs, cache_seqlens=spaced, backend="triton")
+    assert torch.equal(found, tpa_decode(**inputs, cache_seqlens=lengths(device, 7, 20), backend="triton"))
+
+
+@needs_triton
+def test_more_than_the_capacity_counts_as_the_capacity(device: torch.device) -> None:
+    inputs = factors(device)
+    found = tpa_decode(**inputs, cache_seqlens=lengths(device, 1000, -3), backend="triton")
+    assert torch.equal(found[0], tpa_decode(**inputs, backend="triton")[0])
+    assert torch.equal(found[1], torch.zeros_like(found[1]))
+
+
+def test_auto_splits_where_there_are_few_programs() -> None:
+    if not HAS_TRITON:
+        pytest.skip("needs Triton")
+    from warploom.ops.tpa import launchers
+
+    device = torch.device("cpu")  # one multiprocessor
+    assert launchers._strategy(1, 1, 256, 640, device) == "batch"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launchers, "multiprocessors", lambda device: 132)
+        assert launchers._strategy(1, 1, 32768, 640, device) == "split_kv"
+        assert launchers._strategy(8, 1, 512, 640, device) == "batch"
+        assert launchers._strategy(128, 1, 32768, 640, device) == "batch"
+
+
+def test_decoding_has_no_gradient_and_says_so(device: torch.device) -> None:
+    inputs = factors(device)
+    inputs["bk"].requires_grad_()
+    with pytest.raises(ArgumentError, match=r"tpa_decode: bk .*tpa_attention"):
+        tpa_decode(**inputs)
+    with torch.no_grad():
+        assert not tpa_decode(**inputs).requires_grad
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Attention
+# ----------------------------------------------------------------------------------------------------------
+
+
+@backends
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_sequences_are_as_if_alone(device: torch.device, backend: str, causal: bool) -> None:
+    inputs = factors(device, batch=1, tokens=40, keys=40, rank_k=2)
+    bounds = (0, 3, 3, 36, 40)
+    packed = tpa_attention(**inputs, causal=causal, cu_seqlens=lengths(device, *bounds), backend=backend)
+    for start, end in itertools.pairwise(bounds):
+        alone = {name: value[:, start:end] for name, value in inputs.items()}
+        expected = tpa_attention(**alone, causal=causal, backend=backend)
+        torch.testing.assert_close(packed[:, start:end], expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("programs", [1, 3, 100])
+def test_heads_summed_in_groups_give_the_gradients(
+    device: torch.device, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from warploom.ops.tpa import launchers_attention
+
+    monkeypatch.setattr(launchers_attention, "multiprocessors", lambda device: programs)
+    inputs = factors(device, batch=1, tokens=20, keys=20, heads=5, rank_k=2, rank_v=1)
+    wanted = [value.requires_grad_() for value in inputs.values()]
+    double = {name: value.detach().double().requires_grad_() for name, value in inputs.items()}
+    out = tpa_attention(**inputs, backend="triton")
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, wanted, grad)
+    eager = torch.autograd.grad(reference.tpa_attention(**inputs), wanted, grad)
+    expected = torch.autograd.grad(reference.tpa_attention(**double), list(double.values()), grad.double())
+    accuracy = compare(found, expected, eager)
+    assert accuracy.ok, accuracy.describe()
+
+
+@needs_triton
+def test_only_the_gradients_that_are_wanted_come_back(device: torch.device) -> None:
+    inputs = factors(device, tokens=5, keys=5)
+    inputs["av"].requires_grad_()
+    tpa_attention(**inputs, backend="triton").sum().backward()
+    assert inputs["av"].grad is not None
+    assert all(value.grad is None for name, value in inputs.items() if name != "av")
+
+
+@needs_triton
+def test_a_second_derivative_is_refused(device: torch.device) -> None:
+    inputs = factors(device, tokens=4, keys=4)
+    bk = inputs["bk"].requires_grad_()
+    out = tpa_attention(**inputs, backend="triton")
+    (first,) = torch.autograd.grad(out.square().sum(), bk, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        first.sum().backward()
