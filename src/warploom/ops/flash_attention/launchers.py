@@ -174,15 +174,15 @@ _FLOAT32: dict[str, dict[int, Configuration]] = {
         256: Configuration(16, 16, 8, 1),
     },
     "key": {
-        16: Configuration(32, 32, 8, 2),
-        32: Configuration(32, 32, 8, 2),
+        16: Configuration(16, 32, 4, 2),
+        32: Configuration(16, 32, 4, 2),
         64: Configuration(32, 32, 8, 2),
         128: Configuration(16, 16, 4, 1),
         256: Configuration(16, 16, 8, 1),
     },
     "query": {
-        16: Configuration(32, 32, 4, 2),
-        32: Configuration(32, 32, 4, 2),
+        16: Configuration(32, 32, 8, 2),
+        32: Configuration(32, 32, 8, 2),
         64: Configuration(32, 32, 4, 2),
         128: Configuration(16, 32, 4, 1),
         256: Configuration(16, 16, 8, 1),
@@ -408,7 +408,7 @@ def backward(
     shift, delta = statistics.new_empty(statistics.shape)
     inverse = torch.empty_like(shift) if q.dtype == torch.float32 else None
     access = _access(out, grad)
-    block_r = max(4096 // geometry.block_e, 1)
+    block_r = min(4096 // geometry.block_e, 64)
     prepare_launch(
         -(-delta.numel() // block_r),
         (out, grad, statistics, grad_lse, shift, delta, inverse),
