@@ -80,8 +80,6 @@ def _key_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
 
 
 def _float32_tiles(features: int) -> Tiles:
-    if features > 128:
-        return Tiles(16, 16, 16, 1)
     return Tiles(16, 16, 8, 1) if features > 64 else Tiles(32, 32, 4, 1)
 
 
@@ -172,6 +170,7 @@ def backward(
                 tokens, heads, *strides_of(aq), *strides_of(bq), *strides_of(daq), *strides_of(dbq), call.scale_q,
             ),
             (rank_q, features, 16, block_r, _block(features)),
+            8,
         )  # fmt: skip
         del dq
     return daq, *_key_gradients(q, statistics, delta, grad, ak, av, bk, bv, call, dbq)
