@@ -163,8 +163,8 @@ class TensorProductAttention(nn.Module):
         backend: That of `warploom.tpa_attention`, `warploom.tpa_decode` and `warploom.lrpe_rotate`.
 
     State dict: ``aq, bq, ak, bk, av, bv``, each ``.weight`` of ``(H·R, dim)`` or ``(R·features, dim)``, and
-    ``out.weight`` of ``(dim, H·E)``; with ``bias`` also ``.bias``. Rows of an ``a`` run over heads, then ranks; of a
-    ``b`` over ranks, then features.
+    ``out.weight`` of ``(dim, H·E)``; with ``bias`` also ``.bias``. Rows of an ``a`` run over heads, then ranks; of
+    a ``b`` over ranks, then features.
 
     Raises:
         ArgumentError: A size is not positive, or ``head_dim`` is odd.

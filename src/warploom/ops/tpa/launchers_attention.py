@@ -73,10 +73,10 @@ def _query_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
 
 def _key_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
     if dtype == torch.float32:
-        return _float32_tiles(features)
+        return Tiles(16, 16, 8 if features > 64 else 4, 1)
     if features > 128:
         return Tiles(32, 16, 8, 1)
-    return Tiles(32, 32 if rank <= 2 else 16, 8, 2)
+    return Tiles(32, 32 if rank <= 2 else 16, 8, 2 if features > 64 else 1)
 
 
 def _float32_tiles(features: int) -> Tiles:

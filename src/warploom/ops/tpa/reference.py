@@ -2,10 +2,10 @@
 
 `tpa_attention` and `tpa_decode` are naive: they form queries, keys and values from their factors and attend. The
 functions named ``…_factored`` compute the same without forming keys and values. Sums are in float32, or float64
-when the factors are, and outputs are rounded once to the dtype of the factors. In `tpa_attention`, what matrix units
-take as 16-bit numbers when the factors are such (queries, keys, values and weights) has the bits of that dtype here
-too, and so have their gradients and those of the scores; the scores themselves are not rounded. `tpa_decode` rounds
-nothing in between.
+when the factors are, and outputs are rounded once to the dtype of the factors. In `tpa_attention`, what matrix
+units take as 16-bit numbers when the factors are such (queries, keys, values and weights) has the bits of that
+dtype here too, and so have their gradients and those of the scores; the scores themselves are not rounded.
+`tpa_decode` rounds nothing in between.
 Source: Zhang et al., "Tensor Product Attention Is All You Need", 2025, arXiv 2501.06425.
 
 Shapes: B batch, N queries, M keys, H heads, D features, E value features, R rank.
