@@ -73,7 +73,7 @@ def _query_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
 
 def _key_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
     if dtype == torch.float32:
-        return Tiles(16, 16, 8 if features > 64 else 4, 1)
+        return Tiles(16, 16, 8, 1) if rank <= 2 else Tiles(16, 32, 8, 1)
     if features > 128:
         return Tiles(32, 16, 8, 1)
     return Tiles(32, 32 if rank <= 2 else 16, 8, 2 if features > 64 else 1)
