@@ -19,6 +19,8 @@ MAX_RANK = 16
 """Largest rank of keys and of values that the kernels hold on chip."""
 MAX_FEATURES = 256
 """Most features D and E of one head that the kernels hold on chip."""
+MAX_FEATURES_FLOAT32 = 128
+"""The same for `tpa_attention` in float32."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -81,7 +83,8 @@ def tpa_attention(
         raise fault(DtypeError, name, "causal", "a bool", repr(causal))
     if cu_seqlens is not None:
         _check_cu_seqlens(name, sizes, cu_seqlens, bq)
-    if use_triton(name, backend, bq, _beyond_kernels(sizes)):
+    most = MAX_FEATURES_FLOAT32 if bq.dtype == torch.float32 else MAX_FEATURES
+    if use_triton(name, backend, bq, _beyond_kernels(sizes, most)):
         from warploom.ops.tpa import autograd  # Triton is imported when it is first needed
 
         (ak, bk), (av, bv) = reference.ranked(ak, bk), reference.ranked(av, bv)
@@ -164,7 +167,7 @@ def tpa_decode(
         for argument in (a for a, factor in factors.items() if factor is not None and factor.requires_grad):
             expected = "without requires_grad (or the call under torch.no_grad(); tpa_attention has gradients)"
             raise fault(ArgumentError, name, argument, expected, "requires_grad=True")
-    if use_triton(name, backend, bq, _beyond_kernels(sizes)):
+    if use_triton(name, backend, bq, _beyond_kernels(sizes, MAX_FEATURES)):
         from warploom.ops.tpa import autograd  # Triton is imported when it is first needed
 
         (ak, bk), (av, bv) = reference.ranked(ak, bk), reference.ranked(av, bv)
@@ -305,12 +308,12 @@ def _check_lengths(name: str, argument: str, lengths: object, bq: Tensor) -> Non
         raise fault(DeviceError, name, argument, f"on the device of bq, {bq.device}", lengths.device)
 
 
-def _beyond_kernels(sizes: _Sizes) -> str | None:
+def _beyond_kernels(sizes: _Sizes, most: int) -> str | None:
     """What the Triton kernels do not do in this call, if anything."""
     if max(sizes.rank_k, sizes.rank_v) > MAX_RANK:
         return f"ranks of keys and values up to {MAX_RANK}; these are {sizes.rank_k} and {sizes.rank_v}"
-    if max(sizes.features, sizes.value_features) > MAX_FEATURES:
-        return f"up to {MAX_FEATURES} features a head; these are {sizes.features} and {sizes.value_features}"
+    if max(sizes.features, sizes.value_features) > most:
+        return f"up to {most} features a head; these are {sizes.features} and {sizes.value_features}"
     return None
 
 

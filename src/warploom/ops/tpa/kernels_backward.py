@@ -92,7 +92,8 @@ def factor_gradients(
     """
     f = tl.arange(0, BLOCK_F)
     mask = inside[:, None] & (f < F)[None, :]
-    sums = db + (m.to(tl.int64) * (R * F))[:, None] + f[None, :]
+    row = tl.arange(0, m.shape[0])  # 32-bit offsets in the tile: 64-bit ones would not fit in registers
+    sums = db + tl.min(m).to(tl.int64) * (R * F) + (row * (R * F))[:, None] + f[None, :]
     for r in tl.static_range(R):
         factor = load_factor(b, m, r, inside, b_n, b_r, b_f, F, BLOCK_F, VEC, UNIT)
         pointers = da + m.to(tl.int64) * da_n + r * da_r
@@ -222,7 +223,7 @@ def query_kernel(
 
 _KEY_NUMBERS = [
     *_BACKWARD_NUMBERS,
-    *"dak_b dak_m dak_h dak_r dav_b dav_m dav_h dav_r groups logit_scale dk_scale scale_v".split(),
+    *"dak_b dak_m dak_h dak_r dav_b dav_m dav_h dav_r groups zero logit_scale dk_scale scale_v".split(),
 ]
 
 
@@ -236,7 +237,7 @@ def key_kernel(
     bv_b: tl.int64, bv_m: tl.int64, bv_r: tl.int64, bv_e: tl.int64,
     grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_e: tl.int64,
     dak_b: tl.int64, dak_m: tl.int64, dak_h: tl.int64, dak_r: tl.int64,
-    dav_b: tl.int64, dav_m: tl.int64, dav_h: tl.int64, dav_r: tl.int64, groups: tl.int32,
+    dav_b: tl.int64, dav_m: tl.int64, dav_h: tl.int64, dav_r: tl.int64, groups: tl.int32, zero: tl.int32,
     logit_scale: tl.float32, dk_scale: tl.float32, scale_v: tl.float32,
     CAUSAL: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -262,20 +263,22 @@ def key_kernel(
     first_head = group * heads // groups
     for head in range(first_head, (group + 1) * heads // groups):
         h = head + batch * 0  # int64
+        # Addresses that seem to depend on the head: else those of whole tiles are held in registers over all heads.
+        here = m + head * zero
         row = batch * heads + h
         ak_head = ak + batch * ak_b + h * ak_h
         av_head = av + batch * av_b + h * av_h
         gradients = grad + batch * (grad_b * G_VEC) + h * (grad_h * G_VEC)
         k, k_weight = load_product(
-            ak_head, bk, m, inside, ak_m, ak_r, bk_m, bk_r, bk_d, RK, D, BLOCK_D, B_VEC, B_UNIT
+            ak_head, bk, here, inside, ak_m, ak_r, bk_m, bk_r, bk_d, RK, D, BLOCK_D, B_VEC, B_UNIT
         )
         v, v_weight = load_product(
-            av_head, bv, m, inside, av_m, av_r, bv_m, bv_r, bv_e, RV, E, BLOCK_E, B_VEC, B_UNIT
+            av_head, bv, here, inside, av_m, av_r, bv_m, bv_r, bv_e, RV, E, BLOCK_E, B_VEC, B_UNIT
         )
         dk = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         dv = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
         for n_first in range(start, stop, BLOCK_N):
-            n = n_first + tl.arange(0, BLOCK_N)
+            n = n_first + head * zero + tl.arange(0, BLOCK_N)
             valid = n < tokens
             queries = load_rows(q + row * tokens * D, n, valid, D, 1, D, BLOCK_D, 1, True)
             do = load_rows(gradients, n, valid, grad_n, grad_e, E, BLOCK_E, G_VEC, G_UNIT)
@@ -291,11 +294,11 @@ def key_kernel(
             ds = p * (dp - subtract[None, :])
             dk = dot(round_to(ds, queries.dtype), queries, dk)
         factor_gradients(
-            dk * dk_scale, ak_head, bk, dak + batch * dak_b + h * dak_h, dbk, m, inside, ak_m, ak_r,
+            dk * dk_scale, ak_head, bk, dak + batch * dak_b + h * dak_h, dbk, here, inside, ak_m, ak_r,
             bk_m, bk_r, bk_d, dak_m, dak_r, head > first_head, RK, D, BLOCK_D, B_VEC, B_UNIT,
         )  # fmt: skip
         factor_gradients(
-            dv * scale_v, av_head, bv, dav + batch * dav_b + h * dav_h, dbv, m, inside, av_m, av_r,
+            dv * scale_v, av_head, bv, dav + batch * dav_b + h * dav_h, dbv, here, inside, av_m, av_r,
             bv_m, bv_r, bv_e, dav_m, dav_r, head > first_head, RV, E, BLOCK_E, B_VEC, B_UNIT,
         )  # fmt: skip
         tl.debug_barrier()  # the next head adds to what was stored here

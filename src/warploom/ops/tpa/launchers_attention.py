@@ -55,22 +55,32 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def _forward_tiles(dtype: torch.dtype, features: int) -> Tiles:
+def _forward_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
     if dtype == torch.float32:
-        return Tiles(32, 32, 4 if features <= 64 else 8, 1)
-    return Tiles(128, 64 if features <= 128 else 32, 8, 3 if features <= 128 else 2)
+        return _float32_tiles(features)
+    if features > 128:
+        return Tiles(32, 32, 8, 2)
+    return Tiles(128, 64, 8, 3) if rank == 1 else Tiles(64, 32, 8, 2)
 
 
-def _query_tiles(dtype: torch.dtype, features: int) -> Tiles:
+def _query_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
     if dtype == torch.float32:
-        return Tiles(32, 32, 4 if features <= 64 else 8, 1)
-    return Tiles(128 if features <= 128 else 64, 64 if features <= 128 else 32, 8, 2)
+        return _float32_tiles(features)
+    if features > 128:
+        return Tiles(32, 32, 8, 1)
+    return Tiles(128, 64, 8, 2) if rank == 1 else Tiles(64, 32, 8, 2)
 
 
-def _key_tiles(dtype: torch.dtype, features: int) -> Tiles:
+def _key_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
     if dtype == torch.float32:
-        return Tiles(32, 32, 4 if features <= 64 else 8, 1)
-    return Tiles(64 if features <= 128 else 32, 64, 8, 2)
+        return Tiles(16, 16, 8, 1) if rank <= 2 else Tiles(16, 32, 8, 1)
+    if features > 128:
+        return Tiles(32, 16, 8, 1)
+    return Tiles(32, 32 if rank <= 2 else 16, 8, 2 if features > 64 else 1)
+
+
+def _float32_tiles(features: int) -> Tiles:
+    return Tiles(16, 16, 8, 1) if features > 64 else Tiles(32, 32, 4, 1)
 
 
 def _block(features: int) -> int:
@@ -91,7 +101,7 @@ def forward(
     out = empty_in_order_of(bq if aq is None else aq, values)
     statistics = torch.empty((batch, heads, 2, tokens), dtype=torch.float32, device=bq.device)
     block_d, block_e = _block(features), _block(values)
-    tiles = _forward_tiles(bq.dtype, max(block_d, block_e))
+    tiles = _forward_tiles(bq.dtype, max(block_d, block_e), max(rank_k, rank_v))
     q, b = feature_factors(bq), feature_factors(bk, bv)
     forward_launch(
         -(-tokens // tiles.queries) * batch * heads,
@@ -133,7 +143,7 @@ def backward(
     q = torch.empty((batch, heads, tokens, features), dtype=bq.dtype, device=bq.device)
     delta = torch.empty((batch, heads, tokens), dtype=torch.float32, device=bq.device)
     q_strides = feature_factors(bq)
-    tiles = _query_tiles(bq.dtype, _block(features))
+    tiles = _query_tiles(bq.dtype, _block(features), 1)
     prepare_launch(
         -(-tokens // tiles.queries) * batch * heads,
         (aq, bq, out, grad, q, delta),
@@ -160,6 +170,7 @@ def backward(
                 tokens, heads, *strides_of(aq), *strides_of(bq), *strides_of(daq), *strides_of(dbq), call.scale_q,
             ),
             (rank_q, features, 16, block_r, _block(features)),
+            8,
         )  # fmt: skip
         del dq
     return daq, *_key_gradients(q, statistics, delta, grad, ak, av, bk, bv, call, dbq)
@@ -173,7 +184,7 @@ def _query_gradient(
     batch, heads, tokens, features = q.shape
     values = bv.shape[-1]
     block_d, block_e = _block(features), _block(values)
-    tiles = _query_tiles(q.dtype, max(block_d, block_e))
+    tiles = _query_tiles(q.dtype, max(block_d, block_e), max(ak.shape[3], av.shape[3]))
     g, b = feature_factors(grad), feature_factors(bk, bv)
     query_launch(
         -(-tokens // tiles.queries) * batch * heads,
@@ -200,7 +211,7 @@ def _key_gradients(
     batch, heads, tokens, features = q.shape
     keys, rank_k, rank_v, values = ak.shape[1], ak.shape[3], av.shape[3], bv.shape[-1]
     block_d, block_e = _block(features), _block(values)
-    tiles = _key_tiles(q.dtype, max(block_d, block_e))
+    tiles = _key_tiles(q.dtype, max(block_d, block_e), max(rank_k, rank_v))
     blocks = -(-keys // tiles.keys) * batch
     groups = min(heads, max(1, PROGRAMS * multiprocessors(q.device) // max(blocks, 1)))
     dak, dav = empty_in_order_of(ak, rank_k), empty_in_order_of(av, rank_v)
@@ -213,7 +224,7 @@ def _key_gradients(
         (
             tokens, keys, heads, batch, *call.packed,
             *strides_of(ak), *b.strides[0], *strides_of(av), *b.strides[1], *g.strides[0],
-            *strides_of(dak), *strides_of(dav), groups,
+            *strides_of(dak), *strides_of(dav), groups, 0,
             call.logit_scale, call.scale * call.scale_k, call.scale_v,
         ),
         (

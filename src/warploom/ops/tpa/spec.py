@@ -133,7 +133,7 @@ _ATTENTION_CHECKS: tuple[dict[str, Any], ...] = (
     {"n": 35, "m": 9, "kv_rank": 2},
     {"rank": 0, "heads": 3, "scale": 0.3, "scale_q": 0.5, "scale_k": 2.0, "scale_v": -1.5},
     {"layout": "bhn", "dtype": "bfloat16"},
-    {"batch": 1, "heads": 1, "head_dim": 129, "value_dim": 63, "n": 5},
+    {"batch": 1, "heads": 1, "head_dim": 129, "value_dim": 63, "n": 5, "dtype": "bfloat16"},
     {"batch": 0},
     {"n": 0},
     {"m": 0},
