@@ -42,11 +42,13 @@ def use_triton(function: str, backend: str, x: torch.Tensor, limit: str | None =
 def _missing(x: torch.Tensor, limit: str | None) -> str | None:
     if not HAS_TRITON:
         return "Triton is not installed"
+    if limit is not None:
+        return limit
     if x.dtype not in KERNEL_DTYPES:
         return f"the kernels take float16, bfloat16 and float32; x is {str(x.dtype).removeprefix('torch.')}"
     if not x.is_cuda and not x.is_meta and not _runs_on_cpu():
         return f"x is on {x.device}, and the kernels need an NVIDIA GPU (or TRITON_INTERPRET=1 on a CPU)"
-    return limit
+    return None
 
 
 def _runs_on_cpu() -> bool:

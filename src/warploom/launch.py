@@ -84,7 +84,7 @@ class Kernel:
         if _recorded is not None:
             self._record(_recorded, tensors, numbers, constants, options)
             return None
-        first = tensors[0]
+        first = next((t for t in tensors if t is not None), None)
         if INTERPRETED and not (first is not None and first.is_cuda):
             self.function[(programs,)](*tensors, *numbers, *constants, **options)
             return None

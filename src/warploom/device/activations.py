@@ -9,6 +9,7 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E_LOW = tl.constexpr(1.925963033500011e-08)  # what float32 leaves of log₂e
 
 
 @triton.jit
@@ -21,6 +22,29 @@ def power_of_two(x):
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     return y
+
+
+@triton.jit
+def exponential_float32(x):
+    """eˣ to about 1 unit in the last place, where `exponential` is not enough: for results in float32.
+
+    The special function unit is 2 units off, and rounding x · log₂e costs one for each unit of its size. Here the
+    exponent is kept in two parts, and 2 to the power of its fraction is a polynomial.
+    """
+    x = tl.where(x < -90.0, -90.0, x)  # the result is zero long before
+    exponent = tl.fma(x, LOG2_E, 0.0)  # not `*`, which the compiler may fuse with what follows
+    low = tl.fma(x, LOG2_E_LOW, tl.fma(x, LOG2_E, -exponent))
+    whole = tl.minimum(tl.floor(exponent + 0.5), 128.0)
+    f = (exponent - whole) + low
+    y = tl.fma(f, 1.5252733804e-5, 1.5403530393e-4)  # ln 2ᵏ / k!, which on |f| ≤ 1/2 is 7e-9 off
+    y = tl.fma(f, y, 1.3333558146e-3)
+    y = tl.fma(f, y, 9.6181291076e-3)
+    y = tl.fma(f, y, 5.5504108665e-2)
+    y = tl.fma(f, y, 2.4022650696e-1)
+    y = tl.fma(f, y, 6.9314718056e-1)
+    y = tl.fma(f, y, 1.0)
+    power = ((whole.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(exponent < -126.0, 0.0, y * power)
 
 
 @triton.jit

@@ -9,11 +9,10 @@ from warploom.device.activations import INTERPRETED
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
     """A float32 tile in another dtype, rounded to nearest even."""
-    if (
-        INTERPRETED and dtype == tl.bfloat16
-    ):  # the interpreter truncates; what is added here turns that into rounding
+    if INTERPRETED and dtype == tl.bfloat16:  # the interpreter would drop the last 16 bits
         bits = x.to(tl.int32, bitcast=True)
-        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, nearest, x)  # NaN stays
     return x.to(dtype)
 
 
@@ -36,18 +35,5 @@ def product(a, b, c, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc):
-    """``acc + a b`` in float32. Float32 factors keep all their bits: no TensorFloat-32."""
-    if INTERPRETED:  # the interpreter would multiply the bits of bfloat16 as integers
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
-def round_to(x, dtype: tl.constexpr):
-    """Float32 in another dtype, rounded to nearest, ties to even."""
-    if INTERPRETED and dtype == tl.bfloat16:  # the interpreter would drop the last 16 bits
-        bits = x.to(tl.int32, bitcast=True)
-        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).to(tl.float32, bitcast=True)
-        x = tl.where(x == x, nearest, x)
-    return x.to(dtype)
+    """``a · b + acc`` in float32, for kernels whose float32 factors are never split or rounded."""
+    return product(a, b, acc, "ieee")

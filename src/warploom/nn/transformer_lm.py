@@ -448,7 +448,7 @@ class TransformerLM(nn.Module):
 
 def _sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None) -> Tensor:
     """One token each from logits (B, V): (B, 1) int64."""
-    if temperature == 0:
+    if temperature < torch.finfo(torch.float32).tiny:  # zero, and what a GPU takes for zero
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits.float()
     probabilities = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)

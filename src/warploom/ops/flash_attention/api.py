@@ -197,9 +197,8 @@ def _fused_by_torch(call: _Call) -> Tensor:
 
 def _autocast(x: object) -> bool:
     """Whether autocast is on for tensors like this one."""
-    if not isinstance(x, Tensor) or not torch.amp.is_autocast_available(x.device.type):
-        return False
-    return torch.is_autocast_enabled(x.device.type)
+    # Named, because neither `torch.compile` nor a meta tensor can ask which devices have an autocast.
+    return isinstance(x, Tensor) and x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

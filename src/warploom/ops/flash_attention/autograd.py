@@ -89,8 +89,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _arguments(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
     """Arguments of the backward."""
-    out = ctx.saved_tensors[3]
-    return torch.zeros_like(out) if grad is None else grad, grad_lse, *ctx.saved_tensors, *ctx.rest
+    saved = ctx.saved_tensors  # once: under activation checkpointing they can be had only once
+    return torch.zeros_like(saved[3]) if grad is None else grad, grad_lse, *saved, *ctx.rest
 
 
 def _wanted(ctx: Any, found: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:

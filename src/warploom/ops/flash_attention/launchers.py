@@ -405,7 +405,8 @@ def backward(
     dq, dk, dv = (empty_in_order_of(t, t.shape[-1]) for t in (q, k, v))
     if geometry.empty():
         return dq.zero_(), dk.zero_(), dv.zero_()
-    shift, delta = statistics.new_empty(statistics.shape)
+    # Two tensors, not two halves of one: the second half's alignment would depend on the length.
+    shift, delta = (statistics.new_empty(statistics.shape[1:]) for _ in range(2))
     inverse = torch.empty_like(shift) if q.dtype == torch.float32 else None
     access = _access(out, grad)
     block_r = min(4096 // geometry.block_e, 64)

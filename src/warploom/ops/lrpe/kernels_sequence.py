@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.device.activations import LOG2_E, power_of_two
+from warploom.device.activations import LOG2_E, exponential_float32, power_of_two
 from warploom.device.phase import cos_sin, phase_step
 from warploom.ops.lrpe.kernels import (
     load_input,
@@ -33,8 +33,6 @@ from warploom.ops.lrpe.kernels import (
 )
 
 LARGEST_SUM = tl.constexpr(2.0**100)
-LOG2_E_LOW = tl.constexpr(1.925963033500011e-08)  # what float32 leaves of log₂e
-LN_2 = tl.constexpr(0.6931471805599453)
 
 # ----------------------------------------------------------------------------------------------------------
 # Columns: small float32 vectors, one number per feature
@@ -72,13 +70,9 @@ def load_statistics(statistics, column, first, F: tl.constexpr, BLOCK_F: tl.cons
 
 @triton.jit
 def power(x, shift):
-    """e^(x − shift) in float32; for a float32 ``x`` without the error of rounding the exponent of a power of two."""
+    """e^(x − shift) in float32, as exact as the dtype of ``x`` can tell."""
     if x.dtype == tl.float32:
-        difference = x - shift
-        exponent = tl.fma(difference, LOG2_E, 0.0)  # not `*`, which the compiler may fuse with what follows
-        low = tl.fma(difference, LOG2_E_LOW, tl.fma(difference, LOG2_E, -exponent))
-        y = power_of_two(exponent)
-        y = tl.where(y == 0.0, 0.0, tl.fma(y, low * LN_2, y))  # where x is −inf, the rest is NaN
+        y = exponential_float32(x - shift)
     else:
         y = power_of_two(tl.fma(x.to(tl.float32), LOG2_E, -(shift * LOG2_E)))
     return y

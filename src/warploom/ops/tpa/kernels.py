@@ -20,9 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.device.product import dot, round_to
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+from warploom.device.activations import exponential, exponential_float32
+from warploom.device.product import dot, rounded
 
 # ----------------------------------------------------------------------------------------------------------
 # Device functions
@@ -50,9 +49,16 @@ def valid_keys(lengths, batch, lengths_b, keys):
 
 
 @triton.jit
-def exp(x):
-    """Exponential of what is near 0 or below. The difference of two logits is exact where it matters, so it comes first."""
-    return tl.exp2(x * LOG2_E)
+def exp(x, dtype: tl.constexpr):
+    """Exponential of what is near 0 or below, for results in ``dtype``.
+
+    The difference of two logits is exact where it matters, so it comes first.
+    """
+    if dtype == tl.float32:
+        y = exponential_float32(x)
+    else:
+        y = exponential(x)
+    return y
 
 
 @triton.jit
@@ -63,8 +69,8 @@ def join(acc, top, total, more, more_top, more_total):
     """
     highest = tl.maximum(top, more_top)
     base = tl.where(highest == float("-inf"), 0.0, highest)
-    keep = exp(top - base)
-    add = exp(more_top - base)
+    keep = exp(top - base, tl.float32)
+    add = exp(more_top - base, tl.float32)
     return (
         tl.fma(acc, tl.broadcast_to(keep, acc.shape), more * add),
         highest,
@@ -107,7 +113,7 @@ def query_tile(
             mask = ((rank < RQ) & (token < tokens))[:, None] & (d < D)[None, :]
             b = tl.load(ranks + features, mask=mask, other=0.0)
             q = dot(a, b, q)
-    return round_to(q * scale_q, bq.dtype.element_ty)
+    return rounded(q * scale_q, bq.dtype.element_ty)
 
 
 @triton.jit
@@ -259,13 +265,13 @@ def decode_kernel(
         logits = tl.where((m[:, None] < horizon[None, :]) & valid[:, None], logits, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, axis=0, keep_dims=True))
         base = tl.where(highest == float("-inf"), 0.0, highest)
-        p = exp(logits - base)
-        keep = exp(top - base)
+        p = exp(logits - base, k.dtype)
+        keep = exp(top - base, k.dtype)
         total = total * keep + tl.sum(p, axis=0, keep_dims=True)
         top = highest
         v = feature_factors(bv, start, end, bv_m, bv_r, bv_e, RV, E, BLOCK_M, BLOCK_RV, BLOCK_E, B_VEC, B_UNIT)
         a = head_factors(av, m, h, valid, head_mask, av_m, av_h, av_r, RV, BLOCK_RV, A_VEC, A_DENSE)
-        w = round_to(spread(p, a, BLOCK_M, BLOCK_RV, ROWS), v.dtype)
+        w = rounded(spread(p, a, BLOCK_M, BLOCK_RV, ROWS), v.dtype)
         acc = dot(tl.trans(v), w, acc * keep)
         if not SPLIT:
             if (start + BLOCK_M) % chunk == 0:  # the chunk is complete
@@ -288,7 +294,7 @@ def decode_kernel(
         acc, top, total = join(all_acc, all_top, all_total, acc, top, total)
         places = batch.to(tl.int64) * out_b + n.to(tl.int64) * out_n + h * out_h
         pointers = out + places[None, :] + (e * out_e)[:, None]
-        tl.store(pointers, round_to(finish(acc, total, scale_v), out.dtype.element_ty), mask=mask)
+        tl.store(pointers, rounded(finish(acc, total, scale_v), out.dtype.element_ty), mask=mask)
 
 
 _COMBINE_NUMBERS = "tokens keys spans lengths_b out_b out_n out_h out_e scale_v".split()
@@ -336,4 +342,4 @@ def combine_kernel(
     n = (row // H).to(tl.int64)
     h = (row % H).to(tl.int64)
     pointers = out + batch.to(tl.int64) * out_b + (n * out_n + h * out_h)[:, None] + (e * out_e)[None, :]
-    tl.store(pointers, round_to(finish(acc, total, scale_v), out.dtype.element_ty), mask=mask)
+    tl.store(pointers, rounded(finish(acc, total, scale_v), out.dtype.element_ty), mask=mask)

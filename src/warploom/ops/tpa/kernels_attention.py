@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.device.product import dot, round_to
+from warploom.device.product import dot, rounded
 from warploom.device.sequence import sequence_of
 from warploom.ops.tpa.kernels import exp
 
@@ -50,7 +50,7 @@ def load_product(
             factor = load_factor(b, token, r, inside, b_n, b_r, b_f, F, BLOCK_F, VEC, UNIT)
             weight = tl.load(a + token.to(tl.int64) * a_n + r * a_r, mask=inside, other=0.0)
             total += weight.to(tl.float32)[:, None] * factor.to(tl.float32)
-        tile = round_to(total, b.dtype.element_ty)
+        tile = rounded(total, b.dtype.element_ty)
         coefficient = tl.full((token.shape[0],), 1.0, tl.float32)
     return tile, coefficient
 
@@ -71,7 +71,7 @@ def load_queries(
                 a + token.to(tl.int64) * a_n + head.to(tl.int64) * a_h + r * a_r, mask=inside, other=0.0
             )
             q += weight.to(tl.float32)[:, None] * factor.to(tl.float32)
-    return round_to(q * scale_q, b.dtype.element_ty)
+    return rounded(q * scale_q, b.dtype.element_ty)
 
 
 @triton.jit
@@ -162,21 +162,21 @@ def forward_kernel(
         logits = tl.where(seen, logits, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, axis=1))
         base = tl.where(highest == float("-inf"), 0.0, highest)
-        p = exp(logits - base[:, None])
-        keep = exp(top - base)
+        p = exp(logits - base[:, None], k.dtype)
+        keep = exp(top - base, k.dtype)
         total = total * keep + tl.sum(p, axis=1)
         top = highest
         v, weight = load_product(av, bv, m, valid, av_m, av_r, bv_m, bv_r, bv_e, RV, E, BLOCK_E, B_VEC, B_UNIT)
         if RV == 1:
             p *= weight[None, :]
-        acc = dot(round_to(p, v.dtype), v, acc * keep[:, None])
+        acc = dot(rounded(p, v.dtype), v, acc * keep[:, None])
 
     acc *= tl.where(total == 0.0, 0.0, scale_v / total)[:, None]
     e = tl.arange(0, BLOCK_E)
     pointers = (
         out + batch * out_b + head.to(tl.int64) * out_h + (n.to(tl.int64) * out_n)[:, None] + (e * out_e)[None, :]
     )
-    tl.store(pointers, round_to(acc, out.dtype.element_ty), mask=inside[:, None] & (e < E)[None, :])
+    tl.store(pointers, rounded(acc, out.dtype.element_ty), mask=inside[:, None] & (e < E)[None, :])
     statistics += (batch * heads + head) * 2 * tokens + n
     tl.store(statistics, tl.where(total == 0.0, 0.0, top), mask=inside)
     tl.store(statistics + tokens, total, mask=inside)

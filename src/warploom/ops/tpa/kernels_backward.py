@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.device.product import dot, round_to
+from warploom.device.product import dot, rounded
 from warploom.ops.tpa.kernels import exp
 from warploom.ops.tpa.kernels_attention import (
     load_factor,
@@ -76,7 +76,7 @@ def weigh_keys(
     zeros = tl.zeros((queries.shape[0], m.shape[0]), tl.float32)
     logits = dot(queries, tl.trans(k), zeros) * (k_weight * logit_scale)[None, :]
     seen = (m[None, :] >= first[:, None]) & (m[None, :] < end[:, None])
-    p = tl.where(seen, exp(logits - top[:, None]), 0.0) * share[:, None]
+    p = tl.where(seen, exp(logits - top[:, None], k.dtype), 0.0) * share[:, None]
     dp = dot(do, tl.trans(v), zeros) * (v_weight * scale_v)[None, :]
     return p, dp, k, k_weight
 
@@ -98,7 +98,7 @@ def factor_gradients(
         factor = load_factor(b, m, r, inside, b_n, b_r, b_f, F, BLOCK_F, VEC, UNIT)
         pointers = da + m.to(tl.int64) * da_n + r * da_r
         tl.store(
-            pointers, round_to(tl.sum(gradient * factor.to(tl.float32), axis=1), da.dtype.element_ty), mask=inside
+            pointers, rounded(tl.sum(gradient * factor.to(tl.float32), axis=1), da.dtype.element_ty), mask=inside
         )
         weight = tl.load(a + m.to(tl.int64) * a_n + r * a_r, mask=inside, other=0.0).to(tl.float32)
         before = tl.load(sums + r * F, mask=mask & add, other=0.0)
@@ -215,10 +215,10 @@ def query_kernel(
             RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT,
         )  # fmt: skip
         ds = p * (dp - subtract[:, None]) * k_weight[None, :]
-        acc = dot(round_to(ds, k.dtype), k, acc)
+        acc = dot(rounded(ds, k.dtype), k, acc)
     d = tl.arange(0, BLOCK_D)
     pointers = dq + batch * dq_b + h * dq_h + (n.to(tl.int64) * dq_n)[:, None] + (d * dq_d)[None, :]
-    tl.store(pointers, round_to(acc * dq_scale, dq.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+    tl.store(pointers, rounded(acc * dq_scale, dq.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
 
 
 _KEY_NUMBERS = [
@@ -288,11 +288,11 @@ def key_kernel(
                 * (k_weight * logit_scale)[:, None]
             )
             seen = (n[None, :] >= first[:, None]) & (n[None, :] < end[:, None])
-            p = tl.where(seen, exp(logits - top[None, :]), 0.0) * share[None, :]
-            dv = dot(round_to(p, do.dtype), do, dv)
+            p = tl.where(seen, exp(logits - top[None, :], k.dtype), 0.0) * share[None, :]
+            dv = dot(rounded(p, do.dtype), do, dv)
             dp = dot(v, tl.trans(do), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * (v_weight * scale_v)[:, None]
             ds = p * (dp - subtract[None, :])
-            dk = dot(round_to(ds, queries.dtype), queries, dk)
+            dk = dot(rounded(ds, queries.dtype), queries, dk)
         factor_gradients(
             dk * dk_scale, ak_head, bk, dak + batch * dak_b + h * dak_h, dbk, here, inside, ak_m, ak_r,
             bk_m, bk_r, bk_d, dak_m, dak_r, head > first_head, RK, D, BLOCK_D, B_VEC, B_UNIT,
@@ -343,6 +343,6 @@ def factor_kernel(
         total = dot(tl.trans(a), gradient, total)
         da = dot(gradient, tl.trans(b), tl.zeros((BLOCK_H, BLOCK_R), tl.float32)) * scale_q
         pointers = daq + batch * daq_b + n * daq_n + (h * daq_h)[:, None] + (r * daq_r)[None, :]
-        tl.store(pointers, round_to(da, daq.dtype.element_ty), mask=head_mask)
+        tl.store(pointers, rounded(da, daq.dtype.element_ty), mask=head_mask)
     pointers = dbq + batch * dbq_b + n * dbq_n + (r * dbq_r)[:, None] + (d * dbq_d)[None, :]
-    tl.store(pointers, round_to(total * scale_q, dbq.dtype.element_ty), mask=feature_mask)
+    tl.store(pointers, rounded(total * scale_q, dbq.dtype.element_ty), mask=feature_mask)
