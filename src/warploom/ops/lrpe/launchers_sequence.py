@@ -217,7 +217,7 @@ class _Planner:
             _combine_kernel,
             groups * heads,
             (block_r, 0 if positions.cu_seqlens is None else positions.cu_seqlens.stride(0), chunks),
-            (backward, features, geometry.block_f, members, BLOCK_P),
+            (backward, x.dtype == torch.float32, features, geometry.block_f, members, BLOCK_P),
         )
         partial = slots * heads * sets * x.shape[-1]
         return plan._replace(launches=(reduce, combine, apply), partial=partial, parts=parts)
