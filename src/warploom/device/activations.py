@@ -14,7 +14,7 @@ LOG2_E_LOW = tl.constexpr(1.925963033500011e-08)  # what that leaves of it
 
 @triton.jit
 def fused(x, y, z):
-    """x · y + z in float32, rounded once."""
+    """Product and sum, x · y + z in float32, rounded once."""
     if INTERPRETED:  # the interpreter's fma rounds the product first
         out = (x.to(tl.float64) * y + z.to(tl.float64)).to(tl.float32)
     else:
