@@ -16,7 +16,11 @@ from warploom.backend import HAS_TRITON
 from warploom.ops import operators
 from warploom.testing.conformance import judge
 
-pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+pytestmark = [
+    pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"),
+    # NumPy speaks of infinities and NaN in Triton's interpreter: they are what is tried here.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 
 Tensor = torch.Tensor
 
@@ -88,7 +92,6 @@ def test_tokens_of_no_weight(kind: str, dtype: torch.dtype, way: str, device: to
 @ways
 @kinds
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, in Triton's interpreter
 def test_columns_without_a_softmax_are_nan(value: float, kind: str, way: str, device: torch.device) -> None:
     x = random_x(device, 1, WAYS[way]["tokens"], 2, FEATURES)
     last = sequences(way)[-1]

@@ -43,15 +43,23 @@ def strip_tokens(backward: bool) -> int:
     return 512 if backward else 2048
 
 
-def strip_tiles(kind: str, backward: bool) -> Tiles:
-    """For `strip_kernel`."""
+def strip_tiles(kind: str, backward: bool, wide: bool) -> Tiles:
+    """For `strip_kernel`. ``wide``: see `chunk_tiles`."""
+    if wide:
+        return Tiles(1024, 4, 1 if backward else 2)
     if kind == "cosine":
         return Tiles(2048, 4, 3)
     return Tiles(4096, 4, 1) if backward else Tiles(2048, 4, 5)
 
 
-def chunk_tiles(kind: str, backward: bool) -> Tiles:
-    """For `chunk_kernel`."""
+def chunk_tiles(kind: str, backward: bool, wide: bool) -> Tiles:
+    """For `chunk_kernel`.
+
+    ``wide``: numbers of 32 bits, or rows that are not read in vectors. Both take more registers, and the tiles are
+    small enough that none are spilled.
+    """
+    if wide:
+        return Tiles(2048, 4)
     if kind == "cosine":
         return Tiles(2048, 1) if backward else Tiles(4096, 4)
     return Tiles(4096, 1)
@@ -182,10 +190,11 @@ class _Planner:
         members = 1 if kind == "cosine" else 2
         rows = theta.shape[0] if theta.dim() == 2 else 1
         backward = grad is not None
+        wide = x.element_size() > 2 or vec == 1
         plan = _Plan(tuple(out.shape), out.stride(), statistics_shape(x, positions), ())
         angles = (positions.axes(), vec, theta_vec, unit, features, theta.shape[-1])
         if positions.cu_seqlens is None and tokens <= strip_tokens(backward) and not self.block_parallel:
-            tiles = strip_tiles(kind, backward)
+            tiles = strip_tiles(kind, backward, wide)
             block_f = min(geometry.block_f, STRIP_BYTES // x.element_size())
             block_r = max(1, tiles.numbers // (block_f * members))
             launch = Launch(
@@ -196,7 +205,7 @@ class _Planner:
                 tiles.warps,
             )
             return plan._replace(launches=(launch,), parts=(batch * heads // rows, rows, features))
-        tiles = chunk_tiles(kind, backward)
+        tiles = chunk_tiles(kind, backward, wide)
         block_r = max(1, tiles.numbers // (geometry.block_f * members))
         chunks = triton.cdiv(tokens, block_r)
         parts = (batch * chunks * heads // rows, rows, features)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, Unsupported
+from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, need_cuda, normal
 from warploom.ops.tpa import reference
 from warploom.ops.tpa.api import tpa_attention, tpa_decode
 
@@ -34,7 +33,7 @@ def _factors(case: Case, tokens: int, keys: int, device: torch.device, generator
     dtype = getattr(torch, case["dtype"])
 
     def draw(*shape: int) -> Tensor:
-        numbers = _normal(shape, dtype, device, generator)
+        numbers = normal(shape, dtype, device, generator)
         return numbers.transpose(1, 2).contiguous().transpose(1, 2) if case.get("layout") == "bhn" else numbers
 
     def rank_axis(r: int) -> tuple[int, ...]:
@@ -48,18 +47,6 @@ def _factors(case: Case, tokens: int, keys: int, device: torch.device, generator
         "bk": draw(batch, keys, *rank_axis(rank_k), features),
         "bv": draw(batch, keys, *rank_axis(rank_v), values),
     }
-
-
-_PERIOD = 2**24 - 3
-
-
-def _normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
-    """Normal numbers. A large tensor repeats them with a prime period, so that no two of its rows are alike."""
-    size = math.prod(shape)
-    numbers = torch.randn(min(size, _PERIOD), generator=generator).to(device, dtype)
-    if size > _PERIOD:
-        numbers = numbers.repeat(-(-size // _PERIOD))[:size].clone()
-    return numbers.view(shape)
 
 
 def _options(case: Case) -> Inputs:
@@ -167,13 +154,8 @@ OPERATORS = (DECODE, ATTENTION)
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _need_cuda() -> None:
-    if not torch.cuda.is_available():
-        raise Unsupported("the Triton kernels need an NVIDIA GPU")
-
-
 def _triton(function: Provider, case: Case, **options: Any) -> Provider:
-    _need_cuda()
+    need_cuda()
     return functools.partial(function, backend="triton", **options)
 
 
@@ -238,7 +220,7 @@ def whole_cache_inputs(case: Case, device: torch.device, generator: torch.Genera
     batch, heads, features = case["batch"], case["heads"], case["head_dim"]
     dtype = getattr(torch, case["dtype"])
     shapes = {"q": (1, heads), "k": (case["m"], case["kv_heads"]), "v": (case["m"], case["kv_heads"])}
-    return {name: _normal((batch, *shape, features), dtype, device, generator) for name, shape in shapes.items()}
+    return {name: normal((batch, *shape, features), dtype, device, generator) for name, shape in shapes.items()}
 
 
 def whole_cache_definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
