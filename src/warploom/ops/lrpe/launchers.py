@@ -97,7 +97,7 @@ def _configuration(
     ``wide``: numbers of 32 bits.
     """
     if theta_gradient and wide:  # more vectors would spill registers
-        return 3, 2 if kind == "cosine" else 4
+        return (3, 2) if kind == "cosine" else (2, 4)
     if theta_gradient:
         return (6, 2) if kind == "cosine" else (6 if activation == "softmax" else 3, 4)
     if positions.axes() > 2:  # the angles cost more

@@ -63,7 +63,7 @@ def load_statistics(statistics, delta, row, tokens, n, inside):
     total = tl.load(statistics + tokens, mask=inside, other=0.0)
     return (
         top,
-        1.0 / tl.where(total == 0.0, float("inf"), total),
+        tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total)),
         tl.load(delta + row * tokens + n, mask=inside, other=0.0),
     )
 
