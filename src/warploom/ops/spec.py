@@ -47,8 +47,8 @@ class Operator:
     length: str = "n"
     """The case parameter that is a length of a sequence: another value of it compiles nothing new."""
     spills: Mapping[str, int] = field(default_factory=dict)
-    """Kernel name to the bytes a thread that its variants may spill at most: for tiles that were measured to be faster
-    than those that spill nothing. A kernel that is not named may spill none."""
+    """Kernel name to the bytes a thread that its variants may spill at most, for tiles that were measured to be
+    faster than those that spill nothing. A kernel that is not named may spill none."""
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ DECODE = Operator(
     make_inputs=decode_inputs,
     check_cases=tuple({**_DECODE, **change} for change in _DECODE_CHECKS),
     length="m",
-    spills={"decode_kernel": 8},  # in float32 with few features, where exponentials are exact to a unit
+    spills={"decode_kernel": 8},  # one small variant in float32, whose exponentials are exact to a unit
 )
 ATTENTION = Operator(
     name="tpa_attention",
