@@ -35,5 +35,12 @@ def product(a, b, c, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc):
-    """``a · b + acc`` in float32, for kernels whose float32 factors are never split or rounded."""
-    return product(a, b, acc, "ieee")
+    """``a · b + acc`` in float32, for kernels whose float32 factors are never split or rounded.
+
+    A float32 product is added as a whole: its terms round at their own size, not at that of the sum so far.
+    """
+    if a.dtype == tl.float32:
+        acc += product(a, b, tl.zeros_like(acc), "ieee")
+    else:
+        acc = product(a, b, acc, "ieee")
+    return acc
