@@ -391,8 +391,8 @@ def test_long_sequences_at_training_size(device: torch.device) -> None:
     )
     eager = kernel(*heads, 0.0, True, False, scale=128**-0.5)[1]
     lse = flash_attention(**inputs, return_lse=True)[1]
-    accuracy = compare(lse, exact, eager)
-    assert accuracy.ok, accuracy.describe()
+    assert compare(lse, exact, eager).rms_error <= 2 * (eager - exact).pow(2).mean().sqrt()
+    assert (lse - exact).abs().max() < 8e-6
     assert_right(random_inputs(device, 3000, batch=1, heads=1, d=64, causal=True), "triton")
 
 

@@ -1,12 +1,28 @@
-"""Packed sequences: which one a tile of tokens belongs to, found on the device.
+"""Packed sequences: which one a token, or a tile of tokens, belongs to, found on the device.
 
-Sequence ``s`` takes tokens ``cu_seqlens[s]`` to ``cu_seqlens[s + 1]``. Cut into tiles of ``BLOCK`` tokens, it is
-given the tiles from number ``cu_seqlens[s] // BLOCK + s`` on. That is never fewer than it needs, at most one more,
-and a grid of ``tokens // BLOCK + sequences`` tiles holds all of them: no length has to be known on the host.
+Where no tile may hold tokens of two sequences: sequence ``s`` takes tokens ``cu_seqlens[s]`` to
+``cu_seqlens[s + 1]``. Cut into tiles of ``BLOCK`` tokens, it is given the tiles from number
+``cu_seqlens[s] // BLOCK + s`` on. That is never fewer than it needs, at most one more, and a grid of
+``tokens // BLOCK + sequences`` tiles holds all of them: no length has to be known on the host.
 """
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def sequence_of(n, cu_seqlens, cu_stride, sequences):
+    """Packed sequence of each token (int32, (R,)): the last whose start is not behind it. Binary search."""
+    low = tl.zeros_like(n)
+    high = low + sequences
+    width = sequences
+    while width > 0:
+        middle = (low + high) // 2
+        reached = tl.load(cu_seqlens + middle * cu_stride).to(tl.int32) <= n
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle)
+        width = width // 2
+    return low
 
 
 @triton.jit

@@ -40,7 +40,8 @@ def dot(a, b, acc):
     A float32 product is added as a whole: its terms round at their own size, not at that of the sum so far.
     """
     if a.dtype == tl.float32:
-        acc += product(a, b, tl.zeros_like(acc), "ieee")
+        whole = product(a, b, tl.zeros_like(acc), "ieee")
+        acc = tl.fma(whole, 1.0, acc)  # not `+`, which the compiler turns into an accumulating product
     else:
         acc = product(a, b, acc, "ieee")
     return acc

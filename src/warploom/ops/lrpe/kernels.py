@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from warploom.device.activations import activate, activate_backward, softmax, softmax_pair
+from warploom.device.packed import sequence_of
 from warploom.device.phase import cos_sin, phase_step
-from warploom.device.sequence import sequence_of
 
 # ----------------------------------------------------------------------------------------------------------
 # Device functions

@@ -20,12 +20,12 @@ import triton
 import triton.language as tl
 
 from warploom.device.activations import LOG2_E, exponential_float32, power_of_two
+from warploom.device.packed import sequence_of
 from warploom.device.phase import cos_sin, phase_step
 from warploom.ops.lrpe.kernels import (
     load_input,
     load_pair,
     pair_gradient,
-    sequence_of,
     store_input,
     store_pair,
     token_positions,
@@ -144,6 +144,9 @@ def reduce_forward(x_rows, first_row, mask, x_f, KIND: tl.constexpr, UNIT: tl.co
         if KIND != "cosine":
             shift2 = masked_maximum(x2, mask)
             total2 = tl.sum(tl.where(inside, power(x2, shift2[None, :]), 0.0), axis=0)
+        # Entries of −inf alone have no shift, lest it be larger than those of other chunks.
+        shift1 = tl.where(total1 == 0.0, float("-inf"), shift1)
+        shift2 = tl.where(total2 == 0.0, float("-inf"), shift2)
     return shift1, shift2, total1, total2
 
 

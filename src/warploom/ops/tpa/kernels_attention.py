@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from warploom.device.packed import sequence_bounds, sequence_of
 from warploom.device.product import dot, rounded
-from warploom.device.sequence import sequence_of
 from warploom.ops.tpa.kernels import exp
 
 # ----------------------------------------------------------------------------------------------------------
@@ -75,22 +75,15 @@ def load_queries(
 
 
 @triton.jit
-def sequence_bounds(token, cu_seqlens, cu_stride, sequences):
-    """First token and end of the packed sequence of each token, (TOKENS,) int32 each."""
-    sequence = sequence_of(token, cu_seqlens, cu_stride, sequences)
-    first = tl.load(cu_seqlens + sequence * cu_stride).to(tl.int32)
-    end = tl.load(cu_seqlens + (sequence + 1) * cu_stride).to(tl.int32)
-    return first, end
-
-
-@triton.jit
 def visible_keys(n, tokens, keys, cu_seqlens, cu_stride, sequences, CAUSAL: tl.constexpr):
     """Query ``n`` sees the keys from ``first`` to ``end`` - 1: (N,) int32 each; none outside the tensor."""
     if cu_seqlens is None:
         first = tl.zeros_like(n)
         end = tl.zeros_like(n) + keys
     else:
-        first, end = sequence_bounds(tl.minimum(n, tokens - 1), cu_seqlens, cu_stride, sequences)
+        sequence = sequence_of(tl.minimum(n, tokens - 1), cu_seqlens, cu_stride, sequences)
+        first, length = sequence_bounds(sequence, cu_seqlens, cu_stride)
+        end = first + length
     if CAUSAL:
         end = tl.minimum(end, n + (keys - tokens + 1))
     return first, tl.where(n < tokens, end, 0)

@@ -17,13 +17,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from warploom.device.packed import sequence_bounds, sequence_of
 from warploom.device.product import dot, rounded
 from warploom.ops.tpa.kernels import exp
 from warploom.ops.tpa.kernels_attention import (
     load_factor,
     load_product,
     load_queries,
-    sequence_bounds,
     visible_keys,
 )
 
@@ -47,7 +47,9 @@ def visible_queries(m, tokens, keys, cu_seqlens, cu_stride, sequences, CAUSAL: t
         first = tl.zeros_like(m)
         end = tl.zeros_like(m) + tokens
     else:
-        first, end = sequence_bounds(tl.minimum(m, keys - 1), cu_seqlens, cu_stride, sequences)
+        sequence = sequence_of(tl.minimum(m, keys - 1), cu_seqlens, cu_stride, sequences)
+        first, length = sequence_bounds(sequence, cu_seqlens, cu_stride)
+        end = first + length
     if CAUSAL:
         first = tl.maximum(first, m - (keys - tokens))
     return first, tl.where(m < keys, end, 0)
