@@ -45,6 +45,9 @@ class Operator:
     """Whether autocast casts its floating inputs, as it does those of a matrix product."""
     length: str = "n"
     """The case parameter that is a length of a sequence: another value of it compiles nothing new."""
+    spills: Mapping[str, int] = field(default_factory=dict)
+    """Kernel name to the bytes a thread that its variants may spill at most, where tiles that spill a little were
+    measured to be faster than tiles that do not; none for a kernel that is not named."""
 
 
 @dataclass(frozen=True)

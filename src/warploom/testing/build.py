@@ -3,7 +3,7 @@
 ``python -m warploom.testing.build [OPERATOR ...] --arch 80 90 100`` runs the cases on CPU tensors while
 `warploom.launch.recording` keeps what would have been compiled, compiles each distinct variant to machine
 code, prints the registers, stack and shared memory that the assembler reports, and exits with 1 when a kernel
-does not compile or spills registers to the stack.
+does not compile or spills more registers to the stack than its operator's ``spills`` allow (by default none).
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class Resources:
     """Per thread; 255 at most."""
     stack: int
     """Bytes per thread in local memory; anything but 0 means registers were spilled."""
+    allowed: int
+    """Bytes at most that ``stack`` may be."""
     shared: int
     """Bytes of shared memory per program."""
 
@@ -77,11 +79,13 @@ def cases(operator: Operator) -> list[Case]:
     return [*operator.check_cases, *shortest.values()]
 
 
-def record(chosen: Iterable[Operator], arch: int) -> list[launch.Build]:
+def record(chosen: Iterable[Operator], arch: int) -> list[tuple[Operator, launch.Build]]:
     """The distinct kernel variants that the cases of operators launch on an architecture, forward and backward.
 
-    Runs on the CPU and launches nothing. A case that the kernels refuse needs no build.
+    Runs on the CPU and launches nothing. A case that the kernels refuse needs no build. A variant that several
+    operators launch belongs to the first.
     """
+    owners: list[Operator] = []
     with launch.recording(arch) as builds:
         for operator in chosen:
             for case in cases(operator):
@@ -92,11 +96,20 @@ def record(chosen: Iterable[Operator], arch: int) -> list[launch.Build]:
                     continue
                 if leaves(inputs):
                     gradients(output, inputs, tuple(map(torch.empty_like, as_tuple(output))))
-    return list(builds.values())
+            owners += [operator] * (len(builds) - len(owners))
+    return list(zip(owners, builds.values()))
 
 
-def build(variant: launch.Build, arch: int) -> Resources:
-    """Compile one kernel variant for one architecture.
+def spread(variants: Sequence[tuple[Operator, launch.Build]], at_most: int) -> list[tuple[Operator, launch.Build]]:
+    """At most so many variants of each kernel of each operator, spread evenly over the order of the cases."""
+    kernels: dict[tuple[str, str], list[tuple[Operator, launch.Build]]] = {}
+    for operator, variant in variants:
+        kernels.setdefault((operator.name, _name(variant)), []).append((operator, variant))
+    return [one for some in kernels.values() for one in some[:: max(1, -(-len(some) // at_most))]]
+
+
+def build(variant: launch.Build, arch: int, allowed: int = 0) -> Resources:
+    """Compile one kernel variant, which may spill ``allowed`` bytes a thread, for one architecture.
 
     Raises:
         BuildError: It does not compile.
@@ -108,7 +121,8 @@ def build(variant: launch.Build, arch: int) -> Resources:
     except (TritonError, RuntimeError) as error:
         raise BuildError(f"{_name(variant)} [{_describe(variant)}] for sm_{arch}: {error}") from error
     registers, stack, local = _usage(compiled.asm["cubin"])
-    return Resources(_name(variant), _describe(variant), arch, registers, stack + local, compiled.metadata.shared)
+    shared = compiled.metadata.shared
+    return Resources(_name(variant), _describe(variant), arch, registers, stack + local, allowed, shared)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("operator", nargs="*", help="e.g. lrpe_rotate; all of them by default")
     parser.add_argument("--spec", action="append", type=Path, default=[], help="a file with OPERATORS of your own")
     parser.add_argument("--arch", nargs="+", type=int, default=ARCHITECTURES, metavar="SM", help="80 90 100")
+    parser.add_argument("--at-most", type=int, metavar="N", help="N variants of each kernel; all by default")
     parser.add_argument("--jobs", type=int, default=2, help="compilations at a time")
     options = parser.parse_args(arguments)
     names = options.operator or [o.name for spec in load_specs(options.spec) for o in spec.operators]
@@ -126,10 +141,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no operator {', '.join(sorted(unknown))}; there are {', '.join(registry)}")
 
     chosen = [registry[name] for name in names or registry]
-    jobs = [(variant, arch) for arch in options.arch for variant in record(chosen, arch)]
+    jobs = []
+    for arch in options.arch:
+        recorded = record(chosen, arch)
+        some = recorded if options.at_most is None else spread(recorded, options.at_most)
+        jobs += [(variant, arch, operator.spills.get(_name(variant), 0)) for operator, variant in some]
     # The compiler leaves Python for nearly all of its work, so threads keep several cores busy.
     with ThreadPoolExecutor(options.jobs) as pool:
-        futures = [pool.submit(build, variant, arch) for variant, arch in jobs]
+        futures = [pool.submit(build, *job) for job in jobs]
     built: list[Resources] = []
     failures: list[BuildError] = []
     for future in futures:
@@ -140,10 +159,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print_table(built)
     for failure in failures:
         print(f"FAILED {failure}")
-    spilled = sum(resources.stack > 0 for resources in built)
+    spilled = sum(resources.stack > resources.allowed for resources in built)
     print(
         f"{len(jobs)} variants for {len(options.arch)} architectures: {len(built)} built, "
-        f"{len(failures)} failed, {spilled} with spilled registers"
+        f"{len(failures)} failed, {spilled} with more spilled registers than allowed"
     )
     return 1 if failures or spilled else 0
 
@@ -178,10 +197,10 @@ def _usage(cubin: bytes) -> tuple[int, int, int]:
 
 
 def _print_table(built: Sequence[Resources]) -> None:
-    print(f"{'kernel':<24} {'arch':>6} {'registers':>9} {'stack':>6} {'shared':>7}  variant")
+    print(f"{'kernel':<24} {'arch':>6} {'registers':>9} {'stack':>6} {'allowed':>7} {'shared':>7}  variant")
     for r in sorted(built, key=lambda r: (r.kernel, r.variant, r.arch)):
         arch = f"sm_{r.arch}"
-        print(f"{r.kernel:<24} {arch:>6} {r.registers:>9} {r.stack:>6} {r.shared:>7}  {r.variant}")
+        print(f"{r.kernel:<24} {arch:>6} {r.registers:>9} {r.stack:>6} {r.allowed:>7} {r.shared:>7}  {r.variant}")
 
 
 if __name__ == "__main__":

@@ -102,6 +102,9 @@ OPERATOR = Operator(
     make_inputs=make_inputs,
     check_cases=tuple({**_SMALL, **change} for change in _CHECKS),
     autocasts=True,
+    # On an H200 the fastest tiles spill a little; those that spill nothing are smaller, and were slower. The most
+    # are float32 with 128 features in the key kernel, and bfloat16 with 128 and 256 in the other two.
+    spills={"forward_kernel": 184, "key_kernel": 416, "query_kernel": 224},
 )
 OPERATORS = (OPERATOR,)
 

@@ -81,7 +81,7 @@ def join(acc, top, total, more, more_top, more_total):
 @triton.jit
 def finish(acc, total, scale_v):
     """The output from numerators and denominators; 0 where no key was seen."""
-    return acc * tl.where(total == 0.0, 0.0, scale_v / total)
+    return acc * (scale_v / tl.where(total == 0.0, 1.0, total))
 
 
 @triton.jit

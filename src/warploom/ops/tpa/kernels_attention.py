@@ -164,7 +164,7 @@ def forward_kernel(
             p *= weight[None, :]
         acc = dot(rounded(p, v.dtype), v, acc * keep[:, None])
 
-    acc *= tl.where(total == 0.0, 0.0, scale_v / total)[:, None]
+    acc *= (scale_v / tl.where(total == 0.0, 1.0, total))[:, None]
     e = tl.arange(0, BLOCK_E)
     pointers = (
         out + batch * out_b + head.to(tl.int64) * out_h + (n.to(tl.int64) * out_n)[:, None] + (e * out_e)[None, :]

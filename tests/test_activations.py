@@ -1,0 +1,53 @@
+"""Device functions on numbers, against float64."""
+
+import math
+
+import pytest
+import torch
+
+from warploom.backend import HAS_TRITON
+
+if not HAS_TRITON:
+    pytest.skip("needs Triton", allow_module_level=True)
+
+import triton
+import triton.language as tl
+
+from warploom.device.activations import exponential_float32
+from warploom.launch import Kernel
+
+Tensor = torch.Tensor
+BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["size"])
+def exponential_kernel(x, out, size: tl.int32, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, exponential_float32(tl.load(x + i, mask=i < size, other=0.0)), mask=i < size)
+
+
+def exponential(x: Tensor) -> Tensor:
+    out = torch.full_like(x, math.nan)
+    Kernel(exponential_kernel)(-(-len(x) // BLOCK), (x, out), (len(x),), (BLOCK,))
+    return out
+
+
+@pytest.mark.gpu  # the interpreter's fused product and sum are two operations
+def test_exponential_float32_is_off_by_little_more_than_a_unit(device: torch.device) -> None:
+    small = 2.0 ** -torch.arange(0.0, 150.0)
+    x = torch.cat((torch.linspace(-90, 88, 60_001), -90 * torch.rand(60_000), small, -small)).to(device)
+    exact = x.double().exp()
+    unit = 2.0 ** (exact.log2().floor() - 23)
+    normal = exact >= 2.0**-126
+    found = exponential(x).double()
+    assert ((found - exact) / unit)[normal].abs().max().item() <= 1.5
+    assert found[~normal].max().item() <= 2.0**-126  # zero, where a rounding makes no normal number of it
+    assert found[exact < 0.999 * 2.0**-126].eq(0).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, in Triton's interpreter
+def test_exponential_float32_of_what_is_not_finite(device: torch.device) -> None:
+    found = exponential(torch.tensor([-math.inf, -1e38, math.nan, 0.0, -0.0], device=device)).tolist()
+    assert found[:2] == [0, 0]
+    assert math.isnan(found[2])
+    assert found[3:] == [1, 1]

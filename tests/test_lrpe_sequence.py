@@ -1,0 +1,135 @@
+"""LRPE with softmax over the sequence: columns of any size, on each of the ways through the cache.
+
+Which way a call takes depends on its length: one program a strip of columns, or chunks of tokens that are reduced,
+combined and applied. Packed sequences go in chunks, which then hold several of them.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from test_lrpe import HEADS, assert_near, encode, exact_gradients, kinds, random_theta, random_x
+
+from warploom.backend import HAS_TRITON
+from warploom.ops import operators
+from warploom.testing.conformance import judge
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+
+Tensor = torch.Tensor
+
+FEATURES = 4
+WAYS: dict[str, dict[str, Any]] = {
+    "strip": {"tokens": 40},
+    "chunks": {"tokens": 2100},
+    # The second sequence ends in the chunk that holds the two after it, and one is empty.
+    "packed": {"tokens": 1500, "cu_seqlens": (0, 3, 1460, 1460, 1470, 1500)},
+}
+
+ways = pytest.mark.parametrize("way", WAYS)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def sequences(way: str) -> list[slice]:
+    """The tokens of each sequence that has any."""
+    bounds = WAYS[way].get("cu_seqlens", (0, WAYS[way]["tokens"]))
+    return [slice(start, stop) for start, stop in itertools.pairwise(bounds) if start < stop]
+
+
+def assert_accurate(kind: str, x: Tensor, theta: Tensor, way: str) -> None:
+    """Values and gradients within the error budget of the float64 reference."""
+    # The gradient of theta is in float32 for 16-bit inputs too, where a shift of this size is not: it is right to 1e-4.
+    inputs: dict[str, Any] = {
+        "x": x.requires_grad_(),
+        "theta": theta.requires_grad_(x.dtype == torch.float32),
+        "activation": "softmax_sequence",
+        "offset": 5,
+    }
+    if kind == "interleaved":
+        inputs["interleaved"] = True
+    if "cu_seqlens" in WAYS[way]:
+        inputs["cu_seqlens"] = torch.tensor(WAYS[way]["cu_seqlens"], device=x.device)
+    judgement = judge(operators()["lrpe_cosine" if kind == "cosine" else "lrpe_rotate"], inputs, "triton")
+    assert judgement.fwd.ok, f"fwd: {judgement.fwd.describe()}"
+    assert judgement.bwd is not None
+    assert judgement.bwd.ok, f"bwd: {judgement.bwd.describe()}"
+
+
+@ways
+@dtypes
+@kinds
+def test_columns_that_leave_their_first_token_far_behind(
+    kind: str, dtype: torch.dtype, way: str, device: torch.device
+) -> None:
+    # Powers are taken relative to a column's first token, unless that overflows.
+    x = random_x(device, 1, WAYS[way]["tokens"], 2, FEATURES)
+    for tokens in sequences(way):
+        length = tokens.stop - tokens.start
+        rising = torch.where(torch.arange(length, device=device) < length // 2, -90.0, 90.0)[:, None]
+        x[0, tokens, 0, 0::2] += rising
+        x[0, tokens, 1, 1::2] -= rising
+    assert_accurate(kind, x.to(dtype), random_theta(device, 2, FEATURES // 2), way)
+
+
+@ways
+@dtypes
+@kinds
+def test_tokens_of_no_weight(kind: str, dtype: torch.dtype, way: str, device: torch.device) -> None:
+    x = random_x(device, 1, WAYS[way]["tokens"], 2, FEATURES) - 20  # far below a shift of zero
+    for tokens in sequences(way):
+        entries = x[0, tokens]
+        entries[: len(entries) - 1, 0, 1] = -math.inf  # whole chunks of it, and the first token
+        entries[1:, 1, 1] = -math.inf
+        entries[::2, 1, 2] = -math.inf
+    assert_accurate(kind, x.to(dtype), random_theta(device, 2, FEATURES // 2), way)
+
+
+@ways
+@kinds
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, in Triton's interpreter
+def test_columns_without_a_softmax_are_nan(value: float, kind: str, way: str, device: torch.device) -> None:
+    x = random_x(device, 1, WAYS[way]["tokens"], 2, FEATURES)
+    last = sequences(way)[-1]
+    if value < 0:  # it takes all of them
+        x[0, last, 1, 1] = value
+    else:
+        x[0, last.stop - 2, 1, 1] = value
+    assert_accurate(kind, x, random_theta(device, 2, FEATURES // 2), way)
+
+
+@pytest.mark.parametrize("block_parallel", [False, True])
+@kinds
+def test_a_single_token_has_all_the_weight(kind: str, block_parallel: bool, device: torch.device) -> None:
+    x, theta = 100 * random_x(device, 2, 1, HEADS, FEATURES), random_theta(device, HEADS, FEATURES // 2)
+    x.requires_grad_()
+    out = by_way(kind, x, theta, block_parallel)
+    assert torch.equal(out, encode(kind, torch.ones_like(x), theta, offset=5, backend="triton"))
+    (dx,) = torch.autograd.grad(out, x, torch.randn_like(out))
+    assert torch.equal(dx, torch.zeros_like(x))
+
+
+def by_way(kind: str, x: Tensor, theta: Tensor, block_parallel: bool) -> Tensor:
+    from warploom.ops.lrpe import autograd, launchers
+
+    call = autograd.Call(launchers.Positions(offset=5), kind, "softmax_sequence", block_parallel=block_parallel)
+    return autograd.apply(x, theta, call)
+
+
+@kinds
+@pytest.mark.parametrize("tokens", [700, 2100])  # backward in chunks of itself; forward too
+def test_the_ways_agree(tokens: int, kind: str, device: torch.device) -> None:
+    x = random_x(device, 1, tokens, 2, FEATURES).requires_grad_()
+    theta = random_theta(device, 2, FEATURES // 2).requires_grad_()
+    usual = encode(kind, x, theta, offset=5, activation="softmax_sequence", backend="triton")
+    grad = random_x(device, *usual.shape)
+    exact = exact_gradients(kind, x, theta, grad, offset=5, activation="softmax_sequence")
+    in_blocks = by_way(kind, x, theta, True)
+    assert_near(in_blocks, usual.double())
+    for out in (usual, in_blocks):
+        for found, wanted in zip(torch.autograd.grad(out, (x, theta), grad), exact):
+            assert_near(found, wanted, 2e-6)
+    if tokens > 2048:  # the default goes in chunks as well
+        assert torch.equal(in_blocks, usual)
