@@ -6,15 +6,24 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from warploom.bench.records import LIMIT, Record, is_stale, load
+from warploom.bench.records import LIMIT, Record, is_stale, load, operator_name
 from warploom.errors import ArgumentError
+from warploom.ops import benches
 
 __all__ = ["markdown_table", "replace_between", "speed_table", "update"]
 
 BEGIN = "<!-- speeds: written by `warploom report` from records; do not edit -->"
 END = "<!-- end of speeds -->"
-_BASELINES = ("torch_compile_cache", "torch_compile", "torch")
-_HEADER = ("operator", "activation", "mode", "largest case", "ms", "limit ms", "of the limit (worst … best)")
+_BASELINES = ("torch_compile", "torch", "sdpa_cudnn", "sdpa_flash", "flex_attention")
+_HEADER = (
+    "operator",
+    "activation or dtype",
+    "mode",
+    "largest case",
+    "ms",
+    "limit ms",
+    "of the limit (worst … best)",
+)
 
 
 def update(readme: Path, sources: Sequence[Path]) -> None:
@@ -54,7 +63,10 @@ def speed_table(records: Sequence[Record]) -> str:
     fresh = [r for r in records if not is_stale(r) and r.status == "ok" and r.ms and not r.disturbed]
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in fresh:
-        key = (record.operator, str(record.case.get("activation", "")), record.mode)
+        # What makes a case another kind of work, not another size of it.
+        kind = record.case.get("activation") or record.case.get("dtype", "")
+        suite = "" if record.suite in ("quick", "published") else f" ({record.suite})"
+        key = (record.operator, f"{kind}{suite}", record.mode)
         groups.setdefault(key, []).append(record)
     rows = [_row(key, group) for key, group in groups.items()]
     if not any(rows):
@@ -72,11 +84,12 @@ def _row(key: tuple[str, str, str], group: Sequence[Record]) -> list[str] | None
     beside = {record.provider: record for record in group if record.case == largest.case}
     limit = beside[LIMIT].ms if LIMIT in beside else None
     operator, activation, mode = key
+    along = next(bench.x for bench in benches().values() if operator_name(bench) == operator)
     return [
         operator,
         activation,
         mode,
-        f"n = {largest.case['n']}",
+        f"{along} = {largest.case[along]}",
         _number(largest.ms),
         _number(limit),
         f"{fractions[0]:.2f} … {fractions[-1]:.2f}, median {statistics.median(fractions):.2f}",
