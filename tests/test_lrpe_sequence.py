@@ -40,7 +40,7 @@ def sequences(way: str) -> list[slice]:
 
 def assert_accurate(kind: str, x: Tensor, theta: Tensor, way: str) -> None:
     """Values and gradients within the error budget of the float64 reference."""
-    # The gradient of theta is in float32 for 16-bit inputs too, where a shift of this size is not: it is right to 1e-4.
+    # The gradient of theta is in float32 for 16-bit inputs too, for which shifts of this size are too coarse.
     inputs: dict[str, Any] = {
         "x": x.requires_grad_(),
         "theta": theta.requires_grad_(x.dtype == torch.float32),

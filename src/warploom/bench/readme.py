@@ -17,7 +17,7 @@ END = "<!-- end of speeds -->"
 _BASELINES = ("torch_compile", "torch", "sdpa_cudnn", "sdpa_flash", "flex_attention")
 _HEADER = (
     "operator",
-    "activation or dtype",
+    "kind",
     "mode",
     "largest case",
     "ms",
