@@ -71,8 +71,7 @@ def speed_table(records: Sequence[Record]) -> str:
     rows = [_row(key, group) for key, group in groups.items()]
     if not any(rows):
         return "There are no records of the present code yet."
-    header = (*_HEADER, *(f"over {name}" for name in _BASELINES))
-    return markdown_table(header, [row for row in rows if row], words=4)
+    return markdown_table((*_HEADER, "times as fast as"), [row for row in rows if row], words=4)
 
 
 def _row(key: tuple[str, str, str], group: Sequence[Record]) -> list[str] | None:
@@ -93,14 +92,14 @@ def _row(key: tuple[str, str, str], group: Sequence[Record]) -> list[str] | None
         _number(largest.ms),
         _number(limit),
         f"{fractions[0]:.2f} … {fractions[-1]:.2f}, median {statistics.median(fractions):.2f}",
-        *(_speed_up(beside.get(name), largest) for name in _BASELINES),
+        ", ".join(filter(None, (_speed_up(beside.get(name), largest) for name in _BASELINES))) or "–",
     ]
 
 
 def _speed_up(baseline: Record | None, ours: Record) -> str:
     if baseline is None or not baseline.ms or not ours.ms:
-        return "–"
-    return f"{baseline.ms / ours.ms:.1f} ×"
+        return ""
+    return f"{baseline.provider} {baseline.ms / ours.ms:.1f}"
 
 
 def _number(value: float | None) -> str:
