@@ -6,15 +6,24 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from warploom.bench.records import LIMIT, Record, is_stale, load
+from warploom.bench.records import LIMIT, Record, is_stale, load, operator_name
 from warploom.errors import ArgumentError
+from warploom.ops import benches
 
 __all__ = ["markdown_table", "replace_between", "speed_table", "update"]
 
 BEGIN = "<!-- speeds: written by `warploom report` from records; do not edit -->"
 END = "<!-- end of speeds -->"
-_BASELINES = ("torch_compile_cache", "torch_compile", "torch")
-_HEADER = ("operator", "activation", "mode", "largest case", "ms", "limit ms", "of the limit (worst … best)")
+_BASELINES = ("torch_compile", "torch", "sdpa_cudnn", "sdpa_flash", "flex_attention")
+_HEADER = (
+    "operator",
+    "kind",
+    "mode",
+    "largest case",
+    "ms",
+    "limit ms",
+    "of the limit (worst … best)",
+)
 
 
 def update(readme: Path, sources: Sequence[Path]) -> None:
@@ -54,13 +63,15 @@ def speed_table(records: Sequence[Record]) -> str:
     fresh = [r for r in records if not is_stale(r) and r.status == "ok" and r.ms and not r.disturbed]
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in fresh:
-        key = (record.operator, str(record.case.get("activation", "")), record.mode)
+        # What makes a case another kind of work, not another size of it.
+        kind = record.case.get("activation") or record.case.get("dtype", "")
+        suite = "" if record.suite in ("quick", "published") else f" ({record.suite})"
+        key = (record.operator, f"{kind}{suite}", record.mode)
         groups.setdefault(key, []).append(record)
     rows = [_row(key, group) for key, group in groups.items()]
     if not any(rows):
         return "There are no records of the present code yet."
-    header = (*_HEADER, *(f"over {name}" for name in _BASELINES))
-    return markdown_table(header, [row for row in rows if row], words=4)
+    return markdown_table((*_HEADER, "times as fast as"), [row for row in rows if row], words=4)
 
 
 def _row(key: tuple[str, str, str], group: Sequence[Record]) -> list[str] | None:
@@ -72,22 +83,23 @@ def _row(key: tuple[str, str, str], group: Sequence[Record]) -> list[str] | None
     beside = {record.provider: record for record in group if record.case == largest.case}
     limit = beside[LIMIT].ms if LIMIT in beside else None
     operator, activation, mode = key
+    along = next(bench.x for bench in benches().values() if operator_name(bench) == operator)
     return [
         operator,
         activation,
         mode,
-        f"n = {largest.case['n']}",
+        f"{along} = {largest.case[along]}",
         _number(largest.ms),
         _number(limit),
         f"{fractions[0]:.2f} … {fractions[-1]:.2f}, median {statistics.median(fractions):.2f}",
-        *(_speed_up(beside.get(name), largest) for name in _BASELINES),
+        ", ".join(filter(None, (_speed_up(beside.get(name), largest) for name in _BASELINES))) or "–",
     ]
 
 
 def _speed_up(baseline: Record | None, ours: Record) -> str:
     if baseline is None or not baseline.ms or not ours.ms:
-        return "–"
-    return f"{baseline.ms / ours.ms:.1f} ×"
+        return ""
+    return f"{baseline.provider} {baseline.ms / ours.ms:.1f}"
 
 
 def _number(value: float | None) -> str:

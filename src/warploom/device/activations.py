@@ -8,18 +8,8 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-LOG2_E = tl.constexpr(1.4426950216293335)  # log₂e in float32
-LOG2_E_LOW = tl.constexpr(1.925963033500011e-08)  # what that leaves of it
-
-
-@triton.jit
-def fused(x, y, z):
-    """Product and sum, x · y + z in float32, rounded once."""
-    if INTERPRETED:  # the interpreter's fma rounds the product first
-        out = (x.to(tl.float64) * y + z.to(tl.float64)).to(tl.float32)
-    else:
-        out = tl.fma(x, y, z)
-    return out
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E_LOW = tl.constexpr(1.925963033500011e-08)  # what float32 leaves of log₂e
 
 
 @triton.jit
@@ -43,7 +33,7 @@ def exponential_float32(x):
     """
     x = tl.where(x < -90.0, -90.0, x)  # the result is zero long before
     exponent = tl.fma(x, LOG2_E, 0.0)  # not `*`, which the compiler may fuse with what follows
-    low = tl.fma(x, LOG2_E_LOW, fused(x, LOG2_E, -exponent))
+    low = tl.fma(x, LOG2_E_LOW, tl.fma(x, LOG2_E, -exponent))
     whole = tl.minimum(tl.floor(exponent + 0.5), 128.0)
     f = (exponent - whole) + low
     y = tl.fma(f, 1.5252733804e-5, 1.5403530393e-4)  # ln 2ᵏ / k!, which on |f| ≤ 1/2 is 7e-9 off

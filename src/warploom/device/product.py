@@ -35,5 +35,13 @@ def product(a, b, c, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc):
-    """``a · b + acc`` in float32, for kernels whose float32 factors are never split or rounded."""
-    return product(a, b, acc, "ieee")
+    """``a · b + acc`` in float32, with all bits of float32 factors, which are split in three parts of bfloat16.
+
+    A float32 product is added as a whole: its terms round at their own size, not at that of the sum so far.
+    """
+    if a.dtype == tl.float32:
+        whole = product(a, b, tl.zeros_like(acc), "bf16x6")
+        acc = tl.fma(whole, 1.0, acc)  # not `+`, which the compiler turns into an accumulating product
+    else:
+        acc = product(a, b, acc, "ieee")
+    return acc

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 
 from warploom.backend import use_triton
-from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
+from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, fault
 from warploom.layout import in_order_of
 from warploom.ops.flash_attention import reference
 
@@ -219,22 +219,22 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise fault(DtypeError, NAME, argument, "a tensor", type(tensor).__name__)
         if tensor.dtype not in _FLOATS:
             expected = "a tensor of float16, bfloat16, float32 or float64"
-            raise fault(DtypeError, NAME, argument, expected, dtype_of(tensor))
+            raise fault(DtypeError, NAME, argument, expected, _dtype(tensor))
         if tensor.dtype != q.dtype:
-            raise fault(DtypeError, NAME, argument, f"a tensor of the dtype of q, {dtype_of(q)}", dtype_of(tensor))
+            raise fault(DtypeError, NAME, argument, f"a tensor of the dtype of q, {_dtype(q)}", _dtype(tensor))
         if tensor.device != q.device:
             raise fault(DeviceError, NAME, argument, f"on the device of q, {q.device}", tensor.device)
     if q.dim() != 4 or q.shape[-1] == 0:
-        raise fault(ShapeError, NAME, "q", "(B, N, Hq, D) with D ≥ 1", shape_of(q))
+        raise fault(ShapeError, NAME, "q", "(B, N, Hq, D) with D ≥ 1", _shape(q))
     batch, _, heads, features = q.shape
     if k.dim() != 4 or k.shape[0] != batch or k.shape[3] != features:
-        raise fault(ShapeError, NAME, "k", f"(B, M, Hkv, D) with B = {batch}, D = {features}", shape_of(k))
+        raise fault(ShapeError, NAME, "k", f"(B, M, Hkv, D) with B = {batch}, D = {features}", _shape(k))
     key_heads = k.shape[2]
     if heads != key_heads and (key_heads == 0 or heads % key_heads != 0):
-        raise fault(ShapeError, NAME, "k", f"of Hkv heads such that Hq = {heads} is a multiple", shape_of(k))
+        raise fault(ShapeError, NAME, "k", f"of Hkv heads such that Hq = {heads} is a multiple", _shape(k))
     if v.dim() != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] == 0:
         expected = f"(B, M, Hkv, E) with B = {batch}, M = {k.shape[1]}, Hkv = {key_heads}, E ≥ 1"
-        raise fault(ShapeError, NAME, "v", expected, shape_of(v))
+        raise fault(ShapeError, NAME, "v", expected, _shape(v))
 
 
 def _checked_window(window: Sequence[int | None] | None) -> tuple[int | None, int | None]:
@@ -275,20 +275,28 @@ def _checked_sequences(
         if not isinstance(tensor, Tensor):
             raise fault(DtypeError, NAME, argument, "an integer tensor", type(tensor).__name__)
         if tensor.dtype not in (torch.int32, torch.int64):
-            raise fault(DtypeError, NAME, argument, "a tensor of int32 or int64", dtype_of(tensor))
+            raise fault(DtypeError, NAME, argument, "a tensor of int32 or int64", _dtype(tensor))
         if tensor.dim() != 1 or tensor.shape[0] < 2:
-            raise fault(ShapeError, NAME, argument, "(S + 1,) with S ≥ 1", shape_of(tensor))
+            raise fault(ShapeError, NAME, argument, "(S + 1,) with S ≥ 1", _shape(tensor))
         if tensor.device != q.device:
             raise fault(DeviceError, NAME, argument, f"on the device of q, {q.device}", tensor.device)
     if q.shape[0] != 1:
-        raise fault(ShapeError, NAME, "q", "of batch size 1 when cu_seqlens are given", shape_of(q))
+        raise fault(ShapeError, NAME, "q", "of batch size 1 when cu_seqlens are given", _shape(q))
     cu_seqlens_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     if cu_seqlens_q is not None and cu_seqlens_k is not None and cu_seqlens_q.shape != cu_seqlens_k.shape:
-        expected = f"of the shape of cu_seqlens_q, {shape_of(cu_seqlens_q)}"
-        raise fault(ShapeError, NAME, "cu_seqlens_k", expected, shape_of(cu_seqlens_k))
+        expected = f"of the shape of cu_seqlens_q, {_shape(cu_seqlens_q)}"
+        raise fault(ShapeError, NAME, "cu_seqlens_k", expected, _shape(cu_seqlens_k))
     return cu_seqlens_q, cu_seqlens_k
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -11,7 +11,7 @@ import torch
 
 from warploom.ops.flash_attention import reference
 from warploom.ops.flash_attention.api import flash_attention
-from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, Unsupported, need_cuda
+from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, Unsupported
 
 Tensor = torch.Tensor
 
@@ -116,7 +116,7 @@ Provider = Callable[..., Tensor]
 
 
 def _triton(case: Case) -> Provider:
-    need_cuda("the Triton kernels")
+    _need_cuda("the Triton kernels")
     return functools.partial(flash_attention, backend="triton")
 
 
@@ -136,7 +136,7 @@ def _sdpa(backend: str, case: Case) -> Provider:
     """PyTorch's fused attention with one of its kernels."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    need_cuda("the fused kernels")
+    _need_cuda("the fused kernels")
     chosen = getattr(SDPBackend, backend)
     grouped = case.get("key_heads", case["heads"]) != case["heads"]
     if case["dtype"] == "float32" and backend != "EFFICIENT_ATTENTION":
@@ -166,7 +166,7 @@ def _flex_attention(case: Case) -> Provider:
     """FlexAttention, compiled for the case, with a block mask made once, outside the timing."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    need_cuda("the compiled kernel")
+    _need_cuda("the compiled kernel")
     mask = None
     if case["causal"]:
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case["n"], case["n"], device="cuda")
@@ -185,7 +185,7 @@ def _flex_attention(case: Case) -> Provider:
 
 def _flash_attn(module: str, case: Case) -> Provider:
     """The FlashAttention package: ``flash_attn`` for version 2, ``flash_attn.cute`` for version 4."""
-    need_cuda("the package")
+    _need_cuda("the package")
     if case["dtype"] == "float32":
         raise Unsupported("the kernel takes float16 and bfloat16 only")
     try:
@@ -201,6 +201,11 @@ def _flash_attn(module: str, case: Case) -> Provider:
         return first
 
     return attend
+
+
+def _need_cuda(what: str) -> None:
+    if not torch.cuda.is_available():
+        raise Unsupported(f"an NVIDIA GPU is needed for {what}")
 
 
 def _torch(case: Case) -> Provider:

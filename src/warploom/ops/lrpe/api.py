@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from warploom.backend import use_triton
-from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
+from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, fault
 from warploom.layout import in_order_of
 from warploom.ops.lrpe import reference
 
@@ -236,7 +236,7 @@ def _check(name: str, kind: str, given: _Arguments) -> None:
     x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation = given
     _check_x_theta(name, x, theta)
     if kind != "cosine" and x.shape[-1] % 2:
-        raise fault(ShapeError, name, "x", "of an even number of features D", shape_of(x))
+        raise fault(ShapeError, name, "x", "of an even number of features D", _shape(x))
     if activation not in ACTIVATIONS:
         raise fault(ArgumentError, name, "activation", f"one of {', '.join(ACTIVATIONS)}", repr(activation))
     tokens = x.shape[1]
@@ -271,21 +271,21 @@ def _check_x_theta(name: str, x: Tensor, theta: Tensor) -> None:
             raise fault(DtypeError, name, argument, "a tensor", type(tensor).__name__)
         if tensor.dtype not in _FLOATS:
             expected = "a tensor of float16, bfloat16, float32 or float64"
-            raise fault(DtypeError, name, argument, expected, dtype_of(tensor))
+            raise fault(DtypeError, name, argument, expected, _dtype(tensor))
     if x.dim() not in (3, 4) or x.shape[-1] == 0:
-        raise fault(ShapeError, name, "x", "(B, N, H, D) or (B, N, D) with D ≥ 1", shape_of(x))
+        raise fault(ShapeError, name, "x", "(B, N, H, D) or (B, N, D) with D ≥ 1", _shape(x))
     heads = x.shape[2] if x.dim() == 4 else 1
     rows = theta.shape[0] if theta.dim() == 2 else 1
     if theta.dim() not in (1, 2) or theta.shape[-1] == 0 or rows not in (1, heads):
         expected = f"(H, E), (1, E) or (E,) with H = {heads} and E ≥ 1"
-        raise fault(ShapeError, name, "theta", expected, shape_of(theta))
+        raise fault(ShapeError, name, "theta", expected, _shape(theta))
     _check_device(name, "theta", theta, x)
 
 
 def _check_offset_tensor(name: str, x: Tensor, offset: Tensor) -> None:
     _check_integers(name, "offset", offset, _INTEGERS)
     if offset.dim() > 1 or (offset.dim() == 1 and offset.shape[0] != x.shape[0]):
-        raise fault(ShapeError, name, "offset", f"() or (B,) with B = {x.shape[0]}", shape_of(offset))
+        raise fault(ShapeError, name, "offset", f"() or (B,) with B = {x.shape[0]}", _shape(offset))
     _check_device(name, "offset", offset, x)
 
 
@@ -302,9 +302,9 @@ def _check_position_ids(name: str, x: Tensor, position_ids: Tensor) -> None:
 def _check_cu_seqlens(name: str, x: Tensor, cu_seqlens: Tensor) -> None:
     _check_integers(name, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise fault(ShapeError, name, "cu_seqlens", "(S + 1,) with S ≥ 1", shape_of(cu_seqlens))
+        raise fault(ShapeError, name, "cu_seqlens", "(S + 1,) with S ≥ 1", _shape(cu_seqlens))
     if x.shape[0] != 1:
-        raise fault(ShapeError, name, "x", "of batch size 1 when cu_seqlens is given", shape_of(x))
+        raise fault(ShapeError, name, "x", "of batch size 1 when cu_seqlens is given", _shape(x))
     _check_device(name, "cu_seqlens", cu_seqlens, x)
 
 
@@ -323,7 +323,7 @@ def _check_integers(name: str, argument: str, tensor: object, dtypes: tuple[torc
         raise fault(DtypeError, name, argument, "an integer tensor", type(tensor).__name__)
     if tensor.dtype not in dtypes:
         names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise fault(DtypeError, name, argument, f"a tensor of {names}", dtype_of(tensor))
+        raise fault(DtypeError, name, argument, f"a tensor of {names}", _dtype(tensor))
 
 
 def _check_device(name: str, argument: str, tensor: Tensor, x: Tensor) -> None:
@@ -337,3 +337,11 @@ def _is_int(value: object) -> bool:
 
 def _given(offset: int | Tensor) -> bool:
     return isinstance(offset, Tensor) or offset != 0
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

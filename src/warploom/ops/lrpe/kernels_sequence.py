@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.device.activations import LOG2_E, exponential_float32, fused, power_of_two
+from warploom.device.activations import LOG2_E, exponential_float32, power_of_two
 from warploom.device.packed import sequence_of
 from warploom.device.phase import cos_sin, phase_step
 from warploom.ops.lrpe.kernels import (
@@ -74,20 +74,7 @@ def power(x, shift):
     if x.dtype == tl.float32:
         y = exponential_float32(x - shift)
     else:
-        y = power_of_two(fused(x.to(tl.float32), LOG2_E, -(shift * LOG2_E)))
-    return y
-
-
-@triton.jit
-def change_of_shift(old, new, FLOAT32: tl.constexpr):
-    """e^(old − new): what makes a sum of powers relative to ``old`` one relative to ``new``.
-
-    Unless ``FLOAT32``, with the products that `power` subtracts, whose rounding so cancels.
-    """
-    if FLOAT32:
-        y = exponential_float32(old - new)
-    else:
-        y = power_of_two(tl.fma(old, LOG2_E, 0.0) - tl.fma(new, LOG2_E, 0.0))
+        y = power_of_two(tl.fma(x.to(tl.float32), LOG2_E, -(shift * LOG2_E)))
     return y
 
 
@@ -233,8 +220,7 @@ _INTEGERS = (  # all of them run-time values, and never a reason to compile
 def combine_kernel(
     partial, columns, cu_seqlens,
     heads: tl.int32, chunk_rows: tl.int32, cu_stride: tl.int64, slots: tl.int32,
-    BACKWARD: tl.constexpr, FLOAT32: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, P: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    BACKWARD: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """One (group, head)'s columns a program, from its chunks' partial results, in the order of the chunks."""
     K: tl.constexpr = 1 if BACKWARD else 2
@@ -267,8 +253,8 @@ def combine_kernel(
                 sums = tl.load(cells + P * F, mask=inside, other=0.0)
                 new = tl.maximum(top, tl.max(tops, axis=0))
                 shift = tl.where(new == float("-inf"), 0.0, new)
-                total = total * change_of_shift(top, shift, FLOAT32)
-                total += tl.sum(sums * change_of_shift(tops, shift[None, :], FLOAT32), axis=0)
+                total = total * power(top, shift)
+                total += tl.sum(sums * power(tops, shift[None, :]), axis=0)
                 top = new
         if BACKWARD:
             tl.store(columns + member * F + f, total, mask=f < F)

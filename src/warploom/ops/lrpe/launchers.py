@@ -90,14 +90,9 @@ class Geometry(NamedTuple):
 
 
 def _configuration(
-    kind: str, activation: str, positions: Positions, backward: bool, theta_gradient: bool, wide: bool
+    kind: str, activation: str, positions: Positions, backward: bool, theta_gradient: bool
 ) -> tuple[int, int]:
-    """Vectors of x to a row of angles, and warps; measured on an H200 (see "How it reaches the limit").
-
-    ``wide``: numbers of 32 bits.
-    """
-    if theta_gradient and wide:  # more vectors would spill registers
-        return (3, 2) if kind == "cosine" else (2, 4)
+    """Vectors of x to a row of angles, and warps; measured on an H200 (see "How it reaches the limit")."""
     if theta_gradient:
         return (6, 2) if kind == "cosine" else (6 if activation == "softmax" else 3, 4)
     if positions.axes() > 2:  # the angles cost more
@@ -244,7 +239,7 @@ def _plan_forward(
     activation: str,
     table: torch.Tensor | None,
 ) -> Plan:
-    configuration = _configuration(kind, activation, positions, False, False, x.element_size() > 2)
+    configuration = _configuration(kind, activation, positions, False, False)
     geometry = geometry_of(x, theta, positions, kind, configuration)
     out = layout_of(x, 2 * geometry.features)
     vec, unit, strides = packed_strides((x, out), geometry)
@@ -301,7 +296,7 @@ def _plan_backward(
     theta_gradient: bool,
     table: torch.Tensor | None,
 ) -> Plan:
-    configuration = _configuration(kind, activation, positions, True, theta_gradient, x.element_size() > 2)
+    configuration = _configuration(kind, activation, positions, True, theta_gradient)
     geometry = geometry_of(x, theta, positions, kind, configuration)
     dx = layout_of(x, x.shape[-1])
     vec, unit, strides = packed_strides((x, grad, dx), geometry)

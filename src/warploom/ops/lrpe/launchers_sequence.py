@@ -43,23 +43,15 @@ def strip_tokens(backward: bool) -> int:
     return 512 if backward else 2048
 
 
-def strip_tiles(kind: str, backward: bool, wide: bool) -> Tiles:
-    """For `strip_kernel`. ``wide``: see `chunk_tiles`."""
-    if wide:
-        return Tiles(1024, 4, 1 if backward else 2)
+def strip_tiles(kind: str, backward: bool) -> Tiles:
+    """For `strip_kernel`."""
     if kind == "cosine":
         return Tiles(2048, 4, 3)
     return Tiles(4096, 4, 1) if backward else Tiles(2048, 4, 5)
 
 
-def chunk_tiles(kind: str, backward: bool, wide: bool) -> Tiles:
-    """For `chunk_kernel`.
-
-    ``wide``: numbers of 32 bits, or rows that are not read in vectors. Both take more registers, and the tiles are
-    small enough that none are spilled.
-    """
-    if wide:
-        return Tiles(2048, 4)
+def chunk_tiles(kind: str, backward: bool) -> Tiles:
+    """For `chunk_kernel`."""
     if kind == "cosine":
         return Tiles(2048, 1) if backward else Tiles(4096, 4)
     return Tiles(4096, 1)
@@ -190,11 +182,10 @@ class _Planner:
         members = 1 if kind == "cosine" else 2
         rows = theta.shape[0] if theta.dim() == 2 else 1
         backward = grad is not None
-        wide = x.element_size() > 2 or vec == 1
         plan = _Plan(tuple(out.shape), out.stride(), statistics_shape(x, positions), ())
         angles = (positions.axes(), vec, theta_vec, unit, features, theta.shape[-1])
         if positions.cu_seqlens is None and tokens <= strip_tokens(backward) and not self.block_parallel:
-            tiles = strip_tiles(kind, backward, wide)
+            tiles = strip_tiles(kind, backward)
             block_f = min(geometry.block_f, STRIP_BYTES // x.element_size())
             block_r = max(1, tiles.numbers // (block_f * members))
             launch = Launch(
@@ -205,7 +196,7 @@ class _Planner:
                 tiles.warps,
             )
             return plan._replace(launches=(launch,), parts=(batch * heads // rows, rows, features))
-        tiles = chunk_tiles(kind, backward, wide)
+        tiles = chunk_tiles(kind, backward)
         block_r = max(1, tiles.numbers // (geometry.block_f * members))
         chunks = triton.cdiv(tokens, block_r)
         parts = (batch * chunks * heads // rows, rows, features)
@@ -226,7 +217,7 @@ class _Planner:
             _combine_kernel,
             groups * heads,
             (block_r, 0 if positions.cu_seqlens is None else positions.cu_seqlens.stride(0), chunks),
-            (backward, x.dtype == torch.float32, features, geometry.block_f, members, BLOCK_P),
+            (backward, features, geometry.block_f, members, BLOCK_P),
         )
         partial = slots * heads * sets * x.shape[-1]
         return plan._replace(launches=(reduce, combine, apply), partial=partial, parts=parts)

@@ -11,7 +11,7 @@ import torch
 
 from warploom.ops.lrpe import reference
 from warploom.ops.lrpe.api import lrpe_cosine, lrpe_rotate
-from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, Unsupported, need_cuda, normal
+from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, Unsupported
 
 Tensor = torch.Tensor
 
@@ -32,7 +32,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator, *,
     batch, tokens, heads, head_dim = case["batch"], case["n"], case["heads"], case["head_dim"]
     dtype = getattr(torch, case["dtype"])
     shape = (batch, tokens, heads, head_dim) if heads else (batch, tokens, head_dim)
-    x = normal(shape, dtype, device, generator)
+    x = _normal(shape, dtype, device, generator)
     if case.get("layout") == "bhnd":
         x = x.transpose(1, 2).contiguous().transpose(1, 2)
     features = head_dim // 2 if paired else head_dim
@@ -61,6 +61,18 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator, *,
         sizes = {"n": (tokens,), "bn": (batch, tokens)}.get(form) or (batch, tokens, form)
         inputs["position_ids"] = torch.randint(0, 2**24, sizes, generator=generator).to(device)
     return inputs
+
+
+_PERIOD = 2**24 - 3
+
+
+def _normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
+    """Normal numbers. A large tensor repeats them with a prime period, so that no two of its rows are alike."""
+    size = math.prod(shape)
+    numbers = torch.randn(min(size, _PERIOD), generator=generator).to(device, dtype)
+    if size > _PERIOD:
+        numbers = numbers.repeat(-(-size // _PERIOD))[:size].clone()
+    return numbers.view(shape)
 
 
 def _offset(form: int | str, batch: int, device: torch.device, generator: torch.Generator) -> int | Tensor:
@@ -191,13 +203,13 @@ def _plain_cache(operator: Operator, case: Case) -> Provider:
 
 
 def _triton(operator: Operator, case: Case) -> Provider:
-    need_cuda()
+    _need_cuda()
     return functools.partial(operator.function, backend="triton")  # type: ignore[return-value]
 
 
 def _triton_cache(operator: Operator, case: Case) -> Provider:
     """Our kernels reading the angles' cosines and sines from a float32 table made once, outside the timing."""
-    need_cuda()
+    _need_cuda()
     if case.get("theta_gradient"):
         raise Unsupported("a table of cosines has no gradient for theta")
     if case["activation"] == "softmax_sequence":
@@ -218,7 +230,7 @@ def _triton_cache(operator: Operator, case: Case) -> Provider:
 
 def _triton_block_parallel(operator: Operator, case: Case) -> Provider:
     """Softmax over the sequence in three launches, which reads x twice: the variant of the published tables."""
-    need_cuda()
+    _need_cuda()
     if case["activation"] != "softmax_sequence":
         raise Unsupported("differs from triton only where softmax runs over the sequence")
     from warploom.ops.lrpe import autograd, launchers
@@ -230,6 +242,11 @@ def _triton_block_parallel(operator: Operator, case: Case) -> Provider:
         return autograd.apply(x, theta, autograd.Call(positions, kind, activation, block_parallel=True))
 
     return in_blocks
+
+
+def _need_cuda() -> None:
+    if not torch.cuda.is_available():
+        raise Unsupported("the Triton kernels need an NVIDIA GPU")
 
 
 def _providers(operator: Operator) -> dict[str, Callable[[Case], Provider]]:

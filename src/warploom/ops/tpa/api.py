@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from warploom.backend import use_triton
-from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
+from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, fault
 from warploom.layout import in_order_of
 from warploom.ops.tpa import reference
 
@@ -161,7 +161,7 @@ def tpa_decode(
     if cache_seqlens is not None:
         _check_lengths(name, "cache_seqlens", cache_seqlens, bq)
         if tuple(cache_seqlens.shape) != (sizes.batch,):
-            raise fault(ShapeError, name, "cache_seqlens", f"(B,) with B = {sizes.batch}", shape_of(cache_seqlens))
+            raise fault(ShapeError, name, "cache_seqlens", f"(B,) with B = {sizes.batch}", _shape(cache_seqlens))
     if torch.is_grad_enabled():
         factors = {"aq": aq, "ak": ak, "av": av, "bq": bq, "bk": bk, "bv": bv}
         for argument in (a for a, factor in factors.items() if factor is not None and factor.requires_grad):
@@ -215,33 +215,33 @@ def _check_factors(
             raise fault(DtypeError, name, argument, "a tensor", type(factor).__name__)
         if factor.dtype not in _FLOATS:
             raise fault(
-                DtypeError, name, argument, "a tensor of float16, bfloat16, float32 or float64", dtype_of(factor)
+                DtypeError, name, argument, "a tensor of float16, bfloat16, float32 or float64", _dtype(factor)
             )
         if factor.dtype != bq.dtype:
-            raise fault(DtypeError, name, argument, f"of the dtype of bq, {dtype_of(bq)}", dtype_of(factor))
+            raise fault(DtypeError, name, argument, f"of the dtype of bq, {_dtype(bq)}", _dtype(factor))
         if factor.device != bq.device:
             raise fault(DeviceError, name, argument, f"on the device of bq, {bq.device}", factor.device)
     if bq.dim() != 4 or 0 in bq.shape[2:]:
         expected = "(B, N, H, D) without aq" if aq is None else "(B, N, Rq, D)"
-        raise fault(ShapeError, name, "bq", f"{expected}, with no size of 0 but B and N", shape_of(bq))
+        raise fault(ShapeError, name, "bq", f"{expected}, with no size of 0 but B and N", _shape(bq))
     batch, tokens, rank_q, features = bq.shape
     heads = rank_q
     if aq is not None:
         if aq.dim() != 4 or aq.shape[:2] != bq.shape[:2] or aq.shape[3] != rank_q or aq.shape[2] == 0:
             expected = f"(B, N, H, Rq) with B = {batch}, N = {tokens}, Rq = {rank_q} as in bq, H ≥ 1"
-            raise fault(ShapeError, name, "aq", expected, shape_of(aq))
+            raise fault(ShapeError, name, "aq", expected, _shape(aq))
         heads = aq.shape[2]
     if ak.dim() not in (3, 4) or ak.shape[0] != batch or ak.shape[2] != heads or 0 in ak.shape[3:]:
         expected = f"(B, M, H) or (B, M, H, Rk) with B = {batch}, H = {heads}"
-        raise fault(ShapeError, name, "ak", expected, shape_of(ak))
+        raise fault(ShapeError, name, "ak", expected, _shape(ak))
     keys = ak.shape[1]
     rank_k = _rank(ak)
     _check_features(name, "bk", bk, batch, keys, rank_k, "Rk", "D")
     if bk.shape[-1] != features:
-        raise fault(ShapeError, name, "bk", f"of D = {features} features, as bq", shape_of(bk))
+        raise fault(ShapeError, name, "bk", f"of D = {features} features, as bq", _shape(bk))
     if av.dim() not in (3, 4) or av.shape[:3] != ak.shape[:3] or 0 in av.shape[3:]:
         expected = f"(B, M, H) or (B, M, H, Rv) with B = {batch}, M = {keys}, H = {heads}"
-        raise fault(ShapeError, name, "av", expected, shape_of(av))
+        raise fault(ShapeError, name, "av", expected, _shape(av))
     rank_v = _rank(av)
     _check_features(name, "bv", bv, batch, keys, rank_v, "Rv", "E")
     return _Sizes(batch, tokens, keys, heads, rank_q, rank_k, rank_v, features, bv.shape[-1])
@@ -258,7 +258,7 @@ def _check_features(
     if not fits or (b.shape[2] if b.dim() == 4 else 1) != rank:
         short = f"(B, M, {letter}) or " if rank == 1 else ""
         expected = f"{short}(B, M, {rank_letter}, {letter}) with B = {batch}, M = {keys}, {rank_letter} = {rank}"
-        raise fault(ShapeError, name, argument, expected, shape_of(b))
+        raise fault(ShapeError, name, argument, expected, _shape(b))
 
 
 def _scales(
@@ -291,9 +291,9 @@ def _number(name: str, argument: str, value: float | None, default: float) -> fl
 def _check_cu_seqlens(name: str, sizes: _Sizes, cu_seqlens: Tensor, bq: Tensor) -> None:
     _check_lengths(name, "cu_seqlens", cu_seqlens, bq)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise fault(ShapeError, name, "cu_seqlens", "(S + 1,) with S ≥ 1", shape_of(cu_seqlens))
+        raise fault(ShapeError, name, "cu_seqlens", "(S + 1,) with S ≥ 1", _shape(cu_seqlens))
     if sizes.batch != 1:
-        raise fault(ShapeError, name, "bq", "of batch size 1 when cu_seqlens is given", shape_of(bq))
+        raise fault(ShapeError, name, "bq", "of batch size 1 when cu_seqlens is given", _shape(bq))
     if sizes.tokens != sizes.keys:
         expected = f"of as many keys as queries, N = {sizes.tokens}, when cu_seqlens is given"
         raise fault(ShapeError, name, "ak", expected, f"M = {sizes.keys}")
@@ -303,7 +303,7 @@ def _check_lengths(name: str, argument: str, lengths: object, bq: Tensor) -> Non
     if not isinstance(lengths, Tensor):
         raise fault(DtypeError, name, argument, "an integer tensor", type(lengths).__name__)
     if lengths.dtype not in (torch.int32, torch.int64):
-        raise fault(DtypeError, name, argument, "a tensor of int32 or int64", dtype_of(lengths))
+        raise fault(DtypeError, name, argument, "a tensor of int32 or int64", _dtype(lengths))
     if lengths.device != bq.device:
         raise fault(DeviceError, name, argument, f"on the device of bq, {bq.device}", lengths.device)
 
@@ -315,3 +315,11 @@ def _beyond_kernels(sizes: _Sizes, most: int) -> str | None:
     if max(sizes.features, sizes.value_features) > most:
         return f"up to {most} features a head; these are {sizes.features} and {sizes.value_features}"
     return None
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -61,11 +61,8 @@ def load_statistics(statistics, delta, row, tokens, n, inside):
     statistics += row * 2 * tokens + n
     top = tl.load(statistics, mask=inside, other=0.0)
     total = tl.load(statistics + tokens, mask=inside, other=0.0)
-    return (
-        top,
-        tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total)),
-        tl.load(delta + row * tokens + n, mask=inside, other=0.0),
-    )
+    share = tl.div_rn(1.0, tl.where(total == 0.0, float("inf"), total))
+    return top, share, tl.load(delta + row * tokens + n, mask=inside, other=0.0)
 
 
 @triton.jit

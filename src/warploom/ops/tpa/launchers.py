@@ -65,7 +65,9 @@ def _decode_configuration(dtype: torch.dtype, rank: int, features: int, rows: in
     rows = min(rows, most_rows)
     if dtype == torch.float32:
         return DecodeConfiguration(32 if features <= 128 else 16, most_rows, 4 if features <= 64 else 8, 1)
-    return DecodeConfiguration(32 if rows > 32 else 64, most_rows, 8, 3 if features <= 128 else 2)
+    if features <= 128:
+        return DecodeConfiguration(32, most_rows, 8 if rows > 32 else 4, 4)
+    return DecodeConfiguration(32 if rows > 32 else 64, most_rows, 8, 2)
 
 
 def _strategy(batch: int, row_blocks: int, keys: int, key_bytes: int, device: torch.device) -> str:

@@ -60,7 +60,7 @@ def _forward_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
         return _float32_tiles(features)
     if features > 128:
         return Tiles(32, 32, 8, 2)
-    return Tiles(128, 64, 8, 3) if rank == 1 else Tiles(64, 32, 8, 2)
+    return Tiles(64, 64, 4, 3) if rank == 1 else Tiles(128, 64, 8, 3) if rank == 2 else Tiles(64, 32, 8, 2)
 
 
 def _query_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
@@ -68,7 +68,7 @@ def _query_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
         return _float32_tiles(features)
     if features > 128:
         return Tiles(32, 32, 8, 1)
-    return Tiles(128, 64, 8, 2) if rank == 1 else Tiles(64, 32, 8, 2)
+    return Tiles(64, 64, 4, 2) if rank == 1 else Tiles(128, 64, 8, 2) if rank == 2 else Tiles(64, 32, 8, 2)
 
 
 def _key_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
@@ -76,7 +76,7 @@ def _key_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
         return Tiles(16, 16, 8, 1) if rank <= 2 else Tiles(16, 32, 8, 1)
     if features > 128:
         return Tiles(32, 16, 8, 1)
-    return Tiles(32, 32 if rank <= 2 else 16, 8, 2 if features > 64 else 1)
+    return Tiles(32, 64, 4, 3) if rank <= 2 else Tiles(32, 16, 8, 2 if features > 64 else 1)
 
 
 def _float32_tiles(features: int) -> Tiles:
