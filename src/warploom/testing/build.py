@@ -82,7 +82,7 @@ def cases(operator: Operator) -> list[Case]:
 TO_RETUNE = {
     "lrpe_rotate": {"chunk_kernel": 4480, "strip_kernel": 384, "backward_kernel": 64},
     "lrpe_cosine": {"chunk_kernel": 4480, "strip_kernel": 384, "backward_kernel": 64},
-    "tpa_attention": {"forward_kernel": 8, "key_kernel": 1216},
+    "tpa_attention": {"forward_kernel": 64, "key_kernel": 1216},
 }
 """Kernels that spill more than their operators say, most of them in float32: tiles to be chosen anew.
 
