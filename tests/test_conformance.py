@@ -49,7 +49,7 @@ def name_of(operator: Operator, case: Case) -> str:
 
 
 ABOVE_BUDGET_INTERPRETED = {("lrpe_rotate", "activation=softmax_sequence")}
-"""Single elements of a gradient are 1.1 times the budget off in Triton's interpreter; on a GPU they are within it."""
+"""Single elements of a gradient are 1.1 times the budget off in the interpreter; on a GPU they are within it."""
 
 
 def known_weakness(operator: Operator, case: Case, backend: str) -> list[pytest.MarkDecorator]:
