@@ -53,16 +53,17 @@ ABOVE_BUDGET_INTERPRETED = {("lrpe_rotate", "activation=softmax_sequence")}
 
 
 def known_weakness(operator: Operator, case: Case, backend: str) -> list[pytest.MarkDecorator]:
-    """Marks of a case."""
+    """Marks of a case in the tests of accuracy."""
     above = (operator.name, name_of(operator, case)) in ABOVE_BUDGET_INTERPRETED
     if backend != "triton" or not above or torch.cuda.is_available():
         return []
-    return [pytest.mark.xfail(reason="above the error budget in the interpreter", strict=False)]
+    return [pytest.mark.xfail(reason="above the error budget in the interpreter", strict=True)]
 
 
 def cases(
     *backends: str,
     select: Callable[[Operator, Case], bool] = lambda operator, case: True,
+    marks: Callable[[Operator, Case, str], list[pytest.MarkDecorator]] = lambda operator, case, backend: [],
     at_most: int | None = None,
 ) -> pytest.MarkDecorator:
     """Parametrise over operators, their cases (spread evenly when there may be ``at_most``) and backends."""
@@ -77,7 +78,7 @@ def cases(
                 case,
                 backend,
                 id=f"{operator.name}-{name_of(operator, case)}-{backend}",
-                marks=known_weakness(operator, case, backend),
+                marks=marks(operator, case, backend),
             )
             for case in some
             for backend in backends
@@ -112,12 +113,12 @@ def assert_accurate(operator: Operator, inputs: Inputs, backend: str) -> None:
 # ----------------------------------------------------------------------------------------------------------
 
 
-@cases(*BACKENDS)
+@cases(*BACKENDS, marks=known_weakness)
 def test_error_budget(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
     assert_accurate(operator, make_inputs(operator, case, device), backend)
 
 
-@cases(*BACKENDS)
+@cases(*BACKENDS, marks=known_weakness)
 def test_any_strides_and_nothing_outside_is_read_or_written(
     operator: Operator, case: Case, backend: str, device: torch.device
 ) -> None:

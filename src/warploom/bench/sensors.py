@@ -108,9 +108,12 @@ def make_reader(device: torch.device) -> Reader | None:
 def _nvml_reader(uuid: str) -> Reader | None:
     try:
         nvml = importlib.import_module("pynvml")
+    except ModuleNotFoundError:
+        return None
+    try:
         nvml.nvmlInit()
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-    except Exception:  # the package is missing, or its own error class says that the driver is
+    except nvml.NVMLError:  # no driver, or one that does not know this GPU
         return None
 
     def read() -> Sample | None:
