@@ -48,22 +48,9 @@ def name_of(operator: Operator, case: Case) -> str:
     return ",".join(odd).replace('"', "").replace(" ", "") or "first"
 
 
-ABOVE_BUDGET_INTERPRETED = {("lrpe_rotate", "activation=softmax_sequence")}
-"""Single elements of a gradient are 1.1 times the budget off in the interpreter; on a GPU they are within it."""
-
-
-def known_weakness(operator: Operator, case: Case, backend: str) -> list[pytest.MarkDecorator]:
-    """Marks of a case in the tests of accuracy."""
-    above = (operator.name, name_of(operator, case)) in ABOVE_BUDGET_INTERPRETED
-    if backend != "triton" or not above or torch.cuda.is_available():
-        return []
-    return [pytest.mark.xfail(reason="above the error budget in the interpreter", strict=True)]
-
-
 def cases(
     *backends: str,
     select: Callable[[Operator, Case], bool] = lambda operator, case: True,
-    marks: Callable[[Operator, Case, str], list[pytest.MarkDecorator]] = lambda operator, case, backend: [],
     at_most: int | None = None,
 ) -> pytest.MarkDecorator:
     """Parametrise over operators, their cases (spread evenly when there may be ``at_most``) and backends."""
@@ -78,7 +65,6 @@ def cases(
                 case,
                 backend,
                 id=f"{operator.name}-{name_of(operator, case)}-{backend}",
-                marks=marks(operator, case, backend),
             )
             for case in some
             for backend in backends
@@ -113,12 +99,12 @@ def assert_accurate(operator: Operator, inputs: Inputs, backend: str) -> None:
 # ----------------------------------------------------------------------------------------------------------
 
 
-@cases(*BACKENDS, marks=known_weakness)
+@cases(*BACKENDS)
 def test_error_budget(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
     assert_accurate(operator, make_inputs(operator, case, device), backend)
 
 
-@cases(*BACKENDS, marks=known_weakness)
+@cases(*BACKENDS)
 def test_any_strides_and_nothing_outside_is_read_or_written(
     operator: Operator, case: Case, backend: str, device: torch.device
 ) -> None:

@@ -110,9 +110,40 @@ def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
     assert rates[100] == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("name", ["train_lm.py", "generate.py"])
+@pytest.mark.parametrize("name", ["train_lm.py", "generate.py", "loss_parity.py"])
 def test_help(name: str) -> None:
     command = [sys.executable, str(EXAMPLES / name), "--help"]
     environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": ""}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.startswith("usage: " + name)
+
+
+def test_loss_curves_of_two_attentions(capsys: pytest.CaptureFixture[str]) -> None:
+    import loss_parity
+
+    pytest.importorskip("matplotlib")
+    words = "--device cpu --batch 1 --steps 21 --attention plain,flash --output out --picture out/curves.svg"
+    loss_parity.main([*words.split(), "--text", str(ROOT / "src")])
+    first = capsys.readouterr().out
+    plain, flash = (json.loads(line) for line in Path("out/losses.jsonl").read_text().splitlines())
+    assert (plain["attention"], flash["attention"]) == ("plain", "flash")
+    assert len(plain["losses"]) == 21
+    assert plain["losses"][0] > plain["losses"][-1]
+    assert plain["losses"] == pytest.approx(flash["losses"], abs=0.01)
+    assert "flash from plain: 0.00" in first
+    assert Path("out/curves.svg").read_text().startswith("<?xml")
+    loss_parity.main([*words.split(), "--text", str(ROOT / "src")])  # drawn again from the record
+    assert capsys.readouterr().out == first
+    assert len(Path("out/losses.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.gpu
+def test_flash_attention_trains_as_plain_attention_does() -> None:
+    import loss_parity
+
+    loss_parity.main(["--output", "out", "--steps", "60"])
+    lines = [json.loads(line) for line in Path("out/losses.jsonl").read_text().splitlines()]
+    curves = {line["attention"]: loss_parity.smooth(line["losses"]) for line in lines}
+    apart = {name: max(abs(a - b) for a, b in zip(curves[name], curves["plain"])) for name in ("sdpa", "flash")}
+    assert curves["flash"][-1] < curves["flash"][0] - 1
+    assert apart["flash"] < 0.02 + 3 * apart["sdpa"]  # nats; rounding alone drives plain and sdpa as far apart

@@ -12,6 +12,7 @@ from warploom import flash_attention
 from warploom.backend import HAS_TRITON
 from warploom.ops.flash_attention import reference
 from warploom.ops.flash_attention.spec import OPERATOR, plain
+from warploom.plans import Plans
 from warploom.testing.accuracy import compare
 from warploom.testing.conformance import gradients, judge, leaves, random_like, upcast
 from warploom.testing.poison import poisoned_allocations
@@ -277,9 +278,10 @@ def test_float64_is_for_pytorch(device: torch.device) -> None:
 @pytest.fixture
 def many_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Walks cut into as many parts as there are steps."""
-    from warploom.ops.flash_attention import launchers
+    from warploom.ops.flash_attention import api, launchers
 
     with monkeypatch.context() as patch:
+        patch.setattr(api, "_on_kernels", Plans())  # none but those of this test
         patch.setattr(launchers, "multiprocessors", lambda device: 1000)
         patch.setattr(launchers, "SPLIT_STEPS", 1)
         yield
@@ -405,6 +407,7 @@ def test_long_sequences_at_training_size(device: torch.device) -> None:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     """What is launched during a test: name, and compile-time constants by name."""
     from warploom.launch import Kernel
+    from warploom.ops.flash_attention import api
 
     launched, call = [], Kernel.__call__
 
@@ -414,6 +417,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]
         call(kernel, programs, tensors, numbers, constants, *rest)
 
     monkeypatch.setattr(Kernel, "__call__", record)
+    monkeypatch.setattr(api, "_on_kernels", Plans())  # a launch like an earlier one does not pass by here
     return launched
 
 

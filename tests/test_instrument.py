@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -213,6 +214,21 @@ def test_a_spec_without_what_the_command_is_about_says_so(
     assert "defines no OPERATORS" in capsys.readouterr().err
 
 
+def test_check_in_several_processes_says_the_same(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from warploom.cli import check
+
+    root = Path(__file__).parents[1]
+    words = ["check", "--device", "cpu", "--spec", str(root / "examples/rms_norm/spec.py")]
+    monkeypatch.setattr(check, "CASES_AT_ONCE", 1)
+    assert main(words) == 0
+    alone = capsys.readouterr().out
+    monkeypatch.setattr(check, "_processes", lambda cases, device: 2)
+    assert main(words) == 0
+    assert re.sub(r"in \d+ s", "", capsys.readouterr().out) == re.sub(r"in \d+ s", "", alone)
+
+
 # Dtypes and graphs
 
 
@@ -248,8 +264,13 @@ def test_a_replayed_graph_is_checked_and_timed() -> None:
             x = x * 1.0
         return x * factor
 
+    def waits_on_the_stream(x: torch.Tensor, factor: float) -> torch.Tensor:
+        torch.cuda.current_stream().synchronize()
+        return x * factor
+
+    waits = {"waits": lambda x, factor: x * factor * bool(x.sum().item() + 1), "waits_too": waits_on_the_stream}
     results = time_functions(
-        {"mine": by_hand, "waits": lambda x, factor: x * factor * bool(x.sum().item() + 1)},
+        {"mine": by_hand, **waits},
         scaled_inputs,
         [{"n": 64}],
         reference=scaled,
@@ -259,7 +280,9 @@ def test_a_replayed_graph_is_checked_and_timed() -> None:
     found = {(r.provider, r.mode): r for r in results.records}
     assert found["mine", "fwd_graph"].status == "ok"
     assert found["mine", "fwd_graph"].peak_memory_mib is None
-    assert found["waits", "fwd_graph"].status == "error"
+    assert found["waits", "fwd_graph"].status == found["waits_too", "fwd_graph"].status == "error"
+    assert "synchronizing" in found["waits", "fwd_graph"].reason
+    torch.rand(1, device="cuda")  # raises if a failed capture has left the generator as it was
     assert (found["mine", "fwd_graph"].host_us or 0) < (found["mine", "fwd"].host_us or 0)
 
 

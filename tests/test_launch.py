@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from warploom import lrpe_rotate
 from warploom.backend import HAS_TRITON
 
 if not HAS_TRITON:
@@ -16,7 +15,6 @@ import triton.language as tl
 
 from warploom import launch
 from warploom.launch import Kernel, Launch
-from warploom.ops.lrpe import launchers, launchers_sequence
 
 Tensor = torch.Tensor
 SIZE, BLOCK = 100, 64
@@ -125,38 +123,15 @@ def test_when_the_short_cut_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stub.calls[4:] == [slow, slow]
 
 
-def test_a_plan_is_made_once_for_a_key_and_not_kept_without_one() -> None:
-    plans, made = launchers.Plans(), []
-    make = lambda: made.append(object()) or made[-1]  # noqa: E731
-    assert plans.get("one", make) is plans.get("one", make)
-    assert plans.get("other", make) is made[1]
-    assert plans.get(None, make) is not plans.get(None, make)
-    assert len(made) == 4
-    for i in range(2 * plans.LARGEST):
-        plans.get(i, make)
-    assert len(plans.known) <= plans.LARGEST
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("activation", ["silu", "softmax_sequence"])
-def test_a_call_like_an_earlier_one_plans_nothing(
-    activation: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x = torch.randn(2, 11, 3, 8, device=device, requires_grad=True)
-    theta = torch.rand(3, 4, device=device, requires_grad=True)
-    grad = torch.randn(2, 11, 3, 8, device=device)
-
-    def gradients(offset: int) -> tuple[Tensor, ...]:
-        out = lrpe_rotate(x, theta, offset=offset, activation=activation)
-        return out.detach(), *torch.autograd.grad(out, (x, theta), grad)
-
-    first, expected = gradients(3), gradients(4)
-
-    def refuse(*arguments: Any) -> None:
-        pytest.fail("planned again")
-
-    for name in ("_plan_forward", "_plan_backward"):
-        monkeypatch.setattr(launchers, name, refuse)
-    monkeypatch.setattr(launchers_sequence._Planner, "plan", refuse)
-    for found, wanted in zip((*gradients(3), *gradients(4)), (*first, *expected)):
-        assert torch.equal(found, wanted)
+def test_a_launch_takes_as_many_first_numbers_as_it_was_made_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = Stub()
+    monkeypatch.setattr(launch, "_enqueue", stub.enqueue)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    x, _ = tensors(torch.device("cpu"))
+    settled = Launch(stub, 2, (5, SIZE), (BLOCK,))  # type: ignore[arg-type]
+    for first in ((), (), (6,), (7, 8)):
+        settled((x,), *first)
+    assert stub.calls == [
+        ("slow", (2, 5, SIZE, BLOCK, 4, 3)),
+        *(("direct", (2, x.data_ptr(), *first, 5, SIZE, BLOCK)) for first in ((), (6,), (7, 8))),
+    ]

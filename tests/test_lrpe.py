@@ -308,8 +308,9 @@ FREQUENCIES = torch.cat(
         10_000.0**-_STEPS,
         500_000.0**-_STEPS,
         # The float32 next to π and 2π, where a turn's fraction is next to a half and to none; either side of
-        # both; several turns a position; nothing at all.
+        # both; several turns a position; nothing at all; so many turns that float32 has no fraction of one left.
         torch.tensor([math.pi, 2 * math.pi, 3.25, 3.0, 6.5, 6.25, 7.75, 0.0, -1.25, -math.pi]),
+        torch.tensor([12_345.678, -3_000_000.25, 16_000_001.0]),
     )
 )
 

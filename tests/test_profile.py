@@ -67,7 +67,21 @@ def test_every_configuration_and_mode_is_a_record_and_a_row(capsys: pytest.Captu
     )  # steps, and two phases
     assert "published, GPU not stated: sm fwd_bwd 0.0645 s a step" in out
     assert Path("out/transformer.md").read_text().startswith("**transformer")
-    assert "[12/12] md tpa train: " in err
+    assert "[12/12] md 16 tpa train: " in err
+
+
+def test_several_context_lengths_are_a_table_each(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["profile", "transformer", "--mode", "train", *TINY, "--context-length", "8,16", "--no-parts"]
+    assert main([*words, "--chrome-trace", "step.json", "-o", "out"]) == 0
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if line.startswith("transformer")] == [
+        f"transformer  batch 2  {n} tokens  float32  position rotate" for n in (8, 16)
+    ]
+    assert [(r.case["context_length"], r.flops) for r in read("out")] == [
+        (n, models.flops_per_step(TransformerConfig.size("sm", context_length=n), 2 * n, backward=True))
+        for n in (8, 16)
+    ]
+    assert all(Path(f"step.sm-{n}-flash-train.json").is_file() for n in (8, 16))
 
 
 def test_memory_that_runs_out_is_a_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +115,7 @@ def test_an_error_is_a_row_and_the_exit_status(
 def test_transformers_llama_is_a_model_of_the_same_shape() -> None:
     pytest.importorskip("transformers")
     config = TransformerConfig.size("sm", context_length=16)
-    model, loss = models.build(models.LLAMA, config, torch.device("cpu"), compiled=False)
+    model, loss = models.build(models.LLAMA, config, torch.device("cpu"), "")
     assert sum(p.numel() for p in model.parameters()) == TransformerLM(config).parameter_count()
     tokens = torch.randint(100, (2, 16))
     assert loss(tokens, tokens).item() == pytest.approx(9.21, abs=0.1)  # ln 10 000: random weights know nothing
@@ -140,6 +154,7 @@ def test_the_trace_names_phases_and_parts(mode: str) -> None:
     [
         ("transformer --size xs", "--size xs: there are sm, md, lg, xl, 2.7B"),
         ("transformer --mode backward", "--mode backward: there are forward, forward-backward, train"),
+        ("transformer --compile all", "--compile all: there are no, yes, graphs"),
         ("transformer --attention quick", "--attention quick: there are flash, "),
         ("transformer --memory-snapshot x", "--memory-snapshot: only a GPU's allocations are recorded"),
         (

@@ -13,6 +13,7 @@ import torch
 from warploom import ArgumentError, tpa_attention, tpa_decode
 from warploom.backend import HAS_TRITON
 from warploom.ops.tpa import reference
+from warploom.plans import Plans
 from warploom.testing.accuracy import compare
 
 Tensor = torch.Tensor
@@ -145,7 +146,7 @@ def test_every_strategy_is_accurate(
 
 
 @needs_triton
-@pytest.mark.parametrize("keys", [1, 255, 256, 257, 600])
+@pytest.mark.parametrize("keys", [1, 127, 128, 129, 600])
 def test_split_and_whole_have_the_same_bits(device: torch.device, keys: int) -> None:
     inputs = factors(device, keys=keys, heads=2, rank_k=2, dtype=torch.bfloat16)
     whole, split, auto = (
@@ -179,12 +180,32 @@ def test_chunks_depend_on_the_valid_keys_alone() -> None:
             size *= 2
         return size
 
-    most = 0
-    for keys in range(0, 700_000, 997):
-        most = max(most, -(-keys // chunk(keys)))
-        assert most <= CHUNKS.most(keys)
-    assert CHUNKS.most(256) == 1
-    assert CHUNKS.most(257) == 2
+    for levels in (0, 1):
+        most = 1
+        for keys in range(0, 700_000, 997):
+            most = max(most, -(-keys // (chunk(keys) * 4**levels)))
+            assert most <= CHUNKS.spans(keys, levels)
+    assert CHUNKS.spans(128, 0) == 1
+    assert CHUNKS.spans(129, 0) == 2
+    assert CHUNKS.spans(4 * 128, 1) == 1
+
+
+@needs_triton
+@pytest.mark.parametrize("keys", [600, 1100])
+def test_a_program_may_take_any_part_of_the_tree(
+    device: torch.device, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from warploom.ops.tpa import api, launchers
+
+    inputs: dict[str, Any] = factors(device, keys=keys, heads=2, rank_k=2, dtype=torch.bfloat16)
+    inputs["cache_seqlens"] = lengths(device, keys, keys // 3)
+    found = []
+    for levels in range(launchers.ALL + 1):
+        monkeypatch.setattr(api, "_on_kernels", Plans())  # none with other levels
+        monkeypatch.setattr(launchers, "_levels", lambda *arguments, levels=levels: levels)
+        found.append(tpa_decode(**inputs, backend="triton"))
+    assert_accurate(found[0], inputs)
+    assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 @backends
@@ -235,12 +256,15 @@ def test_auto_splits_where_there_are_few_programs() -> None:
     from warploom.ops.tpa import launchers
 
     device = torch.device("cpu")  # one multiprocessor
-    assert launchers._strategy(1, 1, 256, 640, device) == "batch"
+    assert launchers._levels("auto", 1, 128, 640, device) == 0
+    assert launchers._levels("batch", 1, 32768, 640, device) == launchers.ALL
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launchers, "multiprocessors", lambda device: 132)
-        assert launchers._strategy(1, 1, 32768, 640, device) == "split_kv"
-        assert launchers._strategy(8, 1, 512, 640, device) == "batch"
-        assert launchers._strategy(128, 1, 32768, 640, device) == "batch"
+        assert launchers._levels("auto", 128, 256, 640, device) == 1  # all of two chunks
+        assert launchers._levels("auto", 1, 32768, 640, device) == 0
+        assert launchers._levels("auto", 8, 32768, 640, device) == 0
+        assert launchers._levels("auto", 32, 32768, 640, device) == 1
+        assert launchers._levels("split_kv", 8, 256, 640, device) == 0
 
 
 def test_decoding_has_no_gradient_and_says_so(device: torch.device) -> None:

@@ -10,13 +10,22 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_plain_eager(*tensors: torch.Tensor) -> bool:
-    """Whether nothing watches a call on these tensors: no compiler, no tensor subclass, no mode, no meta tensor."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(type(t) in _PLAIN for t in tensors)
-        and not tensors[0].is_meta
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
+    """Whether nothing watches a call on these tensors.
+
+    No compiler, tensor subclass, mode, meta tensor, function transform or forward-mode derivative: only then may a
+    call go to its launchers without the dispatcher.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN:
+            return False
+    return not (
+        tensors[0].is_meta
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
     )
 
 

@@ -5,6 +5,11 @@ They are raised before any kernel runs; nothing has been modified when one arriv
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = ["ArgumentError", "BackendError", "DeviceError", "DtypeError", "ShapeError", "WarploomError"]
 
 
@@ -35,3 +40,13 @@ class BackendError(WarploomError, RuntimeError):
 def fault(error: type[WarploomError], function: str, argument: str, expected: str, got: object) -> WarploomError:
     """Build an error in the house's one wording: ``function: argument must be EXPECTED; got GOT``."""
     return error(f"{function}: {argument} must be {expected}; got {got}")
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """A tensor's shape as an error shows it."""
+    return tuple(tensor.shape)
+
+
+def dtype_of(tensor: Tensor) -> str:
+    """A tensor's dtype as an error shows it, e.g. ``bfloat16``."""
+    return str(tensor.dtype).removeprefix("torch.")

@@ -14,7 +14,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,9 @@ from triton.runtime import driver
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1``), which takes CPU tensors."""
+
+if INTERPRETED:
+    import warploom.interpreter  # noqa: F401
 
 ALIGNMENT = 16  # bytes; what a 128-bit load or store needs of its address
 
@@ -143,13 +146,23 @@ class Kernel:
 
 
 class Launch:
-    """A launch of which everything is settled but the addresses and the first number.
+    """A launch of which everything is settled but the addresses, and the kernel's first numbers if they vary.
 
-    Made once for a call's shapes, strides, dtypes and options, and kept by the operator for calls like it: what
-    such a call then costs the host is Triton's own entry point, and little else.
+    Made once for a call's shapes, strides, dtypes and options, and kept by the operator for calls like it
+    (`warploom.plans`): what such a call then costs the host is Triton's own entry point, and little else.
     """
 
-    __slots__ = ("arguments", "compiled", "constants", "device", "kernel", "numbers", "options", "programs")
+    __slots__ = (
+        "arguments",
+        "compiled",
+        "constants",
+        "device",
+        "first",
+        "kernel",
+        "numbers",
+        "options",
+        "programs",
+    )
 
     def __init__(
         self,
@@ -165,30 +178,133 @@ class Launch:
         self.arguments = (*numbers, *constants)
         self.compiled: Any = None  # the variant for aligned addresses, and its device
         self.device = -1
+        self.first = 0  # which of the tensors is the first that is given
 
-    def __call__(self, tensors: Sequence[torch.Tensor | None], number: int | float) -> None:
-        """Launch on tensors of the dtypes that this launch was made for; ``number`` is the kernel's first."""
-        addresses: list[int | None] = []
+    def __call__(self, tensors: Sequence[torch.Tensor | None], *numbers: int | float) -> None:
+        """Launch on tensors of the dtypes that this launch was made for, None where it was made for None.
+
+        ``numbers``: the kernel's first, as many of them as were not given when this launch was made.
+        """
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         bits = 0
-        for tensor in tensors:
-            address = None if tensor is None else tensor.data_ptr()
-            addresses.append(address)
-            bits |= address or 0
+        for address in addresses:
+            if address is not None:
+                bits |= address
         aligned = bits % ALIGNMENT == 0
         if aligned and self.compiled is not None and _recorded is None:
-            device = tensors[0].get_device()  # type: ignore[union-attr]
+            device = tensors[self.first].get_device()  # type: ignore[union-attr]
             if device == self.device and device == torch.cuda.current_device():
-                _enqueue(self.compiled, device, self.programs, addresses, (number, *self.arguments))
+                _enqueue(self.compiled, device, self.programs, addresses, (*numbers, *self.arguments))
                 return
-        numbers = (number, *self.numbers)
+        numbers = (*numbers, *self.numbers)
         compiled = self.kernel(self.programs, tensors, numbers, self.constants, *self.options)
         if aligned and compiled is not None:
-            self.compiled, self.device = compiled, tensors[0].get_device()  # type: ignore[union-attr]
+            self.first, first = next((i, t) for i, t in enumerate(tensors) if t is not None)
+            self.compiled, self.device = compiled, first.get_device()
 
 
-def _enqueue(
-    compiled: Any, device: int, programs: int, addresses: Sequence[int | None], arguments: Sequence[Any]
-) -> None:
+class Boxes(NamedTuple):
+    """How a kernel copies tiles of a tensor: the order of the tensor's axes, and the sizes of a tile along them."""
+
+    order: tuple[int, ...]
+    tile: tuple[int, ...]
+
+
+class TiledLaunch:
+    """A prepared launch of a kernel whose first parameters are tensor descriptors; see `Launch`.
+
+    Written in Gluon, such a kernel copies whole tiles through the tensor memory accelerator of Hopper and later.
+    That wants addresses and strides of a multiple of 16 bytes, and adjacent features: the caller sees to it.
+    """
+
+    __slots__ = ("arguments", "boxes", "compiled", "described", "function", "programs", "warps")
+
+    def __init__(
+        self,
+        function: Any,
+        programs: int,
+        boxes: Sequence[tuple[torch.Tensor, Boxes]],
+        numbers: Sequence[int | float],
+        constants: tuple[Any, ...],
+        num_warps: int = 4,
+    ) -> None:
+        self.function, self.programs, self.warps = function, programs, num_warps
+        self.described = [_description(like, box) for like, box in boxes]
+        self.arguments = (*numbers, *constants)
+        self.compiled: dict[int, Any] = {}  # by device
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Launch on tensors like those that this launch was made for, the described ones first."""
+        count = len(self.described)
+        if _recorded is not None:
+            self._record(_recorded, tensors[count:])
+            return
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        descriptors = []
+        for described, tensor in zip(self.described, tensors):
+            descriptor = object.__new__(TensorDescriptor)  # its constructor would check again what the plan settled
+            descriptor.__dict__.update(described, base=tensor)
+            descriptors.append(descriptor)
+        device = tensors[0].get_device()
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self._launch(device, descriptors, tensors[count:])
+        else:
+            self._launch(device, descriptors, tensors[count:])
+
+    def _launch(self, device: int, descriptors: list[Any], pointers: Sequence[torch.Tensor]) -> None:
+        compiled = self.compiled.get(device)
+        if compiled is None:
+            self.compiled[device] = self.function.run(
+                *descriptors, *pointers, *self.arguments,
+                grid=(self.programs, 1, 1), warmup=False, num_warps=self.warps,
+            )  # fmt: skip
+        else:
+            addresses = [*descriptors, *(pointer.data_ptr() for pointer in pointers)]
+            _enqueue(compiled, device, self.programs, addresses, self.arguments)
+
+    def _record(self, builds: dict[tuple[Any, ...], Build], pointers: Sequence[torch.Tensor]) -> None:
+        names = iter(self.function.arg_names)
+        constant = {p.name for p in self.function.params if p.is_constexpr}
+        signature: dict[str, str] = {}
+        for described in self.described:
+            base, tile, layout = described["base"], described["block_shape"], described["layout"]
+            signature[next(names)] = f"tensordesc<{_TYPE_NAMES[base.dtype]}{tile},{layout!r}>"
+        attrs: dict[tuple[int, ...], list[list[Any]]] = {}
+        for pointer in pointers:
+            attrs[(len(signature),)] = [["tt.divisibility", ALIGNMENT]]
+            signature[next(names)] = "*" + _TYPE_NAMES[pointer.dtype]
+        constexprs: dict[str, Any] = {}
+        for name, value in zip(names, self.arguments, strict=True):
+            if name in constant:
+                constexprs[name] = value
+                signature[name] = "constexpr"
+            else:
+                signature[name] = "fp32" if isinstance(value, float) else "i32"
+        key = (self.function, tuple(signature.items()), tuple(constexprs.items()))
+        options = {"num_warps": self.warps}
+        builds.setdefault(key, Build(self.function, signature, constexprs, attrs, options))
+
+
+def _description(like: torch.Tensor, box: Boxes) -> dict[str, Any]:
+    """What a tensor descriptor says of every tensor like this one."""
+    import triton.language as tl
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    shape = [like.shape[axis] for axis in box.order]
+    # The stride of an axis of size one is never taken, and may be anything.
+    strides = [like.stride(axis) if like.shape[axis] > 1 else ALIGNMENT for axis in box.order[:-1]]
+    tile = list(box.tile)
+    layout = NVMMASharedLayout.get_default_for(tile, tl.dtype(_TYPE_NAMES[like.dtype]))
+    base = like.new_empty(0, device="meta")
+    return {
+        "base": base, "shape": shape, "strides": [*strides, 1], "block_shape": tile, "layout": layout,
+        "padding": "zero",
+    }  # fmt: skip
+
+
+def _enqueue(compiled: Any, device: int, programs: int, addresses: Sequence[Any], arguments: Sequence[Any]) -> None:
     """Put a compiled variant on the current stream of ``device``, which must be the current one."""
     compiled.run(
         programs,

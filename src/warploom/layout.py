@@ -39,6 +39,12 @@ def empty_in_order_of(x: torch.Tensor, features: int) -> torch.Tensor:
     return x.new_empty([shape[axis] for axis in order]).permute(_inverse(order))
 
 
+def layout_of(x: torch.Tensor, features: int) -> torch.Tensor:
+    """A tensor without memory in the place of what `empty_in_order_of` returns, for who plans ahead."""
+    like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return empty_in_order_of(like, features)
+
+
 def in_order_of(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """``out`` with its axes in memory in the order of those of ``x``, which has as many."""
     if x.is_contiguous():

@@ -13,6 +13,7 @@ MODES = {
     "fwd": "Forward",
     "bwd": "Backward",
     "fwd_bwd": "Forward and backward",
+    "train": "Training step: forward, backward and AdamW",
     "fwd_graph": "Forward, replayed from a CUDA graph",
 }
 
@@ -67,8 +68,8 @@ def size(value: float) -> str:
 
 
 def sort_xs(values: Iterable[Any]) -> list[Any]:
-    """Sort positions, each once: numbers by size, other values by name behind them."""
-    return sorted(set(values), key=lambda x: (0, x, "") if isinstance(x, int | float) else (1, 0, str(x)))
+    """Sort positions, each once: numbers by size, other values behind them in the order in which they come."""
+    return sorted(dict.fromkeys(values), key=lambda x: (0, x) if isinstance(x, int | float) else (1, 0))
 
 
 def spell(value: Any) -> str:

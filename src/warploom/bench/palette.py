@@ -41,6 +41,10 @@ _KNOWN = {
     "triton_cache": Look("#9a6bc2", "triangle-up"),
     "torch_compile_cache": Look("#2f8f9d", "triangle-down"),
 }
+_MODELS = {"flash": "#d55e00", "plain": "#009e73", "sdpa": "#1f7fc4", "llama": "#9a6bc2", "tpa": "#c0589a"}
+"""Colours of profiled models, by their attention."""
+_COMPILED = {"": "circle", "compile": "square", "graphs": "diamond"}
+"""Their markers, by how they are compiled: what stands behind the plus in their names."""
 _OTHERS = (
     Look("#c0589a", "hexagon"),
     Look("#a6761d", "cross"),
@@ -61,12 +65,19 @@ def looks(providers: Iterable[str], emphasis: str) -> dict[str, Look]:
         A look for each name; known names always get the same.
     """
     names = list(dict.fromkeys(providers))
-    strangers = [name for name in names if name not in _KNOWN]
-    chosen = {name: _KNOWN[name] for name in names if name in _KNOWN}
+    chosen = {name: look for name in names if (look := _known(name))}
+    strangers = [name for name in names if name not in chosen]
     chosen |= {name: _OTHERS[i % len(_OTHERS)] for i, name in enumerate(strangers)}
     if emphasis in chosen:
         chosen[emphasis] = replace(chosen[emphasis], width=3.5)
     return chosen
+
+
+def _known(name: str) -> Look | None:
+    base, _, how = name.partition("+")
+    if base in _MODELS and how in _COMPILED:
+        return Look(_MODELS[base], _COMPILED[how])
+    return _KNOWN.get(name)
 
 
 def ordered(providers: Iterable[str], emphasis: str) -> list[str]:

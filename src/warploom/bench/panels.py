@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from warploom import ops
 from warploom.bench.labels import MODES, sort_xs, spell
@@ -126,6 +126,13 @@ class Section:
     panels: tuple[Panel, ...]
     emphasis: str
     """The provider that stands for the operator; see `own_provider`."""
+
+    own: ClassVar[str] = "triton"
+    """Begins the names of our providers."""
+    torch: ClassVar[str] = "torch"
+    """What a user would write in PyTorch."""
+    torch_compile: ClassVar[str] = "torch_compile"
+    """The same, compiled."""
 
     @property
     def points(self) -> list[Point]:

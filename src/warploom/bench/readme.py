@@ -1,19 +1,23 @@
-"""The README's tables of speeds, written between two marks from records, so that no number is typed by hand."""
+"""Tables of speeds, written between two marks of a text from records, so that no number is typed by hand."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from warploom.bench.records import LIMIT, Record, is_stale, load, operator_name
 from warploom.errors import ArgumentError
 from warploom.ops import benches
+from warploom.profile.records import is_stale as is_stale_profile
+from warploom.profile.records import load_profiles
+from warploom.profile.tables import profile_tables, step_rows
 
-__all__ = ["markdown_table", "replace_between", "speed_table", "update"]
+__all__ = ["markdown_table", "replace_between", "speed_table", "step_table", "update"]
 
 BEGIN = "<!-- speeds: written by `warploom report` from records; do not edit -->"
 END = "<!-- end of speeds -->"
+_NOTHING = "There are no records of the present code yet."
 _BASELINES = ("torch_compile", "torch", "sdpa_cudnn", "sdpa_flash", "flex_attention")
 _HEADER = (
     "operator",
@@ -27,16 +31,20 @@ _HEADER = (
 
 
 def update(readme: Path, sources: Sequence[Path]) -> None:
-    """Rewrite what stands between the marks of a file.
+    """Rewrite the tables that a file has marks for: ``speeds`` of operators, ``steps`` of models, all ``profiles``.
 
     Args:
-        readme: A file with both marks.
+        readme: A file with the marks of one table or more.
         sources: Folders of records, or records files.
 
     Raises:
         ArgumentError: The file lacks a mark.
     """
-    replace_between(readme, BEGIN, END, speed_table(load(sources)))
+    text = readme.read_text(encoding="utf-8")
+    asked = [name for name in _TABLES if BEGIN.replace("speeds", name) in text]
+    for name in asked or ["speeds"]:
+        begin, end = (mark.replace("speeds", name) for mark in (BEGIN, END))
+        replace_between(readme, begin, end, _TABLES[name](sources))
 
 
 def replace_between(file: Path, begin: str, end: str, body: str) -> None:
@@ -70,7 +78,7 @@ def speed_table(records: Sequence[Record]) -> str:
         groups.setdefault(key, []).append(record)
     rows = [_row(key, group) for key, group in groups.items()]
     if not any(rows):
-        return "There are no records of the present code yet."
+        return _NOTHING
     return markdown_table((*_HEADER, "times as fast as"), [row for row in rows if row], words=4)
 
 
@@ -100,6 +108,23 @@ def _speed_up(baseline: Record | None, ours: Record) -> str:
     if baseline is None or not baseline.ms or not ours.ms:
         return ""
     return f"{baseline.provider} {baseline.ms / ours.ms:.1f}"
+
+
+def step_table(sources: Sequence[Path]) -> str:
+    """One Markdown row per size and context length: a training step of every provider, of the present code."""
+    header, rows = step_rows([record for record in load_profiles(sources) if not is_stale_profile(record)])
+    return markdown_table(header, rows, words=1) if rows else _NOTHING
+
+
+def _profile_table(sources: Sequence[Path]) -> str:
+    return profile_tables([record for record in load_profiles(sources) if not is_stale_profile(record)]) or _NOTHING
+
+
+_TABLES: Mapping[str, Callable[[Sequence[Path]], str]] = {
+    "speeds": lambda sources: speed_table(load(sources)),
+    "steps": step_table,
+    "profiles": _profile_table,
+}
 
 
 def _number(value: float | None) -> str:

@@ -174,9 +174,9 @@ def load_environments(path: Path) -> dict[str, dict[str, Any]]:
     return environments
 
 
-def source_digest(folder: Path) -> str:
-    """Fingerprint of an operator's folder and of the modules of this package that it imports."""
-    return _digest(sorted(folder.rglob("*.py")), folder)
+def source_digest(folder: Path, leave_out: Sequence[str] = ()) -> str:
+    """Fingerprint of an operator's folder, without files of some names, and of the modules here that it imports."""
+    return _digest(sorted(file for file in folder.rglob("*.py") if file.name not in leave_out), folder)
 
 
 def _digest(own: Sequence[Path], folder: Path) -> str:

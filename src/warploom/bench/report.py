@@ -15,9 +15,11 @@ from warploom.bench.labels import mode_title, seconds, spell
 from warploom.bench.palette import Look, looks
 from warploom.bench.panels import UNSET, Panel, Section, device_name, load_sections
 from warploom.bench.published import published
-from warploom.bench.records import LIMIT, load_environments
+from warploom.bench.records import LIMIT, RECORDS, load_environments
 from warploom.bench.report_summary import counts, summary_rows
 from warploom.bench.report_tables import accuracy_table, failures, memory_table, overviews, time_table
+from warploom.profile.records import PROFILES
+from warploom.profile.sections import profile_sections
 
 __all__ = ["write_report"]
 
@@ -43,8 +45,8 @@ def write_report(sources: Sequence[Path], output: Path) -> Path:
     """Write the report of some records.
 
     Args:
-        sources: Folders with a ``records.jsonl`` and an ``environment.json``, or such record files; oldest
-            first.
+        sources: Folders with a ``records.jsonl`` or a ``profiles.jsonl`` and an ``environment.json``, or such
+            record files; oldest first.
         output: The HTML file to write. Its folder is made if it is not there.
 
     Returns:
@@ -53,7 +55,8 @@ def write_report(sources: Sequence[Path], output: Path) -> Path:
     Raises:
         WarploomError: A source holds no records file, or one that cannot be read.
     """
-    arranged = load_sections(sources)
+    measured = [source for source in sources if (source / RECORDS).is_file() or not (source / PROFILES).is_file()]
+    arranged = [*load_sections(measured), *profile_sections(sources)]
     points = [point for section in arranged for point in section.points]
     names = sorted({name for section in arranged for name in section.providers})
     names += sorted({row.provider for row in published()})

@@ -60,7 +60,7 @@ def _row(section: Section, panels: Sequence[Panel], device: str, mode: str) -> S
     gains = {
         name: [panel.speedups(mode, ours, name) for panel in panels]
         for name in section.baselines
-        if not name.startswith("triton")
+        if not name.startswith(section.own)
     }
     least: list[float] = []
     for of_one_panel in zip(*gains.values()):
@@ -75,8 +75,8 @@ def _row(section: Section, panels: Sequence[Panel], device: str, mode: str) -> S
         median_share=_median(share for share, _, _ in shares),
         worst_share=worst[0] if worst else None,
         worst_at=_place(section, worst[1], worst[2]) if worst else "",
-        over_compile=_median(_values(gains.get("torch_compile", []))),
-        over_torch=_median(_values(gains.get("torch", []))),
+        over_compile=_median(_values(gains.get(section.torch_compile, []))),
+        over_torch=_median(_values(gains.get(section.torch, []))),
         over_best=_median(least),
         host_us=_median(hosts),
         counts=counts(point for _, point in own),

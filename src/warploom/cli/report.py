@@ -16,7 +16,14 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: report.html beside the first")
     parser.add_argument("--pictures", type=Path, metavar="DIR", help="also draw an SVG of each bench there")
-    parser.add_argument("--readme", type=Path, metavar="FILE", help="also rewrite the table of speeds in this file")
+    parser.add_argument(
+        "--readme",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="also rewrite the tables in this file; may be repeated",
+    )
     add_spec(parser)
     parser.set_defaults(command=_report)
 
@@ -33,10 +40,10 @@ def _report(options: argparse.Namespace) -> int:
 
         for picture in write_pictures(options.paths, options.pictures):
             print(picture)
-    if options.readme:
+    for readme in options.readme:
         from warploom.bench.readme import update
 
-        update(options.readme, options.paths)
-        print(options.readme)
+        update(readme, options.paths)
+        print(readme)
     print(write_report(options.paths, options.output or beside / "report.html"))
     return 0

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-LOG2_E = tl.constexpr(1.4426950408889634)
-LOG2_E_LOW = tl.constexpr(1.925963033500011e-08)  # what float32 leaves of log₂e
+LOG2_E = tl.constexpr(1.4426950216293335)  # log₂e in float32
+LOG2_E_LOW = tl.constexpr(1.925963033500011e-08)  # what that leaves of it
 
 
 @triton.jit

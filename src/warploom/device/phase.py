@@ -20,6 +20,8 @@ TWO_POW_32 = tl.constexpr(4294967296.0)
 TWO_POW_MINUS_32 = tl.constexpr(2.3283064365386963e-10)
 TURN = tl.constexpr(6.283185307179586)
 ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: a float32 this large has no fraction, so adding it rounds
+TWICE_ROUND_AS_BITS = tl.constexpr((2 * 0x4B400000) - 2**32)
+TWO_POW_16 = tl.constexpr(65536.0)
 LARGEST = tl.constexpr(16777216.0)  # radians per position
 EIGHTH_TURN = tl.constexpr(1 << 29)  # in units of 2⁻³² turns
 HALF_TURN_AND_HALF_A_BIT = tl.constexpr(-(2**31) + 2**8)  # of 23 bits
@@ -42,7 +44,7 @@ def phase_step(theta):
 
     The unit is 2⁻³² turns, or NaN where theta is too large to be reduced, infinite or NaN.
     """
-    if INTERPRETED or theta.dtype == tl.float64:  # the interpreter's fma rounds the product first
+    if theta.dtype == tl.float64:
         turns = theta.to(tl.float64) * INVERSE_TURN
         turns -= tl.floor(turns + 0.5)
         high = turns.to(tl.float32)
@@ -52,13 +54,20 @@ def phase_step(theta):
         high = tl.fma(theta, INVERSE_TURN_HIGH, 0.0)  # not `*`, which the compiler may fuse with what follows
         low = tl.fma(theta, INVERSE_TURN_LOW, tl.fma(theta, INVERSE_TURN_HIGH, -high))
         high -= (high + ROUND) - ROUND
-    # Half a turn, which would overflow the conversion below, becomes minus half a turn.
-    high = tl.where(high == 0.5, -0.5, high) * TWO_POW_32
-    whole = high.to(tl.int32)
-    rest = (high - whole.to(tl.float32)) + low * TWO_POW_32
-    carry = rest.to(tl.int32)  # less than one unit may stay: times a position it must still fit an int32
-    whole += carry
-    rest -= carry.to(tl.float32)
+        sum_ = high + low  # where theta is large, all of its fraction is in the low word
+        low += high - sum_
+        high = sum_
+    # Rounded to integers by adding a number, not by converting: that runs at the rate of sines and exponentials.
+    # The upper 16 bits, the lower 16, and what the low word carries over, so that the rest times a position still
+    # fits an int32. An integer then lies in the lower bits of the sum, and half a turn wraps to minus half a turn.
+    upper = tl.fma(high, TWO_POW_16, ROUND)
+    rest = tl.fma(high, TWO_POW_16, -(upper - ROUND))
+    lower = tl.fma(rest, TWO_POW_16, ROUND)
+    rest = tl.fma(low, TWO_POW_32, tl.fma(rest, TWO_POW_16, -(lower - ROUND)))
+    carry = rest + ROUND
+    rest -= carry - ROUND
+    whole = upper.to(tl.int32, bitcast=True) << 16
+    whole += lower.to(tl.int32, bitcast=True) + (carry.to(tl.int32, bitcast=True) - TWICE_ROUND_AS_BITS)
     unit = tl.where(tl.abs(theta) < LARGEST, TWO_POW_MINUS_32, float("nan")).to(tl.float32)
     return whole, rest, unit
 

@@ -28,6 +28,10 @@ def product(a, b, c, PRECISION: tl.constexpr):
         b = rounded(b, tl.bfloat16)
     if INTERPRETED:  # the interpreter multiplies the bits of bfloat16 as integers
         c = tl.dot(a.to(tl.float32), b.to(tl.float32), c)
+    elif PRECISION == "bf16x6" and a.dtype == tl.float32:
+        # Matrix units drop bits where they add, so a sum over many tiles is formed outside them.
+        whole = tl.dot(a, b, input_precision=PRECISION)
+        c = tl.fma(whole, 1.0, c)  # not `+`, which the compiler turns into an accumulating product
     else:
         c = tl.dot(a, b, c, input_precision="ieee" if PRECISION == "bf16" else PRECISION)
     return c
@@ -35,13 +39,5 @@ def product(a, b, c, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc):
-    """``a · b + acc`` in float32, with all bits of float32 factors, which are split in three parts of bfloat16.
-
-    A float32 product is added as a whole: its terms round at their own size, not at that of the sum so far.
-    """
-    if a.dtype == tl.float32:
-        whole = product(a, b, tl.zeros_like(acc), "bf16x6")
-        acc = tl.fma(whole, 1.0, acc)  # not `+`, which the compiler turns into an accumulating product
-    else:
-        acc = product(a, b, acc, "ieee")
-    return acc
+    """``a · b + acc`` in float32, with all bits of float32 factors: see `product`."""
+    return product(a, b, acc, "bf16x6")

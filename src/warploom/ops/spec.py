@@ -7,6 +7,7 @@ walk over these descriptions and contain nothing about any one operator.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,8 +47,8 @@ class Operator:
     length: str = "n"
     """The case parameter that is a length of a sequence: another value of it compiles nothing new."""
     spills: Mapping[str, int] = field(default_factory=dict)
-    """Kernel name to the bytes a thread that its variants may spill at most, where tiles that spill a little were
-    measured to be faster than tiles that do not; none for a kernel that is not named."""
+    """Kernel name to the bytes a thread that its variants may spill at most, for tiles that were measured to be
+    faster than those that spill nothing. A kernel that is not named may spill none."""
 
 
 @dataclass(frozen=True)
@@ -113,3 +114,27 @@ class Bench:
     command: str = ""
     """What runs it, where that is not ``warploom bench NAME``: another such command line, to which a selection is
     added, or a script's, which is all there is to say."""
+
+
+_PERIOD = 2**24 - 3  # a prime
+
+
+def normal(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> torch.Tensor:
+    """Normal numbers. A large tensor repeats them with a prime period, so that no two of its rows are alike."""
+    size = math.prod(shape)
+    numbers = torch.randn(min(size, _PERIOD), generator=generator).to(device, dtype)
+    if size > _PERIOD:
+        numbers = numbers.repeat(-(-size // _PERIOD))[:size].clone()
+    return numbers.view(shape)
+
+
+def need_cuda(what: str = "the Triton kernels") -> None:
+    """For a provider that runs on an NVIDIA GPU only.
+
+    Raises:
+        Unsupported: There is none.
+    """
+    if not torch.cuda.is_available():
+        raise Unsupported(f"an NVIDIA GPU is needed for {what}")

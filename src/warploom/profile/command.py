@@ -45,10 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--dtype", choices=("bf16", "fp32"), help="bf16 by autocast (default on a GPU), or fp32")
     model.add_argument(
-        "--compile", choices=("no", "yes", "both"), nargs="?", const="yes", default="no", help="under torch.compile"
+        "--compile",
+        type=_words,
+        nargs="?",
+        const=["yes"],
+        default=["no"],
+        metavar="HOW[,…]",
+        help="no (default), yes: under torch.compile, graphs: that with CUDA graphs",
     )
     model.add_argument("--position", choices=("rotate", "cosine", "none"), default="rotate")
-    model.add_argument("--context-length", type=_positive, default=512, metavar="N", help="tokens (default: 512)")
+    model.add_argument(
+        "--context-length", type=_numbers, default=[512], metavar="N[,…]", help="tokens (default: 512)"
+    )
     model.add_argument("--batch", type=_positive, default=4, metavar="B", help="sequences (default: 4)")
     model.add_argument("--layers", type=_positive, metavar="L", help="instead of the size's own")
     model.add_argument("--warm-up", type=_positive, default=5, metavar="STEPS", help="default: 5")
@@ -121,16 +129,17 @@ def _transformer(options: argparse.Namespace, device: torch.device, writer: Writ
     _known("--size", options.size, list(SIZES))
     _known("--mode", options.mode, transformer.MODES)
     _known("--attention", options.attention, models.PROVIDERS)
-    compiled = {"no": (False,), "yes": (True,), "both": (False, True)}[options.compile]
+    _known("--compile", options.compile, list(transformer.ENDINGS))
+    endings = [transformer.ENDINGS[how] for how in options.compile]
     units = itertools.starmap(
-        transformer.Unit, itertools.product(options.size, options.attention, compiled, options.mode)
+        transformer.Unit,
+        itertools.product(options.size, options.context_length, options.attention, endings, options.mode),
     )
     low = options.dtype == "bf16" or (options.dtype is None and device.type == "cuda")
     plan = transformer.Plan(
         tuple(units),
         torch.bfloat16 if low else torch.float32,
         batch=options.batch,
-        context_length=options.context_length,
         layers=options.layers,
         position=options.position,
         warm_up=options.warm_up,

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from warploom.nn import TransformerConfig, TransformerLM
 from warploom.nn.transformer_lm import ATTENTIONS
 from warploom.ops.spec import Unsupported
+from warploom.profile.records import GRAPHS
 
 __all__ = ["LLAMA", "PROVIDERS", "Loss", "build", "flops_per_step"]
 
@@ -23,8 +24,14 @@ LLAMA = "llama"
 PROVIDERS = (*ATTENTIONS, LLAMA)
 
 
-def build(provider: str, config: TransformerConfig, device: torch.device, compiled: bool) -> tuple[nn.Module, Loss]:
+def build(provider: str, config: TransformerConfig, device: torch.device, ending: str) -> tuple[nn.Module, Loss]:
     """A model with random weights in float32, and the function that gives its loss.
+
+    Args:
+        provider: One of `PROVIDERS`.
+        config: The model's shape.
+        device: Where its weights shall be.
+        ending: ``+compile`` or ``+graphs`` for `torch.compile`, without or with CUDA graphs; or nothing.
 
     Raises:
         Unsupported: What the provider needs is not installed.
@@ -32,7 +39,7 @@ def build(provider: str, config: TransformerConfig, device: torch.device, compil
     torch.manual_seed(0)
     with torch.device(device):
         model = _llama(config) if provider == LLAMA else TransformerLM(config)
-    call = torch.compile(model) if compiled else model
+    call = torch.compile(model, mode="reduce-overhead" if ending == GRAPHS else None) if ending else model
 
     def loss(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if provider == LLAMA:

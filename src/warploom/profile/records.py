@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,27 @@ import torch
 from warploom.bench import records
 from warploom.bench.attempt import Failure
 from warploom.bench.environment import describe_environment, environment_id
+from warploom.errors import WarploomError
 
-__all__ = ["PROFILES", "Phase", "ProfileRecord", "Writer", "phase"]
+__all__ = [
+    "COMPILED",
+    "GRAPHS",
+    "PROFILES",
+    "Phase",
+    "ProfileRecord",
+    "Writer",
+    "current_digest",
+    "is_stale",
+    "load_profiles",
+    "phase",
+]
 
 PROFILES = "profiles.jsonl"
+COMPILED, GRAPHS = "+compile", "+graphs"
+"""End the name of a provider that runs under `torch.compile`, without and with CUDA graphs."""
+_PACKAGE = Path(__file__).parents[1]
+_OPERATORS = {"flash": ("flash_attention",), "tpa": ("tpa",)}
+"""Folders of the operators by which a provider attends; positions are LRPE's in every model of ours."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +64,13 @@ class ProfileRecord:
     case: dict[str, Any]
     """Everything that defines the configuration but the provider: size, batch, lengths, dtype."""
     provider: str
-    """The attention: ``flash``, ``plain``, …, with ``+compile`` under `torch.compile`."""
+    """The attention: ``flash``, ``plain``, …, with ``+compile`` or ``+graphs`` under `torch.compile`."""
     mode: str
     """``forward``, ``forward-backward`` or ``train`` (with the optimizer)."""
     environment: str
     """Id into ``environment.json``."""
+    source_digest: str
+    """Of the code that was measured, see `current_digest`."""
     commit: str | None
     """Of the checkout, with ``-dirty`` where it was changed."""
     status: str = "ok"
@@ -90,7 +112,58 @@ class Writer:
         """Append one record: its measured fields, or why there are none."""
         if isinstance(figures, Failure):
             figures = {"status": figures.status, "reason": figures.reason}
-        record = ProfileRecord(profile, dict(case), provider, mode, self.environment, self.commit, **figures)
+        digest = current_digest(profile, provider)
+        record = ProfileRecord(
+            profile, dict(case), provider, mode, self.environment, digest, self.commit, **figures
+        )
         records.append(self.folder, [record], PROFILES)
         self.records.append(record)
         return record
+
+
+@functools.cache
+def current_digest(profile: str, provider: str) -> str:
+    """Fingerprint of what warploom has in a provider as its code is now: the modules, and the operators they call.
+
+    Empty where there is nothing of ours, as in transformers' Llama or in plain attention by itself.
+    """
+    name = provider.partition("+")[0]
+    folders = [_PACKAGE / "ops" / operator for operator in _OPERATORS.get(name, ())]
+    if profile == "transformer" and name != "llama":
+        folders += [_PACKAGE / "nn", _PACKAGE / "ops" / "lrpe"]
+    if not folders:
+        return ""
+    digests = [records.source_digest(folder, leave_out=["spec.py"]) for folder in folders]  # no model uses a spec
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def is_stale(record: ProfileRecord) -> bool:
+    """Whether the code is no longer the code that was measured."""
+    return record.source_digest != current_digest(record.profile, record.provider)
+
+
+def load_profiles(sources: Iterable[Path]) -> list[ProfileRecord]:
+    """Read profiles; of those of one case, provider, mode and environment the last, in the place of the first.
+
+    Args:
+        sources: Folders; one without profiles has none.
+
+    Raises:
+        WarploomError: A line before the last is not a profile.
+    """
+    found: dict[tuple[str, ...], ProfileRecord] = {}
+    for source in sources:
+        file = source / PROFILES
+        if not file.is_file():
+            continue
+        # What follows the last line break is empty, or the torn line of a killed run.
+        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+            try:
+                fields = json.loads(line)
+                phases = {name: Phase(**values) for name, values in fields.pop("phases").items()}
+                record = ProfileRecord(**fields, phases=phases)
+            except (ValueError, TypeError, KeyError) as error:
+                raise WarploomError(f"{file}:{number}: not a profile of this version: {error}") from error
+            case = json.dumps(record.case, sort_keys=True)
+            found[record.profile, case, record.provider, record.mode, record.environment] = record
+    return list(found.values())

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from warploom.bench.published import published
-from warploom.bench.tables import Section
+from warploom.bench.tables import Section, markdown
 from warploom.nn.transformer_lm import SIZES
 from warploom.profile.parts import PARTS
 from warploom.profile.records import ProfileRecord
 
-__all__ = ["attention_sections", "transformer_sections"]
+__all__ = ["attention_sections", "profile_tables", "step_rows", "transformer_sections"]
 
 _HEADER = (
     "model",
@@ -27,15 +27,36 @@ _HEADER = (
     "peak MiB",
     "MFU",
 )
+_PAGE_HEADER = (
+    "model",
+    "mode",
+    "attention",
+    "forward",
+    "backward",
+    "optimizer",
+    "step (ms)",
+    "tokens/s",
+    "peak MiB",
+    "MFU",
+)
 _PUBLISHED_MODES = {"forward": "fwd", "forward-backward": "fwd_bwd"}
 
 
 def transformer_sections(records: Sequence[ProfileRecord]) -> list[Section]:
-    """Seconds of a step by phase, its speed and memory; then its parts where they were measured."""
-    if not records:
-        return []
-    case = records[0].case
-    shape = f"batch {case['batch']}  {case['context_length']} tokens  {case['dtype']}  position {case['position']}"
+    """For each context length: seconds of a step by phase, its speed and memory; then its parts where measured."""
+    return [section for shape, group in _shapes(records).items() for section in _steps_and_parts(shape, group)]
+
+
+def _shapes(records: Sequence[ProfileRecord]) -> dict[str, list[ProfileRecord]]:
+    shapes: dict[str, list[ProfileRecord]] = {}
+    for record in records:
+        case = record.case
+        words = (f"batch {case['batch']}", f"{case['context_length']} tokens", case["dtype"])
+        shapes.setdefault("  ".join((*words, f"position {case['position']}")), []).append(record)
+    return shapes
+
+
+def _steps_and_parts(shape: str, records: Sequence[ProfileRecord]) -> list[Section]:
     rows = []
     for record in records:
         row = [str(record.case["size"]), record.mode, record.provider]
@@ -53,11 +74,11 @@ def transformer_sections(records: Sequence[ProfileRecord]) -> list[Section]:
         rows.append((*row, speed, _mib(record.peak_memory_mib), mfu))
     notes = (*_notes(records), *_published_steps(records))
     found = [Section(f"transformer  {shape}", _HEADER, tuple(rows), notes)]
-    parts = _parts_section(records)
+    parts = _parts_section(shape, records)
     return found if parts is None else [*found, parts]
 
 
-def _parts_section(records: Sequence[ProfileRecord]) -> Section | None:
+def _parts_section(shape: str, records: Sequence[ProfileRecord]) -> Section | None:
     rows = []
     for record in records:
         for name, parts in record.parts_ms.items():
@@ -69,7 +90,63 @@ def _parts_section(records: Sequence[ProfileRecord]) -> Section | None:
         return None
     header = ("model", "mode", "attention", "phase", *PARTS, "total")
     notes = ("a pass of its own with marks around modules: its total is not the step's",)
-    return Section("transformer  parts (ms)", header, tuple(rows), notes)
+    return Section(f"transformer  parts (ms)  {shape}", header, tuple(rows), notes)
+
+
+def step_rows(records: Sequence[ProfileRecord]) -> tuple[list[str], list[list[str]]]:
+    """Milliseconds of a training step of every provider, side by side.
+
+    Args:
+        records: Of any profiles; only training steps are used.
+
+    Returns:
+        Heads and rows, a row for each size and context length. The last column is the time of the fastest model
+        that is not ours over that of ours.
+    """
+    steps = [record for record in records if record.profile == "transformer" and record.mode == "train"]
+    providers = list(dict.fromkeys(record.provider for record in steps))
+    cells = {(r.case["size"], r.case["context_length"], r.provider): r for r in steps}
+    rows = []
+    for size, length in dict.fromkeys((r.case["size"], r.case["context_length"]) for r in steps):
+        line = [cells.get((size, length, provider)) for provider in providers]
+        times = {r.provider: r.phases["step"].mean_ms for r in line if r is not None and r.phases}
+        ours = [ms for name, ms in times.items() if name.startswith("flash")]
+        others = [ms for name, ms in times.items() if not name.startswith("flash")]
+        ratio = f"{min(others) / min(ours):.2f}" if ours and others else ""
+        rows.append([str(size), str(length), *map(_step_cell, line), ratio])
+    return ["model", "tokens", *providers, "best other / ours"], rows
+
+
+def _step_cell(record: ProfileRecord | None) -> str:
+    if record is None:
+        return ""
+    return f"{record.phases['step'].mean_ms:.2f}" if record.status == "ok" else _failed(record)
+
+
+def profile_tables(records: Sequence[ProfileRecord]) -> str:
+    """All profiles as Markdown tables, in milliseconds and fewer columns than the published ones; empty if none."""
+    models = [record for record in records if record.profile == "transformer"]
+    found = []
+    for shape, group in _shapes(models).items():
+        rows = [_page_row(record) for record in group]
+        found.append(Section(f"transformer  {shape}", _PAGE_HEADER, tuple(rows), _notes(group)))
+        parts = _parts_section(shape, group)
+        found += [] if parts is None else [parts]
+    return markdown([*found, *attention_sections([r for r in records if r.profile == "attention"])])
+
+
+def _page_row(record: ProfileRecord) -> tuple[str, ...]:
+    words = (str(record.case["size"]), record.mode, record.provider)
+    if record.status != "ok":
+        return (*words, *[_failed(record)] * (len(_PAGE_HEADER) - len(words)))
+    step, phases = record.phases["step"], record.phases
+    times = [
+        f"{phases[name].mean_ms:.2f}" if name in phases else "" for name in ("forward", "backward", "optimizer")
+    ]
+    speed = "" if record.tokens_per_s is None else f"{record.tokens_per_s:,.0f}"
+    mfu = "" if record.mfu is None else f"{record.mfu:.3f}"
+    whole = f"{step.mean_ms:.2f} ± {step.std_ms:.2f}"
+    return (*words, *times, whole, speed, _mib(record.peak_memory_mib), mfu)
 
 
 def attention_sections(records: Sequence[ProfileRecord]) -> list[Section]:

@@ -27,11 +27,13 @@ from warploom.nn import TransformerConfig
 from warploom.ops.spec import Traffic
 from warploom.profile import models
 from warploom.profile.parts import Timeline, hooked
-from warploom.profile.records import ProfileRecord, Writer, phase
+from warploom.profile.records import COMPILED, GRAPHS, ProfileRecord, Writer, phase
 
-__all__ = ["MODES", "Plan", "Unit", "run"]
+__all__ = ["ENDINGS", "MODES", "Plan", "Unit", "run"]
 
 MODES = ("forward", "forward-backward", "train")
+ENDINGS = {"no": "", "yes": COMPILED, "graphs": GRAPHS}
+"""By how a model is compiled, the ending of its provider's name."""
 MIB = 2**20
 PART_STEPS = 3
 TRACE_STEPS = 2
@@ -42,14 +44,16 @@ class Unit:
     """One configuration in one mode."""
 
     size: str
+    context_length: int
     provider: str
-    compiled: bool
+    ending: str
+    """One of `ENDINGS`."""
     mode: str
 
     @property
     def label(self) -> str:
-        """The provider's name in records: with ``+compile`` where it is compiled."""
-        return f"{self.provider}+compile" if self.compiled else self.provider
+        """The provider's name in records."""
+        return self.provider + self.ending
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,6 @@ class Plan:
     dtype: torch.dtype
     """``bfloat16`` by autocast over float32 parameters, or ``float32``."""
     batch: int = 4
-    context_length: int = 512
     layers: int | None = None
     """Instead of the size's own."""
     position: str = "rotate"
@@ -78,7 +81,7 @@ class Plan:
         """
         if unit.provider == models.LLAMA and self.position != "rotate":
             raise fault(ArgumentError, "profile", "position", "rotate for llama", repr(self.position))
-        changes: dict[str, Any] = {"context_length": self.context_length, "position": self.position}
+        changes: dict[str, Any] = {"context_length": unit.context_length, "position": self.position}
         changes |= {} if self.layers is None else {"layers": self.layers}
         if unit.provider != models.LLAMA:
             changes["attention"] = unit.provider
@@ -89,7 +92,7 @@ class Plan:
         return {
             "size": unit.size,
             "batch": self.batch,
-            "context_length": self.context_length,
+            "context_length": unit.context_length,
             "layers": self.config(unit).layers,
             "position": self.position,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -99,7 +102,9 @@ class Plan:
         """Where a unit's trace goes: with its name in it where there are several."""
         if len(self.units) == 1:
             return path
-        return path.with_name(f"{path.stem}.{unit.size}-{unit.label}-{unit.mode}{path.suffix}")
+        several = len({other.context_length for other in self.units}) > 1
+        name = f"{unit.size}-{unit.context_length}" if several else unit.size
+        return path.with_name(f"{path.stem}.{name}-{unit.label}-{unit.mode}{path.suffix}")
 
 
 @dataclass
@@ -109,7 +114,7 @@ class Stepper:
     model: nn.Module
     loss: models.Loss
     plan: Plan
-    mode: str
+    unit: Unit
     device: torch.device
     optimizer: torch.optim.Optimizer | None = None
     samples_ms: dict[str, list[float]] = field(default_factory=dict)
@@ -119,25 +124,27 @@ class Stepper:
     held_bytes: int = 0
 
     def __post_init__(self) -> None:
-        plan = self.plan
-        vocabulary = plan.config(plan.units[0]).vocab_size
+        config = self.plan.config(self.unit)
         generator = torch.Generator().manual_seed(0)
-        text = torch.randint(vocabulary, (plan.batch, plan.context_length + 1), generator=generator)
+        shape = (self.plan.batch, config.context_length + 1)
+        text = torch.randint(config.vocab_size, shape, generator=generator)
         text = text.to(self.device)
         self.tokens, self.targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-        if self.mode == "train":
+        if self.unit.mode == "train":
             fused = self.device.type == "cuda"
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
 
     def step(self) -> None:
         """One step; its phases' times are added to ``samples_ms``."""
         self.model.zero_grad(set_to_none=True)
-        grad = torch.no_grad() if self.mode == "forward" else contextlib.nullcontext()
+        if self.unit.ending == GRAPHS:
+            torch.compiler.cudagraph_mark_step_begin()  # what the last step returned may be written anew
+        grad = torch.no_grad() if self.unit.mode == "forward" else contextlib.nullcontext()
         low = torch.autocast(self.device.type, self.plan.dtype, enabled=self.plan.dtype != torch.float32)
         with self._phase("forward"), grad, low:
             loss = self.loss(self.tokens, self.targets)
         self.held_bytes = allocated_bytes(self.device)
-        if self.mode != "forward":
+        if self.unit.mode != "forward":
             with self._phase("backward"):
                 loss.backward()
         if self.optimizer is not None:
@@ -184,14 +191,14 @@ def run(plan: Plan, device: torch.device, writer: Writer) -> list[ProfileRecord]
     written = []
     for number, (unit, case) in enumerate(zip(plan.units, cases), start=1):
         release_memory(device)
-        if unit.compiled:
+        if unit.ending:
             torch.compiler.reset()
         measure = functools.partial(_measure, unit, plan, device, operations / reference_ms)
         figures = attempt(unit.label, measure)
         record = writer.write("transformer", case, unit.label, unit.mode, figures)
         written.append(record)
         result = f"{record.phases['step'].mean_ms:.4g} ms" if record.phases else f"{record.status}: {record.reason}"
-        name = f"{unit.size} {unit.label} {unit.mode}"
+        name = f"{unit.size} {unit.context_length} {unit.label} {unit.mode}"
         print(f"[{number}/{len(plan.units)}] {name}: {result}", file=sys.stderr, flush=True)
     release_memory(device)
     return written
@@ -200,8 +207,8 @@ def run(plan: Plan, device: torch.device, writer: Writer) -> list[ProfileRecord]
 def _measure(unit: Unit, plan: Plan, device: torch.device, flops_per_ms: float) -> Mapping[str, Any]:
     """The measured fields of a unit's record."""
     config = plan.config(unit)
-    model, loss = models.build(unit.provider, config, device, unit.compiled)
-    stepper = Stepper(model, loss, plan, unit.mode, device)
+    model, loss = models.build(unit.provider, config, device, unit.ending)
+    stepper = Stepper(model, loss, plan, unit, device)
     for _ in range(plan.warm_up):
         stepper.step()
     stepper.samples_ms.clear()
@@ -214,11 +221,11 @@ def _measure(unit: Unit, plan: Plan, device: torch.device, flops_per_ms: float) 
     held = stepper.held_bytes / MIB if cuda else None
     step_ms = [sum(phases) for phases in zip(*stepper.samples_ms.values())]
     phases = {name: phase(samples) for name, samples in (*stepper.samples_ms.items(), ("step", step_ms))}
-    tokens = plan.batch * plan.context_length
+    tokens = plan.batch * unit.context_length
     flops = models.flops_per_step(config, tokens, backward=unit.mode != "forward")
     mean_ms = phases["step"].mean_ms
     # A compiled model has no borders between its modules, and another's modules are not known here.
-    ours = unit.provider != models.LLAMA and not unit.compiled
+    ours = unit.provider != models.LLAMA and not unit.ending
     parts = _parts(stepper) if plan.parts and ours else {}
     if plan.chrome_trace is not None:
         _trace(stepper, plan.file(plan.chrome_trace, unit), ranges=ours)

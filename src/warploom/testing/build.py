@@ -24,6 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.errors import TritonError
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from warploom import launch
 from warploom.bench.specs import load_specs
@@ -79,17 +80,6 @@ def cases(operator: Operator) -> list[Case]:
     return [*operator.check_cases, *shortest.values()]
 
 
-TO_RETUNE = {
-    "lrpe_rotate": {"chunk_kernel": 4480, "strip_kernel": 384, "backward_kernel": 64},
-    "lrpe_cosine": {"chunk_kernel": 4480, "strip_kernel": 384, "backward_kernel": 64},
-    "tpa_attention": {"forward_kernel": 64, "key_kernel": 1216},
-}
-"""Kernels that spill more than their operators say, most of them in float32: tiles to be chosen anew.
-
-They are right, but slower than they could be; their records were made with these tiles.
-"""
-
-
 def record(chosen: Iterable[Operator], arch: int) -> list[tuple[Operator, launch.Build]]:
     """The distinct kernel variants that the cases of operators launch on an architecture, forward and backward.
 
@@ -125,7 +115,8 @@ def build(variant: launch.Build, arch: int, allowed: int = 0) -> Resources:
     Raises:
         BuildError: It does not compile.
     """
-    source = ASTSource(variant.function, variant.signature, variant.constexprs, variant.attrs)
+    make_source = GluonASTSource if variant.function.is_gluon() else ASTSource
+    source = make_source(variant.function, variant.signature, variant.constexprs, variant.attrs)
     target = GPUTarget("cuda", arch, 32)
     try:
         compiled = triton.compile(source, target=target, options=dict(variant.options))
@@ -156,11 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for arch in options.arch:
         recorded = record(chosen, arch)
         some = recorded if options.at_most is None else spread(recorded, options.at_most)
-        for operator, variant in some:
-            allowed = (
-                known.get(_name(variant), 0) for known in (operator.spills, TO_RETUNE.get(operator.name, {}))
-            )
-            jobs.append((variant, arch, max(allowed)))
+        jobs += [(variant, arch, operator.spills.get(_name(variant), 0)) for operator, variant in some]
     # The compiler leaves Python for nearly all of its work, so threads keep several cores busy.
     with ThreadPoolExecutor(options.jobs) as pool:
         futures = [pool.submit(build, *job) for job in jobs]

@@ -75,18 +75,19 @@ def check_operator(operator: Operator, backend: str, device: torch.device) -> li
         A result per case and mode. A case that raises one of PyTorch's, Triton's or warploom's errors is a
         result as well, so that one failure does not hide the others.
     """
-    results: list[CheckResult] = []
-    for case in operator.check_cases:
-        try:
-            results += check_case(operator, case, backend, device)
-        except _failures() as error:
-            dtype, detail = str(case.get("dtype", "")), f"{type(error).__name__}: {error}"
-            results.append(CheckResult(operator.name, dict(case), "fwd", dtype, False, math.inf, detail))
-    return results
+    return [r for case in operator.check_cases for r in check_case(operator, case, backend, device)]
 
 
 def check_case(operator: Operator, case: Case, backend: str, device: torch.device) -> list[CheckResult]:
-    """Check one case: the forward result, and the backward one if an input requires a gradient."""
+    """Check one case: the forward result, and the backward one if an input requires a gradient; or its failure."""
+    try:
+        return _compared(operator, case, backend, device)
+    except _failures() as error:
+        dtype, detail = str(case.get("dtype", "")), f"{type(error).__name__}: {error}"
+        return [CheckResult(operator.name, dict(case), "fwd", dtype, False, math.inf, detail)]
+
+
+def _compared(operator: Operator, case: Case, backend: str, device: torch.device) -> list[CheckResult]:
     inputs = make_inputs(operator, case, device)
     judgement = judge(operator, inputs, backend)
     dtype = next(str(t.dtype) for t in inputs.values() if _is_floating(t)).removeprefix("torch.")

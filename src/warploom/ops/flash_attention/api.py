@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, overload
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
 from warploom.backend import use_triton
-from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, fault
+from warploom.eager import is_plain_eager
+from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
 from warploom.layout import in_order_of
 from warploom.ops.flash_attention import reference
+from warploom.plans import Plans, are_kept, metadata
 
 Tensor = torch.Tensor
 
@@ -113,6 +115,19 @@ def flash_attention(
     if autocast:
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
+    key = None
+    if is_plain_eager(q, k, v) and are_kept(q):
+        bounds = tuple(window) if isinstance(window, list) else window
+        # All that the checks and the launchers look at; with types, because True equals 1 and is not as good.
+        key = (
+            metadata(q), metadata(k), metadata(v), metadata(cu_seqlens_q), metadata(cu_seqlens_k),
+            causal, type(causal), scale, type(scale), return_lse, type(return_lse), float32_precision, backend,
+            bounds, tuple(map(type, bounds)) if isinstance(bounds, tuple) else None,
+        )  # fmt: skip
+        known = _on_kernels.find(key)
+        if known is not None:
+            apply, call = known
+            return apply(q, k, v, _with_sequences(call, cu_seqlens_q, cu_seqlens_k))  # type: ignore[no-any-return]
     _check_tensors(q, k, v)
     left, right = _checked_window(window)
     for argument, flag in (("causal", causal), ("return_lse", return_lse)):
@@ -127,7 +142,7 @@ def flash_attention(
         raise fault(ArgumentError, NAME, "float32_precision", expected, repr(float32_precision))
     call = _Call(q, k, v, scale, left, right, cu_seqlens_q, cu_seqlens_k, float32_precision, return_lse)
     if use_triton(NAME, backend, q, _beyond_kernels(call)):
-        return _run_kernels(call)
+        return _run_kernels(call, key)
     if backend == "auto" and _is_plain(call):
         return in_order_of(q, _fused_by_torch(call).contiguous())
     # The inputs have been cast; what is float32 inside stays float32.
@@ -157,12 +172,28 @@ class _Call(NamedTuple):
     return_lse: bool
 
 
-def _run_kernels(call: _Call) -> Tensor | tuple[Tensor, Tensor]:
+_on_kernels = Plans()
+"""Of each kind of call that was found right: what runs it on the kernels, and what that takes besides tensors."""
+
+
+def _with_sequences(call: Any, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Any:
+    """A call of `autograd` with these packed sequences, where one of the two may stand for both."""
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        return call
+    q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
+    k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    return call._replace(mask=call.mask._replace(cu_seqlens_q=q, cu_seqlens_k=k))
+
+
+def _run_kernels(call: _Call, key: Hashable | None) -> Tensor | tuple[Tensor, Tensor]:
     from warploom.ops.flash_attention import autograd, launchers  # Triton is imported when it is first needed
 
-    mask = launchers.Mask(call.left, call.right, call.cu_seqlens_q, call.cu_seqlens_k)
-    out, lse = autograd.apply(call.q, call.k, call.v, mask, call.scale, call.float32_precision)
-    return (out, lse) if call.return_lse else out
+    mask = launchers.Mask(call.left, call.right)
+    plans = None if key is None else Plans()
+    settled = autograd.Call(mask, call.scale, call.float32_precision, call.return_lse, plans)
+    if key is not None:
+        _on_kernels.keep(key, (autograd.apply, settled))
+    return autograd.apply(call.q, call.k, call.v, _with_sequences(settled, call.cu_seqlens_q, call.cu_seqlens_k))
 
 
 def _beyond_kernels(call: _Call) -> str | None:
@@ -197,8 +228,10 @@ def _fused_by_torch(call: _Call) -> Tensor:
 
 def _autocast(x: object) -> bool:
     """Whether autocast is on for tensors like this one."""
-    # Named, because neither `torch.compile` nor a meta tensor can ask which devices have an autocast.
-    return isinstance(x, Tensor) and x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type)
+    # By name, because neither `torch.compile` nor a meta tensor can ask which devices have an autocast.
+    if not isinstance(x, Tensor) or not (x.is_cuda or x.is_cpu):
+        return False
+    return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -219,22 +252,22 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise fault(DtypeError, NAME, argument, "a tensor", type(tensor).__name__)
         if tensor.dtype not in _FLOATS:
             expected = "a tensor of float16, bfloat16, float32 or float64"
-            raise fault(DtypeError, NAME, argument, expected, _dtype(tensor))
+            raise fault(DtypeError, NAME, argument, expected, dtype_of(tensor))
         if tensor.dtype != q.dtype:
-            raise fault(DtypeError, NAME, argument, f"a tensor of the dtype of q, {_dtype(q)}", _dtype(tensor))
+            raise fault(DtypeError, NAME, argument, f"a tensor of the dtype of q, {dtype_of(q)}", dtype_of(tensor))
         if tensor.device != q.device:
             raise fault(DeviceError, NAME, argument, f"on the device of q, {q.device}", tensor.device)
     if q.dim() != 4 or q.shape[-1] == 0:
-        raise fault(ShapeError, NAME, "q", "(B, N, Hq, D) with D ≥ 1", _shape(q))
+        raise fault(ShapeError, NAME, "q", "(B, N, Hq, D) with D ≥ 1", shape_of(q))
     batch, _, heads, features = q.shape
     if k.dim() != 4 or k.shape[0] != batch or k.shape[3] != features:
-        raise fault(ShapeError, NAME, "k", f"(B, M, Hkv, D) with B = {batch}, D = {features}", _shape(k))
+        raise fault(ShapeError, NAME, "k", f"(B, M, Hkv, D) with B = {batch}, D = {features}", shape_of(k))
     key_heads = k.shape[2]
     if heads != key_heads and (key_heads == 0 or heads % key_heads != 0):
-        raise fault(ShapeError, NAME, "k", f"of Hkv heads such that Hq = {heads} is a multiple", _shape(k))
+        raise fault(ShapeError, NAME, "k", f"of Hkv heads such that Hq = {heads} is a multiple", shape_of(k))
     if v.dim() != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] == 0:
         expected = f"(B, M, Hkv, E) with B = {batch}, M = {k.shape[1]}, Hkv = {key_heads}, E ≥ 1"
-        raise fault(ShapeError, NAME, "v", expected, _shape(v))
+        raise fault(ShapeError, NAME, "v", expected, shape_of(v))
 
 
 def _checked_window(window: Sequence[int | None] | None) -> tuple[int | None, int | None]:
@@ -275,28 +308,20 @@ def _checked_sequences(
         if not isinstance(tensor, Tensor):
             raise fault(DtypeError, NAME, argument, "an integer tensor", type(tensor).__name__)
         if tensor.dtype not in (torch.int32, torch.int64):
-            raise fault(DtypeError, NAME, argument, "a tensor of int32 or int64", _dtype(tensor))
+            raise fault(DtypeError, NAME, argument, "a tensor of int32 or int64", dtype_of(tensor))
         if tensor.dim() != 1 or tensor.shape[0] < 2:
-            raise fault(ShapeError, NAME, argument, "(S + 1,) with S ≥ 1", _shape(tensor))
+            raise fault(ShapeError, NAME, argument, "(S + 1,) with S ≥ 1", shape_of(tensor))
         if tensor.device != q.device:
             raise fault(DeviceError, NAME, argument, f"on the device of q, {q.device}", tensor.device)
     if q.shape[0] != 1:
-        raise fault(ShapeError, NAME, "q", "of batch size 1 when cu_seqlens are given", _shape(q))
+        raise fault(ShapeError, NAME, "q", "of batch size 1 when cu_seqlens are given", shape_of(q))
     cu_seqlens_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     if cu_seqlens_q is not None and cu_seqlens_k is not None and cu_seqlens_q.shape != cu_seqlens_k.shape:
-        expected = f"of the shape of cu_seqlens_q, {_shape(cu_seqlens_q)}"
-        raise fault(ShapeError, NAME, "cu_seqlens_k", expected, _shape(cu_seqlens_k))
+        expected = f"of the shape of cu_seqlens_q, {shape_of(cu_seqlens_q)}"
+        raise fault(ShapeError, NAME, "cu_seqlens_k", expected, shape_of(cu_seqlens_k))
     return cu_seqlens_q, cu_seqlens_k
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

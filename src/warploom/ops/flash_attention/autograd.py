@@ -6,14 +6,16 @@ eager call goes to the same launchers directly (`apply`), and so does `torch.fun
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from warploom import plans
 from warploom.eager import is_plain_eager, stack_over_batch
 from warploom.layout import empty_in_order_of
 from warploom.ops.flash_attention import launchers
 from warploom.ops.flash_attention.launchers import Mask
+from warploom.plans import Plans
 
 Tensor = torch.Tensor
 
@@ -24,6 +26,9 @@ _library.define(
     "flash_attention_backward(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
     f"Tensor statistics, {_REST}) -> (Tensor, Tensor, Tensor)"
 )
+
+_plans = Plans()
+"""Of the registered operators' calls, and by `torch.func`."""
 
 
 def _forward(
@@ -38,7 +43,8 @@ def _forward(
     precision: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = Mask(left, right, cu_seqlens_q, cu_seqlens_k)
-    return launchers.forward(q, k, v, mask, scale, precision)
+    known = plans.of_registered(_plans, q, k, v, cu_seqlens_q, cu_seqlens_k, left, right, scale)
+    return launchers.forward(q, k, v, mask, scale, precision, known)
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,7 +69,8 @@ def _backward(
     precision: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = Mask(left, right, cu_seqlens_q, cu_seqlens_k)
-    return launchers.backward(grad, grad_lse, q, k, v, out, statistics, mask, scale, precision)
+    known = plans.of_registered(_plans, q, k, v, cu_seqlens_q, cu_seqlens_k, left, right, scale)
+    return launchers.backward(grad, grad_lse, q, k, v, out, statistics, mask, scale, precision, known)
 
 
 def _backward_fake(
@@ -136,8 +143,51 @@ class _FlashAttentionBackward(torch.autograd.Function):
         return stack_over_batch(_FlashAttentionBackward, info, in_dims, inputs)
 
 
+class Call(NamedTuple):
+    """What a call is besides ``q``, ``k`` and ``v``."""
+
+    mask: Mask
+    scale: float
+    precision: str | None
+    with_lse: bool
+    plans: Plans | None = None  # of calls like this one, which is plain and eager; None of any other call
+
+
+class _EagerFlashAttention(torch.autograd.Function):
+    """The launchers with gradients, by the shortest way that autograd has for a plain eager call."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | tuple[Tensor, Tensor]:
+        out, lse, statistics = launchers.forward(q, k, v, *call[:3], call.plans or Plans())
+        # The tensors of the mask are saved, so that autograd sees when one is changed in place.
+        ctx.save_for_backward(q, k, v, out, statistics, *call.mask[2:])
+        ctx.call = call
+        if not call.with_lse:
+            return out
+        ctx.set_materialize_grads(False)  # either of the two may have no gradient
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        if grad is None and grad_lse is None:
+            return (None,) * 4
+        call: Call = ctx.call
+        saved = ctx.saved_tensors  # once: under activation checkpointing they can be had only once
+        q, k, v, out, statistics, *_ = saved
+        if grad is None:
+            grad = torch.zeros_like(out)
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # someone wants a graph of this
+            arguments = (*saved, *call.mask[:2], call.scale, call.precision)
+            found = _FlashAttentionBackward.apply(grad, grad_lse, *arguments)
+        else:
+            found = launchers.backward(grad, grad_lse, q, k, v, out, statistics, *call[:3], call.plans or Plans())
+        wants_q, wants_k, wants_v, _ = ctx.needs_input_grad
+        dq, dk, dv = found
+        return dq if wants_q else None, dk if wants_k else None, dv if wants_v else None, None
+
+
 class _FlashAttention(torch.autograd.Function):
-    """The launchers with gradients and without the dispatcher in between; also what `torch.func` sees."""
+    """The same for `torch.func`, which wants every tensor among the arguments."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,25 +209,30 @@ class _FlashAttention(torch.autograd.Function):
         return stack_over_batch(_FlashAttention, info, in_dims, inputs)
 
 
-def apply(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str | None
-) -> tuple[Tensor, Tensor]:
+def apply(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | tuple[Tensor, Tensor]:
     """Run attention on the Triton kernels, differentiably, by the shortest way that this call allows.
 
     Returns:
-        Attention (B, N, Hq, E), and lse (B, Hq, N) in float32.
+        Attention (B, N, Hq, E); with ``call.with_lse`` also lse (B, Hq, N) in float32.
     """
-    arguments = (q, k, v, mask.cu_seqlens_q, mask.cu_seqlens_k, mask.left, mask.right, scale, precision)
-    watched = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    if watched or (is_plain_eager(q, k, v) and _wants_gradients(q, k, v)):
-        results = _FlashAttention.apply(*arguments)
-    elif is_plain_eager(q, k, v):
-        results = launchers.forward(q, k, v, mask, scale, precision)
+    if call.plans is not None or is_plain_eager(q, k, v):
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _EagerFlashAttention.apply(q, k, v, call)  # type: ignore[no-any-return]
+        out, lse, _ = launchers.forward(q, k, v, *call[:3], call.plans or Plans())
     else:
-        results = torch.ops.warploom.flash_attention(*arguments)
-    out, lse, _ = results
-    return out, lse
-
-
-def _wants_gradients(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        mask = call.mask
+        arguments = (
+            q,
+            k,
+            v,
+            mask.cu_seqlens_q,
+            mask.cu_seqlens_k,
+            mask.left,
+            mask.right,
+            call.scale,
+            call.precision,
+        )
+        watched = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+        run = _FlashAttention.apply if watched else torch.ops.warploom.flash_attention
+        out, lse, _ = run(*arguments)
+    return (out, lse) if call.with_lse else out

@@ -35,7 +35,7 @@ from warploom.ops.flash_attention.kernels import (
     ]
 )  # fmt: skip
 def prepare_kernel(
-    out, grad, statistics, dlse, shift, delta, inverse,
+    out, grad, statistics, dlse, shift, delta, inverse, tickets,
     rows: tl.int64, tokens: tl.int32, heads: tl.int32, dlse_b: tl.int64, dlse_h: tl.int64, dlse_n: tl.int64,
     out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_f: tl.int64,
     grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_f: tl.int64,
@@ -43,8 +43,11 @@ def prepare_kernel(
 ):  # fmt: skip
     """What every row needs: ``δ``, shift and inverse of its weights; a shift of +inf makes weights zero.
 
-    A row is a (batch entry, head, token), tokens fastest.
+    A row is a (batch entry, head, token), tokens fastest. ``tickets`` (2,), with which the kernels for Hopper count
+    their tiles, become zero.
     """
+    if tickets is not None and tl.program_id(0) == 0:
+        tl.store(tickets + tl.arange(0, 2), tl.zeros((2,), dtype=tl.int32))
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     there = row < rows
     token, head, entry = row % tokens, row // tokens % heads, row // tokens // heads

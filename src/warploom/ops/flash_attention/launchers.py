@@ -1,4 +1,8 @@
-"""Launchers of flash attention's kernels: sizes, strides, tiles, splits. No validation, no autograd."""
+"""Launchers of flash attention's kernels: sizes, strides, tiles, splits. No validation, no autograd.
+
+What a call allocates and launches is its plan, which depends on shapes, strides, dtypes and options alone. Plans
+are kept by whoever calls (`warploom.plans`): a call like an earlier one only allocates and launches.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from warploom.launch import Kernel, architecture, multiprocessors
-from warploom.layout import empty_in_order_of
+from warploom.launch import ALIGNMENT, INTERPRETED, Kernel, Launch, TiledLaunch, architecture, multiprocessors
+from warploom.layout import layout_of
 from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel
 from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
+from warploom.plans import Plans
 
 Tensor = torch.Tensor
 
@@ -32,7 +37,8 @@ MAX_SPLITS = 64
 SPLIT_STEPS = 4
 """Steps of its walk that a part of a split has at least."""
 
-_UNBOUNDED = 2**30  # a bound of the window that no distance reaches
+UNBOUNDED = 2**30  # a bound of the window that no distance reaches
+LOG2_E = 1.4426950408889634
 _NARROW = 2**22  # strides of rows and features below this keep a tile within 32 bits
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -291,9 +297,9 @@ def _numbers(
         grid.splits,
         0 if cu_q is None else cu_q.shape[0] - 1, 0 if cu_q is None else cu_q.stride(0),
         0 if cu_k is None else cu_k.stride(0),
-        min(mask.left or 0, _UNBOUNDED), min(mask.right or 0, _UNBOUNDED),
+        min(mask.left or 0, UNBOUNDED), min(mask.right or 0, UNBOUNDED),
         # Never zero: a logit of −inf, which is what a hidden key has, must stay −inf.
-        max(abs(scale), _TINY) * 1.4426950408889634,
+        max(abs(scale), _TINY) * LOG2_E,
         geometry.entries,
     )  # fmt: skip
 
@@ -322,65 +328,154 @@ def _constants(
     )  # fmt: skip
 
 
-def _part_like(out: Tensor, splits: int) -> tuple[Tensor, int]:
-    """Where the parts of a split go, in float32 and in the memory order of ``out``, and their distance.
+class _Dense(NamedTuple):
+    """A tensor to allocate: sizes, and strides without gaps."""
 
-    Where there is one part only, that is ``out`` itself.
-    """
-    if splits == 1:
-        return out, 0
-    parts = torch.empty(splits * out.numel(), dtype=torch.float32, device=out.device)
-    return parts.as_strided(out.shape, out.stride()), out.numel()
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def empty(self, q: Tensor) -> Tensor:
+        """In the dtype of ``q``, on its device."""
+        return q.new_empty_strided(self.shape, self.stride)
+
+
+def _dense(like: Tensor) -> _Dense:
+    return _Dense(tuple(like.shape), like.stride())
+
+
+class _Forward(NamedTuple):
+    """Plan of a forward."""
+
+    out: _Dense
+    lse: tuple[int, int, int]  # its shape
+    launch: Launch | TiledLaunch | None  # None where there is nothing to attend with or to
+    combine: Launch | None = None  # of the parts, where walks are split
+    part_elements: int = 0  # of all parts of the output together, in float32
+    part_statistics: tuple[int, ...] = ()  # shape
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str | None, plans: Plans
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward kernel.
+
+    ``plans`` are those of earlier calls that were the same in all but addresses, what ``cu_seqlens`` hold, and
+    precision.
 
     Returns:
         Attention (B, N, Hq, E); lse (B, Hq, N) in float32; and what the backward computes the weights again from,
         (2, B, Hq, N) in float32.
     """
-    geometry = _geometry(q, k, v)
     precision = _precision(q, precision)
-    out = empty_in_order_of(q, geometry.value_features)
-    lse = torch.empty((geometry.entries, geometry.heads, geometry.tokens), dtype=torch.float32, device=q.device)
-    statistics = lse.new_empty((2, *lse.shape))
-    if geometry.empty():
+    aligned = _are_aligned(q, k, v)
+    plan = plans.get((precision, aligned), _plan_forward, q, k, v, mask, scale, precision, aligned)
+    out = plan.out.empty(q)
+    lse = torch.empty(plan.lse, dtype=torch.float32, device=q.device)
+    statistics = torch.empty((2, *plan.lse), dtype=torch.float32, device=q.device)
+    cu_seqlens = mask.cu_seqlens_q, mask.cu_seqlens_k
+    if plan.launch is None:
         return out.zero_(), lse.fill_(-torch.inf), statistics.zero_()
+    if isinstance(plan.launch, TiledLaunch):
+        plan.launch((q, k, v, out, lse, statistics, torch.zeros(1, dtype=torch.int32, device=q.device)))
+        return out, lse, statistics
+    if plan.combine is None:
+        plan.launch((q, k, v, out, lse, statistics, *cu_seqlens))
+        return out, lse, statistics
+    part = torch.empty(plan.part_elements, dtype=torch.float32, device=q.device)
+    part_statistics = torch.empty(plan.part_statistics, dtype=torch.float32, device=q.device)
+    plan.launch((q, k, v, part, None, part_statistics, *cu_seqlens))
+    plan.combine((part, part_statistics, out, lse, statistics))
+    return out, lse, statistics
+
+
+def _are_aligned(*tensors: Tensor) -> bool:
+    """Whether the tensors' addresses suit descriptors, which is asked where kernels might use them."""
+    if tensors[0].dtype == torch.float32 or not 90 <= architecture(tensors[0].device) < 100:
+        return False
+    bits = 0
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+    return bits % ALIGNMENT == 0
+
+
+def _tiled(
+    name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple[Tensor, ...]
+) -> TiledLaunch | None:
+    """The launch of the kernel for Hopper, if there is one and it takes the call."""
+    if INTERPRETED:
+        return None
+    from warploom.ops.flash_attention import launchers_hopper
+
+    if not launchers_hopper.suit(name, geometry, mask, scale, *tensors):
+        return None
+    return launchers_hopper.plan(name, geometry, mask, scale, tensors)
+
+
+def _plan_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str, aligned: bool
+) -> _Forward:
+    geometry = _geometry(q, k, v)
+    out = layout_of(q, geometry.value_features)
+    plan = _Forward(_dense(out), (geometry.entries, geometry.heads, geometry.tokens), None)
+    if geometry.empty():
+        return plan
+    tiled = _tiled("forward", geometry, mask, scale, (q, k, v, out)) if aligned else None
+    if tiled is not None:
+        return plan._replace(launch=tiled)
     tiles = _tiles("forward", geometry, mask, scale, precision, q)
     rows = geometry.entries * geometry.heads
     steps = -(-geometry.keys // tiles.block_n)
     grid = _grid(q.device, geometry.tokens, tiles.block_m, rows, steps, mask.cu_seqlens_q)
-    part, part_split = _part_like(out, grid.splits)
-    split = grid.splits > 1
-    part_statistics = lse.new_empty((grid.splits, *statistics.shape)) if split else statistics
-    access = _access(q, k, v, part)
-    forward_launch(
+    access = _access(q, k, v, out)
+    part_step = out.numel() if grid.splits > 1 else 0  # elements from one part to the next
+    launch = Launch(
+        forward_launch,
         grid.programs,
-        (q, k, v, part, None if split else lse, part_statistics, mask.cu_seqlens_q, mask.cu_seqlens_k),
         (
             *_numbers(geometry, mask, scale, grid, q.itemsize, geometry.group),
-            part_split // access.vec,
+            part_step // access.vec,
             *access.strides,
         ),
         _constants(geometry, mask, scale, access, precision, tiles),
         tiles.warps,
         tiles.stages,
     )
-    if split:
-        block_r = max(2048 // geometry.block_e, 1)
-        combine_launch(
-            -(-lse.numel() // block_r),
-            (part, part_statistics, out, lse, statistics),
-            (
-                lse.numel(), geometry.tokens, geometry.heads, grid.splits, part_split,
-                *part.stride(), *out.stride(),
-            ),
-            (geometry.value_features, block_r, geometry.block_e),
-        )  # fmt: skip
-    return out, lse, statistics
+    if grid.splits == 1:
+        return plan._replace(launch=launch)
+    block_r = max(2048 // geometry.block_e, 1)
+    lse_elements = rows * geometry.tokens
+    combine = Launch(
+        combine_launch,
+        -(-lse_elements // block_r),
+        (
+            lse_elements, geometry.tokens, geometry.heads, grid.splits, part_step, *out.stride(), *out.stride(),
+        ),
+        (geometry.value_features, block_r, geometry.block_e),
+    )  # fmt: skip
+    return plan._replace(
+        launch=launch,
+        combine=combine,
+        part_elements=grid.splits * part_step,
+        part_statistics=(grid.splits, 2, *plan.lse),
+    )
+
+
+class _Walk(NamedTuple):
+    """Plan of one of the two backward kernels."""
+
+    launch: Launch | TiledLaunch
+    sums: tuple[Launch, ...] = ()  # one for each result, where walks are split
+    part_elements: tuple[int, ...] = ()  # of all parts of each result, in float32
+
+
+class _Backward(NamedTuple):
+    """Plan of a backward."""
+
+    results: tuple[_Dense, _Dense, _Dense]  # dq, dk, dv
+    rows: tuple[int, int, int]  # shape of a number for each query and head
+    prepare: Launch | None = None  # None where there is nothing to attend with or to
+    key: _Walk | None = None
+    query: _Walk | None = None
 
 
 def backward(
@@ -394,50 +489,114 @@ def backward(
     mask: Mask,
     scale: float,
     precision: str | None,
+    plans: Plans,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward kernels: gradients of ``q``, ``k`` and ``v``, each in the memory order of its tensor.
 
     ``grad`` (B, N, Hq, E) and ``grad_lse`` (B, Hq, N), which may be None for zero, have any strides; ``out`` and
-    ``statistics`` are what `forward` returned for the other arguments.
+    ``statistics`` are what `forward` returned for the other arguments. ``plans``: those that `forward` took.
     """
-    geometry = _geometry(q, k, v)
     precision = _precision(q, precision)
-    dq, dk, dv = (empty_in_order_of(t, t.shape[-1]) for t in (q, k, v))
-    if geometry.empty():
+    # Strides, because what autograd saved may come back with others: from the host's memory, for one.
+    aligned = _are_aligned(q, k, v, grad)
+    key = (
+        precision, aligned, grad.dtype, grad.stride(),
+        None if grad_lse is None else (grad_lse.dtype, grad_lse.stride()),
+        q.stride(), k.stride(), v.stride(), out.stride(),
+    )  # fmt: skip
+    plan = plans.get(key, _plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned)
+    dq, dk, dv = (result.empty(q) for result in plan.results)
+    if plan.prepare is None or plan.key is None or plan.query is None:
         return dq.zero_(), dk.zero_(), dv.zero_()
     # Two tensors, not two halves of one: the second half's alignment would depend on the length.
-    shift, delta = (statistics.new_empty(statistics.shape[1:]) for _ in range(2))
+    shift = torch.empty(plan.rows, dtype=torch.float32, device=q.device)
+    delta = torch.empty(plan.rows, dtype=torch.float32, device=q.device)
     inverse = torch.empty_like(shift) if q.dtype == torch.float32 else None
+    tickets = torch.empty(2, dtype=torch.int32, device=q.device) if aligned else None
+    plan.prepare((out, grad, statistics, grad_lse, shift, delta, inverse, tickets))
+    tensors, numbers = (q, k, v, grad), (shift, delta, inverse)
+    _walk(plan.key, tensors, numbers, (dk, dv), mask, tickets)
+    _walk(plan.query, tensors, numbers, (dq,), mask, tickets)
+    return dq, dk, dv
+
+
+def _walk(
+    walk: _Walk,
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[Tensor | None, ...],
+    results: tuple[Tensor, ...],
+    mask: Mask,
+    tickets: Tensor | None,
+) -> None:
+    """Run one of the two backward kernels, and sum its parts if its walks are split."""
+    if isinstance(walk.launch, TiledLaunch):
+        shift, delta, _ = numbers
+        walk.launch((*tensors, *results, shift, delta, tickets))  # type: ignore[arg-type]
+        return
+    tensors = (*tensors, *numbers)  # type: ignore[arg-type]
+    if not walk.sums:
+        walk.launch((*tensors, *results, mask.cu_seqlens_q, mask.cu_seqlens_k))
+        return
+    device = results[0].device
+    parts = [torch.empty(elements, dtype=torch.float32, device=device) for elements in walk.part_elements]
+    walk.launch((*tensors, *parts, mask.cu_seqlens_q, mask.cu_seqlens_k))
+    for add, part, result in zip(walk.sums, parts, results):
+        add((part, result))
+
+
+def _plan_backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    mask: Mask,
+    scale: float,
+    precision: str,
+    aligned: bool,
+) -> _Backward:
+    geometry = _geometry(q, k, v)
+    dq, dk, dv = (layout_of(t, t.shape[-1]) for t in (q, k, v))
+    rows = (geometry.entries, geometry.heads, geometry.tokens)
+    plan = _Backward((_dense(dq), _dense(dk), _dense(dv)), rows)
+    if geometry.empty():
+        return plan
     access = _access(out, grad)
     block_r = min(4096 // geometry.block_e, 64)
-    prepare_launch(
-        -(-delta.numel() // block_r),
-        (out, grad, statistics, grad_lse, shift, delta, inverse),
+    elements = geometry.entries * geometry.heads * geometry.tokens
+    prepare = Launch(
+        prepare_launch,
+        -(-elements // block_r),
         (
-            delta.numel(), geometry.tokens, geometry.heads, *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
+            elements, geometry.tokens, geometry.heads, *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
             *access.strides,
         ),
         (access.vec, access.unit, geometry.value_features, block_r, geometry.block_e),
     )  # fmt: skip
-    tensors, rows = (q, k, v, grad), (shift, delta, inverse)
-    _launch_backward("key", key_launch, tensors, rows, (dk, dv), geometry, mask, scale, precision)
-    _launch_backward("query", query_launch, tensors, rows, (dq,), geometry, mask, scale, precision)
-    return dq, dk, dv
+    tensors = (q, k, v, grad)
+    return plan._replace(
+        prepare=prepare,
+        key=_plan_walk("key", key_launch, tensors, (dk, dv), geometry, mask, scale, precision, aligned),
+        query=_plan_walk("query", query_launch, tensors, (dq,), geometry, mask, scale, precision, aligned),
+    )
 
 
-def _launch_backward(
+def _plan_walk(
     name: str,
-    launch: Kernel,
+    kernel: Kernel,
     tensors: tuple[Tensor, ...],
-    rows: tuple[Tensor | None, ...],
     results: tuple[Tensor, ...],
     geometry: Geometry,
     mask: Mask,
     scale: float,
     precision: str,
-) -> None:
-    """Run one of the two backward kernels, and sum its parts if its walks are split."""
-    first = results[0]
+    aligned: bool,
+) -> _Walk:
+    tiled = _tiled(name, geometry, mask, scale, (*tensors, *results)) if aligned else None
+    if tiled is not None:
+        return _Walk(tiled)
+    first = tensors[0]
     tiles = _tiles(name, geometry, mask, scale, precision, first)
     if name == "key":
         heads, heads_per_walk = geometry.entries * geometry.key_heads, 1
@@ -447,19 +606,21 @@ def _launch_backward(
         heads, heads_per_walk = geometry.entries * geometry.heads, geometry.group
         steps = -(-geometry.keys // tiles.block_n)
         grid = _grid(first.device, geometry.tokens, tiles.block_m, heads, steps, mask.cu_seqlens_q)
-    parts = [_part_like(result, grid.splits) for result in results]
-    access = _access(*tensors, *(part for part, _ in parts))
-    launch(
+    access = _access(*tensors, *results)
+    split = grid.splits > 1
+    sizes = [result.numel() for result in results]
+    launch = Launch(
+        kernel,
         grid.programs,
-        (*tensors, *rows, *(part for part, _ in parts), mask.cu_seqlens_q, mask.cu_seqlens_k),
         (
             *_numbers(geometry, mask, scale, grid, first.itemsize, heads_per_walk), scale,
-            *(step // access.vec for _, step in parts), *access.strides,
+            *(size // access.vec if split else 0 for size in sizes), *access.strides,
         ),
         _constants(geometry, mask, scale, access, precision, tiles),
         tiles.warps,
         tiles.stages,
     )  # fmt: skip
-    if grid.splits > 1:
-        for (part, size), result in zip(parts, results):
-            sum_launch(-(-size // 1024), (part, result), (size, grid.splits), (1024,))
+    if not split:
+        return _Walk(launch)
+    sums = tuple(Launch(sum_launch, -(-size // 1024), (size, grid.splits), (1024,)) for size in sizes)
+    return _Walk(launch, sums, tuple(grid.splits * size for size in sizes))

@@ -11,7 +11,7 @@ import torch
 
 from warploom.ops.flash_attention import reference
 from warploom.ops.flash_attention.api import flash_attention
-from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, Unsupported
+from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, Unsupported, need_cuda
 
 Tensor = torch.Tensor
 
@@ -65,6 +65,18 @@ _CHECKS: tuple[dict[str, Any], ...] = (
     {"m": 33, "heads": 4, "key_heads": 1, "value_dim": 5, "return_lse": True},
     {"head_dim": 1, "value_dim": 3},
     {"head_dim": 80, "causal": True, "dtype": "bfloat16", "layout": "bhnd"},
+    {"head_dim": 96, "value_dim": 64, "dtype": "float16", "n": 150, "m": 70, "batch": 1, "return_lse": True},
+    {
+        "head_dim": 128,
+        "dtype": "bfloat16",
+        "n": 150,
+        "m": 210,
+        "batch": 1,
+        "heads": 4,
+        "key_heads": 2,
+        "causal": True,
+        "return_lse": True,
+    },
     {"head_dim": 129, "value_dim": 1, "batch": 1},
     {"head_dim": 256, "dtype": "bfloat16", "batch": 1, "n": 33, "causal": True},
     {"window": [3, None], "n": 70, "batch": 1},
@@ -104,7 +116,13 @@ OPERATOR = Operator(
     autocasts=True,
     # On an H200 the fastest tiles spill a little; those that spill nothing are smaller, and were slower. The most
     # are float32 with 128 features in the key kernel, and bfloat16 with 128 and 256 in the other two.
-    spills={"forward_kernel": 184, "key_kernel": 416, "query_kernel": 224},
+    spills={
+        "forward_kernel": 184,
+        "key_kernel": 416,
+        "query_kernel": 224,
+        "hopper_forward_kernel": 80,
+        "hopper_key_kernel": 56,
+    },
 )
 OPERATORS = (OPERATOR,)
 
@@ -116,7 +134,7 @@ Provider = Callable[..., Tensor]
 
 
 def _triton(case: Case) -> Provider:
-    _need_cuda("the Triton kernels")
+    need_cuda("the Triton kernels")
     return functools.partial(flash_attention, backend="triton")
 
 
@@ -136,7 +154,7 @@ def _sdpa(backend: str, case: Case) -> Provider:
     """PyTorch's fused attention with one of its kernels."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    _need_cuda("the fused kernels")
+    need_cuda("the fused kernels")
     chosen = getattr(SDPBackend, backend)
     grouped = case.get("key_heads", case["heads"]) != case["heads"]
     if case["dtype"] == "float32" and backend != "EFFICIENT_ATTENTION":
@@ -166,7 +184,7 @@ def _flex_attention(case: Case) -> Provider:
     """FlexAttention, compiled for the case, with a block mask made once, outside the timing."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    _need_cuda("the compiled kernel")
+    need_cuda("the compiled kernel")
     mask = None
     if case["causal"]:
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case["n"], case["n"], device="cuda")
@@ -185,7 +203,7 @@ def _flex_attention(case: Case) -> Provider:
 
 def _flash_attn(module: str, case: Case) -> Provider:
     """The FlashAttention package: ``flash_attn`` for version 2, ``flash_attn.cute`` for version 4."""
-    _need_cuda("the package")
+    need_cuda("the package")
     if case["dtype"] == "float32":
         raise Unsupported("the kernel takes float16 and bfloat16 only")
     try:
@@ -201,11 +219,6 @@ def _flash_attn(module: str, case: Case) -> Provider:
         return first
 
     return attend
-
-
-def _need_cuda(what: str) -> None:
-    if not torch.cuda.is_available():
-        raise Unsupported(f"an NVIDIA GPU is needed for {what}")
 
 
 def _torch(case: Case) -> Provider:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from warploom.backend import use_triton
-from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, fault
+from warploom.eager import is_plain_eager
+from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
 from warploom.layout import in_order_of
 from warploom.ops.lrpe import reference
+from warploom.plans import Plans, are_kept, metadata
 
 Tensor = torch.Tensor
 
@@ -144,67 +146,65 @@ class _Arguments(NamedTuple):
     activation: str
 
 
-_on_kernels: dict[Hashable, object] = {}
-"""A token for each kind of call that was found right, and for the kernels: such a call needs no second look."""
+_on_kernels = Plans()
+"""Of each kind of call that was found right: what runs it on the kernels, and what that takes besides tensors."""
 
 
 def _run(name: str, kind: str, given: _Arguments, backend: str) -> Tensor:
     key = _key(kind, given, backend)
-    token = None if key is None else _on_kernels.get(key)
-    if token is None:
-        _check(name, kind, given)
-        if not use_triton(name, backend, given.x, _beyond_kernels(given)):
-            return _run_reference(kind, given)
-        if key is not None:
-            if len(_on_kernels) >= MAX_KEYS:
-                _on_kernels.clear()
-            token = _on_kernels[key] = object()
+    known = None if key is None else _on_kernels.find(key)
+    if known is not None:
+        apply, call = known
+        return apply(given.x, given.theta, _placed(call, given))  # type: ignore[no-any-return]
+    _check(name, kind, given)
+    if not use_triton(name, backend, given.x, _beyond_kernels(given)):
+        return _run_reference(kind, given)
     from warploom.ops.lrpe import autograd, launchers  # Triton is imported when it is first needed
 
-    ids, prefix, grid = given.position_ids, given.prefix, given.grid
-    if grid is not None and len(grid) > launchers.MAX_AXES:
+    ids, prefix, grid = given.position_ids, given.prefix, tuple(given.grid or ())
+    if len(grid) > launchers.MAX_AXES:
         ids = reference.coordinates(given.x, grid, prefix, 0, None, None).expand(given.x.shape[0], -1, -1)
-        prefix, grid = 0, ()
-    offsets, offset = (given.offset, 0) if isinstance(given.offset, Tensor) else (None, given.offset)
-    positions = launchers.Positions(ids, offsets, given.cu_seqlens, offset, prefix, tuple(grid or ()))
-    return autograd.apply(given.x, given.theta, autograd.Call(positions, kind, given.activation, token))
+        call = autograd.Call(launchers.Positions(ids), kind, given.activation)
+        return autograd.apply(given.x, given.theta, call)
+    positions = launchers.Positions(prefix=prefix, grid=grid)
+    call = autograd.Call(positions, kind, given.activation, None if key is None else Plans())
+    if key is not None:
+        _on_kernels.keep(key, (autograd.apply, call))
+    return autograd.apply(given.x, given.theta, _placed(call, given))
 
 
-MAX_KEYS = 4096
-"""Keys remembered at once."""
+def _placed(call: Any, given: _Arguments) -> Any:
+    """A call of `autograd` at the positions that calls of a kind do not share: the offset, and those in tensors."""
+    offset, ids, cu_seqlens = given.offset, given.position_ids, given.cu_seqlens
+    if type(offset) is int and offset == 0 and ids is None and cu_seqlens is None:
+        return call
+    offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
+    positions = call.positions._replace(ids=ids, offsets=offsets, cu_seqlens=cu_seqlens, offset=offset)
+    return call._replace(positions=positions)
 
 
 def _key(kind: str, given: _Arguments, backend: str) -> Hashable | None:
-    """All that the checks and the launchers look at, of a plain call on a GPU; ``None`` for any other call.
+    """All that the checks and the launchers look at, of a plain eager call; ``None`` for any other call.
 
     Numbers in tensors and the offset itself are not part of it.
     """
     x, theta, grid, prefix, offset, ids, cu_seqlens, activation = given
-    if torch.compiler.is_compiling() or type(x) not in _PLAIN or type(theta) not in _PLAIN or not x.is_cuda:
+    if not (is_plain_eager(x, theta) and are_kept(x) and x.dim() > 1):
         return None
-    if x.dim() < 2 or type(prefix) is not int or type(activation) is not str or type(backend) is not str:
-        return None
-    if grid is not None and (type(grid) is not tuple or any(type(size) is not int for size in grid)):
-        return None
+    start: Hashable
     if type(offset) is int:
-        start: Hashable = None if offset == 0 else "an int"
         if not -_LARGEST <= offset <= _LARGEST + 1 - x.shape[1]:
             return None
+        start = offset == 0
     else:
-        start = _metadata(offset)
+        start = metadata(offset)
+    sizes = tuple(grid) if isinstance(grid, list) else grid
     return (
-        kind, x.shape, x.stride(), x.dtype, x.device, theta.shape, theta.stride(), theta.dtype, theta.device,
-        grid, prefix, start, _metadata(ids), _metadata(cu_seqlens), activation, backend,
+        kind, metadata(x), metadata(theta), metadata(ids), metadata(cu_seqlens),
+        start, sizes, prefix, activation, backend,
+        # True equals 1, and is not as good.
+        type(prefix), tuple(map(type, sizes)) if isinstance(sizes, tuple) else None,
     )  # fmt: skip
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _metadata(tensor: object) -> Hashable:
-    if not isinstance(tensor, Tensor):
-        return type(tensor).__name__
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _run_reference(kind: str, given: _Arguments) -> Tensor:
@@ -236,7 +236,7 @@ def _check(name: str, kind: str, given: _Arguments) -> None:
     x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation = given
     _check_x_theta(name, x, theta)
     if kind != "cosine" and x.shape[-1] % 2:
-        raise fault(ShapeError, name, "x", "of an even number of features D", _shape(x))
+        raise fault(ShapeError, name, "x", "of an even number of features D", shape_of(x))
     if activation not in ACTIVATIONS:
         raise fault(ArgumentError, name, "activation", f"one of {', '.join(ACTIVATIONS)}", repr(activation))
     tokens = x.shape[1]
@@ -271,21 +271,21 @@ def _check_x_theta(name: str, x: Tensor, theta: Tensor) -> None:
             raise fault(DtypeError, name, argument, "a tensor", type(tensor).__name__)
         if tensor.dtype not in _FLOATS:
             expected = "a tensor of float16, bfloat16, float32 or float64"
-            raise fault(DtypeError, name, argument, expected, _dtype(tensor))
+            raise fault(DtypeError, name, argument, expected, dtype_of(tensor))
     if x.dim() not in (3, 4) or x.shape[-1] == 0:
-        raise fault(ShapeError, name, "x", "(B, N, H, D) or (B, N, D) with D ≥ 1", _shape(x))
+        raise fault(ShapeError, name, "x", "(B, N, H, D) or (B, N, D) with D ≥ 1", shape_of(x))
     heads = x.shape[2] if x.dim() == 4 else 1
     rows = theta.shape[0] if theta.dim() == 2 else 1
     if theta.dim() not in (1, 2) or theta.shape[-1] == 0 or rows not in (1, heads):
         expected = f"(H, E), (1, E) or (E,) with H = {heads} and E ≥ 1"
-        raise fault(ShapeError, name, "theta", expected, _shape(theta))
+        raise fault(ShapeError, name, "theta", expected, shape_of(theta))
     _check_device(name, "theta", theta, x)
 
 
 def _check_offset_tensor(name: str, x: Tensor, offset: Tensor) -> None:
     _check_integers(name, "offset", offset, _INTEGERS)
     if offset.dim() > 1 or (offset.dim() == 1 and offset.shape[0] != x.shape[0]):
-        raise fault(ShapeError, name, "offset", f"() or (B,) with B = {x.shape[0]}", _shape(offset))
+        raise fault(ShapeError, name, "offset", f"() or (B,) with B = {x.shape[0]}", shape_of(offset))
     _check_device(name, "offset", offset, x)
 
 
@@ -302,9 +302,9 @@ def _check_position_ids(name: str, x: Tensor, position_ids: Tensor) -> None:
 def _check_cu_seqlens(name: str, x: Tensor, cu_seqlens: Tensor) -> None:
     _check_integers(name, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise fault(ShapeError, name, "cu_seqlens", "(S + 1,) with S ≥ 1", _shape(cu_seqlens))
+        raise fault(ShapeError, name, "cu_seqlens", "(S + 1,) with S ≥ 1", shape_of(cu_seqlens))
     if x.shape[0] != 1:
-        raise fault(ShapeError, name, "x", "of batch size 1 when cu_seqlens is given", _shape(x))
+        raise fault(ShapeError, name, "x", "of batch size 1 when cu_seqlens is given", shape_of(x))
     _check_device(name, "cu_seqlens", cu_seqlens, x)
 
 
@@ -323,7 +323,7 @@ def _check_integers(name: str, argument: str, tensor: object, dtypes: tuple[torc
         raise fault(DtypeError, name, argument, "an integer tensor", type(tensor).__name__)
     if tensor.dtype not in dtypes:
         names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise fault(DtypeError, name, argument, f"a tensor of {names}", _dtype(tensor))
+        raise fault(DtypeError, name, argument, f"a tensor of {names}", dtype_of(tensor))
 
 
 def _check_device(name: str, argument: str, tensor: Tensor, x: Tensor) -> None:
@@ -337,11 +337,3 @@ def _is_int(value: object) -> bool:
 
 def _given(offset: int | Tensor) -> bool:
     return isinstance(offset, Tensor) or offset != 0
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

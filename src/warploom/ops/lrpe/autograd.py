@@ -7,15 +7,17 @@ registered operators with an autograd formula do not support.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from warploom import plans
 from warploom.eager import is_plain_eager, stack_over_batch
 from warploom.layout import empty_in_order_of
 from warploom.ops.lrpe import launchers, launchers_sequence
 from warploom.ops.lrpe.launchers import Positions
+from warploom.plans import Plans
 
 Tensor = torch.Tensor
 
@@ -30,7 +32,8 @@ _library.define(
     "Tensor statistics, bool theta_gradient) -> (Tensor, Tensor)"
 )
 
-Key = Hashable | None
+_plans = Plans()
+"""Of the registered operators' calls."""
 
 
 class Call(NamedTuple):
@@ -39,7 +42,7 @@ class Call(NamedTuple):
     positions: Positions
     kind: str  # cosine, rotate or interleaved
     activation: str
-    key: Key = None  # stands for all that a launch depends on but addresses and the offset, for the launchers
+    plans: Plans | None = None  # of calls like this one, which is plain and eager; None of any other call
     table: Tensor | None = None  # stored cosines and sines, from `angle_table`
     block_parallel: bool = False  # softmax over the sequence in three launches
 
@@ -50,24 +53,23 @@ class Call(NamedTuple):
 
 
 def _run_forward(x: Tensor, theta: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
-    if call.over_sequence:
-        return launchers_sequence.forward(
-            x, theta, call.positions, call.kind, call.key, block_parallel=call.block_parallel
-        )
-    return launchers.forward(x, theta, call.positions, call.kind, call.activation, call.table, call.key), None
+    positions, kind, activation, known, table, block_parallel = call
+    known = known or Plans()
+    if activation == "softmax_sequence":
+        return launchers_sequence.forward(x, theta, positions, kind, known, block_parallel=block_parallel)
+    return launchers.forward(x, theta, positions, kind, activation, table, known), None
 
 
 def _run_backward(
     grad: Tensor, x: Tensor, theta: Tensor, call: Call, statistics: Tensor | None, theta_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    if call.over_sequence:
+    positions, kind, activation, known, table, block_parallel = call
+    known = known or Plans()
+    if activation == "softmax_sequence":
         return launchers_sequence.backward(
-            grad, x, theta, call.positions, call.kind, statistics, theta_gradient, call.key,
-            block_parallel=call.block_parallel,
-        )  # fmt: skip
-    return launchers.backward(
-        grad, x, theta, call.positions, call.kind, call.activation, theta_gradient, call.table, call.key
-    )
+            grad, x, theta, positions, kind, statistics, theta_gradient, known, block_parallel=block_parallel
+        )
+    return launchers.backward(grad, x, theta, positions, kind, activation, theta_gradient, table, known)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -76,8 +78,7 @@ def _run_backward(
 
 
 def _forward(x: Tensor, theta: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    *positions, kind, activation = arguments
-    out, statistics = _run_forward(x, theta, Call(_positions(positions), kind, activation))
+    out, statistics = _run_forward(x, theta, _registered_call(x, theta, *arguments))
     return out, x.new_empty(0, dtype=torch.float32) if statistics is None else statistics
 
 
@@ -90,9 +91,9 @@ def _forward_fake(x: Tensor, theta: Tensor, *arguments: Any) -> tuple[Tensor, Te
     return out, x.new_empty(shape, dtype=torch.float32)
 
 
-def _backward(grad: Tensor, x: Tensor, theta: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    *positions, kind, activation, statistics, theta_gradient = arguments
-    call = Call(_positions(positions), kind, activation)
+def _backward(grad: Tensor, x: Tensor, theta: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *arguments, statistics, theta_gradient = rest
+    call = _registered_call(x, theta, *arguments)
     dx, dtheta = _run_backward(grad, x, theta, call, statistics, theta_gradient)
     return dx, theta.new_empty(0) if dtheta is None else dtheta
 
@@ -101,6 +102,13 @@ def _backward_fake(grad: Tensor, x: Tensor, theta: Tensor, *arguments: Any) -> t
     theta_gradient = arguments[-1]
     dx = empty_in_order_of(x, x.shape[-1])
     return dx, theta.new_empty(theta.shape if theta_gradient else 0)
+
+
+def _registered_call(x: Tensor, theta: Tensor, *arguments: Any) -> Call:
+    *positions, kind, activation = arguments
+    ids, offsets, cu_seqlens, _, prefix, grid = positions
+    known = plans.of_registered(_plans, x, theta, ids, offsets, cu_seqlens, prefix, grid, kind, activation)
+    return Call(_positions(positions), kind, activation, known)
 
 
 def _positions(arguments: Sequence[Any]) -> Positions:
@@ -234,14 +242,14 @@ def apply(x: Tensor, theta: Tensor, call: Call) -> Tensor:
 
     A call with a ``table`` or ``block_parallel`` must be a plain eager one.
     """
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        result: Any = _Lrpe.apply(x, theta, *call.positions[:3], call._replace(key=None))
-        return result[0] if call.over_sequence else result  # type: ignore[no-any-return]
-    if call.table is not None or call.block_parallel or is_plain_eager(x, theta):
+    if call.plans is not None or call.table is not None or call.block_parallel or is_plain_eager(x, theta):
         if torch.is_grad_enabled() and (x.requires_grad or theta.requires_grad):
             return _EagerLrpe.apply(x, theta, call)  # type: ignore[no-any-return]
         return _run_forward(x, theta, call)[0]
     ids, offsets, cu_seqlens, offset, prefix, grid = call.positions
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        result: Any = _Lrpe.apply(x, theta, ids, offsets, cu_seqlens, call)
+        return result[0] if call.over_sequence else result  # type: ignore[no-any-return]
     return torch.ops.warploom.lrpe(  # type: ignore[no-any-return]
         x, theta, ids, offsets, cu_seqlens, offset, prefix, list(grid), call.kind, call.activation
     )[0]
@@ -252,4 +260,4 @@ def angle_table(x: Tensor, theta: Tensor, positions: Positions, kind: str) -> Te
     features = x.shape[-1] if kind == "cosine" else x.shape[-1] // 2
     heads = theta.shape[0] if theta.dim() == 2 else 1
     ones = torch.ones((1, x.shape[1], heads, features), dtype=torch.float32, device=x.device)
-    return launchers.forward(ones, theta.detach(), positions, "cosine", "none")[0]
+    return launchers.forward(ones, theta.detach(), positions, "cosine", "none", None, Plans())[0]

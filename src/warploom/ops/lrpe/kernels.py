@@ -109,6 +109,17 @@ def angles(position, first, second, table, HALF: tl.constexpr):
 
 
 @triton.jit
+def load_frequencies(theta, h, first, theta_u, theta_f, AXES: tl.constexpr, F: tl.constexpr, E: tl.constexpr,
+                     THETA_VEC: tl.constexpr, BLOCK_F: tl.constexpr):  # fmt: skip
+    """Phase steps of a head (1, F): see `phase_step`."""
+    f = first + tl.arange(0, BLOCK_F)
+    turned = (f // E < AXES) & (f < F)
+    e = f if E >= F else f % E
+    cells = theta + h * (theta_u * THETA_VEC) + (e if THETA_VEC > 1 else e * theta_f)
+    return phase_step(tl.load(cells, mask=turned, other=0.0)[None, :])
+
+
+@triton.jit
 def split_program(shared, row_blocks, BLOCK_S: tl.constexpr, TOKENS_INNER: tl.constexpr):
     """Block of S and block of rows of this program. Whatever lies closer together in memory moves faster.
 
@@ -350,28 +361,50 @@ def backward_kernel(
 ):  # fmt: skip
     """Gradient of ``x``, and with ``partial`` sums for that of theta.
 
-    A program does every ``chunks``-th tile of rows; without ``partial`` that is one tile. With it the program adds
-    position × (gradient of the angle) in registers, so that few partial sums leave the chip, in a fixed order.
-    With one row of theta a program leaves one sum (F,). With a row for every head it leaves R of them, and
-    ``chunks · R`` is a multiple of the heads, so that each row of the tile keeps its head all along.
+    Without ``partial`` a program does one tile of rows. With it a program does every so many-th tile of those that
+    share a row of theta, and adds position × (gradient of the angle) in registers, so that few partial sums leave
+    the chip, in a fixed order: one (F,) a program. Where each head has a row of theta, the tiles are of its tokens.
     """
     THETA: tl.constexpr = partial is not None
     HALF: tl.constexpr = dx.dtype.element_ty.primitive_bitwidth == 16 and not THETA
     NEEDS_X: tl.constexpr = THETA or ACTIVATION != "none"
     INTERLEAVED: tl.constexpr = KIND == "interleaved"
+    BY_HEAD: tl.constexpr = THETA and not ONE_THETA
     s_block, chunk = split_program(shared, chunks, BLOCK_S, TOKENS_INNER)
     s_first = s_block * BLOCK_S
     total = tl.zeros((BLOCK_R, BLOCK_F), tl.float64)  # positions are large, and their terms cancel
-    for first_row in range(chunk * BLOCK_R, tokens * unique, chunks * BLOCK_R):
-        n, u, mask = rows_of(first_row, tokens, unique, BLOCK_R, TOKENS_INNER)
+    head = 0
+    first_chunk = chunk
+    rows = tokens * unique
+    if BY_HEAD:
+        head = chunk % unique
+        first_chunk = chunk // unique
+        chunks = chunks // unique
+        rows = tokens
+    if THETA:
+        whole, rest, unit = load_frequencies(theta, head, 0, theta_u, theta_f, AXES, F, E, THETA_VEC, BLOCK_F)
+    for first_row in range(first_chunk * BLOCK_R, rows, chunks * BLOCK_R):
+        if BY_HEAD:
+            n = first_row + tl.arange(0, BLOCK_R)
+            u = (head + tl.zeros((BLOCK_R,), tl.int32)).to(tl.int64)
+            mask = n < tokens
+        else:
+            n, u, mask = rows_of(first_row, tokens, unique, BLOCK_R, TOKENS_INNER)
         x_rows = row_pointers(x, n, u, x_n, x_u, VEC) + s_first.to(tl.int64) * (x_s * VEC)
         grad_rows = row_pointers(grad, n, u, grad_n, grad_u, VEC) + s_first.to(tl.int64) * (grad_s * VEC)
         dx_rows = row_pointers(dx, n, u, dx_n, dx_u, VEC) + s_first.to(tl.int64) * (dx_s * VEC)
-        position, first, second = load_angles(
-            n, u, mask, s_first.to(tl.int64), theta, ids, offsets, cu_seqlens, table,
-            theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
-            offset, prefix, size1, size2, size3, sequences, cu_stride, AXES, F, E, THETA_VEC, BLOCK_F,
-        )  # fmt: skip
+        if THETA:
+            position = token_positions(
+                n, mask, s_first.to(tl.int64), u, tl.arange(0, BLOCK_F) // E, ids, offsets, cu_seqlens,
+                ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u,
+                offset, prefix, size1, size2, size3, sequences, cu_stride, AXES,
+            )  # fmt: skip
+        else:
+            position, first, second = load_angles(
+                n, u, mask, s_first.to(tl.int64), theta, ids, offsets, cu_seqlens, table,
+                theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
+                offset, prefix, size1, size2, size3, sequences, cu_stride, AXES, F, E, THETA_VEC, BLOCK_F,
+            )  # fmt: skip
         grads = ()
         tiles = ()
         for i in tl.static_range(BLOCK_S):
@@ -381,7 +414,10 @@ def backward_kernel(
             if NEEDS_X:
                 pair = load_input(x_rows + i * (x_s * VEC), ahead, x_f, 0, KIND, UNIT, F, BLOCK_F)
             tiles = tiles + (pair,)
-        cosine, sine = angles(position, first, second, table, HALF)
+        if THETA:
+            cosine, sine = cos_sin(position, whole, rest, unit, HALF)
+        else:
+            cosine, sine = angles(position, first, second, table, HALF)
         row_total = tl.zeros((BLOCK_R, BLOCK_F), tl.float32)
         for i in tl.static_range(BLOCK_S):
             if s_first + i < shared:
@@ -398,12 +434,7 @@ def backward_kernel(
             total += position.to(tl.float64) * row_total.to(tl.float64)
     if THETA:
         f = tl.arange(0, BLOCK_F)
-        part = (s_block * chunks + chunk).to(tl.int64)
-        if ONE_THETA:
-            tl.store(partial + part * F + f, tl.sum(total, axis=0), mask=f < F)
-        else:
-            row = part * BLOCK_R + tl.arange(0, BLOCK_R)
-            tl.store(partial + row[:, None] * F + f[None, :], total, mask=(f < F)[None, :])
+        tl.store(partial + tl.program_id(0).to(tl.int64) * F + f, tl.sum(total, axis=0), mask=f < F)
 
 
 @triton.jit(do_not_specialize=["parts", "heads"])

@@ -1,21 +1,20 @@
 """Launchers of LRPE's kernels: sizes, strides, tiles. No validation, no autograd.
 
-What a launch needs depends on shapes, strides, dtypes and options alone, so it is worked out once for each ``key``
-that stands for them, and kept: a call like an earlier one only allocates its output and launches.
+What a call allocates and launches is its plan, which depends on shapes, strides, dtypes and options alone. Plans
+are kept by whoever calls (`warploom.plans`): a call like an earlier one only allocates and launches.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 
 from warploom.launch import Kernel, Launch, multiprocessors
-from warploom.layout import empty_in_order_of
+from warploom.layout import empty_in_order_of, layout_of
 from warploom.ops.lrpe.kernels import backward_kernel, forward_kernel, reduce_kernel
+from warploom.plans import Plans
 
 _forward_kernel = Kernel(forward_kernel)
 _backward_kernel = Kernel(backward_kernel)
@@ -90,16 +89,21 @@ class Geometry(NamedTuple):
 
 
 def _configuration(
-    kind: str, activation: str, positions: Positions, backward: bool, theta_gradient: bool
+    kind: str, activation: str, positions: Positions, backward: bool, theta_gradient: bool, wide: bool
 ) -> tuple[int, int]:
-    """Vectors of x to a row of angles, and warps; measured on an H200 (see "How it reaches the limit")."""
-    if theta_gradient:
-        return (6, 2) if kind == "cosine" else (6 if activation == "softmax" else 3, 4)
-    if positions.axes() > 2:  # the angles cost more
-        return (3, 1) if backward else (2, 1)
+    """Vectors of x to a row of angles, and warps; measured on an H200 (see "How it reaches the limit").
+
+    ``wide``: numbers of 32 bits.
+    """
+    if theta_gradient:  # more vectors would spill registers
+        return (2, 1) if wide else (4, 1) if kind == "cosine" else (3, 2)
+    if kind == "cosine" and backward:
+        return (4, 2) if positions.axes() > 2 else (3, 1) if activation == "softmax" else (2, 1)
     if kind == "cosine":
-        return (3, 2) if backward else (2, 4)
-    return 2, 4 if backward and activation != "none" else 2
+        return (4 if activation == "softmax" else 3), 2
+    if activation == "none":
+        return (3 if backward and positions.axes() > 2 else 2), 1
+    return (3 if backward and activation != "softmax" else 2), 2
 
 
 def geometry_of(
@@ -171,49 +175,42 @@ def angle_numbers(
     )  # fmt: skip
 
 
-class Plans:
-    """Plans by key, for calls that come again; without a key a plan is made and forgotten."""
-
-    LARGEST = 4096
-    """Plans kept at once: a server sees many lengths, and none of them for ever."""
-
-    def __init__(self) -> None:
-        self.known: dict[Hashable, Any] = {}
-
-    def get(self, key: Hashable | None, make: Callable[[], Any]) -> Any:
-        """The plan of ``key``, made now if there is none."""
-        if key is None:
-            return make()
-        plan = self.known.get(key)
-        if plan is None:
-            if len(self.known) >= self.LARGEST:
-                self.known.clear()
-            plan = self.known[key] = make()
-        return plan
-
-
-_forward_plans = Plans()
-_backward_plans = Plans()
-
-
 def forward(
     x: torch.Tensor,
     theta: torch.Tensor,
     positions: Positions,
     kind: str,
     activation: str,
-    table: torch.Tensor | None = None,
-    key: Hashable | None = None,
+    table: torch.Tensor | None,
+    plans: Plans,
 ) -> torch.Tensor:
     """Run the forward kernel.
 
-    ``table`` (N, 1 or H, 2F) float32 replaces the angles by stored cosines and sines. ``key`` stands for all of
-    the arguments but addresses, numbers in tensors and the offset; a call without one is planned anew.
+    ``table`` (N, 1 or H, 2F) float32 replaces the angles by stored cosines and sines. ``plans`` are those of
+    earlier calls that were the same in all but addresses, numbers in tensors, and the offset.
     """
-    plan = _forward_plans.get(key, lambda: _plan_forward(x, theta, positions, kind, activation, table))
-    out = torch.empty_strided(plan.shape, plan.stride, dtype=x.dtype, device=x.device)
+    plan = plans.get("forward", _plan_forward, x, theta, positions, kind, activation, table)
+    out = x.new_empty_strided(plan.shape, plan.stride)
     plan.launch((x, out, theta, positions.ids, positions.offsets, positions.cu_seqlens, table), positions.offset)
     return out
+
+
+class ThetaSums(NamedTuple):
+    """How theta's gradient becomes of its partial sums."""
+
+    shape: tuple[int, int, int]  # of the partial sums: (parts, rows of theta, F)
+    launch: Launch
+
+    def empty(self, x: torch.Tensor) -> torch.Tensor:
+        """The partial sums, in float64."""
+        return torch.empty(self.shape, dtype=torch.float64, device=x.device)
+
+    def reduce(self, partial: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
+        """Gradient of theta from its partial sums, always in the same order."""
+        dtype = torch.promote_types(theta.dtype, torch.float32)
+        dtheta = torch.empty(theta.shape, dtype=dtype, device=theta.device)
+        self.launch((partial, dtheta))
+        return dtheta.to(theta.dtype)
 
 
 class Plan(NamedTuple):
@@ -222,13 +219,7 @@ class Plan(NamedTuple):
     shape: tuple[int, ...]  # of the result
     stride: tuple[int, ...]
     launch: Launch
-    partial: tuple[int, int, int] = (0, 0, 0)  # (parts, rows of theta, F): sums for theta's gradient
-
-
-def layout_of(x: torch.Tensor, features: int) -> torch.Tensor:
-    """A tensor without memory in the place of a result in the memory order of ``x``."""
-    like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    return empty_in_order_of(like, features)
+    theta_sums: ThetaSums | None = None  # where theta's gradient is asked for
 
 
 def _plan_forward(
@@ -239,7 +230,7 @@ def _plan_forward(
     activation: str,
     table: torch.Tensor | None,
 ) -> Plan:
-    configuration = _configuration(kind, activation, positions, False, False)
+    configuration = _configuration(kind, activation, positions, False, False, x.element_size() > 2)
     geometry = geometry_of(x, theta, positions, kind, configuration)
     out = layout_of(x, 2 * geometry.features)
     vec, unit, strides = packed_strides((x, out), geometry)
@@ -265,25 +256,27 @@ def backward(
     kind: str,
     activation: str,
     theta_gradient: bool,
-    table: torch.Tensor | None = None,
-    key: Hashable | None = None,
+    table: torch.Tensor | None,
+    plans: Plans,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the backward kernel: gradient of ``x``, and that of ``theta`` when asked for. ``key``: see `forward`."""
+    """Run the backward kernel: gradient of ``x``, and that of ``theta`` when asked for.
+
+    ``plans``: those that `forward` took.
+    """
     if x.numel() == 0:
         dx = empty_in_order_of(x, x.shape[-1])
         return dx, torch.zeros_like(theta) if theta_gradient else None
-    if key is not None:
-        key = (key, grad.shape, grad.stride(), grad.dtype, theta_gradient)
-    plan = _backward_plans.get(
-        key, lambda: _plan_backward(grad, x, theta, positions, kind, activation, theta_gradient, table)
-    )
-    dx = torch.empty_strided(plan.shape, plan.stride, dtype=x.dtype, device=x.device)
-    partial = torch.empty(plan.partial, dtype=torch.float64, device=x.device) if theta_gradient else None
+    # Strides, because what autograd saved may come back with others: from the host's memory, for one.
+    key = (grad.dtype, grad.stride(), x.stride(), theta.stride(), theta_gradient)
+    plan = plans.get(key, _plan_backward, grad, x, theta, positions, kind, activation, theta_gradient, table)
+    dx = x.new_empty_strided(plan.shape, plan.stride)
+    sums = plan.theta_sums
+    partial = None if sums is None else sums.empty(x)
     plan.launch(
         (x, grad, dx, partial, theta, positions.ids, positions.offsets, positions.cu_seqlens, table),
         positions.offset,
     )
-    return dx, None if partial is None else reduce_theta(partial, theta, positions.axes())
+    return dx, None if sums is None or partial is None else sums.reduce(partial, theta)
 
 
 def _plan_backward(
@@ -296,7 +289,7 @@ def _plan_backward(
     theta_gradient: bool,
     table: torch.Tensor | None,
 ) -> Plan:
-    configuration = _configuration(kind, activation, positions, True, theta_gradient)
+    configuration = _configuration(kind, activation, positions, True, theta_gradient, x.element_size() > 2)
     geometry = geometry_of(x, theta, positions, kind, configuration)
     dx = layout_of(x, x.shape[-1])
     vec, unit, strides = packed_strides((x, grad, dx), geometry)
@@ -306,7 +299,7 @@ def _plan_backward(
     parts = 0
     if theta_gradient:
         chunks = _theta_chunks(geometry, rows, x.device)
-        parts = geometry.shared_blocks * chunks * (1 if rows == 1 else geometry.block_r) // rows
+        parts = geometry.shared_blocks * chunks // rows
     launch = Launch(
         _backward_kernel,
         geometry.shared_blocks * chunks,
@@ -317,25 +310,26 @@ def _plan_backward(
         ),
         geometry.warps,
     )  # fmt: skip
-    return Plan(tuple(dx.shape), dx.stride(), launch, (parts, rows, geometry.features))
+    sums = theta_sums(parts, theta, geometry.features, positions.axes()) if theta_gradient else None
+    return Plan(tuple(dx.shape), dx.stride(), launch, sums)
 
 
-def reduce_theta(partial: torch.Tensor, theta: torch.Tensor, axes: int) -> torch.Tensor:
-    """Gradient of theta from its partial sums (parts, rows, F) in float64, always in the same order."""
-    parts, rows, features = partial.shape
-    dtheta = torch.empty(theta.shape, dtype=torch.promote_types(theta.dtype, torch.float32), device=theta.device)
-    _reduce_kernel(
+def theta_sums(parts: int, theta: torch.Tensor, features: int, axes: int) -> ThetaSums:
+    """Plan of the sum of ``parts`` partial sums of theta's gradient."""
+    rows = theta.shape[0] if theta.dim() == 2 else 1
+    launch = Launch(
+        _reduce_kernel,
         rows * -(-theta.shape[-1] // 16),
-        (partial, dtheta),
         (parts, rows),
         (axes, features, theta.shape[-1], 64, 16),
     )
-    return dtheta.to(theta.dtype)
+    return ThetaSums((parts, rows, features), launch)
 
 
 def _theta_chunks(geometry: Geometry, rows: int, device: torch.device) -> int:
-    """How many programs share the rows: enough to fill the GPU, and a whole number of turns through the heads."""
-    step = 1 if rows == 1 else math.lcm(rows, geometry.block_r) // geometry.block_r
+    """Programs that share the tiles of a block of S: enough to fill the GPU, as many for each row of theta."""
+    tiles = geometry.row_blocks if rows == 1 else -(-geometry.tokens // geometry.block_r)
     programs = max(1, THETA_WARPS // geometry.warps) * multiprocessors(device)
-    wanted = min(geometry.row_blocks, -(-programs // max(geometry.shared_blocks, 1)))
-    return max(-(-wanted // step), 1) * step
+    wanted = max(1, programs // max(geometry.shared_blocks * rows, 1))
+    turns = -(-tiles // wanted)  # tiles of the busiest program
+    return -(-tiles // turns) * rows

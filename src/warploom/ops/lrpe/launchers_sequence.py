@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import triton
 
-from warploom.launch import Kernel, Launch
-from warploom.layout import empty_in_order_of
-from warploom.ops.lrpe.kernels_sequence import chunk_kernel, combine_kernel, strip_kernel
+from warploom.launch import Kernel, Launch, multiprocessors
+from warploom.layout import empty_in_order_of, layout_of
+from warploom.ops.lrpe.kernels_sequence import apply_kernel, combine_kernel, reduce_chunk_kernel, strip_kernel
 from warploom.ops.lrpe.launchers import (
-    Plans,
     Positions,
+    ThetaSums,
     angle_numbers,
     geometry_of,
-    layout_of,
     packed_strides,
-    reduce_theta,
+    theta_sums,
 )
+from warploom.plans import Plans
 
-_chunk_kernel = Kernel(chunk_kernel)
+_apply_kernel = Kernel(apply_kernel)
 _combine_kernel = Kernel(combine_kernel)
+_reduce_kernel = Kernel(reduce_chunk_kernel)
 _strip_kernel = Kernel(strip_kernel)
 
 
@@ -43,24 +43,45 @@ def strip_tokens(backward: bool) -> int:
     return 512 if backward else 2048
 
 
-def strip_tiles(kind: str, backward: bool) -> Tiles:
-    """For `strip_kernel`."""
+def strip_tiles(kind: str, backward: bool, wide: bool) -> Tiles:
+    """For `strip_kernel`. ``wide``: see `apply_tiles`."""
+    if wide:
+        return Tiles(1024, 4, 1 if backward else 2)
     if kind == "cosine":
-        return Tiles(2048, 4, 3)
+        return Tiles(4096, 8, 1) if backward else Tiles(4096, 4, 1)
     return Tiles(4096, 4, 1) if backward else Tiles(2048, 4, 5)
 
 
-def chunk_tiles(kind: str, backward: bool) -> Tiles:
-    """For `chunk_kernel`."""
-    if kind == "cosine":
-        return Tiles(2048, 1) if backward else Tiles(4096, 4)
-    return Tiles(4096, 1)
+def apply_tiles(kind: str, backward: bool, wide: bool) -> Tiles:
+    """For `apply_kernel`.
 
+    ``wide``: exact, or rows that are not read in vectors. Both take more registers, and the tiles are small enough
+    that none are spilled.
+    """
+    if wide:
+        return Tiles(2048, 4)
+    if (kind == "cosine") == backward:
+        return Tiles(1024, 1)
+    return Tiles(4096, 4 if backward else 2)
+
+
+def reduce_tiles(kind: str, backward: bool, wide: bool) -> Tiles:
+    """For `reduce_chunk_kernel`. ``wide``: see `apply_tiles`."""
+    if wide:
+        return Tiles(512, 4)
+    return Tiles(2048 if kind == "cosine" or backward else 4096, 2, 3)
+
+
+CHUNKS = 16
+"""Chunks to reduce per multiprocessor, at least."""
+
+MAX_CHUNK_ROWS = 512
+"""Tokens of a chunk, at most."""
 
 STRIP_BYTES = 64
 """Bytes of a row that a strip takes from each member of its pairs."""
 
-BLOCK_P = 64
+BLOCK_P = 16
 """Partial results combined at once."""
 
 
@@ -76,10 +97,7 @@ class _Plan(NamedTuple):
     statistics: tuple[int, int, int, int]  # their shape
     launches: tuple[Launch, ...]  # of the strip kernel; or to reduce, combine and apply
     partial: int = 0  # float32 numbers of partial columns
-    parts: tuple[int, int, int] = (0, 0, 0)  # (parts, rows of theta, F): sums for theta's gradient
-
-
-_plans = Plans()
+    theta_sums: ThetaSums | None = None  # where theta's gradient is asked for
 
 
 def forward(
@@ -87,18 +105,22 @@ def forward(
     theta: torch.Tensor,
     positions: Positions,
     kind: str,
-    key: Hashable | None = None,
+    plans: Plans,
     *,
     block_parallel: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output, and the columns' statistics (groups, H, 2, D) in float32, which the backward wants back.
 
-    ``block_parallel``: reduce, combine and apply in three launches, whatever the sizes. ``key`` as in
+    ``block_parallel``: reduce, combine and apply in three launches, whatever the sizes. ``plans`` as in
     `launchers.forward`.
     """
-    make = _Planner(None, x, theta, positions, kind, block_parallel).plan
-    plan: _Plan = _plans.get(None if key is None else (key, block_parallel), make)
-    out = torch.empty_strided(plan.shape, plan.stride, dtype=x.dtype, device=x.device)
+    # A gradient of theta will be in float32, and is no better than the statistics that its backward rests on.
+    exact = x.dtype == torch.float32 or theta.requires_grad
+    plan = plans.get(
+        ("forward", exact, block_parallel),
+        lambda: _Planner(None, x, theta, positions, kind, exact, block_parallel, False).plan(),
+    )
+    out = x.new_empty_strided(plan.shape, plan.stride)
     statistics = x.new_empty(plan.statistics, dtype=torch.float32)
     if x.numel():
         _run(plan, x, None, out, statistics, None, theta, positions, None)
@@ -113,7 +135,7 @@ def backward(
     kind: str,
     statistics: torch.Tensor | None,
     theta_gradient: bool,
-    key: Hashable | None = None,
+    plans: Plans,
     *,
     block_parallel: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -121,18 +143,22 @@ def backward(
     if x.numel() == 0:
         dx = empty_in_order_of(x, x.shape[-1])
         return dx, torch.zeros_like(theta) if theta_gradient else None
-    make = _Planner(grad, x, theta, positions, kind, block_parallel).plan
-    if key is not None:
-        key = (key, grad.shape, grad.stride(), grad.dtype, theta_gradient, block_parallel)
-    plan: _Plan = _plans.get(key, make)
-    dx = torch.empty_strided(plan.shape, plan.stride, dtype=x.dtype, device=x.device)
+    exact = x.dtype == torch.float32 or theta_gradient
+    # Strides: see `launchers.backward`.
+    plan = plans.get(
+        (grad.dtype, grad.stride(), x.stride(), theta.stride(), theta_gradient, block_parallel),
+        lambda: _Planner(grad, x, theta, positions, kind, exact, block_parallel, theta_gradient).plan(),
+    )
+    dx = x.new_empty_strided(plan.shape, plan.stride)
     sums = None
     if plan.partial:
         groups, heads, _, features = plan.statistics
         sums = x.new_empty((groups, heads, features), dtype=torch.float32)
-    dtheta = torch.empty(plan.parts, dtype=torch.float64, device=x.device) if theta_gradient else None
-    _run(plan, x, grad, dx, statistics, sums, theta, positions, dtheta)
-    return dx, None if dtheta is None else reduce_theta(dtheta, theta, positions.axes())
+    theta_parts = None if plan.theta_sums is None else plan.theta_sums.empty(x)
+    _run(plan, x, grad, dx, statistics, sums, theta, positions, theta_parts)
+    if plan.theta_sums is None or theta_parts is None:
+        return dx, None
+    return dx, plan.theta_sums.reduce(theta_parts, theta)
 
 
 def _run(
@@ -153,9 +179,9 @@ def _run(
         return
     partial = x.new_empty((plan.partial,), dtype=torch.float32)
     reduce, combine, apply = plan.launches
-    reduce((x, grad, out, statistics, sums, partial, None, theta, ids, offsets, cu_seqlens), positions.offset)
+    reduce((x, grad, statistics, partial, theta, ids, offsets, cu_seqlens), positions.offset)
     combine((partial, statistics if sums is None else sums, cu_seqlens), plan.statistics[1])
-    apply((x, grad, out, statistics, sums, partial, dtheta, theta, ids, offsets, cu_seqlens), positions.offset)
+    apply((x, grad, out, statistics, sums, dtheta, theta, ids, offsets, cu_seqlens), positions.offset)
 
 
 @dataclass
@@ -167,7 +193,9 @@ class _Planner:
     theta: torch.Tensor
     positions: Positions
     kind: str
+    exact: bool  # float32 arithmetic that is good enough for results in float32
     block_parallel: bool
+    theta_gradient: bool
 
     def plan(self) -> _Plan:
         """Choose the way, and its sizes."""
@@ -182,42 +210,56 @@ class _Planner:
         members = 1 if kind == "cosine" else 2
         rows = theta.shape[0] if theta.dim() == 2 else 1
         backward = grad is not None
+
+        def sums_of(parts: int) -> ThetaSums | None:
+            return theta_sums(parts, theta, features, positions.axes()) if self.theta_gradient else None
+
+        wide = self.exact or vec == 1
         plan = _Plan(tuple(out.shape), out.stride(), statistics_shape(x, positions), ())
         angles = (positions.axes(), vec, theta_vec, unit, features, theta.shape[-1])
         if positions.cu_seqlens is None and tokens <= strip_tokens(backward) and not self.block_parallel:
-            tiles = strip_tiles(kind, backward)
+            tiles = strip_tiles(kind, backward, wide)
             block_f = min(geometry.block_f, STRIP_BYTES // x.element_size())
             block_r = max(1, tiles.numbers // (block_f * members))
             launch = Launch(
                 _strip_kernel,
                 batch * heads * -(-features // block_f),
                 (*numbers, *strides),
-                (kind, backward, *angles, block_r, block_f, tiles.stages),
+                (kind, backward, self.exact, *angles, block_r, block_f, tiles.stages),
                 tiles.warps,
             )
-            return plan._replace(launches=(launch,), parts=(batch * heads // rows, rows, features))
-        tiles = chunk_tiles(kind, backward)
-        block_r = max(1, tiles.numbers // (geometry.block_f * members))
-        chunks = triton.cdiv(tokens, block_r)
-        parts = (batch * chunks * heads // rows, rows, features)
+            return plan._replace(launches=(launch,), theta_sums=sums_of(batch * heads // rows))
+        tiles, applied = reduce_tiles(kind, backward, wide), apply_tiles(kind, backward, wide)
+        block_r, apply_r = (max(1, t.numbers // (geometry.block_f * members)) for t in (tiles, applied))
+        # Long chunks leave few partial columns, short ones leave no multiprocessor without work.
+        share = batch * heads * tokens // (CHUNKS * multiprocessors(x.device))
+        chunk_rows = triton.cdiv(min(max(share, block_r), MAX_CHUNK_ROWS), block_r) * block_r
+        chunks, parts = triton.cdiv(tokens, chunk_rows), triton.cdiv(tokens, apply_r)
         sets = 1 if backward else 2
         groups = plan.statistics[0]
         slots = batch * chunks + (0 if positions.cu_seqlens is None else groups)
-        reduce, apply = (
-            Launch(
-                _chunk_kernel,
-                batch * heads * chunks,
-                (*numbers, *strides, chunks),
-                (kind, reduces, backward, *angles, block_r, geometry.block_f),
-                tiles.warps,
-            )
-            for reduces in (True, False)
+        reduce = Launch(
+            _reduce_kernel,
+            batch * heads * chunks,
+            (*numbers, *strides, chunks, chunk_rows),
+            (kind, backward, self.exact, *angles, block_r, geometry.block_f, tiles.stages),
+            tiles.warps,
         )
         combine = Launch(
             _combine_kernel,
-            groups * heads,
-            (block_r, 0 if positions.cu_seqlens is None else positions.cu_seqlens.stride(0), chunks),
+            groups * heads * members,
+            (chunk_rows, 0 if positions.cu_seqlens is None else positions.cu_seqlens.stride(0), chunks),
             (backward, features, geometry.block_f, members, BLOCK_P),
         )
-        partial = slots * heads * sets * x.shape[-1]
-        return plan._replace(launches=(reduce, combine, apply), partial=partial, parts=parts)
+        apply = Launch(
+            _apply_kernel,
+            batch * heads * parts,
+            (*numbers, *strides, parts),
+            (kind, backward, self.exact, *angles, apply_r, geometry.block_f),
+            applied.warps,
+        )
+        return plan._replace(
+            launches=(reduce, combine, apply),
+            partial=slots * heads * sets * x.shape[-1],
+            theta_sums=sums_of(batch * parts * heads // rows),
+        )

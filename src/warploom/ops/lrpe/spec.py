@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from warploom.ops.lrpe import reference
 from warploom.ops.lrpe.api import lrpe_cosine, lrpe_rotate
-from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, Unsupported
+from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, Unsupported, need_cuda, normal
 
 Tensor = torch.Tensor
 
@@ -32,7 +33,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator, *,
     batch, tokens, heads, head_dim = case["batch"], case["n"], case["heads"], case["head_dim"]
     dtype = getattr(torch, case["dtype"])
     shape = (batch, tokens, heads, head_dim) if heads else (batch, tokens, head_dim)
-    x = _normal(shape, dtype, device, generator)
+    x = normal(shape, dtype, device, generator)
     if case.get("layout") == "bhnd":
         x = x.transpose(1, 2).contiguous().transpose(1, 2)
     features = head_dim // 2 if paired else head_dim
@@ -61,18 +62,6 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator, *,
         sizes = {"n": (tokens,), "bn": (batch, tokens)}.get(form) or (batch, tokens, form)
         inputs["position_ids"] = torch.randint(0, 2**24, sizes, generator=generator).to(device)
     return inputs
-
-
-_PERIOD = 2**24 - 3
-
-
-def _normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
-    """Normal numbers. A large tensor repeats them with a prime period, so that no two of its rows are alike."""
-    size = math.prod(shape)
-    numbers = torch.randn(min(size, _PERIOD), generator=generator).to(device, dtype)
-    if size > _PERIOD:
-        numbers = numbers.repeat(-(-size // _PERIOD))[:size].clone()
-    return numbers.view(shape)
 
 
 def _offset(form: int | str, batch: int, device: torch.device, generator: torch.Generator) -> int | Tensor:
@@ -141,12 +130,17 @@ def _checks(*groups: Sequence[dict[str, Any]]) -> tuple[Case, ...]:
     return tuple({**_SMALL, **change} for group in groups for change in group)
 
 
+# Exact sums over the sequence, in float64: the assembler stops at 48 to 128 registers a thread and keeps one number
+# in local memory, so that one more program fits. It does so on some architectures, whatever the tiles.
+_SPILLS = {"reduce_chunk_kernel": 8, "strip_kernel": 8}
+
 ROTATE = Operator(
     name="lrpe_rotate",
     function=lrpe_rotate,
     reference=reference.lrpe_rotate,
     make_inputs=functools.partial(make_inputs, paired=True),
     check_cases=_checks(_CHECKS, _ROTATE_CHECKS),
+    spills=_SPILLS,
 )
 COSINE = Operator(
     name="lrpe_cosine",
@@ -154,6 +148,7 @@ COSINE = Operator(
     reference=reference.lrpe_cosine,
     make_inputs=functools.partial(make_inputs, paired=False),
     check_cases=_checks(_CHECKS, _COSINE_CHECKS),
+    spills=_SPILLS,
 )
 OPERATORS = (ROTATE, COSINE)
 
@@ -176,6 +171,12 @@ def _plain(operator: Operator) -> Provider:
     return encode
 
 
+def _compiled(function: Provider) -> Provider:
+    """A function compiled for its case with the compiler's own search for tiles: it gets its best settings too."""
+    compiled: Provider = torch.compile(function, dynamic=False, mode="max-autotune-no-cudagraphs")
+    return compiled
+
+
 def _plain_cache(operator: Operator, case: Case) -> Provider:
     """The compiler's best chance: angles' cosines and sines from a float32 table made once, outside the timing."""
     if case.get("theta_gradient"):
@@ -188,7 +189,7 @@ def _plain_cache(operator: Operator, case: Case) -> Provider:
         first, second = value.chunk(2, dim=-1)
         return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1).to(x.dtype)
 
-    compiled: Provider = torch.compile(encode, dynamic=False)
+    compiled = _compiled(encode)
     table: list[Tensor] = []
 
     def cached(x: Tensor, theta: Tensor, activation: str, grid: Any = None, prefix: int = 0) -> Tensor:
@@ -203,13 +204,13 @@ def _plain_cache(operator: Operator, case: Case) -> Provider:
 
 
 def _triton(operator: Operator, case: Case) -> Provider:
-    _need_cuda()
+    need_cuda()
     return functools.partial(operator.function, backend="triton")  # type: ignore[return-value]
 
 
 def _triton_cache(operator: Operator, case: Case) -> Provider:
     """Our kernels reading the angles' cosines and sines from a float32 table made once, outside the timing."""
-    _need_cuda()
+    need_cuda()
     if case.get("theta_gradient"):
         raise Unsupported("a table of cosines has no gradient for theta")
     if case["activation"] == "softmax_sequence":
@@ -230,7 +231,7 @@ def _triton_cache(operator: Operator, case: Case) -> Provider:
 
 def _triton_block_parallel(operator: Operator, case: Case) -> Provider:
     """Softmax over the sequence in three launches, which reads x twice: the variant of the published tables."""
-    _need_cuda()
+    need_cuda()
     if case["activation"] != "softmax_sequence":
         raise Unsupported("differs from triton only where softmax runs over the sequence")
     from warploom.ops.lrpe import autograd, launchers
@@ -244,19 +245,93 @@ def _triton_block_parallel(operator: Operator, case: Case) -> Provider:
     return in_blocks
 
 
-def _need_cuda() -> None:
-    if not torch.cuda.is_available():
-        raise Unsupported("the Triton kernels need an NVIDIA GPU")
-
-
 def _providers(operator: Operator) -> dict[str, Callable[[Case], Provider]]:
     return {
         "triton": lambda case: _triton(operator, case),
         "triton_cache": lambda case: _triton_cache(operator, case),
         "triton_block_parallel": lambda case: _triton_block_parallel(operator, case),
         "torch": lambda case: _plain(operator),
-        "torch_compile": lambda case: torch.compile(_plain(operator), dynamic=False),
+        "torch_compile": lambda case: _compiled(_plain(operator)),
         "torch_compile_cache": lambda case: _plain_cache(operator, case),
+    }
+
+
+# Other libraries' RoPE. Their heads share one row of frequencies, of which they take cosines and sines from tables.
+
+
+def _table(x: Tensor, theta: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (N, F) for frequencies (F,)."""
+    phi = torch.outer(torch.arange(x.shape[1], device=x.device).double(), theta.double())
+    return phi.cos().to(dtype), phi.sin().to(dtype)
+
+
+def _rotary(package: str, module: str, name: str, case: Case) -> Provider:
+    """A function of x and of tables in its dtype, which is what the package's own module keeps."""
+    need_cuda("the package")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise Unsupported(f"{package} is not installed") from error
+    table: list[Tensor] = []
+
+    def rotate(x: Tensor, theta: Tensor, activation: str) -> Tensor:
+        if not table:
+            table.extend(_table(x, theta, x.dtype))
+        out: Tensor = function(x, *table)
+        return out
+
+    return rotate
+
+
+def _liger(case: Case) -> Provider:
+    """Liger-Kernel, with float32 tables. It turns queries and keys at once, which here are the halves of the batch.
+
+    And it overwrites them. What it is given are copies of x and of its gradient, made once: the first result is
+    theirs, later ones are turned further, in the same time.
+    """
+    need_cuda("the package")
+    if case["batch"] % 2:
+        raise Unsupported("turns two tensors of one size at once: the batch must be even")
+    try:
+        kernels: Any = importlib.import_module("liger_kernel.ops.rope")
+    except ImportError as error:
+        raise Unsupported("liger_kernel is not installed") from error
+    table: list[Tensor] = []
+    copies: dict[Any, Tensor] = {}
+
+    def turn(function: Any, x: Tensor) -> Tensor:
+        if function not in copies:
+            copies[function] = x.clone()
+        function(*copies[function].transpose(1, 2).chunk(2), *table)
+        return copies[function].detach()
+
+    class Rotation(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return turn(kernels.rope_forward, x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return turn(kernels.rope_backward, grad)
+
+    def rotate(x: Tensor, theta: Tensor, activation: str) -> Tensor:
+        if not table:
+            table.extend(half.repeat(1, 2) for half in _table(x, theta, torch.float32))
+        out: Tensor = Rotation.apply(x)
+        return out
+
+    return rotate
+
+
+def _rope_providers() -> dict[str, Callable[[Case], Provider]]:
+    ours = _providers(ROTATE)
+    del ours["triton_block_parallel"]
+    fla = ("flash-linear-attention", "fla.modules.rotary", "rotary_embedding")
+    flash_attn = ("flash_attn", "flash_attn.layers.rotary", "apply_rotary_emb")
+    return ours | {
+        "liger": _liger,
+        "fla": functools.partial(_rotary, *fla),
+        "flash_attn": functools.partial(_rotary, *flash_attn),
     }
 
 
@@ -282,6 +357,18 @@ def _quick(device: str) -> list[Case]:
 
 def _theta(device: str) -> list[Case]:
     return [case | {"theta_gradient": True} for case in map(dict, _published(device))]
+
+
+def _rope(device: str, exponents: Sequence[int]) -> list[Case]:
+    if device != "cuda":
+        return [_ON_CPU | {"theta": "vector", "activation": "none", "n": n} for n in (256, 1024)]
+    return [_PUBLISHED | {"theta": "vector", "activation": "none", "n": 2**k} for k in exponents]
+
+
+_ROPE_SUITES = {
+    "quick": functools.partial(_rope, exponents=(9, 12, 15)),
+    "published": functools.partial(_rope, exponents=range(8, 16)),
+}
 
 
 def _grids(device: str, dims: Sequence[int], activations: Sequence[str], prefixes: Sequence[int]) -> list[Case]:
@@ -327,6 +414,14 @@ BENCHES = (
         traffic=functools.partial(traffic, paired=True),
         title="LRPE rotate (RoPE) with the activation fused in",
         published=("lrpe_rotate",),
+    ),
+    Bench(
+        name="lrpe-rope",
+        operator=ROTATE,
+        suites=_ROPE_SUITES,
+        providers=_rope_providers(),
+        traffic=functools.partial(traffic, paired=True),
+        title="RoPE: LRPE rotate with frequencies that all heads share",
     ),
     Bench(
         name="lrpe-cosine",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 
 from warploom.backend import use_triton
-from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, fault
+from warploom.eager import is_plain_eager
+from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
 from warploom.layout import in_order_of
 from warploom.ops.tpa import reference
+from warploom.plans import Plans, are_kept, metadata
 
 Tensor = torch.Tensor
 
@@ -77,8 +80,15 @@ def tpa_attention(
     Source: Zhang et al., "Tensor Product Attention Is All You Need", 2025, arXiv 2501.06425.
     """
     name = "tpa_attention"
+    scales_given = (scale, scale_q, scale_k, scale_v)
+    key = _key(name, aq, ak, av, bq, bk, bv, cu_seqlens, (*scales_given, causal, backend))
+    known = None if key is None else _on_kernels.find(key)
+    if known is not None:
+        attention, scales = known
+        (ak, bk), (av, bv) = reference.ranked(ak, bk), reference.ranked(av, bv)
+        return attention(aq, ak, av, bq, bk, bv, cu_seqlens, causal, *scales)  # type: ignore[no-any-return]
     sizes = _check_factors(name, aq, ak, av, bq, bk, bv)
-    scales = _scales(name, aq, sizes, scale, scale_q, scale_k, scale_v)
+    scales = _scales(name, aq, sizes, *scales_given)
     if not isinstance(causal, bool):
         raise fault(DtypeError, name, "causal", "a bool", repr(causal))
     if cu_seqlens is not None:
@@ -87,6 +97,8 @@ def tpa_attention(
     if use_triton(name, backend, bq, _beyond_kernels(sizes, most)):
         from warploom.ops.tpa import autograd  # Triton is imported when it is first needed
 
+        if key is not None:
+            _on_kernels.keep(key, (autograd.attention, scales))
         (ak, bk), (av, bv) = reference.ranked(ak, bk), reference.ranked(av, bv)
         return autograd.attention(aq, ak, av, bq, bk, bv, cu_seqlens, causal, *scales)
     out = reference.tpa_attention(
@@ -154,14 +166,20 @@ def tpa_decode(
     Source: Zhang et al., "Tensor Product Attention Is All You Need", 2025, arXiv 2501.06425.
     """
     name = "tpa_decode"
+    scales_given = (scale, scale_q, scale_k, scale_v)
+    key = _key(name, aq, ak, av, bq, bk, bv, cache_seqlens, (*scales_given, strategy, backend))
+    known = None if key is None else _on_kernels.find(key)
+    if known is not None:
+        decode, scales, plans = known
+        return decode(aq, ak, av, bq, bk, bv, cache_seqlens, strategy, *scales, plans)  # type: ignore[no-any-return]
     sizes = _check_factors(name, aq, ak, av, bq, bk, bv)
-    scales = _scales(name, aq, sizes, scale, scale_q, scale_k, scale_v)
+    scales = _scales(name, aq, sizes, *scales_given)
     if strategy not in STRATEGIES:
         raise fault(ArgumentError, name, "strategy", f"one of {', '.join(STRATEGIES)}", repr(strategy))
     if cache_seqlens is not None:
         _check_lengths(name, "cache_seqlens", cache_seqlens, bq)
         if tuple(cache_seqlens.shape) != (sizes.batch,):
-            raise fault(ShapeError, name, "cache_seqlens", f"(B,) with B = {sizes.batch}", _shape(cache_seqlens))
+            raise fault(ShapeError, name, "cache_seqlens", f"(B,) with B = {sizes.batch}", shape_of(cache_seqlens))
     if torch.is_grad_enabled():
         factors = {"aq": aq, "ak": ak, "av": av, "bq": bq, "bk": bk, "bv": bv}
         for argument in (a for a, factor in factors.items() if factor is not None and factor.requires_grad):
@@ -171,9 +189,33 @@ def tpa_decode(
         from warploom.ops.tpa import autograd  # Triton is imported when it is first needed
 
         (ak, bk), (av, bv) = reference.ranked(ak, bk), reference.ranked(av, bv)
-        return autograd.decode(aq, ak, av, bq, bk, bv, cache_seqlens, strategy, *scales)
+        plans = None if key is None else Plans()
+        out = autograd.decode(aq, ak, av, bq, bk, bv, cache_seqlens, strategy, *scales, plans)
+        if key is not None:  # now that there is a plan, which a call without the rank axis cannot make
+            _on_kernels.keep(key, (autograd.decode, scales, plans))
+        return out
     out = reference.tpa_decode(aq, ak, av, bq, bk, bv, **scales._asdict(), cache_seqlens=cache_seqlens)
     return in_order_of(bq if aq is None else aq, out)
+
+
+_on_kernels = Plans()
+"""Of each kind of call that was found right: what runs it on the kernels, with which scales, and plans."""
+
+
+def _key(
+    name: str, aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor,
+    lengths: Tensor | None, options: tuple[object, ...],
+) -> Hashable | None:  # fmt: skip
+    """All that the checks and the launchers look at, of a plain eager call; None for any other."""
+    factors = (bq, ak, av, bk, bv) if aq is None else (bq, ak, av, bk, bv, aq)
+    if not (is_plain_eager(*factors) and are_kept(bq)):
+        return None
+    gradients = False
+    if torch.is_grad_enabled():
+        for factor in factors:
+            gradients = gradients or factor.requires_grad
+    # With types: True equals 1, and is not as good.
+    return (name, *map(metadata, factors), metadata(lengths), gradients, *options, *map(type, options))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -215,33 +257,33 @@ def _check_factors(
             raise fault(DtypeError, name, argument, "a tensor", type(factor).__name__)
         if factor.dtype not in _FLOATS:
             raise fault(
-                DtypeError, name, argument, "a tensor of float16, bfloat16, float32 or float64", _dtype(factor)
+                DtypeError, name, argument, "a tensor of float16, bfloat16, float32 or float64", dtype_of(factor)
             )
         if factor.dtype != bq.dtype:
-            raise fault(DtypeError, name, argument, f"of the dtype of bq, {_dtype(bq)}", _dtype(factor))
+            raise fault(DtypeError, name, argument, f"of the dtype of bq, {dtype_of(bq)}", dtype_of(factor))
         if factor.device != bq.device:
             raise fault(DeviceError, name, argument, f"on the device of bq, {bq.device}", factor.device)
     if bq.dim() != 4 or 0 in bq.shape[2:]:
         expected = "(B, N, H, D) without aq" if aq is None else "(B, N, Rq, D)"
-        raise fault(ShapeError, name, "bq", f"{expected}, with no size of 0 but B and N", _shape(bq))
+        raise fault(ShapeError, name, "bq", f"{expected}, with no size of 0 but B and N", shape_of(bq))
     batch, tokens, rank_q, features = bq.shape
     heads = rank_q
     if aq is not None:
         if aq.dim() != 4 or aq.shape[:2] != bq.shape[:2] or aq.shape[3] != rank_q or aq.shape[2] == 0:
             expected = f"(B, N, H, Rq) with B = {batch}, N = {tokens}, Rq = {rank_q} as in bq, H ≥ 1"
-            raise fault(ShapeError, name, "aq", expected, _shape(aq))
+            raise fault(ShapeError, name, "aq", expected, shape_of(aq))
         heads = aq.shape[2]
     if ak.dim() not in (3, 4) or ak.shape[0] != batch or ak.shape[2] != heads or 0 in ak.shape[3:]:
         expected = f"(B, M, H) or (B, M, H, Rk) with B = {batch}, H = {heads}"
-        raise fault(ShapeError, name, "ak", expected, _shape(ak))
+        raise fault(ShapeError, name, "ak", expected, shape_of(ak))
     keys = ak.shape[1]
     rank_k = _rank(ak)
     _check_features(name, "bk", bk, batch, keys, rank_k, "Rk", "D")
     if bk.shape[-1] != features:
-        raise fault(ShapeError, name, "bk", f"of D = {features} features, as bq", _shape(bk))
+        raise fault(ShapeError, name, "bk", f"of D = {features} features, as bq", shape_of(bk))
     if av.dim() not in (3, 4) or av.shape[:3] != ak.shape[:3] or 0 in av.shape[3:]:
         expected = f"(B, M, H) or (B, M, H, Rv) with B = {batch}, M = {keys}, H = {heads}"
-        raise fault(ShapeError, name, "av", expected, _shape(av))
+        raise fault(ShapeError, name, "av", expected, shape_of(av))
     rank_v = _rank(av)
     _check_features(name, "bv", bv, batch, keys, rank_v, "Rv", "E")
     return _Sizes(batch, tokens, keys, heads, rank_q, rank_k, rank_v, features, bv.shape[-1])
@@ -258,7 +300,7 @@ def _check_features(
     if not fits or (b.shape[2] if b.dim() == 4 else 1) != rank:
         short = f"(B, M, {letter}) or " if rank == 1 else ""
         expected = f"{short}(B, M, {rank_letter}, {letter}) with B = {batch}, M = {keys}, {rank_letter} = {rank}"
-        raise fault(ShapeError, name, argument, expected, _shape(b))
+        raise fault(ShapeError, name, argument, expected, shape_of(b))
 
 
 def _scales(
@@ -291,9 +333,9 @@ def _number(name: str, argument: str, value: float | None, default: float) -> fl
 def _check_cu_seqlens(name: str, sizes: _Sizes, cu_seqlens: Tensor, bq: Tensor) -> None:
     _check_lengths(name, "cu_seqlens", cu_seqlens, bq)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise fault(ShapeError, name, "cu_seqlens", "(S + 1,) with S ≥ 1", _shape(cu_seqlens))
+        raise fault(ShapeError, name, "cu_seqlens", "(S + 1,) with S ≥ 1", shape_of(cu_seqlens))
     if sizes.batch != 1:
-        raise fault(ShapeError, name, "bq", "of batch size 1 when cu_seqlens is given", _shape(bq))
+        raise fault(ShapeError, name, "bq", "of batch size 1 when cu_seqlens is given", shape_of(bq))
     if sizes.tokens != sizes.keys:
         expected = f"of as many keys as queries, N = {sizes.tokens}, when cu_seqlens is given"
         raise fault(ShapeError, name, "ak", expected, f"M = {sizes.keys}")
@@ -303,7 +345,7 @@ def _check_lengths(name: str, argument: str, lengths: object, bq: Tensor) -> Non
     if not isinstance(lengths, Tensor):
         raise fault(DtypeError, name, argument, "an integer tensor", type(lengths).__name__)
     if lengths.dtype not in (torch.int32, torch.int64):
-        raise fault(DtypeError, name, argument, "a tensor of int32 or int64", _dtype(lengths))
+        raise fault(DtypeError, name, argument, "a tensor of int32 or int64", dtype_of(lengths))
     if lengths.device != bq.device:
         raise fault(DeviceError, name, argument, f"on the device of bq, {bq.device}", lengths.device)
 
@@ -315,11 +357,3 @@ def _beyond_kernels(sizes: _Sizes, most: int) -> str | None:
     if max(sizes.features, sizes.value_features) > most:
         return f"up to {most} features a head; these are {sizes.features} and {sizes.value_features}"
     return None
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 
+from warploom import plans
+from warploom.eager import is_plain_eager, stack_over_batch
 from warploom.layout import empty_in_order_of
 from warploom.ops.tpa import launchers, launchers_attention
 from warploom.ops.tpa.launchers_attention import Call
+from warploom.plans import Plans
 
 Tensor = torch.Tensor
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -28,6 +31,17 @@ _library.define(
     f"tpa_attention_backward(Tensor grad, Tensor out, Tensor statistics, {_FACTORS}, {_CALL}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
+
+_plans = Plans()
+"""Of the registered operators' calls."""
+
+
+def _decode(
+    aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor,
+    cache_seqlens: Tensor | None, strategy: str, scale: float, scale_q: float, scale_k: float, scale_v: float,
+) -> Tensor:  # fmt: skip
+    arguments = (aq, ak, av, bq, bk, bv, cache_seqlens, strategy, scale, scale_q, scale_k, scale_v)
+    return launchers.decode(*arguments, plans.of_registered(_plans, bq, *arguments))
 
 
 def _out_fake(aq: Tensor | None, bq: Tensor, bv: Tensor) -> Tensor:
@@ -69,7 +83,7 @@ def _backward_fake(grad: Tensor, out: Tensor, statistics: Tensor, *arguments: An
 
 
 for _device in ("CUDA", "CPU"):  # on a CPU the kernels run in Triton's interpreter
-    _library.impl("tpa_decode", launchers.decode, _device)
+    _library.impl("tpa_decode", _decode, _device)
     _library.impl("tpa_attention", _attention, _device)
     _library.impl("tpa_attention_backward", _backward, _device)
 torch.library.register_fake("warploom::tpa_decode", _decode_fake, lib=_library)
@@ -105,16 +119,6 @@ torch.library.register_autograd(
 torch.library.register_autograd("warploom::tpa_attention_backward", _no_double_backward, lib=_library)
 
 
-def _vmap(function: Any, info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Any:
-    """One call after another, stacked: a batching rule for a function whose kernels take their own batch."""
-    slices = (
-        function.apply(*(v.select(d, i) if isinstance(d, int) else v for v, d in zip(inputs, in_dims)))
-        for i in range(info.batch_size)
-    )
-    outputs = list(slices)
-    return tuple(torch.stack(parts) for parts in zip(*outputs)), (0,) * len(outputs[0])
-
-
 class _AttentionBackward(torch.autograd.Function):
     """The backward as a function of its own: `torch.func` unwraps its arguments, and its gradient raises."""
 
@@ -130,11 +134,34 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-        return _vmap(_AttentionBackward, info, in_dims, inputs)
+        return stack_over_batch(_AttentionBackward, info, in_dims, inputs)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    *factors, cu_seqlens, out, statistics = ctx.saved_tensors
+    arguments = (grad, out, statistics, *factors, cu_seqlens, *ctx.rest)
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # someone wants a graph of this
+        return _wanted(ctx, _AttentionBackward.apply(*arguments))
+    return _wanted(ctx, _backward(*arguments))
+
+
+class _EagerAttention(torch.autograd.Function):
+    """The launchers with gradients, by the shortest way that autograd has for a plain eager call."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        out, statistics = _attention(*arguments)
+        ctx.save_for_backward(*arguments[: FACTORS + 1], out, statistics)
+        ctx.rest = arguments[FACTORS + 1 :]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, grad)
 
 
 class _Attention(torch.autograd.Function):
-    """The launchers with gradients and without the dispatcher in between; also what `torch.func` sees."""
+    """The same for `torch.func`, which wants to be told apart what is saved."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -144,15 +171,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        *factors, cu_seqlens, out, statistics = ctx.saved_tensors
-        arguments = (grad, out, statistics, *factors, cu_seqlens, *ctx.rest)
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # someone wants a graph of this
-            return _wanted(ctx, _AttentionBackward.apply(*arguments))
-        return _wanted(ctx, _backward(*arguments))
+        return _gradients(ctx, grad)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-        return _vmap(_Attention, info, in_dims, inputs)
+        return stack_over_batch(_Attention, info, in_dims, inputs)
 
 
 def attention(
@@ -162,33 +185,29 @@ def attention(
     """Run attention on the Triton kernels, differentiably, by the shortest way that this call allows."""
     factors = (aq, ak, av, bq, bk, bv)
     arguments = (*factors, cu_seqlens, causal, scale, scale_q, scale_k, scale_v)
-    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    if transformed or _is_plain_eager(*factors):
-        if transformed or (torch.is_grad_enabled() and any(f is not None and f.requires_grad for f in factors)):
-            return _Attention.apply(*arguments)[0]  # type: ignore[no-any-return]
+    if _is_plain_eager(*factors):
+        if torch.is_grad_enabled() and any(f is not None and f.requires_grad for f in factors):
+            return _EagerAttention.apply(*arguments)  # type: ignore[no-any-return]
         return _attention(*arguments)[0]
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return _Attention.apply(*arguments)[0]  # type: ignore[no-any-return]
     return torch.ops.warploom.tpa_attention(*arguments)[0]  # type: ignore[no-any-return]
 
 
 def decode(
     aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor,
     cache_seqlens: Tensor | None, strategy: str, scale: float, scale_q: float, scale_k: float, scale_v: float,
+    known: Plans | None = None,
 ) -> Tensor:  # fmt: skip
-    """Run decoding on the Triton kernels by the shortest way that this call allows."""
+    """Run decoding on the Triton kernels by the shortest way that this call allows.
+
+    ``known``: plans of calls like this one, which is plain and eager; None of any other call.
+    """
     arguments = (aq, ak, av, bq, bk, bv, cache_seqlens, strategy, scale, scale_q, scale_k, scale_v)
-    if _is_plain_eager(*arguments[:FACTORS]) and not torch._C._are_functorch_transforms_active():
-        return launchers.decode(*arguments)
+    if known is not None or _is_plain_eager(aq, ak, av, bq, bk, bv):
+        return launchers.decode(*arguments, known or Plans())
     return torch.ops.warploom.tpa_decode(*arguments)  # type: ignore[no-any-return]
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _is_plain_eager(*tensors: Any) -> bool:
-    """Whether nothing watches this call: no compiler, no tensor subclass, no mode."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(t is None or (type(t) in _PLAIN and not t.is_meta) for t in tensors)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-    )
+def _is_plain_eager(*factors: Tensor | None) -> bool:
+    return is_plain_eager(*(factor for factor in factors if factor is not None))

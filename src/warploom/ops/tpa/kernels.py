@@ -11,8 +11,9 @@ so that the head factors, which lie (M, H) in memory, multiply the logits as the
 both products is the one that tensor cores want long.
 
 Chunks. The keys of a batch entry are cut into chunks whose length depends on the number of its valid keys alone.
-A chunk's softmax starts afresh, and chunks are joined from left to right by `join`. One program that walks over all
-chunks and programs of one chunk each followed by `combine_kernel` therefore give the same bits.
+A chunk's softmax starts afresh. Four chunks are joined from left to right, then all fours, always by `join`: a tree
+that is the same wherever its parts are computed. A program takes one chunk, four or all, and `combine_kernel` does what
+is left of the tree, so all of them give the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.device.activations import exponential, exponential_float32
+from warploom.device.activations import exponential_float32, power_of_two
 from warploom.device.product import dot, rounded
 
 # ----------------------------------------------------------------------------------------------------------
@@ -29,10 +30,10 @@ from warploom.device.product import dot, rounded
 
 
 @triton.jit
-def chunk_length(length, MIN_CHUNK: tl.constexpr, MAX_CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """Keys of a chunk: a power of two such that there are at most ``CHUNKS`` of them, within bounds."""
-    chunk = length * 0 + MIN_CHUNK
-    while (chunk * CHUNKS < length) & (chunk < MAX_CHUNK):
+def chunk_length(length, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, WANTED: tl.constexpr):
+    """Keys of a chunk: ``SHORTEST``, doubled until there are at most ``WANTED`` chunks or it is ``LONGEST``."""
+    chunk = length * 0 + SHORTEST
+    while (chunk * WANTED < length) & (chunk < LONGEST):
         chunk = chunk * 2
     return chunk
 
@@ -49,33 +50,56 @@ def valid_keys(lengths, batch, lengths_b, keys):
 
 
 @triton.jit
-def exp(x, dtype: tl.constexpr):
-    """Exponential of what is near 0 or below, for results in ``dtype``.
+def power(x, dtype: tl.constexpr):
+    """For results in ``dtype``: eˣ where that is float32, else 2ˣ, which is one instruction; x near 0 or below.
 
-    The difference of two logits is exact where it matters, so it comes first.
+    Logits come in these units. The difference of two is exact where it matters, so it comes first.
     """
     if dtype == tl.float32:
         y = exponential_float32(x)
     else:
-        y = exponential(x)
+        y = power_of_two(x)
     return y
 
 
 @triton.jit
-def join(acc, top, total, more, more_top, more_total):
+def join(acc, top, total, more, more_top, more_total, dtype: tl.constexpr):
     """Two partial softmax sums over different keys as one: numerators, maxima and denominators.
 
     Fused by hand, so that every kernel rounds alike. Joining to nothing (zeros, -inf, 0) changes no bit.
     """
     highest = tl.maximum(top, more_top)
     base = tl.where(highest == float("-inf"), 0.0, highest)
-    keep = exp(top - base, tl.float32)
-    add = exp(more_top - base, tl.float32)
+    keep = power(top - base, dtype)
+    add = power(more_top - base, dtype)
     return (
         tl.fma(acc, tl.broadcast_to(keep, acc.shape), more * add),
         highest,
         tl.fma(total, keep, more_total * add),
     )
+
+
+@triton.jit
+def load_part(partial, statistics, slot, row, rows, e, inside, E: tl.constexpr):
+    """Numerators, maxima and denominators of a slot; nothing where ``inside`` is false.
+
+    ``row`` and ``e`` are tiles of one row and one column, either way round.
+    """
+    pointers = statistics + slot * 2 * rows + row
+    return (
+        tl.load(partial + slot * rows * E + row * E + e, mask=inside & (e < E), other=0.0),
+        tl.load(pointers, mask=inside, other=float("-inf")),
+        tl.load(pointers + rows, mask=inside, other=0.0),
+    )
+
+
+@triton.jit
+def store_part(partial, statistics, slot, row, rows, e, inside, acc, top, total, E: tl.constexpr):
+    """Leave what `load_part` loads."""
+    pointers = statistics + slot * 2 * rows + row
+    tl.store(partial + slot * rows * E + row * E + e, acc, mask=inside & (e < E))
+    tl.store(pointers, top, mask=inside)
+    tl.store(pointers + rows, total, mask=inside)
 
 
 @triton.jit
@@ -118,24 +142,26 @@ def query_tile(
 
 @triton.jit
 def head_factors(
-    a, m, h, inside, head_mask, a_m, a_h, a_r,
-    R: tl.constexpr, BLOCK_R: tl.constexpr, VEC: tl.constexpr, DENSE: tl.constexpr,
+    a, first, h, inside, head_mask, a_m, a_h, a_r,
+    R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, VEC: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Head factors of a block of keys: (M, ROWS), or (M, ROWS, R) beyond rank one; in the dtype of memory.
 
-    ``DENSE``: heads and ranks are adjacent in memory, which the compiler must know for wide loads.
+    ``DENSE``: heads and ranks are adjacent in memory, which the compiler must know for wide loads, and offsets within
+    the block fit in 32 bits.
     """
-    keys = a + (m.to(tl.int64) * (a_m * VEC))[:, None]
-    mask = inside[:, None] & head_mask[None, :]
+    block = a + first * (a_m * VEC)
+    m = tl.arange(0, BLOCK_M)
     if DENSE:
-        pointers = keys + (h * R)[None, :]
+        offsets = (m * (a_m.to(tl.int32) * VEC))[:, None] + (h * R)[None, :]
     else:
-        pointers = keys + (h.to(tl.int64) * a_h)[None, :]
+        offsets = (m * (a_m * VEC))[:, None] + (h.to(tl.int64) * a_h)[None, :]
+    mask = inside[:, None] & head_mask[None, :]
     if BLOCK_R > 1:
         r = tl.arange(0, BLOCK_R)
-        pointers = pointers[:, :, None] + (r if DENSE else r * a_r)[None, None, :]
+        offsets = offsets[:, :, None] + (r if DENSE else r * a_r)[None, None, :]
         mask = mask[:, :, None] & (r < R)[None, None, :]
-    return tl.load(pointers, mask=mask, other=0.0)
+    return tl.load(block + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -144,19 +170,25 @@ def feature_factors(
     R: tl.constexpr, F: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
     VEC: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Feature factors of a block of keys, (M·R, F), ranks fastest; in the dtype of memory."""
+    """Feature factors of a block of keys, (M·R, F), ranks fastest; in the dtype of memory.
+
+    ``UNIT``: features are adjacent, and offsets within the block fit in 32 bits.
+    """
+    block = b + first * (b_m * VEC)
     row = tl.arange(0, BLOCK_M * BLOCK_R)
-    m = first + row // BLOCK_R
+    m = row // BLOCK_R
     r = row % BLOCK_R
     f = tl.arange(0, BLOCK_F)
-    rows = b + (m.to(tl.int64) * (b_m * VEC))[:, None]
-    mask = (m < length)[:, None]
-    if BLOCK_R > 1:
-        rows += (r.to(tl.int64) * (b_r * VEC))[:, None]
+    if UNIT:
+        offsets = (m * (b_m.to(tl.int32) * VEC) + r * (b_r.to(tl.int32) * VEC))[:, None] + f[None, :]
+    else:
+        offsets = (m * (b_m * VEC) + r * (b_r * VEC))[:, None] + (f * b_d)[None, :]
+    mask = (first + m < length)[:, None]
+    if R != BLOCK_R:
         mask = mask & (r < R)[:, None]
     if F != BLOCK_F:
         mask = mask & (f < F)[None, :]
-    return tl.load(rows + (f if UNIT else f * b_d)[None, :], mask=mask, other=0.0)
+    return tl.load(block + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -207,16 +239,16 @@ def decode_kernel(
     H: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_RQ: tl.constexpr,
     BLOCK_RK: tl.constexpr, BLOCK_RV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    MIN_CHUNK: tl.constexpr, MAX_CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    SHORTEST: tl.constexpr, LONGEST: tl.constexpr, WANTED: tl.constexpr, LEVELS: tl.constexpr, WHOLE: tl.constexpr,
     Q_VEC: tl.constexpr, Q_UNIT: tl.constexpr, A_VEC: tl.constexpr, A_DENSE: tl.constexpr,
     B_VEC: tl.constexpr, B_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows of one batch entry, over all its keys, or over one of ``spans`` chunks of them.
+    """One tile of rows of one batch entry, over one of ``spans`` spans of its keys.
 
-    With ``partial`` (B, spans, N·H, E) and ``statistics`` (B, spans, 2, N·H), float32, the program leaves its
-    chunk's numerators, maximum and denominator for `combine_kernel`; without, it writes the output.
+    A span is one chunk, four or all, with 0, 1 or 2 ``LEVELS``. With ``WHOLE`` there is one, and the program writes the
+    output. Without, it leaves numerators, maximum and denominator for `combine_kernel` in slot (batch entry, span) of
+    ``partial`` (B, spans, N·H, E) and ``statistics`` (B, spans, 2, N·H), float32.
     """
-    SPLIT: tl.constexpr = partial is not None
     ROWS: tl.constexpr = BLOCK_N * BLOCK_H
     H_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     row_blocks = H_BLOCKS * tl.cdiv(tokens, BLOCK_N)
@@ -225,16 +257,19 @@ def decode_kernel(
     span = program // row_blocks % spans
     batch = program // row_blocks // spans
     length = valid_keys(lengths, batch, lengths_b, keys)
-    chunk = chunk_length(length, MIN_CHUNK, MAX_CHUNK, CHUNKS)
-    first = span * chunk
+    chunk = chunk_length(length, SHORTEST, LONGEST, WANTED)
+    first = span * 0
+    end = length
+    if LEVELS < 2:
+        first = span * chunk * 4**LEVELS
+        end = tl.minimum(first + chunk * 4**LEVELS, length)
     if first > 0 and first >= length:
         return
-    end = tl.minimum(first + chunk, length) if SPLIT else length
 
-    row = tl.arange(0, ROWS)
+    rows_in_tile = tl.arange(0, ROWS)
     first_n = row_block // H_BLOCKS * BLOCK_N
-    n = first_n + row // BLOCK_H
-    h = row_block % H_BLOCKS * BLOCK_H + row % BLOCK_H
+    n = first_n + rows_in_tile // BLOCK_H
+    h = row_block % H_BLOCKS * BLOCK_H + rows_in_tile % BLOCK_H
     head_mask = h < H  # what stands in rows of other queries, or of none, is not stored
     inside = head_mask & (n < tokens)
     q = query_tile(
@@ -248,53 +283,65 @@ def decode_kernel(
     av += batch.to(tl.int64) * (av_b * A_VEC)
     bk += batch.to(tl.int64) * (bk_b * B_VEC)
     bv += batch.to(tl.int64) * (bv_b * B_VEC)
+    row = (n * H + h)[None, :]
+    e = tl.arange(0, BLOCK_E)[:, None]
     acc = tl.zeros((BLOCK_E, ROWS), tl.float32)
     top = tl.full((1, ROWS), float("-inf"), tl.float32)
-    total = tl.zeros((1, ROWS), tl.float32)
-    if not SPLIT:
-        all_acc = tl.zeros((BLOCK_E, ROWS), tl.float32)
-        all_top = tl.full((1, ROWS), float("-inf"), tl.float32)
-        all_total = tl.zeros((1, ROWS), tl.float32)
+    sums = tl.zeros(
+        (BLOCK_M, ROWS), tl.float32
+    )  # of weights; over the keys of a block they are added up in the end
+    if LEVELS > 0:
+        four, four_top, four_total = acc, top, tl.zeros((1, ROWS), tl.float32)
+    if LEVELS > 1:
+        every, every_top, every_total = acc, top, tl.zeros((1, ROWS), tl.float32)
     for start in range(first, end, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         valid = m < end
         k = feature_factors(bk, start, end, bk_m, bk_r, bk_d, RK, D, BLOCK_M, BLOCK_RK, BLOCK_D, B_VEC, B_UNIT)
-        a = head_factors(ak, m, h, valid, head_mask, ak_m, ak_h, ak_r, RK, BLOCK_RK, A_VEC, A_DENSE)
+        a = head_factors(ak, start, h, valid, head_mask, ak_m, ak_h, ak_r, RK, BLOCK_M, BLOCK_RK, A_VEC, A_DENSE)
         logits = dot(k, q, tl.zeros((BLOCK_M * BLOCK_RK, ROWS), tl.float32))
         logits = weigh(logits, a, BLOCK_M, BLOCK_RK, ROWS) * logit_scale
         logits = tl.where((m[:, None] < horizon[None, :]) & valid[:, None], logits, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, axis=0, keep_dims=True))
         base = tl.where(highest == float("-inf"), 0.0, highest)
-        p = exp(logits - base, k.dtype)
-        keep = exp(top - base, k.dtype)
-        total = total * keep + tl.sum(p, axis=0, keep_dims=True)
+        p = power(logits - base, k.dtype)
+        keep = power(top - base, k.dtype)
+        sums = sums * keep + p
         top = highest
         v = feature_factors(bv, start, end, bv_m, bv_r, bv_e, RV, E, BLOCK_M, BLOCK_RV, BLOCK_E, B_VEC, B_UNIT)
-        a = head_factors(av, m, h, valid, head_mask, av_m, av_h, av_r, RV, BLOCK_RV, A_VEC, A_DENSE)
+        a = head_factors(av, start, h, valid, head_mask, av_m, av_h, av_r, RV, BLOCK_M, BLOCK_RV, A_VEC, A_DENSE)
         w = rounded(spread(p, a, BLOCK_M, BLOCK_RV, ROWS), v.dtype)
         acc = dot(tl.trans(v), w, acc * keep)
-        if not SPLIT:
-            if (start + BLOCK_M) % chunk == 0:  # the chunk is complete
-                all_acc, all_top, all_total = join(all_acc, all_top, all_total, acc, top, total)
+        if LEVELS > 0:
+            behind = start + BLOCK_M
+            if behind % chunk == 0:
+                total = tl.sum(sums, axis=0, keep_dims=True)
+                four, four_top, four_total = join(four, four_top, four_total, acc, top, total, k.dtype)
                 acc = tl.zeros((BLOCK_E, ROWS), tl.float32)
                 top = tl.full((1, ROWS), float("-inf"), tl.float32)
-                total = tl.zeros((1, ROWS), tl.float32)
+                sums = tl.zeros((BLOCK_M, ROWS), tl.float32)
+                if LEVELS > 1:
+                    if behind % (4 * chunk) == 0:
+                        every, every_top, every_total = join(
+                            every, every_top, every_total, four, four_top, four_total, k.dtype
+                        )
+                        four = tl.zeros((BLOCK_E, ROWS), tl.float32)
+                        four_top = tl.full((1, ROWS), float("-inf"), tl.float32)
+                        four_total = tl.zeros((1, ROWS), tl.float32)
 
-    e = tl.arange(0, BLOCK_E)
-    mask = (e < E)[:, None] & inside[None, :]
-    if SPLIT:
-        rows = tokens * H
-        flat = n * H + h
-        part = batch.to(tl.int64) * spans + span
-        tl.store(partial + (part * rows + flat)[None, :] * E + e[:, None], acc, mask=mask)
-        pointers = (statistics + part * 2 * rows + flat)[None, :]
-        tl.store(pointers, top, mask=inside[None, :])
-        tl.store(pointers + rows, total, mask=inside[None, :])
+    dtype: tl.constexpr = bk.dtype.element_ty
+    total = tl.sum(sums, axis=0, keep_dims=True)
+    if LEVELS > 0:  # what is not complete
+        acc, top, total = join(four, four_top, four_total, acc, top, total, dtype)
+    if LEVELS > 1:
+        acc, top, total = join(every, every_top, every_total, acc, top, total, dtype)
+    if WHOLE:
+        pointers = out + (batch.to(tl.int64) * out_b + n.to(tl.int64) * out_n + h * out_h)[None, :] + e * out_e
+        result = rounded(finish(acc, total, scale_v), out.dtype.element_ty)
+        tl.store(pointers, result, mask=inside[None, :] & (e < E))
     else:
-        acc, top, total = join(all_acc, all_top, all_total, acc, top, total)
-        places = batch.to(tl.int64) * out_b + n.to(tl.int64) * out_n + h * out_h
-        pointers = out + places[None, :] + (e * out_e)[:, None]
-        tl.store(pointers, rounded(finish(acc, total, scale_v), out.dtype.element_ty), mask=mask)
+        slot = batch.to(tl.int64) * spans + span
+        store_part(partial, statistics, slot, row, tokens * H, e, inside[None, :], acc, top, total, E)
 
 
 _COMBINE_NUMBERS = "tokens keys spans lengths_b out_b out_n out_h out_e scale_v".split()
@@ -306,40 +353,38 @@ def combine_kernel(
     tokens: tl.int32, keys: tl.int32, spans: tl.int32, lengths_b: tl.int64,
     out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_e: tl.int64, scale_v: tl.float32,
     H: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, AHEAD: tl.constexpr,
-    MIN_CHUNK: tl.constexpr, MAX_CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    SHORTEST: tl.constexpr, LONGEST: tl.constexpr, WANTED: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Joins the chunks that `decode_kernel` left, from left to right: a tile (R, E) of one batch entry's rows."""
-    rows = tokens * H
-    row_blocks = tl.cdiv(rows, BLOCK_R)
+    """Joins what programs of `decode_kernel` left that took one chunk or four: a tile (R, E) of one entry's rows.
+
+    ``AHEAD`` parts, a multiple of four, are under way before the first is needed.
+    """
+    row_blocks = tl.cdiv(tokens * H, BLOCK_R)
     batch = tl.program_id(0) // row_blocks
-    row = tl.program_id(0) % row_blocks * BLOCK_R + tl.arange(0, BLOCK_R)
-    inside = row < rows
-    e = tl.arange(0, BLOCK_E)
-    mask = inside[:, None] & (e < E)[None, :]
+    row = (tl.program_id(0) % row_blocks * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
+    inside = row < tokens * H
+    e = tl.arange(0, BLOCK_E)[None, :]
     length = valid_keys(lengths, batch, lengths_b, keys)
-    chunks = tl.cdiv(length, chunk_length(length, MIN_CHUNK, MAX_CHUNK, CHUNKS))
-    part = batch.to(tl.int64) * spans
-    partial += row[:, None] * E + e[None, :]
-    statistics += row[:, None]
-    acc = tl.zeros((BLOCK_R, BLOCK_E), tl.float32)
-    top = tl.full((BLOCK_R, 1), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_R, 1), tl.float32)
-    for first in range(0, chunks, AHEAD):
-        ahead = ()  # all loads of a round are under way before the first is needed
+    parts = tl.cdiv(length, chunk_length(length, SHORTEST, LONGEST, WANTED) * 4**LEVELS)
+    slot = batch.to(tl.int64) * spans
+    dtype: tl.constexpr = out.dtype.element_ty
+    none = tl.zeros((BLOCK_R, BLOCK_E), tl.float32)
+    none_top = tl.full((BLOCK_R, 1), float("-inf"), tl.float32)
+    none_total = tl.zeros((BLOCK_R, 1), tl.float32)
+    acc, top, total = none, none_top, none_total
+    for first in range(0, parts, AHEAD):
+        ahead = ()
         for i in tl.static_range(AHEAD):
-            there = inside[:, None] & (first + i < chunks)
-            offset = (part + first + i) * rows
-            ahead = ahead + (
-                (
-                    tl.load(partial + offset * E, mask=mask & (first + i < chunks), other=0.0),
-                    tl.load(statistics + offset * 2, mask=there, other=float("-inf")),
-                    tl.load(statistics + offset * 2 + rows, mask=there, other=0.0),
-                ),
-            )
+            there = inside & (first + i < parts)
+            ahead += (load_part(partial, statistics, slot + first + i, row, tokens * H, e, there, E),)
+        four, four_top, four_total = none, none_top, none_total
         for i in tl.static_range(AHEAD):
             more, more_top, more_total = ahead[i]
-            acc, top, total = join(acc, top, total, more, more_top, more_total)
+            four, four_top, four_total = join(four, four_top, four_total, more, more_top, more_total, dtype)
+            if LEVELS == 1 or i % 4 == 3:
+                acc, top, total = join(acc, top, total, four, four_top, four_total, dtype)
+                four, four_top, four_total = none, none_top, none_total
     n = (row // H).to(tl.int64)
     h = (row % H).to(tl.int64)
-    pointers = out + batch.to(tl.int64) * out_b + (n * out_n + h * out_h)[:, None] + (e * out_e)[None, :]
-    tl.store(pointers, rounded(finish(acc, total, scale_v), out.dtype.element_ty), mask=mask)
+    pointers = out + batch.to(tl.int64) * out_b + (n * out_n + h * out_h) + e * out_e
+    tl.store(pointers, rounded(finish(acc, total, scale_v), out.dtype.element_ty), mask=inside & (e < E))

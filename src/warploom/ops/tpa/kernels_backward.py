@@ -17,14 +17,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.device.packed import sequence_bounds, sequence_of
 from warploom.device.product import dot, rounded
-from warploom.ops.tpa.kernels import exp
+from warploom.ops.tpa.kernels import power
 from warploom.ops.tpa.kernels_attention import (
     load_factor,
     load_product,
     load_queries,
-    visible_keys,
+    load_weights,
+    visible,
+    walk,
 )
 
 # ----------------------------------------------------------------------------------------------------------
@@ -34,25 +35,11 @@ from warploom.ops.tpa.kernels_attention import (
 
 @triton.jit
 def load_rows(
-    x, n, inside, x_n, x_f, F: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr
-):
-    """Rows (N, F) of one head; the stride of tokens comes divided by ``VEC``."""
-    return load_factor(x, n, 0, inside, x_n, 0, x_f, F, BLOCK_F, VEC, UNIT)
-
-
-@triton.jit
-def visible_queries(m, tokens, keys, cu_seqlens, cu_stride, sequences, CAUSAL: tl.constexpr):
-    """Key ``m`` is seen by the queries from ``first`` to ``end`` - 1: (M,) int32 each."""
-    if cu_seqlens is None:
-        first = tl.zeros_like(m)
-        end = tl.zeros_like(m) + tokens
-    else:
-        sequence = sequence_of(tl.minimum(m, keys - 1), cu_seqlens, cu_stride, sequences)
-        first, length = sequence_bounds(sequence, cu_seqlens, cu_stride)
-        end = first + length
-    if CAUSAL:
-        first = tl.maximum(first, m - (keys - tokens))
-    return first, tl.where(m < keys, end, 0)
+    x, first, size, x_n, x_f, ROWS: tl.constexpr,
+    F: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr = True,
+):  # fmt: skip
+    """Rows (ROWS, F) of one head; the stride of tokens comes divided by ``VEC``."""
+    return load_factor(x, first, size, 0, x_n, x_n, x_f, ROWS, F, BLOCK_F, VEC, UNIT, MASKED)
 
 
 @triton.jit
@@ -67,26 +54,31 @@ def load_statistics(statistics, delta, row, tokens, n, inside):
 
 @triton.jit
 def weigh_keys(
-    queries, do, ak, bk, av, bv, m, first, end, top, share, keys,
-    ak_m, ak_r, bk_m, bk_r, bk_d, av_m, av_r, bv_m, bv_r, bv_e, logit_scale, scale_v,
+    queries, do, ak, bk, av, bv, m_first, first, end, top, share, keys,
+    a_r, bk_m, bk_r, bk_d, bv_m, bv_r, bv_e, logit_scale, scale_v, BLOCK_M: tl.constexpr,
     RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Weights p and gradients dp, (N, M) each, of a tile of queries on one of keys, and the keys' tile and coefficient."""
-    valid = m < keys
-    k, k_weight = load_product(ak, bk, m, valid, ak_m, ak_r, bk_m, bk_r, bk_d, RK, D, BLOCK_D, VEC, UNIT)
-    v, v_weight = load_product(av, bv, m, valid, av_m, av_r, bv_m, bv_r, bv_e, RV, E, BLOCK_E, VEC, UNIT)
-    zeros = tl.zeros((queries.shape[0], m.shape[0]), tl.float32)
+    k, k_weight = load_product(
+        ak, bk, m_first, keys, a_r, bk_m, bk_r, bk_d, BLOCK_M, RK, D, BLOCK_D, VEC, UNIT, MASKED
+    )
+    v, v_weight = load_product(
+        av, bv, m_first, keys, a_r, bv_m, bv_r, bv_e, BLOCK_M, RV, E, BLOCK_E, VEC, UNIT, MASKED
+    )
+    zeros = tl.zeros((queries.shape[0], BLOCK_M), tl.float32)
     logits = dot(queries, tl.trans(k), zeros) * (k_weight * logit_scale)[None, :]
-    seen = (m[None, :] >= first[:, None]) & (m[None, :] < end[:, None])
-    p = tl.where(seen, exp(logits - top[:, None], k.dtype), 0.0) * share[:, None]
+    p = power(logits - top[:, None], k.dtype) * share[:, None]
+    if MASKED:
+        m = m_first + tl.arange(0, BLOCK_M)
+        p = tl.where((m[None, :] >= first[:, None]) & (m[None, :] < end[:, None]), p, 0.0)
     dp = dot(do, tl.trans(v), zeros) * (v_weight * scale_v)[None, :]
     return p, dp, k, k_weight
 
 
 @triton.jit
 def factor_gradients(
-    gradient, a, b, da, db, m, inside, a_n, a_r, b_n, b_r, b_f, da_n, da_r, add,
+    gradient, a, b, da, db, first, size, a_r, b_n, b_r, b_f, da_n, da_r, add, TOKENS: tl.constexpr,
     R: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """From the gradient (M, F) of ``A B`` of one head: that of A is stored, that of B too, in ``db`` (M, R, F).
@@ -94,16 +86,18 @@ def factor_gradients(
     With ``add`` it is added to what ``db`` holds, where no other program writes.
     """
     f = tl.arange(0, BLOCK_F)
+    row = tl.arange(0, TOKENS)  # 32-bit offsets in the tile: 64-bit ones would not fit in registers
+    inside = first + row < size
     mask = inside[:, None] & (f < F)[None, :]
-    row = tl.arange(0, m.shape[0])  # 32-bit offsets in the tile: 64-bit ones would not fit in registers
-    sums = db + tl.min(m).to(tl.int64) * (R * F) + (row * (R * F))[:, None] + f[None, :]
+    sums = db + tl.cast(first, tl.int64) * (R * F) + (row * (R * F))[:, None] + f[None, :]
+    pointers = da + (first + row).to(tl.int64) * da_n
     for r in tl.static_range(R):
-        factor = load_factor(b, m, r, inside, b_n, b_r, b_f, F, BLOCK_F, VEC, UNIT)
-        pointers = da + m.to(tl.int64) * da_n + r * da_r
+        factor = load_factor(b, first, size, r, b_n, b_r, b_f, TOKENS, F, BLOCK_F, VEC, UNIT)
         tl.store(
-            pointers, rounded(tl.sum(gradient * factor.to(tl.float32), axis=1), da.dtype.element_ty), mask=inside
-        )
-        weight = tl.load(a + m.to(tl.int64) * a_n + r * a_r, mask=inside, other=0.0).to(tl.float32)
+            pointers + r * da_r,
+            rounded(tl.sum(gradient * factor.to(tl.float32), axis=1), da.dtype.element_ty), mask=inside,
+        )  # fmt: skip
+        weight = load_weights(a, first, size, r, a_r, TOKENS)
         before = tl.load(sums + r * F, mask=mask & add, other=0.0)
         tl.store(sums + r * F, before + gradient * weight[:, None], mask=mask)
 
@@ -132,27 +126,28 @@ def prepare_kernel(
     blocks = tl.cdiv(tokens, BLOCK_N)
     program = tl.program_id(0)
     head = program % heads
-    n = program // heads % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = program // heads % blocks * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
     batch = (program // heads // blocks).to(tl.int64)
     inside = n < tokens
     if aq is not None:
         aq += batch * aq_b
     tile = load_queries(
-        aq, bq + batch * (bq_b * Q_VEC), head, n, inside, aq_n, aq_h, aq_r, bq_n, bq_r, bq_d, scale_q,
-        RQ, D, BLOCK_D, Q_VEC, Q_UNIT,
+        aq, bq + batch * (bq_b * Q_VEC), head, first, tokens, aq_n, aq_h, aq_r, bq_n, bq_r, bq_d, scale_q,
+        BLOCK_N, RQ, D, BLOCK_D, Q_VEC, Q_UNIT,
     )  # fmt: skip
     row = (batch * heads + head) * tokens + n
     d = tl.arange(0, BLOCK_D)
     tl.store(q + row[:, None] * D + d[None, :], tile, mask=inside[:, None] & (d < D)[None, :])
     h = head.to(tl.int64)
-    o = load_rows(out + batch * out_b + h * out_h, n, inside, out_n, out_e, E, BLOCK_E, 1, False)
-    do = load_rows(grad + batch * grad_b + h * grad_h, n, inside, grad_n, grad_e, E, BLOCK_E, 1, False)
+    o = load_rows(out + batch * out_b + h * out_h, first, tokens, out_n, out_e, BLOCK_N, E, BLOCK_E, 1, False)
+    do = load_rows(grad + batch * grad_b + h * grad_h, first, tokens, grad_n, grad_e, BLOCK_N, E, BLOCK_E, 1, False)
     tl.store(delta + row, tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), mask=inside)
 
 
 _BACKWARD_NUMBERS = [
-    *"tokens keys heads batches sequences cu_stride ak_b ak_m ak_h ak_r bk_b bk_m bk_r bk_d".split(),
-    *"av_b av_m av_h av_r bv_b bv_m bv_r bv_e grad_b grad_n grad_h grad_e".split(),
+    *"tokens keys heads batches sequences cu_stride a_r bk_b bk_m bk_r bk_d".split(),
+    *"bv_b bv_m bv_r bv_e grad_b grad_n grad_h grad_e".split(),
 ]
 _QUERY_NUMBERS = [*_BACKWARD_NUMBERS, *"dq_b dq_n dq_h dq_d logit_scale dq_scale scale_v".split()]
 
@@ -161,9 +156,8 @@ _QUERY_NUMBERS = [*_BACKWARD_NUMBERS, *"dq_b dq_n dq_h dq_d logit_scale dq_scale
 def query_kernel(
     q, ak, bk, av, bv, grad, statistics, delta, cu_seqlens, dq,
     tokens: tl.int32, keys: tl.int32, heads: tl.int32, batches: tl.int32, sequences: tl.int32, cu_stride: tl.int64,
-    ak_b: tl.int64, ak_m: tl.int64, ak_h: tl.int64, ak_r: tl.int64,
+    a_r: tl.int64,
     bk_b: tl.int64, bk_m: tl.int64, bk_r: tl.int64, bk_d: tl.int64,
-    av_b: tl.int64, av_m: tl.int64, av_h: tl.int64, av_r: tl.int64,
     bv_b: tl.int64, bv_m: tl.int64, bv_r: tl.int64, bv_e: tl.int64,
     grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_e: tl.int64,
     dq_b: tl.int64, dq_n: tl.int64, dq_h: tl.int64, dq_d: tl.int64,
@@ -177,6 +171,7 @@ def query_kernel(
     ``SUM_DELTA``: δ is not ``Σ_e do ⊙ o`` but ``Σ_m p ⊙ dp``, summed here and left for `key_kernel`. That costs a pass,
     and cancels ``dp`` to the last bit where a query sees one key alone.
     """
+    PACKED: tl.constexpr = cu_seqlens is not None
     blocks = tl.cdiv(tokens, BLOCK_N)
     program = tl.program_id(0)
     head = program % heads
@@ -184,41 +179,51 @@ def query_kernel(
     block = program // heads // batches
     if CAUSAL:  # the longest first
         block = blocks - 1 - block
-    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_first = block * BLOCK_N
+    n = n_first + tl.arange(0, BLOCK_N)
     inside = n < tokens
-    first, end = visible_keys(n, tokens, keys, cu_seqlens, cu_stride, sequences, CAUSAL)
+    first, end = visible(n, tokens, keys, cu_seqlens, cu_stride, sequences, CAUSAL, True)
     h = head.to(tl.int64)
     row = batch * heads + h
-    queries = load_rows(q + row * tokens * D, n, inside, D, 1, D, BLOCK_D, 1, True)
+    queries = load_rows(q + row * tokens * D, n_first, tokens, h * 0 + D, 1, BLOCK_N, D, BLOCK_D, 1, True)
     do = load_rows(
-        grad + batch * (grad_b * G_VEC) + h * (grad_h * G_VEC), n, inside, grad_n, grad_e, E, BLOCK_E, G_VEC, G_UNIT
+        grad + batch * (grad_b * G_VEC) + h * (grad_h * G_VEC),
+        n_first,
+        tokens,
+        grad_n,
+        grad_e,
+        BLOCK_N,
+        E,
+        BLOCK_E,
+        G_VEC,
+        G_UNIT,
     )
     top, share, subtract = load_statistics(statistics, delta, row, tokens, n, inside)
-    ak += batch * ak_b + h * ak_h
-    av += batch * av_b + h * av_h
+    ak += row * (RK * a_r * 16)
+    av += row * (RV * a_r * 16)
     bk += batch * (bk_b * B_VEC)
     bv += batch * (bv_b * B_VEC)
-    start = tl.min(tl.where(inside, first, keys)) // BLOCK_M * BLOCK_M
-    stop = tl.max(end)
+    bounds = walk(first, end, BLOCK_M)
     if SUM_DELTA:
         subtract = tl.zeros((BLOCK_N,), tl.float32)
-        for m_first in range(start, stop, BLOCK_M):
+        for m_first in range(bounds[0], bounds[3], BLOCK_M):
             p, dp, _, _ = weigh_keys(
-                queries, do, ak, bk, av, bv, m_first + tl.arange(0, BLOCK_M), first, end, top, share, keys,
-                ak_m, ak_r, bk_m, bk_r, bk_d, av_m, av_r, bv_m, bv_r, bv_e, logit_scale, scale_v,
-                RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT,
+                queries, do, ak, bk, av, bv, m_first, first, end, top, share, keys,
+                a_r, bk_m, bk_r, bk_d, bv_m, bv_r, bv_e, logit_scale, scale_v, BLOCK_M,
+                RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT, True,
             )  # fmt: skip
             subtract += tl.sum(p * dp, axis=1)
         tl.store(delta + row * tokens + n, subtract, mask=inside)
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for m_first in range(start, stop, BLOCK_M):
-        p, dp, k, k_weight = weigh_keys(
-            queries, do, ak, bk, av, bv, m_first + tl.arange(0, BLOCK_M), first, end, top, share, keys,
-            ak_m, ak_r, bk_m, bk_r, bk_d, av_m, av_r, bv_m, bv_r, bv_e, logit_scale, scale_v,
-            RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT,
-        )  # fmt: skip
-        ds = p * (dp - subtract[:, None]) * k_weight[None, :]
-        acc = dot(rounded(ds, k.dtype), k, acc)
+    for part in tl.static_range(0 if PACKED else 1, 3):
+        for m_first in range(bounds[part], bounds[part + 1], BLOCK_M):
+            p, dp, k, k_weight = weigh_keys(
+                queries, do, ak, bk, av, bv, m_first, first, end, top, share, keys,
+                a_r, bk_m, bk_r, bk_d, bv_m, bv_r, bv_e, logit_scale, scale_v, BLOCK_M,
+                RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT, part != 1,
+            )  # fmt: skip
+            ds = p * (dp - subtract[:, None]) * k_weight[None, :]
+            acc = dot(rounded(ds, k.dtype), k, acc)
     d = tl.arange(0, BLOCK_D)
     pointers = dq + batch * dq_b + h * dq_h + (n.to(tl.int64) * dq_n)[:, None] + (d * dq_d)[None, :]
     tl.store(pointers, rounded(acc * dq_scale, dq.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
@@ -234,9 +239,8 @@ _KEY_NUMBERS = [
 def key_kernel(
     q, ak, bk, av, bv, grad, statistics, delta, cu_seqlens, dak, dav, dbk, dbv,
     tokens: tl.int32, keys: tl.int32, heads: tl.int32, batches: tl.int32, sequences: tl.int32, cu_stride: tl.int64,
-    ak_b: tl.int64, ak_m: tl.int64, ak_h: tl.int64, ak_r: tl.int64,
+    a_r: tl.int64,
     bk_b: tl.int64, bk_m: tl.int64, bk_r: tl.int64, bk_d: tl.int64,
-    av_b: tl.int64, av_m: tl.int64, av_h: tl.int64, av_r: tl.int64,
     bv_b: tl.int64, bv_m: tl.int64, bv_r: tl.int64, bv_e: tl.int64,
     grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_e: tl.int64,
     dak_b: tl.int64, dak_m: tl.int64, dak_h: tl.int64, dak_r: tl.int64,
@@ -250,59 +254,67 @@ def key_kernel(
 
     ``dbk`` (groups, B, M, RK, D) and ``dbv`` (groups, B, M, RV, E), float32, get this group's sums.
     """
+    PACKED: tl.constexpr = cu_seqlens is not None
     program = tl.program_id(0)
     group = program % groups
     batch = (program // groups % batches).to(tl.int64)
-    m = program // groups // batches * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = m < keys
-    first, end = visible_queries(m, tokens, keys, cu_seqlens, cu_stride, sequences, CAUSAL)
-    start = tl.min(tl.where(inside, first, tokens)) // BLOCK_N * BLOCK_N
-    stop = tl.max(end)
+    m_first = program // groups // batches * BLOCK_M
+    first, end = visible(
+        m_first + tl.arange(0, BLOCK_M), keys, tokens, cu_seqlens, cu_stride, sequences, CAUSAL, False
+    )
+    bounds = walk(first, end, BLOCK_N)
     bk += batch * (bk_b * B_VEC)
     bv += batch * (bv_b * B_VEC)
-    part = (group * batches.to(tl.int64) + batch) * keys
-    dbk += part * (RK * D)
-    dbv += part * (RV * E)
+    sums = (group * batches.to(tl.int64) + batch) * keys
+    dbk += sums * (RK * D)
+    dbv += sums * (RV * E)
     first_head = group * heads // groups
     for head in range(first_head, (group + 1) * heads // groups):
         h = head + batch * 0  # int64
         # Addresses that seem to depend on the head: else those of whole tiles are held in registers over all heads.
-        here = m + head * zero
+        here = m_first + head * zero
         row = batch * heads + h
-        ak_head = ak + batch * ak_b + h * ak_h
-        av_head = av + batch * av_b + h * av_h
+        ak_head = ak + row * (RK * a_r * 16)
+        av_head = av + row * (RV * a_r * 16)
         gradients = grad + batch * (grad_b * G_VEC) + h * (grad_h * G_VEC)
         k, k_weight = load_product(
-            ak_head, bk, here, inside, ak_m, ak_r, bk_m, bk_r, bk_d, RK, D, BLOCK_D, B_VEC, B_UNIT
+            ak_head, bk, here, keys, a_r, bk_m, bk_r, bk_d, BLOCK_M, RK, D, BLOCK_D, B_VEC, B_UNIT
         )
         v, v_weight = load_product(
-            av_head, bv, here, inside, av_m, av_r, bv_m, bv_r, bv_e, RV, E, BLOCK_E, B_VEC, B_UNIT
+            av_head, bv, here, keys, a_r, bv_m, bv_r, bv_e, BLOCK_M, RV, E, BLOCK_E, B_VEC, B_UNIT
         )
         dk = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         dv = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
-        for n_first in range(start, stop, BLOCK_N):
-            n = n_first + head * zero + tl.arange(0, BLOCK_N)
-            valid = n < tokens
-            queries = load_rows(q + row * tokens * D, n, valid, D, 1, D, BLOCK_D, 1, True)
-            do = load_rows(gradients, n, valid, grad_n, grad_e, E, BLOCK_E, G_VEC, G_UNIT)
-            top, share, subtract = load_statistics(statistics, delta, row, tokens, n, valid)
-            logits = (
-                dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-                * (k_weight * logit_scale)[:, None]
-            )
-            seen = (n[None, :] >= first[:, None]) & (n[None, :] < end[:, None])
-            p = tl.where(seen, exp(logits - top[None, :], k.dtype), 0.0) * share[None, :]
-            dv = dot(rounded(p, do.dtype), do, dv)
-            dp = dot(v, tl.trans(do), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * (v_weight * scale_v)[:, None]
-            ds = p * (dp - subtract[None, :])
-            dk = dot(rounded(ds, queries.dtype), queries, dk)
+        for part in tl.static_range(0 if CAUSAL or PACKED else 1, 3):
+            for n_first in range(bounds[part], bounds[part + 1], BLOCK_N):
+                there = n_first + head * zero
+                n = there + tl.arange(0, BLOCK_N)
+                valid = n < tokens
+                queries = load_rows(
+                    q + row * tokens * D, there, tokens, h * 0 + D, 1, BLOCK_N, D, BLOCK_D, 1, True, part != 1
+                )
+                do = load_rows(
+                    gradients, there, tokens, grad_n, grad_e, BLOCK_N, E, BLOCK_E, G_VEC, G_UNIT, part != 1
+                )
+                top, share, subtract = load_statistics(statistics, delta, row, tokens, n, valid)
+                logits = (
+                    dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+                    * (k_weight * logit_scale)[:, None]
+                )
+                p = power(logits - top[None, :], k.dtype) * share[None, :]
+                if part != 1:
+                    p = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < end[:, None]), p, 0.0)
+                dv = dot(rounded(p, do.dtype), do, dv)
+                dp = dot(v, tl.trans(do), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * (v_weight * scale_v)[:, None]
+                ds = p * (dp - subtract[None, :])
+                dk = dot(rounded(ds, queries.dtype), queries, dk)
         factor_gradients(
-            dk * dk_scale, ak_head, bk, dak + batch * dak_b + h * dak_h, dbk, here, inside, ak_m, ak_r,
-            bk_m, bk_r, bk_d, dak_m, dak_r, head > first_head, RK, D, BLOCK_D, B_VEC, B_UNIT,
+            dk * dk_scale, ak_head, bk, dak + batch * dak_b + h * dak_h, dbk, here, keys, a_r,
+            bk_m, bk_r, bk_d, dak_m, dak_r, head > first_head, BLOCK_M, RK, D, BLOCK_D, B_VEC, B_UNIT,
         )  # fmt: skip
         factor_gradients(
-            dv * scale_v, av_head, bv, dav + batch * dav_b + h * dav_h, dbv, here, inside, av_m, av_r,
-            bv_m, bv_r, bv_e, dav_m, dav_r, head > first_head, RV, E, BLOCK_E, B_VEC, B_UNIT,
+            dv * scale_v, av_head, bv, dav + batch * dav_b + h * dav_h, dbv, here, keys, a_r,
+            bv_m, bv_r, bv_e, dav_m, dav_r, head > first_head, BLOCK_M, RV, E, BLOCK_E, B_VEC, B_UNIT,
         )  # fmt: skip
         tl.debug_barrier()  # the next head adds to what was stored here
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 import triton
 
-from warploom.launch import Kernel, multiprocessors
+from warploom.launch import Kernel, architecture, multiprocessors
 from warploom.layout import empty_in_order_of
 from warploom.ops.tpa.kernels_attention import forward_kernel
 from warploom.ops.tpa.kernels_backward import factor_kernel, key_kernel, prepare_kernel, query_kernel
-from warploom.ops.tpa.launchers import feature_factors, strides_of
+from warploom.ops.tpa.launchers import feature_factors, logit_unit, strides_of
 
 Tensor = torch.Tensor
 
@@ -35,10 +35,9 @@ class Call(NamedTuple):
     scale_k: float
     scale_v: float
 
-    @property
-    def logit_scale(self) -> float:
-        """From ``Q · K``, where K is without its scale, to a logit."""
-        return self.scale * self.scale_k
+    def logit_scale(self, dtype: torch.dtype) -> float:
+        """From ``Q · K``, where K is without its scale, to a logit in the unit of the kernels for ``dtype``."""
+        return self.scale * self.scale_k * logit_unit(dtype)
 
     @property
     def packed(self) -> tuple[int, int]:
@@ -55,20 +54,24 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def _forward_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
+def _forward_tiles(dtype: torch.dtype, features: int, rank: int, arch: int) -> Tiles:
     if dtype == torch.float32:
         return _float32_tiles(features)
     if features > 128:
-        return Tiles(32, 32, 8, 2)
-    return Tiles(64, 64, 4, 3) if rank == 1 else Tiles(128, 64, 8, 3) if rank == 2 else Tiles(64, 32, 8, 2)
+        return Tiles(32, 16, 8, 2)
+    if rank > 2 or arch < 90:  # without warp-group products there are no registers for more
+        return Tiles(64, 32, 8, 2 if rank <= 8 else 1)
+    return Tiles(64, 64, 4, 3) if rank == 1 else Tiles(128, 64, 8, 3)
 
 
-def _query_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
+def _query_tiles(dtype: torch.dtype, features: int, rank: int, arch: int) -> Tiles:
     if dtype == torch.float32:
         return _float32_tiles(features)
     if features > 128:
-        return Tiles(32, 32, 8, 1)
-    return Tiles(64, 64, 4, 2) if rank == 1 else Tiles(128, 64, 8, 2) if rank == 2 else Tiles(64, 32, 8, 2)
+        return Tiles(32, 16, 8, 1)
+    if rank > 2 or arch < 90:
+        return Tiles(64, 32, 8, 2 if rank <= 8 else 1)
+    return Tiles(64, 64, 4, 2) if rank == 1 else Tiles(128, 64, 8, 2)
 
 
 def _key_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
@@ -76,11 +79,21 @@ def _key_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
         return Tiles(16, 16, 8, 1) if rank <= 2 else Tiles(16, 32, 8, 1)
     if features > 128:
         return Tiles(32, 16, 8, 1)
-    return Tiles(32, 64, 4, 3) if rank <= 2 else Tiles(32, 16, 8, 2 if features > 64 else 1)
+    if rank <= 2:
+        return Tiles(32, 64, 4, 3) if rank == 1 else Tiles(32, 64, 8, 2)
+    return Tiles(32, 16, 8, 2 if features > 64 else 1)
 
 
 def _float32_tiles(features: int) -> Tiles:
-    return Tiles(16, 16, 8, 1) if features > 64 else Tiles(32, 32, 4, 1)
+    return Tiles(16, 16, 8, 1) if features > 64 else Tiles(32, 32, 8, 1)
+
+
+def _heads_first(a: Tensor) -> Tensor:
+    """Head factors (B, M, H, R) as the kernels read them: (B, H, R, M) in float32, rows a multiple of 16 apart."""
+    batch, tokens, heads, rank = a.shape
+    rows = torch.empty((batch, heads, rank, -(-tokens // 16) * 16), dtype=torch.float32, device=a.device)
+    rows[..., :tokens].copy_(a.permute(0, 2, 3, 1))
+    return rows
 
 
 def _block(features: int) -> int:
@@ -101,15 +114,16 @@ def forward(
     out = empty_in_order_of(bq if aq is None else aq, values)
     statistics = torch.empty((batch, heads, 2, tokens), dtype=torch.float32, device=bq.device)
     block_d, block_e = _block(features), _block(values)
-    tiles = _forward_tiles(bq.dtype, max(block_d, block_e), max(rank_k, rank_v))
+    tiles = _forward_tiles(bq.dtype, max(block_d, block_e), max(rank_k, rank_v), architecture(bq.device))
     q, b = feature_factors(bq), feature_factors(bk, bv)
+    ak, av = _heads_first(ak), _heads_first(av)
     forward_launch(
         -(-tokens // tiles.queries) * batch * heads,
         (aq, bq, ak, bk, av, bv, call.cu_seqlens, out, statistics),
         (
-            tokens, keys, heads, batch, *call.packed, *strides_of(aq), *q.strides[0],
-            *strides_of(ak), *b.strides[0], *strides_of(av), *b.strides[1], *strides_of(out),
-            call.logit_scale, call.scale_q, call.scale_v,
+            tokens, keys, heads, batch, *call.packed, ak.shape[3] // 16, *strides_of(aq), *q.strides[0],
+            *b.strides[0], *b.strides[1], *strides_of(out),
+            call.logit_scale(bq.dtype), call.scale_q, call.scale_v,
         ),
         (
             call.causal, rank_q, rank_k, rank_v, features, values, tiles.queries, tiles.keys, block_d, block_e,
@@ -143,7 +157,7 @@ def backward(
     q = torch.empty((batch, heads, tokens, features), dtype=bq.dtype, device=bq.device)
     delta = torch.empty((batch, heads, tokens), dtype=torch.float32, device=bq.device)
     q_strides = feature_factors(bq)
-    tiles = _query_tiles(bq.dtype, _block(features), 1)
+    tiles = _query_tiles(bq.dtype, _block(features), 1, architecture(bq.device))
     prepare_launch(
         -(-tokens // tiles.queries) * batch * heads,
         (aq, bq, out, grad, q, delta),
@@ -155,12 +169,13 @@ def backward(
         tiles.warps,
     )  # fmt: skip
     dbq = empty_in_order_of(bq, features)
+    rows = _heads_first(ak), _heads_first(av)
     if aq is None:
-        _query_gradient(q, statistics, delta, grad, ak, av, bk, bv, dbq, call.scale_q, call)
+        _query_gradient(q, statistics, delta, grad, *rows, bk, bv, dbq, call.scale_q, call)
         daq = None
     else:
         dq = torch.empty((batch, tokens, heads, features), dtype=bq.dtype, device=bq.device)
-        _query_gradient(q, statistics, delta, grad, ak, av, bk, bv, dq, 1.0, call)
+        _query_gradient(q, statistics, delta, grad, *rows, bk, bv, dq, 1.0, call)
         daq = empty_in_order_of(aq, rank_q)
         block_r = min(_block(rank_q), 64)
         factor_launch(
@@ -173,29 +188,31 @@ def backward(
             8,
         )  # fmt: skip
         del dq
-    return daq, *_key_gradients(q, statistics, delta, grad, ak, av, bk, bv, call, dbq)
+    dak, dav = empty_in_order_of(ak, ak.shape[3]), empty_in_order_of(av, av.shape[3])
+    dbk, dbv = _key_gradients(q, statistics, delta, grad, *rows, bk, bv, dak, dav, call)
+    return daq, dak, dav, dbq, dbk, dbv
 
 
 def _query_gradient(
     q: Tensor, statistics: Tensor, delta: Tensor, grad: Tensor,
     ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, dq: Tensor, scale: float, call: Call,
 ) -> None:  # fmt: skip
-    """Write ``scale · dQ`` to ``dq`` (B, N, H, D)."""
+    """Write ``scale · dQ`` to ``dq`` (B, N, H, D); ``ak`` and ``av`` have their heads first."""
     batch, heads, tokens, features = q.shape
-    values = bv.shape[-1]
+    rank_k, rank_v, values = ak.shape[2], av.shape[2], bv.shape[-1]
     block_d, block_e = _block(features), _block(values)
-    tiles = _query_tiles(q.dtype, max(block_d, block_e), max(ak.shape[3], av.shape[3]))
+    tiles = _query_tiles(q.dtype, max(block_d, block_e), max(rank_k, rank_v), architecture(q.device))
     g, b = feature_factors(grad), feature_factors(bk, bv)
     query_launch(
         -(-tokens // tiles.queries) * batch * heads,
         (q, ak, bk, av, bv, grad, statistics, delta, call.cu_seqlens, dq),
         (
-            tokens, ak.shape[1], heads, batch, *call.packed,
-            *strides_of(ak), *b.strides[0], *strides_of(av), *b.strides[1], *g.strides[0], *strides_of(dq),
-            call.logit_scale, scale * call.scale * call.scale_k, call.scale_v,
+            tokens, bk.shape[1], heads, batch, *call.packed, ak.shape[3] // 16,
+            *b.strides[0], *b.strides[1], *g.strides[0], *strides_of(dq),
+            call.logit_scale(q.dtype), scale * call.scale * call.scale_k, call.scale_v,
         ),
         (
-            call.causal, ak.shape[3], av.shape[3], features, values, tiles.queries, tiles.keys, block_d, block_e,
+            call.causal, rank_k, rank_v, features, values, tiles.queries, tiles.keys, block_d, block_e,
             g.vector, g.flag, b.vector, b.flag, q.dtype == torch.float32,
         ),
         tiles.warps,
@@ -205,16 +222,15 @@ def _query_gradient(
 
 def _key_gradients(
     q: Tensor, statistics: Tensor, delta: Tensor, grad: Tensor,
-    ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, call: Call, dbq: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients ``ak, av``, then ``dbq`` as it came, then ``bk, bv``."""
+    ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, dak: Tensor, dav: Tensor, call: Call,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Write ``dak``, ``dav``; return the gradients of ``bk``, ``bv``. ``ak`` and ``av`` have their heads first."""
     batch, heads, tokens, features = q.shape
-    keys, rank_k, rank_v, values = ak.shape[1], ak.shape[3], av.shape[3], bv.shape[-1]
+    keys, rank_k, rank_v, values = bk.shape[1], ak.shape[2], av.shape[2], bv.shape[-1]
     block_d, block_e = _block(features), _block(values)
     tiles = _key_tiles(q.dtype, max(block_d, block_e), max(rank_k, rank_v))
     blocks = -(-keys // tiles.keys) * batch
     groups = min(heads, max(1, PROGRAMS * multiprocessors(q.device) // max(blocks, 1)))
-    dak, dav = empty_in_order_of(ak, rank_k), empty_in_order_of(av, rank_v)
     sums_k = torch.empty((groups, *bk.shape), dtype=torch.float32, device=q.device)
     sums_v = torch.empty((groups, *bv.shape), dtype=torch.float32, device=q.device)
     g, b = feature_factors(grad), feature_factors(bk, bv)
@@ -222,10 +238,10 @@ def _key_gradients(
         blocks * groups,
         (q, ak, bk, av, bv, grad, statistics, delta, call.cu_seqlens, dak, dav, sums_k, sums_v),
         (
-            tokens, keys, heads, batch, *call.packed,
-            *strides_of(ak), *b.strides[0], *strides_of(av), *b.strides[1], *g.strides[0],
+            tokens, keys, heads, batch, *call.packed, ak.shape[3] // 16,
+            *b.strides[0], *b.strides[1], *g.strides[0],
             *strides_of(dak), *strides_of(dav), groups, 0,
-            call.logit_scale, call.scale * call.scale_k, call.scale_v,
+            call.logit_scale(q.dtype), call.scale * call.scale_k, call.scale_v,
         ),
         (
             call.causal, rank_k, rank_v, features, values, tiles.queries, tiles.keys, block_d, block_e,
@@ -237,4 +253,4 @@ def _key_gradients(
     dbk, dbv = empty_in_order_of(bk, features), empty_in_order_of(bv, values)
     dbk.copy_(sums_k.sum(0))
     dbv.copy_(sums_v.sum(0))
-    return dak, dav, dbq, dbk, dbv
+    return dbk, dbv

@@ -1,0 +1,83 @@
+"""Calls that come again: what was found out about one call serves every call like it.
+
+A call is like another if everything that its checks and its launchers look at is the same: shapes, strides, dtypes
+and devices of its tensors, and its options. These make up its key. What a tensor holds and where it lies in memory
+are no part of it, nor is a number that kernels take as it comes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Plans:
+    """What was worked out once for each key.
+
+    An operator keeps two levels of them. The first has a key for everything about a public call that decides
+    whether it is right and runs on the kernels; an entry exists only for calls that passed the checks. Such an
+    entry has the second level, plans of the call's launches: forward, and backward for each layout of gradients.
+    """
+
+    LARGEST = 4096
+    """Keys at once: a server sees many lengths, and none of them for ever."""
+
+    __slots__ = ("known",)
+
+    def __init__(self) -> None:
+        self.known: dict[Hashable, Any] = {}
+
+    def find(self, key: Hashable) -> Any:
+        """What is kept for a key; None if there is nothing, or if an argument in it cannot be hashed."""
+        try:
+            return self.known.get(key)
+        except TypeError:
+            return None
+
+    def get(self, key: Hashable, make: Callable[..., T], *arguments: Any) -> T:
+        """What is kept for a key, made now from ``arguments`` if there is nothing."""
+        plan: T | None = self.known.get(key)
+        return self.keep(key, make(*arguments)) if plan is None else plan
+
+    def keep(self, key: Hashable, plan: T) -> T:
+        """Keep something for a key, and return it."""
+        if len(self.known) >= self.LARGEST:
+            self.known.clear()
+        self.known[key] = plan
+        return plan
+
+
+def metadata(tensor: object) -> Hashable:
+    """What a key says of an argument that should be a tensor or None: all but its contents and address."""
+    if tensor is None:
+        return None
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def are_kept(tensor: torch.Tensor) -> bool:
+    """Whether plans for a tensor's device are kept: for GPUs, and for CPUs in Triton's interpreter.
+
+    Elsewhere kernels are only recorded for a build, for one architecture after the other. Triton is not imported to
+    find out: if it has not been by now, there are no plans.
+    """
+    if tensor.is_cuda:
+        return True
+    launch = sys.modules.get("warploom.launch")
+    return launch is not None and launch.INTERPRETED
+
+
+def of_registered(known: Plans, tensor: torch.Tensor, *arguments: Any) -> Plans:
+    """Plans of a call of a registered operator, the types of whose ``arguments`` its schema has settled."""
+    if not are_kept(tensor):
+        return Plans()
+    parts = (
+        metadata(a) if isinstance(a, torch.Tensor) else tuple(a) if isinstance(a, list) else a for a in arguments
+    )
+    return known.get((metadata(tensor), *parts), Plans)

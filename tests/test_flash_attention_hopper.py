@@ -1,0 +1,188 @@
+"""Flash attention's kernels for Hopper: which calls take them, and that these are right there."""
+
+from typing import Any
+
+import pytest
+import torch
+from test_flash_attention import assert_right, random_inputs, run
+
+from warploom import flash_attention
+from warploom.backend import HAS_TRITON
+from warploom.testing.poison import poisoned_allocations
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+
+Tensor = torch.Tensor
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose kernels as on an H100, wherever the test runs."""
+    from warploom.ops.flash_attention import launchers_hopper
+
+    monkeypatch.setattr(launchers_hopper, "INTERPRETED", False)
+    monkeypatch.setattr(launchers_hopper, "architecture", lambda device: 90)
+    monkeypatch.setattr(launchers_hopper, "multiprocessors", lambda device: 132)
+
+
+def suits(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float = 0.1, **mask: Any) -> bool:
+    from warploom.ops.flash_attention import launchers, launchers_hopper
+
+    geometry = launchers._geometry(q, k, v)
+    return launchers_hopper.suit(name, geometry, launchers.Mask(**mask), scale, q, k, v)
+
+
+def empty(n: int = 70, heads: int = 2, d: int = 64, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(2, n, heads, d, dtype=dtype)
+
+
+def test_the_calls_that_suit(hopper: None) -> None:
+    x = empty()
+    assert suits("forward", x, x, x, right=0)
+    assert suits("forward", x, x, x)
+    assert suits("forward", *(empty(dtype=torch.float16) for _ in range(3)))
+    assert suits("forward", empty(heads=4), x, x)  # grouped queries
+    assert suits("forward", empty(d=80), empty(d=80), empty(d=128))
+    assert suits("forward", *(empty().transpose(1, 2).contiguous().transpose(1, 2) for _ in range(3)))
+    assert suits("forward", *(torch.empty(2, 70, 3, 2, 64, dtype=torch.bfloat16)[:, :, i] for i in range(3)))
+
+
+def test_the_calls_that_do_not(hopper: None) -> None:
+    x = empty()
+    assert not suits("forward", x, x, x, left=3)
+    assert not suits("forward", x, x, x, cu_seqlens_q=torch.tensor([0, 70]))
+    assert not suits("forward", x, x, x, -0.1)
+    assert not suits("forward", x, x, x, 0.0)
+    for d in (16, 32, 129, 256):
+        assert not suits("forward", *(empty(d=d) for _ in range(3))), d
+    assert not suits("forward", *(empty(d=68) for _ in range(3))), "rows of 136 bytes"
+    assert not suits("forward", *(empty(dtype=torch.float32) for _ in range(3)))
+    assert not suits("forward", x, x[:1].expand(2, -1, -1, -1), x), "a stride of zero"
+    assert not suits("forward", x, empty(d=128)[..., ::2], x)
+
+
+def test_long_walks_of_few_heads_are_left_to_be_split(hopper: None) -> None:
+    one, many = (torch.empty(batch, 2048, 16, 64, dtype=torch.bfloat16) for batch in (1, 4))
+    assert suits("forward", many, many, many)
+    assert not suits("forward", one[:, :, :1], one[:, :, :1], one[:, :, :1])
+    assert not suits("key", one, one[:, :, :4], one[:, :, :4])
+    assert suits("query", one, one[:, :, :4], one[:, :, :4])
+
+
+def test_nothing_suits_another_gpu(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from warploom.ops.flash_attention import launchers_hopper
+
+    x = empty()
+    for arch in (80, 89, 100, 120):
+        monkeypatch.setattr(launchers_hopper, "architecture", lambda device, arch=arch: arch)
+        assert not suits("forward", x, x, x), arch
+
+
+# ----------------------------------------------------------------------------------------------------------
+# On a Hopper GPU
+# ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels for Hopper that a test launches."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    from warploom.launch import TiledLaunch
+
+    names: list[str] = []
+    usual = TiledLaunch.__call__
+
+    def call(self: TiledLaunch, tensors: Any) -> None:
+        names.append(self.function.__name__)
+        usual(self, tensors)
+
+    monkeypatch.setattr(TiledLaunch, "__call__", call)
+    return names
+
+
+ALL = ["hopper_forward_kernel", "hopper_key_kernel", "hopper_query_kernel"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("n", "m", "heads", "key_heads", "d", "e"),
+    [
+        (1000, 1000, 24, 24, 64, 64),
+        (1000, 1000, 24, 24, 128, 128),
+        (700, 1500, 32, 8, 128, 128),
+        (1500, 700, 32, 8, 64, 64),
+        (1, 2000, 66, 66, 64, 64),
+        (2000, 3, 66, 66, 128, 128),
+        (385, 257, 40, 40, 80, 96),
+        (129, 640, 60, 20, 40, 128),
+        (65, 63, 3, 1, 128, 72),
+    ],
+)
+def test_many_tiles(
+    n: int, m: int, heads: int, key_heads: int, d: int, e: int, causal: bool, dtype: torch.dtype,
+    launched: list[str], device: torch.device,
+) -> None:  # fmt: skip
+    inputs = random_inputs(device, n, m, heads=heads, key_heads=key_heads, d=d, e=e, causal=causal, dtype=dtype)
+    with poisoned_allocations():
+        assert_right(inputs, "triton")
+    assert set(launched) >= {"hopper_forward_kernel"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_many_tiles_give_the_same_bits_twice(d: int, launched: list[str], device: torch.device) -> None:
+    inputs = random_inputs(device, 1500, heads=32, key_heads=16, d=d, causal=True, dtype=torch.bfloat16)
+    first, second = run(inputs, "triton"), run(inputs, "triton")
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert sorted(set(launched)) == ALL
+
+
+@pytest.mark.gpu
+def test_a_window_to_the_right(launched: list[str], device: torch.device) -> None:
+    inputs = random_inputs(device, 500, 600, heads=50, d=64, dtype=torch.bfloat16, window=(None, 37))
+    assert_right(inputs, "triton")
+    assert sorted(set(launched)) == ALL
+
+
+@pytest.mark.gpu
+def test_other_batches_and_heads_do_not_matter(launched: list[str], device: torch.device) -> None:
+    inputs = random_inputs(device, 600, heads=40, d=128, causal=True, dtype=torch.bfloat16)
+    with torch.no_grad():
+        clean = flash_attention(inputs["q"], inputs["k"], inputs["v"], causal=True)
+        for name in ("q", "k", "v"):
+            inputs[name][1] = torch.nan
+            inputs[name][0, :, 7:] = torch.nan
+        out = flash_attention(inputs["q"], inputs["k"], inputs["v"], causal=True)
+    assert torch.equal(out[0, :, :7], clean[0, :, :7])
+    assert launched == ["hopper_forward_kernel"] * 2
+
+
+@pytest.mark.gpu
+def test_an_address_that_cannot_be_described(launched: list[str], device: torch.device) -> None:
+    """The same shapes and strides, one element further: plans are for addresses that suit, or for any."""
+    storage = torch.randn(3, 2 * 300 * 30 * 64 + 8, device=device, dtype=torch.bfloat16)
+    results = []
+    for start in (0, 1, 8):
+        q, k, v = (row[start : start + 2 * 300 * 30 * 64].view(2, 300, 30, 64) for row in storage)
+        assert_right({"q": q.requires_grad_(), "k": k, "v": v, "causal": True}, "triton")
+        results.append(bool(launched))
+        launched.clear()
+    assert results == [True, False, True]
+
+
+@pytest.mark.gpu
+def test_a_graph_replays(launched: list[str], device: torch.device) -> None:
+    q, k, v = (torch.randn(2, 700, 32, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
+    flash_attention(q, k, v, causal=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attention(q, k, v, causal=True)
+    q.copy_(torch.randn_like(q))
+    graph.replay()
+    graph.replay()
+    assert torch.equal(out, flash_attention(q, k, v, causal=True))
+    assert set(launched) == {"hopper_forward_kernel"}
