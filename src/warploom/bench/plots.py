@@ -21,8 +21,15 @@ if TYPE_CHECKING:
 __all__ = ["figure_svg", "write_pictures"]
 
 MODES = ("fwd", "bwd")
-CASES = {"activation": ("none", "silu")}
-"""What the pictures show of a bench that has these parameters."""
+CASES = {
+    "activation": ("none", "silu"),
+    "theta_gradient": (None,),
+    "head_dim": (128,),
+    "dtype": ("bfloat16",),
+    "batch": (4, 8, 32),
+    "kv_rank": (None,),
+}
+"""What the pictures show of a bench that has these parameters. The first is what stands for one that has none."""
 
 _MOST_PANELS = 2
 _MARKERS = {
@@ -98,8 +105,11 @@ def figure_svg(section: Section, panels: Sequence[Panel], modes: Sequence[str] =
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(1.2 + 2.8 * len(columns), 6.4), layout="constrained")
         grid = figure.subplots(2, len(columns), sharey="row", sharex="col", squeeze=False)
+        common = dict(set.intersection(*(set(panel.labels.items()) for panel in panels)))
+        figure.suptitle(_words({name: common[name] for name in panels[0].labels if name in common}), fontsize=13)
         for (panel, mode), share, time in zip(columns, *grid):
-            share.set_title(", ".join([mode_title(mode), *([panel.label] if panel.parameters else [])]))
+            own = _words({name: value for name, value in panel.labels.items() if name not in common})
+            share.set_title("\n".join(filter(None, (mode_title(mode), own))))
             _draw_share(share, section, panel, mode, styles)
             _draw_time(time, section, panel, mode, styles)
             _size_ticks(time, section.x, panel.xs(mode))
@@ -108,7 +118,13 @@ def figure_svg(section: Section, panels: Sequence[Panel], modes: Sequence[str] =
         _scales(grid[0][0], grid[1][0], columns)
         drawn = {label: handle for axes in grid[1] for handle, label in zip(*axes.get_legend_handles_labels())}
         names = [name for name in section.providers if name in drawn]
-        figure.legend([drawn[name] for name in names], names, loc="outside lower center", ncols=6, frameon=False)
+        figure.legend(
+            [drawn[name] for name in names],
+            names,
+            loc="outside lower center",
+            ncols=max(2, min(6, 2 * len(columns))),
+            frameon=False,
+        )
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()
@@ -123,6 +139,10 @@ def _chosen(section: Section) -> list[Panel]:
         if all(panel.parameters.get(name, values[0]) in values for name, values in CASES.items())
     ]
     return (wanted or first)[:_MOST_PANELS]
+
+
+def _words(labels: Mapping[str, str]) -> str:
+    return " · ".join(f"{name} = {value}" for name, value in labels.items())
 
 
 def _draw_share(axes: Axes, section: Section, panel: Panel, mode: str, styles: Mapping[str, Look]) -> None:
