@@ -35,6 +35,9 @@ WAYS: dict[str, dict[str, Any]] = {
 ways = pytest.mark.parametrize("way", WAYS)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
+# The interpreter takes seconds for a case: there, pairs of one order stand for those of the other.
+some_kinds = kinds if torch.cuda.is_available() else pytest.mark.parametrize("kind", ["rotate", "cosine"])
+
 
 def sequences(way: str) -> list[slice]:
     """The tokens of each sequence that has any."""
@@ -62,7 +65,7 @@ def assert_accurate(kind: str, x: Tensor, theta: Tensor, way: str) -> None:
 
 @ways
 @dtypes
-@kinds
+@some_kinds
 def test_columns_that_leave_their_first_token_far_behind(
     kind: str, dtype: torch.dtype, way: str, device: torch.device
 ) -> None:
@@ -78,7 +81,7 @@ def test_columns_that_leave_their_first_token_far_behind(
 
 @ways
 @dtypes
-@kinds
+@some_kinds
 def test_columns_of_large_entries(kind: str, dtype: torch.dtype, way: str, device: torch.device) -> None:
     # Multiplied by log₂e, entries of this size have lost the digits that decide between them, unless they cancel.
     x = random_x(device, 1, WAYS[way]["tokens"], 2, FEATURES)
@@ -91,7 +94,7 @@ def test_columns_of_large_entries(kind: str, dtype: torch.dtype, way: str, devic
 
 @ways
 @dtypes
-@kinds
+@some_kinds
 def test_tokens_of_no_weight(kind: str, dtype: torch.dtype, way: str, device: torch.device) -> None:
     x = random_x(device, 1, WAYS[way]["tokens"], 2, FEATURES) - 20  # far below a shift of zero
     for tokens in sequences(way):
@@ -103,7 +106,7 @@ def test_tokens_of_no_weight(kind: str, dtype: torch.dtype, way: str, device: to
 
 
 @ways
-@kinds
+@some_kinds
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_columns_without_a_softmax_are_nan(value: float, kind: str, way: str, device: torch.device) -> None:
     x = random_x(device, 1, WAYS[way]["tokens"], 2, FEATURES)
@@ -116,7 +119,7 @@ def test_columns_without_a_softmax_are_nan(value: float, kind: str, way: str, de
 
 
 @pytest.mark.parametrize("block_parallel", [False, True])
-@kinds
+@some_kinds
 def test_a_single_token_has_all_the_weight(kind: str, block_parallel: bool, device: torch.device) -> None:
     x, theta = 100 * random_x(device, 2, 1, HEADS, FEATURES), random_theta(device, HEADS, FEATURES // 2)
     x.requires_grad_()
@@ -133,7 +136,7 @@ def by_way(kind: str, x: Tensor, theta: Tensor, block_parallel: bool) -> Tensor:
     return autograd.apply(x, theta, call)
 
 
-@kinds
+@some_kinds
 @pytest.mark.parametrize("tokens", [700, 2100])  # backward in chunks of itself; forward too
 def test_the_ways_agree(tokens: int, kind: str, device: torch.device) -> None:
     x = random_x(device, 1, tokens, 2, FEATURES).requires_grad_()
