@@ -48,7 +48,7 @@ def _capture(function: Function, inputs: dict[str, Any]) -> tuple[torch.cuda.CUD
     try:
         with torch.cuda.graph(graph):
             outputs = function(**inputs)
-    except Exception:
+    except Exception:  # whatever stopped the capture is raised again, once the generator is put right
         _recover()
         raise
     return graph, outputs
