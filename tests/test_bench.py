@@ -18,6 +18,7 @@ from warploom.bench.environment import describe_environment, environment_id
 from warploom.bench.records import LIMIT, Record
 from warploom.bench.runner import Outcome, Selection
 from warploom.errors import ArgumentError, WarploomError
+from warploom.ops import benches
 from warploom.ops.spec import Bench, Case, Traffic, Unsupported
 
 CPU = torch.device("cpu")
@@ -121,6 +122,23 @@ def test_staleness_is_a_digest_that_is_not_the_codes(monkeypatch: pytest.MonkeyP
     assert records.is_stale(RECORD)
     assert records.is_stale(replace(RECORD, operator="gone"))
     records._digests.cache_clear()
+
+
+def test_records_of_peers_outlast_a_change_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = benches()["lrpe-rope"]
+    before = records.current_digests(bench)
+    assert before["triton"] == before["limit"] == records.current_digest(bench)
+    assert before["torch"] == before["torch_compile_cache"] == before["liger"] != before["triton"]
+    monkeypatch.setattr(records, "source_digest", lambda folder, leave_out=(): "changed")
+    after = records.current_digests(bench)
+    assert {name for name in after if after[name] == before[name]} == {
+        "torch",
+        "torch_compile",
+        "torch_compile_cache",
+        "liger",
+        "fla",
+        "flash_attn",
+    }
 
 
 # Environment
@@ -276,11 +294,21 @@ def test_resume_measures_only_what_is_missing_or_stale(tmp_path: Path, monkeypat
     assert by_provider(outcome)["wrong"].status == "incorrect"
     measured.clear()
 
-    monkeypatch.setattr(runner, "current_digest", lambda bench: "other code")
+    names = (*one.providers, LIMIT)
+    monkeypatch.setattr(runner, "current_digests", lambda bench: dict.fromkeys(names, "other code"))
     outcome = run(one, tmp_path, Selection(modes=["fwd"]), resume=True)
     assert len(measured) == 2
     assert {record.source_digest for record in outcome.records} == {"other code"}
-    assert {r.source_digest for r in records.load([tmp_path]) if r.provider == "torch"} == {"other code"}
+    measured.clear()
+
+    changed = {name: "newer code" if name == "torch" else "other code" for name in names}
+    monkeypatch.setattr(runner, "current_digests", lambda bench: changed)
+    assert (
+        by_provider(run(one, tmp_path, Selection(modes=["fwd"]), resume=True))["torch"].source_digest
+        == "newer code"
+    )
+    assert [providers for _, providers in measured] == [("torch",), ("torch",)]
+    assert {r.source_digest for r in records.load([tmp_path]) if r.provider == LIMIT} == {"other code"}
 
 
 def test_a_time_limit_stops_between_cases_and_says_what_is_left(tmp_path: Path) -> None:
