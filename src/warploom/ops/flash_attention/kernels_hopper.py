@@ -112,7 +112,13 @@ def announce(tile, ticket, empty, done):
 def announced(ticket, full, done):
     """What `announce` told, and the number of the buffer."""
     slot = wait_full(full, done)
-    return gl.max(ticket.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0), slot
+    return read(ticket, slot), slot
+
+
+@gluon.jit
+def read(ticket, slot):
+    """What was announced in buffer number ``slot``."""
+    return gl.max(ticket.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit

@@ -34,6 +34,7 @@ from warploom.ops.flash_attention.kernels_hopper import (
     place_names,
     power_of_two,
     product_transposed,
+    read,
     store_part,
     tile_place,
     wait_empty,
@@ -275,9 +276,9 @@ def copy_for_keys(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, arguments):
 @gluon.jit
 def walk_queries(
     dk, dv, count, k_tile, v_tile, q_tiles, do_tiles, shifts, deltas, q_full, q_empty, do_full, do_empty,
-    begin, end, first, right, scale, MASKED: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    begin, end, first, scale, MASKED: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Walk over tiles of queries ``begin … end`` of one head. Query ``first`` stands at the first of the keys."""
+    """Walk over tiles of queries ``begin … end`` of one head. Query ``first`` is the first that sees the first key."""
     BLOCK_M: gl.constexpr = q_tiles.shape[3]
     STAGES: gl.constexpr = q_tiles.shape[0]
     for i in range(begin, end):
@@ -288,9 +289,9 @@ def walk_queries(
         row_shift = shifts.index(slot).load(gl.SliceLayout(0, LAYOUT))
         weights = power_of_two(logits * scale - row_shift[None, :])
         if MASKED:
-            key = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+            sees = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
             query = i * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
-            weights = gl.where(key[:, None] <= (query + right)[None, :], weights, 0.0)
+            weights = gl.where(sees[:, None] <= query[None, :], weights, 0.0)
         factor = as_factor(weights, q_tiles.dtype, OUT_LAYOUT)
         dv = warpgroup_mma(factor, matrix(do_tiles, slot), dv, is_async=True)
         dweights = warpgroup_mma_wait(1, deps=[dweights])
@@ -330,7 +331,7 @@ def compute_for_keys(
         entry, key_head = row // key_heads, row % key_heads
         begin, full, end = query_steps(block, part, parts, tokens, keys, right, CAUSAL, BLOCK_N, BLOCK_M)
         n = block * BLOCK_N + own * ROWS
-        first = n - (keys - tokens)
+        first = n - (keys - tokens) - right
         place = slot * GROUPS + own
         k_tile, v_tile = matrix(k_tiles, place), matrix(v_tiles, place)
         dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
@@ -339,12 +340,16 @@ def compute_for_keys(
             if CAUSAL:
                 dk, dv, count = walk_queries(
                     dk, dv, count, k_tile, v_tile, q_tiles, do_tiles, shifts, deltas,
-                    q_full, q_empty, do_full, do_empty, begin, full, first, right, scale, True, LAYOUT, OUT_LAYOUT,
+                    q_full, q_empty, do_full, do_empty, begin, full, first, scale, True, LAYOUT, OUT_LAYOUT,
                 )  # fmt: skip
             dk, dv, count = walk_queries(
                 dk, dv, count, k_tile, v_tile, q_tiles, do_tiles, shifts, deltas,
-                q_full, q_empty, do_full, do_empty, full, end, first, right, scale, False, LAYOUT, OUT_LAYOUT,
+                q_full, q_empty, do_full, do_empty, full, end, first, scale, False, LAYOUT, OUT_LAYOUT,
             )  # fmt: skip
+        # Worked out again rather than held in registers.
+        block, row, part = tile_place(read(ticket, slot), blocks, rows, section, parts, False)
+        entry, key_head = row // key_heads, row % key_heads
+        n = block * BLOCK_N + own * ROWS
         if SPLIT:
             store_part(dv_out, dv, part, entry, key_head, n, keys, dv_place, OUT_LAYOUT)
             store_part(dk_out, dk * slope, part, entry, key_head, n, keys, dk_place, OUT_LAYOUT)
