@@ -138,7 +138,10 @@ def copy_own(descs, tiles, entry, head, row, full, slot, GROUPS: gl.constexpr):
     for group in gl.static_range(GROUPS):
         for i in gl.static_range(len(descs)):
             tma.async_copy_global_to_shared(
-                descs[i], [entry, head, row + group * ROWS, 0], full.index(slot), tiles[i].index(slot * GROUPS + group)
+                descs[i],
+                [entry, head, row + group * ROWS, 0],
+                full.index(slot),
+                tiles[i].index(slot * GROUPS + group),
             )
 
 

@@ -38,7 +38,6 @@ from warploom.ops.flash_attention.kernels_hopper import (
     store_part,
     tile_place,
     wait_empty,
-    wait_full,
 )
 
 
@@ -307,9 +306,7 @@ def walk_queries(
 
 
 @gluon.jit
-def compute_for_keys(
-    own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, arguments
-):
+def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, arguments):
     """Group number ``own`` of warps of `hopper_key_kernel`. Results leave through the buffers of its keys and values."""
     (
         ticket, dk_out, dv_out, q_tiles, do_tiles, k_tiles, v_tiles, shifts, deltas,
