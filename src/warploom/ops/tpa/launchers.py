@@ -126,6 +126,17 @@ def _divided(strides: tuple[int, int, int, int], vector: int) -> tuple[int, int,
     return b // vector, n // vector, r // vector, d
 
 
+class Operands(NamedTuple):
+    """The six factors of a call, with their rank axis."""
+
+    aq: Tensor | None
+    ak: Tensor
+    av: Tensor
+    bq: Tensor
+    bk: Tensor
+    bv: Tensor
+
+
 class Factors(NamedTuple):
     """Strides of factors as the kernels take them, and the constants that go with them."""
 
