@@ -80,7 +80,7 @@ def _key_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
     if features > 128:
         return Tiles(32, 16, 8, 1)
     if rank <= 2:
-        return Tiles(32, 64, 4, 3) if rank == 1 else Tiles(32, 64, 8, 2)
+        return Tiles(32, 64, 4, 3)
     return Tiles(32, 16, 8, 2 if features > 64 else 1)
 
 

@@ -158,8 +158,9 @@ ATTENTION = Operator(
     reference=reference.tpa_attention,
     make_inputs=attention_inputs,
     check_cases=tuple({**_ATTENTION, **change} for change in _ATTENTION_CHECKS),
-    # On an H200 the key kernel's fastest tiles spill; those that spill nothing took 1.1 times as long.
-    spills={"key_kernel": 1088},
+    # On an H200 the key kernel's fastest tiles spill; at rank two, with those that spill 1088, a backward
+    # took 1.3 times as long.
+    spills={"key_kernel": 1840},
 )
 OPERATORS = (DECODE, ATTENTION)
 
