@@ -12,7 +12,7 @@ import torch
 
 from warploom.launch import ALIGNMENT, INTERPRETED, Kernel, Launch, TiledLaunch, architecture, multiprocessors
 from warploom.layout import layout_of
-from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel
+from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel, split_kernel
 from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
 from warploom.plans import Plans
 
@@ -23,6 +23,7 @@ Tensor = torch.Tensor
 
 forward_launch = Kernel(forward_kernel)
 combine_launch = Kernel(combine_kernel)
+split_launch = Kernel(split_kernel)
 prepare_launch = Kernel(prepare_kernel)
 key_launch = Kernel(key_kernel)
 query_launch = Kernel(query_kernel)
@@ -42,6 +43,7 @@ SPLIT_STEPS = 4
 
 UNBOUNDED = 2**30  # a bound of the window that no distance reaches
 LOG2_E = 1.4426950408889634
+_LONG = 2048  # float32 tensors of so many rows are split once, before they are walked over
 _NARROW = 2**22  # strides of rows and features below this keep a tile within 32 bits
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -65,7 +67,7 @@ class Configuration(NamedTuple):
 
 
 def configuration(
-    kernel: str, arch: int, dtype: torch.dtype, features: int, precision: str, plain: bool
+    kernel: str, arch: int, dtype: torch.dtype, features: int, product: str, plain: bool
 ) -> Configuration:
     """The pinned tiles of a kernel: ``forward``, ``key`` (gradients of k and v) or ``query`` (gradient of q).
 
@@ -74,13 +76,14 @@ def configuration(
         arch: Compute capability times ten.
         dtype: Of the tensors.
         features: The larger of D and E, up to a power of two, 16 at least.
-        precision: A key of `PRODUCTS`; float32 alone has several.
+        product: How float32 factors are multiplied, as in `warploom.device.product`.
         plain: Whether masks are those of a causal or full attention and D and E equal powers of two: what such
             kernels save in registers, larger tiles take.
     """
     tuned = plain and 90 <= arch < 120
     if dtype == torch.float32 and tuned and features <= 128:
-        return (_PLAIN_90_FLOAT32 if precision == "highest" else _PLAIN_90_TF32)[kernel][features]
+        tables = {"parts": _PLAIN_90_PARTS, "bf16x6": _PLAIN_90_FLOAT32}
+        return tables.get(product, _PLAIN_90_TF32)[kernel][features]
     if dtype == torch.float32:
         return _FLOAT32[kernel][features]
     if tuned:
@@ -129,6 +132,26 @@ _PLAIN_90_FLOAT32: dict[str, dict[int, Configuration]] = {
         32: Configuration(64, 64, 4, 2),
         64: Configuration(64, 32, 4, 3),
         128: Configuration(64, 16, 4, 1),
+    },
+}
+_PLAIN_90_PARTS: dict[str, dict[int, Configuration]] = {
+    "forward": {
+        16: Configuration(64, 64, 4, 2),
+        32: Configuration(64, 64, 4, 2),
+        64: Configuration(64, 64, 4, 2),
+        128: Configuration(64, 32, 4, 2),
+    },
+    "key": {
+        16: Configuration(64, 64, 4, 2),
+        32: Configuration(64, 64, 4, 2),
+        64: Configuration(32, 64, 4, 2),
+        128: Configuration(16, 64, 8, 2),
+    },
+    "query": {
+        16: Configuration(64, 64, 4, 2),
+        32: Configuration(64, 64, 4, 2),
+        64: Configuration(64, 32, 4, 2),
+        128: Configuration(64, 32, 8, 2),
     },
 }
 _PLAIN_90_TF32: dict[str, dict[int, Configuration]] = {
@@ -235,11 +258,16 @@ class Geometry(NamedTuple):
         return 0 in (self.entries, self.tokens, self.keys, self.heads)
 
 
-def _tiles(kernel: str, geometry: Geometry, mask: Mask, scale: float, precision: str, q: Tensor) -> Configuration:
-    block_d, block_e = geometry.block_d, geometry.block_e
+def _is_plain(geometry: Geometry, mask: Mask, scale: float) -> bool:
+    """Whether a call is one of those for which `configuration` has tiles of their own."""
     plain = mask.left is None and mask.cu_seqlens_q is None and scale >= 0
-    plain = plain and block_d == block_e and geometry.features == geometry.value_features == block_d
-    return configuration(kernel, architecture(q.device), q.dtype, max(block_d, block_e), precision, plain)
+    return plain and geometry.features == geometry.value_features == geometry.block_d
+
+
+def _tiles(kernel: str, geometry: Geometry, mask: Mask, scale: float, product: str, q: Tensor) -> Configuration:
+    features = max(geometry.block_d, geometry.block_e)
+    plain = _is_plain(geometry, mask, scale)
+    return configuration(kernel, architecture(q.device), q.dtype, features, product, plain)
 
 
 def _geometry(q: Tensor, k: Tensor, v: Tensor) -> Geometry:
@@ -314,19 +342,24 @@ def _precision(q: Tensor, precision: str | None) -> str:
     return precision or torch.get_float32_matmul_precision()
 
 
-def _product(geometry: Geometry, precision: str) -> str:
-    """How factors are multiplied. Long rows of float32 split in parts do not fit in registers; they go unsplit."""
-    long = max(geometry.block_d, geometry.block_e) > 128
-    return "ieee" if long and precision == "highest" else PRODUCTS[precision]
+def _product(q: Tensor, geometry: Geometry, mask: Mask, scale: float, precision: str) -> str:
+    """How factors are multiplied: see `warploom.device.product`."""
+    if precision != "highest" or q.dtype != torch.float32:
+        return PRODUCTS[precision]
+    if max(geometry.block_d, geometry.block_e) > 128:
+        return "ieee"  # three parts of such rows do not fit in registers
+    long = min(geometry.tokens, geometry.keys) >= _LONG
+    tuned = 90 <= architecture(q.device) < 120 and _is_plain(geometry, mask, scale)
+    return "parts" if long and tuned else PRODUCTS[precision]
 
 
 def _constants(
-    geometry: Geometry, mask: Mask, scale: float, access: _Access, precision: str, tiles: Configuration
+    geometry: Geometry, mask: Mask, scale: float, access: _Access, product: str, tiles: Configuration
 ) -> tuple[object, ...]:
     """Arguments ``HAS_LEFT … BLOCK_E`` of a kernel."""
     return (
         mask.left is not None, mask.right is not None, scale < 0, access.vec, access.unit, access.wide,
-        geometry.features, geometry.value_features, _product(geometry, precision),
+        geometry.features, geometry.value_features, product,
         tiles.block_m, tiles.block_n, geometry.block_d, geometry.block_e,
     )  # fmt: skip
 
@@ -356,6 +389,30 @@ class _Forward(NamedTuple):
     part_elements: int = 0  # of all parts of the output together, in float32
     part_statistics: tuple[int, ...] = ()  # shape
     counted: bool = False  # whether tiles are counted, with tickets that must be zero
+    splits: tuple[_Split | None, _Split | None] = (None, None)  # of keys and values
+
+
+class _Split(NamedTuple):
+    """What splits a float32 tensor in parts before it is walked over."""
+
+    launch: Launch
+    parts: Tensor  # without memory: (3, …), in bfloat16
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The parts of ``x``."""
+        parts = torch.empty(self.parts.shape, dtype=torch.bfloat16, device=x.device)
+        self.launch((x, parts))
+        return parts
+
+
+def _plan_split(x: Tensor) -> _Split:
+    entries, tokens, heads, features = x.shape
+    block_f = _tile_features(features)
+    rows, block_r = entries * tokens * heads, max(2048 // block_f, 1)
+    launch = Launch(
+        split_launch, -(-rows // block_r), (rows, tokens, heads, *x.stride()), (features, block_r, block_f)
+    )
+    return _Split(launch, torch.empty((3, *x.shape), dtype=torch.bfloat16, device="meta"))
 
 
 def forward(
@@ -383,6 +440,9 @@ def forward(
     if plan.combine is not None:
         target = torch.empty(plan.part_elements, dtype=torch.float32, device=q.device)
         target_statistics = torch.empty(plan.part_statistics, dtype=torch.float32, device=q.device)
+    split_k, split_v = plan.splits
+    if split_k is not None and split_v is not None:
+        k, v = split_k(k), split_v(v)
     if isinstance(plan.launch, TiledLaunch):
         make = torch.zeros if plan.counted else torch.empty
         tickets = make(1, dtype=torch.int32, device=q.device)
@@ -431,10 +491,15 @@ def _plan_forward(
         plan = plan._replace(launch=tiled.launch, counted=tiled.counted)
         splits = tiled.parts
     else:
-        tiles = _tiles("forward", geometry, mask, scale, precision, q)
+        product = _product(q, geometry, mask, scale, precision)
+        tiles = _tiles("forward", geometry, mask, scale, product, q)
         steps = -(-geometry.keys // tiles.block_n)
         grid = _grid(q.device, geometry.tokens, tiles.block_m, rows, steps, mask.cu_seqlens_q)
         splits = grid.splits
+        if product == "parts":
+            split_k, split_v = _plan_split(k), _plan_split(v)
+            k, v = split_k.parts[0], split_v.parts[0]
+            plan = plan._replace(splits=(split_k, split_v))
         access = _access(q, k, v, out)
         launch = Launch(
             forward_launch,
@@ -444,7 +509,7 @@ def _plan_forward(
                 out.numel() // access.vec if splits > 1 else 0,  # from one part to the next
                 *access.strides,
             ),
-            _constants(geometry, mask, scale, access, precision, tiles),
+            _constants(geometry, mask, scale, access, product, tiles),
             tiles.warps,
             tiles.stages,
         )
@@ -482,6 +547,7 @@ class _Backward(NamedTuple):
     prepare: Launch | None = None  # None where there is nothing to attend with or to
     key: _Walk | None = None
     query: _Walk | None = None
+    splits: tuple[_Split, ...] = ()  # of q, k, v and the gradient
 
 
 def backward(
@@ -520,9 +586,13 @@ def backward(
     inverse = torch.empty_like(shift) if q.dtype == torch.float32 else None
     tickets = torch.empty(2, dtype=torch.int32, device=q.device) if aligned else None
     plan.prepare((out, grad, statistics, grad_lse, shift, delta, inverse, tickets))
-    tensors, numbers = (q, k, v, grad), (shift, delta, inverse)
-    _walk(plan.key, tensors, numbers, (dk, dv), mask, tickets)
-    _walk(plan.query, tensors, numbers, (dq,), mask, tickets)
+    numbers = shift, delta, inverse
+    key_tensors = query_tensors = q, k, v, grad
+    if plan.splits:
+        parts = [split(x) for split, x in zip(plan.splits, key_tensors)]
+        key_tensors, query_tensors = (parts[0], k, v, parts[3]), (q, parts[1], parts[2], grad)
+    _walk(plan.key, key_tensors, numbers, (dk, dv), mask, tickets)
+    _walk(plan.query, query_tensors, numbers, (dq,), mask, tickets)
     return dq, dk, dv
 
 
@@ -578,11 +648,17 @@ def _plan_backward(
         ),
         (access.vec, access.unit, geometry.value_features, block_r, geometry.block_e),
     )  # fmt: skip
-    tensors = (q, k, v, grad)
+    key_tensors = query_tensors = q, k, v, grad
+    product = _product(q, geometry, mask, scale, precision)
+    if product == "parts":
+        splits = tuple(map(_plan_split, key_tensors))
+        parts = [split.parts[0] for split in splits]
+        key_tensors, query_tensors = (parts[0], k, v, parts[3]), (q, parts[1], parts[2], grad)
+        plan = plan._replace(splits=splits)
     return plan._replace(
         prepare=prepare,
-        key=_plan_walk("key", key_launch, tensors, (dk, dv), geometry, mask, scale, precision, aligned),
-        query=_plan_walk("query", query_launch, tensors, (dq,), geometry, mask, scale, precision, aligned),
+        key=_plan_walk("key", key_launch, key_tensors, (dk, dv), geometry, mask, scale, product, aligned),
+        query=_plan_walk("query", query_launch, query_tensors, (dq,), geometry, mask, scale, product, aligned),
     )
 
 
@@ -594,15 +670,15 @@ def _plan_walk(
     geometry: Geometry,
     mask: Mask,
     scale: float,
-    precision: str,
+    product: str,
     aligned: bool,
 ) -> _Walk:
     tiled = _tiled(name, geometry, mask, scale, (*tensors, *results)) if aligned else None
     sizes = [result.numel() for result in results]
     if tiled is not None:
         return _Walk(tiled.launch, *_sums(sizes, tiled.parts))
-    first = tensors[0]
-    tiles = _tiles(name, geometry, mask, scale, precision, first)
+    first = results[0]
+    tiles = _tiles(name, geometry, mask, scale, product, first)
     if name == "key":
         heads, heads_per_walk = geometry.entries * geometry.key_heads, 1
         steps = -(-geometry.tokens // tiles.block_m)
@@ -619,7 +695,7 @@ def _plan_walk(
             *_numbers(geometry, mask, scale, grid, first.itemsize, heads_per_walk), scale,
             *(size // access.vec if grid.splits > 1 else 0 for size in sizes), *access.strides,
         ),
-        _constants(geometry, mask, scale, access, precision, tiles),
+        _constants(geometry, mask, scale, access, product, tiles),
         tiles.warps,
         tiles.stages,
     )  # fmt: skip
