@@ -111,7 +111,9 @@ def walk_queries(
         if MASKED:
             seen = visible((query + offset)[None, :], key[:, None], keys, left, right, HAS_LEFT, HAS_RIGHT)
             weights = tl.where(seen, weights, 0.0)
-        do_tile = load_factor(do + member * do_h + m * do_step, do_offsets, m, tokens, do_part, E, MASKED, PRECISION)
+        do_tile = load_factor(
+            do + member * do_h + m * do_step, do_offsets, m, tokens, do_part, E, MASKED, PRECISION
+        )
         dv = product(as_factor(weights, do.dtype.element_ty, PRECISION), do_tile, dv, PRECISION)
         dweights = tl.zeros((dk.shape[0], BLOCK_M), dtype=tl.float32)
         dweights = product(v, transposed(do_tile, PRECISION), dweights, PRECISION)

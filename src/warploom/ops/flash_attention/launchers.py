@@ -14,6 +14,7 @@ from warploom.launch import ALIGNMENT, INTERPRETED, Kernel, Launch, TiledLaunch,
 from warploom.layout import layout_of
 from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel, split_kernel
 from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
+from warploom.ops.flash_attention.launchers_tiles import Configuration, configuration, is_small
 from warploom.plans import Plans
 
 if TYPE_CHECKING:
@@ -38,9 +39,7 @@ L2_SHARE = 2**25
 MAX_SPLITS = 64
 """Parts of a walk at most: each is written and read once more in float32."""
 
-SPLIT_STEPS = 4
-"""Steps of its walk that a part of a split has at least."""
-
+HOPPER_MULTIPROCESSORS = 132
 UNBOUNDED = 2**30  # a bound of the window that no distance reaches
 LOG2_E = 1.4426950408889634
 _LONG = 2048  # float32 tensors of so many rows are split once, before they are walked over
@@ -55,171 +54,6 @@ class Mask(NamedTuple):
     right: int | None = None  # 0 for causal
     cu_seqlens_q: Tensor | None = None  # (S + 1,), as is the next
     cu_seqlens_k: Tensor | None = None
-
-
-class Configuration(NamedTuple):
-    """Tile sizes and launch options of one kernel."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-
-
-def configuration(
-    kernel: str, arch: int, dtype: torch.dtype, features: int, product: str, plain: bool
-) -> Configuration:
-    """The pinned tiles of a kernel: ``forward``, ``key`` (gradients of k and v) or ``query`` (gradient of q).
-
-    Args:
-        kernel: Which.
-        arch: Compute capability times ten.
-        dtype: Of the tensors.
-        features: The larger of D and E, up to a power of two, 16 at least.
-        product: How float32 factors are multiplied, as in `warploom.device.product`.
-        plain: Whether masks are those of a causal or full attention and D and E equal powers of two: what such
-            kernels save in registers, larger tiles take.
-    """
-    tuned = plain and 90 <= arch < 120
-    if dtype == torch.float32 and tuned and features <= 128:
-        tables = {"parts": _PLAIN_90_PARTS, "bf16x6": _PLAIN_90_FLOAT32}
-        return tables.get(product, _PLAIN_90_TF32)[kernel][features]
-    if dtype == torch.float32:
-        return _FLOAT32[kernel][features]
-    if tuned:
-        return _PLAIN_90[kernel][features]
-    return _HALF[kernel][features]
-
-
-_PLAIN_90: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(64, 64, 4, 3),
-        32: Configuration(64, 64, 4, 3),
-        64: Configuration(64, 64, 4, 3),
-        128: Configuration(128, 128, 8, 3),
-        256: Configuration(128, 64, 8, 2),
-    },
-    "key": {
-        16: Configuration(64, 64, 4, 3),
-        32: Configuration(64, 64, 4, 3),
-        64: Configuration(64, 64, 4, 3),
-        128: Configuration(32, 64, 4, 3),
-        256: Configuration(32, 32, 4, 2),
-    },
-    "query": {
-        16: Configuration(64, 64, 4, 3),
-        32: Configuration(64, 64, 4, 3),
-        64: Configuration(64, 64, 4, 3),
-        128: Configuration(128, 128, 8, 2),
-        256: Configuration(128, 64, 8, 1),
-    },
-}
-_PLAIN_90_FLOAT32: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(64, 64, 4, 3),
-        32: Configuration(64, 64, 4, 3),
-        64: Configuration(64, 64, 4, 2),
-        128: Configuration(64, 32, 4, 2),
-    },
-    "key": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(32, 64, 4, 1),
-        128: Configuration(32, 32, 4, 2),
-    },
-    "query": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(64, 32, 4, 3),
-        128: Configuration(64, 16, 4, 1),
-    },
-}
-_PLAIN_90_PARTS: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(64, 64, 4, 2),
-        128: Configuration(64, 32, 4, 2),
-    },
-    "key": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(32, 64, 4, 2),
-        128: Configuration(16, 64, 8, 2),
-    },
-    "query": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(64, 32, 4, 2),
-        128: Configuration(64, 32, 8, 2),
-    },
-}
-_PLAIN_90_TF32: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(64, 64, 4, 3),
-        32: Configuration(64, 64, 4, 3),
-        64: Configuration(128, 64, 8, 1),
-        128: Configuration(128, 32, 8, 2),
-    },
-    "key": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(32, 128, 8, 1),
-        128: Configuration(16, 128, 8, 1),
-    },
-    "query": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(128, 32, 8, 2),
-        128: Configuration(128, 16, 8, 1),
-    },
-}
-_HALF: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(64, 64, 4, 2),
-        128: Configuration(64, 64, 8, 2),
-        256: Configuration(64, 32, 8, 2),
-    },
-    "key": {
-        16: Configuration(32, 64, 4, 2),
-        32: Configuration(32, 64, 4, 2),
-        64: Configuration(32, 64, 4, 2),
-        128: Configuration(32, 64, 8, 2),
-        256: Configuration(32, 32, 8, 1),
-    },
-    "query": {
-        16: Configuration(64, 32, 4, 2),
-        32: Configuration(64, 32, 4, 2),
-        64: Configuration(64, 32, 4, 2),
-        128: Configuration(64, 32, 8, 2),
-        256: Configuration(32, 32, 8, 1),
-    },
-}
-_FLOAT32: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(32, 32, 8, 2),
-        32: Configuration(32, 32, 8, 2),
-        64: Configuration(32, 32, 8, 2),
-        128: Configuration(16, 32, 4, 1),
-        256: Configuration(16, 16, 8, 1),
-    },
-    "key": {
-        16: Configuration(16, 32, 4, 2),
-        32: Configuration(16, 32, 4, 2),
-        64: Configuration(32, 32, 8, 2),
-        128: Configuration(16, 16, 4, 1),
-        256: Configuration(16, 16, 8, 1),
-    },
-    "query": {
-        16: Configuration(32, 32, 8, 2),
-        32: Configuration(32, 32, 8, 2),
-        64: Configuration(32, 32, 4, 2),
-        128: Configuration(16, 32, 4, 1),
-        256: Configuration(16, 16, 8, 1),
-    },
-}
 
 
 def _tile_features(features: int) -> int:
@@ -264,10 +98,26 @@ def _is_plain(geometry: Geometry, mask: Mask, scale: float) -> bool:
     return plain and geometry.features == geometry.value_features == geometry.block_d
 
 
+def programs_at_once(device: torch.device) -> int:
+    """Multiprocessors of a GPU; elsewhere, where builds are recorded, those of an H100 or H200."""
+    return multiprocessors(device) if device.type == "cuda" else HOPPER_MULTIPROCESSORS
+
+
+def has_few_short_walks(kernel: str, geometry: Geometry, mask: Mask, scale: float, q: Tensor) -> bool:
+    """Whether a call has so few and short walks that it has tiles of its own: see `launchers_tiles.is_small`."""
+    length, walk, heads = geometry.tokens, geometry.keys, geometry.heads
+    if kernel == "key":
+        length, walk, heads = geometry.keys, geometry.tokens * geometry.group, geometry.key_heads
+    rows = -(-length // 16) * geometry.entries * heads
+    features, plain = max(geometry.block_d, geometry.block_e), _is_plain(geometry, mask, scale)
+    programs = programs_at_once(q.device)
+    return is_small(kernel, architecture(q.device), q.dtype, features, plain, rows, walk, programs)
+
+
 def _tiles(kernel: str, geometry: Geometry, mask: Mask, scale: float, product: str, q: Tensor) -> Configuration:
-    features = max(geometry.block_d, geometry.block_e)
-    plain = _is_plain(geometry, mask, scale)
-    return configuration(kernel, architecture(q.device), q.dtype, features, product, plain)
+    features, plain = max(geometry.block_d, geometry.block_e), _is_plain(geometry, mask, scale)
+    few = has_few_short_walks(kernel, geometry, mask, scale, q)
+    return configuration(kernel, architecture(q.device), q.dtype, features, product, plain, few)
 
 
 def _geometry(q: Tensor, k: Tensor, v: Tensor) -> Geometry:
@@ -307,11 +157,16 @@ class _Grid(NamedTuple):
         return self.blocks * self.rows * self.splits
 
 
-def _grid(device: torch.device, length: int, block: int, rows: int, steps: int, cu_seqlens: Tensor | None) -> _Grid:
-    """Cut walks of ``steps`` steps into parts where there are fewer tiles than multiprocessors."""
+def _most_parts(walk: int, block: int, tiles: Configuration) -> int:
+    """Into how many parts a walk of so many rows may be cut, in blocks of so many."""
+    return walk // (block * tiles.part_steps)
+
+
+def _grid(device: torch.device, length: int, block: int, rows: int, parts: int, cu_seqlens: Tensor | None) -> _Grid:
+    """Cut walks into at most ``parts`` parts where there are fewer tiles than multiprocessors."""
     # See device/packed.py: the lengths of packed sequences are known on the device alone.
     blocks = -(-length // block) if cu_seqlens is None else length // block + cu_seqlens.shape[0] - 1
-    splits = min(multiprocessors(device) // max(blocks * rows, 1), steps // SPLIT_STEPS, MAX_SPLITS)
+    splits = min(multiprocessors(device) // max(blocks * rows, 1), parts, MAX_SPLITS)
     return _Grid(blocks, rows, max(splits, 1))
 
 
@@ -493,8 +348,8 @@ def _plan_forward(
     else:
         product = _product(q, geometry, mask, scale, precision)
         tiles = _tiles("forward", geometry, mask, scale, product, q)
-        steps = -(-geometry.keys // tiles.block_n)
-        grid = _grid(q.device, geometry.tokens, tiles.block_m, rows, steps, mask.cu_seqlens_q)
+        parts = _most_parts(geometry.keys, tiles.block_n, tiles)
+        grid = _grid(q.device, geometry.tokens, tiles.block_m, rows, parts, mask.cu_seqlens_q)
         splits = grid.splits
         if product == "parts":
             split_k, split_v = _plan_split(k), _plan_split(v)
@@ -681,12 +536,12 @@ def _plan_walk(
     tiles = _tiles(name, geometry, mask, scale, product, first)
     if name == "key":
         heads, heads_per_walk = geometry.entries * geometry.key_heads, 1
-        steps = -(-geometry.tokens // tiles.block_m)
-        grid = _grid(first.device, geometry.keys, tiles.block_n, heads, steps, mask.cu_seqlens_k)
+        parts = _most_parts(geometry.tokens, tiles.block_m, tiles)
+        grid = _grid(first.device, geometry.keys, tiles.block_n, heads, parts, mask.cu_seqlens_k)
     else:
         heads, heads_per_walk = geometry.entries * geometry.heads, geometry.group
-        steps = -(-geometry.keys // tiles.block_n)
-        grid = _grid(first.device, geometry.tokens, tiles.block_m, heads, steps, mask.cu_seqlens_q)
+        parts = _most_parts(geometry.keys, tiles.block_n, tiles)
+        grid = _grid(first.device, geometry.tokens, tiles.block_m, heads, parts, mask.cu_seqlens_q)
     access = _access(*tensors, *results)
     launch = Launch(
         kernel,
