@@ -14,6 +14,14 @@ from warploom.launch import ALIGNMENT, INTERPRETED, Kernel, Launch, TiledLaunch,
 from warploom.layout import layout_of
 from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel, split_kernel
 from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
+from warploom.ops.flash_attention.launchers_geometry import (
+    Costs,
+    Geometry,
+    Mask,
+    best_parts,
+    tile_features,
+    walks,
+)
 from warploom.ops.flash_attention.launchers_tiles import Configuration, configuration, is_small
 from warploom.plans import Plans
 
@@ -36,60 +44,12 @@ PRODUCTS = {"highest": "bf16x6", "high": "tf32", "medium": "bf16"}
 L2_SHARE = 2**25
 """Bytes of keys and values that programs running together may read again and again from the L2 cache."""
 
-MAX_SPLITS = 64
-"""Parts of a walk at most: each is written and read once more in float32."""
-
 HOPPER_MULTIPROCESSORS = 132
 UNBOUNDED = 2**30  # a bound of the window that no distance reaches
 LOG2_E = 1.4426950408889634
 _LONG = 2048  # float32 tensors of so many rows are split once, before they are walked over
 _NARROW = 2**22  # strides of rows and features below this keep a tile within 32 bits
 _TINY = torch.finfo(torch.float32).tiny
-
-
-class Mask(NamedTuple):
-    """Which keys a query sees: what the public arguments come down to."""
-
-    left: int | None = None
-    right: int | None = None  # 0 for causal
-    cu_seqlens_q: Tensor | None = None  # (S + 1,), as is the next
-    cu_seqlens_k: Tensor | None = None
-
-
-def _tile_features(features: int) -> int:
-    """Features of a tile: a power of two that matrix instructions take."""
-    return max(1 << (features - 1).bit_length(), 16)
-
-
-class Geometry(NamedTuple):
-    """Sizes of a call."""
-
-    entries: int
-    tokens: int
-    keys: int
-    heads: int
-    key_heads: int
-    features: int  # D
-    value_features: int  # E
-
-    @property
-    def group(self) -> int:
-        """Query heads to a key head."""
-        return self.heads // max(self.key_heads, 1)
-
-    @property
-    def block_d(self) -> int:
-        """Features of a tile of queries or keys."""
-        return _tile_features(self.features)
-
-    @property
-    def block_e(self) -> int:
-        """Features of a tile of values."""
-        return _tile_features(self.value_features)
-
-    def empty(self) -> bool:
-        """Whether there is nothing to attend with or to."""
-        return 0 in (self.entries, self.tokens, self.keys, self.heads)
 
 
 def _is_plain(geometry: Geometry, mask: Mask, scale: float) -> bool:
@@ -157,17 +117,38 @@ class _Grid(NamedTuple):
         return self.blocks * self.rows * self.splits
 
 
-def _most_parts(walk: int, block: int, tiles: Configuration) -> int:
-    """Into how many parts a walk of so many rows may be cut, in blocks of so many."""
-    return walk // (block * tiles.part_steps)
+_RATES = {"parts": 0.5, "bf16x6": 0.25, "tf32": 0.7, "bf16": 2.0, "ieee": 0.1}
+_HALF_RATE = 2.2
+"""What a multiprocessor does of float32 products, and of those of 16 bits: 10¹² operations a second, about."""
+
+_PRODUCTS = {"forward": 2, "key": 4, "query": 3}
+_MERGE_US = {"forward": 7.0, "key": 7.0, "query": 3.0}
 
 
-def _grid(device: torch.device, length: int, block: int, rows: int, parts: int, cu_seqlens: Tensor | None) -> _Grid:
-    """Cut walks into at most ``parts`` parts where there are fewer tiles than multiprocessors."""
-    # See device/packed.py: the lengths of packed sequences are known on the device alone.
-    blocks = -(-length // block) if cu_seqlens is None else length // block + cu_seqlens.shape[0] - 1
-    splits = min(multiprocessors(device) // max(blocks * rows, 1), parts, MAX_SPLITS)
-    return _Grid(blocks, rows, max(splits, 1))
+def _costs(kernel: str, geometry: Geometry, tiles: Configuration, product: str, dtype: torch.dtype) -> Costs:
+    """What walks of the kernels for every GPU cost, from the time that a step takes on an H200, roughly."""
+    rate = _RATES[product] if dtype == torch.float32 else _HALF_RATE
+    features = (geometry.block_d + geometry.block_e) / 2
+    step_us = _PRODUCTS[kernel] * 2e-6 * tiles.block_m * tiles.block_n * features / rate + tiles.latency_us
+    return Costs(2 / step_us, _MERGE_US[kernel] / step_us, 4e5 * step_us)
+
+
+def _grid(
+    kernel: str, geometry: Geometry, mask: Mask, tiles: Configuration, product: str, q: Tensor, elements: int
+) -> _Grid:
+    """How a kernel for every GPU cuts a call with results of so many elements."""
+    own, step = (tiles.block_n, tiles.block_m) if kernel == "key" else (tiles.block_m, tiles.block_n)
+    length, heads = (geometry.keys, geometry.key_heads) if kernel == "key" else (geometry.tokens, geometry.heads)
+    rows = geometry.entries * heads
+    cu_seqlens = mask.cu_seqlens_k if kernel == "key" else mask.cu_seqlens_q
+    if cu_seqlens is not None:
+        # See device/packed.py: the lengths of packed sequences are known on the device alone.
+        blocks = length // own + cu_seqlens.shape[0] - 1
+        steps = walks(kernel, geometry, Mask(), length, step) * blocks  # as if there were one sequence
+    else:
+        steps = walks(kernel, geometry, mask, own, step)
+    costs = _costs(kernel, geometry, tiles, product, q.dtype)
+    return _Grid(len(steps), rows, best_parts(steps, rows, multiprocessors(q.device), elements, costs))
 
 
 def _numbers(
@@ -262,7 +243,7 @@ class _Split(NamedTuple):
 
 def _plan_split(x: Tensor) -> _Split:
     entries, tokens, heads, features = x.shape
-    block_f = _tile_features(features)
+    block_f = tile_features(features)
     rows, block_r = entries * tokens * heads, max(2048 // block_f, 1)
     launch = Launch(
         split_launch, -(-rows // block_r), (rows, tokens, heads, *x.stride()), (features, block_r, block_f)
@@ -348,8 +329,7 @@ def _plan_forward(
     else:
         product = _product(q, geometry, mask, scale, precision)
         tiles = _tiles("forward", geometry, mask, scale, product, q)
-        parts = _most_parts(geometry.keys, tiles.block_n, tiles)
-        grid = _grid(q.device, geometry.tokens, tiles.block_m, rows, parts, mask.cu_seqlens_q)
+        grid = _grid("forward", geometry, mask, tiles, product, q, out.numel())
         splits = grid.splits
         if product == "parts":
             split_k, split_v = _plan_split(k), _plan_split(v)
@@ -534,14 +514,8 @@ def _plan_walk(
         return _Walk(tiled.launch, *_sums(sizes, tiled.parts))
     first = results[0]
     tiles = _tiles(name, geometry, mask, scale, product, first)
-    if name == "key":
-        heads, heads_per_walk = geometry.entries * geometry.key_heads, 1
-        parts = _most_parts(geometry.tokens, tiles.block_m, tiles)
-        grid = _grid(first.device, geometry.keys, tiles.block_n, heads, parts, mask.cu_seqlens_k)
-    else:
-        heads, heads_per_walk = geometry.entries * geometry.heads, geometry.group
-        parts = _most_parts(geometry.keys, tiles.block_n, tiles)
-        grid = _grid(first.device, geometry.tokens, tiles.block_m, heads, parts, mask.cu_seqlens_q)
+    grid = _grid(name, geometry, mask, tiles, product, first, sum(sizes))
+    heads_per_walk = 1 if name == "key" else geometry.group
     access = _access(*tensors, *results)
     launch = Launch(
         kernel,

@@ -14,7 +14,7 @@ class Configuration(NamedTuple):
     block_n: int
     warps: int
     stages: int
-    part_steps: int = 4  # steps of its walk that a part of a split has at least
+    latency_us: float = 0.4  # of a step on an H200, besides its operations; about
 
 
 def configuration(
@@ -66,9 +66,9 @@ def is_small(
 
 _SHORT_WALKS = {"forward": 1024, "key": 2048, "query": 1024}
 _SMALL = {
-    "forward": Configuration(16, 128, 4, 2, part_steps=8),
-    "key": Configuration(128, 16, 4, 2, part_steps=16),
-    "query": Configuration(16, 128, 4, 2, part_steps=2),
+    "forward": Configuration(16, 128, 4, 2, latency_us=1.2),
+    "key": Configuration(128, 16, 4, 2, latency_us=0.6),
+    "query": Configuration(16, 128, 4, 2, latency_us=1.2),
 }
 """Of 16 rows, where there are few and their walks are short: measured on an H200 with bfloat16."""
 
