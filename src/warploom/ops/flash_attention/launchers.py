@@ -12,17 +12,24 @@ import torch
 
 from warploom.launch import ALIGNMENT, INTERPRETED, Kernel, Launch, TiledLaunch, architecture, multiprocessors
 from warploom.layout import layout_of
+from warploom.ops.flash_attention import launchers_few
 from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel, split_kernel
 from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
 from warploom.ops.flash_attention.launchers_geometry import (
+    L2_SHARE,
+    UNBOUNDED,
+    Access,
     Costs,
     Geometry,
     Mask,
+    access_to,
     best_parts,
+    in_powers_of_two,
+    is_plain,
     tile_features,
     walks,
 )
-from warploom.ops.flash_attention.launchers_tiles import Configuration, configuration, is_small
+from warploom.ops.flash_attention.launchers_tiles import Configuration, configuration
 from warploom.plans import Plans
 
 if TYPE_CHECKING:
@@ -41,67 +48,17 @@ sum_launch = Kernel(sum_kernel)
 PRODUCTS = {"highest": "bf16x6", "high": "tf32", "medium": "bf16"}
 """How float32 factors are multiplied, for each of PyTorch's names of a precision."""
 
-L2_SHARE = 2**25
-"""Bytes of keys and values that programs running together may read again and again from the L2 cache."""
-
-HOPPER_MULTIPROCESSORS = 132
-UNBOUNDED = 2**30  # a bound of the window that no distance reaches
-LOG2_E = 1.4426950408889634
 _LONG = 2048  # float32 tensors of so many rows are split once, before they are walked over
-_NARROW = 2**22  # strides of rows and features below this keep a tile within 32 bits
-_TINY = torch.finfo(torch.float32).tiny
-
-
-def _is_plain(geometry: Geometry, mask: Mask, scale: float) -> bool:
-    """Whether a call is one of those for which `configuration` has tiles of their own."""
-    plain = mask.left is None and mask.cu_seqlens_q is None and scale >= 0
-    return plain and geometry.features == geometry.value_features == geometry.block_d
-
-
-def programs_at_once(device: torch.device) -> int:
-    """Multiprocessors of a GPU; elsewhere, where builds are recorded, those of an H100 or H200."""
-    return multiprocessors(device) if device.type == "cuda" else HOPPER_MULTIPROCESSORS
-
-
-def has_few_short_walks(kernel: str, geometry: Geometry, mask: Mask, scale: float, q: Tensor) -> bool:
-    """Whether a call has so few and short walks that it has tiles of its own: see `launchers_tiles.is_small`."""
-    length, walk, heads = geometry.tokens, geometry.keys, geometry.heads
-    if kernel == "key":
-        length, walk, heads = geometry.keys, geometry.tokens * geometry.group, geometry.key_heads
-    rows = -(-length // 16) * geometry.entries * heads
-    features, plain = max(geometry.block_d, geometry.block_e), _is_plain(geometry, mask, scale)
-    programs = programs_at_once(q.device)
-    return is_small(kernel, architecture(q.device), q.dtype, features, plain, rows, walk, programs)
 
 
 def _tiles(kernel: str, geometry: Geometry, mask: Mask, scale: float, product: str, q: Tensor) -> Configuration:
-    features, plain = max(geometry.block_d, geometry.block_e), _is_plain(geometry, mask, scale)
-    few = has_few_short_walks(kernel, geometry, mask, scale, q)
-    return configuration(kernel, architecture(q.device), q.dtype, features, product, plain, few)
+    features, plain = max(geometry.block_d, geometry.block_e), is_plain(geometry, mask, scale)
+    return configuration(kernel, architecture(q.device), q.dtype, features, product, plain)
 
 
 def _geometry(q: Tensor, k: Tensor, v: Tensor) -> Geometry:
     entries, tokens, heads, features = q.shape
     return Geometry(entries, tokens, k.shape[1], heads, k.shape[2], features, v.shape[3])
-
-
-class _Access(NamedTuple):
-    """How kernels address a group of tensors."""
-
-    vec: int  # common divisor of strides, which vector access rests on
-    unit: bool  # whether features are adjacent everywhere
-    wide: bool  # whether offsets within a tile need 64 bits
-    strides: list[int]  # of every tensor, all but those of features divided by vec
-
-
-def _access(*tensors: Tensor) -> _Access:
-    """Strides as the kernels take them. An axis of size one gets stride 0, since it is never taken."""
-    strides = [[s if n > 1 else 0 for n, s in zip(t.shape, t.stride())] for t in tensors]
-    unit = all(t.shape[3] == 1 or s[3] == 1 for t, s in zip(tensors, strides))
-    divisors = (16, 8, 4) if unit else ()
-    vec = next((d for d in divisors if all(s % d == 0 for b, n, h, _ in strides for s in (b, n, h))), 1)
-    wide = any(max(abs(n), abs(f)) >= _NARROW for _, n, _, f in strides)
-    return _Access(vec, unit, wide, [s for b, n, h, f in strides for s in (b // vec, n // vec, h // vec, f)])
 
 
 class _Grid(NamedTuple):
@@ -121,6 +78,7 @@ _RATES = {"parts": 0.5, "bf16x6": 0.25, "tf32": 0.7, "bf16": 2.0, "ieee": 0.1}
 _HALF_RATE = 2.2
 """What a multiprocessor does of float32 products, and of those of 16 bits: 10¹² operations a second, about."""
 
+_LATENCY_US = 0.4  # of a step, besides its operations
 _PRODUCTS = {"forward": 2, "key": 4, "query": 3}
 _MERGE_US = {"forward": 7.0, "key": 7.0, "query": 3.0}
 
@@ -129,7 +87,7 @@ def _costs(kernel: str, geometry: Geometry, tiles: Configuration, product: str, 
     """What walks of the kernels for every GPU cost, from the time that a step takes on an H200, roughly."""
     rate = _RATES[product] if dtype == torch.float32 else _HALF_RATE
     features = (geometry.block_d + geometry.block_e) / 2
-    step_us = _PRODUCTS[kernel] * 2e-6 * tiles.block_m * tiles.block_n * features / rate + tiles.latency_us
+    step_us = _PRODUCTS[kernel] * 2e-6 * tiles.block_m * tiles.block_n * features / rate + _LATENCY_US
     return Costs(2 / step_us, _MERGE_US[kernel] / step_us, 4e5 * step_us)
 
 
@@ -165,8 +123,7 @@ def _numbers(
         0 if cu_q is None else cu_q.shape[0] - 1, 0 if cu_q is None else cu_q.stride(0),
         0 if cu_k is None else cu_k.stride(0),
         min(mask.left or 0, UNBOUNDED), min(mask.right or 0, UNBOUNDED),
-        # Never zero: a logit of −inf, which is what a hidden key has, must stay −inf.
-        max(abs(scale), _TINY) * LOG2_E,
+        in_powers_of_two(scale),
         geometry.entries,
     )  # fmt: skip
 
@@ -185,12 +142,12 @@ def _product(q: Tensor, geometry: Geometry, mask: Mask, scale: float, precision:
     if max(geometry.block_d, geometry.block_e) > 128:
         return "ieee"  # three parts of such rows do not fit in registers
     long = min(geometry.tokens, geometry.keys) >= _LONG
-    tuned = 90 <= architecture(q.device) < 120 and _is_plain(geometry, mask, scale)
+    tuned = 90 <= architecture(q.device) < 120 and is_plain(geometry, mask, scale)
     return "parts" if long and tuned else PRODUCTS[precision]
 
 
 def _constants(
-    geometry: Geometry, mask: Mask, scale: float, access: _Access, product: str, tiles: Configuration
+    geometry: Geometry, mask: Mask, scale: float, access: Access, product: str, tiles: Configuration
 ) -> tuple[object, ...]:
     """Arguments ``HAS_LEFT … BLOCK_E`` of a kernel."""
     return (
@@ -225,6 +182,7 @@ class _Forward(NamedTuple):
     part_elements: int = 0  # of all parts of the output together, in float32
     part_statistics: tuple[int, ...] = ()  # shape
     counted: bool = False  # whether tiles are counted, with tickets that must be zero
+    few: bool = False  # whether the kernel is the one for few short walks
     splits: tuple[_Split | None, _Split | None] = (None, None)  # of keys and values
 
 
@@ -283,6 +241,8 @@ def forward(
         make = torch.zeros if plan.counted else torch.empty
         tickets = make(1, dtype=torch.int32, device=q.device)
         plan.launch((q, k, v, target, lse, target_statistics, tickets))
+    elif plan.few:
+        plan.launch((q, k, v, out, lse, statistics))
     else:
         plan.launch((q, k, v, target, lse if plan.combine is None else None, target_statistics, *cu_seqlens))
     if plan.combine is not None:
@@ -321,6 +281,8 @@ def _plan_forward(
     plan = _Forward(_dense(out), (geometry.entries, geometry.heads, geometry.tokens), None)
     if geometry.empty():
         return plan
+    if launchers_few.suit(geometry, mask, scale, q, k, v, out):
+        return plan._replace(launch=launchers_few.plan_forward(geometry, mask, scale, q, k, v, out), few=True)
     rows = geometry.entries * geometry.heads
     tiled = _tiled("forward", geometry, mask, scale, (q, k, v, out)) if aligned else None
     if tiled is not None:
@@ -335,7 +297,7 @@ def _plan_forward(
             split_k, split_v = _plan_split(k), _plan_split(v)
             k, v = split_k.parts[0], split_v.parts[0]
             plan = plan._replace(splits=(split_k, split_v))
-        access = _access(q, k, v, out)
+        access = access_to(q, k, v, out)
         launch = Launch(
             forward_launch,
             grid.programs,
@@ -382,6 +344,7 @@ class _Backward(NamedTuple):
     prepare: Launch | None = None  # None where there is nothing to attend with or to
     key: _Walk | None = None
     query: _Walk | None = None
+    few: Launch | None = None  # of the kernel for few short walks, instead of those two
     splits: tuple[_Split, ...] = ()  # of q, k, v and the gradient
 
 
@@ -413,7 +376,7 @@ def backward(
     )  # fmt: skip
     plan = plans.get(key, _plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned)
     dq, dk, dv = (result.empty(q) for result in plan.results)
-    if plan.prepare is None or plan.key is None or plan.query is None:
+    if plan.prepare is None:
         return dq.zero_(), dk.zero_(), dv.zero_()
     # Two tensors, not two halves of one: the second half's alignment would depend on the length.
     shift = torch.empty(plan.rows, dtype=torch.float32, device=q.device)
@@ -421,6 +384,10 @@ def backward(
     inverse = torch.empty_like(shift) if q.dtype == torch.float32 else None
     tickets = torch.empty(2, dtype=torch.int32, device=q.device) if aligned else None
     plan.prepare((out, grad, statistics, grad_lse, shift, delta, inverse, tickets))
+    if plan.few is not None:
+        plan.few((q, k, v, grad, shift, delta, dq, dk, dv))
+    if plan.key is None or plan.query is None:
+        return dq, dk, dv
     numbers = shift, delta, inverse
     key_tensors = query_tensors = q, k, v, grad
     if plan.splits:
@@ -471,7 +438,7 @@ def _plan_backward(
     plan = _Backward((_dense(dq), _dense(dk), _dense(dv)), rows)
     if geometry.empty():
         return plan
-    access = _access(out, grad)
+    access = access_to(out, grad)
     block_r = min(4096 // geometry.block_e, 64)
     elements = geometry.entries * geometry.heads * geometry.tokens
     prepare = Launch(
@@ -483,6 +450,9 @@ def _plan_backward(
         ),
         (access.vec, access.unit, geometry.value_features, block_r, geometry.block_e),
     )  # fmt: skip
+    if launchers_few.suit(geometry, mask, scale, q, k, v, grad, dq, dk, dv):
+        few = launchers_few.plan_backward(geometry, mask, scale, q, k, v, grad, dq, dk, dv)
+        return plan._replace(prepare=prepare, few=few)
     key_tensors = query_tensors = q, k, v, grad
     product = _product(q, geometry, mask, scale, precision)
     if product == "parts":
@@ -516,7 +486,7 @@ def _plan_walk(
     tiles = _tiles(name, geometry, mask, scale, product, first)
     grid = _grid(name, geometry, mask, tiles, product, first, sum(sizes))
     heads_per_walk = 1 if name == "key" else geometry.group
-    access = _access(*tensors, *results)
+    access = access_to(*tensors, *results)
     launch = Launch(
         kernel,
         grid.programs,

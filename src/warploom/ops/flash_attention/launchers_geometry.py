@@ -6,7 +6,18 @@ from typing import NamedTuple
 
 import torch
 
+from warploom.launch import multiprocessors
+
 Tensor = torch.Tensor
+
+HOPPER_MULTIPROCESSORS = 132  # of an H100 or H200
+L2_SHARE = 2**25
+"""Bytes of keys and values that programs running together may read again and again from the L2 cache."""
+
+LOG2_E = 1.4426950408889634
+UNBOUNDED = 2**30  # a bound of the window that no distance reaches
+_NARROW = 2**22  # strides of rows and features below this keep a tile within 32 bits
+_TINY = torch.finfo(torch.float32).tiny
 
 
 class Mask(NamedTuple):
@@ -52,6 +63,41 @@ class Geometry(NamedTuple):
     def empty(self) -> bool:
         """Whether there is nothing to attend with or to."""
         return 0 in (self.entries, self.tokens, self.keys, self.heads)
+
+
+def is_plain(geometry: Geometry, mask: Mask, scale: float) -> bool:
+    """Whether a call is causal or full attention with features that are one power of two for keys and values."""
+    plain = mask.left is None and mask.cu_seqlens_q is None and scale >= 0
+    return plain and geometry.features == geometry.value_features == geometry.block_d
+
+
+def in_powers_of_two(scale: float) -> float:
+    """The size of ``scale`` for exponents of two; never zero, so that a hidden key's logit stays −inf."""
+    return max(abs(scale), _TINY) * LOG2_E
+
+
+def programs_at_once(device: torch.device) -> int:
+    """Multiprocessors of a GPU; elsewhere, where builds are recorded, those of an H100 or H200."""
+    return multiprocessors(device) if device.type == "cuda" else HOPPER_MULTIPROCESSORS
+
+
+class Access(NamedTuple):
+    """How kernels address a group of tensors."""
+
+    vec: int  # common divisor of strides, which vector access rests on
+    unit: bool  # whether features are adjacent everywhere
+    wide: bool  # whether offsets within a tile need 64 bits
+    strides: list[int]  # of every tensor, all but those of features divided by vec
+
+
+def access_to(*tensors: Tensor) -> Access:
+    """Strides as the kernels take them. An axis of size one gets stride 0, since it is never taken."""
+    strides = [[s if n > 1 else 0 for n, s in zip(t.shape, t.stride())] for t in tensors]
+    unit = all(t.shape[3] == 1 or s[3] == 1 for t, s in zip(tensors, strides))
+    divisors = (16, 8, 4) if unit else ()
+    vec = next((d for d in divisors if all(s % d == 0 for b, n, h, _ in strides for s in (b, n, h))), 1)
+    wide = any(max(abs(n), abs(f)) >= _NARROW for _, n, _, f in strides)
+    return Access(vec, unit, wide, [s for b, n, h, f in strides for s in (b // vec, n // vec, h // vec, f)])
 
 
 class Costs(NamedTuple):

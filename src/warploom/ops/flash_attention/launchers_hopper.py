@@ -14,15 +14,18 @@ import torch
 from warploom.device.hopper import ROWS
 from warploom.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied
 from warploom.ops.flash_attention import kernels_hopper, kernels_hopper_backward
-from warploom.ops.flash_attention.launchers import (
+from warploom.ops.flash_attention.launchers_geometry import (
     HOPPER_MULTIPROCESSORS,
     L2_SHARE,
     LOG2_E,
     UNBOUNDED,
-    has_few_short_walks,
+    Costs,
+    Geometry,
+    Mask,
+    best_parts,
     programs_at_once,
+    walks,
 )
-from warploom.ops.flash_attention.launchers_geometry import Costs, Geometry, Mask, best_parts, walks
 
 Tensor = torch.Tensor
 
@@ -89,8 +92,6 @@ def suit(name: str, geometry: Geometry, mask: Mask, scale: float, *tensors: Tens
     if not _LEAST_FEATURES < max(geometry.features, geometry.value_features) <= 128:
         return False
     if any(t.dtype not in (torch.float16, torch.bfloat16) or t.dtype != first.dtype for t in tensors):
-        return False
-    if has_few_short_walks(name, geometry, mask, scale, first):
         return False
     blocks, rows = _blocks(name, geometry, mask)
     walked = geometry.tokens if name == "key" else geometry.keys
