@@ -6,6 +6,7 @@ are kept by whoever calls (`warploom.plans`): a call like an earlier one only al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from warploom.launch import ALIGNMENT, INTERPRETED, Kernel, Launch, TiledLaunch, architecture, multiprocessors
 from warploom.layout import layout_of
 from warploom.ops.flash_attention import launchers_few
-from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel, split_kernel
+from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel, pieces_kernel
 from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
 from warploom.ops.flash_attention.launchers_geometry import (
     L2_SHARE,
@@ -39,7 +40,7 @@ Tensor = torch.Tensor
 
 forward_launch = Kernel(forward_kernel)
 combine_launch = Kernel(combine_kernel)
-split_launch = Kernel(split_kernel)
+pieces_launch = Kernel(pieces_kernel)
 prepare_launch = Kernel(prepare_kernel)
 key_launch = Kernel(key_kernel)
 query_launch = Kernel(query_kernel)
@@ -48,7 +49,7 @@ sum_launch = Kernel(sum_kernel)
 PRODUCTS = {"highest": "bf16x6", "high": "tf32", "medium": "bf16"}
 """How float32 factors are multiplied, for each of PyTorch's names of a precision."""
 
-_LONG = 2048  # float32 tensors of so many rows are split once, before they are walked over
+_LONG = 2048  # of float32 tensors of so many rows, pieces are made once, before they are walked over
 
 
 def _tiles(kernel: str, geometry: Geometry, mask: Mask, scale: float, product: str, q: Tensor) -> Configuration:
@@ -74,7 +75,7 @@ class _Grid(NamedTuple):
         return self.blocks * self.rows * self.splits
 
 
-_RATES = {"parts": 0.5, "bf16x6": 0.25, "tf32": 0.7, "bf16": 2.0, "ieee": 0.1}
+_RATES = {"pieces": 0.5, "bf16x6": 0.25, "tf32": 0.7, "bf16": 2.0, "ieee": 0.1}
 _HALF_RATE = 2.2
 """What a multiprocessor does of float32 products, and of those of 16 bits: 10¹² operations a second, about."""
 
@@ -143,7 +144,7 @@ def _product(q: Tensor, geometry: Geometry, mask: Mask, scale: float, precision:
         return "ieee"  # three parts of such rows do not fit in registers
     long = min(geometry.tokens, geometry.keys) >= _LONG
     tuned = 90 <= architecture(q.device) < 120 and is_plain(geometry, mask, scale)
-    return "parts" if long and tuned else PRODUCTS[precision]
+    return "pieces" if long and tuned else PRODUCTS[precision]
 
 
 def _constants(
@@ -172,6 +173,29 @@ def _dense(like: Tensor) -> _Dense:
     return _Dense(tuple(like.shape), like.stride())
 
 
+class _Pieces(NamedTuple):
+    """What makes pieces of a float32 tensor, before it is walked over."""
+
+    launch: Launch
+    like: Tensor  # the first of three, without memory: in bfloat16
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The pieces of ``x``: all three in one tensor (3, …)."""
+        pieces = torch.empty((3, *x.shape), dtype=torch.bfloat16, device=x.device)
+        self.launch((x, pieces))
+        return pieces
+
+
+def _plan_pieces(x: Tensor) -> _Pieces:
+    _, tokens, heads, features = x.shape
+    block_f = tile_features(features)
+    rows, block_r = x.numel() // features, max(2048 // block_f, 1)
+    launch = Launch(
+        pieces_launch, -(-rows // block_r), (rows, tokens, heads, *x.stride()), (features, block_r, block_f)
+    )
+    return _Pieces(launch, torch.empty(x.shape, dtype=torch.bfloat16, device="meta"))
+
+
 class _Forward(NamedTuple):
     """Plan of a forward."""
 
@@ -183,30 +207,7 @@ class _Forward(NamedTuple):
     part_statistics: tuple[int, ...] = ()  # shape
     counted: bool = False  # whether tiles are counted, with tickets that must be zero
     few: bool = False  # whether the kernel is the one for few short walks
-    splits: tuple[_Split | None, _Split | None] = (None, None)  # of keys and values
-
-
-class _Split(NamedTuple):
-    """What splits a float32 tensor in parts before it is walked over."""
-
-    launch: Launch
-    parts: Tensor  # without memory: (3, …), in bfloat16
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The parts of ``x``."""
-        parts = torch.empty(self.parts.shape, dtype=torch.bfloat16, device=x.device)
-        self.launch((x, parts))
-        return parts
-
-
-def _plan_split(x: Tensor) -> _Split:
-    entries, tokens, heads, features = x.shape
-    block_f = tile_features(features)
-    rows, block_r = entries * tokens * heads, max(2048 // block_f, 1)
-    launch = Launch(
-        split_launch, -(-rows // block_r), (rows, tokens, heads, *x.stride()), (features, block_r, block_f)
-    )
-    return _Split(launch, torch.empty((3, *x.shape), dtype=torch.bfloat16, device="meta"))
+    pieces: tuple[_Pieces, ...] = ()  # of keys and values, where they are walked over in pieces
 
 
 def forward(
@@ -234,9 +235,8 @@ def forward(
     if plan.combine is not None:
         target = torch.empty(plan.part_elements, dtype=torch.float32, device=q.device)
         target_statistics = torch.empty(plan.part_statistics, dtype=torch.float32, device=q.device)
-    split_k, split_v = plan.splits
-    if split_k is not None and split_v is not None:
-        k, v = split_k(k), split_v(v)
+    if plan.pieces:
+        k, v = (piece(x) for piece, x in zip(plan.pieces, (k, v)))
     if isinstance(plan.launch, TiledLaunch):
         make = torch.zeros if plan.counted else torch.empty
         tickets = make(1, dtype=torch.int32, device=q.device)
@@ -293,10 +293,9 @@ def _plan_forward(
         tiles = _tiles("forward", geometry, mask, scale, product, q)
         grid = _grid("forward", geometry, mask, tiles, product, q, out.numel())
         splits = grid.splits
-        if product == "parts":
-            split_k, split_v = _plan_split(k), _plan_split(v)
-            k, v = split_k.parts[0], split_v.parts[0]
-            plan = plan._replace(splits=(split_k, split_v))
+        if product == "pieces":
+            plan = plan._replace(pieces=(_plan_pieces(k), _plan_pieces(v)))
+            k, v = (piece.like for piece in plan.pieces)
         access = access_to(q, k, v, out)
         launch = Launch(
             forward_launch,
@@ -345,7 +344,13 @@ class _Backward(NamedTuple):
     key: _Walk | None = None
     query: _Walk | None = None
     few: Launch | None = None  # of the kernel for few short walks, instead of those two
-    splits: tuple[_Split, ...] = ()  # of q, k, v and the gradient
+    pieces: tuple[_Pieces, ...] = ()  # of q, k, v and the gradient, where they are walked over in pieces
+    counted: bool = False  # whether the two count their tiles, with tickets that the first kernel makes zero
+
+
+def _walked_in_pieces(tensors: Sequence[Tensor], pieces: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
+    """Of q, k, v and the gradient, what each of the two kernels takes: of what it walks over, the pieces."""
+    return (pieces[0], tensors[1], tensors[2], pieces[3]), (tensors[0], pieces[1], pieces[2], tensors[3])
 
 
 def backward(
@@ -382,17 +387,19 @@ def backward(
     shift = torch.empty(plan.rows, dtype=torch.float32, device=q.device)
     delta = torch.empty(plan.rows, dtype=torch.float32, device=q.device)
     inverse = torch.empty_like(shift) if q.dtype == torch.float32 else None
-    tickets = torch.empty(2, dtype=torch.int32, device=q.device) if aligned else None
+    tickets = torch.empty(2, dtype=torch.int32, device=q.device) if plan.counted else None
     plan.prepare((out, grad, statistics, grad_lse, shift, delta, inverse, tickets))
     if plan.few is not None:
         plan.few((q, k, v, grad, shift, delta, dq, dk, dv))
     if plan.key is None or plan.query is None:
         return dq, dk, dv
     numbers = shift, delta, inverse
-    key_tensors = query_tensors = q, k, v, grad
-    if plan.splits:
-        parts = [split(x) for split, x in zip(plan.splits, key_tensors)]
-        key_tensors, query_tensors = (parts[0], k, v, parts[3]), (q, parts[1], parts[2], grad)
+    tensors = q, k, v, grad
+    key_tensors: tuple[Tensor, ...] = tensors
+    query_tensors: tuple[Tensor, ...] = tensors
+    if plan.pieces:
+        pieces = [piece(x) for piece, x in zip(plan.pieces, tensors)]
+        key_tensors, query_tensors = _walked_in_pieces(tensors, pieces)
     _walk(plan.key, key_tensors, numbers, (dk, dv), mask, tickets)
     _walk(plan.query, query_tensors, numbers, (dq,), mask, tickets)
     return dq, dk, dv
@@ -453,18 +460,17 @@ def _plan_backward(
     if launchers_few.suit(geometry, mask, scale, q, k, v, grad, dq, dk, dv):
         few = launchers_few.plan_backward(geometry, mask, scale, q, k, v, grad, dq, dk, dv)
         return plan._replace(prepare=prepare, few=few)
-    key_tensors = query_tensors = q, k, v, grad
+    tensors = q, k, v, grad
+    key_tensors: tuple[Tensor, ...] = tensors
+    query_tensors: tuple[Tensor, ...] = tensors
     product = _product(q, geometry, mask, scale, precision)
-    if product == "parts":
-        splits = tuple(map(_plan_split, key_tensors))
-        parts = [split.parts[0] for split in splits]
-        key_tensors, query_tensors = (parts[0], k, v, parts[3]), (q, parts[1], parts[2], grad)
-        plan = plan._replace(splits=splits)
-    return plan._replace(
-        prepare=prepare,
-        key=_plan_walk("key", key_launch, key_tensors, (dk, dv), geometry, mask, scale, product, aligned),
-        query=_plan_walk("query", query_launch, query_tensors, (dq,), geometry, mask, scale, product, aligned),
-    )
+    if product == "pieces":
+        plan = plan._replace(pieces=tuple(map(_plan_pieces, tensors)))
+        key_tensors, query_tensors = _walked_in_pieces(tensors, [piece.like for piece in plan.pieces])
+    key = _plan_walk("key", key_launch, key_tensors, (dk, dv), geometry, mask, scale, product, aligned)
+    query = _plan_walk("query", query_launch, query_tensors, (dq,), geometry, mask, scale, product, aligned)
+    counted = any(isinstance(walk.launch, TiledLaunch) for walk in (key, query))
+    return plan._replace(prepare=prepare, key=key, query=query, counted=counted)
 
 
 def _plan_walk(

@@ -32,7 +32,7 @@ def configuration(
     """
     tuned = plain and 90 <= arch < 120
     if dtype == torch.float32 and tuned and features <= 128:
-        tables = {"parts": _PLAIN_90_PARTS, "bf16x6": _PLAIN_90_FLOAT32}
+        tables = {"pieces": _PLAIN_90_PIECES, "bf16x6": _PLAIN_90_FLOAT32}
         return tables.get(product, _PLAIN_90_TF32)[kernel][features]
     if dtype == torch.float32:
         return _FLOAT32[kernel][features]
@@ -84,7 +84,7 @@ _PLAIN_90_FLOAT32: dict[str, dict[int, Configuration]] = {
         128: Configuration(64, 16, 4, 1),
     },
 }
-_PLAIN_90_PARTS: dict[str, dict[int, Configuration]] = {
+_PLAIN_90_PIECES: dict[str, dict[int, Configuration]] = {
     "forward": {
         16: Configuration(64, 64, 4, 2),
         32: Configuration(64, 64, 4, 2),
