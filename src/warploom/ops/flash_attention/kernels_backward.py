@@ -81,12 +81,13 @@ def prepare_kernel(
 def walk_queries(
     dk, dv, k, v, q, do, shift, delta, inverse, q_offsets, do_offsets, q_step, do_step, q_piece, do_piece,
     q_h, do_h, row_h, group, begin, end, offset, key, tokens, keys, left, right, scale,
+    WANTS_DK: tl.constexpr, WANTS_DV: tl.constexpr,
     MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Walk over queries ``begin … end`` of every head of a group, one loop for all, which keeps registers free.
 
-    Gradients of keys (N, D), without the scale, and of values (N, E).
+    Gradients of keys (N, D), without the scale, and of values (N, E), as far as they are wanted.
     """
     steps = tl.cdiv(end - begin, BLOCK_M)
     for step in tl.range(0, group * steps):
@@ -114,11 +115,13 @@ def walk_queries(
         do_tile = load_factor(
             do + member * do_h + m * do_step, do_offsets, m, tokens, do_piece, E, MASKED, PRECISION
         )
-        dv = product(as_factor(weights, do.dtype.element_ty, PRECISION), do_tile, dv, PRECISION)
-        dweights = tl.zeros((dk.shape[0], BLOCK_M), dtype=tl.float32)
-        dweights = product(v, transposed(do_tile, PRECISION), dweights, PRECISION)
-        dlogits = weights * (dweights - row_delta[None, :])
-        dk = product(as_factor(dlogits, q.dtype.element_ty, PRECISION), q_tile, dk, PRECISION)
+        if WANTS_DV:
+            dv = product(as_factor(weights, do.dtype.element_ty, PRECISION), do_tile, dv, PRECISION)
+        if WANTS_DK:
+            dweights = tl.zeros((dk.shape[0], BLOCK_M), dtype=tl.float32)
+            dweights = product(v, transposed(do_tile, PRECISION), dweights, PRECISION)
+            dlogits = weights * (dweights - row_delta[None, :])
+            dk = product(as_factor(dlogits, q.dtype.element_ty, PRECISION), q_tile, dk, PRECISION)
     return dk, dv
 
 
@@ -140,7 +143,10 @@ def key_kernel(
     WIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys of one key head, over one part of the queries of every query head of its group."""
+    """One tile of keys of one key head, over one part of the queries of every query head of its group.
+
+    Of ``dk`` and ``dv``, one may be None: where both sums do not fit in registers, two launches are faster than one.
+    """
     key_heads = heads // group
     block, row = program_order(blocks * splits, entries * key_heads, section)
     split = block % splits
@@ -155,12 +161,15 @@ def key_kernel(
         k_tile = load_tile(
             k_base + tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D), n, keys_here, D, True
         )
-        v_tile = load_tile(
-            v_base + tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E), n, keys_here, E, True
-        )
         if PRECISION == "pieces":
             k_tile = pieces_of(k_tile)
-            v_tile = pieces_of(v_tile)
+        v_tile = k_tile
+        if dk is not None:
+            v_tile = load_tile(
+                v_base + tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E), n, keys_here, E, True
+            )
+            if PRECISION == "pieces":
+                v_tile = pieces_of(v_tile)
         q_piece = tl.cast(entries, tl.int64) * tokens * heads * D
         grad_piece = tl.cast(entries, tl.int64) * tokens * heads * E
 
@@ -184,27 +193,29 @@ def key_kernel(
             dk_tile, dv_tile = walk_queries(
                 dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
                 q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
-                begin, full_begin, offset, key, tokens_here, keys_here, left, right, scale,
+                begin, full_begin, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
                 True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
             )  # fmt: skip
         dk_tile, dv_tile = walk_queries(
             dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
             q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
-            full_begin, full_end, offset, key, tokens_here, keys_here, left, right, scale,
+            full_begin, full_end, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
             False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
         )  # fmt: skip
         dk_tile, dv_tile = walk_queries(
             dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
             q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
-            full_end, end, offset, key, tokens_here, keys_here, left, right, scale,
+            full_end, end, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
             True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
         )  # fmt: skip
-        dk_base = base_of(dk, entry, k_start + n, key_head, dk_b, dk_n, dk_h, VEC) + split * (dk_split * VEC)
-        dv_base = base_of(dv, entry, k_start + n, key_head, dv_b, dv_n, dv_h, VEC) + split * (dv_split * VEC)
-        dk_offsets = tile_offsets(dk_n, dk_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
-        dv_offsets = tile_offsets(dv_n, dv_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
-        store_tile(dk_base + dk_offsets, dk_tile * slope, n, keys_here, D)
-        store_tile(dv_base + dv_offsets, dv_tile, n, keys_here, E)
+        if dk is not None:
+            dk_base = base_of(dk, entry, k_start + n, key_head, dk_b, dk_n, dk_h, VEC) + split * (dk_split * VEC)
+            dk_offsets = tile_offsets(dk_n, dk_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
+            store_tile(dk_base + dk_offsets, dk_tile * slope, n, keys_here, D)
+        if dv is not None:
+            dv_base = base_of(dv, entry, k_start + n, key_head, dv_b, dv_n, dv_h, VEC) + split * (dv_split * VEC)
+            dv_offsets = tile_offsets(dv_n, dv_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
+            store_tile(dv_base + dv_offsets, dv_tile, n, keys_here, E)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel,
 from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
 from warploom.ops.flash_attention.launchers_geometry import (
     L2_SHARE,
+    OWN_KEYS,
     UNBOUNDED,
     Access,
     Costs,
@@ -80,8 +81,8 @@ _HALF_RATE = 2.2
 """What a multiprocessor does of float32 products, and of those of 16 bits: 10¹² operations a second, about."""
 
 _LATENCY_US = 0.4  # of a step, besides its operations
-_PRODUCTS = {"forward": 2, "key": 4, "query": 3}
-_MERGE_US = {"forward": 7.0, "key": 7.0, "query": 3.0}
+_PRODUCTS = {"forward": 2, "key": 4, "dk": 3, "dv": 2, "query": 3}
+_MERGE_US = {"forward": 7.0, "key": 7.0, "dk": 3.0, "dv": 3.0, "query": 3.0}
 
 
 def _costs(kernel: str, geometry: Geometry, tiles: Configuration, product: str, dtype: torch.dtype) -> Costs:
@@ -96,10 +97,10 @@ def _grid(
     kernel: str, geometry: Geometry, mask: Mask, tiles: Configuration, product: str, q: Tensor, elements: int
 ) -> _Grid:
     """How a kernel for every GPU cuts a call with results of so many elements."""
-    own, step = (tiles.block_n, tiles.block_m) if kernel == "key" else (tiles.block_m, tiles.block_n)
-    length, heads = (geometry.keys, geometry.key_heads) if kernel == "key" else (geometry.tokens, geometry.heads)
+    own, step = (tiles.block_n, tiles.block_m) if kernel in OWN_KEYS else (tiles.block_m, tiles.block_n)
+    length, heads = (geometry.keys, geometry.key_heads) if kernel in OWN_KEYS else (geometry.tokens, geometry.heads)
     rows = geometry.entries * heads
-    cu_seqlens = mask.cu_seqlens_k if kernel == "key" else mask.cu_seqlens_q
+    cu_seqlens = mask.cu_seqlens_k if kernel in OWN_KEYS else mask.cu_seqlens_q
     if cu_seqlens is not None:
         # See device/packed.py: the lengths of packed sequences are known on the device alone.
         blocks = length // own + cu_seqlens.shape[0] - 1
@@ -328,11 +329,20 @@ def _plan_forward(
 
 
 class _Walk(NamedTuple):
-    """Plan of one of the two backward kernels."""
+    """Plan of one of the backward kernels."""
 
+    kernel: str  # of `_RESULTS`
     launch: Launch | TiledLaunch
     sums: tuple[Launch, ...] = ()  # one for each result, where walks are split
     part_elements: tuple[int, ...] = ()  # of all parts of each result, in float32
+
+
+_RESULTS: dict[str, tuple[int | None, ...]] = {"key": (1, 2), "dk": (1, None), "dv": (None, 2), "query": (0,)}
+"""Which of the gradients of q, k and v a backward kernel writes, in the order of its parameters."""
+
+
+def _results(kernel: str, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    return tuple(None if i is None else gradients[i] for i in _RESULTS[kernel])
 
 
 class _Backward(NamedTuple):
@@ -341,16 +351,16 @@ class _Backward(NamedTuple):
     results: tuple[_Dense, _Dense, _Dense]  # dq, dk, dv
     rows: tuple[int, int, int]  # shape of a number for each query and head
     prepare: Launch | None = None  # None where there is nothing to attend with or to
-    key: _Walk | None = None
-    query: _Walk | None = None
-    few: Launch | None = None  # of the kernel for few short walks, instead of those two
+    walks: tuple[_Walk, ...] = ()
+    few: Launch | None = None  # of the kernel for few short walks, instead of those
     pieces: tuple[_Pieces, ...] = ()  # of q, k, v and the gradient, where they are walked over in pieces
-    counted: bool = False  # whether the two count their tiles, with tickets that the first kernel makes zero
+    counted: bool = False  # whether walks count their tiles, with tickets that the first kernel makes zero
 
 
-def _walked_in_pieces(tensors: Sequence[Tensor], pieces: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
-    """Of q, k, v and the gradient, what each of the two kernels takes: of what it walks over, the pieces."""
-    return (pieces[0], tensors[1], tensors[2], pieces[3]), (tensors[0], pieces[1], pieces[2], tensors[3])
+def _walked_over(kernel: str, tensors: Sequence[Tensor], pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Of q, k, v and the gradient, what a kernel takes: of those that it walks over, pieces, if there are any."""
+    walked = (0, 3) if kernel in OWN_KEYS else (1, 2)
+    return tuple(pieces[i] if pieces and i in walked else x for i, x in enumerate(tensors))
 
 
 def backward(
@@ -391,17 +401,11 @@ def backward(
     plan.prepare((out, grad, statistics, grad_lse, shift, delta, inverse, tickets))
     if plan.few is not None:
         plan.few((q, k, v, grad, shift, delta, dq, dk, dv))
-    if plan.key is None or plan.query is None:
-        return dq, dk, dv
-    numbers = shift, delta, inverse
-    tensors = q, k, v, grad
-    key_tensors: tuple[Tensor, ...] = tensors
-    query_tensors: tuple[Tensor, ...] = tensors
-    if plan.pieces:
-        pieces = [piece(x) for piece, x in zip(plan.pieces, tensors)]
-        key_tensors, query_tensors = _walked_in_pieces(tensors, pieces)
-    _walk(plan.key, key_tensors, numbers, (dk, dv), mask, tickets)
-    _walk(plan.query, query_tensors, numbers, (dq,), mask, tickets)
+    tensors, numbers = (q, k, v, grad), (shift, delta, inverse)
+    pieces = [make(x) for make, x in zip(plan.pieces, tensors)]
+    for walk in plan.walks:
+        walked = _walked_over(walk.kernel, tensors, pieces)
+        _walk(walk, walked, numbers, _results(walk.kernel, (dq, dk, dv)), mask, tickets)
     return dq, dk, dv
 
 
@@ -409,22 +413,26 @@ def _walk(
     walk: _Walk,
     tensors: tuple[Tensor, ...],
     numbers: tuple[Tensor | None, ...],
-    results: tuple[Tensor, ...],
+    results: tuple[Tensor | None, ...],
     mask: Mask,
     tickets: Tensor | None,
 ) -> None:
-    """Run one of the two backward kernels, and sum its parts if its walks are split."""
-    device = results[0].device
+    """Run one of the backward kernels, and sum its parts if its walks are split."""
     targets = results
     if walk.sums:
-        targets = tuple(torch.empty(size, dtype=torch.float32, device=device) for size in walk.part_elements)
+        sizes, device = iter(walk.part_elements), tensors[0].device
+        targets = tuple(
+            None if x is None else torch.empty(next(sizes), dtype=torch.float32, device=device) for x in results
+        )
     if isinstance(walk.launch, TiledLaunch):
         shift, delta, _ = numbers
         walk.launch((*tensors, *targets, shift, delta, tickets))  # type: ignore[arg-type]
     else:
         walk.launch((*tensors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k))
-    for add, part, result in zip(walk.sums, targets, results):
-        add((part, result))
+    sums = iter(walk.sums)
+    for part, result in zip(targets, results):
+        if walk.sums and result is not None:
+            next(sums)((part, result))
 
 
 def _plan_backward(
@@ -460,51 +468,56 @@ def _plan_backward(
     if launchers_few.suit(geometry, mask, scale, q, k, v, grad, dq, dk, dv):
         few = launchers_few.plan_backward(geometry, mask, scale, q, k, v, grad, dq, dk, dv)
         return plan._replace(prepare=prepare, few=few)
-    tensors = q, k, v, grad
-    key_tensors: tuple[Tensor, ...] = tensors
-    query_tensors: tuple[Tensor, ...] = tensors
     product = _product(q, geometry, mask, scale, precision)
     if product == "pieces":
-        plan = plan._replace(pieces=tuple(map(_plan_pieces, tensors)))
-        key_tensors, query_tensors = _walked_in_pieces(tensors, [piece.like for piece in plan.pieces])
-    key = _plan_walk("key", key_launch, key_tensors, (dk, dv), geometry, mask, scale, product, aligned)
-    query = _plan_walk("query", query_launch, query_tensors, (dq,), geometry, mask, scale, product, aligned)
-    counted = any(isinstance(walk.launch, TiledLaunch) for walk in (key, query))
-    return plan._replace(prepare=prepare, key=key, query=query, counted=counted)
+        plan = plan._replace(pieces=tuple(map(_plan_pieces, (q, k, v, grad))))
+    # Pieces of long rows leave registers for one sum alone.
+    kernels = ("dv", "dk", "query") if product == "pieces" and geometry.block_d > 64 else ("key", "query")
+    planned = tuple(
+        _plan_walk(
+            kernel,
+            _walked_over(kernel, (q, k, v, grad), [make.like for make in plan.pieces]),
+            _results(kernel, (dq, dk, dv)),
+            geometry, mask, scale, product, aligned,
+        )
+        for kernel in kernels
+    )  # fmt: skip
+    counted = any(isinstance(walk.launch, TiledLaunch) for walk in planned)
+    return plan._replace(prepare=prepare, walks=planned, counted=counted)
 
 
 def _plan_walk(
-    name: str,
-    kernel: Kernel,
+    kernel: str,
     tensors: tuple[Tensor, ...],
-    results: tuple[Tensor, ...],
+    results: tuple[Tensor | None, ...],
     geometry: Geometry,
     mask: Mask,
     scale: float,
     product: str,
     aligned: bool,
 ) -> _Walk:
-    tiled = _tiled(name, geometry, mask, scale, (*tensors, *results)) if aligned else None
-    sizes = [result.numel() for result in results]
+    wanted = [x for x in results if x is not None]
+    sizes = [x.numel() for x in wanted]
+    tiled = _tiled(kernel, geometry, mask, scale, (*tensors, *wanted)) if aligned else None
     if tiled is not None:
-        return _Walk(tiled.launch, *_sums(sizes, tiled.parts))
-    first = results[0]
-    tiles = _tiles(name, geometry, mask, scale, product, first)
-    grid = _grid(name, geometry, mask, tiles, product, first, sum(sizes))
-    heads_per_walk = 1 if name == "key" else geometry.group
-    access = access_to(*tensors, *results)
+        return _Walk(kernel, tiled.launch, *_sums(sizes, tiled.parts))
+    first = wanted[0]
+    tiles = _tiles(kernel, geometry, mask, scale, product, first)
+    grid = _grid(kernel, geometry, mask, tiles, product, first, sum(sizes))
+    heads_per_walk = 1 if kernel in OWN_KEYS else geometry.group
+    access = access_to(*tensors, *(first if x is None else x for x in results))
     launch = Launch(
-        kernel,
+        key_launch if kernel in OWN_KEYS else query_launch,
         grid.programs,
         (
             *_numbers(geometry, mask, scale, grid, first.itemsize, heads_per_walk), scale,
-            *(size // access.vec if grid.splits > 1 else 0 for size in sizes), *access.strides,
+            *(0 if grid.splits == 1 or x is None else x.numel() // access.vec for x in results), *access.strides,
         ),
         _constants(geometry, mask, scale, access, product, tiles),
         tiles.warps,
         tiles.stages,
     )  # fmt: skip
-    return _Walk(launch, *_sums(sizes, grid.splits))
+    return _Walk(kernel, launch, *_sums(sizes, grid.splits))
 
 
 def _sums(sizes: list[int], splits: int) -> tuple[tuple[Launch, ...], tuple[int, ...]]:
