@@ -22,7 +22,7 @@ def configuration(
     """The pinned tiles of a kernel.
 
     Args:
-        kernel: ``forward``, ``query`` (gradient of q), ``key`` (gradients of k and v), or ``dk`` or ``dv`` (of one).
+        kernel: ``forward``, ``query`` (gradient of q), ``key`` (gradients of k and v), ``dk`` or ``dv`` (of one).
         arch: Compute capability times ten.
         dtype: Of the tensors.
         features: The larger of D and E, up to a power of two, 16 at least.
