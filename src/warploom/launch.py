@@ -242,7 +242,7 @@ class TiledLaunch:
     MOST_ADDRESSES = 256
     """Encodings kept at once for one parameter."""
 
-    __slots__ = ("arguments", "described", "encoded", "entries", "function", "programs", "warps")
+    __slots__ = ("arguments", "described", "encoded", "entries", "function", "options", "programs")
 
     def __init__(
         self,
@@ -252,8 +252,10 @@ class TiledLaunch:
         numbers: Sequence[int | float],
         constants: tuple[Any, ...],
         num_warps: int = 4,
+        early: bool = False,
     ) -> None:
-        self.function, self.programs, self.warps = function, programs, num_warps
+        self.function, self.programs = function, programs
+        self.options = {"num_warps": num_warps, **({"launch_pdl": True} if early else {})}
         self.described = [_description(like, box) for like, box in boxes]
         self.arguments = (*numbers, *constants)
         self.entries: dict[int, Entry] = {}  # by device
@@ -278,7 +280,7 @@ class TiledLaunch:
             descriptors = [self._descriptor(i, tensors[i]) for i in range(len(self.described))]
             compiled = self.function.run(
                 *descriptors, *pointers, *self.arguments,
-                grid=(self.programs, 1, 1), warmup=False, num_warps=self.warps,
+                grid=(self.programs, 1, 1), warmup=False, **self.options,
             )  # fmt: skip
             self.entries[device] = entry_of(compiled)
             return
@@ -327,8 +329,7 @@ class TiledLaunch:
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
         key = (self.function, tuple(signature.items()), tuple(constexprs.items()))
-        options = {"num_warps": self.warps}
-        builds.setdefault(key, Build(self.function, signature, constexprs, attrs, options))
+        builds.setdefault(key, Build(self.function, signature, constexprs, attrs, self.options))
 
 
 def _description(like: torch.Tensor, box: Boxes) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from warploom.launch import (
     multiprocessors,
 )
 from warploom.layout import layout_of
-from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel
+from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel, split_kernel
 from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
+from warploom.ops.flash_attention.launchers_tiles import Configuration, configuration, is_small
 from warploom.plans import Plans
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ Tensor = torch.Tensor
 
 forward_launch = Kernel(forward_kernel)
 combine_launch = Kernel(combine_kernel)
+split_launch = Kernel(split_kernel)
 prepare_launch = Kernel(prepare_kernel)
 key_launch = Kernel(key_kernel)
 query_launch = Kernel(query_kernel)
@@ -46,11 +48,10 @@ L2_SHARE = 2**25
 MAX_SPLITS = 64
 """Parts of a walk at most: each is written and read once more in float32."""
 
-SPLIT_STEPS = 4
-"""Steps of its walk that a part of a split has at least."""
-
+HOPPER_MULTIPROCESSORS = 132
 UNBOUNDED = 2**30  # a bound of the window that no distance reaches
 LOG2_E = 1.4426950408889634
+_LONG = 2048  # float32 tensors of so many rows are split once, before they are walked over
 _NARROW = 2**22  # strides of rows and features below this keep a tile within 32 bits
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -62,150 +63,6 @@ class Mask(NamedTuple):
     right: int | None = None  # 0 for causal
     cu_seqlens_q: Tensor | None = None  # (S + 1,), as is the next
     cu_seqlens_k: Tensor | None = None
-
-
-class Configuration(NamedTuple):
-    """Tile sizes and launch options of one kernel."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-
-
-def configuration(
-    kernel: str, arch: int, dtype: torch.dtype, features: int, precision: str, plain: bool
-) -> Configuration:
-    """The pinned tiles of a kernel: ``forward``, ``key`` (gradients of k and v) or ``query`` (gradient of q).
-
-    Args:
-        kernel: Which.
-        arch: Compute capability times ten.
-        dtype: Of the tensors.
-        features: The larger of D and E, up to a power of two, 16 at least.
-        precision: A key of `PRODUCTS`; float32 alone has several.
-        plain: Whether masks are those of a causal or full attention and D and E equal powers of two: what such
-            kernels save in registers, larger tiles take.
-    """
-    tuned = plain and 90 <= arch < 120
-    if dtype == torch.float32 and tuned and features <= 128:
-        return (_PLAIN_90_FLOAT32 if precision == "highest" else _PLAIN_90_TF32)[kernel][features]
-    if dtype == torch.float32:
-        return _FLOAT32[kernel][features]
-    if tuned:
-        return _PLAIN_90[kernel][features]
-    return _HALF[kernel][features]
-
-
-_PLAIN_90: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(64, 64, 4, 3),
-        32: Configuration(64, 64, 4, 3),
-        64: Configuration(64, 64, 4, 3),
-        128: Configuration(128, 128, 8, 3),
-        256: Configuration(128, 64, 8, 2),
-    },
-    "key": {
-        16: Configuration(64, 64, 4, 3),
-        32: Configuration(64, 64, 4, 3),
-        64: Configuration(64, 64, 4, 3),
-        128: Configuration(32, 64, 4, 3),
-        256: Configuration(32, 32, 4, 2),
-    },
-    "query": {
-        16: Configuration(64, 64, 4, 3),
-        32: Configuration(64, 64, 4, 3),
-        64: Configuration(64, 64, 4, 3),
-        128: Configuration(128, 128, 8, 2),
-        256: Configuration(128, 64, 8, 1),
-    },
-}
-_PLAIN_90_FLOAT32: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(64, 64, 4, 3),
-        32: Configuration(64, 64, 4, 3),
-        64: Configuration(64, 64, 4, 2),
-        128: Configuration(64, 32, 4, 2),
-    },
-    "key": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(32, 64, 4, 1),
-        128: Configuration(32, 32, 4, 2),
-    },
-    "query": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(64, 32, 4, 3),
-        128: Configuration(64, 16, 4, 1),
-    },
-}
-_PLAIN_90_TF32: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(64, 64, 4, 3),
-        32: Configuration(64, 64, 4, 3),
-        64: Configuration(128, 64, 8, 1),
-        128: Configuration(128, 32, 8, 2),
-    },
-    "key": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(32, 128, 8, 1),
-        128: Configuration(16, 128, 8, 1),
-    },
-    "query": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(128, 32, 8, 2),
-        128: Configuration(128, 16, 8, 1),
-    },
-}
-_HALF: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(64, 64, 4, 2),
-        128: Configuration(64, 64, 8, 2),
-        256: Configuration(64, 32, 8, 2),
-    },
-    "key": {
-        16: Configuration(32, 64, 4, 2),
-        32: Configuration(32, 64, 4, 2),
-        64: Configuration(32, 64, 4, 2),
-        128: Configuration(32, 64, 8, 2),
-        256: Configuration(32, 32, 8, 1),
-    },
-    "query": {
-        16: Configuration(64, 32, 4, 2),
-        32: Configuration(64, 32, 4, 2),
-        64: Configuration(64, 32, 4, 2),
-        128: Configuration(64, 32, 8, 2),
-        256: Configuration(32, 32, 8, 1),
-    },
-}
-_FLOAT32: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(32, 32, 8, 2),
-        32: Configuration(32, 32, 8, 2),
-        64: Configuration(32, 32, 8, 2),
-        128: Configuration(16, 32, 4, 1),
-        256: Configuration(16, 16, 8, 1),
-    },
-    "key": {
-        16: Configuration(16, 32, 4, 2),
-        32: Configuration(16, 32, 4, 2),
-        64: Configuration(32, 32, 8, 2),
-        128: Configuration(16, 16, 4, 1),
-        256: Configuration(16, 16, 8, 1),
-    },
-    "query": {
-        16: Configuration(32, 32, 8, 2),
-        32: Configuration(32, 32, 8, 2),
-        64: Configuration(32, 32, 4, 2),
-        128: Configuration(16, 32, 4, 1),
-        256: Configuration(16, 16, 8, 1),
-    },
-}
 
 
 def _tile_features(features: int) -> int:
@@ -244,11 +101,32 @@ class Geometry(NamedTuple):
         return 0 in (self.entries, self.tokens, self.keys, self.heads)
 
 
-def _tiles(kernel: str, geometry: Geometry, mask: Mask, scale: float, precision: str, q: Tensor) -> Configuration:
-    block_d, block_e = geometry.block_d, geometry.block_e
+def _is_plain(geometry: Geometry, mask: Mask, scale: float) -> bool:
+    """Whether a call is one of those for which `configuration` has tiles of their own."""
     plain = mask.left is None and mask.cu_seqlens_q is None and scale >= 0
-    plain = plain and block_d == block_e and geometry.features == geometry.value_features == block_d
-    return configuration(kernel, architecture(q.device), q.dtype, max(block_d, block_e), precision, plain)
+    return plain and geometry.features == geometry.value_features == geometry.block_d
+
+
+def programs_at_once(device: torch.device) -> int:
+    """Multiprocessors of a GPU; elsewhere, where builds are recorded, those of an H100 or H200."""
+    return multiprocessors(device) if device.type == "cuda" else HOPPER_MULTIPROCESSORS
+
+
+def has_few_short_walks(kernel: str, geometry: Geometry, mask: Mask, scale: float, q: Tensor) -> bool:
+    """Whether a call has so few and short walks that it has tiles of its own: see `launchers_tiles.is_small`."""
+    length, walk, heads = geometry.tokens, geometry.keys, geometry.heads
+    if kernel == "key":
+        length, walk, heads = geometry.keys, geometry.tokens * geometry.group, geometry.key_heads
+    rows = -(-length // 16) * geometry.entries * heads
+    features, plain = max(geometry.block_d, geometry.block_e), _is_plain(geometry, mask, scale)
+    programs = programs_at_once(q.device)
+    return is_small(kernel, architecture(q.device), q.dtype, features, plain, rows, walk, programs)
+
+
+def _tiles(kernel: str, geometry: Geometry, mask: Mask, scale: float, product: str, q: Tensor) -> Configuration:
+    features, plain = max(geometry.block_d, geometry.block_e), _is_plain(geometry, mask, scale)
+    few = has_few_short_walks(kernel, geometry, mask, scale, q)
+    return configuration(kernel, architecture(q.device), q.dtype, features, product, plain, few)
 
 
 def _geometry(q: Tensor, k: Tensor, v: Tensor) -> Geometry:
@@ -288,11 +166,16 @@ class _Grid(NamedTuple):
         return self.blocks * self.rows * self.splits
 
 
-def _grid(device: torch.device, length: int, block: int, rows: int, steps: int, cu_seqlens: Tensor | None) -> _Grid:
-    """Cut walks of ``steps`` steps into parts where there are fewer tiles than multiprocessors."""
+def _most_parts(walk: int, block: int, tiles: Configuration) -> int:
+    """Into how many parts a walk of so many rows may be cut, in blocks of so many."""
+    return walk // (block * tiles.part_steps)
+
+
+def _grid(device: torch.device, length: int, block: int, rows: int, parts: int, cu_seqlens: Tensor | None) -> _Grid:
+    """Cut walks into at most ``parts`` parts where there are fewer tiles than multiprocessors."""
     # See device/packed.py: the lengths of packed sequences are known on the device alone.
     blocks = -(-length // block) if cu_seqlens is None else length // block + cu_seqlens.shape[0] - 1
-    splits = min(multiprocessors(device) // max(blocks * rows, 1), steps // SPLIT_STEPS, MAX_SPLITS)
+    splits = min(multiprocessors(device) // max(blocks * rows, 1), parts, MAX_SPLITS)
     return _Grid(blocks, rows, max(splits, 1))
 
 
@@ -323,19 +206,24 @@ def _precision(q: Tensor, precision: str | None) -> str:
     return precision or torch.get_float32_matmul_precision()
 
 
-def _product(geometry: Geometry, precision: str) -> str:
-    """How factors are multiplied. Long rows of float32 split in parts do not fit in registers; they go unsplit."""
-    long = max(geometry.block_d, geometry.block_e) > 128
-    return "ieee" if long and precision == "highest" else PRODUCTS[precision]
+def _product(q: Tensor, geometry: Geometry, mask: Mask, scale: float, precision: str) -> str:
+    """How factors are multiplied: see `warploom.device.product`."""
+    if precision != "highest" or q.dtype != torch.float32:
+        return PRODUCTS[precision]
+    if max(geometry.block_d, geometry.block_e) > 128:
+        return "ieee"  # three parts of such rows do not fit in registers
+    long = min(geometry.tokens, geometry.keys) >= _LONG
+    tuned = 90 <= architecture(q.device) < 120 and _is_plain(geometry, mask, scale)
+    return "parts" if long and tuned else PRODUCTS[precision]
 
 
 def _constants(
-    geometry: Geometry, mask: Mask, scale: float, access: _Access, precision: str, tiles: Configuration
+    geometry: Geometry, mask: Mask, scale: float, access: _Access, product: str, tiles: Configuration
 ) -> tuple[object, ...]:
     """Arguments ``HAS_LEFT … BLOCK_E`` of a kernel."""
     return (
         mask.left is not None, mask.right is not None, scale < 0, access.vec, access.unit, access.wide,
-        geometry.features, geometry.value_features, _product(geometry, precision),
+        geometry.features, geometry.value_features, product,
         tiles.block_m, tiles.block_n, geometry.block_d, geometry.block_e,
     )  # fmt: skip
 
@@ -365,6 +253,30 @@ class _Forward(NamedTuple):
     part_elements: int = 0  # of all parts of the output together, in float32
     part_statistics: tuple[int, ...] = ()  # shape
     counted: bool = False  # whether tiles are counted, with tickets that must be zero
+    splits: tuple[_Split | None, _Split | None] = (None, None)  # of keys and values
+
+
+class _Split(NamedTuple):
+    """What splits a float32 tensor in parts before it is walked over."""
+
+    launch: Launch
+    parts: Tensor  # without memory: (3, …), in bfloat16
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The parts of ``x``."""
+        parts = torch.empty(self.parts.shape, dtype=torch.bfloat16, device=x.device)
+        self.launch((x, parts))
+        return parts
+
+
+def _plan_split(x: Tensor) -> _Split:
+    entries, tokens, heads, features = x.shape
+    block_f = _tile_features(features)
+    rows, block_r = entries * tokens * heads, max(2048 // block_f, 1)
+    launch = Launch(
+        split_launch, -(-rows // block_r), (rows, tokens, heads, *x.stride()), (features, block_r, block_f)
+    )
+    return _Split(launch, torch.empty((3, *x.shape), dtype=torch.bfloat16, device="meta"))
 
 
 def forward(
@@ -392,6 +304,9 @@ def forward(
     if plan.combine is not None:
         target = torch.empty(plan.part_elements, dtype=torch.float32, device=q.device)
         target_statistics = torch.empty(plan.part_statistics, dtype=torch.float32, device=q.device)
+    split_k, split_v = plan.splits
+    if split_k is not None and split_v is not None:
+        k, v = split_k(k), split_v(v)
     if isinstance(plan.launch, TiledLaunch):
         make = torch.zeros if plan.counted else torch.empty
         tickets = make(1, dtype=torch.int32, device=q.device)
@@ -440,10 +355,15 @@ def _plan_forward(
         plan = plan._replace(launch=tiled.launch, counted=tiled.counted)
         splits = tiled.parts
     else:
-        tiles = _tiles("forward", geometry, mask, scale, precision, q)
-        steps = -(-geometry.keys // tiles.block_n)
-        grid = _grid(q.device, geometry.tokens, tiles.block_m, rows, steps, mask.cu_seqlens_q)
+        product = _product(q, geometry, mask, scale, precision)
+        tiles = _tiles("forward", geometry, mask, scale, product, q)
+        parts = _most_parts(geometry.keys, tiles.block_n, tiles)
+        grid = _grid(q.device, geometry.tokens, tiles.block_m, rows, parts, mask.cu_seqlens_q)
         splits = grid.splits
+        if product == "parts":
+            split_k, split_v = _plan_split(k), _plan_split(v)
+            k, v = split_k.parts[0], split_v.parts[0]
+            plan = plan._replace(splits=(split_k, split_v))
         access = _access(q, k, v, out)
         launch = Launch(
             forward_launch,
@@ -453,7 +373,7 @@ def _plan_forward(
                 out.numel() // access.vec if splits > 1 else 0,  # from one part to the next
                 *access.strides,
             ),
-            _constants(geometry, mask, scale, access, precision, tiles),
+            _constants(geometry, mask, scale, access, product, tiles),
             tiles.warps,
             tiles.stages,
         )
@@ -493,6 +413,7 @@ class _Backward(NamedTuple):
     prepare: Launch | None = None  # None where there is nothing to attend with or to
     key: _Walk | None = None
     query: _Walk | None = None
+    splits: tuple[_Split, ...] = ()  # of q, k, v and the gradient
 
 
 def backward(
@@ -531,9 +452,16 @@ def backward(
     inverse = torch.empty_like(shift) if q.dtype == torch.float32 else None
     tickets = torch.empty(2, dtype=torch.int32, device=q.device) if aligned else None
     plan.prepare((out, grad, statistics, grad_lse, shift, delta, inverse, tickets))
-    tensors, numbers = (q, k, v, grad), (shift, delta, inverse)
-    _walk(plan.key, tensors, numbers, (dk, dv), mask, tickets)
-    _walk(plan.query, tensors, numbers, (dq,), mask, tickets)
+    numbers = shift, delta, inverse
+    key_tensors = query_tensors = q, k, v, grad
+    if plan.splits:
+        parts = [split(x) for split, x in zip(plan.splits, key_tensors)]
+        key_tensors, query_tensors = (parts[0], k, v, parts[3]), (q, parts[1], parts[2], grad)
+    # The second starts where the first leaves multiprocessors idle; sums are added up when both are done.
+    key_targets = _walk(plan.key, key_tensors, numbers, (dk, dv), mask, tickets)
+    query_targets = _walk(plan.query, query_tensors, numbers, (dq,), mask, tickets)
+    for add, part, result in zip(plan.key.sums + plan.query.sums, (*key_targets, *query_targets), (dk, dv, dq)):
+        add((part, result))
     return dq, dk, dv
 
 
@@ -544,8 +472,8 @@ def _walk(
     results: tuple[Tensor, ...],
     mask: Mask,
     tickets: Tensor | None,
-) -> None:
-    """Run one of the two backward kernels, and sum its parts if its walks are split."""
+) -> tuple[Tensor, ...]:
+    """Run one of the two backward kernels; what it wrote: the results, or parts of them if its walks are split."""
     device = results[0].device
     targets = results
     if walk.sums:
@@ -555,8 +483,7 @@ def _walk(
         walk.launch((*tensors, *targets, shift, delta, tickets))  # type: ignore[arg-type]
     else:
         walk.launch((*tensors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k))
-    for add, part, result in zip(walk.sums, targets, results):
-        add((part, result))
+    return targets
 
 
 def _plan_backward(
@@ -589,11 +516,17 @@ def _plan_backward(
         ),
         (access.vec, access.unit, geometry.value_features, block_r, geometry.block_e),
     )  # fmt: skip
-    tensors = (q, k, v, grad)
+    key_tensors = query_tensors = q, k, v, grad
+    product = _product(q, geometry, mask, scale, precision)
+    if product == "parts":
+        splits = tuple(map(_plan_split, key_tensors))
+        parts = [split.parts[0] for split in splits]
+        key_tensors, query_tensors = (parts[0], k, v, parts[3]), (q, parts[1], parts[2], grad)
+        plan = plan._replace(splits=splits)
     return plan._replace(
         prepare=prepare,
-        key=_plan_walk("key", key_launch, tensors, (dk, dv), geometry, mask, scale, precision, aligned),
-        query=_plan_walk("query", query_launch, tensors, (dq,), geometry, mask, scale, precision, aligned),
+        key=_plan_walk("key", key_launch, key_tensors, (dk, dv), geometry, mask, scale, product, aligned),
+        query=_plan_walk("query", query_launch, query_tensors, (dq,), geometry, mask, scale, product, aligned),
     )
 
 
@@ -605,24 +538,25 @@ def _plan_walk(
     geometry: Geometry,
     mask: Mask,
     scale: float,
-    precision: str,
+    product: str,
     aligned: bool,
 ) -> _Walk:
     tiled = _tiled(name, geometry, mask, scale, (*tensors, *results)) if aligned else None
     sizes = [result.numel() for result in results]
     if tiled is not None:
-        return _Walk(tiled.launch, *_sums(sizes, tiled.parts, tensors[0].device))
-    first = tensors[0]
-    tiles = _tiles(name, geometry, mask, scale, precision, first)
+        return _Walk(tiled.launch, *_sums(sizes, tiled.parts, results[0].device))
+    first = results[0]
+    tiles = _tiles(name, geometry, mask, scale, product, first)
     if name == "key":
         heads, heads_per_walk = geometry.entries * geometry.key_heads, 1
-        steps = -(-geometry.tokens // tiles.block_m)
-        grid = _grid(first.device, geometry.keys, tiles.block_n, heads, steps, mask.cu_seqlens_k)
+        parts = _most_parts(geometry.tokens, tiles.block_m, tiles)
+        grid = _grid(first.device, geometry.keys, tiles.block_n, heads, parts, mask.cu_seqlens_k)
     else:
         heads, heads_per_walk = geometry.entries * geometry.heads, geometry.group
-        steps = -(-geometry.keys // tiles.block_n)
-        grid = _grid(first.device, geometry.tokens, tiles.block_m, heads, steps, mask.cu_seqlens_q)
+        parts = _most_parts(geometry.keys, tiles.block_n, tiles)
+        grid = _grid(first.device, geometry.tokens, tiles.block_m, heads, parts, mask.cu_seqlens_q)
     access = _access(*tensors, *results)
+    overlap = may_start_early(first.device)
     launch = Launch(
         kernel,
         grid.programs,
@@ -630,9 +564,10 @@ def _plan_walk(
             *_numbers(geometry, mask, scale, grid, first.itemsize, heads_per_walk), scale,
             *(size // access.vec if grid.splits > 1 else 0 for size in sizes), *access.strides,
         ),
-        _constants(geometry, mask, scale, access, precision, tiles),
+        (*_constants(geometry, mask, scale, access, product, tiles), overlap),
         tiles.warps,
         tiles.stages,
+        early=overlap and name == "query",
     )  # fmt: skip
     return _Walk(launch, *_sums(sizes, grid.splits, first.device))
 

@@ -12,15 +12,23 @@ from typing import NamedTuple
 import torch
 
 from warploom.device.hopper import ROWS
-from warploom.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied, multiprocessors
+from warploom.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied
 from warploom.ops.flash_attention import kernels_hopper, kernels_hopper_backward
-from warploom.ops.flash_attention.launchers import L2_SHARE, LOG2_E, UNBOUNDED, Geometry, Mask
+from warploom.ops.flash_attention.launchers import (
+    HOPPER_MULTIPROCESSORS,
+    L2_SHARE,
+    LOG2_E,
+    UNBOUNDED,
+    Geometry,
+    Mask,
+    has_few_short_walks,
+    programs_at_once,
+)
 
 Tensor = torch.Tensor
 
 _ROWS = ROWS.value
 _LEAST_FEATURES = 32  # up to here, tiles of 64 features would be half empty
-_HOPPER_MULTIPROCESSORS = 132
 _MOST_ELEMENTS = 2**31  # of all parts together: their sizes and strides travel in 32 bits
 
 
@@ -69,7 +77,7 @@ def _tiles(name: str, geometry: Geometry, mask: Mask) -> Tiles:
     tiles = TILES[name][width]
     if width == 64 and mask.right is not None and name in _SMALLER:
         count = -(-geometry.tokens // (tiles.groups * _ROWS)) * geometry.entries * geometry.heads
-        few = 2 * _HOPPER_MULTIPROCESSORS if name == "forward" else _HOPPER_MULTIPROCESSORS // 2
+        few = 2 * HOPPER_MULTIPROCESSORS if name == "forward" else HOPPER_MULTIPROCESSORS // 2
         if count < few or (name == "forward" and geometry.keys < 4096):
             return _SMALLER[name]
     return tiles
@@ -94,9 +102,11 @@ def suit(name: str, geometry: Geometry, mask: Mask, scale: float, *tensors: Tens
         return False
     if any(t.dtype not in (torch.float16, torch.bfloat16) or t.dtype != first.dtype for t in tensors):
         return False
+    if has_few_short_walks(name, geometry, mask, scale, first):
+        return False
     blocks, rows = _blocks(name, geometry, mask)
     walked = geometry.tokens if name == "key" else geometry.keys
-    if name != "forward" and walked < _SHORT and blocks * rows < _programs(first.device) // 2:
+    if name != "forward" and walked < _SHORT and blocks * rows < programs_at_once(first.device) // 2:
         return False
     return all(map(can_be_copied, tensors))
 
@@ -107,10 +117,6 @@ class Plan(NamedTuple):
     launch: TiledLaunch
     parts: int
     counted: bool  # whether its tiles are counted, with tickets that must be zero
-
-
-def _programs(device: torch.device) -> int:
-    return multiprocessors(device) if device.type == "cuda" else _HOPPER_MULTIPROCESSORS
 
 
 def _walks(name: str, geometry: Geometry, mask: Mask) -> list[int]:
@@ -128,7 +134,7 @@ def _walks(name: str, geometry: Geometry, mask: Mask) -> list[int]:
 
 def _parts(name: str, geometry: Geometry, mask: Mask, device: torch.device) -> int:
     """Into how many parts walks are cut: as many as make the whole shortest, by an estimate in steps of a walk."""
-    programs = _programs(device)
+    programs = programs_at_once(device)
     costs, (blocks, rows) = COSTS[name], _blocks(name, geometry, mask)
     if blocks * rows >= _TURNS * programs:
         return 1
@@ -192,8 +198,9 @@ def plan(name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple
     )  # fmt: skip
     constants = (mask.right is not None, parts > 1, tiles.groups, tiles.stages)
     count = blocks * rows * parts
-    programs = min(_programs(tensors[0].device), count)
-    return Plan(TiledLaunch(function, programs, described, numbers, constants), parts, programs < count)
+    programs = min(programs_at_once(tensors[0].device), count)
+    launch = TiledLaunch(function, programs, described, numbers, constants, early=name == "query")
+    return Plan(launch, parts, programs < count)
 
 
 def _place(result: Tensor, parts: int) -> tuple[int, ...]:
