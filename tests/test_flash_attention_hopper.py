@@ -53,7 +53,6 @@ def test_the_calls_that_do_not(hopper: None) -> None:
     assert not suits("forward", x, x, x, cu_seqlens_q=torch.tensor([0, 70]))
     assert not suits("forward", x, x, x, -0.1)
     assert not suits("forward", x, x, x, 0.0)
-    assert not suits("forward", *(empty(heads=2) for _ in range(3))), "few short walks"
     for d in (16, 32, 129, 256):
         assert not suits("forward", *(empty(d=d) for _ in range(3))), d
     assert not suits("forward", *(empty(d=68) for _ in range(3))), "rows of 136 bytes"
@@ -157,11 +156,11 @@ def test_few_tiles_whose_walks_are_split(
     n: int, m: int, heads: int, key_heads: int, d: int, e: int, dtype: torch.dtype, causal: bool, parts: int,
     launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from warploom.ops.flash_attention import launchers_hopper
+    from warploom.ops.flash_attention import launchers_few, launchers_hopper
 
     monkeypatch.setattr(launchers_hopper, "_parts", lambda *arguments: parts)
     monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short walks too
-    monkeypatch.setattr(launchers_hopper, "has_few_short_walks", lambda *arguments: False)
+    monkeypatch.setattr(launchers_few, "suit", lambda *arguments: False)  # and few
     options = {"heads": heads, "key_heads": key_heads, "d": d, "e": e, "causal": causal, "dtype": dtype}
     inputs = random_inputs(device, n, m, return_lse=True, **options)
     with poisoned_allocations():

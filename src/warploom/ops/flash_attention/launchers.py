@@ -21,9 +21,24 @@ from warploom.launch import (
     multiprocessors,
 )
 from warploom.layout import layout_of
+from warploom.ops.flash_attention import launchers_few
 from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel, split_kernel
 from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
-from warploom.ops.flash_attention.launchers_tiles import Configuration, configuration, is_small
+from warploom.ops.flash_attention.launchers_geometry import (
+    L2_SHARE,
+    UNBOUNDED,
+    Access,
+    Costs,
+    Geometry,
+    Mask,
+    access_to,
+    best_parts,
+    in_powers_of_two,
+    is_plain,
+    tile_features,
+    walks,
+)
+from warploom.ops.flash_attention.launchers_tiles import Configuration, configuration
 from warploom.plans import Plans
 
 if TYPE_CHECKING:
@@ -42,115 +57,17 @@ sum_launch = Kernel(sum_kernel)
 PRODUCTS = {"highest": "bf16x6", "high": "tf32", "medium": "bf16"}
 """How float32 factors are multiplied, for each of PyTorch's names of a precision."""
 
-L2_SHARE = 2**25
-"""Bytes of keys and values that programs running together may read again and again from the L2 cache."""
-
-MAX_SPLITS = 64
-"""Parts of a walk at most: each is written and read once more in float32."""
-
-HOPPER_MULTIPROCESSORS = 132
-UNBOUNDED = 2**30  # a bound of the window that no distance reaches
-LOG2_E = 1.4426950408889634
 _LONG = 2048  # float32 tensors of so many rows are split once, before they are walked over
-_NARROW = 2**22  # strides of rows and features below this keep a tile within 32 bits
-_TINY = torch.finfo(torch.float32).tiny
-
-
-class Mask(NamedTuple):
-    """Which keys a query sees: what the public arguments come down to."""
-
-    left: int | None = None
-    right: int | None = None  # 0 for causal
-    cu_seqlens_q: Tensor | None = None  # (S + 1,), as is the next
-    cu_seqlens_k: Tensor | None = None
-
-
-def _tile_features(features: int) -> int:
-    """Features of a tile: a power of two that matrix instructions take."""
-    return max(1 << (features - 1).bit_length(), 16)
-
-
-class Geometry(NamedTuple):
-    """Sizes of a call."""
-
-    entries: int
-    tokens: int
-    keys: int
-    heads: int
-    key_heads: int
-    features: int  # D
-    value_features: int  # E
-
-    @property
-    def group(self) -> int:
-        """Query heads to a key head."""
-        return self.heads // max(self.key_heads, 1)
-
-    @property
-    def block_d(self) -> int:
-        """Features of a tile of queries or keys."""
-        return _tile_features(self.features)
-
-    @property
-    def block_e(self) -> int:
-        """Features of a tile of values."""
-        return _tile_features(self.value_features)
-
-    def empty(self) -> bool:
-        """Whether there is nothing to attend with or to."""
-        return 0 in (self.entries, self.tokens, self.keys, self.heads)
-
-
-def _is_plain(geometry: Geometry, mask: Mask, scale: float) -> bool:
-    """Whether a call is one of those for which `configuration` has tiles of their own."""
-    plain = mask.left is None and mask.cu_seqlens_q is None and scale >= 0
-    return plain and geometry.features == geometry.value_features == geometry.block_d
-
-
-def programs_at_once(device: torch.device) -> int:
-    """Multiprocessors of a GPU; elsewhere, where builds are recorded, those of an H100 or H200."""
-    return multiprocessors(device) if device.type == "cuda" else HOPPER_MULTIPROCESSORS
-
-
-def has_few_short_walks(kernel: str, geometry: Geometry, mask: Mask, scale: float, q: Tensor) -> bool:
-    """Whether a call has so few and short walks that it has tiles of its own: see `launchers_tiles.is_small`."""
-    length, walk, heads = geometry.tokens, geometry.keys, geometry.heads
-    if kernel == "key":
-        length, walk, heads = geometry.keys, geometry.tokens * geometry.group, geometry.key_heads
-    rows = -(-length // 16) * geometry.entries * heads
-    features, plain = max(geometry.block_d, geometry.block_e), _is_plain(geometry, mask, scale)
-    programs = programs_at_once(q.device)
-    return is_small(kernel, architecture(q.device), q.dtype, features, plain, rows, walk, programs)
 
 
 def _tiles(kernel: str, geometry: Geometry, mask: Mask, scale: float, product: str, q: Tensor) -> Configuration:
-    features, plain = max(geometry.block_d, geometry.block_e), _is_plain(geometry, mask, scale)
-    few = has_few_short_walks(kernel, geometry, mask, scale, q)
-    return configuration(kernel, architecture(q.device), q.dtype, features, product, plain, few)
+    features, plain = max(geometry.block_d, geometry.block_e), is_plain(geometry, mask, scale)
+    return configuration(kernel, architecture(q.device), q.dtype, features, product, plain)
 
 
 def _geometry(q: Tensor, k: Tensor, v: Tensor) -> Geometry:
     entries, tokens, heads, features = q.shape
     return Geometry(entries, tokens, k.shape[1], heads, k.shape[2], features, v.shape[3])
-
-
-class _Access(NamedTuple):
-    """How kernels address a group of tensors."""
-
-    vec: int  # common divisor of strides, which vector access rests on
-    unit: bool  # whether features are adjacent everywhere
-    wide: bool  # whether offsets within a tile need 64 bits
-    strides: list[int]  # of every tensor, all but those of features divided by vec
-
-
-def _access(*tensors: Tensor) -> _Access:
-    """Strides as the kernels take them. An axis of size one gets stride 0, since it is never taken."""
-    strides = [[s if n > 1 else 0 for n, s in zip(t.shape, t.stride())] for t in tensors]
-    unit = all(t.shape[3] == 1 or s[3] == 1 for t, s in zip(tensors, strides))
-    divisors = (16, 8, 4) if unit else ()
-    vec = next((d for d in divisors if all(s % d == 0 for b, n, h, _ in strides for s in (b, n, h))), 1)
-    wide = any(max(abs(n), abs(f)) >= _NARROW for _, n, _, f in strides)
-    return _Access(vec, unit, wide, [s for b, n, h, f in strides for s in (b // vec, n // vec, h // vec, f)])
 
 
 class _Grid(NamedTuple):
@@ -166,17 +83,39 @@ class _Grid(NamedTuple):
         return self.blocks * self.rows * self.splits
 
 
-def _most_parts(walk: int, block: int, tiles: Configuration) -> int:
-    """Into how many parts a walk of so many rows may be cut, in blocks of so many."""
-    return walk // (block * tiles.part_steps)
+_RATES = {"parts": 0.5, "bf16x6": 0.25, "tf32": 0.7, "bf16": 2.0, "ieee": 0.1}
+_HALF_RATE = 2.2
+"""What a multiprocessor does of float32 products, and of those of 16 bits: 10¹² operations a second, about."""
+
+_LATENCY_US = 0.4  # of a step, besides its operations
+_PRODUCTS = {"forward": 2, "key": 4, "query": 3}
+_MERGE_US = {"forward": 7.0, "key": 7.0, "query": 3.0}
 
 
-def _grid(device: torch.device, length: int, block: int, rows: int, parts: int, cu_seqlens: Tensor | None) -> _Grid:
-    """Cut walks into at most ``parts`` parts where there are fewer tiles than multiprocessors."""
-    # See device/packed.py: the lengths of packed sequences are known on the device alone.
-    blocks = -(-length // block) if cu_seqlens is None else length // block + cu_seqlens.shape[0] - 1
-    splits = min(multiprocessors(device) // max(blocks * rows, 1), parts, MAX_SPLITS)
-    return _Grid(blocks, rows, max(splits, 1))
+def _costs(kernel: str, geometry: Geometry, tiles: Configuration, product: str, dtype: torch.dtype) -> Costs:
+    """What walks of the kernels for every GPU cost, from the time that a step takes on an H200, roughly."""
+    rate = _RATES[product] if dtype == torch.float32 else _HALF_RATE
+    features = (geometry.block_d + geometry.block_e) / 2
+    step_us = _PRODUCTS[kernel] * 2e-6 * tiles.block_m * tiles.block_n * features / rate + _LATENCY_US
+    return Costs(2 / step_us, _MERGE_US[kernel] / step_us, 4e5 * step_us)
+
+
+def _grid(
+    kernel: str, geometry: Geometry, mask: Mask, tiles: Configuration, product: str, q: Tensor, elements: int
+) -> _Grid:
+    """How a kernel for every GPU cuts a call with results of so many elements."""
+    own, step = (tiles.block_n, tiles.block_m) if kernel == "key" else (tiles.block_m, tiles.block_n)
+    length, heads = (geometry.keys, geometry.key_heads) if kernel == "key" else (geometry.tokens, geometry.heads)
+    rows = geometry.entries * heads
+    cu_seqlens = mask.cu_seqlens_k if kernel == "key" else mask.cu_seqlens_q
+    if cu_seqlens is not None:
+        # See device/packed.py: the lengths of packed sequences are known on the device alone.
+        blocks = length // own + cu_seqlens.shape[0] - 1
+        steps = walks(kernel, geometry, Mask(), length, step) * blocks  # as if there were one sequence
+    else:
+        steps = walks(kernel, geometry, mask, own, step)
+    costs = _costs(kernel, geometry, tiles, product, q.dtype)
+    return _Grid(len(steps), rows, best_parts(steps, rows, multiprocessors(q.device), elements, costs))
 
 
 def _numbers(
@@ -193,8 +132,7 @@ def _numbers(
         0 if cu_q is None else cu_q.shape[0] - 1, 0 if cu_q is None else cu_q.stride(0),
         0 if cu_k is None else cu_k.stride(0),
         min(mask.left or 0, UNBOUNDED), min(mask.right or 0, UNBOUNDED),
-        # Never zero: a logit of −inf, which is what a hidden key has, must stay −inf.
-        max(abs(scale), _TINY) * LOG2_E,
+        in_powers_of_two(scale),
         geometry.entries,
     )  # fmt: skip
 
@@ -213,12 +151,12 @@ def _product(q: Tensor, geometry: Geometry, mask: Mask, scale: float, precision:
     if max(geometry.block_d, geometry.block_e) > 128:
         return "ieee"  # three parts of such rows do not fit in registers
     long = min(geometry.tokens, geometry.keys) >= _LONG
-    tuned = 90 <= architecture(q.device) < 120 and _is_plain(geometry, mask, scale)
+    tuned = 90 <= architecture(q.device) < 120 and is_plain(geometry, mask, scale)
     return "parts" if long and tuned else PRODUCTS[precision]
 
 
 def _constants(
-    geometry: Geometry, mask: Mask, scale: float, access: _Access, product: str, tiles: Configuration
+    geometry: Geometry, mask: Mask, scale: float, access: Access, product: str, tiles: Configuration
 ) -> tuple[object, ...]:
     """Arguments ``HAS_LEFT … BLOCK_E`` of a kernel."""
     return (
@@ -253,6 +191,7 @@ class _Forward(NamedTuple):
     part_elements: int = 0  # of all parts of the output together, in float32
     part_statistics: tuple[int, ...] = ()  # shape
     counted: bool = False  # whether tiles are counted, with tickets that must be zero
+    few: bool = False  # whether the kernel is the one for few short walks
     splits: tuple[_Split | None, _Split | None] = (None, None)  # of keys and values
 
 
@@ -271,7 +210,7 @@ class _Split(NamedTuple):
 
 def _plan_split(x: Tensor) -> _Split:
     entries, tokens, heads, features = x.shape
-    block_f = _tile_features(features)
+    block_f = tile_features(features)
     rows, block_r = entries * tokens * heads, max(2048 // block_f, 1)
     launch = Launch(
         split_launch, -(-rows // block_r), (rows, tokens, heads, *x.stride()), (features, block_r, block_f)
@@ -311,6 +250,8 @@ def forward(
         make = torch.zeros if plan.counted else torch.empty
         tickets = make(1, dtype=torch.int32, device=q.device)
         plan.launch((q, k, v, target, lse, target_statistics, tickets))
+    elif plan.few:
+        plan.launch((q, k, v, out, lse, statistics))
     else:
         plan.launch((q, k, v, target, lse if plan.combine is None else None, target_statistics, *cu_seqlens))
     if plan.combine is not None:
@@ -349,6 +290,8 @@ def _plan_forward(
     plan = _Forward(_dense(out), (geometry.entries, geometry.heads, geometry.tokens), None)
     if geometry.empty():
         return plan
+    if launchers_few.suit(geometry, mask, scale, q, k, v, out):
+        return plan._replace(launch=launchers_few.plan_forward(geometry, mask, scale, q, k, v, out), few=True)
     rows = geometry.entries * geometry.heads
     tiled = _tiled("forward", geometry, mask, scale, (q, k, v, out)) if aligned else None
     if tiled is not None:
@@ -357,14 +300,13 @@ def _plan_forward(
     else:
         product = _product(q, geometry, mask, scale, precision)
         tiles = _tiles("forward", geometry, mask, scale, product, q)
-        parts = _most_parts(geometry.keys, tiles.block_n, tiles)
-        grid = _grid(q.device, geometry.tokens, tiles.block_m, rows, parts, mask.cu_seqlens_q)
+        grid = _grid("forward", geometry, mask, tiles, product, q, out.numel())
         splits = grid.splits
         if product == "parts":
             split_k, split_v = _plan_split(k), _plan_split(v)
             k, v = split_k.parts[0], split_v.parts[0]
             plan = plan._replace(splits=(split_k, split_v))
-        access = _access(q, k, v, out)
+        access = access_to(q, k, v, out)
         launch = Launch(
             forward_launch,
             grid.programs,
@@ -413,6 +355,7 @@ class _Backward(NamedTuple):
     prepare: Launch | None = None  # None where there is nothing to attend with or to
     key: _Walk | None = None
     query: _Walk | None = None
+    few: Launch | None = None  # of the kernel for few short walks, instead of those two
     splits: tuple[_Split, ...] = ()  # of q, k, v and the gradient
 
 
@@ -444,7 +387,7 @@ def backward(
     )  # fmt: skip
     plan = plans.get(key, _plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned)
     dq, dk, dv = (result.empty(q) for result in plan.results)
-    if plan.prepare is None or plan.key is None or plan.query is None:
+    if plan.prepare is None:
         return dq.zero_(), dk.zero_(), dv.zero_()
     # Two tensors, not two halves of one: the second half's alignment would depend on the length.
     shift = torch.empty(plan.rows, dtype=torch.float32, device=q.device)
@@ -452,6 +395,10 @@ def backward(
     inverse = torch.empty_like(shift) if q.dtype == torch.float32 else None
     tickets = torch.empty(2, dtype=torch.int32, device=q.device) if aligned else None
     plan.prepare((out, grad, statistics, grad_lse, shift, delta, inverse, tickets))
+    if plan.few is not None:
+        plan.few((q, k, v, grad, shift, delta, dq, dk, dv))
+    if plan.key is None or plan.query is None:
+        return dq, dk, dv
     numbers = shift, delta, inverse
     key_tensors = query_tensors = q, k, v, grad
     if plan.splits:
@@ -460,8 +407,8 @@ def backward(
     # The second starts where the first leaves multiprocessors idle; sums are added up when both are done.
     key_targets = _walk(plan.key, key_tensors, numbers, (dk, dv), mask, tickets)
     query_targets = _walk(plan.query, query_tensors, numbers, (dq,), mask, tickets)
-    for add, part, result in zip(plan.key.sums + plan.query.sums, (*key_targets, *query_targets), (dk, dv, dq)):
-        add((part, result))
+    _add(plan.key, key_targets, (dk, dv))
+    _add(plan.query, query_targets, (dq,))
     return dq, dk, dv
 
 
@@ -486,6 +433,12 @@ def _walk(
     return targets
 
 
+def _add(walk: _Walk, targets: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> None:
+    """Sum the parts of the results, if walks are split."""
+    for add, part, result in zip(walk.sums, targets, results):
+        add((part, result))
+
+
 def _plan_backward(
     grad: Tensor,
     grad_lse: Tensor | None,
@@ -504,7 +457,7 @@ def _plan_backward(
     plan = _Backward((_dense(dq), _dense(dk), _dense(dv)), rows)
     if geometry.empty():
         return plan
-    access = _access(out, grad)
+    access = access_to(out, grad)
     block_r = min(4096 // geometry.block_e, 64)
     elements = geometry.entries * geometry.heads * geometry.tokens
     prepare = Launch(
@@ -516,6 +469,9 @@ def _plan_backward(
         ),
         (access.vec, access.unit, geometry.value_features, block_r, geometry.block_e),
     )  # fmt: skip
+    if launchers_few.suit(geometry, mask, scale, q, k, v, grad, dq, dk, dv):
+        few = launchers_few.plan_backward(geometry, mask, scale, q, k, v, grad, dq, dk, dv)
+        return plan._replace(prepare=prepare, few=few)
     key_tensors = query_tensors = q, k, v, grad
     product = _product(q, geometry, mask, scale, precision)
     if product == "parts":
@@ -547,15 +503,9 @@ def _plan_walk(
         return _Walk(tiled.launch, *_sums(sizes, tiled.parts, results[0].device))
     first = results[0]
     tiles = _tiles(name, geometry, mask, scale, product, first)
-    if name == "key":
-        heads, heads_per_walk = geometry.entries * geometry.key_heads, 1
-        parts = _most_parts(geometry.tokens, tiles.block_m, tiles)
-        grid = _grid(first.device, geometry.keys, tiles.block_n, heads, parts, mask.cu_seqlens_k)
-    else:
-        heads, heads_per_walk = geometry.entries * geometry.heads, geometry.group
-        parts = _most_parts(geometry.keys, tiles.block_n, tiles)
-        grid = _grid(first.device, geometry.tokens, tiles.block_m, heads, parts, mask.cu_seqlens_q)
-    access = _access(*tensors, *results)
+    grid = _grid(name, geometry, mask, tiles, product, first, sum(sizes))
+    heads_per_walk = 1 if name == "key" else geometry.group
+    access = access_to(*tensors, *results)
     overlap = may_start_early(first.device)
     launch = Launch(
         kernel,

@@ -14,11 +14,10 @@ class Configuration(NamedTuple):
     block_n: int
     warps: int
     stages: int
-    part_steps: int = 4  # steps of its walk that a part of a split has at least
 
 
 def configuration(
-    kernel: str, arch: int, dtype: torch.dtype, features: int, product: str, plain: bool, small: bool = False
+    kernel: str, arch: int, dtype: torch.dtype, features: int, product: str, plain: bool
 ) -> Configuration:
     """The pinned tiles of a kernel: ``forward``, ``key`` (gradients of k and v) or ``query`` (gradient of q).
 
@@ -30,10 +29,7 @@ def configuration(
         product: How float32 factors are multiplied, as in `warploom.device.product`.
         plain: Whether masks are those of a causal or full attention and D and E equal powers of two: what such
             kernels save in registers, larger tiles take.
-        small: Whether the call `is_small`.
     """
-    if small:
-        return _SMALL[kernel]
     tuned = plain and 90 <= arch < 120
     if dtype == torch.float32 and tuned and features <= 128:
         tables = {"parts": _PLAIN_90_PARTS, "bf16x6": _PLAIN_90_FLOAT32}
@@ -44,33 +40,6 @@ def configuration(
         return _PLAIN_90[kernel][features]
     return _HALF[kernel][features]
 
-
-def is_small(
-    kernel: str, arch: int, dtype: torch.dtype, features: int, plain: bool, rows: int, walk: int, programs: int
-) -> bool:
-    """Whether walks are so few and short that a program for 16 rows each is fastest, on any kernel.
-
-    Args:
-        kernel: As in `configuration`, and so are the next.
-        arch: Compute capability times ten.
-        dtype: Of the tensors.
-        features: The larger of D and E, up to a power of two, 16 at least.
-        plain: Whether masks are those of a causal or full attention.
-        rows: Tiles of 16 rows, of all heads.
-        walk: Rows that are walked over.
-        programs: That run at the same time, one on each multiprocessor.
-    """
-    tuned = plain and 90 <= arch < 120 and dtype != torch.float32 and features <= 128
-    return tuned and rows <= programs and walk <= _SHORT_WALKS[kernel]
-
-
-_SHORT_WALKS = {"forward": 1024, "key": 2048, "query": 1024}
-_SMALL = {
-    "forward": Configuration(16, 128, 4, 2, part_steps=8),
-    "key": Configuration(128, 16, 4, 2, part_steps=16),
-    "query": Configuration(16, 128, 4, 2, part_steps=2),
-}
-"""Of 16 rows, where there are few and their walks are short: measured on an H200 with bfloat16."""
 
 _PLAIN_90: dict[str, dict[int, Configuration]] = {
     "forward": {
