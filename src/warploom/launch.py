@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -44,8 +46,39 @@ _TYPE_NAMES = {
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # missing where PyTorch is for CPUs
 
+_deterministic = torch._C._get_deterministic_algorithms
+_empty_cuda: Any = None  # what compiled code of PyTorch allocates with: half the time of `torch.empty_strided`
+if torch.backends.cuda.is_built():
+    _empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
 _recorded: dict[tuple[Any, ...], Build] | None = None
 _recorded_arch = 90
+
+
+class Dense(NamedTuple):
+    """A tensor without gaps that a call allocates."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor) -> Dense:
+        """One laid out like a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    @classmethod
+    def rows(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Dense:
+        """One whose last axis moves fastest, and the one before it next."""
+        strides = itertools.accumulate((max(n, 1) for n in reversed(shape[1:])), operator.mul, initial=1)
+        return cls(shape, tuple(strides)[::-1], dtype)
+
+    def empty(self, near: torch.Tensor) -> torch.Tensor:
+        """Allocate it, uninitialised, on the device of another tensor."""
+        device = near.get_device()  # negative for a CPU
+        if _empty_cuda is None or device < 0 or device != _current_device() or _deterministic():
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=near.device)
+        return _empty_cuda(self.shape, self.stride, self.dtype)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

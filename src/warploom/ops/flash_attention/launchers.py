@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from warploom.launch import ALIGNMENT, INTERPRETED, Kernel, Launch, TiledLaunch, architecture, multiprocessors
+from warploom.launch import (
+    ALIGNMENT,
+    INTERPRETED,
+    Dense,
+    Kernel,
+    Launch,
+    TiledLaunch,
+    architecture,
+    multiprocessors,
+)
 from warploom.layout import layout_of
 from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel
 from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
@@ -44,6 +53,7 @@ UNBOUNDED = 2**30  # a bound of the window that no distance reaches
 LOG2_E = 1.4426950408889634
 _NARROW = 2**22  # strides of rows and features below this keep a tile within 32 bits
 _TINY = torch.finfo(torch.float32).tiny
+_TICKETS = Dense.rows((2,), torch.int32)  # by which programs take tiles: one for each kernel of the backward
 
 
 class Mask(NamedTuple):
@@ -331,30 +341,15 @@ def _constants(
     )  # fmt: skip
 
 
-class _Dense(NamedTuple):
-    """A tensor to allocate: sizes, and strides without gaps."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def empty(self, q: Tensor) -> Tensor:
-        """In the dtype of ``q``, on its device."""
-        return q.new_empty_strided(self.shape, self.stride)
-
-
-def _dense(like: Tensor) -> _Dense:
-    return _Dense(tuple(like.shape), like.stride())
-
-
 class _Forward(NamedTuple):
     """Plan of a forward."""
 
-    out: _Dense
-    lse: tuple[int, int, int]  # its shape
+    out: Dense
+    lse: Dense
+    statistics: Dense
     launch: Launch | TiledLaunch | None  # None where there is nothing to attend with or to
     combine: Launch | None = None  # of the parts, where walks are split
-    part_elements: int = 0  # of all parts of the output together, in float32
-    part_statistics: tuple[int, ...] = ()  # shape
+    parts: tuple[Dense, ...] = ()  # of the output, all in one, and of the statistics
     counted: bool = False  # whether tiles are counted, with tickets that must be zero
 
 
@@ -374,18 +369,17 @@ def forward(
     aligned = _are_aligned(q, k, v)
     plan = plans.get((precision, aligned), _plan_forward, q, k, v, mask, scale, precision, aligned)
     out = plan.out.empty(q)
-    lse = torch.empty(plan.lse, dtype=torch.float32, device=q.device)
-    statistics = torch.empty((2, *plan.lse), dtype=torch.float32, device=q.device)
+    lse, statistics = plan.lse.empty(q), plan.statistics.empty(q)
     cu_seqlens = mask.cu_seqlens_q, mask.cu_seqlens_k
     if plan.launch is None:
         return out.zero_(), lse.fill_(-torch.inf), statistics.zero_()
     target, target_statistics = out, statistics
     if plan.combine is not None:
-        target = torch.empty(plan.part_elements, dtype=torch.float32, device=q.device)
-        target_statistics = torch.empty(plan.part_statistics, dtype=torch.float32, device=q.device)
+        target, target_statistics = (part.empty(q) for part in plan.parts)
     if isinstance(plan.launch, TiledLaunch):
-        make = torch.zeros if plan.counted else torch.empty
-        tickets = make(1, dtype=torch.int32, device=q.device)
+        tickets = _TICKETS.empty(q)
+        if plan.counted:
+            tickets.zero_()
         plan.launch((q, k, v, target, lse, target_statistics, tickets))
     else:
         plan.launch((q, k, v, target, lse if plan.combine is None else None, target_statistics, *cu_seqlens))
@@ -422,7 +416,8 @@ def _plan_forward(
 ) -> _Forward:
     geometry = _geometry(q, k, v)
     out = layout_of(q, geometry.value_features)
-    plan = _Forward(_dense(out), (geometry.entries, geometry.heads, geometry.tokens), None)
+    lse = (geometry.entries, geometry.heads, geometry.tokens)
+    plan = _Forward(Dense.like(out), Dense.rows(lse, torch.float32), Dense.rows((2, *lse), torch.float32), None)
     if geometry.empty():
         return plan
     rows = geometry.entries * geometry.heads
@@ -461,9 +456,8 @@ def _plan_forward(
         ),
         (geometry.value_features, block_r, geometry.block_e),
     )  # fmt: skip
-    return plan._replace(
-        combine=combine, part_elements=splits * out.numel(), part_statistics=(splits, 2, *plan.lse)
-    )
+    sizes = ((splits * out.numel(),), (splits, 2, *lse))
+    return plan._replace(combine=combine, parts=tuple(Dense.rows(size, torch.float32) for size in sizes))
 
 
 class _Walk(NamedTuple):
@@ -471,14 +465,14 @@ class _Walk(NamedTuple):
 
     launch: Launch | TiledLaunch
     sums: tuple[Launch, ...] = ()  # one for each result, where walks are split
-    part_elements: tuple[int, ...] = ()  # of all parts of each result, in float32
+    parts: tuple[Dense, ...] = ()  # of each result, all in one
 
 
 class _Backward(NamedTuple):
     """Plan of a backward."""
 
-    results: tuple[_Dense, _Dense, _Dense]  # dq, dk, dv
-    rows: tuple[int, int, int]  # shape of a number for each query and head
+    results: tuple[Dense, Dense, Dense]  # dq, dk, dv
+    rows: Dense  # a number for each query and head
     prepare: Launch | None = None  # None where there is nothing to attend with or to
     key: _Walk | None = None
     query: _Walk | None = None
@@ -515,10 +509,9 @@ def backward(
     if plan.prepare is None or plan.key is None or plan.query is None:
         return dq.zero_(), dk.zero_(), dv.zero_()
     # Two tensors, not two halves of one: the second half's alignment would depend on the length.
-    shift = torch.empty(plan.rows, dtype=torch.float32, device=q.device)
-    delta = torch.empty(plan.rows, dtype=torch.float32, device=q.device)
-    inverse = torch.empty_like(shift) if q.dtype == torch.float32 else None
-    tickets = torch.empty(2, dtype=torch.int32, device=q.device) if aligned else None
+    shift, delta = plan.rows.empty(q), plan.rows.empty(q)
+    inverse = plan.rows.empty(q) if q.dtype == torch.float32 else None
+    tickets = _TICKETS.empty(q) if aligned else None
     plan.prepare((out, grad, statistics, grad_lse, shift, delta, inverse, tickets))
     tensors, numbers = (q, k, v, grad), (shift, delta, inverse)
     _walk(plan.key, tensors, numbers, (dk, dv), mask, tickets)
@@ -535,10 +528,7 @@ def _walk(
     tickets: Tensor | None,
 ) -> None:
     """Run one of the two backward kernels, and sum its parts if its walks are split."""
-    device = results[0].device
-    targets = results
-    if walk.sums:
-        targets = tuple(torch.empty(size, dtype=torch.float32, device=device) for size in walk.part_elements)
+    targets = tuple(part.empty(results[0]) for part in walk.parts) if walk.sums else results
     if isinstance(walk.launch, TiledLaunch):
         shift, delta, _ = numbers
         walk.launch((*tensors, *targets, shift, delta, tickets))  # type: ignore[arg-type]
@@ -562,8 +552,8 @@ def _plan_backward(
 ) -> _Backward:
     geometry = _geometry(q, k, v)
     dq, dk, dv = (layout_of(t, t.shape[-1]) for t in (q, k, v))
-    rows = (geometry.entries, geometry.heads, geometry.tokens)
-    plan = _Backward((_dense(dq), _dense(dk), _dense(dv)), rows)
+    rows = Dense.rows((geometry.entries, geometry.heads, geometry.tokens), torch.float32)
+    plan = _Backward((Dense.like(dq), Dense.like(dk), Dense.like(dv)), rows)
     if geometry.empty():
         return plan
     access = _access(out, grad)
@@ -626,9 +616,9 @@ def _plan_walk(
     return _Walk(launch, *_sums(sizes, grid.splits))
 
 
-def _sums(sizes: list[int], splits: int) -> tuple[tuple[Launch, ...], tuple[int, ...]]:
-    """What sums the parts of results of so many elements, and how many elements these have together."""
+def _sums(sizes: list[int], splits: int) -> tuple[tuple[Launch, ...], tuple[Dense, ...]]:
+    """What sums the parts of results of so many elements, and these parts."""
     if splits == 1:
         return (), ()
     sums = tuple(Launch(sum_launch, -(-size // 1024), (size, splits), (1024,)) for size in sizes)
-    return sums, tuple(splits * size for size in sizes)
+    return sums, tuple(Dense.rows((splits * size,), torch.float32) for size in sizes)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from warploom.launch import Kernel, Launch, multiprocessors
+from warploom.launch import Dense, Kernel, Launch, multiprocessors
 from warploom.layout import empty_in_order_of, layout_of
 from warploom.ops.lrpe.kernels import backward_kernel, forward_kernel, reduce_kernel
 from warploom.plans import Plans
@@ -203,7 +203,7 @@ def forward(
     earlier calls that were the same in all but addresses, numbers in tensors, and the offset.
     """
     plan = plans.get("forward", _plan_forward, x, theta, positions, kind, activation, table)
-    out = x.new_empty_strided(plan.shape, plan.stride)
+    out = plan.result.empty(x)
     plan.launch((x, out, theta, positions.ids, positions.offsets, positions.cu_seqlens, table), positions.offset)
     return out
 
@@ -229,8 +229,7 @@ class ThetaSums(NamedTuple):
 class Plan(NamedTuple):
     """What a call allocates and launches."""
 
-    shape: tuple[int, ...]  # of the result
-    stride: tuple[int, ...]
+    result: Dense
     launch: Launch
     theta_sums: ThetaSums | None = None  # where theta's gradient is asked for
 
@@ -258,7 +257,7 @@ def _plan_forward(
         ),
         geometry.warps,
     )  # fmt: skip
-    return Plan(tuple(out.shape), out.stride(), launch)
+    return Plan(Dense.like(out), launch)
 
 
 def backward(
@@ -282,7 +281,7 @@ def backward(
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
     key = (grad.dtype, grad.stride(), x.stride(), theta.stride(), theta_gradient)
     plan = plans.get(key, _plan_backward, grad, x, theta, positions, kind, activation, theta_gradient, table)
-    dx = x.new_empty_strided(plan.shape, plan.stride)
+    dx = plan.result.empty(x)
     sums = plan.theta_sums
     partial = None if sums is None else sums.empty(x)
     plan.launch(
@@ -324,7 +323,7 @@ def _plan_backward(
         geometry.warps,
     )  # fmt: skip
     sums = theta_sums(parts, theta, geometry.features, positions.axes()) if theta_gradient else None
-    return Plan(tuple(dx.shape), dx.stride(), launch, sums)
+    return Plan(Dense.like(dx), launch, sums)
 
 
 def theta_sums(parts: int, theta: torch.Tensor, features: int, axes: int) -> ThetaSums:
