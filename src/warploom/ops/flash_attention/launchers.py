@@ -477,6 +477,10 @@ class _Backward(NamedTuple):
     key: _Walk | None = None
     query: _Walk | None = None
 
+    def are_summed(self) -> bool:
+        """Whether a result is the sum of parts."""
+        return any(walk is not None and len(walk.sums) > 0 for walk in (self.key, self.query))
+
 
 def backward(
     grad: Tensor,
@@ -490,11 +494,13 @@ def backward(
     scale: float,
     precision: str | None,
     plans: Plans,
+    results: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward kernels: gradients of ``q``, ``k`` and ``v``, each in the memory order of its tensor.
 
     ``grad`` (B, N, Hq, E) and ``grad_lse`` (B, Hq, N), which may be None for zero, have any strides; ``out`` and
     ``statistics`` are what `forward` returned for the other arguments. ``plans``: those that `forward` took.
+    ``results``: where the gradients shall be written, with any strides.
     """
     precision = _precision(q, precision)
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
@@ -503,9 +509,15 @@ def backward(
         precision, aligned, grad.dtype, grad.stride(),
         None if grad_lse is None else (grad_lse.dtype, grad_lse.stride()),
         q.stride(), k.stride(), v.stride(), out.stride(),
+        None if results is None else tuple(result.stride() for result in results),
     )  # fmt: skip
-    plan = plans.get(key, _plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned)
-    dq, dk, dv = (result.empty(q) for result in plan.results)
+    plan = plans.get(key, _plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, results)
+    if results is not None and plan.are_summed():  # from parts, which have the same order in memory
+        found = backward(grad, grad_lse, q, k, v, out, statistics, mask, scale, precision, plans)
+        for result, gradient in zip(results, found):
+            result.copy_(gradient)
+        return results
+    dq, dk, dv = (result.empty(q) for result in plan.results) if results is None else results
     if plan.prepare is None or plan.key is None or plan.query is None:
         return dq.zero_(), dk.zero_(), dv.zero_()
     # Two tensors, not two halves of one: the second half's alignment would depend on the length.
@@ -549,9 +561,10 @@ def _plan_backward(
     scale: float,
     precision: str,
     aligned: bool,
+    results: tuple[Tensor, Tensor, Tensor] | None,
 ) -> _Backward:
     geometry = _geometry(q, k, v)
-    dq, dk, dv = (layout_of(t, t.shape[-1]) for t in (q, k, v))
+    dq, dk, dv = results or (layout_of(t, t.shape[-1]) for t in (q, k, v))
     rows = Dense.rows((geometry.entries, geometry.heads, geometry.tokens), torch.float32)
     plan = _Backward((Dense.like(dq), Dense.like(dk), Dense.like(dv)), rows)
     if geometry.empty():

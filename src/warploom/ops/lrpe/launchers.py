@@ -270,18 +270,23 @@ def backward(
     theta_gradient: bool,
     table: torch.Tensor | None,
     plans: Plans,
+    result: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the backward kernel: gradient of ``x``, and that of ``theta`` when asked for.
 
-    ``plans``: those that `forward` took.
+    ``plans``: those that `forward` took. ``result``: where the gradient of ``x`` shall be written, with any
+    strides; for all kinds but cosine it may be ``grad`` itself, since a program reads what it writes over.
     """
     if x.numel() == 0:
-        dx = empty_in_order_of(x, x.shape[-1])
+        dx = empty_in_order_of(x, x.shape[-1]) if result is None else result
         return dx, torch.zeros_like(theta) if theta_gradient else None
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
-    key = (grad.dtype, grad.stride(), x.stride(), theta.stride(), theta_gradient)
-    plan = plans.get(key, _plan_backward, grad, x, theta, positions, kind, activation, theta_gradient, table)
-    dx = plan.result.empty(x)
+    strides = None if result is None else result.stride()
+    key = (grad.dtype, grad.stride(), x.stride(), theta.stride(), theta_gradient, strides)
+    plan = plans.get(
+        key, _plan_backward, grad, x, theta, positions, kind, activation, theta_gradient, table, result
+    )
+    dx = plan.result.empty(x) if result is None else result
     sums = plan.theta_sums
     partial = None if sums is None else sums.empty(x)
     plan.launch(
@@ -300,10 +305,11 @@ def _plan_backward(
     activation: str,
     theta_gradient: bool,
     table: torch.Tensor | None,
+    result: torch.Tensor | None,
 ) -> Plan:
     configuration = _configuration(kind, activation, positions, True, theta_gradient, x)
     geometry = geometry_of(x, theta, positions, kind, configuration)
-    dx = layout_of(x, x.shape[-1])
+    dx = layout_of(x, x.shape[-1]) if result is None else result
     vec, unit, strides = packed_strides((x, grad, dx), geometry)
     theta_vec, numbers = angle_numbers(theta, positions, geometry, table)
     chunks = geometry.row_blocks
