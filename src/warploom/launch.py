@@ -152,7 +152,8 @@ class Kernel:
                 *tensors, *numbers, *constants, grid=(programs, 1, 1), warmup=False, **options
             )
         else:
-            _enqueue(entry_of(compiled), device, programs, addresses, (*numbers, *constants))
+            entry = entry_of(compiled)
+            entry.enqueue(programs, _current_stream(device), addresses, (*numbers, *constants))
         return compiled
 
     def _record(
@@ -222,17 +223,20 @@ class Launch:
 
         ``numbers``: the kernel's first, as many of them as were not given when this launch was made.
         """
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        arguments: list[Any] = []
         bits = 0
-        for address in addresses:
-            if address is not None:
+        for tensor in tensors:
+            address = None
+            if tensor is not None:
+                address = tensor.data_ptr()
                 bits |= address
+            arguments.append(address)
         aligned = bits % ALIGNMENT == 0
         if aligned and self.entry is not None and _recorded is None:
             device = tensors[self.first].get_device()  # type: ignore[union-attr]
             if device == self.device and device == _current_device():
-                addresses += numbers  # type: ignore[arg-type]
-                _enqueue(self.entry, device, self.programs, addresses, self.arguments)
+                arguments += numbers
+                self.entry.enqueue(self.programs, _current_stream(device), arguments, self.arguments)
                 return
         numbers = (*numbers, *self.numbers)
         compiled = self.kernel(self.programs, tensors, numbers, self.constants, *self.options)
@@ -261,7 +265,16 @@ class TiledLaunch:
     MOST_ADDRESSES = 256
     """Encodings kept at once for one parameter."""
 
-    __slots__ = ("arguments", "described", "encoded", "entries", "function", "programs", "warps")
+    __slots__ = (
+        "arguments",
+        "described",
+        "device",
+        "encoded",
+        "entry",
+        "function",
+        "programs",
+        "warps",
+    )
 
     def __init__(
         self,
@@ -275,39 +288,37 @@ class TiledLaunch:
         self.function, self.programs, self.warps = function, programs, num_warps
         self.described = [_description(like, box) for like, box in boxes]
         self.arguments = (*numbers, *constants)
-        self.entries: dict[int, Entry] = {}  # by device
+        self.entry: Entry | None = None  # of the last device
+        self.device = -1
         self.encoded: list[dict[int, list[Any]]] = [{} for _ in boxes]  # of each parameter, by address
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Launch on tensors like those that this launch was made for, the described ones first."""
         if _recorded is not None:
-            self._record(_recorded, tensors[len(self.described) :])
+            self._record(_recorded, tensors[len(self.encoded) :])
             return
         device = tensors[0].get_device()
-        if device != _current_device():
+        if device != self.device or device != _current_device():
             with torch.cuda.device(device):
-                self._launch(device, tensors)
-        else:
-            self._launch(device, tensors)
-
-    def _launch(self, device: int, tensors: Sequence[torch.Tensor]) -> None:
-        entry = self.entries.get(device)
-        pointers = tensors[len(self.described) :]
-        if entry is None:
-            descriptors = [self._descriptor(i, tensors[i]) for i in range(len(self.described))]
-            compiled = self.function.run(
-                *descriptors, *pointers, *self.arguments,
-                grid=(self.programs, 1, 1), warmup=False, num_warps=self.warps,
-            )  # fmt: skip
-            self.entries[device] = entry_of(compiled)
+                self._start(device, tensors)
             return
+        entry: Entry = self.entry  # type: ignore[assignment]
         arguments: list[Any] = []
-        for i, known in enumerate(self.encoded):
-            encoded = known.get(tensors[i].data_ptr())
-            arguments += self._encode(entry, i, tensors[i]) if encoded is None else encoded
-        for pointer in pointers:
+        for index, (known, tensor) in enumerate(zip(self.encoded, tensors)):
+            encoded = known.get(tensor.data_ptr())
+            arguments += self._encode(entry, index, tensor) if encoded is None else encoded
+        for pointer in tensors[len(self.encoded) :]:
             arguments.append(pointer.data_ptr())
-        _enqueue(entry, device, self.programs, arguments, self.arguments)
+        entry.enqueue(self.programs, _current_stream(device), arguments, self.arguments)
+
+    def _start(self, device: int, tensors: Sequence[torch.Tensor]) -> None:
+        """The first launch on a device, which compiles the kernel if that has not been done."""
+        descriptors = [self._descriptor(i, tensor) for i, tensor in zip(range(len(self.encoded)), tensors)]
+        compiled = self.function.run(
+            *descriptors, *tensors[len(descriptors) :], *self.arguments,
+            grid=(self.programs, 1, 1), warmup=False, num_warps=self.warps,
+        )  # fmt: skip
+        self.entry, self.device = entry_of(compiled), device
 
     def _encode(self, entry: Entry, index: int, tensor: torch.Tensor) -> list[Any]:
         """What stands for a described tensor among the arguments."""
@@ -365,11 +376,6 @@ def _description(like: torch.Tensor, box: Boxes) -> dict[str, Any]:
         "base": base, "shape": shape, "strides": [*strides, 1], "block_shape": tile, "layout": layout,
         "padding": "zero",
     }  # fmt: skip
-
-
-def _enqueue(entry: Entry, device: int, programs: int, first: Sequence[Any], rest: Sequence[Any]) -> None:
-    """Put a compiled variant on the current stream of ``device``, which must be the current one."""
-    entry.enqueue(programs, _current_stream(device), first, rest)
 
 
 @contextlib.contextmanager

@@ -77,7 +77,7 @@ class Attention(nn.Module):
         Returns:
             ``(B, N, d_model)``.
         """
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, N, H + 2·Hkv, D)
+        qkv = self.qkv(x).view(*x.shape[:2], -1, self.head_dim)  # (B, N, H + 2·Hkv, D)
         out = self._turned_and_attended(qkv) if cache is None and position_ids is None else None
         if out is None:
             out = self._attended(qkv, position_ids, cache)

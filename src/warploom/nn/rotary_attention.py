@@ -36,9 +36,10 @@ def _forward(qkv: Tensor, theta: Tensor, heads: int, kind: str, scale: float) ->
     known = plans.of_registered(_plans, qkv, theta, heads, kind, scale)
     of_positions, of_attention = known.get("positions", Plans), known.get("attention", Plans)
     qk, v = _split(qkv, heads)
-    turned = positions.forward(qk, theta, _FROM_ZERO, kind, "none", None, of_positions)
+    tickets = attention.TICKETS.empty(qkv)
+    turned = positions.forward(qk, theta, _FROM_ZERO, kind, "none", None, of_positions, tickets)
     q, k = _queries_and_keys(turned, heads)
-    out, _, statistics = attention.forward(q, k, v, _CAUSAL, scale, None, of_attention)
+    out, _, statistics = attention.forward(q, k, v, _CAUSAL, scale, None, of_attention, tickets)
     return out, turned, statistics
 
 

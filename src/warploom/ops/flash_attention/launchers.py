@@ -53,7 +53,8 @@ UNBOUNDED = 2**30  # a bound of the window that no distance reaches
 LOG2_E = 1.4426950408889634
 _NARROW = 2**22  # strides of rows and features below this keep a tile within 32 bits
 _TINY = torch.finfo(torch.float32).tiny
-_TICKETS = Dense.rows((2,), torch.int32)  # by which programs take tiles: one for each kernel of the backward
+TICKETS = Dense.rows((2,), torch.int32)
+"""By which programs take tiles on Hopper: one for each kernel of the backward, the first for the forward."""
 
 
 class Mask(NamedTuple):
@@ -354,12 +355,19 @@ class _Forward(NamedTuple):
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str | None, plans: Plans
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    precision: str | None,
+    plans: Plans,
+    tickets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward kernel.
 
     ``plans`` are those of earlier calls that were the same in all but addresses, what ``cu_seqlens`` hold, and
-    precision.
+    precision. ``tickets``: `TICKETS` that are zero, if there are any already.
 
     Returns:
         Attention (B, N, Hq, E); lse (B, Hq, N) in float32; and what the backward computes the weights again from,
@@ -377,9 +385,10 @@ def forward(
     if plan.combine is not None:
         target, target_statistics = (part.empty(q) for part in plan.parts)
     if isinstance(plan.launch, TiledLaunch):
-        tickets = _TICKETS.empty(q)
-        if plan.counted:
-            tickets.zero_()
+        if tickets is None:
+            tickets = TICKETS.empty(q)
+            if plan.counted:
+                tickets.zero_()
         plan.launch((q, k, v, target, lse, target_statistics, tickets))
     else:
         plan.launch((q, k, v, target, lse if plan.combine is None else None, target_statistics, *cu_seqlens))
@@ -523,7 +532,7 @@ def backward(
     # Two tensors, not two halves of one: the second half's alignment would depend on the length.
     shift, delta = plan.rows.empty(q), plan.rows.empty(q)
     inverse = plan.rows.empty(q) if q.dtype == torch.float32 else None
-    tickets = _TICKETS.empty(q) if aligned else None
+    tickets = TICKETS.empty(q) if aligned else None
     plan.prepare((out, grad, statistics, grad_lse, shift, delta, inverse, tickets))
     tensors, numbers = (q, k, v, grad), (shift, delta, inverse)
     _walk(plan.key, tensors, numbers, (dk, dv), mask, tickets)

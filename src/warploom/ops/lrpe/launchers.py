@@ -196,15 +196,18 @@ def forward(
     activation: str,
     table: torch.Tensor | None,
     plans: Plans,
+    tickets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run the forward kernel.
 
     ``table`` (N, 1 or H, 2F) float32 replaces the angles by stored cosines and sines. ``plans`` are those of
-    earlier calls that were the same in all but addresses, numbers in tensors, and the offset.
+    earlier calls that were the same in all but addresses, numbers in tensors, and the offset; these had ``tickets``
+    (2,) int32, or none: two numbers that become zero, which saves who needs them a kernel.
     """
     plan = plans.get("forward", _plan_forward, x, theta, positions, kind, activation, table)
     out = plan.result.empty(x)
-    plan.launch((x, out, theta, positions.ids, positions.offsets, positions.cu_seqlens, table), positions.offset)
+    ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
+    plan.launch((x, out, theta, ids, offsets, cu_seqlens, table, tickets), positions.offset)
     return out
 
 
