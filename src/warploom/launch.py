@@ -152,8 +152,7 @@ class Kernel:
                 *tensors, *numbers, *constants, grid=(programs, 1, 1), warmup=False, **options
             )
         else:
-            entry = entry_of(compiled)
-            entry.enqueue(programs, _current_stream(device), addresses, (*numbers, *constants))
+            _enqueue(entry_of(compiled), device, programs, addresses, (*numbers, *constants))
         return compiled
 
     def _record(
@@ -236,7 +235,7 @@ class Launch:
             device = tensors[self.first].get_device()  # type: ignore[union-attr]
             if device == self.device and device == _current_device():
                 arguments += numbers
-                self.entry.enqueue(self.programs, _current_stream(device), arguments, self.arguments)
+                _enqueue(self.entry, device, self.programs, arguments, self.arguments)
                 return
         numbers = (*numbers, *self.numbers)
         compiled = self.kernel(self.programs, tensors, numbers, self.constants, *self.options)
@@ -297,19 +296,18 @@ class TiledLaunch:
         if _recorded is not None:
             self._record(_recorded, tensors[len(self.encoded) :])
             return
-        device = tensors[0].get_device()
-        if device != self.device or device != _current_device():
+        device, entry = tensors[0].get_device(), self.entry
+        if entry is None or device != self.device or device != _current_device():
             with torch.cuda.device(device):
                 self._start(device, tensors)
             return
-        entry: Entry = self.entry  # type: ignore[assignment]
         arguments: list[Any] = []
         for index, (known, tensor) in enumerate(zip(self.encoded, tensors)):
             encoded = known.get(tensor.data_ptr())
             arguments += self._encode(entry, index, tensor) if encoded is None else encoded
         for pointer in tensors[len(self.encoded) :]:
             arguments.append(pointer.data_ptr())
-        entry.enqueue(self.programs, _current_stream(device), arguments, self.arguments)
+        _enqueue(entry, device, self.programs, arguments, self.arguments)
 
     def _start(self, device: int, tensors: Sequence[torch.Tensor]) -> None:
         """The first launch on a device, which compiles the kernel if that has not been done."""
@@ -376,6 +374,11 @@ def _description(like: torch.Tensor, box: Boxes) -> dict[str, Any]:
         "base": base, "shape": shape, "strides": [*strides, 1], "block_shape": tile, "layout": layout,
         "padding": "zero",
     }  # fmt: skip
+
+
+def _enqueue(entry: Entry, device: int, programs: int, first: Sequence[Any], rest: Sequence[Any]) -> None:
+    """Put a compiled variant on the current stream of ``device``, which must be the current one."""
+    entry.enqueue(programs, _current_stream(device), first, rest)
 
 
 @contextlib.contextmanager
