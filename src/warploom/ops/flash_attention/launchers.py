@@ -485,10 +485,7 @@ class _Backward(NamedTuple):
     prepare: Launch | None = None  # None where there is nothing to attend with or to
     key: _Walk | None = None
     query: _Walk | None = None
-
-    def are_summed(self) -> bool:
-        """Whether a result is the sum of parts."""
-        return any(walk is not None and len(walk.sums) > 0 for walk in (self.key, self.query))
+    summed: bool = False  # whether a result is the sum of parts
 
 
 def backward(
@@ -518,10 +515,10 @@ def backward(
         precision, aligned, grad.dtype, grad.stride(),
         None if grad_lse is None else (grad_lse.dtype, grad_lse.stride()),
         q.stride(), k.stride(), v.stride(), out.stride(),
-        None if results is None else tuple(result.stride() for result in results),
+        None if results is None else (results[0].stride(), results[1].stride(), results[2].stride()),
     )  # fmt: skip
     plan = plans.get(key, _plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, results)
-    if results is not None and plan.are_summed():  # from parts, which have the same order in memory
+    if results is not None and plan.summed:  # from parts, which have the same order in memory
         found = backward(grad, grad_lse, q, k, v, out, statistics, mask, scale, precision, plans)
         for result, gradient in zip(results, found):
             result.copy_(gradient)
@@ -591,11 +588,9 @@ def _plan_backward(
         (access.vec, access.unit, geometry.value_features, block_r, geometry.block_e),
     )  # fmt: skip
     tensors = (q, k, v, grad)
-    return plan._replace(
-        prepare=prepare,
-        key=_plan_walk("key", key_launch, tensors, (dk, dv), geometry, mask, scale, precision, aligned),
-        query=_plan_walk("query", query_launch, tensors, (dq,), geometry, mask, scale, precision, aligned),
-    )
+    key = _plan_walk("key", key_launch, tensors, (dk, dv), geometry, mask, scale, precision, aligned)
+    query = _plan_walk("query", query_launch, tensors, (dq,), geometry, mask, scale, precision, aligned)
+    return plan._replace(prepare=prepare, key=key, query=query, summed=bool(key.sums or query.sums))
 
 
 def _plan_walk(
