@@ -69,7 +69,7 @@ class Dense(NamedTuple):
 
     @classmethod
     def rows(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Dense:
-        """One whose last axis moves fastest, and the one before it next."""
+        """One of at least one axis, the last of which moves fastest, and the one before it next."""
         strides = itertools.accumulate((max(n, 1) for n in reversed(shape[1:])), operator.mul, initial=1)
         return cls(shape, tuple(strides)[::-1], dtype)
 
