@@ -13,6 +13,7 @@ import torch
 from warploom.launch import (
     ALIGNMENT,
     INTERPRETED,
+    Dense,
     Kernel,
     Launch,
     TiledLaunch,
@@ -58,6 +59,8 @@ PRODUCTS = {"highest": "bf16x6", "high": "tf32", "medium": "bf16"}
 """How float32 factors are multiplied, for each of PyTorch's names of a precision."""
 
 _LONG = 2048  # float32 tensors of so many rows are split once, before they are walked over
+TICKETS = Dense.rows((2,), torch.int32)
+"""By which programs take tiles on Hopper: one for each kernel of the backward, the first for the forward."""
 
 
 def _tiles(kernel: str, geometry: Geometry, mask: Mask, scale: float, product: str, q: Tensor) -> Configuration:
@@ -166,30 +169,15 @@ def _constants(
     )  # fmt: skip
 
 
-class _Dense(NamedTuple):
-    """A tensor to allocate: sizes, and strides without gaps."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def empty(self, q: Tensor) -> Tensor:
-        """In the dtype of ``q``, on its device."""
-        return q.new_empty_strided(self.shape, self.stride)
-
-
-def _dense(like: Tensor) -> _Dense:
-    return _Dense(tuple(like.shape), like.stride())
-
-
 class _Forward(NamedTuple):
     """Plan of a forward."""
 
-    out: _Dense
-    lse: tuple[int, int, int]  # its shape
+    out: Dense
+    lse: Dense
+    statistics: Dense
     launch: Launch | TiledLaunch | None  # None where there is nothing to attend with or to
     combine: Launch | None = None  # of the parts, where walks are split
-    part_elements: int = 0  # of all parts of the output together, in float32
-    part_statistics: tuple[int, ...] = ()  # shape
+    parts: tuple[Dense, ...] = ()  # of the output, all in one, and of the statistics
     counted: bool = False  # whether tiles are counted, with tickets that must be zero
     few: bool = False  # whether the kernel is the one for few short walks
     splits: tuple[_Split | None, _Split | None] = (None, None)  # of keys and values
@@ -219,12 +207,19 @@ def _plan_split(x: Tensor) -> _Split:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str | None, plans: Plans
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    precision: str | None,
+    plans: Plans,
+    tickets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward kernel.
 
     ``plans`` are those of earlier calls that were the same in all but addresses, what ``cu_seqlens`` hold, and
-    precision.
+    precision. ``tickets``: `TICKETS` that are zero, if there are any already.
 
     Returns:
         Attention (B, N, Hq, E); lse (B, Hq, N) in float32; and what the backward computes the weights again from,
@@ -234,21 +229,21 @@ def forward(
     aligned = _are_aligned(q, k, v)
     plan = plans.get((precision, aligned), _plan_forward, q, k, v, mask, scale, precision, aligned)
     out = plan.out.empty(q)
-    lse = torch.empty(plan.lse, dtype=torch.float32, device=q.device)
-    statistics = torch.empty((2, *plan.lse), dtype=torch.float32, device=q.device)
+    lse, statistics = plan.lse.empty(q), plan.statistics.empty(q)
     cu_seqlens = mask.cu_seqlens_q, mask.cu_seqlens_k
     if plan.launch is None:
         return out.zero_(), lse.fill_(-torch.inf), statistics.zero_()
     target, target_statistics = out, statistics
     if plan.combine is not None:
-        target = torch.empty(plan.part_elements, dtype=torch.float32, device=q.device)
-        target_statistics = torch.empty(plan.part_statistics, dtype=torch.float32, device=q.device)
+        target, target_statistics = (part.empty(q) for part in plan.parts)
     split_k, split_v = plan.splits
     if split_k is not None and split_v is not None:
         k, v = split_k(k), split_v(v)
     if isinstance(plan.launch, TiledLaunch):
-        make = torch.zeros if plan.counted else torch.empty
-        tickets = make(1, dtype=torch.int32, device=q.device)
+        if tickets is None:
+            tickets = TICKETS.empty(q)
+            if plan.counted:
+                tickets.zero_()
         plan.launch((q, k, v, target, lse, target_statistics, tickets))
     elif plan.few:
         plan.launch((q, k, v, out, lse, statistics))
@@ -287,7 +282,8 @@ def _plan_forward(
 ) -> _Forward:
     geometry = _geometry(q, k, v)
     out = layout_of(q, geometry.value_features)
-    plan = _Forward(_dense(out), (geometry.entries, geometry.heads, geometry.tokens), None)
+    lse = (geometry.entries, geometry.heads, geometry.tokens)
+    plan = _Forward(Dense.like(out), Dense.rows(lse, torch.float32), Dense.rows((2, *lse), torch.float32), None)
     if geometry.empty():
         return plan
     if launchers_few.suit(geometry, mask, scale, q, k, v, out):
@@ -334,9 +330,8 @@ def _plan_forward(
         (geometry.value_features, block_r, geometry.block_e, early),
         early=early,
     )  # fmt: skip
-    return plan._replace(
-        combine=combine, part_elements=splits * out.numel(), part_statistics=(splits, 2, *plan.lse)
-    )
+    sizes = ((splits * out.numel(),), (splits, 2, *lse))
+    return plan._replace(combine=combine, parts=tuple(Dense.rows(size, torch.float32) for size in sizes))
 
 
 class _Walk(NamedTuple):
@@ -344,19 +339,20 @@ class _Walk(NamedTuple):
 
     launch: Launch | TiledLaunch
     sums: tuple[Launch, ...] = ()  # one for each result, where walks are split
-    part_elements: tuple[int, ...] = ()  # of all parts of each result, in float32
+    parts: tuple[Dense, ...] = ()  # of each result, all in one
 
 
 class _Backward(NamedTuple):
     """Plan of a backward."""
 
-    results: tuple[_Dense, _Dense, _Dense]  # dq, dk, dv
-    rows: tuple[int, int, int]  # shape of a number for each query and head
+    results: tuple[Dense, Dense, Dense]  # dq, dk, dv
+    rows: Dense  # a number for each query and head
     prepare: Launch | None = None  # None where there is nothing to attend with or to
     key: _Walk | None = None
     query: _Walk | None = None
     few: Launch | None = None  # of the kernel for few short walks, instead of those two
     splits: tuple[_Split, ...] = ()  # of q, k, v and the gradient
+    summed: bool = False  # whether a result is the sum of parts
 
 
 def backward(
@@ -371,11 +367,13 @@ def backward(
     scale: float,
     precision: str | None,
     plans: Plans,
+    results: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward kernels: gradients of ``q``, ``k`` and ``v``, each in the memory order of its tensor.
 
     ``grad`` (B, N, Hq, E) and ``grad_lse`` (B, Hq, N), which may be None for zero, have any strides; ``out`` and
     ``statistics`` are what `forward` returned for the other arguments. ``plans``: those that `forward` took.
+    ``results``: where the gradients shall be written, with any strides.
     """
     precision = _precision(q, precision)
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
@@ -384,16 +382,21 @@ def backward(
         precision, aligned, grad.dtype, grad.stride(),
         None if grad_lse is None else (grad_lse.dtype, grad_lse.stride()),
         q.stride(), k.stride(), v.stride(), out.stride(),
+        None if results is None else (results[0].stride(), results[1].stride(), results[2].stride()),
     )  # fmt: skip
-    plan = plans.get(key, _plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned)
-    dq, dk, dv = (result.empty(q) for result in plan.results)
+    plan = plans.get(key, _plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, results)
+    if results is not None and plan.summed:  # from parts, which have the same order in memory
+        found = backward(grad, grad_lse, q, k, v, out, statistics, mask, scale, precision, plans)
+        for result, gradient in zip(results, found):
+            result.copy_(gradient)
+        return results
+    dq, dk, dv = (result.empty(q) for result in plan.results) if results is None else results
     if plan.prepare is None:
         return dq.zero_(), dk.zero_(), dv.zero_()
     # Two tensors, not two halves of one: the second half's alignment would depend on the length.
-    shift = torch.empty(plan.rows, dtype=torch.float32, device=q.device)
-    delta = torch.empty(plan.rows, dtype=torch.float32, device=q.device)
-    inverse = torch.empty_like(shift) if q.dtype == torch.float32 else None
-    tickets = torch.empty(2, dtype=torch.int32, device=q.device) if aligned else None
+    shift, delta = plan.rows.empty(q), plan.rows.empty(q)
+    inverse = plan.rows.empty(q) if q.dtype == torch.float32 else None
+    tickets = TICKETS.empty(q) if aligned else None
     plan.prepare((out, grad, statistics, grad_lse, shift, delta, inverse, tickets))
     if plan.few is not None:
         plan.few((q, k, v, grad, shift, delta, dq, dk, dv))
@@ -421,10 +424,7 @@ def _walk(
     tickets: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Run one of the two backward kernels; what it wrote: the results, or parts of them if its walks are split."""
-    device = results[0].device
-    targets = results
-    if walk.sums:
-        targets = tuple(torch.empty(size, dtype=torch.float32, device=device) for size in walk.part_elements)
+    targets = tuple(part.empty(results[0]) for part in walk.parts) if walk.sums else results
     if isinstance(walk.launch, TiledLaunch):
         shift, delta, _ = numbers
         walk.launch((*tensors, *targets, shift, delta, tickets))  # type: ignore[arg-type]
@@ -450,11 +450,12 @@ def _plan_backward(
     scale: float,
     precision: str,
     aligned: bool,
+    results: tuple[Tensor, Tensor, Tensor] | None,
 ) -> _Backward:
     geometry = _geometry(q, k, v)
-    dq, dk, dv = (layout_of(t, t.shape[-1]) for t in (q, k, v))
-    rows = (geometry.entries, geometry.heads, geometry.tokens)
-    plan = _Backward((_dense(dq), _dense(dk), _dense(dv)), rows)
+    dq, dk, dv = results or (layout_of(t, t.shape[-1]) for t in (q, k, v))
+    rows = Dense.rows((geometry.entries, geometry.heads, geometry.tokens), torch.float32)
+    plan = _Backward((Dense.like(dq), Dense.like(dk), Dense.like(dv)), rows)
     if geometry.empty():
         return plan
     access = access_to(out, grad)
@@ -479,11 +480,9 @@ def _plan_backward(
         parts = [split.parts[0] for split in splits]
         key_tensors, query_tensors = (parts[0], k, v, parts[3]), (q, parts[1], parts[2], grad)
         plan = plan._replace(splits=splits)
-    return plan._replace(
-        prepare=prepare,
-        key=_plan_walk("key", key_launch, key_tensors, (dk, dv), geometry, mask, scale, product, aligned),
-        query=_plan_walk("query", query_launch, query_tensors, (dq,), geometry, mask, scale, product, aligned),
-    )
+    key = _plan_walk("key", key_launch, key_tensors, (dk, dv), geometry, mask, scale, product, aligned)
+    query = _plan_walk("query", query_launch, query_tensors, (dq,), geometry, mask, scale, product, aligned)
+    return plan._replace(prepare=prepare, key=key, query=query, summed=bool(key.sums or query.sums))
 
 
 def _plan_walk(
@@ -522,10 +521,10 @@ def _plan_walk(
     return _Walk(launch, *_sums(sizes, grid.splits, first.device))
 
 
-def _sums(sizes: list[int], splits: int, device: torch.device) -> tuple[tuple[Launch, ...], tuple[int, ...]]:
-    """What sums the parts of results of so many elements, and how many elements these have together."""
+def _sums(sizes: list[int], splits: int, device: torch.device) -> tuple[tuple[Launch, ...], tuple[Dense, ...]]:
+    """What sums the parts of results of so many elements, and these parts."""
     if splits == 1:
         return (), ()
     early = may_start_early(device)
     sums = tuple(Launch(sum_launch, -(-size // 1024), (size, splits), (1024, early), early=early) for size in sizes)
-    return sums, tuple(splits * size for size in sizes)
+    return sums, tuple(Dense.rows((splits * size,), torch.float32) for size in sizes)
