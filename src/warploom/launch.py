@@ -233,8 +233,12 @@ class TiledLaunch:
         self.arguments = (*numbers, *constants)
         self.compiled: dict[int, Any] = {}  # by device
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Launch on tensors like those that this launch was made for, the described ones first."""
+    def __call__(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Launch on tensors like those that this launch was made for, the described ones first.
+
+        The others may be None, always the same ones; the kernel must not be specialised on their alignment unless
+        it is always the same.
+        """
         count = len(self.described)
         if _recorded is not None:
             self._record(_recorded, tensors[count:])
@@ -246,14 +250,14 @@ class TiledLaunch:
             descriptor = object.__new__(TensorDescriptor)  # its constructor would check again what the plan settled
             descriptor.__dict__.update(described, base=tensor)
             descriptors.append(descriptor)
-        device = tensors[0].get_device()
+        device = tensors[0].get_device()  # type: ignore[union-attr]
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self._launch(device, descriptors, tensors[count:])
         else:
             self._launch(device, descriptors, tensors[count:])
 
-    def _launch(self, device: int, descriptors: list[Any], pointers: Sequence[torch.Tensor]) -> None:
+    def _launch(self, device: int, descriptors: list[Any], pointers: Sequence[torch.Tensor | None]) -> None:
         compiled = self.compiled.get(device)
         if compiled is None:
             self.compiled[device] = self.function.run(
@@ -261,30 +265,48 @@ class TiledLaunch:
                 grid=(self.programs, 1, 1), warmup=False, num_warps=self.warps,
             )  # fmt: skip
         else:
-            addresses = [*descriptors, *(pointer.data_ptr() for pointer in pointers)]
+            addresses = [*descriptors, *(None if p is None else p.data_ptr() for p in pointers)]
             _enqueue(compiled, device, self.programs, addresses, self.arguments)
 
-    def _record(self, builds: dict[tuple[Any, ...], Build], pointers: Sequence[torch.Tensor]) -> None:
+    def _record(self, builds: dict[tuple[Any, ...], Build], pointers: Sequence[torch.Tensor | None]) -> None:
         names = iter(self.function.arg_names)
-        constant = {p.name for p in self.function.params if p.is_constexpr}
+        parameters = {p.name: p for p in self.function.params}
+        constexprs: dict[str, Any] = {}
         signature: dict[str, str] = {}
         for described in self.described:
             base, tile, layout = described["base"], described["block_shape"], described["layout"]
             signature[next(names)] = f"tensordesc<{_TYPE_NAMES[base.dtype]}{tile},{layout!r}>"
         attrs: dict[tuple[int, ...], list[list[Any]]] = {}
         for pointer in pointers:
-            attrs[(len(signature),)] = [["tt.divisibility", ALIGNMENT]]
-            signature[next(names)] = "*" + _TYPE_NAMES[pointer.dtype]
-        constexprs: dict[str, Any] = {}
+            name = next(names)
+            if pointer is None:
+                constexprs[name] = None
+                signature[name] = "constexpr"
+                continue
+            if not parameters[name].do_not_specialize_on_alignment:
+                attrs[(len(signature),)] = [["tt.divisibility", ALIGNMENT]]
+            signature[name] = "*" + _TYPE_NAMES[pointer.dtype]
         for name, value in zip(names, self.arguments, strict=True):
-            if name in constant:
+            if parameters[name].is_constexpr:
                 constexprs[name] = value
                 signature[name] = "constexpr"
             else:
-                signature[name] = "fp32" if isinstance(value, float) else "i32"
+                signature[name] = parameters[name].annotation_type or (
+                    "fp32" if isinstance(value, float) else "i32"
+                )
         key = (self.function, tuple(signature.items()), tuple(constexprs.items()))
         options = {"num_warps": self.warps}
         builds.setdefault(key, Build(self.function, signature, constexprs, attrs, options))
+
+
+_MOST_BYTES = 2**40  # strides that a descriptor can hold
+
+
+def can_be_copied(tensor: torch.Tensor) -> bool:
+    """Whether the strides of a tensor suit a descriptor."""
+    *strides, feature = (s for n, s in zip(tensor.shape, tensor.stride()) if n > 1 or s == 1)
+    units = ALIGNMENT // tensor.element_size()
+    return feature == 1 and all(s % units == 0 and 0 < s * tensor.element_size() < _MOST_BYTES for s in strides)
 
 
 def _description(like: torch.Tensor, box: Boxes) -> dict[str, Any]:

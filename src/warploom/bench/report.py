@@ -17,7 +17,14 @@ from warploom.bench.panels import UNSET, Panel, Section, device_name, load_secti
 from warploom.bench.published import published
 from warploom.bench.records import LIMIT, RECORDS, load_environments
 from warploom.bench.report_summary import counts, summary_rows
-from warploom.bench.report_tables import accuracy_table, failures, memory_table, overviews, time_table
+from warploom.bench.report_tables import (
+    accuracy_table,
+    bytes_table,
+    failures,
+    memory_table,
+    overviews,
+    time_table,
+)
 from warploom.profile.records import PROFILES
 from warploom.profile.sections import profile_sections
 
@@ -182,5 +189,6 @@ def _mode_view(
         "time": time_table(section, panel, mode),
         "failures": failures(panel, mode),
         "accuracy": accuracy_table(section, panel, mode),
+        "bytes": bytes_table(section, panel, mode),
         "memory": memory_table(section, panel, mode),
     }

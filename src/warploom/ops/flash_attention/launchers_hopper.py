@@ -12,13 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from warploom.launch import ALIGNMENT, INTERPRETED, Boxes, TiledLaunch, architecture, multiprocessors
+from warploom.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied, multiprocessors
 from warploom.ops.flash_attention.launchers import L2_SHARE, LOG2_E, UNBOUNDED, Geometry, Mask
 
 Tensor = torch.Tensor
 
 _ROWS = 64  # of a tile that one group of warps owns
-_MOST_BYTES = 2**40  # strides that a descriptor can hold
 _LEAST_FEATURES = 32  # up to here, tiles of 64 features would be half empty
 _BUSY = 0.75  # share of the multiprocessors that must have a tile, unless
 _SHORT = 512  # walks are shorter than this, and would not be split anyway
@@ -61,13 +60,6 @@ def _blocks(name: str, geometry: Geometry, mask: Mask) -> tuple[int, int]:
     if name == "key":
         return -(-geometry.keys // block), geometry.entries * geometry.key_heads
     return -(-geometry.tokens // block), geometry.entries * geometry.heads
-
-
-def can_be_copied(tensor: Tensor) -> bool:
-    """Whether the strides of a tensor suit a descriptor."""
-    *strides, feature = (s for n, s in zip(tensor.shape, tensor.stride()) if n > 1 or s == 1)
-    units = ALIGNMENT // tensor.element_size()
-    return feature == 1 and all(s % units == 0 and 0 < s * tensor.element_size() < _MOST_BYTES for s in strides)
 
 
 def suit(name: str, geometry: Geometry, mask: Mask, scale: float, *tensors: Tensor) -> bool:

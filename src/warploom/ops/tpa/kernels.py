@@ -226,7 +226,7 @@ _DECODE_NUMBERS = (
 
 @triton.jit(do_not_specialize=_DECODE_NUMBERS)
 def decode_kernel(
-    aq, bq, ak, bk, av, bv, lengths, out, partial, statistics,
+    ak, av, bk, bv, aq, bq, lengths, out, partial, statistics,
     tokens: tl.int32, keys: tl.int32, spans: tl.int32, lengths_b: tl.int64,
     aq_b: tl.int64, aq_n: tl.int64, aq_h: tl.int64, aq_r: tl.int64,
     bq_b: tl.int64, bq_n: tl.int64, bq_r: tl.int64, bq_d: tl.int64,

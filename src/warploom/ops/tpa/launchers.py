@@ -8,9 +8,11 @@ from typing import NamedTuple
 import torch
 import triton
 
-from warploom.launch import Kernel, Launch, multiprocessors
+from warploom.launch import ALIGNMENT, Kernel, Launch, TiledLaunch, multiprocessors
 from warploom.layout import layout_of
+from warploom.ops.tpa import launchers_hopper
 from warploom.ops.tpa.kernels import combine_kernel, decode_kernel
+from warploom.ops.tpa.reference import ranked
 from warploom.plans import Plans
 
 Tensor = torch.Tensor
@@ -156,7 +158,7 @@ class _Decode(NamedTuple):
 
     shape: tuple[int, ...]  # of the result
     stride: tuple[int, ...]
-    launch: Launch
+    launch: Launch | TiledLaunch
     combine: Launch | None  # where the cache is split
     partial: tuple[int, int, int, int] | None  # shape of partial results in float32, where there are any
     statistics: tuple[int, int, int, int] | None
@@ -179,17 +181,18 @@ def decode(
 ) -> Tensor:
     """Run the decode kernel, and where the cache is split the second one.
 
-    Factors have their rank axis; they may be without it where ``plans`` are those of an earlier call, with it, that
-    was the same in all but addresses and numbers in tensors.
+    ``plans`` are those of calls that are the same in all but addresses and numbers in tensors. Factors may be without
+    their rank axis.
     """
+    aligned = (ak.data_ptr() | av.data_ptr() | bk.data_ptr() | bv.data_ptr()) % ALIGNMENT == 0
     plan = plans.get(
-        "decode", _plan_decode,
-        aq, ak, av, bq, bk, bv, cache_seqlens, strategy, scale, scale_q, scale_k, scale_v,
+        ("decode", aligned), _plan_decode,
+        aq, ak, av, bq, bk, bv, cache_seqlens, strategy, scale, scale_q, scale_k, scale_v, aligned,
     )  # fmt: skip
     out = bq.new_empty_strided(plan.shape, plan.stride)
     partial = None if plan.partial is None else bq.new_empty(plan.partial, dtype=torch.float32)
     statistics = None if plan.statistics is None else bq.new_empty(plan.statistics, dtype=torch.float32)
-    plan.launch((aq, bq, ak, bk, av, bv, cache_seqlens, out, partial, statistics))
+    plan.launch((ak, av, bk, bv, aq, bq, cache_seqlens, out, partial, statistics))
     if plan.combine is not None:
         plan.combine((partial, statistics, cache_seqlens, out))
     return out
@@ -208,7 +211,9 @@ def _plan_decode(
     scale_q: float,
     scale_k: float,
     scale_v: float,
+    aligned: bool,
 ) -> _Decode:
+    (ak, bk), (av, bv) = ranked(ak, bk), ranked(av, bv)
     batch, tokens, rank_q, features = bq.shape
     keys, heads, rank_k = ak.shape[1:]
     rank_v, values = bv.shape[2:]
@@ -236,13 +241,18 @@ def _plan_decode(
         statistics = (batch, spans, 2, tokens * heads)
     q, a, b = feature_factors(bq), head_factors(ak, av), feature_factors(bk, bv)
     lengths_b = 0 if cache_seqlens is None else cache_seqlens.stride(0)
-    launch = Launch(
+    launch: Launch | TiledLaunch
+    scales = scale * scale_k * logit_unit(bq.dtype), scale_q, scale_v
+    if aligned and strategy != "batch_head" and launchers_hopper.suit(aq, ak, av, bq, bk, bv):
+        launch = launchers_hopper.plan((aq, ak, av, bq, bk, bv), out, lengths_b, spans, levels, CHUNKS, scales)
+    else:
+        launch = Launch(
         decode_launch,
         batch * row_blocks * spans,
         (
             tokens, keys, spans, lengths_b, *strides_of(aq), *q.strides[0], *a.strides[0], *b.strides[0],
             *a.strides[1], *b.strides[1], *strides_of(out),
-            scale * scale_k * logit_unit(bq.dtype), scale_q, scale_v,
+            *scales,
         ),
         (
             heads, rank_q, rank_k, rank_v, features, values,

@@ -1,0 +1,93 @@
+"""The launcher of the decode kernel for Hopper: which calls it takes, and its buffers.
+
+It takes one new token a batch entry on 16-bit factors whose rows the tensor memory accelerator can copy, which are of
+multiples of 16 bytes: up to 32 heads, keys and values of one rank, 1, 2 or 4, and up to 128 features. The rest stays
+with the kernel for every GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from warploom.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied, multiprocessors
+
+Tensor = torch.Tensor
+
+MOST_HEADS = 32
+"""Rows of a tile; more need more registers for the sums that are joined than there are."""
+MOST_RANKS = 64
+"""Of the queries: the factors of a query are multiplied in one go."""
+_BLOCK_M = 64
+_BUFFER_BYTES = 200 * 1024
+"""Shared memory for both rings of buffers."""
+
+
+class Rings(NamedTuple):
+    """Buffers of the decode kernel."""
+
+    head_tiles: int
+    feature_tiles: int
+
+
+def rings(rank: int, rows: int, width: int) -> Rings:
+    """As many buffers as there is room for: as much of head factors as of feature factors."""
+    head_bytes, feature_bytes = _BLOCK_M * rows * rank * 2, _BLOCK_M * width * 2
+    pairs = _BUFFER_BYTES // (
+        head_bytes + rank * feature_bytes
+    )  # of a tile of head factors and all ranks' features
+    left = _BUFFER_BYTES - pairs * (head_bytes + rank * feature_bytes)
+    return Rings(pairs, pairs * rank + left // feature_bytes)
+
+
+def suit(aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor) -> bool:
+    """Whether the kernel takes a call with these factors, apart from their addresses."""
+    if INTERPRETED or not 90 <= architecture(bq.device) < 100 or bq.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    batch, keys, heads, rank = ak.shape
+    if bq.shape[1] != 1 or heads > MOST_HEADS or rank not in (1, 2, 4) or bv.shape[2] != rank or 0 in (batch, keys):
+        return False
+    if max(bk.shape[3], bv.shape[3]) > 128 or (aq is not None and bq.shape[2] > MOST_RANKS):
+        return False
+    dense = all(rank == 1 or a.stride()[2:] == (rank, 1) for a in (ak, av))
+    return dense and all(map(can_be_copied, (ak.flatten(2), av.flatten(2), bk, bv)))
+
+
+def plan(
+    factors: tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor],
+    out: Tensor,
+    lengths_b: int,
+    spans: int,
+    levels: int,
+    chunks: tuple[int, int, int],
+    scales: tuple[float, float, float],
+) -> TiledLaunch:
+    """The launch on factors like these, which suit, ``spans`` spans of 1 (``levels`` 0) or 4 chunks.
+
+    ``scales`` of logits, queries and values. It is launched on ak, av, bk, bv, aq, bq, lengths, out, partial results
+    and their statistics.
+    """
+    from warploom.ops.tpa.kernels_hopper import hopper_decode_kernel
+
+    aq, ak, av, bq, bk, bv = factors
+    batch, keys, heads, rank = ak.shape
+    features, values = bk.shape[3], bv.shape[3]
+    rows = max(16, triton.next_power_of_2(heads))
+    width = 64 if max(features, values) <= 64 else 128
+    head_box = Boxes((0, 1, 2, 3), (1, 1, _BLOCK_M, rows * rank))
+    feature_box = Boxes((0, 2, 1, 3), (1, 1, _BLOCK_M, width))
+    boxes = [(a.flatten(2)[:, None], head_box) for a in (ak, av)] + [(b, feature_box) for b in (bk, bv)]
+    aq_b, _, aq_h, aq_r = (0, 0, 0, 0) if aq is None else aq.stride()
+    bq_b, _, bq_r, bq_d = bq.stride()
+    out_b, _, out_h, out_e = out.stride()
+    units = batch * spans
+    numbers = (
+        lengths_b, units, keys, spans, 4**levels, aq_b, aq_h, aq_r, bq_b, bq_r, bq_d, out_b, out_h, out_e, *scales,
+    )  # fmt: skip
+    ranks = max(16, triton.next_power_of_2(bq.shape[2])) if aq is not None else 16
+    constants = (
+        heads, bq.shape[2], rank, features, values, ranks, *rings(rank, rows, width), spans == 1, *chunks,
+    )  # fmt: skip
+    return TiledLaunch(hopper_decode_kernel, min(multiprocessors(bq.device), units), boxes, numbers, constants)
