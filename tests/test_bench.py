@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from warploom.bench.environment import describe_environment, environment_id
 from warploom.bench.records import LIMIT, Record
 from warploom.bench.runner import Outcome, Selection
 from warploom.errors import ArgumentError, WarploomError
+from warploom.ops import benches
 from warploom.ops.spec import Bench, Case, Traffic, Unsupported
 
 CPU = torch.device("cpu")
@@ -123,6 +125,23 @@ def test_staleness_is_a_digest_that_is_not_the_codes(monkeypatch: pytest.MonkeyP
     records._digests.cache_clear()
 
 
+def test_records_of_peers_outlast_a_change_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = benches()["lrpe-rope"]
+    before = records.current_digests(bench)
+    assert before["triton"] == before["limit"] == records.current_digest(bench)
+    assert before["torch"] == before["torch_compile_cache"] == before["liger"] != before["triton"]
+    monkeypatch.setattr(records, "source_digest", lambda folder, leave_out=(): "changed")
+    after = records.current_digests(bench)
+    assert {name for name in after if after[name] == before[name]} == {
+        "torch",
+        "torch_compile",
+        "torch_compile_cache",
+        "liger",
+        "fla",
+        "flash_attn",
+    }
+
+
 # Environment
 
 
@@ -167,6 +186,40 @@ def test_every_provider_and_the_limit_get_a_full_record(tmp_path: Path) -> None:
     assert by_provider(outcome)[LIMIT].limit_fraction == 1.0
     environments = json.loads((tmp_path / "environment.json").read_text())
     assert set(environments) == {record.environment for record in outcome.records}
+
+
+@pytest.mark.parametrize("mode", ["fwd", "bwd"])
+def test_another_function_has_its_own_inputs_definition_and_bytes_and_no_limit(tmp_path: Path, mode: str) -> None:
+    bench = replace(toy.make_bench(), others=(toy.make_other(),))
+    found = by_provider(run(bench, tmp_path), mode=mode)
+    assert {name: record.status for name, record in found.items()} == {
+        "torch": "ok",
+        "squared": "ok",
+        "squared_wrong": "incorrect",
+        LIMIT: "ok",
+    }
+    streams = 2 if mode == "fwd" else 3
+    assert {name: record.min_bytes for name, record in found.items()} == {
+        "torch": 64 * 64 * streams,
+        "squared": 64 * 640 * streams,
+        "squared_wrong": 64 * 640 * streams,
+        LIMIT: 64 * 64 * streams,
+    }
+    assert found["squared"].ms is not None
+    assert found["squared"].limit_ms is None
+    assert found["squared"].limit_fraction is None
+    assert found["torch"].limit_ms == found[LIMIT].ms
+    printed = tables.text(tables.sections(list(found.values()), [bench]))
+    assert re.search(r"\bsquared\b", printed)
+
+
+def test_another_function_can_be_selected_and_run_alone(tmp_path: Path) -> None:
+    bench = replace(toy.make_bench(), others=(toy.make_other(),))
+    outcome = run(bench, tmp_path, Selection(modes=["fwd"], providers=["squared"]))
+    assert {record.provider for record in outcome.records} == {"squared", LIMIT}
+    unit = runner.plan([bench], Selection(modes=["fwd"]), "cpu")[0]
+    call = evaluate.provider_call(unit, "squared", CPU)
+    assert call().shape == (64, 160)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd"])
@@ -276,11 +329,21 @@ def test_resume_measures_only_what_is_missing_or_stale(tmp_path: Path, monkeypat
     assert by_provider(outcome)["wrong"].status == "incorrect"
     measured.clear()
 
-    monkeypatch.setattr(runner, "current_digest", lambda bench: "other code")
+    names = (*one.providers, LIMIT)
+    monkeypatch.setattr(runner, "current_digests", lambda bench: dict.fromkeys(names, "other code"))
     outcome = run(one, tmp_path, Selection(modes=["fwd"]), resume=True)
     assert len(measured) == 2
     assert {record.source_digest for record in outcome.records} == {"other code"}
-    assert {r.source_digest for r in records.load([tmp_path]) if r.provider == "torch"} == {"other code"}
+    measured.clear()
+
+    changed = {name: "newer code" if name == "torch" else "other code" for name in names}
+    monkeypatch.setattr(runner, "current_digests", lambda bench: changed)
+    assert (
+        by_provider(run(one, tmp_path, Selection(modes=["fwd"]), resume=True))["torch"].source_digest
+        == "newer code"
+    )
+    assert [providers for _, providers in measured] == [("torch",), ("torch",)]
+    assert {r.source_digest for r in records.load([tmp_path]) if r.provider == LIMIT} == {"other code"}
 
 
 def test_a_time_limit_stops_between_cases_and_says_what_is_left(tmp_path: Path) -> None:

@@ -61,12 +61,19 @@ def test_the_calls_that_do_not(hopper: None) -> None:
     assert not suits("forward", x, empty(d=128)[..., ::2], x)
 
 
-def test_long_walks_of_few_heads_are_left_to_be_split(hopper: None) -> None:
-    one, many = (torch.empty(batch, 2048, 16, 64, dtype=torch.bfloat16) for batch in (1, 4))
-    assert suits("forward", many, many, many)
-    assert not suits("forward", one[:, :, :1], one[:, :, :1], one[:, :, :1])
-    assert not suits("key", one, one[:, :, :4], one[:, :, :4])
-    assert suits("query", one, one[:, :, :4], one[:, :, :4])
+@pytest.mark.parametrize("name", ["forward", "key", "query"])
+def test_long_walks_of_few_heads_are_split(name: str, hopper: None) -> None:
+    def parts(batch: int, n: int, heads: int, **mask: Any) -> int:
+        from warploom.ops.flash_attention import launchers, launchers_hopper
+
+        x = torch.empty(batch, n, heads, 64, dtype=torch.bfloat16, device="meta")
+        return launchers_hopper._parts(name, launchers._geometry(x, x, x), launchers.Mask(**mask), x.device)
+
+    assert parts(4, 2048, 16) == parts(4, 2048, 16, right=0) == 1
+    assert parts(1, 128, 1) == parts(1, 128, 1, right=0) == 1
+    assert parts(1, 8192, 1) > 1
+    assert parts(1, 8192, 1, right=0) > 1
+    assert parts(1, 2**20, 1, right=0) == 1, "even without"
 
 
 def test_nothing_suits_another_gpu(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +136,37 @@ def test_many_tiles(
     with poisoned_allocations():
         assert_right(inputs, "triton")
     assert set(launched) >= {"hopper_forward_kernel"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [2, 3, 7])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("n", "m", "heads", "key_heads", "d", "e", "dtype"),
+    [
+        (1000, 1000, 1, 1, 64, 64, torch.bfloat16),
+        (1000, 1000, 1, 1, 128, 128, torch.bfloat16),
+        (700, 1500, 4, 2, 128, 80, torch.float16),
+        (1500, 700, 4, 2, 64, 40, torch.float16),
+        (3, 2000, 1, 1, 64, 64, torch.bfloat16),
+        (2000, 3, 2, 1, 128, 128, torch.bfloat16),
+    ],
+)
+def test_few_tiles_whose_walks_are_split(
+    n: int, m: int, heads: int, key_heads: int, d: int, e: int, dtype: torch.dtype, causal: bool, parts: int,
+    launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from warploom.ops.flash_attention import launchers_hopper
+
+    monkeypatch.setattr(launchers_hopper, "_parts", lambda *arguments: parts)
+    monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short walks too
+    options = {"heads": heads, "key_heads": key_heads, "d": d, "e": e, "causal": causal, "dtype": dtype}
+    inputs = random_inputs(device, n, m, return_lse=True, **options)
+    with poisoned_allocations():
+        assert_right(inputs, "triton")
+        first, second = run(inputs, "triton"), run(inputs, "triton")
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert sorted(set(launched)) == ALL
 
 
 @pytest.mark.gpu

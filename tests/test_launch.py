@@ -13,8 +13,8 @@ if not HAS_TRITON:
 import triton
 import triton.language as tl
 
-from warploom import launch
-from warploom.launch import Kernel, Launch
+from warploom import entry, launch
+from warploom.launch import Boxes, Kernel, Launch, TiledLaunch
 
 Tensor = torch.Tensor
 SIZE, BLOCK = 100, 64
@@ -93,22 +93,26 @@ class Stub:
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
 
-    def __call__(self, programs: int, tensors: Any, numbers: Any, constants: Any, *options: int) -> object:
+    def __call__(self, programs: int, tensors: Any, numbers: Any, constants: Any, *options: Any) -> object:
         self.calls.append(("slow", (programs, *numbers, *constants, *options)))
         return self
 
-    def enqueue(self, compiled: Any, device: int, programs: int, addresses: Any, arguments: Any) -> None:
-        assert compiled is self
-        self.calls.append(("direct", (programs, *addresses, *arguments)))
+    def enqueue(self, entry: Any, device: int, programs: int, first: Any, rest: Any) -> None:
+        assert entry is self
+        self.calls.append(("direct", (programs, *first, *rest)))
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(launch, "_enqueue", self.enqueue)
+        monkeypatch.setattr(launch, "entry_of", lambda compiled: compiled)
 
 
 def test_when_the_short_cut_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     stub, current = Stub(), [-1]  # -1 is the device of a tensor on the CPU
-    monkeypatch.setattr(launch, "_enqueue", stub.enqueue)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    stub.use(monkeypatch)
+    monkeypatch.setattr(launch, "_current_device", lambda: current[0])
     add = Launch(stub, 2, (SIZE,), (BLOCK,), 8, 1)  # type: ignore[arg-type]
     x, out = tensors(torch.device("cpu"))
-    slow = ("slow", (2, 5, SIZE, BLOCK, 8, 1))
+    slow = ("slow", (2, 5, SIZE, BLOCK, 8, 1, False))
 
     add((x[1:], out), 5)  # misaligned: its variant is not kept
     add((x, out), 5)
@@ -125,13 +129,157 @@ def test_when_the_short_cut_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_launch_takes_as_many_first_numbers_as_it_was_made_without(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = Stub()
-    monkeypatch.setattr(launch, "_enqueue", stub.enqueue)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    stub.use(monkeypatch)
+    monkeypatch.setattr(launch, "_current_device", lambda: -1)
     x, _ = tensors(torch.device("cpu"))
     settled = Launch(stub, 2, (5, SIZE), (BLOCK,))  # type: ignore[arg-type]
     for first in ((), (), (6,), (7, 8)):
         settled((x,), *first)
     assert stub.calls == [
-        ("slow", (2, 5, SIZE, BLOCK, 4, 3)),
+        ("slow", (2, 5, SIZE, BLOCK, 4, 3, False)),
         *(("direct", (2, x.data_ptr(), *first, 5, SIZE, BLOCK)) for first in ((), (6,), (7, 8))),
     ]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Triton's entry points
+# ----------------------------------------------------------------------------------------------------------
+
+
+class CudaLauncher:
+    """Stands for Triton's launcher, whose function in C takes tensor descriptors encoded."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = False, True
+    arg_annotations, kernel_signature = ["annotation"], b"signature"
+
+    def __init__(self, described: int = 0) -> None:
+        self.plainly: list[Any] = []
+        self.directly: list[Any] = []
+        launcher = self.launch = self._launch
+        if described:
+            tensordesc_meta = [{"parameter": i} for i in range(described)]
+
+            def inner(*arguments: Any) -> None:
+                launcher(*arguments, tensordesc_meta)
+
+            self.launch = inner  # type: ignore[method-assign, assignment]
+
+    def _launch(self, *arguments: Any) -> None:
+        self.directly.append(arguments)
+
+    def __call__(self, *arguments: Any) -> None:
+        self.plainly.append(arguments)
+
+
+class Compiled:
+    """Stands for a compiled variant."""
+
+    function, packed_metadata = 77, (4, 1, 0)
+
+    def __init__(self, run: CudaLauncher) -> None:
+        self.run = run
+
+
+PLAINLY = (3, 1, 1, 9, 77, (4, 1, 0), None, None, None, 1, 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        (("3", "6"), (3, 1, 1, 9, 77, False, True, None, None, (4, 1, 0), None, None, None, 1, 2, 5)),
+        (
+            ("3", "7"),
+            (3, 1, 1, 9, 77, False, True, (4, 1, 0), *(None,) * 5, ["annotation"], b"signature", (1, 2, 5)),
+        ),
+    ],
+)
+def test_known_versions_of_triton_are_entered_directly(
+    version: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entry, "VERSION", version)
+    run = CudaLauncher()
+    entry.entry_of(Compiled(run)).enqueue(3, 9, [1, 2], (5,))
+    assert (run.directly, run.plainly) == ([expected], [])
+
+
+def test_other_versions_and_kernels_with_scratch_memory_are_run_as_triton_runs_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = CudaLauncher()
+    monkeypatch.setattr(entry, "VERSION", ("3", "8"))
+    entry.entry_of(Compiled(run)).enqueue(3, 9, [1, 2], (5,))
+    monkeypatch.setattr(entry, "VERSION", ("3", "6"))
+    run.global_scratch_size = 128
+    entry.entry_of(Compiled(run)).enqueue(3, 9, [1, 2], (5,))
+    assert (run.directly, run.plainly) == ([], [PLAINLY] * 2)
+
+
+class Tiled:
+    """Stands for a kernel that takes one tensor descriptor and one pointer."""
+
+    def __init__(self, run: CudaLauncher) -> None:
+        self.compiled = Compiled(run)
+        self.first: list[Any] = []
+
+    def run(self, *arguments: Any, **options: Any) -> Compiled:
+        self.first.append((arguments, options))
+        return self.compiled
+
+
+@pytest.fixture
+def tiled(monkeypatch: pytest.MonkeyPatch) -> tuple[TiledLaunch, CudaLauncher, list[int]]:
+    """A launch, its launcher, and the addresses that were encoded."""
+    encoded: list[int] = []
+
+    def encode(like: Any, descriptor: Any) -> list[Any]:
+        assert like == {"parameter": 0}
+        encoded.append(descriptor.base.data_ptr())
+        return [("map", descriptor.base.data_ptr()), *descriptor.shape, *descriptor.strides]
+
+    monkeypatch.setattr(entry, "_encode", encode)
+    monkeypatch.setattr(entry, "VERSION", ("3", "6"))
+    monkeypatch.setattr(launch, "_current_device", lambda: -1)
+    monkeypatch.setattr(launch, "_current_stream", lambda device: 9)
+    run = CudaLauncher(1)
+    x = torch.zeros(8, 64, dtype=torch.bfloat16)
+    return TiledLaunch(Tiled(run), 3, [(x, Boxes((0, 1), (4, 64)))], (5,), (True,)), run, encoded
+
+
+def test_a_descriptor_is_encoded_once_for_an_address(tiled: tuple[TiledLaunch, CudaLauncher, list[int]]) -> None:
+    add, run, encoded = tiled
+    tensors = [torch.zeros(2, 8, 64, dtype=torch.bfloat16).unbind() for _ in range(2)]
+    add(tensors[0])  # compiles
+    for x, y in (tensors[0], tensors[1], tensors[0], tensors[0]):
+        add((x, y))
+        assert run.directly[-1][13:] == (("map", x.data_ptr()), 8, 64, 64, 1, y.data_ptr(), 5, True)
+    assert encoded == [tensors[0][0].data_ptr(), tensors[1][0].data_ptr()]
+    assert not run.plainly
+
+
+def test_encodings_are_forgotten_before_there_are_too_many(
+    tiled: tuple[TiledLaunch, CudaLauncher, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, run, encoded = tiled
+    monkeypatch.setattr(TiledLaunch, "MOST_ADDRESSES", 4)
+    rows = torch.zeros(12, 8, 64, dtype=torch.bfloat16)
+    for x in (rows[0], *rows, *rows[-2:]):
+        add((x, rows[0]))
+    assert len(add.encoded[0]) <= 4
+    assert encoded == [x.data_ptr() for x in rows]
+    assert [call[13] for call in run.directly] == [("map", x.data_ptr()) for x in (*rows, *rows[-2:])]
+
+
+def test_descriptors_that_are_not_encoded_go_to_triton(
+    tiled: tuple[TiledLaunch, CudaLauncher, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, run, encoded = tiled
+    monkeypatch.setattr(entry, "VERSION", ("3", "8"))
+    x = torch.zeros(8, 64, dtype=torch.bfloat16)
+    for _ in range(2):
+        add((x, x))
+    descriptor = run.plainly[0][9]
+    assert (descriptor.base is x, descriptor.shape, descriptor.strides) == (True, [8, 64], [64, 1])
+    assert run.plainly[0][10:] == (x.data_ptr(), 5, True)
+    assert not run.directly
+    assert not encoded

@@ -18,8 +18,24 @@ from warploom.profile.sections import profile_sections
 PROVIDERS = {"flash": 8.0, "flash+compile": 5.0, "plain": 12.0, "plain+compile": 6.0, "llama": 15.0}
 
 
-def steps(size: str, length: int, ms: dict[str, float | None]) -> list[ProfileRecord]:
-    """Training steps of several providers; one without a time ran out of memory."""
+def timed(
+    profile: str,
+    case: dict[str, object],
+    mode: str,
+    provider: str,
+    phases_ms: dict[str, float] | None,
+    **figures: object,
+) -> ProfileRecord:
+    """A record of a provider; one without times ran out of memory."""
+    digest = current_digest(profile, provider)
+    record = ProfileRecord(profile, case, provider, mode, "here", digest, None)
+    if phases_ms is None:
+        return replace(record, status="oom", reason="CUDA out of memory.")
+    return replace(record, phases={name: phase([ms]) for name, ms in phases_ms.items()}, **figures)
+
+
+def steps(size: str, length: int, step_ms: dict[str, float | None]) -> list[ProfileRecord]:
+    """Training steps of several providers."""
     case = {
         "size": size,
         "batch": 4,
@@ -29,31 +45,21 @@ def steps(size: str, length: int, ms: dict[str, float | None]) -> list[ProfileRe
         "dtype": "bfloat16",
     }
     found = []
-    for provider, time in ms.items():
-        digest = current_digest("transformer", provider)
-        record = ProfileRecord("transformer", case, provider, "train", "here", digest, None)
-        if time is None:
-            found.append(replace(record, status="oom", reason="CUDA out of memory."))
-            continue
-        names = ("forward", "backward", "optimizer")
-        phases = {name: phase([time / 4]) for name in names} | {"step": phase([time])}
-        figures = {"steps": 1, "tokens_per_s": 1e3, "peak_memory_mib": 100 * time, "flops": 1e9, "mfu": 2 / time}
-        found.append(replace(record, phases=phases, **figures))
+    for provider, ms in step_ms.items():
+        phases = ms and dict.fromkeys(("forward", "backward", "optimizer"), ms / 4) | {"step": ms}
+        figures = ms and {"tokens_per_s": 1e3, "peak_memory_mib": 100 * ms, "flops": 1e9, "mfu": 2 / ms}
+        found.append(timed("transformer", case, "train", provider, phases, steps=1, **(figures or {})))
     return found
 
 
-def passes(n: int, ms: dict[str, float | None]) -> list[ProfileRecord]:
+def passes(n: int, forward_ms: dict[str, float | None]) -> list[ProfileRecord]:
     """Attention by itself."""
     case = {"batch": 8, "head_dim": 64, "n": n, "dtype": "float32", "causal": False}
     found = []
-    for provider, time in ms.items():
-        digest = current_digest("attention", provider)
-        record = ProfileRecord("attention", case, provider, "forward-backward", "here", digest, None)
-        if time is None:
-            found.append(replace(record, status="oom", reason="CUDA out of memory."))
-        else:
-            phases = {"forward": phase([time]), "backward": phase([2 * time]), "step": phase([3 * time])}
-            found.append(replace(record, phases=phases, held_memory_mib=7.0, peak_memory_mib=9.0))
+    for provider, ms in forward_ms.items():
+        phases = ms and {"forward": ms, "backward": 2 * ms, "step": 3 * ms}
+        memory = {"held_memory_mib": 7.0, "peak_memory_mib": 9.0}
+        found.append(timed("attention", case, "forward-backward", provider, phases, **memory))
     return found
 
 

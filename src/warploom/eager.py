@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_is_compiling = torch.compiler.is_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transforms = torch._C._are_functorch_transforms_active
 
 
 def is_plain_eager(*tensors: torch.Tensor) -> bool:
@@ -15,17 +20,17 @@ def is_plain_eager(*tensors: torch.Tensor) -> bool:
     No compiler, tensor subclass, mode, meta tensor, function transform or forward-mode derivative: only then may a
     call go to its launchers without the dispatcher.
     """
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         return False
     for tensor in tensors:
         if type(tensor) not in _PLAIN:
             return False
     return not (
         tensors[0].is_meta
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
+        or _dispatch_modes()
+        or _function_modes()
+        or _transforms()
+        or forward_ad._current_level >= 0
     )
 
 

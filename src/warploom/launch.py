@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.runtime import driver
+
+from warploom.entry import Entry, entry_of
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1``), which takes CPU tensors."""
@@ -39,6 +40,9 @@ _TYPE_NAMES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
+
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # missing where PyTorch is for CPUs
 
 _recorded: dict[tuple[Any, ...], Build] | None = None
 _recorded_arch = 90
@@ -74,8 +78,12 @@ class Kernel:
         constants: tuple[Any, ...],
         num_warps: int = 4,
         num_stages: int = 3,
+        dependent: bool = False,
     ) -> Any:
         """Launch ``programs`` programs on the current stream of the first tensor's device.
+
+        ``dependent``: they may start when all programs of the kernel ahead have said so (`gdc_launch_dependents`),
+        and wait for its end themselves (`gdc_wait`); from Hopper on.
 
         Returns:
             The compiled variant; ``None`` where nothing was compiled (no programs, the interpreter, builds
@@ -84,6 +92,8 @@ class Kernel:
         if programs == 0:
             return None
         options = {"num_warps": num_warps, "num_stages": num_stages}
+        if dependent:
+            options["launch_pdl"] = True
         if _recorded is not None:
             self._record(_recorded, tensors, numbers, constants, options)
             return None
@@ -92,7 +102,7 @@ class Kernel:
             self.function[(programs,)](*tensors, *numbers, *constants, **options)
             return None
         device = first.get_device()  # type: ignore[union-attr]
-        if device != torch.cuda.current_device():
+        if device != _current_device():
             with torch.cuda.device(device):
                 return self._launch(device, programs, tensors, numbers, constants, options)
         return self._launch(device, programs, tensors, numbers, constants, options)
@@ -115,7 +125,7 @@ class Kernel:
                 *tensors, *numbers, *constants, grid=(programs, 1, 1), warmup=False, **options
             )
         else:
-            _enqueue(compiled, device, programs, addresses, (*numbers, *constants))
+            _enqueue(entry_of(compiled), device, programs, addresses, (*numbers, *constants))
         return compiled
 
     def _record(
@@ -154,9 +164,9 @@ class Launch:
 
     __slots__ = (
         "arguments",
-        "compiled",
         "constants",
         "device",
+        "entry",
         "first",
         "kernel",
         "numbers",
@@ -172,11 +182,12 @@ class Launch:
         constants: tuple[Any, ...],
         num_warps: int = 4,
         num_stages: int = 3,
+        dependent: bool = False,
     ) -> None:
         self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
-        self.options = (num_warps, num_stages)
+        self.options = (num_warps, num_stages, dependent)
         self.arguments = (*numbers, *constants)
-        self.compiled: Any = None  # the variant for aligned addresses, and its device
+        self.entry: Entry | None = None  # of the variant for aligned addresses, and its device
         self.device = -1
         self.first = 0  # which of the tensors is the first that is given
 
@@ -191,16 +202,17 @@ class Launch:
             if address is not None:
                 bits |= address
         aligned = bits % ALIGNMENT == 0
-        if aligned and self.compiled is not None and _recorded is None:
+        if aligned and self.entry is not None and _recorded is None:
             device = tensors[self.first].get_device()  # type: ignore[union-attr]
-            if device == self.device and device == torch.cuda.current_device():
-                _enqueue(self.compiled, device, self.programs, addresses, (*numbers, *self.arguments))
+            if device == self.device and device == _current_device():
+                addresses += numbers  # type: ignore[arg-type]
+                _enqueue(self.entry, device, self.programs, addresses, self.arguments)
                 return
         numbers = (*numbers, *self.numbers)
         compiled = self.kernel(self.programs, tensors, numbers, self.constants, *self.options)
         if aligned and compiled is not None:
             self.first, first = next((i, t) for i, t in enumerate(tensors) if t is not None)
-            self.compiled, self.device = compiled, first.get_device()
+            self.entry, self.device = entry_of(compiled), first.get_device()
 
 
 class Boxes(NamedTuple):
@@ -215,9 +227,15 @@ class TiledLaunch:
 
     Written in Gluon, such a kernel copies whole tiles through the tensor memory accelerator of Hopper and later.
     That wants addresses and strides of a multiple of 16 bytes, and adjacent features: the caller sees to it.
+
+    Encoding a descriptor takes longer than a launch, and the allocator returns to the same addresses: encodings are
+    kept by address. One holds an address, sizes and strides, so whatever lies there now is described by it.
     """
 
-    __slots__ = ("arguments", "boxes", "compiled", "described", "function", "programs", "warps")
+    MOST_ADDRESSES = 256
+    """Encodings kept at once for one parameter."""
+
+    __slots__ = ("arguments", "described", "encoded", "entries", "function", "programs", "warps")
 
     def __init__(
         self,
@@ -231,7 +249,8 @@ class TiledLaunch:
         self.function, self.programs, self.warps = function, programs, num_warps
         self.described = [_description(like, box) for like, box in boxes]
         self.arguments = (*numbers, *constants)
-        self.compiled: dict[int, Any] = {}  # by device
+        self.entries: dict[int, Entry] = {}  # by device
+        self.encoded: list[dict[int, list[Any]]] = [{} for _ in boxes]  # of each parameter, by address
 
     def __call__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Launch on tensors like those that this launch was made for, the described ones first.
@@ -239,34 +258,52 @@ class TiledLaunch:
         The others may be None, always the same ones; the kernel must not be specialised on their alignment unless
         it is always the same.
         """
-        count = len(self.described)
         if _recorded is not None:
-            self._record(_recorded, tensors[count:])
+            self._record(_recorded, tensors[len(self.described) :])
             return
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        descriptors = []
-        for described, tensor in zip(self.described, tensors):
-            descriptor = object.__new__(TensorDescriptor)  # its constructor would check again what the plan settled
-            descriptor.__dict__.update(described, base=tensor)
-            descriptors.append(descriptor)
         device = tensors[0].get_device()  # type: ignore[union-attr]
-        if device != torch.cuda.current_device():
+        if device != _current_device():
             with torch.cuda.device(device):
-                self._launch(device, descriptors, tensors[count:])
+                self._launch(device, tensors)
         else:
-            self._launch(device, descriptors, tensors[count:])
+            self._launch(device, tensors)
 
-    def _launch(self, device: int, descriptors: list[Any], pointers: Sequence[torch.Tensor | None]) -> None:
-        compiled = self.compiled.get(device)
-        if compiled is None:
-            self.compiled[device] = self.function.run(
+    def _launch(self, device: int, tensors: Sequence[torch.Tensor | None]) -> None:
+        entry = self.entries.get(device)
+        pointers = tensors[len(self.described) :]
+        if entry is None:
+            descriptors = [self._descriptor(i, tensor) for i, tensor in enumerate(tensors[: len(self.described)])]
+            compiled = self.function.run(
                 *descriptors, *pointers, *self.arguments,
                 grid=(self.programs, 1, 1), warmup=False, num_warps=self.warps,
             )  # fmt: skip
-        else:
-            addresses = [*descriptors, *(None if p is None else p.data_ptr() for p in pointers)]
-            _enqueue(compiled, device, self.programs, addresses, self.arguments)
+            self.entries[device] = entry_of(compiled)
+            return
+        arguments: list[Any] = []
+        for i, known in enumerate(self.encoded):
+            encoded = known.get(tensors[i].data_ptr())  # type: ignore[union-attr]
+            arguments += self._encode(entry, i, tensors[i]) if encoded is None else encoded
+        for pointer in pointers:
+            arguments.append(None if pointer is None else pointer.data_ptr())
+        _enqueue(entry, device, self.programs, arguments, self.arguments)
+
+    def _encode(self, entry: Entry, index: int, tensor: Any) -> list[Any]:
+        """What stands for a described tensor among the arguments."""
+        descriptor = self._descriptor(index, tensor)
+        if entry.encode is None:
+            return [descriptor]
+        known = self.encoded[index]
+        if len(known) >= self.MOST_ADDRESSES:
+            known.clear()
+        known[tensor.data_ptr()] = encoded = entry.encode[index](descriptor)
+        return encoded
+
+    def _descriptor(self, index: int, tensor: torch.Tensor | None) -> Any:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        descriptor = object.__new__(TensorDescriptor)  # its constructor would check again what the plan settled
+        descriptor.__dict__.update(self.described[index], base=tensor)
+        return descriptor
 
     def _record(self, builds: dict[tuple[Any, ...], Build], pointers: Sequence[torch.Tensor | None]) -> None:
         names = iter(self.function.arg_names)
@@ -291,9 +328,8 @@ class TiledLaunch:
                 constexprs[name] = value
                 signature[name] = "constexpr"
             else:
-                signature[name] = parameters[name].annotation_type or (
-                    "fp32" if isinstance(value, float) else "i32"
-                )
+                kind = "fp32" if isinstance(value, float) else "i32"
+                signature[name] = parameters[name].annotation_type or kind
         key = (self.function, tuple(signature.items()), tuple(constexprs.items()))
         options = {"num_warps": self.warps}
         builds.setdefault(key, Build(self.function, signature, constexprs, attrs, options))
@@ -326,21 +362,9 @@ def _description(like: torch.Tensor, box: Boxes) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _enqueue(compiled: Any, device: int, programs: int, addresses: Sequence[Any], arguments: Sequence[Any]) -> None:
+def _enqueue(entry: Entry, device: int, programs: int, first: Sequence[Any], rest: Sequence[Any]) -> None:
     """Put a compiled variant on the current stream of ``device``, which must be the current one."""
-    compiled.run(
-        programs,
-        1,
-        1,
-        driver.active.get_current_stream(device),
-        compiled.function,
-        compiled.packed_metadata,
-        None,  # launch metadata and hooks: for Triton's profiler, which reads them from its own launcher
-        None,
-        None,
-        *addresses,
-        *arguments,
-    )
+    entry.enqueue(programs, _current_stream(device), first, rest)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ __all__ = [
     "adopt",
     "append",
     "current_digest",
+    "current_digests",
     "is_stale",
     "load",
     "load_environments",
@@ -46,6 +47,7 @@ LIMIT = "limit"
 """The provider's name under which the measured ceiling is recorded."""
 
 _PACKAGE = Path(__file__).parents[1]
+_PEERS = "peers.py"
 _CONTRACT = ("warploom.ops", "warploom.ops.spec")
 """Descriptions for tests and bench: imported by operators, but nothing of what their kernels do."""
 
@@ -64,7 +66,7 @@ class Record:
     mode: str
     """``fwd``, ``bwd``, or ``fwd_graph`` for the forward replayed from a CUDA graph."""
     source_digest: str
-    """Of the operator's code; see `source_digest`."""
+    """Of the code that the provider runs; see `current_digests`."""
     environment: str
     """Id into ``environment.json``."""
     status: str = "ok"
@@ -217,9 +219,29 @@ def current_digest(bench: Bench) -> str:
     return source_digest(Path(source).parent)
 
 
+def current_digests(bench: Bench) -> dict[str, str]:
+    """`current_digest` for each provider of a bench, and the limit.
+
+    Of the operator, a provider from its ``peers.py`` runs nothing else, and its records outlast a change to the
+    kernels.
+    """
+    whole, found = current_digest(bench), {}
+    for name, builder in bench.every_provider.items():
+        module = getattr(builder, "func", builder).__module__  # of a partial, what it completes
+        file = Path(getattr(sys.modules[module], "__file__", None) or "")
+        found[name] = _file_digest(file) if file.name == _PEERS else whole
+    return {**found, LIMIT: whole}
+
+
+@functools.cache
+def _file_digest(file: Path) -> str:
+    return _digest([file], file.parent)
+
+
 def is_stale(record: Record) -> bool:
-    """Whether the operator's code is no longer the code that was measured."""
-    return record.source_digest != _digests().get(record.operator)
+    """Whether the code is no longer the code that was measured."""
+    digests = _digests().get(record.operator)
+    return digests is None or record.source_digest != digests.get(record.provider, digests[LIMIT])
 
 
 def adopt(operators: Iterable[Operator], benches: Iterable[Bench]) -> None:
@@ -229,6 +251,6 @@ def adopt(operators: Iterable[Operator], benches: Iterable[Bench]) -> None:
 
 
 @functools.cache
-def _digests() -> dict[str, str]:
-    """Digest of every registered bench, read once: a report asks for thousands of records."""
-    return {operator_name(bench): current_digest(bench) for bench in benches().values()}
+def _digests() -> dict[str, dict[str, str]]:
+    """Digests of every registered bench, read once: a report asks for thousands of records."""
+    return {operator_name(bench): current_digests(bench) for bench in benches().values()}

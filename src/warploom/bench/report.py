@@ -132,6 +132,7 @@ def _section_view(section: Section, names: Sequence[str], figures: dict[str, Fig
         "x": section.x,
         "choices": section.choices,
         "emphasis": section.emphasis,
+        "others": section.others,
         "constants": ", ".join(f"{name} = {spell(value)}" for name, value in section.constants.items()),
         "overviews": overviews(section),
         "legend": [_legend_entry(name, name, styles[name], name == section.emphasis) for name in shown],

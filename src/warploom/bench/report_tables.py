@@ -99,7 +99,7 @@ def time_table(section: Section, panel: Panel, mode: str) -> Table:
 
 
 def bytes_table(section: Section, panel: Panel, mode: str) -> Table | None:
-    """Show the fewest bytes that every provider must move; None if there is no other function beside the bench's."""
+    """Show the fewest bytes that every provider must move; None if no other function stands beside the bench's."""
     points = [point for point in panel.points if point.record.mode == mode]
     if not any(point.record.provider in section.others for point in points):
         return None

@@ -25,7 +25,7 @@ from warploom.bench.records import (
     RECORDS,
     Record,
     append,
-    current_digest,
+    current_digests,
     load,
     operator_name,
     save_environment,
@@ -81,7 +81,7 @@ def plan(benches: Sequence[Bench], selection: Selection, device_type: str) -> li
     _check_known("suite", [selection.suite], (suite for bench in benches for suite in bench.suites))
     _check_known("mode", selection.modes or (), (mode for bench in benches for mode in _modes(bench, device_type)))
     _check_known("dtype", selection.dtypes or (), DTYPES)
-    providers = (provider for bench in benches for provider in (*bench.provider_names, LIMIT))
+    providers = (provider for bench in benches for provider in (*bench.every_provider, LIMIT))
     _check_known("provider", selection.providers or (), providers)
     cases = [
         (bench, case)
@@ -160,26 +160,28 @@ def run(
     earlier = load([output]) if resume and (output / RECORDS).is_file() else []
     found = {record.key: record for record in earlier if record.environment == identifier}
     save_environment(output, identifier, environment)
-    digests = {bench.name: current_digest(bench) for bench in benches}
+    digests = {bench.name: current_digests(bench) for bench in benches}
 
     began = time.monotonic()
     clock = WatchedClock(make_clock(device), make_reader(device))
     outcome = Outcome()
     with show_progress(len(units)) as progress, _quick_collections():
         for unit in units:
+            of = digests[unit.bench.name]
             blank = Record(
                 operator=operator_name(unit.bench),
                 suite=unit.suite,
                 case=_as_json(dict(unit.case)),
                 provider=LIMIT,
                 mode=unit.mode,
-                source_digest=digests[unit.bench.name],
+                source_digest=of[LIMIT],
                 environment=identifier,
             )
-            names = [p for p in unit.bench.provider_names if selection.providers is None or p in selection.providers]
+            every = unit.bench.every_provider
+            names = [p for p in every if selection.providers is None or p in selection.providers]
             wanted = [replace(blank, provider=name) for name in (*names, LIMIT)]
             known = [found[record.key] for record in wanted if record.key in found]
-            known = [r for r in known if r.source_digest == blank.source_digest and not r.disturbed]
+            known = [r for r in known if r.source_digest == of[r.provider] and not r.disturbed]
             missing = [r.provider for r in wanted if r.provider not in {record.provider for record in known}]
             if missing and time_limit is not None and time.monotonic() - began >= time_limit:
                 outcome.reason = outcome.reason or f"the time limit of {time_limit:g} s is reached"
@@ -191,6 +193,7 @@ def run(
             if missing:
                 progress.begin(str(unit))
                 fresh = _measure(unit, missing, device, clock, blank, outcome)
+                fresh = [replace(r, source_digest=of[r.provider]) for r in fresh]
                 append(output, fresh)
             outcome.records += [r for r in known if r.provider not in {record.provider for record in fresh}]
             outcome.records += fresh

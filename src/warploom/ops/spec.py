@@ -134,9 +134,9 @@ class Bench:
     """Other functions to time beside it."""
 
     @property
-    def provider_names(self) -> list[str]:
-        """All providers, those of other functions last."""
-        return [*self.providers, *self.other_names]
+    def every_provider(self) -> dict[str, Callable[[Case], Callable[..., Outputs]]]:
+        """Builders of all providers, those of other functions last."""
+        return dict(self.providers) | {n: build for other in self.others for n, build in other.providers.items()}
 
     @property
     def other_names(self) -> list[str]:

@@ -155,11 +155,15 @@ def base_of(x, entry, row, head, stride_b, stride_n, stride_h, VEC: tl.constexpr
 
 @triton.jit
 def attend(
-    acc, total, top, q, k, v, k_offsets, v_offsets, k_step, v_step, begin, end, position, keys, left, right, scale,
+    acc, total, shift, q, k, v, k_offsets, v_offsets, k_step, v_step, begin, end, position, keys, left, right, scale,
     MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Walk over keys ``begin … end``: sums with values (M, E), sums of exponentials (M,), largest logits (M,)."""
+    """Walk over keys ``begin … end``: sums with values (M, E), sums of exponentials and largest logits (M,).
+
+    The largest logit, ``shift``, is in powers of two. It is kept as rounded, so that sums shrink by exactly 1 where
+    it stays the same: ``top * scale − shift``, one fused operation, is the rounding of that product instead of zero.
+    """
     for n in tl.range(begin, end, BLOCK_N):
         k_tile = load_tile(k + n * k_step + k_offsets, n, keys, D, MASKED)
         logits = tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32)
@@ -170,18 +174,18 @@ def attend(
             key = n + tl.arange(0, BLOCK_N)
             seen = visible(position[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
             logits = tl.where(seen, logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, axis=1))
-        shift = new_top * scale
+        new_shift = tl.maximum(shift, tl.max(logits, axis=1) * scale)
+        base = new_shift
         if MASKED:  # a row that has seen no key yet: −inf − (−inf) must not become NaN
-            shift = tl.where(new_top == float("-inf"), 0.0, shift)
-        weights = power_of_two(logits * scale - shift[:, None])
-        shrink = power_of_two(top * scale - shift)
+            base = tl.where(new_shift == float("-inf"), 0.0, new_shift)
+        weights = power_of_two(logits * scale - base[:, None])
+        shrink = power_of_two(shift - base)
         total = total * shrink + tl.sum(weights, axis=1)
         acc = acc * shrink[:, None]
         v_tile = load_tile(v + n * v_step + v_offsets, n, keys, E, MASKED)
         acc = product(rounded(weights, v_tile.dtype), v_tile, acc, PRECISION)
-        top = new_top
-    return acc, total, top
+        shift = new_shift
+    return acc, total, shift
 
 
 # Every number is a run-time value of declared type: none of them ever causes a compilation.
@@ -232,26 +236,26 @@ def forward_kernel(
             q_base + tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D), m, tokens_here, D, True
         )
 
-        shift = keys_here - tokens_here  # the last query stands at the last key
-        position = m + shift + tl.arange(0, BLOCK_M)
-        last = tl.minimum(m + BLOCK_M, tokens_here) - 1 + shift
+        offset = keys_here - tokens_here  # the last query stands at the last key
+        position = m + offset + tl.arange(0, BLOCK_M)
+        last = tl.minimum(m + BLOCK_M, tokens_here) - 1 + offset
         begin, full_begin, full_end, end = walk_bounds(
-            m + shift, last, left, right, keys_here, split, splits, HAS_LEFT, HAS_RIGHT, BLOCK_N
+            m + offset, last, left, right, keys_here, split, splits, HAS_LEFT, HAS_RIGHT, BLOCK_N
         )
         acc = tl.zeros((BLOCK_M, BLOCK_E), dtype=tl.float32)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        shift = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         if HAS_LEFT:
-            acc, total, top = attend(
-                acc, total, top, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC,
+            acc, total, shift = attend(
+                acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC,
                 begin, full_begin, position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
             )  # fmt: skip
-        acc, total, top = attend(
-            acc, total, top, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC,
+        acc, total, shift = attend(
+            acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC,
             full_begin, full_end, position, keys_here, left, right, scale, False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
         )  # fmt: skip
-        acc, total, top = attend(
-            acc, total, top, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC,
+        acc, total, shift = attend(
+            acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC,
             full_end, end, position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
         )  # fmt: skip
 
@@ -262,11 +266,10 @@ def forward_kernel(
         size = tl.cast(entries, tl.int64) * heads * tokens
         rows = row.to(tl.int64) * tokens + q_start + m + tl.arange(0, BLOCK_M)
         there = m + tl.arange(0, BLOCK_M) < tokens_here
-        top = top * scale
-        tl.store(statistics + split * 2 * size + rows, top, mask=there)
+        tl.store(statistics + split * 2 * size + rows, shift, mask=there)
         tl.store(statistics + (split * 2 + 1) * size + rows, total, mask=there)
         if lse is not None:
-            tl.store(lse + rows, (top + tl.log2(some)) * LN_2, mask=there)
+            tl.store(lse + rows, (shift + tl.log2(some)) * LN_2, mask=there)
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "heads", "splits", "part_split", *stride_names("part", "out")])

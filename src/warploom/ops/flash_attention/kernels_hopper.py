@@ -34,15 +34,16 @@ def power_of_two(x):
 
 
 @gluon.jit
-def tile_place(tile, blocks, rows, section, CAUSAL: gl.constexpr):
-    """Block and row (of batch entries and heads) of a tile, in the order of `kernels.program_order`."""
-    place = tile % (section * blocks)
-    first = tile // (section * blocks) * section
+def tile_place(tile, blocks, rows, section, parts, CAUSAL: gl.constexpr):
+    """Block, row (of batch entries and heads) and part of a tile's walk, in the order of `kernels.program_order`."""
+    place = tile % (section * blocks * parts)
+    first = tile // (section * blocks * parts) * section
     width = gl.minimum(section, rows - first)
-    block = place // width
+    block = place // width // parts
+    part = place // width % parts
     if CAUSAL:  # the last queries see the most keys
         block = blocks - 1 - block
-    return block, first + place % width
+    return block, first + place % width, part
 
 
 @gluon.jit
@@ -100,22 +101,58 @@ def as_factor(tile, dtype: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def take(tickets, ticket):
-    """The next tile of queries that no program has taken, which goes to all groups by way of shared memory."""
-    tile = gl.atomic_add(tickets, 1)
-    ticket.store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+def announce(tile, ticket, empty, done):
+    """Tell the groups which tile comes next, once there is room for it; the number of its buffer."""
+    slot = wait_empty(empty, done)
+    ticket.index(slot).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    return slot
+
+
+@gluon.jit
+def announced(ticket, full, done):
+    """What `announce` told, and the number of the buffer."""
+    slot = wait_full(full, done)
+    return read(ticket, slot), slot
+
+
+@gluon.jit
+def read(ticket, slot):
+    """What was announced in buffer number ``slot``."""
+    return gl.max(ticket.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def next_tile(tickets, tiles):
+    """A tile that no program has taken. Every program starts with the tile of its own number."""
+    programs = gl.num_programs(0)
+    tile = tiles
+    if tiles > programs:
+        tile = programs + gl.atomic_add(tickets, 1)
     return tile
 
 
 @gluon.jit
-def taken(ticket):
-    """What `take` took."""
-    return gl.max(ticket.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def copy_own(descs, tiles, entry, head, row, full, slot, GROUPS: gl.constexpr):
+    """Copy 64 rows of each tensor for each group into buffer number ``slot``."""
+    mbarrier.expect(full.index(slot), GROUPS * len(descs) * descs[0].block_type.nbytes)
+    for group in gl.static_range(GROUPS):
+        for i in gl.static_range(len(descs)):
+            tma.async_copy_global_to_shared(
+                descs[i],
+                [entry, head, row + group * ROWS, 0],
+                full.index(slot),
+                tiles[i].index(slot * GROUPS + group),
+            )
 
 
 @gluon.jit
-def key_steps(block, tokens, keys, right, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Tiles of keys that a tile of queries walks over, at least one, and how many of them need no mask."""
+def key_steps(
+    block, part, parts, tokens, keys, right, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
+):
+    """Of the tiles of keys that part of a walk goes over: the first, the first with a mask, and the end.
+
+    There is at least one, since a group starts its pipeline with it: for an empty part one that nobody sees.
+    """
     end = keys
     full = keys
     if CAUSAL:
@@ -123,44 +160,52 @@ def key_steps(block, tokens, keys, right, CAUSAL: gl.constexpr, BLOCK_M: gl.cons
         end = gl.minimum(keys, first + BLOCK_M + right)
         full = gl.minimum(keys, gl.maximum(first + right + 1, 0))
     steps = gl.maximum((end + BLOCK_N - 1) // BLOCK_N, 1)
-    return steps, gl.minimum(full // BLOCK_N, steps - 1)
+    span = (steps + parts - 1) // parts
+    begin = gl.minimum(part * span, steps)
+    end = gl.maximum(gl.minimum(begin + span, steps), begin + 1)
+    return begin, gl.minimum(gl.maximum(full // BLOCK_N, begin), end - 1), end
 
 
 @gluon.jit
-def copy_tiles(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, arguments):
-    """The copying warp."""
+def copy_for_queries(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, arguments):
+    """The copying warp of a kernel that owns tiles of queries, and what comes with them, and walks over keys."""
     (
-        tickets, ticket, q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles,
-        q_full, q_empty, k_full, k_empty, v_full, v_empty,
-        tokens, keys, heads, group, rows, blocks, section, right,
+        tickets, ticket, own_descs, k_desc, v_desc, own_tiles, k_tiles, v_tiles,
+        own_full, own_empty, k_full, k_empty, v_full, v_empty,
+        tokens, keys, heads, group, rows, blocks, section, parts, right,
     ) = arguments  # fmt: skip
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     BLOCK_M: gl.constexpr = GROUPS * ROWS
-    tiles = blocks * rows
-    tile = tiles * 0
+    tiles = blocks * rows * parts
+    tile = gl.program_id(0)
     count = 0
     done = 0
     while tile < tiles:
-        slot = wait_empty(q_empty, done)
-        tile = take(tickets, ticket.index(slot))
-        if tile < tiles:
-            block, row = tile_place(tile, blocks, rows, section, CAUSAL)
-            entry, head = row // heads, row % heads
-            steps, _ = key_steps(block, tokens, keys, right, CAUSAL, BLOCK_M, BLOCK_N)
-            mbarrier.expect(q_full.index(slot), GROUPS * q_desc.block_type.nbytes)
-            for part in gl.static_range(GROUPS):
-                tma.async_copy_global_to_shared(
-                    q_desc, [entry, head, block * BLOCK_M + part * ROWS, 0],
-                    q_full.index(slot), q_tiles.index(slot * GROUPS + part),
-                )  # fmt: skip
-            for i in range(steps):
-                n = (steps - 1 - i) * BLOCK_N
-                copy_tile(k_desc, entry, head // group, n, k_tiles, k_full, k_empty, count)
-                copy_tile(v_desc, entry, head // group, n, v_tiles, v_full, v_empty, count)
-                count += 1
-            done += 1
-        else:
-            mbarrier.arrive(q_full.index(slot))
+        slot = announce(tile, ticket, own_empty, done)
+        block, row, part = tile_place(tile, blocks, rows, section, parts, CAUSAL)
+        entry, head = row // heads, row % heads
+        begin, _, end = key_steps(block, part, parts, tokens, keys, right, CAUSAL, BLOCK_M, BLOCK_N)
+        copy_own(own_descs, own_tiles, entry, head, block * BLOCK_M, own_full, slot, GROUPS)
+        for i in range(end - begin):
+            n = (end - 1 - i) * BLOCK_N
+            copy_tile(k_desc, entry, head // group, n, k_tiles, k_full, k_empty, count)
+            copy_tile(v_desc, entry, head // group, n, v_tiles, v_full, v_empty, count)
+            count += 1
+        done += 1
+        tile = next_tile(tickets, tiles)
+    slot = announce(tile, ticket, own_empty, done)
+    mbarrier.arrive(own_full.index(slot))
+
+
+@gluon.jit
+def store_part(out, tile, part, entry, head, row, rows, place, LAYOUT: gl.constexpr):
+    """Store rows ``row …`` of a float32 tensor in parts, whose sizes and strides ``place`` holds."""
+    size, stride_b, stride_n, stride_h, features = place
+    start = part.to(gl.int64) * size + entry.to(gl.int64) * stride_b + head.to(gl.int64) * stride_h
+    local = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    feature = gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
+    cells = (local * stride_n)[:, None] + feature[None, :]
+    gl.store(out + start + cells, tile, mask=(local < rows)[:, None] & (feature < features)[None, :])
 
 
 @gluon.jit
@@ -190,7 +235,7 @@ def weigh(logits, total, top, first, n, keys, right, scale, MASKED: gl.constexpr
 def attend(
     acc, weights, total, top, count, turn, q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
     begin, end, first, keys, right, scale,
-    part: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    own: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Walk over tiles of keys ``end − 1 … begin``, with the weights of the tile before, whose number is ``count``."""
     STAGES: gl.constexpr = k_tiles.shape[0]
@@ -198,13 +243,13 @@ def attend(
     GROUPS: gl.constexpr = turns.shape[0]
     for i in range(end - begin):
         if GROUPS > 2:
-            mbarrier.wait(turns.index(part), turn & 1)
+            mbarrier.wait(turns.index(own), turn & 1)
             turn += 1
         logits = product_transposed(q_tile, k_tiles, k_full, count + 1, LAYOUT)
         slot = wait_full(v_full, count)
         acc = warpgroup_mma(weights, matrix(v_tiles, slot), acc, is_async=True)
         if GROUPS > 2:
-            mbarrier.arrive(turns.index((part + 1) % GROUPS))
+            mbarrier.arrive(turns.index((own + 1) % GROUPS))
         logits = warpgroup_mma_wait(1, deps=[logits])
         mbarrier.arrive(k_empty.index((count + 1) % STAGES))
         n = (end - 1 - i) * BLOCK_N
@@ -220,12 +265,12 @@ def attend(
 
 
 @gluon.jit
-def compute_tiles(part: gl.constexpr, CAUSAL: gl.constexpr, arguments):
-    """A group of warps, which owns part number ``part`` of every tile of queries."""
+def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, arguments):
+    """Group number ``own`` of warps."""
     (
-        ticket, out_desc, lse, statistics, q_tiles, k_tiles, v_tiles, out_tiles,
+        ticket, out, lse, statistics, q_tiles, k_tiles, v_tiles, out_tiles,
         q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-        tokens, keys, heads, rows, blocks, section, right, scale,
+        tokens, keys, heads, rows, blocks, section, parts, right, scale, place,
     ) = arguments  # fmt: skip
     GROUPS: gl.constexpr = turns.shape[0]
     STAGES: gl.constexpr = k_tiles.shape[0]
@@ -235,20 +280,20 @@ def compute_tiles(part: gl.constexpr, CAUSAL: gl.constexpr, arguments):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    if part == GROUPS - 1:  # the first turn is that of part 0
+    if own == GROUPS - 1:  # the first turn is that of group 0
         mbarrier.arrive(turns.index(0))
-    tiles = blocks * rows
+    tiles = blocks * rows * parts
     count = 0
     turn = 0
     done = 0
-    tile = taken(ticket.index(wait_full(q_full, done)))
+    tile, q_slot = announced(ticket, q_full, done)
     while tile < tiles:
-        block, row = tile_place(tile, blocks, rows, section, CAUSAL)
+        block, row, part = tile_place(tile, blocks, rows, section, parts, CAUSAL)
         entry, head = row // heads, row % heads
-        steps, full = key_steps(block, tokens, keys, right, CAUSAL, BLOCK_M, BLOCK_N)
-        m = block * BLOCK_M + part * ROWS
+        begin, full, end = key_steps(block, part, parts, tokens, keys, right, CAUSAL, BLOCK_M, BLOCK_N)
+        m = block * BLOCK_M + own * ROWS
         first = m + keys - tokens  # the last query stands at the last key
-        q_tile = matrix(q_tiles, done % q_full.shape[0] * GROUPS + part)
+        q_tile = matrix(q_tiles, q_slot * GROUPS + own)
         acc = gl.zeros([ROWS, E], gl.float32, OUT_LAYOUT)
         total = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
         top = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
@@ -257,18 +302,18 @@ def compute_tiles(part: gl.constexpr, CAUSAL: gl.constexpr, arguments):
         logits = warpgroup_mma_wait(0, deps=[logits])
         mbarrier.arrive(k_empty.index(count % STAGES))
         new, total, top, _ = weigh(
-            logits, total, top, first, (steps - 1) * BLOCK_N, keys, right, scale, True, CAUSAL, LAYOUT, BLOCK_N
+            logits, total, top, first, (end - 1) * BLOCK_N, keys, right, scale, True, CAUSAL, LAYOUT, BLOCK_N
         )
         weights = as_factor(new, v_tiles.dtype, OUT_LAYOUT)
         acc, weights, total, top, count, turn = attend(
             acc, weights, total, top, count, turn, q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
-            full, steps - 1, first, keys, right, scale, part, True, CAUSAL, LAYOUT, OUT_LAYOUT,
+            full, end - 1, first, keys, right, scale, own, True, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
         acc, weights, total, top, count, turn = attend(
             acc, weights, total, top, count, turn, q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
-            0, full, first, keys, right, scale, part, False, CAUSAL, LAYOUT, OUT_LAYOUT,
+            begin, full, first, keys, right, scale, own, False, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
-        mbarrier.arrive(q_empty.index(done % q_full.shape[0]))
+        mbarrier.arrive(q_empty.index(q_slot))
         slot = wait_full(v_full, count)
         acc = warpgroup_mma(weights, matrix(v_tiles, slot), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -277,21 +322,27 @@ def compute_tiles(part: gl.constexpr, CAUSAL: gl.constexpr, arguments):
 
         some = gl.where(total == 0.0, 1.0, total)  # where no key was seen: 0 / 1, and lse −inf + 0
         acc = acc * gl.convert_layout(1.0 / some, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
-        tma.store_wait(0)  # until the tile before has left its buffer
-        matrix(out_tiles, part).store(acc.to(out_tiles.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [entry, head, m, 0], out_tiles.index(part))
+        if SPLIT:
+            store_part(out, acc, part, entry, head, m, tokens, place, OUT_LAYOUT)
+        else:
+            tma.store_wait(0)  # until the tile before has left its buffer
+            matrix(out_tiles, own).store(acc.to(out_tiles.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out, [entry, head, m, 0], out_tiles.index(own))
 
         local = gl.arange(0, ROWS, ROW_LAYOUT)
         there = m + local < tokens
         cells = row.to(gl.int64) * tokens + m + local
+        size = rows.to(gl.int64) * tokens
         top = top * scale
-        gl.store(statistics + cells, top, mask=there)
-        gl.store(statistics + rows.to(gl.int64) * tokens + cells, total, mask=there)
-        gl.store(lse + cells, (top + gl.log2(some)) * LN_2, mask=there)
+        gl.store(statistics + part * 2 * size + cells, top, mask=there)
+        gl.store(statistics + (part * 2 + 1) * size + cells, total, mask=there)
+        if not SPLIT:
+            gl.store(lse + cells, (top + gl.log2(some)) * LN_2, mask=there)
         done += 1
-        tile = taken(ticket.index(wait_full(q_full, done)))
-    tma.store_wait(0)
+        tile, q_slot = announced(ticket, q_full, done)
+    if not SPLIT:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -300,32 +351,42 @@ def barriers(count: gl.constexpr):
     return gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
 
 
-NUMBERS = ("tokens", "keys", "heads", "group", "rows", "blocks", "section", "right", "scale")
+WALK = ("tokens", "keys", "heads", "group", "rows", "blocks", "section", "parts", "right", "scale")
+
+
+def place_names(*names: str) -> list[str]:
+    """Parameters that say where `store_part` puts the parts of tensors."""
+    return [f"{name}_{what}" for name in names for what in ("size", "b", "n", "h", "features")]
 
 
 Q_STAGES = gl.constexpr(2)  # tiles of queries: one that attends, and the next
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit(do_not_specialize=[*WALK, *place_names("out")])
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse, statistics, tickets,
+    q_desc, k_desc, v_desc, out, lse, statistics, tickets,
     tokens: gl.int32, keys: gl.int32, heads: gl.int32, group: gl.int32, rows: gl.int32, blocks: gl.int32,
-    section: gl.int32, right: gl.int32, scale: gl.float32,
-    CAUSAL: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    section: gl.int32, parts: gl.int32, right: gl.int32, scale: gl.float32,
+    out_size: gl.int32, out_b: gl.int32, out_n: gl.int32, out_h: gl.int32, out_features: gl.int32,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Attention for tiles of GROUPS · 64 queries, one after the other.
 
     Descriptors are of (B, H, N, D), with boxes of (1, 1, 64, D) for queries and results and (1, 1, BLOCK_N, D) for
-    keys and values. ``tickets`` (1,) is zero. Writes what `kernels.forward_kernel` writes for one part.
+    keys and values. ``tickets`` (1,) is zero, unless every program has one tile. Writes what `kernels.forward_kernel`
+    writes: if ``SPLIT``, ``out`` is the address of the parts, and otherwise a descriptor.
     """
     D: gl.constexpr = q_desc.block_type.shape[3]
     E: gl.constexpr = v_desc.block_type.shape[3]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS, 1, 1, ROWS, D], q_desc.layout)
-    out_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, E], out_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, E], v_desc.layout)
+    if SPLIT:
+        out_tiles = q_tiles  # not used: parts go from registers to memory
+    else:
+        out_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, E], out.layout)
     ticket = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full, q_empty = barriers(Q_STAGES), barriers(Q_STAGES)
     k_full, k_empty = barriers(STAGES), barriers(STAGES)
@@ -338,24 +399,25 @@ def hopper_forward_kernel(
         mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
     copying = (
-        tickets, ticket, q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles,
+        tickets, ticket, (q_desc,), k_desc, v_desc, (q_tiles,), k_tiles, v_tiles,
         q_full, q_empty, k_full, k_empty, v_full, v_empty,
-        tokens, keys, heads, group, rows, blocks, section, right,
+        tokens, keys, heads, group, rows, blocks, section, parts, right,
     )  # fmt: skip
     computing = (
-        ticket, out_desc, lse, statistics, q_tiles, k_tiles, v_tiles, out_tiles,
+        ticket, out, lse, statistics, q_tiles, k_tiles, v_tiles, out_tiles,
         q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-        tokens, keys, heads, rows, blocks, section, right, scale,
+        tokens, keys, heads, rows, blocks, section, parts, right, scale,
+        (out_size, out_b, out_n, out_h, out_features),
     )  # fmt: skip
     if GROUPS == 2:
         gl.warp_specialize(
-            [(compute_tiles, (0, CAUSAL, computing)), (compute_tiles, (1, CAUSAL, computing)),
-             (copy_tiles, (GROUPS, CAUSAL, copying))],
+            [(compute_tiles, (0, CAUSAL, SPLIT, computing)), (compute_tiles, (1, CAUSAL, SPLIT, computing)),
+             (copy_for_queries, (GROUPS, CAUSAL, copying))],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(compute_tiles, (0, CAUSAL, computing)), (compute_tiles, (1, CAUSAL, computing)),
-             (compute_tiles, (2, CAUSAL, computing)), (copy_tiles, (GROUPS, CAUSAL, copying))],
+            [(compute_tiles, (0, CAUSAL, SPLIT, computing)), (compute_tiles, (1, CAUSAL, SPLIT, computing)),
+             (compute_tiles, (2, CAUSAL, SPLIT, computing)), (copy_for_queries, (GROUPS, CAUSAL, copying))],
             [4, 4, 1], [160, 160, 32],
         )  # fmt: skip

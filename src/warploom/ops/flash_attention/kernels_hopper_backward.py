@@ -19,61 +19,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from warploom.ops.flash_attention.kernels_hopper import (
     ROWS,
+    WALK,
+    announce,
+    announced,
     as_factor,
     barriers,
+    copy_for_queries,
+    copy_own,
     copy_tile,
     init_ring,
     key_steps,
     matrix,
+    next_tile,
+    place_names,
     power_of_two,
     product_transposed,
-    take,
-    taken,
+    read,
+    store_part,
     tile_place,
     wait_empty,
-    wait_full,
 )
-
-
-@gluon.jit
-def copy_for_queries(CAUSAL: gl.constexpr, arguments):
-    """The copying warp of `hopper_query_kernel`."""
-    (
-        tickets, ticket, q_desc, do_desc, k_desc, v_desc, q_tiles, do_tiles, k_tiles, v_tiles,
-        own_full, own_empty, k_full, k_empty, v_full, v_empty,
-        tokens, keys, heads, group, rows, blocks, section, right,
-    ) = arguments  # fmt: skip
-    GROUPS: gl.constexpr = q_tiles.shape[0]
-    BLOCK_N: gl.constexpr = k_tiles.shape[3]
-    BLOCK_M: gl.constexpr = GROUPS * ROWS
-    tiles = blocks * rows
-    tile = tiles * 0
-    count = 0
-    done = 0
-    while tile < tiles:
-        slot = wait_empty(own_empty, done)
-        tile = take(tickets + 1, ticket.index(slot))
-        if tile < tiles:
-            block, row = tile_place(tile, blocks, rows, section, CAUSAL)
-            entry, head = row // heads, row % heads
-            steps, _ = key_steps(block, tokens, keys, right, CAUSAL, BLOCK_M, BLOCK_N)
-            mbarrier.expect(own_full.index(slot), GROUPS * (q_desc.block_type.nbytes + do_desc.block_type.nbytes))
-            for part in gl.static_range(GROUPS):
-                m = block * BLOCK_M + part * ROWS
-                tma.async_copy_global_to_shared(
-                    q_desc, [entry, head, m, 0], own_full.index(slot), q_tiles.index(part)
-                )
-                tma.async_copy_global_to_shared(
-                    do_desc, [entry, head, m, 0], own_full.index(slot), do_tiles.index(part)
-                )
-            for i in range(steps):
-                n = (steps - 1 - i) * BLOCK_N
-                copy_tile(k_desc, entry, head // group, n, k_tiles, k_full, k_empty, count)
-                copy_tile(v_desc, entry, head // group, n, v_tiles, v_full, v_empty, count)
-                count += 1
-            done += 1
-        else:
-            mbarrier.arrive(own_full.index(slot))
 
 
 @gluon.jit
@@ -82,7 +47,7 @@ def walk_keys(
     begin, end, first, keys, right, scale,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Walk over tiles of keys ``end − 1 … begin``. ``dlogits`` are of the tile before, unless ``count`` is the first."""
+    """Walk over tiles of keys ``end − 1 … begin``, with ``dlogits`` of the tile before, number ``count − 1``."""
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     STAGES: gl.constexpr = k_tiles.shape[0]
     for i in range(end - begin):
@@ -108,12 +73,12 @@ def walk_keys(
 
 
 @gluon.jit
-def compute_for_queries(part: gl.constexpr, CAUSAL: gl.constexpr, arguments):
-    """A group of warps of `hopper_query_kernel`."""
+def compute_for_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, arguments):
+    """Group number ``own`` of warps of `hopper_query_kernel`."""
     (
-        ticket, dq_desc, shift, delta, q_tiles, do_tiles, k_tiles, v_tiles, dq_tiles,
+        ticket, dq_out, shift, delta, q_tiles, do_tiles, k_tiles, v_tiles, dq_tiles,
         own_full, own_empty, k_full, k_empty, v_full, v_empty,
-        tokens, keys, heads, rows, blocks, section, right, scale, slope,
+        tokens, keys, heads, rows, blocks, section, parts, right, scale, slope, place,
     ) = arguments  # fmt: skip
     GROUPS: gl.constexpr = q_tiles.shape[0]
     IN_REGISTERS: gl.constexpr = GROUPS == 2  # three groups have none to spare
@@ -126,13 +91,13 @@ def compute_for_queries(part: gl.constexpr, CAUSAL: gl.constexpr, arguments):
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     count = 0
     done = 0
-    tiles = blocks * rows
-    tile = taken(ticket.index(wait_full(own_full, done)))
+    tiles = blocks * rows * parts
+    tile, _ = announced(ticket, own_full, done)
     while tile < tiles:
-        block, row = tile_place(tile, blocks, rows, section, CAUSAL)
+        block, row, part = tile_place(tile, blocks, rows, section, parts, CAUSAL)
         entry, head = row // heads, row % heads
-        steps, full = key_steps(block, tokens, keys, right, CAUSAL, BLOCK_M, BLOCK_N)
-        m = block * BLOCK_M + part * ROWS
+        begin, full, end = key_steps(block, part, parts, tokens, keys, right, CAUSAL, BLOCK_M, BLOCK_N)
+        m = block * BLOCK_M + own * ROWS
         first = m + keys - tokens  # the last query stands at the last key
         local = gl.arange(0, ROWS, ROW_LAYOUT)
         there = m + local < tokens
@@ -140,18 +105,18 @@ def compute_for_queries(part: gl.constexpr, CAUSAL: gl.constexpr, arguments):
         row_shift = gl.load(shift + cells, mask=there, other=float("inf"))
         row_delta = gl.load(delta + cells, mask=there, other=0.0)
         if IN_REGISTERS:
-            q_tile = matrix(q_tiles, part).load(gl.DotOperandLayout(0, LAYOUT, 2))
-            do_tile = matrix(do_tiles, part).load(gl.DotOperandLayout(0, LAYOUT, 2))
+            q_tile = matrix(q_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2))
+            do_tile = matrix(do_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2))
             mbarrier.arrive(own_empty.index(0))
         else:
-            q_tile = matrix(q_tiles, part)
-            do_tile = matrix(do_tiles, part)
+            q_tile = matrix(q_tiles, own)
+            do_tile = matrix(do_tiles, own)
         logits = product_transposed(q_tile, k_tiles, k_full, count, LAYOUT)
         dweights = product_transposed(do_tile, v_tiles, v_full, count, LAYOUT)
         logits, dweights = warpgroup_mma_wait(0, deps=[logits, dweights])
         mbarrier.arrive(v_empty.index(count % STAGES))
         weights = power_of_two(logits * scale - row_shift[:, None])
-        key = (steps - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+        key = (end - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
         seen = (key < keys)[None, :]
         if CAUSAL:
             seen = seen & (key[None, :] <= (first + local + right)[:, None])
@@ -161,11 +126,11 @@ def compute_for_queries(part: gl.constexpr, CAUSAL: gl.constexpr, arguments):
         count += 1
         dq, dlogits, count = walk_keys(
             dq, dlogits, count, q_tile, do_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-            row_shift, row_delta, full, steps - 1, first, keys, right, scale, True, CAUSAL, LAYOUT, OUT_LAYOUT,
+            row_shift, row_delta, full, end - 1, first, keys, right, scale, True, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
         dq, dlogits, count = walk_keys(
             dq, dlogits, count, q_tile, do_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-            row_shift, row_delta, 0, full, first, keys, right, scale, False, CAUSAL, LAYOUT, OUT_LAYOUT,
+            row_shift, row_delta, begin, full, first, keys, right, scale, False, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
         if not IN_REGISTERS:
             mbarrier.arrive(own_empty.index(0))
@@ -174,35 +139,43 @@ def compute_for_queries(part: gl.constexpr, CAUSAL: gl.constexpr, arguments):
         dq = warpgroup_mma_wait(0, deps=[dq])
         mbarrier.arrive(k_empty.index(before))
 
-        tma.store_wait(0)
-        matrix(dq_tiles, part).store((dq * slope).to(dq_tiles.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(dq_desc, [entry, head, m, 0], dq_tiles.index(part))
+        if SPLIT:
+            store_part(dq_out, dq * slope, part, entry, head, m, tokens, place, OUT_LAYOUT)
+        else:
+            tma.store_wait(0)
+            matrix(dq_tiles, own).store((dq * slope).to(dq_tiles.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(dq_out, [entry, head, m, 0], dq_tiles.index(own))
         done += 1
-        tile = taken(ticket.index(wait_full(own_full, done)))
-    tma.store_wait(0)
+        tile, _ = announced(ticket, own_full, done)
+    if not SPLIT:
+        tma.store_wait(0)
 
 
-SIZES = ("tokens", "keys", "heads", "group", "rows", "blocks", "section", "right", "scale", "slope")
-
-
-@gluon.jit(do_not_specialize=SIZES)
+@gluon.jit(do_not_specialize=[*WALK, "slope", *place_names("dq")])
 def hopper_query_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, shift, delta, tickets,
+    q_desc, k_desc, v_desc, do_desc, dq, shift, delta, tickets,
     tokens: gl.int32, keys: gl.int32, heads: gl.int32, group: gl.int32, rows: gl.int32, blocks: gl.int32,
-    section: gl.int32, right: gl.int32, scale: gl.float32, slope: gl.float32,
-    CAUSAL: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    section: gl.int32, parts: gl.int32, right: gl.int32, scale: gl.float32, slope: gl.float32,
+    dq_size: gl.int32, dq_b: gl.int32, dq_n: gl.int32, dq_h: gl.int32, dq_features: gl.int32,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries. Descriptors and boxes are as in `kernels_hopper.hopper_forward_kernel`; ``tickets[1]`` is zero."""
+    """Gradients of queries. Descriptors, boxes and parts are as in `kernels_hopper.hopper_forward_kernel`.
+
+    ``tickets[1]`` is zero.
+    """
     D: gl.constexpr = q_desc.block_type.shape[3]
     E: gl.constexpr = v_desc.block_type.shape[3]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, E], do_desc.layout)
-    dq_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], dq_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, E], v_desc.layout)
+    if SPLIT:
+        dq_tiles = q_tiles  # not used: parts go from registers to memory
+    else:
+        dq_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], dq.layout)
     ticket = gl.allocate_shared_memory(gl.int32, [1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     own_full, own_empty = barriers(1), barriers(1)
     k_full, k_empty = barriers(STAGES), barriers(STAGES)
@@ -212,35 +185,38 @@ def hopper_query_kernel(
     init_ring(v_full, v_empty, GROUPS)
     fence_async_shared()
     copying = (
-        tickets, ticket, q_desc, do_desc, k_desc, v_desc, q_tiles, do_tiles, k_tiles, v_tiles,
+        tickets + 1, ticket, (q_desc, do_desc), k_desc, v_desc, (q_tiles, do_tiles), k_tiles, v_tiles,
         own_full, own_empty, k_full, k_empty, v_full, v_empty,
-        tokens, keys, heads, group, rows, blocks, section, right,
+        tokens, keys, heads, group, rows, blocks, section, parts, right,
     )  # fmt: skip
     computing = (
-        ticket, dq_desc, shift, delta, q_tiles, do_tiles, k_tiles, v_tiles, dq_tiles,
+        ticket, dq, shift, delta, q_tiles, do_tiles, k_tiles, v_tiles, dq_tiles,
         own_full, own_empty, k_full, k_empty, v_full, v_empty,
-        tokens, keys, heads, rows, blocks, section, right, scale, slope,
+        tokens, keys, heads, rows, blocks, section, parts, right, scale, slope,
+        (dq_size, dq_b, dq_n, dq_h, dq_features),
     )  # fmt: skip
     if GROUPS == 2:
         gl.warp_specialize(
-            [(compute_for_queries, (0, CAUSAL, computing)),
-             (compute_for_queries, (1, CAUSAL, computing)),
-             (copy_for_queries, (CAUSAL, copying))],
+            [(compute_for_queries, (0, CAUSAL, SPLIT, computing)),
+             (compute_for_queries, (1, CAUSAL, SPLIT, computing)),
+             (copy_for_queries, (GROUPS, CAUSAL, copying))],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(compute_for_queries, (0, CAUSAL, computing)),
-             (compute_for_queries, (1, CAUSAL, computing)),
-             (compute_for_queries, (2, CAUSAL, computing)),
-             (copy_for_queries, (CAUSAL, copying))],
+            [(compute_for_queries, (0, CAUSAL, SPLIT, computing)),
+             (compute_for_queries, (1, CAUSAL, SPLIT, computing)),
+             (compute_for_queries, (2, CAUSAL, SPLIT, computing)),
+             (copy_for_queries, (GROUPS, CAUSAL, copying))],
             [4, 4, 1], [160, 160, 32],
         )  # fmt: skip
 
 
 @gluon.jit
-def query_steps(block, tokens, keys, right, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr):
-    """First tile of queries that a tile of keys walks over, the first without a mask, and the end of them."""
+def query_steps(
+    block, part, parts, tokens, keys, right, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr
+):
+    """Of the tiles of queries that part of a walk goes over: the first, the first without a mask, and the end."""
     end = (tokens + BLOCK_M - 1) // BLOCK_M
     begin = end * 0
     full = begin
@@ -248,64 +224,60 @@ def query_steps(block, tokens, keys, right, CAUSAL: gl.constexpr, BLOCK_N: gl.co
         first = block * BLOCK_N - (keys - tokens) - right  # the first query that sees the first key
         begin = gl.minimum(gl.maximum(first, 0) // BLOCK_M, end)
         full = gl.minimum((gl.maximum(first + BLOCK_N - 1, 0) + BLOCK_M - 1) // BLOCK_M, end)
-    return begin, full, end
+    span = (end - begin + parts - 1) // parts
+    begin = gl.minimum(begin + part * span, end)
+    end = gl.minimum(begin + span, end)
+    return begin, gl.minimum(gl.maximum(full, begin), end), end
 
 
 @gluon.jit
 def copy_for_keys(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, arguments):
     """The copying warp of `hopper_key_kernel`. Rows' numbers travel with their tile: shifts with queries, δ with gradients."""
     (
-        tickets, ticket, q_desc, do_desc, k_desc, v_desc, shift, delta,
-        q_tiles, do_tiles, k_tiles, v_tiles, shifts, deltas,
+        tickets, ticket, q_desc, do_desc, own_descs, shift, delta,
+        q_tiles, do_tiles, own_tiles, shifts, deltas,
         own_full, own_empty, q_full, q_empty, do_full, do_empty,
-        tokens, keys, heads, group, rows, blocks, section, right,
+        tokens, keys, heads, group, rows, blocks, section, parts, right,
     ) = arguments  # fmt: skip
     BLOCK_M: gl.constexpr = q_tiles.shape[3]
     BLOCK_N: gl.constexpr = GROUPS * ROWS
     key_heads = heads // group
-    tiles = blocks * rows
-    tile = tiles * 0
+    tiles = blocks * rows * parts
+    tile = gl.program_id(0)
     count = 0
     done = 0
     local = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [1], [0]))
     while tile < tiles:
-        own = wait_empty(own_empty, done)
-        tile = take(tickets, ticket.index(own))
-        if tile < tiles:
-            block, row = tile_place(tile, blocks, rows, section, False)
-            entry, key_head = row // key_heads, row % key_heads
-            begin, _, end = query_steps(block, tokens, keys, right, CAUSAL, BLOCK_N, BLOCK_M)
-            full = own_full.index(own)
-            mbarrier.expect(full, GROUPS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
-            for part in gl.static_range(GROUPS):
-                n = block * BLOCK_N + part * ROWS
-                place = own * GROUPS + part
-                tma.async_copy_global_to_shared(k_desc, [entry, key_head, n, 0], full, k_tiles.index(place))
-                tma.async_copy_global_to_shared(v_desc, [entry, key_head, n, 0], full, v_tiles.index(place))
-            for i in range(group * (end - begin)):
-                member = i // (end - begin)
-                head = key_head * group + member
-                m = (begin + i - member * (end - begin)) * BLOCK_M
-                there = m + local < tokens
-                cells = (entry * heads + head).to(gl.int64) * tokens + m + local
-                row_shift = gl.load(shift + cells, mask=there, other=float("inf"))
-                row_delta = gl.load(delta + cells, mask=there, other=0.0)
-                shifts.index(wait_empty(q_empty, count)).store(row_shift)
-                copy_tile(q_desc, entry, head, m, q_tiles, q_full, q_empty, count)
-                deltas.index(wait_empty(do_empty, count)).store(row_delta)
-                copy_tile(do_desc, entry, head, m, do_tiles, do_full, do_empty, count)
-                count += 1
-            done += 1
-        else:
-            mbarrier.arrive(own_full.index(own))
+        slot = announce(tile, ticket, own_empty, done)
+        block, row, part = tile_place(tile, blocks, rows, section, parts, False)
+        entry, key_head = row // key_heads, row % key_heads
+        begin, _, end = query_steps(block, part, parts, tokens, keys, right, CAUSAL, BLOCK_N, BLOCK_M)
+        copy_own(own_descs, own_tiles, entry, key_head, block * BLOCK_N, own_full, slot, GROUPS)
+        for i in range(group * (end - begin)):
+            member = i // (end - begin)
+            head = key_head * group + member
+            m = (begin + i - member * (end - begin)) * BLOCK_M
+            there = m + local < tokens
+            cells = (entry * heads + head).to(gl.int64) * tokens + m + local
+            row_shift = gl.load(shift + cells, mask=there, other=float("inf"))
+            row_delta = gl.load(delta + cells, mask=there, other=0.0)
+            shifts.index(wait_empty(q_empty, count)).store(row_shift)
+            copy_tile(q_desc, entry, head, m, q_tiles, q_full, q_empty, count)
+            deltas.index(wait_empty(do_empty, count)).store(row_delta)
+            copy_tile(do_desc, entry, head, m, do_tiles, do_full, do_empty, count)
+            count += 1
+        done += 1
+        tile = next_tile(tickets, tiles)
+    slot = announce(tile, ticket, own_empty, done)
+    mbarrier.arrive(own_full.index(slot))
 
 
 @gluon.jit
 def walk_queries(
     dk, dv, count, k_tile, v_tile, q_tiles, do_tiles, shifts, deltas, q_full, q_empty, do_full, do_empty,
-    begin, end, first, right, scale, MASKED: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    begin, end, first, scale, MASKED: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Walk over tiles of queries ``begin … end`` of one head. Query ``first`` stands at the first of the keys."""
+    """Walk over tiles of queries ``begin … end`` of one head. Query ``first`` is the first that sees the first key."""
     BLOCK_M: gl.constexpr = q_tiles.shape[3]
     STAGES: gl.constexpr = q_tiles.shape[0]
     for i in range(begin, end):
@@ -316,9 +288,9 @@ def walk_queries(
         row_shift = shifts.index(slot).load(gl.SliceLayout(0, LAYOUT))
         weights = power_of_two(logits * scale - row_shift[None, :])
         if MASKED:
-            key = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+            sees = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
             query = i * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
-            weights = gl.where(key[:, None] <= (query + right)[None, :], weights, 0.0)
+            weights = gl.where(sees[:, None] <= query[None, :], weights, 0.0)
         factor = as_factor(weights, q_tiles.dtype, OUT_LAYOUT)
         dv = warpgroup_mma(factor, matrix(do_tiles, slot), dv, is_async=True)
         dweights = warpgroup_mma_wait(1, deps=[dweights])
@@ -334,12 +306,12 @@ def walk_queries(
 
 
 @gluon.jit
-def compute_for_keys(part: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, arguments):
-    """A group of warps of `hopper_key_kernel`. Its results leave through the buffers of its own keys and values."""
+def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, arguments):
+    """Group number ``own`` of warps of `hopper_key_kernel`. Results leave through the buffers of its keys and values."""
     (
-        ticket, dk_desc, dv_desc, q_tiles, do_tiles, k_tiles, v_tiles, shifts, deltas,
+        ticket, dk_out, dv_out, q_tiles, do_tiles, k_tiles, v_tiles, shifts, deltas,
         own_full, own_empty, q_full, q_empty, do_full, do_empty,
-        tokens, keys, heads, group, rows, blocks, section, right, scale, slope,
+        tokens, keys, heads, group, rows, blocks, section, parts, right, scale, slope, dk_place, dv_place,
     ) = arguments  # fmt: skip
     BLOCK_M: gl.constexpr = q_tiles.shape[3]
     D: gl.constexpr = q_tiles.shape[4]
@@ -349,16 +321,15 @@ def compute_for_keys(part: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.conste
     key_heads = heads // group
     count = 0
     done = 0
-    tiles = blocks * rows
-    own = wait_full(own_full, done)
-    tile = taken(ticket.index(own))
+    tiles = blocks * rows * parts
+    tile, slot = announced(ticket, own_full, done)
     while tile < tiles:
-        block, row = tile_place(tile, blocks, rows, section, False)
+        block, row, part = tile_place(tile, blocks, rows, section, parts, False)
         entry, key_head = row // key_heads, row % key_heads
-        begin, full, end = query_steps(block, tokens, keys, right, CAUSAL, BLOCK_N, BLOCK_M)
-        n = block * BLOCK_N + part * ROWS
-        first = n - (keys - tokens)
-        place = own * GROUPS + part
+        begin, full, end = query_steps(block, part, parts, tokens, keys, right, CAUSAL, BLOCK_N, BLOCK_M)
+        n = block * BLOCK_N + own * ROWS
+        first = n - (keys - tokens) - right
+        place = slot * GROUPS + own
         k_tile, v_tile = matrix(k_tiles, place), matrix(v_tiles, place)
         dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
@@ -366,40 +337,49 @@ def compute_for_keys(part: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.conste
             if CAUSAL:
                 dk, dv, count = walk_queries(
                     dk, dv, count, k_tile, v_tile, q_tiles, do_tiles, shifts, deltas,
-                    q_full, q_empty, do_full, do_empty, begin, full, first, right, scale, True, LAYOUT, OUT_LAYOUT,
+                    q_full, q_empty, do_full, do_empty, begin, full, first, scale, True, LAYOUT, OUT_LAYOUT,
                 )  # fmt: skip
             dk, dv, count = walk_queries(
                 dk, dv, count, k_tile, v_tile, q_tiles, do_tiles, shifts, deltas,
-                q_full, q_empty, do_full, do_empty, full, end, first, right, scale, False, LAYOUT, OUT_LAYOUT,
+                q_full, q_empty, do_full, do_empty, full, end, first, scale, False, LAYOUT, OUT_LAYOUT,
             )  # fmt: skip
-        v_tile.store(dv.to(v_tiles.dtype))
-        k_tile.store((dk * slope).to(k_tiles.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(dv_desc, [entry, key_head, n, 0], v_tiles.index(place))
-        tma.async_copy_shared_to_global(dk_desc, [entry, key_head, n, 0], k_tiles.index(place))
-        tma.store_wait(0)
-        mbarrier.arrive(own_empty.index(own))
+        # Worked out again rather than held in registers.
+        block, row, part = tile_place(read(ticket, slot), blocks, rows, section, parts, False)
+        entry, key_head = row // key_heads, row % key_heads
+        n = block * BLOCK_N + own * ROWS
+        if SPLIT:
+            store_part(dv_out, dv, part, entry, key_head, n, keys, dv_place, OUT_LAYOUT)
+            store_part(dk_out, dk * slope, part, entry, key_head, n, keys, dk_place, OUT_LAYOUT)
+        else:
+            v_tile.store(dv.to(v_tiles.dtype))
+            k_tile.store((dk * slope).to(k_tiles.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(dv_out, [entry, key_head, n, 0], v_tiles.index(place))
+            tma.async_copy_shared_to_global(dk_out, [entry, key_head, n, 0], k_tiles.index(place))
+            tma.store_wait(0)
+        mbarrier.arrive(own_empty.index(slot))
         done += 1
-        own = wait_full(own_full, done)
-        tile = taken(ticket.index(own))
+        tile, slot = announced(ticket, own_full, done)
 
 
 OWN_STAGES = gl.constexpr(2)  # tiles of keys and values: one that is worked on, and the next
 
 
-@gluon.jit(do_not_specialize=SIZES)
+@gluon.jit(do_not_specialize=[*WALK, "slope", *place_names("dk", "dv")])
 def hopper_key_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, shift, delta, tickets,
+    q_desc, k_desc, v_desc, do_desc, dk, dv, shift, delta, tickets,
     tokens: gl.int32, keys: gl.int32, heads: gl.int32, group: gl.int32, rows: gl.int32, blocks: gl.int32,
-    section: gl.int32, right: gl.int32, scale: gl.float32, slope: gl.float32,
-    CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    section: gl.int32, parts: gl.int32, right: gl.int32, scale: gl.float32, slope: gl.float32,
+    dk_size: gl.int32, dk_b: gl.int32, dk_n: gl.int32, dk_h: gl.int32, dk_features: gl.int32,
+    dv_size: gl.int32, dv_b: gl.int32, dv_n: gl.int32, dv_h: gl.int32, dv_features: gl.int32,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values, for tiles of 128 keys.
+    """Gradients of keys and values, for tiles of GROUPS · 64 keys.
 
     Descriptors are of (B, H, N, D), with boxes of (1, 1, BLOCK_M, D) for queries and their gradients and of
     (1, 1, 64, D) for keys, values and results; boxes of values are as wide as those of keys. ``tickets[0]`` is zero.
+    Parts are as in `kernels_hopper.hopper_forward_kernel`.
     """
-    GROUPS: gl.constexpr = 2
     D: gl.constexpr = q_desc.block_type.shape[3]
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
@@ -419,18 +399,20 @@ def hopper_key_kernel(
     init_ring(do_full, do_empty, GROUPS)
     fence_async_shared()
     copying = (
-        tickets, ticket, q_desc, do_desc, k_desc, v_desc, shift, delta,
-        q_tiles, do_tiles, k_tiles, v_tiles, shifts, deltas,
+        tickets, ticket, q_desc, do_desc, (k_desc, v_desc), shift, delta,
+        q_tiles, do_tiles, (k_tiles, v_tiles), shifts, deltas,
         own_full, own_empty, q_full, q_empty, do_full, do_empty,
-        tokens, keys, heads, group, rows, blocks, section, right,
+        tokens, keys, heads, group, rows, blocks, section, parts, right,
     )  # fmt: skip
     computing = (
-        ticket, dk_desc, dv_desc, q_tiles, do_tiles, k_tiles, v_tiles, shifts, deltas,
+        ticket, dk, dv, q_tiles, do_tiles, k_tiles, v_tiles, shifts, deltas,
         own_full, own_empty, q_full, q_empty, do_full, do_empty,
-        tokens, keys, heads, group, rows, blocks, section, right, scale, slope,
+        tokens, keys, heads, group, rows, blocks, section, parts, right, scale, slope,
+        (dk_size, dk_b, dk_n, dk_h, dk_features), (dv_size, dv_b, dv_n, dv_h, dv_features),
     )  # fmt: skip
     gl.warp_specialize(
-        [(compute_for_keys, (0, GROUPS, CAUSAL, computing)), (compute_for_keys, (1, GROUPS, CAUSAL, computing)),
+        [(compute_for_keys, (0, GROUPS, CAUSAL, SPLIT, computing)),
+         (compute_for_keys, (1, GROUPS, CAUSAL, SPLIT, computing)),
          (copy_for_keys, (GROUPS, CAUSAL, copying))],
         [4, 1], [240, 24],
     )  # fmt: skip

@@ -6,7 +6,7 @@ are kept by whoever calls (`warploom.plans`): a call like an earlier one only al
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -15,6 +15,9 @@ from warploom.layout import layout_of
 from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel
 from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
 from warploom.plans import Plans
+
+if TYPE_CHECKING:
+    from warploom.ops.flash_attention import launchers_hopper
 
 Tensor = torch.Tensor
 
@@ -352,6 +355,7 @@ class _Forward(NamedTuple):
     combine: Launch | None = None  # of the parts, where walks are split
     part_elements: int = 0  # of all parts of the output together, in float32
     part_statistics: tuple[int, ...] = ()  # shape
+    counted: bool = False  # whether tiles are counted, with tickets that must be zero
 
 
 def forward(
@@ -375,16 +379,18 @@ def forward(
     cu_seqlens = mask.cu_seqlens_q, mask.cu_seqlens_k
     if plan.launch is None:
         return out.zero_(), lse.fill_(-torch.inf), statistics.zero_()
+    target, target_statistics = out, statistics
+    if plan.combine is not None:
+        target = torch.empty(plan.part_elements, dtype=torch.float32, device=q.device)
+        target_statistics = torch.empty(plan.part_statistics, dtype=torch.float32, device=q.device)
     if isinstance(plan.launch, TiledLaunch):
-        plan.launch((q, k, v, out, lse, statistics, torch.zeros(1, dtype=torch.int32, device=q.device)))
-        return out, lse, statistics
-    if plan.combine is None:
-        plan.launch((q, k, v, out, lse, statistics, *cu_seqlens))
-        return out, lse, statistics
-    part = torch.empty(plan.part_elements, dtype=torch.float32, device=q.device)
-    part_statistics = torch.empty(plan.part_statistics, dtype=torch.float32, device=q.device)
-    plan.launch((q, k, v, part, None, part_statistics, *cu_seqlens))
-    plan.combine((part, part_statistics, out, lse, statistics))
+        make = torch.zeros if plan.counted else torch.empty
+        tickets = make(1, dtype=torch.int32, device=q.device)
+        plan.launch((q, k, v, target, lse, target_statistics, tickets))
+    else:
+        plan.launch((q, k, v, target, lse if plan.combine is None else None, target_statistics, *cu_seqlens))
+    if plan.combine is not None:
+        plan.combine((target, target_statistics, out, lse, statistics))
     return out, lse, statistics
 
 
@@ -400,7 +406,7 @@ def _are_aligned(*tensors: Tensor) -> bool:
 
 def _tiled(
     name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple[Tensor, ...]
-) -> TiledLaunch | None:
+) -> launchers_hopper.Plan | None:
     """The launch of the kernel for Hopper, if there is one and it takes the call."""
     if INTERPRETED:
         return None
@@ -419,44 +425,44 @@ def _plan_forward(
     plan = _Forward(_dense(out), (geometry.entries, geometry.heads, geometry.tokens), None)
     if geometry.empty():
         return plan
+    rows = geometry.entries * geometry.heads
     tiled = _tiled("forward", geometry, mask, scale, (q, k, v, out)) if aligned else None
     if tiled is not None:
-        return plan._replace(launch=tiled)
-    tiles = _tiles("forward", geometry, mask, scale, precision, q)
-    rows = geometry.entries * geometry.heads
-    steps = -(-geometry.keys // tiles.block_n)
-    grid = _grid(q.device, geometry.tokens, tiles.block_m, rows, steps, mask.cu_seqlens_q)
-    access = _access(q, k, v, out)
-    part_step = out.numel() if grid.splits > 1 else 0  # elements from one part to the next
-    launch = Launch(
-        forward_launch,
-        grid.programs,
-        (
-            *_numbers(geometry, mask, scale, grid, q.itemsize, geometry.group),
-            part_step // access.vec,
-            *access.strides,
-        ),
-        _constants(geometry, mask, scale, access, precision, tiles),
-        tiles.warps,
-        tiles.stages,
-    )
-    if grid.splits == 1:
-        return plan._replace(launch=launch)
+        plan = plan._replace(launch=tiled.launch, counted=tiled.counted)
+        splits = tiled.parts
+    else:
+        tiles = _tiles("forward", geometry, mask, scale, precision, q)
+        steps = -(-geometry.keys // tiles.block_n)
+        grid = _grid(q.device, geometry.tokens, tiles.block_m, rows, steps, mask.cu_seqlens_q)
+        splits = grid.splits
+        access = _access(q, k, v, out)
+        launch = Launch(
+            forward_launch,
+            grid.programs,
+            (
+                *_numbers(geometry, mask, scale, grid, q.itemsize, geometry.group),
+                out.numel() // access.vec if splits > 1 else 0,  # from one part to the next
+                *access.strides,
+            ),
+            _constants(geometry, mask, scale, access, precision, tiles),
+            tiles.warps,
+            tiles.stages,
+        )
+        plan = plan._replace(launch=launch)
+    if splits == 1:
+        return plan
     block_r = max(2048 // geometry.block_e, 1)
     lse_elements = rows * geometry.tokens
     combine = Launch(
         combine_launch,
         -(-lse_elements // block_r),
         (
-            lse_elements, geometry.tokens, geometry.heads, grid.splits, part_step, *out.stride(), *out.stride(),
+            lse_elements, geometry.tokens, geometry.heads, splits, out.numel(), *out.stride(), *out.stride(),
         ),
         (geometry.value_features, block_r, geometry.block_e),
     )  # fmt: skip
     return plan._replace(
-        launch=launch,
-        combine=combine,
-        part_elements=grid.splits * part_step,
-        part_statistics=(grid.splits, 2, *plan.lse),
+        combine=combine, part_elements=splits * out.numel(), part_statistics=(splits, 2, *plan.lse)
     )
 
 
@@ -529,18 +535,16 @@ def _walk(
     tickets: Tensor | None,
 ) -> None:
     """Run one of the two backward kernels, and sum its parts if its walks are split."""
+    device = results[0].device
+    targets = results
+    if walk.sums:
+        targets = tuple(torch.empty(size, dtype=torch.float32, device=device) for size in walk.part_elements)
     if isinstance(walk.launch, TiledLaunch):
         shift, delta, _ = numbers
-        walk.launch((*tensors, *results, shift, delta, tickets))  # type: ignore[arg-type]
-        return
-    tensors = (*tensors, *numbers)  # type: ignore[arg-type]
-    if not walk.sums:
-        walk.launch((*tensors, *results, mask.cu_seqlens_q, mask.cu_seqlens_k))
-        return
-    device = results[0].device
-    parts = [torch.empty(elements, dtype=torch.float32, device=device) for elements in walk.part_elements]
-    walk.launch((*tensors, *parts, mask.cu_seqlens_q, mask.cu_seqlens_k))
-    for add, part, result in zip(walk.sums, parts, results):
+        walk.launch((*tensors, *targets, shift, delta, tickets))
+    else:
+        walk.launch((*tensors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k))
+    for add, part, result in zip(walk.sums, targets, results):
         add((part, result))
 
 
@@ -594,8 +598,9 @@ def _plan_walk(
     aligned: bool,
 ) -> _Walk:
     tiled = _tiled(name, geometry, mask, scale, (*tensors, *results)) if aligned else None
+    sizes = [result.numel() for result in results]
     if tiled is not None:
-        return _Walk(tiled)
+        return _Walk(tiled.launch, *_sums(sizes, tiled.parts))
     first = tensors[0]
     tiles = _tiles(name, geometry, mask, scale, precision, first)
     if name == "key":
@@ -607,20 +612,23 @@ def _plan_walk(
         steps = -(-geometry.keys // tiles.block_n)
         grid = _grid(first.device, geometry.tokens, tiles.block_m, heads, steps, mask.cu_seqlens_q)
     access = _access(*tensors, *results)
-    split = grid.splits > 1
-    sizes = [result.numel() for result in results]
     launch = Launch(
         kernel,
         grid.programs,
         (
             *_numbers(geometry, mask, scale, grid, first.itemsize, heads_per_walk), scale,
-            *(size // access.vec if split else 0 for size in sizes), *access.strides,
+            *(size // access.vec if grid.splits > 1 else 0 for size in sizes), *access.strides,
         ),
         _constants(geometry, mask, scale, access, precision, tiles),
         tiles.warps,
         tiles.stages,
     )  # fmt: skip
-    if not split:
-        return _Walk(launch)
-    sums = tuple(Launch(sum_launch, -(-size // 1024), (size, grid.splits), (1024,)) for size in sizes)
-    return _Walk(launch, sums, tuple(grid.splits * size for size in sizes))
+    return _Walk(launch, *_sums(sizes, grid.splits))
+
+
+def _sums(sizes: list[int], splits: int) -> tuple[tuple[Launch, ...], tuple[int, ...]]:
+    """What sums the parts of results of so many elements, and how many elements these have together."""
+    if splits == 1:
+        return (), ()
+    sums = tuple(Launch(sum_launch, -(-size // 1024), (size, splits), (1024,)) for size in sizes)
+    return sums, tuple(splits * size for size in sizes)

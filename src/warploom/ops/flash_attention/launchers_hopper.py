@@ -2,8 +2,7 @@
 
 They take 16-bit tensors whose rows the tensor memory accelerator can copy, with up to 128 features (what is missing
 to 64 or 128 is filled with zeros), in causal and full attention with any number of heads to a key head. Windows to
-the left, packed sequences, and long walks in problems too small to keep all multiprocessors busy, which are split,
-stay with the kernels for every GPU.
+the left and packed sequences stay with the kernels for every GPU.
 """
 
 from __future__ import annotations
@@ -13,14 +12,16 @@ from typing import NamedTuple
 import torch
 
 from warploom.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied, multiprocessors
+from warploom.ops.flash_attention import kernels_hopper, kernels_hopper_backward
+from warploom.ops.flash_attention.kernels_hopper import ROWS
 from warploom.ops.flash_attention.launchers import L2_SHARE, LOG2_E, UNBOUNDED, Geometry, Mask
 
 Tensor = torch.Tensor
 
-_ROWS = 64  # of a tile that one group of warps owns
+_ROWS = ROWS.value
 _LEAST_FEATURES = 32  # up to here, tiles of 64 features would be half empty
-_BUSY = 0.75  # share of the multiprocessors that must have a tile, unless
-_SHORT = 512  # walks are shorter than this, and would not be split anyway
+_HOPPER_MULTIPROCESSORS = 132
+_MOST_ELEMENTS = 2**31  # of all parts together: their sizes and strides travel in 32 bits
 
 
 class Tiles(NamedTuple):
@@ -38,8 +39,24 @@ TILES = {
 }
 """By features of a tile; measured on an H200 (see "How it reaches the limit")."""
 
-_SMALLER = Tiles(2, 128, 3)
-"""Of the forward with 64 features where walks are short and uneven, and larger tiles would end far apart."""
+_SMALLER = {"forward": Tiles(2, 128, 3), "query": Tiles(2, 64, 3)}
+"""With 64 features, where walks are short and uneven, or so few that they are split."""
+
+
+class Costs(NamedTuple):
+    """What walks cost besides their steps, in steps."""
+
+    start: float  # to start and to end one
+    merge: float  # to launch the kernel that merges parts
+    merged: float  # elements of parts that are written, read and merged in the time of a step
+
+
+COSTS = {"forward": Costs(6, 5, 5e5), "key": Costs(1.5, 2, 2e5), "query": Costs(0.5, 3, 3e5)}
+"""Fitted to one head of 1024 … 65536 tokens on an H200: what they choose takes at most 1.06 times as long as the
+best number of parts, for the gradient of queries 1.17."""
+
+_TURNS = 4  # so many tiles for every multiprocessor are even enough, and are not split
+_SHORT = 2048  # backward walks that would be split and are shorter than this stay with the kernels for every GPU
 
 
 def _width(geometry: Geometry) -> int:
@@ -49,9 +66,13 @@ def _width(geometry: Geometry) -> int:
 
 def _tiles(name: str, geometry: Geometry, mask: Mask) -> Tiles:
     width = _width(geometry)
-    if name == "forward" and width == 64 and mask.right is not None and geometry.keys < 4096:
-        return _SMALLER
-    return TILES[name][width]
+    tiles = TILES[name][width]
+    if width == 64 and mask.right is not None and name in _SMALLER:
+        count = -(-geometry.tokens // (tiles.groups * _ROWS)) * geometry.entries * geometry.heads
+        few = 2 * _HOPPER_MULTIPROCESSORS if name == "forward" else _HOPPER_MULTIPROCESSORS // 2
+        if count < few or (name == "forward" and geometry.keys < 4096):
+            return _SMALLER[name]
+    return tiles
 
 
 def _blocks(name: str, geometry: Geometry, mask: Mask) -> tuple[int, int]:
@@ -74,20 +95,73 @@ def suit(name: str, geometry: Geometry, mask: Mask, scale: float, *tensors: Tens
     if any(t.dtype not in (torch.float16, torch.bfloat16) or t.dtype != first.dtype for t in tensors):
         return False
     blocks, rows = _blocks(name, geometry, mask)
-    long = (geometry.tokens if name == "key" else geometry.keys) >= _SHORT
-    if long and blocks * rows < _BUSY * multiprocessors(first.device):
+    walked = geometry.tokens if name == "key" else geometry.keys
+    if name != "forward" and walked < _SHORT and blocks * rows < _programs(first.device) // 2:
         return False
     return all(map(can_be_copied, tensors))
 
 
-def plan(name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple[Tensor, ...]) -> TiledLaunch:
+class Plan(NamedTuple):
+    """A launch of a kernel, and into how many parts it cuts walks."""
+
+    launch: TiledLaunch
+    parts: int
+    counted: bool  # whether its tiles are counted, with tickets that must be zero
+
+
+def _programs(device: torch.device) -> int:
+    return multiprocessors(device) if device.type == "cuda" else _HOPPER_MULTIPROCESSORS
+
+
+def _walks(name: str, geometry: Geometry, mask: Mask) -> list[int]:
+    """Steps of the walk of each tile of a head, the longest first."""
+    tiles = _tiles(name, geometry, mask)
+    block, (blocks, _) = tiles.groups * _ROWS, _blocks(name, geometry, mask)
+    offset = geometry.keys - geometry.tokens  # the last query stands at the last key
+    if name == "key":
+        steps = -(-geometry.tokens // tiles.box)
+        hidden = [0 if mask.right is None else max(i * block - offset - mask.right, 0) for i in range(blocks)]
+        return [geometry.group * max(steps - n // tiles.box, 0) for n in hidden]
+    seen = [geometry.keys if mask.right is None else (i + 1) * block + offset + mask.right for i in range(blocks)]
+    return [max(-(-min(n, geometry.keys) // tiles.box), 1) for n in reversed(seen)]
+
+
+def _parts(name: str, geometry: Geometry, mask: Mask, device: torch.device) -> int:
+    """Into how many parts walks are cut: as many as make the whole shortest, by an estimate in steps of a walk."""
+    programs = _programs(device)
+    costs, (blocks, rows) = COSTS[name], _blocks(name, geometry, mask)
+    if blocks * rows >= _TURNS * programs:
+        return 1
+    walks = _walks(name, geometry, mask)
+    total, longest = sum(walks) * rows, walks[0]
+    elements = geometry.entries * max(
+        geometry.tokens * geometry.heads * (geometry.value_features if name == "forward" else geometry.features),
+        geometry.keys * geometry.key_heads * (geometry.features + geometry.value_features),
+    )
+    best, chosen = float("inf"), 1
+    for parts in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
+        if parts > 1 and (parts > longest or parts * elements >= _MOST_ELEMENTS):
+            break
+        units = blocks * rows * parts
+        unit = -(-longest // parts) + costs.start
+        even = (total + units * costs.start) / programs
+        if mask.right is None:
+            even = -(-units // programs) * unit
+        cost = max(unit, even)
+        if parts > 1:
+            cost += costs.merge + parts * elements / costs.merged
+        if cost < best:
+            best, chosen = cost, parts
+    return chosen
+
+
+def plan(name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple[Tensor, ...]) -> Plan:
     """The launch of a kernel that suits: see `TILES` for its name.
 
     ``tensors``, (q, k, v, out), (q, k, v, grad, dk, dv) or (q, k, v, grad, dq), are like those that it will be
-    launched on. Behind them come lse and statistics, or shift and δ, and zeros to count tiles with.
+    launched on; if walks are cut, results will be parts, as many in one float32 tensor, each in its result's memory
+    order. Behind them come lse and statistics, or shift and δ, and tickets.
     """
-    from warploom.ops.flash_attention import kernels_hopper, kernels_hopper_backward
-
     function = {
         "forward": kernels_hopper.hopper_forward_kernel,
         "key": kernels_hopper_backward.hopper_key_kernel,
@@ -101,15 +175,27 @@ def plan(name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple
         "key": (walked, own, own, walked, own, own),
         "query": (own, walked, walked, own, own),
     }[name]
+    results = tensors[3:] if name == "forward" else tensors[4:]
     blocks, rows = _blocks(name, geometry, mask)
+    parts = _parts(name, geometry, mask, tensors[0].device)
+    described = list(zip(tensors, boxes))
+    if parts > 1:
+        described = described[: -len(results)]
     # Heads are taken in sections: see `kernels.program_order`.
     length = geometry.tokens if name == "key" else geometry.keys
     head_bytes = length * (geometry.features + geometry.value_features) * tensors[0].element_size()
     section = max(L2_SHARE // head_bytes, 1) * (1 if name == "key" else geometry.group)
     numbers = (
-        geometry.tokens, geometry.keys, geometry.heads, geometry.group, rows, blocks, min(section, rows),
+        geometry.tokens, geometry.keys, geometry.heads, geometry.group, rows, blocks, min(section, rows), parts,
         min(mask.right or 0, UNBOUNDED), scale * LOG2_E, *(() if name == "forward" else (scale,)),
+        *(number for result in results for number in _place(result, parts)),
     )  # fmt: skip
-    constants = (mask.right is not None, *(() if name == "key" else (tiles.groups,)), tiles.stages)
-    programs = min(multiprocessors(tensors[0].device), blocks * rows)
-    return TiledLaunch(function, programs, list(zip(tensors, boxes)), numbers, constants)
+    constants = (mask.right is not None, parts > 1, tiles.groups, tiles.stages)
+    count = blocks * rows * parts
+    programs = min(_programs(tensors[0].device), count)
+    return Plan(TiledLaunch(function, programs, described, numbers, constants), parts, programs < count)
+
+
+def _place(result: Tensor, parts: int) -> tuple[int, ...]:
+    """Size, strides and features of each of the parts of a result, where there are several."""
+    return (result.numel(), *result.stride()[:3], result.shape[3]) if parts > 1 else (0,) * 5

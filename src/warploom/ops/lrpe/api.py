@@ -72,8 +72,9 @@ def lrpe_cosine(
 
     Source: Qin et al., "Linearized Relative Positional Encoding", 2023, arXiv 2307.09270, equation 9.
     """
-    arguments = _Arguments(x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation)
-    return _run("lrpe_cosine", "cosine", arguments, backend)
+    return _run(
+        "lrpe_cosine", "cosine", x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation, backend
+    )
 
 
 def lrpe_rotate(
@@ -129,8 +130,8 @@ def lrpe_rotate(
     """
     if not isinstance(interleaved, bool):
         raise fault(DtypeError, "lrpe_rotate", "interleaved", "a bool", repr(interleaved))
-    arguments = _Arguments(x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation)
-    return _run("lrpe_rotate", "interleaved" if interleaved else "rotate", arguments, backend)
+    kind = "interleaved" if interleaved else "rotate"
+    return _run("lrpe_rotate", kind, x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation, backend)
 
 
 class _Arguments(NamedTuple):
@@ -150,12 +151,22 @@ _on_kernels = Plans()
 """Of each kind of call that was found right: what runs it on the kernels, and what that takes besides tensors."""
 
 
-def _run(name: str, kind: str, given: _Arguments, backend: str) -> Tensor:
-    key = _key(kind, given, backend)
-    known = None if key is None else _on_kernels.find(key)
-    if known is not None:
-        apply, call = known
-        return apply(given.x, given.theta, _placed(call, given))  # type: ignore[no-any-return]
+def _run(
+    name: str, kind: str, x: Tensor, theta: Tensor, grid: Sequence[int] | None, prefix: int, offset: int | Tensor,
+    position_ids: Tensor | None, cu_seqlens: Tensor | None, activation: str, backend: str,
+) -> Tensor:  # fmt: skip
+    key = _key(kind, x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation, backend)
+    if key is not None:
+        known = _on_kernels.find(key)
+        if known is not None:
+            apply, call = known
+            return apply(x, theta, _placed(call, offset, position_ids, cu_seqlens))  # type: ignore[no-any-return]
+    given = _Arguments(x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation)
+    return _run_unknown(name, kind, given, backend, key)
+
+
+def _run_unknown(name: str, kind: str, given: _Arguments, backend: str, key: Hashable | None) -> Tensor:
+    """Run a call like no earlier one, and remember how under the ``key``."""
     _check(name, kind, given)
     if not use_triton(name, backend, given.x, _beyond_kernels(given)):
         return _run_reference(kind, given)
@@ -170,38 +181,40 @@ def _run(name: str, kind: str, given: _Arguments, backend: str) -> Tensor:
     call = autograd.Call(positions, kind, given.activation, None if key is None else Plans())
     if key is not None:
         _on_kernels.keep(key, (autograd.apply, call))
-    return autograd.apply(given.x, given.theta, _placed(call, given))
+    return autograd.apply(given.x, given.theta, _placed(call, given.offset, ids, given.cu_seqlens))
 
 
-def _placed(call: Any, given: _Arguments) -> Any:
+def _placed(call: Any, offset: int | Tensor, ids: Tensor | None, cu_seqlens: Tensor | None) -> Any:
     """A call of `autograd` at the positions that calls of a kind do not share: the offset, and those in tensors."""
-    offset, ids, cu_seqlens = given.offset, given.position_ids, given.cu_seqlens
-    if type(offset) is int and offset == 0 and ids is None and cu_seqlens is None:
+    if ids is None and cu_seqlens is None and type(offset) is int and offset == 0:
         return call
     offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
     positions = call.positions._replace(ids=ids, offsets=offsets, cu_seqlens=cu_seqlens, offset=offset)
     return call._replace(positions=positions)
 
 
-def _key(kind: str, given: _Arguments, backend: str) -> Hashable | None:
+def _key(
+    kind: str, x: Tensor, theta: Tensor, grid: Sequence[int] | None, prefix: int, offset: int | Tensor,
+    ids: Tensor | None, cu_seqlens: Tensor | None, activation: str, backend: str,
+) -> Hashable | None:  # fmt: skip
     """All that the checks and the launchers look at, of a plain eager call; ``None`` for any other call.
 
     Numbers in tensors and the offset itself are not part of it.
     """
-    x, theta, grid, prefix, offset, ids, cu_seqlens, activation = given
-    if not (is_plain_eager(x, theta) and are_kept(x) and x.dim() > 1):
+    if not (is_plain_eager(x, theta) and (x.is_cuda or are_kept(x))):
         return None
     start: Hashable
     if type(offset) is int:
-        if not -_LARGEST <= offset <= _LARGEST + 1 - x.shape[1]:
-            return None
         start = offset == 0
+        if not start and (x.dim() < 2 or not -_LARGEST <= offset <= _LARGEST + 1 - x.shape[1]):
+            return None
     else:
         start = metadata(offset)
     sizes = tuple(grid) if isinstance(grid, list) else grid
     return (
-        kind, metadata(x), metadata(theta), metadata(ids), metadata(cu_seqlens),
-        start, sizes, prefix, activation, backend,
+        kind, x.shape, x.stride(), x.dtype, x.device, theta.shape, theta.stride(), theta.dtype, theta.device,
+        start, prefix, activation, backend, sizes,
+        None if ids is None else metadata(ids), None if cu_seqlens is None else metadata(cu_seqlens),
         # True equals 1, and is not as good.
         type(prefix), tuple(map(type, sizes)) if isinstance(sizes, tuple) else None,
     )  # fmt: skip

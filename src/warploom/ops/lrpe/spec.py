@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from warploom.ops.lrpe import reference
+from warploom.ops.lrpe import peers, reference
 from warploom.ops.lrpe.api import lrpe_cosine, lrpe_rotate
+from warploom.ops.lrpe.peers import Provider
 from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, Unsupported, need_cuda, normal
 
 Tensor = torch.Tensor
@@ -156,52 +156,6 @@ OPERATORS = (ROTATE, COSINE)
 # Providers
 # ----------------------------------------------------------------------------------------------------------
 
-Provider = Callable[..., Tensor]
-
-
-def _plain(operator: Operator) -> Provider:
-    """What a careful user writes in PyTorch: float32 angles, computed anew in every call."""
-
-    def encode(x: Tensor, theta: Tensor, activation: str, grid: Any = None, prefix: int = 0) -> Tensor:
-        s = reference.coordinates(x, grid, prefix, 0, None, None).float()
-        if operator is COSINE:
-            return reference.encode_cosine(x, reference.angles(s, theta, x.shape[-1]), activation, None)
-        return reference.encode_rotate(x, reference.angles(s, theta, x.shape[-1] // 2), activation, None, False)
-
-    return encode
-
-
-def _compiled(function: Provider) -> Provider:
-    """A function compiled for its case with the compiler's own search for tiles: it gets its best settings too."""
-    compiled: Provider = torch.compile(function, dynamic=False, mode="max-autotune-no-cudagraphs")
-    return compiled
-
-
-def _plain_cache(operator: Operator, case: Case) -> Provider:
-    """The compiler's best chance: angles' cosines and sines from a float32 table made once, outside the timing."""
-    if case.get("theta_gradient"):
-        raise Unsupported("a table of cosines has no gradient for theta")
-
-    def encode(x: Tensor, cosine: Tensor, sine: Tensor, activation: str) -> Tensor:
-        value = reference.activate(x, activation, None)
-        if operator is COSINE:
-            return torch.cat((value * cosine, value * sine), dim=-1).to(x.dtype)
-        first, second = value.chunk(2, dim=-1)
-        return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1).to(x.dtype)
-
-    compiled = _compiled(encode)
-    table: list[Tensor] = []
-
-    def cached(x: Tensor, theta: Tensor, activation: str, grid: Any = None, prefix: int = 0) -> Tensor:
-        if not table:
-            features = x.shape[-1] if operator is COSINE else x.shape[-1] // 2
-            s = reference.coordinates(x, grid, prefix, 0, None, None).double()
-            phi = reference.angles(s, theta.double(), features)
-            table.extend((phi.cos().float(), phi.sin().float()))
-        return compiled(x, *table, activation)
-
-    return cached
-
 
 def _triton(operator: Operator, case: Case) -> Provider:
     need_cuda()
@@ -250,89 +204,14 @@ def _providers(operator: Operator) -> dict[str, Callable[[Case], Provider]]:
         "triton": lambda case: _triton(operator, case),
         "triton_cache": lambda case: _triton_cache(operator, case),
         "triton_block_parallel": lambda case: _triton_block_parallel(operator, case),
-        "torch": lambda case: _plain(operator),
-        "torch_compile": lambda case: _compiled(_plain(operator)),
-        "torch_compile_cache": lambda case: _plain_cache(operator, case),
+        **peers.providers("cosine" if operator is COSINE else "rotate"),
     }
-
-
-# Other libraries' RoPE. Their heads share one row of frequencies, of which they take cosines and sines from tables.
-
-
-def _table(x: Tensor, theta: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (N, F) for frequencies (F,)."""
-    phi = torch.outer(torch.arange(x.shape[1], device=x.device).double(), theta.double())
-    return phi.cos().to(dtype), phi.sin().to(dtype)
-
-
-def _rotary(package: str, module: str, name: str, case: Case) -> Provider:
-    """A function of x and of tables in its dtype, which is what the package's own module keeps."""
-    need_cuda("the package")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise Unsupported(f"{package} is not installed") from error
-    table: list[Tensor] = []
-
-    def rotate(x: Tensor, theta: Tensor, activation: str) -> Tensor:
-        if not table:
-            table.extend(_table(x, theta, x.dtype))
-        out: Tensor = function(x, *table)
-        return out
-
-    return rotate
-
-
-def _liger(case: Case) -> Provider:
-    """Liger-Kernel, with float32 tables. It turns queries and keys at once, which here are the halves of the batch.
-
-    And it overwrites them. What it is given are copies of x and of its gradient, made once: the first result is
-    theirs, later ones are turned further, in the same time.
-    """
-    need_cuda("the package")
-    if case["batch"] % 2:
-        raise Unsupported("turns two tensors of one size at once: the batch must be even")
-    try:
-        kernels: Any = importlib.import_module("liger_kernel.ops.rope")
-    except ImportError as error:
-        raise Unsupported("liger_kernel is not installed") from error
-    table: list[Tensor] = []
-    copies: dict[Any, Tensor] = {}
-
-    def turn(function: Any, x: Tensor) -> Tensor:
-        if function not in copies:
-            copies[function] = x.clone()
-        function(*copies[function].transpose(1, 2).chunk(2), *table)
-        return copies[function].detach()
-
-    class Rotation(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return turn(kernels.rope_forward, x)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return turn(kernels.rope_backward, grad)
-
-    def rotate(x: Tensor, theta: Tensor, activation: str) -> Tensor:
-        if not table:
-            table.extend(half.repeat(1, 2) for half in _table(x, theta, torch.float32))
-        out: Tensor = Rotation.apply(x)
-        return out
-
-    return rotate
 
 
 def _rope_providers() -> dict[str, Callable[[Case], Provider]]:
     ours = _providers(ROTATE)
     del ours["triton_block_parallel"]
-    fla = ("flash-linear-attention", "fla.modules.rotary", "rotary_embedding")
-    flash_attn = ("flash_attn", "flash_attn.layers.rotary", "apply_rotary_emb")
-    return ours | {
-        "liger": _liger,
-        "fla": functools.partial(_rotary, *fla),
-        "flash_attn": functools.partial(_rotary, *flash_attn),
-    }
+    return ours | peers.ROPE
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -14,13 +14,14 @@ from warploom import plans
 from warploom.eager import is_plain_eager, stack_over_batch
 from warploom.layout import empty_in_order_of
 from warploom.ops.tpa import launchers, launchers_attention
+from warploom.ops.tpa.launchers import DecodeCall, Operands
 from warploom.ops.tpa.launchers_attention import Call
 from warploom.plans import Plans
 
 Tensor = torch.Tensor
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
-FACTORS = 6
+FACTORS = len(Operands._fields)
 _FACTORS = "Tensor? aq, Tensor ak, Tensor av, Tensor bq, Tensor bk, Tensor bv"
 _SCALES = "float scale, float scale_q, float scale_k, float scale_v"
 _CALL = f"Tensor? cu_seqlens, bool causal, {_SCALES}"
@@ -36,12 +37,12 @@ _plans = Plans()
 """Of the registered operators' calls."""
 
 
-def _decode(
-    aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor,
-    cache_seqlens: Tensor | None, strategy: str, scale: float, scale_q: float, scale_k: float, scale_v: float,
-) -> Tensor:  # fmt: skip
-    arguments = (aq, ak, av, bq, bk, bv, cache_seqlens, strategy, scale, scale_q, scale_k, scale_v)
-    return launchers.decode(*arguments, plans.of_registered(_plans, bq, *arguments))
+def _decode(*arguments: Any) -> Tensor:
+    return _launch_decode(arguments, plans.of_registered(_plans, arguments[3], *arguments))
+
+
+def _launch_decode(arguments: tuple[Any, ...], known: Plans) -> Tensor:
+    return launchers.decode(Operands(*arguments[:FACTORS]), DecodeCall(*arguments[FACTORS:]), known)
 
 
 def _out_fake(aq: Tensor | None, bq: Tensor, bv: Tensor) -> Tensor:
@@ -54,26 +55,24 @@ def _decode_fake(
     return _out_fake(aq, bq, bv)
 
 
-def _attention(
-    aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, *call: Any
-) -> tuple[Tensor, Tensor]:
-    return launchers_attention.forward(aq, ak, av, bq, bk, bv, Call(*call))
+def _split(arguments: tuple[Any, ...]) -> tuple[Operands, Call]:
+    return Operands(*arguments[:FACTORS]), Call(*arguments[FACTORS:])
 
 
-def _attention_fake(
-    aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, *call: Any
-) -> tuple[Tensor, Tensor]:
+def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return launchers_attention.forward(*_split(arguments))
+
+
+def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    aq, ak, _, bq, _, bv = arguments[:FACTORS]
     statistics = bq.new_empty((bq.shape[0], ak.shape[2], 2, bq.shape[1]), dtype=torch.float32)
     return _out_fake(aq, bq, bv), statistics
 
 
-def _backward(
-    grad: Tensor, out: Tensor, statistics: Tensor,
-    aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, *call: Any,
-) -> Gradients:  # fmt: skip
+def _backward(grad: Tensor, out: Tensor, statistics: Tensor, *arguments: Any) -> Gradients:
     """Gradients of the six factors; an empty tensor for ``aq`` where there is none."""
-    daq, *others = launchers_attention.backward(grad, out, statistics, aq, ak, av, bq, bk, bv, Call(*call))
-    return bq.new_empty(0) if daq is None else daq, *others  # type: ignore[return-value]
+    daq, *others = launchers_attention.backward(grad, out, statistics, *_split(arguments))
+    return grad.new_empty(0) if daq is None else daq, *others  # type: ignore[return-value]
 
 
 def _backward_fake(grad: Tensor, out: Tensor, statistics: Tensor, *arguments: Any) -> Gradients:
@@ -205,7 +204,7 @@ def decode(
     """
     arguments = (aq, ak, av, bq, bk, bv, cache_seqlens, strategy, scale, scale_q, scale_k, scale_v)
     if known is not None or _is_plain_eager(aq, ak, av, bq, bk, bv):
-        return launchers.decode(*arguments, known or Plans())
+        return _launch_decode(arguments, known or Plans())
     return torch.ops.warploom.tpa_decode(*arguments)  # type: ignore[no-any-return]
 
 

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 BLOCK_M = gl.constexpr(64)  # keys of a block: what one matrix instruction takes
 
@@ -189,11 +190,11 @@ def join(acc, top, total, more, more_top, more_total, LAYOUT: gl.constexpr):
 @gluon.jit
 def attend_spans(
     arguments, H: gl.constexpr, RQ: gl.constexpr, R: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
-    WHOLE: gl.constexpr, SHORTEST: gl.constexpr, LONGEST: gl.constexpr, WANTED: gl.constexpr,
+    WHOLE: gl.constexpr, SHORTEST: gl.constexpr, LONGEST: gl.constexpr, WANTED: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
     """The computing warps."""
     (
-        aq, bq, out, partial, statistics, q_tile, aq_tile, bq_tile, w_tiles,
+        aq, bq, out, partial, statistics, q_tile, aq_tile, bq_tile, w_tiles, sums_tiles,
         a_tiles, b_tiles, a_full, a_empty, b_full, b_empty,
         lengths, lengths_b, units, keys, spans, span_chunks,
         aq_b, aq_h, aq_r, bq_b, bq_r, bq_d, out_b, out_h, out_e, logit_scale, scale_q, scale_v,
@@ -225,7 +226,12 @@ def attend_spans(
                 H, RQ, D, LAYOUT,
             )  # fmt: skip
             four, four_top, four_total = none, none_top, none_total
-            every, every_top, every_total = none, none_top, none_total
+            sums_tiles.index(0).store(none)
+            sums_tiles.index(1).store(none)
+            if R == 4:
+                sums_tiles.index(2).store(none)
+            sixteen_top, sixteen_total = none_top, none_total
+            every_top, every_total = none_top, none_total
             for chunk_start in range(first, end, chunk):
                 chunk_end = gl.minimum(chunk_start + chunk, end)
                 acc, top = none, none_top
@@ -285,12 +291,27 @@ def attend_spans(
                         mbarrier.arrive(b_empty.index((b_count + R + r) % B_STAGES))
                     a_count += 2
                     b_count += 2 * R
+                if R == 4:
+                    four = sums_tiles.index(2).load(LAYOUT)
                 four, four_top, four_total = join(four, four_top, four_total, acc, top, gl.sum(sums, 0), LAYOUT)
                 if (chunk_end % (4 * chunk) == 0) | (chunk_end == end):
-                    every, every_top, every_total = join(
-                        every, every_top, every_total, four, four_top, four_total, LAYOUT
-                    )
+                    sixteen, sixteen_top, sixteen_total = join(
+                        sums_tiles.index(0).load(LAYOUT), sixteen_top, sixteen_total, four, four_top, four_total,
+                        LAYOUT,
+                    )  # fmt: skip
+                    if (chunk_end % (16 * chunk) == 0) | (chunk_end == end):
+                        every, every_top, every_total = join(
+                            sums_tiles.index(1).load(LAYOUT), every_top, every_total,
+                            sixteen, sixteen_top, sixteen_total, LAYOUT,
+                        )  # fmt: skip
+                        sums_tiles.index(1).store(every)
+                        sixteen, sixteen_top, sixteen_total = none, none_top, none_total
+                    sums_tiles.index(0).store(sixteen)
                     four, four_top, four_total = none, none_top, none_total
+                if R == 4:
+                    sums_tiles.index(2).store(four)
+                    four = none
+            every = sums_tiles.index(1).load(LAYOUT)
             if WHOLE:
                 result = every * (scale_v / gl.where(every_total == 0.0, 1.0, every_total))[None, :]
                 cells = out + entry.to(gl.int64) * out_b + (h.to(gl.int64) * out_h)[None, :] + e * out_e
@@ -331,13 +352,15 @@ def hopper_decode_kernel(
     logit_scale: gl.float32, scale_q: gl.float32, scale_v: gl.float32,
     H: gl.constexpr, RQ: gl.constexpr, R: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     RANKS: gl.constexpr, A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, WHOLE: gl.constexpr,
-    SHORTEST: gl.constexpr, LONGEST: gl.constexpr, WANTED: gl.constexpr,
+    SHORTEST: gl.constexpr, LONGEST: gl.constexpr, WANTED: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
     """One new token of every batch entry, over ``spans`` spans of its keys, of ``span_chunks`` chunks each.
 
     Descriptors are of (B, 1, M, H·R), with boxes of (1, 1, BLOCK_M, ROWS · R), for head factors, and of (B, R, M, D),
     with boxes of (1, 1, BLOCK_M, BLOCK), for feature factors. Writes what `kernels.decode_kernel` writes.
     """
+    if not WHOLE:
+        gdc_launch_dependents()
     ROWS: gl.constexpr = ak_desc.block_type.shape[3] // R
     BLOCK: gl.constexpr = bk_desc.block_type.shape[3]
     dtype: gl.constexpr = bk_desc.dtype
@@ -351,6 +374,8 @@ def hopper_decode_kernel(
     bq_tile = gl.allocate_shared_memory(dtype, [RANKS, BLOCK], BQ_LAYOUT)
     W_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, ROWS], dtype)
     w_tiles = gl.allocate_shared_memory(dtype, [R, BLOCK_M, ROWS], W_LAYOUT)
+    SUMS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    sums_tiles = gl.allocate_shared_memory(gl.float32, [3 if R == 4 else 2, BLOCK, ROWS], SUMS_LAYOUT)
     a_full, a_empty = ring(A_STAGES)
     b_full, b_empty = ring(B_STAGES)
     fence_async_shared()
@@ -359,13 +384,13 @@ def hopper_decode_kernel(
         lengths, lengths_b, units, keys, spans, span_chunks,
     )  # fmt: skip
     computing = (
-        aq, bq, out, partial, statistics, q_tile, aq_tile, bq_tile, w_tiles,
+        aq, bq, out, partial, statistics, q_tile, aq_tile, bq_tile, w_tiles, sums_tiles,
         a_tiles, b_tiles, a_full, a_empty, b_full, b_empty,
         lengths, lengths_b, units, keys, spans, span_chunks,
         aq_b, aq_h, aq_r, bq_b, bq_r, bq_d, out_b, out_h, out_e, logit_scale, scale_q, scale_v,
     )  # fmt: skip
     gl.warp_specialize(
-        [(attend_spans, (computing, H, RQ, R, D, E, WHOLE, SHORTEST, LONGEST, WANTED)),
+        [(attend_spans, (computing, H, RQ, R, D, E, WHOLE, SHORTEST, LONGEST, WANTED, DEPTH)),
          (copy_spans, (copying, R, SHORTEST, LONGEST, WANTED))],
         [1], [24],
     )  # fmt: skip

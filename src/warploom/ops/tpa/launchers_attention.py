@@ -11,7 +11,7 @@ from warploom.launch import Kernel, architecture, multiprocessors
 from warploom.layout import empty_in_order_of
 from warploom.ops.tpa.kernels_attention import forward_kernel
 from warploom.ops.tpa.kernels_backward import factor_kernel, key_kernel, prepare_kernel, query_kernel
-from warploom.ops.tpa.launchers import feature_factors, logit_unit, strides_of
+from warploom.ops.tpa.launchers import Operands, feature_factors, logit_unit, strides_of
 
 Tensor = torch.Tensor
 
@@ -80,7 +80,7 @@ def _key_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
     if features > 128:
         return Tiles(32, 16, 8, 1)
     if rank <= 2:
-        return Tiles(32, 64, 4, 3) if rank == 1 else Tiles(32, 64, 8, 2)
+        return Tiles(32, 64, 4, 3)
     return Tiles(32, 16, 8, 2 if features > 64 else 1)
 
 
@@ -101,13 +101,9 @@ def _block(features: int) -> int:
     return block
 
 
-def forward(
-    aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, call: Call
-) -> tuple[Tensor, Tensor]:
-    """Run the forward kernel: the output, and maximum and denominator (B, H, 2, N) of every softmax in float32.
-
-    Factors have their rank axis.
-    """
+def forward(factors: Operands, call: Call) -> tuple[Tensor, Tensor]:
+    """Run the forward kernel: the output, and maximum and denominator (B, H, 2, N) of every softmax in float32."""
+    aq, ak, av, bq, bk, bv = factors
     batch, tokens, rank_q, features = bq.shape
     keys, heads, rank_k = ak.shape[1:]
     rank_v, values = bv.shape[2:]
@@ -135,23 +131,13 @@ def forward(
     return out, statistics
 
 
-def backward(
-    grad: Tensor,
-    out: Tensor,
-    statistics: Tensor,
-    aq: Tensor | None,
-    ak: Tensor,
-    av: Tensor,
-    bq: Tensor,
-    bk: Tensor,
-    bv: Tensor,
-    call: Call,
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run the backward kernels: gradients of ``aq, ak, av, bq, bk, bv``.
+def backward(grad: Tensor, out: Tensor, statistics: Tensor, factors: Operands, call: Call) -> Operands:
+    """Run the backward kernels: gradients of the factors.
 
     Beside them it holds Q and dQ, as large as queries of the inputs' dtype are, δ, and the sums of the gradients of
     ``bk`` and ``bv`` in float32, once for every group of heads.
     """
+    aq, ak, av, bq, bk, bv = factors
     batch, tokens, rank_q, features = bq.shape
     heads = ak.shape[2]
     q = torch.empty((batch, heads, tokens, features), dtype=bq.dtype, device=bq.device)
@@ -190,7 +176,7 @@ def backward(
         del dq
     dak, dav = empty_in_order_of(ak, ak.shape[3]), empty_in_order_of(av, av.shape[3])
     dbk, dbv = _key_gradients(q, statistics, delta, grad, *rows, bk, bv, dak, dav, call)
-    return daq, dak, dav, dbq, dbk, dbv
+    return Operands(daq, dak, dav, dbq, dbk, dbv)
 
 
 def _query_gradient(

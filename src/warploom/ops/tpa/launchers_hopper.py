@@ -7,12 +7,16 @@ with the kernel for every GPU.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 
 from warploom.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied, multiprocessors
+from warploom.ops.tpa.launchers_chunks import Chunks
+
+if TYPE_CHECKING:
+    from warploom.ops.tpa.launchers import Operands
 
 Tensor = torch.Tensor
 
@@ -21,8 +25,11 @@ MOST_HEADS = 32
 MOST_RANKS = 64
 """Of the queries: the factors of a query are multiplied in one go."""
 _BLOCK_M = 64
-_BUFFER_BYTES = 200 * 1024
+_BUFFER_BYTES = 128 * 1024
 """Shared memory for both rings of buffers."""
+
+
+CHUNKS = Chunks(shortest=128, longest=256, wanted=128, depth=3)
 
 
 class Rings(NamedTuple):
@@ -35,15 +42,13 @@ class Rings(NamedTuple):
 def rings(rank: int, rows: int, width: int) -> Rings:
     """As many buffers as there is room for: as much of head factors as of feature factors."""
     head_bytes, feature_bytes = _BLOCK_M * rows * rank * 2, _BLOCK_M * width * 2
-    pairs = _BUFFER_BYTES // (
-        head_bytes + rank * feature_bytes
-    )  # of a tile of head factors and all ranks' features
-    left = _BUFFER_BYTES - pairs * (head_bytes + rank * feature_bytes)
-    return Rings(pairs, pairs * rank + left // feature_bytes)
+    head_tiles = max(_BUFFER_BYTES // (head_bytes + rank * feature_bytes), 2)
+    return Rings(head_tiles, (_BUFFER_BYTES - head_tiles * head_bytes) // feature_bytes)
 
 
-def suit(aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor) -> bool:
+def suit(factors: Operands) -> bool:
     """Whether the kernel takes a call with these factors, apart from their addresses."""
+    aq, ak, av, bq, bk, bv = factors
     if INTERPRETED or not 90 <= architecture(bq.device) < 100 or bq.dtype not in (torch.float16, torch.bfloat16):
         return False
     batch, keys, heads, rank = ak.shape
@@ -56,17 +61,16 @@ def suit(aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: 
 
 
 def plan(
-    factors: tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor],
+    factors: Operands,
     out: Tensor,
     lengths_b: int,
     spans: int,
     levels: int,
-    chunks: tuple[int, int, int],
     scales: tuple[float, float, float],
 ) -> TiledLaunch:
-    """The launch on factors like these, which suit, ``spans`` spans of 1 (``levels`` 0) or 4 chunks.
+    """The launch on factors like these, which suit, with ``spans`` spans of as many ``levels`` of the tree of chunks.
 
-    ``scales`` of logits, queries and values. It is launched on ak, av, bk, bv, aq, bq, lengths, out, partial results
+    ``scales`` are of logits, queries and values. It is launched on ak, av, bk, bv, aq, bq, lengths, out, partial results
     and their statistics.
     """
     from warploom.ops.tpa.kernels_hopper import hopper_decode_kernel
@@ -88,6 +92,15 @@ def plan(
     )  # fmt: skip
     ranks = max(16, triton.next_power_of_2(bq.shape[2])) if aq is not None else 16
     constants = (
-        heads, bq.shape[2], rank, features, values, ranks, *rings(rank, rows, width), spans == 1, *chunks,
+        heads, bq.shape[2], rank, features, values, ranks, *rings(rank, rows, width), spans == 1,
+        *CHUNKS.lengths, CHUNKS.depth,
     )  # fmt: skip
     return TiledLaunch(hopper_decode_kernel, min(multiprocessors(bq.device), units), boxes, numbers, constants)
+
+
+def microseconds(tiles: int, spans: int, entry_bytes: int, device: torch.device) -> float:
+    """As of the kernel for every GPU."""
+    rounds = -(-tiles * spans // multiprocessors(device))
+    span = entry_bytes / spans
+    reading = max(rounds * (span / 45.5e3 + 1.0), tiles * entry_bytes / 4.2e6)
+    return reading + (3.5 + spans * 0.06 if spans > 1 else 0.0)
