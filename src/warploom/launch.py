@@ -28,6 +28,7 @@ if INTERPRETED:
     import warploom.interpreter  # noqa: F401
 
 ALIGNMENT = 16  # bytes; what a 128-bit load or store needs of its address
+_MOST_STRIDE = 2**40  # bytes; what a tensor descriptor can hold
 
 _TYPE_NAMES = {
     torch.float16: "fp16",
@@ -78,12 +79,11 @@ class Kernel:
         constants: tuple[Any, ...],
         num_warps: int = 4,
         num_stages: int = 3,
-        dependent: bool = False,
+        early: bool = False,
     ) -> Any:
         """Launch ``programs`` programs on the current stream of the first tensor's device.
 
-        ``dependent``: they may start when all programs of the kernel ahead have said so (`gdc_launch_dependents`),
-        and wait for its end themselves (`gdc_wait`); from Hopper on.
+        ``early``: while the launch before it on the stream still runs; see `may_start_early`.
 
         Returns:
             The compiled variant; ``None`` where nothing was compiled (no programs, the interpreter, builds
@@ -92,7 +92,7 @@ class Kernel:
         if programs == 0:
             return None
         options = {"num_warps": num_warps, "num_stages": num_stages}
-        if dependent:
+        if early:
             options["launch_pdl"] = True
         if _recorded is not None:
             self._record(_recorded, tensors, numbers, constants, options)
@@ -182,10 +182,10 @@ class Launch:
         constants: tuple[Any, ...],
         num_warps: int = 4,
         num_stages: int = 3,
-        dependent: bool = False,
+        early: bool = False,
     ) -> None:
         self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
-        self.options = (num_warps, num_stages, dependent)
+        self.options = (num_warps, num_stages, early)
         self.arguments = (*numbers, *constants)
         self.entry: Entry | None = None  # of the variant for aligned addresses, and its device
         self.device = -1
@@ -220,6 +220,13 @@ class Boxes(NamedTuple):
 
     order: tuple[int, ...]
     tile: tuple[int, ...]
+
+
+def can_be_copied(tensor: torch.Tensor) -> bool:
+    """Whether the strides of a tensor suit a tensor descriptor."""
+    *strides, feature = (s for n, s in zip(tensor.shape, tensor.stride()) if n > 1 or s == 1)
+    units = ALIGNMENT // tensor.element_size()
+    return feature == 1 and all(s % units == 0 and 0 < s * tensor.element_size() < _MOST_STRIDE for s in strides)
 
 
 class TiledLaunch:
@@ -335,16 +342,6 @@ class TiledLaunch:
         builds.setdefault(key, Build(self.function, signature, constexprs, attrs, options))
 
 
-_MOST_BYTES = 2**40  # strides that a descriptor can hold
-
-
-def can_be_copied(tensor: torch.Tensor) -> bool:
-    """Whether the strides of a tensor suit a descriptor."""
-    *strides, feature = (s for n, s in zip(tensor.shape, tensor.stride()) if n > 1 or s == 1)
-    units = ALIGNMENT // tensor.element_size()
-    return feature == 1 and all(s % units == 0 and 0 < s * tensor.element_size() < _MOST_BYTES for s in strides)
-
-
 def _description(like: torch.Tensor, box: Boxes) -> dict[str, Any]:
     """What a tensor descriptor says of every tensor like this one."""
     import triton.language as tl
@@ -390,6 +387,15 @@ def runs_on_cpu() -> bool:
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; 1 for any other device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def may_start_early(device: torch.device) -> bool:
+    """Whether a kernel may be launched ``early``: put in place while the launch before it on the stream still runs.
+
+    Such a kernel waits for that launch itself (``gdc_wait``) before it touches memory, which is cheaper than the
+    pause between two launches. Hopper and later (programmatic dependent launch).
+    """
+    return not INTERPRETED and architecture(device) >= 90
 
 
 def architecture(device: torch.device) -> int:

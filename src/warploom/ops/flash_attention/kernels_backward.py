@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.activations import power_of_two
 from warploom.device.product import product, rounded
@@ -300,8 +301,10 @@ def query_kernel(
 
 
 @triton.jit(do_not_specialize=["size", "splits"])
-def sum_kernel(part, out, size: tl.int64, splits: tl.int32, BLOCK: tl.constexpr):
+def sum_kernel(part, out, size: tl.int64, splits: tl.int32, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Sum of the parts (splits, size) of a split, always in the same order."""
+    if EARLY:
+        gdc_wait()
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for split in range(splits):

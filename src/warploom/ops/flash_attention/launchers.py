@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from warploom.launch import ALIGNMENT, INTERPRETED, Kernel, Launch, TiledLaunch, architecture, multiprocessors
+from warploom.launch import (
+    ALIGNMENT,
+    INTERPRETED,
+    Kernel,
+    Launch,
+    TiledLaunch,
+    architecture,
+    may_start_early,
+    multiprocessors,
+)
 from warploom.layout import layout_of
 from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel
 from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
@@ -453,13 +462,15 @@ def _plan_forward(
         return plan
     block_r = max(2048 // geometry.block_e, 1)
     lse_elements = rows * geometry.tokens
+    early = may_start_early(q.device)
     combine = Launch(
         combine_launch,
         -(-lse_elements // block_r),
         (
             lse_elements, geometry.tokens, geometry.heads, splits, out.numel(), *out.stride(), *out.stride(),
         ),
-        (geometry.value_features, block_r, geometry.block_e),
+        (geometry.value_features, block_r, geometry.block_e, early),
+        early=early,
     )  # fmt: skip
     return plan._replace(
         combine=combine, part_elements=splits * out.numel(), part_statistics=(splits, 2, *plan.lse)
@@ -600,7 +611,7 @@ def _plan_walk(
     tiled = _tiled(name, geometry, mask, scale, (*tensors, *results)) if aligned else None
     sizes = [result.numel() for result in results]
     if tiled is not None:
-        return _Walk(tiled.launch, *_sums(sizes, tiled.parts))
+        return _Walk(tiled.launch, *_sums(sizes, tiled.parts, tensors[0].device))
     first = tensors[0]
     tiles = _tiles(name, geometry, mask, scale, precision, first)
     if name == "key":
@@ -623,12 +634,13 @@ def _plan_walk(
         tiles.warps,
         tiles.stages,
     )  # fmt: skip
-    return _Walk(launch, *_sums(sizes, grid.splits))
+    return _Walk(launch, *_sums(sizes, grid.splits, first.device))
 
 
-def _sums(sizes: list[int], splits: int) -> tuple[tuple[Launch, ...], tuple[int, ...]]:
+def _sums(sizes: list[int], splits: int, device: torch.device) -> tuple[tuple[Launch, ...], tuple[int, ...]]:
     """What sums the parts of results of so many elements, and how many elements these have together."""
     if splits == 1:
         return (), ()
-    sums = tuple(Launch(sum_launch, -(-size // 1024), (size, splits), (1024,)) for size in sizes)
+    early = may_start_early(device)
+    sums = tuple(Launch(sum_launch, -(-size // 1024), (size, splits), (1024, early), early=early) for size in sizes)
     return sums, tuple(splits * size for size in sizes)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from warploom.device.hopper import ROWS
 from warploom.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied, multiprocessors
 from warploom.ops.flash_attention import kernels_hopper, kernels_hopper_backward
-from warploom.ops.flash_attention.kernels_hopper import ROWS
 from warploom.ops.flash_attention.launchers import L2_SHARE, LOG2_E, UNBOUNDED, Geometry, Mask
 
 Tensor = torch.Tensor

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.activations import exponential_float32, power_of_two
 from warploom.device.product import dot, rounded
@@ -242,7 +242,7 @@ def decode_kernel(
     BLOCK_RK: tl.constexpr, BLOCK_RV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     SHORTEST: tl.constexpr, LONGEST: tl.constexpr, WANTED: tl.constexpr, LEVELS: tl.constexpr, WHOLE: tl.constexpr,
     Q_VEC: tl.constexpr, Q_UNIT: tl.constexpr, A_VEC: tl.constexpr, A_DENSE: tl.constexpr,
-    B_VEC: tl.constexpr, B_UNIT: tl.constexpr, DEPENDENT: tl.constexpr,
+    B_VEC: tl.constexpr, B_UNIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one batch entry, over one of ``spans`` spans of its keys.
 
@@ -250,8 +250,6 @@ def decode_kernel(
     output. Without, it leaves numerators, maximum and denominator for `combine_kernel` in slot (batch entry, span) of
     ``partial`` (B, spans, N·H, E) and ``statistics`` (B, spans, 2, N·H), float32.
     """
-    if DEPENDENT:
-        gdc_launch_dependents()
     ROWS: tl.constexpr = BLOCK_N * BLOCK_H
     H_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     row_blocks = H_BLOCKS * tl.cdiv(tokens, BLOCK_N)
@@ -357,12 +355,14 @@ def combine_kernel(
     out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_e: tl.int64, scale_v: tl.float32,
     H: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, AHEAD: tl.constexpr,
     SHORTEST: tl.constexpr, LONGEST: tl.constexpr, WANTED: tl.constexpr, LEVELS: tl.constexpr,
-    FOURS: tl.constexpr, DEPENDENT: tl.constexpr,
+    FOURS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Joins what programs of `decode_kernel` left that took one chunk or four: a tile (R, E) of one entry's rows.
 
     ``AHEAD`` parts, a multiple of four, are under way before the first is needed.
     """
+    if EARLY:
+        gdc_wait()
     row_blocks = tl.cdiv(tokens * H, BLOCK_R)
     batch = tl.program_id(0) // row_blocks
     row = (tl.program_id(0) % row_blocks * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
@@ -376,8 +376,6 @@ def combine_kernel(
     none_top = tl.full((BLOCK_R, 1), float("-inf"), tl.float32)
     none_total = tl.zeros((BLOCK_R, 1), tl.float32)
     acc, top, total = none, none_top, none_total
-    if DEPENDENT:
-        gdc_wait()
     for first in range(0, parts, AHEAD):
         ahead = ()
         for i in tl.static_range(AHEAD):

@@ -2,10 +2,12 @@
 
 A persistent program holds one multiprocessor and takes spans of the cache, one after the other. One warp copies blocks
 of keys from device memory through the tensor memory accelerator, without a pause between chunks, spans and batch
-entries; four warps compute what `kernels.decode_kernel` computes, chunks and their tree included. They meet at barriers
-in shared memory, two to a buffer: ``full`` when a tile has arrived, ``empty`` when it has been read. Tiles come in the
-order of their use, so a count of tiles gives buffer and phase on both sides. There are two rings of buffers: tiles of
-feature factors (BLOCK_M, BLOCK), one for each rank, and tiles of head factors (BLOCK_M, ROWS · R).
+entries; four warps compute what `kernels.decode_kernel` computes, with a tree of chunks that is a level deeper. They
+meet as `warploom.device.hopper` says, at two rings of buffers: tiles of feature factors (BLOCK_M, BLOCK), one for each
+rank, and tiles of head factors (BLOCK_M, ROWS · R).
+
+What waits in the tree for its neighbours lies in shared memory: a sum (BLOCK, ROWS) for each level. Nothing is there
+that a program does not need: a span of one chunk never touches it.
 """
 
 from __future__ import annotations
@@ -15,21 +17,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
 
-BLOCK_M = gl.constexpr(64)  # keys of a block: what one matrix instruction takes
+from warploom.device import hopper
+from warploom.device.hopper import barriers, copy_tile, init_ring, matrix, power_of_two, wait_full
 
-
-@gluon.jit
-def power_of_two(x):
-    """2ˣ to 2 units in the last place; zero where the result would be denormal."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
+BLOCK_M = gl.constexpr(hopper.ROWS)  # keys of a block
 
 
 @gluon.jit
@@ -62,23 +57,6 @@ def span_of(
 
 
 @gluon.jit
-def wait_full(full, count):
-    """Wait for the tile number ``count`` of a ring of buffers; the number of its buffer."""
-    slot = count % full.shape[0]
-    mbarrier.wait(full.index(slot), count // full.shape[0] & 1)
-    return slot
-
-
-@gluon.jit
-def copy_tile(desc, entry, rank, key, column, tiles, full, empty, count):
-    """Copy a tile into its buffer of a ring once that is empty."""
-    slot = count % empty.shape[0]
-    mbarrier.wait(empty.index(slot), (count // empty.shape[0] & 1) ^ 1)
-    mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [entry, rank, key, column], full.index(slot), tiles.index(slot))
-
-
-@gluon.jit
 def copy_spans(arguments, R: gl.constexpr, SHORTEST: gl.constexpr, LONGEST: gl.constexpr, WANTED: gl.constexpr):
     """The copying warp."""
     (
@@ -92,20 +70,14 @@ def copy_spans(arguments, R: gl.constexpr, SHORTEST: gl.constexpr, LONGEST: gl.c
             unit, lengths, lengths_b, keys, spans, span_chunks, SHORTEST, LONGEST, WANTED
         )
         for start in range(first, end, BLOCK_M):
-            copy_tile(ak_desc, entry, 0, start, 0, a_tiles, a_full, a_empty, a_count)
+            copy_tile(ak_desc, entry, 0, start, a_tiles, a_full, a_empty, a_count)
             for r in gl.static_range(R):
-                copy_tile(bk_desc, entry, r, start, 0, b_tiles, b_full, b_empty, b_count + r)
-            copy_tile(av_desc, entry, 0, start, 0, a_tiles, a_full, a_empty, a_count + 1)
+                copy_tile(bk_desc, entry, r, start, b_tiles, b_full, b_empty, b_count + r)
+            copy_tile(av_desc, entry, 0, start, a_tiles, a_full, a_empty, a_count + 1)
             for r in gl.static_range(R):
-                copy_tile(bv_desc, entry, r, start, 0, b_tiles, b_full, b_empty, b_count + R + r)
+                copy_tile(bv_desc, entry, r, start, b_tiles, b_full, b_empty, b_count + R + r)
             a_count += 2
             b_count += 2 * R
-
-
-@gluon.jit
-def matrix(tiles, slot):
-    """A tile of a ring as a matrix in shared memory."""
-    return tiles.index(slot).reshape([tiles.shape[3], tiles.shape[4]])
 
 
 @gluon.constexpr_function
@@ -173,35 +145,45 @@ def query_tile(
 
 
 @gluon.jit
-def join(acc, top, total, more, more_top, more_total, LAYOUT: gl.constexpr):
-    """See `kernels.join`."""
-    highest = gl.maximum(top, more_top)
+def join(acc, top, total, waiting, level: gl.constexpr, LAYOUT: gl.constexpr):
+    """What waits at a level, and then a sum over the keys behind it, joined; see `kernels.join`."""
+    sums, tops, totals = waiting
+    before_top = tops.index(level).load(gl.SliceLayout(0, LAYOUT))
+    highest = gl.maximum(before_top, top)
     base = gl.where(highest == float("-inf"), 0.0, highest)
-    keep = power_of_two(top - base)
-    add = power_of_two(more_top - base)
-    zeros = gl.zeros(acc.shape, gl.float32, LAYOUT)
+    keep = power_of_two(before_top - base)
+    add = power_of_two(top - base)
+    wide = keep[None, :] + gl.zeros(acc.shape, gl.float32, LAYOUT)
     return (
-        gl.fma(acc, keep[None, :] + zeros, more * add[None, :]),
+        gl.fma(sums.index(level).load(LAYOUT), wide, acc * add[None, :]),
         highest,
-        gl.fma(total, keep, more_total * add),
+        gl.fma(totals.index(level).load(gl.SliceLayout(0, LAYOUT)), keep, total * add),
     )
+
+
+@gluon.jit
+def let_wait(acc, top, total, waiting, level: gl.constexpr):
+    """Leave a sum at a level."""
+    sums, tops, totals = waiting
+    sums.index(level).store(acc)
+    tops.index(level).store(top)
+    totals.index(level).store(total)
 
 
 @gluon.jit
 def attend_spans(
     arguments, H: gl.constexpr, RQ: gl.constexpr, R: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
-    WHOLE: gl.constexpr, SHORTEST: gl.constexpr, LONGEST: gl.constexpr, WANTED: gl.constexpr, DEPTH: gl.constexpr,
+    WHOLE: gl.constexpr, SHORTEST: gl.constexpr, LONGEST: gl.constexpr, WANTED: gl.constexpr,
 ):  # fmt: skip
     """The computing warps."""
     (
-        aq, bq, out, partial, statistics, q_tile, aq_tile, bq_tile, w_tiles, sums_tiles,
+        aq, bq, out, partial, statistics, q_tile, aq_tile, bq_tile, w_tiles, waiting,
         a_tiles, b_tiles, a_full, a_empty, b_full, b_empty,
         lengths, lengths_b, units, keys, spans, span_chunks,
         aq_b, aq_h, aq_r, bq_b, bq_r, bq_d, out_b, out_h, out_e, logit_scale, scale_q, scale_v,
     ) = arguments  # fmt: skip
     BLOCK: gl.constexpr = q_tile.shape[0]
     ROWS: gl.constexpr = q_tile.shape[1]
-    A_STAGES: gl.constexpr = a_full.shape[0]
     B_STAGES: gl.constexpr = b_full.shape[0]
     # Keys or features down, rows across: the same rows in a thread either way.
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -225,13 +207,7 @@ def attend_spans(
                 aq, bq, entry, q_tile, aq_tile, bq_tile, aq_b, aq_h, aq_r, bq_b, bq_r, bq_d, scale_q,
                 H, RQ, D, LAYOUT,
             )  # fmt: skip
-            four, four_top, four_total = none, none_top, none_total
-            sums_tiles.index(0).store(none)
-            sums_tiles.index(1).store(none)
-            if R == 4:
-                sums_tiles.index(2).store(none)
-            sixteen_top, sixteen_total = none_top, none_total
-            every_top, every_total = none_top, none_total
+            acc, top, total = none, none_top, none_total
             for chunk_start in range(first, end, chunk):
                 chunk_end = gl.minimum(chunk_start + chunk, end)
                 acc, top = none, none_top
@@ -291,47 +267,32 @@ def attend_spans(
                         mbarrier.arrive(b_empty.index((b_count + R + r) % B_STAGES))
                     a_count += 2
                     b_count += 2 * R
-                if R == 4:
-                    four = sums_tiles.index(2).load(LAYOUT)
-                four, four_top, four_total = join(four, four_top, four_total, acc, top, gl.sum(sums, 0), LAYOUT)
-                if (chunk_end % (4 * chunk) == 0) | (chunk_end == end):
-                    sixteen, sixteen_top, sixteen_total = join(
-                        sums_tiles.index(0).load(LAYOUT), sixteen_top, sixteen_total, four, four_top, four_total,
-                        LAYOUT,
-                    )  # fmt: skip
-                    if (chunk_end % (16 * chunk) == 0) | (chunk_end == end):
-                        every, every_top, every_total = join(
-                            sums_tiles.index(1).load(LAYOUT), every_top, every_total,
-                            sixteen, sixteen_top, sixteen_total, LAYOUT,
-                        )  # fmt: skip
-                        sums_tiles.index(1).store(every)
-                        sixteen, sixteen_top, sixteen_total = none, none_top, none_total
-                    sums_tiles.index(0).store(sixteen)
-                    four, four_top, four_total = none, none_top, none_total
-                if R == 4:
-                    sums_tiles.index(2).store(four)
-                    four = none
-            every = sums_tiles.index(1).load(LAYOUT)
+                total = gl.sum(sums, 0)
+                # Up the tree as far as this chunk is the last one of its node, and nothing waits at the levels above.
+                place = chunk_start // chunk
+                if place % 4 != 0 and chunk_start != first:
+                    acc, top, total = join(acc, top, total, waiting, 0, LAYOUT)
+                if chunk_end != end and place % 4 != 3:
+                    let_wait(acc, top, total, waiting, 0)
+                else:
+                    if place // 4 % 4 != 0 and chunk_start - place % 4 * chunk > first:
+                        acc, top, total = join(acc, top, total, waiting, 1, LAYOUT)
+                    if chunk_end != end and place // 4 % 4 != 3:
+                        let_wait(acc, top, total, waiting, 1)
+                    else:
+                        if chunk_start - place % 16 * chunk > first:
+                            acc, top, total = join(acc, top, total, waiting, 2, LAYOUT)
+                        if chunk_end != end:
+                            let_wait(acc, top, total, waiting, 2)
             if WHOLE:
-                result = every * (scale_v / gl.where(every_total == 0.0, 1.0, every_total))[None, :]
+                result = acc * (scale_v / gl.where(total == 0.0, 1.0, total))[None, :]
                 cells = out + entry.to(gl.int64) * out_b + (h.to(gl.int64) * out_h)[None, :] + e * out_e
                 gl.store(cells, result.to(out.dtype.element_ty), mask=(h < H)[None, :] & (e < E))
             else:
                 slot = unit.to(gl.int64)
-                gl.store(partial + slot * (H * E) + (h * E)[None, :] + e, every, mask=(h < H)[None, :] & (e < E))
-                gl.store(statistics + slot * (2 * H) + h, every_top, mask=h < H)
-                gl.store(statistics + slot * (2 * H) + H + h, every_total, mask=h < H)
-
-
-@gluon.jit
-def ring(count: gl.constexpr):
-    """Barriers of a ring of buffers, full and empty: one arrival each."""
-    full = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(count):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    return full, empty
+                gl.store(partial + slot * (H * E) + (h * E)[None, :] + e, acc, mask=(h < H)[None, :] & (e < E))
+                gl.store(statistics + slot * (2 * H) + h, top, mask=h < H)
+                gl.store(statistics + slot * (2 * H) + H + h, total, mask=h < H)
 
 
 NUMBERS = (
@@ -352,15 +313,13 @@ def hopper_decode_kernel(
     logit_scale: gl.float32, scale_q: gl.float32, scale_v: gl.float32,
     H: gl.constexpr, RQ: gl.constexpr, R: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     RANKS: gl.constexpr, A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, WHOLE: gl.constexpr,
-    SHORTEST: gl.constexpr, LONGEST: gl.constexpr, WANTED: gl.constexpr, DEPTH: gl.constexpr,
+    SHORTEST: gl.constexpr, LONGEST: gl.constexpr, WANTED: gl.constexpr,
 ):  # fmt: skip
     """One new token of every batch entry, over ``spans`` spans of its keys, of ``span_chunks`` chunks each.
 
     Descriptors are of (B, 1, M, H·R), with boxes of (1, 1, BLOCK_M, ROWS · R), for head factors, and of (B, R, M, D),
     with boxes of (1, 1, BLOCK_M, BLOCK), for feature factors. Writes what `kernels.decode_kernel` writes.
     """
-    if not WHOLE:
-        gdc_launch_dependents()
     ROWS: gl.constexpr = ak_desc.block_type.shape[3] // R
     BLOCK: gl.constexpr = bk_desc.block_type.shape[3]
     dtype: gl.constexpr = bk_desc.dtype
@@ -374,23 +333,33 @@ def hopper_decode_kernel(
     bq_tile = gl.allocate_shared_memory(dtype, [RANKS, BLOCK], BQ_LAYOUT)
     W_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, ROWS], dtype)
     w_tiles = gl.allocate_shared_memory(dtype, [R, BLOCK_M, ROWS], W_LAYOUT)
-    SUMS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    sums_tiles = gl.allocate_shared_memory(gl.float32, [3 if R == 4 else 2, BLOCK, ROWS], SUMS_LAYOUT)
-    a_full, a_empty = ring(A_STAGES)
-    b_full, b_empty = ring(B_STAGES)
+    # A thread has two rows of an (8, 8) tile of results: with this swizzle its quarter warp meets no bank twice.
+    SUMS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    FLAT_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    waiting = (
+        gl.allocate_shared_memory(gl.float32, [3, BLOCK, ROWS], SUMS_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [3, ROWS], FLAT_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [3, ROWS], FLAT_LAYOUT),
+    )
+    a_full = barriers(A_STAGES)
+    a_empty = barriers(A_STAGES)
+    b_full = barriers(B_STAGES)
+    b_empty = barriers(B_STAGES)
+    init_ring(a_full, a_empty, 1)
+    init_ring(b_full, b_empty, 1)
     fence_async_shared()
     copying = (
         ak_desc, av_desc, bk_desc, bv_desc, a_tiles, b_tiles, a_full, a_empty, b_full, b_empty,
         lengths, lengths_b, units, keys, spans, span_chunks,
     )  # fmt: skip
     computing = (
-        aq, bq, out, partial, statistics, q_tile, aq_tile, bq_tile, w_tiles, sums_tiles,
+        aq, bq, out, partial, statistics, q_tile, aq_tile, bq_tile, w_tiles, waiting,
         a_tiles, b_tiles, a_full, a_empty, b_full, b_empty,
         lengths, lengths_b, units, keys, spans, span_chunks,
         aq_b, aq_h, aq_r, bq_b, bq_r, bq_d, out_b, out_h, out_e, logit_scale, scale_q, scale_v,
     )  # fmt: skip
     gl.warp_specialize(
-        [(attend_spans, (computing, H, RQ, R, D, E, WHOLE, SHORTEST, LONGEST, WANTED, DEPTH)),
+        [(attend_spans, (computing, H, RQ, R, D, E, WHOLE, SHORTEST, LONGEST, WANTED)),
          (copy_spans, (copying, R, SHORTEST, LONGEST, WANTED))],
         [1], [24],
     )  # fmt: skip

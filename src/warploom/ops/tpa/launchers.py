@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from warploom.launch import ALIGNMENT, INTERPRETED, Kernel, Launch, TiledLaunch, architecture, multiprocessors
+from warploom.launch import ALIGNMENT, Kernel, Launch, TiledLaunch, may_start_early, multiprocessors
 from warploom.layout import layout_of
 from warploom.ops.tpa import launchers_hopper
 from warploom.ops.tpa.kernels import combine_kernel, decode_kernel
@@ -225,26 +225,21 @@ def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Deco
         launch = _plan_launch(factors, out, lengths_b, spans, levels, scales, tile)
     if spans == 1:
         return _Decode(tuple(out.shape), out.stride(), launch, None, None, None)
-    dependent = _dependent(bq.device)
+    early = may_start_early(bq.device)
     combine = Launch(
         combine_launch,
         batch * -(-tokens * heads // COMBINE_ROWS),
         (tokens, keys, spans, lengths_b, *strides_of(out), call.scale_v),
         (
             heads, values, COMBINE_ROWS, _block(values), COMBINE_AHEAD,
-            *chunks.lengths, levels, chunks.depth - 1 - levels, dependent,
+            *chunks.lengths, levels, chunks.depth - 1 - levels, early,
         ),
         num_warps=2,
-        dependent=dependent,
+        early=early,
     )  # fmt: skip
     partial = (batch, spans, tokens * heads, values)
     statistics = (batch, spans, 2, tokens * heads)
     return _Decode(tuple(out.shape), out.stride(), launch, combine, partial, statistics)
-
-
-def _dependent(device: torch.device) -> bool:
-    """Whether the second kernel's programs may start before the first has ended, and wait for it."""
-    return not INTERPRETED and architecture(device) >= 90
 
 
 def _plan_launch(
@@ -276,7 +271,7 @@ def _plan_launch(
             heads, rank_q, rank_k, rank_v, features, values,
             tile.queries, tile.heads, block_m, 16, block_rk, block_rv, _block(features), _block(values),
             *CHUNKS.lengths, levels, spans == 1,
-            q.vector, q.flag, a.vector, a.flag, b.vector, b.flag, spans > 1 and _dependent(bq.device),
+            q.vector, q.flag, a.vector, a.flag, b.vector, b.flag,
         ),
         tile.warps,
         tile.stages,

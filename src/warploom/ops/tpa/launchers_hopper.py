@@ -29,7 +29,7 @@ _BUFFER_BYTES = 128 * 1024
 """Shared memory for both rings of buffers."""
 
 
-CHUNKS = Chunks(shortest=128, longest=256, wanted=128, depth=3)
+CHUNKS = Chunks(shortest=128, longest=1024, wanted=64, depth=3)
 
 
 class Rings(NamedTuple):
@@ -93,7 +93,7 @@ def plan(
     ranks = max(16, triton.next_power_of_2(bq.shape[2])) if aq is not None else 16
     constants = (
         heads, bq.shape[2], rank, features, values, ranks, *rings(rank, rows, width), spans == 1,
-        *CHUNKS.lengths, CHUNKS.depth,
+        *CHUNKS.lengths,
     )  # fmt: skip
     return TiledLaunch(hopper_decode_kernel, min(multiprocessors(bq.device), units), boxes, numbers, constants)
 
