@@ -182,15 +182,15 @@ def test_chunks_depend_on_the_valid_keys_alone(module: str) -> None:
             size *= 2
         return size
 
-    for levels in range(chunks.depth):
+    for levels in range(chunks.all_levels):
         most = 1
         for keys in range(0, 700_000, 997):
-            most = max(most, -(-keys // (chunk(keys) * 4**levels)))
+            most = max(most, -(-keys // (chunk(keys) * chunks.widths[levels])))
             assert most <= chunks.spans(keys, levels)
-    assert chunks.spans(10**6, chunks.depth) == 1
+    assert chunks.spans(10**6, chunks.all_levels) == 1
     assert chunks.spans(128, 0) == 1
     assert chunks.spans(129, 0) == 2
-    assert chunks.spans(4 * 128, 1) == 1
+    assert chunks.spans(chunks.widths[1] * 128, 1) == 1
 
 
 @needs_triton
@@ -203,7 +203,7 @@ def test_a_program_may_take_any_part_of_the_tree(
     inputs: dict[str, Any] = factors(device, keys=keys, heads=2, rank_k=2, dtype=torch.bfloat16)
     inputs["cache_seqlens"] = lengths(device, keys, keys // 3)
     found = []
-    for levels in range(launchers.CHUNKS.depth + 1):
+    for levels in range(launchers.CHUNKS.all_levels + 1):
         monkeypatch.setattr(api, "_on_kernels", Plans())  # none with other levels
         monkeypatch.setattr(launchers_chunks.Chunks, "levels", lambda *arguments, levels=levels: levels)
         found.append(tpa_decode(**inputs, backend="triton"))
@@ -265,7 +265,7 @@ def test_auto_splits_where_there_are_few_programs() -> None:
         return launchers.CHUNKS.levels(strategy, keys, microseconds)
 
     assert levels("auto", 1, 128) == 0  # one multiprocessor
-    assert levels("batch", 1, 32768) == launchers.CHUNKS.depth
+    assert levels("batch", 1, 32768) == launchers.CHUNKS.all_levels
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launchers, "multiprocessors", lambda device: 132)
         assert levels("auto", 128, 256) == 1  # all of two chunks

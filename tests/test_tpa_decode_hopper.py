@@ -164,7 +164,7 @@ def test_a_program_may_take_any_part_of_the_tree(
     inputs = model(device, rank, keys=20001)
     inputs["cache_seqlens"] = lengths(device, 20001, 6000)
     found = []
-    for levels in range(launchers_hopper.CHUNKS.depth + 1):
+    for levels in range(launchers_hopper.CHUNKS.all_levels + 1):
         monkeypatch.setattr(api, "_on_kernels", Plans())  # none with other levels
         monkeypatch.setattr(launchers_chunks.Chunks, "levels", lambda *arguments, levels=levels: levels)
         found.append(tpa_decode(**inputs, backend="triton"))

@@ -171,6 +171,30 @@ def let_wait(acc, top, total, waiting, level: gl.constexpr):
 
 
 @gluon.jit
+def climb(acc, top, total, waiting, place, first, last, LAYOUT: gl.constexpr):
+    """Join the sum of chunk number ``place`` with what waits, as far up the tree as there are sums on both sides.
+
+    ``first`` is the number of the first chunk of the span, and with ``last`` this is its last one: the result is the
+    sum of the span. Else the sum is left where it waits for its neighbour.
+    """
+    LEVELS: gl.constexpr = waiting[0].shape[0] - 1
+    climbing = place == place
+    for level in gl.static_range(LEVELS):
+        if climbing:
+            if place >> level & 1 == 1 and place >> level << level > first:
+                acc, top, total = join(acc, top, total, waiting, level, LAYOUT)
+            if place >> level & 1 == 0 and not last:
+                let_wait(acc, top, total, waiting, level)
+                climbing = place != place
+    if climbing:
+        if place >> LEVELS << LEVELS > first:
+            acc, top, total = join(acc, top, total, waiting, LEVELS, LAYOUT)
+        if not last:
+            let_wait(acc, top, total, waiting, LEVELS)
+    return acc, top, total
+
+
+@gluon.jit
 def attend_spans(
     arguments, H: gl.constexpr, RQ: gl.constexpr, R: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     WHOLE: gl.constexpr, SHORTEST: gl.constexpr, LONGEST: gl.constexpr, WANTED: gl.constexpr,
@@ -268,22 +292,7 @@ def attend_spans(
                     a_count += 2
                     b_count += 2 * R
                 total = gl.sum(sums, 0)
-                # Up the tree as far as this chunk is the last one of its node, and nothing waits at the levels above.
-                place = chunk_start // chunk
-                if place % 4 != 0 and chunk_start != first:
-                    acc, top, total = join(acc, top, total, waiting, 0, LAYOUT)
-                if chunk_end != end and place % 4 != 3:
-                    let_wait(acc, top, total, waiting, 0)
-                else:
-                    if place // 4 % 4 != 0 and chunk_start - place % 4 * chunk > first:
-                        acc, top, total = join(acc, top, total, waiting, 1, LAYOUT)
-                    if chunk_end != end and place // 4 % 4 != 3:
-                        let_wait(acc, top, total, waiting, 1)
-                    else:
-                        if chunk_start - place % 16 * chunk > first:
-                            acc, top, total = join(acc, top, total, waiting, 2, LAYOUT)
-                        if chunk_end != end:
-                            let_wait(acc, top, total, waiting, 2)
+                acc, top, total = climb(acc, top, total, waiting, chunk_start // chunk, first // chunk, chunk_end == end, LAYOUT)
             if WHOLE:
                 result = acc * (scale_v / gl.where(total == 0.0, 1.0, total))[None, :]
                 cells = out + entry.to(gl.int64) * out_b + (h.to(gl.int64) * out_h)[None, :] + e * out_e
@@ -313,7 +322,7 @@ def hopper_decode_kernel(
     logit_scale: gl.float32, scale_q: gl.float32, scale_v: gl.float32,
     H: gl.constexpr, RQ: gl.constexpr, R: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     RANKS: gl.constexpr, A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, WHOLE: gl.constexpr,
-    SHORTEST: gl.constexpr, LONGEST: gl.constexpr, WANTED: gl.constexpr,
+    SHORTEST: gl.constexpr, LONGEST: gl.constexpr, WANTED: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """One new token of every batch entry, over ``spans`` spans of its keys, of ``span_chunks`` chunks each.
 
@@ -337,9 +346,9 @@ def hopper_decode_kernel(
     SUMS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     FLAT_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     waiting = (
-        gl.allocate_shared_memory(gl.float32, [3, BLOCK, ROWS], SUMS_LAYOUT),
-        gl.allocate_shared_memory(gl.float32, [3, ROWS], FLAT_LAYOUT),
-        gl.allocate_shared_memory(gl.float32, [3, ROWS], FLAT_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK, ROWS], SUMS_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], FLAT_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], FLAT_LAYOUT),
     )
     a_full = barriers(A_STAGES)
     a_empty = barriers(A_STAGES)

@@ -36,7 +36,7 @@ class RowTile(NamedTuple):
         return -(-heads // self.heads) * -(-tokens // self.queries)
 
 
-CHUNKS = Chunks(shortest=128, longest=1024, wanted=32, depth=2)
+CHUNKS = Chunks(shortest=128, longest=1024, wanted=32, widths=(1, 4))
 HEADS_OF_BATCH_HEAD = 16
 """Rows of a tile under the strategy ``batch_head``."""
 NARROW = 2**22
@@ -232,7 +232,7 @@ def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Deco
         (tokens, keys, spans, lengths_b, *strides_of(out), call.scale_v),
         (
             heads, values, COMBINE_ROWS, _block(values), COMBINE_AHEAD,
-            *chunks.lengths, levels, chunks.depth - 1 - levels, early,
+            *chunks.lengths, chunks.widths[levels], chunks.widths[-1] // chunks.widths[levels], on_hopper, early,
         ),
         num_warps=2,
         early=early,

@@ -25,11 +25,15 @@ MOST_HEADS = 32
 MOST_RANKS = 64
 """Of the queries: the factors of a query are multiplied in one go."""
 _BLOCK_M = 64
+_SHARED_BYTES = 225 * 1024
+"""Shared memory of a program, but for its barriers."""
 _BUFFER_BYTES = 128 * 1024
-"""Shared memory for both rings of buffers."""
+"""The most of it for both rings of buffers: with 60 KiB reading is as fast."""
 
 
-CHUNKS = Chunks(shortest=128, longest=1024, wanted=64, depth=3)
+CHUNKS = Chunks(shortest=128, longest=1024, wanted=64, widths=(1, 2, 4, 8, 16))
+_SLOTS = len(CHUNKS.widths)
+"""Levels of the tree at which a sum may have to wait for its neighbour."""
 
 
 class Rings(NamedTuple):
@@ -39,11 +43,13 @@ class Rings(NamedTuple):
     feature_tiles: int
 
 
-def rings(rank: int, rows: int, width: int) -> Rings:
-    """As many buffers as there is room for: as much of head factors as of feature factors."""
+def rings(rank: int, rows: int, width: int, ranks: int) -> Rings:
+    """As many buffers as there is room for, up to a point: as much of head factors as of feature factors."""
     head_bytes, feature_bytes = _BLOCK_M * rows * rank * 2, _BLOCK_M * width * 2
-    head_tiles = max(_BUFFER_BYTES // (head_bytes + rank * feature_bytes), 2)
-    return Rings(head_tiles, (_BUFFER_BYTES - head_tiles * head_bytes) // feature_bytes)
+    others = (_SLOTS * 4 * rows * (width + 2)) + 2 * (_BLOCK_M * rank * rows + width * rows + ranks * (rows + width))
+    left = min(_SHARED_BYTES - others, _BUFFER_BYTES)
+    head_tiles = max(left // (head_bytes + rank * feature_bytes), 2)
+    return Rings(head_tiles, (left - head_tiles * head_bytes) // feature_bytes)
 
 
 def suit(factors: Operands) -> bool:
@@ -87,13 +93,14 @@ def plan(
     bq_b, _, bq_r, bq_d = bq.stride()
     out_b, _, out_h, out_e = out.stride()
     units = batch * spans
+    span_chunks = CHUNKS.widths[levels] if spans > 1 else 1  # one span is all keys
     numbers = (
-        lengths_b, units, keys, spans, 4**levels, aq_b, aq_h, aq_r, bq_b, bq_r, bq_d, out_b, out_h, out_e, *scales,
+        lengths_b, units, keys, spans, span_chunks, aq_b, aq_h, aq_r, bq_b, bq_r, bq_d, out_b, out_h, out_e, *scales,
     )  # fmt: skip
     ranks = max(16, triton.next_power_of_2(bq.shape[2])) if aq is not None else 16
     constants = (
-        heads, bq.shape[2], rank, features, values, ranks, *rings(rank, rows, width), spans == 1,
-        *CHUNKS.lengths,
+        heads, bq.shape[2], rank, features, values, ranks, *rings(rank, rows, width, ranks), spans == 1,
+        *CHUNKS.lengths, _SLOTS,
     )  # fmt: skip
     return TiledLaunch(hopper_decode_kernel, min(multiprocessors(bq.device), units), boxes, numbers, constants)
 
