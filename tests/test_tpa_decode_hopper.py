@@ -94,6 +94,37 @@ def test_neither_batch_nor_length_decides(hopper: None) -> None:
         assert not suits(**shape, tokens=2)
 
 
+@pytest.mark.parametrize("levels", range(5))
+def test_what_programs_left_is_joined_whatever_they_took(device: torch.device, levels: int) -> None:
+    """The second kernel on random parts of two requests, one of which fills its part of the tree."""
+    from warploom.ops.tpa.launchers import COMBINE_AHEAD, COMBINE_ROWS, combine_launch
+    from warploom.ops.tpa.launchers_hopper import CHUNKS
+
+    valid, width, heads, features = (40 * 128, 23 * 128 - 5), CHUNKS.widths[levels], 3, 16
+    spans = CHUNKS.spans(max(valid), levels)
+    partial = torch.randn(2, spans, heads, features, device=device)
+    statistics = torch.stack((torch.randn(2, spans, heads) * 4, torch.rand(2, spans, heads) + 0.5), 2).to(device)
+    for i, length in enumerate(valid):  # what no program writes
+        partial[i, -(-length // (128 * width)) :] = math.nan
+        statistics[i, -(-length // (128 * width)) :] = math.nan
+    out = torch.empty(2, 1, heads, features, device=device)
+    combine_launch(
+        2 * -(-heads // COMBINE_ROWS),
+        (partial, statistics, lengths(device, *valid), out),
+        (1, max(valid), spans, 1, *out.stride(), 0.5),
+        (
+            heads, features, COMBINE_ROWS, features, COMBINE_AHEAD,
+            *CHUNKS.lengths, width, CHUNKS.widths[-1] // width, True, False,
+        ),
+    )  # fmt: skip
+    for i, length in enumerate(valid):
+        parts = -(-length // (128 * width))
+        tops, totals = (statistics[i, :parts, k].double() for k in range(2))
+        shares = torch.exp(tops - tops.max(0).values)
+        joined = (partial[i, :parts].double() * shares[..., None]).sum(0) / (totals * shares).sum(0)[:, None]
+        torch.testing.assert_close(out[i, 0].double(), 0.5 * joined, rtol=1e-5, atol=1e-5)
+
+
 @on_hopper
 @ranks
 @pytest.mark.parametrize("keys", [1, 63, 64, 130, 1000, 9001])
@@ -174,9 +205,7 @@ def test_a_program_may_take_any_part_of_the_tree(
 
 @on_hopper
 @ranks
-def test_calls_that_go_to_the_other_kernel_are_right_beside_it(
-    device: torch.device, model: Any, rank: int
-) -> None:
+def test_calls_that_go_to_the_other_kernel_are_right_beside_it(device: torch.device, model: Any, rank: int) -> None:
     """Several new tokens; and the same shapes at another address, for which there is a plan already."""
     several = model(device, rank, keys=500, tokens=3)
     several["cache_seqlens"] = lengths(device, 500, 123)

@@ -292,7 +292,8 @@ def attend_spans(
                     a_count += 2
                     b_count += 2 * R
                 total = gl.sum(sums, 0)
-                acc, top, total = climb(acc, top, total, waiting, chunk_start // chunk, first // chunk, chunk_end == end, LAYOUT)
+                place, first_place = chunk_start // chunk, first // chunk
+                acc, top, total = climb(acc, top, total, waiting, place, first_place, chunk_end == end, LAYOUT)
             if WHOLE:
                 result = acc * (scale_v / gl.where(total == 0.0, 1.0, total))[None, :]
                 cells = out + entry.to(gl.int64) * out_b + (h.to(gl.int64) * out_h)[None, :] + e * out_e

@@ -1,8 +1,8 @@
-"""The launcher of the decode kernel for Hopper: which calls it takes, and its buffers.
+"""The launcher of the decode kernel for Hopper: which calls it takes, its buffers, its costs.
 
-It takes one new token a batch entry on 16-bit factors whose rows the tensor memory accelerator can copy, which are of
-multiples of 16 bytes: up to 32 heads, keys and values of one rank, 1, 2 or 4, and up to 128 features. The rest stays
-with the kernel for every GPU.
+It takes one new token a batch entry on 16-bit factors whose rows the tensor memory accelerator can copy, multiples
+of 16 bytes: up to 32 heads, keys and values of one rank, 1, 2 or 4, and up to 128 features. The batch and the
+length never decide, since kernels differ in the last bit. The rest stays with the kernel for every GPU.
 """
 
 from __future__ import annotations
@@ -21,19 +21,27 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 MOST_HEADS = 32
-"""Rows of a tile; more need more registers for the sums that are joined than there are."""
+"""Rows of a tile; more would need more registers for their sums than there are."""
 MOST_RANKS = 64
 """Of the queries: the factors of a query are multiplied in one go."""
 _BLOCK_M = 64
 _SHARED_BYTES = 225 * 1024
 """Shared memory of a program, but for its barriers."""
 _BUFFER_BYTES = 128 * 1024
-"""The most of it for both rings of buffers: with 60 KiB reading is as fast."""
-
-
+"""The most of it for both rings of buffers: with half of that reading is as fast."""
 CHUNKS = Chunks(shortest=128, longest=1024, wanted=64, widths=(1, 2, 4, 8, 16))
 _SLOTS = len(CHUNKS.widths)
 """Levels of the tree at which a sum may have to wait for its neighbour."""
+ONE_PROGRAM = 46e3
+"""Bytes of the cache that a program takes in a microsecond where memory keeps up. This and the next four"""
+ALL_PROGRAMS = 4.6e6
+"""Bytes that memory delivers in a microsecond."""
+START = 1.5
+"""Microseconds that a span costs besides."""
+SECOND_LAUNCH = 3.0
+"""Microseconds that a second kernel costs."""
+JOIN = 0.06
+"""Microseconds that each part of a batch entry costs the second kernel."""
 
 
 class Rings(NamedTuple):
@@ -44,10 +52,14 @@ class Rings(NamedTuple):
 
 
 def rings(rank: int, rows: int, width: int, ranks: int) -> Rings:
-    """As many buffers as there is room for, up to a point: as much of head factors as of feature factors."""
+    """As many buffers as there is room for, up to a point: as much of head factors as of feature factors.
+
+    ``rows`` and ``width`` of a tile, heads and features, and ``ranks`` of the queries, as blocks.
+    """
     head_bytes, feature_bytes = _BLOCK_M * rows * rank * 2, _BLOCK_M * width * 2
-    others = (_SLOTS * 4 * rows * (width + 2)) + 2 * (_BLOCK_M * rank * rows + width * rows + ranks * (rows + width))
-    left = min(_SHARED_BYTES - others, _BUFFER_BYTES)
+    waiting = _SLOTS * 4 * rows * (width + 2)
+    queries_and_weights = 2 * (width * rows + ranks * (rows + width) + rank * _BLOCK_M * rows)
+    left = min(_SHARED_BYTES - waiting - queries_and_weights, _BUFFER_BYTES)
     head_tiles = max(left // (head_bytes + rank * feature_bytes), 2)
     return Rings(head_tiles, (left - head_tiles * head_bytes) // feature_bytes)
 
@@ -74,10 +86,10 @@ def plan(
     levels: int,
     scales: tuple[float, float, float],
 ) -> TiledLaunch:
-    """The launch on factors like these, which suit, with ``spans`` spans of as many ``levels`` of the tree of chunks.
+    """The launch on factors like these, which suit, and ``spans`` spans of ``levels`` levels of the tree of chunks.
 
-    ``scales`` are of logits, queries and values. It is launched on ak, av, bk, bv, aq, bq, lengths, out, partial results
-    and their statistics.
+    ``scales`` are of logits, queries and values. It is launched on ak, av, bk, bv, aq, bq, lengths, the output,
+    partial results and their statistics.
     """
     from warploom.ops.tpa.kernels_hopper import hopper_decode_kernel
 
@@ -95,7 +107,8 @@ def plan(
     units = batch * spans
     span_chunks = CHUNKS.widths[levels] if spans > 1 else 1  # one span is all keys
     numbers = (
-        lengths_b, units, keys, spans, span_chunks, aq_b, aq_h, aq_r, bq_b, bq_r, bq_d, out_b, out_h, out_e, *scales,
+        lengths_b, units, keys, spans, span_chunks,
+        aq_b, aq_h, aq_r, bq_b, bq_r, bq_d, out_b, out_h, out_e, *scales,
     )  # fmt: skip
     ranks = max(16, triton.next_power_of_2(bq.shape[2])) if aq is not None else 16
     constants = (
@@ -106,8 +119,8 @@ def plan(
 
 
 def microseconds(tiles: int, spans: int, entry_bytes: int, device: torch.device) -> float:
-    """As of the kernel for every GPU."""
+    """What the multiprocessor takes that has most to read, or all of them together, and then the second kernel."""
     rounds = -(-tiles * spans // multiprocessors(device))
-    span = entry_bytes / spans
-    reading = max(rounds * (span / 45.5e3 + 1.0), tiles * entry_bytes / 4.2e6)
-    return reading + (3.5 + spans * 0.06 if spans > 1 else 0.0)
+    walking = rounds * (entry_bytes / spans / ONE_PROGRAM + START)
+    reading = tiles * entry_bytes / ALL_PROGRAMS
+    return max(walking, reading) + (SECOND_LAUNCH + spans * JOIN if spans > 1 else 0.0)
