@@ -298,25 +298,29 @@ class TiledLaunch:
         self.device = -1
         self.encoded: list[dict[int, list[Any]]] = [{} for _ in boxes]  # of each parameter, by address
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Launch on tensors like those that this launch was made for, the described ones first."""
+    def __call__(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Launch on tensors like those that this launch was made for, the described ones first.
+
+        The others may be None, always the same ones; the kernel must not be specialised on their alignment unless
+        it is always the same.
+        """
         if _recorded is not None:
             self._record(_recorded, tensors[len(self.encoded) :])
             return
-        device, entry = tensors[0].get_device(), self.entry
+        device, entry = tensors[0].get_device(), self.entry  # type: ignore[union-attr]
         if entry is None or device != self.device or device != _current_device():
             with torch.cuda.device(device):
                 self._start(device, tensors)
             return
         arguments: list[Any] = []
         for index, (known, tensor) in enumerate(zip(self.encoded, tensors)):
-            encoded = known.get(tensor.data_ptr())
+            encoded = known.get(tensor.data_ptr())  # type: ignore[union-attr]
             arguments += self._encode(entry, index, tensor) if encoded is None else encoded
         for pointer in tensors[len(self.encoded) :]:
-            arguments.append(pointer.data_ptr())
+            arguments.append(None if pointer is None else pointer.data_ptr())
         _enqueue(entry, device, self.programs, arguments, self.arguments)
 
-    def _start(self, device: int, tensors: Sequence[torch.Tensor]) -> None:
+    def _start(self, device: int, tensors: Sequence[torch.Tensor | None]) -> None:
         """The first launch on a device, which compiles the kernel if that has not been done."""
         descriptors = [self._descriptor(i, tensor) for i, tensor in zip(range(len(self.encoded)), tensors)]
         compiled = self.function.run(
@@ -325,7 +329,7 @@ class TiledLaunch:
         )  # fmt: skip
         self.entry, self.device = entry_of(compiled), device
 
-    def _encode(self, entry: Entry, index: int, tensor: torch.Tensor) -> list[Any]:
+    def _encode(self, entry: Entry, index: int, tensor: Any) -> list[Any]:
         """What stands for a described tensor among the arguments."""
         descriptor = self._descriptor(index, tensor)
         if entry.encode is None:
@@ -336,31 +340,38 @@ class TiledLaunch:
         known[tensor.data_ptr()] = encoded = entry.encode[index](descriptor)
         return encoded
 
-    def _descriptor(self, index: int, tensor: torch.Tensor) -> Any:
+    def _descriptor(self, index: int, tensor: torch.Tensor | None) -> Any:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         descriptor = object.__new__(TensorDescriptor)  # its constructor would check again what the plan settled
         descriptor.__dict__.update(self.described[index], base=tensor)
         return descriptor
 
-    def _record(self, builds: dict[tuple[Any, ...], Build], pointers: Sequence[torch.Tensor]) -> None:
+    def _record(self, builds: dict[tuple[Any, ...], Build], pointers: Sequence[torch.Tensor | None]) -> None:
         names = iter(self.function.arg_names)
-        constant = {p.name for p in self.function.params if p.is_constexpr}
+        parameters = {p.name: p for p in self.function.params}
+        constexprs: dict[str, Any] = {}
         signature: dict[str, str] = {}
         for described in self.described:
             base, tile, layout = described["base"], described["block_shape"], described["layout"]
             signature[next(names)] = f"tensordesc<{_TYPE_NAMES[base.dtype]}{tile},{layout!r}>"
         attrs: dict[tuple[int, ...], list[list[Any]]] = {}
         for pointer in pointers:
-            attrs[(len(signature),)] = [["tt.divisibility", ALIGNMENT]]
-            signature[next(names)] = "*" + _TYPE_NAMES[pointer.dtype]
-        constexprs: dict[str, Any] = {}
+            name = next(names)
+            if pointer is None:
+                constexprs[name] = None
+                signature[name] = "constexpr"
+                continue
+            if not parameters[name].do_not_specialize_on_alignment:
+                attrs[(len(signature),)] = [["tt.divisibility", ALIGNMENT]]
+            signature[name] = "*" + _TYPE_NAMES[pointer.dtype]
         for name, value in zip(names, self.arguments, strict=True):
-            if name in constant:
+            if parameters[name].is_constexpr:
                 constexprs[name] = value
                 signature[name] = "constexpr"
             else:
-                signature[name] = "fp32" if isinstance(value, float) else "i32"
+                kind = "fp32" if isinstance(value, float) else "i32"
+                signature[name] = parameters[name].annotation_type or kind
         key = (self.function, tuple(signature.items()), tuple(constexprs.items()))
         builds.setdefault(key, Build(self.function, signature, constexprs, attrs, self.options))
 

@@ -427,7 +427,7 @@ def _walk(
     targets = tuple(part.empty(results[0]) for part in walk.parts) if walk.sums else results
     if isinstance(walk.launch, TiledLaunch):
         shift, delta, _ = numbers
-        walk.launch((*tensors, *targets, shift, delta, tickets))  # type: ignore[arg-type]
+        walk.launch((*tensors, *targets, shift, delta, tickets))
     else:
         walk.launch((*tensors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k))
     return targets
