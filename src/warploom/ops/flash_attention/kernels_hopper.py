@@ -133,8 +133,11 @@ def next_tile(tickets, tiles):
 
 @gluon.jit
 def copy_own(descs, tiles, entry, head, row, full, slot, GROUPS: gl.constexpr):
-    """Copy 64 rows of each tensor for each group into buffer number ``slot``."""
-    mbarrier.expect(full.index(slot), GROUPS * len(descs) * descs[0].block_type.nbytes)
+    """Copy 64 rows of each tensor for each group into buffer number ``slot``; without tensors it is full at once."""
+    if len(descs) == 0:
+        mbarrier.arrive(full.index(slot))
+    else:
+        mbarrier.expect(full.index(slot), GROUPS * len(descs) * descs[0].block_type.nbytes)
     for group in gl.static_range(GROUPS):
         for i in gl.static_range(len(descs)):
             tma.async_copy_global_to_shared(

@@ -73,15 +73,16 @@ def walk_keys(
 
 
 @gluon.jit
-def compute_for_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, arguments):
-    """Group number ``own`` of warps of `hopper_query_kernel`."""
+def compute_for_queries(
+    own: gl.constexpr, IN_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, arguments
+):
+    """Group number ``own`` of warps of `hopper_query_kernel`. ``IN_REGISTERS``: its queries and gradients stay there."""
     (
         ticket, dq_out, shift, delta, q_tiles, do_tiles, k_tiles, v_tiles, dq_tiles,
         own_full, own_empty, k_full, k_empty, v_full, v_empty,
         tokens, keys, heads, rows, blocks, section, parts, right, scale, slope, place,
     ) = arguments  # fmt: skip
     GROUPS: gl.constexpr = q_tiles.shape[0]
-    IN_REGISTERS: gl.constexpr = GROUPS == 2  # three groups have none to spare
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     D: gl.constexpr = q_tiles.shape[4]
@@ -195,18 +196,19 @@ def hopper_query_kernel(
         tokens, keys, heads, rows, blocks, section, parts, right, scale, slope,
         (dq_size, dq_b, dq_n, dq_h, dq_features),
     )  # fmt: skip
+    IN_REGISTERS: gl.constexpr = GROUPS == 2  # three groups have none to spare
     if GROUPS == 2:
         gl.warp_specialize(
-            [(compute_for_queries, (0, CAUSAL, SPLIT, computing)),
-             (compute_for_queries, (1, CAUSAL, SPLIT, computing)),
+            [(compute_for_queries, (0, IN_REGISTERS, CAUSAL, SPLIT, computing)),
+             (compute_for_queries, (1, IN_REGISTERS, CAUSAL, SPLIT, computing)),
              (copy_for_queries, (GROUPS, CAUSAL, copying))],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(compute_for_queries, (0, CAUSAL, SPLIT, computing)),
-             (compute_for_queries, (1, CAUSAL, SPLIT, computing)),
-             (compute_for_queries, (2, CAUSAL, SPLIT, computing)),
+            [(compute_for_queries, (0, IN_REGISTERS, CAUSAL, SPLIT, computing)),
+             (compute_for_queries, (1, IN_REGISTERS, CAUSAL, SPLIT, computing)),
+             (compute_for_queries, (2, IN_REGISTERS, CAUSAL, SPLIT, computing)),
              (copy_for_queries, (GROUPS, CAUSAL, copying))],
             [4, 4, 1], [160, 160, 32],
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 Four kernels, each of which owns what it writes, so that every sum has a fixed order and two runs agree bit for bit:
 
-    prepare_kernel   Q (B, H, N, D) formed once, and δ = Σ_e do ⊙ o (B, H, N)
+    prepare_kernel   Q (B, H, N, D) formed once, and δ = Σ_e do ⊙ o (B, H, N); before a forward for Hopper Q alone
     query_kernel     dQ of a tile of queries of one head
     factor_kernel    of one token: dA_Q = s_q dQ B_Qᵀ (H, R) and dB_Q = s_q A_Qᵀ dQ (R, D)
     key_kernel       dK and dV of a tile of keys on chip, head after head of a group of heads; with them dA_K, dA_V, and
@@ -113,7 +113,7 @@ _PREPARE_NUMBERS = (
 
 @triton.jit(do_not_specialize=_PREPARE_NUMBERS)
 def prepare_kernel(
-    aq, bq, out, grad, q, delta,
+    aq, bq, out, grad, statistics, q, delta, shift,
     tokens: tl.int32, heads: tl.int32,
     aq_b: tl.int64, aq_n: tl.int64, aq_h: tl.int64, aq_r: tl.int64,
     bq_b: tl.int64, bq_n: tl.int64, bq_r: tl.int64, bq_d: tl.int64,
@@ -122,7 +122,11 @@ def prepare_kernel(
     RQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, Q_VEC: tl.constexpr, Q_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Q and δ of one tile of queries of a head."""
+    """Q and δ of one tile of queries of a head.
+
+    Without ``grad`` and the other three, Q alone. ``shift`` (B, H, N), which may be None, gets what is subtracted from
+    logits in base two for 16-bit weights; a shift of +inf makes those of blind queries zero.
+    """
     blocks = tl.cdiv(tokens, BLOCK_N)
     program = tl.program_id(0)
     head = program % heads
@@ -139,10 +143,21 @@ def prepare_kernel(
     row = (batch * heads + head) * tokens + n
     d = tl.arange(0, BLOCK_D)
     tl.store(q + row[:, None] * D + d[None, :], tile, mask=inside[:, None] & (d < D)[None, :])
-    h = head.to(tl.int64)
-    o = load_rows(out + batch * out_b + h * out_h, first, tokens, out_n, out_e, BLOCK_N, E, BLOCK_E, 1, False)
-    do = load_rows(grad + batch * grad_b + h * grad_h, first, tokens, grad_n, grad_e, BLOCK_N, E, BLOCK_E, 1, False)
-    tl.store(delta + row, tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), mask=inside)
+    if grad is not None:
+        h = head.to(tl.int64)
+        o = load_rows(out + batch * out_b + h * out_h, first, tokens, out_n, out_e, BLOCK_N, E, BLOCK_E, 1, False)
+        do = load_rows(
+            grad + batch * grad_b + h * grad_h, first, tokens, grad_n, grad_e, BLOCK_N, E, BLOCK_E, 1, False
+        )
+        tl.store(delta + row, tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), mask=inside)
+    if shift is not None:
+        cells = statistics + (batch * heads + head) * 2 * tokens + n
+        top = tl.load(cells, mask=inside, other=0.0)
+        total = tl.load(cells + tokens, mask=inside, other=1.0)
+        blind = total == 0.0
+        tl.store(
+            shift + row, tl.where(blind, float("inf"), top + tl.log2(tl.where(blind, 1.0, total))), mask=inside
+        )
 
 
 _BACKWARD_NUMBERS = [

@@ -1,0 +1,218 @@
+"""Forward of tensor-product attention for Hopper: flash attention's kernel with keys and values formed on the way.
+
+To the groups of warps that attend, which are those of `flash_attention.kernels_hopper`, keys and values are tiles in
+shared memory like any others. A group of four warps forms them there, in float32 and rounded once, from tiles of
+feature factors that the copying warp brings:
+
+    copying warp     bk, bv by the tensor memory accelerator, CHUNK keys at a time, all ranks
+    forming warps    K[m] = Σ_r a[m, r] b[m, r]: registers, then the buffer that the attending groups wait for
+    groups of warps  attend, as in flash attention
+
+Head factors are (B, H, R, M) in float32, and include the scales of keys and values.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from warploom.ops.flash_attention.kernels_hopper import (
+    ROWS,
+    announce,
+    announced,
+    barriers,
+    compute_tiles,
+    copy_own,
+    copy_tile,
+    init_ring,
+    key_steps,
+    matrix,
+    next_tile,
+    tile_place,
+    wait_empty,
+    wait_full,
+)
+
+PIECE = gl.constexpr(32)  # keys that are formed at once, as far as registers go
+
+
+@gluon.jit
+def copy_factors(desc, entry, n, factors, full, empty, item, BLOCK_N: gl.constexpr):
+    """Copy the feature factors of a tile of keys, all ranks; the number of the next item of the ring."""
+    CHUNK: gl.constexpr = factors.shape[3]
+    for i in range(BLOCK_N // CHUNK):
+        copy_tile(desc, entry, 0, n + i * CHUNK, factors, full, empty, item)
+        item += 1
+    return item
+
+
+@gluon.jit
+def load_weights(a, n, keys, stride, RANK: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
+    """Head factors (RANK · BLOCK_N,) of one head and a tile of keys, zero beyond the last."""
+    place = gl.arange(0, RANK * BLOCK_N, LAYOUT)
+    rank, key = place // BLOCK_N, n + place % BLOCK_N
+    return gl.load(a + rank * stride + key, mask=key < keys, other=0.0)
+
+
+@gluon.jit
+def form(weights, tile, factors, full, empty, item):
+    """Form a tile of keys or values (BLOCK_N, F); the number of the next item of the ring of factors."""
+    BLOCK_N: gl.constexpr = tile.shape[0]
+    F: gl.constexpr = tile.shape[1]
+    RANK: gl.constexpr = factors.shape[2]
+    CHUNK: gl.constexpr = factors.shape[3]
+    STEP: gl.constexpr = PIECE if CHUNK > PIECE else CHUNK
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // F, F // 8], [4, 1], [1, 0])
+    for chunk in gl.static_range(BLOCK_N // CHUNK):
+        slot = wait_full(full, item)
+        factor = factors.index(slot).reshape([RANK * CHUNK, F])
+        for piece in gl.static_range(CHUNK // STEP):
+            total = gl.zeros([STEP, F], gl.float32, LAYOUT)
+            for r in gl.static_range(RANK):
+                b = factor.slice(r * CHUNK + piece * STEP, STEP).load(LAYOUT)
+                a = weights.slice(r * BLOCK_N + chunk * CHUNK + piece * STEP, STEP).load(gl.SliceLayout(1, LAYOUT))
+                total += a[:, None] * b.to(gl.float32)
+            tile.slice(chunk * CHUNK + piece * STEP, STEP).store(total.to(tile.dtype))
+        mbarrier.arrive(empty.index(slot))
+        item += 1
+    return item
+
+
+@gluon.jit
+def form_tile(weights, tiles, full, empty, count, factors, f_full, f_empty, item):
+    """Form the tile number ``count`` of a ring as soon as its buffer is empty."""
+    slot = wait_empty(empty, count)
+    item = form(weights, matrix(tiles, slot), factors, f_full, f_empty, item)
+    fence_async_shared()
+    mbarrier.arrive(full.index(slot))
+    return item
+
+
+@gluon.jit
+def copy_for_queries(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, arguments):
+    """The copying warp of a kernel that owns tiles of queries, and what comes with them."""
+    (
+        tickets, ticket, own_descs, bk_desc, bv_desc, own_tiles, factors, own_full, own_empty, f_full, f_empty,
+        tokens, keys, heads, rows, blocks, right, BLOCK_N,
+    ) = arguments  # fmt: skip
+    BLOCK_M: gl.constexpr = GROUPS * ROWS
+    tiles = blocks * rows
+    tile = gl.program_id(0)
+    item = 0
+    done = 0
+    while tile < tiles:
+        slot = announce(tile, ticket, own_empty, done)
+        block, row, _ = tile_place(tile, blocks, rows, rows, 1, CAUSAL)
+        entry, head = row // heads, row % heads
+        _, _, steps = key_steps(block, 0, 1, tokens, keys, right, CAUSAL, BLOCK_M, BLOCK_N)
+        copy_own(own_descs, own_tiles, entry, head, block * BLOCK_M, own_full, slot, GROUPS)
+        for i in range(steps):
+            n = (steps - 1 - i) * BLOCK_N
+            item = copy_factors(bk_desc, entry, n, factors, f_full, f_empty, item, BLOCK_N)
+            item = copy_factors(bv_desc, entry, n, factors, f_full, f_empty, item, BLOCK_N)
+        done += 1
+        tile = next_tile(tickets, tiles)
+    slot = announce(tile, ticket, own_empty, done)
+    mbarrier.arrive(own_full.index(slot))
+
+
+@gluon.jit
+def form_tiles(GROUPS: gl.constexpr, RANK: gl.constexpr, CAUSAL: gl.constexpr, arguments):
+    """The forming warps. Head factors of the next step are on their way while this one's tiles are formed."""
+    (
+        ticket, ak, av, k_weights, v_weights, k_tiles, v_tiles, factors, own_full,
+        k_full, k_empty, v_full, v_empty, f_full, f_empty,
+        tokens, keys, rows, blocks, right, stride,
+    ) = arguments  # fmt: skip
+    BLOCK_N: gl.constexpr = k_tiles.shape[3]
+    BLOCK_M: gl.constexpr = GROUPS * ROWS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    tiles = blocks * rows
+    item = 0
+    count = 0
+    done = 0
+    tile, _ = announced(ticket, own_full, done)
+    while tile < tiles:
+        block, row, _ = tile_place(tile, blocks, rows, rows, 1, CAUSAL)
+        _, _, steps = key_steps(block, 0, 1, tokens, keys, right, CAUSAL, BLOCK_M, BLOCK_N)
+        ak_rows = ak + row.to(gl.int64) * (RANK * stride)
+        av_rows = av + row.to(gl.int64) * (RANK * stride)
+        n = (steps - 1) * BLOCK_N
+        k_weight = load_weights(ak_rows, n, keys, stride, RANK, BLOCK_N, LAYOUT)
+        v_weight = load_weights(av_rows, n, keys, stride, RANK, BLOCK_N, LAYOUT)
+        for i in range(steps):
+            k_weights.store(k_weight)
+            v_weights.store(v_weight)
+            n = gl.maximum(steps - 2 - i, 0) * BLOCK_N
+            k_weight = load_weights(ak_rows, n, keys, stride, RANK, BLOCK_N, LAYOUT)
+            v_weight = load_weights(av_rows, n, keys, stride, RANK, BLOCK_N, LAYOUT)
+            item = form_tile(k_weights, k_tiles, k_full, k_empty, count, factors, f_full, f_empty, item)
+            item = form_tile(v_weights, v_tiles, v_full, v_empty, count, factors, f_full, f_empty, item)
+            count += 1
+        done += 1
+        tile, _ = announced(ticket, own_full, done)
+
+
+NUMBERS = ("tokens", "keys", "heads", "rows", "blocks", "right", "stride", "scale")
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def tpa_hopper_forward_kernel(
+    q_desc, bk_desc, bv_desc, out_desc, ak, av, lse, statistics, tickets,
+    tokens: gl.int32, keys: gl.int32, heads: gl.int32, rows: gl.int32, blocks: gl.int32, right: gl.int32,
+    stride: gl.int32, scale: gl.float32,
+    RANK: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, F_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Attention for tiles of 128 queries, one after the other.
+
+    Descriptors are of Q and results (B, H, N, D) in boxes of (1, 1, 64, D), and of feature factors (B, R, M, D) in
+    boxes of (1, R, CHUNK, D). Rows of ``ak`` and ``av`` are ``stride`` apart. ``tickets`` (1,) is zero. Writes what
+    `flash_attention.kernels_hopper.hopper_forward_kernel` writes.
+    """
+    GROUPS: gl.constexpr = 2
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    E: gl.constexpr = bv_desc.block_type.shape[3]
+    CHUNK: gl.constexpr = bk_desc.block_type.shape[2]
+    dtype: gl.constexpr = q_desc.dtype
+    q_tiles = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS, 1, 1, ROWS, D], q_desc.layout)
+    out_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, E], out_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], q_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, E], q_desc.layout)
+    factors = gl.allocate_shared_memory(dtype, [F_STAGES, 1, RANK, CHUNK, D], bk_desc.layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k_weights = gl.allocate_shared_memory(gl.float32, [RANK * BLOCK_N], plain)
+    v_weights = gl.allocate_shared_memory(gl.float32, [RANK * BLOCK_N], plain)
+    ticket = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], plain)
+    q_full, q_empty = barriers(Q_STAGES), barriers(Q_STAGES)
+    k_full, k_empty = barriers(STAGES), barriers(STAGES)
+    v_full, v_empty = barriers(STAGES), barriers(STAGES)
+    f_full, f_empty = barriers(F_STAGES), barriers(F_STAGES)
+    turns = barriers(GROUPS)
+    init_ring(q_full, q_empty, GROUPS)
+    init_ring(k_full, k_empty, GROUPS)
+    init_ring(v_full, v_empty, GROUPS)
+    init_ring(f_full, f_empty, 1)
+    for i in gl.static_range(GROUPS):
+        mbarrier.init(turns.index(i), count=1)
+    fence_async_shared()
+    computing = (
+        ticket, out_desc, lse, statistics, q_tiles, k_tiles, v_tiles, out_tiles,
+        q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
+        tokens, keys, heads, rows, blocks, rows, 1, right, scale, None,
+    )  # fmt: skip
+    forming = (
+        ticket, ak, av, k_weights, v_weights, k_tiles, v_tiles, factors, q_full,
+        k_full, k_empty, v_full, v_empty, f_full, f_empty,
+        tokens, keys, rows, blocks, right, stride,
+    )  # fmt: skip
+    copying = (
+        tickets, ticket, (q_desc,), bk_desc, bv_desc, (q_tiles,), factors, q_full, q_empty, f_full, f_empty,
+        tokens, keys, heads, rows, blocks, right, BLOCK_N,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [(compute_tiles, (0, CAUSAL, False, computing)), (compute_tiles, (1, CAUSAL, False, computing)),
+         (form_tiles, (GROUPS, RANK, CAUSAL, forming)), (copy_for_queries, (GROUPS, CAUSAL, copying))],
+        [4, 4, 1], [208, 72, 24],
+    )  # fmt: skip
