@@ -11,7 +11,8 @@ import torch
 from warploom import flash_attention
 from warploom.backend import HAS_TRITON
 from warploom.ops.flash_attention import reference
-from warploom.ops.flash_attention.spec import OPERATOR, plain
+from warploom.ops.flash_attention.peers import plain
+from warploom.ops.flash_attention.spec import OPERATOR
 from warploom.plans import Plans
 from warploom.testing.accuracy import compare
 from warploom.testing.conformance import gradients, judge, leaves, random_like, upcast

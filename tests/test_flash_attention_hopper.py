@@ -159,6 +159,7 @@ def test_few_tiles_whose_walks_are_split(
     from warploom.ops.flash_attention import launchers_hopper
 
     monkeypatch.setattr(launchers_hopper, "_parts", lambda *arguments: parts)
+    monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short walks too
     options = {"heads": heads, "key_heads": key_heads, "d": d, "e": e, "causal": causal, "dtype": dtype}
     inputs = random_inputs(device, n, m, return_lse=True, **options)
     with poisoned_allocations():

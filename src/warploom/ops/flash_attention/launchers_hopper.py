@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 _ROWS = ROWS.value
 _MOST_BYTES = 2**40  # strides that a descriptor can hold
 _LEAST_FEATURES = 32  # up to here, tiles of 64 features would be half empty
-_HOPPER_MULTIPROCESSORS = 132  # where builds are recorded
+_HOPPER_MULTIPROCESSORS = 132
 _MOST_ELEMENTS = 2**31  # of all parts together: their sizes and strides travel in 32 bits
 
 
@@ -40,8 +40,24 @@ TILES = {
 }
 """By features of a tile; measured on an H200 (see "How it reaches the limit")."""
 
-_SMALLER = Tiles(2, 128, 3)
-"""Of the forward with 64 features where walks are short and uneven, and larger tiles would end far apart."""
+_SMALLER = {"forward": Tiles(2, 128, 3), "query": Tiles(2, 64, 3)}
+"""With 64 features, where walks are short and uneven, or so few that they are split."""
+
+
+class Costs(NamedTuple):
+    """What walks cost besides their steps, in steps."""
+
+    start: float  # to start and to end one
+    merge: float  # to launch the kernel that merges parts
+    merged: float  # elements of parts that are written, read and merged in the time of a step
+
+
+COSTS = {"forward": Costs(6, 5, 5e5), "key": Costs(1.5, 2, 2e5), "query": Costs(0.5, 3, 3e5)}
+"""Fitted to one head of 1024 … 65536 tokens on an H200: what they choose takes at most 1.06 times as long as the
+best number of parts, for the gradient of queries 1.17."""
+
+_TURNS = 4  # so many tiles for every multiprocessor are even enough, and are not split
+_SHORT = 2048  # backward walks that would be split and are shorter than this stay with the kernels for every GPU
 
 
 def _width(geometry: Geometry) -> int:
@@ -51,9 +67,13 @@ def _width(geometry: Geometry) -> int:
 
 def _tiles(name: str, geometry: Geometry, mask: Mask) -> Tiles:
     width = _width(geometry)
-    if name == "forward" and width == 64 and mask.right is not None and geometry.keys < 4096:
-        return _SMALLER
-    return TILES[name][width]
+    tiles = TILES[name][width]
+    if width == 64 and mask.right is not None and name in _SMALLER:
+        count = -(-geometry.tokens // (tiles.groups * _ROWS)) * geometry.entries * geometry.heads
+        few = 2 * _HOPPER_MULTIPROCESSORS if name == "forward" else _HOPPER_MULTIPROCESSORS // 2
+        if count < few or (name == "forward" and geometry.keys < 4096):
+            return _SMALLER[name]
+    return tiles
 
 
 def _blocks(name: str, geometry: Geometry, mask: Mask) -> tuple[int, int]:
@@ -81,6 +101,10 @@ def suit(name: str, geometry: Geometry, mask: Mask, scale: float, *tensors: Tens
     if not _LEAST_FEATURES < max(geometry.features, geometry.value_features) <= 128:
         return False
     if any(t.dtype not in (torch.float16, torch.bfloat16) or t.dtype != first.dtype for t in tensors):
+        return False
+    blocks, rows = _blocks(name, geometry, mask)
+    walked = geometry.tokens if name == "key" else geometry.keys
+    if name != "forward" and walked < _SHORT and blocks * rows < _programs(first.device) // 2:
         return False
     return all(map(can_be_copied, tensors))
 
@@ -113,8 +137,8 @@ def _walks(name: str, geometry: Geometry, mask: Mask) -> list[int]:
 def _parts(name: str, geometry: Geometry, mask: Mask, device: torch.device) -> int:
     """Into how many parts walks are cut: as many as make the whole shortest, by an estimate in steps of a walk."""
     programs = _programs(device)
-    blocks, rows = _blocks(name, geometry, mask)
-    if blocks * rows >= TURNS * programs:
+    costs, (blocks, rows) = COSTS[name], _blocks(name, geometry, mask)
+    if blocks * rows >= _TURNS * programs:
         return 1
     walks = _walks(name, geometry, mask)
     total, longest = sum(walks) * rows, walks[0]
@@ -127,22 +151,16 @@ def _parts(name: str, geometry: Geometry, mask: Mask, device: torch.device) -> i
         if parts > 1 and (parts > longest or parts * elements >= _MOST_ELEMENTS):
             break
         units = blocks * rows * parts
-        unit = -(-longest // parts) + START
-        even = (total + units * START) / programs
+        unit = -(-longest // parts) + costs.start
+        even = (total + units * costs.start) / programs
         if mask.right is None:
             even = -(-units // programs) * unit
         cost = max(unit, even)
         if parts > 1:
-            cost += MERGE + parts * elements / MERGED
+            cost += costs.merge + parts * elements / costs.merged
         if cost < best:
             best, chosen = cost, parts
     return chosen
-
-
-TURNS = 4  # so many tiles for every multiprocessor are even enough
-START = 2.0  # steps that it takes to start and to end a walk
-MERGE = 5.0  # steps that it takes to launch the merging kernel
-MERGED = 1e6  # elements of parts that are written, read and merged in the time of a step
 
 
 def plan(name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple[Tensor, ...]) -> Plan:

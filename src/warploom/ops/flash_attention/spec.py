@@ -117,7 +117,7 @@ OPERATOR = Operator(
     # On an H200 the fastest tiles spill a little; those that spill nothing are smaller, and were slower. The most
     # are float32 with 128 features in the key kernel, and bfloat16 with 128 and 256 in the other two.
     spills={
-        "forward_kernel": 184,
+        "forward_kernel": 192,  # 8 more for sums that are shrunk by exactly one, which float32's accuracy needs
         "key_kernel": 416,
         "query_kernel": 224,
         "hopper_forward_kernel": 80,

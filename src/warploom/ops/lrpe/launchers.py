@@ -26,6 +26,9 @@ MAX_AXES = 4
 THETA_WARPS = 8
 """Warps per multiprocessor where theta's gradient is summed: few, so that few partial sums leave the chip."""
 
+_SMALL = 2**23  # elements, up to which the time of a single program shows
+_SHARING = 4  # batch entries, from which programs with more vectors are not half empty
+
 
 class Positions(NamedTuple):
     """Where tokens stand: what the public arguments come down to."""
@@ -89,12 +92,15 @@ class Geometry(NamedTuple):
 
 
 def _configuration(
-    kind: str, activation: str, positions: Positions, backward: bool, theta_gradient: bool, wide: bool
+    kind: str, activation: str, positions: Positions, backward: bool, theta_gradient: bool, x: torch.Tensor
 ) -> tuple[int, int]:
-    """Vectors of x to a row of angles, and warps; measured on an H200 (see "How it reaches the limit").
-
-    ``wide``: numbers of 32 bits.
-    """
+    """Vectors of x to a row of angles, and warps; measured on an H200 (see "How it reaches the limit")."""
+    wide = x.element_size() > 2
+    if _is_small(x) and not wide and not theta_gradient:  # more work for each program, so that all run at once
+        if kind == "cosine" and not backward:
+            return 4, 2 if activation == "none" else 4
+        if kind == "rotate" and activation == "none":
+            return (3 if backward else 4), 4
     if theta_gradient:  # more vectors would spill registers
         return (2, 1) if wide else (4, 1) if kind == "cosine" else (3, 2)
     if kind == "cosine" and backward:
@@ -103,7 +109,14 @@ def _configuration(
         return (4 if activation == "softmax" else 3), 2
     if activation == "none":
         return (3 if backward and positions.axes() > 2 else 2), 1
-    return (3 if backward and activation != "softmax" else 2), 2
+    if backward:
+        return (2 if activation == "softmax" else 3), 2
+    return (3 if positions.axes() > 1 else 2), 2
+
+
+def _is_small(x: torch.Tensor) -> bool:
+    """Whether larger programs pay because there are few."""
+    return x.numel() <= _SMALL and x.shape[0] >= _SHARING
 
 
 def geometry_of(
@@ -230,7 +243,7 @@ def _plan_forward(
     activation: str,
     table: torch.Tensor | None,
 ) -> Plan:
-    configuration = _configuration(kind, activation, positions, False, False, x.element_size() > 2)
+    configuration = _configuration(kind, activation, positions, False, False, x)
     geometry = geometry_of(x, theta, positions, kind, configuration)
     out = layout_of(x, 2 * geometry.features)
     vec, unit, strides = packed_strides((x, out), geometry)
@@ -289,7 +302,7 @@ def _plan_backward(
     theta_gradient: bool,
     table: torch.Tensor | None,
 ) -> Plan:
-    configuration = _configuration(kind, activation, positions, True, theta_gradient, x.element_size() > 2)
+    configuration = _configuration(kind, activation, positions, True, theta_gradient, x)
     geometry = geometry_of(x, theta, positions, kind, configuration)
     dx = layout_of(x, x.shape[-1])
     vec, unit, strides = packed_strides((x, grad, dx), geometry)
