@@ -28,6 +28,7 @@ if INTERPRETED:
     import warploom.interpreter  # noqa: F401
 
 ALIGNMENT = 16  # bytes; what a 128-bit load or store needs of its address
+_MOST_STRIDE = 2**40  # bytes; what a tensor descriptor can hold
 
 _TYPE_NAMES = {
     torch.float16: "fp16",
@@ -213,6 +214,13 @@ class Boxes(NamedTuple):
 
     order: tuple[int, ...]
     tile: tuple[int, ...]
+
+
+def can_be_copied(tensor: torch.Tensor) -> bool:
+    """Whether the strides of a tensor suit a tensor descriptor."""
+    *strides, feature = (s for n, s in zip(tensor.shape, tensor.stride()) if n > 1 or s == 1)
+    units = ALIGNMENT // tensor.element_size()
+    return feature == 1 and all(s % units == 0 and 0 < s * tensor.element_size() < _MOST_STRIDE for s in strides)
 
 
 class TiledLaunch:

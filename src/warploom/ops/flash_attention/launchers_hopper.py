@@ -11,15 +11,14 @@ from typing import NamedTuple
 
 import torch
 
-from warploom.launch import ALIGNMENT, INTERPRETED, Boxes, TiledLaunch, architecture, multiprocessors
+from warploom.device.hopper import ROWS
+from warploom.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied, multiprocessors
 from warploom.ops.flash_attention import kernels_hopper, kernels_hopper_backward
-from warploom.ops.flash_attention.kernels_hopper import ROWS
 from warploom.ops.flash_attention.launchers import L2_SHARE, LOG2_E, UNBOUNDED, Geometry, Mask
 
 Tensor = torch.Tensor
 
 _ROWS = ROWS.value
-_MOST_BYTES = 2**40  # strides that a descriptor can hold
 _LEAST_FEATURES = 32  # up to here, tiles of 64 features would be half empty
 _HOPPER_MULTIPROCESSORS = 132
 _MOST_ELEMENTS = 2**31  # of all parts together: their sizes and strides travel in 32 bits
@@ -82,13 +81,6 @@ def _blocks(name: str, geometry: Geometry, mask: Mask) -> tuple[int, int]:
     if name == "key":
         return -(-geometry.keys // block), geometry.entries * geometry.key_heads
     return -(-geometry.tokens // block), geometry.entries * geometry.heads
-
-
-def can_be_copied(tensor: Tensor) -> bool:
-    """Whether the strides of a tensor suit a descriptor."""
-    *strides, feature = (s for n, s in zip(tensor.shape, tensor.stride()) if n > 1 or s == 1)
-    units = ALIGNMENT // tensor.element_size()
-    return feature == 1 and all(s % units == 0 and 0 < s * tensor.element_size() < _MOST_BYTES for s in strides)
 
 
 def suit(name: str, geometry: Geometry, mask: Mask, scale: float, *tensors: Tensor) -> bool:
