@@ -1,7 +1,7 @@
 """Forward of tensor-product attention for Hopper: flash attention's kernel with keys and values formed on the way.
 
-To the groups of warps that attend, which are those of `flash_attention.kernels_hopper`, keys and values are tiles in
-shared memory like any others. A group of four warps forms them there, in float32 and rounded once, from tiles of
+To the groups of warps that attend (`warploom.device.hopper_attention`), keys and values are tiles in shared memory
+like any others. A group of four warps forms them there, in float32 and rounded once, from tiles of
 feature factors that the copying warp brings:
 
     copying warp     bk, bv by the tensor memory accelerator, CHUNK keys at a time, all ranks
@@ -17,22 +17,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from warploom.ops.flash_attention.kernels_hopper import (
+from warploom.device.hopper import (
     ROWS,
     announce,
+    announce_end,
     announced,
     barriers,
-    compute_tiles,
     copy_own,
     copy_tile,
     init_ring,
-    key_steps,
     matrix,
     next_tile,
-    tile_place,
     wait_empty,
     wait_full,
 )
+from warploom.device.hopper_attention import compute_tiles, key_steps, tile_place
 
 PIECE = gl.constexpr(32)  # keys that are formed at once, as far as registers go
 
@@ -113,8 +112,7 @@ def copy_for_queries(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, arguments):
             item = copy_factors(bv_desc, entry, n, factors, f_full, f_empty, item, BLOCK_N)
         done += 1
         tile = next_tile(tickets, tiles)
-    slot = announce(tile, ticket, own_empty, done)
-    mbarrier.arrive(own_full.index(slot))
+    announce_end(tile, ticket, own_full, own_empty, done)
 
 
 @gluon.jit

@@ -11,14 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from warploom.ops.flash_attention.kernels_hopper import ROWS, announced, barriers, init_ring, matrix, tile_place
-from warploom.ops.flash_attention.kernels_hopper_backward import (
-    OWN_STAGES,
-    compute_for_queries,
-    copy_for_keys,
-    query_steps,
-    walk_queries,
-)
+from warploom.device.hopper import ROWS, announced, barriers, init_ring, matrix
+from warploom.device.hopper_attention import query_steps, tile_place
+from warploom.device.hopper_attention_backward import OWN_STAGES, compute_for_queries, copy_for_keys, walk_queries
 from warploom.ops.tpa.kernels_attention_hopper import NUMBERS, copy_for_queries, form_tiles
 
 

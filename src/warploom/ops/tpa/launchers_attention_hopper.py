@@ -12,13 +12,19 @@ from typing import NamedTuple
 
 import torch
 
-from warploom.launch import ALIGNMENT, INTERPRETED, Boxes, TiledLaunch, architecture, multiprocessors
+from warploom.device.hopper import ROWS
+from warploom.launch import (
+    ALIGNMENT,
+    INTERPRETED,
+    Boxes,
+    TiledLaunch,
+    architecture,
+    can_be_copied,
+    multiprocessors,
+)
 from warploom.layout import layout_of
-from warploom.ops.flash_attention.kernels_hopper import ROWS
-from warploom.ops.flash_attention.launchers import LOG2_E
-from warploom.ops.flash_attention.launchers_hopper import can_be_copied
 from warploom.ops.tpa import kernels_attention_hopper, kernels_attention_hopper_backward
-from warploom.ops.tpa.launchers import NARROW, Operands
+from warploom.ops.tpa.launchers import NARROW, Operands, logit_unit
 from warploom.ops.tpa.launchers_attention import PROGRAMS, Call
 from warploom.plans import Plans, are_kept, metadata
 
@@ -113,7 +119,7 @@ def forward(q: Tensor, ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, out: Tens
             kernels_attention_hopper.tpa_hopper_forward_kernel,
             min(multiprocessors(q.device), blocks * rows),
             [(q, own), (bk, factor), (bv, factor), (out, result)],
-            (tokens, keys, heads, rows, blocks, 0, ak.shape[3], call.scale * LOG2_E),
+            (tokens, keys, heads, rows, blocks, 0, ak.shape[3], call.scale * logit_unit(q.dtype)),
             (rank, call.causal, *FORWARD_TILES[rank]),
         )
 
@@ -138,7 +144,8 @@ def query_gradient(
             min(multiprocessors(q.device), blocks * rows),
             [(q, own), (bk, factor), (bv, factor), (grad, result), (dq, result)],
             (
-                tokens, keys, heads, rows, blocks, 0, ak.shape[3], call.scale * LOG2_E, scale * call.scale,
+                tokens, keys, heads, rows, blocks, 0, ak.shape[3],
+                call.scale * logit_unit(q.dtype), scale * call.scale,
             ),
             (rank, call.causal, tiles.keys, tiles.stages, tiles.factor_stages),
         )  # fmt: skip
@@ -168,8 +175,8 @@ def key_gradients(
             [(q, own), (grad, result)],
             (
                 tokens, keys, heads, shares, rows, blocks, 0, ak.shape[3], *bk.stride()[:3], *bv.stride()[:3],
-                *dak.stride(), *dav.stride(), call.scale * LOG2_E, float(call.scale), float(call.scale_k),
-                float(call.scale_v),
+                *dak.stride(), *dav.stride(),
+                call.scale * logit_unit(q.dtype), float(call.scale), float(call.scale_k), float(call.scale_v),
             ),
             (rank, features, bv.shape[3], call.causal, KEY_STAGES),
         )  # fmt: skip
