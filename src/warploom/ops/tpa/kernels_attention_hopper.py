@@ -37,13 +37,12 @@ PIECE = gl.constexpr(32)  # keys that are formed at once, as far as registers go
 
 
 @gluon.jit
-def copy_factors(desc, entry, n, factors, full, empty, item, BLOCK_N: gl.constexpr):
-    """Copy the feature factors of a tile of keys, all ranks; the number of the next item of the ring."""
+def copy_factors(desc, entry, n, ring, count, BLOCK_N: gl.constexpr):
+    """Copy the feature factors of a tile of keys or values, the one number ``count``, all ranks."""
+    factors, full, empty = ring
     CHUNK: gl.constexpr = factors.shape[3]
     for i in range(BLOCK_N // CHUNK):
-        copy_tile(desc, entry, 0, n + i * CHUNK, factors, full, empty, item)
-        item += 1
-    return item
+        copy_tile(desc, entry, 0, n + i * CHUNK, factors, full, empty, count * (BLOCK_N // CHUNK) + i)
 
 
 @gluon.jit
@@ -55,50 +54,46 @@ def load_weights(a, n, keys, stride, RANK: gl.constexpr, BLOCK_N: gl.constexpr, 
 
 
 @gluon.jit
-def form(weights, tile, factors, full, empty, item):
-    """Form a tile of keys or values (BLOCK_N, F); the number of the next item of the ring of factors."""
-    BLOCK_N: gl.constexpr = tile.shape[0]
-    F: gl.constexpr = tile.shape[1]
+def form_tile(operand, weights, count):
+    """Form the tile number ``count`` of an operand as soon as its buffer is empty, from head factors ``weights``."""
+    _, buffer, ring, factor_ring = operand
+    tiles, full, empty = ring
+    factors, f_full, f_empty = factor_ring
+    BLOCK_N: gl.constexpr = tiles.shape[3]
+    F: gl.constexpr = tiles.shape[4]
     RANK: gl.constexpr = factors.shape[2]
     CHUNK: gl.constexpr = factors.shape[3]
     STEP: gl.constexpr = PIECE if CHUNK > PIECE else CHUNK
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // F, F // 8], [4, 1], [1, 0])
+    buffer.store(weights)
+    slot = wait_empty(empty, count)
+    tile = matrix(tiles, slot)
     for chunk in gl.static_range(BLOCK_N // CHUNK):
-        slot = wait_full(full, item)
-        factor = factors.index(slot).reshape([RANK * CHUNK, F])
+        f_slot = wait_full(f_full, count * (BLOCK_N // CHUNK) + chunk)
+        factor = factors.index(f_slot).reshape([RANK * CHUNK, F])
         for piece in gl.static_range(CHUNK // STEP):
             total = gl.zeros([STEP, F], gl.float32, LAYOUT)
             for r in gl.static_range(RANK):
                 b = factor.slice(r * CHUNK + piece * STEP, STEP).load(LAYOUT)
-                a = weights.slice(r * BLOCK_N + chunk * CHUNK + piece * STEP, STEP).load(gl.SliceLayout(1, LAYOUT))
+                a = buffer.slice(r * BLOCK_N + chunk * CHUNK + piece * STEP, STEP).load(gl.SliceLayout(1, LAYOUT))
                 total += a[:, None] * b.to(gl.float32)
             tile.slice(chunk * CHUNK + piece * STEP, STEP).store(total.to(tile.dtype))
-        mbarrier.arrive(empty.index(slot))
-        item += 1
-    return item
-
-
-@gluon.jit
-def form_tile(weights, tiles, full, empty, count, factors, f_full, f_empty, item):
-    """Form the tile number ``count`` of a ring as soon as its buffer is empty."""
-    slot = wait_empty(empty, count)
-    item = form(weights, matrix(tiles, slot), factors, f_full, f_empty, item)
+        mbarrier.arrive(f_empty.index(f_slot))
     fence_async_shared()
     mbarrier.arrive(full.index(slot))
-    return item
 
 
 @gluon.jit
 def copy_for_queries(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, arguments):
     """The copying warp of a kernel that owns tiles of queries, and what comes with them."""
     (
-        tickets, ticket, own_descs, bk_desc, bv_desc, own_tiles, factors, own_full, own_empty, f_full, f_empty,
+        tickets, ticket, own_descs, bk_desc, bv_desc, own_tiles, k_factors, v_factors, own_full, own_empty,
         tokens, keys, heads, rows, blocks, right, BLOCK_N,
     ) = arguments  # fmt: skip
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     tiles = blocks * rows
     tile = gl.program_id(0)
-    item = 0
+    count = 0
     done = 0
     while tile < tiles:
         slot = announce(tile, ticket, own_empty, done)
@@ -108,45 +103,51 @@ def copy_for_queries(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, arguments):
         copy_own(own_descs, own_tiles, entry, head, block * BLOCK_M, own_full, slot, GROUPS)
         for i in range(steps):
             n = (steps - 1 - i) * BLOCK_N
-            item = copy_factors(bk_desc, entry, n, factors, f_full, f_empty, item, BLOCK_N)
-            item = copy_factors(bv_desc, entry, n, factors, f_full, f_empty, item, BLOCK_N)
+            copy_factors(bk_desc, entry, n, k_factors, count, BLOCK_N)
+            copy_factors(bv_desc, entry, n, v_factors, count, BLOCK_N)
+            count += 1
         done += 1
         tile = next_tile(tickets, tiles)
     announce_end(tile, ticket, own_full, own_empty, done)
 
 
 @gluon.jit
-def form_tiles(GROUPS: gl.constexpr, RANK: gl.constexpr, CAUSAL: gl.constexpr, arguments):
-    """The forming warps. Head factors of the next step are on their way while this one's tiles are formed."""
-    (
-        ticket, ak, av, k_weights, v_weights, k_tiles, v_tiles, factors, own_full,
-        k_full, k_empty, v_full, v_empty, f_full, f_empty,
-        tokens, keys, rows, blocks, right, stride,
-    ) = arguments  # fmt: skip
-    BLOCK_N: gl.constexpr = k_tiles.shape[3]
+def load_all(operands, start, n, keys, stride, LAYOUT: gl.constexpr):
+    """`load_weights` of each operand, from ``start`` on."""
+    RANK: gl.constexpr = operands[0][3][0].shape[2]
+    BLOCK_N: gl.constexpr = operands[0][2][0].shape[3]
+    first = load_weights(operands[0][0] + start, n, keys, stride, RANK, BLOCK_N, LAYOUT)
+    if len(operands) == 1:
+        return (first,)
+    else:
+        return first, load_weights(operands[1][0] + start, n, keys, stride, RANK, BLOCK_N, LAYOUT)
+
+
+@gluon.jit
+def form_tiles(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, operands, arguments):
+    """Forming warps. Head factors of the next step are on their way while this one's tiles are formed.
+
+    An operand is head factors in memory, their place on chip, the ring of its tiles, and the ring of feature factors.
+    """
+    ticket, own_full, tokens, keys, rows, blocks, right, stride = arguments
+    RANK: gl.constexpr = operands[0][3][0].shape[2]
+    BLOCK_N: gl.constexpr = operands[0][2][0].shape[3]
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tiles = blocks * rows
-    item = 0
     count = 0
     done = 0
     tile, _ = announced(ticket, own_full, done)
     while tile < tiles:
         block, row, _ = tile_place(tile, blocks, rows, rows, 1, CAUSAL)
         _, _, steps = key_steps(block, 0, 1, tokens, keys, right, CAUSAL, BLOCK_M, BLOCK_N)
-        ak_rows = ak + row.to(gl.int64) * (RANK * stride)
-        av_rows = av + row.to(gl.int64) * (RANK * stride)
-        n = (steps - 1) * BLOCK_N
-        k_weight = load_weights(ak_rows, n, keys, stride, RANK, BLOCK_N, LAYOUT)
-        v_weight = load_weights(av_rows, n, keys, stride, RANK, BLOCK_N, LAYOUT)
+        start = row.to(gl.int64) * (RANK * stride)
+        weights = load_all(operands, start, (steps - 1) * BLOCK_N, keys, stride, LAYOUT)
         for i in range(steps):
-            k_weights.store(k_weight)
-            v_weights.store(v_weight)
-            n = gl.maximum(steps - 2 - i, 0) * BLOCK_N
-            k_weight = load_weights(ak_rows, n, keys, stride, RANK, BLOCK_N, LAYOUT)
-            v_weight = load_weights(av_rows, n, keys, stride, RANK, BLOCK_N, LAYOUT)
-            item = form_tile(k_weights, k_tiles, k_full, k_empty, count, factors, f_full, f_empty, item)
-            item = form_tile(v_weights, v_tiles, v_full, v_empty, count, factors, f_full, f_empty, item)
+            present = weights
+            weights = load_all(operands, start, gl.maximum(steps - 2 - i, 0) * BLOCK_N, keys, stride, LAYOUT)
+            for o in gl.static_range(len(operands)):
+                form_tile(operands[o], present[o], count)
             count += 1
         done += 1
         tile, _ = announced(ticket, own_full, done)
@@ -162,6 +163,7 @@ def tpa_hopper_forward_kernel(
     stride: gl.int32, scale: gl.float32,
     RANK: gl.constexpr, CAUSAL: gl.constexpr,
     BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, F_STAGES: gl.constexpr,
+    FORMING: gl.constexpr,
 ):  # fmt: skip
     """Attention for tiles of 128 queries, one after the other.
 
@@ -178,7 +180,8 @@ def tpa_hopper_forward_kernel(
     out_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, E], out_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], q_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, E], q_desc.layout)
-    factors = gl.allocate_shared_memory(dtype, [F_STAGES, 1, RANK, CHUNK, D], bk_desc.layout)
+    bk_tiles = gl.allocate_shared_memory(dtype, [F_STAGES, 1, RANK, CHUNK, D], bk_desc.layout)
+    bv_tiles = gl.allocate_shared_memory(dtype, [F_STAGES, 1, RANK, CHUNK, E], bv_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_weights = gl.allocate_shared_memory(gl.float32, [RANK * BLOCK_N], plain)
     v_weights = gl.allocate_shared_memory(gl.float32, [RANK * BLOCK_N], plain)
@@ -186,12 +189,14 @@ def tpa_hopper_forward_kernel(
     q_full, q_empty = barriers(Q_STAGES), barriers(Q_STAGES)
     k_full, k_empty = barriers(STAGES), barriers(STAGES)
     v_full, v_empty = barriers(STAGES), barriers(STAGES)
-    f_full, f_empty = barriers(F_STAGES), barriers(F_STAGES)
+    bk_full, bk_empty = barriers(F_STAGES), barriers(F_STAGES)
+    bv_full, bv_empty = barriers(F_STAGES), barriers(F_STAGES)
     turns = barriers(GROUPS)
     init_ring(q_full, q_empty, GROUPS)
     init_ring(k_full, k_empty, GROUPS)
     init_ring(v_full, v_empty, GROUPS)
-    init_ring(f_full, f_empty, 1)
+    init_ring(bk_full, bk_empty, 1)
+    init_ring(bv_full, bv_empty, 1)
     for i in gl.static_range(GROUPS):
         mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
@@ -200,17 +205,25 @@ def tpa_hopper_forward_kernel(
         q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
         tokens, keys, heads, rows, blocks, rows, 1, right, scale, None,
     )  # fmt: skip
-    forming = (
-        ticket, ak, av, k_weights, v_weights, k_tiles, v_tiles, factors, q_full,
-        k_full, k_empty, v_full, v_empty, f_full, f_empty,
-        tokens, keys, rows, blocks, right, stride,
-    )  # fmt: skip
+    k_factors, v_factors = (bk_tiles, bk_full, bk_empty), (bv_tiles, bv_full, bv_empty)
+    k_operand = (ak, k_weights, (k_tiles, k_full, k_empty), k_factors)
+    v_operand = (av, v_weights, (v_tiles, v_full, v_empty), v_factors)
+    forming = (ticket, q_full, tokens, keys, rows, blocks, right, stride)
     copying = (
-        tickets, ticket, (q_desc,), bk_desc, bv_desc, (q_tiles,), factors, q_full, q_empty, f_full, f_empty,
+        tickets, ticket, (q_desc,), bk_desc, bv_desc, (q_tiles,), k_factors, v_factors, q_full, q_empty,
         tokens, keys, heads, rows, blocks, right, BLOCK_N,
     )  # fmt: skip
-    gl.warp_specialize(
-        [(compute_tiles, (0, CAUSAL, False, computing)), (compute_tiles, (1, CAUSAL, False, computing)),
-         (form_tiles, (GROUPS, RANK, CAUSAL, forming)), (copy_for_queries, (GROUPS, CAUSAL, copying))],
-        [4, 4, 1], [208, 72, 24],
-    )  # fmt: skip
+    if FORMING == 2:
+        gl.warp_specialize(
+            [(compute_tiles, (0, CAUSAL, False, computing)), (compute_tiles, (1, CAUSAL, False, computing)),
+             (form_tiles, (GROUPS, CAUSAL, (k_operand,), forming)),
+             (form_tiles, (GROUPS, CAUSAL, (v_operand,), forming)), (copy_for_queries, (GROUPS, CAUSAL, copying))],
+            [4, 4, 4, 1], [160, 64, 64, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(compute_tiles, (0, CAUSAL, False, computing)), (compute_tiles, (1, CAUSAL, False, computing)),
+             (form_tiles, (GROUPS, CAUSAL, (k_operand, v_operand), forming)),
+             (copy_for_queries, (GROUPS, CAUSAL, copying))],
+            [4, 4, 1], [208, 72, 24],
+        )  # fmt: skip

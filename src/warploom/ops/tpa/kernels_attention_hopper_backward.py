@@ -36,7 +36,8 @@ def tpa_hopper_query_kernel(
     dq_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], dq_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], q_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, E], q_desc.layout)
-    factors = gl.allocate_shared_memory(dtype, [F_STAGES, 1, RANK, CHUNK, D], bk_desc.layout)
+    bk_tiles = gl.allocate_shared_memory(dtype, [F_STAGES, 1, RANK, CHUNK, D], bk_desc.layout)
+    bv_tiles = gl.allocate_shared_memory(dtype, [F_STAGES, 1, RANK, CHUNK, E], bv_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_weights = gl.allocate_shared_memory(gl.float32, [RANK * BLOCK_N], plain)
     v_weights = gl.allocate_shared_memory(gl.float32, [RANK * BLOCK_N], plain)
@@ -44,30 +45,32 @@ def tpa_hopper_query_kernel(
     own_full, own_empty = barriers(1), barriers(1)
     k_full, k_empty = barriers(STAGES), barriers(STAGES)
     v_full, v_empty = barriers(STAGES), barriers(STAGES)
-    f_full, f_empty = barriers(F_STAGES), barriers(F_STAGES)
+    bk_full, bk_empty = barriers(F_STAGES), barriers(F_STAGES)
+    bv_full, bv_empty = barriers(F_STAGES), barriers(F_STAGES)
     init_ring(own_full, own_empty, GROUPS)
     init_ring(k_full, k_empty, GROUPS)
     init_ring(v_full, v_empty, GROUPS)
-    init_ring(f_full, f_empty, 1)
+    init_ring(bk_full, bk_empty, 1)
+    init_ring(bv_full, bv_empty, 1)
     fence_async_shared()
     computing = (
         ticket, dq_desc, shift, delta, q_tiles, do_tiles, k_tiles, v_tiles, dq_tiles,
         own_full, own_empty, k_full, k_empty, v_full, v_empty,
         tokens, keys, heads, rows, blocks, rows, 1, right, scale, slope, None,
     )  # fmt: skip
-    forming = (
-        ticket, ak, av, k_weights, v_weights, k_tiles, v_tiles, factors, own_full,
-        k_full, k_empty, v_full, v_empty, f_full, f_empty,
-        tokens, keys, rows, blocks, right, stride,
+    k_factors, v_factors = (bk_tiles, bk_full, bk_empty), (bv_tiles, bv_full, bv_empty)
+    operands = (
+        (ak, k_weights, (k_tiles, k_full, k_empty), k_factors), (av, v_weights, (v_tiles, v_full, v_empty), v_factors),
     )  # fmt: skip
+    forming = (ticket, own_full, tokens, keys, rows, blocks, right, stride)
     copying = (
-        tickets + 1, ticket, (q_desc, do_desc), bk_desc, bv_desc, (q_tiles, do_tiles), factors,
-        own_full, own_empty, f_full, f_empty, tokens, keys, heads, rows, blocks, right, BLOCK_N,
+        tickets + 1, ticket, (q_desc, do_desc), bk_desc, bv_desc, (q_tiles, do_tiles), k_factors, v_factors,
+        own_full, own_empty, tokens, keys, heads, rows, blocks, right, BLOCK_N,
     )  # fmt: skip
     gl.warp_specialize(
         [(compute_for_queries, (0, False, CAUSAL, False, computing)),
          (compute_for_queries, (1, False, CAUSAL, False, computing)),
-         (form_tiles, (GROUPS, RANK, CAUSAL, forming)), (copy_for_queries, (GROUPS, CAUSAL, copying))],
+         (form_tiles, (GROUPS, CAUSAL, operands, forming)), (copy_for_queries, (GROUPS, CAUSAL, copying))],
         [4, 4, 1], [208, 72, 24],
     )  # fmt: skip
 

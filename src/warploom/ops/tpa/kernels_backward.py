@@ -24,6 +24,7 @@ from warploom.ops.tpa.kernels_attention import (
     load_product,
     load_queries,
     load_weights,
+    scaled,
     visible,
     walk,
 )
@@ -67,12 +68,12 @@ def weigh_keys(
         av, bv, m_first, keys, a_r, bv_m, bv_r, bv_e, BLOCK_M, RV, E, BLOCK_E, VEC, UNIT, MASKED
     )
     zeros = tl.zeros((queries.shape[0], BLOCK_M), tl.float32)
-    logits = dot(queries, tl.trans(k), zeros) * (k_weight * logit_scale)[None, :]
+    logits = scaled(dot(queries, tl.trans(k), zeros), (k_weight * logit_scale)[None, :], k.dtype)
     p = power(logits - top[:, None], k.dtype) * share[:, None]
     if MASKED:
         m = m_first + tl.arange(0, BLOCK_M)
         p = tl.where((m[None, :] >= first[:, None]) & (m[None, :] < end[:, None]), p, 0.0)
-    dp = dot(do, tl.trans(v), zeros) * (v_weight * scale_v)[None, :]
+    dp = scaled(dot(do, tl.trans(v), zeros), (v_weight * scale_v)[None, :], k.dtype)
     return p, dp, k, k_weight
 
 
@@ -312,15 +313,14 @@ def key_kernel(
                     gradients, there, tokens, grad_n, grad_e, BLOCK_N, E, BLOCK_E, G_VEC, G_UNIT, part != 1
                 )
                 top, share, subtract = load_statistics(statistics, delta, row, tokens, n, valid)
-                logits = (
-                    dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-                    * (k_weight * logit_scale)[:, None]
-                )
+                logits = dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+                logits = scaled(logits, (k_weight * logit_scale)[:, None], k.dtype)
                 p = power(logits - top[None, :], k.dtype) * share[None, :]
                 if part != 1:
                     p = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < end[:, None]), p, 0.0)
                 dv = dot(rounded(p, do.dtype), do, dv)
-                dp = dot(v, tl.trans(do), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * (v_weight * scale_v)[:, None]
+                dp = dot(v, tl.trans(do), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+                dp = scaled(dp, (v_weight * scale_v)[:, None], k.dtype)
                 ds = p * (dp - subtract[None, :])
                 dk = dot(rounded(ds, queries.dtype), queries, dk)
         factor_gradients(

@@ -44,12 +44,13 @@ class Tiles(NamedTuple):
     own_stages: int  # tiles of queries
     stages: int  # tiles of keys, and as many of values
     factor_stages: int  # tiles of feature factors
+    forming: int  # groups of warps that form
 
 
-FORWARD_TILES = {1: Tiles(128, 1, 2, 2), 2: Tiles(64, 2, 3, 2)}
+FORWARD_TILES = {1: Tiles(64, 1, 2, 2, 2), 2: Tiles(64, 1, 2, 2, 2)}
 """By rank; measured on an H200."""
 
-QUERY_TILES = Tiles(64, 1, 3, 2)
+QUERY_TILES = Tiles(64, 1, 2, 2, 1)
 KEY_TILE = 64  # queries
 KEY_STAGES = 3
 
