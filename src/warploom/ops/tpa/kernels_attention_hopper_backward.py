@@ -76,16 +76,13 @@ def tpa_hopper_query_kernel(
 
 
 @gluon.jit
-def load_factor(b, n, r, keys, F: gl.constexpr, BLOCK_F: gl.constexpr, strides, LAYOUT: gl.constexpr):
-    """Feature factors (64, BLOCK_F) of one rank."""
+def load_factor(b, n, r, keys, f, F: gl.constexpr, strides, LAYOUT: gl.constexpr):
+    """Features ``f`` of the feature factors (64, …) of one rank. Strides come divided by 8, for wide loads."""
     stride_m, stride_r = strides
     m = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    f = gl.arange(0, BLOCK_F, gl.SliceLayout(0, LAYOUT))
-    there = (n + m < keys)[:, None]
-    if F != BLOCK_F:
-        there = there & (f < F)[None, :]
-    start = b + n.to(gl.int64) * stride_m + r * stride_r
-    return gl.load(start + (m * stride_m)[:, None] + f[None, :], mask=there, other=0.0)
+    there = (n + m < keys)[:, None] & (f < F)[None, :]
+    start = b + (n.to(gl.int64) * stride_m + r * stride_r) * 8
+    return gl.load(start + (m * (stride_m * 8))[:, None] + f[None, :], mask=there, other=0.0)
 
 
 @gluon.jit
@@ -100,11 +97,28 @@ def form_own(a, b, tile, n, keys, stride, strides, RANK: gl.constexpr, F: gl.con
     """Form the keys or values that a group owns."""
     BLOCK_F: gl.constexpr = tile.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_F, BLOCK_F // 8], [4, 1], [1, 0])
+    f = gl.arange(0, BLOCK_F, gl.SliceLayout(0, LAYOUT))
     total = gl.zeros([ROWS, BLOCK_F], gl.float32, LAYOUT)
     for r in gl.static_range(RANK):
-        factor = load_factor(b, n, r, keys, F, BLOCK_F, strides, LAYOUT)
+        factor = load_factor(b, n, r, keys, f, F, strides, LAYOUT)
         total += load_rows(a, n, r, keys, stride, LAYOUT)[:, None] * factor.to(gl.float32)
     tile.store(total.to(tile.dtype))
+
+
+@gluon.jit
+def leave_half(
+    gradient, half: gl.constexpr, b, weight, sums, n, r, keys, strides, add, RANK: gl.constexpr, F: gl.constexpr
+):
+    """Add half of the features of a gradient, times head factors ``weight``, to ``sums``; its product with factors."""
+    LAYOUT: gl.constexpr = gradient.type.layout
+    m = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    f = half * gradient.shape[1] + gl.arange(0, gradient.shape[1], gl.SliceLayout(0, LAYOUT))
+    factor = load_factor(b, n, r, keys, f, F, strides, LAYOUT)
+    inside = (n + m < keys)[:, None] & (f < F)[None, :]
+    cells = sums + n.to(gl.int64) * (RANK * F) + r * F + (m * (RANK * F))[:, None] + f[None, :]
+    before = gl.load(cells, mask=inside & add, other=0.0)
+    gl.store(cells, before + gradient * gl.convert_layout(weight, gl.SliceLayout(1, LAYOUT))[:, None], mask=inside)
+    return gl.sum(gradient * factor.to(gl.float32), 1)
 
 
 @gluon.jit
@@ -114,24 +128,18 @@ def leave(
 ):  # fmt: skip
     """From the gradient (64, BLOCK_F) of one head's keys or values: store that of ``a``, and that of ``b`` in ``sums``.
 
-    With ``add`` it is added to what is there, which this very thread has stored.
+    With ``add`` it is added to what is there, which this very thread has stored. Half of the features at a time: there
+    are no registers for the factors of all beside the gradients.
     """
-    BLOCK_F: gl.constexpr = gradient.shape[1]
     da_m, da_r = da_strides
     m = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    f = gl.arange(0, BLOCK_F, gl.SliceLayout(0, LAYOUT))
-    there = n + m < keys
-    inside = there[:, None]
-    if F != BLOCK_F:
-        inside = inside & (f < F)[None, :]
-    cells = sums + n.to(gl.int64) * (RANK * F) + (m * (RANK * F))[:, None] + f[None, :]
+    left, right = gradient.reshape([ROWS, 2, gradient.shape[1] // 2]).permute([0, 2, 1]).split()
     for r in gl.static_range(RANK):
-        factor = load_factor(b, n, r, keys, F, BLOCK_F, strides, LAYOUT)
-        along = gl.sum(gradient * factor.to(gl.float32), 1) * factor_scale
-        gl.store(da + (n + m).to(gl.int64) * da_m + r * da_r, along.to(da.dtype.element_ty), mask=there)
         weight = load_rows(a, n, r, keys, stride, LAYOUT)
-        before = gl.load(cells + r * F, mask=inside & add, other=0.0)
-        gl.store(cells + r * F, before + gradient * weight[:, None], mask=inside)
+        along = leave_half(left, 0, b, weight, sums, n, r, keys, strides, add, RANK, F)
+        along += leave_half(right, 1, b, weight, sums, n, r, keys, strides, add, RANK, F)
+        along = gl.convert_layout(along, gl.SliceLayout(1, LAYOUT)) * factor_scale
+        gl.store(da + (n + m).to(gl.int64) * da_m + r * da_r, along.to(da.dtype.element_ty), mask=n + m < keys)
 
 
 @gluon.jit
@@ -143,7 +151,7 @@ def compute_for_keys(
         ticket, ak, av, bk, bv, dak, dav, k_sums, v_sums, q_tiles, do_tiles, k_tiles, v_tiles, shifts, deltas,
         own_full, own_empty, q_full, q_empty, do_full, do_empty,
         bk_b, bk_strides, bv_b, bv_strides, dak_b, dak_h, dak_strides, dav_b, dav_h, dav_strides,
-        tokens, keys, heads, shares, rows, blocks, right, stride, scale, slope, k_slope, v_slope,
+        tokens, keys, heads, shares, rows, blocks, right, stride, zero, scale, slope, k_slope, v_slope,
     ) = arguments  # fmt: skip
     GROUPS: gl.constexpr = k_tiles.shape[0]
     BLOCK_M: gl.constexpr = q_tiles.shape[3]
@@ -164,15 +172,17 @@ def compute_for_keys(
         begin, full, end = query_steps(block, 0, 1, tokens, keys, right, CAUSAL, BLOCK_N, BLOCK_M)
         n = block * BLOCK_N + group * ROWS
         first = n - (keys - tokens) - right
-        bk_entry, bv_entry = bk + entry.to(gl.int64) * bk_b, bv + entry.to(gl.int64) * bv_b
+        bk_entry, bv_entry = bk + entry.to(gl.int64) * bk_b * 8, bv + entry.to(gl.int64) * bv_b * 8
         place = (share * (rows // shares) + entry).to(gl.int64) * keys
         k_places, v_places = k_sums + place * (RANK * D), v_sums + place * (RANK * E)
         for member in range(share_heads):
             head = share * share_heads + member
+            # Addresses that seem to depend on the head: else those of whole tiles are held in registers over all heads.
+            here = n + member * zero
             head_row = (entry * heads + head).to(gl.int64)
             ak_row, av_row = ak + head_row * (RANK * stride), av + head_row * (RANK * stride)
-            form_own(ak_row, bk_entry, k_tile, n, keys, stride, bk_strides, RANK, D)
-            form_own(av_row, bv_entry, v_tile, n, keys, stride, bv_strides, RANK, E)
+            form_own(ak_row, bk_entry, k_tile, here, keys, stride, bk_strides, RANK, D)
+            form_own(av_row, bv_entry, v_tile, here, keys, stride, bv_strides, RANK, E)
             fence_async_shared()
             dk = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT_LAYOUT)
             dv = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT_LAYOUT)
@@ -186,11 +196,11 @@ def compute_for_keys(
                 q_full, q_empty, do_full, do_empty, full, end, first, scale, False, LAYOUT, OUT_LAYOUT,
             )  # fmt: skip
             leave(
-                dv, av_row, bv_entry, dav + entry.to(gl.int64) * dav_b + head * dav_h, v_places, n, keys, stride,
+                dv, av_row, bv_entry, dav + entry.to(gl.int64) * dav_b + head * dav_h, v_places, here, keys, stride,
                 bv_strides, dav_strides, v_slope, member > 0, RANK, E, OUT_LAYOUT,
             )  # fmt: skip
             leave(
-                dk * slope, ak_row, bk_entry, dak + entry.to(gl.int64) * dak_b + head * dak_h, k_places, n, keys,
+                dk * slope, ak_row, bk_entry, dak + entry.to(gl.int64) * dak_b + head * dak_h, k_places, here, keys,
                 stride, bk_strides, dak_strides, k_slope, member > 0, RANK, D, OUT_LAYOUT,
             )  # fmt: skip
         done += 1
@@ -199,7 +209,7 @@ def compute_for_keys(
 
 
 KEY_NUMBERS = (
-    "tokens keys heads shares rows blocks right stride bk_b bk_m bk_r bv_b bv_m bv_r "
+    "tokens keys heads shares rows blocks right stride zero bk_b bk_m bk_r bv_b bv_m bv_r "
     "dak_b dak_m dak_h dak_r dav_b dav_m dav_h dav_r scale slope k_slope v_slope"
 ).split()
 
@@ -208,7 +218,7 @@ KEY_NUMBERS = (
 def tpa_hopper_key_kernel(
     q_desc, do_desc, ak, av, bk, bv, shift, delta, dak, dav, k_sums, v_sums, tickets,
     tokens: gl.int32, keys: gl.int32, heads: gl.int32, shares: gl.int32, rows: gl.int32, blocks: gl.int32,
-    right: gl.int32, stride: gl.int32,
+    right: gl.int32, stride: gl.int32, zero: gl.int32,
     bk_b: gl.int32, bk_m: gl.int32, bk_r: gl.int32, bv_b: gl.int32, bv_m: gl.int32, bv_r: gl.int32,
     dak_b: gl.int32, dak_m: gl.int32, dak_h: gl.int32, dak_r: gl.int32,
     dav_b: gl.int32, dav_m: gl.int32, dav_h: gl.int32, dav_r: gl.int32,
@@ -248,7 +258,7 @@ def tpa_hopper_key_kernel(
         ticket, ak, av, bk, bv, dak, dav, k_sums, v_sums, q_tiles, do_tiles, k_tiles, v_tiles, shifts, deltas,
         own_full, own_empty, q_full, q_empty, do_full, do_empty,
         bk_b, (bk_m, bk_r), bv_b, (bv_m, bv_r), dak_b, dak_h, (dak_m, dak_r), dav_b, dav_h, (dav_m, dav_r),
-        tokens, keys, heads, shares, rows, blocks, right, stride, scale, slope, k_slope, v_slope,
+        tokens, keys, heads, shares, rows, blocks, right, stride, zero, scale, slope, k_slope, v_slope,
     )  # fmt: skip
     gl.warp_specialize(
         [(compute_for_keys, (0, RANK, D, E, CAUSAL, computing)), (compute_for_keys, (1, RANK, D, E, CAUSAL, computing)),

@@ -175,7 +175,8 @@ def key_gradients(
             min(multiprocessors(q.device), blocks * rows),
             [(q, own), (grad, result)],
             (
-                tokens, keys, heads, shares, rows, blocks, 0, ak.shape[3], *bk.stride()[:3], *bv.stride()[:3],
+                tokens, keys, heads, shares, rows, blocks, 0, ak.shape[3], 0,
+                *(stride // 8 for stride in (*bk.stride()[:3], *bv.stride()[:3])),
                 *dak.stride(), *dav.stride(),
                 call.scale * logit_unit(q.dtype), float(call.scale), float(call.scale_k), float(call.scale_v),
             ),
