@@ -22,7 +22,6 @@ from warploom.ops.tpa.kernels import power
 from warploom.ops.tpa.kernels_attention import (
     load_factor,
     load_product,
-    load_queries,
     load_weights,
     scaled,
     visible,
@@ -121,44 +120,66 @@ def prepare_kernel(
     out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_e: tl.int64,
     grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_e: tl.int64, scale_q: tl.float32,
     RQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, Q_VEC: tl.constexpr, Q_UNIT: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    Q_VEC: tl.constexpr, Q_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Q and δ of one tile of queries of a head.
+    """Q and δ of one token's queries, BLOCK_H of the heads; 16-bit ranks are summed BLOCK_R at a time.
 
-    Without ``grad`` and the other three, Q alone. ``shift`` (B, H, N), which may be None, gets what is subtracted from
-    logits in base two for 16-bit weights; a shift of +inf makes those of blind queries zero.
+    Strides of ``bq``, and those of ``out`` and ``grad``, come divided by their ``VEC`` but for the last; ``UNIT``: that
+    is 1. Without ``grad`` and the other three, Q alone. ``shift`` (B, H, N), which may be None, gets what is subtracted
+    from logits in base two for 16-bit weights; a shift of +inf makes those of blind queries zero.
     """
-    blocks = tl.cdiv(tokens, BLOCK_N)
+    shares = tl.cdiv(heads, BLOCK_H)
     program = tl.program_id(0)
-    head = program % heads
-    first = program // heads % blocks * BLOCK_N
-    n = first + tl.arange(0, BLOCK_N)
-    batch = (program // heads // blocks).to(tl.int64)
-    inside = n < tokens
-    if aq is not None:
-        aq += batch * aq_b
-    tile = load_queries(
-        aq, bq + batch * (bq_b * Q_VEC), head, first, tokens, aq_n, aq_h, aq_r, bq_n, bq_r, bq_d, scale_q,
-        BLOCK_N, RQ, D, BLOCK_D, Q_VEC, Q_UNIT,
-    )  # fmt: skip
-    row = (batch * heads + head) * tokens + n
+    token = program // shares
+    batch = (token // tokens).to(tl.int64)
+    n = (token % tokens).to(tl.int64)
+    h = program % shares * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
-    tl.store(q + row[:, None] * D + d[None, :], tile, mask=inside[:, None] & (d < D)[None, :])
+    there = h < heads
+    inside = there[:, None] & (d < D)[None, :]
+    features = d if Q_UNIT else d * bq_d
+    bq += batch * (bq_b * Q_VEC) + n * (bq_n * Q_VEC)
+    if aq is None:  # the rank axis is the heads
+        tile = tl.load(bq + (h * (bq_r * Q_VEC))[:, None] + features[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
+    else:
+        tile = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+        aq += batch * aq_b + n * aq_n
+        if q.dtype.element_ty == tl.float32:  # the bits that `load_queries` made for the forward's logits
+            for r in tl.range(0, RQ, num_stages=1):
+                a = tl.load(aq + h * aq_h + r * aq_r, mask=there, other=0.0)
+                b = tl.load(bq + r * (bq_r * Q_VEC) + features, mask=d < D, other=0.0)
+                tile += a[:, None] * b[None, :]
+        else:
+            for first in range(0, RQ, BLOCK_R):
+                r = first + tl.arange(0, BLOCK_R)
+                real = (r < RQ)[:, None] & (d < D)[None, :]
+                some = there[:, None] & (r < RQ)[None, :]
+                a = tl.load(aq + (h * aq_h)[:, None] + (r * aq_r)[None, :], mask=some, other=0.0)
+                b = tl.load(bq + (r * (bq_r * Q_VEC))[:, None] + features[None, :], mask=real, other=0.0)
+                tile = dot(a, b, tile)
+    rows = batch * heads + h
+    tl.store(
+        q + (rows * tokens + n)[:, None] * D + d[None, :], rounded(tile * scale_q, q.dtype.element_ty), mask=inside
+    )
     if grad is not None:
-        h = head.to(tl.int64)
-        o = load_rows(out + batch * out_b + h * out_h, first, tokens, out_n, out_e, BLOCK_N, E, BLOCK_E, 1, False)
-        do = load_rows(
-            grad + batch * grad_b + h * grad_h, first, tokens, grad_n, grad_e, BLOCK_N, E, BLOCK_E, 1, False
-        )
-        tl.store(delta + row, tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), mask=inside)
+        e = tl.arange(0, BLOCK_E)
+        values = e if O_UNIT else e * out_e
+        slopes = e if O_UNIT else e * grad_e
+        inside = there[:, None] & (e < E)[None, :]
+        out += batch * (out_b * O_VEC) + n * (out_n * O_VEC)
+        grad += batch * (grad_b * O_VEC) + n * (grad_n * O_VEC)
+        o = tl.load(out + (h * (out_h * O_VEC))[:, None] + values[None, :], mask=inside, other=0.0)
+        do = tl.load(grad + (h * (grad_h * O_VEC))[:, None] + slopes[None, :], mask=inside, other=0.0)
+        tl.store(delta + rows * tokens + n, tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), mask=there)
     if shift is not None:
-        cells = statistics + (batch * heads + head) * 2 * tokens + n
-        top = tl.load(cells, mask=inside, other=0.0)
-        total = tl.load(cells + tokens, mask=inside, other=1.0)
+        top = tl.load(statistics + rows * 2 * tokens + n, mask=there, other=0.0)
+        total = tl.load(statistics + (rows * 2 + 1) * tokens + n, mask=there, other=1.0)
         blind = total == 0.0
-        tl.store(
-            shift + row, tl.where(blind, float("inf"), top + tl.log2(tl.where(blind, 1.0, total))), mask=inside
-        )
+        value = tl.where(blind, float("inf"), top + tl.log2(tl.where(blind, 1.0, total)))
+        tl.store(shift + rows * tokens + n, value, mask=there)
 
 
 _BACKWARD_NUMBERS = [

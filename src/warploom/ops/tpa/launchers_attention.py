@@ -125,17 +125,16 @@ def _prepare(
     batch, tokens, rank_q, features = bq.shape
     heads = ak.shape[2]
     q = torch.empty((batch, heads, tokens, features), dtype=bq.dtype, device=bq.device)
-    strides = feature_factors(bq)
-    tiles = _query_tiles(bq.dtype, _block(features), 1, architecture(bq.device))
+    b, o = feature_factors(bq), feature_factors(*(bq if t is None else t for t in (out, grad)))
     prepare_launch(
-        -(-tokens // tiles.queries) * batch * heads,
+        batch * tokens * -(-heads // 16),
         (aq, bq, out, grad, statistics, q, delta, shift),
-        (tokens, heads, *strides_of(aq), *strides.strides[0], *strides_of(out), *strides_of(grad), call.scale_q),
+        (tokens, heads, *strides_of(aq), *b.strides[0], *o.strides[0], *o.strides[1], call.scale_q),
         (
-            rank_q, features, bv.shape[-1], tiles.queries, _block(features), _block(bv.shape[-1]),
-            strides.vector, strides.flag,
+            rank_q, features, bv.shape[-1], 16, 16, _block(features), _block(bv.shape[-1]),
+            b.vector, b.flag, o.vector, o.flag,
         ),
-        tiles.warps,
+        4,
     )  # fmt: skip
     return q
 
