@@ -40,6 +40,7 @@ def suits(change: dict[str, Tensor | None] | None = None, call: dict[str, Any] |
 def test_the_calls_that_suit(hopper: None) -> None:
     assert suits()
     assert suits(rank_k=2, rank_v=2, dtype=torch.float16)
+    assert suits(rank_k=4, rank_v=4)
     assert suits(call={"causal": False, "scale_q": -1.0, "scale_k": 0.0})
     assert suits(features=40, values=128)
     assert suits(tokens=1)
@@ -119,7 +120,7 @@ def assert_right(inputs: dict[str, Any], grad: Tensor | None = None, **options: 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("rank", [1, 2, 4])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "keys", "heads", "features", "values", "dtype"),
@@ -145,7 +146,7 @@ def test_values_and_gradients(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("rank", [1, 2, 4])
 def test_scales_and_whole_queries(rank: int, launched: list[str], device: torch.device) -> None:
     sizes = {"tokens": 200, "keys": 300, "rank_k": rank, "rank_v": rank, "features": 64, "values": 64}
     inputs = factors(device, **sizes, dtype=torch.bfloat16)
@@ -169,7 +170,7 @@ def test_strides_of_factors_and_gradient(launched: list[str], device: torch.devi
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("rank", [1, 2, 4])
 def test_the_same_bits_twice(rank: int, launched: list[str], device: torch.device) -> None:
     sizes = {"tokens": 1500, "keys": 1500, "heads": 16, "rank_k": rank, "rank_v": rank}
     inputs = factors(device, **sizes, features=128, values=128, dtype=torch.bfloat16)

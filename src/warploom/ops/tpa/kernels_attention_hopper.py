@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from warploom.device.hopper import (
@@ -26,14 +27,11 @@ from warploom.device.hopper import (
     copy_own,
     copy_tile,
     init_ring,
-    matrix,
     next_tile,
     wait_empty,
     wait_full,
 )
 from warploom.device.hopper_attention import compute_tiles, key_steps, tile_place
-
-PIECE = gl.constexpr(32)  # keys that are formed at once, as far as registers go
 
 
 @gluon.jit
@@ -54,7 +52,17 @@ def load_weights(a, n, keys, stride, RANK: gl.constexpr, BLOCK_N: gl.constexpr, 
 
 
 @gluon.jit
-def form_tile(operand, weights, count):
+def diagonal(weights, LAYOUT: gl.constexpr):
+    """Matrices (G, 16, 16) with ``weights`` (G, 16) on their diagonals, as first factors of products."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, OPERAND)))
+    k = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, OPERAND)))
+    zero = gl.zeros([weights.shape[0], 16, 16], weights.dtype, OPERAND)
+    return gl.where(i[None, :, None] == k[None, None, :], weights[:, :, None], zero)
+
+
+@gluon.jit
+def form_tile(operand, weights, count, EXACT: gl.constexpr):
     """Form the tile number ``count`` of an operand as soon as its buffer is empty, from head factors ``weights``."""
     _, buffer, ring, factor_ring = operand
     tiles, full, empty = ring
@@ -63,21 +71,26 @@ def form_tile(operand, weights, count):
     F: gl.constexpr = tiles.shape[4]
     RANK: gl.constexpr = factors.shape[2]
     CHUNK: gl.constexpr = factors.shape[3]
-    STEP: gl.constexpr = PIECE if CHUNK > PIECE else CHUNK
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // F, F // 8], [4, 1], [1, 0])
+    G: gl.constexpr = CHUNK // 16
+    W: gl.constexpr = G if G < 4 else 4
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 4 // W], [1, 16, 8])
+    A: gl.constexpr = gl.SliceLayout(2, gl.DotOperandLayout(0, LAYOUT, 2))
     buffer.store(weights)
     slot = wait_empty(empty, count)
-    tile = matrix(tiles, slot)
+    tile = tiles.index(slot).reshape([BLOCK_N // 16, 16, F])
+    rows = buffer.reshape([RANK * BLOCK_N // 16, 16])
     for chunk in gl.static_range(BLOCK_N // CHUNK):
         f_slot = wait_full(f_full, count * (BLOCK_N // CHUNK) + chunk)
-        factor = factors.index(f_slot).reshape([RANK * CHUNK, F])
-        for piece in gl.static_range(CHUNK // STEP):
-            total = gl.zeros([STEP, F], gl.float32, LAYOUT)
-            for r in gl.static_range(RANK):
-                b = factor.slice(r * CHUNK + piece * STEP, STEP).load(LAYOUT)
-                a = buffer.slice(r * BLOCK_N + chunk * CHUNK + piece * STEP, STEP).load(gl.SliceLayout(1, LAYOUT))
-                total += a[:, None] * b.to(gl.float32)
-            tile.slice(chunk * CHUNK + piece * STEP, STEP).store(total.to(tile.dtype))
+        factor = factors.index(f_slot).reshape([RANK * G, 16, F])
+        total = gl.zeros([G, 16, F], gl.float32, LAYOUT)
+        for r in gl.static_range(RANK):
+            b = factor.slice(r * G, G).load(gl.DotOperandLayout(1, LAYOUT, 2))
+            a = rows.slice(r * (BLOCK_N // 16) + chunk * G, G).load(A)
+            high = a.to(tile.dtype)
+            total = mma_v2(diagonal(high, LAYOUT), b, total)
+            if not EXACT:
+                total = mma_v2(diagonal((a - high.to(gl.float32)).to(tile.dtype), LAYOUT), b, total)
+        tile.slice(chunk * G, G).store(total.to(tile.dtype))
         mbarrier.arrive(f_empty.index(f_slot))
     fence_async_shared()
     mbarrier.arrive(full.index(slot))
@@ -124,7 +137,7 @@ def load_all(operands, start, n, keys, stride, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def form_tiles(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, operands, arguments):
+def form_tiles(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, EXACT: gl.constexpr, operands, arguments):
     """Forming warps. Head factors of the next step are on their way while this one's tiles are formed.
 
     An operand is head factors in memory, their place on chip, the ring of its tiles, and the ring of feature factors.
@@ -147,7 +160,7 @@ def form_tiles(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, operands, arguments):
             present = weights
             weights = load_all(operands, start, gl.maximum(steps - 2 - i, 0) * BLOCK_N, keys, stride, LAYOUT)
             for o in gl.static_range(len(operands)):
-                form_tile(operands[o], present[o], count)
+                form_tile(operands[o], present[o], count, EXACT)
             count += 1
         done += 1
         tile, _ = announced(ticket, own_full, done)
@@ -163,7 +176,7 @@ def tpa_hopper_forward_kernel(
     stride: gl.int32, scale: gl.float32,
     RANK: gl.constexpr, CAUSAL: gl.constexpr,
     BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, F_STAGES: gl.constexpr,
-    FORMING: gl.constexpr,
+    FORMING: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
     """Attention for tiles of 128 queries, one after the other.
 
@@ -216,14 +229,14 @@ def tpa_hopper_forward_kernel(
     if FORMING == 2:
         gl.warp_specialize(
             [(compute_tiles, (0, CAUSAL, False, computing)), (compute_tiles, (1, CAUSAL, False, computing)),
-             (form_tiles, (GROUPS, CAUSAL, (k_operand,), forming)),
-             (form_tiles, (GROUPS, CAUSAL, (v_operand,), forming)), (copy_for_queries, (GROUPS, CAUSAL, copying))],
+             (form_tiles, (GROUPS, CAUSAL, EXACT, (k_operand,), forming)),
+             (form_tiles, (GROUPS, CAUSAL, EXACT, (v_operand,), forming)), (copy_for_queries, (GROUPS, CAUSAL, copying))],
             [4, 4, 4, 1], [160, 64, 64, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [(compute_tiles, (0, CAUSAL, False, computing)), (compute_tiles, (1, CAUSAL, False, computing)),
-             (form_tiles, (GROUPS, CAUSAL, (k_operand, v_operand), forming)),
+             (form_tiles, (GROUPS, CAUSAL, EXACT, (k_operand, v_operand), forming)),
              (copy_for_queries, (GROUPS, CAUSAL, copying))],
             [4, 4, 1], [208, 72, 24],
         )  # fmt: skip

@@ -23,7 +23,7 @@ def tpa_hopper_query_kernel(
     tokens: gl.int32, keys: gl.int32, heads: gl.int32, rows: gl.int32, blocks: gl.int32, right: gl.int32,
     stride: gl.int32, scale: gl.float32, slope: gl.float32,
     RANK: gl.constexpr, CAUSAL: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, F_STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, F_STAGES: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
     """Gradients of Q, times ``slope``. Descriptors are as in `tpa_hopper_forward_kernel`; ``tickets[1]`` is zero."""
     GROUPS: gl.constexpr = 2
@@ -70,7 +70,7 @@ def tpa_hopper_query_kernel(
     gl.warp_specialize(
         [(compute_for_queries, (0, False, CAUSAL, False, computing)),
          (compute_for_queries, (1, False, CAUSAL, False, computing)),
-         (form_tiles, (GROUPS, CAUSAL, operands, forming)), (copy_for_queries, (GROUPS, CAUSAL, copying))],
+         (form_tiles, (GROUPS, CAUSAL, EXACT, operands, forming)), (copy_for_queries, (GROUPS, CAUSAL, copying))],
         [4, 4, 1], [208, 72, 24],
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ than attending; that, and packed sequences, stay with the kernels for every GPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ class Tiles(NamedTuple):
     forming: int  # groups of warps that form
 
 
-FORWARD_TILES = {1: Tiles(64, 1, 2, 2, 2), 2: Tiles(64, 1, 2, 2, 2)}
+FORWARD_TILES = {rank: Tiles(64, 1, 2, 2, 2) for rank in (1, 2, 4)}
 """By rank; measured on an H200."""
 
 QUERY_TILES = Tiles(64, 1, 2, 2, 1)
@@ -99,6 +100,11 @@ def _boxes(q: Tensor, values: Tensor, rank: int) -> tuple[Boxes, Boxes, Boxes]:
     return Boxes((0, 1, 2, 3), tile), Boxes((0, 2, 1, 3), tile), Boxes((0, 2, 1, 3), factor)
 
 
+def _exact(call: Call) -> bool:
+    """Whether head factors keep all their bits when they are scaled and rounded back: scales are powers of two."""
+    return all(math.frexp(scale)[0] in (-0.5, 0.0, 0.5) for scale in (call.scale_k, call.scale_v))
+
+
 def _tickets(q: Tensor, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=q.device)
 
@@ -121,7 +127,7 @@ def forward(q: Tensor, ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, out: Tens
             min(multiprocessors(q.device), blocks * rows),
             [(q, own), (bk, factor), (bv, factor), (out, result)],
             (tokens, keys, heads, rows, blocks, 0, ak.shape[3], call.scale * logit_unit(q.dtype)),
-            (rank, call.causal, *FORWARD_TILES[rank]),
+            (rank, call.causal, *FORWARD_TILES[rank], _exact(call)),
         )
 
     _launch("forward", make, call, (q, bk, bv, out, ak, av, lse, statistics, _tickets(q, 1)))
@@ -148,7 +154,7 @@ def query_gradient(
                 tokens, keys, heads, rows, blocks, 0, ak.shape[3],
                 call.scale * logit_unit(q.dtype), scale * call.scale,
             ),
-            (rank, call.causal, tiles.keys, tiles.stages, tiles.factor_stages),
+            (rank, call.causal, tiles.keys, tiles.stages, tiles.factor_stages, _exact(call)),
         )  # fmt: skip
 
     _launch(f"query {scale}", make, call, (q, bk, bv, grad, dq, ak, av, shift, delta, _tickets(q, 2)))
