@@ -79,8 +79,11 @@ class Kernel:
         constants: tuple[Any, ...],
         num_warps: int = 4,
         num_stages: int = 3,
+        early: bool = False,
     ) -> Any:
         """Launch ``programs`` programs on the current stream of the first tensor's device.
+
+        ``early``: while the launch before it on the stream still runs; see `may_start_early`.
 
         Returns:
             The compiled variant; ``None`` where nothing was compiled (no programs, the interpreter, builds
@@ -89,6 +92,8 @@ class Kernel:
         if programs == 0:
             return None
         options = {"num_warps": num_warps, "num_stages": num_stages}
+        if early:
+            options["launch_pdl"] = True
         if _recorded is not None:
             self._record(_recorded, tensors, numbers, constants, options)
             return None
@@ -177,9 +182,10 @@ class Launch:
         constants: tuple[Any, ...],
         num_warps: int = 4,
         num_stages: int = 3,
+        early: bool = False,
     ) -> None:
         self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
-        self.options = (num_warps, num_stages)
+        self.options = (num_warps, num_stages, early)
         self.arguments = (*numbers, *constants)
         self.entry: Entry | None = None  # of the variant for aligned addresses, and its device
         self.device = -1
@@ -236,7 +242,7 @@ class TiledLaunch:
     MOST_ADDRESSES = 256
     """Encodings kept at once for one parameter."""
 
-    __slots__ = ("arguments", "described", "encoded", "entries", "function", "programs", "warps")
+    __slots__ = ("arguments", "described", "encoded", "entries", "function", "options", "programs")
 
     def __init__(
         self,
@@ -246,8 +252,10 @@ class TiledLaunch:
         numbers: Sequence[int | float],
         constants: tuple[Any, ...],
         num_warps: int = 4,
+        early: bool = False,
     ) -> None:
-        self.function, self.programs, self.warps = function, programs, num_warps
+        self.function, self.programs = function, programs
+        self.options = {"num_warps": num_warps, **({"launch_pdl": True} if early else {})}
         self.described = [_description(like, box) for like, box in boxes]
         self.arguments = (*numbers, *constants)
         self.entries: dict[int, Entry] = {}  # by device
@@ -272,7 +280,7 @@ class TiledLaunch:
             descriptors = [self._descriptor(i, tensors[i]) for i in range(len(self.described))]
             compiled = self.function.run(
                 *descriptors, *pointers, *self.arguments,
-                grid=(self.programs, 1, 1), warmup=False, num_warps=self.warps,
+                grid=(self.programs, 1, 1), warmup=False, **self.options,
             )  # fmt: skip
             self.entries[device] = entry_of(compiled)
             return
@@ -321,8 +329,7 @@ class TiledLaunch:
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
         key = (self.function, tuple(signature.items()), tuple(constexprs.items()))
-        options = {"num_warps": self.warps}
-        builds.setdefault(key, Build(self.function, signature, constexprs, attrs, options))
+        builds.setdefault(key, Build(self.function, signature, constexprs, attrs, self.options))
 
 
 def _description(like: torch.Tensor, box: Boxes) -> dict[str, Any]:
@@ -370,6 +377,15 @@ def runs_on_cpu() -> bool:
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; 1 for any other device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def may_start_early(device: torch.device) -> bool:
+    """Whether a kernel may be launched ``early``: put in place while the launch before it on the stream still runs.
+
+    Such a kernel waits for that launch itself (``gdc_wait``) before it touches memory, which is cheaper than the
+    pause between two launches. Hopper and later (programmatic dependent launch).
+    """
+    return not INTERPRETED and architecture(device) >= 90
 
 
 def architecture(device: torch.device) -> int:

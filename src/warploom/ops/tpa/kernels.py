@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.activations import exponential_float32, power_of_two
 from warploom.device.product import dot, rounded
@@ -354,11 +355,14 @@ def combine_kernel(
     out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_e: tl.int64, scale_v: tl.float32,
     H: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, AHEAD: tl.constexpr,
     SHORTEST: tl.constexpr, LONGEST: tl.constexpr, WANTED: tl.constexpr, LEVELS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Joins what programs of `decode_kernel` left that took one chunk or four: a tile (R, E) of one entry's rows.
 
     ``AHEAD`` parts, a multiple of four, are under way before the first is needed.
     """
+    if EARLY:
+        gdc_wait()
     row_blocks = tl.cdiv(tokens * H, BLOCK_R)
     batch = tl.program_id(0) // row_blocks
     row = (tl.program_id(0) % row_blocks * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from warploom.launch import Kernel, Launch, multiprocessors
+from warploom.launch import Kernel, Launch, may_start_early, multiprocessors
 from warploom.layout import layout_of
 from warploom.ops.tpa.kernels import combine_kernel, decode_kernel
 from warploom.plans import Plans
@@ -266,11 +266,13 @@ def _plan_decode(
     )  # fmt: skip
     combine = None
     if not whole:
+        early = may_start_early(bq.device)
         combine = Launch(
             combine_launch,
             batch * -(-tokens * heads // COMBINE_ROWS),
             (tokens, keys, spans, lengths_b, *strides_of(out), scale_v),
-            (heads, values, COMBINE_ROWS, block_e, COMBINE_AHEAD, *CHUNKS, levels),
+            (heads, values, COMBINE_ROWS, block_e, COMBINE_AHEAD, *CHUNKS, levels, early),
             2,
+            early=early,
         )
     return _Decode(tuple(out.shape), out.stride(), launch, combine, partial, statistics)
