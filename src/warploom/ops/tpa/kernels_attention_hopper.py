@@ -1,14 +1,18 @@
 """Forward of tensor-product attention for Hopper: flash attention's kernel with keys and values formed on the way.
 
-To the groups of warps that attend (`warploom.device.hopper_attention`), keys and values are tiles in shared memory
-like any others. A group of four warps forms them there, in float32 and rounded once, from tiles of
-feature factors that the copying warp brings:
+To the groups of warps that attend (`warploom.device.hopper_attention`), keys and values are tiles in shared memory like
+any others. Forming warps put them there, from tiles of feature factors that the copying warp brings:
 
     copying warp     bk, bv by the tensor memory accelerator, CHUNK keys at a time, all ranks
-    forming warps    K[m] = Σ_r a[m, r] b[m, r]: registers, then the buffer that the attending groups wait for
+    forming warps    K[m] = Σ_r a[m, r] b[m, r], 16 keys at a time
     groups of warps  attend, as in flash attention
 
-Head factors are (B, H, R, M) in float32, and include the scales of keys and values.
+Every key has a head factor of its own, so this is no product of matrices; but Σ_r diag(a[:, r]) · b[:, r] is one, and
+zeros cost the matrix units less than the multiplications one by one cost the schedulers, for which attending warps wait
+too. Sums are in float32 and rounded once.
+
+Head factors are (B, H, R, M) in float32, and include the scales of keys and values. They enter their product in 16 bits,
+those with a scale that is no power of two (not ``EXACT``) as a sum of two.
 """
 
 from __future__ import annotations
@@ -72,8 +76,8 @@ def form_tile(operand, weights, count, EXACT: gl.constexpr):
     RANK: gl.constexpr = factors.shape[2]
     CHUNK: gl.constexpr = factors.shape[3]
     G: gl.constexpr = CHUNK // 16
-    W: gl.constexpr = G if G < 4 else 4
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 4 // W], [1, 16, 8])
+    W: gl.constexpr = G if G < 4 else 4  # warps that share out the keys; the others share out features
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 4 // W], [1, 16, 8])  # (G, keys, features)
     A: gl.constexpr = gl.SliceLayout(2, gl.DotOperandLayout(0, LAYOUT, 2))
     buffer.store(weights)
     slot = wait_empty(empty, count)
@@ -101,7 +105,7 @@ def copy_for_queries(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, arguments):
     """The copying warp of a kernel that owns tiles of queries, and what comes with them."""
     (
         tickets, ticket, own_descs, bk_desc, bv_desc, own_tiles, k_factors, v_factors, own_full, own_empty,
-        tokens, keys, heads, rows, blocks, right, BLOCK_N,
+        tokens, keys, heads, rows, blocks, BLOCK_N,
     ) = arguments  # fmt: skip
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     tiles = blocks * rows
@@ -112,7 +116,7 @@ def copy_for_queries(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, arguments):
         slot = announce(tile, ticket, own_empty, done)
         block, row, _ = tile_place(tile, blocks, rows, rows, 1, CAUSAL)
         entry, head = row // heads, row % heads
-        _, _, steps = key_steps(block, 0, 1, tokens, keys, right, CAUSAL, BLOCK_M, BLOCK_N)
+        _, _, steps = key_steps(block, 0, 1, tokens, keys, 0, CAUSAL, BLOCK_M, BLOCK_N)
         copy_own(own_descs, own_tiles, entry, head, block * BLOCK_M, own_full, slot, GROUPS)
         for i in range(steps):
             n = (steps - 1 - i) * BLOCK_N
@@ -142,7 +146,7 @@ def form_tiles(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, EXACT: gl.constexpr, 
 
     An operand is head factors in memory, their place on chip, the ring of its tiles, and the ring of feature factors.
     """
-    ticket, own_full, tokens, keys, rows, blocks, right, stride = arguments
+    ticket, own_full, tokens, keys, rows, blocks, stride = arguments
     RANK: gl.constexpr = operands[0][3][0].shape[2]
     BLOCK_N: gl.constexpr = operands[0][2][0].shape[3]
     BLOCK_M: gl.constexpr = GROUPS * ROWS
@@ -153,7 +157,7 @@ def form_tiles(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, EXACT: gl.constexpr, 
     tile, _ = announced(ticket, own_full, done)
     while tile < tiles:
         block, row, _ = tile_place(tile, blocks, rows, rows, 1, CAUSAL)
-        _, _, steps = key_steps(block, 0, 1, tokens, keys, right, CAUSAL, BLOCK_M, BLOCK_N)
+        _, _, steps = key_steps(block, 0, 1, tokens, keys, 0, CAUSAL, BLOCK_M, BLOCK_N)
         start = row.to(gl.int64) * (RANK * stride)
         weights = load_all(operands, start, (steps - 1) * BLOCK_N, keys, stride, LAYOUT)
         for i in range(steps):
@@ -166,13 +170,13 @@ def form_tiles(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, EXACT: gl.constexpr, 
         tile, _ = announced(ticket, own_full, done)
 
 
-NUMBERS = ("tokens", "keys", "heads", "rows", "blocks", "right", "stride", "scale")
+NUMBERS = ("tokens", "keys", "heads", "rows", "blocks", "stride", "scale")
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def tpa_hopper_forward_kernel(
     q_desc, bk_desc, bv_desc, out_desc, ak, av, lse, statistics, tickets,
-    tokens: gl.int32, keys: gl.int32, heads: gl.int32, rows: gl.int32, blocks: gl.int32, right: gl.int32,
+    tokens: gl.int32, keys: gl.int32, heads: gl.int32, rows: gl.int32, blocks: gl.int32,
     stride: gl.int32, scale: gl.float32,
     RANK: gl.constexpr, CAUSAL: gl.constexpr,
     BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, F_STAGES: gl.constexpr,
@@ -181,8 +185,9 @@ def tpa_hopper_forward_kernel(
     """Attention for tiles of 128 queries, one after the other.
 
     Descriptors are of Q and results (B, H, N, D) in boxes of (1, 1, 64, D), and of feature factors (B, R, M, D) in
-    boxes of (1, R, CHUNK, D). Rows of ``ak`` and ``av`` are ``stride`` apart. ``tickets`` (1,) is zero. Writes what
-    `flash_attention.kernels_hopper.hopper_forward_kernel` writes.
+    boxes of (1, R, CHUNK, D). Rows of ``ak`` and ``av`` are ``stride`` apart. ``tickets`` (1,) is zero.
+    ``FORMING`` groups of warps form: one both keys and values, or two one each. Writes what flash attention's kernel
+    for Hopper writes.
     """
     GROUPS: gl.constexpr = 2
     D: gl.constexpr = q_desc.block_type.shape[3]
@@ -216,15 +221,15 @@ def tpa_hopper_forward_kernel(
     computing = (
         ticket, out_desc, lse, statistics, q_tiles, k_tiles, v_tiles, out_tiles,
         q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-        tokens, keys, heads, rows, blocks, rows, 1, right, scale, None,
+        tokens, keys, heads, rows, blocks, rows, 1, 0, scale, None,
     )  # fmt: skip
     k_factors, v_factors = (bk_tiles, bk_full, bk_empty), (bv_tiles, bv_full, bv_empty)
     k_operand = (ak, k_weights, (k_tiles, k_full, k_empty), k_factors)
     v_operand = (av, v_weights, (v_tiles, v_full, v_empty), v_factors)
-    forming = (ticket, q_full, tokens, keys, rows, blocks, right, stride)
+    forming = (ticket, q_full, tokens, keys, rows, blocks, stride)
     copying = (
         tickets, ticket, (q_desc,), bk_desc, bv_desc, (q_tiles,), k_factors, v_factors, q_full, q_empty,
-        tokens, keys, heads, rows, blocks, right, BLOCK_N,
+        tokens, keys, heads, rows, blocks, BLOCK_N,
     )  # fmt: skip
     if FORMING == 2:
         gl.warp_specialize(

@@ -20,7 +20,7 @@ from warploom.ops.tpa.kernels_attention_hopper import NUMBERS, copy_for_queries,
 @gluon.jit(do_not_specialize=[*NUMBERS, "slope"])
 def tpa_hopper_query_kernel(
     q_desc, bk_desc, bv_desc, do_desc, dq_desc, ak, av, shift, delta, tickets,
-    tokens: gl.int32, keys: gl.int32, heads: gl.int32, rows: gl.int32, blocks: gl.int32, right: gl.int32,
+    tokens: gl.int32, keys: gl.int32, heads: gl.int32, rows: gl.int32, blocks: gl.int32,
     stride: gl.int32, scale: gl.float32, slope: gl.float32,
     RANK: gl.constexpr, CAUSAL: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, F_STAGES: gl.constexpr, EXACT: gl.constexpr,
@@ -56,16 +56,16 @@ def tpa_hopper_query_kernel(
     computing = (
         ticket, dq_desc, shift, delta, q_tiles, do_tiles, k_tiles, v_tiles, dq_tiles,
         own_full, own_empty, k_full, k_empty, v_full, v_empty,
-        tokens, keys, heads, rows, blocks, rows, 1, right, scale, slope, None,
+        tokens, keys, heads, rows, blocks, rows, 1, 0, scale, slope, None,
     )  # fmt: skip
     k_factors, v_factors = (bk_tiles, bk_full, bk_empty), (bv_tiles, bv_full, bv_empty)
     operands = (
         (ak, k_weights, (k_tiles, k_full, k_empty), k_factors), (av, v_weights, (v_tiles, v_full, v_empty), v_factors),
     )  # fmt: skip
-    forming = (ticket, own_full, tokens, keys, rows, blocks, right, stride)
+    forming = (ticket, own_full, tokens, keys, rows, blocks, stride)
     copying = (
         tickets + 1, ticket, (q_desc, do_desc), bk_desc, bv_desc, (q_tiles, do_tiles), k_factors, v_factors,
-        own_full, own_empty, tokens, keys, heads, rows, blocks, right, BLOCK_N,
+        own_full, own_empty, tokens, keys, heads, rows, blocks, BLOCK_N,
     )  # fmt: skip
     gl.warp_specialize(
         [(compute_for_queries, (0, False, CAUSAL, False, computing)),
@@ -151,7 +151,7 @@ def compute_for_keys(
         ticket, ak, av, bk, bv, dak, dav, k_sums, v_sums, q_tiles, do_tiles, k_tiles, v_tiles, shifts, deltas,
         own_full, own_empty, q_full, q_empty, do_full, do_empty,
         bk_b, bk_strides, bv_b, bv_strides, dak_b, dak_h, dak_strides, dav_b, dav_h, dav_strides,
-        tokens, keys, heads, shares, rows, blocks, right, stride, zero, scale, slope, k_slope, v_slope,
+        tokens, keys, heads, shares, rows, blocks, stride, zero, scale, slope, k_slope, v_slope,
     ) = arguments  # fmt: skip
     GROUPS: gl.constexpr = k_tiles.shape[0]
     BLOCK_M: gl.constexpr = q_tiles.shape[3]
@@ -169,9 +169,9 @@ def compute_for_keys(
     while tile < tiles:
         block, row, _ = tile_place(tile, blocks, rows, rows, 1, False)
         entry, share = row // shares, row % shares
-        begin, full, end = query_steps(block, 0, 1, tokens, keys, right, CAUSAL, BLOCK_N, BLOCK_M)
+        begin, full, end = query_steps(block, 0, 1, tokens, keys, 0, CAUSAL, BLOCK_N, BLOCK_M)
         n = block * BLOCK_N + group * ROWS
-        first = n - (keys - tokens) - right
+        first = n - (keys - tokens)
         bk_entry, bv_entry = bk + entry.to(gl.int64) * bk_b * 8, bv + entry.to(gl.int64) * bv_b * 8
         place = (share * (rows // shares) + entry).to(gl.int64) * keys
         k_places, v_places = k_sums + place * (RANK * D), v_sums + place * (RANK * E)
@@ -209,7 +209,7 @@ def compute_for_keys(
 
 
 KEY_NUMBERS = (
-    "tokens keys heads shares rows blocks right stride zero bk_b bk_m bk_r bv_b bv_m bv_r "
+    "tokens keys heads shares rows blocks stride zero bk_b bk_m bk_r bv_b bv_m bv_r "
     "dak_b dak_m dak_h dak_r dav_b dav_m dav_h dav_r scale slope k_slope v_slope"
 ).split()
 
@@ -218,7 +218,7 @@ KEY_NUMBERS = (
 def tpa_hopper_key_kernel(
     q_desc, do_desc, ak, av, bk, bv, shift, delta, dak, dav, k_sums, v_sums, tickets,
     tokens: gl.int32, keys: gl.int32, heads: gl.int32, shares: gl.int32, rows: gl.int32, blocks: gl.int32,
-    right: gl.int32, stride: gl.int32, zero: gl.int32,
+    stride: gl.int32, zero: gl.int32,
     bk_b: gl.int32, bk_m: gl.int32, bk_r: gl.int32, bv_b: gl.int32, bv_m: gl.int32, bv_r: gl.int32,
     dak_b: gl.int32, dak_m: gl.int32, dak_h: gl.int32, dak_r: gl.int32,
     dav_b: gl.int32, dav_m: gl.int32, dav_h: gl.int32, dav_r: gl.int32,
@@ -252,13 +252,13 @@ def tpa_hopper_key_kernel(
     copying = (
         tickets, ticket, q_desc, do_desc, (), shift, delta, q_tiles, do_tiles, (), shifts, deltas,
         own_full, own_empty, q_full, q_empty, do_full, do_empty,
-        tokens, keys, heads, heads // shares, rows, blocks, rows, 1, right,
+        tokens, keys, heads, heads // shares, rows, blocks, rows, 1, 0,
     )  # fmt: skip
     computing = (
         ticket, ak, av, bk, bv, dak, dav, k_sums, v_sums, q_tiles, do_tiles, k_tiles, v_tiles, shifts, deltas,
         own_full, own_empty, q_full, q_empty, do_full, do_empty,
         bk_b, (bk_m, bk_r), bv_b, (bv_m, bv_r), dak_b, dak_h, (dak_m, dak_r), dav_b, dav_h, (dav_m, dav_r),
-        tokens, keys, heads, shares, rows, blocks, right, stride, zero, scale, slope, k_slope, v_slope,
+        tokens, keys, heads, shares, rows, blocks, stride, zero, scale, slope, k_slope, v_slope,
     )  # fmt: skip
     gl.warp_specialize(
         [(compute_for_keys, (0, RANK, D, E, CAUSAL, computing)), (compute_for_keys, (1, RANK, D, E, CAUSAL, computing)),

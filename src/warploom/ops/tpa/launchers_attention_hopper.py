@@ -126,7 +126,7 @@ def forward(q: Tensor, ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, out: Tens
             kernels_attention_hopper.tpa_hopper_forward_kernel,
             min(multiprocessors(q.device), blocks * rows),
             [(q, own), (bk, factor), (bv, factor), (out, result)],
-            (tokens, keys, heads, rows, blocks, 0, ak.shape[3], call.scale * logit_unit(q.dtype)),
+            (tokens, keys, heads, rows, blocks, ak.shape[3], call.scale * logit_unit(q.dtype)),
             (rank, call.causal, *FORWARD_TILES[rank], _exact(call)),
         )
 
@@ -151,7 +151,7 @@ def query_gradient(
             min(multiprocessors(q.device), blocks * rows),
             [(q, own), (bk, factor), (bv, factor), (grad, result), (dq, result)],
             (
-                tokens, keys, heads, rows, blocks, 0, ak.shape[3],
+                tokens, keys, heads, rows, blocks, ak.shape[3],
                 call.scale * logit_unit(q.dtype), scale * call.scale,
             ),
             (rank, call.causal, tiles.keys, tiles.stages, tiles.factor_stages, _exact(call)),
@@ -181,7 +181,7 @@ def key_gradients(
             min(multiprocessors(q.device), blocks * rows),
             [(q, own), (grad, result)],
             (
-                tokens, keys, heads, shares, rows, blocks, 0, ak.shape[3], 0,
+                tokens, keys, heads, shares, rows, blocks, ak.shape[3], 0,
                 *(stride // 8 for stride in (*bk.stride()[:3], *bv.stride()[:3])),
                 *dak.stride(), *dav.stride(),
                 call.scale * logit_unit(q.dtype), float(call.scale), float(call.scale_k), float(call.scale_v),
