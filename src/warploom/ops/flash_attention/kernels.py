@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.activations import power_of_two
 from warploom.device.packed import sequence_bounds, sequence_of_tile
@@ -336,12 +337,14 @@ def combine_kernel(
     rows: tl.int64, tokens: tl.int32, heads: tl.int32, splits: tl.int32, part_split: tl.int64,
     part_b: tl.int64, part_n: tl.int64, part_h: tl.int64, part_f: tl.int64,
     out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_f: tl.int64,
-    E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+    E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """What `forward_kernel` writes for one part, from what it wrote for each of several; always in the same order.
 
     A row is a (batch entry, head, token), tokens fastest, as in ``lse``. Parts are in float32.
     """
+    if EARLY:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     there = row < rows
     token, head, entry = row % tokens, row // tokens % heads, row // tokens // heads

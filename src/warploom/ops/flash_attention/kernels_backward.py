@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.activations import power_of_two
 from warploom.device.product import pieces_of, product, rounded
@@ -142,11 +143,15 @@ def key_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
     WIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one key head, over one part of the queries of every query head of its group.
 
     Of ``dk`` and ``dv``, one may be None: where both sums do not fit in registers, two launches are faster than one.
+    With ``OVERLAP`` the launch after it, of `query_kernel`, starts where this one leaves multiprocessors idle.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
     key_heads = heads // group
     block, row = program_order(blocks * splits, entries * key_heads, section)
     split = block % splits
@@ -261,8 +266,12 @@ def query_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
     WIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head, over one part of its keys: the gradient of the queries."""
+    """One tile of queries of one head, over one part of its keys: the gradient of the queries.
+
+    With ``OVERLAP`` it runs beside `key_kernel`, of which it reads nothing, and does not end before that has ended.
+    """
     block, row = program_order(blocks * splits, entries * heads, section)
     split = block % splits
     block = block // splits
@@ -323,11 +332,16 @@ def query_kernel(
         dq_base = base_of(dq, entry, q_start + m, head, dq_b, dq_n, dq_h, VEC) + split * (dq_split * VEC)
         dq_offsets = tile_offsets(dq_n, dq_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D)
         store_tile(dq_base + dq_offsets, dq_tile * slope, m, tokens_here, D)
+    if OVERLAP:
+        if tl.program_id(0) == 0:  # one program is enough to hold what is launched next
+            gdc_wait()
 
 
 @triton.jit(do_not_specialize=["size", "splits"])
-def sum_kernel(part, out, size: tl.int64, splits: tl.int32, BLOCK: tl.constexpr):
+def sum_kernel(part, out, size: tl.int64, splits: tl.int32, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Sum of the parts (splits, size) of a split, always in the same order."""
+    if EARLY:
+        gdc_wait()
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for split in range(splits):

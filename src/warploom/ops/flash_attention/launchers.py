@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from warploom.launch import ALIGNMENT, INTERPRETED, Kernel, Launch, TiledLaunch, architecture, multiprocessors
+from warploom.launch import (
+    ALIGNMENT,
+    INTERPRETED,
+    Dense,
+    Kernel,
+    Launch,
+    TiledLaunch,
+    architecture,
+    may_start_early,
+    multiprocessors,
+)
 from warploom.layout import layout_of
 from warploom.ops.flash_attention import launchers_few
 from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel, pieces_kernel
@@ -51,6 +61,8 @@ PRODUCTS = {"highest": "bf16x6", "high": "tf32", "medium": "bf16"}
 """How float32 factors are multiplied, for each of PyTorch's names of a precision."""
 
 _LONG = 2048  # of float32 tensors of so many rows, pieces are made once, before they are walked over
+TICKETS = Dense.rows((2,), torch.int32)
+"""By which programs take tiles on Hopper: one for each kernel of the backward, the first for the forward."""
 
 
 def _tiles(kernel: str, geometry: Geometry, mask: Mask, scale: float, product: str, q: Tensor) -> Configuration:
@@ -159,30 +171,16 @@ def _constants(
     )  # fmt: skip
 
 
-class _Dense(NamedTuple):
-    """A tensor to allocate: sizes, and strides without gaps."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def empty(self, q: Tensor) -> Tensor:
-        """In the dtype of ``q``, on its device."""
-        return q.new_empty_strided(self.shape, self.stride)
-
-
-def _dense(like: Tensor) -> _Dense:
-    return _Dense(tuple(like.shape), like.stride())
-
-
 class _Pieces(NamedTuple):
     """What makes pieces of a float32 tensor, before it is walked over."""
 
     launch: Launch
-    like: Tensor  # the first of three, without memory: in bfloat16
+    all: Dense  # the three of them
+    like: Tensor  # one, without memory
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The pieces of ``x``: all three in one tensor (3, …)."""
-        pieces = torch.empty((3, *x.shape), dtype=torch.bfloat16, device=x.device)
+        """The pieces (3, …) of ``x``."""
+        pieces = self.all.empty(x)
         self.launch((x, pieces))
         return pieces
 
@@ -194,30 +192,38 @@ def _plan_pieces(x: Tensor) -> _Pieces:
     launch = Launch(
         pieces_launch, -(-rows // block_r), (rows, tokens, heads, *x.stride()), (features, block_r, block_f)
     )
-    return _Pieces(launch, torch.empty(x.shape, dtype=torch.bfloat16, device="meta"))
+    like = torch.empty(x.shape, dtype=torch.bfloat16, device="meta")
+    return _Pieces(launch, Dense.rows((3, *x.shape), like.dtype), like)
 
 
 class _Forward(NamedTuple):
     """Plan of a forward."""
 
-    out: _Dense
-    lse: tuple[int, int, int]  # its shape
+    out: Dense
+    lse: Dense
+    statistics: Dense
     launch: Launch | TiledLaunch | None  # None where there is nothing to attend with or to
     combine: Launch | None = None  # of the parts, where walks are split
-    part_elements: int = 0  # of all parts of the output together, in float32
-    part_statistics: tuple[int, ...] = ()  # shape
+    parts: tuple[Dense, ...] = ()  # of the output, all in one, and of the statistics
     counted: bool = False  # whether tiles are counted, with tickets that must be zero
     few: bool = False  # whether the kernel is the one for few short walks
     pieces: tuple[_Pieces, ...] = ()  # of keys and values, where they are walked over in pieces
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str | None, plans: Plans
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    precision: str | None,
+    plans: Plans,
+    tickets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward kernel.
 
     ``plans`` are those of earlier calls that were the same in all but addresses, what ``cu_seqlens`` hold, and
-    precision.
+    precision. ``tickets``: `TICKETS` that are zero, if there are any already.
 
     Returns:
         Attention (B, N, Hq, E); lse (B, Hq, N) in float32; and what the backward computes the weights again from,
@@ -227,20 +233,20 @@ def forward(
     aligned = _are_aligned(q, k, v)
     plan = plans.get((precision, aligned), _plan_forward, q, k, v, mask, scale, precision, aligned)
     out = plan.out.empty(q)
-    lse = torch.empty(plan.lse, dtype=torch.float32, device=q.device)
-    statistics = torch.empty((2, *plan.lse), dtype=torch.float32, device=q.device)
+    lse, statistics = plan.lse.empty(q), plan.statistics.empty(q)
     cu_seqlens = mask.cu_seqlens_q, mask.cu_seqlens_k
     if plan.launch is None:
         return out.zero_(), lse.fill_(-torch.inf), statistics.zero_()
     target, target_statistics = out, statistics
     if plan.combine is not None:
-        target = torch.empty(plan.part_elements, dtype=torch.float32, device=q.device)
-        target_statistics = torch.empty(plan.part_statistics, dtype=torch.float32, device=q.device)
+        target, target_statistics = (part.empty(q) for part in plan.parts)
     if plan.pieces:
-        k, v = (piece(x) for piece, x in zip(plan.pieces, (k, v)))
+        k, v = (make(x) for make, x in zip(plan.pieces, (k, v)))
     if isinstance(plan.launch, TiledLaunch):
-        make = torch.zeros if plan.counted else torch.empty
-        tickets = make(1, dtype=torch.int32, device=q.device)
+        if tickets is None:
+            tickets = TICKETS.empty(q)
+            if plan.counted:
+                tickets.zero_()
         plan.launch((q, k, v, target, lse, target_statistics, tickets))
     elif plan.few:
         plan.launch((q, k, v, out, lse, statistics))
@@ -279,7 +285,8 @@ def _plan_forward(
 ) -> _Forward:
     geometry = _geometry(q, k, v)
     out = layout_of(q, geometry.value_features)
-    plan = _Forward(_dense(out), (geometry.entries, geometry.heads, geometry.tokens), None)
+    lse = (geometry.entries, geometry.heads, geometry.tokens)
+    plan = _Forward(Dense.like(out), Dense.rows(lse, torch.float32), Dense.rows((2, *lse), torch.float32), None)
     if geometry.empty():
         return plan
     if launchers_few.suit(geometry, mask, scale, q, k, v, out):
@@ -296,7 +303,7 @@ def _plan_forward(
         splits = grid.splits
         if product == "pieces":
             plan = plan._replace(pieces=(_plan_pieces(k), _plan_pieces(v)))
-            k, v = (piece.like for piece in plan.pieces)
+            k, v = (make.like for make in plan.pieces)
         access = access_to(q, k, v, out)
         launch = Launch(
             forward_launch,
@@ -315,17 +322,18 @@ def _plan_forward(
         return plan
     block_r = max(2048 // geometry.block_e, 1)
     lse_elements = rows * geometry.tokens
+    early = may_start_early(q.device)
     combine = Launch(
         combine_launch,
         -(-lse_elements // block_r),
         (
             lse_elements, geometry.tokens, geometry.heads, splits, out.numel(), *out.stride(), *out.stride(),
         ),
-        (geometry.value_features, block_r, geometry.block_e),
+        (geometry.value_features, block_r, geometry.block_e, early),
+        early=early,
     )  # fmt: skip
-    return plan._replace(
-        combine=combine, part_elements=splits * out.numel(), part_statistics=(splits, 2, *plan.lse)
-    )
+    sizes = ((splits * out.numel(),), (splits, 2, *lse))
+    return plan._replace(combine=combine, parts=tuple(Dense.rows(size, torch.float32) for size in sizes))
 
 
 class _Walk(NamedTuple):
@@ -334,7 +342,7 @@ class _Walk(NamedTuple):
     kernel: str  # of `_RESULTS`
     launch: Launch | TiledLaunch
     sums: tuple[Launch, ...] = ()  # one for each result, where walks are split
-    part_elements: tuple[int, ...] = ()  # of all parts of each result, in float32
+    parts: tuple[Dense, ...] = ()  # of each result, all in one
 
 
 _RESULTS: dict[str, tuple[int | None, ...]] = {"key": (1, 2), "dk": (1, None), "dv": (None, 2), "query": (0,)}
@@ -345,16 +353,21 @@ def _results(kernel: str, gradients: Sequence[Tensor]) -> tuple[Tensor | None, .
     return tuple(None if i is None else gradients[i] for i in _RESULTS[kernel])
 
 
+def _wanted(kernel: str, gradients: Sequence[Tensor]) -> list[Tensor]:
+    return [x for x in _results(kernel, gradients) if x is not None]
+
+
 class _Backward(NamedTuple):
     """Plan of a backward."""
 
-    results: tuple[_Dense, _Dense, _Dense]  # dq, dk, dv
-    rows: tuple[int, int, int]  # shape of a number for each query and head
+    results: tuple[Dense, Dense, Dense]  # dq, dk, dv
+    rows: Dense  # a number for each query and head
     prepare: Launch | None = None  # None where there is nothing to attend with or to
     walks: tuple[_Walk, ...] = ()
     few: Launch | None = None  # of the kernel for few short walks, instead of those
     pieces: tuple[_Pieces, ...] = ()  # of q, k, v and the gradient, where they are walked over in pieces
     counted: bool = False  # whether walks count their tiles, with tickets that the first kernel makes zero
+    summed: bool = False  # whether a result is the sum of parts
 
 
 def _walked_over(kernel: str, tensors: Sequence[Tensor], pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -375,11 +388,13 @@ def backward(
     scale: float,
     precision: str | None,
     plans: Plans,
+    results: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward kernels: gradients of ``q``, ``k`` and ``v``, each in the memory order of its tensor.
 
     ``grad`` (B, N, Hq, E) and ``grad_lse`` (B, Hq, N), which may be None for zero, have any strides; ``out`` and
     ``statistics`` are what `forward` returned for the other arguments. ``plans``: those that `forward` took.
+    ``results``: where the gradients shall be written, with any strides.
     """
     precision = _precision(q, precision)
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
@@ -388,24 +403,34 @@ def backward(
         precision, aligned, grad.dtype, grad.stride(),
         None if grad_lse is None else (grad_lse.dtype, grad_lse.stride()),
         q.stride(), k.stride(), v.stride(), out.stride(),
+        None if results is None else (results[0].stride(), results[1].stride(), results[2].stride()),
     )  # fmt: skip
-    plan = plans.get(key, _plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned)
-    dq, dk, dv = (result.empty(q) for result in plan.results)
+    plan = plans.get(key, _plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, results)
+    if results is not None and plan.summed:  # from parts, which have the same order in memory
+        found = backward(grad, grad_lse, q, k, v, out, statistics, mask, scale, precision, plans)
+        for result, gradient in zip(results, found):
+            result.copy_(gradient)
+        return results
+    dq, dk, dv = (result.empty(q) for result in plan.results) if results is None else results
     if plan.prepare is None:
         return dq.zero_(), dk.zero_(), dv.zero_()
     # Two tensors, not two halves of one: the second half's alignment would depend on the length.
-    shift = torch.empty(plan.rows, dtype=torch.float32, device=q.device)
-    delta = torch.empty(plan.rows, dtype=torch.float32, device=q.device)
-    inverse = torch.empty_like(shift) if q.dtype == torch.float32 else None
-    tickets = torch.empty(2, dtype=torch.int32, device=q.device) if plan.counted else None
+    shift, delta = plan.rows.empty(q), plan.rows.empty(q)
+    inverse = plan.rows.empty(q) if q.dtype == torch.float32 else None
+    tickets = TICKETS.empty(q) if plan.counted else None
     plan.prepare((out, grad, statistics, grad_lse, shift, delta, inverse, tickets))
     if plan.few is not None:
         plan.few((q, k, v, grad, shift, delta, dq, dk, dv))
-    tensors, numbers = (q, k, v, grad), (shift, delta, inverse)
+    tensors, numbers, gradients = (q, k, v, grad), (shift, delta, inverse), (dq, dk, dv)
     pieces = [make(x) for make, x in zip(plan.pieces, tensors)]
-    for walk in plan.walks:
-        walked = _walked_over(walk.kernel, tensors, pieces)
-        _walk(walk, walked, numbers, _results(walk.kernel, (dq, dk, dv)), mask, tickets)
+    # The last starts where the one before leaves multiprocessors idle; sums are added up when all are done.
+    targets = [
+        _walk(walk, _walked_over(walk.kernel, tensors, pieces), numbers, gradients, mask, tickets)
+        for walk in plan.walks
+    ]
+    for walk, parts in zip(plan.walks, targets):
+        for add, part, result in zip(walk.sums, parts, _wanted(walk.kernel, gradients)):
+            add((part, result))
     return dq, dk, dv
 
 
@@ -413,26 +438,21 @@ def _walk(
     walk: _Walk,
     tensors: tuple[Tensor, ...],
     numbers: tuple[Tensor | None, ...],
-    results: tuple[Tensor | None, ...],
+    gradients: tuple[Tensor, ...],
     mask: Mask,
     tickets: Tensor | None,
-) -> None:
-    """Run one of the backward kernels, and sum its parts if its walks are split."""
-    targets = results
-    if walk.sums:
-        sizes, device = iter(walk.part_elements), tensors[0].device
-        targets = tuple(
-            None if x is None else torch.empty(next(sizes), dtype=torch.float32, device=device) for x in results
-        )
+) -> list[Tensor]:
+    """Run one of the backward kernels; what it wrote: results, or parts of them if its walks are split."""
+    results = _results(walk.kernel, gradients)
+    written = [part.empty(tensors[0]) for part in walk.parts] or _wanted(walk.kernel, gradients)
+    left = iter(written)
+    targets = [None if x is None else next(left) for x in results]
     if isinstance(walk.launch, TiledLaunch):
         shift, delta, _ = numbers
-        walk.launch((*tensors, *targets, shift, delta, tickets))  # type: ignore[arg-type]
+        walk.launch((*tensors, *targets, shift, delta, tickets))
     else:
         walk.launch((*tensors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k))
-    sums = iter(walk.sums)
-    for part, result in zip(targets, results):
-        if walk.sums and result is not None:
-            next(sums)((part, result))
+    return written
 
 
 def _plan_backward(
@@ -446,11 +466,12 @@ def _plan_backward(
     scale: float,
     precision: str,
     aligned: bool,
+    results: tuple[Tensor, Tensor, Tensor] | None,
 ) -> _Backward:
     geometry = _geometry(q, k, v)
-    dq, dk, dv = (layout_of(t, t.shape[-1]) for t in (q, k, v))
-    rows = (geometry.entries, geometry.heads, geometry.tokens)
-    plan = _Backward((_dense(dq), _dense(dk), _dense(dv)), rows)
+    dq, dk, dv = results or (layout_of(t, t.shape[-1]) for t in (q, k, v))
+    rows = Dense.rows((geometry.entries, geometry.heads, geometry.tokens), torch.float32)
+    plan = _Backward((Dense.like(dq), Dense.like(dk), Dense.like(dv)), rows)
     if geometry.empty():
         return plan
     access = access_to(out, grad)
@@ -482,8 +503,12 @@ def _plan_backward(
         )
         for kernel in kernels
     )  # fmt: skip
-    counted = any(isinstance(walk.launch, TiledLaunch) for walk in planned)
-    return plan._replace(prepare=prepare, walks=planned, counted=counted)
+    return plan._replace(
+        prepare=prepare,
+        walks=planned,
+        counted=any(isinstance(walk.launch, TiledLaunch) for walk in planned),
+        summed=any(walk.sums for walk in planned),
+    )
 
 
 def _plan_walk(
@@ -497,15 +522,15 @@ def _plan_walk(
     aligned: bool,
 ) -> _Walk:
     wanted = [x for x in results if x is not None]
-    sizes = [x.numel() for x in wanted]
+    first, sizes = wanted[0], [x.numel() for x in wanted]
     tiled = _tiled(kernel, geometry, mask, scale, (*tensors, *wanted)) if aligned else None
     if tiled is not None:
-        return _Walk(kernel, tiled.launch, *_sums(sizes, tiled.parts))
-    first = wanted[0]
+        return _Walk(kernel, tiled.launch, *_sums(sizes, tiled.parts, first.device))
     tiles = _tiles(kernel, geometry, mask, scale, product, first)
     grid = _grid(kernel, geometry, mask, tiles, product, first, sum(sizes))
     heads_per_walk = 1 if kernel in OWN_KEYS else geometry.group
     access = access_to(*tensors, *(first if x is None else x for x in results))
+    overlap = may_start_early(first.device)
     launch = Launch(
         key_launch if kernel in OWN_KEYS else query_launch,
         grid.programs,
@@ -513,16 +538,18 @@ def _plan_walk(
             *_numbers(geometry, mask, scale, grid, first.itemsize, heads_per_walk), scale,
             *(0 if grid.splits == 1 or x is None else x.numel() // access.vec for x in results), *access.strides,
         ),
-        _constants(geometry, mask, scale, access, product, tiles),
+        (*_constants(geometry, mask, scale, access, product, tiles), overlap),
         tiles.warps,
         tiles.stages,
+        early=overlap and kernel == "query",
     )  # fmt: skip
-    return _Walk(kernel, launch, *_sums(sizes, grid.splits))
+    return _Walk(kernel, launch, *_sums(sizes, grid.splits, first.device))
 
 
-def _sums(sizes: list[int], splits: int) -> tuple[tuple[Launch, ...], tuple[int, ...]]:
-    """What sums the parts of results of so many elements, and how many elements these have together."""
+def _sums(sizes: list[int], splits: int, device: torch.device) -> tuple[tuple[Launch, ...], tuple[Dense, ...]]:
+    """What sums the parts of results of so many elements, and these parts."""
     if splits == 1:
         return (), ()
-    sums = tuple(Launch(sum_launch, -(-size // 1024), (size, splits), (1024,)) for size in sizes)
-    return sums, tuple(splits * size for size in sizes)
+    early = may_start_early(device)
+    sums = tuple(Launch(sum_launch, -(-size // 1024), (size, splits), (1024, early), early=early) for size in sizes)
+    return sums, tuple(Dense.rows((splits * size,), torch.float32) for size in sizes)

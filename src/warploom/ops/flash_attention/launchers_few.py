@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from warploom.launch import Kernel, Launch, architecture
+from warploom.launch import Kernel, Launch, architecture, may_start_early
 from warploom.ops.flash_attention.kernels_few import ROWS, backward_few_kernel, forward_few_kernel
 from warploom.ops.flash_attention.launchers_geometry import (
     UNBOUNDED,
@@ -86,5 +86,6 @@ def plan_backward(geometry: Geometry, mask: Mask, scale: float, *tensors: Tensor
         geometry.tokens, geometry.keys, geometry.heads, geometry.group, blocks, key_blocks,
         min(mask.right or 0, UNBOUNDED), in_powers_of_two(scale), scale, geometry.entries, *access.strides,
     )  # fmt: skip
-    constants = _constants(mask, access.vec, geometry.features, ways)
-    return Launch(backward_launch, programs, numbers, constants, ways.ways, ways.stages)
+    early = may_start_early(tensors[0].device)
+    constants = (*_constants(mask, access.vec, geometry.features, ways), early)
+    return Launch(backward_launch, programs, numbers, constants, ways.ways, ways.stages, early)

@@ -157,7 +157,8 @@ def plan(name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple
     constants = (mask.right is not None, parts > 1, tiles.groups, tiles.stages)
     count = blocks * rows * parts
     programs = min(programs_at_once(tensors[0].device), count)
-    return Plan(TiledLaunch(function, programs, described, numbers, constants), parts, programs < count)
+    launch = TiledLaunch(function, programs, described, numbers, constants, early=name == "query")
+    return Plan(launch, parts, programs < count)
 
 
 def _place(result: Tensor, parts: int) -> tuple[int, ...]:
