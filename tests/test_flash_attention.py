@@ -333,9 +333,11 @@ def test_kernels_of_long_walks_where_walks_are_few_and_short(
     case: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cases are small, and such calls have kernels of their own: here they get those of large ones."""
-    from warploom.ops.flash_attention import api, launchers_few
+    from warploom.ops.flash_attention import api, launchers, launchers_few
 
-    monkeypatch.setattr(launchers_few, "suit", lambda *arguments: False)
+    for name in ("suits_forward", "suits_backward"):
+        monkeypatch.setattr(launchers_few, name, lambda *arguments: False)
+    monkeypatch.setattr(launchers, "has_few_short_walks", lambda *arguments: False)
     monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
     assert_right(OPERATOR.make_inputs(case, device, torch.Generator().manual_seed(3)), "triton")
 
@@ -344,13 +346,23 @@ def test_kernels_of_long_walks_where_walks_are_few_and_short(
 def test_which_walks_are_few_and_short() -> None:
     from warploom.ops.flash_attention import launchers, launchers_few
 
-    def few(n: int, heads: int = 1, d: int = 64, dtype: torch.dtype = torch.bfloat16, **mask: Any) -> bool:
+    def few(n: int, heads: int = 1, d: int = 64, dtype: torch.dtype = torch.bfloat16, **mask: Any) -> list[bool]:
         x = torch.empty(1, n, heads, d, dtype=dtype, device="meta")
-        return launchers_few.suit(launchers._geometry(x, x, x), launchers.Mask(**mask), 0.1, x, x, x, x)
+        call = launchers._geometry(x, x, x), launchers.Mask(**mask), 0.1
+        tiles = [launchers.has_few_short_walks(kernel, *call, x) for kernel in ("key", "query")]
+        forward, backward = (
+            launchers_few.suits_forward(*call, x, x, x, x),
+            launchers_few.suits_backward(*call, x, x),
+        )
+        return [forward, backward, *tiles]
 
-    assert all((few(128), few(1024, right=0), few(1000), few(128, heads=16)))
-    assert not any((few(4096), few(128, heads=17), few(1024, heads=3)))
-    assert not any((few(128, d=256), few(128, d=72), few(128, dtype=torch.float32), few(128, left=3)))
+    kernels, tiles = [True, True, False, False], [True, False, True, True]
+    assert few(128) == few(1024, right=0) == few(1000) == few(128, heads=16) == kernels
+    assert few(128, d=128) == few(1024, d=128, right=0) == tiles
+    assert few(4096) == few(2048, d=128) == [True, False, False, False]
+    for other in (few(8192), few(128, heads=40), few(128, d=256), few(128, d=72), few(4096, d=128)):
+        assert not any(other)
+    assert not any(few(128, dtype=torch.float32) + few(128, left=3))
 
 
 @kernels
@@ -365,7 +377,8 @@ def test_few_short_walks(
     options = {"heads": heads, "key_heads": key_heads, "d": d, "causal": causal, "batch": 1, "return_lse": True}
     with poisoned_allocations():
         assert_right(random_inputs(device, n, m, dtype=torch.bfloat16, **options), "triton")
-    assert {name for name, _ in launches} == {"forward_few_kernel", "prepare_kernel", "backward_few_kernel"}
+    backward = ["backward_few_kernel"] if d <= 64 else ["key_kernel", "query_kernel"]
+    assert {name for name, _ in launches} == {"forward_few_kernel", "prepare_kernel", *backward}
 
 
 @kernels
@@ -379,13 +392,15 @@ def test_few_short_walks(
     ],
     ids=str,
 )
+@pytest.mark.parametrize("parts", [1, 2])
 def test_float32_factors_in_pieces_before_the_walk(
-    case: dict[str, Any], launches: list[Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    case: dict[str, Any], parts: int, launches: list[Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long float32 tensors are split in pieces once; here short ones are."""
     from warploom.ops.flash_attention import api, launchers
 
     monkeypatch.setattr(launchers, "_LONG", 1)
+    monkeypatch.setattr(launchers, "best_parts", lambda *arguments: parts)
     monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
     with poisoned_allocations():
         assert_right({**random_inputs(device, **case), "float32_precision": "highest"}, "triton")

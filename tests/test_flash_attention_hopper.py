@@ -156,11 +156,13 @@ def test_few_tiles_whose_walks_are_split(
     n: int, m: int, heads: int, key_heads: int, d: int, e: int, dtype: torch.dtype, causal: bool, parts: int,
     launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from warploom.ops.flash_attention import launchers_few, launchers_hopper
+    from warploom.ops.flash_attention import launchers, launchers_few, launchers_hopper
 
     monkeypatch.setattr(launchers_hopper, "_parts", lambda *arguments: parts)
     monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short walks too
-    monkeypatch.setattr(launchers_few, "suit", lambda *arguments: False)  # and few
+    for name in ("suits_forward", "suits_backward"):
+        monkeypatch.setattr(launchers_few, name, lambda *arguments: False)  # and few
+    monkeypatch.setattr(launchers, "has_few_short_walks", lambda *arguments: False)
     options = {"heads": heads, "key_heads": key_heads, "d": d, "e": e, "causal": causal, "dtype": dtype}
     inputs = random_inputs(device, n, m, return_lse=True, **options)
     with poisoned_allocations():

@@ -38,10 +38,11 @@ from warploom.ops.flash_attention.launchers_geometry import (
     best_parts,
     in_powers_of_two,
     is_plain,
+    programs_at_once,
     tile_features,
     walks,
 )
-from warploom.ops.flash_attention.launchers_tiles import Configuration, configuration
+from warploom.ops.flash_attention.launchers_tiles import Configuration, are_few_and_short, configuration
 from warploom.plans import Plans
 
 if TYPE_CHECKING:
@@ -65,9 +66,21 @@ TICKETS = Dense.rows((2,), torch.int32)
 """By which programs take tiles on Hopper: one for each kernel of the backward, the first for the forward."""
 
 
+def has_few_short_walks(kernel: str, geometry: Geometry, mask: Mask, scale: float, q: Tensor) -> bool:
+    """Whether a kernel's walks are few and short: see `launchers_tiles.are_few_and_short`."""
+    length, walk, heads = geometry.tokens, geometry.keys, geometry.heads
+    if kernel in OWN_KEYS:
+        length, walk, heads = geometry.keys, geometry.tokens * geometry.group, geometry.key_heads
+    rows = -(-length // 16) * geometry.entries * heads
+    features, plain = max(geometry.block_d, geometry.block_e), is_plain(geometry, mask, scale)
+    programs = programs_at_once(q.device)
+    return are_few_and_short(kernel, architecture(q.device), q.dtype, features, plain, rows, walk, programs)
+
+
 def _tiles(kernel: str, geometry: Geometry, mask: Mask, scale: float, product: str, q: Tensor) -> Configuration:
     features, plain = max(geometry.block_d, geometry.block_e), is_plain(geometry, mask, scale)
-    return configuration(kernel, architecture(q.device), q.dtype, features, product, plain)
+    few = has_few_short_walks(kernel, geometry, mask, scale, q)
+    return configuration(kernel, architecture(q.device), q.dtype, features, product, plain, few)
 
 
 def _geometry(q: Tensor, k: Tensor, v: Tensor) -> Geometry:
@@ -102,7 +115,7 @@ def _costs(kernel: str, geometry: Geometry, tiles: Configuration, product: str, 
     rate = _RATES[product] if dtype == torch.float32 else _HALF_RATE
     features = (geometry.block_d + geometry.block_e) / 2
     step_us = _PRODUCTS[kernel] * 2e-6 * tiles.block_m * tiles.block_n * features / rate + _LATENCY_US
-    return Costs(2 / step_us, _MERGE_US[kernel] / step_us, 4e5 * step_us)
+    return Costs(2 / step_us, _MERGE_US[kernel] / step_us, 1e5 * step_us)
 
 
 def _grid(
@@ -120,7 +133,10 @@ def _grid(
     else:
         steps = walks(kernel, geometry, mask, own, step)
     costs = _costs(kernel, geometry, tiles, product, q.dtype)
-    return _Grid(len(steps), rows, best_parts(steps, rows, multiprocessors(q.device), elements, costs))
+    # Two small programs of float32 fit on a multiprocessor, and hide each other's latency.
+    beside = 2 if q.dtype == torch.float32 and tiles.warps == 4 and geometry.block_d <= 64 else 1
+    programs = beside * multiprocessors(q.device)
+    return _Grid(len(steps), rows, best_parts(steps, rows, programs, elements, costs))
 
 
 def _numbers(
@@ -289,7 +305,7 @@ def _plan_forward(
     plan = _Forward(Dense.like(out), Dense.rows(lse, torch.float32), Dense.rows((2, *lse), torch.float32), None)
     if geometry.empty():
         return plan
-    if launchers_few.suit(geometry, mask, scale, q, k, v, out):
+    if launchers_few.suits_forward(geometry, mask, scale, q, k, v, out):
         return plan._replace(launch=launchers_few.plan_forward(geometry, mask, scale, q, k, v, out), few=True)
     rows = geometry.entries * geometry.heads
     tiled = _tiled("forward", geometry, mask, scale, (q, k, v, out)) if aligned else None
@@ -486,7 +502,7 @@ def _plan_backward(
         ),
         (access.vec, access.unit, geometry.value_features, block_r, geometry.block_e),
     )  # fmt: skip
-    if launchers_few.suit(geometry, mask, scale, q, k, v, grad, dq, dk, dv):
+    if launchers_few.suits_backward(geometry, mask, scale, q, k, v, grad, dq, dk, dv):
         few = launchers_few.plan_backward(geometry, mask, scale, q, k, v, grad, dq, dk, dv)
         return plan._replace(prepare=prepare, few=few)
     product = _product(q, geometry, mask, scale, precision)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -32,33 +33,48 @@ class Ways(NamedTuple):
     stages: int
 
 
-FORWARD = {16: Ways(4, 64, 3), 32: Ways(4, 64, 3), 64: Ways(4, 32, 3), 128: Ways(4, 32, 3)}
-BACKWARD = {16: Ways(4, 64, 2), 32: Ways(4, 64, 2), 64: Ways(4, 32, 3), 128: Ways(4, 16, 3)}
-"""By features; measured on an H200 with bfloat16."""
+FORWARD = {16: Ways(4, 64, 3), 32: Ways(4, 64, 3), 64: Ways(4, 64, 3), 128: Ways(4, 16, 4)}
+BACKWARD = {16: Ways(4, 64, 2), 32: Ways(4, 64, 2), 64: Ways(4, 32, 3)}
+"""By features; measured on an H200 with bfloat16. Gradients of longer rows do not fit in a warp's registers."""
 
 _ROWS: int = ROWS.value
-_LONGEST = 2048  # rows of a walk
+_LONGEST = {16: 4096, 32: 4096, 64: 4096, 128: 2048}  # rows of a forward's walk, by features
+_LONGEST_BACKWARD = 2048
 
 
 def _blocks(length: int) -> int:
     return -(-length // _ROWS)
 
 
-def suit(geometry: Geometry, mask: Mask, scale: float, *tensors: Tensor) -> bool:
-    """Whether a call with these tensors, forward or backward, has few short walks, and the kernels take it."""
+def _few(blocks: int, heads: int, q: Tensor) -> bool:
+    return blocks * heads <= 2 * programs_at_once(q.device)
+
+
+def _suits(geometry: Geometry, mask: Mask, scale: float, features: Collection[int], *tensors: Tensor) -> bool:
     first = tensors[0]
     if first.dtype == torch.float32 or not 90 <= architecture(first.device) < 120:
         return False
-    if not is_plain(geometry, mask, scale) or geometry.features > 128:
-        return False
-    most = programs_at_once(first.device)
-    entries, group = geometry.entries, geometry.group
-    few = _blocks(geometry.tokens) * entries * geometry.heads <= most
-    few = few and _blocks(geometry.keys) * entries * geometry.key_heads <= most
-    if not few or max(geometry.keys, geometry.tokens * group) > _LONGEST:
+    if not is_plain(geometry, mask, scale) or geometry.features not in features:
         return False
     access = access_to(*tensors)
-    return access.unit and not access.wide
+    return (
+        access.unit and not access.wide and _few(_blocks(geometry.tokens), geometry.entries * geometry.heads, first)
+    )
+
+
+def suits_forward(
+    geometry: Geometry, mask: Mask, scale: float, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+) -> bool:
+    """Whether a forward has few short walks, and the kernel takes it."""
+    return _suits(geometry, mask, scale, FORWARD, q, k, v, out) and geometry.keys <= _LONGEST[geometry.features]
+
+
+def suits_backward(geometry: Geometry, mask: Mask, scale: float, *tensors: Tensor) -> bool:
+    """Whether a backward has few short walks, and the kernel takes it."""
+    if not _suits(geometry, mask, scale, BACKWARD, *tensors):
+        return False
+    few_keys = _few(_blocks(geometry.keys), geometry.entries * geometry.key_heads, tensors[0])
+    return few_keys and max(geometry.keys, geometry.tokens * geometry.group) <= _LONGEST_BACKWARD
 
 
 def _constants(mask: Mask, vec: int, features: int, ways: Ways) -> tuple[object, ...]:

@@ -17,7 +17,7 @@ class Configuration(NamedTuple):
 
 
 def configuration(
-    kernel: str, arch: int, dtype: torch.dtype, features: int, product: str, plain: bool
+    kernel: str, arch: int, dtype: torch.dtype, features: int, product: str, plain: bool, few: bool = False
 ) -> Configuration:
     """The pinned tiles of a kernel.
 
@@ -29,7 +29,10 @@ def configuration(
         product: How float32 factors are multiplied, as in `warploom.device.product`.
         plain: Whether masks are those of a causal or full attention and D and E equal powers of two: what such
             kernels save in registers, larger tiles take.
+        few: Whether walks `are_few_and_short`.
     """
+    if few:
+        return _FEW_SHORT[kernel]
     tuned = plain and 90 <= arch < 120
     if dtype == torch.float32 and tuned and features <= 128:
         tables = {"pieces": _PLAIN_90_PIECES, "bf16x6": _PLAIN_90_FLOAT32}
@@ -40,6 +43,28 @@ def configuration(
         return _PLAIN_90[kernel][features]
     return _HALF[kernel][features]
 
+
+def are_few_and_short(
+    kernel: str, arch: int, dtype: torch.dtype, features: int, plain: bool, rows: int, walk: int, programs: int
+) -> bool:
+    """Whether walks of the backward are so few and short that tiles of 16 rows are fastest, on any kernel.
+
+    Args:
+        kernel: As in `configuration`, and so are the next.
+        arch: Compute capability times ten.
+        dtype: Of the tensors.
+        features: The larger of D and E, up to a power of two, 16 at least.
+        plain: Whether masks are those of a causal or full attention.
+        rows: Tiles of 16 rows, of all heads.
+        walk: Rows that are walked over.
+        programs: That run at the same time, one on each multiprocessor.
+    """
+    tuned = plain and 90 <= arch < 120 and dtype != torch.float32 and features == 128 and kernel in _FEW_SHORT
+    return tuned and rows <= programs and walk <= 1024
+
+
+_FEW_SHORT = {"key": Configuration(128, 16, 4, 2), "query": Configuration(16, 128, 4, 2)}
+"""With 128 features; shorter rows have a kernel of their own (`launchers_few`)."""
 
 _PLAIN_90: dict[str, dict[int, Configuration]] = {
     "forward": {
