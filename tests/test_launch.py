@@ -12,9 +12,10 @@ if not HAS_TRITON:
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from warploom import entry, launch
-from warploom.launch import Boxes, Dense, Kernel, Launch, TiledLaunch
+from warploom.launch import Boxes, Dense, Kernel, Launch, TiledLaunch, may_start_early
 from warploom.testing.poison import poisoned_allocations
 
 Tensor = torch.Tensor
@@ -88,13 +89,46 @@ def test_another_device_takes_the_slow_way(ways: list[str]) -> None:
     assert ways == ["slow", "direct", "slow", "slow", "slow"]
 
 
+@triton.jit(do_not_specialize=["size"])
+def reverse_kernel(x, out, size: tl.int32, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        gdc_wait()
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + size - 1 - i, mask=i < size), mask=i < size)
+
+
+@pytest.mark.parametrize("size", [SIZE, pytest.param(2**24 + 4, marks=pytest.mark.gpu)])
+def test_an_early_launch_sees_what_the_one_before_it_wrote(size: int, device: torch.device) -> None:
+    # The first programs of the second launch read what the last ones of the first write.
+    early = may_start_early(device)
+    add = Launch(Kernel(add_kernel), -(-size // BLOCK), (size,), (BLOCK,))
+    reverse = Launch(Kernel(reverse_kernel), -(-size // BLOCK), (size,), (BLOCK, early), early=early)
+    x = torch.randint(-100, 100, (size,), device=device, dtype=torch.float32)
+    for number in range(1 if size == SIZE else 20):
+        between, out = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
+        add((x, between), number)
+        reverse((between, out))
+        assert torch.equal(out, (x + number).flip(0))
+
+
+@pytest.mark.skipif(launch.INTERPRETED, reason="builds need compiled kernels")
+@pytest.mark.parametrize(("arch", "early"), [(80, False), (90, True), (100, True)])
+def test_launches_are_early_from_hopper_on(arch: int, early: bool) -> None:
+    with launch.recording(arch) as builds:
+        assert may_start_early(torch.device("cpu")) is early
+        reverse = Launch(Kernel(reverse_kernel), 2, (SIZE,), (BLOCK, early), early=early)
+        reverse(tensors(torch.device("cpu")))
+    (found,) = builds.values()
+    assert found.options.get("launch_pdl", False) is early
+
+
 class Stub:
     """Stands for a kernel and its compiled variant, where there is no GPU to compile for."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
 
-    def __call__(self, programs: int, tensors: Any, numbers: Any, constants: Any, *options: int) -> object:
+    def __call__(self, programs: int, tensors: Any, numbers: Any, constants: Any, *options: int | bool) -> object:
         self.calls.append(("slow", (programs, *numbers, *constants, *options)))
         return self
 
@@ -113,7 +147,7 @@ def test_when_the_short_cut_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_current_device", lambda: current[0])
     add = Launch(stub, 2, (SIZE,), (BLOCK,), 8, 1)  # type: ignore[arg-type]
     x, out = tensors(torch.device("cpu"))
-    slow = ("slow", (2, 5, SIZE, BLOCK, 8, 1))
+    slow = ("slow", (2, 5, SIZE, BLOCK, 8, 1, False))
 
     add((x[1:], out), 5)  # misaligned: its variant is not kept
     add((x, out), 5)
@@ -137,7 +171,7 @@ def test_a_launch_takes_as_many_first_numbers_as_it_was_made_without(monkeypatch
     for first in ((), (), (6,), (7, 8)):
         settled((x,), *first)
     assert stub.calls == [
-        ("slow", (2, 5, SIZE, BLOCK, 4, 3)),
+        ("slow", (2, 5, SIZE, BLOCK, 4, 3, False)),
         *(("direct", (2, x.data_ptr(), *first, 5, SIZE, BLOCK)) for first in ((), (6,), (7, 8))),
     ]
 

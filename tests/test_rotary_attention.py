@@ -83,8 +83,7 @@ def test_it_is_the_two_operators(
 
 
 def test_walks_that_are_split(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launchers, "multiprocessors", lambda device: 64)
-    monkeypatch.setattr(launchers, "SPLIT_STEPS", 1)
+    monkeypatch.setattr(launchers, "best_parts", lambda *arguments: 3)
     qkv, theta = inputs(torch.float32, 150, 3, 16, device)
     assert_same(results(both, qkv, theta, heads=1), results(one_after_the_other, qkv, theta, heads=1))
 

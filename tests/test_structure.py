@@ -30,7 +30,9 @@ ALLOWED = {
     "reference": set(),
     "peers": {"reference", "warploom.ops.spec"},  # so that no record of theirs depends on a kernel of ours
     "kernels": {"kernels", "warploom.device"},
-    "launchers": {"kernels", "launchers", "warploom.launch", "warploom.layout", "warploom.plans"},
+    "launchers": {
+        "kernels", "launchers", "warploom.device", "warploom.launch", "warploom.layout", "warploom.plans",
+    },
     "autograd": {
         "launchers", "autograd", "warploom.eager", "warploom.launch", "warploom.layout", "warploom.plans",
     },

@@ -30,6 +30,7 @@ if INTERPRETED:
     import warploom.interpreter  # noqa: F401
 
 ALIGNMENT = 16  # bytes; what a 128-bit load or store needs of its address
+_MOST_STRIDE = 2**40  # bytes; what a tensor descriptor can hold
 
 _TYPE_NAMES = {
     torch.float16: "fp16",
@@ -111,8 +112,11 @@ class Kernel:
         constants: tuple[Any, ...],
         num_warps: int = 4,
         num_stages: int = 3,
+        early: bool = False,
     ) -> Any:
         """Launch ``programs`` programs on the current stream of the first tensor's device.
+
+        ``early``: while the launch before it on the stream still runs; see `may_start_early`.
 
         Returns:
             The compiled variant; ``None`` where nothing was compiled (no programs, the interpreter, builds
@@ -121,6 +125,8 @@ class Kernel:
         if programs == 0:
             return None
         options = {"num_warps": num_warps, "num_stages": num_stages}
+        if early:
+            options["launch_pdl"] = True
         if _recorded is not None:
             self._record(_recorded, tensors, numbers, constants, options)
             return None
@@ -209,9 +215,10 @@ class Launch:
         constants: tuple[Any, ...],
         num_warps: int = 4,
         num_stages: int = 3,
+        early: bool = False,
     ) -> None:
         self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
-        self.options = (num_warps, num_stages)
+        self.options = (num_warps, num_stages, early)
         self.arguments = (*numbers, *constants)
         self.entry: Entry | None = None  # of the variant for aligned addresses, and its device
         self.device = -1
@@ -251,6 +258,13 @@ class Boxes(NamedTuple):
     tile: tuple[int, ...]
 
 
+def can_be_copied(tensor: torch.Tensor) -> bool:
+    """Whether the strides of a tensor suit a tensor descriptor."""
+    *strides, feature = (s for n, s in zip(tensor.shape, tensor.stride()) if n > 1 or s == 1)
+    units = ALIGNMENT // tensor.element_size()
+    return feature == 1 and all(s % units == 0 and 0 < s * tensor.element_size() < _MOST_STRIDE for s in strides)
+
+
 class TiledLaunch:
     """A prepared launch of a kernel whose first parameters are tensor descriptors; see `Launch`.
 
@@ -264,16 +278,7 @@ class TiledLaunch:
     MOST_ADDRESSES = 256
     """Encodings kept at once for one parameter."""
 
-    __slots__ = (
-        "arguments",
-        "described",
-        "device",
-        "encoded",
-        "entry",
-        "function",
-        "programs",
-        "warps",
-    )
+    __slots__ = ("arguments", "described", "device", "encoded", "entry", "function", "options", "programs")
 
     def __init__(
         self,
@@ -283,42 +288,48 @@ class TiledLaunch:
         numbers: Sequence[int | float],
         constants: tuple[Any, ...],
         num_warps: int = 4,
+        early: bool = False,
     ) -> None:
-        self.function, self.programs, self.warps = function, programs, num_warps
+        self.function, self.programs = function, programs
+        self.options = {"num_warps": num_warps, **({"launch_pdl": True} if early else {})}
         self.described = [_description(like, box) for like, box in boxes]
         self.arguments = (*numbers, *constants)
         self.entry: Entry | None = None  # of the last device
         self.device = -1
         self.encoded: list[dict[int, list[Any]]] = [{} for _ in boxes]  # of each parameter, by address
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Launch on tensors like those that this launch was made for, the described ones first."""
+    def __call__(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Launch on tensors like those that this launch was made for, the described ones first.
+
+        The others may be None, always the same ones; the kernel must not be specialised on their alignment unless
+        it is always the same.
+        """
         if _recorded is not None:
             self._record(_recorded, tensors[len(self.encoded) :])
             return
-        device, entry = tensors[0].get_device(), self.entry
+        device, entry = tensors[0].get_device(), self.entry  # type: ignore[union-attr]
         if entry is None or device != self.device or device != _current_device():
             with torch.cuda.device(device):
                 self._start(device, tensors)
             return
         arguments: list[Any] = []
         for index, (known, tensor) in enumerate(zip(self.encoded, tensors)):
-            encoded = known.get(tensor.data_ptr())
+            encoded = known.get(tensor.data_ptr())  # type: ignore[union-attr]
             arguments += self._encode(entry, index, tensor) if encoded is None else encoded
         for pointer in tensors[len(self.encoded) :]:
-            arguments.append(pointer.data_ptr())
+            arguments.append(None if pointer is None else pointer.data_ptr())
         _enqueue(entry, device, self.programs, arguments, self.arguments)
 
-    def _start(self, device: int, tensors: Sequence[torch.Tensor]) -> None:
+    def _start(self, device: int, tensors: Sequence[torch.Tensor | None]) -> None:
         """The first launch on a device, which compiles the kernel if that has not been done."""
         descriptors = [self._descriptor(i, tensor) for i, tensor in zip(range(len(self.encoded)), tensors)]
         compiled = self.function.run(
             *descriptors, *tensors[len(descriptors) :], *self.arguments,
-            grid=(self.programs, 1, 1), warmup=False, num_warps=self.warps,
+            grid=(self.programs, 1, 1), warmup=False, **self.options,
         )  # fmt: skip
         self.entry, self.device = entry_of(compiled), device
 
-    def _encode(self, entry: Entry, index: int, tensor: torch.Tensor) -> list[Any]:
+    def _encode(self, entry: Entry, index: int, tensor: Any) -> list[Any]:
         """What stands for a described tensor among the arguments."""
         descriptor = self._descriptor(index, tensor)
         if entry.encode is None:
@@ -329,34 +340,40 @@ class TiledLaunch:
         known[tensor.data_ptr()] = encoded = entry.encode[index](descriptor)
         return encoded
 
-    def _descriptor(self, index: int, tensor: torch.Tensor) -> Any:
+    def _descriptor(self, index: int, tensor: torch.Tensor | None) -> Any:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         descriptor = object.__new__(TensorDescriptor)  # its constructor would check again what the plan settled
         descriptor.__dict__.update(self.described[index], base=tensor)
         return descriptor
 
-    def _record(self, builds: dict[tuple[Any, ...], Build], pointers: Sequence[torch.Tensor]) -> None:
+    def _record(self, builds: dict[tuple[Any, ...], Build], pointers: Sequence[torch.Tensor | None]) -> None:
         names = iter(self.function.arg_names)
-        constant = {p.name for p in self.function.params if p.is_constexpr}
+        parameters = {p.name: p for p in self.function.params}
+        constexprs: dict[str, Any] = {}
         signature: dict[str, str] = {}
         for described in self.described:
             base, tile, layout = described["base"], described["block_shape"], described["layout"]
             signature[next(names)] = f"tensordesc<{_TYPE_NAMES[base.dtype]}{tile},{layout!r}>"
         attrs: dict[tuple[int, ...], list[list[Any]]] = {}
         for pointer in pointers:
-            attrs[(len(signature),)] = [["tt.divisibility", ALIGNMENT]]
-            signature[next(names)] = "*" + _TYPE_NAMES[pointer.dtype]
-        constexprs: dict[str, Any] = {}
+            name = next(names)
+            if pointer is None:
+                constexprs[name] = None
+                signature[name] = "constexpr"
+                continue
+            if not parameters[name].do_not_specialize_on_alignment:
+                attrs[(len(signature),)] = [["tt.divisibility", ALIGNMENT]]
+            signature[name] = "*" + _TYPE_NAMES[pointer.dtype]
         for name, value in zip(names, self.arguments, strict=True):
-            if name in constant:
+            if parameters[name].is_constexpr:
                 constexprs[name] = value
                 signature[name] = "constexpr"
             else:
-                signature[name] = "fp32" if isinstance(value, float) else "i32"
+                kind = "fp32" if isinstance(value, float) else "i32"
+                signature[name] = parameters[name].annotation_type or kind
         key = (self.function, tuple(signature.items()), tuple(constexprs.items()))
-        options = {"num_warps": self.warps}
-        builds.setdefault(key, Build(self.function, signature, constexprs, attrs, options))
+        builds.setdefault(key, Build(self.function, signature, constexprs, attrs, self.options))
 
 
 def _description(like: torch.Tensor, box: Boxes) -> dict[str, Any]:
@@ -404,6 +421,15 @@ def runs_on_cpu() -> bool:
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; 1 for any other device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def may_start_early(device: torch.device) -> bool:
+    """Whether a kernel may be launched ``early``: put in place while the launch before it on the stream still runs.
+
+    Such a kernel waits for that launch itself (``gdc_wait``) before it touches memory, which is cheaper than the
+    pause between two launches. Hopper and later (programmatic dependent launch).
+    """
+    return not INTERPRETED and architecture(device) >= 90
 
 
 def architecture(device: torch.device) -> int:

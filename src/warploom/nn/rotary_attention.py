@@ -17,6 +17,7 @@ from warploom.eager import register
 from warploom.launch import Dense
 from warploom.layout import empty_in_order_of, layout_of
 from warploom.ops.flash_attention import launchers as attention
+from warploom.ops.flash_attention.launchers_geometry import Mask
 from warploom.ops.lrpe import launchers as positions
 from warploom.plans import Plans
 
@@ -24,7 +25,7 @@ __all__ = ["rotary_attention"]
 
 Tensor = torch.Tensor
 
-_CAUSAL = attention.Mask(right=0)
+_CAUSAL = Mask(right=0)
 _FROM_ZERO = positions.Positions()
 _NOTHING = Dense.rows((0,), torch.float32)
 _library = torch.library.Library("warploom", "FRAGMENT")

@@ -14,7 +14,7 @@ from warploom import plans
 from warploom.eager import is_plain_eager, register, stack_over_batch
 from warploom.layout import empty_in_order_of
 from warploom.ops.flash_attention import launchers
-from warploom.ops.flash_attention.launchers import Mask
+from warploom.ops.flash_attention.launchers_geometry import Mask
 from warploom.plans import Plans
 
 Tensor = torch.Tensor

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.activations import activate, activate_backward, softmax, softmax_pair
 from warploom.device.packed import sequence_of
@@ -446,8 +447,11 @@ def backward_kernel(
 def reduce_kernel(
     partial, dtheta, parts: tl.int32, heads: tl.int32,
     AXES: tl.constexpr, F: tl.constexpr, E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums (parts, heads, F) over parts, and over the axes of a grid, which share frequencies: (heads, E)."""
+    if EARLY:
+        gdc_wait()
     E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     head = tl.program_id(0) // E_BLOCKS
     e = tl.program_id(0) % E_BLOCKS * BLOCK_E + tl.arange(0, BLOCK_E)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from warploom.launch import Dense, Kernel, Launch, multiprocessors
+from warploom.launch import Dense, Kernel, Launch, may_start_early, multiprocessors
 from warploom.layout import empty_in_order_of, layout_of
 from warploom.ops.lrpe.kernels import backward_kernel, forward_kernel, reduce_kernel
 from warploom.plans import Plans
@@ -338,11 +338,13 @@ def _plan_backward(
 def theta_sums(parts: int, theta: torch.Tensor, features: int, axes: int) -> ThetaSums:
     """Plan of the sum of ``parts`` partial sums of theta's gradient."""
     rows = theta.shape[0] if theta.dim() == 2 else 1
+    early = may_start_early(theta.device)
     launch = Launch(
         _reduce_kernel,
         rows * -(-theta.shape[-1] // 16),
         (parts, rows),
-        (axes, features, theta.shape[-1], 64, 16),
+        (axes, features, theta.shape[-1], 64, 16, early),
+        early=early,
     )
     return ThetaSums((parts, rows, features), launch)
 
