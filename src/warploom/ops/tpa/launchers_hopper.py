@@ -30,7 +30,7 @@ _SHARED_BYTES = 225 * 1024
 _BUFFER_BYTES = {1: 96 * 1024, 2: 128 * 1024, 4: 128 * 1024}
 """The most of it for both rings of buffers, by rank."""
 CHUNKS = Chunks(shortest=128, longest=1024, wanted=64, widths=(1, 2, 4, 8, 16))
-_SLOTS = len(CHUNKS.widths)
+_SLOTS = CHUNKS.all_levels
 """Levels of the tree at which a sum may have to wait for its neighbour."""
 ONE_PROGRAM = 44e3
 """Bytes of the cache that a program takes in a microsecond where memory keeps up. This and the next three come from
