@@ -26,6 +26,7 @@ from warploom.device import hopper
 from warploom.device.hopper import barriers, copy_tile, init_ring, matrix, power_of_two, wait_full
 
 BLOCK_M = gl.constexpr(hopper.ROWS)  # keys of a block
+RANKS = gl.constexpr(16)  # of queries, at most: the depth of one matrix instruction
 
 
 @gluon.jit
@@ -125,7 +126,6 @@ def query_tile(
         h = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
         q = gl.load(bq + h * bq_r + d * bq_d, mask=(h < H) & (d < D), other=0.0).to(gl.float32)
     else:
-        RANKS: gl.constexpr = aq_tile.shape[1]
         IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
         h = gl.arange(0, ROWS, gl.SliceLayout(1, IN_ROWS))[:, None]
         r = gl.arange(0, RANKS, gl.SliceLayout(0, IN_ROWS))[None, :]
@@ -321,7 +321,7 @@ def hopper_decode_kernel(
     out_b: gl.int64, out_h: gl.int64, out_e: gl.int64,
     logit_scale: gl.float32, scale_q: gl.float32, scale_v: gl.float32,
     H: gl.constexpr, RQ: gl.constexpr, R: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
-    RANKS: gl.constexpr, A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, WHOLE: gl.constexpr,
+    A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, WHOLE: gl.constexpr,
     SHORTEST: gl.constexpr, LONGEST: gl.constexpr, WANTED: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """One new token of every batch entry, over ``spans`` spans of its keys, of ``span_chunks`` chunks each.

@@ -22,8 +22,8 @@ Tensor = torch.Tensor
 
 MOST_HEADS = 32
 """Rows of a tile; more would need more registers for their sums than there are."""
-MOST_RANKS = 64
-"""Of the queries: the factors of a query are multiplied in one go."""
+MOST_RANKS = 16
+"""Of the queries, whose factors are multiplied in one go."""
 _BLOCK_M = 64
 _SHARED_BYTES = 225 * 1024
 """Shared memory of a program, but for its barriers."""
@@ -51,14 +51,14 @@ class Rings(NamedTuple):
     feature_tiles: int
 
 
-def rings(rank: int, rows: int, width: int, ranks: int) -> Rings:
+def rings(rank: int, rows: int, width: int) -> Rings:
     """As many buffers as there is room for, up to a point: as much of head factors as of feature factors.
 
-    ``rows`` and ``width`` of a tile, heads and features, and ``ranks`` of the queries, as blocks.
+    ``rows`` and ``width`` of a tile are heads and features, as blocks.
     """
     head_bytes, feature_bytes = _BLOCK_M * rows * rank * 2, _BLOCK_M * width * 2
     waiting = _SLOTS * 4 * rows * (width + 2)
-    queries_and_weights = 2 * (width * rows + ranks * (rows + width) + rank * _BLOCK_M * rows)
+    queries_and_weights = 2 * (width * rows + MOST_RANKS * (rows + width) + rank * _BLOCK_M * rows)
     left = min(_SHARED_BYTES - waiting - queries_and_weights, _BUFFER_BYTES[rank])
     head_tiles = max(left // (head_bytes + rank * feature_bytes), 2)
     return Rings(head_tiles, (left - head_tiles * head_bytes) // feature_bytes)
@@ -110,9 +110,8 @@ def plan(
         lengths_b, units, keys, spans, span_chunks,
         aq_b, aq_h, aq_r, bq_b, bq_r, bq_d, out_b, out_h, out_e, *scales,
     )  # fmt: skip
-    ranks = max(16, triton.next_power_of_2(bq.shape[2])) if aq is not None else 16
     constants = (
-        heads, bq.shape[2], rank, features, values, ranks, *rings(rank, rows, width, ranks), spans == 1,
+        heads, bq.shape[2], rank, features, values, *rings(rank, rows, width), spans == 1,
         *CHUNKS.lengths, _SLOTS,
     )  # fmt: skip
     return TiledLaunch(hopper_decode_kernel, min(multiprocessors(bq.device), units), boxes, numbers, constants)
