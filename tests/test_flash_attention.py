@@ -283,8 +283,7 @@ def many_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     with monkeypatch.context() as patch:
         patch.setattr(api, "_on_kernels", Plans())  # none but those of this test
-        patch.setattr(launchers, "multiprocessors", lambda device: 1000)
-        patch.setattr(launchers, "SPLIT_STEPS", 1)
+        patch.setattr(launchers, "best_parts", lambda steps, *rest: max(steps))
         yield
 
 
@@ -313,6 +312,85 @@ def test_packed_sequences_split(many_splits: None, device: torch.device) -> None
     bounds = torch.tensor([0, 100, 100, 130, 200], device=device)
     inputs = random_inputs(device, 200, batch=1, heads=1, causal=True, cu_seqlens_q=bounds, dtype=torch.bfloat16)
     assert_right({**inputs, "return_lse": True}, "triton")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Tiles
+# ----------------------------------------------------------------------------------------------------------
+
+PLAIN_HALF = [
+    case
+    for case in OPERATOR.check_cases
+    if case["dtype"] != "float32"
+    and case["head_dim"] in (16, 32, 64, 128)
+    and not case.keys() & {"value_dim", "window"}
+]
+
+
+@kernels
+@pytest.mark.parametrize("case", PLAIN_HALF, ids=str)
+def test_kernels_of_long_walks_where_walks_are_few_and_short(
+    case: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cases are small, and such calls have kernels of their own: here they get those of large ones."""
+    from warploom.ops.flash_attention import api, launchers_few
+
+    monkeypatch.setattr(launchers_few, "suit", lambda *arguments: False)
+    monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
+    assert_right(OPERATOR.make_inputs(case, device, torch.Generator().manual_seed(3)), "triton")
+
+
+@kernels
+def test_which_walks_are_few_and_short() -> None:
+    from warploom.ops.flash_attention import launchers, launchers_few
+
+    def few(n: int, heads: int = 1, d: int = 64, dtype: torch.dtype = torch.bfloat16, **mask: Any) -> bool:
+        x = torch.empty(1, n, heads, d, dtype=dtype, device="meta")
+        return launchers_few.suit(launchers._geometry(x, x, x), launchers.Mask(**mask), 0.1, x, x, x, x)
+
+    assert all((few(128), few(1024, right=0), few(1000), few(128, heads=16)))
+    assert not any((few(4096), few(128, heads=17), few(1024, heads=3)))
+    assert not any((few(128, d=256), few(128, d=72), few(128, dtype=torch.float32), few(128, left=3)))
+
+
+@kernels
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("n", "m", "heads", "key_heads", "d"),
+    [(300, 300, 1, 1, 64), (70, 290, 2, 1, 32), (290, 70, 2, 1, 16), (1, 17, 3, 3, 128), (33, 40, 4, 2, 128)],
+)
+def test_few_short_walks(
+    n: int, m: int, heads: int, key_heads: int, d: int, causal: bool, launches: list[Any], device: torch.device
+) -> None:
+    options = {"heads": heads, "key_heads": key_heads, "d": d, "causal": causal, "batch": 1, "return_lse": True}
+    with poisoned_allocations():
+        assert_right(random_inputs(device, n, m, dtype=torch.bfloat16, **options), "triton")
+    assert {name for name, _ in launches} == {"forward_few_kernel", "prepare_kernel", "backward_few_kernel"}
+
+
+@kernels
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"n": 19, "m": 37, "heads": 4, "key_heads": 2, "causal": True},
+        {"n": 40, "d": 32, "return_lse": True},
+        {"n": 33, "m": 20, "d": 64, "heads": 1, "causal": True},
+        {"n": 17, "d": 128, "batch": 1, "causal": True},
+    ],
+    ids=str,
+)
+def test_float32_factors_split_before_the_walk(
+    case: dict[str, Any], launches: list[Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long float32 tensors are split in parts once; here short ones are."""
+    from warploom.ops.flash_attention import api, launchers
+
+    monkeypatch.setattr(launchers, "_LONG", 1)
+    monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
+    with poisoned_allocations():
+        assert_right({**random_inputs(device, **case), "float32_precision": "highest"}, "triton")
+    assert {constants["PRECISION"] for _, constants in launches if "PRECISION" in constants} == {"parts"}
+    assert {name for name, _ in launches} >= {"split_kernel", "forward_kernel", "key_kernel", "query_kernel"}
 
 
 # ----------------------------------------------------------------------------------------------------------

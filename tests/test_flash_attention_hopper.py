@@ -22,7 +22,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(launchers_hopper, "INTERPRETED", False)
     monkeypatch.setattr(launchers_hopper, "architecture", lambda device: 90)
-    monkeypatch.setattr(launchers_hopper, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launchers_hopper, "programs_at_once", lambda device: 132)
 
 
 def suits(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float = 0.1, **mask: Any) -> bool:
@@ -32,7 +32,7 @@ def suits(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float = 0.1, **mask
     return launchers_hopper.suit(name, geometry, launchers.Mask(**mask), scale, q, k, v)
 
 
-def empty(n: int = 70, heads: int = 2, d: int = 64, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def empty(n: int = 70, heads: int = 30, d: int = 64, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(2, n, heads, d, dtype=dtype)
 
 
@@ -41,10 +41,10 @@ def test_the_calls_that_suit(hopper: None) -> None:
     assert suits("forward", x, x, x, right=0)
     assert suits("forward", x, x, x)
     assert suits("forward", *(empty(dtype=torch.float16) for _ in range(3)))
-    assert suits("forward", empty(heads=4), x, x)  # grouped queries
+    assert suits("forward", empty(heads=60), x, x)  # grouped queries
     assert suits("forward", empty(d=80), empty(d=80), empty(d=128))
     assert suits("forward", *(empty().transpose(1, 2).contiguous().transpose(1, 2) for _ in range(3)))
-    assert suits("forward", *(torch.empty(2, 70, 3, 2, 64, dtype=torch.bfloat16)[:, :, i] for i in range(3)))
+    assert suits("forward", *(torch.empty(2, 70, 3, 30, 64, dtype=torch.bfloat16)[:, :, i] for i in range(3)))
 
 
 def test_the_calls_that_do_not(hopper: None) -> None:
@@ -156,10 +156,11 @@ def test_few_tiles_whose_walks_are_split(
     n: int, m: int, heads: int, key_heads: int, d: int, e: int, dtype: torch.dtype, causal: bool, parts: int,
     launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from warploom.ops.flash_attention import launchers_hopper
+    from warploom.ops.flash_attention import launchers_few, launchers_hopper
 
     monkeypatch.setattr(launchers_hopper, "_parts", lambda *arguments: parts)
     monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short walks too
+    monkeypatch.setattr(launchers_few, "suit", lambda *arguments: False)  # and few
     options = {"heads": heads, "key_heads": key_heads, "d": d, "e": e, "causal": causal, "dtype": dtype}
     inputs = random_inputs(device, n, m, return_lse=True, **options)
     with poisoned_allocations():

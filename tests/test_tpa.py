@@ -302,6 +302,22 @@ def test_packed_sequences_are_as_if_alone(device: torch.device, backend: str, ca
 
 
 @needs_triton
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("features", [16, 64])
+def test_weights_that_cannot_change_have_no_gradient(device: torch.device, features: int, rank: int) -> None:
+    """Sequences of one token: every weight is one, whatever the logits, and in float32 that is what comes out.
+
+    For gradients of keys the interpreter adds products in another order.
+    """
+    sizes = {"tokens": 37, "keys": 37, "rank_k": rank, "rank_v": rank, "features": features, "values": features}
+    inputs = {name: x.requires_grad_() for name, x in factors(device, batch=1, **sizes).items()}
+    out = tpa_attention(**inputs, cu_seqlens=torch.arange(38, device=device, dtype=torch.int32), backend="triton")
+    names = ("aq", "bq", "ak", "bk") if device.type == "cuda" else ("aq", "bq")
+    gradients = torch.autograd.grad(out, [inputs[name] for name in names], torch.randn_like(out))
+    assert all(torch.equal(x, torch.zeros_like(x)) for x in gradients)
+
+
+@needs_triton
 @pytest.mark.parametrize("programs", [1, 3, 100])
 def test_heads_summed_in_groups_give_the_gradients(
     device: torch.device, programs: int, monkeypatch: pytest.MonkeyPatch

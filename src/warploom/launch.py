@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -45,8 +47,39 @@ _TYPE_NAMES = {
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # missing where PyTorch is for CPUs
 
+_deterministic = torch._C._get_deterministic_algorithms
+_empty_cuda: Any = None  # what compiled code of PyTorch allocates with: half the time of `torch.empty_strided`
+if torch.backends.cuda.is_built():
+    _empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
 _recorded: dict[tuple[Any, ...], Build] | None = None
 _recorded_arch = 90
+
+
+class Dense(NamedTuple):
+    """A tensor without gaps that a call allocates."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor) -> Dense:
+        """One laid out like a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    @classmethod
+    def rows(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Dense:
+        """One of at least one axis, the last of which moves fastest, and the one before it next."""
+        strides = itertools.accumulate((max(n, 1) for n in reversed(shape[1:])), operator.mul, initial=1)
+        return cls(shape, tuple(strides)[::-1], dtype)
+
+    def empty(self, near: torch.Tensor) -> torch.Tensor:
+        """Allocate it, uninitialised, on the device of another tensor."""
+        device = near.get_device()  # negative for a CPU
+        if _empty_cuda is None or device < 0 or device != _current_device() or _deterministic():
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=near.device)
+        return _empty_cuda(self.shape, self.stride, self.dtype)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -196,17 +229,20 @@ class Launch:
 
         ``numbers``: the kernel's first, as many of them as were not given when this launch was made.
         """
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        arguments: list[Any] = []
         bits = 0
-        for address in addresses:
-            if address is not None:
+        for tensor in tensors:
+            address = None
+            if tensor is not None:
+                address = tensor.data_ptr()
                 bits |= address
+            arguments.append(address)
         aligned = bits % ALIGNMENT == 0
         if aligned and self.entry is not None and _recorded is None:
             device = tensors[self.first].get_device()  # type: ignore[union-attr]
             if device == self.device and device == _current_device():
-                addresses += numbers  # type: ignore[arg-type]
-                _enqueue(self.entry, device, self.programs, addresses, self.arguments)
+                arguments += numbers
+                _enqueue(self.entry, device, self.programs, arguments, self.arguments)
                 return
         numbers = (*numbers, *self.numbers)
         compiled = self.kernel(self.programs, tensors, numbers, self.constants, *self.options)
@@ -242,7 +278,7 @@ class TiledLaunch:
     MOST_ADDRESSES = 256
     """Encodings kept at once for one parameter."""
 
-    __slots__ = ("arguments", "described", "encoded", "entries", "function", "programs", "warps")
+    __slots__ = ("arguments", "described", "device", "encoded", "entry", "function", "options", "programs")
 
     def __init__(
         self,
@@ -252,11 +288,14 @@ class TiledLaunch:
         numbers: Sequence[int | float],
         constants: tuple[Any, ...],
         num_warps: int = 4,
+        early: bool = False,
     ) -> None:
-        self.function, self.programs, self.warps = function, programs, num_warps
+        self.function, self.programs = function, programs
+        self.options = {"num_warps": num_warps, **({"launch_pdl": True} if early else {})}
         self.described = [_description(like, box) for like, box in boxes]
         self.arguments = (*numbers, *constants)
-        self.entries: dict[int, Entry] = {}  # by device
+        self.entry: Entry | None = None  # of the last device
+        self.device = -1
         self.encoded: list[dict[int, list[Any]]] = [{} for _ in boxes]  # of each parameter, by address
 
     def __call__(self, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -266,33 +305,29 @@ class TiledLaunch:
         it is always the same.
         """
         if _recorded is not None:
-            self._record(_recorded, tensors[len(self.described) :])
+            self._record(_recorded, tensors[len(self.encoded) :])
             return
-        device = tensors[0].get_device()  # type: ignore[union-attr]
-        if device != _current_device():
+        device, entry = tensors[0].get_device(), self.entry  # type: ignore[union-attr]
+        if entry is None or device != self.device or device != _current_device():
             with torch.cuda.device(device):
-                self._launch(device, tensors)
-        else:
-            self._launch(device, tensors)
-
-    def _launch(self, device: int, tensors: Sequence[torch.Tensor | None]) -> None:
-        entry = self.entries.get(device)
-        pointers = tensors[len(self.described) :]
-        if entry is None:
-            descriptors = [self._descriptor(i, tensor) for i, tensor in enumerate(tensors[: len(self.described)])]
-            compiled = self.function.run(
-                *descriptors, *pointers, *self.arguments,
-                grid=(self.programs, 1, 1), warmup=False, num_warps=self.warps,
-            )  # fmt: skip
-            self.entries[device] = entry_of(compiled)
+                self._start(device, tensors)
             return
         arguments: list[Any] = []
-        for i, known in enumerate(self.encoded):
-            encoded = known.get(tensors[i].data_ptr())  # type: ignore[union-attr]
-            arguments += self._encode(entry, i, tensors[i]) if encoded is None else encoded
-        for pointer in pointers:
+        for index, (known, tensor) in enumerate(zip(self.encoded, tensors)):
+            encoded = known.get(tensor.data_ptr())  # type: ignore[union-attr]
+            arguments += self._encode(entry, index, tensor) if encoded is None else encoded
+        for pointer in tensors[len(self.encoded) :]:
             arguments.append(None if pointer is None else pointer.data_ptr())
         _enqueue(entry, device, self.programs, arguments, self.arguments)
+
+    def _start(self, device: int, tensors: Sequence[torch.Tensor | None]) -> None:
+        """The first launch on a device, which compiles the kernel if that has not been done."""
+        descriptors = [self._descriptor(i, tensor) for i, tensor in zip(range(len(self.encoded)), tensors)]
+        compiled = self.function.run(
+            *descriptors, *tensors[len(descriptors) :], *self.arguments,
+            grid=(self.programs, 1, 1), warmup=False, **self.options,
+        )  # fmt: skip
+        self.entry, self.device = entry_of(compiled), device
 
     def _encode(self, entry: Entry, index: int, tensor: Any) -> list[Any]:
         """What stands for a described tensor among the arguments."""
@@ -338,8 +373,7 @@ class TiledLaunch:
                 kind = "fp32" if isinstance(value, float) else "i32"
                 signature[name] = parameters[name].annotation_type or kind
         key = (self.function, tuple(signature.items()), tuple(constexprs.items()))
-        options = {"num_warps": self.warps}
-        builds.setdefault(key, Build(self.function, signature, constexprs, attrs, options))
+        builds.setdefault(key, Build(self.function, signature, constexprs, attrs, self.options))
 
 
 def _description(like: torch.Tensor, box: Boxes) -> dict[str, Any]:

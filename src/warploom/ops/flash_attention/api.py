@@ -186,9 +186,10 @@ def _with_sequences(call: Any, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor
 
 
 def _run_kernels(call: _Call, key: Hashable | None) -> Tensor | tuple[Tensor, Tensor]:
-    from warploom.ops.flash_attention import autograd, launchers  # Triton is imported when it is first needed
+    from warploom.ops.flash_attention import autograd  # Triton is imported when it is first needed
+    from warploom.ops.flash_attention.launchers_geometry import Mask
 
-    mask = launchers.Mask(call.left, call.right)
+    mask = Mask(call.left, call.right)
     plans = None if key is None else Plans()
     settled = autograd.Call(mask, call.scale, call.float32_precision, call.return_lse, plans)
     if key is not None:

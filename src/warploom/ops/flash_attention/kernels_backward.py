@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.activations import power_of_two
-from warploom.device.product import product, rounded
+from warploom.device.product import parts_of, product, rounded
 from warploom.ops.flash_attention.kernels import (
     SIZES,
+    as_factor,
     base_of,
+    load_factor,
     load_tile,
     program_order,
     store_tile,
     stride_names,
     tile_bounds,
     tile_offsets,
+    transposed,
     visible,
     walk_bounds,
 )
@@ -77,8 +80,8 @@ def prepare_kernel(
 
 @triton.jit
 def walk_queries(
-    dk, dv, k, v, q, do, shift, delta, inverse, q_offsets, do_offsets, q_step, do_step, q_h, do_h, row_h, group,
-    begin, end, offset, key, tokens, keys, left, right, scale,
+    dk, dv, k, v, q, do, shift, delta, inverse, q_offsets, do_offsets, q_step, do_step, q_part, do_part,
+    q_h, do_h, row_h, group, begin, end, offset, key, tokens, keys, left, right, scale,
     MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -92,9 +95,9 @@ def walk_queries(
         m = begin + (step - member * steps) * BLOCK_M
         query = m + tl.arange(0, BLOCK_M)
         row = member * row_h + query
-        q_tile = load_tile(q + member * q_h + m * q_step + q_offsets, m, tokens, D, MASKED)
-        logits = tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32)
-        logits = product(k, q_tile.T, logits, PRECISION)
+        q_tile = load_factor(q + member * q_h + m * q_step, q_offsets, m, tokens, q_part, D, MASKED, PRECISION)
+        logits = tl.zeros((dk.shape[0], BLOCK_M), dtype=tl.float32)
+        logits = product(k, transposed(q_tile, PRECISION), logits, PRECISION)
         if NEGATIVE:
             logits = -logits
         if MASKED:
@@ -109,12 +112,14 @@ def walk_queries(
         if MASKED:
             seen = visible((query + offset)[None, :], key[:, None], keys, left, right, HAS_LEFT, HAS_RIGHT)
             weights = tl.where(seen, weights, 0.0)
-        do_tile = load_tile(do + member * do_h + m * do_step + do_offsets, m, tokens, E, MASKED)
-        dv = product(rounded(weights, do_tile.dtype), do_tile, dv, PRECISION)
-        dweights = tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32)
-        dweights = product(v, do_tile.T, dweights, PRECISION)
+        do_tile = load_factor(
+            do + member * do_h + m * do_step, do_offsets, m, tokens, do_part, E, MASKED, PRECISION
+        )
+        dv = product(as_factor(weights, do.dtype.element_ty, PRECISION), do_tile, dv, PRECISION)
+        dweights = tl.zeros((dk.shape[0], BLOCK_M), dtype=tl.float32)
+        dweights = product(v, transposed(do_tile, PRECISION), dweights, PRECISION)
         dlogits = weights * (dweights - row_delta[None, :])
-        dk = product(rounded(dlogits, q_tile.dtype), q_tile, dk, PRECISION)
+        dk = product(as_factor(dlogits, q.dtype.element_ty, PRECISION), q_tile, dk, PRECISION)
     return dk, dv
 
 
@@ -135,8 +140,14 @@ def key_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
     WIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys of one key head, over one part of the queries of every query head of its group."""
+    """One tile of keys of one key head, over one part of the queries of every query head of its group.
+
+    With ``OVERLAP`` the launch after it, of `query_kernel`, starts where this one leaves multiprocessors idle.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
     key_heads = heads // group
     block, row = program_order(blocks * splits, entries * key_heads, section)
     split = block % splits
@@ -154,6 +165,11 @@ def key_kernel(
         v_tile = load_tile(
             v_base + tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E), n, keys_here, E, True
         )
+        if PRECISION == "parts":
+            k_tile = parts_of(k_tile)
+            v_tile = parts_of(v_tile)
+        q_part = tl.cast(entries, tl.int64) * tokens * heads * D
+        grad_part = tl.cast(entries, tl.int64) * tokens * heads * E
 
         offset = keys_here - tokens_here  # the last query stands at the last key
         key = n + tl.arange(0, BLOCK_N)
@@ -174,19 +190,19 @@ def key_kernel(
         if HAS_RIGHT:
             dk_tile, dv_tile = walk_queries(
                 dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
-                q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_h * VEC, grad_h * VEC, row_h, group,
+                q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_part, grad_part, q_h * VEC, grad_h * VEC, row_h, group,
                 begin, full_begin, offset, key, tokens_here, keys_here, left, right, scale,
                 True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
             )  # fmt: skip
         dk_tile, dv_tile = walk_queries(
             dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
-            q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_h * VEC, grad_h * VEC, row_h, group,
+            q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_part, grad_part, q_h * VEC, grad_h * VEC, row_h, group,
             full_begin, full_end, offset, key, tokens_here, keys_here, left, right, scale,
             False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
         )  # fmt: skip
         dk_tile, dv_tile = walk_queries(
             dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
-            q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_h * VEC, grad_h * VEC, row_h, group,
+            q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_part, grad_part, q_h * VEC, grad_h * VEC, row_h, group,
             full_end, end, offset, key, tokens_here, keys_here, left, right, scale,
             True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
         )  # fmt: skip
@@ -200,16 +216,16 @@ def key_kernel(
 
 @triton.jit
 def walk_keys(
-    dq, q, do, k, v, row_shift, row_delta, k_offsets, v_offsets, k_step, v_step, begin, end, position, keys,
-    left, right, scale,
+    dq, q, do, k, v, row_shift, row_delta, k_offsets, v_offsets, k_step, v_step, k_part, v_part,
+    begin, end, position, keys, left, right, scale,
     MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Walk over keys ``begin … end``: gradients of queries (M, D), without the scale."""
     for n in tl.range(begin, end, BLOCK_N):
-        k_tile = load_tile(k + n * k_step + k_offsets, n, keys, D, MASKED)
-        logits = tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32)
-        logits = product(q, k_tile.T, logits, PRECISION)
+        k_tile = load_factor(k + n * k_step, k_offsets, n, keys, k_part, D, MASKED, PRECISION)
+        logits = tl.zeros((dq.shape[0], BLOCK_N), dtype=tl.float32)
+        logits = product(q, transposed(k_tile, PRECISION), logits, PRECISION)
         if NEGATIVE:
             logits = -logits
         weights = power_of_two(logits * scale - row_shift[:, None])  # (M, N)
@@ -217,11 +233,11 @@ def walk_keys(
             key = n + tl.arange(0, BLOCK_N)
             seen = visible(position[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
             weights = tl.where(seen, weights, 0.0)
-        v_tile = load_tile(v + n * v_step + v_offsets, n, keys, E, MASKED)
-        dweights = tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32)
-        dweights = product(do, v_tile.T, dweights, PRECISION)
+        v_tile = load_factor(v + n * v_step, v_offsets, n, keys, v_part, E, MASKED, PRECISION)
+        dweights = tl.zeros((dq.shape[0], BLOCK_N), dtype=tl.float32)
+        dweights = product(do, transposed(v_tile, PRECISION), dweights, PRECISION)
         dlogits = weights * (dweights - row_delta[:, None])
-        dq = product(rounded(dlogits, k_tile.dtype), k_tile, dq, PRECISION)
+        dq = product(as_factor(dlogits, k.dtype.element_ty, PRECISION), k_tile, dq, PRECISION)
     return dq
 
 
@@ -241,8 +257,12 @@ def query_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
     WIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head, over one part of its keys: the gradient of the queries."""
+    """One tile of queries of one head, over one part of its keys: the gradient of the queries.
+
+    With ``OVERLAP`` it runs beside `key_kernel`, of which it reads nothing, and does not end before that has ended.
+    """
     block, row = program_order(blocks * splits, entries * heads, section)
     split = block % splits
     block = block // splits
@@ -264,6 +284,11 @@ def query_kernel(
         )
         grad_offsets = tile_offsets(grad_n, grad_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_E)
         grad_tile = load_tile(grad_base + grad_offsets, m, tokens_here, E, True)
+        if PRECISION == "parts":
+            q_tile = parts_of(q_tile)
+            grad_tile = parts_of(grad_tile)
+        k_part = tl.cast(entries, tl.int64) * keys * (heads // group) * D
+        v_part = tl.cast(entries, tl.int64) * keys * (heads // group) * E
         first = row.to(tl.int64) * tokens + q_start + m
         local = tl.arange(0, BLOCK_M)
         there = m + local < tokens_here
@@ -280,17 +305,17 @@ def query_kernel(
         if HAS_LEFT:
             dq_tile = walk_keys(
                 dq_tile, q_tile, grad_tile, k_base, v_base, row_shift, row_delta, k_offsets, v_offsets,
-                k_n * VEC, v_n * VEC, begin, full_begin, position, keys_here, left, right, scale,
+                k_n * VEC, v_n * VEC, k_part, v_part, begin, full_begin, position, keys_here, left, right, scale,
                 True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
             )  # fmt: skip
         dq_tile = walk_keys(
             dq_tile, q_tile, grad_tile, k_base, v_base, row_shift, row_delta, k_offsets, v_offsets,
-            k_n * VEC, v_n * VEC, full_begin, full_end, position, keys_here, left, right, scale,
+            k_n * VEC, v_n * VEC, k_part, v_part, full_begin, full_end, position, keys_here, left, right, scale,
             False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
         )  # fmt: skip
         dq_tile = walk_keys(
             dq_tile, q_tile, grad_tile, k_base, v_base, row_shift, row_delta, k_offsets, v_offsets,
-            k_n * VEC, v_n * VEC, full_end, end, position, keys_here, left, right, scale,
+            k_n * VEC, v_n * VEC, k_part, v_part, full_end, end, position, keys_here, left, right, scale,
             True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
         )  # fmt: skip
         if inverse is not None:
@@ -298,6 +323,9 @@ def query_kernel(
         dq_base = base_of(dq, entry, q_start + m, head, dq_b, dq_n, dq_h, VEC) + split * (dq_split * VEC)
         dq_offsets = tile_offsets(dq_n, dq_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D)
         store_tile(dq_base + dq_offsets, dq_tile * slope, m, tokens_here, D)
+    if OVERLAP:
+        if tl.program_id(0) == 0:  # one program is enough to hold what is launched next
+            gdc_wait()
 
 
 @triton.jit(do_not_specialize=["size", "splits"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.hopper import ROWS, announced, barriers, init_ring, matrix, read, store_part
 from warploom.device.hopper_attention import query_steps, tile_place
@@ -26,7 +27,8 @@ def hopper_query_kernel(
 ):  # fmt: skip
     """Gradients of queries. Descriptors, boxes and parts are as in `kernels_hopper.hopper_forward_kernel`.
 
-    ``tickets[1]`` is zero.
+    ``tickets[1]`` is zero. It runs beside `hopper_key_kernel`, of which it reads nothing, and does not end before that has
+    ended.
     """
     D: gl.constexpr = q_desc.block_type.shape[3]
     E: gl.constexpr = v_desc.block_type.shape[3]
@@ -75,6 +77,8 @@ def hopper_query_kernel(
              (copy_for_queries, (GROUPS, CAUSAL, copying))],
             [4, 4, 1], [160, 160, 32],
         )  # fmt: skip
+    if gl.program_id(0) == 0:
+        gdc_wait()
 
 
 @gluon.jit
@@ -147,8 +151,10 @@ def hopper_key_kernel(
 
     Descriptors are of (B, H, N, D), with boxes of (1, 1, BLOCK_M, D) for queries and their gradients and of
     (1, 1, 64, D) for keys, values and results; boxes of values are as wide as those of keys. ``tickets[0]`` is zero.
-    Parts are as in `kernels_hopper.hopper_forward_kernel`.
+    Parts are as in `kernels_hopper.hopper_forward_kernel`. The launch after it, of `hopper_query_kernel`, starts where this
+    one leaves multiprocessors idle.
     """
+    gdc_launch_dependents()
     D: gl.constexpr = q_desc.block_type.shape[3]
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype

@@ -13,6 +13,7 @@ import torch
 from warploom.launch import (
     ALIGNMENT,
     INTERPRETED,
+    Dense,
     Kernel,
     Launch,
     TiledLaunch,
@@ -21,8 +22,24 @@ from warploom.launch import (
     multiprocessors,
 )
 from warploom.layout import layout_of
-from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel
+from warploom.ops.flash_attention import launchers_few
+from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel, split_kernel
 from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
+from warploom.ops.flash_attention.launchers_geometry import (
+    L2_SHARE,
+    UNBOUNDED,
+    Access,
+    Costs,
+    Geometry,
+    Mask,
+    access_to,
+    best_parts,
+    in_powers_of_two,
+    is_plain,
+    tile_features,
+    walks,
+)
+from warploom.ops.flash_attention.launchers_tiles import Configuration, configuration
 from warploom.plans import Plans
 
 if TYPE_CHECKING:
@@ -32,6 +49,7 @@ Tensor = torch.Tensor
 
 forward_launch = Kernel(forward_kernel)
 combine_launch = Kernel(combine_kernel)
+split_launch = Kernel(split_kernel)
 prepare_launch = Kernel(prepare_kernel)
 key_launch = Kernel(key_kernel)
 query_launch = Kernel(query_kernel)
@@ -40,239 +58,19 @@ sum_launch = Kernel(sum_kernel)
 PRODUCTS = {"highest": "bf16x6", "high": "tf32", "medium": "bf16"}
 """How float32 factors are multiplied, for each of PyTorch's names of a precision."""
 
-L2_SHARE = 2**25
-"""Bytes of keys and values that programs running together may read again and again from the L2 cache."""
-
-MAX_SPLITS = 64
-"""Parts of a walk at most: each is written and read once more in float32."""
-
-SPLIT_STEPS = 4
-"""Steps of its walk that a part of a split has at least."""
-
-UNBOUNDED = 2**30  # a bound of the window that no distance reaches
-LOG2_E = 1.4426950408889634
-_NARROW = 2**22  # strides of rows and features below this keep a tile within 32 bits
-_TINY = torch.finfo(torch.float32).tiny
+_LONG = 2048  # float32 tensors of so many rows are split once, before they are walked over
+TICKETS = Dense.rows((2,), torch.int32)
+"""By which programs take tiles on Hopper: one for each kernel of the backward, the first for the forward."""
 
 
-class Mask(NamedTuple):
-    """Which keys a query sees: what the public arguments come down to."""
-
-    left: int | None = None
-    right: int | None = None  # 0 for causal
-    cu_seqlens_q: Tensor | None = None  # (S + 1,), as is the next
-    cu_seqlens_k: Tensor | None = None
-
-
-class Configuration(NamedTuple):
-    """Tile sizes and launch options of one kernel."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-
-
-def configuration(
-    kernel: str, arch: int, dtype: torch.dtype, features: int, precision: str, plain: bool
-) -> Configuration:
-    """The pinned tiles of a kernel: ``forward``, ``key`` (gradients of k and v) or ``query`` (gradient of q).
-
-    Args:
-        kernel: Which.
-        arch: Compute capability times ten.
-        dtype: Of the tensors.
-        features: The larger of D and E, up to a power of two, 16 at least.
-        precision: A key of `PRODUCTS`; float32 alone has several.
-        plain: Whether masks are those of a causal or full attention and D and E equal powers of two: what such
-            kernels save in registers, larger tiles take.
-    """
-    tuned = plain and 90 <= arch < 120
-    if dtype == torch.float32 and tuned and features <= 128:
-        return (_PLAIN_90_FLOAT32 if precision == "highest" else _PLAIN_90_TF32)[kernel][features]
-    if dtype == torch.float32:
-        return _FLOAT32[kernel][features]
-    if tuned:
-        return _PLAIN_90[kernel][features]
-    return _HALF[kernel][features]
-
-
-_PLAIN_90: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(64, 64, 4, 3),
-        32: Configuration(64, 64, 4, 3),
-        64: Configuration(64, 64, 4, 3),
-        128: Configuration(128, 128, 8, 3),
-        256: Configuration(128, 64, 8, 2),
-    },
-    "key": {
-        16: Configuration(64, 64, 4, 3),
-        32: Configuration(64, 64, 4, 3),
-        64: Configuration(64, 64, 4, 3),
-        128: Configuration(32, 64, 4, 3),
-        256: Configuration(32, 32, 4, 2),
-    },
-    "query": {
-        16: Configuration(64, 64, 4, 3),
-        32: Configuration(64, 64, 4, 3),
-        64: Configuration(64, 64, 4, 3),
-        128: Configuration(128, 128, 8, 2),
-        256: Configuration(128, 64, 8, 1),
-    },
-}
-_PLAIN_90_FLOAT32: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(64, 64, 4, 3),
-        32: Configuration(64, 64, 4, 3),
-        64: Configuration(64, 64, 4, 2),
-        128: Configuration(64, 32, 4, 2),
-    },
-    "key": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(32, 64, 4, 1),
-        128: Configuration(32, 32, 4, 2),
-    },
-    "query": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(64, 32, 4, 3),
-        128: Configuration(64, 16, 4, 1),
-    },
-}
-_PLAIN_90_TF32: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(64, 64, 4, 3),
-        32: Configuration(64, 64, 4, 3),
-        64: Configuration(128, 64, 8, 1),
-        128: Configuration(128, 32, 8, 2),
-    },
-    "key": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(32, 128, 8, 1),
-        128: Configuration(16, 128, 8, 1),
-    },
-    "query": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(128, 32, 8, 2),
-        128: Configuration(128, 16, 8, 1),
-    },
-}
-_HALF: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(64, 64, 4, 2),
-        128: Configuration(64, 64, 8, 2),
-        256: Configuration(64, 32, 8, 2),
-    },
-    "key": {
-        16: Configuration(32, 64, 4, 2),
-        32: Configuration(32, 64, 4, 2),
-        64: Configuration(32, 64, 4, 2),
-        128: Configuration(32, 64, 8, 2),
-        256: Configuration(32, 32, 8, 1),
-    },
-    "query": {
-        16: Configuration(64, 32, 4, 2),
-        32: Configuration(64, 32, 4, 2),
-        64: Configuration(64, 32, 4, 2),
-        128: Configuration(64, 32, 8, 2),
-        256: Configuration(32, 32, 8, 1),
-    },
-}
-_FLOAT32: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(32, 32, 8, 2),
-        32: Configuration(32, 32, 8, 2),
-        64: Configuration(32, 32, 8, 2),
-        128: Configuration(16, 32, 4, 1),
-        256: Configuration(16, 16, 8, 1),
-    },
-    "key": {
-        16: Configuration(16, 32, 4, 2),
-        32: Configuration(16, 32, 4, 2),
-        64: Configuration(32, 32, 8, 2),
-        128: Configuration(16, 16, 4, 1),
-        256: Configuration(16, 16, 8, 1),
-    },
-    "query": {
-        16: Configuration(32, 32, 8, 2),
-        32: Configuration(32, 32, 8, 2),
-        64: Configuration(32, 32, 4, 2),
-        128: Configuration(16, 32, 4, 1),
-        256: Configuration(16, 16, 8, 1),
-    },
-}
-
-
-def _tile_features(features: int) -> int:
-    """Features of a tile: a power of two that matrix instructions take."""
-    return max(1 << (features - 1).bit_length(), 16)
-
-
-class Geometry(NamedTuple):
-    """Sizes of a call."""
-
-    entries: int
-    tokens: int
-    keys: int
-    heads: int
-    key_heads: int
-    features: int  # D
-    value_features: int  # E
-
-    @property
-    def group(self) -> int:
-        """Query heads to a key head."""
-        return self.heads // max(self.key_heads, 1)
-
-    @property
-    def block_d(self) -> int:
-        """Features of a tile of queries or keys."""
-        return _tile_features(self.features)
-
-    @property
-    def block_e(self) -> int:
-        """Features of a tile of values."""
-        return _tile_features(self.value_features)
-
-    def empty(self) -> bool:
-        """Whether there is nothing to attend with or to."""
-        return 0 in (self.entries, self.tokens, self.keys, self.heads)
-
-
-def _tiles(kernel: str, geometry: Geometry, mask: Mask, scale: float, precision: str, q: Tensor) -> Configuration:
-    block_d, block_e = geometry.block_d, geometry.block_e
-    plain = mask.left is None and mask.cu_seqlens_q is None and scale >= 0
-    plain = plain and block_d == block_e and geometry.features == geometry.value_features == block_d
-    return configuration(kernel, architecture(q.device), q.dtype, max(block_d, block_e), precision, plain)
+def _tiles(kernel: str, geometry: Geometry, mask: Mask, scale: float, product: str, q: Tensor) -> Configuration:
+    features, plain = max(geometry.block_d, geometry.block_e), is_plain(geometry, mask, scale)
+    return configuration(kernel, architecture(q.device), q.dtype, features, product, plain)
 
 
 def _geometry(q: Tensor, k: Tensor, v: Tensor) -> Geometry:
     entries, tokens, heads, features = q.shape
     return Geometry(entries, tokens, k.shape[1], heads, k.shape[2], features, v.shape[3])
-
-
-class _Access(NamedTuple):
-    """How kernels address a group of tensors."""
-
-    vec: int  # common divisor of strides, which vector access rests on
-    unit: bool  # whether features are adjacent everywhere
-    wide: bool  # whether offsets within a tile need 64 bits
-    strides: list[int]  # of every tensor, all but those of features divided by vec
-
-
-def _access(*tensors: Tensor) -> _Access:
-    """Strides as the kernels take them. An axis of size one gets stride 0, since it is never taken."""
-    strides = [[s if n > 1 else 0 for n, s in zip(t.shape, t.stride())] for t in tensors]
-    unit = all(t.shape[3] == 1 or s[3] == 1 for t, s in zip(tensors, strides))
-    divisors = (16, 8, 4) if unit else ()
-    vec = next((d for d in divisors if all(s % d == 0 for b, n, h, _ in strides for s in (b, n, h))), 1)
-    wide = any(max(abs(n), abs(f)) >= _NARROW for _, n, _, f in strides)
-    return _Access(vec, unit, wide, [s for b, n, h, f in strides for s in (b // vec, n // vec, h // vec, f)])
 
 
 class _Grid(NamedTuple):
@@ -288,12 +86,39 @@ class _Grid(NamedTuple):
         return self.blocks * self.rows * self.splits
 
 
-def _grid(device: torch.device, length: int, block: int, rows: int, steps: int, cu_seqlens: Tensor | None) -> _Grid:
-    """Cut walks of ``steps`` steps into parts where there are fewer tiles than multiprocessors."""
-    # See device/packed.py: the lengths of packed sequences are known on the device alone.
-    blocks = -(-length // block) if cu_seqlens is None else length // block + cu_seqlens.shape[0] - 1
-    splits = min(multiprocessors(device) // max(blocks * rows, 1), steps // SPLIT_STEPS, MAX_SPLITS)
-    return _Grid(blocks, rows, max(splits, 1))
+_RATES = {"parts": 0.5, "bf16x6": 0.25, "tf32": 0.7, "bf16": 2.0, "ieee": 0.1}
+_HALF_RATE = 2.2
+"""What a multiprocessor does of float32 products, and of those of 16 bits: 10¹² operations a second, about."""
+
+_LATENCY_US = 0.4  # of a step, besides its operations
+_PRODUCTS = {"forward": 2, "key": 4, "query": 3}
+_MERGE_US = {"forward": 7.0, "key": 7.0, "query": 3.0}
+
+
+def _costs(kernel: str, geometry: Geometry, tiles: Configuration, product: str, dtype: torch.dtype) -> Costs:
+    """What walks of the kernels for every GPU cost, from the time that a step takes on an H200, roughly."""
+    rate = _RATES[product] if dtype == torch.float32 else _HALF_RATE
+    features = (geometry.block_d + geometry.block_e) / 2
+    step_us = _PRODUCTS[kernel] * 2e-6 * tiles.block_m * tiles.block_n * features / rate + _LATENCY_US
+    return Costs(2 / step_us, _MERGE_US[kernel] / step_us, 4e5 * step_us)
+
+
+def _grid(
+    kernel: str, geometry: Geometry, mask: Mask, tiles: Configuration, product: str, q: Tensor, elements: int
+) -> _Grid:
+    """How a kernel for every GPU cuts a call with results of so many elements."""
+    own, step = (tiles.block_n, tiles.block_m) if kernel == "key" else (tiles.block_m, tiles.block_n)
+    length, heads = (geometry.keys, geometry.key_heads) if kernel == "key" else (geometry.tokens, geometry.heads)
+    rows = geometry.entries * heads
+    cu_seqlens = mask.cu_seqlens_k if kernel == "key" else mask.cu_seqlens_q
+    if cu_seqlens is not None:
+        # See device/packed.py: the lengths of packed sequences are known on the device alone.
+        blocks = length // own + cu_seqlens.shape[0] - 1
+        steps = walks(kernel, geometry, Mask(), length, step) * blocks  # as if there were one sequence
+    else:
+        steps = walks(kernel, geometry, mask, own, step)
+    costs = _costs(kernel, geometry, tiles, product, q.dtype)
+    return _Grid(len(steps), rows, best_parts(steps, rows, multiprocessors(q.device), elements, costs))
 
 
 def _numbers(
@@ -310,8 +135,7 @@ def _numbers(
         0 if cu_q is None else cu_q.shape[0] - 1, 0 if cu_q is None else cu_q.stride(0),
         0 if cu_k is None else cu_k.stride(0),
         min(mask.left or 0, UNBOUNDED), min(mask.right or 0, UNBOUNDED),
-        # Never zero: a logit of −inf, which is what a hidden key has, must stay −inf.
-        max(abs(scale), _TINY) * LOG2_E,
+        in_powers_of_two(scale),
         geometry.entries,
     )  # fmt: skip
 
@@ -323,57 +147,79 @@ def _precision(q: Tensor, precision: str | None) -> str:
     return precision or torch.get_float32_matmul_precision()
 
 
-def _product(geometry: Geometry, precision: str) -> str:
-    """How factors are multiplied. Long rows of float32 split in parts do not fit in registers; they go unsplit."""
-    long = max(geometry.block_d, geometry.block_e) > 128
-    return "ieee" if long and precision == "highest" else PRODUCTS[precision]
+def _product(q: Tensor, geometry: Geometry, mask: Mask, scale: float, precision: str) -> str:
+    """How factors are multiplied: see `warploom.device.product`."""
+    if precision != "highest" or q.dtype != torch.float32:
+        return PRODUCTS[precision]
+    if max(geometry.block_d, geometry.block_e) > 128:
+        return "ieee"  # three parts of such rows do not fit in registers
+    long = min(geometry.tokens, geometry.keys) >= _LONG
+    tuned = 90 <= architecture(q.device) < 120 and is_plain(geometry, mask, scale)
+    return "parts" if long and tuned else PRODUCTS[precision]
 
 
 def _constants(
-    geometry: Geometry, mask: Mask, scale: float, access: _Access, precision: str, tiles: Configuration
+    geometry: Geometry, mask: Mask, scale: float, access: Access, product: str, tiles: Configuration
 ) -> tuple[object, ...]:
     """Arguments ``HAS_LEFT … BLOCK_E`` of a kernel."""
     return (
         mask.left is not None, mask.right is not None, scale < 0, access.vec, access.unit, access.wide,
-        geometry.features, geometry.value_features, _product(geometry, precision),
+        geometry.features, geometry.value_features, product,
         tiles.block_m, tiles.block_n, geometry.block_d, geometry.block_e,
     )  # fmt: skip
-
-
-class _Dense(NamedTuple):
-    """A tensor to allocate: sizes, and strides without gaps."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def empty(self, q: Tensor) -> Tensor:
-        """In the dtype of ``q``, on its device."""
-        return q.new_empty_strided(self.shape, self.stride)
-
-
-def _dense(like: Tensor) -> _Dense:
-    return _Dense(tuple(like.shape), like.stride())
 
 
 class _Forward(NamedTuple):
     """Plan of a forward."""
 
-    out: _Dense
-    lse: tuple[int, int, int]  # its shape
+    out: Dense
+    lse: Dense
+    statistics: Dense
     launch: Launch | TiledLaunch | None  # None where there is nothing to attend with or to
     combine: Launch | None = None  # of the parts, where walks are split
-    part_elements: int = 0  # of all parts of the output together, in float32
-    part_statistics: tuple[int, ...] = ()  # shape
+    parts: tuple[Dense, ...] = ()  # of the output, all in one, and of the statistics
     counted: bool = False  # whether tiles are counted, with tickets that must be zero
+    few: bool = False  # whether the kernel is the one for few short walks
+    splits: tuple[_Split | None, _Split | None] = (None, None)  # of keys and values
+
+
+class _Split(NamedTuple):
+    """What splits a float32 tensor in parts before it is walked over."""
+
+    launch: Launch
+    parts: Tensor  # without memory: (3, …), in bfloat16
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The parts of ``x``."""
+        parts = torch.empty(self.parts.shape, dtype=torch.bfloat16, device=x.device)
+        self.launch((x, parts))
+        return parts
+
+
+def _plan_split(x: Tensor) -> _Split:
+    entries, tokens, heads, features = x.shape
+    block_f = tile_features(features)
+    rows, block_r = entries * tokens * heads, max(2048 // block_f, 1)
+    launch = Launch(
+        split_launch, -(-rows // block_r), (rows, tokens, heads, *x.stride()), (features, block_r, block_f)
+    )
+    return _Split(launch, torch.empty((3, *x.shape), dtype=torch.bfloat16, device="meta"))
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str | None, plans: Plans
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    precision: str | None,
+    plans: Plans,
+    tickets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward kernel.
 
     ``plans`` are those of earlier calls that were the same in all but addresses, what ``cu_seqlens`` hold, and
-    precision.
+    precision. ``tickets``: `TICKETS` that are zero, if there are any already.
 
     Returns:
         Attention (B, N, Hq, E); lse (B, Hq, N) in float32; and what the backward computes the weights again from,
@@ -383,19 +229,24 @@ def forward(
     aligned = _are_aligned(q, k, v)
     plan = plans.get((precision, aligned), _plan_forward, q, k, v, mask, scale, precision, aligned)
     out = plan.out.empty(q)
-    lse = torch.empty(plan.lse, dtype=torch.float32, device=q.device)
-    statistics = torch.empty((2, *plan.lse), dtype=torch.float32, device=q.device)
+    lse, statistics = plan.lse.empty(q), plan.statistics.empty(q)
     cu_seqlens = mask.cu_seqlens_q, mask.cu_seqlens_k
     if plan.launch is None:
         return out.zero_(), lse.fill_(-torch.inf), statistics.zero_()
     target, target_statistics = out, statistics
     if plan.combine is not None:
-        target = torch.empty(plan.part_elements, dtype=torch.float32, device=q.device)
-        target_statistics = torch.empty(plan.part_statistics, dtype=torch.float32, device=q.device)
+        target, target_statistics = (part.empty(q) for part in plan.parts)
+    split_k, split_v = plan.splits
+    if split_k is not None and split_v is not None:
+        k, v = split_k(k), split_v(v)
     if isinstance(plan.launch, TiledLaunch):
-        make = torch.zeros if plan.counted else torch.empty
-        tickets = make(1, dtype=torch.int32, device=q.device)
+        if tickets is None:
+            tickets = TICKETS.empty(q)
+            if plan.counted:
+                tickets.zero_()
         plan.launch((q, k, v, target, lse, target_statistics, tickets))
+    elif plan.few:
+        plan.launch((q, k, v, out, lse, statistics))
     else:
         plan.launch((q, k, v, target, lse if plan.combine is None else None, target_statistics, *cu_seqlens))
     if plan.combine is not None:
@@ -431,20 +282,27 @@ def _plan_forward(
 ) -> _Forward:
     geometry = _geometry(q, k, v)
     out = layout_of(q, geometry.value_features)
-    plan = _Forward(_dense(out), (geometry.entries, geometry.heads, geometry.tokens), None)
+    lse = (geometry.entries, geometry.heads, geometry.tokens)
+    plan = _Forward(Dense.like(out), Dense.rows(lse, torch.float32), Dense.rows((2, *lse), torch.float32), None)
     if geometry.empty():
         return plan
+    if launchers_few.suit(geometry, mask, scale, q, k, v, out):
+        return plan._replace(launch=launchers_few.plan_forward(geometry, mask, scale, q, k, v, out), few=True)
     rows = geometry.entries * geometry.heads
     tiled = _tiled("forward", geometry, mask, scale, (q, k, v, out)) if aligned else None
     if tiled is not None:
         plan = plan._replace(launch=tiled.launch, counted=tiled.counted)
         splits = tiled.parts
     else:
-        tiles = _tiles("forward", geometry, mask, scale, precision, q)
-        steps = -(-geometry.keys // tiles.block_n)
-        grid = _grid(q.device, geometry.tokens, tiles.block_m, rows, steps, mask.cu_seqlens_q)
+        product = _product(q, geometry, mask, scale, precision)
+        tiles = _tiles("forward", geometry, mask, scale, product, q)
+        grid = _grid("forward", geometry, mask, tiles, product, q, out.numel())
         splits = grid.splits
-        access = _access(q, k, v, out)
+        if product == "parts":
+            split_k, split_v = _plan_split(k), _plan_split(v)
+            k, v = split_k.parts[0], split_v.parts[0]
+            plan = plan._replace(splits=(split_k, split_v))
+        access = access_to(q, k, v, out)
         launch = Launch(
             forward_launch,
             grid.programs,
@@ -453,7 +311,7 @@ def _plan_forward(
                 out.numel() // access.vec if splits > 1 else 0,  # from one part to the next
                 *access.strides,
             ),
-            _constants(geometry, mask, scale, access, precision, tiles),
+            _constants(geometry, mask, scale, access, product, tiles),
             tiles.warps,
             tiles.stages,
         )
@@ -472,9 +330,8 @@ def _plan_forward(
         (geometry.value_features, block_r, geometry.block_e, early),
         early=early,
     )  # fmt: skip
-    return plan._replace(
-        combine=combine, part_elements=splits * out.numel(), part_statistics=(splits, 2, *plan.lse)
-    )
+    sizes = ((splits * out.numel(),), (splits, 2, *lse))
+    return plan._replace(combine=combine, parts=tuple(Dense.rows(size, torch.float32) for size in sizes))
 
 
 class _Walk(NamedTuple):
@@ -482,17 +339,20 @@ class _Walk(NamedTuple):
 
     launch: Launch | TiledLaunch
     sums: tuple[Launch, ...] = ()  # one for each result, where walks are split
-    part_elements: tuple[int, ...] = ()  # of all parts of each result, in float32
+    parts: tuple[Dense, ...] = ()  # of each result, all in one
 
 
 class _Backward(NamedTuple):
     """Plan of a backward."""
 
-    results: tuple[_Dense, _Dense, _Dense]  # dq, dk, dv
-    rows: tuple[int, int, int]  # shape of a number for each query and head
+    results: tuple[Dense, Dense, Dense]  # dq, dk, dv
+    rows: Dense  # a number for each query and head
     prepare: Launch | None = None  # None where there is nothing to attend with or to
     key: _Walk | None = None
     query: _Walk | None = None
+    few: Launch | None = None  # of the kernel for few short walks, instead of those two
+    splits: tuple[_Split, ...] = ()  # of q, k, v and the gradient
+    summed: bool = False  # whether a result is the sum of parts
 
 
 def backward(
@@ -507,11 +367,13 @@ def backward(
     scale: float,
     precision: str | None,
     plans: Plans,
+    results: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward kernels: gradients of ``q``, ``k`` and ``v``, each in the memory order of its tensor.
 
     ``grad`` (B, N, Hq, E) and ``grad_lse`` (B, Hq, N), which may be None for zero, have any strides; ``out`` and
     ``statistics`` are what `forward` returned for the other arguments. ``plans``: those that `forward` took.
+    ``results``: where the gradients shall be written, with any strides.
     """
     precision = _precision(q, precision)
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
@@ -520,20 +382,36 @@ def backward(
         precision, aligned, grad.dtype, grad.stride(),
         None if grad_lse is None else (grad_lse.dtype, grad_lse.stride()),
         q.stride(), k.stride(), v.stride(), out.stride(),
+        None if results is None else (results[0].stride(), results[1].stride(), results[2].stride()),
     )  # fmt: skip
-    plan = plans.get(key, _plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned)
-    dq, dk, dv = (result.empty(q) for result in plan.results)
-    if plan.prepare is None or plan.key is None or plan.query is None:
+    plan = plans.get(key, _plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, results)
+    if results is not None and plan.summed:  # from parts, which have the same order in memory
+        found = backward(grad, grad_lse, q, k, v, out, statistics, mask, scale, precision, plans)
+        for result, gradient in zip(results, found):
+            result.copy_(gradient)
+        return results
+    dq, dk, dv = (result.empty(q) for result in plan.results) if results is None else results
+    if plan.prepare is None:
         return dq.zero_(), dk.zero_(), dv.zero_()
     # Two tensors, not two halves of one: the second half's alignment would depend on the length.
-    shift = torch.empty(plan.rows, dtype=torch.float32, device=q.device)
-    delta = torch.empty(plan.rows, dtype=torch.float32, device=q.device)
-    inverse = torch.empty_like(shift) if q.dtype == torch.float32 else None
-    tickets = torch.empty(2, dtype=torch.int32, device=q.device) if aligned else None
+    shift, delta = plan.rows.empty(q), plan.rows.empty(q)
+    inverse = plan.rows.empty(q) if q.dtype == torch.float32 else None
+    tickets = TICKETS.empty(q) if aligned else None
     plan.prepare((out, grad, statistics, grad_lse, shift, delta, inverse, tickets))
-    tensors, numbers = (q, k, v, grad), (shift, delta, inverse)
-    _walk(plan.key, tensors, numbers, (dk, dv), mask, tickets)
-    _walk(plan.query, tensors, numbers, (dq,), mask, tickets)
+    if plan.few is not None:
+        plan.few((q, k, v, grad, shift, delta, dq, dk, dv))
+    if plan.key is None or plan.query is None:
+        return dq, dk, dv
+    numbers = shift, delta, inverse
+    key_tensors = query_tensors = q, k, v, grad
+    if plan.splits:
+        parts = [split(x) for split, x in zip(plan.splits, key_tensors)]
+        key_tensors, query_tensors = (parts[0], k, v, parts[3]), (q, parts[1], parts[2], grad)
+    # The second starts where the first leaves multiprocessors idle; sums are added up when both are done.
+    key_targets = _walk(plan.key, key_tensors, numbers, (dk, dv), mask, tickets)
+    query_targets = _walk(plan.query, query_tensors, numbers, (dq,), mask, tickets)
+    _add(plan.key, key_targets, (dk, dv))
+    _add(plan.query, query_targets, (dq,))
     return dq, dk, dv
 
 
@@ -544,17 +422,19 @@ def _walk(
     results: tuple[Tensor, ...],
     mask: Mask,
     tickets: Tensor | None,
-) -> None:
-    """Run one of the two backward kernels, and sum its parts if its walks are split."""
-    device = results[0].device
-    targets = results
-    if walk.sums:
-        targets = tuple(torch.empty(size, dtype=torch.float32, device=device) for size in walk.part_elements)
+) -> tuple[Tensor, ...]:
+    """Run one of the two backward kernels; what it wrote: the results, or parts of them if its walks are split."""
+    targets = tuple(part.empty(results[0]) for part in walk.parts) if walk.sums else results
     if isinstance(walk.launch, TiledLaunch):
         shift, delta, _ = numbers
         walk.launch((*tensors, *targets, shift, delta, tickets))
     else:
         walk.launch((*tensors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k))
+    return targets
+
+
+def _add(walk: _Walk, targets: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> None:
+    """Sum the parts of the results, if walks are split."""
     for add, part, result in zip(walk.sums, targets, results):
         add((part, result))
 
@@ -570,14 +450,15 @@ def _plan_backward(
     scale: float,
     precision: str,
     aligned: bool,
+    results: tuple[Tensor, Tensor, Tensor] | None,
 ) -> _Backward:
     geometry = _geometry(q, k, v)
-    dq, dk, dv = (layout_of(t, t.shape[-1]) for t in (q, k, v))
-    rows = (geometry.entries, geometry.heads, geometry.tokens)
-    plan = _Backward((_dense(dq), _dense(dk), _dense(dv)), rows)
+    dq, dk, dv = results or (layout_of(t, t.shape[-1]) for t in (q, k, v))
+    rows = Dense.rows((geometry.entries, geometry.heads, geometry.tokens), torch.float32)
+    plan = _Backward((Dense.like(dq), Dense.like(dk), Dense.like(dv)), rows)
     if geometry.empty():
         return plan
-    access = _access(out, grad)
+    access = access_to(out, grad)
     block_r = min(4096 // geometry.block_e, 64)
     elements = geometry.entries * geometry.heads * geometry.tokens
     prepare = Launch(
@@ -589,12 +470,19 @@ def _plan_backward(
         ),
         (access.vec, access.unit, geometry.value_features, block_r, geometry.block_e),
     )  # fmt: skip
-    tensors = (q, k, v, grad)
-    return plan._replace(
-        prepare=prepare,
-        key=_plan_walk("key", key_launch, tensors, (dk, dv), geometry, mask, scale, precision, aligned),
-        query=_plan_walk("query", query_launch, tensors, (dq,), geometry, mask, scale, precision, aligned),
-    )
+    if launchers_few.suit(geometry, mask, scale, q, k, v, grad, dq, dk, dv):
+        few = launchers_few.plan_backward(geometry, mask, scale, q, k, v, grad, dq, dk, dv)
+        return plan._replace(prepare=prepare, few=few)
+    key_tensors = query_tensors = q, k, v, grad
+    product = _product(q, geometry, mask, scale, precision)
+    if product == "parts":
+        splits = tuple(map(_plan_split, key_tensors))
+        parts = [split.parts[0] for split in splits]
+        key_tensors, query_tensors = (parts[0], k, v, parts[3]), (q, parts[1], parts[2], grad)
+        plan = plan._replace(splits=splits)
+    key = _plan_walk("key", key_launch, key_tensors, (dk, dv), geometry, mask, scale, product, aligned)
+    query = _plan_walk("query", query_launch, query_tensors, (dq,), geometry, mask, scale, product, aligned)
+    return plan._replace(prepare=prepare, key=key, query=query, summed=bool(key.sums or query.sums))
 
 
 def _plan_walk(
@@ -605,24 +493,19 @@ def _plan_walk(
     geometry: Geometry,
     mask: Mask,
     scale: float,
-    precision: str,
+    product: str,
     aligned: bool,
 ) -> _Walk:
     tiled = _tiled(name, geometry, mask, scale, (*tensors, *results)) if aligned else None
     sizes = [result.numel() for result in results]
     if tiled is not None:
-        return _Walk(tiled.launch, *_sums(sizes, tiled.parts, tensors[0].device))
-    first = tensors[0]
-    tiles = _tiles(name, geometry, mask, scale, precision, first)
-    if name == "key":
-        heads, heads_per_walk = geometry.entries * geometry.key_heads, 1
-        steps = -(-geometry.tokens // tiles.block_m)
-        grid = _grid(first.device, geometry.keys, tiles.block_n, heads, steps, mask.cu_seqlens_k)
-    else:
-        heads, heads_per_walk = geometry.entries * geometry.heads, geometry.group
-        steps = -(-geometry.keys // tiles.block_n)
-        grid = _grid(first.device, geometry.tokens, tiles.block_m, heads, steps, mask.cu_seqlens_q)
-    access = _access(*tensors, *results)
+        return _Walk(tiled.launch, *_sums(sizes, tiled.parts, results[0].device))
+    first = results[0]
+    tiles = _tiles(name, geometry, mask, scale, product, first)
+    grid = _grid(name, geometry, mask, tiles, product, first, sum(sizes))
+    heads_per_walk = 1 if name == "key" else geometry.group
+    access = access_to(*tensors, *results)
+    overlap = may_start_early(first.device)
     launch = Launch(
         kernel,
         grid.programs,
@@ -630,17 +513,18 @@ def _plan_walk(
             *_numbers(geometry, mask, scale, grid, first.itemsize, heads_per_walk), scale,
             *(size // access.vec if grid.splits > 1 else 0 for size in sizes), *access.strides,
         ),
-        _constants(geometry, mask, scale, access, precision, tiles),
+        (*_constants(geometry, mask, scale, access, product, tiles), overlap),
         tiles.warps,
         tiles.stages,
+        early=overlap and name == "query",
     )  # fmt: skip
     return _Walk(launch, *_sums(sizes, grid.splits, first.device))
 
 
-def _sums(sizes: list[int], splits: int, device: torch.device) -> tuple[tuple[Launch, ...], tuple[int, ...]]:
-    """What sums the parts of results of so many elements, and how many elements these have together."""
+def _sums(sizes: list[int], splits: int, device: torch.device) -> tuple[tuple[Launch, ...], tuple[Dense, ...]]:
+    """What sums the parts of results of so many elements, and these parts."""
     if splits == 1:
         return (), ()
     early = may_start_early(device)
     sums = tuple(Launch(sum_launch, -(-size // 1024), (size, splits), (1024, early), early=early) for size in sizes)
-    return sums, tuple(splits * size for size in sizes)
+    return sums, tuple(Dense.rows((splits * size,), torch.float32) for size in sizes)

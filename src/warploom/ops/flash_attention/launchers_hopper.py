@@ -12,16 +12,25 @@ from typing import NamedTuple
 import torch
 
 from warploom.device.hopper import ROWS
-from warploom.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied, multiprocessors
+from warploom.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied
 from warploom.ops.flash_attention import kernels_hopper, kernels_hopper_backward
-from warploom.ops.flash_attention.launchers import L2_SHARE, LOG2_E, UNBOUNDED, Geometry, Mask
+from warploom.ops.flash_attention.launchers_geometry import (
+    HOPPER_MULTIPROCESSORS,
+    L2_SHARE,
+    LOG2_E,
+    UNBOUNDED,
+    Costs,
+    Geometry,
+    Mask,
+    best_parts,
+    programs_at_once,
+    walks,
+)
 
 Tensor = torch.Tensor
 
 _ROWS = ROWS.value
 _LEAST_FEATURES = 32  # up to here, tiles of 64 features would be half empty
-_HOPPER_MULTIPROCESSORS = 132
-_MOST_ELEMENTS = 2**31  # of all parts together: their sizes and strides travel in 32 bits
 
 
 class Tiles(NamedTuple):
@@ -42,20 +51,10 @@ TILES = {
 _SMALLER = {"forward": Tiles(2, 128, 3), "query": Tiles(2, 64, 3)}
 """With 64 features, where walks are short and uneven, or so few that they are split."""
 
-
-class Costs(NamedTuple):
-    """What walks cost besides their steps, in steps."""
-
-    start: float  # to start and to end one
-    merge: float  # to launch the kernel that merges parts
-    merged: float  # elements of parts that are written, read and merged in the time of a step
-
-
 COSTS = {"forward": Costs(6, 5, 5e5), "key": Costs(1.5, 2, 2e5), "query": Costs(0.5, 3, 3e5)}
 """Fitted to one head of 1024 … 65536 tokens on an H200: what they choose takes at most 1.06 times as long as the
 best number of parts, for the gradient of queries 1.17."""
 
-_TURNS = 4  # so many tiles for every multiprocessor are even enough, and are not split
 _SHORT = 2048  # backward walks that would be split and are shorter than this stay with the kernels for every GPU
 
 
@@ -69,7 +68,7 @@ def _tiles(name: str, geometry: Geometry, mask: Mask) -> Tiles:
     tiles = TILES[name][width]
     if width == 64 and mask.right is not None and name in _SMALLER:
         count = -(-geometry.tokens // (tiles.groups * _ROWS)) * geometry.entries * geometry.heads
-        few = 2 * _HOPPER_MULTIPROCESSORS if name == "forward" else _HOPPER_MULTIPROCESSORS // 2
+        few = 2 * HOPPER_MULTIPROCESSORS if name == "forward" else HOPPER_MULTIPROCESSORS // 2
         if count < few or (name == "forward" and geometry.keys < 4096):
             return _SMALLER[name]
     return tiles
@@ -96,7 +95,7 @@ def suit(name: str, geometry: Geometry, mask: Mask, scale: float, *tensors: Tens
         return False
     blocks, rows = _blocks(name, geometry, mask)
     walked = geometry.tokens if name == "key" else geometry.keys
-    if name != "forward" and walked < _SHORT and blocks * rows < _programs(first.device) // 2:
+    if name != "forward" and walked < _SHORT and blocks * rows < programs_at_once(first.device) // 2:
         return False
     return all(map(can_be_copied, tensors))
 
@@ -109,50 +108,15 @@ class Plan(NamedTuple):
     counted: bool  # whether its tiles are counted, with tickets that must be zero
 
 
-def _programs(device: torch.device) -> int:
-    return multiprocessors(device) if device.type == "cuda" else _HOPPER_MULTIPROCESSORS
-
-
-def _walks(name: str, geometry: Geometry, mask: Mask) -> list[int]:
-    """Steps of the walk of each tile of a head, the longest first."""
-    tiles = _tiles(name, geometry, mask)
-    block, (blocks, _) = tiles.groups * _ROWS, _blocks(name, geometry, mask)
-    offset = geometry.keys - geometry.tokens  # the last query stands at the last key
-    if name == "key":
-        steps = -(-geometry.tokens // tiles.box)
-        hidden = [0 if mask.right is None else max(i * block - offset - mask.right, 0) for i in range(blocks)]
-        return [geometry.group * max(steps - n // tiles.box, 0) for n in hidden]
-    seen = [geometry.keys if mask.right is None else (i + 1) * block + offset + mask.right for i in range(blocks)]
-    return [max(-(-min(n, geometry.keys) // tiles.box), 1) for n in reversed(seen)]
-
-
 def _parts(name: str, geometry: Geometry, mask: Mask, device: torch.device) -> int:
-    """Into how many parts walks are cut: as many as make the whole shortest, by an estimate in steps of a walk."""
-    programs = _programs(device)
-    costs, (blocks, rows) = COSTS[name], _blocks(name, geometry, mask)
-    if blocks * rows >= _TURNS * programs:
-        return 1
-    walks = _walks(name, geometry, mask)
-    total, longest = sum(walks) * rows, walks[0]
+    """Into how many parts walks are cut."""
+    tiles, (_, rows) = _tiles(name, geometry, mask), _blocks(name, geometry, mask)
+    steps = walks(name, geometry, mask, tiles.groups * _ROWS, tiles.box)
     elements = geometry.entries * max(
         geometry.tokens * geometry.heads * (geometry.value_features if name == "forward" else geometry.features),
         geometry.keys * geometry.key_heads * (geometry.features + geometry.value_features),
     )
-    best, chosen = float("inf"), 1
-    for parts in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
-        if parts > 1 and (parts > longest or parts * elements >= _MOST_ELEMENTS):
-            break
-        units = blocks * rows * parts
-        unit = -(-longest // parts) + costs.start
-        even = (total + units * costs.start) / programs
-        if mask.right is None:
-            even = -(-units // programs) * unit
-        cost = max(unit, even)
-        if parts > 1:
-            cost += costs.merge + parts * elements / costs.merged
-        if cost < best:
-            best, chosen = cost, parts
-    return chosen
+    return best_parts(steps, rows, programs_at_once(device), elements, COSTS[name])
 
 
 def plan(name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple[Tensor, ...]) -> Plan:
@@ -192,8 +156,9 @@ def plan(name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple
     )  # fmt: skip
     constants = (mask.right is not None, parts > 1, tiles.groups, tiles.stages)
     count = blocks * rows * parts
-    programs = min(_programs(tensors[0].device), count)
-    return Plan(TiledLaunch(function, programs, described, numbers, constants), parts, programs < count)
+    programs = min(programs_at_once(tensors[0].device), count)
+    launch = TiledLaunch(function, programs, described, numbers, constants, early=name == "query")
+    return Plan(launch, parts, programs < count)
 
 
 def _place(result: Tensor, parts: int) -> tuple[int, ...]:

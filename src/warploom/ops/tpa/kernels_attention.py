@@ -83,6 +83,20 @@ def load_product(
 
 
 @triton.jit
+def scaled(x, factor, dtype: tl.constexpr):
+    """``x · factor``, for results in ``dtype``.
+
+    In float32 the product is rounded by itself. Fused with the subtraction that follows, it would keep bits that what
+    is subtracted, once such a product too, has lost: the difference of equals would not be zero.
+    """
+    if dtype == tl.float32:
+        y = tl.fma(x, tl.broadcast_to(factor, x.shape), 0.0)
+    else:
+        y = x * factor
+    return y
+
+
+@triton.jit
 def load_queries(
     a, b, head, first, size, a_n, a_h, a_r, b_n, b_r, b_f, scale_q, TOKENS: tl.constexpr,
     R: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
@@ -201,7 +215,8 @@ def forward_kernel(
             k, weight = load_product(
                 ak, bk, m_first, keys, a_r, bk_m, bk_r, bk_d, BLOCK_M, RK, D, BLOCK_D, B_VEC, B_UNIT, part != 1
             )
-            logits = dot(q, tl.trans(k), tl.zeros((BLOCK_N, BLOCK_M), tl.float32)) * (weight * logit_scale)[None, :]
+            logits = dot(q, tl.trans(k), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+            logits = scaled(logits, (weight * logit_scale)[None, :], k.dtype)
             if part != 1:
                 seen = (m[None, :] >= first[:, None]) & (m[None, :] < end[:, None])
                 logits = tl.where(seen, logits, float("-inf"))

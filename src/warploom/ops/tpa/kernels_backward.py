@@ -2,7 +2,7 @@
 
 Four kernels, each of which owns what it writes, so that every sum has a fixed order and two runs agree bit for bit:
 
-    prepare_kernel   Q (B, H, N, D) formed once, and δ = Σ_e do ⊙ o (B, H, N)
+    prepare_kernel   Q (B, H, N, D) formed once, and δ = Σ_e do ⊙ o (B, H, N); before a forward for Hopper Q alone
     query_kernel     dQ of a tile of queries of one head
     factor_kernel    of one token: dA_Q = s_q dQ B_Qᵀ (H, R) and dB_Q = s_q A_Qᵀ dQ (R, D)
     key_kernel       dK and dV of a tile of keys on chip, head after head of a group of heads; with them dA_K, dA_V, and
@@ -22,8 +22,8 @@ from warploom.ops.tpa.kernels import power
 from warploom.ops.tpa.kernels_attention import (
     load_factor,
     load_product,
-    load_queries,
     load_weights,
+    scaled,
     visible,
     walk,
 )
@@ -67,12 +67,12 @@ def weigh_keys(
         av, bv, m_first, keys, a_r, bv_m, bv_r, bv_e, BLOCK_M, RV, E, BLOCK_E, VEC, UNIT, MASKED
     )
     zeros = tl.zeros((queries.shape[0], BLOCK_M), tl.float32)
-    logits = dot(queries, tl.trans(k), zeros) * (k_weight * logit_scale)[None, :]
+    logits = scaled(dot(queries, tl.trans(k), zeros), (k_weight * logit_scale)[None, :], k.dtype)
     p = power(logits - top[:, None], k.dtype) * share[:, None]
     if MASKED:
         m = m_first + tl.arange(0, BLOCK_M)
         p = tl.where((m[None, :] >= first[:, None]) & (m[None, :] < end[:, None]), p, 0.0)
-    dp = dot(do, tl.trans(v), zeros) * (v_weight * scale_v)[None, :]
+    dp = scaled(dot(do, tl.trans(v), zeros), (v_weight * scale_v)[None, :], k.dtype)
     return p, dp, k, k_weight
 
 
@@ -113,36 +113,73 @@ _PREPARE_NUMBERS = (
 
 @triton.jit(do_not_specialize=_PREPARE_NUMBERS)
 def prepare_kernel(
-    aq, bq, out, grad, q, delta,
+    aq, bq, out, grad, statistics, q, delta, shift,
     tokens: tl.int32, heads: tl.int32,
     aq_b: tl.int64, aq_n: tl.int64, aq_h: tl.int64, aq_r: tl.int64,
     bq_b: tl.int64, bq_n: tl.int64, bq_r: tl.int64, bq_d: tl.int64,
     out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_e: tl.int64,
     grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_e: tl.int64, scale_q: tl.float32,
     RQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, Q_VEC: tl.constexpr, Q_UNIT: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    Q_VEC: tl.constexpr, Q_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Q and δ of one tile of queries of a head."""
-    blocks = tl.cdiv(tokens, BLOCK_N)
+    """Q and δ of one token's queries, BLOCK_H of the heads; 16-bit ranks are summed BLOCK_R at a time.
+
+    Strides of ``bq``, and those of ``out`` and ``grad``, come divided by their ``VEC`` but for the last; ``UNIT``: that
+    is 1. Without ``grad`` and the other three, Q alone. ``shift`` (B, H, N), which may be None, gets what is subtracted
+    from logits in base two for 16-bit weights; a shift of +inf makes those of blind queries zero.
+    """
+    shares = tl.cdiv(heads, BLOCK_H)
     program = tl.program_id(0)
-    head = program % heads
-    first = program // heads % blocks * BLOCK_N
-    n = first + tl.arange(0, BLOCK_N)
-    batch = (program // heads // blocks).to(tl.int64)
-    inside = n < tokens
-    if aq is not None:
-        aq += batch * aq_b
-    tile = load_queries(
-        aq, bq + batch * (bq_b * Q_VEC), head, first, tokens, aq_n, aq_h, aq_r, bq_n, bq_r, bq_d, scale_q,
-        BLOCK_N, RQ, D, BLOCK_D, Q_VEC, Q_UNIT,
-    )  # fmt: skip
-    row = (batch * heads + head) * tokens + n
+    token = program // shares
+    batch = (token // tokens).to(tl.int64)
+    n = (token % tokens).to(tl.int64)
+    h = program % shares * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
-    tl.store(q + row[:, None] * D + d[None, :], tile, mask=inside[:, None] & (d < D)[None, :])
-    h = head.to(tl.int64)
-    o = load_rows(out + batch * out_b + h * out_h, first, tokens, out_n, out_e, BLOCK_N, E, BLOCK_E, 1, False)
-    do = load_rows(grad + batch * grad_b + h * grad_h, first, tokens, grad_n, grad_e, BLOCK_N, E, BLOCK_E, 1, False)
-    tl.store(delta + row, tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), mask=inside)
+    there = h < heads
+    inside = there[:, None] & (d < D)[None, :]
+    features = d if Q_UNIT else d * bq_d
+    bq += batch * (bq_b * Q_VEC) + n * (bq_n * Q_VEC)
+    if aq is None:  # the rank axis is the heads
+        tile = tl.load(bq + (h * (bq_r * Q_VEC))[:, None] + features[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
+    else:
+        tile = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+        aq += batch * aq_b + n * aq_n
+        if q.dtype.element_ty == tl.float32:  # the bits that `load_queries` made for the forward's logits
+            for r in tl.range(0, RQ, num_stages=1):
+                a = tl.load(aq + h * aq_h + r * aq_r, mask=there, other=0.0)
+                b = tl.load(bq + r * (bq_r * Q_VEC) + features, mask=d < D, other=0.0)
+                tile += a[:, None] * b[None, :]
+        else:
+            for first in range(0, RQ, BLOCK_R):
+                r = first + tl.arange(0, BLOCK_R)
+                real = (r < RQ)[:, None] & (d < D)[None, :]
+                some = there[:, None] & (r < RQ)[None, :]
+                a = tl.load(aq + (h * aq_h)[:, None] + (r * aq_r)[None, :], mask=some, other=0.0)
+                b = tl.load(bq + (r * (bq_r * Q_VEC))[:, None] + features[None, :], mask=real, other=0.0)
+                tile = dot(a, b, tile)
+    rows = batch * heads + h
+    tl.store(
+        q + (rows * tokens + n)[:, None] * D + d[None, :], rounded(tile * scale_q, q.dtype.element_ty), mask=inside
+    )
+    if grad is not None:
+        e = tl.arange(0, BLOCK_E)
+        values = e if O_UNIT else e * out_e
+        slopes = e if O_UNIT else e * grad_e
+        inside = there[:, None] & (e < E)[None, :]
+        out += batch * (out_b * O_VEC) + n * (out_n * O_VEC)
+        grad += batch * (grad_b * O_VEC) + n * (grad_n * O_VEC)
+        o = tl.load(out + (h * (out_h * O_VEC))[:, None] + values[None, :], mask=inside, other=0.0)
+        do = tl.load(grad + (h * (grad_h * O_VEC))[:, None] + slopes[None, :], mask=inside, other=0.0)
+        tl.store(delta + rows * tokens + n, tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), mask=there)
+    if shift is not None:
+        top = tl.load(statistics + rows * 2 * tokens + n, mask=there, other=0.0)
+        total = tl.load(statistics + (rows * 2 + 1) * tokens + n, mask=there, other=1.0)
+        blind = total == 0.0
+        value = tl.where(blind, float("inf"), top + tl.log2(tl.where(blind, 1.0, total)))
+        tl.store(shift + rows * tokens + n, value, mask=there)
 
 
 _BACKWARD_NUMBERS = [
@@ -297,15 +334,14 @@ def key_kernel(
                     gradients, there, tokens, grad_n, grad_e, BLOCK_N, E, BLOCK_E, G_VEC, G_UNIT, part != 1
                 )
                 top, share, subtract = load_statistics(statistics, delta, row, tokens, n, valid)
-                logits = (
-                    dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-                    * (k_weight * logit_scale)[:, None]
-                )
+                logits = dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+                logits = scaled(logits, (k_weight * logit_scale)[:, None], k.dtype)
                 p = power(logits - top[None, :], k.dtype) * share[None, :]
                 if part != 1:
                     p = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < end[:, None]), p, 0.0)
                 dv = dot(rounded(p, do.dtype), do, dv)
-                dp = dot(v, tl.trans(do), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * (v_weight * scale_v)[:, None]
+                dp = dot(v, tl.trans(do), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+                dp = scaled(dp, (v_weight * scale_v)[:, None], k.dtype)
                 ds = p * (dp - subtract[None, :])
                 dk = dot(rounded(ds, queries.dtype), queries, dk)
         factor_gradients(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 import triton
 
-from warploom.launch import Kernel, architecture, multiprocessors
+from warploom.launch import INTERPRETED, Kernel, architecture, multiprocessors
 from warploom.layout import empty_in_order_of
 from warploom.ops.tpa.kernels_attention import forward_kernel
 from warploom.ops.tpa.kernels_backward import factor_kernel, key_kernel, prepare_kernel, query_kernel
@@ -88,17 +89,54 @@ def _float32_tiles(features: int) -> Tiles:
     return Tiles(16, 16, 8, 1) if features > 64 else Tiles(32, 32, 8, 1)
 
 
-def _heads_first(a: Tensor) -> Tensor:
-    """Head factors (B, M, H, R) as the kernels read them: (B, H, R, M) in float32, rows a multiple of 16 apart."""
+def _heads_first(a: Tensor, scale: float = 1.0) -> Tensor:
+    """``scale · a`` (B, M, H, R) as the kernels read it: (B, H, R, M) in float32, rows a multiple of 16 apart."""
     batch, tokens, heads, rank = a.shape
     rows = torch.empty((batch, heads, rank, -(-tokens // 16) * 16), dtype=torch.float32, device=a.device)
     rows[..., :tokens].copy_(a.permute(0, 2, 3, 1))
-    return rows
+    return rows if scale == 1.0 else rows.mul_(scale)
 
 
 def _block(features: int) -> int:
     block: int = max(16, triton.next_power_of_2(features))
     return block
+
+
+def _hopper(factors: Operands, call: Call) -> ModuleType | None:
+    """The launchers of the kernels for Hopper, if these take the call."""
+    if INTERPRETED:
+        return None
+    from warploom.ops.tpa import launchers_attention_hopper
+
+    return launchers_attention_hopper if launchers_attention_hopper.suit(factors, call) else None
+
+
+def _prepare(
+    factors: Operands,
+    call: Call,
+    out: Tensor | None = None,
+    grad: Tensor | None = None,
+    statistics: Tensor | None = None,
+    delta: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> Tensor:
+    """Form Q (B, H, N, D); with ``grad`` write ``delta``, and ``shift`` if it is given."""
+    aq, ak, _, bq, _, bv = factors
+    batch, tokens, rank_q, features = bq.shape
+    heads = ak.shape[2]
+    q = torch.empty((batch, heads, tokens, features), dtype=bq.dtype, device=bq.device)
+    b, o = feature_factors(bq), feature_factors(*(bq if t is None else t for t in (out, grad)))
+    prepare_launch(
+        batch * tokens * -(-heads // 16),
+        (aq, bq, out, grad, statistics, q, delta, shift),
+        (tokens, heads, *strides_of(aq), *b.strides[0], *o.strides[0], *o.strides[1], call.scale_q),
+        (
+            rank_q, features, bv.shape[-1], 16, 16, _block(features), _block(bv.shape[-1]),
+            b.vector, b.flag, o.vector, o.flag,
+        ),
+        4,
+    )  # fmt: skip
+    return q
 
 
 def forward(factors: Operands, call: Call) -> tuple[Tensor, Tensor]:
@@ -108,6 +146,9 @@ def forward(factors: Operands, call: Call) -> tuple[Tensor, Tensor]:
     keys, heads, rank_k = ak.shape[1:]
     rank_v, values = bv.shape[2:]
     out = empty_in_order_of(bq if aq is None else aq, values)
+    if (hopper := _hopper(factors, call)) is not None:
+        rows = _heads_first(ak, call.scale_k), _heads_first(av, call.scale_v)
+        return out, hopper.forward(_prepare(factors, call), *rows, bk, bv, out, call)
     statistics = torch.empty((batch, heads, 2, tokens), dtype=torch.float32, device=bq.device)
     block_d, block_e = _block(features), _block(values)
     tiles = _forward_tiles(bq.dtype, max(block_d, block_e), max(rank_k, rank_v), architecture(bq.device))
@@ -140,28 +181,25 @@ def backward(grad: Tensor, out: Tensor, statistics: Tensor, factors: Operands, c
     aq, ak, av, bq, bk, bv = factors
     batch, tokens, rank_q, features = bq.shape
     heads = ak.shape[2]
-    q = torch.empty((batch, heads, tokens, features), dtype=bq.dtype, device=bq.device)
     delta = torch.empty((batch, heads, tokens), dtype=torch.float32, device=bq.device)
-    q_strides = feature_factors(bq)
-    tiles = _query_tiles(bq.dtype, _block(features), 1, architecture(bq.device))
-    prepare_launch(
-        -(-tokens // tiles.queries) * batch * heads,
-        (aq, bq, out, grad, q, delta),
-        (tokens, heads, *strides_of(aq), *q_strides.strides[0], *strides_of(out), *strides_of(grad), call.scale_q),
-        (
-            rank_q, features, bv.shape[-1], tiles.queries, _block(features), _block(bv.shape[-1]),
-            q_strides.vector, q_strides.flag,
-        ),
-        tiles.warps,
-    )  # fmt: skip
+    hopper = _hopper(factors, call)
+    if hopper is None:
+        q = _prepare(factors, call, out, grad, statistics, delta)
+        rows = _heads_first(ak), _heads_first(av)
+        query_gradient, key_gradients, weighing = _query_gradient, _key_gradients, statistics
+    else:
+        grad = hopper.copyable(grad)
+        weighing = torch.empty_like(delta)
+        q = _prepare(factors, call, out, grad, statistics, delta, weighing)
+        rows = _heads_first(ak, call.scale_k), _heads_first(av, call.scale_v)
+        query_gradient, key_gradients = hopper.query_gradient, hopper.key_gradients
     dbq = empty_in_order_of(bq, features)
-    rows = _heads_first(ak), _heads_first(av)
     if aq is None:
-        _query_gradient(q, statistics, delta, grad, *rows, bk, bv, dbq, call.scale_q, call)
+        query_gradient(q, weighing, delta, grad, *rows, bk, bv, dbq, call.scale_q, call)
         daq = None
     else:
         dq = torch.empty((batch, tokens, heads, features), dtype=bq.dtype, device=bq.device)
-        _query_gradient(q, statistics, delta, grad, *rows, bk, bv, dq, 1.0, call)
+        query_gradient(q, weighing, delta, grad, *rows, bk, bv, dq, 1.0, call)
         daq = empty_in_order_of(aq, rank_q)
         block_r = min(_block(rank_q), 64)
         factor_launch(
@@ -175,7 +213,10 @@ def backward(grad: Tensor, out: Tensor, statistics: Tensor, factors: Operands, c
         )  # fmt: skip
         del dq
     dak, dav = empty_in_order_of(ak, ak.shape[3]), empty_in_order_of(av, av.shape[3])
-    dbk, dbv = _key_gradients(q, statistics, delta, grad, *rows, bk, bv, dak, dav, call)
+    sums_k, sums_v = key_gradients(q, weighing, delta, grad, *rows, bk, bv, dak, dav, call)
+    dbk, dbv = empty_in_order_of(bk, features), empty_in_order_of(bv, bv.shape[-1])
+    dbk.copy_(sums_k.sum(0))
+    dbv.copy_(sums_v.sum(0))
     return Operands(daq, dak, dav, dbq, dbk, dbv)
 
 
@@ -210,7 +251,10 @@ def _key_gradients(
     q: Tensor, statistics: Tensor, delta: Tensor, grad: Tensor,
     ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, dak: Tensor, dav: Tensor, call: Call,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Write ``dak``, ``dav``; return the gradients of ``bk``, ``bv``. ``ak`` and ``av`` have their heads first."""
+    """Write ``dak``, ``dav``; return the gradients of ``bk``, ``bv`` in float32, each group of heads' own.
+
+    ``ak`` and ``av`` have their heads first.
+    """
     batch, heads, tokens, features = q.shape
     keys, rank_k, rank_v, values = bk.shape[1], ak.shape[2], av.shape[2], bv.shape[-1]
     block_d, block_e = _block(features), _block(values)
@@ -236,7 +280,4 @@ def _key_gradients(
         tiles.warps,
         tiles.stages,
     )  # fmt: skip
-    dbk, dbv = empty_in_order_of(bk, features), empty_in_order_of(bv, values)
-    dbk.copy_(sums_k.sum(0))
-    dbv.copy_(sums_v.sum(0))
-    return dbk, dbv
+    return sums_k, sums_v

@@ -1,0 +1,172 @@
+"""Tiles of flash attention's kernels for every GPU, by kernel, GPU, dtype and features of a row; see the README."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Configuration(NamedTuple):
+    """Tile sizes and launch options of one kernel."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def configuration(
+    kernel: str, arch: int, dtype: torch.dtype, features: int, product: str, plain: bool
+) -> Configuration:
+    """The pinned tiles of a kernel: ``forward``, ``key`` (gradients of k and v) or ``query`` (gradient of q).
+
+    Args:
+        kernel: Which.
+        arch: Compute capability times ten.
+        dtype: Of the tensors.
+        features: The larger of D and E, up to a power of two, 16 at least.
+        product: How float32 factors are multiplied, as in `warploom.device.product`.
+        plain: Whether masks are those of a causal or full attention and D and E equal powers of two: what such
+            kernels save in registers, larger tiles take.
+    """
+    tuned = plain and 90 <= arch < 120
+    if dtype == torch.float32 and tuned and features <= 128:
+        tables = {"parts": _PLAIN_90_PARTS, "bf16x6": _PLAIN_90_FLOAT32}
+        return tables.get(product, _PLAIN_90_TF32)[kernel][features]
+    if dtype == torch.float32:
+        return _FLOAT32[kernel][features]
+    if tuned:
+        return _PLAIN_90[kernel][features]
+    return _HALF[kernel][features]
+
+
+_PLAIN_90: dict[str, dict[int, Configuration]] = {
+    "forward": {
+        16: Configuration(64, 64, 4, 3),
+        32: Configuration(64, 64, 4, 3),
+        64: Configuration(64, 64, 4, 3),
+        128: Configuration(128, 128, 8, 3),
+        256: Configuration(128, 64, 8, 2),
+    },
+    "key": {
+        16: Configuration(64, 64, 4, 3),
+        32: Configuration(64, 64, 4, 3),
+        64: Configuration(64, 64, 4, 3),
+        128: Configuration(32, 64, 4, 3),
+        256: Configuration(32, 32, 4, 2),
+    },
+    "query": {
+        16: Configuration(64, 64, 4, 3),
+        32: Configuration(64, 64, 4, 3),
+        64: Configuration(64, 64, 4, 3),
+        128: Configuration(128, 128, 8, 2),
+        256: Configuration(128, 64, 8, 1),
+    },
+}
+_PLAIN_90_FLOAT32: dict[str, dict[int, Configuration]] = {
+    "forward": {
+        16: Configuration(64, 64, 4, 3),
+        32: Configuration(64, 64, 4, 3),
+        64: Configuration(64, 64, 4, 2),
+        128: Configuration(64, 32, 4, 2),
+    },
+    "key": {
+        16: Configuration(64, 64, 4, 2),
+        32: Configuration(64, 64, 4, 2),
+        64: Configuration(32, 64, 4, 1),
+        128: Configuration(32, 32, 4, 2),
+    },
+    "query": {
+        16: Configuration(64, 64, 4, 2),
+        32: Configuration(64, 64, 4, 2),
+        64: Configuration(64, 32, 4, 3),
+        128: Configuration(64, 16, 4, 1),
+    },
+}
+_PLAIN_90_PARTS: dict[str, dict[int, Configuration]] = {
+    "forward": {
+        16: Configuration(64, 64, 4, 2),
+        32: Configuration(64, 64, 4, 2),
+        64: Configuration(64, 64, 4, 2),
+        128: Configuration(64, 32, 4, 2),
+    },
+    "key": {
+        16: Configuration(64, 64, 4, 2),
+        32: Configuration(64, 64, 4, 2),
+        64: Configuration(32, 64, 4, 2),
+        128: Configuration(16, 64, 8, 2),
+    },
+    "query": {
+        16: Configuration(64, 64, 4, 2),
+        32: Configuration(64, 64, 4, 2),
+        64: Configuration(64, 32, 4, 2),
+        128: Configuration(64, 32, 8, 2),
+    },
+}
+_PLAIN_90_TF32: dict[str, dict[int, Configuration]] = {
+    "forward": {
+        16: Configuration(64, 64, 4, 3),
+        32: Configuration(64, 64, 4, 3),
+        64: Configuration(128, 64, 8, 1),
+        128: Configuration(128, 32, 8, 2),
+    },
+    "key": {
+        16: Configuration(64, 64, 4, 2),
+        32: Configuration(64, 64, 4, 2),
+        64: Configuration(32, 128, 8, 1),
+        128: Configuration(16, 128, 8, 1),
+    },
+    "query": {
+        16: Configuration(64, 64, 4, 2),
+        32: Configuration(64, 64, 4, 2),
+        64: Configuration(128, 32, 8, 2),
+        128: Configuration(128, 16, 8, 1),
+    },
+}
+_HALF: dict[str, dict[int, Configuration]] = {
+    "forward": {
+        16: Configuration(64, 64, 4, 2),
+        32: Configuration(64, 64, 4, 2),
+        64: Configuration(64, 64, 4, 2),
+        128: Configuration(64, 64, 8, 2),
+        256: Configuration(64, 32, 8, 2),
+    },
+    "key": {
+        16: Configuration(32, 64, 4, 2),
+        32: Configuration(32, 64, 4, 2),
+        64: Configuration(32, 64, 4, 2),
+        128: Configuration(32, 64, 8, 2),
+        256: Configuration(32, 32, 8, 1),
+    },
+    "query": {
+        16: Configuration(64, 32, 4, 2),
+        32: Configuration(64, 32, 4, 2),
+        64: Configuration(64, 32, 4, 2),
+        128: Configuration(64, 32, 8, 2),
+        256: Configuration(32, 32, 8, 1),
+    },
+}
+_FLOAT32: dict[str, dict[int, Configuration]] = {
+    "forward": {
+        16: Configuration(32, 32, 8, 2),
+        32: Configuration(32, 32, 8, 2),
+        64: Configuration(32, 32, 8, 2),
+        128: Configuration(16, 32, 4, 1),
+        256: Configuration(16, 16, 8, 1),
+    },
+    "key": {
+        16: Configuration(16, 32, 4, 2),
+        32: Configuration(16, 32, 4, 2),
+        64: Configuration(32, 32, 8, 2),
+        128: Configuration(16, 16, 4, 1),
+        256: Configuration(16, 16, 8, 1),
+    },
+    "query": {
+        16: Configuration(32, 32, 8, 2),
+        32: Configuration(32, 32, 8, 2),
+        64: Configuration(32, 32, 4, 2),
+        128: Configuration(16, 32, 4, 1),
+        256: Configuration(16, 16, 8, 1),
+    },
+}

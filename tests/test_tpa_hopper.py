@@ -1,0 +1,194 @@
+"""Tensor-product attention's kernels for Hopper: which calls take them, and that these are right there."""
+
+from typing import Any
+
+import pytest
+import torch
+from test_tpa import factors
+
+from warploom import tpa_attention
+from warploom.backend import HAS_TRITON
+from warploom.ops.tpa import reference
+from warploom.testing.accuracy import compare
+from warploom.testing.poison import poisoned_allocations
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+
+Tensor = torch.Tensor
+HALF = {"rank_k": 1, "rank_v": 1, "features": 64, "values": 64, "dtype": torch.bfloat16}
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose kernels as on an H100, wherever the test runs."""
+    from warploom.ops.tpa import launchers_attention_hopper
+
+    monkeypatch.setattr(launchers_attention_hopper, "INTERPRETED", False)
+    monkeypatch.setattr(launchers_attention_hopper, "architecture", lambda device: 90)
+
+
+def suits(change: dict[str, Tensor | None] | None = None, call: dict[str, Any] | None = None, **sizes: Any) -> bool:
+    from warploom.ops.tpa.launchers import Operands
+    from warploom.ops.tpa.launchers_attention import Call
+    from warploom.ops.tpa.launchers_attention_hopper import suit
+
+    x = factors(torch.device("cpu"), **(HALF | {"tokens": 70, "keys": 70} | sizes))
+    options = {"cu_seqlens": None, "causal": True, "scale": 0.1, "scale_q": 1.0, "scale_k": 1.0, "scale_v": 1.0}
+    return suit(Operands(**(x | (change or {}))), Call(**(options | (call or {}))))
+
+
+def test_the_calls_that_suit(hopper: None) -> None:
+    assert suits()
+    assert suits(rank_k=2, rank_v=2, dtype=torch.float16)
+    assert suits(rank_k=4, rank_v=4)
+    assert suits(call={"causal": False, "scale_q": -1.0, "scale_k": 0.0})
+    assert suits(features=40, values=128)
+    assert suits(tokens=1)
+    assert suits({"aq": None, "bq": torch.empty(2, 70, 3, 64, dtype=torch.bfloat16)})
+    assert suits({"ak": torch.empty(2, 3, 70, 1, dtype=torch.bfloat16).transpose(1, 2)})
+
+
+def test_the_calls_that_do_not(hopper: None) -> None:
+    assert not suits(dtype=torch.float32)
+    assert not suits(rank_k=2)
+    assert not suits(rank_k=3, rank_v=3)
+    assert not suits(features=32, values=32)
+    assert not suits(features=136)
+    assert not suits(values=60)
+    assert not suits(tokens=0)
+    assert not suits(keys=0)
+    assert not suits(call={"scale": -0.1})
+    assert not suits(call={"cu_seqlens": torch.tensor([0, 70])})
+    assert not suits({"bk": torch.empty(1, 70, 1, 64, dtype=torch.bfloat16).expand(2, -1, -1, -1)})
+    assert not suits({"bv": torch.empty(2, 70, 1, 128, dtype=torch.bfloat16)[..., ::2]})
+    assert not suits({"bk": torch.empty(2 * 70 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 70, 1, 64)})
+
+
+@pytest.mark.parametrize("arch", [80, 89, 100, 120])
+def test_nothing_suits_another_gpu(arch: int, hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from warploom.ops.tpa import launchers_attention_hopper
+
+    monkeypatch.setattr(launchers_attention_hopper, "architecture", lambda device: arch)
+    assert not suits()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# On a Hopper GPU
+# ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels for Hopper that a test launches."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    from warploom.launch import TiledLaunch
+
+    names: list[str] = []
+    usual = TiledLaunch.__call__
+
+    def call(self: TiledLaunch, tensors: Any) -> None:
+        names.append(self.function.__name__)
+        usual(self, tensors)
+
+    monkeypatch.setattr(TiledLaunch, "__call__", call)
+    return names
+
+
+ALL = ["tpa_hopper_forward_kernel", "tpa_hopper_key_kernel", "tpa_hopper_query_kernel"]
+
+
+def run(inputs: dict[str, Any], grad: Tensor, function: Any, **options: Any) -> tuple[Tensor, ...]:
+    """The output, and the gradients of all factors."""
+    out = function(**inputs, **options)
+    wanted = [value for value in inputs.values() if isinstance(value, Tensor)]
+    return out.detach(), *torch.autograd.grad(out, wanted, grad.to(out.dtype))
+
+
+def assert_right(inputs: dict[str, Any], grad: Tensor | None = None, **options: Any) -> None:
+    """Output and all gradients are within the budget that the reference in the inputs' dtype sets."""
+    inputs = {name: None if x is None else x.detach().requires_grad_() for name, x in inputs.items()}
+    double = {name: None if x is None else x.detach().double().requires_grad_() for name, x in inputs.items()}
+    if grad is None:
+        aq, bq, bv = inputs["aq"], inputs["bq"], inputs["bv"]
+        grad = torch.randn(*(bq if aq is None else aq).shape[:3], bv.shape[3], device=bq.device, dtype=bq.dtype)
+    with poisoned_allocations():
+        found = run(inputs, grad, tpa_attention, backend="triton", **options)
+    expected = run(double, grad, reference.tpa_attention, **options)
+    accuracy = compare(found, expected, run(inputs, grad, reference.tpa_attention, **options))
+    assert accuracy.ok, accuracy.describe()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "keys", "heads", "features", "values", "dtype"),
+    [
+        (1000, 1000, 16, 128, 128, torch.bfloat16),
+        (777, 777, 12, 64, 64, torch.float16),
+        (300, 900, 7, 128, 128, torch.float16),
+        (700, 333, 6, 64, 64, torch.bfloat16),
+        (1, 500, 5, 128, 128, torch.bfloat16),
+        (500, 3, 3, 128, 128, torch.bfloat16),
+        (385, 257, 20, 80, 96, torch.bfloat16),
+        (65, 63, 1, 128, 40, torch.float16),
+    ],
+)
+def test_values_and_gradients(
+    tokens: int, keys: int, heads: int, features: int, values: int, dtype: torch.dtype, causal: bool, rank: int,
+    launched: list[str], device: torch.device,
+) -> None:  # fmt: skip
+    sizes = {"tokens": tokens, "keys": keys, "heads": heads, "features": features, "values": values}
+    inputs = factors(device, **sizes, rank_k=rank, rank_v=rank, dtype=dtype)
+    assert_right(inputs, causal=causal)
+    assert sorted(set(launched)) == ALL
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_scales_and_whole_queries(rank: int, launched: list[str], device: torch.device) -> None:
+    sizes = {"tokens": 200, "keys": 300, "rank_k": rank, "rank_v": rank, "features": 64, "values": 64}
+    inputs = factors(device, **sizes, dtype=torch.bfloat16)
+    scales = {"scale": 0.2, "scale_q": 0.5, "scale_k": -0.7, "scale_v": 1.5}
+    assert_right(inputs, **scales)
+    whole = torch.randn(2, 200, 3, 64, device=device, dtype=torch.bfloat16)
+    assert_right(inputs | {"aq": None, "bq": whole}, **scales)
+    assert sorted(launched) == sorted(2 * ALL)
+
+
+@pytest.mark.gpu
+def test_strides_of_factors_and_gradient(launched: list[str], device: torch.device) -> None:
+    sizes = {"tokens": 200, "keys": 200, "heads": 4, "rank_k": 2, "rank_v": 2, "features": 64, "values": 64}
+    inputs = factors(device, **sizes, dtype=torch.bfloat16)
+    inputs = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in inputs.items()}
+    inputs["ak"] = torch.stack((inputs["ak"], inputs["ak"]), -1)[..., 1]
+    wide = torch.randn(2, 200, 4, 130, device=device, dtype=torch.bfloat16)
+    for grad in (wide[..., 1:65], wide[..., ::2][..., :64], wide[:, :, :1, :1].expand(2, 200, 4, 64)):
+        assert_right(inputs, grad)
+    assert sorted(launched) == sorted(3 * ALL)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_the_same_bits_twice(rank: int, launched: list[str], device: torch.device) -> None:
+    sizes = {"tokens": 1500, "keys": 1500, "heads": 16, "rank_k": rank, "rank_v": rank}
+    inputs = factors(device, **sizes, features=128, values=128, dtype=torch.bfloat16)
+    inputs = {name: x.requires_grad_() for name, x in inputs.items()}
+    grad = torch.randn(2, 1500, 16, 128, device=device, dtype=torch.bfloat16)
+    first, second = (run(inputs, grad, tpa_attention, backend="triton") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert sorted(set(launched)) == ALL
+
+
+@pytest.mark.gpu
+def test_other_batches_and_later_keys_do_not_matter(launched: list[str], device: torch.device) -> None:
+    sizes = {"tokens": 600, "keys": 600, "heads": 16, "rank_k": 2, "rank_v": 2, "features": 128, "values": 128}
+    inputs = factors(device, **sizes, dtype=torch.bfloat16)
+    clean = tpa_attention(**inputs, backend="triton")
+    for name in ("ak", "av", "bk", "bv"):
+        inputs[name][1] = torch.nan
+        inputs[name][0, 599:] = torch.nan
+    out = tpa_attention(**inputs, backend="triton")
+    assert torch.equal(out[0, :512], clean[0, :512])
+    assert launched == ["tpa_hopper_forward_kernel"] * 2
