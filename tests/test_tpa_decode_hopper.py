@@ -65,7 +65,7 @@ def test_the_calls_that_suit(hopper: None, rank: int) -> None:
     both = {"rank_k": rank, "rank_v": rank}
     assert suits(**both)
     assert suits(**both, dtype=torch.float16)
-    assert suits(**both, heads=8, features=40, values=64, rank_q=40)
+    assert suits(**both, heads=8, features=40, values=64, rank_q=3)
     assert suits(**both, batch=1, keys=1)
     assert suits(lambda name, f: torch.stack((f, f), 1)[:, 1] if name in CACHE else f, **both)
     assert suits(lambda name, f: f.transpose(0, 1).contiguous().transpose(0, 1), **both)  # tokens first
@@ -80,7 +80,7 @@ def test_the_calls_that_do_not(hopper: None) -> None:
     assert not suits(features=100), "rows of 200 bytes"
     assert not suits(rank_k=3, rank_v=3)
     assert not suits(rank_k=2, rank_v=1)
-    assert not suits(rank_q=80)
+    assert not suits(rank_q=17)
     assert not suits(batch=0)
     assert not suits(keys=0)
     assert not suits(lambda name, f: f[:1].expand(2, -1, -1, -1) if name == "bk" else f), "a stride of zero"
@@ -143,8 +143,8 @@ def test_it_is_accurate(device: torch.device, model: Any, rank: int, keys: int, 
     "shape",
     [
         {"heads": 8, "features": 64, "values": 40, "rank_q": 5},
-        {"heads": 24, "features": 96, "values": 128, "rank_q": 40},
-        {"heads": 16, "features": 40, "values": 64, "rank_q": 64, "batch": 5},
+        {"heads": 24, "features": 96, "values": 128, "rank_q": 16},
+        {"heads": 16, "features": 40, "values": 64, "rank_q": 9, "batch": 5},
     ],
 )
 def test_sizes_that_fill_no_tile(device: torch.device, model: Any, rank: int, shape: dict[str, int]) -> None:
@@ -197,7 +197,9 @@ def test_a_program_may_take_any_part_of_the_tree(
     found = []
     for levels in range(launchers_hopper.CHUNKS.all_levels + 1):
         monkeypatch.setattr(api, "_on_kernels", Plans())  # none with other levels
-        monkeypatch.setattr(launchers_chunks.Chunks, "levels", lambda *arguments, levels=levels: levels)
+        monkeypatch.setattr(
+            launchers_chunks.Chunks, "levels", lambda self, *arguments, levels=levels: min(levels, self.all_levels)
+        )
         found.append(tpa_decode(**inputs, backend="triton"))
     assert_accurate(found[0], inputs)
     assert all(torch.equal(found[0], other) for other in found[1:])

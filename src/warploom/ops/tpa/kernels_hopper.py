@@ -2,12 +2,13 @@
 
 A persistent program holds one multiprocessor and takes spans of the cache, one after the other. One warp copies blocks
 of keys from device memory through the tensor memory accelerator, without a pause between chunks, spans and batch
-entries; four warps compute what `kernels.decode_kernel` computes, with a tree of chunks that is a level deeper. They
-meet as `warploom.device.hopper` says, at two rings of buffers: tiles of feature factors (BLOCK_M, BLOCK), one for each
+entries; four warps compute what `kernels.decode_kernel` computes, in the same orientation. They meet as
+`warploom.device.hopper` says, at two rings of buffers: tiles of feature factors (BLOCK_M, BLOCK), one for each
 rank, and tiles of head factors (BLOCK_M, ROWS · R).
 
-What waits in the tree for its neighbours lies in shared memory: a sum (BLOCK, ROWS) for each level. Nothing is there
-that a program does not need: a span of one chunk never touches it.
+Chunks are joined in a binary tree up to sixteen, and the sixteens from left to right; a program takes a node or all.
+What waits for its neighbour lies in shared memory, a sum (BLOCK, ROWS) for each level: registers have no room for it.
+A span of one chunk never touches it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from warploom.device import hopper
 from warploom.device.hopper import barriers, copy_tile, init_ring, matrix, power_of_two, wait_full
 
 BLOCK_M = gl.constexpr(hopper.ROWS)  # keys of a block
+RANKS = gl.constexpr(16)  # of queries, at most: the depth of one matrix instruction
 
 
 @gluon.jit
@@ -124,7 +126,6 @@ def query_tile(
         h = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
         q = gl.load(bq + h * bq_r + d * bq_d, mask=(h < H) & (d < D), other=0.0).to(gl.float32)
     else:
-        RANKS: gl.constexpr = aq_tile.shape[1]
         IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
         h = gl.arange(0, ROWS, gl.SliceLayout(1, IN_ROWS))[:, None]
         r = gl.arange(0, RANKS, gl.SliceLayout(0, IN_ROWS))[None, :]
@@ -178,7 +179,7 @@ def climb(acc, top, total, waiting, place, first, last, LAYOUT: gl.constexpr):
     sum of the span. Else the sum is left where it waits for its neighbour.
     """
     LEVELS: gl.constexpr = waiting[0].shape[0] - 1
-    climbing = place == place
+    climbing = place == place  # true, until the sum is left
     for level in gl.static_range(LEVELS):
         if climbing:
             if place >> level & 1 == 1 and place >> level << level > first:
@@ -309,8 +310,6 @@ NUMBERS = (
     "lengths_b units keys spans span_chunks aq_b aq_h aq_r bq_b bq_r bq_d out_b out_h out_e "
     "logit_scale scale_q scale_v"
 ).split()
-
-
 POINTERS = "aq bq lengths out".split()
 
 
@@ -322,7 +321,7 @@ def hopper_decode_kernel(
     out_b: gl.int64, out_h: gl.int64, out_e: gl.int64,
     logit_scale: gl.float32, scale_q: gl.float32, scale_v: gl.float32,
     H: gl.constexpr, RQ: gl.constexpr, R: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
-    RANKS: gl.constexpr, A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, WHOLE: gl.constexpr,
+    A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, WHOLE: gl.constexpr,
     SHORTEST: gl.constexpr, LONGEST: gl.constexpr, WANTED: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """One new token of every batch entry, over ``spans`` spans of its keys, of ``span_chunks`` chunks each.
@@ -343,7 +342,7 @@ def hopper_decode_kernel(
     bq_tile = gl.allocate_shared_memory(dtype, [RANKS, BLOCK], BQ_LAYOUT)
     W_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, ROWS], dtype)
     w_tiles = gl.allocate_shared_memory(dtype, [R, BLOCK_M, ROWS], W_LAYOUT)
-    # A thread has two rows of an (8, 8) tile of results: with this swizzle its quarter warp meets no bank twice.
+    # A thread has two neighbours of an (8, 8) tile of results: with this swizzle half a warp meets no bank twice.
     SUMS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     FLAT_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     waiting = (

@@ -22,26 +22,26 @@ Tensor = torch.Tensor
 
 MOST_HEADS = 32
 """Rows of a tile; more would need more registers for their sums than there are."""
-MOST_RANKS = 64
-"""Of the queries: the factors of a query are multiplied in one go."""
+MOST_RANKS = 16
+"""Of the queries, whose factors are multiplied in one go."""
 _BLOCK_M = 64
 _SHARED_BYTES = 225 * 1024
 """Shared memory of a program, but for its barriers."""
-_BUFFER_BYTES = 128 * 1024
-"""The most of it for both rings of buffers: with half of that reading is as fast."""
+_BUFFER_BYTES = {1: 96 * 1024, 2: 128 * 1024, 4: 128 * 1024}
+"""The most of it for both rings of buffers, by rank."""
 CHUNKS = Chunks(shortest=128, longest=1024, wanted=64, widths=(1, 2, 4, 8, 16))
-_SLOTS = len(CHUNKS.widths)
+_SLOTS = CHUNKS.all_levels
 """Levels of the tree at which a sum may have to wait for its neighbour."""
-ONE_PROGRAM = 46e3
-"""Bytes of the cache that a program takes in a microsecond where memory keeps up. This and the next four"""
-ALL_PROGRAMS = 4.6e6
-"""Bytes that memory delivers in a microsecond."""
-START = 1.5
-"""Microseconds that a span costs besides."""
-SECOND_LAUNCH = 3.0
-"""Microseconds that a second kernel costs."""
+ONE_PROGRAM = 44e3
+"""Bytes of the cache that a program takes in a microsecond where memory keeps up. This and the next three come from
+49 cases on an H200, one to 128 batch entries, 256 to 524288 keys, ranks 1, 2 and 4: what they choose took at most
+1.03 times as long as the best choice."""
+ALL_PROGRAMS = 3.7e6
+"""Bytes that all programs together take in a microsecond."""
+START = 3.0
+"""Microseconds that a span costs its program besides."""
 JOIN = 0.06
-"""Microseconds that each part of a batch entry costs the second kernel."""
+"""Microseconds that each part of a batch entry costs the second kernel, whose launch hides behind the first."""
 
 
 class Rings(NamedTuple):
@@ -51,15 +51,15 @@ class Rings(NamedTuple):
     feature_tiles: int
 
 
-def rings(rank: int, rows: int, width: int, ranks: int) -> Rings:
+def rings(rank: int, rows: int, width: int) -> Rings:
     """As many buffers as there is room for, up to a point: as much of head factors as of feature factors.
 
-    ``rows`` and ``width`` of a tile, heads and features, and ``ranks`` of the queries, as blocks.
+    ``rows`` and ``width`` of a tile are heads and features, as blocks.
     """
     head_bytes, feature_bytes = _BLOCK_M * rows * rank * 2, _BLOCK_M * width * 2
     waiting = _SLOTS * 4 * rows * (width + 2)
-    queries_and_weights = 2 * (width * rows + ranks * (rows + width) + rank * _BLOCK_M * rows)
-    left = min(_SHARED_BYTES - waiting - queries_and_weights, _BUFFER_BYTES)
+    queries_and_weights = 2 * (width * rows + MOST_RANKS * (rows + width) + rank * _BLOCK_M * rows)
+    left = min(_SHARED_BYTES - waiting - queries_and_weights, _BUFFER_BYTES[rank])
     head_tiles = max(left // (head_bytes + rank * feature_bytes), 2)
     return Rings(head_tiles, (left - head_tiles * head_bytes) // feature_bytes)
 
@@ -110,9 +110,8 @@ def plan(
         lengths_b, units, keys, spans, span_chunks,
         aq_b, aq_h, aq_r, bq_b, bq_r, bq_d, out_b, out_h, out_e, *scales,
     )  # fmt: skip
-    ranks = max(16, triton.next_power_of_2(bq.shape[2])) if aq is not None else 16
     constants = (
-        heads, bq.shape[2], rank, features, values, ranks, *rings(rank, rows, width, ranks), spans == 1,
+        heads, bq.shape[2], rank, features, values, *rings(rank, rows, width), spans == 1,
         *CHUNKS.lengths, _SLOTS,
     )  # fmt: skip
     return TiledLaunch(hopper_decode_kernel, min(multiprocessors(bq.device), units), boxes, numbers, constants)
@@ -122,5 +121,4 @@ def microseconds(tiles: int, spans: int, entry_bytes: int, device: torch.device)
     """What the multiprocessor takes that has most to read, or all of them together, and then the second kernel."""
     rounds = -(-tiles * spans // multiprocessors(device))
     walking = rounds * (entry_bytes / spans / ONE_PROGRAM + START)
-    reading = tiles * entry_bytes / ALL_PROGRAMS
-    return max(walking, reading) + (SECOND_LAUNCH + spans * JOIN if spans > 1 else 0.0)
+    return max(walking, tiles * entry_bytes / ALL_PROGRAMS) + (spans * JOIN if spans > 1 else 0.0)
