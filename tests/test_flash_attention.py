@@ -549,7 +549,7 @@ def test_precision_of_float32_products(precision: str, launches: list[Any], devi
     finally:
         torch.set_float32_matmul_precision(before)
     launches.clear()
-    run(random_inputs(device, 9, dtype=torch.bfloat16, float32_precision=precision), "triton")
+    run(random_inputs(device, 9, d=24, dtype=torch.bfloat16, float32_precision=precision), "triton")
     assert used() == {PRODUCTS["highest"]}  # one way only: nothing compiles twice
 
 
