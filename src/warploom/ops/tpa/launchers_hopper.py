@@ -1,8 +1,9 @@
 """The launcher of the decode kernel for Hopper: which calls it takes, its buffers, its costs.
 
 It takes one new token a batch entry on 16-bit factors whose rows the tensor memory accelerator can copy, multiples
-of 16 bytes: up to 32 heads, keys and values of one rank, 1, 2 or 4, and up to 128 features. The batch and the
-length never decide, since kernels differ in the last bit. The rest stays with the kernel for every GPU.
+of 16 bytes: up to 32 heads and 128 features, up to 16 ranks of the query, one rank, 1, 2 or 4, of keys and values.
+The batch and the length never decide, since kernels differ in the last bit. The rest stays with the kernel for
+every GPU.
 """
 
 from __future__ import annotations
