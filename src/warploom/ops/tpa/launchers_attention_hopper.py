@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
 FORWARD_TILES = {rank: Tiles(64, 1, 2, 2, 2) for rank in (1, 2, 4)}
 """By rank; measured on an H200."""
 
-QUERY_TILES = Tiles(64, 1, 2, 2, 1)
+QUERY_TILES = Tiles(64, 1, 2, 2, 2)
 KEY_TILE = 64  # queries
 KEY_STAGES = 3
 
@@ -154,7 +154,7 @@ def query_gradient(
                 tokens, keys, heads, rows, blocks, ak.shape[3],
                 call.scale * logit_unit(q.dtype), scale * call.scale,
             ),
-            (rank, call.causal, tiles.keys, tiles.stages, tiles.factor_stages, _exact(call)),
+            (rank, call.causal, tiles.keys, tiles.stages, tiles.factor_stages, tiles.forming, _exact(call)),
         )  # fmt: skip
 
     _launch(f"query {scale}", make, call, (q, bk, bv, grad, dq, ak, av, shift, delta, _tickets(q, 2)))
