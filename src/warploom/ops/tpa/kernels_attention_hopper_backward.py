@@ -23,7 +23,7 @@ def tpa_hopper_query_kernel(
     tokens: gl.int32, keys: gl.int32, heads: gl.int32, rows: gl.int32, blocks: gl.int32,
     stride: gl.int32, scale: gl.float32, slope: gl.float32,
     RANK: gl.constexpr, CAUSAL: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, F_STAGES: gl.constexpr, FORMING: gl.constexpr, EXACT: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, F_STAGES: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
     """Gradients of Q, times ``slope``. Descriptors are as in `tpa_hopper_forward_kernel`; ``tickets[1]`` is zero."""
     GROUPS: gl.constexpr = 2
@@ -59,29 +59,20 @@ def tpa_hopper_query_kernel(
         tokens, keys, heads, rows, blocks, rows, 1, 0, scale, slope, None,
     )  # fmt: skip
     k_factors, v_factors = (bk_tiles, bk_full, bk_empty), (bv_tiles, bv_full, bv_empty)
-    k_operand = (ak, k_weights, (k_tiles, k_full, k_empty), k_factors)
-    v_operand = (av, v_weights, (v_tiles, v_full, v_empty), v_factors)
+    operands = (
+        (ak, k_weights, (k_tiles, k_full, k_empty), k_factors), (av, v_weights, (v_tiles, v_full, v_empty), v_factors),
+    )  # fmt: skip
     forming = (ticket, own_full, tokens, keys, rows, blocks, stride)
     copying = (
         tickets + 1, ticket, (q_desc, do_desc), bk_desc, bv_desc, (q_tiles, do_tiles), k_factors, v_factors,
         own_full, own_empty, tokens, keys, heads, rows, blocks, BLOCK_N,
     )  # fmt: skip
-    if FORMING == 2:
-        gl.warp_specialize(
-            [(compute_for_queries, (0, False, CAUSAL, False, computing)),
-             (compute_for_queries, (1, False, CAUSAL, False, computing)),
-             (form_tiles, (GROUPS, CAUSAL, EXACT, (k_operand,), forming)),
-             (form_tiles, (GROUPS, CAUSAL, EXACT, (v_operand,), forming)), (copy_for_queries, (GROUPS, CAUSAL, copying))],
-            [4, 4, 4, 1], [160, 64, 64, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [(compute_for_queries, (0, False, CAUSAL, False, computing)),
-             (compute_for_queries, (1, False, CAUSAL, False, computing)),
-             (form_tiles, (GROUPS, CAUSAL, EXACT, (k_operand, v_operand), forming)),
-             (copy_for_queries, (GROUPS, CAUSAL, copying))],
-            [4, 4, 1], [208, 72, 24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [(compute_for_queries, (0, False, CAUSAL, False, computing)),
+         (compute_for_queries, (1, False, CAUSAL, False, computing)),
+         (form_tiles, (GROUPS, CAUSAL, EXACT, operands, forming)), (copy_for_queries, (GROUPS, CAUSAL, copying))],
+        [4, 4, 1], [208, 72, 24],
+    )  # fmt: skip
 
 
 @gluon.jit
