@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -185,6 +186,40 @@ def test_every_provider_and_the_limit_get_a_full_record(tmp_path: Path) -> None:
     assert by_provider(outcome)[LIMIT].limit_fraction == 1.0
     environments = json.loads((tmp_path / "environment.json").read_text())
     assert set(environments) == {record.environment for record in outcome.records}
+
+
+@pytest.mark.parametrize("mode", ["fwd", "bwd"])
+def test_another_function_has_its_own_inputs_definition_and_bytes_and_no_limit(tmp_path: Path, mode: str) -> None:
+    bench = replace(toy.make_bench(), others=(toy.make_other(),))
+    found = by_provider(run(bench, tmp_path), mode=mode)
+    assert {name: record.status for name, record in found.items()} == {
+        "torch": "ok",
+        "squared": "ok",
+        "squared_wrong": "incorrect",
+        LIMIT: "ok",
+    }
+    streams = 2 if mode == "fwd" else 3
+    assert {name: record.min_bytes for name, record in found.items()} == {
+        "torch": 64 * 64 * streams,
+        "squared": 64 * 640 * streams,
+        "squared_wrong": 64 * 640 * streams,
+        LIMIT: 64 * 64 * streams,
+    }
+    assert found["squared"].ms is not None
+    assert found["squared"].limit_ms is None
+    assert found["squared"].limit_fraction is None
+    assert found["torch"].limit_ms == found[LIMIT].ms
+    printed = tables.text(tables.sections(list(found.values()), [bench]))
+    assert re.search(r"\bsquared\b", printed)
+
+
+def test_another_function_can_be_selected_and_run_alone(tmp_path: Path) -> None:
+    bench = replace(toy.make_bench(), others=(toy.make_other(),))
+    outcome = run(bench, tmp_path, Selection(modes=["fwd"], providers=["squared"]))
+    assert {record.provider for record in outcome.records} == {"squared", LIMIT}
+    unit = runner.plan([bench], Selection(modes=["fwd"]), "cpu")[0]
+    call = evaluate.provider_call(unit, "squared", CPU)
+    assert call().shape == (64, 160)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd"])

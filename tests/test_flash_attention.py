@@ -379,18 +379,18 @@ def test_few_short_walks(
     ],
     ids=str,
 )
-def test_float32_factors_split_before_the_walk(
+def test_float32_factors_in_pieces_before_the_walk(
     case: dict[str, Any], launches: list[Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long float32 tensors are split in parts once; here short ones are."""
+    """Long float32 tensors are split in pieces once; here short ones are."""
     from warploom.ops.flash_attention import api, launchers
 
     monkeypatch.setattr(launchers, "_LONG", 1)
     monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
     with poisoned_allocations():
         assert_right({**random_inputs(device, **case), "float32_precision": "highest"}, "triton")
-    assert {constants["PRECISION"] for _, constants in launches if "PRECISION" in constants} == {"parts"}
-    assert {name for name, _ in launches} >= {"split_kernel", "forward_kernel", "key_kernel", "query_kernel"}
+    assert {constants["PRECISION"] for _, constants in launches if "PRECISION" in constants} == {"pieces"}
+    assert {name for name, _ in launches} >= {"pieces_kernel", "forward_kernel", "key_kernel", "query_kernel"}
 
 
 # ----------------------------------------------------------------------------------------------------------

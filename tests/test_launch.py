@@ -15,7 +15,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from warploom import entry, launch
-from warploom.launch import Boxes, Kernel, Launch, TiledLaunch, may_start_early
+from warploom.launch import Boxes, Dense, Kernel, Launch, TiledLaunch, may_start_early
+from warploom.testing.poison import poisoned_allocations
 
 Tensor = torch.Tensor
 SIZE, BLOCK = 100, 64
@@ -173,6 +174,19 @@ def test_a_launch_takes_as_many_first_numbers_as_it_was_made_without(monkeypatch
         ("slow", (2, 5, SIZE, BLOCK, 4, 3, False)),
         *(("direct", (2, x.data_ptr(), *first, 5, SIZE, BLOCK)) for first in ((), (6,), (7, 8))),
     ]
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3, 5), (4, 1, 2), (0, 3), (3, 0)])
+def test_what_is_allocated(shape: tuple[int, ...], device: torch.device) -> None:
+    expected = torch.empty(shape, dtype=torch.float16, device=device)
+    for planned in (Dense.rows(shape, torch.float16), Dense.like(expected)):
+        found = planned.empty(torch.zeros(1, device=device))
+        assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+        assert (found.dtype, found.device) == (expected.dtype, expected.device)
+    turned = torch.empty(2, 3, 5, device=device).transpose(0, 2)
+    assert Dense.like(turned).empty(turned).stride() == turned.stride()
+    with poisoned_allocations():
+        assert Dense.rows(shape, torch.float16).empty(expected).isnan().all()
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -166,6 +166,25 @@ def test_report_shows_tables_and_commands(measured):
     assert re.search(r"Peak memory \(MiB\) n triton torch_compile torch triton_cache 256 32\.0", text)
 
 
+def test_other_functions_have_their_bytes_beside_them_and_no_place_in_the_summary(tmp_path, monkeypatch):
+    bench = replace(BENCH, others=(toy.make_other(),))
+    monkeypatch.setattr(ops, "benches", lambda: {bench.name: bench})
+    measured = make_records({"triton": 1.05, "torch": 8.0, "squared": 20.0})
+    measured = [
+        replace(r, limit_ms=None, limit_fraction=None, min_bytes=10 * r.min_bytes) if r.provider == "squared" else r
+        for r in measured
+    ]
+    page = page_of(save(tmp_path / "run", measured, GPU))
+    text = body_text(page)
+    assert "Bytes that must be moved (MiB) squared, squared_wrong: other functions" in text
+    assert re.search(r"n triton torch squared 256 0\.2 0\.2 2\.4", text)
+    summary = body_text(page[page.index('id="summary"') : page.index('id="lrpe_rotate"')])
+    assert "7.62×" in summary
+    assert "19.05×" not in summary  # 20 / 1.05
+    alone = page_of(save(tmp_path / "alone", make_records({"triton": 2.0}), GPU))
+    assert "Bytes that must be moved" not in body_text(alone)
+
+
 def test_summary_is_about_what_has_a_speed(measured):
     page = page_of(measured)
     summary = body_text(page[page.index('id="summary"') : page.index('id="lrpe_rotate"')])

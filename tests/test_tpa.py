@@ -3,6 +3,7 @@
 `tests/test_conformance.py` compares backends with the reference; here the reference is on trial as well.
 """
 
+import importlib
 import itertools
 import math
 from typing import Any
@@ -171,23 +172,25 @@ def test_a_request_has_the_same_bits_in_any_batch_and_cache(device: torch.device
 
 
 @needs_triton
-def test_chunks_depend_on_the_valid_keys_alone() -> None:
-    from warploom.ops.tpa.launchers import CHUNKS
+@pytest.mark.parametrize("module", ["launchers", "launchers_hopper"])
+def test_chunks_depend_on_the_valid_keys_alone(module: str) -> None:
+    chunks = importlib.import_module(f"warploom.ops.tpa.{module}").CHUNKS
 
     def chunk(length: int) -> int:
-        size = CHUNKS.shortest
-        while size * CHUNKS.wanted < length and size < CHUNKS.longest:
+        size: int = chunks.shortest
+        while size * chunks.wanted < length and size < chunks.longest:
             size *= 2
         return size
 
-    for levels in (0, 1):
+    for levels in range(chunks.all_levels):
         most = 1
         for keys in range(0, 700_000, 997):
-            most = max(most, -(-keys // (chunk(keys) * 4**levels)))
-            assert most <= CHUNKS.spans(keys, levels)
-    assert CHUNKS.spans(128, 0) == 1
-    assert CHUNKS.spans(129, 0) == 2
-    assert CHUNKS.spans(4 * 128, 1) == 1
+            most = max(most, -(-keys // (chunk(keys) * chunks.widths[levels])))
+            assert most <= chunks.spans(keys, levels)
+    assert chunks.spans(10**6, chunks.all_levels) == 1
+    assert chunks.spans(128, 0) == 1
+    assert chunks.spans(129, 0) == 2
+    assert chunks.spans(chunks.widths[1] * 128, 1) == 1
 
 
 @needs_triton
@@ -195,14 +198,14 @@ def test_chunks_depend_on_the_valid_keys_alone() -> None:
 def test_a_program_may_take_any_part_of_the_tree(
     device: torch.device, keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from warploom.ops.tpa import api, launchers
+    from warploom.ops.tpa import api, launchers, launchers_chunks
 
     inputs: dict[str, Any] = factors(device, keys=keys, heads=2, rank_k=2, dtype=torch.bfloat16)
     inputs["cache_seqlens"] = lengths(device, keys, keys // 3)
     found = []
-    for levels in range(launchers.ALL + 1):
+    for levels in range(launchers.CHUNKS.all_levels + 1):
         monkeypatch.setattr(api, "_on_kernels", Plans())  # none with other levels
-        monkeypatch.setattr(launchers, "_levels", lambda *arguments, levels=levels: levels)
+        monkeypatch.setattr(launchers_chunks.Chunks, "levels", lambda *arguments, levels=levels: levels)
         found.append(tpa_decode(**inputs, backend="triton"))
     assert_accurate(found[0], inputs)
     assert all(torch.equal(found[0], other) for other in found[1:])
@@ -255,16 +258,21 @@ def test_auto_splits_where_there_are_few_programs() -> None:
         pytest.skip("needs Triton")
     from warploom.ops.tpa import launchers
 
-    device = torch.device("cpu")  # one multiprocessor
-    assert launchers._levels("auto", 1, 128, 640, device) == 0
-    assert launchers._levels("batch", 1, 32768, 640, device) == launchers.ALL
+    def levels(strategy: str, batch: int, keys: int) -> int:
+        def microseconds(spans: int) -> float:
+            return launchers._microseconds(batch, spans, keys * 640, torch.device("cpu"))
+
+        return launchers.CHUNKS.levels(strategy, keys, microseconds)
+
+    assert levels("auto", 1, 128) == 0  # one multiprocessor
+    assert levels("batch", 1, 32768) == launchers.CHUNKS.all_levels
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launchers, "multiprocessors", lambda device: 132)
-        assert launchers._levels("auto", 128, 256, 640, device) == 1  # all of two chunks
-        assert launchers._levels("auto", 1, 32768, 640, device) == 0
-        assert launchers._levels("auto", 8, 32768, 640, device) == 0
-        assert launchers._levels("auto", 32, 32768, 640, device) == 1
-        assert launchers._levels("split_kv", 8, 256, 640, device) == 0
+        assert levels("auto", 128, 256) == 1  # all of two chunks
+        assert levels("auto", 1, 32768) == 0
+        assert levels("auto", 8, 32768) == 0
+        assert levels("auto", 32, 32768) == 1
+        assert levels("split_kv", 8, 256) == 0
 
 
 def test_decoding_has_no_gradient_and_says_so(device: torch.device) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, Unsupported
+from warploom.ops.spec import Bench, Case, Inputs, Operator, Other, Traffic, Unsupported
 
 FACTOR = 1.5
 
@@ -71,4 +71,28 @@ def make_bench(**providers: Callable[[Case], Callable[..., Any]]) -> Bench:
         providers=providers or {"torch": lambda case: reference},
         traffic=lambda case, mode: Traffic(1 if mode == "fwd" else 2, 1, case["n"] * 64, flops=0),
         title="Toy",
+    )
+
+
+def squared(y: torch.Tensor) -> torch.Tensor:
+    return y * y
+
+
+def make_other() -> Other:
+    """Another function of its own inputs, ten times as many, with a provider that is right and a wrong one."""
+    return Other(
+        operator=Operator(
+            name="squared",
+            function=squared,
+            reference=squared,
+            make_inputs=lambda case, device, generator: {
+                "y": torch.randn(case["n"], 160, generator=generator).to(device).requires_grad_()
+            },
+            check_cases=(),
+        ),
+        providers={
+            "squared": lambda case: lambda y: y.square(),
+            "squared_wrong": lambda case: lambda y: y * 1.5,
+        },
+        traffic=lambda case, mode: Traffic(1 if mode == "fwd" else 2, 1, case["n"] * 640),
     )

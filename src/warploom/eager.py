@@ -1,7 +1,8 @@
-"""What the operators' ways into PyTorch share: when the dispatcher can be bypassed, and a batching rule."""
+"""What the operators' ways into PyTorch share: registration, when to bypass the dispatcher, a batching rule."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,46 @@ def is_plain_eager(*tensors: torch.Tensor) -> bool:
         or _transforms()
         or forward_ad._current_level >= 0
     )
+
+
+def register(
+    library: torch.library.Library,
+    name: str,
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None] = lambda ctx, inputs, output: None,
+) -> None:
+    """Register an operator, as ``name`` with a gradient and as ``name_launch`` without.
+
+    Compiled code has forward and backward apart and calls the second. After `torch.library.register_autograd` it
+    would call the first, which enters Python twice, once to find that nobody wants a gradient: half a launch.
+
+    Args:
+        library: Of the namespace ``warploom``.
+        name: Of the operator.
+        schema: Its arguments and results.
+        run: Computes it, on a GPU or in Triton's interpreter.
+        fake: Allocates its results.
+        backward: Its gradient, as of a `torch.autograd.Function`.
+        setup_context: What that saves.
+    """
+    for each in (name, f"{name}_launch"):
+        library.define(f"{each}{schema}")
+        for device in ("CUDA", "CPU"):  # on a CPU the kernels run in Triton's interpreter
+            library.impl(each, run, device)
+        torch.library.register_fake(f"warploom::{each}", fake, lib=library)
+    launch = getattr(torch.ops.warploom, f"{name}_launch").default
+    methods = {"forward": launch, "setup_context": setup_context, "backward": backward}
+    function: Any = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
+
+    def differentiable(*arguments: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            return function.apply(*arguments)
+        return launch(*arguments)
+
+    library.impl(name, differentiable, "Autograd")
 
 
 def stack_over_batch(function: Any, info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Any:

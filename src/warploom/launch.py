@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -45,8 +47,39 @@ _TYPE_NAMES = {
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # missing where PyTorch is for CPUs
 
+_deterministic = torch._C._get_deterministic_algorithms
+_empty_cuda: Any = None  # what compiled code of PyTorch allocates with: half the time of `torch.empty_strided`
+if torch.backends.cuda.is_built():
+    _empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
 _recorded: dict[tuple[Any, ...], Build] | None = None
 _recorded_arch = 90
+
+
+class Dense(NamedTuple):
+    """A tensor without gaps that a call allocates."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor) -> Dense:
+        """One laid out like a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    @classmethod
+    def rows(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Dense:
+        """One of at least one axis, the last of which moves fastest, and the one before it next."""
+        strides = itertools.accumulate((max(n, 1) for n in reversed(shape[1:])), operator.mul, initial=1)
+        return cls(shape, tuple(strides)[::-1], dtype)
+
+    def empty(self, near: torch.Tensor) -> torch.Tensor:
+        """Allocate it, uninitialised, on the device of another tensor."""
+        device = near.get_device()  # negative for a CPU
+        if _empty_cuda is None or device < 0 or device != _current_device() or _deterministic():
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=near.device)
+        return _empty_cuda(self.shape, self.stride, self.dtype)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -196,17 +229,20 @@ class Launch:
 
         ``numbers``: the kernel's first, as many of them as were not given when this launch was made.
         """
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        arguments: list[Any] = []
         bits = 0
-        for address in addresses:
-            if address is not None:
+        for tensor in tensors:
+            address = None
+            if tensor is not None:
+                address = tensor.data_ptr()
                 bits |= address
+            arguments.append(address)
         aligned = bits % ALIGNMENT == 0
         if aligned and self.entry is not None and _recorded is None:
             device = tensors[self.first].get_device()  # type: ignore[union-attr]
             if device == self.device and device == _current_device():
-                addresses += numbers  # type: ignore[arg-type]
-                _enqueue(self.entry, device, self.programs, addresses, self.arguments)
+                arguments += numbers
+                _enqueue(self.entry, device, self.programs, arguments, self.arguments)
                 return
         numbers = (*numbers, *self.numbers)
         compiled = self.kernel(self.programs, tensors, numbers, self.constants, *self.options)
@@ -242,7 +278,7 @@ class TiledLaunch:
     MOST_ADDRESSES = 256
     """Encodings kept at once for one parameter."""
 
-    __slots__ = ("arguments", "described", "encoded", "entries", "function", "options", "programs")
+    __slots__ = ("arguments", "described", "device", "encoded", "entry", "function", "options", "programs")
 
     def __init__(
         self,
@@ -258,41 +294,42 @@ class TiledLaunch:
         self.options = {"num_warps": num_warps, **({"launch_pdl": True} if early else {})}
         self.described = [_description(like, box) for like, box in boxes]
         self.arguments = (*numbers, *constants)
-        self.entries: dict[int, Entry] = {}  # by device
+        self.entry: Entry | None = None  # of the last device
+        self.device = -1
         self.encoded: list[dict[int, list[Any]]] = [{} for _ in boxes]  # of each parameter, by address
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Launch on tensors like those that this launch was made for, the described ones first."""
-        if _recorded is not None:
-            self._record(_recorded, tensors[len(self.described) :])
-            return
-        device = tensors[0].get_device()
-        if device != _current_device():
-            with torch.cuda.device(device):
-                self._launch(device, tensors)
-        else:
-            self._launch(device, tensors)
+    def __call__(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Launch on tensors like those that this launch was made for, the described ones first.
 
-    def _launch(self, device: int, tensors: Sequence[torch.Tensor]) -> None:
-        entry = self.entries.get(device)
-        pointers = tensors[len(self.described) :]
-        if entry is None:
-            descriptors = [self._descriptor(i, tensors[i]) for i in range(len(self.described))]
-            compiled = self.function.run(
-                *descriptors, *pointers, *self.arguments,
-                grid=(self.programs, 1, 1), warmup=False, **self.options,
-            )  # fmt: skip
-            self.entries[device] = entry_of(compiled)
+        The others may be None, always the same ones; the kernel must not be specialised on their alignment unless
+        it is always the same.
+        """
+        if _recorded is not None:
+            self._record(_recorded, tensors[len(self.encoded) :])
+            return
+        device, entry = tensors[0].get_device(), self.entry  # type: ignore[union-attr]
+        if entry is None or device != self.device or device != _current_device():
+            with torch.cuda.device(device):
+                self._start(device, tensors)
             return
         arguments: list[Any] = []
-        for i, known in enumerate(self.encoded):
-            encoded = known.get(tensors[i].data_ptr())
-            arguments += self._encode(entry, i, tensors[i]) if encoded is None else encoded
-        for pointer in pointers:
-            arguments.append(pointer.data_ptr())
+        for index, (known, tensor) in enumerate(zip(self.encoded, tensors)):
+            encoded = known.get(tensor.data_ptr())  # type: ignore[union-attr]
+            arguments += self._encode(entry, index, tensor) if encoded is None else encoded
+        for pointer in tensors[len(self.encoded) :]:
+            arguments.append(None if pointer is None else pointer.data_ptr())
         _enqueue(entry, device, self.programs, arguments, self.arguments)
 
-    def _encode(self, entry: Entry, index: int, tensor: torch.Tensor) -> list[Any]:
+    def _start(self, device: int, tensors: Sequence[torch.Tensor | None]) -> None:
+        """The first launch on a device, which compiles the kernel if that has not been done."""
+        descriptors = [self._descriptor(i, tensor) for i, tensor in zip(range(len(self.encoded)), tensors)]
+        compiled = self.function.run(
+            *descriptors, *tensors[len(descriptors) :], *self.arguments,
+            grid=(self.programs, 1, 1), warmup=False, **self.options,
+        )  # fmt: skip
+        self.entry, self.device = entry_of(compiled), device
+
+    def _encode(self, entry: Entry, index: int, tensor: Any) -> list[Any]:
         """What stands for a described tensor among the arguments."""
         descriptor = self._descriptor(index, tensor)
         if entry.encode is None:
@@ -303,31 +340,38 @@ class TiledLaunch:
         known[tensor.data_ptr()] = encoded = entry.encode[index](descriptor)
         return encoded
 
-    def _descriptor(self, index: int, tensor: torch.Tensor) -> Any:
+    def _descriptor(self, index: int, tensor: torch.Tensor | None) -> Any:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         descriptor = object.__new__(TensorDescriptor)  # its constructor would check again what the plan settled
         descriptor.__dict__.update(self.described[index], base=tensor)
         return descriptor
 
-    def _record(self, builds: dict[tuple[Any, ...], Build], pointers: Sequence[torch.Tensor]) -> None:
+    def _record(self, builds: dict[tuple[Any, ...], Build], pointers: Sequence[torch.Tensor | None]) -> None:
         names = iter(self.function.arg_names)
-        constant = {p.name for p in self.function.params if p.is_constexpr}
+        parameters = {p.name: p for p in self.function.params}
+        constexprs: dict[str, Any] = {}
         signature: dict[str, str] = {}
         for described in self.described:
             base, tile, layout = described["base"], described["block_shape"], described["layout"]
             signature[next(names)] = f"tensordesc<{_TYPE_NAMES[base.dtype]}{tile},{layout!r}>"
         attrs: dict[tuple[int, ...], list[list[Any]]] = {}
         for pointer in pointers:
-            attrs[(len(signature),)] = [["tt.divisibility", ALIGNMENT]]
-            signature[next(names)] = "*" + _TYPE_NAMES[pointer.dtype]
-        constexprs: dict[str, Any] = {}
+            name = next(names)
+            if pointer is None:
+                constexprs[name] = None
+                signature[name] = "constexpr"
+                continue
+            if not parameters[name].do_not_specialize_on_alignment:
+                attrs[(len(signature),)] = [["tt.divisibility", ALIGNMENT]]
+            signature[name] = "*" + _TYPE_NAMES[pointer.dtype]
         for name, value in zip(names, self.arguments, strict=True):
-            if name in constant:
+            if parameters[name].is_constexpr:
                 constexprs[name] = value
                 signature[name] = "constexpr"
             else:
-                signature[name] = "fp32" if isinstance(value, float) else "i32"
+                kind = "fp32" if isinstance(value, float) else "i32"
+                signature[name] = parameters[name].annotation_type or kind
         key = (self.function, tuple(signature.items()), tuple(constexprs.items()))
         builds.setdefault(key, Build(self.function, signature, constexprs, attrs, self.options))
 

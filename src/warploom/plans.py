@@ -75,9 +75,12 @@ def are_kept(tensor: torch.Tensor) -> bool:
 
 def of_registered(known: Plans, tensor: torch.Tensor, *arguments: Any) -> Plans:
     """Plans of a call of a registered operator, the types of whose ``arguments`` its schema has settled."""
-    if not are_kept(tensor):
+    if not (tensor.is_cuda or are_kept(tensor)):
         return Plans()
-    parts = (
-        metadata(a) if isinstance(a, torch.Tensor) else tuple(a) if isinstance(a, list) else a for a in arguments
-    )
-    return known.get((metadata(tensor), *parts), Plans)
+    key: list[Hashable] = [tensor.shape, tensor.stride(), tensor.dtype, tensor.device]
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            key += argument.shape, argument.stride(), argument.dtype
+        else:
+            key.append(tuple(argument) if isinstance(argument, list) else argument)
+    return known.get(tuple(key), Plans)

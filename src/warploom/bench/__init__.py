@@ -8,13 +8,14 @@ suites, providers that are built for a case, bytes and operations; `run_bench` r
 from warploom.bench.api import Results, run_bench, time_functions
 from warploom.bench.comparison import compare, read_side
 from warploom.bench.records import Record, load
-from warploom.ops.spec import Bench, Case, Inputs, Operator, Outputs, Traffic, Unsupported
+from warploom.ops.spec import Bench, Case, Inputs, Operator, Other, Outputs, Traffic, Unsupported
 
 __all__ = [
     "Bench",
     "Case",
     "Inputs",
     "Operator",
+    "Other",
     "Outputs",
     "Record",
     "Results",

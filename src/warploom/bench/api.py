@@ -20,7 +20,7 @@ from warploom.bench.records import Record, adopt
 from warploom.bench.runner import Outcome, Selection, run
 from warploom.errors import ArgumentError
 from warploom.ops import benches
-from warploom.ops.spec import Bench, Case, Inputs, Operator, Outputs, Traffic
+from warploom.ops.spec import Bench, Case, Inputs, Operator, Other, Outputs, Traffic
 from warploom.testing.conformance import as_tuple
 
 __all__ = ["Results", "run_bench", "time_functions"]
@@ -105,7 +105,10 @@ def run_bench(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = torch.device(device)
     if benches().get(bench.name) is not bench:
-        theirs = (bench.operator.reference, bench.operator.make_inputs, bench.traffic, *bench.providers.values())
+        theirs: list[Callable[..., Any]] = [*bench.every_provider.values()]
+        parts: list[Bench | Other] = [bench, *bench.others]
+        for part in parts:
+            theirs += part.operator.reference, part.operator.make_inputs, part.traffic
         bench = replace(bench, sources=bench.sources or _files(theirs))
         adopt([], [bench])
     kept = None if output else tempfile.TemporaryDirectory(prefix="warploom-")

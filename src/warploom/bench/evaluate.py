@@ -53,6 +53,16 @@ class Unit:
         """Whether what is timed is the replay of a captured graph."""
         return self.mode.endswith(GRAPH)
 
+    @property
+    def parts(self) -> list[Unit]:
+        """One unit for each function that is measured, its own and others, each with its own providers."""
+        bench = replace(self.bench, others=())
+        others = (
+            replace(bench, operator=other.operator, providers=other.providers, traffic=other.traffic)
+            for other in self.bench.others
+        )
+        return [replace(self, bench=part) for part in (bench, *others)]
+
     def __str__(self) -> str:
         parameters = " ".join(f"{name}={value}" for name, value in self.case.items())
         return f"{self.bench.name} {self.mode} {parameters}"
@@ -77,14 +87,21 @@ def evaluate(
         DeviceLostError: A provider left the device unusable.
     """
     traffic = unit.bench.traffic(unit.case, unit.work)
-    blank = replace(blank, min_bytes=traffic.min_bytes, flops=traffic.flops)
-    records = {name: replace(blank, provider=name) for name in providers}
+    records: dict[str, Record] = {}
+    starts: dict[str, Callable[[], Call]] = {}
     with torch.set_grad_enabled(unit.work != "fwd"):
-        stream = functools.partial(limits.stream_call, traffic, device, clock)
-        timings = _time({LIMIT: stream, **_check_and_weigh(unit, device, records)}, device, clock)
+        starts[LIMIT] = functools.partial(limits.stream_call, traffic, device, clock)
+        for part in unit.parts:
+            moved = part.bench.traffic(unit.case, unit.work)
+            own = replace(blank, min_bytes=moved.min_bytes, flops=moved.flops)
+            of_part = {name: replace(own, provider=name) for name in providers if name in part.bench.providers}
+            if of_part:
+                starts |= _check_and_weigh(part, device, of_part)
+                records |= of_part
+        timings = _time(starts, device, clock)
         floor_ms = attempt(LIMIT, functools.partial(limits.compute_ms, traffic, device, clock))
-    records[LIMIT] = replace(blank, provider=LIMIT)
-    return _with_times(records, timings, floor_ms)
+    records[LIMIT] = replace(blank, provider=LIMIT, min_bytes=traffic.min_bytes, flops=traffic.flops)
+    return _with_times(records, timings, floor_ms, unit.bench.other_names)
 
 
 @dataclass(frozen=True)
@@ -207,6 +224,7 @@ def _reference_results(unit: Unit, inputs: Inputs) -> tuple[_Subject, Tensors, T
 
 def provider_call(unit: Unit, name: str, device: torch.device) -> Call:
     """A provider's call on a unit's inputs as it is timed, unchecked: for profilers."""
+    unit = next(part for part in unit.parts if name in part.bench.providers)
     inputs = make_inputs(unit.bench.operator, unit.case, device)
     with torch.set_grad_enabled(unit.work != "fwd"):
         grads = None
@@ -249,9 +267,15 @@ def _time(
 
 
 def _with_times(
-    records: Mapping[str, Record], timings: Mapping[str, Timing | Failure], floor_ms: float | Failure
+    records: Mapping[str, Record],
+    timings: Mapping[str, Timing | Failure],
+    floor_ms: float | Failure,
+    others: Sequence[str],
 ) -> list[Record]:
-    """Fill in the times. The limit is the larger of the streaming time and ``floor_ms``, the arithmetic's."""
+    """Fill in the times. The limit is the larger of the streaming time and ``floor_ms``, the arithmetic's.
+
+    It is no limit of ``others``, the providers of other functions.
+    """
     limit = timings[LIMIT]
     if isinstance(floor_ms, Failure):
         limit = floor_ms
@@ -265,8 +289,9 @@ def _with_times(
         if isinstance(timing, Failure):
             record = _failed(record, timing)
         elif timing is not None:
-            fraction = None if limit_ms is None else limit_ms / timing.ms
-            record = replace(record, **vars(timing), limit_ms=limit_ms, limit_fraction=fraction)
+            bound = None if name in others else limit_ms
+            fraction = None if bound is None else bound / timing.ms
+            record = replace(record, **vars(timing), limit_ms=bound, limit_fraction=fraction)
         finished.append(record)
     return finished
 

@@ -126,6 +126,8 @@ class Section:
     panels: tuple[Panel, ...]
     emphasis: str
     """The provider that stands for the operator; see `own_provider`."""
+    others: tuple[str, ...] = ()
+    """Providers of other functions, timed beside it."""
 
     own: ClassVar[str] = "triton"
     """Begins the names of our providers."""
@@ -242,6 +244,7 @@ def _section(operator: str, entries: Sequence[Entry]) -> Section:
         constants={name: value for name, value in constants.items() if value is not None},
         panels=tuple(Panel(chosen, device, tuple(points)) for chosen, device, points in panels.values()),
         emphasis=own_provider((record for record, _, _ in entries), bench.own if bench else ""),
+        others=tuple(bench.other_names) if bench else (),
     )
 
 

@@ -18,7 +18,7 @@ __all__ = ["markdown_table", "replace_between", "speed_table", "step_table", "up
 BEGIN = "<!-- speeds: written by `warploom report` from records; do not edit -->"
 END = "<!-- end of speeds -->"
 _NOTHING = "There are no records of the present code yet."
-_BASELINES = ("torch_compile", "torch", "sdpa_cudnn", "sdpa_flash", "flex_attention")
+_BASELINES = ("torch_compile", "torch", "sdpa_cudnn", "sdpa_flash", "flex_attention", "sdpa_gqa", "sdpa_mha")
 _HEADER = (
     "operator",
     "kind",

@@ -226,7 +226,7 @@ def current_digests(bench: Bench) -> dict[str, str]:
     kernels.
     """
     whole, found = current_digest(bench), {}
-    for name, builder in bench.providers.items():
+    for name, builder in bench.every_provider.items():
         module = getattr(builder, "func", builder).__module__  # of a partial, what it completes
         file = Path(getattr(sys.modules[module], "__file__", None) or "")
         found[name] = _file_digest(file) if file.name == _PEERS else whole

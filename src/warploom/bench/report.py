@@ -17,7 +17,14 @@ from warploom.bench.panels import UNSET, Panel, Section, device_name, load_secti
 from warploom.bench.published import published
 from warploom.bench.records import LIMIT, RECORDS, load_environments
 from warploom.bench.report_summary import counts, summary_rows
-from warploom.bench.report_tables import accuracy_table, failures, memory_table, overviews, time_table
+from warploom.bench.report_tables import (
+    accuracy_table,
+    bytes_table,
+    failures,
+    memory_table,
+    overviews,
+    time_table,
+)
 from warploom.profile.records import PROFILES
 from warploom.profile.sections import profile_sections
 
@@ -125,6 +132,7 @@ def _section_view(section: Section, names: Sequence[str], figures: dict[str, Fig
         "x": section.x,
         "choices": section.choices,
         "emphasis": section.emphasis,
+        "others": section.others,
         "constants": ", ".join(f"{name} = {spell(value)}" for name, value in section.constants.items()),
         "overviews": overviews(section),
         "legend": [_legend_entry(name, name, styles[name], name == section.emphasis) for name in shown],
@@ -182,5 +190,6 @@ def _mode_view(
         "time": time_table(section, panel, mode),
         "failures": failures(panel, mode),
         "accuracy": accuracy_table(section, panel, mode),
+        "bytes": bytes_table(section, panel, mode),
         "memory": memory_table(section, panel, mode),
     }

@@ -60,7 +60,7 @@ def _row(section: Section, panels: Sequence[Panel], device: str, mode: str) -> S
     gains = {
         name: [panel.speedups(mode, ours, name) for panel in panels]
         for name in section.baselines
-        if not name.startswith(section.own)
+        if not name.startswith(section.own) and name not in section.others
     }
     least: list[float] = []
     for of_one_panel in zip(*gains.values()):

@@ -15,6 +15,7 @@ __all__ = [
     "Failure",
     "Table",
     "accuracy_table",
+    "bytes_table",
     "failures",
     "memory_table",
     "overviews",
@@ -95,6 +96,19 @@ def time_table(section: Section, panel: Panel, mode: str) -> Table:
         for x, row in zip(panel.xs(mode), table.rows)
     ]
     return _without_empty(Table(heads, rows))
+
+
+def bytes_table(section: Section, panel: Panel, mode: str) -> Table | None:
+    """Show the fewest bytes that every provider must move; None if no other function stands beside the bench's."""
+    points = [point for point in panel.points if point.record.mode == mode]
+    if not any(point.record.provider in section.others for point in points):
+        return None
+
+    def cell(point: Point) -> Cell:
+        moved = point.record.min_bytes
+        return Cell("" if moved is None else f"{moved / 2**20:,.1f}")
+
+    return _by_provider(section, panel, mode, cell)
 
 
 def memory_table(section: Section, panel: Panel, mode: str) -> Table | None:

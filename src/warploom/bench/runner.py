@@ -81,7 +81,7 @@ def plan(benches: Sequence[Bench], selection: Selection, device_type: str) -> li
     _check_known("suite", [selection.suite], (suite for bench in benches for suite in bench.suites))
     _check_known("mode", selection.modes or (), (mode for bench in benches for mode in _modes(bench, device_type)))
     _check_known("dtype", selection.dtypes or (), DTYPES)
-    providers = (provider for bench in benches for provider in (*bench.providers, LIMIT))
+    providers = (provider for bench in benches for provider in (*bench.every_provider, LIMIT))
     _check_known("provider", selection.providers or (), providers)
     cases = [
         (bench, case)
@@ -177,7 +177,8 @@ def run(
                 source_digest=of[LIMIT],
                 environment=identifier,
             )
-            names = [p for p in unit.bench.providers if selection.providers is None or p in selection.providers]
+            every = unit.bench.every_provider
+            names = [p for p in every if selection.providers is None or p in selection.providers]
             wanted = [replace(blank, provider=name) for name in (*names, LIMIT)]
             known = [found[record.key] for record in wanted if record.key in found]
             known = [r for r in known if r.source_digest == of[r.provider] and not r.disturbed]

@@ -119,7 +119,7 @@ def _profile(
     from warploom.bench import traces
 
     unit = traces.one_unit(chosen, selection, device)
-    providers = [name for name in unit.bench.providers if options.provider is None or name in options.provider]
+    providers = [name for name in unit.bench.every_provider if options.provider is None or name in options.provider]
     if options.profile == "once":
         traces.call_once(unit, providers, device)
         return 0

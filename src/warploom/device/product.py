@@ -17,7 +17,7 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def parts_of(x):
+def pieces_of(x):
     """A float32 tile as the sum of three in bfloat16, which hold all its bits; the largest first."""
     high = rounded(x, tl.bfloat16)
     rest = x - high.to(tl.float32)
@@ -27,8 +27,8 @@ def parts_of(x):
 
 
 @triton.jit
-def dot_of_parts(a, b, i: tl.constexpr, j: tl.constexpr, c):
-    """``a[i] · b[j] + c`` of two factors in parts."""
+def dot_of_pieces(a, b, i: tl.constexpr, j: tl.constexpr, c):
+    """``a[i] · b[j] + c`` of two factors in pieces."""
     if INTERPRETED:
         c = tl.dot(a[i].to(tl.float32), b[j].to(tl.float32), c)
     else:
@@ -47,16 +47,16 @@ def product(a, b, c, PRECISION: tl.constexpr):
     """``a · b + c`` in float32.
 
     ``PRECISION`` is about float32 factors: one of Triton's names of an ``input_precision``, ``bf16`` to round them
-    to bfloat16 first, or ``parts`` where they come as `parts_of` makes them: six products of nine, like ``bf16x6``,
+    to bfloat16 first, or ``pieces`` where they come as `pieces_of` makes them: six products of nine, like ``bf16x6``,
     and the other three are smaller than what float32 rounds off.
     """
-    if PRECISION == "parts":
-        whole = dot_of_parts(a, b, 2, 0, tl.zeros(c.shape, dtype=tl.float32))  # the smallest first
-        whole = dot_of_parts(a, b, 1, 1, whole)
-        whole = dot_of_parts(a, b, 0, 2, whole)
-        whole = dot_of_parts(a, b, 1, 0, whole)
-        whole = dot_of_parts(a, b, 0, 1, whole)
-        whole = dot_of_parts(a, b, 0, 0, whole)
+    if PRECISION == "pieces":
+        whole = dot_of_pieces(a, b, 2, 0, tl.zeros(c.shape, dtype=tl.float32))  # the smallest first
+        whole = dot_of_pieces(a, b, 1, 1, whole)
+        whole = dot_of_pieces(a, b, 0, 2, whole)
+        whole = dot_of_pieces(a, b, 1, 0, whole)
+        whole = dot_of_pieces(a, b, 0, 1, whole)
+        whole = dot_of_pieces(a, b, 0, 0, whole)
         c = add_outside(whole, c)
     else:
         if PRECISION == "bf16" and a.dtype == tl.float32:

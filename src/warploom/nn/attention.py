@@ -7,9 +7,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from warploom import flash_attention
+from warploom.backend import use_triton
+from warploom.eager import is_plain_eager
 from warploom.errors import ArgumentError, fault
 from warploom.nn.cache import KVCache
 from warploom.nn.positions import LRPE, RotaryEmbedding
+from warploom.ops.flash_attention.api import MAX_FEATURES
 
 __all__ = ["IMPLEMENTATIONS", "Attention"]
 
@@ -74,25 +77,47 @@ class Attention(nn.Module):
         Returns:
             ``(B, N, d_model)``.
         """
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, N, H + 2·Hkv, D)
+        qkv = self.qkv(x).view(*x.shape[:2], -1, self.head_dim)  # (B, N, H + 2·Hkv, D)
+        out = self._turned_and_attended(qkv) if cache is None and position_ids is None else None
+        if out is None:
+            out = self._attended(qkv, position_ids, cache)
+        projected: Tensor = self.out(out.flatten(2))
+        return projected
+
+    def _turned_and_attended(self, qkv: Tensor) -> Tensor | None:
+        """From the projection (B, N, H + 2·Hkv, D) to (B, N, H, D) by one operator, if there is one for the call.
+
+        There is on the kernels, for plain eager calls and compiled code.
+        """
+        position = self.position
+        if self.implementation != "flash" or not isinstance(position, RotaryEmbedding):
+            return None
+        if self.head_dim > MAX_FEATURES or not use_triton("Attention", "auto", qkv):
+            return None
+        if not (torch.compiler.is_compiling() or is_plain_eager(qkv, position.theta)):
+            return None
+        from warploom.nn.rotary_attention import rotary_attention  # imports Triton
+
+        scale = self.head_dim**-0.5
+        return rotary_attention(qkv, position.theta, self.heads, scale, interleaved=position.interleaved)
+
+    def _attended(self, qkv: Tensor, position_ids: Tensor | None, cache: KVCache | None) -> Tensor:
+        """From the projection (B, N, H + 2·Hkv, D) to (B, N, H, D)."""
         qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
         q, k = self._encoded(qk, position_ids, 0 if cache is None else cache.offset)
         scale = self.head_dim**-0.5
         if cache is not None:
             k, v = cache.append(k, v)
         if cache is not None and cache.ragged:
-            out = self._ragged(q, k, v, scale, cache)
-        elif self.implementation == "flash":
-            out = flash_attention(q, k, v, causal=True, scale=scale)
-        elif self.implementation == "sdpa":
+            return self._ragged(q, k, v, scale, cache)
+        if self.implementation == "flash":
+            return flash_attention(q, k, v, causal=True, scale=scale)
+        if self.implementation == "sdpa":
             # `is_causal` aligns the first query with the first key, which is ours only when there are as many.
             square = q.shape[1] == k.shape[1]
             mask = None if square or q.shape[1] == 1 else causal_mask(q, k)
-            out = _sdpa(q, k, v, scale, mask, is_causal=square)
-        else:
-            out = plain_attention(q, k, v, scale, causal_mask(q, k))
-        projected: Tensor = self.out(out.flatten(2))
-        return projected
+            return _sdpa(q, k, v, scale, mask, is_causal=square)
+        return plain_attention(q, k, v, scale, causal_mask(q, k))
 
     def _encoded(self, qk: Tensor, position_ids: Tensor | None, offset: int | Tensor) -> tuple[Tensor, Tensor]:
         """Queries (B, N, H, ·) and keys (B, N, Hkv, ·) with their positions, from both side by side."""

@@ -86,6 +86,22 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Other:
+    """Another function that does the same work in a model, timed beside a bench's own in every case.
+
+    It has its own inputs, definition and bytes: it is checked against its own reference, and has no share of the
+    bench's limit.
+    """
+
+    operator: Operator
+    """Makes its inputs from the bench's cases, and defines what is right."""
+    providers: Mapping[str, Callable[[Case], Callable[..., Outputs]]]
+    """As those of a `Bench`, under names that say which function they are of."""
+    traffic: Callable[[Case, str], Traffic]
+    """Bytes and operations of a case of the bench in a mode."""
+
+
+@dataclass(frozen=True)
 class Bench:
     """One bench of the command line (``warploom bench NAME``): cases of an operator, timed."""
 
@@ -114,6 +130,18 @@ class Bench:
     command: str = ""
     """What runs it, where that is not ``warploom bench NAME``: another such command line, to which a selection is
     added, or a script's, which is all there is to say."""
+    others: tuple[Other, ...] = ()
+    """Other functions to time beside it."""
+
+    @property
+    def every_provider(self) -> dict[str, Callable[[Case], Callable[..., Outputs]]]:
+        """Builders of all providers, those of other functions last."""
+        return dict(self.providers) | {n: build for other in self.others for n, build in other.providers.items()}
+
+    @property
+    def other_names(self) -> list[str]:
+        """The providers of other functions."""
+        return [name for other in self.others for name in other.providers]
 
 
 _PERIOD = 2**24 - 3  # a prime

@@ -20,7 +20,9 @@ __all__ = ["OTHER", "PARTS", "Timeline", "hooked", "part_of"]
 
 PARTS = ("embedding", "norm", "projections", "position", "attention", "mlp", "head", "other")
 OTHER = "other"
-"""What belongs to no part: residual additions, the loss, and in the backward the embedding's gradient."""
+"""What belongs to no part: residual additions, the loss, and in the backward the embedding's gradient.
+
+Positions are part of attention where one operator does both, as with ``flash`` on a GPU."""
 
 
 def part_of(name: str, module: nn.Module) -> str | None:

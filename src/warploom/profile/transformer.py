@@ -1,13 +1,15 @@
 """Steps of a Transformer LM, timed: forward, forward and backward, or a whole training step with AdamW.
 
 Every phase of every step is timed by the wall clock with the device idle before and after, as in the published
-table: what a GPU waits for the host is in it. Forward alone runs without autograd; the others with it.
+table: what a GPU waits for the host is in it. Python collects its garbage before the measured steps and not during
+them, as in `timeit`. Forward alone runs without autograd; the others with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import statistics
 import sys
 import time
@@ -214,8 +216,9 @@ def _measure(unit: Unit, plan: Plan, device: torch.device, flops_per_ms: float) 
     stepper.samples_ms.clear()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(plan.steps):
-        stepper.step()
+    with _no_collections():
+        for _ in range(plan.steps):
+            stepper.step()
     cuda = device.type == "cuda"
     peak = torch.cuda.max_memory_allocated(device) / MIB if cuda else None
     held = stepper.held_bytes / MIB if cuda else None
@@ -242,6 +245,17 @@ def _measure(unit: Unit, plan: Plan, device: torch.device, flops_per_ms: float) 
         "mfu": flops / flops_per_ms / mean_ms,
         "parts_ms": parts,
     }
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Collect garbage now and none inside: what compilers leave behind takes longer to look through than a step."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _parts(stepper: Stepper) -> dict[str, dict[str, float]]:

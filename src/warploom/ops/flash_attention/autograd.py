@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warploom import plans
-from warploom.eager import is_plain_eager, stack_over_batch
+from warploom.eager import is_plain_eager, register, stack_over_batch
 from warploom.layout import empty_in_order_of
 from warploom.ops.flash_attention import launchers
 from warploom.ops.flash_attention.launchers_geometry import Mask
@@ -21,12 +21,6 @@ Tensor = torch.Tensor
 
 _REST = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? left, SymInt? right, float scale, str? precision"
 _library = torch.library.Library("warploom", "FRAGMENT")
-_library.define(f"flash_attention(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor, Tensor)")
-_library.define(
-    "flash_attention_backward(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
-    f"Tensor statistics, {_REST}) -> (Tensor, Tensor, Tensor)"
-)
-
 _plans = Plans()
 """Of the registered operators' calls, and by `torch.func`."""
 
@@ -79,13 +73,6 @@ def _backward_fake(
     return empty_in_order_of(q, q.shape[-1]), empty_in_order_of(k, k.shape[-1]), empty_in_order_of(v, v.shape[-1])
 
 
-for _device in ("CUDA", "CPU"):  # on a CPU the kernels run in Triton's interpreter
-    _library.impl("flash_attention", _forward, _device)
-    _library.impl("flash_attention_backward", _backward, _device)
-torch.library.register_fake("warploom::flash_attention", _forward_fake, lib=_library)
-torch.library.register_fake("warploom::flash_attention_backward", _backward_fake, lib=_library)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.rest = inputs
     out, _, statistics = output
@@ -119,10 +106,19 @@ def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
     )
 
 
-torch.library.register_autograd(
-    "warploom::flash_attention", _registered_backward, setup_context=_setup_context, lib=_library
+register(
+    _library, "flash_attention", f"(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor, Tensor)",
+    _forward, _forward_fake, _registered_backward, _setup_context,
+)  # fmt: skip
+register(
+    _library,
+    "flash_attention_backward",
+    f"(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, {_REST}) "
+    "-> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+    _no_double_backward,
 )
-torch.library.register_autograd("warploom::flash_attention_backward", _no_double_backward, lib=_library)
 
 
 class _FlashAttentionBackward(torch.autograd.Function):

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.activations import power_of_two
 from warploom.device.packed import sequence_bounds, sequence_of_tile
-from warploom.device.product import parts_of, product, rounded
+from warploom.device.product import pieces_of, product, rounded
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -133,8 +133,8 @@ def load_tile(pointers, row, rows, F: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def load_factor(x, offsets, row, rows, distance, F: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """A tile as a factor of a `product`: if that takes parts, three tiles, ``distance`` apart in memory."""
-    if PRECISION == "parts":
+    """A tile as a factor of a `product`: if that takes pieces, three tiles, ``distance`` apart in memory."""
+    if PRECISION == "pieces":
         factor = (
             load_tile(x + offsets, row, rows, F, MASKED),
             load_tile(x + distance + offsets, row, rows, F, MASKED),
@@ -148,8 +148,8 @@ def load_factor(x, offsets, row, rows, distance, F: tl.constexpr, MASKED: tl.con
 @triton.jit
 def as_factor(tile, dtype: tl.constexpr, PRECISION: tl.constexpr):
     """A float32 tile as a factor of a `product` with one in ``dtype``."""
-    if PRECISION == "parts":
-        factor = parts_of(tile)
+    if PRECISION == "pieces":
+        factor = pieces_of(tile)
     else:
         factor = rounded(tile, dtype)
     return factor
@@ -158,7 +158,7 @@ def as_factor(tile, dtype: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def transposed(factor, PRECISION: tl.constexpr):
     """A factor of a `product`, transposed."""
-    if PRECISION == "parts":
+    if PRECISION == "pieces":
         factor = (factor[0].T, factor[1].T, factor[2].T)
     else:
         factor = factor.T
@@ -190,7 +190,7 @@ def base_of(x, entry, row, head, stride_b, stride_n, stride_h, VEC: tl.constexpr
 
 @triton.jit
 def attend(
-    acc, total, shift, q, k, v, k_offsets, v_offsets, k_step, v_step, k_part, v_part,
+    acc, total, shift, q, k, v, k_offsets, v_offsets, k_step, v_step, k_piece, v_piece,
     begin, end, position, keys, left, right, scale,
     MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -201,7 +201,7 @@ def attend(
     it stays the same: ``top * scale − shift``, one fused operation, is the rounding of that product instead of zero.
     """
     for n in tl.range(begin, end, BLOCK_N):
-        k_tile = load_factor(k + n * k_step, k_offsets, n, keys, k_part, D, MASKED, PRECISION)
+        k_tile = load_factor(k + n * k_step, k_offsets, n, keys, k_piece, D, MASKED, PRECISION)
         logits = tl.zeros((acc.shape[0], BLOCK_N), dtype=tl.float32)
         logits = product(q, transposed(k_tile, PRECISION), logits, PRECISION)
         if NEGATIVE:
@@ -218,7 +218,7 @@ def attend(
         shrink = power_of_two(shift - base)
         total = total * shrink + tl.sum(weights, axis=1)
         acc = acc * shrink[:, None]
-        v_tile = load_factor(v + n * v_step, v_offsets, n, keys, v_part, E, MASKED, PRECISION)
+        v_tile = load_factor(v + n * v_step, v_offsets, n, keys, v_piece, E, MASKED, PRECISION)
         acc = product(as_factor(weights, v.dtype.element_ty, PRECISION), v_tile, acc, PRECISION)
         shift = new_shift
     return acc, total, shift
@@ -250,7 +250,7 @@ def forward_kernel(
 ):  # fmt: skip
     """One tile of queries of one head, over one part of its keys.
 
-    With ``PRECISION`` ``parts``, ``k`` and ``v`` are what `split_kernel` made of them, and so are their strides.
+    With ``PRECISION`` ``pieces``, ``k`` and ``v`` are what `pieces_kernel` made of them, and so are their strides.
     Writes ``out`` (parts, B, N, H, E), ``lse`` (B, H, N) if there is one part, and ``statistics`` (parts, 2, B, H, N):
     the largest logit of a row in powers of two, and the sum of its exponentials relative to that.
     """
@@ -272,10 +272,10 @@ def forward_kernel(
         q_tile = load_tile(
             q_base + tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D), m, tokens_here, D, True
         )
-        if PRECISION == "parts":
-            q_tile = parts_of(q_tile)
-        k_part = tl.cast(entries, tl.int64) * keys * (heads // group) * D
-        v_part = tl.cast(entries, tl.int64) * keys * (heads // group) * E
+        if PRECISION == "pieces":
+            q_tile = pieces_of(q_tile)
+        k_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * D
+        v_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * E
 
         offset = keys_here - tokens_here  # the last query stands at the last key
         position = m + offset + tl.arange(0, BLOCK_M)
@@ -288,15 +288,15 @@ def forward_kernel(
         shift = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         if HAS_LEFT:
             acc, total, shift = attend(
-                acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_part, v_part,
+                acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_piece, v_piece,
                 begin, full_begin, position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
             )  # fmt: skip
         acc, total, shift = attend(
-            acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_part, v_part,
+            acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_piece, v_piece,
             full_begin, full_end, position, keys_here, left, right, scale, False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
         )  # fmt: skip
         acc, total, shift = attend(
-            acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_part, v_part,
+            acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_piece, v_piece,
             full_end, end, position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
         )  # fmt: skip
 
@@ -314,18 +314,18 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "heads", "x_b", "x_n", "x_h", "x_f"])
-def split_kernel(
-    x, parts, rows: tl.int64, tokens: tl.int32, heads: tl.int32, x_b: tl.int64, x_n: tl.int64, x_h: tl.int64,
+def pieces_kernel(
+    x, pieces, rows: tl.int64, tokens: tl.int32, heads: tl.int32, x_b: tl.int64, x_n: tl.int64, x_h: tl.int64,
     x_f: tl.int64, F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """A float32 tensor (B, N, H, F) as the sum of three in bfloat16, ``parts`` (3, B, N, H, F) without gaps."""
+    """A float32 tensor (B, N, H, F) as the sum of three in bfloat16, ``pieces`` (3, B, N, H, F) without gaps."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     head, token, entry = row % heads, row // heads % tokens, row // heads // tokens
     feature = tl.arange(0, BLOCK_F)
     inside = (row < rows)[:, None] & (feature < F)[None, :]
     cells = (entry * x_b + token * x_n + head * x_h)[:, None] + (feature * x_f)[None, :]
-    high, middle, low = parts_of(tl.load(x + cells, mask=inside, other=0.0))
-    out = parts + (row * F)[:, None] + feature[None, :]
+    high, middle, low = pieces_of(tl.load(x + cells, mask=inside, other=0.0))
+    out = pieces + (row * F)[:, None] + feature[None, :]
     tl.store(out, high, mask=inside)
     tl.store(out + rows * F, middle, mask=inside)
     tl.store(out + 2 * rows * F, low, mask=inside)

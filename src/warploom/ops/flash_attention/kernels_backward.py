@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.activations import power_of_two
-from warploom.device.product import parts_of, product, rounded
+from warploom.device.product import pieces_of, product, rounded
 from warploom.ops.flash_attention.kernels import (
     SIZES,
     as_factor,
@@ -80,14 +80,15 @@ def prepare_kernel(
 
 @triton.jit
 def walk_queries(
-    dk, dv, k, v, q, do, shift, delta, inverse, q_offsets, do_offsets, q_step, do_step, q_part, do_part,
+    dk, dv, k, v, q, do, shift, delta, inverse, q_offsets, do_offsets, q_step, do_step, q_piece, do_piece,
     q_h, do_h, row_h, group, begin, end, offset, key, tokens, keys, left, right, scale,
+    WANTS_DK: tl.constexpr, WANTS_DV: tl.constexpr,
     MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Walk over queries ``begin … end`` of every head of a group, one loop for all, which keeps registers free.
 
-    Gradients of keys (N, D), without the scale, and of values (N, E).
+    Gradients of keys (N, D), without the scale, and of values (N, E), as far as they are wanted.
     """
     steps = tl.cdiv(end - begin, BLOCK_M)
     for step in tl.range(0, group * steps):
@@ -95,7 +96,7 @@ def walk_queries(
         m = begin + (step - member * steps) * BLOCK_M
         query = m + tl.arange(0, BLOCK_M)
         row = member * row_h + query
-        q_tile = load_factor(q + member * q_h + m * q_step, q_offsets, m, tokens, q_part, D, MASKED, PRECISION)
+        q_tile = load_factor(q + member * q_h + m * q_step, q_offsets, m, tokens, q_piece, D, MASKED, PRECISION)
         logits = tl.zeros((dk.shape[0], BLOCK_M), dtype=tl.float32)
         logits = product(k, transposed(q_tile, PRECISION), logits, PRECISION)
         if NEGATIVE:
@@ -113,13 +114,15 @@ def walk_queries(
             seen = visible((query + offset)[None, :], key[:, None], keys, left, right, HAS_LEFT, HAS_RIGHT)
             weights = tl.where(seen, weights, 0.0)
         do_tile = load_factor(
-            do + member * do_h + m * do_step, do_offsets, m, tokens, do_part, E, MASKED, PRECISION
+            do + member * do_h + m * do_step, do_offsets, m, tokens, do_piece, E, MASKED, PRECISION
         )
-        dv = product(as_factor(weights, do.dtype.element_ty, PRECISION), do_tile, dv, PRECISION)
-        dweights = tl.zeros((dk.shape[0], BLOCK_M), dtype=tl.float32)
-        dweights = product(v, transposed(do_tile, PRECISION), dweights, PRECISION)
-        dlogits = weights * (dweights - row_delta[None, :])
-        dk = product(as_factor(dlogits, q.dtype.element_ty, PRECISION), q_tile, dk, PRECISION)
+        if WANTS_DV:
+            dv = product(as_factor(weights, do.dtype.element_ty, PRECISION), do_tile, dv, PRECISION)
+        if WANTS_DK:
+            dweights = tl.zeros((dk.shape[0], BLOCK_M), dtype=tl.float32)
+            dweights = product(v, transposed(do_tile, PRECISION), dweights, PRECISION)
+            dlogits = weights * (dweights - row_delta[None, :])
+            dk = product(as_factor(dlogits, q.dtype.element_ty, PRECISION), q_tile, dk, PRECISION)
     return dk, dv
 
 
@@ -144,6 +147,7 @@ def key_kernel(
 ):  # fmt: skip
     """One tile of keys of one key head, over one part of the queries of every query head of its group.
 
+    Of ``dk`` and ``dv``, one may be None: where both sums do not fit in registers, two launches are faster than one.
     With ``OVERLAP`` the launch after it, of `query_kernel`, starts where this one leaves multiprocessors idle.
     """
     if OVERLAP:
@@ -162,14 +166,17 @@ def key_kernel(
         k_tile = load_tile(
             k_base + tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D), n, keys_here, D, True
         )
-        v_tile = load_tile(
-            v_base + tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E), n, keys_here, E, True
-        )
-        if PRECISION == "parts":
-            k_tile = parts_of(k_tile)
-            v_tile = parts_of(v_tile)
-        q_part = tl.cast(entries, tl.int64) * tokens * heads * D
-        grad_part = tl.cast(entries, tl.int64) * tokens * heads * E
+        if PRECISION == "pieces":
+            k_tile = pieces_of(k_tile)
+        v_tile = k_tile
+        if dk is not None:
+            v_tile = load_tile(
+                v_base + tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E), n, keys_here, E, True
+            )
+            if PRECISION == "pieces":
+                v_tile = pieces_of(v_tile)
+        q_piece = tl.cast(entries, tl.int64) * tokens * heads * D
+        grad_piece = tl.cast(entries, tl.int64) * tokens * heads * E
 
         offset = keys_here - tokens_here  # the last query stands at the last key
         key = n + tl.arange(0, BLOCK_N)
@@ -190,40 +197,42 @@ def key_kernel(
         if HAS_RIGHT:
             dk_tile, dv_tile = walk_queries(
                 dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
-                q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_part, grad_part, q_h * VEC, grad_h * VEC, row_h, group,
-                begin, full_begin, offset, key, tokens_here, keys_here, left, right, scale,
+                q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
+                begin, full_begin, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
                 True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
             )  # fmt: skip
         dk_tile, dv_tile = walk_queries(
             dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
-            q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_part, grad_part, q_h * VEC, grad_h * VEC, row_h, group,
-            full_begin, full_end, offset, key, tokens_here, keys_here, left, right, scale,
+            q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
+            full_begin, full_end, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
             False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
         )  # fmt: skip
         dk_tile, dv_tile = walk_queries(
             dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
-            q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_part, grad_part, q_h * VEC, grad_h * VEC, row_h, group,
-            full_end, end, offset, key, tokens_here, keys_here, left, right, scale,
+            q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
+            full_end, end, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
             True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
         )  # fmt: skip
-        dk_base = base_of(dk, entry, k_start + n, key_head, dk_b, dk_n, dk_h, VEC) + split * (dk_split * VEC)
-        dv_base = base_of(dv, entry, k_start + n, key_head, dv_b, dv_n, dv_h, VEC) + split * (dv_split * VEC)
-        dk_offsets = tile_offsets(dk_n, dk_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
-        dv_offsets = tile_offsets(dv_n, dv_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
-        store_tile(dk_base + dk_offsets, dk_tile * slope, n, keys_here, D)
-        store_tile(dv_base + dv_offsets, dv_tile, n, keys_here, E)
+        if dk is not None:
+            dk_base = base_of(dk, entry, k_start + n, key_head, dk_b, dk_n, dk_h, VEC) + split * (dk_split * VEC)
+            dk_offsets = tile_offsets(dk_n, dk_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
+            store_tile(dk_base + dk_offsets, dk_tile * slope, n, keys_here, D)
+        if dv is not None:
+            dv_base = base_of(dv, entry, k_start + n, key_head, dv_b, dv_n, dv_h, VEC) + split * (dv_split * VEC)
+            dv_offsets = tile_offsets(dv_n, dv_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
+            store_tile(dv_base + dv_offsets, dv_tile, n, keys_here, E)
 
 
 @triton.jit
 def walk_keys(
-    dq, q, do, k, v, row_shift, row_delta, k_offsets, v_offsets, k_step, v_step, k_part, v_part,
+    dq, q, do, k, v, row_shift, row_delta, k_offsets, v_offsets, k_step, v_step, k_piece, v_piece,
     begin, end, position, keys, left, right, scale,
     MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Walk over keys ``begin … end``: gradients of queries (M, D), without the scale."""
     for n in tl.range(begin, end, BLOCK_N):
-        k_tile = load_factor(k + n * k_step, k_offsets, n, keys, k_part, D, MASKED, PRECISION)
+        k_tile = load_factor(k + n * k_step, k_offsets, n, keys, k_piece, D, MASKED, PRECISION)
         logits = tl.zeros((dq.shape[0], BLOCK_N), dtype=tl.float32)
         logits = product(q, transposed(k_tile, PRECISION), logits, PRECISION)
         if NEGATIVE:
@@ -233,7 +242,7 @@ def walk_keys(
             key = n + tl.arange(0, BLOCK_N)
             seen = visible(position[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
             weights = tl.where(seen, weights, 0.0)
-        v_tile = load_factor(v + n * v_step, v_offsets, n, keys, v_part, E, MASKED, PRECISION)
+        v_tile = load_factor(v + n * v_step, v_offsets, n, keys, v_piece, E, MASKED, PRECISION)
         dweights = tl.zeros((dq.shape[0], BLOCK_N), dtype=tl.float32)
         dweights = product(do, transposed(v_tile, PRECISION), dweights, PRECISION)
         dlogits = weights * (dweights - row_delta[:, None])
@@ -284,11 +293,11 @@ def query_kernel(
         )
         grad_offsets = tile_offsets(grad_n, grad_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_E)
         grad_tile = load_tile(grad_base + grad_offsets, m, tokens_here, E, True)
-        if PRECISION == "parts":
-            q_tile = parts_of(q_tile)
-            grad_tile = parts_of(grad_tile)
-        k_part = tl.cast(entries, tl.int64) * keys * (heads // group) * D
-        v_part = tl.cast(entries, tl.int64) * keys * (heads // group) * E
+        if PRECISION == "pieces":
+            q_tile = pieces_of(q_tile)
+            grad_tile = pieces_of(grad_tile)
+        k_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * D
+        v_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * E
         first = row.to(tl.int64) * tokens + q_start + m
         local = tl.arange(0, BLOCK_M)
         there = m + local < tokens_here
@@ -305,17 +314,17 @@ def query_kernel(
         if HAS_LEFT:
             dq_tile = walk_keys(
                 dq_tile, q_tile, grad_tile, k_base, v_base, row_shift, row_delta, k_offsets, v_offsets,
-                k_n * VEC, v_n * VEC, k_part, v_part, begin, full_begin, position, keys_here, left, right, scale,
+                k_n * VEC, v_n * VEC, k_piece, v_piece, begin, full_begin, position, keys_here, left, right, scale,
                 True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
             )  # fmt: skip
         dq_tile = walk_keys(
             dq_tile, q_tile, grad_tile, k_base, v_base, row_shift, row_delta, k_offsets, v_offsets,
-            k_n * VEC, v_n * VEC, k_part, v_part, full_begin, full_end, position, keys_here, left, right, scale,
+            k_n * VEC, v_n * VEC, k_piece, v_piece, full_begin, full_end, position, keys_here, left, right, scale,
             False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
         )  # fmt: skip
         dq_tile = walk_keys(
             dq_tile, q_tile, grad_tile, k_base, v_base, row_shift, row_delta, k_offsets, v_offsets,
-            k_n * VEC, v_n * VEC, k_part, v_part, full_end, end, position, keys_here, left, right, scale,
+            k_n * VEC, v_n * VEC, k_piece, v_piece, full_end, end, position, keys_here, left, right, scale,
             True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
         )  # fmt: skip
         if inverse is not None:

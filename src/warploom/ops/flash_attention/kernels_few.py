@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.activations import INTERPRETED, power_of_two
 from warploom.device.product import rounded
@@ -213,8 +214,11 @@ def backward_few_kernel(
     dk_b: tl.int64, dk_n: tl.int64, dk_h: tl.int64, dk_f: tl.int64,
     dv_b: tl.int64, dv_n: tl.int64, dv_h: tl.int64, dv_f: tl.int64,
     CAUSAL: tl.constexpr, VEC: tl.constexpr, D: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Gradients of 16 keys and values of one key head, or behind all those, of 16 queries of one head."""
+    if EARLY:
+        gdc_wait()
     key_heads = heads // group
     key_programs = key_blocks * entries * key_heads
     offset = keys - tokens  # the last query stands at the last key

@@ -6,6 +6,7 @@ are kept by whoever calls (`warploom.plans`): a call like an earlier one only al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from warploom.launch import (
     ALIGNMENT,
     INTERPRETED,
+    Dense,
     Kernel,
     Launch,
     TiledLaunch,
@@ -22,10 +24,11 @@ from warploom.launch import (
 )
 from warploom.layout import layout_of
 from warploom.ops.flash_attention import launchers_few
-from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel, split_kernel
+from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel, pieces_kernel
 from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
 from warploom.ops.flash_attention.launchers_geometry import (
     L2_SHARE,
+    OWN_KEYS,
     UNBOUNDED,
     Access,
     Costs,
@@ -48,7 +51,7 @@ Tensor = torch.Tensor
 
 forward_launch = Kernel(forward_kernel)
 combine_launch = Kernel(combine_kernel)
-split_launch = Kernel(split_kernel)
+pieces_launch = Kernel(pieces_kernel)
 prepare_launch = Kernel(prepare_kernel)
 key_launch = Kernel(key_kernel)
 query_launch = Kernel(query_kernel)
@@ -57,7 +60,9 @@ sum_launch = Kernel(sum_kernel)
 PRODUCTS = {"highest": "bf16x6", "high": "tf32", "medium": "bf16"}
 """How float32 factors are multiplied, for each of PyTorch's names of a precision."""
 
-_LONG = 2048  # float32 tensors of so many rows are split once, before they are walked over
+_LONG = 2048  # of float32 tensors of so many rows, pieces are made once, before they are walked over
+TICKETS = Dense.rows((2,), torch.int32)
+"""By which programs take tiles on Hopper: one for each kernel of the backward, the first for the forward."""
 
 
 def _tiles(kernel: str, geometry: Geometry, mask: Mask, scale: float, product: str, q: Tensor) -> Configuration:
@@ -83,13 +88,13 @@ class _Grid(NamedTuple):
         return self.blocks * self.rows * self.splits
 
 
-_RATES = {"parts": 0.5, "bf16x6": 0.25, "tf32": 0.7, "bf16": 2.0, "ieee": 0.1}
+_RATES = {"pieces": 0.5, "bf16x6": 0.25, "tf32": 0.7, "bf16": 2.0, "ieee": 0.1}
 _HALF_RATE = 2.2
 """What a multiprocessor does of float32 products, and of those of 16 bits: 10¹² operations a second, about."""
 
 _LATENCY_US = 0.4  # of a step, besides its operations
-_PRODUCTS = {"forward": 2, "key": 4, "query": 3}
-_MERGE_US = {"forward": 7.0, "key": 7.0, "query": 3.0}
+_PRODUCTS = {"forward": 2, "key": 4, "dk": 3, "dv": 2, "query": 3}
+_MERGE_US = {"forward": 7.0, "key": 7.0, "dk": 3.0, "dv": 3.0, "query": 3.0}
 
 
 def _costs(kernel: str, geometry: Geometry, tiles: Configuration, product: str, dtype: torch.dtype) -> Costs:
@@ -104,10 +109,10 @@ def _grid(
     kernel: str, geometry: Geometry, mask: Mask, tiles: Configuration, product: str, q: Tensor, elements: int
 ) -> _Grid:
     """How a kernel for every GPU cuts a call with results of so many elements."""
-    own, step = (tiles.block_n, tiles.block_m) if kernel == "key" else (tiles.block_m, tiles.block_n)
-    length, heads = (geometry.keys, geometry.key_heads) if kernel == "key" else (geometry.tokens, geometry.heads)
+    own, step = (tiles.block_n, tiles.block_m) if kernel in OWN_KEYS else (tiles.block_m, tiles.block_n)
+    length, heads = (geometry.keys, geometry.key_heads) if kernel in OWN_KEYS else (geometry.tokens, geometry.heads)
     rows = geometry.entries * heads
-    cu_seqlens = mask.cu_seqlens_k if kernel == "key" else mask.cu_seqlens_q
+    cu_seqlens = mask.cu_seqlens_k if kernel in OWN_KEYS else mask.cu_seqlens_q
     if cu_seqlens is not None:
         # See device/packed.py: the lengths of packed sequences are known on the device alone.
         blocks = length // own + cu_seqlens.shape[0] - 1
@@ -152,7 +157,7 @@ def _product(q: Tensor, geometry: Geometry, mask: Mask, scale: float, precision:
         return "ieee"  # three parts of such rows do not fit in registers
     long = min(geometry.tokens, geometry.keys) >= _LONG
     tuned = 90 <= architecture(q.device) < 120 and is_plain(geometry, mask, scale)
-    return "parts" if long and tuned else PRODUCTS[precision]
+    return "pieces" if long and tuned else PRODUCTS[precision]
 
 
 def _constants(
@@ -166,65 +171,59 @@ def _constants(
     )  # fmt: skip
 
 
-class _Dense(NamedTuple):
-    """A tensor to allocate: sizes, and strides without gaps."""
+class _Pieces(NamedTuple):
+    """What makes pieces of a float32 tensor, before it is walked over."""
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    launch: Launch
+    all: Dense  # the three of them
+    like: Tensor  # one, without memory
 
-    def empty(self, q: Tensor) -> Tensor:
-        """In the dtype of ``q``, on its device."""
-        return q.new_empty_strided(self.shape, self.stride)
+    def __call__(self, x: Tensor) -> Tensor:
+        """The pieces (3, …) of ``x``."""
+        pieces = self.all.empty(x)
+        self.launch((x, pieces))
+        return pieces
 
 
-def _dense(like: Tensor) -> _Dense:
-    return _Dense(tuple(like.shape), like.stride())
+def _plan_pieces(x: Tensor) -> _Pieces:
+    _, tokens, heads, features = x.shape
+    block_f = tile_features(features)
+    rows, block_r = x.numel() // features, max(2048 // block_f, 1)
+    launch = Launch(
+        pieces_launch, -(-rows // block_r), (rows, tokens, heads, *x.stride()), (features, block_r, block_f)
+    )
+    like = torch.empty(x.shape, dtype=torch.bfloat16, device="meta")
+    return _Pieces(launch, Dense.rows((3, *x.shape), like.dtype), like)
 
 
 class _Forward(NamedTuple):
     """Plan of a forward."""
 
-    out: _Dense
-    lse: tuple[int, int, int]  # its shape
+    out: Dense
+    lse: Dense
+    statistics: Dense
     launch: Launch | TiledLaunch | None  # None where there is nothing to attend with or to
     combine: Launch | None = None  # of the parts, where walks are split
-    part_elements: int = 0  # of all parts of the output together, in float32
-    part_statistics: tuple[int, ...] = ()  # shape
+    parts: tuple[Dense, ...] = ()  # of the output, all in one, and of the statistics
     counted: bool = False  # whether tiles are counted, with tickets that must be zero
     few: bool = False  # whether the kernel is the one for few short walks
-    splits: tuple[_Split | None, _Split | None] = (None, None)  # of keys and values
-
-
-class _Split(NamedTuple):
-    """What splits a float32 tensor in parts before it is walked over."""
-
-    launch: Launch
-    parts: Tensor  # without memory: (3, …), in bfloat16
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The parts of ``x``."""
-        parts = torch.empty(self.parts.shape, dtype=torch.bfloat16, device=x.device)
-        self.launch((x, parts))
-        return parts
-
-
-def _plan_split(x: Tensor) -> _Split:
-    entries, tokens, heads, features = x.shape
-    block_f = tile_features(features)
-    rows, block_r = entries * tokens * heads, max(2048 // block_f, 1)
-    launch = Launch(
-        split_launch, -(-rows // block_r), (rows, tokens, heads, *x.stride()), (features, block_r, block_f)
-    )
-    return _Split(launch, torch.empty((3, *x.shape), dtype=torch.bfloat16, device="meta"))
+    pieces: tuple[_Pieces, ...] = ()  # of keys and values, where they are walked over in pieces
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str | None, plans: Plans
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    precision: str | None,
+    plans: Plans,
+    tickets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward kernel.
 
     ``plans`` are those of earlier calls that were the same in all but addresses, what ``cu_seqlens`` hold, and
-    precision.
+    precision. ``tickets``: `TICKETS` that are zero, if there are any already.
 
     Returns:
         Attention (B, N, Hq, E); lse (B, Hq, N) in float32; and what the backward computes the weights again from,
@@ -234,21 +233,20 @@ def forward(
     aligned = _are_aligned(q, k, v)
     plan = plans.get((precision, aligned), _plan_forward, q, k, v, mask, scale, precision, aligned)
     out = plan.out.empty(q)
-    lse = torch.empty(plan.lse, dtype=torch.float32, device=q.device)
-    statistics = torch.empty((2, *plan.lse), dtype=torch.float32, device=q.device)
+    lse, statistics = plan.lse.empty(q), plan.statistics.empty(q)
     cu_seqlens = mask.cu_seqlens_q, mask.cu_seqlens_k
     if plan.launch is None:
         return out.zero_(), lse.fill_(-torch.inf), statistics.zero_()
     target, target_statistics = out, statistics
     if plan.combine is not None:
-        target = torch.empty(plan.part_elements, dtype=torch.float32, device=q.device)
-        target_statistics = torch.empty(plan.part_statistics, dtype=torch.float32, device=q.device)
-    split_k, split_v = plan.splits
-    if split_k is not None and split_v is not None:
-        k, v = split_k(k), split_v(v)
+        target, target_statistics = (part.empty(q) for part in plan.parts)
+    if plan.pieces:
+        k, v = (make(x) for make, x in zip(plan.pieces, (k, v)))
     if isinstance(plan.launch, TiledLaunch):
-        make = torch.zeros if plan.counted else torch.empty
-        tickets = make(1, dtype=torch.int32, device=q.device)
+        if tickets is None:
+            tickets = TICKETS.empty(q)
+            if plan.counted:
+                tickets.zero_()
         plan.launch((q, k, v, target, lse, target_statistics, tickets))
     elif plan.few:
         plan.launch((q, k, v, out, lse, statistics))
@@ -287,7 +285,8 @@ def _plan_forward(
 ) -> _Forward:
     geometry = _geometry(q, k, v)
     out = layout_of(q, geometry.value_features)
-    plan = _Forward(_dense(out), (geometry.entries, geometry.heads, geometry.tokens), None)
+    lse = (geometry.entries, geometry.heads, geometry.tokens)
+    plan = _Forward(Dense.like(out), Dense.rows(lse, torch.float32), Dense.rows((2, *lse), torch.float32), None)
     if geometry.empty():
         return plan
     if launchers_few.suit(geometry, mask, scale, q, k, v, out):
@@ -302,10 +301,9 @@ def _plan_forward(
         tiles = _tiles("forward", geometry, mask, scale, product, q)
         grid = _grid("forward", geometry, mask, tiles, product, q, out.numel())
         splits = grid.splits
-        if product == "parts":
-            split_k, split_v = _plan_split(k), _plan_split(v)
-            k, v = split_k.parts[0], split_v.parts[0]
-            plan = plan._replace(splits=(split_k, split_v))
+        if product == "pieces":
+            plan = plan._replace(pieces=(_plan_pieces(k), _plan_pieces(v)))
+            k, v = (make.like for make in plan.pieces)
         access = access_to(q, k, v, out)
         launch = Launch(
             forward_launch,
@@ -334,29 +332,48 @@ def _plan_forward(
         (geometry.value_features, block_r, geometry.block_e, early),
         early=early,
     )  # fmt: skip
-    return plan._replace(
-        combine=combine, part_elements=splits * out.numel(), part_statistics=(splits, 2, *plan.lse)
-    )
+    sizes = ((splits * out.numel(),), (splits, 2, *lse))
+    return plan._replace(combine=combine, parts=tuple(Dense.rows(size, torch.float32) for size in sizes))
 
 
 class _Walk(NamedTuple):
-    """Plan of one of the two backward kernels."""
+    """Plan of one of the backward kernels."""
 
+    kernel: str  # of `_RESULTS`
     launch: Launch | TiledLaunch
     sums: tuple[Launch, ...] = ()  # one for each result, where walks are split
-    part_elements: tuple[int, ...] = ()  # of all parts of each result, in float32
+    parts: tuple[Dense, ...] = ()  # of each result, all in one
+
+
+_RESULTS: dict[str, tuple[int | None, ...]] = {"key": (1, 2), "dk": (1, None), "dv": (None, 2), "query": (0,)}
+"""Which of the gradients of q, k and v a backward kernel writes, in the order of its parameters."""
+
+
+def _results(kernel: str, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    return tuple(None if i is None else gradients[i] for i in _RESULTS[kernel])
+
+
+def _wanted(kernel: str, gradients: Sequence[Tensor]) -> list[Tensor]:
+    return [x for x in _results(kernel, gradients) if x is not None]
 
 
 class _Backward(NamedTuple):
     """Plan of a backward."""
 
-    results: tuple[_Dense, _Dense, _Dense]  # dq, dk, dv
-    rows: tuple[int, int, int]  # shape of a number for each query and head
+    results: tuple[Dense, Dense, Dense]  # dq, dk, dv
+    rows: Dense  # a number for each query and head
     prepare: Launch | None = None  # None where there is nothing to attend with or to
-    key: _Walk | None = None
-    query: _Walk | None = None
-    few: Launch | None = None  # of the kernel for few short walks, instead of those two
-    splits: tuple[_Split, ...] = ()  # of q, k, v and the gradient
+    walks: tuple[_Walk, ...] = ()
+    few: Launch | None = None  # of the kernel for few short walks, instead of those
+    pieces: tuple[_Pieces, ...] = ()  # of q, k, v and the gradient, where they are walked over in pieces
+    counted: bool = False  # whether walks count their tiles, with tickets that the first kernel makes zero
+    summed: bool = False  # whether a result is the sum of parts
+
+
+def _walked_over(kernel: str, tensors: Sequence[Tensor], pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Of q, k, v and the gradient, what a kernel takes: of those that it walks over, pieces, if there are any."""
+    walked = (0, 3) if kernel in OWN_KEYS else (1, 2)
+    return tuple(pieces[i] if pieces and i in walked else x for i, x in enumerate(tensors))
 
 
 def backward(
@@ -371,11 +388,13 @@ def backward(
     scale: float,
     precision: str | None,
     plans: Plans,
+    results: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward kernels: gradients of ``q``, ``k`` and ``v``, each in the memory order of its tensor.
 
     ``grad`` (B, N, Hq, E) and ``grad_lse`` (B, Hq, N), which may be None for zero, have any strides; ``out`` and
     ``statistics`` are what `forward` returned for the other arguments. ``plans``: those that `forward` took.
+    ``results``: where the gradients shall be written, with any strides.
     """
     precision = _precision(q, precision)
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
@@ -384,31 +403,34 @@ def backward(
         precision, aligned, grad.dtype, grad.stride(),
         None if grad_lse is None else (grad_lse.dtype, grad_lse.stride()),
         q.stride(), k.stride(), v.stride(), out.stride(),
+        None if results is None else (results[0].stride(), results[1].stride(), results[2].stride()),
     )  # fmt: skip
-    plan = plans.get(key, _plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned)
-    dq, dk, dv = (result.empty(q) for result in plan.results)
+    plan = plans.get(key, _plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, results)
+    if results is not None and plan.summed:  # from parts, which have the same order in memory
+        found = backward(grad, grad_lse, q, k, v, out, statistics, mask, scale, precision, plans)
+        for result, gradient in zip(results, found):
+            result.copy_(gradient)
+        return results
+    dq, dk, dv = (result.empty(q) for result in plan.results) if results is None else results
     if plan.prepare is None:
         return dq.zero_(), dk.zero_(), dv.zero_()
     # Two tensors, not two halves of one: the second half's alignment would depend on the length.
-    shift = torch.empty(plan.rows, dtype=torch.float32, device=q.device)
-    delta = torch.empty(plan.rows, dtype=torch.float32, device=q.device)
-    inverse = torch.empty_like(shift) if q.dtype == torch.float32 else None
-    tickets = torch.empty(2, dtype=torch.int32, device=q.device) if aligned else None
+    shift, delta = plan.rows.empty(q), plan.rows.empty(q)
+    inverse = plan.rows.empty(q) if q.dtype == torch.float32 else None
+    tickets = TICKETS.empty(q) if plan.counted else None
     plan.prepare((out, grad, statistics, grad_lse, shift, delta, inverse, tickets))
     if plan.few is not None:
         plan.few((q, k, v, grad, shift, delta, dq, dk, dv))
-    if plan.key is None or plan.query is None:
-        return dq, dk, dv
-    numbers = shift, delta, inverse
-    key_tensors = query_tensors = q, k, v, grad
-    if plan.splits:
-        parts = [split(x) for split, x in zip(plan.splits, key_tensors)]
-        key_tensors, query_tensors = (parts[0], k, v, parts[3]), (q, parts[1], parts[2], grad)
-    # The second starts where the first leaves multiprocessors idle; sums are added up when both are done.
-    key_targets = _walk(plan.key, key_tensors, numbers, (dk, dv), mask, tickets)
-    query_targets = _walk(plan.query, query_tensors, numbers, (dq,), mask, tickets)
-    _add(plan.key, key_targets, (dk, dv))
-    _add(plan.query, query_targets, (dq,))
+    tensors, numbers, gradients = (q, k, v, grad), (shift, delta, inverse), (dq, dk, dv)
+    pieces = [make(x) for make, x in zip(plan.pieces, tensors)]
+    # The last starts where the one before leaves multiprocessors idle; sums are added up when all are done.
+    targets = [
+        _walk(walk, _walked_over(walk.kernel, tensors, pieces), numbers, gradients, mask, tickets)
+        for walk in plan.walks
+    ]
+    for walk, parts in zip(plan.walks, targets):
+        for add, part, result in zip(walk.sums, parts, _wanted(walk.kernel, gradients)):
+            add((part, result))
     return dq, dk, dv
 
 
@@ -416,27 +438,21 @@ def _walk(
     walk: _Walk,
     tensors: tuple[Tensor, ...],
     numbers: tuple[Tensor | None, ...],
-    results: tuple[Tensor, ...],
+    gradients: tuple[Tensor, ...],
     mask: Mask,
     tickets: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """Run one of the two backward kernels; what it wrote: the results, or parts of them if its walks are split."""
-    device = results[0].device
-    targets = results
-    if walk.sums:
-        targets = tuple(torch.empty(size, dtype=torch.float32, device=device) for size in walk.part_elements)
+) -> list[Tensor]:
+    """Run one of the backward kernels; what it wrote: results, or parts of them if its walks are split."""
+    results = _results(walk.kernel, gradients)
+    written = [part.empty(tensors[0]) for part in walk.parts] or _wanted(walk.kernel, gradients)
+    left = iter(written)
+    targets = [None if x is None else next(left) for x in results]
     if isinstance(walk.launch, TiledLaunch):
         shift, delta, _ = numbers
-        walk.launch((*tensors, *targets, shift, delta, tickets))  # type: ignore[arg-type]
+        walk.launch((*tensors, *targets, shift, delta, tickets))
     else:
         walk.launch((*tensors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k))
-    return targets
-
-
-def _add(walk: _Walk, targets: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> None:
-    """Sum the parts of the results, if walks are split."""
-    for add, part, result in zip(walk.sums, targets, results):
-        add((part, result))
+    return written
 
 
 def _plan_backward(
@@ -450,11 +466,12 @@ def _plan_backward(
     scale: float,
     precision: str,
     aligned: bool,
+    results: tuple[Tensor, Tensor, Tensor] | None,
 ) -> _Backward:
     geometry = _geometry(q, k, v)
-    dq, dk, dv = (layout_of(t, t.shape[-1]) for t in (q, k, v))
-    rows = (geometry.entries, geometry.heads, geometry.tokens)
-    plan = _Backward((_dense(dq), _dense(dk), _dense(dv)), rows)
+    dq, dk, dv = results or (layout_of(t, t.shape[-1]) for t in (q, k, v))
+    rows = Dense.rows((geometry.entries, geometry.heads, geometry.tokens), torch.float32)
+    plan = _Backward((Dense.like(dq), Dense.like(dk), Dense.like(dv)), rows)
     if geometry.empty():
         return plan
     access = access_to(out, grad)
@@ -472,60 +489,67 @@ def _plan_backward(
     if launchers_few.suit(geometry, mask, scale, q, k, v, grad, dq, dk, dv):
         few = launchers_few.plan_backward(geometry, mask, scale, q, k, v, grad, dq, dk, dv)
         return plan._replace(prepare=prepare, few=few)
-    key_tensors = query_tensors = q, k, v, grad
     product = _product(q, geometry, mask, scale, precision)
-    if product == "parts":
-        splits = tuple(map(_plan_split, key_tensors))
-        parts = [split.parts[0] for split in splits]
-        key_tensors, query_tensors = (parts[0], k, v, parts[3]), (q, parts[1], parts[2], grad)
-        plan = plan._replace(splits=splits)
+    if product == "pieces":
+        plan = plan._replace(pieces=tuple(map(_plan_pieces, (q, k, v, grad))))
+    # Pieces of long rows leave registers for one sum alone.
+    kernels = ("dv", "dk", "query") if product == "pieces" and geometry.block_d > 64 else ("key", "query")
+    planned = tuple(
+        _plan_walk(
+            kernel,
+            _walked_over(kernel, (q, k, v, grad), [make.like for make in plan.pieces]),
+            _results(kernel, (dq, dk, dv)),
+            geometry, mask, scale, product, aligned,
+        )
+        for kernel in kernels
+    )  # fmt: skip
     return plan._replace(
         prepare=prepare,
-        key=_plan_walk("key", key_launch, key_tensors, (dk, dv), geometry, mask, scale, product, aligned),
-        query=_plan_walk("query", query_launch, query_tensors, (dq,), geometry, mask, scale, product, aligned),
+        walks=planned,
+        counted=any(isinstance(walk.launch, TiledLaunch) for walk in planned),
+        summed=any(walk.sums for walk in planned),
     )
 
 
 def _plan_walk(
-    name: str,
-    kernel: Kernel,
+    kernel: str,
     tensors: tuple[Tensor, ...],
-    results: tuple[Tensor, ...],
+    results: tuple[Tensor | None, ...],
     geometry: Geometry,
     mask: Mask,
     scale: float,
     product: str,
     aligned: bool,
 ) -> _Walk:
-    tiled = _tiled(name, geometry, mask, scale, (*tensors, *results)) if aligned else None
-    sizes = [result.numel() for result in results]
+    wanted = [x for x in results if x is not None]
+    first, sizes = wanted[0], [x.numel() for x in wanted]
+    tiled = _tiled(kernel, geometry, mask, scale, (*tensors, *wanted)) if aligned else None
     if tiled is not None:
-        return _Walk(tiled.launch, *_sums(sizes, tiled.parts, results[0].device))
-    first = results[0]
-    tiles = _tiles(name, geometry, mask, scale, product, first)
-    grid = _grid(name, geometry, mask, tiles, product, first, sum(sizes))
-    heads_per_walk = 1 if name == "key" else geometry.group
-    access = access_to(*tensors, *results)
+        return _Walk(kernel, tiled.launch, *_sums(sizes, tiled.parts, first.device))
+    tiles = _tiles(kernel, geometry, mask, scale, product, first)
+    grid = _grid(kernel, geometry, mask, tiles, product, first, sum(sizes))
+    heads_per_walk = 1 if kernel in OWN_KEYS else geometry.group
+    access = access_to(*tensors, *(first if x is None else x for x in results))
     overlap = may_start_early(first.device)
     launch = Launch(
-        kernel,
+        key_launch if kernel in OWN_KEYS else query_launch,
         grid.programs,
         (
             *_numbers(geometry, mask, scale, grid, first.itemsize, heads_per_walk), scale,
-            *(size // access.vec if grid.splits > 1 else 0 for size in sizes), *access.strides,
+            *(0 if grid.splits == 1 or x is None else x.numel() // access.vec for x in results), *access.strides,
         ),
         (*_constants(geometry, mask, scale, access, product, tiles), overlap),
         tiles.warps,
         tiles.stages,
-        early=overlap and name == "query",
+        early=overlap and kernel == "query",
     )  # fmt: skip
-    return _Walk(launch, *_sums(sizes, grid.splits, first.device))
+    return _Walk(kernel, launch, *_sums(sizes, grid.splits, first.device))
 
 
-def _sums(sizes: list[int], splits: int, device: torch.device) -> tuple[tuple[Launch, ...], tuple[int, ...]]:
-    """What sums the parts of results of so many elements, and how many elements these have together."""
+def _sums(sizes: list[int], splits: int, device: torch.device) -> tuple[tuple[Launch, ...], tuple[Dense, ...]]:
+    """What sums the parts of results of so many elements, and these parts."""
     if splits == 1:
         return (), ()
     early = may_start_early(device)
     sums = tuple(Launch(sum_launch, -(-size // 1024), (size, splits), (1024, early), early=early) for size in sizes)
-    return sums, tuple(splits * size for size in sizes)
+    return sums, tuple(Dense.rows((splits * size,), torch.float32) for size in sizes)

@@ -19,10 +19,10 @@ class Configuration(NamedTuple):
 def configuration(
     kernel: str, arch: int, dtype: torch.dtype, features: int, product: str, plain: bool
 ) -> Configuration:
-    """The pinned tiles of a kernel: ``forward``, ``key`` (gradients of k and v) or ``query`` (gradient of q).
+    """The pinned tiles of a kernel.
 
     Args:
-        kernel: Which.
+        kernel: ``forward``, ``query`` (gradient of q), ``key`` (gradients of k and v), ``dk`` or ``dv`` (of one).
         arch: Compute capability times ten.
         dtype: Of the tensors.
         features: The larger of D and E, up to a power of two, 16 at least.
@@ -32,7 +32,7 @@ def configuration(
     """
     tuned = plain and 90 <= arch < 120
     if dtype == torch.float32 and tuned and features <= 128:
-        tables = {"parts": _PLAIN_90_PARTS, "bf16x6": _PLAIN_90_FLOAT32}
+        tables = {"pieces": _PLAIN_90_PIECES, "bf16x6": _PLAIN_90_FLOAT32}
         return tables.get(product, _PLAIN_90_TF32)[kernel][features]
     if dtype == torch.float32:
         return _FLOAT32[kernel][features]
@@ -84,24 +84,25 @@ _PLAIN_90_FLOAT32: dict[str, dict[int, Configuration]] = {
         128: Configuration(64, 16, 4, 1),
     },
 }
-_PLAIN_90_PARTS: dict[str, dict[int, Configuration]] = {
+_PLAIN_90_PIECES: dict[str, dict[int, Configuration]] = {
     "forward": {
         16: Configuration(64, 64, 4, 2),
         32: Configuration(64, 64, 4, 2),
-        64: Configuration(64, 64, 4, 2),
-        128: Configuration(64, 32, 4, 2),
+        64: Configuration(128, 64, 8, 2),
+        128: Configuration(128, 32, 8, 2),
     },
     "key": {
         16: Configuration(64, 64, 4, 2),
         32: Configuration(64, 64, 4, 2),
         64: Configuration(32, 64, 4, 2),
-        128: Configuration(16, 64, 8, 2),
     },
+    "dk": {128: Configuration(32, 64, 4, 2)},
+    "dv": {128: Configuration(32, 128, 8, 2)},
     "query": {
         16: Configuration(64, 64, 4, 2),
         32: Configuration(64, 64, 4, 2),
-        64: Configuration(64, 32, 4, 2),
-        128: Configuration(64, 32, 8, 2),
+        64: Configuration(128, 64, 8, 2),
+        128: Configuration(64, 32, 4, 2),
     },
 }
 _PLAIN_90_TF32: dict[str, dict[int, Configuration]] = {

@@ -120,6 +120,8 @@ OPERATOR = Operator(
         "forward_kernel": 192,  # 8 more for sums that are shrunk by exactly one, which float32's accuracy needs
         "key_kernel": 416,
         "query_kernel": 224,
+        "forward_few_kernel": 80,
+        "backward_few_kernel": 64,
         "hopper_forward_kernel": 80,
         "hopper_key_kernel": 56,
     },
@@ -198,8 +200,9 @@ def _float32(device: str) -> list[Case]:
     if device != "cuda":
         return [_ON_CPU | {"dtype": "float32", "n": 512}]
     return [
-        _ONE_HEAD | {"head_dim": 64, "dtype": "float32", "n": n, "float32_precision": precision}
+        _ONE_HEAD | {"head_dim": head_dim, "dtype": "float32", "n": n, "float32_precision": precision}
         for precision in ("highest", "high")
+        for head_dim in (64, 128)
         for n in (2048, 8192, 32768)
     ]
 

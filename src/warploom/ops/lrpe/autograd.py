@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from warploom import plans
-from warploom.eager import is_plain_eager, stack_over_batch
+from warploom.eager import is_plain_eager, register, stack_over_batch
+from warploom.launch import Dense
 from warploom.layout import empty_in_order_of
 from warploom.ops.lrpe import launchers, launchers_sequence
 from warploom.ops.lrpe.launchers import Positions
@@ -25,15 +26,11 @@ _POSITIONS = (
     "Tensor? position_ids, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, SymInt prefix, SymInt[] grid"
 )
 _library = torch.library.Library("warploom", "FRAGMENT")
-# The second result is the statistics of softmax over the sequence, which its backward takes; else it is empty.
-_library.define(f"lrpe(Tensor x, Tensor theta, {_POSITIONS}, str kind, str activation) -> (Tensor, Tensor)")
-_library.define(
-    f"lrpe_backward(Tensor grad, Tensor x, Tensor theta, {_POSITIONS}, str kind, str activation, "
-    "Tensor statistics, bool theta_gradient) -> (Tensor, Tensor)"
-)
-
 _plans = Plans()
 """Of the registered operators' calls."""
+
+_NOTHING = Dense.rows((0,), torch.float32)
+"""In the place of a result that a call has not."""
 
 
 class Call(NamedTuple):
@@ -79,15 +76,16 @@ def _run_backward(
 
 def _forward(x: Tensor, theta: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     out, statistics = _run_forward(x, theta, _registered_call(x, theta, *arguments))
-    return out, x.new_empty(0, dtype=torch.float32) if statistics is None else statistics
+    return out, _NOTHING.empty(x) if statistics is None else statistics
 
 
 def _forward_fake(x: Tensor, theta: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    *positions, kind, activation = arguments
+    ids, offsets, cu_seqlens, offset, prefix, grid, kind, activation = arguments
     out = empty_in_order_of(x, 2 * x.shape[-1] if kind == "cosine" else x.shape[-1])
     shape: tuple[Any, ...] = (0,)
     if activation == "softmax_sequence":
-        shape = launchers_sequence.statistics_shape(x, _positions(positions))
+        positions = Positions(ids, offsets, cu_seqlens, offset, prefix, tuple(grid))
+        shape = launchers_sequence.statistics_shape(x, positions)
     return out, x.new_empty(shape, dtype=torch.float32)
 
 
@@ -95,32 +93,19 @@ def _backward(grad: Tensor, x: Tensor, theta: Tensor, *rest: Any) -> tuple[Tenso
     *arguments, statistics, theta_gradient = rest
     call = _registered_call(x, theta, *arguments)
     dx, dtheta = _run_backward(grad, x, theta, call, statistics, theta_gradient)
-    return dx, theta.new_empty(0) if dtheta is None else dtheta
+    return dx, _NOTHING.empty(x) if dtheta is None else dtheta
 
 
 def _backward_fake(grad: Tensor, x: Tensor, theta: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     theta_gradient = arguments[-1]
     dx = empty_in_order_of(x, x.shape[-1])
-    return dx, theta.new_empty(theta.shape if theta_gradient else 0)
+    return dx, theta.new_empty(theta.shape) if theta_gradient else x.new_empty(0, dtype=torch.float32)
 
 
 def _registered_call(x: Tensor, theta: Tensor, *arguments: Any) -> Call:
-    *positions, kind, activation = arguments
-    ids, offsets, cu_seqlens, _, prefix, grid = positions
+    ids, offsets, cu_seqlens, offset, prefix, grid, kind, activation = arguments
     known = plans.of_registered(_plans, x, theta, ids, offsets, cu_seqlens, prefix, grid, kind, activation)
-    return Call(_positions(positions), kind, activation, known)
-
-
-def _positions(arguments: Sequence[Any]) -> Positions:
-    ids, offsets, cu_seqlens, offset, prefix, grid = arguments
-    return Positions(ids, offsets, cu_seqlens, offset, prefix, tuple(grid))
-
-
-for _device in ("CUDA", "CPU"):  # on a CPU the kernels run in Triton's interpreter
-    _library.impl("lrpe", _forward, _device)
-    _library.impl("lrpe_backward", _backward, _device)
-torch.library.register_fake("warploom::lrpe", _forward_fake, lib=_library)
-torch.library.register_fake("warploom::lrpe_backward", _backward_fake, lib=_library)
+    return Call(Positions(ids, offsets, cu_seqlens, offset, prefix, tuple(grid)), kind, activation, known)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -141,8 +126,17 @@ def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
     raise NotImplementedError('lrpe kernels have no second derivative; call with backend="torch" for one')
 
 
-torch.library.register_autograd("warploom::lrpe", _registered_backward, setup_context=_setup_context, lib=_library)
-torch.library.register_autograd("warploom::lrpe_backward", _no_double_backward, lib=_library)
+# The second result is the statistics of softmax over the sequence, which its backward takes; else it is empty.
+_CALL = f"Tensor x, Tensor theta, {_POSITIONS}, str kind, str activation"
+register(
+    _library, "lrpe", f"({_CALL}) -> (Tensor, Tensor)",
+    _forward, _forward_fake, _registered_backward, _setup_context,
+)  # fmt: skip
+register(
+    _library, "lrpe_backward",
+    f"(Tensor grad, {_CALL}, Tensor statistics, bool theta_gradient) -> (Tensor, Tensor)",
+    _backward, _backward_fake, _no_double_backward,
+)  # fmt: skip
 
 # ----------------------------------------------------------------------------------------------------------
 # Plain eager calls, and `torch.func`

@@ -305,7 +305,7 @@ _BACKWARD_INTEGERS = [
 
 @triton.jit(do_not_specialize=_FORWARD_INTEGERS)
 def forward_kernel(
-    x, out, theta, ids, offsets, cu_seqlens, table,
+    x, out, theta, ids, offsets, cu_seqlens, table, tickets,
     offset: tl.int32, tokens: tl.int32, unique: tl.int32, shared: tl.int32, theta_u: tl.int64, theta_f: tl.int64,
     ids_s: tl.int64, ids_n: tl.int64, ids_u: tl.int64, ids_k: tl.int64,
     offsets_s: tl.int64, offsets_u: tl.int64, table_n: tl.int64, table_u: tl.int64,
@@ -317,7 +317,12 @@ def forward_kernel(
     VEC: tl.constexpr, THETA_VEC: tl.constexpr, UNIT: tl.constexpr, F: tl.constexpr, E: tl.constexpr,
     TOKENS_INNER: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """``out = turn(activation(x), φ)``: one tile of rows a program, for ``BLOCK_S`` of the entries that share it."""
+    """``out = turn(activation(x), φ)``: one tile of rows a program, for ``BLOCK_S`` of the entries that share it.
+
+    ``tickets`` (2,) are set to zero, if there are any, for a kernel that counts its tiles and is launched next.
+    """
+    if tickets is not None and tl.program_id(0) == 0:
+        tl.store(tickets + tl.arange(0, 2), tl.zeros((2,), dtype=tl.int32))
     INTERLEAVED: tl.constexpr = KIND == "interleaved"
     s_block, row_block = split_program(shared, tl.cdiv(tokens * unique, BLOCK_R), BLOCK_S, TOKENS_INNER)
     s_first = s_block * BLOCK_S

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from warploom.launch import Kernel, Launch, may_start_early, multiprocessors
+from warploom.launch import Dense, Kernel, Launch, may_start_early, multiprocessors
 from warploom.layout import empty_in_order_of, layout_of
 from warploom.ops.lrpe.kernels import backward_kernel, forward_kernel, reduce_kernel
 from warploom.plans import Plans
@@ -196,15 +196,18 @@ def forward(
     activation: str,
     table: torch.Tensor | None,
     plans: Plans,
+    tickets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run the forward kernel.
 
     ``table`` (N, 1 or H, 2F) float32 replaces the angles by stored cosines and sines. ``plans`` are those of
-    earlier calls that were the same in all but addresses, numbers in tensors, and the offset.
+    earlier calls that were the same in all but addresses, numbers in tensors, and the offset; these had ``tickets``
+    (2,) int32, or none: two numbers that become zero, which saves who needs them a kernel.
     """
     plan = plans.get("forward", _plan_forward, x, theta, positions, kind, activation, table)
-    out = x.new_empty_strided(plan.shape, plan.stride)
-    plan.launch((x, out, theta, positions.ids, positions.offsets, positions.cu_seqlens, table), positions.offset)
+    out = plan.result.empty(x)
+    ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
+    plan.launch((x, out, theta, ids, offsets, cu_seqlens, table, tickets), positions.offset)
     return out
 
 
@@ -229,8 +232,7 @@ class ThetaSums(NamedTuple):
 class Plan(NamedTuple):
     """What a call allocates and launches."""
 
-    shape: tuple[int, ...]  # of the result
-    stride: tuple[int, ...]
+    result: Dense
     launch: Launch
     theta_sums: ThetaSums | None = None  # where theta's gradient is asked for
 
@@ -258,7 +260,7 @@ def _plan_forward(
         ),
         geometry.warps,
     )  # fmt: skip
-    return Plan(tuple(out.shape), out.stride(), launch)
+    return Plan(Dense.like(out), launch)
 
 
 def backward(
@@ -271,18 +273,23 @@ def backward(
     theta_gradient: bool,
     table: torch.Tensor | None,
     plans: Plans,
+    result: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the backward kernel: gradient of ``x``, and that of ``theta`` when asked for.
 
-    ``plans``: those that `forward` took.
+    ``plans``: those that `forward` took. ``result``: where the gradient of ``x`` shall be written, with any
+    strides; for all kinds but cosine it may be ``grad`` itself, since a program reads what it writes over.
     """
     if x.numel() == 0:
-        dx = empty_in_order_of(x, x.shape[-1])
+        dx = empty_in_order_of(x, x.shape[-1]) if result is None else result
         return dx, torch.zeros_like(theta) if theta_gradient else None
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
-    key = (grad.dtype, grad.stride(), x.stride(), theta.stride(), theta_gradient)
-    plan = plans.get(key, _plan_backward, grad, x, theta, positions, kind, activation, theta_gradient, table)
-    dx = x.new_empty_strided(plan.shape, plan.stride)
+    strides = None if result is None else result.stride()
+    key = (grad.dtype, grad.stride(), x.stride(), theta.stride(), theta_gradient, strides)
+    plan = plans.get(
+        key, _plan_backward, grad, x, theta, positions, kind, activation, theta_gradient, table, result
+    )
+    dx = plan.result.empty(x) if result is None else result
     sums = plan.theta_sums
     partial = None if sums is None else sums.empty(x)
     plan.launch(
@@ -301,10 +308,11 @@ def _plan_backward(
     activation: str,
     theta_gradient: bool,
     table: torch.Tensor | None,
+    result: torch.Tensor | None,
 ) -> Plan:
     configuration = _configuration(kind, activation, positions, True, theta_gradient, x)
     geometry = geometry_of(x, theta, positions, kind, configuration)
-    dx = layout_of(x, x.shape[-1])
+    dx = layout_of(x, x.shape[-1]) if result is None else result
     vec, unit, strides = packed_strides((x, grad, dx), geometry)
     theta_vec, numbers = angle_numbers(theta, positions, geometry, table)
     chunks = geometry.row_blocks
@@ -324,7 +332,7 @@ def _plan_backward(
         geometry.warps,
     )  # fmt: skip
     sums = theta_sums(parts, theta, geometry.features, positions.axes()) if theta_gradient else None
-    return Plan(tuple(dx.shape), dx.stride(), launch, sums)
+    return Plan(Dense.like(dx), launch, sums)
 
 
 def theta_sums(parts: int, theta: torch.Tensor, features: int, axes: int) -> ThetaSums:

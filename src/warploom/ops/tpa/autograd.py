@@ -14,7 +14,7 @@ from warploom import plans
 from warploom.eager import is_plain_eager, stack_over_batch
 from warploom.layout import empty_in_order_of
 from warploom.ops.tpa import launchers, launchers_attention
-from warploom.ops.tpa.launchers import Operands
+from warploom.ops.tpa.launchers import DecodeCall, Operands
 from warploom.ops.tpa.launchers_attention import Call
 from warploom.plans import Plans
 
@@ -37,12 +37,12 @@ _plans = Plans()
 """Of the registered operators' calls."""
 
 
-def _decode(
-    aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor,
-    cache_seqlens: Tensor | None, strategy: str, scale: float, scale_q: float, scale_k: float, scale_v: float,
-) -> Tensor:  # fmt: skip
-    arguments = (aq, ak, av, bq, bk, bv, cache_seqlens, strategy, scale, scale_q, scale_k, scale_v)
-    return launchers.decode(*arguments, plans.of_registered(_plans, bq, *arguments))
+def _decode(*arguments: Any) -> Tensor:
+    return _launch_decode(arguments, plans.of_registered(_plans, arguments[3], *arguments))
+
+
+def _launch_decode(arguments: tuple[Any, ...], known: Plans) -> Tensor:
+    return launchers.decode(Operands(*arguments[:FACTORS]), DecodeCall(*arguments[FACTORS:]), known)
 
 
 def _out_fake(aq: Tensor | None, bq: Tensor, bv: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def decode(
     """
     arguments = (aq, ak, av, bq, bk, bv, cache_seqlens, strategy, scale, scale_q, scale_k, scale_v)
     if known is not None or _is_plain_eager(aq, ak, av, bq, bk, bv):
-        return launchers.decode(*arguments, known or Plans())
+        return _launch_decode(arguments, known or Plans())
     return torch.ops.warploom.tpa_decode(*arguments)  # type: ignore[no-any-return]
 
 

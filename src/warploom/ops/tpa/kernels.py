@@ -95,6 +95,19 @@ def load_part(partial, statistics, slot, row, rows, e, inside, E: tl.constexpr):
 
 
 @triton.jit
+def node_sum(parts, first: tl.constexpr, count: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """``count`` parts from number ``first`` on joined, from left to right or in a binary tree."""
+    if count == 1:
+        acc, top, total = parts[first]
+    else:
+        half: tl.constexpr = count // 2 if PAIRS else count - 1
+        acc, top, total = node_sum(parts, first, half, PAIRS, dtype)
+        more, more_top, more_total = node_sum(parts, first + half, count - half, PAIRS, dtype)
+        acc, top, total = join(acc, top, total, more, more_top, more_total, dtype)
+    return acc, top, total
+
+
+@triton.jit
 def store_part(partial, statistics, slot, row, rows, e, inside, acc, top, total, E: tl.constexpr):
     """Leave what `load_part` loads."""
     pointers = statistics + slot * 2 * rows + row
@@ -227,7 +240,7 @@ _DECODE_NUMBERS = (
 
 @triton.jit(do_not_specialize=_DECODE_NUMBERS)
 def decode_kernel(
-    aq, bq, ak, bk, av, bv, lengths, out, partial, statistics,
+    ak, av, bk, bv, aq, bq, lengths, out, partial, statistics,
     tokens: tl.int32, keys: tl.int32, spans: tl.int32, lengths_b: tl.int64,
     aq_b: tl.int64, aq_n: tl.int64, aq_h: tl.int64, aq_r: tl.int64,
     bq_b: tl.int64, bq_n: tl.int64, bq_r: tl.int64, bq_d: tl.int64,
@@ -354,12 +367,13 @@ def combine_kernel(
     tokens: tl.int32, keys: tl.int32, spans: tl.int32, lengths_b: tl.int64,
     out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_e: tl.int64, scale_v: tl.float32,
     H: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, AHEAD: tl.constexpr,
-    SHORTEST: tl.constexpr, LONGEST: tl.constexpr, WANTED: tl.constexpr, LEVELS: tl.constexpr,
-    EARLY: tl.constexpr,
+    SHORTEST: tl.constexpr, LONGEST: tl.constexpr, WANTED: tl.constexpr, WIDTH: tl.constexpr, NODE: tl.constexpr,
+    PAIRS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Joins what programs of `decode_kernel` left that took one chunk or four: a tile (R, E) of one entry's rows.
+    """Joins what programs left that took ``WIDTH`` chunks each: a tile (R, E) of one entry's rows.
 
-    ``AHEAD`` parts, a multiple of four, are under way before the first is needed.
+    ``NODE`` parts make a node of the tree, from left to right or in ``PAIRS``; nodes are joined from left to right.
+    ``AHEAD`` parts, a multiple of that, are under way before the first is needed.
     """
     if EARLY:
         gdc_wait()
@@ -369,25 +383,20 @@ def combine_kernel(
     inside = row < tokens * H
     e = tl.arange(0, BLOCK_E)[None, :]
     length = valid_keys(lengths, batch, lengths_b, keys)
-    parts = tl.cdiv(length, chunk_length(length, SHORTEST, LONGEST, WANTED) * 4**LEVELS)
+    parts = tl.cdiv(length, chunk_length(length, SHORTEST, LONGEST, WANTED) * WIDTH)
     slot = batch.to(tl.int64) * spans
     dtype: tl.constexpr = out.dtype.element_ty
-    none = tl.zeros((BLOCK_R, BLOCK_E), tl.float32)
-    none_top = tl.full((BLOCK_R, 1), float("-inf"), tl.float32)
-    none_total = tl.zeros((BLOCK_R, 1), tl.float32)
-    acc, top, total = none, none_top, none_total
+    acc = tl.zeros((BLOCK_R, BLOCK_E), tl.float32)
+    top = tl.full((BLOCK_R, 1), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_R, 1), tl.float32)
     for first in range(0, parts, AHEAD):
         ahead = ()
         for i in tl.static_range(AHEAD):
             there = inside & (first + i < parts)
             ahead += (load_part(partial, statistics, slot + first + i, row, tokens * H, e, there, E),)
-        four, four_top, four_total = none, none_top, none_total
-        for i in tl.static_range(AHEAD):
-            more, more_top, more_total = ahead[i]
-            four, four_top, four_total = join(four, four_top, four_total, more, more_top, more_total, dtype)
-            if LEVELS == 1 or i % 4 == 3:
-                acc, top, total = join(acc, top, total, four, four_top, four_total, dtype)
-                four, four_top, four_total = none, none_top, none_total
+        for i in tl.static_range(AHEAD // NODE):
+            more, more_top, more_total = node_sum(ahead, i * NODE, NODE, PAIRS, dtype)
+            acc, top, total = join(acc, top, total, more, more_top, more_total, dtype)
     n = (row // H).to(tl.int64)
     h = (row % H).to(tl.int64)
     pointers = out + batch.to(tl.int64) * out_b + (n * out_n + h * out_h) + e * out_e

@@ -8,9 +8,11 @@ from typing import NamedTuple
 import torch
 import triton
 
-from warploom.launch import Kernel, Launch, may_start_early, multiprocessors
+from warploom.launch import ALIGNMENT, Kernel, Launch, TiledLaunch, may_start_early, multiprocessors
 from warploom.layout import layout_of
+from warploom.ops.tpa import launchers_hopper
 from warploom.ops.tpa.kernels import combine_kernel, decode_kernel
+from warploom.ops.tpa.launchers_chunks import Chunks
 from warploom.plans import Plans
 
 Tensor = torch.Tensor
@@ -19,35 +21,22 @@ decode_launch = Kernel(decode_kernel)
 combine_launch = Kernel(combine_kernel)
 
 
-class Chunks(NamedTuple):
-    """Into what chunks the valid keys of a batch entry are cut: the same everywhere, since results depend on it."""
+class RowTile(NamedTuple):
+    """A tile of rows (query, head) of the decode kernel, and how it is walked over the keys and compiled."""
 
-    shortest: int = 128
-    longest: int = 1024
-    wanted: int = 32
-    """Chunks double in length before there are more than these."""
-
-    def spans(self, keys: int, levels: int) -> int:
-        """The most spans of a chunk (``levels`` 0), four (1) or all (2) among all lengths up to ``keys``."""
-        if levels == ALL:
-            return 1
-        chunks = max(min(-(-keys // self.shortest), self.wanted), -(-keys // self.longest), 1)
-        return -(-chunks // (4 if levels == 1 else 1))
-
-
-class DecodeConfiguration(NamedTuple):
-    """Tiles of the decode kernel."""
-
+    queries: int
+    heads: int
     factor_rows: int
     """Rows of feature factors in a block of keys: keys times rank."""
-    least_rows: int
-    most_rows: int
-    """Rows (query, head) in a tile: 64 are what a warp group takes, 16 what a warp takes."""
     warps: int
     stages: int
 
+    def blocks(self, heads: int, tokens: int) -> int:
+        """How many of them there are in a batch entry."""
+        return -(-heads // self.heads) * -(-tokens // self.queries)
 
-CHUNKS = Chunks()
+
+CHUNKS = Chunks(shortest=128, longest=1024, wanted=32, widths=(1, 4))
 HEADS_OF_BATCH_HEAD = 16
 """Rows of a tile under the strategy ``batch_head``."""
 NARROW = 2**22
@@ -55,8 +44,6 @@ NARROW = 2**22
 COMBINE_ROWS = 2
 COMBINE_AHEAD = 16
 """Rows that a program combines, and parts whose loads it starts at once: a multiple of four."""
-ALL = 2
-"""Levels of the tree of chunks that a program joins which takes all keys; four chunks are one level."""
 ONE_PROGRAM = 21e3
 """Bytes of the cache that a program reads in a microsecond, alone on its multiprocessor. This and the next four
 come from 86 cases on an H200, one to 128 batch entries, 256 to 524288 keys, ranks 1, 2 and 4: what they choose took
@@ -71,27 +58,34 @@ JOIN = 0.06
 """Microseconds that each part of a batch entry costs the second kernel."""
 
 
-def _decode_configuration(dtype: torch.dtype, rank: int, features: int, rows: int) -> DecodeConfiguration:
-    """Tiles for the larger of both ranks and of D and E (as blocks), and as many rows (query, head) as there are.
+def _block(features: int) -> int:
+    block: int = max(16, triton.next_power_of_2(features))
+    return block
 
-    Never for the batch: results must not depend on it.
+
+def _row_tile(factors: Operands, strategy: str) -> RowTile:
+    """The tile for the larger of both ranks and of D and E, and as many rows as there are.
+
+    64 rows are what a warp group takes, 16 what a warp takes. Never for the batch: results must not depend on it.
     """
-    if dtype == torch.float32:
-        return DecodeConfiguration(32 if features <= 128 else 16, 16, 16, 4 if features <= 64 else 8, 1)
-    if features <= 128:
-        return DecodeConfiguration(16 if rank == 2 else 32, 16, 64, 8 if rows > 32 else 4, 4 if rank == 2 else 3)
-    return DecodeConfiguration(64, 16, 32, 8, 2)
-
-
-def _levels(strategy: str, tiles: int, keys: int, key_bytes: int, device: torch.device) -> int:
-    """How much of the tree of chunks a program takes: what is fastest under a strategy."""
-    one = next(levels for levels in range(ALL + 1) if CHUNKS.spans(keys, levels) == 1)
-    if strategy in ("batch", "batch_head") or one == 0:
-        return one
-    choices = range(one if strategy == "split_kv" else one + 1)
-    return min(
-        choices, key=lambda levels: _microseconds(tiles, CHUNKS.spans(keys, levels), keys * key_bytes, device)
-    )
+    tokens, heads = max(factors.bq.shape[1], 1), triton.next_power_of_2(factors.ak.shape[2])
+    features = max(map(_block, (factors.bq.shape[3], factors.bv.shape[3])))
+    rank = max(factors.bk.shape[2], factors.bv.shape[2])
+    rows = triton.next_power_of_2(max(factors.ak.shape[2] * tokens, 1))
+    least_rows, most_rows = 16, 64
+    if factors.bq.dtype == torch.float32:
+        most_rows, factor_rows = 16, 32 if features <= 128 else 16
+        warps, stages = 4 if features <= 64 else 8, 1
+    elif features <= 128:
+        factor_rows, stages = (16, 4) if rank == 2 else (32, 3)
+        warps = 8 if rows > 32 else 4
+    else:
+        factor_rows, most_rows, warps, stages = 64, 32, 8, 2
+    if strategy == "batch_head":
+        least_rows = most_rows = HEADS_OF_BATCH_HEAD
+    block_h = min(heads, most_rows)
+    block_n = min(triton.next_power_of_2(tokens), most_rows // block_h)
+    return RowTile(block_n, max(block_h, least_rows // block_n), factor_rows, warps, stages)
 
 
 def _microseconds(tiles: int, spans: int, entry_bytes: int, device: torch.device) -> float:
@@ -162,117 +156,123 @@ def head_factors(*factors: Tensor) -> Factors:
     return Factors(vector, dense, tuple((s[0] // vector, s[1] // vector, s[2], s[3]) for s in strides))
 
 
+class DecodeCall(NamedTuple):
+    """What a call for decoding is about besides its factors."""
+
+    cache_seqlens: Tensor | None
+    strategy: str
+    scale: float
+    scale_q: float
+    scale_k: float
+    scale_v: float
+
+
 class _Decode(NamedTuple):
     """What a call allocates and launches."""
 
     shape: tuple[int, ...]  # of the result
     stride: tuple[int, ...]
-    launch: Launch
+    launch: Launch | TiledLaunch
     combine: Launch | None  # where the cache is split
     partial: tuple[int, int, int, int] | None  # shape of partial results in float32, where there are any
     statistics: tuple[int, int, int, int] | None
 
 
-def decode(
-    aq: Tensor | None,
-    ak: Tensor,
-    av: Tensor,
-    bq: Tensor,
-    bk: Tensor,
-    bv: Tensor,
-    cache_seqlens: Tensor | None,
-    strategy: str,
-    scale: float,
-    scale_q: float,
-    scale_k: float,
-    scale_v: float,
-    plans: Plans,
-) -> Tensor:
+def decode(factors: Operands, call: DecodeCall, plans: Plans) -> Tensor:
     """Run the decode kernel, and where the cache is split the second one.
 
     Factors have their rank axis; they may be without it where ``plans`` are those of an earlier call, with it, that
     was the same in all but addresses and numbers in tensors.
     """
-    plan = plans.get(
-        "decode", _plan_decode,
-        aq, ak, av, bq, bk, bv, cache_seqlens, strategy, scale, scale_q, scale_k, scale_v,
-    )  # fmt: skip
+    aq, ak, av, bq, bk, bv = factors
+    aligned = (ak.data_ptr() | av.data_ptr() | bk.data_ptr() | bv.data_ptr()) % ALIGNMENT == 0
+    plan = plans.get("decode", _plan_decode, factors, call)[aligned]
     out = bq.new_empty_strided(plan.shape, plan.stride)
     partial = None if plan.partial is None else bq.new_empty(plan.partial, dtype=torch.float32)
     statistics = None if plan.statistics is None else bq.new_empty(plan.statistics, dtype=torch.float32)
-    plan.launch((aq, bq, ak, bk, av, bv, cache_seqlens, out, partial, statistics))
+    plan.launch((ak, av, bk, bv, aq, bq, call.cache_seqlens, out, partial, statistics))
     if plan.combine is not None:
-        plan.combine((partial, statistics, cache_seqlens, out))
+        plan.combine((partial, statistics, call.cache_seqlens, out))
     return out
 
 
-def _plan_decode(
-    aq: Tensor | None,
-    ak: Tensor,
-    av: Tensor,
-    bq: Tensor,
-    bk: Tensor,
-    bv: Tensor,
-    cache_seqlens: Tensor | None,
-    strategy: str,
-    scale: float,
-    scale_q: float,
-    scale_k: float,
-    scale_v: float,
-) -> _Decode:
+def _plan_decode(factors: Operands, call: DecodeCall) -> tuple[_Decode, _Decode]:
+    """For a cache at any address, and for one at multiples of 16 bytes."""
+    everywhere = _plan_kernels(factors, call, on_hopper=False)
+    if call.strategy == "batch_head" or not launchers_hopper.suit(factors):
+        return everywhere, everywhere
+    return everywhere, _plan_kernels(factors, call, on_hopper=True)
+
+
+def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Decode:
+    aq, ak, av, bq, bk, bv = factors
+    batch, tokens, keys, heads, values = *bq.shape[:2], *ak.shape[1:3], bv.shape[3]
+    out = layout_of(bq if aq is None else aq, values)
+    scales = call.scale * call.scale_k * logit_unit(bq.dtype), call.scale_q, call.scale_v
+    lengths_b = 0 if call.cache_seqlens is None else call.cache_seqlens.stride(0)
+    entry_bytes = keys * sum(math.prod(f.shape[2:]) * f.element_size() for f in (ak, av, bk, bv))
+    tile = _row_tile(factors, call.strategy)
+    tiles = batch if on_hopper else batch * tile.blocks(heads, tokens)
+    chunks, microseconds = CHUNKS, _microseconds
+    if on_hopper:
+        chunks, microseconds = launchers_hopper.CHUNKS, launchers_hopper.microseconds
+    levels = chunks.levels(call.strategy, keys, lambda spans: microseconds(tiles, spans, entry_bytes, bq.device))
+    spans = chunks.spans(keys, levels)
+    launch: Launch | TiledLaunch
+    if on_hopper:
+        launch = launchers_hopper.plan(factors, out, lengths_b, spans, levels, scales)
+    else:
+        launch = _plan_launch(factors, out, lengths_b, spans, levels, scales, tile)
+    if spans == 1:
+        return _Decode(tuple(out.shape), out.stride(), launch, None, None, None)
+    early = may_start_early(bq.device)
+    combine = Launch(
+        combine_launch,
+        batch * -(-tokens * heads // COMBINE_ROWS),
+        (tokens, keys, spans, lengths_b, *strides_of(out), call.scale_v),
+        (
+            heads, values, COMBINE_ROWS, _block(values), COMBINE_AHEAD,
+            *chunks.lengths, chunks.widths[levels], chunks.widths[-1] // chunks.widths[levels], on_hopper, early,
+        ),
+        num_warps=2,
+        early=early,
+    )  # fmt: skip
+    partial = (batch, spans, tokens * heads, values)
+    statistics = (batch, spans, 2, tokens * heads)
+    return _Decode(tuple(out.shape), out.stride(), launch, combine, partial, statistics)
+
+
+def _plan_launch(
+    factors: Operands,
+    out: Tensor,
+    lengths_b: int,
+    spans: int,
+    levels: int,
+    scales: tuple[float, float, float],
+    tile: RowTile,
+) -> Launch:
+    """The launch of the kernel for every GPU; see `launchers_hopper.plan`."""
+    aq, ak, av, bq, bk, bv = factors
     batch, tokens, rank_q, features = bq.shape
     keys, heads, rank_k = ak.shape[1:]
     rank_v, values = bv.shape[2:]
-    out = layout_of(bq if aq is None else aq, values)
-    block_d, block_e = (max(16, triton.next_power_of_2(f)) for f in (features, values))
     block_rk, block_rv = triton.next_power_of_2(rank_k), triton.next_power_of_2(rank_v)
-    rank = max(block_rk, block_rv)
-    features_block, rows = max(block_d, block_e), triton.next_power_of_2(max(heads * tokens, 1))
-    factor_rows, least_rows, most_rows, warps, stages = _decode_configuration(bq.dtype, rank, features_block, rows)
-    block_m = factor_rows // rank
+    block_m = tile.factor_rows // max(block_rk, block_rv)
     block_rv = max(block_rv, 16 // block_m)  # a matrix product adds up 16 factor rows at least
-    if strategy == "batch_head":
-        least_rows = most_rows = HEADS_OF_BATCH_HEAD
-    block_h = min(triton.next_power_of_2(heads), most_rows)
-    block_n = min(triton.next_power_of_2(max(tokens, 1)), most_rows // block_h)
-    block_h = max(block_h, least_rows // block_n)
-    row_blocks = -(-heads // block_h) * -(-tokens // block_n)
-    key_bytes = (heads * (rank_k + rank_v) + rank_k * features + rank_v * values) * bq.element_size()
-    levels = _levels(strategy, batch * row_blocks, keys, key_bytes, bq.device)
-    spans = CHUNKS.spans(keys, levels)
-    whole = spans == 1
-    partial = statistics = None
-    if not whole:
-        partial = (batch, spans, tokens * heads, values)
-        statistics = (batch, spans, 2, tokens * heads)
     q, a, b = feature_factors(bq), head_factors(ak, av), feature_factors(bk, bv)
-    lengths_b = 0 if cache_seqlens is None else cache_seqlens.stride(0)
-    launch = Launch(
+    return Launch(
         decode_launch,
-        batch * row_blocks * spans,
+        batch * tile.blocks(heads, tokens) * spans,
         (
             tokens, keys, spans, lengths_b, *strides_of(aq), *q.strides[0], *a.strides[0], *b.strides[0],
-            *a.strides[1], *b.strides[1], *strides_of(out),
-            scale * scale_k * logit_unit(bq.dtype), scale_q, scale_v,
+            *a.strides[1], *b.strides[1], *strides_of(out), *scales,
         ),
         (
             heads, rank_q, rank_k, rank_v, features, values,
-            block_n, block_h, block_m, 16, block_rk, block_rv, block_d, block_e,
-            *CHUNKS, levels, whole,
+            tile.queries, tile.heads, block_m, 16, block_rk, block_rv, _block(features), _block(values),
+            *CHUNKS.lengths, levels, spans == 1,
             q.vector, q.flag, a.vector, a.flag, b.vector, b.flag,
         ),
-        warps,
-        stages,
+        tile.warps,
+        tile.stages,
     )  # fmt: skip
-    combine = None
-    if not whole:
-        early = may_start_early(bq.device)
-        combine = Launch(
-            combine_launch,
-            batch * -(-tokens * heads // COMBINE_ROWS),
-            (tokens, keys, spans, lengths_b, *strides_of(out), scale_v),
-            (heads, values, COMBINE_ROWS, block_e, COMBINE_AHEAD, *CHUNKS, levels, early),
-            2,
-            early=early,
-        )
-    return _Decode(tuple(out.shape), out.stride(), launch, combine, partial, statistics)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, need_cuda, normal
-from warploom.ops.tpa import reference
+from warploom.ops.tpa import peers, reference
 from warploom.ops.tpa.api import tpa_attention, tpa_decode
+from warploom.ops.tpa.peers import Provider
 
 Tensor = torch.Tensor
-Provider = Callable[..., Tensor]
 
 # ----------------------------------------------------------------------------------------------------------
 # Inputs
@@ -106,6 +106,17 @@ _DECODE_CHECKS: tuple[dict[str, Any], ...] = (
     {"m": 0},
     {"tokens": 0},
     {"m": 3, "tokens": 5, "dtype": "bfloat16"},
+    # What the kernel for Hopper takes.
+    {
+        "m": 300,
+        "heads": 8,
+        "head_dim": 64,
+        "kv_rank": 2,
+        "strategy": "split_kv",
+        "cache_seqlens": "random",
+        "dtype": "bfloat16",
+    },
+    {"m": 70, "heads": 16, "head_dim": 40, "value_dim": 64, "dtype": "float16"},
 )
 _ATTENTION: dict[str, Any] = {"batch": 2, "n": 19, "heads": 2, "head_dim": 16, "rank": 3, "dtype": "float32"}
 _ATTENTION_CHECKS: tuple[dict[str, Any], ...] = (
@@ -181,97 +192,17 @@ def _triton(function: Provider, case: Case, **options: Any) -> Provider:
     return functools.partial(function, backend="triton", **options)
 
 
-def _naive_decode(
-    aq: Tensor, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, strategy: str = "auto"
-) -> Tensor:
-    """What a careful user writes first: queries, keys and values formed in the dtype of the factors."""
-    q, k, v = (_formed(a, b).transpose(1, 2) for a, b in ((aq, bq), (ak, bk), (av, bv)))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-
-def _formed(a: Tensor, b: Tensor) -> Tensor:
-    a, b = reference.ranked(a, b)
-    return a * b / a.shape[-1] if a.shape[-1] == 1 else torch.matmul(a, b) / a.shape[-1]
-
-
-def _factored_decode(
-    aq: Tensor, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, strategy: str = "auto"
-) -> Tensor:
-    """What a careful user writes next: one new token on the factors, matrix products in their dtype."""
-    (ak, bk), (av, bv) = reference.ranked(ak, bk), reference.ranked(av, bv)
-    batch, keys, heads, rank_k = ak.shape
-    rank_v, values = bv.shape[2:]
-    q = _formed(aq, bq)[:, 0]  # (B, H, D)
-    logits = torch.matmul(bk.flatten(1, 2), q.mT).view(batch, keys, rank_k, heads).float()
-    logits = (logits * ak.mT).sum(2) * (q.shape[-1] ** -0.5 / rank_k)  # (B, M, H)
-    weights = torch.softmax(logits, dim=1)[..., None] * av / rank_v  # (B, M, H, R)
-    spread = weights.to(bv.dtype).permute(0, 2, 1, 3).reshape(batch, heads, keys * rank_v)
-    return torch.matmul(spread, bv.reshape(batch, keys * rank_v, values))[:, None]
-
-
-def _naive_attention(
-    aq: Tensor, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, causal: bool = True
-) -> Tensor:
-    """Queries, keys and values formed in memory, then PyTorch's fused attention."""
-    q, k, v = (_formed(a, b).transpose(1, 2) for a, b in ((aq, bq), (ak, bk), (av, bv)))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
-
-
 _DECODE_PROVIDERS: dict[str, Callable[[Case], Provider]] = {
     "triton": lambda case: _triton(tpa_decode, case),
     "triton_batch": lambda case: _triton(tpa_decode, case, strategy="batch"),
     "triton_batch_head": lambda case: _triton(tpa_decode, case, strategy="batch_head"),
     "triton_split_kv": lambda case: _triton(tpa_decode, case, strategy="split_kv"),
-    "torch_naive": lambda case: _naive_decode,
-    "torch": lambda case: _factored_decode,
-    "torch_compile": lambda case: torch.compile(_factored_decode, dynamic=False),
+    **peers.DECODE,
 }
 _ATTENTION_PROVIDERS: dict[str, Callable[[Case], Provider]] = {
     "triton": lambda case: _triton(tpa_attention, case),
-    "torch_naive": lambda case: _naive_attention,
-    "torch_naive_compile": lambda case: torch.compile(_naive_attention, dynamic=False),
+    **peers.ATTENTION,
 }
-
-# ----------------------------------------------------------------------------------------------------------
-# The same model with whole keys and values: another function, timed for comparison of equal-size decoding
-# ----------------------------------------------------------------------------------------------------------
-
-
-def whole_cache_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
-    """Queries (B, 1, H, D), keys and values (B, M, Hkv, D); ``kv_heads`` of the case is Hkv."""
-    batch, heads, features = case["batch"], case["heads"], case["head_dim"]
-    dtype = getattr(torch, case["dtype"])
-    shapes = {"q": (1, heads), "k": (case["m"], case["kv_heads"]), "v": (case["m"], case["kv_heads"])}
-    return {name: normal((batch, *shape, features), dtype, device, generator) for name, shape in shapes.items()}
-
-
-def whole_cache_definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of one token on whole keys and values, grouped among the heads."""
-    return _entry_by_entry(_attend_whole, {"q": q, "k": k, "v": v})
-
-
-def _attend_whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    group = q.shape[2] // k.shape[2]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    keys, values = (t.to(wide).repeat_interleave(group, 2).transpose(1, 2) for t in (k, v))
-    scores = torch.matmul(q.to(wide).transpose(1, 2), keys.mT) * q.shape[-1] ** -0.5
-    return torch.matmul(torch.softmax(scores, -1), values).transpose(1, 2).to(q.dtype)
-
-
-def _whole_cache_sdpa(q: Tensor, k: Tensor, v: Tensor, backend: str = "auto") -> Tensor:
-    """PyTorch's fused attention on the cache as it is."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
-
-
-_WHOLE_CACHE = Operator(
-    name="decode_whole_cache",
-    function=_whole_cache_sdpa,
-    reference=whole_cache_definition,
-    make_inputs=whole_cache_inputs,
-    check_cases=(),
-    length="m",
-)
 
 # ----------------------------------------------------------------------------------------------------------
 # Benches
@@ -299,21 +230,6 @@ _DECODE_SUITES: dict[str, Callable[[str], Sequence[Case]]] = {
         *_decode_cases(device, (1,), [2**k for k in range(10, 20)]),
         *_decode_cases(device, (128,), [2**k for k in range(8, 16)]),
     ],
-}
-
-
-def _whole_cache_cases(device: str, lengths: Sequence[int]) -> list[Case]:
-    whole = _PUBLISHED["heads"] if device == "cuda" else _ON_CPU["heads"]
-    return [
-        {key: value for key, value in case.items() if key != "rank"} | {"kv_heads": kv_heads}
-        for kv_heads in dict.fromkeys((8, whole))
-        for case in _decode_cases(device, (8, 32), lengths)
-    ]
-
-
-_WHOLE_CACHE_SUITES: dict[str, Callable[[str], Sequence[Case]]] = {
-    "quick": lambda device: _whole_cache_cases(device, (512, 4096, 32768)),
-    "published": lambda device: _whole_cache_cases(device, _POWERS),
 }
 
 
@@ -350,15 +266,6 @@ def decode_traffic(case: Case, mode: str) -> Traffic:
     return _streams(batch * (kv + rank * (heads + features)) * size, batch * heads * features * size)
 
 
-def whole_cache_traffic(case: Case, mode: str) -> Traffic:
-    """Keys and values read once."""
-    batch, heads, features = (case[key] for key in ("batch", "heads", "head_dim"))
-    size = getattr(torch, case["dtype"]).itemsize
-    return _streams(
-        batch * (2 * case["m"] * case["kv_heads"] + heads) * features * size, batch * heads * features * size
-    )
-
-
 def attention_traffic(case: Case, mode: str) -> Traffic:
     """The operations of attention on whole keys and values, and the fewest bytes, gradients of factors included."""
     batch, n, heads, features, rank = (case[key] for key in ("batch", "n", "heads", "head_dim", "rank"))
@@ -383,16 +290,7 @@ BENCHES = (
         x="m",
         modes=("fwd",),
         published=("tpa_decode",),
-    ),
-    Bench(
-        name="decode-whole-cache",
-        operator=_WHOLE_CACHE,
-        suites=_WHOLE_CACHE_SUITES,
-        providers={"torch_sdpa": lambda case: _whole_cache_sdpa},
-        traffic=whole_cache_traffic,
-        title="For comparison, another function: decoding as many heads and tokens on whole keys and values",
-        x="m",
-        modes=("fwd",),
+        others=peers.OTHERS,
     ),
     Bench(
         name="tpa-attention",

@@ -1,0 +1,168 @@
+"""Rotary positions and causal attention, from one projection to queries, keys and values, as a single operator.
+
+It runs the kernels of `warploom.lrpe_rotate` and `warploom.flash_attention`. One after the other, these leave the
+gradients of queries, keys and values in tensors of their own, which autograd then copies side by side, once for the
+positions and once for the projection. Here the kernels write them where they belong, and a layer enters PyTorch's
+dispatcher once in each direction, where a small model waits for the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from warploom import plans
+from warploom.eager import register
+from warploom.launch import Dense
+from warploom.layout import empty_in_order_of, layout_of
+from warploom.ops.flash_attention import launchers as attention
+from warploom.ops.flash_attention.launchers_geometry import Mask
+from warploom.ops.lrpe import launchers as positions
+from warploom.plans import Plans
+
+__all__ = ["rotary_attention"]
+
+Tensor = torch.Tensor
+
+_CAUSAL = Mask(right=0)
+_FROM_ZERO = positions.Positions()
+_NOTHING = Dense.rows((0,), torch.float32)
+_library = torch.library.Library("warploom", "FRAGMENT")
+_plans = Plans()
+
+
+def _forward(qkv: Tensor, theta: Tensor, heads: int, kind: str, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention (B, N, H, D), the turned queries and keys (B, N, H + Hkv, D), and attention's statistics."""
+    known = plans.of_registered(_plans, qkv, theta, heads, kind, scale)
+    of_positions, of_attention = known.get("positions", Plans), known.get("attention", Plans)
+    qk, v = _split(qkv, heads)
+    tickets = attention.TICKETS.empty(qkv)
+    turned = positions.forward(qk, theta, _FROM_ZERO, kind, "none", None, of_positions, tickets)
+    q, k = _queries_and_keys(turned, heads)
+    out, _, statistics = attention.forward(q, k, v, _CAUSAL, scale, None, of_attention, tickets)
+    return out, turned, statistics
+
+
+def _backward(
+    grad: Tensor, qkv: Tensor, theta: Tensor, out: Tensor, turned: Tensor, statistics: Tensor,
+    heads: int, kind: str, scale: float, theta_gradient: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of ``qkv`` and, where it is asked for, of ``theta``."""
+    known = plans.of_registered(_plans, qkv, theta, heads, kind, scale)
+    of_positions, of_attention = known.get("positions", Plans), known.get("attention", Plans)
+    dqkv = known.get("gradient", _like, qkv).empty(qkv)
+    dqk, dv = _split(dqkv, heads)
+    qk, v = _split(qkv, heads)
+    (q, k), (dq, dk) = _queries_and_keys(turned, heads), _queries_and_keys(dqk, heads)
+    attention.backward(grad, None, q, k, v, out, statistics, _CAUSAL, scale, None, of_attention, (dq, dk, dv))
+    _, dtheta = positions.backward(
+        dqk, qk, theta, _FROM_ZERO, kind, "none", theta_gradient, None, of_positions, dqk
+    )
+    return dqkv, _NOTHING.empty(qkv) if dtheta is None else dtheta
+
+
+def _split(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """(B, N, H + 2·Hkv, D) to (B, N, H + Hkv, D) and (B, N, Hkv, D)."""
+    kv_heads = (qkv.shape[2] - heads) // 2
+    qk, v = torch.split_with_sizes(qkv, (heads + kv_heads, kv_heads), 2)
+    return qk, v
+
+
+def _queries_and_keys(qk: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """(B, N, H + Hkv, D) to (B, N, H, D) and (B, N, Hkv, D)."""
+    q, k = torch.split_with_sizes(qk, (heads, qk.shape[2] - heads), 2)
+    return q, k
+
+
+def _like(x: Tensor) -> Dense:
+    return Dense.like(layout_of(x, x.shape[-1]))
+
+
+def _forward_fake(qkv: Tensor, theta: Tensor, heads: int, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    batch, tokens, _, features = qkv.shape
+    turned = empty_in_order_of(_split(qkv, heads)[0], features)
+    out = empty_in_order_of(_queries_and_keys(turned, heads)[0], features)
+    return out, turned, qkv.new_empty((2, batch, heads, tokens), dtype=torch.float32)
+
+
+def _backward_fake(grad: Tensor, qkv: Tensor, theta: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    theta_gradient = rest[-1]
+    dtheta = theta.new_empty(theta.shape) if theta_gradient else qkv.new_empty(0, dtype=torch.float32)
+    return empty_in_order_of(qkv, qkv.shape[-1]), dtheta
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    qkv, theta, *ctx.rest = inputs
+    ctx.run = torch.ops.warploom.rotary_attention_backward
+    ctx.save_for_backward(qkv, theta, *output)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 5
+    wants_qkv, wants_theta = ctx.needs_input_grad[:2]
+    # The operator where someone wants a graph of this: its gradient raises.
+    run = torch.ops.warploom.rotary_attention_backward if torch.is_grad_enabled() else ctx.run
+    dqkv, dtheta = run(grad, *ctx.saved_tensors, *ctx.rest, wants_theta)
+    return dqkv if wants_qkv else None, dtheta if wants_theta else None, None, None, None
+
+
+def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError("attention on the kernels has no second derivative")
+
+
+register(
+    _library,
+    "rotary_attention",
+    "(Tensor qkv, Tensor theta, int heads, str kind, float scale) -> (Tensor, Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+    _gradients,
+    _setup_context,
+)
+register(
+    _library,
+    "rotary_attention_backward",
+    "(Tensor grad, Tensor qkv, Tensor theta, Tensor out, Tensor turned, Tensor statistics, "
+    "int heads, str kind, float scale, bool theta_gradient) -> (Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+    _no_double_backward,
+)
+
+
+class _Eager(torch.autograd.Function):
+    """The launchers with gradients, by the shortest way that autograd has for a plain eager call."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, theta: Tensor, heads: int, kind: str, scale: float) -> Tensor:
+        out, turned, statistics = _forward(qkv, theta, heads, kind, scale)
+        ctx.save_for_backward(qkv, theta, out, turned, statistics)
+        ctx.rest, ctx.run = (heads, kind, scale), _backward
+        return out
+
+    backward = staticmethod(_gradients)
+
+
+def rotary_attention(qkv: Tensor, theta: Tensor, heads: int, scale: float, *, interleaved: bool = False) -> Tensor:
+    """Causal attention of queries and keys that are turned by their positions, counted from zero.
+
+    Args:
+        qkv: ``(B, N, H + 2·Hkv, D)``: the heads of queries, keys and values, on a GPU; any strides.
+        theta: ``(F,)`` or ``(1, F)``: frequencies in radians per position, see `warploom.lrpe_rotate`.
+        heads: ``H``.
+        scale: Factor of the inner products.
+        interleaved: Pair neighbouring features instead of halves.
+
+    Returns:
+        ``(B, N, H, D)``.
+    """
+    kind = "interleaved" if interleaved else "rotate"
+    if torch.compiler.is_compiling():
+        return torch.ops.warploom.rotary_attention(qkv, theta, heads, kind, scale)[0]  # type: ignore[no-any-return]
+    if torch.is_grad_enabled() and (qkv.requires_grad or theta.requires_grad):
+        return _Eager.apply(qkv, theta, heads, kind, scale)  # type: ignore[no-any-return]
+    return _forward(qkv, theta, heads, kind, scale)[0]

@@ -1,0 +1,136 @@
+"""Positions and attention in one operator: to the last bit what the two operators give one after the other."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from warploom import flash_attention, lrpe_rotate
+from warploom.backend import HAS_TRITON
+from warploom.nn import Attention, RotaryEmbedding
+
+if not HAS_TRITON:
+    pytest.skip("needs Triton", allow_module_level=True)
+
+from warploom.nn.rotary_attention import rotary_attention
+from warploom.ops.flash_attention import launchers
+from warploom.testing.poison import poisoned_allocations, strided_view
+
+Tensor = torch.Tensor
+SCALE = 0.3
+
+
+def one_after_the_other(qkv: Tensor, theta: Tensor, heads: int, interleaved: bool) -> Tensor:
+    kv_heads = (qkv.shape[2] - heads) // 2
+    qk, v = qkv.split((heads + kv_heads, kv_heads), dim=2)
+    q, k = lrpe_rotate(qk, theta, interleaved=interleaved, backend="triton").split((heads, kv_heads), dim=2)
+    out = flash_attention(q, k, v, causal=True, scale=SCALE, backend="triton")
+    assert isinstance(out, Tensor)
+    return out
+
+
+def both(qkv: Tensor, theta: Tensor, heads: int, interleaved: bool) -> Tensor:
+    return rotary_attention(qkv, theta, heads, SCALE, interleaved=interleaved)
+
+
+def compiled(qkv: Tensor, theta: Tensor, heads: int, interleaved: bool) -> Tensor:
+    torch.compiler.reset()
+    return torch.compile(both, fullgraph=True, backend="aot_eager")(qkv, theta, heads, interleaved)
+
+
+def results(attend: Callable[..., Tensor], *inputs: Tensor, heads: int, interleaved: bool = False) -> list[Tensor]:
+    """Attention and the gradients of the inputs that want one, on poisoned memory."""
+    with poisoned_allocations():
+        out = attend(*inputs, heads, interleaved)
+        grad = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
+        return [out, *torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad)]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    assert found[0].stride() == expected[0].stride()
+    for one, other in zip(found, expected):
+        assert one.dtype == other.dtype
+        assert not one.isnan().any()
+        assert torch.equal(one, other)
+
+
+def inputs(
+    dtype: torch.dtype, tokens: int, heads: int, features: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    qkv = torch.randn(2, tokens, heads, features, dtype=dtype, device=device).requires_grad_()
+    return qkv, torch.rand(1, features // 2, device=device)
+
+
+@pytest.mark.parametrize("attend", [both, compiled])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "features"), [(2, 2, 16), (4, 2, 6), (3, 1, 8)])
+@pytest.mark.parametrize("learnable", [False, True])
+def test_it_is_the_two_operators(
+    attend: Callable[..., Tensor],
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    features: int,
+    learnable: bool,
+    device: torch.device,
+) -> None:
+    qkv, theta = inputs(dtype, 19, heads + 2 * kv_heads, features, device)
+    theta.requires_grad_(learnable)
+    expected = results(one_after_the_other, qkv, theta, heads=heads, interleaved=learnable)
+    for _ in range(2):  # the second time it is known how
+        assert_same(results(attend, qkv, theta, heads=heads, interleaved=learnable), expected)
+
+
+def test_walks_that_are_split(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "best_parts", lambda *arguments: 3)
+    qkv, theta = inputs(torch.float32, 150, 3, 16, device)
+    assert_same(results(both, qkv, theta, heads=1), results(one_after_the_other, qkv, theta, heads=1))
+
+
+def test_any_strides(device: torch.device) -> None:
+    qkv, theta = inputs(torch.float32, 11, 4, 8, device)
+    view = strided_view(qkv.detach(), torch.Generator().manual_seed(0)).tensor.requires_grad_()
+    assert_same(results(both, view, theta, heads=2), results(one_after_the_other, view, theta, heads=2))
+
+
+def test_no_tokens(device: torch.device) -> None:
+    qkv, theta = inputs(torch.float32, 0, 3, 8, device)
+    out, gradient = results(both, qkv, theta, heads=1)
+    assert out.shape == (2, 0, 1, 8)
+    assert gradient.shape == qkv.shape
+
+
+def test_no_gradient_is_kept_without_need(device: torch.device) -> None:
+    qkv, theta = inputs(torch.float32, 9, 3, 8, device)
+    with torch.no_grad():
+        assert rotary_attention(qkv, theta, 1, SCALE).grad_fn is None
+    assert rotary_attention(qkv.detach(), theta, 1, SCALE).grad_fn is None
+
+
+def test_a_second_derivative_is_refused(device: torch.device) -> None:
+    qkv, theta = inputs(torch.float32, 9, 3, 8, device)
+    (gradient,) = torch.autograd.grad(rotary_attention(qkv, theta, 1, SCALE).sum(), qkv, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        gradient.sum().backward()
+
+
+def test_the_registered_operator(device: torch.device) -> None:
+    qkv, theta = inputs(torch.float32, 9, 4, 8, device)
+    arguments = (qkv, theta.requires_grad_(), 2, "rotate", SCALE)
+    torch.library.opcheck(torch.ops.warploom.rotary_attention.default, arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [300, 4096])
+def test_attention_on_a_gpu_takes_it(tokens: int, device: torch.device) -> None:
+    """The layer's outputs and gradients are those without it, where the kernels for Hopper run too."""
+    layer = Attention(256, 4, kv_heads=2, position=RotaryEmbedding(64)).to(device, torch.bfloat16)
+    x = torch.randn(2, tokens, 256, dtype=torch.bfloat16, device=device).requires_grad_()
+    qkv = layer.qkv(x).unflatten(-1, (-1, 64))
+    assert layer._turned_and_attended(qkv) is not None
+    found = layer(x)
+    expected = layer.out(layer._attended(qkv, None, None).flatten(2))
+    assert torch.equal(found, expected)
+    grad = torch.randn_like(found)
+    assert torch.equal(*(torch.autograd.grad(out, x, grad)[0] for out in (found, expected)))

@@ -1,0 +1,70 @@
+"""What stands beside tensor-product attention in its benches: that it computes what it says, on as many bytes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_tpa import exact, factors
+
+from warploom.bench.records import LIMIT, current_digests
+from warploom.ops import benches
+from warploom.ops.tpa import peers, reference
+from warploom.testing.accuracy import compare
+from warploom.testing.conformance import make_inputs
+
+Tensor = torch.Tensor
+CASE = {"batch": 2, "heads": 8, "head_dim": 16, "rank": 3, "dtype": "float32", "m": 37}
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("provider", [peers.naive_decode, peers.factored_decode])
+def test_plain_decoding_is_right(device: torch.device, provider: peers.Provider, rank: int) -> None:
+    inputs = factors(device, rank_k=rank, rank_v=rank, dtype=torch.float64)
+    torch.testing.assert_close(provider(**inputs), reference.tpa_decode(**inputs))
+
+
+def test_plain_attention_is_right(device: torch.device) -> None:
+    inputs = factors(device, tokens=9, keys=9, rank_k=2, rank_v=2, dtype=torch.float64)
+    torch.testing.assert_close(peers.naive_attention(**inputs), reference.tpa_attention(**inputs))
+
+
+def test_decoding_on_formed_keys_is_decoding_on_their_factors(device: torch.device) -> None:
+    """With as many heads of keys as of queries, and with groups where head factors are alike in a group."""
+    for group in (1, 4):
+        x = factors(device, heads=8, rank_k=2, rank_v=3, dtype=torch.float64)
+        for name in ("ak", "av"):
+            x[name] = x[name][:, :, ::group].repeat_interleave(group, 2)
+        q, k, v = x["aq"] @ x["bq"] / 3, x["ak"] @ x["bk"] / 2, x["av"] @ x["bv"] / 3
+        whole = {"q": q, "k": k[:, :, ::group], "v": v[:, :, ::group]}
+        torch.testing.assert_close(peers.whole_cache_definition(**whole), reference.tpa_decode(**x))
+
+
+@pytest.mark.parametrize("other", peers.OTHERS, ids=lambda other: other.operator.name)
+def test_other_functions_are_right_and_as_large_as_they_say(device: torch.device, other: peers.Other) -> None:
+    operator = other.operator
+    inputs = make_inputs(operator, CASE, device)
+    wanted = operator.reference(**exact(inputs))
+    for build in other.providers.values():
+        accuracy = compare(build(CASE)(**inputs), wanted, operator.reference(**inputs))
+        assert accuracy.ok, accuracy.describe()
+    read = sum(tensor.numel() for tensor in inputs.values()) + wanted.numel()
+    assert other.traffic(CASE, "fwd").min_bytes == 4 * read
+
+
+def test_heads_that_share_keys_may_be_given_as_tokens(device: torch.device) -> None:
+    inputs = peers.whole_cache_inputs(4, CASE, device, torch.Generator().manual_seed(0))
+    found = peers._sdpa(None, True, **inputs)
+    torch.testing.assert_close(found, peers.whole_cache_definition(**inputs))
+    assert found.shape == (2, 1, 8, 16)
+
+
+def test_their_records_outlast_a_change_to_the_kernels() -> None:
+    bench = benches()["tpa-decode"]
+    digests = current_digests(bench)
+    assert digests["triton"] == digests[LIMIT]
+    of_peers = {digests[name] for name in (*peers.DECODE, *bench.other_names)}
+    assert len(of_peers) == 1
+    assert digests[LIMIT] not in of_peers
+    assert current_digests(replace(bench, others=())) == {
+        name: digest for name, digest in digests.items() if name not in bench.other_names
+    }
