@@ -7,12 +7,12 @@ any others. Forming warps put them there, from tiles of feature factors that the
     forming warps    K[m] = Σ_r a[m, r] b[m, r], 16 keys at a time
     groups of warps  attend, as in flash attention
 
-Every key has a head factor of its own, so this is no product of matrices; but Σ_r diag(a[:, r]) · b[:, r] is one, and
-zeros cost the matrix units less than the multiplications one by one cost the schedulers, for which attending warps wait
-too. Sums are in float32 and rounded once.
+Every key has a head factor of its own, so this is no product of matrices; but Σ_r diag(a[:, r]) · b[:, r] is one. Beyond
+rank one, zeros cost the matrix units less than the multiplications one by one cost the schedulers, for which attending
+warps wait too. Sums are in float32 and rounded once.
 
-Head factors are (B, H, R, M) in float32, and include the scales of keys and values. They enter their product in 16 bits,
-those with a scale that is no power of two (not ``EXACT``) as a sum of two.
+Head factors are (B, H, R, M) in float32, and include the scales of keys and values. Matrix units take them in 16 bits,
+with a scale that is no power of two (not ``EXACT``) as sums of two.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from warploom.device.hopper import (
     copy_own,
     copy_tile,
     init_ring,
+    matrix,
     next_tile,
     wait_empty,
     wait_full,
@@ -66,6 +67,38 @@ def diagonal(weights, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def multiply(factor, buffer, tile, place: gl.constexpr):
+    """Form keys or values of rank one (CHUNK, F), from ``place`` of the tile on, without matrix units."""
+    CHUNK: gl.constexpr = factor.shape[0]
+    F: gl.constexpr = factor.shape[1]
+    STEP: gl.constexpr = 32  # rows for whose numbers there are registers
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // F, F // 8], [4, 1], [1, 0])
+    for piece in gl.static_range(CHUNK // STEP):
+        b = factor.slice(piece * STEP, STEP).load(LAYOUT)
+        a = buffer.slice(place + piece * STEP, STEP).load(gl.SliceLayout(1, LAYOUT))
+        tile.slice(place + piece * STEP, STEP).store((a[:, None] * b.to(gl.float32)).to(tile.dtype))
+
+
+@gluon.jit
+def sum_products(factor, rows, tile, chunk: gl.constexpr, RANK: gl.constexpr, EXACT: gl.constexpr):
+    """Form keys or values (G, 16, F), part ``chunk`` of the tile, from factors (RANK · G, 16, F) and ``rows`` (…, 16)."""
+    G: gl.constexpr = factor.shape[0] // RANK
+    F: gl.constexpr = factor.shape[2]
+    W: gl.constexpr = G if G < 4 else 4  # warps that share out the keys; the others share out features
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 4 // W], [1, 16, 8])
+    A: gl.constexpr = gl.SliceLayout(2, gl.DotOperandLayout(0, LAYOUT, 2))
+    total = gl.zeros([G, 16, F], gl.float32, LAYOUT)
+    for r in gl.static_range(RANK):
+        b = factor.slice(r * G, G).load(gl.DotOperandLayout(1, LAYOUT, 2))
+        a = rows.slice(r * (rows.shape[0] // RANK) + chunk * G, G).load(A)
+        high = a.to(tile.dtype)
+        total = mma_v2(diagonal(high, LAYOUT), b, total)
+        if not EXACT:
+            total = mma_v2(diagonal((a - high.to(gl.float32)).to(tile.dtype), LAYOUT), b, total)
+    tile.slice(chunk * G, G).store(total.to(tile.dtype))
+
+
+@gluon.jit
 def form_tile(operand, weights, count, EXACT: gl.constexpr):
     """Form the tile number ``count`` of an operand as soon as its buffer is empty, from head factors ``weights``."""
     _, buffer, ring, factor_ring = operand
@@ -75,26 +108,17 @@ def form_tile(operand, weights, count, EXACT: gl.constexpr):
     F: gl.constexpr = tiles.shape[4]
     RANK: gl.constexpr = factors.shape[2]
     CHUNK: gl.constexpr = factors.shape[3]
-    G: gl.constexpr = CHUNK // 16
-    W: gl.constexpr = G if G < 4 else 4  # warps that share out the keys; the others share out features
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 4 // W], [1, 16, 8])  # (G, keys, features)
-    A: gl.constexpr = gl.SliceLayout(2, gl.DotOperandLayout(0, LAYOUT, 2))
     buffer.store(weights)
     slot = wait_empty(empty, count)
-    tile = tiles.index(slot).reshape([BLOCK_N // 16, 16, F])
-    rows = buffer.reshape([RANK * BLOCK_N // 16, 16])
     for chunk in gl.static_range(BLOCK_N // CHUNK):
         f_slot = wait_full(f_full, count * (BLOCK_N // CHUNK) + chunk)
-        factor = factors.index(f_slot).reshape([RANK * G, 16, F])
-        total = gl.zeros([G, 16, F], gl.float32, LAYOUT)
-        for r in gl.static_range(RANK):
-            b = factor.slice(r * G, G).load(gl.DotOperandLayout(1, LAYOUT, 2))
-            a = rows.slice(r * (BLOCK_N // 16) + chunk * G, G).load(A)
-            high = a.to(tile.dtype)
-            total = mma_v2(diagonal(high, LAYOUT), b, total)
-            if not EXACT:
-                total = mma_v2(diagonal((a - high.to(gl.float32)).to(tile.dtype), LAYOUT), b, total)
-        tile.slice(chunk * G, G).store(total.to(tile.dtype))
+        if RANK == 1:
+            multiply(matrix(factors, f_slot), buffer, matrix(tiles, slot), chunk * CHUNK)
+        else:
+            sum_products(
+                factors.index(f_slot).reshape([RANK * CHUNK // 16, 16, F]), buffer.reshape([RANK * BLOCK_N // 16, 16]),
+                tiles.index(slot).reshape([BLOCK_N // 16, 16, F]), chunk, RANK, EXACT,
+            )  # fmt: skip
         mbarrier.arrive(f_empty.index(f_slot))
     fence_async_shared()
     mbarrier.arrive(full.index(slot))
@@ -179,22 +203,20 @@ def tpa_hopper_forward_kernel(
     tokens: gl.int32, keys: gl.int32, heads: gl.int32, rows: gl.int32, blocks: gl.int32,
     stride: gl.int32, scale: gl.float32,
     RANK: gl.constexpr, CAUSAL: gl.constexpr,
-    BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, F_STAGES: gl.constexpr,
-    FORMING: gl.constexpr, EXACT: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, F_STAGES: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
     """Attention for tiles of 128 queries, one after the other.
 
     Descriptors are of Q and results (B, H, N, D) in boxes of (1, 1, 64, D), and of feature factors (B, R, M, D) in
     boxes of (1, R, CHUNK, D). Rows of ``ak`` and ``av`` are ``stride`` apart. ``tickets`` (1,) is zero.
-    ``FORMING`` groups of warps form: one both keys and values, or two one each. Writes what flash attention's kernel
-    for Hopper writes.
+    One group of warps forms keys and one values. Writes what flash attention's kernel for Hopper writes.
     """
     GROUPS: gl.constexpr = 2
     D: gl.constexpr = q_desc.block_type.shape[3]
     E: gl.constexpr = bv_desc.block_type.shape[3]
     CHUNK: gl.constexpr = bk_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
-    q_tiles = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS, 1, 1, ROWS, D], q_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], q_desc.layout)
     out_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, E], out_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], q_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, E], q_desc.layout)
@@ -203,8 +225,8 @@ def tpa_hopper_forward_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_weights = gl.allocate_shared_memory(gl.float32, [RANK * BLOCK_N], plain)
     v_weights = gl.allocate_shared_memory(gl.float32, [RANK * BLOCK_N], plain)
-    ticket = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], plain)
-    q_full, q_empty = barriers(Q_STAGES), barriers(Q_STAGES)
+    ticket = gl.allocate_shared_memory(gl.int32, [1, 1], plain)
+    q_full, q_empty = barriers(1), barriers(1)
     k_full, k_empty = barriers(STAGES), barriers(STAGES)
     v_full, v_empty = barriers(STAGES), barriers(STAGES)
     bk_full, bk_empty = barriers(F_STAGES), barriers(F_STAGES)
@@ -231,17 +253,9 @@ def tpa_hopper_forward_kernel(
         tickets, ticket, (q_desc,), bk_desc, bv_desc, (q_tiles,), k_factors, v_factors, q_full, q_empty,
         tokens, keys, heads, rows, blocks, BLOCK_N,
     )  # fmt: skip
-    if FORMING == 2:
-        gl.warp_specialize(
-            [(compute_tiles, (0, CAUSAL, False, computing)), (compute_tiles, (1, CAUSAL, False, computing)),
-             (form_tiles, (GROUPS, CAUSAL, EXACT, (k_operand,), forming)),
-             (form_tiles, (GROUPS, CAUSAL, EXACT, (v_operand,), forming)), (copy_for_queries, (GROUPS, CAUSAL, copying))],
-            [4, 4, 4, 1], [160, 64, 64, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [(compute_tiles, (0, CAUSAL, False, computing)), (compute_tiles, (1, CAUSAL, False, computing)),
-             (form_tiles, (GROUPS, CAUSAL, EXACT, (k_operand, v_operand), forming)),
-             (copy_for_queries, (GROUPS, CAUSAL, copying))],
-            [4, 4, 1], [208, 72, 24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [(compute_tiles, (0, CAUSAL, False, computing)), (compute_tiles, (1, CAUSAL, False, computing)),
+         (form_tiles, (GROUPS, CAUSAL, EXACT, (k_operand,), forming)),
+         (form_tiles, (GROUPS, CAUSAL, EXACT, (v_operand,), forming)), (copy_for_queries, (GROUPS, CAUSAL, copying))],
+        [4, 4, 4, 1], [160, 64, 64, 24],
+    )  # fmt: skip

@@ -369,8 +369,12 @@ def factor_kernel(
     daq_b: tl.int64, daq_n: tl.int64, daq_h: tl.int64, daq_r: tl.int64,
     dbq_b: tl.int64, dbq_n: tl.int64, dbq_r: tl.int64, dbq_d: tl.int64, scale_q: tl.float32,
     RQ: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    VEC: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one token's query factors from dQ (B, N, H, D); BLOCK_R of the ranks."""
+    """Gradients of one token's query factors from dQ (B, N, H, D); BLOCK_R of the ranks.
+
+    Strides of ``bq`` and ``dbq`` come divided by ``VEC`` but for the last; ``UNIT``: that is 1.
+    """
     R_BLOCKS: tl.constexpr = (RQ + BLOCK_R - 1) // BLOCK_R
     program = tl.program_id(0)
     token = program // R_BLOCKS
@@ -379,9 +383,8 @@ def factor_kernel(
     r = program % R_BLOCKS * BLOCK_R + tl.arange(0, BLOCK_R)
     d = tl.arange(0, BLOCK_D)
     feature_mask = (r < RQ)[:, None] & (d < D)[None, :]
-    b = tl.load(
-        bq + batch * bq_b + n * bq_n + (r * bq_r)[:, None] + (d * bq_d)[None, :], mask=feature_mask, other=0.0
-    )
+    bq += batch * (bq_b * VEC) + n * (bq_n * VEC)
+    b = tl.load(bq + (r * (bq_r * VEC))[:, None] + (d if UNIT else d * bq_d)[None, :], mask=feature_mask, other=0.0)
     total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for first in range(0, heads, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H)
@@ -395,5 +398,6 @@ def factor_kernel(
         da = dot(gradient, tl.trans(b), tl.zeros((BLOCK_H, BLOCK_R), tl.float32)) * scale_q
         pointers = daq + batch * daq_b + n * daq_n + (h * daq_h)[:, None] + (r * daq_r)[None, :]
         tl.store(pointers, rounded(da, daq.dtype.element_ty), mask=head_mask)
-    pointers = dbq + batch * dbq_b + n * dbq_n + (r * dbq_r)[:, None] + (d * dbq_d)[None, :]
+    dbq += batch * (dbq_b * VEC) + n * (dbq_n * VEC)
+    pointers = dbq + (r * (dbq_r * VEC))[:, None] + (d if UNIT else d * dbq_d)[None, :]
     tl.store(pointers, rounded(total * scale_q, dbq.dtype.element_ty), mask=feature_mask)

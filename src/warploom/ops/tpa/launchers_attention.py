@@ -202,14 +202,16 @@ def backward(grad: Tensor, out: Tensor, statistics: Tensor, factors: Operands, c
         query_gradient(q, weighing, delta, grad, *rows, bk, bv, dq, 1.0, call)
         daq = empty_in_order_of(aq, rank_q)
         block_r = min(_block(rank_q), 64)
+        b = feature_factors(bq, dbq)
         factor_launch(
             batch * tokens * -(-rank_q // block_r),
             (dq, aq, bq, daq, dbq),
             (
-                tokens, heads, *strides_of(aq), *strides_of(bq), *strides_of(daq), *strides_of(dbq), call.scale_q,
+                tokens, heads, *strides_of(aq), *b.strides[0], *strides_of(daq), *b.strides[1], call.scale_q,
             ),
-            (rank_q, features, 16, block_r, _block(features)),
-            8,
+            (rank_q, features, 16, block_r, _block(features), b.vector, b.flag),
+            4 if block_r == 16 and bq.dtype != torch.float32 else 8,
+            1,
         )  # fmt: skip
         del dq
     dak, dav = empty_in_order_of(ak, ak.shape[3]), empty_in_order_of(av, av.shape[3])

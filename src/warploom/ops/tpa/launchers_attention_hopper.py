@@ -1,8 +1,8 @@
 """Launchers of the attention kernels for Hopper: which calls they take, and how these are cut into tiles.
 
-They take 16-bit factors, rank one or two for both keys and values, with up to 128 features (what is missing to 64
-or 128 is filled with zeros), in causal and full attention. Beyond rank two, forming keys and values takes longer
-than attending; that, and packed sequences, stay with the kernels for every GPU.
+They take 16-bit factors of rank one, two or four, the same for keys and values, with 33 to 128 features (what is
+missing to 64 or 128 is filled with zeros), in causal and full attention with any number of tokens and keys. Other
+ranks and packed sequences stay with the kernels for every GPU.
 """
 
 from __future__ import annotations
@@ -42,16 +42,14 @@ class Tiles(NamedTuple):
     """How a kernel that walks over keys cuts its work."""
 
     keys: int
-    own_stages: int  # tiles of queries
     stages: int  # tiles of keys, and as many of values
-    factor_stages: int  # tiles of feature factors
-    forming: int  # groups of warps that form
+    factor_stages: int  # tiles of feature factors of each
 
 
-FORWARD_TILES = {rank: Tiles(64, 1, 2, 2, 2) for rank in (1, 2, 4)}
-"""By rank; measured on an H200."""
+RANKS = (1, 2, 4)  # a tile of feature factors has _FACTOR_ROWS
+TILES = Tiles(64, 2, 2)
+"""Of the forward and the query kernel; measured on an H200, as the key kernel's are."""
 
-QUERY_TILES = Tiles(64, 1, 2, 2, 1)
 KEY_TILE = 64  # queries
 KEY_STAGES = 3
 
@@ -65,7 +63,7 @@ def suit(factors: Operands, call: Call) -> bool:
         return False
     if call.cu_seqlens is not None or call.scale <= 0 or 0 in (*bq.shape, *ak.shape):
         return False
-    if ak.shape[3] != av.shape[3] or ak.shape[3] not in FORWARD_TILES:
+    if ak.shape[3] != av.shape[3] or ak.shape[3] not in RANKS:
         return False
     features, values = bq.shape[3], bv.shape[3]
     if max(features, values) not in _FEATURES or features % 8 or values % 8:
@@ -127,7 +125,7 @@ def forward(q: Tensor, ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, out: Tens
             min(multiprocessors(q.device), blocks * rows),
             [(q, own), (bk, factor), (bv, factor), (out, result)],
             (tokens, keys, heads, rows, blocks, ak.shape[3], call.scale * logit_unit(q.dtype)),
-            (rank, call.causal, *FORWARD_TILES[rank], _exact(call)),
+            (rank, call.causal, *TILES, _exact(call)),
         )
 
     _launch("forward", make, call, (q, bk, bv, out, ak, av, lse, statistics, _tickets(q, 1)))
@@ -145,7 +143,6 @@ def query_gradient(
     def make() -> TiledLaunch:
         own, result, factor = _boxes(q, bv, rank)
         blocks, rows = -(-tokens // _BLOCK), batch * heads
-        tiles = QUERY_TILES
         return TiledLaunch(
             kernels_attention_hopper_backward.tpa_hopper_query_kernel,
             min(multiprocessors(q.device), blocks * rows),
@@ -154,7 +151,7 @@ def query_gradient(
                 tokens, keys, heads, rows, blocks, ak.shape[3],
                 call.scale * logit_unit(q.dtype), scale * call.scale,
             ),
-            (rank, call.causal, tiles.keys, tiles.stages, tiles.factor_stages, _exact(call)),
+            (rank, call.causal, *TILES, _exact(call)),
         )  # fmt: skip
 
     _launch(f"query {scale}", make, call, (q, bk, bv, grad, dq, ak, av, shift, delta, _tickets(q, 2)))
