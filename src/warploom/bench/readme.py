@@ -86,7 +86,7 @@ def _row(key: tuple[str, str, str], group: Sequence[Record]) -> list[str] | None
     ours = [record for record in group if record.provider == "triton" and record.limit_fraction is not None]
     if not ours:
         return None
-    largest = max(ours, key=lambda record: record.min_bytes or 0)
+    largest = max(ours, key=lambda record: (_is_compared(record, group), record.min_bytes or 0))
     fractions = sorted(record.limit_fraction or 0.0 for record in ours)
     beside = {record.provider: record for record in group if record.case == largest.case}
     limit = beside[LIMIT].ms if LIMIT in beside else None
@@ -102,6 +102,11 @@ def _row(key: tuple[str, str, str], group: Sequence[Record]) -> list[str] | None
         f"{fractions[0]:.2f} … {fractions[-1]:.2f}, median {statistics.median(fractions):.2f}",
         ", ".join(filter(None, (_speed_up(beside.get(name), largest) for name in _BASELINES))) or "–",
     ]
+
+
+def _is_compared(ours: Record, group: Sequence[Record]) -> bool:
+    """Whether a baseline was measured in the same case: not all of them take, or reach, the largest."""
+    return any(record.provider in _BASELINES and record.case == ours.case for record in group)
 
 
 def _speed_up(baseline: Record | None, ours: Record) -> str:
