@@ -14,6 +14,7 @@ from test_lrpe import HEADS, assert_near, encode, exact_gradients, kinds, random
 
 from warploom.backend import HAS_TRITON
 from warploom.ops import operators
+from warploom.plans import Plans
 from warploom.testing.conformance import judge
 
 pytestmark = [
@@ -25,18 +26,36 @@ pytestmark = [
 Tensor = torch.Tensor
 
 FEATURES = 16  # enough that the largest error among the gradients of their frequencies is not a matter of luck
+ON_GPU = torch.cuda.is_available()
+# The interpreter takes seconds for a long case: there, chunks begin at a quarter of the length, and pairs of one
+# order stand for those of the other.
+FORWARD_STRIP, BACKWARD_STRIP = (2048, 512) if ON_GPU else (512, 128)
+LONG = FORWARD_STRIP + 52
+LAST = 1460 if ON_GPU else 460
 WAYS: dict[str, dict[str, Any]] = {
     "strip": {"tokens": 40},
-    "chunks": {"tokens": 2100},
+    "chunks": {"tokens": LONG},
     # The second sequence ends in the chunk that holds the two after it, and one is empty.
-    "packed": {"tokens": 1500, "cu_seqlens": (0, 3, 1460, 1460, 1470, 1500)},
+    "packed": {"tokens": LAST + 40, "cu_seqlens": (0, 3, LAST, LAST, LAST + 10, LAST + 40)},
 }
 
 ways = pytest.mark.parametrize("way", WAYS)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+some_kinds = kinds if ON_GPU else pytest.mark.parametrize("kind", ["rotate", "cosine"])
 
-# The interpreter takes seconds for a case: there, pairs of one order stand for those of the other.
-some_kinds = kinds if torch.cuda.is_available() else pytest.mark.parametrize("kind", ["rotate", "cosine"])
+
+@pytest.fixture(autouse=True)
+def _strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    from warploom.ops.lrpe import autograd, launchers_sequence
+
+    if ON_GPU:
+        assert launchers_sequence.strip_tokens(False) == FORWARD_STRIP
+        assert launchers_sequence.strip_tokens(True) == BACKWARD_STRIP
+        return
+    monkeypatch.setattr(
+        launchers_sequence, "strip_tokens", lambda backward: BACKWARD_STRIP if backward else FORWARD_STRIP
+    )
+    monkeypatch.setattr(autograd, "_plans", Plans())  # none that was made with strips of other lengths
 
 
 def sequences(way: str) -> list[slice]:
@@ -137,7 +156,7 @@ def by_way(kind: str, x: Tensor, theta: Tensor, block_parallel: bool) -> Tensor:
 
 
 @some_kinds
-@pytest.mark.parametrize("tokens", [700, 2100])  # backward in chunks of itself; forward too
+@pytest.mark.parametrize("tokens", [BACKWARD_STRIP + 72, LONG])  # backward in chunks of itself; forward too
 def test_the_ways_agree(tokens: int, kind: str, device: torch.device) -> None:
     x = random_x(device, 1, tokens, 2, FEATURES).requires_grad_()
     theta = random_theta(device, 2, FEATURES // 2).requires_grad_()
@@ -149,5 +168,5 @@ def test_the_ways_agree(tokens: int, kind: str, device: torch.device) -> None:
     for out in (usual, in_blocks):
         for found, wanted in zip(torch.autograd.grad(out, (x, theta), grad), exact):
             assert_near(found, wanted, 2e-6)
-    if tokens > 2048:  # the default goes in chunks as well
+    if tokens > FORWARD_STRIP:  # the default goes in chunks as well
         assert torch.equal(in_blocks, usual)
