@@ -251,11 +251,13 @@ def _measure(unit: Unit, plan: Plan, device: torch.device, flops_per_ms: float) 
 def _no_collections() -> Iterator[None]:
     """Collect garbage now and none inside: what compilers leave behind takes longer to look through than a step."""
     gc.collect()
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 def _parts(stepper: Stepper) -> dict[str, dict[str, float]]:
