@@ -515,7 +515,7 @@ def _plan_backward(
             kernel,
             _walked_over(kernel, (q, k, v, grad), [make.like for make in plan.pieces]),
             _results(kernel, (dq, dk, dv)),
-            geometry, mask, scale, product, aligned,
+            geometry, mask, scale, product, aligned, q,
         )
         for kernel in kernels
     )  # fmt: skip
@@ -536,22 +536,24 @@ def _plan_walk(
     scale: float,
     product: str,
     aligned: bool,
+    q: Tensor,
 ) -> _Walk:
+    """Plan of one of the backward kernels. Other than ``q``, tensors may be without memory, and on no GPU."""
     wanted = [x for x in results if x is not None]
     first, sizes = wanted[0], [x.numel() for x in wanted]
     tiled = _tiled(kernel, geometry, mask, scale, (*tensors, *wanted)) if aligned else None
     if tiled is not None:
-        return _Walk(kernel, tiled.launch, *_sums(sizes, tiled.parts, first.device))
-    tiles = _tiles(kernel, geometry, mask, scale, product, first)
-    grid = _grid(kernel, geometry, mask, tiles, product, first, sum(sizes))
+        return _Walk(kernel, tiled.launch, *_sums(sizes, tiled.parts, q.device))
+    tiles = _tiles(kernel, geometry, mask, scale, product, q)
+    grid = _grid(kernel, geometry, mask, tiles, product, q, sum(sizes))
     heads_per_walk = 1 if kernel in OWN_KEYS else geometry.group
     access = access_to(*tensors, *(first if x is None else x for x in results))
-    overlap = may_start_early(first.device)
+    overlap = may_start_early(q.device)
     launch = Launch(
         key_launch if kernel in OWN_KEYS else query_launch,
         grid.programs,
         (
-            *_numbers(geometry, mask, scale, grid, first.itemsize, heads_per_walk), scale,
+            *_numbers(geometry, mask, scale, grid, q.itemsize, heads_per_walk), scale,
             *(0 if grid.splits == 1 or x is None else x.numel() // access.vec for x in results), *access.strides,
         ),
         (*_constants(geometry, mask, scale, access, product, tiles), overlap),
@@ -559,7 +561,7 @@ def _plan_walk(
         tiles.stages,
         early=overlap and kernel == "query",
     )  # fmt: skip
-    return _Walk(kernel, launch, *_sums(sizes, grid.splits, first.device))
+    return _Walk(kernel, launch, *_sums(sizes, grid.splits, q.device))
 
 
 def _sums(sizes: list[int], splits: int, device: torch.device) -> tuple[tuple[Launch, ...], tuple[Dense, ...]]:
