@@ -44,8 +44,8 @@ def test_the_calls_that_suit(hopper: None) -> None:
     assert suits("forward", empty(heads=60), x, x)  # grouped queries
     assert suits("forward", empty(d=80), empty(d=80), empty(d=128))
     for name in ("forward", "query"):
-        assert suits(name, *(empty(d=256) for _ in range(3)))
-        assert suits(name, empty(d=192), empty(d=192), empty(d=128))
+        assert suits(name, *(empty(heads=60, d=256) for _ in range(3)))
+        assert suits(name, empty(heads=60, d=192), empty(heads=60, d=192), empty(heads=60, d=128))
     assert suits("forward", *(empty().transpose(1, 2).contiguous().transpose(1, 2) for _ in range(3)))
     assert suits("forward", *(torch.empty(2, 70, 3, 30, 64, dtype=torch.bfloat16)[:, :, i] for i in range(3)))
 
@@ -58,7 +58,7 @@ def test_the_calls_that_do_not(hopper: None) -> None:
     assert not suits("forward", x, x, x, 0.0)
     for d in (16, 32, 129, 257, 264):
         assert not suits("forward", *(empty(d=d) for _ in range(3))), d
-    assert not suits("key", *(empty(d=256) for _ in range(3)))
+    assert not suits("key", *(empty(heads=60, d=256) for _ in range(3)))
     assert not suits("forward", *(empty(d=68) for _ in range(3))), "rows of 136 bytes"
     assert not suits("forward", *(empty(dtype=torch.float32) for _ in range(3)))
     assert not suits("forward", x, x[:1].expand(2, -1, -1, -1), x), "a stride of zero"

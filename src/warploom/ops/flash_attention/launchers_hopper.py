@@ -1,9 +1,9 @@
 """Launchers of flash attention's kernels for Hopper: which calls they take, and how these are cut into tiles.
 
-They take 16-bit tensors whose rows the tensor memory accelerator can copy, with up to 256 features (what is missing
-to 64, 128 or 256 is filled with zeros), in causal and full attention with any number of heads to a key head.
-Windows to the left and packed sequences stay with the kernels for every GPU, and so do gradients of keys and values with
-more than 128 features, whose two sums would take all registers.
+They take 16-bit tensors whose rows the tensor memory accelerator can copy, with up to 256 features (what is
+missing to 64, 128 or 256 is filled with zeros), in causal and full attention with any number of heads to a key
+head. Windows to the left and packed sequences stay with the kernels for every GPU, and so do gradients of keys
+and values with more than 128 features, whose two sums would take all registers.
 """
 
 from __future__ import annotations
