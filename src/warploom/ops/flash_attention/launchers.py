@@ -173,8 +173,8 @@ def _product(way: str, q: Tensor, geometry: Geometry, mask: Mask, scale: float, 
     if max(geometry.block_d, geometry.block_e) > 128:
         return "ieee"  # three parts of such rows do not fit in registers
     long = min(geometry.tokens, geometry.keys) >= _LONG[way]
-    tuned = 90 <= architecture(q.device) < 120 and is_plain(geometry, mask, scale)
-    return "pieces" if long and tuned else PRODUCTS[precision]
+    hopper = 90 <= architecture(q.device) < 100 and is_plain(geometry, mask, scale)
+    return "pieces" if long and hopper else PRODUCTS[precision]
 
 
 def _constants(
