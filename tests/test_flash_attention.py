@@ -399,13 +399,17 @@ def test_float32_factors_in_pieces_before_the_walk(
     """Long float32 tensors are split in pieces once; here short ones are."""
     from warploom.ops.flash_attention import api, launchers
 
-    monkeypatch.setattr(launchers, "_LONG", 1)
+    monkeypatch.setattr(launchers, "_LONG", {"forward": 1, "backward": 1})
     monkeypatch.setattr(launchers, "best_parts", lambda *arguments: parts)
     monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
     with poisoned_allocations():
         assert_right({**random_inputs(device, **case), "float32_precision": "highest"}, "triton")
     assert {constants["PRECISION"] for _, constants in launches if "PRECISION" in constants} == {"pieces"}
-    assert {name for name, _ in launches} >= {"pieces_kernel", "forward_kernel", "key_kernel", "query_kernel"}
+    names = [name for name, _ in launches]
+    walks = ["key_kernel"] * (2 if case.get("d") == 128 else 1) + ["query_kernel"]
+    merged = ["sum_kernel"] if parts > 1 else []
+    backward = ["prepare_kernel", "pieces_kernel", *walks, *merged]
+    assert names == ["pieces_kernel", "forward_kernel", *["combine_kernel"] * len(merged), *backward]
 
 
 @kernels
@@ -424,7 +428,7 @@ def test_plans_ask_for_the_gpu_of_the_tensors_given(
             if hasattr(module, name):
                 ask = getattr(module, name)
                 monkeypatch.setattr(module, name, lambda on, ask=ask: asked.add(torch.device(on)) or ask(on))
-    monkeypatch.setattr(launchers, "_LONG", long)
+    monkeypatch.setattr(launchers, "_LONG", {"forward": long, "backward": long})
     monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
     q = torch.randn(1, 20, 1, 128, dtype=dtype, device=device, requires_grad=True)
     out = flash_attention(q, q, q, causal=True, float32_precision="highest", backend="triton")

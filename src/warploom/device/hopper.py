@@ -15,6 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
 ROWS = gl.constexpr(64)  # rows of a group of warps: what one matrix instruction takes
+NARROW = gl.constexpr(128)
+"""Features up to which results have buffers of their own. Wider ones leave through those of the queries."""
 
 
 @gluon.jit

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from warploom.device.hopper import (
+    NARROW,
     ROWS,
     announced,
     as_factor,
@@ -152,6 +153,7 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     E: gl.constexpr = v_tiles.shape[4]
+    OWN_BUFFERS: gl.constexpr = q_tiles.shape[4] <= NARROW
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
@@ -189,7 +191,8 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
             acc, weights, total, top, count, turn, q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
             begin, full, first, keys, right, scale, own, False, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
-        mbarrier.arrive(q_empty.index(q_slot))
+        if OWN_BUFFERS:
+            mbarrier.arrive(q_empty.index(q_slot))
         slot = wait_full(v_full, count)
         acc = warpgroup_mma(weights, matrix(v_tiles, slot), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -201,10 +204,15 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         if SPLIT:
             store_part(out, acc, part, entry, head, m, tokens, place, OUT_LAYOUT)
         else:
-            tma.store_wait(0)  # until the tile before has left its buffer
+            if OWN_BUFFERS:
+                tma.store_wait(0)  # until the tile before has left its buffer
             matrix(out_tiles, own).store(acc.to(out_tiles.dtype))
             fence_async_shared()
             tma.async_copy_shared_to_global(out, [entry, head, m, 0], out_tiles.index(own))
+            if not OWN_BUFFERS:
+                tma.store_wait(0)
+        if not OWN_BUFFERS:
+            mbarrier.arrive(q_empty.index(q_slot))
 
         local = gl.arange(0, ROWS, ROW_LAYOUT)
         there = m + local < tokens

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from warploom.device.hopper import (
+    NARROW,
     ROWS,
     announce,
     announce_end,
@@ -82,6 +83,7 @@ def compute_for_queries(
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     D: gl.constexpr = q_tiles.shape[4]
+    OWN_BUFFERS: gl.constexpr = D <= NARROW
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -129,7 +131,7 @@ def compute_for_queries(
             dq, dlogits, count, q_tile, do_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
             row_shift, row_delta, begin, full, first, keys, right, scale, False, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
-        if not IN_REGISTERS:
+        if OWN_BUFFERS and not IN_REGISTERS:
             mbarrier.arrive(own_empty.index(0))
         before = (count + STAGES - 1) % STAGES
         dq = warpgroup_mma(dlogits, matrix(k_tiles, before), dq, is_async=True)
@@ -139,10 +141,15 @@ def compute_for_queries(
         if SPLIT:
             store_part(dq_out, dq * slope, part, entry, head, m, tokens, place, OUT_LAYOUT)
         else:
-            tma.store_wait(0)
+            if OWN_BUFFERS:
+                tma.store_wait(0)
             matrix(dq_tiles, own).store((dq * slope).to(dq_tiles.dtype))
             fence_async_shared()
             tma.async_copy_shared_to_global(dq_out, [entry, head, m, 0], dq_tiles.index(own))
+            if not OWN_BUFFERS:
+                tma.store_wait(0)
+        if not OWN_BUFFERS:
+            mbarrier.arrive(own_empty.index(0))
         done += 1
         tile, _ = announced(ticket, own_full, done)
     if not SPLIT:

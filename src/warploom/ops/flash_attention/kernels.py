@@ -313,22 +313,55 @@ def forward_kernel(
             tl.store(lse + rows, (shift + tl.log2(some)) * LN_2, mask=there)
 
 
-@triton.jit(do_not_specialize=["rows", "tokens", "heads", "x_b", "x_n", "x_h", "x_f"])
+@triton.jit
+def cut_rows(x, pieces, program, rows, tokens, heads, x_b, x_n, x_h, x_f,
+             F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr):  # fmt: skip
+    """Block number ``program`` of rows of a tensor in pieces, if it has that; the number in the tensor after it."""
+    blocks = tl.cdiv(rows, BLOCK_R)
+    if (program >= 0) & (program < blocks):
+        row = program * BLOCK_R + tl.arange(0, BLOCK_R)
+        head, token, entry = row % heads, row // heads % tokens, row // heads // tokens
+        feature = tl.arange(0, BLOCK_F)
+        inside = (row < rows)[:, None] & (feature < F)[None, :]
+        cells = (entry * x_b + token * x_n + head * x_h)[:, None] + (feature * x_f)[None, :]
+        high, middle, low = pieces_of(tl.load(x + cells, mask=inside, other=0.0))
+        out = pieces + (row * F)[:, None] + feature[None, :]
+        tl.store(out, high, mask=inside)
+        tl.store(out + rows * F, middle, mask=inside)
+        tl.store(out + 2 * rows * F, low, mask=inside)
+    return program - blocks
+
+
+@triton.jit(do_not_specialize=["tokens", "keys", "heads", "key_heads", "entries",
+                               *stride_names("q", "k", "v", "grad")])  # fmt: skip
 def pieces_kernel(
-    x, pieces, rows: tl.int64, tokens: tl.int32, heads: tl.int32, x_b: tl.int64, x_n: tl.int64, x_h: tl.int64,
-    x_f: tl.int64, F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
+    q, k, v, grad, q_pieces, k_pieces, v_pieces, grad_pieces,
+    tokens: tl.int32, keys: tl.int32, heads: tl.int32, key_heads: tl.int32, entries: tl.int32,
+    q_b: tl.int64, q_n: tl.int64, q_h: tl.int64, q_f: tl.int64,
+    k_b: tl.int64, k_n: tl.int64, k_h: tl.int64, k_f: tl.int64,
+    v_b: tl.int64, v_n: tl.int64, v_h: tl.int64, v_f: tl.int64,
+    grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_f: tl.int64,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A float32 tensor (B, N, H, F) as the sum of three in bfloat16, ``pieces`` (3, B, N, H, F) without gaps."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    head, token, entry = row % heads, row // heads % tokens, row // heads // tokens
-    feature = tl.arange(0, BLOCK_F)
-    inside = (row < rows)[:, None] & (feature < F)[None, :]
-    cells = (entry * x_b + token * x_n + head * x_h)[:, None] + (feature * x_f)[None, :]
-    high, middle, low = pieces_of(tl.load(x + cells, mask=inside, other=0.0))
-    out = pieces + (row * F)[:, None] + feature[None, :]
-    tl.store(out, high, mask=inside)
-    tl.store(out + rows * F, middle, mask=inside)
-    tl.store(out + 2 * rows * F, low, mask=inside)
+    """Float32 tensors (B, N, H, F) as sums of three in bfloat16 each, pieces (3, B, N, H, F) without gaps.
+
+    Without gradients of the output, that is of keys and values alone. With ``OVERLAP`` it runs beside
+    `kernels_backward.prepare_kernel`, of which it reads nothing, and does not end before that has ended.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    query_rows = tl.cast(entries, tl.int64) * tokens * heads
+    key_rows = tl.cast(entries, tl.int64) * keys * key_heads
+    program = cut_rows(k, k_pieces, program, key_rows, keys, key_heads, k_b, k_n, k_h, k_f, D, BLOCK_R, BLOCK_D)
+    program = cut_rows(v, v_pieces, program, key_rows, keys, key_heads, v_b, v_n, v_h, v_f, E, BLOCK_R, BLOCK_E)
+    if grad is not None:
+        program = cut_rows(q, q_pieces, program, query_rows, tokens, heads, q_b, q_n, q_h, q_f, D, BLOCK_R, BLOCK_D)
+        cut_rows(
+            grad, grad_pieces, program, query_rows, tokens, heads, grad_b, grad_n, grad_h, grad_f, E, BLOCK_R, BLOCK_E
+        )  # fmt: skip
+    if OVERLAP:
+        if tl.program_id(0) == 0:  # one program is enough to hold what is launched next
+            gdc_wait()
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "heads", "splits", "part_split", *stride_names("part", "out")])

@@ -44,12 +44,15 @@ def prepare_kernel(
     out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_f: tl.int64,
     grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_f: tl.int64,
     VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """What every row needs: ``δ``, shift and inverse of its weights; a shift of +inf makes weights zero.
 
     A row is a (batch entry, head, token), tokens fastest. ``tickets`` (2,), with which the kernels for Hopper count
-    their tiles, become zero.
+    their tiles, become zero. With ``OVERLAP`` the launch after it may be put in place while this one still runs.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
     if tickets is not None and tl.program_id(0) == 0:
         tl.store(tickets + tl.arange(0, 2), tl.zeros((2,), dtype=tl.int32))
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -143,14 +146,18 @@ def key_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
     WIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    FIRST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one key head, over one part of the queries of every query head of its group.
 
     Of ``dk`` and ``dv``, one may be None: where both sums do not fit in registers, two launches are faster than one.
-    With ``OVERLAP`` the launch after it, of `query_kernel`, starts where this one leaves multiprocessors idle.
+    With ``OVERLAP`` the launch after it, of the next walk, starts where this one leaves multiprocessors idle. Unless it is
+    the ``FIRST`` walk, it runs itself beside the one before, of which it reads nothing, and does not end before that
+    has ended. The first waits for what all walks read, before it lets the next one start.
     """
     if OVERLAP:
+        if FIRST:
+            gdc_wait()
         gdc_launch_dependents()
     key_heads = heads // group
     block, row = program_order(blocks * splits, entries * key_heads, section)
@@ -221,6 +228,9 @@ def key_kernel(
             dv_base = base_of(dv, entry, k_start + n, key_head, dv_b, dv_n, dv_h, VEC) + split * (dv_split * VEC)
             dv_offsets = tile_offsets(dv_n, dv_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
             store_tile(dv_base + dv_offsets, dv_tile, n, keys_here, E)
+    if OVERLAP and not FIRST:
+        if tl.program_id(0) == 0:  # one program is enough to hold what is launched next
+            gdc_wait()
 
 
 @triton.jit
@@ -337,13 +347,32 @@ def query_kernel(
             gdc_wait()
 
 
-@triton.jit(do_not_specialize=["size", "splits"])
-def sum_kernel(part, out, size: tl.int64, splits: tl.int32, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """Sum of the parts (splits, size) of a split, always in the same order."""
+@triton.jit
+def add_parts(part, out, program, size, splits, BLOCK: tl.constexpr):
+    """Block number ``program`` of the sum of parts (splits, size), if it has that; the number in the sum after it."""
+    blocks = tl.cdiv(size, BLOCK)
+    if (program >= 0) & (program < blocks):
+        i = program * BLOCK + tl.arange(0, BLOCK)
+        acc = tl.zeros((BLOCK,), dtype=tl.float32)
+        for split in range(splits):
+            acc += tl.load(part + split * size + i, mask=i < size, other=0.0)
+        tl.store(out + i, rounded(acc, out.dtype.element_ty), mask=i < size)
+    return program - blocks
+
+
+@triton.jit(do_not_specialize=[f"{name}_{what}" for name in ("dq", "dk", "dv") for what in ("size", "splits")])
+def sum_kernel(
+    dq_parts, dk_parts, dv_parts, dq, dk, dv,
+    dq_size: tl.int64, dk_size: tl.int64, dv_size: tl.int64,
+    dq_splits: tl.int32, dk_splits: tl.int32, dv_splits: tl.int32, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Sums of the parts (splits, size) of gradients, always in the same order. What is not in parts is None."""
     if EARLY:
         gdc_wait()
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), dtype=tl.float32)
-    for split in range(splits):
-        acc += tl.load(part + split * size + i, mask=i < size, other=0.0)
-    tl.store(out + i, rounded(acc, out.dtype.element_ty), mask=i < size)
+    program = tl.program_id(0).to(tl.int64)
+    if dq_parts is not None:
+        program = add_parts(dq_parts, dq, program, dq_size, dq_splits, BLOCK)
+    if dk_parts is not None:
+        program = add_parts(dk_parts, dk, program, dk_size, dk_splits, BLOCK)
+    if dv_parts is not None:
+        add_parts(dv_parts, dv, program, dv_size, dv_splits, BLOCK)

@@ -9,7 +9,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from warploom.device.hopper import ROWS, announce, announce_end, barriers, copy_own, copy_tile, init_ring, next_tile
+from warploom.device.hopper import (
+    NARROW,
+    ROWS,
+    announce,
+    announce_end,
+    barriers,
+    copy_own,
+    copy_tile,
+    init_ring,
+    next_tile,
+)
 from warploom.device.hopper_attention import compute_tiles, key_steps, tile_place
 
 
@@ -51,9 +61,6 @@ def place_names(*names: str) -> list[str]:
     return [f"{name}_{what}" for name in names for what in ("size", "b", "n", "h", "features")]
 
 
-Q_STAGES = gl.constexpr(2)  # tiles of queries: one that attends, and the next
-
-
 @gluon.jit(do_not_specialize=[*WALK, *place_names("out")])
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, out, lse, statistics, tickets,
@@ -72,11 +79,13 @@ def hopper_forward_kernel(
     E: gl.constexpr = v_desc.block_type.shape[3]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
+    # Tiles of queries: one that attends, and the next, where there is room for it.
+    Q_STAGES: gl.constexpr = 2 if D <= NARROW else 1
     q_tiles = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS, 1, 1, ROWS, D], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, E], v_desc.layout)
-    if SPLIT:
-        out_tiles = q_tiles  # not used: parts go from registers to memory
+    if SPLIT or D > NARROW:
+        out_tiles = q_tiles  # of parts not used: they go from registers to memory
     else:
         out_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, E], out.layout)
     ticket = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))

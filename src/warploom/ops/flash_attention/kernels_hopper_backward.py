@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from warploom.device.hopper import ROWS, announced, barriers, init_ring, matrix, read, store_part
+from warploom.device.hopper import NARROW, ROWS, announced, barriers, init_ring, matrix, read, store_part
 from warploom.device.hopper_attention import query_steps, tile_place
 from warploom.device.hopper_attention_backward import OWN_STAGES, compute_for_queries, copy_for_keys, walk_queries
 from warploom.ops.flash_attention.kernels_hopper import WALK, copy_for_queries, place_names
@@ -38,8 +38,8 @@ def hopper_query_kernel(
     do_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, E], do_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, E], v_desc.layout)
-    if SPLIT:
-        dq_tiles = q_tiles  # not used: parts go from registers to memory
+    if SPLIT or D > NARROW:
+        dq_tiles = q_tiles  # of parts not used: they go from registers to memory
     else:
         dq_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], dq.layout)
     ticket = gl.allocate_shared_memory(gl.int32, [1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -61,7 +61,7 @@ def hopper_query_kernel(
         tokens, keys, heads, rows, blocks, section, parts, right, scale, slope,
         (dq_size, dq_b, dq_n, dq_h, dq_features),
     )  # fmt: skip
-    IN_REGISTERS: gl.constexpr = GROUPS == 2  # three groups have none to spare
+    IN_REGISTERS: gl.constexpr = GROUPS == 2 and D <= NARROW  # three groups, or wide sums, leave none to spare
     if GROUPS == 2:
         gl.warp_specialize(
             [(compute_for_queries, (0, IN_REGISTERS, CAUSAL, SPLIT, computing)),
@@ -151,9 +151,10 @@ def hopper_key_kernel(
 
     Descriptors are of (B, H, N, D), with boxes of (1, 1, BLOCK_M, D) for queries and their gradients and of
     (1, 1, 64, D) for keys, values and results; boxes of values are as wide as those of keys. ``tickets[0]`` is zero.
-    Parts are as in `kernels_hopper.hopper_forward_kernel`. The launch after it, of `hopper_query_kernel`, starts where this
-    one leaves multiprocessors idle.
+    Parts are as in `kernels_hopper.hopper_forward_kernel`. It waits for the launch before it, and the one after it, of
+    `hopper_query_kernel`, starts where this one leaves multiprocessors idle.
     """
+    gdc_wait()
     gdc_launch_dependents()
     D: gl.constexpr = q_desc.block_type.shape[3]
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]

@@ -39,7 +39,6 @@ from warploom.ops.flash_attention.launchers_geometry import (
     in_powers_of_two,
     is_plain,
     programs_at_once,
-    tile_features,
     walks,
 )
 from warploom.ops.flash_attention.launchers_tiles import Configuration, are_few_and_short, configuration
@@ -61,7 +60,9 @@ sum_launch = Kernel(sum_kernel)
 PRODUCTS = {"highest": "bf16x6", "high": "tf32", "medium": "bf16"}
 """How float32 factors are multiplied, for each of PyTorch's names of a precision."""
 
-_LONG = 2048  # of float32 tensors of so many rows, pieces are made once, before they are walked over
+_LONG = {"forward": 2048, "backward": 1024}
+"""Of float32 tensors of so many rows, pieces are made once, before they are walked over."""
+
 TICKETS = Dense.rows((2,), torch.int32)
 """By which programs take tiles on Hopper: one for each kernel of the backward, the first for the forward."""
 
@@ -165,13 +166,13 @@ def _precision(q: Tensor, precision: str | None) -> str:
     return precision or torch.get_float32_matmul_precision()
 
 
-def _product(q: Tensor, geometry: Geometry, mask: Mask, scale: float, precision: str) -> str:
-    """How factors are multiplied: see `warploom.device.product`."""
+def _product(way: str, q: Tensor, geometry: Geometry, mask: Mask, scale: float, precision: str) -> str:
+    """How factors are multiplied, ``forward`` or ``backward``: see `warploom.device.product`."""
     if precision != "highest" or q.dtype != torch.float32:
         return PRODUCTS[precision]
     if max(geometry.block_d, geometry.block_e) > 128:
         return "ieee"  # three parts of such rows do not fit in registers
-    long = min(geometry.tokens, geometry.keys) >= _LONG
+    long = min(geometry.tokens, geometry.keys) >= _LONG[way]
     hopper = 90 <= architecture(q.device) < 100 and is_plain(geometry, mask, scale)
     return "pieces" if long and hopper else PRODUCTS[precision]
 
@@ -188,28 +189,39 @@ def _constants(
 
 
 class _Pieces(NamedTuple):
-    """What makes pieces of a float32 tensor, before it is walked over."""
+    """What makes pieces of float32 tensors before they are walked over: of q, k, v and grad, or of k and v."""
 
     launch: Launch
-    all: Dense  # the three of them
-    like: Tensor  # one, without memory
+    all: tuple[Dense | None, ...]  # the three of each tensor
+    like: tuple[Tensor, ...]  # one of each tensor, without memory
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The pieces (3, …) of ``x``."""
-        pieces = self.all.empty(x)
-        self.launch((x, pieces))
-        return pieces
+    def __call__(self, *tensors: Tensor | None) -> list[Tensor]:
+        """The pieces (3, …) of those of q, k, v and grad that are given."""
+        pieces = [None if x is None or all is None else all.empty(x) for x, all in zip(tensors, self.all)]
+        self.launch((*tensors, *pieces))
+        return [x for x in pieces if x is not None]
 
 
-def _plan_pieces(x: Tensor) -> _Pieces:
-    _, tokens, heads, features = x.shape
-    block_f = tile_features(features)
-    rows, block_r = x.numel() // features, max(2048 // block_f, 1)
+def _plan_pieces(
+    geometry: Geometry, q: Tensor | None, k: Tensor, v: Tensor, grad: Tensor | None, overlap: bool
+) -> _Pieces:
+    tensors = q, k, v, grad
+    block_r = max(2048 // max(geometry.block_d, geometry.block_e), 1)
+    blocks = [0 if x is None else -(-x.numel() // (x.shape[-1] * block_r)) for x in tensors]
+    strides = [stride for x in tensors for stride in ((0,) * 4 if x is None else x.stride())]
     launch = Launch(
-        pieces_launch, -(-rows // block_r), (rows, tokens, heads, *x.stride()), (features, block_r, block_f)
+        pieces_launch,
+        sum(blocks),
+        (geometry.tokens, geometry.keys, geometry.heads, geometry.key_heads, geometry.entries, *strides),
+        (geometry.features, geometry.value_features, block_r, geometry.block_d, geometry.block_e, overlap),
+        early=overlap,
     )
-    like = torch.empty(x.shape, dtype=torch.bfloat16, device="meta")
-    return _Pieces(launch, Dense.rows((3, *x.shape), like.dtype), like)
+    given = [x for x in tensors if x is not None]
+    return _Pieces(
+        launch,
+        tuple(None if x is None else Dense.rows((3, *x.shape), torch.bfloat16) for x in tensors),
+        tuple(torch.empty(x.shape, dtype=torch.bfloat16, device="meta") for x in given),
+    )
 
 
 class _Forward(NamedTuple):
@@ -223,7 +235,7 @@ class _Forward(NamedTuple):
     parts: tuple[Dense, ...] = ()  # of the output, all in one, and of the statistics
     counted: bool = False  # whether tiles are counted, with tickets that must be zero
     few: bool = False  # whether the kernel is the one for few short walks
-    pieces: tuple[_Pieces, ...] = ()  # of keys and values, where they are walked over in pieces
+    pieces: _Pieces | None = None  # of keys and values, where they are walked over in pieces
 
 
 def forward(
@@ -257,7 +269,7 @@ def forward(
     if plan.combine is not None:
         target, target_statistics = (part.empty(q) for part in plan.parts)
     if plan.pieces:
-        k, v = (make(x) for make, x in zip(plan.pieces, (k, v)))
+        k, v = plan.pieces(None, k, v, None)
     if isinstance(plan.launch, TiledLaunch):
         if tickets is None:
             tickets = TICKETS.empty(q)
@@ -313,13 +325,13 @@ def _plan_forward(
         plan = plan._replace(launch=tiled.launch, counted=tiled.counted)
         splits = tiled.parts
     else:
-        product = _product(q, geometry, mask, scale, precision)
+        product = _product("forward", q, geometry, mask, scale, precision)
         tiles = _tiles("forward", geometry, mask, scale, product, q)
         grid = _grid("forward", geometry, mask, tiles, product, q, out.numel())
         splits = grid.splits
         if product == "pieces":
-            plan = plan._replace(pieces=(_plan_pieces(k), _plan_pieces(v)))
-            k, v = (make.like for make in plan.pieces)
+            pieces = _plan_pieces(geometry, None, k, v, None, False)
+            plan, (k, v) = plan._replace(pieces=pieces), pieces.like
         access = access_to(q, k, v, out)
         launch = Launch(
             forward_launch,
@@ -357,8 +369,8 @@ class _Walk(NamedTuple):
 
     kernel: str  # of `_RESULTS`
     launch: Launch | TiledLaunch
-    sums: tuple[Launch, ...] = ()  # one for each result, where walks are split
-    parts: tuple[Dense, ...] = ()  # of each result, all in one
+    splits: int
+    parts: tuple[Dense, ...] = ()  # of each result, all in one, where walks are split
 
 
 _RESULTS: dict[str, tuple[int | None, ...]] = {"key": (1, 2), "dk": (1, None), "dv": (None, 2), "query": (0,)}
@@ -381,9 +393,9 @@ class _Backward(NamedTuple):
     prepare: Launch | None = None  # None where there is nothing to attend with or to
     walks: tuple[_Walk, ...] = ()
     few: Launch | None = None  # of the kernel for few short walks, instead of those
-    pieces: tuple[_Pieces, ...] = ()  # of q, k, v and the gradient, where they are walked over in pieces
+    pieces: _Pieces | None = None  # of q, k, v and the gradient, where they are walked over in pieces
     counted: bool = False  # whether walks count their tiles, with tickets that the first kernel makes zero
-    summed: bool = False  # whether a result is the sum of parts
+    sums: Launch | None = None  # of the parts, where walks are split
 
 
 def _walked_over(kernel: str, tensors: Sequence[Tensor], pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -422,7 +434,7 @@ def backward(
         None if results is None else (results[0].stride(), results[1].stride(), results[2].stride()),
     )  # fmt: skip
     plan = plans.get(key, _plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, results)
-    if results is not None and plan.summed:  # from parts, which have the same order in memory
+    if results is not None and plan.sums is not None:  # from parts, which have the same order in memory
         found = backward(grad, grad_lse, q, k, v, out, statistics, mask, scale, precision, plans)
         for result, gradient in zip(results, found):
             result.copy_(gradient)
@@ -438,15 +450,14 @@ def backward(
     if plan.few is not None:
         plan.few((q, k, v, grad, shift, delta, dq, dk, dv))
     tensors, numbers, gradients = (q, k, v, grad), (shift, delta, inverse), (dq, dk, dv)
-    pieces = [make(x) for make, x in zip(plan.pieces, tensors)]
-    # The last starts where the one before leaves multiprocessors idle; sums are added up when all are done.
-    targets = [
-        _walk(walk, _walked_over(walk.kernel, tensors, pieces), numbers, gradients, mask, tickets)
-        for walk in plan.walks
-    ]
-    for walk, parts in zip(plan.walks, targets):
-        for add, part, result in zip(walk.sums, parts, _wanted(walk.kernel, gradients)):
-            add((part, result))
+    pieces = [] if plan.pieces is None else plan.pieces(*tensors)
+    # A walk starts where the one before leaves multiprocessors idle; sums are added up when all are done.
+    parts: list[Tensor | None] = [None] * 3
+    for walk in plan.walks:
+        walked = _walked_over(walk.kernel, tensors, pieces)
+        _walk(walk, walked, numbers, gradients, parts, mask, tickets)
+    if plan.sums is not None:
+        plan.sums((*parts, *(None if part is None else x for x, part in zip(gradients, parts))))
     return dq, dk, dv
 
 
@@ -455,20 +466,21 @@ def _walk(
     tensors: tuple[Tensor, ...],
     numbers: tuple[Tensor | None, ...],
     gradients: tuple[Tensor, ...],
+    parts: list[Tensor | None],
     mask: Mask,
     tickets: Tensor | None,
-) -> list[Tensor]:
-    """Run one of the backward kernels; what it wrote: results, or parts of them if its walks are split."""
-    results = _results(walk.kernel, gradients)
-    written = [part.empty(tensors[0]) for part in walk.parts] or _wanted(walk.kernel, gradients)
-    left = iter(written)
-    targets = [None if x is None else next(left) for x in results]
+) -> None:
+    """Run one of the backward kernels. It writes gradients or, if its walks are split, new ``parts`` of them."""
+    targets = list(_results(walk.kernel, gradients))
+    left = iter(walk.parts)
+    for place, index in enumerate(_RESULTS[walk.kernel]):
+        if walk.parts and index is not None:
+            targets[place] = parts[index] = next(left).empty(gradients[0])
     if isinstance(walk.launch, TiledLaunch):
         shift, delta, _ = numbers
         walk.launch((*tensors, *targets, shift, delta, tickets))
     else:
         walk.launch((*tensors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k))
-    return written
 
 
 def _plan_backward(
@@ -493,6 +505,7 @@ def _plan_backward(
     access = access_to(out, grad)
     block_r = min(4096 // geometry.block_e, 64)
     elements = geometry.entries * geometry.heads * geometry.tokens
+    overlap = may_start_early(q.device)
     prepare = Launch(
         prepare_launch,
         -(-elements // block_r),
@@ -500,22 +513,22 @@ def _plan_backward(
             elements, geometry.tokens, geometry.heads, *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
             *access.strides,
         ),
-        (access.vec, access.unit, geometry.value_features, block_r, geometry.block_e),
+        (access.vec, access.unit, geometry.value_features, block_r, geometry.block_e, overlap),
     )  # fmt: skip
     if launchers_few.suits_backward(geometry, mask, scale, q, k, v, grad, dq, dk, dv):
         few = launchers_few.plan_backward(geometry, mask, scale, q, k, v, grad, dq, dk, dv)
         return plan._replace(prepare=prepare, few=few)
-    product = _product(q, geometry, mask, scale, precision)
+    product = _product("backward", q, geometry, mask, scale, precision)
     if product == "pieces":
-        plan = plan._replace(pieces=tuple(map(_plan_pieces, (q, k, v, grad))))
+        plan = plan._replace(pieces=_plan_pieces(geometry, q, k, v, grad, overlap))
     # Pieces of long rows leave registers for one sum alone.
     kernels = ("dv", "dk", "query") if product == "pieces" and geometry.block_d > 64 else ("key", "query")
     planned = tuple(
         _plan_walk(
             kernel,
-            _walked_over(kernel, (q, k, v, grad), [make.like for make in plan.pieces]),
+            _walked_over(kernel, (q, k, v, grad), () if plan.pieces is None else plan.pieces.like),
             _results(kernel, (dq, dk, dv)),
-            geometry, mask, scale, product, aligned, q,
+            geometry, mask, scale, product, aligned, kernel == kernels[0], q,
         )
         for kernel in kernels
     )  # fmt: skip
@@ -523,7 +536,7 @@ def _plan_backward(
         prepare=prepare,
         walks=planned,
         counted=any(isinstance(walk.launch, TiledLaunch) for walk in planned),
-        summed=any(walk.sums for walk in planned),
+        sums=_plan_sums(planned, (dq, dk, dv), overlap),
     )
 
 
@@ -536,18 +549,19 @@ def _plan_walk(
     scale: float,
     product: str,
     aligned: bool,
+    first: bool,
     q: Tensor,
 ) -> _Walk:
     """Plan of one of the backward kernels. Other than ``q``, tensors may be without memory, and on no GPU."""
     wanted = [x for x in results if x is not None]
-    first, sizes = wanted[0], [x.numel() for x in wanted]
+    sizes = [x.numel() for x in wanted]
     tiled = _tiled(kernel, geometry, mask, scale, (*tensors, *wanted)) if aligned else None
     if tiled is not None:
-        return _Walk(kernel, tiled.launch, *_sums(sizes, tiled.parts, q.device))
+        return _Walk(kernel, tiled.launch, tiled.parts, _parts(sizes, tiled.parts))
     tiles = _tiles(kernel, geometry, mask, scale, product, q)
     grid = _grid(kernel, geometry, mask, tiles, product, q, sum(sizes))
     heads_per_walk = 1 if kernel in OWN_KEYS else geometry.group
-    access = access_to(*tensors, *(first if x is None else x for x in results))
+    access = access_to(*tensors, *(wanted[0] if x is None else x for x in results))
     overlap = may_start_early(q.device)
     launch = Launch(
         key_launch if kernel in OWN_KEYS else query_launch,
@@ -556,18 +570,31 @@ def _plan_walk(
             *_numbers(geometry, mask, scale, grid, q.itemsize, heads_per_walk), scale,
             *(0 if grid.splits == 1 or x is None else x.numel() // access.vec for x in results), *access.strides,
         ),
-        (*_constants(geometry, mask, scale, access, product, tiles), overlap),
+        (
+            *_constants(geometry, mask, scale, access, product, tiles), *((first,) if kernel in OWN_KEYS else ()),
+            overlap,
+        ),
         tiles.warps,
         tiles.stages,
-        early=overlap and kernel == "query",
+        early=overlap,
     )  # fmt: skip
-    return _Walk(kernel, launch, *_sums(sizes, grid.splits, q.device))
+    return _Walk(kernel, launch, grid.splits, _parts(sizes, grid.splits))
 
 
-def _sums(sizes: list[int], splits: int, device: torch.device) -> tuple[tuple[Launch, ...], tuple[Dense, ...]]:
-    """What sums the parts of results of so many elements, and these parts."""
-    if splits == 1:
-        return (), ()
-    early = may_start_early(device)
-    sums = tuple(Launch(sum_launch, -(-size // 1024), (size, splits), (1024, early), early=early) for size in sizes)
-    return sums, tuple(Dense.rows((splits * size,), torch.float32) for size in sizes)
+def _parts(sizes: list[int], splits: int) -> tuple[Dense, ...]:
+    """The parts of results of so many elements, all of each in one; none where walks are whole."""
+    return tuple(Dense.rows((splits * size,), torch.float32) for size in sizes) if splits > 1 else ()
+
+
+def _plan_sums(walks: Sequence[_Walk], gradients: tuple[Tensor, ...], early: bool) -> Launch | None:
+    """What sums the parts of gradients, if any of them is in parts."""
+    splits = [1, 1, 1]
+    for walk in walks:
+        for index in _RESULTS[walk.kernel]:
+            if index is not None:
+                splits[index] = walk.splits
+    if max(splits) == 1:
+        return None
+    sizes = [x.numel() for x in gradients]
+    programs = sum(-(-size // 1024) for size, parts in zip(sizes, splits) if parts > 1)
+    return Launch(sum_launch, programs, (*sizes, *splits), (1024, early), early=early)

@@ -1,8 +1,9 @@
 """Launchers of flash attention's kernels for Hopper: which calls they take, and how these are cut into tiles.
 
-They take 16-bit tensors whose rows the tensor memory accelerator can copy, with up to 128 features (what is missing
-to 64 or 128 is filled with zeros), in causal and full attention with any number of heads to a key head. Windows to
-the left and packed sequences stay with the kernels for every GPU.
+They take 16-bit tensors whose rows the tensor memory accelerator can copy, with up to 256 features (what is
+missing to 64, 128 or 256 is filled with zeros), in causal and full attention with any number of heads to a key
+head. Windows to the left and packed sequences stay with the kernels for every GPU, and so do gradients of keys
+and values with more than 128 features, whose two sums would take all registers.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class Tiles(NamedTuple):
 
 
 TILES = {
-    "forward": {64: Tiles(3, 128, 2), 128: Tiles(2, 128, 2)},
+    "forward": {64: Tiles(3, 128, 2), 128: Tiles(2, 128, 2), 256: Tiles(2, 64, 2)},
     "key": {64: Tiles(2, 128, 2), 128: Tiles(2, 64, 3)},
-    "query": {64: Tiles(3, 64, 3), 128: Tiles(2, 64, 3)},
+    "query": {64: Tiles(3, 64, 3), 128: Tiles(2, 64, 3), 256: Tiles(2, 32, 3)},
 }
-"""By features of a tile; measured on an H200 (see "How it reaches the limit")."""
+"""By features of a tile; measured on an H200 (see "How it reaches the limit"), but with 256: what fits on chip."""
 
 _SMALLER = {"forward": Tiles(2, 128, 3), "query": Tiles(2, 64, 3)}
 """With 64 features, where walks are short and uneven, or so few that they are split."""
@@ -60,7 +61,8 @@ _SHORT = 2048  # backward walks that would be split and are shorter than this st
 
 def _width(geometry: Geometry) -> int:
     """Features of a tile."""
-    return 64 if max(geometry.features, geometry.value_features) <= 64 else 128
+    features = max(geometry.features, geometry.value_features)
+    return next(width for width in (64, 128, 256) if features <= width)
 
 
 def _tiles(name: str, geometry: Geometry, mask: Mask) -> Tiles:
@@ -89,7 +91,7 @@ def suit(name: str, geometry: Geometry, mask: Mask, scale: float, *tensors: Tens
         return False
     if mask.left is not None or mask.cu_seqlens_q is not None or scale <= 0:
         return False
-    if not _LEAST_FEATURES < max(geometry.features, geometry.value_features) <= 128:
+    if not _LEAST_FEATURES < max(geometry.features, geometry.value_features) <= max(TILES[name]):
         return False
     if any(t.dtype not in (torch.float16, torch.bfloat16) or t.dtype != first.dtype for t in tensors):
         return False
@@ -157,7 +159,7 @@ def plan(name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple
     constants = (mask.right is not None, parts > 1, tiles.groups, tiles.stages)
     count = blocks * rows * parts
     programs = min(programs_at_once(tensors[0].device), count)
-    launch = TiledLaunch(function, programs, described, numbers, constants, early=name == "query")
+    launch = TiledLaunch(function, programs, described, numbers, constants, early=name != "forward")
     return Plan(launch, parts, programs < count)
 
 
