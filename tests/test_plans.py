@@ -270,7 +270,7 @@ def factors_with_lengths(device: torch.device) -> Inputs:
 
 
 def factors_with_gradients(device: torch.device) -> Inputs:
-    some = {name: x if name[1] == "q" else x[:, :5] for name, x in factors(device).items()}
+    some = {name: (x if name[1] == "q" else x[:, :5])[:1] for name, x in factors(device).items()}
     return {name: x.clone().requires_grad_() for name, x in some.items()}
 
 
