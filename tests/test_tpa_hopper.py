@@ -1,5 +1,6 @@
 """Tensor-product attention's kernels for Hopper: which calls take them, and that these are right there."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -178,6 +179,73 @@ def test_the_same_bits_twice(rank: int, launched: list[str], device: torch.devic
     grad = torch.randn(2, 1500, 16, 128, device=device, dtype=torch.bfloat16)
     first, second = (run(inputs, grad, tpa_attention, backend="triton") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert sorted(set(launched)) == ALL
+
+
+def alone(patch: pytest.MonkeyPatch) -> None:
+    """Let every launch end before the next."""
+    from warploom.launch import Kernel, TiledLaunch
+
+    def wait(usual: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            torch.cuda.synchronize()
+            result = usual(*arguments, **options)
+            torch.cuda.synchronize()
+            return result
+
+        return call
+
+    for launch in (Kernel, TiledLaunch):
+        patch.setattr(launch, "__call__", wait(launch.__call__))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("whole", [False, True], ids=["factors", "whole queries"])
+@pytest.mark.parametrize(
+    ("tokens", "keys", "heads", "rank"),
+    [(300, 300, 2, 1), (2048, 2048, 16, 1), (100, 3000, 5, 4), (2500, 2500, 20, 2)],
+)
+def test_launches_that_overlap_give_the_bits_of_those_that_do_not(
+    tokens: int, keys: int, heads: int, rank: int, whole: bool,
+    launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    # Memory that a launch did not wait for holds NaN, or what a call with other inputs left there.
+    sizes = {"tokens": tokens, "keys": keys, "heads": heads, "rank_k": rank, "rank_v": rank}
+    calls = []
+    for _ in range(3):
+        inputs: dict[str, Any] = factors(device, **sizes, features=128, values=128, dtype=torch.bfloat16)
+        if whole:
+            inputs |= {"aq": None, "bq": torch.randn(2, tokens, heads, 128, device=device, dtype=torch.bfloat16)}
+        inputs = {name: None if x is None else x.requires_grad_() for name, x in inputs.items()}
+        calls.append((inputs, torch.randn(2, tokens, heads, 128, device=device, dtype=torch.bfloat16)))
+    with monkeypatch.context() as patch:
+        alone(patch)
+        expected = [run(*call, tpa_attention, backend="triton") for call in calls]
+    for memory in (nullcontext(), poisoned_allocations()):
+        with memory:
+            found = [run(*call, tpa_attention, backend="triton") for call in 4 * calls]
+        for results, wanted in zip(found, 4 * expected):
+            assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
+    assert sorted(set(launched)) == ALL
+
+
+@pytest.mark.gpu
+def test_a_graph_of_launches_that_overlap_replays(launched: list[str], device: torch.device) -> None:
+    sizes = {"tokens": 1000, "keys": 1000, "heads": 16, "features": 128, "values": 128}
+    inputs = {n: x.requires_grad_() for n, x in factors(device, **sizes, dtype=torch.bfloat16).items()}
+    grad = torch.randn(2, 1000, 16, 128, device=device, dtype=torch.bfloat16)
+    run(inputs, grad, tpa_attention, backend="triton")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(inputs, grad, tpa_attention, backend="triton")
+    with torch.no_grad():
+        for x in inputs.values():
+            x.mul_(0.5).add_(0.125)
+    for _ in range(3):
+        graph.replay()
+    found = run(inputs, grad, tpa_attention, backend="triton")
+    assert all(torch.equal(a, b) for a, b in zip(captured, found, strict=True))
     assert sorted(set(launched)) == ALL
 
 

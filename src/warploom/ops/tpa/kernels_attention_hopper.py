@@ -21,6 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.hopper import (
     ROWS,
@@ -208,7 +209,8 @@ def tpa_hopper_forward_kernel(
     """Attention for tiles of 128 queries, one after the other.
 
     Descriptors are of Q and results (B, H, N, D) in boxes of (1, 1, 64, D), and of feature factors (B, R, M, D) in
-    boxes of (1, R, CHUNK, D). Rows of ``ak`` and ``av`` are ``stride`` apart. ``tickets`` (1,) is zero.
+    boxes of (1, R, CHUNK, D). Rows of ``ak`` and ``av`` are ``stride`` apart. ``tickets[0]`` is zero once the launch before
+    has ended, for which this one waits before it reads.
     One group of warps forms keys and one values. Writes what flash attention's kernel for Hopper writes.
     """
     GROUPS: gl.constexpr = 2
@@ -253,6 +255,7 @@ def tpa_hopper_forward_kernel(
         tickets, ticket, (q_desc,), bk_desc, bv_desc, (q_tiles,), k_factors, v_factors, q_full, q_empty,
         tokens, keys, heads, rows, blocks, BLOCK_N,
     )  # fmt: skip
+    gdc_wait()
     gl.warp_specialize(
         [(compute_tiles, (0, CAUSAL, False, computing)), (compute_tiles, (1, CAUSAL, False, computing)),
          (form_tiles, (GROUPS, CAUSAL, EXACT, (k_operand,), forming)),

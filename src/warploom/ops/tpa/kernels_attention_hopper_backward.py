@@ -10,6 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.hopper import ROWS, announced, barriers, init_ring, matrix
 from warploom.device.hopper_attention import query_steps, tile_place
@@ -25,7 +26,10 @@ def tpa_hopper_query_kernel(
     RANK: gl.constexpr, CAUSAL: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, F_STAGES: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of Q, times ``slope``. Descriptors are as in `tpa_hopper_forward_kernel`; ``tickets[1]`` is zero."""
+    """Gradients of Q, times ``slope``. Descriptors are as in `tpa_hopper_forward_kernel`; ``tickets[1]`` is zero.
+
+    It runs beside `tpa_hopper_key_kernel`, of which it reads nothing, and does not end before that has ended.
+    """
     GROUPS: gl.constexpr = 2
     D: gl.constexpr = q_desc.block_type.shape[3]
     E: gl.constexpr = bv_desc.block_type.shape[3]
@@ -73,6 +77,8 @@ def tpa_hopper_query_kernel(
          (form_tiles, (GROUPS, CAUSAL, EXACT, operands, forming)), (copy_for_queries, (GROUPS, CAUSAL, copying))],
         [4, 4, 1], [208, 72, 24],
     )  # fmt: skip
+    if gl.program_id(0) == 0:
+        gdc_wait()
 
 
 @gluon.jit
@@ -228,7 +234,9 @@ def tpa_hopper_key_kernel(
     """Gradients of the factors of keys and values, for tiles of 128 keys and a share of the heads.
 
     Descriptors are of Q and its gradients' (B, H, N, D) in boxes of (1, 1, BLOCK_M, D). ``k_sums`` (shares, B, M, R, D)
-    and ``v_sums``, float32, get the sums of every share. ``tickets[0]`` is zero.
+    and ``v_sums``, float32, get the sums of every share. ``tickets[0]`` is zero once the launch before has ended, for
+    which this one waits before it reads. Only then may the launch after it, of `tpa_hopper_query_kernel`, start where this
+    one leaves multiprocessors idle: that finds complete what both read.
     """
     GROUPS: gl.constexpr = 2
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
@@ -260,6 +268,8 @@ def tpa_hopper_key_kernel(
         bk_b, (bk_m, bk_r), bv_b, (bv_m, bv_r), dak_b, dak_h, (dak_m, dak_r), dav_b, dav_h, (dav_m, dav_r),
         tokens, keys, heads, shares, rows, blocks, stride, zero, scale, slope, k_slope, v_slope,
     )  # fmt: skip
+    gdc_wait()
+    gdc_launch_dependents()
     gl.warp_specialize(
         [(compute_for_keys, (0, RANK, D, E, CAUSAL, computing)), (compute_for_keys, (1, RANK, D, E, CAUSAL, computing)),
          (copy_for_keys, (GROUPS, CAUSAL, copying))],

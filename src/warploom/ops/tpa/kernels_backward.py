@@ -1,12 +1,13 @@
 """Triton kernels of tensor-product attention: the backward pass.
 
-Four kernels, each of which owns what it writes, so that every sum has a fixed order and two runs agree bit for bit:
+Five kernels, each of which owns what it writes, so that every sum has a fixed order and two runs agree bit for bit:
 
     prepare_kernel   Q (B, H, N, D) formed once, and δ = Σ_e do ⊙ o (B, H, N); before a forward for Hopper Q alone
     query_kernel     dQ of a tile of queries of one head
     factor_kernel    of one token: dA_Q = s_q dQ B_Qᵀ (H, R) and dB_Q = s_q A_Qᵀ dQ (R, D)
     key_kernel       dK and dV of a tile of keys on chip, head after head of a group of heads; with them dA_K, dA_V, and
                      dB_K, dB_V summed over the group
+    sum_kernel       dB_K and dB_V, from those sums
 
 With p the weights and ``dp = do Vᵀ``: ``ds = p ⊙ (dp − δ)``, ``dQ = scale · ds K``, ``dK = scale · dsᵀ Q``,
 ``dV = pᵀ do``. Tiles of keys and values are pairs of a tile and a coefficient, as in `kernels_attention`.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.product import dot, rounded
 from warploom.ops.tpa.kernels import power
@@ -113,7 +115,7 @@ _PREPARE_NUMBERS = (
 
 @triton.jit(do_not_specialize=_PREPARE_NUMBERS)
 def prepare_kernel(
-    aq, bq, out, grad, statistics, q, delta, shift,
+    aq, bq, out, grad, statistics, q, delta, shift, tickets,
     tokens: tl.int32, heads: tl.int32,
     aq_b: tl.int64, aq_n: tl.int64, aq_h: tl.int64, aq_r: tl.int64,
     bq_b: tl.int64, bq_n: tl.int64, bq_r: tl.int64, bq_d: tl.int64,
@@ -121,14 +123,20 @@ def prepare_kernel(
     grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_e: tl.int64, scale_q: tl.float32,
     RQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    Q_VEC: tl.constexpr, Q_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr,
+    Q_VEC: tl.constexpr, Q_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Q and δ of one token's queries, BLOCK_H of the heads; 16-bit ranks are summed BLOCK_R at a time.
 
     Strides of ``bq``, and those of ``out`` and ``grad``, come divided by their ``VEC`` but for the last; ``UNIT``: that
     is 1. Without ``grad`` and the other three, Q alone. ``shift`` (B, H, N), which may be None, gets what is subtracted
-    from logits in base two for 16-bit weights; a shift of +inf makes those of blind queries zero.
+    from logits in base two for 16-bit weights; a shift of +inf makes those of blind queries zero. ``tickets`` (2,), with
+    which kernels for Hopper count their tiles, become zero. With ``OVERLAP`` the launch after it is put in place while
+    this one's last programs run, and waits for them.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
+    if tickets is not None:
+        tl.store(tickets + tl.arange(0, 2), tl.zeros((2,), tl.int32), mask=tl.program_id(0) == 0)
     shares = tl.cdiv(heads, BLOCK_H)
     program = tl.program_id(0)
     token = program // shares
@@ -369,12 +377,15 @@ def factor_kernel(
     daq_b: tl.int64, daq_n: tl.int64, daq_h: tl.int64, daq_r: tl.int64,
     dbq_b: tl.int64, dbq_n: tl.int64, dbq_r: tl.int64, dbq_d: tl.int64, scale_q: tl.float32,
     RQ: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    VEC: tl.constexpr, UNIT: tl.constexpr,
+    VEC: tl.constexpr, UNIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one token's query factors from dQ (B, N, H, D); BLOCK_R of the ranks.
 
-    Strides of ``bq`` and ``dbq`` come divided by ``VEC`` but for the last; ``UNIT``: that is 1.
+    Strides of ``bq`` and ``dbq`` come divided by ``VEC`` but for the last; ``UNIT``: that is 1. ``EARLY``: see
+    `warploom.launch.may_start_early`.
     """
+    if EARLY:
+        gdc_wait()
     R_BLOCKS: tl.constexpr = (RQ + BLOCK_R - 1) // BLOCK_R
     program = tl.program_id(0)
     token = program // R_BLOCKS
@@ -401,3 +412,57 @@ def factor_kernel(
     dbq += batch * (dbq_b * VEC) + n * (dbq_n * VEC)
     pointers = dbq + (r * (dbq_r * VEC))[:, None] + (d if UNIT else d * dbq_d)[None, :]
     tl.store(pointers, rounded(total * scale_q, dbq.dtype.element_ty), mask=feature_mask)
+
+
+@triton.jit
+def sum_groups(
+    part, out, first, groups, rows, keys, out_b, out_m, out_r, out_f, R: tl.constexpr, F: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Rows ``first …`` of the gradient (B, M, R, F) of a feature factor: the sum of ``part`` (groups, B, M, R, F)."""
+    row = first.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    f = tl.arange(0, BLOCK_F)
+    mask = (row < rows)[:, None] & (f < F)[None, :]
+    cells = part + (row * F)[:, None] + f[None, :]
+    total = tl.zeros((BLOCK, BLOCK_F), tl.float32)
+    for _ in tl.range(0, groups, num_stages=4):  # loads of several groups under way at once
+        total += tl.load(cells, mask=mask, other=0.0)
+        cells += rows * F
+    key, r = row // R, row % R
+    places = key // keys * (out_b * VEC) + key % keys * (out_m * VEC) + r * (out_r * VEC)
+    features = f if UNIT else f * out_f
+    tl.store(out + places[:, None] + features[None, :], rounded(total, out.dtype.element_ty), mask=mask)
+
+
+_SUM_NUMBERS = "batches keys groups k_programs dbk_b dbk_m dbk_r dbk_d dbv_b dbv_m dbv_r dbv_e".split()
+
+
+@triton.jit(do_not_specialize=_SUM_NUMBERS)
+def sum_kernel(
+    k_sums, v_sums, dbk, dbv,
+    batches: tl.int32, keys: tl.int32, groups: tl.int32, k_programs: tl.int32,
+    dbk_b: tl.int64, dbk_m: tl.int64, dbk_r: tl.int64, dbk_d: tl.int64,
+    dbv_b: tl.int64, dbv_m: tl.int64, dbv_r: tl.int64, dbv_e: tl.int64,
+    RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    VEC: tl.constexpr, UNIT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Gradients of ``bk`` (B, M, RK, D) and ``bv``, BLOCK rows to a program: the sums of groups of heads, added up in order.
+
+    The first ``k_programs`` programs add up those of ``bk``. Strides come divided by ``VEC`` but for the last; ``UNIT``:
+    that is 1. ``EARLY``: see `warploom.launch.may_start_early`.
+    """
+    if EARLY:
+        gdc_wait()
+    program = tl.program_id(0)
+    tokens = batches.to(tl.int64) * keys
+    if program < k_programs:
+        sum_groups(
+            k_sums, dbk, program, groups, tokens * RK, keys, dbk_b, dbk_m, dbk_r, dbk_d,
+            RK, D, BLOCK, BLOCK_D, VEC, UNIT,
+        )  # fmt: skip
+    else:
+        sum_groups(
+            v_sums, dbv, program - k_programs, groups, tokens * RV, keys, dbv_b, dbv_m, dbv_r, dbv_e,
+            RV, E, BLOCK, BLOCK_E, VEC, UNIT,
+        )  # fmt: skip

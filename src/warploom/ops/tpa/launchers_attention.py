@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 import triton
 
-from warploom.launch import INTERPRETED, Kernel, architecture, multiprocessors
+from warploom.launch import INTERPRETED, Kernel, architecture, may_start_early, multiprocessors
 from warploom.layout import empty_in_order_of
 from warploom.ops.tpa.kernels_attention import forward_kernel
-from warploom.ops.tpa.kernels_backward import factor_kernel, key_kernel, prepare_kernel, query_kernel
+from warploom.ops.tpa.kernels_backward import factor_kernel, key_kernel, prepare_kernel, query_kernel, sum_kernel
 from warploom.ops.tpa.launchers import Operands, feature_factors, logit_unit, strides_of
 
 Tensor = torch.Tensor
@@ -21,6 +21,7 @@ prepare_launch = Kernel(prepare_kernel)
 query_launch = Kernel(query_kernel)
 key_launch = Kernel(key_kernel)
 factor_launch = Kernel(factor_kernel)
+sum_launch = Kernel(sum_kernel)
 
 PROGRAMS = 4
 """Programs per multiprocessor among which the keys and groups of heads of the backward are shared, at most."""
@@ -119,8 +120,12 @@ def _prepare(
     statistics: Tensor | None = None,
     delta: Tensor | None = None,
     shift: Tensor | None = None,
+    tickets: Tensor | None = None,
 ) -> Tensor:
-    """Form Q (B, H, N, D); with ``grad`` write ``delta``, and ``shift`` if it is given."""
+    """Form Q (B, H, N, D); with ``grad`` write ``delta``, and ``shift`` and ``tickets`` if they are given.
+
+    With ``tickets`` the launch after it must be one for Hopper, which may start early.
+    """
     aq, ak, _, bq, _, bv = factors
     batch, tokens, rank_q, features = bq.shape
     heads = ak.shape[2]
@@ -128,11 +133,11 @@ def _prepare(
     b, o = feature_factors(bq), feature_factors(*(bq if t is None else t for t in (out, grad)))
     prepare_launch(
         batch * tokens * -(-heads // 16),
-        (aq, bq, out, grad, statistics, q, delta, shift),
+        (aq, bq, out, grad, statistics, q, delta, shift, tickets),
         (tokens, heads, *strides_of(aq), *b.strides[0], *o.strides[0], *o.strides[1], call.scale_q),
         (
             rank_q, features, bv.shape[-1], 16, 16, _block(features), _block(bv.shape[-1]),
-            b.vector, b.flag, o.vector, o.flag,
+            b.vector, b.flag, o.vector, o.flag, tickets is not None,
         ),
         4,
     )  # fmt: skip
@@ -148,7 +153,9 @@ def forward(factors: Operands, call: Call) -> tuple[Tensor, Tensor]:
     out = empty_in_order_of(bq if aq is None else aq, values)
     if (hopper := _hopper(factors, call)) is not None:
         rows = _heads_first(ak, call.scale_k), _heads_first(av, call.scale_v)
-        return out, hopper.forward(_prepare(factors, call), *rows, bk, bv, out, call)
+        tickets = hopper.tickets(bq)
+        formed = _prepare(factors, call, tickets=tickets)
+        return out, hopper.forward(formed, tickets, *rows, bk, bv, out, call)
     statistics = torch.empty((batch, heads, 2, tokens), dtype=torch.float32, device=bq.device)
     block_d, block_e = _block(features), _block(values)
     tiles = _forward_tiles(bq.dtype, max(block_d, block_e), max(rank_k, rank_v), architecture(bq.device))
@@ -177,49 +184,84 @@ def backward(grad: Tensor, out: Tensor, statistics: Tensor, factors: Operands, c
 
     Beside them it holds Q and dQ, as large as queries of the inputs' dtype are, δ, and the sums of the gradients of
     ``bk`` and ``bv`` in float32, once for every group of heads.
+
+    On Hopper launches overlap, and so their order matters. All but the first start early, and nothing else is
+    launched between them: memory is allocated before.
+
+        prepare   Q, δ, shift, tickets; lets `key` be put in place
+        key       waits for `prepare`, and then lets `query` start wherever it leaves multiprocessors idle
+        query     reads what `prepare` wrote, which is complete, and nothing of `key`; one program waits for that at
+                  its end, so that it ends after `key`
+        factors   waits for `query`, and with it for `key`
+        sums      waits for `factors`, and with it for all before
+
+    Elsewhere `query` comes before `key`, to which it leaves the δ of float32.
     """
     aq, ak, av, bq, bk, bv = factors
-    batch, tokens, rank_q, features = bq.shape
+    batch, tokens, _, features = bq.shape
     heads = ak.shape[2]
+    daq = None if aq is None else empty_in_order_of(aq, aq.shape[3])
+    dak, dav, dbq, dbk, dbv = (empty_in_order_of(t, t.shape[3]) for t in (ak, av, bq, bk, bv))
     delta = torch.empty((batch, heads, tokens), dtype=torch.float32, device=bq.device)
+    if aq is None:
+        dq, scale = dbq, call.scale_q
+    else:
+        dq, scale = torch.empty((batch, tokens, heads, features), dtype=bq.dtype, device=bq.device), 1.0
     hopper = _hopper(factors, call)
     if hopper is None:
-        q = _prepare(factors, call, out, grad, statistics, delta)
         rows = _heads_first(ak), _heads_first(av)
-        query_gradient, key_gradients, weighing = _query_gradient, _key_gradients, statistics
+        q = _prepare(factors, call, out, grad, statistics, delta)
+        _query_gradient(q, statistics, delta, grad, *rows, bk, bv, dq, scale, call)
+        sums = _key_gradients(q, statistics, delta, grad, *rows, bk, bv, dak, dav, call)
     else:
         grad = hopper.copyable(grad)
-        weighing = torch.empty_like(delta)
-        q = _prepare(factors, call, out, grad, statistics, delta, weighing)
         rows = _heads_first(ak, call.scale_k), _heads_first(av, call.scale_v)
-        query_gradient, key_gradients = hopper.query_gradient, hopper.key_gradients
-    dbq = empty_in_order_of(bq, features)
-    if aq is None:
-        query_gradient(q, weighing, delta, grad, *rows, bk, bv, dbq, call.scale_q, call)
-        daq = None
-    else:
-        dq = torch.empty((batch, tokens, heads, features), dtype=bq.dtype, device=bq.device)
-        query_gradient(q, weighing, delta, grad, *rows, bk, bv, dq, 1.0, call)
-        daq = empty_in_order_of(aq, rank_q)
-        block_r = min(_block(rank_q), 64)
-        b = feature_factors(bq, dbq)
-        factor_launch(
-            batch * tokens * -(-rank_q // block_r),
-            (dq, aq, bq, daq, dbq),
-            (
-                tokens, heads, *strides_of(aq), *b.strides[0], *strides_of(daq), *b.strides[1], call.scale_q,
-            ),
-            (rank_q, features, 16, block_r, _block(features), b.vector, b.flag),
-            4 if block_r == 16 and bq.dtype != torch.float32 else 8,
-            1,
-        )  # fmt: skip
-        del dq
-    dak, dav = empty_in_order_of(ak, ak.shape[3]), empty_in_order_of(av, av.shape[3])
-    sums_k, sums_v = key_gradients(q, weighing, delta, grad, *rows, bk, bv, dak, dav, call)
-    dbk, dbv = empty_in_order_of(bk, features), empty_in_order_of(bv, bv.shape[-1])
-    dbk.copy_(sums_k.sum(0))
-    dbv.copy_(sums_v.sum(0))
+        shift, tickets = torch.empty_like(delta), hopper.tickets(bq)
+        sums = hopper.key_sums(bk, bv, heads)
+        q = _prepare(factors, call, out, grad, statistics, delta, shift, tickets)
+        hopper.key_gradients(q, tickets, shift, delta, grad, *rows, bk, bv, dak, dav, sums, call)
+        hopper.query_gradient(q, tickets, shift, delta, grad, *rows, bk, bv, dq, scale, call)
+    if aq is not None and daq is not None:
+        _factor_gradients(dq, aq, bq, daq, dbq, call)
+    _sum_groups(*sums, dbk, dbv)
     return Operands(daq, dak, dav, dbq, dbk, dbv)
+
+
+def _factor_gradients(dq: Tensor, aq: Tensor, bq: Tensor, daq: Tensor, dbq: Tensor, call: Call) -> None:
+    """Write the gradients of ``aq`` and ``bq``."""
+    batch, tokens, heads, features = dq.shape
+    rank_q = bq.shape[2]
+    block_r = min(_block(rank_q), 64)
+    early = may_start_early(dq.device)
+    b = feature_factors(bq, dbq)
+    factor_launch(
+        batch * tokens * -(-rank_q // block_r),
+        (dq, aq, bq, daq, dbq),
+        (
+            tokens, heads, *strides_of(aq), *b.strides[0], *strides_of(daq), *b.strides[1], call.scale_q,
+        ),
+        (rank_q, features, 16, block_r, _block(features), b.vector, b.flag, early),
+        4 if block_r == 16 and bq.dtype != torch.float32 else 8,
+        1,
+        early,
+    )  # fmt: skip
+
+
+def _sum_groups(sums_k: Tensor, sums_v: Tensor, dbk: Tensor, dbv: Tensor) -> None:
+    """Write the gradients of ``bk`` and ``bv``, from those of each group of heads."""
+    (batch, keys, rank_k, features), (rank_v, values) = dbk.shape, dbv.shape[2:]
+    block_d, block_e = _block(features), _block(values)
+    block = max(1, 1024 // max(block_d, block_e))
+    k_programs, v_programs = (-(-batch * keys * rank // block) for rank in (rank_k, rank_v))
+    early = may_start_early(dbk.device)
+    b = feature_factors(dbk, dbv)
+    sum_launch(
+        k_programs + v_programs,
+        (sums_k, sums_v, dbk, dbv),
+        (batch, keys, sums_k.shape[0], k_programs, *b.strides[0], *b.strides[1]),
+        (rank_k, rank_v, features, values, block, block_d, block_e, b.vector, b.flag, early),
+        early=early,
+    )
 
 
 def _query_gradient(

@@ -103,11 +103,17 @@ def _exact(call: Call) -> bool:
     return all(math.frexp(scale)[0] in (-0.5, 0.0, 0.5) for scale in (call.scale_k, call.scale_v))
 
 
-def _tickets(q: Tensor, count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.int32, device=q.device)
+def tickets(near: Tensor) -> Tensor:
+    """By which programs take tiles: the forward's and the key kernel's, and the query kernel's. Not zero yet."""
+    return torch.empty(2, dtype=torch.int32, device=near.device)
 
 
-def forward(q: Tensor, ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, out: Tensor, call: Call) -> Tensor:
+# The launches below start early: see `launchers_attention.backward`.
+
+
+def forward(
+    q: Tensor, tickets: Tensor, ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, out: Tensor, call: Call
+) -> Tensor:  # fmt: skip
     """Write the output; return the statistics (B, H, 2, N).
 
     ``q`` is (B, H, N, D), dense. ``ak`` and ``av`` have their heads first, and include the scales of K and V.
@@ -126,14 +132,15 @@ def forward(q: Tensor, ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, out: Tens
             [(q, own), (bk, factor), (bv, factor), (out, result)],
             (tokens, keys, heads, rows, blocks, ak.shape[3], call.scale * logit_unit(q.dtype)),
             (rank, call.causal, *TILES, _exact(call)),
+            early=True,
         )
 
-    _launch("forward", make, call, (q, bk, bv, out, ak, av, lse, statistics, _tickets(q, 1)))
+    _launch("forward", make, call, (q, bk, bv, out, ak, av, lse, statistics, tickets))
     return statistics.permute(1, 2, 0, 3).contiguous()
 
 
 def query_gradient(
-    q: Tensor, shift: Tensor, delta: Tensor, grad: Tensor,
+    q: Tensor, tickets: Tensor, shift: Tensor, delta: Tensor, grad: Tensor,
     ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, dq: Tensor, scale: float, call: Call,
 ) -> None:  # fmt: skip
     """Write ``scale · dQ`` to ``dq`` (B, N, H, D). Factors are as in `forward`; ``shift``, ``delta`` (B, H, N)."""
@@ -152,23 +159,29 @@ def query_gradient(
                 call.scale * logit_unit(q.dtype), scale * call.scale,
             ),
             (rank, call.causal, *TILES, _exact(call)),
+            early=True,
         )  # fmt: skip
 
-    _launch(f"query {scale}", make, call, (q, bk, bv, grad, dq, ak, av, shift, delta, _tickets(q, 2)))
+    _launch(f"query {scale}", make, call, (q, bk, bv, grad, dq, ak, av, shift, delta, tickets))
+
+
+def key_sums(bk: Tensor, bv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Where `key_gradients` leaves the gradients of ``bk`` and ``bv`` in float32, each share of the heads' own."""
+    blocks = -(-bk.shape[1] // _BLOCK)
+    most = PROGRAMS * multiprocessors(bk.device) // (blocks * bk.shape[0])
+    shares = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(most, 1))
+    sums_k, sums_v = (torch.empty((shares, *b.shape), dtype=torch.float32, device=b.device) for b in (bk, bv))
+    return sums_k, sums_v
 
 
 def key_gradients(
-    q: Tensor, shift: Tensor, delta: Tensor, grad: Tensor,
-    ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, dak: Tensor, dav: Tensor, call: Call,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Write ``dak``, ``dav``; return the gradients of ``bk``, ``bv`` in float32, each share of the heads' own."""
+    q: Tensor, tickets: Tensor, shift: Tensor, delta: Tensor, grad: Tensor, ak: Tensor, av: Tensor, bk: Tensor,
+    bv: Tensor, dak: Tensor, dav: Tensor, sums: tuple[Tensor, Tensor], call: Call,
+) -> None:  # fmt: skip
+    """Write ``dak``, ``dav`` and ``sums``."""
     batch, heads, tokens, features = q.shape
     rank, keys = bk.shape[2], bk.shape[1]
-    blocks = -(-keys // _BLOCK)
-    most = PROGRAMS * multiprocessors(q.device) // (blocks * batch)
-    shares = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(most, 1))
-    sums_k = torch.empty((shares, *bk.shape), dtype=torch.float32, device=q.device)
-    sums_v = torch.empty((shares, *bv.shape), dtype=torch.float32, device=q.device)
+    blocks, shares = -(-keys // _BLOCK), sums[0].shape[0]
 
     def make() -> TiledLaunch:
         own, result, _ = _boxes(q, bv, rank)
@@ -184,8 +197,7 @@ def key_gradients(
                 call.scale * logit_unit(q.dtype), float(call.scale), float(call.scale_k), float(call.scale_v),
             ),
             (rank, features, bv.shape[3], call.causal, KEY_STAGES),
+            early=True,
         )  # fmt: skip
 
-    tensors = (q, grad, ak, av, bk, bv, shift, delta, dak, dav, sums_k, sums_v, _tickets(q, 1))
-    _launch("key", make, call, tensors)
-    return sums_k, sums_v
+    _launch("key", make, call, (q, grad, ak, av, bk, bv, shift, delta, dak, dav, *sums, tickets))
