@@ -322,9 +322,7 @@ class TiledLaunch:
         arguments += numbers
         _enqueue(entry, device, self.programs, arguments, self.arguments)
 
-    def _start(
-        self, device: int, tensors: Sequence[torch.Tensor | None], numbers: tuple[int | float, ...]
-    ) -> None:
+    def _start(self, device: int, tensors: Sequence[torch.Tensor | None], numbers: tuple[int | float, ...]) -> None:
         """The first launch on a device, which compiles the kernel if that has not been done."""
         descriptors = [self._descriptor(i, tensor) for i, tensor in zip(range(len(self.encoded)), tensors)]
         compiled = self.function.run(
