@@ -1,5 +1,6 @@
 """Softmax over the sequence on LRPE's kernels for Hopper: which calls take them, and that these are right there."""
 
+import itertools
 import math
 import threading
 from typing import Any
@@ -94,6 +95,15 @@ def test_words_are_zero_and_tags_differ() -> None:
     assert not first.any()
     assert 0 not in (tag, other)
     assert tag != other
+
+
+def test_tags_begin_anew_before_an_int32_ends() -> None:
+    from warploom.ops.lrpe.launchers_sequence_hopper import Words
+
+    words = Words()
+    words.launches = itertools.count(2**31 - 3)
+    tags = [words.take(1, torch.empty(1))[1] for _ in range(4)]
+    assert tags == [2**31 - 2, 2**31 - 1, 1, 2]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -220,6 +230,52 @@ def test_sums_that_a_program_works_out_for_others_have_the_same_bits(
     for _ in range(3):
         assert all(map(torch.equal, results(kind, x, theta, grad), usual))
     assert set(launched) == BOTH
+
+
+@pytest.mark.gpu
+@KINDS
+def test_parts_that_do_not_fit_the_gpu(
+    kind: str, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More parts of a strip than run at once end, with the bits of patience without end, and are not chosen."""
+    from warploom.ops.lrpe import launchers_sequence_hopper as launchers
+
+    n = 200_000
+    x = random_x(device, 1, n, 1, 64).bfloat16()
+    theta = random_theta(device, 1, 64 if kind == "cosine" else 32)
+    tile = launchers.Tile(32, 64, 32)
+    monkeypatch.setattr(launchers, "tile_of", lambda kind, backward, tokens: None if backward else tile)
+    encode(kind, x, theta, activation="softmax_sequence", backend="triton")
+    assert not launched
+    monkeypatch.setattr(launchers, "_PROGRAMS", 10**6)
+    found = []
+    for patience in (1, launchers.PATIENCE):
+        monkeypatch.setattr(launchers, "PATIENCE", patience)
+        found.append(encode(kind, x, theta, activation="softmax_sequence", backend="triton"))
+        torch.cuda.synchronize()
+    assert launched
+    assert torch.equal(*found)
+
+
+@pytest.mark.gpu
+@KINDS
+def test_words_from_a_pool_are_for_one_launch(
+    kind: str, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from warploom.ops.lrpe import launchers_sequence_hopper as launchers
+
+    monkeypatch.setattr(launchers, "_words", launchers.Words())
+    case = random_case(kind, 1000, device)
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        found = results(kind, *case)
+    assert not launchers._words.known
+    usual = results(kind, *case)
+    assert len(launchers._words.known) == 1
+    assert all(map(torch.equal, found, usual))
+    assert set(launched) == BOTH
+    torch.cuda.synchronize()
+    del found, pool
 
 
 @pytest.mark.gpu

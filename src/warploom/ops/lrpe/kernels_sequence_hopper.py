@@ -11,6 +11,8 @@ and no order of one word after another is relied on. The words are added in an o
 
 Nobody waits for ever. All parts of a strip need not run at once: a program that has polled for long works out the
 sums that it misses from device memory, as the programs that it waits for would, to the bit, and tells them itself.
+After that it waits only for words of its own, and polls for others' no more than once each. It is a way out and not a
+way to go: programs that come to it all work out the same, so launchers see to it that a strip's parts fit the GPU.
 
 Shapes. Columns come in P members of F angles: P = 1 for ``cosine``, 2 for the pairs of ``rotate``. A member's tile lies
 in shared memory as pieces of (PIECE, W), and registers hold (SUB, W) of it at a time. Columns are (W,). Statistics are
@@ -234,12 +236,16 @@ def read_block(words, first, end, tag, polls, N: gl.constexpr, WORDS: gl.constex
 def sum_of_block(words, first, tag, patience, xs, grads, theta, known, position, parts, tokens, log1, log2, step,
                  BACKWARD: gl.constexpr, P: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr,
                  WORDS: gl.constexpr):  # fmt: skip
-    """What the parts of a block tell, added (P · W,). What is missing after ``patience`` polls is told here."""
+    """What the parts of a block tell, added (P · W,). What is missing after ``patience`` polls is told here.
+
+    Returned with the patience that is left: parts that did not come in time do not run, nor do those after them.
+    """
     W: gl.constexpr = xs[0][0].shape[4]
     TOKENS: gl.constexpr = xs[0][0].shape[0] * xs[0][0].shape[3]
     end = gl.minimum(first + BLOCK, parts)
     total, missing = read_block(words, first, end, tag, patience, P * W, WORDS)
-    if missing:
+    if missing:  # every warp sees the same: it comes out of a reduction through shared memory
+        patience = gl.minimum(patience, 1)
         for late in range(first, end):
             cosine, sine = angles(theta, known, position + late * TOKENS, SUB, LAYOUT)
             total1, total2, cosine, sine = sum_part(
@@ -250,7 +256,7 @@ def sum_of_block(words, first, tag, patience, xs, grads, theta, known, position,
                 tell(words + (late * (P * W) + W), tag, total2, gl.SliceLayout(0, LAYOUT))
         synchronize()
         total, missing = read_block(words, first, end, tag, FOREVER, P * W, WORDS)
-    return total
+    return total, patience
 
 
 @gluon.jit
@@ -265,15 +271,17 @@ def sum_of_parts(words, tag, patience, xs, grads, theta, known, position, part, 
     N: gl.constexpr = P * xs[0][0].shape[4]
     VEC: gl.constexpr = 2 if N <= 64 else N // 32
     WORDS: gl.constexpr = gl.BlockedLayout([1, VEC], [32 * VEC // N, N // VEC], [gl.num_warps(), 1], [1, 0])
+    # Two threads with the same words might see one in time and the other not.
+    gl.static_assert(BLOCK * N >= gl.num_warps() * 32 * VEC, "a word must be read by one thread alone")
     if not BLOCKS:
-        total = sum_of_block(
+        total, patience = sum_of_block(
             words, 0, tag, patience, xs, grads, theta, known, position, parts, tokens, log1, log2,
             step, BACKWARD, P, SUB, LAYOUT, WORDS,
         )  # fmt: skip
     else:
         told = words + parts * N
         if part % BLOCK == 0:
-            sums = sum_of_block(
+            sums, patience = sum_of_block(
                 words, part, tag, patience, xs, grads, theta, known, position, parts, tokens, log1, log2,
                 step, BACKWARD, P, SUB, LAYOUT, WORDS,
             )  # fmt: skip
@@ -284,8 +292,9 @@ def sum_of_parts(words, tag, patience, xs, grads, theta, known, position, part, 
             end = gl.minimum(first + BLOCK, blocks)
             some, missing = read_block(told, first, end, tag, patience, N, WORDS)
             if missing:
+                patience = gl.minimum(patience, 1)
                 for late in range(first, end):
-                    sums = sum_of_block(
+                    sums, patience = sum_of_block(
                         words, late * BLOCK, tag, patience, xs, grads, theta, known, position, parts, tokens, log1,
                         log2, step, BACKWARD, P, SUB, LAYOUT, WORDS,
                     )  # fmt: skip

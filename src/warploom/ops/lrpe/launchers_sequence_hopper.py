@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from warploom.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied
+from warploom.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied, multiprocessors
 from warploom.ops.lrpe import kernels_sequence_hopper
 from warploom.ops.lrpe.kernels_sequence_hopper import BLOCK, UNIT
 from warploom.ops.lrpe.launchers import Positions
@@ -19,7 +19,7 @@ from warploom.ops.lrpe.launchers import Positions
 Tensor = torch.Tensor
 
 _BLOCK, _UNIT = BLOCK.value, UNIT.value
-_TAGS = 2**31  # that an int32 tells apart, without zero
+_TAGS = 2**31 - 1  # an int32 that is positive
 _MOST_BOX = 256  # tokens that are copied at once
 _LEAST_TOKENS = 64
 
@@ -52,32 +52,50 @@ def tile_of(kind: str, backward: bool, tokens: int) -> Tile | None:
 PATIENCE = 10_000
 """Polls after which a program no longer waits for sums: a few milliseconds."""
 
+_PROGRAMS = 2
+"""Programs of any tile that a multiprocessor holds at once, at least: 128 registers of 256 threads each, 68 KB."""
+
 
 class Words:
     """Memory in which parts of a strip tell each other their sums.
 
     A launch tells its words from those of earlier ones by a tag that no other has. Each stream has memory of its
     own, since two launches at once would overwrite each other's. A CUDA graph that is being captured gets words
-    that each replay makes zero, because all its replays bear the same tag.
+    that each replay makes zero, because all its replays bear the same tag. Where allocations go to a pool of
+    somebody's own, who may take it back or hand it out again (as PyTorch's graph trees do when they warm up), words
+    are for one launch.
     """
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, int], Tensor] = {}  # by device and stream
-        self.tags = itertools.count(1)
+        self.launches = itertools.count()
 
     def take(self, count: int, near: Tensor) -> tuple[Tensor, int]:
         """So many words on the device of a tensor, for a launch on the current stream, and its tag."""
-        tag = next(self.tags) % _TAGS
+        launch = next(self.launches)
+        tag = 1 + launch % _TAGS
         if not near.is_cuda or torch.cuda.is_current_stream_capturing():
             return near.new_zeros(count, dtype=torch.int64), tag
-        if tag == 0:  # tags begin anew, and must not meet the words they left
+        if tag == 1 and launch:  # tags begin anew, and must not meet the words they left
             self.known.clear()
-            tag = next(self.tags)
         key = near.get_device(), torch.cuda.current_stream(near.device).cuda_stream
         words = self.known.get(key)
         if words is None or words.numel() < count:
-            words = self.known[key] = near.new_zeros(count, dtype=torch.int64)
+            words = near.new_zeros(count, dtype=torch.int64)
+            if _is_in_common_pool(words):
+                self.known[key] = words
         return words, tag
+
+
+def _is_in_common_pool(tensor: Tensor) -> bool:
+    """Whether a tensor of a GPU lies in the pool that PyTorch allocates from by default. Takes milliseconds."""
+    if torch.cuda.get_allocator_backend() != "native":  # others may not say
+        return False
+    address = tensor.data_ptr()
+    for segment in torch.cuda.memory_snapshot():
+        if segment["address"] <= address < segment["address"] + segment["total_size"]:
+            return tuple(segment["segment_pool_id"]) == (0, 0)
+    return False
 
 
 _words = Words()
@@ -112,6 +130,9 @@ def suits(
     tensors = (x, out) if grad is None else (x, grad, out)
     tile = tile_of(kind, grad is not None, x.shape[1])
     if tile is None or features % tile.width or any(t.dtype != x.dtype or not can_be_copied(t) for t in tensors):
+        return None
+    # Strips of the same tokens are neighbours, so the parts of one are in flight together if those of all are.
+    if x.is_cuda and features // tile.width * -(-x.shape[1] // tile.tokens) > _PROGRAMS * multiprocessors(x.device):
         return None
     return tile
 
