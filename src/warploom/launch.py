@@ -298,19 +298,20 @@ class TiledLaunch:
         self.device = -1
         self.encoded: list[dict[int, list[Any]]] = [{} for _ in boxes]  # of each parameter, by address
 
-    def __call__(self, tensors: Sequence[torch.Tensor | None]) -> None:
+    def __call__(self, tensors: Sequence[torch.Tensor | None], *numbers: int | float) -> None:
         """Launch on tensors like those that this launch was made for, the described ones first.
 
         The others may be None, always the same ones; the kernel must not be specialised on their alignment unless
-        it is always the same.
+        it is always the same. ``numbers``: the kernel's first, as many of them as were not given when this launch
+        was made.
         """
         if _recorded is not None:
-            self._record(_recorded, tensors[len(self.encoded) :])
+            self._record(_recorded, tensors[len(self.encoded) :], numbers)
             return
         device, entry = tensors[0].get_device(), self.entry  # type: ignore[union-attr]
         if entry is None or device != self.device or device != _current_device():
             with torch.cuda.device(device):
-                self._start(device, tensors)
+                self._start(device, tensors, numbers)
             return
         arguments: list[Any] = []
         for index, (known, tensor) in enumerate(zip(self.encoded, tensors)):
@@ -318,13 +319,14 @@ class TiledLaunch:
             arguments += self._encode(entry, index, tensor) if encoded is None else encoded
         for pointer in tensors[len(self.encoded) :]:
             arguments.append(None if pointer is None else pointer.data_ptr())
+        arguments += numbers
         _enqueue(entry, device, self.programs, arguments, self.arguments)
 
-    def _start(self, device: int, tensors: Sequence[torch.Tensor | None]) -> None:
+    def _start(self, device: int, tensors: Sequence[torch.Tensor | None], numbers: tuple[int | float, ...]) -> None:
         """The first launch on a device, which compiles the kernel if that has not been done."""
         descriptors = [self._descriptor(i, tensor) for i, tensor in zip(range(len(self.encoded)), tensors)]
         compiled = self.function.run(
-            *descriptors, *tensors[len(descriptors) :], *self.arguments,
+            *descriptors, *tensors[len(descriptors) :], *numbers, *self.arguments,
             grid=(self.programs, 1, 1), warmup=False, **self.options,
         )  # fmt: skip
         self.entry, self.device = entry_of(compiled), device
@@ -347,7 +349,12 @@ class TiledLaunch:
         descriptor.__dict__.update(self.described[index], base=tensor)
         return descriptor
 
-    def _record(self, builds: dict[tuple[Any, ...], Build], pointers: Sequence[torch.Tensor | None]) -> None:
+    def _record(
+        self,
+        builds: dict[tuple[Any, ...], Build],
+        pointers: Sequence[torch.Tensor | None],
+        numbers: tuple[int | float, ...],
+    ) -> None:
         names = iter(self.function.arg_names)
         parameters = {p.name: p for p in self.function.params}
         constexprs: dict[str, Any] = {}
@@ -365,7 +372,7 @@ class TiledLaunch:
             if not parameters[name].do_not_specialize_on_alignment:
                 attrs[(len(signature),)] = [["tt.divisibility", ALIGNMENT]]
             signature[name] = "*" + _TYPE_NAMES[pointer.dtype]
-        for name, value in zip(names, self.arguments, strict=True):
+        for name, value in zip(names, (*numbers, *self.arguments), strict=True):
             if parameters[name].is_constexpr:
                 constexprs[name] = value
                 signature[name] = "constexpr"

@@ -256,34 +256,35 @@ def softmax_gradient(y, d, c):
 
 
 @triton.jit
-def apply_rows(
-    x_rows, grad_rows, out_rows, mask, x_f, grad_f, out_f, position, cosine, sine,
-    shift1, shift2, scale1, scale2, c1, c2, first,
-    KIND: tl.constexpr, BACKWARD: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, UNIT: tl.constexpr,
-    F: tl.constexpr, BLOCK_F: tl.constexpr,
+def store_gradient(
+    out_rows, y1, y2, d1, d2, c1, c2, mask, out_f, position, first,
+    KIND: tl.constexpr, THETA: tl.constexpr, UNIT: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Write the result of a tile (R, F) whose columns' statistics, and backward whose sums ``c1``, ``c2``, are known.
+    """Write the gradient of x of a tile (R, F), from weights y and their gradients d, and the columns' sums ``c``.
 
+    Load ``c`` after the tile: nothing needs it before, and the tile is what takes long to come.
     Returns what the tile adds to the gradient of theta, (R, F) in float64, where ``THETA``.
     """
+    e1 = softmax_gradient(y1, d1, c1)
+    e2 = softmax_gradient(y2, d2, c2)
+    store_input(out_rows, e1, e2, mask, out_f, first, KIND, UNIT, F, BLOCK_F)
     moment = 0.0
-    if BACKWARD:
-        y1, y2, d1, d2 = gradient_of_weights(
-            x_rows, grad_rows, mask, x_f, grad_f, cosine, sine, shift1, shift2, scale1, scale2, first,
-            KIND, EXACT, UNIT, F, BLOCK_F,
-        )  # fmt: skip
-        e1 = softmax_gradient(y1, d1, c1)
-        e2 = softmax_gradient(y2, d2, c2)
-        store_input(out_rows, e1, e2, mask, out_f, first, KIND, UNIT, F, BLOCK_F)
-        if THETA:
-            dphi = tl.where(mask[:, None], angle_gradient(y1, y2, d1, d2, KIND), 0.0)
-            moment = position.to(tl.float64) * dphi.to(tl.float64)
-    else:
-        x1, x2 = load_input(x_rows, mask, x_f, first, KIND, UNIT, F, BLOCK_F)
-        y1, y2 = weights_pair(x1, x2, shift1, shift2, scale1, scale2, KIND, EXACT)
-        o1, o2 = turn(y1, y2, cosine, sine, KIND)
-        store_pair(out_rows, o1, o2, mask, out_f, first, UNIT, KIND == "interleaved", F, BLOCK_F)
+    if THETA:
+        dphi = tl.where(mask[:, None], angle_gradient(y1, y2, d1, d2, KIND), 0.0)
+        moment = position.to(tl.float64) * dphi.to(tl.float64)
     return moment
+
+
+@triton.jit
+def store_softmax(
+    x_rows, out_rows, mask, x_f, out_f, cosine, sine, shift1, shift2, scale1, scale2, first,
+    KIND: tl.constexpr, EXACT: tl.constexpr, UNIT: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """Write the turned weights of a tile (R, F) whose columns' statistics are known."""
+    x1, x2 = load_input(x_rows, mask, x_f, first, KIND, UNIT, F, BLOCK_F)
+    y1, y2 = weights_pair(x1, x2, shift1, shift2, scale1, scale2, KIND, EXACT)
+    o1, o2 = turn(y1, y2, cosine, sine, KIND)
+    store_pair(out_rows, o1, o2, mask, out_f, first, UNIT, KIND == "interleaved", F, BLOCK_F)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -454,20 +455,25 @@ def apply_kernel(
         n, mask, b, h, 0, whole, rest, unit_of_phase, ids, offsets, cu_seqlens, ids_s, ids_n, ids_u, ids_k,
         offsets_s, offsets_u, offset, prefix, size1, size2, size3, sequences, cu_stride, AXES, E, EXACT, BLOCK_F,
     )  # fmt: skip
-    grad_rows = x_rows
-    c1 = shift1
-    c2 = shift2
     if BACKWARD:
         grad_rows = grad + (b * (grad_b * VEC) + h * (grad_h * VEC)) + n_wide * (grad_n * VEC)
+        y1, y2, d1, d2 = gradient_of_weights(
+            x_rows, grad_rows, mask, x_f, grad_f, cosine, sine, shift1, shift2, scale1, scale2, 0,
+            KIND, EXACT, UNIT, F, BLOCK_F,
+        )  # fmt: skip
         c1, c2 = load_columns(sums + column * (P * F), 0, F, BLOCK_F, P)
-    moment = apply_rows(
-        x_rows, grad_rows, out_rows, mask, x_f, grad_f, out_f, position, cosine, sine,
-        shift1, shift2, scale1, scale2, c1, c2, 0, KIND, BACKWARD, THETA, EXACT, UNIT, F, BLOCK_F,
-    )  # fmt: skip
-    if THETA:
-        f = tl.arange(0, BLOCK_F)
-        part = (b * tiles + tile) * heads + h
-        tl.store(dtheta + part * F + f, tl.sum(moment, axis=0), mask=f < F)
+        moment = store_gradient(
+            out_rows, y1, y2, d1, d2, c1, c2, mask, out_f, position, 0, KIND, THETA, UNIT, F, BLOCK_F
+        )
+        if THETA:
+            f = tl.arange(0, BLOCK_F)
+            part = (b * tiles + tile) * heads + h
+            tl.store(dtheta + part * F + f, tl.sum(moment, axis=0), mask=f < F)
+    else:
+        store_softmax(
+            x_rows, out_rows, mask, x_f, out_f, cosine, sine, shift1, shift2, scale1, scale2, 0,
+            KIND, EXACT, UNIT, F, BLOCK_F,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
@@ -499,7 +505,6 @@ def strip_kernel(
     whole, rest, unit_of_phase = load_frequencies(theta, h, first, theta_u, theta_f, AXES, F, E, THETA_VEC, BLOCK_F)
 
     # Down once: the columns' statistics.
-    grad_rows = x_rows
     if BACKWARD:
         grad_rows = grad + (b * (grad_b * VEC) + h * (grad_h * VEC) + one_row)
         shift1, shift2, scale1, scale2 = load_statistics(statistics, unit + one_row, first, F, BLOCK_F, P)
@@ -525,8 +530,6 @@ def strip_kernel(
         shift2 = shift2[None, :]
         scale1 = scale1[None, :]
         scale2 = scale2[None, :]
-        c1 = shift1
-        c2 = shift2
 
     # Down again: apply them.
     total = tl.zeros((BLOCK_R, BLOCK_F), tl.float64)
@@ -539,13 +542,22 @@ def strip_kernel(
             offsets_s, offsets_u, offset, prefix, size1, size2, size3, sequences, cu_stride,
             AXES, E, EXACT, BLOCK_F,
         )  # fmt: skip
-        moment = apply_rows(
-            x_rows + n_wide * (x_n * VEC), grad_rows + n_wide * (grad_n * VEC), out_rows + n_wide * (out_n * VEC),
-            mask, x_f, grad_f, out_f, position, cosine, sine,
-            shift1, shift2, scale1, scale2, c1, c2, first, KIND, BACKWARD, THETA, EXACT, UNIT, F, BLOCK_F,
-        )  # fmt: skip
-        if THETA:
-            total += moment
+        to = out_rows + n_wide * (out_n * VEC)
+        if BACKWARD:
+            y1, y2, d1, d2 = gradient_of_weights(
+                x_rows + n_wide * (x_n * VEC), grad_rows + n_wide * (grad_n * VEC), mask, x_f, grad_f,
+                cosine, sine, shift1, shift2, scale1, scale2, first, KIND, EXACT, UNIT, F, BLOCK_F,
+            )  # fmt: skip
+            moment = store_gradient(
+                to, y1, y2, d1, d2, c1, c2, mask, out_f, position, first, KIND, THETA, UNIT, F, BLOCK_F
+            )
+            if THETA:
+                total += moment
+        else:
+            store_softmax(
+                x_rows + n_wide * (x_n * VEC), to, mask, x_f, out_f, cosine, sine,
+                shift1, shift2, scale1, scale2, first, KIND, EXACT, UNIT, F, BLOCK_F,
+            )  # fmt: skip
     if THETA:
         f = first + tl.arange(0, BLOCK_F)
         tl.store(dtheta + unit.to(tl.int64) * F + f, tl.sum(total, axis=0), mask=f < F)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 
-from warploom.launch import Kernel, Launch, multiprocessors
+from warploom.launch import ALIGNMENT, INTERPRETED, Kernel, Launch, architecture, multiprocessors
 from warploom.layout import empty_in_order_of, layout_of
 from warploom.ops.lrpe.kernels_sequence import apply_kernel, combine_kernel, reduce_chunk_kernel, strip_kernel
 from warploom.ops.lrpe.launchers import (
@@ -20,6 +20,9 @@ from warploom.ops.lrpe.launchers import (
     theta_sums,
 )
 from warploom.plans import Plans
+
+if TYPE_CHECKING:  # Gluon is imported where it is used
+    from warploom.ops.lrpe import launchers_sequence_hopper
 
 _apply_kernel = Kernel(apply_kernel)
 _combine_kernel = Kernel(combine_kernel)
@@ -95,9 +98,10 @@ class _Plan(NamedTuple):
     shape: tuple[int, ...]  # of the result
     stride: tuple[int, ...]
     statistics: tuple[int, int, int, int]  # their shape
-    launches: tuple[Launch, ...]  # of the strip kernel; or to reduce, combine and apply
+    launches: tuple[Launch, ...] = ()  # of the strip kernel; or to reduce, combine and apply
     partial: int = 0  # float32 numbers of partial columns
     theta_sums: ThetaSums | None = None  # where theta's gradient is asked for
+    tiled: launchers_sequence_hopper.Plan | None = None  # in the place of launches, on a Hopper GPU
 
 
 def forward(
@@ -116,9 +120,10 @@ def forward(
     """
     # A gradient of theta will be in float32, and is no better than the statistics that its backward rests on.
     exact = x.dtype == torch.float32 or theta.requires_grad
+    aligned = not block_parallel and _are_aligned(x, theta)
     plan = plans.get(
-        ("forward", exact, block_parallel),
-        lambda: _Planner(None, x, theta, positions, kind, exact, block_parallel, False).plan(),
+        ("forward", exact, block_parallel, aligned),
+        lambda: _Planner(None, x, theta, positions, kind, exact, block_parallel, False, aligned).plan(),
     )
     out = x.new_empty_strided(plan.shape, plan.stride)
     statistics = x.new_empty(plan.statistics, dtype=torch.float32)
@@ -145,9 +150,10 @@ def backward(
         return dx, torch.zeros_like(theta) if theta_gradient else None
     exact = x.dtype == torch.float32 or theta_gradient
     # Strides: see `launchers.backward`.
+    aligned = not block_parallel and _are_aligned(x, theta, grad)
     plan = plans.get(
-        (grad.dtype, grad.stride(), x.stride(), theta.stride(), theta_gradient, block_parallel),
-        lambda: _Planner(grad, x, theta, positions, kind, exact, block_parallel, theta_gradient).plan(),
+        (grad.dtype, grad.stride(), x.stride(), theta.stride(), theta_gradient, block_parallel, aligned),
+        lambda: _Planner(grad, x, theta, positions, kind, exact, block_parallel, theta_gradient, aligned).plan(),
     )
     dx = x.new_empty_strided(plan.shape, plan.stride)
     sums = None
@@ -159,6 +165,16 @@ def backward(
     if plan.theta_sums is None or theta_parts is None:
         return dx, None
     return dx, plan.theta_sums.reduce(theta_parts, theta)
+
+
+def _are_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether the tensors' addresses suit kernels for Hopper, which is asked where those might run."""
+    if INTERPRETED or tensors[0].dtype == torch.float32 or not 90 <= architecture(tensors[0].device) < 100:
+        return False
+    bits = 0
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+    return bits % ALIGNMENT == 0
 
 
 def _run(
@@ -173,6 +189,9 @@ def _run(
     dtheta: torch.Tensor | None,
 ) -> None:
     ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
+    if plan.tiled is not None and statistics is not None:
+        plan.tiled((x,) if grad is None else (x, grad), out, statistics, theta, positions.offset)
+        return
     if not plan.partial:
         tensors = (x, grad, out, statistics, dtheta, theta, ids, offsets)
         plan.launches[0](tensors, positions.offset)
@@ -196,6 +215,7 @@ class _Planner:
     exact: bool  # float32 arithmetic that is good enough for results in float32
     block_parallel: bool
     theta_gradient: bool
+    aligned: bool  # whether addresses suit the kernels for Hopper
 
     def plan(self) -> _Plan:
         """Choose the way, and its sizes."""
@@ -215,7 +235,13 @@ class _Planner:
             return theta_sums(parts, theta, features, positions.axes()) if self.theta_gradient else None
 
         wide = self.exact or vec == 1
-        plan = _Plan(tuple(out.shape), out.stride(), statistics_shape(x, positions), ())
+        plan = _Plan(tuple(out.shape), out.stride(), statistics_shape(x, positions))
+        if self.aligned:
+            from warploom.ops.lrpe import launchers_sequence_hopper as hopper
+
+            tile = hopper.suits(kind, positions, self.exact, features, x, grad, out)
+            if tile is not None:
+                return plan._replace(tiled=hopper.plan(tile, kind, features, x, theta, grad, out))
         angles = (positions.axes(), vec, theta_vec, unit, features, theta.shape[-1])
         if positions.cu_seqlens is None and tokens <= strip_tokens(backward) and not self.block_parallel:
             tiles = strip_tiles(kind, backward, wide)

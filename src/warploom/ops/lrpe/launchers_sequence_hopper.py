@@ -1,0 +1,164 @@
+"""Launchers of LRPE with softmax over the sequence for Hopper: which calls they take, and how they are cut.
+
+They take 16-bit tensors whose rows the tensor memory accelerator can copy, positions that count from an offset, and
+frequencies without a gradient. All other calls stay with the kernels for every GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from warploom.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied, multiprocessors
+from warploom.ops.lrpe import kernels_sequence_hopper
+from warploom.ops.lrpe.kernels_sequence_hopper import BLOCK, UNIT
+from warploom.ops.lrpe.launchers import Positions
+
+Tensor = torch.Tensor
+
+_BLOCK, _UNIT = BLOCK.value, UNIT.value
+_TAGS = 2**31 - 1  # an int32 that is positive
+_MOST_BOX = 256  # tokens that are copied at once
+_LEAST_TOKENS = 64
+
+
+class Tile(NamedTuple):
+    """What a program keeps, and how it goes down it."""
+
+    width: int  # angles, of both members of their pairs
+    tokens: int
+    piece: int  # tokens of a turn of its loops
+    warps: int = 4
+    vec: int = 4  # adjacent features of a thread
+
+
+def tile_of(kind: str, backward: bool, tokens: int) -> Tile | None:
+    """The tile for sequences of so many tokens; None where the kernels for every GPU are faster.
+
+    Measured on an H200 (see "How it reaches the limit").
+    """
+    longest = 8192 if backward else 16384 if kind == "cosine" else None
+    if tokens < _LEAST_TOKENS or (longest is not None and tokens > longest):
+        return None
+    if kind == "cosine":
+        return Tile(64, 128, 32) if backward else Tile(64, 256, 32)
+    if backward:
+        return Tile(32, 256, 32, 8, 2) if tokens <= 2048 else Tile(32, 128, 32, 4, 2)
+    return Tile(32, 256 if tokens <= 2048 else 512, 32)
+
+
+PATIENCE = 10_000
+"""Polls after which a program no longer waits for sums: a few milliseconds."""
+
+_PROGRAMS = 2
+"""Programs of any tile that a multiprocessor holds at once, at least: 128 registers of 256 threads each, 68 KB."""
+
+
+class Words:
+    """Memory in which parts of a strip tell each other their sums.
+
+    A launch tells its words from those of earlier ones by a tag that no other has. Each stream has memory of its
+    own, since two launches at once would overwrite each other's. A CUDA graph that is being captured gets words
+    that each replay makes zero, because all its replays bear the same tag. Where allocations go to a pool of
+    somebody's own, who may take it back or hand it out again (as PyTorch's graph trees do when they warm up), words
+    are for one launch.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, int], Tensor] = {}  # by device and stream
+        self.launches = itertools.count()
+
+    def take(self, count: int, near: Tensor) -> tuple[Tensor, int]:
+        """So many words on the device of a tensor, for a launch on the current stream, and its tag."""
+        launch = next(self.launches)
+        tag = 1 + launch % _TAGS
+        if not near.is_cuda or torch.cuda.is_current_stream_capturing():
+            return near.new_zeros(count, dtype=torch.int64), tag
+        if tag == 1 and launch:  # tags begin anew, and must not meet the words they left
+            self.known.clear()
+        key = near.get_device(), torch.cuda.current_stream(near.device).cuda_stream
+        words = self.known.get(key)
+        if words is None or words.numel() < count:
+            words = near.new_zeros(count, dtype=torch.int64)
+            if _is_in_common_pool(words):
+                self.known[key] = words
+        return words, tag
+
+
+def _is_in_common_pool(tensor: Tensor) -> bool:
+    """Whether a tensor of a GPU lies in the pool that PyTorch allocates from by default. Takes milliseconds."""
+    if torch.cuda.get_allocator_backend() != "native":  # others may not say
+        return False
+    address = tensor.data_ptr()
+    for segment in torch.cuda.memory_snapshot():
+        if segment["address"] <= address < segment["address"] + segment["total_size"]:
+            return tuple(segment["segment_pool_id"]) == (0, 0)
+    return False
+
+
+_words = Words()
+
+
+class Plan(NamedTuple):
+    """A launch, and how many words its parts tell each other."""
+
+    launch: TiledLaunch
+    words: int
+
+    def __call__(
+        self, described: tuple[Tensor, ...], out: Tensor, statistics: Tensor, theta: Tensor, offset: int
+    ) -> None:
+        """Launch on ``described`` tensors, x and in a backward the gradient."""
+        words, tag = _words.take(self.words, out)
+        self.launch((*described, *described, out, statistics, words, theta), offset, tag, PATIENCE)
+
+
+def suits(
+    kind: str, positions: Positions, exact: bool, features: int, x: Tensor, grad: Tensor | None, out: Tensor
+) -> Tile | None:
+    """The tile with which the kernels for Hopper take a call, apart from addresses; None if they do not.
+
+    ``features``: angles of a head.
+    """
+    if INTERPRETED or exact or not 90 <= architecture(x.device) < 100 or kind == "interleaved" or x.dim() != 4:
+        return None
+    counted = positions.ids is None and positions.offsets is None and positions.cu_seqlens is None
+    if not counted or positions.prefix or positions.axes() > 1:
+        return None
+    tensors = (x, out) if grad is None else (x, grad, out)
+    tile = tile_of(kind, grad is not None, x.shape[1])
+    if tile is None or features % tile.width or any(t.dtype != x.dtype or not can_be_copied(t) for t in tensors):
+        return None
+    # Strips of the same tokens are neighbours, so the parts of one are in flight together if those of all are.
+    if x.is_cuda and features // tile.width * -(-x.shape[1] // tile.tokens) > _PROGRAMS * multiprocessors(x.device):
+        return None
+    return tile
+
+
+def plan(tile: Tile, kind: str, features: int, x: Tensor, theta: Tensor, grad: Tensor | None, out: Tensor) -> Plan:
+    """The launch of the kernel on tensors like these; ``tile`` from `suits`."""
+    batch, tokens, heads, _ = x.shape
+    strips, parts = features // tile.width, -(-tokens // tile.tokens)
+    function = kernels_sequence_hopper.hopper_sequence_forward_kernel
+    described = [x]
+    if grad is not None:
+        function = kernels_sequence_hopper.hopper_sequence_backward_kernel
+        described.append(grad)
+    boxes = Boxes((0, 2, 1, 3), (1, 1, min(tile.tokens, _MOST_BOX), tile.width))
+    theta_u = theta.stride(0) if theta.dim() == 2 and theta.shape[0] > 1 else 0
+    launch = TiledLaunch(
+        function,
+        batch * heads * strips * parts,
+        [(tensor, boxes) for tensor in described],
+        (
+            tokens, heads, parts, theta_u, theta.stride(-1),
+            *(stride // _UNIT for tensor in (*described, out) for stride in tensor.stride()[:3]),
+        ),
+        (kind, features, theta.shape[-1], tile.tokens, tile.piece, tile.vec, parts > _BLOCK),
+        tile.warps,
+    )  # fmt: skip
+    members = 1 if kind == "cosine" else 2
+    rows = parts + -(-parts // _BLOCK)  # of words: parts, and blocks of them
+    return Plan(launch, batch * heads * strips * rows * members * tile.width)

@@ -1,0 +1,368 @@
+"""Softmax over the sequence on LRPE's kernels for Hopper: which calls take them, and that these are right there."""
+
+import itertools
+import math
+import threading
+from typing import Any
+
+import pytest
+import torch
+from test_lrpe import encode, random_theta, random_x
+
+from warploom.backend import HAS_TRITON
+from warploom.ops import operators
+from warploom.testing.conformance import judge
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+
+Tensor = torch.Tensor
+
+KINDS = pytest.mark.parametrize("kind", ["rotate", "cosine"])
+ODD = (1, 2, 63, 64, 65, 255, 257, 511, 1025, 2049, 4097, 12_345, 39_999)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Anywhere
+# ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose kernels as on an H100, wherever the test runs."""
+    from warploom.ops.lrpe import launchers_sequence_hopper
+
+    monkeypatch.setattr(launchers_sequence_hopper, "INTERPRETED", False)
+    monkeypatch.setattr(launchers_sequence_hopper, "architecture", lambda device: 90)
+
+
+def suits(kind: str, x: Tensor, grad: Tensor | None = None, exact: bool = False, **positions: Any) -> bool:
+    from warploom.layout import layout_of
+    from warploom.ops.lrpe import launchers, launchers_sequence_hopper
+
+    features = x.shape[-1] if kind == "cosine" else x.shape[-1] // 2
+    out = layout_of(x, 2 * features if kind == "cosine" and grad is None else x.shape[-1])
+    where = launchers.Positions(**positions)
+    return launchers_sequence_hopper.suits(kind, where, exact, features, x, grad, out) is not None
+
+
+def empty(n: int = 300, heads: int = 2, d: int = 128, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(2, n, heads, d, dtype=dtype)
+
+
+@KINDS
+def test_the_calls_that_suit(kind: str, hopper: None) -> None:
+    x = empty()
+    assert suits(kind, x)
+    assert suits(kind, x, empty(d=256 if kind == "cosine" else 128))
+    assert suits(kind, x, offset=7)
+    assert suits(kind, x, grid=(300,))
+    assert suits(kind, empty(dtype=torch.float16))
+    assert suits(kind, empty(d=64))
+    assert suits(kind, empty().transpose(1, 2).contiguous().transpose(1, 2))
+    assert suits(kind, torch.empty(2, 300, 3, 2, 128, dtype=torch.bfloat16)[:, :, 1])
+
+
+@KINDS
+def test_the_calls_that_do_not(kind: str, hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from warploom.ops.lrpe import launchers_sequence_hopper
+
+    x = empty()
+    assert not suits("interleaved", x)
+    assert not suits(kind, x, exact=True)
+    assert not suits(kind, x, prefix=1)
+    assert not suits(kind, x, grid=(10, 30))
+    assert not suits(kind, x, ids=torch.zeros(300, dtype=torch.int64))
+    assert not suits(kind, x, offsets=torch.zeros(2, dtype=torch.int64))
+    assert not suits(kind, x[:1], cu_seqlens=torch.tensor([0, 300]))
+    assert not suits(kind, x[:, :, 0]), "no axis of heads"
+    assert not suits(kind, empty(d=72)), "strips of half their width"
+    assert not suits(kind, empty(d=132)[..., :128]), "rows of 264 bytes"
+    assert not suits(kind, empty(d=256)[..., ::2])
+    assert not suits(kind, x, empty(d=256 if kind == "cosine" else 128, dtype=torch.float32))
+    assert not suits(kind, x[:1].expand(2, -1, -1, -1)), "a stride of zero"
+    for arch in (80, 89, 100, 120):
+        monkeypatch.setattr(launchers_sequence_hopper, "architecture", lambda device, arch=arch: arch)
+        assert not suits(kind, x), arch
+
+
+def test_words_are_zero_and_tags_differ() -> None:
+    from warploom.ops.lrpe.launchers_sequence_hopper import Words
+
+    words = Words()
+    first, tag = words.take(5, torch.empty(1))
+    second, other = words.take(9, torch.empty(1))
+    assert (first.numel(), second.numel()) == (5, 9)
+    assert not first.any()
+    assert 0 not in (tag, other)
+    assert tag != other
+
+
+def test_tags_begin_anew_before_an_int32_ends() -> None:
+    from warploom.ops.lrpe.launchers_sequence_hopper import Words
+
+    words = Words()
+    words.launches = itertools.count(2**31 - 3)
+    tags = [words.take(1, torch.empty(1))[1] for _ in range(4)]
+    assert tags == [2**31 - 2, 2**31 - 1, 1, 2]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# On a Hopper GPU
+# ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels for Hopper that a test launches."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    from warploom.launch import TiledLaunch
+
+    names: list[str] = []
+    usual = TiledLaunch.__call__
+
+    def call(self: TiledLaunch, tensors: Any, *numbers: Any) -> None:
+        names.append(self.function.__name__)
+        usual(self, tensors, *numbers)
+
+    monkeypatch.setattr(TiledLaunch, "__call__", call)
+    return names
+
+
+BOTH = {"hopper_sequence_forward_kernel", "hopper_sequence_backward_kernel"}
+
+
+def assert_accurate(kind: str, x: Tensor, theta: Tensor, **keywords: Any) -> None:
+    """Values and the gradient of x within the error budget of the float64 reference."""
+    inputs = {"x": x.requires_grad_(), "theta": theta, "activation": "softmax_sequence", **keywords}
+    judgement = judge(operators()[f"lrpe_{kind}"], inputs, "triton")
+    assert judgement.fwd.ok, f"fwd: {judgement.fwd.describe()}"
+    assert judgement.bwd is not None
+    assert judgement.bwd.ok, f"bwd: {judgement.bwd.describe()}"
+
+
+def results(kind: str, x: Tensor, theta: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The encoding, and the gradient of x."""
+    x = x.detach().requires_grad_()
+    out = encode(kind, x, theta, offset=5, activation="softmax_sequence", backend="triton")
+    return out.detach(), torch.autograd.grad(out, x, grad)[0]
+
+
+def random_case(kind: str, n: int, device: torch.device, d: int = 128) -> tuple[Tensor, Tensor, Tensor]:
+    """``x``, theta, and a gradient of the encoding."""
+    x = random_x(device, 2, n, 3, d).bfloat16()
+    grad = random_x(device, 2, n, 3, 2 * d if kind == "cosine" else d).bfloat16()
+    return x, random_theta(device, 3, d if kind == "cosine" else d // 2), grad
+
+
+@pytest.mark.gpu
+@KINDS
+@pytest.mark.parametrize("n", ODD)
+def test_lengths(n: int, kind: str, launched: list[str], device: torch.device) -> None:
+    from warploom.ops.lrpe.launchers_sequence_hopper import tile_of
+
+    x, theta, _ = random_case(kind, n, device)
+    assert_accurate(kind, x, theta, offset=-3)
+    ways = {"forward": tile_of(kind, False, n), "backward": tile_of(kind, True, n)}
+    assert set(launched) == {f"hopper_sequence_{name}_kernel" for name, tile in ways.items() if tile}
+
+
+@pytest.mark.gpu
+@KINDS
+@pytest.mark.parametrize("layout", ["bhnd", "view", "float16", "fewer frequencies", "64 features"])
+def test_other_tensors(layout: str, kind: str, launched: list[str], device: torch.device) -> None:
+    d = 64 if layout == "64 features" else 128
+    x, theta, _ = random_case(kind, 700, device, d)
+    if layout == "bhnd":
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    elif layout == "view":
+        x = torch.stack((x, x, x), dim=3)[:, :, :, 1].requires_grad_().detach()
+    elif layout == "float16":
+        x = x.half()
+    elif layout == "fewer frequencies":
+        theta = theta[:1, : theta.shape[1] // 2 - 3].contiguous()
+    assert_accurate(kind, x, theta)
+    assert set(launched) == BOTH
+
+
+@pytest.mark.gpu
+@KINDS
+@pytest.mark.parametrize("n", [200, 1500])
+def test_columns_that_need_their_largest_entry(
+    n: int, kind: str, launched: list[str], device: torch.device
+) -> None:
+    x, theta, _ = random_case(kind, n, device)
+    rising = torch.where(torch.arange(n, device=device) < n // 2, -90.0, 90.0)[:, None]
+    x[0, :, 0, 0::2] += rising
+    x[1, :, 2, 1::2] += 200
+    x[0, :-1, 1, 1] = -math.inf
+    x[1, 1:, 1, 2] = -math.inf
+    assert_accurate(kind, x, theta)
+    assert set(launched) == BOTH
+
+
+@pytest.mark.gpu
+@KINDS
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_columns_without_a_softmax_are_nan(
+    value: float, kind: str, launched: list[str], device: torch.device
+) -> None:
+    x, theta, _ = random_case(kind, 1500, device)
+    if value < 0:  # it takes all of them
+        x[0, :, 1, 1] = value
+    else:
+        x[0, 700, 1, 1] = value
+    assert_accurate(kind, x, theta)
+    assert set(launched) == BOTH
+
+
+@pytest.mark.gpu
+@KINDS
+@pytest.mark.parametrize("patience", [1, 3])
+def test_sums_that_a_program_works_out_for_others_have_the_same_bits(
+    patience: int, kind: str, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from warploom.ops.lrpe import launchers_sequence_hopper
+
+    x, theta, grad = random_case(kind, 1999, device)
+    usual = results(kind, x, theta, grad)
+    monkeypatch.setattr(launchers_sequence_hopper, "PATIENCE", patience)
+    for _ in range(3):
+        assert all(map(torch.equal, results(kind, x, theta, grad), usual))
+    assert set(launched) == BOTH
+
+
+@pytest.mark.gpu
+@KINDS
+def test_parts_that_do_not_fit_the_gpu(
+    kind: str, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More parts of a strip than run at once end, with the bits of patience without end, and are not chosen."""
+    from warploom.ops.lrpe import launchers_sequence_hopper as launchers
+
+    theta = random_theta(device, 1, 64 if kind == "cosine" else 32)
+    x = random_x(device, 1, 200_001, 1, 64).bfloat16()
+    tile = launchers.Tile(32, 64, 32)
+    monkeypatch.setattr(launchers, "tile_of", lambda kind, backward, tokens: None if backward else tile)
+    encode(kind, x[:, 1:], theta, activation="softmax_sequence", backend="triton")
+    assert not launched
+    monkeypatch.setattr(launchers, "_PROGRAMS", 10**6)
+    found = []
+    for patience in (1, launchers.PATIENCE):
+        monkeypatch.setattr(launchers, "PATIENCE", patience)
+        found.append(encode(kind, x, theta, activation="softmax_sequence", backend="triton"))
+        torch.cuda.synchronize()
+    assert launched
+    assert torch.equal(*found)
+
+
+@pytest.mark.gpu
+@KINDS
+def test_words_from_a_pool_are_for_one_launch(
+    kind: str, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from warploom.ops.lrpe import launchers_sequence_hopper as launchers
+
+    monkeypatch.setattr(launchers, "_words", launchers.Words())
+    case = random_case(kind, 1000, device)
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        found = results(kind, *case)
+    assert not launchers._words.known
+    usual = results(kind, *case)
+    assert len(launchers._words.known) == 1
+    assert all(map(torch.equal, found, usual))
+    assert set(launched) == BOTH
+    torch.cuda.synchronize()
+    del found, pool
+
+
+@pytest.mark.gpu
+@KINDS
+def test_repeated_calls_of_any_length_give_the_same_bits(
+    kind: str, launched: list[str], device: torch.device
+) -> None:
+    cases = [random_case(kind, n, device) for n in (1999, 130, 1025, 2048)]
+    usual = [results(kind, *case) for case in cases]
+    for _ in range(20):
+        for case, wanted in zip(cases, usual):
+            assert all(map(torch.equal, results(kind, *case), wanted))
+    assert set(launched) == BOTH
+
+
+@pytest.mark.gpu
+@KINDS
+def test_two_streams_at_once(kind: str, launched: list[str], device: torch.device) -> None:
+    cases = [random_case(kind, n, device) for n in (2047, 1500)]
+    usual = [results(kind, *case) for case in cases]
+    found: list[list[tuple[Tensor, Tensor]]] = [[], []]
+    torch.cuda.synchronize()
+
+    def work(i: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                found[i].append(results(kind, *cases[i]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    for some, wanted in zip(found, usual):
+        assert len(some) == 50
+        assert all(all(map(torch.equal, one, wanted)) for one in some)
+    assert set(launched) == BOTH
+
+
+@pytest.mark.gpu
+@KINDS
+def test_a_graph_replays(kind: str, launched: list[str], device: torch.device) -> None:
+    x, theta, grad = random_case(kind, 2001, device)
+    results(kind, x, theta, grad)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = results(kind, x, theta, grad)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert all(map(torch.equal, found, results(kind, x, theta, grad)))
+    assert set(launched) == BOTH
+
+
+@pytest.mark.gpu
+@KINDS
+def test_a_new_length_compiles_nothing(
+    kind: str, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from warploom.ops.lrpe import kernels_sequence_hopper as kernels
+
+    for n in (300, 1100, 2000):
+        results(kind, *random_case(kind, n, device))
+    compilations: list[str] = []
+    for kernel in (kernels.hopper_sequence_forward_kernel, kernels.hopper_sequence_backward_kernel):
+        usual = kernel._do_compile
+
+        def count(*arguments: Any, usual: Any = usual, **keywords: Any) -> Any:
+            compilations.append("one")
+            return usual(*arguments, **keywords)
+
+        monkeypatch.setattr(kernel, "_do_compile", count)
+    for n in (301, 497, 1203, 1999, 2047):
+        results(kind, *random_case(kind, n, device))
+    assert set(launched) == BOTH
+    assert not compilations
+
+
+@pytest.mark.gpu
+def test_an_address_that_cannot_be_described(launched: list[str], device: torch.device) -> None:
+    """The same shapes and strides, one element further: plans are for addresses that suit, or for any."""
+    storage = random_x(device, 2 * 300 * 3 * 128 + 8).bfloat16()
+    theta = random_theta(device, 3, 64)
+    taken = []
+    for start in (0, 1, 8):
+        assert_accurate("rotate", storage[start : start + 2 * 300 * 3 * 128].view(2, 300, 3, 128).detach(), theta)
+        taken.append(set(launched) == BOTH)
+        launched.clear()
+    assert taken == [True, False, True]
