@@ -69,16 +69,23 @@ def hungry(x, SIZE: tl.constexpr):
 def broken(x, SIZE: tl.constexpr):
     tl.store(x, no_such_name)
 
+@triton.jit
+def trapped(x, SIZE: tl.constexpr):
+    found = tl.inline_asm_elementwise("trap; mov.b32 $0, $1;", "=r,r", [tl.load(x)], tl.float32, False, 1)
+    tl.store(x, found)
+
 with launch.recording() as builds:
     launch.Kernel(hungry)(1, (torch.zeros(8),), (), (64,), num_warps=1)
     launch.Kernel(broken)(1, (torch.zeros(8),), (), (64,))
-first, second = builds.values()
+    launch.Kernel(trapped)(1, (torch.zeros(8),), (), (64,))
+first, *others = builds.values()
 resources = build(first, 90)
 print(resources.kernel, resources.registers, resources.stack)
-try:
-    build(second, 90)
-except BuildError as error:
-    print(error)
+for other in others:
+    try:
+        build(other, 90)
+    except BuildError as error:
+        print(error)
 """
 
 
@@ -95,3 +102,4 @@ def test_spills_and_faults_are_found(tmp_path: Path) -> None:
     assert int(stack) > 0
     assert "broken" in rest
     assert "no_such_name" in rest
+    assert "trapped [x=*fp32@16 SIZE=64] for sm_90: compiles to a trap" in rest

@@ -1,5 +1,6 @@
 """The short cut of the launcher: straight to a compiled variant, and only for calls which that was compiled for."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,16 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from warploom import entry, launch
-from warploom.launch import Boxes, Dense, Kernel, Launch, TiledLaunch, may_start_early
+from warploom.launch import (
+    Boxes,
+    Dense,
+    Kernel,
+    Launch,
+    TiledLaunch,
+    architecture,
+    may_start_early,
+    multiprocessors,
+)
 from warploom.testing.poison import poisoned_allocations
 
 Tensor = torch.Tensor
@@ -120,6 +130,12 @@ def test_launches_are_early_from_hopper_on(arch: int, early: bool) -> None:
         reverse(tensors(torch.device("cpu")))
     (found,) = builds.values()
     assert found.options.get("launch_pdl", False) is early
+
+
+@pytest.mark.parametrize("ask", [architecture, multiprocessors, may_start_early])
+def test_tensors_without_memory_are_on_no_gpu(ask: Callable[[torch.device], int]) -> None:
+    with pytest.raises(ValueError, match="meta"):
+        ask(torch.device("meta"))
 
 
 class Stub:

@@ -426,8 +426,10 @@ def runs_on_cpu() -> bool:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; 1 for any other device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    """Streaming multiprocessors of a GPU; 1 for a CPU. A `ValueError` for "meta": see `architecture`."""
+    if _is_gpu(device):
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 1
 
 
 def may_start_early(device: torch.device) -> bool:
@@ -436,12 +438,23 @@ def may_start_early(device: torch.device) -> bool:
     Such a kernel waits for that launch itself (``gdc_wait``) before it touches memory, which is cheaper than the
     pause between two launches. Hopper and later (programmatic dependent launch).
     """
-    return not INTERPRETED and architecture(device) >= 90
+    return architecture(device) >= 90 and not INTERPRETED
 
 
 def architecture(device: torch.device) -> int:
-    """Compute capability of a GPU, times ten; elsewhere that of the builds being recorded."""
-    return _capability(device) if device.type == "cuda" else _recorded_arch
+    """Compute capability of a GPU, times ten; for a CPU that of the builds being recorded.
+
+    Raises:
+        ValueError: for the device "meta". Tensors without memory stand for others in plans, and what runs on which
+            GPU must be decided by the others.
+    """
+    return _capability(device) if _is_gpu(device) else _recorded_arch
+
+
+def _is_gpu(device: torch.device) -> bool:
+    if device.type == "meta":
+        raise ValueError("device: expected that of a tensor with memory, got meta")
+    return device.type == "cuda"
 
 
 @functools.cache

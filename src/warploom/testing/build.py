@@ -3,7 +3,8 @@
 ``python -m warploom.testing.build [OPERATOR ...] --arch 80 90 100`` runs the cases on CPU tensors while
 `warploom.launch.recording` keeps what would have been compiled, compiles each distinct variant to machine
 code, prints the registers, stack and shared memory that the assembler reports, and exits with 1 when a kernel
-does not compile or spills more registers to the stack than its operator's ``spills`` allow (by default none).
+does not compile, compiles to a trap, or spills more registers to the stack than its operator's ``spills`` allow
+(by default none).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ __all__ = ["ARCHITECTURES", "BuildError", "Resources", "build", "cases", "main",
 ARCHITECTURES = (80, 90, 100)
 """Compute capabilities times ten: A100, H100 and H200, B200."""
 
+_TRAP = re.compile(r"\btrap;")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)")
 
 
@@ -113,7 +115,8 @@ def build(variant: launch.Build, arch: int, allowed: int = 0) -> Resources:
     """Compile one kernel variant, which may spill ``allowed`` bytes a thread, for one architecture.
 
     Raises:
-        BuildError: It does not compile.
+        BuildError: It does not compile, or to an instruction that stops the program: Triton's compiler takes some
+            kernels for impossible to reach, without a word.
     """
     make_source = GluonASTSource if variant.function.is_gluon() else ASTSource
     source = make_source(variant.function, variant.signature, variant.constexprs, variant.attrs)
@@ -122,6 +125,8 @@ def build(variant: launch.Build, arch: int, allowed: int = 0) -> Resources:
         compiled = triton.compile(source, target=target, options=dict(variant.options))
     except (TritonError, RuntimeError) as error:
         raise BuildError(f"{_name(variant)} [{_describe(variant)}] for sm_{arch}: {error}") from error
+    if _TRAP.search(compiled.asm["ptx"]):
+        raise BuildError(f"{_name(variant)} [{_describe(variant)}] for sm_{arch}: compiles to a trap")
     registers, stack, local = _usage(compiled.asm["cubin"])
     shared = compiled.metadata.shared
     return Resources(_name(variant), _describe(variant), arch, registers, stack + local, allowed, shared)

@@ -79,7 +79,7 @@ def in_powers_of_two(scale: float) -> float:
 
 def programs_at_once(device: torch.device) -> int:
     """Multiprocessors of a GPU; elsewhere, where builds are recorded, those of an H100 or H200."""
-    return multiprocessors(device) if device.type == "cuda" else HOPPER_MULTIPROCESSORS
+    return HOPPER_MULTIPROCESSORS if device.type == "cpu" else multiprocessors(device)
 
 
 class Access(NamedTuple):
