@@ -175,9 +175,12 @@ def _measure(output: torch.Tensor, reference: torch.Tensor, eager: torch.Tensor,
 
 def _index(values: torch.Tensor, start: tuple[int, ...]) -> tuple[int, ...]:
     """Index, in the whole tensor, of the largest value of the piece that begins at ``start``."""
-    flat = values.int().argmax() if values.dtype == torch.bool else values.argmax()
-    within = torch.unravel_index(flat, values.shape)
-    return tuple(first + int(step) for first, step in zip(start, within))
+    flat = int((values.int() if values.dtype == torch.bool else values).argmax())
+    within = []  # `torch.unravel_index` imports SymPy, which takes seconds
+    for size in reversed(values.shape):
+        flat, step = divmod(flat, size)
+        within.append(step)
+    return tuple(first + step for first, step in zip(start, reversed(within)))
 
 
 def _pieces(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
