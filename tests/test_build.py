@@ -23,7 +23,7 @@ def run_build(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("arch", "options"),
-    [("90", ("--at-most", "4")), ("80", ("--at-most", "2")), ("100", ("--at-most", "2"))],
+    [("90", ("--at-most", "2")), ("80", ("--at-most", "1")), ("100", ("--at-most", "1"))],
     ids=["sm_90", "sm_80", "sm_100"],
 )
 def test_kernels_build_and_spill_no_more_than_allowed(arch: str, options: tuple[str, ...]) -> None:

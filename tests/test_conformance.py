@@ -109,7 +109,7 @@ def test_error_budget(operator: Operator, case: Case, backend: str, device: torc
     assert_accurate(operator, make_inputs(operator, case, device), backend)
 
 
-@cases(*BACKENDS)
+@cases(*BACKENDS, at_most=None if ON_GPU else 12)
 def test_any_strides_and_nothing_outside_is_read_or_written(
     operator: Operator, case: Case, backend: str, device: torch.device
 ) -> None:
@@ -159,7 +159,7 @@ def test_check_operator_reports_every_case(operator: Operator, device: torch.dev
 # ----------------------------------------------------------------------------------------------------------
 
 
-@cases(*BACKENDS)
+@cases(*BACKENDS, at_most=None if ON_GPU else 12)
 def test_meta_tensors_have_the_layout_of_real_ones(
     operator: Operator, case: Case, backend: str, device: torch.device
 ) -> None:

@@ -117,7 +117,7 @@ _CHECKS: tuple[dict[str, Any], ...] = (
         "n": 2100,
         "heads": 1,
         "batch": 1,
-        "head_dim": 128,
+        "head_dim": 64,
         "dtype": "bfloat16",
         "theta_gradient": False,
     },
