@@ -400,8 +400,10 @@ class _Backward(NamedTuple):
 
 def _walked_over(kernel: str, tensors: Sequence[Tensor], pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Of q, k, v and the gradient, what a kernel takes: of those that it walks over, pieces, if there are any."""
+    if not pieces:
+        return tuple(tensors)
     walked = (0, 3) if kernel in OWN_KEYS else (1, 2)
-    return tuple(pieces[i] if pieces and i in walked else x for i, x in enumerate(tensors))
+    return tuple(pieces[i] if i in walked else x for i, x in enumerate(tensors))
 
 
 def backward(
@@ -471,11 +473,12 @@ def _walk(
     tickets: Tensor | None,
 ) -> None:
     """Run one of the backward kernels. It writes gradients or, if its walks are split, new ``parts`` of them."""
-    targets = list(_results(walk.kernel, gradients))
-    left = iter(walk.parts)
-    for place, index in enumerate(_RESULTS[walk.kernel]):
-        if walk.parts and index is not None:
-            targets[place] = parts[index] = next(left).empty(gradients[0])
+    targets = [None if i is None else gradients[i] for i in _RESULTS[walk.kernel]]
+    if walk.parts:
+        left = iter(walk.parts)
+        for place, index in enumerate(_RESULTS[walk.kernel]):
+            if index is not None:
+                targets[place] = parts[index] = next(left).empty(gradients[0])
     if isinstance(walk.launch, TiledLaunch):
         shift, delta, _ = numbers
         walk.launch((*tensors, *targets, shift, delta, tickets))
