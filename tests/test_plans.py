@@ -410,7 +410,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(thing, name, plan)
 
     for module in (flash_launchers, launchers):
-        for name in ("_plan_forward", "_plan_backward"):
+        for name in ("plan_forward", "plan_backward"):
             watch(module, name)
     watch(tpa_launchers, "_plan_decode")
     watch(launchers_sequence._Planner, "plan")
@@ -471,14 +471,14 @@ def test_registered_operators_plan_once(planned: list[str], device: torch.device
             rest = (None, None, None, 0, scale, None)
             out, _, statistics = torch.ops.warploom.flash_attention(q, k, v, *rest)
             torch.ops.warploom.flash_attention_backward(out, None, q, k, v, out, statistics, *rest)
-        assert planned == ["_plan_forward", "_plan_backward"] * 2
+        assert planned == ["plan_forward", "plan_backward"] * 2
         planned.clear()
         for (offset, prefix), wanted in zip(starts, expected):
             places = (None, None, bounds, offset, prefix, [], "rotate", "none")
             out, statistics = torch.ops.warploom.lrpe(x, theta, *places)
             assert torch.equal(out, wanted)
             torch.ops.warploom.lrpe_backward(out, x, theta, *places, statistics, True)
-        assert planned == ["_plan_forward", "_plan_backward"] * 2
+        assert planned == ["plan_forward", "plan_backward"] * 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, calls on a CPU run PyTorch")

@@ -121,6 +121,32 @@ def test_transformers_llama_is_a_model_of_the_same_shape() -> None:
     assert loss(tokens, tokens).item() == pytest.approx(9.21, abs=0.1)  # ln 10 000: random weights know nothing
 
 
+@pytest.mark.parametrize("provider", models.PROVIDERS)
+def test_the_loss_is_compiled_with_the_model(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if provider == models.LLAMA:
+        pytest.importorskip("transformers")
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, mode: compiler(function, backend=backend))
+    torch.compiler.reset()
+    attention = "flash" if provider == models.LLAMA else provider
+    config = TransformerConfig(100, 8, d_model=16, d_ff=16, layers=2, heads=2, attention=attention)
+    tokens = torch.randint(100, (2, 8))
+    found, expected = (
+        models.build(provider, config, torch.device("cpu"), ending)[1](tokens, tokens)
+        for ending in ("+compile", "")
+    )
+    torch.testing.assert_close(found, expected)
+    (graph,) = graphs
+    (results,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
+    assert len(results) == 1  # the loss, and no logits
+
+
 @pytest.mark.parametrize("mode", ["forward", "train"])
 def test_the_trace_names_phases_and_parts(mode: str) -> None:
     words = [

@@ -1,6 +1,7 @@
 """Positions and attention in one operator: to the last bit what the two operators give one after the other."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from warploom.nn import Attention, RotaryEmbedding
 if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
 
+from warploom.launch import TiledLaunch
+from warploom.nn import rotary_attention as module
 from warploom.nn.rotary_attention import rotary_attention
 from warploom.ops.flash_attention import launchers
+from warploom.plans import Plans
 from warploom.testing.poison import poisoned_allocations, strided_view
 
 Tensor = torch.Tensor
@@ -92,6 +96,80 @@ def test_any_strides(device: torch.device) -> None:
     qkv, theta = inputs(torch.float32, 11, 4, 8, device)
     view = strided_view(qkv.detach(), torch.Generator().manual_seed(0)).tensor.requires_grad_()
     assert_same(results(both, view, theta, heads=2), results(one_after_the_other, view, theta, heads=2))
+
+
+class Whole(TiledLaunch):
+    """In the place of a kernel for Hopper: ``run`` on what it would be launched on."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self.run = run
+
+    def __call__(self, tensors: Any, *numbers: Any) -> None:
+        self.run(*tensors)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels for Hopper are there")
+@pytest.mark.parametrize(("heads", "kv_heads", "features"), [(2, 2, 16), (4, 2, 8)])
+@pytest.mark.parametrize("sliced", [False, True])
+def test_plans_for_hopper_launch_on_parts_of_larger_tensors(
+    heads: int, kv_heads: int, features: int, sliced: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other kernels run in their place, on what lies where the plans say that heads lie."""
+    launched = []
+    call = (module._CAUSAL, SCALE, None)
+
+    def first(x: Tensor) -> Tensor:
+        return x[:, :, :heads]
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *results: Tensor) -> None:
+        launched.append("forward")
+        *results, tickets = results
+        assert tickets.tolist() == [0, 0]
+        for result, each in zip(results, launchers.forward(first(q), k, v, *call, Plans()), strict=True):
+            result.copy_(each)
+
+    def gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+        *rows, tickets = rows
+        assert tickets.tolist() == [0, 0]
+        assert not any(row.isnan().any() for row in rows)
+        out, _, statistics = launchers.forward(first(q), k, v, *call, Plans())
+        return launchers.backward(grad, None, first(q), k, v, out, statistics, *call, Plans())
+
+    def key(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, dk: Tensor, dv: Tensor, *rows: Tensor) -> None:
+        launched.append("key")
+        _, *found = gradients(q, k, v, grad, *rows)
+        dk.copy_(found[0])
+        dv.copy_(found[1])
+
+    def query(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, dq: Tensor, *rows: Tensor) -> None:
+        launched.append("query")
+        first(dq).copy_(gradients(q, k, v, grad, *rows)[0])
+
+    plan_forward, plan_backward = launchers.plan_forward, launchers.plan_backward
+
+    def planned_forward(*arguments: Any) -> Any:
+        plan, aligned = plan_forward(*arguments), arguments[6]
+        return plan._replace(launch=Whole(forward)) if aligned else plan
+
+    def planned_backward(*arguments: Any) -> Any:
+        plan, aligned = plan_backward(*arguments), arguments[9]
+        prepare = launchers.Launch(
+            launchers.prepare_launch, plan.prepare.programs, plan.prepare.numbers, plan.prepare.constants
+        )
+        walks = tuple(launchers._Walk(name, Whole(run), 1) for name, run in (("key", key), ("query", query)))
+        return plan._replace(prepare=prepare, walks=walks) if aligned else plan
+
+    monkeypatch.setattr(launchers, "architecture", lambda device: 80)  # where only these plans ask for alignment
+    monkeypatch.setattr(launchers, "plan_forward", planned_forward)
+    monkeypatch.setattr(launchers, "plan_backward", planned_backward)
+    monkeypatch.setattr(module, "_plans", Plans())
+    qkv, theta = inputs(torch.float16, 19, heads + 2 * kv_heads + 9, features, device)
+    qkv = (qkv.detach()[:, :, 8:-1] if sliced else qkv.detach()[:, :, 9:].clone()).requires_grad_()
+    expected = results(one_after_the_other, qkv, theta, heads=heads)
+    for _ in range(2):
+        assert_same(results(both, qkv, theta, heads=heads), expected)
+        assert launched == ["forward", "key", "query"]
+        launched.clear()
 
 
 def test_no_tokens(device: torch.device) -> None:

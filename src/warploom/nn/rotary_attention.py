@@ -8,13 +8,13 @@ dispatcher once in each direction, where a small model waits for the host.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from warploom import plans
 from warploom.eager import register
-from warploom.launch import Dense
+from warploom.launch import ALIGNMENT, Dense, Launch, TiledLaunch
 from warploom.layout import empty_in_order_of, layout_of
 from warploom.ops.flash_attention import launchers as attention
 from warploom.ops.flash_attention.launchers_geometry import Mask
@@ -35,6 +35,9 @@ _plans = Plans()
 def _forward(qkv: Tensor, theta: Tensor, heads: int, kind: str, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Attention (B, N, H, D), the turned queries and keys (B, N, H + Hkv, D), and attention's statistics."""
     known = plans.of_registered(_plans, qkv, theta, heads, kind, scale)
+    plan = known.get("forward", _plan_forward, qkv, theta, heads, kind, scale)
+    if plan and qkv.data_ptr() % ALIGNMENT == 0:
+        return plan(qkv, theta)
     of_positions, of_attention = known.get("positions", Plans), known.get("attention", Plans)
     qk, v = _split(qkv, heads)
     tickets = attention.TICKETS.empty(qkv)
@@ -47,9 +50,15 @@ def _forward(qkv: Tensor, theta: Tensor, heads: int, kind: str, scale: float) ->
 def _backward(
     grad: Tensor, qkv: Tensor, theta: Tensor, out: Tensor, turned: Tensor, statistics: Tensor,
     heads: int, kind: str, scale: float, theta_gradient: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gradients of ``qkv`` and, where it is asked for, of ``theta``."""
     known = plans.of_registered(_plans, qkv, theta, heads, kind, scale)
+    if not theta_gradient:
+        # Strides, because what autograd saved may come back with others: from the host's memory, for one.
+        key = (grad.dtype, grad.stride(), out.stride(), turned.stride())
+        plan = known.get(key, _plan_backward, grad, qkv, theta, out, turned, heads, kind, scale)
+        if plan and (grad.data_ptr() | qkv.data_ptr() | turned.data_ptr()) % ALIGNMENT == 0:
+            return plan(grad, qkv, theta, out, turned, statistics), None
     of_positions, of_attention = known.get("positions", Plans), known.get("attention", Plans)
     dqkv = known.get("gradient", _like, qkv).empty(qkv)
     dqk, dv = _split(dqkv, heads)
@@ -59,7 +68,7 @@ def _backward(
     _, dtheta = positions.backward(
         dqk, qk, theta, _FROM_ZERO, kind, "none", theta_gradient, None, of_positions, dqk
     )
-    return dqkv, _NOTHING.empty(qkv) if dtheta is None else dtheta
+    return dqkv, dtheta
 
 
 def _split(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -77,6 +86,117 @@ def _queries_and_keys(qk: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 def _like(x: Tensor) -> Dense:
     return Dense.like(layout_of(x, x.shape[-1]))
+
+
+class _Part(NamedTuple):
+    """Where some of a tensor's heads are. A kernel is told strides beforehand, so the first heads need no view."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, part: Tensor, whole: Tensor) -> _Part:
+        return cls(tuple(part.shape), part.stride(), int(part.storage_offset() - whole.storage_offset()))
+
+
+class _Forward(NamedTuple):
+    """What a forward allocates and launches, where attention is one launch of the kernel for Hopper."""
+
+    turned: Dense
+    out: Dense
+    lse: Dense
+    statistics: Dense
+    turn: Launch
+    attend: TiledLaunch
+    k: _Part  # of the turned
+    v: _Part  # of qkv
+
+    def __call__(self, qkv: Tensor, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        turned, out = self.turned.empty(qkv), self.out.empty(qkv)
+        lse, statistics = self.lse.empty(qkv), self.statistics.empty(qkv)
+        tickets = attention.TICKETS.empty(qkv)
+        self.turn((qkv, turned, theta, None, None, None, None, tickets), 0)
+        self.attend((turned, _view(turned, *self.k), _view(qkv, *self.v), out, lse, statistics, tickets))
+        return out, turned, statistics
+
+
+def _plan_forward(qkv: Tensor, theta: Tensor, heads: int, kind: str, scale: float) -> _Forward | Literal[False]:
+    """The plan of a forward, if it is one of those."""
+    if qkv.dtype == torch.float32 or qkv.numel() == 0:
+        return False
+    qk, v = _split(qkv, heads)
+    turned = empty_in_order_of(qk, qk.shape[-1])
+    q, k = _queries_and_keys(turned, heads)
+    turn = positions.plan_forward(qk, theta, _FROM_ZERO, kind, "none", None)
+    attend = attention.plan_forward(q, k, v, _CAUSAL, scale, "highest", True)
+    if not isinstance(attend.launch, TiledLaunch) or attend.combine is not None:
+        return False
+    return _Forward(
+        turn.result, attend.out, attend.lse, attend.statistics, turn.launch, attend.launch,
+        _Part.of(k, turned), _Part.of(v, qkv),
+    )  # fmt: skip
+
+
+class _Backward(NamedTuple):
+    """The same for a backward, where attention is one launch each for keys with values and for queries."""
+
+    gradient: Dense  # of qkv
+    rows: Dense
+    prepare: Launch
+    key: TiledLaunch
+    query: TiledLaunch
+    turn: Launch
+    k: _Part  # of the turned
+    v: _Part  # of qkv
+    dk: _Part  # of qkv's gradient, as is the next
+    dv: _Part
+
+    def __call__(
+        self, grad: Tensor, qkv: Tensor, theta: Tensor, out: Tensor, turned: Tensor, statistics: Tensor
+    ) -> Tensor:
+        dqkv, shift, delta = self.gradient.empty(qkv), self.rows.empty(qkv), self.rows.empty(qkv)
+        tickets = attention.TICKETS.empty(qkv)
+        self.prepare((out, grad, statistics, None, shift, delta, None, tickets))
+        k, v, dk, dv = _view(turned, *self.k), _view(qkv, *self.v), _view(dqkv, *self.dk), _view(dqkv, *self.dv)
+        self.key((turned, k, v, grad, dk, dv, shift, delta, tickets))
+        self.query((turned, k, v, grad, dqkv, shift, delta, tickets))
+        self.turn((qkv, dqkv, dqkv, None, theta, None, None, None, None), 0)
+        return dqkv
+
+
+def _plan_backward(
+    grad: Tensor, qkv: Tensor, theta: Tensor, out: Tensor, turned: Tensor, heads: int, kind: str, scale: float
+) -> _Backward | Literal[False]:
+    """The plan of a backward without theta's gradient, if it is one of those."""
+    if qkv.dtype == torch.float32 or qkv.numel() == 0:
+        return False
+    (qk, v), (q, k) = _split(qkv, heads), _queries_and_keys(turned, heads)
+    dqkv = empty_in_order_of(qkv, qkv.shape[-1])
+    dqk, dv = _split(dqkv, heads)
+    dq, dk = _queries_and_keys(dqk, heads)
+    attend = attention.plan_backward(grad, None, q, k, v, out, _CAUSAL, scale, "highest", True, (dq, dk, dv))
+    whole = [walk.launch for walk in attend.walks if isinstance(walk.launch, TiledLaunch) and walk.splits == 1]
+    if attend.prepare is None or [walk.kernel for walk in attend.walks] != ["key", "query"] or len(whole) != 2:
+        return False
+    turn = positions.plan_backward(dqk, qk, theta, _FROM_ZERO, kind, "none", False, None, dqk)
+    return _Backward(
+        Dense.like(dqkv), attend.rows, attend.prepare, whole[0], whole[1], turn.launch,
+        _Part.of(k, turned), _Part.of(v, qkv), _Part.of(dk, dqkv), _Part.of(dv, dqkv),
+    )  # fmt: skip
+
+
+def _as_strided(whole: Tensor, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Tensor:
+    return whole.as_strided(shape, stride, whole.storage_offset() + offset)
+
+
+# What compiled code of PyTorch takes views with, if it is still there: half the time of `as_strided`.
+_view: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", _as_strided)
+
+
+def _registered_backward(grad: Tensor, qkv: Tensor, theta: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    dqkv, dtheta = _backward(grad, qkv, theta, *rest)
+    return dqkv, _NOTHING.empty(qkv) if dtheta is None else dtheta
 
 
 def _forward_fake(qkv: Tensor, theta: Tensor, heads: int, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,7 +248,7 @@ register(
     "rotary_attention_backward",
     "(Tensor grad, Tensor qkv, Tensor theta, Tensor out, Tensor turned, Tensor statistics, "
     "int heads, str kind, float scale, bool theta_gradient) -> (Tensor, Tensor)",
-    _backward,
+    _registered_backward,
     _backward_fake,
     _no_double_backward,
 )

@@ -259,7 +259,7 @@ def forward(
     """
     precision = _precision(q, precision)
     aligned = _are_aligned(q, k, v)
-    plan = plans.get((precision, aligned), _plan_forward, q, k, v, mask, scale, precision, aligned)
+    plan = plans.get((precision, aligned), plan_forward, q, k, v, mask, scale, precision, aligned)
     out = plan.out.empty(q)
     lse, statistics = plan.lse.empty(q), plan.statistics.empty(q)
     cu_seqlens = mask.cu_seqlens_q, mask.cu_seqlens_k
@@ -308,9 +308,10 @@ def _tiled(
     return launchers_hopper.plan(name, geometry, mask, scale, tensors)
 
 
-def _plan_forward(
+def plan_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str, aligned: bool
 ) -> _Forward:
+    """Plan of `forward`."""
     geometry = _geometry(q, k, v)
     out = layout_of(q, geometry.value_features)
     lse = (geometry.entries, geometry.heads, geometry.tokens)
@@ -400,8 +401,10 @@ class _Backward(NamedTuple):
 
 def _walked_over(kernel: str, tensors: Sequence[Tensor], pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Of q, k, v and the gradient, what a kernel takes: of those that it walks over, pieces, if there are any."""
+    if not pieces:
+        return tuple(tensors)
     walked = (0, 3) if kernel in OWN_KEYS else (1, 2)
-    return tuple(pieces[i] if pieces and i in walked else x for i, x in enumerate(tensors))
+    return tuple(pieces[i] if i in walked else x for i, x in enumerate(tensors))
 
 
 def backward(
@@ -433,7 +436,7 @@ def backward(
         q.stride(), k.stride(), v.stride(), out.stride(),
         None if results is None else (results[0].stride(), results[1].stride(), results[2].stride()),
     )  # fmt: skip
-    plan = plans.get(key, _plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, results)
+    plan = plans.get(key, plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, results)
     if results is not None and plan.sums is not None:  # from parts, which have the same order in memory
         found = backward(grad, grad_lse, q, k, v, out, statistics, mask, scale, precision, plans)
         for result, gradient in zip(results, found):
@@ -471,11 +474,12 @@ def _walk(
     tickets: Tensor | None,
 ) -> None:
     """Run one of the backward kernels. It writes gradients or, if its walks are split, new ``parts`` of them."""
-    targets = list(_results(walk.kernel, gradients))
-    left = iter(walk.parts)
-    for place, index in enumerate(_RESULTS[walk.kernel]):
-        if walk.parts and index is not None:
-            targets[place] = parts[index] = next(left).empty(gradients[0])
+    targets = [None if i is None else gradients[i] for i in _RESULTS[walk.kernel]]
+    if walk.parts:
+        left = iter(walk.parts)
+        for place, index in enumerate(_RESULTS[walk.kernel]):
+            if index is not None:
+                targets[place] = parts[index] = next(left).empty(gradients[0])
     if isinstance(walk.launch, TiledLaunch):
         shift, delta, _ = numbers
         walk.launch((*tensors, *targets, shift, delta, tickets))
@@ -483,7 +487,7 @@ def _walk(
         walk.launch((*tensors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k))
 
 
-def _plan_backward(
+def plan_backward(
     grad: Tensor,
     grad_lse: Tensor | None,
     q: Tensor,
@@ -496,6 +500,7 @@ def _plan_backward(
     aligned: bool,
     results: tuple[Tensor, Tensor, Tensor] | None,
 ) -> _Backward:
+    """Plan of `backward`."""
     geometry = _geometry(q, k, v)
     dq, dk, dv = results or (layout_of(t, t.shape[-1]) for t in (q, k, v))
     rows = Dense.rows((geometry.entries, geometry.heads, geometry.tokens), torch.float32)

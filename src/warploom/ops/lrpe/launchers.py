@@ -204,7 +204,7 @@ def forward(
     earlier calls that were the same in all but addresses, numbers in tensors, and the offset; these had ``tickets``
     (2,) int32, or none: two numbers that become zero, which saves who needs them a kernel.
     """
-    plan = plans.get("forward", _plan_forward, x, theta, positions, kind, activation, table)
+    plan = plans.get("forward", plan_forward, x, theta, positions, kind, activation, table)
     out = plan.result.empty(x)
     ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
     plan.launch((x, out, theta, ids, offsets, cu_seqlens, table, tickets), positions.offset)
@@ -237,7 +237,7 @@ class Plan(NamedTuple):
     theta_sums: ThetaSums | None = None  # where theta's gradient is asked for
 
 
-def _plan_forward(
+def plan_forward(
     x: torch.Tensor,
     theta: torch.Tensor,
     positions: Positions,
@@ -245,6 +245,7 @@ def _plan_forward(
     activation: str,
     table: torch.Tensor | None,
 ) -> Plan:
+    """Plan of `forward`."""
     configuration = _configuration(kind, activation, positions, False, False, x)
     geometry = geometry_of(x, theta, positions, kind, configuration)
     out = layout_of(x, 2 * geometry.features)
@@ -286,9 +287,7 @@ def backward(
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
     strides = None if result is None else result.stride()
     key = (grad.dtype, grad.stride(), x.stride(), theta.stride(), theta_gradient, strides)
-    plan = plans.get(
-        key, _plan_backward, grad, x, theta, positions, kind, activation, theta_gradient, table, result
-    )
+    plan = plans.get(key, plan_backward, grad, x, theta, positions, kind, activation, theta_gradient, table, result)
     dx = plan.result.empty(x) if result is None else result
     sums = plan.theta_sums
     partial = None if sums is None else sums.empty(x)
@@ -299,7 +298,7 @@ def backward(
     return dx, None if sums is None or partial is None else sums.reduce(partial, theta)
 
 
-def _plan_backward(
+def plan_backward(
     grad: torch.Tensor,
     x: torch.Tensor,
     theta: torch.Tensor,
@@ -310,6 +309,7 @@ def _plan_backward(
     table: torch.Tensor | None,
     result: torch.Tensor | None,
 ) -> Plan:
+    """Plan of `backward`."""
     configuration = _configuration(kind, activation, positions, True, theta_gradient, x)
     geometry = geometry_of(x, theta, positions, kind, configuration)
     dx = layout_of(x, x.shape[-1]) if result is None else result
