@@ -44,7 +44,7 @@ class Tiles(NamedTuple):
 
 TILES = {
     "forward": {64: Tiles(3, 128, 2), 128: Tiles(2, 128, 2), 256: Tiles(2, 64, 2)},
-    "key": {64: Tiles(2, 128, 2), 128: Tiles(2, 64, 3)},
+    "key": {64: Tiles(2, 128, 2), 128: Tiles(2, 64, 3), 256: Tiles(1, 64, 2)},
     "query": {64: Tiles(3, 64, 3), 128: Tiles(2, 64, 3), 256: Tiles(2, 32, 3)},
 }
 """By features of a tile; measured on an H200 (see "How it reaches the limit"), but with 256: what fits on chip."""
