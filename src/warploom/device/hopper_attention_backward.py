@@ -239,12 +239,11 @@ def walk_queries_for_one(
 ):  # fmt: skip
     """Walk over tiles of queries ``begin … end`` of one head for one of two gradients; another group forms the other.
 
-    ``VALUES``: the own tile is of keys, near tiles are queries, far tiles their gradients, and ``acc`` is the gradient
-    of values; otherwise the own tile is of values, near and far change places, and ``acc`` is the gradient of keys.
-    Weights go from the first group to the second through ``weight_tiles``. Such a buffer is free when the tiles of its
-    number have been copied: the second group has let go of those before.
+    With ``VALUES`` the own tile is of keys, near tiles are queries, far tiles their gradients, and ``acc`` is the gradient
+    of values. Otherwise the own tile is of values, near and far change places, and ``acc`` is the gradient of keys.
 
-    ``factor`` times the far tile number ``count − 1`` is in flight, unless ``count`` is ``start``.
+    Weights go from the first group to the second through ``weight_tiles``, and nobody waits for such a buffer to be
+    empty: when tiles of queries have come into the buffers of its number, the second group had done with those before.
     """
     BLOCK_M: gl.constexpr = near_tiles.shape[3]
     STAGES: gl.constexpr = near_tiles.shape[0]
