@@ -32,6 +32,7 @@ from warploom.device.hopper import (
     product_transposed,
     store_part,
     wait_empty,
+    wait_full,
 )
 from warploom.device.hopper_attention import key_steps, query_steps, tile_place
 
@@ -228,3 +229,44 @@ def walk_queries(
         mbarrier.arrive(q_empty.index(slot))
         count += 1
     return dk, dv, count
+
+
+@gluon.jit
+def walk_queries_for_one(
+    acc, count, own_tile, near_tiles, far_tiles, weight_tiles, numbers,
+    near_full, near_empty, far_full, far_empty, weights_full,
+    begin, end, first, scale, VALUES: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Walk over tiles of queries ``begin … end`` of one head for one of two gradients; another group forms the other.
+
+    With ``VALUES`` the own tile is of keys, near tiles are queries, far tiles their gradients, and ``acc`` is the gradient
+    of values. Otherwise the own tile is of values, near and far change places, and ``acc`` is the gradient of keys.
+
+    Weights go from the first group to the second through ``weight_tiles``, and nobody waits for such a buffer to be
+    empty: when tiles of queries have come into the buffers of its number, the second group had done with those before.
+    """
+    BLOCK_M: gl.constexpr = near_tiles.shape[3]
+    STAGES: gl.constexpr = near_tiles.shape[0]
+    for i in range(begin, end):
+        slot = count % STAGES
+        product = product_transposed(own_tile, near_tiles, near_full, count, LAYOUT)  # (keys, queries)
+        product = warpgroup_mma_wait(0, deps=[product])
+        row_number = numbers.index(slot).load(gl.SliceLayout(0, LAYOUT))
+        mbarrier.arrive(near_empty.index(slot))
+        if VALUES:
+            weights = power_of_two(product * scale - row_number[None, :])
+            if MASKED:
+                sees = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+                query = i * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
+                weights = gl.where(sees[:, None] <= query[None, :], weights, 0.0)
+            weight_tiles.index(slot).store(weights)
+            mbarrier.arrive(weights_full.index(slot))
+            factor = as_factor(weights, far_tiles.dtype, OUT_LAYOUT)
+        else:
+            weights = weight_tiles.index(wait_full(weights_full, count)).load(LAYOUT)
+            factor = as_factor(weights * (product - row_number[None, :]), far_tiles.dtype, OUT_LAYOUT)
+        acc = warpgroup_mma(factor, matrix(far_tiles, wait_full(far_full, count)), acc, is_async=True)
+        acc, factor = warpgroup_mma_wait(0, deps=[acc, factor])
+        mbarrier.arrive(far_empty.index(slot))
+        count += 1
+    return acc, count

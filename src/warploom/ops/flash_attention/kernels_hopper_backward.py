@@ -1,7 +1,8 @@
 """Backward of flash attention for Hopper, in the manner of `kernels_hopper`; what it computes is in `kernels_backward`.
 
 A group of warps owns 64 queries and walks over the keys (`hopper_query_kernel`), or 64 keys and walks over the queries of all
-heads that read them (`hopper_key_kernel`), as in `warploom.device.hopper_attention_backward`.
+heads that read them (`hopper_key_kernel`), as in `warploom.device.hopper_attention_backward`. Of keys with more than 128
+features, a group's registers hold one gradient alone: two groups have the same keys.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.hopper import NARROW, ROWS, announced, barriers, init_ring, matrix, read, store_part
 from warploom.device.hopper_attention import query_steps, tile_place
-from warploom.device.hopper_attention_backward import OWN_STAGES, compute_for_queries, copy_for_keys, walk_queries
+from warploom.device.hopper_attention_backward import (
+    OWN_STAGES,
+    compute_for_queries,
+    copy_for_keys,
+    walk_queries,
+    walk_queries_for_one,
+)
 from warploom.ops.flash_attention.kernels_hopper import WALK, copy_for_queries, place_names
 
 
@@ -138,6 +145,72 @@ def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constex
         tile, slot = announced(ticket, own_full, done)
 
 
+@gluon.jit
+def compute_for_one(
+    VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, weight_tiles, weights_full, arguments
+):
+    """One of two groups of warps of `hopper_key_kernel` with the same 64 keys: for their values' gradient, or for theirs.
+
+    Its result leaves through the buffer that it alone reads: the gradient of values through that of keys, and the other
+    way round.
+    """
+    (
+        ticket, dk_out, dv_out, q_tiles, do_tiles, k_tiles, v_tiles, shifts, deltas,
+        own_full, own_empty, q_full, q_empty, do_full, do_empty,
+        tokens, keys, heads, group, rows, blocks, section, parts, right, scale, slope, dk_place, dv_place,
+    ) = arguments  # fmt: skip
+    if VALUES:
+        out, own_tiles, near_tiles, far_tiles, numbers = dv_out, k_tiles, q_tiles, do_tiles, shifts
+        near_full, near_empty, far_full, far_empty = q_full, q_empty, do_full, do_empty
+        place = dv_place
+    else:
+        out, own_tiles, near_tiles, far_tiles, numbers = dk_out, v_tiles, do_tiles, q_tiles, deltas
+        near_full, near_empty, far_full, far_empty = do_full, do_empty, q_full, q_empty
+        place = dk_place
+    BLOCK_M: gl.constexpr = q_tiles.shape[3]
+    D: gl.constexpr = q_tiles.shape[4]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    key_heads = heads // group
+    count = 0
+    done = 0
+    tiles = blocks * rows * parts
+    tile, slot = announced(ticket, own_full, done)
+    while tile < tiles:
+        block, row, part = tile_place(tile, blocks, rows, section, parts, False)
+        begin, full, end = query_steps(block, part, parts, tokens, keys, right, CAUSAL, ROWS, BLOCK_M)
+        first = block * ROWS - (keys - tokens) - right
+        own_tile = matrix(own_tiles, slot)
+        acc = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
+        for _ in range(group):
+            if CAUSAL:
+                acc, count = walk_queries_for_one(
+                    acc, count, own_tile, near_tiles, far_tiles, weight_tiles, numbers,
+                    near_full, near_empty, far_full, far_empty, weights_full,
+                    begin, full, first, scale, VALUES, True, LAYOUT, OUT_LAYOUT,
+                )  # fmt: skip
+            acc, count = walk_queries_for_one(
+                acc, count, own_tile, near_tiles, far_tiles, weight_tiles, numbers,
+                near_full, near_empty, far_full, far_empty, weights_full,
+                full, end, first, scale, VALUES, False, LAYOUT, OUT_LAYOUT,
+            )  # fmt: skip
+        if not VALUES:
+            acc = acc * slope
+        # Worked out again rather than held in registers.
+        block, row, part = tile_place(read(ticket, slot), blocks, rows, section, parts, False)
+        entry, key_head = row // key_heads, row % key_heads
+        if SPLIT:
+            store_part(out, acc, part, entry, key_head, block * ROWS, keys, place, OUT_LAYOUT)
+        else:
+            own_tile.store(acc.to(own_tiles.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out, [entry, key_head, block * ROWS, 0], own_tiles.index(slot))
+            tma.store_wait(0)
+        mbarrier.arrive(own_empty.index(slot))
+        done += 1
+        tile, slot = announced(ticket, own_full, done)
+
+
 @gluon.jit(do_not_specialize=[*WALK, "slope", *place_names("dk", "dv")])
 def hopper_key_kernel(
     q_desc, k_desc, v_desc, do_desc, dk, dv, shift, delta, tickets,
@@ -147,7 +220,7 @@ def hopper_key_kernel(
     dv_size: gl.int32, dv_b: gl.int32, dv_n: gl.int32, dv_h: gl.int32, dv_features: gl.int32,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values, for tiles of GROUPS · 64 keys.
+    """Gradients of keys and values, for tiles of GROUPS · 64 keys: two groups of warps have 64 each, or the same 64.
 
     Descriptors are of (B, H, N, D), with boxes of (1, 1, BLOCK_M, D) for queries and their gradients and of
     (1, 1, 64, D) for keys, values and results; boxes of values are as wide as those of keys. ``tickets[0]`` is zero.
@@ -159,20 +232,29 @@ def hopper_key_kernel(
     D: gl.constexpr = q_desc.block_type.shape[3]
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
-    k_tiles = gl.allocate_shared_memory(dtype, [OWN_STAGES * GROUPS, 1, 1, ROWS, D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [OWN_STAGES * GROUPS, 1, 1, ROWS, D], v_desc.layout)
+    COMPUTING: gl.constexpr = 2  # groups of warps, whether they have keys of their own or not
+    OWN: gl.constexpr = OWN_STAGES if D <= NARROW else 1  # there is no room for the next wide tile
+    k_tiles = gl.allocate_shared_memory(dtype, [OWN * GROUPS, 1, 1, ROWS, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [OWN * GROUPS, 1, 1, ROWS, D], v_desc.layout)
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], do_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shifts = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
-    ticket = gl.allocate_shared_memory(gl.int32, [OWN_STAGES, 1], plain)
-    own_full, own_empty = barriers(OWN_STAGES), barriers(OWN_STAGES)
+    ticket = gl.allocate_shared_memory(gl.int32, [OWN, 1], plain)
+    own_full, own_empty = barriers(OWN), barriers(OWN)
     q_full, q_empty = barriers(STAGES), barriers(STAGES)
     do_full, do_empty = barriers(STAGES), barriers(STAGES)
-    init_ring(own_full, own_empty, GROUPS)
-    init_ring(q_full, q_empty, GROUPS)
-    init_ring(do_full, do_empty, GROUPS)
+    init_ring(own_full, own_empty, COMPUTING)
+    init_ring(q_full, q_empty, COMPUTING)
+    init_ring(do_full, do_empty, COMPUTING)
+    if GROUPS < COMPUTING:
+        # Half a warp has 32 bytes of each of four rows: swizzled, these lie in different banks.
+        swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+        weight_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, BLOCK_M], swizzled)
+        weights_full = barriers(STAGES)
+        for i in gl.static_range(STAGES):
+            mbarrier.init(weights_full.index(i), count=1)
     fence_async_shared()
     copying = (
         tickets, ticket, q_desc, do_desc, (k_desc, v_desc), shift, delta,
@@ -186,9 +268,17 @@ def hopper_key_kernel(
         tokens, keys, heads, group, rows, blocks, section, parts, right, scale, slope,
         (dk_size, dk_b, dk_n, dk_h, dk_features), (dv_size, dv_b, dv_n, dv_h, dv_features),
     )  # fmt: skip
-    gl.warp_specialize(
-        [(compute_for_keys, (0, GROUPS, CAUSAL, SPLIT, computing)),
-         (compute_for_keys, (1, GROUPS, CAUSAL, SPLIT, computing)),
-         (copy_for_keys, (GROUPS, CAUSAL, copying))],
-        [4, 1], [240, 24],
-    )  # fmt: skip
+    if GROUPS == COMPUTING:
+        gl.warp_specialize(
+            [(compute_for_keys, (0, GROUPS, CAUSAL, SPLIT, computing)),
+             (compute_for_keys, (1, GROUPS, CAUSAL, SPLIT, computing)),
+             (copy_for_keys, (GROUPS, CAUSAL, copying))],
+            [4, 1], [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(compute_for_one, (True, CAUSAL, SPLIT, weight_tiles, weights_full, computing)),
+             (compute_for_one, (False, CAUSAL, SPLIT, weight_tiles, weights_full, computing)),
+             (copy_for_keys, (GROUPS, CAUSAL, copying))],
+            [4, 1], [240, 24],
+        )  # fmt: skip

@@ -2,8 +2,7 @@
 
 They take 16-bit tensors whose rows the tensor memory accelerator can copy, with up to 256 features (what is
 missing to 64, 128 or 256 is filled with zeros), in causal and full attention with any number of heads to a key
-head. Windows to the left and packed sequences stay with the kernels for every GPU, and so do gradients of keys
-and values with more than 128 features, whose two sums would take all registers.
+head. Windows to the left and packed sequences stay with the kernels for every GPU.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ _LEAST_FEATURES = 32  # up to here, tiles of 64 features would be half empty
 class Tiles(NamedTuple):
     """How a kernel cuts its work."""
 
-    groups: int  # of warps, with 64 rows each
+    groups: int  # of 64 rows; a group of warps each, or two with both gradients of wide keys
     box: int  # rows of the tiles they walk over
     stages: int  # such tiles in flight
 
 
 TILES = {
     "forward": {64: Tiles(3, 128, 2), 128: Tiles(2, 128, 2), 256: Tiles(2, 64, 2)},
-    "key": {64: Tiles(2, 128, 2), 128: Tiles(2, 64, 3)},
+    "key": {64: Tiles(2, 128, 2), 128: Tiles(2, 64, 3), 256: Tiles(1, 64, 2)},
     "query": {64: Tiles(3, 64, 3), 128: Tiles(2, 64, 3), 256: Tiles(2, 32, 3)},
 }
 """By features of a tile; measured on an H200 (see "How it reaches the limit"), but with 256: what fits on chip."""
