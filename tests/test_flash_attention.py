@@ -371,14 +371,29 @@ def test_which_walks_are_few_and_short() -> None:
     ("n", "m", "heads", "key_heads", "d"),
     [(300, 300, 1, 1, 64), (70, 290, 2, 1, 32), (290, 70, 2, 1, 16), (1, 17, 3, 3, 128), (33, 40, 4, 2, 128)],
 )
+@pytest.mark.parametrize("parts", [1, 3])
 def test_few_short_walks(
-    n: int, m: int, heads: int, key_heads: int, d: int, causal: bool, launches: list[Any], device: torch.device
+    n: int,
+    m: int,
+    heads: int,
+    key_heads: int,
+    d: int,
+    parts: int,
+    causal: bool,
+    launches: list[Any],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from warploom.ops.flash_attention import api, launchers_few
+
+    monkeypatch.setattr(launchers_few, "best_parts", lambda *arguments: parts)  # more than some walks have steps
+    monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
     options = {"heads": heads, "key_heads": key_heads, "d": d, "causal": causal, "batch": 1, "return_lse": True}
     with poisoned_allocations():
         assert_right(random_inputs(device, n, m, dtype=torch.bfloat16, **options), "triton")
+    merge = ["combine_kernel"] if parts > 1 else []
     backward = ["backward_few_kernel"] if d <= 64 else ["key_kernel", "query_kernel"]
-    assert {name for name, _ in launches} == {"forward_few_kernel", "prepare_kernel", *backward}
+    assert {name for name, _ in launches} == {"forward_few_kernel", *merge, "prepare_kernel", *backward}
 
 
 @kernels

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.activations import power_of_two
 from warploom.device.packed import sequence_bounds, sequence_of_tile
@@ -25,6 +25,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # ----------------------------------------------------------------------------------------------------------
 # Device functions, for the backward as well
 # ----------------------------------------------------------------------------------------------------------
+
+
+PARTS_AHEAD = tl.constexpr(4)
+"""Parts of a result that are on their way from memory together, where parts are merged."""
 
 
 @triton.jit
@@ -247,6 +251,7 @@ def forward_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
     WIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head, over one part of its keys.
 
@@ -254,6 +259,8 @@ def forward_kernel(
     Writes ``out`` (parts, B, N, H, E), ``lse`` (B, H, N) if there is one part, and ``statistics`` (parts, 2, B, H, N):
     the largest logit of a row in powers of two, and the sum of its exponentials relative to that.
     """
+    if OVERLAP:  # with the launch that merges parts, which waits for this one
+        gdc_launch_dependents()
     block, row = program_order(blocks * splits, entries * heads, section)
     split = block % splits
     block = block // splits
@@ -364,17 +371,18 @@ def pieces_kernel(
             gdc_wait()
 
 
-@triton.jit(do_not_specialize=["rows", "tokens", "heads", "splits", "part_split", *stride_names("part", "out")])
+@triton.jit(do_not_specialize=["rows", "tokens", "heads", "splits", "out_split", *stride_names("out")])
 def combine_kernel(
     part, part_statistics, out, lse, statistics,
-    rows: tl.int64, tokens: tl.int32, heads: tl.int32, splits: tl.int32, part_split: tl.int64,
-    part_b: tl.int64, part_n: tl.int64, part_h: tl.int64, part_f: tl.int64,
+    rows: tl.int64, tokens: tl.int32, heads: tl.int32, splits: tl.int32, out_split: tl.int64,
     out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_f: tl.int64,
-    E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
+    VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """What `forward_kernel` writes for one part, from what it wrote for each of several; always in the same order.
 
-    A row is a (batch entry, head, token), tokens fastest, as in ``lse``. Parts are in float32.
+    A row is a (batch entry, head, token), tokens fastest, as in ``lse``. Parts are in float32, with the strides of
+    ``out``.
     """
     if EARLY:
         gdc_wait()
@@ -383,23 +391,32 @@ def combine_kernel(
     token, head, entry = row % tokens, row // tokens % heads, row // tokens // heads
     feature = tl.arange(0, BLOCK_E)
     inside = there[:, None] & (feature < E)[None, :]
-    cells = part + (entry * part_b + token * part_n + head * part_h)[:, None] + (feature * part_f)[None, :]
+    starts = entry * (out_b * VEC) + token * (out_n * VEC) + head * (out_h * VEC)
+    cells = starts[:, None] + (feature if UNIT else feature * out_f)[None, :]
     top = tl.full((BLOCK_R,), float("-inf"), dtype=tl.float32)
-    for split in range(splits):
-        part_top = tl.load(part_statistics + split * 2 * rows + row, mask=there, other=float("-inf"))
-        top = tl.maximum(top, part_top)
-    shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros((BLOCK_R,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.float32)
-    for split in range(splits):
-        part_top = tl.load(part_statistics + split * 2 * rows + row, mask=there, other=float("-inf"))
-        part_total = tl.load(part_statistics + (split * 2 + 1) * rows + row, mask=there, other=0.0)
-        weight = part_total * power_of_two(part_top - shift)
-        total += weight
-        acc += weight[:, None] * tl.load(cells + split * part_split, mask=inside, other=0.0)
+    for first in range(0, splits, PARTS_AHEAD):
+        tops, totals, tiles = (), (), ()
+        for i in tl.static_range(PARTS_AHEAD):
+            split = first + i
+            left = split < splits
+            tops += (tl.load(part_statistics + split * 2 * rows + row, mask=there & left, other=float("-inf")),)
+            totals += (tl.load(part_statistics + (split * 2 + 1) * rows + row, mask=there & left, other=0.0),)
+            tiles += (tl.load(part + split * (out_split * VEC) + cells, mask=inside & left, other=0.0),)
+        before = top
+        for i in tl.static_range(PARTS_AHEAD):
+            top = tl.maximum(top, tops[i])
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        shrink = power_of_two(before - shift)
+        total *= shrink
+        acc *= shrink[:, None]
+        for i in tl.static_range(PARTS_AHEAD):
+            weight = totals[i] * power_of_two(tops[i] - shift)
+            total += weight
+            acc += weight[:, None] * tiles[i]
     some = tl.where(total == 0.0, 1.0, total)  # where no key was seen: 0 / 1, and lse −inf + 0
-    target = out + (entry * out_b + token * out_n + head * out_h)[:, None] + (feature * out_f)[None, :]
-    tl.store(target, rounded(acc / some[:, None], out.dtype.element_ty), mask=inside)
+    tl.store(out + cells, rounded(acc / some[:, None], out.dtype.element_ty), mask=inside)
     tl.store(statistics + row, top, mask=there)
     tl.store(statistics + rows + row, total, mask=there)
     tl.store(lse + row, (top + tl.log2(some)) * LN_2, mask=there)

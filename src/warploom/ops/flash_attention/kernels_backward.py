@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from warploom.device.activations import power_of_two
 from warploom.device.product import pieces_of, product, rounded
 from warploom.ops.flash_attention.kernels import (
+    PARTS_AHEAD,
     SIZES,
     as_factor,
     base_of,
@@ -153,12 +154,9 @@ def key_kernel(
     Of ``dk`` and ``dv``, one may be None: where both sums do not fit in registers, two launches are faster than one.
     With ``OVERLAP`` the launch after it, of the next walk, starts where this one leaves multiprocessors idle. Unless it is
     the ``FIRST`` walk, it runs itself beside the one before, of which it reads nothing, and does not end before that
-    has ended. The first waits for what all walks read, before it lets the next one start.
+    has ended. The first waits for what all walks read, before it lets the next one start; keys and values of its own, which
+    nobody makes, are on their way by then.
     """
-    if OVERLAP:
-        if FIRST:
-            gdc_wait()
-        gdc_launch_dependents()
     key_heads = heads // group
     block, row = program_order(blocks * splits, entries * key_heads, section)
     split = block % splits
@@ -173,15 +171,18 @@ def key_kernel(
         k_tile = load_tile(
             k_base + tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D), n, keys_here, D, True
         )
-        if PRECISION == "pieces":
-            k_tile = pieces_of(k_tile)
         v_tile = k_tile
         if dk is not None:
             v_tile = load_tile(
                 v_base + tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E), n, keys_here, E, True
             )
-            if PRECISION == "pieces":
-                v_tile = pieces_of(v_tile)
+        if OVERLAP:
+            if FIRST:
+                gdc_wait()
+            gdc_launch_dependents()
+        if PRECISION == "pieces":
+            k_tile = pieces_of(k_tile)
+            v_tile = pieces_of(v_tile)
         q_piece = tl.cast(entries, tl.int64) * tokens * heads * D
         grad_piece = tl.cast(entries, tl.int64) * tokens * heads * E
 
@@ -228,6 +229,10 @@ def key_kernel(
             dv_base = base_of(dv, entry, k_start + n, key_head, dv_b, dv_n, dv_h, VEC) + split * (dv_split * VEC)
             dv_offsets = tile_offsets(dv_n, dv_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
             store_tile(dv_base + dv_offsets, dv_tile, n, keys_here, E)
+    elif OVERLAP:
+        if FIRST:
+            gdc_wait()
+        gdc_launch_dependents()
     if OVERLAP and not FIRST:
         if tl.program_id(0) == 0:  # one program is enough to hold what is launched next
             gdc_wait()
@@ -280,8 +285,11 @@ def query_kernel(
 ):  # fmt: skip
     """One tile of queries of one head, over one part of its keys: the gradient of the queries.
 
-    With ``OVERLAP`` it runs beside `key_kernel`, of which it reads nothing, and does not end before that has ended.
+    With ``OVERLAP`` it runs beside `key_kernel`, of which it reads nothing, and does not end before that has ended;
+    what sums up parts may be put in place while it still runs.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
     block, row = program_order(blocks * splits, entries * heads, section)
     split = block % splits
     block = block // splits
@@ -354,8 +362,13 @@ def add_parts(part, out, program, size, splits, BLOCK: tl.constexpr):
     if (program >= 0) & (program < blocks):
         i = program * BLOCK + tl.arange(0, BLOCK)
         acc = tl.zeros((BLOCK,), dtype=tl.float32)
-        for split in range(splits):
-            acc += tl.load(part + split * size + i, mask=i < size, other=0.0)
+        for first in range(0, splits, PARTS_AHEAD):
+            ahead = ()
+            for j in tl.static_range(PARTS_AHEAD):
+                there = (i < size) & (first + j < splits)
+                ahead += (tl.load(part + (first + j) * size + i, mask=there, other=0.0),)
+            for j in tl.static_range(PARTS_AHEAD):
+                acc += ahead[j]
         tl.store(out + i, rounded(acc, out.dtype.element_ty), mask=i < size)
     return program - blocks
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.activations import INTERPRETED, power_of_two
 from warploom.device.product import rounded
@@ -92,19 +92,24 @@ def attend_ways(
 NUMBERS = "tokens keys heads group blocks right scale".split()
 
 
-@triton.jit(do_not_specialize=[*NUMBERS, "entries", *stride_names("q", "k", "v", "out")])
+@triton.jit(do_not_specialize=[*NUMBERS, "entries", "splits", "out_split", *stride_names("q", "k", "v", "out")])
 def forward_few_kernel(
     q, k, v, out, lse, statistics,
     tokens: tl.int32, keys: tl.int32, heads: tl.int32, group: tl.int32, blocks: tl.int32, right: tl.int32,
-    scale: tl.float32, entries: tl.int32,
+    scale: tl.float32, entries: tl.int32, splits: tl.int32, out_split: tl.int64,
     q_b: tl.int64, q_n: tl.int64, q_h: tl.int64, q_f: tl.int64,
     k_b: tl.int64, k_n: tl.int64, k_h: tl.int64, k_f: tl.int64,
     v_b: tl.int64, v_n: tl.int64, v_h: tl.int64, v_f: tl.int64,
     out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_f: tl.int64,
     CAUSAL: tl.constexpr, VEC: tl.constexpr, D: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """16 queries of one head. Writes what `kernels.forward_kernel` writes for one part."""
+    """16 queries of one head, over one part of its keys. Writes what `kernels.forward_kernel` writes."""
+    if OVERLAP:  # with the launch that merges parts, which waits for this one
+        gdc_launch_dependents()
     block, row = tl.program_id(0) // (entries * heads), tl.program_id(0) % (entries * heads)
+    split = block % splits
+    block = block // splits
     if CAUSAL:  # the last queries see the most keys
         block = blocks - 1 - block
     entry, head = row // heads, row % heads
@@ -122,14 +127,17 @@ def forward_few_kernel(
     if CAUSAL:
         end = tl.minimum(keys, tl.maximum(m + ROWS + offset + right, 0))
         full = tl.minimum(keys, tl.maximum(m + offset + right + 1, 0))
-    full = full // (WAYS * BLOCK) * (WAYS * BLOCK)
+    span = tl.cdiv(tl.cdiv(end, WAYS * BLOCK), splits) * (WAYS * BLOCK)
+    begin = split * span
+    end = tl.minimum(end, begin + span)
+    full = tl.minimum(tl.maximum(full // (WAYS * BLOCK) * (WAYS * BLOCK), begin), end)
     acc = tl.zeros((WAYS, ROWS, D), dtype=tl.float32)
     total = tl.zeros((WAYS, ROWS), dtype=tl.float32)
     shift = tl.full((WAYS, ROWS), float("-inf"), dtype=tl.float32)
     q_ways = on_every_way(q_tile, WAYS)
     acc, total, shift = attend_ways(
         acc, total, shift, q_ways, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC,
-        0, full, position, keys, right, scale, False, CAUSAL, WAYS, BLOCK,
+        begin, full, position, keys, right, scale, False, CAUSAL, WAYS, BLOCK,
     )  # fmt: skip
     acc, total, shift = attend_ways(
         acc, total, shift, q_ways, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC,
@@ -141,14 +149,15 @@ def forward_few_kernel(
     sums = tl.sum(total * shrink, axis=0)
     some = tl.where(sums == 0.0, 1.0, sums)  # where no key was seen: 0 / 1, and lse −inf + 0
     result = tl.sum(acc * shrink[:, :, None], axis=0) / some[:, None]
-    out_base = base_of(out, entry, m, head, out_b, out_n, out_h, VEC)
+    out_base = base_of(out, entry, m, head, out_b, out_n, out_h, VEC) + split * (out_split * VEC)
     store_tile(out_base + tile_offsets(out_n, out_f, VEC, True, False, ROWS, D), result, m, tokens, D)
     size = tl.cast(entries, tl.int64) * heads * tokens
     rows = row.to(tl.int64) * tokens + m + tl.arange(0, ROWS)
     there = m + tl.arange(0, ROWS) < tokens
-    tl.store(statistics + rows, top, mask=there)
-    tl.store(statistics + size + rows, sums, mask=there)
-    tl.store(lse + rows, (top + tl.log2(some)) * LN_2, mask=there)
+    tl.store(statistics + split * 2 * size + rows, top, mask=there)
+    tl.store(statistics + (split * 2 + 1) * size + rows, sums, mask=there)
+    if lse is not None:
+        tl.store(lse + rows, (top + tl.log2(some)) * LN_2, mask=there)
 
 
 @triton.jit

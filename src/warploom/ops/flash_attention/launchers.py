@@ -276,10 +276,9 @@ def forward(
             if plan.counted:
                 tickets.zero_()
         plan.launch((q, k, v, target, lse, target_statistics, tickets))
-    elif plan.few:
-        plan.launch((q, k, v, out, lse, statistics))
     else:
-        plan.launch((q, k, v, target, lse if plan.combine is None else None, target_statistics, *cu_seqlens))
+        outputs = target, lse if plan.combine is None else None, target_statistics
+        plan.launch((q, k, v, *outputs, *(() if plan.few else cu_seqlens)))
     if plan.combine is not None:
         plan.combine((target, target_statistics, out, lse, statistics))
     return out, lse, statistics
@@ -317,11 +316,13 @@ def _plan_forward(
     plan = _Forward(Dense.like(out), Dense.rows(lse, torch.float32), Dense.rows((2, *lse), torch.float32), None)
     if geometry.empty():
         return plan
-    if launchers_few.suits_forward(geometry, mask, scale, q, k, v, out):
-        return plan._replace(launch=launchers_few.plan_forward(geometry, mask, scale, q, k, v, out), few=True)
     rows = geometry.entries * geometry.heads
-    tiled = _tiled("forward", geometry, mask, scale, (q, k, v, out)) if aligned else None
-    if tiled is not None:
+    few = launchers_few.suits_forward(geometry, mask, scale, q, k, v, out)
+    tiled = _tiled("forward", geometry, mask, scale, (q, k, v, out)) if aligned and not few else None
+    if few:
+        short = launchers_few.plan_forward(geometry, mask, scale, q, k, v, out)
+        plan, splits = plan._replace(launch=short.launch, few=True), short.parts
+    elif tiled is not None:
         plan = plan._replace(launch=tiled.launch, counted=tiled.counted)
         splits = tiled.parts
     else:
@@ -341,23 +342,23 @@ def _plan_forward(
                 out.numel() // access.vec if splits > 1 else 0,  # from one part to the next
                 *access.strides,
             ),
-            _constants(geometry, mask, scale, access, product, tiles),
+            (*_constants(geometry, mask, scale, access, product, tiles), may_start_early(q.device)),
             tiles.warps,
             tiles.stages,
         )
         plan = plan._replace(launch=launch)
     if splits == 1:
         return plan
-    block_r = max(2048 // geometry.block_e, 1)
+    block_r = max(1024 // geometry.block_e, 1)
     lse_elements = rows * geometry.tokens
-    early = may_start_early(q.device)
+    early, access = may_start_early(q.device), access_to(out)
     combine = Launch(
         combine_launch,
         -(-lse_elements // block_r),
         (
-            lse_elements, geometry.tokens, geometry.heads, splits, out.numel(), *out.stride(), *out.stride(),
+            lse_elements, geometry.tokens, geometry.heads, splits, out.numel() // access.vec, *access.strides,
         ),
-        (geometry.value_features, block_r, geometry.block_e, early),
+        (access.vec, access.unit, geometry.value_features, block_r, geometry.block_e, early),
         early=early,
     )  # fmt: skip
     sizes = ((splits * out.numel(),), (splits, 2, *lse))

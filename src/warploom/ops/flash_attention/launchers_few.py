@@ -11,12 +11,15 @@ from warploom.launch import Kernel, Launch, architecture, may_start_early
 from warploom.ops.flash_attention.kernels_few import ROWS, backward_few_kernel, forward_few_kernel
 from warploom.ops.flash_attention.launchers_geometry import (
     UNBOUNDED,
+    Costs,
     Geometry,
     Mask,
     access_to,
+    best_parts,
     in_powers_of_two,
     is_plain,
     programs_at_once,
+    walks,
 )
 
 Tensor = torch.Tensor
@@ -36,6 +39,8 @@ class Ways(NamedTuple):
 FORWARD = {16: Ways(4, 64, 3), 32: Ways(4, 64, 3), 64: Ways(4, 64, 3), 128: Ways(4, 16, 4)}
 BACKWARD = {16: Ways(4, 64, 2), 32: Ways(4, 64, 2), 64: Ways(4, 32, 3)}
 """By features; measured on an H200 with bfloat16. Gradients of longer rows do not fit in a warp's registers."""
+
+COSTS = {16: Costs(2, 5, 5e5), 32: Costs(2, 5, 5e5), 64: Costs(2, 5, 5e5), 128: Costs(2, 5, 5e5)}
 
 _ROWS: int = ROWS.value
 _LONGEST = {16: 4096, 32: 4096, 64: 4096, 128: 2048}  # rows of a forward's walk, by features
@@ -81,16 +86,33 @@ def _constants(mask: Mask, vec: int, features: int, ways: Ways) -> tuple[object,
     return (mask.right is not None, vec, features, ways.ways, ways.block)
 
 
-def plan_forward(geometry: Geometry, mask: Mask, scale: float, *tensors: Tensor) -> Launch:
-    """The launch on q, k, v and out that are like ``tensors``, lse and statistics."""
+class Plan(NamedTuple):
+    """A launch, and into how many parts it cuts walks."""
+
+    launch: Launch
+    parts: int
+
+
+def plan_forward(geometry: Geometry, mask: Mask, scale: float, *tensors: Tensor) -> Plan:
+    """The launch on q, k, v and out that are like ``tensors``, lse and statistics.
+
+    If walks are cut, ``out`` will be parts, as many in one float32 tensor, each in the memory order of ``out``, and
+    so are statistics.
+    """
     access, ways = access_to(*tensors), FORWARD[geometry.features]
-    blocks, rows = _blocks(geometry.tokens), geometry.entries * geometry.heads
+    blocks, rows, elements = _blocks(geometry.tokens), geometry.entries * geometry.heads, tensors[-1].numel()
+    device = tensors[0].device
+    steps = walks("forward", geometry, mask, _ROWS, ways.ways * ways.block)
+    parts = best_parts(steps, rows, programs_at_once(device), elements, COSTS[geometry.features])
     numbers = (
         geometry.tokens, geometry.keys, geometry.heads, geometry.group, blocks,
-        min(mask.right or 0, UNBOUNDED), in_powers_of_two(scale), geometry.entries, *access.strides,
+        min(mask.right or 0, UNBOUNDED), in_powers_of_two(scale), geometry.entries,
+        parts, elements // access.vec if parts > 1 else 0,  # from one part to the next
+        *access.strides,
     )  # fmt: skip
-    constants = _constants(mask, access.vec, geometry.features, ways)
-    return Launch(forward_launch, blocks * rows, numbers, constants, ways.ways, ways.stages)
+    constants = (*_constants(mask, access.vec, geometry.features, ways), may_start_early(device))
+    launch = Launch(forward_launch, blocks * rows * parts, numbers, constants, ways.ways, ways.stages)
+    return Plan(launch, parts)
 
 
 def plan_backward(geometry: Geometry, mask: Mask, scale: float, *tensors: Tensor) -> Launch:
