@@ -279,11 +279,12 @@ def test_float64_is_for_pytorch(device: torch.device) -> None:
 @pytest.fixture
 def many_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Walks cut into as many parts as there are steps."""
-    from warploom.ops.flash_attention import api, launchers
+    from warploom.ops.flash_attention import api, launchers, launchers_few
 
     with monkeypatch.context() as patch:
         patch.setattr(api, "_on_kernels", Plans())  # none but those of this test
-        patch.setattr(launchers, "best_parts", lambda steps, *rest: max(steps))
+        for module in (launchers, launchers_few):
+            patch.setattr(module, "best_parts", lambda steps, *rest: max(steps))
         yield
 
 
@@ -305,6 +306,15 @@ def test_a_split_is_right_and_gives_the_same_bits_twice(case: dict[str, Any], de
     first = run(inputs, "triton")
     with poisoned_allocations():
         assert all(torch.equal(a, b) for a, b in zip(first, run(inputs, "triton")))
+
+
+@kernels
+@pytest.mark.usefixtures("many_splits")
+def test_parts_of_results_whose_features_are_not_adjacent(device: torch.device) -> None:
+    inputs = random_inputs(device, 70, d=24, e=5, batch=1, causal=True, return_lse=True)
+    for name in ("q", "k", "v"):
+        inputs[name] = inputs[name].detach().transpose(1, 3).contiguous().transpose(1, 3).requires_grad_()
+    assert_right(inputs, "triton")
 
 
 @kernels
