@@ -137,13 +137,15 @@ def load_tile(pointers, row, rows, F: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def load_factor(x, offsets, row, rows, distance, F: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """A tile as a factor of a `product`: if that takes pieces, three tiles, ``distance`` apart in memory."""
+    """A tile as a factor of a `product`: if that takes pieces, three tiles, ``distance`` apart in memory, or cut here."""
     if PRECISION == "pieces":
         factor = (
             load_tile(x + offsets, row, rows, F, MASKED),
             load_tile(x + distance + offsets, row, rows, F, MASKED),
             load_tile(x + 2 * distance + offsets, row, rows, F, MASKED),
         )
+    elif PRECISION == "cut":
+        factor = pieces_of(load_tile(x + offsets, row, rows, F, MASKED))
     else:
         factor = load_tile(x + offsets, row, rows, F, MASKED)
     return factor
@@ -152,7 +154,7 @@ def load_factor(x, offsets, row, rows, distance, F: tl.constexpr, MASKED: tl.con
 @triton.jit
 def as_factor(tile, dtype: tl.constexpr, PRECISION: tl.constexpr):
     """A float32 tile as a factor of a `product` with one in ``dtype``."""
-    if PRECISION == "pieces":
+    if PRECISION == "pieces" or PRECISION == "cut":
         factor = pieces_of(tile)
     else:
         factor = rounded(tile, dtype)
@@ -162,7 +164,7 @@ def as_factor(tile, dtype: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def transposed(factor, PRECISION: tl.constexpr):
     """A factor of a `product`, transposed."""
-    if PRECISION == "pieces":
+    if PRECISION == "pieces" or PRECISION == "cut":
         factor = (factor[0].T, factor[1].T, factor[2].T)
     else:
         factor = factor.T
@@ -251,7 +253,7 @@ def forward_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
     WIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SHORT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head, over one part of its keys.
 
@@ -279,7 +281,7 @@ def forward_kernel(
         q_tile = load_tile(
             q_base + tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D), m, tokens_here, D, True
         )
-        if PRECISION == "pieces":
+        if PRECISION == "pieces" or PRECISION == "cut":
             q_tile = pieces_of(q_tile)
         k_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * D
         v_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * E
@@ -293,19 +295,25 @@ def forward_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_E), dtype=tl.float32)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         shift = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-        if HAS_LEFT:
+        if SHORT:
             acc, total, shift = attend(
                 acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_piece, v_piece,
-                begin, full_begin, position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
+                begin, end, position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
             )  # fmt: skip
-        acc, total, shift = attend(
-            acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_piece, v_piece,
-            full_begin, full_end, position, keys_here, left, right, scale, False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
-        )  # fmt: skip
-        acc, total, shift = attend(
-            acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_piece, v_piece,
-            full_end, end, position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
-        )  # fmt: skip
+        else:
+            if HAS_LEFT:
+                acc, total, shift = attend(
+                    acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_piece, v_piece,
+                    begin, full_begin, position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
+                )  # fmt: skip
+            acc, total, shift = attend(
+                acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_piece, v_piece,
+                full_begin, full_end, position, keys_here, left, right, scale, False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
+            )  # fmt: skip
+            acc, total, shift = attend(
+                acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_piece, v_piece,
+                full_end, end, position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
+            )  # fmt: skip
 
         out_base = base_of(out, entry, q_start + m, head, out_b, out_n, out_h, VEC) + split * (out_split * VEC)
         out_offsets = tile_offsets(out_n, out_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_E)
