@@ -85,7 +85,10 @@ def _extent(kernel: str, geometry: Geometry, q: Tensor) -> tuple[int, int, int]:
 
 def _tiles(kernel: str, geometry: Geometry, mask: Mask, scale: float, product: str, q: Tensor) -> Configuration:
     features, plain = max(geometry.block_d, geometry.block_e), is_plain(geometry, mask, scale)
-    few, tiny = has_few_short_walks(kernel, geometry, mask, scale, q), are_tiny(*_extent(kernel, geometry, q))
+    few, tiny = (
+        has_few_short_walks(kernel, geometry, mask, scale, q),
+        are_tiny(kernel, *_extent(kernel, geometry, q)),
+    )
     return configuration(kernel, architecture(q.device), q.dtype, features, product, plain, few, tiny)
 
 
@@ -128,7 +131,7 @@ def _costs(kernel: str, geometry: Geometry, tiles: Configuration, product: str, 
     rows = tiles.block_m if kernel in OWN_KEYS else tiles.block_n
     step_us = _PRODUCTS[kernel] * 2e-6 * tiles.block_m * tiles.block_n * features / rate
     step_us += _LATENCY_US * max(rows / 64, 1)
-    merged = 1e5 if dtype == torch.float32 else 2e5  # elements a microsecond
+    merged = 2e5 if kernel == "forward" and dtype != torch.float32 else 1e5  # elements a microsecond
     return Costs(_START_US / step_us, _MERGE_US / step_us, merged * step_us)
 
 
@@ -148,17 +151,16 @@ def _grid(
         steps = walks(kernel, geometry, mask, own, step)
     costs = _costs(kernel, geometry, tiles, product, q.dtype)
     programs = multiprocessors(q.device)
-    parts = best_parts(steps, rows, _beside(tiles, geometry, q.dtype) * programs, elements, costs)
+    beside = _beside(tiles, geometry, q.dtype)
+    parts = 1 if tiles.whole else best_parts(steps, rows, beside * programs, elements, costs)
     return _Grid(len(steps), rows, parts, sum(steps) * rows <= _SHORT * programs)
 
 
 def _beside(tiles: Configuration, geometry: Geometry, dtype: torch.dtype) -> int:
-    """How many programs fit on a multiprocessor, where they hide each other's latency."""
-    if tiles.warps > 4:
+    """How many programs share a multiprocessor, where they hide each other's latency."""
+    if tiles.warps > 4 or (dtype == torch.float32 and geometry.block_d > 64):
         return 1
-    if dtype == torch.float32:
-        return 2 if geometry.block_d <= 64 else 1
-    return 3
+    return 2 if dtype == torch.float32 else 3
 
 
 def _numbers(

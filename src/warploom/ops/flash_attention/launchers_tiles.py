@@ -14,6 +14,7 @@ class Configuration(NamedTuple):
     block_n: int
     warps: int
     stages: int
+    whole: bool = False  # whether walks are not cut into parts
 
 
 def configuration(
@@ -42,7 +43,7 @@ def configuration(
     tuned = plain and 90 <= arch < 120
     # On Blackwell, where sums of 64 rows are in tensor memory, Triton turns float32's larger tiles into a trap.
     if dtype == torch.float32 and tuned and arch < 100 and features <= 128:
-        if few and product == "pieces" and kernel in _FEW_PIECES:
+        if few and product == "pieces" and (tiny or kernel == "query"):
             return _FEW_PIECES[kernel]
         tables = {"pieces": _PLAIN_90_PIECES, "cut": _PLAIN_90_CUT}
         return tables.get(product, _PLAIN_90_TF32)[kernel][features]
@@ -75,23 +76,26 @@ def are_few_and_short(
     if kernel == "forward":  # longer rows are for the tiles of Hopper's kernel sooner
         length = max(features // 64, 1)
         return dtype != torch.float32 and length * rows <= programs and length * walk <= _LONGEST
-    tuned = 64 if dtype == torch.float32 else 128
-    return kernel in _FEW_PIECES and features == tuned and are_tiny(rows, walk, programs)
+    if kernel not in _FEW_PIECES:
+        return False
+    if dtype == torch.float32:
+        return features == 64 and 2 * rows <= programs and walk <= 4096
+    return features == 128 and are_tiny(kernel, rows, walk, programs)
 
 
-def are_tiny(rows: int, walk: int, programs: int) -> bool:
+def are_tiny(kernel: str, rows: int, walk: int, programs: int) -> bool:
     """Whether tiles of 16 rows are few, and their walks short; for the arguments see `are_few_and_short`."""
-    return 4 * rows <= programs and walk <= 1024
+    return 4 * rows <= programs and walk <= (512 if kernel == "forward" else 1024)
 
 
 _LONGEST = 8192  # rows of 64 features
 
 _TINY = {
     "forward": Configuration(16, 128, 4, 2),
-    "key": Configuration(128, 16, 4, 2),
-    "query": Configuration(16, 128, 4, 2),
+    "key": Configuration(128, 16, 4, 2, whole=True),
+    "query": Configuration(16, 128, 4, 2, whole=True),
 }
-"""With 16 bits. Gradients of short rows have a kernel of their own (`launchers_few`)."""
+"""With 16 bits. The backward is of 128 features; of fewer it has a kernel of its own (`launchers_few`)."""
 
 _FEW = {"forward": Configuration(64, 64, 4, 3)}
 _FEW_PIECES = {"key": Configuration(32, 32, 4, 2), "query": Configuration(64, 32, 4, 2)}
@@ -106,8 +110,8 @@ _PLAIN_90: dict[str, dict[int, Configuration]] = {
         256: Configuration(128, 64, 8, 2),
     },
     "key": {
-        16: Configuration(64, 64, 4, 3),
-        32: Configuration(64, 64, 4, 3),
+        16: Configuration(128, 64, 4, 3),
+        32: Configuration(128, 64, 4, 3),
         64: Configuration(64, 64, 4, 3),
         128: Configuration(32, 64, 4, 3),
         256: Configuration(32, 32, 4, 2),
@@ -125,7 +129,7 @@ _PLAIN_90_CUT: dict[str, dict[int, Configuration]] = {
         16: Configuration(32, 64, 4, 2),
         32: Configuration(16, 64, 4, 2),
         64: Configuration(16, 64, 4, 2),
-        128: Configuration(32, 32, 4, 2),
+        128: Configuration(16, 32, 4, 2),
     },
     "key": {
         16: Configuration(64, 64, 4, 2),
@@ -152,7 +156,7 @@ _PLAIN_90_PIECES: dict[str, dict[int, Configuration]] = {
     "key": {
         16: Configuration(64, 64, 4, 2),
         32: Configuration(64, 64, 4, 2),
-        64: Configuration(32, 64, 4, 2),
+        64: Configuration(64, 64, 4, 1),
     },
     "dk": {128: Configuration(32, 64, 4, 2)},
     "dv": {128: Configuration(32, 128, 8, 2)},
