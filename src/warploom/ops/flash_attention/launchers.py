@@ -85,10 +85,8 @@ def _extent(kernel: str, geometry: Geometry, q: Tensor) -> tuple[int, int, int]:
 
 def _tiles(kernel: str, geometry: Geometry, mask: Mask, scale: float, product: str, q: Tensor) -> Configuration:
     features, plain = max(geometry.block_d, geometry.block_e), is_plain(geometry, mask, scale)
-    few, tiny = (
-        has_few_short_walks(kernel, geometry, mask, scale, q),
-        are_tiny(kernel, *_extent(kernel, geometry, q)),
-    )
+    few = has_few_short_walks(kernel, geometry, mask, scale, q)
+    tiny = are_tiny(kernel, *_extent(kernel, geometry, q))
     return configuration(kernel, architecture(q.device), q.dtype, features, product, plain, few, tiny)
 
 

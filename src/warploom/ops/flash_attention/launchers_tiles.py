@@ -156,7 +156,7 @@ _PLAIN_90_PIECES: dict[str, dict[int, Configuration]] = {
     "key": {
         16: Configuration(64, 64, 4, 2),
         32: Configuration(64, 64, 4, 2),
-        64: Configuration(64, 64, 4, 1),
+        64: Configuration(32, 64, 4, 2),
     },
     "dk": {128: Configuration(32, 64, 4, 2)},
     "dv": {128: Configuration(32, 128, 8, 2)},
