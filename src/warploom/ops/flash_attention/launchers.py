@@ -101,7 +101,7 @@ class _Grid(NamedTuple):
     blocks: int
     rows: int
     splits: int
-    short: bool  # whether walks are so short that reading the code of one loop rather than of three saves time
+    short: bool  # whether walks are so short that one loop is faster than three
 
     @property
     def programs(self) -> int:
@@ -118,8 +118,7 @@ _LATENCY_US = 0.5  # of a step of up to 64 rows, besides its operations
 _START_US = 2.0  # of a walk
 _MERGE_US = 1.5  # to launch what merges parts
 _SHORT = 8
-"""Steps of all walks together, for each multiprocessor, up to which one loop with masks takes less time than to
-fetch the code of three."""
+"""Steps of all walks together, for each multiprocessor, up to which one loop with masks is faster than three."""
 
 
 def _costs(kernel: str, geometry: Geometry, tiles: Configuration, product: str, dtype: torch.dtype) -> Costs:
