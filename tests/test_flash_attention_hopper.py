@@ -170,8 +170,7 @@ def test_few_tiles_whose_walks_are_split(
 
     monkeypatch.setattr(launchers_hopper, "_parts", lambda *arguments: parts)
     monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short walks too
-    for name in ("suits_forward", "suits_backward"):
-        monkeypatch.setattr(launchers_few, name, lambda *arguments: False)  # and few
+    monkeypatch.setattr(launchers_few, "suits_backward", lambda *arguments: False)  # and few
     monkeypatch.setattr(launchers, "has_few_short_walks", lambda *arguments: False)
     options = {"heads": heads, "key_heads": key_heads, "d": d, "e": e, "causal": causal, "dtype": dtype}
     inputs = random_inputs(device, n, m, return_lse=True, **options)

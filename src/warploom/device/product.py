@@ -47,10 +47,10 @@ def product(a, b, c, PRECISION: tl.constexpr):
     """``a · b + c`` in float32.
 
     ``PRECISION`` is about float32 factors: one of Triton's names of an ``input_precision``, ``bf16`` to round them
-    to bfloat16 first, or ``pieces`` where they come as `pieces_of` makes them: six products of nine, like ``bf16x6``,
-    and the other three are smaller than what float32 rounds off.
+    to bfloat16 first, or ``pieces`` where they come as `pieces_of` makes them (``cut``, if that was just before): six
+    products of nine, like ``bf16x6``, and the other three are smaller than what float32 rounds off.
     """
-    if PRECISION == "pieces":
+    if PRECISION == "pieces" or PRECISION == "cut":
         whole = dot_of_pieces(a, b, 2, 0, tl.zeros(c.shape, dtype=tl.float32))  # the smallest first
         whole = dot_of_pieces(a, b, 1, 1, whole)
         whole = dot_of_pieces(a, b, 0, 2, whole)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.activations import power_of_two
 from warploom.device.packed import sequence_bounds, sequence_of_tile
@@ -25,6 +25,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # ----------------------------------------------------------------------------------------------------------
 # Device functions, for the backward as well
 # ----------------------------------------------------------------------------------------------------------
+
+
+PARTS_AHEAD = tl.constexpr(4)
+"""Parts of a result that are on their way from memory together, where parts are merged."""
 
 
 @triton.jit
@@ -133,13 +137,15 @@ def load_tile(pointers, row, rows, F: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def load_factor(x, offsets, row, rows, distance, F: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """A tile as a factor of a `product`: if that takes pieces, three tiles, ``distance`` apart in memory."""
+    """A tile as a factor of a `product`: if that takes pieces, three tiles, ``distance`` apart in memory, or cut here."""
     if PRECISION == "pieces":
         factor = (
             load_tile(x + offsets, row, rows, F, MASKED),
             load_tile(x + distance + offsets, row, rows, F, MASKED),
             load_tile(x + 2 * distance + offsets, row, rows, F, MASKED),
         )
+    elif PRECISION == "cut":
+        factor = pieces_of(load_tile(x + offsets, row, rows, F, MASKED))
     else:
         factor = load_tile(x + offsets, row, rows, F, MASKED)
     return factor
@@ -148,7 +154,7 @@ def load_factor(x, offsets, row, rows, distance, F: tl.constexpr, MASKED: tl.con
 @triton.jit
 def as_factor(tile, dtype: tl.constexpr, PRECISION: tl.constexpr):
     """A float32 tile as a factor of a `product` with one in ``dtype``."""
-    if PRECISION == "pieces":
+    if PRECISION == "pieces" or PRECISION == "cut":
         factor = pieces_of(tile)
     else:
         factor = rounded(tile, dtype)
@@ -158,7 +164,7 @@ def as_factor(tile, dtype: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def transposed(factor, PRECISION: tl.constexpr):
     """A factor of a `product`, transposed."""
-    if PRECISION == "pieces":
+    if PRECISION == "pieces" or PRECISION == "cut":
         factor = (factor[0].T, factor[1].T, factor[2].T)
     else:
         factor = factor.T
@@ -247,6 +253,7 @@ def forward_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
     WIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    SHORT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head, over one part of its keys.
 
@@ -254,6 +261,8 @@ def forward_kernel(
     Writes ``out`` (parts, B, N, H, E), ``lse`` (B, H, N) if there is one part, and ``statistics`` (parts, 2, B, H, N):
     the largest logit of a row in powers of two, and the sum of its exponentials relative to that.
     """
+    if OVERLAP:  # with the launch that merges parts, which waits for this one
+        gdc_launch_dependents()
     block, row = program_order(blocks * splits, entries * heads, section)
     split = block % splits
     block = block // splits
@@ -272,7 +281,7 @@ def forward_kernel(
         q_tile = load_tile(
             q_base + tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D), m, tokens_here, D, True
         )
-        if PRECISION == "pieces":
+        if PRECISION == "pieces" or PRECISION == "cut":
             q_tile = pieces_of(q_tile)
         k_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * D
         v_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * E
@@ -286,19 +295,25 @@ def forward_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_E), dtype=tl.float32)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         shift = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-        if HAS_LEFT:
+        if SHORT:
             acc, total, shift = attend(
                 acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_piece, v_piece,
-                begin, full_begin, position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
+                begin, end, position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
             )  # fmt: skip
-        acc, total, shift = attend(
-            acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_piece, v_piece,
-            full_begin, full_end, position, keys_here, left, right, scale, False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
-        )  # fmt: skip
-        acc, total, shift = attend(
-            acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_piece, v_piece,
-            full_end, end, position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
-        )  # fmt: skip
+        else:
+            if HAS_LEFT:
+                acc, total, shift = attend(
+                    acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_piece, v_piece,
+                    begin, full_begin, position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
+                )  # fmt: skip
+            acc, total, shift = attend(
+                acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_piece, v_piece,
+                full_begin, full_end, position, keys_here, left, right, scale, False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
+            )  # fmt: skip
+            acc, total, shift = attend(
+                acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_piece, v_piece,
+                full_end, end, position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
+            )  # fmt: skip
 
         out_base = base_of(out, entry, q_start + m, head, out_b, out_n, out_h, VEC) + split * (out_split * VEC)
         out_offsets = tile_offsets(out_n, out_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_E)
@@ -364,17 +379,18 @@ def pieces_kernel(
             gdc_wait()
 
 
-@triton.jit(do_not_specialize=["rows", "tokens", "heads", "splits", "part_split", *stride_names("part", "out")])
+@triton.jit(do_not_specialize=["rows", "tokens", "heads", "splits", "out_split", *stride_names("out")])
 def combine_kernel(
     part, part_statistics, out, lse, statistics,
-    rows: tl.int64, tokens: tl.int32, heads: tl.int32, splits: tl.int32, part_split: tl.int64,
-    part_b: tl.int64, part_n: tl.int64, part_h: tl.int64, part_f: tl.int64,
+    rows: tl.int64, tokens: tl.int32, heads: tl.int32, splits: tl.int32, out_split: tl.int64,
     out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_f: tl.int64,
-    E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
+    VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """What `forward_kernel` writes for one part, from what it wrote for each of several; always in the same order.
 
-    A row is a (batch entry, head, token), tokens fastest, as in ``lse``. Parts are in float32.
+    A row is a (batch entry, head, token), tokens fastest, as in ``lse``. Parts are in float32, with the strides of
+    ``out``.
     """
     if EARLY:
         gdc_wait()
@@ -383,23 +399,32 @@ def combine_kernel(
     token, head, entry = row % tokens, row // tokens % heads, row // tokens // heads
     feature = tl.arange(0, BLOCK_E)
     inside = there[:, None] & (feature < E)[None, :]
-    cells = part + (entry * part_b + token * part_n + head * part_h)[:, None] + (feature * part_f)[None, :]
+    starts = entry * (out_b * VEC) + token * (out_n * VEC) + head * (out_h * VEC)
+    cells = starts[:, None] + (feature if UNIT else feature * out_f)[None, :]
     top = tl.full((BLOCK_R,), float("-inf"), dtype=tl.float32)
-    for split in range(splits):
-        part_top = tl.load(part_statistics + split * 2 * rows + row, mask=there, other=float("-inf"))
-        top = tl.maximum(top, part_top)
-    shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros((BLOCK_R,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.float32)
-    for split in range(splits):
-        part_top = tl.load(part_statistics + split * 2 * rows + row, mask=there, other=float("-inf"))
-        part_total = tl.load(part_statistics + (split * 2 + 1) * rows + row, mask=there, other=0.0)
-        weight = part_total * power_of_two(part_top - shift)
-        total += weight
-        acc += weight[:, None] * tl.load(cells + split * part_split, mask=inside, other=0.0)
+    for first in range(0, splits, PARTS_AHEAD):
+        tops, totals, tiles = (), (), ()
+        for i in tl.static_range(PARTS_AHEAD):
+            split = first + i
+            left = split < splits
+            tops += (tl.load(part_statistics + split * 2 * rows + row, mask=there & left, other=float("-inf")),)
+            totals += (tl.load(part_statistics + (split * 2 + 1) * rows + row, mask=there & left, other=0.0),)
+            tiles += (tl.load(part + split * (out_split * VEC) + cells, mask=inside & left, other=0.0),)
+        before = top
+        for i in tl.static_range(PARTS_AHEAD):
+            top = tl.maximum(top, tops[i])
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        shrink = power_of_two(before - shift)
+        total *= shrink
+        acc *= shrink[:, None]
+        for i in tl.static_range(PARTS_AHEAD):
+            weight = totals[i] * power_of_two(tops[i] - shift)
+            total += weight
+            acc += weight[:, None] * tiles[i]
     some = tl.where(total == 0.0, 1.0, total)  # where no key was seen: 0 / 1, and lse −inf + 0
-    target = out + (entry * out_b + token * out_n + head * out_h)[:, None] + (feature * out_f)[None, :]
-    tl.store(target, rounded(acc / some[:, None], out.dtype.element_ty), mask=inside)
+    tl.store(out + cells, rounded(acc / some[:, None], out.dtype.element_ty), mask=inside)
     tl.store(statistics + row, top, mask=there)
     tl.store(statistics + rows + row, total, mask=there)
     tl.store(lse + row, (top + tl.log2(some)) * LN_2, mask=there)

@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from warploom.device.activations import power_of_two
 from warploom.device.product import pieces_of, product, rounded
 from warploom.ops.flash_attention.kernels import (
+    PARTS_AHEAD,
     SIZES,
     as_factor,
     base_of,
@@ -146,19 +147,16 @@ def key_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
     WIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    FIRST: tl.constexpr, OVERLAP: tl.constexpr,
+    SHORT: tl.constexpr, FIRST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one key head, over one part of the queries of every query head of its group.
 
     Of ``dk`` and ``dv``, one may be None: where both sums do not fit in registers, two launches are faster than one.
     With ``OVERLAP`` the launch after it, of the next walk, starts where this one leaves multiprocessors idle. Unless it is
     the ``FIRST`` walk, it runs itself beside the one before, of which it reads nothing, and does not end before that
-    has ended. The first waits for what all walks read, before it lets the next one start.
+    has ended. The first waits for what all walks read, before it lets the next one start; keys and values of its own, which
+    nobody makes, are on their way by then.
     """
-    if OVERLAP:
-        if FIRST:
-            gdc_wait()
-        gdc_launch_dependents()
     key_heads = heads // group
     block, row = program_order(blocks * splits, entries * key_heads, section)
     split = block % splits
@@ -173,15 +171,18 @@ def key_kernel(
         k_tile = load_tile(
             k_base + tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D), n, keys_here, D, True
         )
-        if PRECISION == "pieces":
-            k_tile = pieces_of(k_tile)
         v_tile = k_tile
         if dk is not None:
             v_tile = load_tile(
                 v_base + tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E), n, keys_here, E, True
             )
-            if PRECISION == "pieces":
-                v_tile = pieces_of(v_tile)
+        if OVERLAP:
+            if FIRST:
+                gdc_wait()
+            gdc_launch_dependents()
+        if PRECISION == "pieces" or PRECISION == "cut":
+            k_tile = pieces_of(k_tile)
+            v_tile = pieces_of(v_tile)
         q_piece = tl.cast(entries, tl.int64) * tokens * heads * D
         grad_piece = tl.cast(entries, tl.int64) * tokens * heads * E
 
@@ -201,25 +202,33 @@ def key_kernel(
         head_inverse = None if inverse is None else inverse + first
         dk_tile = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
         dv_tile = tl.zeros((BLOCK_N, BLOCK_E), dtype=tl.float32)
-        if HAS_RIGHT:
+        if SHORT:
             dk_tile, dv_tile = walk_queries(
                 dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
                 q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
-                begin, full_begin, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
+                begin, end, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
                 True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
             )  # fmt: skip
-        dk_tile, dv_tile = walk_queries(
-            dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
-            q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
-            full_begin, full_end, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
-            False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
-        )  # fmt: skip
-        dk_tile, dv_tile = walk_queries(
-            dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
-            q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
-            full_end, end, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
-            True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
-        )  # fmt: skip
+        else:
+            if HAS_RIGHT:
+                dk_tile, dv_tile = walk_queries(
+                    dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
+                    q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
+                    begin, full_begin, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
+                    True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
+                )  # fmt: skip
+            dk_tile, dv_tile = walk_queries(
+                dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
+                q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
+                full_begin, full_end, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
+                False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
+            )  # fmt: skip
+            dk_tile, dv_tile = walk_queries(
+                dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
+                q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
+                full_end, end, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
+                True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
+            )  # fmt: skip
         if dk is not None:
             dk_base = base_of(dk, entry, k_start + n, key_head, dk_b, dk_n, dk_h, VEC) + split * (dk_split * VEC)
             dk_offsets = tile_offsets(dk_n, dk_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
@@ -228,6 +237,10 @@ def key_kernel(
             dv_base = base_of(dv, entry, k_start + n, key_head, dv_b, dv_n, dv_h, VEC) + split * (dv_split * VEC)
             dv_offsets = tile_offsets(dv_n, dv_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
             store_tile(dv_base + dv_offsets, dv_tile, n, keys_here, E)
+    elif OVERLAP:
+        if FIRST:
+            gdc_wait()
+        gdc_launch_dependents()
     if OVERLAP and not FIRST:
         if tl.program_id(0) == 0:  # one program is enough to hold what is launched next
             gdc_wait()
@@ -276,12 +289,15 @@ def query_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
     WIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SHORT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head, over one part of its keys: the gradient of the queries.
 
-    With ``OVERLAP`` it runs beside `key_kernel`, of which it reads nothing, and does not end before that has ended.
+    With ``OVERLAP`` it runs beside `key_kernel`, of which it reads nothing, and does not end before that has ended;
+    what sums up parts may be put in place while it still runs.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
     block, row = program_order(blocks * splits, entries * heads, section)
     split = block % splits
     block = block // splits
@@ -303,7 +319,7 @@ def query_kernel(
         )
         grad_offsets = tile_offsets(grad_n, grad_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_E)
         grad_tile = load_tile(grad_base + grad_offsets, m, tokens_here, E, True)
-        if PRECISION == "pieces":
+        if PRECISION == "pieces" or PRECISION == "cut":
             q_tile = pieces_of(q_tile)
             grad_tile = pieces_of(grad_tile)
         k_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * D
@@ -321,22 +337,29 @@ def query_kernel(
             m + offset, last, left, right, keys_here, split, splits, HAS_LEFT, HAS_RIGHT, BLOCK_N
         )
         dq_tile = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-        if HAS_LEFT:
+        if SHORT:
             dq_tile = walk_keys(
                 dq_tile, q_tile, grad_tile, k_base, v_base, row_shift, row_delta, k_offsets, v_offsets,
-                k_n * VEC, v_n * VEC, k_piece, v_piece, begin, full_begin, position, keys_here, left, right, scale,
+                k_n * VEC, v_n * VEC, k_piece, v_piece, begin, end, position, keys_here, left, right, scale,
                 True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
             )  # fmt: skip
-        dq_tile = walk_keys(
-            dq_tile, q_tile, grad_tile, k_base, v_base, row_shift, row_delta, k_offsets, v_offsets,
-            k_n * VEC, v_n * VEC, k_piece, v_piece, full_begin, full_end, position, keys_here, left, right, scale,
-            False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
-        )  # fmt: skip
-        dq_tile = walk_keys(
-            dq_tile, q_tile, grad_tile, k_base, v_base, row_shift, row_delta, k_offsets, v_offsets,
-            k_n * VEC, v_n * VEC, k_piece, v_piece, full_end, end, position, keys_here, left, right, scale,
-            True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
-        )  # fmt: skip
+        else:
+            if HAS_LEFT:
+                dq_tile = walk_keys(
+                    dq_tile, q_tile, grad_tile, k_base, v_base, row_shift, row_delta, k_offsets, v_offsets,
+                    k_n * VEC, v_n * VEC, k_piece, v_piece, begin, full_begin, position, keys_here, left, right, scale,
+                    True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
+                )  # fmt: skip
+            dq_tile = walk_keys(
+                dq_tile, q_tile, grad_tile, k_base, v_base, row_shift, row_delta, k_offsets, v_offsets,
+                k_n * VEC, v_n * VEC, k_piece, v_piece, full_begin, full_end, position, keys_here, left, right, scale,
+                False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
+            )  # fmt: skip
+            dq_tile = walk_keys(
+                dq_tile, q_tile, grad_tile, k_base, v_base, row_shift, row_delta, k_offsets, v_offsets,
+                k_n * VEC, v_n * VEC, k_piece, v_piece, full_end, end, position, keys_here, left, right, scale,
+                True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
+            )  # fmt: skip
         if inverse is not None:
             dq_tile *= tl.load(inverse + first + local, mask=there, other=0.0)[:, None]
         dq_base = base_of(dq, entry, q_start + m, head, dq_b, dq_n, dq_h, VEC) + split * (dq_split * VEC)
@@ -354,8 +377,13 @@ def add_parts(part, out, program, size, splits, BLOCK: tl.constexpr):
     if (program >= 0) & (program < blocks):
         i = program * BLOCK + tl.arange(0, BLOCK)
         acc = tl.zeros((BLOCK,), dtype=tl.float32)
-        for split in range(splits):
-            acc += tl.load(part + split * size + i, mask=i < size, other=0.0)
+        for first in range(0, splits, PARTS_AHEAD):
+            ahead = ()
+            for j in tl.static_range(PARTS_AHEAD):
+                there = (i < size) & (first + j < splits)
+                ahead += (tl.load(part + (first + j) * size + i, mask=there, other=0.0),)
+            for j in tl.static_range(PARTS_AHEAD):
+                acc += ahead[j]
         tl.store(out + i, rounded(acc, out.dtype.element_ty), mask=i < size)
     return program - blocks
 

@@ -1,4 +1,4 @@
-"""Triton kernels of flash attention for few short walks, which are bound by the latency of their steps.
+"""Triton kernel of flash attention's backward for few short walks, bound by the latency of their steps.
 
 A program owns 16 rows, the fewest that a matrix instruction takes, so that there are many programs. Each of its warps
 walks on its own: of a step's ``WAYS · BLOCK`` rows, warp ``w`` takes the ``BLOCK`` from ``w · BLOCK`` on, keeps its
@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.activations import INTERPRETED, power_of_two
 from warploom.device.product import rounded
-from warploom.ops.flash_attention.kernels import LN_2, base_of, load_tile, store_tile, stride_names, tile_offsets
+from warploom.ops.flash_attention.kernels import base_of, load_tile, store_tile, stride_names, tile_offsets
 
 ROWS = tl.constexpr(16)  # of a program
 
@@ -51,104 +51,10 @@ def ways_offsets(stride_row, VEC: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def load_ways(pointers, row, rows, MASKED: tl.constexpr):
-    """The rows of a step; zeros from row number ``rows`` on. Unless ``MASKED``, all are there."""
-    if MASKED:
-        there = row + rows_of_ways(pointers.shape[0], pointers.shape[1]) < rows
-        tile = tl.load(pointers, mask=there[:, :, None], other=0.0)
-    else:
-        tile = tl.load(pointers)
-    return tile
-
-
-@triton.jit
-def attend_ways(
-    acc, total, shift, q, k, v, k_offsets, v_offsets, k_step, v_step, begin, end, position, keys, right, scale,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`kernels.attend` of every way."""
-    for n in tl.range(begin, end, WAYS * BLOCK):
-        k_tile = load_ways(k + n * k_step + k_offsets, n, keys, MASKED)
-        logits = tl.zeros((WAYS, ROWS, BLOCK), dtype=tl.float32)
-        logits = products(q, tl.permute(k_tile, (0, 2, 1)), logits)
-        if MASKED:
-            key = n + rows_of_ways(WAYS, BLOCK)
-            seen = (key < keys)[:, None, :]
-            if CAUSAL:
-                seen = seen & (key[:, None, :] <= (position + right)[None, :, None])
-            logits = tl.where(seen, logits, float("-inf"))
-        new_shift = tl.maximum(shift, tl.max(logits, axis=2) * scale)
-        base = tl.where(new_shift == float("-inf"), 0.0, new_shift)  # a way may have seen no key yet
-        weights = power_of_two(logits * scale - base[:, :, None])
-        shrink = power_of_two(shift - base)
-        total = total * shrink + tl.sum(weights, axis=2)
-        v_tile = load_ways(v + n * v_step + v_offsets, n, keys, MASKED)
-        acc = products(rounded(weights, v_tile.dtype), v_tile, acc * shrink[:, :, None])
-        shift = new_shift
-    return acc, total, shift
-
-
-# Every number is a run-time value of declared type: none of them ever causes a compilation.
-NUMBERS = "tokens keys heads group blocks right scale".split()
-
-
-@triton.jit(do_not_specialize=[*NUMBERS, "entries", *stride_names("q", "k", "v", "out")])
-def forward_few_kernel(
-    q, k, v, out, lse, statistics,
-    tokens: tl.int32, keys: tl.int32, heads: tl.int32, group: tl.int32, blocks: tl.int32, right: tl.int32,
-    scale: tl.float32, entries: tl.int32,
-    q_b: tl.int64, q_n: tl.int64, q_h: tl.int64, q_f: tl.int64,
-    k_b: tl.int64, k_n: tl.int64, k_h: tl.int64, k_f: tl.int64,
-    v_b: tl.int64, v_n: tl.int64, v_h: tl.int64, v_f: tl.int64,
-    out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_f: tl.int64,
-    CAUSAL: tl.constexpr, VEC: tl.constexpr, D: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """16 queries of one head. Writes what `kernels.forward_kernel` writes for one part."""
-    block, row = tl.program_id(0) // (entries * heads), tl.program_id(0) % (entries * heads)
-    if CAUSAL:  # the last queries see the most keys
-        block = blocks - 1 - block
-    entry, head = row // heads, row % heads
-    m = block * ROWS
-    offset = keys - tokens  # the last query stands at the last key
-    position = m + offset + tl.arange(0, ROWS)
-    q_base = base_of(q, entry, m, head, q_b, q_n, q_h, VEC)
-    q_tile = load_tile(q_base + tile_offsets(q_n, q_f, VEC, True, False, ROWS, D), m, tokens, D, True)
-    k_base = base_of(k, entry, block * 0, head // group, k_b, k_n, k_h, VEC)
-    v_base = base_of(v, entry, block * 0, head // group, v_b, v_n, v_h, VEC)
-    k_offsets = ways_offsets(k_n, VEC, WAYS, BLOCK, D)
-    v_offsets = ways_offsets(v_n, VEC, WAYS, BLOCK, D)
-    end = keys
-    full = keys
-    if CAUSAL:
-        end = tl.minimum(keys, tl.maximum(m + ROWS + offset + right, 0))
-        full = tl.minimum(keys, tl.maximum(m + offset + right + 1, 0))
-    full = full // (WAYS * BLOCK) * (WAYS * BLOCK)
-    acc = tl.zeros((WAYS, ROWS, D), dtype=tl.float32)
-    total = tl.zeros((WAYS, ROWS), dtype=tl.float32)
-    shift = tl.full((WAYS, ROWS), float("-inf"), dtype=tl.float32)
-    q_ways = on_every_way(q_tile, WAYS)
-    acc, total, shift = attend_ways(
-        acc, total, shift, q_ways, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC,
-        0, full, position, keys, right, scale, False, CAUSAL, WAYS, BLOCK,
-    )  # fmt: skip
-    acc, total, shift = attend_ways(
-        acc, total, shift, q_ways, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC,
-        full, end, position, keys, right, scale, True, CAUSAL, WAYS, BLOCK,
-    )  # fmt: skip
-    top = tl.max(shift, axis=0)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    shrink = power_of_two(shift - base[None, :])
-    sums = tl.sum(total * shrink, axis=0)
-    some = tl.where(sums == 0.0, 1.0, sums)  # where no key was seen: 0 / 1, and lse −inf + 0
-    result = tl.sum(acc * shrink[:, :, None], axis=0) / some[:, None]
-    out_base = base_of(out, entry, m, head, out_b, out_n, out_h, VEC)
-    store_tile(out_base + tile_offsets(out_n, out_f, VEC, True, False, ROWS, D), result, m, tokens, D)
-    size = tl.cast(entries, tl.int64) * heads * tokens
-    rows = row.to(tl.int64) * tokens + m + tl.arange(0, ROWS)
-    there = m + tl.arange(0, ROWS) < tokens
-    tl.store(statistics + rows, top, mask=there)
-    tl.store(statistics + size + rows, sums, mask=there)
-    tl.store(lse + rows, (top + tl.log2(some)) * LN_2, mask=there)
+def load_ways(pointers, row, rows):
+    """The rows of a step; zeros from row number ``rows`` on."""
+    there = row + rows_of_ways(pointers.shape[0], pointers.shape[1]) < rows
+    return tl.load(pointers, mask=there[:, :, None], other=0.0)
 
 
 @triton.jit
@@ -158,7 +64,7 @@ def walk_keys_ways(
 ):  # fmt: skip
     """`kernels_backward.walk_keys` of every way."""
     for n in tl.range(begin, end, WAYS * BLOCK):
-        k_tile = load_ways(k + n * k_step + k_offsets, n, keys, True)
+        k_tile = load_ways(k + n * k_step + k_offsets, n, keys)
         logits = products(q, tl.permute(k_tile, (0, 2, 1)), tl.zeros((WAYS, ROWS, BLOCK), dtype=tl.float32))
         weights = power_of_two(logits * scale - row_shift[None, :, None])
         key = n + rows_of_ways(WAYS, BLOCK)
@@ -166,7 +72,7 @@ def walk_keys_ways(
         if CAUSAL:
             seen = seen & (key[:, None, :] <= (position + right)[None, :, None])
         weights = tl.where(seen, weights, 0.0)
-        v_tile = load_ways(v + n * v_step + v_offsets, n, keys, True)
+        v_tile = load_ways(v + n * v_step + v_offsets, n, keys)
         dweights = products(do, tl.permute(v_tile, (0, 2, 1)), tl.zeros((WAYS, ROWS, BLOCK), dtype=tl.float32))
         dlogits = weights * (dweights - row_delta[None, :, None])
         dq = products(rounded(dlogits, k_tile.dtype), k_tile, dq)
@@ -185,19 +91,23 @@ def walk_queries_ways(
         m = begin + (step - member * steps) * (WAYS * BLOCK)
         query = m + rows_of_ways(WAYS, BLOCK)
         row = member.to(tl.int64) * tokens + query
-        q_tile = load_ways(q + member * q_h + m * q_step + q_offsets, m, tokens, True)
+        q_tile = load_ways(q + member * q_h + m * q_step + q_offsets, m, tokens)
         logits = products(k, tl.permute(q_tile, (0, 2, 1)), tl.zeros((WAYS, ROWS, BLOCK), dtype=tl.float32))
         row_shift = tl.load(shift + row, mask=query < tokens, other=float("inf"))
         row_delta = tl.load(delta + row, mask=query < tokens, other=0.0)
         weights = power_of_two(logits * scale - row_shift[:, None, :])
         if CAUSAL:
             weights = tl.where(key[None, :, None] <= (query + offset + right)[:, None, :], weights, 0.0)
-        do_tile = load_ways(do + member * do_h + m * do_step + do_offsets, m, tokens, True)
+        do_tile = load_ways(do + member * do_h + m * do_step + do_offsets, m, tokens)
         dv = products(rounded(weights, do_tile.dtype), do_tile, dv)
         dweights = products(v, tl.permute(do_tile, (0, 2, 1)), tl.zeros((WAYS, ROWS, BLOCK), dtype=tl.float32))
         dlogits = weights * (dweights - row_delta[:, None, :])
         dk = products(rounded(dlogits, q_tile.dtype), q_tile, dk)
     return dk, dv
+
+
+# Every number is a run-time value of declared type: none of them ever causes a compilation.
+NUMBERS = "tokens keys heads group blocks right scale".split()
 
 
 @triton.jit(do_not_specialize=[*NUMBERS, "key_blocks", "entries", "slope",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from warploom.device.hopper import (
     NARROW,
@@ -75,6 +76,8 @@ def hopper_forward_kernel(
     keys and values. ``tickets`` (1,) is zero, unless every program has one tile. Writes what `kernels.forward_kernel`
     writes: if ``SPLIT``, ``out`` is the address of the parts, and otherwise a descriptor.
     """
+    if SPLIT:  # what merges parts is put in place while this still runs, and waits for it
+        gdc_launch_dependents()
     D: gl.constexpr = q_desc.block_type.shape[3]
     E: gl.constexpr = v_desc.block_type.shape[3]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]

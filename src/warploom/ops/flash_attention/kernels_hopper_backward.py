@@ -37,6 +37,8 @@ def hopper_query_kernel(
     ``tickets[1]`` is zero. It runs beside `hopper_key_kernel`, of which it reads nothing, and does not end before that has
     ended.
     """
+    if SPLIT:  # what sums up parts is put in place while this still runs, and waits for it
+        gdc_launch_dependents()
     D: gl.constexpr = q_desc.block_type.shape[3]
     E: gl.constexpr = v_desc.block_type.shape[3]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]

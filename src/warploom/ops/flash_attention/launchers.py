@@ -41,7 +41,7 @@ from warploom.ops.flash_attention.launchers_geometry import (
     programs_at_once,
     walks,
 )
-from warploom.ops.flash_attention.launchers_tiles import Configuration, are_few_and_short, configuration
+from warploom.ops.flash_attention.launchers_tiles import Configuration, are_few_and_short, are_tiny, configuration
 from warploom.plans import Plans
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ PRODUCTS = {"highest": "bf16x6", "high": "tf32", "medium": "bf16"}
 """How float32 factors are multiplied, for each of PyTorch's names of a precision."""
 
 _LONG = {"forward": 2048, "backward": 1024}
-"""Of float32 tensors of so many rows, pieces are made once, before they are walked over."""
+"""Of float32 tensors of so many rows, pieces are made once, before they are walked over; of shorter ones, where
+they are used."""
 
 TICKETS = Dense.rows((2,), torch.int32)
 """By which programs take tiles on Hopper: one for each kernel of the backward, the first for the forward."""
@@ -69,19 +70,24 @@ TICKETS = Dense.rows((2,), torch.int32)
 
 def has_few_short_walks(kernel: str, geometry: Geometry, mask: Mask, scale: float, q: Tensor) -> bool:
     """Whether a kernel's walks are few and short: see `launchers_tiles.are_few_and_short`."""
-    length, walk, heads = geometry.tokens, geometry.keys, geometry.heads
-    if kernel in OWN_KEYS:
-        length, walk, heads = geometry.keys, geometry.tokens * geometry.group, geometry.key_heads
-    rows = -(-length // 16) * geometry.entries * heads
     features, plain = max(geometry.block_d, geometry.block_e), is_plain(geometry, mask, scale)
-    programs = programs_at_once(q.device)
-    return are_few_and_short(kernel, architecture(q.device), q.dtype, features, plain, rows, walk, programs)
+    extent = _extent(kernel, geometry, q)
+    return are_few_and_short(kernel, architecture(q.device), q.dtype, features, plain, *extent)
+
+
+def _extent(kernel: str, geometry: Geometry, q: Tensor) -> tuple[int, int, int]:
+    """Tiles of 64 rows of a kernel, rows that they walk over, and how many can run at the same time."""
+    own, walk, heads = geometry.tokens, geometry.keys, geometry.heads
+    if kernel in OWN_KEYS:
+        own, walk, heads = geometry.keys, geometry.tokens * geometry.group, geometry.key_heads
+    return -(-own // 64) * geometry.entries * heads, walk, programs_at_once(q.device)
 
 
 def _tiles(kernel: str, geometry: Geometry, mask: Mask, scale: float, product: str, q: Tensor) -> Configuration:
     features, plain = max(geometry.block_d, geometry.block_e), is_plain(geometry, mask, scale)
     few = has_few_short_walks(kernel, geometry, mask, scale, q)
-    return configuration(kernel, architecture(q.device), q.dtype, features, product, plain, few)
+    tiny = are_tiny(kernel, *_extent(kernel, geometry, q))
+    return configuration(kernel, architecture(q.device), q.dtype, features, product, plain, few, tiny)
 
 
 def _geometry(q: Tensor, k: Tensor, v: Tensor) -> Geometry:
@@ -95,6 +101,7 @@ class _Grid(NamedTuple):
     blocks: int
     rows: int
     splits: int
+    short: bool  # whether walks are so short that one loop is faster than three
 
     @property
     def programs(self) -> int:
@@ -102,21 +109,27 @@ class _Grid(NamedTuple):
         return self.blocks * self.rows * self.splits
 
 
-_RATES = {"pieces": 0.5, "bf16x6": 0.25, "tf32": 0.7, "bf16": 2.0, "ieee": 0.1}
-_HALF_RATE = 2.2
+_RATES = {"pieces": 0.5, "cut": 0.2, "bf16x6": 0.25, "tf32": 0.7, "bf16": 2.0, "ieee": 0.1}
+_HALF_RATE = 3.0
 """What a multiprocessor does of float32 products, and of those of 16 bits: 10¹² operations a second, about."""
 
-_LATENCY_US = 0.4  # of a step, besides its operations
 _PRODUCTS = {"forward": 2, "key": 4, "dk": 3, "dv": 2, "query": 3}
-_MERGE_US = {"forward": 7.0, "key": 7.0, "dk": 3.0, "dv": 3.0, "query": 3.0}
+_LATENCY_US = 0.5  # of a step of up to 64 rows, besides its operations
+_START_US = 2.0  # of a walk
+_MERGE_US = 1.5  # to launch what merges parts
+_SHORT = 8
+"""Steps of all walks together, for each multiprocessor, up to which one loop with masks is faster than three."""
 
 
 def _costs(kernel: str, geometry: Geometry, tiles: Configuration, product: str, dtype: torch.dtype) -> Costs:
     """What walks of the kernels for every GPU cost, from the time that a step takes on an H200, roughly."""
     rate = _RATES[product] if dtype == torch.float32 else _HALF_RATE
     features = (geometry.block_d + geometry.block_e) / 2
-    step_us = _PRODUCTS[kernel] * 2e-6 * tiles.block_m * tiles.block_n * features / rate + _LATENCY_US
-    return Costs(2 / step_us, _MERGE_US[kernel] / step_us, 1e5 * step_us)
+    rows = tiles.block_m if kernel in OWN_KEYS else tiles.block_n
+    step_us = _PRODUCTS[kernel] * 2e-6 * tiles.block_m * tiles.block_n * features / rate
+    step_us += _LATENCY_US * max(rows / 64, 1)
+    merged = 2e5 if kernel == "forward" and dtype != torch.float32 else 1e5  # elements a microsecond
+    return Costs(_START_US / step_us, _MERGE_US / step_us, merged * step_us)
 
 
 def _grid(
@@ -134,10 +147,17 @@ def _grid(
     else:
         steps = walks(kernel, geometry, mask, own, step)
     costs = _costs(kernel, geometry, tiles, product, q.dtype)
-    # Two small programs of float32 fit on a multiprocessor, and hide each other's latency.
-    beside = 2 if q.dtype == torch.float32 and tiles.warps == 4 and geometry.block_d <= 64 else 1
-    programs = beside * multiprocessors(q.device)
-    return _Grid(len(steps), rows, best_parts(steps, rows, programs, elements, costs))
+    programs = multiprocessors(q.device)
+    beside = _beside(tiles, geometry, q.dtype)
+    parts = 1 if tiles.whole else best_parts(steps, rows, beside * programs, elements, costs)
+    return _Grid(len(steps), rows, parts, sum(steps) * rows <= _SHORT * programs)
+
+
+def _beside(tiles: Configuration, geometry: Geometry, dtype: torch.dtype) -> int:
+    """How many programs share a multiprocessor, where they hide each other's latency."""
+    if tiles.warps > 4 or (dtype == torch.float32 and geometry.block_d > 64):
+        return 1
+    return 2 if dtype == torch.float32 else 3
 
 
 def _numbers(
@@ -172,9 +192,9 @@ def _product(way: str, q: Tensor, geometry: Geometry, mask: Mask, scale: float, 
         return PRODUCTS[precision]
     if max(geometry.block_d, geometry.block_e) > 128:
         return "ieee"  # three parts of such rows do not fit in registers
-    long = min(geometry.tokens, geometry.keys) >= _LONG[way]
-    hopper = 90 <= architecture(q.device) < 100 and is_plain(geometry, mask, scale)
-    return "pieces" if long and hopper else PRODUCTS[precision]
+    if not (90 <= architecture(q.device) < 100 and is_plain(geometry, mask, scale)):
+        return PRODUCTS[precision]
+    return "pieces" if min(geometry.tokens, geometry.keys) >= _LONG[way] else "cut"
 
 
 def _constants(
@@ -234,7 +254,6 @@ class _Forward(NamedTuple):
     combine: Launch | None = None  # of the parts, where walks are split
     parts: tuple[Dense, ...] = ()  # of the output, all in one, and of the statistics
     counted: bool = False  # whether tiles are counted, with tickets that must be zero
-    few: bool = False  # whether the kernel is the one for few short walks
     pieces: _Pieces | None = None  # of keys and values, where they are walked over in pieces
 
 
@@ -276,8 +295,6 @@ def forward(
             if plan.counted:
                 tickets.zero_()
         plan.launch((q, k, v, target, lse, target_statistics, tickets))
-    elif plan.few:
-        plan.launch((q, k, v, out, lse, statistics))
     else:
         plan.launch((q, k, v, target, lse if plan.combine is None else None, target_statistics, *cu_seqlens))
     if plan.combine is not None:
@@ -318,10 +335,9 @@ def plan_forward(
     plan = _Forward(Dense.like(out), Dense.rows(lse, torch.float32), Dense.rows((2, *lse), torch.float32), None)
     if geometry.empty():
         return plan
-    if launchers_few.suits_forward(geometry, mask, scale, q, k, v, out):
-        return plan._replace(launch=launchers_few.plan_forward(geometry, mask, scale, q, k, v, out), few=True)
     rows = geometry.entries * geometry.heads
-    tiled = _tiled("forward", geometry, mask, scale, (q, k, v, out)) if aligned else None
+    few = has_few_short_walks("forward", geometry, mask, scale, q)
+    tiled = _tiled("forward", geometry, mask, scale, (q, k, v, out)) if aligned and not few else None
     if tiled is not None:
         plan = plan._replace(launch=tiled.launch, counted=tiled.counted)
         splits = tiled.parts
@@ -342,23 +358,23 @@ def plan_forward(
                 out.numel() // access.vec if splits > 1 else 0,  # from one part to the next
                 *access.strides,
             ),
-            _constants(geometry, mask, scale, access, product, tiles),
+            (*_constants(geometry, mask, scale, access, product, tiles), grid.short, may_start_early(q.device)),
             tiles.warps,
             tiles.stages,
         )
         plan = plan._replace(launch=launch)
     if splits == 1:
         return plan
-    block_r = max(2048 // geometry.block_e, 1)
+    block_r = max(1024 // geometry.block_e, 1)
     lse_elements = rows * geometry.tokens
-    early = may_start_early(q.device)
+    early, access = may_start_early(q.device), access_to(out)
     combine = Launch(
         combine_launch,
         -(-lse_elements // block_r),
         (
-            lse_elements, geometry.tokens, geometry.heads, splits, out.numel(), *out.stride(), *out.stride(),
+            lse_elements, geometry.tokens, geometry.heads, splits, out.numel() // access.vec, *access.strides,
         ),
-        (geometry.value_features, block_r, geometry.block_e, early),
+        (access.vec, access.unit, geometry.value_features, block_r, geometry.block_e, early),
         early=early,
     )  # fmt: skip
     sizes = ((splits * out.numel(),), (splits, 2, *lse))
@@ -576,8 +592,8 @@ def _plan_walk(
             *(0 if grid.splits == 1 or x is None else x.numel() // access.vec for x in results), *access.strides,
         ),
         (
-            *_constants(geometry, mask, scale, access, product, tiles), *((first,) if kernel in OWN_KEYS else ()),
-            overlap,
+            *_constants(geometry, mask, scale, access, product, tiles), grid.short,
+            *((first,) if kernel in OWN_KEYS else ()), overlap,
         ),
         tiles.warps,
         tiles.stages,

@@ -1,14 +1,13 @@
-"""Launchers of flash attention's kernels for few short walks: which calls they take, and with which tiles."""
+"""Launcher of flash attention's backward for few short walks: which calls it takes, and with which tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 
 from warploom.launch import Kernel, Launch, architecture, may_start_early
-from warploom.ops.flash_attention.kernels_few import ROWS, backward_few_kernel, forward_few_kernel
+from warploom.ops.flash_attention.kernels_few import ROWS, backward_few_kernel
 from warploom.ops.flash_attention.launchers_geometry import (
     UNBOUNDED,
     Geometry,
@@ -21,7 +20,6 @@ from warploom.ops.flash_attention.launchers_geometry import (
 
 Tensor = torch.Tensor
 
-forward_launch = Kernel(forward_few_kernel)
 backward_launch = Kernel(backward_few_kernel)
 
 
@@ -33,13 +31,11 @@ class Ways(NamedTuple):
     stages: int
 
 
-FORWARD = {16: Ways(4, 64, 3), 32: Ways(4, 64, 3), 64: Ways(4, 64, 3), 128: Ways(4, 16, 4)}
 BACKWARD = {16: Ways(4, 64, 2), 32: Ways(4, 64, 2), 64: Ways(4, 32, 3)}
 """By features; measured on an H200 with bfloat16. Gradients of longer rows do not fit in a warp's registers."""
 
 _ROWS: int = ROWS.value
-_LONGEST = {16: 4096, 32: 4096, 64: 4096, 128: 2048}  # rows of a forward's walk, by features
-_LONGEST_BACKWARD = 2048
+_LONGEST = 2048
 
 
 def _blocks(length: int) -> int:
@@ -50,47 +46,19 @@ def _few(blocks: int, heads: int, q: Tensor) -> bool:
     return blocks * heads <= 2 * programs_at_once(q.device)
 
 
-def _suits(geometry: Geometry, mask: Mask, scale: float, features: Collection[int], *tensors: Tensor) -> bool:
+def suits_backward(geometry: Geometry, mask: Mask, scale: float, *tensors: Tensor) -> bool:
+    """Whether a backward has few short walks, and the kernel takes it."""
     first = tensors[0]
     if first.dtype == torch.float32 or not 90 <= architecture(first.device) < 120:
         return False
-    if not is_plain(geometry, mask, scale) or geometry.features not in features:
+    if not is_plain(geometry, mask, scale) or geometry.features not in BACKWARD:
+        return False
+    if max(geometry.keys, geometry.tokens * geometry.group) > _LONGEST:
         return False
     access = access_to(*tensors)
-    return (
-        access.unit and not access.wide and _few(_blocks(geometry.tokens), geometry.entries * geometry.heads, first)
-    )
-
-
-def suits_forward(
-    geometry: Geometry, mask: Mask, scale: float, q: Tensor, k: Tensor, v: Tensor, out: Tensor
-) -> bool:
-    """Whether a forward has few short walks, and the kernel takes it."""
-    return _suits(geometry, mask, scale, FORWARD, q, k, v, out) and geometry.keys <= _LONGEST[geometry.features]
-
-
-def suits_backward(geometry: Geometry, mask: Mask, scale: float, *tensors: Tensor) -> bool:
-    """Whether a backward has few short walks, and the kernel takes it."""
-    if not _suits(geometry, mask, scale, BACKWARD, *tensors):
-        return False
-    few_keys = _few(_blocks(geometry.keys), geometry.entries * geometry.key_heads, tensors[0])
-    return few_keys and max(geometry.keys, geometry.tokens * geometry.group) <= _LONGEST_BACKWARD
-
-
-def _constants(mask: Mask, vec: int, features: int, ways: Ways) -> tuple[object, ...]:
-    return (mask.right is not None, vec, features, ways.ways, ways.block)
-
-
-def plan_forward(geometry: Geometry, mask: Mask, scale: float, *tensors: Tensor) -> Launch:
-    """The launch on q, k, v and out that are like ``tensors``, lse and statistics."""
-    access, ways = access_to(*tensors), FORWARD[geometry.features]
-    blocks, rows = _blocks(geometry.tokens), geometry.entries * geometry.heads
-    numbers = (
-        geometry.tokens, geometry.keys, geometry.heads, geometry.group, blocks,
-        min(mask.right or 0, UNBOUNDED), in_powers_of_two(scale), geometry.entries, *access.strides,
-    )  # fmt: skip
-    constants = _constants(mask, access.vec, geometry.features, ways)
-    return Launch(forward_launch, blocks * rows, numbers, constants, ways.ways, ways.stages)
+    few = _few(_blocks(geometry.tokens), geometry.entries * geometry.heads, first)
+    few_keys = _few(_blocks(geometry.keys), geometry.entries * geometry.key_heads, first)
+    return access.unit and not access.wide and few and few_keys
 
 
 def plan_backward(geometry: Geometry, mask: Mask, scale: float, *tensors: Tensor) -> Launch:
@@ -103,5 +71,5 @@ def plan_backward(geometry: Geometry, mask: Mask, scale: float, *tensors: Tensor
         min(mask.right or 0, UNBOUNDED), in_powers_of_two(scale), scale, geometry.entries, *access.strides,
     )  # fmt: skip
     early = may_start_early(tensors[0].device)
-    constants = (*_constants(mask, access.vec, geometry.features, ways), early)
+    constants = (mask.right is not None, access.vec, geometry.features, ways.ways, ways.block, early)
     return Launch(backward_launch, programs, numbers, constants, ways.ways, ways.stages, early)

@@ -120,7 +120,6 @@ OPERATOR = Operator(
         "forward_kernel": 192,  # 8 more for sums that are shrunk by exactly one, which float32's accuracy needs
         "key_kernel": 416,
         "query_kernel": 224,
-        "forward_few_kernel": 80,
         "backward_few_kernel": 64,
         "hopper_forward_kernel": 80,
         "hopper_key_kernel": 56,
