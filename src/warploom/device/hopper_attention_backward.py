@@ -40,6 +40,22 @@ OWN_STAGES = gl.constexpr(2)  # tiles of keys and values: one that is worked on,
 
 
 @gluon.jit
+def weights_of(
+    logits, shift, n, first, keys, right, scale, MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Weights of the keys ``n …`` for 64 queries, of which the first stands at the key ``first``."""
+    weights = power_of_two(logits * scale - shift[:, None])
+    if MASKED:
+        key = n + gl.arange(0, logits.shape[1], gl.SliceLayout(0, LAYOUT))
+        seen = (key < keys)[None, :]
+        if CAUSAL:
+            query = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+            seen = seen & (key[None, :] <= (query + right)[:, None])
+        weights = gl.where(seen, weights, 0.0)
+    return weights
+
+
+@gluon.jit
 def walk_keys(
     dq, dlogits, count, q_tile, do_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, shift, delta,
     begin, end, first, keys, right, scale,
@@ -54,20 +70,41 @@ def walk_keys(
         dq = warpgroup_mma(dlogits, matrix(k_tiles, before), dq, is_async=True)
         dweights = product_transposed(do_tile, v_tiles, v_full, count, LAYOUT)
         logits = warpgroup_mma_wait(2, deps=[logits])
-        weights = power_of_two(logits * scale - shift[:, None])
-        if MASKED:
-            key = (end - 1 - i) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-            seen = (key < keys)[None, :]
-            if CAUSAL:
-                query = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-                seen = seen & (key[None, :] <= (query + right)[:, None])
-            weights = gl.where(seen, weights, 0.0)
+        n = (end - 1 - i) * BLOCK_N
+        weights = weights_of(logits, shift, n, first, keys, right, scale, MASKED, CAUSAL, LAYOUT)
         dq, dlogits, dweights = warpgroup_mma_wait(0, deps=[dq, dlogits, dweights])
         mbarrier.arrive(k_empty.index(before))
         mbarrier.arrive(v_empty.index(count % STAGES))
         dlogits = as_factor(weights * (dweights - delta[:, None]), k_tiles.dtype, OUT_LAYOUT)
         count += 1
     return dq, dlogits, count
+
+
+@gluon.jit
+def walk_keys_in_turn(
+    dq, count, own, q_tiles, do_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, shift, delta,
+    begin, end, first, keys, right, scale,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """`walk_keys` with nothing in flight from one tile to the next: wide sums leave no registers for it."""
+    BLOCK_N: gl.constexpr = k_tiles.shape[3]
+    for i in range(end - begin):
+        # count >> 30 is zero. The compiler, which cannot know, works out addresses here and not, for all registers, before.
+        place = own + (count >> 30)
+        logits = product_transposed(matrix(q_tiles, place), k_tiles, k_full, count, LAYOUT)
+        dweights = product_transposed(matrix(do_tiles, place), v_tiles, v_full, count, LAYOUT)
+        logits = warpgroup_mma_wait(1, deps=[logits])
+        n = (end - 1 - i) * BLOCK_N
+        weights = weights_of(logits, shift, n, first, keys, right, scale, MASKED, CAUSAL, LAYOUT)
+        dweights = warpgroup_mma_wait(0, deps=[dweights])
+        mbarrier.arrive(v_empty.index(count % v_tiles.shape[0]))
+        dlogits = as_factor(weights * (dweights - delta[:, None]), k_tiles.dtype, OUT_LAYOUT)
+        slot = count % k_tiles.shape[0]
+        dq = warpgroup_mma(dlogits, matrix(k_tiles, slot), dq, is_async=True)
+        dq, dlogits = warpgroup_mma_wait(0, deps=[dq, dlogits])
+        mbarrier.arrive(k_empty.index(slot))
+        count += 1
+    return dq, count
 
 
 @gluon.jit
@@ -104,40 +141,46 @@ def compute_for_queries(
         cells = row.to(gl.int64) * tokens + m + local
         row_shift = gl.load(shift + cells, mask=there, other=float("inf"))
         row_delta = gl.load(delta + cells, mask=there, other=0.0)
-        if IN_REGISTERS:
-            q_tile = matrix(q_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2))
-            do_tile = matrix(do_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2))
-            mbarrier.arrive(own_empty.index(0))
-        else:
-            q_tile = matrix(q_tiles, own)
-            do_tile = matrix(do_tiles, own)
-        logits = product_transposed(q_tile, k_tiles, k_full, count, LAYOUT)
-        dweights = product_transposed(do_tile, v_tiles, v_full, count, LAYOUT)
-        logits, dweights = warpgroup_mma_wait(0, deps=[logits, dweights])
-        mbarrier.arrive(v_empty.index(count % STAGES))
-        weights = power_of_two(logits * scale - row_shift[:, None])
-        key = (end - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-        seen = (key < keys)[None, :]
-        if CAUSAL:
-            seen = seen & (key[None, :] <= (first + local + right)[:, None])
-        weights = gl.where(seen, weights, 0.0)
-        dlogits = as_factor(weights * (dweights - row_delta[:, None]), k_tiles.dtype, OUT_LAYOUT)
         dq = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
-        count += 1
-        dq, dlogits, count = walk_keys(
-            dq, dlogits, count, q_tile, do_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-            row_shift, row_delta, full, end - 1, first, keys, right, scale, True, CAUSAL, LAYOUT, OUT_LAYOUT,
-        )  # fmt: skip
-        dq, dlogits, count = walk_keys(
-            dq, dlogits, count, q_tile, do_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-            row_shift, row_delta, begin, full, first, keys, right, scale, False, CAUSAL, LAYOUT, OUT_LAYOUT,
-        )  # fmt: skip
-        if OWN_BUFFERS and not IN_REGISTERS:
-            mbarrier.arrive(own_empty.index(0))
-        before = (count + STAGES - 1) % STAGES
-        dq = warpgroup_mma(dlogits, matrix(k_tiles, before), dq, is_async=True)
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        mbarrier.arrive(k_empty.index(before))
+        if OWN_BUFFERS:
+            if IN_REGISTERS:
+                q_tile = matrix(q_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2))
+                do_tile = matrix(do_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2))
+                mbarrier.arrive(own_empty.index(0))
+            else:
+                q_tile = matrix(q_tiles, own)
+                do_tile = matrix(do_tiles, own)
+            logits = product_transposed(q_tile, k_tiles, k_full, count, LAYOUT)
+            dweights = product_transposed(do_tile, v_tiles, v_full, count, LAYOUT)
+            logits, dweights = warpgroup_mma_wait(0, deps=[logits, dweights])
+            mbarrier.arrive(v_empty.index(count % STAGES))
+            n = (end - 1) * BLOCK_N
+            weights = weights_of(logits, row_shift, n, first, keys, right, scale, True, CAUSAL, LAYOUT)
+            dlogits = as_factor(weights * (dweights - row_delta[:, None]), k_tiles.dtype, OUT_LAYOUT)
+            count += 1
+            dq, dlogits, count = walk_keys(
+                dq, dlogits, count, q_tile, do_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+                row_shift, row_delta, full, end - 1, first, keys, right, scale, True, CAUSAL, LAYOUT, OUT_LAYOUT,
+            )  # fmt: skip
+            dq, dlogits, count = walk_keys(
+                dq, dlogits, count, q_tile, do_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+                row_shift, row_delta, begin, full, first, keys, right, scale, False, CAUSAL, LAYOUT, OUT_LAYOUT,
+            )  # fmt: skip
+            if not IN_REGISTERS:
+                mbarrier.arrive(own_empty.index(0))
+            before = (count + STAGES - 1) % STAGES
+            dq = warpgroup_mma(dlogits, matrix(k_tiles, before), dq, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            mbarrier.arrive(k_empty.index(before))
+        else:
+            dq, count = walk_keys_in_turn(
+                dq, count, own, q_tiles, do_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+                row_shift, row_delta, full, end, first, keys, right, scale, True, CAUSAL, LAYOUT, OUT_LAYOUT,
+            )  # fmt: skip
+            dq, count = walk_keys_in_turn(
+                dq, count, own, q_tiles, do_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+                row_shift, row_delta, begin, full, first, keys, right, scale, False, CAUSAL, LAYOUT, OUT_LAYOUT,
+            )  # fmt: skip
 
         if SPLIT:
             store_part(dq_out, dq * slope, part, entry, head, m, tokens, place, OUT_LAYOUT)

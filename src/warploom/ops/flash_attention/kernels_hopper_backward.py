@@ -46,7 +46,8 @@ def hopper_query_kernel(
     q_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, E], do_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, E], v_desc.layout)
+    V_STAGES: gl.constexpr = STAGES if D <= NARROW else STAGES - 1  # there is no room for as many wide ones
+    v_tiles = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, BLOCK_N, E], v_desc.layout)
     if SPLIT or D > NARROW:
         dq_tiles = q_tiles  # of parts not used: they go from registers to memory
     else:
@@ -54,7 +55,7 @@ def hopper_query_kernel(
     ticket = gl.allocate_shared_memory(gl.int32, [1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     own_full, own_empty = barriers(1), barriers(1)
     k_full, k_empty = barriers(STAGES), barriers(STAGES)
-    v_full, v_empty = barriers(STAGES), barriers(STAGES)
+    v_full, v_empty = barriers(V_STAGES), barriers(V_STAGES)
     init_ring(own_full, own_empty, GROUPS)
     init_ring(k_full, k_empty, GROUPS)
     init_ring(v_full, v_empty, GROUPS)
