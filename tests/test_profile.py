@@ -12,7 +12,7 @@ from warploom.bench import limits
 from warploom.bench.records import load_environments
 from warploom.cli import main
 from warploom.nn import TransformerConfig, TransformerLM, transformer_lm
-from warploom.profile import models, parts
+from warploom.profile import models, parts, transformer
 from warploom.profile.records import PROFILES, ProfileRecord, phase
 
 SIZES = {
@@ -82,6 +82,32 @@ def test_several_context_lengths_are_a_table_each(capsys: pytest.CaptureFixture[
         for n in (8, 16)
     ]
     assert all(Path(f"step.sm-{n}-flash-train.json").is_file() for n in (8, 16))
+
+
+def test_models_take_their_steps_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    step = transformer.Stepper.step
+
+    def watched(stepper: transformer.Stepper) -> None:
+        name = f"{stepper.unit.size} {stepper.unit.provider}"
+        taken.append(name)
+        if name == "md plain" and taken.count(name) == 3:
+            raise ValueError
+        step(stepper)
+
+    monkeypatch.setattr(transformer.Stepper, "step", watched)
+    words = ["profile", "transformer", "--size", "sm,md", "--mode", "train", "--attention", "flash,plain", *TINY]
+    assert main([*words, "--steps", "7", "--in-turn", "--no-parts", "-o", "out"]) == 1
+    flash, plain = ["sm flash"], ["sm plain"]
+    assert taken[:16] == flash + plain + flash * 5 + plain * 5 + flash * 2 + plain * 2
+    flash, plain = ["md flash"], ["md plain"]
+    assert taken[16:] == flash + plain + flash * 5 + plain * 2 + flash * 2
+    assert [(r.case["size"], r.provider, r.status, r.steps) for r in read("out")] == [
+        ("sm", "flash", "ok", 7),
+        ("sm", "plain", "ok", 7),
+        ("md", "flash", "ok", 7),
+        ("md", "plain", "error", None),
+    ]
 
 
 def test_memory_that_runs_out_is_a_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

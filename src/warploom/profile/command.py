@@ -61,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--layers", type=_positive, metavar="L", help="instead of the size's own")
     model.add_argument("--warm-up", type=_positive, default=5, metavar="STEPS", help="default: 5")
     model.add_argument("--steps", type=_positive, default=10, metavar="STEPS", help="measured steps (default: 10)")
+    model.add_argument(
+        "--in-turn",
+        action="store_true",
+        help="all attentions of a size at once, a few steps of each in turn",
+    )
     model.add_argument("--no-parts", action="store_true", help="no pass that splits the time by parts")
     model.add_argument("--chrome-trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
     model.add_argument("--memory-snapshot", type=Path, metavar="FILE", help="write a GPU's allocations of one step")
@@ -144,6 +149,7 @@ def _transformer(options: argparse.Namespace, device: torch.device, writer: Writ
         position=options.position,
         warm_up=options.warm_up,
         steps=options.steps,
+        in_turn=options.in_turn,
         parts=not options.no_parts,
         chrome_trace=options.chrome_trace,
         memory_snapshot=options.memory_snapshot,

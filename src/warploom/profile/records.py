@@ -82,7 +82,7 @@ class ProfileRecord:
     """``forward``, ``backward``, ``optimizer``, and ``step``, their sum step by step."""
     tokens_per_s: float | None = None
     peak_memory_mib: float | None = None
-    """The most that was allocated during the measured steps, weights included."""
+    """The most that was allocated during a step after the warm-up, weights included."""
     held_memory_mib: float | None = None
     """What was allocated between forward and backward."""
     parameters: int | None = None

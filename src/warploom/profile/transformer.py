@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from warploom.bench.attempt import attempt
+from warploom.bench.attempt import Failure, attempt
 from warploom.bench.limits import compute_ms
 from warploom.bench.measure import allocated_bytes, make_clock, release_memory
 from warploom.errors import ArgumentError, fault
@@ -37,6 +37,8 @@ MODES = ("forward", "forward-backward", "train")
 ENDINGS = {"no": "", "yes": COMPILED, "graphs": GRAPHS}
 """By how a model is compiled, the ending of its provider's name."""
 MIB = 2**20
+TURN = 5
+"""Measured steps of a model before it is another's turn."""
 PART_STEPS = 3
 TRACE_STEPS = 2
 
@@ -71,6 +73,8 @@ class Plan:
     position: str = "rotate"
     warm_up: int = 5
     steps: int = 10
+    in_turn: bool = False
+    """Whether all providers of a configuration are in memory at once, and take their measured steps in turn."""
     parts: bool = True
     chrome_trace: Path | None = None
     memory_snapshot: Path | None = None
@@ -100,6 +104,14 @@ class Plan:
             "dtype": str(self.dtype).removeprefix("torch."),
         }
 
+    def groups(self) -> list[tuple[Unit, ...]]:
+        """Units that are measured together, in order: by ones, or all that differ in the provider alone."""
+        groups: dict[object, list[Unit]] = {}
+        for unit in self.units:
+            together = (unit.size, unit.context_length, unit.ending, unit.mode)
+            groups.setdefault(together if self.in_turn else unit, []).append(unit)
+        return [tuple(group) for group in groups.values()]
+
     def file(self, path: Path, unit: Unit) -> Path:
         """Where a unit's trace goes: with its name in it where there are several."""
         if len(self.units) == 1:
@@ -124,6 +136,10 @@ class Stepper:
     """Told where phases begin and end, in the pass that splits them."""
     parts_ms: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     held_bytes: int = 0
+    """What was allocated between forward and backward of the last step."""
+    held_mib: float | None = None
+    """On a GPU, as in the records, and so is the next."""
+    peak_mib: float | None = None
 
     def __post_init__(self) -> None:
         config = self.plan.config(self.unit)
@@ -181,47 +197,82 @@ def run(plan: Plan, device: torch.device, writer: Writer) -> list[ProfileRecord]
         writer: Gets a record for each unit as soon as there is one.
 
     Returns:
-        The records, in the order of the units.
+        The records, in the order in which they were measured.
 
     Raises:
         ArgumentError: There is no model for one of the units; nothing has been measured then.
         DeviceLostError: The device answers no more; what was measured is written.
     """
-    cases = [plan.case(unit) for unit in plan.units]
+    cases = {unit: plan.case(unit) for unit in plan.units}
     operations = 10**12
     reference_ms = compute_ms(Traffic(0, 0, 0, operations), device, make_clock(device))
-    written = []
-    for number, (unit, case) in enumerate(zip(plan.units, cases), start=1):
-        release_memory(device)
-        if unit.ending:
-            torch.compiler.reset()
-        measure = functools.partial(_measure, unit, plan, device, operations / reference_ms)
-        figures = attempt(unit.label, measure)
-        record = writer.write("transformer", case, unit.label, unit.mode, figures)
-        written.append(record)
-        result = f"{record.phases['step'].mean_ms:.4g} ms" if record.phases else f"{record.status}: {record.reason}"
-        name = f"{unit.size} {unit.context_length} {unit.label} {unit.mode}"
-        print(f"[{number}/{len(plan.units)}] {name}: {result}", file=sys.stderr, flush=True)
+    written: list[ProfileRecord] = []
+    for group in plan.groups():
+        found = _measure(group, plan, device, operations / reference_ms)
+        for unit, figures in zip(group, found, strict=True):
+            record = writer.write("transformer", cases[unit], unit.label, unit.mode, figures)
+            written.append(record)
+            step = record.phases.get("step")
+            result = f"{record.status}: {record.reason}" if step is None else f"{step.mean_ms:.4g} ms"
+            name = f"{unit.size} {unit.context_length} {unit.label} {unit.mode}"
+            print(f"[{len(written)}/{len(plan.units)}] {name}: {result}", file=sys.stderr, flush=True)
     release_memory(device)
     return written
 
 
-def _measure(unit: Unit, plan: Plan, device: torch.device, flops_per_ms: float) -> Mapping[str, Any]:
-    """The measured fields of a unit's record."""
-    config = plan.config(unit)
-    model, loss = models.build(unit.provider, config, device, unit.ending)
+def _measure(
+    group: tuple[Unit, ...], plan: Plan, device: torch.device, flops_per_ms: float
+) -> list[Mapping[str, Any] | Failure]:
+    """The measured fields of the records of units that are measured together, or why there are none."""
+    release_memory(device)
+    if group[0].ending:
+        torch.compiler.reset()
+    steppers = [attempt(unit.label, functools.partial(_prepare, unit, plan, device)) for unit in group]
+    with _no_collections():
+        left = plan.steps
+        while left > 0:
+            for place, stepper in enumerate(steppers):
+                if isinstance(stepper, Stepper):
+                    steps = functools.partial(_take, stepper, min(left, TURN))
+                    steppers[place] = attempt(stepper.unit.label, steps)
+            left -= TURN
+    return [
+        attempt(unit.label, functools.partial(_figures, stepper, flops_per_ms))
+        if isinstance(stepper, Stepper)
+        else stepper
+        for unit, stepper in zip(group, steppers, strict=True)
+    ]
+
+
+def _prepare(unit: Unit, plan: Plan, device: torch.device) -> Stepper:
+    """A model that has warmed up, and what a step of it allocates besides what was there."""
+    release_memory(device)
+    before = allocated_bytes(device)
+    model, loss = models.build(unit.provider, plan.config(unit), device, unit.ending)
     stepper = Stepper(model, loss, plan, unit, device)
     for _ in range(plan.warm_up):
         stepper.step()
-    stepper.samples_ms.clear()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    with _no_collections():
-        for _ in range(plan.steps):
-            stepper.step()
-    cuda = device.type == "cuda"
-    peak = torch.cuda.max_memory_allocated(device) / MIB if cuda else None
-    held = stepper.held_bytes / MIB if cuda else None
+        stepper.step()
+        stepper.peak_mib = (torch.cuda.max_memory_allocated(device) - before) / MIB
+        stepper.held_mib = (stepper.held_bytes - before) / MIB
+    stepper.samples_ms.clear()
+    return stepper
+
+
+def _take(stepper: Stepper, steps: int) -> Stepper:
+    """Measured steps, and no gradients kept while others take theirs."""
+    for _ in range(steps):
+        stepper.step()
+    stepper.model.zero_grad(set_to_none=True)
+    return stepper
+
+
+def _figures(stepper: Stepper, flops_per_ms: float) -> Mapping[str, Any]:
+    """The measured fields of a unit's record."""
+    unit, plan = stepper.unit, stepper.plan
+    config = plan.config(unit)
     step_ms = [sum(phases) for phases in zip(*stepper.samples_ms.values())]
     phases = {name: phase(samples) for name, samples in (*stepper.samples_ms.items(), ("step", step_ms))}
     tokens = plan.batch * unit.context_length
@@ -238,9 +289,9 @@ def _measure(unit: Unit, plan: Plan, device: torch.device, flops_per_ms: float) 
         "steps": plan.steps,
         "phases": phases,
         "tokens_per_s": tokens / mean_ms * 1e3,
-        "peak_memory_mib": peak,
-        "held_memory_mib": held,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "peak_memory_mib": stepper.peak_mib,
+        "held_memory_mib": stepper.held_mib,
+        "parameters": sum(parameter.numel() for parameter in stepper.model.parameters()),
         "flops": flops,
         "mfu": flops / flops_per_ms / mean_ms,
         "parts_ms": parts,
