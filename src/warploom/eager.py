@@ -15,6 +15,11 @@ _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._are_functorch_transforms_active
 
 
+def is_watched() -> bool:
+    """Whether something watches calls that `warploom.plans.recognise` does not notice."""
+    return bool(_is_compiling() or _function_modes() or forward_ad._current_level >= 0)
+
+
 def is_plain_eager(*tensors: torch.Tensor) -> bool:
     """Whether nothing watches a call on these tensors.
 

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -249,6 +249,41 @@ class Launch:
         if aligned and compiled is not None:
             self.first, first = next((i, t) for i, t in enumerate(tensors) if t is not None)
             self.entry, self.device = entry_of(compiled), first.get_device()
+
+
+def producing(
+    launch: Launch, result: Dense, absent: int
+) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
+    """Allocate and launch in one step: `Launch` and `Dense.empty` without what both look at.
+
+    Args:
+        launch: Of a kernel whose pointers are an input, the result, another input, and ``absent`` times None, and
+            whose first number varies.
+        result: What it writes.
+        absent: Pointers that are not given.
+
+    Returns:
+        What computes the result from both inputs and the number. They are on the launch's device.
+    """
+    shape, stride, dtype = result
+    none = (None,) * absent
+
+    def produce(x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
+        entry = launch.entry
+        if entry is not None and _empty_cuda is not None and _recorded is None and not _deterministic():
+            device = launch.device
+            if device == _current_device():
+                out: torch.Tensor = _empty_cuda(shape, stride, dtype)
+                first, second, third = x.data_ptr(), out.data_ptr(), y.data_ptr()
+                if (first | second | third) % ALIGNMENT == 0:
+                    addresses = (first, second, third, *none, number)
+                    _enqueue(entry, device, launch.programs, addresses, launch.arguments)
+                    return out
+        out = result.empty(x)
+        launch((x, out, y, *none), number)
+        return out
+
+    return produce
 
 
 class Boxes(NamedTuple):

@@ -6,12 +6,13 @@ are kept by whoever calls (`warploom.plans`): a call like an earlier one only al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 
-from warploom.launch import Dense, Kernel, Launch, may_start_early, multiprocessors
+from warploom.launch import Dense, Kernel, Launch, may_start_early, multiprocessors, producing
 from warploom.layout import empty_in_order_of, layout_of
 from warploom.ops.lrpe.kernels import backward_kernel, forward_kernel, reduce_kernel
 from warploom.plans import Plans
@@ -209,6 +210,11 @@ def forward(
     ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
     plan.launch((x, out, theta, ids, offsets, cu_seqlens, table, tickets), positions.offset)
     return out
+
+
+def prepared(plan: Plan) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
+    """`forward` from x, theta and the offset, for calls with this plan and no further tensors."""
+    return producing(plan.launch, plan.result, absent=5)
 
 
 class ThetaSums(NamedTuple):
