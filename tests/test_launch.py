@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from warploom import entry, launch
-from warploom.launch import Boxes, Dense, Kernel, Launch, TiledLaunch, may_start_early
+from warploom.launch import Boxes, Dense, Kernel, Launch, TiledLaunch, may_start_early, producing
 from warploom.testing.poison import poisoned_allocations
 
 Tensor = torch.Tensor
@@ -174,6 +174,36 @@ def test_a_launch_takes_as_many_first_numbers_as_it_was_made_without(monkeypatch
         ("slow", (2, 5, SIZE, BLOCK, 4, 3, False)),
         *(("direct", (2, x.data_ptr(), *first, 5, SIZE, BLOCK)) for first in ((), (6,), (7, 8))),
     ]
+
+
+def test_when_a_result_is_allocated_and_written_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub, current, quickly = Stub(), [-1], []
+
+    def allocate(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        quickly.append(shape)
+        return torch.empty_strided(shape, stride, dtype=dtype)
+
+    stub.use(monkeypatch)
+    monkeypatch.setattr(launch, "_current_device", lambda: current[0])
+    monkeypatch.setattr(launch, "_empty_cuda", allocate)
+    add = producing(Launch(stub, 2, (SIZE,), (BLOCK,)), Dense.rows((SIZE,), torch.float32), absent=2)  # type: ignore[arg-type]
+    x, y = tensors(torch.device("cpu"))
+    slow = ("slow", (2, 5, SIZE, BLOCK, 4, 3, False))
+
+    add(x, y, 5)  # compiles
+    assert (stub.calls, quickly) == ([slow], [])
+    out = add(x, y, 6)
+    direct = ("direct", (2, x.data_ptr(), out.data_ptr(), y.data_ptr(), None, None, 6, SIZE, BLOCK))
+    assert (stub.calls[1:], quickly) == ([direct], [(SIZE,)])
+    for first, second in ((x[1:], y), (x, y[1:])):
+        add(first, second, 5)
+    current[0] = 0
+    add(x, y, 5)
+    assert stub.calls[2:] == [slow] * 3
+    current[0] = -1
+    with poisoned_allocations():
+        assert add(x, y, 5).isnan().all()
+    assert len(quickly) == 3
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3, 5), (4, 1, 2), (0, 3), (3, 0)])

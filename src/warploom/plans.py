@@ -68,9 +68,10 @@ class Plans:
 def recognise(*tensors: torch.Tensor) -> Callable[..., bool] | None:
     """A function in C that says whether tensors are like these in all but contents and address.
 
-    It compares types, shapes, strides, dtypes, devices, whether a gradient is wanted here, and the dispatcher's
-    keys with those of the thread: another mode, transform or subclass is noticed, but not a mode for functions of
-    ``torch`` nor a forward-mode derivative. ``None`` where PyTorch has no such thing.
+    It compares types, shapes, strides, dtypes, devices, whether they require gradients, and the dispatcher's keys
+    with those of the thread: a mode, transform or subclass is noticed. It does not notice a mode for functions of
+    ``torch``, a forward-mode derivative, nor, in some versions of PyTorch, whether gradients are wanted now.
+    ``None`` where PyTorch has no such thing.
     """
     if _guard is None:
         return None

@@ -286,9 +286,15 @@ def prepared(x: Tensor, theta: Tensor, call: Call) -> _Run:
     if plan is None or call.over_sequence:
         return lambda x, theta, offset: apply(x, theta, call.at(offset))
     run = launchers.prepared(plan)
-    if torch.is_grad_enabled() and (x.requires_grad or theta.requires_grad):
-        return lambda x, theta, offset: _apply_prepared(x, theta, offset, run, call)
-    return run
+    if not (x.requires_grad or theta.requires_grad):
+        return run
+
+    def differentiate(x: Tensor, theta: Tensor, offset: int) -> Tensor:
+        if torch.is_grad_enabled():
+            return _apply_prepared(x, theta, offset, run, call)  # type: ignore[no-any-return]
+        return run(x, theta, offset)
+
+    return differentiate
 
 
 def angle_table(x: Tensor, theta: Tensor, positions: Positions, kind: str) -> Tensor:

@@ -88,7 +88,11 @@ def load_angles(
         second = tl.load(cells + F, mask=mask[:, None] & (f < F)[None, :], other=0.0)
     else:
         e = f if E >= F else f % E
-        cells = theta + (u * (theta_u * THETA_VEC))[:, None] + (e if THETA_VEC > 1 else e * theta_f)[None, :]
+        if THETA_VEC == 1:
+            # Not so where E is odd. It makes neighbouring threads read neighbouring frequencies, in the layout of x;
+            # each is read by itself all the same, since nothing is known of the alignment.
+            e = tl.max_contiguous(e * theta_f, 2)
+        cells = theta + (u * (theta_u * THETA_VEC))[:, None] + e[None, :]
         first = tl.load(cells, mask=mask[:, None] & turned[None, :], other=0.0)
         second = first
     position = token_positions(
@@ -121,34 +125,47 @@ def load_frequencies(theta, h, first, theta_u, theta_f, AXES: tl.constexpr, F: t
 
 
 @triton.jit
-def split_program(shared, row_blocks, BLOCK_S: tl.constexpr, TOKENS_INNER: tl.constexpr):
+def divide(n, multiplier, shift):
+    """``n // d`` for 0 ≤ n < 2³¹, by the numbers that `warploom.ops.lrpe.launchers.division` makes of d.
+
+    The processor has no instruction for it: what the compiler makes of ``//`` is a chain of thirty or so, through the
+    slowest of its units, which everything that a program reads would wait for.
+    """
+    return (tl.umulhi((n * 2).to(tl.uint32), multiplier.to(tl.uint32)) >> shift).to(tl.int32)
+
+
+@triton.jit
+def split_program(blocks, multiplier, shift, TOKENS_INNER: tl.constexpr):
     """Block of S and block of rows of this program. Whatever lies closer together in memory moves faster.
 
     That is S where it runs over the heads of a token, and the rows where S runs over the batch: a copy kernel
     that walks over the batch first takes 590 µs for what takes 578 µs this way and 570 µs without a batch axis.
+    ``blocks`` is how many there are of the faster, and comes with the numbers for `divide`.
     """
     program = tl.program_id(0)
+    slow = divide(program, multiplier, shift)
+    fast = program - slow * blocks
     if TOKENS_INNER:
-        shared_blocks = tl.cdiv(shared, BLOCK_S)
-        s_block, row_block = program % shared_blocks, program // shared_blocks
+        s_block, row_block = fast, slow
     else:
-        s_block, row_block = program // row_blocks, program % row_blocks
+        s_block, row_block = slow, fast
     return s_block, row_block
 
 
 @triton.jit
-def rows_of(first_row, tokens, unique, BLOCK_R: tl.constexpr, TOKENS_INNER: tl.constexpr):
-    """Token (int32), ``u`` (int64) and validity of the rows of a tile, (R,) each."""
-    row = (first_row + tl.arange(0, BLOCK_R)).to(tl.uint32)
-    inner = (tokens if TOKENS_INNER else unique).to(tl.uint32)
-    slow = (row // inner).to(tl.int32)
-    fast = (row % inner).to(tl.int32)
+def rows_of(first_row, tokens, unique, multiplier, shift, BLOCK_R: tl.constexpr, TOKENS_INNER: tl.constexpr):
+    """Token (int32), ``u`` (int64) and validity of the rows of a tile, (R,) each.
+
+    The last tile may reach beyond 2³¹, and rows become negative there. ``multiplier`` and ``shift``: those of the faster of ``tokens`` and ``unique``, for `divide`.
+    """
+    row = first_row + tl.arange(0, BLOCK_R)
+    slow = divide(row, multiplier, shift)
     if TOKENS_INNER:
-        n, u = fast, slow
-        mask = u < unique
+        n, u = row - slow * tokens, slow
+        mask = (u < unique) & (row >= 0)
     else:
-        n, u = slow, fast
-        mask = n < tokens
+        n, u = slow, row - slow * unique
+        mask = (n < tokens) & (row >= 0)
     return n, u.to(tl.int64), mask
 
 
@@ -294,7 +311,7 @@ def turn_backward(
 # changes from call to call, comes first.
 _INTEGERS = (
     "offset tokens unique shared theta_u theta_f ids_s ids_n ids_u ids_k offsets_s offsets_u table_n table_u "
-    "prefix size1 size2 size3 sequences cu_stride"
+    "prefix size1 size2 size3 sequences cu_stride blocks blocks_multiplier blocks_shift rows_multiplier rows_shift"
 ).split()
 _FORWARD_INTEGERS = [*_INTEGERS, *"x_s x_n x_u x_f out_s out_n out_u out_f".split()]
 _BACKWARD_INTEGERS = [
@@ -311,6 +328,8 @@ def forward_kernel(
     offsets_s: tl.int64, offsets_u: tl.int64, table_n: tl.int64, table_u: tl.int64,
     prefix: tl.int32, size1: tl.int32, size2: tl.int32, size3: tl.int32, sequences: tl.int32,
     cu_stride: tl.int64,
+    blocks: tl.int32, blocks_multiplier: tl.uint32, blocks_shift: tl.int32,
+    rows_multiplier: tl.uint32, rows_shift: tl.int32,
     x_s: tl.int64, x_n: tl.int64, x_u: tl.int64, x_f: tl.int64,
     out_s: tl.int64, out_n: tl.int64, out_u: tl.int64, out_f: tl.int64,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, AXES: tl.constexpr,
@@ -324,22 +343,24 @@ def forward_kernel(
     if tickets is not None and tl.program_id(0) == 0:
         tl.store(tickets + tl.arange(0, 2), tl.zeros((2,), dtype=tl.int32))
     INTERLEAVED: tl.constexpr = KIND == "interleaved"
-    s_block, row_block = split_program(shared, tl.cdiv(tokens * unique, BLOCK_R), BLOCK_S, TOKENS_INNER)
+    s_block, row_block = split_program(blocks, blocks_multiplier, blocks_shift, TOKENS_INNER)
     s_first = s_block * BLOCK_S
-    n, u, mask = rows_of(row_block * BLOCK_R, tokens, unique, BLOCK_R, TOKENS_INNER)
+    n, u, mask = rows_of(row_block * BLOCK_R, tokens, unique, rows_multiplier, rows_shift, BLOCK_R, TOKENS_INNER)
     x_rows = row_pointers(x, n, u, x_n, x_u, VEC) + s_first.to(tl.int64) * (x_s * VEC)
     out_rows = row_pointers(out, n, u, out_n, out_u, VEC) + s_first.to(tl.int64) * (out_s * VEC)
 
-    # The frequencies are few and wanted first; then all of x is under way before the first angle is computed.
+    # All of x is under way before the first frequency is read. Without the barrier the assembler moves these loads
+    # behind what is computed from the frequencies: they would wait for those to come from memory.
+    tiles = ()
+    for i in tl.static_range(BLOCK_S):
+        ahead = mask & (s_first + i < shared)
+        tiles = tiles + (load_input(x_rows + i * (x_s * VEC), ahead, x_f, 0, KIND, UNIT, F, BLOCK_F),)
+    tl.debug_barrier()
     position, first, second = load_angles(
         n, u, mask, s_first.to(tl.int64), theta, ids, offsets, cu_seqlens, table,
         theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
         offset, prefix, size1, size2, size3, sequences, cu_stride, AXES, F, E, THETA_VEC, BLOCK_F,
     )  # fmt: skip
-    tiles = ()
-    for i in tl.static_range(BLOCK_S):
-        ahead = mask & (s_first + i < shared)
-        tiles = tiles + (load_input(x_rows + i * (x_s * VEC), ahead, x_f, 0, KIND, UNIT, F, BLOCK_F),)
     cosine, sine = angles(position, first, second, table, out.dtype.element_ty.primitive_bitwidth == 16)
     for i in tl.static_range(BLOCK_S):
         if s_first + i < shared:
@@ -357,6 +378,8 @@ def backward_kernel(
     offsets_s: tl.int64, offsets_u: tl.int64, table_n: tl.int64, table_u: tl.int64,
     prefix: tl.int32, size1: tl.int32, size2: tl.int32, size3: tl.int32, sequences: tl.int32,
     cu_stride: tl.int64,
+    blocks: tl.int32, blocks_multiplier: tl.uint32, blocks_shift: tl.int32,
+    rows_multiplier: tl.uint32, rows_shift: tl.int32,
     chunks: tl.int32,
     x_s: tl.int64, x_n: tl.int64, x_u: tl.int64, x_f: tl.int64,
     grad_s: tl.int64, grad_n: tl.int64, grad_u: tl.int64, grad_f: tl.int64,
@@ -376,7 +399,7 @@ def backward_kernel(
     NEEDS_X: tl.constexpr = THETA or ACTIVATION != "none"
     INTERLEAVED: tl.constexpr = KIND == "interleaved"
     BY_HEAD: tl.constexpr = THETA and not ONE_THETA
-    s_block, chunk = split_program(shared, chunks, BLOCK_S, TOKENS_INNER)
+    s_block, chunk = split_program(blocks, blocks_multiplier, blocks_shift, TOKENS_INNER)
     s_first = s_block * BLOCK_S
     total = tl.zeros((BLOCK_R, BLOCK_F), tl.float64)  # positions are large, and their terms cancel
     head = 0
@@ -395,7 +418,7 @@ def backward_kernel(
             u = (head + tl.zeros((BLOCK_R,), tl.int32)).to(tl.int64)
             mask = n < tokens
         else:
-            n, u, mask = rows_of(first_row, tokens, unique, BLOCK_R, TOKENS_INNER)
+            n, u, mask = rows_of(first_row, tokens, unique, rows_multiplier, rows_shift, BLOCK_R, TOKENS_INNER)
         x_rows = row_pointers(x, n, u, x_n, x_u, VEC) + s_first.to(tl.int64) * (x_s * VEC)
         grad_rows = row_pointers(grad, n, u, grad_n, grad_u, VEC) + s_first.to(tl.int64) * (grad_s * VEC)
         dx_rows = row_pointers(dx, n, u, dx_n, dx_u, VEC) + s_first.to(tl.int64) * (dx_s * VEC)
@@ -404,12 +427,6 @@ def backward_kernel(
                 n, mask, s_first.to(tl.int64), u, tl.arange(0, BLOCK_F) // E, ids, offsets, cu_seqlens,
                 ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u,
                 offset, prefix, size1, size2, size3, sequences, cu_stride, AXES,
-            )  # fmt: skip
-        else:
-            position, first, second = load_angles(
-                n, u, mask, s_first.to(tl.int64), theta, ids, offsets, cu_seqlens, table,
-                theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
-                offset, prefix, size1, size2, size3, sequences, cu_stride, AXES, F, E, THETA_VEC, BLOCK_F,
             )  # fmt: skip
         grads = ()
         tiles = ()
@@ -423,6 +440,12 @@ def backward_kernel(
         if THETA:
             cosine, sine = cos_sin(position, whole, rest, unit, HALF)
         else:
+            tl.debug_barrier()  # as in the forward
+            position, first, second = load_angles(
+                n, u, mask, s_first.to(tl.int64), theta, ids, offsets, cu_seqlens, table,
+                theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
+                offset, prefix, size1, size2, size3, sequences, cu_stride, AXES, F, E, THETA_VEC, BLOCK_F,
+            )  # fmt: skip
             cosine, sine = angles(position, first, second, table, HALF)
         row_total = tl.zeros((BLOCK_R, BLOCK_F), tl.float32)
         for i in tl.static_range(BLOCK_S):

@@ -157,6 +157,18 @@ def packed_strides(tensors: tuple[torch.Tensor, ...], geometry: Geometry) -> tup
     return vec, unit, [v for s in strides for v in (s[0] // vec, s[1] // vec, s[2] // vec, s[3])]
 
 
+def division(by: int) -> tuple[int, int]:
+    """Multiplier and shift for the kernels' ``divide``, exact below 2³¹ (Granlund and Montgomery, 1994)."""
+    shift = max(by - 1, 0).bit_length()
+    return 2 ** (31 + shift) // max(by, 1) + 1, shift
+
+
+def split_numbers(geometry: Geometry, row_blocks: int) -> tuple[int, ...]:
+    """Arguments ``blocks … rows_shift``: how programs are divided into blocks, and rows into tokens and ``u``."""
+    blocks = geometry.shared_blocks if geometry.heads_shared else row_blocks
+    return blocks, *division(blocks), *division(geometry.tokens if geometry.heads_shared else geometry.unique)
+
+
 def angle_numbers(
     theta: torch.Tensor, positions: Positions, geometry: Geometry, table: torch.Tensor | None
 ) -> tuple[int, tuple[int, ...]]:
@@ -259,7 +271,7 @@ def _plan_forward(
     launch = Launch(
         _forward_kernel,
         geometry.shared_blocks * geometry.row_blocks,
-        (*numbers, *strides),
+        (*numbers, *split_numbers(geometry, geometry.row_blocks), *strides),
         (
             kind, activation, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1],
             geometry.heads_shared, geometry.block_s, geometry.block_r, geometry.block_f,
@@ -330,7 +342,7 @@ def _plan_backward(
     launch = Launch(
         _backward_kernel,
         geometry.shared_blocks * chunks,
-        (*numbers, chunks, *strides),
+        (*numbers, *split_numbers(geometry, chunks), chunks, *strides),
         (
             kind, activation, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1],
             geometry.heads_shared, rows == 1, geometry.block_s, geometry.block_r, geometry.block_f,
