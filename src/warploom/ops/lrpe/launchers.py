@@ -157,16 +157,27 @@ def packed_strides(tensors: tuple[torch.Tensor, ...], geometry: Geometry) -> tup
     return vec, unit, [v for s in strides for v in (s[0] // vec, s[1] // vec, s[2] // vec, s[3])]
 
 
-def division(by: int) -> tuple[int, int]:
-    """Multiplier and shift for the kernels' ``divide``, exact below 2³¹ (Granlund and Montgomery, 1994)."""
-    shift = max(by - 1, 0).bit_length()
-    return 2 ** (31 + shift) // max(by, 1) + 1, shift
+def inverse_of(d: int) -> int:
+    """What the kernels' ``divide`` takes for a divisor: a multiplier above five bits of shift.
+
+    The quotient is exact below 2³¹ (Granlund and Montgomery, 1994).
+    """
+    d = max(d, 1)
+    shift = (d - 1).bit_length()
+    return ((1 << (31 + shift)) // d + 1) << 5 | shift
 
 
-def split_numbers(geometry: Geometry, row_blocks: int) -> tuple[int, ...]:
-    """Arguments ``blocks … rows_shift``: how programs are divided into blocks, and rows into tokens and ``u``."""
+def _inverses(positions: Positions, geometry: Geometry, row_blocks: int) -> tuple[int, ...]:
+    """Arguments ``inverse1 … rows_inverse``: how tokens lie in a grid, programs in blocks, and rows in tokens."""
     blocks = geometry.shared_blocks if geometry.heads_shared else row_blocks
-    return blocks, *division(blocks), *division(geometry.tokens if geometry.heads_shared else geometry.unique)
+    faster = geometry.tokens if geometry.heads_shared else geometry.unique
+    return *map(inverse_of, _inner_sizes(positions)), blocks, inverse_of(blocks), inverse_of(faster)
+
+
+def _inner_sizes(positions: Positions) -> tuple[int, int, int]:
+    """Sizes of the axes of a grid but the first."""
+    size1, size2, size3 = (*positions.grid[1:], 1, 1, 1)[:3]
+    return size1, size2, size3
 
 
 def angle_numbers(
@@ -190,12 +201,11 @@ def angle_numbers(
     table_n = table_u = 0
     if table is not None:
         table_n, table_u = table.stride(0), 0 if table.shape[1] == 1 else table.stride(1)
-    size1, size2, size3 = (*positions.grid[1:], 1, 1, 1)[:3]
     cu_seqlens = positions.cu_seqlens
     return theta_vec, (
         geometry.tokens, geometry.unique, geometry.shared, theta_u // theta_vec, theta.stride(-1),
         ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
-        positions.prefix, size1, size2, size3,
+        positions.prefix, *_inner_sizes(positions),
         0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         0 if cu_seqlens is None else cu_seqlens.stride(0),
     )  # fmt: skip
@@ -271,7 +281,7 @@ def _plan_forward(
     launch = Launch(
         _forward_kernel,
         geometry.shared_blocks * geometry.row_blocks,
-        (*numbers, *split_numbers(geometry, geometry.row_blocks), *strides),
+        (*numbers, *_inverses(positions, geometry, geometry.row_blocks), *strides),
         (
             kind, activation, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1],
             geometry.heads_shared, geometry.block_s, geometry.block_r, geometry.block_f,
@@ -342,7 +352,7 @@ def _plan_backward(
     launch = Launch(
         _backward_kernel,
         geometry.shared_blocks * chunks,
-        (*numbers, *split_numbers(geometry, chunks), chunks, *strides),
+        (*numbers, *_inverses(positions, geometry, chunks), chunks, *strides),
         (
             kind, activation, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1],
             geometry.heads_shared, rows == 1, geometry.block_s, geometry.block_r, geometry.block_f,
