@@ -50,7 +50,7 @@ def test_every_call_uses_its_own_tensors_and_number(device: torch.device) -> Non
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The way that each launch took."""
     taken: list[str] = []
-    call, enqueue = Kernel.__call__, launch._enqueue
+    call, stream = Kernel.__call__, launch._current_stream
 
     def slowly(kernel: Kernel, *arguments: Any) -> Any:
         before = len(taken)
@@ -58,12 +58,12 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         taken[before:] = ["slow"]
         return compiled
 
-    def directly(*arguments: Any) -> None:
+    def directly(device: int) -> Any:
         taken.append("direct")
-        enqueue(*arguments)
+        return stream(device)
 
     monkeypatch.setattr(Kernel, "__call__", slowly)
-    monkeypatch.setattr(launch, "_enqueue", directly)
+    monkeypatch.setattr(launch, "_current_stream", directly)
     return taken
 
 
@@ -132,12 +132,12 @@ class Stub:
         self.calls.append(("slow", (programs, *numbers, *constants, *options)))
         return self
 
-    def enqueue(self, entry: Any, device: int, programs: int, first: Any, rest: Any) -> None:
-        assert entry is self
+    def enqueue(self, programs: int, stream: int, first: Any, rest: Any) -> None:
+        assert stream == 9
         self.calls.append(("direct", (programs, *first, *rest)))
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(launch, "_enqueue", self.enqueue)
+        monkeypatch.setattr(launch, "_current_stream", lambda device: 9)
         monkeypatch.setattr(launch, "entry_of", lambda compiled: compiled)
 
 

@@ -158,7 +158,7 @@ class Kernel:
                 *tensors, *numbers, *constants, grid=(programs, 1, 1), warmup=False, **options
             )
         else:
-            _enqueue(entry_of(compiled), device, programs, addresses, (*numbers, *constants))
+            entry_of(compiled).enqueue(programs, _current_stream(device), addresses, (*numbers, *constants))
         return compiled
 
     def _record(
@@ -242,7 +242,7 @@ class Launch:
             device = tensors[self.first].get_device()  # type: ignore[union-attr]
             if device == self.device and device == _current_device():
                 arguments += numbers
-                _enqueue(self.entry, device, self.programs, arguments, self.arguments)
+                self.entry.enqueue(self.programs, _current_stream(device), arguments, self.arguments)
                 return
         numbers = (*numbers, *self.numbers)
         compiled = self.kernel(self.programs, tensors, numbers, self.constants, *self.options)
@@ -277,7 +277,7 @@ def producing(
                 first, second, third = x.data_ptr(), out.data_ptr(), y.data_ptr()
                 if (first | second | third) % ALIGNMENT == 0:
                     addresses = (first, second, third, *none, number)
-                    _enqueue(entry, device, launch.programs, addresses, launch.arguments)
+                    entry.enqueue(launch.programs, _current_stream(device), addresses, launch.arguments)
                     return out
         out = result.empty(x)
         launch((x, out, y, *none), number)
@@ -355,7 +355,7 @@ class TiledLaunch:
         for pointer in tensors[len(self.encoded) :]:
             arguments.append(None if pointer is None else pointer.data_ptr())
         arguments += numbers
-        _enqueue(entry, device, self.programs, arguments, self.arguments)
+        entry.enqueue(self.programs, _current_stream(device), arguments, self.arguments)
 
     def _start(self, device: int, tensors: Sequence[torch.Tensor | None], numbers: tuple[int | float, ...]) -> None:
         """The first launch on a device, which compiles the kernel if that has not been done."""
@@ -433,11 +433,6 @@ def _description(like: torch.Tensor, box: Boxes) -> dict[str, Any]:
         "base": base, "shape": shape, "strides": [*strides, 1], "block_shape": tile, "layout": layout,
         "padding": "zero",
     }  # fmt: skip
-
-
-def _enqueue(entry: Entry, device: int, programs: int, first: Sequence[Any], rest: Sequence[Any]) -> None:
-    """Put a compiled variant on the current stream of ``device``, which must be the current one."""
-    entry.enqueue(programs, _current_stream(device), first, rest)
 
 
 @contextlib.contextmanager
