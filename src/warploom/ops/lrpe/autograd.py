@@ -208,19 +208,19 @@ class _EagerLrpe(torch.autograd.Function):
 
 
 class _PreparedLrpe(torch.autograd.Function):
-    """The same for a call whose forward is prepared."""
+    """The same for a call whose forward is prepared. All but its tensors is one argument: each takes its time."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, theta: Tensor, offset: int, run: _Run, call: Call) -> Tensor:
+    def forward(ctx: Any, x: Tensor, theta: Tensor, rest: tuple[_Run, Call, int]) -> Tensor:
         ctx.save_for_backward(x, theta)
-        ctx.call, ctx.offset = call, offset
-        return run(x, theta, offset)
+        ctx.rest = rest
+        return rest[0](x, theta, rest[2])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, theta = ctx.saved_tensors
-        call = ctx.call.at(ctx.offset)
-        return *_gradients(grad, x, theta, call, None, ctx.needs_input_grad), None, None, None
+        _, call, offset = ctx.rest
+        return *_gradients(grad, x, theta, call.at(offset), None, ctx.needs_input_grad), None
 
 
 # `torch.autograd.Function.apply` looks for function transforms, and for tensors that outlived one, before it calls
@@ -291,7 +291,7 @@ def prepared(x: Tensor, theta: Tensor, call: Call) -> _Run:
 
     def differentiate(x: Tensor, theta: Tensor, offset: int) -> Tensor:
         if torch.is_grad_enabled():
-            return _apply_prepared(x, theta, offset, run, call)  # type: ignore[no-any-return]
+            return _apply_prepared(x, theta, (run, call, offset))  # type: ignore[no-any-return]
         return run(x, theta, offset)
 
     return differentiate
