@@ -394,3 +394,26 @@ def test_division_by_a_multiplication_and_a_shift_is_exact() -> None:
         for n in (0, largest, *(m + i for m in map(int, multiples) for i in (-1, 0, d - 1))):
             if 0 <= n <= largest:
                 assert (2 * n * multiplier >> 32) >> shift == n // d
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@kinds
+@pytest.mark.parametrize("tile", [(4, 4, 4), (3, 4, 8), (2, 4, 8), (1, 1, 16)])
+def test_tiles_make_no_difference(
+    kind: str, tile: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from warploom.ops.lrpe import launchers
+    from warploom.plans import Plans
+
+    x = random_x(device, 5, 6, HEADS, 20).bfloat16()
+    grad = random_x(device, 5, 6, HEADS, 40 if kind == "cosine" else 20).bfloat16()
+    call = (random_theta(device, HEADS, 5), launchers.Positions(grid=(2, 3)), kind, "silu")
+
+    def results() -> tuple[Tensor, Tensor]:
+        out = launchers.forward(x, *call, None, Plans())
+        return out, launchers.backward(grad, x, *call, False, None, Plans())[0]
+
+    expected = results()
+    monkeypatch.setattr(launchers, "_tile", lambda *arguments: launchers.Tile(*tile))
+    for found, wanted in zip(results(), expected):
+        assert torch.equal(found, wanted)

@@ -28,6 +28,7 @@ THETA_WARPS = 8
 """Warps per multiprocessor where theta's gradient is summed: few, so that few partial sums leave the chip."""
 
 _SMALL = 2**23  # elements, up to which the time of a single program shows
+_TINY = 2**21  # elements, up to which most of a multiprocessor is idle
 _SHARING = 4  # batch entries, from which programs with more vectors are not half empty
 
 
@@ -92,50 +93,54 @@ class Geometry(NamedTuple):
         return (heads, tokens, batch) if self.heads_shared else (batch, tokens, heads)
 
 
-def _configuration(
+class Tile(NamedTuple):
+    """How much a program does, and in how many threads."""
+
+    vectors: int  # of x to a row of angles
+    warps: int
+    access: int = 16  # bytes of features a thread
+
+
+def _tile(
     kind: str, activation: str, positions: Positions, backward: bool, theta_gradient: bool, x: torch.Tensor
-) -> tuple[int, int]:
-    """Vectors of x to a row of angles, and warps; measured on an H200 (see "How it reaches the limit")."""
+) -> Tile:
+    """Measured on an H200 (see "How it reaches the limit")."""
     wide = x.element_size() > 2
-    if _is_small(x) and not wide and not theta_gradient:  # more work for each program, so that all run at once
-        if kind == "cosine" and not backward:
-            return 4, 2 if activation == "none" else 4
-        if kind == "rotate" and activation == "none":
-            return (3 if backward else 4), 4
     if theta_gradient:  # more vectors would spill registers
-        return (2, 1) if wide else (4, 1) if kind == "cosine" else (3, 2)
+        return Tile(2, 1) if wide else Tile(4, 1) if kind == "cosine" else Tile(3, 2)
+    if x.numel() <= _SMALL and x.shape[0] >= _SHARING and not wide and kind != "interleaved":
+        if x.numel() <= _TINY:
+            return Tile(3 if kind != "cosine" and (backward or activation != "none") else 4, 4, 4)
+        if kind == "cosine":
+            return Tile(2, 2) if backward else Tile(4, 2 if activation == "none" else 4)
+        return Tile(4 if activation == "none" else 2, 4, 8)
     if kind == "cosine" and backward:
-        return (4, 2) if positions.axes() > 2 else (3, 1) if activation == "softmax" else (2, 1)
+        return Tile(4, 2) if positions.axes() > 2 else Tile(3, 1) if activation == "softmax" else Tile(2, 1)
     if kind == "cosine":
-        return (4 if activation == "softmax" else 3), 2
+        return Tile(4 if activation == "softmax" else 3, 2)
     if activation == "none":
-        return (3 if backward and positions.axes() > 2 else 2), 1
+        return Tile(3 if backward and positions.axes() > 2 else 2, 1)
     if backward:
-        return (2 if activation == "softmax" else 3), 2
-    return (3 if positions.axes() > 1 else 2), 2
-
-
-def _is_small(x: torch.Tensor) -> bool:
-    """Whether larger programs pay because there are few."""
-    return x.numel() <= _SMALL and x.shape[0] >= _SHARING
+        return Tile(2 if activation == "softmax" else 3, 2)
+    return Tile(3 if positions.axes() > 1 else 2, 2)
 
 
 def geometry_of(
-    x: torch.Tensor, theta: torch.Tensor, positions: Positions, kind: str, configuration: tuple[int, int]
+    x: torch.Tensor, theta: torch.Tensor, positions: Positions, kind: str, tile: tuple[int, ...]
 ) -> Geometry:
-    """Sizes and tiles of a call."""
+    """Sizes and tiles of a call. ``tile``: fields of a `Tile`."""
     batch, tokens = x.shape[0], x.shape[1]
     heads = x.shape[2] if x.dim() == 4 else 1
     features = x.shape[-1] if kind == "cosine" else x.shape[-1] // 2
     per_head = theta.dim() == 2 and theta.shape[0] > 1
     heads_shared = not per_head and heads > 1
     block_f = triton.next_power_of_2(features)
-    block_s, warps = configuration
+    block_s, warps, access = Tile(*tile)
     if block_f > 1024:  # long rows: more threads, fewer of them
         block_s, warps = 1, min(32, block_f // 256)
     if positions.per_batch() and not heads_shared:
         block_s = 1  # batch entries at different positions share no angles
-    block_r = max(1, warps * 32 * 16 // x.element_size() // block_f)  # 16 bytes of features a thread
+    block_r = max(1, warps * 32 * access // x.element_size() // block_f)
     return Geometry(batch, tokens, heads, heads_shared, block_s, block_r, block_f, warps, features)
 
 
@@ -273,8 +278,7 @@ def _plan_forward(
     activation: str,
     table: torch.Tensor | None,
 ) -> Plan:
-    configuration = _configuration(kind, activation, positions, False, False, x)
-    geometry = geometry_of(x, theta, positions, kind, configuration)
+    geometry = geometry_of(x, theta, positions, kind, _tile(kind, activation, positions, False, False, x))
     out = layout_of(x, 2 * geometry.features)
     vec, unit, strides = packed_strides((x, out), geometry)
     theta_vec, numbers = angle_numbers(theta, positions, geometry, table)
@@ -338,8 +342,8 @@ def _plan_backward(
     table: torch.Tensor | None,
     result: torch.Tensor | None,
 ) -> Plan:
-    configuration = _configuration(kind, activation, positions, True, theta_gradient, x)
-    geometry = geometry_of(x, theta, positions, kind, configuration)
+    tile = _tile(kind, activation, positions, True, theta_gradient, x)
+    geometry = geometry_of(x, theta, positions, kind, tile)
     dx = layout_of(x, x.shape[-1]) if result is None else result
     vec, unit, strides = packed_strides((x, grad, dx), geometry)
     theta_vec, numbers = angle_numbers(theta, positions, geometry, table)
