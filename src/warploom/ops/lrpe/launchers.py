@@ -110,10 +110,14 @@ def _tile(
         return Tile(2, 1) if wide else Tile(4, 1) if kind == "cosine" else Tile(3, 2)
     if x.numel() <= _SMALL and x.shape[0] >= _SHARING and not wide and kind != "interleaved":
         if x.numel() <= _TINY:
-            return Tile(3 if kind != "cosine" and (backward or activation != "none") else 4, 4, 4)
+            return Tile(4 if kind == "cosine" else 2, 4, 4)
         if kind == "cosine":
-            return Tile(2, 2) if backward else Tile(4, 2 if activation == "none" else 4)
-        return Tile(4 if activation == "none" else 2, 4, 8)
+            return Tile(2 if backward else 4, 2)
+        if activation == "none":
+            return Tile(3 if backward else 4, 4, 8)
+        if backward:
+            return Tile(2, 4, 8)
+        return Tile(3, 4, 8) if activation == "softmax" else Tile(2, 2, 8)
     if kind == "cosine" and backward:
         return Tile(4, 2) if positions.axes() > 2 else Tile(3, 1) if activation == "softmax" else Tile(2, 1)
     if kind == "cosine":
