@@ -25,6 +25,7 @@ from warploom.launch import (
     architecture,
     may_start_early,
     multiprocessors,
+    producing,
 )
 from warploom.testing.poison import poisoned_allocations
 
@@ -60,7 +61,7 @@ def test_every_call_uses_its_own_tensors_and_number(device: torch.device) -> Non
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The way that each launch took."""
     taken: list[str] = []
-    call, enqueue = Kernel.__call__, launch._enqueue
+    call, stream = Kernel.__call__, launch._current_stream
 
     def slowly(kernel: Kernel, *arguments: Any) -> Any:
         before = len(taken)
@@ -68,12 +69,12 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         taken[before:] = ["slow"]
         return compiled
 
-    def directly(*arguments: Any) -> None:
+    def directly(device: int) -> Any:
         taken.append("direct")
-        enqueue(*arguments)
+        return stream(device)
 
     monkeypatch.setattr(Kernel, "__call__", slowly)
-    monkeypatch.setattr(launch, "_enqueue", directly)
+    monkeypatch.setattr(launch, "_current_stream", directly)
     return taken
 
 
@@ -148,12 +149,12 @@ class Stub:
         self.calls.append(("slow", (programs, *numbers, *constants, *options)))
         return self
 
-    def enqueue(self, entry: Any, device: int, programs: int, first: Any, rest: Any) -> None:
-        assert entry is self
+    def enqueue(self, programs: int, stream: int, first: Any, rest: Any) -> None:
+        assert stream == 9
         self.calls.append(("direct", (programs, *first, *rest)))
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(launch, "_enqueue", self.enqueue)
+        monkeypatch.setattr(launch, "_current_stream", lambda device: 9)
         monkeypatch.setattr(launch, "entry_of", lambda compiled: compiled)
 
 
@@ -190,6 +191,36 @@ def test_a_launch_takes_as_many_first_numbers_as_it_was_made_without(monkeypatch
         ("slow", (2, 5, SIZE, BLOCK, 4, 3, False)),
         *(("direct", (2, x.data_ptr(), *first, 5, SIZE, BLOCK)) for first in ((), (6,), (7, 8))),
     ]
+
+
+def test_when_a_result_is_allocated_and_written_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub, current, quickly = Stub(), [-1], []
+
+    def allocate(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        quickly.append(shape)
+        return torch.empty_strided(shape, stride, dtype=dtype)
+
+    stub.use(monkeypatch)
+    monkeypatch.setattr(launch, "_current_device", lambda: current[0])
+    monkeypatch.setattr(launch, "_empty_cuda", allocate)
+    add = producing(Launch(stub, 2, (SIZE,), (BLOCK,)), Dense.rows((SIZE,), torch.float32), absent=2)  # type: ignore[arg-type]
+    x, y = tensors(torch.device("cpu"))
+    slow = ("slow", (2, 5, SIZE, BLOCK, 4, 3, False))
+
+    add(x, y, 5)  # compiles
+    assert (stub.calls, quickly) == ([slow], [])
+    out = add(x, y, 6)
+    direct = ("direct", (2, x.data_ptr(), out.data_ptr(), y.data_ptr(), None, None, 6, SIZE, BLOCK))
+    assert (stub.calls[1:], quickly) == ([direct], [(SIZE,)])
+    for first, second in ((x[1:], y), (x, y[1:])):
+        add(first, second, 5)
+    current[0] = 0
+    add(x, y, 5)
+    assert stub.calls[2:] == [slow] * 3
+    current[0] = -1
+    with poisoned_allocations():
+        assert add(x, y, 5).isnan().all()
+    assert len(quickly) == 3
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3, 5), (4, 1, 2), (0, 3), (3, 0)])

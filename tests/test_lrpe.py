@@ -379,3 +379,41 @@ def test_sizes(kind: str, shape: tuple[int, ...], backend: str, device: torch.de
     # A product more than forward, and softmax's difference of like numbers, which two features may cancel.
     for found, wanted in zip(torch.autograd.grad(out, (x, theta), grad), exact):
         assert_near(found, wanted, 2e-6 if shape[3] > 2 else 1e-4)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_division_by_a_multiplication_and_a_shift_is_exact() -> None:
+    from warploom.ops.lrpe.launchers import inverse_of
+
+    generator = np.random.default_rng(0)
+    largest = 2**31 - 1
+    for d in (*range(1, 300), *(2**k + i for k in range(9, 31) for i in (-1, 0, 1)), largest):
+        multiplier, shift = divmod(inverse_of(d), 32)
+        assert multiplier < 2**32
+        multiples = d * generator.integers(0, largest // d + 1, 20)
+        for n in (0, largest, *(m + i for m in map(int, multiples) for i in (-1, 0, d - 1))):
+            if 0 <= n <= largest:
+                assert (2 * n * multiplier >> 32) >> shift == n // d
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@kinds
+@pytest.mark.parametrize("tile", [(4, 4, 4), (3, 4, 8), (2, 4, 8), (1, 1, 16)])
+def test_tiles_make_no_difference(
+    kind: str, tile: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from warploom.ops.lrpe import launchers
+    from warploom.plans import Plans
+
+    x = random_x(device, 5, 6, HEADS, 20).bfloat16()
+    grad = random_x(device, 5, 6, HEADS, 40 if kind == "cosine" else 20).bfloat16()
+    call = (random_theta(device, HEADS, 5), launchers.Positions(grid=(2, 3)), kind, "silu")
+
+    def results() -> tuple[Tensor, Tensor]:
+        out = launchers.forward(x, *call, None, Plans())
+        return out, launchers.backward(grad, x, *call, False, None, Plans())[0]
+
+    expected = results()
+    monkeypatch.setattr(launchers, "_tile", lambda *arguments: launchers.Tile(*tile))
+    for found, wanted in zip(results(), expected):
+        assert torch.equal(found, wanted)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from warploom import WarploomError, flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
+from warploom import WarploomError, flash_attention, lrpe_cosine, lrpe_rotate, plans, tpa_attention, tpa_decode
 from warploom.backend import HAS_TRITON
 
 if not HAS_TRITON:
@@ -22,7 +23,7 @@ from warploom.ops.lrpe import launchers, launchers_sequence
 from warploom.ops.tpa import api as tpa_api
 from warploom.ops.tpa import autograd as tpa_autograd
 from warploom.ops.tpa import launchers as tpa_launchers
-from warploom.plans import Plans
+from warploom.plans import Plans, recognise
 
 Tensor = torch.Tensor
 Inputs = dict[str, Any]
@@ -52,6 +53,13 @@ def test_a_plan_that_cannot_be_made_is_not_kept() -> None:
         with pytest.raises(ZeroDivisionError):
             known.get("key", lambda: 1 // 0)
     assert known.get("key", lambda: 1) == 1
+
+
+def test_only_the_last_few_calls_are_recognised() -> None:
+    known = Plans()
+    for i in range(2 * known.MOST_RECENT):
+        known.remember((i,))
+    assert known.recent == tuple((i,) for i in reversed(range(known.MOST_RECENT, 2 * known.MOST_RECENT)))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -338,7 +346,7 @@ def test_a_call_like_no_earlier_one_is_planned_anew(
         with no_plans():
             expected.append(results(function, inputs))
     with no_plans():
-        for inputs, wanted in zip((one, other, one, other), (*expected, *expected)):
+        for inputs, wanted in zip((one, other) * 3, expected * 3):  # planned, known by key, recognised
             found = results(function, inputs)
             assert len(found) == len(wanted)
             for a, b in zip(found, wanted):
@@ -488,6 +496,87 @@ def test_calls_for_pytorch_leave_nothing(device: torch.device) -> None:
         lrpe_rotate(**encoding(device), backend="torch")
         assert not flash_api._on_kernels.known
         assert not lrpe_api._on_kernels.known
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What is recognised without a key
+# ----------------------------------------------------------------------------------------------------------
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class Mine(torch.Tensor):
+    pass
+
+
+UNLIKE: dict[str, Callable[[Tensor], Tensor]] = {
+    "shape": lambda x: x[:, :2],
+    "stride": with_gaps,
+    "order": lambda x: x.mT.contiguous().mT,
+    "dtype": torch.Tensor.half,
+    "axes": lambda x: x[None],
+    "meta": lambda x: x.to("meta"),
+    "parameter": torch.nn.Parameter,
+    "subclass": lambda x: x.as_subclass(Mine),
+    "gradient": lambda x: x.clone().requires_grad_(),
+    "negated": torch._neg_view,
+}
+
+
+@pytest.mark.parametrize("change", [pytest.param(change, id=name) for name, change in UNLIKE.items()])
+def test_a_tensor_that_is_different_is_not_recognised(change: Callable[[Tensor], Tensor]) -> None:
+    x, other = torch.randn(3, 4), torch.rand(5)
+    like = recognise(x, other)
+    assert like is not None
+    assert like(torch.zeros(3, 4), torch.zeros(5))
+    assert not like(change(x), other)
+    assert not like(other, x)
+
+
+def test_tensors_are_not_recognised_where_something_else_is_to_happen_to_them() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    plain, found = recognise(x), []
+    assert plain is not None
+
+    def look(y: Tensor) -> Tensor:
+        found.append(plain(x) or plain(y))
+        return y.sum()
+
+    assert plain(x)
+    with torch.inference_mode():
+        look(x)
+    with Watching():
+        look(x)
+    torch.vmap(look)(x)
+    torch.func.grad(look)(x)
+    torch.func.jvp(look, (x,), (x,))
+    assert found == [False] * 5
+    assert plain(x)
+
+
+@pytest.mark.parametrize("wanted_first", [False, True])
+def test_gradients_may_be_wanted_and_not_wanted_by_turns(wanted_first: bool, device: torch.device) -> None:
+    inputs = encoding(device)
+    with no_plans():
+        for wanted in (wanted_first, not wanted_first) * 4:
+            for _ in range(3):
+                with torch.set_grad_enabled(wanted):
+                    assert lrpe_rotate(**inputs, backend="triton").requires_grad is wanted
+
+
+def test_without_what_recognises_tensors_calls_are_known_by_their_keys(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "_guard", None)
+    inputs = encoding(device)
+    with no_plans():
+        first, *others = (results(lrpe_rotate, inputs) for _ in range(3))
+        assert not lrpe_api._on_kernels.recent
+    for other in others:
+        assert all(map(torch.equal, first, other))
 
 
 # ----------------------------------------------------------------------------------------------------------

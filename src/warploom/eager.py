@@ -10,9 +10,15 @@ from torch.autograd import forward_ad
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _is_compiling = torch.compiler.is_compiling
+_is_traced_by_dynamo = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._are_functorch_transforms_active
+
+
+def is_watched() -> bool:
+    """Whether something watches calls that `warploom.plans.recognise` does not notice."""
+    return _is_traced_by_dynamo() or _function_modes() > 0 or forward_ad._current_level >= 0
 
 
 def is_plain_eager(*tensors: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -158,7 +158,7 @@ class Kernel:
                 *tensors, *numbers, *constants, grid=(programs, 1, 1), warmup=False, **options
             )
         else:
-            _enqueue(entry_of(compiled), device, programs, addresses, (*numbers, *constants))
+            entry_of(compiled).enqueue(programs, _current_stream(device), addresses, (*numbers, *constants))
         return compiled
 
     def _record(
@@ -242,13 +242,48 @@ class Launch:
             device = tensors[self.first].get_device()  # type: ignore[union-attr]
             if device == self.device and device == _current_device():
                 arguments += numbers
-                _enqueue(self.entry, device, self.programs, arguments, self.arguments)
+                self.entry.enqueue(self.programs, _current_stream(device), arguments, self.arguments)
                 return
         numbers = (*numbers, *self.numbers)
         compiled = self.kernel(self.programs, tensors, numbers, self.constants, *self.options)
         if aligned and compiled is not None:
             self.first, first = next((i, t) for i, t in enumerate(tensors) if t is not None)
             self.entry, self.device = entry_of(compiled), first.get_device()
+
+
+def producing(
+    launch: Launch, result: Dense, absent: int
+) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
+    """Allocate and launch in one step: `Launch` and `Dense.empty` without what both look at.
+
+    Args:
+        launch: Of a kernel whose pointers are an input, the result, another input, and ``absent`` times None, and
+            whose first number varies.
+        result: What it writes.
+        absent: Pointers that are not given.
+
+    Returns:
+        What computes the result from both inputs and the number. They are on the launch's device.
+    """
+    shape, stride, dtype = result
+    none = (None,) * absent
+
+    def produce(x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
+        entry = launch.entry
+        if entry is not None and _empty_cuda is not None and _recorded is None and not _deterministic():
+            device = launch.device
+            if device == _current_device():
+                out: torch.Tensor = _empty_cuda(shape, stride, dtype)
+                first, second, third = x.data_ptr(), out.data_ptr(), y.data_ptr()
+                if (first | second | third) % ALIGNMENT == 0:
+                    addresses = (first, second, third, *none, number)
+                    entry.enqueue(launch.programs, _current_stream(device), addresses, launch.arguments)
+                    return out
+        out = result.empty(x)
+        launch((x, out, y, *none), number)
+        return out
+
+    return produce
 
 
 class Boxes(NamedTuple):
@@ -320,7 +355,7 @@ class TiledLaunch:
         for pointer in tensors[len(self.encoded) :]:
             arguments.append(None if pointer is None else pointer.data_ptr())
         arguments += numbers
-        _enqueue(entry, device, self.programs, arguments, self.arguments)
+        entry.enqueue(self.programs, _current_stream(device), arguments, self.arguments)
 
     def _start(self, device: int, tensors: Sequence[torch.Tensor | None], numbers: tuple[int | float, ...]) -> None:
         """The first launch on a device, which compiles the kernel if that has not been done."""
@@ -398,11 +433,6 @@ def _description(like: torch.Tensor, box: Boxes) -> dict[str, Any]:
         "base": base, "shape": shape, "strides": [*strides, 1], "block_shape": tile, "layout": layout,
         "padding": "zero",
     }  # fmt: skip
-
-
-def _enqueue(entry: Entry, device: int, programs: int, first: Sequence[Any], rest: Sequence[Any]) -> None:
-    """Put a compiled variant on the current stream of ``device``, which must be the current one."""
-    entry.enqueue(programs, _current_stream(device), first, rest)
 
 
 @contextlib.contextmanager

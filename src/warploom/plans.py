@@ -15,6 +15,9 @@ import torch
 
 T = TypeVar("T")
 
+# What compiled code of PyTorch recognises its inputs with; missing where PyTorch has moved it.
+_guard: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+
 
 class Plans:
     """What was worked out once for each key.
@@ -22,15 +25,25 @@ class Plans:
     An operator keeps two levels of them. The first has a key for everything about a public call that decides
     whether it is right and runs on the kernels; an entry exists only for calls that passed the checks. Such an
     entry has the second level, plans of the call's launches: forward, and backward for each layout of gradients.
+
+    A key takes more time than all of a launch besides. The calls of the last few kinds are known without one, by
+    `recognise`.
     """
 
     LARGEST = 4096
     """Keys at once: a server sees many lengths, and none of them for ever."""
+    MOST_RECENT = 4
+    """Kinds of call that are compared before a key is made: of queries and keys, with and without gradients."""
 
-    __slots__ = ("known",)
+    __slots__ = ("known", "recent")
 
     def __init__(self) -> None:
         self.known: dict[Hashable, Any] = {}
+        self.recent: tuple[tuple[Any, ...], ...] = ()
+
+    def remember(self, call: tuple[Any, ...]) -> None:
+        """Keep what an operator compares a call with in ``recent``, in the place of the oldest there."""
+        self.recent = (call, *self.recent[: self.MOST_RECENT - 1])
 
     def find(self, key: Hashable) -> Any:
         """What is kept for a key; None if there is nothing, or if an argument in it cannot be hashed."""
@@ -50,6 +63,19 @@ class Plans:
             self.known.clear()
         self.known[key] = plan
         return plan
+
+
+def recognise(*tensors: torch.Tensor) -> Callable[..., bool] | None:
+    """A function in C that says whether tensors are like these in all but contents and address.
+
+    It compares types, shapes, strides, dtypes, devices, whether they require gradients, and the dispatcher's keys
+    with those of the thread: a mode, transform or subclass is noticed. It does not notice a mode for functions of
+    ``torch``, a forward-mode derivative, nor, in some versions of PyTorch, whether gradients are wanted now.
+    ``None`` where PyTorch has no such thing.
+    """
+    if _guard is None:
+        return None
+    return _guard(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]
 
 
 def metadata(tensor: object) -> Hashable:

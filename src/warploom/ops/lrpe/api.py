@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from warploom.backend import use_triton
-from warploom.eager import is_plain_eager
+from warploom.eager import is_plain_eager, is_watched
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
 from warploom.layout import in_order_of
 from warploom.ops.lrpe import reference
-from warploom.plans import Plans, are_kept, metadata
+from warploom.plans import Plans, are_kept, metadata, recognise
 
 Tensor = torch.Tensor
 
@@ -155,14 +155,32 @@ def _run(
     name: str, kind: str, x: Tensor, theta: Tensor, grid: Sequence[int] | None, prefix: int, offset: int | Tensor,
     position_ids: Tensor | None, cu_seqlens: Tensor | None, activation: str, backend: str,
 ) -> Tensor:  # fmt: skip
+    if position_ids is None and cu_seqlens is None and type(offset) is int and not is_watched():
+        for like, kind_, grid_, prefix_, activation_, backend_, first, last, run in _on_kernels.recent:
+            if (
+                kind_ is kind and grid_ is grid and prefix_ is prefix and activation_ is activation
+                and backend_ is backend and first <= offset <= last and like(x, theta)
+            ):  # fmt: skip
+                return run(x, theta, offset)  # type: ignore[no-any-return]
     key = _key(kind, x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation, backend)
     if key is not None:
         known = _on_kernels.find(key)
         if known is not None:
-            apply, call = known
-            return apply(x, theta, _placed(call, offset, position_ids, cu_seqlens))  # type: ignore[no-any-return]
+            ways, call = known
+            if position_ids is None and cu_seqlens is None and type(offset) is int and not isinstance(grid, list):
+                _remember(x, theta, (kind, grid, prefix, activation, backend), ways.prepared(x, theta, call))
+            return ways.apply(x, theta, _placed(call, offset, position_ids, cu_seqlens))  # type: ignore[no-any-return]
     given = _Arguments(x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation)
     return _run_unknown(name, kind, given, backend, key)
+
+
+def _remember(x: Tensor, theta: Tensor, options: tuple[Any, ...], run: Callable[..., Tensor]) -> None:
+    """Know the next call like this one without a key: its options by identity, its offset by where it may lie."""
+    like = recognise(x, theta)
+    if like is not None:
+        _, grid, *_ = options
+        first, last = (-_LARGEST, _LARGEST + 1 - x.shape[1]) if grid is None else (0, 0)
+        _on_kernels.remember((like, *options, first, last, run))
 
 
 def _run_unknown(name: str, kind: str, given: _Arguments, backend: str, key: Hashable | None) -> Tensor:
@@ -180,14 +198,14 @@ def _run_unknown(name: str, kind: str, given: _Arguments, backend: str, key: Has
     positions = launchers.Positions(prefix=prefix, grid=grid)
     call = autograd.Call(positions, kind, given.activation, None if key is None else Plans())
     if key is not None:
-        _on_kernels.keep(key, (autograd.apply, call))
+        _on_kernels.keep(key, (autograd, call))
     return autograd.apply(given.x, given.theta, _placed(call, given.offset, ids, given.cu_seqlens))
 
 
 def _placed(call: Any, offset: int | Tensor, ids: Tensor | None, cu_seqlens: Tensor | None) -> Any:
     """A call of `autograd` at the positions that calls of a kind do not share: the offset, and those in tensors."""
-    if ids is None and cu_seqlens is None and type(offset) is int and offset == 0:
-        return call
+    if ids is None and cu_seqlens is None and type(offset) is int:
+        return call.at(offset)
     offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
     positions = call.positions._replace(ids=ids, offsets=offsets, cu_seqlens=cu_seqlens, offset=offset)
     return call._replace(positions=positions)

@@ -7,7 +7,7 @@ registered operators with an autograd formula do not support.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ Tensor = torch.Tensor
 _POSITIONS = (
     "Tensor? position_ids, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, SymInt prefix, SymInt[] grid"
 )
+_Run = Callable[[Tensor, Tensor, int], Tensor]  # from x, theta and an offset
 _library = torch.library.Library("warploom", "FRAGMENT")
 _plans = Plans()
 """Of the registered operators' calls."""
@@ -47,6 +48,12 @@ class Call(NamedTuple):
     def over_sequence(self) -> bool:
         """Whether statistics of the sequence are taken."""
         return self.activation == "softmax_sequence"
+
+    def at(self, offset: int) -> Call:
+        """The same call, its first token at this offset."""
+        if offset == self.positions.offset:
+            return self
+        return self._replace(positions=self.positions._replace(offset=offset))
 
 
 def _run_forward(x: Tensor, theta: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -200,6 +207,27 @@ class _EagerLrpe(torch.autograd.Function):
         return *_gradients(grad, x, theta, ctx.call, statistics, ctx.needs_input_grad), None
 
 
+class _PreparedLrpe(torch.autograd.Function):
+    """The same for a call whose forward is prepared. All but its tensors is one argument: each takes its time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, theta: Tensor, rest: tuple[_Run, Call, int]) -> Tensor:
+        ctx.save_for_backward(x, theta)
+        ctx.rest = rest
+        return rest[0](x, theta, rest[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, theta = ctx.saved_tensors
+        _, call, offset = ctx.rest
+        return *_gradients(grad, x, theta, call.at(offset), None, ctx.needs_input_grad), None
+
+
+# `torch.autograd.Function.apply` looks for function transforms, and for tensors that outlived one, before it calls
+# this. Where calls are prepared for are none of either.
+_apply_prepared: Any = super(torch.autograd.Function, _PreparedLrpe).apply
+
+
 class _Lrpe(torch.autograd.Function):
     """The same for `torch.func`, which wants every tensor among the arguments."""
 
@@ -247,6 +275,26 @@ def apply(x: Tensor, theta: Tensor, call: Call) -> Tensor:
     return torch.ops.warploom.lrpe(  # type: ignore[no-any-return]
         x, theta, ids, offsets, cu_seqlens, offset, prefix, list(grid), call.kind, call.activation
     )[0]
+
+
+def prepared(x: Tensor, theta: Tensor, call: Call) -> _Run:
+    """What runs calls like one that `apply` has run, at any offset, as `warploom.plans.recognise` tells them.
+
+    The ``call`` has plans, and no tensors among its positions.
+    """
+    plan = None if call.plans is None else call.plans.find("forward")
+    if plan is None or call.over_sequence:
+        return lambda x, theta, offset: apply(x, theta, call.at(offset))
+    run = launchers.prepared(plan)
+    if not (x.requires_grad or theta.requires_grad):
+        return run
+
+    def differentiate(x: Tensor, theta: Tensor, offset: int) -> Tensor:
+        if torch.is_grad_enabled():
+            return _apply_prepared(x, theta, (run, call, offset))  # type: ignore[no-any-return]
+        return run(x, theta, offset)
+
+    return differentiate
 
 
 def angle_table(x: Tensor, theta: Tensor, positions: Positions, kind: str) -> Tensor:

@@ -27,13 +27,35 @@ from warploom.device.phase import cos_sin, phase_step
 
 
 @triton.jit
+def divide(n, inverse):
+    """``n // d`` for 0 ≤ n < 2³¹, by the number that `warploom.ops.lrpe.launchers.inverse_of` makes of d.
+
+    The processor has no instruction for it: what the compiler makes of ``//`` is a chain of thirty or so, through the
+    slowest of its units, which everything that a program reads would wait for.
+    """
+    return (tl.umulhi((n * 2).to(tl.uint32), (inverse >> 5).to(tl.uint32)) >> (inverse & 31).to(tl.int32)).to(
+        tl.int32
+    )
+
+
+@triton.jit
+def divide_with_rest(n, by, inverse):
+    """``n // by`` and ``n % by``, for n ≥ 0; by `divide` if there is an ``inverse``."""
+    quotient = n // by if inverse is None else divide(n, inverse)
+    return quotient, n - quotient * by
+
+
+@triton.jit
 def token_positions(
     n, mask, s, u, axis, ids, offsets, cu_seqlens,
     ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u,
     offset, prefix, size1, size2, size3, sequences, cu_stride,
-    AXES: tl.constexpr,
+    AXES: tl.constexpr, inverse1=None, inverse2=None, inverse3=None,
 ):  # fmt: skip
-    """Coordinates of tokens ``n`` (R,): int32 (R, 1), or (R, F) in several dimensions, where ``axis`` is (F,)."""
+    """Coordinates of tokens ``n`` (R,): int32 (R, 1), or (R, F) in several dimensions, where ``axis`` is (F,).
+
+    ``inverse1`` and so on are what `divide` takes for the sizes of a grid's axes, if it shall.
+    """
     if ids is not None:
         rows = ids + s * ids_s + u * ids_u + n.to(tl.int64) * ids_n
         if AXES == 1:
@@ -54,17 +76,16 @@ def token_positions(
         else:  # row-major coordinates in the grid; the prefix sits at the origin
             i = tl.maximum(i, 0)
             if AXES == 4:
-                c3 = (i % size3)[:, None]
-                i = i // size3
+                i, c3 = divide_with_rest(i, size3, inverse3)
             if AXES >= 3:
-                c2 = (i % size2)[:, None]
-                i = i // size2
+                i, c2 = divide_with_rest(i, size2, inverse2)
+            c0, c1 = divide_with_rest(i, size1, inverse1)
             a = axis[None, :]
-            position = tl.where(a == 0, (i // size1)[:, None], (i % size1)[:, None])
+            position = tl.where(a == 0, c0[:, None], c1[:, None])
             if AXES >= 3:
-                position = tl.where(a == 2, c2, position)
+                position = tl.where(a == 2, c2[:, None], position)
             if AXES == 4:
-                position = tl.where(a == 3, c3, position)
+                position = tl.where(a == 3, c3[:, None], position)
     return position
 
 
@@ -72,7 +93,7 @@ def token_positions(
 def load_angles(
     n, u, mask, s, theta, ids, offsets, cu_seqlens, table,
     theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
-    offset, prefix, size1, size2, size3, sequences, cu_stride,
+    offset, prefix, size1, size2, size3, sequences, cu_stride, inverse1, inverse2, inverse3,
     AXES: tl.constexpr, F: tl.constexpr, E: tl.constexpr, THETA_VEC: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """What the angles of the rows (``n``, ``u``) for entry ``s`` are made of.
@@ -88,12 +109,16 @@ def load_angles(
         second = tl.load(cells + F, mask=mask[:, None] & (f < F)[None, :], other=0.0)
     else:
         e = f if E >= F else f % E
-        cells = theta + (u * (theta_u * THETA_VEC))[:, None] + (e if THETA_VEC > 1 else e * theta_f)[None, :]
+        if THETA_VEC == 1:
+            # Not so where E is odd. It makes neighbouring threads read neighbouring frequencies, in the layout of x;
+            # each is read by itself all the same, since nothing is known of the alignment.
+            e = tl.max_contiguous(e * theta_f, 2)
+        cells = theta + (u * (theta_u * THETA_VEC))[:, None] + e[None, :]
         first = tl.load(cells, mask=mask[:, None] & turned[None, :], other=0.0)
         second = first
     position = token_positions(
         n, mask, s, u, axis, ids, offsets, cu_seqlens, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u,
-        offset, prefix, size1, size2, size3, sequences, cu_stride, AXES,
+        offset, prefix, size1, size2, size3, sequences, cu_stride, AXES, inverse1, inverse2, inverse3,
     )  # fmt: skip
     return position, first, second
 
@@ -121,34 +146,38 @@ def load_frequencies(theta, h, first, theta_u, theta_f, AXES: tl.constexpr, F: t
 
 
 @triton.jit
-def split_program(shared, row_blocks, BLOCK_S: tl.constexpr, TOKENS_INNER: tl.constexpr):
+def split_program(blocks, inverse, TOKENS_INNER: tl.constexpr):
     """Block of S and block of rows of this program. Whatever lies closer together in memory moves faster.
 
     That is S where it runs over the heads of a token, and the rows where S runs over the batch: a copy kernel
     that walks over the batch first takes 590 µs for what takes 578 µs this way and 570 µs without a batch axis.
+    ``blocks`` is how many there are of the faster, and ``inverse`` what `divide` takes for it.
     """
     program = tl.program_id(0)
+    slow = divide(program, inverse)
+    fast = program - slow * blocks
     if TOKENS_INNER:
-        shared_blocks = tl.cdiv(shared, BLOCK_S)
-        s_block, row_block = program % shared_blocks, program // shared_blocks
+        s_block, row_block = fast, slow
     else:
-        s_block, row_block = program // row_blocks, program % row_blocks
+        s_block, row_block = slow, fast
     return s_block, row_block
 
 
 @triton.jit
-def rows_of(first_row, tokens, unique, BLOCK_R: tl.constexpr, TOKENS_INNER: tl.constexpr):
-    """Token (int32), ``u`` (int64) and validity of the rows of a tile, (R,) each."""
-    row = (first_row + tl.arange(0, BLOCK_R)).to(tl.uint32)
-    inner = (tokens if TOKENS_INNER else unique).to(tl.uint32)
-    slow = (row // inner).to(tl.int32)
-    fast = (row % inner).to(tl.int32)
+def rows_of(first_row, tokens, unique, inverse, BLOCK_R: tl.constexpr, TOKENS_INNER: tl.constexpr):
+    """Token (int32), ``u`` (int64) and validity of the rows of a tile, (R,) each.
+
+    ``inverse``: that of the faster of ``tokens`` and ``unique``, for `divide`. The last tile may reach beyond 2³¹,
+    and rows become negative there.
+    """
+    row = first_row + tl.arange(0, BLOCK_R)
+    slow = divide(row, inverse)
     if TOKENS_INNER:
-        n, u = fast, slow
-        mask = u < unique
+        n, u = row - slow * tokens, slow
+        mask = (u < unique) & (row >= 0)
     else:
-        n, u = slow, fast
-        mask = n < tokens
+        n, u = slow, row - slow * unique
+        mask = (n < tokens) & (row >= 0)
     return n, u.to(tl.int64), mask
 
 
@@ -294,7 +323,7 @@ def turn_backward(
 # changes from call to call, comes first.
 _INTEGERS = (
     "offset tokens unique shared theta_u theta_f ids_s ids_n ids_u ids_k offsets_s offsets_u table_n table_u "
-    "prefix size1 size2 size3 sequences cu_stride"
+    "prefix size1 size2 size3 sequences cu_stride inverse1 inverse2 inverse3 blocks blocks_inverse rows_inverse"
 ).split()
 _FORWARD_INTEGERS = [*_INTEGERS, *"x_s x_n x_u x_f out_s out_n out_u out_f".split()]
 _BACKWARD_INTEGERS = [
@@ -311,6 +340,8 @@ def forward_kernel(
     offsets_s: tl.int64, offsets_u: tl.int64, table_n: tl.int64, table_u: tl.int64,
     prefix: tl.int32, size1: tl.int32, size2: tl.int32, size3: tl.int32, sequences: tl.int32,
     cu_stride: tl.int64,
+    inverse1: tl.int64, inverse2: tl.int64, inverse3: tl.int64,
+    blocks: tl.int32, blocks_inverse: tl.int64, rows_inverse: tl.int64,
     x_s: tl.int64, x_n: tl.int64, x_u: tl.int64, x_f: tl.int64,
     out_s: tl.int64, out_n: tl.int64, out_u: tl.int64, out_f: tl.int64,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, AXES: tl.constexpr,
@@ -324,22 +355,25 @@ def forward_kernel(
     if tickets is not None and tl.program_id(0) == 0:
         tl.store(tickets + tl.arange(0, 2), tl.zeros((2,), dtype=tl.int32))
     INTERLEAVED: tl.constexpr = KIND == "interleaved"
-    s_block, row_block = split_program(shared, tl.cdiv(tokens * unique, BLOCK_R), BLOCK_S, TOKENS_INNER)
+    s_block, row_block = split_program(blocks, blocks_inverse, TOKENS_INNER)
     s_first = s_block * BLOCK_S
-    n, u, mask = rows_of(row_block * BLOCK_R, tokens, unique, BLOCK_R, TOKENS_INNER)
+    n, u, mask = rows_of(row_block * BLOCK_R, tokens, unique, rows_inverse, BLOCK_R, TOKENS_INNER)
     x_rows = row_pointers(x, n, u, x_n, x_u, VEC) + s_first.to(tl.int64) * (x_s * VEC)
     out_rows = row_pointers(out, n, u, out_n, out_u, VEC) + s_first.to(tl.int64) * (out_s * VEC)
 
-    # The frequencies are few and wanted first; then all of x is under way before the first angle is computed.
-    position, first, second = load_angles(
-        n, u, mask, s_first.to(tl.int64), theta, ids, offsets, cu_seqlens, table,
-        theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
-        offset, prefix, size1, size2, size3, sequences, cu_stride, AXES, F, E, THETA_VEC, BLOCK_F,
-    )  # fmt: skip
+    # All of x is under way before the first frequency is read. Without the barrier the assembler moves these loads
+    # behind what is computed from the frequencies: they would wait for those to come from memory.
     tiles = ()
     for i in tl.static_range(BLOCK_S):
         ahead = mask & (s_first + i < shared)
         tiles = tiles + (load_input(x_rows + i * (x_s * VEC), ahead, x_f, 0, KIND, UNIT, F, BLOCK_F),)
+    tl.debug_barrier()
+    position, first, second = load_angles(
+        n, u, mask, s_first.to(tl.int64), theta, ids, offsets, cu_seqlens, table,
+        theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
+        offset, prefix, size1, size2, size3, sequences, cu_stride,
+        inverse1, inverse2, inverse3, AXES, F, E, THETA_VEC, BLOCK_F,
+    )  # fmt: skip
     cosine, sine = angles(position, first, second, table, out.dtype.element_ty.primitive_bitwidth == 16)
     for i in tl.static_range(BLOCK_S):
         if s_first + i < shared:
@@ -357,6 +391,8 @@ def backward_kernel(
     offsets_s: tl.int64, offsets_u: tl.int64, table_n: tl.int64, table_u: tl.int64,
     prefix: tl.int32, size1: tl.int32, size2: tl.int32, size3: tl.int32, sequences: tl.int32,
     cu_stride: tl.int64,
+    inverse1: tl.int64, inverse2: tl.int64, inverse3: tl.int64,
+    blocks: tl.int32, blocks_inverse: tl.int64, rows_inverse: tl.int64,
     chunks: tl.int32,
     x_s: tl.int64, x_n: tl.int64, x_u: tl.int64, x_f: tl.int64,
     grad_s: tl.int64, grad_n: tl.int64, grad_u: tl.int64, grad_f: tl.int64,
@@ -376,7 +412,7 @@ def backward_kernel(
     NEEDS_X: tl.constexpr = THETA or ACTIVATION != "none"
     INTERLEAVED: tl.constexpr = KIND == "interleaved"
     BY_HEAD: tl.constexpr = THETA and not ONE_THETA
-    s_block, chunk = split_program(shared, chunks, BLOCK_S, TOKENS_INNER)
+    s_block, chunk = split_program(blocks, blocks_inverse, TOKENS_INNER)
     s_first = s_block * BLOCK_S
     total = tl.zeros((BLOCK_R, BLOCK_F), tl.float64)  # positions are large, and their terms cancel
     head = 0
@@ -389,13 +425,16 @@ def backward_kernel(
         rows = tokens
     if THETA:
         whole, rest, unit = load_frequencies(theta, head, 0, theta_u, theta_f, AXES, F, E, THETA_VEC, BLOCK_F)
-    for first_row in range(first_chunk * BLOCK_R, rows, chunks * BLOCK_R):
+    first = first_chunk * BLOCK_R
+    # Constant bounds where there is one turn: the compiler moves nothing before a loop that it does not see.
+    for turn in range(first if THETA else 0, rows if THETA else 1, chunks * BLOCK_R if THETA else 1):
+        first_row = turn if THETA else first
         if BY_HEAD:
             n = first_row + tl.arange(0, BLOCK_R)
             u = (head + tl.zeros((BLOCK_R,), tl.int32)).to(tl.int64)
             mask = n < tokens
         else:
-            n, u, mask = rows_of(first_row, tokens, unique, BLOCK_R, TOKENS_INNER)
+            n, u, mask = rows_of(first_row, tokens, unique, rows_inverse, BLOCK_R, TOKENS_INNER)
         x_rows = row_pointers(x, n, u, x_n, x_u, VEC) + s_first.to(tl.int64) * (x_s * VEC)
         grad_rows = row_pointers(grad, n, u, grad_n, grad_u, VEC) + s_first.to(tl.int64) * (grad_s * VEC)
         dx_rows = row_pointers(dx, n, u, dx_n, dx_u, VEC) + s_first.to(tl.int64) * (dx_s * VEC)
@@ -403,13 +442,7 @@ def backward_kernel(
             position = token_positions(
                 n, mask, s_first.to(tl.int64), u, tl.arange(0, BLOCK_F) // E, ids, offsets, cu_seqlens,
                 ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u,
-                offset, prefix, size1, size2, size3, sequences, cu_stride, AXES,
-            )  # fmt: skip
-        else:
-            position, first, second = load_angles(
-                n, u, mask, s_first.to(tl.int64), theta, ids, offsets, cu_seqlens, table,
-                theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
-                offset, prefix, size1, size2, size3, sequences, cu_stride, AXES, F, E, THETA_VEC, BLOCK_F,
+                offset, prefix, size1, size2, size3, sequences, cu_stride, AXES, inverse1, inverse2, inverse3,
             )  # fmt: skip
         grads = ()
         tiles = ()
@@ -423,7 +456,14 @@ def backward_kernel(
         if THETA:
             cosine, sine = cos_sin(position, whole, rest, unit, HALF)
         else:
-            cosine, sine = angles(position, first, second, table, HALF)
+            tl.debug_barrier()  # as in the forward
+            position, one, two = load_angles(
+                n, u, mask, s_first.to(tl.int64), theta, ids, offsets, cu_seqlens, table,
+                theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
+                offset, prefix, size1, size2, size3, sequences, cu_stride,
+                inverse1, inverse2, inverse3, AXES, F, E, THETA_VEC, BLOCK_F,
+            )  # fmt: skip
+            cosine, sine = angles(position, one, two, table, HALF)
         row_total = tl.zeros((BLOCK_R, BLOCK_F), tl.float32)
         for i in tl.static_range(BLOCK_S):
             if s_first + i < shared:

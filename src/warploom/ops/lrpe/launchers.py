@@ -6,12 +6,13 @@ are kept by whoever calls (`warploom.plans`): a call like an earlier one only al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 
-from warploom.launch import Dense, Kernel, Launch, may_start_early, multiprocessors
+from warploom.launch import Dense, Kernel, Launch, may_start_early, multiprocessors, producing
 from warploom.layout import empty_in_order_of, layout_of
 from warploom.ops.lrpe.kernels import backward_kernel, forward_kernel, reduce_kernel
 from warploom.plans import Plans
@@ -27,6 +28,7 @@ THETA_WARPS = 8
 """Warps per multiprocessor where theta's gradient is summed: few, so that few partial sums leave the chip."""
 
 _SMALL = 2**23  # elements, up to which the time of a single program shows
+_TINY = 2**21  # elements, up to which most of a multiprocessor is idle
 _SHARING = 4  # batch entries, from which programs with more vectors are not half empty
 
 
@@ -91,50 +93,58 @@ class Geometry(NamedTuple):
         return (heads, tokens, batch) if self.heads_shared else (batch, tokens, heads)
 
 
-def _configuration(
+class Tile(NamedTuple):
+    """How much a program does, and in how many threads."""
+
+    vectors: int  # of x to a row of angles
+    warps: int
+    access: int = 16  # bytes of features a thread
+
+
+def _tile(
     kind: str, activation: str, positions: Positions, backward: bool, theta_gradient: bool, x: torch.Tensor
-) -> tuple[int, int]:
-    """Vectors of x to a row of angles, and warps; measured on an H200 (see "How it reaches the limit")."""
+) -> Tile:
+    """Measured on an H200 (see "How it reaches the limit")."""
     wide = x.element_size() > 2
-    if _is_small(x) and not wide and not theta_gradient:  # more work for each program, so that all run at once
-        if kind == "cosine" and not backward:
-            return 4, 2 if activation == "none" else 4
-        if kind == "rotate" and activation == "none":
-            return (3 if backward else 4), 4
     if theta_gradient:  # more vectors would spill registers
-        return (2, 1) if wide else (4, 1) if kind == "cosine" else (3, 2)
+        return Tile(2, 1) if wide else Tile(4, 1) if kind == "cosine" else Tile(3, 2)
+    if x.numel() <= _SMALL and x.shape[0] >= _SHARING and not wide and kind != "interleaved":
+        if x.numel() <= _TINY:
+            return Tile(4 if kind == "cosine" else 2, 4, 4)
+        if kind == "cosine":
+            return Tile(2 if backward else 4, 2)
+        if activation == "none":
+            return Tile(3 if backward else 4, 4, 8)
+        if backward:
+            return Tile(2, 4, 8)
+        return Tile(3, 4, 8) if activation == "softmax" else Tile(2, 2, 8)
     if kind == "cosine" and backward:
-        return (4, 2) if positions.axes() > 2 else (3, 1) if activation == "softmax" else (2, 1)
+        return Tile(4, 2) if positions.axes() > 2 else Tile(3, 1) if activation == "softmax" else Tile(2, 1)
     if kind == "cosine":
-        return (4 if activation == "softmax" else 3), 2
+        return Tile(4 if activation == "softmax" else 3, 2)
     if activation == "none":
-        return (3 if backward and positions.axes() > 2 else 2), 1
+        return Tile(3 if backward and positions.axes() > 2 else 2, 1)
     if backward:
-        return (2 if activation == "softmax" else 3), 2
-    return (3 if positions.axes() > 1 else 2), 2
-
-
-def _is_small(x: torch.Tensor) -> bool:
-    """Whether larger programs pay because there are few."""
-    return x.numel() <= _SMALL and x.shape[0] >= _SHARING
+        return Tile(2 if activation == "softmax" else 3, 2)
+    return Tile(3 if positions.axes() > 1 else 2, 2)
 
 
 def geometry_of(
-    x: torch.Tensor, theta: torch.Tensor, positions: Positions, kind: str, configuration: tuple[int, int]
+    x: torch.Tensor, theta: torch.Tensor, positions: Positions, kind: str, tile: tuple[int, ...]
 ) -> Geometry:
-    """Sizes and tiles of a call."""
+    """Sizes and tiles of a call. ``tile``: fields of a `Tile`."""
     batch, tokens = x.shape[0], x.shape[1]
     heads = x.shape[2] if x.dim() == 4 else 1
     features = x.shape[-1] if kind == "cosine" else x.shape[-1] // 2
     per_head = theta.dim() == 2 and theta.shape[0] > 1
     heads_shared = not per_head and heads > 1
     block_f = triton.next_power_of_2(features)
-    block_s, warps = configuration
+    block_s, warps, access = Tile(*tile)
     if block_f > 1024:  # long rows: more threads, fewer of them
         block_s, warps = 1, min(32, block_f // 256)
     if positions.per_batch() and not heads_shared:
         block_s = 1  # batch entries at different positions share no angles
-    block_r = max(1, warps * 32 * 16 // x.element_size() // block_f)  # 16 bytes of features a thread
+    block_r = max(1, warps * 32 * access // x.element_size() // block_f)
     return Geometry(batch, tokens, heads, heads_shared, block_s, block_r, block_f, warps, features)
 
 
@@ -154,6 +164,29 @@ def packed_strides(tensors: tuple[torch.Tensor, ...], geometry: Geometry) -> tup
     unit = all(s[3] == 1 for s in strides)
     vec = 16 if unit and all(v % 16 == 0 for s in strides for v in s[:3]) else 1
     return vec, unit, [v for s in strides for v in (s[0] // vec, s[1] // vec, s[2] // vec, s[3])]
+
+
+def inverse_of(d: int) -> int:
+    """What the kernels' ``divide`` takes for a divisor: a multiplier above five bits of shift.
+
+    The quotient is exact below 2³¹ (Granlund and Montgomery, 1994).
+    """
+    d = max(d, 1)
+    shift = (d - 1).bit_length()
+    return ((1 << (31 + shift)) // d + 1) << 5 | shift
+
+
+def _inverses(positions: Positions, geometry: Geometry, row_blocks: int) -> tuple[int, ...]:
+    """Arguments ``inverse1 … rows_inverse``: how tokens lie in a grid, programs in blocks, and rows in tokens."""
+    blocks = geometry.shared_blocks if geometry.heads_shared else row_blocks
+    faster = geometry.tokens if geometry.heads_shared else geometry.unique
+    return *map(inverse_of, _inner_sizes(positions)), blocks, inverse_of(blocks), inverse_of(faster)
+
+
+def _inner_sizes(positions: Positions) -> tuple[int, int, int]:
+    """Sizes of the axes of a grid but the first."""
+    size1, size2, size3 = (*positions.grid[1:], 1, 1, 1)[:3]
+    return size1, size2, size3
 
 
 def angle_numbers(
@@ -177,12 +210,11 @@ def angle_numbers(
     table_n = table_u = 0
     if table is not None:
         table_n, table_u = table.stride(0), 0 if table.shape[1] == 1 else table.stride(1)
-    size1, size2, size3 = (*positions.grid[1:], 1, 1, 1)[:3]
     cu_seqlens = positions.cu_seqlens
     return theta_vec, (
         geometry.tokens, geometry.unique, geometry.shared, theta_u // theta_vec, theta.stride(-1),
         ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
-        positions.prefix, size1, size2, size3,
+        positions.prefix, *_inner_sizes(positions),
         0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         0 if cu_seqlens is None else cu_seqlens.stride(0),
     )  # fmt: skip
@@ -209,6 +241,11 @@ def forward(
     ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
     plan.launch((x, out, theta, ids, offsets, cu_seqlens, table, tickets), positions.offset)
     return out
+
+
+def prepared(plan: Plan) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
+    """`forward` from x, theta and the offset, for calls with this plan and no further tensors."""
+    return producing(plan.launch, plan.result, absent=5)
 
 
 class ThetaSums(NamedTuple):
@@ -246,15 +283,14 @@ def plan_forward(
     table: torch.Tensor | None,
 ) -> Plan:
     """Plan of `forward`."""
-    configuration = _configuration(kind, activation, positions, False, False, x)
-    geometry = geometry_of(x, theta, positions, kind, configuration)
+    geometry = geometry_of(x, theta, positions, kind, _tile(kind, activation, positions, False, False, x))
     out = layout_of(x, 2 * geometry.features)
     vec, unit, strides = packed_strides((x, out), geometry)
     theta_vec, numbers = angle_numbers(theta, positions, geometry, table)
     launch = Launch(
         _forward_kernel,
         geometry.shared_blocks * geometry.row_blocks,
-        (*numbers, *strides),
+        (*numbers, *_inverses(positions, geometry, geometry.row_blocks), *strides),
         (
             kind, activation, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1],
             geometry.heads_shared, geometry.block_s, geometry.block_r, geometry.block_f,
@@ -310,8 +346,8 @@ def plan_backward(
     result: torch.Tensor | None,
 ) -> Plan:
     """Plan of `backward`."""
-    configuration = _configuration(kind, activation, positions, True, theta_gradient, x)
-    geometry = geometry_of(x, theta, positions, kind, configuration)
+    tile = _tile(kind, activation, positions, True, theta_gradient, x)
+    geometry = geometry_of(x, theta, positions, kind, tile)
     dx = layout_of(x, x.shape[-1]) if result is None else result
     vec, unit, strides = packed_strides((x, grad, dx), geometry)
     theta_vec, numbers = angle_numbers(theta, positions, geometry, table)
@@ -324,7 +360,7 @@ def plan_backward(
     launch = Launch(
         _backward_kernel,
         geometry.shared_blocks * chunks,
-        (*numbers, chunks, *strides),
+        (*numbers, *_inverses(positions, geometry, chunks), chunks, *strides),
         (
             kind, activation, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1],
             geometry.heads_shared, rows == 1, geometry.block_s, geometry.block_r, geometry.block_f,

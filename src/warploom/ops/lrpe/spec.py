@@ -108,6 +108,8 @@ _CHECKS: tuple[dict[str, Any], ...] = (
     {"batch": 0},
     {"n": 0, "activation": "softmax"},
     {"batch": 9, "heads": 7, "n": 3, "head_dim": 10},
+    {"batch": 5, "dtype": "bfloat16", "head_dim": 32, "theta_gradient": False},
+    {"batch": 4, "dtype": "float16", "activation": "softmax", "grid": [19], "theta_gradient": False},
     {"activation": "softmax_sequence"},
     {"activation": "softmax_sequence", "dtype": "bfloat16", "theta": "shared", "head_dim": 64, "prefix": 3},
     {"activation": "softmax_sequence", "theta": "vector", "heads": 0, "n": 2300, "batch": 2, "head_dim": 6},
