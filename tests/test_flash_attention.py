@@ -556,7 +556,9 @@ def test_no_length_batch_window_or_scale_is_a_constant(
         launches.clear()
         for case in kind:
             run(random_inputs(device, **case), "triton")
-        assert len({(name, tuple(constants.items())) for name, constants in launches}) == 4
+        merging = ("combine_kernel", "sum_kernel")  # of walks that are long enough to be split
+        used = {(name, tuple(constants.items())) for name, constants in launches if name not in merging}
+        assert len(used) == 4
 
 
 @kernels
