@@ -70,7 +70,7 @@ def test_the_loss_falls_and_the_model_writes(capsys: pytest.CaptureFixture[str])
     import generate
     import train_lm
 
-    words = "--device cpu --size tiny --steps 30 --warm-up 3 --batch 4 --log-every 10 --eval-batches 2 --lr 2e-3"
+    words = "--device cpu --size tiny --steps 50 --warm-up 3 --batch 4 --log-every 10 --eval-batches 2 --lr 2e-3"
     train_lm.main([*words.split(), "--text", str(ROOT / "src"), "--output", "run"])
     found = entries("run")
     assert found[-1]["held_out_loss"] < math.log(256) - 2
