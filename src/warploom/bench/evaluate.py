@@ -223,15 +223,15 @@ def _reference_results(unit: Unit, inputs: Inputs) -> tuple[_Subject, Tensors, T
 
 
 def provider_call(unit: Unit, name: str, device: torch.device) -> Call:
-    """A provider's call on a unit's inputs as it is timed, unchecked: for profilers."""
+    """A provider's call on a unit's inputs as it is timed, unchecked: to profile, or to compile what it runs."""
     unit = next(part for part in unit.parts if name in part.bench.providers)
     inputs = make_inputs(unit.bench.operator, unit.case, device)
     with torch.set_grad_enabled(unit.work != "fwd"):
-        grads = None
+        function, grads = _function(unit, name), None
         if unit.work != "fwd":
-            outputs, _ = _graph(unit.bench.operator.reference, inputs)
+            outputs, _ = _graph(function, inputs)
             grads = tuple(torch.randn_like(output) for output in outputs)
-        return _Subject(inputs, grads, unit.work == "fwd_bwd").start(_function(unit, name))
+        return _Subject(inputs, grads, unit.work == "fwd_bwd").start(function)
 
 
 def _function(unit: Unit, name: str) -> Function:

@@ -6,11 +6,11 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from warploom.bench.progress import show_progress
 from warploom.bench.records import (
     LIMIT,
     RECORDS,
+    Key,
     Record,
     append,
     current_digests,
@@ -137,6 +138,7 @@ def run(
     *,
     resume: bool = False,
     time_limit: float | None = None,
+    prepare: Callable[[Sequence[tuple[Unit, Sequence[str]]]], object] | None = None,
 ) -> Outcome:
     """Measure, and append the records of every case to ``output`` as soon as they are there.
 
@@ -147,6 +149,7 @@ def run(
         output: Folder for ``records.jsonl`` and ``environment.json``. What is in it already stays.
         resume: Leave out what ``output`` has from the same code in the same environment, undisturbed.
         time_limit: Seconds after which no further case is begun.
+        prepare: Called before anything is measured, with what will be: see `warploom.bench.compile_first`.
 
     Returns:
         The selection's records, and what is left of it.
@@ -163,26 +166,14 @@ def run(
     digests = {bench.name: current_digests(bench) for bench in benches}
 
     began = time.monotonic()
+    tasks = [_task(unit, selection, identifier, digests[unit.bench.name], found) for unit in units]
+    if prepare is not None:
+        prepare([(task.unit, [name for name in task.missing if name != LIMIT]) for task in tasks if task.missing])
     clock = WatchedClock(make_clock(device), make_reader(device))
     outcome = Outcome()
     with show_progress(len(units)) as progress, _quick_collections():
-        for unit in units:
+        for unit, blank, known, missing in tasks:
             of = digests[unit.bench.name]
-            blank = Record(
-                operator=operator_name(unit.bench),
-                suite=unit.suite,
-                case=_as_json(dict(unit.case)),
-                provider=LIMIT,
-                mode=unit.mode,
-                source_digest=of[LIMIT],
-                environment=identifier,
-            )
-            every = unit.bench.every_provider
-            names = [p for p in every if selection.providers is None or p in selection.providers]
-            wanted = [replace(blank, provider=name) for name in (*names, LIMIT)]
-            known = [found[record.key] for record in wanted if record.key in found]
-            known = [r for r in known if r.source_digest == of[r.provider] and not r.disturbed]
-            missing = [r.provider for r in wanted if r.provider not in {record.provider for record in known}]
             if missing and time_limit is not None and time.monotonic() - began >= time_limit:
                 outcome.reason = outcome.reason or f"the time limit of {time_limit:g} s is reached"
             if missing and outcome.reason:
@@ -199,6 +190,36 @@ def run(
             outcome.records += fresh
             progress.end(str(unit), fresh)
     return outcome
+
+
+class _Task(NamedTuple):
+    """A unit, a record of it to be filled in, what is known of it, and which providers have no record."""
+
+    unit: Unit
+    blank: Record
+    known: list[Record]
+    missing: list[str]
+
+
+def _task(
+    unit: Unit, selection: Selection, environment: str, digests: Mapping[str, str], found: Mapping[Key, Record]
+) -> _Task:
+    blank = Record(
+        operator=operator_name(unit.bench),
+        suite=unit.suite,
+        case=_as_json(dict(unit.case)),
+        provider=LIMIT,
+        mode=unit.mode,
+        source_digest=digests[LIMIT],
+        environment=environment,
+    )
+    every = unit.bench.every_provider
+    names = [p for p in every if selection.providers is None or p in selection.providers]
+    wanted = [replace(blank, provider=name) for name in (*names, LIMIT)]
+    known = [found[record.key] for record in wanted if record.key in found]
+    known = [r for r in known if r.source_digest == digests[r.provider] and not r.disturbed]
+    missing = [r.provider for r in wanted if r.provider not in {record.provider for record in known}]
+    return _Task(unit, blank, known, missing)
 
 
 def _measure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shutil
 import sys
@@ -77,6 +78,7 @@ def add_parser(commands: Commands) -> None:
 
 def _bench(options: argparse.Namespace) -> int:
     from warploom.bench import tables
+    from warploom.bench.compile_first import compile_first
     from warploom.bench.records import RECORDS
     from warploom.bench.runner import Selection, run
     from warploom.bench.specs import load_specs
@@ -91,7 +93,10 @@ def _bench(options: argparse.Namespace) -> int:
     output = options.output or Path("runs") / f"{slug(device)}-{options.suite}"
     if options.profile:
         return _profile(options, chosen, selection, device, output)
-    outcome = run(chosen, selection, device, output, resume=options.resume, time_limit=options.time_limit)
+    prepare = functools.partial(compile_first, device=device, specs=options.spec)
+    outcome = run(
+        chosen, selection, device, output, resume=options.resume, time_limit=options.time_limit, prepare=prepare
+    )
 
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
     print(tables.text(tables.sections(outcome.records, chosen), width))

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from warploom.cli.common import Commands, add_device, add_spec, names_in, pick, the_device
@@ -75,8 +72,9 @@ def _results(
     if processes < 2:
         yield from map(check, places)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, _start, (options.spec,)) as pool:
+    from warploom.bench.workers import workers
+
+    with workers(processes, options.spec) as pool:
         try:
             yield from pool.map(check, places, chunksize=CASES_AT_ONCE)
         except BrokenProcessPool as error:
@@ -88,13 +86,6 @@ def _results(
 def _processes(cases: int, device: torch.device) -> int:
     """How many processes share the cases: several on a GPU, where nearly every case compiles a kernel."""
     return min(MOST_PROCESSES, os.cpu_count() or 1, cases // CASES_AT_ONCE) if device.type == "cuda" else 1
-
-
-def _start(specs: Sequence[Path]) -> None:
-    """Begin a process: it has to know the operators that the command line describes."""
-    from warploom.bench.specs import load_specs
-
-    load_specs(specs)
 
 
 def _check_place(place: tuple[str, int], backend: str, device: torch.device) -> list[CheckResult]:

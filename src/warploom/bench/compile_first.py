@@ -1,0 +1,103 @@
+"""Kernels are compiled before anything is measured, by several processes.
+
+Nearly every case of an operator's first run meets a kernel that has to be compiled, which takes longer than to
+check and to time it. What the processes here compile lies in the compilers' caches on disk, where the process that
+measures finds it. They measure nothing, and what fails in them fails again where it is put down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from warploom.bench.attempt import DeviceLostError, attempt
+from warploom.bench.evaluate import Unit, provider_call
+from warploom.bench.workers import workers
+from warploom.ops import benches
+from warploom.ops.spec import Case
+
+__all__ = ["compile_first"]
+
+MOST_PROCESSES = 12
+LEAST_UNITS = 16
+"""Fewer units take less time than processes take to begin."""
+_COMPILES_NOTHING = re.compile(r"torch|torch_naive|sdpa_.*")
+_SIZES = frozenset({"n", "m", "batch", "grid", "prefix"})
+"""Parameters that mostly do not decide which kernel runs: cases that differ in these go to one process."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A `Unit` as it can be sent to a process, and which of its providers to call."""
+
+    bench: str
+    suite: str
+    case: Case
+    mode: str
+    providers: tuple[str, ...]
+
+    @property
+    def group(self) -> str:
+        """What units that are likely to share kernels have in common."""
+        kept = {name: value for name, value in self.case.items() if name not in _SIZES}
+        return json.dumps([self.bench, self.mode, kept], sort_keys=True)
+
+
+def compile_first(
+    units: Sequence[tuple[Unit, Sequence[str]]], device: torch.device, specs: Sequence[Path] = ()
+) -> int:
+    """Compile what providers will run, where that is worth processes of its own: on a GPU, for many units.
+
+    Args:
+        units: What will be measured, each with the names of its providers.
+        device: Where.
+        specs: Files that describe benches of one's own; those that come from nowhere else are left out.
+
+    Returns:
+        How many processes took part.
+    """
+    known = benches()
+    work = [
+        _Work(unit.bench.name, unit.suite, dict(unit.case), unit.mode, compiled)
+        for unit, names in units
+        if known.get(unit.bench.name) is unit.bench
+        and (compiled := tuple(name for name in names if not _COMPILES_NOTHING.fullmatch(name)))
+    ]
+    groups: dict[str, list[_Work]] = {}
+    for item in work:
+        groups.setdefault(item.group, []).append(item)
+    processes = min(MOST_PROCESSES, os.cpu_count() or 1, len(groups))
+    if device.type != "cuda" or len(work) < LEAST_UNITS or processes < 2:
+        return 0
+    # If a process dies, what it left is compiled where it is measured.
+    with workers(processes, specs) as pool, contextlib.suppress(BrokenProcessPool):
+        list(pool.map(_call_once, groups.values(), [device] * len(groups)))
+    return processes
+
+
+def _call_once(work: Sequence[_Work], device: torch.device) -> None:
+    """Call providers as they will be called, and forget the results."""
+    for item in work:
+        unit = Unit(benches()[item.bench], item.suite, item.case, item.mode)
+        for name in item.providers:
+            try:
+                attempt(name, functools.partial(_call_provider, unit, name, device))
+            except DeviceLostError:
+                return
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _call_provider(unit: Unit, name: str, device: torch.device) -> None:
+    with torch.set_grad_enabled(unit.work != "fwd"):  # as when it is timed
+        provider_call(unit, name, device)()
