@@ -33,31 +33,43 @@ class Tile(NamedTuple):
     piece: int  # tokens of a turn of its loops
     warps: int = 4
     vec: int = 4  # adjacent features of a thread
-    registers: int | None = None  # of a thread, at most
-    parts_first: bool = False
+    registers: int = 80  # of a thread, at most
+    parts_first: bool = False  # whether neighbouring programs take parts of one strip, or strips of the same tokens
+
+
+_TILES = {
+    ("rotate", False): {256: Tile(16, 256, 64), 2048: Tile(32, 256, 64), 2**31: Tile(32, 512, 64, 8)},
+    ("cosine", False): {
+        256: Tile(32, 256, 64),
+        1024: Tile(32, 512, 64),
+        2048: Tile(64, 256, 32),
+        2**31: Tile(64, 512, 32, 8),
+    },
+    ("rotate", True): {
+        1024: Tile(32, 256, 32, 8, 2),
+        8192: Tile(32, 256, 64, registers=128),
+        16384: Tile(16, 512, 64, registers=128, parts_first=True),
+    },
+    ("cosine", True): {
+        4096: Tile(32, 256, 64, registers=128),
+        16384: Tile(32, 256, 64, registers=128, parts_first=True),
+    },
+}
+"""Tiles of a kind, forward or backward, by the most tokens that they are for. Measured on an H200."""
 
 
 def tile_of(kind: str, backward: bool, tokens: int) -> Tile | None:
-    """The tile for sequences of so many tokens; None where the kernels for every GPU are faster.
-
-    Measured on an H200 (see "How it reaches the limit").
-    """
-    if tokens < _LEAST_TOKENS or (backward and tokens > 16384):
+    """The tile for sequences of so many tokens; None where the kernels for every GPU are faster."""
+    if tokens < _LEAST_TOKENS:
         return None
-    if kind == "cosine":
-        if backward:
-            return Tile(32, 256, 64, 4, 4, 128)
-        return Tile(64, 256, 32, 4, 4, 80) if tokens <= 1024 else Tile(64, 512, 32, 8, 4, 80)
-    if backward:
-        return Tile(32, 256, 32, 8, 2, 80)
-    return Tile(32, 256, 64, 4, 4, 80) if tokens <= 2048 else Tile(32, 512, 64, 8, 4, 80)
+    return next((tile for most, tile in _TILES[kind, backward].items() if tokens <= most), None)
 
 
 PATIENCE = 10_000
 """Polls after which a program no longer waits for sums: a few milliseconds."""
 
 _PROGRAMS = 2
-"""Programs of any tile that a multiprocessor holds at once, at least: 128 registers of 256 threads each, 68 KB."""
+"""Programs of any tile that a multiprocessor holds at once, at least: 75 KB, 128 registers of 128 threads."""
 
 
 class Words:
@@ -136,12 +148,9 @@ def suits(
     if tile is None or features % tile.width or any(t.dtype != x.dtype or not can_be_copied(t) for t in tensors):
         return None
     parts = -(-x.shape[1] // tile.tokens)
-    # Strips of the same tokens are neighbours, so the parts of one are in flight together if those of all are.
-    if x.is_cuda and features // tile.width * parts > _PROGRAMS * multiprocessors(x.device):
-        return None
-    if parts > _BLOCKS[-1] ** 2:
-        return None
-    return tile
+    # In either order of programs, the parts of a strip are in flight together if those of all strips of a head are.
+    fits = not x.is_cuda or features // tile.width * parts <= _PROGRAMS * multiprocessors(x.device)
+    return tile if fits and parts <= _BLOCKS[-1] ** 2 else None
 
 
 def plan(tile: Tile, kind: str, features: int, x: Tensor, theta: Tensor, grad: Tensor | None, out: Tensor) -> Plan:
