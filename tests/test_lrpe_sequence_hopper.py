@@ -187,6 +187,31 @@ def test_other_tensors(layout: str, kind: str, launched: list[str], device: torc
 
 @pytest.mark.gpu
 @KINDS
+@pytest.mark.parametrize("n", [2048, 4096])
+def test_angles_to_the_ends_of_tiles(n: int, kind: str, launched: list[str], device: torch.device) -> None:
+    """Each comes from the two before it: slow and fast frequencies, far positions, and results of eleven bits."""
+    x = random_x(device, 1, n, 2, 128).half()
+    theta = torch.logspace(-7, 0.5, 128 if kind == "cosine" else 64, device=device)
+    assert_accurate(kind, x, theta, offset=2**24)
+    assert set(launched) == BOTH
+
+
+@pytest.mark.gpu
+@KINDS
+def test_frequencies_that_cannot_be_reduced(kind: str, launched: list[str], device: torch.device) -> None:
+    x, theta, grad = random_case(kind, 300, device)
+    theta[1, 5], theta[2, 7] = 3e7, math.inf
+    other = theta.shape[1]
+    wanted = torch.zeros(3, other, dtype=torch.bool, device=device)
+    wanted[1, 5] = wanted[2, 7] = True
+    out, dx = results(kind, x, theta, grad)
+    assert torch.equal(out.isnan(), wanted.repeat(1, 2).expand_as(out))
+    assert torch.equal(dx.isnan(), wanted.repeat(1, 1 if kind == "cosine" else 2).expand_as(dx))
+    assert set(launched) == BOTH
+
+
+@pytest.mark.gpu
+@KINDS
 @pytest.mark.parametrize("n", [200, 1500])
 def test_columns_that_need_their_largest_entry(
     n: int, kind: str, launched: list[str], device: torch.device
@@ -241,7 +266,7 @@ def test_parts_that_do_not_fit_the_gpu(
     from warploom.ops.lrpe import launchers_sequence_hopper as launchers
 
     theta = random_theta(device, 1, 64 if kind == "cosine" else 32)
-    x = random_x(device, 1, 200_001, 1, 64).bfloat16()
+    x = random_x(device, 1, 60_001, 1, 64).bfloat16()
     tile = launchers.Tile(32, 64, 32)
     monkeypatch.setattr(launchers, "tile_of", lambda kind, backward, tokens: None if backward else tile)
     encode(kind, x[:, 1:], theta, activation="softmax_sequence", backend="triton")

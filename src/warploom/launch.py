@@ -324,9 +324,12 @@ class TiledLaunch:
         constants: tuple[Any, ...],
         num_warps: int = 4,
         early: bool = False,
+        registers: int | None = None,
     ) -> None:
         self.function, self.programs = function, programs
         self.options = {"num_warps": num_warps, **({"launch_pdl": True} if early else {})}
+        if registers is not None:
+            self.options["maxnreg"] = registers
         self.described = [_description(like, box) for like, box in boxes]
         self.arguments = (*numbers, *constants)
         self.entry: Entry | None = None  # of the last device

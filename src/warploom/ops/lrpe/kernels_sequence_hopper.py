@@ -5,39 +5,58 @@ and looks at it twice there: down it to sum the columns, and up again to apply t
 program each, tell each other their sums in between. While some programs wait for others, those that share their
 multiprocessor copy, sum or apply.
 
-How sums are told. A part writes its sums where all parts of the strip read, each as one word of 64 bits: the sum below,
-and above it the tag of the launch. A word has arrived when it bears the tag, so nothing is cleared between launches,
-and no order of one word after another is relied on. The words are added in an order that never varies.
+How sums are told is in `kernels_sequence_words`.
 
-Nobody waits for ever. All parts of a strip need not run at once: a program that has polled for long works out the
-sums that it misses from device memory, as the programs that it waits for would, to the bit, and tells them itself.
-After that it waits only for words of its own, and polls for others' no more than once each. It is a way out and not a
-way to go: programs that come to it all work out the same, so launchers see to it that a strip's parts fit the GPU.
+Nobody waits for ever. All parts of a strip need not run at once: a program that has polled for long goes through the
+parts' sums, works out those that are missing from device memory, as the programs that it waits for would, to the bit,
+and tells them itself. After that it waits only for words of its own, and polls for others' no more than once each. It
+is a way out and not a way to go: programs that come to it all work out the same, so launchers see to it that a
+strip's parts fit the GPU. What such a program finds again at the end of that way, it keeps in no register meanwhile.
 
 Shapes. Columns come in P members of F angles: P = 1 for ``cosine``, 2 for the pairs of ``rotate``. A member's tile lies
-in shared memory as pieces of (PIECE, W), and registers hold (SUB, W) of it at a time. Columns are (W,). Statistics are
-those of `kernels_sequence`.
+in shared memory as pieces of (PIECE, W), and registers hold (SUB, W) of it at a time. Columns are (1, W) of a member,
+or (P, W). Statistics are those of `kernels_sequence`.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import int64  # parameters' types go by this name
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from warploom.device.activations import LOG2_E, power_of_two
 from warploom.device.hopper import barriers, matrix
-from warploom.device.phase import cos_sin, phase_step
+from warploom.device.phase import TWO_POW_MINUS_32, cos_sin, phase_step
+from warploom.ops.lrpe.kernels import divide
+from warploom.ops.lrpe.kernels_sequence_words import FOREVER, read_block, sum_of_parts, tell
 
-LARGEST_SUM = gl.constexpr(2.0**100)
-BLOCK = gl.constexpr(8)  # parts, whose sums are read at once
-FOREVER = gl.constexpr(2**31 - 1)
+LARGEST_LOGARITHM = gl.constexpr(100.0)  # of a sum
 UNIT = gl.constexpr(8)  # strides travel divided by it: 16 bytes of 16-bit features
 synchronize = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # one name for two versions of Triton
+
 
 # ----------------------------------------------------------------------------------------------------------
 # Rows of a tile, and their angles
 # ----------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def widened(rows):
+    """16-bit rows in float32. Of bfloat16, a shift or a mask each; the compiler would move every second one first."""
+    if rows.dtype == gl.bfloat16:
+        bits = gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [rows],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=2,
+        )
+        wide = bits.to(gl.float32, bitcast=True)
+    else:
+        wide = rows.to(gl.float32)
+    return wide
 
 
 @gluon.jit
@@ -56,7 +75,7 @@ def load_rows(source, piece, s: gl.constexpr, left, SHARED: gl.constexpr, SUB: g
         f = gl.arange(0, W, gl.SliceLayout(0, LAYOUT))
         cells = address + n.to(gl.int64)[:, None] * stride + f[None, :]
         rows = gl.load(cells, mask=(n < left)[:, None], other=0.0)
-    return rows.to(gl.float32)
+    return widened(rows)
 
 
 @gluon.jit
@@ -68,26 +87,97 @@ def moved(sources, rows):
 
 
 @gluon.jit
-def power(x, log_scale):
-    """eˣ times 2 to the power of ``log_scale`` (W,), with one rounding of the exponent for each entry.
-
-    What rounding ``log_scale`` costs is common to a column, and the softmax divides it out.
-    """
-    return power_of_two(gl.fma(x, LOG2_E, log_scale[None, :]))
+def logarithm(x):
+    """log₂x, at most 2⁻²² of itself off, or of one for x near one."""
+    return gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
-def angles(theta, known, position, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Cosines and sines (ROWS, W) of positions from ``position`` on, of the frequencies at ``theta`` (W,)."""
-    whole, rest, unit = phase_step(gl.load(theta, mask=known, other=0.0))
-    n = position + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    return cos_sin(n[:, None], whole[None, :], rest[None, :], unit[None, :], True)
+def log_scales(token, cells, BACKWARD: gl.constexpr, F: gl.constexpr, P: gl.constexpr):
+    """What `power` takes for the members' columns, (1, W) each, and their shifts.
+
+    A forward's shift is the column's first token at ``token`` (see `kernels_sequence.column_statistics`), and it
+    scales by no sum yet; a backward finds both among the statistics at ``cells``.
+    """
+    if BACKWARD:
+        shift1 = gl.load(cells)
+        shift2 = gl.load(cells + (P - 1) * F)
+        log1 = gl.fma(shift1, -LOG2_E, logarithm(gl.load(cells + P * F)))
+        log2 = gl.fma(shift2, -LOG2_E, logarithm(gl.load(cells + (2 * P - 1) * F)))
+    else:
+        shift1 = gl.load(token).to(gl.float32)
+        shift2 = gl.load(token + (P - 1) * F).to(gl.float32)
+        log1 = shift1 * -LOG2_E
+        log2 = shift2 * -LOG2_E
+    return log1, log2, shift1, shift2
+
+
+@gluon.jit
+def power(x, log_scale):
+    """eˣ times 2 to the power of ``log_scale`` (1, W), with one rounding of the exponent for each entry.
+
+    What rounding ``log_scale`` costs is common to a column, and the softmax divides it out.
+    """
+    return power_of_two(gl.fma(x, LOG2_E, log_scale))
 
 
 @gluon.jit
 def turned(a, b, cosine, sine):
     """Pairs (a, b) turned by an angle."""
-    return gl.fma(a, cosine, -(b * sine)), gl.fma(b, cosine, a * sine)
+    return gl.fma(a, cosine, (b * sine) * -1.0), gl.fma(b, cosine, a * sine)
+
+
+@gluon.jit
+def turned_back(a, b, cosine, sine):
+    """Pairs (a, b) turned by minus an angle."""
+    return gl.fma(a, cosine, b * sine), gl.fma(b, cosine, (a * sine) * -1.0)
+
+
+@gluon.jit
+def advanced(cosine, sine, before, sine_before, twice):
+    """Cosines and sines one step on, and those they were, from two in a row and twice the cosine of a step.
+
+    cos(a + d) = 2 cos d · cos a − cos(a − d), in half of the instructions of a turn by d. Rounding errors grow with
+    the square of the number of steps: 2e-5 after 32.
+    """
+    return gl.fma(twice, cosine, before * -1.0), gl.fma(twice, sine, sine_before * -1.0), cosine, sine
+
+
+@gluon.jit
+def frequencies(theta, theta_f, first, W: gl.constexpr, E: gl.constexpr):
+    """Those of a strip's columns (1, W), of a head's at ``theta``: each in one thread of a warp."""
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, gl.num_warps()], [1, 0])
+    f = first + gl.arange(0, W, gl.SliceLayout(0, LANES))[None, :]
+    return gl.load(theta + f * theta_f, mask=f < E, other=0.0)
+
+
+@gluon.jit
+def angles(theta, position, table, BACK: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr):
+    """Cosines and sines (SUB, W) of positions from ``position`` on and of ``SUB`` before, and twice that step's cosine.
+
+    ``theta`` are `frequencies`: what one thread makes of each, others read from shared memory, ``table``
+    (4 or more, 1, W). ``BACK``: of ``SUB`` after, for steps that go back.
+    """
+    whole, rest, unit = phase_step(theta)
+    step_cosine, step_sine = cos_sin(gl.full_like(whole, SUB), whole, rest, unit, False)
+    table.index(0).store(whole.to(gl.float32, bitcast=True))
+    table.index(1).store(gl.fma(unit, 0.0, rest))  # NaN where the unit is
+    table.index(2).store(step_cosine)
+    table.index(3).store(step_sine)
+    synchronize()
+    whole = table.index(0).load(LAYOUT).to(gl.int32, bitcast=True)
+    rest = table.index(1).load(LAYOUT)
+    step_cosine = table.index(2).load(LAYOUT)
+    step_sine = table.index(3).load(LAYOUT)
+    n = position + gl.arange(0, SUB, gl.SliceLayout(1, LAYOUT))
+    cosine, sine = cos_sin(n[:, None], whole, rest, TWO_POW_MINUS_32, True)
+    if BACK:
+        before, sine_before = turned(cosine, sine, step_cosine, step_sine)
+    else:
+        before, sine_before = turned_back(cosine, sine, step_cosine, step_sine)
+    return cosine, sine, before, sine_before, step_cosine * 2
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -96,14 +186,13 @@ def turned(a, b, cosine, sine):
 
 
 @gluon.jit
-def sum_piece(total1, total2, cosine, sine, step, xs, grads, piece, left, log1, log2, MASKED: gl.constexpr,
-              BACKWARD: gl.constexpr, P: gl.constexpr, SHARED: gl.constexpr, SUB: gl.constexpr,
-              LAYOUT: gl.constexpr):  # fmt: skip
+def sum_piece(total1, total2, cosine, sine, before, sine_before, twice, xs, grads, piece, left, log1, log2,
+              MASKED: gl.constexpr, BACKWARD: gl.constexpr, P: gl.constexpr, SHARED: gl.constexpr, ROWS: gl.constexpr,
+              SUB: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Add the rows of a piece to sums (SUB, W): weights, and in a backward their products with their gradients.
 
     ``cosine, sine``: of the first ``SUB`` rows. Returned with the sums, of the rows behind the last.
     """
-    ROWS: gl.constexpr = xs[0][0].shape[3]
     for s in gl.static_range(ROWS // SUB):
         y1 = power(load_rows(xs[0], piece, s, left, SHARED, SUB, LAYOUT), log1)
         y2 = y1
@@ -116,51 +205,65 @@ def sum_piece(total1, total2, cosine, sine, step, xs, grads, piece, left, log1, 
         if BACKWARD:
             g1 = load_rows(grads[0], piece, s, left, SHARED, SUB, LAYOUT)
             g2 = load_rows(grads[1], piece, s, left, SHARED, SUB, LAYOUT)
-            d1, d2 = turned(g1, g2, cosine, -sine)
+            d1, d2 = turned_back(g1, g2, cosine, sine)
             total1 = gl.fma(y1, d1, total1)
             if P == 2:
                 total2 = gl.fma(y2, d2, total2)
-            cosine, sine = turned(cosine, sine, step[0], step[1])
+            cosine, sine, before, sine_before = advanced(cosine, sine, before, sine_before, twice)
         else:
             total1 += y1
             if P == 2:
                 total2 += y2
-    return total1, total2, cosine, sine
+    return total1, total2, cosine, sine, before, sine_before
 
 
 @gluon.jit
-def sum_part(xs, grads, part, tokens, log1, log2, cosine, sine, step, BACKWARD: gl.constexpr,
-             P: gl.constexpr, SHARED: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """Columns' sums (W,) over a part, from shared memory or from device memory, to the same bits; see `sum_piece`."""
+def sum_part(xs, grads, part, tokens, log1, log2, cosine, sine, before, sine_before, twice, scratch,
+             BACKWARD: gl.constexpr, SHARED: gl.constexpr, SUB: gl.constexpr,
+             LAYOUT: gl.constexpr):  # fmt: skip
+    """Columns' sums (P, W) over a part, from shared memory or from device memory, to the same bits; see `sum_piece`.
+
+    ``scratch``: (P, SUB, W) of shared memory.
+    """
+    P: gl.constexpr = scratch.shape[0]
     PIECES: gl.constexpr = xs[0][0].shape[0]
     ROWS: gl.constexpr = xs[0][0].shape[3]
     W: gl.constexpr = xs[0][0].shape[4]
     total1 = gl.zeros([SUB, W], gl.float32, LAYOUT)
     total2 = gl.zeros([SUB, W], gl.float32, LAYOUT)
-    for piece in range(PIECES):
-        row = (part * PIECES + piece) * ROWS
-        xs_there = xs
-        grads_there = grads
-        if not SHARED:
-            xs_there = moved(xs, row)
-            grads_there = moved(grads, row)
-        left = tokens - row
-        if left >= ROWS:
-            total1, total2, cosine, sine = sum_piece(
-                total1, total2, cosine, sine, step, xs_there, grads_there, piece, left, log1, log2,
-                False, BACKWARD, P, SHARED, SUB, LAYOUT,
+    start = part * (PIECES * ROWS)
+    if SHARED:
+        full = gl.minimum((tokens - start) // ROWS, PIECES)
+        for masked in gl.static_range(2):
+            for piece in range(full if masked else 0, PIECES if masked else full):
+                total1, total2, cosine, sine, before, sine_before = sum_piece(
+                    total1, total2, cosine, sine, before, sine_before, twice, xs, grads, piece,
+                    tokens - start - piece * ROWS, log1, log2, masked, BACKWARD, P, True, ROWS, SUB, LAYOUT,
+                )  # fmt: skip
+    else:  # the same sums by fewer registers
+        for row in range(start, start + PIECES * ROWS, SUB):
+            total1, total2, cosine, sine, before, sine_before = sum_piece(
+                total1, total2, cosine, sine, before, sine_before, twice, moved(xs, row), moved(grads, row), 0,
+                tokens - row, log1, log2, True, BACKWARD, P, False, SUB, SUB, LAYOUT,
             )  # fmt: skip
-        else:
-            total1, total2, cosine, sine = sum_piece(
-                total1, total2, cosine, sine, step, xs_there, grads_there, piece, left, log1, log2,
-                True, BACKWARD, P, SHARED, SUB, LAYOUT,
-            )  # fmt: skip
-    return gl.sum(total1, 0), gl.sum(total2, 0), cosine, sine
+    # Added up by way of shared memory: most of it within a thread, where butterflies would move all columns twice.
+    WARPS: gl.constexpr = gl.num_warps()
+    LANES: gl.constexpr = 32 * WARPS // (P * W)  # threads of a column
+    READ: gl.constexpr = gl.BlockedLayout(
+        [1, SUB // LANES, 1], [1, LANES, 32 // LANES], [P, 1, WARPS // P], [2, 1, 0]
+    )
+    synchronize()
+    scratch.index(0).store(total1)
+    if P == 2:
+        scratch.index(1).store(total2)
+    synchronize()
+    rows = scratch._reinterpret(gl.float32, [P, SUB, W], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])).load(READ)
+    return gl.sum(rows, 1), cosine, sine, before, sine_before
 
 
 @gluon.jit
 def largest(xs, tokens, member: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr):
-    """A member's largest entries (W,) from device memory. −inf where there is nothing else, made zero."""
+    """A member's largest entries (1, W) from device memory. −inf where there is nothing else, made zero."""
     W: gl.constexpr = xs[0][0].shape[4]
     top = gl.full([SUB, W], float("-inf"), gl.float32, LAYOUT)
     for row in range(0, tokens, SUB):
@@ -168,141 +271,52 @@ def largest(xs, tokens, member: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.cons
         inside = (gl.arange(0, SUB, gl.SliceLayout(1, LAYOUT)) < left)[:, None]
         x = load_rows(moved(xs, row)[member], 0, 0, left, False, SUB, LAYOUT)
         top = gl.where(inside, gl.maximum(top, x), top)
-    top = gl.max(top, 0)
+    top = gl.max(top, 0)[None, :]
     return gl.where(top == float("-inf"), 0.0, top)
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Sums told to other parts
+# Sums told in the place of other parts
 # ----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def tell(to, tag, sums, LAYOUT: gl.constexpr):
-    """Write sums (n,) as words from ``to`` on."""
-    below = sums.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF
-    gl.atomic_xchg(to + gl.arange(0, sums.shape[0], LAYOUT), (tag.to(gl.int64) << 32) | below, sem="relaxed")
-
-
-@gluon.jit
-def read_words(cells, tag, polls):
-    """The sums among words, and the tags above them, once these are ``tag`` or after so many polls.
-
-    A thread reads two adjacent words at a time.
-    """
-    address = cells.to(gl.int64, bitcast=True)
-    tags = gl.full_like(address, 0).to(gl.int32) + tag
-    return gl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred enough;
-            .reg .b32 count;
-            .reg .b64 word0, word1;
-            mov.b32 count, 0;
-        again:
-            ld.relaxed.gpu.global.v2.b64 {word0, word1}, [$4];
-            mov.b64 {$0, $2}, word0;
-            mov.b64 {$1, $3}, word1;
-            setp.eq.s32 enough, $2, $6;
-            setp.eq.and.s32 enough, $3, $6, enough;
-            @enough bra done;
-            add.s32 count, count, 1;
-            setp.ge.s32 enough, count, $8;
-            @!enough bra again;
-        done:
-        }
-        """,
-        "=&r,=&r,=&r,=&r,l,l,r,r,r,r",
-        [address, tags, tags - tag + polls],
-        dtype=(gl.float32, gl.int32),
-        is_pure=False,
-        pack=2,
-    )
-
-
-@gluon.jit
-def read_block(words, first, end, tag, polls, N: gl.constexpr, WORDS: gl.constexpr):
-    """Rows ``first`` to ``end`` of words (…, N), at most as many as make a block: added (N,), and if any is missing."""
-    row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, WORDS))
-    inside = row < end
-    row = gl.where(inside, row, first)
-    cells = words + (row * N)[:, None] + gl.arange(0, N, gl.SliceLayout(0, WORDS))[None, :]
-    sums, tags = read_words(cells, tag, polls)
-    missing = gl.max(gl.max((tags != tag).to(gl.int32), 1), 0) != 0
-    return gl.sum(gl.where(inside[:, None], sums, 0.0), 0), missing
-
-
-@gluon.jit
-def sum_of_block(words, first, tag, patience, xs, grads, theta, known, position, parts, tokens, log1, log2, step,
-                 BACKWARD: gl.constexpr, P: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr,
-                 WORDS: gl.constexpr):  # fmt: skip
-    """What the parts of a block tell, added (P · W,). What is missing after ``patience`` polls is told here.
-
-    Returned with the patience that is left: parts that did not come in time do not run, nor do those after them.
-    """
+def tell_part(words, tag, xs, grads, theta, position, part, tokens, log1, log2, scratch, table,
+              BACKWARD: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """Tell what a part tells, worked out from device memory to the same bits. ``theta``: `frequencies`."""
+    P: gl.constexpr = scratch.shape[0]
     W: gl.constexpr = xs[0][0].shape[4]
     TOKENS: gl.constexpr = xs[0][0].shape[0] * xs[0][0].shape[3]
-    end = gl.minimum(first + BLOCK, parts)
-    total, missing = read_block(words, first, end, tag, patience, P * W, WORDS)
-    if missing:  # every warp sees the same: it comes out of a reduction through shared memory
-        patience = gl.minimum(patience, 1)
-        for late in range(first, end):
-            cosine, sine = angles(theta, known, position + late * TOKENS, SUB, LAYOUT)
-            total1, total2, cosine, sine = sum_part(
-                xs, grads, late, tokens, log1, log2, cosine, sine, step, BACKWARD, P, False, SUB, LAYOUT
-            )  # fmt: skip
-            tell(words + late * (P * W), tag, total1, gl.SliceLayout(0, LAYOUT))
-            if P == 2:
-                tell(words + (late * (P * W) + W), tag, total2, gl.SliceLayout(0, LAYOUT))
-        synchronize()
-        total, missing = read_block(words, first, end, tag, FOREVER, P * W, WORDS)
-    return total, patience
+    synchronize()
+    cosine, sine, before, sine_before, twice = angles(theta, position + part * TOKENS, table, False, SUB, LAYOUT)
+    sums, _, _, _, _ = sum_part(
+        xs, grads, part, tokens, log1, log2, cosine, sine, before, sine_before, twice, scratch,
+        BACKWARD, False, SUB, LAYOUT,
+    )  # fmt: skip
+    tell(words + part * (P * W), tag, sums)
 
 
 @gluon.jit
-def sum_of_parts(words, tag, patience, xs, grads, theta, known, position, part, parts, tokens, log1, log2, step,
-                 BLOCKS: gl.constexpr, BACKWARD: gl.constexpr, P: gl.constexpr, SUB: gl.constexpr,
-                 LAYOUT: gl.constexpr):  # fmt: skip
-    """What all parts tell, added in an order that never varies: (P · W,).
-
-    ``BLOCKS``: they may be more than a block. Then the first part of each block adds that up, and tells the sum as a
-    word behind those of the parts.
-    """
-    N: gl.constexpr = P * xs[0][0].shape[4]
-    VEC: gl.constexpr = 2 if N <= 64 else N // 32
-    WORDS: gl.constexpr = gl.BlockedLayout([1, VEC], [32 * VEC // N, N // VEC], [gl.num_warps(), 1], [1, 0])
-    # Two threads with the same words might see one in time and the other not.
-    gl.static_assert(BLOCK * N >= gl.num_warps() * 32 * VEC, "a word must be read by one thread alone")
-    if not BLOCKS:
-        total, patience = sum_of_block(
-            words, 0, tag, patience, xs, grads, theta, known, position, parts, tokens, log1, log2,
-            step, BACKWARD, P, SUB, LAYOUT, WORDS,
-        )  # fmt: skip
-    else:
-        told = words + parts * N
-        if part % BLOCK == 0:
-            sums, patience = sum_of_block(
-                words, part, tag, patience, xs, grads, theta, known, position, parts, tokens, log1, log2,
-                step, BACKWARD, P, SUB, LAYOUT, WORDS,
-            )  # fmt: skip
-            tell(told + part // BLOCK * N, tag, sums, gl.SliceLayout(0, WORDS))
-        blocks = (parts + BLOCK - 1) // BLOCK
-        total = gl.zeros([N], gl.float32, gl.SliceLayout(0, WORDS))
-        for first in range(0, blocks, BLOCK):
-            end = gl.minimum(first + BLOCK, blocks)
-            some, missing = read_block(told, first, end, tag, patience, N, WORDS)
-            if missing:
-                patience = gl.minimum(patience, 1)
-                for late in range(first, end):
-                    sums, patience = sum_of_block(
-                        words, late * BLOCK, tag, patience, xs, grads, theta, known, position, parts, tokens, log1,
-                        log2, step, BACKWARD, P, SUB, LAYOUT, WORDS,
-                    )  # fmt: skip
-                    tell(told + late * N, tag, sums, gl.SliceLayout(0, WORDS))
-                synchronize()
-                some, missing = read_block(told, first, end, tag, FOREVER, N, WORDS)
-            total += some
-    return total
+def tell_all(words, tag, xs, grads, theta, theta_f, column, position, parts, tokens, log1, log2, scratch, table,
+             BLOCK: gl.constexpr, BLOCKS: gl.constexpr, BACKWARD: gl.constexpr, E: gl.constexpr, SUB: gl.constexpr,
+             LAYOUT: gl.constexpr):  # fmt: skip
+    """Tell in the place of all parts whatever they have not told, and of all blocks."""
+    P: gl.constexpr = scratch.shape[0]
+    W: gl.constexpr = xs[0][0].shape[4]
+    for first in range(0, parts, BLOCK):
+        end = gl.minimum(first + BLOCK, parts)
+        known = read_block(words, first, end, tag, 1, BLOCK, P, W)[1]
+        if gl.min(gl.min(known.to(gl.int32), 1), 0) == 0:  # for all threads, from a reduction through shared memory
+            for part in range(first, end):
+                tell_part(
+                    words, tag, xs, grads, frequencies(theta, theta_f, column, W, E), position, part, tokens, log1,
+                    log2, scratch, table, BACKWARD, SUB, LAYOUT,
+                )  # fmt: skip
+            synchronize()
+        if BLOCKS:
+            sums, known = read_block(words, first, end, tag, FOREVER, BLOCK, P, W)
+            tell(words + (parts + first // BLOCK) * (P * W), tag, sums, known)
+    synchronize()
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -333,10 +347,11 @@ def copy_tile(desc, full, MEMBERS: gl.constexpr, PIECE: gl.constexpr, TOKENS: gl
 
 @gluon.jit
 def run_part(
-    x_desc, grad_desc, x, grad, out, statistics, words, theta, offset, tag, patience, tokens, heads, parts,
+    x_desc, grad_desc, x, grad, out, statistics, words, theta, parts_inverse, heads_inverse, offset, tag,
+    patience, tokens, heads, parts,
     theta_u, theta_f, x_b, x_n, x_h, grad_b, grad_n, grad_h, out_b, out_n, out_h,
     KIND: gl.constexpr, BACKWARD: gl.constexpr, F: gl.constexpr, E: gl.constexpr, TOKENS: gl.constexpr,
-    PIECE: gl.constexpr, VEC: gl.constexpr, BLOCKS: gl.constexpr,
+    PIECE: gl.constexpr, VEC: gl.constexpr, BLOCK: gl.constexpr, BLOCKS: gl.constexpr, PARTS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """One program: a part of a strip of one (batch entry, head). A strip's parts are neighbours."""
     P: gl.constexpr = 1 if KIND == "cosine" else 2
@@ -348,17 +363,26 @@ def run_part(
     WARPS: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, VEC], [32 * VEC // W, W // VEC], [WARPS, 1], [1, 0])
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     SUB: gl.constexpr = WARPS * 32 * VEC // W
     dtype: gl.constexpr = x_desc.dtype
     program = gl.program_id(0)
-    strip = program % STRIPS
-    unit = program // STRIPS // parts
-    part = program // STRIPS - unit * parts
-    entry = unit // heads
+    if PARTS_FIRST:
+        rest = divide(program, parts_inverse)
+        part = program - rest * parts
+        strip = rest % STRIPS
+        unit = rest // STRIPS
+    else:
+        strip = program % STRIPS
+        unit = divide(program // STRIPS, parts_inverse)
+        part = program // STRIPS - unit * parts
+    entry = divide(unit, heads_inverse)
     head = unit - entry * heads
     first = strip * W
 
-    columns = gl.allocate_shared_memory(gl.float32, [P * W], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    scratch = gl.allocate_shared_memory(gl.float32, [P, SUB, W], PLAIN)
+    table = scratch._reinterpret(gl.float32, [P * SUB, 1, W], PLAIN)
+    columns = gl.allocate_shared_memory(gl.float32, [P, W], PLAIN)
     full = barriers(1).index(0)
     mbarrier.init(full, count=1)
     fence_async_shared()
@@ -369,84 +393,113 @@ def run_part(
     if BACKWARD:
         g1, g2 = copy_tile(grad_desc, full, 2, PIECE, TOKENS, entry, head, row, first, F)
 
+    synchronize()  # or the assembler would put off some copies until the frequencies have come
+
     # While they come: what there is to know of the columns.
-    f = first + gl.arange(0, W, COLUMN)
-    known = f < E
-    theta += head * theta_u + f * theta_f
-    entry = entry.to(gl.int64)
-    x_first = x + (entry * x_b + head.to(gl.int64) * x_h) * UNIT + first
-    grad_first = grad + (entry * grad_b + head.to(gl.int64) * grad_h) * UNIT + first
+    f = first + gl.arange(0, W, COLUMN)[None, :]
+    theta += head * theta_u
+    entry_long = entry.to(gl.int64)
+    x_first = x + (entry_long * x_b + head.to(gl.int64) * x_h) * UNIT + first
+    grad_first = grad + (entry_long * grad_b + head.to(gl.int64) * grad_h) * UNIT + first
     x_stride = x_n.to(gl.int64) * UNIT
     grad_stride = grad_n.to(gl.int64) * UNIT
     xs = ((x1, x_first, x_stride), (x2, x_first + F, x_stride))
     grads = ((g1, grad_first, grad_stride), (g2, grad_first + F, grad_stride))
     cells = statistics + unit.to(gl.int64) * (2 * P * F) + f
-    SECOND: gl.constexpr = (P - 1) * F
-    if BACKWARD:
-        log1 = gl.fma(gl.load(cells), -LOG2_E, gl.log2(gl.load(cells + P * F)))
-        log2 = gl.fma(gl.load(cells + SECOND), -LOG2_E, gl.log2(gl.load(cells + (P * F + SECOND))))
-    else:  # the columns' first tokens; see `kernels_sequence.column_statistics`
-        token = x_first + gl.arange(0, W, COLUMN)
-        shift1 = gl.load(token).to(gl.float32)
-        shift2 = gl.load(token + SECOND).to(gl.float32)
-        log1 = shift1 * -LOG2_E
-        log2 = shift2 * -LOG2_E
-    step_cosine, step_sine = angles(theta, known, SUB, 1, LAYOUT)
-    step = (step_cosine, step_sine)
+    strip_theta = frequencies(theta, theta_f, first, W, E)
+    log1, log2, shift1, shift2 = log_scales(x_first + gl.arange(0, W, COLUMN)[None, :], cells, BACKWARD, F, P)
     # Of the first rows backward, which sums as it goes down. A forward only goes up, to apply.
-    start = row if BACKWARD else row + TOKENS
-    cosine, sine = angles(theta, known, offset + start, SUB, LAYOUT)
+    start = row if BACKWARD else row + (TOKENS - SUB)
+    cosine, sine, before, sine_before, twice = angles(
+        strip_theta, offset + start, table, not BACKWARD, SUB, LAYOUT
+    )  # fmt: skip
 
     mbarrier.wait(full, 0)
-    total1, total2, cosine, sine = sum_part(
-        xs, grads, part, tokens, log1, log2, cosine, sine, step, BACKWARD, P, True, SUB, LAYOUT
+    total, cosine, sine, before, sine_before = sum_part(
+        xs, grads, part, tokens, log1, log2, cosine, sine, before, sine_before, twice, scratch,
+        BACKWARD, True, SUB, LAYOUT,
     )  # fmt: skip
+    if not BACKWARD and part == 0:
+        gl.store(cells, shift1)
+        if P == 2:
+            gl.store(cells + F, shift2)
     if parts > 1:
         words += (unit * STRIPS + strip).to(gl.int64) * ((parts + (parts + BLOCK - 1) // BLOCK) * (P * W))
-        tell(words + part * (P * W), tag, total1, COLUMN)
-        if P == 2:
-            tell(words + (part * (P * W) + W), tag, total2, COLUMN)
-        total = sum_of_parts(
-            words, tag, patience, xs, grads, theta, known, offset, part, parts, tokens, log1, log2, step,
-            BLOCKS, BACKWARD, P, SUB, LAYOUT,
-        )  # fmt: skip
-        columns.store(total)
+        tell(words + part * (P * W), tag, total)
+        told = sum_of_parts(words, tag, patience, part, parts, BLOCK, BLOCKS, P, W)
+        columns.store(told if BACKWARD else logarithm(told))
+    else:
+        columns.store(total if BACKWARD else logarithm(total))
+    synchronize()
+    total1 = columns.slice(0, 1).load(LAYOUT)
+    total2 = columns.slice(P - 1, 1).load(LAYOUT)
+    if not good_sums(total1, total2, BACKWARD):
+        # A part has not told its sums in time, or they are too large, infinite or NaN.
+        if parts > 1:
+            tell_all(
+                words, tag, xs, grads, theta, theta_f, first, offset, parts, tokens, log1, log2, scratch, table,
+                BLOCK, BLOCKS, BACKWARD, E, SUB, LAYOUT,
+            )  # fmt: skip
+            told = sum_of_parts(words, tag, FOREVER, part, parts, BLOCK, BLOCKS, P, W)
+            columns.store(told if BACKWARD else logarithm(told))
+            synchronize()
+            total1 = columns.slice(0, 1).load(LAYOUT)
+            total2 = columns.slice(P - 1, 1).load(LAYOUT)
+        high = False
+        if not BACKWARD:
+            high = not good_sums(total1, total2, BACKWARD)
+            if high:
+                # Once more, relative to the largest entries. All parts of the strip see the same sums, and each goes
+                # down the whole strip in the same order.
+                shift1 = largest(xs, tokens, 0, SUB, LAYOUT)
+                shift2 = largest(xs, tokens, P - 1, SUB, LAYOUT)
+                log1 = shift1 * -LOG2_E
+                log2 = shift2 * -LOG2_E
+                if part == 0:
+                    gl.store(cells, shift1)
+                    if P == 2:
+                        gl.store(cells + F, shift2)
+                total = gl.zeros_like(total)
+                for other in range(parts):
+                    sums, _, _, _, _ = sum_part(
+                        xs, grads, other, tokens, log1, log2, cosine, sine, before, sine_before, twice, scratch,
+                        False, False, SUB, LAYOUT,
+                    )  # fmt: skip
+                    total += sums
+                columns.store(logarithm(total))
+                synchronize()
+                total1 = columns.slice(0, 1).load(LAYOUT)
+                total2 = columns.slice(P - 1, 1).load(LAYOUT)
+        # As they were, to the bit: no registers have held them meanwhile.
+        if BACKWARD or not high:
+            log1, log2, _, _ = log_scales(x_first + gl.arange(0, W, COLUMN)[None, :], cells, BACKWARD, F, P)
         synchronize()
-        total1 = columns.slice(0, W).load(COLUMN)
-        total2 = columns.slice((P - 1) * W, W).load(COLUMN)
+        cosine, sine, before, sine_before, twice = angles(
+            frequencies(theta, theta_f, first, W, E), offset + start, table, not BACKWARD, SUB, LAYOUT
+        )  # fmt: skip
+        if BACKWARD:
+            for _ in range(TOKENS // SUB):
+                cosine, sine, before, sine_before = advanced(cosine, sine, before, sine_before, twice)
     if not BACKWARD:
-        good = (total1 < LARGEST_SUM) & (total2 < LARGEST_SUM)
-        if gl.min(good.to(gl.int32), 0) == 0:
-            # Too large for their shifts, infinite or NaN: once more, relative to the largest entries. All parts of
-            # the strip see the same sums, and each goes down the whole strip in the same order.
-            shift1 = largest(xs, tokens, 0, SUB, LAYOUT)
-            shift2 = largest(xs, tokens, P - 1, SUB, LAYOUT)
-            log1 = shift1 * -LOG2_E
-            log2 = shift2 * -LOG2_E
-            total1 = gl.zeros([W], gl.float32, COLUMN)
-            total2 = total1
-            for other in range(parts):
-                sum1, sum2, _, _ = sum_part(
-                    xs, grads, other, tokens, log1, log2, cosine, sine, step, False, P, False, SUB, LAYOUT
-                )  # fmt: skip
-                total1 += sum1
-                total2 += sum2
-        log1 -= gl.log2(total1)
-        log2 -= gl.log2(total2)
+        log1 -= total1
+        log2 -= total2
         if part == 0:
-            gl.store(cells, shift1)
-            gl.store(cells + P * F, 1.0 / total1)
+            gl.store(cells + P * F, power_of_two(total1 * -1.0))
             if P == 2:
-                gl.store(cells + F, shift2)
-                gl.store(cells + 3 * F, 1.0 / total2)
+                gl.store(cells + 3 * F, power_of_two(total2 * -1.0))
+    else:  # (cosine, sine) are of the rows behind the part
+        cosine, sine, before, sine_before = before, sine_before, cosine, sine
+        total1 *= -1.0
+        total2 *= -1.0
 
     # Up again.
-    out_first = out + (entry * out_b + head.to(gl.int64) * out_h) * UNIT + first
+    n = row + (TOKENS - SUB) + gl.arange(0, SUB, gl.SliceLayout(1, LAYOUT))
     out_stride = out_n.to(gl.int64) * UNIT
+    to = out + (entry_long * out_b + head.to(gl.int64) * out_h) * UNIT + first
+    to = to + (n.to(gl.int64) * out_stride)[:, None] + gl.arange(0, W, COLUMN)[None, :]
     for below in range(TOKENS // PIECE):
         piece = TOKENS // PIECE - 1 - below
         for s in gl.static_range(PIECE // SUB - 1, -1, -1):
-            cosine, sine = turned(cosine, sine, step[0], -step[1])
             y1 = power(load_rows(xs[0], piece, s, 0, True, SUB, LAYOUT), log1)
             y2 = y1
             if P == 2:
@@ -454,55 +507,73 @@ def run_part(
             if BACKWARD:
                 d1 = load_rows(grads[0], piece, s, 0, True, SUB, LAYOUT)
                 d2 = load_rows(grads[1], piece, s, 0, True, SUB, LAYOUT)
-                d1, d2 = turned(d1, d2, cosine, -sine)
-                o1 = y1 * (d1 - total1[None, :])
-                o2 = y2 * (d2 - total2[None, :])
+                # The gradients turned back, less the sums, without an instruction for the difference.
+                o1 = y1 * gl.fma(d1, cosine, gl.fma(d2, sine, total1))
+                o2 = y2 * gl.fma(d2, cosine, gl.fma(d1 * -1.0, sine, total2))
             elif P == 1:
                 o1 = y1 * cosine
                 o2 = y1 * sine
             else:
                 o1, o2 = turned(y1, y2, cosine, sine)
-            n = row + piece * PIECE + s * SUB + gl.arange(0, SUB, gl.SliceLayout(1, LAYOUT))
-            to = out_first + (n.to(gl.int64) * out_stride)[:, None] + gl.arange(0, W, COLUMN)[None, :]
+            cosine, sine, before, sine_before = advanced(cosine, sine, before, sine_before, twice)
             gl.store(to, o1.to(dtype), mask=(n < tokens)[:, None])
             if OUT_P == 2:
                 gl.store(to + F, o2.to(dtype), mask=(n < tokens)[:, None])
+            to -= out_stride * SUB
+            n -= SUB
     mbarrier.invalidate(full)  # so that its memory is not used for anything else before
 
 
+@gluon.jit
+def good_sums(total1, total2, BACKWARD: gl.constexpr):
+    """Whether a backward's sums (1, W) are numbers, or a forward's, of which these are logarithms, small enough."""
+    if BACKWARD:
+        good = (total1 == total1) & (total2 == total2)
+    else:
+        good = (total1 < LARGEST_LOGARITHM) & (total2 < LARGEST_LOGARITHM)
+    return gl.min(gl.min(good.to(gl.int32), 1), 0) == 1
+
+
 NUMBERS = (
-    "offset tag patience tokens heads parts theta_u theta_f x_b x_n x_h grad_b grad_n grad_h out_b out_n out_h"
+    "parts_inverse heads_inverse offset tag patience tokens heads parts theta_u theta_f "
+    "x_b x_n x_h grad_b grad_n grad_h out_b out_n out_h"
 ).split()
 
 
 @gluon.jit(do_not_specialize=[n for n in NUMBERS if not n.startswith("grad")])
 def hopper_sequence_forward_kernel(
     x_desc, x, out, statistics, words, theta,
-    offset: gl.int32, tag: gl.int32, patience: gl.int32, tokens: gl.int32, heads: gl.int32, parts: gl.int32,
+    offset: gl.int32, tag: gl.int32, patience: gl.int32, parts_inverse: int64, heads_inverse: int64,
+    tokens: gl.int32, heads: gl.int32, parts: gl.int32,
     theta_u: gl.int32, theta_f: gl.int32, x_b: gl.int32, x_n: gl.int32, x_h: gl.int32,
     out_b: gl.int32, out_n: gl.int32, out_h: gl.int32,
     KIND: gl.constexpr, F: gl.constexpr, E: gl.constexpr, TOKENS: gl.constexpr, PIECE: gl.constexpr,
-    VEC: gl.constexpr, BLOCKS: gl.constexpr,
+    VEC: gl.constexpr, BLOCK: gl.constexpr, BLOCKS: gl.constexpr, PARTS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Output and statistics of a part of a strip."""
     run_part(
-        x_desc, x_desc, x, x, out, statistics, words, theta, offset, tag, patience, tokens, heads, parts,
-        theta_u, theta_f, x_b, x_n, x_h, x_b, x_n, x_h, out_b, out_n, out_h, KIND, False, F, E, TOKENS, PIECE, VEC, BLOCKS,
+        x_desc, x_desc, x, x, out, statistics, words, theta, parts_inverse, heads_inverse, offset, tag,
+        patience, tokens, heads, parts,
+        theta_u, theta_f, x_b, x_n, x_h, x_b, x_n, x_h, out_b, out_n, out_h, KIND, False, F, E, TOKENS, PIECE, VEC,
+        BLOCK, BLOCKS, PARTS_FIRST,
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_sequence_backward_kernel(
     x_desc, grad_desc, x, grad, out, statistics, words, theta,
-    offset: gl.int32, tag: gl.int32, patience: gl.int32, tokens: gl.int32, heads: gl.int32, parts: gl.int32,
+    offset: gl.int32, tag: gl.int32, patience: gl.int32, parts_inverse: int64, heads_inverse: int64,
+    tokens: gl.int32, heads: gl.int32, parts: gl.int32,
     theta_u: gl.int32, theta_f: gl.int32, x_b: gl.int32, x_n: gl.int32, x_h: gl.int32,
     grad_b: gl.int32, grad_n: gl.int32, grad_h: gl.int32, out_b: gl.int32, out_n: gl.int32, out_h: gl.int32,
     KIND: gl.constexpr, F: gl.constexpr, E: gl.constexpr, TOKENS: gl.constexpr, PIECE: gl.constexpr,
-    VEC: gl.constexpr, BLOCKS: gl.constexpr,
+    VEC: gl.constexpr, BLOCK: gl.constexpr, BLOCKS: gl.constexpr, PARTS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Gradient of x of a part of a strip; ``out`` is that gradient."""
     run_part(
-        x_desc, grad_desc, x, grad, out, statistics, words, theta, offset, tag, patience, tokens, heads, parts,
+        x_desc, grad_desc, x, grad, out, statistics, words, theta, parts_inverse, heads_inverse, offset, tag,
+        patience, tokens, heads, parts,
         theta_u, theta_f, x_b, x_n, x_h, grad_b, grad_n, grad_h, out_b, out_n, out_h,
-        KIND, True, F, E, TOKENS, PIECE, VEC, BLOCKS,
+        KIND, True, F, E, TOKENS, PIECE, VEC,
+        BLOCK, BLOCKS, PARTS_FIRST,
     )  # fmt: skip

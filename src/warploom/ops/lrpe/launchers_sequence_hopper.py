@@ -13,12 +13,13 @@ import torch
 
 from warploom.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied, multiprocessors
 from warploom.ops.lrpe import kernels_sequence_hopper
-from warploom.ops.lrpe.kernels_sequence_hopper import BLOCK, UNIT
-from warploom.ops.lrpe.launchers import Positions
+from warploom.ops.lrpe.kernels_sequence_hopper import UNIT
+from warploom.ops.lrpe.launchers import Positions, inverse_of
 
 Tensor = torch.Tensor
 
-_BLOCK, _UNIT = BLOCK.value, UNIT.value
+_UNIT = UNIT.value
+_BLOCKS = (8, 16, 32)  # parts whose sums are read at once
 _TAGS = 2**31 - 1  # an int32 that is positive
 _MOST_BOX = 256  # tokens that are copied at once
 _LEAST_TOKENS = 64
@@ -32,28 +33,43 @@ class Tile(NamedTuple):
     piece: int  # tokens of a turn of its loops
     warps: int = 4
     vec: int = 4  # adjacent features of a thread
+    registers: int = 80  # of a thread, at most
+    parts_first: bool = False  # whether neighbouring programs take parts of one strip, or strips of the same tokens
+
+
+_TILES = {
+    ("rotate", False): {256: Tile(16, 256, 64), 2048: Tile(32, 256, 64), 2**31: Tile(32, 512, 64, 8)},
+    ("cosine", False): {
+        256: Tile(32, 256, 64),
+        1024: Tile(32, 512, 64),
+        2048: Tile(64, 256, 32),
+        2**31: Tile(64, 512, 32, 8),
+    },
+    ("rotate", True): {
+        1024: Tile(32, 256, 32, 8, 2),
+        8192: Tile(32, 256, 64, registers=128),
+        16384: Tile(16, 512, 64, registers=128, parts_first=True),
+    },
+    ("cosine", True): {
+        4096: Tile(32, 256, 64, registers=128),
+        16384: Tile(32, 256, 64, registers=128, parts_first=True),
+    },
+}
+"""Tiles of a kind, forward or backward, by the most tokens that they are for. Measured on an H200."""
 
 
 def tile_of(kind: str, backward: bool, tokens: int) -> Tile | None:
-    """The tile for sequences of so many tokens; None where the kernels for every GPU are faster.
-
-    Measured on an H200 (see "How it reaches the limit").
-    """
-    longest = 8192 if backward else 16384 if kind == "cosine" else None
-    if tokens < _LEAST_TOKENS or (longest is not None and tokens > longest):
+    """The tile for sequences of so many tokens; None where the kernels for every GPU are faster."""
+    if tokens < _LEAST_TOKENS:
         return None
-    if kind == "cosine":
-        return Tile(64, 128, 32) if backward else Tile(64, 256, 32)
-    if backward:
-        return Tile(32, 256, 32, 8, 2) if tokens <= 2048 else Tile(32, 128, 32, 4, 2)
-    return Tile(32, 256 if tokens <= 2048 else 512, 32)
+    return next((tile for most, tile in _TILES[kind, backward].items() if tokens <= most), None)
 
 
 PATIENCE = 10_000
 """Polls after which a program no longer waits for sums: a few milliseconds."""
 
 _PROGRAMS = 2
-"""Programs of any tile that a multiprocessor holds at once, at least: 128 registers of 256 threads each, 68 KB."""
+"""Programs of any tile that a multiprocessor holds at once, at least: 75 KB, 128 registers of 128 threads."""
 
 
 class Words:
@@ -131,16 +147,17 @@ def suits(
     tile = tile_of(kind, grad is not None, x.shape[1])
     if tile is None or features % tile.width or any(t.dtype != x.dtype or not can_be_copied(t) for t in tensors):
         return None
-    # Strips of the same tokens are neighbours, so the parts of one are in flight together if those of all are.
-    if x.is_cuda and features // tile.width * -(-x.shape[1] // tile.tokens) > _PROGRAMS * multiprocessors(x.device):
-        return None
-    return tile
+    parts = -(-x.shape[1] // tile.tokens)
+    # In either order of programs, the parts of a strip are in flight together if those of all strips of a head are.
+    fits = not x.is_cuda or features // tile.width * parts <= _PROGRAMS * multiprocessors(x.device)
+    return tile if fits and parts <= _BLOCKS[-1] ** 2 else None
 
 
 def plan(tile: Tile, kind: str, features: int, x: Tensor, theta: Tensor, grad: Tensor | None, out: Tensor) -> Plan:
     """The launch of the kernel on tensors like these; ``tile`` from `suits`."""
     batch, tokens, heads, _ = x.shape
     strips, parts = features // tile.width, -(-tokens // tile.tokens)
+    block = next((size for size in _BLOCKS if parts <= size), _BLOCKS[-1])
     function = kernels_sequence_hopper.hopper_sequence_forward_kernel
     described = [x]
     if grad is not None:
@@ -153,12 +170,14 @@ def plan(tile: Tile, kind: str, features: int, x: Tensor, theta: Tensor, grad: T
         batch * heads * strips * parts,
         [(tensor, boxes) for tensor in described],
         (
-            tokens, heads, parts, theta_u, theta.stride(-1),
+            inverse_of(parts), inverse_of(heads), tokens, heads, parts, theta_u, theta.stride(-1),
             *(stride // _UNIT for tensor in (*described, out) for stride in tensor.stride()[:3]),
         ),
-        (kind, features, theta.shape[-1], tile.tokens, tile.piece, tile.vec, parts > _BLOCK),
+        (kind, features, theta.shape[-1], tile.tokens, tile.piece, tile.vec, block, parts > block,
+         tile.parts_first),
         tile.warps,
+        registers=tile.registers,
     )  # fmt: skip
     members = 1 if kind == "cosine" else 2
-    rows = parts + -(-parts // _BLOCK)  # of words: parts, and blocks of them
+    rows = parts + -(-parts // block)  # of words: parts, and blocks of them
     return Plan(launch, batch * heads * strips * rows * members * tile.width)
