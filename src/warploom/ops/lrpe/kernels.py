@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from warploom.device.activations import activate, activate_backward, softmax, softmax_pair
+from warploom.device.activations import activate, activate_backward, softmax_pair_parts, softmax_parts
 from warploom.device.packed import sequence_of
 from warploom.device.phase import cos_sin, phase_step
 
@@ -251,19 +251,20 @@ def store_input(rows, one, two, mask, stride, first, KIND: tl.constexpr, UNIT: t
 
 @triton.jit
 def activate_input(x1, x2, KIND: tl.constexpr, ACTIVATION: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr):
-    """x̄ of both tiles of `load_input`, in float32."""
+    """x̄ of both tiles of `load_input`, in float32, over a factor of each row (R, 1) that is 1.0 but for softmax."""
+    scale = 1.0
     if ACTIVATION == "softmax":
         inside = (tl.arange(0, BLOCK_F) < F)[None, :]
         x1 = tl.where(inside, x1, float("-inf"))
         if KIND == "cosine":
-            x1 = softmax(x1)
+            x1, scale = softmax_parts(x1)
             x2 = x1
         else:
-            x1, x2 = softmax_pair(x1, tl.where(inside, x2, float("-inf")))
+            x1, x2, scale = softmax_pair_parts(x1, tl.where(inside, x2, float("-inf")))
     else:
         x1 = activate(x1, ACTIVATION)
         x2 = activate(x2, ACTIVATION)
-    return x1, x2
+    return x1, x2, scale
 
 
 @triton.jit
@@ -296,21 +297,22 @@ def turn_backward(
     d1, d2 = pair_gradient(g1, g2, cosine, sine)
     dphi = d2
     if ACTIVATION != "none" or THETA:
-        y1, y2 = activate_input(x1, x2, KIND, ACTIVATION, F, BLOCK_F)
-        if KIND == "cosine":
-            dphi = y1 * d2
-            if ACTIVATION == "softmax":
-                d1 = y1 * (d1 - tl.sum(y1 * d1, axis=1)[:, None])
+        y1, y2, scale = activate_input(x1, x2, KIND, ACTIVATION, F, BLOCK_F)
+        if ACTIVATION == "softmax":  # the sum of y · d is taken beside that of the powers, not after it
+            if KIND == "cosine":
+                mean = tl.sum(y1 * d1, axis=1)[:, None] * scale
             else:
-                d1 = activate_backward(x1, d1, ACTIVATION)
-        else:
-            dphi = tl.fma(y1, d2, -(y2 * d1))
-            if ACTIVATION == "softmax":
-                mean = tl.sum(y1 * d1 + y2 * d2, axis=1)[:, None]
-                d1 = y1 * (d1 - mean)
+                mean = tl.sum(tl.fma(y1, d1, y2 * d2), axis=1)[:, None] * scale
+            y1 *= scale
+            y2 *= scale
+        dphi = y1 * d2 if KIND == "cosine" else tl.fma(y1, d2, -(y2 * d1))
+        if ACTIVATION == "softmax":
+            d1 = y1 * (d1 - mean)
+            if KIND != "cosine":
                 d2 = y2 * (d2 - mean)
-            else:
-                d1 = activate_backward(x1, d1, ACTIVATION)
+        else:
+            d1 = activate_backward(x1, d1, ACTIVATION)
+            if KIND != "cosine":
                 d2 = activate_backward(x2, d2, ACTIVATION)
     return d1, d2, dphi
 
@@ -378,8 +380,8 @@ def forward_kernel(
     for i in tl.static_range(BLOCK_S):
         if s_first + i < shared:
             x1, x2 = tiles[i]
-            x1, x2 = activate_input(x1.to(tl.float32), x2.to(tl.float32), KIND, ACTIVATION, F, BLOCK_F)
-            o1, o2 = turn(x1, x2, cosine, sine, KIND)
+            x1, x2, scale = activate_input(x1.to(tl.float32), x2.to(tl.float32), KIND, ACTIVATION, F, BLOCK_F)
+            o1, o2 = turn(x1 * scale, x2 * scale, cosine, sine, KIND)
             store_pair(out_rows + i * (out_s * VEC), o1, o2, mask, out_f, 0, UNIT, INTERLEAVED, F, BLOCK_F)
 
 
@@ -400,6 +402,7 @@ def backward_kernel(
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, AXES: tl.constexpr,
     VEC: tl.constexpr, THETA_VEC: tl.constexpr, UNIT: tl.constexpr, F: tl.constexpr, E: tl.constexpr,
     TOKENS_INNER: tl.constexpr, ONE_THETA: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Gradient of ``x``, and with ``partial`` sums for that of theta.
 
@@ -412,6 +415,8 @@ def backward_kernel(
     NEEDS_X: tl.constexpr = THETA or ACTIVATION != "none"
     INTERLEAVED: tl.constexpr = KIND == "interleaved"
     BY_HEAD: tl.constexpr = THETA and not ONE_THETA
+    if OVERLAP:  # with the launch that adds up what this one leaves, which waits for it
+        gdc_launch_dependents()
     s_block, chunk = split_program(blocks, blocks_inverse, TOKENS_INNER)
     s_first = s_block * BLOCK_S
     total = tl.zeros((BLOCK_R, BLOCK_F), tl.float64)  # positions are large, and their terms cancel

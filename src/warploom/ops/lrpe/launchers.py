@@ -364,6 +364,7 @@ def plan_backward(
         (
             kind, activation, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1],
             geometry.heads_shared, rows == 1, geometry.block_s, geometry.block_r, geometry.block_f,
+            theta_gradient and may_start_early(x.device),
         ),
         geometry.warps,
     )  # fmt: skip
