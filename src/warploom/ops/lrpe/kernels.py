@@ -135,6 +135,29 @@ def angles(position, first, second, table, HALF: tl.constexpr):
 
 
 @triton.jit
+def angles_behind_loads(
+    n, u, mask, s, theta, ids, offsets, cu_seqlens, table,
+    theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
+    offset, prefix, size1, size2, size3, sequences, cu_stride, inverse1, inverse2, inverse3,
+    AXES: tl.constexpr, F: tl.constexpr, E: tl.constexpr, THETA_VEC: tl.constexpr, BLOCK_F: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """Cosine and sine (R, F) of the rows (``n``, ``u``) for entry ``s``, read when the loads before are under way.
+
+    Without the barrier the assembler moves those loads behind what is computed from the frequencies: they would wait
+    for these to come from memory.
+    """
+    tl.debug_barrier()
+    position, first, second = load_angles(
+        n, u, mask, s, theta, ids, offsets, cu_seqlens, table,
+        theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
+        offset, prefix, size1, size2, size3, sequences, cu_stride,
+        inverse1, inverse2, inverse3, AXES, F, E, THETA_VEC, BLOCK_F,
+    )  # fmt: skip
+    return angles(position, first, second, table, HALF)
+
+
+@triton.jit
 def load_frequencies(theta, h, first, theta_u, theta_f, AXES: tl.constexpr, F: tl.constexpr, E: tl.constexpr,
                      THETA_VEC: tl.constexpr, BLOCK_F: tl.constexpr):  # fmt: skip
     """Phase steps of a head (1, F): see `phase_step`."""
@@ -281,6 +304,17 @@ def turn(x1, x2, cosine, sine, KIND: tl.constexpr):
 
 
 @triton.jit
+def store_turned(
+    rows, tile, cosine, sine, mask, stride,
+    KIND: tl.constexpr, ACTIVATION: tl.constexpr, UNIT: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """Activate one of the forward's vectors, as `load_input` gave it, and store it turned."""
+    x1, x2, scale = activate_input(tile[0].to(tl.float32), tile[1].to(tl.float32), KIND, ACTIVATION, F, BLOCK_F)
+    o1, o2 = turn(x1 * scale, x2 * scale, cosine, sine, KIND)
+    store_pair(rows, o1, o2, mask, stride, 0, UNIT, KIND == "interleaved", F, BLOCK_F)
+
+
+@triton.jit
 def pair_gradient(g1, g2, cosine, sine):
     """What reaches x̄ through `turn`; for ``cosine`` the first alone, and the second is that of the angle over x̄."""
     d1 = tl.fma(g1, cosine, g2 * sine)
@@ -315,6 +349,21 @@ def turn_backward(
             if KIND != "cosine":
                 d2 = activate_backward(x2, d2, ACTIVATION)
     return d1, d2, dphi
+
+
+@triton.jit
+def store_gradient(
+    rows, tile, grad, cosine, sine, mask, stride,
+    KIND: tl.constexpr, ACTIVATION: tl.constexpr, UNIT: tl.constexpr, THETA: tl.constexpr, F: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """Store the gradient of one of the backward's vectors; that of its angles (R, F), float32."""
+    d1, d2, dphi = turn_backward(
+        tile[0].to(tl.float32), tile[1].to(tl.float32), grad[0].to(tl.float32), grad[1].to(tl.float32), cosine, sine,
+        KIND, ACTIVATION, THETA, F, BLOCK_F,
+    )  # fmt: skip
+    store_input(rows, d1, d2, mask, stride, 0, KIND, UNIT, F, BLOCK_F)
+    return dphi
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -356,33 +405,29 @@ def forward_kernel(
     """
     if tickets is not None and tl.program_id(0) == 0:
         tl.store(tickets + tl.arange(0, 2), tl.zeros((2,), dtype=tl.int32))
-    INTERLEAVED: tl.constexpr = KIND == "interleaved"
     s_block, row_block = split_program(blocks, blocks_inverse, TOKENS_INNER)
     s_first = s_block * BLOCK_S
     n, u, mask = rows_of(row_block * BLOCK_R, tokens, unique, rows_inverse, BLOCK_R, TOKENS_INNER)
     x_rows = row_pointers(x, n, u, x_n, x_u, VEC) + s_first.to(tl.int64) * (x_s * VEC)
     out_rows = row_pointers(out, n, u, out_n, out_u, VEC) + s_first.to(tl.int64) * (out_s * VEC)
 
-    # All of x is under way before the first frequency is read. Without the barrier the assembler moves these loads
-    # behind what is computed from the frequencies: they would wait for those to come from memory.
     tiles = ()
     for i in tl.static_range(BLOCK_S):
         ahead = mask & (s_first + i < shared)
         tiles = tiles + (load_input(x_rows + i * (x_s * VEC), ahead, x_f, 0, KIND, UNIT, F, BLOCK_F),)
-    tl.debug_barrier()
-    position, first, second = load_angles(
+    cosine, sine = angles_behind_loads(
         n, u, mask, s_first.to(tl.int64), theta, ids, offsets, cu_seqlens, table,
         theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
         offset, prefix, size1, size2, size3, sequences, cu_stride,
-        inverse1, inverse2, inverse3, AXES, F, E, THETA_VEC, BLOCK_F,
+        inverse1, inverse2, inverse3, AXES, F, E, THETA_VEC, BLOCK_F, out.dtype.element_ty.primitive_bitwidth == 16,
     )  # fmt: skip
-    cosine, sine = angles(position, first, second, table, out.dtype.element_ty.primitive_bitwidth == 16)
-    for i in tl.static_range(BLOCK_S):
-        if s_first + i < shared:
-            x1, x2 = tiles[i]
-            x1, x2, scale = activate_input(x1.to(tl.float32), x2.to(tl.float32), KIND, ACTIVATION, F, BLOCK_F)
-            o1, o2 = turn(x1 * scale, x2 * scale, cosine, sine, KIND)
-            store_pair(out_rows + i * (out_s * VEC), o1, o2, mask, out_f, 0, UNIT, INTERLEAVED, F, BLOCK_F)
+    if s_first + BLOCK_S <= shared:  # without branches, so that what one vector waits for is another's time
+        for i in tl.static_range(BLOCK_S):
+            store_turned(out_rows + i * (out_s * VEC), tiles[i], cosine, sine, mask, out_f, KIND, ACTIVATION, UNIT, F, BLOCK_F)
+    else:
+        for i in tl.static_range(BLOCK_S - 1):
+            if s_first + i < shared:
+                store_turned(out_rows + i * (out_s * VEC), tiles[i], cosine, sine, mask, out_f, KIND, ACTIVATION, UNIT, F, BLOCK_F)
 
 
 @triton.jit(do_not_specialize=_BACKWARD_INTEGERS)
@@ -461,26 +506,26 @@ def backward_kernel(
         if THETA:
             cosine, sine = cos_sin(position, whole, rest, unit, HALF)
         else:
-            tl.debug_barrier()  # as in the forward
-            position, one, two = load_angles(
+            cosine, sine = angles_behind_loads(
                 n, u, mask, s_first.to(tl.int64), theta, ids, offsets, cu_seqlens, table,
                 theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
                 offset, prefix, size1, size2, size3, sequences, cu_stride,
-                inverse1, inverse2, inverse3, AXES, F, E, THETA_VEC, BLOCK_F,
+                inverse1, inverse2, inverse3, AXES, F, E, THETA_VEC, BLOCK_F, HALF,
             )  # fmt: skip
-            cosine, sine = angles(position, one, two, table, HALF)
         row_total = tl.zeros((BLOCK_R, BLOCK_F), tl.float32)
-        for i in tl.static_range(BLOCK_S):
-            if s_first + i < shared:
-                g1, g2 = grads[i]
-                x1, x2 = tiles[i]
-                d1, d2, dphi = turn_backward(
-                    x1.to(tl.float32), x2.to(tl.float32), g1.to(tl.float32), g2.to(tl.float32), cosine, sine,
-                    KIND, ACTIVATION, THETA, F, BLOCK_F,
+        if s_first + BLOCK_S <= shared:  # as in the forward
+            for i in tl.static_range(BLOCK_S):
+                row_total += store_gradient(
+                    dx_rows + i * (dx_s * VEC), tiles[i], grads[i], cosine, sine, mask, dx_f,
+                    KIND, ACTIVATION, UNIT, THETA, F, BLOCK_F,
                 )  # fmt: skip
-                store_input(dx_rows + i * (dx_s * VEC), d1, d2, mask, dx_f, 0, KIND, UNIT, F, BLOCK_F)
-                if THETA:
-                    row_total += dphi
+        else:
+            for i in tl.static_range(BLOCK_S - 1):
+                if s_first + i < shared:
+                    row_total += store_gradient(
+                        dx_rows + i * (dx_s * VEC), tiles[i], grads[i], cosine, sine, mask, dx_f,
+                        KIND, ACTIVATION, UNIT, THETA, F, BLOCK_F,
+                    )  # fmt: skip
         if THETA:  # outside the tensor grad was loaded as zero, and so is the gradient of the angle
             total += position.to(tl.float64) * row_total.to(tl.float64)
     if THETA:
