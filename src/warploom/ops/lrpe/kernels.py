@@ -423,11 +423,35 @@ def forward_kernel(
     )  # fmt: skip
     if s_first + BLOCK_S <= shared:  # without branches, so that what one vector waits for is another's time
         for i in tl.static_range(BLOCK_S):
-            store_turned(out_rows + i * (out_s * VEC), tiles[i], cosine, sine, mask, out_f, KIND, ACTIVATION, UNIT, F, BLOCK_F)
+            store_turned(
+                out_rows + i * (out_s * VEC),
+                tiles[i],
+                cosine,
+                sine,
+                mask,
+                out_f,
+                KIND,
+                ACTIVATION,
+                UNIT,
+                F,
+                BLOCK_F,
+            )
     else:
         for i in tl.static_range(BLOCK_S - 1):
             if s_first + i < shared:
-                store_turned(out_rows + i * (out_s * VEC), tiles[i], cosine, sine, mask, out_f, KIND, ACTIVATION, UNIT, F, BLOCK_F)
+                store_turned(
+                    out_rows + i * (out_s * VEC),
+                    tiles[i],
+                    cosine,
+                    sine,
+                    mask,
+                    out_f,
+                    KIND,
+                    ACTIVATION,
+                    UNIT,
+                    F,
+                    BLOCK_F,
+                )
 
 
 @triton.jit(do_not_specialize=_BACKWARD_INTEGERS)
