@@ -493,12 +493,8 @@ def backward_kernel(
     first_chunk = chunk
     rows = tokens * unique
     if BY_HEAD:
-        head = chunk % unique
-        first_chunk = chunk // unique
-        chunks = chunks // unique
+        first_chunk, head = divide_with_rest(chunk, unique, rows_inverse)
         rows = tokens
-    if THETA:
-        whole, rest, unit = load_frequencies(theta, head, 0, theta_u, theta_f, AXES, F, E, THETA_VEC, BLOCK_F)
     first = first_chunk * BLOCK_R
     # Constant bounds where there is one turn: the compiler moves nothing before a loop that it does not see.
     for turn in range(first if THETA else 0, rows if THETA else 1, chunks * BLOCK_R if THETA else 1):
@@ -512,12 +508,6 @@ def backward_kernel(
         x_rows = row_pointers(x, n, u, x_n, x_u, VEC) + s_first.to(tl.int64) * (x_s * VEC)
         grad_rows = row_pointers(grad, n, u, grad_n, grad_u, VEC) + s_first.to(tl.int64) * (grad_s * VEC)
         dx_rows = row_pointers(dx, n, u, dx_n, dx_u, VEC) + s_first.to(tl.int64) * (dx_s * VEC)
-        if THETA:
-            position = token_positions(
-                n, mask, s_first.to(tl.int64), u, tl.arange(0, BLOCK_F) // E, ids, offsets, cu_seqlens,
-                ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u,
-                offset, prefix, size1, size2, size3, sequences, cu_stride, AXES, inverse1, inverse2, inverse3,
-            )  # fmt: skip
         grads = ()
         tiles = ()
         for i in tl.static_range(BLOCK_S):
@@ -528,6 +518,13 @@ def backward_kernel(
                 pair = load_input(x_rows + i * (x_s * VEC), ahead, x_f, 0, KIND, UNIT, F, BLOCK_F)
             tiles = tiles + (pair,)
         if THETA:
+            tl.debug_barrier()  # the first turn's loads do not wait for the frequencies, which later turns find in cache
+            whole, rest, unit = load_frequencies(theta, head, 0, theta_u, theta_f, AXES, F, E, THETA_VEC, BLOCK_F)
+            position = token_positions(
+                n, mask, s_first.to(tl.int64), u, tl.arange(0, BLOCK_F) // E, ids, offsets, cu_seqlens,
+                ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u,
+                offset, prefix, size1, size2, size3, sequences, cu_stride, AXES, inverse1, inverse2, inverse3,
+            )  # fmt: skip
             cosine, sine = cos_sin(position, whole, rest, unit, HALF)
         else:
             cosine, sine = angles_behind_loads(

@@ -360,7 +360,7 @@ def plan_backward(
     launch = Launch(
         _backward_kernel,
         geometry.shared_blocks * chunks,
-        (*numbers, *_inverses(positions, geometry, chunks), chunks, *strides),
+        (*numbers, *_inverses(positions, geometry, chunks), chunks // rows, *strides),
         (
             kind, activation, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1],
             geometry.heads_shared, rows == 1, geometry.block_s, geometry.block_r, geometry.block_f,
