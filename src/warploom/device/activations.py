@@ -14,6 +14,19 @@ LOG2_E_LOW = tl.constexpr(1.925963033500011e-08)  # what that leaves of it
 
 
 @triton.jit
+def widen(x):
+    """``x`` in float32. Of two bfloat16 in a register, each takes one instruction; converted, the upper takes two."""
+    if INTERPRETED or x.dtype != tl.bfloat16:
+        y = x.to(tl.float32)
+    else:
+        bits = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.int32, is_pure=True, pack=2
+        )
+        y = bits.to(tl.float32, bitcast=True)
+    return y
+
+
+@triton.jit
 def power_of_two(x):
     """2ˣ to 2 units in the last place; zero where the result would be denormal."""
     if INTERPRETED:  # the interpreter knows no PTX

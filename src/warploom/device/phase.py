@@ -25,6 +25,9 @@ ROUND_32 = tl.constexpr(1.5 * 2.0**-9)
 ROUND_32_AS_BITS = tl.constexpr(0x3B400000)
 LARGEST = tl.constexpr(16777216.0)  # radians per position
 EIGHTH_TURN = tl.constexpr(1 << 29)  # in units of 2⁻³² turns
+QUARTER_TURN = tl.constexpr(1 << 30)
+QUADRANT_MASK = tl.constexpr((1 << 30) - 1)
+SIGN = tl.constexpr(-(2**31))
 HALF_TURN_AND_HALF_A_BIT = tl.constexpr(-(2**31) + 2**8)  # of 23 bits
 ONE_AS_BITS = tl.constexpr(0x3F800000)
 
@@ -96,16 +99,16 @@ def cos_sin(position, whole, rest, unit, HALF: tl.constexpr):
                 "sin.approx.ftz.f32 $0, $1;", "=f,f", [angle], dtype=tl.float32, is_pure=True, pack=1
             )
     else:
-        phase = position * whole + ((position.to(tl.float32) * TWO_POW_32) * rest).to(tl.int32)
-        quadrant = (phase + EIGHTH_TURN) >> 30
-        # Within an eighth of a turn of the quadrant's axis.
-        r = (phase - (quadrant << 30)).to(tl.float32) * unit
+        phase = position * whole + ((position.to(tl.float32) * TWO_POW_32) * rest).to(tl.int32) + EIGHTH_TURN
+        # Within an eighth of a turn of the quadrant's axis. The quadrant is the upper two bits of the phase.
+        r = ((phase & QUADRANT_MASK) - EIGHTH_TURN).to(tl.float32) * unit
         z = r * r
         s = r * (S0 + z * (S1 + z * (S2 + z * S3)))
         c = 1.0 + z * (C1 + z * (C2 + z * (C3 + z * C4)))
-        odd = (quadrant & 1) != 0
+        odd = (phase & QUARTER_TURN) != 0
         cosine = tl.where(odd, s, c)
         sine = tl.where(odd, c, s)
-        cosine = tl.where(((quadrant + 1) & 2) != 0, -cosine, cosine)
-        sine = tl.where((quadrant & 2) != 0, -sine, sine)
+        # The sign bit of a phase is that of its sine, and a quarter of a turn on, that of its cosine.
+        cosine = (cosine.to(tl.int32, bitcast=True) ^ ((phase + QUARTER_TURN) & SIGN)).to(tl.float32, bitcast=True)
+        sine = (sine.to(tl.int32, bitcast=True) ^ (phase & SIGN)).to(tl.float32, bitcast=True)
     return cosine, sine

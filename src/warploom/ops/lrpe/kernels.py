@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from warploom.device.activations import activate, activate_backward, softmax_pair_parts, softmax_parts
+from warploom.device.activations import activate, activate_backward, softmax_pair_parts, softmax_parts, widen
 from warploom.device.packed import sequence_of
 from warploom.device.phase import cos_sin, phase_step
 
@@ -309,7 +309,7 @@ def store_turned(
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, UNIT: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """Activate one of the forward's vectors, as `load_input` gave it, and store it turned."""
-    x1, x2, scale = activate_input(tile[0].to(tl.float32), tile[1].to(tl.float32), KIND, ACTIVATION, F, BLOCK_F)
+    x1, x2, scale = activate_input(widen(tile[0]), widen(tile[1]), KIND, ACTIVATION, F, BLOCK_F)
     o1, o2 = turn(x1 * scale, x2 * scale, cosine, sine, KIND)
     store_pair(rows, o1, o2, mask, stride, 0, UNIT, KIND == "interleaved", F, BLOCK_F)
 
@@ -359,7 +359,7 @@ def store_gradient(
 ):  # fmt: skip
     """Store the gradient of one of the backward's vectors; that of its angles (R, F), float32."""
     d1, d2, dphi = turn_backward(
-        tile[0].to(tl.float32), tile[1].to(tl.float32), grad[0].to(tl.float32), grad[1].to(tl.float32), cosine, sine,
+        widen(tile[0]), widen(tile[1]), widen(grad[0]), widen(grad[1]), cosine, sine,
         KIND, ACTIVATION, THETA, F, BLOCK_F,
     )  # fmt: skip
     store_input(rows, d1, d2, mask, stride, 0, KIND, UNIT, F, BLOCK_F)
