@@ -26,7 +26,7 @@ ROUND_32_AS_BITS = tl.constexpr(0x3B400000)
 LARGEST = tl.constexpr(16777216.0)  # radians per position
 EIGHTH_TURN = tl.constexpr(1 << 29)  # in units of 2⁻³² turns
 QUARTER_TURN = tl.constexpr(1 << 30)
-QUADRANT_MASK = tl.constexpr((1 << 30) - 1)
+WITHIN_QUADRANT = tl.constexpr((1 << 30) - 1)
 SIGN = tl.constexpr(-(2**31))
 HALF_TURN_AND_HALF_A_BIT = tl.constexpr(-(2**31) + 2**8)  # of 23 bits
 ONE_AS_BITS = tl.constexpr(0x3F800000)
@@ -99,9 +99,9 @@ def cos_sin(position, whole, rest, unit, HALF: tl.constexpr):
                 "sin.approx.ftz.f32 $0, $1;", "=f,f", [angle], dtype=tl.float32, is_pure=True, pack=1
             )
     else:
+        # An eighth of a turn ahead, so that the upper two bits are the quadrant whose axis is nearest.
         phase = position * whole + ((position.to(tl.float32) * TWO_POW_32) * rest).to(tl.int32) + EIGHTH_TURN
-        # Within an eighth of a turn of the quadrant's axis. The quadrant is the upper two bits of the phase.
-        r = ((phase & QUADRANT_MASK) - EIGHTH_TURN).to(tl.float32) * unit
+        r = ((phase & WITHIN_QUADRANT) - EIGHTH_TURN).to(tl.float32) * unit
         z = r * r
         s = r * (S0 + z * (S1 + z * (S2 + z * S3)))
         c = 1.0 + z * (C1 + z * (C2 + z * (C3 + z * C4)))

@@ -440,18 +440,9 @@ def forward_kernel(
         for i in tl.static_range(BLOCK_S - 1):
             if s_first + i < shared:
                 store_turned(
-                    out_rows + i * (out_s * VEC),
-                    tiles[i],
-                    cosine,
-                    sine,
-                    mask,
-                    out_f,
-                    KIND,
-                    ACTIVATION,
-                    UNIT,
-                    F,
-                    BLOCK_F,
-                )
+                    out_rows + i * (out_s * VEC), tiles[i], cosine, sine, mask, out_f,
+                    KIND, ACTIVATION, UNIT, F, BLOCK_F,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_BACKWARD_INTEGERS)
@@ -518,7 +509,7 @@ def backward_kernel(
                 pair = load_input(x_rows + i * (x_s * VEC), ahead, x_f, 0, KIND, UNIT, F, BLOCK_F)
             tiles = tiles + (pair,)
         if THETA:
-            tl.debug_barrier()  # the first turn's loads do not wait for the frequencies, which later turns find in cache
+            tl.debug_barrier()  # the first turn's loads do not wait for frequencies; other turns find these in cache
             whole, rest, unit = load_frequencies(theta, head, 0, theta_u, theta_f, AXES, F, E, THETA_VEC, BLOCK_F)
             position = token_positions(
                 n, mask, s_first.to(tl.int64), u, tl.arange(0, BLOCK_F) // E, ids, offsets, cu_seqlens,
