@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.activations import activate, activate_backward, softmax_pair_parts, softmax_parts, widen
 from warploom.device.packed import sequence_of
@@ -421,7 +421,11 @@ def forward_kernel(
         offset, prefix, size1, size2, size3, sequences, cu_stride,
         inverse1, inverse2, inverse3, AXES, F, E, THETA_VEC, BLOCK_F, out.dtype.element_ty.primitive_bitwidth == 16,
     )  # fmt: skip
-    if s_first + BLOCK_S <= shared:  # without branches, so that what one vector waits for is another's time
+    # Without branches the sums of one vector's softmax across threads take place while those of another do.
+    STRAIGHT: tl.constexpr = ACTIVATION == "softmax"
+    GUARDED: tl.constexpr = BLOCK_S - 1 if STRAIGHT else BLOCK_S
+    full = s_first + BLOCK_S <= shared if STRAIGHT else False
+    if full:
         for i in tl.static_range(BLOCK_S):
             store_turned(
                 out_rows + i * (out_s * VEC),
@@ -437,7 +441,7 @@ def forward_kernel(
                 BLOCK_F,
             )
     else:
-        for i in tl.static_range(BLOCK_S - 1):
+        for i in tl.static_range(GUARDED):
             if s_first + i < shared:
                 store_turned(
                     out_rows + i * (out_s * VEC), tiles[i], cosine, sine, mask, out_f,
@@ -462,7 +466,6 @@ def backward_kernel(
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, AXES: tl.constexpr,
     VEC: tl.constexpr, THETA_VEC: tl.constexpr, UNIT: tl.constexpr, F: tl.constexpr, E: tl.constexpr,
     TOKENS_INNER: tl.constexpr, ONE_THETA: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Gradient of ``x``, and with ``partial`` sums for that of theta.
 
@@ -475,8 +478,8 @@ def backward_kernel(
     NEEDS_X: tl.constexpr = THETA or ACTIVATION != "none"
     INTERLEAVED: tl.constexpr = KIND == "interleaved"
     BY_HEAD: tl.constexpr = THETA and not ONE_THETA
-    if OVERLAP:  # with the launch that adds up what this one leaves, which waits for it
-        gdc_launch_dependents()
+    STRAIGHT: tl.constexpr = ACTIVATION == "softmax"  # as in the forward
+    GUARDED: tl.constexpr = BLOCK_S - 1 if STRAIGHT else BLOCK_S
     s_block, chunk = split_program(blocks, blocks_inverse, TOKENS_INNER)
     s_first = s_block * BLOCK_S
     total = tl.zeros((BLOCK_R, BLOCK_F), tl.float64)  # positions are large, and their terms cancel
@@ -525,14 +528,15 @@ def backward_kernel(
                 inverse1, inverse2, inverse3, AXES, F, E, THETA_VEC, BLOCK_F, HALF,
             )  # fmt: skip
         row_total = tl.zeros((BLOCK_R, BLOCK_F), tl.float32)
-        if s_first + BLOCK_S <= shared:  # as in the forward
+        full = s_first + BLOCK_S <= shared if STRAIGHT else False
+        if full:
             for i in tl.static_range(BLOCK_S):
                 row_total += store_gradient(
                     dx_rows + i * (dx_s * VEC), tiles[i], grads[i], cosine, sine, mask, dx_f,
                     KIND, ACTIVATION, UNIT, THETA, F, BLOCK_F,
                 )  # fmt: skip
         else:
-            for i in tl.static_range(BLOCK_S - 1):
+            for i in tl.static_range(GUARDED):
                 if s_first + i < shared:
                     row_total += store_gradient(
                         dx_rows + i * (dx_s * VEC), tiles[i], grads[i], cosine, sine, mask, dx_f,
