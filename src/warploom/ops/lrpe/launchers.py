@@ -25,7 +25,7 @@ MAX_AXES = 4
 """Axes of a grid that the kernels unravel themselves."""
 
 THETA_WARPS = 12
-"""Warps per multiprocessor where theta's gradient is summed: as many as fit, since a second wave would run alone."""
+"""Warps per multiprocessor where theta's gradient is summed: as many as fit, for a second wave would run alone."""
 
 _SMALL = 2**23  # elements, up to which the time of a single program shows
 _TINY = 2**21  # elements, up to which most of a multiprocessor is idle
