@@ -13,7 +13,7 @@ if not HAS_TRITON:
 import triton
 import triton.language as tl
 
-from warploom.device.activations import exponential_float32
+from warploom.device.activations import exponential_float32, widen
 from warploom.launch import Kernel
 
 Tensor = torch.Tensor
@@ -50,3 +50,20 @@ def test_exponential_float32_of_what_is_not_finite(device: torch.device) -> None
     assert found[:2] == [0, 0]
     assert math.isnan(found[2])
     assert found[3:] == [1, 1]
+
+
+@triton.jit(do_not_specialize=["size"])
+def widen_kernel(x, out, size: tl.int32, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, widen(tl.load(x + i, mask=i < size, other=0.0)), mask=i < size)
+
+
+@pytest.mark.parametrize("block", [1024, 64])  # several neighbours a thread, and one
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_widening_keeps_every_number(dtype: torch.dtype, block: int, device: torch.device) -> None:
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).to(device)
+    x = x[~(x.float().abs() < torch.finfo(dtype).tiny) | (x == 0)]  # Triton's interpreter loses denormal numbers
+    out = torch.full(x.shape, math.inf, device=device)
+    Kernel(widen_kernel)(-(-len(x) // block), (x, out), (len(x),), (block,))
+    assert torch.equal(out.isnan(), x.isnan())
+    assert torch.equal(out.nan_to_num(0.0), x.float().nan_to_num(0.0))

@@ -353,6 +353,28 @@ def test_a_frequency_that_is_not_finite_gives_nan(kind: str, backend: str, devic
     assert_near(out[..., 3], pairs(kind, finite)[..., 3])
 
 
+@backends
+@kinds
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, in Triton's interpreter
+def test_softmax_of_the_largest_and_of_missing_entries(kind: str, backend: str, device: torch.device) -> None:
+    most, none = torch.finfo(torch.float32).max, -math.inf
+    rows = [
+        [most, 1.0, -most, most, none, 0.0],
+        [-most, -most, none, -most, none, none],
+        [none, 1e38, none, none, 0.9e38, none],
+        [80.0, -80.0, none, 79.0, 81.0, 0.5],
+    ]
+    x = torch.tensor(rows, device=device)[None, :, None]
+    theta = random_theta(device, 1, 3)
+    exact = x.double().softmax(-1)
+    grad = random_x(device, 1, len(rows), 1, 12 if kind == "cosine" else 6)
+    out = encode(kind, x.requires_grad_(), theta, activation="softmax", backend=backend)
+    assert_near(out, define(kind, exact, theta))
+    wanted = exact_gradients(kind, exact, theta, grad)[0]
+    wanted = exact * (wanted - (exact * wanted).sum(-1, keepdim=True))
+    assert_near(torch.autograd.grad(out, x, grad)[0], wanted)
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Sizes
 # ----------------------------------------------------------------------------------------------------------

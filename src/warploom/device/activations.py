@@ -9,7 +9,21 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2_E = tl.constexpr(1.4426950216293335)  # log₂e in float32
+LARGE = tl.constexpr(2.0**126)
 LOG2_E_LOW = tl.constexpr(1.925963033500011e-08)  # what that leaves of it
+
+
+@triton.jit
+def widen(x):
+    """``x`` in float32. Of two bfloat16 in a register, each takes one instruction; converted, the upper takes two."""
+    if INTERPRETED or x.dtype != tl.bfloat16:
+        y = x.to(tl.float32)
+    else:
+        bits = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.int32, is_pure=True, pack=2
+        )
+        y = bits.to(tl.float32, bitcast=True)
+    return y
 
 
 @triton.jit
@@ -98,17 +112,27 @@ def activate_backward(x, dy, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def softmax(x):
-    """Softmax over the last axis. Masked features must be −inf."""
-    x = exponential(x - tl.max(x, axis=1)[:, None])
-    return x * reciprocal(tl.sum(x, axis=1))[:, None]
+def powers(x, top):
+    """eˣ relative to the largest of each row, ``top`` (rows, 1), to 2 units in the last place of it and of eˣ / Σ eˣ.
+
+    One multiply-add an entry: the rounding of top · log₂e is common to a row. Where that product is no float32, entries are
+    equal or so far apart that any factor does.
+    """
+    scale = tl.where(tl.abs(top) < LARGE, LOG2_E, 0.5)
+    return power_of_two(tl.fma(x, scale, -(top * scale)))
 
 
 @triton.jit
-def softmax_pair(x1, x2):
-    """Softmax over the last axes of two tiles taken as one row. Masked features must be −inf."""
+def softmax_parts(x):
+    """Softmax over the last axis as powers and the reciprocal of their sum (rows, 1). Masked features must be −inf."""
+    x = powers(x, tl.max(x, axis=1)[:, None])
+    return x, reciprocal(tl.sum(x, axis=1))[:, None]
+
+
+@triton.jit
+def softmax_pair_parts(x1, x2):
+    """The same for two tiles taken as one row."""
     top = tl.max(tl.maximum(x1, x2), axis=1)[:, None]
-    x1 = exponential(x1 - top)
-    x2 = exponential(x2 - top)
-    scale = reciprocal(tl.sum(x1 + x2, axis=1))[:, None]
-    return x1 * scale, x2 * scale
+    x1 = powers(x1, top)
+    x2 = powers(x2, top)
+    return x1, x2, reciprocal(tl.sum(x1 + x2, axis=1))[:, None]

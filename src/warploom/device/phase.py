@@ -20,10 +20,14 @@ TWO_POW_32 = tl.constexpr(4294967296.0)
 TWO_POW_MINUS_32 = tl.constexpr(2.3283064365386963e-10)
 TURN = tl.constexpr(6.283185307179586)
 ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: a float32 this large has no fraction, so adding it rounds
-TWICE_ROUND_AS_BITS = tl.constexpr((2 * 0x4B400000) - 2**32)
-TWO_POW_16 = tl.constexpr(65536.0)
+ROUND_22 = tl.constexpr(3.0)  # the same to 22 bits of a fraction, and to 32
+ROUND_32 = tl.constexpr(1.5 * 2.0**-9)
+ROUND_32_AS_BITS = tl.constexpr(0x3B400000)
 LARGEST = tl.constexpr(16777216.0)  # radians per position
 EIGHTH_TURN = tl.constexpr(1 << 29)  # in units of 2⁻³² turns
+QUARTER_TURN = tl.constexpr(1 << 30)
+WITHIN_QUADRANT = tl.constexpr((1 << 30) - 1)
+SIGN = tl.constexpr(-(2**31))
 HALF_TURN_AND_HALF_A_BIT = tl.constexpr(-(2**31) + 2**8)  # of 23 bits
 ONE_AS_BITS = tl.constexpr(0x3F800000)
 
@@ -40,9 +44,9 @@ C4 = tl.constexpr(59.24596422)
 
 @triton.jit
 def phase_step(theta):
-    """Angle gained per position: whole units (int32), the rest in units (float32), and the size of a unit.
+    """Angle gained per position: whole units (int32), the rest in turns (float32), and a unit in turns, 2⁻³².
 
-    The unit is 2⁻³² turns, or NaN where theta is too large to be reduced, infinite or NaN.
+    Rest and unit are NaN where theta is too large to be reduced, infinite or NaN.
     """
     if theta.dtype == tl.float64:
         turns = theta.to(tl.float64) * INVERSE_TURN
@@ -57,18 +61,17 @@ def phase_step(theta):
         sum_ = high + low  # where theta is large, all of its fraction is in the low word
         low += high - sum_
         high = sum_
-    # Rounded to integers by adding a number, not by converting: that runs at the rate of sines and exponentials.
-    # The upper 16 bits, the lower 16, and what the low word carries over, so that the rest times a position still
-    # fits an int32. An integer then lies in the lower bits of the sum, and half a turn wraps to minus half a turn.
-    upper = tl.fma(high, TWO_POW_16, ROUND)
-    rest = tl.fma(high, TWO_POW_16, -(upper - ROUND))
-    lower = tl.fma(rest, TWO_POW_16, ROUND)
-    rest = tl.fma(low, TWO_POW_32, tl.fma(rest, TWO_POW_16, -(lower - ROUND)))
-    carry = rest + ROUND
-    rest -= carry - ROUND
-    whole = upper.to(tl.int32, bitcast=True) << 16
-    whole += lower.to(tl.int32, bitcast=True) + (carry.to(tl.int32, bitcast=True) - TWICE_ROUND_AS_BITS)
-    unit = tl.where(tl.abs(theta) < LARGEST, TWO_POW_MINUS_32, float("nan")).to(tl.float32)
+    # Rounded by adding a number whose last bit is what to round to, not by converting to integers: that runs at the rate
+    # of sines and exponentials. The upper 22 bits, then the lower 10 with what the low word carries over, so that the
+    # rest times a position still fits an int32. The bits of a sum are the integer; those of 3.0 leave no trace of it.
+    upper = high + ROUND_22
+    rest = high - (upper - ROUND_22)
+    lower = rest + (low + ROUND_32)
+    rest = (rest - (lower - ROUND_32)) + low
+    whole = (upper.to(tl.int32, bitcast=True) << 10) + (lower.to(tl.int32, bitcast=True) - ROUND_32_AS_BITS)
+    known = tl.abs(theta) < LARGEST
+    rest = tl.where(known, rest, float("nan"))
+    unit = tl.where(known, TWO_POW_MINUS_32, float("nan")).to(tl.float32)
     return whole, rest, unit
 
 
@@ -84,7 +87,7 @@ def cos_sin(position, whole, rest, unit, HALF: tl.constexpr):
         # from and to integers would cost as much as the sine itself, and the rest is small enough for float32.
         bits = position * whole + HALF_TURN_AND_HALF_A_BIT
         turns = ((bits.to(tl.uint32, bitcast=True) >> 9) | ONE_AS_BITS).to(tl.float32, bitcast=True) - 1.5
-        angle = tl.fma(position.to(tl.float32), rest * TWO_POW_MINUS_32, turns) * (unit * (TURN * TWO_POW_32))
+        angle = tl.fma(position.to(tl.float32), rest, turns) * TURN
         if INTERPRETED:
             cosine = tl.cos(angle)
             sine = tl.sin(angle)
@@ -96,16 +99,16 @@ def cos_sin(position, whole, rest, unit, HALF: tl.constexpr):
                 "sin.approx.ftz.f32 $0, $1;", "=f,f", [angle], dtype=tl.float32, is_pure=True, pack=1
             )
     else:
-        phase = position * whole + (position.to(tl.float32) * rest).to(tl.int32)
-        quadrant = (phase + EIGHTH_TURN) >> 30
-        # Within an eighth of a turn of the quadrant's axis.
-        r = (phase - (quadrant << 30)).to(tl.float32) * unit
+        # An eighth of a turn ahead, so that the upper two bits are the quadrant whose axis is nearest.
+        phase = position * whole + ((position.to(tl.float32) * TWO_POW_32) * rest).to(tl.int32) + EIGHTH_TURN
+        r = ((phase & WITHIN_QUADRANT) - EIGHTH_TURN).to(tl.float32) * unit
         z = r * r
         s = r * (S0 + z * (S1 + z * (S2 + z * S3)))
         c = 1.0 + z * (C1 + z * (C2 + z * (C3 + z * C4)))
-        odd = (quadrant & 1) != 0
+        odd = (phase & QUARTER_TURN) != 0
         cosine = tl.where(odd, s, c)
         sine = tl.where(odd, c, s)
-        cosine = tl.where(((quadrant + 1) & 2) != 0, -cosine, cosine)
-        sine = tl.where((quadrant & 2) != 0, -sine, sine)
+        # The sign bit of a phase is that of its sine, and a quarter of a turn on, that of its cosine.
+        cosine = (cosine.to(tl.int32, bitcast=True) ^ ((phase + QUARTER_TURN) & SIGN)).to(tl.float32, bitcast=True)
+        sine = (sine.to(tl.int32, bitcast=True) ^ (phase & SIGN)).to(tl.float32, bitcast=True)
     return cosine, sine

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from warploom.device.activations import activate, activate_backward, softmax, softmax_pair
+from warploom.device.activations import activate, activate_backward, softmax_pair_parts, softmax_parts, widen
 from warploom.device.packed import sequence_of
 from warploom.device.phase import cos_sin, phase_step
 
@@ -132,6 +132,29 @@ def angles(position, first, second, table, HALF: tl.constexpr):
         whole, rest, unit = phase_step(first)
         cosine, sine = cos_sin(position, whole, rest, unit, HALF)
     return cosine, sine
+
+
+@triton.jit
+def angles_behind_loads(
+    n, u, mask, s, theta, ids, offsets, cu_seqlens, table,
+    theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
+    offset, prefix, size1, size2, size3, sequences, cu_stride, inverse1, inverse2, inverse3,
+    AXES: tl.constexpr, F: tl.constexpr, E: tl.constexpr, THETA_VEC: tl.constexpr, BLOCK_F: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """Cosine and sine (R, F) of the rows (``n``, ``u``) for entry ``s``, read when the loads before are under way.
+
+    Without the barrier the assembler moves those loads behind what is computed from the frequencies: they would wait
+    for these to come from memory.
+    """
+    tl.debug_barrier()
+    position, first, second = load_angles(
+        n, u, mask, s, theta, ids, offsets, cu_seqlens, table,
+        theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
+        offset, prefix, size1, size2, size3, sequences, cu_stride,
+        inverse1, inverse2, inverse3, AXES, F, E, THETA_VEC, BLOCK_F,
+    )  # fmt: skip
+    return angles(position, first, second, table, HALF)
 
 
 @triton.jit
@@ -251,19 +274,20 @@ def store_input(rows, one, two, mask, stride, first, KIND: tl.constexpr, UNIT: t
 
 @triton.jit
 def activate_input(x1, x2, KIND: tl.constexpr, ACTIVATION: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr):
-    """x̄ of both tiles of `load_input`, in float32."""
+    """x̄ of both tiles of `load_input`, in float32, over a factor of each row (R, 1) that is 1.0 but for softmax."""
+    scale = 1.0
     if ACTIVATION == "softmax":
         inside = (tl.arange(0, BLOCK_F) < F)[None, :]
         x1 = tl.where(inside, x1, float("-inf"))
         if KIND == "cosine":
-            x1 = softmax(x1)
+            x1, scale = softmax_parts(x1)
             x2 = x1
         else:
-            x1, x2 = softmax_pair(x1, tl.where(inside, x2, float("-inf")))
+            x1, x2, scale = softmax_pair_parts(x1, tl.where(inside, x2, float("-inf")))
     else:
         x1 = activate(x1, ACTIVATION)
         x2 = activate(x2, ACTIVATION)
-    return x1, x2
+    return x1, x2, scale
 
 
 @triton.jit
@@ -277,6 +301,17 @@ def turn(x1, x2, cosine, sine, KIND: tl.constexpr):
         first = tl.fma(x1, cosine, -(x2 * sine))
         second = tl.fma(x2, cosine, x1 * sine)
     return first, second
+
+
+@triton.jit
+def store_turned(
+    rows, tile, cosine, sine, mask, stride,
+    KIND: tl.constexpr, ACTIVATION: tl.constexpr, UNIT: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """Activate one of the forward's vectors, as `load_input` gave it, and store it turned."""
+    x1, x2, scale = activate_input(widen(tile[0]), widen(tile[1]), KIND, ACTIVATION, F, BLOCK_F)
+    o1, o2 = turn(x1 * scale, x2 * scale, cosine, sine, KIND)
+    store_pair(rows, o1, o2, mask, stride, 0, UNIT, KIND == "interleaved", F, BLOCK_F)
 
 
 @triton.jit
@@ -296,23 +331,39 @@ def turn_backward(
     d1, d2 = pair_gradient(g1, g2, cosine, sine)
     dphi = d2
     if ACTIVATION != "none" or THETA:
-        y1, y2 = activate_input(x1, x2, KIND, ACTIVATION, F, BLOCK_F)
-        if KIND == "cosine":
-            dphi = y1 * d2
-            if ACTIVATION == "softmax":
-                d1 = y1 * (d1 - tl.sum(y1 * d1, axis=1)[:, None])
+        y1, y2, scale = activate_input(x1, x2, KIND, ACTIVATION, F, BLOCK_F)
+        if ACTIVATION == "softmax":  # the sum of y · d is taken beside that of the powers, not after it
+            if KIND == "cosine":
+                mean = tl.sum(y1 * d1, axis=1)[:, None] * scale
             else:
-                d1 = activate_backward(x1, d1, ACTIVATION)
-        else:
-            dphi = tl.fma(y1, d2, -(y2 * d1))
-            if ACTIVATION == "softmax":
-                mean = tl.sum(y1 * d1 + y2 * d2, axis=1)[:, None]
-                d1 = y1 * (d1 - mean)
+                mean = tl.sum(tl.fma(y1, d1, y2 * d2), axis=1)[:, None] * scale
+            y1 *= scale
+            y2 *= scale
+        dphi = y1 * d2 if KIND == "cosine" else tl.fma(y1, d2, -(y2 * d1))
+        if ACTIVATION == "softmax":
+            d1 = y1 * (d1 - mean)
+            if KIND != "cosine":
                 d2 = y2 * (d2 - mean)
-            else:
-                d1 = activate_backward(x1, d1, ACTIVATION)
+        else:
+            d1 = activate_backward(x1, d1, ACTIVATION)
+            if KIND != "cosine":
                 d2 = activate_backward(x2, d2, ACTIVATION)
     return d1, d2, dphi
+
+
+@triton.jit
+def store_gradient(
+    rows, tile, grad, cosine, sine, mask, stride,
+    KIND: tl.constexpr, ACTIVATION: tl.constexpr, UNIT: tl.constexpr, THETA: tl.constexpr, F: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """Store the gradient of one of the backward's vectors; that of its angles (R, F), float32."""
+    d1, d2, dphi = turn_backward(
+        widen(tile[0]), widen(tile[1]), widen(grad[0]), widen(grad[1]), cosine, sine,
+        KIND, ACTIVATION, THETA, F, BLOCK_F,
+    )  # fmt: skip
+    store_input(rows, d1, d2, mask, stride, 0, KIND, UNIT, F, BLOCK_F)
+    return dphi
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -354,33 +405,48 @@ def forward_kernel(
     """
     if tickets is not None and tl.program_id(0) == 0:
         tl.store(tickets + tl.arange(0, 2), tl.zeros((2,), dtype=tl.int32))
-    INTERLEAVED: tl.constexpr = KIND == "interleaved"
     s_block, row_block = split_program(blocks, blocks_inverse, TOKENS_INNER)
     s_first = s_block * BLOCK_S
     n, u, mask = rows_of(row_block * BLOCK_R, tokens, unique, rows_inverse, BLOCK_R, TOKENS_INNER)
     x_rows = row_pointers(x, n, u, x_n, x_u, VEC) + s_first.to(tl.int64) * (x_s * VEC)
     out_rows = row_pointers(out, n, u, out_n, out_u, VEC) + s_first.to(tl.int64) * (out_s * VEC)
 
-    # All of x is under way before the first frequency is read. Without the barrier the assembler moves these loads
-    # behind what is computed from the frequencies: they would wait for those to come from memory.
     tiles = ()
     for i in tl.static_range(BLOCK_S):
         ahead = mask & (s_first + i < shared)
         tiles = tiles + (load_input(x_rows + i * (x_s * VEC), ahead, x_f, 0, KIND, UNIT, F, BLOCK_F),)
-    tl.debug_barrier()
-    position, first, second = load_angles(
+    cosine, sine = angles_behind_loads(
         n, u, mask, s_first.to(tl.int64), theta, ids, offsets, cu_seqlens, table,
         theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
         offset, prefix, size1, size2, size3, sequences, cu_stride,
-        inverse1, inverse2, inverse3, AXES, F, E, THETA_VEC, BLOCK_F,
+        inverse1, inverse2, inverse3, AXES, F, E, THETA_VEC, BLOCK_F, out.dtype.element_ty.primitive_bitwidth == 16,
     )  # fmt: skip
-    cosine, sine = angles(position, first, second, table, out.dtype.element_ty.primitive_bitwidth == 16)
-    for i in tl.static_range(BLOCK_S):
-        if s_first + i < shared:
-            x1, x2 = tiles[i]
-            x1, x2 = activate_input(x1.to(tl.float32), x2.to(tl.float32), KIND, ACTIVATION, F, BLOCK_F)
-            o1, o2 = turn(x1, x2, cosine, sine, KIND)
-            store_pair(out_rows + i * (out_s * VEC), o1, o2, mask, out_f, 0, UNIT, INTERLEAVED, F, BLOCK_F)
+    # Without branches the sums of one vector's softmax across threads take place while those of another do.
+    STRAIGHT: tl.constexpr = ACTIVATION == "softmax"
+    GUARDED: tl.constexpr = BLOCK_S - 1 if STRAIGHT else BLOCK_S
+    full = s_first + BLOCK_S <= shared if STRAIGHT else False
+    if full:
+        for i in tl.static_range(BLOCK_S):
+            store_turned(
+                out_rows + i * (out_s * VEC),
+                tiles[i],
+                cosine,
+                sine,
+                mask,
+                out_f,
+                KIND,
+                ACTIVATION,
+                UNIT,
+                F,
+                BLOCK_F,
+            )
+    else:
+        for i in tl.static_range(GUARDED):
+            if s_first + i < shared:
+                store_turned(
+                    out_rows + i * (out_s * VEC), tiles[i], cosine, sine, mask, out_f,
+                    KIND, ACTIVATION, UNIT, F, BLOCK_F,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_BACKWARD_INTEGERS)
@@ -412,6 +478,8 @@ def backward_kernel(
     NEEDS_X: tl.constexpr = THETA or ACTIVATION != "none"
     INTERLEAVED: tl.constexpr = KIND == "interleaved"
     BY_HEAD: tl.constexpr = THETA and not ONE_THETA
+    STRAIGHT: tl.constexpr = ACTIVATION == "softmax"  # as in the forward
+    GUARDED: tl.constexpr = BLOCK_S - 1 if STRAIGHT else BLOCK_S
     s_block, chunk = split_program(blocks, blocks_inverse, TOKENS_INNER)
     s_first = s_block * BLOCK_S
     total = tl.zeros((BLOCK_R, BLOCK_F), tl.float64)  # positions are large, and their terms cancel
@@ -419,12 +487,8 @@ def backward_kernel(
     first_chunk = chunk
     rows = tokens * unique
     if BY_HEAD:
-        head = chunk % unique
-        first_chunk = chunk // unique
-        chunks = chunks // unique
+        first_chunk, head = divide_with_rest(chunk, unique, rows_inverse)
         rows = tokens
-    if THETA:
-        whole, rest, unit = load_frequencies(theta, head, 0, theta_u, theta_f, AXES, F, E, THETA_VEC, BLOCK_F)
     first = first_chunk * BLOCK_R
     # Constant bounds where there is one turn: the compiler moves nothing before a loop that it does not see.
     for turn in range(first if THETA else 0, rows if THETA else 1, chunks * BLOCK_R if THETA else 1):
@@ -438,12 +502,6 @@ def backward_kernel(
         x_rows = row_pointers(x, n, u, x_n, x_u, VEC) + s_first.to(tl.int64) * (x_s * VEC)
         grad_rows = row_pointers(grad, n, u, grad_n, grad_u, VEC) + s_first.to(tl.int64) * (grad_s * VEC)
         dx_rows = row_pointers(dx, n, u, dx_n, dx_u, VEC) + s_first.to(tl.int64) * (dx_s * VEC)
-        if THETA:
-            position = token_positions(
-                n, mask, s_first.to(tl.int64), u, tl.arange(0, BLOCK_F) // E, ids, offsets, cu_seqlens,
-                ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u,
-                offset, prefix, size1, size2, size3, sequences, cu_stride, AXES, inverse1, inverse2, inverse3,
-            )  # fmt: skip
         grads = ()
         tiles = ()
         for i in tl.static_range(BLOCK_S):
@@ -454,28 +512,36 @@ def backward_kernel(
                 pair = load_input(x_rows + i * (x_s * VEC), ahead, x_f, 0, KIND, UNIT, F, BLOCK_F)
             tiles = tiles + (pair,)
         if THETA:
+            tl.debug_barrier()  # the first turn's loads do not wait for frequencies; other turns find these in cache
+            whole, rest, unit = load_frequencies(theta, head, 0, theta_u, theta_f, AXES, F, E, THETA_VEC, BLOCK_F)
+            position = token_positions(
+                n, mask, s_first.to(tl.int64), u, tl.arange(0, BLOCK_F) // E, ids, offsets, cu_seqlens,
+                ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u,
+                offset, prefix, size1, size2, size3, sequences, cu_stride, AXES, inverse1, inverse2, inverse3,
+            )  # fmt: skip
             cosine, sine = cos_sin(position, whole, rest, unit, HALF)
         else:
-            tl.debug_barrier()  # as in the forward
-            position, one, two = load_angles(
+            cosine, sine = angles_behind_loads(
                 n, u, mask, s_first.to(tl.int64), theta, ids, offsets, cu_seqlens, table,
                 theta_u, theta_f, ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
                 offset, prefix, size1, size2, size3, sequences, cu_stride,
-                inverse1, inverse2, inverse3, AXES, F, E, THETA_VEC, BLOCK_F,
+                inverse1, inverse2, inverse3, AXES, F, E, THETA_VEC, BLOCK_F, HALF,
             )  # fmt: skip
-            cosine, sine = angles(position, one, two, table, HALF)
         row_total = tl.zeros((BLOCK_R, BLOCK_F), tl.float32)
-        for i in tl.static_range(BLOCK_S):
-            if s_first + i < shared:
-                g1, g2 = grads[i]
-                x1, x2 = tiles[i]
-                d1, d2, dphi = turn_backward(
-                    x1.to(tl.float32), x2.to(tl.float32), g1.to(tl.float32), g2.to(tl.float32), cosine, sine,
-                    KIND, ACTIVATION, THETA, F, BLOCK_F,
+        full = s_first + BLOCK_S <= shared if STRAIGHT else False
+        if full:
+            for i in tl.static_range(BLOCK_S):
+                row_total += store_gradient(
+                    dx_rows + i * (dx_s * VEC), tiles[i], grads[i], cosine, sine, mask, dx_f,
+                    KIND, ACTIVATION, UNIT, THETA, F, BLOCK_F,
                 )  # fmt: skip
-                store_input(dx_rows + i * (dx_s * VEC), d1, d2, mask, dx_f, 0, KIND, UNIT, F, BLOCK_F)
-                if THETA:
-                    row_total += dphi
+        else:
+            for i in tl.static_range(GUARDED):
+                if s_first + i < shared:
+                    row_total += store_gradient(
+                        dx_rows + i * (dx_s * VEC), tiles[i], grads[i], cosine, sine, mask, dx_f,
+                        KIND, ACTIVATION, UNIT, THETA, F, BLOCK_F,
+                    )  # fmt: skip
         if THETA:  # outside the tensor grad was loaded as zero, and so is the gradient of the angle
             total += position.to(tl.float64) * row_total.to(tl.float64)
     if THETA:

@@ -24,8 +24,8 @@ _reduce_kernel = Kernel(reduce_kernel)
 MAX_AXES = 4
 """Axes of a grid that the kernels unravel themselves."""
 
-THETA_WARPS = 8
-"""Warps per multiprocessor where theta's gradient is summed: few, so that few partial sums leave the chip."""
+THETA_WARPS = 12
+"""Warps per multiprocessor where theta's gradient is summed: as many as fit, for a second wave would run alone."""
 
 _SMALL = 2**23  # elements, up to which the time of a single program shows
 _TINY = 2**21  # elements, up to which most of a multiprocessor is idle
@@ -106,11 +106,14 @@ def _tile(
 ) -> Tile:
     """Measured on an H200 (see "How it reaches the limit")."""
     wide = x.element_size() > 2
-    if theta_gradient:  # more vectors would spill registers
-        return Tile(2, 1) if wide else Tile(4, 1) if kind == "cosine" else Tile(3, 2)
+    if theta_gradient:  # more vectors, or more than eight angles a thread, would spill registers
+        angles = x.shape[-1] if kind == "cosine" else x.shape[-1] // 2
+        return Tile(2 if wide else 3, max(1, triton.next_power_of_2(angles) // 256))
     if x.numel() <= _SMALL and x.shape[0] >= _SHARING and not wide and kind != "interleaved":
         if x.numel() <= _TINY:
-            return Tile(4 if kind == "cosine" else 2, 4, 4)
+            if kind == "cosine":  # softmax: a row in one warp
+                return Tile(4, 4, 8 if activation == "softmax" else 4)
+            return Tile(2, 4, 4)
         if kind == "cosine":
             return Tile(2 if backward else 4, 2)
         if activation == "none":
@@ -360,7 +363,7 @@ def plan_backward(
     launch = Launch(
         _backward_kernel,
         geometry.shared_blocks * chunks,
-        (*numbers, *_inverses(positions, geometry, chunks), chunks, *strides),
+        (*numbers, *_inverses(positions, geometry, chunks), chunks // rows, *strides),
         (
             kind, activation, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1],
             geometry.heads_shared, rows == 1, geometry.block_s, geometry.block_r, geometry.block_f,
