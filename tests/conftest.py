@@ -1,9 +1,11 @@
 """Where the tests run: on the GPU if there is one, else in Triton's interpreter on the CPU."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
+from launches import ON_HOPPER
 
 if not torch.cuda.is_available():
     # Read when a kernel is defined, so it must be set before any module with kernels is imported.
@@ -28,3 +30,21 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels for Hopper that a test launches."""
+    if not ON_HOPPER:
+        pytest.skip("needs a Hopper GPU")
+    from warploom.launch import TiledLaunch
+
+    names: list[str] = []
+    usual = TiledLaunch.__call__
+
+    def call(self: TiledLaunch, tensors: Any, *numbers: Any) -> None:
+        names.append(self.function.__name__)
+        usual(self, tensors, *numbers)
+
+    monkeypatch.setattr(TiledLaunch, "__call__", call)
+    return names

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from launches import MERGING
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -328,10 +329,6 @@ def test_auto_runs_every_case(operator: Operator, case: Case, backend: str, devi
 # ----------------------------------------------------------------------------------------------------------
 # On a GPU
 # ----------------------------------------------------------------------------------------------------------
-
-
-MERGING = {"combine_kernel", "sum_kernel"}
-"""Kernels that longer walks need besides, once they are split: they merge the parts."""
 
 
 def compiled_kernels() -> int:
