@@ -1,6 +1,7 @@
 """Where the tests run: on the GPU if there is one, else in Triton's interpreter on the CPU."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,6 +31,28 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def quick_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bench measures a few times, for what it does and not for what it finds."""
+    from warploom.bench import measure
+
+    for name, value in {"TARGET_MS": 0.1, "MIN_ROUNDS": 3, "MAX_ROUNDS": 5}.items():
+        monkeypatch.setattr(measure, name, value)
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers is gone after it."""
+    import warploom.ops
+    from warploom.bench import records
+
+    for registry in ("_guests", "_guest_benches"):
+        monkeypatch.setattr(warploom.ops, registry, {})
+    records._digests.cache_clear()
+    yield
+    records._digests.cache_clear()
 
 
 @pytest.fixture
