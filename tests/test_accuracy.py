@@ -1,5 +1,6 @@
 """The instruments themselves: each must fail on the mistakes it is there to catch, and pass on rounding."""
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ from warploom.errors import BackendError
 from warploom.ops.spec import Case, Inputs, Operator
 from warploom.testing import accuracy
 from warploom.testing.accuracy import compare
-from warploom.testing.conformance import check_operator, judge
+from warploom.testing.conformance import check_operator, judge, judge_draws, make_draws
 from warploom.testing.poison import poisoned_allocations, strided_view
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -299,6 +300,38 @@ def test_a_faulty_operator_is_found_out(
     faults = [r for r in check_operator(operator_of(function), "torch", device) if not r.ok]
     assert [fault.case["n"] for fault in faults if fault.mode == mode] == [7, 2]
     assert all(word in fault.detail and fault.ratio > 1 for fault in faults if fault.mode == mode)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_fault_in_one_of_several_draws_is_found_out(place: int, device: torch.device) -> None:
+    calls = itertools.count()
+
+    def wrong_once(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return scaled(x, scale) * (1.25 if next(calls) == place else 1)
+
+    draws = [make_inputs({"n": 7}, device, torch.Generator().manual_seed(seed)) for seed in range(3)]
+    judgement = judge_draws(operator_of(wrong_once), draws, "torch")
+    for verdict in (judgement.fwd, judgement.bwd):
+        assert verdict is not None
+        assert not verdict.ok
+        assert verdict.worst[0] == place
+    assert judge_draws(operator_of(right), draws, "torch").fwd.ok
+
+
+def test_draws_share_a_budget(device: torch.device) -> None:
+    """Where the reference happens to be exact, nothing but what it errs elsewhere is a measure."""
+    lucky, usual = (make_inputs({"n": 40}, device, torch.Generator().manual_seed(seed)) for seed in range(2))
+    lucky["x"] = torch.zeros_like(lucky["x"], requires_grad=True)
+    operator = operator_of(lambda x, scale: scaled(x, scale) + 2**-10)
+    assert not judge(operator, lucky, "torch").fwd.ok
+    assert judge_draws(operator, [lucky, usual], "torch").fwd.ok
+
+
+def test_inputs_are_drawn_until_results_have_enough_elements(device: torch.device) -> None:
+    draws = make_draws(operator_of(right), {"n": 200}, device)
+    assert len(draws) == (32 if device.type == "cuda" else 1), "32 gradients of a scale have 96 elements"
+    assert not any(torch.equal(a["x"], b["x"]) for a, b in itertools.pairwise(draws))
+    assert len(make_draws(operator_of(right), {"n": 0}, device)) == 1
 
 
 def test_reading_beside_a_view_is_found_out() -> None:

@@ -16,7 +16,7 @@ from warploom.ops.flash_attention.peers import plain
 from warploom.ops.flash_attention.spec import OPERATOR
 from warploom.plans import Plans
 from warploom.testing.accuracy import compare
-from warploom.testing.conformance import gradients, judge, leaves, random_like, upcast
+from warploom.testing.conformance import gradients, judge_draws, leaves, make_draws, random_like, upcast
 from warploom.testing.poison import poisoned_allocations
 
 Tensor = torch.Tensor
@@ -50,8 +50,9 @@ def random_inputs(
     return {name: t.to(device, dtype).requires_grad_() for name, t in made.items()} | options
 
 
-def assert_right(inputs: Inputs, backend: str) -> None:
-    judgement = judge(OPERATOR, inputs, backend)
+def assert_right(inputs: Inputs | list[Inputs], backend: str) -> None:
+    """``inputs``: one draw of them, or several that are judged together."""
+    judgement = judge_draws(OPERATOR, inputs if isinstance(inputs, list) else [inputs], backend)
     assert judgement.fwd.ok, f"fwd: {judgement.fwd.describe()}"
     assert judgement.bwd is None or judgement.bwd.ok, f"bwd: {judgement.bwd.describe()}"
     assert not judgement.modified
@@ -329,24 +330,6 @@ def test_packed_sequences_split(many_splits: None, device: torch.device) -> None
 # ----------------------------------------------------------------------------------------------------------
 
 
-FEWEST = 2000
-"""Elements of a tensor from which a float32 reference's errors set a budget that is not luck.
-
-Measured on an H200 on the case of one feature: of 76 elements, the largest error is 0.4 of the budget in the median
-and above it for one of 30 seeds, each of o, dq and dk; of 2432, it is two thirds of the budget at most.
-"""
-
-
-def with_enough_elements(case: dict[str, Any]) -> dict[str, Any]:
-    """A case with as many batch entries (or heads, of packed sequences) as give every result `FEWEST` elements."""
-    features = 1 if case.get("return_lse") else min(case["head_dim"], case.get("value_dim", case["head_dim"]))
-    heads = case["heads"]
-    rows = min(case["n"] * heads, case.get("m", case["n"]) * case.get("key_heads", heads))
-    times = max(1, math.ceil(FEWEST / max(case["batch"] * rows * features, 1)))
-    more = ("heads", "key_heads") if "cu_seqlens_q" in case or "cu_seqlens_k" in case else ("batch",)
-    return case | {name: times * case[name] for name in more if name in case}
-
-
 @kernels
 @pytest.mark.parametrize("case", [case for case in OPERATOR.check_cases if case["n"] > 3], ids=str)
 def test_kernels_of_long_walks_where_walks_are_few_and_short(
@@ -359,9 +342,7 @@ def test_kernels_of_long_walks_where_walks_are_few_and_short(
     monkeypatch.setattr(launchers, "has_few_short_walks", lambda *arguments: False)
     monkeypatch.setattr(launchers, "_SHORT", 0)
     monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
-    if device.type == "cuda":  # the interpreter takes seconds a program, and rounds as it did the last time
-        case = with_enough_elements(case)
-    assert_right(OPERATOR.make_inputs(case, device, torch.Generator().manual_seed(3)), "triton")
+    assert_right(make_draws(OPERATOR, case, device), "triton")
 
 
 @kernels
