@@ -179,6 +179,8 @@ def _plan_backward(
     whole = [walk.launch for walk in attend.walks if isinstance(walk.launch, TiledLaunch) and walk.splits == 1]
     if attend.prepare is None or [walk.kernel for walk in attend.walks] != ["key", "query"] or len(whole) != 2:
         return False
+    if attend.apart:
+        return False
     turn = positions.plan_backward(dqk, qk, theta, _FROM_ZERO, kind, "none", False, None, dqk)
     return _Backward(
         Dense.like(dqkv), attend.rows, attend.prepare, whole[0], whole[1], turn.launch,
