@@ -26,6 +26,7 @@ from warploom.layout import layout_of
 from warploom.ops.flash_attention import launchers_few
 from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel, pieces_kernel
 from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
+from warploom.ops.flash_attention.launchers_arguments import launch_forward, launch_prepare, launch_walk
 from warploom.ops.flash_attention.launchers_geometry import (
     L2_SHARE,
     OWN_KEYS,
@@ -294,7 +295,7 @@ def forward(
             tickets = TICKETS.empty(q)
             if plan.counted:
                 tickets.zero_()
-        plan.launch((q, k, v, target, lse, target_statistics, tickets))
+        launch_forward(plan.launch, q, k, v, target, lse, target_statistics, tickets)
     else:
         plan.launch((q, k, v, target, lse if plan.combine is None else None, target_statistics, *cu_seqlens))
     if plan.combine is not None:
@@ -464,7 +465,7 @@ def backward(
     shift, delta = plan.rows.empty(q), plan.rows.empty(q)
     inverse = plan.rows.empty(q) if q.dtype == torch.float32 else None
     tickets = TICKETS.empty(q) if plan.counted else None
-    plan.prepare((out, grad, statistics, grad_lse, shift, delta, inverse, tickets))
+    launch_prepare(plan.prepare, out, grad, statistics, grad_lse, shift, delta, inverse, tickets)
     if plan.few is not None:
         plan.few((q, k, v, grad, shift, delta, dq, dk, dv))
     tensors, numbers, gradients = (q, k, v, grad), (shift, delta, inverse), (dq, dk, dv)
@@ -501,7 +502,7 @@ def _walk(
                 targets[place] = parts[index] = next(left).empty(gradients[0])
     if isinstance(walk.launch, TiledLaunch):
         shift, delta, _ = numbers
-        walk.launch((*tensors, *targets, shift, delta, tickets))
+        launch_walk(walk.launch, tensors, targets, shift, delta, tickets)
     else:
         walk.launch((*tensors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k))
 
