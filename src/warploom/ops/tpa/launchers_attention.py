@@ -75,7 +75,7 @@ def _query_tiles(dtype: torch.dtype, features: int, rank: int, arch: int) -> Til
         return Tiles(32, 16, 8, 1)
     if rank > 2 or arch < 90:
         return Tiles(64, 32, 8, 2 if rank <= 8 else 1)
-    return Tiles(64, 64, 8 if blackwell else 4, 2) if rank == 1 else Tiles(128, 64, 8, 2)
+    return Tiles(64, 64, 8 if blackwell and features > 64 else 4, 2) if rank == 1 else Tiles(128, 64, 8, 2)
 
 
 def _key_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
