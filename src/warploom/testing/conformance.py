@@ -64,12 +64,12 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What one run on given inputs came to; ``bwd`` is None when no input requires a gradient."""
+    """What runs on given inputs came to; ``bwd`` is None when no input requires a gradient."""
 
     fwd: Accuracy
     bwd: Accuracy | None
     modified: tuple[str, ...]
-    """Names of the inputs that the run changed: always a fault."""
+    """Names of the inputs that a run changed: always a fault."""
 
 
 def check_operator(operator: Operator, backend: str, device: torch.device) -> list[CheckResult]:
@@ -119,7 +119,8 @@ def make_inputs(operator: Operator, case: Case, device: torch.device) -> Inputs:
 def make_draws(operator: Operator, case: Case, device: torch.device, seed: int = SEED) -> list[Inputs]:
     """The inputs of a case and, on a GPU, so many more of the kind that every result has `FEWEST` elements in all.
 
-    In Triton's interpreter a case takes seconds, and rounding is the same everywhere.
+    There are `MOST_DRAWS` at most, and one in Triton's interpreter, where a case takes seconds, and rounding is the
+    same everywhere.
     """
     first = operator.make_inputs(case, device, torch.Generator().manual_seed(seed))
     if device.type != "cuda":
