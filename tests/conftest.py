@@ -1,9 +1,12 @@
 """Where the tests run: on the GPU if there is one, else in Triton's interpreter on the CPU."""
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from launches import ON_HOPPER
 
 if not torch.cuda.is_available():
     # Read when a kernel is defined, so it must be set before any module with kernels is imported.
@@ -28,3 +31,43 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def quick_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bench measures a few times, for what it does and not for what it finds."""
+    from warploom.bench import measure
+
+    for name, value in {"TARGET_MS": 0.1, "MIN_ROUNDS": 3, "MAX_ROUNDS": 5}.items():
+        monkeypatch.setattr(measure, name, value)
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers is gone after it."""
+    import warploom.ops
+    from warploom.bench import records
+
+    for registry in ("_guests", "_guest_benches"):
+        monkeypatch.setattr(warploom.ops, registry, {})
+    records._digests.cache_clear()
+    yield
+    records._digests.cache_clear()
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels for Hopper that a test launches."""
+    if not ON_HOPPER:
+        pytest.skip("needs a Hopper GPU")
+    from warploom.launch import TiledLaunch
+
+    names: list[str] = []
+    usual = TiledLaunch.__call__
+
+    def call(self: TiledLaunch, tensors: Any, *numbers: Any) -> None:
+        names.append(self.function.__name__)
+        usual(self, tensors, *numbers)
+
+    monkeypatch.setattr(TiledLaunch, "__call__", call)
+    return names

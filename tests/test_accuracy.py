@@ -1,5 +1,6 @@
 """The instruments themselves: each must fail on the mistakes it is there to catch, and pass on rounding."""
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -9,8 +10,8 @@ import torch
 from warploom.errors import BackendError
 from warploom.ops.spec import Case, Inputs, Operator
 from warploom.testing import accuracy
-from warploom.testing.accuracy import compare
-from warploom.testing.conformance import check_operator, judge
+from warploom.testing.accuracy import compare, mean_of
+from warploom.testing.conformance import check_operator, judge, judge_draws, make_draws
 from warploom.testing.poison import poisoned_allocations, strided_view
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -27,6 +28,39 @@ def test_rounding_passes(reference: torch.Tensor, dtype: torch.dtype) -> None:
     verdict = compare(rounded, reference, rounded)
     assert verdict.ok, verdict.describe()
     assert 0 < verdict.ratio <= 1
+
+
+def noisy(reference: torch.Tensor, error: float) -> torch.Tensor:
+    """With errors in proportion to each element."""
+    return (reference * (1 + error * torch.randn(reference.shape, dtype=torch.float64))).float()
+
+
+@pytest.mark.parametrize(("error", "right"), [(1e-4, True), (3e-4, False)])
+def test_the_mean_of_several_draws_is_no_luck(error: float, right: bool) -> None:
+    """Elements of very different sizes, few of them: one draw may judge either way, sixteen do not."""
+    single, means = [], []
+    for _ in range(100):
+        draws = [
+            torch.randn(76, dtype=torch.float64) * (torch.randn(76, dtype=torch.float64) / 2).exp()
+            for _ in range(16)
+        ]
+        verdicts = [compare(noisy(draw, error), draw, noisy(draw, 1e-4)) for draw in draws]
+        single += [verdict.ok for verdict in verdicts]
+        means.append(mean_of(verdicts).ok)
+    assert len(set(single)) == 2
+    assert set(means) == {right}
+
+
+def test_what_is_wrong_with_one_draw_is_wrong_with_all(reference: torch.Tensor) -> None:
+    fine = compare(reference.float(), reference, reference.float())
+    wrong = compare(
+        reference.float().masked_fill(reference == reference.max(), math.nan), reference, reference.float()
+    )
+    for verdicts in ((fine, wrong, fine), (wrong, fine)):
+        verdict = mean_of(verdicts)
+        assert not verdict.ok
+        assert "NaN" in verdict.problem
+    assert mean_of((fine, fine)).ok
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES)
@@ -299,6 +333,37 @@ def test_a_faulty_operator_is_found_out(
     faults = [r for r in check_operator(operator_of(function), "torch", device) if not r.ok]
     assert [fault.case["n"] for fault in faults if fault.mode == mode] == [7, 2]
     assert all(word in fault.detail and fault.ratio > 1 for fault in faults if fault.mode == mode)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_fault_in_one_of_several_draws_is_found_out(place: int, device: torch.device) -> None:
+    calls = itertools.count()
+
+    def wrong_once(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return scaled(x, scale) * (1.25 if next(calls) == place else 1)
+
+    draws = [make_inputs({"n": 7}, device, torch.Generator().manual_seed(seed)) for seed in range(3)]
+    judgement = judge_draws(operator_of(wrong_once), draws, "torch")
+    for verdict in (judgement.fwd, judgement.bwd):
+        assert verdict is not None
+        assert not verdict.ok
+    assert judge_draws(operator_of(right), draws, "torch").fwd.ok
+
+
+def test_draws_share_a_budget(device: torch.device) -> None:
+    """Where the reference happens to be exact, what it errs with other inputs is a measure."""
+    lucky, usual = (make_inputs({"n": 40}, device, torch.Generator().manual_seed(seed)) for seed in range(2))
+    lucky["x"] = torch.zeros_like(lucky["x"], requires_grad=True)
+    operator = operator_of(lambda x, scale: scaled(x, scale) + 2**-10)
+    assert not judge(operator, lucky, "torch").fwd.ok
+    assert judge_draws(operator, [lucky, usual], "torch").fwd.ok
+
+
+def test_inputs_are_drawn_until_results_have_enough_elements(device: torch.device) -> None:
+    draws = make_draws(operator_of(right), {"n": 200}, device)
+    assert len(draws) == (16 if device.type == "cuda" else 1), "16 gradients of a scale have 48 elements"
+    assert not any(torch.equal(a["x"], b["x"]) for a, b in itertools.pairwise(draws))
+    assert len(make_draws(operator_of(right), {"n": 0}, device)) == 1
 
 
 def test_reading_beside_a_view_is_found_out() -> None:

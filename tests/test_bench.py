@@ -23,6 +23,8 @@ from warploom.errors import ArgumentError, WarploomError
 from warploom.ops import benches
 from warploom.ops.spec import Bench, Case, Traffic, Unsupported
 
+pytestmark = pytest.mark.usefixtures("quick_measurements")
+
 CPU = torch.device("cpu")
 RECORD = Record(
     operator="toy_scale",
@@ -39,13 +41,6 @@ RECORD = Record(
     limit_ms=0.0089,
     limit_fraction=0.87,
 )
-
-
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "TARGET_MS", 0.1)
-    monkeypatch.setattr(measure, "MIN_ROUNDS", 3)
-    monkeypatch.setattr(measure, "MAX_ROUNDS", 5)
 
 
 def run(bench: Bench, output: Path, selection: Selection | None = None, **options: object) -> Outcome:

@@ -13,17 +13,14 @@ import torch
 import toy
 
 import warploom.ops
-from warploom.bench import measure, records
+from warploom.bench import records
 from warploom.cli import main
 from warploom.ops.spec import Bench
 
 
 @pytest.fixture(autouse=True)
-def _toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick_measurements: None) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(measure, "TARGET_MS", 0.1)
-    monkeypatch.setattr(measure, "MIN_ROUNDS", 3)
-    monkeypatch.setattr(measure, "MAX_ROUNDS", 5)
     register(monkeypatch, toy.make_bench())
     monkeypatch.setattr(warploom.ops, "operators", lambda: {toy.OPERATOR.name: toy.OPERATOR})
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from launches import MERGING
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,8 +28,9 @@ from warploom.testing.conformance import (
     as_tuple,
     check_operator,
     gradients,
-    judge,
+    judge_draws,
     leaves,
+    make_draws,
     make_inputs,
     random_like,
     upcast,
@@ -93,8 +95,8 @@ def tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
     return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
 
 
-def assert_accurate(operator: Operator, inputs: Inputs, backend: str) -> None:
-    judgement = judge(operator, inputs, backend)
+def assert_accurate(operator: Operator, draws: list[Inputs], backend: str) -> None:
+    judgement = judge_draws(operator, draws, backend)
     assert judgement.fwd.ok, f"fwd: {judgement.fwd.describe()}"
     assert judgement.bwd is None or judgement.bwd.ok, f"bwd: {judgement.bwd.describe()}"
     assert not judgement.modified
@@ -107,18 +109,21 @@ def assert_accurate(operator: Operator, inputs: Inputs, backend: str) -> None:
 
 @cases(*BACKENDS)
 def test_error_budget(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
-    assert_accurate(operator, make_inputs(operator, case, device), backend)
+    assert_accurate(operator, make_draws(operator, case, device), backend)
 
 
 @cases(*BACKENDS, at_most=None if ON_GPU else 12)
 def test_any_strides_and_nothing_outside_is_read_or_written(
     operator: Operator, case: Case, backend: str, device: torch.device
 ) -> None:
-    inputs = make_inputs(operator, case, device)
     generator = torch.Generator().manual_seed(SEED)
-    surrounded = {name: strided_view(value, generator) for name, value in tensors(inputs).items()}
-    assert_accurate(operator, {**inputs, **{name: s.tensor for name, s in surrounded.items()}}, backend)
-    for name, s in surrounded.items():
+    draws, views = [], []
+    for inputs in make_draws(operator, case, device):
+        surrounded = {name: strided_view(value, generator) for name, value in tensors(inputs).items()}
+        draws.append({**inputs, **{name: s.tensor for name, s in surrounded.items()}})
+        views += surrounded.items()
+    assert_accurate(operator, draws, backend)
+    for name, s in views:
         assert s.surroundings_untouched(), name
 
 
@@ -322,16 +327,12 @@ def test_kernels_asked_for_on_a_cpu_are_refused(
 
 @cases("auto")
 def test_auto_runs_every_case(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
-    assert_accurate(operator, make_inputs(operator, case, device), backend)
+    assert_accurate(operator, make_draws(operator, case, device), backend)
 
 
 # ----------------------------------------------------------------------------------------------------------
 # On a GPU
 # ----------------------------------------------------------------------------------------------------------
-
-
-MERGING = {"combine_kernel", "sum_kernel"}
-"""Kernels that longer walks need besides, once they are split: they merge the parts."""
 
 
 def compiled_kernels() -> int:

@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 import unittest
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +17,6 @@ from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
 
 import warploom.ops
-from warploom.bench import measure, records
 from warploom.bench.specs import load_specs
 from warploom.cli import main
 from warploom.ops import FOLDERS
@@ -52,18 +50,13 @@ SYBIL = Sybil([SkipParser(), PythonCodeBlockParser(), CodeBlockParser("console",
 
 
 @pytest.fixture
-def _checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_measurements: None, own_registry: None
+) -> None:
     """A folder to run in that looks like a checkout; measuring is short; nothing stays registered."""
     monkeypatch.chdir(tmp_path)
     for name in ("examples", "results"):
         (tmp_path / name).symlink_to(ROOT / name)
-    for name, value in {"TARGET_MS": 0.1, "MIN_ROUNDS": 3, "MAX_ROUNDS": 3}.items():
-        monkeypatch.setattr(measure, name, value)
-    for registry in ("_guests", "_guest_benches"):
-        monkeypatch.setattr(warploom.ops, registry, {})
-    records._digests.cache_clear()
-    yield
-    records._digests.cache_clear()
 
 
 @pytest.mark.usefixtures("_checkout")

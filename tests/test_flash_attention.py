@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from launches import MERGING
 
 from warploom import flash_attention
 from warploom.backend import HAS_TRITON
@@ -15,7 +16,7 @@ from warploom.ops.flash_attention.peers import plain
 from warploom.ops.flash_attention.spec import OPERATOR
 from warploom.plans import Plans
 from warploom.testing.accuracy import compare
-from warploom.testing.conformance import gradients, judge, leaves, random_like, upcast
+from warploom.testing.conformance import gradients, judge_draws, leaves, make_draws, random_like, upcast
 from warploom.testing.poison import poisoned_allocations
 
 Tensor = torch.Tensor
@@ -49,8 +50,9 @@ def random_inputs(
     return {name: t.to(device, dtype).requires_grad_() for name, t in made.items()} | options
 
 
-def assert_right(inputs: Inputs, backend: str) -> None:
-    judgement = judge(OPERATOR, inputs, backend)
+def assert_right(inputs: Inputs | list[Inputs], backend: str) -> None:
+    """``inputs``: one draw of them, or several that are judged together."""
+    judgement = judge_draws(OPERATOR, inputs if isinstance(inputs, list) else [inputs], backend)
     assert judgement.fwd.ok, f"fwd: {judgement.fwd.describe()}"
     assert judgement.bwd is None or judgement.bwd.ok, f"bwd: {judgement.bwd.describe()}"
     assert not judgement.modified
@@ -340,7 +342,7 @@ def test_kernels_of_long_walks_where_walks_are_few_and_short(
     monkeypatch.setattr(launchers, "has_few_short_walks", lambda *arguments: False)
     monkeypatch.setattr(launchers, "_SHORT", 0)
     monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
-    assert_right(OPERATOR.make_inputs(case, device, torch.Generator().manual_seed(3)), "triton")
+    assert_right(make_draws(OPERATOR, case, device, seed=3), "triton")
 
 
 @kernels
@@ -556,8 +558,7 @@ def test_no_length_batch_window_or_scale_is_a_constant(
         launches.clear()
         for case in kind:
             run(random_inputs(device, **case), "triton")
-        merging = ("combine_kernel", "sum_kernel")  # of walks that are long enough to be split
-        used = {(name, tuple(constants.items())) for name, constants in launches if name not in merging}
+        used = {(name, tuple(constants.items())) for name, constants in launches if name not in MERGING}
         assert len(used) == 4
 
 

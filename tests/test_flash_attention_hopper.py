@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from launches import assert_for_hopper_alone, choose_as_on
 from test_flash_attention import assert_right, random_inputs, run
 
 from warploom import flash_attention
@@ -20,8 +21,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose kernels as on an H100, wherever the test runs."""
     from warploom.ops.flash_attention import launchers_hopper
 
-    monkeypatch.setattr(launchers_hopper, "INTERPRETED", False)
-    monkeypatch.setattr(launchers_hopper, "architecture", lambda device: 90)
+    choose_as_on(90, launchers_hopper, monkeypatch)
     monkeypatch.setattr(launchers_hopper, "programs_at_once", lambda device: 132)
 
 
@@ -83,32 +83,12 @@ def test_nothing_suits_another_gpu(hopper: None, monkeypatch: pytest.MonkeyPatch
     from warploom.ops.flash_attention import launchers_hopper
 
     x = empty()
-    for arch in (80, 89, 100, 120):
-        monkeypatch.setattr(launchers_hopper, "architecture", lambda device, arch=arch: arch)
-        assert not suits("forward", x, x, x), arch
+    assert_for_hopper_alone(launchers_hopper, lambda: suits("forward", x, x, x), monkeypatch)
 
 
 # ----------------------------------------------------------------------------------------------------------
 # On a Hopper GPU
 # ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels for Hopper that a test launches."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    from warploom.launch import TiledLaunch
-
-    names: list[str] = []
-    usual = TiledLaunch.__call__
-
-    def call(self: TiledLaunch, tensors: Any) -> None:
-        names.append(self.function.__name__)
-        usual(self, tensors)
-
-    monkeypatch.setattr(TiledLaunch, "__call__", call)
-    return names
 
 
 ALL = ["hopper_forward_kernel", "hopper_key_kernel", "hopper_query_kernel"]

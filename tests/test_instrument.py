@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,15 +30,8 @@ SPEC = str(Path(__file__).with_name("toy_spec.py"))
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick_measurements: None, own_registry: None) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, value in {"TARGET_MS": 0.1, "MIN_ROUNDS": 3, "MAX_ROUNDS": 5}.items():
-        monkeypatch.setattr(measure, name, value)
-    for registry in ("_guests", "_guest_benches"):
-        monkeypatch.setattr(warploom.ops, registry, {})
-    records._digests.cache_clear()
-    yield
-    records._digests.cache_clear()
 
 
 # The API

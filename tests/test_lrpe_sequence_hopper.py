@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from launches import assert_for_hopper_alone, choose_as_on
 from test_lrpe import encode, random_theta, random_x
 
 from warploom.backend import HAS_TRITON
@@ -31,8 +32,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose kernels as on an H100, wherever the test runs."""
     from warploom.ops.lrpe import launchers_sequence_hopper
 
-    monkeypatch.setattr(launchers_sequence_hopper, "INTERPRETED", False)
-    monkeypatch.setattr(launchers_sequence_hopper, "architecture", lambda device: 90)
+    choose_as_on(90, launchers_sequence_hopper, monkeypatch)
 
 
 def suits(kind: str, x: Tensor, grad: Tensor | None = None, exact: bool = False, **positions: Any) -> bool:
@@ -63,9 +63,7 @@ def test_the_calls_that_suit(kind: str, hopper: None) -> None:
 
 
 @KINDS
-def test_the_calls_that_do_not(kind: str, hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from warploom.ops.lrpe import launchers_sequence_hopper
-
+def test_the_calls_that_do_not(kind: str, hopper: None) -> None:
     x = empty()
     assert not suits("interleaved", x)
     assert not suits(kind, x, exact=True)
@@ -80,9 +78,14 @@ def test_the_calls_that_do_not(kind: str, hopper: None, monkeypatch: pytest.Monk
     assert not suits(kind, empty(d=256)[..., ::2])
     assert not suits(kind, x, empty(d=256 if kind == "cosine" else 128, dtype=torch.float32))
     assert not suits(kind, x[:1].expand(2, -1, -1, -1)), "a stride of zero"
-    for arch in (80, 89, 100, 120):
-        monkeypatch.setattr(launchers_sequence_hopper, "architecture", lambda device, arch=arch: arch)
-        assert not suits(kind, x), arch
+
+
+@KINDS
+def test_nothing_suits_another_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from warploom.ops.lrpe import launchers_sequence_hopper
+
+    x = empty()
+    assert_for_hopper_alone(launchers_sequence_hopper, lambda: suits(kind, x), monkeypatch)
 
 
 def test_words_are_zero_and_tags_differ() -> None:
@@ -109,24 +112,6 @@ def test_tags_begin_anew_before_an_int32_ends() -> None:
 # ----------------------------------------------------------------------------------------------------------
 # On a Hopper GPU
 # ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels for Hopper that a test launches."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    from warploom.launch import TiledLaunch
-
-    names: list[str] = []
-    usual = TiledLaunch.__call__
-
-    def call(self: TiledLaunch, tensors: Any, *numbers: Any) -> None:
-        names.append(self.function.__name__)
-        usual(self, tensors, *numbers)
-
-    monkeypatch.setattr(TiledLaunch, "__call__", call)
-    return names
 
 
 BOTH = {"hopper_sequence_forward_kernel", "hopper_sequence_backward_kernel"}

@@ -142,7 +142,8 @@ def one_more_key(inputs: Inputs) -> Inputs:
 
 
 def attention(device: torch.device) -> Inputs:
-    made = {name: torch.randn(2, 17, 2, 16).to(device).requires_grad_() for name in "qkv"}
+    batch = 2 if device.type == "cuda" else 1  # the interpreter runs one program after the other
+    made = {name: torch.randn(batch, 17, 2, 16).to(device).requires_grad_() for name in "qkv"}
     return {**made, "causal": True, "return_lse": True}
 
 
@@ -158,6 +159,7 @@ ATTENTION: dict[str, Change] = {
     "full": set_to(causal=False),
     "window": set_to(window=(3, None)),
     "right_of_window": set_to(causal=False, window=(None, 4)),
+    "window_as_a_list": set_to(window=[3, None]),
     "scale": set_to(scale=0.7),
     "negative_scale": set_to(scale=-0.3),
     "without_lse": set_to(return_lse=False),
@@ -318,6 +320,15 @@ TPA_ATTENTION: dict[str, Change] = {
     },
 }  # fmt: skip
 
+USUAL: dict[str, tuple[Callable[..., Any], Callable[[torch.device], Inputs]]] = {
+    "flash_attention": (flash_attention, attention),
+    "lrpe_rotate": (lrpe_rotate, encoding),
+    "tpa_decode": (tpa_decode, factors_with_lengths),
+    "tpa_attention": (tpa_attention, factors_with_gradients),
+}
+"""Of each operator that has plans, a call."""
+with_gradients = pytest.mark.parametrize("name", [name for name in USUAL if name != "tpa_decode"])
+
 SITUATIONS = [
     pytest.param(function, make, change, id=f"{make.__name__}-{name}")
     for function, make, changes in (
@@ -345,9 +356,8 @@ def test_a_call_like_no_earlier_one_is_planned_anew(
     for inputs in (one, other):
         with no_plans():
             expected.append(results(function, inputs))
-    times = 3 if function in (lrpe_cosine, lrpe_rotate) else 2  # planned, known by key and, of these, recognised
     with no_plans():
-        for inputs, wanted in zip((one, other) * times, expected * times):
+        for inputs, wanted in zip((one, other) * 3, expected * 3):  # planned, known by key, and recognised
             found = results(function, inputs)
             assert len(found) == len(wanted)
             for a, b in zip(found, wanted):
@@ -366,7 +376,7 @@ def test_the_precision_of_float32_products_may_change_between_calls(device: torc
                 expected[precision] = results(flash_attention, inputs)
         assert not torch.equal(expected["highest"][0], expected["medium"][0])
         with no_plans():
-            for precision in ("highest", "medium", "highest"):
+            for precision in ("highest", "medium", "highest") * 3:
                 torch.set_float32_matmul_precision(precision)
                 for a, b in zip(results(flash_attention, inputs), expected[precision]):
                     assert torch.equal(a, b)
@@ -376,10 +386,33 @@ def test_the_precision_of_float32_products_may_change_between_calls(device: torc
 
 def test_autocast_may_begin_and_end_between_calls(device: torch.device) -> None:
     inputs = {**attention(device), "backend": "triton"}
-    for _ in range(2):
-        assert flash_attention(**inputs)[0].dtype == torch.float32
+    for times in (1, 1, 3, 3):  # planned, known by key, and recognised
+        for _ in range(times):
+            assert flash_attention(**inputs)[0].dtype == torch.float32
         with torch.autocast(device.type, torch.bfloat16):
-            assert flash_attention(**inputs)[0].dtype == torch.bfloat16
+            for _ in range(times):
+                assert flash_attention(**inputs)[0].dtype == torch.bfloat16
+
+
+@pytest.fixture
+def deterministic() -> Iterator[Callable[[bool], None]]:
+    """Switches PyTorch's deterministic algorithms on and off, and in the end to what they were."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("name", ["flash_attention", "lrpe_rotate", "tpa_decode", "tpa_attention"])
+def test_deterministic_algorithms_may_be_asked_for_between_calls(
+    name: str, deterministic: Callable[[bool], None], device: torch.device
+) -> None:
+    function, make = USUAL[name]
+    inputs = make(device)
+    with no_plans():
+        expected = results(function, inputs)
+        for wanted in (True, False, True, False, True, False):
+            deterministic(wanted)
+            assert all(map(torch.equal, results(function, inputs), expected))
 
 
 @pytest.mark.parametrize(
@@ -559,25 +592,83 @@ def test_tensors_are_not_recognised_where_something_else_is_to_happen_to_them() 
 
 
 @pytest.mark.parametrize("wanted_first", [False, True])
-def test_gradients_may_be_wanted_and_not_wanted_by_turns(wanted_first: bool, device: torch.device) -> None:
-    inputs = encoding(device)
+@with_gradients
+def test_gradients_may_be_wanted_and_not_wanted_by_turns(
+    name: str, wanted_first: bool, device: torch.device
+) -> None:
+    function, make = USUAL[name]
+    inputs = make(device)
     with no_plans():
-        for wanted in (wanted_first, not wanted_first) * 4:
+        for wanted in (wanted_first, not wanted_first) * 3:
             for _ in range(3):
                 with torch.set_grad_enabled(wanted):
-                    assert lrpe_rotate(**inputs, backend="triton").requires_grad is wanted
+                    outputs = function(**inputs, backend="triton")
+                outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+                assert all(output.requires_grad is wanted for output in outputs)
 
 
+def test_decoding_is_refused_a_gradient_that_was_not_wanted_before(device: torch.device) -> None:
+    inputs = factors_with_lengths(device)
+    wanted = changed(torch.Tensor.clone, "bk")({**inputs, "bk": inputs["bk"].requires_grad_()})
+    with no_plans():
+        for _ in range(3):
+            for _ in range(3):
+                with torch.no_grad():
+                    tpa_decode(**wanted, backend="triton")
+            with pytest.raises(WarploomError, match="bk must be without requires_grad"):
+                tpa_decode(**wanted, backend="triton")
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_the_third_call_needs_no_key(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, make = USUAL[name]
+    inputs = make(device)
+    with no_plans():
+        expected = [results(function, inputs) for _ in range(2)][1]
+        for module in (flash_api, lrpe_api, tpa_api):
+            monkeypatch.setattr(module, "_key", lambda *arguments: pytest.fail("made a key"))
+        assert all(map(torch.equal, results(function, inputs), expected))
+
+
+@pytest.mark.parametrize("name", USUAL)
 def test_without_what_recognises_tensors_calls_are_known_by_their_keys(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plans, "_guard", None)
-    inputs = encoding(device)
+    function, make = USUAL[name]
+    inputs = make(device)
     with no_plans():
-        first, *others = (results(lrpe_rotate, inputs) for _ in range(3))
-        assert not lrpe_api._on_kernels.recent
+        first, *others = (results(function, inputs) for _ in range(3))
+        assert not any(module._on_kernels.recent for module in (flash_api, lrpe_api, tpa_api))
     for other in others:
         assert all(map(torch.equal, first, other))
+
+
+def test_a_list_that_is_changed_between_calls(device: torch.device) -> None:
+    inputs, window = set_to(window=(3, None))(attention(device)), [3, None]
+    with no_plans():
+        expected = [results(flash_attention, {**inputs, "window": (left, None)}) for left in (3, 1)]
+    with no_plans():
+        for left, wanted in zip((3, 1) * 3, expected * 3):
+            window[0] = left
+            assert all(map(torch.equal, results(flash_attention, {**inputs, "window": window}), wanted))
+
+
+def test_options_are_recalled_if_they_are_equal_and_of_the_same_types() -> None:
+    known, x, y = Plans(), torch.randn(3), torch.randn(2, 2)
+    known.learn((1, 0.5, "a", None), (x, y), max)
+    known.learn((1, 0.5, "a"), (x,), min)
+    assert known.recall((1, 0.5, "a", None), x, y) is known.recall((1, 1 / 2, "a", None), x + 1, y + 1) is max
+    assert known.recall((1, 0.5, "a"), x) is min
+    for options in (
+        (True, 0.5, "a", None),
+        (1, 0.25, "a", None),
+        (1, 0.5, "b", None),
+        (1, torch.ones(2), "a", None),
+    ):
+        assert known.recall(options, x, y) is None
+    assert known.recall((1, 0.5, "a", None), y, x) is None
+    assert known.recall((1, 0.5, "a", None), x, None) is None  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------------------------------------

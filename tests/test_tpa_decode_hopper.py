@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from launches import ON_HOPPER, assert_for_hopper_alone, choose_as_on
 from test_tpa import assert_accurate, factors, lengths
 
 from warploom import tpa_decode
@@ -17,9 +18,7 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 Tensor = torch.Tensor
 CACHE = ("ak", "av", "bk", "bv")
 
-on_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-)
+on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 ranks = pytest.mark.parametrize("rank", [1, 2, 4])
 
 
@@ -28,8 +27,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose kernels as on an H100, wherever the test runs."""
     from warploom.ops.tpa import launchers_hopper
 
-    monkeypatch.setattr(launchers_hopper, "INTERPRETED", False)
-    monkeypatch.setattr(launchers_hopper, "architecture", lambda device: 90)
+    choose_as_on(90, launchers_hopper, monkeypatch)
 
 
 def suits(cut: Any = lambda name, factor: factor, **shape: Any) -> bool:
@@ -85,6 +83,12 @@ def test_the_calls_that_do_not(hopper: None) -> None:
     assert not suits(keys=0)
     assert not suits(lambda name, f: f[:1].expand(2, -1, -1, -1) if name == "bk" else f), "a stride of zero"
     assert not suits(lambda name, f: torch.stack((f, f), -1)[..., 0] if name == "bv" else f), "features apart"
+
+
+def test_nothing_suits_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from warploom.ops.tpa import launchers_hopper
+
+    assert_for_hopper_alone(launchers_hopper, suits, monkeypatch)
 
 
 def test_neither_batch_nor_length_decides(hopper: None) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from launches import assert_for_hopper_alone, choose_as_on
 from test_tpa import factors
 
 from warploom import tpa_attention
@@ -24,8 +25,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose kernels as on an H100, wherever the test runs."""
     from warploom.ops.tpa import launchers_attention_hopper
 
-    monkeypatch.setattr(launchers_attention_hopper, "INTERPRETED", False)
-    monkeypatch.setattr(launchers_attention_hopper, "architecture", lambda device: 90)
+    choose_as_on(90, launchers_attention_hopper, monkeypatch)
 
 
 def suits(change: dict[str, Tensor | None] | None = None, call: dict[str, Any] | None = None, **sizes: Any) -> bool:
@@ -65,35 +65,15 @@ def test_the_calls_that_do_not(hopper: None) -> None:
     assert not suits({"bk": torch.empty(2 * 70 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 70, 1, 64)})
 
 
-@pytest.mark.parametrize("arch", [80, 89, 100, 120])
-def test_nothing_suits_another_gpu(arch: int, hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_suits_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from warploom.ops.tpa import launchers_attention_hopper
 
-    monkeypatch.setattr(launchers_attention_hopper, "architecture", lambda device: arch)
-    assert not suits()
+    assert_for_hopper_alone(launchers_attention_hopper, suits, monkeypatch)
 
 
 # ----------------------------------------------------------------------------------------------------------
 # On a Hopper GPU
 # ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels for Hopper that a test launches."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    from warploom.launch import TiledLaunch
-
-    names: list[str] = []
-    usual = TiledLaunch.__call__
-
-    def call(self: TiledLaunch, tensors: Any) -> None:
-        names.append(self.function.__name__)
-        usual(self, tensors)
-
-    monkeypatch.setattr(TiledLaunch, "__call__", call)
-    return names
 
 
 ALL = ["tpa_hopper_forward_kernel", "tpa_hopper_key_kernel", "tpa_hopper_query_kernel"]

@@ -27,7 +27,7 @@ class Plans:
     entry has the second level, plans of the call's launches: forward, and backward for each layout of gradients.
 
     A key takes more time than all of a launch besides. The calls of the last few kinds are known without one, by
-    `recognise`.
+    `recognise`: see `learn` and `recall`.
     """
 
     LARGEST = 4096
@@ -44,6 +44,28 @@ class Plans:
     def remember(self, call: tuple[Any, ...]) -> None:
         """Keep what an operator compares a call with in ``recent``, in the place of the oldest there."""
         self.recent = (call, *self.recent[: self.MOST_RECENT - 1])
+
+    def learn(self, options: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], run: Callable[..., Any]) -> None:
+        """Know the next calls like this one without a key.
+
+        Args:
+            options: All that tells calls apart besides their tensors; what is equal but of another type is another
+                option, for True equals 1, and is not as good.
+            tensors: As many of them wherever options are the same.
+            run: What runs such calls, from their tensors.
+        """
+        like = recognise(*tensors)
+        if like is not None:
+            self.remember((like, tuple(map(type, options)), options, run))
+
+    def recall(self, options: tuple[Any, ...], *tensors: torch.Tensor) -> Callable[..., Any] | None:
+        """What runs this call, if it is like one of the last few. See `recognise` for what it does not notice."""
+        types = tuple(map(type, options))
+        for like, types_, options_, run in self.recent:
+            # Types first: what is equal to nothing, or to several things at once, has a type of its own.
+            if types_ == types and options_ == options and like(*tensors):
+                return run  # type: ignore[no-any-return]
+        return None
 
     def find(self, key: Hashable) -> Any:
         """What is kept for a key; None if there is nothing, or if an argument in it cannot be hashed."""

@@ -17,6 +17,7 @@ from warploom.eager import register
 from warploom.launch import ALIGNMENT, Dense, Launch, TiledLaunch
 from warploom.layout import empty_in_order_of, layout_of
 from warploom.ops.flash_attention import launchers as attention
+from warploom.ops.flash_attention.launchers_arguments import launch_forward, launch_prepare, launch_walk
 from warploom.ops.flash_attention.launchers_geometry import Mask
 from warploom.ops.lrpe import launchers as positions
 from warploom.plans import Plans
@@ -116,8 +117,9 @@ class _Forward(NamedTuple):
         turned, out = self.turned.empty(qkv), self.out.empty(qkv)
         lse, statistics = self.lse.empty(qkv), self.statistics.empty(qkv)
         tickets = attention.TICKETS.empty(qkv)
-        self.turn((qkv, turned, theta, None, None, None, None, tickets), 0)
-        self.attend((turned, _view(turned, *self.k), _view(qkv, *self.v), out, lse, statistics, tickets))
+        positions.launch_forward(self.turn, qkv, turned, theta, _FROM_ZERO, tickets=tickets)
+        k, v = _view(turned, *self.k), _view(qkv, *self.v)
+        launch_forward(self.attend, turned, k, v, out, lse, statistics, tickets)
         return out, turned, statistics
 
 
@@ -157,11 +159,12 @@ class _Backward(NamedTuple):
     ) -> Tensor:
         dqkv, shift, delta = self.gradient.empty(qkv), self.rows.empty(qkv), self.rows.empty(qkv)
         tickets = attention.TICKETS.empty(qkv)
-        self.prepare((out, grad, statistics, None, shift, delta, None, tickets))
+        launch_prepare(self.prepare, out, grad, statistics, None, shift, delta, None, tickets)
         k, v, dk, dv = _view(turned, *self.k), _view(qkv, *self.v), _view(dqkv, *self.dk), _view(dqkv, *self.dv)
-        self.key((turned, k, v, grad, dk, dv, shift, delta, tickets))
-        self.query((turned, k, v, grad, dqkv, shift, delta, tickets))
-        self.turn((qkv, dqkv, dqkv, None, theta, None, None, None, None), 0)
+        tensors = (turned, k, v, grad)
+        launch_walk(self.key, tensors, (dk, dv), shift, delta, tickets)
+        launch_walk(self.query, tensors, (dqkv,), shift, delta, tickets)
+        positions.launch_backward(self.turn, qkv, dqkv, dqkv, theta, _FROM_ZERO)
         return dqkv
 
 
@@ -178,6 +181,8 @@ def _plan_backward(
     attend = attention.plan_backward(grad, None, q, k, v, out, _CAUSAL, scale, "highest", True, (dq, dk, dv))
     whole = [walk.launch for walk in attend.walks if isinstance(walk.launch, TiledLaunch) and walk.splits == 1]
     if attend.prepare is None or [walk.kernel for walk in attend.walks] != ["key", "query"] or len(whole) != 2:
+        return False
+    if attend.apart:
         return False
     turn = positions.plan_backward(dqk, qk, theta, _FROM_ZERO, kind, "none", False, None, dqk)
     return _Backward(

@@ -8,12 +8,12 @@ catches one wrong element, the second a small bias everywhere. Both must hold.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["CHUNK", "Accuracy", "compare"]
+__all__ = ["CHUNK", "Accuracy", "compare", "compare_each", "mean_of", "worst_of"]
 
 CHUNK = 2**26
 """Elements compared at a time: the float64 temporaries stay near half a gigabyte each."""
@@ -61,7 +61,6 @@ class Accuracy:
         )
 
 
-@torch.no_grad()
 def compare(output: Tensors, reference: Tensors, eager: Tensors) -> Accuracy:
     """Judge an output by the accuracy promise.
 
@@ -74,13 +73,47 @@ def compare(output: Tensors, reference: Tensors, eager: Tensors) -> Accuracy:
         The verdict; for several outputs, that of the worst. Wrong shapes, dtypes and numbers of outputs are
         verdicts as well, not exceptions. Tensors without elements pass.
     """
+    return worst_of(compare_each(output, reference, eager))
+
+
+@torch.no_grad()
+def compare_each(output: Tensors, reference: Tensors, eager: Tensors) -> list[Accuracy]:
+    """What `compare` does, with a verdict for every output; a single one if their number is wrong."""
     outputs, references, eagers = _as_tuple(output), _as_tuple(reference), _as_tuple(eager)
     if not len(outputs) == len(references) == len(eagers):
-        return _failure(f"{len(outputs)} outputs where the reference has {len(references)}", 0)
-    verdicts = [
+        return [_failure(f"{len(outputs)} outputs where the reference has {len(references)}", 0)]
+    return [
         _compare_one(out, ref, low, index) for index, (out, ref, low) in enumerate(zip(outputs, references, eagers))
     ]
+
+
+def worst_of(verdicts: Sequence[Accuracy]) -> Accuracy:
+    """The verdict on several outputs: that of the worst, relative to its budget."""
     return max(verdicts, key=lambda verdict: (not verdict.ok, verdict.ratio))
+
+
+def mean_of(verdicts: Sequence[Accuracy]) -> Accuracy:
+    """One verdict on the same output of several runs on inputs of one kind: errors and budgets are averaged.
+
+    The largest error of a few numbers, or of numbers some of which are much larger than the rest, is that of one or
+    two of them, and by chance it may be small: then it is no measure of another largest error. Take attention of 19
+    queries and keys with one feature, in float32 as it is in PyTorch and with powers of two: the gradient of keys
+    of the second misses the budget of the first for 15 of 60 seeds if it has 76 elements, and for 4 if it has 4864.
+    The mean of largest errors varies little: the ratio of both means is 0.64 and 0.65.
+
+    What is wrong in one run besides size of error is wrong.
+    """
+    worst = max(verdicts, key=lambda verdict: (bool(verdict.problem), verdict.ratio))
+    if len(verdicts) == 1 or worst.problem:
+        return worst
+    max_error, error_budget = (
+        _mean([getattr(v, name) for v in verdicts]) for name in ("max_error", "error_budget")
+    )
+    rms_error, rms_budget = (
+        math.sqrt(_mean([getattr(v, name) ** 2 for v in verdicts])) for name in ("rms_error", "rms_budget")
+    )
+    ok = max_error <= error_budget and rms_error <= rms_budget
+    return Accuracy(ok, max_error, error_budget, rms_error, rms_budget, worst.worst, worst.output)
 
 
 def _compare_one(output: torch.Tensor, reference: torch.Tensor, eager: torch.Tensor, index: int) -> Accuracy:
@@ -209,6 +242,10 @@ def _failure(problem: str, index: int, worst: tuple[int, ...] = ()) -> Accuracy:
 
 def _as_tuple(tensors: Tensors) -> tuple[torch.Tensor, ...]:
     return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
 
 
 def _ratio(error: float, budget: float) -> float:

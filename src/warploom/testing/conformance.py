@@ -7,14 +7,15 @@ It knows operators only through their `warploom.ops.spec.Operator`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
 from warploom.errors import WarploomError
 from warploom.ops.spec import Case, Inputs, Operator, Outputs
-from warploom.testing.accuracy import Accuracy, compare
+from warploom.testing.accuracy import Accuracy, compare_each, mean_of, worst_of
 from warploom.testing.poison import poisoned_allocations
 
 __all__ = [
@@ -26,7 +27,9 @@ __all__ = [
     "check_operator",
     "gradients",
     "judge",
+    "judge_draws",
     "leaves",
+    "make_draws",
     "make_inputs",
     "modified",
     "random_like",
@@ -35,6 +38,12 @@ __all__ = [
 
 SEED = 2718
 """Seed of every case's inputs; results differ from machine to machine only by what is being checked."""
+
+
+FEWEST = 1000
+"""Elements of a result with which one draw of inputs sets a budget that is not luck; see `accuracy.mean_of`."""
+MOST_DRAWS = 16
+"""Of inputs of one case: some results have a few elements alone, as the gradient of frequencies."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +64,12 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What one run on given inputs came to; ``bwd`` is None when no input requires a gradient."""
+    """What runs on given inputs came to; ``bwd`` is None when no input requires a gradient."""
 
     fwd: Accuracy
     bwd: Accuracy | None
     modified: tuple[str, ...]
-    """Names of the inputs that the run changed: always a fault."""
+    """Names of the inputs that a run changed: always a fault."""
 
 
 def check_operator(operator: Operator, backend: str, device: torch.device) -> list[CheckResult]:
@@ -88,9 +97,9 @@ def check_case(operator: Operator, case: Case, backend: str, device: torch.devic
 
 
 def _compared(operator: Operator, case: Case, backend: str, device: torch.device) -> list[CheckResult]:
-    inputs = make_inputs(operator, case, device)
-    judgement = judge(operator, inputs, backend)
-    dtype = next(str(t.dtype) for t in inputs.values() if _is_floating(t)).removeprefix("torch.")
+    draws = make_draws(operator, case, device)
+    judgement = judge_draws(operator, draws, backend)
+    dtype = next(str(t.dtype) for t in draws[0].values() if _is_floating(t)).removeprefix("torch.")
     results = []
     for mode, accuracy in (("fwd", judgement.fwd), ("bwd", judgement.bwd)):
         if accuracy is None:
@@ -107,30 +116,80 @@ def make_inputs(operator: Operator, case: Case, device: torch.device) -> Inputs:
     return operator.make_inputs(case, device, torch.Generator().manual_seed(SEED))
 
 
+def make_draws(operator: Operator, case: Case, device: torch.device, seed: int = SEED) -> list[Inputs]:
+    """The inputs of a case and, on a GPU, so many more of the kind that every result has `FEWEST` elements in all.
+
+    There are `MOST_DRAWS` at most, and one in Triton's interpreter, where a case takes seconds, and rounding is the
+    same everywhere.
+    """
+    first = operator.make_inputs(case, device, torch.Generator().manual_seed(seed))
+    if device.type != "cuda":
+        return [first]
+    with torch.no_grad():
+        results = (*as_tuple(operator.reference(**first)), *leaves(first).values())
+    fewest = min(result.numel() for result in results)
+    count = min(-(-FEWEST // fewest), MOST_DRAWS) if fewest > 0 else 1
+    generators = (torch.Generator().manual_seed(seed + index) for index in range(1, count))
+    return [first, *(operator.make_inputs(case, device, generator) for generator in generators)]
+
+
 def judge(operator: Operator, inputs: Inputs, backend: str) -> Judgement:
     """Run a backend on inputs, with poisoned allocations, and compare with the float64 reference.
 
     The gradient of the output is random, and the same number for number in all three computations.
     """
-    exact_inputs = upcast(inputs)
-    exact = operator.reference(**exact_inputs)
-    eager = operator.reference(**inputs)
-    grad_outputs = random_like(eager)
+    return judge_draws(operator, [inputs], backend)
 
-    before = {name: (t._version, t.detach().clone()) for name, t in inputs.items() if _is_tensor(t)}
-    with poisoned_allocations():
-        output = operator.function(**inputs, backend=backend)
-    fwd = compare(output, exact, eager)
-    bwd = None
-    if leaves(inputs) and fwd.max_error < math.inf:  # a result of another shape has no gradient to compare
+
+class _Run(NamedTuple):
+    """Three computations on the same inputs, and what these were before: ``(version, copy)`` by argument name."""
+
+    inputs: Inputs
+    exact_inputs: Inputs
+    output: Outputs
+    exact: Outputs
+    eager: Outputs
+    before: dict[str, tuple[int, torch.Tensor]]
+
+    @classmethod
+    def of(cls, operator: Operator, inputs: Inputs, backend: str) -> _Run:
+        exact_inputs = upcast(inputs)
+        exact = operator.reference(**exact_inputs)
+        eager = operator.reference(**inputs)
+        before = {name: (t._version, t.detach().clone()) for name, t in inputs.items() if _is_tensor(t)}
         with poisoned_allocations():
-            output_gradients = gradients(output, inputs, grad_outputs)
-        bwd = compare(
-            tuple(output_gradients.values()),
-            tuple(gradients(exact, exact_inputs, grad_outputs).values()),
-            tuple(gradients(eager, inputs, grad_outputs).values()),
-        )
-    return Judgement(fwd, bwd, modified(inputs, before))
+            output = operator.function(**inputs, backend=backend)
+        return cls(inputs, exact_inputs, output, exact, eager, before)
+
+    def gradients(self) -> tuple[Outputs, Outputs, Outputs]:
+        """Those of all three, in the order of `results`."""
+        grad_outputs = random_like(self.eager)
+        with poisoned_allocations():
+            found = gradients(self.output, self.inputs, grad_outputs)
+        exact = gradients(self.exact, self.exact_inputs, grad_outputs)
+        eager = gradients(self.eager, self.inputs, grad_outputs)
+        return tuple(found.values()), tuple(exact.values()), tuple(eager.values())
+
+    def results(self) -> tuple[Outputs, Outputs, Outputs]:
+        """What was computed, what is exact, and what sets the budget."""
+        return self.output, self.exact, self.eager
+
+
+def judge_draws(operator: Operator, draws: Sequence[Inputs], backend: str) -> Judgement:
+    """Judge several inputs of one kind as `judge` does one, by the means of errors and budgets."""
+    runs = [_Run.of(operator, inputs, backend) for inputs in draws]
+    fwd = _compare_all(run.results() for run in runs)
+    bwd = None
+    if leaves(draws[0]) and fwd.max_error < math.inf:  # a result of another shape has no gradient to compare
+        bwd = _compare_all(run.gradients() for run in runs)
+    changed = {name for run in runs for name in modified(run.inputs, run.before)}
+    return Judgement(fwd, bwd, tuple(name for name in draws[0] if name in changed))
+
+
+def _compare_all(results: Iterable[tuple[Outputs, Outputs, Outputs]]) -> Accuracy:
+    """The verdict on what several runs computed: that of the worst output."""
+    by_run = [compare_each(*run) for run in results]
+    return worst_of([mean_of(of_output) for of_output in zip(*by_run, strict=True)])
 
 
 def upcast(inputs: Inputs) -> Inputs:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 
 from warploom.backend import use_triton
-from warploom.eager import is_plain_eager
+from warploom.eager import is_plain_eager, is_watched
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
 from warploom.layout import in_order_of
 from warploom.ops.flash_attention import reference
@@ -116,18 +116,22 @@ def flash_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
     key = None
-    if is_plain_eager(q, k, v) and are_kept(q):
+    if not is_watched():
         bounds = tuple(window) if isinstance(window, list) else window
-        # All that the checks and the launchers look at; with types, because True equals 1 and is not as good.
-        key = (
-            metadata(q), metadata(k), metadata(v), metadata(cu_seqlens_q), metadata(cu_seqlens_k),
-            causal, type(causal), scale, type(scale), return_lse, type(return_lse), float32_precision, backend,
-            bounds, tuple(map(type, bounds)) if isinstance(bounds, tuple) else None,
-        )  # fmt: skip
-        known = _on_kernels.find(key)
+        options: tuple[object, ...] = (causal, scale, float32_precision, return_lse, backend, bounds)
+        if isinstance(bounds, tuple):
+            options += bounds  # once more, for their types
+        packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+        run = None if packed else _on_kernels.recall(options, q, k, v)
+        if run is not None:
+            return run(q, k, v)  # type: ignore[no-any-return]
+        key = _key(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+        known = None if key is None else _on_kernels.find(key)
         if known is not None:
-            apply, call = known
-            return apply(q, k, v, _with_sequences(call, cu_seqlens_q, cu_seqlens_k))  # type: ignore[no-any-return]
+            ways, call = known
+            if not packed:
+                _on_kernels.learn(options, (q, k, v), ways.prepared(q, k, v, call))
+            return ways.apply(q, k, v, _with_sequences(call, cu_seqlens_q, cu_seqlens_k))  # type: ignore[no-any-return]
     _check_tensors(q, k, v)
     left, right = _checked_window(window)
     for argument, flag in (("causal", causal), ("return_lse", return_lse)):
@@ -176,6 +180,17 @@ _on_kernels = Plans()
 """Of each kind of call that was found right: what runs it on the kernels, and what that takes besides tensors."""
 
 
+def _key(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    options: tuple[object, ...],
+) -> Hashable | None:  # fmt: skip
+    """All that the checks and the launchers look at, of a plain eager call; None for any other."""
+    if not (is_plain_eager(q, k, v) and are_kept(q)):
+        return None
+    # With types: True equals 1, and is not as good.
+    return (*map(metadata, (q, k, v, cu_seqlens_q, cu_seqlens_k)), *options, *map(type, options))
+
+
 def _with_sequences(call: Any, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Any:
     """A call of `autograd` with these packed sequences, where one of the two may stand for both."""
     if cu_seqlens_q is None and cu_seqlens_k is None:
@@ -193,7 +208,7 @@ def _run_kernels(call: _Call, key: Hashable | None) -> Tensor | tuple[Tensor, Te
     plans = None if key is None else Plans()
     settled = autograd.Call(mask, call.scale, call.float32_precision, call.return_lse, plans)
     if key is not None:
-        _on_kernels.keep(key, (autograd.apply, settled))
+        _on_kernels.keep(key, (autograd, settled))
     return autograd.apply(call.q, call.k, call.v, _with_sequences(settled, call.cu_seqlens_q, call.cu_seqlens_k))
 
 

@@ -6,6 +6,7 @@ eager call goes to the same launchers directly (`apply`), and so does `torch.fun
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -182,6 +183,11 @@ class _EagerFlashAttention(torch.autograd.Function):
         return dq if wants_q else None, dk if wants_k else None, dv if wants_v else None, None
 
 
+# `torch.autograd.Function.apply` looks for function transforms, and for tensors that outlived one, before it calls
+# this. Where calls are prepared for are none of either.
+_apply_prepared: Any = super(torch.autograd.Function, _EagerFlashAttention).apply
+
+
 class _FlashAttention(torch.autograd.Function):
     """The same for `torch.func`, which wants every tensor among the arguments."""
 
@@ -232,3 +238,24 @@ def apply(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | tuple[Tensor,
         run = _FlashAttention.apply if watched else torch.ops.warploom.flash_attention
         out, lse, _ = run(*arguments)
     return (out, lse) if call.with_lse else out
+
+
+def prepared(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Callable[[Tensor, Tensor, Tensor], Any]:
+    """What runs calls like one that `apply` has run, as `warploom.plans.recognise` tells them.
+
+    The ``call`` has plans, and no packed sequences.
+    """
+    mask, scale, precision, with_lse, known = call
+    known = known or Plans()
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        out, lse, _ = launchers.forward(q, k, v, mask, scale, precision, known)
+        return (out, lse) if with_lse else out
+
+    if not (q.requires_grad or k.requires_grad or v.requires_grad):
+        return run
+
+    def differentiate(q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return _apply_prepared(q, k, v, call) if torch.is_grad_enabled() else run(q, k, v)
+
+    return differentiate

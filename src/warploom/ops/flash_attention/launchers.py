@@ -26,6 +26,7 @@ from warploom.layout import layout_of
 from warploom.ops.flash_attention import launchers_few
 from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel, pieces_kernel
 from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
+from warploom.ops.flash_attention.launchers_arguments import launch_forward, launch_prepare, launch_walk
 from warploom.ops.flash_attention.launchers_geometry import (
     L2_SHARE,
     OWN_KEYS,
@@ -294,7 +295,7 @@ def forward(
             tickets = TICKETS.empty(q)
             if plan.counted:
                 tickets.zero_()
-        plan.launch((q, k, v, target, lse, target_statistics, tickets))
+        launch_forward(plan.launch, q, k, v, target, lse, target_statistics, tickets)
     else:
         plan.launch((q, k, v, target, lse if plan.combine is None else None, target_statistics, *cu_seqlens))
     if plan.combine is not None:
@@ -413,6 +414,7 @@ class _Backward(NamedTuple):
     pieces: _Pieces | None = None  # of q, k, v and the gradient, where they are walked over in pieces
     counted: bool = False  # whether walks count their tiles, with tickets that the first kernel makes zero
     sums: Launch | None = None  # of the parts, where walks are split
+    apart: bool = False  # whether gradients are made apart and copied to where they shall be
 
 
 def _walked_over(kernel: str, tensors: Sequence[Tensor], pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -453,19 +455,17 @@ def backward(
         None if results is None else (results[0].stride(), results[1].stride(), results[2].stride()),
     )  # fmt: skip
     plan = plans.get(key, plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, results)
-    if results is not None and plan.sums is not None:  # from parts, which have the same order in memory
-        found = backward(grad, grad_lse, q, k, v, out, statistics, mask, scale, precision, plans)
-        for result, gradient in zip(results, found):
-            result.copy_(gradient)
-        return results
-    dq, dk, dv = (result.empty(q) for result in plan.results) if results is None else results
+    if results is None or plan.apart:
+        dq, dk, dv = (result.empty(q) for result in plan.results)
+    else:
+        dq, dk, dv = results
     if plan.prepare is None:
         return dq.zero_(), dk.zero_(), dv.zero_()
     # Two tensors, not two halves of one: the second half's alignment would depend on the length.
     shift, delta = plan.rows.empty(q), plan.rows.empty(q)
     inverse = plan.rows.empty(q) if q.dtype == torch.float32 else None
     tickets = TICKETS.empty(q) if plan.counted else None
-    plan.prepare((out, grad, statistics, grad_lse, shift, delta, inverse, tickets))
+    launch_prepare(plan.prepare, out, grad, statistics, grad_lse, shift, delta, inverse, tickets)
     if plan.few is not None:
         plan.few((q, k, v, grad, shift, delta, dq, dk, dv))
     tensors, numbers, gradients = (q, k, v, grad), (shift, delta, inverse), (dq, dk, dv)
@@ -477,6 +477,10 @@ def backward(
         _walk(walk, walked, numbers, gradients, parts, mask, tickets)
     if plan.sums is not None:
         plan.sums((*parts, *(None if part is None else x for x, part in zip(gradients, parts))))
+    if results is not None and plan.apart:
+        for result, gradient in zip(results, gradients):
+            result.copy_(gradient)
+        return results
     return dq, dk, dv
 
 
@@ -498,7 +502,7 @@ def _walk(
                 targets[place] = parts[index] = next(left).empty(gradients[0])
     if isinstance(walk.launch, TiledLaunch):
         shift, delta, _ = numbers
-        walk.launch((*tensors, *targets, shift, delta, tickets))
+        launch_walk(walk.launch, tensors, targets, shift, delta, tickets)
     else:
         walk.launch((*tensors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k))
 
@@ -553,12 +557,12 @@ def plan_backward(
         )
         for kernel in kernels
     )  # fmt: skip
-    return plan._replace(
-        prepare=prepare,
-        walks=planned,
-        counted=any(isinstance(walk.launch, TiledLaunch) for walk in planned),
-        sums=_plan_sums(planned, (dq, dk, dv), overlap),
-    )
+    sums = _plan_sums(planned, (dq, dk, dv), overlap)
+    if sums is not None and results is not None:  # parts are without gaps, and so is what they are added up in
+        plan = plan_backward(grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, None)
+        return plan._replace(apart=True)
+    counted = any(isinstance(walk.launch, TiledLaunch) for walk in planned)
+    return plan._replace(prepare=prepare, walks=planned, counted=counted, sums=sums)
 
 
 def _plan_walk(

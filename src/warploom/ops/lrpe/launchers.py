@@ -241,9 +241,22 @@ def forward(
     """
     plan = plans.get("forward", plan_forward, x, theta, positions, kind, activation, table)
     out = plan.result.empty(x)
-    ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
-    plan.launch((x, out, theta, ids, offsets, cu_seqlens, table, tickets), positions.offset)
+    launch_forward(plan.launch, x, out, theta, positions, table, tickets)
     return out
+
+
+def launch_forward(
+    launch: Launch,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    theta: torch.Tensor,
+    positions: Positions,
+    table: torch.Tensor | None = None,
+    tickets: torch.Tensor | None = None,
+) -> None:
+    """Run the forward kernel of a plan, which writes ``out``; see `forward`."""
+    ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
+    launch((x, out, theta, ids, offsets, cu_seqlens, table, tickets), positions.offset)
 
 
 def prepared(plan: Plan) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
@@ -330,11 +343,23 @@ def backward(
     dx = plan.result.empty(x) if result is None else result
     sums = plan.theta_sums
     partial = None if sums is None else sums.empty(x)
-    plan.launch(
-        (x, grad, dx, partial, theta, positions.ids, positions.offsets, positions.cu_seqlens, table),
-        positions.offset,
-    )
+    launch_backward(plan.launch, x, grad, dx, theta, positions, partial, table)
     return dx, None if sums is None or partial is None else sums.reduce(partial, theta)
+
+
+def launch_backward(
+    launch: Launch,
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    dx: torch.Tensor,
+    theta: torch.Tensor,
+    positions: Positions,
+    partial: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
+) -> None:
+    """Run the backward kernel of a plan, which writes ``dx``, and ``partial`` sums of theta's gradient."""
+    ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
+    launch((x, grad, dx, partial, theta, ids, offsets, cu_seqlens, table), positions.offset)
 
 
 def plan_backward(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from warploom.backend import use_triton
-from warploom.eager import is_plain_eager
+from warploom.eager import is_plain_eager, is_watched
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
 from warploom.layout import in_order_of
 from warploom.ops.tpa import reference
@@ -81,12 +81,21 @@ def tpa_attention(
     """
     name = "tpa_attention"
     scales_given = (scale, scale_q, scale_k, scale_v)
-    key = _key(name, aq, ak, av, bq, bk, bv, cu_seqlens, (*scales_given, causal, backend))
-    known = None if key is None else _on_kernels.find(key)
-    if known is not None:
-        attention, scales = known
-        (ak, bk), (av, bv) = reference.ranked(ak, bk), reference.ranked(av, bv)
-        return attention(aq, ak, av, bq, bk, bv, cu_seqlens, causal, *scales)  # type: ignore[no-any-return]
+    key = None
+    if not is_watched():
+        options = (name, *scales_given, causal, backend, aq is None, cu_seqlens is None)
+        tensors = _given(aq, ak, av, bq, bk, bv, cu_seqlens)
+        run = _on_kernels.recall(options, *tensors)
+        if run is not None:
+            (ak, bk), (av, bv) = reference.ranked(ak, bk), reference.ranked(av, bv)
+            return run(aq, ak, av, bq, bk, bv, cu_seqlens)  # type: ignore[no-any-return]
+        key = _key(tensors, options)
+        known = None if key is None else _on_kernels.find(key)
+        if known is not None:
+            ways, scales = known
+            _on_kernels.learn(options, tensors, ways.prepared_attention(tensors, causal, *scales))
+            (ak, bk), (av, bv) = reference.ranked(ak, bk), reference.ranked(av, bv)
+            return ways.attention(aq, ak, av, bq, bk, bv, cu_seqlens, causal, *scales)  # type: ignore[no-any-return]
     sizes = _check_factors(name, aq, ak, av, bq, bk, bv)
     scales = _scales(name, aq, sizes, *scales_given)
     if not isinstance(causal, bool):
@@ -98,7 +107,7 @@ def tpa_attention(
         from warploom.ops.tpa import autograd  # Triton is imported when it is first needed
 
         if key is not None:
-            _on_kernels.keep(key, (autograd.attention, scales))
+            _on_kernels.keep(key, (autograd, scales))
         (ak, bk), (av, bv) = reference.ranked(ak, bk), reference.ranked(av, bv)
         return autograd.attention(aq, ak, av, bq, bk, bv, cu_seqlens, causal, *scales)
     out = reference.tpa_attention(
@@ -167,11 +176,18 @@ def tpa_decode(
     """
     name = "tpa_decode"
     scales_given = (scale, scale_q, scale_k, scale_v)
-    key = _key(name, aq, ak, av, bq, bk, bv, cache_seqlens, (*scales_given, strategy, backend))
-    known = None if key is None else _on_kernels.find(key)
-    if known is not None:
-        decode, scales, plans = known
-        return decode(aq, ak, av, bq, bk, bv, cache_seqlens, strategy, *scales, plans)  # type: ignore[no-any-return]
+    key = None
+    if not is_watched():
+        options = (name, *scales_given, strategy, backend, aq is None, cache_seqlens is None)
+        tensors = _given(aq, ak, av, bq, bk, bv, cache_seqlens)
+        run = _on_kernels.recall(options, *tensors)
+        if run is None:
+            key = _key(tensors, options)
+            run = None if key is None else _on_kernels.find(key)
+            if run is not None and not any(tensor.requires_grad for tensor in tensors):  # else it may be refused
+                _on_kernels.learn(options, tensors, run)
+        if run is not None:
+            return run(aq, ak, av, bq, bk, bv, cache_seqlens)  # type: ignore[no-any-return]
     sizes = _check_factors(name, aq, ak, av, bq, bk, bv)
     scales = _scales(name, aq, sizes, *scales_given)
     if strategy not in STRATEGIES:
@@ -189,33 +205,39 @@ def tpa_decode(
         from warploom.ops.tpa import autograd  # Triton is imported when it is first needed
 
         (ak, bk), (av, bv) = reference.ranked(ak, bk), reference.ranked(av, bv)
-        plans = None if key is None else Plans()
-        out = autograd.decode(aq, ak, av, bq, bk, bv, cache_seqlens, strategy, *scales, plans)
-        if key is not None:  # now that there is a plan, which a call without the rank axis cannot make
-            _on_kernels.keep(key, (autograd.decode, scales, plans))
+        if key is None:
+            return autograd.decode(aq, ak, av, bq, bk, bv, cache_seqlens, strategy, *scales)
+        run = autograd.prepared_decode(strategy, *scales)
+        out: Tensor = run(aq, ak, av, bq, bk, bv, cache_seqlens)
+        _on_kernels.keep(key, run)  # now that it has a plan, which a call without the rank axis cannot make
         return out
     out = reference.tpa_decode(aq, ak, av, bq, bk, bv, **scales._asdict(), cache_seqlens=cache_seqlens)
     return in_order_of(bq if aq is None else aq, out)
 
 
 _on_kernels = Plans()
-"""Of each kind of call that was found right: what runs it on the kernels, with which scales, and plans."""
+"""Of each kind of call that was found right: for attention, what runs it on the kernels, with which scales; for
+decoding, a function of all its tensors."""
 
 
-def _key(
-    name: str, aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor,
-    lengths: Tensor | None, options: tuple[object, ...],
-) -> Hashable | None:  # fmt: skip
-    """All that the checks and the launchers look at, of a plain eager call; None for any other."""
+def _given(
+    aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, lengths: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The tensors of a call, ``bq`` first."""
     factors = (bq, ak, av, bk, bv) if aq is None else (bq, ak, av, bk, bv, aq)
-    if not (is_plain_eager(*factors) and are_kept(bq)):
+    return factors if lengths is None else (*factors, lengths)
+
+
+def _key(tensors: tuple[Tensor, ...], options: tuple[object, ...]) -> Hashable | None:
+    """All that the checks and the launchers look at, of a plain eager call; None for any other."""
+    if not (is_plain_eager(*tensors) and are_kept(tensors[0])):
         return None
     gradients = False
     if torch.is_grad_enabled():
-        for factor in factors:
-            gradients = gradients or factor.requires_grad
+        for tensor in tensors:
+            gradients = gradients or tensor.requires_grad
     # With types: True equals 1, and is not as good.
-    return (name, *map(metadata, factors), metadata(lengths), gradients, *options, *map(type, options))
+    return (*map(metadata, tensors), gradients, *options, *map(type, options))
 
 
 # ----------------------------------------------------------------------------------------------------------

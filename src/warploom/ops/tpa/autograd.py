@@ -6,6 +6,7 @@ directly, and so does `torch.func`, which registered operators with an autograd 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -159,6 +160,11 @@ class _EagerAttention(torch.autograd.Function):
         return _gradients(ctx, grad)
 
 
+# `torch.autograd.Function.apply` looks for function transforms, and for tensors that outlived one, before it calls
+# this. Where calls are prepared for are none of either.
+_apply_prepared: Any = super(torch.autograd.Function, _EagerAttention).apply
+
+
 class _Attention(torch.autograd.Function):
     """The same for `torch.func`, which wants to be told apart what is saved."""
 
@@ -193,19 +199,47 @@ def attention(
     return torch.ops.warploom.tpa_attention(*arguments)[0]  # type: ignore[no-any-return]
 
 
+def prepared_attention(tensors: tuple[Tensor, ...], causal: bool, *scales: float) -> Callable[..., Tensor]:
+    """What runs calls like one on ``tensors`` that `attention` runs, as `warploom.plans.recognise` tells them.
+
+    It takes the factors and ``cu_seqlens``.
+    """
+
+    def run(*given: Tensor | None) -> Tensor:
+        return _attention(*given, causal, *scales)[0]
+
+    if not any(tensor.requires_grad for tensor in tensors):
+        return run
+
+    def differentiate(*given: Tensor | None) -> Tensor:
+        return _apply_prepared(*given, causal, *scales) if torch.is_grad_enabled() else run(*given)
+
+    return differentiate
+
+
 def decode(
     aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor,
     cache_seqlens: Tensor | None, strategy: str, scale: float, scale_q: float, scale_k: float, scale_v: float,
-    known: Plans | None = None,
 ) -> Tensor:  # fmt: skip
-    """Run decoding on the Triton kernels by the shortest way that this call allows.
-
-    ``known``: plans of calls like this one, which is plain and eager; None of any other call.
-    """
+    """Run decoding on the Triton kernels by the shortest way that this call allows."""
     arguments = (aq, ak, av, bq, bk, bv, cache_seqlens, strategy, scale, scale_q, scale_k, scale_v)
-    if known is not None or _is_plain_eager(aq, ak, av, bq, bk, bv):
-        return _launch_decode(arguments, known or Plans())
+    if _is_plain_eager(aq, ak, av, bq, bk, bv):
+        return _launch_decode(arguments, Plans())
     return torch.ops.warploom.tpa_decode(*arguments)  # type: ignore[no-any-return]
+
+
+def prepared_decode(strategy: str, *scales: float) -> Callable[..., Tensor]:
+    """What runs plain eager calls for decoding that are the same in all but addresses and numbers in tensors.
+
+    It takes the factors and ``cache_seqlens``; factors have their rank axis the first time.
+    """
+    known = Plans()
+
+    def run(*given: Any) -> Tensor:
+        *factors, cache_seqlens = given
+        return launchers.decode(Operands(*factors), DecodeCall(cache_seqlens, strategy, *scales), known)
+
+    return run
 
 
 def _is_plain_eager(*factors: Tensor | None) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from warploom.launch import ALIGNMENT, Kernel, Launch, TiledLaunch, may_start_early, multiprocessors
+from warploom.launch import ALIGNMENT, Dense, Kernel, Launch, TiledLaunch, may_start_early, multiprocessors
 from warploom.layout import layout_of
 from warploom.ops.tpa import launchers_hopper
 from warploom.ops.tpa.kernels import combine_kernel, decode_kernel
@@ -170,12 +170,10 @@ class DecodeCall(NamedTuple):
 class _Decode(NamedTuple):
     """What a call allocates and launches."""
 
-    shape: tuple[int, ...]  # of the result
-    stride: tuple[int, ...]
+    out: Dense
     launch: Launch | TiledLaunch
-    combine: Launch | None  # where the cache is split
-    partial: tuple[int, int, int, int] | None  # shape of partial results in float32, where there are any
-    statistics: tuple[int, int, int, int] | None
+    combine: Launch | None = None  # where the cache is split
+    parts: tuple[Dense, Dense] | None = None  # results and statistics of the parts
 
 
 def decode(factors: Operands, call: DecodeCall, plans: Plans) -> Tensor:
@@ -187,9 +185,8 @@ def decode(factors: Operands, call: DecodeCall, plans: Plans) -> Tensor:
     aq, ak, av, bq, bk, bv = factors
     aligned = (ak.data_ptr() | av.data_ptr() | bk.data_ptr() | bv.data_ptr()) % ALIGNMENT == 0
     plan = plans.get("decode", _plan_decode, factors, call)[aligned]
-    out = bq.new_empty_strided(plan.shape, plan.stride)
-    partial = None if plan.partial is None else bq.new_empty(plan.partial, dtype=torch.float32)
-    statistics = None if plan.statistics is None else bq.new_empty(plan.statistics, dtype=torch.float32)
+    out = plan.out.empty(bq)
+    partial, statistics = (None, None) if plan.parts is None else (part.empty(bq) for part in plan.parts)
     plan.launch((ak, av, bk, bv, aq, bq, call.cache_seqlens, out, partial, statistics))
     if plan.combine is not None:
         plan.combine((partial, statistics, call.cache_seqlens, out))
@@ -224,7 +221,7 @@ def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Deco
     else:
         launch = _plan_launch(factors, out, lengths_b, spans, levels, scales, tile)
     if spans == 1:
-        return _Decode(tuple(out.shape), out.stride(), launch, None, None, None)
+        return _Decode(Dense.like(out), launch)
     early = may_start_early(bq.device)
     combine = Launch(
         combine_launch,
@@ -237,9 +234,9 @@ def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Deco
         num_warps=2,
         early=early,
     )  # fmt: skip
-    partial = (batch, spans, tokens * heads, values)
-    statistics = (batch, spans, 2, tokens * heads)
-    return _Decode(tuple(out.shape), out.stride(), launch, combine, partial, statistics)
+    shapes = (batch, spans, tokens * heads, values), (batch, spans, 2, tokens * heads)
+    partial, statistics = (Dense.rows(shape, torch.float32) for shape in shapes)
+    return _Decode(Dense.like(out), launch, combine, (partial, statistics))
 
 
 def _plan_launch(

@@ -67,13 +67,15 @@ def _forward_tiles(dtype: torch.dtype, features: int, rank: int, arch: int) -> T
 
 
 def _query_tiles(dtype: torch.dtype, features: int, rank: int, arch: int) -> Tiles:
+    blackwell = 100 <= arch < 120  # where the registers of Hopper's choices do not suffice
     if dtype == torch.float32:
-        return _float32_tiles(features)
+        tiles = _float32_tiles(features)
+        return tiles._replace(stages=2) if blackwell and features <= 32 else tiles
     if features > 128:
         return Tiles(32, 16, 8, 1)
     if rank > 2 or arch < 90:
         return Tiles(64, 32, 8, 2 if rank <= 8 else 1)
-    return Tiles(64, 64, 4, 2) if rank == 1 else Tiles(128, 64, 8, 2)
+    return Tiles(64, 64, 8 if blackwell and features > 64 else 4, 2) if rank == 1 else Tiles(128, 64, 8, 2)
 
 
 def _key_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
