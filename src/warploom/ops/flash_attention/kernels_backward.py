@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.activations import power_of_two
-from warploom.device.product import pieces_of, product, rounded
+from warploom.device.product import product, rounded
 from warploom.ops.flash_attention.kernels import (
     PARTS_AHEAD,
     SIZES,
@@ -92,12 +92,15 @@ def walk_queries(
 ):  # fmt: skip
     """Walk over queries ``begin … end`` of every head of a group, one loop for all, which keeps registers free.
 
-    Gradients of keys (N, D), without the scale, and of values (N, E), as far as they are wanted.
+    Gradients of keys (N, D), without the scale, and of values (N, E), as far as they are wanted. The last queries come
+    first: in causal attention these see the most keys and give each the smallest weight, so that sums grow with what is
+    added to them, and what float32 rounds off stays small however long the walk is.
     """
     steps = tl.cdiv(end - begin, BLOCK_M)
     for step in tl.range(0, group * steps):
-        member = step // steps
-        m = begin + (step - member * steps) * BLOCK_M
+        place = step // group
+        member = step - place * group
+        m = begin + (steps - 1 - place) * BLOCK_M
         query = m + tl.arange(0, BLOCK_M)
         row = member * row_h + query
         q_tile = load_factor(q + member * q_h + m * q_step, q_offsets, m, tokens, q_piece, D, MASKED, PRECISION)
@@ -180,9 +183,9 @@ def key_kernel(
             if FIRST:
                 gdc_wait()
             gdc_launch_dependents()
-        if PRECISION == "pieces" or PRECISION == "cut":
-            k_tile = pieces_of(k_tile)
-            v_tile = pieces_of(v_tile)
+        if PRECISION == "pieces" or PRECISION == "cut" or PRECISION == "pairs":
+            k_tile = as_factor(k_tile, tl.float32, PRECISION)
+            v_tile = as_factor(v_tile, tl.float32, PRECISION)
         q_piece = tl.cast(entries, tl.int64) * tokens * heads * D
         grad_piece = tl.cast(entries, tl.int64) * tokens * heads * E
 
@@ -210,6 +213,18 @@ def key_kernel(
                 True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
             )  # fmt: skip
         else:
+            dk_tile, dv_tile = walk_queries(
+                dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
+                q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
+                full_end, end, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
+                True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
+            )  # fmt: skip
+            dk_tile, dv_tile = walk_queries(
+                dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
+                q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
+                full_begin, full_end, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
+                False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
+            )  # fmt: skip
             if HAS_RIGHT:
                 dk_tile, dv_tile = walk_queries(
                     dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
@@ -217,18 +232,6 @@ def key_kernel(
                     begin, full_begin, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
                     True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
                 )  # fmt: skip
-            dk_tile, dv_tile = walk_queries(
-                dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
-                q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
-                full_begin, full_end, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
-                False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
-            )  # fmt: skip
-            dk_tile, dv_tile = walk_queries(
-                dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
-                q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
-                full_end, end, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
-                True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
-            )  # fmt: skip
         if dk is not None:
             dk_base = base_of(dk, entry, k_start + n, key_head, dk_b, dk_n, dk_h, VEC) + split * (dk_split * VEC)
             dk_offsets = tile_offsets(dk_n, dk_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
@@ -319,9 +322,9 @@ def query_kernel(
         )
         grad_offsets = tile_offsets(grad_n, grad_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_E)
         grad_tile = load_tile(grad_base + grad_offsets, m, tokens_here, E, True)
-        if PRECISION == "pieces" or PRECISION == "cut":
-            q_tile = pieces_of(q_tile)
-            grad_tile = pieces_of(grad_tile)
+        if PRECISION == "pieces" or PRECISION == "cut" or PRECISION == "pairs":
+            q_tile = as_factor(q_tile, tl.float32, PRECISION)
+            grad_tile = as_factor(grad_tile, tl.float32, PRECISION)
         k_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * D
         v_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * E
         first = row.to(tl.int64) * tokens + q_start + m

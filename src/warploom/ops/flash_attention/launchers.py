@@ -109,7 +109,7 @@ class _Grid(NamedTuple):
         return self.blocks * self.rows * self.splits
 
 
-_RATES = {"pieces": 0.5, "cut": 0.2, "bf16x6": 0.25, "tf32": 0.7, "bf16": 2.0, "ieee": 0.1}
+_RATES = {"pieces": 0.5, "pairs": 1.0, "cut": 0.2, "bf16x6": 0.25, "tf32": 0.7, "bf16": 2.0, "ieee": 0.1}
 _HALF_RATE = 3.0
 """What a multiprocessor does of float32 products, and of those of 16 bits: 10¹² operations a second, about."""
 
@@ -188,13 +188,17 @@ def _precision(q: Tensor, precision: str | None) -> str:
 
 def _product(way: str, q: Tensor, geometry: Geometry, mask: Mask, scale: float, precision: str) -> str:
     """How factors are multiplied, ``forward`` or ``backward``: see `warploom.device.product`."""
-    if precision != "highest" or q.dtype != torch.float32:
+    if precision == "medium" or q.dtype != torch.float32:
         return PRODUCTS[precision]
-    if max(geometry.block_d, geometry.block_e) > 128:
+    wide = max(geometry.block_d, geometry.block_e) > 128
+    if wide and precision == "highest":
         return "ieee"  # three parts of such rows do not fit in registers
-    if not (90 <= architecture(q.device) < 100 and is_plain(geometry, mask, scale)):
+    if wide or not (90 <= architecture(q.device) < 100 and is_plain(geometry, mask, scale)):
         return PRODUCTS[precision]
-    return "pieces" if min(geometry.tokens, geometry.keys) >= _LONG[way] else "cut"
+    long = min(geometry.tokens, geometry.keys) >= _LONG[way]
+    if precision == "high":
+        return "pairs" if long else PRODUCTS[precision]
+    return "pieces" if long else "cut"
 
 
 def _constants(
@@ -212,18 +216,22 @@ class _Pieces(NamedTuple):
     """What makes pieces of float32 tensors before they are walked over: of q, k, v and grad, or of k and v."""
 
     launch: Launch
-    all: tuple[Dense | None, ...]  # the three of each tensor
+    all: tuple[Dense | None, ...]  # those of each tensor
     like: tuple[Tensor, ...]  # one of each tensor, without memory
 
     def __call__(self, *tensors: Tensor | None) -> list[Tensor]:
-        """The pieces (3, …) of those of q, k, v and grad that are given."""
+        """The pieces (three or two, …) of those of q, k, v and grad that are given."""
         pieces = [None if x is None or all is None else all.empty(x) for x, all in zip(tensors, self.all)]
         self.launch((*tensors, *pieces))
         return [x for x in pieces if x is not None]
 
 
+_PIECES = {"pieces": 3, "pairs": 2}
+"""Of a factor, where they are made before they are walked over."""
+
+
 def _plan_pieces(
-    geometry: Geometry, q: Tensor | None, k: Tensor, v: Tensor, grad: Tensor | None, overlap: bool
+    product: str, geometry: Geometry, q: Tensor | None, k: Tensor, v: Tensor, grad: Tensor | None, overlap: bool
 ) -> _Pieces:
     tensors = q, k, v, grad
     block_r = max(2048 // max(geometry.block_d, geometry.block_e), 1)
@@ -233,13 +241,16 @@ def _plan_pieces(
         pieces_launch,
         sum(blocks),
         (geometry.tokens, geometry.keys, geometry.heads, geometry.key_heads, geometry.entries, *strides),
-        (geometry.features, geometry.value_features, block_r, geometry.block_d, geometry.block_e, overlap),
+        (
+            geometry.features, geometry.value_features, _PIECES[product], block_r, geometry.block_d, geometry.block_e,
+            overlap,
+        ),
         early=overlap,
     )
     given = [x for x in tensors if x is not None]
     return _Pieces(
         launch,
-        tuple(None if x is None else Dense.rows((3, *x.shape), torch.bfloat16) for x in tensors),
+        tuple(None if x is None else Dense.rows((_PIECES[product], *x.shape), torch.bfloat16) for x in tensors),
         tuple(torch.empty(x.shape, dtype=torch.bfloat16, device="meta") for x in given),
     )
 
@@ -346,8 +357,8 @@ def plan_forward(
         tiles = _tiles("forward", geometry, mask, scale, product, q)
         grid = _grid("forward", geometry, mask, tiles, product, q, out.numel())
         splits = grid.splits
-        if product == "pieces":
-            pieces = _plan_pieces(geometry, None, k, v, None, False)
+        if product in _PIECES:
+            pieces = _plan_pieces(product, geometry, None, k, v, None, False)
             plan, (k, v) = plan._replace(pieces=pieces), pieces.like
         access = access_to(q, k, v, out)
         launch = Launch(
@@ -540,8 +551,8 @@ def plan_backward(
         few = launchers_few.plan_backward(geometry, mask, scale, q, k, v, grad, dq, dk, dv)
         return plan._replace(prepare=prepare, few=few)
     product = _product("backward", q, geometry, mask, scale, precision)
-    if product == "pieces":
-        plan = plan._replace(pieces=_plan_pieces(geometry, q, k, v, grad, overlap))
+    if product in _PIECES:
+        plan = plan._replace(pieces=_plan_pieces(product, geometry, q, k, v, grad, overlap))
     # Pieces of long rows leave registers for one sum alone.
     kernels = ("dv", "dk", "query") if product == "pieces" and geometry.block_d > 64 else ("key", "query")
     planned = tuple(
