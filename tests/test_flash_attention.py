@@ -412,9 +412,10 @@ def test_few_short_walks(
     ],
     ids=str,
 )
+@pytest.mark.parametrize(("precision", "product"), [("highest", "pieces"), ("high", "pairs")])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_float32_factors_in_pieces_before_the_walk(
-    case: dict[str, Any], parts: int, launches: list[Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    case: dict[str, Any], parts: int, precision: str, product: str, launches: list[Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long float32 tensors are split in pieces once; here short ones are."""
     from warploom.ops.flash_attention import api, launchers
@@ -423,10 +424,11 @@ def test_float32_factors_in_pieces_before_the_walk(
     monkeypatch.setattr(launchers, "best_parts", lambda *arguments: parts)
     monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
     with poisoned_allocations():
-        assert_right({**random_inputs(device, **case), "float32_precision": "highest"}, "triton")
-    assert {constants["PRECISION"] for _, constants in launches if "PRECISION" in constants} == {"pieces"}
+        assert_right({**random_inputs(device, **case), "float32_precision": precision}, "triton")
+    assert {constants["PRECISION"] for _, constants in launches if "PRECISION" in constants} == {product}
     names = [name for name, _ in launches]
-    walks = ["key_kernel"] * (2 if case.get("d") == 128 else 1) + ["query_kernel"]
+    apart = product == "pieces" and case.get("d") == 128  # gradients of keys and of values
+    walks = ["key_kernel"] * (2 if apart else 1) + ["query_kernel"]
     merged = ["sum_kernel"] if parts > 1 else []
     backward = ["prepare_kernel", "pieces_kernel", *walks, *merged]
     assert names == ["pieces_kernel", "forward_kernel", *["combine_kernel"] * len(merged), *backward]

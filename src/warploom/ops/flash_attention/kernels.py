@@ -281,11 +281,9 @@ def forward_kernel(
         v_base = base_of(v, entry, k_start, head // group, v_b, v_n, v_h, VEC)
         k_offsets = tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
         v_offsets = tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
-        q_tile = load_tile(
-            q_base + tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D), m, tokens_here, D, True
-        )
-        if PRECISION == "pieces" or PRECISION == "cut" or PRECISION == "pairs":
-            q_tile = as_factor(q_tile, tl.float32, PRECISION)
+        q_offsets = tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D)
+        q_piece = tl.cast(entries, tl.int64) * tokens * heads * D
+        q_tile = load_factor(q_base, q_offsets, m, tokens_here, q_piece, D, True, PRECISION)
         k_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * D
         v_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * E
 
@@ -363,7 +361,7 @@ def pieces_kernel(
 ):  # fmt: skip
     """Float32 tensors (B, N, H, F) as sums of several in bfloat16 each, pieces (PIECES, B, N, H, F) without gaps.
 
-    Without gradients of the output, that is of keys and values alone. With ``OVERLAP`` it runs beside
+    In the forward there are no gradients of the output. With ``OVERLAP`` it runs beside
     `kernels_backward.prepare_kernel`, of which it reads nothing, and does not end before that has ended.
     """
     program = tl.program_id(0).to(tl.int64)
@@ -371,8 +369,8 @@ def pieces_kernel(
     key_rows = tl.cast(entries, tl.int64) * keys * key_heads
     program = cut_rows(k, k_pieces, program, key_rows, keys, key_heads, k_b, k_n, k_h, k_f, D, PIECES, BLOCK_R, BLOCK_D)
     program = cut_rows(v, v_pieces, program, key_rows, keys, key_heads, v_b, v_n, v_h, v_f, E, PIECES, BLOCK_R, BLOCK_E)
+    program = cut_rows(q, q_pieces, program, query_rows, tokens, heads, q_b, q_n, q_h, q_f, D, PIECES, BLOCK_R, BLOCK_D)
     if grad is not None:
-        program = cut_rows(q, q_pieces, program, query_rows, tokens, heads, q_b, q_n, q_h, q_f, D, PIECES, BLOCK_R, BLOCK_D)
         cut_rows(
             grad, grad_pieces, program, query_rows, tokens, heads, grad_b, grad_n, grad_h, grad_f, E, PIECES, BLOCK_R, BLOCK_E
         )  # fmt: skip

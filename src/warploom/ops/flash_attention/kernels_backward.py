@@ -171,23 +171,20 @@ def key_kernel(
     if n < keys_here:
         k_base = base_of(k, entry, k_start + n, key_head, k_b, k_n, k_h, VEC)
         v_base = base_of(v, entry, k_start + n, key_head, v_b, v_n, v_h, VEC)
-        k_tile = load_tile(
-            k_base + tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D), n, keys_here, D, True
-        )
-        v_tile = k_tile
-        if dk is not None:
-            v_tile = load_tile(
-                v_base + tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E), n, keys_here, E, True
-            )
+        q_piece = tl.cast(entries, tl.int64) * tokens * heads * D
+        grad_piece = tl.cast(entries, tl.int64) * tokens * heads * E
+        k_piece = tl.cast(entries, tl.int64) * keys * key_heads * D
+        v_piece = tl.cast(entries, tl.int64) * keys * key_heads * E
         if OVERLAP:
             if FIRST:
                 gdc_wait()
             gdc_launch_dependents()
-        if PRECISION == "pieces" or PRECISION == "cut" or PRECISION == "pairs":
-            k_tile = as_factor(k_tile, tl.float32, PRECISION)
-            v_tile = as_factor(v_tile, tl.float32, PRECISION)
-        q_piece = tl.cast(entries, tl.int64) * tokens * heads * D
-        grad_piece = tl.cast(entries, tl.int64) * tokens * heads * E
+        k_offsets = tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
+        v_offsets = tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
+        k_tile = load_factor(k_base, k_offsets, n, keys_here, k_piece, D, True, PRECISION)
+        v_tile = k_tile
+        if dk is not None:
+            v_tile = load_factor(v_base, v_offsets, n, keys_here, v_piece, E, True, PRECISION)
 
         offset = keys_here - tokens_here  # the last query stands at the last key
         key = n + tl.arange(0, BLOCK_N)
@@ -317,14 +314,12 @@ def query_kernel(
         v_base = base_of(v, entry, k_start, head // group, v_b, v_n, v_h, VEC)
         k_offsets = tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
         v_offsets = tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
-        q_tile = load_tile(
-            q_base + tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D), m, tokens_here, D, True
-        )
+        q_offsets = tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D)
         grad_offsets = tile_offsets(grad_n, grad_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_E)
-        grad_tile = load_tile(grad_base + grad_offsets, m, tokens_here, E, True)
-        if PRECISION == "pieces" or PRECISION == "cut" or PRECISION == "pairs":
-            q_tile = as_factor(q_tile, tl.float32, PRECISION)
-            grad_tile = as_factor(grad_tile, tl.float32, PRECISION)
+        q_piece = tl.cast(entries, tl.int64) * tokens * heads * D
+        grad_piece = tl.cast(entries, tl.int64) * tokens * heads * E
+        q_tile = load_factor(q_base, q_offsets, m, tokens_here, q_piece, D, True, PRECISION)
+        grad_tile = load_factor(grad_base, grad_offsets, m, tokens_here, grad_piece, E, True, PRECISION)
         k_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * D
         v_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * E
         first = row.to(tl.int64) * tokens + q_start + m

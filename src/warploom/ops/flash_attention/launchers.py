@@ -213,17 +213,17 @@ def _constants(
 
 
 class _Pieces(NamedTuple):
-    """What makes pieces of float32 tensors before they are walked over: of q, k, v and grad, or of k and v."""
+    """What makes pieces of float32 tensors before the walks: of q, k and v, and in the backward of the gradient."""
 
     launch: Launch
     all: tuple[Dense | None, ...]  # those of each tensor
     like: tuple[Tensor, ...]  # one of each tensor, without memory
 
-    def __call__(self, *tensors: Tensor | None) -> list[Tensor]:
+    def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         """The pieces (three or two, …) of those of q, k, v and grad that are given."""
         pieces = [None if x is None or all is None else all.empty(x) for x, all in zip(tensors, self.all)]
         self.launch((*tensors, *pieces))
-        return [x for x in pieces if x is not None]
+        return tuple(x for x in pieces if x is not None)
 
 
 _PIECES = {"pieces": 3, "pairs": 2}
@@ -231,7 +231,7 @@ _PIECES = {"pieces": 3, "pairs": 2}
 
 
 def _plan_pieces(
-    product: str, geometry: Geometry, q: Tensor | None, k: Tensor, v: Tensor, grad: Tensor | None, overlap: bool
+    product: str, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None, overlap: bool
 ) -> _Pieces:
     tensors = q, k, v, grad
     block_r = max(2048 // max(geometry.block_d, geometry.block_e), 1)
@@ -299,7 +299,7 @@ def forward(
     if plan.combine is not None:
         target, target_statistics = (part.empty(q) for part in plan.parts)
     if plan.pieces:
-        k, v = plan.pieces(None, k, v, None)
+        q, k, v = plan.pieces(q, k, v, None)
     if isinstance(plan.launch, TiledLaunch):
         if tickets is None:
             tickets = TICKETS.empty(q)
@@ -357,10 +357,11 @@ def plan_forward(
         tiles = _tiles("forward", geometry, mask, scale, product, q)
         grid = _grid("forward", geometry, mask, tiles, product, q, out.numel())
         splits = grid.splits
+        factors: tuple[Tensor, ...] = (q, k, v)
         if product in _PIECES:
-            pieces = _plan_pieces(product, geometry, None, k, v, None, False)
-            plan, (k, v) = plan._replace(pieces=pieces), pieces.like
-        access = access_to(q, k, v, out)
+            pieces = _plan_pieces(product, geometry, q, k, v, None, False)
+            plan, factors = plan._replace(pieces=pieces), pieces.like
+        access = access_to(*factors, out)
         launch = Launch(
             forward_launch,
             grid.programs,
@@ -426,14 +427,6 @@ class _Backward(NamedTuple):
     sums: Launch | None = None  # of the parts, where walks are split
 
 
-def _walked_over(kernel: str, tensors: Sequence[Tensor], pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of q, k, v and the gradient, what a kernel takes: of those that it walks over, pieces, if there are any."""
-    if not pieces:
-        return tuple(tensors)
-    walked = (0, 3) if kernel in OWN_KEYS else (1, 2)
-    return tuple(pieces[i] if i in walked else x for i, x in enumerate(tensors))
-
-
 def backward(
     grad: Tensor,
     grad_lse: Tensor | None,
@@ -479,13 +472,12 @@ def backward(
     plan.prepare((out, grad, statistics, grad_lse, shift, delta, inverse, tickets))
     if plan.few is not None:
         plan.few((q, k, v, grad, shift, delta, dq, dk, dv))
-    tensors, numbers, gradients = (q, k, v, grad), (shift, delta, inverse), (dq, dk, dv)
-    pieces = [] if plan.pieces is None else plan.pieces(*tensors)
+    numbers, gradients = (shift, delta, inverse), (dq, dk, dv)
+    factors = (q, k, v, grad) if plan.pieces is None else plan.pieces(q, k, v, grad)
     # A walk starts where the one before leaves multiprocessors idle; sums are added up when all are done.
     parts: list[Tensor | None] = [None] * 3
     for walk in plan.walks:
-        walked = _walked_over(walk.kernel, tensors, pieces)
-        _walk(walk, walked, numbers, gradients, parts, mask, tickets)
+        _walk(walk, factors, numbers, gradients, parts, mask, tickets)
     if plan.sums is not None:
         plan.sums((*parts, *(None if part is None else x for x, part in zip(gradients, parts))))
     return dq, dk, dv
@@ -493,7 +485,7 @@ def backward(
 
 def _walk(
     walk: _Walk,
-    tensors: tuple[Tensor, ...],
+    factors: tuple[Tensor, ...],
     numbers: tuple[Tensor | None, ...],
     gradients: tuple[Tensor, ...],
     parts: list[Tensor | None],
@@ -509,9 +501,9 @@ def _walk(
                 targets[place] = parts[index] = next(left).empty(gradients[0])
     if isinstance(walk.launch, TiledLaunch):
         shift, delta, _ = numbers
-        walk.launch((*tensors, *targets, shift, delta, tickets))
+        walk.launch((*factors, *targets, shift, delta, tickets))
     else:
-        walk.launch((*tensors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k))
+        walk.launch((*factors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k))
 
 
 def plan_backward(
@@ -558,7 +550,7 @@ def plan_backward(
     planned = tuple(
         _plan_walk(
             kernel,
-            _walked_over(kernel, (q, k, v, grad), () if plan.pieces is None else plan.pieces.like),
+            (q, k, v, grad) if plan.pieces is None else plan.pieces.like,
             _results(kernel, (dq, dk, dv)),
             geometry, mask, scale, product, aligned, kernel == kernels[0], q,
         )
