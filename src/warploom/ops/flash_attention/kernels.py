@@ -367,9 +367,15 @@ def pieces_kernel(
     program = tl.program_id(0).to(tl.int64)
     query_rows = tl.cast(entries, tl.int64) * tokens * heads
     key_rows = tl.cast(entries, tl.int64) * keys * key_heads
-    program = cut_rows(k, k_pieces, program, key_rows, keys, key_heads, k_b, k_n, k_h, k_f, D, PIECES, BLOCK_R, BLOCK_D)
-    program = cut_rows(v, v_pieces, program, key_rows, keys, key_heads, v_b, v_n, v_h, v_f, E, PIECES, BLOCK_R, BLOCK_E)
-    program = cut_rows(q, q_pieces, program, query_rows, tokens, heads, q_b, q_n, q_h, q_f, D, PIECES, BLOCK_R, BLOCK_D)
+    program = cut_rows(
+        k, k_pieces, program, key_rows, keys, key_heads, k_b, k_n, k_h, k_f, D, PIECES, BLOCK_R, BLOCK_D
+    )
+    program = cut_rows(
+        v, v_pieces, program, key_rows, keys, key_heads, v_b, v_n, v_h, v_f, E, PIECES, BLOCK_R, BLOCK_E
+    )
+    program = cut_rows(
+        q, q_pieces, program, query_rows, tokens, heads, q_b, q_n, q_h, q_f, D, PIECES, BLOCK_R, BLOCK_D
+    )
     if grad is not None:
         cut_rows(
             grad, grad_pieces, program, query_rows, tokens, heads, grad_b, grad_n, grad_h, grad_f, E, PIECES, BLOCK_R, BLOCK_E

@@ -22,7 +22,6 @@ from warploom.ops.flash_attention.kernels import (
     as_factor,
     base_of,
     load_factor,
-    load_tile,
     program_order,
     store_tile,
     stride_names,

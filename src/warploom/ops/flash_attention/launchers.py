@@ -242,11 +242,11 @@ def _plan_pieces(
         sum(blocks),
         (geometry.tokens, geometry.keys, geometry.heads, geometry.key_heads, geometry.entries, *strides),
         (
-            geometry.features, geometry.value_features, _PIECES[product], block_r, geometry.block_d, geometry.block_e,
-            overlap,
+            geometry.features, geometry.value_features, _PIECES[product], block_r, geometry.block_d,
+            geometry.block_e, overlap,
         ),
         early=overlap,
-    )
+    )  # fmt: skip
     given = [x for x in tensors if x is not None]
     return _Pieces(
         launch,

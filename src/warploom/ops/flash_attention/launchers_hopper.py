@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from warploom.device.hopper import ROWS
+from warploom.device.hopper import NARROW, ROWS
 from warploom.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied
 from warploom.ops.flash_attention import kernels_hopper, kernels_hopper_backward
 from warploom.ops.flash_attention.launchers_geometry import (
@@ -129,12 +129,13 @@ def plan(name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple
     launched on; if walks are cut, results will be parts, as many in one float32 tensor, each in its result's memory
     order. Behind them come lse and statistics, or shift and δ, and tickets.
     """
+    width = _width(geometry)
+    wide = kernels_hopper_backward.hopper_wide_key_kernel
     function = {
         "forward": kernels_hopper.hopper_forward_kernel,
-        "key": kernels_hopper_backward.hopper_key_kernel,
+        "key": wide if width > NARROW.value else kernels_hopper_backward.hopper_key_kernel,
         "query": kernels_hopper_backward.hopper_query_kernel,
     }[name]
-    width = _width(geometry)
     tiles = _tiles(name, geometry, mask)
     own, walked = Boxes((0, 2, 1, 3), (1, 1, _ROWS, width)), Boxes((0, 2, 1, 3), (1, 1, tiles.box, width))
     boxes = {

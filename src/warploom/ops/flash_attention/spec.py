@@ -123,6 +123,7 @@ OPERATOR = Operator(
         "backward_few_kernel": 64,
         "hopper_forward_kernel": 80,
         "hopper_key_kernel": 56,
+        "hopper_wide_key_kernel": 56,
         "hopper_query_kernel": 64,  # with 256 features, outside of its loops
     },
 )
