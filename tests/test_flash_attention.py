@@ -415,7 +415,13 @@ def test_few_short_walks(
 @pytest.mark.parametrize(("precision", "product"), [("highest", "pieces"), ("high", "pairs")])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_float32_factors_in_pieces_before_the_walk(
-    case: dict[str, Any], parts: int, precision: str, product: str, launches: list[Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    case: dict[str, Any],
+    parts: int,
+    precision: str,
+    product: str,
+    launches: list[Any],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Long float32 tensors are split in pieces once; here short ones are."""
     from warploom.ops.flash_attention import api, launchers
