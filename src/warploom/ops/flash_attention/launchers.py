@@ -500,8 +500,7 @@ def _walk(
             if index is not None:
                 targets[place] = parts[index] = next(left).empty(gradients[0])
     if isinstance(walk.launch, TiledLaunch):
-        shift, delta, _ = numbers
-        walk.launch((*factors, *targets, shift, delta, tickets))
+        walk.launch((*factors, *targets, *(x for x in numbers if x is not None), tickets))
     else:
         walk.launch((*factors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k))
 
@@ -545,8 +544,9 @@ def plan_backward(
     product = _product("backward", q, geometry, mask, scale, precision)
     if product in _PIECES:
         plan = plan._replace(pieces=_plan_pieces(product, geometry, q, k, v, grad, overlap))
-    # Pieces of long rows leave registers for one sum alone.
-    kernels = ("dv", "dk", "query") if product == "pieces" and geometry.block_d > 64 else ("key", "query")
+    kernels = ("key", "query")
+    if product == "pieces" and geometry.block_d > 64 and not _suit_pieces(geometry, product, q, (dq, dk, dv)):
+        kernels = ("dv", "dk", "query")  # pieces of long rows leave registers for one sum alone
     planned = tuple(
         _plan_walk(
             kernel,
@@ -562,6 +562,15 @@ def plan_backward(
         counted=any(isinstance(walk.launch, TiledLaunch) for walk in planned),
         sums=_plan_sums(planned, (dq, dk, dv), overlap),
     )
+
+
+def _suit_pieces(geometry: Geometry, product: str, q: Tensor, results: Sequence[Tensor]) -> bool:
+    """Whether the backward's kernels for Hopper take factors in pieces."""
+    if INTERPRETED or product not in _PIECES:
+        return False
+    from warploom.ops.flash_attention import launchers_hopper
+
+    return launchers_hopper.suit_pieces(geometry, _PIECES[product], q.device, results)
 
 
 def _plan_walk(
@@ -580,6 +589,12 @@ def _plan_walk(
     wanted = [x for x in results if x is not None]
     sizes = [x.numel() for x in wanted]
     tiled = _tiled(kernel, geometry, mask, scale, (*tensors, *wanted)) if aligned else None
+    if _suit_pieces(geometry, product, q, wanted):
+        from warploom.ops.flash_attention import launchers_hopper
+
+        tiled = launchers_hopper.plan_pieces(
+            kernel, geometry, mask, scale, tensors, _PIECES[product], wanted, q.device
+        )
     if tiled is not None:
         return _Walk(kernel, tiled.launch, tiled.parts, _parts(sizes, tiled.parts))
     tiles = _tiles(kernel, geometry, mask, scale, product, q)

@@ -7,13 +7,14 @@ head. Windows to the left and packed sequences stay with the kernels for every G
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from warploom.device.hopper import NARROW, ROWS
 from warploom.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied
-from warploom.ops.flash_attention import kernels_hopper, kernels_hopper_backward
+from warploom.ops.flash_attention import kernels_hopper, kernels_hopper_backward, kernels_hopper_pieces
 from warploom.ops.flash_attention.launchers_geometry import (
     HOPPER_MULTIPROCESSORS,
     L2_SHARE,
@@ -168,3 +169,60 @@ def plan(name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple
 def _place(result: Tensor, parts: int) -> tuple[int, ...]:
     """Size, strides and features of each of the parts of a result, where there are several."""
     return (result.numel(), *result.stride()[:3], result.shape[3]) if parts > 1 else (0,) * 5
+
+
+PIECES_TILES = {3: {64: Tiles(1, 64, 2), 128: Tiles(1, 32, 2)}, 2: {64: Tiles(1, 64, 3), 128: Tiles(1, 64, 2)}}
+"""Of the backward kernels for float32, by pieces of a factor and features."""
+
+PIECES_COSTS = {"key": Costs(2, 1, 2e5), "query": Costs(2, 1, 2e5)}
+
+
+def suit_pieces(geometry: Geometry, pieces: int, device: torch.device, results: Sequence[Tensor]) -> bool:
+    """Whether the backward kernels for factors in pieces take a call that is plain otherwise."""
+    if INTERPRETED or not 90 <= architecture(device) < 100 or geometry.block_d not in PIECES_TILES[pieces]:
+        return False
+    rows = max(geometry.tokens, geometry.keys)
+    return all(x.stride(3) == 1 and rows * x.stride(1) < 2**31 for x in results)
+
+
+def plan_pieces(
+    name: str,
+    geometry: Geometry,
+    mask: Mask,
+    scale: float,
+    factors: tuple[Tensor, ...],
+    pieces: int,
+    results: Sequence[Tensor],
+    device: torch.device,
+) -> Plan:
+    """The launch of a backward kernel, ``key`` or ``query``, on pieces of q, k, v and the gradient.
+
+    ``factors`` are like one piece of each. Behind all pieces come the results, in float32, or their parts, shift, δ, inverse and tickets.
+    """
+    tiles = PIECES_TILES[pieces][geometry.block_d]
+    own, length, heads = geometry.tokens, geometry.keys, geometry.heads
+    if name == "key":
+        own, length, heads = geometry.keys, geometry.tokens, geometry.key_heads
+    blocks, rows = -(-own // _ROWS), geometry.entries * heads
+    steps = walks(name, geometry, mask, _ROWS, tiles.box)
+    elements = sum(x.numel() for x in results)
+    programs = programs_at_once(device)
+    parts = best_parts(steps, rows, programs, elements, PIECES_COSTS[name])
+    held, walked = (Boxes((0, 2, 1, 3), (1, 1, size, geometry.block_d)) for size in (_ROWS, tiles.box))
+    boxes = (walked, held, held, walked) if name == "key" else (held, walked, walked, held)
+    head_bytes = 2 * pieces * length * (geometry.features + geometry.value_features)
+    section = max(L2_SHARE // head_bytes, 1) * (1 if name == "key" else geometry.group)
+    numbers = (
+        geometry.tokens, geometry.keys, geometry.heads, geometry.group, rows, blocks, min(section, rows), parts,
+        min(mask.right or 0, UNBOUNDED), scale * LOG2_E, scale,
+        *(number for x in results for number in (x.numel() if parts > 1 else 0, *x.stride()[:3], x.shape[3])),
+    )  # fmt: skip
+    function = {
+        "key": kernels_hopper_pieces.hopper_pieces_key_kernel,
+        "query": kernels_hopper_pieces.hopper_pieces_query_kernel,
+    }[name]
+    constants = (mask.right is not None, pieces, tiles.stages)
+    described = [(x.repeat(pieces, 1, 1, 1), box) for x, box in zip(factors, boxes)]
+    count = blocks * rows * parts
+    launch = TiledLaunch(function, min(programs, count), described, numbers, constants, early=True)
+    return Plan(launch, parts, programs < count)
