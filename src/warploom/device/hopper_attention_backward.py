@@ -101,13 +101,10 @@ def walk_keys_in_turn(
 
 
 @gluon.jit
-def row_numbers(shift, delta, row, m, tokens, LAYOUT: gl.constexpr):
-    """Shifts and δ of 64 queries from number ``m`` on."""
+def row_numbers(numbers, row, m, tokens, other, LAYOUT: gl.constexpr):
+    """A number of each of 64 queries of a head, from number ``m`` on; ``other`` where there is none."""
     local = m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    there = local < tokens
-    cells = row.to(gl.int64) * tokens + local
-    row_shift = gl.load(shift + cells, mask=there, other=float("inf"))
-    return row_shift, gl.load(delta + cells, mask=there, other=0.0)
+    return gl.load(numbers + row.to(gl.int64) * tokens + local, mask=local < tokens, other=other)
 
 
 @gluon.jit
@@ -136,7 +133,8 @@ def compute_for_queries(
         begin, full, end = key_steps(block, part, parts, tokens, keys, right, CAUSAL, BLOCK_M, BLOCK_N)
         m = block * BLOCK_M + own * ROWS
         first = m + keys - tokens  # the last query stands at the last key
-        row_shift, row_delta = row_numbers(shift, delta, row, m, tokens, LAYOUT)
+        row_shift = row_numbers(shift, row, m, tokens, float("inf"), LAYOUT)
+        row_delta = row_numbers(delta, row, m, tokens, 0.0, LAYOUT)
         if IN_REGISTERS:
             q_tile = matrix(q_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2))
             do_tile = matrix(do_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2))
@@ -199,7 +197,8 @@ def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.
         begin, full, end = key_steps(block, part, parts, tokens, keys, right, CAUSAL, BLOCK_M, BLOCK_N)
         m = block * BLOCK_M + own * ROWS
         first = m + keys - tokens  # the last query stands at the last key
-        row_shift, row_delta = row_numbers(shift, delta, row, m, tokens, LAYOUT)
+        row_shift = row_numbers(shift, row, m, tokens, float("inf"), LAYOUT)
+        row_delta = row_numbers(delta, row, m, tokens, 0.0, LAYOUT)
         dq = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         dq, count = walk_keys_in_turn(
             dq, count, own, q_tiles, do_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,

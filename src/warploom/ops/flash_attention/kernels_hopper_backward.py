@@ -76,14 +76,14 @@ def hopper_query_kernel(
         gl.warp_specialize(
             [(compute_for_wide_queries, (0, CAUSAL, SPLIT, computing)),
              (compute_for_wide_queries, (1, CAUSAL, SPLIT, computing)),
-             (copy_for_queries, (GROUPS, CAUSAL, copying))],
+             (copy_for_queries, (GROUPS, CAUSAL, True, copying))],
             [4, 1], [240, 24],
         )  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize(
             [(compute_for_queries, (0, True, CAUSAL, SPLIT, computing)),
              (compute_for_queries, (1, True, CAUSAL, SPLIT, computing)),
-             (copy_for_queries, (GROUPS, CAUSAL, copying))],
+             (copy_for_queries, (GROUPS, CAUSAL, True, copying))],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:  # three groups leave no registers for queries
@@ -91,7 +91,7 @@ def hopper_query_kernel(
             [(compute_for_queries, (0, False, CAUSAL, SPLIT, computing)),
              (compute_for_queries, (1, False, CAUSAL, SPLIT, computing)),
              (compute_for_queries, (2, False, CAUSAL, SPLIT, computing)),
-             (copy_for_queries, (GROUPS, CAUSAL, copying))],
+             (copy_for_queries, (GROUPS, CAUSAL, True, copying))],
             [4, 4, 1], [160, 160, 32],
         )  # fmt: skip
     if gl.program_id(0) == 0:

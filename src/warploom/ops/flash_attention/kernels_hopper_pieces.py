@@ -123,7 +123,9 @@ def walk_queries_in_pieces(
     BLOCK_M: gl.constexpr = near_tiles.shape[3]
     for i in range(end - begin):
         slot = wait_full(near_full, count)
-        product = product_of_pieces(own_pieces(own_tiles, PIECES), near_tiles, slot, PIECES, LAYOUT)  # (keys, queries)
+        product = product_of_pieces(
+            own_pieces(own_tiles, PIECES), near_tiles, slot, PIECES, LAYOUT
+        )  # (keys, queries)
         product = warpgroup_mma_wait(0, deps=[product])
         row_number = numbers.index(slot).load(gl.SliceLayout(0, LAYOUT))
         if VALUES:
@@ -301,7 +303,7 @@ def hopper_pieces_key_kernel(
         [(compute_for_keys_in_pieces, (True, CAUSAL, PIECES, computing)),
          (compute_for_keys_in_pieces, (False, CAUSAL, PIECES, computing)),
          (copy_for_keys_in_pieces, (CAUSAL, PIECES, copying))],
-        [4, 1], [240, 24],
+        [4, 1], [232, 40],
     )  # fmt: skip
 
 
@@ -362,9 +364,8 @@ def weigh_keys_in_pieces(
 def compute_weights_in_pieces(CAUSAL: gl.constexpr, PIECES: gl.constexpr, arguments):
     """The first of two groups of warps with the same 64 queries, whose pieces it has in registers."""
     (
-        ticket, dq_out, shift, delta, inverse, q_tiles, do_tiles, k_tiles, v_tiles, weight_tiles, weights_full,
-        own_full, own_empty, k_full, k_empty, v_full, v_empty,
-        tokens, keys, heads, rows, blocks, section, parts, right, scale, slope, place,
+        ticket, shift, inverse, q_tiles, k_tiles, weight_tiles, weights_full, own_full, own_empty, k_full, k_empty,
+        tokens, keys, rows, blocks, section, parts, right, scale,
     ) = arguments  # fmt: skip
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -377,7 +378,8 @@ def compute_weights_in_pieces(CAUSAL: gl.constexpr, PIECES: gl.constexpr, argume
         begin, full, end = key_steps(block, part, parts, tokens, keys, right, CAUSAL, ROWS, BLOCK_N)
         m = block * ROWS
         first = m + keys - tokens  # the last query stands at the last key
-        row_shift, row_inverse = row_numbers(shift, inverse, row, m, tokens, LAYOUT)
+        row_shift = row_numbers(shift, row, m, tokens, float("inf"), LAYOUT)
+        row_inverse = row_numbers(inverse, row, m, tokens, 0.0, LAYOUT)
         q_pieces = own_pieces_in_registers(q_tiles, PIECES, LAYOUT)
         mbarrier.arrive(own_empty.index(slot))
         count = weigh_keys_in_pieces(
@@ -396,9 +398,8 @@ def compute_weights_in_pieces(CAUSAL: gl.constexpr, PIECES: gl.constexpr, argume
 def compute_gradient_in_pieces(CAUSAL: gl.constexpr, PIECES: gl.constexpr, arguments):
     """The second of two groups of warps with the same 64 queries: adds up their gradient."""
     (
-        ticket, dq_out, shift, delta, inverse, q_tiles, do_tiles, k_tiles, v_tiles, weight_tiles, weights_full,
-        own_full, own_empty, k_full, k_empty, v_full, v_empty,
-        tokens, keys, heads, rows, blocks, section, parts, right, scale, slope, place,
+        ticket, dq_out, delta, do_tiles, k_tiles, v_tiles, weight_tiles, weights_full, own_full, own_empty,
+        k_full, k_empty, v_full, v_empty, tokens, keys, heads, rows, blocks, section, parts, right, slope, place,
     ) = arguments  # fmt: skip
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     D: gl.constexpr = k_tiles.shape[4]
@@ -412,7 +413,7 @@ def compute_gradient_in_pieces(CAUSAL: gl.constexpr, PIECES: gl.constexpr, argum
         block, row, part = tile_place(tile, blocks, rows, section, parts, CAUSAL)
         begin, _, end = key_steps(block, part, parts, tokens, keys, right, CAUSAL, ROWS, BLOCK_N)
         m = block * ROWS
-        _, row_delta = row_numbers(shift, delta, row, m, tokens, LAYOUT)
+        row_delta = row_numbers(delta, row, m, tokens, 0.0, LAYOUT)
         dq = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         for _ in range(end - begin):
             stage = wait_full(v_full, count)
@@ -471,17 +472,20 @@ def hopper_pieces_query_kernel(
         own_full, own_empty, k_full, k_empty, v_full, v_empty,
         tokens, keys, heads, group, rows, blocks, section, parts, right,
     )  # fmt: skip
-    computing = (
-        ticket, dq, shift, delta, inverse, q_tiles, do_tiles, k_tiles, v_tiles, weight_tiles, weights_full,
-        own_full, own_empty, k_full, k_empty, v_full, v_empty,
-        tokens, keys, heads, rows, blocks, section, parts, right, scale, slope,
+    weighing = (
+        ticket, shift, inverse, q_tiles, k_tiles, weight_tiles, weights_full, own_full, own_empty, k_full, k_empty,
+        tokens, keys, rows, blocks, section, parts, right, scale,
+    )  # fmt: skip
+    adding = (
+        ticket, dq, delta, do_tiles, k_tiles, v_tiles, weight_tiles, weights_full, own_full, own_empty,
+        k_full, k_empty, v_full, v_empty, tokens, keys, heads, rows, blocks, section, parts, right, slope,
         (dq_size, dq_b, dq_n, dq_h, dq_features),
     )  # fmt: skip
     gl.warp_specialize(
-        [(compute_weights_in_pieces, (CAUSAL, PIECES, computing)),
-         (compute_gradient_in_pieces, (CAUSAL, PIECES, computing)),
+        [(compute_weights_in_pieces, (CAUSAL, PIECES, weighing)),
+         (compute_gradient_in_pieces, (CAUSAL, PIECES, adding)),
          (copy_for_queries_in_pieces, (CAUSAL, PIECES, copying))],
-        [4, 1], [240, 24],
+        [4, 1], [232, 40],
     )  # fmt: skip
     if gl.program_id(0) == 0:
         gdc_wait()

@@ -544,7 +544,7 @@ def plan_backward(
     product = _product("backward", q, geometry, mask, scale, precision)
     if product in _PIECES:
         plan = plan._replace(pieces=_plan_pieces(product, geometry, q, k, v, grad, overlap))
-    kernels = ("key", "query")
+    kernels: tuple[str, ...] = ("key", "query")
     if product == "pieces" and geometry.block_d > 64 and not _suit_pieces(geometry, product, q, (dq, dk, dv)):
         kernels = ("dv", "dk", "query")  # pieces of long rows leave registers for one sum alone
     planned = tuple(

@@ -24,6 +24,7 @@ from warploom.ops.flash_attention.launchers_geometry import (
     Geometry,
     Mask,
     best_parts,
+    in_powers_of_two,
     programs_at_once,
     walks,
 )
@@ -52,7 +53,10 @@ TILES = {
 For the gradient of queries with 256 features there is one stage less of values."""
 
 _SMALLER = {"forward": Tiles(2, 128, 3), "query": Tiles(2, 64, 3)}
-"""With 64 features, where walks are short and uneven, or so few that they are split."""
+"""With 64 features, where walks are short and uneven, or so few that they are split, or where larger tiles leave
+too many multiprocessors idle in the last turn of a full attention."""
+
+_SMALLER_STEP = 0.75  # of the time of a step with three groups
 
 COSTS = {"forward": Costs(6, 5, 5e5), "key": Costs(1.5, 2, 2e5), "query": Costs(0.5, 3, 3e5)}
 """Fitted to one head of 1024 … 65536 tokens on an H200: what they choose takes at most 1.06 times as long as the
@@ -70,12 +74,18 @@ def _width(geometry: Geometry) -> int:
 def _tiles(name: str, geometry: Geometry, mask: Mask) -> Tiles:
     width = _width(geometry)
     tiles = TILES[name][width]
-    if width == 64 and mask.right is not None and name in _SMALLER:
-        count = -(-geometry.tokens // (tiles.groups * _ROWS)) * geometry.entries * geometry.heads
-        few = 2 * HOPPER_MULTIPROCESSORS if name == "forward" else HOPPER_MULTIPROCESSORS // 2
-        if count < few or (name == "forward" and geometry.keys < 4096):
-            return _SMALLER[name]
-    return tiles
+    if width != 64 or name not in _SMALLER:
+        return tiles
+    smaller, programs = _SMALLER[name], HOPPER_MULTIPROCESSORS
+    count, more = (
+        -(-geometry.tokens // (x.groups * _ROWS)) * geometry.entries * geometry.heads for x in (tiles, smaller)
+    )
+    if mask.right is None:  # walks are equal, and so is every program's share: turns of whole tiles
+        turns, more_turns = -(-count // programs), -(-more // programs)
+        whole = name == "forward" and _best_parts(name, geometry, mask, tiles, programs) == 1
+        return smaller if whole and _SMALLER_STEP * more_turns < turns else tiles
+    few = 2 * programs if name == "forward" else programs // 2
+    return smaller if count < few or (name == "forward" and geometry.keys < 4096) else tiles
 
 
 def _blocks(name: str, geometry: Geometry, mask: Mask) -> tuple[int, int]:
@@ -114,13 +124,18 @@ class Plan(NamedTuple):
 
 def _parts(name: str, geometry: Geometry, mask: Mask, device: torch.device) -> int:
     """Into how many parts walks are cut."""
-    tiles, (_, rows) = _tiles(name, geometry, mask), _blocks(name, geometry, mask)
+    return _best_parts(name, geometry, mask, _tiles(name, geometry, mask), programs_at_once(device))
+
+
+def _best_parts(name: str, geometry: Geometry, mask: Mask, tiles: Tiles, programs: int) -> int:
+    """Into how many parts walks are best cut with such tiles."""
     steps = walks(name, geometry, mask, tiles.groups * _ROWS, tiles.box)
+    rows = geometry.entries * (geometry.key_heads if name == "key" else geometry.heads)
     elements = geometry.entries * max(
         geometry.tokens * geometry.heads * (geometry.value_features if name == "forward" else geometry.features),
         geometry.keys * geometry.key_heads * (geometry.features + geometry.value_features),
     )
-    return best_parts(steps, rows, programs_at_once(device), elements, COSTS[name])
+    return best_parts(steps, rows, programs, elements, COSTS[name])
 
 
 def plan(name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple[Tensor, ...]) -> Plan:
@@ -163,7 +178,7 @@ def plan(name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple
     count = blocks * rows * parts
     programs = min(programs_at_once(tensors[0].device), count)
     launch = TiledLaunch(function, programs, described, numbers, constants, early=name != "forward")
-    return Plan(launch, parts, programs < count)
+    return Plan(launch, parts, programs < count and (name != "forward" or mask.right is not None))
 
 
 def _place(result: Tensor, parts: int) -> tuple[int, ...]:
@@ -174,6 +189,8 @@ def _place(result: Tensor, parts: int) -> tuple[int, ...]:
 PIECES_TILES = {3: {64: Tiles(1, 64, 2), 128: Tiles(1, 32, 2)}, 2: {64: Tiles(1, 64, 3), 128: Tiles(1, 64, 2)}}
 """Of the backward kernels for float32, by pieces of a factor and features."""
 
+_MOST_STRIDE = 2**31  # strides and places of rows in results travel in 32 bits
+
 PIECES_COSTS = {"key": Costs(2, 1, 2e5), "query": Costs(2, 1, 2e5)}
 
 
@@ -181,8 +198,14 @@ def suit_pieces(geometry: Geometry, pieces: int, device: torch.device, results: 
     """Whether the backward kernels for factors in pieces take a call that is plain otherwise."""
     if INTERPRETED or not 90 <= architecture(device) < 100 or geometry.block_d not in PIECES_TILES[pieces]:
         return False
+    strides = [_strides(x) for x in results]
     rows = max(geometry.tokens, geometry.keys)
-    return all(x.stride(3) == 1 and rows * x.stride(1) < 2**31 for x in results)
+    return all(f == 1 and max(b, rows * n, h) < _MOST_STRIDE for b, n, h, f in strides)
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Strides; 0 for an axis of size one, which is never taken."""
+    return [s if n > 1 else 0 for n, s in zip(x.shape, x.stride())]
 
 
 def plan_pieces(
@@ -197,7 +220,8 @@ def plan_pieces(
 ) -> Plan:
     """The launch of a backward kernel, ``key`` or ``query``, on pieces of q, k, v and the gradient.
 
-    ``factors`` are like one piece of each. Behind all pieces come the results, in float32, or their parts, shift, δ, inverse and tickets.
+    ``factors`` are like one piece of each. Behind all pieces come the results, in float32, or their parts, then
+    shift, δ, inverse and tickets.
     """
     tiles = PIECES_TILES[pieces][geometry.block_d]
     own, length, heads = geometry.tokens, geometry.keys, geometry.heads
@@ -214,8 +238,8 @@ def plan_pieces(
     section = max(L2_SHARE // head_bytes, 1) * (1 if name == "key" else geometry.group)
     numbers = (
         geometry.tokens, geometry.keys, geometry.heads, geometry.group, rows, blocks, min(section, rows), parts,
-        min(mask.right or 0, UNBOUNDED), scale * LOG2_E, scale,
-        *(number for x in results for number in (x.numel() if parts > 1 else 0, *x.stride()[:3], x.shape[3])),
+        min(mask.right or 0, UNBOUNDED), in_powers_of_two(scale), scale,
+        *(number for x in results for number in (x.numel() if parts > 1 else 0, *_strides(x)[:3], x.shape[3])),
     )  # fmt: skip
     function = {
         "key": kernels_hopper_pieces.hopper_pieces_key_kernel,

@@ -124,6 +124,8 @@ OPERATOR = Operator(
         "hopper_forward_kernel": 80,
         "hopper_key_kernel": 56,
         "hopper_wide_key_kernel": 56,
+        "hopper_pieces_key_kernel": 16,
+        "hopper_pieces_query_kernel": 16,
         "hopper_query_kernel": 64,  # with 256 features, outside of its loops
     },
 )
