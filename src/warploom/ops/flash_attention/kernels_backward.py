@@ -156,8 +156,8 @@ def key_kernel(
     Of ``dk`` and ``dv``, one may be None: where both sums do not fit in registers, two launches are faster than one.
     With ``OVERLAP`` the launch after it, of the next walk, starts where this one leaves multiprocessors idle. Unless it is
     the ``FIRST`` walk, it runs itself beside the one before, of which it reads nothing, and does not end before that
-    has ended. The first waits for what all walks read, before it lets the next one start; keys and values of its own, which
-    nobody makes, are on their way by then.
+    has ended. The first waits for what all walks read, before it lets the next one start; keys and values of its own are on
+    their way by then, unless they are in pieces, which it waits for too.
     """
     key_heads = heads // group
     block, row = program_order(blocks * splits, entries * key_heads, section)
@@ -174,16 +174,19 @@ def key_kernel(
         grad_piece = tl.cast(entries, tl.int64) * tokens * heads * E
         k_piece = tl.cast(entries, tl.int64) * keys * key_heads * D
         v_piece = tl.cast(entries, tl.int64) * keys * key_heads * E
-        if OVERLAP:
-            if FIRST:
-                gdc_wait()
-            gdc_launch_dependents()
+        MADE: tl.constexpr = PRECISION == "pieces" or PRECISION == "pairs"
+        if OVERLAP and FIRST and MADE:
+            gdc_wait()
         k_offsets = tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
         v_offsets = tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
         k_tile = load_factor(k_base, k_offsets, n, keys_here, k_piece, D, True, PRECISION)
         v_tile = k_tile
         if dk is not None:
             v_tile = load_factor(v_base, v_offsets, n, keys_here, v_piece, E, True, PRECISION)
+        if OVERLAP:
+            if FIRST and not MADE:
+                gdc_wait()
+            gdc_launch_dependents()
 
         offset = keys_here - tokens_here  # the last query stands at the last key
         key = n + tl.arange(0, BLOCK_N)
