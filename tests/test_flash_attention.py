@@ -423,20 +423,19 @@ def test_float32_factors_in_pieces_before_the_walk(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Long float32 tensors are split in pieces once; here short ones are."""
+    """Long float32 tensors are split in pieces once; here short ones are, and walk on the kernels for every GPU."""
     from warploom.ops.flash_attention import api, launchers
 
     monkeypatch.setattr(launchers, "_LONG", {"forward": 1, "backward": 1})
+    monkeypatch.setattr(launchers, "_tiled_pieces", lambda *arguments: None)
     monkeypatch.setattr(launchers, "best_parts", lambda *arguments: parts)
     monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
     with poisoned_allocations():
         assert_right({**random_inputs(device, **case), "float32_precision": precision}, "triton")
     assert {constants["PRECISION"] for _, constants in launches if "PRECISION" in constants} == {product}
     names = [name for name, _ in launches]
-    apart = product == "pieces" and case.get("d") == 128  # gradients of keys and of values
-    walks = ["key_kernel"] * (2 if apart else 1) + ["query_kernel"]
     merged = ["sum_kernel"] if parts > 1 else []
-    backward = ["prepare_kernel", "pieces_kernel", *walks, *merged]
+    backward = ["prepare_kernel", "pieces_kernel", "key_kernel", "query_kernel", *merged]
     assert names == ["pieces_kernel", "forward_kernel", *["combine_kernel"] * len(merged), *backward]
 
 

@@ -28,7 +28,6 @@ from warploom.ops.flash_attention.kernels import combine_kernel, forward_kernel,
 from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
 from warploom.ops.flash_attention.launchers_geometry import (
     L2_SHARE,
-    OWN_KEYS,
     UNBOUNDED,
     Access,
     Costs,
@@ -78,7 +77,7 @@ def has_few_short_walks(kernel: str, geometry: Geometry, mask: Mask, scale: floa
 def _extent(kernel: str, geometry: Geometry, q: Tensor) -> tuple[int, int, int]:
     """Tiles of 64 rows of a kernel, rows that they walk over, and how many can run at the same time."""
     own, walk, heads = geometry.tokens, geometry.keys, geometry.heads
-    if kernel in OWN_KEYS:
+    if kernel == "key":
         own, walk, heads = geometry.keys, geometry.tokens * geometry.group, geometry.key_heads
     return -(-own // 64) * geometry.entries * heads, walk, programs_at_once(q.device)
 
@@ -113,7 +112,7 @@ _RATES = {"pieces": 0.5, "pairs": 1.0, "cut": 0.2, "bf16x6": 0.25, "tf32": 0.7, 
 _HALF_RATE = 3.0
 """What a multiprocessor does of float32 products, and of those of 16 bits: 10¹² operations a second, about."""
 
-_PRODUCTS = {"forward": 2, "key": 4, "dk": 3, "dv": 2, "query": 3}
+_PRODUCTS = {"forward": 2, "key": 4, "query": 3}
 _LATENCY_US = 0.5  # of a step of up to 64 rows, besides its operations
 _START_US = 2.0  # of a walk
 _MERGE_US = 1.5  # to launch what merges parts
@@ -125,7 +124,7 @@ def _costs(kernel: str, geometry: Geometry, tiles: Configuration, product: str, 
     """What walks of the kernels for every GPU cost, from the time that a step takes on an H200, roughly."""
     rate = _RATES[product] if dtype == torch.float32 else _HALF_RATE
     features = (geometry.block_d + geometry.block_e) / 2
-    rows = tiles.block_m if kernel in OWN_KEYS else tiles.block_n
+    rows = tiles.block_m if kernel == "key" else tiles.block_n
     step_us = _PRODUCTS[kernel] * 2e-6 * tiles.block_m * tiles.block_n * features / rate
     step_us += _LATENCY_US * max(rows / 64, 1)
     merged = 2e5 if kernel == "forward" and dtype != torch.float32 else 1e5  # elements a microsecond
@@ -136,10 +135,10 @@ def _grid(
     kernel: str, geometry: Geometry, mask: Mask, tiles: Configuration, product: str, q: Tensor, elements: int
 ) -> _Grid:
     """How a kernel for every GPU cuts a call with results of so many elements."""
-    own, step = (tiles.block_n, tiles.block_m) if kernel in OWN_KEYS else (tiles.block_m, tiles.block_n)
-    length, heads = (geometry.keys, geometry.key_heads) if kernel in OWN_KEYS else (geometry.tokens, geometry.heads)
+    own, step = (tiles.block_n, tiles.block_m) if kernel == "key" else (tiles.block_m, tiles.block_n)
+    length, heads = (geometry.keys, geometry.key_heads) if kernel == "key" else (geometry.tokens, geometry.heads)
     rows = geometry.entries * heads
-    cu_seqlens = mask.cu_seqlens_k if kernel in OWN_KEYS else mask.cu_seqlens_q
+    cu_seqlens = mask.cu_seqlens_k if kernel == "key" else mask.cu_seqlens_q
     if cu_seqlens is not None:
         # See device/packed.py: the lengths of packed sequences are known on the device alone.
         blocks = length // own + cu_seqlens.shape[0] - 1
@@ -402,16 +401,8 @@ class _Walk(NamedTuple):
     parts: tuple[Dense, ...] = ()  # of each result, all in one, where walks are split
 
 
-_RESULTS: dict[str, tuple[int | None, ...]] = {"key": (1, 2), "dk": (1, None), "dv": (None, 2), "query": (0,)}
+_RESULTS = {"key": (1, 2), "query": (0,)}
 """Which of the gradients of q, k and v a backward kernel writes, in the order of its parameters."""
-
-
-def _results(kernel: str, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    return tuple(None if i is None else gradients[i] for i in _RESULTS[kernel])
-
-
-def _wanted(kernel: str, gradients: Sequence[Tensor]) -> list[Tensor]:
-    return [x for x in _results(kernel, gradients) if x is not None]
 
 
 class _Backward(NamedTuple):
@@ -493,12 +484,11 @@ def _walk(
     tickets: Tensor | None,
 ) -> None:
     """Run one of the backward kernels. It writes gradients or, if its walks are split, new ``parts`` of them."""
-    targets = [None if i is None else gradients[i] for i in _RESULTS[walk.kernel]]
+    targets = [gradients[i] for i in _RESULTS[walk.kernel]]
     if walk.parts:
-        left = iter(walk.parts)
-        for place, index in enumerate(_RESULTS[walk.kernel]):
-            if index is not None:
-                targets[place] = parts[index] = next(left).empty(gradients[0])
+        targets = [part.empty(gradients[0]) for part in walk.parts]
+        for index, target in zip(_RESULTS[walk.kernel], targets):
+            parts[index] = target
     if isinstance(walk.launch, TiledLaunch):
         walk.launch((*factors, *targets, *(x for x in numbers if x is not None), tickets))
     else:
@@ -544,18 +534,9 @@ def plan_backward(
     product = _product("backward", q, geometry, mask, scale, precision)
     if product in _PIECES:
         plan = plan._replace(pieces=_plan_pieces(product, geometry, q, k, v, grad, overlap))
-    kernels: tuple[str, ...] = ("key", "query")
-    if product == "pieces" and geometry.block_d > 64 and not _suit_pieces(geometry, product, q, (dq, dk, dv)):
-        kernels = ("dv", "dk", "query")  # pieces of long rows leave registers for one sum alone
-    planned = tuple(
-        _plan_walk(
-            kernel,
-            (q, k, v, grad) if plan.pieces is None else plan.pieces.like,
-            _results(kernel, (dq, dk, dv)),
-            geometry, mask, scale, product, aligned, kernel == kernels[0], q,
-        )
-        for kernel in kernels
-    )  # fmt: skip
+    factors = (q, k, v, grad) if plan.pieces is None else plan.pieces.like
+    call = geometry, mask, scale, product, aligned, q
+    planned = _plan_walk("key", factors, (dk, dv), *call), _plan_walk("query", factors, (dq,), *call)
     return plan._replace(
         prepare=prepare,
         walks=planned,
@@ -564,54 +545,59 @@ def plan_backward(
     )
 
 
-def _suit_pieces(geometry: Geometry, product: str, q: Tensor, results: Sequence[Tensor]) -> bool:
-    """Whether the backward's kernels for Hopper take factors in pieces."""
-    if INTERPRETED or product not in _PIECES:
-        return False
+def _tiled_pieces(
+    kernel: str,
+    geometry: Geometry,
+    mask: Mask,
+    scale: float,
+    factors: tuple[Tensor, ...],
+    pieces: int,
+    results: tuple[Tensor, ...],
+    device: torch.device,
+) -> launchers_hopper.Plan | None:
+    """The launch of the kernel for Hopper for factors in pieces, if there is one and it takes the call."""
+    if INTERPRETED:
+        return None
     from warploom.ops.flash_attention import launchers_hopper
 
-    return launchers_hopper.suit_pieces(geometry, _PIECES[product], q.device, results)
+    if not launchers_hopper.suit_pieces(geometry, pieces, device, results):
+        return None
+    return launchers_hopper.plan_pieces(kernel, geometry, mask, scale, factors, pieces, results, device)
 
 
 def _plan_walk(
     kernel: str,
-    tensors: tuple[Tensor, ...],
-    results: tuple[Tensor | None, ...],
+    factors: tuple[Tensor, ...],
+    results: tuple[Tensor, ...],
     geometry: Geometry,
     mask: Mask,
     scale: float,
     product: str,
     aligned: bool,
-    first: bool,
     q: Tensor,
 ) -> _Walk:
     """Plan of one of the backward kernels. Other than ``q``, tensors may be without memory, and on no GPU."""
-    wanted = [x for x in results if x is not None]
-    sizes = [x.numel() for x in wanted]
-    tiled = _tiled(kernel, geometry, mask, scale, (*tensors, *wanted)) if aligned else None
-    if _suit_pieces(geometry, product, q, wanted):
-        from warploom.ops.flash_attention import launchers_hopper
-
-        tiled = launchers_hopper.plan_pieces(
-            kernel, geometry, mask, scale, tensors, _PIECES[product], wanted, q.device
-        )
+    sizes = [x.numel() for x in results]
+    tiled = _tiled(kernel, geometry, mask, scale, (*factors, *results)) if aligned else None
+    if product in _PIECES:
+        tiled = _tiled_pieces(kernel, geometry, mask, scale, factors, _PIECES[product], results, q.device)
     if tiled is not None:
         return _Walk(kernel, tiled.launch, tiled.parts, _parts(sizes, tiled.parts))
     tiles = _tiles(kernel, geometry, mask, scale, product, q)
     grid = _grid(kernel, geometry, mask, tiles, product, q, sum(sizes))
-    heads_per_walk = 1 if kernel in OWN_KEYS else geometry.group
-    access = access_to(*tensors, *(wanted[0] if x is None else x for x in results))
+    heads_per_walk = 1 if kernel == "key" else geometry.group
+    access = access_to(*factors, *results)
     overlap = may_start_early(q.device)
     launch = Launch(
-        key_launch if kernel in OWN_KEYS else query_launch,
+        key_launch if kernel == "key" else query_launch,
         grid.programs,
         (
             *_numbers(geometry, mask, scale, grid, q.itemsize, heads_per_walk), scale,
-            *(0 if grid.splits == 1 or x is None else x.numel() // access.vec for x in results), *access.strides,
+            *(x.numel() // access.vec if grid.splits > 1 else 0 for x in results), *access.strides,
         ),
         (
             *_constants(geometry, mask, scale, access, product, tiles), grid.short,
-            *((first,) if kernel in OWN_KEYS else ()), overlap,
+            overlap,
         ),
         tiles.warps,
         tiles.stages,
@@ -630,8 +616,7 @@ def _plan_sums(walks: Sequence[_Walk], gradients: tuple[Tensor, ...], early: boo
     splits = [1, 1, 1]
     for walk in walks:
         for index in _RESULTS[walk.kernel]:
-            if index is not None:
-                splits[index] = walk.splits
+            splits[index] = walk.splits
     if max(splits) == 1:
         return None
     sizes = [x.numel() for x in gradients]

@@ -30,7 +30,7 @@ def configuration(
     """The pinned tiles of a kernel.
 
     Args:
-        kernel: ``forward``, ``query`` (gradient of q), ``key`` (gradients of k and v), ``dk`` or ``dv`` (of one).
+        kernel: ``forward``, ``query`` (gradient of q) or ``key`` (gradients of k and v).
         arch: Compute capability times ten.
         dtype: Of the tensors.
         features: The larger of D and E, up to a power of two, 16 at least.
@@ -157,9 +157,8 @@ _PLAIN_90_PIECES: dict[str, dict[int, Configuration]] = {
         16: Configuration(64, 64, 4, 2),
         32: Configuration(64, 64, 4, 2),
         64: Configuration(32, 64, 4, 2),
+        128: Configuration(16, 64, 4, 2),
     },
-    "dk": {128: Configuration(32, 64, 4, 2)},
-    "dv": {128: Configuration(32, 128, 8, 2)},
     "query": {
         16: Configuration(64, 64, 4, 2),
         32: Configuration(64, 64, 4, 2),
