@@ -196,7 +196,7 @@ def _product(way: str, q: Tensor, geometry: Geometry, mask: Mask, scale: float, 
         return PRODUCTS[precision]
     long = min(geometry.tokens, geometry.keys) >= _LONG[way]
     if precision == "high":
-        return "pairs" if long else PRODUCTS[precision]
+        return "pairs" if long and geometry.block_d >= 64 else PRODUCTS[precision]
     return "pieces" if long else "cut"
 
 

@@ -168,20 +168,14 @@ _PLAIN_90_PIECES: dict[str, dict[int, Configuration]] = {
 }
 _PLAIN_90_PAIRS: dict[str, dict[int, Configuration]] = {
     "forward": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
         64: Configuration(128, 64, 8, 2),
         128: Configuration(128, 64, 8, 2),
     },
     "key": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
         64: Configuration(64, 64, 4, 2),
         128: Configuration(32, 64, 4, 2),
     },
     "query": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
         64: Configuration(128, 64, 8, 2),
         128: Configuration(64, 64, 4, 2),
     },
