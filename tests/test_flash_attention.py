@@ -427,7 +427,8 @@ def test_float32_factors_in_pieces_before_the_walk(
     """Long float32 tensors are split in pieces once; here short ones are, and walk on the kernels for every GPU."""
     from warploom.ops.flash_attention import api, launchers
 
-    monkeypatch.setattr(launchers, "_LONG", {"forward": 1, "backward": 1})
+    any_length = dict.fromkeys(("forward", "backward"), dict.fromkeys((16, 32, 64, 128), 1))
+    monkeypatch.setattr(launchers, "_LONG", {"pieces": any_length, "pairs": any_length})
     monkeypatch.setattr(launchers, "_tiled_pieces", lambda *arguments: None)
     monkeypatch.setattr(launchers, "best_parts", lambda *arguments: parts)
     monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test

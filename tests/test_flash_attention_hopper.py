@@ -263,8 +263,9 @@ def test_gradients_of_float32_factors_in_pieces(
     from warploom.ops.flash_attention import api, launchers, launchers_hopper
     from warploom.plans import Plans
 
-    monkeypatch.setattr(launchers, "_LONG", {"forward": 1, "backward": 1})
-    monkeypatch.setattr(launchers_hopper, "best_parts", lambda *arguments: parts)
+    any_length = dict.fromkeys(("forward", "backward"), dict.fromkeys((16, 32, 64, 128), 1))
+    monkeypatch.setattr(launchers, "_LONG", {"pieces": any_length, "pairs": any_length})
+    monkeypatch.setattr(launchers_hopper, "_parts_in_pieces", lambda *arguments: parts)
     monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
     options = {"heads": heads, "key_heads": key_heads, "d": d, "causal": causal, "float32_precision": precision}
     inputs = random_inputs(device, n, m, return_lse=True, **options)

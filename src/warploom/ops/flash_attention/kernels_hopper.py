@@ -23,12 +23,14 @@ from warploom.device.hopper import (
 )
 from warploom.device.hopper_attention import compute_tiles, key_steps, tile_place
 
+EVEN_TURNS = gl.constexpr(6)  # tiles of a program up to which equal walks need no tickets
+
 
 @gluon.jit
 def copy_for_queries(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, COUNTED: gl.constexpr, arguments):
     """The copying warp of a kernel that owns tiles of queries, and what comes with them, and walks over keys.
 
-    Unless tiles are ``COUNTED``, with tickets, every program has the same share of them.
+    Unless tiles are ``COUNTED``, with tickets, walks are equal, and if they are few every program has the same share.
     """
     (
         tickets, ticket, own_descs, k_desc, v_desc, own_tiles, k_tiles, v_tiles,
@@ -55,6 +57,8 @@ def copy_for_queries(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, COUNTED: gl.con
         done += 1
         if COUNTED:
             tile = next_tile(tickets, tiles)
+        elif tiles > EVEN_TURNS * gl.num_programs(0):
+            tile = next_tile(tickets, tiles)
         else:
             tile += gl.num_programs(0)
     announce_end(tile, ticket, own_full, own_empty, done)
@@ -79,7 +83,8 @@ def hopper_forward_kernel(
     """Attention for tiles of GROUPS · 64 queries, one after the other.
 
     Descriptors are of (B, H, N, D), with boxes of (1, 1, 64, D) for queries and results and (1, 1, BLOCK_N, D) for
-    keys and values. ``tickets`` (1,) is zero, if ``CAUSAL`` and there are more tiles than programs. Writes what
+    keys and values. ``tickets`` (1,) is zero where there are more tiles than programs and, unless
+    ``CAUSAL``, more than `EVEN_TURNS` times as many. Writes what
     `kernels.forward_kernel` writes: if ``SPLIT``, ``out`` is the address of the parts, and otherwise a descriptor.
     """
     if SPLIT:  # what merges parts is put in place while this still runs, and waits for it

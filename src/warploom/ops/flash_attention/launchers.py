@@ -59,9 +59,15 @@ sum_launch = Kernel(sum_kernel)
 PRODUCTS = {"highest": "bf16x6", "high": "tf32", "medium": "bf16"}
 """How float32 factors are multiplied, for each of PyTorch's names of a precision."""
 
-_LONG = {"forward": 2048, "backward": 1024}
-"""Of float32 tensors of so many rows, pieces are made once, before they are walked over; of shorter ones, where
-they are used."""
+_LONG: dict[str, dict[str, dict[int, int]]] = {
+    "pieces": {
+        "forward": {16: 2048, 32: 2048, 64: 2048, 128: 2048},
+        "backward": {16: 1024, 32: 1024, 64: 1024, 128: 512},
+    },
+    "pairs": {"forward": {64: 8192, 128: 4096}, "backward": {64: 8192, 128: 4096}},
+}
+"""Of float32 tensors of so many rows, by features, pieces are made once, before they are walked over; of shorter ones,
+where they are used, and for ``high`` precision not at all."""
 
 TICKETS = Dense.rows((2,), torch.int32)
 """By which programs take tiles on Hopper: one for each kernel of the backward, the first for the forward."""
@@ -194,10 +200,9 @@ def _product(way: str, q: Tensor, geometry: Geometry, mask: Mask, scale: float, 
         return "ieee"  # three parts of such rows do not fit in registers
     if wide or not (90 <= architecture(q.device) < 100 and is_plain(geometry, mask, scale)):
         return PRODUCTS[precision]
-    long = min(geometry.tokens, geometry.keys) >= _LONG[way]
-    if precision == "high":
-        return "pairs" if long and geometry.block_d >= 64 else PRODUCTS[precision]
-    return "pieces" if long else "cut"
+    pieces, short = ("pairs", PRODUCTS["high"]) if precision == "high" else ("pieces", "cut")
+    least = _LONG[pieces][way].get(geometry.block_d)
+    return short if least is None or min(geometry.tokens, geometry.keys) < least else pieces
 
 
 def _constants(

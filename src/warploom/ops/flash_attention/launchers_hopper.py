@@ -56,7 +56,9 @@ _SMALLER = {"forward": Tiles(2, 128, 3), "query": Tiles(2, 64, 3)}
 """With 64 features, where walks are short and uneven, or so few that they are split, or where larger tiles leave
 too many multiprocessors idle in the last turn of a full attention."""
 
-_SMALLER_STEP = 0.75  # of the time of a step with three groups
+_SMALLER_STEP = 0.81
+"""Of the time of a step with three groups, whose tiles take the time of one more step to start; from 2 and 4 × 16 heads
+of 1024 and 2048 tokens on an H200."""
 
 COSTS = {"forward": Costs(6, 5, 5e5), "key": Costs(1.5, 2, 2e5), "query": Costs(0.5, 3, 3e5)}
 """Fitted to one head of 1024 … 65536 tokens on an H200: what they choose takes at most 1.06 times as long as the
@@ -81,9 +83,11 @@ def _tiles(name: str, geometry: Geometry, mask: Mask) -> Tiles:
         -(-geometry.tokens // (x.groups * _ROWS)) * geometry.entries * geometry.heads for x in (tiles, smaller)
     )
     if mask.right is None:  # walks are equal, and so is every program's share: turns of whole tiles
-        turns, more_turns = -(-count // programs), -(-more // programs)
+        steps = -(-geometry.keys // tiles.box)
+        time = -(-count // programs) * (steps + 1)
+        shorter = -(-more // programs) * steps * _SMALLER_STEP
         whole = name == "forward" and _best_parts(name, geometry, mask, tiles, programs) == 1
-        return smaller if whole and _SMALLER_STEP * more_turns < turns else tiles
+        return smaller if whole and shorter < time else tiles
     few = 2 * programs if name == "forward" else programs // 2
     return smaller if count < few or (name == "forward" and geometry.keys < 4096) else tiles
 
@@ -178,7 +182,8 @@ def plan(name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple
     count = blocks * rows * parts
     programs = min(programs_at_once(tensors[0].device), count)
     launch = TiledLaunch(function, programs, described, numbers, constants, early=name != "forward")
-    return Plan(launch, parts, programs < count and (name != "forward" or mask.right is not None))
+    shared = name == "forward" and mask.right is None and count <= kernels_hopper.EVEN_TURNS.value * programs
+    return Plan(launch, parts, programs < count and not shared)
 
 
 def _place(result: Tensor, parts: int) -> tuple[int, ...]:
@@ -191,7 +196,10 @@ PIECES_TILES = {3: {64: Tiles(1, 64, 2), 128: Tiles(1, 32, 2)}, 2: {64: Tiles(1,
 
 _MOST_STRIDE = 2**31  # strides and places of rows in results travel in 32 bits
 
-PIECES_COSTS = {"key": Costs(2, 1, 2e5), "query": Costs(2, 1, 2e5)}
+PIECES_COSTS = Costs(1, 2, 1e5)
+_PIECES_PARTS = (2, 3, 4, 6)
+"""Fitted to one head of 512 … 8192 tokens with 64 and 128 features on an H200: where two parts of every walk or more
+run at the same time, as many as do, up to six."""
 
 
 def suit_pieces(geometry: Geometry, pieces: int, device: torch.device, results: Sequence[Tensor]) -> bool:
@@ -206,6 +214,12 @@ def suit_pieces(geometry: Geometry, pieces: int, device: torch.device, results: 
 def _strides(x: Tensor) -> list[int]:
     """Strides; 0 for an axis of size one, which is never taken."""
     return [s if n > 1 else 0 for n, s in zip(x.shape, x.stride())]
+
+
+def _parts_in_pieces(steps: list[int], rows: int, programs: int, elements: int) -> int:
+    """Into how many parts walks are cut; see `launchers_geometry.best_parts`."""
+    fit = [parts for parts in _PIECES_PARTS if len(steps) * rows * parts <= programs]
+    return max(fit) if fit else best_parts(steps, rows, programs, elements, PIECES_COSTS)
 
 
 def plan_pieces(
@@ -228,10 +242,9 @@ def plan_pieces(
     if name == "key":
         own, length, heads = geometry.keys, geometry.tokens, geometry.key_heads
     blocks, rows = -(-own // _ROWS), geometry.entries * heads
-    steps = walks(name, geometry, mask, _ROWS, tiles.box)
-    elements = sum(x.numel() for x in results)
     programs = programs_at_once(device)
-    parts = best_parts(steps, rows, programs, elements, PIECES_COSTS[name])
+    steps = walks(name, geometry, mask, _ROWS, tiles.box)
+    parts = _parts_in_pieces(steps, rows, programs, sum(x.numel() for x in results))
     held, walked = (Boxes((0, 2, 1, 3), (1, 1, size, geometry.block_d)) for size in (_ROWS, tiles.box))
     boxes = (walked, held, held, walked) if name == "key" else (held, walked, walked, held)
     head_bytes = 2 * pieces * length * (geometry.features + geometry.value_features)
