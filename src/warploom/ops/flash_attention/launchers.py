@@ -66,8 +66,8 @@ _LONG: dict[str, dict[str, dict[int, int]]] = {
     },
     "pairs": {"forward": {64: 8192, 128: 4096}, "backward": {64: 8192, 128: 4096}},
 }
-"""Of float32 tensors of so many rows, by features, pieces are made once, before they are walked over; of shorter ones,
-where they are used, and for ``high`` precision not at all."""
+"""Of float32 tensors of so many rows, by features, pieces are made once, before they are walked over; of shorter
+ones, where they are used, and for ``high`` precision not at all."""
 
 TICKETS = Dense.rows((2,), torch.int32)
 """By which programs take tiles on Hopper: one for each kernel of the backward, the first for the forward."""

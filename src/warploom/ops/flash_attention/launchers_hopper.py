@@ -57,8 +57,8 @@ _SMALLER = {"forward": Tiles(2, 128, 3), "query": Tiles(2, 64, 3)}
 too many multiprocessors idle in the last turn of a full attention."""
 
 _SMALLER_STEP = 0.81
-"""Of the time of a step with three groups, whose tiles take the time of one more step to start; from 2 and 4 × 16 heads
-of 1024 and 2048 tokens on an H200."""
+"""Of the time of a step with three groups, whose tiles take the time of one more step to start; from 2 and 4 × 16
+heads of 1024 and 2048 tokens on an H200."""
 
 COSTS = {"forward": Costs(6, 5, 5e5), "key": Costs(1.5, 2, 2e5), "query": Costs(0.5, 3, 3e5)}
 """Fitted to one head of 1024 … 65536 tokens on an H200: what they choose takes at most 1.06 times as long as the
@@ -198,8 +198,9 @@ _MOST_STRIDE = 2**31  # strides and places of rows in results travel in 32 bits
 
 PIECES_COSTS = Costs(1, 2, 1e5)
 _PIECES_PARTS = (2, 3, 4, 6)
-"""Fitted to one head of 512 … 8192 tokens with 64 and 128 features on an H200: where two parts of every walk or more
-run at the same time, as many as do, up to six."""
+_PIECES_LEAST = 128
+"""Fitted to one head of 512 … 8192 tokens with 64 and 128 features on an H200: where two parts of every walk or
+more run at the same time, as many as do, up to six, of so many rows at least of the longest walk."""
 
 
 def suit_pieces(geometry: Geometry, pieces: int, device: torch.device, results: Sequence[Tensor]) -> bool:
@@ -216,9 +217,10 @@ def _strides(x: Tensor) -> list[int]:
     return [s if n > 1 else 0 for n, s in zip(x.shape, x.stride())]
 
 
-def _parts_in_pieces(steps: list[int], rows: int, programs: int, elements: int) -> int:
-    """Into how many parts walks are cut; see `launchers_geometry.best_parts`."""
-    fit = [parts for parts in _PIECES_PARTS if len(steps) * rows * parts <= programs]
+def _parts_in_pieces(steps: list[int], step: int, rows: int, programs: int, elements: int) -> int:
+    """Into how many parts walks with steps of ``step`` rows are cut; see `launchers_geometry.best_parts`."""
+    most = min(programs // (len(steps) * rows), max(steps) * step // _PIECES_LEAST)
+    fit = [parts for parts in _PIECES_PARTS if parts <= most]
     return max(fit) if fit else best_parts(steps, rows, programs, elements, PIECES_COSTS)
 
 
@@ -244,7 +246,7 @@ def plan_pieces(
     blocks, rows = -(-own // _ROWS), geometry.entries * heads
     programs = programs_at_once(device)
     steps = walks(name, geometry, mask, _ROWS, tiles.box)
-    parts = _parts_in_pieces(steps, rows, programs, sum(x.numel() for x in results))
+    parts = _parts_in_pieces(steps, tiles.box, rows, programs, sum(x.numel() for x in results))
     held, walked = (Boxes((0, 2, 1, 3), (1, 1, size, geometry.block_d)) for size in (_ROWS, tiles.box))
     boxes = (walked, held, held, walked) if name == "key" else (held, walked, walked, held)
     head_bytes = 2 * pieces * length * (geometry.features + geometry.value_features)
