@@ -118,12 +118,11 @@ OPERATOR = Operator(
     # are float32 with 128 features in the key kernel, and bfloat16 with 128 and 256 in the other two.
     spills={
         "forward_kernel": 192,  # 8 more for sums that are shrunk by exactly one, which float32's accuracy needs
-        "key_kernel": 416,
+        "key_kernel": 376,
         "query_kernel": 224,
         "backward_few_kernel": 64,
         "hopper_forward_kernel": 80,
-        "hopper_key_kernel": 56,
-        "hopper_wide_key_kernel": 56,
+        "hopper_key_kernel": 64,
         "hopper_pieces_key_kernel": 16,
         "hopper_pieces_query_kernel": 16,
         "hopper_query_kernel": 64,  # with 256 features, outside of its loops
