@@ -51,6 +51,16 @@ def test_the_mean_of_several_draws_is_no_luck(error: float, right: bool) -> None
     assert set(means) == {right}
 
 
+def test_an_error_that_luck_does_not_explain_is_no_mean(reference: torch.Tensor) -> None:
+    fine = compare(reference.float(), reference, noisy(reference, 1e-3))
+    for factor, right in ((2.0, True), (5.0, False)):
+        output = reference.clone()
+        output.view(-1)[7] += factor * fine.error_budget
+        verdict = compare(output.float(), reference, noisy(reference, 1e-3))
+        assert not verdict.ok
+        assert mean_of([verdict, *[fine] * 15]).ok == right
+
+
 def test_what_is_wrong_with_one_draw_is_wrong_with_all(reference: torch.Tensor) -> None:
     fine = compare(reference.float(), reference, reference.float())
     wrong = compare(

@@ -405,32 +405,41 @@ def test_few_short_walks(
 
 @kernels
 @pytest.mark.parametrize(
-    "case",
+    ("case", "precision", "product"),
     [
-        {"n": 19, "m": 37, "heads": 4, "key_heads": 2, "causal": True},
-        {"n": 40, "d": 32, "return_lse": True},
-        {"n": 33, "m": 20, "d": 64, "heads": 1, "causal": True},
-        {"n": 17, "d": 128, "batch": 1, "causal": True},
+        ({"n": 19, "m": 37, "heads": 4, "key_heads": 2, "causal": True}, "highest", "pieces"),
+        ({"n": 40, "d": 32, "return_lse": True}, "highest", "pieces"),
+        ({"n": 33, "m": 20, "d": 64, "heads": 1, "causal": True}, "highest", "pieces"),
+        ({"n": 17, "d": 128, "batch": 1, "causal": True}, "highest", "pieces"),
+        ({"n": 19, "m": 37, "d": 64, "heads": 4, "key_heads": 2, "causal": True}, "high", "pairs"),
+        ({"n": 17, "d": 128, "batch": 1}, "high", "pairs"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("parts", [1, 2])
 def test_float32_factors_in_pieces_before_the_walk(
-    case: dict[str, Any], parts: int, launches: list[Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    case: dict[str, Any],
+    precision: str,
+    product: str,
+    parts: int,
+    launches: list[Any],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Long float32 tensors are split in pieces once; here short ones are."""
+    """Long float32 tensors are split in pieces once; here short ones are, and walk on the kernels for every GPU."""
     from warploom.ops.flash_attention import api, launchers
 
-    monkeypatch.setattr(launchers, "_LONG", {"forward": 1, "backward": 1})
+    any_length = dict.fromkeys(("forward", "backward"), dict.fromkeys((16, 32, 64, 128), 1))
+    monkeypatch.setattr(launchers, "_LONG", {"pieces": any_length, "pairs": any_length})
+    monkeypatch.setattr(launchers, "_tiled_pieces", lambda *arguments: None)
     monkeypatch.setattr(launchers, "best_parts", lambda *arguments: parts)
     monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
     with poisoned_allocations():
-        assert_right({**random_inputs(device, **case), "float32_precision": "highest"}, "triton")
-    assert {constants["PRECISION"] for _, constants in launches if "PRECISION" in constants} == {"pieces"}
+        assert_right({**random_inputs(device, **case), "float32_precision": precision}, "triton")
+    assert {constants["PRECISION"] for _, constants in launches if "PRECISION" in constants} == {product}
     names = [name for name, _ in launches]
-    walks = ["key_kernel"] * (2 if case.get("d") == 128 else 1) + ["query_kernel"]
     merged = ["sum_kernel"] if parts > 1 else []
-    backward = ["prepare_kernel", "pieces_kernel", *walks, *merged]
+    backward = ["prepare_kernel", "pieces_kernel", "key_kernel", "query_kernel", *merged]
     assert names == ["pieces_kernel", "forward_kernel", *["combine_kernel"] * len(merged), *backward]
 
 

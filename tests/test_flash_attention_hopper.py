@@ -91,7 +91,10 @@ def test_nothing_suits_another_gpu(hopper: None, monkeypatch: pytest.MonkeyPatch
 # ----------------------------------------------------------------------------------------------------------
 
 
-ALL = ["hopper_forward_kernel", "hopper_key_kernel", "hopper_query_kernel"]
+def kernels_for(features: int) -> list[str]:
+    """The kernels that take a call with so many features, forward and backward, in the order of the alphabet."""
+    keys = "hopper_wide_key_kernel" if features > 128 else "hopper_key_kernel"
+    return sorted(["hopper_forward_kernel", keys, "hopper_query_kernel"])
 
 
 @pytest.mark.gpu
@@ -158,7 +161,7 @@ def test_few_tiles_whose_walks_are_split(
         assert_right(inputs, "triton")
         first, second = run(inputs, "triton"), run(inputs, "triton")
     assert all(torch.equal(a, b) for a, b in zip(first, second))
-    assert sorted(set(launched)) == ALL
+    assert sorted(set(launched)) == kernels_for(max(d, e))
 
 
 @pytest.mark.gpu
@@ -167,7 +170,7 @@ def test_many_tiles_give_the_same_bits_twice(d: int, launched: list[str], device
     inputs = random_inputs(device, 1500, heads=32, key_heads=16, d=d, causal=True, dtype=torch.bfloat16)
     first, second = run(inputs, "triton"), run(inputs, "triton")
     assert all(torch.equal(a, b) for a, b in zip(first, second))
-    assert sorted(set(launched)) == ALL
+    assert sorted(set(launched)) == kernels_for(d)
 
 
 @pytest.mark.gpu
@@ -175,7 +178,7 @@ def test_many_tiles_give_the_same_bits_twice(d: int, launched: list[str], device
 def test_a_window_to_the_right(d: int, launched: list[str], device: torch.device) -> None:
     inputs = random_inputs(device, 500, 600, heads=50, d=d, dtype=torch.bfloat16, window=(None, 37))
     assert_right(inputs, "triton")
-    assert sorted(set(launched)) == ALL
+    assert sorted(set(launched)) == kernels_for(d)
 
 
 @pytest.mark.gpu
@@ -217,3 +220,52 @@ def test_a_graph_replays(launched: list[str], device: torch.device) -> None:
     graph.replay()
     assert torch.equal(out, flash_attention(q, k, v, causal=True))
     assert set(launched) == {"hopper_forward_kernel"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("n", "m", "heads", "key_heads", "d"),
+    [
+        (1000, 1000, 2, 2, 64),
+        (700, 1500, 4, 2, 128),
+        (1500, 700, 2, 1, 128),
+        (65, 63, 3, 1, 64),
+        (3, 200, 2, 2, 128),
+    ],
+)
+def test_gradients_of_float32_factors_in_pieces(
+    n: int, m: int, heads: int, key_heads: int, d: int, causal: bool, precision: str, parts: int,
+    launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from warploom.ops.flash_attention import api, launchers, launchers_hopper
+    from warploom.plans import Plans
+
+    any_length = dict.fromkeys(("forward", "backward"), dict.fromkeys((16, 32, 64, 128), 1))
+    monkeypatch.setattr(launchers, "_LONG", {"pieces": any_length, "pairs": any_length})
+    monkeypatch.setattr(launchers_hopper, "_parts_in_pieces", lambda *arguments: parts)
+    monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
+    options = {"heads": heads, "key_heads": key_heads, "d": d, "causal": causal, "float32_precision": precision}
+    inputs = random_inputs(device, n, m, return_lse=True, **options)
+    with poisoned_allocations():
+        assert_right(inputs, "triton")
+        first, second = run(inputs, "triton"), run(inputs, "triton")
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert sorted(set(launched)) == ["hopper_pieces_key_kernel", "hopper_pieces_query_kernel"]
+
+
+def test_the_results_that_kernels_for_pieces_write(hopper: None) -> None:
+    from warploom.ops.flash_attention import launchers, launchers_hopper
+
+    def suits_pieces(x: Tensor) -> bool:
+        geometry = launchers._geometry(x, x, x)
+        return launchers_hopper.suit_pieces(geometry, 3, x.device, [x])
+
+    x = torch.empty(1, 300, 2, 128)
+    assert suits_pieces(x)
+    assert suits_pieces(x.transpose(1, 2).contiguous().transpose(1, 2))
+    assert not suits_pieces(torch.empty(1, 300, 2, 256)[..., ::2])
+    assert not suits_pieces(torch.empty(1, 300, 2, 32))
+    assert not suits_pieces(torch.empty(1, device="meta").as_strided((1, 300, 2, 128), (0, 2**23, 128, 1)))

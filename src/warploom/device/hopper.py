@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 ROWS = gl.constexpr(64)  # rows of a group of warps: what one matrix instruction takes
 NARROW = gl.constexpr(128)
@@ -151,3 +151,16 @@ def store_part(out, tile, part, entry, head, row, rows, place, LAYOUT: gl.conste
     feature = gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
     cells = (local * stride_n)[:, None] + feature[None, :]
     gl.store(out + start + cells, tile, mask=(local < rows)[:, None] & (feature < features)[None, :])
+
+
+@gluon.jit
+def send_tile(
+    out, tile, tiles, slot, part, entry, head, row, rows, place, SPLIT: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Start to write rows ``row …`` of a result: to its part, or rounded, by way of buffer number ``slot`` of ``tiles``."""
+    if SPLIT:
+        store_part(out, tile, part, entry, head, row, rows, place, LAYOUT)
+    else:
+        matrix(tiles, slot).store(tile.to(tiles.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out, [entry, head, row, 0], tiles.index(slot))

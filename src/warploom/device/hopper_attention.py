@@ -10,13 +10,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from warploom.device.hopper import (
     NARROW,
@@ -26,7 +20,7 @@ from warploom.device.hopper import (
     matrix,
     power_of_two,
     product_transposed,
-    store_part,
+    send_tile,
     wait_full,
 )
 
@@ -183,10 +177,11 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
             logits, total, top, first, (end - 1) * BLOCK_N, keys, right, scale, True, CAUSAL, LAYOUT, BLOCK_N
         )
         weights = as_factor(new, v_tiles.dtype, OUT_LAYOUT)
-        acc, weights, total, top, count, turn = attend(
-            acc, weights, total, top, count, turn, q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
-            full, end - 1, first, keys, right, scale, own, True, CAUSAL, LAYOUT, OUT_LAYOUT,
-        )  # fmt: skip
+        if CAUSAL:  # otherwise the first tile alone, of the last keys, has a mask
+            acc, weights, total, top, count, turn = attend(
+                acc, weights, total, top, count, turn, q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
+                full, end - 1, first, keys, right, scale, own, True, CAUSAL, LAYOUT, OUT_LAYOUT,
+            )  # fmt: skip
         acc, weights, total, top, count, turn = attend(
             acc, weights, total, top, count, turn, q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
             begin, full, first, keys, right, scale, own, False, CAUSAL, LAYOUT, OUT_LAYOUT,
@@ -201,17 +196,11 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
 
         some = gl.where(total == 0.0, 1.0, total)  # where no key was seen: 0 / 1, and lse −inf + 0
         acc = acc * gl.convert_layout(1.0 / some, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
-        if SPLIT:
-            store_part(out, acc, part, entry, head, m, tokens, place, OUT_LAYOUT)
-        else:
-            if OWN_BUFFERS:
-                tma.store_wait(0)  # until the tile before has left its buffer
-            matrix(out_tiles, own).store(acc.to(out_tiles.dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(out, [entry, head, m, 0], out_tiles.index(own))
-            if not OWN_BUFFERS:
-                tma.store_wait(0)
+        if OWN_BUFFERS:
+            tma.store_wait(0)  # until the tile before has left its buffer
+        send_tile(out, acc, out_tiles, own, part, entry, head, m, tokens, place, SPLIT, OUT_LAYOUT)
         if not OWN_BUFFERS:
+            tma.store_wait(0)
             mbarrier.arrive(q_empty.index(q_slot))
 
         local = gl.arange(0, ROWS, ROW_LAYOUT)
@@ -225,5 +214,4 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
             gl.store(lse + cells, (top + gl.log2(some)) * LN_2, mask=there)
         done += 1
         tile, q_slot = announced(ticket, q_full, done)
-    if not SPLIT:
-        tma.store_wait(0)
+    tma.store_wait(0)

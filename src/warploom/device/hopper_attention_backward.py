@@ -9,16 +9,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from warploom.device.hopper import (
-    NARROW,
     ROWS,
     announce,
     announce_end,
@@ -30,7 +23,7 @@ from warploom.device.hopper import (
     next_tile,
     power_of_two,
     product_transposed,
-    store_part,
+    send_tile,
     wait_empty,
     wait_full,
 )
@@ -108,6 +101,13 @@ def walk_keys_in_turn(
 
 
 @gluon.jit
+def row_numbers(numbers, row, m, tokens, other, LAYOUT: gl.constexpr):
+    """A number of each of 64 queries of a head, from number ``m`` on; ``other`` where there is none."""
+    local = m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    return gl.load(numbers + row.to(gl.int64) * tokens + local, mask=local < tokens, other=other)
+
+
+@gluon.jit
 def compute_for_queries(
     own: gl.constexpr, IN_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, arguments
 ):
@@ -121,83 +121,99 @@ def compute_for_queries(
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     D: gl.constexpr = q_tiles.shape[4]
-    OWN_BUFFERS: gl.constexpr = D <= NARROW
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     count = 0
     done = 0
     tiles = blocks * rows * parts
     tile, _ = announced(ticket, own_full, done)
     while tile < tiles:
         block, row, part = tile_place(tile, blocks, rows, section, parts, CAUSAL)
-        entry, head = row // heads, row % heads
         begin, full, end = key_steps(block, part, parts, tokens, keys, right, CAUSAL, BLOCK_M, BLOCK_N)
         m = block * BLOCK_M + own * ROWS
         first = m + keys - tokens  # the last query stands at the last key
-        local = gl.arange(0, ROWS, ROW_LAYOUT)
-        there = m + local < tokens
-        cells = row.to(gl.int64) * tokens + m + local
-        row_shift = gl.load(shift + cells, mask=there, other=float("inf"))
-        row_delta = gl.load(delta + cells, mask=there, other=0.0)
+        row_shift = row_numbers(shift, row, m, tokens, float("inf"), LAYOUT)
+        row_delta = row_numbers(delta, row, m, tokens, 0.0, LAYOUT)
+        if IN_REGISTERS:
+            q_tile = matrix(q_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2))
+            do_tile = matrix(do_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2))
+            mbarrier.arrive(own_empty.index(0))
+        else:
+            q_tile = matrix(q_tiles, own)
+            do_tile = matrix(do_tiles, own)
         dq = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
-        if OWN_BUFFERS:
-            if IN_REGISTERS:
-                q_tile = matrix(q_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2))
-                do_tile = matrix(do_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2))
-                mbarrier.arrive(own_empty.index(0))
-            else:
-                q_tile = matrix(q_tiles, own)
-                do_tile = matrix(do_tiles, own)
-            logits = product_transposed(q_tile, k_tiles, k_full, count, LAYOUT)
-            dweights = product_transposed(do_tile, v_tiles, v_full, count, LAYOUT)
-            logits, dweights = warpgroup_mma_wait(0, deps=[logits, dweights])
-            mbarrier.arrive(v_empty.index(count % STAGES))
-            n = (end - 1) * BLOCK_N
-            weights = weights_of(logits, row_shift, n, first, keys, right, scale, True, CAUSAL, LAYOUT)
-            dlogits = as_factor(weights * (dweights - row_delta[:, None]), k_tiles.dtype, OUT_LAYOUT)
-            count += 1
+        logits = product_transposed(q_tile, k_tiles, k_full, count, LAYOUT)
+        dweights = product_transposed(do_tile, v_tiles, v_full, count, LAYOUT)
+        logits, dweights = warpgroup_mma_wait(0, deps=[logits, dweights])
+        mbarrier.arrive(v_empty.index(count % STAGES))
+        n = (end - 1) * BLOCK_N
+        weights = weights_of(logits, row_shift, n, first, keys, right, scale, True, CAUSAL, LAYOUT)
+        dlogits = as_factor(weights * (dweights - row_delta[:, None]), k_tiles.dtype, OUT_LAYOUT)
+        count += 1
+        if CAUSAL:  # otherwise the first tile alone, of the last keys, has a mask
             dq, dlogits, count = walk_keys(
                 dq, dlogits, count, q_tile, do_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
                 row_shift, row_delta, full, end - 1, first, keys, right, scale, True, CAUSAL, LAYOUT, OUT_LAYOUT,
             )  # fmt: skip
-            dq, dlogits, count = walk_keys(
-                dq, dlogits, count, q_tile, do_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-                row_shift, row_delta, begin, full, first, keys, right, scale, False, CAUSAL, LAYOUT, OUT_LAYOUT,
-            )  # fmt: skip
-            if not IN_REGISTERS:
-                mbarrier.arrive(own_empty.index(0))
-            before = (count + STAGES - 1) % STAGES
-            dq = warpgroup_mma(dlogits, matrix(k_tiles, before), dq, is_async=True)
-            dq = warpgroup_mma_wait(0, deps=[dq])
-            mbarrier.arrive(k_empty.index(before))
-        else:
-            dq, count = walk_keys_in_turn(
-                dq, count, own, q_tiles, do_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-                row_shift, row_delta, full, end, first, keys, right, scale, True, CAUSAL, LAYOUT, OUT_LAYOUT,
-            )  # fmt: skip
-            dq, count = walk_keys_in_turn(
-                dq, count, own, q_tiles, do_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-                row_shift, row_delta, begin, full, first, keys, right, scale, False, CAUSAL, LAYOUT, OUT_LAYOUT,
-            )  # fmt: skip
-
-        if SPLIT:
-            store_part(dq_out, dq * slope, part, entry, head, m, tokens, place, OUT_LAYOUT)
-        else:
-            if OWN_BUFFERS:
-                tma.store_wait(0)
-            matrix(dq_tiles, own).store((dq * slope).to(dq_tiles.dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(dq_out, [entry, head, m, 0], dq_tiles.index(own))
-            if not OWN_BUFFERS:
-                tma.store_wait(0)
-        if not OWN_BUFFERS:
+        dq, dlogits, count = walk_keys(
+            dq, dlogits, count, q_tile, do_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+            row_shift, row_delta, begin, full, first, keys, right, scale, False, CAUSAL, LAYOUT, OUT_LAYOUT,
+        )  # fmt: skip
+        if not IN_REGISTERS:
             mbarrier.arrive(own_empty.index(0))
+        before = (count + STAGES - 1) % STAGES
+        dq = warpgroup_mma(dlogits, matrix(k_tiles, before), dq, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        mbarrier.arrive(k_empty.index(before))
+        tma.store_wait(0)  # until the tile before has left its buffer
+        entry, head = row // heads, row % heads
+        send_tile(dq_out, dq * slope, dq_tiles, own, part, entry, head, m, tokens, place, SPLIT, OUT_LAYOUT)
         done += 1
         tile, _ = announced(ticket, own_full, done)
-    if not SPLIT:
+    tma.store_wait(0)
+
+
+@gluon.jit
+def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, arguments):
+    """`compute_for_queries` for more than 128 features; results leave through the buffers of the queries, ``dq_tiles``."""
+    (
+        ticket, dq_out, shift, delta, q_tiles, do_tiles, k_tiles, v_tiles, dq_tiles,
+        own_full, own_empty, k_full, k_empty, v_full, v_empty,
+        tokens, keys, heads, rows, blocks, section, parts, right, scale, slope, place,
+    ) = arguments  # fmt: skip
+    GROUPS: gl.constexpr = q_tiles.shape[0]
+    BLOCK_N: gl.constexpr = k_tiles.shape[3]
+    D: gl.constexpr = q_tiles.shape[4]
+    BLOCK_M: gl.constexpr = GROUPS * ROWS
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    count = 0
+    done = 0
+    tiles = blocks * rows * parts
+    tile, _ = announced(ticket, own_full, done)
+    while tile < tiles:
+        block, row, part = tile_place(tile, blocks, rows, section, parts, CAUSAL)
+        begin, full, end = key_steps(block, part, parts, tokens, keys, right, CAUSAL, BLOCK_M, BLOCK_N)
+        m = block * BLOCK_M + own * ROWS
+        first = m + keys - tokens  # the last query stands at the last key
+        row_shift = row_numbers(shift, row, m, tokens, float("inf"), LAYOUT)
+        row_delta = row_numbers(delta, row, m, tokens, 0.0, LAYOUT)
+        dq = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
+        dq, count = walk_keys_in_turn(
+            dq, count, own, q_tiles, do_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+            row_shift, row_delta, full, end, first, keys, right, scale, True, CAUSAL, LAYOUT, OUT_LAYOUT,
+        )  # fmt: skip
+        dq, count = walk_keys_in_turn(
+            dq, count, own, q_tiles, do_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+            row_shift, row_delta, begin, full, first, keys, right, scale, False, CAUSAL, LAYOUT, OUT_LAYOUT,
+        )  # fmt: skip
+        entry, head = row // heads, row % heads
+        send_tile(dq_out, dq * slope, dq_tiles, own, part, entry, head, m, tokens, place, SPLIT, OUT_LAYOUT)
         tma.store_wait(0)
+        mbarrier.arrive(own_empty.index(0))
+        done += 1
+        tile, _ = announced(ticket, own_full, done)
 
 
 @gluon.jit

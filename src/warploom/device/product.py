@@ -17,13 +17,14 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def pieces_of(x):
-    """A float32 tile as the sum of three in bfloat16, which hold all its bits; the largest first."""
-    high = rounded(x, tl.bfloat16)
-    rest = x - high.to(tl.float32)
-    middle = rounded(rest, tl.bfloat16)
-    low = rounded(rest - middle.to(tl.float32), tl.bfloat16)
-    return high, middle, low
+def pieces_of(x, COUNT: tl.constexpr):
+    """A float32 tile as the sum of so many in bfloat16, the largest first: three hold all its bits, two 16 of them."""
+    pieces = ()
+    for _ in tl.static_range(COUNT):
+        piece = rounded(x, tl.bfloat16)
+        pieces += (piece,)
+        x -= piece.to(tl.float32)
+    return pieces
 
 
 @triton.jit
@@ -48,15 +49,15 @@ def product(a, b, c, PRECISION: tl.constexpr):
 
     ``PRECISION`` is about float32 factors: one of Triton's names of an ``input_precision``, ``bf16`` to round them
     to bfloat16 first, or ``pieces`` where they come as `pieces_of` makes them (``cut``, if that was just before): six
-    products of nine, like ``bf16x6``, and the other three are smaller than what float32 rounds off.
+    products of nine, like ``bf16x6``, and the other three are smaller than what float32 rounds off. ``pairs`` are of
+    two pieces, and three products of four.
     """
-    if PRECISION == "pieces" or PRECISION == "cut":
-        whole = dot_of_pieces(a, b, 2, 0, tl.zeros(c.shape, dtype=tl.float32))  # the smallest first
-        whole = dot_of_pieces(a, b, 1, 1, whole)
-        whole = dot_of_pieces(a, b, 0, 2, whole)
-        whole = dot_of_pieces(a, b, 1, 0, whole)
-        whole = dot_of_pieces(a, b, 0, 1, whole)
-        whole = dot_of_pieces(a, b, 0, 0, whole)
+    if PRECISION == "pieces" or PRECISION == "cut" or PRECISION == "pairs":
+        COUNT: tl.constexpr = len(a)
+        whole = tl.zeros(c.shape, dtype=tl.float32)
+        for left_out in tl.static_range(COUNT):  # the smallest first
+            for i in tl.static_range(COUNT - left_out):
+                whole = dot_of_pieces(a, b, COUNT - 1 - left_out - i, i, whole)
         c = add_outside(whole, c)
     else:
         if PRECISION == "bf16" and a.dtype == tl.float32:

@@ -91,8 +91,8 @@ def flash_attention(
             of which attends to its own keys with its own alignment. Values are read on the device and not checked.
         cu_seqlens_k: The same for the keys, ``c_S = M``. If ``N = M``, either of the two stands for both.
         float32_precision: How products of float32 tensors are computed by the kernels: ``highest`` (as exact as
-            float32), ``high`` (TensorFloat-32) or ``medium`` (bfloat16); the current value of
-            ``torch.get_float32_matmul_precision()`` by default. Other dtypes have one way only.
+            float32), ``high`` (TensorFloat-32, or two parts of a factor in bfloat16) or ``medium`` (bfloat16); the
+            current value of ``torch.get_float32_matmul_precision()`` by default. Other dtypes have one way only.
         return_lse: Also return the logarithm of the sum of exponentials of every row; it is differentiable.
         backend: ``auto`` (Triton where it can run, else PyTorch), ``triton`` or ``torch``.
 

@@ -137,15 +137,13 @@ def load_tile(pointers, row, rows, F: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def load_factor(x, offsets, row, rows, distance, F: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """A tile as a factor of a `product`: if that takes pieces, three tiles, ``distance`` apart in memory, or cut here."""
-    if PRECISION == "pieces":
-        factor = (
-            load_tile(x + offsets, row, rows, F, MASKED),
-            load_tile(x + distance + offsets, row, rows, F, MASKED),
-            load_tile(x + 2 * distance + offsets, row, rows, F, MASKED),
-        )
+    """A tile as a factor of a `product`: if that takes pieces, several tiles, ``distance`` apart in memory, or cut here."""
+    if PRECISION == "pieces" or PRECISION == "pairs":
+        factor = ()
+        for i in tl.static_range(2 if PRECISION == "pairs" else 3):
+            factor += (load_tile(x + i * distance + offsets, row, rows, F, MASKED),)
     elif PRECISION == "cut":
-        factor = pieces_of(load_tile(x + offsets, row, rows, F, MASKED))
+        factor = pieces_of(load_tile(x + offsets, row, rows, F, MASKED), 3)
     else:
         factor = load_tile(x + offsets, row, rows, F, MASKED)
     return factor
@@ -155,7 +153,9 @@ def load_factor(x, offsets, row, rows, distance, F: tl.constexpr, MASKED: tl.con
 def as_factor(tile, dtype: tl.constexpr, PRECISION: tl.constexpr):
     """A float32 tile as a factor of a `product` with one in ``dtype``."""
     if PRECISION == "pieces" or PRECISION == "cut":
-        factor = pieces_of(tile)
+        factor = pieces_of(tile, 3)
+    elif PRECISION == "pairs":
+        factor = pieces_of(tile, 2)
     else:
         factor = rounded(tile, dtype)
     return factor
@@ -164,8 +164,11 @@ def as_factor(tile, dtype: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def transposed(factor, PRECISION: tl.constexpr):
     """A factor of a `product`, transposed."""
-    if PRECISION == "pieces" or PRECISION == "cut":
-        factor = (factor[0].T, factor[1].T, factor[2].T)
+    if PRECISION == "pieces" or PRECISION == "cut" or PRECISION == "pairs":
+        pieces = ()
+        for i in tl.static_range(len(factor)):
+            pieces += (factor[i].T,)
+        factor = pieces
     else:
         factor = factor.T
     return factor
@@ -278,11 +281,9 @@ def forward_kernel(
         v_base = base_of(v, entry, k_start, head // group, v_b, v_n, v_h, VEC)
         k_offsets = tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
         v_offsets = tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
-        q_tile = load_tile(
-            q_base + tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D), m, tokens_here, D, True
-        )
-        if PRECISION == "pieces" or PRECISION == "cut":
-            q_tile = pieces_of(q_tile)
+        q_offsets = tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D)
+        q_piece = tl.cast(entries, tl.int64) * tokens * heads * D
+        q_tile = load_factor(q_base, q_offsets, m, tokens_here, q_piece, D, True, PRECISION)
         k_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * D
         v_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * E
 
@@ -330,7 +331,7 @@ def forward_kernel(
 
 @triton.jit
 def cut_rows(x, pieces, program, rows, tokens, heads, x_b, x_n, x_h, x_f,
-             F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr):  # fmt: skip
+             F: tl.constexpr, PIECES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr):  # fmt: skip
     """Block number ``program`` of rows of a tensor in pieces, if it has that; the number in the tensor after it."""
     blocks = tl.cdiv(rows, BLOCK_R)
     if (program >= 0) & (program < blocks):
@@ -339,11 +340,10 @@ def cut_rows(x, pieces, program, rows, tokens, heads, x_b, x_n, x_h, x_f,
         feature = tl.arange(0, BLOCK_F)
         inside = (row < rows)[:, None] & (feature < F)[None, :]
         cells = (entry * x_b + token * x_n + head * x_h)[:, None] + (feature * x_f)[None, :]
-        high, middle, low = pieces_of(tl.load(x + cells, mask=inside, other=0.0))
+        cut = pieces_of(tl.load(x + cells, mask=inside, other=0.0), PIECES)
         out = pieces + (row * F)[:, None] + feature[None, :]
-        tl.store(out, high, mask=inside)
-        tl.store(out + rows * F, middle, mask=inside)
-        tl.store(out + 2 * rows * F, low, mask=inside)
+        for i in tl.static_range(PIECES):
+            tl.store(out + i * rows * F, cut[i], mask=inside)
     return program - blocks
 
 
@@ -356,23 +356,29 @@ def pieces_kernel(
     k_b: tl.int64, k_n: tl.int64, k_h: tl.int64, k_f: tl.int64,
     v_b: tl.int64, v_n: tl.int64, v_h: tl.int64, v_f: tl.int64,
     grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_f: tl.int64,
-    D: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Float32 tensors (B, N, H, F) as sums of three in bfloat16 each, pieces (3, B, N, H, F) without gaps.
+    """Float32 tensors (B, N, H, F) as sums of several in bfloat16 each, pieces (PIECES, B, N, H, F) without gaps.
 
-    Without gradients of the output, that is of keys and values alone. With ``OVERLAP`` it runs beside
+    In the forward there are no gradients of the output. With ``OVERLAP`` it runs beside
     `kernels_backward.prepare_kernel`, of which it reads nothing, and does not end before that has ended.
     """
     program = tl.program_id(0).to(tl.int64)
     query_rows = tl.cast(entries, tl.int64) * tokens * heads
     key_rows = tl.cast(entries, tl.int64) * keys * key_heads
-    program = cut_rows(k, k_pieces, program, key_rows, keys, key_heads, k_b, k_n, k_h, k_f, D, BLOCK_R, BLOCK_D)
-    program = cut_rows(v, v_pieces, program, key_rows, keys, key_heads, v_b, v_n, v_h, v_f, E, BLOCK_R, BLOCK_E)
+    program = cut_rows(
+        k, k_pieces, program, key_rows, keys, key_heads, k_b, k_n, k_h, k_f, D, PIECES, BLOCK_R, BLOCK_D
+    )
+    program = cut_rows(
+        v, v_pieces, program, key_rows, keys, key_heads, v_b, v_n, v_h, v_f, E, PIECES, BLOCK_R, BLOCK_E
+    )
+    program = cut_rows(
+        q, q_pieces, program, query_rows, tokens, heads, q_b, q_n, q_h, q_f, D, PIECES, BLOCK_R, BLOCK_D
+    )
     if grad is not None:
-        program = cut_rows(q, q_pieces, program, query_rows, tokens, heads, q_b, q_n, q_h, q_f, D, BLOCK_R, BLOCK_D)
         cut_rows(
-            grad, grad_pieces, program, query_rows, tokens, heads, grad_b, grad_n, grad_h, grad_f, E, BLOCK_R, BLOCK_E
+            grad, grad_pieces, program, query_rows, tokens, heads, grad_b, grad_n, grad_h, grad_f, E, PIECES, BLOCK_R, BLOCK_E
         )  # fmt: skip
     if OVERLAP:
         if tl.program_id(0) == 0:  # one program is enough to hold what is launched next

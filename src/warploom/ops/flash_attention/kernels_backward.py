@@ -15,14 +15,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.activations import power_of_two
-from warploom.device.product import pieces_of, product, rounded
+from warploom.device.product import product, rounded
 from warploom.ops.flash_attention.kernels import (
     PARTS_AHEAD,
     SIZES,
     as_factor,
     base_of,
     load_factor,
-    load_tile,
     program_order,
     store_tile,
     stride_names,
@@ -86,18 +85,20 @@ def prepare_kernel(
 def walk_queries(
     dk, dv, k, v, q, do, shift, delta, inverse, q_offsets, do_offsets, q_step, do_step, q_piece, do_piece,
     q_h, do_h, row_h, group, begin, end, offset, key, tokens, keys, left, right, scale,
-    WANTS_DK: tl.constexpr, WANTS_DV: tl.constexpr,
     MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Walk over queries ``begin … end`` of every head of a group, one loop for all, which keeps registers free.
 
-    Gradients of keys (N, D), without the scale, and of values (N, E), as far as they are wanted.
+    Gradients of keys (N, D), without the scale, and of values (N, E). The last queries come first: in causal attention
+    these see the most keys and give each the smallest weight, so that sums grow with what is added to them, and what
+    float32 rounds off stays small however long the walk is.
     """
     steps = tl.cdiv(end - begin, BLOCK_M)
     for step in tl.range(0, group * steps):
-        member = step // steps
-        m = begin + (step - member * steps) * BLOCK_M
+        place = step // group
+        member = step - place * group
+        m = begin + (steps - 1 - place) * BLOCK_M
         query = m + tl.arange(0, BLOCK_M)
         row = member * row_h + query
         q_tile = load_factor(q + member * q_h + m * q_step, q_offsets, m, tokens, q_piece, D, MASKED, PRECISION)
@@ -120,13 +121,11 @@ def walk_queries(
         do_tile = load_factor(
             do + member * do_h + m * do_step, do_offsets, m, tokens, do_piece, E, MASKED, PRECISION
         )
-        if WANTS_DV:
-            dv = product(as_factor(weights, do.dtype.element_ty, PRECISION), do_tile, dv, PRECISION)
-        if WANTS_DK:
-            dweights = tl.zeros((dk.shape[0], BLOCK_M), dtype=tl.float32)
-            dweights = product(v, transposed(do_tile, PRECISION), dweights, PRECISION)
-            dlogits = weights * (dweights - row_delta[None, :])
-            dk = product(as_factor(dlogits, q.dtype.element_ty, PRECISION), q_tile, dk, PRECISION)
+        dv = product(as_factor(weights, do.dtype.element_ty, PRECISION), do_tile, dv, PRECISION)
+        dweights = tl.zeros((dk.shape[0], BLOCK_M), dtype=tl.float32)
+        dweights = product(v, transposed(do_tile, PRECISION), dweights, PRECISION)
+        dlogits = weights * (dweights - row_delta[None, :])
+        dk = product(as_factor(dlogits, q.dtype.element_ty, PRECISION), q_tile, dk, PRECISION)
     return dk, dv
 
 
@@ -147,15 +146,12 @@ def key_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
     WIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    SHORT: tl.constexpr, FIRST: tl.constexpr, OVERLAP: tl.constexpr,
+    SHORT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one key head, over one part of the queries of every query head of its group.
 
-    Of ``dk`` and ``dv``, one may be None: where both sums do not fit in registers, two launches are faster than one.
-    With ``OVERLAP`` the launch after it, of the next walk, starts where this one leaves multiprocessors idle. Unless it is
-    the ``FIRST`` walk, it runs itself beside the one before, of which it reads nothing, and does not end before that
-    has ended. The first waits for what all walks read, before it lets the next one start; keys and values of its own, which
-    nobody makes, are on their way by then.
+    With ``OVERLAP`` the launch after it, of `query_kernel`, starts where this one leaves multiprocessors idle. Before, it
+    waits for what both read; keys and values of its own are on their way by then, unless they are in pieces.
     """
     key_heads = heads // group
     block, row = program_order(blocks * splits, entries * key_heads, section)
@@ -168,23 +164,21 @@ def key_kernel(
     if n < keys_here:
         k_base = base_of(k, entry, k_start + n, key_head, k_b, k_n, k_h, VEC)
         v_base = base_of(v, entry, k_start + n, key_head, v_b, v_n, v_h, VEC)
-        k_tile = load_tile(
-            k_base + tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D), n, keys_here, D, True
-        )
-        v_tile = k_tile
-        if dk is not None:
-            v_tile = load_tile(
-                v_base + tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E), n, keys_here, E, True
-            )
-        if OVERLAP:
-            if FIRST:
-                gdc_wait()
-            gdc_launch_dependents()
-        if PRECISION == "pieces" or PRECISION == "cut":
-            k_tile = pieces_of(k_tile)
-            v_tile = pieces_of(v_tile)
         q_piece = tl.cast(entries, tl.int64) * tokens * heads * D
         grad_piece = tl.cast(entries, tl.int64) * tokens * heads * E
+        k_piece = tl.cast(entries, tl.int64) * keys * key_heads * D
+        v_piece = tl.cast(entries, tl.int64) * keys * key_heads * E
+        MADE: tl.constexpr = PRECISION == "pieces" or PRECISION == "pairs"
+        if OVERLAP and MADE:
+            gdc_wait()
+        k_offsets = tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
+        v_offsets = tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
+        k_tile = load_factor(k_base, k_offsets, n, keys_here, k_piece, D, True, PRECISION)
+        v_tile = load_factor(v_base, v_offsets, n, keys_here, v_piece, E, True, PRECISION)
+        if OVERLAP:
+            if not MADE:
+                gdc_wait()
+            gdc_launch_dependents()
 
         offset = keys_here - tokens_here  # the last query stands at the last key
         key = n + tl.arange(0, BLOCK_N)
@@ -206,44 +200,38 @@ def key_kernel(
             dk_tile, dv_tile = walk_queries(
                 dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
                 q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
-                begin, end, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
+                begin, end, offset, key, tokens_here, keys_here, left, right, scale,
                 True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
             )  # fmt: skip
         else:
+            dk_tile, dv_tile = walk_queries(
+                dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
+                q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
+                full_end, end, offset, key, tokens_here, keys_here, left, right, scale,
+                True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
+            )  # fmt: skip
+            dk_tile, dv_tile = walk_queries(
+                dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
+                q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
+                full_begin, full_end, offset, key, tokens_here, keys_here, left, right, scale,
+                False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
+            )  # fmt: skip
             if HAS_RIGHT:
                 dk_tile, dv_tile = walk_queries(
                     dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
                     q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
-                    begin, full_begin, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
+                    begin, full_begin, offset, key, tokens_here, keys_here, left, right, scale,
                     True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
                 )  # fmt: skip
-            dk_tile, dv_tile = walk_queries(
-                dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
-                q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
-                full_begin, full_end, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
-                False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
-            )  # fmt: skip
-            dk_tile, dv_tile = walk_queries(
-                dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
-                q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
-                full_end, end, offset, key, tokens_here, keys_here, left, right, scale, dk is not None, dv is not None,
-                True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
-            )  # fmt: skip
-        if dk is not None:
-            dk_base = base_of(dk, entry, k_start + n, key_head, dk_b, dk_n, dk_h, VEC) + split * (dk_split * VEC)
-            dk_offsets = tile_offsets(dk_n, dk_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
-            store_tile(dk_base + dk_offsets, dk_tile * slope, n, keys_here, D)
-        if dv is not None:
-            dv_base = base_of(dv, entry, k_start + n, key_head, dv_b, dv_n, dv_h, VEC) + split * (dv_split * VEC)
-            dv_offsets = tile_offsets(dv_n, dv_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
-            store_tile(dv_base + dv_offsets, dv_tile, n, keys_here, E)
+        dk_base = base_of(dk, entry, k_start + n, key_head, dk_b, dk_n, dk_h, VEC) + split * (dk_split * VEC)
+        dk_offsets = tile_offsets(dk_n, dk_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
+        store_tile(dk_base + dk_offsets, dk_tile * slope, n, keys_here, D)
+        dv_base = base_of(dv, entry, k_start + n, key_head, dv_b, dv_n, dv_h, VEC) + split * (dv_split * VEC)
+        dv_offsets = tile_offsets(dv_n, dv_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
+        store_tile(dv_base + dv_offsets, dv_tile, n, keys_here, E)
     elif OVERLAP:
-        if FIRST:
-            gdc_wait()
+        gdc_wait()
         gdc_launch_dependents()
-    if OVERLAP and not FIRST:
-        if tl.program_id(0) == 0:  # one program is enough to hold what is launched next
-            gdc_wait()
 
 
 @triton.jit
@@ -314,14 +302,12 @@ def query_kernel(
         v_base = base_of(v, entry, k_start, head // group, v_b, v_n, v_h, VEC)
         k_offsets = tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
         v_offsets = tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
-        q_tile = load_tile(
-            q_base + tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D), m, tokens_here, D, True
-        )
+        q_offsets = tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D)
         grad_offsets = tile_offsets(grad_n, grad_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_E)
-        grad_tile = load_tile(grad_base + grad_offsets, m, tokens_here, E, True)
-        if PRECISION == "pieces" or PRECISION == "cut":
-            q_tile = pieces_of(q_tile)
-            grad_tile = pieces_of(grad_tile)
+        q_piece = tl.cast(entries, tl.int64) * tokens * heads * D
+        grad_piece = tl.cast(entries, tl.int64) * tokens * heads * E
+        q_tile = load_factor(q_base, q_offsets, m, tokens_here, q_piece, D, True, PRECISION)
+        grad_tile = load_factor(grad_base, grad_offsets, m, tokens_here, grad_piece, E, True, PRECISION)
         k_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * D
         v_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * E
         first = row.to(tl.int64) * tokens + q_start + m

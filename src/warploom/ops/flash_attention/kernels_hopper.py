@@ -23,10 +23,15 @@ from warploom.device.hopper import (
 )
 from warploom.device.hopper_attention import compute_tiles, key_steps, tile_place
 
+EVEN_TURNS = gl.constexpr(6)  # tiles of a program up to which equal walks need no tickets
+
 
 @gluon.jit
-def copy_for_queries(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, arguments):
-    """The copying warp of a kernel that owns tiles of queries, and what comes with them, and walks over keys."""
+def copy_for_queries(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, COUNTED: gl.constexpr, arguments):
+    """The copying warp of a kernel that owns tiles of queries, and what comes with them, and walks over keys.
+
+    Unless tiles are ``COUNTED``, with tickets, walks are equal, and if they are few every program has the same share.
+    """
     (
         tickets, ticket, own_descs, k_desc, v_desc, own_tiles, k_tiles, v_tiles,
         own_full, own_empty, k_full, k_empty, v_full, v_empty,
@@ -50,7 +55,12 @@ def copy_for_queries(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, arguments):
             copy_tile(v_desc, entry, head // group, n, v_tiles, v_full, v_empty, count)
             count += 1
         done += 1
-        tile = next_tile(tickets, tiles)
+        if COUNTED:
+            tile = next_tile(tickets, tiles)
+        elif tiles > EVEN_TURNS * gl.num_programs(0):
+            tile = next_tile(tickets, tiles)
+        else:
+            tile += gl.num_programs(0)
     announce_end(tile, ticket, own_full, own_empty, done)
 
 
@@ -73,8 +83,9 @@ def hopper_forward_kernel(
     """Attention for tiles of GROUPS · 64 queries, one after the other.
 
     Descriptors are of (B, H, N, D), with boxes of (1, 1, 64, D) for queries and results and (1, 1, BLOCK_N, D) for
-    keys and values. ``tickets`` (1,) is zero, unless every program has one tile. Writes what `kernels.forward_kernel`
-    writes: if ``SPLIT``, ``out`` is the address of the parts, and otherwise a descriptor.
+    keys and values. ``tickets`` (1,) is zero where there are more tiles than programs and, unless
+    ``CAUSAL``, more than `EVEN_TURNS` times as many. Writes what
+    `kernels.forward_kernel` writes: if ``SPLIT``, ``out`` is the address of the parts, and otherwise a descriptor.
     """
     if SPLIT:  # what merges parts is put in place while this still runs, and waits for it
         gdc_launch_dependents()
@@ -116,12 +127,12 @@ def hopper_forward_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [(compute_tiles, (0, CAUSAL, SPLIT, computing)), (compute_tiles, (1, CAUSAL, SPLIT, computing)),
-             (copy_for_queries, (GROUPS, CAUSAL, copying))],
+             (copy_for_queries, (GROUPS, CAUSAL, CAUSAL, copying))],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [(compute_tiles, (0, CAUSAL, SPLIT, computing)), (compute_tiles, (1, CAUSAL, SPLIT, computing)),
-             (compute_tiles, (2, CAUSAL, SPLIT, computing)), (copy_for_queries, (GROUPS, CAUSAL, copying))],
+             (compute_tiles, (2, CAUSAL, SPLIT, computing)), (copy_for_queries, (GROUPS, CAUSAL, CAUSAL, copying))],
             [4, 4, 1], [160, 160, 32],
         )  # fmt: skip

@@ -12,11 +12,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from warploom.device.hopper import NARROW, ROWS, announced, barriers, init_ring, matrix, read, store_part
+from warploom.device.hopper import NARROW, ROWS, announced, barriers, init_ring, matrix, read, send_tile
 from warploom.device.hopper_attention import query_steps, tile_place
 from warploom.device.hopper_attention_backward import (
     OWN_STAGES,
     compute_for_queries,
+    compute_for_wide_queries,
     copy_for_keys,
     walk_queries,
     walk_queries_for_one,
@@ -71,24 +72,37 @@ def hopper_query_kernel(
         tokens, keys, heads, rows, blocks, section, parts, right, scale, slope,
         (dq_size, dq_b, dq_n, dq_h, dq_features),
     )  # fmt: skip
-    IN_REGISTERS: gl.constexpr = GROUPS == 2 and D <= NARROW  # three groups, or wide sums, leave none to spare
-    if GROUPS == 2:
+    if D > NARROW:
         gl.warp_specialize(
-            [(compute_for_queries, (0, IN_REGISTERS, CAUSAL, SPLIT, computing)),
-             (compute_for_queries, (1, IN_REGISTERS, CAUSAL, SPLIT, computing)),
-             (copy_for_queries, (GROUPS, CAUSAL, copying))],
+            [(compute_for_wide_queries, (0, CAUSAL, SPLIT, computing)),
+             (compute_for_wide_queries, (1, CAUSAL, SPLIT, computing)),
+             (copy_for_queries, (GROUPS, CAUSAL, True, copying))],
             [4, 1], [240, 24],
         )  # fmt: skip
-    else:
+    elif GROUPS == 2:
         gl.warp_specialize(
-            [(compute_for_queries, (0, IN_REGISTERS, CAUSAL, SPLIT, computing)),
-             (compute_for_queries, (1, IN_REGISTERS, CAUSAL, SPLIT, computing)),
-             (compute_for_queries, (2, IN_REGISTERS, CAUSAL, SPLIT, computing)),
-             (copy_for_queries, (GROUPS, CAUSAL, copying))],
+            [(compute_for_queries, (0, True, CAUSAL, SPLIT, computing)),
+             (compute_for_queries, (1, True, CAUSAL, SPLIT, computing)),
+             (copy_for_queries, (GROUPS, CAUSAL, True, copying))],
+            [4, 1], [240, 24],
+        )  # fmt: skip
+    else:  # three groups leave no registers for queries
+        gl.warp_specialize(
+            [(compute_for_queries, (0, False, CAUSAL, SPLIT, computing)),
+             (compute_for_queries, (1, False, CAUSAL, SPLIT, computing)),
+             (compute_for_queries, (2, False, CAUSAL, SPLIT, computing)),
+             (copy_for_queries, (GROUPS, CAUSAL, True, copying))],
             [4, 4, 1], [160, 160, 32],
         )  # fmt: skip
     if gl.program_id(0) == 0:
         gdc_wait()
+
+
+@gluon.jit
+def key_place(tile, key_heads, blocks, rows, section, parts):
+    """Block of keys, part of its walk, batch entry and key head of a tile."""
+    block, row, part = tile_place(tile, blocks, rows, section, parts, False)
+    return block, part, row // key_heads, row % key_heads
 
 
 @gluon.jit
@@ -110,13 +124,11 @@ def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constex
     tiles = blocks * rows * parts
     tile, slot = announced(ticket, own_full, done)
     while tile < tiles:
-        block, row, part = tile_place(tile, blocks, rows, section, parts, False)
-        entry, key_head = row // key_heads, row % key_heads
+        block, part, _, _ = key_place(tile, key_heads, blocks, rows, section, parts)
         begin, full, end = query_steps(block, part, parts, tokens, keys, right, CAUSAL, BLOCK_N, BLOCK_M)
-        n = block * BLOCK_N + own * ROWS
-        first = n - (keys - tokens) - right
-        place = slot * GROUPS + own
-        k_tile, v_tile = matrix(k_tiles, place), matrix(v_tiles, place)
+        first = block * BLOCK_N + own * ROWS - (keys - tokens) - right
+        own_slot = slot * GROUPS + own
+        k_tile, v_tile = matrix(k_tiles, own_slot), matrix(v_tiles, own_slot)
         dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         for _ in range(group):
@@ -130,29 +142,77 @@ def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constex
                 q_full, q_empty, do_full, do_empty, full, end, first, scale, False, LAYOUT, OUT_LAYOUT,
             )  # fmt: skip
         # Worked out again rather than held in registers.
-        block, row, part = tile_place(read(ticket, slot), blocks, rows, section, parts, False)
-        entry, key_head = row // key_heads, row % key_heads
+        block, part, entry, head = key_place(read(ticket, slot), key_heads, blocks, rows, section, parts)
         n = block * BLOCK_N + own * ROWS
-        if SPLIT:
-            store_part(dv_out, dv, part, entry, key_head, n, keys, dv_place, OUT_LAYOUT)
-            store_part(dk_out, dk * slope, part, entry, key_head, n, keys, dk_place, OUT_LAYOUT)
-        else:
-            v_tile.store(dv.to(v_tiles.dtype))
-            k_tile.store((dk * slope).to(k_tiles.dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(dv_out, [entry, key_head, n, 0], v_tiles.index(place))
-            tma.async_copy_shared_to_global(dk_out, [entry, key_head, n, 0], k_tiles.index(place))
-            tma.store_wait(0)
+        send_tile(dv_out, dv, v_tiles, own_slot, part, entry, head, n, keys, dv_place, SPLIT, OUT_LAYOUT)
+        send_tile(dk_out, dk * slope, k_tiles, own_slot, part, entry, head, n, keys, dk_place, SPLIT, OUT_LAYOUT)
+        tma.store_wait(0)
         mbarrier.arrive(own_empty.index(slot))
         done += 1
         tile, slot = announced(ticket, own_full, done)
+
+
+@gluon.jit(do_not_specialize=[*WALK, "slope", *place_names("dk", "dv")])
+def hopper_key_kernel(
+    q_desc, k_desc, v_desc, do_desc, dk, dv, shift, delta, tickets,
+    tokens: gl.int32, keys: gl.int32, heads: gl.int32, group: gl.int32, rows: gl.int32, blocks: gl.int32,
+    section: gl.int32, parts: gl.int32, right: gl.int32, scale: gl.float32, slope: gl.float32,
+    dk_size: gl.int32, dk_b: gl.int32, dk_n: gl.int32, dk_h: gl.int32, dk_features: gl.int32,
+    dv_size: gl.int32, dv_b: gl.int32, dv_n: gl.int32, dv_h: gl.int32, dv_features: gl.int32,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Gradients of keys and values, for tiles of GROUPS · 64 keys, 64 for each of two groups of warps.
+
+    Descriptors are of (B, H, N, D), with boxes of (1, 1, BLOCK_M, D) for queries and their gradients and of
+    (1, 1, 64, D) for keys, values and results; boxes of values are as wide as those of keys. ``tickets[0]`` is zero.
+    Parts are as in `kernels_hopper.hopper_forward_kernel`. It waits for the launch before it, and the one after it, of
+    `hopper_query_kernel`, starts where this one leaves multiprocessors idle.
+    """
+    gdc_wait()
+    gdc_launch_dependents()
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
+    dtype: gl.constexpr = q_desc.dtype
+    k_tiles = gl.allocate_shared_memory(dtype, [OWN_STAGES * GROUPS, 1, 1, ROWS, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [OWN_STAGES * GROUPS, 1, 1, ROWS, D], v_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], do_desc.layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    shifts = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
+    ticket = gl.allocate_shared_memory(gl.int32, [OWN_STAGES, 1], plain)
+    own_full, own_empty = barriers(OWN_STAGES), barriers(OWN_STAGES)
+    q_full, q_empty = barriers(STAGES), barriers(STAGES)
+    do_full, do_empty = barriers(STAGES), barriers(STAGES)
+    init_ring(own_full, own_empty, GROUPS)
+    init_ring(q_full, q_empty, GROUPS)
+    init_ring(do_full, do_empty, GROUPS)
+    fence_async_shared()
+    copying = (
+        tickets, ticket, q_desc, do_desc, (k_desc, v_desc), shift, delta,
+        q_tiles, do_tiles, (k_tiles, v_tiles), shifts, deltas,
+        own_full, own_empty, q_full, q_empty, do_full, do_empty,
+        tokens, keys, heads, group, rows, blocks, section, parts, right,
+    )  # fmt: skip
+    computing = (
+        ticket, dk, dv, q_tiles, do_tiles, k_tiles, v_tiles, shifts, deltas,
+        own_full, own_empty, q_full, q_empty, do_full, do_empty,
+        tokens, keys, heads, group, rows, blocks, section, parts, right, scale, slope,
+        (dk_size, dk_b, dk_n, dk_h, dk_features), (dv_size, dv_b, dv_n, dv_h, dv_features),
+    )  # fmt: skip
+    gl.warp_specialize(
+        [(compute_for_keys, (0, GROUPS, CAUSAL, SPLIT, computing)),
+         (compute_for_keys, (1, GROUPS, CAUSAL, SPLIT, computing)),
+         (copy_for_keys, (GROUPS, CAUSAL, copying))],
+        [4, 1], [240, 24],
+    )  # fmt: skip
 
 
 @gluon.jit
 def compute_for_one(
     VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, weight_tiles, weights_full, arguments
 ):
-    """One of two groups of warps of `hopper_key_kernel` with the same 64 keys: for their values' gradient, or for theirs.
+    """One of two groups of warps of `hopper_wide_key_kernel`: for the gradient of values, or of keys.
 
     Its result leaves through the buffer that it alone reads: the gradient of values through that of keys, and the other
     way round.
@@ -180,7 +240,7 @@ def compute_for_one(
     tiles = blocks * rows * parts
     tile, slot = announced(ticket, own_full, done)
     while tile < tiles:
-        block, row, part = tile_place(tile, blocks, rows, section, parts, False)
+        block, part, _, _ = key_place(tile, key_heads, blocks, rows, section, parts)
         begin, full, end = query_steps(block, part, parts, tokens, keys, right, CAUSAL, ROWS, BLOCK_M)
         first = block * ROWS - (keys - tokens) - right
         own_tile = matrix(own_tiles, slot)
@@ -200,22 +260,16 @@ def compute_for_one(
         if not VALUES:
             acc = acc * slope
         # Worked out again rather than held in registers.
-        block, row, part = tile_place(read(ticket, slot), blocks, rows, section, parts, False)
-        entry, key_head = row // key_heads, row % key_heads
-        if SPLIT:
-            store_part(out, acc, part, entry, key_head, block * ROWS, keys, place, OUT_LAYOUT)
-        else:
-            own_tile.store(acc.to(own_tiles.dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(out, [entry, key_head, block * ROWS, 0], own_tiles.index(slot))
-            tma.store_wait(0)
+        block, part, entry, head = key_place(read(ticket, slot), key_heads, blocks, rows, section, parts)
+        send_tile(out, acc, own_tiles, slot, part, entry, head, block * ROWS, keys, place, SPLIT, OUT_LAYOUT)
+        tma.store_wait(0)
         mbarrier.arrive(own_empty.index(slot))
         done += 1
         tile, slot = announced(ticket, own_full, done)
 
 
 @gluon.jit(do_not_specialize=[*WALK, "slope", *place_names("dk", "dv")])
-def hopper_key_kernel(
+def hopper_wide_key_kernel(
     q_desc, k_desc, v_desc, do_desc, dk, dv, shift, delta, tickets,
     tokens: gl.int32, keys: gl.int32, heads: gl.int32, group: gl.int32, rows: gl.int32, blocks: gl.int32,
     section: gl.int32, parts: gl.int32, right: gl.int32, scale: gl.float32, slope: gl.float32,
@@ -223,41 +277,33 @@ def hopper_key_kernel(
     dv_size: gl.int32, dv_b: gl.int32, dv_n: gl.int32, dv_h: gl.int32, dv_features: gl.int32,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values, for tiles of GROUPS · 64 keys: two groups of warps have 64 each, or the same 64.
-
-    Descriptors are of (B, H, N, D), with boxes of (1, 1, BLOCK_M, D) for queries and their gradients and of
-    (1, 1, 64, D) for keys, values and results; boxes of values are as wide as those of keys. ``tickets[0]`` is zero.
-    Parts are as in `kernels_hopper.hopper_forward_kernel`. It waits for the launch before it, and the one after it, of
-    `hopper_query_kernel`, starts where this one leaves multiprocessors idle.
-    """
+    """`hopper_key_kernel` for more than 128 features: two groups of warps have the same 64 keys, and a gradient each."""
     gdc_wait()
     gdc_launch_dependents()
     D: gl.constexpr = q_desc.block_type.shape[3]
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
-    COMPUTING: gl.constexpr = 2  # groups of warps, whether they have keys of their own or not
-    OWN: gl.constexpr = OWN_STAGES if D <= NARROW else 1  # there is no room for the next wide tile
-    k_tiles = gl.allocate_shared_memory(dtype, [OWN * GROUPS, 1, 1, ROWS, D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [OWN * GROUPS, 1, 1, ROWS, D], v_desc.layout)
+    # There is no room for the next tile of keys and values.
+    k_tiles = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, D], v_desc.layout)
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], do_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shifts = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
-    ticket = gl.allocate_shared_memory(gl.int32, [OWN, 1], plain)
-    own_full, own_empty = barriers(OWN), barriers(OWN)
+    # Half a warp has 32 bytes of each of four rows: swizzled, these lie in different banks.
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    weight_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, BLOCK_M], swizzled)
+    weights_full = barriers(STAGES)
+    ticket = gl.allocate_shared_memory(gl.int32, [1, 1], plain)
+    own_full, own_empty = barriers(1), barriers(1)
     q_full, q_empty = barriers(STAGES), barriers(STAGES)
     do_full, do_empty = barriers(STAGES), barriers(STAGES)
-    init_ring(own_full, own_empty, COMPUTING)
-    init_ring(q_full, q_empty, COMPUTING)
-    init_ring(do_full, do_empty, COMPUTING)
-    if GROUPS < COMPUTING:
-        # Half a warp has 32 bytes of each of four rows: swizzled, these lie in different banks.
-        swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-        weight_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, BLOCK_M], swizzled)
-        weights_full = barriers(STAGES)
-        for i in gl.static_range(STAGES):
-            mbarrier.init(weights_full.index(i), count=1)
+    init_ring(own_full, own_empty, 2)
+    init_ring(q_full, q_empty, 2)
+    init_ring(do_full, do_empty, 2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(weights_full.index(i), count=1)
     fence_async_shared()
     copying = (
         tickets, ticket, q_desc, do_desc, (k_desc, v_desc), shift, delta,
@@ -271,17 +317,9 @@ def hopper_key_kernel(
         tokens, keys, heads, group, rows, blocks, section, parts, right, scale, slope,
         (dk_size, dk_b, dk_n, dk_h, dk_features), (dv_size, dv_b, dv_n, dv_h, dv_features),
     )  # fmt: skip
-    if GROUPS == COMPUTING:
-        gl.warp_specialize(
-            [(compute_for_keys, (0, GROUPS, CAUSAL, SPLIT, computing)),
-             (compute_for_keys, (1, GROUPS, CAUSAL, SPLIT, computing)),
-             (copy_for_keys, (GROUPS, CAUSAL, copying))],
-            [4, 1], [240, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [(compute_for_one, (True, CAUSAL, SPLIT, weight_tiles, weights_full, computing)),
-             (compute_for_one, (False, CAUSAL, SPLIT, weight_tiles, weights_full, computing)),
-             (copy_for_keys, (GROUPS, CAUSAL, copying))],
-            [4, 1], [240, 24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [(compute_for_one, (True, CAUSAL, SPLIT, weight_tiles, weights_full, computing)),
+         (compute_for_one, (False, CAUSAL, SPLIT, weight_tiles, weights_full, computing)),
+         (copy_for_keys, (GROUPS, CAUSAL, copying))],
+        [4, 1], [240, 24],
+    )  # fmt: skip

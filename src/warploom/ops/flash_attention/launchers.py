@@ -29,7 +29,6 @@ from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_ke
 from warploom.ops.flash_attention.launchers_arguments import launch_forward, launch_prepare, launch_walk
 from warploom.ops.flash_attention.launchers_geometry import (
     L2_SHARE,
-    OWN_KEYS,
     UNBOUNDED,
     Access,
     Costs,
@@ -61,9 +60,15 @@ sum_launch = Kernel(sum_kernel)
 PRODUCTS = {"highest": "bf16x6", "high": "tf32", "medium": "bf16"}
 """How float32 factors are multiplied, for each of PyTorch's names of a precision."""
 
-_LONG = {"forward": 2048, "backward": 1024}
-"""Of float32 tensors of so many rows, pieces are made once, before they are walked over; of shorter ones, where
-they are used."""
+_LONG: dict[str, dict[str, dict[int, int]]] = {
+    "pieces": {
+        "forward": {16: 2048, 32: 2048, 64: 2048, 128: 2048},
+        "backward": {16: 1024, 32: 1024, 64: 1024, 128: 512},
+    },
+    "pairs": {"forward": {64: 8192, 128: 4096}, "backward": {64: 8192, 128: 4096}},
+}
+"""Of float32 tensors of so many rows, by features, pieces are made once, before they are walked over; of shorter
+ones, where they are used, and for ``high`` precision not at all."""
 
 TICKETS = Dense.rows((2,), torch.int32)
 """By which programs take tiles on Hopper: one for each kernel of the backward, the first for the forward."""
@@ -79,7 +84,7 @@ def has_few_short_walks(kernel: str, geometry: Geometry, mask: Mask, scale: floa
 def _extent(kernel: str, geometry: Geometry, q: Tensor) -> tuple[int, int, int]:
     """Tiles of 64 rows of a kernel, rows that they walk over, and how many can run at the same time."""
     own, walk, heads = geometry.tokens, geometry.keys, geometry.heads
-    if kernel in OWN_KEYS:
+    if kernel == "key":
         own, walk, heads = geometry.keys, geometry.tokens * geometry.group, geometry.key_heads
     return -(-own // 64) * geometry.entries * heads, walk, programs_at_once(q.device)
 
@@ -110,11 +115,11 @@ class _Grid(NamedTuple):
         return self.blocks * self.rows * self.splits
 
 
-_RATES = {"pieces": 0.5, "cut": 0.2, "bf16x6": 0.25, "tf32": 0.7, "bf16": 2.0, "ieee": 0.1}
+_RATES = {"pieces": 0.5, "pairs": 1.0, "cut": 0.2, "bf16x6": 0.25, "tf32": 0.7, "bf16": 2.0, "ieee": 0.1}
 _HALF_RATE = 3.0
 """What a multiprocessor does of float32 products, and of those of 16 bits: 10¹² operations a second, about."""
 
-_PRODUCTS = {"forward": 2, "key": 4, "dk": 3, "dv": 2, "query": 3}
+_PRODUCTS = {"forward": 2, "key": 4, "query": 3}
 _LATENCY_US = 0.5  # of a step of up to 64 rows, besides its operations
 _START_US = 2.0  # of a walk
 _MERGE_US = 1.5  # to launch what merges parts
@@ -126,7 +131,7 @@ def _costs(kernel: str, geometry: Geometry, tiles: Configuration, product: str, 
     """What walks of the kernels for every GPU cost, from the time that a step takes on an H200, roughly."""
     rate = _RATES[product] if dtype == torch.float32 else _HALF_RATE
     features = (geometry.block_d + geometry.block_e) / 2
-    rows = tiles.block_m if kernel in OWN_KEYS else tiles.block_n
+    rows = tiles.block_m if kernel == "key" else tiles.block_n
     step_us = _PRODUCTS[kernel] * 2e-6 * tiles.block_m * tiles.block_n * features / rate
     step_us += _LATENCY_US * max(rows / 64, 1)
     merged = 2e5 if kernel == "forward" and dtype != torch.float32 else 1e5  # elements a microsecond
@@ -137,10 +142,10 @@ def _grid(
     kernel: str, geometry: Geometry, mask: Mask, tiles: Configuration, product: str, q: Tensor, elements: int
 ) -> _Grid:
     """How a kernel for every GPU cuts a call with results of so many elements."""
-    own, step = (tiles.block_n, tiles.block_m) if kernel in OWN_KEYS else (tiles.block_m, tiles.block_n)
-    length, heads = (geometry.keys, geometry.key_heads) if kernel in OWN_KEYS else (geometry.tokens, geometry.heads)
+    own, step = (tiles.block_n, tiles.block_m) if kernel == "key" else (tiles.block_m, tiles.block_n)
+    length, heads = (geometry.keys, geometry.key_heads) if kernel == "key" else (geometry.tokens, geometry.heads)
     rows = geometry.entries * heads
-    cu_seqlens = mask.cu_seqlens_k if kernel in OWN_KEYS else mask.cu_seqlens_q
+    cu_seqlens = mask.cu_seqlens_k if kernel == "key" else mask.cu_seqlens_q
     if cu_seqlens is not None:
         # See device/packed.py: the lengths of packed sequences are known on the device alone.
         blocks = length // own + cu_seqlens.shape[0] - 1
@@ -189,13 +194,16 @@ def _precision(q: Tensor, precision: str | None) -> str:
 
 def _product(way: str, q: Tensor, geometry: Geometry, mask: Mask, scale: float, precision: str) -> str:
     """How factors are multiplied, ``forward`` or ``backward``: see `warploom.device.product`."""
-    if precision != "highest" or q.dtype != torch.float32:
+    if precision == "medium" or q.dtype != torch.float32:
         return PRODUCTS[precision]
-    if max(geometry.block_d, geometry.block_e) > 128:
+    wide = max(geometry.block_d, geometry.block_e) > 128
+    if wide and precision == "highest":
         return "ieee"  # three parts of such rows do not fit in registers
-    if not (90 <= architecture(q.device) < 100 and is_plain(geometry, mask, scale)):
+    if wide or not (90 <= architecture(q.device) < 100 and is_plain(geometry, mask, scale)):
         return PRODUCTS[precision]
-    return "pieces" if min(geometry.tokens, geometry.keys) >= _LONG[way] else "cut"
+    pieces, short = ("pairs", PRODUCTS["high"]) if precision == "high" else ("pieces", "cut")
+    least = _LONG[pieces][way].get(geometry.block_d)
+    return short if least is None or min(geometry.tokens, geometry.keys) < least else pieces
 
 
 def _constants(
@@ -210,21 +218,25 @@ def _constants(
 
 
 class _Pieces(NamedTuple):
-    """What makes pieces of float32 tensors before they are walked over: of q, k, v and grad, or of k and v."""
+    """What makes pieces of float32 tensors before the walks: of q, k and v, and in the backward of the gradient."""
 
     launch: Launch
-    all: tuple[Dense | None, ...]  # the three of each tensor
+    all: tuple[Dense | None, ...]  # those of each tensor
     like: tuple[Tensor, ...]  # one of each tensor, without memory
 
-    def __call__(self, *tensors: Tensor | None) -> list[Tensor]:
-        """The pieces (3, …) of those of q, k, v and grad that are given."""
+    def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        """The pieces (three or two, …) of those of q, k, v and grad that are given."""
         pieces = [None if x is None or all is None else all.empty(x) for x, all in zip(tensors, self.all)]
         self.launch((*tensors, *pieces))
-        return [x for x in pieces if x is not None]
+        return tuple(x for x in pieces if x is not None)
+
+
+_PIECES = {"pieces": 3, "pairs": 2}
+"""Of a factor, where they are made before they are walked over."""
 
 
 def _plan_pieces(
-    geometry: Geometry, q: Tensor | None, k: Tensor, v: Tensor, grad: Tensor | None, overlap: bool
+    product: str, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None, overlap: bool
 ) -> _Pieces:
     tensors = q, k, v, grad
     block_r = max(2048 // max(geometry.block_d, geometry.block_e), 1)
@@ -234,13 +246,16 @@ def _plan_pieces(
         pieces_launch,
         sum(blocks),
         (geometry.tokens, geometry.keys, geometry.heads, geometry.key_heads, geometry.entries, *strides),
-        (geometry.features, geometry.value_features, block_r, geometry.block_d, geometry.block_e, overlap),
+        (
+            geometry.features, geometry.value_features, _PIECES[product], block_r, geometry.block_d,
+            geometry.block_e, overlap,
+        ),
         early=overlap,
-    )
+    )  # fmt: skip
     given = [x for x in tensors if x is not None]
     return _Pieces(
         launch,
-        tuple(None if x is None else Dense.rows((3, *x.shape), torch.bfloat16) for x in tensors),
+        tuple(None if x is None else Dense.rows((_PIECES[product], *x.shape), torch.bfloat16) for x in tensors),
         tuple(torch.empty(x.shape, dtype=torch.bfloat16, device="meta") for x in given),
     )
 
@@ -289,7 +304,7 @@ def forward(
     if plan.combine is not None:
         target, target_statistics = (part.empty(q) for part in plan.parts)
     if plan.pieces:
-        k, v = plan.pieces(None, k, v, None)
+        q, k, v = plan.pieces(q, k, v, None)
     if isinstance(plan.launch, TiledLaunch):
         if tickets is None:
             tickets = TICKETS.empty(q)
@@ -347,10 +362,11 @@ def plan_forward(
         tiles = _tiles("forward", geometry, mask, scale, product, q)
         grid = _grid("forward", geometry, mask, tiles, product, q, out.numel())
         splits = grid.splits
-        if product == "pieces":
-            pieces = _plan_pieces(geometry, None, k, v, None, False)
-            plan, (k, v) = plan._replace(pieces=pieces), pieces.like
-        access = access_to(q, k, v, out)
+        factors: tuple[Tensor, ...] = (q, k, v)
+        if product in _PIECES:
+            pieces = _plan_pieces(product, geometry, q, k, v, None, False)
+            plan, factors = plan._replace(pieces=pieces), pieces.like
+        access = access_to(*factors, out)
         launch = Launch(
             forward_launch,
             grid.programs,
@@ -391,16 +407,8 @@ class _Walk(NamedTuple):
     parts: tuple[Dense, ...] = ()  # of each result, all in one, where walks are split
 
 
-_RESULTS: dict[str, tuple[int | None, ...]] = {"key": (1, 2), "dk": (1, None), "dv": (None, 2), "query": (0,)}
+_RESULTS = {"key": (1, 2), "query": (0,)}
 """Which of the gradients of q, k and v a backward kernel writes, in the order of its parameters."""
-
-
-def _results(kernel: str, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    return tuple(None if i is None else gradients[i] for i in _RESULTS[kernel])
-
-
-def _wanted(kernel: str, gradients: Sequence[Tensor]) -> list[Tensor]:
-    return [x for x in _results(kernel, gradients) if x is not None]
 
 
 class _Backward(NamedTuple):
@@ -415,14 +423,6 @@ class _Backward(NamedTuple):
     counted: bool = False  # whether walks count their tiles, with tickets that the first kernel makes zero
     sums: Launch | None = None  # of the parts, where walks are split
     apart: bool = False  # whether gradients are made apart and copied to where they shall be
-
-
-def _walked_over(kernel: str, tensors: Sequence[Tensor], pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of q, k, v and the gradient, what a kernel takes: of those that it walks over, pieces, if there are any."""
-    if not pieces:
-        return tuple(tensors)
-    walked = (0, 3) if kernel in OWN_KEYS else (1, 2)
-    return tuple(pieces[i] if i in walked else x for i, x in enumerate(tensors))
 
 
 def backward(
@@ -468,13 +468,12 @@ def backward(
     launch_prepare(plan.prepare, out, grad, statistics, grad_lse, shift, delta, inverse, tickets)
     if plan.few is not None:
         plan.few((q, k, v, grad, shift, delta, dq, dk, dv))
-    tensors, numbers, gradients = (q, k, v, grad), (shift, delta, inverse), (dq, dk, dv)
-    pieces = [] if plan.pieces is None else plan.pieces(*tensors)
+    numbers, gradients = (shift, delta, inverse), (dq, dk, dv)
+    factors = (q, k, v, grad) if plan.pieces is None else plan.pieces(q, k, v, grad)
     # A walk starts where the one before leaves multiprocessors idle; sums are added up when all are done.
     parts: list[Tensor | None] = [None] * 3
     for walk in plan.walks:
-        walked = _walked_over(walk.kernel, tensors, pieces)
-        _walk(walk, walked, numbers, gradients, parts, mask, tickets)
+        _walk(walk, factors, numbers, gradients, parts, mask, tickets)
     if plan.sums is not None:
         plan.sums((*parts, *(None if part is None else x for x, part in zip(gradients, parts))))
     if results is not None and plan.apart:
@@ -486,7 +485,7 @@ def backward(
 
 def _walk(
     walk: _Walk,
-    tensors: tuple[Tensor, ...],
+    factors: tuple[Tensor, ...],
     numbers: tuple[Tensor | None, ...],
     gradients: tuple[Tensor, ...],
     parts: list[Tensor | None],
@@ -494,17 +493,16 @@ def _walk(
     tickets: Tensor | None,
 ) -> None:
     """Run one of the backward kernels. It writes gradients or, if its walks are split, new ``parts`` of them."""
-    targets = [None if i is None else gradients[i] for i in _RESULTS[walk.kernel]]
+    targets = [gradients[i] for i in _RESULTS[walk.kernel]]
     if walk.parts:
-        left = iter(walk.parts)
-        for place, index in enumerate(_RESULTS[walk.kernel]):
-            if index is not None:
-                targets[place] = parts[index] = next(left).empty(gradients[0])
+        targets = [part.empty(gradients[0]) for part in walk.parts]
+        for index, target in zip(_RESULTS[walk.kernel], targets):
+            parts[index] = target
     if isinstance(walk.launch, TiledLaunch):
-        shift, delta, _ = numbers
-        launch_walk(walk.launch, tensors, targets, shift, delta, tickets)
+        shift, delta, inverse = numbers
+        launch_walk(walk.launch, factors, targets, shift, delta, tickets, inverse)
     else:
-        walk.launch((*tensors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k))
+        walk.launch((*factors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k))
 
 
 def plan_backward(
@@ -544,19 +542,11 @@ def plan_backward(
         few = launchers_few.plan_backward(geometry, mask, scale, q, k, v, grad, dq, dk, dv)
         return plan._replace(prepare=prepare, few=few)
     product = _product("backward", q, geometry, mask, scale, precision)
-    if product == "pieces":
-        plan = plan._replace(pieces=_plan_pieces(geometry, q, k, v, grad, overlap))
-    # Pieces of long rows leave registers for one sum alone.
-    kernels = ("dv", "dk", "query") if product == "pieces" and geometry.block_d > 64 else ("key", "query")
-    planned = tuple(
-        _plan_walk(
-            kernel,
-            _walked_over(kernel, (q, k, v, grad), () if plan.pieces is None else plan.pieces.like),
-            _results(kernel, (dq, dk, dv)),
-            geometry, mask, scale, product, aligned, kernel == kernels[0], q,
-        )
-        for kernel in kernels
-    )  # fmt: skip
+    if product in _PIECES:
+        plan = plan._replace(pieces=_plan_pieces(product, geometry, q, k, v, grad, overlap))
+    factors = (q, k, v, grad) if plan.pieces is None else plan.pieces.like
+    call = geometry, mask, scale, product, aligned, q
+    planned = _plan_walk("key", factors, (dk, dv), *call), _plan_walk("query", factors, (dq,), *call)
     sums = _plan_sums(planned, (dq, dk, dv), overlap)
     if sums is not None and results is not None:  # parts are without gaps, and so is what they are added up in
         plan = plan_backward(grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, None)
@@ -565,39 +555,59 @@ def plan_backward(
     return plan._replace(prepare=prepare, walks=planned, counted=counted, sums=sums)
 
 
+def _tiled_pieces(
+    kernel: str,
+    geometry: Geometry,
+    mask: Mask,
+    scale: float,
+    factors: tuple[Tensor, ...],
+    pieces: int,
+    results: tuple[Tensor, ...],
+    device: torch.device,
+) -> launchers_hopper.Plan | None:
+    """The launch of the kernel for Hopper for factors in pieces, if there is one and it takes the call."""
+    if INTERPRETED:
+        return None
+    from warploom.ops.flash_attention import launchers_hopper
+
+    if not launchers_hopper.suit_pieces(geometry, pieces, device, results):
+        return None
+    return launchers_hopper.plan_pieces(kernel, geometry, mask, scale, factors, pieces, results, device)
+
+
 def _plan_walk(
     kernel: str,
-    tensors: tuple[Tensor, ...],
-    results: tuple[Tensor | None, ...],
+    factors: tuple[Tensor, ...],
+    results: tuple[Tensor, ...],
     geometry: Geometry,
     mask: Mask,
     scale: float,
     product: str,
     aligned: bool,
-    first: bool,
     q: Tensor,
 ) -> _Walk:
     """Plan of one of the backward kernels. Other than ``q``, tensors may be without memory, and on no GPU."""
-    wanted = [x for x in results if x is not None]
-    sizes = [x.numel() for x in wanted]
-    tiled = _tiled(kernel, geometry, mask, scale, (*tensors, *wanted)) if aligned else None
+    sizes = [x.numel() for x in results]
+    tiled = _tiled(kernel, geometry, mask, scale, (*factors, *results)) if aligned else None
+    if product in _PIECES:
+        tiled = _tiled_pieces(kernel, geometry, mask, scale, factors, _PIECES[product], results, q.device)
     if tiled is not None:
         return _Walk(kernel, tiled.launch, tiled.parts, _parts(sizes, tiled.parts))
     tiles = _tiles(kernel, geometry, mask, scale, product, q)
     grid = _grid(kernel, geometry, mask, tiles, product, q, sum(sizes))
-    heads_per_walk = 1 if kernel in OWN_KEYS else geometry.group
-    access = access_to(*tensors, *(wanted[0] if x is None else x for x in results))
+    heads_per_walk = 1 if kernel == "key" else geometry.group
+    access = access_to(*factors, *results)
     overlap = may_start_early(q.device)
     launch = Launch(
-        key_launch if kernel in OWN_KEYS else query_launch,
+        key_launch if kernel == "key" else query_launch,
         grid.programs,
         (
             *_numbers(geometry, mask, scale, grid, q.itemsize, heads_per_walk), scale,
-            *(0 if grid.splits == 1 or x is None else x.numel() // access.vec for x in results), *access.strides,
+            *(x.numel() // access.vec if grid.splits > 1 else 0 for x in results), *access.strides,
         ),
         (
             *_constants(geometry, mask, scale, access, product, tiles), grid.short,
-            *((first,) if kernel in OWN_KEYS else ()), overlap,
+            overlap,
         ),
         tiles.warps,
         tiles.stages,
@@ -616,8 +626,7 @@ def _plan_sums(walks: Sequence[_Walk], gradients: tuple[Tensor, ...], early: boo
     splits = [1, 1, 1]
     for walk in walks:
         for index in _RESULTS[walk.kernel]:
-            if index is not None:
-                splits[index] = walk.splits
+            splits[index] = walk.splits
     if max(splits) == 1:
         return None
     sizes = [x.numel() for x in gradients]

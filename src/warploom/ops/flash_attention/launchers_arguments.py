@@ -36,10 +36,10 @@ def launch_prepare(
 
 def launch_walk(
     launch: TiledLaunch, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], shift: Tensor | None,
-    delta: Tensor | None, tickets: Tensor | None,
+    delta: Tensor | None, tickets: Tensor | None, inverse: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Run a backward kernel for Hopper on q, k, v and the gradient of the output.
+    """Run a backward kernel for Hopper on q, k, v and the gradient of the output, or on pieces of these.
 
-    It writes ``gradients``, of keys and values or of queries, or parts of them.
+    It writes ``gradients``, of keys and values or of queries, or parts of them. ``inverse`` is for pieces alone.
     """
-    launch((*tensors, *gradients, shift, delta, tickets))
+    launch((*tensors, *gradients, shift, delta, *(() if inverse is None else (inverse,)), tickets))

@@ -10,7 +10,6 @@ from warploom.launch import multiprocessors
 
 Tensor = torch.Tensor
 
-OWN_KEYS = ("key", "dk", "dv")  # kernels whose tiles are of keys: gradients of keys and values, or of one of them
 HOPPER_MULTIPROCESSORS = 132  # of an H100 or H200
 L2_SHARE = 2**25
 """Bytes of keys and values that programs running together may read again and again from the L2 cache."""
@@ -113,7 +112,7 @@ def walks(kernel: str, geometry: Geometry, mask: Mask, block: int, step: int) ->
     """Steps of the walk of each tile of a head, for tiles of ``block`` rows and steps of ``step``."""
     offset = geometry.keys - geometry.tokens  # the last query stands at the last key
     own, walked, behind, ahead, times = geometry.tokens, geometry.keys, mask.left, mask.right, 1
-    if kernel in OWN_KEYS:
+    if kernel == "key":
         offset = -offset
         own, walked, behind, ahead, times = walked, own, ahead, behind, geometry.group
     steps = []

@@ -30,7 +30,7 @@ def configuration(
     """The pinned tiles of a kernel.
 
     Args:
-        kernel: ``forward``, ``query`` (gradient of q), ``key`` (gradients of k and v), ``dk`` or ``dv`` (of one).
+        kernel: ``forward``, ``query`` (gradient of q) or ``key`` (gradients of k and v).
         arch: Compute capability times ten.
         dtype: Of the tensors.
         features: The larger of D and E, up to a power of two, 16 at least.
@@ -45,7 +45,7 @@ def configuration(
     if dtype == torch.float32 and tuned and arch < 100 and features <= 128:
         if few and product == "pieces" and (tiny or kernel == "query"):
             return _FEW_PIECES[kernel]
-        tables = {"pieces": _PLAIN_90_PIECES, "cut": _PLAIN_90_CUT}
+        tables = {"pieces": _PLAIN_90_PIECES, "pairs": _PLAIN_90_PAIRS, "cut": _PLAIN_90_CUT}
         return tables.get(product, _PLAIN_90_TF32)[kernel][features]
     if dtype == torch.float32:
         return _FLOAT32[kernel][features]
@@ -157,14 +157,27 @@ _PLAIN_90_PIECES: dict[str, dict[int, Configuration]] = {
         16: Configuration(64, 64, 4, 2),
         32: Configuration(64, 64, 4, 2),
         64: Configuration(32, 64, 4, 2),
+        128: Configuration(16, 64, 4, 2),
     },
-    "dk": {128: Configuration(32, 64, 4, 2)},
-    "dv": {128: Configuration(32, 128, 8, 2)},
     "query": {
         16: Configuration(64, 64, 4, 2),
         32: Configuration(64, 64, 4, 2),
         64: Configuration(128, 64, 8, 2),
         128: Configuration(64, 32, 4, 2),
+    },
+}
+_PLAIN_90_PAIRS: dict[str, dict[int, Configuration]] = {
+    "forward": {
+        64: Configuration(128, 64, 8, 2),
+        128: Configuration(128, 64, 8, 2),
+    },
+    "key": {
+        64: Configuration(64, 64, 4, 2),
+        128: Configuration(32, 64, 4, 2),
+    },
+    "query": {
+        64: Configuration(128, 64, 8, 2),
+        128: Configuration(64, 64, 4, 2),
     },
 }
 _PLAIN_90_TF32: dict[str, dict[int, Configuration]] = {
