@@ -501,8 +501,7 @@ def _walk(
             if index is not None:
                 targets[place] = parts[index] = next(left).empty(gradients[0])
     if isinstance(walk.launch, TiledLaunch):
-        shift, delta, _ = numbers
-        launch_walk(walk.launch, tensors, targets, shift, delta, tickets)
+        launch_walk(walk.launch, tensors, targets, numbers, tickets)
     else:
         walk.launch((*tensors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k))
 
