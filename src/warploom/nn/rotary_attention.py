@@ -161,9 +161,9 @@ class _Backward(NamedTuple):
         tickets = attention.TICKETS.empty(qkv)
         launch_prepare(self.prepare, out, grad, statistics, None, shift, delta, None, tickets)
         k, v, dk, dv = _view(turned, *self.k), _view(qkv, *self.v), _view(dqkv, *self.dk), _view(dqkv, *self.dv)
-        tensors = (turned, k, v, grad)
-        launch_walk(self.key, tensors, (dk, dv), shift, delta, tickets)
-        launch_walk(self.query, tensors, (dqkv,), shift, delta, tickets)
+        tensors, numbers = (turned, k, v, grad), (shift, delta)
+        launch_walk(self.key, tensors, (dk, dv), numbers, tickets)
+        launch_walk(self.query, tensors, (dqkv,), numbers, tickets)
         positions.launch_backward(self.turn, qkv, dqkv, dqkv, theta, _FROM_ZERO)
         return dqkv
 

@@ -499,8 +499,7 @@ def _walk(
         for index, target in zip(_RESULTS[walk.kernel], targets):
             parts[index] = target
     if isinstance(walk.launch, TiledLaunch):
-        shift, delta, inverse = numbers
-        launch_walk(walk.launch, factors, targets, shift, delta, tickets, inverse)
+        launch_walk(walk.launch, factors, targets, numbers, tickets)
     else:
         walk.launch((*factors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k))
 

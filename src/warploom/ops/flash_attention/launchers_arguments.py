@@ -35,11 +35,12 @@ def launch_prepare(
 
 
 def launch_walk(
-    launch: TiledLaunch, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], shift: Tensor | None,
-    delta: Tensor | None, tickets: Tensor | None, inverse: Tensor | None = None,
+    launch: TiledLaunch, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None],
+    numbers: Sequence[Tensor | None], tickets: Tensor | None,
 ) -> None:  # fmt: skip
-    """Run a backward kernel for Hopper on q, k, v and the gradient of the output, or on pieces of these.
+    """Run a backward kernel for Hopper on q, k, v and the gradient of the output, or their pieces.
 
-    It writes ``gradients``, of keys and values or of queries, or parts of them. ``inverse`` is for pieces alone.
+    It writes ``gradients``, of keys and values or of queries, or parts of them. ``numbers``: what `launch_prepare`
+    wrote from ``shift`` on, None for what was not asked for.
     """
-    launch((*tensors, *gradients, shift, delta, *(() if inverse is None else (inverse,)), tickets))
+    launch((*tensors, *gradients, *[x for x in numbers if x is not None], tickets))
