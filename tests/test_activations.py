@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from warploom.device.activations import exponential_float32, widen
+from warploom.device.product import rounded_to_tf32
 from warploom.launch import Kernel
 
 Tensor = torch.Tensor
@@ -67,3 +68,23 @@ def test_widening_keeps_every_number(dtype: torch.dtype, block: int, device: tor
     Kernel(widen_kernel)(-(-len(x) // block), (x, out), (len(x),), (block,))
     assert torch.equal(out.isnan(), x.isnan())
     assert torch.equal(out.nan_to_num(0.0), x.float().nan_to_num(0.0))
+
+
+@triton.jit(do_not_specialize=["size"])
+def tf32_kernel(x, out, size: tl.int32, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, rounded_to_tf32(tl.load(x + i, mask=i < size, other=0.0)), mask=i < size)
+
+
+def test_rounding_to_tf32_is_to_nearest(device: torch.device) -> None:
+    x = torch.cat((torch.randn(60_000), torch.tensor([0.0, 1.0, 1 + 2.0**-11, -math.inf, math.nan]))).to(device)
+    out = torch.full_like(x, math.nan)
+    Kernel(tf32_kernel)(-(-len(x) // BLOCK), (x, out), (len(x),), (BLOCK,))
+    assert torch.equal(out[-5:-1].abs().cpu(), torch.tensor([0.0, 1.0, out[-3].item(), math.inf]))
+    assert math.isnan(out[-1].item())
+    if device.type != "cuda":
+        assert torch.equal(out[:-1], x[:-1])  # products in the interpreter keep all bits
+        return
+    x, out = x[:-2], out[:-2]
+    assert out.view(torch.int32).bitwise_and(2**13 - 1).eq(0).all()
+    assert (out.double() - x.double()).abs().le(x.double().abs() * 2.0**-11).all()

@@ -17,6 +17,16 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def rounded_to_tf32(x):
+    """A float32 tile with the bits that TensorFloat-32 has, to nearest; matrix units would drop the others."""
+    if not INTERPRETED:  # whose products keep all bits
+        x = tl.inline_asm_elementwise(
+            "cvt.rna.tf32.f32 $0, $1;", "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1
+        ).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
 def pieces_of(x, COUNT: tl.constexpr):
     """A float32 tile as the sum of so many in bfloat16, the largest first: three hold all its bits, two 16 of them."""
     pieces = ()

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.activations import power_of_two
 from warploom.device.packed import sequence_bounds, sequence_of_tile
-from warploom.device.product import pieces_of, product, rounded
+from warploom.device.product import pieces_of, product, rounded, rounded_to_tf32
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -156,6 +156,8 @@ def as_factor(tile, dtype: tl.constexpr, PRECISION: tl.constexpr):
         factor = pieces_of(tile, 3)
     elif PRECISION == "pairs":
         factor = pieces_of(tile, 2)
+    elif PRECISION == "tf32" and dtype == tl.float32:
+        factor = rounded_to_tf32(tile)
     else:
         factor = rounded(tile, dtype)
     return factor

@@ -157,7 +157,8 @@ def plan(tile: Tile, kind: str, features: int, x: Tensor, theta: Tensor, grad: T
     """The launch of the kernel on tensors like these; ``tile`` from `suits`."""
     batch, tokens, heads, _ = x.shape
     strips, parts = features // tile.width, -(-tokens // tile.tokens)
-    block = next((size for size in _BLOCKS if parts <= size), _BLOCKS[-1])
+    block = next((size for size in _BLOCKS if parts <= size), None)
+    block = block or next(size for size in _BLOCKS if parts <= size**2)  # two levels: as few as suffice
     function = kernels_sequence_hopper.hopper_sequence_forward_kernel
     described = [x]
     if grad is not None:
