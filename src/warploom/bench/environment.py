@@ -47,7 +47,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     environment: dict[str, Any] = {
         "device": device.type,
         "cpu": _cpu_model(),
-        "cpu_cores": os.cpu_count(),
+        "cpu_cores": _usable_cores(),
         "cpu_threads": torch.get_num_threads(),
         "os": platform.platform(),
         "python": platform.python_version(),
@@ -93,6 +93,11 @@ def _gpu(device: torch.device) -> dict[str, Any]:
             if not value.startswith("["):  # "[N/A]", "[Not Supported]"
                 known[name] = parse(value)
     return known
+
+
+def _usable_cores() -> int | None:
+    """CPU cores that this process may run on: half of a machine's for a process bound to that half."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _cpu_model() -> str:
