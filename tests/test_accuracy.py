@@ -58,7 +58,55 @@ def test_an_error_that_luck_does_not_explain_is_no_mean(reference: torch.Tensor)
         output.view(-1)[7] += factor * fine.error_budget
         verdict = compare(output.float(), reference, noisy(reference, 1e-3))
         assert not verdict.ok
-        assert mean_of([verdict, *[fine] * 15]).ok == right
+        whole = mean_of([verdict, *[fine] * 15])
+        assert whole.ok == right
+        assert (whole.ratio <= 1) == right, "what is refused says why"
+
+
+@pytest.mark.parametrize("wrong", ["one element", "a bias"])
+@pytest.mark.parametrize(
+    ("times", "right"), [((0.9, 0.9), True), ((1.2, 0.6), True), ((1.3, 1.3), False), ((2.0, 0.6), False)]
+)
+def test_what_is_beyond_the_budget_in_the_mean_fails(wrong: str, times: tuple[float, float], right: bool) -> None:
+    """By a little, in all or half of draws of different sizes: by the largest error or the mean square alone."""
+    verdicts = []
+    for _ in range(8):
+        reference = torch.randn(300, dtype=torch.float64) * (torch.randn((), dtype=torch.float64) / 5).exp()
+        eager = noisy(reference, 1e-3)
+        budget = compare(reference.float(), reference, eager)
+        for factor in times:
+            output = reference.clone()
+            if wrong == "one element":
+                output[7] += factor * budget.error_budget
+            else:
+                output += factor * budget.rms_budget
+            verdict = compare(output.float(), reference, eager)
+            assert verdict.ratio == pytest.approx(factor, rel=0.01)
+            other = verdict.rms_error / verdict.rms_budget
+            if wrong == "a bias":
+                other = verdict.max_error / verdict.error_budget
+            assert other < 0.5 * factor
+            verdicts.append(verdict)
+    whole = mean_of(verdicts)
+    assert whole.ok == right
+    assert (whole.ratio <= 1) == right
+
+
+@pytest.mark.parametrize(("wrong", "right"), [(3, True), (15, False)])
+def test_one_large_budget_does_not_hide_what_is_wrong_with_most_draws(wrong: int, right: bool) -> None:
+    verdicts = []
+    for draw in range(16):
+        reference = torch.randn(20, dtype=torch.float64)
+        eager, output = noisy(reference, 1e-4), reference.float()
+        if draw == 15:
+            eager[3] += 1.0  # the budget of this one makes the mean more than a hundred times larger
+        elif draw < wrong:
+            output += 4e-3
+        verdicts.append(compare(output, reference, eager))
+        assert verdicts[-1].ok == (draw >= wrong)
+    whole = mean_of(verdicts)
+    assert whole.ok == right
+    assert (whole.ratio <= 1) == right
 
 
 def test_what_is_wrong_with_one_draw_is_wrong_with_all(reference: torch.Tensor) -> None:
@@ -358,6 +406,35 @@ def test_a_fault_in_one_of_several_draws_is_found_out(place: int, device: torch.
         assert verdict is not None
         assert not verdict.ok
     assert judge_draws(operator_of(right), draws, "torch").fwd.ok
+
+
+@pytest.mark.parametrize("place", [0, 11])
+@pytest.mark.parametrize("kind", ["written in the place of another", "halved"])
+def test_one_wrong_element_of_one_in_sixteen_draws_is_found_out(
+    kind: str, place: int, device: torch.device
+) -> None:
+    calls = itertools.count()
+
+    def wrong_once(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        out = scaled(x, scale)
+        if next(calls) == place:
+            out[2, 1] = out[2, 0] if kind != "halved" else out[2, 1] / 2
+        return out
+
+    def wrong_gradient_once(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """That of one number of ``scale``, of three."""
+        part = 0 if kind != "halved" else 0.5
+        share = torch.tensor([1.0, part if next(calls) == place else 1.0, 1.0]).to(scale)
+        return scaled(x, share * scale + ((1 - share) * scale).detach())
+
+    draws = [make_inputs({"n": 7}, device, torch.Generator().manual_seed(seed)) for seed in range(16)]
+    assert not judge_draws(operator_of(wrong_once), draws, "torch").fwd.ok
+    calls = itertools.count()
+    judgement = judge_draws(operator_of(wrong_gradient_once), draws, "torch")
+    assert judgement.fwd.ok
+    assert judgement.bwd is not None
+    assert not judgement.bwd.ok
+    assert judgement.bwd.output == 1
 
 
 def test_draws_share_a_budget(device: torch.device) -> None:

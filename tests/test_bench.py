@@ -14,7 +14,7 @@ import pytest
 import torch
 import toy
 
-from warploom.bench import compile_first, evaluate, limits, measure, records, runner, tables
+from warploom.bench import evaluate, limits, measure, records, runner, tables
 from warploom.bench.attempt import DeviceLostError, Failure, attempt
 from warploom.bench.environment import describe_environment, environment_id
 from warploom.bench.records import LIMIT, Record
@@ -306,61 +306,17 @@ def test_what_is_missing_is_prepared_before_anything_is_measured(tmp_path: Path)
     bench = toy.make_bench(**{name: lambda case: toy.reference for name in ("torch", "other", "third")})
     prepared: list[set[Any]] = []
 
-    def prepare(units: list[tuple[evaluate.Unit, list[str]]]) -> None:
+    def prepare(units: list[tuple[evaluate.Unit, list[str]]], seconds: float | None) -> bool:
+        assert seconds is None
         assert not (tmp_path / records.RECORDS).exists() or prepared
         prepared.append({(unit.case["n"], *names) for unit, names in units})
+        return True
 
     run(bench, tmp_path, Selection(modes=["fwd"], providers=["torch"]), prepare=prepare)
     run(bench, tmp_path, Selection(modes=["fwd"]), resume=True, prepare=prepare)
     run(bench, tmp_path, Selection(modes=["fwd"]), resume=True, prepare=prepare)
     others = "other", "third"
     assert prepared == [{(64, "torch"), (256, "torch")}, {(64, *others), (256, *others)}, set()]
-
-
-def test_kernels_are_compiled_first_by_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every provider that compiles is called once as it will be timed; on a GPU, and for many units alone."""
-
-    class Here:
-        def __enter__(self) -> Here:
-            return self
-
-        def __exit__(self, *error: object) -> None: ...
-
-        def map(self, *arguments: Any) -> list[None]:
-            groups.extend(arguments[1])
-            return list(map(*arguments))
-
-    def call(unit: evaluate.Unit, name: str, device: torch.device) -> Callable[[], object]:
-        called.append((unit.mode, unit.case["n"], name, torch.is_grad_enabled()))
-        if name == "fla":
-            raise ValueError("trouble")
-        return lambda: None
-
-    groups: list[Any] = []
-    called: list[Any] = []
-    monkeypatch.setattr(compile_first, "workers", lambda processes, specs: Here())
-    monkeypatch.setattr(compile_first, "provider_call", call)
-    monkeypatch.setattr(compile_first.os, "cpu_count", lambda: 4)
-    cases = [{"n": n, "activation": a} for a in ("none", "silu") for n in (64, 128, 256, 512)]
-    bench = benches()["lrpe-rotate"]
-    units = [(evaluate.Unit(bench, "s", case, mode), list(_NAMES)) for case in cases for mode in ("fwd", "bwd")]
-    assert compile_first.compile_first(units, torch.device("cuda")) == 4
-    assert len(groups) == 4, "one for each activation and mode"
-    compiled = ("triton", "torch_compile", "fla")
-    assert sorted(called) == sorted(
-        (u.mode, u.case["n"], name, u.mode == "bwd") for u, _ in units for name in compiled
-    )
-    called.clear()
-    assert compile_first.compile_first(units, CPU) == 0
-    assert compile_first.compile_first(units[:8], torch.device("cuda")) == 0
-    eager = [(unit, ["torch", "sdpa_flash"]) for unit, _ in units]
-    assert compile_first.compile_first(eager, torch.device("cuda")) == 0
-    mine = [(replace(unit, bench=replace(bench, title="mine")), names) for unit, names in units]
-    assert compile_first.compile_first(mine, torch.device("cuda")) == 0, "no process would know it"
-    assert not called
-
-
-_NAMES = ("triton", "torch", "torch_compile", "sdpa_cudnn", "torch_naive", "fla")
 
 
 def test_resume_measures_only_what_is_missing_or_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,6 +366,21 @@ def test_a_time_limit_stops_between_cases_and_says_what_is_left(tmp_path: Path) 
     assert outcome.left[0] == "toy-scale fwd dtype=float32 shape=(4, 4) n=64"
     assert "time limit of 0 s" in outcome.reason
     assert not run(toy.make_bench(), tmp_path, resume=True).left
+
+
+def test_when_the_time_is_up_before_all_is_compiled_nothing_is_begun(tmp_path: Path) -> None:
+    given: list[float | None] = []
+
+    def prepare(units: object, seconds: float | None) -> bool:
+        given.append(seconds)
+        return False
+
+    outcome = run(toy.make_bench(), tmp_path, time_limit=900.0, prepare=prepare)
+    assert given == [900.0]
+    assert outcome.records == []
+    assert len(outcome.left) == 4
+    assert outcome.reason == "the time limit of 900 s is reached while compiling"
+    assert not run(toy.make_bench(), tmp_path, resume=True, time_limit=900.0).left
 
 
 def test_a_lost_device_stops_the_run_and_blames_one_provider(

@@ -83,6 +83,7 @@ BENCHES = (
             "torch": lambda case: plain,
             "torch_compile": lambda case: torch.compile(plain, dynamic=False),
         },
+        precompiled=("torch",),
         traffic=traffic,
         title="Root-mean-square normalization",
     ),

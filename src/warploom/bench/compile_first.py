@@ -2,7 +2,8 @@
 
 Nearly every case of an operator's first run meets a kernel that has to be compiled, which takes longer than to
 check and to time it. What the processes here compile lies in the compilers' caches on disk, where the process that
-measures finds it. They measure nothing, and what fails in them fails again where it is put down.
+measures finds it. They measure nothing, and what fails in them fails again where it is put down. When the time for
+it is up, they are ended in the middle of what they do.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import contextlib
 import functools
 import gc
 import json
+import multiprocessing
 import os
-import re
 from collections.abc import Sequence
+from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +33,6 @@ __all__ = ["compile_first"]
 MOST_PROCESSES = 12
 LEAST_UNITS = 16
 """Fewer units take less time than processes take to begin."""
-_COMPILES_NOTHING = re.compile(r"torch|torch_naive|sdpa_.*")
 _SIZES = frozenset({"n", "m", "batch", "grid", "prefix"})
 """Parameters that mostly do not decide which kernel runs: cases that differ in these go to one process."""
 
@@ -54,35 +55,47 @@ class _Work:
 
 
 def compile_first(
-    units: Sequence[tuple[Unit, Sequence[str]]], device: torch.device, specs: Sequence[Path] = ()
-) -> int:
+    units: Sequence[tuple[Unit, Sequence[str]]],
+    seconds: float | None,
+    *,
+    device: torch.device,
+    specs: Sequence[Path] = (),
+) -> bool:
     """Compile what providers will run, where that is worth processes of its own: on a GPU, for many units.
 
     Args:
         units: What will be measured, each with the names of its providers.
+        seconds: How long it may take; None for as long as it takes.
         device: Where.
         specs: Files that describe benches of one's own; those that come from nowhere else are left out.
 
     Returns:
-        How many processes took part.
+        Whether it came to an end before the time was up.
     """
     known = benches()
     work = [
         _Work(unit.bench.name, unit.suite, dict(unit.case), unit.mode, compiled)
         for unit, names in units
         if known.get(unit.bench.name) is unit.bench
-        and (compiled := tuple(name for name in names if not _COMPILES_NOTHING.fullmatch(name)))
+        and (compiled := tuple(name for name in names if name not in unit.bench.precompiled))
     ]
     groups: dict[str, list[_Work]] = {}
     for item in work:
         groups.setdefault(item.group, []).append(item)
     processes = min(MOST_PROCESSES, os.cpu_count() or 1, len(groups))
     if device.type != "cuda" or len(work) < LEAST_UNITS or processes < 2:
-        return 0
+        return True
+    not_ours = set(multiprocessing.active_children())
     # If a process dies, what it left is compiled where it is measured.
     with workers(processes, specs) as pool, contextlib.suppress(BrokenProcessPool):
-        list(pool.map(_call_once, groups.values(), [device] * len(groups)))
-    return processes
+        done, late = wait([pool.submit(_call_once, group, device) for group in groups.values()], seconds)
+        if late:  # leaving this block takes as long as the processes live
+            for process in set(multiprocessing.active_children()) - not_ours:
+                process.kill()
+            return False
+        for future in done:
+            future.result()
+    return True
 
 
 def _call_once(work: Sequence[_Work], device: torch.device) -> None:

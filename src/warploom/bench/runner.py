@@ -138,7 +138,7 @@ def run(
     *,
     resume: bool = False,
     time_limit: float | None = None,
-    prepare: Callable[[Sequence[tuple[Unit, Sequence[str]]]], object] | None = None,
+    prepare: Callable[[Sequence[tuple[Unit, Sequence[str]]], float | None], bool] | None = None,
 ) -> Outcome:
     """Measure, and append the records of every case to ``output`` as soon as they are there.
 
@@ -149,7 +149,8 @@ def run(
         output: Folder for ``records.jsonl`` and ``environment.json``. What is in it already stays.
         resume: Leave out what ``output`` has from the same code in the same environment, undisturbed.
         time_limit: Seconds after which no further case is begun.
-        prepare: Called before anything is measured, with what will be: see `warploom.bench.compile_first`.
+        prepare: Called before anything is measured, with what will be and the seconds that there are, and returns
+            whether these were enough: see `warploom.bench.compile_first`.
 
     Returns:
         The selection's records, and what is left of it.
@@ -165,12 +166,14 @@ def run(
     save_environment(output, identifier, environment)
     digests = {bench.name: current_digests(bench) for bench in benches}
 
-    began = time.monotonic()
     tasks = [_task(unit, selection, identifier, digests[unit.bench.name], found) for unit in units]
-    if prepare is not None:
-        prepare([(task.unit, [name for name in task.missing if name != LIMIT]) for task in tasks if task.missing])
-    clock = WatchedClock(make_clock(device), make_reader(device))
     outcome = Outcome()
+    began = time.monotonic()
+    if prepare is not None:
+        missed = [(task.unit, [n for n in task.missing if n != LIMIT]) for task in tasks if task.missing]
+        if not prepare(missed, time_limit):
+            outcome.reason = f"the time limit of {time_limit:g} s is reached while compiling"
+    clock = WatchedClock(make_clock(device), make_reader(device))
     with show_progress(len(units)) as progress, _quick_collections():
         for unit, blank, known, missing in tasks:
             of = digests[unit.bench.name]

@@ -132,6 +132,9 @@ class Bench:
     added, or a script's, which is all there is to say."""
     others: tuple[Other, ...] = ()
     """Other functions to time beside it."""
+    precompiled: tuple[str, ...] = ()
+    """Providers, those of other functions included, whose kernels come compiled, as eager PyTorch's do. What the
+    rest run is compiled before anything is measured."""
 
     @property
     def every_provider(self) -> dict[str, Callable[[Case], Callable[..., Outputs]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,9 @@ CHUNK = 2**26
 
 UNLUCKY = 4.0
 """A largest error over the mean budget that is no luck: of 180 gradients with 76 elements, 2.2 was the worst."""
+FEW_WITHIN = 1 / 4
+"""The share of runs within their own budgets below which the others are no luck. With errors like the eager
+reference's, two random elements miss theirs in 4 of 16 runs on average, and in 9 at most in 150 trials."""
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -104,8 +107,9 @@ def mean_of(verdicts: Sequence[Accuracy]) -> Accuracy:
     of the second misses the budget of the first for 15 of 60 seeds if it has 76 elements, and for 4 if it has 4864.
     The mean of largest errors varies little: the ratio of both means is 0.64 and 0.65.
 
-    What is wrong in one run besides size of error is wrong, and so is an error that luck does not explain: beyond
-    `UNLUCKY` times the mean budget.
+    What is wrong in one run besides size of error is wrong, and so is what luck does not explain: an error beyond
+    `UNLUCKY` times the mean budget, or, where one run's large budget makes the mean large, errors beyond their own
+    budgets in all but `FEW_WITHIN` of the runs. The verdict is then that on such a run.
     """
     worst = max(verdicts, key=lambda verdict: (bool(verdict.problem), verdict.ratio))
     if len(verdicts) == 1 or worst.problem:
@@ -117,7 +121,12 @@ def mean_of(verdicts: Sequence[Accuracy]) -> Accuracy:
         math.sqrt(_mean([getattr(v, name) ** 2 for v in verdicts])) for name in ("rms_error", "rms_budget")
     )
     ok = max_error <= error_budget and rms_error <= rms_budget
-    ok = ok and all(v.max_error <= UNLUCKY * error_budget for v in verdicts)
+    largest = max(verdicts, key=lambda verdict: verdict.max_error)
+    if ok and largest.max_error > UNLUCKY * error_budget:
+        return replace(largest, ok=False, error_budget=UNLUCKY * error_budget)
+    beyond = sorted((verdict for verdict in verdicts if not verdict.ok), key=lambda verdict: verdict.ratio)
+    if ok and len(beyond) > (1 - FEW_WITHIN) * len(verdicts):
+        return beyond[len(beyond) // 2]
     return Accuracy(ok, max_error, error_budget, rms_error, rms_budget, worst.worst, worst.output)
 
 

@@ -235,6 +235,7 @@ BENCHES = (
         operator=OPERATOR,
         suites={"quick": _quick, "published": _published, "training": _training, "float32": _float32},
         providers=_PROVIDERS,
+        precompiled=("torch", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flash_attn"),
         traffic=traffic,
         title="Flash attention",
         modes=("fwd", "bwd", "fwd_bwd"),
