@@ -56,6 +56,9 @@ def test_the_calls_that_suit(kind: str, hopper: None) -> None:
     assert suits(kind, x, empty(d=256 if kind == "cosine" else 128))
     assert suits(kind, x, offset=7)
     assert suits(kind, x, grid=(300,))
+    assert suits(kind, x, grid=(10, 30))
+    assert suits(kind, x, grid=(5, 6, 10))
+    assert suits(kind, x, grid=(5, 2, 29), prefix=10)
     assert suits(kind, empty(dtype=torch.float16))
     assert suits(kind, empty(d=64))
     assert suits(kind, empty().transpose(1, 2).contiguous().transpose(1, 2))
@@ -68,7 +71,8 @@ def test_the_calls_that_do_not(kind: str, hopper: None) -> None:
     assert not suits("interleaved", x)
     assert not suits(kind, x, exact=True)
     assert not suits(kind, x, prefix=1)
-    assert not suits(kind, x, grid=(10, 30))
+    assert not suits(kind, x, grid=(299,), prefix=1)
+    assert not suits(kind, x, grid=(5, 2, 3, 10))
     assert not suits(kind, x, ids=torch.zeros(300, dtype=torch.int64))
     assert not suits(kind, x, offsets=torch.zeros(2, dtype=torch.int64))
     assert not suits(kind, x[:1], cu_seqlens=torch.tensor([0, 300]))
@@ -126,10 +130,11 @@ def assert_accurate(kind: str, x: Tensor, theta: Tensor, **keywords: Any) -> Non
     assert judgement.bwd.ok, f"bwd: {judgement.bwd.describe()}"
 
 
-def results(kind: str, x: Tensor, theta: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+def results(kind: str, x: Tensor, theta: Tensor, grad: Tensor, **positions: Any) -> tuple[Tensor, Tensor]:
     """The encoding, and the gradient of x."""
     x = x.detach().requires_grad_()
-    out = encode(kind, x, theta, offset=5, activation="softmax_sequence", backend="triton")
+    positions = positions or {"offset": 5}
+    out = encode(kind, x, theta, activation="softmax_sequence", backend="triton", **positions)
     return out.detach(), torch.autograd.grad(out, x, grad)[0]
 
 
@@ -181,6 +186,56 @@ def test_angles_to_the_ends_of_tiles(n: int, kind: str, launched: list[str], dev
     assert set(launched) == BOTH
 
 
+GRIDS = (
+    ((8, 8), 0), ((7, 43), 0), ((1, 300), 0), ((300, 1), 0), ((33, 61), 3), ((45, 45), 10), ((64, 64), 0),
+    ((123, 99), 5), ((4, 4, 4), 0), ((3, 7, 11), 0), ((1, 1, 500), 0), ((13, 11, 9), 10), ((16, 16, 16), 0),
+    ((21, 1, 97), 2), ((19, 23, 30), 0),
+)  # fmt: skip
+
+
+@pytest.mark.gpu
+@KINDS
+@pytest.mark.parametrize("shared", [False, True], ids=["per head", "shared"])
+@pytest.mark.parametrize(("grid", "prefix"), GRIDS, ids=str)
+def test_grids(
+    grid: tuple[int, ...], prefix: int, shared: bool, kind: str, launched: list[str], device: torch.device
+) -> None:
+    """As many frequencies as fit all axes: of three, columns of one thread belong to different ones."""
+    x, theta, _ = random_case(kind, math.prod(grid) + prefix, device)
+    theta = theta[: 1 if shared else 3, : theta.shape[1] // len(grid)]
+    assert_accurate(kind, x, theta, grid=grid, prefix=prefix)
+    assert set(launched) == BOTH
+
+
+@pytest.mark.gpu
+@KINDS
+@pytest.mark.parametrize("grid", [(40, 40), (11, 12, 13)], ids=str)
+def test_coordinates_turn_by_exact_angles(
+    grid: tuple[int, ...], kind: str, launched: list[str], device: torch.device
+) -> None:
+    """Slow and fast frequencies, results of eleven bits, and fewer of them than the axes have angles."""
+    n = math.prod(grid)
+    x = random_x(device, 1, n, 2, 128).half()
+    features = 128 if kind == "cosine" else 64
+    theta = torch.logspace(-5, 3, features // len(grid) - 2, device=device)
+    assert_accurate(kind, x, theta, grid=grid)
+    assert set(launched) == BOTH
+
+
+@pytest.mark.gpu
+@KINDS
+def test_frequencies_on_a_grid_that_cannot_be_reduced(kind: str, launched: list[str], device: torch.device) -> None:
+    x, theta, grad = random_case(kind, 300, device)
+    theta = theta[:, : theta.shape[1] // 2].clone()
+    theta[1, 5], theta[2, 7] = 3e7, math.inf
+    wanted = torch.zeros(3, theta.shape[1], dtype=torch.bool, device=device)
+    wanted[1, 5] = wanted[2, 7] = True
+    out, dx = results(kind, x, theta, grad, grid=(15, 20))
+    assert torch.equal(out.isnan(), wanted.repeat(1, 4).expand_as(out))
+    assert torch.equal(dx.isnan(), wanted.repeat(1, 2 if kind == "cosine" else 4).expand_as(dx))
+    assert set(launched) == BOTH
+
+
 @pytest.mark.gpu
 @KINDS
 def test_frequencies_that_cannot_be_reduced(kind: str, launched: list[str], device: torch.device) -> None:
@@ -228,17 +283,24 @@ def test_columns_without_a_softmax_are_nan(
 
 @pytest.mark.gpu
 @KINDS
+@pytest.mark.parametrize("grid", [(1999,), (51, 39), (13, 17, 9)], ids=str)
 @pytest.mark.parametrize("patience", [1, 3])
 def test_sums_that_a_program_works_out_for_others_have_the_same_bits(
-    patience: int, kind: str, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    patience: int,
+    grid: tuple[int, ...],
+    kind: str,
+    launched: list[str],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from warploom.ops.lrpe import launchers_sequence_hopper
 
-    x, theta, grad = random_case(kind, 1999, device)
-    usual = results(kind, x, theta, grad)
+    x, theta, grad = random_case(kind, math.prod(grid), device)
+    theta = theta[:, : theta.shape[1] // len(grid)]
+    usual = results(kind, x, theta, grad, grid=grid)
     monkeypatch.setattr(launchers_sequence_hopper, "PATIENCE", patience)
     for _ in range(3):
-        assert all(map(torch.equal, results(kind, x, theta, grad), usual))
+        assert all(map(torch.equal, results(kind, x, theta, grad, grid=grid), usual))
     assert set(launched) == BOTH
 
 
@@ -292,11 +354,15 @@ def test_words_from_a_pool_are_for_one_launch(
 def test_repeated_calls_of_any_length_give_the_same_bits(
     kind: str, launched: list[str], device: torch.device
 ) -> None:
-    cases = [random_case(kind, n, device) for n in (1999, 130, 1025, 2048)]
-    usual = [results(kind, *case) for case in cases]
+    grids: list[tuple[int, ...]] = [(1999,), (130,), (1025,), (2048,), (45, 45), (12, 12, 13)]
+    cases = []
+    for grid in grids:
+        x, theta, grad = random_case(kind, math.prod(grid), device)
+        cases.append((x, theta[:, : theta.shape[1] // len(grid)], grad))
+    usual = [results(kind, *case, grid=grid) for case, grid in zip(cases, grids)]
     for _ in range(20):
-        for case, wanted in zip(cases, usual):
-            assert all(map(torch.equal, results(kind, *case), wanted))
+        for case, grid, wanted in zip(cases, grids, usual):
+            assert all(map(torch.equal, results(kind, *case, grid=grid), wanted))
     assert set(launched) == BOTH
 
 

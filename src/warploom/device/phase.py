@@ -76,6 +76,22 @@ def phase_step(theta):
 
 
 @triton.jit
+def fast_cos_sin(angle):
+    """Cosine and sine of float32 radians within half a turn, by the special function unit."""
+    if INTERPRETED:
+        cosine = tl.cos(angle)
+        sine = tl.sin(angle)
+    else:
+        cosine = tl.inline_asm_elementwise(
+            "cos.approx.ftz.f32 $0, $1;", "=f,f", [angle], dtype=tl.float32, is_pure=True, pack=1
+        )
+        sine = tl.inline_asm_elementwise(
+            "sin.approx.ftz.f32 $0, $1;", "=f,f", [angle], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return cosine, sine
+
+
+@triton.jit
 def cos_sin(position, whole, rest, unit, HALF: tl.constexpr):
     """Cosine and sine at integer positions, from `phase_step`, in float32.
 
@@ -88,16 +104,7 @@ def cos_sin(position, whole, rest, unit, HALF: tl.constexpr):
         bits = position * whole + HALF_TURN_AND_HALF_A_BIT
         turns = ((bits.to(tl.uint32, bitcast=True) >> 9) | ONE_AS_BITS).to(tl.float32, bitcast=True) - 1.5
         angle = tl.fma(position.to(tl.float32), rest, turns) * TURN
-        if INTERPRETED:
-            cosine = tl.cos(angle)
-            sine = tl.sin(angle)
-        else:
-            cosine = tl.inline_asm_elementwise(
-                "cos.approx.ftz.f32 $0, $1;", "=f,f", [angle], dtype=tl.float32, is_pure=True, pack=1
-            )
-            sine = tl.inline_asm_elementwise(
-                "sin.approx.ftz.f32 $0, $1;", "=f,f", [angle], dtype=tl.float32, is_pure=True, pack=1
-            )
+        cosine, sine = fast_cos_sin(angle)
     else:
         # An eighth of a turn ahead, so that the upper two bits are the quadrant whose axis is nearest.
         phase = position * whole + ((position.to(tl.float32) * TWO_POW_32) * rest).to(tl.int32) + EIGHTH_TURN

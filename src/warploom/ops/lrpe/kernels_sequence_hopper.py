@@ -27,17 +27,25 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from warploom.device.activations import LOG2_E, power_of_two
 from warploom.device.hopper import barriers, matrix
-from warploom.device.phase import TWO_POW_MINUS_32, cos_sin, phase_step
 from warploom.ops.lrpe.kernels import divide
+from warploom.ops.lrpe.kernels_sequence_angles import (
+    advanced,
+    angles,
+    frequencies,
+    reversed_angles,
+    rows_cos_sin,
+    synchronize,
+    turned,
+    turned_back,
+)
 from warploom.ops.lrpe.kernels_sequence_words import FOREVER, read_block, sum_of_parts, tell
 
 LARGEST_LOGARITHM = gl.constexpr(100.0)  # of a sum
 UNIT = gl.constexpr(8)  # strides travel divided by it: 16 bytes of 16-bit features
-synchronize = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # one name for two versions of Triton
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Rows of a tile, and their angles
+# Rows of a tile, and their powers
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -123,75 +131,18 @@ def power(x, log_scale):
     return power_of_two(gl.fma(x, LOG2_E, log_scale))
 
 
-@gluon.jit
-def turned(a, b, cosine, sine):
-    """Pairs (a, b) turned by an angle."""
-    return gl.fma(a, cosine, (b * sine) * -1.0), gl.fma(b, cosine, a * sine)
-
-
-@gluon.jit
-def turned_back(a, b, cosine, sine):
-    """Pairs (a, b) turned by minus an angle."""
-    return gl.fma(a, cosine, b * sine), gl.fma(b, cosine, (a * sine) * -1.0)
-
-
-@gluon.jit
-def advanced(cosine, sine, before, sine_before, twice):
-    """Cosines and sines one step on, and those they were, from two in a row and twice the cosine of a step.
-
-    cos(a + d) = 2 cos d · cos a − cos(a − d), in half of the instructions of a turn by d. Rounding errors grow with
-    the square of the number of steps: 2e-5 after 32.
-    """
-    return gl.fma(twice, cosine, before * -1.0), gl.fma(twice, sine, sine_before * -1.0), cosine, sine
-
-
-@gluon.jit
-def frequencies(theta, theta_f, first, W: gl.constexpr, E: gl.constexpr):
-    """Those of a strip's columns (1, W), of a head's at ``theta``: each in one thread of a warp."""
-    LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, gl.num_warps()], [1, 0])
-    f = first + gl.arange(0, W, gl.SliceLayout(0, LANES))[None, :]
-    return gl.load(theta + f * theta_f, mask=f < E, other=0.0)
-
-
-@gluon.jit
-def angles(theta, position, table, BACK: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr):
-    """Cosines and sines (SUB, W) of positions from ``position`` on and of ``SUB`` before, and twice that step's cosine.
-
-    ``theta`` are `frequencies`: what one thread makes of each, others read from shared memory, ``table``
-    (4 or more, 1, W). ``BACK``: of ``SUB`` after, for steps that go back.
-    """
-    whole, rest, unit = phase_step(theta)
-    step_cosine, step_sine = cos_sin(gl.full_like(whole, SUB), whole, rest, unit, False)
-    table.index(0).store(whole.to(gl.float32, bitcast=True))
-    table.index(1).store(gl.fma(unit, 0.0, rest))  # NaN where the unit is
-    table.index(2).store(step_cosine)
-    table.index(3).store(step_sine)
-    synchronize()
-    whole = table.index(0).load(LAYOUT).to(gl.int32, bitcast=True)
-    rest = table.index(1).load(LAYOUT)
-    step_cosine = table.index(2).load(LAYOUT)
-    step_sine = table.index(3).load(LAYOUT)
-    n = position + gl.arange(0, SUB, gl.SliceLayout(1, LAYOUT))
-    cosine, sine = cos_sin(n[:, None], whole, rest, TWO_POW_MINUS_32, True)
-    if BACK:
-        before, sine_before = turned(cosine, sine, step_cosine, step_sine)
-    else:
-        before, sine_before = turned_back(cosine, sine, step_cosine, step_sine)
-    return cosine, sine, before, sine_before, step_cosine * 2
-
-
 # ----------------------------------------------------------------------------------------------------------
 # Sums of columns
 # ----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def sum_piece(total1, total2, cosine, sine, before, sine_before, twice, xs, grads, piece, left, log1, log2,
-              MASKED: gl.constexpr, BACKWARD: gl.constexpr, P: gl.constexpr, SHARED: gl.constexpr, ROWS: gl.constexpr,
+def sum_piece(total1, total2, turning, xs, grads, piece, tokens, left, log1, log2, MASKED: gl.constexpr,
+              BACKWARD: gl.constexpr, P: gl.constexpr, SHARED: gl.constexpr, ROWS: gl.constexpr, AXES: gl.constexpr,
               SUB: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Add the rows of a piece to sums (SUB, W): weights, and in a backward their products with their gradients.
 
-    ``cosine, sine``: of the first ``SUB`` rows. Returned with the sums, of the rows behind the last.
+    ``turning``: `angles` of the first ``SUB`` rows. Returned with the sums, of the rows behind the last.
     """
     for s in gl.static_range(ROWS // SUB):
         y1 = power(load_rows(xs[0], piece, s, left, SHARED, SUB, LAYOUT), log1)
@@ -205,22 +156,22 @@ def sum_piece(total1, total2, cosine, sine, before, sine_before, twice, xs, grad
         if BACKWARD:
             g1 = load_rows(grads[0], piece, s, left, SHARED, SUB, LAYOUT)
             g2 = load_rows(grads[1], piece, s, left, SHARED, SUB, LAYOUT)
+            cosine, sine = rows_cos_sin(turning, tokens - left + s * SUB, AXES, SUB, LAYOUT)
             d1, d2 = turned_back(g1, g2, cosine, sine)
             total1 = gl.fma(y1, d1, total1)
             if P == 2:
                 total2 = gl.fma(y2, d2, total2)
-            cosine, sine, before, sine_before = advanced(cosine, sine, before, sine_before, twice)
+            turning = advanced(turning, AXES)
         else:
             total1 += y1
             if P == 2:
                 total2 += y2
-    return total1, total2, cosine, sine, before, sine_before
+    return total1, total2, turning
 
 
 @gluon.jit
-def sum_part(xs, grads, part, tokens, log1, log2, cosine, sine, before, sine_before, twice, scratch,
-             BACKWARD: gl.constexpr, SHARED: gl.constexpr, SUB: gl.constexpr,
-             LAYOUT: gl.constexpr):  # fmt: skip
+def sum_part(xs, grads, part, tokens, log1, log2, turning, scratch, BACKWARD: gl.constexpr, SHARED: gl.constexpr,
+             AXES: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Columns' sums (P, W) over a part, from shared memory or from device memory, to the same bits; see `sum_piece`.
 
     ``scratch``: (P, SUB, W) of shared memory.
@@ -236,15 +187,15 @@ def sum_part(xs, grads, part, tokens, log1, log2, cosine, sine, before, sine_bef
         full = gl.minimum((tokens - start) // ROWS, PIECES)
         for masked in gl.static_range(2):
             for piece in range(full if masked else 0, PIECES if masked else full):
-                total1, total2, cosine, sine, before, sine_before = sum_piece(
-                    total1, total2, cosine, sine, before, sine_before, twice, xs, grads, piece,
-                    tokens - start - piece * ROWS, log1, log2, masked, BACKWARD, P, True, ROWS, SUB, LAYOUT,
+                total1, total2, turning = sum_piece(
+                    total1, total2, turning, xs, grads, piece, tokens, tokens - start - piece * ROWS, log1, log2,
+                    masked, BACKWARD, P, True, ROWS, AXES, SUB, LAYOUT,
                 )  # fmt: skip
     else:  # the same sums by fewer registers
         for row in range(start, start + PIECES * ROWS, SUB):
-            total1, total2, cosine, sine, before, sine_before = sum_piece(
-                total1, total2, cosine, sine, before, sine_before, twice, moved(xs, row), moved(grads, row), 0,
-                tokens - row, log1, log2, True, BACKWARD, P, False, SUB, SUB, LAYOUT,
+            total1, total2, turning = sum_piece(
+                total1, total2, turning, moved(xs, row), moved(grads, row), 0, tokens, tokens - row, log1, log2,
+                True, BACKWARD, P, False, SUB, AXES, SUB, LAYOUT,
             )  # fmt: skip
     # Added up by way of shared memory: most of it within a thread, where butterflies would move all columns twice.
     WARPS: gl.constexpr = gl.num_warps()
@@ -258,7 +209,7 @@ def sum_part(xs, grads, part, tokens, log1, log2, cosine, sine, before, sine_bef
         scratch.index(1).store(total2)
     synchronize()
     rows = scratch._reinterpret(gl.float32, [P, SUB, W], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])).load(READ)
-    return gl.sum(rows, 1), cosine, sine, before, sine_before
+    return gl.sum(rows, 1), turning
 
 
 @gluon.jit
@@ -281,25 +232,25 @@ def largest(xs, tokens, member: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.cons
 
 
 @gluon.jit
-def tell_part(words, tag, xs, grads, theta, position, part, tokens, log1, log2, scratch, table,
-              BACKWARD: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+def tell_part(words, tag, xs, grads, theta, column, position, grid, part, tokens, log1, log2, scratch, table,
+              BACKWARD: gl.constexpr, AXES: gl.constexpr, E: gl.constexpr, SUB: gl.constexpr,
+              LAYOUT: gl.constexpr):  # fmt: skip
     """Tell what a part tells, worked out from device memory to the same bits. ``theta``: `frequencies`."""
     P: gl.constexpr = scratch.shape[0]
     W: gl.constexpr = xs[0][0].shape[4]
     TOKENS: gl.constexpr = xs[0][0].shape[0] * xs[0][0].shape[3]
     synchronize()
-    cosine, sine, before, sine_before, twice = angles(theta, position + part * TOKENS, table, False, SUB, LAYOUT)
-    sums, _, _, _, _ = sum_part(
-        xs, grads, part, tokens, log1, log2, cosine, sine, before, sine_before, twice, scratch,
-        BACKWARD, False, SUB, LAYOUT,
+    turning = angles(theta, column, position + part * TOKENS, grid, table, False, AXES, E, SUB, LAYOUT)
+    sums, _ = sum_part(
+        xs, grads, part, tokens, log1, log2, turning, scratch, BACKWARD, False, AXES, SUB, LAYOUT
     )  # fmt: skip
     tell(words + part * (P * W), tag, sums)
 
 
 @gluon.jit
-def tell_all(words, tag, xs, grads, theta, theta_f, column, position, parts, tokens, log1, log2, scratch, table,
-             BLOCK: gl.constexpr, BLOCKS: gl.constexpr, BACKWARD: gl.constexpr, E: gl.constexpr, SUB: gl.constexpr,
-             LAYOUT: gl.constexpr):  # fmt: skip
+def tell_all(words, tag, xs, grads, theta, theta_f, column, position, grid, parts, tokens, log1, log2, scratch,
+             table, BLOCK: gl.constexpr, BLOCKS: gl.constexpr, BACKWARD: gl.constexpr, AXES: gl.constexpr,
+             E: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Tell in the place of all parts whatever they have not told, and of all blocks."""
     P: gl.constexpr = scratch.shape[0]
     W: gl.constexpr = xs[0][0].shape[4]
@@ -309,8 +260,8 @@ def tell_all(words, tag, xs, grads, theta, theta_f, column, position, parts, tok
         if gl.min(gl.min(known.to(gl.int32), 1), 0) == 0:  # for all threads, from a reduction through shared memory
             for part in range(first, end):
                 tell_part(
-                    words, tag, xs, grads, frequencies(theta, theta_f, column, W, E), position, part, tokens, log1,
-                    log2, scratch, table, BACKWARD, SUB, LAYOUT,
+                    words, tag, xs, grads, frequencies(theta, theta_f, column, W, AXES, E), column, position, grid,
+                    part, tokens, log1, log2, scratch, table, BACKWARD, AXES, E, SUB, LAYOUT,
                 )  # fmt: skip
             synchronize()
         if BLOCKS:
@@ -349,8 +300,8 @@ def copy_tile(desc, full, MEMBERS: gl.constexpr, PIECE: gl.constexpr, TOKENS: gl
 def run_part(
     x_desc, grad_desc, x, grad, out, statistics, words, theta, parts_inverse, heads_inverse, offset, tag,
     patience, tokens, heads, parts,
-    theta_u, theta_f, x_b, x_n, x_h, grad_b, grad_n, grad_h, out_b, out_n, out_h,
-    KIND: gl.constexpr, BACKWARD: gl.constexpr, F: gl.constexpr, E: gl.constexpr, TOKENS: gl.constexpr,
+    theta_u, theta_f, x_b, x_n, x_h, grad_b, grad_n, grad_h, out_b, out_n, out_h, grid,
+    KIND: gl.constexpr, BACKWARD: gl.constexpr, AXES: gl.constexpr, F: gl.constexpr, E: gl.constexpr, TOKENS: gl.constexpr,
     PIECE: gl.constexpr, VEC: gl.constexpr, BLOCK: gl.constexpr, BLOCKS: gl.constexpr, PARTS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """One program: a part of a strip of one (batch entry, head). A strip's parts are neighbours."""
@@ -406,18 +357,15 @@ def run_part(
     xs = ((x1, x_first, x_stride), (x2, x_first + F, x_stride))
     grads = ((g1, grad_first, grad_stride), (g2, grad_first + F, grad_stride))
     cells = statistics + unit.to(gl.int64) * (2 * P * F) + f
-    strip_theta = frequencies(theta, theta_f, first, W, E)
+    strip_theta = frequencies(theta, theta_f, first, W, AXES, E)
     log1, log2, shift1, shift2 = log_scales(x_first + gl.arange(0, W, COLUMN)[None, :], cells, BACKWARD, F, P)
     # Of the first rows backward, which sums as it goes down. A forward only goes up, to apply.
     start = row if BACKWARD else row + (TOKENS - SUB)
-    cosine, sine, before, sine_before, twice = angles(
-        strip_theta, offset + start, table, not BACKWARD, SUB, LAYOUT
-    )  # fmt: skip
+    turning = angles(strip_theta, first, offset + start, grid, table, not BACKWARD, AXES, E, SUB, LAYOUT)
 
     mbarrier.wait(full, 0)
-    total, cosine, sine, before, sine_before = sum_part(
-        xs, grads, part, tokens, log1, log2, cosine, sine, before, sine_before, twice, scratch,
-        BACKWARD, True, SUB, LAYOUT,
+    total, turning = sum_part(
+        xs, grads, part, tokens, log1, log2, turning, scratch, BACKWARD, True, AXES, SUB, LAYOUT
     )  # fmt: skip
     if not BACKWARD and part == 0:
         gl.store(cells, shift1)
@@ -437,8 +385,8 @@ def run_part(
         # A part has not told its sums in time, or they are too large, infinite or NaN.
         if parts > 1:
             tell_all(
-                words, tag, xs, grads, theta, theta_f, first, offset, parts, tokens, log1, log2, scratch, table,
-                BLOCK, BLOCKS, BACKWARD, E, SUB, LAYOUT,
+                words, tag, xs, grads, theta, theta_f, first, offset, grid, parts, tokens, log1, log2, scratch,
+                table, BLOCK, BLOCKS, BACKWARD, AXES, E, SUB, LAYOUT,
             )  # fmt: skip
             told = sum_of_parts(words, tag, FOREVER, part, parts, BLOCK, BLOCKS, P, W)
             columns.store(told if BACKWARD else logarithm(told))
@@ -461,9 +409,8 @@ def run_part(
                         gl.store(cells + F, shift2)
                 total = gl.zeros_like(total)
                 for other in range(parts):
-                    sums, _, _, _, _ = sum_part(
-                        xs, grads, other, tokens, log1, log2, cosine, sine, before, sine_before, twice, scratch,
-                        False, False, SUB, LAYOUT,
+                    sums, _ = sum_part(
+                        xs, grads, other, tokens, log1, log2, turning, scratch, False, False, AXES, SUB, LAYOUT
                     )  # fmt: skip
                     total += sums
                 columns.store(logarithm(total))
@@ -474,12 +421,11 @@ def run_part(
         if BACKWARD or not high:
             log1, log2, _, _ = log_scales(x_first + gl.arange(0, W, COLUMN)[None, :], cells, BACKWARD, F, P)
         synchronize()
-        cosine, sine, before, sine_before, twice = angles(
-            frequencies(theta, theta_f, first, W, E), offset + start, table, not BACKWARD, SUB, LAYOUT
-        )  # fmt: skip
-        if BACKWARD:
+        strip_theta = frequencies(theta, theta_f, first, W, AXES, E)
+        turning = angles(strip_theta, first, offset + start, grid, table, not BACKWARD, AXES, E, SUB, LAYOUT)
+        if BACKWARD and AXES == 1:
             for _ in range(TOKENS // SUB):
-                cosine, sine, before, sine_before = advanced(cosine, sine, before, sine_before, twice)
+                turning = advanced(turning, AXES)
     if not BACKWARD:
         log1 -= total1
         log2 -= total2
@@ -487,8 +433,8 @@ def run_part(
             gl.store(cells + P * F, power_of_two(total1 * -1.0))
             if P == 2:
                 gl.store(cells + 3 * F, power_of_two(total2 * -1.0))
-    else:  # (cosine, sine) are of the rows behind the part
-        cosine, sine, before, sine_before = before, sine_before, cosine, sine
+    else:  # the angles are of the rows behind the part
+        turning = reversed_angles(turning, AXES)
         total1 *= -1.0
         total2 *= -1.0
 
@@ -504,6 +450,7 @@ def run_part(
             y2 = y1
             if P == 2:
                 y2 = power(load_rows(xs[1], piece, s, 0, True, SUB, LAYOUT), log2)
+            cosine, sine = rows_cos_sin(turning, row + piece * PIECE + s * SUB, AXES, SUB, LAYOUT)
             if BACKWARD:
                 d1 = load_rows(grads[0], piece, s, 0, True, SUB, LAYOUT)
                 d2 = load_rows(grads[1], piece, s, 0, True, SUB, LAYOUT)
@@ -515,7 +462,7 @@ def run_part(
                 o2 = y1 * sine
             else:
                 o1, o2 = turned(y1, y2, cosine, sine)
-            cosine, sine, before, sine_before = advanced(cosine, sine, before, sine_before, twice)
+            turning = advanced(turning, AXES)
             gl.store(to, o1.to(dtype), mask=(n < tokens)[:, None])
             if OUT_P == 2:
                 gl.store(to + F, o2.to(dtype), mask=(n < tokens)[:, None])
@@ -536,7 +483,7 @@ def good_sums(total1, total2, BACKWARD: gl.constexpr):
 
 NUMBERS = (
     "parts_inverse heads_inverse offset tag patience tokens heads parts theta_u theta_f "
-    "x_b x_n x_h grad_b grad_n grad_h out_b out_n out_h"
+    "x_b x_n x_h grad_b grad_n grad_h out_b out_n out_h prefix size1 size2 inverse1 inverse2"
 ).split()
 
 
@@ -547,14 +494,16 @@ def hopper_sequence_forward_kernel(
     tokens: gl.int32, heads: gl.int32, parts: gl.int32,
     theta_u: gl.int32, theta_f: gl.int32, x_b: gl.int32, x_n: gl.int32, x_h: gl.int32,
     out_b: gl.int32, out_n: gl.int32, out_h: gl.int32,
-    KIND: gl.constexpr, F: gl.constexpr, E: gl.constexpr, TOKENS: gl.constexpr, PIECE: gl.constexpr,
+    prefix: gl.int32, size1: gl.int32, size2: gl.int32, inverse1: int64, inverse2: int64,
+    KIND: gl.constexpr, AXES: gl.constexpr, F: gl.constexpr, E: gl.constexpr, TOKENS: gl.constexpr, PIECE: gl.constexpr,
     VEC: gl.constexpr, BLOCK: gl.constexpr, BLOCKS: gl.constexpr, PARTS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Output and statistics of a part of a strip."""
     run_part(
         x_desc, x_desc, x, x, out, statistics, words, theta, parts_inverse, heads_inverse, offset, tag,
         patience, tokens, heads, parts,
-        theta_u, theta_f, x_b, x_n, x_h, x_b, x_n, x_h, out_b, out_n, out_h, KIND, False, F, E, TOKENS, PIECE, VEC,
+        theta_u, theta_f, x_b, x_n, x_h, x_b, x_n, x_h, out_b, out_n, out_h,
+        (prefix, size1, size2, inverse1, inverse2), KIND, False, AXES, F, E, TOKENS, PIECE, VEC,
         BLOCK, BLOCKS, PARTS_FIRST,
     )  # fmt: skip
 
@@ -566,7 +515,8 @@ def hopper_sequence_backward_kernel(
     tokens: gl.int32, heads: gl.int32, parts: gl.int32,
     theta_u: gl.int32, theta_f: gl.int32, x_b: gl.int32, x_n: gl.int32, x_h: gl.int32,
     grad_b: gl.int32, grad_n: gl.int32, grad_h: gl.int32, out_b: gl.int32, out_n: gl.int32, out_h: gl.int32,
-    KIND: gl.constexpr, F: gl.constexpr, E: gl.constexpr, TOKENS: gl.constexpr, PIECE: gl.constexpr,
+    prefix: gl.int32, size1: gl.int32, size2: gl.int32, inverse1: int64, inverse2: int64,
+    KIND: gl.constexpr, AXES: gl.constexpr, F: gl.constexpr, E: gl.constexpr, TOKENS: gl.constexpr, PIECE: gl.constexpr,
     VEC: gl.constexpr, BLOCK: gl.constexpr, BLOCKS: gl.constexpr, PARTS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Gradient of x of a part of a strip; ``out`` is that gradient."""
@@ -574,6 +524,6 @@ def hopper_sequence_backward_kernel(
         x_desc, grad_desc, x, grad, out, statistics, words, theta, parts_inverse, heads_inverse, offset, tag,
         patience, tokens, heads, parts,
         theta_u, theta_f, x_b, x_n, x_h, grad_b, grad_n, grad_h, out_b, out_n, out_h,
-        KIND, True, F, E, TOKENS, PIECE, VEC,
+        (prefix, size1, size2, inverse1, inverse2), KIND, True, AXES, F, E, TOKENS, PIECE, VEC,
         BLOCK, BLOCKS, PARTS_FIRST,
     )  # fmt: skip

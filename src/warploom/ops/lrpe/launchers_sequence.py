@@ -241,7 +241,7 @@ class _Planner:
 
             tile = hopper.suits(kind, positions, self.exact, features, x, grad, out)
             if tile is not None:
-                return plan._replace(tiled=hopper.plan(tile, kind, features, x, theta, grad, out))
+                return plan._replace(tiled=hopper.plan(tile, kind, positions, features, x, theta, grad, out))
         angles = (positions.axes(), vec, theta_vec, unit, features, theta.shape[-1])
         if positions.cu_seqlens is None and tokens <= strip_tokens(backward) and not self.block_parallel:
             tiles = strip_tiles(kind, backward, wide)

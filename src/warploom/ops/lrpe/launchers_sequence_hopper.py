@@ -1,7 +1,8 @@
 """Launchers of LRPE with softmax over the sequence for Hopper: which calls they take, and how they are cut.
 
-They take 16-bit tensors whose rows the tensor memory accelerator can copy, positions that count from an offset, and
-frequencies without a gradient. All other calls stay with the kernels for every GPU.
+They take 16-bit tensors whose rows the tensor memory accelerator can copy, positions that count from an offset or lie
+in a grid of two or three axes, behind a prefix or not, and frequencies without a gradient. All other calls stay with the
+kernels for every GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from warploom.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied, multiprocessors
 from warploom.ops.lrpe import kernels_sequence_hopper
+from warploom.ops.lrpe.kernels_sequence_angles import MOST_AXES
 from warploom.ops.lrpe.kernels_sequence_hopper import UNIT
 from warploom.ops.lrpe.launchers import Positions, inverse_of
 
@@ -141,7 +143,8 @@ def suits(
     if INTERPRETED or exact or not 90 <= architecture(x.device) < 100 or kind == "interleaved" or x.dim() != 4:
         return None
     counted = positions.ids is None and positions.offsets is None and positions.cu_seqlens is None
-    if not counted or positions.prefix or positions.axes() > 1:
+    axes = positions.axes()
+    if not counted or axes > MOST_AXES.value or (axes == 1 and positions.prefix):
         return None
     tensors = (x, out) if grad is None else (x, grad, out)
     tile = tile_of(kind, grad is not None, x.shape[1])
@@ -153,7 +156,16 @@ def suits(
     return tile if fits and parts <= _BLOCKS[-1] ** 2 else None
 
 
-def plan(tile: Tile, kind: str, features: int, x: Tensor, theta: Tensor, grad: Tensor | None, out: Tensor) -> Plan:
+def plan(
+    tile: Tile,
+    kind: str,
+    positions: Positions,
+    features: int,
+    x: Tensor,
+    theta: Tensor,
+    grad: Tensor | None,
+    out: Tensor,
+) -> Plan:
     """The launch of the kernel on tensors like these; ``tile`` from `suits`."""
     batch, tokens, heads, _ = x.shape
     strips, parts = features // tile.width, -(-tokens // tile.tokens)
@@ -165,6 +177,7 @@ def plan(tile: Tile, kind: str, features: int, x: Tensor, theta: Tensor, grad: T
         function = kernels_sequence_hopper.hopper_sequence_backward_kernel
         described.append(grad)
     boxes = Boxes((0, 2, 1, 3), (1, 1, min(tile.tokens, _MOST_BOX), tile.width))
+    inner = (*positions.grid[1:], 1, 1)[:2]
     theta_u = theta.stride(0) if theta.dim() == 2 and theta.shape[0] > 1 else 0
     launch = TiledLaunch(
         function,
@@ -173,8 +186,9 @@ def plan(tile: Tile, kind: str, features: int, x: Tensor, theta: Tensor, grad: T
         (
             inverse_of(parts), inverse_of(heads), tokens, heads, parts, theta_u, theta.stride(-1),
             *(stride // _UNIT for tensor in (*described, out) for stride in tensor.stride()[:3]),
+            positions.prefix, *inner, *map(inverse_of, inner),
         ),
-        (kind, features, theta.shape[-1], tile.tokens, tile.piece, tile.vec, block, parts > block,
+        (kind, positions.axes(), features, theta.shape[-1], tile.tokens, tile.piece, tile.vec, block, parts > block,
          tile.parts_first),
         tile.warps,
         registers=tile.registers,
