@@ -32,7 +32,7 @@ def test_rounding_passes(reference: torch.Tensor, dtype: torch.dtype) -> None:
 
 def noisy(reference: torch.Tensor, error: float) -> torch.Tensor:
     """With errors in proportion to each element."""
-    return (reference * (1 + error * torch.randn(reference.shape, dtype=torch.float64))).float()
+    return (reference * (1 + error * torch.randn_like(reference))).float()
 
 
 @pytest.mark.parametrize(("error", "right"), [(1e-4, True), (3e-4, False)])

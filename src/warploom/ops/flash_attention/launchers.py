@@ -65,7 +65,7 @@ _LONG: dict[str, dict[str, dict[int, int]]] = {
         "forward": {16: 2048, 32: 2048, 64: 2048, 128: 2048},
         "backward": {16: 1024, 32: 1024, 64: 1024, 128: 512},
     },
-    "pairs": {"forward": {64: 8192, 128: 4096}, "backward": {64: 8192, 128: 4096}},
+    "pairs": {"forward": {64: 4096, 128: 512}, "backward": {64: 4096, 128: 512}},
 }
 """Of float32 tensors of so many rows, by features, pieces are made once, before they are walked over; of shorter
 ones, where they are used, and for ``high`` precision not at all."""

@@ -126,7 +126,7 @@ _PLAIN_90: dict[str, dict[int, Configuration]] = {
 }
 _PLAIN_90_CUT: dict[str, dict[int, Configuration]] = {
     "forward": {
-        16: Configuration(32, 64, 4, 2),
+        16: Configuration(16, 32, 2, 2),
         32: Configuration(16, 64, 4, 2),
         64: Configuration(16, 64, 4, 2),
         128: Configuration(16, 32, 4, 2),
