@@ -214,7 +214,8 @@ def query_kernel(
     """``dq_scale · ds K`` of one tile of queries of a head, where K is without its scale.
 
     ``SUM_DELTA``: δ is not ``Σ_e do ⊙ o`` but ``Σ_m p ⊙ dp``, summed here and left for `key_kernel`. That costs a pass,
-    and cancels ``dp`` to the last bit where a query sees one key alone.
+    and cancels ``dp`` to the last bit where a query sees one key alone. It is divided by ``Σ_m p``: large logits differ
+    from the forward's in their last bits, so that weights add up to a little more or less than one.
     """
     PACKED: tl.constexpr = cu_seqlens is not None
     blocks = tl.cdiv(tokens, BLOCK_N)
@@ -251,6 +252,7 @@ def query_kernel(
     bounds = walk(first, end, BLOCK_M)
     if SUM_DELTA:
         subtract = tl.zeros((BLOCK_N,), tl.float32)
+        total = tl.zeros((BLOCK_N,), tl.float32)
         for m_first in range(bounds[0], bounds[3], BLOCK_M):
             p, dp, _, _ = weigh_keys(
                 queries, do, ak, bk, av, bv, m_first, first, end, top, share, keys,
@@ -258,6 +260,8 @@ def query_kernel(
                 RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT, True,
             )  # fmt: skip
             subtract += tl.sum(p * dp, axis=1)
+            total += tl.sum(p, axis=1)
+        subtract = tl.div_rn(subtract, tl.where(total == 0.0, 1.0, total))  # p of one key is that total, to the bit
         tl.store(delta + row * tokens + n, subtract, mask=inside)
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for part in tl.static_range(0 if PACKED else 1, 3):
