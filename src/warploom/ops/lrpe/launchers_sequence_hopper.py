@@ -1,8 +1,8 @@
 """Launchers of LRPE with softmax over the sequence for Hopper: which calls they take, and how they are cut.
 
-They take 16-bit tensors whose rows the tensor memory accelerator can copy, positions that count from an offset or lie
-in a grid of two or three axes, behind a prefix or not, and frequencies without a gradient. All other calls stay with the
-kernels for every GPU.
+They take 16-bit tensors whose rows the tensor memory accelerator can copy, positions that count from an offset or
+lie in a grid of two or three axes, behind a prefix or not, and frequencies without a gradient. All other calls stay
+with the kernels for every GPU.
 """
 
 from __future__ import annotations
