@@ -1,8 +1,8 @@
 """Launchers of LRPE with softmax over the sequence for Hopper: which calls they take, and how they are cut.
 
-They take 16-bit tensors whose rows the tensor memory accelerator can copy, positions that count from an offset or lie
-in a grid of two or three axes, behind a prefix or not, and frequencies without a gradient. All other calls stay with the
-kernels for every GPU.
+They take 16-bit tensors whose rows the tensor memory accelerator can copy, positions that count from an offset or
+lie in a grid of two or three axes, behind a prefix or not, and frequencies without a gradient. All other calls stay
+with the kernels for every GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ _BLOCKS = (8, 16, 32)  # parts whose sums are read at once
 _TAGS = 2**31 - 1  # an int32 that is positive
 _MOST_BOX = 256  # tokens that are copied at once
 _LEAST_TOKENS = 64
+_GRID_TOKENS = {
+    False: (256, 2**31),
+    True: (256, 8192),
+}  # forward and backward, from and to which grids were measured
 
 
 class Tile(NamedTuple):
@@ -60,9 +64,10 @@ _TILES = {
 """Tiles of a kind, forward or backward, by the most tokens that they are for. Measured on an H200."""
 
 
-def tile_of(kind: str, backward: bool, tokens: int) -> Tile | None:
-    """The tile for sequences of so many tokens; None where the kernels for every GPU are faster."""
-    if tokens < _LEAST_TOKENS:
+def tile_of(kind: str, backward: bool, tokens: int, axes: int = 1) -> Tile | None:
+    """The tile for so many tokens in so many axes; None where the kernels for every GPU may be faster."""
+    least, most = (_LEAST_TOKENS, 2**31) if axes == 1 else _GRID_TOKENS[backward]
+    if not least <= tokens <= most:
         return None
     return next((tile for most, tile in _TILES[kind, backward].items() if tokens <= most), None)
 
@@ -147,7 +152,7 @@ def suits(
     if not counted or axes > MOST_AXES.value or (axes == 1 and positions.prefix):
         return None
     tensors = (x, out) if grad is None else (x, grad, out)
-    tile = tile_of(kind, grad is not None, x.shape[1])
+    tile = tile_of(kind, grad is not None, x.shape[1], axes)
     if tile is None or features % tile.width or any(t.dtype != x.dtype or not can_be_copied(t) for t in tensors):
         return None
     parts = -(-x.shape[1] // tile.tokens)
