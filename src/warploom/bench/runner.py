@@ -138,7 +138,7 @@ def run(
     *,
     resume: bool = False,
     time_limit: float | None = None,
-    prepare: Callable[[Sequence[tuple[Unit, Sequence[str]]], float | None], bool] | None = None,
+    prepare: Callable[[Sequence[tuple[Unit, Sequence[str]]], float | None], object] | None = None,
 ) -> Outcome:
     """Measure, and append the records of every case to ``output`` as soon as they are there.
 
@@ -149,8 +149,8 @@ def run(
         output: Folder for ``records.jsonl`` and ``environment.json``. What is in it already stays.
         resume: Leave out what ``output`` has from the same code in the same environment, undisturbed.
         time_limit: Seconds after which no further case is begun.
-        prepare: Called before anything is measured, with what will be and the seconds that there are, and returns
-            whether these were enough: see `warploom.bench.compile_first`.
+        prepare: Called before anything is measured, with what will be and the seconds that it may take, half of
+            all: see `warploom.bench.compile_first`.
 
     Returns:
         The selection's records, and what is left of it.
@@ -171,8 +171,7 @@ def run(
     began = time.monotonic()
     if prepare is not None:
         missed = [(task.unit, [n for n in task.missing if n != LIMIT]) for task in tasks if task.missing]
-        if not prepare(missed, time_limit):
-            outcome.reason = f"the time limit of {time_limit:g} s is reached while compiling"
+        prepare(missed, None if time_limit is None else time_limit / 2)
     clock = WatchedClock(make_clock(device), make_reader(device))
     with show_progress(len(units)) as progress, _quick_collections():
         for unit, blank, known, missing in tasks:
