@@ -51,6 +51,8 @@ _OTHERS = (
     Look("#6b8e23", "x"),
     Look("#5f6caf", "star"),
     Look("#b5485d", "pentagon"),
+    Look("#8a7f00", "triangle-left"),
+    Look("#7a5cff", "triangle-right"),
 )
 
 

@@ -38,6 +38,8 @@ _MARKERS = {
     "diamond": "D",
     "triangle-up": "^",
     "triangle-down": "v",
+    "triangle-left": "<",
+    "triangle-right": ">",
     "cross": "P",
     "x": "X",
     "hexagon": "h",
@@ -122,7 +124,7 @@ def figure_svg(section: Section, panels: Sequence[Panel], modes: Sequence[str] =
             [drawn[name] for name in names],
             names,
             loc="outside lower center",
-            ncols=max(2, min(6, 2 * len(columns))),
+            ncols=max(2, min(6, 3 * len(columns) // 2)),  # as many names as fit
             frameon=False,
         )
         out = io.StringIO()

@@ -38,6 +38,8 @@ _GLYPHS = {
     "diamond": "◆",
     "triangle-up": "▲",
     "triangle-down": "▼",
+    "triangle-left": "◀",
+    "triangle-right": "▶",
     "cross": "✚",
     "x": "✖",
     "hexagon": "⬢",
