@@ -112,7 +112,7 @@ def test_error_budget(operator: Operator, case: Case, backend: str, device: torc
     assert_accurate(operator, make_draws(operator, case, device), backend)
 
 
-@cases(*BACKENDS, at_most=None if ON_GPU else 12)
+@cases(*BACKENDS, at_most=None if ON_GPU else 8)
 def test_any_strides_and_nothing_outside_is_read_or_written(
     operator: Operator, case: Case, backend: str, device: torch.device
 ) -> None:
@@ -165,7 +165,7 @@ def test_check_operator_reports_every_case(operator: Operator, device: torch.dev
 # ----------------------------------------------------------------------------------------------------------
 
 
-@cases(*BACKENDS, at_most=None if ON_GPU else 12)
+@cases(*BACKENDS, at_most=None if ON_GPU else 6)
 def test_meta_tensors_have_the_layout_of_real_ones(
     operator: Operator, case: Case, backend: str, device: torch.device
 ) -> None:
