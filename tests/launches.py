@@ -1,4 +1,4 @@
-"""What tests of several operators know of launches: which kernels merge parts, and which GPU kernels are for."""
+"""What tests of several operators know of launches: where they run, which kernels merge parts, for which GPU."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -6,7 +6,9 @@ from types import ModuleType
 import pytest
 import torch
 
-ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+ON_GPU = torch.cuda.is_available()
+"""Otherwise kernels run in Triton's interpreter, where a case takes seconds, and fewer of them say as much."""
+ON_HOPPER = ON_GPU and torch.cuda.get_device_capability()[0] == 9
 
 MERGING = frozenset({"combine_kernel", "sum_kernel"})
 """Kernels that longer walks need besides, once they are split: they merge the parts."""

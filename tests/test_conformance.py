@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from launches import MERGING
+from launches import MERGING, ON_GPU
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,7 +39,6 @@ from warploom.testing.poison import poisoned_allocations, strided_view
 
 OPERATORS = tuple(operators().values())
 BACKENDS = ("torch", "triton") if HAS_TRITON else ("torch",)
-ON_GPU = torch.cuda.is_available()  # in Triton's interpreter a case takes seconds, and fewer of them say as much
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from launches import ON_GPU
 from test_lrpe import HEADS, assert_near, encode, exact_gradients, kinds, random_theta, random_x
 
 from warploom.backend import HAS_TRITON
@@ -26,7 +27,6 @@ pytestmark = [
 Tensor = torch.Tensor
 
 FEATURES = 16  # enough that the largest error among the gradients of their frequencies is not a matter of luck
-ON_GPU = torch.cuda.is_available()
 # The interpreter takes seconds for a long case: there, chunks begin at a quarter of the length, and pairs of one
 # order stand for those of the other.
 FORWARD_STRIP, BACKWARD_STRIP = (2048, 512) if ON_GPU else (512, 128)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from launches import ON_GPU
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from warploom import WarploomError, flash_attention, lrpe_cosine, lrpe_rotate, plans, tpa_attention, tpa_decode
@@ -344,7 +345,6 @@ SITUATIONS = [
     )
     for name, change in changes.items()
 ]
-ON_GPU = torch.cuda.is_available()  # in Triton's interpreter each takes seconds
 
 
 @pytest.mark.parametrize(("function", "make", "change"), SITUATIONS if ON_GPU else SITUATIONS[::3])
