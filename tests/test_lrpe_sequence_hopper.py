@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 Tensor = torch.Tensor
 
 KINDS = pytest.mark.parametrize("kind", ["rotate", "cosine"])
+EXACT = pytest.mark.parametrize("exact", [False, True], ids=["", "theta"])
 ODD = (1, 2, 63, 64, 65, 255, 257, 511, 1025, 2049, 4097, 12_345, 39_999)
 
 
@@ -59,6 +60,11 @@ def test_the_calls_that_suit(kind: str, hopper: None) -> None:
     assert suits(kind, x, grid=(10, 30))
     assert suits(kind, x, grid=(5, 6, 10))
     assert suits(kind, x, grid=(5, 2, 29), prefix=10)
+    assert suits(kind, x, prefix=1)
+    assert suits(kind, x, grid=(299,), prefix=1)
+    assert suits(kind, x, exact=True)
+    assert suits(kind, x, empty(d=256 if kind == "cosine" else 128), exact=True)
+    assert suits(kind, x, exact=True, grid=(10, 30))
     assert suits(kind, empty(dtype=torch.float16))
     assert suits(kind, empty(d=64))
     assert suits(kind, empty().transpose(1, 2).contiguous().transpose(1, 2))
@@ -69,9 +75,8 @@ def test_the_calls_that_suit(kind: str, hopper: None) -> None:
 def test_the_calls_that_do_not(kind: str, hopper: None) -> None:
     x = empty()
     assert not suits("interleaved", x)
-    assert not suits(kind, x, exact=True)
-    assert not suits(kind, x, prefix=1)
-    assert not suits(kind, x, grid=(299,), prefix=1)
+    assert not suits(kind, x, empty(d=256 if kind == "cosine" else 128), exact=True, grid=(10, 30))
+    assert not suits(kind, empty(dtype=torch.float32))
     assert not suits(kind, x, grid=(5, 2, 3, 10))
     assert not suits(kind, x, ids=torch.zeros(300, dtype=torch.int64))
     assert not suits(kind, x, offsets=torch.zeros(2, dtype=torch.int64))
@@ -122,7 +127,7 @@ BOTH = {"hopper_sequence_forward_kernel", "hopper_sequence_backward_kernel"}
 
 
 def assert_accurate(kind: str, x: Tensor, theta: Tensor, **keywords: Any) -> None:
-    """Values and the gradient of x within the error budget of the float64 reference."""
+    """Values, the gradient of x, and of theta if it wants one, within the error budget of the float64 reference."""
     inputs = {"x": x.requires_grad_(), "theta": theta, "activation": "softmax_sequence", **keywords}
     judgement = judge(operators()[f"lrpe_{kind}"], inputs, "triton")
     assert judgement.fwd.ok, f"fwd: {judgement.fwd.describe()}"
@@ -130,12 +135,12 @@ def assert_accurate(kind: str, x: Tensor, theta: Tensor, **keywords: Any) -> Non
     assert judgement.bwd.ok, f"bwd: {judgement.bwd.describe()}"
 
 
-def results(kind: str, x: Tensor, theta: Tensor, grad: Tensor, **positions: Any) -> tuple[Tensor, Tensor]:
-    """The encoding, and the gradient of x."""
+def results(kind: str, x: Tensor, theta: Tensor, grad: Tensor, **positions: Any) -> tuple[Tensor, ...]:
+    """The encoding, and the gradients of x, and of theta if it wants one."""
     x = x.detach().requires_grad_()
     positions = positions or {"offset": 5}
     out = encode(kind, x, theta, activation="softmax_sequence", backend="triton", **positions)
-    return out.detach(), torch.autograd.grad(out, x, grad)[0]
+    return out.detach(), *torch.autograd.grad(out, (x, theta) if theta.requires_grad else (x,), grad)
 
 
 def random_case(kind: str, n: int, device: torch.device, d: int = 128) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,14 +152,42 @@ def random_case(kind: str, n: int, device: torch.device, d: int = 128) -> tuple[
 
 @pytest.mark.gpu
 @KINDS
+@EXACT
 @pytest.mark.parametrize("n", ODD)
-def test_lengths(n: int, kind: str, launched: list[str], device: torch.device) -> None:
+def test_lengths(n: int, exact: bool, kind: str, launched: list[str], device: torch.device) -> None:
     from warploom.ops.lrpe.launchers_sequence_hopper import tile_of
 
     x, theta, _ = random_case(kind, n, device)
-    assert_accurate(kind, x, theta, offset=-3)
-    ways = {"forward": tile_of(kind, False, n), "backward": tile_of(kind, True, n)}
+    assert_accurate(kind, x, theta.requires_grad_(exact), offset=-3)
+    ways = {name: tile_of(kind, name == "backward", n, exact=exact) for name in ("forward", "backward")}
     assert set(launched) == {f"hopper_sequence_{name}_kernel" for name, tile in ways.items() if tile}
+
+
+@pytest.mark.gpu
+@KINDS
+@EXACT
+@pytest.mark.parametrize(
+    ("n", "prefix"), [(65, 64), (100, 7), (300, 300), (1999, 10), (2100, 1100), (9001, 1)], ids=str
+)
+def test_a_prefix_in_a_row(
+    n: int, prefix: int, exact: bool, kind: str, launched: list[str], device: torch.device
+) -> None:
+    """Within a step of rows, in several parts, and as long as all."""
+    x, theta, _ = random_case(kind, n, device)
+    assert_accurate(kind, x, theta.requires_grad_(exact), prefix=prefix, offset=100)
+    assert set(launched) == BOTH
+
+
+@pytest.mark.gpu
+@KINDS
+@pytest.mark.parametrize("size", [0.1, 1.0, 8.0])
+@pytest.mark.parametrize("shared", [False, True], ids=["per head", "shared"])
+def test_gradient_of_theta(shared: bool, size: float, kind: str, launched: list[str], device: torch.device) -> None:
+    """In float32, of small and large entries: exponents of a hundred, and weights near one."""
+    x, theta, _ = random_case(kind, 1500, device)
+    theta = theta[: 1 if shared else 3, : theta.shape[1] - 5].clone().requires_grad_()
+    assert_accurate(kind, (x * size).detach(), theta, offset=2**20)
+    assert set(launched) == BOTH
 
 
 @pytest.mark.gpu
@@ -242,23 +275,28 @@ def test_frequencies_on_a_grid_that_cannot_be_reduced(kind: str, launched: list[
 
 @pytest.mark.gpu
 @KINDS
-def test_frequencies_that_cannot_be_reduced(kind: str, launched: list[str], device: torch.device) -> None:
+@EXACT
+def test_frequencies_that_cannot_be_reduced(
+    exact: bool, kind: str, launched: list[str], device: torch.device
+) -> None:
     x, theta, grad = random_case(kind, 300, device)
     theta[1, 5], theta[2, 7] = 3e7, math.inf
     other = theta.shape[1]
     wanted = torch.zeros(3, other, dtype=torch.bool, device=device)
     wanted[1, 5] = wanted[2, 7] = True
-    out, dx = results(kind, x, theta, grad)
+    out, dx, *dtheta = results(kind, x, theta.requires_grad_(exact), grad)
     assert torch.equal(out.isnan(), wanted.repeat(1, 2).expand_as(out))
     assert torch.equal(dx.isnan(), wanted.repeat(1, 1 if kind == "cosine" else 2).expand_as(dx))
+    assert all(torch.equal(gradient.isnan(), wanted) for gradient in dtheta)
     assert set(launched) == BOTH
 
 
 @pytest.mark.gpu
 @KINDS
+@EXACT
 @pytest.mark.parametrize("n", [200, 1500])
 def test_columns_that_need_their_largest_entry(
-    n: int, kind: str, launched: list[str], device: torch.device
+    n: int, exact: bool, kind: str, launched: list[str], device: torch.device
 ) -> None:
     x, theta, _ = random_case(kind, n, device)
     rising = torch.where(torch.arange(n, device=device) < n // 2, -90.0, 90.0)[:, None]
@@ -266,32 +304,39 @@ def test_columns_that_need_their_largest_entry(
     x[1, :, 2, 1::2] += 200
     x[0, :-1, 1, 1] = -math.inf
     x[1, 1:, 1, 2] = -math.inf
-    assert_accurate(kind, x, theta)
+    assert_accurate(kind, x, theta.requires_grad_(exact))
     assert set(launched) == BOTH
 
 
 @pytest.mark.gpu
 @KINDS
+@EXACT
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_columns_without_a_softmax_are_nan(
-    value: float, kind: str, launched: list[str], device: torch.device
+    value: float, exact: bool, kind: str, launched: list[str], device: torch.device
 ) -> None:
     x, theta, _ = random_case(kind, 1500, device)
     if value < 0:  # it takes all of them
         x[0, :, 1, 1] = value
     else:
         x[0, 700, 1, 1] = value
-    assert_accurate(kind, x, theta)
+    assert_accurate(kind, x, theta.requires_grad_(exact))
     assert set(launched) == BOTH
 
 
 @pytest.mark.gpu
 @KINDS
-@pytest.mark.parametrize("grid", [(1999,), (51, 39), (13, 17, 9)], ids=str)
+@pytest.mark.parametrize(
+    ("grid", "prefix", "exact"),
+    [((1999,), 0, False), ((1999,), 0, True), ((1979,), 20, True), ((51, 39), 0, False), ((13, 17, 9), 0, False)],
+    ids=str,
+)
 @pytest.mark.parametrize("patience", [1, 3])
 def test_sums_that_a_program_works_out_for_others_have_the_same_bits(
     patience: int,
     grid: tuple[int, ...],
+    prefix: int,
+    exact: bool,
     kind: str,
     launched: list[str],
     device: torch.device,
@@ -299,12 +344,12 @@ def test_sums_that_a_program_works_out_for_others_have_the_same_bits(
 ) -> None:
     from warploom.ops.lrpe import launchers_sequence_hopper
 
-    x, theta, grad = random_case(kind, math.prod(grid), device)
-    theta = theta[:, : theta.shape[1] // len(grid)]
-    usual = results(kind, x, theta, grad, grid=grid)
+    x, theta, grad = random_case(kind, math.prod(grid) + prefix, device)
+    theta = theta[:, : theta.shape[1] // len(grid)].requires_grad_(exact)
+    usual = results(kind, x, theta, grad, grid=grid, prefix=prefix)
     monkeypatch.setattr(launchers_sequence_hopper, "PATIENCE", patience)
     for _ in range(3):
-        assert all(map(torch.equal, results(kind, x, theta, grad, grid=grid), usual))
+        assert all(map(torch.equal, results(kind, x, theta, grad, grid=grid, prefix=prefix), usual))
     assert set(launched) == BOTH
 
 
@@ -319,7 +364,7 @@ def test_parts_that_do_not_fit_the_gpu(
     theta = random_theta(device, 1, 64 if kind == "cosine" else 32)
     x = random_x(device, 1, 60_001, 1, 64).bfloat16()
     tile = launchers.Tile(32, 64, 32)
-    monkeypatch.setattr(launchers, "tile_of", lambda kind, backward, *sizes: None if backward else tile)
+    monkeypatch.setattr(launchers, "tile_of", lambda kind, backward, *rest: None if backward else tile)
     encode(kind, x[:, 1:], theta, activation="softmax_sequence", backend="triton")
     assert not launched
     monkeypatch.setattr(launchers, "_PROGRAMS", 10**6)
@@ -362,7 +407,8 @@ def test_repeated_calls_of_any_length_give_the_same_bits(
     cases = []
     for grid in grids:
         x, theta, grad = random_case(kind, math.prod(grid), device)
-        cases.append((x, theta[:, : theta.shape[1] // len(grid)], grad))
+        theta = theta[:, : theta.shape[1] // len(grid)]
+        cases.append((x, theta.requires_grad_(len(grid) == 1), grad))
     usual = [results(kind, *case, grid=grid) for case, grid in zip(cases, grids)]
     for _ in range(20):
         for case, grid, wanted in zip(cases, grids, usual):
@@ -375,7 +421,7 @@ def test_repeated_calls_of_any_length_give_the_same_bits(
 def test_two_streams_at_once(kind: str, launched: list[str], device: torch.device) -> None:
     cases = [random_case(kind, n, device) for n in (2047, 1500)]
     usual = [results(kind, *case) for case in cases]
-    found: list[list[tuple[Tensor, Tensor]]] = [[], []]
+    found: list[list[tuple[Tensor, ...]]] = [[], []]
     torch.cuda.synchronize()
 
     def work(i: int) -> None:
@@ -397,9 +443,10 @@ def test_two_streams_at_once(kind: str, launched: list[str], device: torch.devic
 
 @pytest.mark.gpu
 @KINDS
-def test_a_graph_replays(kind: str, launched: list[str], device: torch.device) -> None:
+@EXACT
+def test_a_graph_replays(exact: bool, kind: str, launched: list[str], device: torch.device) -> None:
     x, theta, grad = random_case(kind, 2001, device)
-    results(kind, x, theta, grad)
+    results(kind, x, theta.requires_grad_(exact), grad)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

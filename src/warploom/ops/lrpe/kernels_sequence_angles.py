@@ -2,8 +2,12 @@
 
 Registers hold rows (SUB, W) of a tile, and a program goes down and up it by ``SUB`` tokens. What it knows of its angles
 meanwhile is a tuple, ``turning``. Where tokens stand in a row, ``AXES`` = 1, all rows are a constant angle on: cosines and
-sines come from the two before them. In a grid of two or three axes a step means another angle for each axis, and at the
-end of a line yet another: there cosines and sines come from coordinates, anew for each row.
+sines come from the two before them. Theta's gradient wants better ones, ``EXACT``: the angles of the first rows, turned by
+those of so many steps, of which a program keeps a table. In a grid of two or three axes a step means another angle for
+each axis, and at the end of a line yet another: there cosines and sines come from coordinates, anew for each row.
+
+A prefix sits at the origin. In a grid, coordinates see to that; in a row, ``PREFIX``, rows before its end are no longer
+turned.
 """
 
 from __future__ import annotations
@@ -49,6 +53,66 @@ def frequencies(theta, theta_f, first, W: gl.constexpr, AXES: gl.constexpr, E: g
 
 
 @gluon.jit
+def exact_angles(theta, position, grid, table, steps, SUB: gl.constexpr, LAYOUT: gl.constexpr):
+    """The angles of ``SUB`` rows of one axis, from ``position`` on, as `exact_cos_sin` takes them.
+
+    ``theta`` and ``table`` as in `angles`. ``steps`` (2 K, 1, W): cosines, then sines, of what so many steps turn by.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    K: gl.constexpr = steps.shape[0] // 2
+    W: gl.constexpr = steps.shape[2]
+    LANES: gl.constexpr = W if W < 32 else 32
+    STEPS: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    whole, rest, unit = phase_step(theta)
+    table.index(0).store(whole.to(gl.float32, bitcast=True))
+    table.index(1).store(rest)
+    table.index(2).store(unit)
+    synchronize()
+    whole = table.index(0).load(STEPS).to(gl.int32, bitcast=True)
+    step = gl.arange(0, K, gl.SliceLayout(1, STEPS)) * SUB
+    cosine, sine = cos_sin(step[:, None], whole, table.index(1).load(STEPS), table.index(2).load(STEPS), False)
+    matrices = steps._reinterpret(gl.float32, [2, K, W], steps.layout)
+    matrices.index(0).store(cosine)
+    matrices.index(1).store(sine)
+    whole = table.index(0).load(LAYOUT).to(gl.int32, bitcast=True)
+    n = position + gl.arange(0, SUB, gl.SliceLayout(1, LAYOUT))
+    cosine, sine = cos_sin(n[:, None], whole, table.index(1).load(LAYOUT), table.index(2).load(LAYOUT), False)
+    synchronize()
+    return cosine, sine, grid[0]
+
+
+@gluon.jit
+def exact_cos_sin(turning, steps, step, row, PREFIX: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr):
+    """Cosines and sines (SUB, W) so many steps on, of the rows that begin with token ``row``: within 3e-7."""
+    K: gl.constexpr = steps.shape[0] // 2
+    cosine, sine = turned(
+        turning[0], turning[1], steps.index(step).load(LAYOUT), steps.index(K + step).load(LAYOUT)
+    )
+    if PREFIX:
+        cosine, sine = at_origin(cosine, sine, row, turning[2], SUB, LAYOUT)
+    return cosine, sine
+
+
+@gluon.jit
+def last_angles(turning, steps, LAYOUT: gl.constexpr):
+    """Of `exact_angles`, those of the last rows that ``steps`` lead to, as `rows_cos_sin` takes them to go back."""
+    K: gl.constexpr = steps.shape[0] // 2
+    cosine, sine = turned(
+        turning[0], turning[1], steps.index(K - 1).load(LAYOUT), steps.index(2 * K - 1).load(LAYOUT)
+    )
+    step_cosine = steps.index(1).load(LAYOUT)
+    behind, sine_behind = turned(cosine, sine, step_cosine, steps.index(K + 1).load(LAYOUT))
+    return cosine, sine, behind, sine_behind, step_cosine * 2, turning[2]
+
+
+@gluon.jit
+def at_origin(cosine, sine, row, prefix, SUB: gl.constexpr, LAYOUT: gl.constexpr):
+    """Cosines and sines of rows from token ``row`` on, those of the prefix replaced."""
+    behind = (row + gl.arange(0, SUB, gl.SliceLayout(1, LAYOUT)) >= prefix)[:, None]
+    return gl.where(behind, cosine, 1.0), gl.where(behind, sine, 0.0)
+
+
+@gluon.jit
 def angles(theta, first, position, grid, table, BACK: gl.constexpr, AXES: gl.constexpr, E: gl.constexpr,
            SUB: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """The angles of ``SUB`` rows as `rows_cos_sin` takes them, for columns from angle ``first`` on.
@@ -79,7 +143,7 @@ def angles(theta, first, position, grid, table, BACK: gl.constexpr, AXES: gl.con
             before, sine_before = turned(cosine, sine, step_cosine, step_sine)
         else:
             before, sine_before = turned_back(cosine, sine, step_cosine, step_sine)
-        turning = (cosine, sine, before, sine_before, step_cosine * 2)
+        turning = (cosine, sine, before, sine_before, step_cosine * 2, grid[0])
     else:
         W: gl.constexpr = table.shape[2]
         start = table.index(2).load(LAYOUT).to(gl.int32, bitcast=True)
@@ -96,13 +160,14 @@ def advanced(turning, AXES: gl.constexpr):
     the square of the number of steps: 2e-5 after 32.
     """
     if AXES == 1:
-        cosine, sine, before, sine_before, twice = turning
+        cosine, sine, before, sine_before, twice, prefix = turning
         turning = (
             gl.fma(twice, cosine, before * -1.0),
             gl.fma(twice, sine, sine_before * -1.0),
             cosine,
             sine,
             twice,
+            prefix,
         )
     return turning
 
@@ -111,13 +176,13 @@ def advanced(turning, AXES: gl.constexpr):
 def reversed_angles(turning, AXES: gl.constexpr):
     """Angles of the rows before, whose steps go back."""
     if AXES == 1:
-        cosine, sine, before, sine_before, twice = turning
-        turning = (before, sine_before, cosine, sine, twice)
+        cosine, sine, before, sine_before, twice, prefix = turning
+        turning = (before, sine_before, cosine, sine, twice, prefix)
     return turning
 
 
 @gluon.jit
-def rows_cos_sin(turning, row, AXES: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr):
+def rows_cos_sin(turning, row, AXES: gl.constexpr, PREFIX: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr):
     """Cosines and sines (SUB, W) of the rows that ``turning`` has come to; these begin with token ``row``.
 
     In a grid this is `cos_sin` for 16 bits in two thirds of the instructions. A coordinate c comes as the bits of the
@@ -125,6 +190,8 @@ def rows_cos_sin(turning, row, AXES: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl
     """
     if AXES == 1:
         cosine, sine = turning[0], turning[1]
+        if PREFIX:
+            cosine, sine = at_origin(cosine, sine, row, turning[5], SUB, LAYOUT)
     else:
         whole, rest, start, axis, grid = turning
         phase = coordinates(row, axis, grid, AXES, SUB, LAYOUT)

@@ -190,7 +190,7 @@ def _run(
 ) -> None:
     ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
     if plan.tiled is not None and statistics is not None:
-        plan.tiled((x,) if grad is None else (x, grad), out, statistics, theta, positions.offset)
+        plan.tiled((x,) if grad is None else (x, grad), out, statistics, theta, positions.offset, dtheta)
         return
     if not plan.partial:
         tensors = (x, grad, out, statistics, dtheta, theta, ids, offsets)
@@ -241,7 +241,9 @@ class _Planner:
 
             tile = hopper.suits(kind, positions, self.exact, features, x, grad, out)
             if tile is not None:
-                return plan._replace(tiled=hopper.plan(tile, kind, positions, features, x, theta, grad, out))
+                tiled = hopper.plan(tile, kind, positions, self.exact, features, x, theta, grad, out)
+                parts = -(-tokens // tile.tokens)
+                return plan._replace(tiled=tiled, theta_sums=sums_of(batch * parts * heads // rows))
         angles = (positions.axes(), vec, theta_vec, unit, features, theta.shape[-1])
         if positions.cu_seqlens is None and tokens <= strip_tokens(backward) and not self.block_parallel:
             tiles = strip_tiles(kind, backward, wide)

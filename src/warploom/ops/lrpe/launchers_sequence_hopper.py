@@ -1,8 +1,8 @@
 """Launchers of LRPE with softmax over the sequence for Hopper: which calls they take, and how they are cut.
 
-They take 16-bit tensors whose rows the tensor memory accelerator can copy, positions that count from an offset or
-lie in a grid of two or three axes, behind a prefix or not, and frequencies without a gradient. All other calls stay
-with the kernels for every GPU.
+They take 16-bit tensors whose rows the tensor memory accelerator can copy, and positions that count from an offset
+or lie in a grid of two or three axes, behind a prefix or not; with a gradient of frequencies, where tokens stand in a
+row. All other calls stay with the kernels for every GPU.
 """
 
 from __future__ import annotations
@@ -64,12 +64,20 @@ _TILES = {
 """Tiles of a kind, forward or backward, by the most tokens that they are for. Measured on an H200."""
 
 
-def tile_of(kind: str, backward: bool, tokens: int, axes: int = 1) -> Tile | None:
-    """The tile for so many tokens in so many axes; None where the kernels for every GPU may be faster."""
+_EXACT_TILES = {"rotate": Tile(16, 512, 64, registers=128), "cosine": Tile(64, 256, 32, 8, registers=128)}
+"""For the backward with theta's gradient of more tokens than `_TILES` has a tile for."""
+
+
+def tile_of(kind: str, backward: bool, tokens: int, axes: int = 1, exact: bool = False) -> Tile | None:
+    """The tile for so many tokens in so many axes; None where the kernels for every GPU may be faster.
+
+    ``exact``: for theta's gradient, which a grid's backward leaves to those.
+    """
     least, most = (_LEAST_TOKENS, 2**31) if axes == 1 else _GRID_TOKENS[backward]
-    if not least <= tokens <= most:
+    if not least <= tokens <= most or (axes > 1 and backward and exact):
         return None
-    return next((tile for most, tile in _TILES[kind, backward].items() if tokens <= most), None)
+    tile = next((tile for most, tile in _TILES[kind, backward].items() if tokens <= most), None)
+    return _EXACT_TILES[kind] if tile is None and exact else tile
 
 
 PATIENCE = 10_000
@@ -131,11 +139,18 @@ class Plan(NamedTuple):
     words: int
 
     def __call__(
-        self, described: tuple[Tensor, ...], out: Tensor, statistics: Tensor, theta: Tensor, offset: int
+        self,
+        described: tuple[Tensor, ...],
+        out: Tensor,
+        statistics: Tensor,
+        theta: Tensor,
+        offset: int,
+        dtheta: Tensor | None,
     ) -> None:
-        """Launch on ``described`` tensors, x and in a backward the gradient."""
+        """Launch on ``described`` tensors, x and in a backward the gradient. ``dtheta``: for its partial sums."""
         words, tag = _words.take(self.words, out)
-        self.launch((*described, *described, out, statistics, words, theta), offset, tag, PATIENCE)
+        sums = () if len(described) == 1 else (dtheta,)
+        self.launch((*described, *described, out, statistics, words, theta, *sums), offset, tag, PATIENCE)
 
 
 def suits(
@@ -143,16 +158,18 @@ def suits(
 ) -> Tile | None:
     """The tile with which the kernels for Hopper take a call, apart from addresses; None if they do not.
 
-    ``features``: angles of a head.
+    ``exact``: for theta's gradient. ``features``: angles of a head.
     """
-    if INTERPRETED or exact or not 90 <= architecture(x.device) < 100 or kind == "interleaved" or x.dim() != 4:
+    if INTERPRETED or not 90 <= architecture(x.device) < 100 or kind == "interleaved" or x.dim() != 4:
+        return None
+    if x.element_size() != 2:
         return None
     counted = positions.ids is None and positions.offsets is None and positions.cu_seqlens is None
     axes = positions.axes()
-    if not counted or axes > MOST_AXES.value or (axes == 1 and positions.prefix):
+    if not counted or axes > MOST_AXES.value:
         return None
     tensors = (x, out) if grad is None else (x, grad, out)
-    tile = tile_of(kind, grad is not None, x.shape[1], axes)
+    tile = tile_of(kind, grad is not None, x.shape[1], axes, exact)
     if tile is None or features % tile.width or any(t.dtype != x.dtype or not can_be_copied(t) for t in tensors):
         return None
     parts = -(-x.shape[1] // tile.tokens)
@@ -165,6 +182,7 @@ def plan(
     tile: Tile,
     kind: str,
     positions: Positions,
+    exact: bool,
     features: int,
     x: Tensor,
     theta: Tensor,
@@ -193,8 +211,8 @@ def plan(
             *(stride // _UNIT for tensor in (*described, out) for stride in tensor.stride()[:3]),
             positions.prefix, *inner, *map(inverse_of, inner),
         ),
-        (kind, positions.axes(), features, theta.shape[-1], tile.tokens, tile.piece, tile.vec, block, parts > block,
-         tile.parts_first),
+        (kind, positions.axes(), features, theta.shape[-1], positions.axes() == 1 and positions.prefix > 0, exact,
+         tile.tokens, tile.piece, tile.vec, block, parts > block, tile.parts_first),
         tile.warps,
         registers=tile.registers,
     )  # fmt: skip
