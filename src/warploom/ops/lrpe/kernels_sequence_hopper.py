@@ -224,7 +224,7 @@ def run_part(
         tell(words + part * (P * W), tag, total)
     if BACKWARD and EXACT:  # while others tell
         to = dtheta + ((entry_long * parts + part) * heads + head) * F + first + gl.arange(0, W, COLUMN)
-        store_moment(to, moment1, moment2, offset + row, TOKENS // SUB, SUB, LAYOUT)
+        store_moment(to, moment1, moment2, offset + row, SUB, LAYOUT)
     if parts > 1:
         told = sum_of_parts(words, tag, patience, part, parts, BLOCK, BLOCKS, P, W)
         store_totals(columns, told, BACKWARD, EXACT)

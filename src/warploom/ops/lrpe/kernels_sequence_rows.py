@@ -185,7 +185,7 @@ def sum_piece(sums, turning, steps, xs, grads, piece, step, tokens, left, column
             total1 = gl.fma(y1, d1, total1)
             if P == 2:
                 total2 = gl.fma(y2, d2, total2)
-            if EXACT:  # the gradient of the angle, times how often its sum will have been added up
+            if EXACT:  # the gradient of the angle, and that times the step
                 gradient = y1 * d2
                 if P == 2:
                     gradient = gl.fma(y2 * -1.0, d1, gradient)
@@ -193,7 +193,7 @@ def sum_piece(sums, turning, steps, xs, grads, piece, step, tokens, left, column
                     behind = row + gl.arange(0, SUB, gl.SliceLayout(1, LAYOUT)) >= turning[2]
                     gradient = gl.where(behind[:, None], gradient, 0.0)
                 moment1 += gradient
-                moment2 += moment1
+                moment2 += gradient * (step + s).to(gl.float32)
         else:
             total1 += y1
             if P == 2:
@@ -208,8 +208,7 @@ def sum_part(xs, grads, part, tokens, columns, turning, steps, scratch, BACKWARD
     """Sums of columns over a part, from shared memory or from device memory, to the same bits; see `sum_piece`.
 
     Of weights, or in a backward of their products with their gradients: (P, W). With ``EXACT`` there also (SUB, W) of
-    the angles' gradients over ``K`` steps, and of what that came to after each of them. ``scratch``: (P, SUB, W) of
-    shared memory.
+    the angles' gradients, and of these times their step. ``scratch``: (P, SUB, W) of shared memory.
     """
     P: gl.constexpr = scratch.shape[0]
     PIECES: gl.constexpr = xs[0][0].shape[0]
@@ -248,13 +247,13 @@ def sum_part(xs, grads, part, tokens, columns, turning, steps, scratch, BACKWARD
 
 
 @gluon.jit
-def store_moment(to, moment1, moment2, position, K: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr):
-    """A part's share of theta's gradient, float64 at ``to`` (W,), from `sum_part`'s moments over ``K`` steps.
+def store_moment(to, moment1, moment2, position, SUB: gl.constexpr, LAYOUT: gl.constexpr):
+    """A part's share of theta's gradient, float64 at ``to`` (W,), from `sum_part`'s sums of angles' gradients.
 
-    Rows count from ``position`` on. A row of step k is part of what came to be after K − k steps.
+    Rows count from ``position`` on; a step is ``SUB`` of them.
     """
-    n = position + K * SUB + gl.arange(0, SUB, gl.SliceLayout(1, LAYOUT))
-    share = n.to(gl.float64)[:, None] * moment1.to(gl.float64) - moment2.to(gl.float64) * SUB
+    n = position + gl.arange(0, SUB, gl.SliceLayout(1, LAYOUT))
+    share = n.to(gl.float64)[:, None] * moment1.to(gl.float64) + moment2.to(gl.float64) * SUB
     gl.store(to, gl.sum(share, 0))
 
 

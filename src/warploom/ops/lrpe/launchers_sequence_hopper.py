@@ -1,8 +1,8 @@
 """Launchers of LRPE with softmax over the sequence for Hopper: which calls they take, and how they are cut.
 
 They take 16-bit tensors whose rows the tensor memory accelerator can copy, and positions that count from an offset
-or lie in a grid of two or three axes, behind a prefix or not; with a gradient of frequencies, where tokens stand in a
-row. All other calls stay with the kernels for every GPU.
+or lie in a grid of two or three axes, behind a prefix or not. Gradients of frequencies they make where tokens stand in
+a row. All other calls stay with the kernels for every GPU.
 """
 
 from __future__ import annotations
@@ -64,8 +64,17 @@ _TILES = {
 """Tiles of a kind, forward or backward, by the most tokens that they are for. Measured on an H200."""
 
 
-_EXACT_TILES = {"rotate": Tile(16, 512, 64, registers=128), "cosine": Tile(64, 256, 32, 8, registers=128)}
-"""For the backward with theta's gradient of more tokens than `_TILES` has a tile for."""
+_EXACT_TILES = {
+    "rotate": {
+        8192: Tile(32, 256, 64, registers=128, parts_first=True),
+        32768: Tile(32, 256, 32, 8, 2, parts_first=True),
+    },
+    "cosine": {
+        8192: Tile(32, 256, 64, registers=128, parts_first=True),
+        32768: Tile(32, 512, 64, registers=128, parts_first=True),
+    },
+}
+"""The same for a backward with theta's gradient."""
 
 
 def tile_of(kind: str, backward: bool, tokens: int, axes: int = 1, exact: bool = False) -> Tile | None:
@@ -76,8 +85,8 @@ def tile_of(kind: str, backward: bool, tokens: int, axes: int = 1, exact: bool =
     least, most = (_LEAST_TOKENS, 2**31) if axes == 1 else _GRID_TOKENS[backward]
     if not least <= tokens <= most or (axes > 1 and backward and exact):
         return None
-    tile = next((tile for most, tile in _TILES[kind, backward].items() if tokens <= most), None)
-    return _EXACT_TILES[kind] if tile is None and exact else tile
+    tiles = _EXACT_TILES[kind] if backward and exact else _TILES[kind, backward]
+    return next((tile for most, tile in tiles.items() if tokens <= most), None)
 
 
 PATIENCE = 10_000
