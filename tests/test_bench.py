@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -105,7 +105,7 @@ def test_digest_follows_the_operators_code(tmp_path: Path) -> None:
 def test_digest_follows_what_the_operator_imports_and_nothing_else() -> None:
     folder = Path(records.__file__).parents[1] / "ops" / "lrpe"
     package = folder.parents[1]
-    imported = {file.relative_to(package).as_posix() for file in records._imported(folder.glob("*.py"))}
+    imported = {file.relative_to(package).as_posix() for file in records._imported(folder.glob("*.py"), ())}
     assert {"launch.py", "layout.py", "errors.py", "backend.py", "device/phase.py"} <= imported
     assert "ops/spec.py" not in imported
     assert not any(name.startswith(("bench/", "testing/")) for name in imported)
@@ -119,6 +119,41 @@ def test_staleness_is_a_digest_that_is_not_the_codes(monkeypatch: pytest.MonkeyP
     assert records.is_stale(RECORD)
     assert records.is_stale(replace(RECORD, operator="gone"))
     records._digests.cache_clear()
+
+
+def test_records_outlast_a_change_to_what_their_case_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = benches()["lrpe-rotate"]
+    kinds = {bench.unused({"activation": name}) for name in ("none", "silu", "softmax")}
+    assert len(kinds) == 1
+    (left_out,) = kinds
+    assert bench.unused({"activation": "softmax_sequence"}) == ()
+    folder = Path(records.__file__).parents[1] / "ops" / "lrpe"
+    without = {file.name for file in folder.glob("*.py") if not records._fits(file, left_out)}
+    assert {"api.py", "autograd.py", "kernels.py", "launchers.py"} <= without
+    imported = records._imported([folder / name for name in without], left_out)
+    assert not any("sequence" in file.name for file in imported)
+    assert records.current_digest(bench, left_out) != records.current_digest(bench)
+
+
+def test_a_case_runs_nothing_of_the_files_that_it_leaves_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from warploom.ops.lrpe import launchers_sequence
+    from warploom.testing.conformance import judge
+
+    def fail(*arguments: object, **keywords: object) -> NoReturn:
+        raise AssertionError("softmax over the sequence")
+
+    for name in ("forward", "backward", "statistics_shape"):
+        monkeypatch.setattr(launchers_sequence, name, fail)
+    for name in ("lrpe-rotate", "lrpe-cosine-md"):
+        bench = benches()[name]
+        cases = [dict(case) for suite in bench.suites.values() for case in suite("cuda") if bench.unused(case)]
+        for activation in {case["activation"] for case in cases}:
+            small = {"batch": 1, "heads": 1, "head_dim": 8, "dtype": "float32", "activation": activation, "n": 5}
+            inputs = bench.operator.make_inputs(small, torch.device("cpu"), torch.Generator())
+            assert judge(bench.operator, inputs, "triton").fwd.ok
+    inputs["activation"] = "softmax_sequence"
+    with pytest.raises(AssertionError, match="over the sequence"):
+        bench.operator.function(**inputs, backend="triton")
 
 
 def test_records_of_peers_outlast_a_change_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,14 +377,14 @@ def test_resume_measures_only_what_is_missing_or_stale(tmp_path: Path, monkeypat
     measured.clear()
 
     names = (*one.providers, LIMIT)
-    monkeypatch.setattr(runner, "current_digests", lambda bench: dict.fromkeys(names, "other code"))
+    monkeypatch.setattr(runner, "current_digests", lambda *_: dict.fromkeys(names, "other code"))
     outcome = run(one, tmp_path, Selection(modes=["fwd"]), resume=True)
     assert len(measured) == 2
     assert {record.source_digest for record in outcome.records} == {"other code"}
     measured.clear()
 
     changed = {name: "newer code" if name == "torch" else "other code" for name in names}
-    monkeypatch.setattr(runner, "current_digests", lambda bench: changed)
+    monkeypatch.setattr(runner, "current_digests", lambda *_: changed)
     assert (
         by_provider(run(one, tmp_path, Selection(modes=["fwd"]), resume=True))["torch"].source_digest
         == "newer code"

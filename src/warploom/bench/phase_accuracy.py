@@ -69,7 +69,8 @@ def measure_phase(device: torch.device, backend: str = "auto") -> dict[str, Any]
 
 
 def _digest() -> str:
-    return current_digest(benches()["lrpe-cosine"])
+    bench = benches()["lrpe-cosine"]
+    return current_digest(bench, bench.unused({"activation": "none"}))
 
 
 def _row(x: torch.Tensor, base: float, last: int, backend: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ so a run that is resumed or repeated needs to rewrite nothing, and a killed run 
 from __future__ import annotations
 
 import ast
+import fnmatch
 import functools
 import hashlib
 import json
@@ -177,21 +178,32 @@ def load_environments(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def source_digest(folder: Path, leave_out: Sequence[str] = ()) -> str:
-    """Fingerprint of an operator's folder, without files of some names, and of the modules here that it imports."""
-    return _digest(sorted(file for file in folder.rglob("*.py") if file.name not in leave_out), folder)
+    """Fingerprint of an operator's folder and of the modules here that it imports.
+
+    Args:
+        folder: The operator's.
+        leave_out: Patterns for the names of files that do not count, nor what only they import.
+    """
+    files = sorted(file for file in folder.rglob("*.py") if not _fits(file, leave_out))
+    return _digest(files, folder, leave_out)
 
 
-def _digest(own: Sequence[Path], folder: Path) -> str:
+def _fits(file: Path, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(file.name, pattern) for pattern in patterns)
+
+
+def _digest(own: Sequence[Path], folder: Path, leave_out: Sequence[str] = ()) -> str:
     digest = hashlib.sha256()
-    for root, files in ((folder, own), (_PACKAGE, sorted(_imported(own) - set(own)))):
+    imported = _imported(own, leave_out) - set(own)
+    for root, files in ((folder, own), (_PACKAGE, sorted(imported))):
         for file in files:
             digest.update(f"{file.relative_to(root).as_posix()}\n{file.stat().st_size}\n".encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
-def _imported(files: Iterable[Path]) -> set[Path]:
-    """Modules of this package that files import, and what those import in turn."""
+def _imported(files: Iterable[Path], leave_out: Sequence[str]) -> set[Path]:
+    """Modules of this package that files import, and what those import in turn; of those with other names."""
     found: set[Path] = set()
     waiting = list(files)
     while waiting:
@@ -203,29 +215,31 @@ def _imported(files: Iterable[Path]) -> set[Path]:
                 names = [alias.name for alias in node.names]
             for name in names:
                 file = _PACKAGE.parent.joinpath(*name.split(".")).with_suffix(".py")
-                if name.startswith("warploom.") and name not in _CONTRACT and file.is_file() and file not in found:
+                if not name.startswith("warploom.") or name in _CONTRACT or _fits(file, leave_out):
+                    continue
+                if file.is_file() and file not in found:
                     found.add(file)
                     waiting.append(file)
     return found
 
 
-def current_digest(bench: Bench) -> str:
+def current_digest(bench: Bench, leave_out: Sequence[str] = ()) -> str:
     """`source_digest` of a bench's operator as its code is now."""
     if bench.sources:
         return _digest(sorted(bench.sources), Path(os.path.commonpath([file.parent for file in bench.sources])))
     source = sys.modules[bench.operator.reference.__module__].__file__
     if source is None:
         raise WarploomError(f"{bench.name}: its reference comes from no file, so its code has no digest")
-    return source_digest(Path(source).parent)
+    return source_digest(Path(source).parent, leave_out)
 
 
-def current_digests(bench: Bench) -> dict[str, str]:
-    """`current_digest` for each provider of a bench, and the limit.
+def current_digests(bench: Bench, leave_out: Sequence[str] = ()) -> dict[str, str]:
+    """`current_digest` for each provider of a bench, and the limit; without what ``bench.unused`` says of a case.
 
     Of the operator, a provider from its ``peers.py`` runs nothing else, and its records outlast a change to the
     kernels.
     """
-    whole, found = current_digest(bench), {}
+    whole, found = current_digest(bench, leave_out), {}
     for name, builder in bench.every_provider.items():
         module = getattr(builder, "func", builder).__module__  # of a partial, what it completes
         file = Path(getattr(sys.modules[module], "__file__", None) or "")
@@ -240,8 +254,11 @@ def _file_digest(file: Path) -> str:
 
 def is_stale(record: Record) -> bool:
     """Whether the code is no longer the code that was measured."""
-    digests = _digests().get(record.operator)
-    return digests is None or record.source_digest != digests.get(record.provider, digests[LIMIT])
+    bench = {operator_name(bench): bench for bench in benches().values()}.get(record.operator)
+    if bench is None:
+        return True
+    digests = _digests(record.operator, bench.unused(record.case))
+    return record.source_digest != digests.get(record.provider, digests[LIMIT])
 
 
 def adopt(operators: Iterable[Operator], benches: Iterable[Bench]) -> None:
@@ -251,6 +268,8 @@ def adopt(operators: Iterable[Operator], benches: Iterable[Bench]) -> None:
 
 
 @functools.cache
-def _digests() -> dict[str, dict[str, str]]:
-    """Digests of every registered bench, read once: a report asks for thousands of records."""
-    return {operator_name(bench): current_digests(bench) for bench in benches().values()}
+def _digests(operator: str, leave_out: tuple[str, ...]) -> dict[str, str]:
+    """Digests of a registered bench, read once: a report asks for thousands of records."""
+    return next(
+        current_digests(bench, leave_out) for bench in benches().values() if operator_name(bench) == operator
+    )

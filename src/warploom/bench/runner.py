@@ -164,9 +164,13 @@ def run(
     earlier = load([output]) if resume and (output / RECORDS).is_file() else []
     found = {record.key: record for record in earlier if record.environment == identifier}
     save_environment(output, identifier, environment)
-    digests = {bench.name: current_digests(bench) for bench in benches}
+    kinds = {(unit.bench.name, unit.bench.unused(unit.case)): unit.bench for unit in units}
+    digests = {kind: current_digests(bench, kind[1]) for kind, bench in kinds.items()}
 
-    tasks = [_task(unit, selection, identifier, digests[unit.bench.name], found) for unit in units]
+    def digests_of(unit: Unit) -> dict[str, str]:
+        return digests[unit.bench.name, unit.bench.unused(unit.case)]
+
+    tasks = [_task(unit, selection, identifier, digests_of(unit), found) for unit in units]
     outcome = Outcome()
     began = time.monotonic()
     if prepare is not None:
@@ -175,7 +179,7 @@ def run(
     clock = WatchedClock(make_clock(device), make_reader(device))
     with show_progress(len(units)) as progress, _quick_collections():
         for unit, blank, known, missing in tasks:
-            of = digests[unit.bench.name]
+            of = digests_of(unit)
             if missing and time_limit is not None and time.monotonic() - began >= time_limit:
                 outcome.reason = outcome.reason or f"the time limit of {time_limit:g} s is reached"
             if missing and outcome.reason:

@@ -101,6 +101,10 @@ class Other:
     """Bytes and operations of a case of the bench in a mode."""
 
 
+def _nothing(case: Case) -> tuple[str, ...]:
+    return ()
+
+
 @dataclass(frozen=True)
 class Bench:
     """One bench of the command line (``warploom bench NAME``): cases of an operator, timed."""
@@ -135,6 +139,8 @@ class Bench:
     precompiled: tuple[str, ...] = ()
     """Providers, those of other functions included, whose kernels come compiled, as eager PyTorch's do. What the
     rest run is compiled before anything is measured."""
+    unused: Callable[[Case], tuple[str, ...]] = _nothing
+    """Patterns for names of the operator's files that a case runs nothing of: records outlast a change there."""
 
     @property
     def every_provider(self) -> dict[str, Callable[[Case], Callable[..., Outputs]]]:

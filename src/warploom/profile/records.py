@@ -17,6 +17,7 @@ from warploom.bench import records
 from warploom.bench.attempt import Failure
 from warploom.bench.environment import describe_environment, environment_id
 from warploom.errors import WarploomError
+from warploom.ops import benches
 
 __all__ = [
     "COMPILED",
@@ -133,7 +134,8 @@ def current_digest(profile: str, provider: str) -> str:
         folders += [_PACKAGE / "nn", _PACKAGE / "ops" / "lrpe"]
     if not folders:
         return ""
-    without = ("spec.py", "peers.py")  # no model uses these
+    # What no model uses: there is no activation in positions.
+    without = ("spec.py", "peers.py", *benches()["lrpe-rotate"].unused({"activation": "none"}))
     digests = [records.source_digest(folder, without) for folder in folders]
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 

@@ -1,8 +1,8 @@
 """Launchers of LRPE with softmax over the sequence for Hopper: which calls they take, and how they are cut.
 
-They take 16-bit tensors whose rows the tensor memory accelerator can copy, and positions that count from an offset
-or lie in a grid of two or three axes, behind a prefix or not. Gradients of frequencies they make where tokens stand in
-a row. All other calls stay with the kernels for every GPU.
+They take 16-bit tensors whose rows the tensor memory accelerator can copy, and positions that count from an
+offset or lie in a grid of two or three axes, behind a prefix or not. The gradient of frequencies they make where
+tokens stand in a row. All other calls stay with the kernels for every GPU.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ _UNIT = UNIT.value
 _BLOCKS = (8, 16, 32)  # parts whose sums are read at once
 _TAGS = 2**31 - 1  # an int32 that is positive
 _MOST_BOX = 256  # tokens that are copied at once
-_LEAST_TOKENS = 64
-_GRID_TOKENS = {
-    False: (256, 2**31),
-    True: (256, 8192),
-}  # forward and backward, from and to which grids were measured
+_ANY = 2**31  # more tokens than there are
 
 
 class Tile(NamedTuple):
@@ -44,37 +40,24 @@ class Tile(NamedTuple):
 
 
 _TILES = {
-    ("rotate", False): {256: Tile(16, 256, 64), 2048: Tile(32, 256, 64), 2**31: Tile(32, 512, 64, 8)},
+    ("rotate", False): {256: Tile(16, 256, 64), 2048: Tile(32, 256, 64), _ANY: Tile(32, 512, 64, 8)},
     ("cosine", False): {
         256: Tile(32, 256, 64),
         1024: Tile(32, 512, 64),
         2048: Tile(64, 256, 32),
-        2**31: Tile(64, 512, 32, 8),
+        _ANY: Tile(64, 512, 32, 8),
     },
     ("rotate", True): {
         1024: Tile(32, 256, 32, 8, 2),
-        8192: Tile(32, 256, 64, registers=128),
-        16384: Tile(16, 512, 64, registers=128, parts_first=True),
+        8192: Tile(32, 256, 64, registers=128, parts_first=True),
+        _ANY: Tile(32, 256, 32, 8, 2, parts_first=True),
     },
     ("cosine", True): {
-        4096: Tile(32, 256, 64, registers=128),
-        16384: Tile(32, 256, 64, registers=128, parts_first=True),
+        8448: Tile(32, 256, 64, registers=128, parts_first=True),
+        _ANY: Tile(32, 512, 64, registers=128, parts_first=True),
     },
 }
 """Tiles of a kind, forward or backward, by the most tokens that they are for. Measured on an H200."""
-
-
-_EXACT_TILES = {
-    "rotate": {
-        8192: Tile(32, 256, 64, registers=128, parts_first=True),
-        32768: Tile(32, 256, 32, 8, 2, parts_first=True),
-    },
-    "cosine": {
-        8192: Tile(32, 256, 64, registers=128, parts_first=True),
-        32768: Tile(32, 512, 64, registers=128, parts_first=True),
-    },
-}
-"""The same for a backward with theta's gradient."""
 
 
 def tile_of(kind: str, backward: bool, tokens: int, axes: int = 1, exact: bool = False) -> Tile | None:
@@ -82,11 +65,14 @@ def tile_of(kind: str, backward: bool, tokens: int, axes: int = 1, exact: bool =
 
     ``exact``: for theta's gradient, which a grid's backward leaves to those.
     """
-    least, most = (_LEAST_TOKENS, 2**31) if axes == 1 else _GRID_TOKENS[backward]
-    if not least <= tokens <= most or (axes > 1 and backward and exact):
+    least, most = 64 if axes == 1 else 256, _ANY
+    if backward and axes == 1:
+        most = 33_024 if exact else 16_640
+    elif backward and exact:
         return None
-    tiles = _EXACT_TILES[kind] if backward and exact else _TILES[kind, backward]
-    return next((tile for most, tile in tiles.items() if tokens <= most), None)
+    if not least <= tokens <= most:
+        return None
+    return next(tile for most, tile in _TILES[kind, backward].items() if tokens <= most)
 
 
 PATIENCE = 10_000
