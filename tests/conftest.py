@@ -14,6 +14,13 @@ if not torch.cuda.is_available():
     # Cases are small, and the threads of parallel workers would only wait for each other.
     torch.set_num_threads(1)
 
+    from warploom.backend import HAS_TRITON
+
+    if HAS_TRITON:
+        from interpreter import quicken
+
+        quicken()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
