@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from launches import ON_GPU
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from warploom import WarploomError, flash_attention, lrpe_cosine, lrpe_rotate, plans, tpa_attention, tpa_decode
@@ -347,7 +346,7 @@ SITUATIONS = [
 ]
 
 
-@pytest.mark.parametrize(("function", "make", "change"), SITUATIONS if ON_GPU else SITUATIONS[::3])
+@pytest.mark.parametrize(("function", "make", "change"), SITUATIONS)
 def test_a_call_like_no_earlier_one_is_planned_anew(
     function: Callable[..., Any], make: Callable[[torch.device], Inputs], change: Change, device: torch.device
 ) -> None:
