@@ -1,7 +1,7 @@
 """Hooks of MkDocs: pages that come from the package, so that a new operator has its pages without a word here.
 
-The guide of an operator is the README in its folder. Its links are relative to that folder and may lead out of
-the documentation, which a page cannot follow.
+The guide of an operator is the README in its folder; other texts there are pages behind it. Links are relative to
+that folder and may lead out of the documentation, which a page cannot follow.
 """
 
 from __future__ import annotations
@@ -26,40 +26,52 @@ def on_config(config: Any) -> Any:
     """Name the guides in the navigation, in the order of the registry."""
     for entry in config.nav:
         if "Operators" in entry and isinstance(entry["Operators"], list):
-            entry["Operators"] = [{_title(folder): f"operators/{folder}.md"} for folder in FOLDERS]
+            texts = [text for folder in FOLDERS for text in texts_of(folder)]
+            entry["Operators"] = [{_title(text): f"operators/{_page(text)}"} for text in texts]
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages."""
     for folder in FOLDERS:
-        files.append(File.generated(config, f"operators/{folder}.md", content=guide(folder)))
+        for text in texts_of(folder):
+            files.append(File.generated(config, f"operators/{_page(text)}", content=guide(text)))
     names = [name for name in warploom.__all__ if name[0].islower()]
     body = "\n".join(f"::: warploom.{name}\n" for name in names)
     files.append(File.generated(config, REFERENCE, content=f"# Operators\n\n{body}"))
     return files
 
 
-def guide(folder: str) -> str:
-    """An operator's README as a page under ``operators/``."""
-    readme = ROOT / "src" / "warploom" / "ops" / folder / "README.md"
-    return _LINK.sub(lambda link: _moved(link, readme), readme.read_text(encoding="utf-8"))
+def texts_of(folder: str) -> list[Path]:
+    """The texts in an operator's folder, its README first."""
+    texts = (ROOT / "src" / "warploom" / "ops" / folder).glob("*.md")
+    return sorted(texts, key=lambda text: (text.name != "README.md", text.name))
 
 
-def _title(folder: str) -> str:
-    found = _TITLE.search(guide(folder))
-    return found[1].partition(":")[0] if found else folder
+def guide(text: Path) -> str:
+    """A text in an operator's folder as a page under ``operators/``."""
+    return _LINK.sub(lambda link: _moved(link, text), text.read_text(encoding="utf-8"))
 
 
-def _moved(link: re.Match[str], readme: Path) -> str:
+def _page(text: Path) -> str:
+    folder = text.parent.name
+    return f"{folder}.md" if text.name == "README.md" else f"{folder}-{text.name}"
+
+
+def _title(text: Path) -> str:
+    found = _TITLE.search(guide(text))
+    return found[1].partition(":")[0] if found else text.stem
+
+
+def _moved(link: re.Match[str], text: Path) -> str:
     """A link as the page needs it: into the documentation, to another guide, or only its words."""
     mark, words, target = link.groups()
     path, _, place = target.partition("#")
-    file = (readme.parent / path).resolve()
+    file = (text.parent / path).resolve()
     if file.is_relative_to(ROOT / "docs"):
         path = posixpath.relpath(file.relative_to(ROOT / "docs").as_posix(), "operators")
-    elif file.name == "README.md" and file.parent.name in FOLDERS:
-        path = f"{file.parent.name}.md"
+    elif file.suffix == ".md" and file.parent.name in FOLDERS:
+        path = _page(file)
     else:
         return words
     return f"{mark}[{words}]({path}{'#' * bool(place)}{place})"

@@ -24,7 +24,7 @@ from warploom.testing.conformance import check_operator
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
-    [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src/warploom/ops").glob("*/README.md")]
+    [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src/warploom/ops").glob("*/*.md")]
 )
 
 
@@ -122,10 +122,11 @@ def hooks() -> ModuleType:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_links_of_a_guide_lead_somewhere(folder: str, hooks: ModuleType) -> None:
-    page = hooks.guide(folder)
-    for link in hooks._LINK.finditer(page):
-        path = link[3].partition("#")[0]
-        assert (ROOT / "docs" / "operators" / path).resolve().is_file() or path.removesuffix(".md") in FOLDERS
+    pages = {hooks._page(text) for folder in FOLDERS for text in hooks.texts_of(folder)}
+    for text in hooks.texts_of(folder):
+        for link in hooks._LINK.finditer(hooks.guide(text)):
+            path = link[3].partition("#")[0]
+            assert (ROOT / "docs" / "operators" / path).resolve().is_file() or path in pages
 
 
 def test_the_site_builds(tmp_path: Path) -> None:
@@ -134,8 +135,8 @@ def test_the_site_builds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for folder in FOLDERS:
-        assert (tmp_path / "operators" / folder / "index.html").is_file()
+    for name in (*FOLDERS, "lrpe-softmax-over-the-sequence"):
+        assert (tmp_path / "operators" / name / "index.html").is_file()
     writing = (tmp_path / "writing-an-operator" / "index.html").read_text(encoding="utf-8")
     assert writing.count("forward_kernel") > 1  # the example's files are part of the page
     reference = (tmp_path / "reference" / "operators" / "index.html").read_text(encoding="utf-8")
