@@ -135,7 +135,10 @@ def test_records_outlast_a_change_to_what_their_case_does_not_run(monkeypatch: p
     assert records.current_digest(bench, left_out) != records.current_digest(bench)
 
 
-def test_a_case_runs_nothing_of_the_files_that_it_leaves_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_runs_nothing_of_the_files_that_it_leaves_unused(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
     from warploom.ops.lrpe import launchers_sequence
     from warploom.testing.conformance import judge
 
@@ -149,7 +152,7 @@ def test_a_case_runs_nothing_of_the_files_that_it_leaves_unused(monkeypatch: pyt
         cases = [dict(case) for suite in bench.suites.values() for case in suite("cuda") if bench.unused(case)]
         for activation in {case["activation"] for case in cases}:
             small = {"batch": 1, "heads": 1, "head_dim": 8, "dtype": "float32", "activation": activation, "n": 5}
-            inputs = bench.operator.make_inputs(small, torch.device("cpu"), torch.Generator())
+            inputs = bench.operator.make_inputs(small, device, torch.Generator())
             assert judge(bench.operator, inputs, "triton").fwd.ok
     inputs["activation"] = "softmax_sequence"
     with pytest.raises(AssertionError, match="over the sequence"):
