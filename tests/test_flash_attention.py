@@ -1,22 +1,19 @@
-"""What flash attention computes: the definition itself, masks, packing, grouping, splits, layouts, launches."""
+"""What flash attention computes: the definition itself, masks, packing, grouping, layouts."""
 
 import itertools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from launches import MERGING
 
 from warploom import flash_attention
 from warploom.backend import HAS_TRITON
 from warploom.ops.flash_attention import reference
 from warploom.ops.flash_attention.peers import plain
 from warploom.ops.flash_attention.spec import OPERATOR
-from warploom.plans import Plans
 from warploom.testing.accuracy import compare
-from warploom.testing.conformance import gradients, judge_draws, leaves, make_draws, random_like, upcast
+from warploom.testing.conformance import gradients, judge_draws, leaves, random_like, upcast
 from warploom.testing.poison import poisoned_allocations
 
 Tensor = torch.Tensor
@@ -274,176 +271,6 @@ def test_float64_is_for_pytorch(device: torch.device) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Splits
-# ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def many_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Walks cut into as many parts as there are steps."""
-    from warploom.ops.flash_attention import api, launchers
-
-    with monkeypatch.context() as patch:
-        patch.setattr(api, "_on_kernels", Plans())  # none but those of this test
-        patch.setattr(launchers, "best_parts", lambda steps, *rest: max(steps))
-        yield
-
-
-SPLIT_CASES: tuple[dict[str, Any], ...] = (
-    {"causal": True},
-    {"window": (30, 5)},
-    {"causal": True, "heads": 4, "key_heads": 2, "n": 70},
-    {"n": 1, "m": 300},
-    {"n": 3, "causal": True, "dtype": torch.float32},
-)
-
-
-@kernels
-@pytest.mark.usefixtures("many_splits")
-@pytest.mark.parametrize("case", SPLIT_CASES, ids=str)
-def test_a_split_is_right_and_gives_the_same_bits_twice(case: dict[str, Any], device: torch.device) -> None:
-    inputs = random_inputs(device, **{"n": 150, "m": 190, "batch": 1, "heads": 1, "dtype": torch.bfloat16, **case})
-    assert_right({**inputs, "return_lse": True}, "triton")
-    first = run(inputs, "triton")
-    with poisoned_allocations():
-        assert all(torch.equal(a, b) for a, b in zip(first, run(inputs, "triton")))
-
-
-@kernels
-@pytest.mark.usefixtures("many_splits")
-def test_parts_of_results_whose_features_are_not_adjacent(device: torch.device) -> None:
-    inputs = random_inputs(device, 70, d=24, e=5, batch=1, causal=True, return_lse=True)
-    for name in ("q", "k", "v"):
-        inputs[name] = inputs[name].detach().transpose(1, 3).contiguous().transpose(1, 3).requires_grad_()
-    assert_right(inputs, "triton")
-
-
-@kernels
-def test_packed_sequences_split(many_splits: None, device: torch.device) -> None:
-    bounds = torch.tensor([0, 100, 100, 130, 200], device=device)
-    inputs = random_inputs(device, 200, batch=1, heads=1, causal=True, cu_seqlens_q=bounds, dtype=torch.bfloat16)
-    assert_right({**inputs, "return_lse": True}, "triton")
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Tiles
-# ----------------------------------------------------------------------------------------------------------
-
-
-@kernels
-@pytest.mark.parametrize("case", [case for case in OPERATOR.check_cases if case["n"] > 3], ids=str)
-def test_kernels_of_long_walks_where_walks_are_few_and_short(
-    case: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cases are small, and such calls have kernels or loops of their own: here they get those of large ones."""
-    from warploom.ops.flash_attention import api, launchers, launchers_few
-
-    monkeypatch.setattr(launchers_few, "suits_backward", lambda *arguments: False)
-    monkeypatch.setattr(launchers, "has_few_short_walks", lambda *arguments: False)
-    monkeypatch.setattr(launchers, "_SHORT", 0)
-    monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
-    assert_right(make_draws(OPERATOR, case, device, seed=3), "triton")
-
-
-@kernels
-def test_which_walks_are_few_and_short() -> None:
-    from warploom.ops.flash_attention import launchers, launchers_few
-
-    def few(n: int, heads: int = 1, d: int = 64, dtype: torch.dtype = torch.bfloat16, **mask: Any) -> list[bool]:
-        x = torch.empty(1, n, heads, d, dtype=dtype)
-        call = launchers._geometry(x, x, x), launchers.Mask(**mask), 0.1
-        tiles = [launchers.has_few_short_walks(kernel, *call, x) for kernel in ("forward", "key", "query")]
-        return [launchers_few.suits_backward(*call, x, x), *tiles]
-
-    kernel, tiles = [True, True, False, False], [False, True, True, True]
-    assert few(128) == few(1024, right=0) == few(1000) == few(128, heads=16) == kernel
-    assert few(128, d=128) == few(1024, d=128, right=0) == tiles
-    assert few(8192) == few(4096, d=128) == [False, True, False, False]
-    for other in (
-        few(8200),
-        few(128, heads=80),
-        few(128, d=256),
-        few(128, d=72),
-        few(4100, d=128),
-        few(128, left=3),
-    ):
-        assert not any(other)
-    assert few(1024, dtype=torch.float32) == few(4096, dtype=torch.float32) == [False, False, True, True]
-    assert not any(few(1024, d=128, dtype=torch.float32) + few(4100, dtype=torch.float32))
-
-
-@kernels
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    ("n", "m", "heads", "key_heads", "d"),
-    [(300, 300, 1, 1, 64), (70, 290, 2, 1, 32), (290, 70, 2, 1, 16), (1, 17, 3, 3, 128), (33, 40, 4, 2, 128)],
-)
-@pytest.mark.parametrize("parts", [1, 3])
-def test_few_short_walks(
-    n: int,
-    m: int,
-    heads: int,
-    key_heads: int,
-    d: int,
-    parts: int,
-    causal: bool,
-    launches: list[Any],
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from warploom.ops.flash_attention import api, launchers
-
-    monkeypatch.setattr(launchers, "best_parts", lambda *arguments: parts)  # more than some walks have steps
-    monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
-    options = {"heads": heads, "key_heads": key_heads, "d": d, "causal": causal, "batch": 1, "return_lse": True}
-    with poisoned_allocations():
-        assert_right(random_inputs(device, n, m, dtype=torch.bfloat16, **options), "triton")
-    merge = ["combine_kernel"] if parts > 1 else []
-    backward = ["backward_few_kernel"] if d <= 64 else ["key_kernel", "query_kernel"]
-    assert {name for name, _ in launches} == {"forward_kernel", *merge, "prepare_kernel", *backward}
-
-
-@kernels
-@pytest.mark.parametrize(
-    ("case", "precision", "product"),
-    [
-        ({"n": 19, "m": 37, "heads": 4, "key_heads": 2, "causal": True}, "highest", "pieces"),
-        ({"n": 40, "d": 32, "return_lse": True}, "highest", "pieces"),
-        ({"n": 33, "m": 20, "d": 64, "heads": 1, "causal": True}, "highest", "pieces"),
-        ({"n": 17, "d": 128, "batch": 1, "causal": True}, "highest", "pieces"),
-        ({"n": 19, "m": 37, "d": 64, "heads": 4, "key_heads": 2, "causal": True}, "high", "pairs"),
-        ({"n": 17, "d": 128, "batch": 1}, "high", "pairs"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("parts", [1, 2])
-def test_float32_factors_in_pieces_before_the_walk(
-    case: dict[str, Any],
-    precision: str,
-    product: str,
-    parts: int,
-    launches: list[Any],
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Long float32 tensors are split in pieces once; here short ones are, and walk on the kernels for every GPU."""
-    from warploom.ops.flash_attention import api, launchers
-
-    any_length = dict.fromkeys(("forward", "backward"), dict.fromkeys((16, 32, 64, 128), 1))
-    monkeypatch.setattr(launchers, "_LONG", {"pieces": any_length, "pairs": any_length})
-    monkeypatch.setattr(launchers, "_tiled_pieces", lambda *arguments: None)
-    monkeypatch.setattr(launchers, "best_parts", lambda *arguments: parts)
-    monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
-    with poisoned_allocations():
-        assert_right({**random_inputs(device, **case), "float32_precision": precision}, "triton")
-    assert {constants["PRECISION"] for _, constants in launches if "PRECISION" in constants} == {product}
-    names = [name for name, _ in launches]
-    merged = ["sum_kernel"] if parts > 1 else []
-    backward = ["prepare_kernel", "pieces_kernel", "key_kernel", "query_kernel", *merged]
-    assert names == ["pieces_kernel", "forward_kernel", *["combine_kernel"] * len(merged), *backward]
-
-
-# ----------------------------------------------------------------------------------------------------------
 # Memory
 # ----------------------------------------------------------------------------------------------------------
 
@@ -525,87 +352,3 @@ def test_long_sequences_at_training_size(device: torch.device) -> None:
     assert compare(lse, exact, eager).rms_error <= 2 * (eager - exact).pow(2).mean().sqrt()
     assert (lse - exact).abs().max() < 8e-6
     assert_right(random_inputs(device, 3000, batch=1, heads=1, d=64, causal=True), "triton")
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Launches
-# ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    """What is launched during a test: name, and compile-time constants by name."""
-    from warploom.launch import Kernel
-    from warploom.ops.flash_attention import api
-
-    launched, call = [], Kernel.__call__
-
-    def record(kernel: Any, programs: int, tensors: Any, numbers: Any, constants: Any, *rest: Any) -> None:
-        names = kernel.function.arg_names[-len(constants) :]
-        launched.append((kernel.function.__name__, dict(zip(names, constants))))
-        call(kernel, programs, tensors, numbers, constants, *rest)
-
-    monkeypatch.setattr(Kernel, "__call__", record)
-    monkeypatch.setattr(api, "_on_kernels", Plans())  # a launch like an earlier one does not pass by here
-    return launched
-
-
-@kernels
-@pytest.mark.parametrize("short", [0, 2**30])
-def test_no_length_batch_window_or_scale_is_a_constant(
-    short: int, launches: list[Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from warploom.ops.flash_attention import launchers
-
-    monkeypatch.setattr(launchers, "_SHORT", short)  # short walks and long ones have loops of their own
-    kinds: list[list[dict[str, Any]]] = [
-        [{"n": 5}, {"n": 16, "m": 33, "batch": 1}, {"n": 70, "scale": 0.3, "heads": 4, "key_heads": 2}],
-        [{"n": 20, "window": (3, 4)}, {"n": 16, "window": (100, 0)}],
-        [{"n": 20, "batch": 1, "cu_seqlens_q": torch.tensor(c, device=device)} for c in ([0, 20], [0, 3, 9, 20])],
-    ]
-    for kind in kinds:
-        launches.clear()
-        for case in kind:
-            run(random_inputs(device, **case), "triton")
-        used = {(name, tuple(constants.items())) for name, constants in launches if name not in MERGING}
-        assert len(used) == 4
-
-
-@kernels
-@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-def test_precision_of_float32_products(precision: str, launches: list[Any], device: torch.device) -> None:
-    from warploom.launch import architecture
-    from warploom.ops.flash_attention.launchers import PRODUCTS
-
-    product = PRODUCTS[precision]
-    if precision == "highest" and 90 <= architecture(device) < 100:
-        product = "cut"  # of short tensors
-
-    def used() -> set[str]:
-        return {constants["PRECISION"] for _, constants in launches if "PRECISION" in constants}
-
-    inputs = random_inputs(device, 70)
-    assert_right({**inputs, "float32_precision": precision}, "triton")
-    assert used() == {product}
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision(precision)
-        launches.clear()
-        flash_attention(**inputs, backend="triton")
-        assert used() == {product}
-    finally:
-        torch.set_float32_matmul_precision(before)
-    launches.clear()
-    run(random_inputs(device, 9, d=24, dtype=torch.bfloat16, float32_precision=precision), "triton")
-    assert used() == {PRODUCTS["highest"]}  # one way only: nothing compiles twice
-
-
-@kernels
-def test_causal_walks_skip_what_is_hidden(device: torch.device) -> None:
-    """A NaN among the keys that no query sees must not be read, or at least not be felt."""
-    inputs = random_inputs(device, 40, 200, window=(20, None), causal=True)
-    clean = flash_attention(**inputs, backend="triton")
-    with torch.no_grad():
-        inputs["k"][:, :100] = math.nan
-        inputs["v"][:, :100] = math.nan
-    assert torch.equal(flash_attention(**inputs, backend="triton"), clean)

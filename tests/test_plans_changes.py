@@ -1,0 +1,398 @@
+"""Calls that differ in something, by turns: none ever runs on the plan of another."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from warploom import WarploomError, flash_attention, lrpe_rotate, tpa_attention, tpa_decode
+from warploom.backend import HAS_TRITON
+
+if not HAS_TRITON:
+    pytest.skip("needs Triton", allow_module_level=True)
+
+from planned_calls import (
+    OTHER_BOUNDS,
+    USUAL,
+    Change,
+    Inputs,
+    attention,
+    changed,
+    encoding,
+    encoding_over_the_sequence,
+    factors,
+    factors_with_gradients,
+    factors_with_lengths,
+    no_plans,
+    offset_encoding,
+    packed_attention,
+    packed_encoding,
+    placed_encoding,
+    results,
+    with_gaps,
+)
+
+from warploom.ops.flash_attention import api as flash_api
+from warploom.ops.lrpe import api as lrpe_api
+from warploom.ops.tpa import api as tpa_api
+
+Tensor = torch.Tensor
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Results: those of a call that is planned anew, to the last bit
+# ----------------------------------------------------------------------------------------------------------
+
+
+def set_to(**values: Any) -> Change:
+    return lambda inputs: {**inputs, **values}
+
+
+def without_gradient(*names: str) -> Change:
+    return lambda inputs: {**inputs, **{name: inputs[name].detach() for name in names}}
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """The same values, heads before tokens in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def misaligned(x: Tensor) -> Tensor:
+    """The same values and strides, at an address that vectors cannot be read from."""
+    return torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape)
+
+
+def one_head(x: Tensor) -> Tensor:
+    return x[:, :, :1].expand(x.shape)
+
+
+def one_more_key(inputs: Inputs) -> Inputs:
+    return changed(lambda x: torch.cat((x, x[:, :1]), 1), "k", "v")(inputs)
+
+
+ATTENTION: dict[str, Change] = {
+    "nothing": set_to(),
+    "full": set_to(causal=False),
+    "window": set_to(window=(3, None)),
+    "right_of_window": set_to(causal=False, window=(None, 4)),
+    "window_as_a_list": set_to(window=[3, None]),
+    "scale": set_to(scale=0.7),
+    "negative_scale": set_to(scale=-0.3),
+    "without_lse": set_to(return_lse=False),
+    "precision": set_to(float32_precision="medium"),
+    "dtype": changed(torch.Tensor.bfloat16, "q", "k", "v"),
+    "order_of_q": changed(heads_first, "q"),
+    "order_of_k": changed(heads_first, "k"),
+    "gaps_in_v": changed(with_gaps, "v"),
+    "one_head_of_k": changed(one_head, "k"),
+    "address_of_q": changed(misaligned, "q"),
+    "address_of_v": changed(misaligned, "v"),
+    "one_more_key": one_more_key,
+    "one_query": changed(lambda x: x[:, :1], "q"),
+    "grouped": changed(lambda x: x[:, :, :1], "k", "v"),
+    "order_of_gradients": set_to(grad_order=(0, 2, 1, 3)),
+    "no_gradient_of_lse": set_to(differentiated=1),
+    "no_gradient_of_k": without_gradient("k"),
+    "no_gradients": without_gradient("q", "k", "v"),
+}
+PACKED_ATTENTION: dict[str, Change] = {
+    "values": changed(lambda bounds: OTHER_BOUNDS.to(bounds), "cu_seqlens_q"),
+    "dtype": changed(torch.Tensor.int, "cu_seqlens_q"),
+    "stride": changed(with_gaps, "cu_seqlens_q"),
+    "sequences": changed(lambda bounds: torch.cat((bounds, bounds[-1:])), "cu_seqlens_q"),
+    "one_for_both": lambda inputs: {**inputs, "cu_seqlens_q": None, "cu_seqlens_k": inputs["cu_seqlens_q"]},
+    "of_the_keys": lambda inputs: {**inputs, "cu_seqlens_k": OTHER_BOUNDS.to(inputs["q"].device)},
+    "none": set_to(cu_seqlens_q=None),
+}
+ENCODING: dict[str, Change] = {
+    "nothing": set_to(),
+    "offset": set_to(offset=7),
+    "prefix": set_to(prefix=2),
+    "grid": set_to(grid=(3, 4)),
+    "grid_as_a_list": set_to(grid=[2, 6]),
+    "long_grid": set_to(grid=(3, 1, 2, 1, 2)),
+    "interleaved": set_to(interleaved=True),
+    "activation": set_to(activation="silu"),
+    "over_the_sequence": set_to(activation="softmax_sequence"),
+    "dtype": changed(torch.Tensor.bfloat16, "x"),
+    "dtype_of_theta": changed(torch.Tensor.double, "theta"),
+    "shared_theta": changed(lambda theta: theta[:1], "theta"),
+    "order_of_x": changed(heads_first, "x"),
+    "gaps_in_x": changed(with_gaps, "x"),
+    "gaps_in_theta": changed(with_gaps, "theta"),
+    "expanded_theta": changed(lambda theta: theta[:1].expand(3, -1), "theta"),
+    "address_of_x": changed(misaligned, "x"),
+    "address_of_theta": changed(misaligned, "theta"),
+    "fewer_tokens": changed(lambda x: x[:, :5], "x"),
+    "order_of_gradients": set_to(grad_order=(0, 2, 1, 3)),
+    "no_gradient_of_theta": without_gradient("theta"),
+    "no_gradient_of_x": without_gradient("x"),
+    "no_gradients": without_gradient("x", "theta"),
+}
+OVER_THE_SEQUENCE = {
+    name: ENCODING[name]
+    for name in (
+        "offset", "prefix", "dtype", "order_of_x", "address_of_x", "fewer_tokens", "order_of_gradients",
+        "no_gradient_of_theta",
+    )
+}  # fmt: skip
+PACKED_ENCODING: dict[str, Change] = {
+    "values": changed(lambda bounds: torch.tensor([0, 9, 12]).to(bounds), "cu_seqlens"),
+    "dtype": changed(torch.Tensor.int, "cu_seqlens"),
+    "stride": changed(with_gaps, "cu_seqlens"),
+    "sequences": changed(lambda bounds: torch.cat((bounds, bounds[-1:])), "cu_seqlens"),
+    "offset": set_to(offset=4),
+    "over_the_sequence": set_to(activation="softmax_sequence"),
+}
+PLACED_ENCODING: dict[str, Change] = {
+    "values": changed(lambda ids: ids.flip(0), "position_ids"),
+    "for_each_entry": changed(lambda ids: torch.stack((ids, ids + 5)), "position_ids"),
+    "two_axes": changed(lambda ids: torch.stack((ids, ids + 5), -1).expand(2, -1, -1), "position_ids"),
+    "dtype": changed(torch.Tensor.int, "position_ids"),
+    "stride": changed(with_gaps, "position_ids"),
+}
+OFFSET_ENCODING: dict[str, Change] = {
+    "values": changed(lambda offsets: offsets + 3, "offset"),
+    "one_for_all": changed(lambda offsets: offsets[0], "offset"),
+    "stride": changed(with_gaps, "offset"),
+    "int": set_to(offset=4),
+}
+
+ALL_FACTORS = ("aq", "ak", "av", "bq", "bk", "bv")
+DECODE: dict[str, Change] = {
+    "nothing": set_to(),
+    "lengths": changed(lambda lengths: lengths - 7, "cache_seqlens"),
+    "dtype_of_lengths": changed(torch.Tensor.int, "cache_seqlens"),
+    "stride_of_lengths": changed(with_gaps, "cache_seqlens"),
+    "no_lengths": set_to(cache_seqlens=None),
+    "strategy": set_to(strategy="batch_head"),
+    "split": set_to(strategy="split_kv"),
+    "scale": set_to(scale=0.3),
+    "scale_k": set_to(scale_k=0.3),
+    "scale_v": set_to(scale_v=-2),
+    "whole_queries": lambda inputs: {**inputs, "aq": None, "bq": inputs["bq"].repeat(1, 1, 2, 1)},
+    "dtype": changed(torch.Tensor.bfloat16, *ALL_FACTORS),
+    "rank_axis": changed(lambda a: a[..., None], "ak"),
+    "higher_rank": lambda inputs: {
+        **inputs, "ak": torch.stack([inputs["ak"]] * 2, -1), "bk": torch.stack([inputs["bk"]] * 2, 2),
+    },
+    "order_of_bk": changed(lambda b: b.mT.contiguous().mT, "bk"),
+    "gaps_in_av": changed(with_gaps, "av"),
+    "address_of_bv": changed(misaligned, "bv"),
+    "order_of_aq": changed(heads_first, "aq"),
+    "one_query": changed(lambda x: x[:, :1], "aq", "bq"),
+    "one_more_key": changed(lambda x: torch.cat((x, x[:, :1]), 1), "ak", "av", "bk", "bv"),
+}  # fmt: skip
+TPA_ATTENTION: dict[str, Change] = {
+    "causal": set_to(causal=False),
+    "scale": set_to(scale=0.3),
+    "order_of_bk": changed(lambda b: b.mT.contiguous().mT, "bk"),
+    "no_gradient_of_bk": without_gradient("bk"),
+    "no_gradients": without_gradient(*ALL_FACTORS),
+    "whole_queries": lambda inputs: {
+        **inputs, "aq": None, "bq": inputs["bq"].detach().repeat(1, 1, 2, 1).requires_grad_(),
+    },
+}  # fmt: skip
+
+SITUATIONS = [
+    pytest.param(function, make, change, id=f"{make.__name__}-{name}")
+    for function, make, changes in (
+        (flash_attention, attention, ATTENTION),
+        (flash_attention, packed_attention, PACKED_ATTENTION),
+        (lrpe_rotate, encoding, ENCODING),
+        (lrpe_rotate, encoding_over_the_sequence, OVER_THE_SEQUENCE),
+        (lrpe_rotate, packed_encoding, PACKED_ENCODING),
+        (lrpe_rotate, placed_encoding, PLACED_ENCODING),
+        (lrpe_rotate, offset_encoding, OFFSET_ENCODING),
+        (tpa_decode, factors_with_lengths, DECODE),
+        (tpa_attention, factors_with_gradients, TPA_ATTENTION),
+    )
+    for name, change in changes.items()
+]
+
+
+@pytest.mark.parametrize(("function", "make", "change"), SITUATIONS)
+def test_a_call_like_no_earlier_one_is_planned_anew(
+    function: Callable[..., Any], make: Callable[[torch.device], Inputs], change: Change, device: torch.device
+) -> None:
+    one = make(device)
+    other = change(one)
+    expected = []
+    for inputs in (one, other):
+        with no_plans():
+            expected.append(results(function, inputs))
+    with no_plans():
+        for inputs, wanted in zip((one, other) * 3, expected * 3):  # planned, known by key, and recognised
+            found = results(function, inputs)
+            assert len(found) == len(wanted)
+            for a, b in zip(found, wanted):
+                assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+                assert torch.equal(a, b)
+
+
+def test_a_list_that_is_changed_between_calls(device: torch.device) -> None:
+    inputs, window = set_to(window=(3, None))(attention(device)), [3, None]
+    with no_plans():
+        expected = [results(flash_attention, {**inputs, "window": (left, None)}) for left in (3, 1)]
+    with no_plans():
+        for left, wanted in zip((3, 1) * 3, expected * 3):
+            window[0] = left
+            assert all(map(torch.equal, results(flash_attention, {**inputs, "window": window}), wanted))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What stands around a call, and changes between two: settings, modes, whether gradients are wanted
+# ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_precision_of_float32_products_may_change_between_calls(device: torch.device) -> None:
+    inputs = attention(device)
+    before = torch.get_float32_matmul_precision()
+    try:
+        expected = {}
+        for precision in ("highest", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            with no_plans():
+                expected[precision] = results(flash_attention, inputs)
+        assert not torch.equal(expected["highest"][0], expected["medium"][0])
+        with no_plans():
+            for precision in ("highest", "medium", "highest") * 3:
+                torch.set_float32_matmul_precision(precision)
+                for a, b in zip(results(flash_attention, inputs), expected[precision]):
+                    assert torch.equal(a, b)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_autocast_may_begin_and_end_between_calls(device: torch.device) -> None:
+    inputs = {**attention(device), "backend": "triton"}
+    for times in (1, 1, 3, 3):  # planned, known by key, and recognised
+        for _ in range(times):
+            assert flash_attention(**inputs)[0].dtype == torch.float32
+        with torch.autocast(device.type, torch.bfloat16):
+            for _ in range(times):
+                assert flash_attention(**inputs)[0].dtype == torch.bfloat16
+
+
+@pytest.fixture
+def deterministic() -> Iterator[Callable[[bool], None]]:
+    """Switches PyTorch's deterministic algorithms on and off, and in the end to what they were."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("name", ["flash_attention", "lrpe_rotate", "tpa_decode", "tpa_attention"])
+def test_deterministic_algorithms_may_be_asked_for_between_calls(
+    name: str, deterministic: Callable[[bool], None], device: torch.device
+) -> None:
+    function, make = USUAL[name]
+    inputs = make(device)
+    with no_plans():
+        expected = results(function, inputs)
+        for wanted in (True, False, True, False, True, False):
+            deterministic(wanted)
+            assert all(map(torch.equal, results(function, inputs), expected))
+
+
+@pytest.mark.parametrize(
+    ("function", "make", "names"),
+    [(flash_attention, attention, "qkv"), (lrpe_rotate, encoding, ("x", "theta")),
+     (lrpe_rotate, encoding_over_the_sequence, ("x", "theta"))],
+)  # fmt: skip
+def test_saved_tensors_may_come_back_with_other_strides(
+    function: Callable[..., Any], make: Callable[[torch.device], Inputs], names: Any, device: torch.device
+) -> None:
+    inputs = changed(lambda x: x.mT.contiguous().mT, *names)(make(device))
+    expected = results(function, inputs)
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, torch.Tensor.contiguous):
+            found = results(function, inputs)
+        for a, b in zip(found, expected):  # other strides are read by another variant, which adds in its own order
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+with_gradients = pytest.mark.parametrize("name", [name for name in USUAL if name != "tpa_decode"])
+
+
+@pytest.mark.parametrize("wanted_first", [False, True])
+@with_gradients
+def test_gradients_may_be_wanted_and_not_wanted_by_turns(
+    name: str, wanted_first: bool, device: torch.device
+) -> None:
+    function, make = USUAL[name]
+    inputs = make(device)
+    with no_plans():
+        for wanted in (wanted_first, not wanted_first) * 3:
+            for _ in range(3):
+                with torch.set_grad_enabled(wanted):
+                    outputs = function(**inputs, backend="triton")
+                outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+                assert all(output.requires_grad is wanted for output in outputs)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Errors
+# ----------------------------------------------------------------------------------------------------------
+
+# What is right, and what is wrong though equal to it.
+LOOKALIKES = [
+    pytest.param(function, make, good, bad, id=f"{next(iter(bad))}={next(iter(bad.values()))!r}")
+    for function, make, good, bad in (
+        (flash_attention, attention, {"causal": True}, {"causal": 1}),
+        (flash_attention, attention, {"causal": False}, {"causal": 0}),
+        (flash_attention, attention, {"return_lse": False}, {"return_lse": 0.0}),
+        (flash_attention, attention, {"scale": 1.0}, {"scale": True}),
+        (flash_attention, attention, {"window": (1, 0)}, {"window": (True, 0)}),
+        (flash_attention, attention, {"window": (1, 0)}, {"window": [1, False]}),
+        (flash_attention, attention, {"window": (1, 0)}, {"window": (1.0, 0)}),
+        (flash_attention, attention, {}, {"window": (1, 2, 3)}),
+        (flash_attention, attention, {}, {"cu_seqlens_q": [0, 17]}),
+        (flash_attention, packed_attention, {}, {"cu_seqlens_q": torch.tensor([0.0, 5.0, 17.0])}),
+        (lrpe_rotate, encoding, {"prefix": 1}, {"prefix": True}),
+        (lrpe_rotate, encoding, {"prefix": 0}, {"prefix": 0.0}),
+        (lrpe_rotate, encoding, {"offset": 0}, {"offset": False}),
+        (lrpe_rotate, encoding, {"offset": 1}, {"offset": 1.0}),
+        (lrpe_rotate, encoding, {"offset": 1}, {"offset": 2**31 - 11}),
+        (lrpe_rotate, encoding, {"grid": (12, 1)}, {"grid": (12, True)}),
+        (lrpe_rotate, encoding, {"grid": (12, 1)}, {"grid": [12.0, 1]}),
+        (lrpe_rotate, encoding, {"grid": (12, 1), "offset": 0}, {"grid": (12, 1), "offset": 1}),
+        (lrpe_rotate, encoding, {"interleaved": False}, {"interleaved": 0}),
+        (lrpe_rotate, encoding, {"activation": "none"}, {"activation": ["none"]}),
+        (tpa_decode, factors, {"scale": 1.0}, {"scale": True}),
+        (tpa_decode, factors, {"strategy": "batch"}, {"strategy": ["batch"]}),
+        (tpa_decode, factors, {}, {"bk": torch.zeros(2, 150, 16, requires_grad=True)}),
+        (tpa_decode, factors, {}, {"cache_seqlens": torch.tensor([1.0, 2.0])}),
+        (tpa_attention, factors_with_gradients, {"causal": True}, {"causal": 1}),
+    )
+]
+
+
+@pytest.mark.parametrize(("function", "make", "good", "bad"), LOOKALIKES)
+def test_what_is_refused_is_refused_after_a_call_that_is_equal_and_right(
+    function: Callable[..., Any],
+    make: Callable[[torch.device], Inputs],
+    good: Inputs,
+    bad: Inputs,
+    device: torch.device,
+) -> None:
+    inputs = {**make(device), "backend": "triton"}
+    with no_plans():
+        for _ in range(2):
+            function(**{**inputs, **good})
+            with pytest.raises(WarploomError):
+                function(**{**inputs, **{n: v.to(device) if isinstance(v, Tensor) else v for n, v in bad.items()}})
+        assert sum(len(module._on_kernels.known) for module in (flash_api, lrpe_api, tpa_api)) == 1
+
+
+def test_decoding_is_refused_a_gradient_that_was_not_wanted_before(device: torch.device) -> None:
+    inputs = factors_with_lengths(device)
+    wanted = changed(torch.Tensor.clone, "bk")({**inputs, "bk": inputs["bk"].requires_grad_()})
+    with no_plans():
+        for _ in range(3):
+            for _ in range(3):
+                with torch.no_grad():
+                    tpa_decode(**wanted, backend="triton")
+            with pytest.raises(WarploomError, match="bk must be without requires_grad"):
+                tpa_decode(**wanted, backend="triton")
