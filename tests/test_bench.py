@@ -1,4 +1,4 @@
-"""The bench: records, resuming, the accuracy gate, failures, timing, tables, the streaming kernel."""
+"""Runs of the bench: the accuracy gate, failures, resuming, time limits, what is selected."""
 
 from __future__ import annotations
 
@@ -8,39 +8,22 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
 import toy
 
-from warploom.bench import evaluate, limits, measure, records, runner, tables
+from warploom.bench import evaluate, measure, records, runner, tables
 from warploom.bench.attempt import DeviceLostError, Failure, attempt
-from warploom.bench.environment import describe_environment, environment_id
 from warploom.bench.records import LIMIT, Record
 from warploom.bench.runner import Outcome, Selection
-from warploom.errors import ArgumentError, WarploomError
-from warploom.ops import benches
-from warploom.ops.spec import Bench, Case, Traffic, Unsupported
+from warploom.errors import ArgumentError
+from warploom.ops.spec import Bench, Case
 
 pytestmark = pytest.mark.usefixtures("quick_measurements")
 
 CPU = torch.device("cpu")
-RECORD = Record(
-    operator="toy_scale",
-    suite="quick",
-    case={"dtype": "bfloat16", "n": 256, "activation": "silu"},
-    provider="triton",
-    mode="fwd",
-    source_digest="d",
-    environment="e",
-    ms=0.01024,
-    ms_p20=0.01,
-    ms_p80=0.011,
-    peak_memory_mib=18.0,
-    limit_ms=0.0089,
-    limit_fraction=0.87,
-)
 
 
 def run(bench: Bench, output: Path, selection: Selection | None = None, **options: object) -> Outcome:
@@ -49,154 +32,6 @@ def run(bench: Bench, output: Path, selection: Selection | None = None, **option
 
 def by_provider(outcome: Outcome, n: int = 64, mode: str = "fwd") -> dict[str, Record]:
     return {r.provider: r for r in outcome.records if r.case["n"] == n and r.mode == mode}
-
-
-# Records
-
-
-def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
-    written = [RECORD, replace(RECORD, provider="torch", status="oom", reason="no room", ms=None)]
-    records.append(tmp_path, written[:1])
-    records.append(tmp_path, written[1:])
-    assert records.load([tmp_path]) == written
-    assert records.load([tmp_path / records.RECORDS]) == written
-
-
-def test_a_torn_last_line_is_dropped_and_written_over(tmp_path: Path) -> None:
-    records.append(tmp_path, [RECORD])
-    file = tmp_path / records.RECORDS
-    whole = file.read_bytes()
-    file.write_bytes(whole + whole[: len(whole) // 2])
-    assert records.load([tmp_path]) == [RECORD]
-    other = replace(RECORD, provider="torch")
-    records.append(tmp_path, [other])
-    assert records.load([tmp_path]) == [RECORD, other]
-
-
-def test_a_later_record_replaces_an_earlier_one_of_its_key(tmp_path: Path) -> None:
-    other = replace(RECORD, mode="bwd")
-    again = replace(RECORD, ms=1.0)
-    records.append(tmp_path, [RECORD, other, again])
-    assert records.load([tmp_path]) == [other, again]
-
-
-def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
-    (tmp_path / records.RECORDS).write_text('{"operator": "x"}\n')
-    with pytest.raises(WarploomError, match=r"records.jsonl:1: not a record"):
-        records.load([tmp_path])
-    with pytest.raises(WarploomError, match="no records here"):
-        records.load([tmp_path / "nowhere"])
-
-
-def test_key_is_the_same_for_a_tuple_and_the_list_it_becomes() -> None:
-    assert replace(RECORD, case={"a": (1, 2), "b": 1}).key == replace(RECORD, case={"b": 1, "a": [1, 2]}).key
-
-
-def test_digest_follows_the_operators_code(tmp_path: Path) -> None:
-    (tmp_path / "kernels.py").write_text("a = 1\n")
-    before = records.source_digest(tmp_path)
-    assert before == records.source_digest(tmp_path)
-    (tmp_path / "README.md").write_text("words\n")
-    assert before == records.source_digest(tmp_path)
-    (tmp_path / "kernels.py").write_text("a = 2\n")
-    assert before != records.source_digest(tmp_path)
-
-
-def test_digest_follows_what_the_operator_imports_and_nothing_else() -> None:
-    folder = Path(records.__file__).parents[1] / "ops" / "lrpe"
-    package = folder.parents[1]
-    imported = {file.relative_to(package).as_posix() for file in records._imported(folder.glob("*.py"), ())}
-    assert {"launch.py", "layout.py", "errors.py", "backend.py", "device/phase.py"} <= imported
-    assert "ops/spec.py" not in imported
-    assert not any(name.startswith(("bench/", "testing/")) for name in imported)
-
-
-def test_staleness_is_a_digest_that_is_not_the_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = toy.make_bench()
-    monkeypatch.setattr(records, "benches", lambda: {bench.name: bench})
-    records._digests.cache_clear()
-    assert not records.is_stale(replace(RECORD, source_digest=records.current_digest(bench)))
-    assert records.is_stale(RECORD)
-    assert records.is_stale(replace(RECORD, operator="gone"))
-    records._digests.cache_clear()
-
-
-def test_records_outlast_a_change_to_what_their_case_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = benches()["lrpe-rotate"]
-    kinds = {bench.unused({"activation": name}) for name in ("none", "silu", "softmax")}
-    assert len(kinds) == 1
-    (left_out,) = kinds
-    assert bench.unused({"activation": "softmax_sequence"}) == ()
-    folder = Path(records.__file__).parents[1] / "ops" / "lrpe"
-    without = {file.name for file in folder.glob("*.py") if not records._fits(file, left_out)}
-    assert {"api.py", "autograd.py", "kernels.py", "launchers.py"} <= without
-    imported = records._imported([folder / name for name in without], left_out)
-    assert not any("sequence" in file.name for file in imported)
-    assert records.current_digest(bench, left_out) != records.current_digest(bench)
-
-
-def test_a_case_runs_nothing_of_the_files_that_it_leaves_unused(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("triton")
-    from warploom.ops.lrpe import launchers_sequence
-    from warploom.testing.conformance import judge
-
-    def fail(*arguments: object, **keywords: object) -> NoReturn:
-        raise AssertionError("softmax over the sequence")
-
-    for name in ("forward", "backward", "statistics_shape"):
-        monkeypatch.setattr(launchers_sequence, name, fail)
-    for name in ("lrpe-rotate", "lrpe-cosine-md"):
-        bench = benches()[name]
-        cases = [dict(case) for suite in bench.suites.values() for case in suite("cuda") if bench.unused(case)]
-        for activation in {case["activation"] for case in cases}:
-            small = {"batch": 1, "heads": 1, "head_dim": 8, "dtype": "float32", "activation": activation, "n": 5}
-            inputs = bench.operator.make_inputs(small, device, torch.Generator())
-            assert judge(bench.operator, inputs, "triton").fwd.ok
-    inputs["activation"] = "softmax_sequence"
-    with pytest.raises(AssertionError, match="over the sequence"):
-        bench.operator.function(**inputs, backend="triton")
-
-
-def test_records_of_peers_outlast_a_change_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = benches()["lrpe-rope"]
-    before = records.current_digests(bench)
-    assert before["triton"] == before["limit"] == records.current_digest(bench)
-    assert before["torch"] == before["torch_compile_cache"] == before["liger"] != before["triton"]
-    monkeypatch.setattr(records, "source_digest", lambda folder, leave_out=(): "changed")
-    after = records.current_digests(bench)
-    assert {name for name in after if after[name] == before[name]} == {
-        "torch",
-        "torch_compile",
-        "torch_compile_cache",
-        "liger",
-        "fla",
-        "flash_attn",
-    }
-
-
-# Environment
-
-
-def test_environment_id_is_stable_and_ignores_what_passes() -> None:
-    environment = describe_environment(CPU)
-    assert environment["torch"] == torch.__version__
-    assert environment_id(environment) == environment_id(describe_environment(CPU))
-    passing = environment | {"temperature_c": 80, "sm_clock_mhz": 1, "commit": "abc", "dirty": True}
-    assert environment_id(environment) == environment_id(passing)
-    assert environment_id(environment) != environment_id(environment | {"torch": "0"})
-
-
-def test_environment_needs_neither_git_nor_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_tools = describe_environment(CPU)
-    monkeypatch.setenv("PATH", "")
-    without = describe_environment(CPU)
-    assert "commit" not in without
-    assert environment_id(with_tools) == environment_id(without)
-
-
-# Runs
 
 
 def test_every_provider_and_the_limit_get_a_full_record(tmp_path: Path) -> None:
@@ -508,164 +343,3 @@ def test_selection_keeps_what_it_names(tmp_path: Path) -> None:
 def test_a_selection_that_fits_nothing_says_what_there_is(selection: Selection, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         runner.plan([toy.make_bench()], selection, "cpu")
-
-
-# Timing
-
-
-def test_percentiles_are_ordered_and_interpolated() -> None:
-    assert measure.percentiles([5.0, 1.0, 2.0, 4.0, 3.0]) == pytest.approx((1.8, 3.0, 4.2))
-    assert measure.percentiles([7.0]) == (7.0, 7.0, 7.0)
-
-
-def test_calls_take_turns_and_a_failing_one_leaves_the_others() -> None:
-    class Ticks:
-        def __init__(self) -> None:
-            self.order: list[str] = []
-
-        def host_us(self, call: measure.Call) -> float:
-            return 1.0
-
-        def sample(self, call: measure.Call, host_us: float) -> float:
-            self.order.append(str(call()))
-            return 0.02
-
-    left = iter(range(8))
-
-    def failing() -> str:
-        return "b" if next(left) < 6 else 1 / 0  # type: ignore[return-value]
-
-    clock = Ticks()
-    results = measure.time_interleaved({"a": lambda: "a", "b": failing, "c": lambda: "c"}, clock)
-    assert results["a"] == measure.Timing(0.02, 0.02, 0.02, 1.0)
-    assert isinstance(results["b"], Failure)
-    assert clock.order[9:] == ["a", "b", "c", "a", "b", "c", "a", "c", "a", "c", "a", "c"]
-
-
-def test_slow_cases_get_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "CASE_MS", 100.0)
-    assert measure._rounds({"a": 90.0, "b": 1e-4}) == {"a": 3, "b": 3}
-    assert measure._rounds({"b": 1e-4}) == {"b": 5}
-    assert measure._rounds({}) == {}
-
-
-# The limit
-
-
-@pytest.mark.parametrize(("reads", "writes"), [(0, 1), (1, 0), (1, 1), (1, 2), (2, 1), (4, 3), (3, 1)])
-def test_the_limit_on_a_cpu_reads_and_writes_every_stream(reads: int, writes: int) -> None:
-    call = limits.stream_call(Traffic(reads, writes, 1000), CPU, measure.CpuClock())
-    outputs = call.args[1]  # type: ignore[attr-defined]
-    for output in outputs:
-        output.fill_(torch.nan)
-    call()
-    assert all(bool(output.isfinite().all()) for output in outputs)
-
-
-def test_the_limit_of_heavy_arithmetic_is_a_matrix_products_rate() -> None:
-    clock = measure.CpuClock()
-    one, two = (limits.compute_ms(Traffic(1, 1, 4, flops=flops), CPU, clock) for flops in (10**9, 2 * 10**9))
-    assert two == pytest.approx(2 * one)
-    assert limits.compute_ms(Traffic(1, 1, 4), CPU, clock) == 0.0
-
-
-def test_a_case_that_moves_nothing_has_no_limit() -> None:
-    with pytest.raises(Unsupported):
-        limits.stream_call(Traffic(1, 1, 0), CPU, measure.CpuClock())
-
-
-@pytest.mark.parametrize(("reads", "writes"), [(0, 1), (1, 0), (1, 1), (1, 2), (2, 1), (3, 2), (4, 3), (4, 0)])
-@pytest.mark.parametrize("n", [77, 512])
-def test_streaming_kernel_sums_its_inputs(reads: int, writes: int, n: int, device: torch.device) -> None:
-    from warploom.bench.stream_kernel import stream
-
-    block = 256
-    inputs = tuple(torch.randn(n, device=device) for _ in range(reads))
-    outputs = tuple(torch.full((n,), torch.nan, device=device) for _ in range(writes))
-    scratch = torch.full((-(-n // block),), torch.nan, device=device)
-    stream(inputs, outputs, scratch, block, 4)
-    total = sum(inputs, torch.zeros(n, device=device))
-    for output in outputs:
-        torch.testing.assert_close(output, total)
-    if not writes:
-        torch.testing.assert_close(scratch.sum(), total.sum(), rtol=1e-4, atol=1e-4)
-
-
-# Tables
-
-
-def test_tables_have_sizes_down_and_providers_across() -> None:
-    torch_record = replace(RECORD, provider="torch", ms=0.333, limit_fraction=0.03, peak_memory_mib=99.0)
-    limit = replace(RECORD, provider=LIMIT, ms=0.0089, limit_fraction=1.0, peak_memory_mib=None)
-    larger = [
-        replace(r, case=RECORD.case | {"n": 1024}) for r in (RECORD, replace(torch_record, ms=12.3456), limit)
-    ]
-    failed = replace(
-        torch_record,
-        case=RECORD.case | {"n": 2048},
-        status="oom",
-        reason="no room",
-        ms=None,
-        peak_memory_mib=None,
-    )
-    found = tables.sections([*larger, RECORD, torch_record, limit, failed], [toy.make_bench()])
-    speed, memory = found
-    assert speed.title == "toy_scale  Speed (ms)  fwd  bf16  activation silu"
-    assert speed.header == ("n", "triton", "torch", "limit", "limit fraction")
-    assert speed.rows == (
-        ("256", "0.01024", "0.3330", "0.008900", "0.87"),
-        ("1024", "0.01024", "12.35", "0.008900", "0.87"),
-        ("2048", "", "-1", "", ""),
-    )
-    assert speed.notes == ("torch, n = 2048: oom: no room",)
-    assert memory.title == "toy_scale  Memory (MiB)  fwd  bf16  activation silu"
-    assert memory.header == ("n", "triton", "torch")
-    assert memory.rows[0] == ("256", "18.00", "99.00")
-
-    plain = tables.text(found, 80)
-    assert "\n  torch, n = 2048: oom: no room\n" in plain
-    assert all(len(line) <= 80 for line in plain.splitlines())
-
-    table = tables.markdown(found).splitlines()
-    assert table[0] == r"**toy\_scale  Speed (ms)  fwd  bf16  activation silu**"
-    assert table[2:5] == [
-        "| n | triton | torch | limit | limit fraction |",
-        "| ---: | ---: | ---: | ---: | ---: |",
-        "| 256 | 0.01024 | 0.3330 | 0.008900 | 0.87 |",
-    ]
-
-
-def test_long_headers_fold_between_words() -> None:
-    names = ("triton", "triton_cache", "torch", "torch_compile", "torch_compile_cache", LIMIT)
-    plain = tables.text(tables.sections([replace(RECORD, provider=name) for name in names]), 80)
-    lines = plain.splitlines()
-    assert lines[1].split() == ["triton_", "torch_", "torch_compile_", "limit"]
-    assert lines[2].split() == ["n", "triton", "cache", "torch", "compile", "cache", LIMIT, "fraction"]
-    assert all(len(line) <= 80 for line in lines)
-
-
-def test_tables_part_by_the_other_parameters_mode_and_environment() -> None:
-    others = [
-        replace(RECORD, case=RECORD.case | {"activation": "none"}),
-        replace(RECORD, mode="bwd"),
-        replace(RECORD, environment="f"),
-    ]
-    found = tables.sections([RECORD, *others])
-    assert len(found) == 8
-    assert found[0].title.endswith("environment e")
-
-
-def test_equal_reasons_share_a_line() -> None:
-    failures = [
-        replace(RECORD, status="error", reason="boom", ms=None, case=RECORD.case | {"n": n}) for n in (1, 2)
-    ]
-    assert tables.sections(failures)[0].notes == ("triton, n = 1, 2: error: boom",)
-
-
-def test_the_fraction_is_torchs_where_triton_cannot_run() -> None:
-    triton = replace(RECORD, status="unsupported", reason="no GPU", ms=None, limit_fraction=None)
-    plain = replace(RECORD, provider="torch", limit_fraction=0.5)
-    found = tables.sections([triton, plain, replace(RECORD, provider=LIMIT)])[0]
-    assert found.header[-1] == "limit fraction (torch)"
-    assert found.rows[0][1] == "-1"
-    assert found.rows[0][-1] == "0.50"

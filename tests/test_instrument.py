@@ -160,8 +160,10 @@ def test_the_digest_of_a_spec_follows_the_files_it_imports(tmp_path: Path) -> No
     (spec,) = load_specs([tmp_path / "odd_spec.py"])
     assert [file.name for file in spec.benches[0].sources] == ["odd_helper.py", "odd_spec.py"]
     before = records.current_digest(spec.benches[0])
+    without = records.current_digest(spec.benches[0], ["odd_helper.py"])
     (tmp_path / "odd_helper.py").write_text("FACTOR = 3\n")
     assert records.current_digest(spec.benches[0]) != before
+    assert records.current_digest(spec.benches[0], ["odd_helper.py"]) == without
     sys.modules.pop("odd_helper", None)
 
 

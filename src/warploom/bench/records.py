@@ -184,8 +184,7 @@ def source_digest(folder: Path, leave_out: Sequence[str] = ()) -> str:
         folder: The operator's.
         leave_out: Patterns for the names of files that do not count, nor what only they import.
     """
-    files = sorted(file for file in folder.rglob("*.py") if not _fits(file, leave_out))
-    return _digest(files, folder, leave_out)
+    return _digest(sorted(folder.rglob("*.py")), folder, leave_out)
 
 
 def _fits(file: Path, patterns: Sequence[str]) -> bool:
@@ -194,8 +193,8 @@ def _fits(file: Path, patterns: Sequence[str]) -> bool:
 
 def _digest(own: Sequence[Path], folder: Path, leave_out: Sequence[str] = ()) -> str:
     digest = hashlib.sha256()
-    imported = _imported(own, leave_out) - set(own)
-    for root, files in ((folder, own), (_PACKAGE, sorted(imported))):
+    own = [file for file in own if not _fits(file, leave_out)]
+    for root, files in ((folder, own), (_PACKAGE, sorted(_imported(own, leave_out) - set(own)))):
         for file in files:
             digest.update(f"{file.relative_to(root).as_posix()}\n{file.stat().st_size}\n".encode())
             digest.update(file.read_bytes())
@@ -226,7 +225,8 @@ def _imported(files: Iterable[Path], leave_out: Sequence[str]) -> set[Path]:
 def current_digest(bench: Bench, leave_out: Sequence[str] = ()) -> str:
     """`source_digest` of a bench's operator as its code is now."""
     if bench.sources:
-        return _digest(sorted(bench.sources), Path(os.path.commonpath([file.parent for file in bench.sources])))
+        folder = Path(os.path.commonpath([file.parent for file in bench.sources]))
+        return _digest(sorted(bench.sources), folder, leave_out)
     source = sys.modules[bench.operator.reference.__module__].__file__
     if source is None:
         raise WarploomError(f"{bench.name}: its reference comes from no file, so its code has no digest")
@@ -254,11 +254,15 @@ def _file_digest(file: Path) -> str:
 
 def is_stale(record: Record) -> bool:
     """Whether the code is no longer the code that was measured."""
-    bench = {operator_name(bench): bench for bench in benches().values()}.get(record.operator)
+    bench = _bench_of(record.operator)
     if bench is None:
         return True
     digests = _digests(record.operator, bench.unused(record.case))
     return record.source_digest != digests.get(record.provider, digests[LIMIT])
+
+
+def _bench_of(operator: str) -> Bench | None:
+    return next((bench for bench in benches().values() if operator_name(bench) == operator), None)
 
 
 def adopt(operators: Iterable[Operator], benches: Iterable[Bench]) -> None:
@@ -270,6 +274,5 @@ def adopt(operators: Iterable[Operator], benches: Iterable[Bench]) -> None:
 @functools.cache
 def _digests(operator: str, leave_out: tuple[str, ...]) -> dict[str, str]:
     """Digests of a registered bench, read once: a report asks for thousands of records."""
-    return next(
-        current_digests(bench, leave_out) for bench in benches().values() if operator_name(bench) == operator
-    )
+    bench = _bench_of(operator)
+    return {} if bench is None else current_digests(bench, leave_out)
