@@ -1,7 +1,6 @@
 """Where the tests run: on the GPU if there is one, else in Triton's interpreter on the CPU."""
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -50,16 +49,12 @@ def quick_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
     import warploom.ops
-    from warploom.bench import records
 
     for registry in ("_guests", "_guest_benches"):
         monkeypatch.setattr(warploom.ops, registry, {})
-    records._digests.cache_clear()
-    yield
-    records._digests.cache_clear()
 
 
 @pytest.fixture

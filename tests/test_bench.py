@@ -214,21 +214,18 @@ def test_resume_measures_only_what_is_missing_or_stale(tmp_path: Path, monkeypat
     assert by_provider(outcome)["wrong"].status == "incorrect"
     measured.clear()
 
-    names = (*one.providers, LIMIT)
-    monkeypatch.setattr(runner, "current_digests", lambda *_: dict.fromkeys(names, "other code"))
+    monkeypatch.setattr(runner, "fingerprint", lambda *_: "other code")
     outcome = run(one, tmp_path, Selection(modes=["fwd"]), resume=True)
     assert len(measured) == 2
-    assert {record.source_digest for record in outcome.records} == {"other code"}
+    assert {record.fingerprint for record in outcome.records} == {"other code"}
     measured.clear()
 
-    changed = {name: "newer code" if name == "torch" else "other code" for name in names}
-    monkeypatch.setattr(runner, "current_digests", lambda *_: changed)
-    assert (
-        by_provider(run(one, tmp_path, Selection(modes=["fwd"]), resume=True))["torch"].source_digest
-        == "newer code"
-    )
+    newer = {"torch": "newer code"}
+    monkeypatch.setattr(runner, "fingerprint", lambda bench, case, name, *_: newer.get(name, "other code"))
+    outcome = run(one, tmp_path, Selection(modes=["fwd"]), resume=True)
+    assert by_provider(outcome)["torch"].fingerprint == "newer code"
     assert [providers for _, providers in measured] == [("torch",), ("torch",)]
-    assert {r.source_digest for r in records.load([tmp_path]) if r.provider == LIMIT} == {"other code"}
+    assert {r.fingerprint for r in records.load([tmp_path]) if r.provider == LIMIT} == {"other code"}
 
 
 def test_a_time_limit_stops_between_cases_and_says_what_is_left(tmp_path: Path) -> None:

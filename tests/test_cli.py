@@ -28,7 +28,6 @@ def _toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick_measurements: N
 def register(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
     monkeypatch.setattr(warploom.ops, "benches", lambda: {bench.name: bench})
     monkeypatch.setattr(records, "benches", lambda: {bench.name: bench})
-    records._digests.cache_clear()
 
 
 def test_bench_prints_tables_then_where_things_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def record(n: int, ms: float, provider: str = "triton", spread: float = 0.02, **
         case={"dtype": "float32", "n": n},
         provider=provider,
         mode="fwd",
-        source_digest="d",
+        fingerprint="d",
         environment="e",
         ms=ms,
         ms_p20=ms * (1 - spread),

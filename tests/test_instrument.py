@@ -17,6 +17,7 @@ import toy
 import warploom.ops
 from warploom.bench import Traffic, measure, records, run_bench, runner, sensors, tables, time_functions, traces
 from warploom.bench.evaluate import Unit
+from warploom.bench.fingerprint import fingerprint, source_of
 from warploom.bench.panels import Point, load_sections
 from warploom.bench.runner import Selection
 from warploom.bench.sensors import Reader, Sample, WatchedClock
@@ -124,7 +125,7 @@ def test_a_bench_of_ones_own_runs_and_is_known_afterwards(tmp_path: Path) -> Non
     results = run_bench(bench, modes=["fwd"], case={"n": [64]}, device="cpu", output=tmp_path / "run")
     assert {(r.provider, r.case["n"]) for r in results.records} == {("torch", 64), ("limit", 64)}
     assert not any(map(records.is_stale, results.records))
-    assert warploom.ops.benches()["toy-scale"].sources == (Path(toy.__file__),)
+    assert warploom.ops.benches()["toy-scale"] is bench
     with pytest.raises(ArgumentError, match="lrpe-rotate is a bench of warploom's own"):
         run_bench(replace(bench, name="lrpe-rotate"), device="cpu")
 
@@ -150,21 +151,19 @@ def test_a_spec_file_is_benched_checked_and_reported(capsys: pytest.CaptureFixtu
     assert f"warploom bench --spec {spec} toy-scale --suite quick --mode fwd" in page
 
 
-def test_the_digest_of_a_spec_follows_the_files_it_imports(tmp_path: Path) -> None:
-    (tmp_path / "odd_helper.py").write_text("FACTOR = 2\n")
-    (tmp_path / "unused.py").write_text("")
+def test_the_fingerprint_of_a_provider_of_ones_own_is_of_its_source(tmp_path: Path) -> None:
     (tmp_path / "odd_spec.py").write_text(
-        "import odd_helper, toy\nfrom dataclasses import replace\n"
-        "OPERATORS = ()\nBENCHES = (replace(toy.make_bench(), name='odd'),)\n"
+        "import toy\nfrom dataclasses import replace\nFACTOR = 2\n"
+        "def double(x):\n    return FACTOR * x\n"
+        "def mine(case):\n    return double\n"
+        "OPERATORS = ()\nBENCHES = (replace(toy.make_bench(mine=mine), name='odd'),)\n"
     )
     (spec,) = load_specs([tmp_path / "odd_spec.py"])
-    assert [file.name for file in spec.benches[0].sources] == ["odd_helper.py", "odd_spec.py"]
-    before = records.current_digest(spec.benches[0])
-    without = records.current_digest(spec.benches[0], ["odd_helper.py"])
-    (tmp_path / "odd_helper.py").write_text("FACTOR = 3\n")
-    assert records.current_digest(spec.benches[0]) != before
-    assert records.current_digest(spec.benches[0], ["odd_helper.py"]) == without
-    sys.modules.pop("odd_helper", None)
+    before = fingerprint(spec.benches[0], {}, "mine", "fwd", "")
+    assert before == fingerprint(spec.benches[0], {}, "mine", "bwd", "sm_90/132") != ""
+    sys.modules["warploom_spec_odd_spec"].FACTOR = 3
+    source_of.cache_clear()
+    assert fingerprint(spec.benches[0], {}, "mine", "fwd", "") != before
 
 
 def test_a_spec_in_a_package_may_import_its_neighbours_relatively(tmp_path: Path) -> None:
@@ -176,8 +175,7 @@ def test_a_spec_in_a_package_may_import_its_neighbours_relatively(tmp_path: Path
         "import toy\nfrom dataclasses import replace\nfrom .names import NAME\n"
         "BENCHES = (replace(toy.make_bench(), name=NAME),)\n"
     )
-    (spec,) = load_specs([folder / "spec.py"])
-    assert {file.name for file in spec.benches[0].sources} == {"__init__.py", "names.py", "spec.py"}
+    load_specs([folder / "spec.py"])
     assert "odd-package" in warploom.ops.benches()
 
 

@@ -62,7 +62,7 @@ def test_the_command_stores_the_table_and_rewrites_the_section(
     assert out.split("\n\n")[0] in text
 
     file = tmp_path / phase_accuracy.FILE
-    stale = json.loads(file.read_text(encoding="utf-8")) | {"source_digest": "other"}
+    stale = json.loads(file.read_text(encoding="utf-8")) | {"fingerprint": "other"}
     phase_accuracy.save_phase(tmp_path, stale)
     phase_accuracy.update(copy, [file])
     assert "There is no measurement of the present code yet" in copy.read_text(encoding="utf-8")

@@ -16,10 +16,11 @@ from plotly.offline import get_plotlyjs
 
 from warploom import ops
 from warploom.bench import records as records_module
+from warploom.bench.fingerprint import fingerprint
 from warploom.bench.panels import load_sections
 from warploom.bench.published import FOLDER, published
 from warploom.bench.readme import speed_table
-from warploom.bench.records import LIMIT, Record, append, current_digest, save_environment
+from warploom.bench.records import LIMIT, Record, append, save_environment
 from warploom.bench.report import write_report
 from warploom.errors import WarploomError
 
@@ -40,16 +41,12 @@ CPU = {"device": "cpu", "cpu": "A plain CPU", "torch": "2.11.0"}
 def _registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ops, "benches", lambda: {BENCH.name: BENCH})
     monkeypatch.setattr(records_module, "benches", lambda: {BENCH.name: BENCH})
-    records_module._digests.cache_clear()
-    yield
-    records_module._digests.cache_clear()
 
 
 def make_records(
     providers: dict[str, float], environment: str = "here", activations=("none", "silu")
 ) -> list[Record]:
     """Records of a bench in which each provider needs so many times the limit."""
-    digest = current_digest(BENCH)
     records = []
     for activation in activations:
         for mode in ("fwd", "bwd"):
@@ -61,7 +58,7 @@ def make_records(
                     case={**SHAPE, "activation": activation, "n": n},
                     provider=LIMIT,
                     mode=mode,
-                    source_digest=digest,
+                    fingerprint="",
                     environment=environment,
                     ms=limit,
                     min_bytes=n * 1000,
@@ -71,8 +68,14 @@ def make_records(
                 records.append(common)
                 for provider, times in providers.items():
                     ms = limit * times
-                    measured = {"ms": ms, "ms_p20": ms * 0.95, "ms_p80": ms * 1.1, "peak_memory_mib": n / 8.0}
+                    measured: dict[str, object] = {
+                        "ms": ms,
+                        "ms_p20": ms * 0.95,
+                        "ms_p80": ms * 1.1,
+                        "peak_memory_mib": n / 8.0,
+                    }
                     checked = {"max_error": 0.004, "error_budget": 0.016, "host_us": 8.0}
+                    measured["fingerprint"] = fingerprint(BENCH, common.case, provider, mode, "")
                     records.append(
                         replace(common, provider=provider, limit_fraction=1 / times, **measured, **checked)
                     )
@@ -100,7 +103,7 @@ def measured(tmp_path: Path) -> Path:
     fail(records, "torch", "fwd", 4096, status="oom", reason="CUDA out of memory", **nothing)
     fail(records, "triton_cache", "bwd", 256, status="unsupported", reason="no table here", **nothing)
     fail(records, "torch_compile", "fwd", 256, status="error", reason="<script>alert(1)</script>", **nothing)
-    fail(records, "triton", "fwd", 4096, source_digest="of earlier code", ms=0.000123)
+    fail(records, "triton", "fwd", 4096, fingerprint="of earlier code", ms=0.000123)
     return save(tmp_path / "run", records, GPU)
 
 
@@ -299,7 +302,7 @@ def test_a_grid_that_the_tokens_determine_makes_no_panels(tmp_path):
 def test_a_later_record_replaces_an_earlier_one_but_no_stale_one_a_fresh_one(tmp_path):
     first = make_records({"triton": 2.0}, activations=("none",))
     second = [replace(record, ms=(record.ms or 0) / 2) for record in first]
-    stale = [replace(record, source_digest="other", ms=1e-6) for record in first]
+    stale = [replace(record, fingerprint="other", ms=1e-6) for record in first]
     folders = [save(tmp_path / str(i), records, GPU) for i, records in enumerate((first, second, stale))]
     (section,) = load_sections(folders)
     assert {point.ms for point in section.points} == {record.ms for record in second}
@@ -329,7 +332,7 @@ def test_pictures(tmp_path, measured):
     assert b"</svg>" in first
     write_pictures([measured], tmp_path / "pictures")
     assert picture.read_bytes() == first  # the same records, the same file
-    stale = [replace(record, source_digest="other") for record in make_records({"triton": 2.0})]
+    stale = [replace(record, fingerprint="other") for record in make_records({"triton": 2.0})]
     assert write_pictures([save(tmp_path / "stale", stale, GPU)], tmp_path / "none") == []
 
 

@@ -1,13 +1,9 @@
 """What stands beside tensor-product attention in its benches: that it computes what it says, on as many bytes."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from test_tpa import exact, factors
 
-from warploom.bench.records import LIMIT, current_digests
-from warploom.ops import benches
 from warploom.ops.tpa import peers, reference
 from warploom.testing.accuracy import compare
 from warploom.testing.conformance import make_inputs
@@ -56,15 +52,3 @@ def test_heads_that_share_keys_may_be_given_as_tokens(device: torch.device) -> N
     found = peers._sdpa(None, True, **inputs)
     torch.testing.assert_close(found, peers.whole_cache_definition(**inputs))
     assert found.shape == (2, 1, 8, 16)
-
-
-def test_their_records_outlast_a_change_to_the_kernels() -> None:
-    bench = benches()["tpa-decode"]
-    digests = current_digests(bench)
-    assert digests["triton"] == digests[LIMIT]
-    of_peers = {digests[name] for name in (*peers.DECODE, *bench.other_names)}
-    assert len(of_peers) == 1
-    assert digests[LIMIT] not in of_peers
-    assert current_digests(replace(bench, others=())) == {
-        name: digest for name, digest in digests.items() if name not in bench.other_names
-    }

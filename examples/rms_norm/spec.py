@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from warploom.bench import Bench, Case, Inputs, Operator, Outputs, Traffic, Unsupported
+from warploom.bench import Bench, Case, Inputs, Operator, Outputs, Traffic, need_cuda
 
 from . import reference
 from .api import rms_norm
@@ -50,8 +50,7 @@ OPERATORS = (OPERATOR,)
 
 def triton(case: Case) -> Callable[..., Outputs]:
     """Our kernels."""
-    if not torch.cuda.is_available():
-        raise Unsupported("the Triton kernels need an NVIDIA GPU")
+    need_cuda()
     return functools.partial(rms_norm, backend="triton")
 
 

@@ -53,7 +53,7 @@ if torch.backends.cuda.is_built():
     _empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 _recorded: dict[tuple[Any, ...], Build] | None = None
-_recorded_arch = 90
+_recorded_arch, _recorded_multiprocessors = 90, 1
 
 
 class Dense(NamedTuple):
@@ -91,6 +91,12 @@ class Build:
     constexprs: dict[str, Any]
     attrs: dict[tuple[int, ...], list[list[Any]]] = field(repr=False)
     options: dict[str, int]
+
+    @property
+    def variant(self) -> str:
+        """What tells it from other builds of its function, the same in every version of Triton."""
+        types = [kind.partition("]")[0] for kind in self.signature.values()]  # a descriptor's layout has versions
+        return f"{types} {list(self.constexprs.values())} {sorted(self.attrs)} {sorted(self.options.items())}"
 
 
 class Kernel:
@@ -439,17 +445,27 @@ def _description(like: torch.Tensor, box: Boxes) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def recording(arch: int = 90) -> Iterator[dict[tuple[Any, ...], Build]]:
-    """Collect what would be compiled for ``arch`` instead of launching it: no GPU needed, nothing is written."""
-    global _recorded, _recorded_arch
+def recording(arch: int = 90, multiprocessors: int = 1) -> Iterator[dict[tuple[Any, ...], Build]]:
+    """Collect what would be compiled for a GPU instead of launching it: no GPU needed, nothing is written.
+
+    Args:
+        arch: The GPU's compute capability, times ten.
+        multiprocessors: How many it has, which some plans depend on.
+    """
+    global _recorded, _recorded_arch, _recorded_multiprocessors
     if INTERPRETED:
         raise RuntimeError("recording builds needs compiled kernels: unset TRITON_INTERPRET")
-    previous = _recorded, _recorded_arch
-    _recorded, _recorded_arch = {}, arch
+    previous = _recorded, _recorded_arch, _recorded_multiprocessors
+    _recorded, _recorded_arch, _recorded_multiprocessors = {}, arch, multiprocessors
     try:
         yield _recorded
     finally:
-        _recorded, _recorded_arch = previous
+        _recorded, _recorded_arch, _recorded_multiprocessors = previous
+
+
+def is_recording() -> bool:
+    """Whether launches are recorded now, and not made."""
+    return _recorded is not None
 
 
 def runs_on_cpu() -> bool:
@@ -457,12 +473,9 @@ def runs_on_cpu() -> bool:
     return INTERPRETED or _recorded is not None
 
 
-@functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; 1 for a CPU. A `ValueError` for "meta": see `architecture`."""
-    if _is_gpu(device):
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return 1
+    """Streaming multiprocessors of a GPU; for a CPU those of `recording`. A `ValueError` for "meta"."""
+    return _multiprocessors(device) if _is_gpu(device) else _recorded_multiprocessors
 
 
 def may_start_early(device: torch.device) -> bool:
@@ -488,6 +501,11 @@ def _is_gpu(device: torch.device) -> bool:
     if device.type == "meta":
         raise ValueError("device: expected that of a tensor with memory, got meta")
     return device.type == "cuda"
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

@@ -8,7 +8,7 @@ suites, providers that are built for a case, bytes and operations; `run_bench` r
 from warploom.bench.api import Results, run_bench, time_functions
 from warploom.bench.comparison import compare, read_side
 from warploom.bench.records import Record, load
-from warploom.ops.spec import Bench, Case, Inputs, Operator, Other, Outputs, Traffic, Unsupported
+from warploom.ops.spec import Bench, Case, Inputs, Operator, Other, Outputs, Traffic, Unsupported, need_cuda
 
 __all__ = [
     "Bench",
@@ -23,6 +23,7 @@ __all__ = [
     "Unsupported",
     "compare",
     "load",
+    "need_cuda",
     "read_side",
     "run_bench",
     "time_functions",

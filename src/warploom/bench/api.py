@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from warploom.bench import tables
-from warploom.bench.records import Record, adopt
+from warploom.bench.records import Record
 from warploom.bench.runner import Outcome, Selection, run
 from warploom.errors import ArgumentError
-from warploom.ops import benches
-from warploom.ops.spec import Bench, Case, Inputs, Operator, Other, Outputs, Traffic
+from warploom.ops import benches, register
+from warploom.ops.spec import Bench, Case, Inputs, Operator, Outputs, Traffic
 from warploom.testing.conformance import as_tuple
 
 __all__ = ["Results", "run_bench", "time_functions"]
@@ -105,12 +104,7 @@ def run_bench(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = torch.device(device)
     if benches().get(bench.name) is not bench:
-        theirs: list[Callable[..., Any]] = [*bench.every_provider.values()]
-        parts: list[Bench | Other] = [bench, *bench.others]
-        for part in parts:
-            theirs += part.operator.reference, part.operator.make_inputs, part.traffic
-        bench = replace(bench, sources=bench.sources or _files(theirs))
-        adopt([], [bench])
+        register([], [bench])
     kept = None if output else tempfile.TemporaryDirectory(prefix="warploom-")
     folder = Path(output or kept.name)  # type: ignore[union-attr]
     selection = Selection(suite, modes, providers, case or {}, dtypes)
@@ -179,7 +173,6 @@ def time_functions(
         x=next(iter(cases[0]), "n"),
         modes=tuple(dict.fromkeys(mode.removesuffix("_graph") for mode in modes)),
         own=next(iter(functions)),
-        sources=_files((reference, make_inputs, *functions.values())),
         command=shlex.join(["python", *sys.argv]),
     )
     return run_bench(bench, modes=modes, device=device, output=output, resume=resume, time_limit=time_limit)
@@ -227,18 +220,3 @@ class _Traffic:
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def _files(functions: Sequence[object]) -> tuple[Path, ...]:
-    """The files that functions are written in: the code of the bench. What was typed in has none."""
-    found = set()
-    for function in functions:
-        while isinstance(function, functools.partial):
-            function = function.func
-        try:
-            source = inspect.getsourcefile(inspect.unwrap(function))  # type: ignore[arg-type]
-        except TypeError:  # built in, or an object of a class
-            source = inspect.getsourcefile(type(function)) if type(function).__module__ != "builtins" else None
-        if source and source.endswith(".py") and Path(source).is_file():
-            found.add(Path(source).resolve())
-    return tuple(sorted(found)) or (Path(__file__),)

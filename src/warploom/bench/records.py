@@ -6,21 +6,16 @@ so a run that is resumed or repeated needs to rewrite nothing, and a killed run 
 
 from __future__ import annotations
 
-import ast
-import fnmatch
-import functools
-import hashlib
 import json
-import os
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from warploom.bench.fingerprint import LIMIT, UNKNOWN, fingerprint
 from warploom.errors import WarploomError
-from warploom.ops import benches, register
-from warploom.ops.spec import Bench, Operator
+from warploom.ops import benches
+from warploom.ops.spec import Bench
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -30,28 +25,16 @@ __all__ = [
     "RECORDS",
     "Key",
     "Record",
-    "adopt",
     "append",
-    "current_digest",
-    "current_digests",
     "is_stale",
     "load",
     "load_environments",
     "operator_name",
     "save_environment",
-    "source_digest",
 ]
 
 RECORDS = "records.jsonl"
 ENVIRONMENTS = "environment.json"
-LIMIT = "limit"
-"""The provider's name under which the measured ceiling is recorded."""
-
-_PACKAGE = Path(__file__).parents[1]
-_PEERS = "peers.py"
-_CONTRACT = ("warploom.ops", "warploom.ops.spec")
-"""Descriptions for tests and bench: imported by operators, but nothing of what their kernels do."""
-
 Key = tuple[str, str, str, str, str]
 
 
@@ -66,8 +49,8 @@ class Record:
     provider: str
     mode: str
     """``fwd``, ``bwd``, or ``fwd_graph`` for the forward replayed from a CUDA graph."""
-    source_digest: str
-    """Of the code that the provider runs; see `current_digests`."""
+    fingerprint: str
+    """Of the kernels that the provider launches; see `warploom.bench.fingerprint`."""
     environment: str
     """Id into ``environment.json``."""
     status: str = "ok"
@@ -177,102 +160,10 @@ def load_environments(path: Path) -> dict[str, dict[str, Any]]:
     return environments
 
 
-def source_digest(folder: Path, leave_out: Sequence[str] = ()) -> str:
-    """Fingerprint of an operator's folder and of the modules here that it imports.
-
-    Args:
-        folder: The operator's.
-        leave_out: Patterns for the names of files that do not count, nor what only they import.
-    """
-    return _digest(sorted(folder.rglob("*.py")), folder, leave_out)
-
-
-def _fits(file: Path, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatch(file.name, pattern) for pattern in patterns)
-
-
-def _digest(own: Sequence[Path], folder: Path, leave_out: Sequence[str] = ()) -> str:
-    digest = hashlib.sha256()
-    own = [file for file in own if not _fits(file, leave_out)]
-    for root, files in ((folder, own), (_PACKAGE, sorted(_imported(own, leave_out) - set(own)))):
-        for file in files:
-            digest.update(f"{file.relative_to(root).as_posix()}\n{file.stat().st_size}\n".encode())
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def _imported(files: Iterable[Path], leave_out: Sequence[str]) -> set[Path]:
-    """Modules of this package that files import, and what those import in turn; of those with other names."""
-    found: set[Path] = set()
-    waiting = list(files)
-    while waiting:
-        for node in ast.walk(ast.parse(waiting.pop().read_bytes())):
-            names: list[str] = []
-            if isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            for name in names:
-                file = _PACKAGE.parent.joinpath(*name.split(".")).with_suffix(".py")
-                if not name.startswith("warploom.") or name in _CONTRACT or _fits(file, leave_out):
-                    continue
-                if file.is_file() and file not in found:
-                    found.add(file)
-                    waiting.append(file)
-    return found
-
-
-def current_digest(bench: Bench, leave_out: Sequence[str] = ()) -> str:
-    """`source_digest` of a bench's operator as its code is now."""
-    if bench.sources:
-        folder = Path(os.path.commonpath([file.parent for file in bench.sources]))
-        return _digest(sorted(bench.sources), folder, leave_out)
-    source = sys.modules[bench.operator.reference.__module__].__file__
-    if source is None:
-        raise WarploomError(f"{bench.name}: its reference comes from no file, so its code has no digest")
-    return source_digest(Path(source).parent, leave_out)
-
-
-def current_digests(bench: Bench, leave_out: Sequence[str] = ()) -> dict[str, str]:
-    """`current_digest` for each provider of a bench, and the limit; without what ``bench.unused`` says of a case.
-
-    Of the operator, a provider from its ``peers.py`` runs nothing else, and its records outlast a change to the
-    kernels.
-    """
-    whole, found = current_digest(bench, leave_out), {}
-    for name, builder in bench.every_provider.items():
-        module = getattr(builder, "func", builder).__module__  # of a partial, what it completes
-        file = Path(getattr(sys.modules[module], "__file__", None) or "")
-        found[name] = _file_digest(file) if file.name == _PEERS else whole
-    return {**found, LIMIT: whole}
-
-
-@functools.cache
-def _file_digest(file: Path) -> str:
-    return _digest([file], file.parent)
-
-
 def is_stale(record: Record) -> bool:
-    """Whether the code is no longer the code that was measured."""
-    bench = _bench_of(record.operator)
+    """Whether the kernels that were measured are others now; not, where that cannot be found out."""
+    bench = next((bench for bench in benches().values() if operator_name(bench) == record.operator), None)
     if bench is None:
         return True
-    digests = _digests(record.operator, bench.unused(record.case))
-    return record.source_digest != digests.get(record.provider, digests[LIMIT])
-
-
-def _bench_of(operator: str) -> Bench | None:
-    return next((bench for bench in benches().values() if operator_name(bench) == operator), None)
-
-
-def adopt(operators: Iterable[Operator], benches: Iterable[Bench]) -> None:
-    """`warploom.ops.register`, after which records of these benches are known to be fresh or stale."""
-    register(operators, benches)
-    _digests.cache_clear()
-
-
-@functools.cache
-def _digests(operator: str, leave_out: tuple[str, ...]) -> dict[str, str]:
-    """Digests of a registered bench, read once: a report asks for thousands of records."""
-    bench = _bench_of(operator)
-    return {} if bench is None else current_digests(bench, leave_out)
+    current = fingerprint(bench, record.case, record.provider, record.mode, record.fingerprint)
+    return current not in (record.fingerprint, UNKNOWN)

@@ -17,6 +17,7 @@ import torch
 from warploom.bench.attempt import DeviceLostError
 from warploom.bench.environment import describe_environment, environment_id
 from warploom.bench.evaluate import Unit, evaluate
+from warploom.bench.fingerprint import fingerprint, gpu_of
 from warploom.bench.graphs import GRAPH
 from warploom.bench.measure import make_clock
 from warploom.bench.progress import show_progress
@@ -26,7 +27,6 @@ from warploom.bench.records import (
     Key,
     Record,
     append,
-    current_digests,
     load,
     operator_name,
     save_environment,
@@ -164,13 +164,8 @@ def run(
     earlier = load([output]) if resume and (output / RECORDS).is_file() else []
     found = {record.key: record for record in earlier if record.environment == identifier}
     save_environment(output, identifier, environment)
-    kinds = {(unit.bench.name, unit.bench.unused(unit.case)): unit.bench for unit in units}
-    digests = {kind: current_digests(bench, kind[1]) for kind, bench in kinds.items()}
-
-    def digests_of(unit: Unit) -> dict[str, str]:
-        return digests[unit.bench.name, unit.bench.unused(unit.case)]
-
-    tasks = [_task(unit, selection, identifier, digests_of(unit), found) for unit in units]
+    gpu = gpu_of(environment)
+    tasks = [_task(unit, selection, identifier, gpu, found) for unit in units]
     outcome = Outcome()
     began = time.monotonic()
     if prepare is not None:
@@ -178,8 +173,7 @@ def run(
         prepare(missed, None if time_limit is None else time_limit / 2)
     clock = WatchedClock(make_clock(device), make_reader(device))
     with show_progress(len(units)) as progress, _quick_collections():
-        for unit, blank, known, missing in tasks:
-            of = digests_of(unit)
+        for unit, blank, prints, known, missing in tasks:
             if missing and time_limit is not None and time.monotonic() - began >= time_limit:
                 outcome.reason = outcome.reason or f"the time limit of {time_limit:g} s is reached"
             if missing and outcome.reason:
@@ -190,7 +184,7 @@ def run(
             if missing:
                 progress.begin(str(unit))
                 fresh = _measure(unit, missing, device, clock, blank, outcome)
-                fresh = [replace(r, source_digest=of[r.provider]) for r in fresh]
+                fresh = [replace(r, fingerprint=prints[r.provider]) for r in fresh]
                 append(output, fresh)
             outcome.records += [r for r in known if r.provider not in {record.provider for record in fresh}]
             outcome.records += fresh
@@ -203,29 +197,29 @@ class _Task(NamedTuple):
 
     unit: Unit
     blank: Record
+    fingerprints: dict[str, str]  # by provider
     known: list[Record]
     missing: list[str]
 
 
-def _task(
-    unit: Unit, selection: Selection, environment: str, digests: Mapping[str, str], found: Mapping[Key, Record]
-) -> _Task:
+def _task(unit: Unit, selection: Selection, environment: str, gpu: str, found: Mapping[Key, Record]) -> _Task:
     blank = Record(
         operator=operator_name(unit.bench),
         suite=unit.suite,
         case=_as_json(dict(unit.case)),
         provider=LIMIT,
         mode=unit.mode,
-        source_digest=digests[LIMIT],
+        fingerprint="",
         environment=environment,
     )
     every = unit.bench.every_provider
     names = [p for p in every if selection.providers is None or p in selection.providers]
     wanted = [replace(blank, provider=name) for name in (*names, LIMIT)]
+    prints = {r.provider: fingerprint(unit.bench, unit.case, r.provider, unit.mode, gpu) for r in wanted}
     known = [found[record.key] for record in wanted if record.key in found]
-    known = [r for r in known if r.source_digest == digests[r.provider] and not r.disturbed]
+    known = [r for r in known if r.fingerprint == prints[r.provider] and not r.disturbed]
     missing = [r.provider for r in wanted if r.provider not in {record.provider for record in known}]
-    return _Task(unit, blank, known, missing)
+    return _Task(unit, blank, prints, known, missing)
 
 
 def _measure(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import os
@@ -13,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
-from warploom.bench.records import adopt
 from warploom.errors import ArgumentError
+from warploom.ops import register
 from warploom.ops.spec import Bench, Operator
 
 __all__ = ["Spec", "load_specs"]
@@ -57,30 +56,15 @@ def _load(path: Path) -> Spec:
         raise ArgumentError(f"--spec {path}: defines neither OPERATORS nor BENCHES")
     if not all(isinstance(o, Operator) for o in operators) or not all(isinstance(b, Bench) for b in benches):
         raise ArgumentError(f"--spec {path}: OPERATORS must hold Operator, BENCHES Bench (warploom.bench)")
-    sources = tuple(sorted(path.parent.rglob("*.py") if _is_package(path) else _with_neighbours(path)))
     run = f"warploom bench --spec {shlex.quote(os.path.relpath(path))}"
-    owned = (replace(bench, sources=sources, command=f"{run} {bench.name}") for bench in benches)
+    owned = (replace(bench, command=f"{run} {bench.name}") for bench in benches)
     spec = Spec(path, operators, tuple(owned))
-    adopt(spec.operators, spec.benches)
+    register(spec.operators, spec.benches)
     return spec
 
 
 def _is_package(path: Path) -> bool:
     return (path.parent / "__init__.py").is_file()
-
-
-def _with_neighbours(path: Path) -> set[Path]:
-    """A file, and the files of its folder that it imports, directly or not."""
-    found = {path}
-    waiting = [path]
-    while waiting:
-        for node in ast.walk(ast.parse(waiting.pop().read_bytes())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            files = {path.with_name(f"{name.partition('.')[0]}.py") for name in names} - found
-            waiting += (fresh := [file for file in files if file.is_file()])
-            found.update(fresh)
-    return found
 
 
 def _run(path: Path) -> ModuleType:

@@ -8,9 +8,9 @@ walk over these descriptions and contain nothing about any one operator.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +22,10 @@ Inputs = dict[str, Any]
 """Keyword arguments of the public function. Tensors that want a gradient are leaves that require it."""
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+KERNELS = "triton"
+"""The provider that is the operator on its kernels; names of variants begin with it."""
 
 
 class Unsupported(Exception):
@@ -101,10 +105,6 @@ class Other:
     """Bytes and operations of a case of the bench in a mode."""
 
 
-def _nothing(case: Case) -> tuple[str, ...]:
-    return ()
-
-
 @dataclass(frozen=True)
 class Bench:
     """One bench of the command line (``warploom bench NAME``): cases of an operator, timed."""
@@ -129,8 +129,6 @@ class Bench:
     own: str = ""
     """The provider that stands for the operator: drawn thick, compared with the others, and a failure of the run
     when it fails. Empty for ``triton``, or ``torch`` where Triton cannot run."""
-    sources: tuple[Path, ...] = ()
-    """Files that are the code of a bench from outside this package; empty where that is the operator's folder."""
     command: str = ""
     """What runs it, where that is not ``warploom bench NAME``: another such command line, to which a selection is
     added, or a script's, which is all there is to say."""
@@ -139,8 +137,10 @@ class Bench:
     precompiled: tuple[str, ...] = ()
     """Providers, those of other functions included, whose kernels come compiled, as eager PyTorch's do. What the
     rest run is compiled before anything is measured."""
-    unused: Callable[[Case], tuple[str, ...]] = _nothing
-    """Patterns for names of the operator's files that a case runs nothing of: records outlast a change there."""
+
+    def runs_kernels(self, provider: str) -> bool:
+        """Whether a provider runs the operator's own kernels."""
+        return provider.startswith(KERNELS)
 
     @property
     def every_provider(self) -> dict[str, Callable[[Case], Callable[..., Outputs]]]:
@@ -173,5 +173,6 @@ def need_cuda(what: str = "the Triton kernels") -> None:
     Raises:
         Unsupported: There is none.
     """
-    if not torch.cuda.is_available():
+    launch = sys.modules.get("warploom.launch")
+    if not torch.cuda.is_available() and not (launch and launch.is_recording()):
         raise Unsupported(f"an NVIDIA GPU is needed for {what}")

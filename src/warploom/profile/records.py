@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,11 +11,14 @@ from typing import Any
 
 import torch
 
+from warploom import flash_attention, lrpe_rotate
+from warploom.backend import HAS_TRITON
 from warploom.bench import records
 from warploom.bench.attempt import Failure
 from warploom.bench.environment import describe_environment, environment_id
+from warploom.bench.fingerprint import UNKNOWN, gpu_of, of_calls
 from warploom.errors import WarploomError
-from warploom.ops import benches
+from warploom.nn import TransformerConfig
 
 __all__ = [
     "COMPILED",
@@ -26,7 +27,7 @@ __all__ = [
     "Phase",
     "ProfileRecord",
     "Writer",
-    "current_digest",
+    "current_fingerprint",
     "is_stale",
     "load_profiles",
     "phase",
@@ -35,9 +36,6 @@ __all__ = [
 PROFILES = "profiles.jsonl"
 COMPILED, GRAPHS = "+compile", "+graphs"
 """End the name of a provider that runs under `torch.compile`, without and with CUDA graphs."""
-_PACKAGE = Path(__file__).parents[1]
-_OPERATORS = {"flash": ("flash_attention",), "tpa": ("tpa",)}
-"""Folders of the operators by which a provider attends; positions are LRPE's in every model of ours."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,8 @@ class ProfileRecord:
     """``forward``, ``forward-backward`` or ``train`` (with the optimizer)."""
     environment: str
     """Id into ``environment.json``."""
-    source_digest: str
-    """Of the code that was measured, see `current_digest`."""
+    fingerprint: str
+    """Of the kernels that were measured, see `current_fingerprint`."""
     commit: str | None
     """Of the checkout, with ``-dirty`` where it was changed."""
     status: str = "ok"
@@ -101,7 +99,7 @@ class Writer:
     def __init__(self, folder: Path, device: torch.device) -> None:
         environment = describe_environment(device)
         self.folder = folder
-        self.environment = environment_id(environment)
+        self.environment, self.gpu = environment_id(environment), gpu_of(environment)
         commit = environment.get("commit")
         self.commit = f"{commit}-dirty" if commit and environment.get("dirty") else commit
         self.records: list[ProfileRecord] = []
@@ -113,36 +111,54 @@ class Writer:
         """Append one record: its measured fields, or why there are none."""
         if isinstance(figures, Failure):
             figures = {"status": figures.status, "reason": figures.reason}
-        digest = current_digest(profile, provider)
+        print_ = current_fingerprint(profile, provider, case, self.gpu)
         record = ProfileRecord(
-            profile, dict(case), provider, mode, self.environment, digest, self.commit, **figures
+            profile, dict(case), provider, mode, self.environment, print_, self.commit, **figures
         )
         records.append(self.folder, [record], PROFILES)
         self.records.append(record)
         return record
 
 
-@functools.cache
-def current_digest(profile: str, provider: str) -> str:
-    """Fingerprint of what warploom has in a provider as its code is now: the modules, and the operators they call.
+def current_fingerprint(profile: str, provider: str, case: Mapping[str, Any], gpu: str) -> str:
+    """What the attention of a model launches of ours on a GPU (see `warploom.bench.fingerprint`); empty if nothing.
 
-    Empty where there is nothing of ours, as in transformers' Llama or in plain attention by itself.
+    The rest of a model is PyTorch's.
     """
     name = provider.partition("+")[0]
-    folders = [_PACKAGE / "ops" / operator for operator in _OPERATORS.get(name, ())]
-    if profile == "transformer" and name != "llama":
-        folders += [_PACKAGE / "nn", _PACKAGE / "ops" / "lrpe"]
-    if not folders:
+    if not gpu or name == "llama" or (profile == "attention" and name != "flash"):
         return ""
-    # What no model uses: there is no activation in positions.
-    without = ("spec.py", "peers.py", *benches()["lrpe-rotate"].unused({"activation": "none"}))
-    digests = [records.source_digest(folder, without) for folder in folders]
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
+    if not HAS_TRITON:
+        return UNKNOWN
+
+    from warploom.nn.rotary_attention import rotary_attention  # imports Triton
+
+    def run() -> None:
+        if profile == "attention":
+            qkv = [_leaf(case["batch"], case["n"], 1, case["head_dim"], dtype=case["dtype"]) for _ in range(3)]
+            out = flash_attention(*qkv, causal=case["causal"], backend="triton")
+        else:
+            config = TransformerConfig.size(case["size"], context_length=case["context_length"])
+            heads, head_dim = config.heads, config.d_model // config.heads
+            rows, theta = (3 if name == "flash" else 2) * heads, torch.empty(head_dim // 2)
+            qkv = [_leaf(case["batch"], case["context_length"], rows, head_dim, dtype=case["dtype"])]
+            if name == "flash":
+                out = rotary_attention(qkv[0], theta, heads, head_dim**-0.5)
+            else:
+                out = lrpe_rotate(qkv[0], theta, backend="triton")
+        torch.autograd.grad([out], qkv, [torch.empty_like(out)])
+
+    return of_calls(run, gpu)
+
+
+def _leaf(*shape: int, dtype: str) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), requires_grad=True)
 
 
 def is_stale(record: ProfileRecord) -> bool:
-    """Whether the code is no longer the code that was measured."""
-    return record.source_digest != current_digest(record.profile, record.provider)
+    """Whether the kernels that were measured are others now; not, where that cannot be found out."""
+    current = current_fingerprint(record.profile, record.provider, record.case, record.fingerprint)
+    return current not in (record.fingerprint, UNKNOWN)
 
 
 def load_profiles(sources: Iterable[Path]) -> list[ProfileRecord]:

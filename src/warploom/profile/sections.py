@@ -107,7 +107,7 @@ def _as_bench_records(record: ProfileRecord) -> Iterator[Record]:
         case=record.case,
         provider=record.provider,
         mode=_MODES[record.mode],
-        source_digest=record.source_digest,
+        fingerprint=record.fingerprint,
         environment=record.environment,
         status=record.status,
         reason=record.reason,

@@ -302,11 +302,6 @@ def traffic(case: Case, mode: str, *, paired: bool) -> Traffic:
 _LENGTHS = {"quick": _quick, "published": _published, "theta": _theta}
 
 
-def unused(case: Case) -> tuple[str, ...]:
-    """Softmax over the sequence has kernels and launchers of its own, which nothing else runs."""
-    return () if case["activation"] == "softmax_sequence" else ("kernels_sequence*.py", "launchers_sequence*.py")
-
-
 BENCHES = (
     Bench(
         name="lrpe-rotate",
@@ -314,7 +309,6 @@ BENCHES = (
         suites=_LENGTHS,
         providers=_providers(ROTATE),
         precompiled=("torch",),
-        unused=unused,
         traffic=functools.partial(traffic, paired=True),
         title="LRPE rotate (RoPE) with the activation fused in",
         published=("lrpe_rotate",),
@@ -325,7 +319,6 @@ BENCHES = (
         suites=_ROPE_SUITES,
         providers=_rope_providers(),
         precompiled=("torch",),
-        unused=unused,
         traffic=functools.partial(traffic, paired=True),
         title="RoPE: LRPE rotate with frequencies that all heads share",
     ),
@@ -335,7 +328,6 @@ BENCHES = (
         suites=_LENGTHS,
         providers=_providers(COSINE),
         precompiled=("torch",),
-        unused=unused,
         traffic=functools.partial(traffic, paired=False),
         title="LRPE cosine with the activation fused in",
         published=("lrpe_cosine",),
@@ -346,7 +338,6 @@ BENCHES = (
         suites=_grid_suites(),
         providers=_providers(ROTATE),
         precompiled=("torch",),
-        unused=unused,
         traffic=functools.partial(traffic, paired=True),
         title="LRPE rotate on grids of one, two and three dimensions",
     ),
@@ -356,7 +347,6 @@ BENCHES = (
         suites=_grid_suites(),
         providers=_providers(COSINE),
         precompiled=("torch",),
-        unused=unused,
         traffic=functools.partial(traffic, paired=False),
         title="LRPE cosine on grids of one, two and three dimensions",
         published=("lrpe_cosine_md",),

@@ -1,0 +1,170 @@
+"""Fingerprints of the kernels that a case launches, and of nothing else.
+
+A case is planned as for the GPU that it was measured on, on tensors whose memory is never touched, and its launches
+are recorded instead of run. What counts of a kernel is its source without comments and docstrings, that of the
+functions of ours that it calls, the constants that it reads, and how it is launched: types, compile-time values and
+options. Names of files and of functions do not count, nor does the host code around a launch.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from warploom.backend import HAS_TRITON
+from warploom.ops.spec import Bench, Case, Inputs, Unsupported
+
+__all__ = ["LIMIT", "UNKNOWN", "fingerprint", "gpu_of", "of_calls", "source_of"]
+
+LIMIT = "limit"
+"""The provider's name under which the measured ceiling is recorded."""
+_GPU = re.compile(r"sm_(\d+)/(\d+)")
+UNKNOWN = "unknown"
+"""Where launches cannot be planned: without Triton, or in its interpreter."""
+
+
+def gpu_of(environment: Mapping[str, Any]) -> str:
+    """What planning looks at of a GPU, as ``sm_90/132``: capability and multiprocessors; empty for a CPU."""
+    capability = str(environment.get("compute_capability", "")).replace(".", "")
+    return f"sm_{capability}/{environment['multiprocessors']}" if capability else ""
+
+
+def fingerprint(bench: Bench, case: Case, provider: str, mode: str, gpu: str) -> str:
+    """``sm_90/132/…`` of what a provider launches in a case and a mode, or its source if it is a user's own.
+
+    It is empty for what is PyTorch's or another package's.
+
+    Args:
+        bench: Of the case.
+        case: Its parameters.
+        provider: A provider's name, or `LIMIT`.
+        mode: ``fwd``, ``bwd`` or ``fwd_bwd``, alone or replayed from a CUDA graph.
+        gpu: From `gpu_of`, or an earlier fingerprint from the same GPU.
+    """
+    if provider != LIMIT and not bench.runs_kernels(provider):
+        return _of_builder(bench.every_provider.get(provider))
+
+    def run() -> None:
+        inputs = _untouched(bench, case)
+        with torch.set_grad_enabled("bwd" in mode):
+            results = bench.providers[provider](case)(**inputs)
+        results = results if isinstance(results, tuple) else (results,)
+        if outputs := [result for result in results if result.requires_grad]:
+            wanted = [value for value in inputs.values() if getattr(value, "requires_grad", False)]
+            torch.autograd.grad(outputs, wanted, list(map(torch.empty_like, outputs)), allow_unused=True)
+
+    return of_calls(run if provider != LIMIT else None, gpu)
+
+
+def of_calls(run: Callable[[], object] | None, gpu: str) -> str:
+    """Fingerprint of what a function launches on CPU tensors, in the order of first launches.
+
+    Args:
+        run: The function; None for the kernel that measures the limit.
+        gpu: As in `fingerprint`; there is nothing to launch on any other.
+    """
+    known = _GPU.match(gpu)
+    if known is None:
+        return ""
+    if not HAS_TRITON:
+        return UNKNOWN
+    from warploom import launch
+
+    if launch.INTERPRETED:
+        return UNKNOWN
+    capability, multiprocessors = map(int, known.groups())
+    if run is None:
+        from warploom.bench.stream_kernel import CONFIGURATIONS, stream_kernel
+
+        parts = [source_of(stream_kernel), str(CONFIGURATIONS)]
+    else:
+        with launch.recording(capability, multiprocessors) as builds:
+            try:
+                run()
+            except Unsupported:
+                return ""
+        parts = [part for build in builds.values() for part in (source_of(build.function), build.variant)]
+    return f"sm_{capability}/{multiprocessors}/{_digest(*parts)}"
+
+
+def _of_builder(builder: Any) -> str:
+    """Fingerprint of a provider from outside this package; empty for one that is part of it, or was typed in."""
+    parts = (builder.func, *builder.args) if isinstance(builder, functools.partial) else (builder,)
+    try:
+        return " ".join(source_of(part) for part in parts if not part.__module__.startswith("warploom."))
+    except (AttributeError, OSError, SyntaxError, TypeError):
+        return ""
+
+
+def _untouched(bench: Bench, case: Case) -> Inputs:
+    """The inputs of a case, whatever is in their memory: planning reads none of it."""
+
+    def allocated(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        return like.requires_grad_(value.requires_grad)
+
+    with _fake():
+        inputs = bench.operator.make_inputs(case, torch.device("cpu"), torch.Generator())
+    return {name: allocated(value) for name, value in inputs.items()}
+
+
+@functools.cache
+def _fake() -> Any:
+    """Tensors without memory, whose operators compute nothing."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes seconds
+
+    return FakeTensorMode()
+
+
+@functools.cache
+def source_of(function: Any) -> str:
+    """Digest of a function or class, most of all of a kernel, and of what of it is not PyTorch's or Triton's."""
+    reached = [function]
+    return _digest(*(_normalised(each, reached) for each in reached))
+
+
+def _normalised(function: Any, reached: list[Any]) -> str:
+    """Source without comments, docstrings and names of functions; adds those that it refers to to ``reached``."""
+    plain = getattr(function, "fn", function)
+    known = sys.modules[plain.__module__].__dict__
+    tree = ast.parse(textwrap.dedent(inspect.getsource(plain)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            node.name = "_"
+            if ast.get_docstring(node) is not None:
+                node.body = node.body[1:] or [ast.Pass()]
+        elif isinstance(node, ast.Name) and node.id in known:
+            node.id = _meaning(node.id, known[node.id], reached)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = known.get(node.value.id)
+            if inspect.ismodule(module):
+                node.attr = _meaning(node.attr, getattr(module, node.attr, None), reached)
+    return ast.unparse(tree)
+
+
+def _meaning(name: str, value: Any, reached: list[Any]) -> str:
+    """What a global name stands for: a function by its place in ``reached``, a constant, or the name itself."""
+    if hasattr(value, "fn") or inspect.isfunction(value) or inspect.isclass(value):
+        package = getattr(value, "fn", value).__module__.partition(".")[0]
+        if package in ("triton", "torch", "builtins") or (package == "warploom" and inspect.isfunction(value)):
+            return name
+        if value not in reached:
+            reached.append(value)
+        return f"_{reached.index(value)}"
+    value = value.value if type(value).__name__ == "constexpr" else value
+    return repr(value) if value is None or isinstance(value, bool | int | float | str | tuple) else name
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

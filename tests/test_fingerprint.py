@@ -1,0 +1,120 @@
+"""What makes a record stale, and what does not. Launches are planned in a process of its own, not interpreted."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from warploom.bench.fingerprint import source_of
+
+KERNELS = """
+import triton
+import triton.language as tl
+
+LIMIT = tl.constexpr(4)
+
+
+@triton.jit
+def half(x):
+    return x * 0.5
+
+
+@triton.jit
+def kernel(x, n: tl.int32, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(x + i, half(tl.load(x + i, mask=i < LIMIT)), mask=i < n)
+"""
+
+
+def source(tmp_path: Path, text: str, name: str = "kernel") -> str:
+    file = tmp_path / f"kernels_{len(list(tmp_path.iterdir()))}.py"
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return source_of(getattr(module, name))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("    i = tl", "    # Every element once.\n    i  =  tl"),
+        ("constexpr):\n", 'constexpr):\n    """Halve n elements."""\n'),
+        ("half(", "one_half("),
+        ("LIMIT", "MOST"),
+        ("import triton\n", "import math\nimport triton\n"),
+    ],
+    ids=["comment", "docstring", "name of a function", "name of a constant", "elsewhere in the file"],
+)
+def test_what_computes_the_same_is_the_same_source(tmp_path: Path, old: str, new: str) -> None:
+    assert old in KERNELS
+    assert source(tmp_path, KERNELS) == source(tmp_path, KERNELS.replace(old, new))
+
+
+@pytest.mark.parametrize(("old", "new"), [("0.5", "0.25"), ("constexpr(4)", "constexpr(5)"), ("i < n", "i <= n")])
+def test_a_change_of_a_kernel_what_it_calls_or_reads_is_another_source(tmp_path: Path, old: str, new: str) -> None:
+    assert source(tmp_path, KERNELS) != source(tmp_path, KERNELS.replace(old, new))
+
+
+def test_the_kernel_itself_may_be_renamed(tmp_path: Path) -> None:
+    renamed = KERNELS.replace("def kernel", "def halve_kernel")
+    assert source(tmp_path, KERNELS) == source(tmp_path, renamed, "halve_kernel")
+
+
+PLAN = """
+import json, torch
+from warploom.bench.fingerprint import fingerprint, gpu_of
+from warploom.ops import benches
+from warploom.profile.records import current_fingerprint
+
+H200 = gpu_of({"compute_capability": "9.0", "multiprocessors": 132})
+BIG = {"batch": 12, "heads": 12, "head_dim": 128, "dtype": "bfloat16", "activation": "none", "n": 32768}
+rotate = benches()["lrpe-rotate"]
+def of(provider="triton", mode="fwd", gpu=H200, **case):
+    return fingerprint(rotate, BIG | case, provider, mode, gpu)
+model = {"size": "sm", "batch": 4, "context_length": 512, "layers": 12, "position": "rotate", "dtype": "bfloat16"}
+alone = {"batch": 8, "head_dim": 64, "n": 1024, "dtype": "float32", "causal": False}
+found = {
+    "usual": of(), "again": of(), "earlier": of(gpu=of()), "longer": of(n=16384), "silu": of(activation="silu"),
+    "backward": of(mode="bwd"), "graph": of(mode="fwd_graph"), "float32": of(dtype="float32"),
+    "A100": of(gpu="sm_80/108"),
+    "cached": of("triton_cache"), "block_parallel": of("triton_block_parallel"), "torch": of("torch"),
+    "limit": of("limit"), "CPU": of(gpu=""), "other": of(gpu="of earlier code"),
+    "flash": current_fingerprint("transformer", "flash+compile", model, H200),
+    "sdpa": current_fingerprint("transformer", "sdpa", model, H200),
+    "llama": current_fingerprint("transformer", "llama", model, H200),
+    "attention": current_fingerprint("attention", "flash", alone, H200),
+    "plain": current_fingerprint("attention", "plain", alone, H200),
+}
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def planned() -> dict[str, Any]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", PLAN], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_case_is_planned_as_for_its_gpu(planned: dict[str, Any]) -> None:
+    assert planned["usual"].startswith("sm_90/132/")
+    assert planned["usual"] == planned["again"] == planned["earlier"] == planned["graph"]
+    assert planned["A100"].startswith("sm_80/108/")
+    kinds = ("usual", "silu", "backward", "float32", "A100", "cached", "limit", "flash", "sdpa", "attention")
+    assert len({planned[kind] for kind in kinds}) == len(kinds)
+
+
+def test_what_launches_nothing_of_ours_has_none(planned: dict[str, Any]) -> None:
+    # Softmax over the sequence alone has a block-parallel variant.
+    for name in ("block_parallel", "torch", "CPU", "other", "llama", "plain"):
+        assert planned[name] == ""
