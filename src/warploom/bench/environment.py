@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -91,7 +92,8 @@ def _gpu(device: torch.device) -> dict[str, Any]:
     if len(values) == len(_NVIDIA_SMI):
         for (name, (_, parse)), value in zip(_NVIDIA_SMI.items(), values):
             if not value.startswith("["):  # "[N/A]", "[Not Supported]"
-                known[name] = parse(value)
+                with contextlib.suppress(ValueError):  # "ERR!", "N/A", "Unknown Error"
+                    known[name] = parse(value)
     return known
 
 
@@ -130,7 +132,7 @@ def _checkout(folder: Path) -> dict[str, Any]:
 def _output(command: list[str]) -> str | None:
     """Standard output of a command; ``None`` when it is not there, fails, or hangs."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(command, capture_output=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return done.stdout.decode("utf-8", "replace").strip()
