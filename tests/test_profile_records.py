@@ -83,7 +83,9 @@ def test_of_records_of_one_case_the_last_counts_in_the_place_of_the_first(folder
     assert after[:2] == before[:2]
     with (folder / PROFILES).open("a") as file:
         file.write('"}\n')
-    with pytest.raises(WarploomError, match=rf"{PROFILES}:21: not a profile of this version"):
+    assert load_profiles([folder]) == after
+    (folder / PROFILES).write_text('{"torn"}\n')
+    with pytest.raises(WarploomError, match=rf"{PROFILES}:1: not a profile of this version"):
         load_profiles([folder])
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import toy
 
-from warploom.bench import records
+from warploom.bench import environment, records
 from warploom.bench.environment import describe_environment, environment_id
 from warploom.bench.fingerprint import fingerprint
 from warploom.bench.records import Record
@@ -52,6 +55,50 @@ def test_a_torn_last_line_is_dropped_and_written_over(tmp_path: Path) -> None:
     assert records.load([tmp_path]) == [RECORD, other]
 
 
+def test_a_torn_line_is_cut_off_and_nothing_before_it_is_written_again(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    written = [replace(RECORD, provider=f"p{number}") for number in range(300)]
+    records.append(tmp_path, written)
+    file = tmp_path / records.RECORDS
+    with file.open("ab") as torn:
+        torn.write(b"x" * 200_000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))  # as on a full disk
+    try:
+        with pytest.raises(WarploomError, match=r"records.jsonl: cannot be written: File too large"):
+            records.append(tmp_path, [RECORD])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert records.load([tmp_path]) == written
+    records.append(tmp_path, [RECORD])
+    assert records.load([tmp_path]) == [*written, RECORD]
+    file.write_bytes(b"torn")
+    records.append(tmp_path, [RECORD])
+    assert records.load([tmp_path]) == [RECORD]
+
+
+def test_several_processes_write_into_one_folder(tmp_path: Path) -> None:
+    def write(process: int) -> None:
+        for n in range(20):
+            case = {"process": process, "n": n, "padding": "x" * 10_000}
+            records.append(tmp_path, [replace(RECORD, case=case, provider=name) for name in ("triton", "torch")])
+            records.save_environment(tmp_path, f"{process}-{n}", {"gpu": "one of two that are equal"})
+
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=write, args=(number,)) for number in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    every = {(process, n) for process in range(4) for n in range(20)}
+    found = [(record.case["process"], record.case["n"]) for record in records.load([tmp_path])]
+    assert len(found) == 2 * len(every)
+    assert set(found) == every
+    assert set(records.load_environments(tmp_path)) == {f"{process}-{n}" for process, n in every}
+    assert not list(tmp_path.glob("*.tmp"))
+
+
 def test_a_later_record_replaces_an_earlier_one_of_its_key(tmp_path: Path) -> None:
     other = replace(RECORD, mode="bwd")
     again = replace(RECORD, ms=1.0)
@@ -84,12 +131,25 @@ def test_a_record_is_stale_when_its_kernels_are_others(monkeypatch: pytest.Monke
 
 
 def test_environment_id_is_stable_and_ignores_what_passes() -> None:
-    environment = describe_environment(CPU)
-    assert environment["torch"] == torch.__version__
-    assert environment_id(environment) == environment_id(describe_environment(CPU))
-    passing = environment | {"temperature_c": 80, "sm_clock_mhz": 1, "commit": "abc", "dirty": True}
-    assert environment_id(environment) == environment_id(passing)
-    assert environment_id(environment) != environment_id(environment | {"torch": "0"})
+    here = describe_environment(CPU)
+    assert here["torch"] == torch.__version__
+    assert environment_id(here) == environment_id(describe_environment(CPU))
+    passing = here | {"temperature_c": 80, "sm_clock_mhz": 1, "commit": "abc", "dirty": True}
+    assert environment_id(here) == environment_id(passing)
+    assert environment_id(here) != environment_id(here | {"torch": "0"})
+
+
+def test_environment_takes_nothing_from_a_tool_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(
+        name="A GPU", major=9, minor=0, multi_processor_count=1, total_memory=2**30, L2_cache_size=2**20, uuid="1"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(environment, "_output", lambda _: "580.1, ERR!, 1980, N/A, Unknown Error, [N/A], 40")
+    found = environment._gpu(torch.device("cuda"))
+    assert (found["driver"], found["max_sm_clock_mhz"], found["temperature_c"]) == ("580.1", 1980, 40)
+    assert {"power_limit_w", "max_memory_clock_mhz", "sm_clock_mhz", "memory_clock_mhz"}.isdisjoint(found)
+    monkeypatch.undo()
+    assert environment._output([sys.executable, "-c", "import os; os.write(1, bytes([255]))"]) == "\ufffd"
 
 
 def test_environment_needs_neither_git_nor_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:

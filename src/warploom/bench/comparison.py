@@ -152,7 +152,7 @@ class Comparison:
                 "b": sides[1],
                 "ratio": "time of b over time of a",
                 "pairs": [_pair_facts(pair) for pair in self.pairs],
-                "means": [asdict(mean) for mean in self.means],
+                "means": [{name: _number(value) for name, value in asdict(mean).items()} for mean in self.means],
                 "unmatched": self.unmatched,
             },
             indent=2,
@@ -218,17 +218,21 @@ def _by_case(records: Iterable[Record]) -> dict[tuple[str, str, str], Record]:
 
 def _mean(name: str, pairs: Sequence[Pair]) -> Mean:
     def geometric(values: Iterable[float]) -> float:
-        return math.exp(math.fsum(map(math.log, values)) / len(pairs))
+        # A record without its percentiles has an interval from 0 to infinity.
+        logs = [math.log(value) if value else -math.inf for value in values]
+        return math.exp(math.fsum(logs) / len(pairs))
 
     ends = [pair.interval for pair in pairs]
     ratio = geometric(pair.ratio for pair in pairs)
     return Mean(name, len(pairs), ratio, geometric(low for low, _ in ends), geometric(high for _, high in ends))
 
 
-def _pair_facts(pair: Pair) -> dict[str, Any]:
-    def number(value: float) -> float | None:
-        return value if math.isfinite(value) else None
+def _number(value: Any) -> Any:
+    """A value for JSON, which has no infinity."""
+    return value if not isinstance(value, float) or math.isfinite(value) else None
 
+
+def _pair_facts(pair: Pair) -> dict[str, Any]:
     low, high = pair.interval
     return {
         "operator": pair.operator,
@@ -236,9 +240,9 @@ def _pair_facts(pair: Pair) -> dict[str, Any]:
         "case": pair.case,
         "a_ms": pair.a.ms,
         "b_ms": pair.b.ms,
-        "ratio": number(pair.ratio),
-        "low": number(low),
-        "high": number(high),
+        "ratio": _number(pair.ratio),
+        "low": _number(low),
+        "high": _number(high),
         "significant": pair.significant,
         "verdict": pair.verdict,
     }

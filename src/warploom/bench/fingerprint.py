@@ -23,7 +23,7 @@ import torch
 from warploom.backend import HAS_TRITON
 from warploom.ops.spec import Bench, Case, Inputs, Unsupported
 
-__all__ = ["LIMIT", "UNKNOWN", "fingerprint", "gpu_of", "of_calls", "source_of"]
+__all__ = ["LIMIT", "UNKNOWN", "differs", "fingerprint", "gpu_of", "of_calls", "source_of"]
 
 LIMIT = "limit"
 """The provider's name under which the measured ceiling is recorded."""
@@ -94,6 +94,19 @@ def of_calls(run: Callable[[], object] | None, gpu: str) -> str:
                 return ""
         parts = [part for build in builds.values() for part in (source_of(build.function), build.variant)]
     return f"sm_{capability}/{multiprocessors}/{_digest(*parts)}"
+
+
+def differs(measured: str, current: Callable[[], str]) -> bool:
+    """Whether what was measured is not what a case launches now; not, where that cannot be found out.
+
+    Args:
+        measured: The fingerprint in a record.
+        current: Works out that of today; it raises for a case that today's code does not know, an old record's.
+    """
+    try:
+        return current() not in (measured, UNKNOWN)
+    except Exception:
+        return True
 
 
 def _of_builder(builder: Any) -> str:

@@ -170,8 +170,8 @@ class Section:
         suites = Counter(point.record.suite for point in panel.points if point.record.mode == mode)
         suite = suites.most_common(1)[0][0]
         words = [*shlex.split(run), "--suite", suite]
-        dtype = panel.parameters.get("dtype", self.constants.get("dtype"))
-        if bench and suite in bench.suites and dtype not in _dtypes(bench, suite):
+        dtype = str(panel.parameters.get("dtype", self.constants.get("dtype", "")))
+        if bench and dtype and suite in bench.suites and dtype not in _dtypes(bench, suite):
             words += ["--dtype", dtype]
         for name, value in panel.parameters.items():
             words += ["--case", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
@@ -225,7 +225,7 @@ def _section(operator: str, entries: Sequence[Entry]) -> Section:
     x = bench.x if bench else _axis(cases)
     parameters = [name for name in dict.fromkeys(name for case in cases for name in case) if name != x]
     parameters = [name for name in parameters if not _follows(cases, name)]
-    constants = {name: cases[0][name] for name in parameters if _count(cases, name) == 1}
+    constants = {name: cases[0].get(name) for name in parameters if _count(cases, name) == 1}
     several = len({device for _, device, _ in entries}) > 1
     panels: dict[str, tuple[dict[str, Any], str, list[Point]]] = {}
     for record, device, state in entries:
@@ -236,7 +236,8 @@ def _section(operator: str, entries: Sequence[Entry]) -> Section:
         }
         shown = device if several else ""
         _, _, points = panels.setdefault(json.dumps([shown, chosen]), (chosen, shown, []))
-        points.append(Point(record, record.case.get(x), state))
+        at = record.case.get(x)
+        points.append(Point(record, spell(at) if isinstance(at, list | dict) else at, state))
     return Section(
         operator=operator,
         title=bench.title if bench else operator.replace("_", " "),

@@ -19,6 +19,7 @@ from warploom.bench.environment import describe_environment, environment_id
 from warploom.bench.fingerprint import UNKNOWN, of_calls
 from warploom.bench.panels import device_name
 from warploom.bench.readme import markdown_table, replace_between
+from warploom.bench.storage import replace_text
 
 __all__ = ["BEGIN", "END", "FILE", "measure_phase", "phase_section", "save_phase", "update"]
 
@@ -91,9 +92,8 @@ def _cos_sin(angle: torch.Tensor) -> torch.Tensor:
 
 def save_phase(folder: Path, measured: dict[str, Any]) -> Path:
     """Write what `measure_phase` returned into a folder of results; returns the file."""
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / FILE
-    file.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
+    replace_text(file, json.dumps(measured, indent=2) + "\n")
     return file
 
 

@@ -6,7 +6,7 @@ They need matplotlib, which is imported only when one is drawn.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from warploom.bench.labels import log_range, log_ticks, mode_title, seconds, siz
 from warploom.bench.palette import MUTED, Look, looks
 from warploom.bench.panels import Panel, Section, load_sections
 from warploom.bench.records import LIMIT
+from warploom.bench.storage import probe, replace_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,15 +76,15 @@ def write_pictures(sources: Sequence[Path], directory: Path) -> list[Path]:
         The files written; a bench without a speed from the present code has none.
 
     Raises:
-        WarploomError: A source holds no records file, or one that cannot be read.
+        WarploomError: A source holds no records file or one that cannot be read, or nothing can be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    probe(directory)
     written = []
     for section in load_sections(sources):
         panels = _chosen(section)
-        if any(point.ms for panel in panels for point in panel.points):
+        if any(point.ms and point.record.mode in MODES for panel in panels for point in panel.points):
             path = directory / f"{section.operator}.svg"
-            path.write_text(figure_svg(section, panels), encoding="utf-8")
+            replace_text(path, figure_svg(section, panels))
             written.append(path)
     return written
 
@@ -114,7 +115,7 @@ def figure_svg(section: Section, panels: Sequence[Panel], modes: Sequence[str] =
             share.set_title("\n".join(filter(None, (mode_title(mode), own))))
             _draw_share(share, section, panel, mode, styles)
             _draw_time(time, section, panel, mode, styles)
-            _size_ticks(time, section.x, panel.xs(mode))
+            _size_ticks(time, section.x, _places(panel.xs(mode)))
         grid[0][0].set_ylabel("share of the limit")
         grid[1][0].set_ylabel("time")
         _scales(grid[0][0], grid[1][0], columns)
@@ -168,8 +169,14 @@ def _lines(section: Section, panel: Panel, mode: str) -> dict[str, dict[Any, Any
     return {name: at[name] for name in section.providers if name in at and name != LIMIT}
 
 
-def _plot(axes: Axes, name: str, values: Mapping[Any, float | None], look: Look) -> None:
+def _places(values: Iterable[Any]) -> list[Any]:
+    """Positions, ascending. Where they are numbers, one that is none (of a record without it) has no place."""
     xs = sort_xs(values)
+    return [x for x in xs if isinstance(x, int | float)] or xs
+
+
+def _plot(axes: Axes, name: str, values: Mapping[Any, float | None], look: Look) -> None:
+    xs = _places(values)
     ys = [float("nan") if (value := values[x]) is None else value for x in xs]
     if any(y == y for y in ys):
         marker = _MARKERS.get(look.marker, "")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from warploom.bench.records import LIMIT, Record, is_stale, load, operator_name
+from warploom.bench.storage import read_text, replace_text
 from warploom.errors import ArgumentError
 from warploom.ops import benches
 from warploom.profile.records import is_stale as is_stale_profile
@@ -40,7 +41,7 @@ def update(readme: Path, sources: Sequence[Path]) -> None:
     Raises:
         ArgumentError: The file lacks a mark.
     """
-    text = readme.read_text(encoding="utf-8")
+    text = read_text(readme)
     asked = [name for name in _TABLES if BEGIN.replace("speeds", name) in text]
     for name in asked or ["speeds"]:
         begin, end = (mark.replace("speeds", name) for mark in (BEGIN, END))
@@ -53,11 +54,11 @@ def replace_between(file: Path, begin: str, end: str, body: str) -> None:
     Raises:
         ArgumentError: The file lacks a mark.
     """
-    before, first, rest = file.read_text(encoding="utf-8").partition(begin)
+    before, first, rest = read_text(file).partition(begin)
     _, last, after = rest.partition(end)
     if not first or not last:
         raise ArgumentError(f"{file} must hold the marks {begin} and {end}")
-    file.write_text(f"{before}{begin}\n\n{body}\n\n{end}{after}", encoding="utf-8")
+    replace_text(file, f"{before}{begin}\n\n{body}\n\n{end}{after}")
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> str:
@@ -96,7 +97,7 @@ def _row(key: tuple[str, str, str], group: Sequence[Record]) -> list[str] | None
         operator,
         activation,
         mode,
-        f"{along} = {largest.case[along]}",
+        f"{along} = {largest.case.get(along, '–')}",
         _number(largest.ms),
         _number(limit),
         f"{fractions[0]:.2f} … {fractions[-1]:.2f}, median {statistics.median(fractions):.2f}",

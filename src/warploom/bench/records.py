@@ -2,6 +2,7 @@
 
 Records are only ever appended. A later record with the same key replaces an earlier one when they are read,
 so a run that is resumed or repeated needs to rewrite nothing, and a killed run loses at most its last line.
+Several runs may write into one folder at once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warploom.bench.fingerprint import LIMIT, UNKNOWN, fingerprint
+from warploom.bench.fingerprint import LIMIT, differs, fingerprint
+from warploom.bench.storage import append_lines, load_lines, locked, read_text, replace_text, typed
 from warploom.errors import WarploomError
 from warploom.ops import benches
 from warploom.ops.spec import Bench
@@ -93,20 +95,12 @@ def operator_name(bench: Bench) -> str:
 
 
 def append(folder: Path, records: Iterable[DataclassInstance], file_name: str = RECORDS) -> None:
-    """Add records to a file of a folder, by default ``records.jsonl``, and flush them to disk, each a whole line.
+    """Add records to a file of a folder, by default ``records.jsonl``, each a whole line; see `append_lines`.
 
-    A torn last line, left by a run that was killed while writing, is removed first.
+    Raises:
+        WarploomError: The file cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    file_path = folder / file_name
-    if file_path.is_file():
-        written = file_path.read_bytes()
-        if not written.endswith(b"\n"):
-            file_path.write_bytes(written[: written.rfind(b"\n") + 1])
-    with file_path.open("ab") as file:
-        for record in records:
-            file.write(json.dumps(asdict(record), allow_nan=False).encode() + b"\n")
-            file.flush()
+    append_lines(folder / file_name, (json.dumps(asdict(record), allow_nan=False) for record in records))
 
 
 def load(paths: Iterable[Path]) -> list[Record]:
@@ -115,55 +109,59 @@ def load(paths: Iterable[Path]) -> list[Record]:
     Args:
         paths: Folders that hold ``records.jsonl``, or such files.
 
+    Returns:
+        The records. Lines that are none of this version are left out, with a warning that counts them.
+
     Raises:
-        WarploomError: A path holds no records, or a line before the last is not a record.
+        WarploomError: A path holds no records, or no line of it is a record.
     """
     records: list[Record] = []
     for path in paths:
         file = path / RECORDS if path.is_dir() else path
         if not file.is_file():
             raise WarploomError(f"{path}: no records here ({RECORDS} is written by `warploom bench`)")
-        # What follows the last line break is empty, or the torn line of a killed run.
-        lines = file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
         latest: dict[Key, Record] = {}
-        for number, line in enumerate(lines, start=1):
-            record = _parse(line, f"{file}:{number}")
+        for record in load_lines(file, lambda fields: Record(**typed(Record, fields)), "record"):
             latest.pop(record.key, None)
             latest[record.key] = record
         records += latest.values()
     return records
 
 
-def _parse(line: str, where: str) -> Record:
-    try:
-        return Record(**json.loads(line))
-    except (ValueError, TypeError) as error:
-        raise WarploomError(f"{where}: not a record of this version: {error}") from error
-
-
 def save_environment(folder: Path, identifier: str, environment: Mapping[str, Any]) -> None:
-    """Put an environment into a folder's ``environment.json``, in the place of an earlier one with its id."""
-    folder.mkdir(parents=True, exist_ok=True)
-    known = load_environments(folder) | {identifier: dict(environment)}
-    file = folder / ENVIRONMENTS
-    fresh = file.with_suffix(".tmp")
-    fresh.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
-    fresh.replace(file)
+    """Put an environment into a folder's ``environment.json``, in the place of an earlier one with its id.
+
+    Raises:
+        WarploomError: The file cannot be written, or what is there is no such file.
+    """
+    with locked(folder):
+        known = load_environments(folder) | {identifier: dict(environment)}
+        replace_text(folder / ENVIRONMENTS, json.dumps(known, indent=2) + "\n")
 
 
 def load_environments(path: Path) -> dict[str, dict[str, Any]]:
-    """Environments by id, of a folder of records or of the folder that a records file is in."""
+    """Environments by id, of a folder of records or of the folder that a records file is in.
+
+    Raises:
+        WarploomError: The file holds something else.
+    """
     file = (path if path.is_dir() else path.parent) / ENVIRONMENTS
     if not file.is_file():
         return {}
-    environments: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    text = read_text(file)
+    try:
+        environments = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WarploomError(f"{file}: not JSON: {error}; mend it or move it away") from error
+    if not isinstance(environments, dict) or not all(isinstance(one, dict) for one in environments.values()):
+        raise WarploomError(f"{file}: expected an object of environments by id; mend it or move it away")
     return environments
 
 
 def is_stale(record: Record) -> bool:
     """Whether the kernels that were measured are others now; not, where that cannot be found out."""
     bench = next((bench for bench in benches().values() if operator_name(bench) == record.operator), None)
-    if bench is None:
+    if bench is None or bench.x not in record.case:
         return True
-    current = fingerprint(bench, record.case, record.provider, record.mode, record.fingerprint)
-    return current not in (record.fingerprint, UNKNOWN)
+    was = record.fingerprint
+    return differs(was, lambda: fingerprint(bench, record.case, record.provider, record.mode, was))

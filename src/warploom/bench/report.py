@@ -25,6 +25,7 @@ from warploom.bench.report_tables import (
     overviews,
     time_table,
 )
+from warploom.bench.storage import replace_text
 from warploom.profile.records import PROFILES
 from warploom.profile.sections import profile_sections
 
@@ -62,7 +63,7 @@ def write_report(sources: Sequence[Path], output: Path) -> Path:
         ``output``. Without any records it holds a page that says so.
 
     Raises:
-        WarploomError: A source holds no records file, or one that cannot be read.
+        WarploomError: A source holds no records file or one that cannot be read, or ``output`` cannot be written.
     """
     measured = [source for source in sources if (source / RECORDS).is_file() or not (source / PROFILES).is_file()]
     arranged = [*load_sections(measured), *profile_sections(sources)]
@@ -86,8 +87,7 @@ def write_report(sources: Sequence[Path], output: Path) -> Path:
         figures=figures,
         plotlyjs=offline.get_plotlyjs(),
     )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text, encoding="utf-8")
+    replace_text(output, text)
     return output
 
 

@@ -32,7 +32,8 @@ from warploom.bench.records import (
     save_environment,
 )
 from warploom.bench.sensors import WatchedClock, make_reader
-from warploom.errors import ArgumentError
+from warploom.bench.storage import probe
+from warploom.errors import ArgumentError, WarploomError
 from warploom.ops.spec import Bench, Case
 
 __all__ = ["DTYPES", "Outcome", "Selection", "plan", "run"]
@@ -88,7 +89,7 @@ def plan(benches: Sequence[Bench], selection: Selection, device_type: str) -> li
         (bench, case)
         for bench in benches
         if selection.suite in bench.suites
-        for case in _in_dtypes(bench.suites[selection.suite](device_type), selection.dtypes)
+        for case in _in_dtypes(_cases(bench, selection.suite, device_type), selection.dtypes)
     ]
     _check_known("case parameter", selection.case, (name for _, case in cases for name in case))
     units = [
@@ -106,6 +107,16 @@ def plan(benches: Sequence[Bench], selection: Selection, device_type: str) -> li
 def _modes(bench: Bench, device_type: str) -> list[str]:
     """The modes of a bench that may be asked for: its own, and on a GPU the forward from a graph."""
     return [*bench.modes, *([f"fwd{GRAPH}"] if "fwd" in bench.modes and device_type == "cuda" else [])]
+
+
+def _cases(bench: Bench, suite: str, device_type: str) -> list[Case]:
+    """The cases of a suite, which may be a user's: JSON values by name."""
+    try:
+        cases = list(bench.suites[suite](device_type))
+        json.dumps([dict(case) for case in cases], allow_nan=False)
+    except Exception as error:  # whatever a user's own code may raise
+        raise ArgumentError(f"bench: suite {suite} of {bench.name}: {type(error).__name__}: {error}") from error
+    return cases
 
 
 def _in_dtypes(cases: Sequence[Case], dtypes: Sequence[str] | None) -> list[Case]:
@@ -157,8 +168,10 @@ def run(
 
     Raises:
         ArgumentError: The selection fits nothing.
+        WarploomError: ``output`` cannot be written; mostly known, and said, before anything is measured.
     """
     units = plan(benches, selection, device.type)
+    probe(output, RECORDS)
     environment = describe_environment(device)
     identifier = environment_id(environment)
     earlier = load([output]) if resume and (output / RECORDS).is_file() else []
@@ -185,11 +198,18 @@ def run(
                 progress.begin(str(unit))
                 fresh = _measure(unit, missing, device, clock, blank, outcome)
                 fresh = [replace(r, fingerprint=prints[r.provider]) for r in fresh]
-                append(output, fresh)
+                _keep(output, fresh)
             outcome.records += [r for r in known if r.provider not in {record.provider for record in fresh}]
             outcome.records += fresh
             progress.end(str(unit), fresh)
     return outcome
+
+
+def _keep(output: Path, records: Sequence[Record]) -> None:
+    try:
+        append(output, records)
+    except WarploomError as error:
+        raise WarploomError(f"{error}; what was measured before is kept, and --resume goes on after it") from error
 
 
 class _Task(NamedTuple):

@@ -14,6 +14,7 @@ import torch
 from warploom.bench.attempt import Failure, attempt
 from warploom.bench.evaluate import Call, Unit, provider_call
 from warploom.bench.runner import Selection, plan
+from warploom.bench.storage import probe
 from warploom.errors import ArgumentError, BackendError, DeviceError
 from warploom.ops.spec import Bench
 
@@ -54,7 +55,7 @@ def chrome(unit: Unit, providers: Sequence[str], device: torch.device, output: P
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    output.mkdir(parents=True, exist_ok=True)
+    probe(output)
     written = []
     for name, call in _ready(unit, providers, device):
         with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
@@ -104,7 +105,7 @@ def ncu(unit: Unit, providers: Sequence[str], words: Sequence[str], output: Path
         raise BackendError(
             f"--profile ncu: ncu (NVIDIA Nsight Compute) is not on the PATH; where it is, run for {unit}\n{lines}"
         )
-    output.mkdir(parents=True, exist_ok=True)
+    probe(output)
     for command in commands.values():
         print(shlex.join(command), flush=True)
         if subprocess.run(command, check=False).returncode:

@@ -105,6 +105,7 @@ def run(options: argparse.Namespace, device: torch.device, output: Path) -> int:
     """
     from warploom.bench import tables
     from warploom.bench.attempt import DeviceLostError
+    from warploom.bench.storage import replace_text
     from warploom.profile.records import PROFILES, Writer
 
     profile: Callable[[argparse.Namespace, torch.device, Writer], list[Section]]
@@ -116,7 +117,7 @@ def run(options: argparse.Namespace, device: torch.device, output: Path) -> int:
         raise WarploomError(f"{error}; what was measured before is in {output / PROFILES}") from error
     print(tables.text(sections, width=160))
     table = output / f"{options.profile}.md"
-    table.write_text(tables.markdown(sections), encoding="utf-8")
+    replace_text(table, tables.markdown(sections))
     print(f"table: {table}")
     print(f"records: {output / PROFILES}")
     return int(any(record.status == "error" for record in writer.records))
@@ -125,12 +126,15 @@ def run(options: argparse.Namespace, device: torch.device, output: Path) -> int:
 def _transformer(options: argparse.Namespace, device: torch.device, writer: Writer) -> list[Section]:
     import torch
 
+    from warploom.bench.storage import probe
     from warploom.nn.transformer_lm import SIZES
     from warploom.profile import models, transformer
     from warploom.profile.tables import transformer_sections
 
     if options.memory_snapshot is not None and device.type != "cuda":
         raise ArgumentError("--memory-snapshot: only a GPU's allocations are recorded")
+    for file in filter(None, (options.chrome_trace, options.memory_snapshot)):
+        probe(file.parent, file.name)
     _known("--size", options.size, list(SIZES))
     _known("--mode", options.mode, transformer.MODES)
     _known("--attention", options.attention, models.PROVIDERS)
@@ -181,7 +185,9 @@ def _known(option: str, words: Sequence[str], known: Sequence[str]) -> None:
 
 
 def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+    if words := [word.strip() for word in text.split(",") if word.strip()]:
+        return words
+    raise argparse.ArgumentTypeError("expected names or numbers, separated by commas")
 
 
 def _numbers(text: str) -> list[int]:
@@ -189,7 +195,10 @@ def _numbers(text: str) -> list[int]:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be positive")
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < 2**63:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
     return value

@@ -16,8 +16,8 @@ from warploom.backend import HAS_TRITON
 from warploom.bench import records
 from warploom.bench.attempt import Failure
 from warploom.bench.environment import describe_environment, environment_id
-from warploom.bench.fingerprint import UNKNOWN, gpu_of, of_calls
-from warploom.errors import WarploomError
+from warploom.bench.fingerprint import UNKNOWN, differs, gpu_of, of_calls
+from warploom.bench.storage import load_lines, probe, typed
 from warploom.nn import TransformerConfig
 
 __all__ = [
@@ -36,6 +36,12 @@ __all__ = [
 PROFILES = "profiles.jsonl"
 COMPILED, GRAPHS = "+compile", "+graphs"
 """End the name of a provider that runs under `torch.compile`, without and with CUDA graphs."""
+_CASES = {
+    "transformer": (("size", "batch", "context_length", "layers", "position", "dtype"), ("step",)),
+    "attention": (("batch", "head_dim", "n", "dtype", "causal"), ("forward", "backward")),
+}
+"""For each profile, the parameters of its cases and the phases that were measured of one without failure."""
+_SCALARS = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True)
@@ -94,9 +100,14 @@ class ProfileRecord:
 
 
 class Writer:
-    """Appends records to a folder as they come, with the environment beside them."""
+    """Appends records to a folder as they come, with the environment beside them.
+
+    Raises:
+        WarploomError: The folder cannot be written.
+    """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
+        probe(folder, PROFILES)
         environment = describe_environment(device)
         self.folder = folder
         self.environment, self.gpu = environment_id(environment), gpu_of(environment)
@@ -157,8 +168,8 @@ def _leaf(*shape: int, dtype: str) -> torch.Tensor:
 
 def is_stale(record: ProfileRecord) -> bool:
     """Whether the kernels that were measured are others now; not, where that cannot be found out."""
-    current = current_fingerprint(record.profile, record.provider, record.case, record.fingerprint)
-    return current not in (record.fingerprint, UNKNOWN)
+    was = record.fingerprint
+    return differs(was, lambda: current_fingerprint(record.profile, record.provider, record.case, was))
 
 
 def load_profiles(sources: Iterable[Path]) -> list[ProfileRecord]:
@@ -167,22 +178,37 @@ def load_profiles(sources: Iterable[Path]) -> list[ProfileRecord]:
     Args:
         sources: Folders; one without profiles has none.
 
+    Returns:
+        The profiles. Lines that are none of this version are left out, with a warning that counts them.
+
     Raises:
-        WarploomError: A line before the last is not a profile.
+        WarploomError: No line of a file is a profile.
     """
     found: dict[tuple[str, ...], ProfileRecord] = {}
     for source in sources:
         file = source / PROFILES
         if not file.is_file():
             continue
-        # What follows the last line break is empty, or the torn line of a killed run.
-        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1], start=1):
-            try:
-                fields = json.loads(line)
-                phases = {name: Phase(**values) for name, values in fields.pop("phases").items()}
-                record = ProfileRecord(**fields, phases=phases)
-            except (ValueError, TypeError, KeyError) as error:
-                raise WarploomError(f"{file}:{number}: not a profile of this version: {error}") from error
+        for record in load_lines(file, _from_json, "profile"):
             case = json.dumps(record.case, sort_keys=True)
             found[record.profile, case, record.provider, record.mode, record.environment] = record
     return list(found.values())
+
+
+def _from_json(values: object) -> ProfileRecord:
+    """A record with everything that tables and the report read of one; raises where something is missing."""
+    fields = typed(ProfileRecord, values)
+    phases = {name: Phase(**typed(Phase, phase)) for name, phase in fields.pop("phases", {}).items()}
+    record = ProfileRecord(**fields, phases=phases)
+    if record.profile not in _CASES:
+        raise ValueError(f"unknown profile {record.profile!r}")
+    parameters, needed = _CASES[record.profile]
+    missing = [name for name in parameters if record.case.get(name) is None]
+    missing += [name for name in needed if record.status == "ok" and name not in phases]
+    if missing:
+        raise ValueError(f"without {', '.join(missing)}")
+    if not all(isinstance(value, _SCALARS) for value in record.case.values()):
+        raise ValueError("a parameter of the case is no number or text")
+    if not all(isinstance(ms, int | float) for parts in record.parts_ms.values() for ms in parts.values()):
+        raise ValueError("a time of parts_ms is no number")
+    return record

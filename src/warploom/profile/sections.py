@@ -46,7 +46,7 @@ class ProfileSection(Section):
             return shlex.join([*words, *(["--causal"] if case["causal"] else [])])
         names = dict.fromkeys(name.partition("+")[0] for name in providers)
         how = [how for how, ending in ENDINGS.items() if {name + ending for name in names} & set(providers)]
-        (asked,) = (name for name, of_bench in _MODES.items() if of_bench == mode)
+        asked = next((name for name, of_bench in _MODES.items() if of_bench == mode), mode)
         words += ["--size", ",".join(map(str, panel.xs(mode))), "--mode", asked]
         words += ["--attention", ",".join(names), "--context-length", str(case["context_length"])]
         words += ["--batch", str(case["batch"]), "--dtype", {"bfloat16": "bf16"}.get(case["dtype"], "fp32")]
@@ -74,16 +74,17 @@ def profile_sections(sources: Sequence[Path]) -> list[Section]:
 
 def _section(kind: str, records: Sequence[ProfileRecord], environments: dict[str, dict[str, Any]]) -> Section:
     x = _AXES[kind]
-    names = [name for name in records[0].case if name not in (x, "layers")]  # the layers follow from the size
+    names = list(dict.fromkeys(name for record in records for name in record.case))
+    names = [name for name in names if name not in (x, "layers")]  # the layers follow from the size
     constants = {
-        name: records[0].case[name]
+        name: records[0].case.get(name)
         for name in names
         if len({json.dumps(record.case.get(name)) for record in records}) == 1
     }
     several = len({device_name(environments.get(record.environment, {})) for record in records}) > 1
     panels: dict[str, tuple[dict[str, Any], str, list[Point]]] = {}
     for record in records:
-        chosen = {name: record.case[name] for name in names if name not in constants}
+        chosen = {name: record.case.get(name) for name in names if name not in constants}
         device = device_name(environments.get(record.environment, {})) if several else ""
         _, _, points = panels.setdefault(json.dumps([device, chosen]), (chosen, device, []))
         state = "stale" if is_stale(record) else record.status
@@ -106,7 +107,7 @@ def _as_bench_records(record: ProfileRecord) -> Iterator[Record]:
         suite="profile",
         case=record.case,
         provider=record.provider,
-        mode=_MODES[record.mode],
+        mode=_MODES.get(record.mode, record.mode),
         fingerprint=record.fingerprint,
         environment=record.environment,
         status=record.status,

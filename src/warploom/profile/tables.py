@@ -51,7 +51,7 @@ def _shapes(records: Sequence[ProfileRecord]) -> dict[str, list[ProfileRecord]]:
     shapes: dict[str, list[ProfileRecord]] = {}
     for record in records:
         case = record.case
-        words = (f"batch {case['batch']}", f"{case['context_length']} tokens", case["dtype"])
+        words = (f"batch {case['batch']}", f"{case['context_length']} tokens", f"{case['dtype']}")
         shapes.setdefault("  ".join((*words, f"position {case['position']}")), []).append(record)
     return shapes
 
@@ -82,7 +82,7 @@ def _parts_section(shape: str, records: Sequence[ProfileRecord]) -> Section | No
     rows = []
     for record in records:
         for name, parts in record.parts_ms.items():
-            times = [f"{parts[part]:.3f}" for part in PARTS]
+            times = [f"{parts[part]:.3f}" if part in parts else "" for part in PARTS]
             rows.append(
                 (str(record.case["size"]), record.mode, record.provider, name, *times, f"{sum(parts.values()):.3f}")
             )
@@ -195,7 +195,8 @@ def _published_attention(head_dim: int, n: int, metric: str, mode: str) -> str:
 
 def _published_steps(records: Sequence[ProfileRecord]) -> list[str]:
     """What was published of these sizes and modes, a line each."""
-    whole = [record for record in records if record.case["layers"] == SIZES[record.case["size"]]["layers"]]
+    layers = {name: size["layers"] for name, size in SIZES.items()}
+    whole = [record for record in records if record.case["layers"] == layers.get(record.case["size"])]
     wanted = dict.fromkeys((record.case["size"], _PUBLISHED_MODES.get(record.mode)) for record in whole)
     steps = {(row.case["size"], row.mode): row for row in published() if row.operator == "transformer"}
     return [
