@@ -1,4 +1,7 @@
-"""Operators and benches from outside this package, described in a Python file as `spec.py` does inside it."""
+"""Operators and benches from outside this package, described in a Python file as `spec.py` does inside it.
+
+Such a file is a program: it runs with the rights of whoever loads it.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,20 @@ import importlib.util
 import os
 import shlex
 import sys
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 from warploom.errors import ArgumentError
 from warploom.ops import register
 from warploom.ops.spec import Bench, Operator
 
 __all__ = ["Spec", "load_specs"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,27 +47,43 @@ def load_specs(paths: Iterable[Path]) -> list[Spec]:
         What each describes.
 
     Raises:
-        ArgumentError: No such file, it describes nothing, or it takes a name that warploom has.
+        ArgumentError: No such file, it fails or describes nothing, or it takes a name that warploom has.
     """
     return [_load(path) for path in paths]
 
 
 def _load(path: Path) -> Spec:
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     if not path.is_file():
         raise ArgumentError(f"--spec {path}: no such file")
-    module = _run(path)
-    operators = tuple(getattr(module, "OPERATORS", ()))
-    benches = tuple(getattr(module, "BENCHES", ()))
+    try:
+        module = _run(path)
+    except (Exception, SystemExit) as error:
+        raise ArgumentError(f"--spec {path}: {_reason(error, path)}") from error
+    operators, benches = _held(module, "OPERATORS", Operator), _held(module, "BENCHES", Bench)
+    if operators is None or benches is None:
+        raise ArgumentError(f"--spec {path}: OPERATORS must hold Operator, BENCHES Bench (warploom.bench)")
     if not operators and not benches:
         raise ArgumentError(f"--spec {path}: defines neither OPERATORS nor BENCHES")
-    if not all(isinstance(o, Operator) for o in operators) or not all(isinstance(b, Bench) for b in benches):
-        raise ArgumentError(f"--spec {path}: OPERATORS must hold Operator, BENCHES Bench (warploom.bench)")
     run = f"warploom bench --spec {shlex.quote(os.path.relpath(path))}"
     owned = (replace(bench, command=f"{run} {bench.name}") for bench in benches)
     spec = Spec(path, operators, tuple(owned))
     register(spec.operators, spec.benches)
     return spec
+
+
+def _held(module: ModuleType, name: str, kind: type[T]) -> tuple[T, ...] | None:
+    """What a module holds under a name; none where that is something else."""
+    items = getattr(module, name, ())
+    found = tuple(items) if isinstance(items, Iterable) else (items,)
+    return found if all(isinstance(item, kind) for item in found) else None
+
+
+def _reason(error: BaseException, path: Path) -> str:
+    """Why a file failed, and in which of its lines, as one line."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{words} (line {lines[-1]})" if lines else words
 
 
 def _is_package(path: Path) -> bool:
@@ -75,7 +98,7 @@ def _run(path: Path) -> ModuleType:
         return importlib.import_module(f"{path.parent.name}.{path.stem}")
     found = importlib.util.spec_from_file_location(f"warploom_spec_{path.stem}", path)
     if found is None or found.loader is None:
-        raise ArgumentError(f"--spec {path}: not a Python file")
+        raise ImportError("not a Python file")
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module
     found.loader.exec_module(module)

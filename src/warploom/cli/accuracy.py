@@ -21,12 +21,15 @@ def add_parser(commands: Commands) -> None:
 
 
 def _accuracy(options: argparse.Namespace) -> int:
-    from warploom.bench.phase_accuracy import measure_phase, phase_table, save_phase, update
+    from warploom.bench.phase_accuracy import FILE, measure_phase, phase_table, save_phase, update
+    from warploom.bench.storage import probe
 
     device = the_device(options.device)
+    output = options.output or Path("runs") / slug(device)
+    probe(output, FILE)
     measured = measure_phase(device, options.backend)
     print(phase_table(measured))
-    file = save_phase(options.output or Path("runs") / slug(device), measured)
+    file = save_phase(output, measured)
     print(file)
     if options.readme:
         update(options.readme, [file])

@@ -66,7 +66,9 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="keep what DIR has from the same code and environment"
     )
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin no further case after this time")
+    parser.add_argument(
+        "--time-limit", type=_duration, metavar="SECONDS", help="begin no further case after this time"
+    )
     parser.add_argument("--no-report", action="store_true", help="write no HTML report")
     parser.add_argument(
         "--profile",
@@ -178,5 +180,16 @@ def _value(text: str) -> Any:
     """A number, list or truth value as JSON writes it; any other text is itself."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
+
+
+def _duration(text: str) -> float:
+    """Seconds, for `argparse`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of seconds, got {text!r}")
+    return value

@@ -58,7 +58,7 @@ def add_spec(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="a Python file with OPERATORS and BENCHES of your own; may be repeated",
+        help="a Python file with OPERATORS and BENCHES of your own, which is run as a program; may be repeated",
     )
 
 
@@ -79,8 +79,10 @@ def names_in(specs: Sequence[Spec], what: str) -> list[str]:
 
 
 def words(text: str) -> list[str]:
-    """A comma-separated list."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+    """A comma-separated list, for `argparse`."""
+    if names := [word.strip() for word in text.split(",") if word.strip()]:
+        return names
+    raise argparse.ArgumentTypeError("expected names, separated by commas")
 
 
 def the_device(name: str) -> torch.device:

@@ -136,7 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m warploom.testing.build", description=__doc__)
     parser.add_argument("operator", nargs="*", help="e.g. lrpe_rotate; all of them by default")
-    parser.add_argument("--spec", action="append", type=Path, default=[], help="a file with OPERATORS of your own")
+    spec_help = "a file with OPERATORS of your own, which is run as a program"
+    parser.add_argument("--spec", action="append", type=Path, default=[], help=spec_help)
     parser.add_argument("--arch", nargs="+", type=int, default=ARCHITECTURES, metavar="SM", help="80 90 100")
     parser.add_argument("--at-most", type=int, metavar="N", help="N variants of each kernel; all by default")
     parser.add_argument("--jobs", type=int, default=2, help="compilations at a time")

@@ -1,0 +1,414 @@
+"""The command line on bad arguments, files and disks: one line on standard error and status 2, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from warploom.bench import records, runner, storage
+from warploom.bench.panels import load_sections
+from warploom.bench.records import Record
+from warploom.cli import main
+from warploom.profile.records import PROFILES, Phase, ProfileRecord
+
+SPEC = Path(__file__).with_name("toy_spec.py")
+BENCH = f"bench --device cpu --no-report --spec {shlex.quote(str(SPEC))}"
+RECORD = Record(
+    operator="toy_scale",
+    suite="quick",
+    case={"dtype": "bfloat16", "n": 256},
+    provider="triton",
+    mode="fwd",
+    fingerprint="d",
+    environment="e",
+    ms=1.0,
+    ms_p20=0.9,
+    ms_p80=1.1,
+)
+TOY = "import toy\nfrom dataclasses import replace\n"
+
+SUITE = f"{TOY}BENCHES = [replace(toy.make_bench(), name='b', suites=dict(quick=lambda device: {{}}))]\n"
+FILES: dict[str, str | bytes] = {
+    "text": "hello\n",
+    "empty": "",
+    "binary": bytes(range(256)) * 4 + b"\n",
+    "shapes": '[1]\n"x"\n3\nnull\n{"a": 1}\n',
+    "types": json.dumps({**asdict(RECORD), "ms": "fast"}) + "\n",
+    "numbers": json.dumps({**asdict(RECORD), "ms": float("nan")}) + "\n",
+    "deep": "[" * 100_000 + "\n",
+    "huge": '{"' + "x" * 10**6 + '": 1}\n',
+    "torn": '{"operator": "to',
+    "binary.py": bytes(range(256)),
+    "syntax.py": "OPERATORS = (\n",
+    "imports.py": "import json\nimport no_such_module\n",
+    "raises.py": "\n\n1 / 0\n",
+    "exits.py": "import sys\nsys.exit(0)\n",
+    "number.py": "OPERATORS = 3\n",
+    "nothing.py": "x = 1\n",
+    "suite.py": SUITE.format("1 / 0"),
+    "case.py": SUITE.format("[{'n': device.join}]"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_measurements: None, own_registry: None) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES.items():
+        Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+    Path("folder").mkdir()
+    Path("loop").symlink_to("loop")
+    records.append(Path("run"), [RECORD])
+    for folder, text in (("broken", "{"), ("list", "[]"), ("values", '{"e": 1}'), ("bytes", "\udcff")):
+        records.append(Path(folder), [RECORD])
+        (Path(folder) / "environment.json").write_text(text, errors="surrogateescape")
+    (Path("folders") / records.RECORDS).mkdir(parents=True)
+    (Path("old") / records.RECORDS).parent.mkdir()
+    (Path("old") / records.RECORDS).write_text(str(FILES["shapes"]))
+
+
+def status_of(words: str) -> int:
+    try:
+        return main(shlex.split(words))
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+READ = {
+    "missing": "missing: no records here",
+    "folder": "folder: no records here",
+    "loop": "loop: no records here",
+    "text": "text:1: not a record of this version: Expecting value",
+    "binary": "binary:1: not a record of this version",
+    "shapes": "shapes:1: not a record of this version: not a JSON object",
+    "types": "types:1: not a record of this version: ms is 'fast'",
+    "numbers": "numbers:1: not a record of this version: not a finite number: NaN",
+    "deep": "deep:1: not a record of this version",
+    "huge": "huge:1: not a record of this version: unknown field 'xxx",
+    "old": "records.jsonl:1: not a record of this version",
+    "broken": "environment.json: not JSON",
+    "list": "environment.json: expected an object",
+    "values": "environment.json: expected an object",
+    "bytes": "environment.json: not a text",
+    "/proc/self/mem": "/proc/self/mem: cannot be read: Input/output error",
+    "x" * 300: "File name too long",
+    "\x1b[31m": "\\x1b[31m: no records here",
+}
+WRITTEN = {
+    "text": "text: cannot be written: a file has this name",
+    "text/below": "text/below: cannot be written: Not a directory",
+    "/proc/nowhere": "/proc/nowhere: cannot be written: No such file or directory",
+    "loop": "loop: cannot be written",
+    "x" * 300: "File name too long",
+}
+SPECS = {
+    "missing.py": "no such file",
+    "folder": "no such file",
+    "loop": "no such file",
+    "text": "ImportError: not a Python file",
+    "binary.py": "binary.py: ",
+    "syntax.py": "SyntaxError: '(' was never closed (syntax.py, line 1)",
+    "imports.py": "ModuleNotFoundError: No module named 'no_such_module' (line 2)",
+    "raises.py": "ZeroDivisionError: division by zero (line 3)",
+    "exits.py": "SystemExit: 0 (line 2)",
+    "number.py": "OPERATORS must hold Operator",
+    "nothing.py": "defines neither OPERATORS nor BENCHES",
+}
+MISTAKES = [
+    *((f"report {shlex.quote(path)}", message) for path, message in READ.items()),
+    *((f"compare run:triton {shlex.quote(path)}", message) for path, message in READ.items()),
+    ("compare text run", "text:1: not a record"),
+    ("compare missing:triton run", "missing: no records here"),
+    ("compare empty run", "empty has no records of its own provider; there are: none"),
+    ("compare torn run", "there are: none"),
+    ("compare run run --providers triton torch", "give either A and B"),
+    *((f"{BENCH} --output {path}", message) for path, message in WRITTEN.items()),
+    *((f"report run --pictures {path}", message) for path, message in WRITTEN.items()),
+    *((f"accuracy --device cpu --output {path}", message) for path, message in WRITTEN.items()),
+    *((f"profile attention --device cpu -o {path}", message) for path, message in WRITTEN.items()),
+    *((f"profile transformer --device cpu -o {path}", message) for path, message in WRITTEN.items()),
+    (f"{BENCH} --output text --profile chrome --case n=64 --mode fwd", "a file has this name"),
+    (f"{BENCH} --output folders", "records.jsonl: cannot be written: Is a directory"),
+    *((f"{BENCH} --output {name}", "environment.json: ") for name in ("broken", "list", "values", "bytes")),
+    (f"{BENCH} --output old --resume", "records.jsonl:1: not a record"),
+    ("report run -o folder", "folder: cannot be written: Is a directory"),
+    ("report run -o text/below.html", "cannot be written: a file has this name"),
+    ("report run -o /proc/nowhere/report.html", "cannot be written: No such file"),
+    ("report run --readme missing", "missing: cannot be read: No such file"),
+    ("report run --readme folder", "folder: cannot be read: Is a directory"),
+    ("report run --readme binary", "binary: not a text in UTF-8"),
+    ("report run --readme text", "text must hold the marks"),
+    ("profile transformer --device cpu --chrome-trace folder", "folder: cannot be written: Is a directory"),
+    ("profile transformer --device cpu --chrome-trace text/trace", "text: cannot be written: a file has this name"),
+    ("profile transformer --device cpu --size none", "--size none: there are sm"),
+    ("profile attention --device cpu --attention none", "--attention none: there are plain"),
+    *((f"check --spec {path}", message) for path, message in SPECS.items()),
+    *((f"{command} --spec raises.py", "ZeroDivision") for command in ("bench", "report run", "compare run run")),
+    ("bench --device cpu --spec suite.py", "suite quick of b: ZeroDivisionError: division by zero"),
+    ("bench --device cpu --spec case.py", "suite quick of b: TypeError: Object of type"),
+    (f"{BENCH} --case n={'[' * 100_000}", "no case of suite quick on cpu fits the selection"),
+    (f"{BENCH} '\x1b[31m'", "no bench"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), MISTAKES, ids=[words.replace(BENCH, "bench")[:60] for words, _ in MISTAKES]
+)
+def test_what_cannot_be_used_is_one_line_and_status_2(
+    words: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*arguments: object, **options: object) -> None:
+        raise AssertionError("measured before its output was known to be writable")
+
+    monkeypatch.setattr(runner, "evaluate", measure)
+    monkeypatch.setattr("warploom.bench.phase_accuracy.measure_phase", measure)
+    monkeypatch.setattr("warploom.profile.transformer.run", measure)
+    monkeypatch.setattr("warploom.profile.attention.run", measure)
+    if "/proc/" in words and not Path("/proc/self/mem").exists():
+        pytest.skip("this system has no /proc")
+    assert status_of(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("warploom: ")
+    assert len(err.splitlines()) == 1
+    assert message in err
+    assert len(err) < 1000
+    assert "\x1b" not in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "frobnicate",
+        "env extra",
+        "env --device tpu",
+        "report",
+        "compare",
+        "compare run run --fail-above nan",
+        "bench --time-limit nan",
+        "bench --time-limit -1",
+        "bench --time-limit soon",
+        "bench --mode ,",
+        "bench --dtype ''",
+        "bench --profile everything",
+        "profile",
+        "profile attention --head-dim 0",
+        "profile attention --head-dim x",
+        "profile attention --seq-len ,",
+        "profile attention --batch 1e3",
+        f"profile attention --passes {10**30}",
+        "profile transformer --size ,",
+    ],
+)
+def test_arguments_that_mean_nothing_are_status_2(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    assert "_" not in err.splitlines()[-1]  # the name of no function of ours
+
+
+def test_the_statuses_and_that_a_spec_is_run_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--help") == 0
+    assert "2    the command is wrong, or a file" in capsys.readouterr().out
+    for command in ("bench", "check", "report", "compare"):
+        assert status_of(f"{command} --help") == 0
+        assert "which is run as a program" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_fault_of_our_own_is_not_status_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr("warploom.bench.environment.describe_environment", fail)
+    assert status_of("env --device cpu") == 3
+    assert "RuntimeError: a fault" in capsys.readouterr().err
+
+
+def test_names_that_no_terminal_and_no_page_expects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotly")
+    names = ("<script>alert(1)</script>", "</script>", "[bold]", "a\nb", "../../up", "\x1b[31m", "%s{0}", "ключ")
+    odd = [replace(RECORD, provider=name, operator=name, case={name: name, "n": name}) for name in names]
+    records.append(Path("odd"), [*odd, *(replace(RECORD, provider=name) for name in names)])
+    folder = os.fsdecode(b"\xff<b>")
+    assert main(["report", "odd", "-o", f"{folder}/report.html"]) == 0
+    page = (Path(folder) / "report.html").read_text()
+    assert "<script>alert" not in page
+    assert page.count("</script>") == page.count("<script")
+    assert main(["compare", "odd", "--providers", "<script>alert(1)</script>", "a\nb"]) == 0
+    assert not (tmp_path.parent / "up").exists()
+
+
+# Records of other versions
+
+
+def test_records_that_lack_a_parameter_of_today_are_shown_as_stale(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("plotly")
+    pytest.importorskip("triton")
+    monkeypatch.setattr("warploom.launch.INTERPRETED", False)  # so that the launches of every case are planned
+    case = {"dtype": "bfloat16", "batch": 2, "heads": 2, "head_dim": 64, "n": 256, "activation": "none"}
+    cases = [case, *({key: case[key] for key in case if key != name} for name in case), {}]
+    older = replace(RECORD, operator="lrpe_rotate", fingerprint="sm_90/132/0")
+    old = [replace(older, case=one, mode=mode) for one in cases for mode in ("fwd", "bwd")]
+    records.append(Path("older"), old)
+    assert main(["report", "older"]) == 0
+    (section,) = load_sections([Path("older")])
+    assert [point.state for point in section.points] == ["stale"] * len(old)
+    assert main(["compare", "older", "older"]) == 0
+    assert f"{len(old)} of {len(old)} records from other code" in " ".join(capsys.readouterr().out.split())
+
+
+def test_records_of_other_shapes_are_left_out_and_counted(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("plotly")
+    fields = asdict(RECORD)
+    others = [{**fields, **change} for change in ({"new": 1}, {"case": 3}, {"ms": -1.0})]
+    others.append({name: fields[name] for name in fields if name != "mode"})
+    with (Path("run") / records.RECORDS).open("a") as file:
+        file.writelines(json.dumps(other) + "\n" for other in others)
+    assert len(records.load([Path("run")])) == 1
+    assert main(["compare", "run", "run"]) == 0
+    assert main(["report", "run"]) == 0
+    said = "run/records.jsonl:2: not a record of this version: unknown field 'new'"
+    assert set(caplog.messages) == {f"4 of 5 lines are left out, the first: {said}"}
+
+
+def test_profiles_that_lack_something_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("plotly")
+    case = {"batch": 1, "head_dim": 64, "n": 256, "dtype": "float32", "causal": False}
+    times = {name: Phase(1.0, 0.0, 1.0) for name in ("forward", "backward", "step")}
+    whole = ProfileRecord("attention", case, "flash", "forward-backward", "e", "d", None, phases=times)
+    records.append(Path("profiled"), [whole], PROFILES)
+    lacking = [replace(whole, case={key: case[key] for key in case if key != name}) for name in case]
+    lacking += [replace(whole, profile="other"), replace(whole, phases={}), replace(whole, case={**case, "n": [1]})]
+    lacking += [replace(whole, parts_ms={"forward": 3})]  # type: ignore[dict-item]
+    records.append(Path("profiled"), [*lacking, replace(whole, mode="other", provider="plain")], PROFILES)
+    assert main(["report", "profiled"]) == 0
+    assert f"{len(lacking)} of {len(lacking) + 2} lines are left out" in caplog.messages[0]
+
+
+def test_an_interval_without_percentiles_is_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    records.append(Path("bare"), [replace(RECORD, ms_p20=None, ms_p80=None)])
+    assert main(["compare", "bare", "bare", "--json"]) == 0
+    (mean, _) = json.loads(capsys.readouterr().out)["means"]
+    assert (mean["ratio"], mean["low"], mean["high"]) == (1.0, 0.0, None)
+    assert main(["compare", "bare", "bare"]) == 0
+
+
+# Disks and signals
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """No file grows beyond a size here, as on a disk that is nearly full."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_known_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "evaluate", lambda *_: pytest.fail("measured"))
+    with room_for(storage.PROBE_BYTES // 2):
+        assert main([*shlex.split(BENCH), "--output", "here"]) == 2
+    assert "warploom: here: cannot be written: File too large" in capsys.readouterr().err
+    assert not list(Path("here").iterdir())
+
+
+def test_a_disk_that_fills_during_a_run_keeps_what_was_written(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = [replace(RECORD, provider=f"p{number}") for number in range(100)]
+    records.append(Path("here"), whole)
+    file = Path("here") / records.RECORDS
+    with room_for(file.stat().st_size + 700):  # a part of the first case
+        assert main([*shlex.split(BENCH), "--output", "here", "--mode", "fwd"]) == 2
+    err = capsys.readouterr().err
+    assert "records.jsonl: cannot be written: File too large; what was measured before is kept, and --resume" in err
+    assert "Traceback" not in err
+    assert records.load([Path("here")])[:100] == whole
+    assert main([*shlex.split(BENCH), "--output", "here", "--mode", "fwd", "--resume"]) == 0
+    assert len(records.load([Path("here")])) == 100 + 4
+
+
+def test_standard_output_on_a_full_disk(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["env", "--device", "cpu"]) == 2
+        assert capsys.readouterr().err == "warploom: No space left on device\n"
+
+
+SLOW = """
+import time
+from pathlib import Path
+import toy
+
+
+def slow(case):
+    while case["n"] == 256 and not Path("go").exists():
+        Path("reached").touch()
+        time.sleep(0.05)
+    return toy.reference
+
+
+BENCHES = (toy.make_bench(torch=slow),)
+"""
+
+
+def test_a_run_that_is_killed_torn_and_interrupted_goes_on_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("slow.py").write_text(SLOW)
+    words = shlex.split("bench --device cpu --spec slow.py --no-report --mode fwd --output here --resume")
+    paths = [str(Path(records.__file__).parents[2]), str(Path(__file__).parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+    def stopped_by(number: signal.Signals) -> tuple[int, str]:
+        """Start the run, wait until it is in its second case, and send it a signal."""
+        Path("reached").unlink(missing_ok=True)
+        command = [sys.executable, "-m", "warploom", *words]
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        wait_until(lambda: Path("reached").exists() or process.poll() is not None)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+        return process.returncode, err
+
+    assert stopped_by(signal.SIGKILL)[0] == -signal.SIGKILL
+    first = records.load([Path("here")])
+    assert [(record.case["n"], record.provider) for record in first] == [(64, "torch"), (64, "limit")]
+    with (Path("here") / records.RECORDS).open("a") as file:
+        file.write('{"operator": "toy_sc')
+    code, err = stopped_by(signal.SIGINT)
+    assert (code, err) == (130, "warploom: interrupted; `bench --resume` goes on after the last finished case\n")
+    Path("go").touch()
+    assert main(words) == 0
+    assert records.load([Path("here")])[:2] == first
+    assert len(records.load([Path("here")])) == 4
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
