@@ -207,7 +207,7 @@ def test_resume_measures_only_what_is_missing_or_stale(tmp_path: Path, monkeypat
     assert run(one, tmp_path, Selection(modes=["fwd"]), resume=True).records == first.records
     assert measured == []
 
-    two = toy.make_bench(torch=lambda case: toy.reference, wrong=toy.wrong)
+    two = toy.make_bench(**one.providers, wrong=toy.wrong)
     outcome = run(two, tmp_path, Selection(modes=["fwd"]), resume=True)
     assert [providers for _, providers in measured] == [("wrong",), ("wrong",)]
     assert by_provider(outcome)["torch"] == by_provider(first)["torch"]
