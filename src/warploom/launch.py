@@ -27,7 +27,9 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1``), which takes CPU tensors."""
 
 if INTERPRETED:
-    import warploom.interpreter  # noqa: F401
+    from warploom.interpreter import repair
+
+    repair()
 
 ALIGNMENT = 16  # bytes; what a 128-bit load or store needs of its address
 _MOST_STRIDE = 2**40  # bytes; what a tensor descriptor can hold
@@ -373,7 +375,7 @@ class TiledLaunch:
             *descriptors, *tensors[len(descriptors) :], *numbers, *self.arguments,
             grid=(self.programs, 1, 1), warmup=False, **self.options,
         )  # fmt: skip
-        self.entry, self.device = entry_of(compiled), device
+        self.entry, self.device = entry_of(compiled, descriptors), device
 
     def _encode(self, entry: Entry, index: int, tensor: Any) -> list[Any]:
         """What stands for a described tensor among the arguments."""
