@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from warploom.backend import capability
 from warploom.entry import Entry, entry_of
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
@@ -490,13 +491,13 @@ def may_start_early(device: torch.device) -> bool:
 
 
 def architecture(device: torch.device) -> int:
-    """Compute capability of a GPU, times ten; for a CPU that of the builds being recorded.
+    """Compute capability of a GPU, times ten (0 for one of AMD); for a CPU that of the builds being recorded.
 
     Raises:
         ValueError: for the device "meta". Tensors without memory stand for others in plans, and what runs on which
             GPU must be decided by the others.
     """
-    return _capability(device) if _is_gpu(device) else _recorded_arch
+    return capability(device) if _is_gpu(device) else _recorded_arch
 
 
 def _is_gpu(device: torch.device) -> bool:
@@ -508,9 +509,3 @@ def _is_gpu(device: torch.device) -> bool:
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _capability(device: torch.device) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor

@@ -36,8 +36,8 @@ from warploom.testing.conformance import as_tuple, gradients, leaves, make_input
 
 __all__ = ["ARCHITECTURES", "BuildError", "Resources", "build", "cases", "main", "record"]
 
-ARCHITECTURES = (80, 90, 100)
-"""Compute capabilities times ten: A100, H100 and H200, B200."""
+ARCHITECTURES = (80, 89, 90, 100, 120)
+"""Compute capabilities times ten: A100; RTX 4090, L4 and L40; H100 and H200; B200; RTX 5090."""
 
 _TRAP = re.compile(r"\btrap;")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)")

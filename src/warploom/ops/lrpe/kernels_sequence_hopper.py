@@ -23,8 +23,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import int64  # parameters' types go by this name
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from warploom.device import tma
 from warploom.device.activations import power_of_two
 from warploom.device.hopper import barriers
 from warploom.ops.lrpe.kernels import divide
