@@ -62,8 +62,8 @@ def _unsupported(device: torch.device) -> str | None:
     return _examine(device)
 
 
-# Dynamo takes the result for a constant, as after `torch.compiler.assume_constant_result`, which would import it here.
-# A version of it that does not know this mark traces the function, to the same result.
+# Dynamo takes the result for a constant, as after `torch.compiler.assume_constant_result`; that would import Dynamo
+# here. A version that does not know this mark traces the function, to the same result.
 _unsupported._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -32,6 +32,8 @@ if INTERPRETED:
 
     repair()
 
+COMPILED_WITH = {"enable_fp_fusion": True}
+"""Options of every kernel: products and sums may be one operation, whatever a version of Triton does by default."""
 ALIGNMENT = 16  # bytes; what a 128-bit load or store needs of its address
 _MOST_STRIDE = 2**40  # bytes; what a tensor descriptor can hold
 
@@ -164,7 +166,7 @@ class Kernel:
         compiled = self.compiled.get(key)
         if compiled is None:
             compiled = self.compiled[key] = self.function.run(
-                *tensors, *numbers, *constants, grid=(programs, 1, 1), warmup=False, **options
+                *tensors, *numbers, *constants, grid=(programs, 1, 1), warmup=False, **COMPILED_WITH, **options
             )
         else:
             entry_of(compiled).enqueue(programs, _current_stream(device), addresses, (*numbers, *constants))
@@ -374,7 +376,7 @@ class TiledLaunch:
         descriptors = [self._descriptor(i, tensor) for i, tensor in zip(range(len(self.encoded)), tensors)]
         compiled = self.function.run(
             *descriptors, *tensors[len(descriptors) :], *numbers, *self.arguments,
-            grid=(self.programs, 1, 1), warmup=False, **self.options,
+            grid=(self.programs, 1, 1), warmup=False, **COMPILED_WITH, **self.options,
         )  # fmt: skip
         self.entry, self.device = entry_of(compiled, descriptors), device
 

@@ -16,6 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from warploom.device import tma
 
+# ``memory, dtype, shape, layout``: shared memory, looked at otherwise. Public since Triton 3.9.
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+
 ROWS = gl.constexpr(64)  # rows of a group of warps: what one matrix instruction takes
 NARROW = gl.constexpr(128)
 """Features up to which results have buffers of their own. Wider ones leave through those of the queries."""
