@@ -23,6 +23,10 @@ import triton
 
 from warploom.backend import capability
 from warploom.entry import Entry, entry_of
+from warploom.pytorch import current_device as _current_device
+from warploom.pytorch import current_stream as _current_stream
+from warploom.pytorch import empty_strided_cuda as _empty_cuda
+from warploom.pytorch import is_deterministic as _deterministic
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1``), which takes CPU tensors."""
@@ -48,14 +52,6 @@ _TYPE_NAMES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-
-_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # missing where PyTorch is for CPUs
-
-_deterministic = torch._C._get_deterministic_algorithms
-_empty_cuda: Any = None  # what compiled code of PyTorch allocates with: half the time of `torch.empty_strided`
-if torch.backends.cuda.is_built():
-    _empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 _recorded: dict[tuple[Any, ...], Build] | None = None
 _recorded_arch, _recorded_multiprocessors = 90, 1
@@ -84,7 +80,7 @@ class Dense(NamedTuple):
         device = near.get_device()  # negative for a CPU
         if _empty_cuda is None or device < 0 or device != _current_device() or _deterministic():
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=near.device)
-        return _empty_cuda(self.shape, self.stride, self.dtype)  # type: ignore[no-any-return]
+        return _empty_cuda(self.shape, self.stride, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -284,7 +280,7 @@ def producing(
         if entry is not None and _empty_cuda is not None and _recorded is None and not _deterministic():
             device = launch.device
             if device == _current_device():
-                out: torch.Tensor = _empty_cuda(shape, stride, dtype)
+                out = _empty_cuda(shape, stride, dtype)
                 first, second, third = x.data_ptr(), out.data_ptr(), y.data_ptr()
                 if (first | second | third) % ALIGNMENT == 0:
                     addresses = (first, second, third, *none, number)
