@@ -66,9 +66,7 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def _make_guard(*tensors: torch.Tensor) -> Guard:
-    return torch._C._dynamo.guards.TensorGuards(
-        *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
-    ).check
+    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 def _tells_tensors_apart(make: Callable[..., Guard]) -> bool:
