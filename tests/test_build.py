@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ from warploom.ops import operators
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton's compiler")
 
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+PINNED = HAS_TRITON and f"triton=={metadata.version('triton')}" in CONSTRAINTS.read_text(encoding="utf-8").split()
+"""Whether this is the version of Triton whose spills are known."""
+
 
 def run_build(*arguments: str) -> subprocess.CompletedProcess[str]:
     # The interpreter, which the tests run kernels in on a CPU, compiles nothing.
@@ -20,23 +25,36 @@ def run_build(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
+OTHERS = ("80", "89", "100", "120")
+
+
+@pytest.mark.stack
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("arch", "variants"), [("90", "2"), ("80", "1"), ("100", "1")], ids=["sm_90", "sm_80", "sm_100"]
-)
-def test_kernels_build_and_spill_no_more_than_allowed(arch: str, variants: str) -> None:
-    """A few variants of each kernel; `python -m warploom.testing.build --arch 80 90 100` builds all, in minutes."""
-    done = run_build("--arch", arch, "--at-most", variants)
+@pytest.mark.parametrize("arch", ["90", *OTHERS])
+def test_kernels_build_and_spill_no_more_than_allowed(arch: str) -> None:
+    """A few variants of each kernel; `python -m warploom.testing.build` builds all, in an hour.
+
+    What may spill is known for the pinned version of Triton. With others, kernels that are not for Hopper alone are
+    built for one architecture each.
+    """
+    arguments = ["--arch", arch, "--at-most", "2" if arch == "90" and PINNED else "1"]
+    if not PINNED:
+        arguments += ["--any-spills"]
+        arguments += ["--part", f"{OTHERS.index(arch) + 1}/{len(OTHERS)}"] if arch in OTHERS else []
+    done = run_build(*arguments)
     lines = done.stdout.splitlines()
     rows = [line.split(maxsplit=6) for line in lines if " sm_" in line and not line.startswith("FAILED")]
-    assert [row for row in rows if int(row[3]) > int(row[4])] == [], lines[-1]  # spilled registers
+    if PINNED:
+        assert [row for row in rows if int(row[3]) > int(row[4])] == [], lines[-1]  # spilled registers
     assert done.returncode == 0, "\n".join([line for line in lines if line.startswith("FAILED")] + [done.stderr])
     assert {row[1] for row in rows} == {f"sm_{arch}"}
     assert all(0 < int(row[2]) <= 255 for row in rows)
+    if not PINNED and arch != "90":
+        return
     named = {kernel for operator in operators().values() for kernel in operator.spills}
     if arch != "90":
         named = {kernel for kernel in named if "hopper" not in kernel}
-    if arch == "80":  # kernels for few short walks are for Hopper and later
+    if arch not in ("90", "100"):  # kernels for few short walks are for Hopper and later, with memory enough
         named = {kernel for kernel in named if "few" not in kernel}
     assert named <= {row[0] for row in rows}
 

@@ -15,10 +15,17 @@ if not HAS_TRITON:
 
 import triton
 import triton.language as tl
+from launches import ON_GPU, ON_HOPPER
 from triton.backends.nvidia import driver as nvidia
+from triton.compiler import CompiledKernel
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
 from warploom import entry, launch
+from warploom.device import tma
+from warploom.device.hopper import barriers
 from warploom.launch import (
     Boxes,
     Dense,
@@ -32,6 +39,7 @@ from warploom.launch import (
 )
 from warploom.testing.poison import poisoned_allocations
 
+pytestmark = pytest.mark.stack
 Tensor = torch.Tensor
 SIZE, BLOCK = 100, 64
 
@@ -447,6 +455,63 @@ def test_descriptors_that_are_not_encoded_go_to_triton(launcher: type[CudaLaunch
 # ----------------------------------------------------------------------------------------------------------
 # The launcher of the version of Triton that is installed
 # ----------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def copy_kernel(x_desc, out_desc, ROWS: gl.constexpr):
+    tile = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)
+    full = barriers(1)
+    mbarrier.init(full.index(0), count=1)
+    mbarrier.expect(full.index(0), x_desc.block_type.nbytes)
+    row = gl.program_id(0) * ROWS
+    tma.async_copy_global_to_shared(x_desc, [row, 0], full.index(0), tile)
+    mbarrier.wait(full.index(0), 0)
+    tma.async_copy_shared_to_global(out_desc, [row, 0], tile)
+    tma.store_wait(0)
+
+
+def copying() -> TiledLaunch:
+    like = torch.zeros(256, 64, dtype=torch.bfloat16, device="cuda" if ON_GPU else "cpu")
+    return TiledLaunch(copy_kernel, 4, [(like, Boxes((0, 1), (64, 64)))] * 2, (), (64,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direct", [True, False])
+def test_both_ways_launch_the_same(direct: bool, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    taken: list[Any] = []
+    usual = CompiledKernel.__getitem__
+    monkeypatch.setattr(CompiledKernel, "__getitem__", lambda self, grid: taken.append(grid) or usual(self, grid))
+    if not direct:
+        monkeypatch.setattr(entry, "_direct_entry", lambda compiled: None)
+    add, copy = adding(), copying() if ON_HOPPER else None
+    entry._entry_of.cache_clear()
+    try:
+        for number in range(3):
+            x, out = tensors(device)
+            add((x, out), number)
+            assert torch.equal(out, x + number)
+            if copy is not None:
+                x, out = torch.randn(2, 256, 64, device=device).bfloat16().unbind()
+                copy((x, out))
+                assert torch.equal(out, x)
+    finally:
+        entry._entry_of.cache_clear()
+    assert taken == ([] if direct else [(2, 1, 1), *([(4, 1, 1)] if copy else [])] * 2)
+
+
+@pytest.mark.skipif(launch.INTERPRETED, reason="builds need compiled kernels")
+def test_descriptors_are_recorded_as_triton_takes_them() -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import native_specialize_impl
+
+    with launch.recording() as builds:
+        copying()((torch.zeros(256, 64, dtype=torch.bfloat16),) * 2)
+    (found,) = builds.values()
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    descriptor = copying()._descriptor(0, torch.zeros(256, 64, dtype=torch.bfloat16))
+    kind, _ = native_specialize_impl(backend, descriptor, False, True, True)
+    assert found.signature["x_desc"] == kind
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warploom import pytorch
 from warploom.backend import HAS_TRITON
 
+pytestmark = pytest.mark.stack
 Tensor = torch.Tensor
 
 
