@@ -1,6 +1,7 @@
 """Every kernel compiles without a GPU for every supported architecture, and spills no more than is allowed."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,8 +30,8 @@ OTHERS = ("80", "89", "100", "120")
 def test_kernels_build_and_spill_no_more_than_allowed(arch: str) -> None:
     """A few variants of each kernel; `python -m warploom.testing.build` builds all, in an hour.
 
-    With versions of Triton other than that whose spills are known, kernels that are not for Hopper alone are built for
-    one architecture each.
+    With versions of Triton other than that whose spills are known, kernels that are not for Hopper alone are built
+    for one architecture each.
     """
     from warploom.testing.build import SPILLS_ARE_KNOWN
 
@@ -79,8 +80,21 @@ def hungry(x, SIZE: tl.constexpr):
     tl.store(x + i[:, None] * SIZE + i[None, :], rows + turned)
 
 @triton.jit
-def broken(x, SIZE: tl.constexpr):
+def undefined(x):
     tl.store(x, no_such_name)
+
+@triton.jit
+def broken(x, SIZE: tl.constexpr):
+    undefined(x)
+
+@triton.jit
+def greedy(x, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    at = x + i[:, None] * SIZE + i[None, :]
+    total = tl.zeros((SIZE, SIZE), tl.float32)
+    for k in range(9):
+        total += tl.dot(tl.load(at + k * SIZE * SIZE), tl.load(at + (k + 9) * SIZE * SIZE))
+    tl.store(at, total)
 
 @triton.jit
 def trapped(x, SIZE: tl.constexpr):
@@ -91,12 +105,13 @@ with launch.recording() as builds:
     launch.Kernel(hungry)(1, (torch.zeros(8),), (), (64,), num_warps=1)
     launch.Kernel(broken)(1, (torch.zeros(8),), (), (64,))
     launch.Kernel(trapped)(1, (torch.zeros(8),), (), (64,))
+    launch.Kernel(greedy)(1, (torch.zeros(8, dtype=torch.float16),), (), (128,), num_warps=8, num_stages=4)
 first, *others = builds.values()
 resources = build(first, 90)
 print(resources.kernel, resources.registers, resources.stack)
 for other in others:
     try:
-        build(other, 90)
+        build(other, 89)
     except BuildError as error:
         print(error)
 """
@@ -115,4 +130,5 @@ def test_spills_and_faults_are_found(tmp_path: Path) -> None:
     assert int(stack) > 0
     assert "broken" in rest
     assert "no_such_name" in rest
-    assert "trapped [x=*fp32@16 SIZE=64] for sm_90: compiles to a trap" in rest
+    assert "trapped [x=*fp32@16 SIZE=64] for sm_89: compiles to a trap" in rest
+    assert re.search(r"greedy .*: needs \d+ bytes of shared memory, of 101376", rest)
