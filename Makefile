@@ -1,12 +1,14 @@
 # Two commands, each with all its own set-up:
 #   make bench   the quick suite on the GPU if there is one, else on the CPU; ends in tables and a report
-#   make test    lint, types and tests
+#   make test    lint, types and tests, and a part of the tests with the oldest and the newest Triton
 # and
 #   make docs    the documentation as a site, in site/
-# PYTHON picks another interpreter, VENV another place for the virtual environment.
+# PYTHON picks another interpreter, VENV another place for the virtual environment, TRITONS other versions of Triton
+# to test with beside the pinned one (none: `make test TRITONS=`).
 
 PYTHON ?= python3
 VENV ?= .venv
+TRITONS ?= 3.6.0 3.9.0
 READY := $(VENV)/.ready
 
 .PHONY: bench test docs clean
@@ -14,11 +16,15 @@ READY := $(VENV)/.ready
 bench: $(READY)
 	$(VENV)/bin/warploom bench --suite quick
 
-test: $(READY)
+test: $(READY) $(TRITONS:%=$(VENV)/triton-%/.ready)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest -n auto
+	set -e; for version in $(TRITONS); do \
+		echo "with Triton $$version:"; \
+		PYTHONPATH=$(VENV)/triton-$$version $(VENV)/bin/python -m pytest -n auto -m stack; \
+	done
 
 docs: $(READY)
 	$(VENV)/bin/python -m mkdocs build --strict --quiet
@@ -28,6 +34,11 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(READY)
+
+# A version of Triton beside the installed one: it is imported where its folder comes first in PYTHONPATH.
+$(VENV)/triton-%/.ready: $(READY)
+	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(@D) triton==$*
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

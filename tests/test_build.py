@@ -1,6 +1,7 @@
 """Every kernel compiles without a GPU for every supported architecture, and spills no more than is allowed."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,23 +21,37 @@ def run_build(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
+OTHERS = ("80", "89", "100", "120")
+
+
+@pytest.mark.stack
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("arch", "variants"), [("90", "2"), ("80", "1"), ("100", "1")], ids=["sm_90", "sm_80", "sm_100"]
-)
-def test_kernels_build_and_spill_no_more_than_allowed(arch: str, variants: str) -> None:
-    """A few variants of each kernel; `python -m warploom.testing.build --arch 80 90 100` builds all, in minutes."""
-    done = run_build("--arch", arch, "--at-most", variants)
+@pytest.mark.parametrize("arch", ["90", *OTHERS])
+def test_kernels_build_and_spill_no_more_than_allowed(arch: str) -> None:
+    """A few variants of each kernel; `python -m warploom.testing.build` builds all, in an hour.
+
+    With versions of Triton other than that whose spills are known, kernels that are not for Hopper alone are built
+    for one architecture each.
+    """
+    from warploom.testing.build import SPILLS_ARE_KNOWN
+
+    arguments = ["--arch", arch, "--at-most", "2" if arch == "90" and SPILLS_ARE_KNOWN else "1"]
+    if not SPILLS_ARE_KNOWN and arch in OTHERS:
+        arguments += ["--part", f"{OTHERS.index(arch) + 1}/{len(OTHERS)}"]
+    done = run_build(*arguments)
     lines = done.stdout.splitlines()
     rows = [line.split(maxsplit=6) for line in lines if " sm_" in line and not line.startswith("FAILED")]
-    assert [row for row in rows if int(row[3]) > int(row[4])] == [], lines[-1]  # spilled registers
+    if SPILLS_ARE_KNOWN:
+        assert [row for row in rows if int(row[3]) > int(row[4])] == [], lines[-1]  # spilled registers
     assert done.returncode == 0, "\n".join([line for line in lines if line.startswith("FAILED")] + [done.stderr])
     assert {row[1] for row in rows} == {f"sm_{arch}"}
     assert all(0 < int(row[2]) <= 255 for row in rows)
+    if not SPILLS_ARE_KNOWN and arch != "90":
+        return
     named = {kernel for operator in operators().values() for kernel in operator.spills}
     if arch != "90":
         named = {kernel for kernel in named if "hopper" not in kernel}
-    if arch == "80":  # kernels for few short walks are for Hopper and later
+    if arch not in ("90", "100"):  # kernels for few short walks are for Hopper and later, with memory enough
         named = {kernel for kernel in named if "few" not in kernel}
     assert named <= {row[0] for row in rows}
 
@@ -65,8 +80,21 @@ def hungry(x, SIZE: tl.constexpr):
     tl.store(x + i[:, None] * SIZE + i[None, :], rows + turned)
 
 @triton.jit
-def broken(x, SIZE: tl.constexpr):
+def undefined(x):
     tl.store(x, no_such_name)
+
+@triton.jit
+def broken(x, SIZE: tl.constexpr):
+    undefined(x)
+
+@triton.jit
+def greedy(x, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    at = x + i[:, None] * SIZE + i[None, :]
+    total = tl.zeros((SIZE, SIZE), tl.float32)
+    for k in range(9):
+        total += tl.dot(tl.load(at + k * SIZE * SIZE), tl.load(at + (k + 9) * SIZE * SIZE))
+    tl.store(at, total)
 
 @triton.jit
 def trapped(x, SIZE: tl.constexpr):
@@ -77,12 +105,13 @@ with launch.recording() as builds:
     launch.Kernel(hungry)(1, (torch.zeros(8),), (), (64,), num_warps=1)
     launch.Kernel(broken)(1, (torch.zeros(8),), (), (64,))
     launch.Kernel(trapped)(1, (torch.zeros(8),), (), (64,))
+    launch.Kernel(greedy)(1, (torch.zeros(8, dtype=torch.float16),), (), (128,), num_warps=8, num_stages=4)
 first, *others = builds.values()
 resources = build(first, 90)
 print(resources.kernel, resources.registers, resources.stack)
 for other in others:
     try:
-        build(other, 90)
+        build(other, 89)
     except BuildError as error:
         print(error)
 """
@@ -101,4 +130,5 @@ def test_spills_and_faults_are_found(tmp_path: Path) -> None:
     assert int(stack) > 0
     assert "broken" in rest
     assert "no_such_name" in rest
-    assert "trapped [x=*fp32@16 SIZE=64] for sm_90: compiles to a trap" in rest
+    assert "trapped [x=*fp32@16 SIZE=64] for sm_89: compiles to a trap" in rest
+    assert re.search(r"greedy .*: needs \d+ bytes of shared memory, of 101376", rest)

@@ -54,8 +54,12 @@ def cases(
     *backends: str,
     select: Callable[[Operator, Case], bool] = lambda operator, case: True,
     at_most: int | None = None,
+    stack: bool = False,
 ) -> pytest.MarkDecorator:
-    """Parametrise over operators, their cases (spread evenly when there may be ``at_most``) and backends."""
+    """Parametrise over operators, their cases (spread evenly when there may be ``at_most``) and backends.
+
+    ``stack``: those on the kernels run with other versions of Triton too.
+    """
     chosen = []
     for operator in OPERATORS:
         some = [case for case in operator.check_cases if select(operator, case)]
@@ -67,6 +71,7 @@ def cases(
                 case,
                 backend,
                 id=f"{operator.name}-{name_of(operator, case)}-{backend}",
+                marks=[pytest.mark.stack] if stack and backend == "triton" else [],
             )
             for case in some
             for backend in backends
@@ -106,7 +111,7 @@ def assert_accurate(operator: Operator, draws: list[Inputs], backend: str) -> No
 # ----------------------------------------------------------------------------------------------------------
 
 
-@cases(*BACKENDS)
+@cases(*BACKENDS, stack=True)
 def test_error_budget(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
     assert_accurate(operator, make_draws(operator, case, device), backend)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 
 import torch
@@ -12,6 +13,8 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 BACKENDS = ("auto", "triton", "torch")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 """Whether Triton is installed; it is imported when it is first needed."""
+OLDEST_CAPABILITY = 80
+"""The least compute capability, times ten, that the kernels are written for: NVIDIA's Ampere."""
 
 
 def use_triton(function: str, backend: str, x: torch.Tensor, limit: str | None = None) -> bool:
@@ -28,7 +31,8 @@ def use_triton(function: str, backend: str, x: torch.Tensor, limit: str | None =
         BackendError: ``triton`` was asked for and cannot run here; the text says what is missing.
     """
     if backend == "auto":
-        return x.is_cuda and x.dtype in KERNEL_DTYPES and limit is None and HAS_TRITON
+        runs = x.is_cuda and x.dtype in KERNEL_DTYPES and limit is None and HAS_TRITON
+        return runs and _unsupported(x.device) is None
     if backend == "torch":
         return False
     if backend != "triton":
@@ -46,9 +50,43 @@ def _missing(x: torch.Tensor, limit: str | None) -> str | None:
         return limit
     if x.dtype not in KERNEL_DTYPES:
         return f"the kernels take float16, bfloat16 and float32; x is {str(x.dtype).removeprefix('torch.')}"
-    if not x.is_cuda and not x.is_meta and not _runs_on_cpu():
+    if x.is_cuda:
+        return _unsupported(x.device)
+    if not x.is_meta and not _runs_on_cpu():
         return f"x is on {x.device}, and the kernels need an NVIDIA GPU (or TRITON_INTERPRET=1 on a CPU)"
     return None
+
+
+def _unsupported(device: torch.device) -> str | None:
+    """Why the kernels cannot run on a device that PyTorch calls ``cuda``, if so."""
+    return _examine(device)
+
+
+# Dynamo takes the result for a constant, as after `torch.compiler.assume_constant_result`; that would import Dynamo
+# here. A version that does not know this mark traces the function, to the same result.
+_unsupported._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _examine(device: torch.device) -> str | None:
+    if not torch.cuda.is_available():
+        return None  # a fake tensor stands for one on a GPU elsewhere
+    found = capability(device)
+    if found >= OLDEST_CAPABILITY:
+        return None
+    if found == 0:
+        return f"x is on {device}, a GPU of AMD, and the kernels need one of NVIDIA"
+    has, need = (f"{number // 10}.{number % 10}" for number in (found, OLDEST_CAPABILITY))
+    return f"x is on {device} of compute capability {has}, and the kernels need {need} or later"
+
+
+@functools.cache
+def capability(device: torch.device) -> int:
+    """Compute capability of a GPU of NVIDIA, times ten; 0 for a GPU of AMD, whose numbers mean something else."""
+    if torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def _runs_on_cpu() -> bool:

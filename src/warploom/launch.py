@@ -21,14 +21,23 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from warploom.backend import capability
 from warploom.entry import Entry, entry_of
+from warploom.pytorch import current_device as _current_device
+from warploom.pytorch import current_stream as _current_stream
+from warploom.pytorch import empty_strided_cuda as _empty_cuda
+from warploom.pytorch import is_deterministic as _deterministic
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1``), which takes CPU tensors."""
 
 if INTERPRETED:
-    import warploom.interpreter  # noqa: F401
+    from warploom.interpreter import repair
 
+    repair()
+
+COMPILED_WITH = {"enable_fp_fusion": True}
+"""Options of every kernel: products and sums may be one operation, whatever a version of Triton does by default."""
 ALIGNMENT = 16  # bytes; what a 128-bit load or store needs of its address
 _MOST_STRIDE = 2**40  # bytes; what a tensor descriptor can hold
 
@@ -43,14 +52,6 @@ _TYPE_NAMES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-
-_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # missing where PyTorch is for CPUs
-
-_deterministic = torch._C._get_deterministic_algorithms
-_empty_cuda: Any = None  # what compiled code of PyTorch allocates with: half the time of `torch.empty_strided`
-if torch.backends.cuda.is_built():
-    _empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 _recorded: dict[tuple[Any, ...], Build] | None = None
 _recorded_arch, _recorded_multiprocessors = 90, 1
@@ -79,7 +80,7 @@ class Dense(NamedTuple):
         device = near.get_device()  # negative for a CPU
         if _empty_cuda is None or device < 0 or device != _current_device() or _deterministic():
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=near.device)
-        return _empty_cuda(self.shape, self.stride, self.dtype)  # type: ignore[no-any-return]
+        return _empty_cuda(self.shape, self.stride, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class Kernel:
         compiled = self.compiled.get(key)
         if compiled is None:
             compiled = self.compiled[key] = self.function.run(
-                *tensors, *numbers, *constants, grid=(programs, 1, 1), warmup=False, **options
+                *tensors, *numbers, *constants, grid=(programs, 1, 1), warmup=False, **COMPILED_WITH, **options
             )
         else:
             entry_of(compiled).enqueue(programs, _current_stream(device), addresses, (*numbers, *constants))
@@ -279,7 +280,7 @@ def producing(
         if entry is not None and _empty_cuda is not None and _recorded is None and not _deterministic():
             device = launch.device
             if device == _current_device():
-                out: torch.Tensor = _empty_cuda(shape, stride, dtype)
+                out = _empty_cuda(shape, stride, dtype)
                 first, second, third = x.data_ptr(), out.data_ptr(), y.data_ptr()
                 if (first | second | third) % ALIGNMENT == 0:
                     addresses = (first, second, third, *none, number)
@@ -371,9 +372,9 @@ class TiledLaunch:
         descriptors = [self._descriptor(i, tensor) for i, tensor in zip(range(len(self.encoded)), tensors)]
         compiled = self.function.run(
             *descriptors, *tensors[len(descriptors) :], *numbers, *self.arguments,
-            grid=(self.programs, 1, 1), warmup=False, **self.options,
+            grid=(self.programs, 1, 1), warmup=False, **COMPILED_WITH, **self.options,
         )  # fmt: skip
-        self.entry, self.device = entry_of(compiled), device
+        self.entry, self.device = entry_of(compiled, descriptors), device
 
     def _encode(self, entry: Entry, index: int, tensor: Any) -> list[Any]:
         """What stands for a described tensor among the arguments."""
@@ -488,13 +489,13 @@ def may_start_early(device: torch.device) -> bool:
 
 
 def architecture(device: torch.device) -> int:
-    """Compute capability of a GPU, times ten; for a CPU that of the builds being recorded.
+    """Compute capability of a GPU, times ten (0 for one of AMD); for a CPU that of the builds being recorded.
 
     Raises:
         ValueError: for the device "meta". Tensors without memory stand for others in plans, and what runs on which
             GPU must be decided by the others.
     """
-    return _capability(device) if _is_gpu(device) else _recorded_arch
+    return capability(device) if _is_gpu(device) else _recorded_arch
 
 
 def _is_gpu(device: torch.device) -> bool:
@@ -506,9 +507,3 @@ def _is_gpu(device: torch.device) -> bool:
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _capability(device: torch.device) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor

@@ -12,7 +12,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
+
+from warploom.device import tma
+
+# ``memory, dtype, shape, layout``: shared memory, looked at otherwise. Public since Triton 3.9.
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 ROWS = gl.constexpr(64)  # rows of a group of warps: what one matrix instruction takes
 NARROW = gl.constexpr(128)

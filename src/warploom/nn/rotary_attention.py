@@ -21,6 +21,7 @@ from warploom.ops.flash_attention.launchers_arguments import launch_forward, lau
 from warploom.ops.flash_attention.launchers_geometry import Mask
 from warploom.ops.lrpe import launchers as positions
 from warploom.plans import Plans
+from warploom.pytorch import view
 
 __all__ = ["rotary_attention"]
 
@@ -118,7 +119,7 @@ class _Forward(NamedTuple):
         lse, statistics = self.lse.empty(qkv), self.statistics.empty(qkv)
         tickets = attention.TICKETS.empty(qkv)
         positions.launch_forward(self.turn, qkv, turned, theta, _FROM_ZERO, tickets=tickets)
-        k, v = _view(turned, *self.k), _view(qkv, *self.v)
+        k, v = view(turned, *self.k), view(qkv, *self.v)
         launch_forward(self.attend, turned, k, v, out, lse, statistics, tickets)
         return out, turned, statistics
 
@@ -160,7 +161,7 @@ class _Backward(NamedTuple):
         dqkv, shift, delta = self.gradient.empty(qkv), self.rows.empty(qkv), self.rows.empty(qkv)
         tickets = attention.TICKETS.empty(qkv)
         launch_prepare(self.prepare, out, grad, statistics, None, shift, delta, None, tickets)
-        k, v, dk, dv = _view(turned, *self.k), _view(qkv, *self.v), _view(dqkv, *self.dk), _view(dqkv, *self.dv)
+        k, v, dk, dv = view(turned, *self.k), view(qkv, *self.v), view(dqkv, *self.dk), view(dqkv, *self.dv)
         tensors, numbers = (turned, k, v, grad), (shift, delta)
         launch_walk(self.key, tensors, (dk, dv), numbers, tickets)
         launch_walk(self.query, tensors, (dqkv,), numbers, tickets)
@@ -189,14 +190,6 @@ def _plan_backward(
         Dense.like(dqkv), attend.rows, attend.prepare, whole[0], whole[1], turn.launch,
         _Part.of(k, turned), _Part.of(v, qkv), _Part.of(dk, dqkv), _Part.of(dv, dqkv),
     )  # fmt: skip
-
-
-def _as_strided(whole: Tensor, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Tensor:
-    return whole.as_strided(shape, stride, whole.storage_offset() + offset)
-
-
-# What compiled code of PyTorch takes views with, if it is still there: half the time of `as_strided`.
-_view: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", _as_strided)
 
 
 def _registered_backward(grad: Tensor, qkv: Tensor, theta: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

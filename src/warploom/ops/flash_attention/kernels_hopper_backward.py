@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from warploom.device import tma
 from warploom.device.hopper import NARROW, ROWS, announced, barriers, init_ring, matrix, read, send_tile
 from warploom.device.hopper_attention import query_steps, tile_place
 from warploom.device.hopper_attention_backward import (

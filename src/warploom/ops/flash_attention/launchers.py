@@ -199,7 +199,7 @@ def _product(way: str, q: Tensor, geometry: Geometry, mask: Mask, scale: float, 
     wide = max(geometry.block_d, geometry.block_e) > 128
     if wide and precision == "highest":
         return "ieee"  # three parts of such rows do not fit in registers
-    if wide or not (90 <= architecture(q.device) < 100 and is_plain(geometry, mask, scale)):
+    if wide or not (architecture(q.device) == 90 and is_plain(geometry, mask, scale)):
         return PRODUCTS[precision]
     pieces, short = ("pairs", PRODUCTS["high"]) if precision == "high" else ("pieces", "cut")
     least = _LONG[pieces][way].get(geometry.block_d)
@@ -320,7 +320,7 @@ def forward(
 
 def _are_aligned(*tensors: Tensor) -> bool:
     """Whether the tensors' addresses suit descriptors, which is asked where kernels might use them."""
-    if tensors[0].dtype == torch.float32 or not 90 <= architecture(tensors[0].device) < 100:
+    if tensors[0].dtype == torch.float32 or architecture(tensors[0].device) != 90:
         return False
     bits = 0
     for tensor in tensors:

@@ -103,7 +103,7 @@ def _blocks(name: str, geometry: Geometry, mask: Mask) -> tuple[int, int]:
 def suit(name: str, geometry: Geometry, mask: Mask, scale: float, *tensors: Tensor) -> bool:
     """Whether the kernel ``name`` takes a call with these tensors, apart from their addresses."""
     first = tensors[0]
-    if INTERPRETED or not 90 <= architecture(first.device) < 100:
+    if INTERPRETED or architecture(first.device) != 90:
         return False
     if mask.left is not None or mask.cu_seqlens_q is not None or scale <= 0:
         return False
@@ -205,7 +205,7 @@ more run at the same time, as many as do, up to six, of so many rows at least of
 
 def suit_pieces(geometry: Geometry, pieces: int, device: torch.device, results: Sequence[Tensor]) -> bool:
     """Whether the backward kernels for factors in pieces take a call that is plain otherwise."""
-    if INTERPRETED or not 90 <= architecture(device) < 100 or geometry.block_d not in PIECES_TILES[pieces]:
+    if INTERPRETED or architecture(device) != 90 or geometry.block_d not in PIECES_TILES[pieces]:
         return False
     strides = [_strides(x) for x in results]
     rows = max(geometry.tokens, geometry.keys)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from warploom.device.hopper import reinterpret
 from warploom.device.phase import (
     HALF_TURN_AND_HALF_A_BIT,
     TURN,
@@ -71,7 +72,7 @@ def exact_angles(theta, position, grid, table, steps, SUB: gl.constexpr, LAYOUT:
     whole = table.index(0).load(STEPS).to(gl.int32, bitcast=True)
     step = gl.arange(0, K, gl.SliceLayout(1, STEPS)) * SUB
     cosine, sine = cos_sin(step[:, None], whole, table.index(1).load(STEPS), table.index(2).load(STEPS), False)
-    matrices = steps._reinterpret(gl.float32, [2, K, W], steps.layout)
+    matrices = reinterpret(steps, gl.float32, [2, K, W], steps.layout)
     matrices.index(0).store(cosine)
     matrices.index(1).store(sine)
     whole = table.index(0).load(LAYOUT).to(gl.int32, bitcast=True)

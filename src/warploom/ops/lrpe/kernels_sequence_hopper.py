@@ -23,10 +23,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import int64  # parameters' types go by this name
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from warploom.device import tma
 from warploom.device.activations import power_of_two
-from warploom.device.hopper import barriers
+from warploom.device.hopper import barriers, reinterpret
 from warploom.ops.lrpe.kernels import divide
 from warploom.ops.lrpe.kernels_sequence_angles import (
     advanced,
@@ -125,8 +126,8 @@ def copy_tile(desc, full, MEMBERS: gl.constexpr, PIECE: gl.constexpr, TOKENS: gl
         tma.async_copy_global_to_shared(desc, [entry, head, at, first], full, boxes1.index(box))
         if MEMBERS == 2:
             tma.async_copy_global_to_shared(desc, [entry, head, at, F + first], full, boxes2.index(box))
-    return boxes1._reinterpret(desc.dtype, PIECES, desc.layout), boxes2._reinterpret(
-        desc.dtype, PIECES, desc.layout
+    return reinterpret(boxes1, desc.dtype, PIECES, desc.layout), reinterpret(
+        boxes2, desc.dtype, PIECES, desc.layout
     )
 
 
@@ -167,7 +168,7 @@ def run_part(
     first = strip * W
 
     scratch = gl.allocate_shared_memory(gl.float32, [P, SUB, W], PLAIN)
-    table = scratch._reinterpret(gl.float32, [P * SUB, 1, W], PLAIN)
+    table = reinterpret(scratch, gl.float32, [P * SUB, 1, W], PLAIN)
     steps = table
     if BACKWARD and EXACT:
         steps = gl.allocate_shared_memory(gl.float32, [2 * (TOKENS // SUB), 1, W], PLAIN)

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from warploom.device.activations import LOG2_E, power_of_two
-from warploom.device.hopper import matrix
+from warploom.device.hopper import matrix, reinterpret
 from warploom.ops.lrpe.kernels_sequence_angles import (
     advanced,
     exact_cos_sin,
@@ -242,7 +242,7 @@ def sum_part(xs, grads, part, tokens, columns, turning, steps, scratch, BACKWARD
     if P == 2:
         scratch.index(1).store(sums[1])
     synchronize()
-    rows = scratch._reinterpret(gl.float32, [P, SUB, W], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])).load(READ)
+    rows = reinterpret(scratch, gl.float32, [P, SUB, W], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])).load(READ)
     return gl.sum(rows, 1), sums[2], sums[3], turning
 
 

@@ -169,7 +169,7 @@ def backward(
 
 def _are_aligned(*tensors: torch.Tensor) -> bool:
     """Whether the tensors' addresses suit kernels for Hopper, which is asked where those might run."""
-    if INTERPRETED or tensors[0].dtype == torch.float32 or not 90 <= architecture(tensors[0].device) < 100:
+    if INTERPRETED or tensors[0].dtype == torch.float32 or architecture(tensors[0].device) != 90:
         return False
     bits = 0
     for tensor in tensors:

@@ -155,7 +155,7 @@ def suits(
 
     ``exact``: for theta's gradient. ``features``: angles of a head.
     """
-    if INTERPRETED or not 90 <= architecture(x.device) < 100 or kind == "interleaved" or x.dim() != 4:
+    if INTERPRETED or architecture(x.device) != 90 or kind == "interleaved" or x.dim() != 4:
         return None
     if x.element_size() != 2:
         return None

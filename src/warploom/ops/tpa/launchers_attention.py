@@ -61,7 +61,7 @@ def _forward_tiles(dtype: torch.dtype, features: int, rank: int, arch: int) -> T
         return _float32_tiles(features)
     if features > 128:
         return Tiles(32, 16, 8, 2)
-    if rank > 2 or arch < 90:  # without warp-group products there are no registers for more
+    if rank > 2 or not 90 <= arch < 120:  # without warp-group products there are no registers for more
         return Tiles(64, 32, 8, 2 if rank <= 8 else 1)
     return Tiles(64, 64, 4, 3) if rank == 1 else Tiles(128, 64, 8, 3)
 
@@ -73,7 +73,7 @@ def _query_tiles(dtype: torch.dtype, features: int, rank: int, arch: int) -> Til
         return tiles._replace(stages=2) if blackwell and features <= 32 else tiles
     if features > 128:
         return Tiles(32, 16, 8, 1)
-    if rank > 2 or arch < 90:
+    if rank > 2 or not 90 <= arch < 120:
         return Tiles(64, 32, 8, 2 if rank <= 8 else 1)
     return Tiles(64, 64, 8 if blackwell and features > 64 else 4, 2) if rank == 1 else Tiles(128, 64, 8, 2)
 

@@ -59,7 +59,7 @@ _plans = Plans()
 def suit(factors: Operands, call: Call) -> bool:
     """Whether the kernels take a call."""
     aq, ak, av, bq, bk, bv = factors
-    if INTERPRETED or not 90 <= architecture(bq.device) < 100 or bq.dtype == torch.float32:
+    if INTERPRETED or architecture(bq.device) != 90 or bq.dtype == torch.float32:
         return False
     if call.cu_seqlens is not None or call.scale <= 0 or 0 in (*bq.shape, *ak.shape):
         return False

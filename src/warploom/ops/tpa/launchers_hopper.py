@@ -68,7 +68,7 @@ def rings(rank: int, rows: int, width: int) -> Rings:
 def suit(factors: Operands) -> bool:
     """Whether the kernel takes a call with these factors, apart from their addresses."""
     aq, ak, av, bq, bk, bv = factors
-    if INTERPRETED or not 90 <= architecture(bq.device) < 100 or bq.dtype not in (torch.float16, torch.bfloat16):
+    if INTERPRETED or architecture(bq.device) != 90 or bq.dtype not in (torch.float16, torch.bfloat16):
         return False
     batch, keys, heads, rank = ak.shape
     if bq.shape[1] != 1 or heads > MOST_HEADS or rank not in (1, 2, 4) or bv.shape[2] != rank or 0 in (batch, keys):
