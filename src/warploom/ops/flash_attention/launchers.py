@@ -447,7 +447,7 @@ def backward(
     """
     precision = _precision(q, precision)
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
-    aligned = _are_aligned(q, k, v, grad)
+    aligned = _are_aligned(q, k, v, grad, *(results or ()))
     key = (
         precision, aligned, grad.dtype, grad.stride(),
         None if grad_lse is None else (grad_lse.dtype, grad_lse.stride()),
