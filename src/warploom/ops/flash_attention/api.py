@@ -22,6 +22,9 @@ NAME = "flash_attention"
 PRECISIONS = ("highest", "high", "medium")
 MAX_FEATURES = 256
 """Features of a query, key or value that the kernels hold on chip at once."""
+MAX_PLACES = 2**31 - 2**10
+"""Queries and keys together, whose places the kernels count in 32 bits, and tiles, each of which is a program."""
+_LEAST_TILE = 16  # rows
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -217,6 +220,14 @@ def _beyond_kernels(call: _Call) -> str | None:
     features = max(call.q.shape[-1], call.v.shape[-1])
     if features > MAX_FEATURES:
         return f"{features} features do not fit in one tile ({MAX_FEATURES} at most)"
+    (batch, tokens, heads, _), (_, keys, key_heads, _) = call.q.shape, call.k.shape
+    if not all(isinstance(size, int) for size in (batch, tokens, heads, keys, key_heads)):
+        return None  # compiled for any size
+    if tokens + keys > MAX_PLACES:
+        return f"{tokens} queries and {keys} keys are more than {MAX_PLACES}"
+    tiles = batch * max(heads * -(-tokens // _LEAST_TILE), key_heads * -(-keys // _LEAST_TILE))
+    if tiles > MAX_PLACES:
+        return f"{batch} batch entries are {tiles} tiles ({MAX_PLACES} at most)"
     return None
 
 
