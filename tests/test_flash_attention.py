@@ -353,7 +353,7 @@ def test_lengths_beyond_32_bits_are_not_for_the_kernels(device: torch.device) ->
     one = torch.zeros(1, 1, 1, 1, dtype=torch.float16, device=device)
     for n, m, heads in ((2**31, 1, 1), (2**30, 2**30, 1), (1, 2**31 + 5, 1), (1, 1, 2**32)):
         q, k = one.expand(1, n, heads, 1), one.expand(1, m, heads, 1)
-        with pytest.raises(BackendError, match="at most|more than"):
+        with pytest.raises(BackendError, match=r"at most|more than"):
             flash_attention(q, k, k, backend="triton")
 
 
@@ -403,7 +403,8 @@ def test_more_elements_than_32_bits_count(name: str, device: torch.device) -> No
     known = slice(-last, None) if n > 2 * last else slice(None)  # these see no token before the small call's first
     found, *results = ([x.detach()[:, known] for x in each] for each in (found, *results))
     lse, exact_lse, _ = (each.pop(1) for each in (found, *results))
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-4)  # matrix units add in fewer bits than float32
+    # Matrix units add in fewer bits than float32.
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-4)
     for what, verdict in zip(("out", "dq", "dk", "dv"), compare_each(*map(tuple, (found, *results))), strict=True):
         assert verdict.ok, f"{what}: {verdict.describe()}"
 

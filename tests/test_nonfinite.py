@@ -1,7 +1,7 @@
 """Where NaN and infinities in one token of attention end up: in the rows that they reach, and in no others.
 
 A query reaches its own row, a key or value the rows that see it. Where a tile of pairs is multiplied, a hidden pair
-takes part with the weight 0, and 0 · NaN is NaN: see "Limits" in flash attention's README for what may be reached so.
+takes part with the weight 0, and 0 · NaN is NaN: flash attention's README says under "Limits" what is reached so.
 """
 
 import math
@@ -98,7 +98,8 @@ def reached(setting: Setting, which: str, backend: str) -> dict[str, tuple[Tenso
                 "dk": (seen, hidden), "dv": (seen, hidden),
             }  # fmt: skip
         return {
-            "out": (query, query), "lse": (query, query), "dq": (query, query), "dk": (seen, hidden), "dv": (seen, seen),
+            "out": (query, query), "lse": (query, query), "dq": (query, query),
+            "dk": (seen, hidden), "dv": (seen, seen),
         }  # fmt: skip
     key[bad] = True
 
@@ -125,8 +126,9 @@ def tensors(setting: Setting, device: torch.device, key_heads: int = 2) -> dict[
     queries, keys = (setting.tokens, GROUP * key_heads), (setting.keys, key_heads)
     shapes = {"q": queries, "k": keys, "v": keys, "grad": queries}
     return {
-        name: torch.randn(batch, *shape, setting.features).to(device, setting.dtype) for name, shape in shapes.items()
-    }  # fmt: skip
+        name: torch.randn(batch, *shape, setting.features).to(device, setting.dtype)
+        for name, shape in shapes.items()
+    }
 
 
 Attend = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -162,7 +164,7 @@ def rotary(setting: Setting, device: torch.device) -> Attend:
 def assert_contained(
     attend: Attend, setting: Setting, which: str, number: float, backend: str, made: dict[str, Tensor], usual: Any
 ) -> None:
-    """Results with a bad number differ from the ``usual`` in what may be reached alone, and are bad where they must be."""
+    """Results with a bad number differ from the usual where they may, and are NaN where they must be."""
     entry, head = 0, 1
     with_number = made[which].clone()
     with_number[entry, setting.bad, head, 3] = number
@@ -220,7 +222,9 @@ def test_kernels_for_hopper(which: str, features: int, launched: list[str], devi
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [8, 140])
-def test_what_runs_by_itself_loses_no_row(tokens: int, dtype: torch.dtype, causal: bool, device: torch.device) -> None:
+def test_what_runs_by_itself_loses_no_row(
+    tokens: int, dtype: torch.dtype, causal: bool, device: torch.device
+) -> None:
     """On a CPU this is PyTorch's own attention for finite numbers."""
     for which in range(3):
         for number in (math.nan, math.inf):

@@ -57,6 +57,6 @@ def in_order_of(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with the strides of a new tensor of its shape, also along axes of size one; a copy where it has others."""
+    """``x`` with the strides of a new tensor of its shape, along axes of size one too; a copy if it has others."""
     strides = itertools.accumulate((max(n, 1) for n in reversed(x.shape[1:])), operator.mul, initial=1)
     return x if x.stride() == tuple(strides)[::-1] else x.clone(memory_format=torch.contiguous_format)

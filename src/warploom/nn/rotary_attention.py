@@ -101,7 +101,7 @@ class _Part(NamedTuple):
         return cls(tuple(part.shape), part.stride(), int(part.storage_offset() - whole.storage_offset()))
 
     def is_aligned_in(self, whole: Tensor) -> bool:
-        """Whether descriptors can be of it where they can be of the whole. Strides do not say so of a single head."""
+        """Whether it can have a descriptor where the whole can: the strides of a single head do not say so."""
         return self.offset * whole.element_size() % ALIGNMENT == 0
 
 

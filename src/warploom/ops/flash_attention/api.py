@@ -234,8 +234,8 @@ def _beyond_kernels(call: _Call) -> str | None:
 def _is_plain(call: _Call) -> bool:
     """Whether PyTorch's own fused attention for CPUs computes this call.
 
-    Its backward misses the error budget for large inner products, and a scale of zero or below is not for it. It turns
-    some rows of NaN into zeros: it is for finite numbers, which compiled code cannot look at.
+    Its backward misses the error budget for large inner products, and a scale of zero or below is not for it. It
+    turns some rows of NaN into zeros: it is for finite numbers, which compiled code cannot look at.
     """
     if torch.is_grad_enabled() and any(t.requires_grad for t in call[:3]):
         return False

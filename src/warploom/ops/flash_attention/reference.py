@@ -78,8 +78,8 @@ def flash_attention(
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, factors: str) -> tuple[Tensor, Tensor]:
     """Attention under a mask (N, M): output (B, N, Hq, E), and lse (B, Hq, N).
 
-    A hidden key has weight 0, whatever its logit is. NaN in a query or key therefore reaches ``out`` and ``lse`` of the
-    rows that see it. The products are matrix products, in which 0 · NaN is NaN: a value reaches all rows of ``out``.
+    A hidden key has weight 0, whatever its logit is: NaN in a query or key reaches ``out`` and ``lse`` of the rows
+    that see it. Products are those of matrices, in which 0 · NaN is NaN: a value reaches all rows of ``out``.
     """
     batch, tokens, heads, _ = q.shape
     keys, key_heads = k.shape[1:3]
