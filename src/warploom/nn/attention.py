@@ -58,8 +58,9 @@ class Attention(nn.Module):
             name, size = ("d_model", d_model) if d_model < 1 else ("head_dim", head_dim)
             raise fault(ArgumentError, "Attention", name, "positive", size)
         if position is not None and not isinstance(position, RotaryEmbedding | LRPE):
-            expected = "a RotaryEmbedding, an LRPE or None"
-            raise fault(DtypeError, "Attention", "position", expected, type(position).__name__)
+            raise fault(
+                DtypeError, "Attention", "position", "a RotaryEmbedding, an LRPE or None", type(position).__name__
+            )
         if isinstance(position, LRPE) and position.activation == "softmax_sequence":
             expected = "of an activation that looks at no later token"
             raise fault(ArgumentError, "Attention", "position", expected, repr(position.activation))
