@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import seeds
 import torch
 
 from warploom import BackendError, flash_attention
@@ -40,7 +41,7 @@ def random_inputs(
 ) -> Inputs:
     keys, key_heads = n if m is None else m, heads if key_heads is None else key_heads
     shapes = {"q": (batch, n, heads, d), "k": (batch, keys, key_heads, d), "v": (batch, keys, key_heads, e or d)}
-    generator = torch.Generator().manual_seed(5)
+    generator = seeds.generator(5)
     made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     for name in ("q", "k"):
         made[name] *= size

@@ -152,7 +152,6 @@ def test_gradients_reach_every_parameter(device: torch.device, backend: str) -> 
 
 
 def test_it_learns_what_another_layer_does(device: torch.device) -> None:
-    torch.manual_seed(1)
     teacher, module = layer(device), layer(device)
     x = features(device, batch=4)
     target = teacher(x).detach()
