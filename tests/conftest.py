@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import pytest
+import seeds
 import torch
 from launches import ON_HOPPER
 
@@ -21,6 +22,22 @@ if not torch.cuda.is_available():
         quicken()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    what = f"seed of what the tests draw; {seeds.NAME} in the environment, or 0, by default"
+    parser.addoption("--seed", type=int, default=seeds.seed(), help=what)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from warploom.testing import conformance
+
+    os.environ[seeds.NAME] = str(config.getoption("seed"))  # for workers, and for programs that tests run
+    conformance.SEED += 1000 * seeds.seed()
+
+
+def pytest_report_header() -> str:
+    return f"seed: {seeds.seed()} (--seed, or {seeds.NAME})"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
@@ -36,7 +53,7 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(seeds.seed())
 
 
 @pytest.fixture

@@ -5,14 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import seeds
 import torch
 
-from warploom import flash_attention
+from warploom import BackendError, flash_attention
 from warploom.backend import HAS_TRITON
 from warploom.ops.flash_attention import reference
 from warploom.ops.flash_attention.peers import plain
 from warploom.ops.flash_attention.spec import OPERATOR
-from warploom.testing.accuracy import compare
+from warploom.testing.accuracy import compare, compare_each
 from warploom.testing.conformance import gradients, judge_draws, leaves, random_like, upcast
 from warploom.testing.poison import poisoned_allocations
 
@@ -40,7 +41,7 @@ def random_inputs(
 ) -> Inputs:
     keys, key_heads = n if m is None else m, heads if key_heads is None else key_heads
     shapes = {"q": (batch, n, heads, d), "k": (batch, keys, key_heads, d), "v": (batch, keys, key_heads, e or d)}
-    generator = torch.Generator().manual_seed(5)
+    generator = seeds.generator(5)
     made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     for name in ("q", "k"):
         made[name] *= size
@@ -333,6 +334,80 @@ def test_addresses_beyond_32_bits(axis: int, device: torch.device) -> None:
     inputs = random_inputs(device, 2, 2, dtype=torch.bfloat16, d=32)
     far = {name: spread(t.detach()).requires_grad_() for name, t in inputs.items()}
     assert all(torch.equal(a, b) for a, b in zip(run(inputs, "triton"), run(far, "triton")))
+
+
+@kernels
+def test_a_window_wider_than_32_bits_reach(device: torch.device) -> None:
+    """Keys so many that their places and the window's bounds add up to 2³¹; they take one element of memory."""
+    tokens, keys = 40, 2**30 + 70
+    q, one = torch.randn(1, tokens, 1, 16).to(device), torch.ones(1, 1, 1, 1).to(device)
+    k, v = one.expand(1, keys, 1, 16), one.expand(1, keys, 1, 16)
+    for window in ((9, 2**30), (9, 2**31 - 1)):
+        out, lse = flash_attention(q, k, v, window=window, scale=0.0, return_lse=True, backend="triton")
+        assert (out == 1).all()
+        seen = torch.arange(tokens, 0, -1, device=device) + 9  # those behind a query, and nine before it
+        torch.testing.assert_close(lse[0, 0], seen.float().log())
+
+
+@kernels
+def test_lengths_beyond_32_bits_are_not_for_the_kernels(device: torch.device) -> None:
+    one = torch.zeros(1, 1, 1, 1, dtype=torch.float16, device=device)
+    for n, m, heads in ((2**31, 1, 1), (2**30, 2**30, 1), (1, 2**31 + 5, 1), (1, 1, 2**32)):
+        q, k = one.expand(1, n, heads, 1), one.expand(1, m, heads, 1)
+        with pytest.raises(BackendError, match=r"at most|more than"):
+            flash_attention(q, k, k, backend="triton")
+
+
+LARGE: dict[str, tuple[dict[str, Any], int]] = {
+    "batch": ({"n": 128, "batch": 2**15 + 2, "heads": 8, "d": 64, "causal": True}, 42),
+    "batch_wide": ({"n": 64, "batch": 2**14 + 2, "heads": 9, "d": 256, "causal": True}, 48),
+    "narrow": ({"n": 2048, "batch": 2**13 + 2, "heads": 8, "d": 16, "window": (70, 0)}, 44),
+    "length": ({"n": 2**25 + 64, "batch": 1, "heads": 1, "d": 64, "window": (70, 0)}, 42),
+    "packed": ({"n": 2**25 + 64, "batch": 1, "heads": 1, "d": 64, "window": (70, 0), "packed": True}, 42),
+    "float32": ({"n": 2048, "batch": 2**10 + 1, "heads": 8, "key_heads": 1, "d": 128, "causal": True,
+                 "dtype": torch.float32}, 66),
+}  # fmt: skip
+"""Calls on more than 2³¹ elements, and the GiB that they take."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LARGE)
+def test_more_elements_than_32_bits_count(name: str, device: torch.device) -> None:
+    """The last tokens of the last batch entry are as exact as of a small call; gradients too."""
+    (options, gib), last = LARGE[name], 200
+    if torch.cuda.mem_get_info()[0] < gib * 2**30:
+        pytest.skip(f"needs {gib} GiB of free GPU memory")
+    options = dict(options)
+    n, batch, heads, d = (options.pop(size) for size in ("n", "batch", "heads", "d"))
+    key_heads, dtype = options.pop("key_heads", heads), options.pop("dtype", torch.bfloat16)
+    packed = {}
+    if options.pop("packed", False):
+        packed = {"cu_seqlens_q": torch.tensor([0, 7, n - 2 * last, n], device=device)}
+    shapes = {"q": heads, "k": key_heads, "v": key_heads, "grad": heads}
+    made = {x: torch.randn(batch, n, h, d, device=device, dtype=dtype) for x, h in shapes.items()}
+    assert made["q"].numel() > 2**31
+    grad = made.pop("grad")
+    end = slice(-2 * last, None) if n > 2 * last else slice(None)
+    # A copy, so that the small call knows nothing of the large tensors.
+    small = {name: x[-1:, end].clone().requires_grad_() for name, x in made.items()}
+    leaves_ = [x.requires_grad_() for x in made.values()]
+    out, lse = flash_attention(*leaves_, **options, **packed, return_lse=True)
+    found = [x[-1:, end].clone() for x in torch.autograd.grad(out, leaves_, grad)]
+    found = [out.detach()[-1:, end].clone(), lse[-1:, :, end].clone().mT, *found]
+    grad = grad[-1:, end].clone()
+    del out, lse, leaves_, made
+    torch.cuda.empty_cache()
+    results = []
+    for inputs in (upcast(small), small):
+        out, lse = reference.flash_attention(**inputs, **options, return_lse=True)
+        results.append([out, lse.mT, *torch.autograd.grad(out, tuple(inputs.values()), grad.to(out.dtype))])
+    known = slice(-last, None) if n > 2 * last else slice(None)  # these see no token before the small call's first
+    found, *results = ([x.detach()[:, known] for x in each] for each in (found, *results))
+    lse, exact_lse, _ = (each.pop(1) for each in (found, *results))
+    # Matrix units add in fewer bits than float32.
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-4)
+    for what, verdict in zip(("out", "dq", "dk", "dv"), compare_each(*map(tuple, (found, *results))), strict=True):
+        assert verdict.ok, f"{what}: {verdict.describe()}"
 
 
 @pytest.mark.gpu

@@ -83,7 +83,7 @@ def test_kernels_of_long_walks_where_walks_are_few_and_short(
     monkeypatch.setattr(launchers, "has_few_short_walks", lambda *arguments: False)
     monkeypatch.setattr(launchers, "_SHORT", 0)
     monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
-    assert_right(make_draws(OPERATOR, case, device, seed=3), "triton")
+    assert_right(make_draws(OPERATOR, case, device), "triton")
 
 
 def test_which_walks_are_few_and_short() -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,8 +12,8 @@ import pytest
 import torch
 
 import warploom
-from warploom import ArgumentError, ShapeError, lrpe_rotate, nn
-from warploom.nn import LRPE, Attention, KVCache, RotaryEmbedding, SwiGLU
+from warploom import ArgumentError, DeviceError, DtypeError, ShapeError, lrpe_rotate, nn
+from warploom.nn import LRPE, Attention, FactorCache, KVCache, RotaryEmbedding, SwiGLU
 
 IMPLEMENTATIONS = ("flash", "plain", "sdpa")
 
@@ -119,12 +120,21 @@ def test_lrpe_cosine_knows_only_differences_of_positions_and_shares_rows_among_g
         (lambda: Attention(10, 3), "heads"),
         (lambda: Attention(12, 6, kv_heads=4), "kv_heads"),
         (lambda: Attention(12, 6, implementation="fast"), "implementation"),
+        (lambda: Attention(0, 1), "d_model"),
+        (lambda: Attention(12, 6, head_dim=0), "head_dim"),
+        (lambda: Attention(12, 6, position=LRPE(6, 2, activation="softmax_sequence")), "position"),
         (lambda: KVCache(0), "capacity"),
     ],
 )
 def test_wrong_arguments_are_named(make, argument: str) -> None:
     with pytest.raises(ArgumentError, match=argument):
         make()
+
+
+@pytest.mark.parametrize("capacity", [2.0, True, "8"])
+def test_a_capacity_is_an_int(capacity: object) -> None:
+    with pytest.raises(DtypeError, match="capacity"):
+        KVCache(capacity)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -181,20 +191,45 @@ def test_a_cache_refuses_what_does_not_fit(device: torch.device) -> None:
     k, v = keys_values(3, device)
     with pytest.raises(ArgumentError, match="an empty one"):
         cache.packed()
-    with pytest.raises(ShapeError, match="k, v"):
+    with pytest.raises(ShapeError, match="append: v"):
         cache.append(k, v[:2])
+    with pytest.raises(ArgumentError, match="capacity 4"):
+        cache.append(*keys_values(5, device))
+    with pytest.raises(ArgumentError, match="an empty one"):  # nothing was kept of what was refused
+        cache.packed()
+    assert cache.lengths == []
     cache.append(k, v)
     with pytest.raises(ArgumentError, match="capacity 4"):
         cache.append(k, v)
-    for wrong in ((k[:2], v[:2]), (k, v[..., :3]), (k[:, :1], v[:, :0]), (k[:, :, :1], v)):
-        with pytest.raises(ShapeError, match="append"):
+    for wrong in ((k[:2], v[:2]), (k, v[..., :3]), (k[:, :1], v[:, :0]), (k[:, :, :1], v), (k[0], v[0])):
+        with pytest.raises(ShapeError, match=r"append: [kv] must be \(B, N, Hkv, [DE]\) with "):
             cache.append(*wrong)
+    k, v = k[:, :1], v[:, :1]
+    for wrong in ((k.double(), v), (k, v.half()), (k.double(), v.double()), (k, v.long()), (k, None)):
+        with pytest.raises(DtypeError, match=r"append: [kv] must be"):
+            cache.append(*wrong)
+    with pytest.raises(DeviceError, match="append: k must be on the device held"):
+        cache.append(k.to("meta"), v.to("meta"))
+    with pytest.raises(DeviceError, match="append: v must be on the device of k"):
+        KVCache().append(k, v.to("meta"))
+    for lengths in (1.5, [1.0, 1, 1], True, torch.tensor([1, 1, 1])):
+        with pytest.raises(DtypeError, match="lengths"):
+            cache.truncate(lengths)
     for lengths in (4, -1, [3, 3, 4], [1, 2]):
         with pytest.raises(ArgumentError, match="lengths"):
             cache.truncate(lengths)
     with pytest.raises(ArgumentError, match="gradient"):
-        cache.append(k[:, :1].requires_grad_(), v[:, :1])
+        cache.append(k, v.requires_grad_())
     assert cache.lengths == [3, 3, 3]
+
+
+def test_heads_of_keys_and_values_are_as_many(device: torch.device) -> None:
+    k, v = keys_values(3, device)
+    cache = KVCache()
+    with pytest.raises(ShapeError, match=r"append: v must be .* with B = 3, N = 3, Hkv = 2"):
+        cache.append(k, v[:, :, :1])
+    assert cache.lengths == []
+    assert not cache._held
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -242,6 +277,58 @@ def test_entries_of_different_lengths_attend_as_each_alone(implementation: str, 
     for entry, length in enumerate(lengths):
         whole = layer(torch.cat((prompt[entry : entry + 1, :length], more[entry : entry + 1]), dim=1))
         torch.testing.assert_close(together[entry], whole[0, length:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@torch.no_grad()
+def test_what_lies_behind_the_lengths_does_not_matter(implementation: str, device: torch.device) -> None:
+    layer = Attention(24, 4, kv_heads=2, position=RotaryEmbedding(6), implementation=implementation).to(device)
+    prompt, more, lengths = random(3, 5, 24, device=device), random(3, 2, 24, device=device), [5, 1, 3]
+    results = []
+    for padding in (0.0, math.nan, math.inf):
+        for entry, length in enumerate(lengths):
+            prompt[entry, length:] = padding
+        cache = KVCache()
+        layer(prompt, cache=cache)
+        cache.truncate(lengths)
+        results.append(layer(more, cache=cache))
+    assert results[0].isfinite().all()
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("position", [None, RotaryEmbedding(8), LRPE(2, 8), LRPE(2, 8, kind="rotate")])
+@pytest.mark.parametrize(("batch", "tokens"), [(0, 3), (2, 0), (0, 0)])
+def test_nothing_to_attend_with(
+    batch: int, tokens: int, position: torch.nn.Module | None, implementation: str, device: torch.device
+) -> None:
+    layer = Attention(32, 4, kv_heads=2, position=position, implementation=implementation).to(device)
+    x = random(batch, tokens, 32, device=device).requires_grad_()
+    out = layer(x)
+    assert out.shape == x.shape
+    assert torch.autograd.grad(out.sum(), x)[0].shape == x.shape
+    with torch.no_grad():
+        cache = KVCache()
+        for more in (x, x, random(batch, 1, 32, device=device)):
+            assert layer(more, cache=cache).shape == more.shape
+        assert cache.lengths == [2 * tokens + 1] * batch
+        _, _, starts = cache.packed()
+        assert starts.tolist() == [(2 * tokens + 1) * entry for entry in range(batch + 1)]
+
+
+def test_what_attention_refuses(device: torch.device) -> None:
+    layer = Attention(12, 2).to(device)
+    x = random(2, 3, 12, device=device)
+    for wrong in (x[0], x[..., :6], x[None]):
+        with pytest.raises(ShapeError, match=r"x must be \(B, N, d_model\) with d_model = 12"):
+            layer(wrong)
+    with pytest.raises(ArgumentError, match="position_ids"):
+        layer(x, position_ids=torch.arange(3, device=device))
+    with torch.no_grad(), pytest.raises(DtypeError, match="cache"):
+        layer(x, cache=FactorCache())
+    with pytest.raises(DtypeError, match="position"):
+        Attention(12, 2, position="rotary")
 
 
 def test_swiglu_is_its_definition(device: torch.device) -> None:

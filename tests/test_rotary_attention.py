@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from launches import choose_as_on
 
 from warploom import flash_attention, lrpe_rotate
 from warploom.backend import HAS_TRITON
@@ -170,6 +171,43 @@ def test_plans_for_hopper_launch_on_parts_of_larger_tensors(
         assert_same(results(both, qkv, theta, heads=heads), expected)
         assert launched == ["forward", "key", "query"]
         launched.clear()
+
+
+@pytest.mark.parametrize("features", [36, 40])
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_plans_for_hopper_want_aligned_parts(tokens: int, features: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The strides of one head of one token are never taken and say nothing of where the other heads lie."""
+    from warploom.ops.flash_attention import launchers_hopper
+
+    for chosen in (launchers, launchers_hopper):
+        choose_as_on(90, chosen, monkeypatch)
+    qkv = torch.zeros(1, tokens, 3, features, dtype=torch.bfloat16)
+    theta = torch.rand(1, features // 2)
+    arguments = (1, "rotate", SCALE)
+    forward = module._plan_forward(qkv, theta, *arguments)
+    assert bool(forward) == (features == 40)
+    turned, out = qkv[:, :, :2].contiguous(), qkv[:, :, :1].contiguous()
+    backward = module._plan_backward(out, qkv, theta, out, turned, *arguments)
+    assert not backward or features == 40
+    for plan, whole in ((forward, qkv), (backward, qkv)):
+        parts = [part for part in plan or () if isinstance(part, module._Part)]
+        assert all(part.offset * whole.element_size() % 16 == 0 for part in parts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize(("heads", "features"), [(1, 36), (1, 4), (2, 36), (1, 72), (3, 100)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_token_of_any_width(
+    dtype: torch.dtype, heads: int, features: int, tokens: int, device: torch.device
+) -> None:
+    layer = Attention(heads * features, heads, position=RotaryEmbedding(features)).to(device, dtype)
+    x = torch.randn(1, tokens, heads * features, dtype=dtype, device=device).requires_grad_()
+    expected = layer.out(layer._attended(layer.qkv(x).unflatten(-1, (-1, features)), None, None).flatten(2))
+    for _ in range(2):  # the second time it is known how
+        found = layer(x)
+        assert torch.equal(found, expected)
+    assert torch.equal(*(torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for out in (found, expected)))
 
 
 def test_no_tokens(device: torch.device) -> None:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from warploom import ArgumentError, ShapeError, lrpe_rotate
+from warploom import ArgumentError, DtypeError, ShapeError, lrpe_rotate
 from warploom.backend import HAS_TRITON
-from warploom.nn import FactorCache, TensorProductAttention
+from warploom.nn import FactorCache, KVCache, TensorProductAttention
 
 Tensor = torch.Tensor
 BACKENDS = ("torch", "triton") if HAS_TRITON else ("torch",)
@@ -75,7 +75,8 @@ def test_entries_of_different_length(device: torch.device, backend: str) -> None
 def test_the_cache_grows_and_keeps_what_it_has(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FactorCache, "_FIRST", 2)
     cache = FactorCache()
-    pieces = [[torch.randn(2, n, 3, 4).to(device) for _ in range(4)] for n in (1, 2, 4, 1)]
+    sizes = ((3, 4), (3, 2), (4, 6), (2, 5))
+    pieces = [[torch.randn(2, n, *size).to(device) for size in sizes] for n in (1, 2, 4, 1)]
     for piece in pieces:
         held = cache.append(*piece)
     for index, store in enumerate(held):
@@ -87,21 +88,46 @@ def test_what_the_cache_refuses(device: torch.device) -> None:
     cache = FactorCache(capacity=4)
     with pytest.raises(ArgumentError, match="appended"):
         _ = cache.seqlens
-    factors = [torch.zeros(2, 3, 3, 4).to(device) for _ in range(4)]
+    factors = [torch.zeros(2, 3, *size).to(device) for size in ((3, 4), (3, 2), (4, 6), (2, 5))]
     cache.append(*factors)
     with pytest.raises(ArgumentError, match="capacity"):
         cache.append(*factors)
-    with pytest.raises(ShapeError, match="sizes held"):
-        cache.append(*[factor[:1, :1] for factor in factors])
-    with pytest.raises(ShapeError, match=r"\(B, N, ·, ·\) each"):
-        cache.append(*factors[:3], factors[3][0])
+    one = [factor[:, :1] for factor in factors]
+    wrong = {
+        "ak": (ShapeError, [factor[:1] for factor in one]),
+        "av": (ShapeError, [one[0], one[1][:, :, :2], *one[2:]]),
+        "bk": (ShapeError, [*one[:2], one[2][:, :, :1], one[3]]),
+        "bv": (ShapeError, [*one[:3], one[3][0]]),
+        "ak must be of the dtype held": (DtypeError, [factor.double() for factor in one]),
+        "bv must be of the dtype held": (DtypeError, [*one[:3], one[3].half()]),
+        "bk must be a tensor": (DtypeError, [*one[:2], None, one[3]]),
+    }
+    for argument, (error, appended) in wrong.items():
+        with pytest.raises(error, match=f"append: {argument}"):
+            cache.append(*appended)
+    assert cache.lengths == [3, 3]
     for lengths in ([4, 1], [1], [-1, 2]):
         with pytest.raises(ArgumentError, match="lengths"):
             cache.truncate(lengths)
     with pytest.raises(ArgumentError, match="capacity"):
         FactorCache(capacity=0)
+    with pytest.raises(DtypeError, match="cache"):
+        layer(device)(features(device), KVCache())
     with torch.enable_grad(), pytest.raises(ArgumentError, match="gradient"):
         FactorCache().append(*[factor.clone().requires_grad_() for factor in factors])
+
+
+@backends
+@pytest.mark.parametrize(("batch", "tokens"), [(0, 3), (2, 0), (0, 0)])
+def test_nothing_to_attend_with(batch: int, tokens: int, backend: str, device: torch.device) -> None:
+    module = layer(device, backend)
+    x = torch.randn(batch, tokens, 24, device=device).requires_grad_()
+    (gradient,) = torch.autograd.grad(module(x).sum(), x)
+    assert gradient.shape == x.shape
+    with torch.no_grad():
+        cache = FactorCache()
+        for more in (x, x, torch.randn(batch, 1, 24, device=device)):
+            assert module(more, cache).shape == more.shape
 
 
 @backends
@@ -126,7 +152,6 @@ def test_gradients_reach_every_parameter(device: torch.device, backend: str) -> 
 
 
 def test_it_learns_what_another_layer_does(device: torch.device) -> None:
-    torch.manual_seed(1)
     teacher, module = layer(device), layer(device)
     x = features(device, batch=4)
     target = teacher(x).detach()

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from warploom import flash_attention
 from warploom.backend import use_triton
 from warploom.eager import is_plain_eager
-from warploom.errors import ArgumentError, fault
+from warploom.errors import ArgumentError, DtypeError, ShapeError, fault
 from warploom.nn.cache import KVCache
 from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.ops.flash_attention.api import MAX_FEATURES
@@ -37,7 +37,9 @@ class Attention(nn.Module):
     Shapes: ``(B, N, d_model)`` to ``(B, N, d_model)``.
 
     Raises:
-        ArgumentError: Numbers that do not divide each other, or an unknown implementation.
+        ArgumentError: Numbers that are not positive or do not divide each other, an unknown implementation, or
+            positions whose activation looks at later tokens.
+        DtypeError: ``position`` is something else.
     """
 
     def __init__(
@@ -52,6 +54,16 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
+        if d_model < 1 or (head_dim is not None and head_dim < 1):
+            name, size = ("d_model", d_model) if d_model < 1 else ("head_dim", head_dim)
+            raise fault(ArgumentError, "Attention", name, "positive", size)
+        if position is not None and not isinstance(position, RotaryEmbedding | LRPE):
+            raise fault(
+                DtypeError, "Attention", "position", "a RotaryEmbedding, an LRPE or None", type(position).__name__
+            )
+        if isinstance(position, LRPE) and position.activation == "softmax_sequence":
+            expected = "of an activation that looks at no later token"
+            raise fault(ArgumentError, "Attention", "position", expected, repr(position.activation))
         if heads < 1 or (head_dim is None and d_model % heads):
             raise fault(ArgumentError, "Attention", "heads", f"a divisor of d_model = {d_model}", heads)
         if kv_heads < 1 or heads % kv_heads:
@@ -76,13 +88,28 @@ class Attention(nn.Module):
 
         Returns:
             ``(B, N, d_model)``.
+
+        Raises:
+            ShapeError: ``x`` has another shape.
+            ArgumentError: ``position_ids`` without an encoding of positions, or a cache while a gradient is wanted.
+            DtypeError: An argument has the wrong type.
         """
-        qkv = self.qkv(x).view(*x.shape[:2], -1, self.head_dim)  # (B, N, H + 2·Hkv, D)
+        self._check(x, position_ids, cache)
+        qkv = self.qkv(x).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
         out = self._turned_and_attended(qkv) if cache is None and position_ids is None else None
         if out is None:
             out = self._attended(qkv, position_ids, cache)
         projected: Tensor = self.out(out.flatten(2))
         return projected
+
+    def _check(self, x: Tensor, position_ids: Tensor | None, cache: KVCache | None) -> None:
+        width = self.qkv.in_features
+        if x.dim() != 3 or x.shape[-1] != width:
+            raise fault(ShapeError, "Attention", "x", f"(B, N, d_model) with d_model = {width}", tuple(x.shape))
+        if position_ids is not None and self.position is None:
+            raise fault(ArgumentError, "Attention", "position_ids", "None in a layer without position", "a tensor")
+        if cache is not None and not isinstance(cache, KVCache):
+            raise fault(DtypeError, "Attention", "cache", "a KVCache or None", type(cache).__name__)
 
     def _turned_and_attended(self, qkv: Tensor) -> Tensor | None:
         """From the projection (B, N, H + 2·Hkv, D) to (B, N, H, D) by one operator, if there is one for the call.
@@ -134,6 +161,9 @@ class Attention(nn.Module):
         """Attention where the entries of the batch have caches of different lengths."""
         if self.implementation != "flash":
             mask = causal_mask(q, k, cache.offset)
+            # What a mask hides is multiplied by zero, and what lies behind an entry's length may be NaN.
+            behind = torch.arange(k.shape[1], device=k.device)[:, None, None] >= cache.seqlens[:, None, None, None]
+            k, v = k.masked_fill(behind, 0.0), v.masked_fill(behind, 0.0)
             attend = _sdpa if self.implementation == "sdpa" else plain_attention
             return attend(q, k, v, scale, mask)
         batch, tokens = q.shape[:2]

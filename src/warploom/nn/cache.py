@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from warploom.errors import ArgumentError, ShapeError, fault
+from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
 
 __all__ = ["FactorCache", "KVCache", "TokenCache"]
 
@@ -29,12 +29,16 @@ class TokenCache:
 
     Raises:
         ArgumentError: The capacity is not positive.
+        DtypeError: It is not an int.
     """
 
     _FIRST = 256  # tokens allocated at first where no capacity is given
-    _NAMES: ClassVar[tuple[str, ...]] = ()  # of what is kept, for errors
+    _SHAPES: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """The tensors that are kept, and what their sizes are called: of one name, all are equal."""
 
     def __init__(self, capacity: int | None = None) -> None:
+        if capacity is not None and not _is_int(capacity):
+            raise fault(DtypeError, type(self).__name__, "capacity", "an int or None", repr(capacity))
         if capacity is not None and capacity < 1:
             raise fault(ArgumentError, type(self).__name__, "capacity", "positive", capacity)
         self.capacity = capacity
@@ -77,49 +81,74 @@ class TokenCache:
 
         Raises:
             ArgumentError: A length is negative or beyond what the entry has, or there are not as many as entries.
+            DtypeError: A length is not an int.
         """
+        name = f"{type(self).__name__}.truncate"
+        if not (_is_int(lengths) or (isinstance(lengths, Sequence) and all(map(_is_int, lengths)))):
+            raise fault(DtypeError, name, "lengths", "an int or a sequence of ints", repr(lengths))
         wanted = [lengths] * len(self.lengths) if isinstance(lengths, int) else list(lengths)
         fits = len(wanted) == len(self.lengths) and all(0 <= n <= old for n, old in zip(wanted, self.lengths))
         if not fits:
             expected = f"one for each entry, at most {self.lengths}"
-            raise fault(ArgumentError, f"{type(self).__name__}.truncate", "lengths", expected, lengths)
+            raise fault(ArgumentError, name, "lengths", expected, lengths)
         self._set_lengths(wanted)
 
-    def _append(self, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _append(self, *new: Tensor) -> tuple[Tensor, ...]:
         """Add tokens (B, N, ·, ·) to every entry; views of the first `length` tokens of everything held."""
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new):
-            raise self._fault(ArgumentError, "without gradient (torch.no_grad)", "one wanted")
-        if any(tensor.dim() != 4 or tensor.shape[:2] != new[0].shape[:2] for tensor in new):
-            raise self._fault(ShapeError, "(B, N, ·, ·) each", [tuple(tensor.shape) for tensor in new])
-        self._make_room(new)
-        tokens = new[0].shape[1]
-        if self.ragged:
-            entry = torch.arange(len(self.lengths), device=new[0].device)[:, None]
-            place = self.seqlens[:, None] + torch.arange(tokens, device=new[0].device)
-            for store, tensor in zip(self._held, new):
-                store[entry, place] = tensor.to(store.dtype)
-        else:
-            for store, tensor in zip(self._held, new):
-                store[:, self.length : self.length + tokens] = tensor
-        self._set_lengths([length + tokens for length in self.lengths])
-        return tuple(store[:, : self.length] for store in self._held)
-
-    def _make_room(self, new: tuple[Tensor, ...]) -> None:
+        self._check(new)
         batch, tokens = new[0].shape[:2]
-        if not self._held:
-            self.lengths = [0] * batch
-        elif any(s.shape[0] != batch or s.shape[2:] != t.shape[2:] for s, t in zip(self._held, new)):
-            expected = f"of the sizes held, {[tuple(store.shape) for store in self._held]}, but for the tokens"
-            raise self._fault(ShapeError, expected, [tuple(tensor.shape) for tensor in new])
         needed = self.length + tokens
         if self.capacity is not None and needed > self.capacity:
             name = f"{type(self).__name__}.append"
             raise fault(ArgumentError, name, "the length", f"at most the capacity {self.capacity}", needed)
+        self._make_room(needed, new)
+        lengths = self.lengths or [0] * batch
+        if self.ragged:
+            entry = torch.arange(batch, device=new[0].device)[:, None]
+            place = self.seqlens[:, None] + torch.arange(tokens, device=new[0].device)
+            for store, tensor in zip(self._held, new):
+                store[entry, place] = tensor
+        else:
+            for store, tensor in zip(self._held, new):
+                store[:, self.length : needed] = tensor
+        self._set_lengths([length + tokens for length in lengths])
+        return tuple(store[:, : self.length] for store in self._held)
+
+    def _check(self, new: tuple[Tensor, ...]) -> None:
+        """Raise unless tensors fit each other and what is held. Nothing has been modified then."""
+        name = f"{type(self).__name__}.append"
+        first_name = next(iter(self._SHAPES))
+        known: dict[str, int] = {}
+        if self._held:
+            for store, letters in zip(self._held, self._SHAPES.values()):
+                known |= dict(zip(letters, store.shape))
+            del known["N"]
+        for index, ((argument, letters), tensor) in enumerate(zip(self._SHAPES.items(), new)):
+            if not isinstance(tensor, Tensor):
+                raise fault(DtypeError, name, argument, "a tensor", type(tensor).__name__)
+            if not tensor.is_floating_point():
+                raise fault(DtypeError, name, argument, "a tensor of floating point", dtype_of(tensor))
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                raise fault(ArgumentError, name, argument, "without gradient (torch.no_grad)", "one wanted")
+            sizes = shape_of(tensor)
+            if len(sizes) != len(letters) or any(known.get(x, size) != size for x, size in zip(letters, sizes)):
+                expected = ", ".join(f"{x} = {known[x]}" for x in letters if x in known)
+                expected = f"({', '.join(letters)})" + (f" with {expected}" if expected else "")
+                raise fault(ShapeError, name, argument, expected, sizes)
+            known |= dict(zip(letters, sizes))
+            like, whose = (self._held[index], "held") if self._held else (new[0], f"of {first_name}")
+            if tensor.dtype != like.dtype:
+                expected = f"of the dtype {whose}, {dtype_of(like)}"
+                raise fault(DtypeError, name, argument, expected, dtype_of(tensor))
+            if tensor.device != like.device:
+                raise fault(DeviceError, name, argument, f"on the device {whose}, {like.device}", tensor.device)
+
+    def _make_room(self, needed: int, new: tuple[Tensor, ...]) -> None:
         allocated = self._held[0].shape[1] if self._held else 0
         if needed > allocated or not self._held:
             size = self.capacity or max(self._FIRST, 2 * allocated, needed)
             # Zeros, since what a mask hides is still multiplied, and uninitialised memory may hold a NaN.
-            grown = tuple(tensor.new_zeros((batch, size, *tensor.shape[2:])) for tensor in new)
+            grown = tuple(x.new_zeros((x.shape[0], size, *x.shape[2:])) for x in new)
             for store, old in zip(grown, self._held):
                 store[:, :allocated] = old
             self._held = grown
@@ -132,8 +161,9 @@ class TokenCache:
             raise fault(ArgumentError, type(self).__name__, "the cache", "appended to first", "an empty one")
         return self._held
 
-    def _fault(self, error: type[ArgumentError | ShapeError], expected: str, got: object) -> Exception:
-        return fault(error, f"{type(self).__name__}.append", ", ".join(self._NAMES), expected, got)
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class KVCache(TokenCache):
@@ -142,7 +172,7 @@ class KVCache(TokenCache):
     Capacity, lengths and errors are those of `TokenCache`.
     """
 
-    _NAMES = ("k", "v")
+    _SHAPES: ClassVar[dict[str, tuple[str, ...]]] = {"k": ("B", "N", "Hkv", "D"), "v": ("B", "N", "Hkv", "E")}
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add the same number of tokens to every entry.
@@ -153,13 +183,15 @@ class KVCache(TokenCache):
 
         Returns:
             Views ``(B, length, Hkv, D)`` and ``(B, length, Hkv, E)`` of everything so far. Where entries differ in
-            length, what lies behind an entry's own length is finite but means nothing.
+            length, what lies behind an entry's own length means nothing.
 
         Raises:
             ShapeError: A size is not that of the other tensor or of earlier calls.
+            DtypeError: A dtype is not, or is not floating.
+            DeviceError: A device is not.
             ArgumentError: More tokens than the capacity, or a gradient is wanted: the cache is for inference.
         """
-        keys, values = self._append((k, v))
+        keys, values = self._append(k, v)
         return keys, values
 
     def packed(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,7 +203,7 @@ class KVCache(TokenCache):
         keys, values = self._filled()
         allocated = keys.shape[1]
         rows = [torch.arange(length) + entry * allocated for entry, length in enumerate(self.lengths)]
-        index = torch.cat(rows).to(keys.device, non_blocking=True)
+        index = torch.cat([torch.empty(0, dtype=torch.int64), *rows]).to(keys.device, non_blocking=True)
         starts = torch.tensor([0, *self.lengths]).cumsum(0, dtype=torch.int32)
         k, v = (stored.flatten(0, 1).index_select(0, index)[None] for stored in (keys, values))
         return k, v, starts.to(keys.device, non_blocking=True)
@@ -184,7 +216,12 @@ class FactorCache(TokenCache):
     `TokenCache`; `seqlens` is the ``cache_seqlens`` of `warploom.tpa_decode`.
     """
 
-    _NAMES = ("ak", "av", "bk", "bv")
+    _SHAPES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "ak": ("B", "N", "H", "Rk"),
+        "av": ("B", "N", "H", "Rv"),
+        "bk": ("B", "N", "Rk", "D"),
+        "bv": ("B", "N", "Rv", "E"),
+    }
 
     def append(self, ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Add the same number of tokens to every entry.
@@ -197,11 +234,13 @@ class FactorCache(TokenCache):
 
         Returns:
             The four factors of all tokens so far, in the same order, views of the first `length` tokens. What lies
-            behind an entry's own length is finite but means nothing.
+            behind an entry's own length means nothing.
 
         Raises:
             ShapeError: A size is not that of the other factors or of earlier calls.
+            DtypeError: A dtype is not, or is not floating.
+            DeviceError: A device is not.
             ArgumentError: More tokens than the capacity, or a gradient is wanted: the cache is for inference.
         """
-        ak, av, bk, bv = self._append((ak, av, bk, bv))
+        ak, av, bk, bv = self._append(ak, av, bk, bv)
         return ak, av, bk, bv

@@ -101,6 +101,10 @@ class _Part(NamedTuple):
     def of(cls, part: Tensor, whole: Tensor) -> _Part:
         return cls(tuple(part.shape), part.stride(), int(part.storage_offset() - whole.storage_offset()))
 
+    def is_aligned_in(self, whole: Tensor) -> bool:
+        """Whether it can have a descriptor where the whole can: the strides of a single head do not say so."""
+        return self.offset * whole.element_size() % ALIGNMENT == 0
+
 
 class _Forward(NamedTuple):
     """What a forward allocates and launches, where attention is one launch of the kernel for Hopper."""
@@ -135,9 +139,11 @@ def _plan_forward(qkv: Tensor, theta: Tensor, heads: int, kind: str, scale: floa
     attend = attention.plan_forward(q, k, v, _CAUSAL, scale, "highest", True)
     if not isinstance(attend.launch, TiledLaunch) or attend.combine is not None:
         return False
+    parts = _Part.of(k, turned), _Part.of(v, qkv)
+    if not all(part.is_aligned_in(qkv) for part in parts):
+        return False
     return _Forward(
-        turn.result, attend.out, attend.lse, attend.statistics, turn.launch, attend.launch,
-        _Part.of(k, turned), _Part.of(v, qkv),
+        turn.result, attend.out, attend.lse, attend.statistics, turn.launch, attend.launch, *parts
     )  # fmt: skip
 
 
@@ -183,12 +189,12 @@ def _plan_backward(
     whole = [walk.launch for walk in attend.walks if isinstance(walk.launch, TiledLaunch) and walk.splits == 1]
     if attend.prepare is None or [walk.kernel for walk in attend.walks] != ["key", "query"] or len(whole) != 2:
         return False
-    if attend.apart:
+    parts = _Part.of(k, turned), _Part.of(v, qkv), _Part.of(dk, dqkv), _Part.of(dv, dqkv)
+    if attend.apart or not all(part.is_aligned_in(qkv) for part in parts):
         return False
     turn = positions.plan_backward(dqk, qk, theta, _FROM_ZERO, kind, "none", False, None, dqk)
     return _Backward(
-        Dense.like(dqkv), attend.rows, attend.prepare, whole[0], whole[1], turn.launch,
-        _Part.of(k, turned), _Part.of(v, qkv), _Part.of(dk, dqkv), _Part.of(dv, dqkv),
+        Dense.like(dqkv), attend.rows, attend.prepare, whole[0], whole[1], turn.launch, *parts
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from warploom import tpa_attention, tpa_decode
-from warploom.errors import ArgumentError, ShapeError, fault
+from warploom.errors import ArgumentError, DtypeError, ShapeError, fault
 from warploom.nn.cache import FactorCache
 from warploom.nn.positions import RotaryEmbedding
 
@@ -99,10 +99,15 @@ class TensorProductAttention(nn.Module):
         Raises:
             ArgumentError: Both a cache and ``cu_seqlens``, or a cache while a gradient is wanted.
             ShapeError: ``x`` has another shape.
+            DtypeError: ``cache`` is something else.
         """
         if x.dim() != 3 or x.shape[-1] != self.aq.in_features:
             expected = f"(B, N, dim) with dim = {self.aq.in_features}"
             raise fault(ShapeError, "TensorProductAttention", "x", expected, tuple(x.shape))
+        if cache is not None and not isinstance(cache, FactorCache):
+            raise fault(
+                DtypeError, "TensorProductAttention", "cache", "a FactorCache or None", type(cache).__name__
+            )
         if cache is not None and cu_seqlens is not None:
             raise fault(ArgumentError, "TensorProductAttention", "cu_seqlens", "left out with a cache", "both")
         aq, bq = self.aq(x).unflatten(-1, (self.heads, -1)), self.bq(x).unflatten(-1, (self.rank_q, -1))

@@ -277,7 +277,7 @@ class TransformerLM(nn.Module):
     def _check(self, tokens: Tensor, targets: Tensor | None, cache: Sequence[Cache] | None) -> None:
         name = type(self).__name__
         if tokens.dim() != 2 or 0 in tokens.shape:
-            raise fault(ShapeError, name, "tokens", "(B, N) with N ≥ 1", tuple(tokens.shape))
+            raise fault(ShapeError, name, "tokens", "(B, N) with B ≥ 1 and N ≥ 1", tuple(tokens.shape))
         for argument, tensor in (("tokens", tokens), ("targets", targets)):
             if tensor is not None and tensor.dtype not in (torch.int64, torch.int32):
                 raise fault(DtypeError, name, argument, "int64 or int32", tensor.dtype)

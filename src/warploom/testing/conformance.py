@@ -116,20 +116,20 @@ def make_inputs(operator: Operator, case: Case, device: torch.device) -> Inputs:
     return operator.make_inputs(case, device, torch.Generator().manual_seed(SEED))
 
 
-def make_draws(operator: Operator, case: Case, device: torch.device, seed: int = SEED) -> list[Inputs]:
+def make_draws(operator: Operator, case: Case, device: torch.device) -> list[Inputs]:
     """The inputs of a case and, on a GPU, so many more of the kind that every result has `FEWEST` elements in all.
 
     There are `MOST_DRAWS` at most, and one in Triton's interpreter, where a case takes seconds, and rounding is the
     same everywhere.
     """
-    first = operator.make_inputs(case, device, torch.Generator().manual_seed(seed))
+    first = make_inputs(operator, case, device)
     if device.type != "cuda":
         return [first]
     with torch.no_grad():
         results = (*as_tuple(operator.reference(**first)), *leaves(first).values())
     fewest = min(result.numel() for result in results)
     count = min(-(-FEWEST // fewest), MOST_DRAWS) if fewest > 0 else 1
-    generators = (torch.Generator().manual_seed(seed + index) for index in range(1, count))
+    generators = (torch.Generator().manual_seed(SEED + index) for index in range(1, count))
     return [first, *(operator.make_inputs(case, device, generator) for generator in generators)]
 
 

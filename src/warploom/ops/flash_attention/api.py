@@ -12,7 +12,7 @@ import torch
 from warploom.backend import use_triton
 from warploom.eager import is_plain_eager, is_watched
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
-from warploom.layout import in_order_of
+from warploom.layout import dense, in_order_of
 from warploom.ops.flash_attention import reference
 from warploom.plans import Plans, are_kept, metadata
 
@@ -22,6 +22,9 @@ NAME = "flash_attention"
 PRECISIONS = ("highest", "high", "medium")
 MAX_FEATURES = 256
 """Features of a query, key or value that the kernels hold on chip at once."""
+MAX_PLACES = 2**31 - 2**10
+"""Queries and keys together, whose places the kernels count in 32 bits, and tiles, each of which is a program."""
+_LEAST_TILE = 16  # rows
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -148,7 +151,7 @@ def flash_attention(
     if use_triton(NAME, backend, q, _beyond_kernels(call)):
         return _run_kernels(call, key)
     if backend == "auto" and _is_plain(call):
-        return in_order_of(q, _fused_by_torch(call).contiguous())
+        return in_order_of(q, _fused_by_torch(call))
     # The inputs have been cast; what is float32 inside stays float32.
     with torch.autocast(q.device.type, enabled=False) if autocast else contextlib.nullcontext():
         results = reference.flash_attention(
@@ -158,7 +161,7 @@ def flash_attention(
         )  # fmt: skip
     if isinstance(results, Tensor):
         return in_order_of(q, results)
-    return in_order_of(q, results[0]), results[1]
+    return in_order_of(q, results[0]), dense(results[1])
 
 
 class _Call(NamedTuple):
@@ -217,13 +220,22 @@ def _beyond_kernels(call: _Call) -> str | None:
     features = max(call.q.shape[-1], call.v.shape[-1])
     if features > MAX_FEATURES:
         return f"{features} features do not fit in one tile ({MAX_FEATURES} at most)"
+    (batch, tokens, heads, _), (_, keys, key_heads, _) = call.q.shape, call.k.shape
+    if not all(isinstance(size, int) for size in (batch, tokens, heads, keys, key_heads)):
+        return None  # compiled for any size
+    if tokens + keys > MAX_PLACES:
+        return f"{tokens} queries and {keys} keys are more than {MAX_PLACES}"
+    tiles = batch * max(heads * -(-tokens // _LEAST_TILE), key_heads * -(-keys // _LEAST_TILE))
+    if tiles > MAX_PLACES:
+        return f"{batch} batch entries are {tiles} tiles ({MAX_PLACES} at most)"
     return None
 
 
 def _is_plain(call: _Call) -> bool:
     """Whether PyTorch's own fused attention for CPUs computes this call.
 
-    Its backward misses the error budget for large inner products, and a scale of zero or below is not for it.
+    Its backward misses the error budget for large inner products, and a scale of zero or below is not for it. It
+    turns some rows of NaN into zeros: it is for finite numbers, which compiled code cannot look at.
     """
     if torch.is_grad_enabled() and any(t.requires_grad for t in call[:3]):
         return False
@@ -231,7 +243,9 @@ def _is_plain(call: _Call) -> bool:
     masked = call.left is not None or (call.right is not None and (call.right != 0 or tokens != keys))
     packed = call.cu_seqlens_q is not None
     special = call.return_lse or call.float32_precision not in (None, "highest")
-    return call.q.device.type == "cpu" and keys > 0 and call.scale > 0 and not (masked or packed or special)
+    if call.q.device.type != "cpu" or keys == 0 or call.scale <= 0 or masked or packed or special:
+        return False
+    return is_plain_eager(*call[:3]) and all(bool(t.isfinite().all()) for t in call[:3])
 
 
 def _fused_by_torch(call: _Call) -> Tensor:

@@ -29,13 +29,13 @@ from warploom.ops.flash_attention.kernels_backward import key_kernel, prepare_ke
 from warploom.ops.flash_attention.launchers_arguments import launch_forward, launch_prepare, launch_walk
 from warploom.ops.flash_attention.launchers_geometry import (
     L2_SHARE,
-    UNBOUNDED,
     Access,
     Costs,
     Geometry,
     Mask,
     access_to,
     best_parts,
+    bounds,
     in_powers_of_two,
     is_plain,
     programs_at_once,
@@ -179,7 +179,7 @@ def _numbers(
         grid.splits,
         0 if cu_q is None else cu_q.shape[0] - 1, 0 if cu_q is None else cu_q.stride(0),
         0 if cu_k is None else cu_k.stride(0),
-        min(mask.left or 0, UNBOUNDED), min(mask.right or 0, UNBOUNDED),
+        *bounds(geometry, mask),
         in_powers_of_two(scale),
         geometry.entries,
     )  # fmt: skip
@@ -447,7 +447,7 @@ def backward(
     """
     precision = _precision(q, precision)
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
-    aligned = _are_aligned(q, k, v, grad)
+    aligned = _are_aligned(q, k, v, grad, *(results or ()))
     key = (
         precision, aligned, grad.dtype, grad.stride(),
         None if grad_lse is None else (grad_lse.dtype, grad_lse.stride()),

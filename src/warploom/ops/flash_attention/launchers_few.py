@@ -9,10 +9,10 @@ import torch
 from warploom.launch import Kernel, Launch, architecture, may_start_early
 from warploom.ops.flash_attention.kernels_few import ROWS, backward_few_kernel
 from warploom.ops.flash_attention.launchers_geometry import (
-    UNBOUNDED,
     Geometry,
     Mask,
     access_to,
+    bounds,
     in_powers_of_two,
     is_plain,
     programs_at_once,
@@ -68,7 +68,7 @@ def plan_backward(geometry: Geometry, mask: Mask, scale: float, *tensors: Tensor
     programs = geometry.entries * (blocks * geometry.heads + key_blocks * geometry.key_heads)
     numbers = (
         geometry.tokens, geometry.keys, geometry.heads, geometry.group, blocks, key_blocks,
-        min(mask.right or 0, UNBOUNDED), in_powers_of_two(scale), scale, geometry.entries, *access.strides,
+        bounds(geometry, mask)[1], in_powers_of_two(scale), scale, geometry.entries, *access.strides,
     )  # fmt: skip
     early = may_start_early(tensors[0].device)
     constants = (mask.right is not None, access.vec, geometry.features, ways.ways, ways.block, early)

@@ -15,7 +15,6 @@ L2_SHARE = 2**25
 """Bytes of keys and values that programs running together may read again and again from the L2 cache."""
 
 LOG2_E = 1.4426950408889634
-UNBOUNDED = 2**30  # a bound of the window that no distance reaches
 _NARROW = 2**22  # strides of rows and features below this keep a tile within 32 bits
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -69,6 +68,14 @@ def is_plain(geometry: Geometry, mask: Mask, scale: float) -> bool:
     """Whether a call is causal or full attention with features that are one power of two for keys and values."""
     plain = mask.left is None and mask.cu_seqlens_q is None and scale >= 0
     return plain and geometry.features == geometry.value_features == geometry.block_d
+
+
+def bounds(geometry: Geometry, mask: Mask) -> tuple[int, int]:
+    """How many keys to the left and right of a query's place are seen, where that is bounded.
+
+    No more than there are: kernels add these bounds to places, in 32 bits.
+    """
+    return min(mask.left or 0, geometry.keys), min(mask.right or 0, geometry.tokens)
 
 
 def in_powers_of_two(scale: float) -> float:

@@ -19,11 +19,11 @@ from warploom.ops.flash_attention.launchers_geometry import (
     HOPPER_MULTIPROCESSORS,
     L2_SHARE,
     LOG2_E,
-    UNBOUNDED,
     Costs,
     Geometry,
     Mask,
     best_parts,
+    bounds,
     in_powers_of_two,
     programs_at_once,
     walks,
@@ -175,7 +175,7 @@ def plan(name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple
     section = max(L2_SHARE // head_bytes, 1) * (1 if name == "key" else geometry.group)
     numbers = (
         geometry.tokens, geometry.keys, geometry.heads, geometry.group, rows, blocks, min(section, rows), parts,
-        min(mask.right or 0, UNBOUNDED), scale * LOG2_E, *(() if name == "forward" else (scale,)),
+        bounds(geometry, mask)[1], scale * LOG2_E, *(() if name == "forward" else (scale,)),
         *(number for result in results for number in _place(result, parts)),
     )  # fmt: skip
     constants = (mask.right is not None, parts > 1, tiles.groups, tiles.stages)
@@ -253,7 +253,7 @@ def plan_pieces(
     section = max(L2_SHARE // head_bytes, 1) * (1 if name == "key" else geometry.group)
     numbers = (
         geometry.tokens, geometry.keys, geometry.heads, geometry.group, rows, blocks, min(section, rows), parts,
-        min(mask.right or 0, UNBOUNDED), in_powers_of_two(scale), scale,
+        bounds(geometry, mask)[1], in_powers_of_two(scale), scale,
         *(number for x in results for number in (x.numel() if parts > 1 else 0, *_strides(x)[:3], x.shape[3])),
     )  # fmt: skip
     function = {

@@ -76,7 +76,11 @@ def flash_attention(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, factors: str) -> tuple[Tensor, Tensor]:
-    """Attention under a mask (N, M): output (B, N, Hq, E), and lse (B, Hq, N)."""
+    """Attention under a mask (N, M): output (B, N, Hq, E), and lse (B, Hq, N).
+
+    A hidden key has weight 0, whatever its logit is: NaN in a query or key reaches ``out`` and ``lse`` of the rows
+    that see it. Products are those of matrices, in which 0 · NaN is NaN: a value reaches all rows of ``out``.
+    """
     batch, tokens, heads, _ = q.shape
     keys, key_heads = k.shape[1:3]
     group = heads // max(key_heads, 1)
@@ -91,9 +95,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, fact
         top = logits.new_full((*logits.shape[:-1], 1), -torch.inf)
     weights = logits.exp()
     total = weights.sum(-1)
-    some = total > 0
+    some = total != 0
     total = torch.where(some, total, 1.0)
-    out = torch.einsum("bhgnm,bmhe->bnhge", _factor(weights / total.unsqueeze(-1), factors), v)
+    weights = (weights / total.unsqueeze(-1)).masked_fill(~visible, 0.0)  # also in a row of NaN
+    out = torch.einsum("bhgnm,bmhe->bnhge", _factor(weights, factors), v)
     lse = torch.where(some, total.log() + top.squeeze(-1), -torch.inf)
     return out.reshape(batch, tokens, heads, v.shape[-1]), lse.reshape(batch, heads, tokens)
 
