@@ -203,7 +203,7 @@ def test_the_last_section_of_heads_is_narrower(
 @pytest.mark.usefixtures("long_walks")
 @pytest.mark.parametrize("bound", range(131) if ON_GPU else (1, 30, 31, 32, 33))
 def test_a_window_may_begin_and_end_anywhere_in_a_tile(bound: int, device: torch.device) -> None:
-    """Walks are cut where the mask begins and ends, in whole tiles: of 32 rows in the interpreter, and 64 at most."""
+    """Walks are cut where the mask begins and ends, in whole tiles: of 32 rows in float32, and of 64 at most."""
     inputs = random_inputs(device, 200 if ON_GPU else 96, batch=1, heads=1, window=(bound, bound))
     assert_right({**inputs, "return_lse": True}, "triton")
 

@@ -1,9 +1,9 @@
 """Plant faults in a copy of the source tree, one at a time, and see whether the tests find them.
 
-``python tools/mutate.py`` runs those that a CPU finds, ``--gpu`` those that only a GPU finds: faults in kernels that
-Triton's interpreter does not run. A mutant is a line of ``tools/mutants.toml``: a file, a text that occurs exactly
-once in it, what stands there instead, and the tests that shall fail. These run first; if they pass, so do the
-``wider`` ones, and if these pass too the mutant has survived: a test is missing.
+``python tools/mutate.py`` runs those that a CPU finds, ``--gpu`` those that only a GPU finds: faults in kernels
+that Triton's interpreter does not run. A mutant is an entry of ``tools/mutants.toml``: a file, a text that occurs
+exactly once in it, what stands there instead, and the tests that shall fail. These run first; if they pass, so do
+the ``wider`` ones, and if these pass too the mutant has survived: a test is missing.
 
 Exit status: 0 if every mutant that ran was killed, 1 if one survived, 2 if one cannot be judged: its text is not
 there exactly once (the code has moved), its tests fail without it, are not there, or are all skipped.
@@ -278,10 +278,8 @@ def judge_all(mutants: Sequence[Mutant], jobs: int, seconds: float, trust: bool)
         with ThreadPoolExecutor(jobs) as pool:
             for verdict in pool.map(one, mutants):
                 verdicts.append(verdict)
-                print(
-                    f"{verdict.status:<9} {verdict.name:<34} {verdict.seconds:6.0f} s  {verdict.what}: {verdict.by}",
-                    flush=True,
-                )
+                words = f"{verdict.status:<9} {verdict.name:<34} {verdict.seconds:6.0f} s"
+                print(f"{words}  {verdict.what}: {verdict.by}", flush=True)
     return verdicts
 
 
