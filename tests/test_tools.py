@@ -202,6 +202,13 @@ def test_a_mutant_is_killed_or_survives_or_cannot_be_judged(
     assert (tree / "src/small.py").read_text() == before
 
 
+def test_a_test_that_fails_anyway_kills_nothing(tree: Path) -> None:
+    (tree / "test_wrong.py").write_text("def test_wrong():\n    assert False\n")
+    mutant = mutate.Mutant("name", "src/small.py", "2 * x", "3 * x", "what", ("test_wrong.py",))
+    verdict = mutate.judge(mutant, tree, 300.0)
+    assert (verdict.status, verdict.by) == ("error", "without the fault too: test_wrong.py::test_wrong")
+
+
 def test_the_wider_tests_run_if_the_first_pass(tree: Path) -> None:
     first, wider = ("test_small.py::test_nothing",), ("test_small.py",)
     mutant = mutate.Mutant("name", "src/small.py", "2 * x", "3 * x", "what", first, wider=wider)

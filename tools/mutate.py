@@ -5,8 +5,10 @@ that Triton's interpreter does not run. A mutant is an entry of ``tools/mutants.
 exactly once in it, what stands there instead, and the tests that shall fail. These run first; if they pass, so do
 the ``wider`` ones, and if these pass too the mutant has survived: a test is missing.
 
+The test that failed is run once more without the fault, since one that fails anyway kills nothing.
+
 Exit status: 0 if every mutant that ran was killed, 1 if one survived, 2 if one cannot be judged: its text is not
-there exactly once (the code has moved), its tests fail without it, are not there, or are all skipped.
+there exactly once (the code has moved), or its tests fail without it, are not there, or are all skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MUTANTS = Path(__file__).with_name("mutants.toml")
-COPIED = ("src", "tests", "examples", "tools", "pyproject.toml")
+COPIED = ("src", "tests", "examples", "tools", "docs", "results", "pyproject.toml", "mkdocs.yml", "README.md")
 """What of the tree the tests need."""
 NEEDS = ("cpu", "gpu")
 SECONDS = 1800.0
@@ -82,6 +84,9 @@ class Run:
     status: str
     """``passed``, ``failed`` or ``error``."""
     detail: str = ""
+    """What failed, or what is wrong."""
+    test: str = ""
+    """The one that failed, if that is known."""
 
 
 def read_mutants(path: Path = MUTANTS) -> list[Mutant]:
@@ -146,7 +151,7 @@ def run_tests(tree: Path, tests: Sequence[str], select: str, seconds: float) -> 
         return Run("failed", f"ended by signal {-done.returncode}")
     failed = re.search(r"^(?:FAILED|ERROR) (\S+::\S.*?)(?: - |$)", text, re.MULTILINE)
     if done.returncode == 1 and failed:
-        return Run("failed", failed[1])
+        return Run("failed", failed[1], failed[1])
     if done.returncode == 0 and re.search(r"\d+ passed", text):
         return Run("passed")
     if done.returncode == 0:
@@ -154,8 +159,11 @@ def run_tests(tree: Path, tests: Sequence[str], select: str, seconds: float) -> 
     return Run("error", f"pytest ended with {done.returncode}: {text.strip()[-400:]}")
 
 
-def judge(mutant: Mutant, tree: Path, seconds: float) -> Verdict:
-    """Plant a mutant in a tree, run its tests, and take it out again."""
+def judge(mutant: Mutant, tree: Path, seconds: float, trust: bool = False) -> Verdict:
+    """Plant a mutant in a tree, run its tests, and take it out again.
+
+    ``trust``: what fails with the fault is taken to pass without it.
+    """
     start = time.monotonic()
 
     def verdict(status: str, by: str = "") -> Verdict:
@@ -167,38 +175,23 @@ def judge(mutant: Mutant, tree: Path, seconds: float) -> Verdict:
         return verdict("error", str(error))
     file = tree / mutant.file
     right = file.read_text(encoding="utf-8")
-    file.write_text(text, encoding="utf-8")
-    try:
-        for tests, select in ((mutant.tests, mutant.select), (mutant.wider, "")):
-            if not tests:
-                continue
-            run = run_tests(tree, tests, select, seconds)
-            if run.status != "passed":
-                return verdict("killed" if run.status == "failed" else "error", run.detail)
-    finally:
-        file.write_text(right, encoding="utf-8")
-    return verdict("survived", ", ".join((*mutant.tests, *mutant.wider)))
-
-
-def baseline(mutants: Sequence[Mutant], trees: queue.Queue[Path], jobs: int, seconds: float) -> dict[str, str]:
-    """For the mutants whose tests fail without them, what failed: they cannot be judged."""
-    chosen = {(mutant.tests, mutant.select) for mutant in mutants}
-
-    def run(tests: tuple[str, ...], select: str) -> Run:
-        tree = trees.get()
+    for tests, select in ((mutant.tests, mutant.select), (mutant.wider, "")):
+        if not tests:
+            continue
+        file.write_text(text, encoding="utf-8")
         try:
-            return run_tests(tree, tests, select, seconds)
+            run = run_tests(tree, tests, select, seconds)
         finally:
-            trees.put(tree)
-
-    with ThreadPoolExecutor(jobs) as pool:
-        runs = dict(zip(chosen, pool.map(lambda some: run(*some), chosen)))
-    wrong = {}
-    for mutant in mutants:
-        found = runs[mutant.tests, mutant.select]
-        if found.status != "passed":
-            wrong[mutant.name] = f"without the fault: {found.detail}"
-    return wrong
+            file.write_text(right, encoding="utf-8")
+        if run.status == "failed" and not trust:
+            again = (
+                run_tests(tree, (run.test,), "", seconds) if run.test else run_tests(tree, tests, select, seconds)
+            )
+            if again.status != "passed":
+                return verdict("error", f"without the fault too: {again.detail}")
+        if run.status != "passed":
+            return verdict("killed" if run.status == "failed" else "error", run.detail)
+    return verdict("survived", ", ".join((*mutant.tests, *mutant.wider)))
 
 
 def has_gpu() -> bool:
@@ -215,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants at a time; 1 by default")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit for the tests of one mutant")
     parser.add_argument("--check", action="store_true", help="only see whether every mutant still applies")
-    parser.add_argument("--trust", action="store_true", help="do not run the tests without a fault first")
+    parser.add_argument("--trust", action="store_true", help="do not run what failed once more without the fault")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the verdicts as JSON")
     options = parser.parse_args(arguments)
     try:
@@ -264,14 +257,11 @@ def judge_all(mutants: Sequence[Mutant], jobs: int, seconds: float, trust: bool)
         trees: queue.Queue[Path] = queue.Queue()
         for job in range(jobs):
             trees.put(copy_tree(Path(folder) / str(job)))
-        wrong = {} if trust else baseline(mutants, trees, jobs, seconds)
 
         def one(mutant: Mutant) -> Verdict:
-            if mutant.name in wrong:
-                return Verdict(mutant.name, mutant.what, "error", wrong[mutant.name])
             tree = trees.get()
             try:
-                return judge(mutant, tree, seconds)
+                return judge(mutant, tree, seconds, trust)
             finally:
                 trees.put(tree)
 
