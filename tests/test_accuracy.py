@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -372,6 +373,17 @@ def test_a_right_operator_passes(device: torch.device) -> None:
         (2, "fwd", "bfloat16", True),
         (2, "bwd", "bfloat16", True),
     ]
+
+
+def test_the_reference_runs_in_float64_and_in_the_inputs_own_dtype(device: torch.device) -> None:
+    dtypes = set()
+
+    def definition(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        dtypes.add(x.dtype)
+        return scaled(x, scale)
+
+    check_operator(replace(operator_of(right), reference=definition), "torch", device)
+    assert dtypes == {torch.float64, torch.bfloat16}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,6 +55,23 @@ def test_kernels_build_and_spill_no_more_than_allowed(arch: str) -> None:
     if arch not in ("90", "100"):  # kernels for few short walks are for Hopper and later, with memory enough
         named = {kernel for kernel in named if "few" not in kernel}
     assert named <= {row[0] for row in rows}
+
+
+@pytest.mark.parametrize(("stack", "status"), [(0, 0), (8, 0), (16, 1)])
+def test_more_spilled_registers_than_allowed_fail_a_build(
+    stack: int, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from warploom.testing import build
+
+    operator = SimpleNamespace(spills={"kernel": 8})
+    variant = SimpleNamespace(function=SimpleNamespace(__name__="kernel"))
+    monkeypatch.setattr(build, "SPILLS_ARE_KNOWN", True, raising=False)
+    monkeypatch.setattr(build, "record", lambda *arguments: [(operator, variant)])
+    monkeypatch.setattr(
+        build, "build", lambda variant, arch, allowed: build.Resources("kernel", "", arch, 32, stack, allowed, 0)
+    )
+    assert build.main(["lrpe_rotate", "--arch", "90"]) == status
+    assert f"{status} with more spilled registers than allowed" in capsys.readouterr().out
 
 
 def test_an_unknown_operator_is_named() -> None:

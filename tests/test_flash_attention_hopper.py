@@ -165,6 +165,28 @@ def test_few_tiles_whose_walks_are_split(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_last_section_of_heads_is_narrower(
+    causal: bool, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads are taken in sections that fit in the L2 cache: here those of two key heads, and there are three."""
+    from warploom.ops.flash_attention import api, launchers, launchers_few, launchers_hopper
+    from warploom.plans import Plans
+
+    n, d = 700, 64
+    monkeypatch.setattr(launchers_hopper, "L2_SHARE", 2 * (n * 2 * d * torch.bfloat16.itemsize))
+    monkeypatch.setattr(launchers_hopper, "_parts", lambda *arguments: 1)
+    monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short walks too
+    monkeypatch.setattr(launchers_few, "suits_backward", lambda *arguments: False)  # and few
+    monkeypatch.setattr(launchers, "has_few_short_walks", lambda *arguments: False)
+    monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
+    options = {"heads": 3, "batch": 1, "d": d, "causal": causal, "return_lse": True}
+    with poisoned_allocations():
+        assert_right(random_inputs(device, n, dtype=torch.bfloat16, **options), "triton")
+    assert sorted(set(launched)) == kernels_for(d)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_many_tiles_give_the_same_bits_twice(d: int, launched: list[str], device: torch.device) -> None:
     inputs = random_inputs(device, 1500, heads=32, key_heads=16, d=d, causal=True, dtype=torch.bfloat16)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from launches import MERGING
+from launches import MERGING, ON_GPU
 from test_flash_attention import assert_right, kernels, random_inputs, run
 
 from warploom import flash_attention
@@ -72,17 +72,21 @@ def test_packed_sequences_split(many_splits: None, device: torch.device) -> None
 # ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [case for case in OPERATOR.check_cases if case["n"] > 3], ids=str)
-def test_kernels_of_long_walks_where_walks_are_few_and_short(
-    case: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cases are small, and such calls have kernels or loops of their own: here they get those of large ones."""
+@pytest.fixture
+def long_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short sequences take the loops and kernels of long ones."""
     from warploom.ops.flash_attention import api, launchers, launchers_few
 
     monkeypatch.setattr(launchers_few, "suits_backward", lambda *arguments: False)
     monkeypatch.setattr(launchers, "has_few_short_walks", lambda *arguments: False)
     monkeypatch.setattr(launchers, "_SHORT", 0)
     monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
+
+
+@pytest.mark.usefixtures("long_walks")
+@pytest.mark.parametrize("case", [case for case in OPERATOR.check_cases if case["n"] > 3], ids=str)
+def test_kernels_of_long_walks_where_walks_are_few_and_short(case: Any, device: torch.device) -> None:
+    """Cases are small, and such calls have kernels or loops of their own: here they get those of large ones."""
     assert_right(make_draws(OPERATOR, case, device), "triton")
 
 
@@ -179,6 +183,29 @@ def test_float32_factors_in_pieces_before_the_walk(
     merged = ["sum_kernel"] if parts > 1 else []
     backward = ["prepare_kernel", "pieces_kernel", "key_kernel", "query_kernel", *merged]
     assert names == ["pieces_kernel", "forward_kernel", *["combine_kernel"] * len(merged), *backward]
+
+
+@pytest.mark.usefixtures("long_walks")
+@pytest.mark.parametrize("heads", [{"heads": 3}, {"heads": 6, "key_heads": 3}], ids=str)
+def test_the_last_section_of_heads_is_narrower(
+    heads: dict[str, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads are taken in sections that fit in the L2 cache: here those of two key heads, and there are three."""
+    from warploom.ops.flash_attention import launchers
+
+    n, d = 140, 16
+    monkeypatch.setattr(launchers, "L2_SHARE", 2 * (n * 2 * d * torch.bfloat16.itemsize))
+    inputs = random_inputs(device, n, d=d, batch=1, dtype=torch.bfloat16, return_lse=True, **heads)
+    with poisoned_allocations():
+        assert_right(inputs, "triton")
+
+
+@pytest.mark.usefixtures("long_walks")
+@pytest.mark.parametrize("bound", range(131) if ON_GPU else (1, 30, 31, 32, 33))
+def test_a_window_may_begin_and_end_anywhere_in_a_tile(bound: int, device: torch.device) -> None:
+    """Walks are cut where the mask begins and ends, in whole tiles: of 32 rows in float32, and of 64 at most."""
+    inputs = random_inputs(device, 200 if ON_GPU else 96, batch=1, heads=1, window=(bound, bound))
+    assert_right({**inputs, "return_lse": True}, "triton")
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -342,6 +342,18 @@ def test_angles_are_exact(start: int, theta_dtype: torch.dtype, backend: str, de
 
 
 @backends
+@pytest.mark.parametrize("start", [0, 1_000_000, 2**24 - 8, 2**31 - 13, -(2**24)])
+def test_angles_of_16_bit_results_are_off_by_their_rounding(start: int, backend: str, device: torch.device) -> None:
+    theta, tokens = FREQUENCIES.to(device), torch.arange(start, start + 13)
+    ones = torch.ones((1, len(tokens), 1, len(theta)), dtype=torch.float16, device=device)
+    out = lrpe_cosine(ones, theta, offset=start, backend=backend)[0, :, 0]
+    error = (out.double().cpu() - exact_cosine_sine(tokens.tolist())).abs()
+    # Rounding to float16, 23 bits of a turn, the special function unit; and what is known of the angle.
+    bound = 2.0**-12 + 2e-6 + 2.0**-48 * (tokens[:, None] * FREQUENCIES.double()).abs().repeat(1, 2)
+    assert (error / bound).max().item() <= 1
+
+
+@backends
 @kinds
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, in Triton's interpreter
 def test_a_frequency_that_is_not_finite_gives_nan(kind: str, backend: str, device: torch.device) -> None:

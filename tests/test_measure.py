@@ -73,6 +73,29 @@ def test_the_limit_of_heavy_arithmetic_is_a_matrix_products_rate() -> None:
     assert limits.compute_ms(Traffic(1, 1, 4), CPU, clock) == 0.0
 
 
+def test_the_rate_of_a_matrix_product_counts_multiplications_and_additions(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock:
+        def host_us(self, call: measure.Call) -> float:
+            return 1.0
+
+        def sample(self, call: measure.Call, host_us: float) -> float:
+            return 4.0
+
+    monkeypatch.setattr(limits, "_rates", {})
+    flops = 2 * 1024**3  # those of the product
+    assert limits.compute_ms(Traffic(1, 1, 4, flops=flops), CPU, Clock()) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(("reads", "writes"), [(1, 0), (1, 1), (2, 1), (4, 3)])
+def test_the_limit_moves_as_many_bytes_as_its_case(reads: int, writes: int) -> None:
+    traffic = Traffic(reads, writes, 300_000)
+    call = limits.stream_call(traffic, CPU, measure.CpuClock())
+    inputs, outputs = call.args  # type: ignore[attr-defined]
+    assert (len(inputs), len(outputs)) == (reads, writes)
+    for tensor in (*inputs, *outputs):  # in whole multiples of 64 bytes
+        assert 0 <= tensor.nbytes - traffic.stream_bytes < 64
+
+
 def test_a_case_that_moves_nothing_has_no_limit() -> None:
     with pytest.raises(Unsupported):
         limits.stream_call(Traffic(1, 1, 0), CPU, measure.CpuClock())

@@ -1,0 +1,225 @@
+"""The commands of `tools/`: what they read, how they judge, and that their lists are complete."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from warploom.backend import HAS_TRITON
+
+ROOT = Path(__file__).parents[1]
+TOOLS = ROOT / "tools"
+sys.path.insert(0, str(TOOLS))
+
+import mutate  # noqa: E402
+import sanitize  # noqa: E402
+
+# ----------------------------------------------------------------------------------------------------------
+# Sanitizers: reports, and what explains them
+# ----------------------------------------------------------------------------------------------------------
+
+KERNEL = sanitize.Kernel("warploom.ops.tpa.kernels_backward", "prepare_kernel", False, ("attention",))
+OTHER = sanitize.Kernel("warploom.ops.tpa.kernels_attention_hopper", "tpa_hopper_forward_kernel", True)
+
+
+def line_of(file: str, text: str) -> int:
+    lines = (ROOT / "src/warploom" / file).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, start=1) if text in line)
+
+
+LOAD = line_of("ops/tpa/kernels_backward.py", "o = tl.load(out +")
+FULL, EMPTY = (line_of("device/hopper.py", f"def wait_{state}(") for state in ("full", "empty"))
+INITCHECK = f"""========= COMPUTE-SANITIZER
+========= Uninitialized __global__ memory read of size 16 bytes
+=========     at prepare_kernel+0x3b0 in kernels_backward.py:{LOAD}
+=========     by thread (0,0,0) in block (0,0,0)
+=========     Address 0x7f0000000000
+=========
+========= Uninitialized __global__ memory read of size 16 bytes
+=========     at prepare_kernel+0x3b0 in kernels_backward.py:{LOAD}
+=========     by thread (1,0,0) in block (0,0,0)
+=========     Address 0x7f0000000010
+=========
+========= Host API memory access error at host access to 0x7f00 of size 16 bytes
+=========     Uninitialized access at 0x7f00 on access by cudaMemcpy source
+=========
+========= ERROR SUMMARY: 3 errors
+"""
+RACECHECK = f"""========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at tpa_hopper_forward_kernel+0x2a0 in hopper.py:{FULL}
+=========     and Read access at tpa_hopper_forward_kernel+0x1b10 in hopper.py:{EMPTY} [128 hazards]
+=========
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+
+
+def found(tool: str, log: str, *calls: str) -> list[sanitize.Finding]:
+    task = sanitize.Task(tool, "tpa", calls or ("one", "two"))
+    return sanitize.findings_of(task, sanitize.reports(log), [KERNEL, OTHER])
+
+
+def test_reports_of_one_kind_and_place_are_one_finding() -> None:
+    load, copy = found("initcheck", INITCHECK, "attention-hopper")
+    assert (load.kernel, load.count, load.call) == ("prepare_kernel", 2, "attention-hopper")
+    assert load.kind == "Uninitialized __global__ memory read of size 16 bytes"
+    assert load.places == (sanitize.Place("src/warploom/ops/tpa/kernels_backward.py", LOAD, load.places[0].text),)
+    assert "tl.load(out +" in load.places[0].text
+    assert (copy.kernel, copy.count, copy.places) == ("", 1, ())
+    assert copy.kind.startswith("Host API memory access error")
+
+
+def test_a_race_has_both_of_its_places() -> None:
+    (race,) = found("racecheck", RACECHECK)
+    assert (race.kernel, race.count, race.call) == ("tpa_hopper_forward_kernel", 128, "")
+    assert [(place.file, place.line) for place in race.places] == [
+        ("src/warploom/device/hopper.py", FULL),
+        ("src/warploom/device/hopper.py", EMPTY),
+    ]
+
+
+def test_a_clean_log_has_no_findings() -> None:
+    assert found("memcheck", "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n") == []
+
+
+def test_only_what_is_explained_is_known() -> None:
+    known = sanitize.read_known()
+    load, copy = sanitize.explained(found("initcheck", INITCHECK, "attention-hopper"), known)
+    assert load.known
+    assert copy.known
+    elsewhere = INITCHECK.replace(f":{LOAD}", f":{LOAD + 1}")  # another line of the same kernel
+    assert not sanitize.explained(found("initcheck", elsewhere, "attention-hopper"), known)[0].known
+    for finding in (*found("initcheck", INITCHECK, "attention"), *found("memcheck", INITCHECK, "attention-hopper")):
+        assert not sanitize.explained([finding], known)[0].known
+
+
+def test_every_place_of_a_report_must_be_explained() -> None:
+    (race,) = found("racecheck", RACECHECK)
+    write, read = (place.text for place in race.places)
+    one = sanitize.Explanation("racecheck", "why", kernel=race.kernel, where=(write,))
+    both = sanitize.Explanation("racecheck", "why", kernel=race.kernel, where=(write, read))
+    assert not one.explains(race)
+    assert both.explains(race)
+
+
+def test_what_an_explanation_names_is_there() -> None:
+    for known in sanitize.read_known():
+        sources = "".join(
+            file.read_text() for file in (ROOT / "src/warploom/ops" / known.group).glob("kernels*.py")
+        )
+        assert not known.kernel or f"def {known.kernel}(" in sources
+        assert all(text in sources for text in known.where), known
+
+
+def test_the_table_tells_known_findings_from_others() -> None:
+    load, copy = sanitize.explained(found("initcheck", INITCHECK, "attention-hopper"), sanitize.read_known())
+    text = sanitize.table([KERNEL, OTHER], [load, copy], ["racecheck", "initcheck"])
+    assert [re.split(r"\s{2,}", line) for line in text.splitlines()] == [
+        ["kernel", "racecheck", "initcheck"],
+        ["tpa/prepare_kernel", "0", "1 known"],
+        ["tpa/tpa_hopper_forward_kernel", "-", "-"],  # it was not launched
+        ["tpa, no kernel", "0", "1 known"],
+    ]
+
+
+def test_assertions_of_tritons_sanitizer_are_read_once() -> None:
+    line = "{}/hopper.py:121: block: [0,0,0], thread: [{},0,0] Assertion `Buffer has outstanding reads` failed."
+    output = "\n".join(line.format("/x", thread) for thread in range(3))
+    assert sanitize.assertions(output) == ["Buffer has outstanding reads\n    at /x/hopper.py:121"]
+
+
+LAUNCHED = """
+import importlib, sys
+import sanitize, torch
+from sanitizer_calls import CALLS
+from warploom import launch
+
+kernels = sanitize.package_kernels()
+for name, module in list(sys.modules.items()):
+    for known in ("multiprocessors", "programs_at_once"):
+        if name.startswith("warploom.") and hasattr(module, known):
+            setattr(module, known, lambda device: 132)
+with launch.recording(90) as builds:
+    for call in CALLS:
+        if call.group != "bench":
+            call.run(torch.device("cpu"))
+done = {(build.function.__module__, build.function.__name__) for build in builds.values()}
+missing = [str(k) for k in kernels if (k.module, k.name) not in done and k.group != "bench"]
+sys.exit(f"no call launches {', '.join(missing)}" if missing or len(kernels) < 30 else 0)
+"""
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_the_calls_launch_every_kernel_for_hopper() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(TOOLS)])
+    command = [sys.executable, "-c", LAUNCHED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Mutants
+# ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A small repository: a module and its tests, one of which looks at nothing."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/small.py").write_text("def double(x):\n    return 2 * x\n")
+    (tmp_path / "test_small.py").write_text(
+        "import pytest\nfrom small import double\n"
+        "def test_value():\n    assert double(3) == 6\n"
+        "def test_nothing():\n    double(3)\n"
+        "@pytest.mark.skip\ndef test_skipped():\n    pass\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("test", "old", "status", "by"),
+    [
+        ("test_value", "2 * x", "killed", "test_small.py::test_value"),
+        ("test_nothing", "2 * x", "survived", "test_small.py::test_nothing"),
+        ("test_skipped", "2 * x", "error", "every test was skipped"),
+        ("test_missing", "2 * x", "error", "pytest ended with 4"),
+        ("test_value", "4 * x", "error", "the code has moved"),
+    ],
+)
+def test_a_mutant_is_killed_or_survives_or_cannot_be_judged(
+    test: str, old: str, status: str, by: str, tree: Path
+) -> None:
+    before = (tree / "src/small.py").read_text()
+    mutant = mutate.Mutant("name", "src/small.py", old, "3 * x", "what", (f"test_small.py::{test}",))
+    verdict = mutate.judge(mutant, tree, 300.0)
+    assert verdict.status == status, verdict
+    assert by in verdict.by
+    assert (tree / "src/small.py").read_text() == before
+
+
+def test_a_test_that_fails_anyway_kills_nothing(tree: Path) -> None:
+    (tree / "test_wrong.py").write_text("def test_wrong():\n    assert False\n")
+    mutant = mutate.Mutant("name", "src/small.py", "2 * x", "3 * x", "what", ("test_wrong.py",))
+    verdict = mutate.judge(mutant, tree, 300.0)
+    assert (verdict.status, verdict.by) == ("error", "without the fault too: test_wrong.py::test_wrong")
+
+
+def test_the_wider_tests_run_if_the_first_pass(tree: Path) -> None:
+    first, wider = ("test_small.py::test_nothing",), ("test_small.py",)
+    mutant = mutate.Mutant("name", "src/small.py", "2 * x", "3 * x", "what", first, wider=wider)
+    verdict = mutate.judge(mutant, tree, 300.0)
+    assert (verdict.status, verdict.by) == ("killed", "test_small.py::test_value")
+
+
+def test_mutants_have_names_tests_and_files() -> None:
+    mutants = mutate.read_mutants()
+    assert len(mutants) >= 40
+    for mutant in mutants:
+        for test in (*mutant.tests, *mutant.wider):
+            file, _, name = test.partition("::")
+            assert f"def {name}(" in (ROOT / file).read_text() if name else (ROOT / file).is_file(), mutant.name

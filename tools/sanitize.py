@@ -1,0 +1,585 @@
+"""Run the sanitizers of CUDA and Triton over small calls that launch every kernel of the package.
+
+``python tools/sanitize.py`` needs a GPU, and ``compute-sanitizer`` on the PATH. First it runs the calls of
+`sanitizer_calls` as they are, and says which kernels of the package they launched, and which they did not. Then it
+runs them under
+
+    memcheck    accesses out of bounds or misaligned
+    racecheck   accesses to shared memory that nothing orders
+    initcheck   loads of global memory that nothing wrote
+    synccheck   barriers that not all threads reach
+    consan      Triton's sanitizer of buffers and barriers in shared memory, for each Gluon kernel
+    gsan        Triton's sanitizer of races in global memory, where Triton has it
+
+each in processes of its own, several at a time. A finding is known if `known_findings.toml` beside this file
+explains it: by tool, kernel or call, and the text of the source lines that the tool names. The table has the
+findings of each kernel by tool; those that nothing explains are printed whole.
+
+Exit status: 0 if every finding is known and every kernel for this GPU was launched, else 1; 2 if it cannot run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib
+import importlib.util
+import json
+import os
+import pkgutil
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "warploom"
+KNOWN = Path(__file__).with_name("known_findings.toml")
+CUDA_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+TOOLS = (*CUDA_TOOLS, "consan", "gsan")
+PLAIN = "plain"  # no tool
+GSAN = "triton.tools.gsan"
+SECONDS = 240.0
+MOST_REPORTS = 30_000  # of one process
+MOST_BARRIERS = 1024
+
+_HEADLINE = re.compile(r"^=========\s?(\S.*)$")
+_DETAIL = re.compile(r"^=========\s\s+(.*)$")
+_NOISE = re.compile(
+    r"^(COMPUTE-SANITIZER|(ERROR|RACECHECK|LEAK|SYNCCHECK) SUMMARY|Target application|No \w+ found|"
+    r"\(?Internal|Saved host backtrace|Host Frame)"
+)
+_PLACE = re.compile(r"([\w./-]+\.py):(\d+)")
+_HAZARDS = re.compile(r"\[(\d+) hazards?\]")
+_ASSERTION = re.compile(r"^(\S+?\.py):(\d+):.*Assertion `(.*?)` failed", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of the package."""
+
+    module: str
+    name: str
+    gluon: bool
+    calls: tuple[str, ...] = ()
+    """Which launched it."""
+
+    @property
+    def group(self) -> str:
+        """The operator's folder, or the part of the package."""
+        parts = self.module.split(".")
+        return parts[2] if parts[1] == "ops" else parts[1]
+
+    def __str__(self) -> str:
+        return f"{self.group}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of source that a tool names."""
+
+    file: str
+    line: int
+    text: str
+    """What stands there; empty where the file is not found."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a tool reported, all reports of a kind and place together."""
+
+    tool: str
+    group: str
+    kernel: str
+    """Empty where the report is not about a kernel of the package."""
+    call: str
+    """Empty where the process made several."""
+    kind: str
+    places: tuple[Place, ...]
+    count: int
+    report: str
+    """The first of the reports, whole."""
+    known: str = ""
+    """Why it is none, if that is known."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A known finding: everything that is given must fit."""
+
+    tool: str
+    reason: str
+    group: str = "*"
+    kernel: str = ""
+    call: str = "*"
+    kind: str = "*"
+    where: tuple[str, ...] = ()
+    """Every line that the report names holds one of these texts."""
+
+    def explains(self, finding: Finding) -> bool:
+        """Whether a finding is this one."""
+        if (self.tool, self.kernel) != (finding.tool, finding.kernel):
+            return False
+        pairs = (finding.group, self.group), (finding.call, self.call), (finding.kind, self.kind)
+        if not all(fnmatch.fnmatchcase(found, pattern) for found, pattern in pairs):
+            return False
+        lines = [place.text for place in finding.places]
+        return bool(lines or not self.where) and all(any(w in line for w in self.where) for line in lines)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A process: calls of one group under one tool."""
+
+    tool: str
+    group: str
+    calls: tuple[str, ...]
+    kernel: str = ""
+    """The only one that is instrumented, for ``consan``."""
+
+    def __str__(self) -> str:
+        return f"{self.tool} {self.kernel or self.group}" + (f" {self.calls[0]}" if len(self.calls) == 1 else "")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a process."""
+
+    task: Task
+    seconds: float
+    done: tuple[str, ...]
+    """Calls that ended."""
+    compiled: dict[str, list[str]] = field(default_factory=dict)
+    """Kernels by call, as ``module:name``."""
+    findings: tuple[Finding, ...] = ()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The process that makes the calls
+# ----------------------------------------------------------------------------------------------------------
+
+
+def make_calls(names: Sequence[str], tool: str, instrumented: str, log: Path) -> None:
+    """Make calls on the GPU.
+
+    Args:
+        names: Of calls of `sanitizer_calls`.
+        tool: Under which this process runs.
+        instrumented: The only kernel that Triton's sanitizer sees, ``module:name``; all if empty.
+        log: Gets a line of JSON for each call that ended: its name, and the kernels it was first to launch.
+    """
+    import torch
+    import triton
+    from sanitizer_calls import CALLS
+
+    device, kernels = torch.device("cuda"), []
+
+    def compiled(*arguments: Any, fn: Any, **details: Any) -> None:
+        kernels.append(f"{fn.module}:{fn.name}")
+
+    triton.knobs.runtime.jit_post_compile_hook = compiled
+    if tool in ("consan", "gsan"):
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+    if instrumented:
+        _instrument(instrumented)
+    for name in names:
+        next(call for call in CALLS if call.name == name).run(device, read_results=tool == "initcheck")
+        torch.cuda.synchronize()
+        with log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"call": name, "kernels": kernels}) + "\n")
+        kernels.clear()
+
+
+def _instrument(kernel: str) -> None:
+    """Let Triton's sanitizer of shared memory see one kernel: with it, a kernel takes minutes to compile."""
+    import triton
+
+    module, name = kernel.split(":")
+    function = getattr(importlib.import_module(module), name)
+    usual = function.run
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        triton.knobs.compilation.instrumentation_mode = "consan"
+        try:
+            return usual(*arguments, **options)
+        finally:
+            triton.knobs.compilation.instrumentation_mode = ""
+
+    function.run = run
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Kernels of the package
+# ----------------------------------------------------------------------------------------------------------
+
+
+def package_kernels() -> list[Kernel]:
+    """All kernels of the package: functions of Triton and Gluon whose names end in ``_kernel``."""
+    import triton
+
+    import warploom
+
+    found = []
+    for module in pkgutil.walk_packages(warploom.__path__, "warploom."):
+        if "kernel" not in module.name:
+            continue
+        for name, value in vars(importlib.import_module(module.name)).items():
+            compiled = isinstance(value, triton.JITFunction) and value.__module__ == module.name
+            if compiled and name.endswith("_kernel"):
+                found.append(Kernel(module.name, name, value.is_gluon()))
+    return found
+
+
+def with_calls(kernels: Iterable[Kernel], results: Iterable[Result]) -> list[Kernel]:
+    """The kernels with the calls that launched them."""
+    by_kernel: dict[str, list[str]] = {}
+    for result in results:
+        for call, compiled in result.compiled.items():
+            for name in compiled:
+                by_kernel.setdefault(name, []).append(call)
+    return [
+        replace(kernel, calls=tuple(dict.fromkeys(by_kernel.get(f"{kernel.module}:{kernel.name}", ()))))
+        for kernel in kernels
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Reports
+# ----------------------------------------------------------------------------------------------------------
+
+
+def reports(log: str) -> list[str]:
+    """The reports in a log of compute-sanitizer, each with its indented lines."""
+    found: list[list[str]] = []
+    for line in log.splitlines():
+        detail, headline = _DETAIL.match(line), _HEADLINE.match(line)
+        if detail:
+            if found:
+                found[-1].append(f"    {detail[1]}")
+        elif headline:
+            found.append([headline[1]])
+    return ["\n".join(lines) for lines in found if not _NOISE.match(lines[0])]
+
+
+def places(report: str, group: str) -> tuple[Place, ...]:
+    """Lines of source that a report names, in the order of the report."""
+    return tuple(dict.fromkeys(_place(name, int(line), group) for name, line in _PLACE.findall(report)))
+
+
+def _place(name: str, line: int, group: str) -> Place:
+    """A line of a file that may be known by its last name alone; the group's own files come first."""
+    base = Path(name).name
+    files = sorted(PACKAGE.rglob(base), key=lambda file: (group not in file.parts, "device" not in file.parts))
+    file = Path(name) if Path(name).is_file() else files[0] if files else None
+    if file is None:
+        return Place(name, line, "")
+    lines = file.read_text(encoding="utf-8").splitlines()
+    text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+    return Place(file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else base, line, text)
+
+
+def findings_of(task: Task, texts: Iterable[str], kernels: Iterable[Kernel]) -> list[Finding]:
+    """Reports as findings, those of one kind and place together."""
+    names = sorted({kernel.name for kernel in kernels}, key=len, reverse=True)
+    found: dict[tuple[Any, ...], Finding] = {}
+    for text in texts:
+        kernel = next((name for name in names if re.search(rf"(?<!\w){name}(?!\w)", text)), "")
+        kind = re.sub(r"\s+at \S+.*|0x[0-9a-f]+", "", _HAZARDS.sub("", text.splitlines()[0])).strip()
+        kind = re.sub(r" between (\w+) access.*", r" between \1 access", kind)
+        where = places(text, task.group)
+        hazards = _HAZARDS.findall(text)
+        count = sum(map(int, hazards)) or 1
+        key = kernel, kind, where
+        if key in found:
+            found[key] = replace(found[key], count=found[key].count + count)
+        else:
+            call = task.calls[0] if len(task.calls) == 1 else ""
+            found[key] = Finding(task.tool, task.group, kernel, call, kind, where, count, text)
+    return list(found.values())
+
+
+def assertions(output: str) -> list[str]:
+    """What Triton's sanitizers say, by assertions on the device: each text and place once."""
+    found = _ASSERTION.findall(output)
+    return list(dict.fromkeys(f"{message}\n    at {file}:{line}" for file, line, message in found))
+
+
+def read_known(path: Path = KNOWN) -> list[Explanation]:
+    """The explanations of a file."""
+    entries = tomllib.loads(path.read_text(encoding="utf-8")).get("finding", [])
+    return [Explanation(**{**entry, "where": tuple(entry.get("where", ()))}) for entry in entries]
+
+
+def explained(findings: Iterable[Finding], known: Sequence[Explanation]) -> list[Finding]:
+    """The findings, with a reason where there is one."""
+    return [replace(f, known=next((e.reason for e in known if e.explains(f)), "")) for f in findings]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Processes
+# ----------------------------------------------------------------------------------------------------------
+
+
+def run_task(task: Task, kernels: Sequence[Kernel], seconds: float) -> Result:
+    """Run a process, and read its reports."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="sanitize-") as folder:
+        done_log, tool_log = Path(folder) / "calls.jsonl", Path(folder) / "tool.log"
+        command, environment = command_of(task, done_log, tool_log)
+        output, problem = _run(command, environment, seconds)
+        lines = done_log.read_text(encoding="utf-8").splitlines() if done_log.is_file() else []
+        compiled = {entry["call"]: entry["kernels"] for entry in map(json.loads, lines)}
+        log = tool_log.read_text(encoding="utf-8", errors="replace") if tool_log.is_file() else ""
+    texts = reports(log) if task.tool in CUDA_TOOLS else assertions(output)
+    missing = [call for call in task.calls if call not in compiled]
+    if missing and (task.tool in CUDA_TOOLS or not texts):  # an assertion on the device says itself what ended it
+        texts.append(f"The process did not get through {', '.join(missing)}: {problem or 'no reason given'}")
+    found = findings_of(task, texts, [k for k in kernels if k.group == task.group])
+    if task.kernel:
+        found = [replace(f, kernel=task.kernel.partition(":")[2]) for f in found]
+    return Result(task, time.monotonic() - start, tuple(compiled), compiled, tuple(found))
+
+
+def _run(command: Sequence[str], environment: dict[str, str], seconds: float) -> tuple[str, str]:
+    """What a process and those that it starts printed, and what went wrong, if anything did."""
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # its own group: the tool and what runs under it
+        output, _ = process.communicate()
+        return output, f"not done after {seconds:.0f} s"
+    return output, f"ended with {process.returncode}: {output.strip()[-1500:]}" if process.returncode else ""
+
+
+def command_of(task: Task, done_log: Path, tool_log: Path) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of a process."""
+    paths = [str(ROOT / "src"), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    script = [str(Path(__file__).resolve()), "--call", ",".join(task.calls), "--log", str(done_log)]
+    script += ["--under", task.tool] + (["--instrument", task.kernel] if task.kernel else [])
+    if task.tool == "gsan":
+        return [sys.executable, "-m", GSAN, *script], environment
+    command = [sys.executable, *script]
+    if task.tool in CUDA_TOOLS:
+        # Every tensor its own allocation: what lies behind it is nobody's.
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+        command = [
+            "compute-sanitizer", "--tool", task.tool, "--target-processes", "application-only",
+            "--log-file", str(tool_log), "--print-limit", str(MOST_REPORTS), "--show-backtrace", "no",
+            *(["--num-cuda-barriers", str(MOST_BARRIERS)] if task.tool in ("racecheck", "synccheck") else []),
+            *command,
+        ]  # fmt: skip
+    return command, environment
+
+
+def tasks_of(tool: str, calls: Sequence[tuple[str, str]], kernels: Sequence[Kernel]) -> list[Task]:
+    """The processes of a tool. ``calls``: name and group of each."""
+    groups = list(dict.fromkeys(group for _, group in calls))
+    if tool == "consan":  # an assertion on the device ends a process, and a kernel takes minutes to compile
+        return [
+            Task(tool, kernel.group, kernel.calls[:1], f"{kernel.module}:{kernel.name}")
+            for kernel in kernels
+            if kernel.gluon and kernel.calls
+        ]
+    if tool in (PLAIN, "initcheck", "gsan"):
+        return [Task(tool, group, (name,)) for name, group in calls]
+    return [Task(tool, group, tuple(name for name, of in calls if of == group)) for group in groups]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What is printed
+# ----------------------------------------------------------------------------------------------------------
+
+
+def table(kernels: Sequence[Kernel], findings: Sequence[Finding], tools: Sequence[str]) -> str:
+    """Findings by kernel and tool: how many nothing explains, and how many are known."""
+    rows = [["kernel", *tools]]
+    names = [str(kernel) for kernel in kernels]
+    for kernel in kernels:
+        rows.append([str(kernel), *(_cell(kernel, tool, findings) for tool in tools)])
+    others = [f for f in findings if f"{f.group}/{f.kernel}" not in names]
+    for group in dict.fromkeys(f.group for f in others):
+        cells = (_count([f for f in others if (f.group, f.tool) == (group, tool)]) for tool in tools)
+        rows.append([f"{group}, no kernel", *cells])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def _cell(kernel: Kernel, tool: str, findings: Sequence[Finding]) -> str:
+    if not kernel.calls or (tool == "consan" and not kernel.gluon):
+        return "-"
+    return _count([f for f in findings if (f.group, f.kernel, f.tool) == (kernel.group, kernel.name, tool)])
+
+
+def _count(findings: Sequence[Finding]) -> str:
+    known = sum(bool(f.known) for f in findings)
+    words = [f"{len(findings) - known}"] * (len(findings) > known or not known) + [f"{known} known"] * bool(known)
+    return ", ".join(words)
+
+
+def for_this_gpu(kernel: Kernel) -> bool:
+    """Whether a kernel is for the GPU that is here: those written in Gluon are for Hopper."""
+    import torch
+
+    return not kernel.gluon or torch.cuda.get_device_capability()[0] == 9
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The command
+# ----------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tool", action="append", choices=TOOLS, help="all of them by default")
+    parser.add_argument("--group", action="append", help="an operator's folder, or bench; all by default")
+    parser.add_argument("--kernel", action="append", help="of consan: only these kernels; may hold * and ?")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes at a time")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit for a process; 240 by default")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write everything as JSON")
+    for name in ("--call", "--log", "--under", "--instrument"):  # of the processes that this one starts
+        parser.add_argument(name, default="", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.call:
+        make_calls(options.call.split(","), options.under, options.instrument, Path(options.log))
+        return 0
+
+    sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
+    import torch
+
+    if not torch.cuda.is_available():
+        print("sanitize: needs an NVIDIA GPU", file=sys.stderr)
+        return 2
+    tools = tuple(tool for tool in TOOLS if tool in (options.tool or TOOLS))
+    if set(tools) & set(CUDA_TOOLS) and shutil.which("compute-sanitizer") is None:
+        print("sanitize: compute-sanitizer is not on the PATH", file=sys.stderr)
+        return 2
+    if "gsan" in tools and importlib.util.find_spec(GSAN) is None:
+        print("gsan: this Triton has none")
+        tools = tuple(tool for tool in tools if tool != "gsan")
+    from sanitizer_calls import CALLS
+
+    calls = [(call.name, call.group) for call in CALLS if call.group in (options.group or call.group)]
+    kernels = [k for k in package_kernels() if k.group in (options.group or k.group)]
+    start = time.monotonic()
+    results, kernels = run_all(tools, calls, kernels, options.kernel, options.jobs, options.seconds)
+    known = read_known()
+    found = explained((f for result in results for f in result.findings), known)
+    text = summary(kernels, found, tools, known, results)
+    print(text)
+    print(f"{time.monotonic() - start:.0f} s")
+    if options.output:
+        content = {
+            "environment": environment(),
+            "kernels": [{**asdict(kernel), "group": kernel.group} for kernel in kernels],
+            "runs": [{**asdict(r.task), "seconds": round(r.seconds, 1), "done": r.done} for r in results],
+            "findings": [asdict(finding) for finding in found],
+        }
+        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    missed = [kernel for kernel in kernels if not kernel.calls and for_this_gpu(kernel)]
+    return 1 if missed or any(not finding.known for finding in found) else 0
+
+
+def run_all(
+    tools: Sequence[str],
+    calls: Sequence[tuple[str, str]],
+    kernels: Sequence[Kernel],
+    only: Sequence[str] | None,
+    jobs: int,
+    seconds: float,
+) -> tuple[list[Result], list[Kernel]]:
+    """Run the calls as they are, which compiles the kernels for the others, and then under each tool."""
+    with ThreadPoolExecutor(jobs) as pool:
+
+        def submit(tasks: Iterable[Task], of: Sequence[Kernel]) -> list[Future[Result]]:
+            return [pool.submit(run_task, task, of, seconds) for task in tasks]
+
+        plain = [future.result() for future in submit(tasks_of(PLAIN, calls, kernels), kernels)]
+        launched = with_calls(kernels, plain)
+        print_launched(launched)
+        longest_first = sorted(tools, key=lambda tool: tool != "consan")
+        tasks = [task for tool in longest_first for task in tasks_of(tool, calls, launched)]
+        if only:
+            names = [task.kernel.partition(":")[2] for task in tasks]
+            keep = [not name or any(fnmatch.fnmatchcase(name, o) for o in only) for name in names]
+            tasks = [task for task, kept in zip(tasks, keep) if kept]
+        results = list(plain)
+        for future in submit(tasks, launched):
+            result = future.result()
+            results.append(result)
+            print(f"{result.seconds:6.0f} s  {len(result.findings):3} findings  {result.task}", flush=True)
+    return results, launched
+
+
+def print_launched(kernels: Sequence[Kernel]) -> None:
+    """Say which kernels the calls launch, and which they do not."""
+    print(f"{sum(bool(kernel.calls) for kernel in kernels)} of {len(kernels)} kernels launched:")
+    for kernel in kernels:
+        state = ", ".join(kernel.calls) if kernel.calls else "NOT LAUNCHED"
+        if not kernel.calls and not for_this_gpu(kernel):
+            state = "not launched: for another GPU"
+        print(f"  {kernel!s:<50} {state}")
+    print(flush=True)
+
+
+def summary(
+    kernels: Sequence[Kernel],
+    findings: Sequence[Finding],
+    tools: Sequence[str],
+    known: Sequence[Explanation],
+    results: Sequence[Result],
+) -> str:
+    """The table, what nothing explains, and what is known."""
+    unknown = [finding for finding in findings if not finding.known]
+    lines = ["", table(kernels, findings, [PLAIN, *tools] if _of(findings, PLAIN) else tools), ""]
+    for finding in unknown:
+        name = finding.kernel or finding.call or finding.group
+        lines += [f"{finding.tool}, {name}, {finding.count} times: {finding.report}"]
+        lines += [f"      {place.file}:{place.line}: {place.text}" for place in finding.places] + [""]
+    for reason in dict.fromkeys(finding.known for finding in findings if finding.known):
+        same = [f for f in findings if f.known == reason]
+        what = ", ".join(dict.fromkeys(f"{f.tool} {f.group}/{f.kernel or f.call}" for f in same))
+        lines += [f"known, {sum(f.count for f in same)} times, {what}: {reason}", ""]
+    ran = {result.task.tool for result in results}
+    for explanation in known:
+        if explanation.tool in ran and not any(explanation.explains(f) for f in findings):
+            lines.append(f"known, and not found here: {explanation.tool} {explanation.kernel or explanation.call}")
+    lines.append(f"{len(findings)} findings, {len(unknown)} of which nothing explains")
+    return "\n".join(lines)
+
+
+def _of(findings: Iterable[Finding], tool: str) -> list[Finding]:
+    return [finding for finding in findings if finding.tool == tool]
+
+
+def environment() -> dict[str, str]:
+    """What ran: GPU and versions."""
+    import torch
+    import triton
+
+    found = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "python": sys.version.split()[0],
+    }  # fmt: skip
+    if shutil.which("compute-sanitizer"):
+        done = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True, check=False)
+        found["compute_sanitizer"] = " ".join(re.findall(r"Version\s+\S+", done.stdout))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

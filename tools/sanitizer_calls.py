@@ -1,0 +1,164 @@
+"""Small calls that together launch every kernel of the package, for `tools/sanitize.py`.
+
+Each belongs to a group, an operator's folder, whose kernels have names of their own. Sizes are the smallest that a
+kernel takes: a run under a sanitizer is 10 to 50 times slower. Those for Hopper are chosen for 132 multiprocessors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
+
+__all__ = ["CALLS", "Call"]
+
+Tensor = torch.Tensor
+Inputs = dict[str, Any]
+HALF = torch.bfloat16
+
+
+class Call(NamedTuple):
+    """A call of a public function, and of its gradients."""
+
+    name: str
+    group: str
+    function: Callable[..., Any]
+    inputs: Callable[[], Inputs]
+    """On the CPU; tensors with ``requires_grad`` get gradients."""
+
+    def run(self, device: torch.device, read_results: bool = False) -> None:
+        """Make the inputs on a device, call the function, and its backward where an input wants a gradient.
+
+        ``read_results``: copy what was computed to the host, and the outputs back before the backward reads them.
+        A tool that follows which memory has been written then says once of a result that it has not, and not at
+        every load of it by the backward.
+        """
+        generator = torch.Generator().manual_seed(1)
+        inputs = {name: _moved(value, device) for name, value in self.inputs().items()}
+        with torch.autograd.set_multithreading_enabled(False):  # what is set for this thread holds in the backward
+            outputs = self.function(**inputs)
+            outputs = (outputs,) if isinstance(outputs, Tensor) else outputs or ()
+            if read_results:
+                for output in outputs:
+                    output.data.copy_(output.data.cpu())
+            wanted = [value for value in inputs.values() if isinstance(value, Tensor) and value.requires_grad]
+            if wanted:
+                grads = [torch.randn(o.shape, generator=generator).to(o.dtype).to(device) for o in outputs]
+                found = torch.autograd.grad(outputs, wanted, grads)
+                if read_results:
+                    for gradient in found:
+                        gradient.cpu()
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to(device).requires_grad_(value.requires_grad)
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Inputs
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _attention(
+    n: int, m: int, heads: int, d: int, dtype: torch.dtype = HALF, key_heads: int | None = None, **options: Any
+) -> Inputs:
+    """Queries, keys and values, all of which want gradients."""
+    q = _random(1, n, heads, d, dtype=dtype)
+    k, v = (_random(1, m, key_heads or heads, d, dtype=dtype) for _ in range(2))
+    return {"q": q, "k": k, "v": v, "backend": "triton", **options}
+
+
+def _encoding(
+    n: int, d: int, dtype: torch.dtype = torch.float32, heads: int = 2, batch: int = 1, theta_grad: bool = True,
+    **options: Any,
+) -> Inputs:  # fmt: skip
+    """Vectors and frequencies."""
+    x, theta = _random(batch, n, heads, d, dtype=dtype), _random(heads, d // 2, grad=theta_grad)
+    return {"x": x, "theta": theta, "backend": "triton", **options}
+
+
+def _factors(
+    n: int, m: int, d: int, rank: int, dtype: torch.dtype, grad: bool, heads: int = 4, batch: int = 1,
+    whole_queries: bool = False, **options: Any,
+) -> Inputs:  # fmt: skip
+    """The factors of tensor-product attention."""
+    shapes = {
+        "aq": (batch, n, heads, 3), "ak": (batch, m, heads, rank), "av": (batch, m, heads, rank),
+        "bq": (batch, n, 3, d), "bk": (batch, m, rank, d), "bv": (batch, m, rank, d),
+    }  # fmt: skip
+    factors: Inputs = {name: _random(*shape, dtype=dtype, grad=grad) for name, shape in shapes.items()}
+    if whole_queries:
+        factors |= {"aq": None, "bq": _random(batch, n, heads, d, dtype=dtype, grad=grad)}
+    return {**factors, "backend": "triton", **options}
+
+
+def _stream(x: Tensor) -> None:
+    """The kernel that sets the memory-bound limit of a bench."""
+    from warploom.bench.stream_kernel import stream
+
+    out, scratch = torch.empty_like(x), torch.empty(8, device=x.device)
+    stream((x, x), (out,), scratch, 512, 4)
+    stream((x,), (), scratch, 512, 4)
+
+
+_BOUNDS = torch.tensor([0, 33, 33, 70])
+
+_rotate, _cosine = functools.partial(_encoding, d=64), functools.partial(_encoding, d=32)
+_few = functools.partial(_attention, heads=1, d=64)
+_many = functools.partial(_attention, heads=67, d=64)  # tiles for half of an H100's multiprocessors
+_train = functools.partial(_factors, grad=True)
+_decode = functools.partial(_factors, grad=False)
+
+CALLS: tuple[Call, ...] = tuple(
+    Call(name, group, function, functools.partial(make, **options))
+    for group, function, name, make, options in (
+        ("lrpe", lrpe_rotate, "rotate", _rotate, {"n": 13, "batch": 3}),
+        ("lrpe", lrpe_rotate, "rotate-interleaved", _rotate, {"n": 13, "dtype": HALF, "interleaved": True}),
+        ("lrpe", lrpe_cosine, "cosine-grid", _cosine, {"n": 13, "grid": (2, 2, 3), "prefix": 1}),
+        ("lrpe", lrpe_cosine, "cosine-packed", _cosine, {"n": 70, "dtype": HALF, "cu_seqlens": _BOUNDS}),
+        ("lrpe", lrpe_rotate, "softmax-strips", _rotate, {"n": 40, "activation": "softmax_sequence"}),
+        ("lrpe", lrpe_rotate, "softmax-packed", _rotate,
+         {"n": 70, "activation": "softmax_sequence", "cu_seqlens": _BOUNDS}),
+        ("lrpe", lrpe_rotate, "softmax-hopper", _rotate,
+         {"n": 600, "dtype": HALF, "activation": "softmax_sequence", "theta_grad": False}),
+        ("lrpe", lrpe_cosine, "softmax-hopper-theta", _cosine,
+         {"n": 600, "dtype": HALF, "activation": "softmax_sequence"}),
+        ("flash_attention", flash_attention, "float32", _few, {"n": 70, "m": 90, "d": 16, "dtype": torch.float32}),
+        ("flash_attention", flash_attention, "packed", _few,
+         {"n": 70, "m": 70, "heads": 4, "key_heads": 2, "d": 24, "causal": True, "cu_seqlens_q": _BOUNDS}),
+        ("flash_attention", flash_attention, "split", _few, {"n": 70, "m": 2500, "window": (2500, 2500)}),
+        ("flash_attention", flash_attention, "few", _few, {"n": 70, "m": 90, "causal": True, "return_lse": True}),
+        ("flash_attention", flash_attention, "pieces", _few, {"n": 1100, "m": 1030, "dtype": torch.float32}),
+        ("flash_attention", flash_attention, "hopper", _many, {"n": 140, "m": 200, "causal": True}),
+        ("flash_attention", flash_attention, "hopper-full", _many, {"n": 140, "m": 70, "d": 128}),
+        ("flash_attention", flash_attention, "hopper-wide", _many, {"n": 140, "m": 140, "d": 256, "causal": True}),
+        ("flash_attention", flash_attention, "hopper-split", _few, {"n": 2100, "m": 9000}),
+        ("tpa", tpa_attention, "attention", _train, {"n": 40, "m": 40, "d": 24, "rank": 2, "dtype": torch.float32}),
+        ("tpa", tpa_attention, "attention-hopper", _train, {"n": 150, "m": 150, "d": 64, "rank": 1, "dtype": HALF}),
+        ("tpa", tpa_attention, "attention-hopper-ranks", _train,
+         {"n": 150, "m": 200, "d": 128, "rank": 2, "dtype": HALF, "causal": False}),
+        # One step a tile, and several tiles a program.
+        ("tpa", tpa_attention, "attention-hopper-short", _train,
+         {"n": 400, "m": 60, "d": 64, "rank": 1, "dtype": HALF, "causal": False, "heads": 8, "batch": 8,
+          "whole_queries": True}),
+        ("tpa", tpa_decode, "decode", _decode, {"n": 2, "m": 300, "d": 24, "rank": 2, "dtype": torch.float32}),
+        ("tpa", tpa_decode, "decode-split", _decode,
+         {"n": 1, "m": 1200, "d": 24, "rank": 1, "dtype": torch.float32, "strategy": "split_kv"}),
+        ("tpa", tpa_decode, "decode-hopper", _decode,
+         {"n": 1, "m": 1200, "d": 64, "rank": 1, "dtype": HALF, "heads": 8, "strategy": "split_kv"}),
+        ("tpa", tpa_decode, "decode-hopper-ranks", _decode,
+         {"n": 1, "m": 2500, "d": 128, "rank": 4, "dtype": HALF, "strategy": "batch"}),
+        ("bench", _stream, "stream", lambda: {"x": _random(3000, grad=False)}, {}),
+    )
+)  # fmt: skip
