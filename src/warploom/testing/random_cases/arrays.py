@@ -1,4 +1,4 @@
-"""Tensors of any memory: permuted, sliced, stepped, unaligned, expanded, lazily negated; NaN in what is not theirs."""
+"""Tensors of any memory: permuted, sliced, stepped, unaligned, expanded, lazily negated, and NaN around them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from warploom.testing.random_cases.choices import Choices
 
-__all__ = ["KINDS", "Array", "Memory", "Placed", "dense", "draw_memory", "place"]
+__all__ = ["KINDS", "Array", "Memory", "Placed", "dense", "draw_memory", "place", "seed_of"]
 
 Tensor = torch.Tensor
 
@@ -47,8 +47,8 @@ class Array:
     dtype: str
     memory: Memory
     values: str = "normal"
-    """``normal``; ``frequencies`` (geometric, from 1 downwards), ``uniform`` (from -1 to 1) or ``zeros``; ``integers``
-    between bounds; or ``numbers`` as they are."""
+    """``normal``; ``frequencies`` (geometric, from 1 downwards), ``uniform`` (from -1 to 1) or ``zeros``;
+    ``integers`` between bounds; or ``numbers`` as they are."""
     scale: float = 1.0
     """Of floating numbers."""
     numbers: tuple[int, ...] = ()
@@ -67,7 +67,7 @@ class Array:
 
     def draw(self, seed: int, name: str) -> Tensor:
         """The numbers, in `stored_shape`, on the CPU; the same on every machine."""
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        generator = torch.Generator().manual_seed(seed_of(seed, name))
         shape, dtype = self.stored_shape, getattr(torch, self.dtype)
         match self.values:
             case "numbers":
@@ -118,6 +118,11 @@ class Placed:
         return (self.storage.view(integer) != self.before.view(integer)).any()
 
 
+def seed_of(seed: int, name: str) -> int:
+    """The seed of one tensor's numbers, from that of a call and the tensor's name."""
+    return zlib.crc32(f"{seed} {name}".encode())
+
+
 def place(array: Array, name: str, seed: int, device: torch.device) -> Placed:
     """The tensor of an array, with numbers drawn from a seed."""
     numbers, memory = array.draw(seed, name).to(device), array.memory
@@ -136,7 +141,12 @@ def place(array: Array, name: str, seed: int, device: torch.device) -> Placed:
 
 
 def draw_memory(
-    choices: Choices, name: str, shape: Sequence[int], dtype: str, fixed: Sequence[int] = (), kinds: Sequence[str] = KINDS
+    choices: Choices,
+    name: str,
+    shape: Sequence[int],
+    dtype: str,
+    fixed: Sequence[int] = (),
+    kinds: Sequence[str] = KINDS,
 ) -> Memory:
     """Memory for a tensor of a shape.
 
@@ -150,28 +160,33 @@ def draw_memory(
     """
     complex_ = dtype in ("float16", "float32", "float64")  # no complex numbers are made of others
     kinds = [kind for kind in kinds if complex_ or kind != "negated"]
-    kind = choices.choice(f"{name}.memory", kinds, compiled=2)
+    # Kernels are compiled for alignment, and for whether strides are multiples of a vector.
+    kind = choices.choice(f"{name}.memory", kinds, compiled=2 if choices.settles(f"{name}.memories", 0.3) else 1)
     dims, mixed = len(shape), kind == "mixed"
     order, before, after, steps = list(range(dims)), [0] * dims, [0] * dims, [1] * dims
     edge, expanded = 0, set[int]()
-    negated = kind == "negated" or (mixed and complex_ and "negated" in kinds and choices.flag(f"{name}.negated", 0.2))
-    if kind in ("unaligned", "negated") or (mixed and choices.flag(f"{name}.edge?")):
-        edge = choices.number(f"{name}.edge", _EDGES, 0, 64)
-    if dims > 1 and (kind == "permuted" or (mixed and choices.flag(f"{name}.order?"))):
+    negated = kind == "negated" or (
+        mixed and complex_ and "negated" in kinds and choices.flag(f"{name}.negated", 0.2, compiled=1)
+    )
+    if kind in ("unaligned", "negated") or (mixed and choices.flag(f"{name}.edge?", compiled=1)):
+        edge = choices.number(f"{name}.edge", _EDGES, 0, 64, compiled=1)
+    if dims > 1 and (kind == "permuted" or (mixed and choices.flag(f"{name}.order?", compiled=1))):
         left = list(range(dims))
         order = []
         for place_ in range(dims - 1):  # rotations of what is left: zero is the order of the axes
-            order.append(left.pop(choices.number(f"{name}.order{place_}", range(dims), 0, len(left) - 1, compiled=2)))
+            order.append(
+                left.pop(choices.number(f"{name}.order{place_}", range(dims), 0, len(left) - 1, compiled=1))
+            )
         order += left
     if kind == "sliced" or mixed:
         for axis in range(dims):
-            if choices.flag(f"{name}.slice{axis}", 0.4):
-                before[axis] = choices.number(f"{name}.before{axis}", (0, *_GAPS), 0, 64)
-                after[axis] = choices.number(f"{name}.after{axis}", (0, *_GAPS), 0, 64)
-    if dims and (kind == "stepped" or (mixed and choices.flag(f"{name}.step?"))):
-        axis = choices.number(f"{name}.stepped", range(dims), 0, dims - 1, compiled=2)
-        steps[axis] = choices.number(f"{name}.step", _STEPS, 1, 16)
-    if kind == "expanded" or (mixed and choices.flag(f"{name}.expand?")):
+            if choices.flag(f"{name}.slice{axis}", 0.4, compiled=1):
+                before[axis] = choices.number(f"{name}.before{axis}", (0, *_GAPS), 0, 64, compiled=1)
+                after[axis] = choices.number(f"{name}.after{axis}", (0, *_GAPS), 0, 64, compiled=1)
+    if dims and (kind == "stepped" or (mixed and choices.flag(f"{name}.step?", compiled=1))):
+        axis = choices.number(f"{name}.stepped", range(dims), 0, dims - 1, compiled=1)
+        steps[axis] = choices.number(f"{name}.step", _STEPS, 1, 16, compiled=1)
+    if kind == "expanded" or (mixed and choices.flag(f"{name}.expand?", compiled=1)):
         for axis in (axis for axis in range(dims) if axis not in fixed):
             if choices.flag(f"{name}.expand{axis}", 0.4, compiled=1):
                 expanded.add(axis)

@@ -1,6 +1,6 @@
 """Valid calls of the public functions: which choices each is made of.
 
-Every function here asks for choices by name and makes of them a `Call`; what it makes is valid whatever the answers.
+Every function here asks for choices by name and makes a `Call` of them, which is valid whatever the answers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from warploom.testing.random_cases.arrays import KINDS, Array, dense, draw_memory
+from warploom.testing.random_cases.arrays import Array, draw_memory
 from warploom.testing.random_cases.choices import Choices
 
 __all__ = ["OPERATORS", "Call", "make_call"]
@@ -22,7 +22,35 @@ SIZES = tuple(sorted({1, 2, 3, 4, 5, 7, 11, 13, 29, 67, 97, 191, 257, *(t + d fo
 _GROUPS = (1, 1, 1, 2, 3, 4, 8)
 """Query heads to a head of keys."""
 LONG = (300, 511, 513, 1023, 1025, 2049, 4099)
-FEATURES = (1, 2, 3, 5, 8, 12, 15, 16, 17, 24, 31, 32, 33, 40, 48, 64, 64, 65, 80, 96, 127, 128, 128, 129, 192, 255, 256)
+FEATURES = (
+    1,
+    2,
+    3,
+    5,
+    8,
+    12,
+    15,
+    16,
+    17,
+    24,
+    31,
+    32,
+    33,
+    40,
+    48,
+    64,
+    64,
+    65,
+    80,
+    96,
+    127,
+    128,
+    128,
+    129,
+    192,
+    255,
+    256,
+)
 ELEMENTS = {False: 2**21, True: 2**11}
 """Most elements of a tensor, where sizes need not and where they must suit the interpreter."""
 _FIRST = {"lrpe_rotate": 2, "lrpe_cosine": 2, "flash_attention": 3, "rotary_attention": 2}
@@ -196,7 +224,9 @@ def _lrpe(choices: Choices, paired: bool) -> Call:
         angles = choices.number("wide.angles", (257, 512, 1000, 1024, 4096), 1, 5000, 1, compiled=1)
     features = 2 * angles if paired else angles
     where = choices.choice(
-        "positions", ("offset", "offset", "offset", "offset tensor", "position_ids", "cu_seqlens", "grid"), compiled=3
+        "positions",
+        ("offset", "offset", "offset", "offset tensor", "position_ids", "cu_seqlens", "grid"),
+        compiled=2,
     )
     batch = 1 if where == "cu_seqlens" else _batch(choices)
     most = ELEMENTS[choices.small] // max(batch * heads * features, 1)
@@ -204,9 +234,11 @@ def _lrpe(choices: Choices, paired: bool) -> Call:
     options: dict[str, Any] = {"activation": choices.choice("activation", _ACTIVATIONS, compiled=1)}
     axes = 1
     if where == "grid":
-        axes = choices.number("grid.axes", (1, 2, 2, 3, 4, 5), 1, 6, 1, compiled=2)
+        axes = choices.number("grid.axes", (1, 2, 2, 3, 4, 5), 1, 6, 1, compiled=1)
         side = max(1, int(max(most - prefix, 1) ** (1 / axes)))
-        grid = [choices.number(f"grid{i}", _within((1, 2, 3, 4, 5, 7, 16, 17), side), 1, 300, 1) for i in range(axes)]
+        grid = [
+            choices.number(f"grid{i}", _within((1, 2, 3, 4, 5, 7, 16, 17), side), 1, 300, 1) for i in range(axes)
+        ]
         options["grid"] = (list if choices.flag("grid.list", 0.2) else tuple)(grid)
         tokens = prefix + math.prod(grid)
     else:
@@ -219,7 +251,10 @@ def _lrpe(choices: Choices, paired: bool) -> Call:
     nan = choices.flag("x.nan", 0.05)
     grad = not nan and _grad(choices, "x")
     x = _array(choices, "x", shape, dtype, grad, scale=size, row_of_nan=nan)
-    arrays = {"x": x, "theta": _theta(choices, heads, -(-angles // axes) if where != "position_ids" else angles, nan)}
+    arrays = {
+        "x": x,
+        "theta": _theta(choices, heads, -(-angles // axes) if where != "position_ids" else angles, nan),
+    }
     arrays |= _places(choices, where, batch, tokens, options, arrays["theta"], angles)
     if paired and choices.flag("interleaved", compiled=1):
         options["interleaved"] = True
@@ -228,11 +263,15 @@ def _lrpe(choices: Choices, paired: bool) -> Call:
 
 
 def _theta(choices: Choices, heads: int, most: int, constant: bool) -> Array:
-    rows = choices.choice("theta.rows", ("vector", "shared", "per head", "per head"), compiled=2)
-    kind = choices.choice("theta.length", ("full", "full", "one", "some"), compiled=2)
-    length = {"full": most, "one": 1}.get(kind) or choices.number("theta.E", range(1, most + 1), 1, most, 1, compiled=1)
+    rows = choices.choice("theta.rows", ("vector", "shared", "per head", "per head"), compiled=1)
+    kind = choices.choice("theta.length", ("full", "full", "one", "some"), compiled=1)
+    length = {"full": most, "one": 1}.get(kind) or choices.number(
+        "theta.E", range(1, most + 1), 1, most, 1, compiled=1
+    )
     shape = {"vector": (length,), "shared": (1, length), "per head": (heads, length)}[rows]
-    dtype = choices.choice("theta.dtype", ("float32", "float32", "float32", "float16", "bfloat16", "float64"), compiled=2)
+    dtype = choices.choice(
+        "theta.dtype", ("float32", "float32", "float32", "float16", "bfloat16", "float64"), compiled=1
+    )
     values = choices.choice("theta.values", ("frequencies", "frequencies", "frequencies", "uniform", "zeros"))
     grad = not constant and _grad(choices, "theta", 0.5)
     return _array(choices, "theta", shape, dtype, grad, values=values)
@@ -247,13 +286,17 @@ def _places(
     if where == "grid":
         return {}
     if where == "position_ids":
-        dtype = choices.choice("position_ids.dtype", _INTEGERS, compiled=2)
-        axes = choices.number("position_ids.axes", (0, 1, 1, 1, 2, 3, 5), 0, 6, compiled=2)
+        dtype = choices.choice("position_ids.dtype", _INTEGERS, compiled=1)
+        axes = choices.number("position_ids.axes", (0, 1, 1, 1, 2, 3, 5), 0, 6, compiled=1)
         axes = min(axes, max(angles // theta.shape[-1], 1))
-        shape = (tokens,) if axes == 0 else (batch, tokens) if choices.flag("position_ids.flat", 0.5, compiled=2) and axes == 1 else (batch, tokens, axes)
+        sizes: tuple[tuple[int, ...], ...] = ((tokens,), (batch, tokens), (batch, tokens, axes))
+        flat = choices.flag("position_ids.flat", 0.5, compiled=2) and axes == 1
+        shape = sizes[0 if axes == 0 else 1 if flat else 2]
         high = min(reach, _HIGHEST[dtype])
         low = -high if dtype != "uint8" and choices.flag("position_ids.negative", 0.3) else 0
-        return {"position_ids": _array(choices, "position_ids", shape, dtype, values="integers", numbers=(low, high))}
+        return {
+            "position_ids": _array(choices, "position_ids", shape, dtype, values="integers", numbers=(low, high))
+        }
     sign = -1 if choices.flag("offset.negative", 0.2) else 1
     start = sign * choices.number("offset", (0, 0, 1, 7, 100, near, near // 2), 0, FARTHEST)
     tensor = where == "offset tensor" or (where == "cu_seqlens" and choices.flag("offset.tensor", 0.3, compiled=1))
@@ -262,11 +305,11 @@ def _places(
         cuts = _cuts(choices, "cu_seqlens", _sequences(choices), tokens)
         found["cu_seqlens"] = _integers(choices, "cu_seqlens", cuts, ("int32", "int64"))
     if tensor:
-        dtype = choices.choice("offset.dtype", _INTEGERS, compiled=2)
+        dtype = choices.choice("offset.dtype", _INTEGERS, compiled=1)
         high = min(abs(start), _HIGHEST[dtype])
         low = -high if sign < 0 and dtype != "uint8" else 0
-        shape = (batch,) if choices.flag("offset.each", 0.6, compiled=2) else ()
-        found["offset"] = _array(choices, "offset", shape, dtype, values="integers", numbers=(low, high))
+        each = (batch,) if choices.flag("offset.each", 0.6, compiled=2) else ()
+        found["offset"] = _array(choices, "offset", each, dtype, values="integers", numbers=(low, high))
     elif start or choices.flag("offset.given", 0.1):
         options["offset"] = start
     return found
@@ -279,7 +322,7 @@ def _places(
 
 def _flash_attention(choices: Choices) -> Call:
     dtype = _dtype(choices)
-    packed = choices.choice("packed", ("no",) * 4 + ("queries", "keys", "both"), compiled=2)
+    packed = choices.choice("packed", ("no",) * 4 + ("queries", "keys", "both"), compiled=1)
     batch = 1 if packed != "no" else _batch(choices)
     key_heads = _heads(choices, "Hkv", 8)
     heads = key_heads * choices.number("group", _GROUPS[: 5 if choices.small else None], 1, 32, 1, compiled=2)
@@ -314,7 +357,7 @@ def _flash_attention(choices: Choices) -> Call:
     options: dict[str, Any] = _scale(choices, "scale")
     if choices.flag("causal", compiled=2):
         options["causal"] = True
-    if choices.flag("window", 0.3, compiled=2):
+    if choices.flag("window", 0.3, compiled=1):
         bounds = (None, 0, 1, 2, 5, 16, 31, 64, 100, 5000)
         window = [choices.choice(f"window{side}", bounds) for side in ("left", "right")]
         options["window"] = (list if choices.flag("window.list", 0.2) else tuple)(window)
@@ -340,7 +383,7 @@ def _factors(
 ) -> tuple[dict[str, Array], int, bool]:
     """The six factors, how many features a value has, and whether the kernels do not take them."""
     ranks = (1, 1, 1, 2, 2, 3, 4, 5, 8, 16, 17)
-    rank_q = choices.number("Rq", (0, 1, 2, 3, 4, 6, 8, 16, 17), 0, 64, 1, compiled=2)
+    rank_q = choices.number("Rq", (0, 1, 2, 3, 4, 6, 8, 16, 17), 0, 64, 1, compiled=1)
     rank_k = choices.number("Rk", ranks[: 6 if choices.small else None], 1, 32, 1, compiled=1)
     rank_v = rank_k if choices.flag("Rv=Rk", compiled=1) else choices.number("Rv", ranks, 1, 32, 1, compiled=1)
     values = features if choices.flag("E=D", 0.6, compiled=1) else _features(choices, "E", 256)
@@ -388,7 +431,7 @@ def _tpa_decode(choices: Choices) -> Call:
     options: dict[str, Any] = {}
     for name in ("scale", "scale_q", "scale_k", "scale_v"):
         options |= _scale(choices, name)
-    strategy = choices.choice("strategy", ("auto", "auto", "auto", "batch", "batch_head", "split_kv"), compiled=2)
+    strategy = choices.choice("strategy", ("auto", "auto", "auto", "batch", "batch_head", "split_kv"), compiled=1)
     if strategy != "auto":
         options["strategy"] = strategy
     options["backend"] = _backend(choices, beyond or dtype == "float64")
@@ -436,9 +479,14 @@ def _rotary_attention(choices: Choices) -> Call:
     if choices.flag("theta.partial", 0.3, compiled=1):
         length = choices.number("theta.E", range(1, length + 1), 1, length, 1, compiled=1)
     shape = (1, length) if choices.flag("theta.row", compiled=2) else (length,)
-    theta_dtype = choices.choice("theta.dtype", ("float32", "float32", "bfloat16", "float16", "float64"), compiled=2)
+    theta_dtype = choices.choice(
+        "theta.dtype", ("float32", "float32", "bfloat16", "float16", "float64"), compiled=1
+    )
     theta = _array(choices, "theta", shape, theta_dtype, _grad(choices, "theta", 0.5), values="frequencies")
-    options: dict[str, Any] = {"heads": heads, "scale": choices.choice("scale", (0.3, 0.125, 1.0, -0.25), compiled=4)}
+    options: dict[str, Any] = {
+        "heads": heads,
+        "scale": choices.choice("scale", (0.3, 0.125, 1.0, -0.25), compiled=4),
+    }
     if choices.flag("interleaved", compiled=1):
         options["interleaved"] = True
     return Call("", {"qkv": qkv, "theta": theta}, options, ((batch, tokens, heads, features),), 0)

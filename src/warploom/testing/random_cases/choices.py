@@ -1,9 +1,9 @@
 """Named choices: what a random call is made of, so that it can be drawn, varied, written down and simplified.
 
 A call is made by a function that asks for its choices by name. A seed answers at random; a record of an earlier
-call answers as it did then, and with the simplest option where it says nothing. So one mechanism draws a call, changes
-one thing about it, repeats it from one line of text, and shrinks it: a choice that is taken out of the record becomes
-the simplest.
+call answers as it did then, and with the simplest option where it says nothing. So one mechanism draws a call,
+changes one thing about it, repeats it from one line of text, and simplifies it: a choice that is taken out of the
+record becomes the simplest.
 """
 
 from __future__ import annotations
@@ -56,7 +56,14 @@ class Choices:
         return self._answer(name, self._narrowed(name, options, compiled), options[0], options.__contains__)
 
     def number(
-        self, name: str, options: Sequence[int], low: int, high: int, simplest: int = 0, *, compiled: int | None = None
+        self,
+        name: str,
+        options: Sequence[int],
+        low: int,
+        high: int,
+        simplest: int = 0,
+        *,
+        compiled: int | None = None,
     ) -> int:
         """One of the options that lie between two bounds, both included; a settled answer is any number there."""
         simplest = min(max(simplest, low), high)
@@ -68,6 +75,10 @@ class Choices:
         """Whether something is the case, which it is in a share of calls; not is simpler."""
         yes = round(20 * share)
         return self.choice(name, [False] * (20 - yes) + [True] * yes, compiled=compiled)
+
+    def settles(self, name: str, share: float) -> bool:
+        """Whether something holds for a run of calls that share the options kernels are compiled for; no record."""
+        return self.settled is None or Random(f"{self.settled}:{name}").random() < share
 
     def _narrowed(self, name: str, options: Sequence[T], compiled: int | None) -> Sequence[T]:
         if compiled is None or self.settled is None:
@@ -84,7 +95,7 @@ class Choices:
         self.options[name] = len(set(options))
         given = self.given.get(name, None)
         if name in self.given and name != self.other and fits(given):
-            value: T = given  # type: ignore[assignment]
+            value: T = given
         elif self.seed is None:
             value = simplest
         else:

@@ -1,4 +1,4 @@
-"""Families: a call and a few that differ from it in one thing, run by turns, so that plans meet calls nearly alike."""
+"""Families: a call and a few that differ from it in one thing, run by turns, so that plans meet them all."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from warploom.testing.random_cases.judging import Failure, Prepared, judge, judg
 
 __all__ = ["FAMILIES", "Fault", "Source", "Tally", "forget_plans", "parse", "run_calls", "run_family", "text_of"]
 
-FAMILIES = 24
-"""That share the options which kernels are compiled for."""
+FAMILIES = 256
+"""That share the options which kernels are compiled for: a run of them."""
 SIBLINGS = (1, 2, 3)
 ROUNDS = 3
 
@@ -36,22 +36,25 @@ class Source:
     anything: bool = False
     """Whether no options are shared between families, so that nearly every call compiles kernels of its own."""
 
+    def operator(self, index: int) -> str:
+        """That of a family: where kernels are compiled, the same for a run of them."""
+        return self.operators[(index if self._at_random else index // FAMILIES) % len(self.operators)]
+
+    @property
+    def _at_random(self) -> bool:
+        return self.anything or self.small
+
     def family(self, index: int) -> list[Call]:
         """The calls of a family: the first, and its siblings."""
-        run, place = divmod(index, FAMILIES)
-        operator = self.operators[run % len(self.operators)]
-        if self.anything or self.small:  # every operator, at once
-            operator = self.operators[place % len(self.operators)]
+        operator = self.operator(index)
         seed = f"{self.seed}:{operator}:{index}"
-        settled = None if self.anything or self.small else f"{self.seed}:{operator}:{run}"
+        settled = None if self._at_random else f"{self.seed}:{operator}:{index // FAMILIES}"
         first = make_call(operator, Choices(seed, settled=settled, small=self.small))
         calls, random = [first], Random(seed)
         for sibling in range(random.choice(SIBLINGS)):
             names = [name for name, options in first.varied.items() if options > 1]
             other = random.choice(names)
-            choices = Choices(
-                f"{seed}:{sibling}", first.answers, settled=settled, other=other, small=self.small
-            )
+            choices = Choices(f"{seed}:{sibling}", first.answers, settled=settled, other=other, small=self.small)
             calls.append(make_call(operator, choices))
         return calls
 

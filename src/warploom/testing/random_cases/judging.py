@@ -1,4 +1,4 @@
-"""Whether a call does what it must: run it, and hold everything that it returns and leaves behind to the contract."""
+"""Whether a call does what it must: its results, and what it leaves behind, against the operators' contract."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 Tensor = torch.Tensor
 
 MORE_DRAWS = {"cuda": (16, 64, 256), "cpu": (6, 24)}
-"""Fresh draws by whose mean a call is judged that missed its budget; each number if the one before did not clear it."""
+"""Fresh draws by whose mean a call is judged that missed its budget: a number of them, then more if that fails."""
 INDEPENDENT_OF_BATCH = frozenset({"tpa_decode"})
 """Operators that promise the same bits for a batch entry alone and in any batch."""
 FLUSHED = 2.0**-112
@@ -83,7 +83,7 @@ class Prepared:
 
     def run(self) -> tuple[list[Tensor], list[Tensor]]:
         """Outputs, and gradients of the tensors that want one."""
-        given = {name: placed.tensor for name, placed in self.arrays.items()}
+        given: dict[str, Tensor | None] = {name: placed.tensor for name, placed in self.arrays.items()}
         if self.call.operator.startswith("tpa") and "aq" not in given:
             given = {"aq": None, **given}
         first = list(given.values())[: self.call.positional]
@@ -118,9 +118,9 @@ class Prepared:
     def slack(self) -> list[Tensor] | None:
         """For attention, what the gradients are off if one number is rounded that is subtracted from others.
 
-        The gradient of a logit is ``P (dP - δ)`` with ``δ = Σ dO O``. Where a query has nearly all its weight on one
-        key the difference is nearly zero, and the rounding of ``O``, by which ``δ`` is off, is all that is left of
-        it; see the guide of flash attention. A gradient of ``δ`` is one of lse.
+        The gradient of a logit is ``P (dP - δ)`` with ``δ = Σ dO O``. Where a query has nearly all its weight on
+        one key the difference is nearly zero, and the rounding of ``O``, by which ``δ`` is off, is all that is left
+        of it; see the guide of flash attention. What ``δ`` is off acts as a gradient of lse.
         """
         statistics = statistics_of(self.call.operator)
         if statistics is None or not self.gradients:
@@ -250,7 +250,6 @@ class _Results:
 
 def _compared(prepared: Prepared) -> _Results:
     """What one draw came to; everything but accuracy is judged."""
-    call = prepared.call
     exact, eager = prepared.defined(torch.float64), prepared.defined(None)
     with poisoned_allocations():
         outputs, gradients = _guarded(prepared.run)
@@ -273,7 +272,7 @@ def _compared(prepared: Prepared) -> _Results:
 
 
 def _judge_again(prepared: Prepared, missed: list[tuple[int, Accuracy]]) -> None:
-    """Judge results that missed their budget, by those of fresh draws alone: the first draw was chosen for its error.
+    """Judge results that missed their budget by fresh draws alone: the first was chosen for its error.
 
     One error beyond `BEYOND_LUCK` times the mean budget is wrong all the same.
     """
@@ -329,7 +328,7 @@ def _check_form(prepared: Prepared, outputs: Sequence[Tensor]) -> None:
     for index, output in enumerate(outputs):
         if output.requires_grad != wanted:
             raise Failure(f"requires_grad {_name(call, index)}", f"is {output.requires_grad}, expected {wanted}")
-    like = next((call.arrays[name] for name in ("x", "q", "qkv", "aq", "bq") if name in call.arrays))
+    like = next(call.arrays[name] for name in ("x", "q", "qkv", "aq", "bq") if name in call.arrays)
     out = outputs[0]
     if out.dim() != len(like.shape) or out.numel() == 0:
         return

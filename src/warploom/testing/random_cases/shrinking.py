@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +54,7 @@ def _without_repetitions(calls: Sequence[Call]) -> list[Call]:
     return kept
 
 
-def _fewer(best: Fault, again: Any, end: float) -> Fault:
+def _fewer(best: Fault, again: Callable[[Sequence[Call]], Fault | None], end: float) -> Fault:
     calls = _without_repetitions(best.calls)
     for call in list(calls):
         left = [other for other in calls if other is not call]
@@ -66,42 +66,44 @@ def _fewer(best: Fault, again: Any, end: float) -> Fault:
     return replace(best, calls=tuple(calls))
 
 
-def _simpler(best: Fault, again: Any, end: float) -> Fault:
-    """Simplify one choice after another, of each call, as long as any can be."""
+def _simpler(best: Fault, again: Callable[[Sequence[Call]], Fault | None], end: float) -> Fault:
+    """Simplify the choices of each call as long as any can be."""
     calls = _without_repetitions(best.calls)
-    tried: set[str] = set()
     changed = True
-    while changed:
+    while changed and time.monotonic() < end:
         changed = False
-        for place, call in enumerate(calls):
-            for record in _simplified(call.record):
+        for place in range(len(calls)):
+            for change in _changes(calls[place].record):
                 if time.monotonic() > end:
-                    return replace(best, calls=tuple(calls))
-                simpler = make_call(call.operator, Choices(given=record))
-                key = f"{place} {sorted(simpler.record.items(), key=str)}"
-                if key in tried or _weight(simpler) >= _weight(call):
+                    break
+                record = dict(calls[place].record)
+                if any(record.get(name) != before for name, (before, _) in change.items()):
+                    continue  # an earlier change took it
+                record.update({name: after for name, (_, after) in change.items()})
+                simpler = make_call(calls[place].operator, Choices(given=record))
+                if _weight(simpler) >= _weight(calls[place]):
                     continue
-                tried.add(key)
                 found = again([*calls[:place], simpler, *calls[place + 1 :]])
                 if found is not None:
                     best, changed = found, True
                     calls[place] = simpler
-                    break
-            if changed:
-                break
     return replace(best, calls=tuple(calls))
 
 
-def _simplified(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Records with one choice the simplest, and then those with a smaller number."""
+def _changes(record: dict[str, Any]) -> Iterator[dict[str, tuple[Any, Any]]]:
+    """Changes to a record, as values before and after: many choices at once, ever fewer, then smaller numbers."""
     # What belongs to a tensor goes with its memory, so that goes first.
-    for name in sorted(record, key=lambda name: (not name.endswith(".memory"), name)):
-        yield {other: value for other, value in record.items() if other != name}
+    names = sorted(record, key=lambda name: (not name.endswith(".memory"), name))
+    size = -(-len(names) // 2)
+    while size:
+        for start in range(0, len(names), size):
+            yield {name: (record[name], None) for name in names[start : start + size]}  # None fits no choice
+        size = size // 2 if size > 1 else 0
     for name, value in record.items():
         if type(value) is int and value > 1:
             for smaller in dict.fromkeys((value // 2, value * 3 // 4, value - 2, value - 1)):
                 if 0 <= smaller < value:
-                    yield {**record, name: smaller}
+                    yield {name: (value, smaller)}
 
 
 def _weight(call: Call) -> tuple[int, int]:
