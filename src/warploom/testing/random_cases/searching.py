@@ -93,11 +93,9 @@ _Result = tuple[str, Tally, list[Fault]]
 def _in_this_process(plan: Plan) -> Iterator[_Result]:
     end, device = time.monotonic() + plan.seconds, torch.device(plan.device)
     for index in plan.indices(0):
-        if time.monotonic() > end:
-            return
         tally, faults = run_family(plan.source, index, device, plan.backend)
         yield plan.source.operator(index), tally, faults
-        if any(fault.fatal for fault in faults):
+        if time.monotonic() > end or any(fault.fatal for fault in faults):
             return
 
 
@@ -187,10 +185,10 @@ def _work(plan: Plan, number: int, skipped: int, end: float, pipe: Connection) -
     for _ in range(skipped):
         next(indices)
     for index in indices:
-        if time.monotonic() > end:
-            return
         pipe.send(index)
         tally, faults = run_family(plan.source, index, device, plan.backend)
         pipe.send((plan.source.operator(index), tally, faults))
         if any(fault.fatal for fault in faults):
             raise SystemExit(_AGAIN)
+        if time.monotonic() > end:
+            return
