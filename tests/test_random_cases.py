@@ -26,10 +26,12 @@ from warploom.testing.random_cases import (
     OPERATORS,
     Call,
     Fault,
-    Outcome,
     Plan,
     Source,
+    arrays,
+    families,
     function_of,
+    judging,
     parse,
     python_of,
     reference_of,
@@ -39,7 +41,6 @@ from warploom.testing.random_cases import (
     shrink,
     text_of,
 )
-from warploom.testing.random_cases import arrays, definitions, families, judging
 from warploom.testing.random_cases.arrays import KINDS, Array, Memory
 from warploom.testing.random_cases.calls import make_call
 from warploom.testing.random_cases.choices import Choices
@@ -174,7 +175,9 @@ def test_families_in_a_run_share_what_kernels_are_compiled_for() -> None:
 
 def test_workers_and_shards_share_the_families() -> None:
     plans = [Plan(Source(0), "cpu", workers=2, shard=(index, 3)) for index in range(3)]
-    found = [index for plan in plans for worker in range(2) for index, _ in zip(plan.indices(worker), range(FAMILIES))]
+    found = [
+        index for plan in plans for worker in range(2) for index, _ in zip(plan.indices(worker), range(FAMILIES))
+    ]
     assert sorted(found) == list(range(6 * FAMILIES))
 
 
@@ -328,7 +331,9 @@ def test_a_fault_that_needs_a_call_before_it_keeps_both(monkeypatch: pytest.Monk
 
     plant(monkeypatch, confuse)
     monkeypatch.setattr(families, "forget_plans", dtypes.clear)
-    calls = [make_call("lrpe_rotate", Choices(given={"dtype": d, "N": 5})) for d in ("float32", "bfloat16", "float16")]
+    calls = [
+        make_call("lrpe_rotate", Choices(given={"dtype": d, "N": 5})) for d in ("float32", "bfloat16", "float16")
+    ]
     calls = [calls[0], calls[2]]
     _, faults = run_calls(calls, CPU, None)
     assert faults
@@ -408,7 +413,10 @@ def test_what_fails_prints_a_line_that_repeats_it(
 
 
 def test_a_search_that_finds_nothing_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("check lrpe_cosine --random 0.5 --seed 4 --backend torch --device cpu".split()) == 0
+    assert (
+        main(["check", "lrpe_cosine", "--random", "0.5", "--seed", "4", "--backend", "torch", "--device", "cpu"])
+        == 0
+    )
     out = capsys.readouterr().out.splitlines()
     assert "lrpe_cosine" in out[1]
     assert out[-1].startswith("seed 4, ")

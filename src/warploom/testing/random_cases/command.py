@@ -21,9 +21,9 @@ from warploom.testing.random_cases.text import python_of
 
 __all__ = ["pick_operators", "report_of", "run_random", "run_repeat"]
 
-SHRUNK = 12
+SHRUNK = 8
 """Failures that are simplified; of the rest there is a line that repeats them."""
-SHRINKING = 30.0
+SHRINKING = 15.0
 """Seconds for each."""
 EVERY = 10.0
 """Seconds between two lines of progress."""

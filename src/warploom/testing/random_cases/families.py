@@ -124,7 +124,7 @@ def run_calls(
                     repeat(*known[number])
                 else:
                     tally.calls += judge_entry(*known[number])
-                    repeat(*known[number])
+                    repeat(Prepared(call, device, backend), known[number][1])  # at other addresses
             except Failure as failure:
                 known.pop(number, None)
                 faults.append(Fault(tuple(so_far), failure.kind, failure.detail, failure.fatal, index))
