@@ -53,7 +53,7 @@ class Failure(Exception):
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(f"{kind}: {detail}")
         self.kind, self.detail = kind, detail
-        self.fatal = "CUDA error" in detail or "CUDA driver" in detail
+        self.fatal = "CUDA error" in detail or "Triton Error [CUDA]" in detail
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,8 @@ def repeat(prepared: Prepared, verdict: Verdict) -> None:
         Failure: It gives others.
     """
     outputs, gradients = _guarded(prepared.run)
-    _check_bits(prepared.call, _bits(_on_cpu([*outputs, *gradients])), verdict.bits)
+    found = _guarded(functools.partial(_on_cpu, [*outputs, *gradients]))
+    _check_bits(prepared.call, _bits(found), verdict.bits)
 
 
 def judge_entry(prepared: Prepared, verdict: Verdict) -> int:
@@ -252,7 +253,7 @@ def judge_entry(prepared: Prepared, verdict: Verdict) -> int:
     entry = call.seed % batch
     alone = prepared.entry(entry)
     outputs, _ = _guarded(alone.run)
-    (found,) = _bits(_on_cpu(outputs[:1]))
+    (found,) = _bits(_guarded(functools.partial(_on_cpu, outputs[:1])))
     if not torch.equal(found, verdict.bits[0][entry : entry + 1]):
         raise Failure("batch output", f"batch entry {entry} alone gives other bits than in a batch of {batch}")
     return 1
@@ -275,7 +276,7 @@ def _compared(prepared: Prepared) -> _Results:
     _check_form(prepared, outputs)
     changed = prepared.changed()
     flags = [flag.reshape(1).double() for _, flag in changed]
-    on_cpu = _on_cpu([*found, *exact, *eager, *flags])
+    on_cpu = _guarded(functools.partial(_on_cpu, [*found, *exact, *eager, *flags]))
     for (name, _), flag in zip(changed, on_cpu[3 * len(found) :]):
         if bool(flag):
             raise Failure(f"modified {name}", "its memory, or what lies around it, has been written to")
