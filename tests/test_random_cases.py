@@ -426,6 +426,8 @@ def test_a_search_that_finds_nothing_ends_well(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("check --seed 3", "check: --seed is for random calls"),
+        ("check --random 1 --spec here.py", "leave --spec out"),
         ("check nothing --random 1", "no operator 'nothing' with random calls"),
         ("check --repeat 3", "expected SEED:INDEX"),
         ("check --repeat 3:x", "expected SEED:INDEX"),

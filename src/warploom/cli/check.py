@@ -11,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING
 
 from warploom.cli.common import Commands, add_device, add_spec, names_in, pick, the_device
-from warploom.errors import WarploomError
+from warploom.errors import ArgumentError, WarploomError
 
 if TYPE_CHECKING:
     import torch
@@ -35,13 +35,33 @@ def add_parser(commands: Commands) -> None:
     )
     add_spec(parser)
     random = parser.add_argument_group("random calls")
-    random.add_argument("--random", type=float, metavar="SECONDS", help="random valid calls for so long")
+    random.add_argument("--random", type=_seconds, metavar="SECONDS", help="random valid calls for so long")
     random.add_argument("--seed", type=int, metavar="N", help="where they come from (default: a new one)")
-    random.add_argument("--workers", type=int, metavar="K", help="processes (default: up to 16 on a GPU, else 1)")
-    random.add_argument("--shard", type=_shard, default=(0, 1), metavar="I/N", help="the I-th of N such commands")
+    random.add_argument(
+        "--workers", type=_count, metavar="K", help="processes (default: up to 16 on a GPU, else 1)"
+    )
+    random.add_argument("--shard", type=_shard, metavar="I/N", help="run the I-th of N parts")
     random.add_argument("--anything", action="store_true", help="calls share no compiled kernels: slow on a GPU")
     random.add_argument("--repeat", metavar="CALL", help="a call that failed, as it was printed")
     parser.set_defaults(command=_check)
+
+
+def _seconds(text: str) -> float:
+    """A time."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected seconds, got {text!r}")
+    return value
+
+
+def _count(text: str) -> int:
+    """A number of processes."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 1, got {text!r}")
+    return int(text)
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -55,6 +75,9 @@ def _shard(text: str) -> tuple[int, int]:
 def _check(options: argparse.Namespace) -> int:
     if options.random is not None or options.repeat is not None:
         return _check_random(options)
+    for name in ("seed", "workers", "shard", "anything"):
+        if getattr(options, name) not in (None, False):
+            raise ArgumentError(f"check: --{name} is for random calls; give --random as well")
     from rich.console import Console
     from rich.table import Table
 
@@ -88,6 +111,8 @@ def _check_random(options: argparse.Namespace) -> int:
     from warploom.testing.random_cases import command
     from warploom.testing.random_cases.searching import Plan
 
+    if options.spec:
+        raise ArgumentError("check: random calls are of the public functions; leave --spec out")
     device = the_device(options.device)
     seed = int.from_bytes(os.urandom(4)) if options.seed is None else options.seed
     operators = command.pick_operators([name.replace("-", "_") for name in options.names])
@@ -96,7 +121,7 @@ def _check_random(options: argparse.Namespace) -> int:
     backend = options.backend
     if backend is None and not command.can_run_kernels(device):
         backend = "auto"
-    plan = Plan(source, device.type, backend, options.random or 0.0, workers, options.shard)
+    plan = Plan(source, device.type, backend, options.random or 0.0, workers, options.shard or (0, 1))
     return command.run_repeat(options.repeat, plan) if options.repeat else command.run_random(plan)
 
 

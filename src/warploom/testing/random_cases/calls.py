@@ -23,40 +23,14 @@ _GROUPS = (1, 1, 1, 2, 3, 4, 8)
 """Query heads to a head of keys."""
 LONG = (300, 511, 513, 1023, 1025, 2049, 4099)
 FEATURES = (
-    1,
-    2,
-    3,
-    5,
-    8,
-    12,
-    15,
-    16,
-    17,
-    24,
-    31,
-    32,
-    33,
-    40,
-    48,
-    64,
-    64,
-    65,
-    80,
-    96,
-    127,
-    128,
-    128,
-    129,
-    192,
-    255,
-    256,
-)
-ELEMENTS = {False: 2**21, True: 2**11}
-"""Most elements of a tensor, where sizes need not and where they must suit the interpreter."""
+    1, 2, 3, 5, 8, 12, 15, 16, 17, 24, 31, 32, 33, 40, 48, 64, 64, 65, 80, 96, 127, 128, 128, 129, 192, 255, 256,
+)  # fmt: skip
+ELEMENTS = {False: (2**14, 2**14, 2**15, 2**15, 2**16, 2**16, 2**18, 2**21), True: (2**11,)}
+"""Most elements of a tensor, where sizes need not and where they must suit the interpreter: one for each call."""
+PRODUCTS = {False: (2**16, 2**17, 2**18, 2**23), True: (2**12,)}
+"""Most products of a query and a key, over all batch entries and heads."""
 _FIRST = {"lrpe_rotate": 2, "lrpe_cosine": 2, "flash_attention": 3, "rotary_attention": 2}
 """How many arguments may be given without a name, of those that have not six."""
-PRODUCTS = {False: 2**23, True: 2**12}
-"""Most products of a query and a key, over all batch entries and heads."""
 FARTHEST = 2**24
 """Positions up to which angles are exact; see the guide of LRPE."""
 
@@ -149,6 +123,14 @@ def _batch(choices: Choices) -> int:
     return choices.number("B", (0, *sizes * 3), 0, 512, 1)
 
 
+def _elements(choices: Choices) -> int:
+    return choices.room("elements", ELEMENTS[choices.small])
+
+
+def _products(choices: Choices) -> int:
+    return choices.room("products", PRODUCTS[choices.small])
+
+
 def _length(choices: Choices, name: str, most: int) -> int:
     """A length, so that a tensor or a product has at most so many elements."""
     if choices.small:
@@ -229,7 +211,7 @@ def _lrpe(choices: Choices, paired: bool) -> Call:
         compiled=2,
     )
     batch = 1 if where == "cu_seqlens" else _batch(choices)
-    most = ELEMENTS[choices.small] // max(batch * heads * features, 1)
+    most = _elements(choices) // max(batch * heads * features, 1)
     prefix = 0 if where == "position_ids" else choices.number("prefix", (0, 0, 0, 1, 2, 5, 17), 0, 64, compiled=2)
     options: dict[str, Any] = {"activation": choices.choice("activation", _ACTIVATIONS, compiled=1)}
     axes = 1
@@ -329,10 +311,10 @@ def _flash_attention(choices: Choices) -> Call:
     most_features = 300 if dtype == "float64" or choices.flag("wide", 0.02, compiled=1) else 256
     features = _features(choices, "D", most_features)
     values = features if choices.flag("E=D", 0.7, compiled=1) else _features(choices, "E", most_features)
-    room = ELEMENTS[choices.small] // max(batch * max(heads, 1) * max(features, values), 1)
+    room = _elements(choices) // max(batch * max(heads, 1) * max(features, values), 1)
     tokens = _length(choices, "N", room)
     alike = packed in ("queries", "keys") or choices.flag("M=N", 0.4)
-    cells = PRODUCTS[choices.small] // max(batch * heads * tokens, 1)
+    cells = _products(choices) // max(batch * heads * tokens, 1)
     keys = tokens if alike else _length(choices, "M", min(room, cells))
     size = choices.choice("size", (1.0, 1.0, 1.0, 0.1, 3.0))
     nan = choices.flag("q.nan", 0.05)
@@ -416,8 +398,8 @@ def _tpa_decode(choices: Choices) -> Call:
     heads = _heads(choices, "H", 16, 1)
     features = _features(choices, "D", 256)
     tokens = choices.number("N", (1,) * 8 + (2, 2, 3, 4, 5, 0, 17), 0, 100, 1, compiled=2)
-    room = ELEMENTS[choices.small] // max(batch * max(heads, features), 1)
-    keys = _length(choices, "M", min(room, PRODUCTS[choices.small] // max(batch * heads * tokens, 1)))
+    room = _elements(choices) // max(batch * max(heads, features), 1)
+    keys = _length(choices, "M", min(room, _products(choices) // max(batch * heads * tokens, 1)))
     arrays, values, beyond = _factors(
         choices, dtype, batch, tokens, heads, features, choices.answers["no_grad"], keys
     )
@@ -445,9 +427,9 @@ def _tpa_attention(choices: Choices) -> Call:
     batch = 1 if packed else _batch(choices)
     heads = _heads(choices, "H", 8, 1)
     features = _features(choices, "D", 256)
-    room = ELEMENTS[choices.small] // max(batch * max(heads, features), 1)
+    room = _elements(choices) // max(batch * max(heads, features), 1)
     tokens = _length(choices, "N", room)
-    cells = PRODUCTS[choices.small] // max(batch * heads * tokens, 1)
+    cells = _products(choices) // max(batch * heads * tokens, 1)
     keys = tokens if packed or choices.flag("M=N", 0.5) else _length(choices, "M", min(room, cells))
     arrays, values, beyond = _factors(choices, dtype, batch, tokens, heads, features, True, keys)
     if packed:
@@ -471,8 +453,8 @@ def _rotary_attention(choices: Choices) -> Call:
     heads = key_heads * choices.number("group", _GROUPS[: 5 if choices.small else None], 1, 32, 1, compiled=2)
     features = 2 * _features(choices, "D/2", 128)
     every = heads + 2 * key_heads
-    room = ELEMENTS[choices.small] // max(batch * every * features, 1)
-    cells = math.isqrt(PRODUCTS[choices.small] // max(batch * heads, 1))
+    room = _elements(choices) // max(batch * every * features, 1)
+    cells = math.isqrt(_products(choices) // max(batch * heads, 1))
     tokens = _length(choices, "N", min(room, cells))
     grad = _grad(choices, "qkv")
     qkv = _array(choices, "qkv", (batch, tokens, every, features), dtype, grad)

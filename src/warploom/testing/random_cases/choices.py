@@ -76,6 +76,10 @@ class Choices:
         yes = round(20 * share)
         return self.choice(name, [False] * (20 - yes) + [True] * yes, compiled=compiled)
 
+    def room(self, name: str, options: Sequence[int]) -> int:
+        """A bound on what is drawn, and no more than that: it is no part of the record."""
+        return max(options) if self.seed is None else Random(f"{self.seed}:{name}").choice(options)
+
     def settles(self, name: str, share: float) -> bool:
         """Whether something holds for a run of calls that share the options kernels are compiled for; no record."""
         return self.settled is None or Random(f"{self.settled}:{name}").random() < share

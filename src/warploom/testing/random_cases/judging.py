@@ -29,6 +29,8 @@ MORE_DRAWS = {"cuda": (16, 64, 256), "cpu": (6, 24)}
 """Fresh draws by whose mean a call is judged that missed its budget: a number of them, then more if that fails."""
 INDEPENDENT_OF_BATCH = frozenset({"tpa_decode"})
 """Operators that promise the same bits for a batch entry alone and in any batch."""
+LARGE = 2**18
+"""Elements from which on results are compared where they are."""
 FLOAT32 = 3 * 2.0**-24
 """The budget of a float32 number that the eager reference has rounded once, relative to it."""
 FLOAT64 = 2.0**-40
@@ -388,9 +390,9 @@ def _guarded(run: Callable[[], T]) -> T:
 
 
 def _on_cpu(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies on the CPU, by one transfer."""
+    """Copies on the CPU, by one transfer, of tensors that are small: a GPU takes longer for each than for all."""
     tensors = [tensor.detach() for tensor in tensors]
-    if not tensors or not tensors[0].is_cuda:
+    if not tensors or not tensors[0].is_cuda or sum(tensor.numel() for tensor in tensors) > LARGE:
         return tensors
     flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu()
     parts = flat.split([tensor.numel() for tensor in tensors])
