@@ -1,0 +1,121 @@
+"""Named choices: what a random call is made of, so that it can be drawn, varied, written down and simplified.
+
+A call is made by a function that asks for its choices by name. A seed answers at random; a record of an earlier
+call answers as it did then, and with the simplest option where it says nothing. So one mechanism draws a call,
+changes one thing about it, repeats it from one line of text, and simplifies it: a choice that is taken out of the
+record becomes the simplest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any, TypeVar
+
+__all__ = ["Choices", "as_tuples"]
+
+T = TypeVar("T")
+
+
+class Choices:
+    """Answers to the questions of whoever makes a call.
+
+    Args:
+        seed: Whence new answers come; None for the simplest option.
+        given: Answers that are settled, by name. One that does not fit is taken for none.
+        settled: Whence the options come that a kernel is compiled for, where many calls have few of them.
+        other: The name of a choice whose answer must be another than that of ``given``.
+        small: Whether sizes suit Triton's interpreter.
+    """
+
+    def __init__(
+        self,
+        seed: str | None = None,
+        given: Mapping[str, Any] | None = None,
+        *,
+        settled: str | None = None,
+        other: str | None = None,
+        small: bool = False,
+    ) -> None:
+        self.seed, self.given, self.settled, self.other, self.small = seed, given or {}, settled, other, small
+        self.answers: dict[str, Any] = {}
+        """Of every choice that was asked for."""
+        self.record: dict[str, Any] = {}
+        """Those that are not the simplest."""
+        self.options: dict[str, int] = {}
+        """How many there were to choose from."""
+
+    def choice(self, name: str, options: Sequence[T], *, compiled: int | None = None) -> T:
+        """One of the options, the first of which is the simplest; one that stands there twice is drawn as often.
+
+        Args:
+            name: What the choice is called.
+            options: JSON values, with tuples for lists.
+            compiled: How many options a run of calls has between them, if kernels are compiled for each.
+        """
+        return self._answer(name, self._narrowed(name, options, compiled), options[0], options.__contains__)
+
+    def number(
+        self,
+        name: str,
+        options: Sequence[int],
+        low: int,
+        high: int,
+        simplest: int = 0,
+        *,
+        compiled: int | None = None,
+    ) -> int:
+        """One of the options that lie between two bounds, both included; a settled answer is any number there."""
+        simplest = min(max(simplest, low), high)
+        within = [option for option in options if low <= option <= high] or [simplest]
+        narrowed = self._narrowed(name, within, compiled)
+        return self._answer(name, narrowed, simplest, lambda value: type(value) is int and low <= value <= high)
+
+    def flag(self, name: str, share: float = 0.5, *, compiled: int | None = None) -> bool:
+        """Whether something is the case, which it is in a share of calls; not is simpler."""
+        yes = round(20 * share)
+        return self.choice(name, [False] * (20 - yes) + [True] * yes, compiled=compiled)
+
+    def room(self, name: str, options: Sequence[int]) -> int:
+        """A bound on what is drawn, and no more than that: it is no part of the record."""
+        return max(options) if self.seed is None else Random(f"{self.seed}:{name}").choice(options)
+
+    def settles(self, name: str, share: float) -> bool:
+        """Whether something holds for a run of calls that share the options kernels are compiled for; no record."""
+        return self.settled is None or Random(f"{self.settled}:{name}").random() < share
+
+    def _narrowed(self, name: str, options: Sequence[T], compiled: int | None) -> Sequence[T]:
+        if compiled is None or self.settled is None:
+            return options
+        random = Random(f"{self.settled}:{name}")
+        kept: list[T] = []
+        order = random.sample(range(len(options)), len(options))
+        for option in (options[index] for index in order):
+            if option not in kept and len(kept) < compiled:
+                kept.append(option)
+        return [option for option in options if option in kept]
+
+    def _answer(self, name: str, options: Sequence[T], simplest: T, fits: Any) -> T:
+        self.options[name] = len(set(options))
+        given = self.given.get(name, None)
+        if name in self.given and name != self.other and fits(given):
+            value: T = given
+        elif self.seed is None:
+            value = simplest
+        else:
+            if name == self.other:
+                options = [option for option in options if option != given] or options
+            value = Random(f"{self.seed}:{name}").choice(options)
+        self.answers[name] = value
+        if value != simplest:
+            self.record[name] = value
+        return value
+
+
+def as_tuples(value: Any) -> Any:
+    """A JSON value with tuples for lists, as choices have them."""
+    if isinstance(value, list):
+        return tuple(map(as_tuples, value))
+    if isinstance(value, dict):
+        return {name: as_tuples(one) for name, one in value.items()}
+    return value

@@ -1,0 +1,148 @@
+"""``warploom check --random`` and ``--repeat``: what they print."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from warploom.backend import HAS_TRITON
+from warploom.errors import ArgumentError
+from warploom.testing.random_cases.calls import OPERATORS, Call
+from warploom.testing.random_cases.families import Fault, Source, parse, run_calls, text_of
+from warploom.testing.random_cases.searching import Outcome, Plan, search
+from warploom.testing.random_cases.shrinking import shrink
+from warploom.testing.random_cases.text import python_of
+
+__all__ = ["pick_operators", "report_of", "run_random", "run_repeat"]
+
+SHRUNK = 8
+"""Failures that are simplified; of the rest there is a line that repeats them."""
+SHRINKING = 15.0
+"""Seconds for each."""
+EVERY = 10.0
+"""Seconds between two lines of progress."""
+
+
+def pick_operators(names: Sequence[str]) -> tuple[str, ...]:
+    """The operators asked for, all of them if none.
+
+    Raises:
+        ArgumentError: There is no such operator.
+    """
+    for name in names:
+        if name not in OPERATORS:
+            raise ArgumentError(f"no operator {name!r} with random calls; there are: {', '.join(OPERATORS)}")
+    return tuple(names) or OPERATORS
+
+
+def can_run_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels run there."""
+    if device.type == "cuda" or not HAS_TRITON:
+        return device.type == "cuda" and HAS_TRITON
+    from warploom import launch
+
+    return launch.runs_on_cpu()
+
+
+def source_of(seed: int, operators: Sequence[str], device: torch.device, anything: bool) -> Source:
+    """Where families come from on a device: in the interpreter they are small."""
+    chosen = tuple(operators)
+    if not can_run_kernels(device):  # this operator has no other way to run
+        chosen = tuple(name for name in chosen if name != "rotary_attention")
+    return Source(seed, chosen, small=device.type != "cuda", anything=anything)
+
+
+def run_random(plan: Plan) -> int:
+    """Search, print what was found, and return the exit status."""
+    source = plan.source
+    print(f"seed {source.seed}: {', '.join(source.operators)} on {plan.device}", flush=True)
+    shown, heard = 0, time.monotonic()
+
+    def report(outcome: Outcome) -> None:
+        nonlocal shown, heard
+        for fault in outcome.faults[shown:]:
+            print(f"FAILED {_line_of(fault)}\n  {_command(plan, fault)}", flush=True)
+        shown = len(outcome.faults)
+        if time.monotonic() - heard > EVERY:
+            heard = time.monotonic()
+            print(f"{outcome.seconds:.0f} s: {outcome.describe()}", file=sys.stderr, flush=True)
+
+    outcome = search(plan, report)
+    for fault in _distinct(outcome.faults)[:SHRUNK]:
+        print(report_of(fault, plan, SHRINKING), flush=True)
+    width = max(map(len, outcome.tallies), default=0)
+    for operator, tally in sorted(outcome.tallies.items()):
+        print(
+            f"{operator:{width}}  {tally.calls:7} calls  {tally.cases:7} cases  {tally.redrawn:4} redrawn  "
+            f"worst error / budget {tally.worst:.2f}"
+        )
+    print(f"seed {source.seed}, {outcome.seconds:.0f} s: {outcome.describe()}")
+    return int(bool(outcome.faults))
+
+
+def run_repeat(text: str, plan: Plan) -> int:
+    """Run what a line of an earlier run says, and return the exit status."""
+    calls = _calls_of(text, plan.source)
+    tally, faults = run_calls(calls, torch.device(plan.device), plan.backend)
+    for fault in _distinct(faults):
+        print(f"FAILED {_line_of(fault)}")
+        print(python_of([fault.calls[-1]], plan.device, plan.backend))
+    print(f"{tally.calls} calls, {tally.cases} cases compared with float64, {len(faults)} failed")
+    return int(bool(faults))
+
+
+def report_of(fault: Fault, plan: Plan, seconds: float) -> str:
+    """A failure, simplified: what is wrong, the line that repeats it, and Python to paste."""
+    simple = shrink(fault, torch.device(plan.device), plan.backend, seconds)
+    index = fault.index
+    lines = [f"SIMPLIFIED {_line_of(simple)}", f"  {_command(plan, replace(simple, index=None))}"]
+    if index is not None:
+        lines.append(f"  found by: {_command(plan, fault)}")
+    return "\n".join([*lines, python_of(simple.calls, plan.device, plan.backend), ""])
+
+
+def _calls_of(text: str, source: Source) -> list[Call]:
+    """The calls of a line, which is JSON or a family: ``SEED:INDEX``, and what kind of source it was."""
+    seed, *rest = text.split(":") if text[:1].isdigit() else ("",)
+    if not seed:
+        return parse(text)
+    kinds = set(rest[1:])
+    if not rest or not seed.isdigit() or not rest[0].isdigit() or not kinds <= {"small", "anything"}:
+        raise ArgumentError(f"--repeat {text}: expected SEED:INDEX or the JSON of a call")
+    source = replace(source, seed=int(seed), small="small" in kinds, anything="anything" in kinds)
+    return source.family(int(rest[0]))
+
+
+def _command(plan: Plan, fault: Fault) -> str:
+    """The command line that repeats a failure."""
+    words = ["warploom", "check"]
+    source = plan.source
+    if fault.index is not None:
+        words += source.operators if source.operators != OPERATORS else ()
+        kinds = [kind for kind in ("small", "anything") if getattr(source, kind)]
+        words += ["--repeat", ":".join([str(source.seed), str(fault.index), *kinds])]
+    else:
+        words += ["--repeat", text_of(fault.calls)]
+    words += ["--device", plan.device]
+    words += ["--backend", plan.backend] if plan.backend else []
+    interpreted = plan.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return ("TRITON_INTERPRET=1 " if interpreted else "") + shlex.join(words)
+
+
+def _line_of(fault: Fault) -> str:
+    return f"{fault.calls[-1].operator}: {fault.kind}: {fault.detail}"
+
+
+def _distinct(faults: Sequence[Fault]) -> list[Fault]:
+    """One of every kind for each operator, the first found; then the others."""
+    first: dict[tuple[str, str], Fault] = {}
+    for fault in faults:
+        first.setdefault((fault.calls[-1].operator, fault.kind), fault)
+    chosen = list(first.values())
+    return chosen + [fault for fault in faults if not any(fault is one for one in chosen)]

@@ -1,0 +1,167 @@
+"""Families: a call and a few that differ from it in one thing, run by turns, so that plans meet them all."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+
+from warploom.errors import ArgumentError
+from warploom.plans import Plans
+from warploom.testing.random_cases.calls import OPERATORS, Call, make_call
+from warploom.testing.random_cases.choices import Choices, as_tuples
+from warploom.testing.random_cases.judging import Failure, Prepared, judge, judge_entry, repeat
+
+__all__ = ["FAMILIES", "Fault", "Source", "Tally", "forget_plans", "parse", "run_calls", "run_family", "text_of"]
+
+FAMILIES = 256
+"""That share the options which kernels are compiled for: a run of them."""
+SIBLINGS = (1, 2, 3)
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Source:
+    """Whence families come: a family is the same for the same source and index, on any machine."""
+
+    seed: int
+    operators: tuple[str, ...] = OPERATORS
+    small: bool = False
+    """Sizes that suit Triton's interpreter."""
+    anything: bool = False
+    """Whether no options are shared between families, so that nearly every call compiles kernels of its own."""
+
+    def operator(self, index: int) -> str:
+        """That of a family: where kernels are compiled, the same for a run of them."""
+        return self.operators[(index if self._at_random else index // FAMILIES) % len(self.operators)]
+
+    @property
+    def _at_random(self) -> bool:
+        return self.anything or self.small
+
+    def family(self, index: int) -> list[Call]:
+        """The calls of a family: the first, and its siblings."""
+        operator = self.operator(index)
+        seed = f"{self.seed}:{operator}:{index}"
+        settled = None if self._at_random else f"{self.seed}:{operator}:{index // FAMILIES}"
+        first = make_call(operator, Choices(seed, settled=settled, small=self.small))
+        calls, random = [first], Random(seed)
+        for sibling in range(random.choice(SIBLINGS)):
+            names = [name for name, options in first.varied.items() if options > 1]
+            other = random.choice(names)
+            choices = Choices(f"{seed}:{sibling}", first.answers, settled=settled, other=other, small=self.small)
+            calls.append(make_call(operator, choices))
+        return calls
+
+
+@dataclass
+class Tally:
+    """What was run."""
+
+    calls: int = 0
+    """Of an operator, forward and, where a gradient is asked for, backward."""
+    cases: int = 0
+    """Calls that differ, each compared with float64."""
+    redrawn: int = 0
+    """Results that missed the budget of one draw and kept that of more."""
+    worst: float = 0.0
+    """The largest error over its budget."""
+
+    def add(self, other: Tally) -> None:
+        """Add up."""
+        self.calls += other.calls
+        self.cases += other.cases
+        self.redrawn += other.redrawn
+        self.worst = max(self.worst, other.worst)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A call that failed, among others that were run before it."""
+
+    calls: tuple[Call, ...]
+    """Those that were run, up to the one that failed."""
+    kind: str
+    detail: str
+    fatal: bool = False
+    """Whether the process can run nothing more."""
+    index: int | None = field(default=None, compare=False)
+    """Of the family."""
+
+
+def run_family(source: Source, index: int, device: torch.device, backend: str | None) -> tuple[Tally, list[Fault]]:
+    """Run a family of a source."""
+    return run_calls(source.family(index), device, backend, index)
+
+
+def run_calls(
+    calls: Sequence[Call], device: torch.device, backend: str | None, index: int | None = None
+) -> tuple[Tally, list[Fault]]:
+    """Run calls one after the other, and all of them again; the first time each is compared with float64."""
+    tally, faults = Tally(), []
+    known: dict[int, tuple[Prepared, Any]] = {}
+    so_far: list[Call] = []
+    for round_ in range(ROUNDS):
+        for number, call in enumerate(calls):
+            if round_ and number not in known:
+                continue
+            so_far.append(call)
+            tally.calls += 1
+            try:
+                if round_ == 0:
+                    tally.cases += 1
+                    prepared = Prepared(call, device, backend)
+                    verdict = judge(prepared)
+                    known[number] = prepared, verdict
+                    tally.redrawn += verdict.redrawn
+                    tally.worst = max(tally.worst, verdict.ratio)
+                elif round_ == 1:
+                    repeat(*known[number])
+                else:
+                    tally.calls += judge_entry(*known[number])
+                    repeat(Prepared(call, device, backend), known[number][1])  # at other addresses
+            except Failure as failure:
+                known.pop(number, None)
+                faults.append(Fault(tuple(so_far), failure.kind, failure.detail, failure.fatal, index))
+                if failure.fatal:
+                    return tally, faults
+    return tally, faults
+
+
+def forget_plans() -> None:
+    """Let nothing be known of any call, as in a new process."""
+    for plans in _plans():
+        plans.known.clear()
+        plans.recent = ()
+
+
+def _plans() -> Iterator[Plans]:
+    """Those that modules of this package keep."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("warploom."):
+            yield from (value for value in vars(module).values() if isinstance(value, Plans))
+
+
+def text_of(calls: Sequence[Call]) -> str:
+    """Calls as one line of JSON, from which `parse` makes them again."""
+    told = [[call.operator, call.record] for call in calls]
+    return json.dumps(told[0] if len(told) == 1 else told, separators=(",", ":"))
+
+
+def parse(text: str) -> list[Call]:
+    """Calls from a line of `text_of`.
+
+    Raises:
+        ArgumentError: It is not such a line.
+    """
+    try:
+        told = json.loads(text)
+        told = [told] if isinstance(told[0], str) else told
+        return [make_call(operator, Choices(given=as_tuples(record))) for operator, record in told]
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ArgumentError(f"--repeat: no calls of an operator: {error}") from error

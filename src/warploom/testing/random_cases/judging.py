@@ -1,0 +1,419 @@
+"""Whether a call does what it must: its results, and what it leaves behind, against the operators' contract."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from warploom.testing.accuracy import Accuracy, compare_each, mean_of
+from warploom.testing.conformance import as_tuple
+from warploom.testing.poison import poisoned_allocations
+from warploom.testing.random_cases.arrays import Placed, place
+from warploom.testing.random_cases.calls import Call
+from warploom.testing.random_cases.definitions import function_of, reference_of, statistics_of
+
+__all__ = ["Failure", "Prepared", "Verdict", "judge", "judge_entry", "repeat"]
+
+T = TypeVar("T")
+Tensor = torch.Tensor
+
+MORE_DRAWS = {"cuda": (16, 64, 256), "cpu": (6, 24)}
+"""Fresh draws by whose mean a call is judged that missed its budget: a number of them, then more if that fails."""
+INDEPENDENT_OF_BATCH = frozenset({"tpa_decode"})
+"""Operators that promise the same bits for a batch entry alone and in any batch."""
+LARGE = 2**18
+"""Elements from which on results are compared where they are."""
+FLOAT32 = 3 * 2.0**-24
+"""The budget of a float32 number that the eager reference has rounded once, relative to it."""
+FLOAT64 = 2.0**-40
+"""The budget of float64, where the definition is no more exact than what is compared with it."""
+FLUSHED = 2.0**-112
+"""Below it a result of float32 arithmetic may be zero: flushed denormals are a documented limit."""
+CERTAIN = 3.0
+"""A mean error over the mean budget that needs no more draws."""
+BEYOND_LUCK = 16.0
+"""An error over the mean budget that no draw has by chance, among a million of them."""
+
+
+class Failure(Exception):
+    """A call did not do what it must.
+
+    Attributes:
+        kind: What was wrong, in a word or two; shrinking keeps it.
+        detail: One line for a person.
+        fatal: Whether the process can run nothing more.
+    """
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(f"{kind}: {detail}")
+        self.kind, self.detail = kind, detail
+        self.fatal = "CUDA error" in detail or "Triton Error [CUDA]" in detail
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of a call that is right."""
+
+    ratio: float
+    """The largest error over its budget."""
+    redrawn: int
+    """How many results missed the budget of the first draw, and kept that of more."""
+    bits: list[Tensor]
+    """Of the results, for `repeat`."""
+
+
+class Prepared:
+    """A call with its tensors in memory."""
+
+    def __init__(self, call: Call, device: torch.device, backend: str | None = None, draw: int = 0) -> None:
+        self.call, self.device, self.backend = call, device, backend
+        seed = call.seed + 1_000_003 * draw
+        self.arrays = {name: place(array, name, seed, device) for name, array in call.arrays.items()}
+        self.alone = False  # one entry of the batch
+        self.gradients: list[Placed | None] = [
+            None if array is None else place(array, f"gradient {index}", seed, device)
+            for index, array in enumerate(call.gradients)
+        ]
+        self.options = dict(call.options)
+        if backend is not None and "backend" in self.options:
+            self.options["backend"] = backend
+
+    def drawn(self, draw: int) -> Prepared:
+        """The same call with other numbers."""
+        return Prepared(self.call, self.device, self.backend, draw)
+
+    def run(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Outputs, and gradients of the tensors that want one."""
+        given: dict[str, Tensor | None] = {name: placed.tensor for name, placed in self.arrays.items()}
+        if self.call.operator.startswith("tpa") and "aq" not in given:
+            given = {"aq": None, **given}
+        first = list(given.values())[: self.call.positional]
+        named = dict(list(given.items())[self.call.positional :])
+        function = function_of(self.call.operator)
+        with _setting(self.call):
+            outputs = list(as_tuple(function(*first, **named, **self.options)))
+            shapes = tuple(tuple(output.shape) for output in outputs)
+            if shapes != self.call.outputs and not self.alone:
+                raise Failure("shape", f"of the results is {shapes}, expected {self.call.outputs}")
+            incoming = [None if placed is None else placed.tensor for placed in self.gradients]
+            return outputs, _gradients(outputs, list(given.values()), incoming)
+
+    def defined(self, dtype: torch.dtype | None) -> list[Tensor]:
+        """Outputs and gradients by the definition, in a dtype or in that of the inputs, all in one list."""
+        given = self._for_the_definition(dtype)
+        # Where PyTorch computes the call, its setting is part of what it is compared with.
+        in_torch = self.options.get("backend") == "torch"
+        with _setting(self.call if in_torch else replace(self.call, matmul_precision="highest")):
+            outputs = list(as_tuple(reference_of(self.call.operator)(**given)))
+            incoming = [
+                None if placed is None else placed.dense.to(output.dtype)
+                for placed, output in zip(self.gradients, outputs)
+            ]
+            return outputs + _gradients(outputs, [given[name] for name in self.arrays], incoming)
+
+    def entry(self, index: int) -> Prepared:
+        """The call with one entry of its batch alone, forward."""
+        alone = copy.copy(self)
+        alone.arrays = {
+            name: replace(placed, tensor=placed.tensor.detach()[index : index + 1])
+            for name, placed in self.arrays.items()
+        }
+        alone.gradients, alone.alone = [], True
+        return alone
+
+    def slack(self) -> list[Tensor] | None:
+        """For attention, what the gradients are off if one number is rounded that is subtracted from others.
+
+        The gradient of a logit is ``P (dP - δ)`` with ``δ = Σ dO O``. Where a query has nearly all its weight on
+        one key the difference is nearly zero, and the rounding of ``O``, by which ``δ`` is off, is all that is left
+        of it; see the guide of flash attention. What ``δ`` is off acts as a gradient of lse.
+        """
+        statistics = statistics_of(self.call.operator)
+        if statistics is None or not self.gradients:
+            return None
+        given = self._for_the_definition(torch.float64)
+        out, lse = statistics(**given)
+        if not lse.requires_grad:
+            return None
+        incoming, of_lse = (*self.gradients, None)[:2]
+        half_epsilon = torch.finfo(getattr(torch, self.call.dtype)).eps / 2
+        off = torch.zeros_like(lse)
+        if incoming is not None:
+            off += (incoming.dense * out).square().sum(-1).sqrt().transpose(1, 2).detach() * half_epsilon
+        if of_lse is not None:
+            off += of_lse.dense.abs() * half_epsilon
+        wanted = [given[name] for name, array in self.call.arrays.items() if array.grad]
+        off = off.masked_fill(lse.isinf(), 0.0)
+        return list(torch.autograd.grad(lse, wanted, off, materialize_grads=True))
+
+    def _for_the_definition(self, dtype: torch.dtype | None) -> dict[str, Any]:
+        """Arguments of the definition; those of a dtype that is given are exact."""
+        given: dict[str, Any] = {name: _as(placed.dense, dtype) for name, placed in self.arrays.items()}
+        if self.call.operator.startswith("tpa"):
+            given.setdefault("aq", None)
+        given |= {name: value for name, value in self.options.items() if name != "backend"}
+        if dtype is not None:
+            given.pop("float32_precision", None)
+        elif self.call.operator == "flash_attention":
+            given.setdefault("float32_precision", self.call.matmul_precision)
+        return given
+
+    def changed(self) -> list[tuple[str, Tensor]]:
+        """Of every tensor that came in, whether its memory has been written to."""
+        named = [*self.arrays.items(), *((f"gradient {i}", g) for i, g in enumerate(self.gradients))]
+        return [(name, placed.changed()) for name, placed in named if placed is not None]
+
+
+def _as(dense: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if not dense.is_floating_point():
+        return dense
+    return dense.detach().to(dtype or dense.dtype, copy=True).requires_grad_(dense.requires_grad)
+
+
+def _gradients(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor | None], incoming: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Gradients of every input that wants one; zeros where the outputs do not depend on it."""
+    wanted = [value for value in inputs if value is not None and value.requires_grad]
+    if not any(grad is not None for grad in incoming):
+        return []
+    pairs = [(o, grad) for o, grad in zip(outputs, incoming) if grad is not None and o.requires_grad]
+    if not pairs:  # lse, of values that want a gradient
+        return [torch.zeros_like(value) for value in wanted]
+    through, grads = zip(*pairs)
+    return list(torch.autograd.grad(through, wanted, grads, materialize_grads=True))
+
+
+@contextlib.contextmanager
+def _setting(call: Call) -> Iterator[None]:
+    """What a call runs under."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(call.matmul_precision)
+    try:
+        with contextlib.nullcontext() if call.recorded else torch.no_grad():
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Judging
+# ----------------------------------------------------------------------------------------------------------
+
+
+def judge(prepared: Prepared) -> Verdict:
+    """Run a call and hold it to its contract.
+
+    Raises:
+        Failure: What is wrong.
+    """
+    call = prepared.call
+    results = _compared(prepared)
+    accuracies = results.accuracies
+    missed = [index for index, accuracy in enumerate(accuracies) if not accuracy.ok]
+    for index in missed:
+        if accuracies[index].problem:
+            raise Failure(f"{_kind(accuracies[index].problem)} {_name(call, index)}", accuracies[index].describe())
+    if missed:
+        _judge_again(prepared, [(index, accuracies[index]) for index in missed])
+    ratio = max((accuracy.ratio for accuracy in accuracies if accuracy.ok), default=0.0)
+    return Verdict(ratio, len(missed), results.bits)
+
+
+def repeat(prepared: Prepared, verdict: Verdict) -> None:
+    """Run a call again, which must give the same bits.
+
+    Raises:
+        Failure: It gives others.
+    """
+    outputs, gradients = _guarded(prepared.run)
+    found = _guarded(functools.partial(_on_cpu, [*outputs, *gradients]))
+    _check_bits(prepared.call, _bits(found), verdict.bits)
+
+
+def judge_entry(prepared: Prepared, verdict: Verdict) -> int:
+    """Where results do not depend on the batch, run one entry of it alone, which must give the same bits.
+
+    Returns:
+        How many calls that took.
+
+    Raises:
+        Failure: It gives others.
+    """
+    call = prepared.call
+    batch = call.outputs[0][0]
+    if call.operator not in INDEPENDENT_OF_BATCH or batch < 2 or prepared.options["backend"] == "torch":
+        return 0
+    entry = call.seed % batch
+    alone = prepared.entry(entry)
+    outputs, _ = _guarded(alone.run)
+    (found,) = _bits(_guarded(functools.partial(_on_cpu, outputs[:1])))
+    if not torch.equal(found, verdict.bits[0][entry : entry + 1]):
+        raise Failure("batch output", f"batch entry {entry} alone gives other bits than in a batch of {batch}")
+    return 1
+
+
+@dataclass(frozen=True)
+class _Results:
+    accuracies: list[Accuracy]
+    bits: list[Tensor]
+
+
+def _compared(prepared: Prepared) -> _Results:
+    """What one draw came to; everything but accuracy is judged."""
+    exact, eager = (_guarded(functools.partial(prepared.defined, dtype)) for dtype in (torch.float64, None))
+    with poisoned_allocations():
+        outputs, gradients = _guarded(prepared.run)
+    found = [*outputs, *gradients]
+    if len(found) != len(exact):
+        raise Failure("results", f"{len(found)} where {len(exact)} are expected")
+    _check_form(prepared, outputs)
+    changed = prepared.changed()
+    flags = [flag.reshape(1).double() for _, flag in changed]
+    on_cpu = _guarded(functools.partial(_on_cpu, [*found, *exact, *eager, *flags]))
+    for (name, _), flag in zip(changed, on_cpu[3 * len(found) :]):
+        if bool(flag):
+            raise Failure(f"modified {name}", "its memory, or what lies around it, has been written to")
+    count = len(found)
+    of_found, of_exact, of_eager = (tuple(on_cpu[i * count : (i + 1) * count]) for i in range(3))
+    accuracies = compare_each(of_found, of_exact, of_eager)
+    if not all(accuracy.ok for accuracy in accuracies):
+        accuracies = _with_slack(prepared, accuracies, of_found, of_exact)
+    return _Results(accuracies, _bits(list(of_found)))
+
+
+def _judge_again(prepared: Prepared, missed: list[tuple[int, Accuracy]]) -> None:
+    """Judge results that missed their budget by fresh draws alone: the first was chosen for its error.
+
+    One error beyond `BEYOND_LUCK` times the mean budget is wrong all the same.
+    """
+    draws: list[list[Accuracy]] = []
+    for count in MORE_DRAWS[prepared.device.type]:
+        while len(draws) < count:
+            draws.append(_compared(prepared.drawn(len(draws) + 1)).accuracies)
+        left = []
+        for index, first in missed:
+            mean = mean_of([draw[index] for draw in draws])
+            budget = max(mean.error_budget, first.error_budget)
+            lucky = mean.problem == "" and first.max_error <= BEYOND_LUCK * budget
+            if not (mean.ok and lucky):
+                left.append((index, first, mean))
+        if not left:
+            return
+        missed = [(index, first) for index, first, _ in left]
+        index, first, mean = left[0]
+        if mean.problem or mean.ratio > CERTAIN:
+            break
+    detail = f"{first.describe()}; mean of {len(draws)} more draws: {mean.describe()}"
+    raise Failure(f"accuracy {_name(prepared.call, index)}", detail)
+
+
+def _with_slack(
+    prepared: Prepared, accuracies: list[Accuracy], found: Sequence[Tensor], exact: Sequence[Tensor]
+) -> list[Accuracy]:
+    """Larger budgets for what is a documented limit.
+
+    These are the rounding of numbers that are too small for all bits of their dtype, or flushed to zero; what
+    `Prepared.slack` says; and that a gradient of theta has the accuracy of float32, whatever its dtype. A call in
+    float64 has the accuracy of the definition.
+    """
+    outputs = len(prepared.call.outputs)
+    slack = prepared.slack() or [torch.zeros(1)] * (len(found) - outputs)
+    result = []
+    for index, (accuracy, dtype) in enumerate(zip(accuracies, [one.dtype for one in found])):
+        if accuracy.problem or accuracy.ok:
+            result.append(accuracy)
+            continue
+        floor = 2.0**-25 if dtype == torch.float16 else FLUSHED
+        most, mean = floor, floor
+        if index >= outputs:
+            more = slack[index - outputs]
+            most, mean = 2 * float(more.abs().max()) + floor, 2 * float(more.square().mean().sqrt()) + floor
+        relative = FLOAT64 if prepared.call.dtype == "float64" else 0.0
+        if dtype == torch.float64 and _name(prepared.call, index) == "gradient of theta":
+            relative = FLOAT32
+        if relative:
+            most += relative * (1 + float(exact[index].abs().max()))
+            mean += relative * (1 + float(exact[index].square().mean().sqrt()))
+        error_budget, rms_budget = accuracy.error_budget + most, accuracy.rms_budget + mean
+        ok = accuracy.max_error <= error_budget and accuracy.rms_error <= rms_budget
+        result.append(replace(accuracy, ok=ok, error_budget=error_budget, rms_budget=rms_budget))
+    return result
+
+
+def _check_form(prepared: Prepared, outputs: Sequence[Tensor]) -> None:
+    """Memory order of the first output, and whether gradients are recorded."""
+    call = prepared.call
+    wanted = call.recorded and any(array.grad for array in call.arrays.values())
+    if outputs[0].requires_grad != wanted:
+        raise Failure("requires_grad output", f"is {outputs[0].requires_grad}, expected {wanted}")
+    like = next(call.arrays[name] for name in ("x", "q", "qkv", "aq", "bq") if name in call.arrays)
+    out = outputs[0]
+    if out.dim() != len(like.shape) or out.numel() == 0:
+        return
+    axes = [axis for axis in range(out.dim()) if out.shape[axis] > 1]
+    strides = {axis: stride for axis, stride in enumerate(like.memory.strides) if like.shape[axis] > 1 and stride}
+    for a, b in itertools.combinations([axis for axis in axes if axis in strides], 2):
+        if (strides[a] - strides[b]) * (out.stride(a) - out.stride(b)) < 0:
+            detail = f"strides {out.stride()} for an input of shape {like.shape} and strides {like.memory.strides}"
+            raise Failure("memory order", detail)
+    extent = sum((out.shape[axis] - 1) * out.stride(axis) for axis in axes) + 1
+    if extent != out.numel():
+        raise Failure("memory order", f"strides {out.stride()} leave gaps in an output of shape {tuple(out.shape)}")
+
+
+def _check_bits(call: Call, found: list[Tensor], expected: list[Tensor]) -> None:
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if not torch.equal(one, other):
+            differing = int((one != other).sum())
+            raise Failure(f"bits {_name(call, index)}", f"{differing} of {one.numel()} differ from the first run's")
+
+
+def _guarded(run: Callable[[], T]) -> T:
+    """Run, with any error as a failure."""
+    try:
+        return run()
+    except Failure:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        words = " ".join(re.findall(r"[A-Za-z_]+", text)[:5])  # sizes in it change while a call is simplified
+        raise Failure(f"{type(error).__name__} {words}", text) from error
+
+
+def _on_cpu(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies on the CPU, by one transfer, of tensors that are small: a GPU takes longer for each than for all."""
+    tensors = [tensor.detach() for tensor in tensors]
+    if not tensors or not tensors[0].is_cuda or sum(tensor.numel() for tensor in tensors) > LARGE:
+        return tensors
+    flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors)]
+
+
+def _bits(results: list[Tensor]) -> list[Tensor]:
+    """As integers, so that a NaN equals itself."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return [result.contiguous().view(integers[result.element_size()]) for result in results]
+
+
+def _name(call: Call, index: int) -> str:
+    """What a result is called."""
+    outputs = ("output", "lse")[: len(call.outputs)]
+    if index < len(outputs):
+        return outputs[index]
+    wanted = [name for name, array in call.arrays.items() if array.grad]
+    return f"gradient of {wanted[index - len(outputs)]}"
+
+
+def _kind(problem: str) -> str:
+    """What is wrong besides size of error, in a word or two."""
+    return next((word for word in ("NaN", "infinity", "shape", "dtype") if word in problem), "problem")

@@ -1,0 +1,448 @@
+"""Random calls of every public function, a new seed each day; and what draws, judges and simplifies them.
+
+``WARPLOOM_RANDOM_SEED`` sets the seed, ``WARPLOOM_RANDOM_SECONDS`` for how long calls are run: a minute by default,
+which all of the operators share.
+"""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import os
+import shlex
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from launches import ON_GPU
+
+from warploom.backend import HAS_TRITON
+from warploom.cli import main
+from warploom.errors import ArgumentError
+from warploom.testing.random_cases import (
+    OPERATORS,
+    Call,
+    Fault,
+    Plan,
+    Source,
+    arrays,
+    families,
+    function_of,
+    judging,
+    parse,
+    python_of,
+    reference_of,
+    run_calls,
+    run_family,
+    search,
+    shrink,
+    text_of,
+)
+from warploom.testing.random_cases.arrays import KINDS, Array, Memory
+from warploom.testing.random_cases.calls import make_call
+from warploom.testing.random_cases.choices import Choices
+from warploom.testing.random_cases.command import report_of
+from warploom.testing.random_cases.families import FAMILIES
+
+Tensor = torch.Tensor
+CPU = torch.device("cpu")
+SEED = int(os.environ.get("WARPLOOM_RANDOM_SEED") or datetime.date.today().strftime("%Y%m%d"))
+SECONDS = float(os.environ.get("WARPLOOM_RANDOM_SECONDS") or 60.0)
+RUNNABLE = OPERATORS if HAS_TRITON else tuple(name for name in OPERATORS if name != "rotary_attention")
+BACKEND = None if HAS_TRITON else "auto"
+
+
+@pytest.mark.parametrize("operator", RUNNABLE)
+def test_random_calls_are_right(operator: str, device: torch.device) -> None:
+    source = Source(SEED, (operator,), small=not ON_GPU)
+    plan = Plan(source, device.type, BACKEND, SECONDS / len(RUNNABLE))
+    outcome = search(plan)
+    print(f"seed {SEED}: {outcome.describe()}")
+    assert not outcome.faults, report_of(outcome.faults[0], plan, seconds=20.0)
+    assert sum(tally.cases for tally in outcome.tallies.values()) > 0
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What is drawn
+# ----------------------------------------------------------------------------------------------------------
+
+
+def drawn(operator: str, count: int = 400, **options: Any) -> list[Call]:
+    return [make_call(operator, Choices(f"{operator}:{index}", **options)) for index in range(count)]
+
+
+@pytest.fixture(scope="module")
+def calls() -> dict[str, list[Call]]:
+    return {operator: drawn(operator) for operator in OPERATORS}
+
+
+@pytest.mark.parametrize("operator", RUNNABLE)
+def test_every_argument_is_drawn(operator: str, calls: dict[str, list[Call]]) -> None:
+    given = {name for call in calls[operator] for name in (*call.arrays, *call.options)}
+    assert given == set(inspect.signature(function_of(operator)).parameters)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_optional_arguments_are_left_out_too(operator: str, calls: dict[str, list[Call]]) -> None:
+    required = {"x", "theta", "q", "k", "v", "qkv", "heads", "ak", "av", "bq", "bk", "bv", "backend", "activation"}
+    given = Counter(name for call in calls[operator] for name in (*call.arrays, *call.options))
+    always = {name for name, count in given.items() if count == len(calls[operator])}
+    assert always <= required | ({"scale"} if operator == "rotary_attention" else set())
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_every_kind_of_memory_is_drawn_for_every_tensor(operator: str, calls: dict[str, list[Call]]) -> None:
+    floating = [
+        (name, call.answers[f"{name}.memory"], array)
+        for call in calls[operator]
+        for name, array in call.arrays.items()
+        if array.dtype.startswith(("float", "bfloat"))
+    ]
+    for name in {name for name, _, _ in floating}:
+        assert {kind for other, kind, _ in floating if other == name} == set(KINDS), name
+    memories = [array.memory for _, _, array in floating]
+    assert any(memory.negated for memory in memories)
+    assert any(0 in memory.strides for memory in memories)
+    assert any(memory.offset % 2 for memory in memories)
+    incoming = [array for call in calls[operator] for array in call.gradients if array is not None]
+    if operator == "tpa_decode":  # has no gradient
+        assert not incoming
+        return
+    assert any(array.memory.negated for array in incoming)
+    assert any(0 in array.memory.strides for array in incoming)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_sizes_dtypes_and_gradients_vary(operator: str, calls: dict[str, list[Call]]) -> None:
+    some = calls[operator]
+    assert {"float16", "bfloat16", "float32"} <= {call.dtype for call in some}
+    sizes = {size for call in some for array in call.arrays.values() for size in array.shape}
+    assert {0, 1, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65} <= sizes
+    assert max(sizes) > 500
+    wanted = {frozenset(name for name, array in call.arrays.items() if array.grad) for call in some}
+    assert len(wanted) > 3
+    assert {call.recorded for call in some} == {True, False}
+    assert {bool(call.gradients) for call in some} >= {False}
+
+
+def test_attention_is_drawn_with_all_that_changes_its_gradients(calls: dict[str, list[Call]]) -> None:
+    differentiated = {
+        tuple(gradient is not None for gradient in call.gradients)
+        for call in calls["flash_attention"]
+        if len(call.outputs) == 2
+    }
+    assert {(True, True), (True, False), (False, True)} <= differentiated
+    assert any(call.arrays["q"].row_of_nan for call in calls["flash_attention"])
+    assert any(call.arrays["ak"].ends for call in calls["tpa_decode"])
+
+
+def test_the_interpreter_gets_small_sizes() -> None:
+    for operator in OPERATORS:
+        for call in drawn(operator, 100, small=True):
+            assert all(size < 100 for array in call.arrays.values() for size in array.shape)
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_the_same_index_is_the_same_family(small: bool) -> None:
+    source, same = (Source(5, small=small) for _ in range(2))
+    for index in (0, 1, FAMILIES, 3 * FAMILIES + 5):
+        assert source.family(index) == same.family(index)
+        assert source.family(index) != Source(6, small=small).family(index)
+        assert source.family(index) != source.family(index + 1)
+
+
+def test_siblings_differ_from_their_call_in_little() -> None:
+    for index in range(60):
+        first, *siblings = Source(5, small=True).family(index)
+        assert siblings
+        for sibling in siblings:
+            shared = first.answers.keys() & sibling.answers.keys()
+            assert sum(first.answers[name] != sibling.answers[name] for name in shared) <= 4
+
+
+def test_families_in_a_run_share_what_kernels_are_compiled_for() -> None:
+    source = Source(7)
+    for run in range(12):
+        some = [source.family(run * FAMILIES + place)[0] for place in range(8)]
+        assert len({call.operator for call in some}) == 1
+        for name in ("dtype", "D", "angles", "activation", "Rk"):
+            assert len({call.answers[name] for call in some if name in call.answers}) <= 1, name
+        assert len({call.answers.get("N", call.outputs[0][1]) for call in some}) > 1
+
+
+def test_workers_and_shards_share_the_families() -> None:
+    plans = [Plan(Source(0), "cpu", workers=2, shard=(index, 3)) for index in range(3)]
+    found = [
+        index for plan in plans for worker in range(2) for index, _ in zip(plan.indices(worker), range(FAMILIES))
+    ]
+    assert sorted(found) == list(range(6 * FAMILIES))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_line_of_text_is_the_call_again(operator: str) -> None:
+    for call in (*drawn(operator, 40), *drawn(operator, 40, small=True)):
+        assert parse(text_of([call])) == [call]
+    some = drawn(operator, 3)
+    assert parse(text_of(some)) == some
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '["no_operator",{}]', '["lrpe_rotate"]', "[[]]"])
+def test_other_text_is_no_call(text: str) -> None:
+    with pytest.raises(ArgumentError, match="--repeat"):
+        parse(text)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Memory
+# ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_tensors_hold_their_numbers_and_nan_lies_around(operator: str, device: torch.device) -> None:
+    for call in drawn(operator, 60, small=True):
+        for name, array in call.arrays.items():
+            placed = arrays.place(array, name, call.seed, device)
+            assert placed.tensor.shape == array.shape
+            if not array.memory.negated and placed.tensor.numel():
+                strides = zip(array.shape, placed.tensor.stride(), array.memory.strides)
+                assert all(size == 1 or found == stride for size, found, stride in strides)
+            assert placed.tensor.is_neg() == array.memory.negated
+            assert torch.equal(placed.tensor.nan_to_num(7.0), placed.dense.nan_to_num(7.0))
+            if placed.storage.is_floating_point() and not (array.row_of_nan or array.ends):
+                held = torch.zeros(array.stored_shape).numel()
+                assert int((~placed.storage.isnan()).sum()) == held
+            assert not placed.changed()
+
+
+def test_a_write_anywhere_in_the_storage_is_seen() -> None:
+    array = Array((2, 3), "float16", Memory((8, 2), 3, 40))
+    for index in (0, 3, 4, 39):
+        placed = arrays.place(array, "x", 0, CPU)
+        placed.storage[index] = 1.0
+        assert placed.changed()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Faults that are planted
+# ----------------------------------------------------------------------------------------------------------
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
+    """Let every operator's function be its definition, its results changed."""
+
+    def function(operator: str) -> Callable[..., Any]:
+        def run(*given: Any, backend: str = "auto", strategy: str = "auto", **named: Any) -> Any:
+            names = list(inspect.signature(reference_of(operator)).parameters)
+            if operator == "tpa_decode":
+                names = ["aq", "ak", "av", "bq", "bk", "bv"]
+            named |= dict(zip(names, given))
+            named = {name: v.resolve_neg() if isinstance(v, Tensor) else v for name, v in named.items()}
+            outputs = reference_of(operator)(**named)
+            first = outputs if isinstance(outputs, Tensor) else outputs[0]
+            changed = change(first, named)
+            return changed if isinstance(outputs, Tensor) else (changed, *outputs[1:])
+
+        return run
+
+    monkeypatch.setattr(judging, "function_of", function)
+
+
+def found(operators: Sequence[str] = ("lrpe_rotate", "flash_attention"), most: int = 60) -> Fault | None:
+    source = Source(3, tuple(operators), small=True)
+    for index in range(most):
+        _, faults = run_family(source, index, CPU, None)
+        faults = [fault for fault in faults if fault.kind != "memory order"]  # the definition has its own
+        if faults:
+            return faults[0]
+    return None
+
+
+def test_the_definition_itself_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, lambda out, named: out)
+    assert found() is None
+
+
+PLANTED: dict[str, tuple[str, Callable[[Tensor, dict[str, Any]], Tensor]]] = {
+    "a factor": ("accuracy", lambda out, named: out * 1.02),
+    "a factor in one dtype": ("accuracy", lambda out, named: out * 1.02 if out.dtype == torch.float16 else out),
+    "the last column": ("accuracy", lambda out, named: torch.cat((out[..., :-1], out[..., -1:] * 1.5), -1)),
+    "a tail": (
+        "accuracy",
+        lambda out, named: torch.cat((out[:, :16], out[:, 16:] + 0.5), 1) if out.shape[1] > 16 else out,
+    ),
+    "NaN": ("NaN", lambda out, named: out.masked_fill(torch.arange(out.shape[-1]) == 2, torch.nan)),
+    "a dtype": ("dtype", lambda out, named: out.double()),
+    "a shape": ("shape", lambda out, named: out[..., :-1] if out.shape[-1] > 1 else out),
+    "no gradient": ("requires_grad", lambda out, named: out.detach()),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found_and_simplified(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, change = PLANTED[name]
+    plant(monkeypatch, change)
+    fault = found()
+    assert fault is not None
+    assert fault.kind.startswith(kind)
+    simple = shrink(fault, CPU, None, seconds=5.0)
+    assert simple.kind == fault.kind
+    assert len(simple.calls) == 1
+    assert len(simple.calls[0].record) <= len(fault.calls[-1].record)
+    _, again = run_calls(parse(text_of(simple.calls)), CPU, None)
+    assert [other.kind for other in again][:1] == [fault.kind]
+
+
+def test_writing_to_an_input_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(out: Tensor, named: dict[str, Any]) -> Tensor:
+        x = next(value for value in named.values() if isinstance(value, Tensor))
+        if x.numel():
+            torch.as_strided(x.detach(), (1,), (1,), 0).zero_()  # the first of its storage, in it or not
+        return out
+
+    plant(monkeypatch, write)
+    fault = found(["lrpe_rotate"])
+    assert fault is not None
+    assert fault.kind == "modified x"
+
+
+def test_other_bits_in_a_later_run_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+
+    def drift(out: Tensor, named: dict[str, Any]) -> Tensor:
+        runs.append(None)
+        return out * (1 + 1e-7) if len(runs) % 7 == 6 else out
+
+    plant(monkeypatch, drift)
+    fault = found(["lrpe_cosine"])
+    assert fault is not None
+    assert fault.kind.startswith("bits")
+
+
+def test_a_fault_that_needs_a_call_before_it_keeps_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a plan does that is taken for another call: the result is wrong where the dtype changed before."""
+    dtypes: list[torch.dtype] = []
+
+    def confuse(out: Tensor, named: dict[str, Any]) -> Tensor:
+        dtypes.append(out.dtype)
+        return out * 2 if dtypes[-2:] == [torch.float32, torch.float16] else out
+
+    plant(monkeypatch, confuse)
+    monkeypatch.setattr(families, "forget_plans", dtypes.clear)
+    calls = [
+        make_call("lrpe_rotate", Choices(given={"dtype": d, "N": 5})) for d in ("float32", "bfloat16", "float16")
+    ]
+    calls = [calls[0], calls[2]]
+    _, faults = run_calls(calls, CPU, None)
+    assert faults
+    from warploom.testing.random_cases import shrinking
+
+    monkeypatch.setattr(shrinking, "forget_plans", dtypes.clear)
+    simple = shrink(faults[0], CPU, None, seconds=5.0)
+    assert [call.dtype for call in simple.calls] == ["float32", "float16"]
+
+
+def test_shrinking_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, lambda out, named: out + 1)
+    fault = found()
+    assert fault is not None
+    simple = shrink(fault, CPU, None, seconds=60.0)
+    assert simple.calls[0].record == {}  # everything fails, so that the simplest call is left
+
+
+def test_a_result_that_is_unlucky_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One number has an error that is small beside that of most draws; the budget of a draw may be smaller."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(out: Tensor, named: dict[str, Any]) -> Tensor:
+        if out.dtype != torch.float32:
+            return out
+        noise = torch.randn(out.shape, generator=generator) * 5e-8
+        return out + (out.abs() * noise).detach()
+
+    plant(monkeypatch, noisy)
+    monkeypatch.setattr(families, "ROUNDS", 1)
+    call = make_call("lrpe_rotate", Choices(given={"angles": 1, "activation": "sigmoid", "offset": 5}))
+    tally = families.Tally()
+    for seed in range(60):
+        one, faults = run_calls([replace(call, seed=seed)], CPU, None)
+        tally.add(one)
+        assert not faults, faults[0].detail
+    assert tally.redrawn > 0
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What is printed
+# ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operator", RUNNABLE)
+def test_the_python_of_a_call_runs_and_is_the_call(
+    operator: str, device: torch.device, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for index in range(4):
+        call = make_call(operator, Choices(f"{operator} {index}", small=True))
+        names: dict[str, Any] = {}
+        exec(python_of([call], device.type, BACKEND), names)
+        assert "largest error" in capsys.readouterr().out
+        for name, array in call.arrays.items():
+            placed = arrays.place(array, name, call.seed, device)
+            assert torch.equal(names[name].nan_to_num(7.0), placed.tensor.nan_to_num(7.0))
+            assert names[name].stride() == placed.tensor.stride()
+            assert names[name].data_ptr() % 16 == placed.tensor.data_ptr() % 16
+
+
+def test_what_fails_prints_a_line_that_repeats_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(monkeypatch, lambda out, named: out * 1.5)
+    words = "check lrpe_rotate lrpe-cosine --random 1 --seed 4 --device cpu"
+    assert main(words.split()) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("seed 4: lrpe_rotate, lrpe_cosine on cpu")
+    repeats = [line for line in lines if "warploom check" in line]
+    assert repeats
+    for line in (repeats[0], repeats[-1], next(line for line in repeats if "[" in line)):
+        *_, command = line.partition("warploom ")
+        assert main(shlex.split(command)) == 1
+        assert "FAILED" in capsys.readouterr().out
+    plant(monkeypatch, lambda out, named: out)
+    assert main(shlex.split(command)) == 0
+
+
+def test_a_search_that_finds_nothing_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["check", "lrpe_cosine", "--random", "0.5", "--seed", "4", "--backend", "torch", "--device", "cpu"])
+        == 0
+    )
+    out = capsys.readouterr().out.splitlines()
+    assert "lrpe_cosine" in out[1]
+    assert out[-1].startswith("seed 4, ")
+    assert out[-1].endswith(", 0 failed")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("check --seed 3", "check: --seed is for random calls"),
+        ("check --random 1 --spec here.py", "leave --spec out"),
+        ("check nothing --random 1", "no operator 'nothing' with random calls"),
+        ("check --repeat 3", "expected SEED:INDEX"),
+        ("check --repeat 3:x", "expected SEED:INDEX"),
+        ("check --repeat [3]", "no calls of an operator"),
+    ],
+)
+def test_mistakes_are_status_2(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_several_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Plan(Source(1, ("lrpe_rotate", "tpa_decode"), small=True), "cpu", "torch", seconds=1.0, workers=2)
+    seen: list[int] = []
+    outcome = search(plan, lambda outcome: seen.append(len(outcome.tallies)))
+    assert outcome.tallies.keys() <= {"lrpe_rotate", "tpa_decode"}
+    assert sum(tally.cases for tally in outcome.tallies.values()) >= 2
+    assert seen
