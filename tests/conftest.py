@@ -1,7 +1,13 @@
 """Where the tests run: on the GPU if there is one, else in Triton's interpreter on the CPU."""
 
+import fcntl
+import gc
 import os
-from typing import Any
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import seeds
@@ -40,6 +46,8 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
+        # First, when no other worker has begun a long test that they would have to wait for.
+        items.sort(key=lambda item: item.get_closest_marker("alone") is None)
         return
     for item in items:
         if item.get_closest_marker("gpu"):
@@ -49,6 +57,60 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+
+def lock(name: str) -> IO[str]:
+    """A file that all workers share, to be locked."""
+    return (Path(tempfile.gettempdir()) / f"warploom-tests-{os.getuid()}-{name}").open("w")
+
+
+@pytest.fixture(autouse=True)
+def turn(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Nothing else runs on the GPU beside a test that measures time there."""
+    if not torch.cuda.is_available() or WORKERS == 1:
+        yield
+        return
+    alone = request.node.get_closest_marker("alone") is not None
+    with lock("door") as door, lock("room") as room:
+        fcntl.flock(door, fcntl.LOCK_EX)  # who waits to be alone lets nobody pass
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        yield
+
+
+@pytest.fixture
+def gpu_memory() -> Iterator[Callable[[float], None]]:
+    """Skips where a GPU has less free memory than so many GiB. One worker at a time has what it asked for.
+
+    Besides, every other worker is left a GiB.
+    """
+    with lock("memory") as memory:
+
+        def take(gib: float) -> None:
+            fcntl.flock(memory, fcntl.LOCK_EX)
+            torch.cuda.empty_cache()
+            if torch.cuda.mem_get_info()[0] < (gib + WORKERS - 1) * 2**30:
+                pytest.skip(f"needs {gib} GiB of free GPU memory, and one for every other worker")
+
+        yield take
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def fresh_plans() -> None:
+    """Nothing is known of earlier tests' calls: launchers may have been made to plan them otherwise."""
+    plans = sys.modules.get("warploom.plans")
+    for name, module in list(sys.modules.items()) if plans else ():
+        if name.startswith("warploom."):
+            for known in vars(module).values():
+                if type(known) is plans.Plans:
+                    known.known.clear()
+                    known.recent = ()
 
 
 @pytest.fixture(autouse=True)

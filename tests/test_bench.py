@@ -282,6 +282,7 @@ def test_an_error_that_takes_the_device_along_is_not_a_providers_failure(
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_a_gpu_memory_is_the_inputs_and_what_the_call_takes(tmp_path: Path) -> None:
     held: list[torch.Tensor] = []
 
@@ -302,6 +303,7 @@ def test_on_a_gpu_memory_is_the_inputs_and_what_the_call_takes(tmp_path: Path) -
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_a_gpu_host_time_is_not_device_time() -> None:
     clock = measure.make_clock(torch.device("cuda"))
     x = torch.randn(2**16, device="cuda")

@@ -414,10 +414,9 @@ def batch_entries(inputs: Inputs, batch: int, start: int, stop: int) -> Inputs:
 @pytest.mark.gpu
 @cases("triton", at_most=1)
 def test_more_elements_than_32_bits_count(
-    operator: Operator, case: Case, backend: str, device: torch.device
+    operator: Operator, case: Case, backend: str, device: torch.device, gpu_memory: Callable[[float], None]
 ) -> None:
-    if torch.cuda.mem_get_info()[0] < 64 * 2**30:
-        pytest.skip("needs 64 GiB of free GPU memory")
+    gpu_memory(64)
     case = {**case, "batch": 2, "dtype": "bfloat16"}
     entry = max(t.numel() for t in tensors(make_inputs(operator, case, device)).values()) // 2
     batch = 2**31 // entry + 3

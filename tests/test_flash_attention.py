@@ -321,9 +321,8 @@ def test_expanded_keys_and_gradients(backend: str, device: torch.device) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_addresses_beyond_32_bits(axis: int, device: torch.device) -> None:
-    if torch.cuda.mem_get_info()[0] < 80 * 2**30:
-        pytest.skip("needs 80 GiB of free GPU memory")
+def test_addresses_beyond_32_bits(axis: int, device: torch.device, gpu_memory: Callable[[float], None]) -> None:
+    gpu_memory(16)
 
     def spread(x: Tensor) -> Tensor:
         stride = [4096, 512, 64, 1]
@@ -372,11 +371,12 @@ LARGE: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LARGE)
-def test_more_elements_than_32_bits_count(name: str, device: torch.device) -> None:
+def test_more_elements_than_32_bits_count(
+    name: str, device: torch.device, gpu_memory: Callable[[float], None]
+) -> None:
     """The last tokens of the last batch entry are as exact as of a small call; gradients too."""
     (options, gib), last = LARGE[name], 200
-    if torch.cuda.mem_get_info()[0] < gib * 2**30:
-        pytest.skip(f"needs {gib} GiB of free GPU memory")
+    gpu_memory(gib)
     options = dict(options)
     n, batch, heads, d = (options.pop(size) for size in ("n", "batch", "heads", "d"))
     key_heads, dtype = options.pop("key_heads", heads), options.pop("dtype", torch.bfloat16)

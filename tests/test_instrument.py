@@ -250,6 +250,7 @@ def test_replays_are_planned_only_when_asked_for_and_only_on_a_gpu(capsys: pytes
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_replayed_graph_is_checked_and_timed() -> None:
     def by_hand(x: torch.Tensor, factor: float) -> torch.Tensor:
         for _ in range(20):

@@ -304,7 +304,7 @@ def test_memory_order(features: int, layout: str, kind: str, backend: str, devic
 
 @kernels
 @kinds
-def test_addresses_beyond_32_bits(kind: str, device: torch.device) -> None:
+def test_addresses_beyond_32_bits(kind: str, device: torch.device, gpu_memory: Callable[[float], None]) -> None:
     """Axes whose far ends lie 2³¹ elements and more apart, in memory of which little is ever touched."""
     # Triton's interpreter holds a small integer in 32 bits whatever type the kernel declares, so that a stride
     # which travels divided by 16 would overflow there when it is multiplied again.
@@ -314,8 +314,8 @@ def test_addresses_beyond_32_bits(kind: str, device: torch.device) -> None:
         stride = [64, 32, 16, 1]
         stride[axis] = far
         size = 2 * values.element_size() * far
-        if device.type == "cuda" and torch.cuda.mem_get_info()[0] < 3 * size:
-            pytest.skip("needs more GPU memory")
+        if device.type == "cuda":
+            gpu_memory(3 * size / 2**30)
         return (
             torch.empty(far + 256, dtype=values.dtype, device=device).as_strided(values.shape, stride).copy_(values)
         )

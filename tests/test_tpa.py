@@ -15,7 +15,7 @@ from warploom import ArgumentError, tpa_attention, tpa_decode
 from warploom.backend import HAS_TRITON
 from warploom.ops.tpa import reference
 from warploom.plans import Plans
-from warploom.testing.accuracy import compare
+from warploom.testing.accuracy import compare, compare_each, mean_of, worst_of
 
 Tensor = torch.Tensor
 STRATEGIES = ("batch", "batch_head", "split_kv", "auto")
@@ -322,15 +322,18 @@ def test_heads_summed_in_groups_give_the_gradients(
     from warploom.ops.tpa import launchers_attention
 
     monkeypatch.setattr(launchers_attention, "multiprocessors", lambda device: programs)
-    inputs = factors(device, batch=1, tokens=20, keys=20, heads=5, rank_k=2, rank_v=1)
-    wanted = [value.requires_grad_() for value in inputs.values()]
-    double = {name: value.detach().double().requires_grad_() for name, value in inputs.items()}
-    out = tpa_attention(**inputs, backend="triton")
-    grad = torch.randn_like(out)
-    found = torch.autograd.grad(out, wanted, grad)
-    eager = torch.autograd.grad(reference.tpa_attention(**inputs), wanted, grad)
-    expected = torch.autograd.grad(reference.tpa_attention(**double), list(double.values()), grad.double())
-    accuracy = compare(found, expected, eager)
+    verdicts = []
+    for _ in range(5):  # a gradient has a few hundred elements, and one draw of them sets a budget by luck
+        inputs = factors(device, batch=1, tokens=20, keys=20, heads=5, rank_k=2, rank_v=1)
+        wanted = [value.requires_grad_() for value in inputs.values()]
+        double = {name: value.detach().double().requires_grad_() for name, value in inputs.items()}
+        out = tpa_attention(**inputs, backend="triton")
+        grad = torch.randn_like(out)
+        found = torch.autograd.grad(out, wanted, grad)
+        eager = torch.autograd.grad(reference.tpa_attention(**inputs), wanted, grad)
+        expected = torch.autograd.grad(reference.tpa_attention(**double), list(double.values()), grad.double())
+        verdicts.append(compare_each(found, expected, eager))
+    accuracy = worst_of([mean_of(of_one) for of_one in zip(*verdicts, strict=True)])
     assert accuracy.ok, accuracy.describe()
 
 
