@@ -57,9 +57,9 @@ class Tiles(NamedTuple):
 
 
 def _stages(features: int, rank: int, arch: int) -> int:
-    """How many tiles of factors of keys and values are in shared memory: with every rank a larger one."""
-    most = 896 if arch == 80 else 1024 if 90 <= arch < 120 else 384
-    return 2 if rank <= 8 and rank * features <= most else 1
+    """How many tiles of keys' and values' factors of 16 bits, larger with every rank, fit in shared memory."""
+    available = 227 if 90 <= arch < 120 else 163 if arch == 80 else 99  # KiB
+    return 2 if rank <= 8 and features * (288 + 130 * rank) <= 1024 * available else 1
 
 
 def _forward_tiles(dtype: torch.dtype, features: int, rank: int, arch: int) -> Tiles:
