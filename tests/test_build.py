@@ -74,6 +74,33 @@ def test_more_spilled_registers_than_allowed_fail_a_build(
     assert f"{status} with more spilled registers than allowed" in capsys.readouterr().out
 
 
+RANKS = """
+import torch
+from warploom import launch, tpa_attention
+from warploom.testing.build import build
+
+for arch, rank in ((89, 8), (120, 2)):
+    def factor(*shape):
+        return torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+
+    ak, bk = factor(1, 64, 2, rank), factor(1, 64, rank, 128)
+    with launch.recording(arch) as builds:
+        tpa_attention(factor(1, 64, 2, 6), ak, ak, factor(1, 64, 6, 128), bk, bk, backend="triton").sum().backward()
+    for variant in builds.values():
+        if variant.function.__name__ in ("forward_kernel", "query_kernel"):
+            print(build(variant, arch))
+"""
+
+
+def test_tiles_of_higher_ranks_fit_in_less_shared_memory(tmp_path: Path) -> None:
+    """On GPUs with the matrix instructions of Ampere and less shared memory."""
+    program = tmp_path / "ranks.py"
+    program.write_text(RANKS, encoding="utf-8")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout.count("Resources") == 4, done.stderr
+
+
 def test_an_unknown_operator_is_named() -> None:
     done = run_build("no_such_operator")
     assert done.returncode == 2

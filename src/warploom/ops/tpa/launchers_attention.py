@@ -56,25 +56,32 @@ class Tiles(NamedTuple):
     stages: int
 
 
+def _stages(features: int, rank: int, arch: int) -> int:
+    """How many tiles of keys' and values' factors of 16 bits, larger with every rank, fit in shared memory."""
+    available = 227 if 90 <= arch < 120 else 163 if arch == 80 else 99  # KiB
+    return 2 if rank <= 8 and features * (288 + 130 * rank) <= 1024 * available else 1
+
+
 def _forward_tiles(dtype: torch.dtype, features: int, rank: int, arch: int) -> Tiles:
     if dtype == torch.float32:
-        return _float32_tiles(features)
+        tiles = _float32_tiles(features)
+        return tiles._replace(stages=2) if 80 < arch < 90 and rank == 1 and features <= 16 else tiles
     if features > 128:
         return Tiles(32, 16, 8, 2)
     if rank > 2 or not 90 <= arch < 120:  # without warp-group products there are no registers for more
-        return Tiles(64, 32, 8, 2 if rank <= 8 else 1)
+        return Tiles(64, 32, 8, _stages(features, rank, arch))
     return Tiles(64, 64, 4, 3) if rank == 1 else Tiles(128, 64, 8, 3)
 
 
 def _query_tiles(dtype: torch.dtype, features: int, rank: int, arch: int) -> Tiles:
-    blackwell = 100 <= arch < 120  # where the registers of Hopper's choices do not suffice
+    blackwell = arch >= 100  # where the registers of Hopper's choices do not suffice
     if dtype == torch.float32:
         tiles = _float32_tiles(features)
-        return tiles._replace(stages=2) if blackwell and features <= 32 else tiles
+        return tiles._replace(stages=2) if blackwell and rank <= 8 and features <= 32 else tiles
     if features > 128:
         return Tiles(32, 16, 8, 1)
     if rank > 2 or not 90 <= arch < 120:
-        return Tiles(64, 32, 8, 2 if rank <= 8 else 1)
+        return Tiles(64, 32, 8, _stages(features, rank, arch))
     return Tiles(64, 64, 8 if blackwell and features > 64 else 4, 2) if rank == 1 else Tiles(128, 64, 8, 2)
 
 
