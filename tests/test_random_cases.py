@@ -1,7 +1,7 @@
 """Random calls of every public function, a new seed each day; and what draws, judges and simplifies them.
 
-``WARPLOOM_RANDOM_SEED`` sets the seed, ``WARPLOOM_RANDOM_SECONDS`` for how long calls are run: a minute by default,
-which all of the operators share.
+``--seed`` sets another, ``WARPLOOM_RANDOM_SECONDS`` for how long calls are run: a minute by default, which all
+operators share.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import seeds
 import torch
 from launches import ON_GPU
 
@@ -39,6 +40,7 @@ from warploom.testing.random_cases import (
     run_calls,
     run_family,
     search,
+    searching,
     shrink,
     text_of,
 )
@@ -50,7 +52,7 @@ from warploom.testing.random_cases.families import FAMILIES
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
-SEED = int(os.environ.get("WARPLOOM_RANDOM_SEED") or datetime.date.today().strftime("%Y%m%d"))
+SEED = seeds.seed() or int(datetime.date.today().strftime("%Y%m%d"))
 SECONDS = float(os.environ.get("WARPLOOM_RANDOM_SECONDS") or 60.0)
 RUNNABLE = OPERATORS if HAS_TRITON else tuple(name for name in OPERATORS if name != "rotary_attention")
 BACKEND = None if HAS_TRITON else "auto"
@@ -466,3 +468,15 @@ def test_several_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert outcome.tallies.keys() <= {"lrpe_rotate", "tpa_decode"}
     assert sum(tally.cases for tally in outcome.tallies.values()) >= 2
     assert seen
+
+
+@pytest.mark.skipif(ON_GPU, reason="needs a device that is not there")
+def test_a_process_that_dies_costs_its_family_alone() -> None:
+    plan = Plan(Source(1, ("lrpe_rotate",)), "cuda", seconds=1.0, workers=1)
+    results = list(searching._in_processes(plan))
+    assert results
+    for index, (operator, tally, faults) in enumerate(results):
+        assert (operator, tally.calls) == ("lrpe_rotate", 0)
+        assert [(fault.kind, fault.index) for fault in faults] == [("process", index)]
+        assert "died" in faults[0].detail
+        assert shrink(faults[0], CPU, None, 1.0).calls == faults[0].calls[-1:]  # not run again here
