@@ -192,7 +192,9 @@ def test_a_line_of_text_is_the_call_again(operator: str) -> None:
     assert parse(text_of(some)) == some
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '["no_operator",{}]', '["lrpe_rotate"]', "[[]]"])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", '["no_operator",{}]', '["lrpe_rotate"]', "[[]]", '["lrpe_rotate",{"no_choice":1}]']
+)
 def test_other_text_is_no_call(text: str) -> None:
     with pytest.raises(ArgumentError, match="--repeat"):
         parse(text)

@@ -119,8 +119,8 @@ def _backend(choices: Choices, beyond: bool) -> str:
 
 
 def _batch(choices: Choices) -> int:
-    sizes = (1, 1, 2, 3) if choices.small else (1, 2, 3, 4, 5, 7)
-    return choices.number("B", (0, *sizes * 3), 0, 512, 1)
+    sizes = (0, *(1, 1, 2, 3) * 3) if choices.small else (0, 33, 128, *(1, 2, 3, 4, 5, 7) * 4)
+    return choices.number("B", sizes, 0, 512, 1)
 
 
 def _elements(choices: Choices) -> int:
