@@ -119,8 +119,8 @@ def _backend(choices: Choices, beyond: bool) -> str:
 
 
 def _batch(choices: Choices) -> int:
-    sizes = (1, 1, 2, 3) if choices.small else (1, 2, 3, 4, 5, 7)
-    return choices.number("B", (0, *sizes * 3), 0, 512, 1)
+    sizes = (0, *(1, 1, 2, 3) * 3) if choices.small else (0, 33, 128, *(1, 2, 3, 4, 5, 7) * 4)
+    return choices.number("B", sizes, 0, 512, 1)
 
 
 def _elements(choices: Choices) -> int:
@@ -364,8 +364,7 @@ def _factors(
     choices: Choices, dtype: str, batch: int, tokens: int, heads: int, features: int, gradients: bool, keys: int
 ) -> tuple[dict[str, Array], int, bool]:
     """The six factors, how many features a value has, and whether the kernels do not take them."""
-    ranks = (1, 1, 1, 2, 2, 3, 4, 5, 8, 16)
-    ranks = ranks[:6] if choices.small else (*ranks * 3, 17)
+    ranks: Sequence[int] = (1, 1, 1, 2, 2, 3) if choices.small else (*(1, 1, 1, 2, 2, 3, 4, 5, 8, 16) * 3, 17)
     rank_q = choices.number("Rq", (0, 1, 2, 3, 4, 6, 8, 16, 17), 0, 64, 1, compiled=1)
     rank_k = choices.number("Rk", ranks, 1, 32, 1, compiled=1)
     rank_v = rank_k if choices.flag("Rv=Rk", compiled=1) else choices.number("Rv", ranks, 1, 32, 1, compiled=1)

@@ -162,6 +162,13 @@ def parse(text: str) -> list[Call]:
     try:
         told = json.loads(text)
         told = [told] if isinstance(told[0], str) else told
-        return [make_call(operator, Choices(given=as_tuples(record))) for operator, record in told]
+        given = [(operator, as_tuples(record)) for operator, record in told]
+        calls = [make_call(operator, Choices(given=record)) for operator, record in given]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise ArgumentError(f"--repeat: no calls of an operator: {error}") from error
+    for call, (_, record) in zip(calls, given):
+        for name in (name for name, value in record.items() if call.record.get(name) != value):
+            raise ArgumentError(
+                f"--repeat: {call.operator}: {name}={record[name]!r} does not fit the other choices"
+            )
+    return calls

@@ -18,7 +18,8 @@ from warploom.testing.conformance import as_tuple
 from warploom.testing.poison import poisoned_allocations
 from warploom.testing.random_cases.arrays import Placed, place
 from warploom.testing.random_cases.calls import Call
-from warploom.testing.random_cases.definitions import function_of, reference_of, statistics_of
+from warploom.testing.random_cases.cancelling import cancelling
+from warploom.testing.random_cases.definitions import function_of, reference_of
 
 __all__ = ["Failure", "Prepared", "Verdict", "judge", "judge_entry", "repeat"]
 
@@ -129,30 +130,13 @@ class Prepared:
         alone.gradients, alone.alone = [], True
         return alone
 
-    def slack(self) -> list[Tensor] | None:
-        """For attention, what the gradients are off if one number is rounded that is subtracted from others.
-
-        The gradient of a logit is ``P (dP - δ)`` with ``δ = Σ dO O``. Where a query has nearly all its weight on
-        one key the difference is nearly zero, and the rounding of ``O``, by which ``δ`` is off, is all that is left
-        of it; see the guide of flash attention. What ``δ`` is off acts as a gradient of lse.
-        """
-        statistics = statistics_of(self.call.operator)
-        if statistics is None or not self.gradients:
-            return None
-        given = self._for_the_definition(torch.float64)
-        out, lse = statistics(**given)
-        if not lse.requires_grad:
-            return None
-        incoming, of_lse = (*self.gradients, None)[:2]
-        half_epsilon = torch.finfo(getattr(torch, self.call.dtype)).eps / 2
-        off = torch.zeros_like(lse)
-        if incoming is not None:
-            off += (incoming.dense * out).square().sum(-1).sqrt().transpose(1, 2).detach() * half_epsilon
-        if of_lse is not None:
-            off += of_lse.dense.abs() * half_epsilon
-        wanted = [given[name] for name, array in self.call.arrays.items() if array.grad]
-        off = off.masked_fill(lse.isinf(), 0.0)
-        return list(torch.autograd.grad(lse, wanted, off, materialize_grads=True))
+    def cancelling(self) -> list[Tensor] | None:
+        """What gradients may be off where nearly equal numbers are subtracted; see `cancelling`."""
+        wanted = [name for name, array in self.call.arrays.items() if array.grad]
+        incoming = [None if placed is None else placed.dense.double() for placed in self.gradients]
+        precision = self.options.get("float32_precision", self.call.matmul_precision)
+        factors = precision if self.call.dtype == "float32" else self.call.dtype
+        return cancelling(self.call.operator, self._for_the_definition(torch.float64), incoming, wanted, factors)
 
     def _for_the_definition(self, dtype: torch.dtype | None) -> dict[str, Any]:
         """Arguments of the definition; those of a dtype that is given are exact."""
@@ -322,11 +306,13 @@ def _with_slack(
     """Larger budgets for what is a documented limit.
 
     These are the rounding of numbers that are too small for all bits of their dtype, or flushed to zero; what
-    `Prepared.slack` says; and that a gradient of theta has the accuracy of float32, whatever its dtype. A call in
+    `cancelling` says; and that a gradient of theta has the accuracy of float32, whatever its dtype. A call in
     float64 has the accuracy of the definition.
     """
     outputs = len(prepared.call.outputs)
-    slack = prepared.slack() or [torch.zeros(1)] * (len(found) - outputs)
+    slack = (prepared.cancelling() if prepared.call.gradients else None) or [torch.zeros(1)] * (
+        len(found) - outputs
+    )
     result = []
     for index, (accuracy, dtype) in enumerate(zip(accuracies, [one.dtype for one in found])):
         if accuracy.problem or accuracy.ok:

@@ -1,0 +1,165 @@
+"""How far gradients are off where numbers are subtracted that are nearly equal: a documented limit.
+
+A gradient of softmax is ``P (dP - Σ P dP)``. Where nearly all the weight is on one key, token or feature, the
+difference is nearly zero, and so may be the error of the eager reference. That of a kernel is then the rounding of
+what is subtracted; see "Accuracy" in the guides. Where a call misses its budget it is estimated here, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from warploom.testing.random_cases.definitions import reference_of, rotated
+
+__all__ = ["cancelling"]
+
+Tensor = torch.Tensor
+
+FACTORS = {"float16": 2.0**-11, "bfloat16": 2.0**-9, "high": 2.0**-11, "medium": 2.0**-9}
+"""Relative rounding of a factor of a matrix product, by dtype, or by precision for float32."""
+SUMS = 2.0**-24
+"""That of a float32 number."""
+
+
+def cancelling(
+    operator: str, given: Mapping[str, Any], incoming: Sequence[Tensor | None], wanted: Sequence[str], factors: str
+) -> list[Tensor] | None:
+    """What the gradients of a call may be off.
+
+    Args:
+        operator: Whose call it is.
+        given: Arguments in float64; those of ``wanted`` require a gradient.
+        incoming: Gradients of the results, None where there is none.
+        wanted: Names of the arguments that gradients are of.
+        factors: The dtype of the call, or the precision of products if that is float32.
+
+    Returns:
+        A tensor for each of ``wanted``; None where nothing cancels.
+    """
+    leaves = [given[name] for name in wanted]
+    if operator in ("lrpe_rotate", "lrpe_cosine"):
+        if not given.get("activation", "").startswith("softmax") or "x" not in wanted:
+            return None
+        off = _of_softmax(operator, given, incoming[0])
+        return [off if name == "x" else torch.zeros(1) for name in wanted]
+    if operator not in _ATTENTION:
+        return None
+    logits, weights, out, lse = _attention(*_ATTENTION[operator](given))
+    if not logits.requires_grad:
+        return None
+    dlogits, off_logits = torch.zeros_like(logits), torch.zeros_like(logits)
+    grad, grad_lse = (*incoming, None)[:2]
+    if grad is not None:
+        (dlogits,) = torch.autograd.grad(out, logits, grad, retain_graph=True)
+        terms = (grad * out.detach()).square().sum(-1).sqrt().transpose(1, 2)
+        off_logits = terms * (FACTORS.get(factors, SUMS) + SUMS * math.sqrt(out.shape[-1]))
+        off_logits = weights * off_logits.unsqueeze(-1)
+    if grad_lse is not None:
+        (more,) = torch.autograd.grad(lse, logits, grad_lse, retain_graph=True)
+        dlogits = dlogits + more
+        off_logits = off_logits + more.abs() * SUMS
+    # The gradients of logits are rounded before they multiply keys and queries.
+    signs = torch.rand(logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2 - 1
+    off_logits = off_logits.detach() + dlogits * signs.to(logits.device) * FACTORS.get(factors, SUMS)
+    return list(torch.autograd.grad(logits, leaves, off_logits, materialize_grads=True))
+
+
+def _of_softmax(operator: str, given: Mapping[str, Any], grad: Tensor | None) -> Tensor:
+    """Of LRPE's ``x``: the rounding of both terms of ``P dP - P Σ P dP``."""
+    x, theta = given["x"], given["theta"]
+    options = {name: value for name, value in given.items() if name not in ("x", "theta", "activation")}
+    places = {name: value for name, value in options.items() if name == "cu_seqlens"}
+    still = torch.zeros(1, dtype=torch.float64, device=x.device)  # no angle: cosines of one
+    softmax = reference_of("lrpe_cosine")(x, still, activation=given["activation"], **places)[..., : x.shape[-1]]
+    weights = softmax.detach().requires_grad_()
+    encoded = reference_of(operator)(weights, theta.detach(), **options)
+    (dweights,) = torch.autograd.grad(encoded, weights, grad)
+    (difference,) = torch.autograd.grad(softmax, x, dweights.abs())
+    off: Tensor = 4 * SUMS * (2 * weights.detach() * dweights.abs() - difference)
+    return off
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, visible: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits and weights (B, H, N, M), output (B, N, H, E) and lse (B, H, N) under a mask (N, M)."""
+    group = q.shape[2] // max(k.shape[2], 1)
+    k, v = (t.repeat_interleave(group, 2) for t in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    logits = torch.einsum("bnhd,bmhd->bhnm", q, k) * scale
+    hidden = logits.masked_fill(~visible, -torch.inf)
+    some = visible.any(-1, keepdim=True)
+    weights = torch.softmax(torch.where(some, hidden, 0.0), -1) * some
+    lse = torch.logsumexp(torch.where(some, hidden, 0.0), -1)
+    return logits, weights.detach(), torch.einsum("bhnm,bmhe->bnhe", weights, v), lse * some.squeeze(-1)
+
+
+def _visible(
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    window: Sequence[int | None] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> Tensor:
+    """Which keys a query sees: (N, M)."""
+    tokens, keys = q.shape[1], k.shape[1]
+    whole = [torch.tensor([0, length]) for length in (tokens, keys)]
+    bounds_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
+    bounds_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    left, right = window or (None, None)
+    visible = torch.zeros(tokens, keys, dtype=torch.bool)
+    ends = [(bounds if given is None else given).tolist() for bounds, given in zip(whole, (bounds_q, bounds_k))]
+    for first, last, first_key, last_key in zip(ends[0], ends[0][1:], ends[1], ends[1][1:]):
+        query, key = torch.arange(last - first)[:, None], torch.arange(last_key - first_key)
+        distance = key - (query + (last_key - first_key) - (last - first))
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        seen &= distance >= -left if left is not None else seen
+        seen &= distance <= right if right is not None else seen
+        seen &= distance <= 0 if causal else seen
+        visible[first:last, first_key:last_key] = seen
+    return visible.to(q.device)
+
+
+_Attended = tuple[Tensor, Tensor, Tensor, float | None, Tensor]
+
+
+def _flash_attention(given: Mapping[str, Any]) -> _Attended:
+    q, k, v = (given[name] for name in "qkv")
+    names = ("window", "cu_seqlens_q", "cu_seqlens_k")
+    masks = {name: given[name] for name in names if name in given}
+    return q, k, v, given.get("scale"), _visible(q, k, given.get("causal", False), **masks)
+
+
+def _rotary_attention(given: Mapping[str, Any]) -> _Attended:
+    q, k, v = rotated(given["qkv"], given["theta"], given["heads"], given.get("interleaved", False))
+    return q, k, v, given["scale"], _visible(q, k, True)
+
+
+def _tpa_attention(given: Mapping[str, Any]) -> _Attended:
+    q, k, v = (_product(given, letter) for letter in "qkv")
+    visible = _visible(q, k, given.get("causal", True), cu_seqlens_q=given.get("cu_seqlens"))
+    return q, k, v, given.get("scale"), visible
+
+
+def _product(given: Mapping[str, Any], letter: str) -> Tensor:
+    """``scale · A B`` of every token; ``scale · B`` where there is no ``A``."""
+    a, b, scale = given[f"a{letter}"], given[f"b{letter}"], given.get(f"scale_{letter}")
+    if a is None:
+        product, usual = b, 1.0
+    else:
+        a = a.unsqueeze(-1) if a.dim() == 3 else a
+        product, usual = a @ (b.unsqueeze(-2) if b.dim() == 3 else b), 1 / a.shape[-1]
+    scaled: Tensor = product * (usual if scale is None else scale)
+    return scaled
+
+
+_ATTENTION: dict[str, Callable[[Mapping[str, Any]], _Attended]] = {
+    "flash_attention": _flash_attention,
+    "tpa_attention": _tpa_attention,
+    "rotary_attention": _rotary_attention,
+}
