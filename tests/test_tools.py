@@ -132,6 +132,18 @@ def test_assertions_of_tritons_sanitizer_are_read_once() -> None:
     assert sanitize.assertions(output) == ["Buffer has outstanding reads\n    at /x/hopper.py:121"]
 
 
+def test_calls_that_an_explanation_names_run_alone() -> None:
+    calls = [("one", "tpa"), ("attention-hopper", "tpa"), ("two", "tpa"), ("stream", "bench")]
+    known = sanitize.read_known()
+
+    def processes(tool: str) -> list[tuple[str, ...]]:
+        return [task.calls for task in sanitize.tasks_of(tool, calls, [], known)]
+
+    assert processes("memcheck") == [("one", "attention-hopper", "two"), ("stream",)]
+    assert processes("initcheck") == [("attention-hopper",), ("one", "two"), ("stream",)]
+    assert processes("gsan") == [("one",), ("attention-hopper",), ("two",), ("stream",)]
+
+
 LAUNCHED = """
 import importlib, sys
 import sanitize, torch

@@ -114,6 +114,7 @@ def assert_right(inputs: dict[str, Any], grad: Tensor | None = None, **options: 
         (500, 3, 3, 128, 128, torch.bfloat16),
         (385, 257, 20, 80, 96, torch.bfloat16),
         (65, 63, 1, 128, 40, torch.float16),
+        (1000, 60, 24, 64, 64, torch.bfloat16),  # tiles of one step, several a program
     ],
 )
 def test_values_and_gradients(

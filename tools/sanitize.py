@@ -385,18 +385,26 @@ def command_of(task: Task, done_log: Path, tool_log: Path) -> tuple[list[str], d
     return command, environment
 
 
-def tasks_of(tool: str, calls: Sequence[tuple[str, str]], kernels: Sequence[Kernel]) -> list[Task]:
-    """The processes of a tool. ``calls``: name and group of each."""
-    groups = list(dict.fromkeys(group for _, group in calls))
+def tasks_of(
+    tool: str, calls: Sequence[tuple[str, str]], kernels: Sequence[Kernel], known: Sequence[Explanation]
+) -> list[Task]:
+    """The processes of a tool. ``calls``: name and group of each; those that an explanation names run alone."""
     if tool == "consan":  # an assertion on the device ends a process, and a kernel takes minutes to compile
         return [
             Task(tool, kernel.group, kernel.calls[:1], f"{kernel.module}:{kernel.name}")
             for kernel in kernels
             if kernel.gluon and kernel.calls
         ]
-    if tool in (PLAIN, "initcheck", "gsan"):
-        return [Task(tool, group, (name,)) for name, group in calls]
-    return [Task(tool, group, tuple(name for name, of in calls if of == group)) for group in groups]
+    patterns = [(e.group, e.call) for e in known if e.tool == tool and e.call != "*"]
+    tasks: list[Task] = []
+    together: dict[str, list[str]] = {}
+    for name, group in calls:
+        named = any(fnmatch.fnmatchcase(group, g) and fnmatch.fnmatchcase(name, c) for g, c in patterns)
+        if named or tool in (PLAIN, "gsan"):
+            tasks.append(Task(tool, group, (name,)))
+        else:
+            together.setdefault(group, []).append(name)
+    return tasks + [Task(tool, group, tuple(names)) for group, names in together.items()]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -476,8 +484,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     calls = [(call.name, call.group) for call in CALLS if call.group in (options.group or call.group)]
     kernels = [k for k in package_kernels() if k.group in (options.group or k.group)]
     start = time.monotonic()
-    results, kernels = run_all(tools, calls, kernels, options.kernel, options.jobs, options.seconds)
     known = read_known()
+    results, kernels = run_all(tools, calls, kernels, known, options.kernel, options.jobs, options.seconds)
     found = explained((f for result in results for f in result.findings), known)
     text = summary(kernels, found, tools, known, results)
     print(text)
@@ -498,6 +506,7 @@ def run_all(
     tools: Sequence[str],
     calls: Sequence[tuple[str, str]],
     kernels: Sequence[Kernel],
+    known: Sequence[Explanation],
     only: Sequence[str] | None,
     jobs: int,
     seconds: float,
@@ -508,11 +517,11 @@ def run_all(
         def submit(tasks: Iterable[Task], of: Sequence[Kernel]) -> list[Future[Result]]:
             return [pool.submit(run_task, task, of, seconds) for task in tasks]
 
-        plain = [future.result() for future in submit(tasks_of(PLAIN, calls, kernels), kernels)]
+        plain = [future.result() for future in submit(tasks_of(PLAIN, calls, kernels, known), kernels)]
         launched = with_calls(kernels, plain)
         print_launched(launched)
         longest_first = sorted(tools, key=lambda tool: tool != "consan")
-        tasks = [task for tool in longest_first for task in tasks_of(tool, calls, launched)]
+        tasks = [task for tool in longest_first for task in tasks_of(tool, calls, launched, known)]
         if only:
             names = [task.kernel.partition(":")[2] for task in tasks]
             keep = [not name or any(fnmatch.fnmatchcase(name, o) for o in only) for name in names]
