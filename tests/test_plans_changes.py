@@ -1,12 +1,18 @@
 """Calls that differ in something, by turns: none ever runs on the plan of another."""
 
-from collections.abc import Callable, Iterator
+import os
+import subprocess
+import sys
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from warploom import WarploomError, flash_attention, lrpe_rotate, tpa_attention, tpa_decode
+from warploom import DtypeError, WarploomError, flash_attention, lrpe_rotate, tpa_attention, tpa_decode
 from warploom.backend import HAS_TRITON
 
 if not HAS_TRITON:
@@ -241,6 +247,35 @@ def test_a_list_that_is_changed_between_calls(device: torch.device) -> None:
             assert all(map(torch.equal, results(flash_attention, {**inputs, "window": window}), wanted))
 
 
+class Sizes(Sequence[int]):
+    """Hashable, and yet it can be changed."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.sizes[index]
+
+    def __setitem__(self, index: int, size: int) -> None:
+        self.sizes[index] = size
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+@pytest.mark.parametrize("kind", [list, lambda sizes: array("i", sizes), deque, Sizes], ids=str)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_grid_that_is_changed_between_calls(kind: Any, backend: str, device: torch.device) -> None:
+    inputs, grid = {**encoding(device), "backend": backend}, kind([2, 6])
+    with no_plans():
+        expected = {sizes: lrpe_rotate(**inputs, grid=sizes) for sizes in ((2, 6), (3, 4))}
+    assert not torch.equal(*expected.values())
+    with no_plans():
+        for sizes in ((2, 6), (2, 6), (2, 6), (3, 4), (3, 4), (2, 6)):
+            grid[0], grid[1] = sizes
+            assert torch.equal(lrpe_rotate(**inputs, grid=grid), expected[sizes])
+
+
 # ----------------------------------------------------------------------------------------------------------
 # What stands around a call, and changes between two: settings, modes, whether gradients are wanted
 # ----------------------------------------------------------------------------------------------------------
@@ -336,6 +371,7 @@ def test_gradients_may_be_wanted_and_not_wanted_by_turns(
 # Errors
 # ----------------------------------------------------------------------------------------------------------
 
+
 # What is right, and what is wrong though equal to it.
 LOOKALIKES = [
     pytest.param(function, make, good, bad, id=f"{next(iter(bad))}={next(iter(bad.values()))!r}")
@@ -386,6 +422,17 @@ def test_what_is_refused_is_refused_after_a_call_that_is_equal_and_right(
         assert sum(len(module._on_kernels.known) for module in (flash_api, lrpe_api, tpa_api)) == 1
 
 
+def test_an_offset_of_a_type_of_its_own_is_checked_every_time(device: torch.device) -> None:
+    class Position(int):
+        pass
+
+    inputs = {**encoding(device), "backend": "triton"}
+    for _ in range(3):
+        assert torch.equal(lrpe_rotate(**inputs, offset=Position(5)), lrpe_rotate(**inputs, offset=5))
+        with pytest.raises(WarploomError, match="offset must be such that"):
+            lrpe_rotate(**inputs, offset=Position(2**31 - 11))
+
+
 def test_decoding_is_refused_a_gradient_that_was_not_wanted_before(device: torch.device) -> None:
     inputs = factors_with_lengths(device)
     wanted = changed(torch.Tensor.clone, "bk")({**inputs, "bk": inputs["bk"].requires_grad_()})
@@ -396,3 +443,55 @@ def test_decoding_is_refused_a_gradient_that_was_not_wanted_before(device: torch
                     tpa_decode(**wanted, backend="triton")
             with pytest.raises(WarploomError, match="bk must be without requires_grad"):
                 tpa_decode(**wanted, backend="triton")
+
+
+# Tensors that have no strides, or no numbers.
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "nested": lambda x: torch.nested.nested_tensor(list(x)),
+    "jagged": lambda x: torch.nested.nested_tensor(list(x if x.dim() > 1 else x[None]), layout=torch.jagged),
+    "sparse": torch.Tensor.to_sparse,
+    "sparse_rows": lambda x: x.reshape(-1, x.shape[-1]).to_sparse_csr(),
+    "mkldnn": torch.Tensor.to_mkldnn,
+    "quantized": lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8),
+}
+MAKES = {
+    **USUAL,
+    "packed_attention": (flash_attention, packed_attention),
+    "placed_encoding": (lrpe_rotate, placed_encoding),
+    "packed_encoding": (lrpe_rotate, packed_encoding),
+}
+
+
+def refuse_every_kind(kind: str, device: torch.device) -> None:
+    """Calls with a tensor of another kind are refused, also when those like them are known."""
+    for name, (function, make) in MAKES.items():
+        inputs = make(device)
+        for _ in range(3):
+            results(function, inputs)
+        for argument, value in inputs.items():
+            if not isinstance(value, Tensor) or (kind == "mkldnn" and not value.is_floating_point()):
+                continue
+            for backend in ("triton", "torch"):
+                with pytest.raises(DtypeError, match=rf"{function.__name__}: {argument} must be"):
+                    function(**{**inputs, argument: KINDS[kind](value.detach())}, backend=backend)
+            results(function, inputs)
+        print(name)
+
+
+@pytest.mark.filterwarnings("ignore")  # such tensors are prototypes, and PyTorch says so
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nested"])
+def test_tensors_of_other_kinds_are_refused(kind: str, device: torch.device) -> None:
+    refuse_every_kind(kind, torch.device("cpu") if kind == "mkldnn" else device)
+
+
+def test_nested_tensors_are_refused() -> None:
+    """In a process of its own: what asks such a tensor for its sizes in C ends it."""
+    script = "import conftest, torch; from test_plans_changes import *; "
+    script += f"refuse_every_kind('nested', torch.device('{'cuda' if torch.cuda.is_available() else 'cpu'}'))"
+    path = os.pathsep.join(entry for entry in (str(Path(__file__).parent), *sys.path) if entry)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == list(MAKES)

@@ -37,7 +37,7 @@ ALLOWED = {
         "launchers", "autograd", "warploom.eager", "warploom.launch", "warploom.layout", "warploom.plans",
     },
     "api": {
-        "autograd", "launchers", "reference",
+        "autograd", "launchers", "reference", "warploom.arguments",
         "warploom.backend", "warploom.eager", "warploom.errors", "warploom.layout", "warploom.plans",
     },
 }  # fmt: skip

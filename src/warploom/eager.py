@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils import _python_dispatch
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_strided = torch.strided
 _is_compiling = torch.compiler.is_compiling
 _is_traced_by_dynamo = torch.compiler.is_dynamo_compiling
+_is_traced_by_jit: Any = torch._C._is_tracing
+_modes_at_work: Any = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", tuple)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._are_functorch_transforms_active
+# Gradients of `torch.autograd.grad` with ``is_grads_batched``, whose ``vmap`` is older than `torch.func`.
+_is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
 
 
 def is_watched() -> bool:
@@ -22,15 +28,16 @@ def is_watched() -> bool:
 
 
 def is_plain_eager(*tensors: torch.Tensor) -> bool:
-    """Whether nothing watches a call on these tensors.
+    """Whether nothing watches a call on these tensors, and they hold in memory what they mean.
 
-    No compiler, tensor subclass, mode, meta tensor, function transform or forward-mode derivative: only then may a
-    call go to its launchers without the dispatcher.
+    No compiler or tracer, tensor subclass, mode, meta tensor, function transform or forward-mode derivative, no
+    sparse or nested tensor, and none whose sign is yet to be changed: only then may a call go to its launchers
+    without the dispatcher, which sees to all of these.
     """
-    if _is_compiling():
+    if _is_compiling() or _is_traced_by_jit():
         return False
     for tensor in tensors:
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in _PLAIN or tensor.is_nested or tensor.layout is not _strided or tensor.is_neg():
             return False
     return not (
         tensors[0].is_meta
@@ -41,6 +48,30 @@ def is_plain_eager(*tensors: torch.Tensor) -> bool:
     )
 
 
+def is_plain_backward(*gradients: torch.Tensor) -> bool:
+    """Whether a backward that was handed these gradients may go to its launchers without the dispatcher.
+
+    Not where someone wants a graph of it, nor where autograd runs it for many gradients at once.
+    """
+    if torch.is_grad_enabled() or is_watched() or _dispatch_modes() or _transforms():
+        return False
+    for gradient in gradients:
+        if type(gradient) not in _PLAIN or gradient.layout is not _strided or gradient.is_neg():
+            return False
+        if _is_batched(gradient):
+            return False
+    return True
+
+
+def refuse(reason: str) -> Callable[..., NoReturn]:
+    """In the place of a derivative that kernels do not have."""
+
+    def derivative(*_: Any) -> NoReturn:
+        raise NotImplementedError(reason)
+
+    return derivative
+
+
 def register(
     library: torch.library.Library,
     name: str,
@@ -49,11 +80,15 @@ def register(
     fake: Callable[..., Any],
     backward: Callable[..., Any],
     setup_context: Callable[..., None] = lambda ctx, inputs, output: None,
+    flops: Callable[..., int] | None = None,
 ) -> None:
     """Register an operator, as ``name`` with a gradient and as ``name_launch`` without.
 
     Compiled code has forward and backward apart and calls the second. After `torch.library.register_autograd` it
     would call the first, which enters Python twice, once to find that nobody wants a gradient: half a launch.
+
+    The first also works under the transforms of `torch.func`, whose ``vmap`` runs one call after another. It has
+    no derivative in forward mode, and says so.
 
     Args:
         library: Of the namespace ``warploom``.
@@ -63,31 +98,77 @@ def register(
         fake: Allocates its results.
         backward: Its gradient, as of a `torch.autograd.Function`.
         setup_context: What that saves.
+        flops: Operations of its matrix products, from its arguments, for `torch.utils.flop_counter`.
     """
     for each in (name, f"{name}_launch"):
         library.define(f"{each}{schema}")
         for device in ("CUDA", "CPU"):  # on a CPU the kernels run in Triton's interpreter
             library.impl(each, run, device)
         torch.library.register_fake(f"warploom::{each}", fake, lib=library)
+        if flops is not None:
+            _count_flops(getattr(torch.ops.warploom, each), flops)
     launch = getattr(torch.ops.warploom, f"{name}_launch").default
-    methods = {"forward": launch, "setup_context": setup_context, "backward": backward}
-    function: Any = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
+
+    function: Any
+
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        return _stacked(function.apply, info.batch_size, in_dims, inputs)
+
+    methods = {
+        "forward": launch,
+        "setup_context": setup_context,
+        "backward": backward,
+        "jvp": refuse(f'{name} kernels have no derivative in forward mode; call with backend="torch" for one'),
+        "vmap": vmap,
+    }
+    function = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
 
     def differentiable(*arguments: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
             return function.apply(*arguments)
+        if forward_ad._current_level >= 0:  # it may have been handed a tangent, which raises
+            return function.apply(*arguments)
         return launch(*arguments)
 
     library.impl(name, differentiable, "Autograd")
+    library.impl(name, function.apply, "FuncTorchDynamicLayerFrontMode")
 
 
-def stack_over_batch(function: Any, info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Any:
-    """One call after another, stacked: ``vmap`` of an autograd function whose kernels take their own batch."""
-    slices = (
-        function.apply(*(v.select(d, i) if isinstance(d, int) else v for v, d in zip(inputs, in_dims)))
-        for i in range(info.batch_size)
-    )
-    outputs = list(slices)
+def _count_flops(operator: Any, flops: Callable[..., int]) -> None:
+    """Let `torch.utils.flop_counter.FlopCounterMode` count an operator, in counters at work too."""
+    from torch.utils.flop_counter import register_flop_formula  # imports Triton
+
+    formula: Any = register_flop_formula(operator, get_raw=True)(flops)
+    # Operators are registered in the first call on the kernels. A counter made before has a copy of all formulas.
+    for mode in _modes_at_work():
+        registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
+        if isinstance(registry, dict):
+            registry[operator] = formula
+
+
+def attention_pairs(
+    q: torch.Tensor, k: torch.Tensor, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None
+) -> int:
+    """Pairs of a query and a key over the batch (B, N, …) and (B, M, …), for who counts operations.
+
+    Those of the same packed sequence, if the bounds can be read.
+    """
+    if cu_seqlens_q is None or cu_seqlens_k is None or type(cu_seqlens_q) not in _PLAIN or cu_seqlens_q.is_meta:
+        return q.shape[0] * q.shape[1] * k.shape[1]
+    return int((cu_seqlens_q.diff() * cu_seqlens_k.diff()).sum())
+
+
+def _stacked(call: Callable[..., Any], size: int, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
+    """One call after another, stacked: ``vmap`` of an operator whose kernels take their own batch."""
+
+    def sample(index: int) -> Any:
+        return call(*(v.select(d, index) if isinstance(d, int) else v for v, d in zip(inputs, in_dims)))
+
+    if size == 0:  # one call on zeros, of which only the shape is kept
+        zeros = (v.sum(d, dtype=v.dtype) if isinstance(d, int) else v for v, d in zip(inputs, in_dims))
+        outputs = [call(*zeros)]
+    else:
+        outputs = [sample(i) for i in range(size)]
     if isinstance(outputs[0], torch.Tensor):
-        return torch.stack(outputs), 0
-    return tuple(torch.stack(parts) for parts in zip(*outputs)), (0,) * len(outputs[0])
+        return torch.stack(outputs)[:size], 0
+    return tuple(torch.stack(each)[:size] for each in zip(*outputs)), (0,) * len(outputs[0])

@@ -88,7 +88,7 @@ class Plans:
 
 
 def recognise(*tensors: torch.Tensor) -> Callable[..., bool] | None:
-    """A function in C that says whether tensors are like these in all but contents and address.
+    """What says, by a function in C, whether tensors are like these in all but contents and address.
 
     It compares types, shapes, strides, dtypes, devices, whether they require gradients, and the dispatcher's keys
     with those of the thread: a mode, transform or subclass is noticed. It does not notice a mode for functions of
@@ -97,7 +97,18 @@ def recognise(*tensors: torch.Tensor) -> Callable[..., bool] | None:
     """
     if _guard is None:
         return None
-    return _guard(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]
+    check = _guard(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+    def like(*tensors: torch.Tensor) -> bool:
+        try:
+            for tensor in tensors:
+                if tensor.is_nested:  # it has no sizes, and the process would end at the question
+                    return False
+        except AttributeError:  # no tensor
+            return False
+        return check(*tensors)  # type: ignore[no-any-return]
+
+    return like
 
 
 def metadata(tensor: object) -> Hashable:

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from warploom import flash_attention
 from warploom.backend import use_triton
-from warploom.eager import is_plain_eager
 from warploom.errors import ArgumentError, DtypeError, ShapeError, fault
 from warploom.nn.cache import KVCache
 from warploom.nn.positions import LRPE, RotaryEmbedding
@@ -114,20 +113,17 @@ class Attention(nn.Module):
     def _turned_and_attended(self, qkv: Tensor) -> Tensor | None:
         """From the projection (B, N, H + 2·Hkv, D) to (B, N, H, D) by one operator, if there is one for the call.
 
-        There is on the kernels, for plain eager calls and compiled code.
+        There is on the kernels.
         """
         position = self.position
         if self.implementation != "flash" or not isinstance(position, RotaryEmbedding):
             return None
         if self.head_dim > MAX_FEATURES or not use_triton("Attention", "auto", qkv):
             return None
-        theta = position.theta
-        if not (torch.compiler.is_compiling() or is_plain_eager(qkv, theta)):
-            return None
         from warploom.nn.rotary_attention import rotary_attention  # imports Triton
 
         scale = self.head_dim**-0.5
-        return rotary_attention(qkv, theta, self.heads, scale, interleaved=position.interleaved)
+        return rotary_attention(qkv, position.theta, self.heads, scale, interleaved=position.interleaved)
 
     def _attended(self, qkv: Tensor, position_ids: Tensor | None, cache: KVCache | None) -> Tensor:
         """From the projection (B, N, H + 2·Hkv, D) to (B, N, H, D)."""

@@ -8,12 +8,13 @@ dispatcher once in each direction, where a small model waits for the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from warploom import plans
-from warploom.eager import register
+from warploom.eager import attention_pairs, is_plain_backward, is_plain_eager, refuse, register
 from warploom.launch import ALIGNMENT, Dense, Launch, TiledLaunch
 from warploom.layout import empty_in_order_of, layout_of
 from warploom.ops.flash_attention import launchers as attention
@@ -218,24 +219,34 @@ def _backward_fake(grad: Tensor, qkv: Tensor, theta: Tensor, *rest: Any) -> tupl
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     qkv, theta, *ctx.rest = inputs
-    ctx.run = torch.ops.warploom.rotary_attention_backward
     ctx.save_for_backward(qkv, theta, *output)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 5
+def _gradients(ctx: Any, grad: Tensor, run: Callable[..., Any]) -> tuple[Tensor | None, ...]:
     wants_qkv, wants_theta = ctx.needs_input_grad[:2]
-    # The operator where someone wants a graph of this: its gradient raises.
-    run = torch.ops.warploom.rotary_attention_backward if torch.is_grad_enabled() else ctx.run
     dqkv, dtheta = run(grad, *ctx.saved_tensors, *ctx.rest, wants_theta)
     return dqkv if wants_qkv else None, dtheta if wants_theta else None, None, None, None
 
 
-def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError("attention on the kernels has no second derivative")
+def _of_registered(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 5
+    return _gradients(ctx, grad, torch.ops.warploom.rotary_attention_backward)
+
+
+def _flops(qkv: Tensor, theta: Tensor, heads: int, *rest: Any, **_: Any) -> int:
+    """Those of attention: two products for every query and key, hidden or not."""
+    return 4 * attention_pairs(qkv, qkv, None, None) * heads * qkv.shape[3]
+
+
+def _backward_flops(
+    grad: Tensor, qkv: Tensor, theta: Tensor, out: Tensor, turned: Tensor, statistics: Tensor, heads: int,
+    *rest: Any, **_: Any,
+) -> int:  # fmt: skip
+    """Five products."""
+    return _flops(qkv, theta, heads) // 2 * 5
 
 
 register(
@@ -244,8 +255,9 @@ register(
     "(Tensor qkv, Tensor theta, int heads, str kind, float scale) -> (Tensor, Tensor, Tensor)",
     _forward,
     _forward_fake,
-    _gradients,
+    _of_registered,
     _setup_context,
+    _flops,
 )
 register(
     _library,
@@ -254,7 +266,8 @@ register(
     "int heads, str kind, float scale, bool theta_gradient) -> (Tensor, Tensor)",
     _registered_backward,
     _backward_fake,
-    _no_double_backward,
+    refuse("attention on the kernels has no second derivative"),
+    flops=_backward_flops,
 )
 
 
@@ -265,10 +278,13 @@ class _Eager(torch.autograd.Function):
     def forward(ctx: Any, qkv: Tensor, theta: Tensor, heads: int, kind: str, scale: float) -> Tensor:
         out, turned, statistics = _forward(qkv, theta, heads, kind, scale)
         ctx.save_for_backward(qkv, theta, out, turned, statistics)
-        ctx.rest, ctx.run = (heads, kind, scale), _backward
+        ctx.rest = (heads, kind, scale)
         return out
 
-    backward = staticmethod(_gradients)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        plain = is_plain_backward(grad)
+        return _gradients(ctx, grad, _backward if plain else torch.ops.warploom.rotary_attention_backward)
 
 
 def rotary_attention(qkv: Tensor, theta: Tensor, heads: int, scale: float, *, interleaved: bool = False) -> Tensor:
@@ -285,7 +301,7 @@ def rotary_attention(qkv: Tensor, theta: Tensor, heads: int, scale: float, *, in
         ``(B, N, H, D)``.
     """
     kind = "interleaved" if interleaved else "rotate"
-    if torch.compiler.is_compiling():
+    if not is_plain_eager(qkv, theta):
         return torch.ops.warploom.rotary_attention(qkv, theta, heads, kind, scale)[0]  # type: ignore[no-any-return]
     if torch.is_grad_enabled() and (qkv.requires_grad or theta.requires_grad):
         return _Eager.apply(qkv, theta, heads, kind, scale)  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
+from warploom.arguments import FLOATS, LARGEST, check_number, checked_tensor, is_int, shown
 from warploom.backend import use_triton
 from warploom.eager import is_plain_eager, is_watched
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
@@ -25,7 +26,6 @@ MAX_FEATURES = 256
 MAX_PLACES = 2**31 - 2**10
 """Queries and keys together, whose places the kernels count in 32 bits, and tiles, each of which is a program."""
 _LEAST_TILE = 16  # rows
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @overload
@@ -188,7 +188,8 @@ def _key(
     options: tuple[object, ...],
 ) -> Hashable | None:  # fmt: skip
     """All that the checks and the launchers look at, of a plain eager call; None for any other."""
-    if not (is_plain_eager(q, k, v) and are_kept(q)):
+    sequences = (t for t in (cu_seqlens_q, cu_seqlens_k) if t is not None)
+    if not (is_plain_eager(q, k, v, *sequences) and are_kept(q)):
         return None
     # With types: True equals 1, and is not as good.
     return (*map(metadata, (q, k, v, cu_seqlens_q, cu_seqlens_k)), *options, *map(type, options))
@@ -278,11 +279,7 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for argument, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise fault(DtypeError, NAME, argument, "a tensor", type(tensor).__name__)
-        if tensor.dtype not in _FLOATS:
-            expected = "a tensor of float16, bfloat16, float32 or float64"
-            raise fault(DtypeError, NAME, argument, expected, dtype_of(tensor))
+        checked_tensor(NAME, argument, tensor, FLOATS)
         if tensor.dtype != q.dtype:
             raise fault(DtypeError, NAME, argument, f"a tensor of the dtype of q, {dtype_of(q)}", dtype_of(tensor))
         if tensor.device != q.device:
@@ -306,20 +303,18 @@ def _checked_window(window: Sequence[int | None] | None) -> tuple[int | None, in
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise fault(DtypeError, NAME, "window", "None or a pair (left, right)", repr(window))
     for bound in window:
-        if bound is not None and not _is_int(bound):
-            raise fault(DtypeError, NAME, "window", "a pair of ints or None", repr(window))
+        if bound is not None and not is_int(bound):
+            raise fault(DtypeError, NAME, "window", "a pair of ints or None", shown(window))
         if bound is not None and bound < 0:
-            raise fault(ArgumentError, NAME, "window", "of bounds ≥ 0, or None for no bound", repr(window))
-    return window[0], window[1]
+            raise fault(ArgumentError, NAME, "window", "of bounds ≥ 0, or None for no bound", shown(window))
+    left, right = (None if isinstance(bound, int) and bound > LARGEST else bound for bound in window)
+    return left, right
 
 
 def _checked_scale(scale: float | None, q: Tensor) -> float:
     if scale is None:
         return 1.0 / math.sqrt(q.shape[-1])
-    if isinstance(scale, bool) or not isinstance(scale, float | int | torch.SymInt | torch.SymFloat):
-        raise fault(DtypeError, NAME, "scale", "None or a number", repr(scale))
-    if isinstance(scale, float | int) and not math.isfinite(scale):
-        raise fault(ArgumentError, NAME, "scale", "finite", repr(scale))
+    check_number(NAME, "scale", scale)
     return scale
 
 
@@ -335,10 +330,7 @@ def _checked_sequences(
                 expected = f"given where the other is, since N = {q.shape[1]} and M = {k.shape[1]} differ"
                 raise fault(ArgumentError, NAME, argument, expected, None)
             continue
-        if not isinstance(tensor, Tensor):
-            raise fault(DtypeError, NAME, argument, "an integer tensor", type(tensor).__name__)
-        if tensor.dtype not in (torch.int32, torch.int64):
-            raise fault(DtypeError, NAME, argument, "a tensor of int32 or int64", dtype_of(tensor))
+        checked_tensor(NAME, argument, tensor, (torch.int32, torch.int64))
         if tensor.dim() != 1 or tensor.shape[0] < 2:
             raise fault(ShapeError, NAME, argument, "(S + 1,) with S ≥ 1", shape_of(tensor))
         if tensor.device != q.device:
@@ -351,7 +343,3 @@ def _checked_sequences(
         expected = f"of the shape of cu_seqlens_q, {shape_of(cu_seqlens_q)}"
         raise fault(ShapeError, NAME, "cu_seqlens_k", expected, shape_of(cu_seqlens_k))
     return cu_seqlens_q, cu_seqlens_k
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)

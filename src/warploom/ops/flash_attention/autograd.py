@@ -1,7 +1,7 @@
 """Flash attention as PyTorch operators: ``torch.ops.warploom.flash_attention`` and its backward.
 
-The registered operators, with fake functions and autograd, serve `torch.compile`, meta and fake tensors. A plain
-eager call goes to the same launchers directly (`apply`), and so does `torch.func`.
+The registered operators, with fake functions and autograd, serve whatever watches a call: `torch.compile`,
+`torch.func`, modes, meta and fake tensors. A plain eager call goes to the same launchers directly (`apply`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warploom import plans
-from warploom.eager import is_plain_eager, register, stack_over_batch
+from warploom.eager import attention_pairs, is_plain_backward, is_plain_eager, refuse, register
 from warploom.layout import empty_in_order_of
 from warploom.ops.flash_attention import launchers
 from warploom.ops.flash_attention.launchers_geometry import Mask
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 _REST = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? left, SymInt? right, float scale, str? precision"
 _library = torch.library.Library("warploom", "FRAGMENT")
 _plans = Plans()
-"""Of the registered operators' calls, and by `torch.func`."""
+"""Of the registered operators' calls."""
 
 
 def _forward(
@@ -82,34 +82,37 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)  # lse has a gradient only where it was asked for
 
 
-def _arguments(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    """Arguments of the backward."""
-    saved = ctx.saved_tensors  # once: under activation checkpointing they can be had only once
-    return torch.zeros_like(saved[3]) if grad is None else grad, grad_lse, *saved, *ctx.rest
-
-
-def _wanted(ctx: Any, found: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """Gradients of all arguments, None for those that want none."""
-    return *(g if wants else None for g, wants in zip(found, ctx.needs_input_grad)), *[None] * 6
-
-
 def _registered_backward(
     ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None
 ) -> tuple[Tensor | None, ...]:
     if grad is None and grad_lse is None:
         return (None,) * 9
-    return _wanted(ctx, torch.ops.warploom.flash_attention_backward(*_arguments(ctx, grad, grad_lse)))
+    saved = ctx.saved_tensors  # once: under activation checkpointing they can be had only once
+    grad = torch.zeros_like(saved[3]) if grad is None else grad
+    found = torch.ops.warploom.flash_attention_backward(grad, grad_lse, *saved, *ctx.rest)
+    return *(g if wants else None for g, wants in zip(found, ctx.needs_input_grad)), *[None] * 6
 
 
-def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError(
-        'flash_attention kernels have no second derivative; call with backend="torch" for one'
-    )
+def _flops(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, *rest: Any, **_: Any
+) -> int:
+    """Two products for every query and key, hidden or not, as PyTorch counts its own attention."""
+    pairs = attention_pairs(q, k, cu_seqlens_q, cu_seqlens_k)
+    return 2 * pairs * q.shape[2] * (q.shape[3] + v.shape[3])
+
+
+def _backward_flops(
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, statistics: Tensor,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, *rest: Any, **_: Any,
+) -> int:  # fmt: skip
+    """Five products: of q and k anew, and for the gradients of the weights, of v, q and k."""
+    pairs = attention_pairs(q, k, cu_seqlens_q, cu_seqlens_k)
+    return 2 * pairs * q.shape[2] * (3 * q.shape[3] + 2 * v.shape[3])
 
 
 register(
     _library, "flash_attention", f"(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor, Tensor)",
-    _forward, _forward_fake, _registered_backward, _setup_context,
+    _forward, _forward_fake, _registered_backward, _setup_context, _flops,
 )  # fmt: skip
 register(
     _library,
@@ -118,26 +121,9 @@ register(
     "-> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
-    _no_double_backward,
+    refuse('flash_attention kernels have no second derivative; call with backend="torch" for one'),
+    flops=_backward_flops,
 )
-
-
-class _FlashAttentionBackward(torch.autograd.Function):
-    """The backward as a function of its own: `torch.func` unwraps its arguments, and its gradient raises."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _backward(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    backward = staticmethod(_no_double_backward)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-        return stack_over_batch(_FlashAttentionBackward, info, in_dims, inputs)
 
 
 class Call(NamedTuple):
@@ -173,11 +159,11 @@ class _EagerFlashAttention(torch.autograd.Function):
         q, k, v, out, statistics, *_ = saved
         if grad is None:
             grad = torch.zeros_like(out)
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # someone wants a graph of this
-            arguments = (*saved, *call.mask[:2], call.scale, call.precision)
-            found = _FlashAttentionBackward.apply(grad, grad_lse, *arguments)
-        else:
+        if is_plain_backward(*(g for g in (grad, grad_lse) if g is not None)):
             found = launchers.backward(grad, grad_lse, q, k, v, out, statistics, *call[:3], call.plans or Plans())
+        else:
+            rest = (*call.mask[:2], call.scale, call.precision)
+            found = torch.ops.warploom.flash_attention_backward(grad, grad_lse, *saved, *rest)
         wants_q, wants_k, wants_v, _ = ctx.needs_input_grad
         dq, dk, dv = found
         return dq if wants_q else None, dk if wants_k else None, dv if wants_v else None, None
@@ -188,55 +174,20 @@ class _EagerFlashAttention(torch.autograd.Function):
 _apply_prepared: Any = super(torch.autograd.Function, _EagerFlashAttention).apply
 
 
-class _FlashAttention(torch.autograd.Function):
-    """The same for `torch.func`, which wants every tensor among the arguments."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _forward(*arguments)
-
-    setup_context = staticmethod(_setup_context)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        if grad is None and grad_lse is None:
-            return (None,) * 9
-        arguments = _arguments(ctx, grad, grad_lse)
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # someone wants a graph of this
-            return _wanted(ctx, _FlashAttentionBackward.apply(*arguments))
-        return _wanted(ctx, _backward(*arguments))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-        return stack_over_batch(_FlashAttention, info, in_dims, inputs)
-
-
 def apply(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | tuple[Tensor, Tensor]:
     """Run attention on the Triton kernels, differentiably, by the shortest way that this call allows.
 
     Returns:
         Attention (B, N, Hq, E); with ``call.with_lse`` also lse (B, Hq, N) in float32.
     """
-    if call.plans is not None or is_plain_eager(q, k, v):
+    left, right, *sequences = call.mask
+    if call.plans is not None or is_plain_eager(q, k, v, *(t for t in sequences if t is not None)):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return _EagerFlashAttention.apply(q, k, v, call)  # type: ignore[no-any-return]
         out, lse, _ = launchers.forward(q, k, v, *call[:3], call.plans or Plans())
     else:
-        mask = call.mask
-        arguments = (
-            q,
-            k,
-            v,
-            mask.cu_seqlens_q,
-            mask.cu_seqlens_k,
-            mask.left,
-            mask.right,
-            call.scale,
-            call.precision,
-        )
-        watched = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-        run = _FlashAttention.apply if watched else torch.ops.warploom.flash_attention
-        out, lse, _ = run(*arguments)
+        rest = (*sequences, left, right, call.scale, call.precision)
+        out, lse, _ = torch.ops.warploom.flash_attention(q, k, v, *rest)
     return (out, lse) if call.with_lse else out
 
 

@@ -18,6 +18,7 @@ Tensor = torch.Tensor
 
 BLOCK_WEIGHTS = 2**28
 """Weights, over all heads, that exist at a time: two gigabytes in float64."""
+_FAR = 2**62  # no distance is as large, and an index tensor holds it
 
 
 def flash_attention(
@@ -56,13 +57,14 @@ def flash_attention(
         distance = key_place[None, :] - query_place[rows, None]
         visible = key_sequence[None, :] == query_sequence[rows, None]
         if left is not None:
-            visible = visible & (distance >= -left)
+            visible = visible & (distance >= -min(left, _FAR))
         if right is not None:
-            visible = visible & (distance <= right)
+            visible = visible & (distance <= min(right, _FAR))
         return _attend(queries[:, rows], wide_k, wide_v, visible, scale, factors)
 
     row = max(q.shape[0] * q.shape[2] * keys, 1)
-    if row * tokens <= BLOCK_WEIGHTS:
+    # An exported program is for sizes that are not known yet, and has one block.
+    if torch.compiler.is_exporting() or row * tokens <= BLOCK_WEIGHTS:
         out, lse = attend_block(slice(None), queries, wide_k, wide_v)
     else:
         size = max(BLOCK_WEIGHTS // row, 1)

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from warploom.arguments import FLOATS, LARGEST, checked_tensor, is_int, is_within, shown
 from warploom.backend import use_triton
 from warploom.eager import is_plain_eager, is_watched
-from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
+from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, fault, shape_of
 from warploom.layout import in_order_of
 from warploom.ops.lrpe import reference
 from warploom.plans import Plans, are_kept, metadata, recognise
@@ -18,9 +19,7 @@ from warploom.plans import Plans, are_kept, metadata, recognise
 Tensor = torch.Tensor
 
 ACTIVATIONS = ("none", "relu", "sigmoid", "silu", "softmax", "softmax_sequence")
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-_LARGEST = 2**31 - 1
 MAX_FEATURES = 8192
 """Features of one head that the kernels hold on chip at once."""
 
@@ -135,7 +134,7 @@ def lrpe_rotate(
 
 
 class _Arguments(NamedTuple):
-    """The arguments that both functions share."""
+    """The arguments that both functions share; the grid is a tuple when they have been checked."""
 
     x: Tensor
     theta: Tensor
@@ -167,7 +166,9 @@ def _run(
         known = _on_kernels.find(key)
         if known is not None:
             ways, call = known
-            if position_ids is None and cu_seqlens is None and type(offset) is int and not isinstance(grid, list):
+            # Options are remembered by identity: a grid that can be changed is not.
+            immutable = grid is None or type(grid) is tuple
+            if position_ids is None and cu_seqlens is None and type(offset) is int and immutable:
                 _remember(x, theta, (kind, grid, prefix, activation, backend), ways.prepared(x, theta, call))
             return ways.apply(x, theta, _placed(call, offset, position_ids, cu_seqlens))  # type: ignore[no-any-return]
     given = _Arguments(x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation)
@@ -179,13 +180,15 @@ def _remember(x: Tensor, theta: Tensor, options: tuple[Any, ...], run: Callable[
     like = recognise(x, theta)
     if like is not None:
         _, grid, *_ = options
-        first, last = (-_LARGEST, _LARGEST + 1 - x.shape[1]) if grid is None else (0, 0)
+        first, last = (-LARGEST, LARGEST + 1 - x.shape[1]) if grid is None else (0, 0)
         _on_kernels.remember((like, *options, first, last, run))
 
 
 def _run_unknown(name: str, kind: str, given: _Arguments, backend: str, key: Hashable | None) -> Tensor:
     """Run a call like no earlier one, and remember how under the ``key``."""
     _check(name, kind, given)
+    if given.grid is not None:
+        given = given._replace(grid=tuple(given.grid))
     if not use_triton(name, backend, given.x, _beyond_kernels(given)):
         return _run_reference(kind, given)
     from warploom.ops.lrpe import autograd, launchers  # Triton is imported when it is first needed
@@ -219,16 +222,19 @@ def _key(
 
     Numbers in tensors and the offset itself are not part of it.
     """
-    if not (is_plain_eager(x, theta) and (x.is_cuda or are_kept(x))):
+    places = (t for t in (offset, ids, cu_seqlens) if isinstance(t, Tensor))
+    if not (is_plain_eager(x, theta, *places) and (x.is_cuda or are_kept(x))):
         return None
     start: Hashable
     if type(offset) is int:
         start = offset == 0
-        if not start and (x.dim() < 2 or not -_LARGEST <= offset <= _LARGEST + 1 - x.shape[1]):
+        if not start and (x.dim() < 2 or not -LARGEST <= offset <= LARGEST + 1 - x.shape[1]):
             return None
-    else:
+    elif isinstance(offset, Tensor):
         start = metadata(offset)
-    sizes = tuple(grid) if isinstance(grid, list) else grid
+    else:
+        return None
+    sizes = grid if type(grid) is tuple or not isinstance(grid, Sequence) else tuple(grid)
     return (
         kind, x.shape, x.stride(), x.dtype, x.device, theta.shape, theta.stride(), theta.dtype, theta.device,
         start, prefix, activation, backend, sizes,
@@ -253,8 +259,9 @@ def _beyond_kernels(given: _Arguments) -> str | None:
     features = given.x.shape[-1]
     if features > MAX_FEATURES:
         return f"a row of {features} features does not fit in one tile ({MAX_FEATURES} at most)"
-    if given.x.shape[:-1].numel() > _LARGEST:
-        return f"x has {given.x.shape[:-1].numel()} rows of features ({_LARGEST} at most)"
+    rows = math.prod(given.x.shape[:-1])
+    if not is_within(rows, LARGEST):
+        return f"x has {rows} rows of features ({LARGEST} at most)"
     return None
 
 
@@ -271,16 +278,16 @@ def _check(name: str, kind: str, given: _Arguments) -> None:
     if activation not in ACTIVATIONS:
         raise fault(ArgumentError, name, "activation", f"one of {', '.join(ACTIVATIONS)}", repr(activation))
     tokens = x.shape[1]
-    if not _is_int(prefix):
+    if not is_int(prefix):
         raise fault(DtypeError, name, "prefix", "an int", repr(prefix))
     if prefix != 0 and not 0 <= prefix <= tokens:
-        raise fault(ArgumentError, name, "prefix", f"between 0 and N = {tokens}", prefix)
+        raise fault(ArgumentError, name, "prefix", f"between 0 and N = {tokens}", shown(prefix))
     if isinstance(offset, Tensor):
         _check_offset_tensor(name, x, offset)
-    elif not _is_int(offset):
+    elif not is_int(offset):
         raise fault(DtypeError, name, "offset", "an int or an integer tensor", repr(offset))
-    elif not (offset >= -_LARGEST and offset + tokens - 1 <= _LARGEST):
-        raise fault(ArgumentError, name, "offset", "such that all positions are below 2**31 in size", offset)
+    elif not (offset >= -LARGEST and is_within(offset + tokens - 1, LARGEST)):
+        raise fault(ArgumentError, name, "offset", "such that all positions are below 2**31 in size", shown(offset))
     if position_ids is not None:
         _check_position_ids(name, x, position_ids)
         others = {"grid": grid is not None, "prefix": prefix != 0, "offset": _given(offset)}
@@ -298,11 +305,7 @@ def _check(name: str, kind: str, given: _Arguments) -> None:
 
 def _check_x_theta(name: str, x: Tensor, theta: Tensor) -> None:
     for argument, tensor in (("x", x), ("theta", theta)):
-        if not isinstance(tensor, Tensor):
-            raise fault(DtypeError, name, argument, "a tensor", type(tensor).__name__)
-        if tensor.dtype not in _FLOATS:
-            expected = "a tensor of float16, bfloat16, float32 or float64"
-            raise fault(DtypeError, name, argument, expected, dtype_of(tensor))
+        checked_tensor(name, argument, tensor, FLOATS)
     if x.dim() not in (3, 4) or x.shape[-1] == 0:
         raise fault(ShapeError, name, "x", "(B, N, H, D) or (B, N, D) with D ≥ 1", shape_of(x))
     heads = x.shape[2] if x.dim() == 4 else 1
@@ -314,14 +317,14 @@ def _check_x_theta(name: str, x: Tensor, theta: Tensor) -> None:
 
 
 def _check_offset_tensor(name: str, x: Tensor, offset: Tensor) -> None:
-    _check_integers(name, "offset", offset, _INTEGERS)
+    checked_tensor(name, "offset", offset, _INTEGERS)
     if offset.dim() > 1 or (offset.dim() == 1 and offset.shape[0] != x.shape[0]):
         raise fault(ShapeError, name, "offset", f"() or (B,) with B = {x.shape[0]}", shape_of(offset))
     _check_device(name, "offset", offset, x)
 
 
 def _check_position_ids(name: str, x: Tensor, position_ids: Tensor) -> None:
-    _check_integers(name, "position_ids", position_ids, _INTEGERS)
+    checked_tensor(name, "position_ids", position_ids, _INTEGERS)
     batch, tokens = x.shape[:2]
     shape = tuple(position_ids.shape)
     if shape != (tokens,) and (len(shape) not in (2, 3) or shape[:2] != (batch, tokens) or 0 in shape[2:]):
@@ -331,7 +334,7 @@ def _check_position_ids(name: str, x: Tensor, position_ids: Tensor) -> None:
 
 
 def _check_cu_seqlens(name: str, x: Tensor, cu_seqlens: Tensor) -> None:
-    _check_integers(name, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
+    checked_tensor(name, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise fault(ShapeError, name, "cu_seqlens", "(S + 1,) with S ≥ 1", shape_of(cu_seqlens))
     if x.shape[0] != 1:
@@ -340,30 +343,18 @@ def _check_cu_seqlens(name: str, x: Tensor, cu_seqlens: Tensor) -> None:
 
 
 def _check_grid(name: str, grid: Sequence[int], prefix: int, tokens: int) -> None:
-    if not isinstance(grid, Sequence) or not grid or not all(_is_int(size) for size in grid):
-        raise fault(DtypeError, name, "grid", "a sequence of ints, one per axis", repr(grid))
+    if not isinstance(grid, Sequence) or not grid or not all(is_int(size) for size in grid):
+        raise fault(DtypeError, name, "grid", "a sequence of ints, one per axis", shown(grid))
     if any(size < 1 for size in grid):
-        raise fault(ArgumentError, name, "grid", "of positive sizes", tuple(grid))
+        raise fault(ArgumentError, name, "grid", "of positive sizes", shown(tuple(grid)))
     if prefix + math.prod(grid) != tokens:
-        expected = f"such that prefix + n₁⋯n_k = N = {tokens}"
-        raise fault(ShapeError, name, "grid", expected, f"{prefix} + {math.prod(grid)} for {tuple(grid)}")
-
-
-def _check_integers(name: str, argument: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> None:
-    if not isinstance(tensor, Tensor):
-        raise fault(DtypeError, name, argument, "an integer tensor", type(tensor).__name__)
-    if tensor.dtype not in dtypes:
-        names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise fault(DtypeError, name, argument, f"a tensor of {names}", dtype_of(tensor))
+        expected, got = f"such that prefix + n₁⋯n_k = N = {tokens}", shown(tuple(grid))
+        raise fault(ShapeError, name, "grid", expected, f"{prefix} + {shown(math.prod(grid))} for {got}")
 
 
 def _check_device(name: str, argument: str, tensor: Tensor, x: Tensor) -> None:
     if tensor.device != x.device:
         raise fault(DeviceError, name, argument, f"on the device of x, {x.device}", tensor.device)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
 def _given(offset: int | Tensor) -> bool:

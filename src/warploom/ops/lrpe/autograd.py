@@ -1,8 +1,8 @@
 """LRPE as PyTorch operators: ``torch.ops.warploom.lrpe`` and its backward, with fake functions and autograd.
 
-The registered operators serve `torch.compile`, meta and fake tensors. A plain eager call does not need the
-dispatcher's six microseconds and goes to the same launchers directly (`apply`), and so does `torch.func`, which
-registered operators with an autograd formula do not support.
+The registered operators serve whatever watches a call: `torch.compile`, `torch.func`, modes, meta and fake
+tensors. A plain eager call does not need the dispatcher's six microseconds and goes to the same launchers directly
+(`apply`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warploom import plans
-from warploom.eager import is_plain_eager, register, stack_over_batch
+from warploom.eager import is_plain_backward, is_plain_eager, refuse, register
 from warploom.launch import Dense
 from warploom.layout import empty_in_order_of
 from warploom.ops.lrpe import launchers, launchers_sequence
@@ -48,6 +48,10 @@ class Call(NamedTuple):
     def over_sequence(self) -> bool:
         """Whether statistics of the sequence are taken."""
         return self.activation == "softmax_sequence"
+
+    def is_special(self) -> bool:
+        """Whether it is one that registered operators do not know."""
+        return self.table is not None or self.block_parallel
 
     def at(self, offset: int) -> Call:
         """The same call, its first token at this offset."""
@@ -129,10 +133,6 @@ def _registered_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tens
     return (dx if wants_x else None, dtheta if wants_theta else None, *[None] * 8)
 
 
-def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError('lrpe kernels have no second derivative; call with backend="torch" for one')
-
-
 # The second result is the statistics of softmax over the sequence, which its backward takes; else it is empty.
 _CALL = f"Tensor x, Tensor theta, {_POSITIONS}, str kind, str activation"
 register(
@@ -142,51 +142,30 @@ register(
 register(
     _library, "lrpe_backward",
     f"(Tensor grad, {_CALL}, Tensor statistics, bool theta_gradient) -> (Tensor, Tensor)",
-    _backward, _backward_fake, _no_double_backward,
+    _backward, _backward_fake,
+    refuse('lrpe kernels have no second derivative; call with backend="torch" for one'),
 )  # fmt: skip
 
 # ----------------------------------------------------------------------------------------------------------
-# Plain eager calls, and `torch.func`
+# Plain eager calls
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _with_tensors(call: Call, ids: Tensor | None, offsets: Tensor | None, cu_seqlens: Tensor | None) -> Call:
-    """A call whose positions have these tensors: what passes through autograd takes the tensors one by one."""
-    positions = call.positions._replace(ids=ids, offsets=offsets, cu_seqlens=cu_seqlens)
-    return call._replace(positions=positions)
-
-
-class _LrpeBackward(torch.autograd.Function):
-    """The backward as a function of its own: `torch.func` unwraps its arguments, and its gradient raises."""
-
-    @staticmethod
-    def forward(
-        grad: Tensor, x: Tensor, theta: Tensor, ids: Tensor | None, offsets: Tensor | None,
-        cu_seqlens: Tensor | None, statistics: Tensor | None, call: Call, theta_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        call = _with_tensors(call, ids, offsets, cu_seqlens)
-        dx, dtheta = _run_backward(grad, x, theta, call, statistics, theta_gradient)
-        return dx, theta.new_empty(0) if dtheta is None else dtheta
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        pass
-
-    backward = staticmethod(_no_double_backward)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-        return stack_over_batch(_LrpeBackward, info, in_dims, inputs)
+def _arguments(call: Call) -> tuple[Any, ...]:
+    """What a registered operator takes besides ``x`` and ``theta``."""
+    *positions, grid = call.positions
+    return *positions, list(grid), call.kind, call.activation
 
 
 def _gradients(
     grad: Tensor, x: Tensor, theta: Tensor, call: Call, statistics: Tensor | None, needed: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     dtheta: Tensor | None
-    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # someone wants a graph of this
-        dx, dtheta = _LrpeBackward.apply(grad, x, theta, *call.positions[:3], statistics, call, needed[1])
-    else:
+    if call.is_special() or is_plain_backward(grad):
         dx, dtheta = _run_backward(grad, x, theta, call, statistics, needed[1])
+    else:
+        statistics = _NOTHING.empty(x) if statistics is None else statistics
+        dx, dtheta = torch.ops.warploom.lrpe_backward(grad, x, theta, *_arguments(call), statistics, needed[1])
     return dx if needed[0] else None, dtheta if needed[1] else None
 
 
@@ -228,53 +207,17 @@ class _PreparedLrpe(torch.autograd.Function):
 _apply_prepared: Any = super(torch.autograd.Function, _PreparedLrpe).apply
 
 
-class _Lrpe(torch.autograd.Function):
-    """The same for `torch.func`, which wants every tensor among the arguments."""
-
-    @staticmethod
-    def forward(
-        x: Tensor, theta: Tensor, ids: Tensor | None, offsets: Tensor | None, cu_seqlens: Tensor | None, call: Call
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        out, statistics = _run_forward(x, theta, _with_tensors(call, ids, offsets, cu_seqlens))
-        return out if statistics is None else (out, statistics)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        *tensors, call = inputs
-        statistics = None
-        if call.over_sequence:
-            statistics = output[1]
-            ctx.mark_non_differentiable(statistics)
-        ctx.call = call._replace(positions=call.positions._replace(ids=None, offsets=None, cu_seqlens=None))
-        ctx.save_for_backward(*tensors, statistics)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, theta, ids, offsets, cu_seqlens, statistics = ctx.saved_tensors
-        call = _with_tensors(ctx.call, ids, offsets, cu_seqlens)
-        return *_gradients(grad, x, theta, call, statistics, ctx.needs_input_grad), None, None, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-        return stack_over_batch(_Lrpe, info, in_dims, inputs)
-
-
 def apply(x: Tensor, theta: Tensor, call: Call) -> Tensor:
     """Run LRPE on the Triton kernels, differentiably, by the shortest way that this call allows.
 
-    A call with a ``table`` or ``block_parallel`` must be a plain eager one.
+    A call with a ``table`` or ``block_parallel`` must be a plain eager one, and so must its backward.
     """
-    if call.plans is not None or call.table is not None or call.block_parallel or is_plain_eager(x, theta):
+    tensors = [t for t in call.positions[:3] if t is not None]
+    if call.plans is not None or call.is_special() or is_plain_eager(x, theta, *tensors):
         if torch.is_grad_enabled() and (x.requires_grad or theta.requires_grad):
             return _EagerLrpe.apply(x, theta, call)  # type: ignore[no-any-return]
         return _run_forward(x, theta, call)[0]
-    ids, offsets, cu_seqlens, offset, prefix, grid = call.positions
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        result: Any = _Lrpe.apply(x, theta, ids, offsets, cu_seqlens, call)
-        return result[0] if call.over_sequence else result  # type: ignore[no-any-return]
-    return torch.ops.warploom.lrpe(  # type: ignore[no-any-return]
-        x, theta, ids, offsets, cu_seqlens, offset, prefix, list(grid), call.kind, call.activation
-    )[0]
+    return torch.ops.warploom.lrpe(x, theta, *_arguments(call))[0]  # type: ignore[no-any-return]
 
 
 def prepared(x: Tensor, theta: Tensor, call: Call) -> _Run:

@@ -72,7 +72,7 @@ def encode_rotate(x: Tensor, phi: Tensor, activation: str, cu_seqlens: Tensor | 
 
 def angles(s: Tensor, theta: Tensor, features: int) -> Tensor:
     """φ from coordinates (1 or B, N, k): (1 or B, N, 1 or H, features); zero where a feature is not rotated."""
-    frequency = theta.reshape(-1, theta.shape[-1])  # (1 or H, E)
+    frequency = theta if theta.dim() == 2 else theta[None]  # (1 or H, E)
     phi = s[:, :, None, :, None] * frequency[None, None, :, None, :]  # (1 or B, N, 1 or H, k, E)
     phi = phi.flatten(-2)[..., :features]
     return torch.nn.functional.pad(phi, (0, features - phi.shape[-1]))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 
+from warploom.arguments import FLOATS, check_number, checked_tensor
 from warploom.backend import use_triton
 from warploom.eager import is_plain_eager, is_watched
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
@@ -24,7 +24,6 @@ MAX_FEATURES = 256
 """Most features D and E of one head that the kernels hold on chip."""
 MAX_FEATURES_FLOAT32 = 128
 """The same for `tpa_attention` in float32."""
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def tpa_attention(
@@ -275,12 +274,7 @@ def _check_factors(
     for argument, factor in factors.items():
         if factor is None and argument == "aq":
             continue
-        if not isinstance(factor, Tensor):
-            raise fault(DtypeError, name, argument, "a tensor", type(factor).__name__)
-        if factor.dtype not in _FLOATS:
-            raise fault(
-                DtypeError, name, argument, "a tensor of float16, bfloat16, float32 or float64", dtype_of(factor)
-            )
+        factor = checked_tensor(name, argument, factor, FLOATS)
         if factor.dtype != bq.dtype:
             raise fault(DtypeError, name, argument, f"of the dtype of bq, {dtype_of(bq)}", dtype_of(factor))
         if factor.device != bq.device:
@@ -345,10 +339,7 @@ def _scales(
 def _number(name: str, argument: str, value: float | None, default: float) -> float:
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
-        raise fault(DtypeError, name, argument, "a number", repr(value))
-    if not math.isfinite(value):
-        raise fault(ArgumentError, name, argument, "finite", value)
+    check_number(name, argument, value)
     return float(value)
 
 
@@ -363,11 +354,8 @@ def _check_cu_seqlens(name: str, sizes: _Sizes, cu_seqlens: Tensor, bq: Tensor) 
         raise fault(ShapeError, name, "ak", expected, f"M = {sizes.keys}")
 
 
-def _check_lengths(name: str, argument: str, lengths: object, bq: Tensor) -> None:
-    if not isinstance(lengths, Tensor):
-        raise fault(DtypeError, name, argument, "an integer tensor", type(lengths).__name__)
-    if lengths.dtype not in (torch.int32, torch.int64):
-        raise fault(DtypeError, name, argument, "a tensor of int32 or int64", dtype_of(lengths))
+def _check_lengths(name: str, argument: str, lengths: Tensor, bq: Tensor) -> None:
+    checked_tensor(name, argument, lengths, (torch.int32, torch.int64))
     if lengths.device != bq.device:
         raise fault(DeviceError, name, argument, f"on the device of bq, {bq.device}", lengths.device)
 

@@ -1,7 +1,7 @@
 """Tensor-product attention as PyTorch operators: ``torch.ops.warploom.tpa_attention``, backward, ``tpa_decode``.
 
-The registered operators serve `torch.compile`, meta and fake tensors. A plain eager call goes to the same launchers
-directly, and so does `torch.func`, which registered operators with an autograd formula do not support.
+The registered operators serve whatever watches a call: `torch.compile`, `torch.func`, modes, meta and fake tensors.
+A plain eager call goes to the same launchers directly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from warploom import plans
-from warploom.eager import is_plain_eager, stack_over_batch
+from warploom.eager import attention_pairs, is_plain_backward, is_plain_eager, refuse, register
 from warploom.layout import empty_in_order_of
 from warploom.ops.tpa import launchers, launchers_attention
 from warploom.ops.tpa.launchers import DecodeCall, Operands
@@ -27,13 +27,6 @@ _FACTORS = "Tensor? aq, Tensor ak, Tensor av, Tensor bq, Tensor bk, Tensor bv"
 _SCALES = "float scale, float scale_q, float scale_k, float scale_v"
 _CALL = f"Tensor? cu_seqlens, bool causal, {_SCALES}"
 _library = torch.library.Library("warploom", "FRAGMENT")
-_library.define(f"tpa_decode({_FACTORS}, Tensor? cache_seqlens, str strategy, {_SCALES}) -> Tensor")
-_library.define(f"tpa_attention({_FACTORS}, {_CALL}) -> (Tensor, Tensor)")
-_library.define(
-    f"tpa_attention_backward(Tensor grad, Tensor out, Tensor statistics, {_FACTORS}, {_CALL}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-
 _plans = Plans()
 """Of the registered operators' calls."""
 
@@ -82,67 +75,70 @@ def _backward_fake(grad: Tensor, out: Tensor, statistics: Tensor, *arguments: An
     return daq, *(empty_in_order_of(factor, factor.shape[-1]) for factor in others)  # type: ignore[return-value]
 
 
-for _device in ("CUDA", "CPU"):  # on a CPU the kernels run in Triton's interpreter
-    _library.impl("tpa_decode", _decode, _device)
-    _library.impl("tpa_attention", _attention, _device)
-    _library.impl("tpa_attention_backward", _backward, _device)
-torch.library.register_fake("warploom::tpa_decode", _decode_fake, lib=_library)
-torch.library.register_fake("warploom::tpa_attention", _attention_fake, lib=_library)
-torch.library.register_fake("warploom::tpa_attention_backward", _backward_fake, lib=_library)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     factors, (cu_seqlens, *ctx.rest) = inputs[:FACTORS], inputs[FACTORS:]
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*factors, cu_seqlens, *output)
 
 
-def _wanted(ctx: Any, gradients: Gradients) -> tuple[Tensor | None, ...]:
-    """Of the gradients those that were asked for, and None for every argument that is no factor."""
+def _gradients(ctx: Any, grad: Tensor, run: Callable[..., Gradients]) -> tuple[Tensor | None, ...]:
+    *factors, cu_seqlens, out, statistics = ctx.saved_tensors
+    gradients = run(grad, out, statistics, *factors, cu_seqlens, *ctx.rest)
     found = [g if wanted else None for g, wanted in zip(gradients, ctx.needs_input_grad)]
     return *found, *[None] * (len(ctx.needs_input_grad) - FACTORS)
 
 
-def _registered_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *factors, cu_seqlens, out, statistics = ctx.saved_tensors
-    arguments = (grad, out, statistics, *factors, cu_seqlens, *ctx.rest)
-    return _wanted(ctx, torch.ops.warploom.tpa_attention_backward(*arguments))
+def _registered_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _gradients(ctx, grad, torch.ops.warploom.tpa_attention_backward)
 
 
-def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError('tpa_attention kernels have no second derivative; call with backend="torch" for one')
+def _attention_flops(*arguments: Any, **_: Any) -> int:
+    """Products of factors for queries, keys and values, and two of attention for every query and key."""
+    return _products(arguments) + _pairs(arguments, arguments[FACTORS], 1, 1)
 
 
-torch.library.register_autograd(
-    "warploom::tpa_attention", _registered_backward, setup_context=_setup_context, lib=_library
-)
-torch.library.register_autograd("warploom::tpa_attention_backward", _no_double_backward, lib=_library)
+def _decode_flops(*arguments: Any, **_: Any) -> int:
+    """The same, whatever the lengths are."""
+    return _products(arguments) + _pairs(arguments, None, 1, 1)
 
 
-class _AttentionBackward(torch.autograd.Function):
-    """The backward as a function of its own: `torch.func` unwraps its arguments, and its gradient raises."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> Gradients:
-        return _backward(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
-        pass
-
-    backward = staticmethod(_no_double_backward)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-        return stack_over_batch(_AttentionBackward, info, in_dims, inputs)
+def _backward_flops(grad: Tensor, out: Tensor, statistics: Tensor, *arguments: Any, **_: Any) -> int:
+    """Two for each product of factors, and five of attention: the weights anew, and for four gradients."""
+    return 2 * _products(arguments) + _pairs(arguments, arguments[FACTORS], 3, 2)
 
 
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    *factors, cu_seqlens, out, statistics = ctx.saved_tensors
-    arguments = (grad, out, statistics, *factors, cu_seqlens, *ctx.rest)
-    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # someone wants a graph of this
-        return _wanted(ctx, _AttentionBackward.apply(*arguments))
-    return _wanted(ctx, _backward(*arguments))
+def _products(arguments: tuple[Any, ...]) -> int:
+    """Operations that form queries, keys and values."""
+    aq, ak, av, bq, bk, bv = arguments[:FACTORS]
+    factors = ((aq, bq), (ak, bk), (av, bv))
+    return int(sum(2 * a.numel() * b.shape[-1] for a, b in factors if a is not None))
+
+
+def _pairs(arguments: tuple[Any, ...], cu_seqlens: Tensor | None, of_keys: int, of_values: int) -> int:
+    """Operations of so many products for every query and key, by features of keys and of values."""
+    _, ak, _, bq, bk, bv = arguments[:FACTORS]
+    pairs = attention_pairs(bq, ak, cu_seqlens, cu_seqlens)
+    return int(2 * pairs * ak.shape[2] * (of_keys * bk.shape[-1] + of_values * bv.shape[-1]))
+
+
+register(
+    _library, "tpa_decode", f"({_FACTORS}, Tensor? cache_seqlens, str strategy, {_SCALES}) -> Tensor",
+    _decode, _decode_fake,
+    refuse("tpa_decode has no gradient; tpa_attention is for training"),
+    flops=_decode_flops,
+)  # fmt: skip
+register(
+    _library, "tpa_attention", f"({_FACTORS}, {_CALL}) -> (Tensor, Tensor)",
+    _attention, _attention_fake, _registered_backward, _setup_context, _attention_flops,
+)  # fmt: skip
+register(
+    _library, "tpa_attention_backward",
+    f"(Tensor grad, Tensor out, Tensor statistics, {_FACTORS}, {_CALL}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward, _backward_fake,
+    refuse('tpa_attention kernels have no second derivative; call with backend="torch" for one'),
+    flops=_backward_flops,
+)  # fmt: skip
 
 
 class _EagerAttention(torch.autograd.Function):
@@ -157,30 +153,13 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, grad)
+        plain = is_plain_backward(grad)
+        return _gradients(ctx, grad, _backward if plain else torch.ops.warploom.tpa_attention_backward)
 
 
 # `torch.autograd.Function.apply` looks for function transforms, and for tensors that outlived one, before it calls
 # this. Where calls are prepared for are none of either.
 _apply_prepared: Any = super(torch.autograd.Function, _EagerAttention).apply
-
-
-class _Attention(torch.autograd.Function):
-    """The same for `torch.func`, which wants to be told apart what is saved."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return _attention(*arguments)
-
-    setup_context = staticmethod(_setup_context)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, grad)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-        return stack_over_batch(_Attention, info, in_dims, inputs)
 
 
 def attention(
@@ -190,12 +169,10 @@ def attention(
     """Run attention on the Triton kernels, differentiably, by the shortest way that this call allows."""
     factors = (aq, ak, av, bq, bk, bv)
     arguments = (*factors, cu_seqlens, causal, scale, scale_q, scale_k, scale_v)
-    if _is_plain_eager(*factors):
+    if _is_plain_eager(*factors, cu_seqlens):
         if torch.is_grad_enabled() and any(f is not None and f.requires_grad for f in factors):
             return _EagerAttention.apply(*arguments)  # type: ignore[no-any-return]
         return _attention(*arguments)[0]
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        return _Attention.apply(*arguments)[0]  # type: ignore[no-any-return]
     return torch.ops.warploom.tpa_attention(*arguments)[0]  # type: ignore[no-any-return]
 
 
@@ -223,7 +200,7 @@ def decode(
 ) -> Tensor:  # fmt: skip
     """Run decoding on the Triton kernels by the shortest way that this call allows."""
     arguments = (aq, ak, av, bq, bk, bv, cache_seqlens, strategy, scale, scale_q, scale_k, scale_v)
-    if _is_plain_eager(aq, ak, av, bq, bk, bv):
+    if _is_plain_eager(aq, ak, av, bq, bk, bv, cache_seqlens):
         return _launch_decode(arguments, Plans())
     return torch.ops.warploom.tpa_decode(*arguments)  # type: ignore[no-any-return]
 
@@ -242,5 +219,5 @@ def prepared_decode(strategy: str, *scales: float) -> Callable[..., Tensor]:
     return run
 
 
-def _is_plain_eager(*factors: Tensor | None) -> bool:
-    return is_plain_eager(*(factor for factor in factors if factor is not None))
+def _is_plain_eager(*tensors: Tensor | None) -> bool:
+    return is_plain_eager(*(tensor for tensor in tensors if tensor is not None))

@@ -244,7 +244,8 @@ def _in_blocks(
     Where there are several blocks the backward computes each again, so that one at a time is held there too.
     """
     batch, tokens, heads = q.shape[:3]
-    if batch * tokens * heads * keys <= BLOCK_SCORES:
+    # An exported program is for sizes that are not known yet, and has one block.
+    if torch.compiler.is_exporting() or batch * tokens * heads * keys <= BLOCK_SCORES:
         return block(q, first, last)
     size = max(1, BLOCK_SCORES // (batch * heads * keys))
     pieces = []

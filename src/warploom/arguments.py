@@ -1,0 +1,62 @@
+"""Checks of arguments that the operators share. Nothing here touches a tensor's data or the device."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from warploom.errors import ArgumentError, DtypeError, dtype_of, fault
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGEST = 2**31 - 1
+"""Of a position, and of a length."""
+
+
+def checked_tensor(function: str, argument: str, value: object, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+    """A value that must be a tensor of one of these dtypes, with a place in memory for every element.
+
+    Raises:
+        DtypeError: It is something else, or sparse, or nested.
+    """
+    if not isinstance(value, torch.Tensor):
+        expected = "a tensor" if dtypes is FLOATS else "an integer tensor"
+        raise fault(DtypeError, function, argument, expected, type(value).__name__)
+    if value.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise fault(DtypeError, function, argument, f"a tensor of {names}", dtype_of(value))
+    if value.is_nested or value.layout is not torch.strided:
+        got = "a nested tensor" if value.is_nested else f"one of the layout {value.layout}"
+        raise fault(DtypeError, function, argument, "a dense tensor", got)
+    return value
+
+
+def is_int(value: object) -> bool:
+    """Whether a value is an integer, known or of traced code, and no bool."""
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+
+
+def is_within(size: int, largest: int) -> bool:
+    """Whether a size keeps to a limit. That of an exported program, which is not known yet, is taken to."""
+    return torch.compiler.is_exporting() or size <= largest
+
+
+def check_number(function: str, argument: str, value: object) -> None:
+    """Raise unless a value is a finite number.
+
+    Raises:
+        DtypeError: It is no number.
+        ArgumentError: It is not finite, or beyond what a float holds.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+        raise fault(DtypeError, function, argument, "a number", repr(value))
+    if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
+        raise fault(ArgumentError, function, argument, "finite", shown(value))
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: Python refuses to print integers of thousands of digits."""
+    try:
+        return repr(value)
+    except ValueError:
+        return f"{type(value).__name__} of too many digits"

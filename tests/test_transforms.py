@@ -1,0 +1,324 @@
+"""Function transforms, forward mode and second derivatives: the right result, or a clear error.
+
+Kernels give under a transform what they give without, to the last bit. In PyTorch all of it is right, in float64.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
+from warploom.backend import HAS_TRITON
+
+Tensor = torch.Tensor
+Tensors = tuple[Tensor, ...]
+Run = Callable[..., Any]
+
+BACKENDS = ("torch", "triton") if HAS_TRITON else ("torch",)
+# Of each call its function, the shapes of its factors, and its options.
+QKV = ((1, 3, 2, 4), (1, 3, 1, 4), (1, 3, 1, 4))
+FACTORS = ((1, 2, 2, 2), (1, 3, 2), (1, 3, 2), (1, 2, 2, 4), (1, 3, 4), (1, 3, 4))
+BOUNDS = torch.tensor([0, 1, 3])
+CALLS: dict[str, tuple[Run, tuple[tuple[int, ...], ...], dict[str, Any]]] = {
+    "flash_attention": (flash_attention, QKV, {"causal": True}),
+    "flash_attention_with_lse": (flash_attention, QKV, {"window": (1, 1), "return_lse": True}),
+    "flash_attention_packed": (flash_attention, QKV, {"cu_seqlens_q": BOUNDS}),
+    "lrpe_rotate": (lrpe_rotate, ((2, 3, 2, 4), (2, 2)), {"offset": 3}),
+    "lrpe_cosine": (lrpe_cosine, ((2, 3, 2, 4), (2, 4)), {"prefix": 1, "activation": "sigmoid"}),
+    "lrpe_cosine_grid": (lrpe_cosine, ((1, 4, 2, 4), (1, 2)), {"grid": (2, 2)}),
+    "lrpe_over_the_sequence": (lrpe_rotate, ((1, 3, 2, 4), (2, 2)), {"activation": "softmax_sequence"}),
+    "tpa_attention": (tpa_attention, FACTORS, {}),
+    "tpa_decode": (tpa_decode, FACTORS, {}),
+    "rotary_attention": (lambda *_, **__: None, ((1, 3, 4, 4), (1, 2)), {}),
+}
+DIFFERENTIABLE = [name for name in CALLS if name != "tpa_decode"]
+ON_BOTH = [
+    (name, backend) for name in CALLS for backend in BACKENDS if (name, backend) != ("rotary_attention", "torch")
+]
+calls = pytest.mark.parametrize(("name", "backend"), ON_BOTH)
+differentiable_calls = pytest.mark.parametrize(
+    ("name", "backend"), [(name, backend) for name, backend in ON_BOTH if name in DIFFERENTIABLE]
+)
+kernels = pytest.mark.parametrize("name", [name for name, backend in ON_BOTH if backend == "triton"])
+in_pytorch = pytest.mark.parametrize("name", [name for name, backend in ON_BOTH if backend == "torch"])
+quietly = pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")  # PyTorch's own
+
+
+def call(name: str, backend: str, device: torch.device) -> tuple[Run, Tensors]:
+    """A function of tensors, and the tensors: in float64 for PyTorch, whose results differ by rounding alone."""
+    function, shapes, options = CALLS[name]
+    dtype = torch.float64 if backend == "torch" else torch.float32
+    inputs = tuple(torch.randn(shape, dtype=torch.float64).to(device, dtype) for shape in shapes)
+    if name == "rotary_attention":
+        from warploom.nn.rotary_attention import rotary_attention
+
+        return lambda qkv, theta: rotary_attention(qkv, theta, 2, 0.5), inputs
+    options = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in options.items()}
+    return lambda *tensors: function(*tensors, **options, backend=backend), inputs
+
+
+def as_tuple(outputs: Any) -> Tensors:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+def loss_of(run: Run) -> Run:
+    return lambda *inputs: torch.stack([(o * o * o).sum() for o in as_tuple(run(*inputs))]).sum()
+
+
+def gradients_of(run: Run, inputs: Tensors) -> Tensors:
+    leaves = tuple(x.detach().clone().requires_grad_() for x in inputs)
+    return torch.autograd.grad(loss_of(run)(*leaves), leaves)
+
+
+def assert_same(found: Any, expected: Any, backend: str) -> None:
+    found, expected = as_tuple(found), as_tuple(expected)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
+        if backend == "triton":
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+        else:
+            torch.testing.assert_close(one, other)
+
+
+def samples(inputs: Tensors, count: int = 2) -> Tensors:
+    return tuple(torch.stack([x * (1 - i / 4) for i in range(count)], 1) for x in inputs)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# vmap
+# ----------------------------------------------------------------------------------------------------------
+
+
+@calls
+def test_vmap_is_one_call_after_another(name: str, backend: str, device: torch.device) -> None:
+    run, inputs = call(name, backend, device)
+    many = samples(inputs)
+    found = as_tuple(torch.func.vmap(run, in_dims=1)(*many))
+    for i in range(2):
+        assert_same(tuple(f[i] for f in found), run(*(x[:, i] for x in many)), backend)
+    in_dims = (1, *[None] * (len(inputs) - 1))
+    found = as_tuple(torch.func.vmap(run, in_dims=in_dims)(many[0], *inputs[1:]))
+    for i in range(2):
+        assert_same(tuple(f[i] for f in found), run(many[0][:, i], *inputs[1:]), backend)
+
+
+@differentiable_calls
+def test_gradients_per_sample(name: str, backend: str, device: torch.device) -> None:
+    run, inputs = call(name, backend, device)
+    many, argnums = samples(inputs), tuple(range(len(inputs)))
+    found = torch.func.vmap(torch.func.grad(loss_of(run), argnums), in_dims=1)(*many)
+    for i in range(2):
+        assert_same(tuple(f[i] for f in found), gradients_of(run, tuple(x[:, i] for x in many)), backend)
+
+
+@calls
+def test_vmap_over_nothing(name: str, backend: str, device: torch.device) -> None:
+    run, inputs = call(name, backend, device)
+    nothing = tuple(x[:, :0] for x in samples(inputs))
+    one = as_tuple(run(*inputs))
+    found = as_tuple(torch.func.vmap(run, in_dims=1)(*nothing))
+    assert [(f.shape, f.dtype) for f in found] == [((0, *o.shape), o.dtype) for o in one]
+    if name in DIFFERENTIABLE:
+        summed = torch.func.grad(lambda *xs: as_tuple(run(*xs))[0].sum(), tuple(range(len(inputs))))
+        found = torch.func.vmap(summed, in_dims=1)(*nothing)
+        assert [f.shape for f in found] == [(0, *x.shape) for x in inputs]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Gradients
+# ----------------------------------------------------------------------------------------------------------
+
+
+@differentiable_calls
+def test_gradients_by_torch_func(name: str, backend: str, device: torch.device) -> None:
+    run, inputs = call(name, backend, device)
+    found = torch.func.grad(loss_of(run), tuple(range(len(inputs))))(*inputs)
+    assert_same(found, gradients_of(run, inputs), backend)
+
+
+@differentiable_calls
+@pytest.mark.parametrize("way", ["jacrev", "batched"])
+def test_many_gradients_at_once(way: str, name: str, backend: str, device: torch.device) -> None:
+    """`torch.func.jacrev`, and ``is_grads_batched``, which is older and vectorises by other means."""
+    run, inputs = call(name, backend, device)
+
+    def few(*tensors: Tensor) -> Tensor:
+        return as_tuple(run(*tensors))[0][:, 1].flatten()[:2]
+
+    expected = []
+    for i in range(2):
+        leaves = tuple(x.clone().requires_grad_() for x in inputs)
+        expected.append(torch.autograd.grad(few(*leaves)[i], leaves))
+    if way == "jacrev":
+        found = torch.func.jacrev(few, tuple(range(len(inputs))))(*inputs)
+    else:
+        leaves = tuple(x.clone().requires_grad_() for x in inputs)
+        every = torch.eye(2, dtype=inputs[0].dtype, device=device)
+        found = torch.autograd.grad(few(*leaves), leaves, every, is_grads_batched=True)
+    for one, *others in zip(found, *expected):
+        assert_same(tuple(one), tuple(others), backend)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [(name, b) for name, b in ON_BOTH if name in ("flash_attention", "lrpe_rotate")]
+)
+def test_compiled_transforms(name: str, backend: str, device: torch.device) -> None:
+    run, inputs = call(name, backend, device)
+    torch._dynamo.reset()
+    gradient = torch.func.grad(loss_of(run))
+    for transformed, given in ((gradient, inputs), (torch.func.vmap(gradient, in_dims=1), samples(inputs))):
+        found = torch.compile(transformed, fullgraph=True, backend="aot_eager")(*given)
+        torch.testing.assert_close(found, transformed(*given))
+    torch._dynamo.reset()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Forward mode, and derivatives of derivatives
+# ----------------------------------------------------------------------------------------------------------
+
+
+def dual(run: Run, inputs: Tensors) -> Any:
+    with forward_ad.dual_level():
+        return run(*(forward_ad.make_dual(x, x) for x in inputs))
+
+
+def dual_in_one(run: Run, inputs: Tensors) -> Any:
+    with forward_ad.dual_level(), torch.no_grad():
+        return run(*inputs[:-1], forward_ad.make_dual(inputs[-1], inputs[-1]))
+
+
+def dual_gradient(run: Run, inputs: Tensors) -> Any:
+    leaves = tuple(x.clone().requires_grad_() for x in inputs)
+    outputs = as_tuple(run(*leaves))
+    with forward_ad.dual_level():
+        return torch.autograd.grad(
+            outputs[0], leaves, forward_ad.make_dual(outputs[0].detach(), outputs[0].detach())
+        )
+
+
+FORWARD: dict[str, Callable[[Run, Tensors], Any]] = {
+    "jvp": lambda run, inputs: torch.func.jvp(run, inputs, inputs),
+    "jacfwd": lambda run, inputs: torch.func.jacfwd(run)(*inputs),
+    "linearize": lambda run, inputs: torch.func.linearize(run, *inputs),
+    "dual": dual,
+    "dual_in_one": dual_in_one,
+    "vmap of jvp": lambda run, inputs: torch.func.vmap(lambda *xs: torch.func.jvp(run, xs, xs), 1)(
+        *samples(inputs)
+    ),
+}
+FORWARD_OF_BACKWARD: dict[str, Callable[[Run, Tensors], Any]] = {
+    "jvp of grad": lambda run, inputs: torch.func.jvp(torch.func.grad(loss_of(run)), inputs, inputs),
+    "grad of jvp": lambda run, inputs: torch.func.grad(lambda *xs: torch.func.jvp(loss_of(run), xs, xs)[1])(
+        *inputs
+    ),
+    "hessian": lambda run, inputs: torch.func.hessian(loss_of(run))(*inputs),
+    "dual gradient": dual_gradient,
+}
+SECOND: dict[str, Callable[[Run, Tensors], Any]] = {
+    "grad of grad": lambda run, inputs: torch.func.grad(
+        lambda x: torch.func.grad(loss_of(run))(x, *inputs[1:]).sum()
+    )(inputs[0]),
+    "jacrev of jacrev": lambda run, inputs: torch.func.jacrev(
+        torch.func.jacrev(lambda x: as_tuple(run(x, *inputs[1:]))[0].flatten()[:2])
+    )(inputs[0]),
+}
+
+
+@quietly
+@kernels
+@pytest.mark.parametrize("way", [*FORWARD, *FORWARD_OF_BACKWARD])
+def test_kernels_refuse_forward_mode(way: str, name: str, device: torch.device) -> None:
+    run, inputs = call(name, "triton", device)
+    if way in FORWARD:
+        with pytest.raises(NotImplementedError, match="forward mode"):
+            FORWARD[way](run, inputs)
+    elif name != "tpa_decode":  # it has no backward
+        with pytest.raises(NotImplementedError, match="forward mode"):
+            FORWARD_OF_BACKWARD[way](run, inputs)
+
+
+@kernels
+@pytest.mark.parametrize("way", [*SECOND, "create_graph"])
+def test_kernels_refuse_second_derivatives(way: str, name: str, device: torch.device) -> None:
+    if name == "tpa_decode":
+        pytest.skip("it has no first one")
+    run, inputs = call(name, "triton", device)
+    if way in SECOND:
+        with pytest.raises(NotImplementedError, match="second derivative"):
+            SECOND[way](run, inputs)
+        return
+    leaves = tuple(x.clone().requires_grad_() for x in inputs)
+    for gradient in torch.autograd.grad(loss_of(run)(*leaves), leaves, create_graph=True):
+        with pytest.raises(NotImplementedError, match="second derivative"):
+            gradient.sum().backward(retain_graph=True)
+
+
+@quietly
+@in_pytorch
+def test_forward_mode_and_second_derivatives_in_pytorch(name: str) -> None:
+    run, inputs = call(name, "torch", torch.device("cpu"))
+    if name == "tpa_decode":
+        found = torch.func.jvp(run, inputs, inputs)[1]
+        step = 1e-6
+        ends = (run(*(x * (1 + way * step) for x in inputs)) for way in (1, -1))
+        torch.testing.assert_close(found, (next(ends) - next(ends)) / (2 * step), rtol=1e-6, atol=1e-8)
+        return
+    leaves = tuple(x.clone().requires_grad_() for x in inputs)
+    assert torch.autograd.gradcheck(run, leaves, check_forward_ad=True, check_batched_grad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(run, leaves, fast_mode=True)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The registered operators, called by their own names
+# ----------------------------------------------------------------------------------------------------------
+
+
+def ranked(factors: Tensors) -> Tensors:
+    """Factors with the rank axes that the public functions add."""
+    aq, ak, av, bq, bk, bv = factors
+    return aq, ak[..., None], av[..., None], bq, bk[:, :, None], bv[:, :, None]
+
+
+def registered(name: str, device: torch.device) -> tuple[Run, Tensors]:
+    import warploom.nn.rotary_attention
+    import warploom.ops.flash_attention.autograd
+    import warploom.ops.lrpe.autograd
+    import warploom.ops.tpa.autograd  # noqa: F401
+
+    ops, (_, inputs) = torch.ops.warploom, call(name, "triton", device)
+    return {
+        "flash_attention": lambda *qkv: ops.flash_attention(*qkv, None, None, None, 0, 0.5, None)[:2],
+        "lrpe_rotate": lambda x, theta: ops.lrpe(x, theta, None, None, None, 3, 0, [], "rotate", "none")[0],
+        "tpa_attention": lambda *factors: ops.tpa_attention(*ranked(factors), None, True, 0.5, 0.5, 1, 1)[0],
+        "tpa_decode": lambda *factors: ops.tpa_decode(*ranked(factors), None, "auto", 0.5, 0.5, 1, 1),
+        "rotary_attention": lambda qkv, theta: ops.rotary_attention(qkv, theta, 2, "rotate", 0.5)[0],
+    }[name], inputs
+
+
+@quietly
+@pytest.mark.skipif(not HAS_TRITON, reason="the registered operators run Triton kernels")
+@pytest.mark.parametrize(
+    "name", ["flash_attention", "lrpe_rotate", "tpa_attention", "tpa_decode", "rotary_attention"]
+)
+def test_registered_operators(name: str, device: torch.device) -> None:
+    run, inputs = registered(name, device)
+    for way in ("jvp", "dual"):
+        with pytest.raises(NotImplementedError, match="forward mode"):
+            FORWARD[way](run, inputs)
+    many = samples(inputs)
+    found = as_tuple(torch.func.vmap(run, in_dims=1)(*many))
+    for i in range(2):
+        assert_same(tuple(f[i] for f in found), run(*(x[:, i] for x in many)), "triton")
+    if name == "tpa_decode":
+        leaves = tuple(x.clone().requires_grad_() for x in inputs)
+        with pytest.raises(NotImplementedError, match="tpa_decode has no gradient"):
+            run(*leaves).sum().backward()
+        return
+    found = torch.func.grad(loss_of(run), tuple(range(len(inputs))))(*inputs)
+    assert_same(found, gradients_of(run, inputs), "triton")
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        SECOND["grad of grad"](run, inputs)
