@@ -14,6 +14,8 @@ _is_traced_by_dynamo = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._are_functorch_transforms_active
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_unwrapped = torch._C._functorch.get_unwrapped
 
 
 def is_watched() -> bool:
@@ -39,6 +41,15 @@ def is_plain_eager(*tensors: torch.Tensor) -> bool:
         or _transforms()
         or forward_ad._current_level >= 0
     )
+
+
+def is_differentiated(tensor: torch.Tensor) -> bool:
+    """Whether a gradient of a tensor may be asked for later, at any level of `torch.func`'s transforms."""
+    if not torch.is_grad_enabled():
+        return False
+    while not tensor.requires_grad and _is_wrapped(tensor):
+        tensor = _unwrapped(tensor)
+    return tensor.requires_grad
 
 
 def register(

@@ -94,7 +94,9 @@ class Attention(nn.Module):
             return None
         if self.head_dim > MAX_FEATURES or not use_triton("Attention", "auto", qkv):
             return None
-        theta = position.theta
+        theta = position.frequencies(qkv)
+        if self.head_dim % 2 or theta.shape[-1] > self.head_dim // 2:  # `lrpe_rotate` says what is wrong
+            return None
         if not (torch.compiler.is_compiling() or is_plain_eager(qkv, theta)):
             return None
         from warploom.nn.rotary_attention import rotary_attention  # imports Triton
