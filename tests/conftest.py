@@ -1,5 +1,6 @@
 """Where the tests run: on the GPU if there is one, else in Triton's interpreter on the CPU."""
 
+import dataclasses
 import fcntl
 import gc
 import os
@@ -134,6 +135,18 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for registry in ("_guests", "_guest_benches"):
         monkeypatch.setattr(warploom.ops, registry, {})
+
+
+@pytest.fixture
+def checked_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An integer that wraps in a kernel without saying so raises, as it does with ``TRITON_DEBUG=1`` on a GPU."""
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU, an assertion that fails ends the process")
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    options = dataclasses.replace(builder.options, debug=True, sanitize_overflow=True)
+    monkeypatch.setattr(builder, "options", options)
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ OTHER_BOUNDS = torch.tensor([0, 11, 17])
 
 
 def encoding(device: torch.device) -> Inputs:
-    x, theta = torch.randn(2, 12, 3, 8).to(device), torch.rand(3, 4).to(device)
+    x, theta = torch.randn(2, 12, 3, 8).to(device), torch.rand(3, 2).to(device)  # as many as two axes have
     return {"x": x.requires_grad_(), "theta": theta.requires_grad_()}
 
 

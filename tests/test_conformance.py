@@ -8,6 +8,8 @@ a position.
 
 import gc
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -114,6 +116,24 @@ def assert_accurate(operator: Operator, draws: list[Inputs], backend: str) -> No
 @cases(*BACKENDS, stack=True)
 def test_error_budget(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
     assert_accurate(operator, make_draws(operator, case, device), backend)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@cases("triton", select=lambda operator, case: case[operator.length] < 1000, at_most=12)
+def test_integers_wrap_where_they_are_meant_to(
+    operator: Operator, case: Case, backend: str, checked_integers: None, device: torch.device
+) -> None:
+    run(operator, make_inputs(operator, case, device), backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("operator", [operator.name for operator in OPERATORS])
+def test_checks_pass_with_tritons_assertions(operator: str) -> None:
+    command = [sys.executable, "-m", "warploom", "check", operator]
+    environment = {**os.environ, "TRITON_DEBUG": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 @cases(*BACKENDS, at_most=None if ON_GPU else 8)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from launches import ON_GPU
 
 from warploom import lrpe_cosine, lrpe_rotate
 from warploom.backend import HAS_TRITON
@@ -152,12 +153,29 @@ def place(name: str, device: torch.device) -> tuple[int, dict[str, Any]]:
     return 1 if "cu_seqlens" in where else BATCH, where
 
 
+def most_frequencies(kind: str, where: dict[str, Any]) -> int:
+    """As many as no axis has too many of: together they may be cut."""
+    ids, axes = where.get("position_ids"), len(where.get("grid", "n"))
+    if ids is not None and ids.dim() == 3:
+        axes = ids.shape[2]
+    return math.ceil((FEATURES if kind == "cosine" else FEATURES // 2) / axes)
+
+
+AMOUNTS: dict[str, Callable[[int], int]] = {
+    "one": lambda most: 1,
+    "fewer": lambda most: max(most - 1, 1),
+    "most": lambda most: most,
+}
+amounts = pytest.mark.parametrize("amount", AMOUNTS)
+
+
 @backends
 @kinds
-@pytest.mark.parametrize("frequencies", [1, 3, 10])  # partial; partial or cut, by the number of axes; cut
+@amounts
 @pytest.mark.parametrize("name", PLACES)
-def test_definition(name: str, frequencies: int, kind: str, backend: str, device: torch.device) -> None:
+def test_definition(name: str, amount: str, kind: str, backend: str, device: torch.device) -> None:
     batch, where = place(name, device)
+    frequencies = AMOUNTS[amount](most_frequencies(kind, where))
     x, theta = random_x(device, batch, TOKENS, HEADS, FEATURES), random_theta(device, HEADS, frequencies)
     assert_near(encode(kind, x, theta, **where, backend=backend), define(kind, x, theta, **where))
 
@@ -270,7 +288,8 @@ def test_the_prefix_is_not_rotated(
     where: dict[str, Any], dtype: torch.dtype, backend: str, device: torch.device
 ) -> None:
     x, prefix = random_x(device).to(dtype), where["prefix"]
-    out = lrpe_rotate(x, random_theta(device), **where, backend=backend)
+    theta = random_theta(device, HEADS, most_frequencies("rotate", where))
+    out = lrpe_rotate(x, theta, **where, backend=backend)
     assert torch.equal(out[:, :prefix], x[:, :prefix])
     assert not torch.equal(out[:, -1], x[:, -1])
 
@@ -292,9 +311,8 @@ def test_shapes_of_theta_agree(kind: str, backend: str, device: torch.device) ->
         assert torch.equal(other, outs[0])
         assert_near(found, grads[0])
     one = torch.tensor([[0.5], [0.25], [2.0]], device=device)  # a number per head
-    assert_near(
-        encode(kind, x, one.expand(-1, FEATURES), backend=backend), define(kind, x, one.expand(-1, FEATURES))
-    )
+    one = one.expand(-1, most_frequencies(kind, {}))
+    assert_near(encode(kind, x, one, backend=backend), define(kind, x, one))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -385,6 +403,42 @@ def test_softmax_of_the_largest_and_of_missing_entries(kind: str, backend: str, 
     wanted = exact_gradients(kind, exact, theta, grad)[0]
     wanted = exact * (wanted - (exact * wanted).sum(-1, keepdim=True))
     assert_near(torch.autograd.grad(out, x, grad)[0], wanted)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@kinds
+@pytest.mark.parametrize("of", ["x", "grad"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, in Triton's interpreter
+def test_what_is_not_finite_stays_where_the_definition_takes_it(
+    activation: str, of: str, kind: str, device: torch.device
+) -> None:
+    """One entry reaches itself, its pair, row or column, and the gradient of that head's frequency."""
+    packed = torch.tensor((0, 7, 7, 17, 24), device=device)
+    wheres: list[tuple[int, int, dict[str, Any]]] = [
+        (BATCH, HEADS, {"offset": 3}),
+        (1, 1, {"prefix": 2, "cu_seqlens": packed}),
+    ]
+    dtypes = (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32,)
+    for (batch, rows, where), value, dtype in itertools.product(wheres, (math.nan, math.inf, -math.inf), dtypes):
+        x, grad = random_x(device, batch, 24, HEADS, 6), random_x(device, batch, 24, HEADS, 12)
+        grad = grad if kind == "cosine" else grad[..., :6]
+        x, grad, theta = x.to(dtype), grad.to(dtype), random_theta(device, rows, 2)
+
+        def results(x: Tensor, theta: Tensor, grad: Tensor, backend: str, where: Any = where) -> list[Tensor]:
+            leaves = [t.detach().requires_grad_() for t in (x, theta)]
+            out = encode(kind, *leaves, activation=activation, **where, backend=backend)
+            return [out.detach().double(), *(t.double() for t in torch.autograd.grad(out, leaves, grad))]
+
+        usual = results(x.double(), theta.double(), grad.double(), "torch")
+        (x if of == "x" else grad)[-1, 9, 1, 1] = value
+        wanted = results(x.double(), theta.double(), grad.double(), "torch")
+        for one, exact, size in zip(results(x, theta, grad, "triton"), wanted, usual, strict=True):
+            finite = exact.isfinite()
+            assert torch.equal(one.isfinite(), finite)
+            assert bool(finite.any()) or rows == 1
+            error = (one - exact)[finite].abs()
+            assert bool((error <= max(4e-6, torch.finfo(dtype).eps) * size.abs().max()).all())
 
 
 # ----------------------------------------------------------------------------------------------------------

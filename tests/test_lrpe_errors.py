@@ -9,6 +9,7 @@ from test_lrpe import BACKENDS, encode
 
 from warploom import ArgumentError, BackendError, DeviceError, DtypeError, ShapeError, WarploomError
 from warploom.backend import HAS_TRITON
+from warploom.ops.lrpe import api
 
 Tensor = torch.Tensor
 Change = dict[str, Any]
@@ -48,6 +49,15 @@ WRONG: tuple[tuple[Change, type[WarploomError], str, str, str], ...] = (
     ({"theta": torch.ones(0)}, ShapeError, "theta", "E ≥ 1", "(0,)"),
     ({"x": x_of(2, 6, 8)}, ShapeError, "theta", "H = 1", "(3, 4)"),
     ({"theta": THETA.to("meta")}, DeviceError, "theta", "on the device of x", "meta"),
+    ({"theta": torch.ones(3, 9)}, ShapeError, "theta", "k = 1", "(3, 9)"),
+    ({"theta": torch.ones(9)}, ShapeError, "theta", "k = 1", "(9,)"),
+    ({"theta": torch.ones(5), "grid": (2, 3)}, ShapeError, "theta", "k = 2", "(5,)"),
+    ({"theta": torch.ones(1, 4), "grid": (1, 2, 3)}, ShapeError, "theta", "k = 3", "(1, 4)"),
+    ({"theta": torch.ones(9), "position_ids": IDS.expand(2, -1)}, ShapeError, "theta", "k = 1", "(9,)"),
+    (
+        {"theta": torch.ones(3, 3), "position_ids": IDS[:, None].expand(2, -1, 4)},
+        ShapeError, "theta", "E ≤ ", "(3, 3)",
+    ),
     # activation, backend
     ({"activation": "gelu"}, ArgumentError, "activation", "none, relu, sigmoid, silu, softmax", "'gelu'"),
     ({"activation": "SiLU"}, ArgumentError, "activation", "none, relu, sigmoid, silu, softmax", "'SiLU'"),
@@ -132,6 +142,9 @@ WRONG: tuple[tuple[Change, type[WarploomError], str, str, str], ...] = (
 )  # fmt: skip
 
 WRONG_FOR_ROTATE: tuple[tuple[Change, type[WarploomError], str, str, str], ...] = (
+    ({"theta": torch.ones(3, 8)}, ShapeError, "theta", "E ≤ 4 = ⌈F/k⌉ frequencies, with F = 4 and k = 1", "(3, 8)"),
+    ({"theta": torch.ones(3), "grid": (2, 3)}, ShapeError, "theta", "E ≤ 2 = ⌈F/k⌉", "(3,)"),
+    ({"theta": torch.ones(2), "grid": (1, 1, 1, 2, 3)}, ShapeError, "theta", "E ≤ 1 = ⌈F/k⌉", "(2,)"),
     ({"x": x_of(2, 6, 3, 7)}, ShapeError, "x", "an even number of features D", "(2, 6, 3, 7)"),
     ({"x": x_of(2, 6, 3, 1)}, ShapeError, "x", "an even number of features D", "(2, 6, 3, 1)"),
     ({"interleaved": 1}, DtypeError, "interleaved", "a bool", "1"),
@@ -244,6 +257,18 @@ def test_what_the_kernels_cannot_do_is_refused_by_name_only(
     with pytest.raises(BackendError, match=rf"^lrpe_\w+: backend 'triton' cannot run this call: .*{missing}"):
         encode(kind, x, theta, backend="triton")
     assert torch.equal(encode(kind, x, theta), encode(kind, x, theta, backend="torch"))
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_what_32_bits_cannot_count_is_refused(device: torch.device) -> None:
+    x, bounds = x_of(1, 1, 1, 2).to(device), torch.zeros(1, dtype=torch.int32, device=device)
+    rows, sequences = api.MAX_ROWS + 1, api.MAX_SEQUENCES
+    with pytest.raises(BackendError, match=rf"{rows} rows of features \({rows - 1} at most\)"):
+        encode("rotate", x.expand(1, rows, 1, 2), THETA[:1, :1].to(device), backend="triton")
+    with pytest.raises(BackendError, match=rf"{sequences} sequences \({sequences - 1} at most\)"):
+        encode(
+            "rotate", x, THETA[:1, :1].to(device), cu_seqlens=bounds.expand(sequences + 1), backend="triton"
+        )  # fmt: skip
 
 
 def test_errors_are_also_pythons_own() -> None:

@@ -1,26 +1,34 @@
 """LRPE as a citizen of PyTorch: gradients, transforms, memory order, modes, and what is launched."""
 
+import gc
+import itertools
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from launches import ON_GPU
 from test_lrpe import (
+    AMOUNTS,
     BATCH,
     FEATURES,
     HEADS,
     TOKENS,
+    amounts,
     assert_near,
     backends,
     encode,
     exact_gradients,
     kinds,
+    most_frequencies,
     place,
     random_theta,
     random_x,
 )
 
+from warploom import lrpe_rotate
 from warploom.backend import HAS_TRITON
 from warploom.plans import Plans
 
@@ -74,17 +82,16 @@ def test_gradients(form: str, kind: str, backend: str, device: torch.device) -> 
 @backends
 @kinds
 @pytest.mark.parametrize("name", ["prefix", "offset_per_entry", "grid_3d", "ids_of_three_axes", "packed"])
-@pytest.mark.parametrize("frequencies", [1, 3, 10])  # partial; partial or cut, by the number of axes; cut
-def test_gradients_by_place(frequencies: int, name: str, kind: str, backend: str, device: torch.device) -> None:
+@amounts
+def test_gradients_by_place(amount: str, name: str, kind: str, backend: str, device: torch.device) -> None:
     batch, where = place(name, device)
+    frequencies = AMOUNTS[amount](most_frequencies(kind, where))
     x, theta = random_x(device, batch, TOKENS, HEADS, FEATURES), random_theta(device, HEADS, frequencies)
     out = encode(kind, x.requires_grad_(), theta.requires_grad_(), **where, backend=backend)
     grad = random_x(device, *out.shape)
     found = torch.autograd.grad(out, (x, theta), grad)
     for one, exact in zip(found, exact_gradients(kind, x, theta, grad, **where)):
         assert_near(one, exact, GRADIENT)
-    angles = FEATURES if kind == "cosine" else FEATURES // 2
-    assert not found[1][:, angles:].any()  # frequencies that no feature uses
 
 
 @backends
@@ -262,6 +269,150 @@ def test_forward_mode_is_right_or_refused(api: str, kind: str, backend: str, dev
 
 
 # ----------------------------------------------------------------------------------------------------------
+# What is kept for the backward
+# ----------------------------------------------------------------------------------------------------------
+
+
+def vjp(function: Callable[..., Tensor], x: Tensor, theta: Tensor) -> object:
+    """The pullback of those that require a gradient."""
+    wanted = [t for t in (x, theta) if t.requires_grad]
+    fixed = [t.detach() for t in (x, theta)]
+
+    def of_wanted(*given: Tensor) -> Tensor:
+        rest = iter(given)
+        return function(*(next(rest) if t.requires_grad else one for t, one in zip((x, theta), fixed)))
+
+    return torch.func.vjp(of_wanted, *(t.detach() for t in wanted))
+
+
+KEEPING: dict[str, Callable[[Callable[..., Tensor], Tensor, Tensor], object]] = {
+    "eager": lambda function, x, theta: function(x, theta),
+    "tensor": lambda function, x, theta: function(x, theta, offset=torch.tensor([3, 9], device=x.device)),
+    "compiled": lambda function, x, theta: compiled(function)(x, theta),
+    "vjp": vjp,
+}
+
+
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function as PyTorch compiles it, with nothing left of what it compiled for other tests."""
+    torch._dynamo.reset()
+    return torch.compile(function, backend="aot_eager", fullgraph=True)
+
+
+@kernels
+@pytest.mark.parametrize("kind", ["cosine", "rotate"])
+@pytest.mark.parametrize("way", KEEPING)
+@pytest.mark.parametrize(
+    ("activation", "differentiated", "kept"),
+    [("none", "x", False), ("none", "theta", True), ("none", "x theta", True), ("silu", "x", True)],
+)
+def test_x_is_kept_where_the_backward_reads_it(
+    activation: str, differentiated: str, kept: bool, way: str, kind: str, device: torch.device
+) -> None:
+    leaf = random_x(device).requires_grad_("x" in differentiated)
+    theta = random_theta(device).requires_grad_("theta" in differentiated)
+    seen: list[Any] = []
+
+    def function(x: Tensor, theta: Tensor, **keywords: Any) -> Tensor:
+        return encode(kind, x, theta, activation=activation, backend="triton", **keywords)
+
+    def watched(x: Tensor, theta: Tensor) -> object:
+        x = x + 0  # which only the graph may keep
+        inner = x
+        while torch._C._functorch.is_functorch_wrapped_tensor(inner):
+            inner = torch._C._functorch.get_unwrapped(inner)
+        seen.append(weakref.ref(inner.untyped_storage()))
+        return KEEPING[way](function, x, theta) if way != "vjp" else function(x, theta)
+
+    for _ in range(4 if way == "eager" else 1):  # an unknown call, one that is known, and two that are prepared
+        graph = vjp(watched, leaf, theta) if way == "vjp" else watched(leaf, theta)  # type: ignore[arg-type]
+        gc.collect()
+        is_kept = seen[-1]() is not None
+        assert is_kept == kept
+        del graph
+
+
+@kernels
+@kinds
+@pytest.mark.parametrize("layout", ["contiguous", "heads_first", "every_second_feature", "batch_expanded"])
+def test_gradients_without_x(layout: str, kind: str, device: torch.device) -> None:
+    """Their order in memory is that of x all the same, which is not there."""
+    x, theta = LAYOUTS[layout][0](random_x(device)).requires_grad_(), random_theta(device)
+    grad = random_x(device, *encode(kind, x, theta, backend="triton").shape).transpose(1, 2).contiguous().transpose(1, 2)
+    (exact, _) = exact_gradients(kind, x, theta, grad, offset=5)
+
+    def function(x: Tensor) -> Tensor:
+        return encode(kind, x, theta, offset=5, backend="triton")
+
+    ways = [function] * 3 + [compiled(function)] * (kind != "interleaved")
+    found = [torch.autograd.grad(way(x), x, grad)[0] for way in ways]
+    found.append(torch.func.vjp(function, x.detach())[1](grad)[0])
+    for dx in found:
+        assert_near(dx, exact, GRADIENT)
+        assert dx.stride() == torch.empty_like(x).stride()
+
+
+def gradient_by_way(way: str, function: Callable[..., Tensor], theta: Tensor, x: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of theta from that of ``function(theta, x)``."""
+
+    def loss(theta: Tensor, x: Tensor = x) -> Tensor:
+        return (function(theta, x).float() * grad.float()).sum()
+
+    leaf = theta.clone().requires_grad_()
+    if way == "eager":
+        return torch.autograd.grad(function(leaf, x), leaf, grad)[0]
+    if way == "compiled":  # a theta that only the compiled code has
+        run = compiled(lambda leaf: function(leaf * 1.0, x))
+        return torch.autograd.grad(run(leaf), leaf, grad)[0]
+    if way == "vjp":
+        return torch.func.vjp(lambda theta: function(theta, x), theta)[1](grad)[0]
+    if way == "captured":
+        torch.func.vjp(lambda x, theta: function(theta, x), x, leaf)[0].backward(grad)
+        assert leaf.grad is not None
+        return leaf.grad
+    if way == "grad of vmap":
+        return torch.func.grad(lambda theta: torch.func.vmap(loss)(theta[None], x[None]).sum())(theta)
+    if way == "vmap of grad":
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(theta, x[None])[0]
+    if way == "nested":  # in a transform that wraps theta and does not differentiate it
+        inner = torch.func.grad_and_value(lambda x, theta: loss(theta, x))
+        return torch.func.grad(lambda theta: inner(x, theta)[1])(theta)
+    return getattr(torch.func, way)(loss)(theta)  # type: ignore[no-any-return]
+
+
+@kernels
+@kinds
+def test_statistics_are_exact_for_a_gradient_of_theta(kind: str, launches: list[Any], device: torch.device) -> None:
+    """That gradient is in float32, and rests on the statistics of a softmax over the sequence; the others do not."""
+    x, theta = random_x(device, 1, TOKENS, HEADS, FEATURES).bfloat16(), random_theta(device)
+    grad = random_x(device, *encode(kind, x, theta, backend="triton").shape).bfloat16()
+
+    def function(theta: Tensor, x: Tensor) -> Tensor:
+        return encode(kind, x, theta, offset=5, activation="softmax_sequence", backend="triton")
+
+    def forwards() -> list[bool]:
+        found = [constants["EXACT"] for _, _, constants in launches if constants.get("BACKWARD") is False]
+        launches.clear()
+        return found
+
+    usual = gradient_by_way("eager", function, theta, x, grad)
+    assert forwards()[-1:] == [True]
+    ways = ("compiled", "vjp", "grad", "jacrev", "captured", "nested", "grad of vmap", "vmap of grad")
+    for way in ways:
+        assert torch.equal(gradient_by_way(way, function, theta, x, grad), usual), way
+        assert all(forwards()), way
+
+    learnable = theta.clone().requires_grad_()
+    with torch.no_grad():
+        function(learnable, x)
+    function(theta, x.clone().requires_grad_())
+    torch.func.vjp(lambda x: function(theta, x), x)
+    torch.func.vmap(function, in_dims=(None, 0))(theta, x[None])
+    compiled(function)(theta, x.clone().requires_grad_())
+    assert forwards() == [False] * 5
+
+
+# ----------------------------------------------------------------------------------------------------------
 # Memory order and modes
 # ----------------------------------------------------------------------------------------------------------
 
@@ -335,6 +486,91 @@ def test_addresses_beyond_32_bits(kind: str, device: torch.device, gpu_memory: C
         assert_near(far_dtheta, dtheta)
 
 
+def wrapping_range(start: int, stop: int, step: int) -> Iterator[int]:
+    """`range` as a GPU counts, in 32 bits: past their end it goes on below zero."""
+    counter = int(start)
+    for _ in range(10):  # turns that a test expects, and some more
+        if not counter < int(stop):
+            return
+        yield counter
+        counter = (counter + int(step) + 2**31) % 2**32 - 2**31
+    pytest.fail("a kernel has counted past its last row")
+
+
+@kernels
+def test_the_gradient_of_theta_counts_rows_to_the_end_of_32_bits(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One program of a backward, which does the first and the last of its tiles. All rows lie at the same place."""
+    from warploom.ops.lrpe import kernels, launchers
+
+    rows, block = 2**31 - 5000, 128
+    tiles = -(-rows // block)
+    x, grad, dx = (t.expand(1, rows, 1, 2) for t in random_x(device, 3, 1, 1, 1, 2))
+    theta, positions = random_theta(device, 1), launchers.Positions()
+    monkeypatch.setattr(launchers, "_theta_chunks", lambda *arguments: tiles - 1)
+    plan = launchers.plan_backward(grad, x, theta, positions, "rotate", "none", True, None, dx)
+    assert plan.launch.constants[-2] == block
+    plan.launch.programs = 1
+    if not ON_GPU:  # the interpreter counts on and on
+        monkeypatch.setattr(kernels, "range", wrapping_range, raising=False)
+    partial = torch.zeros(1, 1, 1, dtype=torch.float64, device=device)
+    launchers.launch_backward(plan.launch, x, grad, dx, theta, positions, partial)
+    n = torch.cat((torch.arange(block), torch.arange((tiles - 1) * block, rows))).double()
+    assert_near(partial[0, 0, 0], theta_gradient(n, x, theta, grad), 1e-4)  # of angles that are 2e-6 off
+
+
+def theta_gradient(n: Tensor, x: Tensor, theta: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of one frequency from tokens at positions ``n``, which all have the same x and gradient."""
+    (x1, x2), (g1, g2) = x[0, 0, 0].double(), grad[0, 0, 0].double()
+    phi = n.to(x.device) * theta.double()
+    turned = (g2 * x1 - g1 * x2) * phi.cos() - (g1 * x1 + g2 * x2) * phi.sin()
+    return (n.to(x.device) * turned).sum()
+
+
+@pytest.mark.gpu
+def test_a_gradient_of_2_31_rows(device: torch.device) -> None:
+    """The result and the gradient of x have 2³² elements each, theirs have two: 17 GB."""
+    if torch.cuda.mem_get_info()[0] < 20e9:
+        pytest.skip("needs more GPU memory")
+    rows, part = 2**31 - 5000, 2**24
+    x, grad = (torch.tensor(t, device=device).half().expand(1, rows, 1, 2) for t in ([1.0, 0.5], [-0.25, 2.0]))
+    theta = torch.full((1,), 2.0**-33, device=device, requires_grad=True)  # no turn, in which terms would cancel
+    out = lrpe_rotate(x, theta, backend="triton")
+    (found,) = torch.autograd.grad(out, theta, grad)
+    parts = (torch.arange(n, min(n + part, rows), device=device) for n in range(0, rows, part))
+    assert_near(found[0], sum(theta_gradient(n.double(), x, theta.detach(), grad) for n in parts), GRADIENT)
+
+
+@pytest.mark.skipif(ON_GPU, reason="starts a program in the middle of a grid, as the interpreter alone can")
+@kernels
+def test_places_of_sums_beyond_32_bits(checked_integers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last head of so many that their frequencies, or their columns' statistics, are 2³¹ numbers."""
+    from triton.runtime import interpreter
+
+    from warploom.ops.lrpe import launchers, launchers_sequence
+
+    def run_last(kernel: Any, heads: int, tensors: tuple[Tensor | None, ...], *arguments: Any) -> None:
+        builder = interpreter.interpreter_builder
+        monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: setattr(builder, "grid_idx", (heads - 1, y, z)))
+        kernel(1, tensors, *arguments)
+
+    features, heads = 8, 2**28
+    partial, dtheta = torch.empty(2, heads * features, dtype=torch.float16)
+    partial[-features:] = torch.arange(features)
+    run_last(launchers._reduce_kernel, heads, (partial, dtheta), (1, heads), (1, features, features, 64, 16, False))
+    assert torch.equal(dtheta[-features:], torch.arange(features).half())
+
+    heads = 2**27  # of two statistics a feature
+    partial[-2 * features :] = torch.cat((torch.zeros(features), 2.0 ** torch.arange(features)))
+    columns = dtheta
+    run_last(
+        launchers_sequence._combine_kernel, heads, (partial, columns, None),
+        (heads, 64, 0, 1), (False, features, features, 1, 16),
+    )  # fmt: skip
+    assert torch.equal(columns[-features:], 2.0 ** -torch.arange(features).half())
+
+
 @backends
 @kinds
 def test_modes_of_pytorch(kind: str, backend: str, device: torch.device) -> None:
@@ -396,6 +632,26 @@ def test_no_length_is_a_constant(kind: str, launches: list[Any], device: torch.d
             encode(kind, x, theta, **where, backend="triton").sum().backward()
         compiled = {(function, tuple(constants.items())) for function, _, constants in launches}
         assert len(compiled) == 3  # forward, backward, and the sum of theta's gradient
+
+
+@kernels
+@kinds
+@pytest.mark.parametrize("activation", ["none", "silu", "softmax", "softmax_sequence"])
+def test_no_tile_reaches_from_the_last_row_beyond_32_bits(
+    activation: str, kind: str, launches: list[Any], device: torch.device
+) -> None:
+    """The shorter a row, the more there are in a tile."""
+    from warploom.ops.lrpe import autograd, launchers
+    from warploom.ops.lrpe.api import MAX_ROWS
+
+    features = 1 if kind == "cosine" else 2
+    for wants_theta, dtype, in_blocks in itertools.product((False, True), (torch.float32, torch.float16), (False, True)):
+        x = random_x(device, 4, 3, 2, features).to(dtype).requires_grad_()
+        theta = random_theta(device, 2, 1).requires_grad_(wants_theta)
+        call = autograd.Call(launchers.Positions(), kind, activation, block_parallel=in_blocks)
+        autograd.apply(x, theta, call).sum().backward()
+    sizes = [constants.get("BLOCK_R", 0) for _, _, constants in launches]
+    assert 64 <= max(sizes) <= 2**31 - MAX_ROWS
 
 
 @kernels

@@ -36,14 +36,22 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_as_on(90, launchers_sequence_hopper, monkeypatch)
 
 
-def suits(kind: str, x: Tensor, grad: Tensor | None = None, exact: bool = False, **positions: Any) -> bool:
+def suits(
+    kind: str,
+    x: Tensor,
+    grad: Tensor | None = None,
+    exact: bool = False,
+    theta: Tensor | None = None,
+    **positions: Any,
+) -> bool:
     from warploom.layout import layout_of
     from warploom.ops.lrpe import launchers, launchers_sequence_hopper
 
     features = x.shape[-1] if kind == "cosine" else x.shape[-1] // 2
     out = layout_of(x, 2 * features if kind == "cosine" and grad is None else x.shape[-1])
     where = launchers.Positions(**positions)
-    return launchers_sequence_hopper.suits(kind, where, exact, features, x, grad, out) is not None
+    theta = torch.empty(2, features) if theta is None else theta
+    return launchers_sequence_hopper.suits(kind, where, exact, features, x, theta, grad, out) is not None
 
 
 def empty(n: int = 300, heads: int = 2, d: int = 128, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -87,6 +95,30 @@ def test_the_calls_that_do_not(kind: str, hopper: None) -> None:
     assert not suits(kind, empty(d=256)[..., ::2])
     assert not suits(kind, x, empty(d=256 if kind == "cosine" else 128, dtype=torch.float32))
     assert not suits(kind, x[:1].expand(2, -1, -1, -1)), "a stride of zero"
+    far = torch.empty_strided(x.shape, (2**34, 256, 128, 1), dtype=x.dtype, device="meta")
+    assert not suits(kind, far), "a stride of 2³¹ units"
+    assert suits(kind, far.as_strided(x.shape, (2**34 - 8, 256, 128, 1)))
+    assert not suits(kind, x, theta=torch.empty_strided((2, 64), (2**31 - 63, 1), device="meta"))
+    assert suits(kind, x, theta=torch.empty_strided((2, 64), (2**31 - 64, 1), device="meta"))
+
+
+def test_positions_that_suit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels count to the end of a tile: there, a position of more than 32 bits would be another one."""
+    from warploom.ops.lrpe import launchers_sequence
+    from warploom.ops.lrpe.launchers import Positions
+
+    choose_as_on(90, launchers_sequence, monkeypatch)
+    x = empty()
+
+    def are_in_reach(offset: int, prefix: int = 0) -> bool:
+        return launchers_sequence._are_in_reach(Positions(offset=offset, prefix=prefix), x, x)
+
+    assert are_in_reach(0)
+    assert are_in_reach(-(2**30), 300)
+    assert are_in_reach(2**31 - 1024 - 300)
+    assert not are_in_reach(2**31 - 1024 - 299)
+    assert not are_in_reach(2**31 - 300)
+    assert not are_in_reach(1 - 2**31, 300)
 
 
 @KINDS

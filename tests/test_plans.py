@@ -156,9 +156,9 @@ def test_registered_operators_plan_once(planned: list[str], device: torch.device
         planned.clear()
         for (offset, prefix), wanted in zip(starts, expected):
             places = (None, None, bounds, offset, prefix, [], "rotate", "none")
-            out, statistics = torch.ops.warploom.lrpe(x, theta, *places)
+            out, statistics = torch.ops.warploom.lrpe(x, theta, *places, True)
             assert torch.equal(out, wanted)
-            torch.ops.warploom.lrpe_backward(out, x, theta, *places, statistics, True)
+            torch.ops.warploom.lrpe_backward(out, x, theta, *places, [0, 1, 2, 3], statistics, True)
         assert planned == ["plan_forward", "plan_backward"] * 2
 
 

@@ -117,7 +117,7 @@ ENCODING: dict[str, Change] = {
     "prefix": set_to(prefix=2),
     "grid": set_to(grid=(3, 4)),
     "grid_as_a_list": set_to(grid=[2, 6]),
-    "long_grid": set_to(grid=(3, 1, 2, 1, 2)),
+    "long_grid": lambda inputs: changed(lambda theta: theta[:, :1], "theta")({**inputs, "grid": (3, 1, 2, 1, 2)}),
     "interleaved": set_to(interleaved=True),
     "activation": set_to(activation="silu"),
     "over_the_sequence": set_to(activation="softmax_sequence"),

@@ -20,6 +20,8 @@ _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._are_functorch_transforms_active
 # Gradients of `torch.autograd.grad` with ``is_grads_batched``, whose ``vmap`` is older than `torch.func`.
 _is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_unwrapped = torch._C._functorch.get_unwrapped
 
 
 def is_watched() -> bool:
@@ -70,6 +72,15 @@ def refuse(reason: str) -> Callable[..., NoReturn]:
         raise NotImplementedError(reason)
 
     return derivative
+
+
+def is_differentiated(tensor: torch.Tensor) -> bool:
+    """Whether a gradient of a tensor may be asked for later, at any level of `torch.func`'s transforms."""
+    if not torch.is_grad_enabled():
+        return False
+    while _transforms() and not tensor.requires_grad and _is_wrapped(tensor):
+        tensor = _unwrapped(tensor)
+    return tensor.requires_grad
 
 
 def register(

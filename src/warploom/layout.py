@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Sequence
 
 import torch
 
@@ -29,7 +30,7 @@ def memory_order(x: torch.Tensor) -> list[int]:
     return order
 
 
-def _inverse(order: list[int]) -> list[int]:
+def _inverse(order: Sequence[int]) -> list[int]:
     return [order.index(axis) for axis in range(len(order))]
 
 
@@ -38,8 +39,12 @@ def empty_in_order_of(x: torch.Tensor, features: int) -> torch.Tensor:
     shape = (*x.shape[:-1], features)
     if x.is_contiguous():
         return x.new_empty(shape)
-    order = memory_order(x)
-    return x.new_empty([shape[axis] for axis in order]).permute(_inverse(order))
+    return empty_in_order(x, shape, memory_order(x))
+
+
+def empty_in_order(near: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -> torch.Tensor:
+    """Uninitialised, dense, with its axes in memory in an order like that of `memory_order`; dtype and device of ``near``."""
+    return near.new_empty([shape[axis] for axis in order]).permute(_inverse(order))
 
 
 def layout_of(x: torch.Tensor, features: int) -> torch.Tensor:

@@ -101,7 +101,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 def activate_backward(x, dy, ACTIVATION: tl.constexpr):
     """Gradient of `activate` with respect to ``x``, recomputed from ``x``."""
     if ACTIVATION == "relu":
-        dy = tl.where(x > 0.0, dy, 0.0)
+        dy = tl.where(x <= 0.0, 0.0, dy)  # at NaN that of the identity, as the value is
     elif ACTIVATION == "sigmoid":
         y = sigmoid(x)
         dy = dy * (y * (1.0 - y))

@@ -5,6 +5,7 @@ at position 10⁶ the angle is already wrong by 0.06 rad. Here an angle is a fix
 units of 2⁻³² turns. The angle gained per position is kept in two words: an integer, whose product with the
 position wraps modulo 2³² exactly as the angle wraps modulo one turn, and a float32 remainder below one unit,
 whose product with the position is small. Together they hold 48 bits behind the leading one of the frequency.
+Integers that wrap are added and multiplied by `wrapping_add` and `wrapping_mul`, which no debug mode checks.
 """
 
 import triton
@@ -43,6 +44,18 @@ C4 = tl.constexpr(59.24596422)
 
 
 @triton.jit
+def wrapping_add(a, b):
+    """``a + b`` modulo 2³²."""
+    return tl.add(a, b, sanitize_overflow=False)
+
+
+@triton.jit
+def wrapping_mul(a, b):
+    """``a · b`` modulo 2³²."""
+    return tl.mul(a, b, sanitize_overflow=False)
+
+
+@triton.jit
 def phase_step(theta):
     """Angle gained per position: whole units (int32), the rest in turns (float32), and a unit in turns, 2⁻³².
 
@@ -68,7 +81,8 @@ def phase_step(theta):
     rest = high - (upper - ROUND_22)
     lower = rest + (low + ROUND_32)
     rest = (rest - (lower - ROUND_32)) + low
-    whole = (upper.to(tl.int32, bitcast=True) << 10) + (lower.to(tl.int32, bitcast=True) - ROUND_32_AS_BITS)
+    lower_bits = tl.sub(lower.to(tl.int32, bitcast=True), ROUND_32_AS_BITS, sanitize_overflow=False)
+    whole = wrapping_add(upper.to(tl.int32, bitcast=True) << 10, lower_bits)
     known = tl.abs(theta) < LARGEST
     rest = tl.where(known, rest, float("nan"))
     unit = tl.where(known, TWO_POW_MINUS_32, float("nan")).to(tl.float32)
@@ -101,13 +115,14 @@ def cos_sin(position, whole, rest, unit, HALF: tl.constexpr):
     if HALF:
         # The upper 23 bits of the phase, half a turn ahead, are the fraction of a float32 in [1, 2). Conversions
         # from and to integers would cost as much as the sine itself, and the rest is small enough for float32.
-        bits = position * whole + HALF_TURN_AND_HALF_A_BIT
+        bits = wrapping_add(wrapping_mul(position, whole), HALF_TURN_AND_HALF_A_BIT)
         turns = ((bits.to(tl.uint32, bitcast=True) >> 9) | ONE_AS_BITS).to(tl.float32, bitcast=True) - 1.5
         angle = tl.fma(position.to(tl.float32), rest, turns) * TURN
         cosine, sine = fast_cos_sin(angle)
     else:
         # An eighth of a turn ahead, so that the upper two bits are the quadrant whose axis is nearest.
-        phase = position * whole + ((position.to(tl.float32) * TWO_POW_32) * rest).to(tl.int32) + EIGHTH_TURN
+        surplus = ((position.to(tl.float32) * TWO_POW_32) * rest).to(tl.int32)
+        phase = wrapping_add(wrapping_add(wrapping_mul(position, whole), surplus), EIGHTH_TURN)
         r = ((phase & WITHIN_QUADRANT) - EIGHTH_TURN).to(tl.float32) * unit
         z = r * r
         s = r * (S0 + z * (S1 + z * (S2 + z * S3)))
@@ -116,6 +131,8 @@ def cos_sin(position, whole, rest, unit, HALF: tl.constexpr):
         cosine = tl.where(odd, s, c)
         sine = tl.where(odd, c, s)
         # The sign bit of a phase is that of its sine, and a quarter of a turn on, that of its cosine.
-        cosine = (cosine.to(tl.int32, bitcast=True) ^ ((phase + QUARTER_TURN) & SIGN)).to(tl.float32, bitcast=True)
+        cosine = (cosine.to(tl.int32, bitcast=True) ^ (wrapping_add(phase, QUARTER_TURN) & SIGN)).to(
+            tl.float32, bitcast=True
+        )
         sine = (sine.to(tl.int32, bitcast=True) ^ (phase & SIGN)).to(tl.float32, bitcast=True)
     return cosine, sine

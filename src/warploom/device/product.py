@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from warploom.device.activations import INTERPRETED
+from warploom.device.phase import wrapping_add
 
 
 @triton.jit
@@ -11,7 +12,8 @@ def rounded(x, dtype: tl.constexpr):
     """A float32 tile in another dtype, rounded to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:  # the interpreter would drop the last 16 bits
         bits = x.to(tl.int32, bitcast=True)
-        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        above = wrapping_add(bits, 0x7FFF + ((bits >> 16) & 1))
+        nearest = (above & -65536).to(tl.float32, bitcast=True)
         x = tl.where(x == x, nearest, x)  # NaN stays
     return x.to(dtype)
 

@@ -120,10 +120,13 @@ class Attention(nn.Module):
             return None
         if self.head_dim > MAX_FEATURES or not use_triton("Attention", "auto", qkv):
             return None
+        theta = position.frequencies(qkv)
+        if self.head_dim % 2 or theta.shape[-1] > self.head_dim // 2:  # `lrpe_rotate` says what is wrong
+            return None
         from warploom.nn.rotary_attention import rotary_attention  # imports Triton
 
         scale = self.head_dim**-0.5
-        return rotary_attention(qkv, position.theta, self.heads, scale, interleaved=position.interleaved)
+        return rotary_attention(qkv, theta, self.heads, scale, interleaved=position.interleaved)
 
     def _attended(self, qkv: Tensor, position_ids: Tensor | None, cache: KVCache | None) -> Tensor:
         """From the projection (B, N, H + 2·Hkv, D) to (B, N, H, D)."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from warploom import lrpe_cosine, lrpe_rotate
+from warploom.eager import is_plain_eager
 from warploom.errors import ArgumentError, fault
 
 __all__ = ["LRPE", "RotaryEmbedding"]
@@ -20,7 +21,9 @@ class _Frequencies(nn.Module):
     """Rows of frequencies ``theta`` (rows, F): ``base ** (-f / F)``, fixed or learnable, float32 for ever.
 
     Casting the module to a lower precision leaves them alone: rounded to bfloat16, a frequency of 1 is off by
-    up to 0.004 radians per position, which after a thousand positions is any angle at all.
+    up to 0.004 radians per position, which after a thousand positions is any angle at all. Fixed ones are in no state
+    dict, and so are right without one: also after ``to_empty``, and in a model of the meta device that a state dict was
+    assigned to.
     """
 
     theta: Tensor
@@ -30,7 +33,7 @@ class _Frequencies(nn.Module):
         if not base > 0:
             raise fault(ArgumentError, type(self).__name__, "base", "positive", base)
         self.base = base
-        theta = torch.empty(rows, features)
+        theta = torch.empty(rows, features, dtype=torch.float32)
         if learnable:
             self.theta = nn.Parameter(theta)
         else:
@@ -44,14 +47,46 @@ class _Frequencies(nn.Module):
         exponent = -torch.arange(features, dtype=torch.float64, device=self.theta.device) / features
         self.theta.copy_((self.base**exponent).expand_as(self.theta))
 
+    def frequencies(self, x: Tensor) -> Tensor:
+        """``theta``, for positions of ``x``. Fixed frequencies follow it to another device."""
+        theta = self.theta
+        if isinstance(theta, nn.Parameter) or not isinstance(x, torch.Tensor) or theta.device == x.device:
+            return theta
+        theta = theta.to(x.device)
+        if is_plain_eager(x):
+            self.theta = theta
+        return theta
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        before = self.theta.detach()
-        super()._apply(fn, recurse)
-        if self.theta.dtype != before.dtype:
-            self.theta.data = before.to(self.theta.device)
-        if before.is_meta and not self.theta.is_meta:  # `to_empty` has left them uninitialised
+        theta, grad, was_meta = self.theta, self.theta.grad, self.theta.is_meta
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if tensor is theta or tensor is grad:
+                if moved.dtype != tensor.dtype:
+                    return tensor.to(moved.device)
+                if moved is not tensor and not isinstance(theta, nn.Parameter) and not was_meta:
+                    moved.copy_(tensor)  # `to_empty` left it uninitialised, and no state dict will fill it
+            return moved
+
+        super()._apply(move, recurse)
+        if was_meta and not self.theta.is_meta:
             self.reset_parameters()
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        # A state dict that is assigned leaves its own tensor here, or none.
+        theta = values = self.theta
+        left_out = theta.is_meta and prefix + "theta" not in state_dict and rest[0].get("assign_to_params_buffers")
+        if left_out:
+            device = torch.get_default_device()
+            values = torch.empty_like(theta, device="cpu" if device.type == "meta" else device)
+        values = values.detach().float()
+        if values.device != theta.device or theta.dtype != torch.float32:
+            self.theta = nn.Parameter(values, theta.requires_grad) if isinstance(theta, nn.Parameter) else values
+        if left_out:
+            self.reset_parameters()
 
 
 class RotaryEmbedding(_Frequencies):
@@ -107,7 +142,7 @@ class RotaryEmbedding(_Frequencies):
         """
         return lrpe_rotate(
             x,
-            self.theta,
+            self.frequencies(x),
             offset=offset,
             position_ids=position_ids,
             cu_seqlens=cu_seqlens,
@@ -175,8 +210,9 @@ class LRPE(_Frequencies):
         `warploom.lrpe_cosine`.
         """
         encode = lrpe_cosine if self.kind == "cosine" else lrpe_rotate
-        groups, rest = divmod(x.shape[-2], self.theta.shape[0])
-        theta = self.theta if rest or groups < 2 else self.theta.repeat_interleave(groups, dim=0)
+        theta = self.frequencies(x)
+        groups, rest = divmod(x.shape[-2], theta.shape[0])
+        theta = theta if rest or groups < 2 else theta.repeat_interleave(groups, dim=0)
         return encode(
             x,
             theta,

@@ -22,6 +22,10 @@ ACTIVATIONS = ("none", "relu", "sigmoid", "silu", "softmax", "softmax_sequence")
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 MAX_FEATURES = 8192
 """Features of one head that the kernels hold on chip at once."""
+MAX_ROWS = 2**31 - 2**12
+"""Rows of features (batch · tokens · heads) that the kernels count in 32 bits: to the end of a tile past the last."""
+MAX_SEQUENCES = 2**30
+"""Packed sequences among which the kernels search."""
 
 
 def lrpe_cosine(
@@ -43,9 +47,10 @@ def lrpe_cosine(
 
     Args:
         x: ``(B, N, H, D)``, or ``(B, N, D)`` for a single head; float16, bfloat16, float32 or float64, any strides.
-        theta: ``(H, E)``, ``(1, E)`` or ``(E,)``, any float dtype: frequencies in radians per position. A token
-            with coordinates ``s₁ … s_k`` has the angles ``φ = (s₁ θ, …, s_k θ)``, cut to ``D``, or followed by
-            zeros up to ``D``. Differentiable.
+        theta: ``(H, E)``, ``(1, E)`` or ``(E,)`` with ``E ≤ ⌈D/k⌉``, any float dtype: frequencies in radians per
+            position. A token with coordinates ``s₁ … s_k`` (one, but for a ``grid`` and ``position_ids`` of several
+            axes) has the angles ``φ = (s₁ θ, …, s_k θ)``, cut to ``D``, or followed by zeros up to ``D``.
+            Differentiable. One number per head is ``theta.expand(H, D)``.
         grid: Sizes ``(n₁, …, n_k)`` of a grid of tokens with ``N = prefix + n₁⋯n_k``; the last axis moves fastest.
         prefix: How many leading tokens (of each packed sequence) have angle zero. Token ``prefix + i`` then stands
             at ``offset + i``, or at the coordinates of ``i`` in the grid.
@@ -97,9 +102,10 @@ def lrpe_rotate(
     Args:
         x: ``(B, N, H, D)``, or ``(B, N, D)`` for a single head, ``D`` even; float16, bfloat16, float32 or float64,
             any strides.
-        theta: ``(H, E)``, ``(1, E)`` or ``(E,)``, any float dtype: frequencies in radians per position. The angles
-            ``φ = (s₁ θ, …, s_k θ)`` are cut to ``D/2``, or followed by zeros up to ``D/2`` (partial RoPE: those
-            features are not rotated). Differentiable.
+        theta: ``(H, E)``, ``(1, E)`` or ``(E,)`` with ``E ≤ ⌈D/2k⌉``, any float dtype: frequencies in radians per
+            position. A token with coordinates ``s₁ … s_k`` (one, but for a ``grid`` and ``position_ids`` of several
+            axes) has the angles ``φ = (s₁ θ, …, s_k θ)``, cut to ``D/2``, or followed by zeros up to ``D/2`` (partial
+            RoPE: those features are not rotated). Differentiable. One number per head is ``theta.expand(H, D // 2)``.
         grid: Sizes ``(n₁, …, n_k)`` of a grid of tokens with ``N = prefix + n₁⋯n_k``; the last axis moves fastest.
         prefix: How many leading tokens (of each packed sequence) have angle zero. Token ``prefix + i`` then stands
             at ``offset + i``, or at the coordinates of ``i`` in the grid.
@@ -260,8 +266,10 @@ def _beyond_kernels(given: _Arguments) -> str | None:
     if features > MAX_FEATURES:
         return f"a row of {features} features does not fit in one tile ({MAX_FEATURES} at most)"
     rows = math.prod(given.x.shape[:-1])
-    if not is_within(rows, LARGEST):
-        return f"x has {rows} rows of features ({LARGEST} at most)"
+    if not is_within(rows, MAX_ROWS):
+        return f"x has {rows} rows of features ({MAX_ROWS} at most)"
+    if given.cu_seqlens is not None and not is_within(given.cu_seqlens.shape[0], MAX_SEQUENCES):
+        return f"cu_seqlens bounds {given.cu_seqlens.shape[0] - 1} sequences ({MAX_SEQUENCES - 1} at most)"
     return None
 
 
@@ -301,6 +309,7 @@ def _check(name: str, kind: str, given: _Arguments) -> None:
         _check_grid(name, grid, prefix, tokens)
         if _given(offset):
             raise fault(ArgumentError, name, "offset", "left out when a grid is given", "both")
+    _check_frequencies(name, kind, given)
 
 
 def _check_x_theta(name: str, x: Tensor, theta: Tensor) -> None:
@@ -314,6 +323,18 @@ def _check_x_theta(name: str, x: Tensor, theta: Tensor) -> None:
         expected = f"(H, E), (1, E) or (E,) with H = {heads} and E ≥ 1"
         raise fault(ShapeError, name, "theta", expected, shape_of(theta))
     _check_device(name, "theta", theta, x)
+
+
+def _check_frequencies(name: str, kind: str, given: _Arguments) -> None:
+    """No axis has a frequency that no feature takes: what is left out in silence was meant otherwise."""
+    features = given.x.shape[-1] if kind == "cosine" else given.x.shape[-1] // 2
+    ids, axes = given.position_ids, len(given.grid or (0,))
+    if ids is not None and ids.dim() == 3:
+        axes = ids.shape[2]
+    most = -(-features // axes)
+    if given.theta.shape[-1] > most:
+        expected = f"of E ≤ {most} = ⌈F/k⌉ frequencies, with F = {features} and k = {axes}"
+        raise fault(ShapeError, name, "theta", expected, shape_of(given.theta))
 
 
 def _check_offset_tensor(name: str, x: Tensor, offset: Tensor) -> None:

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.activations import activate, activate_backward, softmax_pair_parts, softmax_parts, widen
 from warploom.device.packed import sequence_of
-from warploom.device.phase import cos_sin, phase_step
+from warploom.device.phase import cos_sin, phase_step, wrapping_add, wrapping_mul
 
 # ----------------------------------------------------------------------------------------------------------
 # Device functions
@@ -33,9 +33,8 @@ def divide(n, inverse):
     The processor has no instruction for it: what the compiler makes of ``//`` is a chain of thirty or so, through the
     slowest of its units, which everything that a program reads would wait for.
     """
-    return (tl.umulhi((n * 2).to(tl.uint32), (inverse >> 5).to(tl.uint32)) >> (inverse & 31).to(tl.int32)).to(
-        tl.int32
-    )
+    twice = wrapping_mul(n, 2).to(tl.uint32)  # which holds it
+    return (tl.umulhi(twice, (inverse >> 5).to(tl.uint32)) >> (inverse & 31).to(tl.int32)).to(tl.int32)
 
 
 @triton.jit
@@ -72,7 +71,8 @@ def token_positions(
         if AXES == 1:
             if offsets is not None:
                 offset = tl.load(offsets + s * offsets_s + u * offsets_u, mask=mask, other=0).to(tl.int32)
-            position = tl.where(i >= 0, i + offset, 0)[:, None]
+            # Tokens of the prefix, and those behind the last, may have no position of 32 bits: these are not used.
+            position = tl.where(i >= 0, wrapping_add(i, offset), 0)[:, None]
         else:  # row-major coordinates in the grid; the prefix sits at the origin
             i = tl.maximum(i, 0)
             if AXES == 4:
@@ -490,9 +490,10 @@ def backward_kernel(
         first_chunk, head = divide_with_rest(chunk, unique, rows_inverse)
         rows = tokens
     first = first_chunk * BLOCK_R
-    # Constant bounds where there is one turn: the compiler moves nothing before a loop that it does not see.
-    for turn in range(first if THETA else 0, rows if THETA else 1, chunks * BLOCK_R if THETA else 1):
-        first_row = turn if THETA else first
+    # Constant bounds where there is one turn: the compiler moves nothing before a loop that it does not see. Turns
+    # count up to zero: a counter of rows would step past the last, where 32 bits may have no number.
+    for turn in range(first - rows if THETA else 0, 0 if THETA else 1, chunks * BLOCK_R if THETA else 1):
+        first_row = rows + turn if THETA else first
         if BY_HEAD:
             n = first_row + tl.arange(0, BLOCK_R)
             u = (head + tl.zeros((BLOCK_R,), tl.int32)).to(tl.int64)
@@ -559,7 +560,7 @@ def reduce_kernel(
     if EARLY:
         gdc_wait()
     E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
-    head = tl.program_id(0) // E_BLOCKS
+    head = (tl.program_id(0) // E_BLOCKS).to(tl.int64)
     e = tl.program_id(0) % E_BLOCKS * BLOCK_E + tl.arange(0, BLOCK_E)
     total = tl.zeros((BLOCK_P, BLOCK_E), tl.float64)
     for first in range(0, parts, BLOCK_P):

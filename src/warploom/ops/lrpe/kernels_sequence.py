@@ -309,7 +309,7 @@ def combine_kernel(
     K: tl.constexpr = 1 if BACKWARD else 2
     member = tl.program_id(0) % P
     unit = tl.program_id(0) // P
-    group, h = (unit // heads).to(tl.int64), unit % heads
+    group, h = (unit // heads).to(tl.int64), (unit % heads).to(tl.int64)
     first_slot = group * slots  # `reduce_chunk_kernel` says which slots
     if cu_seqlens is not None:
         start = tl.load(cu_seqlens + group * cu_stride).to(tl.int32)
@@ -324,7 +324,7 @@ def combine_kernel(
     for start in range(0, slots, BLOCK_P):
         slot = start + tl.arange(0, BLOCK_P)
         inside = (slot < slots)[:, None] & (f < F)[None, :]
-        cells = partial + ((first_slot + slot).to(tl.int64) * (heads * K * P * F))[:, None]
+        cells = partial + ((first_slot + slot) * heads * (K * P * F))[:, None]
         if BACKWARD:
             total += tl.sum(tl.load(cells, mask=inside, other=0.0).to(tl.float64), axis=0)
         else:

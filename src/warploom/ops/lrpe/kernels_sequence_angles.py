@@ -23,6 +23,8 @@ from warploom.device.phase import (
     cos_sin,
     fast_cos_sin,
     phase_step,
+    wrapping_add,
+    wrapping_mul,
 )
 from warploom.ops.lrpe.kernels import divide
 
@@ -126,8 +128,9 @@ def angles(theta, first, position, grid, table, BACK: gl.constexpr, AXES: gl.con
     if AXES == 1:
         kept = cos_sin(gl.full_like(whole, SUB), whole, rest, unit, False)
     else:
-        surplus = TWO_POW_23 * whole + (rest * TWO_POW_55).to(gl.int32)
-        kept = ((HALF_TURN_AND_HALF_A_BIT - surplus).to(gl.float32, bitcast=True),)
+        surplus = wrapping_add(wrapping_mul(TWO_POW_23, whole), (rest * TWO_POW_55).to(gl.int32))
+        start = gl.sub(HALF_TURN_AND_HALF_A_BIT, surplus, sanitize_overflow=False)
+        kept = (start.to(gl.float32, bitcast=True),)
     table.index(0).store(whole.to(gl.float32, bitcast=True))
     table.index(1).store(gl.fma(unit, 0.0, rest))  # NaN where the unit is
     for i in gl.static_range(len(kept)):
@@ -199,7 +202,7 @@ def rows_cos_sin(turning, row, AXES: gl.constexpr, PREFIX: gl.constexpr, SUB: gl
         turns = gl.inline_asm_elementwise(  # the upper 23 bits behind the exponent of one
             "shf.r.wrap.b32 $0, $1, 127, 9;",
             "=f,r",
-            [phase * whole + start],
+            [wrapping_add(wrapping_mul(phase, whole), start)],
             dtype=gl.float32,
             is_pure=True,
             pack=1,

@@ -316,6 +316,11 @@ def plan_forward(
     return Plan(Dense.like(out), launch)
 
 
+def reads_x(activation: str, theta_gradient: bool) -> bool:
+    """Whether `backward` reads ``x``: without an activation, the gradient of x is that of the result, turned back."""
+    return activation != "none" or theta_gradient
+
+
 def backward(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -332,6 +337,7 @@ def backward(
 
     ``plans``: those that `forward` took. ``result``: where the gradient of ``x`` shall be written, with any
     strides; for all kinds but cosine it may be ``grad`` itself, since a program reads what it writes over.
+    Where ``x`` is not read, see `reads_x`, ``result`` may stand for it.
     """
     if x.numel() == 0:
         dx = empty_in_order_of(x, x.shape[-1]) if result is None else result

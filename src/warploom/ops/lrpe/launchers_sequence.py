@@ -87,6 +87,9 @@ STRIP_BYTES = 64
 BLOCK_P = 16
 """Partial results combined at once."""
 
+MOST_POSITION = 2**31 - 2**10
+"""Positions to which kernels for Hopper count."""
+
 
 def statistics_shape(x: torch.Tensor, positions: Positions) -> tuple[int, int, int, int]:
     """Of the columns' statistics: (groups, H, 2, D) with the features in the kernels' order."""
@@ -109,18 +112,19 @@ def forward(
     theta: torch.Tensor,
     positions: Positions,
     kind: str,
+    theta_gradient: bool,
     plans: Plans,
     *,
     block_parallel: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output, and the columns' statistics (groups, H, 2, D) in float32, which the backward wants back.
 
-    ``block_parallel``: reduce, combine and apply in three launches, whatever the sizes. ``plans`` as in
-    `launchers.forward`.
+    ``theta_gradient``: whether the backward may be asked for it. ``block_parallel``: reduce, combine and apply in three
+    launches, whatever the sizes. ``plans`` as in `launchers.forward`.
     """
     # A gradient of theta will be in float32, and is no better than the statistics that its backward rests on.
-    exact = x.dtype == torch.float32 or theta.requires_grad
-    aligned = not block_parallel and _are_aligned(x, theta)
+    exact = x.dtype == torch.float32 or theta_gradient
+    aligned = not block_parallel and _are_in_reach(positions, x, theta)
     plan = plans.get(
         ("forward", exact, block_parallel, aligned),
         lambda: _Planner(None, x, theta, positions, kind, exact, block_parallel, False, aligned).plan(),
@@ -150,7 +154,7 @@ def backward(
         return dx, torch.zeros_like(theta) if theta_gradient else None
     exact = x.dtype == torch.float32 or theta_gradient
     # Strides: see `launchers.backward`.
-    aligned = not block_parallel and _are_aligned(x, theta, grad)
+    aligned = not block_parallel and _are_in_reach(positions, x, theta, grad)
     plan = plans.get(
         (grad.dtype, grad.stride(), x.stride(), theta.stride(), theta_gradient, block_parallel, aligned),
         lambda: _Planner(grad, x, theta, positions, kind, exact, block_parallel, theta_gradient, aligned).plan(),
@@ -167,14 +171,18 @@ def backward(
     return dx, plan.theta_sums.reduce(theta_parts, theta)
 
 
-def _are_aligned(*tensors: torch.Tensor) -> bool:
-    """Whether the tensors' addresses suit kernels for Hopper, which is asked where those might run."""
-    if INTERPRETED or tensors[0].dtype == torch.float32 or architecture(tensors[0].device) != 90:
+def _are_in_reach(positions: Positions, x: torch.Tensor, *tensors: torch.Tensor) -> bool:
+    """Whether the offset and the tensors' addresses suit kernels for Hopper, which is asked where those might run.
+
+    They count positions to the end of a tile past the last token, in 32 bits, and from before a prefix.
+    """
+    if INTERPRETED or x.dtype == torch.float32 or architecture(x.device) != 90:
         return False
-    bits = 0
+    first = positions.offset - positions.prefix
+    bits = x.data_ptr()
     for tensor in tensors:
         bits |= tensor.data_ptr()
-    return bits % ALIGNMENT == 0
+    return bits % ALIGNMENT == 0 and -MOST_POSITION <= first <= MOST_POSITION - x.shape[1]
 
 
 def _run(
@@ -215,7 +223,7 @@ class _Planner:
     exact: bool  # float32 arithmetic that is good enough for results in float32
     block_parallel: bool
     theta_gradient: bool
-    aligned: bool  # whether addresses suit the kernels for Hopper
+    aligned: bool  # whether addresses and offset suit the kernels for Hopper
 
     def plan(self) -> _Plan:
         """Choose the way, and its sizes."""
@@ -239,7 +247,7 @@ class _Planner:
         if self.aligned:
             from warploom.ops.lrpe import launchers_sequence_hopper as hopper
 
-            tile = hopper.suits(kind, positions, self.exact, features, x, grad, out)
+            tile = hopper.suits(kind, positions, self.exact, features, x, theta, grad, out)
             if tile is not None:
                 tiled = hopper.plan(tile, kind, positions, self.exact, features, x, theta, grad, out)
                 parts = -(-tokens // tile.tokens)

@@ -25,6 +25,7 @@ _BLOCKS = (8, 16, 32)  # parts whose sums are read at once
 _TAGS = 2**31 - 1  # an int32 that is positive
 _MOST_BOX = 256  # tokens that are copied at once
 _ANY = 2**31  # more tokens than there are
+_FAR = 2**31  # what no number in the kernels reaches: strides in units, and places of frequencies
 
 
 class Tile(NamedTuple):
@@ -149,9 +150,16 @@ class Plan(NamedTuple):
 
 
 def suits(
-    kind: str, positions: Positions, exact: bool, features: int, x: Tensor, grad: Tensor | None, out: Tensor
+    kind: str,
+    positions: Positions,
+    exact: bool,
+    features: int,
+    x: Tensor,
+    theta: Tensor,
+    grad: Tensor | None,
+    out: Tensor,
 ) -> Tile | None:
-    """The tile with which the kernels for Hopper take a call, apart from addresses; None if they do not.
+    """The tile with which the kernels for Hopper take a call, apart from addresses and offset; None if they do not.
 
     ``exact``: for theta's gradient. ``features``: angles of a head.
     """
@@ -166,6 +174,10 @@ def suits(
     tensors = (x, out) if grad is None else (x, grad, out)
     tile = tile_of(kind, grad is not None, x.shape[1], axes, exact)
     if tile is None or features % tile.width or any(t.dtype != x.dtype or not can_be_copied(t) for t in tensors):
+        return None
+    if any(stride >= _FAR * _UNIT for t in tensors for stride in t.stride()):
+        return None
+    if sum((size - 1) * stride for size, stride in zip(theta.shape, theta.stride())) >= _FAR:
         return None
     parts = -(-x.shape[1] // tile.tokens)
     # In either order of programs, the parts of a strip are in flight together if those of all strips of a head are.

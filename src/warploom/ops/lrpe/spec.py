@@ -99,7 +99,7 @@ _CHECKS: tuple[dict[str, Any], ...] = (
     {"grid": [2, 3, 3], "prefix": 1, "frequencies": 3, "theta": "shared"},
     {"grid": [2, 1, 3, 3], "prefix": 1, "frequencies": 2, "dtype": "bfloat16"},
     {"grid": [1, 2, 2, 2, 2], "prefix": 3, "frequencies": 2},
-    {"grid": [3, 6], "prefix": 1, "frequencies": 10},
+    {"grid": [3, 6], "prefix": 1, "head_dim": 26, "frequencies": 7},
     {"position_ids": "n", "activation": "softmax"},
     {"position_ids": "bn"},
     {"position_ids": 3, "frequencies": 4, "theta": "shared"},
@@ -134,7 +134,11 @@ _ROTATE_CHECKS: tuple[dict[str, Any], ...] = (
     {"head_dim": 2},
     {"interleaved": True, "activation": "softmax_sequence", "dtype": "bfloat16"},
 )
-_COSINE_CHECKS: tuple[dict[str, Any], ...] = ({"head_dim": 1}, {"head_dim": 13, "activation": "softmax"})
+_COSINE_CHECKS: tuple[dict[str, Any], ...] = (
+    {"head_dim": 1},
+    {"head_dim": 13, "activation": "softmax"},
+    {"head_dim": 25, "grid": [3, 6], "prefix": 1, "frequencies": 13},
+)
 
 
 def _checks(*groups: Sequence[dict[str, Any]]) -> tuple[Case, ...]:
