@@ -84,11 +84,11 @@ def join(acc, top, total, more, more_top, more_total, dtype: tl.constexpr):
 def load_part(partial, statistics, slot, row, rows, e, inside, E: tl.constexpr):
     """Numerators, maxima and denominators of a slot; nothing where ``inside`` is false.
 
-    ``row`` and ``e`` are tiles of one row and one column, either way round.
+    ``row`` and ``e`` are tiles of one row and one column, either way round; ``slot`` is int64.
     """
     pointers = statistics + slot * 2 * rows + row
     return (
-        tl.load(partial + slot * rows * E + row * E + e, mask=inside & (e < E), other=0.0),
+        tl.load(partial + slot * rows * E + row.to(tl.int64) * E + e, mask=inside & (e < E), other=0.0),
         tl.load(pointers, mask=inside, other=float("-inf")),
         tl.load(pointers + rows, mask=inside, other=0.0),
     )
@@ -111,7 +111,7 @@ def node_sum(parts, first: tl.constexpr, count: tl.constexpr, PAIRS: tl.constexp
 def store_part(partial, statistics, slot, row, rows, e, inside, acc, top, total, E: tl.constexpr):
     """Leave what `load_part` loads."""
     pointers = statistics + slot * 2 * rows + row
-    tl.store(partial + slot * rows * E + row * E + e, acc, mask=inside & (e < E))
+    tl.store(partial + slot * rows * E + row.to(tl.int64) * E + e, acc, mask=inside & (e < E))
     tl.store(pointers, top, mask=inside)
     tl.store(pointers + rows, total, mask=inside)
 
@@ -297,7 +297,7 @@ def decode_kernel(
     av += batch.to(tl.int64) * (av_b * A_VEC)
     bk += batch.to(tl.int64) * (bk_b * B_VEC)
     bv += batch.to(tl.int64) * (bv_b * B_VEC)
-    row = (n * H + h)[None, :]
+    row = (n.to(tl.int64) * H + h)[None, :]
     e = tl.arange(0, BLOCK_E)[:, None]
     acc = tl.zeros((BLOCK_E, ROWS), tl.float32)
     top = tl.full((1, ROWS), float("-inf"), tl.float32)
@@ -355,7 +355,8 @@ def decode_kernel(
         tl.store(pointers, result, mask=inside[None, :] & (e < E))
     else:
         slot = batch.to(tl.int64) * spans + span
-        store_part(partial, statistics, slot, row, tokens * H, e, inside[None, :], acc, top, total, E)
+        rows = tokens.to(tl.int64) * H
+        store_part(partial, statistics, slot, row, rows, e, inside[None, :], acc, top, total, E)
 
 
 _COMBINE_NUMBERS = "tokens keys spans lengths_b out_b out_n out_h out_e scale_v".split()
@@ -377,10 +378,11 @@ def combine_kernel(
     """
     if EARLY:
         gdc_wait()
-    row_blocks = tl.cdiv(tokens * H, BLOCK_R)
+    rows = tokens.to(tl.int64) * H
+    row_blocks = tl.cdiv(rows, BLOCK_R).to(tl.int32)
     batch = tl.program_id(0) // row_blocks
-    row = (tl.program_id(0) % row_blocks * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
-    inside = row < tokens * H
+    row = ((tl.program_id(0) % row_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
+    inside = row < rows
     e = tl.arange(0, BLOCK_E)[None, :]
     length = valid_keys(lengths, batch, lengths_b, keys)
     parts = tl.cdiv(length, chunk_length(length, SHORTEST, LONGEST, WANTED) * WIDTH)
@@ -393,11 +395,11 @@ def combine_kernel(
         ahead = ()
         for i in tl.static_range(AHEAD):
             there = inside & (first + i < parts)
-            ahead += (load_part(partial, statistics, slot + first + i, row, tokens * H, e, there, E),)
+            ahead += (load_part(partial, statistics, slot + first + i, row, rows, e, there, E),)
         for i in tl.static_range(AHEAD // NODE):
             more, more_top, more_total = node_sum(ahead, i * NODE, NODE, PAIRS, dtype)
             acc, top, total = join(acc, top, total, more, more_top, more_total, dtype)
-    n = (row // H).to(tl.int64)
-    h = (row % H).to(tl.int64)
+    n = row // H
+    h = row % H
     pointers = out + batch.to(tl.int64) * out_b + (n * out_n + h * out_h) + e * out_e
     tl.store(pointers, rounded(finish(acc, total, scale_v), out.dtype.element_ty), mask=inside & (e < E))
