@@ -33,8 +33,8 @@ def assert_for_hopper_alone(
 def driver_accepts(description: dict[str, Any]) -> bool:
     """Whether the driver would encode a tensor descriptor at an address of a multiple of 16 bytes.
 
-    These are the requirements of ``cuTensorMapEncodeTiled`` as NVIDIA documents them, on all that it is given: an axis
-    of one element is no exception.
+    These are the requirements of ``cuTensorMapEncodeTiled`` as NVIDIA documents them, on all that it is given: an
+    axis of one element is no exception.
     """
     shape, strides, box = description["shape"], description["strides"], description["block_shape"]
     element = description["base"].element_size()

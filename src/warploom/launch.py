@@ -32,7 +32,7 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1``), which takes CPU tensors."""
 
 if INTERPRETED:
-    from warploom.interpreter import repair
+    from warploom.interpreter import in_declared_widths, repair
 
     repair()
 
@@ -140,6 +140,7 @@ class Kernel:
             return None
         first = next((t for t in tensors if t is not None), None)
         if INTERPRETED and not (first is not None and first.is_cuda):
+            numbers = in_declared_widths(self.function, len(tensors), numbers)
             self.function[(programs,)](*tensors, *numbers, *constants, **options)
             return None
         device = first.get_device()  # type: ignore[union-attr]
@@ -301,9 +302,7 @@ class Boxes(NamedTuple):
     tile: tuple[int, ...]
 
 
-def descriptor_strides(
-    shape: Sequence[int], strides: Sequence[int], element_size: int
-) -> tuple[int, ...] | None:
+def descriptor_strides(shape: Sequence[int], strides: Sequence[int], element_size: int) -> tuple[int, ...] | None:
     """Strides, in elements, that a tensor descriptor holds for such a tensor; None if there can be no descriptor.
 
     The driver refuses a descriptor unless
@@ -311,9 +310,9 @@ def descriptor_strides(
     - the address is a multiple of 16 bytes, which callers check, since plans serve many addresses;
     - sizes are 1 to 2³²;
     - features, on the last axis, are adjacent: their stride is not encoded;
-    - the other strides are multiples of 16 bytes, and less than 2⁴⁰ bytes. Those of axes of size one are encoded too.
-      They are never taken, so they may be anything, and one that the driver accepts stands for them here;
-    - a box has 1 to 256 elements along each axis, and a multiple of 16 bytes along the last. Boxes are the kernels'.
+    - the other strides are multiples of 16 bytes, and less than 2⁴⁰ bytes. Those of axes of size one are encoded
+      too. They are never taken, so they may be anything, and one that the driver accepts stands for them here;
+    - a box has 1 to 256 elements along each axis, and a multiple of 16 bytes along the last: kernels have such.
 
     A stride of zero along an axis that has more than one element is refused here.
     """
