@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.activations import exponential_float32, power_of_two
-from warploom.device.product import dot, rounded
+from warploom.device.product import dot, finite, flags_of, ones, rounded
 
 # ----------------------------------------------------------------------------------------------------------
 # Device functions
@@ -141,7 +141,7 @@ def query_tile(
         r = tl.arange(0, BLOCK_R)
         rows = aq + (n.to(tl.int64) * aq_n + h.to(tl.int64) * aq_h)[:, None]
         q = tl.zeros((n.shape[0], BLOCK_D), tl.float32)
-        # The heads of one query at a time: rows of the others are zero in its product.
+        # The heads of one query at a time.
         for i in tl.range(0, BLOCK_N * ((RQ + BLOCK_R - 1) // BLOCK_R), num_stages=1):
             token = first_n + i % BLOCK_N
             rank = i // BLOCK_N * BLOCK_R + r
@@ -150,7 +150,10 @@ def query_tile(
             ranks = bq + token.to(tl.int64) * (bq_n * VEC) + rank.to(tl.int64)[:, None] * (bq_r * VEC)
             mask = ((rank < RQ) & (token < tokens))[:, None] & (d < D)[None, :]
             b = tl.load(ranks + features, mask=mask, other=0.0)
-            q = dot(a, b, q)
+            if BLOCK_N == 1:
+                q = dot(a, b, q)
+            else:  # rows of the others are zero, which times NaN is NaN
+                q = tl.where((n == token)[:, None], dot(a, b, q), q)
     return rounded(q * scale_q, bq.dtype.element_ty)
 
 
@@ -282,6 +285,7 @@ def decode_kernel(
 
     rows_in_tile = tl.arange(0, ROWS)
     first_n = row_block // H_BLOCKS * BLOCK_N
+    end = tl.minimum(end, length - tokens + first_n + BLOCK_N)  # no row sees what lies behind
     n = first_n + rows_in_tile // BLOCK_H
     h = row_block % H_BLOCKS * BLOCK_H + rows_in_tile % BLOCK_H
     head_mask = h < H  # what stands in rows of other queries, or of none, is not stored
@@ -325,7 +329,16 @@ def decode_kernel(
         v = feature_factors(bv, start, end, bv_m, bv_r, bv_e, RV, E, BLOCK_M, BLOCK_RV, BLOCK_E, B_VEC, B_UNIT)
         a = head_factors(av, start, h, valid, head_mask, av_m, av_h, av_r, RV, BLOCK_M, BLOCK_RV, A_VEC, A_DENSE)
         w = rounded(spread(p, a, BLOCK_M, BLOCK_RV, ROWS), v.dtype)
-        acc = dot(tl.trans(v), w, acc * keep)
+        acc = acc * keep
+        if BLOCK_N > 1 and start + BLOCK_M > length - tokens + first_n + 1:  # what some rows do not see
+            key = start + tl.arange(0, BLOCK_M * BLOCK_RV) // BLOCK_RV
+            seen = key[:, None] < horizon[None, :]
+            w = tl.where(seen, w, 0.0).to(v.dtype)
+            acc = dot(tl.trans(finite(v)), w, acc)
+            flags = dot(tl.trans(flags_of(v)), ones(seen), tl.zeros((BLOCK_E, ROWS), tl.float32))
+            acc = tl.where(flags > 0.0, float("nan"), acc)
+        else:
+            acc = dot(tl.trans(v), w, acc)
         if LEVELS > 0:
             behind = start + BLOCK_M
             if behind % chunk == 0:
