@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -27,3 +28,22 @@ def assert_for_hopper_alone(
     for arch in (80, 89, 90, 100, 120):
         choose_as_on(arch, launchers, monkeypatch)
         assert suits() == (arch == 90), arch
+
+
+def driver_accepts(description: dict[str, Any]) -> bool:
+    """Whether the driver would encode a tensor descriptor at an address of a multiple of 16 bytes.
+
+    These are the requirements of ``cuTensorMapEncodeTiled`` as NVIDIA documents them, on all that it is given: an
+    axis of one element is no exception.
+    """
+    shape, strides, box = description["shape"], description["strides"], description["block_shape"]
+    element = description["base"].element_size()
+    return (
+        1 <= len(shape) <= 5
+        and len(shape) == len(strides) == len(box)
+        and strides[-1] == 1
+        and all(1 <= size <= 2**32 for size in shape)
+        and all(stride * element % 16 == 0 and 0 <= stride * element < 2**40 for stride in strides[:-1])
+        and all(1 <= size <= 256 for size in box)
+        and box[-1] * element % 16 == 0
+    )

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from launches import choose_as_on
+from launches import choose_as_on, driver_accepts
 
 from warploom import flash_attention, lrpe_rotate
 from warploom.backend import HAS_TRITON
@@ -17,7 +17,7 @@ if not HAS_TRITON:
 from warploom.launch import TiledLaunch
 from warploom.nn import rotary_attention as module
 from warploom.nn.rotary_attention import rotary_attention
-from warploom.ops.flash_attention import launchers
+from warploom.ops.flash_attention import launchers, launchers_hopper
 from warploom.plans import Plans
 from warploom.testing.poison import poisoned_allocations, strided_view
 
@@ -210,6 +210,23 @@ def test_one_token_of_any_width(
     assert torch.equal(*(torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for out in (found, expected)))
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("features", [36, 40, 44, 48])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (2, 1), (2, 2)])
+def test_plans_for_hopper_read_where_descriptors_can_point(
+    heads: int, kv_heads: int, features: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one token no stride is taken, but heads still lie one behind the other."""
+    for chooses in (launchers, launchers_hopper):
+        choose_as_on(90, chooses, monkeypatch)
+    qkv = torch.randn(1, tokens, heads + 2 * kv_heads, features, dtype=torch.float16)
+    plan = module._plan_forward(qkv, torch.rand(1, features // 2), heads, "rotate", SCALE)
+    assert bool(plan) == (features % 8 == 0)
+    if plan:
+        assert all(part.offset * 2 % 16 == 0 for part in (plan.k, plan.v))
+        assert all(map(driver_accepts, plan.attend.described))
+
+
 def test_no_tokens(device: torch.device) -> None:
     qkv, theta = inputs(torch.float32, 0, 3, 8, device)
     out, gradient = results(both, qkv, theta, heads=1)
@@ -250,3 +267,15 @@ def test_attention_on_a_gpu_takes_it(tokens: int, device: torch.device) -> None:
     assert torch.equal(found, expected)
     grad = torch.randn_like(found)
     assert torch.equal(*(torch.autograd.grad(out, x, grad)[0] for out in (found, expected)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [36, 40])
+def test_one_head_of_one_token_on_a_gpu(features: int, device: torch.device) -> None:
+    layer = Attention(features, 1, position=RotaryEmbedding(features)).to(device, torch.bfloat16)
+    x = torch.randn(1, 1, features, dtype=torch.bfloat16, device=device).requires_grad_()
+    assert layer._turned_and_attended(layer.qkv(x).unflatten(-1, (-1, features))) is not None
+    for _ in range(2):
+        found = layer(x)
+        torch.testing.assert_close(found, layer.out(layer.qkv(x)[..., 2 * features :]))  # it sees itself alone
+        found.sum().backward()

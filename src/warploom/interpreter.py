@@ -13,6 +13,7 @@ Each is mended where it is found wrong. A version whose interpreter is built oth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -118,3 +119,19 @@ _REPAIRS = (
     (_comparisons_are_truth_values, _compare_to_truth_values),
     (_scalars_bound_loops, _let_scalars_bound_loops),
 )
+
+
+def in_declared_widths(function: Any, first: int, numbers: Sequence[int | float]) -> list[Any]:
+    """Numbers for a kernel's parameters from number ``first`` on, 64 bits wide where it declares them so.
+
+    The interpreter makes them 32 bits wide where their values allow it, and then a product of one overflows.
+    """
+    declared = function.fn.__annotations__
+    return [
+        _wide(number) if str(declared.get(name)).endswith("int64") else number
+        for name, number in zip(function.arg_names[first:], numbers)
+    ]
+
+
+def _wide(number: int | float) -> Any:
+    return tl.tensor(_Handle(np.array([number], np.int64), tl.int64), tl.int64)

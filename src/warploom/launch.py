@@ -32,14 +32,15 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1``), which takes CPU tensors."""
 
 if INTERPRETED:
-    from warploom.interpreter import repair
+    from warploom.interpreter import in_declared_widths, repair
 
     repair()
 
 COMPILED_WITH = {"enable_fp_fusion": True}
 """Options of every kernel: products and sums may be one operation, whatever a version of Triton does by default."""
 ALIGNMENT = 16  # bytes; what a 128-bit load or store needs of its address
-_MOST_STRIDE = 2**40  # bytes; what a tensor descriptor can hold
+_MOST_BYTES = 2**40  # a stride in a tensor descriptor is shorter
+_MOST_SIZE = 2**32  # of an axis in one
 
 _TYPE_NAMES = {
     torch.float16: "fp16",
@@ -139,6 +140,7 @@ class Kernel:
             return None
         first = next((t for t in tensors if t is not None), None)
         if INTERPRETED and not (first is not None and first.is_cuda):
+            numbers = in_declared_widths(self.function, len(tensors), numbers)
             self.function[(programs,)](*tensors, *numbers, *constants, **options)
             return None
         device = first.get_device()  # type: ignore[union-attr]
@@ -300,18 +302,38 @@ class Boxes(NamedTuple):
     tile: tuple[int, ...]
 
 
+def descriptor_strides(shape: Sequence[int], strides: Sequence[int], element_size: int) -> tuple[int, ...] | None:
+    """Strides, in elements, that a tensor descriptor holds for such a tensor; None if there can be no descriptor.
+
+    The driver refuses a descriptor unless
+
+    - the address is a multiple of 16 bytes, which callers check, since plans serve many addresses;
+    - sizes are 1 to 2³²;
+    - features, on the last axis, are adjacent: their stride is not encoded;
+    - the other strides are multiples of 16 bytes, and less than 2⁴⁰ bytes. Those of axes of size one are encoded
+      too. They are never taken, so they may be anything, and one that the driver accepts stands for them here;
+    - a box has 1 to 256 elements along each axis, and a multiple of 16 bytes along the last: kernels have such.
+
+    A stride of zero along an axis that has more than one element is refused here.
+    """
+    if not all(0 < size <= _MOST_SIZE for size in shape):
+        return None
+    encoded = [stride if size > 1 else ALIGNMENT for size, stride in zip(shape[:-1], strides[:-1])]
+    if not all(0 < s * element_size < _MOST_BYTES and s * element_size % ALIGNMENT == 0 for s in encoded):
+        return None
+    return (*encoded, 1) if shape[-1] == 1 or strides[-1] == 1 else None
+
+
 def can_be_copied(tensor: torch.Tensor) -> bool:
-    """Whether the strides of a tensor suit a tensor descriptor."""
-    *strides, feature = (s for n, s in zip(tensor.shape, tensor.stride()) if n > 1 or s == 1)
-    units = ALIGNMENT // tensor.element_size()
-    return feature == 1 and all(s % units == 0 and 0 < s * tensor.element_size() < _MOST_STRIDE for s in strides)
+    """Whether there can be a descriptor of a tensor, apart from its address; see `descriptor_strides`."""
+    return descriptor_strides(tensor.shape, tensor.stride(), tensor.element_size()) is not None
 
 
 class TiledLaunch:
     """A prepared launch of a kernel whose first parameters are tensor descriptors; see `Launch`.
 
     Written in Gluon, such a kernel copies whole tiles through the tensor memory accelerator of Hopper and later.
-    That wants addresses and strides of a multiple of 16 bytes, and adjacent features: the caller sees to it.
+    The caller sees to it that there can be descriptors: `can_be_copied`, and addresses of a multiple of 16 bytes.
 
     Encoding a descriptor takes longer than a launch, and the allocator returns to the same addresses: encodings are
     kept by address. One holds an address, sizes and strides, so whatever lies there now is described by it.
@@ -434,13 +456,14 @@ def _description(like: torch.Tensor, box: Boxes) -> dict[str, Any]:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     shape = [like.shape[axis] for axis in box.order]
-    # The stride of an axis of size one is never taken, and may be anything.
-    strides = [like.stride(axis) if like.shape[axis] > 1 else ALIGNMENT for axis in box.order[:-1]]
+    strides = descriptor_strides(shape, [like.stride(axis) for axis in box.order], like.element_size())
+    if strides is None:
+        raise ValueError(f"there can be no descriptor of a tensor {tuple(like.shape)} of strides {like.stride()}")
     tile = list(box.tile)
     layout = NVMMASharedLayout.get_default_for(tile, tl.dtype(_TYPE_NAMES[like.dtype]))
     base = like.new_empty(0, device="meta")
     return {
-        "base": base, "shape": shape, "strides": [*strides, 1], "block_shape": tile, "layout": layout,
+        "base": base, "shape": shape, "strides": list(strides), "block_shape": tile, "layout": layout,
         "padding": "zero",
     }  # fmt: skip
 

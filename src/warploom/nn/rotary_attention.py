@@ -138,9 +138,9 @@ def _plan_forward(qkv: Tensor, theta: Tensor, heads: int, kind: str, scale: floa
     q, k = _queries_and_keys(turned, heads)
     turn = positions.plan_forward(qk, theta, _FROM_ZERO, kind, "none", None)
     attend = attention.plan_forward(q, k, v, _CAUSAL, scale, "highest", True)
+    parts = _Part.of(k, turned), _Part.of(v, qkv)
     if not isinstance(attend.launch, TiledLaunch) or attend.combine is not None:
         return False
-    parts = _Part.of(k, turned), _Part.of(v, qkv)
     if not all(part.is_aligned_in(qkv) for part in parts):
         return False
     return _Forward(

@@ -153,8 +153,8 @@ def tpa_decode(
         scale_k: Factor of the keys; ``1 / Rk`` by default.
         scale_v: Factor of the values; ``1 / Rv`` by default.
         cache_seqlens: ``(B,)`` int32 or int64, how many entries of the cache are valid for each batch entry, new
-            tokens included; all ``M`` by default. It is read on the device; more than ``M`` counts as ``M``.
-            What lies behind the valid entries is never looked at.
+            tokens included; all ``M`` by default. It is read on the device; more than ``M`` counts as ``M``, and
+            less than 0 as 0. What lies behind the valid entries is never looked at.
         strategy: How the kernels share the work: ``batch`` (one program per batch entry, all heads),
             ``batch_head`` (one per batch entry and few heads), ``split_kv`` (the cache is split, and a second
             kernel combines the parts in float32) or ``auto``, which picks the faster of ``batch`` and ``split_kv``.

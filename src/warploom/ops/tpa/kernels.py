@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.activations import exponential_float32, power_of_two
-from warploom.device.product import dot, rounded
+from warploom.device.product import dot, finite, flags_of, ones, rounded
 
 # ----------------------------------------------------------------------------------------------------------
 # Device functions
@@ -84,11 +84,11 @@ def join(acc, top, total, more, more_top, more_total, dtype: tl.constexpr):
 def load_part(partial, statistics, slot, row, rows, e, inside, E: tl.constexpr):
     """Numerators, maxima and denominators of a slot; nothing where ``inside`` is false.
 
-    ``row`` and ``e`` are tiles of one row and one column, either way round.
+    ``row`` and ``e`` are tiles of one row and one column, either way round; ``slot`` is int64.
     """
     pointers = statistics + slot * 2 * rows + row
     return (
-        tl.load(partial + slot * rows * E + row * E + e, mask=inside & (e < E), other=0.0),
+        tl.load(partial + slot * rows * E + row.to(tl.int64) * E + e, mask=inside & (e < E), other=0.0),
         tl.load(pointers, mask=inside, other=float("-inf")),
         tl.load(pointers + rows, mask=inside, other=0.0),
     )
@@ -111,7 +111,7 @@ def node_sum(parts, first: tl.constexpr, count: tl.constexpr, PAIRS: tl.constexp
 def store_part(partial, statistics, slot, row, rows, e, inside, acc, top, total, E: tl.constexpr):
     """Leave what `load_part` loads."""
     pointers = statistics + slot * 2 * rows + row
-    tl.store(partial + slot * rows * E + row * E + e, acc, mask=inside & (e < E))
+    tl.store(partial + slot * rows * E + row.to(tl.int64) * E + e, acc, mask=inside & (e < E))
     tl.store(pointers, top, mask=inside)
     tl.store(pointers + rows, total, mask=inside)
 
@@ -141,7 +141,7 @@ def query_tile(
         r = tl.arange(0, BLOCK_R)
         rows = aq + (n.to(tl.int64) * aq_n + h.to(tl.int64) * aq_h)[:, None]
         q = tl.zeros((n.shape[0], BLOCK_D), tl.float32)
-        # The heads of one query at a time: rows of the others are zero in its product.
+        # The heads of one query at a time.
         for i in tl.range(0, BLOCK_N * ((RQ + BLOCK_R - 1) // BLOCK_R), num_stages=1):
             token = first_n + i % BLOCK_N
             rank = i // BLOCK_N * BLOCK_R + r
@@ -150,7 +150,10 @@ def query_tile(
             ranks = bq + token.to(tl.int64) * (bq_n * VEC) + rank.to(tl.int64)[:, None] * (bq_r * VEC)
             mask = ((rank < RQ) & (token < tokens))[:, None] & (d < D)[None, :]
             b = tl.load(ranks + features, mask=mask, other=0.0)
-            q = dot(a, b, q)
+            if BLOCK_N == 1:
+                q = dot(a, b, q)
+            else:  # rows of the others are zero, which times NaN is NaN
+                q = tl.where((n == token)[:, None], dot(a, b, q), q)
     return rounded(q * scale_q, bq.dtype.element_ty)
 
 
@@ -282,6 +285,7 @@ def decode_kernel(
 
     rows_in_tile = tl.arange(0, ROWS)
     first_n = row_block // H_BLOCKS * BLOCK_N
+    end = tl.minimum(end, length - tokens + first_n + BLOCK_N)  # no row sees what lies behind
     n = first_n + rows_in_tile // BLOCK_H
     h = row_block % H_BLOCKS * BLOCK_H + rows_in_tile % BLOCK_H
     head_mask = h < H  # what stands in rows of other queries, or of none, is not stored
@@ -297,7 +301,7 @@ def decode_kernel(
     av += batch.to(tl.int64) * (av_b * A_VEC)
     bk += batch.to(tl.int64) * (bk_b * B_VEC)
     bv += batch.to(tl.int64) * (bv_b * B_VEC)
-    row = (n * H + h)[None, :]
+    row = (n.to(tl.int64) * H + h)[None, :]
     e = tl.arange(0, BLOCK_E)[:, None]
     acc = tl.zeros((BLOCK_E, ROWS), tl.float32)
     top = tl.full((1, ROWS), float("-inf"), tl.float32)
@@ -325,7 +329,16 @@ def decode_kernel(
         v = feature_factors(bv, start, end, bv_m, bv_r, bv_e, RV, E, BLOCK_M, BLOCK_RV, BLOCK_E, B_VEC, B_UNIT)
         a = head_factors(av, start, h, valid, head_mask, av_m, av_h, av_r, RV, BLOCK_M, BLOCK_RV, A_VEC, A_DENSE)
         w = rounded(spread(p, a, BLOCK_M, BLOCK_RV, ROWS), v.dtype)
-        acc = dot(tl.trans(v), w, acc * keep)
+        acc = acc * keep
+        if BLOCK_N > 1 and start + BLOCK_M > length - tokens + first_n + 1:  # what some rows do not see
+            key = start + tl.arange(0, BLOCK_M * BLOCK_RV) // BLOCK_RV
+            seen = key[:, None] < horizon[None, :]
+            w = tl.where(seen, w, 0.0).to(v.dtype)
+            acc = dot(tl.trans(finite(v)), w, acc)
+            flags = dot(tl.trans(flags_of(v)), ones(seen), tl.zeros((BLOCK_E, ROWS), tl.float32))
+            acc = tl.where(flags > 0.0, float("nan"), acc)
+        else:
+            acc = dot(tl.trans(v), w, acc)
         if LEVELS > 0:
             behind = start + BLOCK_M
             if behind % chunk == 0:
@@ -355,7 +368,8 @@ def decode_kernel(
         tl.store(pointers, result, mask=inside[None, :] & (e < E))
     else:
         slot = batch.to(tl.int64) * spans + span
-        store_part(partial, statistics, slot, row, tokens * H, e, inside[None, :], acc, top, total, E)
+        rows = tokens.to(tl.int64) * H
+        store_part(partial, statistics, slot, row, rows, e, inside[None, :], acc, top, total, E)
 
 
 _COMBINE_NUMBERS = "tokens keys spans lengths_b out_b out_n out_h out_e scale_v".split()
@@ -377,10 +391,11 @@ def combine_kernel(
     """
     if EARLY:
         gdc_wait()
-    row_blocks = tl.cdiv(tokens * H, BLOCK_R)
+    rows = tokens.to(tl.int64) * H
+    row_blocks = tl.cdiv(rows, BLOCK_R).to(tl.int32)
     batch = tl.program_id(0) // row_blocks
-    row = (tl.program_id(0) % row_blocks * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
-    inside = row < tokens * H
+    row = ((tl.program_id(0) % row_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
+    inside = row < rows
     e = tl.arange(0, BLOCK_E)[None, :]
     length = valid_keys(lengths, batch, lengths_b, keys)
     parts = tl.cdiv(length, chunk_length(length, SHORTEST, LONGEST, WANTED) * WIDTH)
@@ -393,11 +408,11 @@ def combine_kernel(
         ahead = ()
         for i in tl.static_range(AHEAD):
             there = inside & (first + i < parts)
-            ahead += (load_part(partial, statistics, slot + first + i, row, tokens * H, e, there, E),)
+            ahead += (load_part(partial, statistics, slot + first + i, row, rows, e, there, E),)
         for i in tl.static_range(AHEAD // NODE):
             more, more_top, more_total = node_sum(ahead, i * NODE, NODE, PAIRS, dtype)
             acc, top, total = join(acc, top, total, more, more_top, more_total, dtype)
-    n = (row // H).to(tl.int64)
-    h = (row % H).to(tl.int64)
+    n = row // H
+    h = row % H
     pointers = out + batch.to(tl.int64) * out_b + (n * out_n + h * out_h) + e * out_e
     tl.store(pointers, rounded(finish(acc, total, scale_v), out.dtype.element_ty), mask=inside & (e < E))

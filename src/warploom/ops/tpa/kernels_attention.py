@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from warploom.device.packed import sequence_bounds, sequence_of
-from warploom.device.product import dot, rounded
+from warploom.device.product import dot, finite, flags_of, has_nan, ones, rounded
 from warploom.ops.tpa.kernels import power
 
 # ----------------------------------------------------------------------------------------------------------
@@ -152,6 +152,52 @@ def walk(first, end, BLOCK: tl.constexpr):
     return start, whole, rest, stop
 
 
+@triton.jit
+def attend(
+    acc, top, total, q, ak, bk, av, bv, first, end, start, stop, keys,
+    a_r, bk_m, bk_r, bk_d, bv_m, bv_r, bv_e, logit_scale, BLOCK_M: tl.constexpr,
+    RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
+    MASKED: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """Numerators, maxima and denominators of a tile of queries, with those of the keys ``start`` to ``stop`` - 1.
+
+    Without ``MASKED`` all queries see all of them. ``APART``: what is NaN or infinite in values does not reach the
+    queries that do not see it, which costs a second product.
+    """
+    for m_first in range(start, stop, BLOCK_M):
+        m = m_first + tl.arange(0, BLOCK_M)
+        k, weight = load_product(
+            ak, bk, m_first, keys, a_r, bk_m, bk_r, bk_d, BLOCK_M, RK, D, BLOCK_D, VEC, UNIT, MASKED
+        )
+        logits = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_M), tl.float32))
+        logits = scaled(logits, (weight * logit_scale)[None, :], k.dtype)
+        if MASKED:
+            seen = (m[None, :] >= first[:, None]) & (m[None, :] < end[:, None])
+            logits = tl.where(seen, logits, float("-inf"))
+        highest = tl.maximum(top, tl.max(logits, axis=1))
+        base = highest
+        if MASKED:
+            base = tl.where(highest == float("-inf"), 0.0, highest)
+        p = power(logits - base[:, None], k.dtype)
+        keep = power(top - base, k.dtype)
+        total = total * keep + tl.sum(p, axis=1)
+        top = highest
+        v, weight = load_product(
+            av, bv, m_first, keys, a_r, bv_m, bv_r, bv_e, BLOCK_M, RV, E, BLOCK_E, VEC, UNIT, MASKED
+        )
+        if RV == 1:
+            p *= weight[None, :]
+        acc = acc * keep[:, None]
+        if APART:
+            acc = dot(rounded(tl.where(seen, p, 0.0), v.dtype), finite(v), acc)
+            flags = dot(ones(seen), flags_of(v), tl.zeros((q.shape[0], BLOCK_E), tl.float32))
+            acc = tl.where(flags > 0.0, float("nan"), acc)
+        else:
+            acc = dot(rounded(p, v.dtype), v, acc)
+    return acc, top, total
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Kernel
 # ----------------------------------------------------------------------------------------------------------
@@ -205,35 +251,24 @@ def forward_kernel(
     bk += batch * (bk_b * B_VEC)
     bv += batch * (bv_b * B_VEC)
 
-    acc = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
-    top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_N,), tl.float32)
+    none = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
+    no_top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    no_total = tl.zeros((BLOCK_N,), tl.float32)
+    acc, top, total = none, no_top, no_total
     bounds = walk(first, end, BLOCK_M)
     for part in tl.static_range(0 if PACKED else 1, 3):
-        for m_first in range(bounds[part], bounds[part + 1], BLOCK_M):
-            m = m_first + tl.arange(0, BLOCK_M)
-            k, weight = load_product(
-                ak, bk, m_first, keys, a_r, bk_m, bk_r, bk_d, BLOCK_M, RK, D, BLOCK_D, B_VEC, B_UNIT, part != 1
-            )
-            logits = dot(q, tl.trans(k), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
-            logits = scaled(logits, (weight * logit_scale)[None, :], k.dtype)
-            if part != 1:
-                seen = (m[None, :] >= first[:, None]) & (m[None, :] < end[:, None])
-                logits = tl.where(seen, logits, float("-inf"))
-            highest = tl.maximum(top, tl.max(logits, axis=1))
-            base = highest
-            if part != 1:
-                base = tl.where(highest == float("-inf"), 0.0, highest)
-            p = power(logits - base[:, None], k.dtype)
-            keep = power(top - base, k.dtype)
-            total = total * keep + tl.sum(p, axis=1)
-            top = highest
-            v, weight = load_product(
-                av, bv, m_first, keys, a_r, bv_m, bv_r, bv_e, BLOCK_M, RV, E, BLOCK_E, B_VEC, B_UNIT, part != 1
-            )
-            if RV == 1:
-                p *= weight[None, :]
-            acc = dot(rounded(p, v.dtype), v, acc * keep[:, None])
+        acc, top, total = attend(
+            acc, top, total, q, ak, bk, av, bv, first, end, bounds[part], bounds[part + 1], keys,
+            a_r, bk_m, bk_r, bk_d, bv_m, bv_r, bv_e, logit_scale, BLOCK_M,
+            RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT, part != 1, False,
+        )  # fmt: skip
+    if CAUSAL or PACKED:
+        if has_nan(acc):  # which may come from values that a query does not see: once more
+            acc, top, total = attend(
+                none, no_top, no_total, q, ak, bk, av, bv, first, end, bounds[0], bounds[3], keys,
+                a_r, bk_m, bk_r, bk_d, bv_m, bv_r, bv_e, logit_scale, BLOCK_M,
+                RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT, True, True,
+            )  # fmt: skip
 
     acc *= (scale_v / tl.where(total == 0.0, 1.0, total))[:, None]
     e = tl.arange(0, BLOCK_E)

@@ -151,7 +151,9 @@ def feature_factors(*factors: Tensor) -> Factors:
 def head_factors(*factors: Tensor) -> Factors:
     """Strides of head factors, and whether heads and ranks are adjacent in all of them."""
     strides = tuple(map(strides_of, factors))
-    dense = all(s[3] == 1 and s[2] in (0, f.shape[3]) and s[1] < NARROW for s, f in zip(strides, factors))
+    dense = all(
+        s[3] == 1 and (f.shape[2] == 1 or s[2] == f.shape[3]) and s[1] < NARROW for s, f in zip(strides, factors)
+    )
     vector = _vector(*(v for s in strides for v in s[:2])) if dense else 1
     return Factors(vector, dense, tuple((s[0] // vector, s[1] // vector, s[2], s[3]) for s in strides))
 

@@ -71,7 +71,9 @@ def suit(factors: Operands, call: Call) -> bool:
     out = layout_of(bq if aq is None else aq, values)  # if that can be copied, so can a gradient of whole queries
     if not all(map(can_be_copied, (bk, bv, out))) or (bk.data_ptr() | bv.data_ptr()) % ALIGNMENT:
         return False
-    return all(max(t.stride()) < _LONGEST and t.stride(1) < NARROW for t in (ak, av, bk, bv))
+    if max(ak.numel(), av.numel()) >= _LONGEST:  # their gradients are dense, whatever their own strides
+        return False
+    return all(max(b.stride()) < _LONGEST and b.stride(1) < NARROW for b in (bk, bv))
 
 
 def copyable(grad: Tensor) -> Tensor:

@@ -158,10 +158,13 @@ def without_tail(factor: Tensor, cache_seqlens: Tensor) -> Tensor:
 
 
 def visible_in_decode(q: Tensor, k: Tensor, cache_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The queries are the last N valid entries, and see those before them and themselves."""
-    tokens = q.shape[1]
+    """The queries are the last N valid entries, and see those before them and themselves.
+
+    More than M valid entries count as M, and fewer than none as none.
+    """
+    tokens, keys = q.shape[1], k.shape[1]
     query = torch.arange(tokens, device=q.device)[None]
-    length = k.shape[1] if cache_seqlens is None else cache_seqlens[:, None].long()
+    length = keys if cache_seqlens is None else cache_seqlens[:, None].long().clamp(0, keys)
     return torch.zeros_like(query), length - tokens + query + 1
 
 
