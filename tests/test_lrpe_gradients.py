@@ -338,7 +338,12 @@ def test_x_is_kept_where_the_backward_reads_it(
 def test_gradients_without_x(layout: str, kind: str, device: torch.device) -> None:
     """Their order in memory is that of x all the same, which is not there."""
     x, theta = LAYOUTS[layout][0](random_x(device)).requires_grad_(), random_theta(device)
-    grad = random_x(device, *encode(kind, x, theta, backend="triton").shape).transpose(1, 2).contiguous().transpose(1, 2)
+    grad = (
+        random_x(device, *encode(kind, x, theta, backend="triton").shape)
+        .transpose(1, 2)
+        .contiguous()
+        .transpose(1, 2)
+    )
     (exact, _) = exact_gradients(kind, x, theta, grad, offset=5)
 
     def function(x: Tensor) -> Tensor:
@@ -383,7 +388,7 @@ def gradient_by_way(way: str, function: Callable[..., Tensor], theta: Tensor, x:
 @kernels
 @kinds
 def test_statistics_are_exact_for_a_gradient_of_theta(kind: str, launches: list[Any], device: torch.device) -> None:
-    """That gradient is in float32, and rests on the statistics of a softmax over the sequence; the others do not."""
+    """That gradient is in float32, and rests on the statistics of a softmax over the sequence; others do not."""
     x, theta = random_x(device, 1, TOKENS, HEADS, FEATURES).bfloat16(), random_theta(device)
     grad = random_x(device, *encode(kind, x, theta, backend="triton").shape).bfloat16()
 
@@ -552,7 +557,9 @@ def test_places_of_sums_beyond_32_bits(checked_integers: None, monkeypatch: pyte
 
     def run_last(kernel: Any, heads: int, tensors: tuple[Tensor | None, ...], *arguments: Any) -> None:
         builder = interpreter.interpreter_builder
-        monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: setattr(builder, "grid_idx", (heads - 1, y, z)))
+        monkeypatch.setattr(
+            builder, "set_grid_idx", lambda x, y, z: setattr(builder, "grid_idx", (heads - 1, y, z))
+        )
         kernel(1, tensors, *arguments)
 
     features, heads = 8, 2**28
@@ -645,7 +652,9 @@ def test_no_tile_reaches_from_the_last_row_beyond_32_bits(
     from warploom.ops.lrpe.api import MAX_ROWS
 
     features = 1 if kind == "cosine" else 2
-    for wants_theta, dtype, in_blocks in itertools.product((False, True), (torch.float32, torch.float16), (False, True)):
+    for wants_theta, dtype, in_blocks in itertools.product(
+        (False, True), (torch.float32, torch.float16), (False, True)
+    ):
         x = random_x(device, 4, 3, 2, features).to(dtype).requires_grad_()
         theta = random_theta(device, 2, 1).requires_grad_(wants_theta)
         call = autograd.Call(launchers.Positions(), kind, activation, block_parallel=in_blocks)

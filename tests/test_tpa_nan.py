@@ -80,7 +80,16 @@ def test_decoding(
 @values
 def test_decoding_one_token(device: torch.device, value: float) -> None:
     """On Hopper a kernel of its own, which takes several batch entries in turn."""
-    sizes = {"batch": 3, "heads": 8, "keys": 70, "rank_q": 4, "rank_k": 2, "rank_v": 2, "features": 64, "values": 64}
+    sizes = {
+        "batch": 3,
+        "heads": 8,
+        "keys": 70,
+        "rank_q": 4,
+        "rank_k": 2,
+        "rank_v": 2,
+        "features": 64,
+        "values": 64,
+    }
     x = factors(device, **sizes, dtype=torch.bfloat16)
     options: dict[str, Any] = {"cache_seqlens": lengths(device, 70, 33, 65)}
     expected, eager = reference.tpa_decode(**exact(x), **options), reference.tpa_decode(**x, **options)
@@ -110,9 +119,9 @@ def run(function: Any, x: dict[str, Tensor], grad: Tensor, **options: Any) -> tu
 def reach(name: str, token: int, sees: Tensor) -> tuple[Tensor, ...]:
     """Which tokens a number of one of them reaches, in each result of `run`. ``sees``: (queries, keys).
 
-    A query reaches its output, and the gradients of the keys that it sees. A key reaches the queries that see it, and
-    through their weights the gradients of all keys that these see. So does a value, but for gradients of values, for
-    which weights are all that counts: those of its own factors alone, each of which is the other's derivative.
+    A query reaches its output, and the gradients of the keys that it sees. A key reaches the queries that see it,
+    and through their weights the gradients of all keys that these see. So does a value, but for gradients of values,
+    for which weights are all that counts: those of its own factors alone, each of which is the other's derivative.
     """
     alone = torch.zeros_like(sees[0])
     alone[token] = True

@@ -76,6 +76,11 @@ class Dense(NamedTuple):
         strides = itertools.accumulate((max(n, 1) for n in reversed(shape[1:])), operator.mul, initial=1)
         return cls(shape, tuple(strides)[::-1], dtype)
 
+    @property
+    def order(self) -> list[int]:
+        """Its axes from the slowest to the fastest in memory."""
+        return sorted(range(len(self.shape)), key=lambda axis: -self.stride[axis])
+
     def empty(self, near: torch.Tensor) -> torch.Tensor:
         """Allocate it, uninitialised, on the device of another tensor."""
         device = near.get_device()  # negative for a CPU

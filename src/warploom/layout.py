@@ -43,7 +43,7 @@ def empty_in_order_of(x: torch.Tensor, features: int) -> torch.Tensor:
 
 
 def empty_in_order(near: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-    """Uninitialised, dense, with its axes in memory in an order like that of `memory_order`; dtype and device of ``near``."""
+    """Uninitialised and dense, its axes in memory in an order from `memory_order`; dtype and device of ``near``."""
     return near.new_empty([shape[axis] for axis in order]).permute(_inverse(order))
 
 

@@ -21,9 +21,9 @@ class _Frequencies(nn.Module):
     """Rows of frequencies ``theta`` (rows, F): ``base ** (-f / F)``, fixed or learnable, float32 for ever.
 
     Casting the module to a lower precision leaves them alone: rounded to bfloat16, a frequency of 1 is off by
-    up to 0.004 radians per position, which after a thousand positions is any angle at all. Fixed ones are in no state
-    dict, and so are right without one: also after ``to_empty``, and in a model of the meta device that a state dict was
-    assigned to.
+    up to 0.004 radians per position, which after a thousand positions is any angle at all. Fixed ones are in no
+    state dict, and so are right without one: also after ``to_empty``, and in a model of the meta device that a state
+    dict was assigned to.
     """
 
     theta: Tensor

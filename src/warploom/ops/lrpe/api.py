@@ -23,7 +23,7 @@ _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 MAX_FEATURES = 8192
 """Features of one head that the kernels hold on chip at once."""
 MAX_ROWS = 2**31 - 2**12
-"""Rows of features (batch · tokens · heads) that the kernels count in 32 bits: to the end of a tile past the last."""
+"""Rows of features (batch · tokens · heads) that the kernels count in 32 bits, to the end of the last tile."""
 MAX_SEQUENCES = 2**30
 """Packed sequences among which the kernels search."""
 
@@ -104,8 +104,9 @@ def lrpe_rotate(
             any strides.
         theta: ``(H, E)``, ``(1, E)`` or ``(E,)`` with ``E ≤ ⌈D/2k⌉``, any float dtype: frequencies in radians per
             position. A token with coordinates ``s₁ … s_k`` (one, but for a ``grid`` and ``position_ids`` of several
-            axes) has the angles ``φ = (s₁ θ, …, s_k θ)``, cut to ``D/2``, or followed by zeros up to ``D/2`` (partial
-            RoPE: those features are not rotated). Differentiable. One number per head is ``theta.expand(H, D // 2)``.
+            axes) has the angles ``φ = (s₁ θ, …, s_k θ)``, cut to ``D/2``, or followed by zeros up to ``D/2``
+            (partial RoPE: those features are not rotated). Differentiable. One number per head is
+            ``theta.expand(H, D // 2)``.
         grid: Sizes ``(n₁, …, n_k)`` of a grid of tokens with ``N = prefix + n₁⋯n_k``; the last axis moves fastest.
         prefix: How many leading tokens (of each packed sequence) have angle zero. Token ``prefix + i`` then stands
             at ``offset + i``, or at the coordinates of ``i`` in the grid.

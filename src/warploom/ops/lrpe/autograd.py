@@ -74,7 +74,7 @@ def _run_backward(
     grad: Tensor, x: Tensor | Dense, theta: Tensor, call: Call, statistics: Tensor | None, theta_gradient: bool,
     result: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of x and theta; that of an x that is not read from what it is, or into a ``result`` in its place."""
+    """Gradients of x and theta. Of an x that is not read its layout is enough, or a ``result`` to write to."""
     positions, kind, activation, known, table, block_parallel = call
     known = known or Plans()
     if isinstance(x, Dense):

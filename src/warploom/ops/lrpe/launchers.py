@@ -317,7 +317,7 @@ def plan_forward(
 
 
 def reads_x(activation: str, theta_gradient: bool) -> bool:
-    """Whether `backward` reads ``x``: without an activation, the gradient of x is that of the result, turned back."""
+    """Whether `backward` reads ``x``: without an activation, its gradient is that of the result, turned back."""
     return activation != "none" or theta_gradient
 
 

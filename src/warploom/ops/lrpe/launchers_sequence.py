@@ -119,8 +119,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output, and the columns' statistics (groups, H, 2, D) in float32, which the backward wants back.
 
-    ``theta_gradient``: whether the backward may be asked for it. ``block_parallel``: reduce, combine and apply in three
-    launches, whatever the sizes. ``plans`` as in `launchers.forward`.
+    ``theta_gradient``: whether the backward may be asked for it. ``block_parallel``: reduce, combine and apply in
+    three launches, whatever the sizes. ``plans`` as in `launchers.forward`.
     """
     # A gradient of theta will be in float32, and is no better than the statistics that its backward rests on.
     exact = x.dtype == torch.float32 or theta_gradient

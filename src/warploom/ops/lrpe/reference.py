@@ -27,7 +27,7 @@ def lrpe_cosine(
 ) -> Tensor:
     """``[x̄ cos φ, x̄ sin φ]``: (B, N, H, D) to (B, N, H, 2·D).
 
-    ``theta`` has E frequencies for each of k axes, at most ``⌈D/k⌉``: angles cut to D lose less than one for each axis.
+    ``theta`` has E frequencies for each of k axes, at most ``⌈D/k⌉``: cut to D, angles lose less than one an axis.
     """
     s = coordinates(x, grid, prefix, offset, position_ids, cu_seqlens)
     return encode_cosine(x, angles(s.double(), theta.double(), x.shape[-1]), activation, cu_seqlens)
@@ -45,7 +45,7 @@ def lrpe_rotate(
     activation: str = "none",
     interleaved: bool = False,
 ) -> Tensor:
-    """Pairs of features turned by φ: (B, N, H, D) to (B, N, H, D). ``theta`` as in `lrpe_cosine`, with D/2 for D."""
+    """Pairs of features turned by φ: (B, N, H, D) to (B, N, H, D). ``theta`` as in `lrpe_cosine`, D/2 for D."""
     s = coordinates(x, grid, prefix, offset, position_ids, cu_seqlens)
     phi = angles(s.double(), theta.double(), x.shape[-1] // 2)
     return encode_rotate(x, phi, activation, cu_seqlens, interleaved)
