@@ -22,8 +22,8 @@ class _Frequencies(nn.Module):
 
     Casting the module to a lower precision leaves them alone: rounded to bfloat16, a frequency of 1 is off by
     up to 0.004 radians per position, which after a thousand positions is any angle at all. Fixed ones are in no
-    state dict, and so are right without one: also after ``to_empty``, and in a model of the meta device that a state
-    dict was assigned to.
+    state dict, and so are right without one: also after ``to_empty``, and in a model of the meta device that a
+    state dict was assigned to.
     """
 
     theta: Tensor

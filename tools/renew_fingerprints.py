@@ -1,0 +1,164 @@
+"""Keep records whose kernels changed in their source and not in their machine code.
+
+``python tools/renew_fingerprints.py BEFORE results/h200`` plans every record's case with the code of an earlier
+checkout BEFORE and with this one, compiles what each of them would launch, and compares the PTX, without line
+numbers and names. A record that was fresh in BEFORE and whose launches compile to the same gets the present
+fingerprint; the others stay as they are: stale. It takes no GPU, but many cores, and the version of Triton that was
+measured with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+FILES = ("records.jsonl", "profiles.jsonl")
+_NAME = re.compile(r"\.entry (\w+)")
+_COMMENT = re.compile(r"//.*")
+
+
+def key_of(record: dict[str, Any]) -> str:
+    """What is planned of a record: everything but what was measured."""
+    names = ("operator", "profile", "case", "provider", "mode")
+    return json.dumps([record.get(name) for name in names], sort_keys=True)
+
+
+def plan(folder: Path) -> tuple[dict[str, tuple[str, list[Any]]], dict[str, Any]]:
+    """Of each record's key its fingerprint and builds by name, with the code that is imported; and the builds."""
+    from warploom import launch
+    from warploom.bench import fingerprint as module
+    from warploom.ops import benches
+    from warploom.profile.records import current_fingerprint
+
+    builds: dict[str, Any] = {}
+    launched: list[str] = []
+    usual = launch.recording
+
+    @contextlib.contextmanager
+    def recording(*gpu: int) -> Iterator[Any]:
+        with usual(*gpu) as found:
+            yield found
+        for build in found.values():
+            name = f"{module.source_of(build.function)} {build.variant} {gpu[0]}"
+            builds[name] = (build, gpu[0])
+            launched.append(name)
+
+    launch.recording = recording
+    registry = {bench.name.replace("-", "_"): bench for bench in benches().values()}
+    planned: dict[str, tuple[str, list[Any]]] = {}
+    for file in FILES:
+        for line in (folder / file).read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            key, gpu = key_of(record), record["fingerprint"]
+            if key in planned or not gpu.startswith("sm_"):
+                continue
+            launched.clear()
+            with contextlib.suppress(ValueError):  # a case that is no longer valid
+                if "operator" in record:
+                    rest = (record["case"], record["provider"], record["mode"], gpu)
+                    found = module.fingerprint(registry[record["operator"]], *rest)
+                else:
+                    found = current_fingerprint(record["profile"], record["provider"], record["case"], gpu)
+                planned[key] = (found, list(launched))
+    return planned, builds
+
+
+def code_of(build: Any, arch: int) -> str:
+    """Digest of what a build compiles to: PTX without comments, line numbers and the kernel's name."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    make = GluonASTSource if build.function.is_gluon() else ASTSource
+    source = make(build.function, build.signature, build.constexprs, build.attrs)
+    ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(build.options)).asm["ptx"]
+    name = _NAME.search(ptx)
+    text = _COMMENT.sub("", ptx if name is None else ptx.replace(name[1], "kernel"))
+    lines = (line.strip() for line in text.splitlines())
+    kept = "\n".join(line for line in lines if line and not line.startswith((".file", ".loc", ".section")))
+    return hashlib.sha256(kept.encode()).hexdigest()
+
+
+_builds: dict[str, Any] = {}
+
+
+def _compile(name: str) -> tuple[str, str]:
+    try:
+        return name, code_of(*_builds[name])
+    except Exception as error:  # of the compiler: what does not compile equals nothing
+        return name, f"{type(error).__name__} {os.getpid()} {name}"
+
+
+def describe(folder: Path, jobs: int) -> dict[str, tuple[str, list[str]]]:
+    """Of each record's key its fingerprint and the digests of what it launches."""
+    planned, builds = plan(folder)
+    _builds.update(builds)
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        codes = dict(pool.imap_unordered(_compile, builds))
+    return {key: (found, [codes[name] for name in names]) for key, (found, names) in planned.items()}
+
+
+def _describe_in(checkout: Path, folder: Path, jobs: int) -> dict[str, tuple[str, list[str]]]:
+    """`describe` with the code of a checkout, in a process of its own."""
+    path = os.pathsep.join(filter(None, (str(checkout / "src"), os.environ.get("PYTHONPATH", ""))))
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_DISABLE_LINE_INFO": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
+        words = [sys.executable, __file__, str(checkout), str(folder), "--jobs", str(jobs), "--describe", file.name]
+        subprocess.run(words, env=environment, check=True)
+        found: dict[str, tuple[str, list[str]]] = json.load(file)
+    return found
+
+
+def renew(before: Path, folder: Path, jobs: int) -> tuple[int, int, int]:
+    """Write present fingerprints; returns how many records were renewed, were fresh already, and stay stale."""
+    earlier, present = (_describe_in(checkout, folder, jobs) for checkout in (before, ROOT))
+    renewed = fresh = stale = 0
+    for file in FILES:
+        lines = []
+        for line in (folder / file).read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            was, now = earlier.get(key_of(record)), present.get(key_of(record))
+            if was and now and record["fingerprint"] == was[0] != now[0] and was[1] == now[1] != []:
+                record["fingerprint"] = now[0]
+                line = json.dumps(record)
+                renewed += 1
+            elif now:
+                fresh, stale = (fresh + 1, stale) if record["fingerprint"] == now[0] else (fresh, stale + 1)
+            lines.append(line)
+        (folder / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return renewed, fresh, stale
+
+
+def main() -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path, help="a checkout of the code that the records are of")
+    parser.add_argument("folder", type=Path, help="a folder of records")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilations at a time")
+    parser.add_argument("--describe", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.describe:
+        described = describe(options.folder, options.jobs)
+        options.describe.write_text(json.dumps(described), encoding="utf-8")
+        return 0
+    renewed, fresh, stale = renew(options.before, options.folder, options.jobs)
+    print(f"{renewed} records renewed, {fresh} were fresh, {stale} stay stale")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
