@@ -121,7 +121,8 @@ def reach(name: str, token: int, sees: Tensor) -> tuple[Tensor, ...]:
 
     A query reaches its output, and the gradients of the keys that it sees. A key reaches the queries that see it,
     and through their weights the gradients of all keys that these see. So does a value, but for gradients of
-    values, for which weights are all that counts: those of its own factors alone, each of which is the other's derivative.
+    values, for which weights are all that counts: those of its own factors alone, each of which is the other's
+    derivative.
     """
     alone = torch.zeros_like(sees[0])
     alone[token] = True
