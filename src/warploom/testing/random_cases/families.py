@@ -92,6 +92,8 @@ class Fault:
     """Whether the process can run nothing more."""
     index: int | None = field(default=None, compare=False)
     """Of the family."""
+    rounds: int = field(default=1, compare=False)
+    """How many times the calls were run until it showed."""
 
 
 def run_family(source: Source, index: int, device: torch.device, backend: str | None) -> tuple[Tally, list[Fault]]:
@@ -100,13 +102,25 @@ def run_family(source: Source, index: int, device: torch.device, backend: str | 
 
 
 def run_calls(
-    calls: Sequence[Call], device: torch.device, backend: str | None, index: int | None = None
+    calls: Sequence[Call],
+    device: torch.device,
+    backend: str | None,
+    index: int | None = None,
+    rounds: int | None = None,
 ) -> tuple[Tally, list[Fault]]:
-    """Run calls one after the other, and all of them again; the first time each is compared with float64."""
+    """Run calls one after the other, and all of them again; the first time each is compared with float64.
+
+    Args:
+        calls: Of any operators.
+        device: Where to run them.
+        backend: What every call runs on; None for its own choice.
+        index: Of the family that they are.
+        rounds: How many times; `ROUNDS` by default.
+    """
     tally, faults = Tally(), []
     known: dict[int, tuple[Prepared, Any]] = {}
     so_far: list[Call] = []
-    for round_ in range(ROUNDS):
+    for round_ in range(rounds or ROUNDS):
         for number, call in enumerate(calls):
             if round_ and number not in known:
                 continue
@@ -127,7 +141,8 @@ def run_calls(
                     repeat(Prepared(call, device, backend), known[number][1])  # at other addresses
             except Failure as failure:
                 known.pop(number, None)
-                faults.append(Fault(tuple(so_far), failure.kind, failure.detail, failure.fatal, index))
+                fault = Fault(tuple(so_far), failure.kind, failure.detail, failure.fatal, index, round_ + 1)
+                faults.append(fault)
                 if failure.fatal:
                     return tally, faults
     return tally, faults

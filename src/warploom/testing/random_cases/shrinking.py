@@ -34,7 +34,7 @@ def shrink(fault: Fault, device: torch.device, backend: str | None, seconds: flo
 
     def again(calls: Sequence[Call]) -> Fault | None:
         forget_plans()
-        _, faults = run_calls(calls, device, backend)
+        _, faults = run_calls(calls, device, backend, rounds=fault.rounds)
         return next((found for found in faults if found.kind == fault.kind), None)
 
     best = again(fault.calls[-1:])
