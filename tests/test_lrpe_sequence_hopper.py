@@ -387,6 +387,31 @@ def test_sums_that_a_program_works_out_for_others_have_the_same_bits(
 
 @pytest.mark.gpu
 @KINDS
+@EXACT
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("n", [300, 1500])
+def test_a_column_without_a_softmax_reaches_no_other(
+    n: int, value: float, exact: bool, kind: str, launched: list[str], device: torch.device
+) -> None:
+    x, theta, _ = random_case(kind, n, device)
+    x[1, slice(None) if value < 0 else n - 7, 1, 5] = value
+    assert_accurate(kind, x, theta.requires_grad_(exact), offset=5)
+    assert set(launched) == BOTH
+
+
+@pytest.mark.gpu
+@KINDS
+@pytest.mark.parametrize("place", [{"offset": 2**31 - 290}, {"offset": 1 - 2**31, "prefix": 7}], ids=str)
+def test_positions_at_the_ends_of_32_bits(
+    place: dict[str, int], kind: str, launched: list[str], device: torch.device
+) -> None:
+    x, theta, _ = random_case(kind, 290, device)
+    assert_accurate(kind, x, theta, **place)
+    assert not launched
+
+
+@pytest.mark.gpu
+@KINDS
 def test_parts_that_do_not_fit_the_gpu(
     kind: str, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,100 @@ def test_frequencies_stay_exact_when_a_model_is_cast_or_allocated_late(learnable
     assert torch.equal(late.to_empty(device="cpu").theta, before)
 
 
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+@pytest.mark.parametrize("cast", [torch.nn.Module.bfloat16, torch.nn.Module.half, torch.nn.Module.double])
+def test_frequencies_are_trained_whenever_a_model_is_cast(cast, when: str, device: torch.device) -> None:
+    x = random(2, 5, 2, 8, device=device)
+    module = torch.nn.Sequential(LRPE(2, 8, kind="rotate")).to(device)
+    theta = module[0].theta
+    optimizer = torch.optim.AdamW([theta], lr=0.1)
+    if when == "before":
+        cast(module)
+    module(x).sum().backward()
+    gradient = theta.grad.clone()
+    if when == "between":
+        cast(module)
+    assert module[0].theta is theta
+    assert theta.dtype == theta.grad.dtype == torch.float32
+    assert torch.equal(theta.grad, gradient)
+    before = theta.detach().clone()
+    optimizer.step()
+    assert (theta - before).abs().min() > 0.05
+    if when == "after":
+        cast(module)
+    optimizer.zero_grad()
+    module(x).sum().backward()
+    optimizer.step()
+    assert theta.dtype == theta.grad.dtype == torch.float32
+
+
+def test_frequencies_are_float32_whatever_the_default_dtype_is() -> None:
+    before = LRPE(2, 8).theta.detach().clone()
+    usual = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert torch.equal(LRPE(2, 8).theta, before)
+    finally:
+        torch.set_default_dtype(usual)
+
+
+@pytest.mark.parametrize("learnable", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["assign", "to_empty", "to_empty of memory", "without theta"])
+def test_a_model_without_memory_gets_its_frequencies(
+    way: str, dtype: torch.dtype, learnable: bool, device: torch.device
+) -> None:
+    def make() -> torch.nn.ModuleList:
+        return torch.nn.ModuleList(
+            [RotaryEmbedding(8, learnable=learnable), LRPE(2, 8, learnable=learnable), torch.nn.Linear(2, 2)]
+        )
+
+    model = make()
+    state = {name: t.to(device, dtype) for name, t in model.state_dict().items()}
+    if way == "without theta":
+        state = {name: t for name, t in state.items() if "theta" not in name}
+    with torch.device(device if way == "to_empty of memory" else "meta"):
+        late = make()
+    if way.startswith("to_empty"):
+        late.to_empty(device=device)
+        late.load_state_dict(state)
+    else:
+        late.load_state_dict(state, assign=True, strict=way == "assign")
+    for one, other in zip(late[:2], model):
+        assert not one.theta.is_meta
+        assert one.theta.dtype == torch.float32
+        assert isinstance(one.theta, torch.nn.Parameter) == learnable
+        expected = other.theta.to(dtype) if learnable and way != "without theta" else other.theta
+        assert torch.equal(one.theta.cpu(), expected.float())
+    late.to(device)
+    x = random(2, 5, 2, 8, device=device)
+    assert late[1](late[0](x)).shape == (2, 5, 2, 16)
+
+
+def test_fixed_frequencies_follow_what_they_encode() -> None:
+    """A state dict on a GPU that is assigned leaves them on the CPU, since it has none for them."""
+    rotary = RotaryEmbedding(8)
+    assert rotary(torch.empty(2, 5, 3, 8, device="meta")).is_meta
+    assert rotary.theta.device.type == "cpu", "what passes without memory takes nothing along"
+
+
+@pytest.mark.gpu
+def test_fixed_frequencies_follow_to_the_gpu(device: torch.device) -> None:
+    rotary, x = RotaryEmbedding(8), random(2, 5, 3, 8, device=device)
+    expected = RotaryEmbedding(8).to(device)(x)
+    assert torch.equal(rotary(x), expected)
+    assert rotary.theta.is_cuda
+    with pytest.raises(DeviceError, match="theta"):
+        LRPE(3, 8)(x)
+
+
+@pytest.mark.parametrize(("head_dim", "rotary"), [(8, 16), (9, 8)])
+def test_positions_that_do_not_fit_a_head_are_refused(head_dim: int, rotary: int, device: torch.device) -> None:
+    layer = Attention(16, 2, head_dim=head_dim, position=RotaryEmbedding(rotary)).to(device)
+    with pytest.raises(ShapeError, match="lrpe_rotate"):
+        layer(random(2, 3, 16, device=device))
+
+
 def test_learnable_frequencies_get_a_gradient(device: torch.device) -> None:
     for module in (RotaryEmbedding(8, learnable=True), LRPE(2, 8), LRPE(2, 8, kind="rotate", activation="silu")):
         module.to(device)

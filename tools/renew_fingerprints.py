@@ -55,7 +55,7 @@ def plan(folder: Path) -> tuple[dict[str, tuple[str, list[Any]]], dict[str, Any]
             builds[name] = (build, gpu[0])
             launched.append(name)
 
-    launch.recording = recording
+    launch.recording = recording  # type: ignore[assignment]
     registry = {bench.name.replace("-", "_"): bench for bench in benches().values()}
     planned: dict[str, tuple[str, list[Any]]] = {}
     for file in FILES:

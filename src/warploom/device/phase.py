@@ -81,8 +81,8 @@ def phase_step(theta):
     rest = high - (upper - ROUND_22)
     lower = rest + (low + ROUND_32)
     rest = (rest - (lower - ROUND_32)) + low
-    lower_bits = tl.sub(lower.to(tl.int32, bitcast=True), ROUND_32_AS_BITS, sanitize_overflow=False)
-    whole = wrapping_add(upper.to(tl.int32, bitcast=True) << 10, lower_bits)
+    whole = upper.to(tl.int32, bitcast=True) << 10
+    whole = wrapping_add(whole, tl.sub(lower.to(tl.int32, bitcast=True), ROUND_32_AS_BITS, sanitize_overflow=False))
     known = tl.abs(theta) < LARGEST
     rest = tl.where(known, rest, float("nan"))
     unit = tl.where(known, TWO_POW_MINUS_32, float("nan")).to(tl.float32)
@@ -121,8 +121,9 @@ def cos_sin(position, whole, rest, unit, HALF: tl.constexpr):
         cosine, sine = fast_cos_sin(angle)
     else:
         # An eighth of a turn ahead, so that the upper two bits are the quadrant whose axis is nearest.
-        surplus = ((position.to(tl.float32) * TWO_POW_32) * rest).to(tl.int32)
-        phase = wrapping_add(wrapping_add(wrapping_mul(position, whole), surplus), EIGHTH_TURN)
+        phase = wrapping_mul(position, whole)
+        phase = wrapping_add(phase, ((position.to(tl.float32) * TWO_POW_32) * rest).to(tl.int32))
+        phase = wrapping_add(phase, EIGHTH_TURN)
         r = ((phase & WITHIN_QUADRANT) - EIGHTH_TURN).to(tl.float32) * unit
         z = r * r
         s = r * (S0 + z * (S1 + z * (S2 + z * S3)))
