@@ -35,6 +35,7 @@ ALLOWED = {
     },
     "autograd": {
         "launchers", "autograd", "warploom.eager", "warploom.launch", "warploom.layout", "warploom.plans",
+        "warploom.pytorch",
     },
     "api": {
         "autograd", "launchers", "reference", "warploom.arguments",

@@ -6,22 +6,20 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch.autograd import forward_ad
-from torch.utils import _python_dispatch
+
+from warploom.pytorch import any_requires_grad, dispatch_modes, forward_ad
+from warploom.pytorch import are_transforms_active as _transforms
+from warploom.pytorch import count_dispatch_modes as _dispatch_modes
+from warploom.pytorch import count_function_modes as _function_modes
+from warploom.pytorch import is_batched as _is_batched
+from warploom.pytorch import is_traced_by_jit as _is_traced_by_jit
+from warploom.pytorch import is_wrapped as _is_wrapped
+from warploom.pytorch import unwrapped as _unwrapped
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _strided = torch.strided
 _is_compiling = torch.compiler.is_compiling
 _is_traced_by_dynamo = torch.compiler.is_dynamo_compiling
-_is_traced_by_jit: Any = torch._C._is_tracing
-_modes_at_work: Any = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", tuple)
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_transforms = torch._C._are_functorch_transforms_active
-# Gradients of `torch.autograd.grad` with ``is_grads_batched``, whose ``vmap`` is older than `torch.func`.
-_is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_unwrapped = torch._C._functorch.get_unwrapped
 
 
 def is_watched() -> bool:
@@ -135,7 +133,7 @@ def register(
     function = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
 
     def differentiable(*arguments: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+        if torch.is_grad_enabled() and any_requires_grad(*arguments):
             return function.apply(*arguments)
         if forward_ad._current_level >= 0:  # it may have been handed a tangent, which raises
             return function.apply(*arguments)
@@ -151,7 +149,7 @@ def _count_flops(operator: Any, flops: Callable[..., int]) -> None:
 
     formula: Any = register_flop_formula(operator, get_raw=True)(flops)
     # Operators are registered in the first call on the kernels. A counter made before has a copy of all formulas.
-    for mode in _modes_at_work():
+    for mode in dispatch_modes():
         registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if isinstance(registry, dict):
             registry[operator] = formula

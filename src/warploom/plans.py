@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
-T = TypeVar("T")
+from warploom.pytorch import make_guard as _guard
 
-# What compiled code of PyTorch recognises its inputs with; missing where PyTorch has moved it.
-_guard: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+T = TypeVar("T")
 
 
 class Plans:
@@ -97,7 +96,7 @@ def recognise(*tensors: torch.Tensor) -> Callable[..., bool] | None:
     """
     if _guard is None:
         return None
-    check = _guard(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    check = _guard(*tensors)
 
     def like(*tensors: torch.Tensor) -> bool:
         try:
@@ -106,7 +105,7 @@ def recognise(*tensors: torch.Tensor) -> Callable[..., bool] | None:
                     return False
         except AttributeError:  # no tensor
             return False
-        return check(*tensors)  # type: ignore[no-any-return]
+        return check(*tensors)
 
     return like
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
-from warploom.arguments import FLOATS, LARGEST, check_number, checked_tensor, is_int, shown
+from warploom.arguments import FLOATS, LARGEST, check_number, checked_tensor, is_int, is_within, shown
 from warploom.backend import use_triton
 from warploom.eager import is_plain_eager, is_watched
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
@@ -222,13 +222,11 @@ def _beyond_kernels(call: _Call) -> str | None:
     if features > MAX_FEATURES:
         return f"{features} features do not fit in one tile ({MAX_FEATURES} at most)"
     (batch, tokens, heads, _), (_, keys, key_heads, _) = call.q.shape, call.k.shape
-    if not all(isinstance(size, int) for size in (batch, tokens, heads, keys, key_heads)):
-        return None  # compiled for any size
-    if tokens + keys > MAX_PLACES:
+    if not is_within(tokens + keys, MAX_PLACES):
         return f"{tokens} queries and {keys} keys are more than {MAX_PLACES}"
-    tiles = batch * max(heads * -(-tokens // _LEAST_TILE), key_heads * -(-keys // _LEAST_TILE))
-    if tiles > MAX_PLACES:
-        return f"{batch} batch entries are {tiles} tiles ({MAX_PLACES} at most)"
+    for tiles in (batch * heads * -(-tokens // _LEAST_TILE), batch * key_heads * -(-keys // _LEAST_TILE)):
+        if not is_within(tiles, MAX_PLACES):
+            return f"{batch} batch entries are {tiles} tiles ({MAX_PLACES} at most)"
     return None
 
 

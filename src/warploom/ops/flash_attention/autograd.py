@@ -17,6 +17,7 @@ from warploom.layout import empty_in_order_of
 from warploom.ops.flash_attention import launchers
 from warploom.ops.flash_attention.launchers_geometry import Mask
 from warploom.plans import Plans
+from warploom.pytorch import apply_of
 
 Tensor = torch.Tensor
 
@@ -171,7 +172,7 @@ class _EagerFlashAttention(torch.autograd.Function):
 
 # `torch.autograd.Function.apply` looks for function transforms, and for tensors that outlived one, before it calls
 # this. Where calls are prepared for are none of either.
-_apply_prepared: Any = super(torch.autograd.Function, _EagerFlashAttention).apply
+_apply_prepared: Any = apply_of(_EagerFlashAttention)
 
 
 def apply(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | tuple[Tensor, Tensor]:

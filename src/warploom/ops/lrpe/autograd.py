@@ -19,6 +19,7 @@ from warploom.layout import empty_in_order, empty_in_order_of, layout_of, memory
 from warploom.ops.lrpe import launchers, launchers_sequence
 from warploom.ops.lrpe.launchers import Positions
 from warploom.plans import Plans
+from warploom.pytorch import apply_of
 
 Tensor = torch.Tensor
 
@@ -235,7 +236,7 @@ class _PreparedLrpe(torch.autograd.Function):
 
 # `torch.autograd.Function.apply` looks for function transforms, and for tensors that outlived one, before it calls
 # this. Where calls are prepared for are none of either.
-_apply_prepared: Any = super(torch.autograd.Function, _PreparedLrpe).apply
+_apply_prepared: Any = apply_of(_PreparedLrpe)
 
 
 def apply(x: Tensor, theta: Tensor, call: Call) -> Tensor:

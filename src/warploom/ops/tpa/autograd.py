@@ -18,6 +18,7 @@ from warploom.ops.tpa import launchers, launchers_attention
 from warploom.ops.tpa.launchers import DecodeCall, Operands
 from warploom.ops.tpa.launchers_attention import Call
 from warploom.plans import Plans
+from warploom.pytorch import apply_of
 
 Tensor = torch.Tensor
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -159,7 +160,7 @@ class _EagerAttention(torch.autograd.Function):
 
 # `torch.autograd.Function.apply` looks for function transforms, and for tensors that outlived one, before it calls
 # this. Where calls are prepared for are none of either.
-_apply_prepared: Any = super(torch.autograd.Function, _EagerAttention).apply
+_apply_prepared: Any = apply_of(_EagerAttention)
 
 
 def attention(

@@ -1,0 +1,280 @@
+"""Programs made from calls: compiled for any size, exported with dynamic sizes, traced. And operations counted."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
+
+import warploom
+from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
+from warploom.backend import HAS_TRITON
+from warploom.nn import LRPE, Attention, RotaryEmbedding, TensorProductAttention
+
+Tensor = torch.Tensor
+Tensors = tuple[Tensor, ...]
+
+BACKENDS = ("torch", "triton") if HAS_TRITON else ("torch",)
+
+
+class Call(NamedTuple):
+    """A function of tensors, whose sizes have letters; one letter in two tensors is one size."""
+
+    function: Callable[..., Any]
+    axes: tuple[str, ...]
+    options: dict[str, Any] = {}  # noqa: RUF012
+    names: tuple[str, ...] = ()  # of the last tensors, which go by name
+
+    def run(self, backend: str) -> Callable[..., Any]:
+        def run(*tensors: Tensor) -> Any:
+            count = len(tensors) - len(self.names)
+            named = dict(zip(self.names, tensors[count:]))
+            return self.function(*tensors[:count], **named, **self.options, backend=backend)
+
+        return run
+
+    def inputs(self, device: torch.device, **sizes: int) -> Tensors:
+        sizes = {**SIZES, **sizes}
+        generator = torch.Generator().manual_seed(sum(sizes.values()))
+        made = [torch.randn([sizes.get(a, 1) for a in axes], generator=generator) for axes in self.axes]
+        for i in range(len(self.names)):  # places in the sequence: bounds, or one for each batch entry
+            made[i - len(self.names)] = PLACES[self.names[i]](sizes)
+        return tuple(x.to(device) for x in made)
+
+
+# No two sizes are the same: what is equal while a program is traced is taken to be equal always.
+SIZES = {"B": 3, "N": 11, "M": 13, "H": 2, "R": 5, "F": 4, "D": 8, "E": 6}
+OTHERS = ({"B": 7, "N": 17, "M": 19}, {"B": 9, "N": 10, "M": 23})
+PLACES: dict[str, Callable[[dict[str, int]], Tensor]] = {
+    "cu_seqlens_q": lambda sizes: torch.tensor([0, 4, sizes["N"]]),
+    "cu_seqlens": lambda sizes: torch.tensor([0, 4, sizes["N"]]),
+    "position_ids": lambda sizes: torch.arange(sizes["N"]).flip(0).expand(sizes["B"], -1),
+    "offset": lambda sizes: torch.arange(sizes["B"]),
+    "cache_seqlens": lambda sizes: torch.arange(sizes["B"]) + sizes["N"] - 1,
+}
+QKV, PACKED = ("BNHD", "BM1D", "BM1E"), ("1NHD", "1NHD", "1NHE")
+FACTORS = ("BNHR", "BMH", "BMH", "BNRD", "BMD", "BME")
+CALLS = {
+    "flash_attention": Call(flash_attention, QKV, {"causal": True}),
+    "flash_attention_full": Call(flash_attention, QKV, {"scale": 0.3, "return_lse": True}),
+    "flash_attention_window": Call(flash_attention, QKV, {"window": (3, 2)}),
+    "flash_attention_packed": Call(flash_attention, (*PACKED, ""), {}, ("cu_seqlens_q",)),
+    "lrpe_rotate": Call(lrpe_rotate, ("BNHD", "HF"), {"offset": 5, "activation": "silu"}),
+    "lrpe_cosine": Call(lrpe_cosine, ("BNHD", "HF"), {"prefix": 2}),
+    "lrpe_rotate_placed": Call(lrpe_rotate, ("BNHD", "HF", ""), {}, ("position_ids",)),
+    "lrpe_rotate_offset": Call(lrpe_rotate, ("BNHD", "HF", ""), {"interleaved": True}, ("offset",)),
+    "lrpe_over_the_sequence": Call(lrpe_cosine, ("BNHD", "HF"), {"activation": "softmax_sequence"}),
+    "lrpe_packed": Call(lrpe_rotate, ("1NHD", "HF", ""), {"activation": "softmax_sequence"}, ("cu_seqlens",)),
+    "tpa_attention": Call(tpa_attention, FACTORS),
+    "tpa_attention_packed": Call(
+        tpa_attention, ("1NHR", "1NH", "1NH", "1NRD", "1ND", "1NE", ""), {}, ("cu_seqlens",)
+    ),
+    "tpa_decode": Call(tpa_decode, FACTORS),
+    "tpa_decode_lengths": Call(tpa_decode, (*FACTORS, ""), {"strategy": "split_kv"}, ("cache_seqlens",)),
+}
+calls = pytest.mark.parametrize(
+    ("call", "backend"),
+    [pytest.param(call, backend, id=f"{name}-{backend}") for name, call in CALLS.items() for backend in BACKENDS],
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def as_tuple(outputs: Any) -> Tensors:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert len(as_tuple(found)) == len(as_tuple(expected))
+    for one, other in zip(as_tuple(found), as_tuple(expected)):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def with_gradients(run: Callable[..., Any], inputs: Tensors) -> Tensors:
+    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    outputs = as_tuple(run(*leaves))
+    wanted = [x for x in leaves if x.requires_grad]
+    return *outputs, *torch.autograd.grad(outputs, wanted, [torch.cos(3 * o.detach()) for o in outputs])
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Compiled and exported
+# ----------------------------------------------------------------------------------------------------------
+
+
+@calls
+def test_compiled_for_any_size(call: Call, backend: str, device: torch.device) -> None:
+    run, counter = call.run(backend), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
+    for sizes in ({}, *OTHERS):
+        inputs = call.inputs(device, **sizes)
+        assert_same(compiled(*inputs), run(*inputs))
+    assert counter.frame_count == 1
+    if call.function is tpa_decode:
+        return
+    torch._dynamo.reset()
+    for sizes in ({}, OTHERS[0]):
+        inputs = call.inputs(device, **sizes)
+        assert_same(with_gradients(compiled, inputs), with_gradients(run, inputs))
+
+
+class Module(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.run(*inputs)
+
+
+def dynamic_sizes(call: Call, inputs: Tensors) -> tuple[dict[int, Any], ...]:
+    dims = {letter: torch.export.Dim(letter) for letter in "BNM"}
+    axes = {"position_ids": "BN", "offset": "B", "cache_seqlens": "B"}
+    count = len(inputs) - len(call.names)
+    named = (*call.axes[:count], *(axes.get(name, "") for name in call.names))
+    return tuple({i: dims[a] for i, a in enumerate(each) if a in dims} for each in named)
+
+
+@calls
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_with_dynamic_sizes(strict: bool, call: Call, backend: str, device: torch.device) -> None:
+    run, inputs = call.run(backend), call.inputs(device)
+    sizes = dynamic_sizes(call, inputs)
+    program = torch.export.export(Module(run), inputs, dynamic_shapes=(sizes,), strict=strict).module()
+    for others in OTHERS:
+        inputs = call.inputs(device, **others)
+        assert_same(program(*inputs), run(*inputs))
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "attention": lambda: Attention(32, 2, kv_heads=1, position=RotaryEmbedding(16)),
+    "linear_attention": lambda: Attention(32, 2, position=LRPE(2, 16, form="cosine")),
+    "tensor_product_attention": lambda: TensorProductAttention(32, 2, 16),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("way", ["compile", "export", "export_strict"])
+def test_layers(way: str, name: str, device: torch.device) -> None:
+    layer = LAYERS[name]().to(device)
+    x = torch.randn(3, 11, 32, device=device)
+    if way == "compile":
+        program: Any = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    else:
+        sizes = ({0: torch.export.Dim("B"), 1: torch.export.Dim("N")},)
+        program = torch.export.export(layer, (x,), dynamic_shapes=sizes, strict=way == "export_strict").module()
+    for shape in ((3, 11), (5, 17)):
+        x = torch.randn(*shape, 32, device=device)
+        assert_same(program(x), layer(x))
+        if way == "compile":
+            with torch.no_grad():
+                assert_same(program(x), layer(x))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@calls
+def test_traced(call: Call, backend: str, device: torch.device) -> None:
+    """By what is older than export; a trace is of its sizes."""
+    run, inputs = call.run(backend), call.inputs(device)
+    run(*inputs), run(*inputs), run(*inputs)  # known when it is traced
+    traced = torch.jit.trace(run, inputs, check_trace=False)
+    others = tuple(x * 0.5 if x.is_floating_point() else x for x in inputs)
+    assert_same(traced(*others), run(*others))
+    assert_same(run(*others), call.run("torch")(*others))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Operations of matrix products
+# ----------------------------------------------------------------------------------------------------------
+
+
+def operations(run: Callable[..., Any], inputs: Tensors) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run(*inputs)
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="in PyTorch it counts products of its own")
+@pytest.mark.parametrize("name", [name for name in CALLS if "packed" not in name])
+def test_operations_are_those_of_the_definition(name: str, device: torch.device) -> None:
+    call = CALLS[name]
+    run, inputs = call.run("triton"), call.inputs(device)
+    for _ in range(3):
+        run(*inputs)  # known when it is counted
+    forward = operations(call.run("torch"), inputs)
+    assert operations(run, inputs) == forward
+    assert (forward > 0) == (not name.startswith("lrpe"))
+    if call.function is tpa_decode:
+        return
+
+    def step(*given: Tensor) -> None:
+        with_gradients(run, given)
+
+    def step_in_pytorch(*given: Tensor) -> None:
+        with_gradients(call.run("torch"), given)
+
+    # The weights are computed anew in a backward that has not kept them, and PyTorch counts that of its own.
+    sizes, anew = SIZES, 0
+    if not name.startswith("lrpe"):
+        anew = 2 * sizes["B"] * sizes["H"] * sizes["N"] * sizes["M"] * sizes["D"]
+    assert operations(step, inputs) == operations(step_in_pytorch, inputs) + anew
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_operations_of_a_backward_alone(device: torch.device) -> None:
+    q, k, v = (x.requires_grad_() for x in CALLS["flash_attention"].inputs(device))
+    out = flash_attention(q, k, v, backend="triton")
+    assert operations(lambda: out.sum().backward(), ()) == 2 * 3 * 2 * 11 * 13 * (3 * 8 + 2 * 6)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_operations_of_packed_sequences_and_of_two_operators_in_one(device: torch.device) -> None:
+    from warploom.nn.rotary_attention import rotary_attention
+
+    pairs = 4**2 + 7**2
+    packed = CALLS["flash_attention_packed"]
+    assert operations(packed.run("triton"), packed.inputs(device)) == 2 * pairs * 2 * (8 + 6)
+    packed = CALLS["tpa_attention_packed"]
+    products = 2 * 11 * 2 * (5 * 8 + 8 + 6)
+    assert operations(packed.run("triton"), packed.inputs(device)) == products + 2 * pairs * 2 * (8 + 6)
+    meta = tuple(x.to("meta") for x in packed.inputs(device))  # bounds without values
+    assert operations(packed.run("triton"), meta) == products + 2 * 11**2 * 2 * (8 + 6)
+    qkv, theta = torch.randn(3, 11, 4, 8, device=device).requires_grad_(), torch.rand(4, device=device)
+    forward = 2 * 3 * 2 * 11**2 * (8 + 8)
+    assert operations(lambda: rotary_attention(qkv, theta, 2, 0.5), ()) == forward
+    assert operations(lambda: rotary_attention(qkv, theta, 2, 0.5).sum().backward(), ()) == forward * 7 // 2
+
+
+FIRST = """
+import sys, torch
+from torch.utils.flop_counter import FlopCounterMode
+counter = FlopCounterMode(display=False)
+import warploom
+q = torch.randn(1, 5, 2, 8, device=sys.argv[1])
+with counter:
+    warploom.flash_attention(q, q, q, backend="triton")
+print(counter.get_total_flops())
+"""
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_operations_of_the_first_call(device: torch.device) -> None:
+    """A counter that was there before any operator was registered."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(warploom.__file__).parents[1])}
+    command = [sys.executable, "-W", "ignore", "-c", FIRST, device.type]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout == f"{2 * 5 * 5 * 2 * 16}\n", done.stderr
