@@ -49,17 +49,17 @@ view: Callable[..., torch.Tensor] = _find("_C._dynamo.guards._reinterpret_tensor
 the time of ``as_strided``."""
 
 # What watches a call.
-count_is_wrapped: Callable[[torch.Tensor], bool] = _find("_C._functorch.is_functorch_wrapped_tensor", lambda tensor: True)
-unwrapped: Callable[[torch.Tensor], Any] = _find(
-    "_C._functorch.get_unwrapped", lambda tensor: SimpleNamespace(requires_grad=True)
-)
-"""What a transform of ``torch.func`` has wrapped, of which a gradient is taken to be wanted if it cannot be asked."""
-dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", lambda: 1)
+count_dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", lambda: 1)
 count_function_modes: Callable[[], int] = _find("_C._len_torch_function_stack", lambda: 1)
 are_transforms_active: Callable[[], bool] = _find("_C._are_functorch_transforms_active", lambda: True)
 is_traced_by_jit: Callable[[], bool] = _find("_C._is_tracing", _find("jit.is_tracing", lambda: True))
 is_batched: Callable[[torch.Tensor], bool] = _find("_C._functorch.is_legacy_batchedtensor", lambda tensor: True)
 """Of gradients whose backward `torch.autograd.grad` runs for many at once, by what is older than ``torch.func``."""
+is_wrapped: Callable[[torch.Tensor], bool] = _find("_C._functorch.is_functorch_wrapped_tensor", lambda tensor: True)
+unwrapped: Callable[[torch.Tensor], Any] = _find(
+    "_C._functorch.get_unwrapped", lambda tensor: SimpleNamespace(requires_grad=True)
+)
+"""What a transform of ``torch.func`` wraps: if it cannot be asked, its gradient is taken to be wanted."""
 dispatch_modes: Callable[[], list[Any]] = _find("utils._python_dispatch._get_current_dispatch_mode_stack", list)
 any_requires_grad: Callable[..., bool] = _find("_C._any_requires_grad", _any_requires_grad)
 forward_ad: Any = torch.autograd.forward_ad

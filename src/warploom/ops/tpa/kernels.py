@@ -312,49 +312,61 @@ def decode_kernel(
         four, four_top, four_total = acc, top, tl.zeros((1, ROWS), tl.float32)
     if LEVELS > 1:
         every, every_top, every_total = acc, top, tl.zeros((1, ROWS), tl.float32)
-    for start in range(first, end, BLOCK_M):
-        m = start + tl.arange(0, BLOCK_M)
-        valid = m < end
-        k = feature_factors(bk, start, end, bk_m, bk_r, bk_d, RK, D, BLOCK_M, BLOCK_RK, BLOCK_D, B_VEC, B_UNIT)
-        a = head_factors(ak, start, h, valid, head_mask, ak_m, ak_h, ak_r, RK, BLOCK_M, BLOCK_RK, A_VEC, A_DENSE)
-        logits = dot(k, q, tl.zeros((BLOCK_M * BLOCK_RK, ROWS), tl.float32))
-        logits = weigh(logits, a, BLOCK_M, BLOCK_RK, ROWS) * logit_scale
-        logits = tl.where((m[:, None] < horizon[None, :]) & valid[:, None], logits, float("-inf"))
-        highest = tl.maximum(top, tl.max(logits, axis=0, keep_dims=True))
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        p = power(logits - base, k.dtype)
-        keep = power(top - base, k.dtype)
-        sums = sums * keep + p
-        top = highest
-        v = feature_factors(bv, start, end, bv_m, bv_r, bv_e, RV, E, BLOCK_M, BLOCK_RV, BLOCK_E, B_VEC, B_UNIT)
-        a = head_factors(av, start, h, valid, head_mask, av_m, av_h, av_r, RV, BLOCK_M, BLOCK_RV, A_VEC, A_DENSE)
-        w = rounded(spread(p, a, BLOCK_M, BLOCK_RV, ROWS), v.dtype)
-        acc = acc * keep
-        if BLOCK_N > 1 and start + BLOCK_M > length - tokens + first_n + 1:  # what some rows do not see
-            key = start + tl.arange(0, BLOCK_M * BLOCK_RV) // BLOCK_RV
-            seen = key[:, None] < horizon[None, :]
-            w = tl.where(seen, w, 0.0).to(v.dtype)
-            acc = dot(tl.trans(finite(v)), w, acc)
-            flags = dot(tl.trans(flags_of(v)), ones(seen), tl.zeros((BLOCK_E, ROWS), tl.float32))
-            acc = tl.where(flags > 0.0, float("nan"), acc)
-        else:
-            acc = dot(tl.trans(v), w, acc)
-        if LEVELS > 0:
-            behind = start + BLOCK_M
-            if behind % chunk == 0:
-                total = tl.sum(sums, axis=0, keep_dims=True)
-                four, four_top, four_total = join(four, four_top, four_total, acc, top, total, k.dtype)
-                acc = tl.zeros((BLOCK_E, ROWS), tl.float32)
-                top = tl.full((1, ROWS), float("-inf"), tl.float32)
-                sums = tl.zeros((BLOCK_M, ROWS), tl.float32)
-                if LEVELS > 1:
-                    if behind % (4 * chunk) == 0:
-                        every, every_top, every_total = join(
-                            every, every_top, every_total, four, four_top, four_total, k.dtype
-                        )
-                        four = tl.zeros((BLOCK_E, ROWS), tl.float32)
-                        four_top = tl.full((1, ROWS), float("-inf"), tl.float32)
-                        four_total = tl.zeros((1, ROWS), tl.float32)
+    # What all rows see, and behind it keys of which some rows see some.
+    seen_by_all = end
+    if BLOCK_N > 1:
+        seen_by_all = (
+            first + tl.maximum(tl.minimum(end, length - tokens + first_n + 1) - first, 0) // BLOCK_M * BLOCK_M
+        )
+    bounds = (first, seen_by_all, end)
+    for part in tl.static_range(2 if BLOCK_N > 1 else 1):
+        for start in range(bounds[part], bounds[part + 1], BLOCK_M):
+            m = start + tl.arange(0, BLOCK_M)
+            valid = m < end
+            k = feature_factors(bk, start, end, bk_m, bk_r, bk_d, RK, D, BLOCK_M, BLOCK_RK, BLOCK_D, B_VEC, B_UNIT)
+            a = head_factors(
+                ak, start, h, valid, head_mask, ak_m, ak_h, ak_r, RK, BLOCK_M, BLOCK_RK, A_VEC, A_DENSE
+            )
+            logits = dot(k, q, tl.zeros((BLOCK_M * BLOCK_RK, ROWS), tl.float32))
+            logits = weigh(logits, a, BLOCK_M, BLOCK_RK, ROWS) * logit_scale
+            logits = tl.where((m[:, None] < horizon[None, :]) & valid[:, None], logits, float("-inf"))
+            highest = tl.maximum(top, tl.max(logits, axis=0, keep_dims=True))
+            base = tl.where(highest == float("-inf"), 0.0, highest)
+            p = power(logits - base, k.dtype)
+            keep = power(top - base, k.dtype)
+            sums = sums * keep + p
+            top = highest
+            v = feature_factors(bv, start, end, bv_m, bv_r, bv_e, RV, E, BLOCK_M, BLOCK_RV, BLOCK_E, B_VEC, B_UNIT)
+            a = head_factors(
+                av, start, h, valid, head_mask, av_m, av_h, av_r, RV, BLOCK_M, BLOCK_RV, A_VEC, A_DENSE
+            )
+            w = rounded(spread(p, a, BLOCK_M, BLOCK_RV, ROWS), v.dtype)
+            acc = acc * keep
+            if part == 1:
+                key = start + tl.arange(0, BLOCK_M * BLOCK_RV) // BLOCK_RV
+                seen = key[:, None] < horizon[None, :]
+                w = tl.where(seen, w, 0.0).to(v.dtype)
+                acc = dot(tl.trans(finite(v)), w, acc)
+                flags = dot(tl.trans(flags_of(v)), ones(seen), tl.zeros((BLOCK_E, ROWS), tl.float32))
+                acc = tl.where(flags > 0.0, float("nan"), acc)
+            else:
+                acc = dot(tl.trans(v), w, acc)
+            if LEVELS > 0:
+                behind = start + BLOCK_M
+                if behind % chunk == 0:
+                    total = tl.sum(sums, axis=0, keep_dims=True)
+                    four, four_top, four_total = join(four, four_top, four_total, acc, top, total, k.dtype)
+                    acc = tl.zeros((BLOCK_E, ROWS), tl.float32)
+                    top = tl.full((1, ROWS), float("-inf"), tl.float32)
+                    sums = tl.zeros((BLOCK_M, ROWS), tl.float32)
+                    if LEVELS > 1:
+                        if behind % (4 * chunk) == 0:
+                            every, every_top, every_total = join(
+                                every, every_top, every_total, four, four_top, four_total, k.dtype
+                            )
+                            four = tl.zeros((BLOCK_E, ROWS), tl.float32)
+                            four_top = tl.full((1, ROWS), float("-inf"), tl.float32)
+                            four_total = tl.zeros((1, ROWS), tl.float32)
 
     dtype: tl.constexpr = bk.dtype.element_ty
     total = tl.sum(sums, axis=0, keep_dims=True)

@@ -1,7 +1,8 @@
 """Triton kernel of tensor-product attention for training and prefill: the forward pass.
 
-Shapes. A program has a tile of BLOCK_N queries of one head and walks over tiles of BLOCK_M keys. A tile of keys (M, D)
-or of values (M, E) comes as a pair: a tile in the dtype of memory and a coefficient (M,) that multiplies its rows,
+Shapes. A program has a tile of BLOCK_N queries of one head and walks over tiles of BLOCK_M keys. To a tile of a packed
+sequence there are no other tokens. A tile of keys (M, D) or of values (M, E) comes as a pair: a tile in the dtype of
+memory and a coefficient (M,) that multiplies its rows,
 
     rank one    K[m] = s_k ak[m] · bk[m]             the factor as it was loaded, with s_k ak as coefficient
     beyond      K[m] = s_k · Σ_r ak[m, r] bk[m, r]   formed on chip, with s_k as coefficient
@@ -15,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.device.packed import sequence_bounds, sequence_of
-from warploom.device.product import dot, finite, flags_of, has_nan, ones, rounded
+from warploom.device.packed import sequence_bounds, sequence_of_tile
+from warploom.device.product import dot, rounded
 from warploom.ops.tpa.kernels import power
 
 # ----------------------------------------------------------------------------------------------------------
@@ -116,27 +117,30 @@ def load_queries(
 
 
 @triton.jit
-def visible(
-    i, size, others, cu_seqlens, cu_stride, sequences, CAUSAL: tl.constexpr, QUERIES: tl.constexpr
-):  # fmt: skip
+def visible(i, size, others, CAUSAL: tl.constexpr, QUERIES: tl.constexpr):
     """What token ``i`` of ``size`` sees of the ``others``: those from ``first`` to ``end`` - 1, int32 of the shape of i.
 
     ``QUERIES``: the tokens are queries and the others keys, or the other way round. Tokens behind the last see what
     the last one sees.
     """
     i = tl.minimum(i, size - 1)
-    if cu_seqlens is None:
-        first = tl.zeros_like(i)
-        end = tl.zeros_like(i) + others
-    else:
-        sequence = sequence_of(i, cu_seqlens, cu_stride, sequences)
-        first, length = sequence_bounds(sequence, cu_seqlens, cu_stride)
-        end = first + length
+    first = tl.zeros_like(i)
+    end = tl.zeros_like(i) + others
     if CAUSAL and QUERIES:
         end = tl.minimum(end, i + (others - size + 1))
     elif CAUSAL:
         first = tl.maximum(first, i - (size - others))
     return first, end
+
+
+@triton.jit
+def tiles_of(tokens, cu_seqlens, sequences, BLOCK: tl.constexpr):
+    """Tiles of ``BLOCK`` tokens; none holds tokens of two packed sequences, see `warploom.device.packed`."""
+    if cu_seqlens is None:
+        tiles = tl.cdiv(tokens, BLOCK)
+    else:
+        tiles = tokens // BLOCK + sequences
+    return tiles
 
 
 @triton.jit
@@ -150,52 +154,6 @@ def walk(first, end, BLOCK: tl.constexpr):
     whole = tl.minimum(tl.cdiv(tl.max(first), BLOCK) * BLOCK, tl.cdiv(stop, BLOCK) * BLOCK)
     rest = tl.maximum(tl.minimum(tl.min(end), stop) // BLOCK * BLOCK, whole)
     return start, whole, rest, stop
-
-
-@triton.jit
-def attend(
-    acc, top, total, q, ak, bk, av, bv, first, end, start, stop, keys,
-    a_r, bk_m, bk_r, bk_d, bv_m, bv_r, bv_e, logit_scale, BLOCK_M: tl.constexpr,
-    RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
-    MASKED: tl.constexpr, APART: tl.constexpr,
-):  # fmt: skip
-    """Numerators, maxima and denominators of a tile of queries, with those of the keys ``start`` to ``stop`` - 1.
-
-    Without ``MASKED`` all queries see all of them. ``APART``: what is NaN or infinite in values does not reach the
-    queries that do not see it, which costs a second product.
-    """
-    for m_first in range(start, stop, BLOCK_M):
-        m = m_first + tl.arange(0, BLOCK_M)
-        k, weight = load_product(
-            ak, bk, m_first, keys, a_r, bk_m, bk_r, bk_d, BLOCK_M, RK, D, BLOCK_D, VEC, UNIT, MASKED
-        )
-        logits = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_M), tl.float32))
-        logits = scaled(logits, (weight * logit_scale)[None, :], k.dtype)
-        if MASKED:
-            seen = (m[None, :] >= first[:, None]) & (m[None, :] < end[:, None])
-            logits = tl.where(seen, logits, float("-inf"))
-        highest = tl.maximum(top, tl.max(logits, axis=1))
-        base = highest
-        if MASKED:
-            base = tl.where(highest == float("-inf"), 0.0, highest)
-        p = power(logits - base[:, None], k.dtype)
-        keep = power(top - base, k.dtype)
-        total = total * keep + tl.sum(p, axis=1)
-        top = highest
-        v, weight = load_product(
-            av, bv, m_first, keys, a_r, bv_m, bv_r, bv_e, BLOCK_M, RV, E, BLOCK_E, VEC, UNIT, MASKED
-        )
-        if RV == 1:
-            p *= weight[None, :]
-        acc = acc * keep[:, None]
-        if APART:
-            acc = dot(rounded(tl.where(seen, p, 0.0), v.dtype), finite(v), acc)
-            flags = dot(ones(seen), flags_of(v), tl.zeros((q.shape[0], BLOCK_E), tl.float32))
-            acc = tl.where(flags > 0.0, float("nan"), acc)
-        else:
-            acc = dot(rounded(p, v.dtype), v, acc)
-    return acc, top, total
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -229,46 +187,69 @@ def forward_kernel(
     The two are kept apart because their logarithm would cost the backward digits. ``logit_scale`` is that of logits
     and of K. A query that sees no key has a denominator of 0.
     """
-    blocks = tl.cdiv(tokens, BLOCK_N)
+    blocks = tiles_of(tokens, cu_seqlens, sequences, BLOCK_N)
     program = tl.program_id(0)
-    PACKED: tl.constexpr = cu_seqlens is not None
     head = program % heads  # neighbours share the feature factors they read
     batch = (program // heads % batches).to(tl.int64)
     block = program // heads // batches
     if CAUSAL:  # the longest first
         block = blocks - 1 - block
+    ak += (batch * heads + head) * (RK * a_r * 16)
+    av += (batch * heads + head) * (RV * a_r * 16)
+    statistics += (batch * heads + head) * 2 * tokens
+    totals = statistics + tokens
+    if cu_seqlens is not None:
+        sequence, block = sequence_of_tile(block, cu_seqlens, cu_stride, sequences, BLOCK_N)
+        start, tokens = sequence_bounds(sequence, cu_seqlens, cu_stride)
+        if block * BLOCK_N >= tokens:
+            return
+        keys = tokens
+        ak, av, statistics, totals = ak + start, av + start, statistics + start, totals + start
+        bq, bk, bv = bq + start * (bq_n * Q_VEC), bk + start * (bk_m * B_VEC), bv + start * (bv_m * B_VEC)
+        out += start * out_n
+        if aq is not None:
+            aq += start * aq_n
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < tokens
-    first, end = visible(n, tokens, keys, cu_seqlens, cu_stride, sequences, CAUSAL, True)
+    first, end = visible(n, tokens, keys, CAUSAL, True)
     if aq is not None:
         aq += batch * aq_b
     q = load_queries(
         aq, bq + batch * (bq_b * Q_VEC), head, block * BLOCK_N, tokens, aq_n, aq_h, aq_r, bq_n, bq_r, bq_d, scale_q,
         BLOCK_N, RQ, D, BLOCK_D, Q_VEC, Q_UNIT,
     )  # fmt: skip
-    ak += (batch * heads + head) * (RK * a_r * 16)
-    av += (batch * heads + head) * (RV * a_r * 16)
     bk += batch * (bk_b * B_VEC)
     bv += batch * (bv_b * B_VEC)
 
-    none = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
-    no_top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    no_total = tl.zeros((BLOCK_N,), tl.float32)
-    acc, top, total = none, no_top, no_total
+    acc = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
+    top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_N,), tl.float32)
     bounds = walk(first, end, BLOCK_M)
-    for part in tl.static_range(0 if PACKED else 1, 3):
-        acc, top, total = attend(
-            acc, top, total, q, ak, bk, av, bv, first, end, bounds[part], bounds[part + 1], keys,
-            a_r, bk_m, bk_r, bk_d, bv_m, bv_r, bv_e, logit_scale, BLOCK_M,
-            RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT, part != 1, False,
-        )  # fmt: skip
-    if CAUSAL or PACKED:
-        if has_nan(acc):  # which may come from values that a query does not see: once more
-            acc, top, total = attend(
-                none, no_top, no_total, q, ak, bk, av, bv, first, end, bounds[0], bounds[3], keys,
-                a_r, bk_m, bk_r, bk_d, bv_m, bv_r, bv_e, logit_scale, BLOCK_M,
-                RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT, True, True,
-            )  # fmt: skip
+    for part in tl.static_range(1, 3):
+        for m_first in range(bounds[part], bounds[part + 1], BLOCK_M):
+            m = m_first + tl.arange(0, BLOCK_M)
+            k, weight = load_product(
+                ak, bk, m_first, keys, a_r, bk_m, bk_r, bk_d, BLOCK_M, RK, D, BLOCK_D, B_VEC, B_UNIT, part != 1
+            )
+            logits = dot(q, tl.trans(k), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+            logits = scaled(logits, (weight * logit_scale)[None, :], k.dtype)
+            if part != 1:
+                seen = (m[None, :] >= first[:, None]) & (m[None, :] < end[:, None])
+                logits = tl.where(seen, logits, float("-inf"))
+            highest = tl.maximum(top, tl.max(logits, axis=1))
+            base = highest
+            if part != 1:
+                base = tl.where(highest == float("-inf"), 0.0, highest)
+            p = power(logits - base[:, None], k.dtype)
+            keep = power(top - base, k.dtype)
+            total = total * keep + tl.sum(p, axis=1)
+            top = highest
+            v, weight = load_product(
+                av, bv, m_first, keys, a_r, bv_m, bv_r, bv_e, BLOCK_M, RV, E, BLOCK_E, B_VEC, B_UNIT, part != 1
+            )
+            if RV == 1:
+                p *= weight[None, :]
+            acc = dot(rounded(p, v.dtype), v, acc * keep[:, None])
 
     acc *= (scale_v / tl.where(total == 0.0, 1.0, total))[:, None]
     e = tl.arange(0, BLOCK_E)
@@ -276,6 +257,5 @@ def forward_kernel(
         out + batch * out_b + head.to(tl.int64) * out_h + (n.to(tl.int64) * out_n)[:, None] + (e * out_e)[None, :]
     )
     tl.store(pointers, rounded(acc, out.dtype.element_ty), mask=inside[:, None] & (e < E)[None, :])
-    statistics += (batch * heads + head) * 2 * tokens + n
-    tl.store(statistics, tl.where(total == 0.0, 0.0, top), mask=inside)
-    tl.store(statistics + tokens, total, mask=inside)
+    tl.store(statistics + n, tl.where(total == 0.0, 0.0, top), mask=inside)
+    tl.store(totals + n, total, mask=inside)

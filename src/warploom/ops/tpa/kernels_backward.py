@@ -19,13 +19,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from warploom.device.product import dot, finite, flags_of, has_nan, ones, rounded
+from warploom.device.packed import sequence_bounds, sequence_of_tile
+from warploom.device.product import dot, rounded
 from warploom.ops.tpa.kernels import power
 from warploom.ops.tpa.kernels_attention import (
     load_factor,
     load_product,
     load_weights,
     scaled,
+    tiles_of,
     visible,
     walk,
 )
@@ -45,13 +47,12 @@ def load_rows(
 
 
 @triton.jit
-def load_statistics(statistics, delta, row, tokens, n, inside):
-    """Maximum, inverse denominator and δ of queries of one (batch entry, head) ``row``; of a blind query 0, 0 and δ."""
-    statistics += row * 2 * tokens + n
-    top = tl.load(statistics, mask=inside, other=0.0)
-    total = tl.load(statistics + tokens, mask=inside, other=0.0)
+def load_statistics(statistics, delta, tokens, n, inside):
+    """Maximum, inverse denominator and δ of queries of one of all heads, of ``tokens``; of a blind query 0, 0 and δ."""
+    top = tl.load(statistics + n, mask=inside, other=0.0)
+    total = tl.load(statistics + tokens + n, mask=inside, other=0.0)
     share = tl.div_rn(1.0, tl.where(total == 0.0, float("inf"), total))
-    return top, share, tl.load(delta + row * tokens + n, mask=inside, other=0.0)
+    return top, share, tl.load(delta + n, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -61,10 +62,7 @@ def weigh_keys(
     RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Weights p and gradients dp, (N, M) each, of a tile of queries on one of keys, and the keys' tile and coefficient.
-
-    With ``MASKED`` both are zero where a query does not see a key.
-    """
+    """Weights p and gradients dp, (N, M) each, of a tile of queries on one of keys, and the keys' tile and coefficient."""
     k, k_weight = load_product(
         ak, bk, m_first, keys, a_r, bk_m, bk_r, bk_d, BLOCK_M, RK, D, BLOCK_D, VEC, UNIT, MASKED
     )
@@ -74,84 +72,11 @@ def weigh_keys(
     zeros = tl.zeros((queries.shape[0], BLOCK_M), tl.float32)
     logits = scaled(dot(queries, tl.trans(k), zeros), (k_weight * logit_scale)[None, :], k.dtype)
     p = power(logits - top[:, None], k.dtype) * share[:, None]
-    dp = scaled(dot(do, tl.trans(v), zeros), (v_weight * scale_v)[None, :], k.dtype)
     if MASKED:
         m = m_first + tl.arange(0, BLOCK_M)
-        seen = (m[None, :] >= first[:, None]) & (m[None, :] < end[:, None])
-        p = tl.where(seen, p, 0.0)
-        dp = tl.where(seen, dp, 0.0)
+        p = tl.where((m[None, :] >= first[:, None]) & (m[None, :] < end[:, None]), p, 0.0)
+    dp = scaled(dot(do, tl.trans(v), zeros), (v_weight * scale_v)[None, :], k.dtype)
     return p, dp, k, k_weight
-
-
-@triton.jit
-def add_keys(
-    acc, queries, do, ak, bk, av, bv, start, stop, first, end, top, share, subtract, keys,
-    a_r, bk_m, bk_r, bk_d, bv_m, bv_r, bv_e, logit_scale, scale_v, BLOCK_M: tl.constexpr,
-    RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
-    MASKED: tl.constexpr, APART: tl.constexpr,
-):  # fmt: skip
-    """``acc + ds K`` of a tile of queries, over the keys ``start`` to ``stop`` - 1.
-
-    ``APART``: what is NaN or infinite in keys does not reach the queries that do not see it. It reaches the others in
-    ``ds``, since their weights are NaN.
-    """
-    for m_first in range(start, stop, BLOCK_M):
-        p, dp, k, k_weight = weigh_keys(
-            queries, do, ak, bk, av, bv, m_first, first, end, top, share, keys,
-            a_r, bk_m, bk_r, bk_d, bv_m, bv_r, bv_e, logit_scale, scale_v, BLOCK_M,
-            RK, RV, D, E, BLOCK_D, BLOCK_E, VEC, UNIT, MASKED,
-        )  # fmt: skip
-        ds = p * (dp - subtract[:, None]) * k_weight[None, :]
-        if APART:
-            m = m_first + tl.arange(0, BLOCK_M)
-            ds = tl.where((m[None, :] >= first[:, None]) & (m[None, :] < end[:, None]), ds, 0.0)
-            k = finite(k)
-        acc = dot(rounded(ds, k.dtype), k, acc)
-    return acc
-
-
-@triton.jit
-def add_queries(
-    dk, dv, k, k_weight, v, v_weight, q, grad, statistics, delta, row, start, stop, first, end, shift, tokens,
-    grad_n, grad_e, logit_scale, scale_v, BLOCK_N: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    VEC: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr, APART: tl.constexpr,
-):  # fmt: skip
-    """``dk + dsᵀ Q`` and ``dv + pᵀ do`` of a tile of keys of one (batch entry, head) ``row``, over tiles of queries.
-
-    ``q`` and ``grad`` are of that row; ``shift`` is zero. ``APART``: what is NaN or infinite in a query or its
-    gradient does not reach the keys that the query does not see. That of a query reaches the others in weights.
-    """
-    BLOCK_M: tl.constexpr = k.shape[0]
-    BLOCK_D: tl.constexpr = k.shape[1]
-    BLOCK_E: tl.constexpr = v.shape[1]
-    for n_first in range(start, stop, BLOCK_N):
-        there = n_first + shift
-        n = there + tl.arange(0, BLOCK_N)
-        valid = n < tokens
-        queries = load_rows(q, there, tokens, row * 0 + D, 1, BLOCK_N, D, BLOCK_D, 1, True, MASKED)
-        do = load_rows(grad, there, tokens, grad_n, grad_e, BLOCK_N, E, BLOCK_E, VEC, UNIT, MASKED)
-        top, share, subtract = load_statistics(statistics, delta, row, tokens, n, valid)
-        logits = dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-        logits = scaled(logits, (k_weight * logit_scale)[:, None], k.dtype)
-        p = power(logits - top[None, :], k.dtype) * share[None, :]
-        if MASKED:
-            seen = (n[None, :] >= first[:, None]) & (n[None, :] < end[:, None])
-            p = tl.where(seen, p, 0.0)
-        if APART:
-            dv = dot(rounded(p, do.dtype), finite(do), dv)
-            flags = dot(ones(seen), flags_of(do), tl.zeros((BLOCK_M, BLOCK_E), tl.float32))
-            dv = tl.where(flags > 0.0, float("nan"), dv)
-        else:
-            dv = dot(rounded(p, do.dtype), do, dv)
-        dp = dot(v, tl.trans(do), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-        dp = scaled(dp, (v_weight * scale_v)[:, None], k.dtype)
-        ds = p * (dp - subtract[None, :])
-        if APART:
-            ds = tl.where(seen, ds, 0.0)
-            queries = finite(queries)
-        dk = dot(rounded(ds, queries.dtype), queries, dk)
-    return dk, dv
 
 
 @triton.jit
@@ -205,10 +130,9 @@ def prepare_kernel(
 
     Strides of ``bq``, and those of ``out`` and ``grad``, come divided by their ``VEC`` but for the last; ``UNIT``: that
     is 1. Without ``grad`` and the other three, Q alone. ``shift`` (B, H, N), which may be None, gets what is subtracted
-    from logits in base two for 16-bit weights; a shift of +inf makes those of blind queries zero. Where it is NaN, so are
-    all weights that are not zero: Q and δ are finite then, and do not reach keys that a query does not see.
-    ``tickets`` (2,), with which kernels for Hopper count their tiles, become zero. With ``OVERLAP`` the launch after it
-    is put in place while this one's last programs run, and waits for them.
+    from logits in base two for 16-bit weights; a shift of +inf makes those of blind queries zero. ``tickets`` (2,), with
+    which kernels for Hopper count their tiles, become zero. With ``OVERLAP`` the launch after it is put in place while
+    this one's last programs run, and waits for them.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -245,11 +169,10 @@ def prepare_kernel(
                 a = tl.load(aq + (h * aq_h)[:, None] + (r * aq_r)[None, :], mask=some, other=0.0)
                 b = tl.load(bq + (r * (bq_r * Q_VEC))[:, None] + features[None, :], mask=real, other=0.0)
                 tile = dot(a, b, tile)
-    tile = rounded(tile * scale_q, q.dtype.element_ty)
-    if shift is not None:
-        tile = finite(tile)
     rows = batch * heads + h
-    tl.store(q + (rows * tokens + n)[:, None] * D + d[None, :], tile, mask=inside)
+    tl.store(
+        q + (rows * tokens + n)[:, None] * D + d[None, :], rounded(tile * scale_q, q.dtype.element_ty), mask=inside
+    )
     if grad is not None:
         e = tl.arange(0, BLOCK_E)
         values = e if O_UNIT else e * out_e
@@ -259,13 +182,10 @@ def prepare_kernel(
         grad += batch * (grad_b * O_VEC) + n * (grad_n * O_VEC)
         o = tl.load(out + (h * (out_h * O_VEC))[:, None] + values[None, :], mask=inside, other=0.0)
         do = tl.load(grad + (h * (grad_h * O_VEC))[:, None] + slopes[None, :], mask=inside, other=0.0)
-        product = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
-        if shift is not None:
-            total = tl.load(statistics + (rows * 2 + 1) * tokens + n, mask=there, other=1.0)
-            product = tl.where(total == total, product, 0.0)
-        tl.store(delta + rows * tokens + n, product, mask=there)
+        tl.store(delta + rows * tokens + n, tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), mask=there)
     if shift is not None:
         top = tl.load(statistics + rows * 2 * tokens + n, mask=there, other=0.0)
+        total = tl.load(statistics + (rows * 2 + 1) * tokens + n, mask=there, other=1.0)
         blind = total == 0.0
         value = tl.where(blind, float("inf"), top + tl.log2(tl.where(blind, 1.0, total)))
         tl.store(shift + rows * tokens + n, value, mask=there)
@@ -298,38 +218,41 @@ def query_kernel(
     and cancels ``dp`` to the last bit where a query sees one key alone. It is divided by ``Σ_m p``: large logits differ
     from the forward's in their last bits, so that weights add up to a little more or less than one.
     """
-    PACKED: tl.constexpr = cu_seqlens is not None
-    blocks = tl.cdiv(tokens, BLOCK_N)
+    blocks = tiles_of(tokens, cu_seqlens, sequences, BLOCK_N)
     program = tl.program_id(0)
     head = program % heads
     batch = (program // heads % batches).to(tl.int64)
     block = program // heads // batches
     if CAUSAL:  # the longest first
         block = blocks - 1 - block
-    n_first = block * BLOCK_N
-    n = n_first + tl.arange(0, BLOCK_N)
-    inside = n < tokens
-    first, end = visible(n, tokens, keys, cu_seqlens, cu_stride, sequences, CAUSAL, True)
     h = head.to(tl.int64)
     row = batch * heads + h
-    queries = load_rows(q + row * tokens * D, n_first, tokens, h * 0 + D, 1, BLOCK_N, D, BLOCK_D, 1, True)
-    do = load_rows(
-        grad + batch * (grad_b * G_VEC) + h * (grad_h * G_VEC),
-        n_first,
-        tokens,
-        grad_n,
-        grad_e,
-        BLOCK_N,
-        E,
-        BLOCK_E,
-        G_VEC,
-        G_UNIT,
-    )
-    top, share, subtract = load_statistics(statistics, delta, row, tokens, n, inside)
+    all_tokens = tokens
+    q += row * tokens * D
+    delta += row * tokens
+    statistics += row * 2 * tokens
+    grad += batch * (grad_b * G_VEC) + h * (grad_h * G_VEC)
+    dq += batch * dq_b + h * dq_h
     ak += row * (RK * a_r * 16)
     av += row * (RV * a_r * 16)
     bk += batch * (bk_b * B_VEC)
     bv += batch * (bv_b * B_VEC)
+    if cu_seqlens is not None:
+        sequence, block = sequence_of_tile(block, cu_seqlens, cu_stride, sequences, BLOCK_N)
+        start, tokens = sequence_bounds(sequence, cu_seqlens, cu_stride)
+        if block * BLOCK_N >= tokens:
+            return
+        keys = tokens
+        q, grad, dq = q + start.to(tl.int64) * D, grad + start * (grad_n * G_VEC), dq + start * dq_n
+        delta, statistics, ak, av = delta + start, statistics + start, ak + start, av + start
+        bk, bv = bk + start * (bk_m * B_VEC), bv + start * (bv_m * B_VEC)
+    n_first = block * BLOCK_N
+    n = n_first + tl.arange(0, BLOCK_N)
+    inside = n < tokens
+    first, end = visible(n, tokens, keys, CAUSAL, True)
+    queries = load_rows(q, n_first, tokens, row * 0 + D, 1, BLOCK_N, D, BLOCK_D, 1, True)
+    do = load_rows(grad, n_first, tokens, grad_n, grad_e, BLOCK_N, E, BLOCK_E, G_VEC, G_UNIT)
+    top, share, subtract = load_statistics(statistics, delta, all_tokens, n, inside)
     bounds = walk(first, end, BLOCK_M)
     if SUM_DELTA:
         subtract = tl.zeros((BLOCK_N,), tl.float32)
@@ -343,24 +266,19 @@ def query_kernel(
             subtract += tl.sum(p * dp, axis=1)
             total += tl.sum(p, axis=1)
         subtract = tl.div_rn(subtract, tl.where(total == 0.0, 1.0, total))  # p of one key is that total, to the bit
-        tl.store(delta + row * tokens + n, subtract, mask=inside)
-    none = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    acc = none
-    for part in tl.static_range(0 if PACKED else 1, 3):
-        acc = add_keys(
-            acc, queries, do, ak, bk, av, bv, bounds[part], bounds[part + 1], first, end, top, share, subtract, keys,
-            a_r, bk_m, bk_r, bk_d, bv_m, bv_r, bv_e, logit_scale, scale_v, BLOCK_M,
-            RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT, part != 1, False,
-        )  # fmt: skip
-    if CAUSAL or PACKED:
-        if has_nan(acc):  # which may come from keys that a query does not see: once more
-            acc = add_keys(
-                none, queries, do, ak, bk, av, bv, bounds[0], bounds[3], first, end, top, share, subtract, keys,
+        tl.store(delta + n, subtract, mask=inside)
+    acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for part in tl.static_range(1, 3):
+        for m_first in range(bounds[part], bounds[part + 1], BLOCK_M):
+            p, dp, k, k_weight = weigh_keys(
+                queries, do, ak, bk, av, bv, m_first, first, end, top, share, keys,
                 a_r, bk_m, bk_r, bk_d, bv_m, bv_r, bv_e, logit_scale, scale_v, BLOCK_M,
-                RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT, True, True,
+                RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT, part != 1,
             )  # fmt: skip
+            ds = p * (dp - subtract[:, None]) * k_weight[None, :]
+            acc = dot(rounded(ds, k.dtype), k, acc)
     d = tl.arange(0, BLOCK_D)
-    pointers = dq + batch * dq_b + h * dq_h + (n.to(tl.int64) * dq_n)[:, None] + (d * dq_d)[None, :]
+    pointers = dq + (n.to(tl.int64) * dq_n)[:, None] + (d * dq_d)[None, :]
     tl.store(pointers, rounded(acc * dq_scale, dq.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
 
 
@@ -389,20 +307,33 @@ def key_kernel(
 
     ``dbk`` (groups, B, M, RK, D) and ``dbv`` (groups, B, M, RV, E), float32, get this group's sums.
     """
-    PACKED: tl.constexpr = cu_seqlens is not None
     program = tl.program_id(0)
     group = program % groups
     batch = (program // groups % batches).to(tl.int64)
-    m_first = program // groups // batches * BLOCK_M
-    first, end = visible(
-        m_first + tl.arange(0, BLOCK_M), keys, tokens, cu_seqlens, cu_stride, sequences, CAUSAL, False
-    )
-    bounds = walk(first, end, BLOCK_N)
+    block = program // groups // batches
     bk += batch * (bk_b * B_VEC)
     bv += batch * (bv_b * B_VEC)
+    grad += batch * (grad_b * G_VEC)
+    dak += batch * dak_b
+    dav += batch * dav_b
     sums = (group * batches.to(tl.int64) + batch) * keys
     dbk += sums * (RK * D)
     dbv += sums * (RV * E)
+    all_tokens = tokens
+    if cu_seqlens is not None:
+        sequence, block = sequence_of_tile(block, cu_seqlens, cu_stride, sequences, BLOCK_M)
+        start, keys = sequence_bounds(sequence, cu_seqlens, cu_stride)
+        if block * BLOCK_M >= keys:
+            return
+        tokens = keys
+        ak, av, statistics, delta = ak + start, av + start, statistics + start, delta + start
+        bk, bv = bk + start * (bk_m * B_VEC), bv + start * (bv_m * B_VEC)
+        q, grad = q + start.to(tl.int64) * D, grad + start * (grad_n * G_VEC)
+        dak, dav = dak + start * dak_m, dav + start * dav_m
+        dbk, dbv = dbk + start.to(tl.int64) * (RK * D), dbv + start.to(tl.int64) * (RV * E)
+    m_first = block * BLOCK_M
+    first, end = visible(m_first + tl.arange(0, BLOCK_M), keys, tokens, CAUSAL, False)
+    bounds = walk(first, end, BLOCK_N)
     first_head = group * heads // groups
     for head in range(first_head, (group + 1) * heads // groups):
         h = head + batch * 0  # int64
@@ -411,36 +342,45 @@ def key_kernel(
         row = batch * heads + h
         ak_head = ak + row * (RK * a_r * 16)
         av_head = av + row * (RV * a_r * 16)
-        gradients = grad + batch * (grad_b * G_VEC) + h * (grad_h * G_VEC)
+        gradients = grad + h * (grad_h * G_VEC)
         k, k_weight = load_product(
             ak_head, bk, here, keys, a_r, bk_m, bk_r, bk_d, BLOCK_M, RK, D, BLOCK_D, B_VEC, B_UNIT
         )
         v, v_weight = load_product(
             av_head, bv, here, keys, a_r, bv_m, bv_r, bv_e, BLOCK_M, RV, E, BLOCK_E, B_VEC, B_UNIT
         )
-        no_dk = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        no_dv = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
-        dk, dv = no_dk, no_dv
-        own = q + row * tokens * D
-        for part in tl.static_range(0 if CAUSAL or PACKED else 1, 3):
-            dk, dv = add_queries(
-                dk, dv, k, k_weight, v, v_weight, own, gradients, statistics, delta, row,
-                bounds[part], bounds[part + 1], first, end, head * zero, tokens, grad_n, grad_e, logit_scale, scale_v,
-                BLOCK_N, D, E, G_VEC, G_UNIT, part != 1, False,
-            )  # fmt: skip
-        if CAUSAL or PACKED:
-            if has_nan(dk) | has_nan(dv):  # which may come from queries that do not see a key: once more
-                dk, dv = add_queries(
-                    no_dk, no_dv, k, k_weight, v, v_weight, own, gradients, statistics, delta, row,
-                    bounds[0], bounds[3], first, end, head * zero, tokens, grad_n, grad_e, logit_scale, scale_v,
-                    BLOCK_N, D, E, G_VEC, G_UNIT, True, True,
-                )  # fmt: skip
+        dk = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        dv = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+        for part in tl.static_range(0 if CAUSAL else 1, 3):
+            for n_first in range(bounds[part], bounds[part + 1], BLOCK_N):
+                there = n_first + head * zero
+                n = there + tl.arange(0, BLOCK_N)
+                valid = n < tokens
+                queries = load_rows(
+                    q + row * all_tokens * D, there, tokens, h * 0 + D, 1, BLOCK_N, D, BLOCK_D, 1, True, part != 1
+                )
+                do = load_rows(
+                    gradients, there, tokens, grad_n, grad_e, BLOCK_N, E, BLOCK_E, G_VEC, G_UNIT, part != 1
+                )
+                top, share, subtract = load_statistics(
+                    statistics + row * 2 * all_tokens, delta + row * all_tokens, all_tokens, n, valid
+                )
+                logits = dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+                logits = scaled(logits, (k_weight * logit_scale)[:, None], k.dtype)
+                p = power(logits - top[None, :], k.dtype) * share[None, :]
+                if part != 1:
+                    p = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < end[:, None]), p, 0.0)
+                dv = dot(rounded(p, do.dtype), do, dv)
+                dp = dot(v, tl.trans(do), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+                dp = scaled(dp, (v_weight * scale_v)[:, None], k.dtype)
+                ds = p * (dp - subtract[None, :])
+                dk = dot(rounded(ds, queries.dtype), queries, dk)
         factor_gradients(
-            dk * dk_scale, ak_head, bk, dak + batch * dak_b + h * dak_h, dbk, here, keys, a_r,
+            dk * dk_scale, ak_head, bk, dak + h * dak_h, dbk, here, keys, a_r,
             bk_m, bk_r, bk_d, dak_m, dak_r, head > first_head, BLOCK_M, RK, D, BLOCK_D, B_VEC, B_UNIT,
         )  # fmt: skip
         factor_gradients(
-            dv * scale_v, av_head, bv, dav + batch * dav_b + h * dav_h, dbv, here, keys, a_r,
+            dv * scale_v, av_head, bv, dav + h * dav_h, dbv, here, keys, a_r,
             bv_m, bv_r, bv_e, dav_m, dav_r, head > first_head, BLOCK_M, RV, E, BLOCK_E, B_VEC, B_UNIT,
         )  # fmt: skip
         tl.debug_barrier()  # the next head adds to what was stored here

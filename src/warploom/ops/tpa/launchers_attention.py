@@ -41,6 +41,10 @@ class Call(NamedTuple):
         """From ``Q · K``, where K is without its scale, to a logit in the unit of the kernels for ``dtype``."""
         return self.scale * self.scale_k * logit_unit(dtype)
 
+    def tiles(self, tokens: int, size: int) -> int:
+        """Tiles of ``size`` tokens, as many as the kernels' ``tiles_of`` says."""
+        return -(-tokens // size) if self.cu_seqlens is None else tokens // size + self.packed[0]
+
     @property
     def packed(self) -> tuple[int, int]:
         """Number of packed sequences, and the stride of their bounds."""
@@ -171,7 +175,7 @@ def forward(factors: Operands, call: Call) -> tuple[Tensor, Tensor]:
     q, b = feature_factors(bq), feature_factors(bk, bv)
     ak, av = _heads_first(ak), _heads_first(av)
     forward_launch(
-        -(-tokens // tiles.queries) * batch * heads,
+        call.tiles(tokens, tiles.queries) * batch * heads,
         (aq, bq, ak, bk, av, bv, call.cu_seqlens, out, statistics),
         (
             tokens, keys, heads, batch, *call.packed, ak.shape[3] // 16, *strides_of(aq), *q.strides[0],
@@ -284,7 +288,7 @@ def _query_gradient(
     tiles = _query_tiles(q.dtype, max(block_d, block_e), max(rank_k, rank_v), architecture(q.device))
     g, b = feature_factors(grad), feature_factors(bk, bv)
     query_launch(
-        -(-tokens // tiles.queries) * batch * heads,
+        call.tiles(tokens, tiles.queries) * batch * heads,
         (q, ak, bk, av, bv, grad, statistics, delta, call.cu_seqlens, dq),
         (
             tokens, bk.shape[1], heads, batch, *call.packed, ak.shape[3] // 16,
@@ -312,7 +316,7 @@ def _key_gradients(
     keys, rank_k, rank_v, values = bk.shape[1], ak.shape[2], av.shape[2], bv.shape[-1]
     block_d, block_e = _block(features), _block(values)
     tiles = _key_tiles(q.dtype, max(block_d, block_e), max(rank_k, rank_v))
-    blocks = -(-keys // tiles.keys) * batch
+    blocks = call.tiles(keys, tiles.keys) * batch
     groups = min(heads, max(1, PROGRAMS * multiprocessors(q.device) // max(blocks, 1)))
     sums_k = torch.empty((groups, *bk.shape), dtype=torch.float32, device=q.device)
     sums_v = torch.empty((groups, *bv.shape), dtype=torch.float32, device=q.device)

@@ -236,7 +236,7 @@ def softmax(scores: Tensor, first: Tensor, last: Tensor) -> Tensor:
     visible = (key >= first[..., None]) & (key < last[..., None])
     blind = ~visible.any(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(~(visible | blind), -torch.inf), dim=-1)
-    return weights.masked_fill(blind, 0.0)
+    return weights.masked_fill(~visible, 0.0)  # also in a row of NaN
 
 
 def _in_blocks(
