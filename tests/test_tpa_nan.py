@@ -30,7 +30,7 @@ def with_number(x: dict[str, Tensor], name: str, entry: int, token: int, number:
 
 
 def assert_contained(found: Tensor, usual: Tensor, must: Tensor, may: Tensor, number: float) -> None:
-    """A result differs from the usual where it ``may``, and NaN is where it ``must`` be; in the shape of its rows."""
+    """A result differs from the usual where it ``may``; NaN is where it ``must`` be, in the shape of its rows."""
     different = (found != usual).any(-1).cpu()  # NaN differs from all
     assert not (different & ~may).any(), f"reached: {(different & ~may).nonzero()[:5].tolist()}"
     if math.isnan(number):
