@@ -34,6 +34,7 @@ from warploom.testing.conformance import (
     leaves,
     make_draws,
     make_inputs,
+    more_draws,
     random_like,
     upcast,
 )
@@ -101,11 +102,18 @@ def tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
     return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
 
 
-def assert_accurate(operator: Operator, draws: list[Inputs], backend: str) -> None:
-    judgement = judge_draws(operator, draws, backend)
+def assert_accurate(
+    operator: Operator, draws: list[Inputs], backend: str, more: Callable[[], list[Inputs]]
+) -> None:
+    judgement = judge_draws(operator, draws, backend, more)
     assert judgement.fwd.ok, f"fwd: {judgement.fwd.describe()}"
     assert judgement.bwd is None or judgement.bwd.ok, f"bwd: {judgement.bwd.describe()}"
     assert not judgement.modified
+
+
+def assert_case_accurate(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
+    draws = make_draws(operator, case, device)
+    assert_accurate(operator, draws, backend, lambda: more_draws(operator, case, device, draws))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -115,7 +123,7 @@ def assert_accurate(operator: Operator, draws: list[Inputs], backend: str) -> No
 
 @cases(*BACKENDS, stack=True)
 def test_error_budget(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
-    assert_accurate(operator, make_draws(operator, case, device), backend)
+    assert_case_accurate(operator, case, backend, device)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -141,12 +149,16 @@ def test_any_strides_and_nothing_outside_is_read_or_written(
     operator: Operator, case: Case, backend: str, device: torch.device
 ) -> None:
     generator = torch.Generator().manual_seed(SEED)
-    draws, views = [], []
-    for inputs in make_draws(operator, case, device):
+    views = []
+
+    def surround(inputs: Inputs) -> Inputs:
         surrounded = {name: strided_view(value, generator) for name, value in tensors(inputs).items()}
-        draws.append({**inputs, **{name: s.tensor for name, s in surrounded.items()}})
-        views += surrounded.items()
-    assert_accurate(operator, draws, backend)
+        views.extend(surrounded.items())
+        return {**inputs, **{name: s.tensor for name, s in surrounded.items()}}
+
+    draws = [surround(inputs) for inputs in make_draws(operator, case, device)]
+    more = lambda: [surround(inputs) for inputs in more_draws(operator, case, device, draws)]  # noqa: E731
+    assert_accurate(operator, draws, backend, more)
     for name, s in views:
         assert s.surroundings_untouched(), name
 
@@ -351,7 +363,7 @@ def test_kernels_asked_for_on_a_cpu_are_refused(
 
 @cases("auto")
 def test_auto_runs_every_case(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
-    assert_accurate(operator, make_draws(operator, case, device), backend)
+    assert_case_accurate(operator, case, backend, device)
 
 
 # ----------------------------------------------------------------------------------------------------------

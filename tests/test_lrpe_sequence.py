@@ -16,7 +16,7 @@ from test_lrpe import HEADS, assert_near, encode, exact_gradients, kinds, random
 from warploom.backend import HAS_TRITON
 from warploom.ops import operators
 from warploom.plans import Plans
-from warploom.testing.conformance import judge
+from warploom.testing.conformance import MOST_DRAWS, judge_draws
 
 pytestmark = [
     pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"),
@@ -76,7 +76,14 @@ def assert_accurate(kind: str, x: Tensor, theta: Tensor, way: str) -> None:
         inputs["interleaved"] = True
     if "cu_seqlens" in WAYS[way]:
         inputs["cu_seqlens"] = torch.tensor(WAYS[way]["cu_seqlens"], device=x.device)
-    judgement = judge(operators()["lrpe_cosine" if kind == "cosine" else "lrpe_rotate"], inputs, "triton")
+
+    def more() -> list[dict[str, Any]]:
+        """Calls at other frequencies, of which there are few: one draw sets a budget for their gradient by luck."""
+        thetas = (torch.rand(theta.shape).to(theta).requires_grad_() for _ in range(MOST_DRAWS - 1))
+        return [{**inputs, "theta": other} for other in thetas]
+
+    operator = operators()["lrpe_cosine" if kind == "cosine" else "lrpe_rotate"]
+    judgement = judge_draws(operator, [inputs], "triton", more)
     assert judgement.fwd.ok, f"fwd: {judgement.fwd.describe()}"
     assert judgement.bwd is not None
     assert judgement.bwd.ok, f"bwd: {judgement.bwd.describe()}"

@@ -115,6 +115,14 @@ def test_an_argument(name: str, argument: str, device: torch.device) -> None:
             assert_equal(results(function, each, as_they_are), expected)
 
 
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_precisions_of_pytorch(precision: str, device: torch.device) -> None:
+    q = torch.conj(torch.randn(1, 5, 2, 8, dtype=torch.complex64).to(device)).imag
+    found, expected = (flash_attention(x, x, x, float32_precision=precision, backend="torch") for x in (q, +q))
+    assert q.is_neg()
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("name", WITH_GRADIENT)
 def test_gradients(name: str, device: torch.device) -> None:
     function, make = CALLS[name]

@@ -7,7 +7,7 @@ It knows operators only through their `warploom.ops.spec.Operator`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
@@ -32,6 +32,7 @@ __all__ = [
     "make_draws",
     "make_inputs",
     "modified",
+    "more_draws",
     "random_like",
     "upcast",
 ]
@@ -98,7 +99,7 @@ def check_case(operator: Operator, case: Case, backend: str, device: torch.devic
 
 def _compared(operator: Operator, case: Case, backend: str, device: torch.device) -> list[CheckResult]:
     draws = make_draws(operator, case, device)
-    judgement = judge_draws(operator, draws, backend)
+    judgement = judge_draws(operator, draws, backend, lambda: more_draws(operator, case, device, draws))
     dtype = next(str(t.dtype) for t in draws[0].values() if _is_floating(t)).removeprefix("torch.")
     results = []
     for mode, accuracy in (("fwd", judgement.fwd), ("bwd", judgement.bwd)):
@@ -114,6 +115,12 @@ def _compared(operator: Operator, case: Case, backend: str, device: torch.device
 def make_inputs(operator: Operator, case: Case, device: torch.device) -> Inputs:
     """The inputs of a case, the same on every machine."""
     return operator.make_inputs(case, device, torch.Generator().manual_seed(SEED))
+
+
+def more_draws(operator: Operator, case: Case, device: torch.device, draws: Sequence[Inputs]) -> list[Inputs]:
+    """The inputs of a case that come after those of `make_draws`, up to `MOST_DRAWS` in all."""
+    seeds = range(SEED + len(draws), SEED + MOST_DRAWS)
+    return [operator.make_inputs(case, device, torch.Generator().manual_seed(seed)) for seed in seeds]
 
 
 def make_draws(operator: Operator, case: Case, device: torch.device) -> list[Inputs]:
@@ -175,8 +182,27 @@ class _Run(NamedTuple):
         return self.output, self.exact, self.eager
 
 
-def judge_draws(operator: Operator, draws: Sequence[Inputs], backend: str) -> Judgement:
-    """Judge several inputs of one kind as `judge` does one, by the means of errors and budgets."""
+def judge_draws(
+    operator: Operator, draws: Sequence[Inputs], backend: str, more: Callable[[], Sequence[Inputs]] = list
+) -> Judgement:
+    """Judge several inputs of one kind as `judge` does one, by the means of errors and budgets.
+
+    Args:
+        operator: What computes.
+        draws: The inputs.
+        backend: Which of its backends.
+        more: Makes more inputs of the kind, which are judged together with the first where an error of these is
+            beyond its budget and nothing else is wrong: a few numbers may have been drawn with a small budget.
+    """
+    judgement = _judged(operator, draws, backend)
+    verdicts = [verdict for verdict in (judgement.fwd, judgement.bwd) if verdict is not None]
+    if judgement.modified or any(v.problem for v in verdicts) or all(v.ok for v in verdicts):
+        return judgement
+    others = more()
+    return _judged(operator, [*draws, *others], backend) if others else judgement
+
+
+def _judged(operator: Operator, draws: Sequence[Inputs], backend: str) -> Judgement:
     runs = [_Run.of(operator, inputs, backend) for inputs in draws]
     fwd = _compare_all(run.results() for run in runs)
     bwd = None

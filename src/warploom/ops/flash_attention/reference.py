@@ -110,7 +110,7 @@ def _factor(x: Tensor, factors: str) -> Tensor:
     if factors in ("bfloat16", "float16", "medium"):
         return x.to(torch.float16 if factors == "float16" else torch.bfloat16).to(x.dtype)
     if factors == "high":
-        kept = (x.detach().view(torch.int32) & -(2**13)).view(x.dtype)  # 10 bits behind the point
+        kept = (x.detach().resolve_neg().view(torch.int32) & -(2**13)).view(x.dtype)  # 10 bits behind the point
         return x + (kept - x).detach()
     return x
 
