@@ -331,6 +331,20 @@ def test_other_bits_in_a_later_run_are_found(monkeypatch: pytest.MonkeyPatch) ->
     assert fault.kind.startswith("bits")
 
 
+@pytest.mark.parametrize(("backend", "expected"), [("triton", "batch output"), ("auto", None), ("torch", None)])
+def test_other_bits_in_a_batch_are_found_on_the_kernels(
+    backend: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drift(out: Tensor, named: dict[str, Any]) -> Tensor:
+        return torch.nextafter(out, torch.full_like(out, torch.inf)) if len(out) > 1 else out
+
+    plant(monkeypatch, drift)
+    call = make_call("tpa_decode", Choices(given={"B": 3, "M": 7, "D": 8, "backend": backend}))
+    assert call.options["backend"] == backend
+    _, faults = run_calls([call], CPU, None)
+    assert [fault.kind for fault in faults] == ([] if expected is None else [expected])
+
+
 def test_a_fault_that_needs_a_call_before_it_keeps_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a plan does that is taken for another call: the result is wrong where the dtype changed before."""
     dtypes: list[torch.dtype] = []

@@ -89,6 +89,13 @@ class Prepared:
         if backend is not None and "backend" in self.options:
             self.options["backend"] = backend
 
+    @property
+    def in_torch(self) -> bool:
+        """Whether PyTorch computes the call: by its choice, or because the kernels are for GPUs or other dtypes."""
+        backend = self.options.get("backend", "triton")
+        on_gpu = self.device.type == "cuda" and self.call.dtype != "float64"
+        return backend == "torch" or (backend == "auto" and not on_gpu)
+
     def drawn(self, draw: int) -> Prepared:
         """The same call with other numbers."""
         return Prepared(self.call, self.device, self.backend, draw)
@@ -113,8 +120,7 @@ class Prepared:
         """Outputs and gradients by the definition, in a dtype or in that of the inputs, all in one list."""
         given = self._for_the_definition(dtype)
         # Where PyTorch computes the call, its setting is part of what it is compared with.
-        in_torch = self.options.get("backend") == "torch"
-        with _setting(self.call if in_torch else replace(self.call, matmul_precision="highest")):
+        with _setting(self.call if self.in_torch else replace(self.call, matmul_precision="highest")):
             outputs = list(as_tuple(reference_of(self.call.operator)(**given)))
             incoming = [
                 None if placed is None else placed.dense.to(output.dtype)
@@ -236,7 +242,7 @@ def judge_entry(prepared: Prepared, verdict: Verdict) -> int:
     """
     call = prepared.call
     batch = call.outputs[0][0]
-    if call.operator not in INDEPENDENT_OF_BATCH or batch < 2 or prepared.options["backend"] == "torch":
+    if call.operator not in INDEPENDENT_OF_BATCH or batch < 2 or prepared.in_torch:
         return 0
     entry = call.seed % batch
     alone = prepared.entry(entry)
