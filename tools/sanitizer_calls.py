@@ -81,10 +81,10 @@ def _attention(
 
 def _encoding(
     n: int, d: int, dtype: torch.dtype = torch.float32, heads: int = 2, batch: int = 1, theta_grad: bool = True,
-    **options: Any,
+    frequencies: int | None = None, **options: Any,
 ) -> Inputs:  # fmt: skip
     """Vectors and frequencies."""
-    x, theta = _random(batch, n, heads, d, dtype=dtype), _random(heads, d // 2, grad=theta_grad)
+    x, theta = _random(batch, n, heads, d, dtype=dtype), _random(heads, frequencies or d // 2, grad=theta_grad)
     return {"x": x, "theta": theta, "backend": "triton", **options}
 
 
@@ -125,7 +125,7 @@ CALLS: tuple[Call, ...] = tuple(
     for group, function, name, make, options in (
         ("lrpe", lrpe_rotate, "rotate", _rotate, {"n": 13, "batch": 3}),
         ("lrpe", lrpe_rotate, "rotate-interleaved", _rotate, {"n": 13, "dtype": HALF, "interleaved": True}),
-        ("lrpe", lrpe_cosine, "cosine-grid", _cosine, {"n": 13, "grid": (2, 2, 3), "prefix": 1}),
+        ("lrpe", lrpe_cosine, "cosine-grid", _cosine, {"n": 13, "grid": (2, 2, 3), "prefix": 1, "frequencies": 11}),
         ("lrpe", lrpe_cosine, "cosine-packed", _cosine, {"n": 70, "dtype": HALF, "cu_seqlens": _BOUNDS}),
         ("lrpe", lrpe_rotate, "softmax-strips", _rotate, {"n": 40, "activation": "softmax_sequence"}),
         ("lrpe", lrpe_rotate, "softmax-packed", _rotate,
