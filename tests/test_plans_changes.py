@@ -263,7 +263,10 @@ class Sizes(Sequence[int]):
         return len(self.sizes)
 
 
-@pytest.mark.parametrize("kind", [list, lambda sizes: array("i", sizes), deque, Sizes], ids=["list", "array", "deque", "Sizes"])
+GRIDS = {"list": list, "array": lambda sizes: array("i", sizes), "deque": deque, "Sizes": Sizes}
+
+
+@pytest.mark.parametrize("kind", GRIDS.values(), ids=GRIDS)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_a_grid_that_is_changed_between_calls(kind: Any, backend: str, device: torch.device) -> None:
     inputs, grid = {**encoding(device), "backend": backend}, kind([2, 6])
