@@ -76,8 +76,11 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
     """Whether a gradient of a tensor may be asked for later, at any level of `torch.func`'s transforms."""
     if not torch.is_grad_enabled():
         return False
-    while _transforms() and not tensor.requires_grad and _is_wrapped(tensor):
-        tensor = _unwrapped(tensor)
+    if _transforms():
+        if _is_compiling():  # cannot look through what a transform has wrapped
+            return True
+        while not tensor.requires_grad and _is_wrapped(tensor):
+            tensor = _unwrapped(tensor)
     return tensor.requires_grad
 
 
