@@ -126,9 +126,12 @@ def test_gradients_accumulate(kind: str, backend: str, device: torch.device) -> 
 @backends
 @kinds
 @pytest.mark.parametrize("rows", [(0, 4), (1, 4), (4,)])
-def test_gradients_without_heads(rows: tuple[int, ...], kind: str, backend: str, device: torch.device) -> None:
+@pytest.mark.parametrize("activation", ["none", "softmax", "softmax_sequence"])
+def test_gradients_without_heads(
+    activation: str, rows: tuple[int, ...], kind: str, backend: str, device: torch.device
+) -> None:
     x, theta = random_x(device, 2, 5, 0, 8).requires_grad_(), random_theta(device, *rows).requires_grad_()
-    out = encode(kind, x, theta, backend=backend)
+    out = encode(kind, x, theta, activation=activation, backend=backend)
     assert out.shape == (2, 5, 0, 16 if kind == "cosine" else 8)
     dx, dtheta = torch.autograd.grad(out, (x, theta), out.detach())
     assert dx.shape == x.shape

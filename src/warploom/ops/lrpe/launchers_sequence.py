@@ -236,7 +236,7 @@ class _Planner:
         vec, unit, strides = packed_strides(tensors, geometry)
         theta_vec, numbers = angle_numbers(theta, positions, geometry, None)
         members = 1 if kind == "cosine" else 2
-        rows = theta.shape[0] if theta.dim() == 2 else 1
+        rows = max(theta.shape[0], 1) if theta.dim() == 2 else 1
         backward = grad is not None
 
         def sums_of(parts: int) -> ThetaSums | None:
