@@ -110,7 +110,7 @@ def test_device_functions_know_no_operator(path: Path) -> None:
 
 def test_the_launcher_knows_no_operator() -> None:
     of_house = {name for name in imported_modules(PACKAGE / "launch.py") if name.startswith("warploom")}
-    assert of_house <= {"warploom.entry", "warploom.interpreter", "warploom.pytorch"}
+    assert of_house <= {f"warploom.{name}" for name in ("backend", "entry", "interpreter", "pytorch")}
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
