@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
 from warploom.errors import ArgumentError, DtypeError, dtype_of, fault
@@ -50,7 +48,8 @@ def check_number(function: str, argument: str, value: object) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
         raise fault(DtypeError, function, argument, "a number", repr(value))
-    if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
+    # The largest float, written out: `torch.compile` takes one with a name for an input.
+    if isinstance(value, int | float) and not abs(value) <= 1.7976931348623157e308:
         raise fault(ArgumentError, function, argument, "finite", shown(value))
 
 

@@ -1,8 +1,8 @@
 """LRPE as PyTorch operators: ``torch.ops.warploom.lrpe`` and its backward, with fake functions and autograd.
 
-The registered operators serve `torch.compile`, meta and fake tensors. A plain eager call does not need the
-dispatcher's six microseconds and goes to the same launchers directly (`apply`), and so does `torch.func`, which
-registered operators with an autograd formula do not support.
+The registered operators serve whatever watches a call: `torch.compile`, `torch.func`, modes, meta and fake
+tensors. A plain eager call does not need the dispatcher's six microseconds and goes to the same launchers directly
+(`apply`).
 """
 
 from __future__ import annotations
