@@ -1,14 +1,14 @@
 # Two commands, each with all its own set-up:
 #   make bench   the quick suite on the GPU if there is one, else on the CPU; ends in tables and a report
-#   make test    lint, types and tests, and a part of the tests with the oldest and the newest Triton
+#   make test    lint, types and tests
 # and
 #   make docs    the documentation as a site, in site/
-# PYTHON picks another interpreter, VENV another place for the virtual environment, TRITONS other versions of Triton
-# to test with beside the pinned one (none: `make test TRITONS=`).
+# PYTHON picks another interpreter, VENV another place for the virtual environment, TRITONS versions of Triton with
+# which a part of the tests runs as well: `make test TRITONS="3.6.0 3.9.0"`, the oldest and the newest supported.
 
 PYTHON ?= python3
 VENV ?= .venv
-TRITONS ?= 3.6.0 3.9.0
+TRITONS ?=
 READY := $(VENV)/.ready
 
 .PHONY: bench test docs clean

@@ -164,7 +164,7 @@ def test_exported_with_dynamic_sizes(strict: bool, call: Call, backend: str, dev
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: Attention(32, 2, kv_heads=1, position=RotaryEmbedding(16)),
-    "linear_attention": lambda: Attention(32, 2, position=LRPE(2, 16, form="cosine")),
+    "attention_with_lrpe": lambda: Attention(32, 2, position=LRPE(2, 16)),
     "tensor_product_attention": lambda: TensorProductAttention(32, 2, 16),
 }
 
