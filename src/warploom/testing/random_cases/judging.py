@@ -316,6 +316,12 @@ def _judge_again(prepared: Prepared, missed: list[tuple[int, Accuracy]]) -> None
     raise Failure(f"accuracy {_name(prepared.call, index)}", detail)
 
 
+def _sizes(x: Tensor) -> tuple[float, float]:
+    """The largest absolute value and the root mean square of what is finite."""
+    finite = x[x.isfinite()]
+    return (float(finite.abs().max()), float(finite.square().mean().sqrt())) if finite.numel() else (0.0, 0.0)
+
+
 def _with_limits(
     prepared: Prepared, accuracies: list[Accuracy], found: Sequence[Tensor], exact: Sequence[Tensor]
 ) -> list[Accuracy]:
@@ -336,14 +342,13 @@ def _with_limits(
         floor = 2.0**-25 if dtype == torch.float16 else FLUSHED
         most, mean = floor, floor
         if index >= outputs:
-            more = slack[index - outputs]
-            most, mean = 2 * float(more.abs().max()) + floor, 2 * float(more.square().mean().sqrt()) + floor
+            most, mean = (2 * size + floor for size in _sizes(slack[index - outputs]))
         relative = FLOAT64 if prepared.call.dtype == "float64" else 0.0
         if dtype == torch.float64 and _name(prepared.call, index) == "gradient of theta":
             relative = FLOAT32
         if relative:
-            most += relative * (1 + float(exact[index].abs().max()))
-            mean += relative * (1 + float(exact[index].square().mean().sqrt()))
+            largest, typical = _sizes(exact[index])
+            most, mean = most + relative * (1 + largest), mean + relative * (1 + typical)
         error_budget, rms_budget = accuracy.error_budget + most, accuracy.rms_budget + mean
         ok = accuracy.max_error <= error_budget and accuracy.rms_error <= rms_budget
         result.append(replace(accuracy, ok=ok, error_budget=error_budget, rms_budget=rms_budget))
