@@ -160,7 +160,7 @@ DECODE = Operator(
     make_inputs=decode_inputs,
     check_cases=tuple({**_DECODE, **change} for change in _DECODE_CHECKS),
     length="m",
-    # Float32 with 129 features alone spills much; 16-bit factors, which are what a cache holds, nothing. Counting the
+    # Float32 with 129 features alone spills much; 16-bit factors, which are what a cache holds, nothing. To count
     # rows of partial results in 64 bits takes two registers too many on sm_100.
     spills={"decode_kernel": 752, "combine_kernel": 8},
 )
