@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
     # Cases are small, and the threads of parallel workers would only wait for each other.
     torch.set_num_threads(1)
 
-    from warploom.backend import HAS_TRITON
+    from warploom.runtime.backend import HAS_TRITON
 
     if HAS_TRITON:
         from interpreter import quicken
@@ -105,7 +105,7 @@ def gpu_memory() -> Iterator[Callable[[float], None]]:
 @pytest.fixture(autouse=True)
 def fresh_plans() -> None:
     """Nothing is known of earlier tests' calls: launchers may have been made to plan them otherwise."""
-    plans = sys.modules.get("warploom.plans")
+    plans = sys.modules.get("warploom.runtime.plans")
     for name, module in list(sys.modules.items()) if plans else ():
         if name.startswith("warploom."):
             for known in vars(module).values():
@@ -154,7 +154,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels for Hopper that a test launches."""
     if not ON_HOPPER:
         pytest.skip("needs a Hopper GPU")
-    from warploom.launch import TiledLaunch
+    from warploom.runtime.launch import TiledLaunch
 
     names: list[str] = []
     usual = TiledLaunch.__call__

@@ -9,12 +9,12 @@ import torch
 
 from warploom import flash_attention, lrpe_rotate, tpa_attention, tpa_decode
 from warploom.ops.flash_attention import api as flash_api
-from warploom.ops.flash_attention import autograd as flash_autograd
+from warploom.ops.flash_attention import operator as flash_autograd
 from warploom.ops.lrpe import api as lrpe_api
-from warploom.ops.lrpe import autograd as lrpe_autograd
+from warploom.ops.lrpe import operator as lrpe_autograd
 from warploom.ops.tpa import api as tpa_api
-from warploom.ops.tpa import autograd as tpa_autograd
-from warploom.plans import Plans
+from warploom.ops.tpa import operator as tpa_autograd
+from warploom.runtime.plans import Plans
 
 Tensor = torch.Tensor
 Inputs = dict[str, Any]

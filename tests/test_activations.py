@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from warploom.backend import HAS_TRITON
+from warploom.runtime.backend import HAS_TRITON
 
 if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from warploom.device.activations import exponential_float32, widen
 from warploom.device.product import rounded_to_tf32
-from warploom.launch import Kernel
+from warploom.runtime.launch import Kernel
 
 Tensor = torch.Tensor
 BLOCK = 1024

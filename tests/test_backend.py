@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from warploom import backend
-from warploom.backend import HAS_TRITON, use_triton
 from warploom.errors import BackendError
+from warploom.runtime import backend
+from warploom.runtime.backend import HAS_TRITON, use_triton
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 
@@ -78,7 +78,7 @@ def test_a_gpu_of_amd_is_not_taken_for_one_of_nvidia(on: Become) -> None:
 
 
 def test_kernels_for_hopper_run_on_nothing_like_it(on: Become) -> None:
-    from warploom.launch import architecture, may_start_early
+    from warploom.runtime.launch import architecture, may_start_early
 
     for capability, hip, expected in (((9, 4), "7.1", 0), ((9, 0), None, 90), ((10, 0), None, 100)):
         x = on(*capability, hip=hip)

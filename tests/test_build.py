@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from warploom.backend import HAS_TRITON
 from warploom.ops import operators
+from warploom.runtime.backend import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton's compiler")
 

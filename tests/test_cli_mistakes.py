@@ -260,7 +260,9 @@ def test_records_that_lack_a_parameter_of_today_are_shown_as_stale(
 ) -> None:
     pytest.importorskip("plotly")
     pytest.importorskip("triton")
-    monkeypatch.setattr("warploom.launch.INTERPRETED", False)  # so that the launches of every case are planned
+    monkeypatch.setattr(
+        "warploom.runtime.launch.INTERPRETED", False
+    )  # so that the launches of every case are planned
     case = {"dtype": "bfloat16", "batch": 2, "heads": 2, "head_dim": 64, "n": 256, "activation": "none"}
     cases = [case, *({key: case[key] for key in case if key != name} for name in case), {}]
     older = replace(RECORD, operator="lrpe_rotate", fingerprint="sm_90/132/0")

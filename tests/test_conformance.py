@@ -20,10 +20,10 @@ from launches import MERGING, ON_GPU
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from warploom.backend import HAS_TRITON
 from warploom.errors import ArgumentError, BackendError
 from warploom.ops import operators
 from warploom.ops.spec import Case, Inputs, Operator, Outputs
+from warploom.runtime.backend import HAS_TRITON
 from warploom.testing.accuracy import compare
 from warploom.testing.conformance import (
     SEED,
@@ -352,9 +352,9 @@ def test_kernels_asked_for_on_a_cpu_are_refused(
     operator: Operator, case: Case, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if HAS_TRITON:
-        from warploom.plans import Plans
+        from warploom.runtime.plans import Plans
 
-        monkeypatch.setattr("warploom.launch.INTERPRETED", False)
+        monkeypatch.setattr("warploom.runtime.launch.INTERPRETED", False)
         # Calls of other tests, which the interpreter ran, are known.
         monkeypatch.setattr(sys.modules[operator.function.__module__], "_on_kernels", Plans())
     with pytest.raises(BackendError, match=operator.name):
@@ -373,7 +373,7 @@ def test_auto_runs_every_case(operator: Operator, case: Case, backend: str, devi
 
 def compiled_kernels() -> int:
     """Compiled kernel variants that the launcher holds, but for those that merge parts."""
-    from warploom.launch import Kernel
+    from warploom.runtime.launch import Kernel
 
     kernels = [thing for thing in gc.get_objects() if type(thing) is Kernel]
     return sum(len(kernel.compiled) for kernel in kernels if kernel.function.__name__ not in MERGING)

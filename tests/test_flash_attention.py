@@ -9,10 +9,10 @@ import seeds
 import torch
 
 from warploom import BackendError, flash_attention
-from warploom.backend import HAS_TRITON
 from warploom.ops.flash_attention import reference
+from warploom.ops.flash_attention.bench import OPERATOR
 from warploom.ops.flash_attention.peers import plain
-from warploom.ops.flash_attention.spec import OPERATOR
+from warploom.runtime.backend import HAS_TRITON
 from warploom.testing.accuracy import compare, compare_each
 from warploom.testing.conformance import gradients, judge_draws, leaves, random_like, upcast
 from warploom.testing.poison import poisoned_allocations

@@ -15,7 +15,7 @@ from warploom import (
     WarploomError,
     flash_attention,
 )
-from warploom.backend import HAS_TRITON
+from warploom.runtime.backend import HAS_TRITON
 
 Change = dict[str, Any]
 

@@ -8,7 +8,7 @@ from launches import assert_for_hopper_alone, choose_as_on
 from test_flash_attention import assert_right, random_inputs, run
 
 from warploom import flash_attention
-from warploom.backend import HAS_TRITON
+from warploom.runtime.backend import HAS_TRITON
 from warploom.testing.poison import poisoned_allocations
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -19,14 +19,15 @@ Tensor = torch.Tensor
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose kernels as on an H100, wherever the test runs."""
-    from warploom.ops.flash_attention import launchers_hopper
+    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
 
     choose_as_on(90, launchers_hopper, monkeypatch)
     monkeypatch.setattr(launchers_hopper, "programs_at_once", lambda device: 132)
 
 
 def suits(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float = 0.1, **mask: Any) -> bool:
-    from warploom.ops.flash_attention import launchers, launchers_hopper
+    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+    from warploom.ops.flash_attention.launches import portable as launchers
 
     geometry = launchers._geometry(q, k, v)
     return launchers_hopper.suit(name, geometry, launchers.Mask(**mask), scale, q, k, v)
@@ -67,7 +68,8 @@ def test_the_calls_that_do_not(hopper: None) -> None:
 @pytest.mark.parametrize("name", ["forward", "key", "query"])
 def test_long_walks_of_few_heads_are_split(name: str, hopper: None) -> None:
     def parts(batch: int, n: int, heads: int, **mask: Any) -> int:
-        from warploom.ops.flash_attention import launchers, launchers_hopper
+        from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+        from warploom.ops.flash_attention.launches import portable as launchers
 
         x = torch.empty(batch, n, heads, 64, dtype=torch.bfloat16, device="meta")
         return launchers_hopper._parts(name, launchers._geometry(x, x, x), launchers.Mask(**mask), x.device)
@@ -80,7 +82,7 @@ def test_long_walks_of_few_heads_are_split(name: str, hopper: None) -> None:
 
 
 def test_nothing_suits_another_gpu(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from warploom.ops.flash_attention import launchers_hopper
+    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
 
     x = empty()
     assert_for_hopper_alone(launchers_hopper, lambda: suits("forward", x, x, x), monkeypatch)
@@ -149,7 +151,9 @@ def test_few_tiles_whose_walks_are_split(
     n: int, m: int, heads: int, key_heads: int, d: int, e: int, dtype: torch.dtype, causal: bool, parts: int,
     launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from warploom.ops.flash_attention import launchers, launchers_few, launchers_hopper
+    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+    from warploom.ops.flash_attention.launches import portable as launchers
+    from warploom.ops.flash_attention.launches import small as launchers_few
 
     monkeypatch.setattr(launchers_hopper, "_parts", lambda *arguments: parts)
     monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short walks too
@@ -170,8 +174,11 @@ def test_the_last_section_of_heads_is_narrower(
     causal: bool, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads are taken in sections that fit in the L2 cache: here those of two key heads, and there are three."""
-    from warploom.ops.flash_attention import api, launchers, launchers_few, launchers_hopper
-    from warploom.plans import Plans
+    from warploom.ops.flash_attention import api
+    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+    from warploom.ops.flash_attention.launches import portable as launchers
+    from warploom.ops.flash_attention.launches import small as launchers_few
+    from warploom.runtime.plans import Plans
 
     n, d = 700, 64
     monkeypatch.setattr(launchers_hopper, "L2_SHARE", 2 * (n * 2 * d * torch.bfloat16.itemsize))
@@ -262,8 +269,10 @@ def test_gradients_of_float32_factors_in_pieces(
     n: int, m: int, heads: int, key_heads: int, d: int, causal: bool, precision: str, parts: int,
     launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from warploom.ops.flash_attention import api, launchers, launchers_hopper
-    from warploom.plans import Plans
+    from warploom.ops.flash_attention import api
+    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+    from warploom.ops.flash_attention.launches import portable as launchers
+    from warploom.runtime.plans import Plans
 
     any_length = dict.fromkeys(("forward", "backward"), dict.fromkeys((16, 32, 64, 128), 1))
     monkeypatch.setattr(launchers, "_LONG", {"pieces": any_length, "pairs": any_length})
@@ -279,7 +288,8 @@ def test_gradients_of_float32_factors_in_pieces(
 
 
 def test_the_results_that_kernels_for_pieces_write(hopper: None) -> None:
-    from warploom.ops.flash_attention import launchers, launchers_hopper
+    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+    from warploom.ops.flash_attention.launches import portable as launchers
 
     def suits_pieces(x: Tensor) -> bool:
         geometry = launchers._geometry(x, x, x)

@@ -10,8 +10,8 @@ from launches import MERGING, ON_GPU
 from test_flash_attention import assert_right, kernels, random_inputs, run
 
 from warploom import flash_attention
-from warploom.ops.flash_attention.spec import OPERATOR
-from warploom.plans import Plans
+from warploom.ops.flash_attention.bench import OPERATOR
+from warploom.runtime.plans import Plans
 from warploom.testing.conformance import make_draws
 from warploom.testing.poison import poisoned_allocations
 
@@ -26,7 +26,8 @@ pytestmark = kernels
 @pytest.fixture
 def many_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Walks cut into as many parts as there are steps."""
-    from warploom.ops.flash_attention import api, launchers
+    from warploom.ops.flash_attention import api
+    from warploom.ops.flash_attention.launches import portable as launchers
 
     with monkeypatch.context() as patch:
         patch.setattr(api, "_on_kernels", Plans())  # none but those of this test
@@ -75,7 +76,9 @@ def test_packed_sequences_split(many_splits: None, device: torch.device) -> None
 @pytest.fixture
 def long_walks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short sequences take the loops and kernels of long ones."""
-    from warploom.ops.flash_attention import api, launchers, launchers_few
+    from warploom.ops.flash_attention import api
+    from warploom.ops.flash_attention.launches import portable as launchers
+    from warploom.ops.flash_attention.launches import small as launchers_few
 
     monkeypatch.setattr(launchers_few, "suits_backward", lambda *arguments: False)
     monkeypatch.setattr(launchers, "has_few_short_walks", lambda *arguments: False)
@@ -91,7 +94,8 @@ def test_kernels_of_long_walks_where_walks_are_few_and_short(case: Any, device: 
 
 
 def test_which_walks_are_few_and_short() -> None:
-    from warploom.ops.flash_attention import launchers, launchers_few
+    from warploom.ops.flash_attention.launches import portable as launchers
+    from warploom.ops.flash_attention.launches import small as launchers_few
 
     def few(n: int, heads: int = 1, d: int = 64, dtype: torch.dtype = torch.bfloat16, **mask: Any) -> list[bool]:
         x = torch.empty(1, n, heads, d, dtype=dtype)
@@ -134,7 +138,8 @@ def test_few_short_walks(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from warploom.ops.flash_attention import api, launchers
+    from warploom.ops.flash_attention import api
+    from warploom.ops.flash_attention.launches import portable as launchers
 
     monkeypatch.setattr(launchers, "best_parts", lambda *arguments: parts)  # more than some walks have steps
     monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
@@ -169,7 +174,8 @@ def test_float32_factors_in_pieces_before_the_walk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Long float32 tensors are split in pieces once; here short ones are, and walk on the kernels for every GPU."""
-    from warploom.ops.flash_attention import api, launchers
+    from warploom.ops.flash_attention import api
+    from warploom.ops.flash_attention.launches import portable as launchers
 
     any_length = dict.fromkeys(("forward", "backward"), dict.fromkeys((16, 32, 64, 128), 1))
     monkeypatch.setattr(launchers, "_LONG", {"pieces": any_length, "pairs": any_length})
@@ -191,7 +197,7 @@ def test_the_last_section_of_heads_is_narrower(
     heads: dict[str, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads are taken in sections that fit in the L2 cache: here those of two key heads, and there are three."""
-    from warploom.ops.flash_attention import launchers
+    from warploom.ops.flash_attention.launches import portable as launchers
 
     n, d = 140, 16
     monkeypatch.setattr(launchers, "L2_SHARE", 2 * (n * 2 * d * torch.bfloat16.itemsize))
@@ -216,8 +222,8 @@ def test_a_window_may_begin_and_end_anywhere_in_a_tile(bound: int, device: torch
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     """What is launched during a test: name, and compile-time constants by name."""
-    from warploom.launch import Kernel
     from warploom.ops.flash_attention import api
+    from warploom.runtime.launch import Kernel
 
     launched, call = [], Kernel.__call__
 
@@ -235,7 +241,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]
 def test_no_length_batch_window_or_scale_is_a_constant(
     short: int, launches: list[Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from warploom.ops.flash_attention import launchers
+    from warploom.ops.flash_attention.launches import portable as launchers
 
     monkeypatch.setattr(launchers, "_SHORT", short)  # short walks and long ones have loops of their own
     kinds: list[list[dict[str, Any]]] = [
@@ -253,8 +259,8 @@ def test_no_length_batch_window_or_scale_is_a_constant(
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 def test_precision_of_float32_products(precision: str, launches: list[Any], device: torch.device) -> None:
-    from warploom.launch import architecture
-    from warploom.ops.flash_attention.launchers import PRODUCTS
+    from warploom.ops.flash_attention.launches.portable import PRODUCTS
+    from warploom.runtime.launch import architecture
 
     product = PRODUCTS[precision]
     if precision == "highest" and architecture(device) == 90:

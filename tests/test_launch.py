@@ -10,7 +10,7 @@ import pytest
 import torch
 from launches import driver_accepts
 
-from warploom.backend import HAS_TRITON
+from warploom.runtime.backend import HAS_TRITON
 
 if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
@@ -25,10 +25,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-from warploom import entry, launch
-from warploom.device import tma
-from warploom.device.hopper import barriers
-from warploom.launch import (
+from warploom.device.hopper import tma
+from warploom.device.hopper.pipeline import barriers
+from warploom.runtime import entry, launch
+from warploom.runtime.launch import (
     Boxes,
     Dense,
     Kernel,

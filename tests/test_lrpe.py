@@ -15,8 +15,8 @@ import torch
 from launches import ON_GPU
 
 from warploom import lrpe_cosine, lrpe_rotate
-from warploom.backend import HAS_TRITON
 from warploom.ops.lrpe import reference
+from warploom.runtime.backend import HAS_TRITON
 
 Tensor = torch.Tensor
 
@@ -471,7 +471,7 @@ def test_sizes(kind: str, shape: tuple[int, ...], backend: str, device: torch.de
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_division_by_a_multiplication_and_a_shift_is_exact() -> None:
-    from warploom.ops.lrpe.launchers import inverse_of
+    from warploom.ops.lrpe.launches import inverse_of
 
     generator = np.random.default_rng(0)
     largest = 2**31 - 1
@@ -490,8 +490,8 @@ def test_division_by_a_multiplication_and_a_shift_is_exact() -> None:
 def test_tiles_make_no_difference(
     kind: str, tile: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from warploom.ops.lrpe import launchers
-    from warploom.plans import Plans
+    from warploom.ops.lrpe import launches as launchers
+    from warploom.runtime.plans import Plans
 
     x = random_x(device, 5, 6, HEADS, 20).bfloat16()
     grad = random_x(device, 5, 6, HEADS, 40 if kind == "cosine" else 20).bfloat16()

@@ -8,8 +8,8 @@ import torch
 from test_lrpe import BACKENDS, encode
 
 from warploom import ArgumentError, BackendError, DeviceError, DtypeError, ShapeError, WarploomError
-from warploom.backend import HAS_TRITON
 from warploom.ops.lrpe import api
+from warploom.runtime.backend import HAS_TRITON
 
 Tensor = torch.Tensor
 Change = dict[str, Any]
@@ -180,7 +180,7 @@ def no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("a kernel was launched for a call that must be refused")
 
     if HAS_TRITON:
-        monkeypatch.setattr("warploom.launch.Kernel.__call__", refuse)
+        monkeypatch.setattr("warploom.runtime.launch.Kernel.__call__", refuse)
 
 
 def assert_refused(

@@ -29,8 +29,8 @@ from test_lrpe import (
 )
 
 from warploom import lrpe_rotate
-from warploom.backend import HAS_TRITON
-from warploom.plans import Plans
+from warploom.runtime.backend import HAS_TRITON
+from warploom.runtime.plans import Plans
 
 Tensor = torch.Tensor
 
@@ -510,7 +510,8 @@ def test_the_gradient_of_theta_counts_rows_to_the_end_of_32_bits(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One program of a backward, which does the first and the last of its tiles. All rows lie at the same place."""
-    from warploom.ops.lrpe import kernels, launchers
+    from warploom.ops.lrpe import launches as launchers
+    from warploom.ops.lrpe.kernels import encode as kernels
 
     rows, block = 2**31 - 5000, 128
     tiles = -(-rows // block)
@@ -556,7 +557,8 @@ def test_places_of_sums_beyond_32_bits(checked_integers: None, monkeypatch: pyte
     """The last head of so many that their frequencies, or their columns' statistics, are 2³¹ numbers."""
     from triton.runtime import interpreter
 
-    from warploom.ops.lrpe import launchers, launchers_sequence
+    from warploom.ops.lrpe import launches as launchers
+    from warploom.ops.lrpe.softmax_sequence.launches import portable as launchers_sequence
 
     def run_last(kernel: Any, heads: int, tensors: tuple[Tensor | None, ...], *arguments: Any) -> None:
         builder = interpreter.interpreter_builder
@@ -611,8 +613,8 @@ def test_modes_of_pytorch(kind: str, backend: str, device: torch.device) -> None
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int, dict[str, Any]]]:
     """What is launched during a test: function, number of programs, compile-time constants by name."""
-    from warploom.launch import Kernel
     from warploom.ops.lrpe import api
+    from warploom.runtime.launch import Kernel
 
     launched, call = [], Kernel.__call__
 
@@ -651,7 +653,8 @@ def test_no_tile_reaches_from_the_last_row_beyond_32_bits(
     activation: str, kind: str, launches: list[Any], device: torch.device
 ) -> None:
     """The shorter a row, the more there are in a tile."""
-    from warploom.ops.lrpe import autograd, launchers
+    from warploom.ops.lrpe import launches as launchers
+    from warploom.ops.lrpe import operator as autograd
     from warploom.ops.lrpe.api import MAX_ROWS
 
     features = 1 if kind == "cosine" else 2

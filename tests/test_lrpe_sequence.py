@@ -13,9 +13,9 @@ import torch
 from launches import ON_GPU
 from test_lrpe import HEADS, assert_near, encode, exact_gradients, kinds, random_theta, random_x
 
-from warploom.backend import HAS_TRITON
 from warploom.ops import operators
-from warploom.plans import Plans
+from warploom.runtime.backend import HAS_TRITON
+from warploom.runtime.plans import Plans
 from warploom.testing.conformance import MOST_DRAWS, judge_draws
 
 pytestmark = [
@@ -46,7 +46,8 @@ some_kinds = kinds if ON_GPU else pytest.mark.parametrize("kind", ["rotate", "co
 
 @pytest.fixture(autouse=True)
 def _strips(monkeypatch: pytest.MonkeyPatch) -> None:
-    from warploom.ops.lrpe import autograd, launchers_sequence
+    from warploom.ops.lrpe import operator as autograd
+    from warploom.ops.lrpe.softmax_sequence.launches import portable as launchers_sequence
 
     if ON_GPU:
         assert launchers_sequence.strip_tokens(False) == FORWARD_STRIP
@@ -156,7 +157,8 @@ def test_a_single_token_has_all_the_weight(kind: str, block_parallel: bool, devi
 
 
 def by_way(kind: str, x: Tensor, theta: Tensor, block_parallel: bool) -> Tensor:
-    from warploom.ops.lrpe import autograd, launchers
+    from warploom.ops.lrpe import launches as launchers
+    from warploom.ops.lrpe import operator as autograd
 
     call = autograd.Call(launchers.Positions(offset=5), kind, "softmax_sequence", block_parallel=block_parallel)
     return autograd.apply(x, theta, call)

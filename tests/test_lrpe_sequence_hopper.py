@@ -10,8 +10,8 @@ import torch
 from launches import assert_for_hopper_alone, choose_as_on
 from test_lrpe import encode, random_theta, random_x
 
-from warploom.backend import HAS_TRITON
 from warploom.ops import operators
+from warploom.runtime.backend import HAS_TRITON
 from warploom.testing.conformance import judge
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -31,7 +31,7 @@ ODD = (1, 2, 63, 64, 65, 255, 257, 511, 1025, 2049, 4097, 12_345, 39_999)
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose kernels as on an H100, wherever the test runs."""
-    from warploom.ops.lrpe import launchers_sequence_hopper
+    from warploom.ops.lrpe.softmax_sequence.launches import hopper as launchers_sequence_hopper
 
     choose_as_on(90, launchers_sequence_hopper, monkeypatch)
 
@@ -44,8 +44,9 @@ def suits(
     theta: Tensor | None = None,
     **positions: Any,
 ) -> bool:
-    from warploom.layout import layout_of
-    from warploom.ops.lrpe import launchers, launchers_sequence_hopper
+    from warploom.ops.lrpe import launches as launchers
+    from warploom.ops.lrpe.softmax_sequence.launches import hopper as launchers_sequence_hopper
+    from warploom.runtime.memory_order import layout_of
 
     features = x.shape[-1] if kind == "cosine" else x.shape[-1] // 2
     out = layout_of(x, 2 * features if kind == "cosine" and grad is None else x.shape[-1])
@@ -104,8 +105,8 @@ def test_the_calls_that_do_not(kind: str, hopper: None) -> None:
 
 def test_positions_that_suit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels count to the end of a tile: there, a position of more than 32 bits would be another one."""
-    from warploom.ops.lrpe import launchers_sequence
-    from warploom.ops.lrpe.launchers import Positions
+    from warploom.ops.lrpe.launches import Positions
+    from warploom.ops.lrpe.softmax_sequence.launches import portable as launchers_sequence
 
     choose_as_on(90, launchers_sequence, monkeypatch)
     x = empty()
@@ -123,14 +124,14 @@ def test_positions_that_suit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @KINDS
 def test_nothing_suits_another_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from warploom.ops.lrpe import launchers_sequence_hopper
+    from warploom.ops.lrpe.softmax_sequence.launches import hopper as launchers_sequence_hopper
 
     x = empty()
     assert_for_hopper_alone(launchers_sequence_hopper, lambda: suits(kind, x), monkeypatch)
 
 
 def test_words_are_zero_and_tags_differ() -> None:
-    from warploom.ops.lrpe.launchers_sequence_hopper import Words
+    from warploom.ops.lrpe.softmax_sequence.launches.hopper import Words
 
     words = Words()
     first, tag = words.take(5, torch.empty(1))
@@ -142,7 +143,7 @@ def test_words_are_zero_and_tags_differ() -> None:
 
 
 def test_tags_begin_anew_before_an_int32_ends() -> None:
-    from warploom.ops.lrpe.launchers_sequence_hopper import Words
+    from warploom.ops.lrpe.softmax_sequence.launches.hopper import Words
 
     words = Words()
     words.launches = itertools.count(2**31 - 3)
@@ -187,7 +188,7 @@ def random_case(kind: str, n: int, device: torch.device, d: int = 128) -> tuple[
 @EXACT
 @pytest.mark.parametrize("n", ODD)
 def test_lengths(n: int, exact: bool, kind: str, launched: list[str], device: torch.device) -> None:
-    from warploom.ops.lrpe.launchers_sequence_hopper import tile_of
+    from warploom.ops.lrpe.softmax_sequence.launches.hopper import tile_of
 
     x, theta, _ = random_case(kind, n, device)
     assert_accurate(kind, x, theta.requires_grad_(exact), offset=-3)
@@ -266,7 +267,7 @@ def test_grids(
     grid: tuple[int, ...], prefix: int, shared: bool, kind: str, launched: list[str], device: torch.device
 ) -> None:
     """As many frequencies as fit all axes: of three, columns of one thread belong to different ones."""
-    from warploom.ops.lrpe.launchers_sequence_hopper import tile_of
+    from warploom.ops.lrpe.softmax_sequence.launches.hopper import tile_of
 
     n = math.prod(grid) + prefix
     x, theta, _ = random_case(kind, n, device)
@@ -374,7 +375,7 @@ def test_sums_that_a_program_works_out_for_others_have_the_same_bits(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from warploom.ops.lrpe import launchers_sequence_hopper
+    from warploom.ops.lrpe.softmax_sequence.launches import hopper as launchers_sequence_hopper
 
     x, theta, grad = random_case(kind, math.prod(grid) + prefix, device)
     theta = theta[:, : theta.shape[1] // len(grid)].requires_grad_(exact)
@@ -416,7 +417,7 @@ def test_parts_that_do_not_fit_the_gpu(
     kind: str, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More parts of a strip than run at once end, with the bits of patience without end, and are not chosen."""
-    from warploom.ops.lrpe import launchers_sequence_hopper as launchers
+    from warploom.ops.lrpe.softmax_sequence.launches import hopper as launchers
 
     theta = random_theta(device, 1, 64 if kind == "cosine" else 32)
     x = random_x(device, 1, 60_001, 1, 64).bfloat16()
@@ -439,7 +440,7 @@ def test_parts_that_do_not_fit_the_gpu(
 def test_words_from_a_pool_are_for_one_launch(
     kind: str, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from warploom.ops.lrpe import launchers_sequence_hopper as launchers
+    from warploom.ops.lrpe.softmax_sequence.launches import hopper as launchers
 
     monkeypatch.setattr(launchers, "_words", launchers.Words())
     x, theta, grad = random_case(kind, 1000, device)
@@ -520,7 +521,7 @@ def test_a_graph_replays(exact: bool, kind: str, launched: list[str], device: to
 def test_a_new_length_compiles_nothing(
     kind: str, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from warploom.ops.lrpe import kernels_sequence_hopper as kernels
+    from warploom.ops.lrpe.softmax_sequence.kernels.hopper import sequence as kernels
 
     for n in (300, 1100, 2000):
         results(kind, *random_case(kind, n, device))

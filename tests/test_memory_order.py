@@ -8,7 +8,7 @@ import torch
 from test_flash_attention import BACKENDS, LAYOUTS
 
 from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
-from warploom.layout import dense, empty_in_order_of, in_order_of
+from warploom.runtime.memory_order import dense, empty_in_order_of, in_order_of
 
 Tensor = torch.Tensor
 Make = Callable[..., Tensor]

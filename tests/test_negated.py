@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
-from warploom.backend import HAS_TRITON
+from warploom.runtime.backend import HAS_TRITON
 
 if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
@@ -29,7 +29,7 @@ from planned_calls import (
     placed_encoding,
 )
 
-from warploom.nn.rotary_attention import rotary_attention
+from warploom.ops.rotary_attention.operator import rotary_attention
 
 Tensor = torch.Tensor
 Make = Callable[[torch.device], Inputs]

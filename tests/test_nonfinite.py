@@ -14,8 +14,8 @@ from launches import ON_GPU
 from test_flash_attention import BACKENDS
 
 from warploom import flash_attention
-from warploom.backend import HAS_TRITON
 from warploom.ops.flash_attention import reference
+from warploom.runtime.backend import HAS_TRITON
 
 Tensor = torch.Tensor
 
@@ -146,7 +146,7 @@ def attention(setting: Setting, backend: str, device: torch.device) -> Attend:
 
 def rotary(setting: Setting, device: torch.device) -> Attend:
     """Attention by one operator with its positions; these turn nothing, so that results are those of attention."""
-    from warploom.nn.rotary_attention import rotary_attention
+    from warploom.ops.rotary_attention.operator import rotary_attention
 
     theta = torch.zeros(1, setting.features // 2, device=device)
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from warploom import flash_attention, lrpe_cosine, lrpe_rotate, plans, tpa_decode
-from warploom.backend import HAS_TRITON
+from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_decode
+from warploom.runtime import plans
+from warploom.runtime.backend import HAS_TRITON
 
 if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
@@ -29,12 +30,13 @@ from planned_calls import (
 )
 
 from warploom.ops.flash_attention import api as flash_api
-from warploom.ops.flash_attention import launchers as flash_launchers
+from warploom.ops.flash_attention.launches import portable as flash_launchers
 from warploom.ops.lrpe import api as lrpe_api
-from warploom.ops.lrpe import launchers, launchers_sequence
+from warploom.ops.lrpe import launches as launchers
+from warploom.ops.lrpe.softmax_sequence.launches import portable as launchers_sequence
 from warploom.ops.tpa import api as tpa_api
-from warploom.ops.tpa import launchers as tpa_launchers
-from warploom.plans import Plans, recognise
+from warploom.ops.tpa.decode.launches import portable as tpa_launchers
+from warploom.runtime.plans import Plans, recognise
 
 Tensor = torch.Tensor
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from warploom import DtypeError, WarploomError, flash_attention, lrpe_rotate, tpa_attention, tpa_decode
-from warploom.backend import HAS_TRITON
+from warploom.runtime.backend import HAS_TRITON
 
 if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)

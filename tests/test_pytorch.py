@@ -12,8 +12,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from warploom import pytorch
-from warploom.backend import HAS_TRITON
+from warploom.runtime import pytorch
+from warploom.runtime.backend import HAS_TRITON
 
 pytestmark = pytest.mark.stack
 Tensor = torch.Tensor
@@ -136,7 +136,7 @@ class Public(ModuleType):
         found = getattr(self.module, name)
         return Public(found) if isinstance(found, ModuleType) else found
 
-spec = importlib.util.spec_from_file_location("warploom.pytorch", sys.argv[1])
+spec = importlib.util.spec_from_file_location("warploom.runtime.pytorch", sys.argv[1])
 pytorch = importlib.util.module_from_spec(spec)
 sys.modules["torch"] = Public(torch)
 spec.loader.exec_module(pytorch)
@@ -144,7 +144,7 @@ sys.modules["torch"] = torch
 assert pytorch.make_guard is pytorch.empty_strided_cuda is None
 assert pytorch.count_dispatch_modes() == pytorch.count_function_modes() == pytorch.are_transforms_active() == 1
 assert pytorch.forward_ad._current_level == 0
-sys.modules["warploom.pytorch"] = pytorch
+sys.modules["warploom.runtime.pytorch"] = pytorch
 
 from warploom import flash_attention, lrpe_rotate, tpa_attention
 device = torch.device(sys.argv[2])

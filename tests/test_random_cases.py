@@ -20,9 +20,9 @@ import seeds
 import torch
 from launches import ON_GPU
 
-from warploom.backend import HAS_TRITON
 from warploom.cli import main
 from warploom.errors import ArgumentError
+from warploom.runtime.backend import HAS_TRITON
 from warploom.testing.random_cases import (
     OPERATORS,
     Call,

@@ -8,17 +8,18 @@ import torch
 from launches import choose_as_on, driver_accepts
 
 from warploom import flash_attention, lrpe_rotate
-from warploom.backend import HAS_TRITON
 from warploom.nn import Attention, RotaryEmbedding
+from warploom.runtime.backend import HAS_TRITON
 
 if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
 
-from warploom.launch import TiledLaunch
-from warploom.nn import rotary_attention as module
-from warploom.nn.rotary_attention import rotary_attention
-from warploom.ops.flash_attention import launchers, launchers_hopper
-from warploom.plans import Plans
+from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+from warploom.ops.flash_attention.launches import portable as launchers
+from warploom.ops.rotary_attention import operator as module
+from warploom.ops.rotary_attention.operator import rotary_attention
+from warploom.runtime.launch import TiledLaunch
+from warploom.runtime.plans import Plans
 from warploom.testing.poison import poisoned_allocations, strided_view
 
 Tensor = torch.Tensor
@@ -177,7 +178,7 @@ def test_plans_for_hopper_launch_on_parts_of_larger_tensors(
 @pytest.mark.parametrize("tokens", [1, 300])
 def test_plans_for_hopper_want_aligned_parts(tokens: int, features: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The strides of one head of one token are never taken and say nothing of where the other heads lie."""
-    from warploom.ops.flash_attention import launchers_hopper
+    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
 
     for chosen in (launchers, launchers_hopper):
         choose_as_on(90, chosen, monkeypatch)

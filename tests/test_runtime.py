@@ -18,16 +18,16 @@ import torch
 from launches import ON_GPU
 
 from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
-from warploom.backend import HAS_TRITON
-from warploom.plans import Plans
+from warploom.runtime.backend import HAS_TRITON
+from warploom.runtime.plans import Plans
 
 if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
 
 from triton.runtime import JITFunction
 
-from warploom.launch import Kernel, Launch, TiledLaunch
-from warploom.nn.rotary_attention import rotary_attention
+from warploom.ops.rotary_attention.operator import rotary_attention
+from warploom.runtime.launch import Kernel, Launch, TiledLaunch
 
 Tensor = torch.Tensor
 Results = tuple[Tensor, ...]

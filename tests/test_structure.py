@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from importlib.resources import files
 from pathlib import Path
 
@@ -16,32 +17,19 @@ from warploom import errors
 from warploom.ops import FOLDERS
 
 PACKAGE = Path(warploom.__file__).parent
-OPERATOR_FILES = (
-    "README.md",
-    "api.py",
-    "autograd.py",
-    "kernels.py",
-    "reference.py",
-    "spec.py",
-    "__init__.py",
-)
-# What a file of an operator may import of warploom: names inside its own folder, and outside.
+OPERATOR_FILES = ("README.md", "api.py", "bench.py", "operator.py", "reference.py", "__init__.py")
+# What a part of an operator may import of warploom: parts of its own folder, and what lies outside.
 ALLOWED = {
     "reference": set(),
     "peers": {"reference", "warploom.ops.spec"},  # so that no record of theirs depends on a kernel of ours
     "kernels": {"kernels", "warploom.device"},
-    "launchers": {
-        "kernels", "launchers", "warploom.device", "warploom.launch", "warploom.layout", "warploom.plans",
-    },
-    "autograd": {
-        "launchers", "autograd", "warploom.eager", "warploom.launch", "warploom.layout", "warploom.plans",
-        "warploom.pytorch",
-    },
-    "api": {
-        "autograd", "launchers", "reference", "warploom.arguments",
-        "warploom.backend", "warploom.eager", "warploom.errors", "warploom.layout", "warploom.plans",
-    },
-}  # fmt: skip
+    "configs": {"problem", "warploom.runtime"},
+    "problem": {"warploom.runtime"},
+    "chunks": set(),
+    "launches": {"launches", "kernels", "configs", "problem", "chunks", "warploom.device", "warploom.runtime"},
+    "operator": {"launches", "problem", "warploom.runtime"},
+    "api": {"operator", "problem", "launches", "reference", "warploom.errors", "warploom.runtime"},
+}
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -66,7 +54,12 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def operator_modules() -> list[Path]:
-    return sorted(path for folder in FOLDERS for path in (PACKAGE / "ops" / folder).glob("*.py"))
+    return sorted(path for folder in FOLDERS for path in (PACKAGE / "ops" / folder).rglob("*.py"))
+
+
+def part_of(module: str) -> str:
+    """Which part of an operator a module is, from its name below ``warploom.ops``."""
+    return next((name for name in module.split(".") if name in ALLOWED), "")
 
 
 def source_files() -> list[Path]:
@@ -79,20 +72,30 @@ def relative(path: Path) -> str:
 
 @pytest.mark.parametrize("path", operator_modules(), ids=relative)
 def test_imports_go_one_way(path: Path) -> None:
-    kind = path.stem.split("_")[0]  # a second file of kernels is kernels_….py and follows the same rule
-    if path.stem in ("__init__", "spec"):  # spec.py describes the operator from outside
+    if path.stem in ("__init__", "bench"):  # bench.py describes the operator from outside
         return
-    assert kind in ALLOWED, f"{relative(path)} has no place in the order of imports"
-    folder = f"warploom.ops.{path.parent.name}."
+    part = part_of(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
+    assert part, f"{relative(path)} has no place in the order of imports"
+    folder = path.relative_to(PACKAGE / "ops").parts[0]
     for name in imported_modules(path):
-        if not name.startswith("warploom"):
-            continue
-        if name.startswith(folder):
-            local = name.removeprefix(folder).split(".")[0].split("_")[0]
-            assert local in ALLOWED[kind], f"{relative(path)} imports {name}"
-        else:
-            allowed = [a for a in ALLOWED[kind] if name == a or name.startswith(f"{a}.")]
+        if name.startswith(f"warploom.ops.{folder}."):
+            assert part_of(name) in ALLOWED[part], f"{relative(path)} imports {name}"
+        elif name.startswith("warploom"):
+            allowed = [a for a in ALLOWED[part] if name == a or name.startswith(f"{a}.")]
             assert allowed, f"{relative(path)} imports {name}"
+
+
+def test_no_imports_go_in_circles() -> None:
+    """Below the benches; functions that import late included."""
+    folders = ("runtime", "device", "ops", "nn")
+    paths = {
+        ".".join(("warploom", *path.relative_to(PACKAGE).with_suffix("").parts)): path
+        for folder in folders
+        for path in (PACKAGE / folder).rglob("*.py")
+        if path.stem not in ("__init__", "bench", "peers", "spec")
+    }
+    imported = {name: {n for n in imported_modules(path) if n in paths} for name, path in paths.items()}
+    TopologicalSorter(imported).prepare()  # raises
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -101,26 +104,27 @@ def test_the_reference_stands_alone(folder: str) -> None:
     assert {name.split(".")[0] for name in imported} & {"warploom", "triton"} == set()
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "device").glob("*.py")), ids=relative)
+@pytest.mark.parametrize("path", sorted((PACKAGE / "device").rglob("*.py")), ids=relative)
 def test_device_functions_know_no_operator(path: Path) -> None:
     assert all(
         not name.startswith("warploom") or name.startswith("warploom.device") for name in imported_modules(path)
     )
 
 
-def test_the_launcher_knows_no_operator() -> None:
-    of_house = {name for name in imported_modules(PACKAGE / "launch.py") if name.startswith("warploom")}
-    assert of_house <= {f"warploom.{name}" for name in ("backend", "entry", "interpreter", "pytorch")}
+@pytest.mark.parametrize("path", sorted((PACKAGE / "runtime").glob("*.py")), ids=relative)
+def test_the_runtime_knows_no_operator(path: Path) -> None:
+    of_house = {name for name in imported_modules(path) if name.startswith("warploom.")}
+    assert all(name == "warploom.errors" or name.startswith("warploom.runtime.") for name in of_house)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_an_operator_is_seven_files(folder: str) -> None:
+def test_an_operator_has_its_files(folder: str) -> None:
     missing = [name for name in OPERATOR_FILES if not (PACKAGE / "ops" / folder / name).is_file()]
     assert not missing
 
 
 def test_every_operator_folder_is_registered_by_one_line() -> None:
-    folders = {path.parent.name for path in (PACKAGE / "ops").glob("*/spec.py")}
+    folders = {path.parent.name for path in (PACKAGE / "ops").glob("*/bench.py")}
     assert sorted(FOLDERS) == sorted(folders)
     assert len(set(FOLDERS)) == len(FOLDERS)
     # Nobody outside an operator's own folder names it, except the registry and the public names.

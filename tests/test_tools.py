@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from warploom.backend import HAS_TRITON
+from warploom.runtime.backend import HAS_TRITON
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / "tools"
@@ -23,8 +23,8 @@ import sanitize  # noqa: E402
 # Sanitizers: reports, and what explains them
 # ----------------------------------------------------------------------------------------------------------
 
-KERNEL = sanitize.Kernel("warploom.ops.tpa.kernels_backward", "prepare_kernel", False, ("attention",))
-OTHER = sanitize.Kernel("warploom.ops.tpa.kernels_attention_hopper", "tpa_hopper_forward_kernel", True)
+KERNEL = sanitize.Kernel("warploom.ops.tpa.attention.kernels.backward", "prepare_kernel", False, ("attention",))
+OTHER = sanitize.Kernel("warploom.ops.tpa.attention.kernels.hopper.forward", "tpa_hopper_forward_kernel", True)
 
 
 def line_of(file: str, text: str) -> int:
@@ -32,8 +32,8 @@ def line_of(file: str, text: str) -> int:
     return next(number for number, line in enumerate(lines, start=1) if text in line)
 
 
-LOAD = line_of("ops/tpa/kernels_backward.py", "o = tl.load(out +")
-FULL, EMPTY = (line_of("device/hopper.py", f"def wait_{state}(") for state in ("full", "empty"))
+LOAD = line_of("ops/tpa/attention/kernels/backward.py", "o = tl.load(out +")
+FULL, EMPTY = (line_of("device/hopper/pipeline.py", f"def wait_{state}(") for state in ("full", "empty"))
 INITCHECK = f"""========= COMPUTE-SANITIZER
 ========= Uninitialized __global__ memory read of size 16 bytes
 =========     at prepare_kernel+0x3b0 in kernels_backward.py:{LOAD}
@@ -67,7 +67,9 @@ def test_reports_of_one_kind_and_place_are_one_finding() -> None:
     load, copy = found("initcheck", INITCHECK, "attention-hopper")
     assert (load.kernel, load.count, load.call) == ("prepare_kernel", 2, "attention-hopper")
     assert load.kind == "Uninitialized __global__ memory read of size 16 bytes"
-    assert load.places == (sanitize.Place("src/warploom/ops/tpa/kernels_backward.py", LOAD, load.places[0].text),)
+    assert load.places == (
+        sanitize.Place("src/warploom/ops/tpa/attention/kernels/backward.py", LOAD, load.places[0].text),
+    )
     assert "tl.load(out +" in load.places[0].text
     assert (copy.kernel, copy.count, copy.places) == ("", 1, ())
     assert copy.kind.startswith("Host API memory access error")
@@ -77,8 +79,8 @@ def test_a_race_has_both_of_its_places() -> None:
     (race,) = found("racecheck", RACECHECK)
     assert (race.kernel, race.count, race.call) == ("tpa_hopper_forward_kernel", 128, "")
     assert [(place.file, place.line) for place in race.places] == [
-        ("src/warploom/device/hopper.py", FULL),
-        ("src/warploom/device/hopper.py", EMPTY),
+        ("src/warploom/device/hopper/pipeline.py", FULL),
+        ("src/warploom/device/hopper/pipeline.py", EMPTY),
     ]
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from warploom import ArgumentError, tpa_attention, tpa_decode
-from warploom.backend import HAS_TRITON
 from warploom.ops.tpa import reference
-from warploom.plans import Plans
+from warploom.runtime.backend import HAS_TRITON
+from warploom.runtime.plans import Plans
 from warploom.testing.accuracy import compare, compare_each, mean_of, worst_of
 
 Tensor = torch.Tensor
@@ -198,7 +198,9 @@ def test_chunks_depend_on_the_valid_keys_alone(module: str) -> None:
 def test_a_program_may_take_any_part_of_the_tree(
     device: torch.device, keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from warploom.ops.tpa import api, launchers, launchers_chunks
+    from warploom.ops.tpa import api
+    from warploom.ops.tpa.decode import chunks as launchers_chunks
+    from warploom.ops.tpa.decode.launches import portable as launchers
 
     inputs: dict[str, Any] = factors(device, keys=keys, heads=2, rank_k=2, dtype=torch.bfloat16)
     inputs["cache_seqlens"] = lengths(device, keys, keys // 3)
@@ -256,7 +258,7 @@ def test_more_than_the_capacity_counts_as_the_capacity(device: torch.device) -> 
 def test_auto_splits_where_there_are_few_programs() -> None:
     if not HAS_TRITON:
         pytest.skip("needs Triton")
-    from warploom.ops.tpa import launchers
+    from warploom.ops.tpa.decode.launches import portable as launchers
 
     def levels(strategy: str, batch: int, keys: int) -> int:
         def microseconds(spans: int) -> float:
@@ -319,7 +321,7 @@ def test_weights_that_cannot_change_have_no_gradient(device: torch.device, featu
 def test_heads_summed_in_groups_give_the_gradients(
     device: torch.device, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from warploom.ops.tpa import launchers_attention
+    from warploom.ops.tpa.attention.launches import portable as launchers_attention
 
     monkeypatch.setattr(launchers_attention, "multiprocessors", lambda device: programs)
     verdicts = []

@@ -9,8 +9,8 @@ from launches import ON_HOPPER, assert_for_hopper_alone, choose_as_on
 from test_tpa import assert_accurate, factors, lengths
 
 from warploom import tpa_decode
-from warploom.backend import HAS_TRITON
-from warploom.plans import Plans
+from warploom.runtime.backend import HAS_TRITON
+from warploom.runtime.plans import Plans
 from warploom.testing.poison import poisoned_allocations
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -25,14 +25,14 @@ ranks = pytest.mark.parametrize("rank", [1, 2, 4])
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose kernels as on an H100, wherever the test runs."""
-    from warploom.ops.tpa import launchers_hopper
+    from warploom.ops.tpa.decode.launches import hopper as launchers_hopper
 
     choose_as_on(90, launchers_hopper, monkeypatch)
 
 
 def suits(cut: Any = lambda name, factor: factor, **shape: Any) -> bool:
-    from warploom.ops.tpa import launchers_hopper
-    from warploom.ops.tpa.launchers import Operands
+    from warploom.ops.tpa.decode.launches import hopper as launchers_hopper
+    from warploom.ops.tpa.decode.launches.portable import Operands
 
     sizes = {"keys": 200, "heads": 32, "rank_q": 16, "features": 128, "values": 128, "dtype": torch.bfloat16}
     made = factors(torch.device("cpu"), **{**sizes, **shape})
@@ -52,8 +52,8 @@ def model() -> Any:
 
 
 def taken(inputs: dict[str, Any]) -> bool:
-    from warploom.ops.tpa import launchers_hopper
-    from warploom.ops.tpa.launchers import Operands
+    from warploom.ops.tpa.decode.launches import hopper as launchers_hopper
+    from warploom.ops.tpa.decode.launches.portable import Operands
 
     return launchers_hopper.suit(Operands(**{name: inputs[name] for name in Operands._fields}))
 
@@ -86,7 +86,7 @@ def test_the_calls_that_do_not(hopper: None) -> None:
 
 
 def test_nothing_suits_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from warploom.ops.tpa import launchers_hopper
+    from warploom.ops.tpa.decode.launches import hopper as launchers_hopper
 
     assert_for_hopper_alone(launchers_hopper, suits, monkeypatch)
 
@@ -101,8 +101,8 @@ def test_neither_batch_nor_length_decides(hopper: None) -> None:
 @pytest.mark.parametrize("levels", range(5))
 def test_what_programs_left_is_joined_whatever_they_took(device: torch.device, levels: int) -> None:
     """The second kernel on random parts of two requests, one of which fills its part of the tree."""
-    from warploom.ops.tpa.launchers import COMBINE_AHEAD, COMBINE_ROWS, combine_launch
-    from warploom.ops.tpa.launchers_hopper import CHUNKS
+    from warploom.ops.tpa.decode.launches.hopper import CHUNKS
+    from warploom.ops.tpa.decode.launches.portable import COMBINE_AHEAD, COMBINE_ROWS, combine_launch
 
     valid, width, heads, features = (40 * 128, 23 * 128 - 5), CHUNKS.widths[levels], 3, 16
     spans = CHUNKS.spans(max(valid), levels)
@@ -194,7 +194,9 @@ def test_a_request_has_the_same_bits_in_any_batch_and_cache(device: torch.device
 def test_a_program_may_take_any_part_of_the_tree(
     device: torch.device, model: Any, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from warploom.ops.tpa import api, launchers_chunks, launchers_hopper
+    from warploom.ops.tpa import api
+    from warploom.ops.tpa.decode import chunks as launchers_chunks
+    from warploom.ops.tpa.decode.launches import hopper as launchers_hopper
 
     inputs = model(device, rank, keys=20001)
     inputs["cache_seqlens"] = lengths(device, 20001, 6000)

@@ -9,8 +9,8 @@ from launches import assert_for_hopper_alone, choose_as_on
 from test_tpa import factors
 
 from warploom import tpa_attention
-from warploom.backend import HAS_TRITON
 from warploom.ops.tpa import reference
+from warploom.runtime.backend import HAS_TRITON
 from warploom.testing.accuracy import compare
 from warploom.testing.poison import poisoned_allocations
 
@@ -23,15 +23,15 @@ HALF = {"rank_k": 1, "rank_v": 1, "features": 64, "values": 64, "dtype": torch.b
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose kernels as on an H100, wherever the test runs."""
-    from warploom.ops.tpa import launchers_attention_hopper
+    from warploom.ops.tpa.attention.launches import hopper as launchers_attention_hopper
 
     choose_as_on(90, launchers_attention_hopper, monkeypatch)
 
 
 def suits(change: dict[str, Tensor | None] | None = None, call: dict[str, Any] | None = None, **sizes: Any) -> bool:
-    from warploom.ops.tpa.launchers import Operands
-    from warploom.ops.tpa.launchers_attention import Call
-    from warploom.ops.tpa.launchers_attention_hopper import suit
+    from warploom.ops.tpa.attention.launches.hopper import suit
+    from warploom.ops.tpa.attention.launches.portable import Call
+    from warploom.ops.tpa.decode.launches.portable import Operands
 
     x = factors(torch.device("cpu"), **(HALF | {"tokens": 70, "keys": 70} | sizes))
     options = {"cu_seqlens": None, "causal": True, "scale": 0.1, "scale_q": 1.0, "scale_k": 1.0, "scale_v": 1.0}
@@ -66,7 +66,7 @@ def test_the_calls_that_do_not(hopper: None) -> None:
 
 
 def test_nothing_suits_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from warploom.ops.tpa import launchers_attention_hopper
+    from warploom.ops.tpa.attention.launches import hopper as launchers_attention_hopper
 
     assert_for_hopper_alone(launchers_attention_hopper, suits, monkeypatch)
 
@@ -165,7 +165,7 @@ def test_the_same_bits_twice(rank: int, launched: list[str], device: torch.devic
 
 def alone(patch: pytest.MonkeyPatch) -> None:
     """Let every launch end before the next."""
-    from warploom.launch import Kernel, TiledLaunch
+    from warploom.runtime.launch import Kernel, TiledLaunch
 
     def wait(usual: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:

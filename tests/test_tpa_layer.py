@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from warploom import ArgumentError, DtypeError, ShapeError, lrpe_rotate
-from warploom.backend import HAS_TRITON
 from warploom.nn import FactorCache, KVCache, TensorProductAttention
+from warploom.runtime.backend import HAS_TRITON
 
 Tensor = torch.Tensor
 BACKENDS = ("torch", "triton") if HAS_TRITON else ("torch",)

@@ -12,7 +12,7 @@ import torch
 from test_tpa import BACKENDS, factors, lengths
 
 from warploom import tpa_attention, tpa_decode
-from warploom.backend import HAS_TRITON
+from warploom.runtime.backend import HAS_TRITON
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|All-NaN):RuntimeWarning")
 

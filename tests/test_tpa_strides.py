@@ -11,8 +11,8 @@ from launches import choose_as_on, driver_accepts
 from test_tpa import assert_accurate, exact, factors, strategies
 
 from warploom import tpa_attention, tpa_decode
-from warploom.backend import HAS_TRITON
 from warploom.ops.tpa import reference
+from warploom.runtime.backend import HAS_TRITON
 from warploom.testing.accuracy import compare_each, mean_of
 
 if not HAS_TRITON:
@@ -21,10 +21,11 @@ if not HAS_TRITON:
 import triton
 import triton.language as tl
 
-from warploom.launch import Kernel, TiledLaunch
-from warploom.ops.tpa import launchers, launchers_hopper
-from warploom.ops.tpa.kernels import load_part, store_part
-from warploom.ops.tpa.launchers import Operands
+from warploom.ops.tpa.decode.kernels.portable import load_part, store_part
+from warploom.ops.tpa.decode.launches import hopper as launchers_hopper
+from warploom.ops.tpa.decode.launches import portable as launchers
+from warploom.ops.tpa.decode.launches.portable import Operands
+from warploom.runtime.launch import Kernel, TiledLaunch
 
 Tensor = torch.Tensor
 NAMES = ("aq", "ak", "av", "bq", "bk", "bv")
@@ -169,7 +170,7 @@ def test_the_driver_accepts_every_descriptor_of_decoding(monkeypatch: pytest.Mon
 
 
 def test_the_driver_accepts_every_descriptor_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    from warploom.ops.tpa import launchers_attention_hopper as hopper
+    from warploom.ops.tpa.attention.launches import hopper
 
     choose_as_on(90, hopper, monkeypatch)
     generator, verdicts, kernels = random.Random(0), {True: 0, False: 0}, set()

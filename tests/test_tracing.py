@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import warploom
 from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
-from warploom.backend import HAS_TRITON
 from warploom.nn import LRPE, Attention, RotaryEmbedding, TensorProductAttention
+from warploom.runtime.backend import HAS_TRITON
 
 Tensor = torch.Tensor
 Tensors = tuple[Tensor, ...]
@@ -245,7 +245,7 @@ def test_operations_of_a_backward_alone(device: torch.device) -> None:
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_operations_of_packed_sequences_and_of_two_operators_in_one(device: torch.device) -> None:
-    from warploom.nn.rotary_attention import rotary_attention
+    from warploom.ops.rotary_attention.operator import rotary_attention
 
     pairs = 4**2 + 7**2
     packed = CALLS["flash_attention_packed"]

@@ -21,9 +21,9 @@ from warploom import (
     flash_attention,
     lrpe_rotate,
 )
-from warploom.backend import HAS_TRITON
 from warploom.nn import TransformerConfig, TransformerLM, attention
 from warploom.nn.transformer_lm import ATTENTIONS, SIZES, _sample
+from warploom.runtime.backend import HAS_TRITON
 
 VOCABULARY = 61
 TINY = {

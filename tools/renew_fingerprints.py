@@ -37,10 +37,10 @@ def key_of(record: dict[str, Any]) -> str:
 
 def plan(folder: Path) -> tuple[dict[str, tuple[str, list[Any]]], dict[str, Any]]:
     """Of each record's key its fingerprint and builds by name, with the code that is imported; and the builds."""
-    from warploom import launch
     from warploom.bench import fingerprint as module
     from warploom.ops import benches
     from warploom.profile.records import current_fingerprint
+    from warploom.runtime import launch
 
     builds: dict[str, Any] = {}
     launched: list[str] = []

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from warploom.backend import use_triton
 from warploom.errors import DeviceError, DtypeError, ShapeError, fault
+from warploom.runtime.backend import use_triton
 
 from . import reference
 

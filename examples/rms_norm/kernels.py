@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from warploom.launch import Kernel, multiprocessors
+from warploom.runtime.launch import Kernel, multiprocessors
 
 
 @triton.jit

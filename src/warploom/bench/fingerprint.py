@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from warploom.backend import HAS_TRITON
 from warploom.ops.spec import Bench, Case, Inputs, Unsupported
+from warploom.runtime.backend import HAS_TRITON
 
 __all__ = ["LIMIT", "UNKNOWN", "differs", "fingerprint", "gpu_of", "of_calls", "source_of"]
 
@@ -77,7 +77,7 @@ def of_calls(run: Callable[[], object] | None, gpu: str) -> str:
         return ""
     if not HAS_TRITON:
         return UNKNOWN
-    from warploom import launch
+    from warploom.runtime import launch
 
     if launch.INTERPRETED:
         return UNKNOWN

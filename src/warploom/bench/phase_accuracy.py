@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from warploom import lrpe_cosine
-from warploom.backend import use_triton
 from warploom.bench.environment import describe_environment, environment_id
 from warploom.bench.fingerprint import UNKNOWN, of_calls
 from warploom.bench.panels import device_name
 from warploom.bench.readme import markdown_table, replace_between
 from warploom.bench.storage import replace_text
+from warploom.runtime.backend import use_triton
 
 __all__ = ["BEGIN", "END", "FILE", "measure_phase", "phase_section", "save_phase", "update"]
 

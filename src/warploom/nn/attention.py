@@ -7,11 +7,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from warploom import flash_attention
-from warploom.backend import use_triton
 from warploom.errors import ArgumentError, DtypeError, ShapeError, fault
 from warploom.nn.cache import KVCache
 from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.ops.flash_attention.api import MAX_FEATURES
+from warploom.runtime.backend import use_triton
 
 __all__ = ["IMPLEMENTATIONS", "Attention"]
 
@@ -123,7 +123,7 @@ class Attention(nn.Module):
         theta = position.frequencies(qkv)
         if self.head_dim % 2 or theta.shape[-1] > self.head_dim // 2:  # `lrpe_rotate` says what is wrong
             return None
-        from warploom.nn.rotary_attention import rotary_attention  # imports Triton
+        from warploom.ops.rotary_attention.operator import rotary_attention  # imports Triton
 
         scale = self.head_dim**-0.5
         return rotary_attention(qkv, theta, self.heads, scale, interleaved=position.interleaved)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from warploom import lrpe_cosine, lrpe_rotate
-from warploom.eager import is_plain_eager
 from warploom.errors import ArgumentError, fault
+from warploom.runtime.eager import is_plain_eager
 
 __all__ = ["LRPE", "RotaryEmbedding"]
 

@@ -173,6 +173,6 @@ def need_cuda(what: str = "the Triton kernels") -> None:
     Raises:
         Unsupported: There is none.
     """
-    launch = sys.modules.get("warploom.launch")
+    launch = sys.modules.get("warploom.runtime.launch")
     if not torch.cuda.is_available() and not (launch and launch.is_recording()):
         raise Unsupported(f"an NVIDIA GPU is needed for {what}")

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from warploom import flash_attention, lrpe_rotate
-from warploom.backend import HAS_TRITON
 from warploom.bench import records
 from warploom.bench.attempt import Failure
 from warploom.bench.environment import describe_environment, environment_id
 from warploom.bench.fingerprint import UNKNOWN, differs, gpu_of, of_calls
 from warploom.bench.storage import load_lines, probe, typed
 from warploom.nn import TransformerConfig
+from warploom.runtime.backend import HAS_TRITON
 
 __all__ = [
     "COMPILED",
@@ -142,7 +142,7 @@ def current_fingerprint(profile: str, provider: str, case: Mapping[str, Any], gp
     if not HAS_TRITON:
         return UNKNOWN
 
-    from warploom.nn.rotary_attention import rotary_attention  # imports Triton
+    from warploom.ops.rotary_attention.operator import rotary_attention  # imports Triton
 
     def run() -> None:
         if profile == "attention":

@@ -1,7 +1,7 @@
 """Compile every kernel variant that the operators' cases need, for GPUs that need not be there.
 
 ``python -m warploom.testing.build [OPERATOR ...] --arch 80 89 90`` runs the cases on CPU tensors while
-`warploom.launch.recording` keeps what would have been compiled, compiles each distinct variant to machine
+`warploom.runtime.launch.recording` keeps what would have been compiled, compiles each distinct variant to machine
 code, prints the registers, stack and shared memory that the assembler reports, and exits with 1 when a kernel
 does not compile, compiles to a trap, needs more shared memory than there is, or spills more registers to the stack
 than its operator's ``spills`` allow (by default none). What may spill is known for one version of Triton; with
@@ -28,11 +28,11 @@ from triton.compiler import ASTSource
 from triton.errors import TritonError
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from warploom import launch
 from warploom.bench.specs import load_specs
 from warploom.errors import BackendError
 from warploom.ops import benches, operators
 from warploom.ops.spec import Case, Operator
+from warploom.runtime import launch
 from warploom.testing.conformance import as_tuple, gradients, leaves, make_inputs
 
 __all__ = ["ARCHITECTURES", "BuildError", "Resources", "build", "cases", "main", "record"]

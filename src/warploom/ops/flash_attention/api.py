@@ -9,13 +9,13 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
-from warploom.arguments import FLOATS, LARGEST, check_number, checked_tensor, is_int, is_within, shown
-from warploom.backend import use_triton
-from warploom.eager import is_plain_eager, is_watched
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
-from warploom.layout import dense, in_order_of
 from warploom.ops.flash_attention import reference
-from warploom.plans import Plans, are_kept, metadata
+from warploom.runtime.arguments import FLOATS, LARGEST, check_number, checked_tensor, is_int, is_within, shown
+from warploom.runtime.backend import use_triton
+from warploom.runtime.eager import is_plain_eager, is_watched
+from warploom.runtime.memory_order import dense, in_order_of
+from warploom.runtime.plans import Plans, are_kept, metadata
 
 Tensor = torch.Tensor
 
@@ -205,8 +205,8 @@ def _with_sequences(call: Any, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor
 
 
 def _run_kernels(call: _Call, key: Hashable | None) -> Tensor | tuple[Tensor, Tensor]:
-    from warploom.ops.flash_attention import autograd  # Triton is imported when it is first needed
-    from warploom.ops.flash_attention.launchers_geometry import Mask
+    from warploom.ops.flash_attention import operator as autograd
+    from warploom.ops.flash_attention.problem import Mask
 
     mask = Mask(call.left, call.right)
     plans = None if key is None else Plans()

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom.arguments import FLOATS, LARGEST, checked_tensor, is_int, is_within, shown
-from warploom.backend import use_triton
-from warploom.eager import is_plain_eager, is_watched
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, fault, shape_of
-from warploom.layout import in_order_of
 from warploom.ops.lrpe import reference
-from warploom.plans import Plans, are_kept, metadata, recognise
+from warploom.runtime.arguments import FLOATS, LARGEST, checked_tensor, is_int, is_within, shown
+from warploom.runtime.backend import use_triton
+from warploom.runtime.eager import is_plain_eager, is_watched
+from warploom.runtime.memory_order import in_order_of
+from warploom.runtime.plans import Plans, are_kept, metadata, recognise
 
 Tensor = torch.Tensor
 
@@ -198,7 +198,8 @@ def _run_unknown(name: str, kind: str, given: _Arguments, backend: str, key: Has
         given = given._replace(grid=tuple(given.grid))
     if not use_triton(name, backend, given.x, _beyond_kernels(given)):
         return _run_reference(kind, given)
-    from warploom.ops.lrpe import autograd, launchers  # Triton is imported when it is first needed
+    from warploom.ops.lrpe import launches as launchers
+    from warploom.ops.lrpe import operator as autograd
 
     ids, prefix, grid = given.position_ids, given.prefix, tuple(given.grid or ())
     if len(grid) > launchers.MAX_AXES:

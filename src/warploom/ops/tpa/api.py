@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from warploom.arguments import FLOATS, check_number, checked_tensor
-from warploom.backend import use_triton
-from warploom.eager import is_plain_eager, is_watched
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
-from warploom.layout import in_order_of
 from warploom.ops.tpa import reference
-from warploom.plans import Plans, are_kept, metadata
+from warploom.runtime.arguments import FLOATS, check_number, checked_tensor
+from warploom.runtime.backend import use_triton
+from warploom.runtime.eager import is_plain_eager, is_watched
+from warploom.runtime.memory_order import in_order_of
+from warploom.runtime.plans import Plans, are_kept, metadata
 
 Tensor = torch.Tensor
 
@@ -103,7 +103,7 @@ def tpa_attention(
         _check_cu_seqlens(name, sizes, cu_seqlens, bq)
     most = MAX_FEATURES_FLOAT32 if bq.dtype == torch.float32 else MAX_FEATURES
     if use_triton(name, backend, bq, _beyond_kernels(sizes, most)):
-        from warploom.ops.tpa import autograd  # Triton is imported when it is first needed
+        from warploom.ops.tpa import operator as autograd
 
         if key is not None:
             _on_kernels.keep(key, (autograd, scales))
@@ -201,7 +201,7 @@ def tpa_decode(
             expected = "without requires_grad (or the call under torch.no_grad(); tpa_attention has gradients)"
             raise fault(ArgumentError, name, argument, expected, "requires_grad=True")
     if use_triton(name, backend, bq, _beyond_kernels(sizes, MAX_FEATURES)):
-        from warploom.ops.tpa import autograd  # Triton is imported when it is first needed
+        from warploom.ops.tpa import operator as autograd
 
         (ak, bk), (av, bv) = reference.ranked(ak, bk), reference.ranked(av, bv)
         if key is None:

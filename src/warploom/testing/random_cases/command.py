@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from warploom.backend import HAS_TRITON
 from warploom.errors import ArgumentError
+from warploom.runtime.backend import HAS_TRITON
 from warploom.testing.random_cases.calls import OPERATORS, Call
 from warploom.testing.random_cases.families import Fault, Source, parse, run_calls, text_of
 from warploom.testing.random_cases.searching import Outcome, Plan, search
@@ -45,7 +45,7 @@ def can_run_kernels(device: torch.device) -> bool:
     """Whether Triton's kernels run there."""
     if device.type == "cuda" or not HAS_TRITON:
         return device.type == "cuda" and HAS_TRITON
-    from warploom import launch
+    from warploom.runtime import launch
 
     return launch.runs_on_cpu()
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from warploom.errors import ArgumentError
-from warploom.plans import Plans
+from warploom.runtime.plans import Plans
 from warploom.testing.random_cases.calls import OPERATORS, Call, make_call
 from warploom.testing.random_cases.choices import Choices, as_tuples
 from warploom.testing.random_cases.judging import Failure, Prepared, judge, judge_entry, repeat

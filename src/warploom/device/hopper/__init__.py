@@ -1,0 +1,1 @@
+"""Device functions for Hopper: the pipeline of tiles, and attention's mainloops."""

@@ -1,0 +1,46 @@
+"""What flash attention's kernels are launched on, and in which order, where more than one place launches them.
+
+A plan's launches are made for shapes and strides: whoever has a plan may launch on parts of larger tensors, and a
+part that begins where the tensor does can be given as the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from warploom.runtime.launch import Launch, TiledLaunch
+
+Tensor = torch.Tensor
+
+
+def launch_forward(
+    launch: TiledLaunch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, statistics: Tensor,
+    tickets: Tensor,
+) -> None:  # fmt: skip
+    """Run the forward kernel for Hopper. It writes ``out`` and ``statistics``, or parts of them, and ``lse``.
+
+    If it counts tiles, ``tickets`` must be zero.
+    """
+    launch((q, k, v, out, lse, statistics, tickets))
+
+
+def launch_prepare(
+    launch: Launch, out: Tensor, grad: Tensor, statistics: Tensor, grad_lse: Tensor | None, shift: Tensor,
+    delta: Tensor, inverse: Tensor | None, tickets: Tensor | None,
+) -> None:  # fmt: skip
+    """Run what comes before a backward's walks. It writes all from ``shift`` on; ``tickets`` become zero."""
+    launch((out, grad, statistics, grad_lse, shift, delta, inverse, tickets))
+
+
+def launch_walk(
+    launch: TiledLaunch, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None],
+    numbers: Sequence[Tensor | None], tickets: Tensor | None,
+) -> None:  # fmt: skip
+    """Run a backward kernel for Hopper on q, k, v and the gradient of the output, or their pieces.
+
+    It writes ``gradients``, of keys and values or of queries, or parts of them. ``numbers``: what `launch_prepare`
+    wrote from ``shift`` on, None for what was not asked for.
+    """
+    launch((*tensors, *gradients, *[x for x in numbers if x is not None], tickets))

@@ -1,0 +1,428 @@
+"""Launchers of LRPE's kernels: sizes, strides, tiles. No validation, no autograd.
+
+What a call allocates and launches is its plan, which depends on shapes, strides, dtypes and options alone. Plans
+are kept by whoever calls (`warploom.runtime.plans`): a call like an earlier one only allocates and launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+
+from warploom.ops.lrpe.kernels.encode import backward_kernel, forward_kernel, reduce_kernel
+from warploom.runtime.launch import Dense, Kernel, Launch, may_start_early, multiprocessors, producing
+from warploom.runtime.memory_order import empty_in_order_of, layout_of
+from warploom.runtime.plans import Plans
+
+_forward_kernel = Kernel(forward_kernel)
+_backward_kernel = Kernel(backward_kernel)
+_reduce_kernel = Kernel(reduce_kernel)
+
+MAX_AXES = 4
+"""Axes of a grid that the kernels unravel themselves."""
+
+THETA_WARPS = 12
+"""Warps per multiprocessor where theta's gradient is summed: as many as fit, for a second wave would run alone."""
+
+_SMALL = 2**23  # elements, up to which the time of a single program shows
+_TINY = 2**21  # elements, up to which most of a multiprocessor is idle
+_SHARING = 4  # batch entries, from which programs with more vectors are not half empty
+
+
+class Positions(NamedTuple):
+    """Where tokens stand: what the public arguments come down to."""
+
+    ids: torch.Tensor | None = None  # (N,), (B, N) or (B, N, k)
+    offsets: torch.Tensor | None = None  # () or (B,)
+    cu_seqlens: torch.Tensor | None = None  # (sequences + 1,)
+    offset: int = 0
+    prefix: int = 0
+    grid: tuple[int, ...] = ()
+
+    def axes(self) -> int:
+        """Number of coordinates of a token."""
+        if self.ids is not None:
+            return self.ids.shape[2] if self.ids.dim() == 3 else 1
+        return len(self.grid) or 1
+
+    def per_batch(self) -> bool:
+        """Whether the batch entries stand at different positions."""
+        if self.ids is not None:
+            return self.ids.dim() > 1 and self.ids.shape[0] > 1
+        return self.offsets is not None and self.offsets.numel() > 1
+
+
+class Geometry(NamedTuple):
+    """How a call is cut into tiles: sizes, the roles of batch and heads, and the block sizes."""
+
+    batch: int
+    tokens: int
+    heads: int
+    heads_shared: bool  # whether S runs over the heads (else over the batch)
+    block_s: int
+    block_r: int
+    block_f: int
+    warps: int
+    features: int  # angles per head: D for cosine, D / 2 for rotate
+
+    @property
+    def unique(self) -> int:
+        """Values of ``u``: heads, or batch entries where the heads are shared."""
+        return self.batch if self.heads_shared else self.heads
+
+    @property
+    def shared(self) -> int:
+        """Values of ``s``: batch entries, or heads where those are shared."""
+        return self.heads if self.heads_shared else self.batch
+
+    @property
+    def row_blocks(self) -> int:
+        """Tiles of rows."""
+        return -(-self.tokens * self.unique // self.block_r)
+
+    @property
+    def shared_blocks(self) -> int:
+        """Blocks of S."""
+        return -(-self.shared // self.block_s)
+
+    def order(self, batch: int, tokens: int, heads: int) -> tuple[int, int, int]:
+        """Per-axis numbers in the kernels' order (s, n, u)."""
+        return (heads, tokens, batch) if self.heads_shared else (batch, tokens, heads)
+
+
+class Tile(NamedTuple):
+    """How much a program does, and in how many threads."""
+
+    vectors: int  # of x to a row of angles
+    warps: int
+    access: int = 16  # bytes of features a thread
+
+
+def _tile(
+    kind: str, activation: str, positions: Positions, backward: bool, theta_gradient: bool, x: torch.Tensor
+) -> Tile:
+    """Measured on an H200 (see "How it reaches the limit")."""
+    wide = x.element_size() > 2
+    if theta_gradient:  # more vectors, or more than eight angles a thread, would spill registers
+        angles = x.shape[-1] if kind == "cosine" else x.shape[-1] // 2
+        return Tile(2 if wide else 3, max(1, triton.next_power_of_2(angles) // 256))
+    if x.numel() <= _SMALL and x.shape[0] >= _SHARING and not wide and kind != "interleaved":
+        if x.numel() <= _TINY:
+            if kind == "cosine":  # softmax: a row in one warp
+                return Tile(4, 4, 8 if activation == "softmax" else 4)
+            return Tile(2, 4, 4)
+        if kind == "cosine":
+            return Tile(2 if backward else 4, 2)
+        if activation == "none":
+            return Tile(3 if backward else 4, 4, 8)
+        if backward:
+            return Tile(2, 4, 8)
+        return Tile(3, 4, 8) if activation == "softmax" else Tile(2, 2, 8)
+    if kind == "cosine" and backward:
+        return Tile(4, 2) if positions.axes() > 2 else Tile(3, 1) if activation == "softmax" else Tile(2, 1)
+    if kind == "cosine":
+        return Tile(4 if activation == "softmax" else 3, 2)
+    if activation == "none":
+        return Tile(3 if backward and positions.axes() > 2 else 2, 1)
+    if backward:
+        return Tile(2 if activation == "softmax" else 3, 2)
+    return Tile(3 if positions.axes() > 1 else 2, 2)
+
+
+def geometry_of(
+    x: torch.Tensor, theta: torch.Tensor, positions: Positions, kind: str, tile: tuple[int, ...]
+) -> Geometry:
+    """Sizes and tiles of a call. ``tile``: fields of a `Tile`."""
+    batch, tokens = x.shape[0], x.shape[1]
+    heads = x.shape[2] if x.dim() == 4 else 1
+    features = x.shape[-1] if kind == "cosine" else x.shape[-1] // 2
+    per_head = theta.dim() == 2 and theta.shape[0] > 1
+    heads_shared = not per_head and heads > 1
+    block_f = triton.next_power_of_2(features)
+    block_s, warps, access = Tile(*tile)
+    if block_f > 1024:  # long rows: more threads, fewer of them
+        block_s, warps = 1, min(32, block_f // 256)
+    if positions.per_batch() and not heads_shared:
+        block_s = 1  # batch entries at different positions share no angles
+    block_r = max(1, warps * 32 * access // x.element_size() // block_f)
+    return Geometry(batch, tokens, heads, heads_shared, block_s, block_r, block_f, warps, features)
+
+
+def _strides(tensor: torch.Tensor, geometry: Geometry) -> tuple[int, int, int, int]:
+    """Strides (s, n, u, feature) in elements; an axis of size one gets stride 0, since it is never taken."""
+    stride = tensor.stride()
+    sizes = tensor.shape
+    b = stride[0] if sizes[0] > 1 else 0
+    n = stride[1] if sizes[1] > 1 else 0
+    h = stride[2] if len(sizes) == 4 and sizes[2] > 1 else 0
+    return (*geometry.order(b, n, h), stride[-1] if sizes[-1] > 1 else 1)
+
+
+def packed_strides(tensors: tuple[torch.Tensor, ...], geometry: Geometry) -> tuple[int, bool, list[int]]:
+    """Common divisor for vector access, whether features are adjacent everywhere, and all strides over it."""
+    strides = [_strides(t, geometry) for t in tensors]
+    unit = all(s[3] == 1 for s in strides)
+    vec = 16 if unit and all(v % 16 == 0 for s in strides for v in s[:3]) else 1
+    return vec, unit, [v for s in strides for v in (s[0] // vec, s[1] // vec, s[2] // vec, s[3])]
+
+
+def inverse_of(d: int) -> int:
+    """What the kernels' ``divide`` takes for a divisor: a multiplier above five bits of shift.
+
+    The quotient is exact below 2³¹ (Granlund and Montgomery, 1994).
+    """
+    d = max(d, 1)
+    shift = (d - 1).bit_length()
+    return ((1 << (31 + shift)) // d + 1) << 5 | shift
+
+
+def _inverses(positions: Positions, geometry: Geometry, row_blocks: int) -> tuple[int, ...]:
+    """Arguments ``inverse1 … rows_inverse``: how tokens lie in a grid, programs in blocks, and rows in tokens."""
+    blocks = geometry.shared_blocks if geometry.heads_shared else row_blocks
+    faster = geometry.tokens if geometry.heads_shared else geometry.unique
+    return *map(inverse_of, _inner_sizes(positions)), blocks, inverse_of(blocks), inverse_of(faster)
+
+
+def _inner_sizes(positions: Positions) -> tuple[int, int, int]:
+    """Sizes of the axes of a grid but the first."""
+    size1, size2, size3 = (*positions.grid[1:], 1, 1, 1)[:3]
+    return size1, size2, size3
+
+
+def angle_numbers(
+    theta: torch.Tensor, positions: Positions, geometry: Geometry, table: torch.Tensor | None
+) -> tuple[int, tuple[int, ...]]:
+    """The divisor of theta's row stride that its vector loads rest on, and arguments ``tokens … cu_stride``."""
+    theta_u = theta.stride(0) if theta.dim() == 2 and theta.shape[0] > 1 else 0
+    theta_vec = 1
+    if theta.stride(-1) == 1:
+        theta_vec = 4 if theta_u % 4 == 0 else 2 if theta_u % 2 == 0 else 1
+    ids, offsets = positions.ids, positions.offsets
+    ids_b = ids_n = ids_k = offsets_b = 0
+    if ids is not None:
+        ids_b = ids.stride(0) if ids.dim() > 1 and ids.shape[0] > 1 else 0
+        ids_n = ids.stride(1) if ids.dim() > 1 else ids.stride(0)
+        ids_k = ids.stride(2) if ids.dim() == 3 else 0
+    if offsets is not None and offsets.numel() > 1:
+        offsets_b = offsets.stride(0)
+    ids_s, _, ids_u = geometry.order(ids_b, 0, 0)
+    offsets_s, _, offsets_u = geometry.order(offsets_b, 0, 0)
+    table_n = table_u = 0
+    if table is not None:
+        table_n, table_u = table.stride(0), 0 if table.shape[1] == 1 else table.stride(1)
+    cu_seqlens = positions.cu_seqlens
+    return theta_vec, (
+        geometry.tokens, geometry.unique, geometry.shared, theta_u // theta_vec, theta.stride(-1),
+        ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
+        positions.prefix, *_inner_sizes(positions),
+        0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        0 if cu_seqlens is None else cu_seqlens.stride(0),
+    )  # fmt: skip
+
+
+def forward(
+    x: torch.Tensor,
+    theta: torch.Tensor,
+    positions: Positions,
+    kind: str,
+    activation: str,
+    table: torch.Tensor | None,
+    plans: Plans,
+    tickets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run the forward kernel.
+
+    ``table`` (N, 1 or H, 2F) float32 replaces the angles by stored cosines and sines. ``plans`` are those of
+    earlier calls that were the same in all but addresses, numbers in tensors, and the offset; these had ``tickets``
+    (2,) int32, or none: two numbers that become zero, which saves who needs them a kernel.
+    """
+    plan = plans.get("forward", plan_forward, x, theta, positions, kind, activation, table)
+    out = plan.result.empty(x)
+    launch_forward(plan.launch, x, out, theta, positions, table, tickets)
+    return out
+
+
+def launch_forward(
+    launch: Launch,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    theta: torch.Tensor,
+    positions: Positions,
+    table: torch.Tensor | None = None,
+    tickets: torch.Tensor | None = None,
+) -> None:
+    """Run the forward kernel of a plan, which writes ``out``; see `forward`."""
+    ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
+    launch((x, out, theta, ids, offsets, cu_seqlens, table, tickets), positions.offset)
+
+
+def prepared(plan: Plan) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
+    """`forward` from x, theta and the offset, for calls with this plan and no further tensors."""
+    return producing(plan.launch, plan.result, absent=5)
+
+
+class ThetaSums(NamedTuple):
+    """How theta's gradient becomes of its partial sums."""
+
+    shape: tuple[int, int, int]  # of the partial sums: (parts, rows of theta, F)
+    launch: Launch
+
+    def empty(self, x: torch.Tensor) -> torch.Tensor:
+        """The partial sums, in float64."""
+        return torch.empty(self.shape, dtype=torch.float64, device=x.device)
+
+    def reduce(self, partial: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
+        """Gradient of theta from its partial sums, always in the same order."""
+        dtype = torch.promote_types(theta.dtype, torch.float32)
+        dtheta = torch.empty(theta.shape, dtype=dtype, device=theta.device)
+        self.launch((partial, dtheta))
+        return dtheta.to(theta.dtype)
+
+
+class Plan(NamedTuple):
+    """What a call allocates and launches."""
+
+    result: Dense
+    launch: Launch
+    theta_sums: ThetaSums | None = None  # where theta's gradient is asked for
+
+
+def plan_forward(
+    x: torch.Tensor,
+    theta: torch.Tensor,
+    positions: Positions,
+    kind: str,
+    activation: str,
+    table: torch.Tensor | None,
+) -> Plan:
+    """Plan of `forward`."""
+    geometry = geometry_of(x, theta, positions, kind, _tile(kind, activation, positions, False, False, x))
+    out = layout_of(x, 2 * geometry.features)
+    vec, unit, strides = packed_strides((x, out), geometry)
+    theta_vec, numbers = angle_numbers(theta, positions, geometry, table)
+    launch = Launch(
+        _forward_kernel,
+        geometry.shared_blocks * geometry.row_blocks,
+        (*numbers, *_inverses(positions, geometry, geometry.row_blocks), *strides),
+        (
+            kind, activation, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1],
+            geometry.heads_shared, geometry.block_s, geometry.block_r, geometry.block_f,
+        ),
+        geometry.warps,
+    )  # fmt: skip
+    return Plan(Dense.like(out), launch)
+
+
+def reads_x(activation: str, theta_gradient: bool) -> bool:
+    """Whether `backward` reads ``x``: without an activation, its gradient is that of the result, turned back."""
+    return activation != "none" or theta_gradient
+
+
+def backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    theta: torch.Tensor,
+    positions: Positions,
+    kind: str,
+    activation: str,
+    theta_gradient: bool,
+    table: torch.Tensor | None,
+    plans: Plans,
+    result: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run the backward kernel: gradient of ``x``, and that of ``theta`` when asked for.
+
+    ``plans``: those that `forward` took. ``result``: where the gradient of ``x`` shall be written, with any
+    strides; for all kinds but cosine it may be ``grad`` itself, since a program reads what it writes over.
+    Where ``x`` is not read, see `reads_x`, ``result`` may stand for it.
+    """
+    if x.numel() == 0:
+        dx = empty_in_order_of(x, x.shape[-1]) if result is None else result
+        return dx, torch.zeros_like(theta) if theta_gradient else None
+    # Strides, because what autograd saved may come back with others: from the host's memory, for one.
+    strides = None if result is None else result.stride()
+    key = (grad.dtype, grad.stride(), x.stride(), theta.stride(), theta_gradient, strides)
+    plan = plans.get(key, plan_backward, grad, x, theta, positions, kind, activation, theta_gradient, table, result)
+    dx = plan.result.empty(x) if result is None else result
+    sums = plan.theta_sums
+    partial = None if sums is None else sums.empty(x)
+    launch_backward(plan.launch, x, grad, dx, theta, positions, partial, table)
+    return dx, None if sums is None or partial is None else sums.reduce(partial, theta)
+
+
+def launch_backward(
+    launch: Launch,
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    dx: torch.Tensor,
+    theta: torch.Tensor,
+    positions: Positions,
+    partial: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
+) -> None:
+    """Run the backward kernel of a plan, which writes ``dx``, and ``partial`` sums of theta's gradient."""
+    ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
+    launch((x, grad, dx, partial, theta, ids, offsets, cu_seqlens, table), positions.offset)
+
+
+def plan_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    theta: torch.Tensor,
+    positions: Positions,
+    kind: str,
+    activation: str,
+    theta_gradient: bool,
+    table: torch.Tensor | None,
+    result: torch.Tensor | None,
+) -> Plan:
+    """Plan of `backward`."""
+    tile = _tile(kind, activation, positions, True, theta_gradient, x)
+    geometry = geometry_of(x, theta, positions, kind, tile)
+    dx = layout_of(x, x.shape[-1]) if result is None else result
+    vec, unit, strides = packed_strides((x, grad, dx), geometry)
+    theta_vec, numbers = angle_numbers(theta, positions, geometry, table)
+    chunks = geometry.row_blocks
+    rows = theta.shape[0] if theta.dim() == 2 else 1
+    parts = 0
+    if theta_gradient:
+        chunks = _theta_chunks(geometry, rows, x.device)
+        parts = geometry.shared_blocks * chunks // rows
+    launch = Launch(
+        _backward_kernel,
+        geometry.shared_blocks * chunks,
+        (*numbers, *_inverses(positions, geometry, chunks), chunks // rows, *strides),
+        (
+            kind, activation, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1],
+            geometry.heads_shared, rows == 1, geometry.block_s, geometry.block_r, geometry.block_f,
+        ),
+        geometry.warps,
+    )  # fmt: skip
+    sums = theta_sums(parts, theta, geometry.features, positions.axes()) if theta_gradient else None
+    return Plan(Dense.like(dx), launch, sums)
+
+
+def theta_sums(parts: int, theta: torch.Tensor, features: int, axes: int) -> ThetaSums:
+    """Plan of the sum of ``parts`` partial sums of theta's gradient."""
+    rows = theta.shape[0] if theta.dim() == 2 else 1
+    early = may_start_early(theta.device)
+    launch = Launch(
+        _reduce_kernel,
+        rows * -(-theta.shape[-1] // 16),
+        (parts, rows),
+        (axes, features, theta.shape[-1], 64, 16, early),
+        early=early,
+    )
+    return ThetaSums((parts, rows, features), launch)
+
+
+def _theta_chunks(geometry: Geometry, rows: int, device: torch.device) -> int:
+    """Programs that share the tiles of a block of S: enough to fill the GPU, as many for each row of theta."""
+    tiles = geometry.row_blocks if rows == 1 else -(-geometry.tokens // geometry.block_r)
+    programs = max(1, THETA_WARPS // geometry.warps) * multiprocessors(device)
+    wanted = max(1, programs // max(geometry.shared_blocks * rows, 1))
+    turns = -(-tiles // wanted)  # tiles of the busiest program
+    return -(-tiles // turns) * rows

@@ -1,0 +1,1 @@
+"""LRPE with softmax over the sequence as its activation."""

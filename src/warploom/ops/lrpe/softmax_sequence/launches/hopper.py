@@ -1,0 +1,228 @@
+"""Launchers of LRPE with softmax over the sequence for Hopper: which calls they take, and how they are cut.
+
+They take 16-bit tensors whose rows the tensor memory accelerator can copy, and positions that count from an
+offset or lie in a grid of two or three axes, behind a prefix or not. The gradient of frequencies they make where
+tokens stand in a row. All other calls stay with the kernels for every GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from warploom.ops.lrpe.launches import Positions, inverse_of
+from warploom.ops.lrpe.softmax_sequence.kernels.hopper import sequence as kernels_sequence_hopper
+from warploom.ops.lrpe.softmax_sequence.kernels.hopper.angles import MOST_AXES
+from warploom.ops.lrpe.softmax_sequence.kernels.hopper.sequence import UNIT
+from warploom.runtime.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied, multiprocessors
+
+Tensor = torch.Tensor
+
+_UNIT = UNIT.value
+_BLOCKS = (8, 16, 32)  # parts whose sums are read at once
+_TAGS = 2**31 - 1  # an int32 that is positive
+_MOST_BOX = 256  # tokens that are copied at once
+_ANY = 2**31  # more tokens than there are
+_FAR = 2**31  # what no number in the kernels reaches: strides in units, and places of frequencies
+
+
+class Tile(NamedTuple):
+    """What a program keeps, and how it goes down it."""
+
+    width: int  # angles, of both members of their pairs
+    tokens: int
+    piece: int  # tokens of a turn of its loops
+    warps: int = 4
+    vec: int = 4  # adjacent features of a thread
+    registers: int = 80  # of a thread, at most
+    parts_first: bool = False  # whether neighbouring programs take parts of one strip, or strips of the same tokens
+
+
+_TILES = {
+    ("rotate", False): {256: Tile(16, 256, 64), 2048: Tile(32, 256, 64), _ANY: Tile(32, 512, 64, 8)},
+    ("cosine", False): {
+        256: Tile(32, 256, 64),
+        1024: Tile(32, 512, 64),
+        2048: Tile(64, 256, 32),
+        _ANY: Tile(64, 512, 32, 8),
+    },
+    ("rotate", True): {
+        1024: Tile(32, 256, 32, 8, 2),
+        8192: Tile(32, 256, 64, registers=128, parts_first=True),
+        _ANY: Tile(32, 256, 32, 8, 2, parts_first=True),
+    },
+    ("cosine", True): {
+        8448: Tile(32, 256, 64, registers=128, parts_first=True),
+        _ANY: Tile(32, 512, 64, registers=128, parts_first=True),
+    },
+}
+"""Tiles of a kind, forward or backward, by the most tokens that they are for. Measured on an H200."""
+
+
+def tile_of(kind: str, backward: bool, tokens: int, axes: int = 1, exact: bool = False) -> Tile | None:
+    """The tile for so many tokens in so many axes; None where the kernels for every GPU may be faster.
+
+    ``exact``: for theta's gradient, which a grid's backward leaves to those.
+    """
+    least, most = 64 if axes == 1 else 256, _ANY
+    if backward and axes == 1:
+        most = 33_024 if exact else 16_640
+    elif backward and exact:
+        return None
+    if not least <= tokens <= most:
+        return None
+    return next(tile for most, tile in _TILES[kind, backward].items() if tokens <= most)
+
+
+PATIENCE = 10_000
+"""Polls after which a program no longer waits for sums: a few milliseconds."""
+
+_PROGRAMS = 2
+"""Programs of any tile that a multiprocessor holds at once, at least: 75 KB, 128 registers of 128 threads."""
+
+
+class Words:
+    """Memory in which parts of a strip tell each other their sums.
+
+    A launch tells its words from those of earlier ones by a tag that no other has. Each stream has memory of its
+    own, since two launches at once would overwrite each other's. A CUDA graph that is being captured gets words
+    that each replay makes zero, because all its replays bear the same tag. Where allocations go to a pool of
+    somebody's own, who may take it back or hand it out again (as PyTorch's graph trees do when they warm up), words
+    are for one launch.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, int], Tensor] = {}  # by device and stream
+        self.launches = itertools.count()
+
+    def take(self, count: int, near: Tensor) -> tuple[Tensor, int]:
+        """So many words on the device of a tensor, for a launch on the current stream, and its tag."""
+        launch = next(self.launches)
+        tag = 1 + launch % _TAGS
+        if not near.is_cuda or torch.cuda.is_current_stream_capturing():
+            return near.new_zeros(count, dtype=torch.int64), tag
+        if tag == 1 and launch:  # tags begin anew, and must not meet the words they left
+            self.known.clear()
+        key = near.get_device(), torch.cuda.current_stream(near.device).cuda_stream
+        words = self.known.get(key)
+        if words is None or words.numel() < count:
+            words = near.new_zeros(count, dtype=torch.int64)
+            if _is_in_common_pool(words):
+                self.known[key] = words
+        return words, tag
+
+
+def _is_in_common_pool(tensor: Tensor) -> bool:
+    """Whether a tensor of a GPU lies in the pool that PyTorch allocates from by default. Takes milliseconds."""
+    if torch.cuda.get_allocator_backend() != "native":  # others may not say
+        return False
+    address = tensor.data_ptr()
+    for segment in torch.cuda.memory_snapshot():
+        if segment["address"] <= address < segment["address"] + segment["total_size"]:
+            return tuple(segment["segment_pool_id"]) == (0, 0)
+    return False
+
+
+_words = Words()
+
+
+class Plan(NamedTuple):
+    """A launch, and how many words its parts tell each other."""
+
+    launch: TiledLaunch
+    words: int
+
+    def __call__(
+        self,
+        described: tuple[Tensor, ...],
+        out: Tensor,
+        statistics: Tensor,
+        theta: Tensor,
+        offset: int,
+        dtheta: Tensor | None,
+    ) -> None:
+        """Launch on ``described`` tensors, x and in a backward the gradient. ``dtheta``: for its partial sums."""
+        words, tag = _words.take(self.words, out)
+        sums = () if len(described) == 1 else (dtheta,)
+        self.launch((*described, *described, out, statistics, words, theta, *sums), offset, tag, PATIENCE)
+
+
+def suits(
+    kind: str,
+    positions: Positions,
+    exact: bool,
+    features: int,
+    x: Tensor,
+    theta: Tensor,
+    grad: Tensor | None,
+    out: Tensor,
+) -> Tile | None:
+    """The tile with which the kernels for Hopper take a call, apart from addresses and offset; None if they do not.
+
+    ``exact``: for theta's gradient. ``features``: angles of a head.
+    """
+    if INTERPRETED or architecture(x.device) != 90 or kind == "interleaved" or x.dim() != 4:
+        return None
+    if x.element_size() != 2:
+        return None
+    counted = positions.ids is None and positions.offsets is None and positions.cu_seqlens is None
+    axes = positions.axes()
+    if not counted or axes > MOST_AXES.value:
+        return None
+    tensors = (x, out) if grad is None else (x, grad, out)
+    tile = tile_of(kind, grad is not None, x.shape[1], axes, exact)
+    if tile is None or features % tile.width or any(t.dtype != x.dtype or not can_be_copied(t) for t in tensors):
+        return None
+    if any(stride >= _FAR * _UNIT for t in tensors for stride in t.stride()):
+        return None
+    if sum((size - 1) * stride for size, stride in zip(theta.shape, theta.stride())) >= _FAR:
+        return None
+    parts = -(-x.shape[1] // tile.tokens)
+    # In either order of programs, the parts of a strip are in flight together if those of all strips of a head are.
+    fits = not x.is_cuda or features // tile.width * parts <= _PROGRAMS * multiprocessors(x.device)
+    return tile if fits and parts <= _BLOCKS[-1] ** 2 else None
+
+
+def plan(
+    tile: Tile,
+    kind: str,
+    positions: Positions,
+    exact: bool,
+    features: int,
+    x: Tensor,
+    theta: Tensor,
+    grad: Tensor | None,
+    out: Tensor,
+) -> Plan:
+    """The launch of the kernel on tensors like these; ``tile`` from `suits`."""
+    batch, tokens, heads, _ = x.shape
+    strips, parts = features // tile.width, -(-tokens // tile.tokens)
+    block = next((size for size in _BLOCKS if parts <= size), None)
+    block = block or next(size for size in _BLOCKS if parts <= size**2)  # two levels: as few as suffice
+    function = kernels_sequence_hopper.hopper_sequence_forward_kernel
+    described = [x]
+    if grad is not None:
+        function = kernels_sequence_hopper.hopper_sequence_backward_kernel
+        described.append(grad)
+    boxes = Boxes((0, 2, 1, 3), (1, 1, min(tile.tokens, _MOST_BOX), tile.width))
+    inner = (*positions.grid[1:], 1, 1)[:2]
+    theta_u = theta.stride(0) if theta.dim() == 2 and theta.shape[0] > 1 else 0
+    launch = TiledLaunch(
+        function,
+        batch * heads * strips * parts,
+        [(tensor, boxes) for tensor in described],
+        (
+            inverse_of(parts), inverse_of(heads), tokens, heads, parts, theta_u, theta.stride(-1),
+            *(stride // _UNIT for tensor in (*described, out) for stride in tensor.stride()[:3]),
+            positions.prefix, *inner, *map(inverse_of, inner),
+        ),
+        (kind, positions.axes(), features, theta.shape[-1], positions.axes() == 1 and positions.prefix > 0, exact,
+         tile.tokens, tile.piece, tile.vec, block, parts > block, tile.parts_first),
+        tile.warps,
+        registers=tile.registers,
+    )  # fmt: skip
+    members = 1 if kind == "cosine" else 2
+    rows = parts + -(-parts // block)  # of words: parts, and blocks of them
+    return Plan(launch, batch * heads * strips * rows * members * tile.width)

@@ -1,0 +1,306 @@
+"""Launchers of LRPE with softmax over the sequence: which of the ways through the cache, and its sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+
+from warploom.ops.lrpe.launches import (
+    Positions,
+    ThetaSums,
+    angle_numbers,
+    geometry_of,
+    packed_strides,
+    theta_sums,
+)
+from warploom.ops.lrpe.softmax_sequence.kernels.portable import (
+    apply_kernel,
+    combine_kernel,
+    reduce_chunk_kernel,
+    strip_kernel,
+)
+from warploom.runtime.launch import ALIGNMENT, INTERPRETED, Kernel, Launch, architecture, multiprocessors
+from warploom.runtime.memory_order import empty_in_order_of, layout_of
+from warploom.runtime.plans import Plans
+
+if TYPE_CHECKING:  # Gluon is imported where it is used
+    from warploom.ops.lrpe.softmax_sequence.launches import hopper as launchers_sequence_hopper
+
+_apply_kernel = Kernel(apply_kernel)
+_combine_kernel = Kernel(combine_kernel)
+_reduce_kernel = Kernel(reduce_chunk_kernel)
+_strip_kernel = Kernel(strip_kernel)
+
+
+class Tiles(NamedTuple):
+    """Block sizes of a kernel."""
+
+    numbers: int  # of x in a tile
+    warps: int
+    stages: int = 1  # loads under way at once in a loop over tiles
+
+
+def strip_tokens(backward: bool) -> int:
+    """Sequences up to this long are walked over twice by one program; longer ones take three launches.
+
+    These and the tiles are measured on an H200 (see "How it reaches the limit").
+    """
+    return 512 if backward else 2048
+
+
+def strip_tiles(kind: str, backward: bool, wide: bool) -> Tiles:
+    """For `strip_kernel`. ``wide``: see `apply_tiles`."""
+    if wide:
+        return Tiles(1024, 4, 1 if backward else 2)
+    if kind == "cosine":
+        return Tiles(4096, 8, 1) if backward else Tiles(4096, 4, 1)
+    return Tiles(4096, 4, 1) if backward else Tiles(2048, 4, 5)
+
+
+def apply_tiles(kind: str, backward: bool, wide: bool) -> Tiles:
+    """For `apply_kernel`.
+
+    ``wide``: exact, or rows that are not read in vectors. Both take more registers, and the tiles are small enough
+    that none are spilled.
+    """
+    if wide:
+        return Tiles(2048, 4)
+    if (kind == "cosine") == backward:
+        return Tiles(1024, 1)
+    return Tiles(4096, 4 if backward else 2)
+
+
+def reduce_tiles(kind: str, backward: bool, wide: bool) -> Tiles:
+    """For `reduce_chunk_kernel`. ``wide``: see `apply_tiles`."""
+    if wide:
+        return Tiles(512, 4)
+    return Tiles(2048 if kind == "cosine" or backward else 4096, 2, 3)
+
+
+CHUNKS = 16
+"""Chunks to reduce per multiprocessor, at least."""
+
+MAX_CHUNK_ROWS = 512
+"""Tokens of a chunk, at most."""
+
+STRIP_BYTES = 64
+"""Bytes of a row that a strip takes from each member of its pairs."""
+
+BLOCK_P = 16
+"""Partial results combined at once."""
+
+MOST_POSITION = 2**31 - 2**10
+"""Positions to which kernels for Hopper count."""
+
+
+def statistics_shape(x: torch.Tensor, positions: Positions) -> tuple[int, int, int, int]:
+    """Of the columns' statistics: (groups, H, 2, D) with the features in the kernels' order."""
+    groups = x.shape[0] if positions.cu_seqlens is None else positions.cu_seqlens.shape[0] - 1
+    return groups, x.shape[2] if x.dim() == 4 else 1, 2, x.shape[-1]
+
+
+class _Plan(NamedTuple):
+    shape: tuple[int, ...]  # of the result
+    stride: tuple[int, ...]
+    statistics: tuple[int, int, int, int]  # their shape
+    launches: tuple[Launch, ...] = ()  # of the strip kernel; or to reduce, combine and apply
+    partial: int = 0  # float32 numbers of partial columns
+    theta_sums: ThetaSums | None = None  # where theta's gradient is asked for
+    tiled: launchers_sequence_hopper.Plan | None = None  # in the place of launches, on a Hopper GPU
+
+
+def forward(
+    x: torch.Tensor,
+    theta: torch.Tensor,
+    positions: Positions,
+    kind: str,
+    theta_gradient: bool,
+    plans: Plans,
+    *,
+    block_parallel: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output, and the columns' statistics (groups, H, 2, D) in float32, which the backward wants back.
+
+    ``theta_gradient``: whether the backward may be asked for it. ``block_parallel``: reduce, combine and apply in
+    three launches, whatever the sizes. ``plans`` as in `launchers.forward`.
+    """
+    # A gradient of theta will be in float32, and is no better than the statistics that its backward rests on.
+    exact = x.dtype == torch.float32 or theta_gradient
+    aligned = not block_parallel and _are_in_reach(positions, x, theta)
+    plan = plans.get(
+        ("forward", exact, block_parallel, aligned),
+        lambda: _Planner(None, x, theta, positions, kind, exact, block_parallel, False, aligned).plan(),
+    )
+    out = x.new_empty_strided(plan.shape, plan.stride)
+    statistics = x.new_empty(plan.statistics, dtype=torch.float32)
+    if x.numel():
+        _run(plan, x, None, out, statistics, None, theta, positions, None)
+    return out, statistics
+
+
+def backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    theta: torch.Tensor,
+    positions: Positions,
+    kind: str,
+    statistics: torch.Tensor | None,
+    theta_gradient: bool,
+    plans: Plans,
+    *,
+    block_parallel: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of ``x``, and of ``theta`` when asked for, with the statistics that `forward` returned."""
+    if x.numel() == 0:
+        dx = empty_in_order_of(x, x.shape[-1])
+        return dx, torch.zeros_like(theta) if theta_gradient else None
+    exact = x.dtype == torch.float32 or theta_gradient
+    # Strides: see `launchers.backward`.
+    aligned = not block_parallel and _are_in_reach(positions, x, theta, grad)
+    plan = plans.get(
+        (grad.dtype, grad.stride(), x.stride(), theta.stride(), theta_gradient, block_parallel, aligned),
+        lambda: _Planner(grad, x, theta, positions, kind, exact, block_parallel, theta_gradient, aligned).plan(),
+    )
+    dx = x.new_empty_strided(plan.shape, plan.stride)
+    sums = None
+    if plan.partial:
+        groups, heads, _, features = plan.statistics
+        sums = x.new_empty((groups, heads, features), dtype=torch.float32)
+    theta_parts = None if plan.theta_sums is None else plan.theta_sums.empty(x)
+    _run(plan, x, grad, dx, statistics, sums, theta, positions, theta_parts)
+    if plan.theta_sums is None or theta_parts is None:
+        return dx, None
+    return dx, plan.theta_sums.reduce(theta_parts, theta)
+
+
+def _are_in_reach(positions: Positions, x: torch.Tensor, *tensors: torch.Tensor) -> bool:
+    """Whether the offset and the tensors' addresses suit kernels for Hopper, which is asked where those might run.
+
+    They count positions to the end of a tile past the last token, in 32 bits, and from before a prefix.
+    """
+    if INTERPRETED or x.dtype == torch.float32 or architecture(x.device) != 90:
+        return False
+    first = positions.offset - positions.prefix
+    bits = x.data_ptr()
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+    return bits % ALIGNMENT == 0 and -MOST_POSITION <= first <= MOST_POSITION - x.shape[1]
+
+
+def _run(
+    plan: _Plan,
+    x: torch.Tensor,
+    grad: torch.Tensor | None,
+    out: torch.Tensor,
+    statistics: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    theta: torch.Tensor,
+    positions: Positions,
+    dtheta: torch.Tensor | None,
+) -> None:
+    ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
+    if plan.tiled is not None and statistics is not None:
+        plan.tiled((x,) if grad is None else (x, grad), out, statistics, theta, positions.offset, dtheta)
+        return
+    if not plan.partial:
+        tensors = (x, grad, out, statistics, dtheta, theta, ids, offsets)
+        plan.launches[0](tensors, positions.offset)
+        return
+    partial = x.new_empty((plan.partial,), dtype=torch.float32)
+    reduce, combine, apply = plan.launches
+    reduce((x, grad, statistics, partial, theta, ids, offsets, cu_seqlens), positions.offset)
+    combine((partial, statistics if sums is None else sums, cu_seqlens), plan.statistics[1])
+    apply((x, grad, out, statistics, sums, dtheta, theta, ids, offsets, cu_seqlens), positions.offset)
+
+
+@dataclass
+class _Planner:
+    """Makes the plan of a call."""
+
+    grad: torch.Tensor | None  # in a backward
+    x: torch.Tensor
+    theta: torch.Tensor
+    positions: Positions
+    kind: str
+    exact: bool  # float32 arithmetic that is good enough for results in float32
+    block_parallel: bool
+    theta_gradient: bool
+    aligned: bool  # whether addresses and offset suit the kernels for Hopper
+
+    def plan(self) -> _Plan:
+        """Choose the way, and its sizes."""
+        x, theta, positions, kind, grad = self.x, self.theta, self.positions, self.kind, self.grad
+        # Here S runs over the batch even where all heads share their angles: softmax is by head.
+        geometry = geometry_of(x, theta, positions, kind, (1, 1))._replace(heads_shared=False)
+        batch, tokens, heads, features = geometry.batch, geometry.tokens, geometry.heads, geometry.features
+        out = layout_of(x, 2 * features if kind == "cosine" and grad is None else x.shape[-1])
+        tensors = (x, x if grad is None else grad, out)
+        vec, unit, strides = packed_strides(tensors, geometry)
+        theta_vec, numbers = angle_numbers(theta, positions, geometry, None)
+        members = 1 if kind == "cosine" else 2
+        rows = max(theta.shape[0], 1) if theta.dim() == 2 else 1
+        backward = grad is not None
+
+        def sums_of(parts: int) -> ThetaSums | None:
+            return theta_sums(parts, theta, features, positions.axes()) if self.theta_gradient else None
+
+        wide = self.exact or vec == 1
+        plan = _Plan(tuple(out.shape), out.stride(), statistics_shape(x, positions))
+        if self.aligned:
+            from warploom.ops.lrpe.softmax_sequence.launches import hopper
+
+            tile = hopper.suits(kind, positions, self.exact, features, x, theta, grad, out)
+            if tile is not None:
+                tiled = hopper.plan(tile, kind, positions, self.exact, features, x, theta, grad, out)
+                parts = -(-tokens // tile.tokens)
+                return plan._replace(tiled=tiled, theta_sums=sums_of(batch * parts * heads // rows))
+        angles = (positions.axes(), vec, theta_vec, unit, features, theta.shape[-1])
+        if positions.cu_seqlens is None and tokens <= strip_tokens(backward) and not self.block_parallel:
+            tiles = strip_tiles(kind, backward, wide)
+            block_f = min(geometry.block_f, STRIP_BYTES // x.element_size())
+            block_r = max(1, tiles.numbers // (block_f * members))
+            launch = Launch(
+                _strip_kernel,
+                batch * heads * -(-features // block_f),
+                (*numbers, *strides),
+                (kind, backward, self.exact, *angles, block_r, block_f, tiles.stages),
+                tiles.warps,
+            )
+            return plan._replace(launches=(launch,), theta_sums=sums_of(batch * heads // rows))
+        tiles, applied = reduce_tiles(kind, backward, wide), apply_tiles(kind, backward, wide)
+        block_r, apply_r = (max(1, t.numbers // (geometry.block_f * members)) for t in (tiles, applied))
+        # Long chunks leave few partial columns, short ones leave no multiprocessor without work.
+        share = batch * heads * tokens // (CHUNKS * multiprocessors(x.device))
+        chunk_rows = triton.cdiv(min(max(share, block_r), MAX_CHUNK_ROWS), block_r) * block_r
+        chunks, parts = triton.cdiv(tokens, chunk_rows), triton.cdiv(tokens, apply_r)
+        sets = 1 if backward else 2
+        groups = plan.statistics[0]
+        slots = batch * chunks + (0 if positions.cu_seqlens is None else groups)
+        reduce = Launch(
+            _reduce_kernel,
+            batch * heads * chunks,
+            (*numbers, *strides, chunks, chunk_rows),
+            (kind, backward, self.exact, *angles, block_r, geometry.block_f, tiles.stages),
+            tiles.warps,
+        )
+        combine = Launch(
+            _combine_kernel,
+            groups * heads * members,
+            (chunk_rows, 0 if positions.cu_seqlens is None else positions.cu_seqlens.stride(0), chunks),
+            (backward, features, geometry.block_f, members, BLOCK_P),
+        )
+        apply = Launch(
+            _apply_kernel,
+            batch * heads * parts,
+            (*numbers, *strides, parts),
+            (kind, backward, self.exact, *angles, apply_r, geometry.block_f),
+            applied.warps,
+        )
+        return plan._replace(
+            launches=(reduce, combine, apply),
+            partial=slots * heads * sets * x.shape[-1],
+            theta_sums=sums_of(batch * parts * heads // rows),
+        )

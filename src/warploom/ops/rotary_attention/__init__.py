@@ -1,0 +1,1 @@
+"""Rotary positions and causal attention as one operator."""

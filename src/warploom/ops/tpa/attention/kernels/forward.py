@@ -1,0 +1,261 @@
+"""Triton kernel of tensor-product attention for training and prefill: the forward pass.
+
+Shapes. A program has a tile of BLOCK_N queries of one head and walks over tiles of BLOCK_M keys. To a tile of a packed
+sequence there are no other tokens. A tile of keys (M, D) or of values (M, E) comes as a pair: a tile in the dtype of
+memory and a coefficient (M,) that multiplies its rows,
+
+    rank one    K[m] = s_k ak[m] · bk[m]             the factor as it was loaded, with s_k ak as coefficient
+    beyond      K[m] = s_k · Σ_r ak[m, r] bk[m, r]   formed on chip, with s_k as coefficient
+
+and coefficients multiply logits or weights in float32, which rounds nothing: at rank one no key is ever formed. Head
+factors of keys and values come as (B, H, R, M) in float32, so that a tile of keys finds those of its head side by side.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from warploom.device.packed import sequence_bounds, sequence_of_tile
+from warploom.device.product import dot, rounded
+from warploom.ops.tpa.decode.kernels.portable import power
+
+# ----------------------------------------------------------------------------------------------------------
+# Device functions, of the backward kernels too
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_factor(
+    b, first, size, rank, b_n, b_r, b_f, TOKENS: tl.constexpr,
+    F: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr = True,
+):  # fmt: skip
+    """Feature factors (TOKENS, F) of one rank, from token ``first`` on of ``size``.
+
+    Strides of tokens and ranks come divided by ``VEC``. ``UNIT``: features are adjacent, and offsets within the tile
+    fit in 32 bits. Without ``MASKED`` all tokens are there.
+    """
+    tile = b + first * (b_n * VEC) + rank * (b_r * VEC)
+    n = tl.arange(0, TOKENS)
+    f = tl.arange(0, BLOCK_F)
+    if UNIT:
+        pointers = tile + ((n * (b_n.to(tl.int32) * VEC))[:, None] + f[None, :])
+    else:
+        pointers = tile + ((n * (b_n * VEC))[:, None] + (f * b_f)[None, :])
+    if MASKED:
+        factor = tl.load(pointers, mask=(first + n < size)[:, None] & (f < F)[None, :], other=0.0)
+    elif F != BLOCK_F:
+        factor = tl.load(pointers, mask=(f < F)[None, :], other=0.0)
+    else:
+        factor = tl.load(pointers)
+    return factor
+
+
+@triton.jit
+def load_weights(a, first, size, rank, a_r, TOKENS: tl.constexpr, MASKED: tl.constexpr = True):
+    """Head factors (TOKENS,) of one head and rank, float32, tokens adjacent; ``a_r`` comes divided by 16."""
+    n = tl.arange(0, TOKENS)
+    pointers = a + rank * (a_r * 16) + first + n
+    if MASKED:
+        weights = tl.load(pointers, mask=first + n < size, other=0.0)
+    else:
+        weights = tl.load(pointers)
+    return weights
+
+
+@triton.jit
+def load_product(
+    a, b, first, size, a_r, b_n, b_r, b_f, TOKENS: tl.constexpr,
+    R: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
+    MASKED: tl.constexpr = True,
+):  # fmt: skip
+    """Keys or values of a tile of tokens, without their scale: a tile (TOKENS, F) and a coefficient (TOKENS,)."""
+    if R == 1:
+        tile = load_factor(b, first, size, 0, b_n, b_r, b_f, TOKENS, F, BLOCK_F, VEC, UNIT, MASKED)
+        coefficient = load_weights(a, first, size, 0, a_r, TOKENS, MASKED)
+    else:
+        total = tl.zeros((TOKENS, BLOCK_F), tl.float32)
+        for r in tl.static_range(R):
+            factor = load_factor(b, first, size, r, b_n, b_r, b_f, TOKENS, F, BLOCK_F, VEC, UNIT, MASKED)
+            total += load_weights(a, first, size, r, a_r, TOKENS, MASKED)[:, None] * factor.to(tl.float32)
+        tile = rounded(total, b.dtype.element_ty)
+        coefficient = tl.full((TOKENS,), 1.0, tl.float32)
+    return tile, coefficient
+
+
+@triton.jit
+def scaled(x, factor, dtype: tl.constexpr):
+    """``x · factor``, for results in ``dtype``.
+
+    In float32 the product is rounded by itself. Fused with the subtraction that follows, it would keep bits that what
+    is subtracted, once such a product too, has lost: the difference of equals would not be zero.
+    """
+    if dtype == tl.float32:
+        y = tl.fma(x, tl.broadcast_to(factor, x.shape), 0.0)
+    else:
+        y = x * factor
+    return y
+
+
+@triton.jit
+def load_queries(
+    a, b, head, first, size, a_n, a_h, a_r, b_n, b_r, b_f, scale_q, TOKENS: tl.constexpr,
+    R: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Q of a tile of tokens (TOKENS, F) in the dtype of memory. Without ``a``, the rank axis of ``b`` is the heads."""
+    if a is None:
+        q = load_factor(b, first, size, head, b_n, b_r, b_f, TOKENS, F, BLOCK_F, VEC, UNIT).to(tl.float32)
+    else:
+        token = first + tl.arange(0, TOKENS)
+        heads = a + token.to(tl.int64) * a_n + head.to(tl.int64) * a_h
+        q = tl.zeros((TOKENS, BLOCK_F), tl.float32)
+        for r in tl.range(0, R, num_stages=1):
+            factor = load_factor(b, first, size, r, b_n, b_r, b_f, TOKENS, F, BLOCK_F, VEC, UNIT)
+            weight = tl.load(heads + r * a_r, mask=token < size, other=0.0)
+            q += weight.to(tl.float32)[:, None] * factor.to(tl.float32)
+    return rounded(q * scale_q, b.dtype.element_ty)
+
+
+@triton.jit
+def visible(i, size, others, CAUSAL: tl.constexpr, QUERIES: tl.constexpr):
+    """What token ``i`` of ``size`` sees of the ``others``: those from ``first`` to ``end`` - 1, int32 of the shape of i.
+
+    ``QUERIES``: the tokens are queries and the others keys, or the other way round. Tokens behind the last see what
+    the last one sees.
+    """
+    i = tl.minimum(i, size - 1)
+    first = tl.zeros_like(i)
+    end = tl.zeros_like(i) + others
+    if CAUSAL and QUERIES:
+        end = tl.minimum(end, i + (others - size + 1))
+    elif CAUSAL:
+        first = tl.maximum(first, i - (size - others))
+    return first, end
+
+
+@triton.jit
+def tiles_of(tokens, cu_seqlens, sequences, BLOCK: tl.constexpr):
+    """Tiles of ``BLOCK`` tokens; none holds tokens of two packed sequences, see `warploom.device.packed`."""
+    if cu_seqlens is None:
+        tiles = tl.cdiv(tokens, BLOCK)
+    else:
+        tiles = tokens // BLOCK + sequences
+    return tiles
+
+
+@triton.jit
+def walk(first, end, BLOCK: tl.constexpr):
+    """Where tiles of ``BLOCK`` others start, are seen by all tokens of a tile, are no longer, and stop.
+
+    The four bounds rise and are multiples of ``BLOCK`` but the last: masks are for the tiles outside the inner two.
+    """
+    start = tl.min(first) // BLOCK * BLOCK
+    stop = tl.maximum(tl.max(end), start)
+    whole = tl.minimum(tl.cdiv(tl.max(first), BLOCK) * BLOCK, tl.cdiv(stop, BLOCK) * BLOCK)
+    rest = tl.maximum(tl.minimum(tl.min(end), stop) // BLOCK * BLOCK, whole)
+    return start, whole, rest, stop
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Kernel
+# ----------------------------------------------------------------------------------------------------------
+
+# Every number is a run-time value of declared width: none of them ever causes a compilation.
+_FORWARD_NUMBERS = (
+    "tokens keys heads batches sequences cu_stride a_r aq_b aq_n aq_h aq_r bq_b bq_n bq_r bq_d "
+    "bk_b bk_m bk_r bk_d bv_b bv_m bv_r bv_e out_b out_n out_h out_e logit_scale scale_q scale_v"
+).split()
+
+
+@triton.jit(do_not_specialize=_FORWARD_NUMBERS)
+def forward_kernel(
+    aq, bq, ak, bk, av, bv, cu_seqlens, out, statistics,
+    tokens: tl.int32, keys: tl.int32, heads: tl.int32, batches: tl.int32, sequences: tl.int32, cu_stride: tl.int64,
+    a_r: tl.int64,
+    aq_b: tl.int64, aq_n: tl.int64, aq_h: tl.int64, aq_r: tl.int64,
+    bq_b: tl.int64, bq_n: tl.int64, bq_r: tl.int64, bq_d: tl.int64,
+    bk_b: tl.int64, bk_m: tl.int64, bk_r: tl.int64, bk_d: tl.int64,
+    bv_b: tl.int64, bv_m: tl.int64, bv_r: tl.int64, bv_e: tl.int64,
+    out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_e: tl.int64,
+    logit_scale: tl.float32, scale_q: tl.float32, scale_v: tl.float32,
+    CAUSAL: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    Q_VEC: tl.constexpr, Q_UNIT: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr,
+):  # fmt: skip
+    """Output and softmax statistics (B, H, 2, N), maximum and denominator, for one tile of queries of a head.
+
+    The two are kept apart because their logarithm would cost the backward digits. ``logit_scale`` is that of logits
+    and of K. A query that sees no key has a denominator of 0.
+    """
+    blocks = tiles_of(tokens, cu_seqlens, sequences, BLOCK_N)
+    program = tl.program_id(0)
+    head = program % heads  # neighbours share the feature factors they read
+    batch = (program // heads % batches).to(tl.int64)
+    block = program // heads // batches
+    if CAUSAL:  # the longest first
+        block = blocks - 1 - block
+    ak += (batch * heads + head) * (RK * a_r * 16)
+    av += (batch * heads + head) * (RV * a_r * 16)
+    statistics += (batch * heads + head) * 2 * tokens
+    totals = statistics + tokens
+    if cu_seqlens is not None:
+        sequence, block = sequence_of_tile(block, cu_seqlens, cu_stride, sequences, BLOCK_N)
+        start, tokens = sequence_bounds(sequence, cu_seqlens, cu_stride)
+        if block * BLOCK_N >= tokens:
+            return
+        keys = tokens
+        ak, av, statistics, totals = ak + start, av + start, statistics + start, totals + start
+        bq, bk, bv = bq + start * (bq_n * Q_VEC), bk + start * (bk_m * B_VEC), bv + start * (bv_m * B_VEC)
+        out += start * out_n
+        if aq is not None:
+            aq += start * aq_n
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < tokens
+    first, end = visible(n, tokens, keys, CAUSAL, True)
+    if aq is not None:
+        aq += batch * aq_b
+    q = load_queries(
+        aq, bq + batch * (bq_b * Q_VEC), head, block * BLOCK_N, tokens, aq_n, aq_h, aq_r, bq_n, bq_r, bq_d, scale_q,
+        BLOCK_N, RQ, D, BLOCK_D, Q_VEC, Q_UNIT,
+    )  # fmt: skip
+    bk += batch * (bk_b * B_VEC)
+    bv += batch * (bv_b * B_VEC)
+
+    acc = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
+    top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    bounds = walk(first, end, BLOCK_M)
+    for part in tl.static_range(1, 3):
+        for m_first in range(bounds[part], bounds[part + 1], BLOCK_M):
+            m = m_first + tl.arange(0, BLOCK_M)
+            k, weight = load_product(
+                ak, bk, m_first, keys, a_r, bk_m, bk_r, bk_d, BLOCK_M, RK, D, BLOCK_D, B_VEC, B_UNIT, part != 1
+            )
+            logits = dot(q, tl.trans(k), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+            logits = scaled(logits, (weight * logit_scale)[None, :], k.dtype)
+            if part != 1:
+                seen = (m[None, :] >= first[:, None]) & (m[None, :] < end[:, None])
+                logits = tl.where(seen, logits, float("-inf"))
+            highest = tl.maximum(top, tl.max(logits, axis=1))
+            base = highest
+            if part != 1:
+                base = tl.where(highest == float("-inf"), 0.0, highest)
+            p = power(logits - base[:, None], k.dtype)
+            keep = power(top - base, k.dtype)
+            total = total * keep + tl.sum(p, axis=1)
+            top = highest
+            v, weight = load_product(
+                av, bv, m_first, keys, a_r, bv_m, bv_r, bv_e, BLOCK_M, RV, E, BLOCK_E, B_VEC, B_UNIT, part != 1
+            )
+            if RV == 1:
+                p *= weight[None, :]
+            acc = dot(rounded(p, v.dtype), v, acc * keep[:, None])
+
+    acc *= (scale_v / tl.where(total == 0.0, 1.0, total))[:, None]
+    e = tl.arange(0, BLOCK_E)
+    pointers = (
+        out + batch * out_b + head.to(tl.int64) * out_h + (n.to(tl.int64) * out_n)[:, None] + (e * out_e)[None, :]
+    )
+    tl.store(pointers, rounded(acc, out.dtype.element_ty), mask=inside[:, None] & (e < E)[None, :])
+    tl.store(statistics + n, tl.where(total == 0.0, 0.0, top), mask=inside)
+    tl.store(totals + n, total, mask=inside)

@@ -1,0 +1,125 @@
+"""The launcher of the decode kernel for Hopper: which calls it takes, its buffers, its costs.
+
+It takes one new token a batch entry on 16-bit factors whose rows the tensor memory accelerator can copy, multiples
+of 16 bytes: up to 32 heads and 128 features, up to 16 ranks of the query, one rank, 1, 2 or 4, of keys and values.
+The batch and the length never decide, since kernels differ in the last bit. The rest stays with the kernel for
+every GPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+
+from warploom.ops.tpa.decode.chunks import Chunks
+from warploom.runtime.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied, multiprocessors
+
+if TYPE_CHECKING:
+    from warploom.ops.tpa.decode.launches.portable import Operands
+
+Tensor = torch.Tensor
+
+MOST_HEADS = 32
+"""Rows of a tile; more would need more registers for their sums than there are."""
+MOST_RANKS = 16
+"""Of the queries, whose factors are multiplied in one go."""
+_BLOCK_M = 64
+_SHARED_BYTES = 225 * 1024
+"""Shared memory of a program, but for its barriers."""
+_BUFFER_BYTES = {1: 96 * 1024, 2: 128 * 1024, 4: 128 * 1024}
+"""The most of it for both rings of buffers, by rank."""
+CHUNKS = Chunks(shortest=128, longest=1024, wanted=64, widths=(1, 2, 4, 8, 16))
+_SLOTS = CHUNKS.all_levels
+"""Levels of the tree at which a sum may have to wait for its neighbour."""
+ONE_PROGRAM = 44e3
+"""Bytes of the cache that a program takes in a microsecond where memory keeps up. This and the next three come from
+49 cases on an H200, one to 128 batch entries, 256 to 524288 keys, ranks 1, 2 and 4: what they choose took at most
+1.03 times as long as the best choice."""
+ALL_PROGRAMS = 3.7e6
+"""Bytes that all programs together take in a microsecond."""
+START = 3.0
+"""Microseconds that a span costs its program besides."""
+JOIN = 0.06
+"""Microseconds that each part of a batch entry costs the second kernel, whose launch hides behind the first."""
+
+
+class Rings(NamedTuple):
+    """Buffers of the decode kernel."""
+
+    head_tiles: int
+    feature_tiles: int
+
+
+def rings(rank: int, rows: int, width: int) -> Rings:
+    """As many buffers as there is room for, up to a point: as much of head factors as of feature factors.
+
+    ``rows`` and ``width`` of a tile are heads and features, as blocks.
+    """
+    head_bytes, feature_bytes = _BLOCK_M * rows * rank * 2, _BLOCK_M * width * 2
+    waiting = _SLOTS * 4 * rows * (width + 2)
+    queries_and_weights = 2 * (width * rows + MOST_RANKS * (rows + width) + rank * _BLOCK_M * rows)
+    left = min(_SHARED_BYTES - waiting - queries_and_weights, _BUFFER_BYTES[rank])
+    head_tiles = max(left // (head_bytes + rank * feature_bytes), 2)
+    return Rings(head_tiles, (left - head_tiles * head_bytes) // feature_bytes)
+
+
+def suit(factors: Operands) -> bool:
+    """Whether the kernel takes a call with these factors, apart from their addresses."""
+    aq, ak, av, bq, bk, bv = factors
+    if INTERPRETED or architecture(bq.device) != 90 or bq.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    batch, keys, heads, rank = ak.shape
+    if bq.shape[1] != 1 or heads > MOST_HEADS or rank not in (1, 2, 4) or bv.shape[2] != rank or 0 in (batch, keys):
+        return False
+    if max(bk.shape[3], bv.shape[3]) > 128 or (aq is not None and bq.shape[2] > MOST_RANKS):
+        return False
+    dense = all(rank == 1 or a.stride()[2:] == (rank, 1) for a in (ak, av))
+    return dense and all(map(can_be_copied, (ak.flatten(2), av.flatten(2), bk, bv)))
+
+
+def plan(
+    factors: Operands,
+    out: Tensor,
+    lengths_b: int,
+    spans: int,
+    levels: int,
+    scales: tuple[float, float, float],
+) -> TiledLaunch:
+    """The launch on factors like these, which suit, and ``spans`` spans of ``levels`` levels of the tree of chunks.
+
+    ``scales`` are of logits, queries and values. It is launched on ak, av, bk, bv, aq, bq, lengths, the output,
+    partial results and their statistics.
+    """
+    from warploom.ops.tpa.decode.kernels.hopper import hopper_decode_kernel
+
+    aq, ak, av, bq, bk, bv = factors
+    batch, keys, heads, rank = ak.shape
+    features, values = bk.shape[3], bv.shape[3]
+    rows = max(16, triton.next_power_of_2(heads))
+    width = 64 if max(features, values) <= 64 else 128
+    head_box = Boxes((0, 1, 2, 3), (1, 1, _BLOCK_M, rows * rank))
+    feature_box = Boxes((0, 2, 1, 3), (1, 1, _BLOCK_M, width))
+    boxes = [(a.flatten(2)[:, None], head_box) for a in (ak, av)] + [(b, feature_box) for b in (bk, bv)]
+    aq_b, _, aq_h, aq_r = (0, 0, 0, 0) if aq is None else aq.stride()
+    bq_b, _, bq_r, bq_d = bq.stride()
+    out_b, _, out_h, out_e = out.stride()
+    units = batch * spans
+    span_chunks = CHUNKS.widths[levels] if spans > 1 else 1  # one span is all keys
+    numbers = (
+        lengths_b, units, keys, spans, span_chunks,
+        aq_b, aq_h, aq_r, bq_b, bq_r, bq_d, out_b, out_h, out_e, *scales,
+    )  # fmt: skip
+    constants = (
+        heads, bq.shape[2], rank, features, values, *rings(rank, rows, width), spans == 1,
+        *CHUNKS.lengths, _SLOTS,
+    )  # fmt: skip
+    return TiledLaunch(hopper_decode_kernel, min(multiprocessors(bq.device), units), boxes, numbers, constants)
+
+
+def microseconds(tiles: int, spans: int, entry_bytes: int, device: torch.device) -> float:
+    """What the multiprocessor takes that has most to read, or all of them together, and then the second kernel."""
+    rounds = -(-tiles * spans // multiprocessors(device))
+    walking = rounds * (entry_bytes / spans / ONE_PROGRAM + START)
+    return max(walking, tiles * entry_bytes / ALL_PROGRAMS) + (spans * JOIN if spans > 1 else 0.0)

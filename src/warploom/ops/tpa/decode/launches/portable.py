@@ -1,0 +1,277 @@
+"""Launchers of the decode kernels: sizes, strides, tiles, strategy. No validation, no autograd."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+
+from warploom.ops.tpa.decode.chunks import Chunks
+from warploom.ops.tpa.decode.kernels.portable import combine_kernel, decode_kernel
+from warploom.ops.tpa.decode.launches import hopper as launchers_hopper
+from warploom.runtime.launch import ALIGNMENT, Dense, Kernel, Launch, TiledLaunch, may_start_early, multiprocessors
+from warploom.runtime.memory_order import layout_of
+from warploom.runtime.plans import Plans
+
+Tensor = torch.Tensor
+
+decode_launch = Kernel(decode_kernel)
+combine_launch = Kernel(combine_kernel)
+
+
+class RowTile(NamedTuple):
+    """A tile of rows (query, head) of the decode kernel, and how it is walked over the keys and compiled."""
+
+    queries: int
+    heads: int
+    factor_rows: int
+    """Rows of feature factors in a block of keys: keys times rank."""
+    warps: int
+    stages: int
+
+    def blocks(self, heads: int, tokens: int) -> int:
+        """How many of them there are in a batch entry."""
+        return -(-heads // self.heads) * -(-tokens // self.queries)
+
+
+CHUNKS = Chunks(shortest=128, longest=1024, wanted=32, widths=(1, 4))
+HEADS_OF_BATCH_HEAD = 16
+"""Rows of a tile under the strategy ``batch_head``."""
+NARROW = 2**22
+"""Strides of tokens and ranks below this keep offsets within a tile, of at most 256 rows, in 32 bits."""
+COMBINE_ROWS = 2
+COMBINE_AHEAD = 16
+"""Rows that a program combines, and parts whose loads it starts at once: a multiple of four."""
+ONE_PROGRAM = 21e3
+"""Bytes of the cache that a program reads in a microsecond, alone on its multiprocessor. This and the next four
+come from 86 cases on an H200, one to 128 batch entries, 256 to 524288 keys, ranks 1, 2 and 4: what they choose took
+at most 1.02 times as long as the best choice."""
+ONE_MULTIPROCESSOR = 22.5e3
+"""Bytes in a microsecond for a multiprocessor that runs two programs."""
+START = 0.6
+"""Microseconds that a program costs its multiprocessor besides."""
+SECOND_LAUNCH = 3.5
+"""Microseconds that a second kernel costs."""
+JOIN = 0.06
+"""Microseconds that each part of a batch entry costs the second kernel."""
+
+
+def _block(features: int) -> int:
+    block: int = max(16, triton.next_power_of_2(features))
+    return block
+
+
+def _row_tile(factors: Operands, strategy: str) -> RowTile:
+    """The tile for the larger of both ranks and of D and E, and as many rows as there are.
+
+    64 rows are what a warp group takes, 16 what a warp takes. Never for the batch: results must not depend on it.
+    """
+    tokens, heads = max(factors.bq.shape[1], 1), triton.next_power_of_2(factors.ak.shape[2])
+    features = max(map(_block, (factors.bq.shape[3], factors.bv.shape[3])))
+    rank = max(factors.bk.shape[2], factors.bv.shape[2])
+    rows = triton.next_power_of_2(max(factors.ak.shape[2] * tokens, 1))
+    least_rows, most_rows = 16, 64
+    if factors.bq.dtype == torch.float32:
+        most_rows, factor_rows = 16, 32 if features <= 128 else 16
+        warps, stages = 4 if features <= 64 else 8, 1
+    elif features <= 128:
+        factor_rows, stages = (16, 4) if rank == 2 else (32, 3)
+        warps = 8 if rows > 32 else 4
+    else:
+        factor_rows, most_rows, warps, stages = 64, 32, 8, 2
+    if strategy == "batch_head":
+        least_rows = most_rows = HEADS_OF_BATCH_HEAD
+    block_h = min(heads, most_rows)
+    block_n = min(triton.next_power_of_2(tokens), most_rows // block_h)
+    return RowTile(block_n, max(block_h, least_rows // block_n), factor_rows, warps, stages)
+
+
+def _microseconds(tiles: int, spans: int, entry_bytes: int, device: torch.device) -> float:
+    """What the multiprocessor takes that has most to read, and then the second kernel."""
+    programs = -(-tiles * spans // multiprocessors(device))
+    span = entry_bytes / spans
+    reading = max(programs * span / ONE_MULTIPROCESSOR, -(-programs // 2) * span / ONE_PROGRAM) + programs * START
+    return reading + (SECOND_LAUNCH + spans * JOIN if spans > 1 else 0.0)
+
+
+def logit_unit(dtype: torch.dtype) -> float:
+    """What a logit is multiplied by so that `power` of the kernels is its exponential."""
+    return 1.0 if dtype == torch.float32 else math.log2(math.e)
+
+
+def _vector(*strides: int) -> int:
+    """Largest divisor up to 8 elements that all strides share: wide loads rest on it."""
+    return math.gcd(8, *strides)
+
+
+def strides_of(tensor: Tensor | None) -> tuple[int, int, int, int]:
+    """Strides in elements; an axis of size one gets stride 0, since it is never taken, but 1 if it is the last."""
+    if tensor is None:
+        return 0, 0, 0, 0
+    *outer, last = (stride if size > 1 else None for stride, size in zip(tensor.stride(), tensor.shape))
+    return *(stride or 0 for stride in outer), 1 if last is None else last  # type: ignore[return-value]
+
+
+def _divided(strides: tuple[int, int, int, int], vector: int) -> tuple[int, int, int, int]:
+    """Feature strides with the outer three divided."""
+    b, n, r, d = strides
+    return b // vector, n // vector, r // vector, d
+
+
+class Operands(NamedTuple):
+    """The six factors of a call, with their rank axis."""
+
+    aq: Tensor | None
+    ak: Tensor
+    av: Tensor
+    bq: Tensor
+    bk: Tensor
+    bv: Tensor
+
+
+class Factors(NamedTuple):
+    """Strides of factors as the kernels take them, and the constants that go with them."""
+
+    vector: int
+    flag: bool
+    """Features are adjacent in memory, or heads and ranks, and offsets within a tile fit in 32 bits."""
+    strides: tuple[tuple[int, int, int, int], ...]
+
+
+def feature_factors(*factors: Tensor) -> Factors:
+    """Strides of feature factors, and whether features are adjacent in all of them."""
+    strides = tuple(map(strides_of, factors))
+    unit = all(s[3] == 1 and max(s[1:3]) < NARROW for s in strides)
+    vector = _vector(*(v for s in strides for v in s[:3])) if unit else 1
+    return Factors(vector, unit, tuple(_divided(s, vector) for s in strides))
+
+
+def head_factors(*factors: Tensor) -> Factors:
+    """Strides of head factors, and whether heads and ranks are adjacent in all of them."""
+    strides = tuple(map(strides_of, factors))
+    dense = all(
+        s[3] == 1 and (f.shape[2] == 1 or s[2] == f.shape[3]) and s[1] < NARROW for s, f in zip(strides, factors)
+    )
+    vector = _vector(*(v for s in strides for v in s[:2])) if dense else 1
+    return Factors(vector, dense, tuple((s[0] // vector, s[1] // vector, s[2], s[3]) for s in strides))
+
+
+class DecodeCall(NamedTuple):
+    """What a call for decoding is about besides its factors."""
+
+    cache_seqlens: Tensor | None
+    strategy: str
+    scale: float
+    scale_q: float
+    scale_k: float
+    scale_v: float
+
+
+class _Decode(NamedTuple):
+    """What a call allocates and launches."""
+
+    out: Dense
+    launch: Launch | TiledLaunch
+    combine: Launch | None = None  # where the cache is split
+    parts: tuple[Dense, Dense] | None = None  # results and statistics of the parts
+
+
+def decode(factors: Operands, call: DecodeCall, plans: Plans) -> Tensor:
+    """Run the decode kernel, and where the cache is split the second one.
+
+    Factors have their rank axis; they may be without it where ``plans`` are those of an earlier call, with it, that
+    was the same in all but addresses and numbers in tensors.
+    """
+    aq, ak, av, bq, bk, bv = factors
+    aligned = (ak.data_ptr() | av.data_ptr() | bk.data_ptr() | bv.data_ptr()) % ALIGNMENT == 0
+    plan = plans.get("decode", _plan_decode, factors, call)[aligned]
+    out = plan.out.empty(bq)
+    partial, statistics = (None, None) if plan.parts is None else (part.empty(bq) for part in plan.parts)
+    plan.launch((ak, av, bk, bv, aq, bq, call.cache_seqlens, out, partial, statistics))
+    if plan.combine is not None:
+        plan.combine((partial, statistics, call.cache_seqlens, out))
+    return out
+
+
+def _plan_decode(factors: Operands, call: DecodeCall) -> tuple[_Decode, _Decode]:
+    """For a cache at any address, and for one at multiples of 16 bytes."""
+    everywhere = _plan_kernels(factors, call, on_hopper=False)
+    if call.strategy == "batch_head" or not launchers_hopper.suit(factors):
+        return everywhere, everywhere
+    return everywhere, _plan_kernels(factors, call, on_hopper=True)
+
+
+def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Decode:
+    aq, ak, av, bq, bk, bv = factors
+    batch, tokens, keys, heads, values = *bq.shape[:2], *ak.shape[1:3], bv.shape[3]
+    out = layout_of(bq if aq is None else aq, values)
+    scales = call.scale * call.scale_k * logit_unit(bq.dtype), call.scale_q, call.scale_v
+    lengths_b = 0 if call.cache_seqlens is None else call.cache_seqlens.stride(0)
+    entry_bytes = keys * sum(math.prod(f.shape[2:]) * f.element_size() for f in (ak, av, bk, bv))
+    tile = _row_tile(factors, call.strategy)
+    tiles = batch if on_hopper else batch * tile.blocks(heads, tokens)
+    chunks, microseconds = CHUNKS, _microseconds
+    if on_hopper:
+        chunks, microseconds = launchers_hopper.CHUNKS, launchers_hopper.microseconds
+    levels = chunks.levels(call.strategy, keys, lambda spans: microseconds(tiles, spans, entry_bytes, bq.device))
+    spans = chunks.spans(keys, levels)
+    launch: Launch | TiledLaunch
+    if on_hopper:
+        launch = launchers_hopper.plan(factors, out, lengths_b, spans, levels, scales)
+    else:
+        launch = _plan_launch(factors, out, lengths_b, spans, levels, scales, tile)
+    if spans == 1:
+        return _Decode(Dense.like(out), launch)
+    early = may_start_early(bq.device)
+    combine = Launch(
+        combine_launch,
+        batch * -(-tokens * heads // COMBINE_ROWS),
+        (tokens, keys, spans, lengths_b, *strides_of(out), call.scale_v),
+        (
+            heads, values, COMBINE_ROWS, _block(values), COMBINE_AHEAD,
+            *chunks.lengths, chunks.widths[levels], chunks.widths[-1] // chunks.widths[levels], on_hopper, early,
+        ),
+        num_warps=2,
+        early=early,
+    )  # fmt: skip
+    shapes = (batch, spans, tokens * heads, values), (batch, spans, 2, tokens * heads)
+    partial, statistics = (Dense.rows(shape, torch.float32) for shape in shapes)
+    return _Decode(Dense.like(out), launch, combine, (partial, statistics))
+
+
+def _plan_launch(
+    factors: Operands,
+    out: Tensor,
+    lengths_b: int,
+    spans: int,
+    levels: int,
+    scales: tuple[float, float, float],
+    tile: RowTile,
+) -> Launch:
+    """The launch of the kernel for every GPU; see `launchers_hopper.plan`."""
+    aq, ak, av, bq, bk, bv = factors
+    batch, tokens, rank_q, features = bq.shape
+    keys, heads, rank_k = ak.shape[1:]
+    rank_v, values = bv.shape[2:]
+    block_rk, block_rv = triton.next_power_of_2(rank_k), triton.next_power_of_2(rank_v)
+    block_m = tile.factor_rows // max(block_rk, block_rv)
+    block_rv = max(block_rv, 16 // block_m)  # a matrix product adds up 16 factor rows at least
+    q, a, b = feature_factors(bq), head_factors(ak, av), feature_factors(bk, bv)
+    return Launch(
+        decode_launch,
+        batch * tile.blocks(heads, tokens) * spans,
+        (
+            tokens, keys, spans, lengths_b, *strides_of(aq), *q.strides[0], *a.strides[0], *b.strides[0],
+            *a.strides[1], *b.strides[1], *strides_of(out), *scales,
+        ),
+        (
+            heads, rank_q, rank_k, rank_v, features, values,
+            tile.queries, tile.heads, block_m, 16, block_rk, block_rv, _block(features), _block(values),
+            *CHUNKS.lengths, levels, spans == 1,
+            q.vector, q.flag, a.vector, a.flag, b.vector, b.flag,
+        ),
+        tile.warps,
+        tile.stages,
+    )  # fmt: skip

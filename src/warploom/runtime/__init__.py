@@ -1,0 +1,1 @@
+"""What every operator stands on; no operator is named here."""

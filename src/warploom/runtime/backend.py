@@ -1,0 +1,87 @@
+"""Which backend runs a call: ``auto``, or the one asked for by name, which runs or raises and never falls back."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+from warploom.errors import ArgumentError, BackendError, fault
+from warploom.runtime.gpu import capability
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+BACKENDS = ("auto", "triton", "torch")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+"""Whether Triton is installed; it is imported when it is first needed."""
+OLDEST_CAPABILITY = 80
+"""The least compute capability, times ten, that the kernels are written for: NVIDIA's Ampere."""
+
+
+def use_triton(function: str, backend: str, x: torch.Tensor, limit: str | None = None) -> bool:
+    """Whether the Triton kernels run this call.
+
+    Args:
+        function: Name of the public function, for the error.
+        backend: ``auto``, ``triton`` or ``torch``.
+        x: The tensor that decides device and dtype.
+        limit: What the kernels cannot do in this call, if anything.
+
+    Raises:
+        ArgumentError: The backend has no such name.
+        BackendError: ``triton`` was asked for and cannot run here; the text says what is missing.
+    """
+    if backend == "auto":
+        runs = x.is_cuda and x.dtype in KERNEL_DTYPES and limit is None and HAS_TRITON
+        return runs and _unsupported(x.device) is None
+    if backend == "torch":
+        return False
+    if backend != "triton":
+        raise fault(ArgumentError, function, "backend", f"one of {', '.join(BACKENDS)}", repr(backend))
+    missing = _missing(x, limit)
+    if missing is not None:
+        raise BackendError(f"{function}: backend 'triton' cannot run this call: {missing}")
+    return True
+
+
+def _missing(x: torch.Tensor, limit: str | None) -> str | None:
+    if not HAS_TRITON:
+        return "Triton is not installed"
+    if limit is not None:
+        return limit
+    if x.dtype not in KERNEL_DTYPES:
+        return f"the kernels take float16, bfloat16 and float32; x is {str(x.dtype).removeprefix('torch.')}"
+    if x.is_cuda:
+        return _unsupported(x.device)
+    if not x.is_meta and not _runs_on_cpu():
+        return f"x is on {x.device}, and the kernels need an NVIDIA GPU (or TRITON_INTERPRET=1 on a CPU)"
+    return None
+
+
+def _unsupported(device: torch.device) -> str | None:
+    """Why the kernels cannot run on a device that PyTorch calls ``cuda``, if so."""
+    return _examine(device)
+
+
+# Dynamo takes the result for a constant, as after `torch.compiler.assume_constant_result`; that would import Dynamo
+# here. A version that does not know this mark traces the function, to the same result.
+_unsupported._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _examine(device: torch.device) -> str | None:
+    if not torch.cuda.is_available():
+        return None  # a fake tensor stands for one on a GPU elsewhere
+    found = capability(device)
+    if found >= OLDEST_CAPABILITY:
+        return None
+    if found == 0:
+        return f"x is on {device}, a GPU of AMD, and the kernels need one of NVIDIA"
+    has, need = (f"{number // 10}.{number % 10}" for number in (found, OLDEST_CAPABILITY))
+    return f"x is on {device} of compute capability {has}, and the kernels need {need} or later"
+
+
+def _runs_on_cpu() -> bool:
+    from warploom.runtime import launch
+
+    return launch.runs_on_cpu()

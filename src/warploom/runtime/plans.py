@@ -1,0 +1,144 @@
+"""Calls that come again: what was found out about one call serves every call like it.
+
+A call is like another if everything that its checks and its launchers look at is the same: shapes, strides, dtypes
+and devices of its tensors, and its options. These make up its key. What a tensor holds and where it lies in memory
+are no part of it, nor is a number that kernels take as it comes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+
+from warploom.runtime.pytorch import make_guard as _guard
+
+T = TypeVar("T")
+
+
+class Plans:
+    """What was worked out once for each key.
+
+    An operator keeps two levels of them. The first has a key for everything about a public call that decides
+    whether it is right and runs on the kernels; an entry exists only for calls that passed the checks. Such an
+    entry has the second level, plans of the call's launches: forward, and backward for each layout of gradients.
+
+    A key takes more time than all of a launch besides. The calls of the last few kinds are known without one, by
+    `recognise`: see `learn` and `recall`.
+    """
+
+    LARGEST = 4096
+    """Keys at once: a server sees many lengths, and none of them for ever."""
+    MOST_RECENT = 4
+    """Kinds of call that are compared before a key is made: of queries and keys, with and without gradients."""
+
+    __slots__ = ("known", "recent")
+
+    def __init__(self) -> None:
+        self.known: dict[Hashable, Any] = {}
+        self.recent: tuple[tuple[Any, ...], ...] = ()
+
+    def remember(self, call: tuple[Any, ...]) -> None:
+        """Keep what an operator compares a call with in ``recent``, in the place of the oldest there."""
+        self.recent = (call, *self.recent[: self.MOST_RECENT - 1])
+
+    def learn(self, options: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], run: Callable[..., Any]) -> None:
+        """Know the next calls like this one without a key.
+
+        Args:
+            options: All that tells calls apart besides their tensors; what is equal but of another type is another
+                option, for True equals 1, and is not as good.
+            tensors: As many of them wherever options are the same.
+            run: What runs such calls, from their tensors.
+        """
+        like = recognise(*tensors)
+        if like is not None:
+            self.remember((like, tuple(map(type, options)), options, run))
+
+    def recall(self, options: tuple[Any, ...], *tensors: torch.Tensor) -> Callable[..., Any] | None:
+        """What runs this call, if it is like one of the last few. See `recognise` for what it does not notice."""
+        types = tuple(map(type, options))
+        for like, types_, options_, run in self.recent:
+            # Types first: what is equal to nothing, or to several things at once, has a type of its own.
+            if types_ == types and options_ == options and like(*tensors):
+                return run  # type: ignore[no-any-return]
+        return None
+
+    def find(self, key: Hashable) -> Any:
+        """What is kept for a key; None if there is nothing, or if an argument in it cannot be hashed."""
+        try:
+            return self.known.get(key)
+        except TypeError:
+            return None
+
+    def get(self, key: Hashable, make: Callable[..., T], *arguments: Any) -> T:
+        """What is kept for a key, made now from ``arguments`` if there is nothing."""
+        plan: T | None = self.known.get(key)
+        return self.keep(key, make(*arguments)) if plan is None else plan
+
+    def keep(self, key: Hashable, plan: T) -> T:
+        """Keep something for a key, and return it."""
+        if len(self.known) >= self.LARGEST:
+            self.known.clear()
+        self.known[key] = plan
+        return plan
+
+
+def recognise(*tensors: torch.Tensor) -> Callable[..., bool] | None:
+    """What says, by a function in C, whether tensors are like these in all but contents and address.
+
+    It compares types, shapes, strides, dtypes, devices, whether they require gradients, and the dispatcher's keys
+    with those of the thread: a mode, transform or subclass is noticed. It does not notice a mode for functions of
+    ``torch``, a forward-mode derivative, nor, in some versions of PyTorch, whether gradients are wanted now.
+    ``None`` where PyTorch has no such thing.
+    """
+    if _guard is None:
+        return None
+    check = _guard(*tensors)
+
+    def like(*tensors: torch.Tensor) -> bool:
+        try:
+            for tensor in tensors:
+                if tensor.is_nested:  # it has no sizes, and the process would end at the question
+                    return False
+        except AttributeError:  # no tensor
+            return False
+        return check(*tensors)
+
+    return like
+
+
+def metadata(tensor: object) -> Hashable:
+    """What a key says of an argument that should be a tensor or None: all but its contents and address."""
+    if tensor is None:
+        return None
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def are_kept(tensor: torch.Tensor) -> bool:
+    """Whether plans for a tensor's device are kept: for GPUs, and for CPUs in Triton's interpreter.
+
+    Elsewhere kernels are only recorded for a build, for one architecture after the other. Triton is not imported to
+    find out: if it has not been by now, there are no plans.
+    """
+    if tensor.is_cuda:
+        return True
+    launch = sys.modules.get("warploom.runtime.launch")
+    return launch is not None and launch.INTERPRETED
+
+
+def of_registered(known: Plans, tensor: torch.Tensor, *arguments: Any) -> Plans:
+    """Plans of a call of a registered operator, the types of whose ``arguments`` its schema has settled."""
+    if not (tensor.is_cuda or are_kept(tensor)):
+        return Plans()
+    key: list[Hashable] = [tensor.shape, tensor.stride(), tensor.dtype, tensor.device]
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            key += argument.shape, argument.stride(), argument.dtype
+        else:
+            key.append(tuple(argument) if isinstance(argument, list) else argument)
+    return known.get(tuple(key), Plans)
