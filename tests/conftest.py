@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -38,18 +39,38 @@ def pytest_configure(config: pytest.Config) -> None:
     from warploom.testing import conformance
 
     os.environ[seeds.NAME] = str(config.getoption("seed"))  # for workers, and for programs that tests run
+    os.environ[seeds.TODAY] = str(seeds.day())
     conformance.SEED += 1000 * seeds.seed()
 
 
 def pytest_report_header() -> str:
-    return f"seed: {seeds.seed()} (--seed, or {seeds.NAME})"
+    return f"seed: {seeds.seed()} (--seed, or {seeds.NAME}); day: {seeds.day()} ({seeds.TODAY})"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def take_turns(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the cases of a test that are marked so, one in two or more runs, each day others."""
+    if any("::" in argument for argument in config.args):  # asked for by name
+        return
+    seen: Counter[str] = Counter()
+    left = []
+    for item in items:
+        marker = item.get_closest_marker("turns")
+        if marker is not None:
+            test = item.nodeid.partition("[")[0]
+            seen[test] += 1
+            if (seen[test] + seeds.day() + seeds.seed()) % marker.args[0] != 0:
+                left.append(item)
+    config.hook.pytest_deselected(items=left)
+    gone = set(left)
+    items[:] = [item for item in items if item not in gone]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         # First, when no other worker has begun a long test that they would have to wait for.
         items.sort(key=lambda item: item.get_closest_marker("alone") is None)
         return
+    take_turns(config, items)
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
@@ -117,6 +138,16 @@ def fresh_plans() -> None:
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(seeds.seed())
+
+
+@pytest.fixture(autouse=True)
+def float32_precision() -> Iterator[None]:
+    """Every test begins with PyTorch's default precision of float32 products, and leaves it as it was."""
+    assert torch.get_float32_matmul_precision() == "highest"
+    yield
+    left = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    assert left == "highest"
 
 
 @pytest.fixture

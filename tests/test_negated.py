@@ -99,6 +99,7 @@ def as_they_are(x: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.turns(2)
 @tensors
 def test_an_argument(name: str, argument: str, device: torch.device) -> None:
     function, make = CALLS[name]

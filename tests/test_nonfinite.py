@@ -193,6 +193,7 @@ def check(attend: Attend, setting: Setting, which: str, backend: str, made: dict
         assert_contained(attend, setting, which, number, backend, made, usual)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("which", ["q", "k", "v", "grad"])
