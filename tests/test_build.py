@@ -76,7 +76,8 @@ def test_more_spilled_registers_than_allowed_fail_a_build(
 
 RANKS = """
 import torch
-from warploom import launch, tpa_attention
+from warploom import tpa_attention
+from warploom.runtime import launch
 from warploom.testing.build import build
 
 for arch, rank in ((89, 8), (120, 2)):
@@ -112,7 +113,7 @@ import sys
 import torch
 import triton
 import triton.language as tl
-from warploom import launch
+from warploom.runtime import launch
 from warploom.testing.build import BuildError, build
 
 @triton.jit

@@ -36,12 +36,12 @@ LOAD = line_of("ops/tpa/attention/kernels/backward.py", "o = tl.load(out +")
 FULL, EMPTY = (line_of("device/hopper/pipeline.py", f"def wait_{state}(") for state in ("full", "empty"))
 INITCHECK = f"""========= COMPUTE-SANITIZER
 ========= Uninitialized __global__ memory read of size 16 bytes
-=========     at prepare_kernel+0x3b0 in kernels_backward.py:{LOAD}
+=========     at prepare_kernel+0x3b0 in backward.py:{LOAD}
 =========     by thread (0,0,0) in block (0,0,0)
 =========     Address 0x7f0000000000
 =========
 ========= Uninitialized __global__ memory read of size 16 bytes
-=========     at prepare_kernel+0x3b0 in kernels_backward.py:{LOAD}
+=========     at prepare_kernel+0x3b0 in backward.py:{LOAD}
 =========     by thread (1,0,0) in block (0,0,0)
 =========     Address 0x7f0000000010
 =========
@@ -51,8 +51,8 @@ INITCHECK = f"""========= COMPUTE-SANITIZER
 ========= ERROR SUMMARY: 3 errors
 """
 RACECHECK = f"""========= COMPUTE-SANITIZER
-========= Error: Race reported between Write access at tpa_hopper_forward_kernel+0x2a0 in hopper.py:{FULL}
-=========     and Read access at tpa_hopper_forward_kernel+0x1b10 in hopper.py:{EMPTY} [128 hazards]
+========= Error: Race reported between Write access at tpa_hopper_forward_kernel+0x2a0 in pipeline.py:{FULL}
+=========     and Read access at tpa_hopper_forward_kernel+0x1b10 in pipeline.py:{EMPTY} [128 hazards]
 =========
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
@@ -150,7 +150,7 @@ LAUNCHED = """
 import sys
 import sanitize, torch
 from sanitizer_calls import CALLS
-from warploom import launch
+from warploom.runtime import launch
 
 kernels = sanitize.package_kernels()
 with launch.recording(90, 132) as builds:

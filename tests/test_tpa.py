@@ -172,9 +172,9 @@ def test_a_request_has_the_same_bits_in_any_batch_and_cache(device: torch.device
 
 
 @needs_triton
-@pytest.mark.parametrize("module", ["launchers", "launchers_hopper"])
+@pytest.mark.parametrize("module", ["portable", "hopper"])
 def test_chunks_depend_on_the_valid_keys_alone(module: str) -> None:
-    chunks = importlib.import_module(f"warploom.ops.tpa.{module}").CHUNKS
+    chunks = importlib.import_module(f"warploom.ops.tpa.decode.launches.{module}").CHUNKS
 
     def chunk(length: int) -> int:
         size: int = chunks.shortest

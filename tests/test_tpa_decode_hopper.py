@@ -32,7 +32,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def suits(cut: Any = lambda name, factor: factor, **shape: Any) -> bool:
     from warploom.ops.tpa.decode.launches import hopper as launchers_hopper
-    from warploom.ops.tpa.decode.launches.portable import Operands
+    from warploom.ops.tpa.problem import Operands
 
     sizes = {"keys": 200, "heads": 32, "rank_q": 16, "features": 128, "values": 128, "dtype": torch.bfloat16}
     made = factors(torch.device("cpu"), **{**sizes, **shape})
@@ -53,7 +53,7 @@ def model() -> Any:
 
 def taken(inputs: dict[str, Any]) -> bool:
     from warploom.ops.tpa.decode.launches import hopper as launchers_hopper
-    from warploom.ops.tpa.decode.launches.portable import Operands
+    from warploom.ops.tpa.problem import Operands
 
     return launchers_hopper.suit(Operands(**{name: inputs[name] for name in Operands._fields}))
 

@@ -270,15 +270,22 @@ def reports(log: str) -> list[str]:
     return ["\n".join(lines) for lines in found if not _NOISE.match(lines[0])]
 
 
-def places(report: str, group: str) -> tuple[Place, ...]:
-    """Lines of source that a report names, in the order of the report."""
-    return tuple(dict.fromkeys(_place(name, int(line), group) for name, line in _PLACE.findall(report)))
+def places(report: str, group: str, module: str) -> tuple[Place, ...]:
+    """Lines of source that a report of a kernel in a ``module`` names, in the order of the report."""
+    found = ((name, int(line)) for name, line in _PLACE.findall(report))
+    return tuple(dict.fromkeys(_place(name, line, group, module) for name, line in found))
 
 
-def _place(name: str, line: int, group: str) -> Place:
-    """A line of a file that may be known by its last name alone; the group's own files come first."""
+def _place(name: str, line: int, group: str, module: str) -> Place:
+    """A line of a file that may be known by its last name alone; the kernel's own files come first."""
     base = Path(name).name
-    files = sorted(PACKAGE.rglob(base), key=lambda file: (group not in file.parts, "device" not in file.parts))
+    own = PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py") if module else None
+
+    def rank(file: Path) -> tuple[bool, ...]:
+        holds_kernels = "kernels" in file.parts or "device" in file.parts
+        return file != own, not holds_kernels, own is None or file.parent != own.parent, group not in file.parts
+
+    files = sorted(PACKAGE.rglob(base), key=rank)
     file = Path(name) if Path(name).is_file() else files[0] if files else None
     if file is None:
         return Place(name, line, "")
@@ -289,13 +296,14 @@ def _place(name: str, line: int, group: str) -> Place:
 
 def findings_of(task: Task, texts: Iterable[str], kernels: Iterable[Kernel]) -> list[Finding]:
     """Reports as findings, those of one kind and place together."""
-    names = sorted({kernel.name for kernel in kernels}, key=len, reverse=True)
+    modules = {kernel.name: kernel.module for kernel in kernels if not task.group or kernel.group == task.group}
+    names = sorted(modules, key=len, reverse=True)
     found: dict[tuple[Any, ...], Finding] = {}
     for text in texts:
         kernel = next((name for name in names if re.search(rf"(?<!\w){name}(?!\w)", text)), "")
         kind = re.sub(r"\s+at \S+.*|0x[0-9a-f]+", "", _HAZARDS.sub("", text.splitlines()[0])).strip()
         kind = re.sub(r" between (\w+) access.*", r" between \1 access", kind)
-        where = places(text, task.group)
+        where = places(text, task.group, modules.get(kernel, ""))
         hazards = _HAZARDS.findall(text)
         count = sum(map(int, hazards)) or 1
         key = kernel, kind, where

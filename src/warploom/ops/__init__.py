@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from warploom.ops.spec import Bench, Operator
 
 FOLDERS = ("lrpe", "flash_attention", "tpa")
-"""The operators' folders; each has a ``spec.py`` with ``OPERATORS`` and ``BENCHES``."""
+"""The operators' folders; each has a ``bench.py`` with ``OPERATORS`` and ``BENCHES``."""
 
 
 _guests: dict[str, Operator] = {}
@@ -46,8 +46,8 @@ def register(operators: Iterable[Operator] = (), benches: Iterable[Bench] = ()) 
 
 
 def _own_operators() -> dict[str, Operator]:
-    return {o.name: o for folder in FOLDERS for o in import_module(f"warploom.ops.{folder}.spec").OPERATORS}
+    return {o.name: o for folder in FOLDERS for o in import_module(f"warploom.ops.{folder}.bench").OPERATORS}
 
 
 def _own_benches() -> dict[str, Bench]:
-    return {b.name: b for folder in FOLDERS for b in import_module(f"warploom.ops.{folder}.spec").BENCHES}
+    return {b.name: b for folder in FOLDERS for b in import_module(f"warploom.ops.{folder}.bench").BENCHES}

@@ -95,7 +95,7 @@ _TINY = {
     "key": Configuration(128, 16, 4, 2, whole=True),
     "query": Configuration(16, 128, 4, 2, whole=True),
 }
-"""With 16 bits. The backward is of 128 features; of fewer it has a kernel of its own (`launchers_few`)."""
+"""With 16 bits. The backward is of 128 features; of fewer it has a kernel of its own (`launches.small`)."""
 
 _FEW = {"forward": Configuration(64, 64, 4, 3)}
 _FEW_PIECES = {"key": Configuration(32, 32, 4, 2), "query": Configuration(64, 32, 4, 2)}

@@ -14,7 +14,7 @@ import torch
 
 from warploom.ops.lrpe import launches as launchers
 from warploom.ops.lrpe.launches import Positions
-from warploom.ops.lrpe.softmax_sequence.launches import portable as launchers_sequence
+from warploom.ops.lrpe.softmax_sequence.launches import portable
 from warploom.runtime import plans
 from warploom.runtime.eager import is_differentiated, is_plain_backward, is_plain_eager, refuse, register
 from warploom.runtime.launch import Dense
@@ -66,9 +66,7 @@ def _run_forward(x: Tensor, theta: Tensor, call: Call, theta_gradient: bool) -> 
     positions, kind, activation, known, table, block_parallel = call
     known = known or Plans()
     if activation == "softmax_sequence":
-        return launchers_sequence.forward(
-            x, theta, positions, kind, theta_gradient, known, block_parallel=block_parallel
-        )
+        return portable.forward(x, theta, positions, kind, theta_gradient, known, block_parallel=block_parallel)
     return launchers.forward(x, theta, positions, kind, activation, table, known), None
 
 
@@ -82,7 +80,7 @@ def _run_backward(
     if isinstance(x, Dense):
         x = result = x.empty(grad)
     if activation == "softmax_sequence":
-        return launchers_sequence.backward(
+        return portable.backward(
             grad, x, theta, positions, kind, statistics, theta_gradient, known, block_parallel=block_parallel
         )
     return launchers.backward(grad, x, theta, positions, kind, activation, theta_gradient, table, known, result)
@@ -110,7 +108,7 @@ def _forward_fake(x: Tensor, theta: Tensor, *arguments: Any) -> tuple[Tensor, Te
     shape: tuple[Any, ...] = (0,)
     if activation == "softmax_sequence":
         positions = Positions(ids, offsets, cu_seqlens, offset, prefix, tuple(grid))
-        shape = launchers_sequence.statistics_shape(x, positions)
+        shape = portable.statistics_shape(x, positions)
     return out, x.new_empty(shape, dtype=torch.float32)
 
 

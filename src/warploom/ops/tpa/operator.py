@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from warploom.ops.tpa.attention.launches import portable as launchers_attention
-from warploom.ops.tpa.attention.launches.portable import Call
+from warploom.ops.tpa.attention.launches import portable
+from warploom.ops.tpa.attention.problem import Call
 from warploom.ops.tpa.decode.launches import portable as launchers
-from warploom.ops.tpa.decode.launches.portable import DecodeCall, Operands
+from warploom.ops.tpa.decode.launches.portable import DecodeCall
+from warploom.ops.tpa.problem import Operands
 from warploom.runtime import plans
 from warploom.runtime.eager import attention_pairs, is_plain_backward, is_plain_eager, refuse, register
 from warploom.runtime.memory_order import empty_in_order_of
@@ -56,7 +57,7 @@ def _split(arguments: tuple[Any, ...]) -> tuple[Operands, Call]:
 
 
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return launchers_attention.forward(*_split(arguments))
+    return portable.forward(*_split(arguments))
 
 
 def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -67,7 +68,7 @@ def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _backward(grad: Tensor, out: Tensor, statistics: Tensor, *arguments: Any) -> Gradients:
     """Gradients of the six factors; an empty tensor for ``aq`` where there is none."""
-    daq, *others = launchers_attention.backward(grad, out, statistics, *_split(arguments))
+    daq, *others = portable.backward(grad, out, statistics, *_split(arguments))
     return grad.new_empty(0) if daq is None else daq, *others  # type: ignore[return-value]
 
 

@@ -364,7 +364,7 @@ def pieces_kernel(
     """Float32 tensors (B, N, H, F) as sums of several in bfloat16 each, pieces (PIECES, B, N, H, F) without gaps.
 
     In the forward there are no gradients of the output. With ``OVERLAP`` it runs beside
-    `kernels_backward.prepare_kernel`, of which it reads nothing, and does not end before that has ended.
+    `kernels.backward.prepare_kernel`, of which it reads nothing, and does not end before that has ended.
     """
     program = tl.program_id(0).to(tl.int64)
     query_rows = tl.cast(entries, tl.int64) * tokens * heads

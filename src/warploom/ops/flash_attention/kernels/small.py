@@ -62,7 +62,7 @@ def walk_keys_ways(
     dq, q, do, k, v, row_shift, row_delta, k_offsets, v_offsets, k_step, v_step, begin, end, position, keys, right,
     scale, CAUSAL: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`kernels_backward.walk_keys` of every way."""
+    """`kernels.backward.walk_keys` of every way."""
     for n in tl.range(begin, end, WAYS * BLOCK):
         k_tile = load_ways(k + n * k_step + k_offsets, n, keys)
         logits = products(q, tl.permute(k_tile, (0, 2, 1)), tl.zeros((WAYS, ROWS, BLOCK), dtype=tl.float32))
@@ -84,7 +84,7 @@ def walk_queries_ways(
     dk, dv, k, v, q, do, shift, delta, q_offsets, do_offsets, q_step, do_step, q_h, do_h, group, begin, end, key,
     tokens, offset, right, scale, CAUSAL: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`kernels_backward.walk_queries` of every way."""
+    """`kernels.backward.walk_queries` of every way."""
     steps = tl.cdiv(end - begin, WAYS * BLOCK)
     for step in tl.range(0, group * steps):
         member = step // steps

@@ -13,9 +13,7 @@ from typing import NamedTuple
 import torch
 
 from warploom.device.hopper.pipeline import NARROW, ROWS
-from warploom.ops.flash_attention.kernels.hopper import backward as kernels_hopper_backward
-from warploom.ops.flash_attention.kernels.hopper import forward as kernels_hopper
-from warploom.ops.flash_attention.kernels.hopper import split_backward as kernels_hopper_pieces
+from warploom.ops.flash_attention.kernels.hopper import backward, forward, split_backward
 from warploom.ops.flash_attention.problem import (
     HOPPER_MULTIPROCESSORS,
     L2_SHARE,
@@ -152,11 +150,11 @@ def plan(name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple
     order. Behind them come lse and statistics, or shift and δ, and tickets.
     """
     width = _width(geometry)
-    wide = kernels_hopper_backward.hopper_wide_key_kernel
+    wide = backward.hopper_wide_key_kernel
     function = {
-        "forward": kernels_hopper.hopper_forward_kernel,
-        "key": wide if width > NARROW.value else kernels_hopper_backward.hopper_key_kernel,
-        "query": kernels_hopper_backward.hopper_query_kernel,
+        "forward": forward.hopper_forward_kernel,
+        "key": wide if width > NARROW.value else backward.hopper_key_kernel,
+        "query": backward.hopper_query_kernel,
     }[name]
     tiles = _tiles(name, geometry, mask)
     own, walked = Boxes((0, 2, 1, 3), (1, 1, _ROWS, width)), Boxes((0, 2, 1, 3), (1, 1, tiles.box, width))
@@ -184,7 +182,7 @@ def plan(name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple
     count = blocks * rows * parts
     programs = min(programs_at_once(tensors[0].device), count)
     launch = TiledLaunch(function, programs, described, numbers, constants, early=name != "forward")
-    shared = name == "forward" and mask.right is None and count <= kernels_hopper.EVEN_TURNS.value * programs
+    shared = name == "forward" and mask.right is None and count <= forward.EVEN_TURNS.value * programs
     return Plan(launch, parts, programs < count and not shared)
 
 
@@ -220,7 +218,7 @@ def _strides(x: Tensor) -> list[int]:
 
 
 def _parts_in_pieces(steps: list[int], step: int, rows: int, programs: int, elements: int) -> int:
-    """Into how many parts walks with steps of ``step`` rows are cut; see `launchers_geometry.best_parts`."""
+    """Into how many parts walks with steps of ``step`` rows are cut; see `problem.best_parts`."""
     most = min(programs // (len(steps) * rows), max(steps) * step // _PIECES_LEAST)
     fit = [parts for parts in _PIECES_PARTS if parts <= most]
     return max(fit) if fit else best_parts(steps, rows, programs, elements, PIECES_COSTS)
@@ -259,8 +257,8 @@ def plan_pieces(
         *(number for x in results for number in (x.numel() if parts > 1 else 0, *_strides(x)[:3], x.shape[3])),
     )  # fmt: skip
     function = {
-        "key": kernels_hopper_pieces.hopper_pieces_key_kernel,
-        "query": kernels_hopper_pieces.hopper_pieces_query_kernel,
+        "key": split_backward.hopper_pieces_key_kernel,
+        "query": split_backward.hopper_pieces_query_kernel,
     }[name]
     constants = (mask.right is not None, pieces, tiles.stages)
     described = [(x.repeat(pieces, 1, 1, 1), box) for x, box in zip(factors, boxes)]

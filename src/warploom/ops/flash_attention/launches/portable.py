@@ -14,7 +14,7 @@ import torch
 from warploom.ops.flash_attention.configs import Configuration, are_few_and_short, are_tiny, configuration
 from warploom.ops.flash_attention.kernels.backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
 from warploom.ops.flash_attention.kernels.forward import combine_kernel, forward_kernel, pieces_kernel
-from warploom.ops.flash_attention.launches import small as launchers_few
+from warploom.ops.flash_attention.launches import small
 from warploom.ops.flash_attention.launches.order import launch_forward, launch_prepare, launch_walk
 from warploom.ops.flash_attention.problem import (
     L2_SHARE,
@@ -45,7 +45,7 @@ from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 
 if TYPE_CHECKING:
-    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+    from warploom.ops.flash_attention.launches import hopper
 
 Tensor = torch.Tensor
 
@@ -75,7 +75,7 @@ TICKETS = Dense.rows((2,), torch.int32)
 
 
 def has_few_short_walks(kernel: str, geometry: Geometry, mask: Mask, scale: float, q: Tensor) -> bool:
-    """Whether a kernel's walks are few and short: see `launchers_tiles.are_few_and_short`."""
+    """Whether a kernel's walks are few and short: see `configs.are_few_and_short`."""
     features, plain = max(geometry.block_d, geometry.block_e), is_plain(geometry, mask, scale)
     extent = _extent(kernel, geometry, q)
     return are_few_and_short(kernel, architecture(q.device), q.dtype, features, plain, *extent)
@@ -330,15 +330,15 @@ def _are_aligned(*tensors: Tensor) -> bool:
 
 def _tiled(
     name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple[Tensor, ...]
-) -> launchers_hopper.Plan | None:
+) -> hopper.Plan | None:
     """The launch of the kernel for Hopper, if there is one and it takes the call."""
     if INTERPRETED:
         return None
-    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+    from warploom.ops.flash_attention.launches import hopper
 
-    if not launchers_hopper.suit(name, geometry, mask, scale, *tensors):
+    if not hopper.suit(name, geometry, mask, scale, *tensors):
         return None
-    return launchers_hopper.plan(name, geometry, mask, scale, tensors)
+    return hopper.plan(name, geometry, mask, scale, tensors)
 
 
 def plan_forward(
@@ -537,8 +537,8 @@ def plan_backward(
         ),
         (access.vec, access.unit, geometry.value_features, block_r, geometry.block_e, overlap),
     )  # fmt: skip
-    if launchers_few.suits_backward(geometry, mask, scale, q, k, v, grad, dq, dk, dv):
-        few = launchers_few.plan_backward(geometry, mask, scale, q, k, v, grad, dq, dk, dv)
+    if small.suits_backward(geometry, mask, scale, q, k, v, grad, dq, dk, dv):
+        few = small.plan_backward(geometry, mask, scale, q, k, v, grad, dq, dk, dv)
         return plan._replace(prepare=prepare, few=few)
     product = _product("backward", q, geometry, mask, scale, precision)
     if product in _PIECES:
@@ -563,15 +563,15 @@ def _tiled_pieces(
     pieces: int,
     results: tuple[Tensor, ...],
     device: torch.device,
-) -> launchers_hopper.Plan | None:
+) -> hopper.Plan | None:
     """The launch of the kernel for Hopper for factors in pieces, if there is one and it takes the call."""
     if INTERPRETED:
         return None
-    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+    from warploom.ops.flash_attention.launches import hopper
 
-    if not launchers_hopper.suit_pieces(geometry, pieces, device, results):
+    if not hopper.suit_pieces(geometry, pieces, device, results):
         return None
-    return launchers_hopper.plan_pieces(kernel, geometry, mask, scale, factors, pieces, results, device)
+    return hopper.plan_pieces(kernel, geometry, mask, scale, factors, pieces, results, device)
 
 
 def _plan_walk(

@@ -1,4 +1,4 @@
-"""Backward of flash attention for Hopper, in the manner of `kernels_hopper`; what it computes is in `kernels_backward`.
+"""Backward of flash attention for Hopper, in the manner of `kernels.hopper.forward`; what it computes is in `kernels.backward`.
 
 A group of warps owns 64 queries and walks over the keys (`hopper_query_kernel`), or 64 keys and walks over the queries of all
 heads that read them (`hopper_key_kernel`), as in `warploom.device.hopper.attention_backward`. Of keys with more than 128
@@ -34,7 +34,7 @@ def hopper_query_kernel(
     dq_size: gl.int32, dq_b: gl.int32, dq_n: gl.int32, dq_h: gl.int32, dq_features: gl.int32,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries. Descriptors, boxes and parts are as in `kernels_hopper.hopper_forward_kernel`.
+    """Gradients of queries. Descriptors, boxes and parts are as in `kernels.hopper.forward.hopper_forward_kernel`.
 
     ``tickets[1]`` is zero. It runs beside `hopper_key_kernel`, of which it reads nothing, and does not end before that has
     ended.
@@ -166,7 +166,7 @@ def hopper_key_kernel(
 
     Descriptors are of (B, H, N, D), with boxes of (1, 1, BLOCK_M, D) for queries and their gradients and of
     (1, 1, 64, D) for keys, values and results; boxes of values are as wide as those of keys. ``tickets[0]`` is zero.
-    Parts are as in `kernels_hopper.hopper_forward_kernel`. It waits for the launch before it, and the one after it, of
+    Parts are as in `kernels.hopper.forward.hopper_forward_kernel`. It waits for the launch before it, and the one after it, of
     `hopper_query_kernel`, starts where this one leaves multiprocessors idle.
     """
     gdc_wait()

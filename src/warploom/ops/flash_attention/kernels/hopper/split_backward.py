@@ -1,8 +1,8 @@
-"""Backward of flash attention for Hopper with float32 factors in pieces; what it computes is in `kernels_backward`.
+"""Backward of flash attention for Hopper with float32 factors in pieces; what it computes is in `kernels.backward`.
 
 A factor is the sum of PIECES tensors in bfloat16 (see `warploom.device.product`), which `kernels.pieces_kernel` makes
 before. Pieces of 64 own rows of two tensors and two stages of tiles of the others fill the shared memory, so two groups
-of warps have the same rows, as for wide rows in `kernels_hopper_backward`: one works out weights, and the other takes
+of warps have the same rows, as for wide rows in `kernels.hopper.backward`: one works out weights, and the other takes
 them from shared memory. All products of pieces of a tile are in flight together.
 """
 

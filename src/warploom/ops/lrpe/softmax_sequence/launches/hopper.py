@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from warploom.ops.lrpe.launches import Positions, inverse_of
-from warploom.ops.lrpe.softmax_sequence.kernels.hopper import sequence as kernels_sequence_hopper
+from warploom.ops.lrpe.softmax_sequence.kernels.hopper import sequence
 from warploom.ops.lrpe.softmax_sequence.kernels.hopper.angles import MOST_AXES
 from warploom.ops.lrpe.softmax_sequence.kernels.hopper.sequence import UNIT
 from warploom.runtime.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied, multiprocessors
@@ -201,10 +201,10 @@ def plan(
     strips, parts = features // tile.width, -(-tokens // tile.tokens)
     block = next((size for size in _BLOCKS if parts <= size), None)
     block = block or next(size for size in _BLOCKS if parts <= size**2)  # two levels: as few as suffice
-    function = kernels_sequence_hopper.hopper_sequence_forward_kernel
+    function = sequence.hopper_sequence_forward_kernel
     described = [x]
     if grad is not None:
-        function = kernels_sequence_hopper.hopper_sequence_backward_kernel
+        function = sequence.hopper_sequence_backward_kernel
         described.append(grad)
     boxes = Boxes((0, 2, 1, 3), (1, 1, min(tile.tokens, _MOST_BOX), tile.width))
     inner = (*positions.grid[1:], 1, 1)[:2]

@@ -27,7 +27,7 @@ from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.plans import Plans
 
 if TYPE_CHECKING:  # Gluon is imported where it is used
-    from warploom.ops.lrpe.softmax_sequence.launches import hopper as launchers_sequence_hopper
+    from warploom.ops.lrpe.softmax_sequence.launches import hopper
 
 _apply_kernel = Kernel(apply_kernel)
 _combine_kernel = Kernel(combine_kernel)
@@ -109,7 +109,7 @@ class _Plan(NamedTuple):
     launches: tuple[Launch, ...] = ()  # of the strip kernel; or to reduce, combine and apply
     partial: int = 0  # float32 numbers of partial columns
     theta_sums: ThetaSums | None = None  # where theta's gradient is asked for
-    tiled: launchers_sequence_hopper.Plan | None = None  # in the place of launches, on a Hopper GPU
+    tiled: hopper.Plan | None = None  # in the place of launches, on a Hopper GPU
 
 
 def forward(
@@ -125,7 +125,7 @@ def forward(
     """Output, and the columns' statistics (groups, H, 2, D) in float32, which the backward wants back.
 
     ``theta_gradient``: whether the backward may be asked for it. ``block_parallel``: reduce, combine and apply in
-    three launches, whatever the sizes. ``plans`` as in `launchers.forward`.
+    three launches, whatever the sizes. ``plans`` as in `launches.forward`.
     """
     # A gradient of theta will be in float32, and is no better than the statistics that its backward rests on.
     exact = x.dtype == torch.float32 or theta_gradient
@@ -158,7 +158,7 @@ def backward(
         dx = empty_in_order_of(x, x.shape[-1])
         return dx, torch.zeros_like(theta) if theta_gradient else None
     exact = x.dtype == torch.float32 or theta_gradient
-    # Strides: see `launchers.backward`.
+    # Strides: see `launches.backward`.
     aligned = not block_parallel and _are_in_reach(positions, x, theta, grad)
     plan = plans.get(
         (grad.dtype, grad.stride(), x.stride(), theta.stride(), theta_gradient, block_parallel, aligned),

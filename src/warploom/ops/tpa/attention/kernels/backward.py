@@ -10,7 +10,7 @@ Five kernels, each of which owns what it writes, so that every sum has a fixed o
     sum_kernel       dB_K and dB_V, from those sums
 
 With p the weights and ``dp = do Vᵀ``: ``ds = p ⊙ (dp − δ)``, ``dQ = scale · ds K``, ``dK = scale · dsᵀ Q``,
-``dV = pᵀ do``. Tiles of keys and values are pairs of a tile and a coefficient, as in `kernels_attention`.
+``dV = pᵀ do``. Tiles of keys and values are pairs of a tile and a coefficient, as in `attention.kernels.forward`.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 from warploom.device.hopper.pipeline import ROWS
-from warploom.ops.tpa.attention.kernels.hopper import backward as kernels_attention_hopper_backward
-from warploom.ops.tpa.attention.kernels.hopper import forward as kernels_attention_hopper
-from warploom.ops.tpa.attention.launches.portable import PROGRAMS, Call
-from warploom.ops.tpa.decode.launches.portable import NARROW, Operands, logit_unit
+from warploom.ops.tpa.attention.kernels.hopper.backward import tpa_hopper_key_kernel, tpa_hopper_query_kernel
+from warploom.ops.tpa.attention.kernels.hopper.forward import tpa_hopper_forward_kernel
+from warploom.ops.tpa.attention.problem import PROGRAMS, Call
+from warploom.ops.tpa.problem import NARROW, Operands, logit_unit
 from warploom.runtime.launch import (
     ALIGNMENT,
     INTERPRETED,
@@ -111,7 +111,7 @@ def tickets(near: Tensor) -> Tensor:
     return torch.empty(2, dtype=torch.int32, device=near.device)
 
 
-# The launches below start early: see `launchers_attention.backward`.
+# The launches below start early: see `attention.launches.portable.backward`.
 
 
 def forward(
@@ -130,7 +130,7 @@ def forward(
         own, result, factor = _boxes(q, bv, rank)
         blocks, rows = -(-tokens // _BLOCK), batch * heads
         return TiledLaunch(
-            kernels_attention_hopper.tpa_hopper_forward_kernel,
+            tpa_hopper_forward_kernel,
             min(multiprocessors(q.device), blocks * rows),
             [(q, own), (bk, factor), (bv, factor), (out, result)],
             (tokens, keys, heads, rows, blocks, ak.shape[3], call.scale * logit_unit(q.dtype)),
@@ -154,7 +154,7 @@ def query_gradient(
         own, result, factor = _boxes(q, bv, rank)
         blocks, rows = -(-tokens // _BLOCK), batch * heads
         return TiledLaunch(
-            kernels_attention_hopper_backward.tpa_hopper_query_kernel,
+            tpa_hopper_query_kernel,
             min(multiprocessors(q.device), blocks * rows),
             [(q, own), (bk, factor), (bv, factor), (grad, result), (dq, result)],
             (
@@ -190,7 +190,7 @@ def key_gradients(
         own, result, _ = _boxes(q, bv, rank)
         rows = batch * shares
         return TiledLaunch(
-            kernels_attention_hopper_backward.tpa_hopper_key_kernel,
+            tpa_hopper_key_kernel,
             min(multiprocessors(q.device), blocks * rows),
             [(q, own), (grad, result)],
             (

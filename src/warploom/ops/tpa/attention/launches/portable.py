@@ -16,7 +16,8 @@ from warploom.ops.tpa.attention.kernels.backward import (
     sum_kernel,
 )
 from warploom.ops.tpa.attention.kernels.forward import forward_kernel
-from warploom.ops.tpa.decode.launches.portable import Operands, feature_factors, logit_unit, strides_of
+from warploom.ops.tpa.attention.problem import PROGRAMS, Call
+from warploom.ops.tpa.problem import Operands, feature_factors, strides_of
 from warploom.runtime.launch import INTERPRETED, Kernel, architecture, may_start_early, multiprocessors
 from warploom.runtime.memory_order import empty_in_order_of
 
@@ -28,33 +29,6 @@ query_launch = Kernel(query_kernel)
 key_launch = Kernel(key_kernel)
 factor_launch = Kernel(factor_kernel)
 sum_launch = Kernel(sum_kernel)
-
-PROGRAMS = 4
-"""Programs per multiprocessor among which the keys and groups of heads of the backward are shared, at most."""
-
-
-class Call(NamedTuple):
-    """What a call is about besides its factors."""
-
-    cu_seqlens: Tensor | None
-    causal: bool
-    scale: float
-    scale_q: float
-    scale_k: float
-    scale_v: float
-
-    def logit_scale(self, dtype: torch.dtype) -> float:
-        """From ``Q · K``, where K is without its scale, to a logit in the unit of the kernels for ``dtype``."""
-        return self.scale * self.scale_k * logit_unit(dtype)
-
-    def tiles(self, tokens: int, size: int) -> int:
-        """Tiles of ``size`` tokens, as many as the kernels' ``tiles_of`` says."""
-        return -(-tokens // size) if self.cu_seqlens is None else tokens // size + self.packed[0]
-
-    @property
-    def packed(self) -> tuple[int, int]:
-        """Number of packed sequences, and the stride of their bounds."""
-        return (0, 0) if self.cu_seqlens is None else (self.cu_seqlens.shape[0] - 1, self.cu_seqlens.stride(0))
 
 
 class Tiles(NamedTuple):
@@ -126,9 +100,9 @@ def _hopper(factors: Operands, call: Call) -> ModuleType | None:
     """The launchers of the kernels for Hopper, if these take the call."""
     if INTERPRETED:
         return None
-    from warploom.ops.tpa.attention.launches import hopper as launchers_attention_hopper
+    from warploom.ops.tpa.attention.launches import hopper
 
-    return launchers_attention_hopper if launchers_attention_hopper.suit(factors, call) else None
+    return hopper if hopper.suit(factors, call) else None
 
 
 def _prepare(

@@ -8,16 +8,14 @@ every GPU.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 
 from warploom.ops.tpa.decode.chunks import Chunks
+from warploom.ops.tpa.problem import Operands
 from warploom.runtime.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied, multiprocessors
-
-if TYPE_CHECKING:
-    from warploom.ops.tpa.decode.launches.portable import Operands
 
 Tensor = torch.Tensor
 

@@ -10,7 +10,8 @@ import triton
 
 from warploom.ops.tpa.decode.chunks import Chunks
 from warploom.ops.tpa.decode.kernels.portable import combine_kernel, decode_kernel
-from warploom.ops.tpa.decode.launches import hopper as launchers_hopper
+from warploom.ops.tpa.decode.launches import hopper
+from warploom.ops.tpa.problem import Operands, feature_factors, head_factors, logit_unit, strides_of
 from warploom.runtime.launch import ALIGNMENT, Dense, Kernel, Launch, TiledLaunch, may_start_early, multiprocessors
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
@@ -39,8 +40,6 @@ class RowTile(NamedTuple):
 CHUNKS = Chunks(shortest=128, longest=1024, wanted=32, widths=(1, 4))
 HEADS_OF_BATCH_HEAD = 16
 """Rows of a tile under the strategy ``batch_head``."""
-NARROW = 2**22
-"""Strides of tokens and ranks below this keep offsets within a tile, of at most 256 rows, in 32 bits."""
 COMBINE_ROWS = 2
 COMBINE_AHEAD = 16
 """Rows that a program combines, and parts whose loads it starts at once: a multiple of four."""
@@ -96,68 +95,6 @@ def _microseconds(tiles: int, spans: int, entry_bytes: int, device: torch.device
     return reading + (SECOND_LAUNCH + spans * JOIN if spans > 1 else 0.0)
 
 
-def logit_unit(dtype: torch.dtype) -> float:
-    """What a logit is multiplied by so that `power` of the kernels is its exponential."""
-    return 1.0 if dtype == torch.float32 else math.log2(math.e)
-
-
-def _vector(*strides: int) -> int:
-    """Largest divisor up to 8 elements that all strides share: wide loads rest on it."""
-    return math.gcd(8, *strides)
-
-
-def strides_of(tensor: Tensor | None) -> tuple[int, int, int, int]:
-    """Strides in elements; an axis of size one gets stride 0, since it is never taken, but 1 if it is the last."""
-    if tensor is None:
-        return 0, 0, 0, 0
-    *outer, last = (stride if size > 1 else None for stride, size in zip(tensor.stride(), tensor.shape))
-    return *(stride or 0 for stride in outer), 1 if last is None else last  # type: ignore[return-value]
-
-
-def _divided(strides: tuple[int, int, int, int], vector: int) -> tuple[int, int, int, int]:
-    """Feature strides with the outer three divided."""
-    b, n, r, d = strides
-    return b // vector, n // vector, r // vector, d
-
-
-class Operands(NamedTuple):
-    """The six factors of a call, with their rank axis."""
-
-    aq: Tensor | None
-    ak: Tensor
-    av: Tensor
-    bq: Tensor
-    bk: Tensor
-    bv: Tensor
-
-
-class Factors(NamedTuple):
-    """Strides of factors as the kernels take them, and the constants that go with them."""
-
-    vector: int
-    flag: bool
-    """Features are adjacent in memory, or heads and ranks, and offsets within a tile fit in 32 bits."""
-    strides: tuple[tuple[int, int, int, int], ...]
-
-
-def feature_factors(*factors: Tensor) -> Factors:
-    """Strides of feature factors, and whether features are adjacent in all of them."""
-    strides = tuple(map(strides_of, factors))
-    unit = all(s[3] == 1 and max(s[1:3]) < NARROW for s in strides)
-    vector = _vector(*(v for s in strides for v in s[:3])) if unit else 1
-    return Factors(vector, unit, tuple(_divided(s, vector) for s in strides))
-
-
-def head_factors(*factors: Tensor) -> Factors:
-    """Strides of head factors, and whether heads and ranks are adjacent in all of them."""
-    strides = tuple(map(strides_of, factors))
-    dense = all(
-        s[3] == 1 and (f.shape[2] == 1 or s[2] == f.shape[3]) and s[1] < NARROW for s, f in zip(strides, factors)
-    )
-    vector = _vector(*(v for s in strides for v in s[:2])) if dense else 1
-    return Factors(vector, dense, tuple((s[0] // vector, s[1] // vector, s[2], s[3]) for s in strides))
-
-
 class DecodeCall(NamedTuple):
     """What a call for decoding is about besides its factors."""
 
@@ -198,7 +135,7 @@ def decode(factors: Operands, call: DecodeCall, plans: Plans) -> Tensor:
 def _plan_decode(factors: Operands, call: DecodeCall) -> tuple[_Decode, _Decode]:
     """For a cache at any address, and for one at multiples of 16 bytes."""
     everywhere = _plan_kernels(factors, call, on_hopper=False)
-    if call.strategy == "batch_head" or not launchers_hopper.suit(factors):
+    if call.strategy == "batch_head" or not hopper.suit(factors):
         return everywhere, everywhere
     return everywhere, _plan_kernels(factors, call, on_hopper=True)
 
@@ -214,12 +151,12 @@ def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Deco
     tiles = batch if on_hopper else batch * tile.blocks(heads, tokens)
     chunks, microseconds = CHUNKS, _microseconds
     if on_hopper:
-        chunks, microseconds = launchers_hopper.CHUNKS, launchers_hopper.microseconds
+        chunks, microseconds = hopper.CHUNKS, hopper.microseconds
     levels = chunks.levels(call.strategy, keys, lambda spans: microseconds(tiles, spans, entry_bytes, bq.device))
     spans = chunks.spans(keys, levels)
     launch: Launch | TiledLaunch
     if on_hopper:
-        launch = launchers_hopper.plan(factors, out, lengths_b, spans, levels, scales)
+        launch = hopper.plan(factors, out, lengths_b, spans, levels, scales)
     else:
         launch = _plan_launch(factors, out, lengths_b, spans, levels, scales, tile)
     if spans == 1:
@@ -250,7 +187,7 @@ def _plan_launch(
     scales: tuple[float, float, float],
     tile: RowTile,
 ) -> Launch:
-    """The launch of the kernel for every GPU; see `launchers_hopper.plan`."""
+    """The launch of the kernel for every GPU; see `hopper.plan`."""
     aq, ak, av, bq, bk, bv = factors
     batch, tokens, rank_q, features = bq.shape
     keys, heads, rank_k = ak.shape[1:]

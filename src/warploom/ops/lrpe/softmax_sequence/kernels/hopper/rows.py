@@ -93,7 +93,7 @@ def reciprocal(x):
 def load_column(token, cells, BACKWARD: gl.constexpr, F: gl.constexpr, P: gl.constexpr):
     """A member's shifts and scales (1, W).
 
-    A forward's shift is the column's first token at ``token`` (see `kernels_sequence.column_statistics`), and it
+    A forward's shift is the column's first token at ``token`` (see `softmax_sequence.kernels.portable.column_statistics`), and it
     scales by no sum yet; a backward finds both among the statistics at ``cells``.
     """
     if BACKWARD:

@@ -5,7 +5,7 @@ and looks at it twice there: down it to sum the columns, and up again to apply t
 program each, tell each other their sums in between. While some programs wait for others, those that share their
 multiprocessor copy, sum or apply.
 
-How sums are told is in `kernels_sequence_words`.
+How sums are told is in `softmax_sequence.kernels.hopper.mailbox`.
 
 Nobody waits for ever. All parts of a strip need not run at once: a program that has polled for long goes through the
 parts' sums, works out those that are missing from device memory, as the programs that it waits for would, to the bit,
@@ -15,7 +15,7 @@ strip's parts fit the GPU. What such a program finds again at the end of that wa
 
 Shapes. Columns come in P members of F angles: P = 1 for ``cosine``, 2 for the pairs of ``rotate``. A member's tile lies
 in shared memory as pieces of (PIECE, W), and registers hold (SUB, W) of it at a time. Columns are (1, W) of a member,
-or (P, W). Statistics are those of `kernels_sequence`.
+or (P, W). Statistics are those of `softmax_sequence.kernels.portable`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Backward of tensor-product attention for Hopper, in the manner of `kernels_attention_hopper`.
+"""Backward of tensor-product attention for Hopper, in the manner of `attention.kernels.hopper.forward`.
 
 The kernel for queries is flash attention's, to which tiles of keys and values come formed. That for keys forms the keys
 and values it owns for one head after the other, walks over that head's queries as flash attention does, and turns the

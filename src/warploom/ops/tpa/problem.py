@@ -1,0 +1,75 @@
+"""The factors of a call of tensor-product attention, and their strides as kernels take them."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+Tensor = torch.Tensor
+
+NARROW = 2**22
+"""Strides of tokens and ranks below this keep offsets within a tile, of at most 256 rows, in 32 bits."""
+
+
+def logit_unit(dtype: torch.dtype) -> float:
+    """What a logit is multiplied by so that `power` of the kernels is its exponential."""
+    return 1.0 if dtype == torch.float32 else math.log2(math.e)
+
+
+def _vector(*strides: int) -> int:
+    """Largest divisor up to 8 elements that all strides share: wide loads rest on it."""
+    return math.gcd(8, *strides)
+
+
+def strides_of(tensor: Tensor | None) -> tuple[int, int, int, int]:
+    """Strides in elements; an axis of size one gets stride 0, since it is never taken, but 1 if it is the last."""
+    if tensor is None:
+        return 0, 0, 0, 0
+    *outer, last = (stride if size > 1 else None for stride, size in zip(tensor.stride(), tensor.shape))
+    return *(stride or 0 for stride in outer), 1 if last is None else last  # type: ignore[return-value]
+
+
+def _divided(strides: tuple[int, int, int, int], vector: int) -> tuple[int, int, int, int]:
+    """Feature strides with the outer three divided."""
+    b, n, r, d = strides
+    return b // vector, n // vector, r // vector, d
+
+
+class Operands(NamedTuple):
+    """The six factors of a call, with their rank axis."""
+
+    aq: Tensor | None
+    ak: Tensor
+    av: Tensor
+    bq: Tensor
+    bk: Tensor
+    bv: Tensor
+
+
+class Factors(NamedTuple):
+    """Strides of factors as the kernels take them, and the constants that go with them."""
+
+    vector: int
+    flag: bool
+    """Features are adjacent in memory, or heads and ranks, and offsets within a tile fit in 32 bits."""
+    strides: tuple[tuple[int, int, int, int], ...]
+
+
+def feature_factors(*factors: Tensor) -> Factors:
+    """Strides of feature factors, and whether features are adjacent in all of them."""
+    strides = tuple(map(strides_of, factors))
+    unit = all(s[3] == 1 and max(s[1:3]) < NARROW for s in strides)
+    vector = _vector(*(v for s in strides for v in s[:3])) if unit else 1
+    return Factors(vector, unit, tuple(_divided(s, vector) for s in strides))
+
+
+def head_factors(*factors: Tensor) -> Factors:
+    """Strides of head factors, and whether heads and ranks are adjacent in all of them."""
+    strides = tuple(map(strides_of, factors))
+    dense = all(
+        s[3] == 1 and (f.shape[2] == 1 or s[2] == f.shape[3]) and s[1] < NARROW for s, f in zip(strides, factors)
+    )
+    vector = _vector(*(v for s in strides for v in s[:2])) if dense else 1
+    return Factors(vector, dense, tuple((s[0] // vector, s[1] // vector, s[2], s[3]) for s in strides))
