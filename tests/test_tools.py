@@ -111,7 +111,7 @@ def test_every_place_of_a_report_must_be_explained() -> None:
 def test_what_an_explanation_names_is_there() -> None:
     for known in sanitize.read_known():
         sources = "".join(
-            file.read_text() for file in (ROOT / "src/warploom/ops" / known.group).glob("kernels*.py")
+            file.read_text() for file in (ROOT / "src/warploom/ops" / known.group).rglob("kernels/**/*.py")
         )
         assert not known.kernel or f"def {known.kernel}(" in sources
         assert all(text in sources for text in known.where), known
