@@ -126,13 +126,9 @@ def gpu_memory() -> Iterator[Callable[[float], None]]:
 @pytest.fixture(autouse=True)
 def fresh_plans() -> None:
     """Nothing is known of earlier tests' calls: launchers may have been made to plan them otherwise."""
-    plans = sys.modules.get("warploom.runtime.plans")
-    for name, module in list(sys.modules.items()) if plans else ():
-        if name.startswith("warploom."):
-            for known in vars(module).values():
-                if type(known) is plans.Plans:
-                    known.known.clear()
-                    known.recent = ()
+    dispatch = sys.modules.get("warploom.runtime.dispatch")
+    for plans in dispatch.caches() if dispatch else ():
+        plans.forget()
 
 
 @pytest.fixture(autouse=True)

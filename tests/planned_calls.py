@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from warploom import flash_attention, lrpe_rotate, tpa_attention, tpa_decode
-from warploom.ops.flash_attention import api as flash_api
-from warploom.ops.flash_attention import operator as flash_autograd
-from warploom.ops.lrpe import api as lrpe_api
-from warploom.ops.lrpe import operator as lrpe_autograd
-from warploom.ops.tpa import api as tpa_api
-from warploom.ops.tpa import operator as tpa_autograd
-from warploom.runtime.plans import Plans
+from warploom.runtime.dispatch import caches
 
 Tensor = torch.Tensor
 Inputs = dict[str, Any]
@@ -25,11 +19,16 @@ Change = Callable[[Inputs], Inputs]
 def no_plans() -> Iterator[None]:
     """Nothing is known of any call, and nothing of what happens here afterwards."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (flash_api, lrpe_api, tpa_api):
-            patch.setattr(module, "_on_kernels", Plans())
-        for module in (flash_autograd, lrpe_autograd, tpa_autograd):
-            patch.setattr(module, "_plans", Plans())
+        for plans in caches():
+            patch.setattr(plans, "known", {})
+            patch.setattr(plans, "recent", ())
         yield
+
+
+def forget_plans() -> None:
+    """Nothing is known of any call."""
+    for plans in caches():
+        plans.forget()
 
 
 def results(function: Callable[..., Any], inputs: Inputs) -> tuple[Tensor, ...]:

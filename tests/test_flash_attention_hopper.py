@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from launches import assert_for_hopper_alone, choose_as_on
+from planned_calls import forget_plans
 from test_flash_attention import assert_right, random_inputs, run
 
 from warploom import flash_attention
@@ -174,11 +175,9 @@ def test_the_last_section_of_heads_is_narrower(
     causal: bool, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads are taken in sections that fit in the L2 cache: here those of two key heads, and there are three."""
-    from warploom.ops.flash_attention import api
     from warploom.ops.flash_attention.launches import hopper as launchers_hopper
     from warploom.ops.flash_attention.launches import portable as launchers
     from warploom.ops.flash_attention.launches import small as launchers_few
-    from warploom.runtime.plans import Plans
 
     n, d = 700, 64
     monkeypatch.setattr(launchers_hopper, "L2_SHARE", 2 * (n * 2 * d * torch.bfloat16.itemsize))
@@ -186,7 +185,7 @@ def test_the_last_section_of_heads_is_narrower(
     monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short walks too
     monkeypatch.setattr(launchers_few, "suits_backward", lambda *arguments: False)  # and few
     monkeypatch.setattr(launchers, "has_few_short_walks", lambda *arguments: False)
-    monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
+    forget_plans()  # none but those of this test
     options = {"heads": 3, "batch": 1, "d": d, "causal": causal, "return_lse": True}
     with poisoned_allocations():
         assert_right(random_inputs(device, n, dtype=torch.bfloat16, **options), "triton")
@@ -269,15 +268,13 @@ def test_gradients_of_float32_factors_in_pieces(
     n: int, m: int, heads: int, key_heads: int, d: int, causal: bool, precision: str, parts: int,
     launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from warploom.ops.flash_attention import api
     from warploom.ops.flash_attention.launches import hopper as launchers_hopper
     from warploom.ops.flash_attention.launches import portable as launchers
-    from warploom.runtime.plans import Plans
 
     any_length = dict.fromkeys(("forward", "backward"), dict.fromkeys((16, 32, 64, 128), 1))
     monkeypatch.setattr(launchers, "_LONG", {"pieces": any_length, "pairs": any_length})
     monkeypatch.setattr(launchers_hopper, "_parts_in_pieces", lambda *arguments: parts)
-    monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
+    forget_plans()  # none but those of this test
     options = {"heads": heads, "key_heads": key_heads, "d": d, "causal": causal, "float32_precision": precision}
     inputs = random_inputs(device, n, m, return_lse=True, **options)
     with poisoned_allocations():

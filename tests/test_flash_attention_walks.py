@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from launches import MERGING, ON_GPU
+from planned_calls import forget_plans, no_plans
 from test_flash_attention import assert_right, kernels, random_inputs, run
 
 from warploom import flash_attention
 from warploom.ops.flash_attention.bench import OPERATOR
-from warploom.runtime.plans import Plans
 from warploom.testing.conformance import make_draws
 from warploom.testing.poison import poisoned_allocations
 
@@ -26,11 +26,9 @@ pytestmark = kernels
 @pytest.fixture
 def many_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Walks cut into as many parts as there are steps."""
-    from warploom.ops.flash_attention import api
     from warploom.ops.flash_attention.launches import portable as launchers
 
-    with monkeypatch.context() as patch:
-        patch.setattr(api, "_on_kernels", Plans())  # none but those of this test
+    with monkeypatch.context() as patch, no_plans():
         patch.setattr(launchers, "best_parts", lambda steps, *rest: max(steps))
         yield
 
@@ -76,14 +74,13 @@ def test_packed_sequences_split(many_splits: None, device: torch.device) -> None
 @pytest.fixture
 def long_walks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short sequences take the loops and kernels of long ones."""
-    from warploom.ops.flash_attention import api
     from warploom.ops.flash_attention.launches import portable as launchers
     from warploom.ops.flash_attention.launches import small as launchers_few
 
     monkeypatch.setattr(launchers_few, "suits_backward", lambda *arguments: False)
     monkeypatch.setattr(launchers, "has_few_short_walks", lambda *arguments: False)
     monkeypatch.setattr(launchers, "_SHORT", 0)
-    monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
+    forget_plans()  # none but those of this test
 
 
 @pytest.mark.usefixtures("long_walks")
@@ -138,11 +135,10 @@ def test_few_short_walks(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from warploom.ops.flash_attention import api
     from warploom.ops.flash_attention.launches import portable as launchers
 
     monkeypatch.setattr(launchers, "best_parts", lambda *arguments: parts)  # more than some walks have steps
-    monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
+    forget_plans()  # none but those of this test
     options = {"heads": heads, "key_heads": key_heads, "d": d, "causal": causal, "batch": 1, "return_lse": True}
     with poisoned_allocations():
         assert_right(random_inputs(device, n, m, dtype=torch.bfloat16, **options), "triton")
@@ -174,14 +170,13 @@ def test_float32_factors_in_pieces_before_the_walk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Long float32 tensors are split in pieces once; here short ones are, and walk on the kernels for every GPU."""
-    from warploom.ops.flash_attention import api
     from warploom.ops.flash_attention.launches import portable as launchers
 
     any_length = dict.fromkeys(("forward", "backward"), dict.fromkeys((16, 32, 64, 128), 1))
     monkeypatch.setattr(launchers, "_LONG", {"pieces": any_length, "pairs": any_length})
     monkeypatch.setattr(launchers, "_tiled_pieces", lambda *arguments: None)
     monkeypatch.setattr(launchers, "best_parts", lambda *arguments: parts)
-    monkeypatch.setattr(api, "_on_kernels", Plans())  # none but those of this test
+    forget_plans()  # none but those of this test
     with poisoned_allocations():
         assert_right({**random_inputs(device, **case), "float32_precision": precision}, "triton")
     assert {constants["PRECISION"] for _, constants in launches if "PRECISION" in constants} == {product}
@@ -222,7 +217,6 @@ def test_a_window_may_begin_and_end_anywhere_in_a_tile(bound: int, device: torch
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     """What is launched during a test: name, and compile-time constants by name."""
-    from warploom.ops.flash_attention import api
     from warploom.runtime.launch import Kernel
 
     launched, call = [], Kernel.__call__
@@ -233,7 +227,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]
         call(kernel, programs, tensors, numbers, constants, *rest)
 
     monkeypatch.setattr(Kernel, "__call__", record)
-    monkeypatch.setattr(api, "_on_kernels", Plans())  # a launch like an earlier one does not pass by here
+    forget_plans()  # a launch like an earlier one does not pass by here
     return launched
 
 

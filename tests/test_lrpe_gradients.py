@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from launches import ON_GPU
+from planned_calls import forget_plans
 from test_lrpe import (
     AMOUNTS,
     BATCH,
@@ -30,7 +31,6 @@ from test_lrpe import (
 
 from warploom import lrpe_rotate
 from warploom.runtime.backend import HAS_TRITON
-from warploom.runtime.plans import Plans
 
 Tensor = torch.Tensor
 
@@ -614,7 +614,6 @@ def test_modes_of_pytorch(kind: str, backend: str, device: torch.device) -> None
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int, dict[str, Any]]]:
     """What is launched during a test: function, number of programs, compile-time constants by name."""
-    from warploom.ops.lrpe import api
     from warploom.runtime.launch import Kernel
 
     launched, call = [], Kernel.__call__
@@ -625,7 +624,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int, dict[str, 
         call(kernel, programs, tensors, integers, constants, *rest)
 
     monkeypatch.setattr(Kernel, "__call__", record)
-    monkeypatch.setattr(api, "_on_kernels", Plans())  # a launch like an earlier one does not pass by here
+    forget_plans()  # a launch like an earlier one does not pass by here
     return launched
 
 
@@ -654,9 +653,8 @@ def test_no_tile_reaches_from_the_last_row_beyond_32_bits(
     activation: str, kind: str, launches: list[Any], device: torch.device
 ) -> None:
     """The shorter a row, the more there are in a tile."""
-    from warploom.ops.lrpe import launches as launchers
-    from warploom.ops.lrpe import operator as autograd
-    from warploom.ops.lrpe.api import MAX_ROWS
+    from warploom.ops.lrpe.operator import Options, variant_of
+    from warploom.ops.lrpe.validation import MAX_ROWS
 
     features = 1 if kind == "cosine" else 2
     for wants_theta, dtype, in_blocks in itertools.product(
@@ -664,8 +662,8 @@ def test_no_tile_reaches_from_the_last_row_beyond_32_bits(
     ):
         x = random_x(device, 4, 3, 2, features).to(dtype).requires_grad_()
         theta = random_theta(device, 2, 1).requires_grad_(wants_theta)
-        call = autograd.Call(launchers.Positions(), kind, activation, block_parallel=in_blocks)
-        autograd.apply(x, theta, call).sum().backward()
+        variant = {"block_parallel": True} if in_blocks else {}
+        variant_of(**variant)(x, theta, 0, Options(0, (), kind, activation)).sum().backward()
     sizes = [constants.get("BLOCK_R", 0) for _, _, constants in launches]
     assert 64 <= max(sizes) <= 2**31 - MAX_ROWS
 

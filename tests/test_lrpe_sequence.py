@@ -15,7 +15,6 @@ from test_lrpe import HEADS, assert_near, encode, exact_gradients, kinds, random
 
 from warploom.ops import operators
 from warploom.runtime.backend import HAS_TRITON
-from warploom.runtime.plans import Plans
 from warploom.testing.conformance import MOST_DRAWS, judge_draws
 
 pytestmark = [
@@ -46,7 +45,6 @@ some_kinds = kinds if ON_GPU else pytest.mark.parametrize("kind", ["rotate", "co
 
 @pytest.fixture(autouse=True)
 def _strips(monkeypatch: pytest.MonkeyPatch) -> None:
-    from warploom.ops.lrpe import operator as autograd
     from warploom.ops.lrpe.softmax_sequence.launches import portable as launchers_sequence
 
     if ON_GPU:
@@ -56,7 +54,6 @@ def _strips(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         launchers_sequence, "strip_tokens", lambda backward: BACKWARD_STRIP if backward else FORWARD_STRIP
     )
-    monkeypatch.setattr(autograd, "_plans", Plans())  # none that was made with strips of other lengths
 
 
 def sequences(way: str) -> list[slice]:
@@ -157,11 +154,9 @@ def test_a_single_token_has_all_the_weight(kind: str, block_parallel: bool, devi
 
 
 def by_way(kind: str, x: Tensor, theta: Tensor, block_parallel: bool) -> Tensor:
-    from warploom.ops.lrpe import launches as launchers
-    from warploom.ops.lrpe import operator as autograd
+    from warploom.ops.lrpe.operator import Options, variant_of
 
-    call = autograd.Call(launchers.Positions(offset=5), kind, "softmax_sequence", block_parallel=block_parallel)
-    return autograd.apply(x, theta, call)
+    return variant_of(block_parallel=block_parallel)(x, theta, 5, Options(0, (), kind, "softmax_sequence"))
 
 
 @some_kinds

@@ -29,7 +29,7 @@ from planned_calls import (
     placed_encoding,
 )
 
-from warploom.ops.rotary_attention.operator import rotary_attention
+from warploom.ops.rotary_attention.api import rotary_attention
 
 Tensor = torch.Tensor
 Make = Callable[[torch.device], Inputs]

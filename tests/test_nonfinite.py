@@ -146,7 +146,7 @@ def attention(setting: Setting, backend: str, device: torch.device) -> Attend:
 
 def rotary(setting: Setting, device: torch.device) -> Attend:
     """Attention by one operator with its positions; these turn nothing, so that results are those of attention."""
-    from warploom.ops.rotary_attention.operator import rotary_attention
+    from warploom.ops.rotary_attention.api import rotary_attention
 
     theta = torch.zeros(1, setting.features // 2, device=device)
 

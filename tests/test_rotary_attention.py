@@ -17,7 +17,7 @@ if not HAS_TRITON:
 from warploom.ops.flash_attention.launches import hopper as launchers_hopper
 from warploom.ops.flash_attention.launches import portable as launchers
 from warploom.ops.rotary_attention import operator as module
-from warploom.ops.rotary_attention.operator import rotary_attention
+from warploom.ops.rotary_attention.api import rotary_attention
 from warploom.runtime.launch import TiledLaunch
 from warploom.runtime.plans import Plans
 from warploom.testing.poison import poisoned_allocations, strided_view

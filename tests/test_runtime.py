@@ -26,7 +26,7 @@ if not HAS_TRITON:
 
 from triton.runtime import JITFunction
 
-from warploom.ops.rotary_attention.operator import rotary_attention
+from warploom.ops.rotary_attention.api import rotary_attention
 from warploom.runtime.launch import Kernel, Launch, TiledLaunch
 
 Tensor = torch.Tensor

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from planned_calls import forget_plans
 
 from warploom import ArgumentError, tpa_attention, tpa_decode
 from warploom.ops.tpa import reference
 from warploom.runtime.backend import HAS_TRITON
-from warploom.runtime.plans import Plans
 from warploom.testing.accuracy import compare, compare_each, mean_of, worst_of
 
 Tensor = torch.Tensor
@@ -198,7 +198,6 @@ def test_chunks_depend_on_the_valid_keys_alone(module: str) -> None:
 def test_a_program_may_take_any_part_of_the_tree(
     device: torch.device, keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from warploom.ops.tpa import api
     from warploom.ops.tpa.decode import chunks as launchers_chunks
     from warploom.ops.tpa.decode.launches import portable as launchers
 
@@ -206,7 +205,7 @@ def test_a_program_may_take_any_part_of_the_tree(
     inputs["cache_seqlens"] = lengths(device, keys, keys // 3)
     found = []
     for levels in range(launchers.CHUNKS.all_levels + 1):
-        monkeypatch.setattr(api, "_on_kernels", Plans())  # none with other levels
+        forget_plans()  # none with other levels
         monkeypatch.setattr(launchers_chunks.Chunks, "levels", lambda *arguments, levels=levels: levels)
         found.append(tpa_decode(**inputs, backend="triton"))
     assert_accurate(found[0], inputs)

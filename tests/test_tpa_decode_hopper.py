@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from launches import ON_HOPPER, assert_for_hopper_alone, choose_as_on
+from planned_calls import forget_plans
 from test_tpa import assert_accurate, factors, lengths
 
 from warploom import tpa_decode
 from warploom.runtime.backend import HAS_TRITON
-from warploom.runtime.plans import Plans
 from warploom.testing.poison import poisoned_allocations
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -194,7 +194,6 @@ def test_a_request_has_the_same_bits_in_any_batch_and_cache(device: torch.device
 def test_a_program_may_take_any_part_of_the_tree(
     device: torch.device, model: Any, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from warploom.ops.tpa import api
     from warploom.ops.tpa.decode import chunks as launchers_chunks
     from warploom.ops.tpa.decode.launches import hopper as launchers_hopper
 
@@ -202,7 +201,7 @@ def test_a_program_may_take_any_part_of_the_tree(
     inputs["cache_seqlens"] = lengths(device, 20001, 6000)
     found = []
     for levels in range(launchers_hopper.CHUNKS.all_levels + 1):
-        monkeypatch.setattr(api, "_on_kernels", Plans())  # none with other levels
+        forget_plans()  # none with other levels
         monkeypatch.setattr(
             launchers_chunks.Chunks, "levels", lambda self, *arguments, levels=levels: min(levels, self.all_levels)
         )

@@ -248,7 +248,7 @@ def test_operations_of_a_backward_alone(device: torch.device) -> None:
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_operations_of_packed_sequences_and_of_two_operators_in_one(device: torch.device) -> None:
-    from warploom.ops.rotary_attention.operator import rotary_attention
+    from warploom.ops.rotary_attention.api import rotary_attention
 
     pairs = 4**2 + 7**2
     packed = CALLS["flash_attention_packed"]

@@ -53,7 +53,7 @@ def call(name: str, backend: str, device: torch.device) -> tuple[Run, Tensors]:
     dtype = torch.float64 if backend == "torch" else torch.float32
     inputs = tuple(torch.randn(shape, dtype=torch.float64).to(device, dtype) for shape in shapes)
     if name == "rotary_attention":
-        from warploom.ops.rotary_attention.operator import rotary_attention
+        from warploom.ops.rotary_attention.api import rotary_attention
 
         return lambda qkv, theta: rotary_attention(qkv, theta, 2, 0.5), inputs
     options = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in options.items()}
@@ -287,10 +287,6 @@ def ranked(factors: Tensors) -> Tensors:
 
 
 def registered(name: str, device: torch.device) -> tuple[Run, Tensors]:
-    import warploom.ops.flash_attention.operator
-    import warploom.ops.lrpe.operator
-    import warploom.ops.rotary_attention.operator
-    import warploom.ops.tpa.operator  # noqa: F401
 
     ops, (_, inputs) = torch.ops.warploom, call(name, "triton", device)
     return {

@@ -123,7 +123,7 @@ class Attention(nn.Module):
         theta = position.frequencies(qkv)
         if self.head_dim % 2 or theta.shape[-1] > self.head_dim // 2:  # `lrpe_rotate` says what is wrong
             return None
-        from warploom.ops.rotary_attention.operator import rotary_attention  # imports Triton
+        from warploom.ops.rotary_attention.api import rotary_attention
 
         scale = self.head_dim**-0.5
         return rotary_attention(qkv, theta, self.heads, scale, interleaved=position.interleaved)

@@ -10,7 +10,7 @@ from torch import nn
 
 from warploom import lrpe_cosine, lrpe_rotate
 from warploom.errors import ArgumentError, fault
-from warploom.runtime.eager import is_plain_eager
+from warploom.runtime.modes import is_plain_eager
 
 __all__ = ["LRPE", "RotaryEmbedding"]
 

@@ -142,7 +142,7 @@ def current_fingerprint(profile: str, provider: str, case: Mapping[str, Any], gp
     if not HAS_TRITON:
         return UNKNOWN
 
-    from warploom.ops.rotary_attention.operator import rotary_attention  # imports Triton
+    from warploom.ops.rotary_attention.api import rotary_attention
 
     def run() -> None:
         if profile == "attention":

@@ -21,12 +21,12 @@ T = TypeVar("T")
 class Plans:
     """What was worked out once for each key.
 
-    An operator keeps two levels of them. The first has a key for everything about a public call that decides
-    whether it is right and runs on the kernels; an entry exists only for calls that passed the checks. Such an
-    entry has the second level, plans of the call's launches: forward, and backward for each layout of gradients.
+    There are two levels of them. The first has a key for everything about a public call that decides whether it is
+    right and runs on the kernels; an entry exists only for calls that passed the checks. Such an entry has the
+    second level, plans of the call's launches: forward, and backward for each layout of gradients.
 
     A key takes more time than all of a launch besides. The calls of the last few kinds are known without one, by
-    `recognise`: see `learn` and `recall`.
+    `recognise`.
     """
 
     LARGEST = 4096
@@ -40,31 +40,13 @@ class Plans:
         self.known: dict[Hashable, Any] = {}
         self.recent: tuple[tuple[Any, ...], ...] = ()
 
+    def forget(self) -> None:
+        """Know nothing, as in a new process."""
+        self.known, self.recent = {}, ()
+
     def remember(self, call: tuple[Any, ...]) -> None:
         """Keep what an operator compares a call with in ``recent``, in the place of the oldest there."""
         self.recent = (call, *self.recent[: self.MOST_RECENT - 1])
-
-    def learn(self, options: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], run: Callable[..., Any]) -> None:
-        """Know the next calls like this one without a key.
-
-        Args:
-            options: All that tells calls apart besides their tensors; what is equal but of another type is another
-                option, for True equals 1, and is not as good.
-            tensors: As many of them wherever options are the same.
-            run: What runs such calls, from their tensors.
-        """
-        like = recognise(*tensors)
-        if like is not None:
-            self.remember((like, tuple(map(type, options)), options, run))
-
-    def recall(self, options: tuple[Any, ...], *tensors: torch.Tensor) -> Callable[..., Any] | None:
-        """What runs this call, if it is like one of the last few. See `recognise` for what it does not notice."""
-        types = tuple(map(type, options))
-        for like, types_, options_, run in self.recent:
-            # Types first: what is equal to nothing, or to several things at once, has a type of its own.
-            if types_ == types and options_ == options and like(*tensors):
-                return run  # type: ignore[no-any-return]
-        return None
 
     def find(self, key: Hashable) -> Any:
         """What is kept for a key; None if there is nothing, or if an argument in it cannot be hashed."""
@@ -129,16 +111,3 @@ def are_kept(tensor: torch.Tensor) -> bool:
         return True
     launch = sys.modules.get("warploom.runtime.launch")
     return launch is not None and launch.INTERPRETED
-
-
-def of_registered(known: Plans, tensor: torch.Tensor, *arguments: Any) -> Plans:
-    """Plans of a call of a registered operator, the types of whose ``arguments`` its schema has settled."""
-    if not (tensor.is_cuda or are_kept(tensor)):
-        return Plans()
-    key: list[Hashable] = [tensor.shape, tensor.stride(), tensor.dtype, tensor.device]
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            key += argument.shape, argument.stride(), argument.dtype
-        else:
-            key.append(tuple(argument) if isinstance(argument, list) else argument)
-    return known.get(tuple(key), Plans)

@@ -190,17 +190,17 @@ def _triton_cache(operator: Operator, case: Case) -> Provider:
         raise Unsupported("a table of cosines has no gradient for theta")
     if case["activation"] == "softmax_sequence":
         raise Unsupported("the kernels of softmax over the sequence take no table")
-    from warploom.ops.lrpe import launches as launchers
-    from warploom.ops.lrpe import operator as autograd
+    from warploom.ops.lrpe.launches import Positions
+    from warploom.ops.lrpe.operator import Options, angle_table, variant_of
 
     kind = "cosine" if operator is COSINE else "rotate"
-    table: list[Tensor] = []
+    made: list[Callable[..., Tensor]] = []
 
     def cached(x: Tensor, theta: Tensor, activation: str, grid: Any = None, prefix: int = 0) -> Tensor:
-        positions = launchers.Positions(prefix=prefix, grid=grid or ())
-        if not table:
-            table.append(autograd.angle_table(x, theta, positions, kind))
-        return autograd.apply(x, theta, autograd.Call(positions, kind, activation, table=table[0]))
+        grid = tuple(grid or ())
+        if not made:
+            made.append(variant_of(table=angle_table(x, theta, Positions(prefix=prefix, grid=grid), kind)))
+        return made[0](x, theta, 0, Options(prefix, grid, kind, activation))
 
     return cached
 
@@ -210,14 +210,13 @@ def _triton_block_parallel(operator: Operator, case: Case) -> Provider:
     need_cuda()
     if case["activation"] != "softmax_sequence":
         raise Unsupported("differs from triton only where softmax runs over the sequence")
-    from warploom.ops.lrpe import launches as launchers
-    from warploom.ops.lrpe import operator as autograd
+    from warploom.ops.lrpe.operator import Options, variant_of
 
     kind = "cosine" if operator is COSINE else "rotate"
+    run = variant_of(block_parallel=True)
 
     def in_blocks(x: Tensor, theta: Tensor, activation: str, grid: Any = None, prefix: int = 0) -> Tensor:
-        positions = launchers.Positions(prefix=prefix, grid=grid or ())
-        return autograd.apply(x, theta, autograd.Call(positions, kind, activation, block_parallel=True))
+        return run(x, theta, 0, Options(prefix, tuple(grid or ()), kind, activation))
 
     return in_blocks
 

@@ -8,7 +8,7 @@ dispatcher once in each direction, where a small model waits for the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,27 +17,24 @@ from warploom.ops.flash_attention.launches import portable as attention
 from warploom.ops.flash_attention.launches.order import launch_forward, launch_prepare, launch_walk
 from warploom.ops.flash_attention.problem import Mask
 from warploom.ops.lrpe import launches as positions
-from warploom.runtime import plans
-from warploom.runtime.eager import attention_pairs, is_plain_backward, is_plain_eager, refuse, register
+from warploom.ops.rotary_attention.api import Options
+from warploom.runtime.dispatch import Gradient, Operator, Tensors
 from warploom.runtime.launch import ALIGNMENT, Dense, Launch, TiledLaunch
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
+from warploom.runtime.modes import attention_pairs
 from warploom.runtime.plans import Plans
 from warploom.runtime.pytorch import view
-
-__all__ = ["rotary_attention"]
 
 Tensor = torch.Tensor
 
 _CAUSAL = Mask(right=0)
 _FROM_ZERO = positions.Positions()
-_NOTHING = Dense.rows((0,), torch.float32)
-_library = torch.library.Library("warploom", "FRAGMENT")
-_plans = Plans()
 
 
-def _forward(qkv: Tensor, theta: Tensor, heads: int, kind: str, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    qkv: Tensor, theta: Tensor, heads: int, kind: str, scale: float, known: Plans
+) -> tuple[Tensor, Tensor, Tensor]:
     """Attention (B, N, H, D), the turned queries and keys (B, N, H + Hkv, D), and attention's statistics."""
-    known = plans.of_registered(_plans, qkv, theta, heads, kind, scale)
     plan = known.get("forward", _plan_forward, qkv, theta, heads, kind, scale)
     if plan and qkv.data_ptr() % ALIGNMENT == 0:
         return plan(qkv, theta)
@@ -52,10 +49,9 @@ def _forward(qkv: Tensor, theta: Tensor, heads: int, kind: str, scale: float) ->
 
 def _backward(
     grad: Tensor, qkv: Tensor, theta: Tensor, out: Tensor, turned: Tensor, statistics: Tensor,
-    heads: int, kind: str, scale: float, theta_gradient: bool,
+    heads: int, kind: str, scale: float, theta_gradient: bool, known: Plans,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gradients of ``qkv`` and, where it is asked for, of ``theta``."""
-    known = plans.of_registered(_plans, qkv, theta, heads, kind, scale)
     if not theta_gradient:
         # Strides, because what autograd saved may come back with others: from the host's memory, for one.
         key = (grad.dtype, grad.stride(), out.stride(), turned.stride())
@@ -199,110 +195,65 @@ def _plan_backward(
     )  # fmt: skip
 
 
-def _registered_backward(grad: Tensor, qkv: Tensor, theta: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    dqkv, dtheta = _backward(grad, qkv, theta, *rest)
-    return dqkv, _NOTHING.empty(qkv) if dtheta is None else dtheta
+def _run(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
+    return _forward(*tensors, *options, plans)
 
 
-def _forward_fake(qkv: Tensor, theta: Tensor, heads: int, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(tensors: Tensors, options: Options) -> Tensors:
+    qkv, _ = tensors
     batch, tokens, _, features = qkv.shape
-    turned = empty_in_order_of(_split(qkv, heads)[0], features)
-    out = empty_in_order_of(_queries_and_keys(turned, heads)[0], features)
-    return out, turned, qkv.new_empty((2, batch, heads, tokens), dtype=torch.float32)
+    turned = empty_in_order_of(_split(qkv, options.heads)[0], features)
+    out = empty_in_order_of(_queries_and_keys(turned, options.heads)[0], features)
+    return out, turned, qkv.new_empty((2, batch, options.heads, tokens), dtype=torch.float32)
 
 
-def _backward_fake(grad: Tensor, qkv: Tensor, theta: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    theta_gradient = rest[-1]
-    dtheta = theta.new_empty(theta.shape) if theta_gradient else qkv.new_empty(0, dtype=torch.float32)
-    return empty_in_order_of(qkv, qkv.shape[-1]), dtheta
+def _save(
+    tensors: Tensors, options: Options, results: Tensors, wanted: Sequence[bool]
+) -> tuple[Tensors, tuple[Any, ...]]:
+    return (*tensors, *results), ()
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    qkv, theta, *ctx.rest = inputs
-    ctx.save_for_backward(qkv, theta, *output)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
+def _run_backward(
+    grads: Tensors, saved: Tensors, _: int, options: Options, extra: tuple[Any, ...], wanted: Sequence[bool],
+    plans: Plans,
+) -> Tensors:  # fmt: skip
+    return _backward(*grads, *saved, *options, wanted[1], plans)
 
 
-def _gradients(ctx: Any, grad: Tensor, run: Callable[..., Any]) -> tuple[Tensor | None, ...]:
-    wants_qkv, wants_theta = ctx.needs_input_grad[:2]
-    dqkv, dtheta = run(grad, *ctx.saved_tensors, *ctx.rest, wants_theta)
-    return dqkv if wants_qkv else None, dtheta if wants_theta else None, None, None, None
+def _backward_fake(
+    grads: Tensors, saved: Tensors, options: Options, extra: tuple[Any, ...], wanted: Sequence[bool]
+) -> Tensors:
+    qkv, theta, *_ = saved
+    return empty_in_order_of(qkv, qkv.shape[-1]), theta.new_empty(theta.shape) if wanted[1] else None
 
 
-def _of_registered(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 5
-    return _gradients(ctx, grad, torch.ops.warploom.rotary_attention_backward)
-
-
-def _flops(qkv: Tensor, theta: Tensor, heads: int, *rest: Any, **_: Any) -> int:
+def _flops(tensors: Tensors, options: Options) -> int:
     """Those of attention: two products for every query and key, hidden or not."""
-    return 4 * attention_pairs(qkv, qkv, None, None) * heads * qkv.shape[3]
+    qkv, _ = tensors
+    return 4 * attention_pairs(qkv, qkv, None, None) * options.heads * qkv.shape[3]
 
 
-def _backward_flops(
-    grad: Tensor, qkv: Tensor, theta: Tensor, out: Tensor, turned: Tensor, statistics: Tensor, heads: int,
-    *rest: Any, **_: Any,
-) -> int:  # fmt: skip
+def _backward_flops(grads: Tensors, saved: Tensors, options: Options) -> int:
     """Five products."""
-    return _flops(qkv, theta, heads) // 2 * 5
+    return _flops(saved[:2], options) // 2 * 5
 
 
-register(
-    _library,
-    "rotary_attention",
-    "(Tensor qkv, Tensor theta, int heads, str kind, float scale) -> (Tensor, Tensor, Tensor)",
-    _forward,
-    _forward_fake,
-    _of_registered,
-    _setup_context,
-    _flops,
+OPERATOR = Operator(
+    name="rotary_attention",
+    tensors="Tensor qkv, Tensor theta",
+    options="int heads, str kind, float scale",
+    results=3,
+    options_type=Options,
+    forward=_run,
+    fake=_fake,
+    flops=_flops,
+    gradient=Gradient(
+        grads="Tensor grad",
+        saved="Tensor qkv, Tensor theta, Tensor out, Tensor turned, Tensor statistics",
+        gradients=2,
+        save=_save,
+        run=_run_backward,
+        fake=_backward_fake,
+        flops=_backward_flops,
+    ),
 )
-register(
-    _library,
-    "rotary_attention_backward",
-    "(Tensor grad, Tensor qkv, Tensor theta, Tensor out, Tensor turned, Tensor statistics, "
-    "int heads, str kind, float scale, bool theta_gradient) -> (Tensor, Tensor)",
-    _registered_backward,
-    _backward_fake,
-    refuse("attention on the kernels has no second derivative"),
-    flops=_backward_flops,
-)
-
-
-class _Eager(torch.autograd.Function):
-    """The launchers with gradients, by the shortest way that autograd has for a plain eager call."""
-
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, theta: Tensor, heads: int, kind: str, scale: float) -> Tensor:
-        out, turned, statistics = _forward(qkv, theta, heads, kind, scale)
-        ctx.save_for_backward(qkv, theta, out, turned, statistics)
-        ctx.rest = (heads, kind, scale)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        plain = is_plain_backward(grad)
-        return _gradients(ctx, grad, _backward if plain else torch.ops.warploom.rotary_attention_backward)
-
-
-def rotary_attention(qkv: Tensor, theta: Tensor, heads: int, scale: float, *, interleaved: bool = False) -> Tensor:
-    """Causal attention of queries and keys that are turned by their positions, counted from zero.
-
-    Args:
-        qkv: ``(B, N, H + 2·Hkv, D)``: the heads of queries, keys and values, on a GPU; any strides.
-        theta: ``(F,)`` or ``(1, F)``: frequencies in radians per position, see `warploom.lrpe_rotate`.
-        heads: ``H``.
-        scale: Factor of the inner products.
-        interleaved: Pair neighbouring features instead of halves.
-
-    Returns:
-        ``(B, N, H, D)``.
-    """
-    kind = "interleaved" if interleaved else "rotate"
-    if not is_plain_eager(qkv, theta):
-        return torch.ops.warploom.rotary_attention(qkv, theta, heads, kind, scale)[0]  # type: ignore[no-any-return]
-    if torch.is_grad_enabled() and (qkv.requires_grad or theta.requires_grad):
-        return _Eager.apply(qkv, theta, heads, kind, scale)  # type: ignore[no-any-return]
-    return _forward(qkv, theta, heads, kind, scale)[0]

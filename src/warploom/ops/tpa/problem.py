@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from warploom.runtime.modes import attention_pairs
+
 Tensor = torch.Tensor
 
 NARROW = 2**22
@@ -73,3 +75,22 @@ def head_factors(*factors: Tensor) -> Factors:
     )
     vector = _vector(*(v for s in strides for v in s[:2])) if dense else 1
     return Factors(vector, dense, tuple((s[0] // vector, s[1] // vector, s[2], s[3]) for s in strides))
+
+
+FACTORS = "Tensor bq, Tensor? aq, Tensor ak, Tensor av, Tensor bk, Tensor bv"
+"""Schema of the factors of a call."""
+
+
+def flops_of_products(tensors: tuple[Tensor | None, ...]) -> int:
+    """Operations that form queries, keys and values of the factors."""
+    bq, aq, ak, av, bk, bv = tensors[:6]
+    return int(sum(2 * a.numel() * b.shape[-1] for a, b in ((aq, bq), (ak, bk), (av, bv)) if a is not None))
+
+
+def flops_of_pairs(
+    tensors: tuple[Tensor | None, ...], cu_seqlens: Tensor | None, of_keys: int, of_values: int
+) -> int:
+    """Operations of so many products for every query and key, by features of keys and of values."""
+    bq, _, ak, _, bk, bv = tensors[:6]
+    pairs = attention_pairs(bq, ak, cu_seqlens, cu_seqlens)
+    return int(2 * pairs * ak.shape[2] * (of_keys * bk.shape[-1] + of_values * bv.shape[-1]))

@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 def function_of(operator: str) -> Callable[..., Any]:
     """The public function."""
     if operator == "rotary_attention":
-        from warploom.ops.rotary_attention.operator import rotary_attention
+        from warploom.ops.rotary_attention.api import rotary_attention
 
         return rotary_attention
     from warploom.ops import operators

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from warploom.errors import ArgumentError
-from warploom.runtime.plans import Plans
+from warploom.runtime.dispatch import caches
 from warploom.testing.random_cases.calls import OPERATORS, Call, make_call
 from warploom.testing.random_cases.choices import Choices, as_tuples
 from warploom.testing.random_cases.judging import Failure, Prepared, judge, judge_entry, repeat
@@ -150,16 +149,8 @@ def run_calls(
 
 def forget_plans() -> None:
     """Let nothing be known of any call, as in a new process."""
-    for plans in _plans():
-        plans.known.clear()
-        plans.recent = ()
-
-
-def _plans() -> Iterator[Plans]:
-    """Those that modules of this package keep."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("warploom."):
-            yield from (value for value in vars(module).values() if isinstance(value, Plans))
+    for plans in caches():
+        plans.forget()
 
 
 def text_of(calls: Sequence[Call]) -> str:

@@ -1,16 +1,16 @@
-"""What the operators' ways into PyTorch share: registration, when to bypass the dispatcher, a batching rule."""
+"""What PyTorch does around a call: who watches it, who counts its operations, and a batching rule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from warploom.runtime.pytorch import any_requires_grad, dispatch_modes, forward_ad
 from warploom.runtime.pytorch import are_transforms_active as _transforms
 from warploom.runtime.pytorch import count_dispatch_modes as _dispatch_modes
 from warploom.runtime.pytorch import count_function_modes as _function_modes
+from warploom.runtime.pytorch import dispatch_modes, forward_ad
 from warploom.runtime.pytorch import is_batched as _is_batched
 from warploom.runtime.pytorch import is_traced_by_jit as _is_traced_by_jit
 from warploom.runtime.pytorch import is_wrapped as _is_wrapped
@@ -63,15 +63,6 @@ def is_plain_backward(*gradients: torch.Tensor) -> bool:
     return True
 
 
-def refuse(reason: str) -> Callable[..., NoReturn]:
-    """In the place of a derivative that kernels do not have."""
-
-    def derivative(*_: Any) -> NoReturn:
-        raise NotImplementedError(reason)
-
-    return derivative
-
-
 def is_differentiated(tensor: torch.Tensor) -> bool:
     """Whether a gradient of a tensor may be asked for later, at any level of `torch.func`'s transforms."""
     if not torch.is_grad_enabled():
@@ -84,69 +75,7 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad
 
 
-def register(
-    library: torch.library.Library,
-    name: str,
-    schema: str,
-    run: Callable[..., Any],
-    fake: Callable[..., Any],
-    backward: Callable[..., Any],
-    setup_context: Callable[..., None] = lambda ctx, inputs, output: None,
-    flops: Callable[..., int] | None = None,
-) -> None:
-    """Register an operator, as ``name`` with a gradient and as ``name_launch`` without.
-
-    Compiled code has forward and backward apart and calls the second. After `torch.library.register_autograd` it
-    would call the first, which enters Python twice, once to find that nobody wants a gradient: half a launch.
-
-    The first also works under the transforms of `torch.func`, whose ``vmap`` runs one call after another. It has
-    no derivative in forward mode, and says so.
-
-    Args:
-        library: Of the namespace ``warploom``.
-        name: Of the operator.
-        schema: Its arguments and results.
-        run: Computes it, on a GPU or in Triton's interpreter.
-        fake: Allocates its results.
-        backward: Its gradient, as of a `torch.autograd.Function`.
-        setup_context: What that saves.
-        flops: Operations of its matrix products, from its arguments, for `torch.utils.flop_counter`.
-    """
-    for each in (name, f"{name}_launch"):
-        library.define(f"{each}{schema}")
-        for device in ("CUDA", "CPU"):  # on a CPU the kernels run in Triton's interpreter
-            library.impl(each, run, device)
-        torch.library.register_fake(f"warploom::{each}", fake, lib=library)
-        if flops is not None:
-            _count_flops(getattr(torch.ops.warploom, each), flops)
-    launch = getattr(torch.ops.warploom, f"{name}_launch").default
-
-    function: Any
-
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        return _stacked(function.apply, info.batch_size, in_dims, inputs)
-
-    methods = {
-        "forward": launch,
-        "setup_context": setup_context,
-        "backward": backward,
-        "jvp": refuse(f'{name} kernels have no derivative in forward mode; call with backend="torch" for one'),
-        "vmap": vmap,
-    }
-    function = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
-
-    def differentiable(*arguments: Any) -> Any:
-        if torch.is_grad_enabled() and any_requires_grad(*arguments):
-            return function.apply(*arguments)
-        if forward_ad._current_level >= 0:  # it may have been handed a tangent, which raises
-            return function.apply(*arguments)
-        return launch(*arguments)
-
-    library.impl(name, differentiable, "Autograd")
-    library.impl(name, function.apply, "FuncTorchDynamicLayerFrontMode")
-
-
-def _count_flops(operator: Any, flops: Callable[..., int]) -> None:
+def count_flops(operator: Any, flops: Callable[..., int]) -> None:
     """Let `torch.utils.flop_counter.FlopCounterMode` count an operator, in counters at work too."""
     from torch.utils.flop_counter import register_flop_formula  # imports Triton
 
@@ -170,7 +99,7 @@ def attention_pairs(
     return int((cu_seqlens_q.diff() * cu_seqlens_k.diff()).sum())
 
 
-def _stacked(call: Callable[..., Any], size: int, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
+def stacked(call: Callable[..., Any], size: int, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
     """One call after another, stacked: ``vmap`` of an operator whose kernels take their own batch."""
 
     def sample(index: int) -> Any:

@@ -1,0 +1,144 @@
+"""What must hold of the arguments of flash attention. Nothing here touches a tensor's data or the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
+from warploom.runtime.arguments import FLOATS, LARGEST, check_number, checked_tensor, is_int, is_within, shown
+from warploom.runtime.dispatch import Checked, Tensors
+
+Tensor = torch.Tensor
+
+NAME = "flash_attention"
+PRECISIONS = ("highest", "high", "medium")
+MAX_FEATURES = 256
+"""Features of a query, key or value that the kernels hold on chip at once."""
+MAX_PLACES = 2**31 - 2**10
+"""Queries and keys together, whose places the kernels count in 32 bits, and tiles, each of which is a program."""
+_LEAST_TILE = 16  # rows
+
+
+class Options(NamedTuple):
+    """Options of the operator; ``causal`` is a bound of the window."""
+
+    left: int | None
+    right: int | None
+    scale: float
+    precision: str | None
+
+
+def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Checked:
+    """Validate a call.
+
+    Args:
+        name: Of the public function.
+        tensors: q, k, v, cu_seqlens_q and cu_seqlens_k.
+        options: causal, scale, window, float32_precision and return_lse.
+    """
+    q, k, v, cu_seqlens_q, cu_seqlens_k = tensors
+    causal, scale, window, precision, return_lse = options
+    _check_tensors(q, k, v)
+    left, right = _checked_window(window)
+    for argument, flag in (("causal", causal), ("return_lse", return_lse)):
+        if not isinstance(flag, bool):
+            raise fault(DtypeError, name, argument, "a bool", repr(flag))
+    if causal:
+        right = 0
+    scale = _checked_scale(scale, q)
+    _check_sequences(q, k, cu_seqlens_q, cu_seqlens_k)
+    if precision is not None and precision not in PRECISIONS:
+        expected = f"None or one of {', '.join(PRECISIONS)}"
+        raise fault(ArgumentError, name, "float32_precision", expected, repr(precision))
+    one = (cu_seqlens_q is None) != (cu_seqlens_k is None)
+    settled = Options(left, right, scale, precision)
+    return Checked(settled, _beyond_kernels(q, k, v), _with_both if one else None, 2 if return_lse else 1)
+
+
+def _with_both(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> Tensors:
+    """Where there are as many queries as keys, the bounds of one stand for both."""
+    given = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
+    return q, k, v, given, given
+
+
+def _beyond_kernels(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """What the Triton kernels do not do in this call, if anything."""
+    features = max(q.shape[-1], v.shape[-1])
+    if features > MAX_FEATURES:
+        return f"{features} features do not fit in one tile ({MAX_FEATURES} at most)"
+    (batch, tokens, heads, _), (_, keys, key_heads, _) = q.shape, k.shape
+    if not is_within(tokens + keys, MAX_PLACES):
+        return f"{tokens} queries and {keys} keys are more than {MAX_PLACES}"
+    for tiles in (batch * heads * -(-tokens // _LEAST_TILE), batch * key_heads * -(-keys // _LEAST_TILE)):
+        if not is_within(tiles, MAX_PLACES):
+            return f"{batch} batch entries are {tiles} tiles ({MAX_PLACES} at most)"
+    return None
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for argument, tensor in (("q", q), ("k", k), ("v", v)):
+        checked_tensor(NAME, argument, tensor, FLOATS)
+        if tensor.dtype != q.dtype:
+            raise fault(DtypeError, NAME, argument, f"a tensor of the dtype of q, {dtype_of(q)}", dtype_of(tensor))
+        if tensor.device != q.device:
+            raise fault(DeviceError, NAME, argument, f"on the device of q, {q.device}", tensor.device)
+    if q.dim() != 4 or q.shape[-1] == 0:
+        raise fault(ShapeError, NAME, "q", "(B, N, Hq, D) with D ≥ 1", shape_of(q))
+    batch, _, heads, features = q.shape
+    if k.dim() != 4 or k.shape[0] != batch or k.shape[3] != features:
+        raise fault(ShapeError, NAME, "k", f"(B, M, Hkv, D) with B = {batch}, D = {features}", shape_of(k))
+    key_heads = k.shape[2]
+    if heads != key_heads and (key_heads == 0 or heads % key_heads != 0):
+        raise fault(ShapeError, NAME, "k", f"of Hkv heads such that Hq = {heads} is a multiple", shape_of(k))
+    if v.dim() != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] == 0:
+        expected = f"(B, M, Hkv, E) with B = {batch}, M = {k.shape[1]}, Hkv = {key_heads}, E ≥ 1"
+        raise fault(ShapeError, NAME, "v", expected, shape_of(v))
+
+
+def _checked_window(window: Sequence[int | None] | None) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, None
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise fault(DtypeError, NAME, "window", "None or a pair (left, right)", repr(window))
+    for bound in window:
+        if bound is not None and not is_int(bound):
+            raise fault(DtypeError, NAME, "window", "a pair of ints or None", shown(window))
+        if bound is not None and bound < 0:
+            raise fault(ArgumentError, NAME, "window", "of bounds ≥ 0, or None for no bound", shown(window))
+    left, right = (None if isinstance(bound, int) and bound > LARGEST else bound for bound in window)
+    return left, right
+
+
+def _checked_scale(scale: float | None, q: Tensor) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(q.shape[-1])
+    check_number(NAME, "scale", scale)
+    return scale
+
+
+def _check_sequences(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
+    """Both or neither: where there are as many queries as keys, one stands for both."""
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        return
+    for argument, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if tensor is None:
+            if q.shape[1] != k.shape[1]:
+                expected = f"given where the other is, since N = {q.shape[1]} and M = {k.shape[1]} differ"
+                raise fault(ArgumentError, NAME, argument, expected, None)
+            continue
+        checked_tensor(NAME, argument, tensor, (torch.int32, torch.int64))
+        if tensor.dim() != 1 or tensor.shape[0] < 2:
+            raise fault(ShapeError, NAME, argument, "(S + 1,) with S ≥ 1", shape_of(tensor))
+        if tensor.device != q.device:
+            raise fault(DeviceError, NAME, argument, f"on the device of q, {q.device}", tensor.device)
+    if q.shape[0] != 1:
+        raise fault(ShapeError, NAME, "q", "of batch size 1 when cu_seqlens are given", shape_of(q))
+    if cu_seqlens_q is not None and cu_seqlens_k is not None and cu_seqlens_q.shape != cu_seqlens_k.shape:
+        expected = f"of the shape of cu_seqlens_q, {shape_of(cu_seqlens_q)}"
+        raise fault(ShapeError, NAME, "cu_seqlens_k", expected, shape_of(cu_seqlens_k))

@@ -1,0 +1,173 @@
+"""What must hold of the arguments of LRPE. Nothing here touches a tensor's data or the device."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, fault, shape_of
+from warploom.ops.lrpe import reference
+from warploom.runtime.arguments import FLOATS, LARGEST, checked_tensor, is_int, is_within, shown
+from warploom.runtime.dispatch import Checked, Tensors
+
+Tensor = torch.Tensor
+
+ACTIVATIONS = ("none", "relu", "sigmoid", "silu", "softmax", "softmax_sequence")
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+MAX_FEATURES = 8192
+"""Features of one head that the kernels hold on chip at once."""
+MAX_ROWS = 2**31 - 2**12
+"""Rows of features (batch · tokens · heads) that the kernels count in 32 bits, to the end of the last tile."""
+MAX_SEQUENCES = 2**30
+"""Packed sequences among which the kernels search."""
+MAX_AXES = 4
+"""Axes of a grid that the kernels unravel themselves."""
+
+
+class Options(NamedTuple):
+    """Options of the operator."""
+
+    prefix: int
+    grid: tuple[int, ...]  # empty for positions on one axis
+    kind: str  # cosine, rotate or interleaved
+    activation: str
+    theta_gradient: bool = False  # whether theta's will be asked for
+
+
+def check(name: str, tensors: Tensors, options: tuple[Any, ...], offset: Any) -> Checked:
+    """Validate a call.
+
+    Args:
+        name: Of the public function.
+        tensors: x, theta, position_ids, offset (if it is a tensor) and cu_seqlens.
+        options: kind, grid, prefix and activation.
+        offset: The offset, if it is no tensor.
+    """
+    x, _, position_ids, offsets, cu_seqlens = tensors
+    kind, grid, prefix, activation = options
+    _check_x_theta(name, *tensors[:2])
+    if kind != "cosine" and x.shape[-1] % 2:
+        raise fault(ShapeError, name, "x", "of an even number of features D", shape_of(x))
+    if activation not in ACTIVATIONS:
+        raise fault(ArgumentError, name, "activation", f"one of {', '.join(ACTIVATIONS)}", repr(activation))
+    tokens = x.shape[1]
+    if not is_int(prefix):
+        raise fault(DtypeError, name, "prefix", "an int", repr(prefix))
+    if prefix != 0 and not 0 <= prefix <= tokens:
+        raise fault(ArgumentError, name, "prefix", f"between 0 and N = {tokens}", shown(prefix))
+    if offsets is not None:
+        _check_offset_tensor(name, x, offsets)
+    elif not is_int(offset):
+        raise fault(DtypeError, name, "offset", "an int or an integer tensor", repr(offset))
+    elif not (offset >= -LARGEST and is_within(offset + tokens - 1, LARGEST)):
+        raise fault(ArgumentError, name, "offset", "such that all positions are below 2**31 in size", shown(offset))
+    moved = offsets is not None or offset != 0
+    if position_ids is not None:
+        _check_position_ids(name, x, position_ids)
+        others = {"grid": grid is not None, "prefix": prefix != 0, "offset": moved}
+        for argument in (argument for argument, there in others.items() if there):
+            raise fault(ArgumentError, name, argument, "left out when position_ids are given", "both")
+    if cu_seqlens is not None:
+        _check_cu_seqlens(name, x, cu_seqlens)
+        if grid is not None:
+            raise fault(ArgumentError, name, "grid", "left out when cu_seqlens is given", "both")
+    if grid is not None:
+        _check_grid(name, grid, prefix, tokens)
+        if moved:
+            raise fault(ArgumentError, name, "offset", "left out when a grid is given", "both")
+    _check_frequencies(name, kind, *tensors[:3], grid)
+    limit = _beyond_kernels(x, cu_seqlens)
+    if grid is not None and len(grid) > MAX_AXES:
+
+        def at_coordinates(x: Tensor, theta: Tensor, *_: None) -> Tensors:
+            ids = reference.coordinates(x, grid, prefix, 0, None, None)
+            return x, theta, ids.expand(x.shape[0], -1, -1), None, None
+
+        settled = Options(prefix, grid, kind, activation)
+        return Checked(settled._replace(prefix=0, grid=()), limit, at_coordinates)
+    counted = grid is None and position_ids is None and offsets is None
+    numbers = (-LARGEST, LARGEST + 1 - tokens) if counted else (0, 0)
+    return Checked(Options(prefix, grid or (), kind, activation), limit, numbers=numbers)
+
+
+def _beyond_kernels(x: Tensor, cu_seqlens: Tensor | None) -> str | None:
+    """What the Triton kernels do not do in this call, if anything."""
+    features = x.shape[-1]
+    if features > MAX_FEATURES:
+        return f"a row of {features} features does not fit in one tile ({MAX_FEATURES} at most)"
+    rows = math.prod(x.shape[:-1])
+    if not is_within(rows, MAX_ROWS):
+        return f"x has {rows} rows of features ({MAX_ROWS} at most)"
+    if cu_seqlens is not None and not is_within(cu_seqlens.shape[0], MAX_SEQUENCES):
+        return f"cu_seqlens bounds {cu_seqlens.shape[0] - 1} sequences ({MAX_SEQUENCES - 1} at most)"
+    return None
+
+
+def _check_x_theta(name: str, x: Tensor, theta: Tensor) -> None:
+    for argument, tensor in (("x", x), ("theta", theta)):
+        checked_tensor(name, argument, tensor, FLOATS)
+    if x.dim() not in (3, 4) or x.shape[-1] == 0:
+        raise fault(ShapeError, name, "x", "(B, N, H, D) or (B, N, D) with D ≥ 1", shape_of(x))
+    heads = x.shape[2] if x.dim() == 4 else 1
+    rows = theta.shape[0] if theta.dim() == 2 else 1
+    if theta.dim() not in (1, 2) or theta.shape[-1] == 0 or rows not in (1, heads):
+        expected = f"(H, E), (1, E) or (E,) with H = {heads} and E ≥ 1"
+        raise fault(ShapeError, name, "theta", expected, shape_of(theta))
+    _check_device(name, "theta", theta, x)
+
+
+def _check_frequencies(
+    name: str, kind: str, x: Tensor, theta: Tensor, ids: Tensor | None, grid: tuple[int, ...] | None
+) -> None:
+    """No axis has a frequency that no feature takes: what is left out in silence was meant otherwise."""
+    features = x.shape[-1] if kind == "cosine" else x.shape[-1] // 2
+    axes = len(grid or (0,))
+    if ids is not None and ids.dim() == 3:
+        axes = ids.shape[2]
+    most = -(-features // axes)
+    if theta.shape[-1] > most:
+        expected = f"of E ≤ {most} = ⌈F/k⌉ frequencies, with F = {features} and k = {axes}"
+        raise fault(ShapeError, name, "theta", expected, shape_of(theta))
+
+
+def _check_offset_tensor(name: str, x: Tensor, offset: Tensor) -> None:
+    checked_tensor(name, "offset", offset, _INTEGERS)
+    if offset.dim() > 1 or (offset.dim() == 1 and offset.shape[0] != x.shape[0]):
+        raise fault(ShapeError, name, "offset", f"() or (B,) with B = {x.shape[0]}", shape_of(offset))
+    _check_device(name, "offset", offset, x)
+
+
+def _check_position_ids(name: str, x: Tensor, position_ids: Tensor) -> None:
+    checked_tensor(name, "position_ids", position_ids, _INTEGERS)
+    batch, tokens = x.shape[:2]
+    shape = tuple(position_ids.shape)
+    if shape != (tokens,) and (len(shape) not in (2, 3) or shape[:2] != (batch, tokens) or 0 in shape[2:]):
+        expected = f"(N,), (B, N) or (B, N, k) with B = {batch}, N = {tokens}"
+        raise fault(ShapeError, name, "position_ids", expected, shape)
+    _check_device(name, "position_ids", position_ids, x)
+
+
+def _check_cu_seqlens(name: str, x: Tensor, cu_seqlens: Tensor) -> None:
+    checked_tensor(name, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise fault(ShapeError, name, "cu_seqlens", "(S + 1,) with S ≥ 1", shape_of(cu_seqlens))
+    if x.shape[0] != 1:
+        raise fault(ShapeError, name, "x", "of batch size 1 when cu_seqlens is given", shape_of(x))
+    _check_device(name, "cu_seqlens", cu_seqlens, x)
+
+
+def _check_grid(name: str, grid: Any, prefix: int, tokens: int) -> None:
+    if not isinstance(grid, tuple) or not grid or not all(is_int(size) for size in grid):
+        raise fault(DtypeError, name, "grid", "a sequence of ints, one per axis", shown(grid))
+    if any(size < 1 for size in grid):
+        raise fault(ArgumentError, name, "grid", "of positive sizes", shown(tuple(grid)))
+    if prefix + math.prod(grid) != tokens:
+        expected, got = f"such that prefix + n₁⋯n_k = N = {tokens}", shown(tuple(grid))
+        raise fault(ShapeError, name, "grid", expected, f"{prefix} + {shown(math.prod(grid))} for {got}")
+
+
+def _check_device(name: str, argument: str, tensor: Tensor, x: Tensor) -> None:
+    if tensor.device != x.device:
+        raise fault(DeviceError, name, argument, f"on the device of x, {x.device}", tensor.device)

@@ -1,0 +1,53 @@
+"""Rotary positions and causal attention as one function, for layers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
+
+Tensor = torch.Tensor
+
+
+class Options(NamedTuple):
+    """Options of the operator."""
+
+    heads: int
+    kind: str  # rotate or interleaved
+    scale: float
+
+
+def rotary_attention(qkv: Tensor, theta: Tensor, heads: int, scale: float, *, interleaved: bool = False) -> Tensor:
+    """Causal attention of queries and keys that are turned by their positions, counted from zero.
+
+    Args:
+        qkv: ``(B, N, H + 2·Hkv, D)``: the heads of queries, keys and values, on a GPU; any strides.
+        theta: ``(F,)`` or ``(1, F)``: frequencies in radians per position, see `warploom.lrpe_rotate`.
+        heads: ``H``.
+        scale: Factor of the inner products.
+        interleaved: Pair neighbouring features instead of halves.
+
+    Returns:
+        ``(B, N, H, D)``.
+    """
+    kind = "interleaved" if interleaved else "rotate"
+    return _function("triton", (qkv, theta), (heads, kind, scale))  # type: ignore[no-any-return]
+
+
+def _check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Checked:
+    return Checked(Options(*options))
+
+
+def _operator() -> Operator:
+    from warploom.ops.rotary_attention.operator import OPERATOR
+
+    return OPERATOR
+
+
+def _run_reference(*_: Any) -> Any:
+    raise NotImplementedError("rotary_attention runs on the kernels; elsewhere layers call its two parts")
+
+
+_function = Function("rotary_attention", _check, _run_reference, _operator)

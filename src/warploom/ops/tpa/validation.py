@@ -1,0 +1,227 @@
+"""What must hold of arguments of tensor-product attention. Nothing here touches a tensor's data or the device."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
+from warploom.ops.tpa import reference
+from warploom.runtime.arguments import FLOATS, check_number, checked_tensor
+from warploom.runtime.dispatch import Checked, Tensors
+
+Tensor = torch.Tensor
+
+
+STRATEGIES = ("auto", "batch", "batch_head", "split_kv")
+MAX_RANK = 16
+"""Largest rank of keys and of values that the kernels hold on chip."""
+MAX_FEATURES = 256
+"""Most features D and E of one head that the kernels hold on chip."""
+MAX_FEATURES_FLOAT32 = 128
+"""The same for `tpa_attention` in float32."""
+
+
+class AttentionOptions(NamedTuple):
+    """Options of attention's operator."""
+
+    causal: bool
+    scale: float
+    scale_q: float
+    scale_k: float
+    scale_v: float
+
+
+class DecodeOptions(NamedTuple):
+    """Options of decoding's operator."""
+
+    strategy: str
+    scale: float
+    scale_q: float
+    scale_k: float
+    scale_v: float
+
+
+def check_attention(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Checked:
+    """Validate a call of attention.
+
+    Args:
+        name: Of the public function.
+        tensors: bq, aq, ak, av, bk, bv and cu_seqlens.
+        options: causal and the four scales.
+    """
+    bq, aq, ak, av, bk, bv, cu_seqlens = tensors
+    causal, *given = options
+    sizes = _check_factors(name, aq, ak, av, bq, bk, bv)
+    scales = _scales(name, aq, sizes, *given)
+    if not isinstance(causal, bool):
+        raise fault(DtypeError, name, "causal", "a bool", repr(causal))
+    if cu_seqlens is not None:
+        _check_cu_seqlens(name, sizes, cu_seqlens, bq)
+    most = MAX_FEATURES_FLOAT32 if bq.dtype == torch.float32 else MAX_FEATURES
+    return Checked(AttentionOptions(causal, *scales), _beyond_kernels(sizes, most), _ranked(ak, av, bk, bv))
+
+
+def check_decode(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Checked:
+    """Validate a call for decoding.
+
+    Args:
+        name: Of the public function.
+        tensors: bq, aq, ak, av, bk, bv and cache_seqlens.
+        options: strategy and the four scales.
+    """
+    bq, aq, ak, av, bk, bv, cache_seqlens = tensors
+    strategy, *given = options
+    sizes = _check_factors(name, aq, ak, av, bq, bk, bv)
+    scales = _scales(name, aq, sizes, *given)
+    if strategy not in STRATEGIES:
+        raise fault(ArgumentError, name, "strategy", f"one of {', '.join(STRATEGIES)}", repr(strategy))
+    if cache_seqlens is not None:
+        _check_lengths(name, "cache_seqlens", cache_seqlens, bq)
+        if tuple(cache_seqlens.shape) != (sizes.batch,):
+            raise fault(ShapeError, name, "cache_seqlens", f"(B,) with B = {sizes.batch}", shape_of(cache_seqlens))
+    if torch.is_grad_enabled():
+        factors = {"aq": aq, "ak": ak, "av": av, "bq": bq, "bk": bk, "bv": bv}
+        for argument in (a for a, factor in factors.items() if factor is not None and factor.requires_grad):
+            expected = "without requires_grad (or the call under torch.no_grad(); tpa_attention has gradients)"
+            raise fault(ArgumentError, name, argument, expected, "requires_grad=True")
+    limit = _beyond_kernels(sizes, MAX_FEATURES)
+    return Checked(DecodeOptions(strategy, *scales), limit, _ranked(ak, av, bk, bv))
+
+
+def _ranked(*factors: Tensor) -> Any:
+    """What gives factors of keys and values their rank axis, where one lacks it."""
+    return None if all(factor.dim() == 4 for factor in factors) else _with_ranks
+
+
+def _with_ranks(
+    bq: Tensor, aq: Tensor | None, ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, lengths: Tensor | None
+) -> Tensors:
+    (ak, bk), (av, bv) = reference.ranked(ak, bk), reference.ranked(av, bv)
+    return bq, aq, ak, av, bk, bv, lengths
+
+
+class _Sizes(NamedTuple):
+    """Sizes of a call, from checked factors."""
+
+    batch: int
+    tokens: int
+    keys: int
+    heads: int
+    rank_q: int
+    rank_k: int
+    rank_v: int
+    features: int
+    value_features: int
+
+
+class _Scales(NamedTuple):
+    """The keyword arguments of these names, as numbers."""
+
+    scale: float
+    scale_q: float
+    scale_k: float
+    scale_v: float
+
+
+def _check_factors(
+    name: str, aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor
+) -> _Sizes:
+    factors = {"bq": bq, "aq": aq, "ak": ak, "bk": bk, "av": av, "bv": bv}
+    for argument, factor in factors.items():
+        if factor is None and argument == "aq":
+            continue
+        factor = checked_tensor(name, argument, factor, FLOATS)
+        if factor.dtype != bq.dtype:
+            raise fault(DtypeError, name, argument, f"of the dtype of bq, {dtype_of(bq)}", dtype_of(factor))
+        if factor.device != bq.device:
+            raise fault(DeviceError, name, argument, f"on the device of bq, {bq.device}", factor.device)
+    if bq.dim() != 4 or 0 in bq.shape[2:]:
+        expected = "(B, N, H, D) without aq" if aq is None else "(B, N, Rq, D)"
+        raise fault(ShapeError, name, "bq", f"{expected}, with no size of 0 but B and N", shape_of(bq))
+    batch, tokens, rank_q, features = bq.shape
+    heads = rank_q
+    if aq is not None:
+        if aq.dim() != 4 or aq.shape[:2] != bq.shape[:2] or aq.shape[3] != rank_q or aq.shape[2] == 0:
+            expected = f"(B, N, H, Rq) with B = {batch}, N = {tokens}, Rq = {rank_q} as in bq, H ≥ 1"
+            raise fault(ShapeError, name, "aq", expected, shape_of(aq))
+        heads = aq.shape[2]
+    if ak.dim() not in (3, 4) or ak.shape[0] != batch or ak.shape[2] != heads or 0 in ak.shape[3:]:
+        expected = f"(B, M, H) or (B, M, H, Rk) with B = {batch}, H = {heads}"
+        raise fault(ShapeError, name, "ak", expected, shape_of(ak))
+    keys = ak.shape[1]
+    rank_k = _rank(ak)
+    _check_features(name, "bk", bk, batch, keys, rank_k, "Rk", "D")
+    if bk.shape[-1] != features:
+        raise fault(ShapeError, name, "bk", f"of D = {features} features, as bq", shape_of(bk))
+    if av.dim() not in (3, 4) or av.shape[:3] != ak.shape[:3] or 0 in av.shape[3:]:
+        expected = f"(B, M, H) or (B, M, H, Rv) with B = {batch}, M = {keys}, H = {heads}"
+        raise fault(ShapeError, name, "av", expected, shape_of(av))
+    rank_v = _rank(av)
+    _check_features(name, "bv", bv, batch, keys, rank_v, "Rv", "E")
+    return _Sizes(batch, tokens, keys, heads, rank_q, rank_k, rank_v, features, bv.shape[-1])
+
+
+def _rank(a: Tensor) -> int:
+    return a.shape[3] if a.dim() == 4 else 1
+
+
+def _check_features(
+    name: str, argument: str, b: Tensor, batch: int, keys: int, rank: int, rank_letter: str, letter: str
+) -> None:
+    fits = b.dim() in (3, 4) and b.shape[0] == batch and b.shape[1] == keys and b.shape[-1] > 0
+    if not fits or (b.shape[2] if b.dim() == 4 else 1) != rank:
+        short = f"(B, M, {letter}) or " if rank == 1 else ""
+        expected = f"{short}(B, M, {rank_letter}, {letter}) with B = {batch}, M = {keys}, {rank_letter} = {rank}"
+        raise fault(ShapeError, name, argument, expected, shape_of(b))
+
+
+def _scales(
+    name: str,
+    aq: Tensor | None,
+    sizes: _Sizes,
+    scale: float | None,
+    scale_q: float | None,
+    scale_k: float | None,
+    scale_v: float | None,
+) -> _Scales:
+    return _Scales(
+        _number(name, "scale", scale, sizes.features**-0.5),
+        _number(name, "scale_q", scale_q, 1.0 if aq is None else 1 / sizes.rank_q),
+        _number(name, "scale_k", scale_k, 1 / sizes.rank_k),
+        _number(name, "scale_v", scale_v, 1 / sizes.rank_v),
+    )
+
+
+def _number(name: str, argument: str, value: float | None, default: float) -> float:
+    if value is None:
+        return default
+    check_number(name, argument, value)
+    return float(value)
+
+
+def _check_cu_seqlens(name: str, sizes: _Sizes, cu_seqlens: Tensor, bq: Tensor) -> None:
+    _check_lengths(name, "cu_seqlens", cu_seqlens, bq)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise fault(ShapeError, name, "cu_seqlens", "(S + 1,) with S ≥ 1", shape_of(cu_seqlens))
+    if sizes.batch != 1:
+        raise fault(ShapeError, name, "bq", "of batch size 1 when cu_seqlens is given", shape_of(bq))
+    if sizes.tokens != sizes.keys:
+        expected = f"of as many keys as queries, N = {sizes.tokens}, when cu_seqlens is given"
+        raise fault(ShapeError, name, "ak", expected, f"M = {sizes.keys}")
+
+
+def _check_lengths(name: str, argument: str, lengths: Tensor, bq: Tensor) -> None:
+    checked_tensor(name, argument, lengths, (torch.int32, torch.int64))
+    if lengths.device != bq.device:
+        raise fault(DeviceError, name, argument, f"on the device of bq, {bq.device}", lengths.device)
+
+
+def _beyond_kernels(sizes: _Sizes, most: int) -> str | None:
+    """What the Triton kernels do not do in this call, if anything."""
+    if max(sizes.rank_k, sizes.rank_v) > MAX_RANK:
+        return f"ranks of keys and values up to {MAX_RANK}; these are {sizes.rank_k} and {sizes.rank_v}"
+    if max(sizes.features, sizes.value_features) > most:
+        return f"up to {most} features a head; these are {sizes.features} and {sizes.value_features}"
+    return None
