@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from warploom import flash_attention, lrpe_rotate, tpa_attention, tpa_decode
+from warploom.ops.flash_attention import api as flash_api
+from warploom.ops.lrpe import api as lrpe_api
+from warploom.ops.tpa import api as tpa_api
 from warploom.runtime.dispatch import caches
 
+FUNCTIONS = (flash_api._function, lrpe_api._cosine, lrpe_api._rotate, tpa_api._attention, tpa_api._decode)
 Tensor = torch.Tensor
 Inputs = dict[str, Any]
 Change = Callable[[Inputs], Inputs]

@@ -653,8 +653,8 @@ def test_no_tile_reaches_from_the_last_row_beyond_32_bits(
     activation: str, kind: str, launches: list[Any], device: torch.device
 ) -> None:
     """The shorter a row, the more there are in a tile."""
-    from warploom.ops.lrpe.operator import Options, variant_of
-    from warploom.ops.lrpe.validation import MAX_ROWS
+    from warploom.ops.lrpe.operator import variant_of
+    from warploom.ops.lrpe.validation import MAX_ROWS, Options
 
     features = 1 if kind == "cosine" else 2
     for wants_theta, dtype, in_blocks in itertools.product(

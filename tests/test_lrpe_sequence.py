@@ -154,7 +154,8 @@ def test_a_single_token_has_all_the_weight(kind: str, block_parallel: bool, devi
 
 
 def by_way(kind: str, x: Tensor, theta: Tensor, block_parallel: bool) -> Tensor:
-    from warploom.ops.lrpe.operator import Options, variant_of
+    from warploom.ops.lrpe.operator import variant_of
+    from warploom.ops.lrpe.validation import Options
 
     return variant_of(block_parallel=block_parallel)(x, theta, 5, Options(0, (), kind, "softmax_sequence"))
 

@@ -1,6 +1,7 @@
 """Calls that come again plan nothing: what is kept of a call, and how one like it is recognised."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
 
 from planned_calls import (
+    FUNCTIONS,
     OTHER_BOUNDS,
     USUAL,
     Inputs,
@@ -29,13 +31,11 @@ from planned_calls import (
     with_gaps,
 )
 
-from warploom.ops.flash_attention import api as flash_api
 from warploom.ops.flash_attention.launches import portable as flash_launchers
-from warploom.ops.lrpe import api as lrpe_api
 from warploom.ops.lrpe import launches as launchers
 from warploom.ops.lrpe.softmax_sequence.launches import portable as launchers_sequence
-from warploom.ops.tpa import api as tpa_api
 from warploom.ops.tpa.decode.launches import portable as tpa_launchers
+from warploom.runtime import dispatch
 from warploom.runtime.plans import Plans, recognise
 
 Tensor = torch.Tensor
@@ -132,9 +132,8 @@ def test_a_call_like_an_earlier_one_is_neither_checked_nor_planned(
         results(function, one)
         assert len(planned) == (1 if function is tpa_decode else 2)
         made = list(planned)
-        monkeypatch.setattr(flash_api, "_check_tensors", refuse)
-        monkeypatch.setattr(lrpe_api, "_check", refuse)
-        monkeypatch.setattr(tpa_api, "_check_factors", refuse)
+        for each in FUNCTIONS:
+            monkeypatch.setattr(each, "check", refuse)
         for a, b in zip(results(function, two), expected):
             assert torch.equal(a, b)
         assert planned == made
@@ -151,16 +150,18 @@ def test_registered_operators_plan_once(planned: list[str], device: torch.device
     planned.clear()
     with no_plans():
         for scale in (0.5, 0.5, 0.25):
-            rest = (None, None, None, 0, scale, None)
-            out, _, statistics = torch.ops.warploom.flash_attention(q, k, v, *rest)
-            torch.ops.warploom.flash_attention_backward(out, None, q, k, v, out, statistics, *rest)
+            packed, rest = (None, None), (None, 0, scale, None)
+            out, _, statistics = torch.ops.warploom.flash_attention(q, k, v, *packed, *rest)
+            saved = (q, k, v, out, statistics, *packed)
+            torch.ops.warploom.flash_attention_backward(out, None, *saved, *rest, [True] * 3)
         assert planned == ["plan_forward", "plan_backward"] * 2
         planned.clear()
         for (offset, prefix), wanted in zip(starts, expected):
-            places = (None, None, bounds, offset, prefix, [], "rotate", "none")
-            out, statistics = torch.ops.warploom.lrpe(x, theta, *places, True)
+            places, rest = (None, None, bounds), (offset, prefix, [], "rotate", "none", True)
+            out, statistics = torch.ops.warploom.lrpe(x, theta, *places, *rest)
             assert torch.equal(out, wanted)
-            torch.ops.warploom.lrpe_backward(out, x, theta, *places, [0, 1, 2, 3], statistics, True)
+            saved = (x, theta, *places, statistics)
+            torch.ops.warploom.lrpe_backward(out, *saved, *rest, [0, 1, 2, 3], [True, True])
         assert planned == ["plan_forward", "plan_backward"] * 2
 
 
@@ -169,8 +170,7 @@ def test_calls_for_pytorch_leave_nothing(device: torch.device) -> None:
     with no_plans():
         flash_attention(**attention(device), backend="torch")
         lrpe_rotate(**encoding(device), backend="torch")
-        assert not flash_api._on_kernels.known
-        assert not lrpe_api._on_kernels.known
+        assert not any(each.plans.known for each in FUNCTIONS)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -238,8 +238,7 @@ def test_the_third_call_needs_no_key(name: str, device: torch.device, monkeypatc
     inputs = make(device)
     with no_plans():
         expected = [results(function, inputs) for _ in range(2)][1]
-        for module in (flash_api, lrpe_api, tpa_api):
-            monkeypatch.setattr(module, "_key", lambda *arguments: pytest.fail("made a key"))
+        monkeypatch.setattr(dispatch, "metadata", lambda tensor: pytest.fail("made a key"))
         assert all(map(torch.equal, results(function, inputs), expected))
 
 
@@ -252,23 +251,37 @@ def test_without_what_recognises_tensors_calls_are_known_by_their_keys(
     inputs = make(device)
     with no_plans():
         first, *others = (results(function, inputs) for _ in range(3))
-        assert not any(module._on_kernels.recent for module in (flash_api, lrpe_api, tpa_api))
+        assert not any(each.plans.recent for each in FUNCTIONS)
     for other in others:
         assert all(map(torch.equal, first, other))
 
 
-def test_options_are_recalled_if_they_are_equal_and_of_the_same_types() -> None:
-    known, x, y = Plans(), torch.randn(3), torch.randn(2, 2)
-    known.learn((1, 0.5, "a", None), (x, y), max)
-    known.learn((1, 0.5, "a"), (x,), min)
-    assert known.recall((1, 0.5, "a", None), x, y) is known.recall((1, 1 / 2, "a", None), x + 1, y + 1) is max
-    assert known.recall((1, 0.5, "a"), x) is min
-    for options in (
-        (True, 0.5, "a", None),
-        (1, 0.25, "a", None),
-        (1, 0.5, "b", None),
-        (1, torch.ones(2), "a", None),
-    ):
-        assert known.recall(options, x, y) is None
-    assert known.recall((1, 0.5, "a", None), y, x) is None
-    assert known.recall((1, 0.5, "a", None), x, None) is None  # type: ignore[arg-type]
+def test_options_are_recalled_if_they_are_equal_and_of_the_same_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Any] = []
+
+    def check(name: str, tensors: Any, options: Any, number: Any) -> dispatch.Checked:
+        checked.append(options)
+        return dispatch.Checked(None, numbers=(0, 3))
+
+    twice = SimpleNamespace(differentiated=None, gradient=None, forward=lambda tensors, *_: (2 * tensors[0],))
+    function = dispatch.Function("f", check, lambda *_: None, lambda: twice)  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(dispatch, "is_plain_eager", lambda *_: True)
+    monkeypatch.setattr(dispatch, "are_kept", lambda _: True)
+    x, y = torch.randn(3), torch.randn(2, 2)
+    usual = (1, 0.5, "a", None, (2, None))
+    for tensors, number in (((x, y), 0), ((x + 1, y + 1), 3), ((x, y), 2)):
+        assert torch.equal(function("triton", tensors, usual, number), 2 * tensors[0])
+    assert len(checked) == 1
+    others = (
+        (True, 0.5, "a", None, (2, None)),
+        (1, 0.25, "a", None, (2, None)),
+        (1, 0.5, "b", None, (2, None)),
+        (1, 0.5, "a", None, (2.0, None)),
+        (1, torch.ones(2), "a", None, (2, None)),
+    )
+    for count, options in enumerate(others, start=2):
+        function("triton", (x, y), options)
+        assert len(checked) == count
+    for count, (tensors, number) in enumerate([((y, x), 0), ((x, None), 0), ((x, y), 4), ((x, y), True)], start=7):
+        function("triton", tensors, usual, number)
+        assert len(checked) == count

@@ -19,6 +19,7 @@ if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
 
 from planned_calls import (
+    FUNCTIONS,
     OTHER_BOUNDS,
     USUAL,
     Change,
@@ -38,10 +39,6 @@ from planned_calls import (
     results,
     with_gaps,
 )
-
-from warploom.ops.flash_attention import api as flash_api
-from warploom.ops.lrpe import api as lrpe_api
-from warploom.ops.tpa import api as tpa_api
 
 Tensor = torch.Tensor
 
@@ -424,7 +421,7 @@ def test_what_is_refused_is_refused_after_a_call_that_is_equal_and_right(
             function(**{**inputs, **good})
             with pytest.raises(WarploomError):
                 function(**{**inputs, **{n: v.to(device) if isinstance(v, Tensor) else v for n, v in bad.items()}})
-        assert sum(len(module._on_kernels.known) for module in (flash_api, lrpe_api, tpa_api)) == 1
+        assert sum(len(each.plans.known) for each in FUNCTIONS) == 1
 
 
 def test_an_offset_of_a_type_of_its_own_is_checked_every_time(device: torch.device) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from launches import choose_as_on, driver_accepts
+from planned_calls import forget_plans
 
 from warploom import flash_attention, lrpe_rotate
 from warploom.nn import Attention, RotaryEmbedding
@@ -165,7 +166,7 @@ def test_plans_for_hopper_launch_on_parts_of_larger_tensors(
     monkeypatch.setattr(launchers, "architecture", lambda device: 80)  # where only these plans ask for alignment
     monkeypatch.setattr(launchers, "plan_forward", planned_forward)
     monkeypatch.setattr(launchers, "plan_backward", planned_backward)
-    monkeypatch.setattr(module, "_plans", Plans())
+    forget_plans()
     qkv, theta = inputs(torch.float16, 19, heads + 2 * kv_heads + 9, features, device)
     qkv = (qkv.detach()[:, :, 8:-1] if sliced else qkv.detach()[:, :, 9:].clone()).requires_grad_()
     expected = results(one_after_the_other, qkv, theta, heads=heads)

@@ -17,7 +17,7 @@ from warploom import errors
 from warploom.ops import FOLDERS
 
 PACKAGE = Path(warploom.__file__).parent
-OPERATOR_FILES = ("README.md", "api.py", "bench.py", "operator.py", "reference.py", "__init__.py")
+OPERATOR_FILES = ("README.md", "api.py", "bench.py", "reference.py", "validation.py", "__init__.py")
 COMPOSED = PACKAGE / "ops" / "rotary_attention"  # of the launches of two other operators
 # What a part of an operator may import of warploom: parts of its own folder, and what lies outside.
 ALLOWED = {
@@ -28,8 +28,9 @@ ALLOWED = {
     "problem": {"problem", "warploom.runtime"},
     "chunks": set(),
     "launches": {"launches", "kernels", "configs", "problem", "chunks", "warploom.device", "warploom.runtime"},
-    "operator": {"launches", "problem", "warploom.runtime"},
-    "api": {"operator", "problem", "launches", "reference", "warploom.errors", "warploom.runtime"},
+    "validation": {"reference", "warploom.errors", "warploom.runtime"},
+    "operator": {"launches", "problem", "validation", "warploom.runtime"},
+    "api": {"operator", "reference", "validation", "warploom.errors", "warploom.runtime"},
 }
 
 

@@ -10,7 +10,7 @@ from warploom import flash_attention
 from warploom.errors import ArgumentError, DtypeError, ShapeError, fault
 from warploom.nn.cache import KVCache
 from warploom.nn.positions import LRPE, RotaryEmbedding
-from warploom.ops.flash_attention.api import MAX_FEATURES
+from warploom.ops.flash_attention.validation import MAX_FEATURES
 from warploom.runtime.backend import use_triton
 
 __all__ = ["IMPLEMENTATIONS", "Attention"]

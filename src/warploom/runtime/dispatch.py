@@ -34,7 +34,8 @@ from warploom.runtime.pytorch import any_requires_grad, apply_of, forward_ad
 __all__ = ["Checked", "Function", "Gradient", "Operator", "apply", "caches"]
 
 Tensor = torch.Tensor
-Tensors = tuple[Tensor | None, ...]
+Tensors = tuple[Any, ...]
+"""Tensors, each of which may be None."""
 Options = tuple[Any, ...]
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -330,7 +331,7 @@ def apply(operator: Operator, tensors: Tensors, number: int, options: Any, plans
         and _is_grad_enabled()
         and any(t is not None and t.requires_grad for t in tensors)
     ):
-        return _apply_plain(call, number, *tensors)
+        return _apply_plain(call, number, *tensors)  # type: ignore[no-any-return]
     return call.run(tensors, number)
 
 

@@ -60,13 +60,13 @@ def _backward_fake(grads: Tensors, saved: Tensors, *_: Any) -> Tensors:
 def _flops(tensors: Tensors, options: Options) -> int:
     """Two products for every query and key, hidden or not, as PyTorch counts its own attention."""
     q, k, v, *cu_seqlens = tensors
-    return 2 * attention_pairs(q, k, *cu_seqlens) * q.shape[2] * (q.shape[3] + v.shape[3])
+    return 2 * attention_pairs(q, k, *cu_seqlens) * int(q.shape[2] * (q.shape[3] + v.shape[3]))
 
 
 def _backward_flops(grads: Tensors, saved: Tensors, options: Options) -> int:
     """Five products: of q and k anew, and for the gradients of the weights, of v, q and k."""
     q, k, v, _, _, *cu_seqlens = saved
-    return 2 * attention_pairs(q, k, *cu_seqlens) * q.shape[2] * (3 * q.shape[3] + 2 * v.shape[3])
+    return 2 * attention_pairs(q, k, *cu_seqlens) * int(q.shape[2] * (3 * q.shape[3] + 2 * v.shape[3]))
 
 
 _CU_SEQLENS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"

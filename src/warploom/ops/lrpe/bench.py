@@ -191,7 +191,8 @@ def _triton_cache(operator: Operator, case: Case) -> Provider:
     if case["activation"] == "softmax_sequence":
         raise Unsupported("the kernels of softmax over the sequence take no table")
     from warploom.ops.lrpe.launches import Positions
-    from warploom.ops.lrpe.operator import Options, angle_table, variant_of
+    from warploom.ops.lrpe.operator import angle_table, variant_of
+    from warploom.ops.lrpe.validation import Options
 
     kind = "cosine" if operator is COSINE else "rotate"
     made: list[Callable[..., Tensor]] = []
@@ -210,7 +211,8 @@ def _triton_block_parallel(operator: Operator, case: Case) -> Provider:
     need_cuda()
     if case["activation"] != "softmax_sequence":
         raise Unsupported("differs from triton only where softmax runs over the sequence")
-    from warploom.ops.lrpe.operator import Options, variant_of
+    from warploom.ops.lrpe.operator import variant_of
+    from warploom.ops.lrpe.validation import Options
 
     kind = "cosine" if operator is COSINE else "rotate"
     run = variant_of(block_parallel=True)

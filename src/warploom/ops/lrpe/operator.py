@@ -61,20 +61,20 @@ def backward(
     (grad,), (x, theta, *places, statistics) = grads, saved
     result = None
     if x is None:  # of which only the gradient's layout is needed
-        x = result = _empty_gradient(grad, *extra, options.kind)
+        x = result = _empty_gradient(grad, extra[0], options.kind)
     positions = _positions(places, offset, options)
-    if options.activation == "softmax_sequence":
-        rest = (statistics, wanted[1], plans)
-        return over_sequence.backward(grad, x, theta, positions, options.kind, *rest, **variant)
-    rest = (options.activation, wanted[1], variant.get("table"), plans, result)
-    return launches.backward(grad, x, theta, positions, options.kind, *rest)
+    kind, activation = options.kind, options.activation
+    if activation == "softmax_sequence":
+        return over_sequence.backward(grad, x, theta, positions, kind, statistics, wanted[1], plans, **variant)
+    table = variant.get("table")
+    return launches.backward(grad, x, theta, positions, kind, activation, wanted[1], table, plans, result)
 
 
 def _backward_fake(
     grads: Tensors, saved: Tensors, options: Options, extra: tuple[Any, ...], wanted: Sequence[bool]
 ) -> Tensors:
     theta = saved[1]
-    return _empty_gradient(grads[0], *extra, options.kind), theta.new_empty(theta.shape) if wanted[1] else None
+    return _empty_gradient(grads[0], extra[0], options.kind), theta.new_empty(theta.shape) if wanted[1] else None
 
 
 def _empty_gradient(grad: Tensor, order: Sequence[int], kind: str) -> Tensor:
@@ -122,7 +122,8 @@ def variant_of(**variant: Any) -> Callable[..., Tensor]:
     operator.gradient = GRADIENT._replace(run=partial(backward, **variant))
 
     def run(x: Tensor, theta: Tensor, offset: int, options: Options) -> Tensor:
-        return apply(operator, (x, theta, None, None, None), offset, options, plans)[0]  # type: ignore[return-value]
+        out: Tensor = apply(operator, (x, theta, None, None, None), offset, options, plans)[0]
+        return out
 
     return run
 

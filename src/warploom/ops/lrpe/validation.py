@@ -45,9 +45,9 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], offset: Any) ->
         options: kind, grid, prefix and activation.
         offset: The offset, if it is no tensor.
     """
-    x, _, position_ids, offsets, cu_seqlens = tensors
+    x, theta, position_ids, offsets, cu_seqlens = tensors
     kind, grid, prefix, activation = options
-    _check_x_theta(name, *tensors[:2])
+    _check_x_theta(name, x, theta)
     if kind != "cosine" and x.shape[-1] % 2:
         raise fault(ShapeError, name, "x", "of an even number of features D", shape_of(x))
     if activation not in ACTIVATIONS:
@@ -77,7 +77,7 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], offset: Any) ->
         _check_grid(name, grid, prefix, tokens)
         if moved:
             raise fault(ArgumentError, name, "offset", "left out when a grid is given", "both")
-    _check_frequencies(name, kind, *tensors[:3], grid)
+    _check_frequencies(name, kind, x, theta, position_ids, grid)
     limit = _beyond_kernels(x, cu_seqlens)
     if grid is not None and len(grid) > MAX_AXES:
 

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
+from warploom.ops.rotary_attention.validation import check
+from warploom.runtime.dispatch import Function, Operator
 
 Tensor = torch.Tensor
-
-
-class Options(NamedTuple):
-    """Options of the operator."""
-
-    heads: int
-    kind: str  # rotate or interleaved
-    scale: float
 
 
 def rotary_attention(qkv: Tensor, theta: Tensor, heads: int, scale: float, *, interleaved: bool = False) -> Tensor:
@@ -36,10 +29,6 @@ def rotary_attention(qkv: Tensor, theta: Tensor, heads: int, scale: float, *, in
     return _function("triton", (qkv, theta), (heads, kind, scale))  # type: ignore[no-any-return]
 
 
-def _check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Checked:
-    return Checked(Options(*options))
-
-
 def _operator() -> Operator:
     from warploom.ops.rotary_attention.operator import OPERATOR
 
@@ -50,4 +39,4 @@ def _run_reference(*_: Any) -> Any:
     raise NotImplementedError("rotary_attention runs on the kernels; elsewhere layers call its two parts")
 
 
-_function = Function("rotary_attention", _check, _run_reference, _operator)
+_function = Function("rotary_attention", check, _run_reference, _operator)

@@ -17,7 +17,7 @@ from warploom.ops.flash_attention.launches import portable as attention
 from warploom.ops.flash_attention.launches.order import launch_forward, launch_prepare, launch_walk
 from warploom.ops.flash_attention.problem import Mask
 from warploom.ops.lrpe import launches as positions
-from warploom.ops.rotary_attention.api import Options
+from warploom.ops.rotary_attention.validation import Options
 from warploom.runtime.dispatch import Gradient, Operator, Tensors
 from warploom.runtime.launch import ALIGNMENT, Dense, Launch, TiledLaunch
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
@@ -196,7 +196,8 @@ def _plan_backward(
 
 
 def _run(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
-    return _forward(*tensors, *options, plans)
+    qkv, theta = tensors
+    return _forward(qkv, theta, options.heads, options.kind, options.scale, plans)
 
 
 def _fake(tensors: Tensors, options: Options) -> Tensors:
@@ -217,7 +218,9 @@ def _run_backward(
     grads: Tensors, saved: Tensors, _: int, options: Options, extra: tuple[Any, ...], wanted: Sequence[bool],
     plans: Plans,
 ) -> Tensors:  # fmt: skip
-    return _backward(*grads, *saved, *options, wanted[1], plans)
+    (grad,), (qkv, theta, out, turned, statistics) = grads, saved
+    rest = (options.heads, options.kind, options.scale, wanted[1], plans)
+    return _backward(grad, qkv, theta, out, turned, statistics, *rest)
 
 
 def _backward_fake(
@@ -230,7 +233,7 @@ def _backward_fake(
 def _flops(tensors: Tensors, options: Options) -> int:
     """Those of attention: two products for every query and key, hidden or not."""
     qkv, _ = tensors
-    return 4 * attention_pairs(qkv, qkv, None, None) * options.heads * qkv.shape[3]
+    return 4 * attention_pairs(qkv, qkv, None, None) * options.heads * int(qkv.shape[3])
 
 
 def _backward_flops(grads: Tensors, saved: Tensors, options: Options) -> int:

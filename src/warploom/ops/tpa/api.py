@@ -67,7 +67,7 @@ def tpa_attention(
     Source: Zhang et al., "Tensor Product Attention Is All You Need", 2025, arXiv 2501.06425.
     """
     options = (causal, scale, scale_q, scale_k, scale_v)
-    return _attention(backend, (bq, aq, ak, av, bk, bv, cu_seqlens), options)  # type: ignore[no-any-return]
+    return _attention(backend, (aq, ak, av, bq, bk, bv, cu_seqlens), options)  # type: ignore[no-any-return]
 
 
 def tpa_decode(
@@ -129,18 +129,18 @@ def tpa_decode(
     Source: Zhang et al., "Tensor Product Attention Is All You Need", 2025, arXiv 2501.06425.
     """
     options = (strategy, scale, scale_q, scale_k, scale_v)
-    return _decode(backend, (bq, aq, ak, av, bk, bv, cache_seqlens), options)  # type: ignore[no-any-return]
+    return _decode(backend, (aq, ak, av, bq, bk, bv, cache_seqlens), options)  # type: ignore[no-any-return]
 
 
 def _attention_in_torch(tensors: Tensors, _: int, checked: Checked, backend: str) -> Tensor:
-    bq, aq, ak, av, bk, bv, cu_seqlens = tensors
+    aq, ak, av, bq, bk, bv, cu_seqlens = tensors
     options: AttentionOptions = checked.options
     out = reference.tpa_attention(aq, ak, av, bq, bk, bv, **options._asdict(), cu_seqlens=cu_seqlens)
     return in_order_of(bq if aq is None else aq, out)
 
 
 def _decode_in_torch(tensors: Tensors, _: int, checked: Checked, backend: str) -> Tensor:
-    bq, aq, ak, av, bk, bv, cache_seqlens = tensors
+    aq, ak, av, bq, bk, bv, cache_seqlens = tensors
     options: DecodeOptions = checked.options
     scales: dict[str, Any] = options._asdict()
     del scales["strategy"]  # which is of the kernels

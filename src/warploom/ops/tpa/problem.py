@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from warploom.runtime.dispatch import Tensors
 from warploom.runtime.modes import attention_pairs
 
 Tensor = torch.Tensor
@@ -77,20 +78,19 @@ def head_factors(*factors: Tensor) -> Factors:
     return Factors(vector, dense, tuple((s[0] // vector, s[1] // vector, s[2], s[3]) for s in strides))
 
 
-FACTORS = "Tensor bq, Tensor? aq, Tensor ak, Tensor av, Tensor bk, Tensor bv"
+FACTORS = "Tensor? aq, Tensor ak, Tensor av, Tensor bq, Tensor bk, Tensor bv"
 """Schema of the factors of a call."""
 
 
-def flops_of_products(tensors: tuple[Tensor | None, ...]) -> int:
+def flops_of_products(tensors: Tensors) -> int:
     """Operations that form queries, keys and values of the factors."""
-    bq, aq, ak, av, bk, bv = tensors[:6]
-    return int(sum(2 * a.numel() * b.shape[-1] for a, b in ((aq, bq), (ak, bk), (av, bv)) if a is not None))
+    aq, ak, av, bq, bk, bv = tensors[:6]
+    pairs = ((aq, bq), (ak, bk), (av, bv))
+    return sum(2 * int(a.numel() * b.shape[-1]) for a, b in pairs if a is not None)
 
 
-def flops_of_pairs(
-    tensors: tuple[Tensor | None, ...], cu_seqlens: Tensor | None, of_keys: int, of_values: int
-) -> int:
+def flops_of_pairs(tensors: Tensors, cu_seqlens: Tensor | None, of_keys: int, of_values: int) -> int:
     """Operations of so many products for every query and key, by features of keys and of values."""
-    bq, _, ak, _, bk, bv = tensors[:6]
+    _, ak, _, bq, bk, bv = tensors[:6]
     pairs = attention_pairs(bq, ak, cu_seqlens, cu_seqlens)
     return int(2 * pairs * ak.shape[2] * (of_keys * bk.shape[-1] + of_values * bv.shape[-1]))

@@ -48,10 +48,10 @@ def check_attention(name: str, tensors: Tensors, options: tuple[Any, ...], _: in
 
     Args:
         name: Of the public function.
-        tensors: bq, aq, ak, av, bk, bv and cu_seqlens.
+        tensors: aq, ak, av, bq, bk, bv and cu_seqlens.
         options: causal and the four scales.
     """
-    bq, aq, ak, av, bk, bv, cu_seqlens = tensors
+    aq, ak, av, bq, bk, bv, cu_seqlens = tensors
     causal, *given = options
     sizes = _check_factors(name, aq, ak, av, bq, bk, bv)
     scales = _scales(name, aq, sizes, *given)
@@ -68,10 +68,10 @@ def check_decode(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) 
 
     Args:
         name: Of the public function.
-        tensors: bq, aq, ak, av, bk, bv and cache_seqlens.
+        tensors: aq, ak, av, bq, bk, bv and cache_seqlens.
         options: strategy and the four scales.
     """
-    bq, aq, ak, av, bk, bv, cache_seqlens = tensors
+    aq, ak, av, bq, bk, bv, cache_seqlens = tensors
     strategy, *given = options
     sizes = _check_factors(name, aq, ak, av, bq, bk, bv)
     scales = _scales(name, aq, sizes, *given)
@@ -96,10 +96,10 @@ def _ranked(*factors: Tensor) -> Any:
 
 
 def _with_ranks(
-    bq: Tensor, aq: Tensor | None, ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, lengths: Tensor | None
+    aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, lengths: Tensor | None
 ) -> Tensors:
     (ak, bk), (av, bv) = reference.ranked(ak, bk), reference.ranked(av, bv)
-    return bq, aq, ak, av, bk, bv, lengths
+    return aq, ak, av, bq, bk, bv, lengths
 
 
 class _Sizes(NamedTuple):

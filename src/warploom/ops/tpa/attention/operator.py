@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 def _split(tensors: Tensors, options: Options) -> tuple[Operands, Call]:
-    bq, aq, ak, av, bk, bv, cu_seqlens = tensors
+    aq, ak, av, bq, bk, bv, cu_seqlens = tensors
     return Operands(aq, ak, av, bq, bk, bv), Call(cu_seqlens, *options)
 
 
@@ -29,7 +29,7 @@ def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensor
 
 
 def _fake(tensors: Tensors, options: Options) -> Tensors:
-    bq, aq, ak, _, _, bv, _ = tensors
+    aq, ak, _, bq, _, bv, _ = tensors
     statistics = bq.new_empty((bq.shape[0], ak.shape[2], 2, bq.shape[1]), dtype=torch.float32)
     return empty_in_order_of(bq if aq is None else aq, bv.shape[-1]), statistics
 
@@ -46,8 +46,8 @@ def _backward(
 ) -> Tensors:  # fmt: skip
     """Gradients of the six factors."""
     *tensors, out, statistics = saved
-    found = launches.backward(*grads, out, statistics, *_split(tuple(tensors), options))
-    return found.bq, found.aq, found.ak, found.av, found.bk, found.bv
+    (grad,), (factors, call) = grads, _split(tuple(tensors), options)
+    return launches.backward(grad, out, statistics, factors, call)
 
 
 def _backward_fake(grads: Tensors, saved: Tensors, *_: Any) -> Tensors:

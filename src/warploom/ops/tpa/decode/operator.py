@@ -16,12 +16,12 @@ Tensor = torch.Tensor
 
 
 def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
-    bq, aq, ak, av, bk, bv, cache_seqlens = tensors
+    aq, ak, av, bq, bk, bv, cache_seqlens = tensors
     return (launches.decode(Operands(aq, ak, av, bq, bk, bv), DecodeCall(cache_seqlens, *options), plans),)
 
 
 def _fake(tensors: Tensors, options: Options) -> Tensors:
-    bq, aq, *_, bv, _ = tensors
+    aq, _, _, bq, _, bv, _ = tensors
     return (empty_in_order_of(bq if aq is None else aq, bv.shape[-1]),)
 
 
