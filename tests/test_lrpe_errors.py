@@ -8,7 +8,7 @@ import torch
 from test_lrpe import BACKENDS, encode
 
 from warploom import ArgumentError, BackendError, DeviceError, DtypeError, ShapeError, WarploomError
-from warploom.ops.lrpe import api
+from warploom.ops.lrpe import validation
 from warploom.runtime.backend import HAS_TRITON
 
 Tensor = torch.Tensor
@@ -262,7 +262,7 @@ def test_what_the_kernels_cannot_do_is_refused_by_name_only(
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_what_32_bits_cannot_count_is_refused(device: torch.device) -> None:
     x, bounds = x_of(1, 1, 1, 2).to(device), torch.zeros(1, dtype=torch.int32, device=device)
-    rows, sequences = api.MAX_ROWS + 1, api.MAX_SEQUENCES
+    rows, sequences = validation.MAX_ROWS + 1, validation.MAX_SEQUENCES
     with pytest.raises(BackendError, match=rf"{rows} rows of features \({rows - 1} at most\)"):
         encode("rotate", x.expand(1, rows, 1, 2), THETA[:1, :1].to(device), backend="triton")
     with pytest.raises(BackendError, match=rf"{sequences} sequences \({sequences - 1} at most\)"):

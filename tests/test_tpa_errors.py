@@ -15,7 +15,7 @@ from warploom import (
     tpa_attention,
     tpa_decode,
 )
-from warploom.ops.tpa.api import MAX_FEATURES, MAX_RANK
+from warploom.ops.tpa.validation import MAX_FEATURES, MAX_RANK
 
 FUNCTIONS = (tpa_decode, tpa_attention)
 functions = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)

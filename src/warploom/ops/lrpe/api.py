@@ -129,7 +129,7 @@ def _run(
     function: Function, kind: str, x: Tensor, theta: Tensor, grid: Sequence[int] | None, prefix: int,
     offset: int | Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None, activation: str, backend: str,
 ) -> Tensor:  # fmt: skip
-    if grid is not None and type(grid) is not tuple and isinstance(grid, Sequence):
+    if isinstance(grid, Sequence) and type(grid) not in (tuple, str):  # one that may change
         grid = tuple(grid)
     offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
     tensors = (x, theta, position_ids, offsets, cu_seqlens)
