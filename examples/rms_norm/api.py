@@ -1,11 +1,11 @@
-"""The public function: documentation, validation, choice of backend, gradients."""
+"""The public function, and what must hold of its arguments."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from warploom.errors import DeviceError, DtypeError, ShapeError, fault
-from warploom.runtime.backend import use_triton
+from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 
 from . import reference
 
@@ -33,7 +33,17 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, backen
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv 1910.07467, equation 4.
     """
-    name = "rms_norm"
+    return _function(backend, (x, weight), (eps,))
+
+
+class Options(NamedTuple):
+    """Options of the operator."""
+
+    eps: float
+
+
+def _check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Checked:
+    x, weight = tensors
     if x.dim() != 3:
         raise fault(ShapeError, name, "x", "(B, N, D)", tuple(x.shape))
     if weight.shape != x.shape[-1:] or not weight.is_contiguous():
@@ -44,24 +54,17 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, backen
     if weight.device != x.device:
         raise fault(DeviceError, name, "weight", f"on the device of x, {x.device}", weight.device)
     limit = f"rows of {x.shape[-1]} features, {MAX_FEATURES} at most" if x.shape[-1] > MAX_FEATURES else None
-    if not use_triton(name, backend, x, limit):
-        return reference.rms_norm(x, weight, eps=eps)
-    return _RmsNorm.apply(x, weight, eps)
+    return Checked(Options(*options), limit)
 
 
-class _RmsNorm(torch.autograd.Function):
-    """The kernels with gradients; nothing is saved but the inputs."""
+def _run_reference(tensors: Tensors, _: int, checked: Checked, backend: str) -> torch.Tensor:
+    return reference.rms_norm(*tensors, eps=checked.options.eps)
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        from . import kernels  # Triton is imported when it is first needed
 
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return kernels.forward(x, weight, eps)
+def _operator() -> Operator:
+    from .operator import OPERATOR  # imports Triton
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        from . import kernels
+    return OPERATOR
 
-        return (*kernels.backward(grad, *ctx.saved_tensors, ctx.eps), None)
+
+_function = Function("rms_norm", _check, _run_reference, _operator)
