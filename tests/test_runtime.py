@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import seeds
 import torch
-from launches import ON_GPU
+from launches import ON_GPU, constants_of
 
 from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
 from warploom.runtime.backend import HAS_TRITON
@@ -27,7 +27,7 @@ if not HAS_TRITON:
 from triton.runtime import JITFunction
 
 from warploom.ops.rotary_attention.operator import rotary_attention
-from warploom.runtime.launch import Kernel, Launch, TiledLaunch
+from warploom.runtime.launch import Launch
 
 Tensor = torch.Tensor
 Results = tuple[Tensor, ...]
@@ -362,15 +362,12 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Any]]:
         pytest.skip("there, launches run")
     seen: set[Any] = set()
 
-    def call(
-        self: Kernel, programs: int, tensors: Any, numbers: Any, constants: Any, *options: Any, **names: Any
-    ) -> None:
-        dtypes = tuple(None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
-        seen.add(
-            (self.function.__name__, dtypes, tuple(map(type, numbers)), constants, options, tuple(names.items()))
-        )
+    def call(self: Launch, *given: Any) -> None:
+        tensors = [(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else type(x) for x in given]
+        constants, options = constants_of(self).items(), self.options.items()
+        seen.add((self.kernel.__name__, *self.takes, *tensors, *constants, *options))
 
-    monkeypatch.setattr(Kernel, "__call__", call)
+    monkeypatch.setattr(Launch, "__call__", call)
     yield seen
     clear_plans()
 
@@ -390,7 +387,7 @@ def assert_bounded() -> None:
     """No table of plans is beyond its bound, nor are there more launches than those hold."""
     tables = plans_of_process()
     assert max(len(known.known) for known in tables) <= Plans.LARGEST
-    launches = sum(type(thing) in (Launch, TiledLaunch) for thing in gc.get_objects())
+    launches = sum(type(thing) is Launch for thing in gc.get_objects())
     top = sum(len(known.known) for known in tables if len(known.known) > 100) + 1000
     assert launches <= 6 * top, (launches, top)
 
