@@ -181,14 +181,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels for Hopper that a test launches."""
     if not ON_HOPPER:
         pytest.skip("needs a Hopper GPU")
-    from warploom.runtime.launch import TiledLaunch
+    from warploom.runtime.launch import Launch
 
     names: list[str] = []
-    usual = TiledLaunch.__call__
+    usual = Launch.__call__
 
-    def call(self: TiledLaunch, tensors: Any, *numbers: Any) -> None:
-        names.append(self.function.__name__)
-        usual(self, tensors, *numbers)
+    def call(self: Launch, *given: Any) -> None:
+        if self.descriptions:
+            names.append(self.kernel.__name__)
+        usual(self, *given)
 
-    monkeypatch.setattr(TiledLaunch, "__call__", call)
+    monkeypatch.setattr(Launch, "__call__", call)
     return names

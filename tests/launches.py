@@ -15,6 +15,14 @@ MERGING = frozenset({"combine_kernel", "sum_kernel"})
 """Kernels that longer walks need besides, once they are split: they merge the parts."""
 
 
+def constants_of(launch: Any) -> dict[str, Any]:
+    """Compile-time constants of a launch by name."""
+    from warploom.runtime.build import CONSTANT, parameters_of
+
+    parameters = parameters_of(launch.kernel)
+    return {name: value for name, value in launch.arguments.items() if parameters[name] == CONSTANT}
+
+
 def choose_as_on(arch: int, launchers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let launchers of kernels for one architecture choose as on a GPU of ``arch``, wherever the test runs."""
     monkeypatch.setattr(launchers, "INTERPRETED", False)

@@ -1,6 +1,7 @@
 """Device functions on numbers, against float64."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,17 @@ import triton.language as tl
 
 from warploom.device.activations import exponential_float32, widen
 from warploom.device.product import rounded_to_tf32
-from warploom.runtime.launch import Kernel
+from warploom.runtime.launch import Launch
 
 Tensor = torch.Tensor
 BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["size"])
+def run(kernel: Any, x: Tensor, out: Tensor, block: int = BLOCK) -> None:
+    Launch(kernel, -(-len(x) // block), takes=("x", "out"), size=len(x), BLOCK=block)(x, out)
+
+
+@triton.jit
 def exponential_kernel(x, out, size: tl.int32, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + i, exponential_float32(tl.load(x + i, mask=i < size, other=0.0)), mask=i < size)
@@ -29,7 +34,7 @@ def exponential_kernel(x, out, size: tl.int32, BLOCK: tl.constexpr):
 
 def exponential(x: Tensor) -> Tensor:
     out = torch.full_like(x, math.nan)
-    Kernel(exponential_kernel)(-(-len(x) // BLOCK), (x, out), (len(x),), (BLOCK,))
+    run(exponential_kernel, x, out)
     return out
 
 
@@ -53,7 +58,7 @@ def test_exponential_float32_of_what_is_not_finite(device: torch.device) -> None
     assert found[3:] == [1, 1]
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def widen_kernel(x, out, size: tl.int32, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + i, widen(tl.load(x + i, mask=i < size, other=0.0)), mask=i < size)
@@ -65,12 +70,12 @@ def test_widening_keeps_every_number(dtype: torch.dtype, block: int, device: tor
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).to(device)
     x = x[~(x.float().abs() < torch.finfo(dtype).tiny) | (x == 0)]  # Triton's interpreter loses denormal numbers
     out = torch.full(x.shape, math.inf, device=device)
-    Kernel(widen_kernel)(-(-len(x) // block), (x, out), (len(x),), (block,))
+    run(widen_kernel, x, out, block)
     assert torch.equal(out.isnan(), x.isnan())
     assert torch.equal(out.nan_to_num(0.0), x.float().nan_to_num(0.0))
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def tf32_kernel(x, out, size: tl.int32, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + i, rounded_to_tf32(tl.load(x + i, mask=i < size, other=0.0)), mask=i < size)
@@ -79,7 +84,7 @@ def tf32_kernel(x, out, size: tl.int32, BLOCK: tl.constexpr):
 def test_rounding_to_tf32_is_to_nearest(device: torch.device) -> None:
     x = torch.cat((torch.randn(60_000), torch.tensor([0.0, 1.0, 1 + 2.0**-11, -math.inf, math.nan]))).to(device)
     out = torch.full_like(x, math.nan)
-    Kernel(tf32_kernel)(-(-len(x) // BLOCK), (x, out), (len(x),), (BLOCK,))
+    run(tf32_kernel, x, out)
     assert torch.equal(out[-5:-1].abs().cpu(), torch.tensor([0.0, 1.0, out[-3].item(), math.inf]))
     assert math.isnan(out[-1].item())
     if device.type != "cuda":

@@ -148,10 +148,11 @@ def trapped(x, SIZE: tl.constexpr):
     tl.store(x, found)
 
 with launch.recording() as builds:
-    launch.Kernel(hungry)(1, (torch.zeros(8),), (), (64,), num_warps=1)
-    launch.Kernel(broken)(1, (torch.zeros(8),), (), (64,))
-    launch.Kernel(trapped)(1, (torch.zeros(8),), (), (64,))
-    launch.Kernel(greedy)(1, (torch.zeros(8, dtype=torch.float16),), (), (128,), num_warps=8, num_stages=4)
+    launch.Launch(hungry, 1, takes=["x"], num_warps=1, SIZE=64)(torch.zeros(8))
+    launch.Launch(broken, 1, takes=["x"], SIZE=64)(torch.zeros(8))
+    launch.Launch(trapped, 1, takes=["x"], SIZE=64)(torch.zeros(8))
+    half = torch.zeros(8, dtype=torch.float16)
+    launch.Launch(greedy, 1, takes=["x"], num_warps=8, num_stages=4, SIZE=128)(half)
 first, *others = builds.values()
 resources = build(first, 90)
 print(resources.kernel, resources.registers, resources.stack)

@@ -6,7 +6,6 @@ batch entry to the next, ``dtype``, the dtype of the first tensor and, where the
 a position.
 """
 
-import gc
 import json
 import os
 import subprocess
@@ -352,11 +351,7 @@ def test_kernels_asked_for_on_a_cpu_are_refused(
     operator: Operator, case: Case, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if HAS_TRITON:
-        from warploom.runtime.plans import Plans
-
         monkeypatch.setattr("warploom.runtime.launch.INTERPRETED", False)
-        # Calls of other tests, which the interpreter ran, are known.
-        monkeypatch.setattr(sys.modules[operator.function.__module__], "_on_kernels", Plans())
     with pytest.raises(BackendError, match=operator.name):
         operator.function(**make_inputs(operator, case, torch.device("cpu")), backend=backend)
 
@@ -373,10 +368,10 @@ def test_auto_runs_every_case(operator: Operator, case: Case, backend: str, devi
 
 def compiled_kernels() -> int:
     """Compiled kernel variants that the launcher holds, but for those that merge parts."""
-    from warploom.runtime.launch import Kernel
+    from warploom.runtime.launch import _compiled
 
-    kernels = [thing for thing in gc.get_objects() if type(thing) is Kernel]
-    return sum(len(kernel.compiled) for kernel in kernels if kernel.function.__name__ not in MERGING)
+    kernels = [kernel for _, kernel, *_ in _compiled]
+    return sum(not (kernel.is_gluon() or kernel.__name__ in MERGING) for kernel in kernels)
 
 
 @pytest.mark.gpu

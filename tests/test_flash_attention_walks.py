@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from launches import MERGING, ON_GPU
+from launches import MERGING, ON_GPU, constants_of
 from planned_calls import forget_plans, no_plans
 from test_flash_attention import assert_right, kernels, random_inputs, run
 
@@ -217,17 +217,17 @@ def test_a_window_may_begin_and_end_anywhere_in_a_tile(bound: int, device: torch
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     """What is launched during a test: name, and compile-time constants by name."""
-    from warploom.runtime.launch import Kernel
+    from warploom.runtime.launch import Launch
 
-    launched, call = [], Kernel.__call__
+    launched, call = [], Launch.__call__
 
-    def record(kernel: Any, programs: int, tensors: Any, numbers: Any, constants: Any, *rest: Any) -> None:
-        names = kernel.function.arg_names[-len(constants) :]
-        launched.append((kernel.function.__name__, dict(zip(names, constants))))
-        call(kernel, programs, tensors, numbers, constants, *rest)
+    def record(self: Launch, *given: Any) -> None:
+        if not self.descriptions:
+            launched.append((self.kernel.__name__, constants_of(self)))
+        call(self, *given)
 
-    monkeypatch.setattr(Kernel, "__call__", record)
-    forget_plans()  # a launch like an earlier one does not pass by here
+    monkeypatch.setattr(Launch, "__call__", record)
+    forget_plans()  # plans are made anew
     return launched
 
 

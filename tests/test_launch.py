@@ -1,10 +1,11 @@
 """The short cut of the launcher: straight to a compiled variant, and only for calls which that was compiled for."""
 
+import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ if not HAS_TRITON:
 
 import triton
 import triton.language as tl
-from launches import ON_GPU, ON_HOPPER
+from launches import ON_HOPPER
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
 from triton.experimental import gluon
@@ -28,18 +29,15 @@ from triton.language.extra.cuda import gdc_wait
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import barriers
 from warploom.runtime import entry, launch
+from warploom.runtime.descriptors import Description, descriptor_strides
 from warploom.runtime.launch import (
     Boxes,
     Dense,
-    Kernel,
     Launch,
-    TiledLaunch,
     architecture,
     can_be_copied,
-    descriptor_strides,
     may_start_early,
     multiprocessors,
-    producing,
 )
 from warploom.testing.poison import poisoned_allocations
 
@@ -48,14 +46,14 @@ Tensor = torch.Tensor
 SIZE, BLOCK = 100, 64
 
 
-@triton.jit(do_not_specialize=["number", "size"])
+@triton.jit
 def add_kernel(x, out, number: tl.int32, size: tl.int32, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + i, tl.load(x + i, mask=i < size) + number, mask=i < size)
 
 
-def adding() -> Launch:
-    return Launch(Kernel(add_kernel), -(-SIZE // BLOCK), (SIZE,), (BLOCK,))
+def adding(size: int = SIZE) -> Launch:
+    return Launch(add_kernel, -(-size // BLOCK), takes=("x", "out", "number"), size=size, BLOCK=BLOCK)
 
 
 def tensors(device: torch.device, first: int = 0) -> tuple[Tensor, Tensor]:
@@ -68,7 +66,7 @@ def test_every_call_uses_its_own_tensors_and_number(device: torch.device) -> Non
     add = adding()
     for number, first in ((1, 0), (2, 0), (3, 1), (-4, 4), (5, 3), (6, 0)):
         x, out = tensors(device, first)
-        add((x, out), number)
+        add(x, out, number)
         assert torch.equal(out, x + number)
 
 
@@ -76,20 +74,18 @@ def test_every_call_uses_its_own_tensors_and_number(device: torch.device) -> Non
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The way that each launch took."""
     taken: list[str] = []
-    call, stream = Kernel.__call__, launch._current_stream
+    call, find = Launch.__call__, Launch._launch
 
-    def slowly(kernel: Kernel, *arguments: Any) -> Any:
-        before = len(taken)
-        compiled = call(kernel, *arguments)
-        taken[before:] = ["slow"]
-        return compiled
-
-    def directly(device: int) -> Any:
+    def directly(self: Launch, *given: Any) -> None:
         taken.append("direct")
-        return stream(device)
+        call(self, *given)
 
-    monkeypatch.setattr(Kernel, "__call__", slowly)
-    monkeypatch.setattr(launch, "_current_stream", directly)
+    def slowly(self: Launch, *arguments: Any) -> None:
+        taken[-1] = "slow"
+        find(self, *arguments)
+
+    monkeypatch.setattr(Launch, "__call__", directly)
+    monkeypatch.setattr(Launch, "_launch", slowly)
     return taken
 
 
@@ -98,7 +94,7 @@ def test_aligned_tensors_take_the_short_cut(ways: list[str], device: torch.devic
     add = adding()
     for first in (1, 0, 0, 3, 4):
         x, out = tensors(device, first)
-        add((x, out), 7)
+        add(x, out, 7)
         assert torch.equal(out, x + 7)
     assert ways == ["slow", "slow", "direct", "slow", "direct"]
 
@@ -110,12 +106,12 @@ def test_another_device_takes_the_slow_way(ways: list[str]) -> None:
     add = adding()
     for index in (0, 0, 1, 1, 0):  # GPU 0 is the current one
         x, out = tensors(torch.device("cuda", index))
-        add((x, out), 7)
+        add(x, out, 7)
         assert torch.equal(out, x + 7)
     assert ways == ["slow", "direct", "slow", "slow", "slow"]
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def reverse_kernel(x, out, size: tl.int32, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
         gdc_wait()
@@ -123,17 +119,21 @@ def reverse_kernel(x, out, size: tl.int32, BLOCK: tl.constexpr, EARLY: tl.conste
     tl.store(out + i, tl.load(x + size - 1 - i, mask=i < size), mask=i < size)
 
 
+def reversing(size: int, early: bool) -> Launch:
+    takes = ("x", "out")
+    return Launch(reverse_kernel, -(-size // BLOCK), takes=takes, early=early, size=size, BLOCK=BLOCK, EARLY=early)
+
+
 @pytest.mark.parametrize("size", [SIZE, pytest.param(2**24 + 4, marks=pytest.mark.gpu)])
 def test_an_early_launch_sees_what_the_one_before_it_wrote(size: int, device: torch.device) -> None:
     # The first programs of the second launch read what the last ones of the first write.
     early = may_start_early(device)
-    add = Launch(Kernel(add_kernel), -(-size // BLOCK), (size,), (BLOCK,))
-    reverse = Launch(Kernel(reverse_kernel), -(-size // BLOCK), (size,), (BLOCK, early), early=early)
+    add, reverse = adding(size), reversing(size, early)
     x = torch.randint(-100, 100, (size,), device=device, dtype=torch.float32)
     for number in range(1 if size == SIZE else 20):
         between, out = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
-        add((x, between), number)
-        reverse((between, out))
+        add(x, between, number)
+        reverse(between, out)
         assert torch.equal(out, (x + number).flip(0))
 
 
@@ -142,8 +142,7 @@ def test_an_early_launch_sees_what_the_one_before_it_wrote(size: int, device: to
 def test_launches_are_early_from_hopper_on(arch: int, early: bool) -> None:
     with launch.recording(arch) as builds:
         assert may_start_early(torch.device("cpu")) is early
-        reverse = Launch(Kernel(reverse_kernel), 2, (SIZE,), (BLOCK, early), early=early)
-        reverse(tensors(torch.device("cpu")))
+        reversing(SIZE, early)(*tensors(torch.device("cpu")))
     (found,) = builds.values()
     assert found.options.get("launch_pdl", False) is early
 
@@ -154,88 +153,255 @@ def test_tensors_without_memory_are_on_no_gpu(ask: Callable[[torch.device], int]
         ask(torch.device("meta"))
 
 
+# ----------------------------------------------------------------------------------------------------------
+# Names
+# ----------------------------------------------------------------------------------------------------------
+
+
+class Strides(NamedTuple):
+    n: tl.int64
+    f: tl.int32
+
+
+class Sizes(NamedTuple):
+    tokens: tl.int32
+    scale: tl.float32
+    strides: Strides
+
+
+class Tile(NamedTuple):
+    ROWS: int
+    COLUMNS: int
+    NEGATE: bool = False
+
+
+@triton.jit
+def scaled(pointer, at, sizes, tile: tl.constexpr):
+    value = tl.load(pointer + at, mask=at < sizes.tokens * sizes.strides.n) * sizes.scale
+    return -value if tile.NEGATE else value
+
+
+@triton.jit
+def scale_kernel(
+    x, out, offset: tl.int32, sizes: Sizes, tile: tl.constexpr, bias=None, KIND: tl.constexpr = "plain"
+):
+    """``out = x · scale``, a row of features for each token. ``bias`` is one number."""
+    n = tl.arange(0, tile.ROWS)[:, None].to(tl.int64)
+    at = n * sizes.strides.n + tl.arange(0, tile.COLUMNS)[None, :] * sizes.strides.f
+    value = scaled(x, at, sizes, tile) + offset
+    if KIND == "biased":
+        value += tl.load(bias)
+    tl.store(out + at, value, mask=at < sizes.tokens * sizes.strides.n)
+
+
+def scaling(**changes: Any) -> dict[str, Any]:
+    sizes, tile = Sizes(3, 0.5, Strides(8, 1)), Tile(4, 8)
+    given = {"takes": ("x", "out", "offset"), "sizes": sizes, "tile": tile, "bias": None, "KIND": "plain"}
+    return {name: value for name, value in {**given, **changes}.items() if value is not ...}
+
+
+@pytest.mark.parametrize("negate", [False, True])
+def test_tuples_of_numbers_and_of_constants(negate: bool, device: torch.device) -> None:
+    x, out = torch.randn(2, 3, 8, device=device).unbind()
+    scale = Launch(scale_kernel, 1, **scaling(tile=Tile(4, 8, negate)))
+    for offset in (2, 5):
+        scale(x, out, offset)
+        assert torch.equal(out, (-x if negate else x) * 0.5 + offset)
+
+
+def test_a_tensor_that_only_some_launches_have(device: torch.device) -> None:
+    x, out, bias = (torch.randn(3, 8, device=device) for _ in range(3))
+    takes = ("x", "out", "bias", "offset")
+    for given, kind, expected in ((None, "plain", x * 0.5 + 1), (bias, "biased", x * 0.5 + 1 + bias[0, 0])):
+        for _ in range(2):
+            Launch(scale_kernel, 1, **scaling(takes=takes, bias=..., KIND=kind))(x, out, given, 1)
+            assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"size": 3}, "scale_kernel has no parameter size"),
+        ({"takes": ("x", "out", "offset", "y")}, "scale_kernel has no parameter y"),
+        ({"sizes": ..., "KIND": ...}, "scale_kernel is given no KIND, sizes"),
+        ({"offset": 3}, "scale_kernel is given twice offset"),
+        ({"takes": ("x", "out", "x", "offset")}, "scale_kernel is given twice x"),
+        ({"bias": 3}, "scale_kernel is given something else than it declares for bias"),
+        ({"sizes": (3, 0.5, (8, 1))}, "scale_kernel is given something else than it declares for sizes"),
+        (
+            {"offset": None, "takes": ("x", "out")},
+            "scale_kernel is given something else than it declares for offset",
+        ),
+        ({"takes": ("x", "out", "offset", "tile"), "tile": ...}, "scale_kernel takes the constant tile"),
+        ({"takes": ("offset", "x", "out")}, "scale_kernel does not take first a tensor, but offset"),
+    ],
+)
+def test_arguments_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        Launch(scale_kernel, 1, **scaling(**changes))
+
+
+@pytest.mark.parametrize("given", [2, 4])
+def test_a_call_brings_as_many_arguments_as_it_said(given: int, device: torch.device) -> None:
+    x = torch.zeros(3, 8, device=device)
+    with pytest.raises(ValueError, match="zip"):
+        Launch(scale_kernel, 1, **scaling())(*(x, x, 1, 1)[:given])
+
+
+@triton.jit
+def square_kernel(out, sizes: Sizes):
+    tl.store(out, sizes.strides.n * sizes.strides.n)
+    tl.store(out + 1, sizes.tokens * sizes.tokens)
+
+
+def test_numbers_in_tuples_have_their_declared_width(device: torch.device) -> None:
+    out = torch.zeros(2, dtype=torch.int64, device=device)
+    Launch(square_kernel, 1, takes=["out"], sizes=Sizes(2**15, 1.0, Strides(2**20, 1)))(out)
+    assert out.tolist() == [2**40, 2**30]
+
+
+@pytest.mark.skipif(launch.INTERPRETED, reason="builds need compiled kernels")
+def test_what_a_launch_is_compiled_from() -> None:
+    x, out = torch.zeros(2, 3, 8)
+    with launch.recording() as builds:
+        for n, tokens in ((8, 3), (2**40, 1)):  # a variant for any value
+            sizes = Sizes(tokens, 1.0, Strides(n, 1))
+            Launch(scale_kernel, 1, num_warps=2, **scaling(sizes=sizes))(x, out, n // 8)
+        Launch(scale_kernel, 1, **scaling())(x, out.flatten()[1:], 1)
+        Launch(scale_kernel, 0, **scaling())(x.half(), out, 1)
+    first, other = builds.values()
+    assert first.signature == {
+        "x": "*fp32", "out": "*fp32", "offset": "i32", "sizes": Sizes("i32", "fp32", Strides("i64", "i32")),  # type: ignore[arg-type]
+        "tile": "constexpr", "bias": "constexpr", "KIND": "constexpr",
+    }  # fmt: skip
+    assert first.constexprs == {"tile": Tile(4, 8), "bias": None, "KIND": "plain"}
+    assert first.attrs == {(i,): [["tt.divisibility", 16]] for i in range(2)}
+    assert [*other.attrs] == [(0,)]
+    assert (first.options, other.options) == ({"num_warps": 2, "num_stages": 3}, {"num_warps": 4, "num_stages": 3})
+    from triton.backends.compiler import GPUTarget
+
+    assert ".entry scale_kernel" in first.compile(GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Which variant a call launches
+# ----------------------------------------------------------------------------------------------------------
+
+
 class Stub:
-    """Stands for a kernel and its compiled variant, where there is no GPU to compile for."""
+    """Stands for a kernel, where there is no GPU to compile for."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, Any]] = []
+    def __init__(self, function: Any, not_aligned: Sequence[str] = ()) -> None:
+        self.fn, self.__name__, self.do_not_specialize_on_alignment = function, function.__name__, not_aligned
+        self.compiled: list[list[int]] = []  # of each variant, the parameters that it takes for aligned
+        self.launched: list[Any] = []
 
-    def __call__(self, programs: int, tensors: Any, numbers: Any, constants: Any, *options: int | bool) -> object:
-        self.calls.append(("slow", (programs, *numbers, *constants, *options)))
-        return self
-
-    def enqueue(self, programs: int, stream: int, first: Any, rest: Any) -> None:
-        assert stream == 9
-        self.calls.append(("direct", (programs, *first, *rest)))
-
-    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(launch, "_current_stream", lambda device: 9)
-        monkeypatch.setattr(launch, "entry_of", lambda compiled: compiled)
+    def compile(self, found: launch.Build) -> Any:
+        aligned = [i for (i,) in found.attrs]
+        self.compiled.append(aligned)
+        return lambda *arguments: self.launched.append((aligned, *arguments))
 
 
-def test_when_the_short_cut_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    stub, current = Stub(), [-1]  # -1 is the device of a tensor on the CPU
-    stub.use(monkeypatch)
-    monkeypatch.setattr(launch, "_current_device", lambda: current[0])
-    add = Launch(stub, 2, (SIZE,), (BLOCK,), 8, 1)  # type: ignore[arg-type]
-    x, out = tensors(torch.device("cpu"))
-    slow = ("slow", (2, 5, SIZE, BLOCK, 8, 1, False))
-
-    add((x[1:], out), 5)  # misaligned: its variant is not kept
-    add((x, out), 5)
-    assert stub.calls == [slow, slow]
-    add((x, out), 6)
-    assert stub.calls[2:] == [("direct", (2, x.data_ptr(), out.data_ptr(), 6, SIZE, BLOCK))]
-    add((x, None), 6)
-    assert stub.calls[3:] == [("direct", (2, x.data_ptr(), None, 6, SIZE, BLOCK))]
-    add((x, out[1:]), 5)
-    current[0] = 0
-    add((x, out), 5)
-    assert stub.calls[4:] == [slow, slow]
-
-
-def test_a_launch_takes_as_many_first_numbers_as_it_was_made_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    stub = Stub()
-    stub.use(monkeypatch)
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stub]:
+    """Makes stubs, whose variants tensors on the CPU are launched on."""
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(launch, "_current_device", lambda: -1)
-    x, _ = tensors(torch.device("cpu"))
-    settled = Launch(stub, 2, (5, SIZE), (BLOCK,))  # type: ignore[arg-type]
-    for first in ((), (), (6,), (7, 8)):
-        settled((x,), *first)
-    assert stub.calls == [
-        ("slow", (2, 5, SIZE, BLOCK, 4, 3, False)),
-        *(("direct", (2, x.data_ptr(), *first, 5, SIZE, BLOCK)) for first in ((), (6,), (7, 8))),
-    ]
+    monkeypatch.setattr(launch, "_current_stream", lambda device: 9)
+    monkeypatch.setattr(launch, "entry_of", lambda compiled, descriptors: entry.Entry(compiled))
+    monkeypatch.setattr(launch.Build, "compile", lambda self: self.function.compile(self))
+    return Stub
 
 
-def test_when_a_result_is_allocated_and_written_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    stub, current, quickly = Stub(), [-1], []
+def add(x, out, number: tl.int32, size: tl.int32, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a stub stands for."""
+
+
+def test_a_variant_is_compiled_for_each_alignment(stub: Callable[..., Stub], ways: list[str]) -> None:
+    kernel = stub(add)
+    x, out = tensors(torch.device("cpu"))
+    expected = []
+    for launched in (Launch(kernel, 2, takes=("x", "out", "number"), size=SIZE, BLOCK=BLOCK) for _ in range(2)):
+        for first, second, aligned in ((x[1:], out, [1]), (x, out, [0, 1]), (x, out, [0, 1]), (x, out[1:], [0])):
+            launched(first, second, 5)
+            expected.append((aligned, 2, 9, [first.data_ptr(), second.data_ptr(), 5, SIZE, BLOCK]))
+    assert kernel.launched == expected
+    assert kernel.compiled == [[1], [0, 1], [0]]  # for both launches together
+    assert ways == ["slow", "slow", "direct", "slow"] * 2
+
+
+def test_a_pointer_whose_alignment_does_not_count(stub: Callable[..., Stub], ways: list[str]) -> None:
+    kernel = stub(add, ["out"])
+    launched = Launch(kernel, 2, takes=("x", "out", "number"), size=SIZE, BLOCK=BLOCK)
+    x, out = tensors(torch.device("cpu"))
+    for first, second in ((x, out), (x, out[1:]), (x[1:], out)):
+        launched(first, second, 5)
+    assert kernel.compiled == [[0], []]
+    assert ways == ["slow", "direct", "slow"]
+
+
+def test_the_order_of_a_call_is_its_own(stub: Callable[..., Stub]) -> None:
+    kernel = stub(add)
+    x, out = tensors(torch.device("cpu"))
+    launched = Launch(kernel, 2, takes=("out", "size", "x", "number"), BLOCK=BLOCK)
+    for size in (7, 8):
+        launched(out, size, x, 5)
+        assert kernel.launched.pop()[3] == [x.data_ptr(), out.data_ptr(), 5, size, BLOCK]
+    without = Launch(kernel, 2, takes=("x", "out", "number"), size=SIZE, BLOCK=BLOCK)
+    for number in (5, 6):
+        without(x, None, number)
+        assert kernel.launched.pop()[3] == [x.data_ptr(), None, number, SIZE, BLOCK]
+
+
+def test_no_programs_are_no_launch(stub: Callable[..., Stub]) -> None:
+    kernel = stub(add)
+    Launch(kernel, 0, takes=("x", "out", "number"), size=0, BLOCK=BLOCK)(*tensors(torch.device("cpu")), 5)
+    assert (kernel.compiled, kernel.launched) == ([], [])
+
+
+def test_tensors_of_another_device_take_the_slow_way(
+    stub: Callable[..., Stub], ways: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current, entered = [-1], []
+
+    @contextlib.contextmanager
+    def enter(device: int) -> Iterator[None]:
+        entered.append(device)
+        current[0], before = device, current[0]
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(launch, "_current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    launched = Launch(stub(add), 2, takes=("x", "out", "number"), size=SIZE, BLOCK=BLOCK)
+    given = tensors(torch.device("cpu"))
+    launched(*given, 5)
+    current[0] = 0
+    launched(*given, 5)
+    current[0] = -1
+    launched(*given, 5)
+    assert (ways, entered) == (["slow", "slow", "direct"], [-1])
+
+
+def test_when_a_result_is_allocated_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, quickly = [0], []
 
     def allocate(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         quickly.append(shape)
         return torch.empty_strided(shape, stride, dtype=dtype)
 
-    stub.use(monkeypatch)
     monkeypatch.setattr(launch, "_current_device", lambda: current[0])
     monkeypatch.setattr(launch, "_empty_cuda", allocate)
-    add = producing(Launch(stub, 2, (SIZE,), (BLOCK,)), Dense.rows((SIZE,), torch.float32), absent=2)  # type: ignore[arg-type]
-    x, y = tensors(torch.device("cpu"))
-    slow = ("slow", (2, 5, SIZE, BLOCK, 4, 3, False))
-
-    add(x, y, 5)  # compiles
-    assert (stub.calls, quickly) == ([slow], [])
-    out = add(x, y, 6)
-    direct = ("direct", (2, x.data_ptr(), out.data_ptr(), y.data_ptr(), None, None, 6, SIZE, BLOCK))
-    assert (stub.calls[1:], quickly) == ([direct], [(SIZE,)])
-    for first, second in ((x[1:], y), (x, y[1:])):
-        add(first, second, 5)
-    current[0] = 0
-    add(x, y, 5)
-    assert stub.calls[2:] == [slow] * 3
-    current[0] = -1
+    near, planned = SimpleNamespace(get_device=lambda: 0, device="cpu"), Dense.rows((SIZE,), torch.float32)
+    planned.empty(near)  # type: ignore[arg-type]
+    assert quickly == [(SIZE,)]
     with poisoned_allocations():
-        assert add(x, y, 5).isnan().all()
-    assert len(quickly) == 3
+        assert planned.empty(near).isnan().all()  # type: ignore[arg-type]
+    current[0] = 1
+    planned.empty(near)  # type: ignore[arg-type]
+    planned.empty(torch.zeros(1))
+    assert quickly == [(SIZE,)]
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3, 5), (4, 1, 2), (0, 3), (3, 0)])
@@ -316,8 +482,8 @@ def test_a_launcher_that_is_recognised_is_passed_by(packs: bool) -> None:
     run.packs = packs
     compiled = Compiled(run)
     for number in (5, 6):
-        entry.entry_of(compiled).enqueue(3, 9, [1, 2], (number,))
-    assert run.directly == [(*HANDED, *(((1, 2, n),) if packs else (1, 2, n))) for n in (5, 6)]
+        entry.entry_of(compiled).enqueue(3, 9, [1, 2, number])
+    assert run.directly == [(*HANDED, *(([1, 2, n],) if packs else (1, 2, n))) for n in (5, 6)]
     assert not compiled.publicly
 
 
@@ -370,32 +536,44 @@ class Unknown:
 def test_a_launcher_that_is_not_recognised_is_left_to_triton(launcher: type) -> None:
     compiled = Compiled(launcher())
     for _ in range(2):
-        entry.entry_of(compiled).enqueue(3, 9, [1, 2], (5,))
+        entry.entry_of(compiled).enqueue(3, 9, [1, 2, 5])
     assert compiled.publicly == [(3, 1, 1, 1, 2, 5)] * 2
     assert not getattr(compiled.run, "directly", [])
 
 
-class Tiled:
-    """Stands for a kernel that takes one tensor descriptor and one pointer."""
+def add_tiles(x_desc, out, number: tl.int32, FLAG: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What takes one tensor descriptor and one pointer."""
+
+
+class Tiled(Stub):
+    """Stands for such a kernel in Gluon, with a launcher of Triton."""
 
     def __init__(self, run: CudaLauncher) -> None:
-        self.compiled = Compiled(run)
+        super().__init__(add_tiles)
+        self.variant = Compiled(run)
 
-    def run(self, *arguments: Any, **options: Any) -> Compiled:
-        return self.compiled
+    def is_gluon(self) -> bool:
+        return True
+
+    def compile(self, found: launch.Build) -> Compiled:
+        return self.variant
 
 
-def adding_tiles(run: CudaLauncher) -> tuple[TiledLaunch, Compiled]:
+def adding_tiles(run: CudaLauncher) -> tuple[Launch, Compiled]:
     kernel = Tiled(run)
     x = torch.zeros(8, 64, dtype=torch.bfloat16)
-    return TiledLaunch(kernel, 3, [(x, Boxes((0, 1), (4, 64)))], (5,), (True,)), kernel.compiled
+    boxes = Boxes(x, (0, 1), (4, 64))
+    return Launch(kernel, 3, takes=("x_desc", "out"), x_desc=boxes, number=5, FLAG=True), kernel.variant
 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors on the CPU count as on the current device."""
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(launch, "_current_device", lambda: -1)
     monkeypatch.setattr(launch, "_current_stream", lambda device: 9)
+    monkeypatch.setattr(launch.Build, "compile", lambda self: self.function.compile(self))
 
 
 @pytest.mark.usefixtures("here")
@@ -403,13 +581,12 @@ def test_a_descriptor_is_encoded_once_for_an_address() -> None:
     run = CudaLauncher(1)
     add, compiled = adding_tiles(run)
     tensors = [torch.zeros(2, 8, 64, dtype=torch.bfloat16).unbind() for _ in range(2)]
-    add(tensors[0])  # compiles, and tries the encoding
-    del run.encoded[:]
     for x, y in (tensors[0], tensors[1], tensors[0], tensors[0]):
-        add((x, y))
+        add(x, y)
         encoded = (("map", x.data_ptr()), 8, 64, 64, 1)
-        assert run.directly[-1][:13] == (*HANDED, (*encoded, y.data_ptr(), 5, True))
-    assert run.encoded == [tensors[0][0].data_ptr(), tensors[1][0].data_ptr()]
+        assert run.directly[-1][:13] == (*HANDED, [*encoded, y.data_ptr(), 5, True])
+    first, second = (x.data_ptr() for x, _ in tensors)
+    assert run.encoded == [first, first, second]  # the first of them to try it
     assert not compiled.publicly
 
 
@@ -417,14 +594,13 @@ def test_a_descriptor_is_encoded_once_for_an_address() -> None:
 def test_encodings_are_forgotten_before_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     run = CudaLauncher(1)
     add, _ = adding_tiles(run)
-    monkeypatch.setattr(TiledLaunch, "MOST_ADDRESSES", 4)
+    monkeypatch.setattr(launch, "MOST_ADDRESSES", 4)
     rows = torch.zeros(12, 8, 64, dtype=torch.bfloat16)
-    add((rows[0], rows[0]))
-    del run.encoded[:]
     for x in (*rows, *rows[-2:]):
-        add((x, rows[0]))
-    assert len(add.encoded[0]) <= 4
-    assert run.encoded == [x.data_ptr() for x in rows]
+        add(x, rows[0])
+    ((*_, known),) = add.variant.described
+    assert len(known) <= 4
+    assert run.encoded[1:] == [x.data_ptr() for x in rows]
     assert [call[12][0] for call in run.directly] == [("map", x.data_ptr()) for x in (*rows, *rows[-2:])]
 
 
@@ -449,11 +625,11 @@ def test_descriptors_that_are_not_encoded_go_to_triton(launcher: type[CudaLaunch
     add, compiled = adding_tiles(run)
     x = torch.zeros(8, 64, dtype=torch.bfloat16)
     for _ in range(2):
-        add((x, x))
-    assert not run.directly
-    ((*grid, descriptor, pointer, number, constant),) = compiled.publicly
-    assert (grid, pointer, number, constant) == ([3, 1, 1], x.data_ptr(), 5, True)
-    assert (descriptor.base is x, descriptor.shape, descriptor.strides) == (True, [8, 64], [64, 1])
+        add(x, x)
+        *grid, descriptor, pointer, number, constant = compiled.publicly.pop()
+        assert (grid, pointer, number, constant) == ([3, 1, 1], x.data_ptr(), 5, True)
+        assert (descriptor.base is x, descriptor.shape, descriptor.strides) == (True, [8, 64], [64, 1])
+    assert (run.directly, compiled.publicly) == ([], [])
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -474,9 +650,9 @@ def copy_kernel(x_desc, out_desc, ROWS: gl.constexpr):
     tma.store_wait(0)
 
 
-def copying() -> TiledLaunch:
-    like = torch.zeros(256, 64, dtype=torch.bfloat16, device="cuda" if ON_GPU else "cpu")
-    return TiledLaunch(copy_kernel, 4, [(like, Boxes((0, 1), (64, 64)))] * 2, (), (64,))
+def copying() -> Launch:
+    boxes = Boxes(torch.zeros(256, 64, dtype=torch.bfloat16), (0, 1), (64, 64))
+    return Launch(copy_kernel, 4, takes=("x_desc", "out_desc"), x_desc=boxes, out_desc=boxes, ROWS=64)
 
 
 @pytest.mark.gpu
@@ -487,20 +663,24 @@ def test_both_ways_launch_the_same(direct: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(CompiledKernel, "__getitem__", lambda self, grid: taken.append(grid) or usual(self, grid))
     if not direct:
         monkeypatch.setattr(entry, "_direct_entry", lambda compiled: None)
+    scale = Launch(scale_kernel, 1, **scaling())
     add, copy = adding(), copying() if ON_HOPPER else None
     entry._entry_of.cache_clear()
     try:
         for number in range(3):
             x, out = tensors(device)
-            add((x, out), number)
+            add(x, out, number)
             assert torch.equal(out, x + number)
+            x, out = torch.randn(2, 3, 8, device=device).unbind()
+            scale(x, out, number)
+            assert torch.equal(out, x * 0.5 + number)
             if copy is not None:
                 x, out = torch.randn(2, 256, 64, device=device).bfloat16().unbind()
-                copy((x, out))
+                copy(x, out)
                 assert torch.equal(out, x)
     finally:
         entry._entry_of.cache_clear()
-    assert taken == ([] if direct else [(2, 1, 1), *([(4, 1, 1)] if copy else [])] * 2)
+    assert taken == ([] if direct else [(2, 1, 1), (1, 1, 1), *([(4, 1, 1)] if copy else [])] * 3)
 
 
 @pytest.mark.skipif(launch.INTERPRETED, reason="builds need compiled kernels")
@@ -510,10 +690,10 @@ def test_descriptors_are_recorded_as_triton_takes_them() -> None:
     from triton.runtime.jit import native_specialize_impl
 
     with launch.recording() as builds:
-        copying()((torch.zeros(256, 64, dtype=torch.bfloat16),) * 2)
+        copying()(*(torch.zeros(256, 64, dtype=torch.bfloat16),) * 2)
     (found,) = builds.values()
     backend = make_backend(GPUTarget("cuda", 90, 32))
-    descriptor = copying()._descriptor(0, torch.zeros(256, 64, dtype=torch.bfloat16))
+    descriptor = copying().descriptions["x_desc"].of(torch.zeros(256, 64, dtype=torch.bfloat16))
     kind, _ = native_specialize_impl(backend, descriptor, False, True, True)
     assert found.signature["x_desc"] == kind
 
@@ -548,7 +728,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     driver._active = before
 
 
-def loaded(signature: dict[str, str], described: Sequence[dict[str, Any]] | None = None, **changes: Any) -> Any:
+def loaded(signature: dict[str, Any], described: Sequence[dict[str, Any]] | None = None, **changes: Any) -> Any:
     """A variant of a kernel, as if it were on a GPU."""
     names = [*signature]
     source = SimpleNamespace(constants={}, signature=signature, fn=SimpleNamespace(arg_names=names))
@@ -559,16 +739,19 @@ def loaded(signature: dict[str, str], described: Sequence[dict[str, Any]] | None
     return Compiled(nvidia.CudaLauncher(source, SimpleNamespace(**{**metadata, **changes})))
 
 
-SIGNATURE = {"x": "*fp32", "none": "constexpr", "number": "i32", "scale": "fp32", "BLOCK": "constexpr"}
+SIGNATURE = {
+    "x": "*fp32", "none": "constexpr", "sizes": Sizes("i32", "fp32", Strides("i64", "i32")), "scale": "fp32",  # type: ignore[arg-type]
+    "BLOCK": "constexpr",
+}  # fmt: skip
+GIVEN = (4096, None, Sizes(5, 0.25, Strides(2**40, 1)), 0.5, 64)
 
 
 def test_what_this_version_of_triton_hands_over_is_known(handed: list[Any]) -> None:
     compiled = loaded(SIGNATURE)
-    arguments = (4096, None, 5, 0.5, 64)
-    compiled.run(3, 1, 1, 9, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    compiled.run(3, 1, 1, 9, compiled.function, compiled.packed_metadata, None, None, None, *GIVEN)
     found = entry.entry_of(compiled)
     assert len(handed) == 1
-    found.enqueue(3, 9, arguments[:2], arguments[2:])
+    found.enqueue(3, 9, [*GIVEN])
     first, second = handed
     assert first == second
     assert not compiled.publicly
@@ -576,8 +759,8 @@ def test_what_this_version_of_triton_hands_over_is_known(handed: list[Any]) -> N
 
 def test_scratch_memory_is_left_to_triton(handed: list[Any]) -> None:
     compiled = loaded(SIGNATURE, global_scratch_size=128)
-    entry.entry_of(compiled).enqueue(3, 9, (4096, None), (5, 0.5, 64))
-    assert (handed, compiled.publicly) == ([], [(3, 1, 1, 4096, None, 5, 0.5, 64)])
+    entry.entry_of(compiled).enqueue(3, 9, [*GIVEN])
+    assert (handed, compiled.publicly) == ([], [(3, 1, 1, *GIVEN)])
 
 
 def test_how_this_version_of_triton_encodes_descriptors_is_known(handed: list[Any]) -> None:
@@ -586,16 +769,14 @@ def test_how_this_version_of_triton_encodes_descriptors_is_known(handed: list[An
     ]
     tile = "tensordesc<bf16[4, 64],NVMMASharedLayout()>"
     compiled = loaded({"first": tile, "second": tile, **SIGNATURE}, described)
-    add = TiledLaunch(None, 3, [(x, Boxes((0, 1), (4, 64))) for x in torch.zeros(2, 8, 64).unbind()], (5,), ())
     bases = torch.zeros(2, 8, 64, dtype=torch.bfloat16).unbind()
-    descriptors = [add._descriptor(i, base) for i, base in enumerate(bases)]
-    rest = (4096, None, 5, 0.5, 64)
+    descriptors = [Description(Boxes(base, (0, 1), (4, 64))).of(base) for base in bases]
     start = (3, 1, 1, 9, compiled.function, compiled.packed_metadata)
-    compiled.run(*start, None, None, None, *descriptors, *rest)
+    compiled.run(*start, None, None, None, *descriptors, *GIVEN)
     found = entry.entry_of(compiled, descriptors)
     assert found.encode is not None
     encoded = [part for encode, descriptor in zip(found.encode, descriptors) for part in encode(descriptor)]
-    found.enqueue(3, 9, (*encoded, *rest[:2]), rest[2:])
+    found.enqueue(3, 9, [*encoded, *GIVEN])
     first, second = handed
     assert first == second
     assert not compiled.publicly
@@ -604,8 +785,8 @@ def test_how_this_version_of_triton_encodes_descriptors_is_known(handed: list[An
 def test_descriptors_lowered_to_pointers_are_left_to_triton(handed: list[Any]) -> None:
     compiled = loaded({"first": "tensordesc<bf16[4, 64]>", **SIGNATURE})
     assert entry.entry_of(compiled).encode is None
-    entry.entry_of(compiled).enqueue(3, 9, ("descriptor", 4096, None), (5, 0.5, 64))
-    assert (handed, compiled.publicly) == ([], [(3, 1, 1, "descriptor", 4096, None, 5, 0.5, 64)])
+    entry.entry_of(compiled).enqueue(3, 9, ["descriptor", *GIVEN])
+    assert (handed, compiled.publicly) == ([], [(3, 1, 1, "descriptor", *GIVEN)])
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -647,18 +828,18 @@ def test_the_driver_accepts_every_descriptor_of_what_can_be_copied(dtype: torch.
         strides = [*outer, draw.choice((1, 1, 1, last))]
         x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         order = [*draw.sample(range(3), 3), 3]
-        box = Boxes(tuple(order), (1, 1, 64, 64))
+        boxes = Boxes(x, tuple(order), (1, 1, 64, 64))
         taken = can_be_copied(x)
         verdicts[taken] += 1
         if taken:
-            (description,) = TiledLaunch(None, 1, [(x, box)], (), ()).described
+            description = Description(boxes).fields
             assert driver_accepts(description), description
             for size, stride, axis in zip(description["shape"], description["strides"], order):
                 assert size == x.shape[axis]
                 assert size == 1 or stride == x.stride(axis)
         else:
             with pytest.raises(ValueError, match="no descriptor"):
-                TiledLaunch(None, 1, [(x, box)], (), ())
+                Description(boxes)
             apart = x.shape[-1] > 1 and x.stride(-1) != 1
             honest = [stride if size > 1 else 16 for size, stride in zip(shape, strides)]
             description = {"base": x, "shape": shape, "strides": [*honest[:3], 1], "block_shape": [1, 1, 64, 64]}

@@ -180,7 +180,7 @@ def no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("a kernel was launched for a call that must be refused")
 
     if HAS_TRITON:
-        monkeypatch.setattr("warploom.runtime.launch.Kernel.__call__", refuse)
+        monkeypatch.setattr("warploom.runtime.launch.Launch.__call__", refuse)
 
 
 def assert_refused(

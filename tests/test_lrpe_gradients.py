@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from launches import ON_GPU
+from launches import ON_GPU, constants_of
 from planned_calls import forget_plans
 from test_lrpe import (
     AMOUNTS,
@@ -520,7 +520,7 @@ def test_the_gradient_of_theta_counts_rows_to_the_end_of_32_bits(
     theta, positions = random_theta(device, 1), launchers.Positions()
     monkeypatch.setattr(launchers, "_theta_chunks", lambda *arguments: tiles - 1)
     plan = launchers.plan_backward(grad, x, theta, positions, "rotate", "none", True, None, dx)
-    assert plan.launch.constants[-2] == block
+    assert plan.launch.arguments["BLOCK_R"] == block
     plan.launch.programs = 1
     if not ON_GPU:  # the interpreter counts on and on
         monkeypatch.setattr(kernels, "range", wrapping_range, raising=False)
@@ -558,28 +558,31 @@ def test_places_of_sums_beyond_32_bits(checked_integers: None, monkeypatch: pyte
     """The last head of so many that their frequencies, or their columns' statistics, are 2³¹ numbers."""
     from triton.runtime import interpreter
 
-    from warploom.ops.lrpe import launches as launchers
-    from warploom.ops.lrpe.softmax_sequence.launches import portable as launchers_sequence
+    from warploom.ops.lrpe.kernels.encode import reduce_kernel
+    from warploom.ops.lrpe.softmax_sequence.kernels.portable import combine_kernel
+    from warploom.runtime.launch import Launch
 
-    def run_last(kernel: Any, heads: int, tensors: tuple[Tensor | None, ...], *arguments: Any) -> None:
+    def run_last(kernel: Any, tensors: dict[str, Tensor], heads: int, **arguments: Any) -> None:
         builder = interpreter.interpreter_builder
         monkeypatch.setattr(
             builder, "set_grid_idx", lambda x, y, z: setattr(builder, "grid_idx", (heads - 1, y, z))
         )
-        kernel(1, tensors, *arguments)
+        Launch(kernel, 1, takes=tensors, heads=heads, **arguments)(*tensors.values())
 
     features, heads = 8, 2**28
     partial, dtheta = torch.empty(2, heads * features, dtype=torch.float16)
     partial[-features:] = torch.arange(features)
-    run_last(launchers._reduce_kernel, heads, (partial, dtheta), (1, heads), (1, features, features, 64, 16, False))
+    constants = {"AXES": 1, "F": features, "E": features, "BLOCK_P": 64, "BLOCK_E": 16, "EARLY": False}
+    run_last(reduce_kernel, {"partial": partial, "dtheta": dtheta}, heads, parts=1, **constants)
     assert torch.equal(dtheta[-features:], torch.arange(features).half())
 
     heads = 2**27  # of two statistics a feature
     partial[-2 * features :] = torch.cat((torch.zeros(features), 2.0 ** torch.arange(features)))
     columns = dtheta
+    constants = {"BACKWARD": False, "F": features, "BLOCK_F": features, "P": 1, "BLOCK_P": 16}
     run_last(
-        launchers_sequence._combine_kernel, heads, (partial, columns, None),
-        (heads, 64, 0, 1), (False, features, features, 1, 16),
+        combine_kernel, {"partial": partial, "columns": columns}, heads,
+        cu_seqlens=None, chunk_rows=64, cu_stride=0, slots=1, **constants,
     )  # fmt: skip
     assert torch.equal(columns[-features:], 2.0 ** -torch.arange(features).half())
 
@@ -614,17 +617,17 @@ def test_modes_of_pytorch(kind: str, backend: str, device: torch.device) -> None
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int, dict[str, Any]]]:
     """What is launched during a test: function, number of programs, compile-time constants by name."""
-    from warploom.runtime.launch import Kernel
+    from warploom.runtime.launch import Launch
 
-    launched, call = [], Kernel.__call__
+    launched, call = [], Launch.__call__
 
-    def record(kernel: Any, programs: int, tensors: Any, integers: Any, constants: Any, *rest: Any) -> None:
-        names = kernel.function.arg_names[-len(constants) :]
-        launched.append((kernel.function, programs, dict(zip(names, constants))))
-        call(kernel, programs, tensors, integers, constants, *rest)
+    def record(self: Launch, *given: Any) -> None:
+        if not self.descriptions:
+            launched.append((self.kernel, self.programs, constants_of(self)))
+        call(self, *given)
 
-    monkeypatch.setattr(Kernel, "__call__", record)
-    forget_plans()  # a launch like an earlier one does not pass by here
+    monkeypatch.setattr(Launch, "__call__", record)
+    forget_plans()  # plans are made anew
     return launched
 
 

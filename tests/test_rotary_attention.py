@@ -19,7 +19,7 @@ from warploom.ops.flash_attention.launches import hopper as launchers_hopper
 from warploom.ops.flash_attention.launches import portable as launchers
 from warploom.ops.rotary_attention import operator as module
 from warploom.ops.rotary_attention.api import rotary_attention
-from warploom.runtime.launch import TiledLaunch
+from warploom.runtime.launch import Launch
 from warploom.runtime.plans import Plans
 from warploom.testing.poison import poisoned_allocations, strided_view
 
@@ -102,14 +102,15 @@ def test_any_strides(device: torch.device) -> None:
     assert_same(results(both, view, theta, heads=2), results(one_after_the_other, view, theta, heads=2))
 
 
-class Whole(TiledLaunch):
+class Whole(Launch):
     """In the place of a kernel for Hopper: ``run`` on what it would be launched on."""
 
     def __init__(self, run: Callable[..., None]) -> None:
         self.run = run
+        self.descriptions = {"q_desc": None}  # type: ignore[dict-item]
 
-    def __call__(self, tensors: Any, *numbers: Any) -> None:
-        self.run(*tensors)
+    def __call__(self, *given: Any) -> None:
+        self.run(*given)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels for Hopper are there")
@@ -157,9 +158,8 @@ def test_plans_for_hopper_launch_on_parts_of_larger_tensors(
 
     def planned_backward(*arguments: Any) -> Any:
         plan, aligned = plan_backward(*arguments), arguments[9]
-        prepare = launchers.Launch(
-            launchers.prepare_launch, plan.prepare.programs, plan.prepare.numbers, plan.prepare.constants
-        )
+        usual = plan.prepare
+        prepare = Launch(usual.kernel, usual.programs, takes=usual.takes, **usual.arguments)
         walks = tuple(launchers._Walk(name, Whole(run), 1) for name, run in (("key", key), ("query", query)))
         return plan._replace(prepare=prepare, walks=walks) if aligned else plan
 
@@ -227,7 +227,7 @@ def test_plans_for_hopper_read_where_descriptors_can_point(
     assert bool(plan) == (features % 8 == 0)
     if plan:
         assert all(part.offset * 2 % 16 == 0 for part in (plan.k, plan.v))
-        assert all(map(driver_accepts, plan.attend.described))
+        assert all(driver_accepts(each.fields) for each in plan.attend.descriptions.values())
 
 
 def test_no_tokens(device: torch.device) -> None:

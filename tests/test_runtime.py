@@ -10,12 +10,13 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import seeds
 import torch
-from launches import ON_GPU
+from launches import ON_GPU, constants_of
 
 from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
 from warploom.runtime.backend import HAS_TRITON
@@ -27,7 +28,8 @@ if not HAS_TRITON:
 from triton.runtime import JITFunction
 
 from warploom.ops.rotary_attention.api import rotary_attention
-from warploom.runtime.launch import Kernel, Launch, TiledLaunch
+from warploom.runtime import dispatch
+from warploom.runtime.launch import Launch
 
 Tensor = torch.Tensor
 Results = tuple[Tensor, ...]
@@ -185,8 +187,6 @@ def in_threads(works: list[Callable[[], None]]) -> None:
 def test_plans_shared_by_threads() -> None:
     """Whichever thread makes a plan, and whenever all are forgotten, a key has its own plan."""
     known = Plans()
-    x = torch.zeros(2)
-    other = torch.zeros(3)
 
     def work(number: int) -> None:
         draw = random.Random(number)
@@ -195,15 +195,35 @@ def test_plans_shared_by_threads() -> None:
             assert known.get(key, lambda key=key: ("plan", key)) == ("plan", key)
             found = known.find(key)
             assert found is None or found == ("plan", key)
-            length = draw.choice((x, other))
-            run = known.recall((number % 3,), length)
-            assert run is None or run() == (number % 3, length.shape)
-            if run is None:
-                known.learn((number % 3,), (length,), partial(tuple, (number % 3, length.shape)))
 
     in_threads([partial(work, number) for number in range(8)])
     assert len(known.known) <= known.LARGEST + 8
-    assert len(known.recent) <= known.MOST_RECENT
+
+
+def test_a_function_shared_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever thread knew a call first, it runs with its own options and the shapes that it was planned for."""
+
+    def forward(tensors: Any, number: int, options: Any, plans: Plans) -> tuple[Any]:
+        return ((plans.get("shape", lambda: tensors[0].shape), options, number),)
+
+    operator = SimpleNamespace(differentiated=None, gradient=None, forward=forward)
+    check = lambda name, tensors, options, number: dispatch.Checked(options, numbers=(0, 9))  # noqa: E731
+    function = dispatch.Function("f", check, lambda *_: None, lambda: operator)  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(dispatch, "is_plain_eager", lambda *_: True)
+    monkeypatch.setattr(dispatch, "are_kept", lambda _: True)
+    lengths = [torch.zeros(length) for length in range(1, 5)]
+
+    def work(number: int) -> None:
+        draw = random.Random(number)
+        for _ in range(2000):
+            x, options, varying = draw.choice(lengths), (draw.randrange(3),), draw.randrange(10)
+            assert function("triton", (x,), options, varying) == (x.shape, options, varying)
+            if draw.random() < 0.01:
+                function.plans.forget()
+
+    in_threads([partial(work, number) for number in range(8)])
+    assert len(function.plans.known) <= 12
+    assert len(function.plans.recent) <= Plans.MOST_RECENT
 
 
 def test_the_backend_for_cpus_in_threads() -> None:
@@ -362,15 +382,12 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Any]]:
         pytest.skip("there, launches run")
     seen: set[Any] = set()
 
-    def call(
-        self: Kernel, programs: int, tensors: Any, numbers: Any, constants: Any, *options: Any, **names: Any
-    ) -> None:
-        dtypes = tuple(None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
-        seen.add(
-            (self.function.__name__, dtypes, tuple(map(type, numbers)), constants, options, tuple(names.items()))
-        )
+    def call(self: Launch, *given: Any) -> None:
+        tensors = [(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else type(x) for x in given]
+        constants, options = constants_of(self).items(), self.options.items()
+        seen.add((self.kernel.__name__, *self.takes, *tensors, *constants, *options))
 
-    monkeypatch.setattr(Kernel, "__call__", call)
+    monkeypatch.setattr(Launch, "__call__", call)
     yield seen
     clear_plans()
 
@@ -390,7 +407,7 @@ def assert_bounded() -> None:
     """No table of plans is beyond its bound, nor are there more launches than those hold."""
     tables = plans_of_process()
     assert max(len(known.known) for known in tables) <= Plans.LARGEST
-    launches = sum(type(thing) in (Launch, TiledLaunch) for thing in gc.get_objects())
+    launches = sum(type(thing) is Launch for thing in gc.get_objects())
     top = sum(len(known.known) for known in tables if len(known.known) > 100) + 1000
     assert launches <= 6 * top, (launches, top)
 

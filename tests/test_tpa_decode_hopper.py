@@ -102,7 +102,8 @@ def test_neither_batch_nor_length_decides(hopper: None) -> None:
 def test_what_programs_left_is_joined_whatever_they_took(device: torch.device, levels: int) -> None:
     """The second kernel on random parts of two requests, one of which fills its part of the tree."""
     from warploom.ops.tpa.decode.launches.hopper import CHUNKS
-    from warploom.ops.tpa.decode.launches.portable import COMBINE_AHEAD, COMBINE_ROWS, combine_launch
+    from warploom.ops.tpa.decode.launches.portable import COMBINE_AHEAD, COMBINE_ROWS, combine_kernel
+    from warploom.runtime.launch import Launch
 
     valid, width, heads, features = (40 * 128, 23 * 128 - 5), CHUNKS.widths[levels], 3, 16
     spans = CHUNKS.spans(max(valid), levels)
@@ -112,15 +113,17 @@ def test_what_programs_left_is_joined_whatever_they_took(device: torch.device, l
         partial[i, -(-length // (128 * width)) :] = math.nan
         statistics[i, -(-length // (128 * width)) :] = math.nan
     out = torch.empty(2, 1, heads, features, device=device)
-    combine_launch(
+    combine = Launch(
+        combine_kernel,
         2 * -(-heads // COMBINE_ROWS),
-        (partial, statistics, lengths(device, *valid), out),
-        (1, max(valid), spans, 1, *out.stride(), 0.5),
-        (
-            heads, features, COMBINE_ROWS, features, COMBINE_AHEAD,
-            *CHUNKS.lengths, width, CHUNKS.widths[-1] // width, True, False,
-        ),
+        takes=("partial", "statistics", "lengths", "out"),
+        tokens=1, keys=max(valid), spans=spans, lengths_b=1, scale_v=0.5,
+        **dict(zip(("out_b", "out_n", "out_h", "out_e"), out.stride())),
+        H=heads, E=features, BLOCK_R=COMBINE_ROWS, BLOCK_E=features, AHEAD=COMBINE_AHEAD,
+        SHORTEST=CHUNKS.shortest, LONGEST=CHUNKS.longest, WANTED=CHUNKS.wanted,
+        WIDTH=width, NODE=CHUNKS.widths[-1] // width, PAIRS=True, EARLY=False,
     )  # fmt: skip
+    combine(partial, statistics, lengths(device, *valid), out)
     for i, length in enumerate(valid):
         parts = -(-length // (128 * width))
         tops, totals = (statistics[i, :parts, k].double() for k in range(2))

@@ -165,7 +165,7 @@ def test_the_same_bits_twice(rank: int, launched: list[str], device: torch.devic
 
 def alone(patch: pytest.MonkeyPatch) -> None:
     """Let every launch end before the next."""
-    from warploom.runtime.launch import Kernel, TiledLaunch
+    from warploom.runtime.launch import Launch
 
     def wait(usual: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -176,8 +176,7 @@ def alone(patch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    for launch in (Kernel, TiledLaunch):
-        patch.setattr(launch, "__call__", wait(launch.__call__))
+    patch.setattr(Launch, "__call__", wait(Launch.__call__))
 
 
 @pytest.mark.gpu

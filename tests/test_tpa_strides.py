@@ -25,7 +25,7 @@ from warploom.ops.tpa.decode.kernels.portable import load_part, store_part
 from warploom.ops.tpa.decode.launches import hopper as launchers_hopper
 from warploom.ops.tpa.decode.launches import portable as launchers
 from warploom.ops.tpa.decode.launches.portable import Operands
-from warploom.runtime.launch import Kernel, TiledLaunch
+from warploom.runtime.launch import Launch
 
 Tensor = torch.Tensor
 NAMES = ("aq", "ak", "av", "bq", "bk", "bv")
@@ -163,9 +163,8 @@ def test_the_driver_accepts_every_descriptor_of_decoding(monkeypatch: pytest.Mon
         x = Operands(**drawn(generator, heads=(1, 1, 8), features=(1, 8, 64)))
         call = launchers.DecodeCall(None, "batch", 1.0, 1.0, 1.0, 1.0)
         launch = launchers._plan_decode(x, call)[1].launch
-        verdicts[isinstance(launch, TiledLaunch)] += 1
-        if isinstance(launch, TiledLaunch):
-            assert all(map(driver_accepts, launch.described)), x
+        verdicts[bool(launch.descriptions)] += 1
+        assert all(driver_accepts(each.fields) for each in launch.descriptions.values()), x
     assert min(verdicts.values()) > 60, verdicts
 
 
@@ -177,8 +176,8 @@ def test_the_driver_accepts_every_descriptor_of_attention(monkeypatch: pytest.Mo
 
     def check(name: str, make: Any, call: Any, tensors: Any) -> None:
         kernels.add(name)
-        described = make().described
-        assert all(map(driver_accepts, described)), tensors
+        described = make().descriptions.values()
+        assert all(driver_accepts(each.fields) for each in described), tensors
         assert all(x.data_ptr() % 16 == 0 for x in tensors[: len(described)])
 
     monkeypatch.setattr(hopper, "_launch", check)
@@ -268,7 +267,9 @@ def test_parts_of_results_reach_beyond_two_to_the_31(far: Tensor, device: torch.
     x = torch.randn(tile, features, device=device)
     statistics, out = torch.empty(2 * rows, device=device), torch.empty_like(x)
     first = rows - tile
-    Kernel(move_part_kernel)(1, (x, far, statistics, out), (first, rows), (tile, features))
+    sizes = {"first": first, "rows": rows, "R": tile, "E": features}
+    takes = ("x", "partial", "statistics", "out")
+    Launch(move_part_kernel, 1, takes=takes, **sizes)(x, far, statistics, out)
     number = torch.arange(tile, device=device)[:, None]
     assert torch.equal(far[first * features : rows * features].view_as(x), x.half())
     assert torch.equal(out, x.half().float() + number + number)

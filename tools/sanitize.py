@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -183,10 +183,10 @@ def make_calls(names: Sequence[str], tool: str, instrumented: str, log: Path) ->
 
     device, kernels = torch.device("cuda"), []
 
-    def compiled(*arguments: Any, fn: Any, **details: Any) -> None:
-        kernels.append(f"{fn.module}:{fn.name}")
+    def compiled(*, src: Any, **details: Any) -> None:
+        kernels.append(f"{src.fn.__module__}:{src.fn.__name__}")
 
-    triton.knobs.runtime.jit_post_compile_hook = compiled
+    triton.knobs.compilation.listener = compiled
     if tool in ("consan", "gsan"):
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
     if instrumented:
@@ -203,18 +203,25 @@ def _instrument(kernel: str) -> None:
     """Let Triton's sanitizer of shared memory see one kernel: with it, a kernel takes minutes to compile."""
     import triton
 
+    from warploom.runtime.build import Build
+
     module, name = kernel.split(":")
     function = getattr(importlib.import_module(module), name)
-    usual = function.run
 
-    def run(*arguments: Any, **options: Any) -> Any:
-        triton.knobs.compilation.instrumentation_mode = "consan"
-        try:
-            return usual(*arguments, **options)
-        finally:
-            triton.knobs.compilation.instrumentation_mode = ""
+    def instrumented(usual: Callable[..., Any], chosen: Callable[..., bool]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            if chosen(*arguments):
+                triton.knobs.compilation.instrumentation_mode = "consan"
+            try:
+                return usual(*arguments, **options)
+            finally:
+                triton.knobs.compilation.instrumentation_mode = ""
 
-    function.run = run
+        return run
+
+    function.run = instrumented(function.run, lambda *_: True)  # a kernel that is launched as Triton does
+    compile_variant = instrumented(Build.compile, lambda build, *_: build.function is function)
+    Build.compile = compile_variant  # type: ignore[method-assign]
 
 
 # ----------------------------------------------------------------------------------------------------------

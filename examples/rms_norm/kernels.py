@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from warploom.runtime.launch import Kernel, multiprocessors
+from warploom.runtime.launch import Launch, multiprocessors
 
 
 @triton.jit
@@ -77,26 +77,24 @@ def backward_kernel(
     tl.store(partial + tl.program_id(0) * F + f, dw, mask=f < F)
 
 
-forward_launch = Kernel(forward_kernel)
-backward_launch = Kernel(backward_kernel)
-
-
-def _tile(*tensors: torch.Tensor) -> tuple[tuple[bool, int, int, int], int]:
-    """The constants of a launch, and its warps: eight elements a thread, sixteen in the longest rows."""
-    features = tensors[0].shape[-1]
+def _sizes(**tensors: torch.Tensor) -> dict[str, int]:
+    """What both kernels are given but tensors: eight elements a thread, sixteen in the longest rows."""
+    batch, tokens, features = tensors["x"].shape
     block_f = triton.next_power_of_2(features)
-    unit = all(tensor.stride(-1) == 1 for tensor in tensors)
-    warps = min(max(block_f // 256, 4), 32)
-    return (unit, features, max(1, 1024 // block_f), block_f), warps
+    strides = {f"{name}_{axis}": s for name, t in tensors.items() for axis, s in zip("bnf", t.stride())}
+    return strides | {
+        "rows": batch * tokens, "tokens": tokens,
+        "UNIT": all(tensor.stride(-1) == 1 for tensor in tensors.values()), "F": features,
+        "BLOCK_R": max(1, 1024 // block_f), "BLOCK_F": block_f, "num_warps": min(max(block_f // 256, 4), 32),
+    }  # fmt: skip
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Run the forward kernel on x (B, N, D) of any strides."""
     out = torch.empty_like(x)
-    rows = x.shape[0] * x.shape[1]
-    constants, warps = _tile(x, out)
-    numbers = (rows, x.shape[1], eps, *x.stride(), *out.stride())
-    forward_launch(triton.cdiv(rows, constants[2]), (x, weight, out), numbers, constants, warps)
+    sizes = _sizes(x=x, out=out)
+    programs = triton.cdiv(sizes["rows"], sizes["BLOCK_R"])
+    Launch(forward_kernel, programs, takes=("x", "weight", "out"), eps=eps, **sizes)(x, weight, out)
     return out
 
 
@@ -105,10 +103,11 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the backward kernel: gradients of x and of weight, the latter summed in an order that never varies."""
     dx = torch.empty_like(x)
-    rows = x.shape[0] * x.shape[1]
-    constants, warps = _tile(x, grad, dx)
-    programs = min(triton.cdiv(rows, constants[2]), 4 * multiprocessors(x.device))
+    sizes = _sizes(x=x, grad=grad, dx=dx)
+    programs = min(triton.cdiv(sizes["rows"], sizes["BLOCK_R"]), 4 * multiprocessors(x.device))
     partial = torch.empty((programs, x.shape[-1]), dtype=torch.float32, device=x.device)
-    numbers = (rows, x.shape[1], programs, eps, *x.stride(), *grad.stride(), *dx.stride())
-    backward_launch(programs, (x, weight, grad, dx, partial), numbers, constants, warps)
+    takes = ("x", "weight", "grad", "dx", "partial")
+    Launch(backward_kernel, programs, takes=takes, programs=programs, eps=eps, **sizes)(
+        x, weight, grad, dx, partial
+    )
     return dx, partial.sum(dim=0).to(weight.dtype)

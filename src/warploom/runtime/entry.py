@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 class Entry(NamedTuple):
     """How to launch a compiled variant."""
 
-    enqueue: Callable[[int, int, Sequence[Any], Sequence[Any]], None]
-    """Called with programs, a stream, and all of the kernel's arguments in two parts: addresses are integers, and
-    tensor descriptors encoded or as they are. The stream is the current one."""
+    enqueue: Callable[[int, int, list[Any]], None]
+    """Called with programs, a stream, and all of the kernel's arguments: addresses are integers, and tensor
+    descriptors encoded or as they are. The stream is the current one."""
     encode: tuple[Callable[[Any], list[Any]], ...] | None = None
     """What encodes each tensor descriptor; ``None`` where the kernel takes them as they are. The result holds an
     address, sizes and strides, and serves any tensor that has the same."""
@@ -53,8 +53,8 @@ def _entry_of(compiled: Any) -> Entry:
 
 
 def _public_entry(compiled: Any) -> Entry:
-    def publicly(programs: int, stream: int, first: Sequence[Any], rest: Sequence[Any]) -> None:
-        compiled[(programs, 1, 1)](*first, *rest)
+    def publicly(programs: int, stream: int, arguments: list[Any]) -> None:
+        compiled[(programs, 1, 1)](*arguments)
 
     return Entry(publicly)
 
@@ -75,11 +75,11 @@ def _direct_entry(compiled: Any) -> Entry | None:
         return None
     middle, are_together = handed
 
-    def directly(programs: int, stream: int, first: Sequence[Any], rest: Sequence[Any]) -> None:
-        launch(programs, 1, 1, stream, *middle, *first, *rest)
+    def directly(programs: int, stream: int, arguments: list[Any]) -> None:
+        launch(programs, 1, 1, stream, *middle, *arguments)
 
-    def together(programs: int, stream: int, first: Sequence[Any], rest: Sequence[Any]) -> None:
-        launch(programs, 1, 1, stream, *middle, (*first, *rest))
+    def together(programs: int, stream: int, arguments: list[Any]) -> None:
+        launch(programs, 1, 1, stream, *middle, arguments)
 
     return Entry(together if are_together else directly, encode)
 

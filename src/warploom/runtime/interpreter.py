@@ -13,7 +13,6 @@ Each is mended where it is found wrong. A version whose interpreter is built oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -121,16 +120,14 @@ _REPAIRS = (
 )
 
 
-def in_declared_widths(function: Any, first: int, numbers: Sequence[int | float]) -> list[Any]:
-    """Numbers for a kernel's parameters from number ``first`` on, 64 bits wide where it declares them so.
+def in_declared_width(kind: Any, value: Any) -> Any:
+    """A kernel's argument, 64 bits wide where ``kind``, from `parameters_of`, says so.
 
-    The interpreter makes them 32 bits wide where their values allow it, and then a product of one overflows.
+    The interpreter makes integers 32 bits wide where their values allow it, and then a product of one overflows.
     """
-    declared = function.fn.__annotations__
-    return [
-        _wide(number) if str(declared.get(name)).endswith("int64") else number
-        for name, number in zip(function.arg_names[first:], numbers)
-    ]
+    if isinstance(kind, tuple):
+        return type(kind)(*map(in_declared_width, kind, value))
+    return _wide(value) if kind == "i64" else value
 
 
 def _wide(number: int | float) -> Any:

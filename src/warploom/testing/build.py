@@ -24,9 +24,7 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.errors import TritonError
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from warploom.bench.specs import load_specs
 from warploom.errors import BackendError
@@ -124,11 +122,8 @@ def build(variant: launch.Build, arch: int, allowed: int = 0) -> Resources:
             instruction that stops the program: Triton's compiler takes some kernels for impossible to reach,
             without a word.
     """
-    make_source = GluonASTSource if variant.function.is_gluon() else ASTSource
-    source = make_source(variant.function, variant.signature, variant.constexprs, variant.attrs)
-    target = GPUTarget("cuda", arch, 32)
     try:
-        compiled = triton.compile(source, target=target, options={**launch.COMPILED_WITH, **variant.options})
+        compiled = variant.compile(GPUTarget("cuda", arch, 32))
     except (TritonError, RuntimeError) as error:
         raise BuildError(f"{_name(variant)} [{_describe(variant)}] for sm_{arch}: {_reason(error)}") from error
     if _TRAP.search(compiled.asm["ptx"]):
@@ -205,7 +200,7 @@ def _describe(variant: launch.Build) -> str:
     pointers = [
         f"{name}={kind}@{launch.ALIGNMENT}" if (index,) in variant.attrs else f"{name}={kind}"
         for index, (name, kind) in enumerate(variant.signature.items())
-        if kind.startswith("*")
+        if isinstance(kind, str) and kind.startswith("*")
     ]
     constants = [f"{name}={value}" for name, value in variant.constexprs.items() if value is not None]
     return " ".join([*pointers, *constants])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -95,6 +95,10 @@ class Access(NamedTuple):
     unit: bool  # whether features are adjacent everywhere
     wide: bool  # whether offsets within a tile need 64 bits
     strides: list[int]  # of every tensor, all but those of features divided by vec
+
+    def of(self, *names: str) -> dict[str, Any]:
+        """The strides by name, ``q_b`` and so on, of tensors with these names."""
+        return dict(zip((f"{name}_{axis}" for name in names for axis in "bnhf"), self.strides, strict=True))
 
 
 def access_to(*tensors: Tensor) -> Access:

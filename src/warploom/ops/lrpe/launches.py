@@ -7,19 +7,15 @@ are kept by whoever calls (`warploom.runtime.plans`): a call like an earlier one
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from warploom.ops.lrpe.kernels.encode import backward_kernel, forward_kernel, reduce_kernel
-from warploom.runtime.launch import Dense, Kernel, Launch, may_start_early, multiprocessors, producing
+from warploom.runtime.launch import Dense, Launch, may_start_early, multiprocessors
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.plans import Plans
-
-_forward_kernel = Kernel(forward_kernel)
-_backward_kernel = Kernel(backward_kernel)
-_reduce_kernel = Kernel(reduce_kernel)
 
 MAX_AXES = 4
 """Axes of a grid that the kernels unravel themselves."""
@@ -161,12 +157,16 @@ def _strides(tensor: torch.Tensor, geometry: Geometry) -> tuple[int, int, int, i
     return (*geometry.order(b, n, h), stride[-1] if sizes[-1] > 1 else 1)
 
 
-def packed_strides(tensors: tuple[torch.Tensor, ...], geometry: Geometry) -> tuple[int, bool, list[int]]:
-    """Common divisor for vector access, whether features are adjacent everywhere, and all strides over it."""
-    strides = [_strides(t, geometry) for t in tensors]
-    unit = all(s[3] == 1 for s in strides)
-    vec = 16 if unit and all(v % 16 == 0 for s in strides for v in s[:3]) else 1
-    return vec, unit, [v for s in strides for v in (s[0] // vec, s[1] // vec, s[2] // vec, s[3])]
+def packed_strides(geometry: Geometry, axes: str = "snu", **tensors: torch.Tensor) -> dict[str, Any]:
+    """Strides over their common divisor ``VEC`` for vector access, and whether features are adjacent, ``UNIT``.
+
+    Those of ``x`` are called ``x_s`` and so on, by ``axes`` and the features f.
+    """
+    strides = {name: _strides(t, geometry) for name, t in tensors.items()}
+    unit = all(s[3] == 1 for s in strides.values())
+    vec = 16 if unit and all(v % 16 == 0 for s in strides.values() for v in s[:3]) else 1
+    outer = {f"{name}_{axis}": v // vec for name, s in strides.items() for axis, v in zip(axes, s)}
+    return {**outer, **{f"{name}_f": s[3] for name, s in strides.items()}, "VEC": vec, "UNIT": unit}
 
 
 def inverse_of(d: int) -> int:
@@ -179,11 +179,12 @@ def inverse_of(d: int) -> int:
     return ((1 << (31 + shift)) // d + 1) << 5 | shift
 
 
-def _inverses(positions: Positions, geometry: Geometry, row_blocks: int) -> tuple[int, ...]:
-    """Arguments ``inverse1 … rows_inverse``: how tokens lie in a grid, programs in blocks, and rows in tokens."""
+def _inverses(positions: Positions, geometry: Geometry, row_blocks: int) -> dict[str, Any]:
+    """How tokens lie in a grid, programs in blocks, and rows in tokens."""
     blocks = geometry.shared_blocks if geometry.heads_shared else row_blocks
     faster = geometry.tokens if geometry.heads_shared else geometry.unique
-    return *map(inverse_of, _inner_sizes(positions)), blocks, inverse_of(blocks), inverse_of(faster)
+    inner = {f"inverse{i + 1}": inverse_of(size) for i, size in enumerate(_inner_sizes(positions))}
+    return {**inner, "blocks": blocks, "blocks_inverse": inverse_of(blocks), "rows_inverse": inverse_of(faster)}
 
 
 def _inner_sizes(positions: Positions) -> tuple[int, int, int]:
@@ -194,8 +195,8 @@ def _inner_sizes(positions: Positions) -> tuple[int, int, int]:
 
 def angle_numbers(
     theta: torch.Tensor, positions: Positions, geometry: Geometry, table: torch.Tensor | None
-) -> tuple[int, tuple[int, ...]]:
-    """The divisor of theta's row stride that its vector loads rest on, and arguments ``tokens … cu_stride``."""
+) -> dict[str, Any]:
+    """What angles are made of. Vector loads of theta rest on ``THETA_VEC``, a divisor of its row stride."""
     theta_u = theta.stride(0) if theta.dim() == 2 and theta.shape[0] > 1 else 0
     theta_vec = 1
     if theta.stride(-1) == 1:
@@ -214,13 +215,17 @@ def angle_numbers(
     if table is not None:
         table_n, table_u = table.stride(0), 0 if table.shape[1] == 1 else table.stride(1)
     cu_seqlens = positions.cu_seqlens
-    return theta_vec, (
-        geometry.tokens, geometry.unique, geometry.shared, theta_u // theta_vec, theta.stride(-1),
-        ids_s, ids_n, ids_u, ids_k, offsets_s, offsets_u, table_n, table_u,
-        positions.prefix, *_inner_sizes(positions),
-        0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        0 if cu_seqlens is None else cu_seqlens.stride(0),
-    )  # fmt: skip
+    size1, size2, size3 = _inner_sizes(positions)
+    return {
+        "theta_u": theta_u // theta_vec, "theta_f": theta.stride(-1),
+        "ids_s": ids_s, "ids_n": ids_n, "ids_u": ids_u, "ids_k": ids_k,
+        "offsets_s": offsets_s, "offsets_u": offsets_u, "table_n": table_n, "table_u": table_u,
+        "prefix": positions.prefix,
+        "size1": size1, "size2": size2, "size3": size3,
+        "sequences": 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        "cu_stride": 0 if cu_seqlens is None else cu_seqlens.stride(0),
+        "AXES": positions.axes(), "THETA_VEC": theta_vec, "F": geometry.features, "E": theta.shape[-1],
+    }  # fmt: skip
 
 
 def forward(
@@ -256,12 +261,19 @@ def launch_forward(
 ) -> None:
     """Run the forward kernel of a plan, which writes ``out``; see `forward`."""
     ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
-    launch((x, out, theta, ids, offsets, cu_seqlens, table, tickets), positions.offset)
+    launch(x, out, theta, ids, offsets, cu_seqlens, table, tickets, positions.offset)
 
 
 def prepared(plan: Plan) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
     """`forward` from x, theta and the offset, for calls with this plan and no further tensors."""
-    return producing(plan.launch, plan.result, absent=5)
+    launch, empty = plan.launch, plan.result.empty
+
+    def run(x: torch.Tensor, theta: torch.Tensor, offset: int) -> torch.Tensor:
+        out = empty(x)
+        launch(x, out, theta, None, None, None, None, None, offset)
+        return out
+
+    return run
 
 
 class ThetaSums(NamedTuple):
@@ -278,7 +290,7 @@ class ThetaSums(NamedTuple):
         """Gradient of theta from its partial sums, always in the same order."""
         dtype = torch.promote_types(theta.dtype, torch.float32)
         dtheta = torch.empty(theta.shape, dtype=dtype, device=theta.device)
-        self.launch((partial, dtheta))
+        self.launch(partial, dtheta)
         return dtheta.to(theta.dtype)
 
 
@@ -301,19 +313,33 @@ def plan_forward(
     """Plan of `forward`."""
     geometry = geometry_of(x, theta, positions, kind, _tile(kind, activation, positions, False, False, x))
     out = layout_of(x, 2 * geometry.features)
-    vec, unit, strides = packed_strides((x, out), geometry)
-    theta_vec, numbers = angle_numbers(theta, positions, geometry, table)
     launch = Launch(
-        _forward_kernel,
+        forward_kernel,
         geometry.shared_blocks * geometry.row_blocks,
-        (*numbers, *_inverses(positions, geometry, geometry.row_blocks), *strides),
-        (
-            kind, activation, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1],
-            geometry.heads_shared, geometry.block_s, geometry.block_r, geometry.block_f,
-        ),
-        geometry.warps,
-    )  # fmt: skip
+        takes=("x", "out", "theta", "ids", "offsets", "cu_seqlens", "table", "tickets", "offset"),
+        num_warps=geometry.warps,
+        **_common(theta, positions, kind, activation, geometry, table, geometry.row_blocks),
+        **packed_strides(geometry, x=x, out=out),
+    )
     return Plan(Dense.like(out), launch)
+
+
+def _common(
+    theta: torch.Tensor,
+    positions: Positions,
+    kind: str,
+    activation: str,
+    geometry: Geometry,
+    table: torch.Tensor | None,
+    row_blocks: int,
+) -> dict[str, Any]:
+    """What both kernels are given beside tensors and their strides."""
+    return {
+        **angle_numbers(theta, positions, geometry, table), **_inverses(positions, geometry, row_blocks),
+        "tokens": geometry.tokens, "unique": geometry.unique, "shared": geometry.shared,
+        "KIND": kind, "ACTIVATION": activation, "TOKENS_INNER": geometry.heads_shared,
+        "BLOCK_S": geometry.block_s, "BLOCK_R": geometry.block_r, "BLOCK_F": geometry.block_f,
+    }  # fmt: skip
 
 
 def reads_x(activation: str, theta_gradient: bool) -> bool:
@@ -365,7 +391,7 @@ def launch_backward(
 ) -> None:
     """Run the backward kernel of a plan, which writes ``dx``, and ``partial`` sums of theta's gradient."""
     ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
-    launch((x, grad, dx, partial, theta, ids, offsets, cu_seqlens, table), positions.offset)
+    launch(x, grad, dx, partial, theta, ids, offsets, cu_seqlens, table, positions.offset)
 
 
 def plan_backward(
@@ -383,8 +409,6 @@ def plan_backward(
     tile = _tile(kind, activation, positions, True, theta_gradient, x)
     geometry = geometry_of(x, theta, positions, kind, tile)
     dx = layout_of(x, x.shape[-1]) if result is None else result
-    vec, unit, strides = packed_strides((x, grad, dx), geometry)
-    theta_vec, numbers = angle_numbers(theta, positions, geometry, table)
     chunks = geometry.row_blocks
     rows = theta.shape[0] if theta.dim() == 2 else 1
     parts = 0
@@ -392,15 +416,15 @@ def plan_backward(
         chunks = _theta_chunks(geometry, rows, x.device)
         parts = geometry.shared_blocks * chunks // rows
     launch = Launch(
-        _backward_kernel,
+        backward_kernel,
         geometry.shared_blocks * chunks,
-        (*numbers, *_inverses(positions, geometry, chunks), chunks // rows, *strides),
-        (
-            kind, activation, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1],
-            geometry.heads_shared, rows == 1, geometry.block_s, geometry.block_r, geometry.block_f,
-        ),
-        geometry.warps,
-    )  # fmt: skip
+        takes=("x", "grad", "dx", "partial", "theta", "ids", "offsets", "cu_seqlens", "table", "offset"),
+        num_warps=geometry.warps,
+        chunks=chunks // rows,
+        ONE_THETA=rows == 1,
+        **_common(theta, positions, kind, activation, geometry, table, chunks),
+        **packed_strides(geometry, x=x, grad=grad, dx=dx),
+    )
     sums = theta_sums(parts, theta, geometry.features, positions.axes()) if theta_gradient else None
     return Plan(Dense.like(dx), launch, sums)
 
@@ -410,11 +434,18 @@ def theta_sums(parts: int, theta: torch.Tensor, features: int, axes: int) -> The
     rows = theta.shape[0] if theta.dim() == 2 else 1
     early = may_start_early(theta.device)
     launch = Launch(
-        _reduce_kernel,
+        reduce_kernel,
         rows * -(-theta.shape[-1] // 16),
-        (parts, rows),
-        (axes, features, theta.shape[-1], 64, 16, early),
+        takes=("partial", "dtheta"),
         early=early,
+        parts=parts,
+        heads=rows,
+        AXES=axes,
+        F=features,
+        E=theta.shape[-1],
+        BLOCK_P=64,
+        BLOCK_E=16,
+        EARLY=early,
     )
     return ThetaSums((parts, rows, features), launch)
 

@@ -19,7 +19,7 @@ from warploom.ops.flash_attention.problem import Mask
 from warploom.ops.lrpe import launches as positions
 from warploom.ops.rotary_attention.validation import Options
 from warploom.runtime.dispatch import Gradient, Operator, Tensors
-from warploom.runtime.launch import ALIGNMENT, Dense, Launch, TiledLaunch
+from warploom.runtime.launch import ALIGNMENT, Dense, Launch
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.modes import attention_pairs
 from warploom.runtime.plans import Plans
@@ -111,7 +111,7 @@ class _Forward(NamedTuple):
     lse: Dense
     statistics: Dense
     turn: Launch
-    attend: TiledLaunch
+    attend: Launch
     k: _Part  # of the turned
     v: _Part  # of qkv
 
@@ -135,7 +135,7 @@ def _plan_forward(qkv: Tensor, theta: Tensor, heads: int, kind: str, scale: floa
     turn = positions.plan_forward(qk, theta, _FROM_ZERO, kind, "none", None)
     attend = attention.plan_forward(q, k, v, _CAUSAL, scale, "highest", True)
     parts = _Part.of(k, turned), _Part.of(v, qkv)
-    if not isinstance(attend.launch, TiledLaunch) or attend.combine is not None:
+    if attend.launch is None or not attend.launch.descriptions or attend.combine is not None:
         return False
     if not all(part.is_aligned_in(qkv) for part in parts):
         return False
@@ -150,8 +150,8 @@ class _Backward(NamedTuple):
     gradient: Dense  # of qkv
     rows: Dense
     prepare: Launch
-    key: TiledLaunch
-    query: TiledLaunch
+    key: Launch
+    query: Launch
     turn: Launch
     k: _Part  # of the turned
     v: _Part  # of qkv
@@ -183,7 +183,7 @@ def _plan_backward(
     dqk, dv = _split(dqkv, heads)
     dq, dk = _queries_and_keys(dqk, heads)
     attend = attention.plan_backward(grad, None, q, k, v, out, _CAUSAL, scale, "highest", True, (dq, dk, dv))
-    whole = [walk.launch for walk in attend.walks if isinstance(walk.launch, TiledLaunch) and walk.splits == 1]
+    whole = [walk.launch for walk in attend.walks if walk.launch.descriptions and walk.splits == 1]
     if attend.prepare is None or [walk.kernel for walk in attend.walks] != ["key", "query"] or len(whole) != 2:
         return False
     parts = _Part.of(k, turned), _Part.of(v, qkv), _Part.of(dk, dqkv), _Part.of(dv, dqkv)

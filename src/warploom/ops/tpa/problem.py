@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,15 @@ def strides_of(tensor: Tensor | None) -> tuple[int, int, int, int]:
         return 0, 0, 0, 0
     *outer, last = (stride if size > 1 else None for stride, size in zip(tensor.stride(), tensor.shape))
     return *(stride or 0 for stride in outer), 1 if last is None else last  # type: ignore[return-value]
+
+
+def named(**strides: tuple[int, ...]) -> dict[str, Any]:
+    """Strides by the names that kernels give them: with ``q_bn=(8, 2)``, ``q_b`` is 8 and ``q_n`` is 2."""
+    return {
+        f"{name}_{axis}": stride
+        for (name, axes), values in ((key.rsplit("_", 1), values) for key, values in strides.items())
+        for axis, stride in zip(axes, values, strict=True)
+    }
 
 
 def _divided(strides: tuple[int, int, int, int], vector: int) -> tuple[int, int, int, int]:

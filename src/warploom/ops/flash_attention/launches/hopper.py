@@ -8,7 +8,7 @@ head. Windows to the left and packed sequences stay with the kernels for every G
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,7 @@ from warploom.ops.flash_attention.problem import (
     programs_at_once,
     walks,
 )
-from warploom.runtime.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied
+from warploom.runtime.launch import INTERPRETED, Boxes, Launch, architecture, can_be_copied
 
 Tensor = torch.Tensor
 
@@ -121,7 +121,7 @@ def suit(name: str, geometry: Geometry, mask: Mask, scale: float, *tensors: Tens
 class Plan(NamedTuple):
     """A launch of a kernel, and into how many parts it cuts walks."""
 
-    launch: TiledLaunch
+    launch: Launch
     parts: int
     counted: bool  # whether its tiles are counted, with tickets that must be zero
 
@@ -157,38 +157,53 @@ def plan(name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple
         "query": backward.hopper_query_kernel,
     }[name]
     tiles = _tiles(name, geometry, mask)
-    own, walked = Boxes((0, 2, 1, 3), (1, 1, _ROWS, width)), Boxes((0, 2, 1, 3), (1, 1, tiles.box, width))
+    own, walked = (1, 1, _ROWS, width), (1, 1, tiles.box, width)
     boxes = {
-        "forward": (own, walked, walked, own),
-        "key": (walked, own, own, walked, own, own),
-        "query": (own, walked, walked, own, own),
+        "forward": {"q_desc": own, "k_desc": walked, "v_desc": walked, "out": own},
+        "key": {"q_desc": walked, "k_desc": own, "v_desc": own, "do_desc": walked, "dk": own, "dv": own},
+        "query": {"q_desc": own, "k_desc": walked, "v_desc": walked, "do_desc": own, "dq": own},
     }[name]
-    results = tensors[3:] if name == "forward" else tensors[4:]
+    inputs = 3 if name == "forward" else 4
+    results = dict(list(zip(boxes, tensors))[inputs:])
     blocks, rows = _blocks(name, geometry, mask)
     parts = _parts(name, geometry, mask, tensors[0].device)
-    described = list(zip(tensors, boxes))
-    if parts > 1:
-        described = described[: -len(results)]
+    described: dict[str, Any] = {
+        name: Boxes(tensor, (0, 2, 1, 3), tile)
+        for (name, tile), tensor in zip(boxes.items(), tensors)
+        if parts == 1 or name not in results
+    }
     # Heads are taken in sections: see `kernels.program_order`.
     length = geometry.tokens if name == "key" else geometry.keys
     head_bytes = length * (geometry.features + geometry.value_features) * tensors[0].element_size()
     section = max(L2_SHARE // head_bytes, 1) * (1 if name == "key" else geometry.group)
-    numbers = (
-        geometry.tokens, geometry.keys, geometry.heads, geometry.group, rows, blocks, min(section, rows), parts,
-        bounds(geometry, mask)[1], scale * LOG2_E, *(() if name == "forward" else (scale,)),
-        *(number for result in results for number in _place(result, parts)),
-    )  # fmt: skip
-    constants = (mask.right is not None, parts > 1, tiles.groups, tiles.stages)
+    slope: dict[str, Any] = {} if name == "forward" else {"slope": scale}
     count = blocks * rows * parts
     programs = min(programs_at_once(tensors[0].device), count)
-    launch = TiledLaunch(function, programs, described, numbers, constants, early=name != "forward")
+    launch = Launch(
+        function,
+        programs,
+        takes=(*boxes, *(("lse", "statistics") if name == "forward" else ("shift", "delta")), "tickets"),
+        early=name != "forward",
+        tokens=geometry.tokens, keys=geometry.keys, heads=geometry.heads, group=geometry.group, rows=rows,
+        blocks=blocks, section=min(section, rows), parts=parts, right=bounds(geometry, mask)[1],
+        scale=scale * LOG2_E, **slope,
+        CAUSAL=mask.right is not None, SPLIT=parts > 1, GROUPS=tiles.groups, STAGES=tiles.stages,
+        **described, **_places(results, parts),
+    )  # fmt: skip
     shared = name == "forward" and mask.right is None and count <= forward.EVEN_TURNS.value * programs
     return Plan(launch, parts, programs < count and not shared)
 
 
-def _place(result: Tensor, parts: int) -> tuple[int, ...]:
-    """Size, strides and features of each of the parts of a result, where there are several."""
-    return (result.numel(), *result.stride()[:3], result.shape[3]) if parts > 1 else (0,) * 5
+_PLACE = ("size", "b", "n", "h", "features")
+
+
+def _places(results: dict[str, Tensor], parts: int) -> dict[str, Any]:
+    """Size, strides and features of each of the parts of results, where there are several."""
+    return {
+        f"{name}_{field}": number
+        for name, x in results.items()
+        for field, number in zip(_PLACE, (x.numel(), *x.stride()[:3], x.shape[3]) if parts > 1 else (0,) * 5)
+    }
 
 
 PIECES_TILES = {3: {64: Tiles(1, 64, 2), 128: Tiles(1, 32, 2)}, 2: {64: Tiles(1, 64, 3), 128: Tiles(1, 64, 2)}}
@@ -247,21 +262,33 @@ def plan_pieces(
     programs = programs_at_once(device)
     steps = walks(name, geometry, mask, _ROWS, tiles.box)
     parts = _parts_in_pieces(steps, tiles.box, rows, programs, sum(x.numel() for x in results))
-    held, walked = (Boxes((0, 2, 1, 3), (1, 1, size, geometry.block_d)) for size in (_ROWS, tiles.box))
+    held, walked = ((1, 1, size, geometry.block_d) for size in (_ROWS, tiles.box))
     boxes = (walked, held, held, walked) if name == "key" else (held, walked, walked, held)
     head_bytes = 2 * pieces * length * (geometry.features + geometry.value_features)
     section = max(L2_SHARE // head_bytes, 1) * (1 if name == "key" else geometry.group)
-    numbers = (
-        geometry.tokens, geometry.keys, geometry.heads, geometry.group, rows, blocks, min(section, rows), parts,
-        bounds(geometry, mask)[1], in_powers_of_two(scale), scale,
-        *(number for x in results for number in (x.numel() if parts > 1 else 0, *_strides(x)[:3], x.shape[3])),
-    )  # fmt: skip
+    names = ("dk", "dv") if name == "key" else ("dq",)
+    places = {
+        f"{name}_{field}": number
+        for name, x in zip(names, results)
+        for field, number in zip(_PLACE, (x.numel() if parts > 1 else 0, *_strides(x)[:3], x.shape[3]))
+    }
     function = {
         "key": split_backward.hopper_pieces_key_kernel,
         "query": split_backward.hopper_pieces_query_kernel,
     }[name]
-    constants = (mask.right is not None, pieces, tiles.stages)
-    described = [(x.repeat(pieces, 1, 1, 1), box) for x, box in zip(factors, boxes)]
+    described: dict[str, Any] = {
+        name: Boxes(x.repeat(pieces, 1, 1, 1), (0, 2, 1, 3), tile)
+        for name, x, tile in zip(("q_desc", "k_desc", "v_desc", "do_desc"), factors, boxes)
+    }
     count = blocks * rows * parts
-    launch = TiledLaunch(function, min(programs, count), described, numbers, constants, early=True)
+    launch = Launch(
+        function,
+        min(programs, count),
+        takes=(*described, *names, "shift", "delta", "inverse", "tickets"),
+        early=True,
+        tokens=geometry.tokens, keys=geometry.keys, heads=geometry.heads, group=geometry.group, rows=rows,
+        blocks=blocks, section=min(section, rows), parts=parts, right=bounds(geometry, mask)[1],
+        scale=in_powers_of_two(scale), slope=scale,
+        CAUSAL=mask.right is not None, PIECES=pieces, STAGES=tiles.stages, **described, **places,
+    )  # fmt: skip
     return Plan(launch, parts, programs < count)

@@ -10,20 +10,20 @@ from collections.abc import Sequence
 
 import torch
 
-from warploom.runtime.launch import Launch, TiledLaunch
+from warploom.runtime.launch import Launch
 
 Tensor = torch.Tensor
 
 
 def launch_forward(
-    launch: TiledLaunch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, statistics: Tensor,
+    launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, statistics: Tensor,
     tickets: Tensor,
 ) -> None:  # fmt: skip
     """Run the forward kernel for Hopper. It writes ``out`` and ``statistics``, or parts of them, and ``lse``.
 
     If it counts tiles, ``tickets`` must be zero.
     """
-    launch((q, k, v, out, lse, statistics, tickets))
+    launch(q, k, v, out, lse, statistics, tickets)
 
 
 def launch_prepare(
@@ -31,11 +31,11 @@ def launch_prepare(
     delta: Tensor, inverse: Tensor | None, tickets: Tensor | None,
 ) -> None:  # fmt: skip
     """Run what comes before a backward's walks. It writes all from ``shift`` on; ``tickets`` become zero."""
-    launch((out, grad, statistics, grad_lse, shift, delta, inverse, tickets))
+    launch(out, grad, statistics, grad_lse, shift, delta, inverse, tickets)
 
 
 def launch_walk(
-    launch: TiledLaunch, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None],
+    launch: Launch, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None],
     numbers: Sequence[Tensor | None], tickets: Tensor | None,
 ) -> None:  # fmt: skip
     """Run a backward kernel for Hopper on q, k, v and the gradient of the output, or their pieces.
@@ -43,4 +43,4 @@ def launch_walk(
     It writes ``gradients``, of keys and values or of queries, or parts of them. ``numbers``: what `launch_prepare`
     wrote from ``shift`` on, None for what was not asked for.
     """
-    launch((*tensors, *gradients, *[x for x in numbers if x is not None], tickets))
+    launch(*tensors, *gradients, *[x for x in numbers if x is not None], tickets)

@@ -7,7 +7,7 @@ are kept by whoever calls (`warploom.runtime.plans`): a call like an earlier one
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -34,9 +34,7 @@ from warploom.runtime.launch import (
     ALIGNMENT,
     INTERPRETED,
     Dense,
-    Kernel,
     Launch,
-    TiledLaunch,
     architecture,
     may_start_early,
     multiprocessors,
@@ -48,14 +46,6 @@ if TYPE_CHECKING:
     from warploom.ops.flash_attention.launches import hopper
 
 Tensor = torch.Tensor
-
-forward_launch = Kernel(forward_kernel)
-combine_launch = Kernel(combine_kernel)
-pieces_launch = Kernel(pieces_kernel)
-prepare_launch = Kernel(prepare_kernel)
-key_launch = Kernel(key_kernel)
-query_launch = Kernel(query_kernel)
-sum_launch = Kernel(sum_kernel)
 
 PRODUCTS = {"highest": "bf16x6", "high": "tf32", "medium": "bf16"}
 """How float32 factors are multiplied, for each of PyTorch's names of a precision."""
@@ -168,21 +158,21 @@ def _beside(tiles: Configuration, geometry: Geometry, dtype: torch.dtype) -> int
 
 def _numbers(
     geometry: Geometry, mask: Mask, scale: float, grid: _Grid, itemsize: int, heads_per_walk: int
-) -> tuple[int | float, ...]:
-    """Arguments ``tokens … scale`` of a kernel."""
+) -> dict[str, Any]:
+    """Numbers that all kernels take."""
     features = geometry.features + geometry.value_features
     head_bytes = geometry.keys * features * itemsize
     section = max(L2_SHARE // head_bytes, 1) * heads_per_walk
     cu_q, cu_k = mask.cu_seqlens_q, mask.cu_seqlens_k
-    return (
-        geometry.tokens, geometry.keys, geometry.heads, geometry.group, grid.blocks, min(section, grid.rows),
-        grid.splits,
-        0 if cu_q is None else cu_q.shape[0] - 1, 0 if cu_q is None else cu_q.stride(0),
-        0 if cu_k is None else cu_k.stride(0),
-        *bounds(geometry, mask),
-        in_powers_of_two(scale),
-        geometry.entries,
-    )  # fmt: skip
+    left, right = bounds(geometry, mask)
+    return {
+        "tokens": geometry.tokens, "keys": geometry.keys, "heads": geometry.heads, "group": geometry.group,
+        "blocks": grid.blocks, "section": min(section, grid.rows), "splits": grid.splits,
+        "sequences": 0 if cu_q is None else cu_q.shape[0] - 1,
+        "cu_q_stride": 0 if cu_q is None else cu_q.stride(0),
+        "cu_k_stride": 0 if cu_k is None else cu_k.stride(0),
+        "left": left, "right": right, "scale": in_powers_of_two(scale), "entries": geometry.entries,
+    }  # fmt: skip
 
 
 def _precision(q: Tensor, precision: str | None) -> str:
@@ -208,13 +198,15 @@ def _product(way: str, q: Tensor, geometry: Geometry, mask: Mask, scale: float, 
 
 def _constants(
     geometry: Geometry, mask: Mask, scale: float, access: Access, product: str, tiles: Configuration
-) -> tuple[object, ...]:
-    """Arguments ``HAS_LEFT … BLOCK_E`` of a kernel."""
-    return (
-        mask.left is not None, mask.right is not None, scale < 0, access.vec, access.unit, access.wide,
-        geometry.features, geometry.value_features, product,
-        tiles.block_m, tiles.block_n, geometry.block_d, geometry.block_e,
-    )  # fmt: skip
+) -> dict[str, Any]:
+    """Constants that all kernels take."""
+    return {
+        "HAS_LEFT": mask.left is not None, "HAS_RIGHT": mask.right is not None, "NEGATIVE": scale < 0,
+        "VEC": access.vec, "UNIT": access.unit, "WIDE": access.wide,
+        "D": geometry.features, "E": geometry.value_features, "PRECISION": product,
+        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
+        "BLOCK_D": geometry.block_d, "BLOCK_E": geometry.block_e,
+    }  # fmt: skip
 
 
 class _Pieces(NamedTuple):
@@ -227,7 +219,7 @@ class _Pieces(NamedTuple):
     def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         """The pieces (three or two, …) of those of q, k, v and grad that are given."""
         pieces = [None if x is None or all is None else all.empty(x) for x, all in zip(tensors, self.all)]
-        self.launch((*tensors, *pieces))
+        self.launch(*tensors, *pieces)
         return tuple(x for x in pieces if x is not None)
 
 
@@ -241,16 +233,20 @@ def _plan_pieces(
     tensors = q, k, v, grad
     block_r = max(2048 // max(geometry.block_d, geometry.block_e), 1)
     blocks = [0 if x is None else -(-x.numel() // (x.shape[-1] * block_r)) for x in tensors]
-    strides = [stride for x in tensors for stride in ((0,) * 4 if x is None else x.stride())]
+    names = ("q", "k", "v", "grad")
+    strides = {
+        f"{name}_{axis}": stride
+        for name, x in zip(names, tensors)
+        for axis, stride in zip("bnhf", (0,) * 4 if x is None else x.stride())
+    }
     launch = Launch(
-        pieces_launch,
+        pieces_kernel,
         sum(blocks),
-        (geometry.tokens, geometry.keys, geometry.heads, geometry.key_heads, geometry.entries, *strides),
-        (
-            geometry.features, geometry.value_features, _PIECES[product], block_r, geometry.block_d,
-            geometry.block_e, overlap,
-        ),
+        takes=(*names, *(f"{name}_pieces" for name in names)),
         early=overlap,
+        tokens=geometry.tokens, keys=geometry.keys, heads=geometry.heads, key_heads=geometry.key_heads,
+        entries=geometry.entries, D=geometry.features, E=geometry.value_features, PIECES=_PIECES[product],
+        BLOCK_R=block_r, BLOCK_D=geometry.block_d, BLOCK_E=geometry.block_e, OVERLAP=overlap, **strides,
     )  # fmt: skip
     given = [x for x in tensors if x is not None]
     return _Pieces(
@@ -266,7 +262,7 @@ class _Forward(NamedTuple):
     out: Dense
     lse: Dense
     statistics: Dense
-    launch: Launch | TiledLaunch | None  # None where there is nothing to attend with or to
+    launch: Launch | None  # None where there is nothing to attend with or to
     combine: Launch | None = None  # of the parts, where walks are split
     parts: tuple[Dense, ...] = ()  # of the output, all in one, and of the statistics
     counted: bool = False  # whether tiles are counted, with tickets that must be zero
@@ -305,16 +301,16 @@ def forward(
         target, target_statistics = (part.empty(q) for part in plan.parts)
     if plan.pieces:
         q, k, v = plan.pieces(q, k, v, None)
-    if isinstance(plan.launch, TiledLaunch):
+    if plan.launch.descriptions:
         if tickets is None:
             tickets = TICKETS.empty(q)
             if plan.counted:
                 tickets.zero_()
         launch_forward(plan.launch, q, k, v, target, lse, target_statistics, tickets)
     else:
-        plan.launch((q, k, v, target, lse if plan.combine is None else None, target_statistics, *cu_seqlens))
+        plan.launch(q, k, v, target, lse if plan.combine is None else None, target_statistics, *cu_seqlens)
     if plan.combine is not None:
-        plan.combine((target, target_statistics, out, lse, statistics))
+        plan.combine(target, target_statistics, out, lse, statistics)
     return out, lse, statistics
 
 
@@ -368,16 +364,17 @@ def plan_forward(
             plan, factors = plan._replace(pieces=pieces), pieces.like
         access = access_to(*factors, out)
         launch = Launch(
-            forward_launch,
+            forward_kernel,
             grid.programs,
-            (
-                *_numbers(geometry, mask, scale, grid, q.itemsize, geometry.group),
-                out.numel() // access.vec if splits > 1 else 0,  # from one part to the next
-                *access.strides,
-            ),
-            (*_constants(geometry, mask, scale, access, product, tiles), grid.short, may_start_early(q.device)),
-            tiles.warps,
-            tiles.stages,
+            takes=("q", "k", "v", "out", "lse", "statistics", "cu_seqlens_q", "cu_seqlens_k"),
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+            out_split=out.numel() // access.vec if splits > 1 else 0,  # from one part to the next
+            SHORT=grid.short,
+            OVERLAP=may_start_early(q.device),
+            **_numbers(geometry, mask, scale, grid, q.itemsize, geometry.group),
+            **_constants(geometry, mask, scale, access, product, tiles),
+            **access.of("q", "k", "v", "out"),
         )
         plan = plan._replace(launch=launch)
     if splits == 1:
@@ -386,13 +383,13 @@ def plan_forward(
     lse_elements = rows * geometry.tokens
     early, access = may_start_early(q.device), access_to(out)
     combine = Launch(
-        combine_launch,
+        combine_kernel,
         -(-lse_elements // block_r),
-        (
-            lse_elements, geometry.tokens, geometry.heads, splits, out.numel() // access.vec, *access.strides,
-        ),
-        (access.vec, access.unit, geometry.value_features, block_r, geometry.block_e, early),
+        takes=("part", "part_statistics", "out", "lse", "statistics"),
         early=early,
+        rows=lse_elements, tokens=geometry.tokens, heads=geometry.heads, splits=splits,
+        out_split=out.numel() // access.vec, VEC=access.vec, UNIT=access.unit, E=geometry.value_features,
+        BLOCK_R=block_r, BLOCK_E=geometry.block_e, EARLY=early, **access.of("out"),
     )  # fmt: skip
     sizes = ((splits * out.numel(),), (splits, 2, *lse))
     return plan._replace(combine=combine, parts=tuple(Dense.rows(size, torch.float32) for size in sizes))
@@ -402,7 +399,7 @@ class _Walk(NamedTuple):
     """Plan of one of the backward kernels."""
 
     kernel: str  # of `_RESULTS`
-    launch: Launch | TiledLaunch
+    launch: Launch
     splits: int
     parts: tuple[Dense, ...] = ()  # of each result, all in one, where walks are split
 
@@ -467,7 +464,7 @@ def backward(
     tickets = TICKETS.empty(q) if plan.counted else None
     launch_prepare(plan.prepare, out, grad, statistics, grad_lse, shift, delta, inverse, tickets)
     if plan.few is not None:
-        plan.few((q, k, v, grad, shift, delta, dq, dk, dv))
+        plan.few(q, k, v, grad, shift, delta, dq, dk, dv)
     numbers, gradients = (shift, delta, inverse), (dq, dk, dv)
     factors = (q, k, v, grad) if plan.pieces is None else plan.pieces(q, k, v, grad)
     # A walk starts where the one before leaves multiprocessors idle; sums are added up when all are done.
@@ -475,7 +472,8 @@ def backward(
     for walk in plan.walks:
         _walk(walk, factors, numbers, gradients, parts, mask, tickets)
     if plan.sums is not None:
-        plan.sums((*parts, *(None if part is None else x for x, part in zip(gradients, parts))))
+        given = [(part, None if part is None else x) for x, part in zip(gradients, parts)]
+        plan.sums(*(x for pair in given for x in pair if x is not None))
     if results is not None and plan.apart:
         for result, gradient in zip(results, gradients):
             result.copy_(gradient)
@@ -498,10 +496,10 @@ def _walk(
         targets = [part.empty(gradients[0]) for part in walk.parts]
         for index, target in zip(_RESULTS[walk.kernel], targets):
             parts[index] = target
-    if isinstance(walk.launch, TiledLaunch):
+    if walk.launch.descriptions:
         launch_walk(walk.launch, factors, targets, numbers, tickets)
     else:
-        walk.launch((*factors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k))
+        walk.launch(*factors, *numbers, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k)
 
 
 def plan_backward(
@@ -528,14 +526,15 @@ def plan_backward(
     block_r = min(4096 // geometry.block_e, 64)
     elements = geometry.entries * geometry.heads * geometry.tokens
     overlap = may_start_early(q.device)
+    lse_b, lse_h, lse_n = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     prepare = Launch(
-        prepare_launch,
+        prepare_kernel,
         -(-elements // block_r),
-        (
-            elements, geometry.tokens, geometry.heads, *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
-            *access.strides,
-        ),
-        (access.vec, access.unit, geometry.value_features, block_r, geometry.block_e, overlap),
+        takes=("out", "grad", "statistics", "dlse", "shift", "delta", "inverse", "tickets"),
+        rows=elements, tokens=geometry.tokens, heads=geometry.heads,
+        dlse_b=lse_b, dlse_h=lse_h, dlse_n=lse_n,
+        VEC=access.vec, UNIT=access.unit, E=geometry.value_features, BLOCK_R=block_r, BLOCK_E=geometry.block_e,
+        OVERLAP=overlap, **access.of("out", "grad"),
     )  # fmt: skip
     if small.suits_backward(geometry, mask, scale, q, k, v, grad, dq, dk, dv):
         few = small.plan_backward(geometry, mask, scale, q, k, v, grad, dq, dk, dv)
@@ -550,7 +549,7 @@ def plan_backward(
     if sums is not None and results is not None:  # parts are without gaps, and so is what they are added up in
         plan = plan_backward(grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, None)
         return plan._replace(apart=True)
-    counted = any(isinstance(walk.launch, TiledLaunch) for walk in planned)
+    counted = any(walk.launch.descriptions for walk in planned)
     return plan._replace(prepare=prepare, walks=planned, counted=counted, sums=sums)
 
 
@@ -597,21 +596,23 @@ def _plan_walk(
     heads_per_walk = 1 if kernel == "key" else geometry.group
     access = access_to(*factors, *results)
     overlap = may_start_early(q.device)
+    names = ("dk", "dv") if kernel == "key" else ("dq",)
+    inputs = ("q", "k", "v", "grad")
     launch = Launch(
-        key_launch if kernel == "key" else query_launch,
+        key_kernel if kernel == "key" else query_kernel,
         grid.programs,
-        (
-            *_numbers(geometry, mask, scale, grid, q.itemsize, heads_per_walk), scale,
-            *(x.numel() // access.vec if grid.splits > 1 else 0 for x in results), *access.strides,
-        ),
-        (
-            *_constants(geometry, mask, scale, access, product, tiles), grid.short,
-            overlap,
-        ),
-        tiles.warps,
-        tiles.stages,
+        takes=(*inputs, "shift", "delta", "inverse", *names, "cu_seqlens_q", "cu_seqlens_k"),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
         early=overlap,
-    )  # fmt: skip
+        slope=scale,
+        SHORT=grid.short,
+        OVERLAP=overlap,
+        **{f"{n}_split": x.numel() // access.vec if grid.splits > 1 else 0 for n, x in zip(names, results)},
+        **_numbers(geometry, mask, scale, grid, q.itemsize, heads_per_walk),
+        **_constants(geometry, mask, scale, access, product, tiles),
+        **access.of(*inputs, *names),
+    )
     return _Walk(kernel, launch, grid.splits, _parts(sizes, grid.splits))
 
 
@@ -630,4 +631,12 @@ def _plan_sums(walks: Sequence[_Walk], gradients: tuple[Tensor, ...], early: boo
         return None
     sizes = [x.numel() for x in gradients]
     programs = sum(-(-size // 1024) for size, parts in zip(sizes, splits) if parts > 1)
-    return Launch(sum_launch, programs, (*sizes, *splits), (1024, early), early=early)
+    numbers: dict[str, Any] = {}
+    takes: list[str] = []
+    for name, size, parts in zip(("dq", "dk", "dv"), sizes, splits):
+        numbers |= {f"{name}_size": size, f"{name}_splits": parts}
+        if parts > 1:
+            takes += [f"{name}_parts", name]
+        else:
+            numbers |= {f"{name}_parts": None, name: None}
+    return Launch(sum_kernel, programs, takes=takes, early=early, BLOCK=1024, EARLY=early, **numbers)

@@ -16,11 +16,9 @@ from warploom.ops.flash_attention.problem import (
     is_plain,
     programs_at_once,
 )
-from warploom.runtime.launch import Kernel, Launch, architecture, may_start_early
+from warploom.runtime.launch import Launch, architecture, may_start_early
 
 Tensor = torch.Tensor
-
-backward_launch = Kernel(backward_few_kernel)
 
 
 class Ways(NamedTuple):
@@ -66,10 +64,17 @@ def plan_backward(geometry: Geometry, mask: Mask, scale: float, *tensors: Tensor
     access, ways = access_to(*tensors), BACKWARD[geometry.features]
     blocks, key_blocks = _blocks(geometry.tokens), _blocks(geometry.keys)
     programs = geometry.entries * (blocks * geometry.heads + key_blocks * geometry.key_heads)
-    numbers = (
-        geometry.tokens, geometry.keys, geometry.heads, geometry.group, blocks, key_blocks,
-        bounds(geometry, mask)[1], in_powers_of_two(scale), scale, geometry.entries, *access.strides,
-    )  # fmt: skip
     early = may_start_early(tensors[0].device)
-    constants = (mask.right is not None, access.vec, geometry.features, ways.ways, ways.block, early)
-    return Launch(backward_launch, programs, numbers, constants, ways.ways, ways.stages, early)
+    return Launch(
+        backward_few_kernel,
+        programs,
+        takes=("q", "k", "v", "grad", "shift", "delta", "dq", "dk", "dv"),
+        num_warps=ways.ways,
+        num_stages=ways.stages,
+        early=early,
+        tokens=geometry.tokens, keys=geometry.keys, heads=geometry.heads, group=geometry.group, blocks=blocks,
+        key_blocks=key_blocks, right=bounds(geometry, mask)[1], scale=in_powers_of_two(scale), slope=scale,
+        entries=geometry.entries, CAUSAL=mask.right is not None, VEC=access.vec, D=geometry.features,
+        WAYS=ways.ways, BLOCK=ways.block, EARLY=early,
+        **access.of("q", "k", "v", "grad", "dq", "dk", "dv"),
+    )  # fmt: skip

@@ -20,11 +20,6 @@ class Chunks(NamedTuple):
     """Chunks below a node, for each level of the tree but the root, which joins all nodes of the last of them."""
 
     @property
-    def lengths(self) -> tuple[int, int, int]:
-        """What settles the length of a chunk, as kernels take it."""
-        return self.shortest, self.longest, self.wanted
-
-    @property
     def all_levels(self) -> int:
         """The number of levels that are all keys."""
         return len(self.widths)

@@ -8,7 +8,7 @@ tokens stand in a row. All other calls stay with the kernels for every GPU.
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from warploom.ops.lrpe.launches import Positions, inverse_of
 from warploom.ops.lrpe.softmax_sequence.kernels.hopper import sequence
 from warploom.ops.lrpe.softmax_sequence.kernels.hopper.angles import MOST_AXES
 from warploom.ops.lrpe.softmax_sequence.kernels.hopper.sequence import UNIT
-from warploom.runtime.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied, multiprocessors
+from warploom.runtime.launch import INTERPRETED, Boxes, Launch, architecture, can_be_copied, multiprocessors
 
 Tensor = torch.Tensor
 
@@ -131,7 +131,7 @@ _words = Words()
 class Plan(NamedTuple):
     """A launch, and how many words its parts tell each other."""
 
-    launch: TiledLaunch
+    launch: Launch
     words: int
 
     def __call__(
@@ -146,7 +146,7 @@ class Plan(NamedTuple):
         """Launch on ``described`` tensors, x and in a backward the gradient. ``dtheta``: for its partial sums."""
         words, tag = _words.take(self.words, out)
         sums = () if len(described) == 1 else (dtheta,)
-        self.launch((*described, *described, out, statistics, words, theta, *sums), offset, tag, PATIENCE)
+        self.launch(*described, *described, out, statistics, words, theta, *sums, offset, tag, PATIENCE)
 
 
 def suits(
@@ -201,27 +201,32 @@ def plan(
     strips, parts = features // tile.width, -(-tokens // tile.tokens)
     block = next((size for size in _BLOCKS if parts <= size), None)
     block = block or next(size for size in _BLOCKS if parts <= size**2)  # two levels: as few as suffice
-    function = sequence.hopper_sequence_forward_kernel
-    described = [x]
+    kernel, described, sums = sequence.hopper_sequence_forward_kernel, {"x": x}, []
     if grad is not None:
-        function = sequence.hopper_sequence_backward_kernel
-        described.append(grad)
-    boxes = Boxes((0, 2, 1, 3), (1, 1, min(tile.tokens, _MOST_BOX), tile.width))
+        kernel, described, sums = sequence.hopper_sequence_backward_kernel, {"x": x, "grad": grad}, ["dtheta"]
+    box = (0, 2, 1, 3), (1, 1, min(tile.tokens, _MOST_BOX), tile.width)
+    descriptors: dict[str, Any] = {f"{name}_desc": Boxes(tensor, *box) for name, tensor in described.items()}
+    strides = {
+        f"{name}_{axis}": stride // _UNIT
+        for name, tensor in (*described.items(), ("out", out))
+        for axis, stride in zip("bnh", tensor.stride())
+    }
     inner = (*positions.grid[1:], 1, 1)[:2]
     theta_u = theta.stride(0) if theta.dim() == 2 and theta.shape[0] > 1 else 0
-    launch = TiledLaunch(
-        function,
+    axes = positions.axes()
+    launch = Launch(
+        kernel,
         batch * heads * strips * parts,
-        [(tensor, boxes) for tensor in described],
-        (
-            inverse_of(parts), inverse_of(heads), tokens, heads, parts, theta_u, theta.stride(-1),
-            *(stride // _UNIT for tensor in (*described, out) for stride in tensor.stride()[:3]),
-            positions.prefix, *inner, *map(inverse_of, inner),
-        ),
-        (kind, positions.axes(), features, theta.shape[-1], positions.axes() == 1 and positions.prefix > 0, exact,
-         tile.tokens, tile.piece, tile.vec, block, parts > block, tile.parts_first),
-        tile.warps,
+        takes=(*descriptors, *described, "out", "statistics", "words", "theta", *sums, "offset", "tag", "patience"),
+        num_warps=tile.warps,
         registers=tile.registers,
+        **descriptors, **strides,
+        parts_inverse=inverse_of(parts), heads_inverse=inverse_of(heads), tokens=tokens, heads=heads, parts=parts,
+        theta_u=theta_u, theta_f=theta.stride(-1), prefix=positions.prefix, size1=inner[0], size2=inner[1],
+        inverse1=inverse_of(inner[0]), inverse2=inverse_of(inner[1]),
+        KIND=kind, AXES=axes, F=features, E=theta.shape[-1], PREFIX=axes == 1 and positions.prefix > 0, EXACT=exact,
+        TOKENS=tile.tokens, PIECE=tile.piece, VEC=tile.vec, BLOCK=block, BLOCKS=parts > block,
+        PARTS_FIRST=tile.parts_first,
     )  # fmt: skip
     members = 1 if kind == "cosine" else 2
     rows = parts + -(-parts // block)  # of words: parts, and blocks of them

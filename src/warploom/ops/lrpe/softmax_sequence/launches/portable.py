@@ -22,17 +22,12 @@ from warploom.ops.lrpe.softmax_sequence.kernels.portable import (
     reduce_chunk_kernel,
     strip_kernel,
 )
-from warploom.runtime.launch import ALIGNMENT, INTERPRETED, Kernel, Launch, architecture, multiprocessors
+from warploom.runtime.launch import ALIGNMENT, INTERPRETED, Launch, architecture, multiprocessors
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.plans import Plans
 
 if TYPE_CHECKING:  # Gluon is imported where it is used
     from warploom.ops.lrpe.softmax_sequence.launches import hopper
-
-_apply_kernel = Kernel(apply_kernel)
-_combine_kernel = Kernel(combine_kernel)
-_reduce_kernel = Kernel(reduce_chunk_kernel)
-_strip_kernel = Kernel(strip_kernel)
 
 
 class Tiles(NamedTuple):
@@ -206,14 +201,13 @@ def _run(
         plan.tiled((x,) if grad is None else (x, grad), out, statistics, theta, positions.offset, dtheta)
         return
     if not plan.partial:
-        tensors = (x, grad, out, statistics, dtheta, theta, ids, offsets)
-        plan.launches[0](tensors, positions.offset)
+        plan.launches[0](x, grad, out, statistics, dtheta, theta, ids, offsets, positions.offset)
         return
     partial = x.new_empty((plan.partial,), dtype=torch.float32)
     reduce, combine, apply = plan.launches
-    reduce((x, grad, statistics, partial, theta, ids, offsets, cu_seqlens), positions.offset)
-    combine((partial, statistics if sums is None else sums, cu_seqlens), plan.statistics[1])
-    apply((x, grad, out, statistics, sums, dtheta, theta, ids, offsets, cu_seqlens), positions.offset)
+    reduce(x, grad, statistics, partial, theta, ids, offsets, cu_seqlens, positions.offset)
+    combine(partial, statistics if sums is None else sums, cu_seqlens)
+    apply(x, grad, out, statistics, sums, dtheta, theta, ids, offsets, cu_seqlens, positions.offset)
 
 
 @dataclass
@@ -237,9 +231,12 @@ class _Planner:
         geometry = geometry_of(x, theta, positions, kind, (1, 1))._replace(heads_shared=False)
         batch, tokens, heads, features = geometry.batch, geometry.tokens, geometry.heads, geometry.features
         out = layout_of(x, 2 * features if kind == "cosine" and grad is None else x.shape[-1])
-        tensors = (x, x if grad is None else grad, out)
-        vec, unit, strides = packed_strides(tensors, geometry)
-        theta_vec, numbers = angle_numbers(theta, positions, geometry, None)
+        strides = packed_strides(geometry, "bnh", x=x, grad=x if grad is None else grad, out=out)
+        common = {
+            **angle_numbers(theta, positions, geometry, None), **strides,
+            "tokens": tokens, "heads": heads, "batch": batch,
+            "KIND": kind, "BACKWARD": grad is not None, "EXACT": self.exact,
+        }  # fmt: skip
         members = 1 if kind == "cosine" else 2
         rows = max(theta.shape[0], 1) if theta.dim() == 2 else 1
         backward = grad is not None
@@ -247,7 +244,7 @@ class _Planner:
         def sums_of(parts: int) -> ThetaSums | None:
             return theta_sums(parts, theta, features, positions.axes()) if self.theta_gradient else None
 
-        wide = self.exact or vec == 1
+        wide = self.exact or strides["VEC"] == 1
         plan = _Plan(tuple(out.shape), out.stride(), statistics_shape(x, positions))
         if self.aligned:
             from warploom.ops.lrpe.softmax_sequence.launches import hopper
@@ -257,17 +254,19 @@ class _Planner:
                 tiled = hopper.plan(tile, kind, positions, self.exact, features, x, theta, grad, out)
                 parts = -(-tokens // tile.tokens)
                 return plan._replace(tiled=tiled, theta_sums=sums_of(batch * parts * heads // rows))
-        angles = (positions.axes(), vec, theta_vec, unit, features, theta.shape[-1])
         if positions.cu_seqlens is None and tokens <= strip_tokens(backward) and not self.block_parallel:
             tiles = strip_tiles(kind, backward, wide)
             block_f = min(geometry.block_f, STRIP_BYTES // x.element_size())
             block_r = max(1, tiles.numbers // (block_f * members))
             launch = Launch(
-                _strip_kernel,
+                strip_kernel,
                 batch * heads * -(-features // block_f),
-                (*numbers, *strides),
-                (kind, backward, self.exact, *angles, block_r, block_f, tiles.stages),
-                tiles.warps,
+                takes=("x", "grad", "out", "statistics", "dtheta", "theta", "ids", "offsets", "offset"),
+                num_warps=tiles.warps,
+                BLOCK_R=block_r,
+                BLOCK_F=block_f,
+                STAGES=tiles.stages,
+                **common,
             )
             return plan._replace(launches=(launch,), theta_sums=sums_of(batch * heads // rows))
         tiles, applied = reduce_tiles(kind, backward, wide), apply_tiles(kind, backward, wide)
@@ -280,25 +279,44 @@ class _Planner:
         groups = plan.statistics[0]
         slots = batch * chunks + (0 if positions.cu_seqlens is None else groups)
         reduce = Launch(
-            _reduce_kernel,
+            reduce_chunk_kernel,
             batch * heads * chunks,
-            (*numbers, *strides, chunks, chunk_rows),
-            (kind, backward, self.exact, *angles, block_r, geometry.block_f, tiles.stages),
-            tiles.warps,
+            takes=("x", "grad", "statistics", "partial", "theta", "ids", "offsets", "cu_seqlens", "offset"),
+            num_warps=tiles.warps,
+            chunks=chunks,
+            chunk_rows=chunk_rows,
+            BLOCK_R=block_r,
+            BLOCK_F=geometry.block_f,
+            STAGES=tiles.stages,
+            **common,
         )
         combine = Launch(
-            _combine_kernel,
+            combine_kernel,
             groups * heads * members,
-            (chunk_rows, 0 if positions.cu_seqlens is None else positions.cu_seqlens.stride(0), chunks),
-            (backward, features, geometry.block_f, members, BLOCK_P),
+            takes=("partial", "columns", "cu_seqlens"),
+            heads=heads,
+            chunk_rows=chunk_rows,
+            cu_stride=common["cu_stride"],
+            slots=chunks,
+            BACKWARD=backward,
+            F=features,
+            BLOCK_F=geometry.block_f,
+            P=members,
+            BLOCK_P=BLOCK_P,
         )
         apply = Launch(
-            _apply_kernel,
+            apply_kernel,
             batch * heads * parts,
-            (*numbers, *strides, parts),
-            (kind, backward, self.exact, *angles, apply_r, geometry.block_f),
-            applied.warps,
-        )
+            takes=(
+                "x", "grad", "out", "statistics", "sums", "dtheta", "theta", "ids", "offsets", "cu_seqlens",
+                "offset",
+            ),
+            num_warps=applied.warps,
+            tiles=parts,
+            BLOCK_R=apply_r,
+            BLOCK_F=geometry.block_f,
+            **common,
+        )  # fmt: skip
         return plan._replace(
             launches=(reduce, combine, apply),
             partial=slots * heads * sets * x.shape[-1],

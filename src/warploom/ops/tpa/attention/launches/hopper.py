@@ -7,6 +7,7 @@ ranks and packed sequences stay with the kernels for every GPU.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,12 +18,12 @@ from warploom.device.hopper.pipeline import ROWS
 from warploom.ops.tpa.attention.kernels.hopper.backward import tpa_hopper_key_kernel, tpa_hopper_query_kernel
 from warploom.ops.tpa.attention.kernels.hopper.forward import tpa_hopper_forward_kernel
 from warploom.ops.tpa.attention.problem import PROGRAMS, Call
-from warploom.ops.tpa.problem import NARROW, Operands, logit_unit
+from warploom.ops.tpa.problem import NARROW, Operands, logit_unit, named
 from warploom.runtime.launch import (
     ALIGNMENT,
     INTERPRETED,
     Boxes,
-    TiledLaunch,
+    Launch,
     architecture,
     can_be_copied,
     multiprocessors,
@@ -84,21 +85,22 @@ def copyable(grad: Tensor) -> Tensor:
     return grad.clone(memory_format=torch.contiguous_format)
 
 
-def _launch(name: str, make: Callable[[], TiledLaunch], call: Call, tensors: Sequence[Tensor]) -> None:
+def _launch(name: str, make: Callable[[], Launch], call: Call, tensors: Sequence[Tensor]) -> None:
     """Launch on ``tensors`` what ``make`` returned for the first call like this one."""
     if are_kept(tensors[0]):
         launch = _plans.get((name, call, *map(metadata, tensors)), make)
     else:
         launch = make()
-    launch(tensors)
+    launch(*tensors)
 
 
-def _boxes(q: Tensor, values: Tensor, rank: int) -> tuple[Boxes, Boxes, Boxes]:
+def _boxes(q: Tensor, values: Tensor, rank: int) -> tuple[Callable[[Tensor], Boxes], ...]:
     """Boxes of Q (B, H, N, D), of results (B, N, H, D), and of feature factors (B, M, R, D)."""
     width = 64 if max(q.shape[3], values.shape[3]) <= 64 else 128
     tile = (1, 1, _ROWS, width)
     factor = (1, rank, _FACTOR_ROWS // rank, width)
-    return Boxes((0, 1, 2, 3), tile), Boxes((0, 2, 1, 3), tile), Boxes((0, 2, 1, 3), factor)
+    boxes = ((0, 1, 2, 3), tile), ((0, 2, 1, 3), tile), ((0, 2, 1, 3), factor)
+    return tuple(functools.partial(lambda order, tile, x: Boxes(x, order, tile), *box) for box in boxes)
 
 
 def _exact(call: Call) -> bool:
@@ -126,17 +128,19 @@ def forward(
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
     statistics = torch.empty((2, batch, heads, tokens), dtype=torch.float32, device=q.device)
 
-    def make() -> TiledLaunch:
+    def make() -> Launch:
         own, result, factor = _boxes(q, bv, rank)
         blocks, rows = -(-tokens // _BLOCK), batch * heads
-        return TiledLaunch(
+        return Launch(
             tpa_hopper_forward_kernel,
             min(multiprocessors(q.device), blocks * rows),
-            [(q, own), (bk, factor), (bv, factor), (out, result)],
-            (tokens, keys, heads, rows, blocks, ak.shape[3], call.scale * logit_unit(q.dtype)),
-            (rank, call.causal, *TILES, _exact(call)),
+            takes=("q_desc", "bk_desc", "bv_desc", "out_desc", "ak", "av", "lse", "statistics", "tickets"),
             early=True,
-        )
+            q_desc=own(q), bk_desc=factor(bk), bv_desc=factor(bv), out_desc=result(out),
+            tokens=tokens, keys=keys, heads=heads, rows=rows, blocks=blocks, stride=ak.shape[3],
+            scale=call.scale * logit_unit(q.dtype), RANK=rank, CAUSAL=call.causal, BLOCK_N=TILES.keys,
+            STAGES=TILES.stages, F_STAGES=TILES.factor_stages, EXACT=_exact(call),
+        )  # fmt: skip
 
     _launch("forward", make, call, (q, bk, bv, out, ak, av, lse, statistics, tickets))
     return statistics.permute(1, 2, 0, 3).contiguous()
@@ -150,19 +154,18 @@ def query_gradient(
     batch, heads, tokens, _ = q.shape
     rank, keys = bk.shape[2], bk.shape[1]
 
-    def make() -> TiledLaunch:
+    def make() -> Launch:
         own, result, factor = _boxes(q, bv, rank)
         blocks, rows = -(-tokens // _BLOCK), batch * heads
-        return TiledLaunch(
+        return Launch(
             tpa_hopper_query_kernel,
             min(multiprocessors(q.device), blocks * rows),
-            [(q, own), (bk, factor), (bv, factor), (grad, result), (dq, result)],
-            (
-                tokens, keys, heads, rows, blocks, ak.shape[3],
-                call.scale * logit_unit(q.dtype), scale * call.scale,
-            ),
-            (rank, call.causal, *TILES, _exact(call)),
+            takes=("q_desc", "bk_desc", "bv_desc", "do_desc", "dq_desc", "ak", "av", "shift", "delta", "tickets"),
             early=True,
+            q_desc=own(q), bk_desc=factor(bk), bv_desc=factor(bv), do_desc=result(grad), dq_desc=result(dq),
+            tokens=tokens, keys=keys, heads=heads, rows=rows, blocks=blocks, stride=ak.shape[3],
+            scale=call.scale * logit_unit(q.dtype), slope=scale * call.scale, RANK=rank, CAUSAL=call.causal,
+            BLOCK_N=TILES.keys, STAGES=TILES.stages, F_STAGES=TILES.factor_stages, EXACT=_exact(call),
         )  # fmt: skip
 
     _launch(f"query {scale}", make, call, (q, bk, bv, grad, dq, ak, av, shift, delta, tickets))
@@ -186,21 +189,25 @@ def key_gradients(
     rank, keys = bk.shape[2], bk.shape[1]
     blocks, shares = -(-keys // _BLOCK), sums[0].shape[0]
 
-    def make() -> TiledLaunch:
+    def make() -> Launch:
         own, result, _ = _boxes(q, bv, rank)
         rows = batch * shares
-        return TiledLaunch(
+        bk_bmr, bv_bmr = (tuple(stride // 8 for stride in b.stride()[:3]) for b in (bk, bv))
+        return Launch(
             tpa_hopper_key_kernel,
             min(multiprocessors(q.device), blocks * rows),
-            [(q, own), (grad, result)],
-            (
-                tokens, keys, heads, shares, rows, blocks, ak.shape[3], 0,
-                *(stride // 8 for stride in (*bk.stride()[:3], *bv.stride()[:3])),
-                *dak.stride(), *dav.stride(),
-                call.scale * logit_unit(q.dtype), float(call.scale), float(call.scale_k), float(call.scale_v),
+            takes=(
+                "q_desc", "do_desc", "ak", "av", "bk", "bv", "shift", "delta", "dak", "dav", "k_sums", "v_sums",
+                "tickets",
             ),
-            (rank, features, bv.shape[3], call.causal, KEY_STAGES),
             early=True,
+            q_desc=own(q), do_desc=result(grad),
+            tokens=tokens, keys=keys, heads=heads, shares=shares, rows=rows, blocks=blocks, stride=ak.shape[3],
+            zero=0,
+            **named(bk_bmr=bk_bmr, bv_bmr=bv_bmr, dak_bmhr=dak.stride(), dav_bmhr=dav.stride()),
+            scale=call.scale * logit_unit(q.dtype), slope=float(call.scale), k_slope=float(call.scale_k),
+            v_slope=float(call.scale_v),
+            RANK=rank, D=features, E=bv.shape[3], CAUSAL=call.causal, STAGES=KEY_STAGES,
         )  # fmt: skip
 
     _launch("key", make, call, (q, grad, ak, av, bk, bv, shift, delta, dak, dav, *sums, tickets))

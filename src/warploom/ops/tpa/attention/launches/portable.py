@@ -17,18 +17,11 @@ from warploom.ops.tpa.attention.kernels.backward import (
 )
 from warploom.ops.tpa.attention.kernels.forward import forward_kernel
 from warploom.ops.tpa.attention.problem import PROGRAMS, Call
-from warploom.ops.tpa.problem import Operands, feature_factors, strides_of
-from warploom.runtime.launch import INTERPRETED, Kernel, architecture, may_start_early, multiprocessors
+from warploom.ops.tpa.problem import Operands, feature_factors, named, strides_of
+from warploom.runtime.launch import INTERPRETED, Launch, architecture, may_start_early, multiprocessors
 from warploom.runtime.memory_order import empty_in_order_of
 
 Tensor = torch.Tensor
-
-forward_launch = Kernel(forward_kernel)
-prepare_launch = Kernel(prepare_kernel)
-query_launch = Kernel(query_kernel)
-key_launch = Kernel(key_kernel)
-factor_launch = Kernel(factor_kernel)
-sum_launch = Kernel(sum_kernel)
 
 
 class Tiles(NamedTuple):
@@ -124,16 +117,18 @@ def _prepare(
     heads = ak.shape[2]
     q = torch.empty((batch, heads, tokens, features), dtype=bq.dtype, device=bq.device)
     b, o = feature_factors(bq), feature_factors(*(bq if t is None else t for t in (out, grad)))
-    prepare_launch(
+    given = {"bq": bq, "aq": aq, "out": out, "grad": grad, "statistics": statistics, "q": q, "delta": delta,
+             "shift": shift, "tickets": tickets}  # fmt: skip
+    Launch(
+        prepare_kernel,
         batch * tokens * -(-heads // 16),
-        (aq, bq, out, grad, statistics, q, delta, shift, tickets),
-        (tokens, heads, *strides_of(aq), *b.strides[0], *o.strides[0], *o.strides[1], call.scale_q),
-        (
-            rank_q, features, bv.shape[-1], 16, 16, _block(features), _block(bv.shape[-1]),
-            b.vector, b.flag, o.vector, o.flag, tickets is not None,
-        ),
-        4,
-    )  # fmt: skip
+        takes=given,
+        tokens=tokens, heads=heads, scale_q=call.scale_q,
+        **named(aq_bnhr=strides_of(aq), bq_bnrd=b.strides[0], out_bnhe=o.strides[0], grad_bnhe=o.strides[1]),
+        RQ=rank_q, D=features, E=bv.shape[-1], BLOCK_H=16, BLOCK_R=16, BLOCK_D=_block(features),
+        BLOCK_E=_block(bv.shape[-1]), Q_VEC=b.vector, Q_UNIT=b.flag, O_VEC=o.vector, O_UNIT=o.flag,
+        OVERLAP=tickets is not None,
+    )(*given.values())  # fmt: skip
     return q
 
 
@@ -154,21 +149,22 @@ def forward(factors: Operands, call: Call) -> tuple[Tensor, Tensor]:
     tiles = _forward_tiles(bq.dtype, max(block_d, block_e), max(rank_k, rank_v), architecture(bq.device))
     q, b = feature_factors(bq), feature_factors(bk, bv)
     ak, av = _heads_first(ak), _heads_first(av)
-    forward_launch(
+    sequences, cu_stride = call.packed
+    Launch(
+        forward_kernel,
         call.tiles(tokens, tiles.queries) * batch * heads,
-        (aq, bq, ak, bk, av, bv, call.cu_seqlens, out, statistics),
-        (
-            tokens, keys, heads, batch, *call.packed, ak.shape[3] // 16, *strides_of(aq), *q.strides[0],
-            *b.strides[0], *b.strides[1], *strides_of(out),
-            call.logit_scale(bq.dtype), call.scale_q, call.scale_v,
-        ),
-        (
-            call.causal, rank_q, rank_k, rank_v, features, values, tiles.queries, tiles.keys, block_d, block_e,
-            q.vector, q.flag, b.vector, b.flag,
-        ),
-        tiles.warps,
-        tiles.stages,
-    )  # fmt: skip
+        takes=("bq", "aq", "ak", "bk", "av", "bv", "cu_seqlens", "out", "statistics"),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        tokens=tokens, keys=keys, heads=heads, batches=batch, sequences=sequences, cu_stride=cu_stride,
+        a_r=ak.shape[3] // 16,
+        **named(aq_bnhr=strides_of(aq), bq_bnrd=q.strides[0], bk_bmrd=b.strides[0], bv_bmre=b.strides[1],
+                out_bnhe=strides_of(out)),
+        logit_scale=call.logit_scale(bq.dtype), scale_q=call.scale_q, scale_v=call.scale_v,
+        CAUSAL=call.causal, RQ=rank_q, RK=rank_k, RV=rank_v, D=features, E=values, BLOCK_N=tiles.queries,
+        BLOCK_M=tiles.keys, BLOCK_D=block_d, BLOCK_E=block_e,
+        Q_VEC=q.vector, Q_UNIT=q.flag, B_VEC=b.vector, B_UNIT=b.flag,
+    )(bq, aq, ak, bk, av, bv, call.cu_seqlens, out, statistics)  # fmt: skip
     return out, statistics
 
 
@@ -227,17 +223,18 @@ def _factor_gradients(dq: Tensor, aq: Tensor, bq: Tensor, daq: Tensor, dbq: Tens
     block_r = min(_block(rank_q), 64)
     early = may_start_early(dq.device)
     b = feature_factors(bq, dbq)
-    factor_launch(
+    Launch(
+        factor_kernel,
         batch * tokens * -(-rank_q // block_r),
-        (dq, aq, bq, daq, dbq),
-        (
-            tokens, heads, *strides_of(aq), *b.strides[0], *strides_of(daq), *b.strides[1], call.scale_q,
-        ),
-        (rank_q, features, 16, block_r, _block(features), b.vector, b.flag, early),
-        4 if block_r == 16 and bq.dtype != torch.float32 else 8,
-        1,
-        early,
-    )  # fmt: skip
+        takes=("dq", "aq", "bq", "daq", "dbq"),
+        num_warps=4 if block_r == 16 and bq.dtype != torch.float32 else 8,
+        num_stages=1,
+        early=early,
+        tokens=tokens, heads=heads, scale_q=call.scale_q,
+        **named(aq_bnhr=strides_of(aq), bq_bnrd=b.strides[0], daq_bnhr=strides_of(daq), dbq_bnrd=b.strides[1]),
+        RQ=rank_q, D=features, BLOCK_H=16, BLOCK_R=block_r, BLOCK_D=_block(features), VEC=b.vector, UNIT=b.flag,
+        EARLY=early,
+    )(dq, aq, bq, daq, dbq)  # fmt: skip
 
 
 def _sum_groups(sums_k: Tensor, sums_v: Tensor, dbk: Tensor, dbv: Tensor) -> None:
@@ -248,13 +245,16 @@ def _sum_groups(sums_k: Tensor, sums_v: Tensor, dbk: Tensor, dbv: Tensor) -> Non
     k_programs, v_programs = (-(-batch * keys * rank // block) for rank in (rank_k, rank_v))
     early = may_start_early(dbk.device)
     b = feature_factors(dbk, dbv)
-    sum_launch(
+    Launch(
+        sum_kernel,
         k_programs + v_programs,
-        (sums_k, sums_v, dbk, dbv),
-        (batch, keys, sums_k.shape[0], k_programs, *b.strides[0], *b.strides[1]),
-        (rank_k, rank_v, features, values, block, block_d, block_e, b.vector, b.flag, early),
+        takes=("k_sums", "v_sums", "dbk", "dbv"),
         early=early,
-    )
+        batches=batch, keys=keys, groups=sums_k.shape[0], k_programs=k_programs,
+        **named(dbk_bmrd=b.strides[0], dbv_bmre=b.strides[1]),
+        RK=rank_k, RV=rank_v, D=features, E=values, BLOCK=block, BLOCK_D=block_d, BLOCK_E=block_e, VEC=b.vector,
+        UNIT=b.flag, EARLY=early,
+    )(sums_k, sums_v, dbk, dbv)  # fmt: skip
 
 
 def _query_gradient(
@@ -267,21 +267,21 @@ def _query_gradient(
     block_d, block_e = _block(features), _block(values)
     tiles = _query_tiles(q.dtype, max(block_d, block_e), max(rank_k, rank_v), architecture(q.device))
     g, b = feature_factors(grad), feature_factors(bk, bv)
-    query_launch(
+    sequences, cu_stride = call.packed
+    Launch(
+        query_kernel,
         call.tiles(tokens, tiles.queries) * batch * heads,
-        (q, ak, bk, av, bv, grad, statistics, delta, call.cu_seqlens, dq),
-        (
-            tokens, bk.shape[1], heads, batch, *call.packed, ak.shape[3] // 16,
-            *b.strides[0], *b.strides[1], *g.strides[0], *strides_of(dq),
-            call.logit_scale(q.dtype), scale * call.scale * call.scale_k, call.scale_v,
-        ),
-        (
-            call.causal, rank_k, rank_v, features, values, tiles.queries, tiles.keys, block_d, block_e,
-            g.vector, g.flag, b.vector, b.flag, q.dtype == torch.float32,
-        ),
-        tiles.warps,
-        tiles.stages,
-    )  # fmt: skip
+        takes=("q", "ak", "bk", "av", "bv", "grad", "statistics", "delta", "cu_seqlens", "dq"),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        tokens=tokens, keys=bk.shape[1], heads=heads, batches=batch, sequences=sequences, cu_stride=cu_stride,
+        a_r=ak.shape[3] // 16,
+        **named(bk_bmrd=b.strides[0], bv_bmre=b.strides[1], grad_bnhe=g.strides[0], dq_bnhd=strides_of(dq)),
+        logit_scale=call.logit_scale(q.dtype), dq_scale=scale * call.scale * call.scale_k, scale_v=call.scale_v,
+        CAUSAL=call.causal, RK=rank_k, RV=rank_v, D=features, E=values, BLOCK_N=tiles.queries, BLOCK_M=tiles.keys,
+        BLOCK_D=block_d, BLOCK_E=block_e, G_VEC=g.vector, G_UNIT=g.flag, B_VEC=b.vector, B_UNIT=b.flag,
+        SUM_DELTA=q.dtype == torch.float32,
+    )(q, ak, bk, av, bv, grad, statistics, delta, call.cu_seqlens, dq)  # fmt: skip
 
 
 def _key_gradients(
@@ -301,20 +301,22 @@ def _key_gradients(
     sums_k = torch.empty((groups, *bk.shape), dtype=torch.float32, device=q.device)
     sums_v = torch.empty((groups, *bv.shape), dtype=torch.float32, device=q.device)
     g, b = feature_factors(grad), feature_factors(bk, bv)
-    key_launch(
+    sequences, cu_stride = call.packed
+    Launch(
+        key_kernel,
         blocks * groups,
-        (q, ak, bk, av, bv, grad, statistics, delta, call.cu_seqlens, dak, dav, sums_k, sums_v),
-        (
-            tokens, keys, heads, batch, *call.packed, ak.shape[3] // 16,
-            *b.strides[0], *b.strides[1], *g.strides[0],
-            *strides_of(dak), *strides_of(dav), groups, 0,
-            call.logit_scale(q.dtype), call.scale * call.scale_k, call.scale_v,
+        takes=(
+            "q", "ak", "bk", "av", "bv", "grad", "statistics", "delta", "cu_seqlens", "dak", "dav", "dbk", "dbv"
         ),
-        (
-            call.causal, rank_k, rank_v, features, values, tiles.queries, tiles.keys, block_d, block_e,
-            g.vector, g.flag, b.vector, b.flag,
-        ),
-        tiles.warps,
-        tiles.stages,
-    )  # fmt: skip
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        tokens=tokens, keys=keys, heads=heads, batches=batch, sequences=sequences, cu_stride=cu_stride,
+        a_r=ak.shape[3] // 16,
+        **named(bk_bmrd=b.strides[0], bv_bmre=b.strides[1], grad_bnhe=g.strides[0], dak_bmhr=strides_of(dak),
+                dav_bmhr=strides_of(dav)),
+        groups=groups, zero=0,
+        logit_scale=call.logit_scale(q.dtype), dk_scale=call.scale * call.scale_k, scale_v=call.scale_v,
+        CAUSAL=call.causal, RK=rank_k, RV=rank_v, D=features, E=values, BLOCK_N=tiles.queries, BLOCK_M=tiles.keys,
+        BLOCK_D=block_d, BLOCK_E=block_e, G_VEC=g.vector, G_UNIT=g.flag, B_VEC=b.vector, B_UNIT=b.flag,
+    )(q, ak, bk, av, bv, grad, statistics, delta, call.cu_seqlens, dak, dav, sums_k, sums_v)  # fmt: skip
     return sums_k, sums_v

@@ -316,9 +316,9 @@ POINTERS = "aq bq lengths out".split()
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def hopper_decode_kernel(
     ak_desc, av_desc, bk_desc, bv_desc, aq, bq, lengths, out, partial, statistics,
-    lengths_b: gl.int64, units: gl.int32, keys: gl.int32, spans: gl.int32, span_chunks: gl.int32,
-    aq_b: gl.int64, aq_h: gl.int64, aq_r: gl.int64, bq_b: gl.int64, bq_r: gl.int64, bq_d: gl.int64,
-    out_b: gl.int64, out_h: gl.int64, out_e: gl.int64,
+    lengths_b: gl.int32, units: gl.int32, keys: gl.int32, spans: gl.int32, span_chunks: gl.int32,
+    aq_b: gl.int32, aq_h: gl.int32, aq_r: gl.int32, bq_b: gl.int32, bq_r: gl.int32, bq_d: gl.int32,
+    out_b: gl.int32, out_h: gl.int32, out_e: gl.int32,
     logit_scale: gl.float32, scale_q: gl.float32, scale_v: gl.float32,
     H: gl.constexpr, RQ: gl.constexpr, R: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, WHOLE: gl.constexpr,

@@ -14,8 +14,9 @@ import torch
 import triton
 
 from warploom.ops.tpa.decode.chunks import Chunks
-from warploom.ops.tpa.problem import Operands
-from warploom.runtime.launch import INTERPRETED, Boxes, TiledLaunch, architecture, can_be_copied, multiprocessors
+from warploom.ops.tpa.problem import NARROW, Operands, named
+from warploom.runtime.launch import INTERPRETED, Boxes, Launch, architecture, can_be_copied, multiprocessors
+from warploom.runtime.memory_order import layout_of
 
 Tensor = torch.Tensor
 
@@ -24,6 +25,7 @@ MOST_HEADS = 32
 MOST_RANKS = 16
 """Of the queries, whose factors are multiplied in one go."""
 _BLOCK_M = 64
+_LONGEST = 2**31  # strides travel in 32 bits
 _SHARED_BYTES = 225 * 1024
 """Shared memory of a program, but for its barriers."""
 _BUFFER_BYTES = {1: 96 * 1024, 2: 128 * 1024, 4: 128 * 1024}
@@ -63,8 +65,8 @@ def rings(rank: int, rows: int, width: int) -> Rings:
     return Rings(head_tiles, (left - head_tiles * head_bytes) // feature_bytes)
 
 
-def suit(factors: Operands) -> bool:
-    """Whether the kernel takes a call with these factors, apart from their addresses."""
+def suit(factors: Operands, lengths: Tensor | None = None) -> bool:
+    """Whether the kernel takes a call with these factors and lengths, apart from their addresses."""
     aq, ak, av, bq, bk, bv = factors
     if INTERPRETED or architecture(bq.device) != 90 or bq.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -73,6 +75,11 @@ def suit(factors: Operands) -> bool:
         return False
     if max(bk.shape[3], bv.shape[3]) > 128 or (aq is not None and bq.shape[2] > MOST_RANKS):
         return False
+    if lengths is not None and lengths.stride(0) >= _LONGEST:
+        return False
+    for x in (aq, bq, layout_of(bq if aq is None else aq, bv.shape[3])):
+        if x is not None and (x.stride(0) >= _LONGEST or max(x.stride()[2:]) >= NARROW):
+            return False
     dense = all(rank == 1 or a.stride()[2:] == (rank, 1) for a in (ak, av))
     return dense and all(map(can_be_copied, (ak.flatten(2), av.flatten(2), bk, bv)))
 
@@ -84,7 +91,7 @@ def plan(
     spans: int,
     levels: int,
     scales: tuple[float, float, float],
-) -> TiledLaunch:
+) -> Launch:
     """The launch on factors like these, which suit, and ``spans`` spans of ``levels`` levels of the tree of chunks.
 
     ``scales`` are of logits, queries and values. It is launched on ak, av, bk, bv, aq, bq, lengths, the output,
@@ -97,23 +104,27 @@ def plan(
     features, values = bk.shape[3], bv.shape[3]
     rows = max(16, triton.next_power_of_2(heads))
     width = 64 if max(features, values) <= 64 else 128
-    head_box = Boxes((0, 1, 2, 3), (1, 1, _BLOCK_M, rows * rank))
-    feature_box = Boxes((0, 2, 1, 3), (1, 1, _BLOCK_M, width))
-    boxes = [(a.flatten(2)[:, None], head_box) for a in (ak, av)] + [(b, feature_box) for b in (bk, bv)]
-    aq_b, _, aq_h, aq_r = (0, 0, 0, 0) if aq is None else aq.stride()
-    bq_b, _, bq_r, bq_d = bq.stride()
-    out_b, _, out_h, out_e = out.stride()
+    head_box, feature_box = (1, 1, _BLOCK_M, rows * rank), (1, 1, _BLOCK_M, width)
+    heads_k, heads_v = (Boxes(a.flatten(2)[:, None], (0, 1, 2, 3), head_box) for a in (ak, av))
+    features_k, features_v = (Boxes(b, (0, 2, 1, 3), feature_box) for b in (bk, bv))
+    aq_bhr, bq_brd, out_bhe = (
+        (0, 0, 0) if x is None else (x.stride(0), *x.stride()[2:]) for x in (aq, bq, out)
+    )  # one token
     units = batch * spans
     span_chunks = CHUNKS.widths[levels] if spans > 1 else 1  # one span is all keys
-    numbers = (
-        lengths_b, units, keys, spans, span_chunks,
-        aq_b, aq_h, aq_r, bq_b, bq_r, bq_d, out_b, out_h, out_e, *scales,
+    ring, (logit_scale, scale_q, scale_v) = rings(rank, rows, width), scales
+    return Launch(
+        hopper_decode_kernel,
+        min(multiprocessors(bq.device), units),
+        takes=("ak_desc", "av_desc", "bk_desc", "bv_desc", "aq", "bq", "lengths", "out", "partial", "statistics"),
+        ak_desc=heads_k, av_desc=heads_v, bk_desc=features_k, bv_desc=features_v,
+        lengths_b=lengths_b, units=units, keys=keys, spans=spans, span_chunks=span_chunks,
+        **named(aq_bhr=aq_bhr, bq_brd=bq_brd, out_bhe=out_bhe),
+        logit_scale=logit_scale, scale_q=scale_q, scale_v=scale_v,
+        H=heads, RQ=bq.shape[2], R=rank, D=features, E=values,
+        A_STAGES=ring.head_tiles, B_STAGES=ring.feature_tiles, WHOLE=spans == 1,
+        SHORTEST=CHUNKS.shortest, LONGEST=CHUNKS.longest, WANTED=CHUNKS.wanted, SLOTS=_SLOTS,
     )  # fmt: skip
-    constants = (
-        heads, bq.shape[2], rank, features, values, *rings(rank, rows, width), spans == 1,
-        *CHUNKS.lengths, _SLOTS,
-    )  # fmt: skip
-    return TiledLaunch(hopper_decode_kernel, min(multiprocessors(bq.device), units), boxes, numbers, constants)
 
 
 def microseconds(tiles: int, spans: int, entry_bytes: int, device: torch.device) -> float:

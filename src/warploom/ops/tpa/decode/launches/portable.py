@@ -11,15 +11,12 @@ import triton
 from warploom.ops.tpa.decode.chunks import Chunks
 from warploom.ops.tpa.decode.kernels.portable import combine_kernel, decode_kernel
 from warploom.ops.tpa.decode.launches import hopper
-from warploom.ops.tpa.problem import Operands, feature_factors, head_factors, logit_unit, strides_of
-from warploom.runtime.launch import ALIGNMENT, Dense, Kernel, Launch, TiledLaunch, may_start_early, multiprocessors
+from warploom.ops.tpa.problem import Operands, feature_factors, head_factors, logit_unit, named, strides_of
+from warploom.runtime.launch import ALIGNMENT, Dense, Launch, may_start_early, multiprocessors
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 
 Tensor = torch.Tensor
-
-decode_launch = Kernel(decode_kernel)
-combine_launch = Kernel(combine_kernel)
 
 
 class RowTile(NamedTuple):
@@ -110,7 +107,7 @@ class _Decode(NamedTuple):
     """What a call allocates and launches."""
 
     out: Dense
-    launch: Launch | TiledLaunch
+    launch: Launch
     combine: Launch | None = None  # where the cache is split
     parts: tuple[Dense, Dense] | None = None  # results and statistics of the parts
 
@@ -126,16 +123,16 @@ def decode(factors: Operands, call: DecodeCall, plans: Plans) -> Tensor:
     plan = plans.get("decode", _plan_decode, factors, call)[aligned]
     out = plan.out.empty(bq)
     partial, statistics = (None, None) if plan.parts is None else (part.empty(bq) for part in plan.parts)
-    plan.launch((ak, av, bk, bv, aq, bq, call.cache_seqlens, out, partial, statistics))
+    plan.launch(ak, av, bk, bv, aq, bq, call.cache_seqlens, out, partial, statistics)
     if plan.combine is not None:
-        plan.combine((partial, statistics, call.cache_seqlens, out))
+        plan.combine(partial, statistics, call.cache_seqlens, out)
     return out
 
 
 def _plan_decode(factors: Operands, call: DecodeCall) -> tuple[_Decode, _Decode]:
     """For a cache at any address, and for one at multiples of 16 bytes."""
     everywhere = _plan_kernels(factors, call, on_hopper=False)
-    if call.strategy == "batch_head" or not hopper.suit(factors):
+    if call.strategy == "batch_head" or not hopper.suit(factors, call.cache_seqlens):
         return everywhere, everywhere
     return everywhere, _plan_kernels(factors, call, on_hopper=True)
 
@@ -154,7 +151,6 @@ def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Deco
         chunks, microseconds = hopper.CHUNKS, hopper.microseconds
     levels = chunks.levels(call.strategy, keys, lambda spans: microseconds(tiles, spans, entry_bytes, bq.device))
     spans = chunks.spans(keys, levels)
-    launch: Launch | TiledLaunch
     if on_hopper:
         launch = hopper.plan(factors, out, lengths_b, spans, levels, scales)
     else:
@@ -163,15 +159,16 @@ def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Deco
         return _Decode(Dense.like(out), launch)
     early = may_start_early(bq.device)
     combine = Launch(
-        combine_launch,
+        combine_kernel,
         batch * -(-tokens * heads // COMBINE_ROWS),
-        (tokens, keys, spans, lengths_b, *strides_of(out), call.scale_v),
-        (
-            heads, values, COMBINE_ROWS, _block(values), COMBINE_AHEAD,
-            *chunks.lengths, chunks.widths[levels], chunks.widths[-1] // chunks.widths[levels], on_hopper, early,
-        ),
+        takes=("partial", "statistics", "lengths", "out"),
         num_warps=2,
         early=early,
+        tokens=tokens, keys=keys, spans=spans, lengths_b=lengths_b, scale_v=call.scale_v,
+        **named(out_bnhe=strides_of(out)),
+        H=heads, E=values, BLOCK_R=COMBINE_ROWS, BLOCK_E=_block(values), AHEAD=COMBINE_AHEAD,
+        SHORTEST=chunks.shortest, LONGEST=chunks.longest, WANTED=chunks.wanted,
+        WIDTH=chunks.widths[levels], NODE=chunks.widths[-1] // chunks.widths[levels], PAIRS=on_hopper, EARLY=early,
     )  # fmt: skip
     shapes = (batch, spans, tokens * heads, values), (batch, spans, 2, tokens * heads)
     partial, statistics = (Dense.rows(shape, torch.float32) for shape in shapes)
@@ -196,19 +193,20 @@ def _plan_launch(
     block_m = tile.factor_rows // max(block_rk, block_rv)
     block_rv = max(block_rv, 16 // block_m)  # a matrix product adds up 16 factor rows at least
     q, a, b = feature_factors(bq), head_factors(ak, av), feature_factors(bk, bv)
+    logit_scale, scale_q, scale_v = scales
     return Launch(
-        decode_launch,
+        decode_kernel,
         batch * tile.blocks(heads, tokens) * spans,
-        (
-            tokens, keys, spans, lengths_b, *strides_of(aq), *q.strides[0], *a.strides[0], *b.strides[0],
-            *a.strides[1], *b.strides[1], *strides_of(out), *scales,
-        ),
-        (
-            heads, rank_q, rank_k, rank_v, features, values,
-            tile.queries, tile.heads, block_m, 16, block_rk, block_rv, _block(features), _block(values),
-            *CHUNKS.lengths, levels, spans == 1,
-            q.vector, q.flag, a.vector, a.flag, b.vector, b.flag,
-        ),
-        tile.warps,
-        tile.stages,
+        takes=("ak", "av", "bk", "bv", "aq", "bq", "lengths", "out", "partial", "statistics"),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        tokens=tokens, keys=keys, spans=spans, lengths_b=lengths_b,
+        **named(aq_bnhr=strides_of(aq), bq_bnrd=q.strides[0], ak_bmhr=a.strides[0], bk_bmrd=b.strides[0],
+                av_bmhr=a.strides[1], bv_bmre=b.strides[1], out_bnhe=strides_of(out)),
+        logit_scale=logit_scale, scale_q=scale_q, scale_v=scale_v,
+        H=heads, RQ=rank_q, RK=rank_k, RV=rank_v, D=features, E=values,
+        BLOCK_N=tile.queries, BLOCK_H=tile.heads, BLOCK_M=block_m, BLOCK_RQ=16,
+        BLOCK_RK=block_rk, BLOCK_RV=block_rv, BLOCK_D=_block(features), BLOCK_E=_block(values),
+        SHORTEST=CHUNKS.shortest, LONGEST=CHUNKS.longest, WANTED=CHUNKS.wanted, LEVELS=levels, WHOLE=spans == 1,
+        Q_VEC=q.vector, Q_UNIT=q.flag, A_VEC=a.vector, A_DENSE=a.flag, B_VEC=b.vector, B_UNIT=b.flag,
     )  # fmt: skip

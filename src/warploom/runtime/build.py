@@ -1,0 +1,100 @@
+"""What a kernel declares of its parameters, and what it takes to compile it for given arguments."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+COMPILED_WITH = {"enable_fp_fusion": True}
+"""Options of every kernel: products and sums may be one operation, whatever a version of Triton does by default."""
+ALIGNMENT = 16  # bytes; what a 128-bit load or store needs of its address
+CONSTANT = "constexpr"
+TYPE_NAMES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+@functools.cache
+def parameters_of(kernel: Any) -> dict[str, Any]:
+    """What a kernel declares of each parameter, in their order.
+
+    `CONSTANT`; the type of a number, as Triton abbreviates it; a NamedTuple of these; None for a pointer.
+    """
+    parameters = inspect.signature(kernel.fn, eval_str=True).parameters
+    return {name: _declared(parameter.annotation) for name, parameter in parameters.items()}
+
+
+def _declared(annotation: Any) -> Any:
+    if isinstance(annotation, tl.dtype):
+        return annotation.name.replace("uint", "u").replace("int", "i")
+    if annotation is tl.constexpr:
+        return CONSTANT
+    if isinstance(annotation, type) and issubclass(annotation, tuple):
+        return annotation(*map(_declared, typing.get_type_hints(annotation).values()))
+    return None
+
+
+def _plain(value: Any) -> Any:
+    """Types and constants without the names of tuples, and without a descriptor's layout, which has versions."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, list):
+        return list(map(_plain, value))
+    return value.partition("]")[0] if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
+class Build:
+    """One variant of a kernel: what it takes to compile it."""
+
+    function: Any
+    signature: dict[str, Any]
+    """The type of each parameter; NamedTuples of types where a parameter is one."""
+    constexprs: dict[str, Any]
+    attrs: dict[tuple[int, ...], list[list[Any]]] = field(repr=False)
+    options: dict[str, int]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What is the same for builds that compile to the same."""
+        constants = tuple(self.constexprs.items())
+        return self.function, tuple(self.signature.items()), constants, tuple(self.attrs), *self.options.items()
+
+    @property
+    def variant(self) -> str:
+        """What tells it from other builds of its function, the same in every version of Triton."""
+        types, constants = (_plain(list(each.values())) for each in (self.signature, self.constexprs))
+        return f"{types} {constants} {sorted(self.attrs)} {sorted(self.options.items())}"
+
+    def compile(self, target: Any = None) -> Any:
+        """The compiled variant, for the current GPU or another target.
+
+        It is what Triton's ``kernel[grid](...)`` comes to. That takes types of integers in tuples from values.
+        """
+        if self.function.is_gluon():
+            from triton.experimental.gluon._runtime import GluonASTSource as Source
+        else:
+            from triton.compiler import ASTSource as Source
+        source = Source(self.function, self.signature, self.constexprs, self.attrs)
+        options = {
+            **COMPILED_WITH,
+            **self.options,
+            "debug": triton.knobs.runtime.debug,
+            "instrumentation_mode": triton.knobs.compilation.instrumentation_mode,
+        }
+        return triton.compile(source, target=target, options=options)
