@@ -58,6 +58,11 @@ def _plain(value: Any) -> Any:
     return value.partition("]")[0] if isinstance(value, str) else value
 
 
+def _as_constants(value: Any) -> Any:
+    """A tuple whose fields are constants in a kernel too: shapes and ``static_range`` take nothing else."""
+    return type(value)(*map(tl.constexpr, value)) if hasattr(value, "_fields") else value
+
+
 @dataclass(frozen=True)
 class Build:
     """One variant of a kernel: what it takes to compile it."""
@@ -90,7 +95,8 @@ class Build:
             from triton.experimental.gluon._runtime import GluonASTSource as Source
         else:
             from triton.compiler import ASTSource as Source
-        source = Source(self.function, self.signature, self.constexprs, self.attrs)
+        constants = {name: _as_constants(value) for name, value in self.constexprs.items()}
+        source = Source(self.function, self.signature, constants, self.attrs)
         options = {
             **COMPILED_WITH,
             **self.options,
