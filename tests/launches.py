@@ -16,11 +16,14 @@ MERGING = frozenset({"combine_kernel", "sum_kernel"})
 
 
 def constants_of(launch: Any) -> dict[str, Any]:
-    """Compile-time constants of a launch by name."""
+    """Compile-time constants of a launch by name; the fields of tuples by their own."""
     from warploom.runtime.build import CONSTANT, parameters_of
 
-    parameters = parameters_of(launch.kernel)
-    return {name: value for name, value in launch.arguments.items() if parameters[name] == CONSTANT}
+    parameters, constants = parameters_of(launch.kernel), {}
+    for name, value in launch.arguments.items():
+        if parameters[name] == CONSTANT:
+            constants |= value._asdict() if isinstance(value, tuple) else {name: value}
+    return constants
 
 
 def choose_as_on(arch: int, launchers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -512,7 +512,7 @@ def test_the_gradient_of_theta_counts_rows_to_the_end_of_32_bits(
 ) -> None:
     """One program of a backward, which does the first and the last of its tiles. All rows lie at the same place."""
     from warploom.ops.lrpe import launches as launchers
-    from warploom.ops.lrpe.kernels import encode as kernels
+    from warploom.ops.lrpe.kernels import backward as kernels
 
     rows, block = 2**31 - 5000, 128
     tiles = -(-rows // block)
@@ -520,7 +520,7 @@ def test_the_gradient_of_theta_counts_rows_to_the_end_of_32_bits(
     theta, positions = random_theta(device, 1), launchers.Positions()
     monkeypatch.setattr(launchers, "_theta_chunks", lambda *arguments: tiles - 1)
     plan = launchers.plan_backward(grad, x, theta, positions, "rotate", "none", True, None, dx)
-    assert plan.launch.arguments["BLOCK_R"] == block
+    assert block == plan.launch.arguments["blocks"].R
     plan.launch.programs = 1
     if not ON_GPU:  # the interpreter counts on and on
         monkeypatch.setattr(kernels, "range", wrapping_range, raising=False)
@@ -558,7 +558,7 @@ def test_places_of_sums_beyond_32_bits(checked_integers: None, monkeypatch: pyte
     """The last head of so many that their frequencies, or their columns' statistics, are 2³¹ numbers."""
     from triton.runtime import interpreter
 
-    from warploom.ops.lrpe.kernels.encode import reduce_kernel
+    from warploom.ops.lrpe.kernels.backward import reduce_kernel
     from warploom.ops.lrpe.softmax_sequence.kernels.portable import combine_kernel
     from warploom.runtime.launch import Launch
 
@@ -667,7 +667,7 @@ def test_no_tile_reaches_from_the_last_row_beyond_32_bits(
         theta = random_theta(device, 2, 1).requires_grad_(wants_theta)
         variant = {"block_parallel": True} if in_blocks else {}
         variant_of(**variant)(x, theta, 0, Options(0, (), kind, activation)).sum().backward()
-    sizes = [constants.get("BLOCK_R", 0) for _, _, constants in launches]
+    sizes = [constants.get("R", 0) for _, _, constants in launches]
     assert 64 <= max(sizes) <= 2**31 - MAX_ROWS
 
 
@@ -679,5 +679,5 @@ def test_the_launch_covers_every_row_once(rows: int, kind: str, launches: list[A
     encode(kind, x, random_theta(device, rows, 4), backend="triton")
     ((_, programs, constants),) = launches
     unique, shared = (HEADS, 5) if rows > 1 else (5, HEADS)  # see kernels.py: what shares a row's angles
-    row_tiles = math.ceil(97 * unique / constants["BLOCK_R"])
-    assert programs == row_tiles * math.ceil(shared / constants["BLOCK_S"])
+    row_tiles = math.ceil(97 * unique / constants["R"])
+    assert programs == row_tiles * math.ceil(shared / constants["S"])

@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from warploom.ops.lrpe.kernels.encode import backward_kernel, forward_kernel, reduce_kernel
+from warploom.ops.lrpe.kernels.angles import AngleNumbers, Inverses, Spec
+from warploom.ops.lrpe.kernels.backward import backward_kernel, reduce_kernel
+from warploom.ops.lrpe.kernels.forward import forward_kernel
+from warploom.ops.lrpe.kernels.rows import Blocks, Sizes, Split, Strides
 from warploom.runtime.launch import Dense, Launch, may_start_early, multiprocessors
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.plans import Plans
@@ -157,16 +160,12 @@ def _strides(tensor: torch.Tensor, geometry: Geometry) -> tuple[int, int, int, i
     return (*geometry.order(b, n, h), stride[-1] if sizes[-1] > 1 else 1)
 
 
-def packed_strides(geometry: Geometry, axes: str = "snu", **tensors: torch.Tensor) -> dict[str, Any]:
-    """Strides over their common divisor ``VEC`` for vector access, and whether features are adjacent, ``UNIT``.
-
-    Those of ``x`` are called ``x_s`` and so on, by ``axes`` and the features f.
-    """
-    strides = {name: _strides(t, geometry) for name, t in tensors.items()}
-    unit = all(s[3] == 1 for s in strides.values())
-    vec = 16 if unit and all(v % 16 == 0 for s in strides.values() for v in s[:3]) else 1
-    outer = {f"{name}_{axis}": v // vec for name, s in strides.items() for axis, v in zip(axes, s)}
-    return {**outer, **{f"{name}_f": s[3] for name, s in strides.items()}, "VEC": vec, "UNIT": unit}
+def packed_strides(geometry: Geometry, *tensors: torch.Tensor) -> tuple[int, bool, list[Strides]]:
+    """Common divisor for vector access, whether features are adjacent everywhere, and all strides over it."""
+    strides = [_strides(t, geometry) for t in tensors]
+    unit = all(s[3] == 1 for s in strides)
+    vec = 16 if unit and all(v % 16 == 0 for s in strides for v in s[:3]) else 1
+    return vec, unit, [Strides(s // vec, n // vec, u // vec, f) for s, n, u, f in strides]
 
 
 def inverse_of(d: int) -> int:
@@ -179,14 +178,6 @@ def inverse_of(d: int) -> int:
     return ((1 << (31 + shift)) // d + 1) << 5 | shift
 
 
-def _inverses(positions: Positions, geometry: Geometry, row_blocks: int) -> dict[str, Any]:
-    """How tokens lie in a grid, programs in blocks, and rows in tokens."""
-    blocks = geometry.shared_blocks if geometry.heads_shared else row_blocks
-    faster = geometry.tokens if geometry.heads_shared else geometry.unique
-    inner = {f"inverse{i + 1}": inverse_of(size) for i, size in enumerate(_inner_sizes(positions))}
-    return {**inner, "blocks": blocks, "blocks_inverse": inverse_of(blocks), "rows_inverse": inverse_of(faster)}
-
-
 def _inner_sizes(positions: Positions) -> tuple[int, int, int]:
     """Sizes of the axes of a grid but the first."""
     size1, size2, size3 = (*positions.grid[1:], 1, 1, 1)[:3]
@@ -195,8 +186,8 @@ def _inner_sizes(positions: Positions) -> tuple[int, int, int]:
 
 def angle_numbers(
     theta: torch.Tensor, positions: Positions, geometry: Geometry, table: torch.Tensor | None
-) -> dict[str, Any]:
-    """What angles are made of. Vector loads of theta rest on ``THETA_VEC``, a divisor of its row stride."""
+) -> tuple[int, AngleNumbers]:
+    """The divisor of theta's row stride that its vector loads rest on, and what angles are made of."""
     theta_u = theta.stride(0) if theta.dim() == 2 and theta.shape[0] > 1 else 0
     theta_vec = 1
     if theta.stride(-1) == 1:
@@ -216,16 +207,13 @@ def angle_numbers(
         table_n, table_u = table.stride(0), 0 if table.shape[1] == 1 else table.stride(1)
     cu_seqlens = positions.cu_seqlens
     size1, size2, size3 = _inner_sizes(positions)
-    return {
-        "theta_u": theta_u // theta_vec, "theta_f": theta.stride(-1),
-        "ids_s": ids_s, "ids_n": ids_n, "ids_u": ids_u, "ids_k": ids_k,
-        "offsets_s": offsets_s, "offsets_u": offsets_u, "table_n": table_n, "table_u": table_u,
-        "prefix": positions.prefix,
-        "size1": size1, "size2": size2, "size3": size3,
-        "sequences": 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        "cu_stride": 0 if cu_seqlens is None else cu_seqlens.stride(0),
-        "AXES": positions.axes(), "THETA_VEC": theta_vec, "F": geometry.features, "E": theta.shape[-1],
-    }  # fmt: skip
+    return theta_vec, AngleNumbers(
+        theta_u=theta_u // theta_vec, theta_f=theta.stride(-1),
+        ids_s=ids_s, ids_n=ids_n, ids_u=ids_u, ids_k=ids_k, offsets_s=offsets_s, offsets_u=offsets_u,
+        table_n=table_n, table_u=table_u, prefix=positions.prefix, size1=size1, size2=size2, size3=size3,
+        sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        cu_stride=0 if cu_seqlens is None else cu_seqlens.stride(0),
+    )  # fmt: skip
 
 
 def forward(
@@ -313,13 +301,15 @@ def plan_forward(
     """Plan of `forward`."""
     geometry = geometry_of(x, theta, positions, kind, _tile(kind, activation, positions, False, False, x))
     out = layout_of(x, 2 * geometry.features)
+    vec, unit, (x_strides, out_strides) = packed_strides(geometry, x, out)
     launch = Launch(
         forward_kernel,
         geometry.shared_blocks * geometry.row_blocks,
         takes=("x", "out", "theta", "ids", "offsets", "cu_seqlens", "table", "tickets", "offset"),
         num_warps=geometry.warps,
-        **_common(theta, positions, kind, activation, geometry, table, geometry.row_blocks),
-        **packed_strides(geometry, x=x, out=out),
+        x_strides=x_strides,
+        out_strides=out_strides,
+        **_common(theta, positions, kind, activation, geometry, table, geometry.row_blocks, vec, unit),
     )
     return Plan(Dense.like(out), launch)
 
@@ -332,14 +322,23 @@ def _common(
     geometry: Geometry,
     table: torch.Tensor | None,
     row_blocks: int,
+    vec: int,
+    unit: bool,
 ) -> dict[str, Any]:
     """What both kernels are given beside tensors and their strides."""
+    theta_vec, numbers = angle_numbers(theta, positions, geometry, table)
+    blocks = geometry.shared_blocks if geometry.heads_shared else row_blocks
+    faster = geometry.tokens if geometry.heads_shared else geometry.unique
     return {
-        **angle_numbers(theta, positions, geometry, table), **_inverses(positions, geometry, row_blocks),
-        "tokens": geometry.tokens, "unique": geometry.unique, "shared": geometry.shared,
-        "KIND": kind, "ACTIVATION": activation, "TOKENS_INNER": geometry.heads_shared,
-        "BLOCK_S": geometry.block_s, "BLOCK_R": geometry.block_r, "BLOCK_F": geometry.block_f,
-    }  # fmt: skip
+        "sizes": Sizes(geometry.tokens, geometry.unique, geometry.shared),
+        "numbers": numbers,
+        "inverses": Inverses(*map(inverse_of, _inner_sizes(positions))),
+        "split": Split(blocks, inverse_of(blocks), inverse_of(faster)),
+        "spec": Spec(kind, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1]),
+        "ACTIVATION": activation,
+        "TOKENS_INNER": geometry.heads_shared,
+        "blocks": Blocks(geometry.block_s, geometry.block_r, geometry.block_f),
+    }
 
 
 def reads_x(activation: str, theta_gradient: bool) -> bool:
@@ -410,20 +409,23 @@ def plan_backward(
     geometry = geometry_of(x, theta, positions, kind, tile)
     dx = layout_of(x, x.shape[-1]) if result is None else result
     chunks = geometry.row_blocks
-    rows = theta.shape[0] if theta.dim() == 2 else 1
+    theta_rows = theta.shape[0] if theta.dim() == 2 else 1
     parts = 0
     if theta_gradient:
-        chunks = _theta_chunks(geometry, rows, x.device)
-        parts = geometry.shared_blocks * chunks // rows
+        chunks = _theta_chunks(geometry, theta_rows, x.device)
+        parts = geometry.shared_blocks * chunks // theta_rows
+    vec, unit, (x_strides, grad_strides, dx_strides) = packed_strides(geometry, x, grad, dx)
     launch = Launch(
         backward_kernel,
         geometry.shared_blocks * chunks,
         takes=("x", "grad", "dx", "partial", "theta", "ids", "offsets", "cu_seqlens", "table", "offset"),
         num_warps=geometry.warps,
-        chunks=chunks // rows,
-        ONE_THETA=rows == 1,
-        **_common(theta, positions, kind, activation, geometry, table, chunks),
-        **packed_strides(geometry, x=x, grad=grad, dx=dx),
+        chunks=chunks // theta_rows,
+        x_strides=x_strides,
+        grad_strides=grad_strides,
+        dx_strides=dx_strides,
+        ONE_THETA=theta_rows == 1,
+        **_common(theta, positions, kind, activation, geometry, table, chunks, vec, unit),
     )
     sums = theta_sums(parts, theta, geometry.features, positions.axes()) if theta_gradient else None
     return Plan(Dense.like(dx), launch, sums)

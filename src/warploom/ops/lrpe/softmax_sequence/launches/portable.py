@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 
+from warploom.ops.lrpe.kernels.angles import Spec
 from warploom.ops.lrpe.launches import (
     Positions,
     ThetaSums,
@@ -17,6 +18,8 @@ from warploom.ops.lrpe.launches import (
     theta_sums,
 )
 from warploom.ops.lrpe.softmax_sequence.kernels.portable import (
+    Sizes,
+    Tile,
     apply_kernel,
     combine_kernel,
     reduce_chunk_kernel,
@@ -231,12 +234,16 @@ class _Planner:
         geometry = geometry_of(x, theta, positions, kind, (1, 1))._replace(heads_shared=False)
         batch, tokens, heads, features = geometry.batch, geometry.tokens, geometry.heads, geometry.features
         out = layout_of(x, 2 * features if kind == "cosine" and grad is None else x.shape[-1])
-        strides = packed_strides(geometry, "bnh", x=x, grad=x if grad is None else grad, out=out)
-        common = {
-            **angle_numbers(theta, positions, geometry, None), **strides,
-            "tokens": tokens, "heads": heads, "batch": batch,
-            "KIND": kind, "BACKWARD": grad is not None, "EXACT": self.exact,
-        }  # fmt: skip
+        vec, unit, strides = packed_strides(geometry, x, x if grad is None else grad, out)
+        theta_vec, numbers = angle_numbers(theta, positions, geometry, None)
+        common: dict[str, Any] = {
+            "sizes": Sizes(tokens, heads, batch),
+            "numbers": numbers,
+            **dict(zip(("x_strides", "grad_strides", "out_strides"), strides)),
+            "spec": Spec(kind, positions.axes(), vec, theta_vec, unit, features, theta.shape[-1]),
+            "BACKWARD": grad is not None,
+            "EXACT": self.exact,
+        }
         members = 1 if kind == "cosine" else 2
         rows = max(theta.shape[0], 1) if theta.dim() == 2 else 1
         backward = grad is not None
@@ -244,7 +251,7 @@ class _Planner:
         def sums_of(parts: int) -> ThetaSums | None:
             return theta_sums(parts, theta, features, positions.axes()) if self.theta_gradient else None
 
-        wide = self.exact or strides["VEC"] == 1
+        wide = self.exact or vec == 1
         plan = _Plan(tuple(out.shape), out.stride(), statistics_shape(x, positions))
         if self.aligned:
             from warploom.ops.lrpe.softmax_sequence.launches import hopper
@@ -263,9 +270,7 @@ class _Planner:
                 batch * heads * -(-features // block_f),
                 takes=("x", "grad", "out", "statistics", "dtheta", "theta", "ids", "offsets", "offset"),
                 num_warps=tiles.warps,
-                BLOCK_R=block_r,
-                BLOCK_F=block_f,
-                STAGES=tiles.stages,
+                tile=Tile(block_r, block_f, tiles.stages),
                 **common,
             )
             return plan._replace(launches=(launch,), theta_sums=sums_of(batch * heads // rows))
@@ -285,9 +290,7 @@ class _Planner:
             num_warps=tiles.warps,
             chunks=chunks,
             chunk_rows=chunk_rows,
-            BLOCK_R=block_r,
-            BLOCK_F=geometry.block_f,
-            STAGES=tiles.stages,
+            tile=Tile(block_r, geometry.block_f, tiles.stages),
             **common,
         )
         combine = Launch(
@@ -296,7 +299,7 @@ class _Planner:
             takes=("partial", "columns", "cu_seqlens"),
             heads=heads,
             chunk_rows=chunk_rows,
-            cu_stride=common["cu_stride"],
+            cu_stride=numbers.cu_stride,
             slots=chunks,
             BACKWARD=backward,
             F=features,
@@ -313,8 +316,7 @@ class _Planner:
             ),
             num_warps=applied.warps,
             tiles=parts,
-            BLOCK_R=apply_r,
-            BLOCK_F=geometry.block_f,
+            tile=Tile(apply_r, geometry.block_f),
             **common,
         )  # fmt: skip
         return plan._replace(

@@ -26,7 +26,7 @@ from warploom.device.phase import (
     wrapping_add,
     wrapping_mul,
 )
-from warploom.ops.lrpe.kernels.encode import divide
+from warploom.ops.lrpe.kernels.angles import divide
 
 MOST_AXES = gl.constexpr(3)
 TWO_POW_23 = gl.constexpr(0x4B000000)  # as a float32; an integer below it, added to its bits, is added to it

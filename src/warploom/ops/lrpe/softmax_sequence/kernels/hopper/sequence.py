@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from warploom.device.activations import power_of_two
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import barriers, reinterpret
-from warploom.ops.lrpe.kernels.encode import divide
+from warploom.ops.lrpe.kernels.angles import divide
 from warploom.ops.lrpe.softmax_sequence.kernels.hopper.angles import (
     advanced,
     angles,

@@ -1,0 +1,198 @@
+"""Angles of LRPE: where tokens stand, their frequencies, and the cosines and sines of both.
+
+Theta has one row of frequencies for each head, or one for all of them. A row of angles is that of a token and of
+``u``, the head or the batch entry; ``s`` is the other of the two (`lrpe.kernels.rows`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from warploom.device.packed import sequence_of
+from warploom.device.phase import cos_sin, phase_step, wrapping_add, wrapping_mul
+
+
+class AngleNumbers(NamedTuple):
+    """Strides of the tensors that angles are made of, and how tokens stand in a grid."""
+
+    theta_u: tl.int64
+    """Over ``THETA_VEC`` of `Spec`."""
+    theta_f: tl.int64
+    ids_s: tl.int64
+    ids_n: tl.int64
+    ids_u: tl.int64
+    ids_k: tl.int64
+    offsets_s: tl.int64
+    offsets_u: tl.int64
+    table_n: tl.int64
+    table_u: tl.int64
+    prefix: tl.int32
+    size1: tl.int32
+    """Of the grid's axes but the first, as are the next."""
+    size2: tl.int32
+    size3: tl.int32
+    sequences: tl.int32
+    cu_stride: tl.int64
+
+
+class Inverses(NamedTuple):
+    """What `divide` takes for the sizes of a grid's axes but the first."""
+
+    size1: tl.int64
+    size2: tl.int64
+    size3: tl.int64
+
+
+class Spec(NamedTuple):
+    """What the kernels are compiled for."""
+
+    KIND: str
+    AXES: int
+    """Coordinates of a token."""
+    VEC: int
+    """By which strides of x and the results are divided, all but those of features."""
+    THETA_VEC: int
+    UNIT: bool
+    """Whether features are adjacent."""
+    F: int
+    """Angles of a head."""
+    E: int
+    """Frequencies of a head."""
+
+
+class Angles(NamedTuple):
+    """What angles are made of. ``table`` (N, 1 or H, 2F), if given, has cosines and sines instead."""
+
+    theta: tl.tensor
+    ids: tl.tensor
+    offsets: tl.tensor
+    cu_seqlens: tl.tensor
+    table: tl.tensor
+    offset: tl.tensor
+    numbers: AngleNumbers
+    inverses: Inverses
+    """None: the kernel divides by the sizes themselves."""
+
+
+@triton.jit
+def divide(n, inverse):
+    """``n // d`` for 0 ≤ n < 2³¹, by the number that `warploom.ops.lrpe.launches.inverse_of` makes of d.
+
+    The processor has no instruction for it: what the compiler makes of ``//`` is a chain of thirty or so, through the
+    slowest of its units, which everything that a program reads would wait for.
+    """
+    twice = wrapping_mul(n, 2).to(tl.uint32)  # which holds it
+    return (tl.umulhi(twice, (inverse >> 5).to(tl.uint32)) >> (inverse & 31).to(tl.int32)).to(tl.int32)
+
+
+@triton.jit
+def divide_with_rest(n, by, inverse):
+    """``n // by`` and ``n % by``, for n ≥ 0; by `divide` if there is an ``inverse``."""
+    quotient = n // by if inverse is None else divide(n, inverse)
+    return quotient, n - quotient * by
+
+
+@triton.jit
+def token_positions(n, mask, s, u, axis, angles, AXES: tl.constexpr):
+    """Coordinates of tokens ``n`` (R,): int32 (R, 1), or (R, F) in several dimensions, where ``axis`` is (F,)."""
+    numbers = angles.numbers
+    if angles.ids is not None:
+        rows = angles.ids + s * numbers.ids_s + u * numbers.ids_u + n.to(tl.int64) * numbers.ids_n
+        if AXES == 1:
+            position = tl.load(rows, mask=mask, other=0).to(tl.int32)[:, None]
+        else:
+            pointers = rows[:, None] + (axis * numbers.ids_k)[None, :]
+            position = tl.load(pointers, mask=mask[:, None] & (axis < AXES)[None, :], other=0).to(tl.int32)
+    else:
+        i = n - numbers.prefix
+        if angles.cu_seqlens is not None:
+            sequence = sequence_of(n, angles.cu_seqlens, numbers.cu_stride, numbers.sequences)
+            start = tl.load(angles.cu_seqlens + sequence * numbers.cu_stride, mask=mask, other=0)
+            i -= start.to(tl.int32)
+        if AXES == 1:
+            offset = angles.offset
+            if angles.offsets is not None:
+                pointers = angles.offsets + s * numbers.offsets_s + u * numbers.offsets_u
+                offset = tl.load(pointers, mask=mask, other=0).to(tl.int32)
+            # Tokens of the prefix, and those behind the last, may have no position of 32 bits: these are not used.
+            position = tl.where(i >= 0, wrapping_add(i, offset), 0)[:, None]
+        else:  # row-major coordinates in the grid; the prefix sits at the origin
+            inverse1 = None
+            inverse2 = None
+            inverse3 = None
+            if angles.inverses is not None:
+                inverse1, inverse2, inverse3 = angles.inverses
+            i = tl.maximum(i, 0)
+            if AXES == 4:
+                i, c3 = divide_with_rest(i, numbers.size3, inverse3)
+            if AXES >= 3:
+                i, c2 = divide_with_rest(i, numbers.size2, inverse2)
+            c0, c1 = divide_with_rest(i, numbers.size1, inverse1)
+            a = axis[None, :]
+            position = tl.where(a == 0, c0[:, None], c1[:, None])
+            if AXES >= 3:
+                position = tl.where(a == 2, c2[:, None], position)
+            if AXES == 4:
+                position = tl.where(a == 3, c3[:, None], position)
+    return position
+
+
+@triton.jit
+def load_angles(n, u, mask, s, angles, spec: tl.constexpr, BLOCK_F: tl.constexpr):
+    """What the angles of the rows (``n``, ``u``) for entry ``s`` are made of.
+
+    Positions (R, 1 or F), and frequencies (R, F) twice, or the stored cosines and sines.
+    """
+    numbers = angles.numbers
+    f = tl.arange(0, BLOCK_F)
+    axis = f // spec.E
+    turned = (axis < spec.AXES) & (f < spec.F)
+    if angles.table is not None:
+        ptrs = angles.table + (n.to(tl.int64) * numbers.table_n + u * numbers.table_u)[:, None] + f[None, :]
+        inside = mask[:, None] & (f < spec.F)[None, :]
+        first = tl.load(ptrs, mask=inside, other=1.0)
+        second = tl.load(ptrs + spec.F, mask=inside, other=0.0)
+    else:
+        e = f if spec.E >= spec.F else f % spec.E
+        if spec.THETA_VEC == 1:
+            # Not so where E is odd. It makes neighbouring threads read neighbouring frequencies, in the layout of x;
+            # each is read by itself all the same, since nothing is known of the alignment.
+            e = tl.max_contiguous(e * numbers.theta_f, 2)
+        ptrs = angles.theta + (u * (numbers.theta_u * spec.THETA_VEC))[:, None] + e[None, :]
+        first = tl.load(ptrs, mask=mask[:, None] & turned[None, :], other=0.0)
+        second = first
+    return token_positions(n, mask, s, u, axis, angles, spec.AXES), first, second
+
+
+@triton.jit
+def cos_sin_behind_loads(n, u, mask, s, angles, spec: tl.constexpr, BLOCK_F: tl.constexpr, HALF: tl.constexpr):
+    """Cosine and sine (R, F) of the rows (``n``, ``u``) for entry ``s``, read when the loads before are under way.
+
+    Without the barrier the assembler moves those loads behind what is computed from the frequencies: they would wait
+    for these to come from memory.
+    """
+    tl.debug_barrier()
+    position, first, second = load_angles(n, u, mask, s, angles, spec, BLOCK_F)
+    if angles.table is not None:
+        cosine, sine = first, second
+    else:
+        whole, rest, unit = phase_step(first)
+        cosine, sine = cos_sin(position, whole, rest, unit, HALF)
+    return cosine, sine
+
+
+@triton.jit
+def load_frequencies(angles, h, first, spec: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Phase steps of a head (1, F) from angle ``first`` on: see `phase_step`."""
+    f = first + tl.arange(0, BLOCK_F)
+    turned = (f // spec.E < spec.AXES) & (f < spec.F)
+    e = f if spec.E >= spec.F else f % spec.E
+    ptrs = (
+        angles.theta
+        + h * (angles.numbers.theta_u * spec.THETA_VEC)
+        + (e if spec.THETA_VEC > 1 else e * angles.numbers.theta_f)
+    )
+    return phase_step(tl.load(ptrs, mask=turned, other=0.0)[None, :])

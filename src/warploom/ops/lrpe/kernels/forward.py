@@ -1,0 +1,101 @@
+"""The forward kernel of LRPE: ``out = turn(activation(x), φ)``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from warploom.device.activations import activate, softmax_pair_parts, softmax_parts, widen
+from warploom.ops.lrpe.kernels.angles import AngleNumbers, Angles, Inverses, cos_sin_behind_loads
+from warploom.ops.lrpe.kernels.rows import (
+    Sizes,
+    Split,
+    Strides,
+    load_input,
+    row_pointers,
+    rows_of,
+    split_program,
+    store_pair,
+)
+
+
+@triton.jit
+def activate_input(x1, x2, spec: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr):
+    """x̄ of both tiles of `load_input`, in float32, over a factor of each row (R, 1) that is 1.0 but for softmax."""
+    scale = 1.0
+    if ACTIVATION == "softmax":
+        inside = (tl.arange(0, BLOCK_F) < spec.F)[None, :]
+        x1 = tl.where(inside, x1, float("-inf"))
+        if spec.KIND == "cosine":
+            x1, scale = softmax_parts(x1)
+            x2 = x1
+        else:
+            x1, x2, scale = softmax_pair_parts(x1, tl.where(inside, x2, float("-inf")))
+    else:
+        x1 = activate(x1, ACTIVATION)
+        x2 = activate(x2, ACTIVATION)
+    return x1, x2, scale
+
+
+@triton.jit
+def turn(x1, x2, cosine, sine, KIND: tl.constexpr):
+    """The pair that comes out, from x̄."""
+    if KIND == "cosine":
+        first = x1 * cosine
+        second = x1 * sine
+    else:
+        # Fused by hand, so that every variant of the kernel gives the same bits.
+        first = tl.fma(x1, cosine, -(x2 * sine))
+        second = tl.fma(x2, cosine, x1 * sine)
+    return first, second
+
+
+@triton.jit
+def store_turned(
+    rows, x, cosine, sine, mask, stride, spec: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr
+):  # fmt: skip
+    """Activate one vector, ``x`` as `load_input` gave it, and store it turned."""
+    x1, x2, scale = activate_input(widen(x[0]), widen(x[1]), spec, ACTIVATION, BLOCK_F)
+    o1, o2 = turn(x1 * scale, x2 * scale, cosine, sine, spec.KIND)
+    store_pair(rows, o1, o2, mask, stride, 0, spec, BLOCK_F)
+
+
+@triton.jit
+def forward_kernel(
+    x, out, theta, ids, offsets, cu_seqlens, table, tickets, offset: tl.int32, sizes: Sizes, numbers: AngleNumbers,
+    inverses: Inverses, split: Split, x_strides: Strides, out_strides: Strides,
+    spec: tl.constexpr, ACTIVATION: tl.constexpr, TOKENS_INNER: tl.constexpr, blocks: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows a program, for ``blocks.S`` of the entries that share it.
+
+    ``tickets`` (2,) are set to zero, if there are any, for a kernel that counts its tiles and is launched next.
+    """
+    if tickets is not None and tl.program_id(0) == 0:
+        tl.store(tickets + tl.arange(0, 2), tl.zeros((2,), dtype=tl.int32))
+    S: tl.constexpr = blocks.S
+    angles = Angles(theta, ids, offsets, cu_seqlens, table, offset, numbers, inverses)
+    HALF: tl.constexpr = out.dtype.element_ty.primitive_bitwidth == 16
+    s_block, row_block = split_program(split, TOKENS_INNER)
+    s_first = s_block * S
+    n, u, mask = rows_of(row_block * blocks.R, sizes, split.rows_inverse, blocks.R, TOKENS_INNER)
+    x_rows = row_pointers(x, n, u, s_first, x_strides, spec.VEC)
+    out_rows = row_pointers(out, n, u, s_first, out_strides, spec.VEC)
+
+    xs = ()
+    for i in tl.static_range(S):
+        ahead = mask & (s_first + i < sizes.shared)
+        xs = xs + (load_input(x_rows + i * (x_strides.s * spec.VEC), ahead, x_strides.f, 0, spec, blocks.F),)
+    cosine, sine = cos_sin_behind_loads(n, u, mask, s_first.to(tl.int64), angles, spec, blocks.F, HALF)
+    # Without branches the sums of one vector's softmax across threads take place while those of another do.
+    STRAIGHT: tl.constexpr = ACTIVATION == "softmax"
+    GUARDED: tl.constexpr = S - 1 if STRAIGHT else S
+    full = s_first + S <= sizes.shared if STRAIGHT else False
+    if full:
+        for i in tl.static_range(S):
+            rows = out_rows + i * (out_strides.s * spec.VEC)
+            store_turned(rows, xs[i], cosine, sine, mask, out_strides.f, spec, ACTIVATION, blocks.F)
+    else:
+        for i in tl.static_range(GUARDED):
+            if s_first + i < sizes.shared:
+                rows = out_rows + i * (out_strides.s * spec.VEC)
+                store_turned(rows, xs[i], cosine, sine, mask, out_strides.f, spec, ACTIVATION, blocks.F)
