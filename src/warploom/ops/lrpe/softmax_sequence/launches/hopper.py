@@ -14,7 +14,7 @@ import torch
 
 from warploom.ops.lrpe.launches import Positions, inverse_of
 from warploom.ops.lrpe.softmax_sequence.kernels.hopper import sequence
-from warploom.ops.lrpe.softmax_sequence.kernels.hopper.angles import MOST_AXES
+from warploom.ops.lrpe.softmax_sequence.kernels.hopper.angles import MOST_AXES, Grid
 from warploom.ops.lrpe.softmax_sequence.kernels.hopper.sequence import UNIT
 from warploom.runtime.launch import INTERPRETED, Boxes, Launch, architecture, can_be_copied, multiprocessors
 
@@ -206,10 +206,9 @@ def plan(
         kernel, described, sums = sequence.hopper_sequence_backward_kernel, {"x": x, "grad": grad}, ["dtheta"]
     box = (0, 2, 1, 3), (1, 1, min(tile.tokens, _MOST_BOX), tile.width)
     descriptors: dict[str, Any] = {f"{name}_desc": Boxes(tensor, *box) for name, tensor in described.items()}
-    strides = {
-        f"{name}_{axis}": stride // _UNIT
+    strides: dict[str, Any] = {
+        f"{name}_strides": sequence.Strides(*(stride // _UNIT for stride in tensor.stride()[:3]))
         for name, tensor in (*described.items(), ("out", out))
-        for axis, stride in zip("bnh", tensor.stride())
     }
     inner = (*positions.grid[1:], 1, 1)[:2]
     theta_u = theta.stride(0) if theta.dim() == 2 and theta.shape[0] > 1 else 0
@@ -220,14 +219,14 @@ def plan(
         takes=(*descriptors, *described, "out", "statistics", "words", "theta", *sums, "offset", "tag", "patience"),
         num_warps=tile.warps,
         registers=tile.registers,
-        **descriptors, **strides,
-        parts_inverse=inverse_of(parts), heads_inverse=inverse_of(heads), tokens=tokens, heads=heads, parts=parts,
-        theta_u=theta_u, theta_f=theta.stride(-1), prefix=positions.prefix, size1=inner[0], size2=inner[1],
-        inverse1=inverse_of(inner[0]), inverse2=inverse_of(inner[1]),
-        KIND=kind, AXES=axes, F=features, E=theta.shape[-1], PREFIX=axes == 1 and positions.prefix > 0, EXACT=exact,
-        TOKENS=tile.tokens, PIECE=tile.piece, VEC=tile.vec, BLOCK=block, BLOCKS=parts > block,
-        PARTS_FIRST=tile.parts_first,
-    )  # fmt: skip
+        sizes=sequence.Sizes(inverse_of(parts), inverse_of(heads), tokens, heads, parts),
+        theta_strides=sequence.ThetaStrides(theta_u, theta.stride(-1)),
+        grid=Grid(positions.prefix, *inner, *map(inverse_of, inner)),
+        spec=sequence.Spec(kind, axes, features, theta.shape[-1], axes == 1 and positions.prefix > 0, exact),
+        tile=sequence.Tile(tile.tokens, tile.piece, tile.vec, block, parts > block, tile.parts_first),
+        **descriptors,
+        **strides,
+    )
     members = 1 if kind == "cosine" else 2
     rows = parts + -(-parts // block)  # of words: parts, and blocks of them
     return Plan(launch, batch * heads * strips * rows * members * tile.width)

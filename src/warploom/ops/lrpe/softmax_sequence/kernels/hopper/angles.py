@@ -12,6 +12,8 @@ turned.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -31,6 +33,18 @@ from warploom.ops.lrpe.kernels.angles import divide
 MOST_AXES = gl.constexpr(3)
 TWO_POW_23 = gl.constexpr(0x4B000000)  # as a float32; an integer below it, added to its bits, is added to it
 TWO_POW_55 = gl.constexpr(2.0**55)
+
+
+class Grid(NamedTuple):
+    """How tokens stand: a prefix, sizes of a grid's axes but the first, and what `divide` takes for these."""
+
+    prefix: gl.int32
+    size1: gl.int32
+    size2: gl.int32
+    inverse1: gl.int64
+    inverse2: gl.int64
+
+
 synchronize = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # one name for two versions of Triton
 
 
@@ -47,12 +61,12 @@ def turned_back(a, b, cosine, sine):
 
 
 @gluon.jit
-def frequencies(theta, theta_f, first, W: gl.constexpr, AXES: gl.constexpr, E: gl.constexpr):
+def frequencies(theta, theta_f, first, W: gl.constexpr, spec: gl.constexpr):
     """Those of a strip's columns (1, W), of a head's at ``theta``: each in one thread of a warp."""
     LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, gl.num_warps()], [1, 0])
     f = first + gl.arange(0, W, gl.SliceLayout(0, LANES))[None, :]
-    e = f % E if AXES > 1 else f
-    return gl.load(theta + e * theta_f, mask=f < AXES * E, other=0.0)
+    e = f % spec.E if spec.AXES > 1 else f
+    return gl.load(theta + e * theta_f, mask=f < spec.AXES * spec.E, other=0.0)
 
 
 @gluon.jit
@@ -81,7 +95,7 @@ def exact_angles(theta, position, grid, table, steps, SUB: gl.constexpr, LAYOUT:
     n = position + gl.arange(0, SUB, gl.SliceLayout(1, LAYOUT))
     cosine, sine = cos_sin(n[:, None], whole, table.index(1).load(LAYOUT), table.index(2).load(LAYOUT), False)
     synchronize()
-    return cosine, sine, grid[0]
+    return cosine, sine, grid.prefix
 
 
 @gluon.jit
@@ -116,16 +130,18 @@ def at_origin(cosine, sine, row, prefix, SUB: gl.constexpr, LAYOUT: gl.constexpr
 
 
 @gluon.jit
-def angles(theta, first, position, grid, table, BACK: gl.constexpr, AXES: gl.constexpr, E: gl.constexpr,
-           SUB: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+def angles(
+    theta, first, position, grid, table, BACK: gl.constexpr, spec: gl.constexpr, SUB: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
     """The angles of ``SUB`` rows as `rows_cos_sin` takes them, for columns from angle ``first`` on.
 
     ``theta`` are `frequencies`: what one thread makes of each, others read from shared memory, ``table``
     (4 or more, 1, W). For one axis, rows count from ``position``, and those before are ``SUB`` before, or with ``BACK``
-    ``SUB`` after, for steps that go back. ``grid``: prefix, and the inner sizes and their `divide` numbers.
+    ``SUB`` after, for steps that go back.
     """
     whole, rest, unit = phase_step(theta)
-    if AXES == 1:
+    if spec.AXES == 1:
         kept = cos_sin(gl.full_like(whole, SUB), whole, rest, unit, False)
     else:
         surplus = wrapping_add(wrapping_mul(TWO_POW_23, whole), (rest * TWO_POW_55).to(gl.int32))
@@ -138,7 +154,7 @@ def angles(theta, first, position, grid, table, BACK: gl.constexpr, AXES: gl.con
     synchronize()
     whole = table.index(0).load(LAYOUT).to(gl.int32, bitcast=True)
     rest = table.index(1).load(LAYOUT)
-    if AXES == 1:
+    if spec.AXES == 1:
         step_cosine = table.index(2).load(LAYOUT)
         step_sine = table.index(3).load(LAYOUT)
         n = position + gl.arange(0, SUB, gl.SliceLayout(1, LAYOUT))
@@ -147,11 +163,11 @@ def angles(theta, first, position, grid, table, BACK: gl.constexpr, AXES: gl.con
             before, sine_before = turned(cosine, sine, step_cosine, step_sine)
         else:
             before, sine_before = turned_back(cosine, sine, step_cosine, step_sine)
-        turning = (cosine, sine, before, sine_before, step_cosine * 2, grid[0])
+        turning = (cosine, sine, before, sine_before, step_cosine * 2, grid.prefix)
     else:
         W: gl.constexpr = table.shape[2]
         start = table.index(2).load(LAYOUT).to(gl.int32, bitcast=True)
-        axis = (first + gl.arange(0, W, gl.SliceLayout(0, LAYOUT))[None, :]) // E
+        axis = (first + gl.arange(0, W, gl.SliceLayout(0, LAYOUT))[None, :]) // spec.E
         turning = (whole, rest, start, axis, grid)
     return turning
 
@@ -186,19 +202,19 @@ def reversed_angles(turning, AXES: gl.constexpr):
 
 
 @gluon.jit
-def rows_cos_sin(turning, row, AXES: gl.constexpr, PREFIX: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr):
+def rows_cos_sin(turning, row, spec: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr):
     """Cosines and sines (SUB, W) of the rows that ``turning`` has come to; these begin with token ``row``.
 
     In a grid this is `cos_sin` for 16 bits in two thirds of the instructions. A coordinate c comes as the bits of the
     float32 2²³ + c, which serve as an integer and as a float; what that adds to a phase was taken from where it starts.
     """
-    if AXES == 1:
+    if spec.AXES == 1:
         cosine, sine = turning[0], turning[1]
-        if PREFIX:
+        if spec.PREFIX:
             cosine, sine = at_origin(cosine, sine, row, turning[5], SUB, LAYOUT)
     else:
         whole, rest, start, axis, grid = turning
-        phase = coordinates(row, axis, grid, AXES, SUB, LAYOUT)
+        phase = coordinates(row, axis, grid, spec.AXES, SUB, LAYOUT)
         turns = gl.inline_asm_elementwise(  # the upper 23 bits behind the exponent of one
             "shf.r.wrap.b32 $0, $1, 127, 9;",
             "=f,r",
@@ -218,14 +234,13 @@ def coordinates(row, axis, grid, AXES: gl.constexpr, SUB: gl.constexpr, LAYOUT: 
 
     Row-major; the prefix sits at the origin.
     """
-    prefix, size1, size2, inverse1, inverse2 = grid
-    i = gl.maximum(row + gl.arange(0, SUB, gl.SliceLayout(1, LAYOUT)) - prefix, 0)
+    i = gl.maximum(row + gl.arange(0, SUB, gl.SliceLayout(1, LAYOUT)) - grid.prefix, 0)
     last = i
     if AXES == 3:
-        i = divide(i, inverse2)
-        last = last - i * size2
-    c0 = divide(i, inverse1)
-    c1 = i - c0 * size1
+        i = divide(i, grid.inverse2)
+        last = last - i * grid.size2
+    c0 = divide(i, grid.inverse1)
+    c1 = i - c0 * grid.size1
     position = gl.where(axis == 0, (c0 + TWO_POW_23)[:, None], (c1 + TWO_POW_23)[:, None])
     if AXES == 3:
         position = gl.where(axis == 2, (last + TWO_POW_23)[:, None], position)

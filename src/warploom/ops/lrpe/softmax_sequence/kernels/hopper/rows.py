@@ -154,9 +154,11 @@ def weights(x, column, EXACT: gl.constexpr):
 
 
 @gluon.jit
-def sum_piece(sums, turning, steps, xs, grads, piece, step, tokens, left, columns, MASKED: gl.constexpr,
-              BACKWARD: gl.constexpr, P: gl.constexpr, SHARED: gl.constexpr, ROWS: gl.constexpr, AXES: gl.constexpr,
-              PREFIX: gl.constexpr, EXACT: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+def sum_piece(
+    sums, turning, steps, xs, grads, piece, step, tokens, left, columns, MASKED: gl.constexpr,
+    BACKWARD: gl.constexpr, P: gl.constexpr, SHARED: gl.constexpr, ROWS: gl.constexpr, spec: gl.constexpr,
+    SUB: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Add the rows of a piece, from step ``step`` of the tile on, to `sum_part`'s sums.
 
     ``turning``: `angles` of the first ``SUB`` rows. Returned with the sums, of the rows behind the last. With ``EXACT``
@@ -164,10 +166,10 @@ def sum_piece(sums, turning, steps, xs, grads, piece, step, tokens, left, column
     """
     total1, total2, moment1, moment2 = sums
     for s in gl.static_range(ROWS // SUB):
-        y1 = weights(load_rows(xs[0], piece, s, left, SHARED, SUB, LAYOUT), columns[0], EXACT)
+        y1 = weights(load_rows(xs[0], piece, s, left, SHARED, SUB, LAYOUT), columns[0], spec.EXACT)
         y2 = y1
         if P == 2:
-            y2 = weights(load_rows(xs[1], piece, s, left, SHARED, SUB, LAYOUT), columns[1], EXACT)
+            y2 = weights(load_rows(xs[1], piece, s, left, SHARED, SUB, LAYOUT), columns[1], spec.EXACT)
         if MASKED:
             inside = (s * SUB + gl.arange(0, SUB, gl.SliceLayout(1, LAYOUT)) < left)[:, None]
             y1 = gl.where(inside, y1, 0.0)
@@ -176,20 +178,20 @@ def sum_piece(sums, turning, steps, xs, grads, piece, step, tokens, left, column
             g1 = load_rows(grads[0], piece, s, left, SHARED, SUB, LAYOUT)
             g2 = load_rows(grads[1], piece, s, left, SHARED, SUB, LAYOUT)
             row = tokens - left + s * SUB
-            if EXACT:
-                cosine, sine = exact_cos_sin(turning, steps, step + s, row, PREFIX, SUB, LAYOUT)
+            if spec.EXACT:
+                cosine, sine = exact_cos_sin(turning, steps, step + s, row, spec.PREFIX, SUB, LAYOUT)
             else:
-                cosine, sine = rows_cos_sin(turning, row, AXES, PREFIX, SUB, LAYOUT)
-                turning = advanced(turning, AXES)
+                cosine, sine = rows_cos_sin(turning, row, spec, SUB, LAYOUT)
+                turning = advanced(turning, spec.AXES)
             d1, d2 = turned_back(g1, g2, cosine, sine)
             total1 = gl.fma(y1, d1, total1)
             if P == 2:
                 total2 = gl.fma(y2, d2, total2)
-            if EXACT:  # the gradient of the angle, and that times the step
+            if spec.EXACT:  # the gradient of the angle, and that times the step
                 gradient = y1 * d2
                 if P == 2:
                     gradient = gl.fma(y2 * -1.0, d1, gradient)
-                if PREFIX:
+                if spec.PREFIX:
                     behind = row + gl.arange(0, SUB, gl.SliceLayout(1, LAYOUT)) >= turning[2]
                     gradient = gl.where(behind[:, None], gradient, 0.0)
                 moment1 += gradient
@@ -202,9 +204,10 @@ def sum_piece(sums, turning, steps, xs, grads, piece, step, tokens, left, column
 
 
 @gluon.jit
-def sum_part(xs, grads, part, tokens, columns, turning, steps, scratch, BACKWARD: gl.constexpr, SHARED: gl.constexpr,
-             AXES: gl.constexpr, PREFIX: gl.constexpr, EXACT: gl.constexpr, SUB: gl.constexpr,
-             LAYOUT: gl.constexpr):  # fmt: skip
+def sum_part(
+    xs, grads, part, tokens, columns, turning, steps, scratch, BACKWARD: gl.constexpr, SHARED: gl.constexpr,
+    spec: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Sums of columns over a part, from shared memory or from device memory, to the same bits; see `sum_piece`.
 
     Of weights, or in a backward of their products with their gradients: (P, W). With ``EXACT`` there also (SUB, W) of
@@ -223,13 +226,13 @@ def sum_part(xs, grads, part, tokens, columns, turning, steps, scratch, BACKWARD
             for piece in range(full if masked else 0, PIECES if masked else full):
                 sums, turning = sum_piece(
                     sums, turning, steps, xs, grads, piece, piece * (ROWS // SUB), tokens, tokens - start - piece * ROWS,
-                    columns, masked, BACKWARD, P, True, ROWS, AXES, PREFIX, EXACT, SUB, LAYOUT,
+                    columns, masked, BACKWARD, P, True, ROWS, spec, SUB, LAYOUT,
                 )  # fmt: skip
     else:  # the same sums by fewer registers
         for row in range(start, start + PIECES * ROWS, SUB):
             sums, turning = sum_piece(
                 sums, turning, steps, moved(xs, row), moved(grads, row), 0, (row - start) // SUB, tokens, tokens - row,
-                columns, True, BACKWARD, P, False, SUB, AXES, PREFIX, EXACT, SUB, LAYOUT,
+                columns, True, BACKWARD, P, False, SUB, spec, SUB, LAYOUT,
             )  # fmt: skip
     # Added up by way of shared memory: most of it within a thread, where butterflies would move all columns twice.
     WARPS: gl.constexpr = gl.num_warps()

@@ -20,9 +20,10 @@ or (P, W). Statistics are those of `softmax_sequence.kernels.portable`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language import int64  # parameters' types go by this name
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from warploom.device.activations import power_of_two
@@ -30,6 +31,7 @@ from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import barriers, reinterpret
 from warploom.ops.lrpe.kernels.angles import divide
 from warploom.ops.lrpe.softmax_sequence.kernels.hopper.angles import (
+    Grid,
     advanced,
     angles,
     exact_angles,
@@ -57,51 +59,106 @@ LARGEST_LOGARITHM = gl.constexpr(100.0)  # of a sum
 UNIT = gl.constexpr(8)  # strides travel divided by it: 16 bytes of 16-bit features
 
 
+class Sizes(NamedTuple):
+    """Of a call, and what `divide` takes for two of them."""
+
+    parts_inverse: gl.int64
+    heads_inverse: gl.int64
+    tokens: gl.int32
+    heads: gl.int32
+    parts: gl.int32
+
+
+class ThetaStrides(NamedTuple):
+    """Of heads and of frequencies."""
+
+    u: gl.int32
+    f: gl.int32
+
+
+class Strides(NamedTuple):
+    """Of x or a result, over `UNIT`; features are adjacent."""
+
+    b: gl.int32
+    n: gl.int32
+    h: gl.int32
+
+
+class Spec(NamedTuple):
+    """What the kernels are compiled for."""
+
+    KIND: str
+    AXES: int
+    F: int
+    E: int
+    PREFIX: bool
+    """Whether rows before the end of a prefix have to be kept from turning."""
+    EXACT: bool
+    """For a gradient of theta."""
+
+
+class Tile(NamedTuple):
+    """What a program does."""
+
+    TOKENS: int
+    PIECE: int
+    """Tokens of a turn of its loops."""
+    VEC: int
+    """Adjacent features of a thread."""
+    BLOCK: int
+    """Parts whose sums are read at once."""
+    BLOCKS: bool
+    """Whether there are more parts than these."""
+    PARTS_FIRST: bool
+    """Whether neighbouring programs take parts of one strip, or strips of the same tokens."""
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Sums told in the place of other parts
 # ----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def tell_part(words, tag, xs, grads, theta, first, position, grid, part, tokens, columns, scratch, table, steps,
-              BACKWARD: gl.constexpr, AXES: gl.constexpr, E: gl.constexpr, PREFIX: gl.constexpr, EXACT: gl.constexpr,
-              SUB: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+def tell_part(
+    words, tag, xs, grads, theta, first, position, grid, part, tokens, columns, scratch, table, steps,
+    BACKWARD: gl.constexpr, spec: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Tell what a part tells, worked out from device memory to the same bits. ``theta``: `frequencies`."""
     P: gl.constexpr = scratch.shape[0]
     W: gl.constexpr = xs[0][0].shape[4]
     TOKENS: gl.constexpr = xs[0][0].shape[0] * xs[0][0].shape[3]
     synchronize()
-    if BACKWARD and EXACT:
+    if BACKWARD and spec.EXACT:
         turning = exact_angles(theta, position + part * TOKENS, grid, table, steps, SUB, LAYOUT)
     else:
-        turning = angles(theta, first, position + part * TOKENS, grid, table, False, AXES, E, SUB, LAYOUT)
+        turning = angles(theta, first, position + part * TOKENS, grid, table, False, spec, SUB, LAYOUT)
     sums, _, _, _ = sum_part(
-        xs, grads, part, tokens, columns, turning, steps, scratch, BACKWARD, False, AXES, PREFIX, EXACT, SUB, LAYOUT
+        xs, grads, part, tokens, columns, turning, steps, scratch, BACKWARD, False, spec, SUB, LAYOUT
     )
     tell(words + part * (P * W), tag, sums)
 
 
 @gluon.jit
-def tell_all(words, tag, xs, grads, theta, theta_f, first_f, position, grid, parts, tokens, columns, scratch,
-             table, steps, BLOCK: gl.constexpr, BLOCKS: gl.constexpr, BACKWARD: gl.constexpr, AXES: gl.constexpr,
-             E: gl.constexpr, PREFIX: gl.constexpr, EXACT: gl.constexpr, SUB: gl.constexpr,
-             LAYOUT: gl.constexpr):  # fmt: skip
+def tell_all(
+    words, tag, xs, grads, theta, theta_f, first_f, position, grid, parts, tokens, columns, scratch, table, steps,
+    BACKWARD: gl.constexpr, spec: gl.constexpr, tile: gl.constexpr, SUB: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Tell in the place of all parts whatever they have not told, and of all blocks."""
     P: gl.constexpr = scratch.shape[0]
     W: gl.constexpr = xs[0][0].shape[4]
-    for first in range(0, parts, BLOCK):
-        end = gl.minimum(first + BLOCK, parts)
-        known = read_block(words, first, end, tag, 1, BLOCK, P, W)[1]
+    for first in range(0, parts, tile.BLOCK):
+        end = gl.minimum(first + tile.BLOCK, parts)
+        known = read_block(words, first, end, tag, 1, tile.BLOCK, P, W)[1]
         if gl.min(gl.min(known.to(gl.int32), 1), 0) == 0:  # for all threads, from a reduction through shared memory
             for part in range(first, end):
                 tell_part(
-                    words, tag, xs, grads, frequencies(theta, theta_f, first_f, W, AXES, E), first_f, position, grid,
-                    part, tokens, columns, scratch, table, steps, BACKWARD, AXES, E, PREFIX, EXACT, SUB, LAYOUT,
+                    words, tag, xs, grads, frequencies(theta, theta_f, first_f, W, spec), first_f, position, grid,
+                    part, tokens, columns, scratch, table, steps, BACKWARD, spec, SUB, LAYOUT,
                 )  # fmt: skip
             synchronize()
-        if BLOCKS:
-            sums, known = read_block(words, first, end, tag, FOREVER, BLOCK, P, W)
-            tell(words + (parts + first // BLOCK) * (P * W), tag, sums, known)
+        if tile.BLOCKS:
+            sums, known = read_block(words, first, end, tag, FOREVER, tile.BLOCK, P, W)
+            tell(words + (parts + first // tile.BLOCK) * (P * W), tag, sums, known)
     synchronize()
 
 
@@ -133,15 +190,19 @@ def copy_tile(desc, full, MEMBERS: gl.constexpr, PIECE: gl.constexpr, TOKENS: gl
 
 @gluon.jit
 def run_part(
-    x_desc, grad_desc, x, grad, out, statistics, words, theta, dtheta, parts_inverse, heads_inverse, offset, tag,
-    patience, tokens, heads, parts,
-    theta_u, theta_f, x_b, x_n, x_h, grad_b, grad_n, grad_h, out_b, out_n, out_h, grid,
-    KIND: gl.constexpr, BACKWARD: gl.constexpr, AXES: gl.constexpr, F: gl.constexpr, E: gl.constexpr,
-    PREFIX: gl.constexpr, EXACT: gl.constexpr, TOKENS: gl.constexpr, PIECE: gl.constexpr, VEC: gl.constexpr,
-    BLOCK: gl.constexpr, BLOCKS: gl.constexpr, PARTS_FIRST: gl.constexpr,
+    x_desc, grad_desc, x, grad, out, statistics, words, theta, dtheta, offset, tag, patience, sizes, theta_strides,
+    x_strides, grad_strides, out_strides, grid, BACKWARD: gl.constexpr, spec: gl.constexpr, tile: gl.constexpr,
 ):  # fmt: skip
     """One program: a part of a strip of one (batch entry, head). A strip's parts are neighbours."""
-    P: gl.constexpr = 1 if KIND == "cosine" else 2
+    AXES: gl.constexpr = spec.AXES
+    F: gl.constexpr = spec.F
+    EXACT: gl.constexpr = spec.EXACT
+    TOKENS: gl.constexpr = tile.TOKENS
+    PIECE: gl.constexpr = tile.PIECE
+    VEC: gl.constexpr = tile.VEC
+    BLOCK: gl.constexpr = tile.BLOCK
+    tokens, heads, parts = sizes.tokens, sizes.heads, sizes.parts
+    P: gl.constexpr = 1 if spec.KIND == "cosine" else 2
     OUT_P: gl.constexpr = P if BACKWARD else 2
     MEMBERS: gl.constexpr = P + 2 if BACKWARD else P
     BOX: gl.constexpr = x_desc.block_type.shape[2]
@@ -154,16 +215,16 @@ def run_part(
     SUB: gl.constexpr = WARPS * 32 * VEC // W
     dtype: gl.constexpr = x_desc.dtype
     program = gl.program_id(0)
-    if PARTS_FIRST:
-        rest = divide(program, parts_inverse)
+    if tile.PARTS_FIRST:
+        rest = divide(program, sizes.parts_inverse)
         part = program - rest * parts
         strip = rest % STRIPS
         unit = rest // STRIPS
     else:
         strip = program % STRIPS
-        unit = divide(program // STRIPS, parts_inverse)
+        unit = divide(program // STRIPS, sizes.parts_inverse)
         part = program // STRIPS - unit * parts
-    entry = divide(unit, heads_inverse)
+    entry = divide(unit, sizes.heads_inverse)
     head = unit - entry * heads
     first = strip * W
 
@@ -187,18 +248,18 @@ def run_part(
 
     # While they come: what there is to know of the columns.
     f = first + gl.arange(0, W, COLUMN)[None, :]
-    theta += head * theta_u
+    theta += head * theta_strides.u
     entry_long = entry.to(gl.int64)
-    x_first = x + (entry_long * x_b + head.to(gl.int64) * x_h) * UNIT + first
-    grad_first = grad + (entry_long * grad_b + head.to(gl.int64) * grad_h) * UNIT + first
-    x_stride = x_n.to(gl.int64) * UNIT
-    grad_stride = grad_n.to(gl.int64) * UNIT
+    x_first = x + (entry_long * x_strides.b + head.to(gl.int64) * x_strides.h) * UNIT + first
+    grad_first = grad + (entry_long * grad_strides.b + head.to(gl.int64) * grad_strides.h) * UNIT + first
+    x_stride = x_strides.n.to(gl.int64) * UNIT
+    grad_stride = grad_strides.n.to(gl.int64) * UNIT
     xs = ((x1, x_first, x_stride), (x2, x_first + F, x_stride))
     grads = ((g1, grad_first, grad_stride), (g2, grad_first + F, grad_stride))
     cells = statistics + unit.to(gl.int64) * (2 * P * F) + f
     if AXES == 1:
-        offset -= grid[0]  # of the token behind the prefix
-    strip_theta = frequencies(theta, theta_f, first, W, AXES, E)
+        offset -= grid.prefix  # of the token behind the prefix
+    strip_theta = frequencies(theta, theta_strides.f, first, W, spec)
     token = x_first + gl.arange(0, W, COLUMN)[None, :]
     column1 = load_column(token, cells, BACKWARD, F, P)
     column2 = load_column(token + (P - 1) * F, cells + (P - 1) * F, BACKWARD, F, P)
@@ -209,12 +270,12 @@ def run_part(
     if BACKWARD and EXACT:
         turning = exact_angles(strip_theta, offset + start, grid, table, steps, SUB, LAYOUT)
     else:
-        turning = angles(strip_theta, first, offset + start, grid, table, not BACKWARD, AXES, E, SUB, LAYOUT)
+        turning = angles(strip_theta, first, offset + start, grid, table, not BACKWARD, spec, SUB, LAYOUT)
 
     mbarrier.wait(full, 0)
     total, moment1, moment2, turning = sum_part(
         xs, grads, part, tokens, (column1, column2) if EXACT else (log1, log2), turning, steps, scratch, BACKWARD, True,
-        AXES, PREFIX, EXACT, SUB, LAYOUT,
+        spec, SUB, LAYOUT,
     )  # fmt: skip
     if not BACKWARD and part == 0:
         gl.store(cells, column1[0])
@@ -227,7 +288,7 @@ def run_part(
         to = dtheta + ((entry_long * parts + part) * heads + head) * F + first + gl.arange(0, W, COLUMN)
         store_moment(to, moment1, moment2, offset + row, SUB, LAYOUT)
     if parts > 1:
-        told = sum_of_parts(words, tag, patience, part, parts, BLOCK, BLOCKS, P, W)
+        told = sum_of_parts(words, tag, patience, part, parts, BLOCK, tile.BLOCKS, P, W)
         store_totals(columns, told, BACKWARD, EXACT)
     else:
         store_totals(columns, total, BACKWARD, EXACT)
@@ -236,11 +297,10 @@ def run_part(
         # A part has not told its sums in time, or they are too large, infinite or NaN.
         if parts > 1:
             tell_all(
-                words, tag, xs, grads, theta, theta_f, first, offset, grid, parts, tokens,
-                (column1, column2) if EXACT else (log1, log2), scratch, table, steps,
-                BLOCK, BLOCKS, BACKWARD, AXES, E, PREFIX, EXACT, SUB, LAYOUT,
+                words, tag, xs, grads, theta, theta_strides.f, first, offset, grid, parts, tokens,
+                (column1, column2) if EXACT else (log1, log2), scratch, table, steps, BACKWARD, spec, tile, SUB, LAYOUT,
             )  # fmt: skip
-            told = sum_of_parts(words, tag, FOREVER, part, parts, BLOCK, BLOCKS, P, W)
+            told = sum_of_parts(words, tag, FOREVER, part, parts, BLOCK, tile.BLOCKS, P, W)
             store_totals(columns, told, BACKWARD, EXACT)
             total1, total2 = load_totals(columns, BACKWARD, EXACT, LAYOUT)
         high = False
@@ -261,7 +321,7 @@ def run_part(
                 for other in range(parts):
                     sums, _, _, _ = sum_part(
                         xs, grads, other, tokens, (column1, column2) if EXACT else (log1, log2), turning, steps, scratch,
-                        False, False, AXES, PREFIX, EXACT, SUB, LAYOUT,
+                        False, False, spec, SUB, LAYOUT,
                     )  # fmt: skip
                     total += sums
                 store_totals(columns, total, BACKWARD, EXACT)
@@ -271,11 +331,11 @@ def run_part(
             log1 = log_scale(load_column(token, cells, BACKWARD, F, P), BACKWARD)
             log2 = log_scale(load_column(token + (P - 1) * F, cells + (P - 1) * F, BACKWARD, F, P), BACKWARD)
         synchronize()
-        strip_theta = frequencies(theta, theta_f, first, W, AXES, E)
+        strip_theta = frequencies(theta, theta_strides.f, first, W, spec)
         if BACKWARD and EXACT:
             turning = exact_angles(strip_theta, offset + start, grid, table, steps, SUB, LAYOUT)
         else:
-            turning = angles(strip_theta, first, offset + start, grid, table, not BACKWARD, AXES, E, SUB, LAYOUT)
+            turning = angles(strip_theta, first, offset + start, grid, table, not BACKWARD, spec, SUB, LAYOUT)
             if BACKWARD and AXES == 1:
                 for _ in range(TOKENS // SUB):
                     turning = advanced(turning, AXES)
@@ -302,8 +362,8 @@ def run_part(
 
     # Up again.
     n = row + (TOKENS - SUB) + gl.arange(0, SUB, gl.SliceLayout(1, LAYOUT))
-    out_stride = out_n.to(gl.int64) * UNIT
-    to = out + (entry_long * out_b + head.to(gl.int64) * out_h) * UNIT + first
+    out_stride = out_strides.n.to(gl.int64) * UNIT
+    to = out + (entry_long * out_strides.b + head.to(gl.int64) * out_strides.h) * UNIT + first
     to = to + (n.to(gl.int64) * out_stride)[:, None] + gl.arange(0, W, COLUMN)[None, :]
     for below in range(TOKENS // PIECE):
         piece = TOKENS // PIECE - 1 - below
@@ -312,7 +372,7 @@ def run_part(
             y2 = y1
             if P == 2:
                 y2 = power(load_rows(xs[1], piece, s, 0, True, SUB, LAYOUT), log2)
-            cosine, sine = rows_cos_sin(turning, row + piece * PIECE + s * SUB, AXES, PREFIX, SUB, LAYOUT)
+            cosine, sine = rows_cos_sin(turning, row + piece * PIECE + s * SUB, spec, SUB, LAYOUT)
             if BACKWARD:
                 d1 = load_rows(grads[0], piece, s, 0, True, SUB, LAYOUT)
                 d2 = load_rows(grads[1], piece, s, 0, True, SUB, LAYOUT)
@@ -362,51 +422,27 @@ def good_sums(total1, total2, BACKWARD: gl.constexpr):
     return gl.min(gl.min(good.to(gl.int32), 1), 0) == 1
 
 
-NUMBERS = (
-    "parts_inverse heads_inverse offset tag patience tokens heads parts theta_u theta_f "
-    "x_b x_n x_h grad_b grad_n grad_h out_b out_n out_h prefix size1 size2 inverse1 inverse2"
-).split()
-
-
-@gluon.jit(do_not_specialize=[n for n in NUMBERS if not n.startswith("grad")])
+@gluon.jit
 def hopper_sequence_forward_kernel(
-    x_desc, x, out, statistics, words, theta,
-    offset: gl.int32, tag: gl.int32, patience: gl.int32, parts_inverse: int64, heads_inverse: int64,
-    tokens: gl.int32, heads: gl.int32, parts: gl.int32,
-    theta_u: gl.int32, theta_f: gl.int32, x_b: gl.int32, x_n: gl.int32, x_h: gl.int32,
-    out_b: gl.int32, out_n: gl.int32, out_h: gl.int32,
-    prefix: gl.int32, size1: gl.int32, size2: gl.int32, inverse1: int64, inverse2: int64,
-    KIND: gl.constexpr, AXES: gl.constexpr, F: gl.constexpr, E: gl.constexpr, PREFIX: gl.constexpr, EXACT: gl.constexpr,
-    TOKENS: gl.constexpr, PIECE: gl.constexpr, VEC: gl.constexpr, BLOCK: gl.constexpr, BLOCKS: gl.constexpr,
-    PARTS_FIRST: gl.constexpr,
+    x_desc, x, out, statistics, words, theta, offset: gl.int32, tag: gl.int32, patience: gl.int32, sizes: Sizes,
+    theta_strides: ThetaStrides, x_strides: Strides, out_strides: Strides, grid: Grid,
+    spec: gl.constexpr, tile: gl.constexpr,
 ):  # fmt: skip
     """Output and statistics of a part of a strip."""
     run_part(
-        x_desc, x_desc, x, x, out, statistics, words, theta, None, parts_inverse, heads_inverse, offset, tag,
-        patience, tokens, heads, parts,
-        theta_u, theta_f, x_b, x_n, x_h, x_b, x_n, x_h, out_b, out_n, out_h,
-        (prefix, size1, size2, inverse1, inverse2), KIND, False, AXES, F, E, PREFIX, EXACT, TOKENS,
-        PIECE, VEC, BLOCK, BLOCKS, PARTS_FIRST,
+        x_desc, x_desc, x, x, out, statistics, words, theta, None, offset, tag, patience, sizes, theta_strides,
+        x_strides, x_strides, out_strides, grid, False, spec, tile,
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit
 def hopper_sequence_backward_kernel(
-    x_desc, grad_desc, x, grad, out, statistics, words, theta, dtheta,
-    offset: gl.int32, tag: gl.int32, patience: gl.int32, parts_inverse: int64, heads_inverse: int64,
-    tokens: gl.int32, heads: gl.int32, parts: gl.int32,
-    theta_u: gl.int32, theta_f: gl.int32, x_b: gl.int32, x_n: gl.int32, x_h: gl.int32,
-    grad_b: gl.int32, grad_n: gl.int32, grad_h: gl.int32, out_b: gl.int32, out_n: gl.int32, out_h: gl.int32,
-    prefix: gl.int32, size1: gl.int32, size2: gl.int32, inverse1: int64, inverse2: int64,
-    KIND: gl.constexpr, AXES: gl.constexpr, F: gl.constexpr, E: gl.constexpr, PREFIX: gl.constexpr, EXACT: gl.constexpr,
-    TOKENS: gl.constexpr, PIECE: gl.constexpr, VEC: gl.constexpr, BLOCK: gl.constexpr, BLOCKS: gl.constexpr,
-    PARTS_FIRST: gl.constexpr,
+    x_desc, grad_desc, x, grad, out, statistics, words, theta, dtheta, offset: gl.int32, tag: gl.int32,
+    patience: gl.int32, sizes: Sizes, theta_strides: ThetaStrides, x_strides: Strides, grad_strides: Strides,
+    out_strides: Strides, grid: Grid, spec: gl.constexpr, tile: gl.constexpr,
 ):  # fmt: skip
-    """Gradient of x of a part of a strip; ``out`` is that gradient. ``dtheta``: with ``EXACT``, float64 (B, parts, H, F)."""
+    """Gradient of x of a part of a strip; ``out`` is that gradient. ``dtheta``: float64 (B, parts, H, F), if exact."""
     run_part(
-        x_desc, grad_desc, x, grad, out, statistics, words, theta, dtheta, parts_inverse, heads_inverse, offset, tag,
-        patience, tokens, heads, parts,
-        theta_u, theta_f, x_b, x_n, x_h, grad_b, grad_n, grad_h, out_b, out_n, out_h,
-        (prefix, size1, size2, inverse1, inverse2), KIND, True, AXES, F, E, PREFIX, EXACT, TOKENS,
-        PIECE, VEC, BLOCK, BLOCKS, PARTS_FIRST,
+        x_desc, grad_desc, x, grad, out, statistics, words, theta, dtheta, offset, tag, patience, sizes, theta_strides,
+        x_strides, grad_strides, out_strides, grid, True, spec, tile,
     )  # fmt: skip
