@@ -188,11 +188,11 @@ def random_case(kind: str, n: int, device: torch.device, d: int = 128) -> tuple[
 @EXACT
 @pytest.mark.parametrize("n", ODD)
 def test_lengths(n: int, exact: bool, kind: str, launched: list[str], device: torch.device) -> None:
-    from warploom.ops.lrpe.softmax_sequence.launches.hopper import tile_of
+    from warploom.ops.lrpe.configs import hopper_tile
 
     x, theta, _ = random_case(kind, n, device)
     assert_accurate(kind, x, theta.requires_grad_(exact), offset=-3)
-    ways = {name: tile_of(kind, name == "backward", n, exact=exact) for name in ("forward", "backward")}
+    ways = {name: hopper_tile(kind, name == "backward", n, exact=exact) for name in ("forward", "backward")}
     assert set(launched) == {f"hopper_sequence_{name}_kernel" for name, tile in ways.items() if tile}
 
 
@@ -267,13 +267,13 @@ def test_grids(
     grid: tuple[int, ...], prefix: int, shared: bool, kind: str, launched: list[str], device: torch.device
 ) -> None:
     """As many frequencies as fit all axes: of three, columns of one thread belong to different ones."""
-    from warploom.ops.lrpe.softmax_sequence.launches.hopper import tile_of
+    from warploom.ops.lrpe.configs import hopper_tile
 
     n = math.prod(grid) + prefix
     x, theta, _ = random_case(kind, n, device)
     theta = theta[: 1 if shared else 3, : theta.shape[1] // len(grid)]
     assert_accurate(kind, x, theta, grid=grid, prefix=prefix)
-    ways = {name: tile_of(kind, name == "backward", n, len(grid)) for name in ("forward", "backward")}
+    ways = {name: hopper_tile(kind, name == "backward", n, len(grid)) for name in ("forward", "backward")}
     assert set(launched) == {f"hopper_sequence_{name}_kernel" for name, tile in ways.items() if tile}
 
 
@@ -421,8 +421,8 @@ def test_parts_that_do_not_fit_the_gpu(
 
     theta = random_theta(device, 1, 64 if kind == "cosine" else 32)
     x = random_x(device, 1, 60_001, 1, 64).bfloat16()
-    tile = launchers.Tile(32, 64, 32)
-    monkeypatch.setattr(launchers, "tile_of", lambda kind, backward, *rest: None if backward else tile)
+    tile = launchers.HopperTile(32, 64, 32)
+    monkeypatch.setattr(launchers, "hopper_tile", lambda kind, backward, *rest: None if backward else tile)
     encode(kind, x[:, 1:], theta, activation="softmax_sequence", backend="triton")
     assert not launched
     monkeypatch.setattr(launchers, "_PROGRAMS", 10**6)

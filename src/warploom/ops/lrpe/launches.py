@@ -6,12 +6,12 @@ are kept by whoever calls (`warploom.runtime.plans`): a call like an earlier one
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
+from warploom.ops.lrpe.configs import THETA_WARPS, Tile, tile_of
 from warploom.ops.lrpe.kernels.angles import AngleNumbers, Inverses, Spec
 from warploom.ops.lrpe.kernels.backward import backward_kernel, reduce_kernel
 from warploom.ops.lrpe.kernels.forward import forward_kernel
@@ -22,13 +22,6 @@ from warploom.runtime.plans import Plans
 
 MAX_AXES = 4
 """Axes of a grid that the kernels unravel themselves."""
-
-THETA_WARPS = 12
-"""Warps per multiprocessor where theta's gradient is summed: as many as fit, for a second wave would run alone."""
-
-_SMALL = 2**23  # elements, up to which the time of a single program shows
-_TINY = 2**21  # elements, up to which most of a multiprocessor is idle
-_SHARING = 4  # batch entries, from which programs with more vectors are not half empty
 
 
 class Positions(NamedTuple):
@@ -90,45 +83,6 @@ class Geometry(NamedTuple):
     def order(self, batch: int, tokens: int, heads: int) -> tuple[int, int, int]:
         """Per-axis numbers in the kernels' order (s, n, u)."""
         return (heads, tokens, batch) if self.heads_shared else (batch, tokens, heads)
-
-
-class Tile(NamedTuple):
-    """How much a program does, and in how many threads."""
-
-    vectors: int  # of x to a row of angles
-    warps: int
-    access: int = 16  # bytes of features a thread
-
-
-def _tile(
-    kind: str, activation: str, positions: Positions, backward: bool, theta_gradient: bool, x: torch.Tensor
-) -> Tile:
-    """Measured on an H200 (see "How it reaches the limit")."""
-    wide = x.element_size() > 2
-    if theta_gradient:  # more vectors, or more than eight angles a thread, would spill registers
-        angles = x.shape[-1] if kind == "cosine" else x.shape[-1] // 2
-        return Tile(2 if wide else 3, max(1, triton.next_power_of_2(angles) // 256))
-    if x.numel() <= _SMALL and x.shape[0] >= _SHARING and not wide and kind != "interleaved":
-        if x.numel() <= _TINY:
-            if kind == "cosine":  # softmax: a row in one warp
-                return Tile(4, 4, 8 if activation == "softmax" else 4)
-            return Tile(2, 4, 4)
-        if kind == "cosine":
-            return Tile(2 if backward else 4, 2)
-        if activation == "none":
-            return Tile(3 if backward else 4, 4, 8)
-        if backward:
-            return Tile(2, 4, 8)
-        return Tile(3, 4, 8) if activation == "softmax" else Tile(2, 2, 8)
-    if kind == "cosine" and backward:
-        return Tile(4, 2) if positions.axes() > 2 else Tile(3, 1) if activation == "softmax" else Tile(2, 1)
-    if kind == "cosine":
-        return Tile(4 if activation == "softmax" else 3, 2)
-    if activation == "none":
-        return Tile(3 if backward and positions.axes() > 2 else 2, 1)
-    if backward:
-        return Tile(2 if activation == "softmax" else 3, 2)
-    return Tile(3 if positions.axes() > 1 else 2, 2)
 
 
 def geometry_of(
@@ -252,18 +206,6 @@ def launch_forward(
     launch(x, out, theta, ids, offsets, cu_seqlens, table, tickets, positions.offset)
 
 
-def prepared(plan: Plan) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
-    """`forward` from x, theta and the offset, for calls with this plan and no further tensors."""
-    launch, empty = plan.launch, plan.result.empty
-
-    def run(x: torch.Tensor, theta: torch.Tensor, offset: int) -> torch.Tensor:
-        out = empty(x)
-        launch(x, out, theta, None, None, None, None, None, offset)
-        return out
-
-    return run
-
-
 class ThetaSums(NamedTuple):
     """How theta's gradient becomes of its partial sums."""
 
@@ -299,7 +241,7 @@ def plan_forward(
     table: torch.Tensor | None,
 ) -> Plan:
     """Plan of `forward`."""
-    geometry = geometry_of(x, theta, positions, kind, _tile(kind, activation, positions, False, False, x))
+    geometry = geometry_of(x, theta, positions, kind, tile_of(kind, activation, positions.axes(), False, False, x))
     out = layout_of(x, 2 * geometry.features)
     vec, unit, (x_strides, out_strides) = packed_strides(geometry, x, out)
     launch = Launch(
@@ -405,7 +347,7 @@ def plan_backward(
     result: torch.Tensor | None,
 ) -> Plan:
     """Plan of `backward`."""
-    tile = _tile(kind, activation, positions, True, theta_gradient, x)
+    tile = tile_of(kind, activation, positions.axes(), True, theta_gradient, x)
     geometry = geometry_of(x, theta, positions, kind, tile)
     dx = layout_of(x, x.shape[-1]) if result is None else result
     chunks = geometry.row_blocks

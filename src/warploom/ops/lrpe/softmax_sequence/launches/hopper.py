@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from warploom.ops.lrpe.configs import HopperTile, hopper_tile
 from warploom.ops.lrpe.launches import Positions, inverse_of
 from warploom.ops.lrpe.softmax_sequence.kernels.hopper import sequence
 from warploom.ops.lrpe.softmax_sequence.kernels.hopper.angles import MOST_AXES, Grid
@@ -24,56 +25,7 @@ _UNIT = UNIT.value
 _BLOCKS = (8, 16, 32)  # parts whose sums are read at once
 _TAGS = 2**31 - 1  # an int32 that is positive
 _MOST_BOX = 256  # tokens that are copied at once
-_ANY = 2**31  # more tokens than there are
 _FAR = 2**31  # what no number in the kernels reaches: strides in units, and places of frequencies
-
-
-class Tile(NamedTuple):
-    """What a program keeps, and how it goes down it."""
-
-    width: int  # angles, of both members of their pairs
-    tokens: int
-    piece: int  # tokens of a turn of its loops
-    warps: int = 4
-    vec: int = 4  # adjacent features of a thread
-    registers: int = 80  # of a thread, at most
-    parts_first: bool = False  # whether neighbouring programs take parts of one strip, or strips of the same tokens
-
-
-_TILES = {
-    ("rotate", False): {256: Tile(16, 256, 64), 2048: Tile(32, 256, 64), _ANY: Tile(32, 512, 64, 8)},
-    ("cosine", False): {
-        256: Tile(32, 256, 64),
-        1024: Tile(32, 512, 64),
-        2048: Tile(64, 256, 32),
-        _ANY: Tile(64, 512, 32, 8),
-    },
-    ("rotate", True): {
-        1024: Tile(32, 256, 32, 8, 2),
-        8192: Tile(32, 256, 64, registers=128, parts_first=True),
-        _ANY: Tile(32, 256, 32, 8, 2, parts_first=True),
-    },
-    ("cosine", True): {
-        8448: Tile(32, 256, 64, registers=128, parts_first=True),
-        _ANY: Tile(32, 512, 64, registers=128, parts_first=True),
-    },
-}
-"""Tiles of a kind, forward or backward, by the most tokens that they are for. Measured on an H200."""
-
-
-def tile_of(kind: str, backward: bool, tokens: int, axes: int = 1, exact: bool = False) -> Tile | None:
-    """The tile for so many tokens in so many axes; None where the kernels for every GPU may be faster.
-
-    ``exact``: for theta's gradient, which a grid's backward leaves to those.
-    """
-    least, most = 64 if axes == 1 else 256, _ANY
-    if backward and axes == 1:
-        most = 33_024 if exact else 16_640
-    elif backward and exact:
-        return None
-    if not least <= tokens <= most:
-        return None
-    return next(tile for most, tile in _TILES[kind, backward].items() if tokens <= most)
 
 
 PATIENCE = 10_000
@@ -158,7 +110,7 @@ def suits(
     theta: Tensor,
     grad: Tensor | None,
     out: Tensor,
-) -> Tile | None:
+) -> HopperTile | None:
     """The tile with which the kernels for Hopper take a call, apart from addresses and offset; None if they do not.
 
     ``exact``: for theta's gradient. ``features``: angles of a head.
@@ -172,7 +124,7 @@ def suits(
     if not counted or axes > MOST_AXES.value:
         return None
     tensors = (x, out) if grad is None else (x, grad, out)
-    tile = tile_of(kind, grad is not None, x.shape[1], axes, exact)
+    tile = hopper_tile(kind, grad is not None, x.shape[1], axes, exact)
     if tile is None or features % tile.width or any(t.dtype != x.dtype or not can_be_copied(t) for t in tensors):
         return None
     if any(stride >= _FAR * _UNIT for t in tensors for stride in t.stride()):
@@ -186,7 +138,7 @@ def suits(
 
 
 def plan(
-    tile: Tile,
+    tile: HopperTile,
     kind: str,
     positions: Positions,
     exact: bool,

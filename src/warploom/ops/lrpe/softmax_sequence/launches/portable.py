@@ -8,6 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import triton
 
+from warploom.ops.lrpe.configs import (
+    BLOCK_P,
+    CHUNKS,
+    MAX_CHUNK_ROWS,
+    STRIP_BYTES,
+    sequence_tile,
+    strip_tokens,
+)
 from warploom.ops.lrpe.kernels.angles import Spec
 from warploom.ops.lrpe.launches import (
     Positions,
@@ -32,63 +40,6 @@ from warploom.runtime.plans import Plans
 if TYPE_CHECKING:  # Gluon is imported where it is used
     from warploom.ops.lrpe.softmax_sequence.launches import hopper
 
-
-class Tiles(NamedTuple):
-    """Block sizes of a kernel."""
-
-    numbers: int  # of x in a tile
-    warps: int
-    stages: int = 1  # loads under way at once in a loop over tiles
-
-
-def strip_tokens(backward: bool) -> int:
-    """Sequences up to this long are walked over twice by one program; longer ones take three launches.
-
-    These and the tiles are measured on an H200 (see "How it reaches the limit").
-    """
-    return 512 if backward else 2048
-
-
-def strip_tiles(kind: str, backward: bool, wide: bool) -> Tiles:
-    """For `strip_kernel`. ``wide``: see `apply_tiles`."""
-    if wide:
-        return Tiles(1024, 4, 1 if backward else 2)
-    if kind == "cosine":
-        return Tiles(4096, 8, 1) if backward else Tiles(4096, 4, 1)
-    return Tiles(4096, 4, 1) if backward else Tiles(2048, 4, 5)
-
-
-def apply_tiles(kind: str, backward: bool, wide: bool) -> Tiles:
-    """For `apply_kernel`.
-
-    ``wide``: exact, or rows that are not read in vectors. Both take more registers, and the tiles are small enough
-    that none are spilled.
-    """
-    if wide:
-        return Tiles(2048, 4)
-    if (kind == "cosine") == backward:
-        return Tiles(1024, 1)
-    return Tiles(4096, 4 if backward else 2)
-
-
-def reduce_tiles(kind: str, backward: bool, wide: bool) -> Tiles:
-    """For `reduce_chunk_kernel`. ``wide``: see `apply_tiles`."""
-    if wide:
-        return Tiles(512, 4)
-    return Tiles(2048 if kind == "cosine" or backward else 4096, 2, 3)
-
-
-CHUNKS = 16
-"""Chunks to reduce per multiprocessor, at least."""
-
-MAX_CHUNK_ROWS = 512
-"""Tokens of a chunk, at most."""
-
-STRIP_BYTES = 64
-"""Bytes of a row that a strip takes from each member of its pairs."""
-
-BLOCK_P = 16
-"""Partial results combined at once."""
 
 MOST_POSITION = 2**31 - 2**10
 """Positions to which kernels for Hopper count."""
@@ -262,7 +213,7 @@ class _Planner:
                 parts = -(-tokens // tile.tokens)
                 return plan._replace(tiled=tiled, theta_sums=sums_of(batch * parts * heads // rows))
         if positions.cu_seqlens is None and tokens <= strip_tokens(backward) and not self.block_parallel:
-            tiles = strip_tiles(kind, backward, wide)
+            tiles = sequence_tile("strip", kind, backward, wide)
             block_f = min(geometry.block_f, STRIP_BYTES // x.element_size())
             block_r = max(1, tiles.numbers // (block_f * members))
             launch = Launch(
@@ -274,7 +225,7 @@ class _Planner:
                 **common,
             )
             return plan._replace(launches=(launch,), theta_sums=sums_of(batch * heads // rows))
-        tiles, applied = reduce_tiles(kind, backward, wide), apply_tiles(kind, backward, wide)
+        tiles, applied = (sequence_tile(name, kind, backward, wide) for name in ("reduce", "apply"))
         block_r, apply_r = (max(1, t.numbers // (geometry.block_f * members)) for t in (tiles, applied))
         # Long chunks leave few partial columns, short ones leave no multiprocessor without work.
         share = batch * heads * tokens // (CHUNKS * multiprocessors(x.device))
