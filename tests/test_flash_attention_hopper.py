@@ -281,7 +281,7 @@ def test_gradients_of_float32_factors_in_pieces(
         assert_right(inputs, "triton")
         first, second = run(inputs, "triton"), run(inputs, "triton")
     assert all(torch.equal(a, b) for a, b in zip(first, second))
-    assert sorted(set(launched)) == ["hopper_pieces_key_kernel", "hopper_pieces_query_kernel"]
+    assert sorted(set(launched)) == ["hopper_terms_key_kernel", "hopper_terms_query_kernel"]
 
 
 def test_the_results_that_kernels_for_pieces_write(hopper: None) -> None:

@@ -2,11 +2,13 @@
 
 A group owns 64 queries, and finds tiles of keys and values in rings of buffers (see `warploom.device.hopper.pipeline`); it does
 not matter who put them there. It keeps two products in flight: while the logits of one tile of keys become weights, the
-weights of the tile before are multiplied with their values. Keys are walked from the last to the first, so that the
+weights of the tile before are multiplied with their values. The KV loop goes from the last keys to the first, so that the
 masked tiles come first.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,138 +18,179 @@ from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import (
     NARROW,
     ROWS,
-    announced,
+    Result,
+    Ring,
+    Scheduler,
     as_factor,
     matrix,
     power_of_two,
     product_transposed,
-    send_tile,
+    received,
+    store_tile,
     wait_full,
 )
 
 LN_2 = gl.constexpr(0.6931471805599453)
 
 
+class Work(NamedTuple):
+    """What the tiles of work of a persistent kernel are."""
+
+    tokens: gl.int32  # queries of a batch entry
+    keys: gl.int32
+    heads: gl.int32
+    group: gl.int32  # query heads to a key head
+    rows: gl.int32  # batch entries times heads: of queries, or of keys where a group of warps owns keys
+    blocks: gl.int32  # tiles of a row
+    section: gl.int32  # rows whose keys and values fit in the L2 cache together
+    splits: gl.int32  # of the loop over keys, or over queries, of each tile
+    right: gl.int32  # a causal query sees so many keys behind its own place
+
+
+class State(NamedTuple):
+    """How far a group is with its 64 queries."""
+
+    acc: gl.tensor  # (64, E): weighted sums of values
+    weights: gl.tensor  # (64, BLOCK_N): of the last tile of keys, not in ``acc`` yet
+    row_sum: gl.tensor  # (64,): of exponentials
+    row_max: gl.tensor  # (64,): the largest logits
+    tile: gl.int32  # number of the last tile
+    turn: gl.int32
+
+
+class Forward(NamedTuple):
+    """What groups of warps that attend share."""
+
+    scheduler: Scheduler
+    q_tiles: gl.shared_memory_descriptor  # GROUPS for each stage of the scheduler
+    k: Ring
+    v: Ring
+    turns: gl.shared_memory_descriptor  # a barrier for each group
+    out: Result
+    lse: gl.tensor
+    statistics: gl.tensor
+    work: Work
+    scale: gl.float32
+
+
 @gluon.jit
-def tile_place(tile, blocks, rows, section, parts, CAUSAL: gl.constexpr):
-    """Block, row (of batch entries and heads) and part of a tile's walk, in the order of flash attention's `program_order`."""
-    place = tile % (section * blocks * parts)
-    first = tile // (section * blocks * parts) * section
-    width = gl.minimum(section, rows - first)
-    block = place // width // parts
-    part = place // width % parts
+def tiles_of(work):
+    """How many tiles of work there are."""
+    return work.blocks * work.rows * work.splits
+
+
+@gluon.jit
+def tile_place(tile, work, CAUSAL: gl.constexpr):
+    """Block, row and split of a tile, in the order of flash attention's `program_order`."""
+    place = tile % (work.section * work.blocks * work.splits)
+    first = tile // (work.section * work.blocks * work.splits) * work.section
+    width = gl.minimum(work.section, work.rows - first)
+    block = place // width // work.splits
+    split = place // width % work.splits
     if CAUSAL:  # the last queries see the most keys
-        block = blocks - 1 - block
-    return block, first + place % width, part
+        block = work.blocks - 1 - block
+    return block, first + place % width, split
 
 
 @gluon.jit
-def key_steps(
-    block, part, parts, tokens, keys, right, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
-):
-    """Of the tiles of keys that part of a walk goes over: the first, the first with a mask, and the end.
+def key_steps(block, split, work, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Of the tiles of keys in a split of a KV loop: the first, the first with a mask, and the end.
 
-    There is at least one, since a group starts its pipeline with it: for an empty part one that nobody sees.
+    There is at least one, since a group starts its pipeline with it: for an empty split one that nobody sees.
     """
-    end = keys
-    full = keys
+    end = work.keys
+    full = work.keys
     if CAUSAL:
-        first = block * BLOCK_M + keys - tokens
-        end = gl.minimum(keys, first + BLOCK_M + right)
-        full = gl.minimum(keys, gl.maximum(first + right + 1, 0))
+        first = block * BLOCK_M + work.keys - work.tokens
+        end = gl.minimum(work.keys, first + BLOCK_M + work.right)
+        full = gl.minimum(work.keys, gl.maximum(first + work.right + 1, 0))
     steps = gl.maximum((end + BLOCK_N - 1) // BLOCK_N, 1)
-    span = (steps + parts - 1) // parts
-    begin = gl.minimum(part * span, steps)
+    span = (steps + work.splits - 1) // work.splits
+    begin = gl.minimum(split * span, steps)
     end = gl.maximum(gl.minimum(begin + span, steps), begin + 1)
     return begin, gl.minimum(gl.maximum(full // BLOCK_N, begin), end - 1), end
 
 
 @gluon.jit
-def query_steps(
-    block, part, parts, tokens, keys, right, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr
-):
-    """Of the tiles of queries that part of a walk goes over: the first, the first without a mask, and the end."""
-    end = (tokens + BLOCK_M - 1) // BLOCK_M
+def query_steps(block, split, work, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Of the tiles of queries in a split of the loop over them: the first, the first without a mask, and the end."""
+    end = (work.tokens + BLOCK_M - 1) // BLOCK_M
     begin = end * 0
     full = begin
     if CAUSAL:
-        first = block * BLOCK_N - (keys - tokens) - right  # the first query that sees the first key
+        first = block * BLOCK_N - (work.keys - work.tokens) - work.right  # the first query that sees the first key
         begin = gl.minimum(gl.maximum(first, 0) // BLOCK_M, end)
         full = gl.minimum((gl.maximum(first + BLOCK_N - 1, 0) + BLOCK_M - 1) // BLOCK_M, end)
-    span = (end - begin + parts - 1) // parts
-    begin = gl.minimum(begin + part * span, end)
+    span = (end - begin + work.splits - 1) // work.splits
+    begin = gl.minimum(begin + split * span, end)
     end = gl.minimum(begin + span, end)
     return begin, gl.minimum(gl.maximum(full, begin), end), end
 
 
 @gluon.jit
-def weigh(logits, total, top, first, n, keys, right, scale, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
-          LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr):  # fmt: skip
-    """Weights of a tile; sums of exponentials and largest logits with it; by how much earlier sums shrink.
+def softmax_step(logits, row_sum, row_max, first, n, work, scale, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+                 LAYOUT: gl.constexpr):  # fmt: skip
+    """Weights of a tile of keys ``n …``; row_sum and row_max with it; the factor that rescales earlier sums.
 
     ``first`` is the position of the first query, where it stands among the keys.
     """
     if MASKED:
-        key = n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-        seen = (key < keys)[None, :]
+        key = n + gl.arange(0, logits.shape[1], gl.SliceLayout(0, LAYOUT))
+        mask = (key < work.keys)[None, :]
         if CAUSAL:
             query = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-            seen = seen & (key[None, :] <= (query + right)[:, None])
-        logits = gl.where(seen, logits, float("-inf"))
-    new_top = gl.maximum(top, gl.max(logits, 1))
-    shift = new_top * scale
+            mask = mask & (key[None, :] <= (query + work.right)[:, None])
+        logits = gl.where(mask, logits, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(logits, 1))
+    base = new_max * scale
     if MASKED:  # a row that has seen no key yet: −inf − (−inf) must not become NaN
-        shift = gl.where(new_top == float("-inf"), 0.0, shift)
-    weights = power_of_two(logits * scale - shift[:, None])
-    shrink = power_of_two(top * scale - shift)
-    return weights, total * shrink + gl.sum(weights, 1), new_top, shrink
+        base = gl.where(new_max == float("-inf"), 0.0, base)
+    weights = power_of_two(logits * scale - base[:, None])
+    rescale = power_of_two(row_max * scale - base)
+    return weights, row_sum * rescale + gl.sum(weights, 1), new_max, rescale
 
 
 @gluon.jit
 def attend(
-    acc, weights, total, top, count, turn, q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
-    begin, end, first, keys, right, scale,
+    state, q_tile, k, v, turns, begin, end, first, work, scale,
     own: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Walk over tiles of keys ``end − 1 … begin``, with the weights of the tile before, whose number is ``count``."""
-    STAGES: gl.constexpr = k_tiles.shape[0]
-    BLOCK_N: gl.constexpr = k_tiles.shape[3]
+    """KV loop over tiles ``end − 1 … begin``."""
+    acc, weights, row_sum, row_max, count, turn = state
+    STAGES: gl.constexpr = k.tiles.shape[0]
+    BLOCK_N: gl.constexpr = k.tiles.shape[3]
     GROUPS: gl.constexpr = turns.shape[0]
     for i in range(end - begin):
         if GROUPS > 2:
             mbarrier.wait(turns.index(own), turn & 1)
             turn += 1
-        logits = product_transposed(q_tile, k_tiles, k_full, count + 1, LAYOUT)
-        slot = wait_full(v_full, count)
-        acc = warpgroup_mma(weights, matrix(v_tiles, slot), acc, is_async=True)
+        logits = product_transposed(q_tile, k, count + 1, LAYOUT)
+        slot = wait_full(v.full, count)
+        acc = warpgroup_mma(weights, matrix(v.tiles, slot), acc, is_async=True)
         if GROUPS > 2:
             mbarrier.arrive(turns.index((own + 1) % GROUPS))
         logits = warpgroup_mma_wait(1, deps=[logits])
-        mbarrier.arrive(k_empty.index((count + 1) % STAGES))
+        mbarrier.arrive(k.empty.index((count + 1) % STAGES))
         n = (end - 1 - i) * BLOCK_N
-        new, total, top, shrink = weigh(
-            logits, total, top, first, n, keys, right, scale, MASKED, CAUSAL, LAYOUT, BLOCK_N
+        new, row_sum, row_max, rescale = softmax_step(
+            logits, row_sum, row_max, first, n, work, scale, MASKED, CAUSAL, LAYOUT
         )
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
-        mbarrier.arrive(v_empty.index(slot))
-        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
-        weights = as_factor(new, v_tiles.dtype, OUT_LAYOUT)
+        mbarrier.arrive(v.empty.index(slot))
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
+        weights = as_factor(new, v.tiles.dtype, OUT_LAYOUT)
         count += 1
-    return acc, weights, total, top, count, turn
+    return State(acc, weights, row_sum, row_max, count, turn)
 
 
 @gluon.jit
-def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, arguments):
-    """Group number ``own`` of warps."""
-    (
-        ticket, out, lse, statistics, q_tiles, k_tiles, v_tiles, out_tiles,
-        q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-        tokens, keys, heads, rows, blocks, section, parts, right, scale, place,
-    ) = arguments  # fmt: skip
+def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call):
+    """Group number ``own`` of warps of a `Forward`."""
+    scheduler, q_tiles, k, v, turns, out, lse, statistics, work, scale = call
     GROUPS: gl.constexpr = turns.shape[0]
-    STAGES: gl.constexpr = k_tiles.shape[0]
-    BLOCK_N: gl.constexpr = k_tiles.shape[3]
-    E: gl.constexpr = v_tiles.shape[4]
+    STAGES: gl.constexpr = k.tiles.shape[0]
+    BLOCK_N: gl.constexpr = k.tiles.shape[3]
+    E: gl.constexpr = v.tiles.shape[4]
     OWN_BUFFERS: gl.constexpr = q_tiles.shape[4] <= NARROW
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -155,64 +198,62 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     if own == GROUPS - 1:  # the first turn is that of group 0
         mbarrier.arrive(turns.index(0))
-    tiles = blocks * rows * parts
+    tiles = tiles_of(work)
     count = 0
     turn = 0
     done = 0
-    tile, q_slot = announced(ticket, q_full, done)
+    tile, q_slot = received(scheduler, done)
     while tile < tiles:
-        block, row, part = tile_place(tile, blocks, rows, section, parts, CAUSAL)
-        entry, head = row // heads, row % heads
-        begin, full, end = key_steps(block, part, parts, tokens, keys, right, CAUSAL, BLOCK_M, BLOCK_N)
+        block, row, split = tile_place(tile, work, CAUSAL)
+        batch, head = row // work.heads, row % work.heads
+        begin, full, end = key_steps(block, split, work, CAUSAL, BLOCK_M, BLOCK_N)
         m = block * BLOCK_M + own * ROWS
-        first = m + keys - tokens  # the last query stands at the last key
+        first = m + work.keys - work.tokens  # the last query stands at the last key
         q_tile = matrix(q_tiles, q_slot * GROUPS + own)
         acc = gl.zeros([ROWS, E], gl.float32, OUT_LAYOUT)
-        total = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
-        top = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
+        row_sum = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
 
-        logits = product_transposed(q_tile, k_tiles, k_full, count, LAYOUT)
+        logits = product_transposed(q_tile, k, count, LAYOUT)
         logits = warpgroup_mma_wait(0, deps=[logits])
-        mbarrier.arrive(k_empty.index(count % STAGES))
-        new, total, top, _ = weigh(
-            logits, total, top, first, (end - 1) * BLOCK_N, keys, right, scale, True, CAUSAL, LAYOUT, BLOCK_N
+        mbarrier.arrive(k.empty.index(count % STAGES))
+        new, row_sum, row_max, _ = softmax_step(
+            logits, row_sum, row_max, first, (end - 1) * BLOCK_N, work, scale, True, CAUSAL, LAYOUT
         )
-        weights = as_factor(new, v_tiles.dtype, OUT_LAYOUT)
+        state = State(acc, as_factor(new, v.tiles.dtype, OUT_LAYOUT), row_sum, row_max, count, turn)
         if CAUSAL:  # otherwise the first tile alone, of the last keys, has a mask
-            acc, weights, total, top, count, turn = attend(
-                acc, weights, total, top, count, turn, q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
-                full, end - 1, first, keys, right, scale, own, True, CAUSAL, LAYOUT, OUT_LAYOUT,
-            )  # fmt: skip
-        acc, weights, total, top, count, turn = attend(
-            acc, weights, total, top, count, turn, q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
-            begin, full, first, keys, right, scale, own, False, CAUSAL, LAYOUT, OUT_LAYOUT,
-        )  # fmt: skip
+            state = attend(
+                state, q_tile, k, v, turns, full, end - 1, first, work, scale, own, True, CAUSAL, LAYOUT, OUT_LAYOUT
+            )
+        acc, weights, row_sum, row_max, count, turn = attend(
+            state, q_tile, k, v, turns, begin, full, first, work, scale, own, False, CAUSAL, LAYOUT, OUT_LAYOUT
+        )
         if OWN_BUFFERS:
-            mbarrier.arrive(q_empty.index(q_slot))
-        slot = wait_full(v_full, count)
-        acc = warpgroup_mma(weights, matrix(v_tiles, slot), acc, is_async=True)
+            mbarrier.arrive(scheduler.empty.index(q_slot))
+        slot = wait_full(v.full, count)
+        acc = warpgroup_mma(weights, matrix(v.tiles, slot), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty.index(slot))
+        mbarrier.arrive(v.empty.index(slot))
         count += 1
 
-        some = gl.where(total == 0.0, 1.0, total)  # where no key was seen: 0 / 1, and lse −inf + 0
+        some = gl.where(row_sum == 0.0, 1.0, row_sum)  # where no key was seen: 0 / 1, and lse −inf + 0
         acc = acc * gl.convert_layout(1.0 / some, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
         if OWN_BUFFERS:
             tma.store_wait(0)  # until the tile before has left its buffer
-        send_tile(out, acc, out_tiles, own, part, entry, head, m, tokens, place, SPLIT, OUT_LAYOUT)
+        store_tile(out, acc, own, split, batch, head, m, work.tokens, SPLIT, OUT_LAYOUT)
         if not OWN_BUFFERS:
             tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(q_slot))
+            mbarrier.arrive(scheduler.empty.index(q_slot))
 
         local = gl.arange(0, ROWS, ROW_LAYOUT)
-        there = m + local < tokens
-        cells = row.to(gl.int64) * tokens + m + local
-        size = rows.to(gl.int64) * tokens
-        top = top * scale
-        gl.store(statistics + part * 2 * size + cells, top, mask=there)
-        gl.store(statistics + (part * 2 + 1) * size + cells, total, mask=there)
+        mask = m + local < work.tokens
+        offsets = row.to(gl.int64) * work.tokens + m + local
+        size = work.rows.to(gl.int64) * work.tokens
+        row_max = row_max * scale
+        gl.store(statistics + split * 2 * size + offsets, row_max, mask=mask)
+        gl.store(statistics + (split * 2 + 1) * size + offsets, row_sum, mask=mask)
         if not SPLIT:
-            gl.store(lse + cells, (top + gl.log2(some)) * LN_2, mask=there)
+            gl.store(lse + offsets, (row_max + gl.log2(some)) * LN_2, mask=mask)
         done += 1
-        tile, q_slot = announced(ticket, q_full, done)
+        tile, q_slot = received(scheduler, done)
     tma.store_wait(0)

@@ -5,10 +5,13 @@ accelerator; groups of four warps each own 64 rows of the result. Copying and co
 memory, two to a buffer: ``full`` when its tile has arrived, ``empty`` when all groups have read it. Tiles come in the
 order in which they are used, so a count of tiles gives buffer and phase of a barrier on both sides.
 
-Rings of tiles are (buffers, 1, 1, rows, features): a tile is a box of a tensor (B, H, N, D).
+A float32 factor is the sum of ``TERMS`` tensors in bfloat16 (see `warploom.device.product`), (TERMS · B, H, N, D): the
+terms of a tile lie in as many buffers, one behind the other. Of 16-bit tensors there is one term.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,6 +25,42 @@ reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.sh
 ROWS = gl.constexpr(64)  # rows of a group of warps: what one matrix instruction takes
 NARROW = gl.constexpr(128)
 """Features up to which results have buffers of their own. Wider ones leave through those of the queries."""
+
+
+class Ring(NamedTuple):
+    """Buffers in shared memory that tiles pass through, in the order in which they are used."""
+
+    tiles: gl.shared_memory_descriptor  # (stages · TERMS, 1, 1, rows, features): a tile is a box of (B, H, N, D)
+    full: gl.shared_memory_descriptor  # a barrier for each stage, as is the next
+    empty: gl.shared_memory_descriptor
+    row_values: gl.shared_memory_descriptor | None = None  # (stages, rows) float32: a number for each row of a tile
+
+
+class Scheduler(NamedTuple):
+    """How a program gets its tiles of work: the copying warp takes them, and broadcasts them to the groups of warps."""
+
+    counter: gl.tensor | None  # in device memory, int32: tiles taken besides each program's first
+    tile: gl.shared_memory_descriptor  # (stages, 1) int32: the broadcast tile
+    full: gl.shared_memory_descriptor  # a barrier for each stage, for what a group owns as well, as is the next
+    empty: gl.shared_memory_descriptor
+
+
+class SplitStrides(NamedTuple):
+    """Sizes and strides of the float32 parts of a result, one for each split."""
+
+    split: gl.int32
+    b: gl.int32
+    n: gl.int32
+    h: gl.int32
+    features: gl.int32  # how many
+
+
+class Result(NamedTuple):
+    """Where a result goes: through buffers and a descriptor, or from registers to its part."""
+
+    out: gl.tensor  # a descriptor, or the address of the parts
+    tiles: gl.shared_memory_descriptor
+    strides: SplitStrides | None
 
 
 @gluon.jit
@@ -48,6 +87,31 @@ def init_ring(full, empty, arrivals: gl.constexpr):
 
 
 @gluon.jit
+def init_each(barriers):
+    """Initialise barriers, each for one arrival."""
+    COUNT: gl.constexpr = barriers.shape[0]
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=1)
+
+
+@gluon.jit
+def new_ring(tiles, STAGES: gl.constexpr, arrivals: gl.constexpr, row_values=None):
+    """A ring of these buffers, with barriers of its own; see `init_ring`."""
+    full, empty = barriers(STAGES), barriers(STAGES)
+    init_ring(full, empty, arrivals)
+    return Ring(tiles, full, empty, row_values)
+
+
+@gluon.jit
+def new_scheduler(counter, STAGES: gl.constexpr, arrivals: gl.constexpr):
+    """A scheduler that broadcasts as many tiles ahead as there are stages."""
+    tile = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full, empty = barriers(STAGES), barriers(STAGES)
+    init_ring(full, empty, arrivals)
+    return Scheduler(counter, tile, full, empty)
+
+
+@gluon.jit
 def wait_full(full, count):
     """Wait for the tile number ``count`` of a ring of buffers; the number of its buffer."""
     slot = count % full.shape[0]
@@ -64,28 +128,34 @@ def wait_empty(empty, count):
 
 
 @gluon.jit
-def copy_tile(desc, entry, head, row, tiles, full, empty, count):
-    """Copy a tile into its buffer of a ring once that is empty."""
-    slot = wait_empty(empty, count)
-    mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [entry, head, row, 0], full.index(slot), tiles.index(slot))
+def copy_tile(desc, batch, head, row, ring, count, batch_size=0, TERMS: gl.constexpr = 1):
+    """Copy the tile number ``count`` into its buffers of a ring once these are empty. Several terms need ``batch_size``."""
+    slot = wait_empty(ring.empty, count)
+    mbarrier.expect(ring.full.index(slot), TERMS * desc.block_type.nbytes)
+    for i in gl.static_range(TERMS):
+        tma.async_copy_global_to_shared(
+            desc, [i * batch_size + batch, head, row, 0], ring.full.index(slot), ring.tiles.index(slot * TERMS + i)
+        )
 
 
 @gluon.jit
-def copy_own(descs, tiles, entry, head, row, full, slot, GROUPS: gl.constexpr):
+def copy_own(
+    descs, tiles, batch, head, row, full, slot, GROUPS: gl.constexpr, batch_size=0, TERMS: gl.constexpr = 1
+):
     """Copy 64 rows of each tensor for each group into buffer number ``slot``; without tensors it is full at once."""
     if len(descs) == 0:
         mbarrier.arrive(full.index(slot))
     else:
-        mbarrier.expect(full.index(slot), GROUPS * len(descs) * descs[0].block_type.nbytes)
+        mbarrier.expect(full.index(slot), GROUPS * len(descs) * TERMS * descs[0].block_type.nbytes)
     for group in gl.static_range(GROUPS):
         for i in gl.static_range(len(descs)):
-            tma.async_copy_global_to_shared(
-                descs[i],
-                [entry, head, row + group * ROWS, 0],
-                full.index(slot),
-                tiles[i].index(slot * GROUPS + group),
-            )
+            for term in gl.static_range(TERMS):
+                tma.async_copy_global_to_shared(
+                    descs[i],
+                    [term * batch_size + batch, head, row + group * ROWS, 0],
+                    full.index(slot),
+                    tiles[i].index((slot * GROUPS + group) * TERMS + term),
+                )
 
 
 @gluon.jit
@@ -95,10 +165,10 @@ def matrix(tiles, slot):
 
 
 @gluon.jit
-def product_transposed(a, b_tiles, full, count, LAYOUT: gl.constexpr):
+def product_transposed(a, ring, count, LAYOUT: gl.constexpr):
     """Start ``a · bᵀ`` with the tile number ``count`` of a ring of (N, D) tiles."""
-    b_tile = matrix(b_tiles, wait_full(full, count)).permute([1, 0])
-    N: gl.constexpr = b_tiles.shape[3]
+    b_tile = matrix(ring.tiles, wait_full(ring.full, count)).permute([1, 0])
+    N: gl.constexpr = ring.tiles.shape[3]
     zeros = gl.zeros([ROWS, N], gl.float32, LAYOUT)
     return warpgroup_mma(a, b_tile, zeros, use_acc=False, is_async=True)
 
@@ -110,62 +180,61 @@ def as_factor(tile, dtype: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def announce(tile, ticket, empty, done):
+def broadcast(scheduler, tile, done):
     """Tell the groups which tile comes next, once there is room for it; the number of its buffer."""
-    slot = wait_empty(empty, done)
-    ticket.index(slot).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    slot = wait_empty(scheduler.empty, done)
+    scheduler.tile.index(slot).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     return slot
 
 
 @gluon.jit
-def announce_end(tile, ticket, full, empty, done):
+def broadcast_end(scheduler, tile, done):
     """Tell the groups that there are no more tiles, by a number beyond the last."""
-    slot = announce(tile, ticket, empty, done)
-    mbarrier.arrive(full.index(slot))
+    slot = broadcast(scheduler, tile, done)
+    mbarrier.arrive(scheduler.full.index(slot))
 
 
 @gluon.jit
-def announced(ticket, full, done):
-    """What `announce` told, and the number of the buffer."""
-    slot = wait_full(full, done)
-    return read(ticket, slot), slot
+def received(scheduler, done):
+    """What `broadcast` told, and the number of the buffer."""
+    slot = wait_full(scheduler.full, done)
+    return read(scheduler, slot), slot
 
 
 @gluon.jit
-def read(ticket, slot):
-    """What was announced in buffer number ``slot``."""
-    return gl.max(ticket.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def read(scheduler, slot):
+    """What was broadcast in buffer number ``slot``."""
+    return gl.max(scheduler.tile.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
-def next_tile(tickets, tiles):
+def next_tile(scheduler, tiles):
     """A tile that no program has taken. Every program starts with the tile of its own number."""
     programs = gl.num_programs(0)
     tile = tiles
     if tiles > programs:
-        tile = programs + gl.atomic_add(tickets, 1)
+        tile = programs + gl.atomic_add(scheduler.counter, 1)
     return tile
 
 
 @gluon.jit
-def store_part(out, tile, part, entry, head, row, rows, place, LAYOUT: gl.constexpr):
-    """Store rows ``row …`` of a float32 tensor in parts, whose sizes and strides ``place`` holds."""
-    size, stride_b, stride_n, stride_h, features = place
-    start = part.to(gl.int64) * size + entry.to(gl.int64) * stride_b + head.to(gl.int64) * stride_h
+def store_part(result, tile, split, batch, head, row, rows, LAYOUT: gl.constexpr):
+    """Store rows ``row …`` of a float32 result in its part."""
+    strides = result.strides
+    start = split.to(gl.int64) * strides.split + batch.to(gl.int64) * strides.b + head.to(gl.int64) * strides.h
     local = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     feature = gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
-    cells = (local * stride_n)[:, None] + feature[None, :]
-    gl.store(out + start + cells, tile, mask=(local < rows)[:, None] & (feature < features)[None, :])
+    offsets = (local * strides.n)[:, None] + feature[None, :]
+    mask = (local < rows)[:, None] & (feature < strides.features)[None, :]
+    gl.store(result.out + start + offsets, tile, mask=mask)
 
 
 @gluon.jit
-def send_tile(
-    out, tile, tiles, slot, part, entry, head, row, rows, place, SPLIT: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """Start to write rows ``row …`` of a result: to its part, or rounded, by way of buffer number ``slot`` of ``tiles``."""
+def store_tile(result, tile, slot, split, batch, head, row, rows, SPLIT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start to write rows ``row …`` of a result: to its part, or rounded, by way of buffer number ``slot``."""
     if SPLIT:
-        store_part(out, tile, part, entry, head, row, rows, place, LAYOUT)
+        store_part(result, tile, split, batch, head, row, rows, LAYOUT)
     else:
-        matrix(tiles, slot).store(tile.to(tiles.dtype))
+        matrix(result.tiles, slot).store(tile.to(result.tiles.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out, [entry, head, row, 0], tiles.index(slot))
+        tma.async_copy_shared_to_global(result.out, [batch, head, row, 0], result.tiles.index(slot))

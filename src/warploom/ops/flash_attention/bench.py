@@ -123,8 +123,8 @@ OPERATOR = Operator(
         "backward_few_kernel": 64,
         "hopper_forward_kernel": 80,
         "hopper_key_kernel": 64,
-        "hopper_pieces_key_kernel": 16,
-        "hopper_pieces_query_kernel": 16,
+        "hopper_terms_key_kernel": 16,
+        "hopper_terms_query_kernel": 16,
         "hopper_query_kernel": 64,  # with 256 features, outside of its loops
     },
 )

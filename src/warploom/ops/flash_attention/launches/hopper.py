@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warploom.device.hopper.pipeline import NARROW, ROWS
-from warploom.ops.flash_attention.kernels.hopper import backward, forward, split_backward
+from warploom.ops.flash_attention.kernels.hopper import backward, forward, shared_rows
 from warploom.ops.flash_attention.problem import (
     HOPPER_MULTIPROCESSORS,
     L2_SHARE,
@@ -150,7 +150,7 @@ def plan(name: str, geometry: Geometry, mask: Mask, scale: float, tensors: tuple
     order. Behind them come lse and statistics, or shift and δ, and tickets.
     """
     width = _width(geometry)
-    wide = backward.hopper_wide_key_kernel
+    wide = shared_rows.hopper_wide_key_kernel
     function = {
         "forward": forward.hopper_forward_kernel,
         "key": wide if width > NARROW.value else backward.hopper_key_kernel,
@@ -273,8 +273,8 @@ def plan_pieces(
         for field, number in zip(_PLACE, (x.numel() if parts > 1 else 0, *_strides(x)[:3], x.shape[3]))
     }
     function = {
-        "key": split_backward.hopper_pieces_key_kernel,
-        "query": split_backward.hopper_pieces_query_kernel,
+        "key": shared_rows.hopper_terms_key_kernel,
+        "query": shared_rows.hopper_terms_query_kernel,
     }[name]
     described: dict[str, Any] = {
         name: Boxes(x.repeat(pieces, 1, 1, 1), (0, 2, 1, 3), tile)

@@ -5,90 +5,113 @@ One warp copies tiles; groups of four warps each own 64 queries, and attend as i
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from warploom.device.hopper.attention import compute_tiles, key_steps, tile_place
+from warploom.device.hopper.attention import Forward, Work, compute_tiles, key_steps, tile_place, tiles_of
 from warploom.device.hopper.pipeline import (
     NARROW,
     ROWS,
-    announce,
-    announce_end,
+    Result,
+    Ring,
+    Scheduler,
+    SplitStrides,
     barriers,
+    broadcast,
+    broadcast_end,
     copy_own,
     copy_tile,
-    init_ring,
+    init_each,
+    new_ring,
+    new_scheduler,
     next_tile,
 )
 
-EVEN_TURNS = gl.constexpr(6)  # tiles of a program up to which equal walks need no tickets
+EVEN_TURNS = gl.constexpr(6)  # tiles of a program up to which equal loops need no tile counter
+
+
+class QueryCopies(NamedTuple):
+    """What the copying warp of a kernel that owns tiles of queries copies, and where to."""
+
+    scheduler: Scheduler
+    own_descs: gl.tuple  # of the queries, and what comes with them
+    own_tiles: gl.tuple
+    k_desc: gl.tensor
+    v_desc: gl.tensor
+    k: Ring
+    v: Ring
+    work: Work
 
 
 @gluon.jit
-def copy_for_queries(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, COUNTED: gl.constexpr, arguments):
-    """The copying warp of a kernel that owns tiles of queries, and what comes with them, and walks over keys.
+def copy_for_queries(
+    GROUPS: gl.constexpr, CAUSAL: gl.constexpr, COUNTED: gl.constexpr, TERMS: gl.constexpr, copies
+):
+    """The copying warp of a kernel that owns tiles of queries and has a KV loop.
 
-    Unless tiles are ``COUNTED``, with tickets, walks are equal, and if they are few every program has the same share.
+    Unless tiles are ``COUNTED``, loops are equally long, and if they are few every program has the same share.
     """
-    (
-        tickets, ticket, own_descs, k_desc, v_desc, own_tiles, k_tiles, v_tiles,
-        own_full, own_empty, k_full, k_empty, v_full, v_empty,
-        tokens, keys, heads, group, rows, blocks, section, parts, right,
-    ) = arguments  # fmt: skip
-    BLOCK_N: gl.constexpr = k_tiles.shape[3]
+    scheduler, own_descs, own_tiles, k_desc, v_desc, k, v, work = copies
+    BLOCK_N: gl.constexpr = k.tiles.shape[3]
     BLOCK_M: gl.constexpr = GROUPS * ROWS
-    tiles = blocks * rows * parts
+    batch_size = work.rows // work.heads
+    tiles = tiles_of(work)
     tile = gl.program_id(0)
     count = 0
     done = 0
     while tile < tiles:
-        slot = announce(tile, ticket, own_empty, done)
-        block, row, part = tile_place(tile, blocks, rows, section, parts, CAUSAL)
-        entry, head = row // heads, row % heads
-        begin, _, end = key_steps(block, part, parts, tokens, keys, right, CAUSAL, BLOCK_M, BLOCK_N)
-        copy_own(own_descs, own_tiles, entry, head, block * BLOCK_M, own_full, slot, GROUPS)
+        slot = broadcast(scheduler, tile, done)
+        block, row, split = tile_place(tile, work, CAUSAL)
+        batch, head = row // work.heads, row % work.heads
+        begin, _, end = key_steps(block, split, work, CAUSAL, BLOCK_M, BLOCK_N)
+        copy_own(
+            own_descs, own_tiles, batch, head, block * BLOCK_M, scheduler.full, slot, GROUPS, batch_size, TERMS
+        )
         for i in range(end - begin):
             n = (end - 1 - i) * BLOCK_N
-            copy_tile(k_desc, entry, head // group, n, k_tiles, k_full, k_empty, count)
-            copy_tile(v_desc, entry, head // group, n, v_tiles, v_full, v_empty, count)
+            copy_tile(k_desc, batch, head // work.group, n, k, count, batch_size, TERMS)
+            copy_tile(v_desc, batch, head // work.group, n, v, count, batch_size, TERMS)
             count += 1
         done += 1
         if COUNTED:
-            tile = next_tile(tickets, tiles)
+            tile = next_tile(scheduler, tiles)
         elif tiles > EVEN_TURNS * gl.num_programs(0):
-            tile = next_tile(tickets, tiles)
+            tile = next_tile(scheduler, tiles)
         else:
             tile += gl.num_programs(0)
-    announce_end(tile, ticket, own_full, own_empty, done)
+    broadcast_end(scheduler, tile, done)
 
 
-WALK = ("tokens", "keys", "heads", "group", "rows", "blocks", "section", "parts", "right", "scale")
+WORK = ("tokens", "keys", "heads", "group", "rows", "blocks", "section", "splits", "right", "scale")
 
 
-def place_names(*names: str) -> list[str]:
-    """Parameters that say where `store_part` puts the parts of tensors."""
+def split_strides(*names: str) -> list[str]:
+    """Parameters that hold the `SplitStrides` of results."""
     return [f"{name}_{what}" for name in names for what in ("size", "b", "n", "h", "features")]
 
 
-@gluon.jit(do_not_specialize=[*WALK, *place_names("out")])
+@gluon.jit(do_not_specialize=[*WORK, *split_strides("out")])
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, out, lse, statistics, tickets,
+    q_desc, k_desc, v_desc, out, lse, statistics, counter,
     tokens: gl.int32, keys: gl.int32, heads: gl.int32, group: gl.int32, rows: gl.int32, blocks: gl.int32,
-    section: gl.int32, parts: gl.int32, right: gl.int32, scale: gl.float32,
+    section: gl.int32, splits: gl.int32, right: gl.int32, scale: gl.float32,
     out_size: gl.int32, out_b: gl.int32, out_n: gl.int32, out_h: gl.int32, out_features: gl.int32,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Attention for tiles of GROUPS · 64 queries, one after the other.
 
     Descriptors are of (B, H, N, D), with boxes of (1, 1, 64, D) for queries and results and (1, 1, BLOCK_N, D) for
-    keys and values. ``tickets`` (1,) is zero where there are more tiles than programs and, unless
-    ``CAUSAL``, more than `EVEN_TURNS` times as many. Writes what
-    `kernels.forward_kernel` writes: if ``SPLIT``, ``out`` is the address of the parts, and otherwise a descriptor.
+    keys and values. ``counter`` (1,) is zero where there are more tiles than programs and, unless ``CAUSAL``, more than
+    `EVEN_TURNS` times as many. Writes what `kernels.forward_kernel` writes: if ``SPLIT``, ``out`` is the address of the
+    parts, and otherwise a descriptor.
     """
     if SPLIT:  # what merges parts is put in place while this still runs, and waits for it
         gdc_launch_dependents()
+    work = Work(tokens, keys, heads, group, rows, blocks, section, splits, right)
     D: gl.constexpr = q_desc.block_type.shape[3]
     E: gl.constexpr = v_desc.block_type.shape[3]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
@@ -102,37 +125,23 @@ def hopper_forward_kernel(
         out_tiles = q_tiles  # of parts not used: they go from registers to memory
     else:
         out_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, E], out.layout)
-    ticket = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full, q_empty = barriers(Q_STAGES), barriers(Q_STAGES)
-    k_full, k_empty = barriers(STAGES), barriers(STAGES)
-    v_full, v_empty = barriers(STAGES), barriers(STAGES)
+    scheduler = new_scheduler(counter, Q_STAGES, GROUPS)
+    k, v = new_ring(k_tiles, STAGES, GROUPS), new_ring(v_tiles, STAGES, GROUPS)
     turns = barriers(GROUPS)
-    init_ring(q_full, q_empty, GROUPS)
-    init_ring(k_full, k_empty, GROUPS)
-    init_ring(v_full, v_empty, GROUPS)
-    for i in gl.static_range(GROUPS):
-        mbarrier.init(turns.index(i), count=1)
+    init_each(turns)
     fence_async_shared()
-    copying = (
-        tickets, ticket, (q_desc,), k_desc, v_desc, (q_tiles,), k_tiles, v_tiles,
-        q_full, q_empty, k_full, k_empty, v_full, v_empty,
-        tokens, keys, heads, group, rows, blocks, section, parts, right,
-    )  # fmt: skip
-    computing = (
-        ticket, out, lse, statistics, q_tiles, k_tiles, v_tiles, out_tiles,
-        q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-        tokens, keys, heads, rows, blocks, section, parts, right, scale,
-        (out_size, out_b, out_n, out_h, out_features),
-    )  # fmt: skip
+    copies = QueryCopies(scheduler, (q_desc,), (q_tiles,), k_desc, v_desc, k, v, work)
+    result = Result(out, out_tiles, SplitStrides(out_size, out_b, out_n, out_h, out_features))
+    call = Forward(scheduler, q_tiles, k, v, turns, result, lse, statistics, work, scale)
     if GROUPS == 2:
         gl.warp_specialize(
-            [(compute_tiles, (0, CAUSAL, SPLIT, computing)), (compute_tiles, (1, CAUSAL, SPLIT, computing)),
-             (copy_for_queries, (GROUPS, CAUSAL, CAUSAL, copying))],
+            [(compute_tiles, (0, CAUSAL, SPLIT, call)), (compute_tiles, (1, CAUSAL, SPLIT, call)),
+             (copy_for_queries, (GROUPS, CAUSAL, CAUSAL, 1, copies))],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(compute_tiles, (0, CAUSAL, SPLIT, computing)), (compute_tiles, (1, CAUSAL, SPLIT, computing)),
-             (compute_tiles, (2, CAUSAL, SPLIT, computing)), (copy_for_queries, (GROUPS, CAUSAL, CAUSAL, copying))],
+            [(compute_tiles, (0, CAUSAL, SPLIT, call)), (compute_tiles, (1, CAUSAL, SPLIT, call)),
+             (compute_tiles, (2, CAUSAL, SPLIT, call)), (copy_for_queries, (GROUPS, CAUSAL, CAUSAL, 1, copies))],
             [4, 4, 1], [160, 160, 32],
         )  # fmt: skip

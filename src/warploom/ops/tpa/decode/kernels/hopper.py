@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from warploom.device.hopper import pipeline as hopper
-from warploom.device.hopper.pipeline import barriers, copy_tile, init_ring, matrix, power_of_two, wait_full
+from warploom.device.hopper.pipeline import Ring, barriers, copy_tile, init_ring, matrix, power_of_two, wait_full
 
 BLOCK_M = gl.constexpr(hopper.ROWS)  # keys of a block
 RANKS = gl.constexpr(16)  # of queries, at most: the depth of one matrix instruction
@@ -72,12 +72,12 @@ def copy_spans(arguments, R: gl.constexpr, SHORTEST: gl.constexpr, LONGEST: gl.c
             unit, lengths, lengths_b, keys, spans, span_chunks, SHORTEST, LONGEST, WANTED
         )
         for start in range(first, end, BLOCK_M):
-            copy_tile(ak_desc, entry, 0, start, a_tiles, a_full, a_empty, a_count)
+            copy_tile(ak_desc, entry, 0, start, Ring(a_tiles, a_full, a_empty), a_count)
             for r in gl.static_range(R):
-                copy_tile(bk_desc, entry, r, start, b_tiles, b_full, b_empty, b_count + r)
-            copy_tile(av_desc, entry, 0, start, a_tiles, a_full, a_empty, a_count + 1)
+                copy_tile(bk_desc, entry, r, start, Ring(b_tiles, b_full, b_empty), b_count + r)
+            copy_tile(av_desc, entry, 0, start, Ring(a_tiles, a_full, a_empty), a_count + 1)
             for r in gl.static_range(R):
-                copy_tile(bv_desc, entry, r, start, b_tiles, b_full, b_empty, b_count + R + r)
+                copy_tile(bv_desc, entry, r, start, Ring(b_tiles, b_full, b_empty), b_count + R + r)
             a_count += 2
             b_count += 2 * R
 

@@ -12,9 +12,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from warploom.device.hopper.attention import query_steps, tile_place
-from warploom.device.hopper.attention_backward import OWN_STAGES, compute_for_queries, copy_for_keys, walk_queries
-from warploom.device.hopper.pipeline import ROWS, announced, barriers, init_ring, matrix
+from warploom.device.hopper.attention import Work, query_steps, tile_place, tiles_of
+from warploom.device.hopper.attention_backward import (
+    OWN_STAGES,
+    KeyCopies,
+    QueryGradients,
+    compute_for_queries,
+    copy_for_keys,
+    query_loop,
+)
+from warploom.device.hopper.pipeline import ROWS, Result, matrix, new_ring, new_scheduler, received
 from warploom.ops.tpa.attention.kernels.hopper.forward import NUMBERS, copy_for_queries, form_tiles
 
 
@@ -45,32 +52,26 @@ def tpa_hopper_query_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_weights = gl.allocate_shared_memory(gl.float32, [RANK * BLOCK_N], plain)
     v_weights = gl.allocate_shared_memory(gl.float32, [RANK * BLOCK_N], plain)
-    ticket = gl.allocate_shared_memory(gl.int32, [1, 1], plain)
-    own_full, own_empty = barriers(1), barriers(1)
-    k_full, k_empty = barriers(STAGES), barriers(STAGES)
-    v_full, v_empty = barriers(STAGES), barriers(STAGES)
-    bk_full, bk_empty = barriers(F_STAGES), barriers(F_STAGES)
-    bv_full, bv_empty = barriers(F_STAGES), barriers(F_STAGES)
-    init_ring(own_full, own_empty, GROUPS)
-    init_ring(k_full, k_empty, GROUPS)
-    init_ring(v_full, v_empty, GROUPS)
-    init_ring(bk_full, bk_empty, 1)
-    init_ring(bv_full, bv_empty, 1)
+    work = Work(tokens, keys, heads, 1, rows, blocks, rows, 1, 0)
+    scheduler = new_scheduler(tickets + 1, 1, GROUPS)
+    k, v = new_ring(k_tiles, STAGES, GROUPS), new_ring(v_tiles, STAGES, GROUPS)
+    k_factors, v_factors = new_ring(bk_tiles, F_STAGES, 1), new_ring(bv_tiles, F_STAGES, 1)
     fence_async_shared()
-    computing = (
-        ticket, dq_desc, shift, delta, q_tiles, do_tiles, k_tiles, v_tiles, dq_tiles,
-        own_full, own_empty, k_full, k_empty, v_full, v_empty,
-        tokens, keys, heads, rows, blocks, rows, 1, 0, scale, slope, None,
-    )  # fmt: skip
-    k_factors, v_factors = (bk_tiles, bk_full, bk_empty), (bv_tiles, bv_full, bv_empty)
-    operands = (
-        (ak, k_weights, (k_tiles, k_full, k_empty), k_factors), (av, v_weights, (v_tiles, v_full, v_empty), v_factors),
-    )  # fmt: skip
-    forming = (ticket, own_full, tokens, keys, rows, blocks, stride)
+    result = Result(dq_desc, dq_tiles, None)
+    computing = QueryGradients(scheduler, q_tiles, do_tiles, k, v, shift, delta, result, work, scale, slope)
+    operands = ((ak, k_weights, k, k_factors), (av, v_weights, v, v_factors))
+    forming = (scheduler, work, stride)
     copying = (
-        tickets + 1, ticket, (q_desc, do_desc), bk_desc, bv_desc, (q_tiles, do_tiles), k_factors, v_factors,
-        own_full, own_empty, tokens, keys, heads, rows, blocks, BLOCK_N,
-    )  # fmt: skip
+        scheduler,
+        (q_desc, do_desc),
+        bk_desc,
+        bv_desc,
+        (q_tiles, do_tiles),
+        k_factors,
+        v_factors,
+        work,
+        BLOCK_N,
+    )
     gl.warp_specialize(
         [(compute_for_queries, (0, False, CAUSAL, False, computing)),
          (compute_for_queries, (1, False, CAUSAL, False, computing)),
@@ -154,14 +155,14 @@ def compute_for_keys(
 ):  # fmt: skip
     """A group of warps of `tpa_hopper_key_kernel`."""
     (
-        ticket, ak, av, bk, bv, dak, dav, k_sums, v_sums, q_tiles, do_tiles, k_tiles, v_tiles, shifts, deltas,
-        own_full, own_empty, q_full, q_empty, do_full, do_empty,
+        scheduler, ak, av, bk, bv, dak, dav, k_sums, v_sums, q, do, k_tiles, v_tiles,
         bk_b, bk_strides, bv_b, bv_strides, dak_b, dak_h, dak_strides, dav_b, dav_h, dav_strides,
-        tokens, keys, heads, shares, rows, blocks, stride, zero, scale, slope, k_slope, v_slope,
+        work, shares, stride, zero, scale, slope, k_slope, v_slope,
     ) = arguments  # fmt: skip
+    tokens, keys, heads, rows = work.tokens, work.keys, work.heads, work.rows
     GROUPS: gl.constexpr = k_tiles.shape[0]
-    BLOCK_M: gl.constexpr = q_tiles.shape[3]
-    BLOCK_D: gl.constexpr = q_tiles.shape[4]
+    BLOCK_M: gl.constexpr = q.tiles.shape[3]
+    BLOCK_D: gl.constexpr = q.tiles.shape[4]
     BLOCK_N: gl.constexpr = GROUPS * ROWS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -169,13 +170,13 @@ def compute_for_keys(
     share_heads = heads // shares
     count = 0
     done = 0
-    tiles = blocks * rows
-    tile, slot = announced(ticket, own_full, done)
-    mbarrier.arrive(own_empty.index(slot))
+    tiles = tiles_of(work)
+    tile, slot = received(scheduler, done)
+    mbarrier.arrive(scheduler.empty.index(slot))
     while tile < tiles:
-        block, row, _ = tile_place(tile, blocks, rows, rows, 1, False)
+        block, row, _ = tile_place(tile, work, False)
         entry, share = row // shares, row % shares
-        begin, full, end = query_steps(block, 0, 1, tokens, keys, 0, CAUSAL, BLOCK_N, BLOCK_M)
+        begin, full, end = query_steps(block, 0, work, CAUSAL, BLOCK_N, BLOCK_M)
         n = block * BLOCK_N + group * ROWS
         first = n - (keys - tokens)
         bk_entry, bv_entry = bk + entry.to(gl.int64) * bk_b * 8, bv + entry.to(gl.int64) * bv_b * 8
@@ -193,14 +194,12 @@ def compute_for_keys(
             dk = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT_LAYOUT)
             dv = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT_LAYOUT)
             if CAUSAL:
-                dk, dv, count = walk_queries(
-                    dk, dv, count, k_tile, v_tile, q_tiles, do_tiles, shifts, deltas,
-                    q_full, q_empty, do_full, do_empty, begin, full, first, scale, True, LAYOUT, OUT_LAYOUT,
-                )  # fmt: skip
-            dk, dv, count = walk_queries(
-                dk, dv, count, k_tile, v_tile, q_tiles, do_tiles, shifts, deltas,
-                q_full, q_empty, do_full, do_empty, full, end, first, scale, False, LAYOUT, OUT_LAYOUT,
-            )  # fmt: skip
+                dk, dv, count = query_loop(
+                    dk, dv, count, k_tile, v_tile, q, do, begin, full, first, scale, True, LAYOUT, OUT_LAYOUT
+                )
+            dk, dv, count = query_loop(
+                dk, dv, count, k_tile, v_tile, q, do, full, end, first, scale, False, LAYOUT, OUT_LAYOUT
+            )
             leave(
                 dv, av_row, bv_entry, dav + entry.to(gl.int64) * dav_b + head * dav_h, v_places, here, keys, stride,
                 bv_strides, dav_strides, v_slope, member > 0, RANK, E, OUT_LAYOUT,
@@ -210,8 +209,8 @@ def compute_for_keys(
                 stride, bk_strides, dak_strides, k_slope, member > 0, RANK, D, OUT_LAYOUT,
             )  # fmt: skip
         done += 1
-        tile, slot = announced(ticket, own_full, done)
-        mbarrier.arrive(own_empty.index(slot))
+        tile, slot = received(scheduler, done)
+        mbarrier.arrive(scheduler.empty.index(slot))
 
 
 KEY_NUMBERS = (
@@ -249,29 +248,20 @@ def tpa_hopper_key_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shifts = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
-    ticket = gl.allocate_shared_memory(gl.int32, [OWN_STAGES, 1], plain)
-    own_full, own_empty = barriers(OWN_STAGES), barriers(OWN_STAGES)
-    q_full, q_empty = barriers(STAGES), barriers(STAGES)
-    do_full, do_empty = barriers(STAGES), barriers(STAGES)
-    init_ring(own_full, own_empty, GROUPS)
-    init_ring(q_full, q_empty, GROUPS)
-    init_ring(do_full, do_empty, GROUPS)
+    scheduler = new_scheduler(tickets, OWN_STAGES, GROUPS)
+    q, do = new_ring(q_tiles, STAGES, GROUPS, shifts), new_ring(do_tiles, STAGES, GROUPS, deltas)
     fence_async_shared()
-    copying = (
-        tickets, ticket, q_desc, do_desc, (), shift, delta, q_tiles, do_tiles, (), shifts, deltas,
-        own_full, own_empty, q_full, q_empty, do_full, do_empty,
-        tokens, keys, heads, heads // shares, rows, blocks, rows, 1, 0,
-    )  # fmt: skip
+    work = Work(tokens, keys, heads, heads // shares, rows, blocks, rows, 1, 0)
+    copying = KeyCopies(scheduler, (), (), q_desc, do_desc, q, do, shift, delta, None, None, work)
     computing = (
-        ticket, ak, av, bk, bv, dak, dav, k_sums, v_sums, q_tiles, do_tiles, k_tiles, v_tiles, shifts, deltas,
-        own_full, own_empty, q_full, q_empty, do_full, do_empty,
+        scheduler, ak, av, bk, bv, dak, dav, k_sums, v_sums, q, do, k_tiles, v_tiles,
         bk_b, (bk_m, bk_r), bv_b, (bv_m, bv_r), dak_b, dak_h, (dak_m, dak_r), dav_b, dav_h, (dav_m, dav_r),
-        tokens, keys, heads, shares, rows, blocks, stride, zero, scale, slope, k_slope, v_slope,
+        work, shares, stride, zero, scale, slope, k_slope, v_slope,
     )  # fmt: skip
     gdc_wait()
     gdc_launch_dependents()
     gl.warp_specialize(
         [(compute_for_keys, (0, RANK, D, E, CAUSAL, computing)), (compute_for_keys, (1, RANK, D, E, CAUSAL, computing)),
-         (copy_for_keys, (GROUPS, CAUSAL, copying))],
+         (copy_for_keys, (GROUPS, CAUSAL, 1, copying))],
         [4, 1], [240, 24],
     )  # fmt: skip

@@ -23,18 +23,21 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-from warploom.device.hopper.attention import compute_tiles, key_steps, tile_place
+from warploom.device.hopper.attention import Forward, Work, compute_tiles, key_steps, tile_place, tiles_of
 from warploom.device.hopper.pipeline import (
     ROWS,
-    announce,
-    announce_end,
-    announced,
+    Result,
     barriers,
+    broadcast,
+    broadcast_end,
     copy_own,
     copy_tile,
-    init_ring,
+    init_each,
     matrix,
+    new_ring,
+    new_scheduler,
     next_tile,
+    received,
     wait_empty,
     wait_full,
 )
@@ -43,10 +46,9 @@ from warploom.device.hopper.pipeline import (
 @gluon.jit
 def copy_factors(desc, entry, n, ring, count, BLOCK_N: gl.constexpr):
     """Copy the feature factors of a tile of keys or values, the one number ``count``, all ranks."""
-    factors, full, empty = ring
-    CHUNK: gl.constexpr = factors.shape[3]
+    CHUNK: gl.constexpr = ring.tiles.shape[3]
     for i in range(BLOCK_N // CHUNK):
-        copy_tile(desc, entry, 0, n + i * CHUNK, factors, full, empty, count * (BLOCK_N // CHUNK) + i)
+        copy_tile(desc, entry, 0, n + i * CHUNK, ring, count * (BLOCK_N // CHUNK) + i)
 
 
 @gluon.jit
@@ -103,8 +105,8 @@ def sum_products(factor, rows, tile, chunk: gl.constexpr, RANK: gl.constexpr, EX
 def form_tile(operand, weights, count, EXACT: gl.constexpr):
     """Form the tile number ``count`` of an operand as soon as its buffer is empty, from head factors ``weights``."""
     _, buffer, ring, factor_ring = operand
-    tiles, full, empty = ring
-    factors, f_full, f_empty = factor_ring
+    tiles, full, empty, _ = ring
+    factors, f_full, f_empty, _ = factor_ring
     BLOCK_N: gl.constexpr = tiles.shape[3]
     F: gl.constexpr = tiles.shape[4]
     RANK: gl.constexpr = factors.shape[2]
@@ -128,29 +130,26 @@ def form_tile(operand, weights, count, EXACT: gl.constexpr):
 @gluon.jit
 def copy_for_queries(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, arguments):
     """The copying warp of a kernel that owns tiles of queries, and what comes with them."""
-    (
-        tickets, ticket, own_descs, bk_desc, bv_desc, own_tiles, k_factors, v_factors, own_full, own_empty,
-        tokens, keys, heads, rows, blocks, BLOCK_N,
-    ) = arguments  # fmt: skip
+    scheduler, own_descs, bk_desc, bv_desc, own_tiles, k_factors, v_factors, work, BLOCK_N = arguments
     BLOCK_M: gl.constexpr = GROUPS * ROWS
-    tiles = blocks * rows
+    tiles = tiles_of(work)
     tile = gl.program_id(0)
     count = 0
     done = 0
     while tile < tiles:
-        slot = announce(tile, ticket, own_empty, done)
-        block, row, _ = tile_place(tile, blocks, rows, rows, 1, CAUSAL)
-        entry, head = row // heads, row % heads
-        _, _, steps = key_steps(block, 0, 1, tokens, keys, 0, CAUSAL, BLOCK_M, BLOCK_N)
-        copy_own(own_descs, own_tiles, entry, head, block * BLOCK_M, own_full, slot, GROUPS)
+        slot = broadcast(scheduler, tile, done)
+        block, row, _ = tile_place(tile, work, CAUSAL)
+        entry, head = row // work.heads, row % work.heads
+        _, _, steps = key_steps(block, 0, work, CAUSAL, BLOCK_M, BLOCK_N)
+        copy_own(own_descs, own_tiles, entry, head, block * BLOCK_M, scheduler.full, slot, GROUPS)
         for i in range(steps):
             n = (steps - 1 - i) * BLOCK_N
             copy_factors(bk_desc, entry, n, k_factors, count, BLOCK_N)
             copy_factors(bv_desc, entry, n, v_factors, count, BLOCK_N)
             count += 1
         done += 1
-        tile = next_tile(tickets, tiles)
-    announce_end(tile, ticket, own_full, own_empty, done)
+        tile = next_tile(scheduler, tiles)
+    broadcast_end(scheduler, tile, done)
 
 
 @gluon.jit
@@ -171,28 +170,28 @@ def form_tiles(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, EXACT: gl.constexpr, 
 
     An operand is head factors in memory, their place on chip, the ring of its tiles, and the ring of feature factors.
     """
-    ticket, own_full, tokens, keys, rows, blocks, stride = arguments
+    scheduler, work, stride = arguments
     RANK: gl.constexpr = operands[0][3][0].shape[2]
     BLOCK_N: gl.constexpr = operands[0][2][0].shape[3]
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    tiles = blocks * rows
+    tiles = tiles_of(work)
     count = 0
     done = 0
-    tile, _ = announced(ticket, own_full, done)
+    tile, _ = received(scheduler, done)
     while tile < tiles:
-        block, row, _ = tile_place(tile, blocks, rows, rows, 1, CAUSAL)
-        _, _, steps = key_steps(block, 0, 1, tokens, keys, 0, CAUSAL, BLOCK_M, BLOCK_N)
+        block, row, _ = tile_place(tile, work, CAUSAL)
+        _, _, steps = key_steps(block, 0, work, CAUSAL, BLOCK_M, BLOCK_N)
         start = row.to(gl.int64) * (RANK * stride)
-        weights = load_all(operands, start, (steps - 1) * BLOCK_N, keys, stride, LAYOUT)
+        weights = load_all(operands, start, (steps - 1) * BLOCK_N, work.keys, stride, LAYOUT)
         for i in range(steps):
             present = weights
-            weights = load_all(operands, start, gl.maximum(steps - 2 - i, 0) * BLOCK_N, keys, stride, LAYOUT)
+            weights = load_all(operands, start, gl.maximum(steps - 2 - i, 0) * BLOCK_N, work.keys, stride, LAYOUT)
             for o in gl.static_range(len(operands)):
                 form_tile(operands[o], present[o], count, EXACT)
             count += 1
         done += 1
-        tile, _ = announced(ticket, own_full, done)
+        tile, _ = received(scheduler, done)
 
 
 NUMBERS = ("tokens", "keys", "heads", "rows", "blocks", "stride", "scale")
@@ -227,34 +226,18 @@ def tpa_hopper_forward_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_weights = gl.allocate_shared_memory(gl.float32, [RANK * BLOCK_N], plain)
     v_weights = gl.allocate_shared_memory(gl.float32, [RANK * BLOCK_N], plain)
-    ticket = gl.allocate_shared_memory(gl.int32, [1, 1], plain)
-    q_full, q_empty = barriers(1), barriers(1)
-    k_full, k_empty = barriers(STAGES), barriers(STAGES)
-    v_full, v_empty = barriers(STAGES), barriers(STAGES)
-    bk_full, bk_empty = barriers(F_STAGES), barriers(F_STAGES)
-    bv_full, bv_empty = barriers(F_STAGES), barriers(F_STAGES)
+    work = Work(tokens, keys, heads, 1, rows, blocks, rows, 1, 0)
+    scheduler = new_scheduler(tickets, 1, GROUPS)
+    k, v = new_ring(k_tiles, STAGES, GROUPS), new_ring(v_tiles, STAGES, GROUPS)
+    k_factors, v_factors = new_ring(bk_tiles, F_STAGES, 1), new_ring(bv_tiles, F_STAGES, 1)
     turns = barriers(GROUPS)
-    init_ring(q_full, q_empty, GROUPS)
-    init_ring(k_full, k_empty, GROUPS)
-    init_ring(v_full, v_empty, GROUPS)
-    init_ring(bk_full, bk_empty, 1)
-    init_ring(bv_full, bv_empty, 1)
-    for i in gl.static_range(GROUPS):
-        mbarrier.init(turns.index(i), count=1)
+    init_each(turns)
     fence_async_shared()
-    computing = (
-        ticket, out_desc, lse, statistics, q_tiles, k_tiles, v_tiles, out_tiles,
-        q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-        tokens, keys, heads, rows, blocks, rows, 1, 0, scale, None,
-    )  # fmt: skip
-    k_factors, v_factors = (bk_tiles, bk_full, bk_empty), (bv_tiles, bv_full, bv_empty)
-    k_operand = (ak, k_weights, (k_tiles, k_full, k_empty), k_factors)
-    v_operand = (av, v_weights, (v_tiles, v_full, v_empty), v_factors)
-    forming = (ticket, q_full, tokens, keys, rows, blocks, stride)
-    copying = (
-        tickets, ticket, (q_desc,), bk_desc, bv_desc, (q_tiles,), k_factors, v_factors, q_full, q_empty,
-        tokens, keys, heads, rows, blocks, BLOCK_N,
-    )  # fmt: skip
+    result = Result(out_desc, out_tiles, None)
+    computing = Forward(scheduler, q_tiles, k, v, turns, result, lse, statistics, work, scale)
+    k_operand, v_operand = (ak, k_weights, k, k_factors), (av, v_weights, v, v_factors)
+    forming = (scheduler, work, stride)
+    copying = (scheduler, (q_desc,), bk_desc, bv_desc, (q_tiles,), k_factors, v_factors, work, BLOCK_N)
     gdc_wait()
     gl.warp_specialize(
         [(compute_tiles, (0, CAUSAL, False, computing)), (compute_tiles, (1, CAUSAL, False, computing)),

@@ -1,0 +1,471 @@
+"""Backward of flash attention for Hopper where two groups of warps have the same rows; it computes what `kernels.backward` does.
+
+Two gradients of keys with more than 128 features do not fit in a group's registers; nor do float32 factors, which are
+``TERMS`` bfloat16 tensors each (`kernels.terms_kernel` makes them before), leave shared memory for the rows of two groups.
+So one group works out weights, and the other takes them from shared memory; each adds up one gradient of keys or values. All
+products of terms of a tile are in flight together.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from warploom.device.hopper import tma
+from warploom.device.hopper.attention import Work, key_steps, query_steps, tile_place, tiles_of
+from warploom.device.hopper.attention_backward import (
+    KeyCopies,
+    copy_for_keys,
+    load_row_values,
+    transposed_weights_of,
+    weights_of,
+)
+from warploom.device.hopper.pipeline import (
+    ROWS,
+    Result,
+    Ring,
+    Scheduler,
+    SplitStrides,
+    as_factor,
+    barriers,
+    init_each,
+    matrix,
+    new_ring,
+    new_scheduler,
+    read,
+    received,
+    store_part,
+    store_tile,
+    wait_full,
+)
+from warploom.ops.flash_attention.kernels.hopper.forward import WORK, QueryCopies, copy_for_queries, split_strides
+
+
+class Weights(NamedTuple):
+    """How weights go from the first group to the second.
+
+    Nobody waits for such a buffer to be empty: when tiles have come into the buffers of its number, the second group had
+    done with those before.
+    """
+
+    tiles: gl.shared_memory_descriptor  # (stages, 64, rows of a tile) float32
+    full: gl.shared_memory_descriptor  # a barrier for each stage
+
+
+@gluon.jit
+def weight_buffers(STAGES: gl.constexpr, BLOCK: gl.constexpr):
+    """Tiles of weights."""
+    # Half a warp has 32 bytes of each of four rows: swizzled, these lie in different banks.
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    return gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, BLOCK], swizzled)
+
+
+@gluon.jit
+def new_weights(tiles, full):
+    """Tiles of weights with barriers, which become ready."""
+    init_each(full)
+    return Weights(tiles, full)
+
+
+@gluon.jit
+def own_terms(tiles, slot, TERMS: gl.constexpr):
+    """The terms of own rows, in shared memory."""
+    terms = ()
+    for i in gl.static_range(TERMS):
+        terms += (matrix(tiles, slot * TERMS + i),)
+    return terms
+
+
+@gluon.jit
+def own_terms_in_registers(tiles, TERMS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The terms of own rows, in registers."""
+    terms = ()
+    for i in gl.static_range(TERMS):
+        terms += (matrix(tiles, i).load(gl.DotOperandLayout(0, LAYOUT, 2)),)
+    return terms
+
+
+@gluon.jit
+def product_of_terms(a_terms, b_tiles, slot, TERMS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start ``a · bᵀ`` of own rows and of a tile of a ring, the smallest products first."""
+    N: gl.constexpr = b_tiles.shape[3]
+    acc = gl.zeros([ROWS, N], gl.float32, LAYOUT)
+    for left_out in gl.static_range(TERMS):
+        for i in gl.static_range(TERMS - left_out):
+            b = matrix(b_tiles, slot * TERMS + i).permute([1, 0])
+            acc = warpgroup_mma(a_terms[TERMS - 1 - left_out - i], b, acc, use_acc=left_out + i > 0, is_async=True)
+    return acc
+
+
+@gluon.jit
+def add_product(acc, tile, ring, count, TERMS: gl.constexpr, LAYOUT: gl.constexpr):
+    """``acc + tile · b`` with the tile number ``count`` of a ring, which is empty then.
+
+    Of several terms, the sum is formed outside of matrix units, which drop bits where they add.
+    """
+    if TERMS == 1:
+        factor = as_factor(tile, ring.tiles.dtype, LAYOUT)
+        slot = wait_full(ring.full, count)
+        acc = warpgroup_mma(factor, matrix(ring.tiles, slot), acc, is_async=True)
+        acc, factor = warpgroup_mma_wait(0, deps=[acc, factor])
+    else:
+        slot = wait_full(ring.full, count)
+        factors = ()
+        for _ in gl.static_range(TERMS):
+            term = tile.to(ring.tiles.dtype)
+            factors += (gl.convert_layout(term, gl.DotOperandLayout(0, LAYOUT, 2)),)
+            tile = tile - term.to(gl.float32)
+        D: gl.constexpr = ring.tiles.shape[4]
+        whole = gl.zeros([ROWS, D], gl.float32, LAYOUT)
+        for left_out in gl.static_range(TERMS):
+            for i in gl.static_range(TERMS - left_out):
+                b = matrix(ring.tiles, slot * TERMS + i)
+                whole = warpgroup_mma(
+                    factors[TERMS - 1 - left_out - i], b, whole, use_acc=left_out + i > 0, is_async=True
+                )
+        if TERMS == 3:
+            whole, _, _, _ = warpgroup_mma_wait(0, deps=[whole, factors[0], factors[1], factors[2]])
+        else:
+            whole, _, _ = warpgroup_mma_wait(0, deps=[whole, factors[0], factors[1]])
+        acc = acc + whole
+    mbarrier.arrive(ring.empty.index(slot))
+    return acc
+
+
+class SharedKeyGradients(NamedTuple):
+    """What the two groups of warps with the same 64 keys share."""
+
+    scheduler: Scheduler
+    k_tiles: gl.shared_memory_descriptor
+    v_tiles: gl.shared_memory_descriptor
+    q: Ring  # with the lse of each row
+    do: Ring  # with δ
+    inverses: gl.shared_memory_descriptor | None  # (stages, rows), beside q's lse; of several terms
+    weights: Weights
+    dk: Result
+    dv: Result
+    work: Work
+    scale: gl.float32  # of the logits, in powers of two
+    slope: gl.float32  # of the gradient of keys
+
+
+@gluon.jit
+def query_loop_for_one(
+    acc, count, own_tiles, slot, near, far, inverses, weights, begin, end, first, scale,
+    VALUES: gl.constexpr, MASKED: gl.constexpr, TERMS: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Loop over tiles of queries ``begin … end`` of one head for one of two gradients; the other group forms the other.
+
+    With ``VALUES`` the own tile is of keys, near tiles are queries, far tiles their gradients, and ``acc`` is the gradient
+    of values. Otherwise the own tile is of values, near and far change places, and ``acc`` is the gradient of keys. Of
+    several terms the last tile comes first.
+    """
+    BLOCK_M: gl.constexpr = near.tiles.shape[3]
+    for i in range(begin if TERMS == 1 else 0, end if TERMS == 1 else end - begin):
+        stage = wait_full(near.full, count)
+        product = product_of_terms(own_terms(own_tiles, slot, TERMS), near.tiles, stage, TERMS, LAYOUT)
+        product = warpgroup_mma_wait(0, deps=[product])  # (keys, queries)
+        row_value = near.row_values.index(stage).load(gl.SliceLayout(0, LAYOUT))
+        if VALUES:
+            row_inverse = None
+            if TERMS > 1:
+                row_inverse = inverses.index(stage).load(gl.SliceLayout(0, LAYOUT))
+            mbarrier.arrive(near.empty.index(stage))
+            m = (i if TERMS == 1 else end - 1 - i) * BLOCK_M
+            tile = transposed_weights_of(product, row_value, m, first, scale, MASKED, LAYOUT, row_inverse)
+            weights.tiles.index(stage).store(tile)
+            mbarrier.arrive(weights.full.index(stage))
+        else:
+            mbarrier.arrive(near.empty.index(stage))
+            tile = weights.tiles.index(wait_full(weights.full, count)).load(LAYOUT)
+            tile = tile * (product - row_value[None, :])
+        acc = add_product(acc, tile, far, count, TERMS, OUT_LAYOUT)
+        count += 1
+    return acc, count
+
+
+@gluon.jit
+def compute_for_one(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, TERMS: gl.constexpr, call):
+    """One of two groups of warps with the same 64 keys: for the gradient of their values, or for theirs.
+
+    Its result leaves through the buffer that it alone reads: the gradient of values through that of keys, and the other
+    way round.
+    """
+    scheduler, k_tiles, v_tiles, q, do, inverses, weights, dk, dv, work, scale, slope = call
+    result, own_tiles, near, far = (dv, k_tiles, q, do) if VALUES else (dk, v_tiles, do, q)
+    BLOCK_M: gl.constexpr = q.tiles.shape[3]
+    D: gl.constexpr = q.tiles.shape[4]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    key_heads = work.heads // work.group
+    count = 0
+    done = 0
+    tiles = tiles_of(work)
+    tile, slot = received(scheduler, done)
+    while tile < tiles:
+        block, row, split = tile_place(tile, work, False)
+        begin, full, end = query_steps(block, split, work, CAUSAL, ROWS, BLOCK_M)
+        first = block * ROWS - (work.keys - work.tokens) - work.right
+        acc = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
+        for _ in range(work.group):
+            if CAUSAL and TERMS == 1:
+                acc, count = query_loop_for_one(
+                    acc, count, own_tiles, slot, near, far, inverses, weights, begin, full, first, scale,
+                    VALUES, True, TERMS, LAYOUT, OUT_LAYOUT,
+                )  # fmt: skip
+            acc, count = query_loop_for_one(
+                acc, count, own_tiles, slot, near, far, inverses, weights, full, end, first, scale,
+                VALUES, False, TERMS, LAYOUT, OUT_LAYOUT,
+            )  # fmt: skip
+            if CAUSAL and TERMS > 1:
+                acc, count = query_loop_for_one(
+                    acc, count, own_tiles, slot, near, far, inverses, weights, begin, full, first, scale,
+                    VALUES, True, TERMS, LAYOUT, OUT_LAYOUT,
+                )  # fmt: skip
+        if TERMS > 1:  # results leave through no buffer
+            mbarrier.arrive(scheduler.empty.index(slot))
+        if not VALUES:
+            acc = acc * slope
+        if TERMS == 1:  # worked out again rather than held in registers
+            block, row, split = tile_place(read(scheduler, slot), work, False)
+        batch, head = row // key_heads, row % key_heads
+        store_tile(result, acc, slot, split, batch, head, block * ROWS, work.keys, SPLIT, OUT_LAYOUT)
+        if TERMS == 1:
+            tma.store_wait(0)
+            mbarrier.arrive(scheduler.empty.index(slot))
+        done += 1
+        tile, slot = received(scheduler, done)
+
+
+@gluon.jit
+def shared_keys(
+    q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, inverse, counters, work, scale, slope, dk_strides, dv_strides,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Gradients of keys and values, for tiles of 64 keys; there is no room for the next tile of them."""
+    gdc_wait()
+    gdc_launch_dependents()
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
+    dtype: gl.constexpr = q_desc.dtype
+    k_tiles = gl.allocate_shared_memory(dtype, [TERMS, 1, 1, ROWS, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [TERMS, 1, 1, ROWS, D], v_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES * TERMS, 1, 1, BLOCK_M, D], q_desc.layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [STAGES * TERMS, 1, 1, BLOCK_M, D], do_desc.layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
+    inverses = None
+    if TERMS > 1:
+        inverses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
+    weight_tiles = weight_buffers(STAGES, BLOCK_M)
+    weights_full = barriers(STAGES) if TERMS == 1 else None
+    scheduler = new_scheduler(counters, 1, 2)
+    q, do = new_ring(q_tiles, STAGES, 2, lses), new_ring(do_tiles, STAGES, 2, deltas)
+    weights = new_weights(weight_tiles, weights_full if TERMS == 1 else barriers(STAGES))
+    fence_async_shared()
+    copies = KeyCopies(
+        scheduler, (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, q, do, lse, delta, inverse, inverses, work
+    )
+    call = SharedKeyGradients(
+        scheduler, k_tiles, v_tiles, q, do, inverses, weights,
+        Result(dk, v_tiles, dk_strides), Result(dv, k_tiles, dv_strides), work, scale, slope,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [(compute_for_one, (True, CAUSAL, SPLIT, TERMS, call)),
+         (compute_for_one, (False, CAUSAL, SPLIT, TERMS, call)),
+         (copy_for_keys, (1, CAUSAL, TERMS, copies))],
+        [4, 1], [240, 24] if TERMS == 1 else [232, 40],
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=[*WORK, "slope", *split_strides("dk", "dv")])
+def hopper_wide_key_kernel(
+    q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, counters,
+    tokens: gl.int32, keys: gl.int32, heads: gl.int32, group: gl.int32, rows: gl.int32, blocks: gl.int32,
+    section: gl.int32, splits: gl.int32, right: gl.int32, scale: gl.float32, slope: gl.float32,
+    dk_size: gl.int32, dk_b: gl.int32, dk_n: gl.int32, dk_h: gl.int32, dk_features: gl.int32,
+    dv_size: gl.int32, dv_b: gl.int32, dv_n: gl.int32, dv_h: gl.int32, dv_features: gl.int32,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """`kernels.hopper.backward.hopper_key_kernel` for more than 128 features."""
+    work = Work(tokens, keys, heads, group, rows, blocks, section, splits, right)
+    shared_keys(
+        q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, None, counters, work, scale, slope,
+        SplitStrides(dk_size, dk_b, dk_n, dk_h, dk_features), SplitStrides(dv_size, dv_b, dv_n, dv_h, dv_features),
+        CAUSAL, SPLIT, 1, STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=[*WORK, "slope", *split_strides("dk", "dv")])
+def hopper_terms_key_kernel(
+    q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, inverse, counters,
+    tokens: gl.int32, keys: gl.int32, heads: gl.int32, group: gl.int32, rows: gl.int32, blocks: gl.int32,
+    section: gl.int32, splits: gl.int32, right: gl.int32, scale: gl.float32, slope: gl.float32,
+    dk_size: gl.int32, dk_b: gl.int32, dk_n: gl.int32, dk_h: gl.int32, dk_features: gl.int32,
+    dv_size: gl.int32, dv_b: gl.int32, dv_n: gl.int32, dv_h: gl.int32, dv_features: gl.int32,
+    CAUSAL: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """`kernels.hopper.backward.hopper_key_kernel` for float32.
+
+    Descriptors are of (TERMS · B, H, N, D). ``dk`` and ``dv`` are parts, one or several, in float32.
+    """
+    work = Work(tokens, keys, heads, group, rows, blocks, section, splits, right)
+    shared_keys(
+        q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, inverse, counters, work, scale, slope,
+        SplitStrides(dk_size, dk_b, dk_n, dk_h, dk_features), SplitStrides(dv_size, dv_b, dv_n, dv_h, dv_features),
+        CAUSAL, True, TERMS, STAGES,
+    )  # fmt: skip
+
+
+class SharedQueryGradients(NamedTuple):
+    """What the two groups of warps with the same 64 queries share."""
+
+    scheduler: Scheduler
+    q_tiles: gl.shared_memory_descriptor
+    do_tiles: gl.shared_memory_descriptor
+    k: Ring
+    v: Ring
+    weights: Weights
+    lse: gl.tensor
+    delta: gl.tensor
+    inverse: gl.tensor
+    dq: Result
+    work: Work
+    scale: gl.float32  # of the logits, in powers of two
+    slope: gl.float32  # of the gradient
+
+
+@gluon.jit
+def weigh_keys(
+    count, q_terms, k, weights, row_lse, row_inverse, begin, end, first, work, scale,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Weights of tiles of keys ``end − 1 … begin``, for the other group."""
+    BLOCK_N: gl.constexpr = k.tiles.shape[3]
+    for i in range(end - begin):
+        slot = wait_full(k.full, count)
+        logits = product_of_terms(q_terms, k.tiles, slot, TERMS, LAYOUT)
+        logits = warpgroup_mma_wait(0, deps=[logits])
+        mbarrier.arrive(k.empty.index(slot))
+        n = (end - 1 - i) * BLOCK_N
+        tile = weights_of(logits, row_lse, n, first, work, scale, MASKED, CAUSAL, LAYOUT)
+        weights.tiles.index(slot).store(tile * row_inverse[:, None])
+        mbarrier.arrive(weights.full.index(slot))
+        count += 1
+    return count
+
+
+@gluon.jit
+def compute_weights(CAUSAL: gl.constexpr, TERMS: gl.constexpr, call):
+    """The first of two groups of warps with the same 64 queries, whose terms it has in registers."""
+    scheduler, k, weights, work, scale = call.scheduler, call.k, call.weights, call.work, call.scale
+    BLOCK_N: gl.constexpr = k.tiles.shape[3]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    count = 0
+    done = 0
+    tiles = tiles_of(work)
+    tile, slot = received(scheduler, done)
+    while tile < tiles:
+        block, row, split = tile_place(tile, work, CAUSAL)
+        begin, full, end = key_steps(block, split, work, CAUSAL, ROWS, BLOCK_N)
+        m = block * ROWS
+        first = m + work.keys - work.tokens  # the last query stands at the last key
+        row_lse = load_row_values(call.lse, row, m, work.tokens, float("inf"), LAYOUT)
+        row_inverse = load_row_values(call.inverse, row, m, work.tokens, 0.0, LAYOUT)
+        q_terms = own_terms_in_registers(call.q_tiles, TERMS, LAYOUT)
+        mbarrier.arrive(scheduler.empty.index(slot))
+        count = weigh_keys(
+            count, q_terms, k, weights, row_lse, row_inverse, full, end, first, work, scale,
+            True, CAUSAL, TERMS, LAYOUT,
+        )  # fmt: skip
+        count = weigh_keys(
+            count, q_terms, k, weights, row_lse, row_inverse, begin, full, first, work, scale,
+            False, CAUSAL, TERMS, LAYOUT,
+        )  # fmt: skip
+        done += 1
+        tile, slot = received(scheduler, done)
+
+
+@gluon.jit
+def compute_gradient(CAUSAL: gl.constexpr, TERMS: gl.constexpr, call):
+    """The second of two groups of warps with the same 64 queries: adds up their gradient."""
+    scheduler, k, v, weights, work = call.scheduler, call.k, call.v, call.weights, call.work
+    BLOCK_N: gl.constexpr = k.tiles.shape[3]
+    D: gl.constexpr = k.tiles.shape[4]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    count = 0
+    done = 0
+    tiles = tiles_of(work)
+    tile, slot = received(scheduler, done)
+    while tile < tiles:
+        block, row, split = tile_place(tile, work, CAUSAL)
+        begin, _, end = key_steps(block, split, work, CAUSAL, ROWS, BLOCK_N)
+        m = block * ROWS
+        row_delta = load_row_values(call.delta, row, m, work.tokens, 0.0, LAYOUT)
+        dq = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
+        for _ in range(end - begin):
+            stage = wait_full(v.full, count)
+            dweights = product_of_terms(own_terms(call.do_tiles, 0, TERMS), v.tiles, stage, TERMS, LAYOUT)
+            dweights = warpgroup_mma_wait(0, deps=[dweights])
+            mbarrier.arrive(v.empty.index(stage))
+            tile_weights = weights.tiles.index(wait_full(weights.full, count)).load(LAYOUT)
+            dlogits = tile_weights * (dweights - row_delta[:, None])
+            dq = add_product(dq, dlogits, k, count, TERMS, OUT_LAYOUT)
+            count += 1
+        mbarrier.arrive(scheduler.empty.index(slot))
+        batch, head = row // work.heads, row % work.heads
+        store_part(call.dq, dq * call.slope, split, batch, head, m, work.tokens, OUT_LAYOUT)
+        done += 1
+        tile, slot = received(scheduler, done)
+
+
+@gluon.jit(do_not_specialize=[*WORK, "slope", *split_strides("dq")])
+def hopper_terms_query_kernel(
+    q_desc, k_desc, v_desc, do_desc, dq, lse, delta, inverse, counters,
+    tokens: gl.int32, keys: gl.int32, heads: gl.int32, group: gl.int32, rows: gl.int32, blocks: gl.int32,
+    section: gl.int32, splits: gl.int32, right: gl.int32, scale: gl.float32, slope: gl.float32,
+    dq_size: gl.int32, dq_b: gl.int32, dq_n: gl.int32, dq_h: gl.int32, dq_features: gl.int32,
+    CAUSAL: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Gradients of queries, for tiles of 64. Descriptors, boxes and parts are as in `hopper_terms_key_kernel`.
+
+    ``counters[1]`` is zero. It runs beside `hopper_terms_key_kernel`, of which it reads nothing, and does not end before
+    that has ended.
+    """
+    gdc_launch_dependents()
+    work = Work(tokens, keys, heads, group, rows, blocks, section, splits, right)
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
+    dtype: gl.constexpr = q_desc.dtype
+    q_tiles = gl.allocate_shared_memory(dtype, [TERMS, 1, 1, ROWS, D], q_desc.layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [TERMS, 1, 1, ROWS, D], do_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES * TERMS, 1, 1, BLOCK_N, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES * TERMS, 1, 1, BLOCK_N, D], v_desc.layout)
+    weight_tiles = weight_buffers(STAGES, BLOCK_N)
+    scheduler = new_scheduler(counters + 1, 1, 2)
+    k, v = new_ring(k_tiles, STAGES, 2), new_ring(v_tiles, STAGES, 1)
+    weights = new_weights(weight_tiles, barriers(STAGES))
+    fence_async_shared()
+    copies = QueryCopies(scheduler, (q_desc, do_desc), (q_tiles, do_tiles), k_desc, v_desc, k, v, work)
+    result = Result(dq, q_tiles, SplitStrides(dq_size, dq_b, dq_n, dq_h, dq_features))
+    call = SharedQueryGradients(
+        scheduler, q_tiles, do_tiles, k, v, weights, lse, delta, inverse, result, work, scale, slope
+    )
+    gl.warp_specialize(
+        [(compute_weights, (CAUSAL, TERMS, call)), (compute_gradient, (CAUSAL, TERMS, call)),
+         (copy_for_queries, (1, CAUSAL, True, TERMS, copies))],
+        [4, 1], [232, 40],
+    )  # fmt: skip
+    if gl.program_id(0) == 0:
+        gdc_wait()
