@@ -108,7 +108,7 @@ class Layout(NamedTuple):
     wide: bool  # whether offsets within a tile need 64 bits
     strides: list[Strides]  # of every tensor, all but those of features divided by vec
 
-    def of(self, *names: str) -> dict[str, Strides]:
+    def of(self, *names: str) -> dict[str, Any]:
         """The strides by name, ``q_strides`` and so on, of tensors with these names."""
         return dict(zip((f"{name}_strides" for name in names), self.strides, strict=True))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ NARROW = 2**22
 
 
 def logit_unit(dtype: torch.dtype) -> float:
-    """What a logit is multiplied by so that `power` of the kernels is its exponential."""
+    """What a logit is multiplied by so that `exp` of the kernels is its exponential."""
     return 1.0 if dtype == torch.float32 else math.log2(math.e)
 
 
@@ -58,6 +59,10 @@ class Operands(NamedTuple):
     bq: Tensor
     bk: Tensor
     bv: Tensor
+
+    def map(self, function: Callable[[Any], Any]) -> Operands:
+        """What a function makes of each of them; None stays."""
+        return Operands(*(None if factor is None else function(factor) for factor in self))  # type: ignore[arg-type]
 
 
 class Factors(NamedTuple):

@@ -15,6 +15,8 @@ With p the weights and ``dp = do Vᵀ``: ``ds = p ⊙ (dp − δ)``, ``dQ = scal
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -22,15 +24,27 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from warploom.device.packed import sequence_bounds, sequence_of_tile
 from warploom.device.product import dot, rounded
 from warploom.ops.tpa.attention.kernels.forward import (
-    load_factor,
+    HeadRows,
+    Product,
+    Sizes,
+    load_features,
+    load_heads,
     load_product,
-    load_weights,
+    loop_bounds,
     scaled,
     tiles_of,
     visible,
-    walk,
 )
-from warploom.ops.tpa.decode.kernels.portable import power
+from warploom.ops.tpa.kernels.factors import Factors, Features, FeatureStrides, HeadStrides, exp
+
+
+class Rows(NamedTuple):
+    """What the forward left of rows of weights: maxima and inverse denominators of the softmax, and δ."""
+
+    row_max: Any
+    inverse_sum: Any
+    delta: Any
+
 
 # ----------------------------------------------------------------------------------------------------------
 # Device functions
@@ -38,40 +52,25 @@ from warploom.ops.tpa.decode.kernels.portable import power
 
 
 @triton.jit
-def load_rows(
-    x, first, size, x_n, x_f, ROWS: tl.constexpr,
-    F: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr = True,
-):  # fmt: skip
-    """Rows (ROWS, F) of one head; the stride of tokens comes divided by ``VEC``."""
-    return load_factor(x, first, size, 0, x_n, x_n, x_f, ROWS, F, BLOCK_F, VEC, UNIT, MASKED)
+def load_statistics(statistics, delta, tokens, n, mask):
+    """Of queries of one of all heads, of ``tokens``; of a query that sees no key 0, 0 and δ."""
+    row_max = tl.load(statistics + n, mask=mask, other=0.0)
+    row_sum = tl.load(statistics + tokens + n, mask=mask, other=0.0)
+    inverse_sum = tl.div_rn(1.0, tl.where(row_sum == 0.0, float("inf"), row_sum))
+    return Rows(row_max, inverse_sum, tl.load(delta + n, mask=mask, other=0.0))
 
 
 @triton.jit
-def load_statistics(statistics, delta, tokens, n, inside):
-    """Maximum, inverse denominator and δ of queries of one of all heads, of ``tokens``; of a blind query 0, 0 and δ."""
-    top = tl.load(statistics + n, mask=inside, other=0.0)
-    total = tl.load(statistics + tokens + n, mask=inside, other=0.0)
-    share = tl.div_rn(1.0, tl.where(total == 0.0, float("inf"), total))
-    return top, share, tl.load(delta + n, mask=inside, other=0.0)
-
-
-@triton.jit
-def weigh_keys(
-    queries, do, ak, bk, av, bv, m_first, first, end, top, share, keys,
-    a_r, bk_m, bk_r, bk_d, bv_m, bv_r, bv_e, logit_scale, scale_v, BLOCK_M: tl.constexpr,
-    RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr,
+def weights_of(
+    q, do, k_factors, v_factors, m_first, first, end, rows, keys, logit_scale, scale_v,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Weights p and gradients dp, (N, M) each, of a tile of queries on one of keys, and the keys' tile and coefficient."""
-    k, k_weight = load_product(
-        ak, bk, m_first, keys, a_r, bk_m, bk_r, bk_d, BLOCK_M, RK, D, BLOCK_D, VEC, UNIT, MASKED
-    )
-    v, v_weight = load_product(
-        av, bv, m_first, keys, a_r, bv_m, bv_r, bv_e, BLOCK_M, RV, E, BLOCK_E, VEC, UNIT, MASKED
-    )
-    zeros = tl.zeros((queries.shape[0], BLOCK_M), tl.float32)
-    logits = scaled(dot(queries, tl.trans(k), zeros), (k_weight * logit_scale)[None, :], k.dtype)
-    p = power(logits - top[:, None], k.dtype) * share[:, None]
+    k, k_weight = load_product(k_factors, m_first, keys, K, BLOCK_M, MASKED)
+    v, v_weight = load_product(v_factors, m_first, keys, V, BLOCK_M, MASKED)
+    zeros = tl.zeros((q.shape[0], BLOCK_M), tl.float32)
+    logits = scaled(dot(q, tl.trans(k), zeros), (k_weight * logit_scale)[None, :], k.dtype)
+    p = exp(logits - rows.row_max[:, None], k.dtype) * rows.inverse_sum[:, None]
     if MASKED:
         m = m_first + tl.arange(0, BLOCK_M)
         p = tl.where((m[None, :] >= first[:, None]) & (m[None, :] < end[:, None]), p, 0.0)
@@ -81,136 +80,115 @@ def weigh_keys(
 
 @triton.jit
 def factor_gradients(
-    gradient, a, b, da, db, first, size, a_r, b_n, b_r, b_f, da_n, da_r, add, TOKENS: tl.constexpr,
-    R: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
+    gradient, x, da, db, first, size, add, B: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
     """From the gradient (M, F) of ``A B`` of one head: that of A is stored, that of B too, in ``db`` (M, R, F).
 
     With ``add`` it is added to what ``db`` holds, where no other program writes.
     """
-    f = tl.arange(0, BLOCK_F)
+    f = tl.arange(0, B.BLOCK_F)
     row = tl.arange(0, TOKENS)  # 32-bit offsets in the tile: 64-bit ones would not fit in registers
-    inside = first + row < size
-    mask = inside[:, None] & (f < F)[None, :]
-    sums = db + tl.cast(first, tl.int64) * (R * F) + (row * (R * F))[:, None] + f[None, :]
-    pointers = da + (first + row).to(tl.int64) * da_n
+    row_mask = first + row < size
+    mask = row_mask[:, None] & (f < B.F)[None, :]
+    sums = db + tl.cast(first, tl.int64) * (B.R * B.F) + (row * (B.R * B.F))[:, None] + f[None, :]
+    ptrs = da.ptr + (first + row).to(tl.int64) * da.strides.n
+    R: tl.constexpr = B.R
     for r in tl.static_range(R):
-        factor = load_factor(b, first, size, r, b_n, b_r, b_f, TOKENS, F, BLOCK_F, VEC, UNIT)
+        factor = load_features(x.features, first, size, r, B, TOKENS)
         tl.store(
-            pointers + r * da_r,
-            rounded(tl.sum(gradient * factor.to(tl.float32), axis=1), da.dtype.element_ty), mask=inside,
+            ptrs + r * da.strides.r,
+            rounded(tl.sum(gradient * factor.to(tl.float32), axis=1), da.ptr.dtype.element_ty), mask=row_mask,
         )  # fmt: skip
-        weight = load_weights(a, first, size, r, a_r, TOKENS)
-        before = tl.load(sums + r * F, mask=mask & add, other=0.0)
-        tl.store(sums + r * F, before + gradient * weight[:, None], mask=mask)
+        weight = load_heads(x.heads, first, size, r, TOKENS)
+        before = tl.load(sums + r * B.F, mask=mask & add, other=0.0)
+        tl.store(sums + r * B.F, before + gradient * weight[:, None], mask=mask)
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Kernels
 # ----------------------------------------------------------------------------------------------------------
 
-_PREPARE_NUMBERS = (
-    "tokens heads aq_b aq_n aq_h aq_r bq_b bq_n bq_r bq_d out_b out_n out_h out_e grad_b grad_n grad_h grad_e scale_q"
-).split()
 
-
-@triton.jit(do_not_specialize=_PREPARE_NUMBERS)
+@triton.jit
 def prepare_kernel(
-    aq, bq, out, grad, statistics, q, delta, shift, tickets,
+    aq, bq, out, grad, statistics, q, delta, lse, counters,
     tokens: tl.int32, heads: tl.int32,
-    aq_b: tl.int64, aq_n: tl.int64, aq_h: tl.int64, aq_r: tl.int64,
-    bq_b: tl.int64, bq_n: tl.int64, bq_r: tl.int64, bq_d: tl.int64,
-    out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_e: tl.int64,
-    grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_e: tl.int64, scale_q: tl.float32,
-    RQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    Q_VEC: tl.constexpr, Q_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr, OVERLAP: tl.constexpr,
+    aq_strides: HeadStrides, bq_strides: FeatureStrides, out_strides: FeatureStrides, grad_strides: FeatureStrides,
+    scale_q: tl.float32,
+    Q: tl.constexpr, G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Q and δ of one token's queries, BLOCK_H of the heads; 16-bit ranks are summed BLOCK_R at a time.
 
-    Strides of ``bq``, and those of ``out`` and ``grad``, come divided by their ``VEC`` but for the last; ``UNIT``: that
-    is 1. Without ``grad`` and the other three, Q alone. ``shift`` (B, H, N), which may be None, gets what is subtracted
-    from logits in base two for 16-bit weights; a shift of +inf makes those of blind queries zero. ``tickets`` (2,), with
-    which kernels for Hopper count their tiles, become zero. With ``OVERLAP`` the launch after it is put in place while
+    Q are the `Features` of ``bq``, G those of ``out`` and ``grad``. Without ``grad`` and the other three, Q alone. ``lse``
+    (B, H, N), which may be None, gets what is subtracted from logits in base two for 16-bit weights; +inf makes those of
+    queries that see no key zero. ``counters`` (2,), with which kernels for Hopper count their tiles, become zero. With ``OVERLAP`` the launch after it is put in place while
     this one's last programs run, and waits for them.
     """
     if OVERLAP:
         gdc_launch_dependents()
-    if tickets is not None:
-        tl.store(tickets + tl.arange(0, 2), tl.zeros((2,), tl.int32), mask=tl.program_id(0) == 0)
+    if counters is not None:
+        tl.store(counters + tl.arange(0, 2), tl.zeros((2,), tl.int32), mask=tl.program_id(0) == 0)
     shares = tl.cdiv(heads, BLOCK_H)
     program = tl.program_id(0)
     token = program // shares
     batch = (token // tokens).to(tl.int64)
     n = (token % tokens).to(tl.int64)
     h = program % shares * BLOCK_H + tl.arange(0, BLOCK_H)
-    d = tl.arange(0, BLOCK_D)
-    there = h < heads
-    inside = there[:, None] & (d < D)[None, :]
-    features = d if Q_UNIT else d * bq_d
-    bq += batch * (bq_b * Q_VEC) + n * (bq_n * Q_VEC)
+    d = tl.arange(0, Q.BLOCK_F)
+    head_mask = h < heads
+    mask = head_mask[:, None] & (d < Q.F)[None, :]
+    features = d if Q.UNIT else d * bq_strides.f
+    bq += batch * (bq_strides.b * Q.VEC) + n * (bq_strides.n * Q.VEC)
     if aq is None:  # the rank axis is the heads
-        tile = tl.load(bq + (h * (bq_r * Q_VEC))[:, None] + features[None, :], mask=inside, other=0.0).to(
+        tile = tl.load(bq + (h * (bq_strides.r * Q.VEC))[:, None] + features[None, :], mask=mask, other=0.0).to(
             tl.float32
         )
     else:
+        BLOCK_D: tl.constexpr = Q.BLOCK_F
         tile = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
-        aq += batch * aq_b + n * aq_n
+        aq += batch * aq_strides.b + n * aq_strides.n
         if q.dtype.element_ty == tl.float32:  # the bits that `load_queries` made for the forward's logits
-            for r in tl.range(0, RQ, num_stages=1):
-                a = tl.load(aq + h * aq_h + r * aq_r, mask=there, other=0.0)
-                b = tl.load(bq + r * (bq_r * Q_VEC) + features, mask=d < D, other=0.0)
+            for r in tl.range(0, Q.R, num_stages=1):
+                a = tl.load(aq + h * aq_strides.h + r * aq_strides.r, mask=head_mask, other=0.0)
+                b = tl.load(bq + r * (bq_strides.r * Q.VEC) + features, mask=d < Q.F, other=0.0)
                 tile += a[:, None] * b[None, :]
         else:
-            for first in range(0, RQ, BLOCK_R):
+            for first in range(0, Q.R, BLOCK_R):
                 r = first + tl.arange(0, BLOCK_R)
-                real = (r < RQ)[:, None] & (d < D)[None, :]
-                some = there[:, None] & (r < RQ)[None, :]
-                a = tl.load(aq + (h * aq_h)[:, None] + (r * aq_r)[None, :], mask=some, other=0.0)
-                b = tl.load(bq + (r * (bq_r * Q_VEC))[:, None] + features[None, :], mask=real, other=0.0)
+                real = (r < Q.R)[:, None] & (d < Q.F)[None, :]
+                some = head_mask[:, None] & (r < Q.R)[None, :]
+                a = tl.load(aq + (h * aq_strides.h)[:, None] + (r * aq_strides.r)[None, :], mask=some, other=0.0)
+                b = tl.load(bq + (r * (bq_strides.r * Q.VEC))[:, None] + features[None, :], mask=real, other=0.0)
                 tile = dot(a, b, tile)
     rows = batch * heads + h
     tl.store(
-        q + (rows * tokens + n)[:, None] * D + d[None, :], rounded(tile * scale_q, q.dtype.element_ty), mask=inside
+        q + (rows * tokens + n)[:, None] * Q.F + d[None, :], rounded(tile * scale_q, q.dtype.element_ty), mask=mask
     )
     if grad is not None:
-        e = tl.arange(0, BLOCK_E)
-        values = e if O_UNIT else e * out_e
-        slopes = e if O_UNIT else e * grad_e
-        inside = there[:, None] & (e < E)[None, :]
-        out += batch * (out_b * O_VEC) + n * (out_n * O_VEC)
-        grad += batch * (grad_b * O_VEC) + n * (grad_n * O_VEC)
-        o = tl.load(out + (h * (out_h * O_VEC))[:, None] + values[None, :], mask=inside, other=0.0)
-        do = tl.load(grad + (h * (grad_h * O_VEC))[:, None] + slopes[None, :], mask=inside, other=0.0)
-        tl.store(delta + rows * tokens + n, tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), mask=there)
-    if shift is not None:
-        top = tl.load(statistics + rows * 2 * tokens + n, mask=there, other=0.0)
-        total = tl.load(statistics + (rows * 2 + 1) * tokens + n, mask=there, other=1.0)
-        blind = total == 0.0
-        value = tl.where(blind, float("inf"), top + tl.log2(tl.where(blind, 1.0, total)))
-        tl.store(shift + rows * tokens + n, value, mask=there)
+        e = tl.arange(0, G.BLOCK_F)
+        values = e if G.UNIT else e * out_strides.f
+        grad_values = e if G.UNIT else e * grad_strides.f
+        mask = head_mask[:, None] & (e < G.F)[None, :]
+        out += batch * (out_strides.b * G.VEC) + n * (out_strides.n * G.VEC)
+        grad += batch * (grad_strides.b * G.VEC) + n * (grad_strides.n * G.VEC)
+        o = tl.load(out + (h * (out_strides.r * G.VEC))[:, None] + values[None, :], mask=mask, other=0.0)
+        do = tl.load(grad + (h * (grad_strides.r * G.VEC))[:, None] + grad_values[None, :], mask=mask, other=0.0)
+        tl.store(delta + rows * tokens + n, tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), mask=head_mask)
+    if lse is not None:
+        row_max = tl.load(statistics + rows * 2 * tokens + n, mask=head_mask, other=0.0)
+        row_sum = tl.load(statistics + (rows * 2 + 1) * tokens + n, mask=head_mask, other=1.0)
+        no_keys = row_sum == 0.0
+        value = tl.where(no_keys, float("inf"), row_max + tl.log2(tl.where(no_keys, 1.0, row_sum)))
+        tl.store(lse + rows * tokens + n, value, mask=head_mask)
 
 
-_BACKWARD_NUMBERS = [
-    *"tokens keys heads batches sequences cu_stride a_r bk_b bk_m bk_r bk_d".split(),
-    *"bv_b bv_m bv_r bv_e grad_b grad_n grad_h grad_e".split(),
-]
-_QUERY_NUMBERS = [*_BACKWARD_NUMBERS, *"dq_b dq_n dq_h dq_d logit_scale dq_scale scale_v".split()]
-
-
-@triton.jit(do_not_specialize=_QUERY_NUMBERS)
+@triton.jit
 def query_kernel(
     q, ak, bk, av, bv, grad, statistics, delta, cu_seqlens, dq,
-    tokens: tl.int32, keys: tl.int32, heads: tl.int32, batches: tl.int32, sequences: tl.int32, cu_stride: tl.int64,
-    a_r: tl.int64,
-    bk_b: tl.int64, bk_m: tl.int64, bk_r: tl.int64, bk_d: tl.int64,
-    bv_b: tl.int64, bv_m: tl.int64, bv_r: tl.int64, bv_e: tl.int64,
-    grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_e: tl.int64,
-    dq_b: tl.int64, dq_n: tl.int64, dq_h: tl.int64, dq_d: tl.int64,
-    logit_scale: tl.float32, dq_scale: tl.float32, scale_v: tl.float32,
-    CAUSAL: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    G_VEC: tl.constexpr, G_UNIT: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr, SUM_DELTA: tl.constexpr,
+    sizes: Sizes, bk_strides: FeatureStrides, bv_strides: FeatureStrides, grad_strides: FeatureStrides,
+    dq_strides: FeatureStrides, logit_scale: tl.float32, dq_scale: tl.float32, scale_v: tl.float32,
+    CAUSAL: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SUM_DELTA: tl.constexpr,
 ):  # fmt: skip
     """``dq_scale · ds K`` of one tile of queries of a head, where K is without its scale.
 
@@ -218,6 +196,7 @@ def query_kernel(
     and cancels ``dp`` to the last bit where a query sees one key alone. It is divided by ``Σ_m p``: large logits differ
     from the forward's in their last bits, so that weights add up to a little more or less than one.
     """
+    tokens, keys, heads, batches, sequences, cu_stride, head_stride = sizes
     blocks = tiles_of(tokens, cu_seqlens, sequences, BLOCK_N)
     program = tl.program_id(0)
     head = program % heads
@@ -228,97 +207,99 @@ def query_kernel(
     h = head.to(tl.int64)
     row = batch * heads + h
     all_tokens = tokens
-    q += row * tokens * D
+    q += row * tokens * K.F
     delta += row * tokens
     statistics += row * 2 * tokens
-    grad += batch * (grad_b * G_VEC) + h * (grad_h * G_VEC)
-    dq += batch * dq_b + h * dq_h
-    ak += row * (RK * a_r * 16)
-    av += row * (RV * a_r * 16)
-    bk += batch * (bk_b * B_VEC)
-    bv += batch * (bv_b * B_VEC)
+    grad += batch * (grad_strides.b * G.VEC) + h * (grad_strides.r * G.VEC)
+    dq += batch * dq_strides.b + h * dq_strides.r
+    ak += row * (K.R * head_stride * 16)
+    av += row * (V.R * head_stride * 16)
+    bk += batch * (bk_strides.b * K.VEC)
+    bv += batch * (bv_strides.b * K.VEC)
     if cu_seqlens is not None:
         sequence, block = sequence_of_tile(block, cu_seqlens, cu_stride, sequences, BLOCK_N)
         start, tokens = sequence_bounds(sequence, cu_seqlens, cu_stride)
         if block * BLOCK_N >= tokens:
             return
         keys = tokens
-        q, grad, dq = q + start.to(tl.int64) * D, grad + start * (grad_n * G_VEC), dq + start * dq_n
+        q, grad, dq = (
+            q + start.to(tl.int64) * K.F,
+            grad + start * (grad_strides.n * G.VEC),
+            dq + start * dq_strides.n,
+        )
         delta, statistics, ak, av = delta + start, statistics + start, ak + start, av + start
-        bk, bv = bk + start * (bk_m * B_VEC), bv + start * (bv_m * B_VEC)
+        bk, bv = bk + start * (bk_strides.n * K.VEC), bv + start * (bv_strides.n * K.VEC)
     n_first = block * BLOCK_N
     n = n_first + tl.arange(0, BLOCK_N)
-    inside = n < tokens
+    row_mask = n < tokens
     first, end = visible(n, tokens, keys, CAUSAL, True)
-    queries = load_rows(q, n_first, tokens, row * 0 + D, 1, BLOCK_N, D, BLOCK_D, 1, True)
-    do = load_rows(grad, n_first, tokens, grad_n, grad_e, BLOCK_N, E, BLOCK_E, G_VEC, G_UNIT)
-    top, share, subtract = load_statistics(statistics, delta, all_tokens, n, inside)
-    bounds = walk(first, end, BLOCK_M)
+    Q: tl.constexpr = Features(1, K.F, K.BLOCK_F, 1, True)
+    stride = row * 0 + K.F
+    queries = load_features(Factors(q, FeatureStrides(stride, stride, stride, 1)), n_first, tokens, 0, Q, BLOCK_N)
+    grad_rows = Factors(grad, grad_strides)
+    do = load_features(grad_rows, n_first, tokens, 0, G, BLOCK_N)
+    rows = load_statistics(statistics, delta, all_tokens, n, row_mask)
+    k_factors = Product(HeadRows(ak, head_stride), Factors(bk, bk_strides))
+    v_factors = Product(HeadRows(av, head_stride), Factors(bv, bv_strides))
+    bounds = loop_bounds(first, end, BLOCK_M)
+    delta_rows = rows.delta
     if SUM_DELTA:
-        subtract = tl.zeros((BLOCK_N,), tl.float32)
+        delta_rows = tl.zeros((BLOCK_N,), tl.float32)
         total = tl.zeros((BLOCK_N,), tl.float32)
         for m_first in range(bounds[0], bounds[3], BLOCK_M):
-            p, dp, _, _ = weigh_keys(
-                queries, do, ak, bk, av, bv, m_first, first, end, top, share, keys,
-                a_r, bk_m, bk_r, bk_d, bv_m, bv_r, bv_e, logit_scale, scale_v, BLOCK_M,
-                RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT, True,
+            p, dp, _, _ = weights_of(
+                queries, do, k_factors, v_factors, m_first, first, end, rows, keys, logit_scale, scale_v,
+                K, V, BLOCK_M, True,
             )  # fmt: skip
-            subtract += tl.sum(p * dp, axis=1)
+            delta_rows += tl.sum(p * dp, axis=1)
             total += tl.sum(p, axis=1)
-        subtract = tl.div_rn(subtract, tl.where(total == 0.0, 1.0, total))  # p of one key is that total, to the bit
-        tl.store(delta + n, subtract, mask=inside)
+        # p of one key is that total, to the bit
+        delta_rows = tl.div_rn(delta_rows, tl.where(total == 0.0, 1.0, total))
+        tl.store(delta + n, delta_rows, mask=row_mask)
+    BLOCK_D: tl.constexpr = K.BLOCK_F
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for part in tl.static_range(1, 3):
         for m_first in range(bounds[part], bounds[part + 1], BLOCK_M):
-            p, dp, k, k_weight = weigh_keys(
-                queries, do, ak, bk, av, bv, m_first, first, end, top, share, keys,
-                a_r, bk_m, bk_r, bk_d, bv_m, bv_r, bv_e, logit_scale, scale_v, BLOCK_M,
-                RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT, part != 1,
+            p, dp, k, k_weight = weights_of(
+                queries, do, k_factors, v_factors, m_first, first, end, rows, keys, logit_scale, scale_v,
+                K, V, BLOCK_M, part != 1,
             )  # fmt: skip
-            ds = p * (dp - subtract[:, None]) * k_weight[None, :]
+            ds = p * (dp - delta_rows[:, None]) * k_weight[None, :]
             acc = dot(rounded(ds, k.dtype), k, acc)
-    d = tl.arange(0, BLOCK_D)
-    pointers = dq + (n.to(tl.int64) * dq_n)[:, None] + (d * dq_d)[None, :]
-    tl.store(pointers, rounded(acc * dq_scale, dq.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+    d = tl.arange(0, K.BLOCK_F)
+    ptrs = dq + (n.to(tl.int64) * dq_strides.n)[:, None] + (d * dq_strides.f)[None, :]
+    tl.store(ptrs, rounded(acc * dq_scale, dq.dtype.element_ty), mask=row_mask[:, None] & (d < K.F)[None, :])
 
 
-_KEY_NUMBERS = [
-    *_BACKWARD_NUMBERS,
-    *"dak_b dak_m dak_h dak_r dav_b dav_m dav_h dav_r groups zero logit_scale dk_scale scale_v".split(),
-]
-
-
-@triton.jit(do_not_specialize=_KEY_NUMBERS)
+@triton.jit
 def key_kernel(
     q, ak, bk, av, bv, grad, statistics, delta, cu_seqlens, dak, dav, dbk, dbv,
-    tokens: tl.int32, keys: tl.int32, heads: tl.int32, batches: tl.int32, sequences: tl.int32, cu_stride: tl.int64,
-    a_r: tl.int64,
-    bk_b: tl.int64, bk_m: tl.int64, bk_r: tl.int64, bk_d: tl.int64,
-    bv_b: tl.int64, bv_m: tl.int64, bv_r: tl.int64, bv_e: tl.int64,
-    grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_e: tl.int64,
-    dak_b: tl.int64, dak_m: tl.int64, dak_h: tl.int64, dak_r: tl.int64,
-    dav_b: tl.int64, dav_m: tl.int64, dav_h: tl.int64, dav_r: tl.int64, groups: tl.int32, zero: tl.int32,
+    sizes: Sizes, bk_strides: FeatureStrides, bv_strides: FeatureStrides, grad_strides: FeatureStrides,
+    dak_strides: HeadStrides, dav_strides: HeadStrides, groups: tl.int32, zero: tl.int32,
     logit_scale: tl.float32, dk_scale: tl.float32, scale_v: tl.float32,
-    CAUSAL: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    G_VEC: tl.constexpr, G_UNIT: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr,
+    CAUSAL: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the four factors of one tile of keys, over the heads of one group.
 
-    ``dbk`` (groups, B, M, RK, D) and ``dbv`` (groups, B, M, RV, E), float32, get this group's sums.
+    ``dbk`` (groups, B, M, K.R, D) and ``dbv`` (groups, B, M, V.R, E), float32, get this group's sums.
     """
+    BLOCK_D: tl.constexpr = K.BLOCK_F
+    BLOCK_E: tl.constexpr = V.BLOCK_F
+    Q: tl.constexpr = Features(1, K.F, K.BLOCK_F, 1, True)
+    tokens, keys, heads, batches, sequences, cu_stride, head_stride = sizes
     program = tl.program_id(0)
     group = program % groups
     batch = (program // groups % batches).to(tl.int64)
     block = program // groups // batches
-    bk += batch * (bk_b * B_VEC)
-    bv += batch * (bv_b * B_VEC)
-    grad += batch * (grad_b * G_VEC)
-    dak += batch * dak_b
-    dav += batch * dav_b
+    bk += batch * (bk_strides.b * K.VEC)
+    bv += batch * (bv_strides.b * K.VEC)
+    grad += batch * (grad_strides.b * G.VEC)
+    dak += batch * dak_strides.b
+    dav += batch * dav_strides.b
     sums = (group * batches.to(tl.int64) + batch) * keys
-    dbk += sums * (RK * D)
-    dbv += sums * (RV * E)
+    dbk += sums * (K.R * K.F)
+    dbv += sums * (V.R * V.F)
     all_tokens = tokens
     if cu_seqlens is not None:
         sequence, block = sequence_of_tile(block, cu_seqlens, cu_stride, sequences, BLOCK_M)
@@ -327,165 +308,169 @@ def key_kernel(
             return
         tokens = keys
         ak, av, statistics, delta = ak + start, av + start, statistics + start, delta + start
-        bk, bv = bk + start * (bk_m * B_VEC), bv + start * (bv_m * B_VEC)
-        q, grad = q + start.to(tl.int64) * D, grad + start * (grad_n * G_VEC)
-        dak, dav = dak + start * dak_m, dav + start * dav_m
-        dbk, dbv = dbk + start.to(tl.int64) * (RK * D), dbv + start.to(tl.int64) * (RV * E)
+        bk, bv = bk + start * (bk_strides.n * K.VEC), bv + start * (bv_strides.n * K.VEC)
+        q, grad = q + start.to(tl.int64) * K.F, grad + start * (grad_strides.n * G.VEC)
+        dak, dav = dak + start * dak_strides.n, dav + start * dav_strides.n
+        dbk, dbv = dbk + start.to(tl.int64) * (K.R * K.F), dbv + start.to(tl.int64) * (V.R * V.F)
     m_first = block * BLOCK_M
     first, end = visible(m_first + tl.arange(0, BLOCK_M), keys, tokens, CAUSAL, False)
-    bounds = walk(first, end, BLOCK_N)
+    bounds = loop_bounds(first, end, BLOCK_N)
     first_head = group * heads // groups
     for head in range(first_head, (group + 1) * heads // groups):
         h = head + batch * 0  # int64
         # Addresses that seem to depend on the head: else those of whole tiles are held in registers over all heads.
         here = m_first + head * zero
         row = batch * heads + h
-        ak_head = ak + row * (RK * a_r * 16)
-        av_head = av + row * (RV * a_r * 16)
-        gradients = grad + h * (grad_h * G_VEC)
-        k, k_weight = load_product(
-            ak_head, bk, here, keys, a_r, bk_m, bk_r, bk_d, BLOCK_M, RK, D, BLOCK_D, B_VEC, B_UNIT
-        )
-        v, v_weight = load_product(
-            av_head, bv, here, keys, a_r, bv_m, bv_r, bv_e, BLOCK_M, RV, E, BLOCK_E, B_VEC, B_UNIT
-        )
+        k_factors = Product(HeadRows(ak + row * (K.R * head_stride * 16), head_stride), Factors(bk, bk_strides))
+        v_factors = Product(HeadRows(av + row * (V.R * head_stride * 16), head_stride), Factors(bv, bv_strides))
+        grad_rows = Factors(grad + h * (grad_strides.r * G.VEC), grad_strides)
+        k, k_weight = load_product(k_factors, here, keys, K, BLOCK_M)
+        v, v_weight = load_product(v_factors, here, keys, V, BLOCK_M)
         dk = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         dv = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
         for part in tl.static_range(0 if CAUSAL else 1, 3):
             for n_first in range(bounds[part], bounds[part + 1], BLOCK_N):
                 there = n_first + head * zero
                 n = there + tl.arange(0, BLOCK_N)
-                valid = n < tokens
-                queries = load_rows(
-                    q + row * all_tokens * D, there, tokens, h * 0 + D, 1, BLOCK_N, D, BLOCK_D, 1, True, part != 1
-                )
-                do = load_rows(
-                    gradients, there, tokens, grad_n, grad_e, BLOCK_N, E, BLOCK_E, G_VEC, G_UNIT, part != 1
-                )
-                top, share, subtract = load_statistics(
-                    statistics + row * 2 * all_tokens, delta + row * all_tokens, all_tokens, n, valid
+                row_mask = n < tokens
+                q_ptr = q + row * all_tokens * K.F
+                stride = h * 0 + K.F
+                q_rows = Factors(q_ptr, FeatureStrides(stride, stride, stride, 1))
+                queries = load_features(q_rows, there, tokens, 0, Q, BLOCK_N, part != 1)
+                do = load_features(grad_rows, there, tokens, 0, G, BLOCK_N, part != 1)
+                rows = load_statistics(
+                    statistics + row * 2 * all_tokens, delta + row * all_tokens, all_tokens, n, row_mask
                 )
                 logits = dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
                 logits = scaled(logits, (k_weight * logit_scale)[:, None], k.dtype)
-                p = power(logits - top[None, :], k.dtype) * share[None, :]
+                p = exp(logits - rows.row_max[None, :], k.dtype) * rows.inverse_sum[None, :]
                 if part != 1:
                     p = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < end[:, None]), p, 0.0)
                 dv = dot(rounded(p, do.dtype), do, dv)
                 dp = dot(v, tl.trans(do), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
                 dp = scaled(dp, (v_weight * scale_v)[:, None], k.dtype)
-                ds = p * (dp - subtract[None, :])
+                ds = p * (dp - rows.delta[None, :])
                 dk = dot(rounded(ds, queries.dtype), queries, dk)
         factor_gradients(
-            dk * dk_scale, ak_head, bk, dak + h * dak_h, dbk, here, keys, a_r,
-            bk_m, bk_r, bk_d, dak_m, dak_r, head > first_head, BLOCK_M, RK, D, BLOCK_D, B_VEC, B_UNIT,
-        )  # fmt: skip
+            dk * dk_scale,
+            k_factors,
+            Factors(dak + h * dak_strides.h, dak_strides),
+            dbk,
+            here,
+            keys,
+            head > first_head,
+            K,
+            BLOCK_M,
+        )
         factor_gradients(
-            dv * scale_v, av_head, bv, dav + h * dav_h, dbv, here, keys, a_r,
-            bv_m, bv_r, bv_e, dav_m, dav_r, head > first_head, BLOCK_M, RV, E, BLOCK_E, B_VEC, B_UNIT,
-        )  # fmt: skip
+            dv * scale_v,
+            v_factors,
+            Factors(dav + h * dav_strides.h, dav_strides),
+            dbv,
+            here,
+            keys,
+            head > first_head,
+            V,
+            BLOCK_M,
+        )
         tl.debug_barrier()  # the next head adds to what was stored here
 
 
-_FACTOR_NUMBERS = (
-    "tokens heads aq_b aq_n aq_h aq_r bq_b bq_n bq_r bq_d daq_b daq_n daq_h daq_r dbq_b dbq_n dbq_r dbq_d scale_q"
-).split()
-
-
-@triton.jit(do_not_specialize=_FACTOR_NUMBERS)
+@triton.jit
 def factor_kernel(
-    dq, aq, bq, daq, dbq,
-    tokens: tl.int32, heads: tl.int32,
-    aq_b: tl.int64, aq_n: tl.int64, aq_h: tl.int64, aq_r: tl.int64,
-    bq_b: tl.int64, bq_n: tl.int64, bq_r: tl.int64, bq_d: tl.int64,
-    daq_b: tl.int64, daq_n: tl.int64, daq_h: tl.int64, daq_r: tl.int64,
-    dbq_b: tl.int64, dbq_n: tl.int64, dbq_r: tl.int64, dbq_d: tl.int64, scale_q: tl.float32,
-    RQ: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    VEC: tl.constexpr, UNIT: tl.constexpr, EARLY: tl.constexpr,
+    dq, aq, bq, daq, dbq, tokens: tl.int32, heads: tl.int32,
+    aq_strides: HeadStrides, bq_strides: FeatureStrides, daq_strides: HeadStrides, dbq_strides: FeatureStrides,
+    scale_q: tl.float32, Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one token's query factors from dQ (B, N, H, D); BLOCK_R of the ranks.
 
-    Strides of ``bq`` and ``dbq`` come divided by ``VEC`` but for the last; ``UNIT``: that is 1. ``EARLY``: see
-    `warploom.runtime.launch.may_start_early`.
+    Q are the `Features` of ``bq`` and ``dbq``. ``EARLY``: see `warploom.runtime.launch.may_start_early`.
     """
     if EARLY:
         gdc_wait()
-    R_BLOCKS: tl.constexpr = (RQ + BLOCK_R - 1) // BLOCK_R
+    R_BLOCKS: tl.constexpr = (Q.R + BLOCK_R - 1) // BLOCK_R
     program = tl.program_id(0)
     token = program // R_BLOCKS
     batch = (token // tokens).to(tl.int64)
     n = (token % tokens).to(tl.int64)
     r = program % R_BLOCKS * BLOCK_R + tl.arange(0, BLOCK_R)
-    d = tl.arange(0, BLOCK_D)
-    feature_mask = (r < RQ)[:, None] & (d < D)[None, :]
-    bq += batch * (bq_b * VEC) + n * (bq_n * VEC)
-    b = tl.load(bq + (r * (bq_r * VEC))[:, None] + (d if UNIT else d * bq_d)[None, :], mask=feature_mask, other=0.0)
+    d = tl.arange(0, Q.BLOCK_F)
+    feature_mask = (r < Q.R)[:, None] & (d < Q.F)[None, :]
+    bq += batch * (bq_strides.b * Q.VEC) + n * (bq_strides.n * Q.VEC)
+    b = tl.load(
+        bq + (r * (bq_strides.r * Q.VEC))[:, None] + (d if Q.UNIT else d * bq_strides.f)[None, :],
+        mask=feature_mask,
+        other=0.0,
+    )
+    BLOCK_D: tl.constexpr = Q.BLOCK_F
     total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for first in range(0, heads, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H)
-        head_mask = (h < heads)[:, None] & (r < RQ)[None, :]
+        head_mask = (h < heads)[:, None] & (r < Q.R)[None, :]
         a = tl.load(
-            aq + batch * aq_b + n * aq_n + (h * aq_h)[:, None] + (r * aq_r)[None, :], mask=head_mask, other=0.0
+            aq
+            + batch * aq_strides.b
+            + n * aq_strides.n
+            + (h * aq_strides.h)[:, None]
+            + (r * aq_strides.r)[None, :],
+            mask=head_mask,
+            other=0.0,
         )
-        rows = (token.to(tl.int64) * heads + h) * D
-        gradient = tl.load(dq + rows[:, None] + d[None, :], mask=(h < heads)[:, None] & (d < D)[None, :], other=0.0)
+        rows = (token.to(tl.int64) * heads + h) * Q.F
+        gradient = tl.load(
+            dq + rows[:, None] + d[None, :], mask=(h < heads)[:, None] & (d < Q.F)[None, :], other=0.0
+        )
         total = dot(tl.trans(a), gradient, total)
         da = dot(gradient, tl.trans(b), tl.zeros((BLOCK_H, BLOCK_R), tl.float32)) * scale_q
-        pointers = daq + batch * daq_b + n * daq_n + (h * daq_h)[:, None] + (r * daq_r)[None, :]
-        tl.store(pointers, rounded(da, daq.dtype.element_ty), mask=head_mask)
-    dbq += batch * (dbq_b * VEC) + n * (dbq_n * VEC)
-    pointers = dbq + (r * (dbq_r * VEC))[:, None] + (d if UNIT else d * dbq_d)[None, :]
-    tl.store(pointers, rounded(total * scale_q, dbq.dtype.element_ty), mask=feature_mask)
+        ptrs = (
+            daq
+            + batch * daq_strides.b
+            + n * daq_strides.n
+            + (h * daq_strides.h)[:, None]
+            + (r * daq_strides.r)[None, :]
+        )
+        tl.store(ptrs, rounded(da, daq.dtype.element_ty), mask=head_mask)
+    dbq += batch * (dbq_strides.b * Q.VEC) + n * (dbq_strides.n * Q.VEC)
+    ptrs = dbq + (r * (dbq_strides.r * Q.VEC))[:, None] + (d if Q.UNIT else d * dbq_strides.f)[None, :]
+    tl.store(ptrs, rounded(total * scale_q, dbq.dtype.element_ty), mask=feature_mask)
 
 
 @triton.jit
-def sum_groups(
-    part, out, first, groups, rows, keys, out_b, out_m, out_r, out_f, R: tl.constexpr, F: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """Rows ``first …`` of the gradient (B, M, R, F) of a feature factor: the sum of ``part`` (groups, B, M, R, F)."""
+def sum_groups(sums, out, first, groups, rows, keys, B: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows ``first …`` of the gradient (B, M, R, F) of a feature factor: ``sums`` (groups, B, M, R, F) over the groups."""
     row = first.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    f = tl.arange(0, BLOCK_F)
-    mask = (row < rows)[:, None] & (f < F)[None, :]
-    cells = part + (row * F)[:, None] + f[None, :]
+    f = tl.arange(0, B.BLOCK_F)
+    mask = (row < rows)[:, None] & (f < B.F)[None, :]
+    ptrs = sums + (row * B.F)[:, None] + f[None, :]
+    BLOCK_F: tl.constexpr = B.BLOCK_F
     total = tl.zeros((BLOCK, BLOCK_F), tl.float32)
     for _ in tl.range(0, groups, num_stages=4):  # loads of several groups under way at once
-        total += tl.load(cells, mask=mask, other=0.0)
-        cells += rows * F
-    key, r = row // R, row % R
-    places = key // keys * (out_b * VEC) + key % keys * (out_m * VEC) + r * (out_r * VEC)
-    features = f if UNIT else f * out_f
-    tl.store(out + places[:, None] + features[None, :], rounded(total, out.dtype.element_ty), mask=mask)
+        total += tl.load(ptrs, mask=mask, other=0.0)
+        ptrs += rows * B.F
+    key, r = row // B.R, row % B.R
+    strides = out.strides
+    offsets = key // keys * (strides.b * B.VEC) + key % keys * (strides.n * B.VEC) + r * (strides.r * B.VEC)
+    features = f if B.UNIT else f * strides.f
+    tl.store(out.ptr + offsets[:, None] + features[None, :], rounded(total, out.ptr.dtype.element_ty), mask=mask)
 
 
-_SUM_NUMBERS = "batches keys groups k_programs dbk_b dbk_m dbk_r dbk_d dbv_b dbv_m dbv_r dbv_e".split()
-
-
-@triton.jit(do_not_specialize=_SUM_NUMBERS)
+@triton.jit
 def sum_kernel(
     k_sums, v_sums, dbk, dbv,
     batches: tl.int32, keys: tl.int32, groups: tl.int32, k_programs: tl.int32,
-    dbk_b: tl.int64, dbk_m: tl.int64, dbk_r: tl.int64, dbk_d: tl.int64,
-    dbv_b: tl.int64, dbv_m: tl.int64, dbv_r: tl.int64, dbv_e: tl.int64,
-    RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    VEC: tl.constexpr, UNIT: tl.constexpr, EARLY: tl.constexpr,
+    dbk_strides: FeatureStrides, dbv_strides: FeatureStrides,
+    K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Gradients of ``bk`` (B, M, RK, D) and ``bv``, BLOCK rows to a program: the sums of groups of heads, added up in order.
 
-    The first ``k_programs`` programs add up those of ``bk``. Strides come divided by ``VEC`` but for the last; ``UNIT``:
-    that is 1. ``EARLY``: see `warploom.runtime.launch.may_start_early`.
+    The first ``k_programs`` programs add up those of ``bk``. K and V are `Features`. ``EARLY``: see
+    `warploom.runtime.launch.may_start_early`.
     """
     if EARLY:
         gdc_wait()
     program = tl.program_id(0)
     tokens = batches.to(tl.int64) * keys
     if program < k_programs:
-        sum_groups(
-            k_sums, dbk, program, groups, tokens * RK, keys, dbk_b, dbk_m, dbk_r, dbk_d,
-            RK, D, BLOCK, BLOCK_D, VEC, UNIT,
-        )  # fmt: skip
+        sum_groups(k_sums, Factors(dbk, dbk_strides), program, groups, tokens * K.R, keys, K, BLOCK)
     else:
-        sum_groups(
-            v_sums, dbv, program - k_programs, groups, tokens * RV, keys, dbv_b, dbv_m, dbv_r, dbv_e,
-            RV, E, BLOCK, BLOCK_E, VEC, UNIT,
-        )  # fmt: skip
+        sum_groups(v_sums, Factors(dbv, dbv_strides), program - k_programs, groups, tokens * V.R, keys, V, BLOCK)
