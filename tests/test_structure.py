@@ -25,7 +25,7 @@ ALLOWED = {
     "peers": {"reference", "warploom.ops.spec"},  # so that no record of theirs depends on a kernel of ours
     "kernels": {"kernels", "warploom.device"},
     "configs": {"problem", "warploom.runtime"},
-    "problem": {"problem", "warploom.runtime"},
+    "problem": {"kernels", "problem", "warploom.device", "warploom.runtime"},
     "chunks": set(),
     "launches": {"launches", "kernels", "configs", "problem", "chunks", "warploom.device", "warploom.runtime"},
     "validation": {"reference", "warploom.errors", "warploom.runtime"},
