@@ -155,8 +155,8 @@ def _normalised(function: Any, reached: list[Any]) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             node.name = "_"
-            if ast.get_docstring(node) is not None:
-                node.body = node.body[1:] or [ast.Pass()]
+            texts = [x for x in node.body if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)]
+            node.body = [x for x in node.body if x not in texts] or [ast.Pass()]
         elif isinstance(node, ast.Name) and node.id in known:
             node.id = _meaning(node.id, known[node.id], reached)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
