@@ -283,6 +283,18 @@ def test_what_a_launch_is_compiled_from() -> None:
     assert ".entry scale_kernel" in first.compile(GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 
+def test_names_of_tuples_are_no_part_of_a_variant() -> None:
+    class Other(NamedTuple):
+        first: int
+        second: int
+        third: bool
+
+    def variant(tile: Any) -> str:
+        return launch.Build(scale_kernel, {"tile": "constexpr"}, {"tile": tile}, {}, {}).variant
+
+    assert variant(Tile(4, 8)) == variant(Other(4, 8, False)) != variant(Tile(4, 8, True))
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Which variant a call launches
 # ----------------------------------------------------------------------------------------------------------

@@ -155,8 +155,8 @@ def _normalised(function: Any, reached: list[Any]) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             node.name = "_"
-            if ast.get_docstring(node) is not None:
-                node.body = node.body[1:] or [ast.Pass()]
+            texts = [x for x in node.body if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)]
+            node.body = [x for x in node.body if x not in texts] or [ast.Pass()]
         elif isinstance(node, ast.Name) and node.id in known:
             node.id = _meaning(node.id, known[node.id], reached)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -170,7 +170,8 @@ def _meaning(name: str, value: Any, reached: list[Any]) -> str:
     """What a global name stands for: a function by its place in ``reached``, a constant, or the name itself."""
     if hasattr(value, "fn") or inspect.isfunction(value) or inspect.isclass(value):
         package = getattr(value, "fn", value).__module__.partition(".")[0]
-        if package in ("triton", "torch", "builtins") or (package == "warploom" and inspect.isfunction(value)):
+        others = {"triton", "torch"} | sys.stdlib_module_names
+        if package in others or (package == "warploom" and inspect.isfunction(value)):
             return name
         if value not in reached:
             reached.append(value)

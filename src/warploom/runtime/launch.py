@@ -230,21 +230,18 @@ class Launch:
             _recorded.setdefault(build.key, build)
         elif INTERPRETED and device < 0:
             self._interpret(given)
-        elif device != _current_device():
-            with torch.cuda.device(device):
-                self._launch(device, given)
         else:
             kinds = [
-                (value.dtype, value.data_ptr() % ALIGNMENT) if isinstance(value, torch.Tensor) else None
+                (value.dtype, value.data_ptr() % ALIGNMENT == 0) if isinstance(value, torch.Tensor) else None
                 for value in given
             ]
-            key = (device, *kinds)
-            variant = self.variants.get(key)
-            if variant is None:
-                variant = self.variants[key] = self._variant(device, given)
-            if not any(kind and kind[1] for kind in kinds):
-                self.variant, self.device = variant, device
-            self._enqueue(variant, device, given)
+            with contextlib.nullcontext() if device == _current_device() else torch.cuda.device(device):
+                variant = self.variants.get((device, *kinds))
+                if variant is None:
+                    variant = self.variants[device, *kinds] = self._variant(device, given)
+                if all(kind is None or kind[1] for kind in kinds):
+                    self.variant, self.device = variant, device
+                self._enqueue(variant, device, given)
 
     def _interpret(self, given: tuple[Any, ...]) -> None:
         values = {**self.arguments, **dict(zip(self.takes, given, strict=True))}

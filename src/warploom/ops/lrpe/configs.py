@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
+
+T = TypeVar("T")
+
+
+def _first(table: Iterable[tuple[tuple[Any, ...], T]], *call: Any) -> T:
+    """What the first row that fits a call holds; None fits all."""
+    return next(found for row, found in table if all(x is None or x == y for x, y in zip(row, call, strict=True)))
+
 
 # ----------------------------------------------------------------------------------------------------------
 # Without softmax over the sequence
@@ -28,28 +37,29 @@ _TINY = 2**21  # elements, up to which most of a multiprocessor is idle
 _SHARING = 4  # batch entries, from which programs with more vectors are not half empty
 
 _TILES = (
-    # size, kind, backward, activation, least axes; the first row that fits holds, and None fits all
-    (("tiny", "cosine", None, "softmax", 1), Tile(4, 4, 8)),  # a row in one warp
-    (("tiny", "cosine", None, None, 1), Tile(4, 4, 4)),
-    (("tiny", None, None, None, 1), Tile(2, 4, 4)),
-    (("small", "cosine", True, None, 1), Tile(2, 2)),
-    (("small", "cosine", False, None, 1), Tile(4, 2)),
-    (("small", None, True, "none", 1), Tile(3, 4, 8)),
-    (("small", None, False, "none", 1), Tile(4, 4, 8)),
-    (("small", None, True, None, 1), Tile(2, 4, 8)),
-    (("small", None, False, "softmax", 1), Tile(3, 4, 8)),
-    (("small", None, False, None, 1), Tile(2, 2, 8)),
+    # size, kind, backward, activation, axes (3 for more too)
+    (("tiny", "cosine", None, "softmax", None), Tile(4, 4, 8)),  # a row in one warp
+    (("tiny", "cosine", None, None, None), Tile(4, 4, 4)),
+    (("tiny", None, None, None, None), Tile(2, 4, 4)),
+    (("small", "cosine", True, None, None), Tile(2, 2)),
+    (("small", "cosine", False, None, None), Tile(4, 2)),
+    (("small", None, True, "none", None), Tile(3, 4, 8)),
+    (("small", None, False, "none", None), Tile(4, 4, 8)),
+    (("small", None, True, None, None), Tile(2, 4, 8)),
+    (("small", None, False, "softmax", None), Tile(3, 4, 8)),
+    (("small", None, False, None, None), Tile(2, 2, 8)),
     (("large", "cosine", True, None, 3), Tile(4, 2)),
-    (("large", "cosine", True, "softmax", 1), Tile(3, 1)),
-    (("large", "cosine", True, None, 1), Tile(2, 1)),
-    (("large", "cosine", False, "softmax", 1), Tile(4, 2)),
-    (("large", "cosine", False, None, 1), Tile(3, 2)),
+    (("large", "cosine", True, "softmax", None), Tile(3, 1)),
+    (("large", "cosine", True, None, None), Tile(2, 1)),
+    (("large", "cosine", False, "softmax", None), Tile(4, 2)),
+    (("large", "cosine", False, None, None), Tile(3, 2)),
     (("large", None, True, "none", 3), Tile(3, 1)),
-    (("large", None, None, "none", 1), Tile(2, 1)),
-    (("large", None, True, "softmax", 1), Tile(2, 2)),
-    (("large", None, True, None, 1), Tile(3, 2)),
+    (("large", None, None, "none", None), Tile(2, 1)),
+    (("large", None, True, "softmax", None), Tile(2, 2)),
+    (("large", None, True, None, None), Tile(3, 2)),
     (("large", None, False, None, 2), Tile(3, 2)),
-    (("large", None, False, None, 1), Tile(2, 2)),
+    (("large", None, False, None, 3), Tile(3, 2)),
+    (("large", None, False, None, None), Tile(2, 2)),
 )
 
 
@@ -62,12 +72,7 @@ def tile_of(kind: str, activation: str, axes: int, backward: bool, theta_gradien
     size = "large"
     if x.numel() <= _SMALL and x.shape[0] >= _SHARING and not wide and kind != "interleaved":
         size = "tiny" if x.numel() <= _TINY else "small"
-    call = (size, kind, backward, activation)
-    return next(
-        tile
-        for (*row, least), tile in _TILES
-        if axes >= least and all(wanted in (None, found) for wanted, found in zip(row, call))
-    )
+    return _first(_TILES, size, kind, backward, activation, min(axes, 3))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -83,31 +88,21 @@ class SequenceTile(NamedTuple):
     stages: int = 1  # loads under way at once in a loop over tiles
 
 
-_SEQUENCE_TILES = {
-    # kernel, and whether rows are wide; whether the kind is cosine, and backward
-    ("strip", True): {
-        (True, False): SequenceTile(1024, 4, 2), (True, True): SequenceTile(1024, 4),
-        (False, False): SequenceTile(1024, 4, 2), (False, True): SequenceTile(1024, 4),
-    },
-    ("strip", False): {
-        (True, False): SequenceTile(4096, 4), (True, True): SequenceTile(4096, 8),
-        (False, False): SequenceTile(2048, 4, 5), (False, True): SequenceTile(4096, 4),
-    },
-    ("apply", True): dict.fromkeys(
-        ((True, False), (True, True), (False, False), (False, True)), SequenceTile(2048, 4)
-    ),
-    ("apply", False): {
-        (True, False): SequenceTile(4096, 2), (True, True): SequenceTile(1024, 1),
-        (False, False): SequenceTile(1024, 1), (False, True): SequenceTile(4096, 4),
-    },
-    ("reduce", True): dict.fromkeys(
-        ((True, False), (True, True), (False, False), (False, True)), SequenceTile(512, 4)
-    ),
-    ("reduce", False): {
-        (True, False): SequenceTile(2048, 2, 3), (True, True): SequenceTile(2048, 2, 3),
-        (False, False): SequenceTile(4096, 2, 3), (False, True): SequenceTile(2048, 2, 3),
-    },
-}  # fmt: skip
+_SEQUENCE_TILES = (
+    # kernel, whether rows are wide, whether the kind is cosine, backward
+    (("strip", True, None, False), SequenceTile(1024, 4, 2)),
+    (("strip", True, None, True), SequenceTile(1024, 4)),
+    (("strip", False, True, True), SequenceTile(4096, 8)),
+    (("strip", False, False, False), SequenceTile(2048, 4, 5)),
+    (("strip", False, None, None), SequenceTile(4096, 4)),
+    (("apply", True, None, None), SequenceTile(2048, 4)),
+    (("apply", False, True, False), SequenceTile(4096, 2)),
+    (("apply", False, False, True), SequenceTile(4096, 4)),
+    (("apply", False, None, None), SequenceTile(1024, 1)),
+    (("reduce", True, None, None), SequenceTile(512, 4)),
+    (("reduce", False, False, False), SequenceTile(4096, 2, 3)),
+    (("reduce", False, None, None), SequenceTile(2048, 2, 3)),
+)
 
 
 def sequence_tile(kernel: str, kind: str, backward: bool, wide: bool) -> SequenceTile:
@@ -116,7 +111,7 @@ def sequence_tile(kernel: str, kind: str, backward: bool, wide: bool) -> Sequenc
     ``wide``: exact, or rows that are not read in vectors. Both take more registers, and the tiles are small enough
     that none are spilled.
     """
-    return _SEQUENCE_TILES[kernel, wide][kind == "cosine", backward]
+    return _first(_SEQUENCE_TILES, kernel, wide, kind == "cosine", backward)
 
 
 def strip_tokens(backward: bool) -> int:
