@@ -1,4 +1,4 @@
-"""How flash attention's kernels walk: in parts, in tiles, where walks are few and short, and what is launched."""
+"""How flash attention's kernels loop: in splits, in tiles, in small problems, and what is launched."""
 
 import math
 from collections.abc import Iterator
@@ -25,11 +25,11 @@ pytestmark = kernels
 
 @pytest.fixture
 def many_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Walks cut into as many parts as there are steps."""
-    from warploom.ops.flash_attention.launches import portable as launchers
+    """KV loops cut into as many splits as there are steps."""
+    from warploom.ops.flash_attention.launches import tiling as launchers
 
     with monkeypatch.context() as patch, no_plans():
-        patch.setattr(launchers, "best_parts", lambda steps, *rest: max(steps))
+        patch.setattr(launchers, "best_splits", lambda steps, *rest: max(steps))
         yield
 
 
@@ -72,33 +72,33 @@ def test_packed_sequences_split(many_splits: None, device: torch.device) -> None
 
 
 @pytest.fixture
-def long_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short sequences take the loops and kernels of long ones."""
-    from warploom.ops.flash_attention.launches import portable as launchers
-    from warploom.ops.flash_attention.launches import small as launchers_few
+    from warploom.ops.flash_attention.launches import small as launchers_small
+    from warploom.ops.flash_attention.launches import tiling as launchers
 
-    monkeypatch.setattr(launchers_few, "suits_backward", lambda *arguments: False)
-    monkeypatch.setattr(launchers, "has_few_short_walks", lambda *arguments: False)
-    monkeypatch.setattr(launchers, "_SHORT", 0)
+    monkeypatch.setattr(launchers_small, "suits_backward", lambda *arguments: False)
+    monkeypatch.setattr(launchers, "is_small_for", lambda *arguments: False)
+    monkeypatch.setattr(launchers, "SHORT", 0)
     forget_plans()  # none but those of this test
 
 
-@pytest.mark.usefixtures("long_walks")
+@pytest.mark.usefixtures("long_loops")
 @pytest.mark.parametrize("case", [case for case in OPERATOR.check_cases if case["n"] > 3], ids=str)
-def test_kernels_of_long_walks_where_walks_are_few_and_short(case: Any, device: torch.device) -> None:
+def test_kernels_of_long_loops_on_small_problems(case: Any, device: torch.device) -> None:
     """Cases are small, and such calls have kernels or loops of their own: here they get those of large ones."""
     assert_right(make_draws(OPERATOR, case, device), "triton")
 
 
-def test_which_walks_are_few_and_short() -> None:
-    from warploom.ops.flash_attention.launches import portable as launchers
-    from warploom.ops.flash_attention.launches import small as launchers_few
+def test_which_problems_are_small() -> None:
+    from warploom.ops.flash_attention.launches import small as launchers_small
+    from warploom.ops.flash_attention.launches import tiling as launchers
 
     def few(n: int, heads: int = 1, d: int = 64, dtype: torch.dtype = torch.bfloat16, **mask: Any) -> list[bool]:
         x = torch.empty(1, n, heads, d, dtype=dtype)
-        call = launchers._geometry(x, x, x), launchers.Mask(**mask), 0.1
-        tiles = [launchers.has_few_short_walks(kernel, *call, x) for kernel in ("forward", "key", "query")]
-        return [launchers_few.suits_backward(*call, x, x), *tiles]
+        call = launchers.Call.of(x, x, x, launchers.Mask(**mask), 0.1)
+        tiles = [launchers.is_small_for(kernel, call) for kernel in ("forward", "key", "query")]
+        return [launchers_small.suits_backward(*call[:3], x, x), *tiles]
 
     kernel, tiles = [True, True, False, False], [False, True, True, True]
     assert few(128) == few(1024, right=0) == few(1000) == few(128, heads=16) == kernel
@@ -123,7 +123,7 @@ def test_which_walks_are_few_and_short() -> None:
     [(300, 300, 1, 1, 64), (70, 290, 2, 1, 32), (290, 70, 2, 1, 16), (1, 17, 3, 3, 128), (33, 40, 4, 2, 128)],
 )
 @pytest.mark.parametrize("parts", [1, 3])
-def test_few_short_walks(
+def test_small_problems(
     n: int,
     m: int,
     heads: int,
@@ -135,32 +135,32 @@ def test_few_short_walks(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from warploom.ops.flash_attention.launches import portable as launchers
+    from warploom.ops.flash_attention.launches import tiling as launchers
 
-    monkeypatch.setattr(launchers, "best_parts", lambda *arguments: parts)  # more than some walks have steps
+    monkeypatch.setattr(launchers, "best_splits", lambda *arguments: parts)  # more than some loops have steps
     forget_plans()  # none but those of this test
     options = {"heads": heads, "key_heads": key_heads, "d": d, "causal": causal, "batch": 1, "return_lse": True}
     with poisoned_allocations():
         assert_right(random_inputs(device, n, m, dtype=torch.bfloat16, **options), "triton")
     merge = ["combine_kernel"] if parts > 1 else []
-    backward = ["backward_few_kernel"] if d <= 64 else ["key_kernel", "query_kernel"]
+    backward = ["backward_small_kernel"] if d <= 64 else ["key_kernel", "query_kernel"]
     assert {name for name, _ in launches} == {"forward_kernel", *merge, "prepare_kernel", *backward}
 
 
 @pytest.mark.parametrize(
     ("case", "precision", "product"),
     [
-        ({"n": 19, "m": 37, "heads": 4, "key_heads": 2, "causal": True}, "highest", "pieces"),
-        ({"n": 40, "d": 32, "return_lse": True}, "highest", "pieces"),
-        ({"n": 33, "m": 20, "d": 64, "heads": 1, "causal": True}, "highest", "pieces"),
-        ({"n": 17, "d": 128, "batch": 1, "causal": True}, "highest", "pieces"),
-        ({"n": 19, "m": 37, "d": 64, "heads": 4, "key_heads": 2, "causal": True}, "high", "pairs"),
-        ({"n": 17, "d": 128, "batch": 1}, "high", "pairs"),
+        ({"n": 19, "m": 37, "heads": 4, "key_heads": 2, "causal": True}, "highest", "3-term"),
+        ({"n": 40, "d": 32, "return_lse": True}, "highest", "3-term"),
+        ({"n": 33, "m": 20, "d": 64, "heads": 1, "causal": True}, "highest", "3-term"),
+        ({"n": 17, "d": 128, "batch": 1, "causal": True}, "highest", "3-term"),
+        ({"n": 19, "m": 37, "d": 64, "heads": 4, "key_heads": 2, "causal": True}, "high", "2-term"),
+        ({"n": 17, "d": 128, "batch": 1}, "high", "2-term"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("parts", [1, 2])
-def test_float32_factors_in_pieces_before_the_walk(
+def test_float32_factors_in_terms_before_the_loop(
     case: dict[str, Any],
     precision: str,
     product: str,
@@ -169,30 +169,31 @@ def test_float32_factors_in_pieces_before_the_walk(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Long float32 tensors are split in pieces once; here short ones are, and walk on the kernels for every GPU."""
-    from warploom.ops.flash_attention.launches import portable as launchers
+    """Long float32 tensors are split in terms once; here short ones are, on the kernels for every GPU."""
+    from warploom.ops.flash_attention.launches import backward as launchers_backward
+    from warploom.ops.flash_attention.launches import tiling as launchers
 
     any_length = dict.fromkeys(("forward", "backward"), dict.fromkeys((16, 32, 64, 128), 1))
-    monkeypatch.setattr(launchers, "_LONG", {"pieces": any_length, "pairs": any_length})
-    monkeypatch.setattr(launchers, "_tiled_pieces", lambda *arguments: None)
-    monkeypatch.setattr(launchers, "best_parts", lambda *arguments: parts)
+    monkeypatch.setattr(launchers, "LONG", {"3-term": any_length, "2-term": any_length})
+    monkeypatch.setattr(launchers_backward, "_tiled", lambda *arguments: None)
+    monkeypatch.setattr(launchers, "best_splits", lambda *arguments: parts)
     forget_plans()  # none but those of this test
     with poisoned_allocations():
         assert_right({**random_inputs(device, **case), "float32_precision": precision}, "triton")
-    assert {constants["PRECISION"] for _, constants in launches if "PRECISION" in constants} == {product}
+    assert {constants["variant"].PRECISION for _, constants in launches if "variant" in constants} == {product}
     names = [name for name, _ in launches]
     merged = ["sum_kernel"] if parts > 1 else []
-    backward = ["prepare_kernel", "pieces_kernel", "key_kernel", "query_kernel", *merged]
-    assert names == ["pieces_kernel", "forward_kernel", *["combine_kernel"] * len(merged), *backward]
+    backward = ["prepare_kernel", "terms_kernel", "key_kernel", "query_kernel", *merged]
+    assert names == ["terms_kernel", "forward_kernel", *["combine_kernel"] * len(merged), *backward]
 
 
-@pytest.mark.usefixtures("long_walks")
+@pytest.mark.usefixtures("long_loops")
 @pytest.mark.parametrize("heads", [{"heads": 3}, {"heads": 6, "key_heads": 3}], ids=str)
 def test_the_last_section_of_heads_is_narrower(
     heads: dict[str, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads are taken in sections that fit in the L2 cache: here those of two key heads, and there are three."""
-    from warploom.ops.flash_attention.launches import portable as launchers
+    from warploom.ops.flash_attention.launches import tiling as launchers
 
     n, d = 140, 16
     monkeypatch.setattr(launchers, "L2_SHARE", 2 * (n * 2 * d * torch.bfloat16.itemsize))
@@ -201,10 +202,10 @@ def test_the_last_section_of_heads_is_narrower(
         assert_right(inputs, "triton")
 
 
-@pytest.mark.usefixtures("long_walks")
+@pytest.mark.usefixtures("long_loops")
 @pytest.mark.parametrize("bound", range(131) if ON_GPU else (1, 30, 31, 32, 33))
 def test_a_window_may_begin_and_end_anywhere_in_a_tile(bound: int, device: torch.device) -> None:
-    """Walks are cut where the mask begins and ends, in whole tiles: of 32 rows in float32, and of 64 at most."""
+    """Loops are cut where the mask begins and ends, in whole tiles: of 32 rows in float32, and of 64 at most."""
     inputs = random_inputs(device, 200 if ON_GPU else 96, batch=1, heads=1, window=(bound, bound))
     assert_right({**inputs, "return_lse": True}, "triton")
 
@@ -235,9 +236,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]
 def test_no_length_batch_window_or_scale_is_a_constant(
     short: int, launches: list[Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from warploom.ops.flash_attention.launches import portable as launchers
+    from warploom.ops.flash_attention.launches import tiling as launchers
 
-    monkeypatch.setattr(launchers, "_SHORT", short)  # short walks and long ones have loops of their own
+    monkeypatch.setattr(launchers, "SHORT", short)  # short loops and long ones differ
     kinds: list[list[dict[str, Any]]] = [
         [{"n": 5}, {"n": 16, "m": 33, "batch": 1}, {"n": 70, "scale": 0.3, "heads": 4, "key_heads": 2}],
         [{"n": 20, "window": (3, 4)}, {"n": 16, "window": (100, 0)}],
@@ -253,15 +254,15 @@ def test_no_length_batch_window_or_scale_is_a_constant(
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 def test_precision_of_float32_products(precision: str, launches: list[Any], device: torch.device) -> None:
-    from warploom.ops.flash_attention.launches.portable import PRODUCTS
+    from warploom.ops.flash_attention.launches.tiling import PRODUCTS
     from warploom.runtime.launch import architecture
 
     product = PRODUCTS[precision]
     if precision == "highest" and architecture(device) == 90:
-        product = "cut"  # of short tensors
+        product = "3-term here"  # of short tensors
 
     def used() -> set[str]:
-        return {constants["PRECISION"] for _, constants in launches if "PRECISION" in constants}
+        return {constants["variant"].PRECISION for _, constants in launches if "variant" in constants}
 
     inputs = random_inputs(device, 70)
     assert_right({**inputs, "float32_precision": precision}, "triton")
@@ -279,7 +280,7 @@ def test_precision_of_float32_products(precision: str, launches: list[Any], devi
     assert used() == {PRODUCTS["highest"]}  # one way only: nothing compiles twice
 
 
-def test_causal_walks_skip_what_is_hidden(device: torch.device) -> None:
+def test_causal_loops_skip_what_is_hidden(device: torch.device) -> None:
     """A NaN among the keys that no query sees must not be read, or at least not be felt."""
     inputs = random_inputs(device, 40, 200, window=(20, None), causal=True)
     clean = flash_attention(**inputs, backend="triton")

@@ -31,7 +31,8 @@ from planned_calls import (
     with_gaps,
 )
 
-from warploom.ops.flash_attention.launches import portable as flash_launchers
+from warploom.ops.flash_attention.launches import backward as flash_backward
+from warploom.ops.flash_attention.launches import forward as flash_forward
 from warploom.ops.lrpe import launches as launchers
 from warploom.ops.lrpe.softmax_sequence.launches import portable as launchers_sequence
 from warploom.ops.tpa.decode.launches import portable as tpa_launchers
@@ -92,9 +93,10 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(thing, name, plan)
 
-    for module in (flash_launchers, launchers):
-        for name in ("plan_forward", "plan_backward"):
-            watch(module, name)
+    watch(flash_forward, "plan_forward")
+    watch(flash_backward, "plan_backward")
+    for name in ("plan_forward", "plan_backward"):
+        watch(launchers, name)
     watch(tpa_launchers, "_plan_decode")
     watch(launchers_sequence._Planner, "plan")
     return made

@@ -15,8 +15,12 @@ from warploom.runtime.backend import HAS_TRITON
 if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
 
+from warploom.ops.flash_attention.launches import backward as launches_backward
+from warploom.ops.flash_attention.launches import forward as launches_forward
 from warploom.ops.flash_attention.launches import hopper as launchers_hopper
 from warploom.ops.flash_attention.launches import portable as launchers
+from warploom.ops.flash_attention.launches import tiling
+from warploom.ops.flash_attention.launches.backward import Walk
 from warploom.ops.rotary_attention import operator as module
 from warploom.ops.rotary_attention.api import rotary_attention
 from warploom.runtime.launch import Launch
@@ -91,7 +95,7 @@ def test_it_is_the_two_operators(
 
 
 def test_walks_that_are_split(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launchers, "best_parts", lambda *arguments: 3)
+    monkeypatch.setattr(tiling, "best_splits", lambda *arguments: 3)
     qkv, theta = inputs(torch.float32, 150, 3, 16, device)
     assert_same(results(both, qkv, theta, heads=1), results(one_after_the_other, qkv, theta, heads=1))
 
@@ -160,12 +164,16 @@ def test_plans_for_hopper_launch_on_parts_of_larger_tensors(
         plan, aligned = plan_backward(*arguments), arguments[9]
         usual = plan.prepare
         prepare = Launch(usual.kernel, usual.programs, takes=usual.takes, **usual.arguments)
-        walks = tuple(launchers._Walk(name, Whole(run), 1) for name, run in (("key", key), ("query", query)))
+        walks = tuple(Walk(name, Whole(run), 1) for name, run in (("key", key), ("query", query)))
         return plan._replace(prepare=prepare, walks=walks) if aligned else plan
 
-    monkeypatch.setattr(launchers, "architecture", lambda device: 80)  # where only these plans ask for alignment
-    monkeypatch.setattr(launchers, "plan_forward", planned_forward)
-    monkeypatch.setattr(launchers, "plan_backward", planned_backward)
+    monkeypatch.setattr(tiling, "architecture", lambda device: 80)  # where only these plans ask for alignment
+    for plans, name, planned in (
+        (launches_forward, "plan_forward", planned_forward),
+        (launches_backward, "plan_backward", planned_backward),
+    ):
+        monkeypatch.setattr(plans, name, planned)
+        monkeypatch.setattr(launchers, name, planned)
     forget_plans()
     qkv, theta = inputs(torch.float16, 19, heads + 2 * kv_heads + 9, features, device)
     qkv = (qkv.detach()[:, :, 8:-1] if sliced else qkv.detach()[:, :, 9:].clone()).requires_grad_()
@@ -182,8 +190,8 @@ def test_plans_for_hopper_want_aligned_parts(tokens: int, features: int, monkeyp
     """The strides of one head of one token are never taken and say nothing of where the other heads lie."""
     from warploom.ops.flash_attention.launches import hopper as launchers_hopper
 
-    for chosen in (launchers, launchers_hopper):
-        choose_as_on(90, chosen, monkeypatch)
+    choose_as_on(90, launchers_hopper, monkeypatch)
+    monkeypatch.setattr(tiling, "architecture", lambda device: 90)
     qkv = torch.zeros(1, tokens, 3, features, dtype=torch.bfloat16)
     theta = torch.rand(1, features // 2)
     arguments = (1, "rotate", SCALE)
@@ -220,8 +228,8 @@ def test_plans_for_hopper_read_where_descriptors_can_point(
     heads: int, kv_heads: int, features: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one token no stride is taken, but heads still lie one behind the other."""
-    for chooses in (launchers, launchers_hopper):
-        choose_as_on(90, chooses, monkeypatch)
+    choose_as_on(90, launchers_hopper, monkeypatch)
+    monkeypatch.setattr(tiling, "architecture", lambda device: 90)
     qkv = torch.randn(1, tokens, heads + 2 * kv_heads, features, dtype=torch.float16)
     plan = module._plan_forward(qkv, torch.rand(1, features // 2), heads, "rotate", SCALE)
     assert bool(plan) == (features % 8 == 0)

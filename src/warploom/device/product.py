@@ -29,19 +29,19 @@ def rounded_to_tf32(x):
 
 
 @triton.jit
-def pieces_of(x, COUNT: tl.constexpr):
+def terms_of(x, COUNT: tl.constexpr):
     """A float32 tile as the sum of so many in bfloat16, the largest first: three hold all its bits, two 16 of them."""
-    pieces = ()
+    terms = ()
     for _ in tl.static_range(COUNT):
-        piece = rounded(x, tl.bfloat16)
-        pieces += (piece,)
-        x -= piece.to(tl.float32)
-    return pieces
+        term = rounded(x, tl.bfloat16)
+        terms += (term,)
+        x -= term.to(tl.float32)
+    return terms
 
 
 @triton.jit
-def dot_of_pieces(a, b, i: tl.constexpr, j: tl.constexpr, c):
-    """``a[i] · b[j] + c`` of two factors in pieces."""
+def dot_of_terms(a, b, i: tl.constexpr, j: tl.constexpr, c):
+    """``a[i] · b[j] + c`` of two factors in terms."""
     if INTERPRETED:
         c = tl.dot(a[i].to(tl.float32), b[j].to(tl.float32), c)
     else:
@@ -60,16 +60,16 @@ def product(a, b, c, PRECISION: tl.constexpr):
     """``a · b + c`` in float32.
 
     ``PRECISION`` is about float32 factors: one of Triton's names of an ``input_precision``, ``bf16`` to round them
-    to bfloat16 first, or ``pieces`` where they come as `pieces_of` makes them (``cut``, if that was just before): six
-    products of nine, like ``bf16x6``, and the other three are smaller than what float32 rounds off. ``pairs`` are of
-    two pieces, and three products of four.
+    to bfloat16 first, or ``3-term`` where they come as `terms_of` makes them (``3-term here``, if that was just before):
+    six products of nine, like ``bf16x6``, and the other three are smaller than what float32 rounds off. ``2-term`` takes
+    three products of four.
     """
-    if PRECISION == "pieces" or PRECISION == "cut" or PRECISION == "pairs":
+    if PRECISION == "3-term" or PRECISION == "3-term here" or PRECISION == "2-term":
         COUNT: tl.constexpr = len(a)
         whole = tl.zeros(c.shape, dtype=tl.float32)
         for left_out in tl.static_range(COUNT):  # the smallest first
             for i in tl.static_range(COUNT - left_out):
-                whole = dot_of_pieces(a, b, COUNT - 1 - left_out - i, i, whole)
+                whole = dot_of_terms(a, b, COUNT - 1 - left_out - i, i, whole)
         c = add_outside(whole, c)
     else:
         if PRECISION == "bf16" and a.dtype == tl.float32:

@@ -120,11 +120,11 @@ OPERATOR = Operator(
         "forward_kernel": 192,  # 8 more for sums that are shrunk by exactly one, which float32's accuracy needs
         "key_kernel": 376,
         "query_kernel": 224,
-        "backward_few_kernel": 64,
+        "backward_small_kernel": 64,
         "hopper_forward_kernel": 80,
         "hopper_key_kernel": 64,
-        "hopper_terms_key_kernel": 16,
-        "hopper_terms_query_kernel": 16,
+        "hopper_shared_key_kernel": 16,
+        "hopper_shared_query_kernel": 16,
         "hopper_query_kernel": 64,  # with 256 features, outside of its loops
     },
 )

@@ -1,4 +1,4 @@
-"""Tiles of flash attention's kernels for every GPU, by kernel, GPU, dtype and features of a row; see the README."""
+"""Tiles of flash attention's kernels, by kernel, GPU, dtype and features of a row, as data; see the README."""
 
 from __future__ import annotations
 
@@ -6,15 +6,113 @@ from typing import NamedTuple
 
 import torch
 
+WIDTHS = (16, 32, 64, 128, 256)
+"""Features of a row, up to a power of two."""
+
 
 class Configuration(NamedTuple):
-    """Tile sizes and launch options of one kernel."""
+    """Tile sizes and launch options of one kernel for every GPU."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
-    whole: bool = False  # whether walks are not cut into parts
+    whole: bool = False  # whether loops are not split
+
+
+# fmt: off
+TILES: dict[tuple[str, str], tuple[tuple[int, int, int, int] | None, ...]] = {
+    ("16-bit", "forward"): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+    ("16-bit", "key"): ((32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 8, 2), (32, 32, 8, 1)),
+    ("16-bit", "query"): ((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
+    ("plain", "forward"): ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
+    ("plain", "key"): ((128, 64, 4, 3), (128, 64, 4, 3), (64, 64, 4, 3), (32, 64, 4, 3), (32, 32, 4, 2)),
+    ("plain", "query"): ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 1)),
+    ("float32", "forward"): ((32, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2), (16, 32, 4, 1), (16, 16, 8, 1)),
+    ("float32", "key"): ((16, 32, 4, 2), (16, 32, 4, 2), (32, 32, 8, 2), (16, 16, 4, 1), (16, 16, 8, 1)),
+    ("float32", "query"): ((32, 32, 8, 2), (32, 32, 8, 2), (32, 32, 4, 2), (16, 32, 4, 1), (16, 16, 8, 1)),
+    ("tf32", "forward"): ((64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 1), (128, 32, 8, 2)),
+    ("tf32", "key"): ((64, 64, 4, 2), (64, 64, 4, 2), (32, 128, 8, 1), (16, 128, 8, 1)),
+    ("tf32", "query"): ((64, 64, 4, 2), (64, 64, 4, 2), (128, 32, 8, 2), (128, 16, 8, 1)),
+    ("3-term", "forward"): ((64, 64, 4, 2), (64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+    ("3-term", "key"): ((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2), (16, 64, 4, 2)),
+    ("3-term", "query"): ((64, 64, 4, 2), (64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
+    ("3-term here", "forward"): ((16, 32, 2, 2), (16, 64, 4, 2), (16, 64, 4, 2), (16, 32, 4, 2)),
+    ("3-term here", "key"): ((64, 64, 4, 2), (32, 64, 4, 2), (32, 16, 4, 2), (32, 32, 4, 2)),
+    ("3-term here", "query"): ((64, 64, 4, 2), (64, 64, 4, 2), (16, 32, 4, 2), (32, 32, 4, 1)),
+    ("2-term", "forward"): (None, None, (128, 64, 8, 2), (128, 64, 8, 2)),
+    ("2-term", "key"): (None, None, (64, 64, 4, 2), (32, 64, 4, 2)),
+    ("2-term", "query"): (None, None, (128, 64, 8, 2), (64, 64, 4, 2)),
+}
+"""``block_m, block_n, warps, stages`` for each of `WIDTHS`.
+
+``16-bit`` and ``float32`` are for any call, the others for plain ones on sm_90: ``plain`` with 16 bits, there and
+on sm_100, and the rest by products of float32, see `warploom.device.product`.
+"""
+
+SMALL = {
+    "forward": Configuration(64, 64, 4, 3),
+}
+TINY = {
+    "forward": Configuration(16, 128, 4, 2),
+    "key": Configuration(128, 16, 4, 2, whole=True),
+    "query": Configuration(16, 128, 4, 2, whole=True),
+}
+"""With 16 bits. The backward is of 128 features; of fewer it has a kernel of its own (`SMALL_BACKWARD`)."""
+
+SMALL_3_TERM = {"key": Configuration(32, 32, 4, 2), "query": Configuration(64, 32, 4, 2)}
+"""With 64 features."""
+# fmt: on
+
+
+class Ways(NamedTuple):
+    """How a program of the backward of small problems cuts a step of its loop."""
+
+    ways: int  # warps
+    block: int  # rows of each
+    stages: int
+
+
+SMALL_BACKWARD = {16: Ways(4, 64, 2), 32: Ways(4, 64, 2), 64: Ways(4, 32, 3)}
+"""By features; measured on an H200 with bfloat16. Gradients of longer rows do not fit in a warp's registers."""
+
+
+class HopperTiles(NamedTuple):
+    """How a kernel for Hopper cuts its work."""
+
+    groups: int  # of 64 rows; a group of warps each, or two that share the same rows
+    box: int  # rows of the tiles that loops go over
+    stages: int  # such tiles in flight
+
+
+HOPPER = {
+    "forward": {64: HopperTiles(3, 128, 2), 128: HopperTiles(2, 128, 2), 256: HopperTiles(2, 64, 2)},
+    "key": {64: HopperTiles(2, 128, 2), 128: HopperTiles(2, 64, 3), 256: HopperTiles(1, 64, 2)},
+    "query": {64: HopperTiles(3, 64, 3), 128: HopperTiles(2, 64, 3), 256: HopperTiles(2, 64, 2)},
+}
+"""By features of a tile; measured on an H200 (see "How it reaches the limit").
+
+For the gradient of queries with 256 features there is one stage less of values."""
+
+HOPPER_SMALLER = {"forward": HopperTiles(2, 128, 3), "query": HopperTiles(2, 64, 3)}
+"""With 64 features, where loops are short and uneven, or so few that they are split, or where larger tiles leave
+too many multiprocessors idle in the last turn of a full attention."""
+
+HOPPER_TERMS = {
+    3: {64: HopperTiles(1, 64, 2), 128: HopperTiles(1, 32, 2)},
+    2: {64: HopperTiles(1, 64, 3), 128: HopperTiles(1, 64, 2)},
+}
+"""Of the backward kernels for float32, by terms of a factor and features."""
+
+LONG: dict[str, dict[str, dict[int, int]]] = {
+    "3-term": {
+        "forward": {16: 2048, 32: 2048, 64: 2048, 128: 2048},
+        "backward": {16: 1024, 32: 1024, 64: 1024, 128: 512},
+    },
+    "2-term": {"forward": {64: 4096, 128: 512}, "backward": {64: 4096, 128: 512}},
+}
+"""Of float32 tensors of so many rows, by features, terms are made once, before the loops; of shorter ones, where
+they are used, and for ``high`` precision not at all."""
 
 
 def configuration(
@@ -24,7 +122,7 @@ def configuration(
     features: int,
     product: str,
     plain: bool,
-    few: bool = False,
+    small: bool = False,
     tiny: bool = False,
 ) -> Configuration:
     """The pinned tiles of a kernel.
@@ -37,29 +135,31 @@ def configuration(
         product: How float32 factors are multiplied, as in `warploom.device.product`.
         plain: Whether masks are those of a causal or full attention and D and E equal powers of two: what such
             kernels save in registers, larger tiles take.
-        few: Whether walks `are_few_and_short`.
-        tiny: Whether they `are_tiny`.
+        small: Whether the problem `is_small`.
+        tiny: Whether it `is_tiny`.
     """
     tuned = plain and 90 <= arch < 120
+    if dtype != torch.float32:
+        if small:
+            return TINY[kernel] if tiny else SMALL[kernel]
+        kind = "plain" if tuned else "16-bit"
     # On Blackwell, where sums of 64 rows are in tensor memory, Triton turns float32's larger tiles into a trap.
-    if dtype == torch.float32 and tuned and arch < 100 and features <= 128:
-        if few and product == "pieces" and (tiny or kernel == "query"):
-            return _FEW_PIECES[kernel]
-        tables = {"pieces": _PLAIN_90_PIECES, "pairs": _PLAIN_90_PAIRS, "cut": _PLAIN_90_CUT}
-        return tables.get(product, _PLAIN_90_TF32)[kernel][features]
-    if dtype == torch.float32:
-        return _FLOAT32[kernel][features]
-    if few:
-        return _TINY[kernel] if tiny else _FEW[kernel]
-    if tuned:
-        return _PLAIN_90[kernel][features]
-    return _HALF[kernel][features]
+    elif tuned and arch < 100 and features <= 128:
+        if small and product == "3-term" and (tiny or kernel == "query"):
+            return SMALL_3_TERM[kernel]
+        kind = product if (product, kernel) in TILES else "tf32"
+    else:
+        kind = "float32"
+    tiles = TILES[kind, kernel][WIDTHS.index(features)]
+    if tiles is None:
+        raise LookupError(f"no tiles for {kind}, {kernel}, {features} features")
+    return Configuration(*tiles)
 
 
-def are_few_and_short(
-    kernel: str, arch: int, dtype: torch.dtype, features: int, plain: bool, rows: int, walk: int, programs: int
+def is_small(
+    kernel: str, arch: int, dtype: torch.dtype, features: int, plain: bool, rows: int, loop: int, programs: int
 ) -> bool:
-    """Whether walks are so few and short that small tiles are fastest, on any kernel.
+    """Whether loops are so few and short that small tiles are fastest, on any kernel.
 
     Args:
         kernel: As in `configuration`, and so are the next.
@@ -68,181 +168,22 @@ def are_few_and_short(
         features: The larger of D and E, up to a power of two, 16 at least.
         plain: Whether masks are those of a causal or full attention.
         rows: Tiles of 64 rows, of all heads.
-        walk: Rows that are walked over.
+        loop: Rows that a loop goes over.
         programs: That run at the same time, one on each multiprocessor.
     """
     if not plain or not 90 <= arch < 120 or features > 128:
         return False
     if kernel == "forward":  # longer rows are for the tiles of Hopper's kernel sooner
         length = max(features // 64, 1)
-        return dtype != torch.float32 and length * rows <= programs and length * walk <= _LONGEST
-    if kernel not in _FEW_PIECES:
-        return False
+        return dtype != torch.float32 and length * rows <= programs and length * loop <= _LONGEST
     if dtype == torch.float32:
-        return features == 64 and 2 * rows <= programs and walk <= 4096
-    return features == 128 and are_tiny(kernel, rows, walk, programs)
+        return features == 64 and 2 * rows <= programs and loop <= 4096
+    return features == 128 and is_tiny(kernel, rows, loop, programs)
 
 
-def are_tiny(kernel: str, rows: int, walk: int, programs: int) -> bool:
-    """Whether tiles of 16 rows are few, and their walks short; for the arguments see `are_few_and_short`."""
-    return 4 * rows <= programs and walk <= (512 if kernel == "forward" else 1024)
+def is_tiny(kernel: str, rows: int, loop: int, programs: int) -> bool:
+    """Whether tiles of 16 rows are few, and their loops short; for the arguments see `is_small`."""
+    return 4 * rows <= programs and loop <= (512 if kernel == "forward" else 1024)
 
 
 _LONGEST = 8192  # rows of 64 features
-
-_TINY = {
-    "forward": Configuration(16, 128, 4, 2),
-    "key": Configuration(128, 16, 4, 2, whole=True),
-    "query": Configuration(16, 128, 4, 2, whole=True),
-}
-"""With 16 bits. The backward is of 128 features; of fewer it has a kernel of its own (`launches.small`)."""
-
-_FEW = {"forward": Configuration(64, 64, 4, 3)}
-_FEW_PIECES = {"key": Configuration(32, 32, 4, 2), "query": Configuration(64, 32, 4, 2)}
-"""With 64 features."""
-
-_PLAIN_90: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(64, 64, 4, 3),
-        32: Configuration(64, 64, 4, 3),
-        64: Configuration(64, 64, 4, 3),
-        128: Configuration(128, 128, 8, 3),
-        256: Configuration(128, 64, 8, 2),
-    },
-    "key": {
-        16: Configuration(128, 64, 4, 3),
-        32: Configuration(128, 64, 4, 3),
-        64: Configuration(64, 64, 4, 3),
-        128: Configuration(32, 64, 4, 3),
-        256: Configuration(32, 32, 4, 2),
-    },
-    "query": {
-        16: Configuration(64, 64, 4, 3),
-        32: Configuration(64, 64, 4, 3),
-        64: Configuration(64, 64, 4, 3),
-        128: Configuration(128, 128, 8, 2),
-        256: Configuration(128, 64, 8, 1),
-    },
-}
-_PLAIN_90_CUT: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(16, 32, 2, 2),
-        32: Configuration(16, 64, 4, 2),
-        64: Configuration(16, 64, 4, 2),
-        128: Configuration(16, 32, 4, 2),
-    },
-    "key": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(32, 64, 4, 2),
-        64: Configuration(32, 16, 4, 2),
-        128: Configuration(32, 32, 4, 2),
-    },
-    "query": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(16, 32, 4, 2),
-        128: Configuration(32, 32, 4, 1),
-    },
-}
-"""For few rows: with more, factors are in pieces before the walk."""
-
-_PLAIN_90_PIECES: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(128, 64, 8, 2),
-        128: Configuration(128, 32, 8, 2),
-    },
-    "key": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(32, 64, 4, 2),
-        128: Configuration(16, 64, 4, 2),
-    },
-    "query": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(128, 64, 8, 2),
-        128: Configuration(64, 32, 4, 2),
-    },
-}
-_PLAIN_90_PAIRS: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        64: Configuration(128, 64, 8, 2),
-        128: Configuration(128, 64, 8, 2),
-    },
-    "key": {
-        64: Configuration(64, 64, 4, 2),
-        128: Configuration(32, 64, 4, 2),
-    },
-    "query": {
-        64: Configuration(128, 64, 8, 2),
-        128: Configuration(64, 64, 4, 2),
-    },
-}
-_PLAIN_90_TF32: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(64, 64, 4, 3),
-        32: Configuration(64, 64, 4, 3),
-        64: Configuration(128, 64, 8, 1),
-        128: Configuration(128, 32, 8, 2),
-    },
-    "key": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(32, 128, 8, 1),
-        128: Configuration(16, 128, 8, 1),
-    },
-    "query": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(128, 32, 8, 2),
-        128: Configuration(128, 16, 8, 1),
-    },
-}
-_HALF: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(64, 64, 4, 2),
-        32: Configuration(64, 64, 4, 2),
-        64: Configuration(64, 64, 4, 2),
-        128: Configuration(64, 64, 8, 2),
-        256: Configuration(64, 32, 8, 2),
-    },
-    "key": {
-        16: Configuration(32, 64, 4, 2),
-        32: Configuration(32, 64, 4, 2),
-        64: Configuration(32, 64, 4, 2),
-        128: Configuration(32, 64, 8, 2),
-        256: Configuration(32, 32, 8, 1),
-    },
-    "query": {
-        16: Configuration(64, 32, 4, 2),
-        32: Configuration(64, 32, 4, 2),
-        64: Configuration(64, 32, 4, 2),
-        128: Configuration(64, 32, 8, 2),
-        256: Configuration(32, 32, 8, 1),
-    },
-}
-_FLOAT32: dict[str, dict[int, Configuration]] = {
-    "forward": {
-        16: Configuration(32, 32, 8, 2),
-        32: Configuration(32, 32, 8, 2),
-        64: Configuration(32, 32, 8, 2),
-        128: Configuration(16, 32, 4, 1),
-        256: Configuration(16, 16, 8, 1),
-    },
-    "key": {
-        16: Configuration(16, 32, 4, 2),
-        32: Configuration(16, 32, 4, 2),
-        64: Configuration(32, 32, 8, 2),
-        128: Configuration(16, 16, 4, 1),
-        256: Configuration(16, 16, 8, 1),
-    },
-    "query": {
-        16: Configuration(32, 32, 8, 2),
-        32: Configuration(32, 32, 8, 2),
-        64: Configuration(32, 32, 4, 2),
-        128: Configuration(16, 32, 4, 1),
-        256: Configuration(16, 16, 8, 1),
-    },
-}

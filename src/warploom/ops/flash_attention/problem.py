@@ -1,4 +1,4 @@
-"""What a call of flash attention is, how long the walks of its tiles are, and into how many parts these are cut."""
+"""What a call of flash attention is, how long the loops of its tiles are, and how many splits these have."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from warploom.ops.flash_attention.kernels.forward import Strides
 from warploom.runtime.launch import multiprocessors
 
 Tensor = torch.Tensor
@@ -28,21 +29,21 @@ class Mask(NamedTuple):
     cu_seqlens_k: Tensor | None = None
 
 
-def tile_features(features: int) -> int:
+def tile_width(features: int) -> int:
     """Features of a tile: a power of two that matrix instructions take."""
     return max(1 << (features - 1).bit_length(), 16)
 
 
-class Geometry(NamedTuple):
-    """Sizes of a call."""
+class Shape(NamedTuple):
+    """Of a call."""
 
-    entries: int
+    batch_size: int
     tokens: int
     keys: int
     heads: int
     key_heads: int
-    features: int  # D
-    value_features: int  # E
+    head_dim: int  # D
+    value_dim: int  # E
 
     @property
     def group(self) -> int:
@@ -52,30 +53,41 @@ class Geometry(NamedTuple):
     @property
     def block_d(self) -> int:
         """Features of a tile of queries or keys."""
-        return tile_features(self.features)
+        return tile_width(self.head_dim)
 
     @property
     def block_e(self) -> int:
         """Features of a tile of values."""
-        return tile_features(self.value_features)
+        return tile_width(self.value_dim)
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Shape:
+        """That of a call on these tensors."""
+        batch_size, tokens, heads, head_dim = q.shape
+        return cls(batch_size, tokens, k.shape[1], heads, k.shape[2], head_dim, v.shape[3])
+
+    @property
+    def width(self) -> int:
+        """The wider of both tiles."""
+        return max(self.block_d, self.block_e)
 
     def empty(self) -> bool:
         """Whether there is nothing to attend with or to."""
-        return 0 in (self.entries, self.tokens, self.keys, self.heads)
+        return 0 in (self.batch_size, self.tokens, self.keys, self.heads)
 
 
-def is_plain(geometry: Geometry, mask: Mask, scale: float) -> bool:
+def is_plain(shape: Shape, mask: Mask, scale: float) -> bool:
     """Whether a call is causal or full attention with features that are one power of two for keys and values."""
     plain = mask.left is None and mask.cu_seqlens_q is None and scale >= 0
-    return plain and geometry.features == geometry.value_features == geometry.block_d
+    return plain and shape.head_dim == shape.value_dim == shape.block_d
 
 
-def bounds(geometry: Geometry, mask: Mask) -> tuple[int, int]:
+def bounds(shape: Shape, mask: Mask) -> tuple[int, int]:
     """How many keys to the left and right of a query's place are seen, where that is bounded.
 
     No more than there are: kernels add these bounds to places, in 32 bits.
     """
-    return min(mask.left or 0, geometry.keys), min(mask.right or 0, geometry.tokens)
+    return min(mask.left or 0, shape.keys), min(mask.right or 0, shape.tokens)
 
 
 def in_powers_of_two(scale: float) -> float:
@@ -88,82 +100,87 @@ def programs_at_once(device: torch.device) -> int:
     return HOPPER_MULTIPROCESSORS if device.type == "cpu" else multiprocessors(device)
 
 
-class Access(NamedTuple):
+class Layout(NamedTuple):
     """How kernels address a group of tensors."""
 
     vec: int  # common divisor of strides, which vector access rests on
     unit: bool  # whether features are adjacent everywhere
     wide: bool  # whether offsets within a tile need 64 bits
-    strides: list[int]  # of every tensor, all but those of features divided by vec
+    strides: list[Strides]  # of every tensor, all but those of features divided by vec
 
     def of(self, *names: str) -> dict[str, Any]:
-        """The strides by name, ``q_b`` and so on, of tensors with these names."""
-        return dict(zip((f"{name}_{axis}" for name in names for axis in "bnhf"), self.strides, strict=True))
+        """The strides by name, ``q_strides`` and so on, of tensors with these names."""
+        return dict(zip((f"{name}_strides" for name in names), self.strides, strict=True))
 
 
-def access_to(*tensors: Tensor) -> Access:
-    """Strides as the kernels take them. An axis of size one gets stride 0, since it is never taken."""
-    strides = [[s if n > 1 else 0 for n, s in zip(t.shape, t.stride())] for t in tensors]
-    unit = all(t.shape[3] == 1 or s[3] == 1 for t, s in zip(tensors, strides))
+def strides_of(x: Tensor) -> Strides:
+    """Strides; 0 for an axis of size one, which is never taken."""
+    return Strides(*(s if n > 1 else 0 for n, s in zip(x.shape, x.stride())))
+
+
+def layout_for(*tensors: Tensor) -> Layout:
+    """Strides as the kernels take them."""
+    strides = [strides_of(t) for t in tensors]
+    unit = all(t.shape[3] == 1 or s.f == 1 for t, s in zip(tensors, strides))
     divisors = (16, 8, 4) if unit else ()
-    vec = next((d for d in divisors if all(s % d == 0 for b, n, h, _ in strides for s in (b, n, h))), 1)
-    wide = any(max(abs(n), abs(f)) >= _NARROW for _, n, _, f in strides)
-    return Access(vec, unit, wide, [s for b, n, h, f in strides for s in (b // vec, n // vec, h // vec, f)])
+    vec = next((d for d in divisors if all(x % d == 0 for s in strides for x in s[:3])), 1)
+    wide = any(max(abs(s.n), abs(s.f)) >= _NARROW for s in strides)
+    return Layout(vec, unit, wide, [Strides(s.b // vec, s.n // vec, s.h // vec, s.f) for s in strides])
 
 
 class Costs(NamedTuple):
-    """What walks cost besides their steps, in steps."""
+    """What loops cost besides their steps, in steps."""
 
     start: float  # to start and to end one
     merge: float  # to launch the kernels that merge parts
     merged: float  # elements of parts that are written, read and merged in the time of a step
 
 
-def walks(kernel: str, geometry: Geometry, mask: Mask, block: int, step: int) -> list[int]:
-    """Steps of the walk of each tile of a head, for tiles of ``block`` rows and steps of ``step``."""
-    offset = geometry.keys - geometry.tokens  # the last query stands at the last key
-    own, walked, behind, ahead, times = geometry.tokens, geometry.keys, mask.left, mask.right, 1
+def loop_steps(kernel: str, shape: Shape, mask: Mask, block: int, step: int) -> list[int]:
+    """Steps of the loop of each tile of a head, for tiles of ``block`` rows and steps of ``step``."""
+    offset = shape.keys - shape.tokens  # the last query stands at the last key
+    own, other, behind, ahead, times = shape.tokens, shape.keys, mask.left, mask.right, 1
     if kernel == "key":
         offset = -offset
-        own, walked, behind, ahead, times = walked, own, ahead, behind, geometry.group
+        own, other, behind, ahead, times = other, own, ahead, behind, shape.group
     steps = []
     for first in range(0, own, block):
         last = min(first + block, own) - 1
         begin = 0 if behind is None else max(first + offset - behind, 0)
-        end = walked if ahead is None else min(max(last + offset + ahead + 1, 0), walked)
+        end = other if ahead is None else min(max(last + offset + ahead + 1, 0), other)
         steps.append(times * max(-(-end // step) - begin // step, 0))
     return steps
 
 
-def best_parts(steps: list[int], rows: int, programs: int, elements: int, costs: Costs) -> int:
-    """Into how many parts walks are cut: as many as make the whole shortest, by an estimate in steps.
+def best_splits(steps: list[int], rows: int, programs: int, elements: int, costs: Costs) -> int:
+    """Into how many splits loops are cut: as many as make the whole shortest, by an estimate in steps.
 
     Args:
-        steps: Of the walk of each tile of a head.
+        steps: Of the loop of each tile of a head.
         rows: Heads of all batch entries.
         programs: That run at the same time.
-        elements: Of the results of all walks.
-        costs: Of walks.
+        elements: Of the results of all loops.
+        costs: Of loops.
     """
     units, longest, total = len(steps) * rows, max(steps), sum(steps) * rows
     if units >= _TURNS * programs:
         return 1
     best, chosen = float("inf"), 1
-    for parts in _PARTS:
-        if parts > 1 and (parts > longest or parts * elements >= _MOST_ELEMENTS):
+    for splits in _SPLITS:
+        if splits > 1 and (splits > longest or splits * elements >= _MOST_ELEMENTS):
             break
-        unit = -(-longest // parts) + costs.start
-        even = (total + units * parts * costs.start) / programs
-        if min(steps) == longest:  # all walks are equal: whole turns
-            even = -(-units * parts // programs) * unit
+        unit = -(-longest // splits) + costs.start
+        even = (total + units * splits * costs.start) / programs
+        if min(steps) == longest:  # all loops are equal: whole turns
+            even = -(-units * splits // programs) * unit
         cost = max(unit, even)
-        if parts > 1:
-            cost += costs.merge + parts * elements / costs.merged
+        if splits > 1:
+            cost += costs.merge + splits * elements / costs.merged
         if cost < best:
-            best, chosen = cost, parts
+            best, chosen = cost, splits
     return chosen
 
 
-_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _TURNS = 4  # so many tiles for every multiprocessor are even enough, and are not split
 _MOST_ELEMENTS = 2**31  # of all parts together: their sizes and strides travel in 32 bits

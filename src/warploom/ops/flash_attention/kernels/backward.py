@@ -2,13 +2,15 @@
 
 With weights ``P = softmax(S)``, ``S = scale · Q Kᵀ``, and ``dP = dO Vᵀ``: ``dV = Pᵀ dO``, ``dS = P ⊙ (dP − δ)`` with
 ``δ = rowsum(dO ⊙ O) − dlse``, ``dQ = scale · dS K`` and ``dK = scale · dSᵀ Q``. Weights are computed again from the
-statistics of their rows: ``2^(S − shift)``, for float32 with the forward's shift and times ``inverse``, because the
-rounding of a logarithm would show. Keys and values walk over the queries (`key_kernel`), queries walk over the keys
-(`query_kernel`): two products more than one kernel for both would need, and no atomic additions, so that the same
-inputs always give the same bits.
+statistics of their rows: ``2^(S − lse)`` with lse in powers of two, for float32 with row_max in its place and times
+``inverse = 1 / row_sum``, because the rounding of a logarithm would show. Keys and values loop over the queries
+(`key_kernel`), queries loop over the keys (`query_kernel`): two products more than one kernel for both would need, and no
+atomic additions, so that the same inputs always give the same bits.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,339 +20,329 @@ from warploom.device.activations import power_of_two
 from warploom.device.product import product, rounded
 from warploom.ops.flash_attention.kernels.forward import (
     PARTS_AHEAD,
-    SIZES,
+    Mask,
+    Rows,
+    Sizes,
+    Strides,
     as_factor,
     base_of,
+    key_bounds,
     load_factor,
+    loop_bounds,
+    part_base,
     program_order,
+    query_tile,
+    row_offsets,
     store_tile,
-    stride_names,
+    term_stride,
     tile_bounds,
     tile_offsets,
     transposed,
     visible,
-    walk_bounds,
 )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rows", "tokens", "heads", "dlse_b", "dlse_h", "dlse_n", *stride_names("out", "grad"),
-    ]
-)  # fmt: skip
+@triton.jit
 def prepare_kernel(
-    out, grad, statistics, dlse, shift, delta, inverse, tickets,
+    out, grad, statistics, dlse, lse, delta, inverse, counters,
     rows: tl.int64, tokens: tl.int32, heads: tl.int32, dlse_b: tl.int64, dlse_h: tl.int64, dlse_n: tl.int64,
-    out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_f: tl.int64,
-    grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_f: tl.int64,
+    out_strides: Strides, grad_strides: Strides,
     VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """What every row needs: ``δ``, shift and inverse of its weights; a shift of +inf makes weights zero.
+    """What every row needs: ``δ``, lse and inverse of its weights; an lse of +inf makes weights zero.
 
-    A row is a (batch entry, head, token), tokens fastest. ``tickets`` (2,), with which the kernels for Hopper count
+    A row is a (batch entry, head, token), tokens fastest. ``counters`` (2,), with which the kernels for Hopper count
     their tiles, become zero. With ``OVERLAP`` the launch after it may be put in place while this one still runs.
     """
     if OVERLAP:
         gdc_launch_dependents()
-    if tickets is not None and tl.program_id(0) == 0:
-        tl.store(tickets + tl.arange(0, 2), tl.zeros((2,), dtype=tl.int32))
+    if counters is not None and tl.program_id(0) == 0:
+        tl.store(counters + tl.arange(0, 2), tl.zeros((2,), dtype=tl.int32))
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    there = row < rows
-    token, head, entry = row % tokens, row // tokens % heads, row // tokens // heads
+    in_range = row < rows
+    token, head, batch = row % tokens, row // tokens % heads, row // tokens // heads
     feature = tl.arange(0, BLOCK_E)
-    inside = there[:, None] & (feature < E)[None, :]
-    out_rows = entry * (out_b * VEC) + token * (out_n * VEC) + head * (out_h * VEC)
-    grad_rows = entry * (grad_b * VEC) + token * (grad_n * VEC) + head * (grad_h * VEC)
-    out_cells = out + out_rows[:, None] + (feature if UNIT else feature * out_f)[None, :]
-    grad_cells = grad + grad_rows[:, None] + (feature if UNIT else feature * grad_f)[None, :]
-    o = tl.load(out_cells, mask=inside, other=0.0).to(tl.float32)
-    do = tl.load(grad_cells, mask=inside, other=0.0).to(tl.float32)
+    mask = in_range[:, None] & (feature < E)[None, :]
+    out_rows = row_offsets(batch, token, head, out_strides, VEC)
+    grad_rows = row_offsets(batch, token, head, grad_strides, VEC)
+    out_ptrs = out + out_rows[:, None] + (feature if UNIT else feature * out_strides.f)[None, :]
+    grad_ptrs = grad + grad_rows[:, None] + (feature if UNIT else feature * grad_strides.f)[None, :]
+    o = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
+    do = tl.load(grad_ptrs, mask=mask, other=0.0).to(tl.float32)
     sums = tl.sum(o * do, axis=1)
     if dlse is not None:
-        sums -= tl.load(dlse + entry * dlse_b + head * dlse_h + token * dlse_n, mask=there, other=0.0)
-    top = tl.load(statistics + row, mask=there, other=0.0)
-    total = tl.load(statistics + rows + row, mask=there, other=0.0)
-    empty = total == 0.0
-    total = tl.where(empty, 1.0, total)
+        sums -= tl.load(dlse + batch * dlse_b + head * dlse_h + token * dlse_n, mask=in_range, other=0.0)
+    row_max = tl.load(statistics + row, mask=in_range, other=0.0)
+    row_sum = tl.load(statistics + rows + row, mask=in_range, other=0.0)
+    empty = row_sum == 0.0
+    row_sum = tl.where(empty, 1.0, row_sum)
     if inverse is not None:
-        tl.store(inverse + row, 1.0 / total, mask=there)
+        tl.store(inverse + row, 1.0 / row_sum, mask=in_range)
     else:
-        top += tl.log2(total)
-    tl.store(delta + row, tl.where(empty, 0.0, sums), mask=there)
-    tl.store(shift + row, tl.where(empty, float("inf"), top), mask=there)
+        row_max += tl.log2(row_sum)
+    tl.store(delta + row, tl.where(empty, 0.0, sums), mask=in_range)
+    tl.store(lse + row, tl.where(empty, float("inf"), row_max), mask=in_range)
+
+
+class Queries(NamedTuple):
+    """What belongs to the queries of a key head, from the first of a sequence on."""
+
+    q: tl.tuple  # `Rows`, as is the next
+    do: tl.tuple
+    lse: tl.tensor  # (group, tokens): pointers, as are the next
+    delta: tl.tensor
+    inverse: tl.tensor | None
+    row_h: tl.int64  # from a head to the next, of the last three
+    group: tl.int32
+    tokens: tl.int32  # of this sequence
+    offset: tl.int32  # query 0 stands at this key
 
 
 @triton.jit
-def walk_queries(
-    dk, dv, k, v, q, do, shift, delta, inverse, q_offsets, do_offsets, q_step, do_step, q_piece, do_piece,
-    q_h, do_h, row_h, group, begin, end, offset, key, tokens, keys, left, right, scale,
-    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Walk over queries ``begin … end`` of every head of a group, one loop for all, which keeps registers free.
+def query_loop(dk, dv, k, v, queries, begin, end, key, mask, scale, MASKED: tl.constexpr, variant: tl.constexpr):
+    """Loop over queries ``begin … end`` of every head of a group, one loop for all, which keeps registers free.
 
     Gradients of keys (N, D), without the scale, and of values (N, E). The last queries come first: in causal attention
     these see the most keys and give each the smallest weight, so that sums grow with what is added to them, and what
-    float32 rounds off stays small however long the walk is.
+    float32 rounds off stays small however long the loop is.
     """
+    q, do = queries.q, queries.do
+    PRECISION: tl.constexpr = variant.PRECISION
+    BLOCK_M: tl.constexpr = variant.BLOCK_M
+    q_step, do_step = q.strides.n * variant.VEC, do.strides.n * variant.VEC
+    q_head, do_head = q.strides.h * variant.VEC, do.strides.h * variant.VEC
     steps = tl.cdiv(end - begin, BLOCK_M)
-    for step in tl.range(0, group * steps):
-        place = step // group
-        member = step - place * group
+    for step in tl.range(0, queries.group * steps):
+        place = step // queries.group
+        member = step - place * queries.group
         m = begin + (steps - 1 - place) * BLOCK_M
         query = m + tl.arange(0, BLOCK_M)
-        row = member * row_h + query
-        q_tile = load_factor(q + member * q_h + m * q_step, q_offsets, m, tokens, q_piece, D, MASKED, PRECISION)
+        row = member * queries.row_h + query
+        q_ptr = q.ptr + member * q_head + m * q_step
+        q_tile = load_factor(q_ptr, q, m, queries.tokens, variant.D, MASKED, PRECISION)
         logits = tl.zeros((dk.shape[0], BLOCK_M), dtype=tl.float32)
         logits = product(k, transposed(q_tile, PRECISION), logits, PRECISION)
-        if NEGATIVE:
+        if variant.NEGATIVE:
             logits = -logits
         if MASKED:
-            row_shift = tl.load(shift + row, mask=query < tokens, other=float("inf"))
-            row_delta = tl.load(delta + row, mask=query < tokens, other=0.0)
+            row_lse = tl.load(queries.lse + row, mask=query < queries.tokens, other=float("inf"))
+            row_delta = tl.load(queries.delta + row, mask=query < queries.tokens, other=0.0)
         else:
-            row_shift = tl.load(shift + row)
-            row_delta = tl.load(delta + row)
-        weights = power_of_two(logits * scale - row_shift[None, :])  # (N, M)
-        if inverse is not None:
-            weights *= tl.load(inverse + row, mask=query < tokens, other=0.0)[None, :]
+            row_lse = tl.load(queries.lse + row)
+            row_delta = tl.load(queries.delta + row)
+        weights = power_of_two(logits * scale - row_lse[None, :])  # (N, M)
+        if queries.inverse is not None:
+            weights *= tl.load(queries.inverse + row, mask=query < queries.tokens, other=0.0)[None, :]
         if MASKED:
-            seen = visible((query + offset)[None, :], key[:, None], keys, left, right, HAS_LEFT, HAS_RIGHT)
+            seen = visible((query + queries.offset)[None, :], key[:, None], mask, variant)
             weights = tl.where(seen, weights, 0.0)
-        do_tile = load_factor(
-            do + member * do_h + m * do_step, do_offsets, m, tokens, do_piece, E, MASKED, PRECISION
-        )
-        dv = product(as_factor(weights, do.dtype.element_ty, PRECISION), do_tile, dv, PRECISION)
+        do_ptr = do.ptr + member * do_head + m * do_step
+        do_tile = load_factor(do_ptr, do, m, queries.tokens, variant.E, MASKED, PRECISION)
+        dv = product(as_factor(weights, do.ptr.dtype.element_ty, PRECISION), do_tile, dv, PRECISION)
         dweights = tl.zeros((dk.shape[0], BLOCK_M), dtype=tl.float32)
         dweights = product(v, transposed(do_tile, PRECISION), dweights, PRECISION)
         dlogits = weights * (dweights - row_delta[None, :])
-        dk = product(as_factor(dlogits, q.dtype.element_ty, PRECISION), q_tile, dk, PRECISION)
+        dk = product(as_factor(dlogits, q.ptr.dtype.element_ty, PRECISION), q_tile, dk, PRECISION)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=[*SIZES, "entries", "slope", "dk_split", "dv_split",
-                               *stride_names("q", "k", "v", "grad", "dk", "dv")])  # fmt: skip
+@triton.jit
 def key_kernel(
-    q, k, v, grad, shift, delta, inverse, dk, dv, cu_seqlens_q, cu_seqlens_k,
-    tokens: tl.int32, keys: tl.int32, heads: tl.int32, group: tl.int32, blocks: tl.int32, section: tl.int32,
-    splits: tl.int32, sequences: tl.int32, cu_q_stride: tl.int64, cu_k_stride: tl.int64,
-    left: tl.int32, right: tl.int32, scale: tl.float32,
-    entries: tl.int32, slope: tl.float32, dk_split: tl.int64, dv_split: tl.int64,
-    q_b: tl.int64, q_n: tl.int64, q_h: tl.int64, q_f: tl.int64,
-    k_b: tl.int64, k_n: tl.int64, k_h: tl.int64, k_f: tl.int64,
-    v_b: tl.int64, v_n: tl.int64, v_h: tl.int64, v_f: tl.int64,
-    grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_f: tl.int64,
-    dk_b: tl.int64, dk_n: tl.int64, dk_h: tl.int64, dk_f: tl.int64,
-    dv_b: tl.int64, dv_n: tl.int64, dv_h: tl.int64, dv_f: tl.int64,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
-    WIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    SHORT: tl.constexpr, OVERLAP: tl.constexpr,
+    q, k, v, grad, lse, delta, inverse, dk, dv, cu_seqlens_q, cu_seqlens_k,
+    sizes: Sizes, slope: tl.float32, dk_split: tl.int64, dv_split: tl.int64,
+    q_strides: Strides, k_strides: Strides, v_strides: Strides, grad_strides: Strides,
+    dk_strides: Strides, dv_strides: Strides,
+    variant: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys of one key head, over one part of the queries of every query head of its group.
+    """One tile of keys of one key head, over one split of the loop over the queries of every query head of its group.
 
     With ``OVERLAP`` the launch after it, of `query_kernel`, starts where this one leaves multiprocessors idle. Before, it
-    waits for what both read; keys and values of its own are on their way by then, unless they are in pieces.
+    waits for what both read; keys and values of its own are on their way by then, unless they come in terms made before.
     """
+    heads, group, scale = sizes.heads, sizes.group, sizes.scale
+    D: tl.constexpr = variant.D
+    E: tl.constexpr = variant.E
+    BLOCK_M: tl.constexpr = variant.BLOCK_M
+    BLOCK_N: tl.constexpr = variant.BLOCK_N
+    BLOCK_D: tl.constexpr = variant.BLOCK_D
+    BLOCK_E: tl.constexpr = variant.BLOCK_E
+    PRECISION: tl.constexpr = variant.PRECISION
     key_heads = heads // group
-    block, row = program_order(blocks * splits, entries * key_heads, section)
-    split = block % splits
-    block = block // splits
-    entry, key_head = row // key_heads, row % key_heads
-    n, k_start, keys_here, q_start, tokens_here = tile_bounds(
-        block, cu_seqlens_k, cu_k_stride, cu_seqlens_q, cu_q_stride, keys, tokens, sequences, BLOCK_N
-    )
-    if n < keys_here:
-        k_base = base_of(k, entry, k_start + n, key_head, k_b, k_n, k_h, VEC)
-        v_base = base_of(v, entry, k_start + n, key_head, v_b, v_n, v_h, VEC)
-        q_piece = tl.cast(entries, tl.int64) * tokens * heads * D
-        grad_piece = tl.cast(entries, tl.int64) * tokens * heads * E
-        k_piece = tl.cast(entries, tl.int64) * keys * key_heads * D
-        v_piece = tl.cast(entries, tl.int64) * keys * key_heads * E
-        MADE: tl.constexpr = PRECISION == "pieces" or PRECISION == "pairs"
+    block, row = program_order(sizes.blocks * sizes.splits, sizes.batch_size * key_heads, sizes.section)
+    split = block % sizes.splits
+    block = block // sizes.splits
+    batch, key_head = row // key_heads, row % key_heads
+    n, k_start, keys, q_start, tokens = tile_bounds(
+        block, cu_seqlens_k, sizes.cu_k_stride, cu_seqlens_q, sizes.cu_q_stride, sizes.keys, sizes.tokens,
+        sizes.sequences, BLOCK_N,
+    )  # fmt: skip
+    if n < keys:
+        MADE: tl.constexpr = PRECISION == "3-term" or PRECISION == "2-term"
+        k_ptr = base_of(k, batch, k_start + n, key_head, k_strides, variant.VEC)
+        v_ptr = base_of(v, batch, k_start + n, key_head, v_strides, variant.VEC)
+        q_term, do_term = term_stride(sizes, sizes.tokens, heads, D), term_stride(sizes, sizes.tokens, heads, E)
+        k_term, v_term = term_stride(sizes, sizes.keys, key_heads, D), term_stride(sizes, sizes.keys, key_heads, E)
         if OVERLAP and MADE:
             gdc_wait()
-        k_offsets = tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
-        v_offsets = tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
-        k_tile = load_factor(k_base, k_offsets, n, keys_here, k_piece, D, True, PRECISION)
-        v_tile = load_factor(v_base, v_offsets, n, keys_here, v_piece, E, True, PRECISION)
+        k_rows = Rows(k_ptr, tile_offsets(k_strides, BLOCK_N, BLOCK_D, variant), k_strides, k_term)
+        v_rows = Rows(v_ptr, tile_offsets(v_strides, BLOCK_N, BLOCK_E, variant), v_strides, v_term)
+        k_tile = load_factor(k_ptr, k_rows, n, keys, D, True, PRECISION)
+        v_tile = load_factor(v_ptr, v_rows, n, keys, E, True, PRECISION)
         if OVERLAP:
             if not MADE:
                 gdc_wait()
             gdc_launch_dependents()
 
-        offset = keys_here - tokens_here  # the last query stands at the last key
+        offset = keys - tokens  # the last query stands at the last key
         key = n + tl.arange(0, BLOCK_N)
-        last = tl.minimum(n + BLOCK_N, keys_here) - 1 - offset
-        begin, full_begin, full_end, end = walk_bounds(
-            n - offset, last, right, left, tokens_here, split, splits, HAS_RIGHT, HAS_LEFT, BLOCK_M
-        )
+        last = tl.minimum(n + BLOCK_N, keys) - 1 - offset
+        begin, full_begin, full_end, end = loop_bounds(
+            n - offset, last, sizes.right, sizes.left, tokens, split, sizes.splits, variant.HAS_RIGHT,
+            variant.HAS_LEFT, BLOCK_M,
+        )  # fmt: skip
+        mask = Mask(keys, sizes.left, sizes.right)
         head = key_head * group
-        q_base = base_of(q, entry, q_start, head, q_b, q_n, q_h, VEC)
-        grad_base = base_of(grad, entry, q_start, head, grad_b, grad_n, grad_h, VEC)
-        q_offsets = tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D)
-        grad_offsets = tile_offsets(grad_n, grad_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_E)
-        first = (entry.to(tl.int64) * heads + head) * tokens + q_start
-        row_h = tl.cast(tokens, tl.int64)
+        q_ptr = base_of(q, batch, q_start, head, q_strides, variant.VEC)
+        do_ptr = base_of(grad, batch, q_start, head, grad_strides, variant.VEC)
+        q_rows = Rows(q_ptr, tile_offsets(q_strides, BLOCK_M, BLOCK_D, variant), q_strides, q_term)
+        do_rows = Rows(do_ptr, tile_offsets(grad_strides, BLOCK_M, BLOCK_E, variant), grad_strides, do_term)
+        first = (batch.to(tl.int64) * heads + head) * sizes.tokens + q_start
         head_inverse = None if inverse is None else inverse + first
         dk_tile = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
         dv_tile = tl.zeros((BLOCK_N, BLOCK_E), dtype=tl.float32)
+        queries = Queries(
+            q_rows, do_rows, lse + first, delta + first, head_inverse, tl.cast(sizes.tokens, tl.int64), group, tokens,
+            offset,
+        )  # fmt: skip
         if SHORT:
-            dk_tile, dv_tile = walk_queries(
-                dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
-                q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
-                begin, end, offset, key, tokens_here, keys_here, left, right, scale,
-                True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
-            )  # fmt: skip
+            dk_tile, dv_tile = query_loop(
+                dk_tile, dv_tile, k_tile, v_tile, queries, begin, end, key, mask, scale, True, variant
+            )
         else:
-            dk_tile, dv_tile = walk_queries(
-                dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
-                q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
-                full_end, end, offset, key, tokens_here, keys_here, left, right, scale,
-                True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
-            )  # fmt: skip
-            dk_tile, dv_tile = walk_queries(
-                dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
-                q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
-                full_begin, full_end, offset, key, tokens_here, keys_here, left, right, scale,
-                False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
-            )  # fmt: skip
-            if HAS_RIGHT:
-                dk_tile, dv_tile = walk_queries(
-                    dk_tile, dv_tile, k_tile, v_tile, q_base, grad_base, shift + first, delta + first, head_inverse,
-                    q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_piece, grad_piece, q_h * VEC, grad_h * VEC, row_h, group,
-                    begin, full_begin, offset, key, tokens_here, keys_here, left, right, scale,
-                    True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_M,
-                )  # fmt: skip
-        dk_base = base_of(dk, entry, k_start + n, key_head, dk_b, dk_n, dk_h, VEC) + split * (dk_split * VEC)
-        dk_offsets = tile_offsets(dk_n, dk_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
-        store_tile(dk_base + dk_offsets, dk_tile * slope, n, keys_here, D)
-        dv_base = base_of(dv, entry, k_start + n, key_head, dv_b, dv_n, dv_h, VEC) + split * (dv_split * VEC)
-        dv_offsets = tile_offsets(dv_n, dv_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
-        store_tile(dv_base + dv_offsets, dv_tile, n, keys_here, E)
+            dk_tile, dv_tile = query_loop(
+                dk_tile, dv_tile, k_tile, v_tile, queries, full_end, end, key, mask, scale, True, variant
+            )
+            dk_tile, dv_tile = query_loop(
+                dk_tile, dv_tile, k_tile, v_tile, queries, full_begin, full_end, key, mask, scale, False, variant
+            )
+            if variant.HAS_RIGHT:
+                dk_tile, dv_tile = query_loop(
+                    dk_tile, dv_tile, k_tile, v_tile, queries, begin, full_begin, key, mask, scale, True, variant
+                )
+        row = k_start + n
+        dk_ptr = part_base(dk, batch, row, key_head, split, dk_split, dk_strides, variant)
+        store_tile(dk_ptr + tile_offsets(dk_strides, BLOCK_N, BLOCK_D, variant), dk_tile * slope, n, keys, D)
+        dv_ptr = part_base(dv, batch, row, key_head, split, dv_split, dv_strides, variant)
+        store_tile(dv_ptr + tile_offsets(dv_strides, BLOCK_N, BLOCK_E, variant), dv_tile, n, keys, E)
     elif OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
 
 
+class OwnQueries(NamedTuple):
+    """A tile of queries."""
+
+    q: tl.tensor  # (M, D), or terms of that, as the next
+    do: tl.tensor  # (M, E)
+    lse: tl.tensor  # (M,), as are the next
+    delta: tl.tensor
+    position: tl.tensor  # the key that a query stands at
+
+
 @triton.jit
-def walk_keys(
-    dq, q, do, k, v, row_shift, row_delta, k_offsets, v_offsets, k_step, v_step, k_piece, v_piece,
-    begin, end, position, keys, left, right, scale,
-    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Walk over keys ``begin … end``: gradients of queries (M, D), without the scale."""
+def kv_loop(dq, rows, k, v, begin, end, mask, scale, MASKED: tl.constexpr, variant: tl.constexpr):
+    """Loop over keys ``begin … end``: gradients of queries (M, D), without the scale."""
+    q, do, row_lse, row_delta, position = rows
+    PRECISION: tl.constexpr = variant.PRECISION
+    BLOCK_N: tl.constexpr = variant.BLOCK_N
+    k_step, v_step = k.strides.n * variant.VEC, v.strides.n * variant.VEC
     for n in tl.range(begin, end, BLOCK_N):
-        k_tile = load_factor(k + n * k_step, k_offsets, n, keys, k_piece, D, MASKED, PRECISION)
+        k_tile = load_factor(k.ptr + n * k_step, k, n, mask.keys, variant.D, MASKED, PRECISION)
         logits = tl.zeros((dq.shape[0], BLOCK_N), dtype=tl.float32)
         logits = product(q, transposed(k_tile, PRECISION), logits, PRECISION)
-        if NEGATIVE:
+        if variant.NEGATIVE:
             logits = -logits
-        weights = power_of_two(logits * scale - row_shift[:, None])  # (M, N)
+        weights = power_of_two(logits * scale - row_lse[:, None])  # (M, N)
         if MASKED:
             key = n + tl.arange(0, BLOCK_N)
-            seen = visible(position[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
-            weights = tl.where(seen, weights, 0.0)
-        v_tile = load_factor(v + n * v_step, v_offsets, n, keys, v_piece, E, MASKED, PRECISION)
+            weights = tl.where(visible(position[:, None], key[None, :], mask, variant), weights, 0.0)
+        v_tile = load_factor(v.ptr + n * v_step, v, n, mask.keys, variant.E, MASKED, PRECISION)
         dweights = tl.zeros((dq.shape[0], BLOCK_N), dtype=tl.float32)
         dweights = product(do, transposed(v_tile, PRECISION), dweights, PRECISION)
         dlogits = weights * (dweights - row_delta[:, None])
-        dq = product(as_factor(dlogits, k.dtype.element_ty, PRECISION), k_tile, dq, PRECISION)
+        dq = product(as_factor(dlogits, k.ptr.dtype.element_ty, PRECISION), k_tile, dq, PRECISION)
     return dq
 
 
-@triton.jit(do_not_specialize=[*SIZES, "entries", "slope", "dq_split",
-                               *stride_names("q", "k", "v", "grad", "dq")])  # fmt: skip
+@triton.jit
 def query_kernel(
-    q, k, v, grad, shift, delta, inverse, dq, cu_seqlens_q, cu_seqlens_k,
-    tokens: tl.int32, keys: tl.int32, heads: tl.int32, group: tl.int32, blocks: tl.int32, section: tl.int32,
-    splits: tl.int32, sequences: tl.int32, cu_q_stride: tl.int64, cu_k_stride: tl.int64,
-    left: tl.int32, right: tl.int32, scale: tl.float32,
-    entries: tl.int32, slope: tl.float32, dq_split: tl.int64,
-    q_b: tl.int64, q_n: tl.int64, q_h: tl.int64, q_f: tl.int64,
-    k_b: tl.int64, k_n: tl.int64, k_h: tl.int64, k_f: tl.int64,
-    v_b: tl.int64, v_n: tl.int64, v_h: tl.int64, v_f: tl.int64,
-    grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_f: tl.int64,
-    dq_b: tl.int64, dq_n: tl.int64, dq_h: tl.int64, dq_f: tl.int64,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
-    WIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    SHORT: tl.constexpr, OVERLAP: tl.constexpr,
+    q, k, v, grad, lse, delta, inverse, dq, cu_seqlens_q, cu_seqlens_k,
+    sizes: Sizes, slope: tl.float32, dq_split: tl.int64,
+    q_strides: Strides, k_strides: Strides, v_strides: Strides, grad_strides: Strides, dq_strides: Strides,
+    variant: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head, over one part of its keys: the gradient of the queries.
+    """One tile of queries of one head, over one split of its KV loop: the gradient of the queries.
 
     With ``OVERLAP`` it runs beside `key_kernel`, of which it reads nothing, and does not end before that has ended;
     what sums up parts may be put in place while it still runs.
     """
     if OVERLAP:
         gdc_launch_dependents()
-    block, row = program_order(blocks * splits, entries * heads, section)
-    split = block % splits
-    block = block // splits
-    if HAS_RIGHT:  # the last queries see the most keys
-        block = blocks - 1 - block
-    entry, head = row // heads, row % heads
-    m, q_start, tokens_here, k_start, keys_here = tile_bounds(
-        block, cu_seqlens_q, cu_q_stride, cu_seqlens_k, cu_k_stride, tokens, keys, sequences, BLOCK_M
-    )
-    if m < tokens_here:
-        q_base = base_of(q, entry, q_start + m, head, q_b, q_n, q_h, VEC)
-        grad_base = base_of(grad, entry, q_start + m, head, grad_b, grad_n, grad_h, VEC)
-        k_base = base_of(k, entry, k_start, head // group, k_b, k_n, k_h, VEC)
-        v_base = base_of(v, entry, k_start, head // group, v_b, v_n, v_h, VEC)
-        k_offsets = tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
-        v_offsets = tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
-        q_offsets = tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D)
-        grad_offsets = tile_offsets(grad_n, grad_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_E)
-        q_piece = tl.cast(entries, tl.int64) * tokens * heads * D
-        grad_piece = tl.cast(entries, tl.int64) * tokens * heads * E
-        q_tile = load_factor(q_base, q_offsets, m, tokens_here, q_piece, D, True, PRECISION)
-        grad_tile = load_factor(grad_base, grad_offsets, m, tokens_here, grad_piece, E, True, PRECISION)
-        k_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * D
-        v_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * E
-        first = row.to(tl.int64) * tokens + q_start + m
+    heads, group, scale = sizes.heads, sizes.group, sizes.scale
+    D: tl.constexpr = variant.D
+    E: tl.constexpr = variant.E
+    BLOCK_M: tl.constexpr = variant.BLOCK_M
+    BLOCK_N: tl.constexpr = variant.BLOCK_N
+    BLOCK_D: tl.constexpr = variant.BLOCK_D
+    BLOCK_E: tl.constexpr = variant.BLOCK_E
+    PRECISION: tl.constexpr = variant.PRECISION
+    block, row = program_order(sizes.blocks * sizes.splits, sizes.batch_size * heads, sizes.section)
+    split = block % sizes.splits
+    block = block // sizes.splits
+    if variant.HAS_RIGHT:  # the last queries see the most keys
+        block = sizes.blocks - 1 - block
+    batch, head = row // heads, row % heads
+    m, q_start, tokens, k_start, keys = query_tile(block, cu_seqlens_q, cu_seqlens_k, sizes, BLOCK_M)
+    if m < tokens:
+        q_ptr = base_of(q, batch, q_start + m, head, q_strides, variant.VEC)
+        do_ptr = base_of(grad, batch, q_start + m, head, grad_strides, variant.VEC)
+        k_ptr = base_of(k, batch, k_start, head // group, k_strides, variant.VEC)
+        v_ptr = base_of(v, batch, k_start, head // group, v_strides, variant.VEC)
+        k_offsets = tile_offsets(k_strides, BLOCK_N, BLOCK_D, variant)
+        v_offsets = tile_offsets(v_strides, BLOCK_N, BLOCK_E, variant)
+        q_offsets = tile_offsets(q_strides, BLOCK_M, BLOCK_D, variant)
+        do_offsets = tile_offsets(grad_strides, BLOCK_M, BLOCK_E, variant)
+        q_rows = Rows(q_ptr, q_offsets, q_strides, term_stride(sizes, sizes.tokens, heads, D))
+        do_rows = Rows(do_ptr, do_offsets, grad_strides, term_stride(sizes, sizes.tokens, heads, E))
+        q_tile = load_factor(q_ptr, q_rows, m, tokens, D, True, PRECISION)
+        do_tile = load_factor(do_ptr, do_rows, m, tokens, E, True, PRECISION)
+        k_rows = Rows(k_ptr, k_offsets, k_strides, term_stride(sizes, sizes.keys, heads, D, group))
+        v_rows = Rows(v_ptr, v_offsets, v_strides, term_stride(sizes, sizes.keys, heads, E, group))
+        first = row.to(tl.int64) * sizes.tokens + q_start + m
         local = tl.arange(0, BLOCK_M)
-        there = m + local < tokens_here
-        row_shift = tl.load(shift + first + local, mask=there, other=float("inf"))
-        row_delta = tl.load(delta + first + local, mask=there, other=0.0)
+        in_range = m + local < tokens
+        row_lse = tl.load(lse + first + local, mask=in_range, other=float("inf"))
+        row_delta = tl.load(delta + first + local, mask=in_range, other=0.0)
 
-        offset = keys_here - tokens_here  # the last query stands at the last key
+        offset = keys - tokens  # the last query stands at the last key
         position = m + offset + local
-        last = tl.minimum(m + BLOCK_M, tokens_here) - 1 + offset
-        begin, full_begin, full_end, end = walk_bounds(
-            m + offset, last, left, right, keys_here, split, splits, HAS_LEFT, HAS_RIGHT, BLOCK_N
-        )
+        last = tl.minimum(m + BLOCK_M, tokens) - 1 + offset
+        mask = Mask(keys, sizes.left, sizes.right)
+        begin, full_begin, full_end, end = key_bounds(m + offset, last, mask, split, sizes.splits, variant)
+        rows = OwnQueries(q_tile, do_tile, row_lse, row_delta, position)
         dq_tile = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         if SHORT:
-            dq_tile = walk_keys(
-                dq_tile, q_tile, grad_tile, k_base, v_base, row_shift, row_delta, k_offsets, v_offsets,
-                k_n * VEC, v_n * VEC, k_piece, v_piece, begin, end, position, keys_here, left, right, scale,
-                True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
-            )  # fmt: skip
+            dq_tile = kv_loop(dq_tile, rows, k_rows, v_rows, begin, end, mask, scale, True, variant)
         else:
-            if HAS_LEFT:
-                dq_tile = walk_keys(
-                    dq_tile, q_tile, grad_tile, k_base, v_base, row_shift, row_delta, k_offsets, v_offsets,
-                    k_n * VEC, v_n * VEC, k_piece, v_piece, begin, full_begin, position, keys_here, left, right, scale,
-                    True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
-                )  # fmt: skip
-            dq_tile = walk_keys(
-                dq_tile, q_tile, grad_tile, k_base, v_base, row_shift, row_delta, k_offsets, v_offsets,
-                k_n * VEC, v_n * VEC, k_piece, v_piece, full_begin, full_end, position, keys_here, left, right, scale,
-                False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
-            )  # fmt: skip
-            dq_tile = walk_keys(
-                dq_tile, q_tile, grad_tile, k_base, v_base, row_shift, row_delta, k_offsets, v_offsets,
-                k_n * VEC, v_n * VEC, k_piece, v_piece, full_end, end, position, keys_here, left, right, scale,
-                True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
-            )  # fmt: skip
+            if variant.HAS_LEFT:
+                dq_tile = kv_loop(dq_tile, rows, k_rows, v_rows, begin, full_begin, mask, scale, True, variant)
+            dq_tile = kv_loop(dq_tile, rows, k_rows, v_rows, full_begin, full_end, mask, scale, False, variant)
+            dq_tile = kv_loop(dq_tile, rows, k_rows, v_rows, full_end, end, mask, scale, True, variant)
         if inverse is not None:
-            dq_tile *= tl.load(inverse + first + local, mask=there, other=0.0)[:, None]
-        dq_base = base_of(dq, entry, q_start + m, head, dq_b, dq_n, dq_h, VEC) + split * (dq_split * VEC)
-        dq_offsets = tile_offsets(dq_n, dq_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D)
-        store_tile(dq_base + dq_offsets, dq_tile * slope, m, tokens_here, D)
+            dq_tile *= tl.load(inverse + first + local, mask=in_range, other=0.0)[:, None]
+        dq_ptr = part_base(dq, batch, q_start + m, head, split, dq_split, dq_strides, variant)
+        store_tile(dq_ptr + tile_offsets(dq_strides, BLOCK_M, BLOCK_D, variant), dq_tile * slope, m, tokens, D)
     if OVERLAP:
         if tl.program_id(0) == 0:  # one program is enough to hold what is launched next
             gdc_wait()
@@ -366,15 +358,15 @@ def add_parts(part, out, program, size, splits, BLOCK: tl.constexpr):
         for first in range(0, splits, PARTS_AHEAD):
             ahead = ()
             for j in tl.static_range(PARTS_AHEAD):
-                there = (i < size) & (first + j < splits)
-                ahead += (tl.load(part + (first + j) * size + i, mask=there, other=0.0),)
+                mask = (i < size) & (first + j < splits)
+                ahead += (tl.load(part + (first + j) * size + i, mask=mask, other=0.0),)
             for j in tl.static_range(PARTS_AHEAD):
                 acc += ahead[j]
         tl.store(out + i, rounded(acc, out.dtype.element_ty), mask=i < size)
     return program - blocks
 
 
-@triton.jit(do_not_specialize=[f"{name}_{what}" for name in ("dq", "dk", "dv") for what in ("size", "splits")])
+@triton.jit
 def sum_kernel(
     dq_parts, dk_parts, dv_parts, dq, dk, dv,
     dq_size: tl.int64, dk_size: tl.int64, dv_size: tl.int64,

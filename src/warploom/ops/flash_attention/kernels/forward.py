@@ -1,16 +1,18 @@
-"""Triton kernels of flash attention: the forward pass, and what merges the parts of a split.
+"""Triton kernels of flash attention: the forward pass, and what merges the parts of a split KV loop.
 
 Shapes. Queries come in tiles (M, D), keys in tiles (N, D) and values in tiles (N, E), where ``M`` and ``N`` are
-``BLOCK_M`` and ``BLOCK_N``. A program holds one tile of queries, walks over the keys that its queries see and keeps
+``BLOCK_M`` and ``BLOCK_N``. A program holds one tile of queries, loops over the keys that its queries see and keeps
 the softmax running: for each row the largest logit so far, the sum of exponentials relative to it, and their sum with
 the values. Positions are local to a packed sequence; without packing there is one sequence.
 
-The walk is cut where the mask begins and ends (`walk_bounds`), so that the many steps in the middle compute none.
+The KV loop is cut where the mask begins and ends (`loop_bounds`), so that the many steps in the middle compute none.
 Exponentials are powers of two: ``scale`` comes multiplied by log₂ e. It comes as a size, so that the largest logit can
 be found before the multiplication; a negative scale is a variant of its own.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,24 +20,86 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.activations import power_of_two
 from warploom.device.packed import sequence_bounds, sequence_of_tile
-from warploom.device.product import pieces_of, product, rounded, rounded_to_tf32
+from warploom.device.product import product, rounded, rounded_to_tf32, terms_of
 
 LN_2 = tl.constexpr(0.6931471805599453)
+PARTS_AHEAD = tl.constexpr(4)
+"""Parts of a result that are on their way from memory together, where parts are merged."""
+
+
+class Strides(NamedTuple):
+    """Of a tensor (B, N, H, F); all but that of features come divided by ``VEC``."""
+
+    b: tl.int64
+    n: tl.int64
+    h: tl.int64
+    f: tl.int64
+
+
+class Sizes(NamedTuple):
+    """Of a call, and how it is cut. Every number is a run-time value: none of them ever causes a compilation."""
+
+    tokens: tl.int32  # queries of a batch entry
+    keys: tl.int32
+    heads: tl.int32
+    group: tl.int32  # query heads to a key head
+    blocks: tl.int32  # tiles of a head
+    section: tl.int32  # heads whose keys and values fit in the L2 cache together
+    splits: tl.int32  # of a loop
+    sequences: tl.int32  # packed ones
+    cu_q_stride: tl.int64
+    cu_k_stride: tl.int64
+    left: tl.int32  # a query sees so many keys before its place, as `Variant` says
+    right: tl.int32  # and so many behind it
+    scale: tl.float32
+    batch_size: tl.int32
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for."""
+
+    HAS_LEFT: tl.constexpr
+    HAS_RIGHT: tl.constexpr
+    NEGATIVE: tl.constexpr  # scale
+    VEC: tl.constexpr  # common divisor of strides
+    UNIT: tl.constexpr  # whether features are adjacent
+    WIDE: tl.constexpr  # whether offsets within a tile need 64 bits
+    D: tl.constexpr
+    E: tl.constexpr
+    PRECISION: tl.constexpr  # see `warploom.device.product`
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_D: tl.constexpr
+    BLOCK_E: tl.constexpr
+
 
 # ----------------------------------------------------------------------------------------------------------
 # Device functions, for the backward as well
 # ----------------------------------------------------------------------------------------------------------
 
 
-PARTS_AHEAD = tl.constexpr(4)
-"""Parts of a result that are on their way from memory together, where parts are merged."""
+class Mask(NamedTuple):
+    """Which keys a query sees, as `Variant` says."""
+
+    keys: tl.int32
+    left: tl.int32
+    right: tl.int32
+
+
+class Rows(NamedTuple):
+    """Where the tiles of one head of a tensor lie."""
+
+    ptr: tl.tensor  # of row 0, feature 0
+    offsets: tl.tensor  # (rows, features) within a tile
+    strides: Strides
+    term: tl.int64  # from a term to the next
 
 
 @triton.jit
 def program_order(blocks, heads, section):
     """Block and head of this program, from its number without the split.
 
-    Programs that run at the same time should read the same keys and start with the longest walk. So the heads are
+    Programs that run at the same time should read the same keys and start with the longest loop. So the heads are
     taken in sections whose keys and values fit in the L2 cache together, and within a section all heads do their
     first block, then all their second.
     """
@@ -60,13 +124,22 @@ def tile_bounds(tile, cu_tile, cu_tile_stride, cu_other, cu_other_stride, length
 
 
 @triton.jit
-def walk_bounds(first, last, low, high, length, split, splits,
+def query_tile(block, cu_seqlens_q, cu_seqlens_k, sizes, BLOCK: tl.constexpr):
+    """`tile_bounds` of a tile of queries."""
+    return tile_bounds(
+        block, cu_seqlens_q, sizes.cu_q_stride, cu_seqlens_k, sizes.cu_k_stride, sizes.tokens, sizes.keys,
+        sizes.sequences, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def loop_bounds(first, last, low, high, length, split, splits,
                 HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Where a walk begins, where its mask ends and begins again, and where it ends.
+    """Where a loop begins, where its mask ends and begins again, and where it ends.
 
     Items ``first … last`` see the others ``x`` with ``item − low ≤ x ≤ item + high`` and ``0 ≤ x < length``. From
     the second bound to the third, every item sees every ``x``. All bounds but the last are multiples of ``BLOCK``
-    (or equal to it). With ``splits`` the walk is cut in as many parts, of whole blocks, and this is one of them.
+    (or equal to it). This is one of ``splits`` of the loop, of whole blocks.
     """
     begin = length * 0
     full_begin = begin
@@ -88,23 +161,36 @@ def walk_bounds(first, last, low, high, length, split, splits,
 
 
 @triton.jit
-def visible(query, key, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def key_bounds(first, last, mask, split, splits, variant: tl.constexpr):
+    """`loop_bounds` of the KV loop of queries at ``first … last``."""
+    return loop_bounds(
+        first, last, mask.left, mask.right, mask.keys, split, splits, variant.HAS_LEFT, variant.HAS_RIGHT,
+        variant.BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit
+def visible(query, key, mask, variant: tl.constexpr):
     """Which keys are there and seen by which queries, whose positions are those of the keys they stand at."""
-    seen = key < keys
-    if HAS_LEFT:
-        seen = seen & (key >= query - left)
-    if HAS_RIGHT:
-        seen = seen & (key <= query + right)
+    seen = key < mask.keys
+    if variant.HAS_LEFT:
+        seen = seen & (key >= query - mask.left)
+    if variant.HAS_RIGHT:
+        seen = seen & (key <= query + mask.right)
     return seen
 
 
 @triton.jit
-def tile_offsets(stride_row, stride_feature, VEC: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
-                 ROWS: tl.constexpr, FEATURES: tl.constexpr):  # fmt: skip
-    """Offsets (ROWS, FEATURES) within a tile, in 64 bits if ``WIDE``: 32 bits save registers where they suffice.
+def tile_offsets(strides, ROWS: tl.constexpr, FEATURES: tl.constexpr, variant: tl.constexpr):
+    """Offsets (ROWS, FEATURES) within a tile."""
+    return offsets_of(strides, ROWS, FEATURES, variant.VEC, variant.UNIT, variant.WIDE)
 
-    The stride of rows comes divided by ``VEC``.
-    """
+
+@triton.jit
+def offsets_of(strides, ROWS: tl.constexpr, FEATURES: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
+               WIDE: tl.constexpr):  # fmt: skip
+    """Offsets (ROWS, FEATURES) within a tile, in 64 bits if ``WIDE``: 32 bits save registers where they suffice."""
+    stride_row, stride_feature = strides.n, strides.f
     row = tl.arange(0, ROWS)
     feature = tl.arange(0, FEATURES)
     if WIDE:
@@ -136,26 +222,26 @@ def load_tile(pointers, row, rows, F: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def load_factor(x, offsets, row, rows, distance, F: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """A tile as a factor of a `product`: if that takes pieces, several tiles, ``distance`` apart in memory, or cut here."""
-    if PRECISION == "pieces" or PRECISION == "pairs":
+def load_factor(ptr, x, row, rows, F: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """The tile at ``ptr`` of `Rows` as a factor of a `product`: as one tile, or in bf16 terms made before or here."""
+    if PRECISION == "3-term" or PRECISION == "2-term":
         factor = ()
-        for i in tl.static_range(2 if PRECISION == "pairs" else 3):
-            factor += (load_tile(x + i * distance + offsets, row, rows, F, MASKED),)
-    elif PRECISION == "cut":
-        factor = pieces_of(load_tile(x + offsets, row, rows, F, MASKED), 3)
+        for i in tl.static_range(2 if PRECISION == "2-term" else 3):
+            factor += (load_tile(ptr + i * x.term + x.offsets, row, rows, F, MASKED),)
+    elif PRECISION == "3-term here":
+        factor = terms_of(load_tile(ptr + x.offsets, row, rows, F, MASKED), 3)
     else:
-        factor = load_tile(x + offsets, row, rows, F, MASKED)
+        factor = load_tile(ptr + x.offsets, row, rows, F, MASKED)
     return factor
 
 
 @triton.jit
 def as_factor(tile, dtype: tl.constexpr, PRECISION: tl.constexpr):
     """A float32 tile as a factor of a `product` with one in ``dtype``."""
-    if PRECISION == "pieces" or PRECISION == "cut":
-        factor = pieces_of(tile, 3)
-    elif PRECISION == "pairs":
-        factor = pieces_of(tile, 2)
+    if PRECISION == "3-term" or PRECISION == "3-term here":
+        factor = terms_of(tile, 3)
+    elif PRECISION == "2-term":
+        factor = terms_of(tile, 2)
     elif PRECISION == "tf32" and dtype == tl.float32:
         factor = rounded_to_tf32(tile)
     else:
@@ -166,11 +252,11 @@ def as_factor(tile, dtype: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def transposed(factor, PRECISION: tl.constexpr):
     """A factor of a `product`, transposed."""
-    if PRECISION == "pieces" or PRECISION == "cut" or PRECISION == "pairs":
-        pieces = ()
+    if PRECISION == "3-term" or PRECISION == "3-term here" or PRECISION == "2-term":
+        terms = ()
         for i in tl.static_range(len(factor)):
-            pieces += (factor[i].T,)
-        factor = pieces
+            terms += (factor[i].T,)
+        factor = terms
     else:
         factor = factor.T
     return factor
@@ -188,10 +274,22 @@ def store_tile(pointers, tile, row, rows, F: tl.constexpr):
 
 
 @triton.jit
-def base_of(x, entry, row, head, stride_b, stride_n, stride_h, VEC: tl.constexpr):
-    """Address of feature 0 of a row, in 64 bits. Strides come divided by ``VEC``."""
-    return x + entry.to(tl.int64) * (stride_b * VEC) + row.to(tl.int64) * (stride_n * VEC) \
-        + head.to(tl.int64) * (stride_h * VEC)  # fmt: skip
+def base_of(x, batch, row, head, strides, VEC: tl.constexpr):
+    """Address of feature 0 of a row, in 64 bits."""
+    return x + batch.to(tl.int64) * (strides.b * VEC) + row.to(tl.int64) * (strides.n * VEC) \
+        + head.to(tl.int64) * (strides.h * VEC)  # fmt: skip
+
+
+@triton.jit
+def term_stride(sizes, length, heads, F: tl.constexpr, group=1):
+    """From a term to the next of a tensor (B, length, heads // group, F)."""
+    return tl.cast(sizes.batch_size, tl.int64) * length * (heads // group) * F
+
+
+@triton.jit
+def part_base(x, batch, row, head, split, split_stride, strides, variant: tl.constexpr):
+    """`base_of` a row of a result or, if it is split, of one of its parts."""
+    return base_of(x, batch, row, head, strides, variant.VEC) + split * (split_stride * variant.VEC)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -199,203 +297,185 @@ def base_of(x, entry, row, head, stride_b, stride_n, stride_h, VEC: tl.constexpr
 # ----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def attend(
-    acc, total, shift, q, k, v, k_offsets, v_offsets, k_step, v_step, k_piece, v_piece,
-    begin, end, position, keys, left, right, scale,
-    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Walk over keys ``begin … end``: sums with values (M, E), sums of exponentials and largest logits (M,).
+class Softmax(NamedTuple):
+    """Of a tile of queries, so far."""
 
-    The largest logit, ``shift``, is in powers of two. It is kept as rounded, so that sums shrink by exactly 1 where
-    it stays the same: ``top * scale − shift``, one fused operation, is the rounding of that product instead of zero.
+    acc: tl.tensor  # (M, E): weighted sums of values
+    row_sum: tl.tensor  # (M,): of exponentials
+    row_max: tl.tensor  # (M,): the largest logits, in powers of two
+
+
+@triton.jit
+def attend(softmax, q, k, v, begin, end, position, mask, scale, MASKED: tl.constexpr, variant: tl.constexpr):
+    """KV loop over keys ``begin … end``.
+
+    ``row_max`` is kept as rounded, so that sums are rescaled by exactly 1 where it stays the same: ``max * scale −
+    row_max``, one fused operation, is the rounding of that product instead of zero.
     """
+    acc, row_sum, row_max = softmax
+    PRECISION: tl.constexpr = variant.PRECISION
+    BLOCK_N: tl.constexpr = variant.BLOCK_N
+    k_step, v_step = k.strides.n * variant.VEC, v.strides.n * variant.VEC
     for n in tl.range(begin, end, BLOCK_N):
-        k_tile = load_factor(k + n * k_step, k_offsets, n, keys, k_piece, D, MASKED, PRECISION)
+        k_tile = load_factor(k.ptr + n * k_step, k, n, mask.keys, variant.D, MASKED, PRECISION)
         logits = tl.zeros((acc.shape[0], BLOCK_N), dtype=tl.float32)
         logits = product(q, transposed(k_tile, PRECISION), logits, PRECISION)
-        if NEGATIVE:
+        if variant.NEGATIVE:
             logits = -logits
         if MASKED:
             key = n + tl.arange(0, BLOCK_N)
-            seen = visible(position[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
-            logits = tl.where(seen, logits, float("-inf"))
-        new_shift = tl.maximum(shift, tl.max(logits, axis=1) * scale)
-        base = new_shift
+            logits = tl.where(visible(position[:, None], key[None, :], mask, variant), logits, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(logits, axis=1) * scale)
+        base = new_max
         if MASKED:  # a row that has seen no key yet: −inf − (−inf) must not become NaN
-            base = tl.where(new_shift == float("-inf"), 0.0, new_shift)
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = power_of_two(logits * scale - base[:, None])
-        shrink = power_of_two(shift - base)
-        total = total * shrink + tl.sum(weights, axis=1)
-        acc = acc * shrink[:, None]
-        v_tile = load_factor(v + n * v_step, v_offsets, n, keys, v_piece, E, MASKED, PRECISION)
-        acc = product(as_factor(weights, v.dtype.element_ty, PRECISION), v_tile, acc, PRECISION)
-        shift = new_shift
-    return acc, total, shift
-
-
-# Every number is a run-time value of declared type: none of them ever causes a compilation.
-SIZES = ("tokens keys heads group blocks section splits sequences cu_q_stride cu_k_stride left right scale").split()
-
-
-def stride_names(*names: str) -> list[str]:
-    """Parameters that hold the strides (b, n, h, feature) of tensors."""
-    return [f"{name}_{axis}" for name in names for axis in "bnhf"]
-
-
-@triton.jit(do_not_specialize=[*SIZES, "entries", "out_split", *stride_names("q", "k", "v", "out")])
-def forward_kernel(
-    q, k, v, out, lse, statistics, cu_seqlens_q, cu_seqlens_k,
-    tokens: tl.int32, keys: tl.int32, heads: tl.int32, group: tl.int32, blocks: tl.int32, section: tl.int32,
-    splits: tl.int32, sequences: tl.int32, cu_q_stride: tl.int64, cu_k_stride: tl.int64,
-    left: tl.int32, right: tl.int32, scale: tl.float32,
-    entries: tl.int32, out_split: tl.int64,
-    q_b: tl.int64, q_n: tl.int64, q_h: tl.int64, q_f: tl.int64,
-    k_b: tl.int64, k_n: tl.int64, k_h: tl.int64, k_f: tl.int64,
-    v_b: tl.int64, v_n: tl.int64, v_h: tl.int64, v_f: tl.int64,
-    out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_f: tl.int64,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
-    WIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    SHORT: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """One tile of queries of one head, over one part of its keys.
-
-    With ``PRECISION`` ``pieces``, ``k`` and ``v`` are what `pieces_kernel` made of them, and so are their strides.
-    Writes ``out`` (parts, B, N, H, E), ``lse`` (B, H, N) if there is one part, and ``statistics`` (parts, 2, B, H, N):
-    the largest logit of a row in powers of two, and the sum of its exponentials relative to that.
-    """
-    if OVERLAP:  # with the launch that merges parts, which waits for this one
-        gdc_launch_dependents()
-    block, row = program_order(blocks * splits, entries * heads, section)
-    split = block % splits
-    block = block // splits
-    if HAS_RIGHT:  # the last queries see the most keys
-        block = blocks - 1 - block
-    entry, head = row // heads, row % heads
-    m, q_start, tokens_here, k_start, keys_here = tile_bounds(
-        block, cu_seqlens_q, cu_q_stride, cu_seqlens_k, cu_k_stride, tokens, keys, sequences, BLOCK_M
-    )
-    if m < tokens_here:
-        q_base = base_of(q, entry, q_start + m, head, q_b, q_n, q_h, VEC)
-        k_base = base_of(k, entry, k_start, head // group, k_b, k_n, k_h, VEC)
-        v_base = base_of(v, entry, k_start, head // group, v_b, v_n, v_h, VEC)
-        k_offsets = tile_offsets(k_n, k_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_D)
-        v_offsets = tile_offsets(v_n, v_f, VEC, UNIT, WIDE, BLOCK_N, BLOCK_E)
-        q_offsets = tile_offsets(q_n, q_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_D)
-        q_piece = tl.cast(entries, tl.int64) * tokens * heads * D
-        q_tile = load_factor(q_base, q_offsets, m, tokens_here, q_piece, D, True, PRECISION)
-        k_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * D
-        v_piece = tl.cast(entries, tl.int64) * keys * (heads // group) * E
-
-        offset = keys_here - tokens_here  # the last query stands at the last key
-        position = m + offset + tl.arange(0, BLOCK_M)
-        last = tl.minimum(m + BLOCK_M, tokens_here) - 1 + offset
-        begin, full_begin, full_end, end = walk_bounds(
-            m + offset, last, left, right, keys_here, split, splits, HAS_LEFT, HAS_RIGHT, BLOCK_N
-        )
-        acc = tl.zeros((BLOCK_M, BLOCK_E), dtype=tl.float32)
-        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        shift = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-        if SHORT:
-            acc, total, shift = attend(
-                acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_piece, v_piece,
-                begin, end, position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
-            )  # fmt: skip
-        else:
-            if HAS_LEFT:
-                acc, total, shift = attend(
-                    acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_piece, v_piece,
-                    begin, full_begin, position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
-                )  # fmt: skip
-            acc, total, shift = attend(
-                acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_piece, v_piece,
-                full_begin, full_end, position, keys_here, left, right, scale, False, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
-            )  # fmt: skip
-            acc, total, shift = attend(
-                acc, total, shift, q_tile, k_base, v_base, k_offsets, v_offsets, k_n * VEC, v_n * VEC, k_piece, v_piece,
-                full_end, end, position, keys_here, left, right, scale, True, HAS_LEFT, HAS_RIGHT, NEGATIVE, D, E, PRECISION, BLOCK_N,
-            )  # fmt: skip
-
-        out_base = base_of(out, entry, q_start + m, head, out_b, out_n, out_h, VEC) + split * (out_split * VEC)
-        out_offsets = tile_offsets(out_n, out_f, VEC, UNIT, WIDE, BLOCK_M, BLOCK_E)
-        some = tl.where(total == 0.0, 1.0, total)  # where no key was seen: 0 / 1, and lse −inf + 0
-        store_tile(out_base + out_offsets, acc / some[:, None], m, tokens_here, E)
-        size = tl.cast(entries, tl.int64) * heads * tokens
-        rows = row.to(tl.int64) * tokens + q_start + m + tl.arange(0, BLOCK_M)
-        there = m + tl.arange(0, BLOCK_M) < tokens_here
-        tl.store(statistics + split * 2 * size + rows, shift, mask=there)
-        tl.store(statistics + (split * 2 + 1) * size + rows, total, mask=there)
-        if lse is not None:
-            tl.store(lse + rows, (shift + tl.log2(some)) * LN_2, mask=there)
+        rescale = power_of_two(row_max - base)
+        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
+        acc = acc * rescale[:, None]
+        v_tile = load_factor(v.ptr + n * v_step, v, n, mask.keys, variant.E, MASKED, PRECISION)
+        acc = product(as_factor(weights, v.ptr.dtype.element_ty, PRECISION), v_tile, acc, PRECISION)
+        row_max = new_max
+    return Softmax(acc, row_sum, row_max)
 
 
 @triton.jit
-def cut_rows(x, pieces, program, rows, tokens, heads, x_b, x_n, x_h, x_f,
-             F: tl.constexpr, PIECES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr):  # fmt: skip
-    """Block number ``program`` of rows of a tensor in pieces, if it has that; the number in the tensor after it."""
+def forward_kernel(
+    q, k, v, out, lse, statistics, cu_seqlens_q, cu_seqlens_k,
+    sizes: Sizes, out_split: tl.int64,
+    q_strides: Strides, k_strides: Strides, v_strides: Strides, out_strides: Strides,
+    variant: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head, over one split of its KV loop.
+
+    With ``PRECISION`` in terms made before, ``k`` and ``v`` are what `terms_kernel` made of them, and so are their strides.
+    Writes ``out`` (splits, B, N, H, E), ``lse`` (B, H, N) if there is one split, and ``statistics`` (splits, 2, B, H, N):
+    row_max in powers of two, and row_sum relative to that.
+    """
+    if OVERLAP:  # with the launch that merges parts, which waits for this one
+        gdc_launch_dependents()
+    heads, group, scale = sizes.heads, sizes.group, sizes.scale
+    D: tl.constexpr = variant.D
+    E: tl.constexpr = variant.E
+    BLOCK_M: tl.constexpr = variant.BLOCK_M
+    BLOCK_N: tl.constexpr = variant.BLOCK_N
+    BLOCK_D: tl.constexpr = variant.BLOCK_D
+    BLOCK_E: tl.constexpr = variant.BLOCK_E
+    block, row = program_order(sizes.blocks * sizes.splits, sizes.batch_size * heads, sizes.section)
+    split = block % sizes.splits
+    block = block // sizes.splits
+    if variant.HAS_RIGHT:  # the last queries see the most keys
+        block = sizes.blocks - 1 - block
+    batch, head = row // heads, row % heads
+    m, q_start, tokens, k_start, keys = query_tile(block, cu_seqlens_q, cu_seqlens_k, sizes, BLOCK_M)
+    if m < tokens:
+        q_ptr = base_of(q, batch, q_start + m, head, q_strides, variant.VEC)
+        k_ptr = base_of(k, batch, k_start, head // group, k_strides, variant.VEC)
+        v_ptr = base_of(v, batch, k_start, head // group, v_strides, variant.VEC)
+        k_offsets = tile_offsets(k_strides, BLOCK_N, BLOCK_D, variant)
+        v_offsets = tile_offsets(v_strides, BLOCK_N, BLOCK_E, variant)
+        q_offsets = tile_offsets(q_strides, BLOCK_M, BLOCK_D, variant)
+        q_rows = Rows(q_ptr, q_offsets, q_strides, term_stride(sizes, sizes.tokens, heads, D))
+        q_tile = load_factor(q_ptr, q_rows, m, tokens, D, True, variant.PRECISION)
+        k_rows = Rows(k_ptr, k_offsets, k_strides, term_stride(sizes, sizes.keys, heads, D, group))
+        v_rows = Rows(v_ptr, v_offsets, v_strides, term_stride(sizes, sizes.keys, heads, E, group))
+
+        offset = keys - tokens  # the last query stands at the last key
+        position = m + offset + tl.arange(0, BLOCK_M)
+        last = tl.minimum(m + BLOCK_M, tokens) - 1 + offset
+        mask = Mask(keys, sizes.left, sizes.right)
+        begin, full_begin, full_end, end = key_bounds(m + offset, last, mask, split, sizes.splits, variant)
+        acc = tl.zeros((BLOCK_M, BLOCK_E), dtype=tl.float32)
+        row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        softmax = Softmax(acc, row_sum, row_max)
+        if SHORT:
+            softmax = attend(softmax, q_tile, k_rows, v_rows, begin, end, position, mask, scale, True, variant)
+        else:
+            if variant.HAS_LEFT:
+                softmax = attend(
+                    softmax, q_tile, k_rows, v_rows, begin, full_begin, position, mask, scale, True, variant
+                )
+            softmax = attend(
+                softmax, q_tile, k_rows, v_rows, full_begin, full_end, position, mask, scale, False, variant
+            )
+            softmax = attend(softmax, q_tile, k_rows, v_rows, full_end, end, position, mask, scale, True, variant)
+        acc, row_sum, row_max = softmax
+
+        out_ptr = part_base(out, batch, q_start + m, head, split, out_split, out_strides, variant)
+        out_offsets = tile_offsets(out_strides, BLOCK_M, BLOCK_E, variant)
+        some = tl.where(row_sum == 0.0, 1.0, row_sum)  # where no key was seen: 0 / 1, and lse −inf + 0
+        store_tile(out_ptr + out_offsets, acc / some[:, None], m, tokens, E)
+        size = tl.cast(sizes.batch_size, tl.int64) * heads * sizes.tokens
+        rows = row.to(tl.int64) * sizes.tokens + q_start + m + tl.arange(0, BLOCK_M)
+        in_range = m + tl.arange(0, BLOCK_M) < tokens
+        tl.store(statistics + split * 2 * size + rows, row_max, mask=in_range)
+        tl.store(statistics + (split * 2 + 1) * size + rows, row_sum, mask=in_range)
+        if lse is not None:
+            tl.store(lse + rows, (row_max + tl.log2(some)) * LN_2, mask=in_range)
+
+
+@triton.jit
+def split_rows(x, terms, program, rows, tokens, heads, strides,
+               F: tl.constexpr, TERMS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr):  # fmt: skip
+    """Block number ``program`` of rows of a tensor in terms, if it has that; the number in the tensor after it."""
     blocks = tl.cdiv(rows, BLOCK_R)
     if (program >= 0) & (program < blocks):
         row = program * BLOCK_R + tl.arange(0, BLOCK_R)
-        head, token, entry = row % heads, row // heads % tokens, row // heads // tokens
+        head, token, batch = row % heads, row // heads % tokens, row // heads // tokens
         feature = tl.arange(0, BLOCK_F)
-        inside = (row < rows)[:, None] & (feature < F)[None, :]
-        cells = (entry * x_b + token * x_n + head * x_h)[:, None] + (feature * x_f)[None, :]
-        cut = pieces_of(tl.load(x + cells, mask=inside, other=0.0), PIECES)
-        out = pieces + (row * F)[:, None] + feature[None, :]
-        for i in tl.static_range(PIECES):
-            tl.store(out + i * rows * F, cut[i], mask=inside)
+        mask = (row < rows)[:, None] & (feature < F)[None, :]
+        offsets = (batch * strides.b + token * strides.n + head * strides.h)[:, None] + (feature * strides.f)[
+            None, :
+        ]
+        tile = terms_of(tl.load(x + offsets, mask=mask, other=0.0), TERMS)
+        ptrs = terms + (row * F)[:, None] + feature[None, :]
+        for i in tl.static_range(TERMS):
+            tl.store(ptrs + i * rows * F, tile[i], mask=mask)
     return program - blocks
 
 
-@triton.jit(do_not_specialize=["tokens", "keys", "heads", "key_heads", "entries",
-                               *stride_names("q", "k", "v", "grad")])  # fmt: skip
-def pieces_kernel(
-    q, k, v, grad, q_pieces, k_pieces, v_pieces, grad_pieces,
-    tokens: tl.int32, keys: tl.int32, heads: tl.int32, key_heads: tl.int32, entries: tl.int32,
-    q_b: tl.int64, q_n: tl.int64, q_h: tl.int64, q_f: tl.int64,
-    k_b: tl.int64, k_n: tl.int64, k_h: tl.int64, k_f: tl.int64,
-    v_b: tl.int64, v_n: tl.int64, v_h: tl.int64, v_f: tl.int64,
-    grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_f: tl.int64,
-    D: tl.constexpr, E: tl.constexpr, PIECES: tl.constexpr,
+@triton.jit
+def terms_kernel(
+    q, k, v, grad, q_terms, k_terms, v_terms, grad_terms,
+    tokens: tl.int32, keys: tl.int32, heads: tl.int32, key_heads: tl.int32, batch_size: tl.int32,
+    q_strides: Strides, k_strides: Strides, v_strides: Strides, grad_strides: Strides,
+    D: tl.constexpr, E: tl.constexpr, TERMS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Float32 tensors (B, N, H, F) as sums of several in bfloat16 each, pieces (PIECES, B, N, H, F) without gaps.
+    """Float32 tensors (B, N, H, F) as sums of several in bfloat16 each, terms (TERMS, B, N, H, F) without gaps.
 
     In the forward there are no gradients of the output. With ``OVERLAP`` it runs beside
     `kernels.backward.prepare_kernel`, of which it reads nothing, and does not end before that has ended.
     """
     program = tl.program_id(0).to(tl.int64)
-    query_rows = tl.cast(entries, tl.int64) * tokens * heads
-    key_rows = tl.cast(entries, tl.int64) * keys * key_heads
-    program = cut_rows(
-        k, k_pieces, program, key_rows, keys, key_heads, k_b, k_n, k_h, k_f, D, PIECES, BLOCK_R, BLOCK_D
-    )
-    program = cut_rows(
-        v, v_pieces, program, key_rows, keys, key_heads, v_b, v_n, v_h, v_f, E, PIECES, BLOCK_R, BLOCK_E
-    )
-    program = cut_rows(
-        q, q_pieces, program, query_rows, tokens, heads, q_b, q_n, q_h, q_f, D, PIECES, BLOCK_R, BLOCK_D
-    )
+    query_rows = tl.cast(batch_size, tl.int64) * tokens * heads
+    key_rows = tl.cast(batch_size, tl.int64) * keys * key_heads
+    program = split_rows(k, k_terms, program, key_rows, keys, key_heads, k_strides, D, TERMS, BLOCK_R, BLOCK_D)
+    program = split_rows(v, v_terms, program, key_rows, keys, key_heads, v_strides, E, TERMS, BLOCK_R, BLOCK_E)
+    program = split_rows(q, q_terms, program, query_rows, tokens, heads, q_strides, D, TERMS, BLOCK_R, BLOCK_D)
     if grad is not None:
-        cut_rows(
-            grad, grad_pieces, program, query_rows, tokens, heads, grad_b, grad_n, grad_h, grad_f, E, PIECES, BLOCK_R, BLOCK_E
-        )  # fmt: skip
+        split_rows(grad, grad_terms, program, query_rows, tokens, heads, grad_strides, E, TERMS, BLOCK_R, BLOCK_E)
     if OVERLAP:
         if tl.program_id(0) == 0:  # one program is enough to hold what is launched next
             gdc_wait()
 
 
-@triton.jit(do_not_specialize=["rows", "tokens", "heads", "splits", "out_split", *stride_names("out")])
+@triton.jit
+def row_offsets(batch, token, head, strides, VEC: tl.constexpr):
+    """Offsets (R,) of rows, each of any batch entry, head and token."""
+    return batch * (strides.b * VEC) + token * (strides.n * VEC) + head * (strides.h * VEC)
+
+
+@triton.jit
 def combine_kernel(
     part, part_statistics, out, lse, statistics,
     rows: tl.int64, tokens: tl.int32, heads: tl.int32, splits: tl.int32, out_split: tl.int64,
-    out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_f: tl.int64,
+    out_strides: Strides,
     VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """What `forward_kernel` writes for one part, from what it wrote for each of several; always in the same order.
+    """What `forward_kernel` writes for one split, from what it wrote for each of several; always in the same order.
 
     A row is a (batch entry, head, token), tokens fastest, as in ``lse``. Parts are in float32, with the strides of
     ``out``.
@@ -403,36 +483,38 @@ def combine_kernel(
     if EARLY:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    there = row < rows
-    token, head, entry = row % tokens, row // tokens % heads, row // tokens // heads
+    in_range = row < rows
+    token, head, batch = row % tokens, row // tokens % heads, row // tokens // heads
     feature = tl.arange(0, BLOCK_E)
-    inside = there[:, None] & (feature < E)[None, :]
-    starts = entry * (out_b * VEC) + token * (out_n * VEC) + head * (out_h * VEC)
-    cells = starts[:, None] + (feature if UNIT else feature * out_f)[None, :]
-    top = tl.full((BLOCK_R,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK_R,), dtype=tl.float32)
+    mask = in_range[:, None] & (feature < E)[None, :]
+    starts = row_offsets(batch, token, head, out_strides, VEC)
+    offsets = starts[:, None] + (feature if UNIT else feature * out_strides.f)[None, :]
+    row_max = tl.full((BLOCK_R,), float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros((BLOCK_R,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.float32)
     for first in range(0, splits, PARTS_AHEAD):
-        tops, totals, tiles = (), (), ()
+        maxima, sums, tiles = (), (), ()
         for i in tl.static_range(PARTS_AHEAD):
             split = first + i
             left = split < splits
-            tops += (tl.load(part_statistics + split * 2 * rows + row, mask=there & left, other=float("-inf")),)
-            totals += (tl.load(part_statistics + (split * 2 + 1) * rows + row, mask=there & left, other=0.0),)
-            tiles += (tl.load(part + split * (out_split * VEC) + cells, mask=inside & left, other=0.0),)
-        before = top
+            maxima += (
+                tl.load(part_statistics + split * 2 * rows + row, mask=in_range & left, other=float("-inf")),
+            )
+            sums += (tl.load(part_statistics + (split * 2 + 1) * rows + row, mask=in_range & left, other=0.0),)
+            tiles += (tl.load(part + split * (out_split * VEC) + offsets, mask=mask & left, other=0.0),)
+        before = row_max
         for i in tl.static_range(PARTS_AHEAD):
-            top = tl.maximum(top, tops[i])
-        shift = tl.where(top == float("-inf"), 0.0, top)
-        shrink = power_of_two(before - shift)
-        total *= shrink
-        acc *= shrink[:, None]
+            row_max = tl.maximum(row_max, maxima[i])
+        base = tl.where(row_max == float("-inf"), 0.0, row_max)
+        rescale = power_of_two(before - base)
+        row_sum *= rescale
+        acc *= rescale[:, None]
         for i in tl.static_range(PARTS_AHEAD):
-            weight = totals[i] * power_of_two(tops[i] - shift)
-            total += weight
+            weight = sums[i] * power_of_two(maxima[i] - base)
+            row_sum += weight
             acc += weight[:, None] * tiles[i]
-    some = tl.where(total == 0.0, 1.0, total)  # where no key was seen: 0 / 1, and lse −inf + 0
-    tl.store(out + cells, rounded(acc / some[:, None], out.dtype.element_ty), mask=inside)
-    tl.store(statistics + row, top, mask=there)
-    tl.store(statistics + rows + row, total, mask=there)
-    tl.store(lse + row, (top + tl.log2(some)) * LN_2, mask=there)
+    some = tl.where(row_sum == 0.0, 1.0, row_sum)  # where no key was seen: 0 / 1, and lse −inf + 0
+    tl.store(out + offsets, rounded(acc / some[:, None], out.dtype.element_ty), mask=mask)
+    tl.store(statistics + row, row_max, mask=in_range)
+    tl.store(statistics + rows + row, row_sum, mask=in_range)
+    tl.store(lse + row, (row_max + tl.log2(some)) * LN_2, mask=in_range)

@@ -1,8 +1,8 @@
-"""Triton kernel of flash attention's backward for few short walks, bound by the latency of their steps.
+"""Triton kernel of flash attention's backward for small problems, bound by the latency of a loop's steps.
 
 A program owns 16 rows, the fewest that a matrix instruction takes, so that there are many programs. Each of its warps
-walks on its own: of a step's ``WAYS · BLOCK`` rows, warp ``w`` takes the ``BLOCK`` from ``w · BLOCK`` on, keeps its
-own sums, and these are merged once, at the end of the walk. Within the walk warps wait for each other's copies alone.
+loops on its own: of a step's ``WAYS · BLOCK`` rows, warp ``w`` takes the ``BLOCK`` from ``w · BLOCK`` on, keeps its
+own sums, and these are merged once, at the end. Within the loop warps wait for each other's copies alone.
 
 Tensors have the way as their first axis: keys come in tiles (WAYS, N, D), logits are (WAYS, M, N), sums (WAYS, M, D);
 products of three axes run one way a warp. Masks are those of causal or full attention. D is a power of two, the same
@@ -17,7 +17,15 @@ from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.activations import INTERPRETED, power_of_two
 from warploom.device.product import rounded
-from warploom.ops.flash_attention.kernels.forward import base_of, load_tile, store_tile, stride_names, tile_offsets
+from warploom.ops.flash_attention.kernels.backward import Queries
+from warploom.ops.flash_attention.kernels.forward import (
+    Rows,
+    Strides,
+    base_of,
+    load_tile,
+    offsets_of,
+    store_tile,
+)
 
 ROWS = tl.constexpr(16)  # of a program
 
@@ -44,35 +52,49 @@ def rows_of_ways(WAYS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def ways_offsets(stride_row, VEC: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr):
-    """Offsets (WAYS, BLOCK, D) within the rows of a step. The stride of rows comes divided by ``VEC``."""
-    rows = rows_of_ways(WAYS, BLOCK) * (stride_row.to(tl.int32) * VEC)
+def ways_offsets(strides, VEC: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr):
+    """Offsets (WAYS, BLOCK, D) within the rows of a step."""
+    rows = rows_of_ways(WAYS, BLOCK) * (strides.n.to(tl.int32) * VEC)
     return rows[:, :, None] + tl.arange(0, D)[None, None, :]
 
 
 @triton.jit
-def load_ways(pointers, row, rows):
-    """The rows of a step; zeros from row number ``rows`` on."""
-    there = row + rows_of_ways(pointers.shape[0], pointers.shape[1]) < rows
-    return tl.load(pointers, mask=there[:, :, None], other=0.0)
+def ways_of(ptr, strides, VEC: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr):
+    """`Rows` from ``ptr`` on of a head of a tensor, in steps (WAYS, BLOCK, D)."""
+    return Rows(ptr, ways_offsets(strides, VEC, WAYS, BLOCK, D), strides, 0)
 
 
 @triton.jit
-def walk_keys_ways(
-    dq, q, do, k, v, row_shift, row_delta, k_offsets, v_offsets, k_step, v_step, begin, end, position, keys, right,
-    scale, CAUSAL: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr,
+def load_ways(ptr, x, row, rows):
+    """The rows at ``ptr`` of a step; zeros from row number ``rows`` on."""
+    ptrs = ptr + x.offsets
+    mask = row + rows_of_ways(ptrs.shape[0], ptrs.shape[1]) < rows
+    return tl.load(ptrs, mask=mask[:, :, None], other=0.0)
+
+
+@triton.jit
+def own_offsets(strides, VEC: tl.constexpr, D: tl.constexpr):
+    """Offsets (ROWS, D) of the rows of a program."""
+    return offsets_of(strides, ROWS, D, VEC, True, False)
+
+
+@triton.jit
+def kv_loop_ways(
+    dq, q, do, k, v, row_lse, row_delta, end, position, keys, right, scale,
+    CAUSAL: tl.constexpr, VEC: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`kernels.backward.walk_keys` of every way."""
-    for n in tl.range(begin, end, WAYS * BLOCK):
-        k_tile = load_ways(k + n * k_step + k_offsets, n, keys)
+    """`kernels.backward.kv_loop` of every way, from the first key on."""
+    k_step, v_step = k.strides.n * VEC, v.strides.n * VEC
+    for n in tl.range(0, end, WAYS * BLOCK):
+        k_tile = load_ways(k.ptr + n * k_step, k, n, keys)
         logits = products(q, tl.permute(k_tile, (0, 2, 1)), tl.zeros((WAYS, ROWS, BLOCK), dtype=tl.float32))
-        weights = power_of_two(logits * scale - row_shift[None, :, None])
+        weights = power_of_two(logits * scale - row_lse[None, :, None])
         key = n + rows_of_ways(WAYS, BLOCK)
-        seen = (key < keys)[:, None, :]
+        mask = (key < keys)[:, None, :]
         if CAUSAL:
-            seen = seen & (key[:, None, :] <= (position + right)[None, :, None])
-        weights = tl.where(seen, weights, 0.0)
-        v_tile = load_ways(v + n * v_step + v_offsets, n, keys)
+            mask = mask & (key[:, None, :] <= (position + right)[None, :, None])
+        weights = tl.where(mask, weights, 0.0)
+        v_tile = load_ways(v.ptr + n * v_step, v, n, keys)
         dweights = products(do, tl.permute(v_tile, (0, 2, 1)), tl.zeros((WAYS, ROWS, BLOCK), dtype=tl.float32))
         dlogits = weights * (dweights - row_delta[None, :, None])
         dq = products(rounded(dlogits, k_tile.dtype), k_tile, dq)
@@ -80,25 +102,28 @@ def walk_keys_ways(
 
 
 @triton.jit
-def walk_queries_ways(
-    dk, dv, k, v, q, do, shift, delta, q_offsets, do_offsets, q_step, do_step, q_h, do_h, group, begin, end, key,
-    tokens, offset, right, scale, CAUSAL: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr,
+def query_loop_ways(
+    dk, dv, k, v, queries, begin, key, right, scale,
+    CAUSAL: tl.constexpr, VEC: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`kernels.backward.walk_queries` of every way."""
-    steps = tl.cdiv(end - begin, WAYS * BLOCK)
+    """`kernels.backward.query_loop` of every way, up to the last query."""
+    q, do, lse, delta, _, row_h, group, tokens, offset = queries
+    q_step, do_step = q.strides.n * VEC, do.strides.n * VEC
+    q_head, do_head = q.strides.h * VEC, do.strides.h * VEC
+    steps = tl.cdiv(tokens - begin, WAYS * BLOCK)
     for step in tl.range(0, group * steps):
         member = step // steps
         m = begin + (step - member * steps) * (WAYS * BLOCK)
         query = m + rows_of_ways(WAYS, BLOCK)
-        row = member.to(tl.int64) * tokens + query
-        q_tile = load_ways(q + member * q_h + m * q_step + q_offsets, m, tokens)
+        row = member.to(tl.int64) * row_h + query
+        q_tile = load_ways(q.ptr + member * q_head + m * q_step, q, m, tokens)
         logits = products(k, tl.permute(q_tile, (0, 2, 1)), tl.zeros((WAYS, ROWS, BLOCK), dtype=tl.float32))
-        row_shift = tl.load(shift + row, mask=query < tokens, other=float("inf"))
+        row_lse = tl.load(lse + row, mask=query < tokens, other=float("inf"))
         row_delta = tl.load(delta + row, mask=query < tokens, other=0.0)
-        weights = power_of_two(logits * scale - row_shift[:, None, :])
+        weights = power_of_two(logits * scale - row_lse[:, None, :])
         if CAUSAL:
             weights = tl.where(key[None, :, None] <= (query + offset + right)[:, None, :], weights, 0.0)
-        do_tile = load_ways(do + member * do_h + m * do_step + do_offsets, m, tokens)
+        do_tile = load_ways(do.ptr + member * do_head + m * do_step, do, m, tokens)
         dv = products(rounded(weights, do_tile.dtype), do_tile, dv)
         dweights = products(v, tl.permute(do_tile, (0, 2, 1)), tl.zeros((WAYS, ROWS, BLOCK), dtype=tl.float32))
         dlogits = weights * (dweights - row_delta[:, None, :])
@@ -106,23 +131,13 @@ def walk_queries_ways(
     return dk, dv
 
 
-# Every number is a run-time value of declared type: none of them ever causes a compilation.
-NUMBERS = "tokens keys heads group blocks right scale".split()
-
-
-@triton.jit(do_not_specialize=[*NUMBERS, "key_blocks", "entries", "slope",
-                               *stride_names("q", "k", "v", "grad", "dq", "dk", "dv")])  # fmt: skip
-def backward_few_kernel(
-    q, k, v, grad, shift, delta, dq, dk, dv,
+@triton.jit
+def backward_small_kernel(
+    q, k, v, grad, lse, delta, dq, dk, dv,
     tokens: tl.int32, keys: tl.int32, heads: tl.int32, group: tl.int32, blocks: tl.int32, key_blocks: tl.int32,
-    right: tl.int32, scale: tl.float32, slope: tl.float32, entries: tl.int32,
-    q_b: tl.int64, q_n: tl.int64, q_h: tl.int64, q_f: tl.int64,
-    k_b: tl.int64, k_n: tl.int64, k_h: tl.int64, k_f: tl.int64,
-    v_b: tl.int64, v_n: tl.int64, v_h: tl.int64, v_f: tl.int64,
-    grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_f: tl.int64,
-    dq_b: tl.int64, dq_n: tl.int64, dq_h: tl.int64, dq_f: tl.int64,
-    dk_b: tl.int64, dk_n: tl.int64, dk_h: tl.int64, dk_f: tl.int64,
-    dv_b: tl.int64, dv_n: tl.int64, dv_h: tl.int64, dv_f: tl.int64,
+    right: tl.int32, scale: tl.float32, slope: tl.float32, batch_size: tl.int32,
+    q_strides: Strides, k_strides: Strides, v_strides: Strides, grad_strides: Strides,
+    dq_strides: Strides, dk_strides: Strides, dv_strides: Strides,
     CAUSAL: tl.constexpr, VEC: tl.constexpr, D: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -130,66 +145,62 @@ def backward_few_kernel(
     if EARLY:
         gdc_wait()
     key_heads = heads // group
-    key_programs = key_blocks * entries * key_heads
+    key_programs = key_blocks * batch_size * key_heads
     offset = keys - tokens  # the last query stands at the last key
     local = tl.arange(0, ROWS)
     if tl.program_id(0) < key_programs:
-        block, row = tl.program_id(0) // (entries * key_heads), tl.program_id(0) % (entries * key_heads)
-        entry, key_head = row // key_heads, row % key_heads
+        block, row = tl.program_id(0) // (batch_size * key_heads), tl.program_id(0) % (batch_size * key_heads)
+        batch, key_head = row // key_heads, row % key_heads
         n = block * ROWS
-        k_base = base_of(k, entry, n, key_head, k_b, k_n, k_h, VEC)
-        v_base = base_of(v, entry, n, key_head, v_b, v_n, v_h, VEC)
-        k_tile = load_tile(k_base + tile_offsets(k_n, k_f, VEC, True, False, ROWS, D), n, keys, D, True)
-        v_tile = load_tile(v_base + tile_offsets(v_n, v_f, VEC, True, False, ROWS, D), n, keys, D, True)
+        k_ptr = base_of(k, batch, n, key_head, k_strides, VEC)
+        v_ptr = base_of(v, batch, n, key_head, v_strides, VEC)
+        k_tile = load_tile(k_ptr + own_offsets(k_strides, VEC, D), n, keys, D, True)
+        v_tile = load_tile(v_ptr + own_offsets(v_strides, VEC, D), n, keys, D, True)
         head = key_head * group
-        q_base = base_of(q, entry, n * 0, head, q_b, q_n, q_h, VEC)
-        grad_base = base_of(grad, entry, n * 0, head, grad_b, grad_n, grad_h, VEC)
-        q_offsets = ways_offsets(q_n, VEC, WAYS, BLOCK, D)
-        grad_offsets = ways_offsets(grad_n, VEC, WAYS, BLOCK, D)
-        first = (entry.to(tl.int64) * heads + head) * tokens
+        q_ptr = base_of(q, batch, n * 0, head, q_strides, VEC)
+        do_ptr = base_of(grad, batch, n * 0, head, grad_strides, VEC)
+        q_rows = ways_of(q_ptr, q_strides, VEC, WAYS, BLOCK, D)
+        do_rows = ways_of(do_ptr, grad_strides, VEC, WAYS, BLOCK, D)
+        first = (batch.to(tl.int64) * heads + head) * tokens
         begin = n * 0
         if CAUSAL:
             begin = tl.minimum(tl.maximum(n - offset - right, 0), tokens) // BLOCK * BLOCK
         dk_ways = tl.zeros((WAYS, ROWS, D), dtype=tl.float32)
         dv_ways = tl.zeros((WAYS, ROWS, D), dtype=tl.float32)
-        dk_ways, dv_ways = walk_queries_ways(
-            dk_ways, dv_ways, on_every_way(k_tile, WAYS), on_every_way(v_tile, WAYS), q_base, grad_base,
-            shift + first, delta + first, q_offsets, grad_offsets, q_n * VEC, grad_n * VEC, q_h * VEC, grad_h * VEC,
-            group, begin, tokens, n + local, tokens, offset, right, scale, CAUSAL, WAYS, BLOCK,
+        dk_ways, dv_ways = query_loop_ways(
+            dk_ways, dv_ways, on_every_way(k_tile, WAYS), on_every_way(v_tile, WAYS),
+            Queries(q_rows, do_rows, lse + first, delta + first, None, tokens, group, tokens, offset),
+            begin, n + local, right, scale, CAUSAL, VEC, WAYS, BLOCK,
         )  # fmt: skip
-        dk_base = base_of(dk, entry, n, key_head, dk_b, dk_n, dk_h, VEC)
-        dv_base = base_of(dv, entry, n, key_head, dv_b, dv_n, dv_h, VEC)
-        dk_offsets = tile_offsets(dk_n, dk_f, VEC, True, False, ROWS, D)
-        dv_offsets = tile_offsets(dv_n, dv_f, VEC, True, False, ROWS, D)
-        store_tile(dk_base + dk_offsets, tl.sum(dk_ways, axis=0) * slope, n, keys, D)
-        store_tile(dv_base + dv_offsets, tl.sum(dv_ways, axis=0), n, keys, D)
+        dk_ptr = base_of(dk, batch, n, key_head, dk_strides, VEC)
+        dv_ptr = base_of(dv, batch, n, key_head, dv_strides, VEC)
+        dk_offsets, dv_offsets = own_offsets(dk_strides, VEC, D), own_offsets(dv_strides, VEC, D)
+        store_tile(dk_ptr + dk_offsets, tl.sum(dk_ways, axis=0) * slope, n, keys, D)
+        store_tile(dv_ptr + dv_offsets, tl.sum(dv_ways, axis=0), n, keys, D)
     else:
         program = tl.program_id(0) - key_programs
-        block, row = program // (entries * heads), program % (entries * heads)
+        block, row = program // (batch_size * heads), program % (batch_size * heads)
         if CAUSAL:  # the last queries see the most keys
             block = blocks - 1 - block
-        entry, head = row // heads, row % heads
+        batch, head = row // heads, row % heads
         m = block * ROWS
         position = m + offset + local
-        q_base = base_of(q, entry, m, head, q_b, q_n, q_h, VEC)
-        grad_base = base_of(grad, entry, m, head, grad_b, grad_n, grad_h, VEC)
-        q_tile = load_tile(q_base + tile_offsets(q_n, q_f, VEC, True, False, ROWS, D), m, tokens, D, True)
-        own_offsets = tile_offsets(grad_n, grad_f, VEC, True, False, ROWS, D)
-        grad_tile = load_tile(grad_base + own_offsets, m, tokens, D, True)
-        cells = row.to(tl.int64) * tokens + m + local
-        row_shift = tl.load(shift + cells, mask=m + local < tokens, other=float("inf"))
-        row_delta = tl.load(delta + cells, mask=m + local < tokens, other=0.0)
-        k_base = base_of(k, entry, m * 0, head // group, k_b, k_n, k_h, VEC)
-        v_base = base_of(v, entry, m * 0, head // group, v_b, v_n, v_h, VEC)
+        q_ptr = base_of(q, batch, m, head, q_strides, VEC)
+        do_ptr = base_of(grad, batch, m, head, grad_strides, VEC)
+        q_tile = load_tile(q_ptr + own_offsets(q_strides, VEC, D), m, tokens, D, True)
+        do_tile = load_tile(do_ptr + own_offsets(grad_strides, VEC, D), m, tokens, D, True)
+        rows = row.to(tl.int64) * tokens + m + local
+        row_lse = tl.load(lse + rows, mask=m + local < tokens, other=float("inf"))
+        row_delta = tl.load(delta + rows, mask=m + local < tokens, other=0.0)
+        k_ptr = base_of(k, batch, m * 0, head // group, k_strides, VEC)
+        v_ptr = base_of(v, batch, m * 0, head // group, v_strides, VEC)
         end = keys
         if CAUSAL:
             end = tl.minimum(keys, tl.maximum(m + ROWS + offset + right, 0))
-        dq_ways = walk_keys_ways(
-            tl.zeros((WAYS, ROWS, D), dtype=tl.float32), on_every_way(q_tile, WAYS), on_every_way(grad_tile, WAYS),
-            k_base, v_base, row_shift, row_delta, ways_offsets(k_n, VEC, WAYS, BLOCK, D),
-            ways_offsets(v_n, VEC, WAYS, BLOCK, D), k_n * VEC, v_n * VEC, 0, end, position, keys, right, scale,
-            CAUSAL, WAYS, BLOCK,
+        dq_ways = kv_loop_ways(
+            tl.zeros((WAYS, ROWS, D), dtype=tl.float32), on_every_way(q_tile, WAYS), on_every_way(do_tile, WAYS),
+            ways_of(k_ptr, k_strides, VEC, WAYS, BLOCK, D), ways_of(v_ptr, v_strides, VEC, WAYS, BLOCK, D),
+            row_lse, row_delta, end, position, keys, right, scale, CAUSAL, VEC, WAYS, BLOCK,
         )  # fmt: skip
-        dq_base = base_of(dq, entry, m, head, dq_b, dq_n, dq_h, VEC)
-        dq_offsets = tile_offsets(dq_n, dq_f, VEC, True, False, ROWS, D)
-        store_tile(dq_base + dq_offsets, tl.sum(dq_ways, axis=0) * slope, m, tokens, D)
+        dq_ptr = base_of(dq, batch, m, head, dq_strides, VEC)
+        store_tile(dq_ptr + own_offsets(dq_strides, VEC, D), tl.sum(dq_ways, axis=0) * slope, m, tokens, D)

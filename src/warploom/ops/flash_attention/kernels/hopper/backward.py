@@ -38,15 +38,13 @@ from warploom.device.hopper.pipeline import (
     received,
     store_tile,
 )
-from warploom.ops.flash_attention.kernels.hopper.forward import WORK, QueryCopies, copy_for_queries, split_strides
+from warploom.ops.flash_attention.kernels.hopper.forward import QueryCopies, copy_for_queries
 
 
-@gluon.jit(do_not_specialize=[*WORK, "slope", *split_strides("dq")])
+@gluon.jit
 def hopper_query_kernel(
     q_desc, k_desc, v_desc, do_desc, dq, lse, delta, counters,
-    tokens: gl.int32, keys: gl.int32, heads: gl.int32, group: gl.int32, rows: gl.int32, blocks: gl.int32,
-    section: gl.int32, splits: gl.int32, right: gl.int32, scale: gl.float32, slope: gl.float32,
-    dq_size: gl.int32, dq_b: gl.int32, dq_n: gl.int32, dq_h: gl.int32, dq_features: gl.int32,
+    work: Work, scale: gl.float32, slope: gl.float32, dq_strides: SplitStrides,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Gradients of queries. Descriptors, boxes and parts are as in `kernels.hopper.forward.hopper_forward_kernel`.
@@ -56,7 +54,6 @@ def hopper_query_kernel(
     """
     if SPLIT:  # what sums up parts is put in place while this still runs, and waits for it
         gdc_launch_dependents()
-    work = Work(tokens, keys, heads, group, rows, blocks, section, splits, right)
     D: gl.constexpr = q_desc.block_type.shape[3]
     E: gl.constexpr = v_desc.block_type.shape[3]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
@@ -74,7 +71,7 @@ def hopper_query_kernel(
     k, v = new_ring(k_tiles, STAGES, GROUPS), new_ring(v_tiles, V_STAGES, GROUPS)
     fence_async_shared()
     copies = QueryCopies(scheduler, (q_desc, do_desc), (q_tiles, do_tiles), k_desc, v_desc, k, v, work)
-    result = Result(dq, dq_tiles, SplitStrides(dq_size, dq_b, dq_n, dq_h, dq_features))
+    result = Result(dq, dq_tiles, dq_strides)
     call = QueryGradients(scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, slope)
     if D > NARROW:
         gl.warp_specialize(
@@ -159,13 +156,10 @@ def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constex
         tile, slot = received(scheduler, done)
 
 
-@gluon.jit(do_not_specialize=[*WORK, "slope", *split_strides("dk", "dv")])
+@gluon.jit
 def hopper_key_kernel(
     q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, counters,
-    tokens: gl.int32, keys: gl.int32, heads: gl.int32, group: gl.int32, rows: gl.int32, blocks: gl.int32,
-    section: gl.int32, splits: gl.int32, right: gl.int32, scale: gl.float32, slope: gl.float32,
-    dk_size: gl.int32, dk_b: gl.int32, dk_n: gl.int32, dk_h: gl.int32, dk_features: gl.int32,
-    dv_size: gl.int32, dv_b: gl.int32, dv_n: gl.int32, dv_h: gl.int32, dv_features: gl.int32,
+    work: Work, scale: gl.float32, slope: gl.float32, dk_strides: SplitStrides, dv_strides: SplitStrides,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values, for tiles of GROUPS · 64 keys, 64 for each of two groups of warps.
@@ -177,7 +171,6 @@ def hopper_key_kernel(
     """
     gdc_wait()
     gdc_launch_dependents()
-    work = Work(tokens, keys, heads, group, rows, blocks, section, splits, right)
     D: gl.constexpr = q_desc.block_type.shape[3]
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
@@ -194,8 +187,8 @@ def hopper_key_kernel(
     copies = KeyCopies(
         scheduler, (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, q, do, lse, delta, None, None, work
     )
-    dk_result = Result(dk, k_tiles, SplitStrides(dk_size, dk_b, dk_n, dk_h, dk_features))
-    dv_result = Result(dv, v_tiles, SplitStrides(dv_size, dv_b, dv_n, dv_h, dv_features))
+    dk_result = Result(dk, k_tiles, dk_strides)
+    dv_result = Result(dv, v_tiles, dv_strides)
     call = KeyGradients(scheduler, k_tiles, v_tiles, q, do, dk_result, dv_result, work, scale, slope)
     gl.warp_specialize(
         [(compute_for_keys, (0, GROUPS, CAUSAL, SPLIT, call)),

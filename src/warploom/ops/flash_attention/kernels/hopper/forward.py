@@ -86,20 +86,10 @@ def copy_for_queries(
     broadcast_end(scheduler, tile, done)
 
 
-WORK = ("tokens", "keys", "heads", "group", "rows", "blocks", "section", "splits", "right", "scale")
-
-
-def split_strides(*names: str) -> list[str]:
-    """Parameters that hold the `SplitStrides` of results."""
-    return [f"{name}_{what}" for name in names for what in ("size", "b", "n", "h", "features")]
-
-
-@gluon.jit(do_not_specialize=[*WORK, *split_strides("out")])
+@gluon.jit
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, out, lse, statistics, counter,
-    tokens: gl.int32, keys: gl.int32, heads: gl.int32, group: gl.int32, rows: gl.int32, blocks: gl.int32,
-    section: gl.int32, splits: gl.int32, right: gl.int32, scale: gl.float32,
-    out_size: gl.int32, out_b: gl.int32, out_n: gl.int32, out_h: gl.int32, out_features: gl.int32,
+    work: Work, scale: gl.float32, out_strides: SplitStrides,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Attention for tiles of GROUPS · 64 queries, one after the other.
@@ -111,7 +101,6 @@ def hopper_forward_kernel(
     """
     if SPLIT:  # what merges parts is put in place while this still runs, and waits for it
         gdc_launch_dependents()
-    work = Work(tokens, keys, heads, group, rows, blocks, section, splits, right)
     D: gl.constexpr = q_desc.block_type.shape[3]
     E: gl.constexpr = v_desc.block_type.shape[3]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
@@ -131,7 +120,7 @@ def hopper_forward_kernel(
     init_each(turns)
     fence_async_shared()
     copies = QueryCopies(scheduler, (q_desc,), (q_tiles,), k_desc, v_desc, k, v, work)
-    result = Result(out, out_tiles, SplitStrides(out_size, out_b, out_n, out_h, out_features))
+    result = Result(out, out_tiles, out_strides)
     call = Forward(scheduler, q_tiles, k, v, turns, result, lse, statistics, work, scale)
     if GROUPS == 2:
         gl.warp_specialize(

@@ -47,7 +47,7 @@ from warploom.device.hopper.pipeline import (
     store_tile,
     wait_full,
 )
-from warploom.ops.flash_attention.kernels.hopper.forward import WORK, QueryCopies, copy_for_queries, split_strides
+from warploom.ops.flash_attention.kernels.hopper.forward import QueryCopies, copy_for_queries
 
 
 class Weights(NamedTuple):
@@ -247,11 +247,15 @@ def compute_for_one(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.conste
 
 
 @gluon.jit
-def shared_keys(
-    q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, inverse, counters, work, scale, slope, dk_strides, dv_strides,
+def hopper_shared_key_kernel(
+    q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, inverse, counters,
+    work: Work, scale: gl.float32, slope: gl.float32, dk_strides: SplitStrides, dv_strides: SplitStrides,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values, for tiles of 64 keys; there is no room for the next tile of them."""
+    """`kernels.hopper.backward.hopper_key_kernel` for tiles of 64 keys; there is no room for the next tile of them.
+
+    With several ``TERMS``, descriptors are of (TERMS · B, H, N, D), and ``dk`` and ``dv`` are parts, one or several.
+    """
     gdc_wait()
     gdc_launch_dependents()
     D: gl.constexpr = q_desc.block_type.shape[3]
@@ -285,45 +289,6 @@ def shared_keys(
          (compute_for_one, (False, CAUSAL, SPLIT, TERMS, call)),
          (copy_for_keys, (1, CAUSAL, TERMS, copies))],
         [4, 1], [240, 24] if TERMS == 1 else [232, 40],
-    )  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=[*WORK, "slope", *split_strides("dk", "dv")])
-def hopper_wide_key_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, counters,
-    tokens: gl.int32, keys: gl.int32, heads: gl.int32, group: gl.int32, rows: gl.int32, blocks: gl.int32,
-    section: gl.int32, splits: gl.int32, right: gl.int32, scale: gl.float32, slope: gl.float32,
-    dk_size: gl.int32, dk_b: gl.int32, dk_n: gl.int32, dk_h: gl.int32, dk_features: gl.int32,
-    dv_size: gl.int32, dv_b: gl.int32, dv_n: gl.int32, dv_h: gl.int32, dv_features: gl.int32,
-    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """`kernels.hopper.backward.hopper_key_kernel` for more than 128 features."""
-    work = Work(tokens, keys, heads, group, rows, blocks, section, splits, right)
-    shared_keys(
-        q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, None, counters, work, scale, slope,
-        SplitStrides(dk_size, dk_b, dk_n, dk_h, dk_features), SplitStrides(dv_size, dv_b, dv_n, dv_h, dv_features),
-        CAUSAL, SPLIT, 1, STAGES,
-    )  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=[*WORK, "slope", *split_strides("dk", "dv")])
-def hopper_terms_key_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, inverse, counters,
-    tokens: gl.int32, keys: gl.int32, heads: gl.int32, group: gl.int32, rows: gl.int32, blocks: gl.int32,
-    section: gl.int32, splits: gl.int32, right: gl.int32, scale: gl.float32, slope: gl.float32,
-    dk_size: gl.int32, dk_b: gl.int32, dk_n: gl.int32, dk_h: gl.int32, dk_features: gl.int32,
-    dv_size: gl.int32, dv_b: gl.int32, dv_n: gl.int32, dv_h: gl.int32, dv_features: gl.int32,
-    CAUSAL: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """`kernels.hopper.backward.hopper_key_kernel` for float32.
-
-    Descriptors are of (TERMS · B, H, N, D). ``dk`` and ``dv`` are parts, one or several, in float32.
-    """
-    work = Work(tokens, keys, heads, group, rows, blocks, section, splits, right)
-    shared_keys(
-        q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, inverse, counters, work, scale, slope,
-        SplitStrides(dk_size, dk_b, dk_n, dk_h, dk_features), SplitStrides(dv_size, dv_b, dv_n, dv_h, dv_features),
-        CAUSAL, True, TERMS, STAGES,
     )  # fmt: skip
 
 
@@ -430,21 +395,18 @@ def compute_gradient(CAUSAL: gl.constexpr, TERMS: gl.constexpr, call):
         tile, slot = received(scheduler, done)
 
 
-@gluon.jit(do_not_specialize=[*WORK, "slope", *split_strides("dq")])
-def hopper_terms_query_kernel(
+@gluon.jit
+def hopper_shared_query_kernel(
     q_desc, k_desc, v_desc, do_desc, dq, lse, delta, inverse, counters,
-    tokens: gl.int32, keys: gl.int32, heads: gl.int32, group: gl.int32, rows: gl.int32, blocks: gl.int32,
-    section: gl.int32, splits: gl.int32, right: gl.int32, scale: gl.float32, slope: gl.float32,
-    dq_size: gl.int32, dq_b: gl.int32, dq_n: gl.int32, dq_h: gl.int32, dq_features: gl.int32,
+    work: Work, scale: gl.float32, slope: gl.float32, dq_strides: SplitStrides,
     CAUSAL: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries, for tiles of 64. Descriptors, boxes and parts are as in `hopper_terms_key_kernel`.
+    """Gradients of queries, for tiles of 64. Descriptors, boxes and parts are as in `hopper_shared_key_kernel`.
 
-    ``counters[1]`` is zero. It runs beside `hopper_terms_key_kernel`, of which it reads nothing, and does not end before
+    ``counters[1]`` is zero. It runs beside `hopper_shared_key_kernel`, of which it reads nothing, and does not end before
     that has ended.
     """
     gdc_launch_dependents()
-    work = Work(tokens, keys, heads, group, rows, blocks, section, splits, right)
     D: gl.constexpr = q_desc.block_type.shape[3]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
@@ -458,7 +420,7 @@ def hopper_terms_query_kernel(
     weights = new_weights(weight_tiles, barriers(STAGES))
     fence_async_shared()
     copies = QueryCopies(scheduler, (q_desc, do_desc), (q_tiles, do_tiles), k_desc, v_desc, k, v, work)
-    result = Result(dq, q_tiles, SplitStrides(dq_size, dq_b, dq_n, dq_h, dq_features))
+    result = Result(dq, q_tiles, dq_strides)
     call = SharedQueryGradients(
         scheduler, q_tiles, do_tiles, k, v, weights, lse, delta, inverse, result, work, scale, slope
     )

@@ -1,0 +1,223 @@
+"""The backward of flash attention: what a call allocates and launches, like `launches.forward`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from warploom.ops.flash_attention.kernels.backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
+from warploom.ops.flash_attention.launches import hopper, small, tiling
+from warploom.ops.flash_attention.launches.tiling import COUNTERS, TERMS, Call, Terms, are_aligned, precision_of
+from warploom.ops.flash_attention.problem import Mask, layout_for
+from warploom.runtime.launch import Dense, Launch, may_start_early
+from warploom.runtime.memory_order import layout_of
+from warploom.runtime.plans import Plans
+
+Tensor = torch.Tensor
+
+INPUTS = ("q", "k", "v", "grad")
+RESULTS = {"key": ("dk", "dv"), "query": ("dq",)}
+"""What a backward kernel writes."""
+
+
+class Walk(NamedTuple):
+    """Plan of one of the two backward kernels."""
+
+    kernel: str  # of `RESULTS`
+    launch: Launch
+    splits: int
+    parts: tuple[Dense, ...] = ()  # of each result, all in one, where loops are split
+
+
+class Plan(NamedTuple):
+    """Plan of a backward."""
+
+    results: tuple[Dense, Dense, Dense]  # dq, dk, dv
+    rows: Dense  # a number for each query and head
+    prepare: Launch | None = None  # None where there is nothing to attend with or to
+    walks: tuple[Walk, ...] = ()
+    small: Launch | None = None  # of the kernel for small problems, instead of those
+    terms: Terms | None = None  # of q, k, v and the gradient, where they are made before the loops
+    counted: bool = False  # whether tiles are counted, with counters that the first kernel makes zero
+    sums: Launch | None = None  # of the parts, where loops are split
+    apart: bool = False  # whether gradients are made apart and copied to where they shall be
+
+
+def backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    statistics: Tensor,
+    mask: Mask,
+    scale: float,
+    precision: str | None,
+    plans: Plans,
+    results: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward kernels: gradients of ``q``, ``k`` and ``v``, each in the memory order of its tensor.
+
+    ``grad`` (B, N, Hq, E) and ``grad_lse`` (B, Hq, N), which may be None for zero, have any strides; ``out`` and
+    ``statistics`` are what `forward` returned for the other arguments. ``plans``: those that `forward` took.
+    ``results``: where the gradients shall be written, with any strides.
+    """
+    precision = precision_of(q, precision)
+    # Strides, because what autograd saved may come back with others: from the host's memory, for one.
+    aligned = are_aligned(q, k, v, grad, *(results or ()))
+    key = (
+        precision, aligned, grad.dtype, grad.stride(),
+        None if grad_lse is None else (grad_lse.dtype, grad_lse.stride()),
+        q.stride(), k.stride(), v.stride(), out.stride(),
+        None if results is None else (results[0].stride(), results[1].stride(), results[2].stride()),
+    )  # fmt: skip
+    plan = plans.get(key, plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, results)
+    if results is None or plan.apart:
+        dq, dk, dv = (result.empty(q) for result in plan.results)
+    else:
+        dq, dk, dv = results
+    if plan.prepare is None:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    # Two tensors, not two halves of one: the second half's alignment would depend on the length.
+    lse, delta = plan.rows.empty(q), plan.rows.empty(q)
+    inverse = plan.rows.empty(q) if q.dtype == torch.float32 else None
+    counters = COUNTERS.empty(q) if plan.counted else None
+    plan.prepare(out, grad, statistics, grad_lse, lse, delta, inverse, counters)
+    if plan.small is not None:
+        plan.small(q, k, v, grad, lse, delta, dq, dk, dv)
+    factors = (q, k, v, grad) if plan.terms is None else plan.terms(q, k, v, grad)
+    gradients = {"dq": dq, "dk": dk, "dv": dv}
+    parts: dict[str, Tensor] = {}
+    # A kernel starts where the one before leaves multiprocessors idle; parts are added up when both are done.
+    for walk in plan.walks:
+        targets = [gradients[name] for name in RESULTS[walk.kernel]]
+        if walk.parts:
+            targets = [part.empty(q) for part in walk.parts]
+            parts |= zip(RESULTS[walk.kernel], targets)
+        if walk.launch.descriptions:
+            row_values = (lse, delta) if inverse is None else (lse, delta, inverse)
+            walk.launch(*factors, *targets, *row_values, counters)
+        else:
+            walk.launch(*factors, lse, delta, inverse, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k)
+    if plan.sums is not None:
+        plan.sums(*(x for name in gradients if name in parts for x in (parts[name], gradients[name])))
+    if results is not None and plan.apart:
+        for result, gradient in zip(results, (dq, dk, dv)):
+            result.copy_(gradient)
+        return results
+    return dq, dk, dv
+
+
+def plan_backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    mask: Mask,
+    scale: float,
+    precision: str,
+    aligned: bool,
+    results: tuple[Tensor, Tensor, Tensor] | None,
+) -> Plan:
+    """Plan of `backward`."""
+    call = Call.of(q, k, v, mask, scale)
+    shape = call.shape
+    dq, dk, dv = results or (layout_of(t, t.shape[-1]) for t in (q, k, v))
+    row_values = Dense.rows((shape.batch_size, shape.heads, shape.tokens), torch.float32)
+    plan = Plan((Dense.like(dq), Dense.like(dk), Dense.like(dv)), row_values)
+    if shape.empty():
+        return plan
+    layout = layout_for(out, grad)
+    block_r = min(4096 // shape.block_e, 64)
+    rows = shape.batch_size * shape.heads * shape.tokens
+    overlap = may_start_early(q.device)
+    lse_b, lse_h, lse_n = (0, 0, 0) if grad_lse is None else grad_lse.stride()
+    prepare = Launch(
+        prepare_kernel,
+        -(-rows // block_r),
+        takes=("out", "grad", "statistics", "dlse", "lse", "delta", "inverse", "counters"),
+        rows=rows, tokens=shape.tokens, heads=shape.heads, dlse_b=lse_b, dlse_h=lse_h, dlse_n=lse_n,
+        VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim, BLOCK_R=block_r, BLOCK_E=shape.block_e,
+        OVERLAP=overlap, **layout.of("out", "grad"),
+    )  # fmt: skip
+    if small.suits_backward(shape, mask, scale, q, k, v, grad, dq, dk, dv):
+        launch = small.plan_backward(shape, mask, scale, q, k, v, grad, dq, dk, dv)
+        return plan._replace(prepare=prepare, small=launch)
+    product = tiling.product_of("backward", call, precision)
+    if product in TERMS:
+        plan = plan._replace(terms=tiling.plan_terms(product, shape, q, k, v, grad, overlap))
+    factors = (q, k, v, grad) if plan.terms is None else plan.terms.like
+    gradients = {"dq": dq, "dk": dk, "dv": dv}
+    walks = tuple(
+        _plan_walk(kernel, call, product, aligned, factors, {name: gradients[name] for name in names})
+        for kernel, names in RESULTS.items()
+    )
+    sums = _plan_sums(walks, gradients, overlap)
+    if sums is not None and results is not None:  # parts are without gaps, and so is what they are added up in
+        plan = plan_backward(grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, None)
+        return plan._replace(apart=True)
+    counted = any(walk.launch.descriptions for walk in walks)
+    return plan._replace(prepare=prepare, walks=walks, counted=counted, sums=sums)
+
+
+def _tiled(
+    kernel: str, call: Call, product: str, aligned: bool, factors: tuple[Tensor, ...], results: dict[str, Tensor]
+) -> hopper.Plan | None:
+    """The launch of the kernel for Hopper, if there is one and it takes the call."""
+    shape, mask, scale = call.shape, call.mask, call.scale
+    if product in TERMS:
+        return hopper.plan_terms(kernel, shape, mask, scale, factors, TERMS[product], results, call.device)
+    return hopper.plan(kernel, shape, mask, scale, (*factors, *results.values())) if aligned else None
+
+
+def _plan_walk(
+    kernel: str, call: Call, product: str, aligned: bool, factors: tuple[Tensor, ...], results: dict[str, Tensor]
+) -> Walk:
+    """Plan of one of the backward kernels. Tensors may be without memory, and on no GPU."""
+    sizes = [x.numel() for x in results.values()]
+    tiled = _tiled(kernel, call, product, aligned, factors, results)
+    if tiled is not None:
+        return Walk(kernel, tiled.launch, tiled.splits, _parts(sizes, tiled.splits))
+    grid = tiling.grid_of(kernel, call, product, sum(sizes))
+    layout = layout_for(*factors, *results.values())
+    overlap = may_start_early(call.device)
+    split = {f"{name}_split": x.numel() // layout.vec if grid.splits > 1 else 0 for name, x in results.items()}
+    launch = Launch(
+        key_kernel if kernel == "key" else query_kernel,
+        grid.programs,
+        takes=(*INPUTS, "lse", "delta", "inverse", *results, "cu_seqlens_q", "cu_seqlens_k"),
+        early=overlap,
+        slope=call.scale,
+        OVERLAP=overlap,
+        **split,
+        **tiling.arguments_of(call, grid, layout, product, 1 if kernel == "key" else call.shape.group),
+        **layout.of(*INPUTS, *results),
+    )
+    return Walk(kernel, launch, grid.splits, _parts(sizes, grid.splits))
+
+
+def _parts(sizes: list[int], splits: int) -> tuple[Dense, ...]:
+    """The parts of results of so many elements, all of each in one; none where loops are whole."""
+    return tuple(Dense.rows((splits * size,), torch.float32) for size in sizes) if splits > 1 else ()
+
+
+def _plan_sums(walks: Sequence[Walk], gradients: dict[str, Tensor], early: bool) -> Launch | None:
+    """What sums the parts of gradients, if any of them is in parts."""
+    splits = {name: walk.splits for walk in walks for name in RESULTS[walk.kernel]}
+    if max(splits.values()) == 1:
+        return None
+    programs = sum(-(-x.numel() // 1024) for name, x in gradients.items() if splits[name] > 1)
+    arguments: dict[str, Any] = {}
+    takes: list[str] = []
+    for name, x in gradients.items():
+        arguments |= {f"{name}_size": x.numel(), f"{name}_splits": splits[name]}
+        if splits[name] > 1:
+            takes += [f"{name}_parts", name]
+        else:
+            arguments |= {f"{name}_parts": None, name: None}
+    return Launch(sum_kernel, programs, takes=takes, early=early, BLOCK=1024, EARLY=early, **arguments)

@@ -1,0 +1,132 @@
+"""The forward of flash attention: what a call allocates and launches. No validation, no autograd.
+
+That is its plan, which depends on shapes, strides, dtypes and options alone. Plans are kept by whoever calls
+(`warploom.runtime.plans`): a call like an earlier one only allocates and launches.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from warploom.ops.flash_attention.kernels.forward import combine_kernel, forward_kernel
+from warploom.ops.flash_attention.launches import hopper, tiling
+from warploom.ops.flash_attention.launches.tiling import COUNTERS, TERMS, Call, Terms, are_aligned, precision_of
+from warploom.ops.flash_attention.problem import Mask, layout_for
+from warploom.runtime.launch import Dense, Launch, may_start_early
+from warploom.runtime.memory_order import layout_of
+from warploom.runtime.plans import Plans
+
+Tensor = torch.Tensor
+
+
+class Plan(NamedTuple):
+    """Plan of a forward."""
+
+    out: Dense
+    lse: Dense
+    statistics: Dense
+    launch: Launch | None  # None where there is nothing to attend with or to
+    combine: Launch | None = None  # of the parts, where KV loops are split
+    parts: tuple[Dense, ...] = ()  # of the output, all in one, and of the statistics
+    counted: bool = False  # whether tiles are counted, with counters that must be zero
+    terms: Terms | None = None  # of q, k and v, where they are made before the loops
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    precision: str | None,
+    plans: Plans,
+    counters: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the forward kernel.
+
+    ``plans`` are those of earlier calls that were the same in all but addresses, what ``cu_seqlens`` hold, and
+    precision. ``counters``: `COUNTERS` that are zero, if there are any already.
+
+    Returns:
+        Attention (B, N, Hq, E); lse (B, Hq, N) in float32; and what the backward computes the weights again from,
+        (2, B, Hq, N) in float32.
+    """
+    precision = precision_of(q, precision)
+    aligned = are_aligned(q, k, v)
+    plan = plans.get((precision, aligned), plan_forward, q, k, v, mask, scale, precision, aligned)
+    out = plan.out.empty(q)
+    lse, statistics = plan.lse.empty(q), plan.statistics.empty(q)
+    if plan.launch is None:
+        return out.zero_(), lse.fill_(-torch.inf), statistics.zero_()
+    target, target_statistics = out, statistics
+    if plan.combine is not None:
+        target, target_statistics = (part.empty(q) for part in plan.parts)
+    if plan.terms:
+        q, k, v = plan.terms(q, k, v, None)
+    if plan.launch.descriptions:
+        if counters is None:
+            counters = COUNTERS.empty(q)
+            if plan.counted:
+                counters.zero_()
+        plan.launch(q, k, v, target, lse, target_statistics, counters)
+    else:
+        written = lse if plan.combine is None else None
+        plan.launch(q, k, v, target, written, target_statistics, mask.cu_seqlens_q, mask.cu_seqlens_k)
+    if plan.combine is not None:
+        plan.combine(target, target_statistics, out, lse, statistics)
+    return out, lse, statistics
+
+
+def plan_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str, aligned: bool) -> Plan:
+    """Plan of `forward`."""
+    call = Call.of(q, k, v, mask, scale)
+    shape = call.shape
+    out = layout_of(q, shape.value_dim)
+    lse = (shape.batch_size, shape.heads, shape.tokens)
+    plan = Plan(Dense.like(out), Dense.rows(lse, torch.float32), Dense.rows((2, *lse), torch.float32), None)
+    if shape.empty():
+        return plan
+    early = may_start_early(q.device)
+    tiled = None
+    if aligned and not tiling.is_small_for("forward", call):
+        tiled = hopper.plan("forward", shape, mask, scale, (q, k, v, out))
+    if tiled is not None:
+        plan = plan._replace(launch=tiled.launch, counted=tiled.counted)
+        splits = tiled.splits
+    else:
+        product = tiling.product_of("forward", call, precision)
+        grid = tiling.grid_of("forward", call, product, out.numel())
+        splits = grid.splits
+        factors: tuple[Tensor, ...] = (q, k, v)
+        if product in TERMS:
+            terms = tiling.plan_terms(product, shape, q, k, v, None, False)
+            plan, factors = plan._replace(terms=terms), terms.like
+        layout = layout_for(*factors, out)
+        launch = Launch(
+            forward_kernel,
+            grid.programs,
+            takes=("q", "k", "v", "out", "lse", "statistics", "cu_seqlens_q", "cu_seqlens_k"),
+            out_split=out.numel() // layout.vec if splits > 1 else 0,  # from one part to the next
+            OVERLAP=early,
+            **tiling.arguments_of(call, grid, layout, product, shape.group),
+            **layout.of("q", "k", "v", "out"),
+        )
+        plan = plan._replace(launch=launch)
+    if splits == 1:
+        return plan
+    block_r = max(1024 // shape.block_e, 1)
+    rows = shape.batch_size * shape.heads * shape.tokens
+    layout = layout_for(out)
+    combine = Launch(
+        combine_kernel,
+        -(-rows // block_r),
+        takes=("part", "part_statistics", "out", "lse", "statistics"),
+        early=early,
+        rows=rows, tokens=shape.tokens, heads=shape.heads, splits=splits, out_split=out.numel() // layout.vec,
+        VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim, BLOCK_R=block_r, BLOCK_E=shape.block_e, EARLY=early,
+        **layout.of("out"),
+    )  # fmt: skip
+    sizes = ((splits * out.numel(),), (splits, 2, *lse))
+    return plan._replace(combine=combine, parts=tuple(Dense.rows(size, torch.float32) for size in sizes))
