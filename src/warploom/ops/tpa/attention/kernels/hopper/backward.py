@@ -21,7 +21,7 @@ from warploom.device.hopper.attention_backward import (
     copy_for_keys,
     query_loop,
 )
-from warploom.device.hopper.pipeline import ROWS, Result, matrix, new_ring, new_scheduler, received
+from warploom.device.hopper.pipeline import ROWS, Result, matrix, new_ring, new_row_ring, new_scheduler, received
 from warploom.ops.tpa.attention.kernels.hopper.forward import NUMBERS, copy_for_queries, form_tiles
 
 
@@ -249,7 +249,7 @@ def tpa_hopper_key_kernel(
     shifts = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     scheduler = new_scheduler(tickets, OWN_STAGES, GROUPS)
-    q, do = new_ring(q_tiles, STAGES, GROUPS, shifts), new_ring(do_tiles, STAGES, GROUPS, deltas)
+    q, do = new_row_ring(q_tiles, STAGES, GROUPS, shifts), new_row_ring(do_tiles, STAGES, GROUPS, deltas)
     fence_async_shared()
     work = Work(tokens, keys, heads, heads // shares, rows, blocks, rows, 1, 0)
     copying = KeyCopies(scheduler, (), (), q_desc, do_desc, q, do, shift, delta, None, None, work)

@@ -105,8 +105,8 @@ def sum_products(factor, rows, tile, chunk: gl.constexpr, RANK: gl.constexpr, EX
 def form_tile(operand, weights, count, EXACT: gl.constexpr):
     """Form the tile number ``count`` of an operand as soon as its buffer is empty, from head factors ``weights``."""
     _, buffer, ring, factor_ring = operand
-    tiles, full, empty, _ = ring
-    factors, f_full, f_empty, _ = factor_ring
+    tiles, full, empty = ring
+    factors, f_full, f_empty = factor_ring
     BLOCK_N: gl.constexpr = tiles.shape[3]
     F: gl.constexpr = tiles.shape[4]
     RANK: gl.constexpr = factors.shape[2]
