@@ -170,7 +170,9 @@ def _meaning(name: str, value: Any, reached: list[Any]) -> str:
     """What a global name stands for: a function by its place in ``reached``, a constant, or the name itself."""
     if hasattr(value, "fn") or inspect.isfunction(value) or inspect.isclass(value):
         package = getattr(value, "fn", value).__module__.partition(".")[0]
-        if package in ("triton", "torch", "builtins") or (package == "warploom" and inspect.isfunction(value)):
+        if package in ("triton", "torch", "builtins", "typing") or (
+            package == "warploom" and inspect.isfunction(value)
+        ):
             return name
         if value not in reached:
             reached.append(value)

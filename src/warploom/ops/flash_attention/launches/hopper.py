@@ -16,6 +16,7 @@ from warploom.device.hopper.attention import Work
 from warploom.device.hopper.pipeline import NARROW, ROWS, SplitStrides
 from warploom.ops.flash_attention.configs import HOPPER, HOPPER_SMALLER, HOPPER_TERMS, HopperTiles
 from warploom.ops.flash_attention.kernels.hopper import backward, forward, shared_rows
+from warploom.ops.flash_attention.launches.tiling import strides_of
 from warploom.ops.flash_attention.problem import (
     HOPPER_MULTIPROCESSORS,
     L2_SHARE,
@@ -28,7 +29,6 @@ from warploom.ops.flash_attention.problem import (
     in_powers_of_two,
     loop_steps,
     programs_at_once,
-    strides_of,
 )
 from warploom.runtime.launch import INTERPRETED, Boxes, Launch, architecture, can_be_copied
 
