@@ -30,8 +30,8 @@ def suits(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float = 0.1, **mask
     from warploom.ops.flash_attention.launches import hopper as launchers_hopper
     from warploom.ops.flash_attention.launches import tiling as launchers
 
-    geometry = launchers.Shape.of(q, k, v)
-    return launchers_hopper.suit(name, geometry, launchers.Mask(**mask), scale, q, k, v)
+    shape = launchers.Shape.of(q, k, v)
+    return launchers_hopper.suit(name, shape, launchers.Mask(**mask), scale, q, k, v)
 
 
 def empty(n: int = 70, heads: int = 30, d: int = 64, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -67,7 +67,7 @@ def test_the_calls_that_do_not(hopper: None) -> None:
 
 
 @pytest.mark.parametrize("name", ["forward", "key", "query"])
-def test_long_walks_of_few_heads_are_split(name: str, hopper: None) -> None:
+def test_long_loops_of_few_heads_are_split(name: str, hopper: None) -> None:
     def parts(batch: int, n: int, heads: int, **mask: Any) -> int:
         from warploom.ops.flash_attention.launches import hopper as launchers_hopper
         from warploom.ops.flash_attention.launches import tiling as launchers
@@ -148,17 +148,17 @@ def test_many_tiles(
         (700, 1500, 4, 2, 192, 256, torch.float16),
     ],
 )
-def test_few_tiles_whose_walks_are_split(
+def test_few_tiles_whose_loops_are_split(
     n: int, m: int, heads: int, key_heads: int, d: int, e: int, dtype: torch.dtype, causal: bool, parts: int,
     launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     from warploom.ops.flash_attention.launches import hopper as launchers_hopper
-    from warploom.ops.flash_attention.launches import small as launchers_few
+    from warploom.ops.flash_attention.launches import small as launchers_small
     from warploom.ops.flash_attention.launches import tiling as launchers
 
     monkeypatch.setattr(launchers_hopper, "splits_of", lambda *arguments: parts)
-    monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short walks too
-    monkeypatch.setattr(launchers_few, "suits_backward", lambda *arguments: False)  # and few
+    monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short loops too
+    monkeypatch.setattr(launchers_small, "suits_backward", lambda *arguments: False)  # small problems too
     monkeypatch.setattr(launchers, "is_small_for", lambda *arguments: False)
     options = {"heads": heads, "key_heads": key_heads, "d": d, "e": e, "causal": causal, "dtype": dtype}
     inputs = random_inputs(device, n, m, return_lse=True, **options)
@@ -176,14 +176,14 @@ def test_the_last_section_of_heads_is_narrower(
 ) -> None:
     """Heads are taken in sections that fit in the L2 cache: here those of two key heads, and there are three."""
     from warploom.ops.flash_attention.launches import hopper as launchers_hopper
-    from warploom.ops.flash_attention.launches import small as launchers_few
+    from warploom.ops.flash_attention.launches import small as launchers_small
     from warploom.ops.flash_attention.launches import tiling as launchers
 
     n, d = 700, 64
     monkeypatch.setattr(launchers_hopper, "L2_SHARE", 2 * (n * 2 * d * torch.bfloat16.itemsize))
     monkeypatch.setattr(launchers_hopper, "splits_of", lambda *arguments: 1)
-    monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short walks too
-    monkeypatch.setattr(launchers_few, "suits_backward", lambda *arguments: False)  # and few
+    monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short loops too
+    monkeypatch.setattr(launchers_small, "suits_backward", lambda *arguments: False)  # small problems too
     monkeypatch.setattr(launchers, "is_small_for", lambda *arguments: False)
     forget_plans()  # none but those of this test
     options = {"heads": 3, "batch": 1, "d": d, "causal": causal, "return_lse": True}
@@ -264,7 +264,7 @@ def test_a_graph_replays(launched: list[str], device: torch.device) -> None:
         (3, 200, 2, 2, 128),
     ],
 )
-def test_gradients_of_float32_factors_in_pieces(
+def test_gradients_of_float32_factors_in_terms(
     n: int, m: int, heads: int, key_heads: int, d: int, causal: bool, precision: str, parts: int,
     launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -284,17 +284,17 @@ def test_gradients_of_float32_factors_in_pieces(
     assert sorted(set(launched)) == ["hopper_shared_key_kernel", "hopper_shared_query_kernel"]
 
 
-def test_the_results_that_kernels_for_pieces_write(hopper: None) -> None:
+def test_the_results_that_kernels_for_terms_write(hopper: None) -> None:
     from warploom.ops.flash_attention.launches import hopper as launchers_hopper
     from warploom.ops.flash_attention.launches import tiling as launchers
 
-    def suits_pieces(x: Tensor) -> bool:
-        geometry = launchers.Shape.of(x, x, x)
-        return launchers_hopper.suit_terms(geometry, 3, x.device, [x])
+    def suits_terms(x: Tensor) -> bool:
+        shape = launchers.Shape.of(x, x, x)
+        return launchers_hopper.suit_terms(shape, 3, x.device, [x])
 
     x = torch.empty(1, 300, 2, 128)
-    assert suits_pieces(x)
-    assert suits_pieces(x.transpose(1, 2).contiguous().transpose(1, 2))
-    assert not suits_pieces(torch.empty(1, 300, 2, 256)[..., ::2])
-    assert not suits_pieces(torch.empty(1, 300, 2, 32))
-    assert not suits_pieces(torch.empty(1, device="meta").as_strided((1, 300, 2, 128), (0, 2**23, 128, 1)))
+    assert suits_terms(x)
+    assert suits_terms(x.transpose(1, 2).contiguous().transpose(1, 2))
+    assert not suits_terms(torch.empty(1, 300, 2, 256)[..., ::2])
+    assert not suits_terms(torch.empty(1, 300, 2, 32))
+    assert not suits_terms(torch.empty(1, device="meta").as_strided((1, 300, 2, 128), (0, 2**23, 128, 1)))

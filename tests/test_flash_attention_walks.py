@@ -1,4 +1,4 @@
-"""How flash attention's kernels walk: in parts, in tiles, where walks are few and short, and what is launched."""
+"""How flash attention's kernels loop: in splits, in tiles, in small problems, and what is launched."""
 
 import math
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ pytestmark = kernels
 
 @pytest.fixture
 def many_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Walks cut into as many parts as there are steps."""
+    """KV loops cut into as many splits as there are steps."""
     from warploom.ops.flash_attention.launches import tiling as launchers
 
     with monkeypatch.context() as patch, no_plans():
@@ -72,33 +72,33 @@ def test_packed_sequences_split(many_splits: None, device: torch.device) -> None
 
 
 @pytest.fixture
-def long_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short sequences take the loops and kernels of long ones."""
-    from warploom.ops.flash_attention.launches import small as launchers_few
+    from warploom.ops.flash_attention.launches import small as launchers_small
     from warploom.ops.flash_attention.launches import tiling as launchers
 
-    monkeypatch.setattr(launchers_few, "suits_backward", lambda *arguments: False)
+    monkeypatch.setattr(launchers_small, "suits_backward", lambda *arguments: False)
     monkeypatch.setattr(launchers, "is_small_for", lambda *arguments: False)
     monkeypatch.setattr(launchers, "SHORT", 0)
     forget_plans()  # none but those of this test
 
 
-@pytest.mark.usefixtures("long_walks")
+@pytest.mark.usefixtures("long_loops")
 @pytest.mark.parametrize("case", [case for case in OPERATOR.check_cases if case["n"] > 3], ids=str)
-def test_kernels_of_long_walks_in_small_problems(case: Any, device: torch.device) -> None:
+def test_kernels_of_long_loops_on_small_problems(case: Any, device: torch.device) -> None:
     """Cases are small, and such calls have kernels or loops of their own: here they get those of large ones."""
     assert_right(make_draws(OPERATOR, case, device), "triton")
 
 
 def test_which_problems_are_small() -> None:
-    from warploom.ops.flash_attention.launches import small as launchers_few
+    from warploom.ops.flash_attention.launches import small as launchers_small
     from warploom.ops.flash_attention.launches import tiling as launchers
 
     def few(n: int, heads: int = 1, d: int = 64, dtype: torch.dtype = torch.bfloat16, **mask: Any) -> list[bool]:
         x = torch.empty(1, n, heads, d, dtype=dtype)
         call = launchers.Call.of(x, x, x, launchers.Mask(**mask), 0.1)
         tiles = [launchers.is_small_for(kernel, call) for kernel in ("forward", "key", "query")]
-        return [launchers_few.suits_backward(*call[:3], x, x), *tiles]
+        return [launchers_small.suits_backward(*call[:3], x, x), *tiles]
 
     kernel, tiles = [True, True, False, False], [False, True, True, True]
     assert few(128) == few(1024, right=0) == few(1000) == few(128, heads=16) == kernel
@@ -137,7 +137,7 @@ def test_small_problems(
 ) -> None:
     from warploom.ops.flash_attention.launches import tiling as launchers
 
-    monkeypatch.setattr(launchers, "best_splits", lambda *arguments: parts)  # more than some walks have steps
+    monkeypatch.setattr(launchers, "best_splits", lambda *arguments: parts)  # more than some loops have steps
     forget_plans()  # none but those of this test
     options = {"heads": heads, "key_heads": key_heads, "d": d, "causal": causal, "batch": 1, "return_lse": True}
     with poisoned_allocations():
@@ -169,7 +169,7 @@ def test_float32_factors_in_terms_before_the_loop(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Long float32 tensors are split in pieces once; here short ones are, and walk on the kernels for every GPU."""
+    """Long float32 tensors are split in terms once; here short ones are, on the kernels for every GPU."""
     from warploom.ops.flash_attention.launches import backward as launchers_backward
     from warploom.ops.flash_attention.launches import tiling as launchers
 
@@ -187,7 +187,7 @@ def test_float32_factors_in_terms_before_the_loop(
     assert names == ["terms_kernel", "forward_kernel", *["combine_kernel"] * len(merged), *backward]
 
 
-@pytest.mark.usefixtures("long_walks")
+@pytest.mark.usefixtures("long_loops")
 @pytest.mark.parametrize("heads", [{"heads": 3}, {"heads": 6, "key_heads": 3}], ids=str)
 def test_the_last_section_of_heads_is_narrower(
     heads: dict[str, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -202,10 +202,10 @@ def test_the_last_section_of_heads_is_narrower(
         assert_right(inputs, "triton")
 
 
-@pytest.mark.usefixtures("long_walks")
+@pytest.mark.usefixtures("long_loops")
 @pytest.mark.parametrize("bound", range(131) if ON_GPU else (1, 30, 31, 32, 33))
 def test_a_window_may_begin_and_end_anywhere_in_a_tile(bound: int, device: torch.device) -> None:
-    """Walks are cut where the mask begins and ends, in whole tiles: of 32 rows in float32, and of 64 at most."""
+    """Loops are cut where the mask begins and ends, in whole tiles: of 32 rows in float32, and of 64 at most."""
     inputs = random_inputs(device, 200 if ON_GPU else 96, batch=1, heads=1, window=(bound, bound))
     assert_right({**inputs, "return_lse": True}, "triton")
 
@@ -238,7 +238,7 @@ def test_no_length_batch_window_or_scale_is_a_constant(
 ) -> None:
     from warploom.ops.flash_attention.launches import tiling as launchers
 
-    monkeypatch.setattr(launchers, "SHORT", short)  # short walks and long ones have loops of their own
+    monkeypatch.setattr(launchers, "SHORT", short)  # short loops and long ones differ
     kinds: list[list[dict[str, Any]]] = [
         [{"n": 5}, {"n": 16, "m": 33, "batch": 1}, {"n": 70, "scale": 0.3, "heads": 4, "key_heads": 2}],
         [{"n": 20, "window": (3, 4)}, {"n": 16, "window": (100, 0)}],
@@ -280,7 +280,7 @@ def test_precision_of_float32_products(precision: str, launches: list[Any], devi
     assert used() == {PRODUCTS["highest"]}  # one way only: nothing compiles twice
 
 
-def test_causal_walks_skip_what_is_hidden(device: torch.device) -> None:
+def test_causal_loops_skip_what_is_hidden(device: torch.device) -> None:
     """A NaN among the keys that no query sees must not be read, or at least not be felt."""
     inputs = random_inputs(device, 40, 200, window=(20, None), causal=True)
     clean = flash_attention(**inputs, backend="triton")

@@ -19,6 +19,7 @@ from warploom.device.hopper.pipeline import (
     ROWS,
     Result,
     Ring,
+    RowRing,
     Scheduler,
     as_factor,
     broadcast,
@@ -61,8 +62,8 @@ class KeyCopies(NamedTuple):
     own_tiles: gl.tuple
     q_desc: gl.tensor
     do_desc: gl.tensor
-    q: Ring  # with the lse of each row
-    do: Ring  # with δ
+    q: RowRing  # with the lse of each row
+    do: RowRing  # with δ
     lse: gl.tensor
     delta: gl.tensor
     inverse: gl.tensor | None

@@ -33,7 +33,15 @@ class Ring(NamedTuple):
     tiles: gl.shared_memory_descriptor  # (stages · TERMS, 1, 1, rows, features): a tile is a box of (B, H, N, D)
     full: gl.shared_memory_descriptor  # a barrier for each stage, as is the next
     empty: gl.shared_memory_descriptor
-    row_values: gl.shared_memory_descriptor | None = None  # (stages, rows) float32: a number for each row of a tile
+
+
+class RowRing(NamedTuple):
+    """A `Ring`, and a number for each row of its tiles."""
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    row_values: gl.shared_memory_descriptor  # (stages, rows) float32
 
 
 class Scheduler(NamedTuple):
@@ -95,11 +103,18 @@ def init_each(barriers):
 
 
 @gluon.jit
-def new_ring(tiles, STAGES: gl.constexpr, arrivals: gl.constexpr, row_values=None):
+def new_ring(tiles, STAGES: gl.constexpr, arrivals: gl.constexpr):
     """A ring of these buffers, with barriers of its own; see `init_ring`."""
     full, empty = barriers(STAGES), barriers(STAGES)
     init_ring(full, empty, arrivals)
-    return Ring(tiles, full, empty, row_values)
+    return Ring(tiles, full, empty)
+
+
+@gluon.jit
+def new_row_ring(tiles, STAGES: gl.constexpr, arrivals: gl.constexpr, row_values):
+    """The same with numbers for rows."""
+    tiles, full, empty = new_ring(tiles, STAGES, arrivals)
+    return RowRing(tiles, full, empty, row_values)
 
 
 @gluon.jit

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.kernels.forward import Strides
 from warploom.runtime.launch import multiprocessors
 
 Tensor = torch.Tensor
@@ -16,7 +15,6 @@ L2_SHARE = 2**25
 """Bytes of keys and values that programs running together may read again and again from the L2 cache."""
 
 LOG2_E = 1.4426950408889634
-_NARROW = 2**22  # strides of rows and features below this keep a tile within 32 bits
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -98,34 +96,6 @@ def in_powers_of_two(scale: float) -> float:
 def programs_at_once(device: torch.device) -> int:
     """Multiprocessors of a GPU; elsewhere, where builds are recorded, those of an H100 or H200."""
     return HOPPER_MULTIPROCESSORS if device.type == "cpu" else multiprocessors(device)
-
-
-class Layout(NamedTuple):
-    """How kernels address a group of tensors."""
-
-    vec: int  # common divisor of strides, which vector access rests on
-    unit: bool  # whether features are adjacent everywhere
-    wide: bool  # whether offsets within a tile need 64 bits
-    strides: list[Strides]  # of every tensor, all but those of features divided by vec
-
-    def of(self, *names: str) -> dict[str, Any]:
-        """The strides by name, ``q_strides`` and so on, of tensors with these names."""
-        return dict(zip((f"{name}_strides" for name in names), self.strides, strict=True))
-
-
-def strides_of(x: Tensor) -> Strides:
-    """Strides; 0 for an axis of size one, which is never taken."""
-    return Strides(*(s if n > 1 else 0 for n, s in zip(x.shape, x.stride())))
-
-
-def layout_for(*tensors: Tensor) -> Layout:
-    """Strides as the kernels take them."""
-    strides = [strides_of(t) for t in tensors]
-    unit = all(t.shape[3] == 1 or s.f == 1 for t, s in zip(tensors, strides))
-    divisors = (16, 8, 4) if unit else ()
-    vec = next((d for d in divisors if all(x % d == 0 for s in strides for x in s[:3])), 1)
-    wide = any(max(abs(s.n), abs(s.f)) >= _NARROW for s in strides)
-    return Layout(vec, unit, wide, [Strides(s.b // vec, s.n // vec, s.h // vec, s.f) for s in strides])
 
 
 class Costs(NamedTuple):

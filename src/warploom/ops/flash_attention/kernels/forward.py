@@ -28,7 +28,7 @@ PARTS_AHEAD = tl.constexpr(4)
 
 
 class Strides(NamedTuple):
-    """Of a tensor (B, N, H, F); all but that of features come divided by ``VEC``."""
+    """Of a tensor (B, N, H, F). With a ``VEC``, all but that of features come divided by it."""
 
     b: tl.int64
     n: tl.int64

@@ -9,8 +9,16 @@ import torch
 
 from warploom.ops.flash_attention.kernels.backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
 from warploom.ops.flash_attention.launches import hopper, small, tiling
-from warploom.ops.flash_attention.launches.tiling import COUNTERS, TERMS, Call, Terms, are_aligned, precision_of
-from warploom.ops.flash_attention.problem import Mask, layout_for
+from warploom.ops.flash_attention.launches.tiling import (
+    COUNTERS,
+    TERMS,
+    Call,
+    Terms,
+    are_aligned,
+    layout_for,
+    precision_of,
+)
+from warploom.ops.flash_attention.problem import Mask
 from warploom.runtime.launch import Dense, Launch, may_start_early
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
@@ -89,7 +97,8 @@ def backward(
     if plan.small is not None:
         plan.small(q, k, v, grad, lse, delta, dq, dk, dv)
     factors = (q, k, v, grad) if plan.terms is None else plan.terms(q, k, v, grad)
-    gradients, parts = {"dq": dq, "dk": dk, "dv": dv}, {}
+    gradients = {"dq": dq, "dk": dk, "dv": dv}
+    parts: dict[str, Tensor] = {}
     # A kernel starts where the one before leaves multiprocessors idle; parts are added up when both are done.
     for walk in plan.walks:
         targets = [gradients[name] for name in RESULTS[walk.kernel]]
@@ -185,6 +194,7 @@ def _plan_walk(
     grid = tiling.grid_of(kernel, call, product, sum(sizes))
     layout = layout_for(*factors, *results.values())
     overlap = may_start_early(call.device)
+    split = {f"{name}_split": x.numel() // layout.vec if grid.splits > 1 else 0 for name, x in results.items()}
     launch = Launch(
         key_kernel if kernel == "key" else query_kernel,
         grid.programs,
@@ -192,7 +202,7 @@ def _plan_walk(
         early=overlap,
         slope=call.scale,
         OVERLAP=overlap,
-        **{f"{name}_split": x.numel() // layout.vec if grid.splits > 1 else 0 for name, x in results.items()},
+        **split,
         **tiling.arguments_of(call, grid, layout, product, 1 if kernel == "key" else call.shape.group),
         **layout.of(*INPUTS, *results),
     )

@@ -12,8 +12,16 @@ import torch
 
 from warploom.ops.flash_attention.kernels.forward import combine_kernel, forward_kernel
 from warploom.ops.flash_attention.launches import hopper, tiling
-from warploom.ops.flash_attention.launches.tiling import COUNTERS, TERMS, Call, Terms, are_aligned, precision_of
-from warploom.ops.flash_attention.problem import Mask, layout_for
+from warploom.ops.flash_attention.launches.tiling import (
+    COUNTERS,
+    TERMS,
+    Call,
+    Terms,
+    are_aligned,
+    layout_for,
+    precision_of,
+)
+from warploom.ops.flash_attention.problem import Mask
 from warploom.runtime.launch import Dense, Launch, may_start_early
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans

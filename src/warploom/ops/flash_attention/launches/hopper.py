@@ -16,6 +16,7 @@ from warploom.device.hopper.attention import Work
 from warploom.device.hopper.pipeline import NARROW, ROWS, SplitStrides
 from warploom.ops.flash_attention.configs import HOPPER, HOPPER_SMALLER, HOPPER_TERMS, HopperTiles
 from warploom.ops.flash_attention.kernels.hopper import backward, forward, shared_rows
+from warploom.ops.flash_attention.launches.tiling import strides_of
 from warploom.ops.flash_attention.problem import (
     HOPPER_MULTIPROCESSORS,
     L2_SHARE,
@@ -28,7 +29,6 @@ from warploom.ops.flash_attention.problem import (
     in_powers_of_two,
     loop_steps,
     programs_at_once,
-    strides_of,
 )
 from warploom.runtime.launch import INTERPRETED, Boxes, Launch, architecture, can_be_copied
 
@@ -163,7 +163,7 @@ def plan(name: str, shape: Shape, mask: Mask, scale: float, tensors: tuple[Tenso
     work = _work(name, shape, mask, tiles, splits, tensors[0].element_size())
     results = dict(list(zip(DESCRIBED[name], tensors))[3 if name == "forward" else 4 :])
     boxes = _boxes(name, tensors if splits == 1 else tensors[: -len(results)], tiles, width)
-    strides = {
+    strides: dict[str, Any] = {
         f"{each}_strides": SplitStrides(*((x.numel(), *x.stride()[:3], x.shape[3]) if splits > 1 else [0] * 5))
         for each, x in results.items()
     }
@@ -237,7 +237,7 @@ def plan_terms(
     rows = _blocks(name, shape, _ROWS)[1]
     splits = _splits_of_terms(steps, tiles.box, rows, programs, sum(x.numel() for x in results.values()))
     work = _work(name, shape, mask, tiles, splits, 2 * terms)
-    strides = {
+    strides: dict[str, Any] = {
         f"{each}_strides": SplitStrides(x.numel() if splits > 1 else 0, *strides_of(x)[:3], x.shape[3])
         for each, x in results.items()
     }

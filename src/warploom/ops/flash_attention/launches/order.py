@@ -17,30 +17,30 @@ Tensor = torch.Tensor
 
 def launch_forward(
     launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, statistics: Tensor,
-    tickets: Tensor,
+    counters: Tensor,
 ) -> None:  # fmt: skip
     """Run the forward kernel for Hopper. It writes ``out`` and ``statistics``, or parts of them, and ``lse``.
 
-    If it counts tiles, ``tickets`` must be zero.
+    If it counts tiles, ``counters`` must be zero.
     """
-    launch(q, k, v, out, lse, statistics, tickets)
+    launch(q, k, v, out, lse, statistics, counters)
 
 
 def launch_prepare(
-    launch: Launch, out: Tensor, grad: Tensor, statistics: Tensor, grad_lse: Tensor | None, shift: Tensor,
-    delta: Tensor, inverse: Tensor | None, tickets: Tensor | None,
+    launch: Launch, out: Tensor, grad: Tensor, statistics: Tensor, grad_lse: Tensor | None, lse: Tensor,
+    delta: Tensor, inverse: Tensor | None, counters: Tensor | None,
 ) -> None:  # fmt: skip
-    """Run what comes before a backward's walks. It writes all from ``shift`` on; ``tickets`` become zero."""
-    launch(out, grad, statistics, grad_lse, shift, delta, inverse, tickets)
+    """Run what comes before a backward's loops. It writes all from ``lse`` on; ``counters`` become zero."""
+    launch(out, grad, statistics, grad_lse, lse, delta, inverse, counters)
 
 
 def launch_walk(
     launch: Launch, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None],
-    numbers: Sequence[Tensor | None], tickets: Tensor | None,
+    numbers: Sequence[Tensor | None], counters: Tensor | None,
 ) -> None:  # fmt: skip
-    """Run a backward kernel for Hopper on q, k, v and the gradient of the output, or their pieces.
+    """Run a backward kernel for Hopper on q, k, v and the gradient of the output, or their terms.
 
     It writes ``gradients``, of keys and values or of queries, or parts of them. ``numbers``: what `launch_prepare`
-    wrote from ``shift`` on, None for what was not asked for.
+    wrote from ``lse`` on, None for what was not asked for.
     """
-    launch(*tensors, *gradients, *[x for x in numbers if x is not None], tickets)
+    launch(*tensors, *gradients, *[x for x in numbers if x is not None], counters)

@@ -6,13 +6,13 @@ import torch
 
 from warploom.ops.flash_attention.configs import SMALL_BACKWARD
 from warploom.ops.flash_attention.kernels.small import ROWS, backward_small_kernel
+from warploom.ops.flash_attention.launches.tiling import layout_for
 from warploom.ops.flash_attention.problem import (
     Mask,
     Shape,
     bounds,
     in_powers_of_two,
     is_plain,
-    layout_for,
     programs_at_once,
 )
 from warploom.runtime.launch import Launch, architecture, may_start_early

@@ -11,7 +11,6 @@ from warploom.ops.flash_attention.kernels.forward import Sizes, Strides, Variant
 from warploom.ops.flash_attention.problem import (
     L2_SHARE,
     Costs,
-    Layout,
     Mask,
     Shape,
     best_splits,
@@ -44,6 +43,36 @@ _START_US = 2.0  # of a loop
 _MERGE_US = 1.5  # to launch what merges parts
 SHORT = 8
 """Steps of all loops together, for each multiprocessor, up to which one loop with masks is faster than three."""
+
+_NARROW = 2**22  # strides of rows and features below this keep a tile within 32 bits
+
+
+class Layout(NamedTuple):
+    """How kernels address a group of tensors."""
+
+    vec: int  # common divisor of strides, which vector access rests on
+    unit: bool  # whether features are adjacent everywhere
+    wide: bool  # whether offsets within a tile need 64 bits
+    strides: list[Strides]  # of every tensor, all but those of features divided by vec
+
+    def of(self, *names: str) -> dict[str, Any]:
+        """The strides by name, ``q_strides`` and so on, of tensors with these names."""
+        return dict(zip((f"{name}_strides" for name in names), self.strides, strict=True))
+
+
+def strides_of(x: Tensor) -> Strides:
+    """Strides; 0 for an axis of size one, which is never taken."""
+    return Strides(*(s if n > 1 else 0 for n, s in zip(x.shape, x.stride())))
+
+
+def layout_for(*tensors: Tensor) -> Layout:
+    """Strides as the kernels take them."""
+    strides = [strides_of(t) for t in tensors]
+    unit = all(t.shape[3] == 1 or s.f == 1 for t, s in zip(tensors, strides))
+    divisors = (16, 8, 4) if unit else ()
+    vec = next((d for d in divisors if all(x % d == 0 for s in strides for x in s[:3])), 1)
+    wide = any(max(abs(s.n), abs(s.f)) >= _NARROW for s in strides)
+    return Layout(vec, unit, wide, [Strides(s.b // vec, s.n // vec, s.h // vec, s.f) for s in strides])
 
 
 class Call(NamedTuple):
@@ -211,7 +240,9 @@ def plan_terms(
     tensors = {"q": q, "k": k, "v": v, "grad": grad}
     given = [x for x in tensors.values() if x is not None]
     block_r = max(2048 // shape.width, 1)
-    strides = {f"{name}_strides": Strides(*((0,) * 4 if x is None else x.stride())) for name, x in tensors.items()}
+    strides: dict[str, Any] = {
+        f"{name}_strides": Strides(*((0,) * 4 if x is None else x.stride())) for name, x in tensors.items()
+    }
     launch = Launch(
         terms_kernel,
         sum(-(-x.numel() // (x.shape[-1] * block_r)) for x in given),

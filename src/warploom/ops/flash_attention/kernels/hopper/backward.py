@@ -28,11 +28,12 @@ from warploom.device.hopper.pipeline import (
     NARROW,
     ROWS,
     Result,
-    Ring,
+    RowRing,
     Scheduler,
     SplitStrides,
     matrix,
     new_ring,
+    new_row_ring,
     new_scheduler,
     read,
     received,
@@ -105,8 +106,8 @@ class KeyGradients(NamedTuple):
     scheduler: Scheduler
     k_tiles: gl.shared_memory_descriptor
     v_tiles: gl.shared_memory_descriptor
-    q: Ring  # with the lse of each row
-    do: Ring  # with δ
+    q: RowRing  # with the lse of each row
+    do: RowRing  # with δ
     dk: Result
     dv: Result
     work: Work
@@ -182,7 +183,7 @@ def hopper_key_kernel(
     lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     scheduler = new_scheduler(counters, OWN_STAGES, GROUPS)
-    q, do = new_ring(q_tiles, STAGES, GROUPS, lses), new_ring(do_tiles, STAGES, GROUPS, deltas)
+    q, do = new_row_ring(q_tiles, STAGES, GROUPS, lses), new_row_ring(do_tiles, STAGES, GROUPS, deltas)
     fence_async_shared()
     copies = KeyCopies(
         scheduler, (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, q, do, lse, delta, None, None, work

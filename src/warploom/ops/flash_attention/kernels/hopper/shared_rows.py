@@ -33,6 +33,7 @@ from warploom.device.hopper.pipeline import (
     ROWS,
     Result,
     Ring,
+    RowRing,
     Scheduler,
     SplitStrides,
     as_factor,
@@ -40,6 +41,7 @@ from warploom.device.hopper.pipeline import (
     init_each,
     matrix,
     new_ring,
+    new_row_ring,
     new_scheduler,
     read,
     received,
@@ -147,8 +149,8 @@ class SharedKeyGradients(NamedTuple):
     scheduler: Scheduler
     k_tiles: gl.shared_memory_descriptor
     v_tiles: gl.shared_memory_descriptor
-    q: Ring  # with the lse of each row
-    do: Ring  # with δ
+    q: RowRing  # with the lse of each row
+    do: RowRing  # with δ
     inverses: gl.shared_memory_descriptor | None  # (stages, rows), beside q's lse; of several terms
     weights: Weights
     dk: Result
@@ -274,7 +276,7 @@ def hopper_shared_key_kernel(
     weight_tiles = weight_buffers(STAGES, BLOCK_M)
     weights_full = barriers(STAGES) if TERMS == 1 else None
     scheduler = new_scheduler(counters, 1, 2)
-    q, do = new_ring(q_tiles, STAGES, 2, lses), new_ring(do_tiles, STAGES, 2, deltas)
+    q, do = new_row_ring(q_tiles, STAGES, 2, lses), new_row_ring(do_tiles, STAGES, 2, deltas)
     weights = new_weights(weight_tiles, weights_full if TERMS == 1 else barriers(STAGES))
     fence_async_shared()
     copies = KeyCopies(

@@ -23,7 +23,17 @@ from warploom.device.hopper.attention_backward import (
     copy_for_keys,
     query_loop,
 )
-from warploom.device.hopper.pipeline import ROWS, Result, Ring, Scheduler, matrix, new_ring, new_scheduler, received
+from warploom.device.hopper.pipeline import (
+    ROWS,
+    Result,
+    RowRing,
+    Scheduler,
+    matrix,
+    new_ring,
+    new_row_ring,
+    new_scheduler,
+    received,
+)
 from warploom.ops.tpa.attention.kernels.hopper.forward import Copies, Forming, Operand, copy_for_queries, form_tiles
 
 
@@ -75,8 +85,8 @@ class KeyGradients(NamedTuple):
     scheduler: Scheduler
     k: Factors
     v: Factors
-    q: Ring
-    do: Ring
+    q: RowRing
+    do: RowRing
     k_tiles: gl.shared_memory_descriptor  # one for each group of warps, as is the next
     v_tiles: gl.shared_memory_descriptor
     work: Work
@@ -282,7 +292,7 @@ def tpa_hopper_key_kernel(
     row_lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     row_delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     scheduler = new_scheduler(counters, OWN_STAGES, GROUPS)
-    q, do = new_ring(q_tiles, STAGES, GROUPS, row_lse), new_ring(do_tiles, STAGES, GROUPS, row_delta)
+    q, do = new_row_ring(q_tiles, STAGES, GROUPS, row_lse), new_row_ring(do_tiles, STAGES, GROUPS, row_delta)
     fence_async_shared()
     rows, heads = sizes.rows, sizes.heads
     work = Work(sizes.tokens, sizes.keys, heads, heads // sizes.groups, rows, sizes.blocks, rows, 1, 0)
