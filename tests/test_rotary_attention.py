@@ -18,7 +18,6 @@ if not HAS_TRITON:
 from warploom.ops.flash_attention.launches import backward as launches_backward
 from warploom.ops.flash_attention.launches import forward as launches_forward
 from warploom.ops.flash_attention.launches import hopper as launchers_hopper
-from warploom.ops.flash_attention.launches import portable as launchers
 from warploom.ops.flash_attention.launches import tiling
 from warploom.ops.flash_attention.launches.backward import Walk
 from warploom.ops.rotary_attention import operator as module
@@ -134,15 +133,15 @@ def test_plans_for_hopper_launch_on_parts_of_larger_tensors(
         launched.append("forward")
         *results, tickets = results
         assert tickets.tolist() == [0, 0]
-        for result, each in zip(results, launchers.forward(first(q), k, v, *call, Plans()), strict=True):
+        for result, each in zip(results, launches_forward.forward(first(q), k, v, *call, Plans()), strict=True):
             result.copy_(each)
 
     def gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         *rows, tickets = rows
         assert tickets.tolist() == [0, 0]
         assert not any(row.isnan().any() for row in rows)
-        out, _, statistics = launchers.forward(first(q), k, v, *call, Plans())
-        return launchers.backward(grad, None, first(q), k, v, out, statistics, *call, Plans())
+        out, _, statistics = launches_forward.forward(first(q), k, v, *call, Plans())
+        return launches_backward.backward(grad, None, first(q), k, v, out, statistics, *call, Plans())
 
     def key(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, dk: Tensor, dv: Tensor, *rows: Tensor) -> None:
         launched.append("key")
@@ -154,7 +153,7 @@ def test_plans_for_hopper_launch_on_parts_of_larger_tensors(
         launched.append("query")
         first(dq).copy_(gradients(q, k, v, grad, *rows)[0])
 
-    plan_forward, plan_backward = launchers.plan_forward, launchers.plan_backward
+    plan_forward, plan_backward = launches_forward.plan_forward, launches_backward.plan_backward
 
     def planned_forward(*arguments: Any) -> Any:
         plan, aligned = plan_forward(*arguments), arguments[6]
@@ -173,7 +172,6 @@ def test_plans_for_hopper_launch_on_parts_of_larger_tensors(
         (launches_backward, "plan_backward", planned_backward),
     ):
         monkeypatch.setattr(plans, name, planned)
-        monkeypatch.setattr(launchers, name, planned)
     forget_plans()
     qkv, theta = inputs(torch.float16, 19, heads + 2 * kv_heads + 9, features, device)
     qkv = (qkv.detach()[:, :, 8:-1] if sliced else qkv.detach()[:, :, 9:].clone()).requires_grad_()

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from warploom.ops.flash_attention.launches import portable as launches
+from warploom.ops.flash_attention.launches.backward import backward
+from warploom.ops.flash_attention.launches.forward import forward
 from warploom.ops.flash_attention.problem import Mask
 from warploom.ops.flash_attention.validation import Options
 from warploom.runtime.dispatch import Gradient, Operator, Tensors
@@ -22,7 +23,7 @@ def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensor
     """Attention, lse, and what the backward computes the weights again from."""
     q, k, v, *cu_seqlens = tensors
     mask = Mask(options.left, options.right, *cu_seqlens)
-    return launches.forward(q, k, v, mask, options.scale, options.precision, plans)
+    return forward(q, k, v, mask, options.scale, options.precision, plans)
 
 
 def _fake(tensors: Tensors, options: Options) -> Tensors:
@@ -50,7 +51,7 @@ def _backward(
     grad = torch.zeros_like(out) if grad is None else grad
     mask = Mask(options.left, options.right, *cu_seqlens)
     rest = (mask, options.scale, options.precision, plans)
-    return launches.backward(grad, grad_lse, q, k, v, out, statistics, *rest)
+    return backward(grad, grad_lse, q, k, v, out, statistics, *rest)
 
 
 def _backward_fake(grads: Tensors, saved: Tensors, *_: Any) -> Tensors:

@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.launches import portable as attention
-from warploom.ops.flash_attention.launches.order import launch_forward, launch_prepare, launch_walk
+from warploom.ops.flash_attention.launches import backward as attention_backward
+from warploom.ops.flash_attention.launches import forward as attention_forward
+from warploom.ops.flash_attention.launches.tiling import COUNTERS
 from warploom.ops.flash_attention.problem import Mask
 from warploom.ops.lrpe import launches as positions
 from warploom.ops.rotary_attention.validation import Options
@@ -40,10 +41,10 @@ def _forward(
         return plan(qkv, theta)
     of_positions, of_attention = known.get("positions", Plans), known.get("attention", Plans)
     qk, v = _split(qkv, heads)
-    tickets = attention.TICKETS.empty(qkv)
-    turned = positions.forward(qk, theta, _FROM_ZERO, kind, "none", None, of_positions, tickets)
+    counters = COUNTERS.empty(qkv)
+    turned = positions.forward(qk, theta, _FROM_ZERO, kind, "none", None, of_positions, counters)
     q, k = _queries_and_keys(turned, heads)
-    out, _, statistics = attention.forward(q, k, v, _CAUSAL, scale, None, of_attention, tickets)
+    out, _, statistics = attention_forward.forward(q, k, v, _CAUSAL, scale, None, of_attention, counters)
     return out, turned, statistics
 
 
@@ -63,7 +64,9 @@ def _backward(
     dqk, dv = _split(dqkv, heads)
     qk, v = _split(qkv, heads)
     (q, k), (dq, dk) = _queries_and_keys(turned, heads), _queries_and_keys(dqk, heads)
-    attention.backward(grad, None, q, k, v, out, statistics, _CAUSAL, scale, None, of_attention, (dq, dk, dv))
+    attention_backward.backward(
+        grad, None, q, k, v, out, statistics, _CAUSAL, scale, None, of_attention, (dq, dk, dv)
+    )
     _, dtheta = positions.backward(
         dqk, qk, theta, _FROM_ZERO, kind, "none", theta_gradient, None, of_positions, dqk
     )
@@ -118,10 +121,10 @@ class _Forward(NamedTuple):
     def __call__(self, qkv: Tensor, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         turned, out = self.turned.empty(qkv), self.out.empty(qkv)
         lse, statistics = self.lse.empty(qkv), self.statistics.empty(qkv)
-        tickets = attention.TICKETS.empty(qkv)
-        positions.launch_forward(self.turn, qkv, turned, theta, _FROM_ZERO, tickets=tickets)
+        counters = COUNTERS.empty(qkv)
+        positions.launch_forward(self.turn, qkv, turned, theta, _FROM_ZERO, tickets=counters)
         k, v = view(turned, *self.k), view(qkv, *self.v)
-        launch_forward(self.attend, turned, k, v, out, lse, statistics, tickets)
+        self.attend(turned, k, v, out, lse, statistics, counters)
         return out, turned, statistics
 
 
@@ -133,7 +136,7 @@ def _plan_forward(qkv: Tensor, theta: Tensor, heads: int, kind: str, scale: floa
     turned = empty_in_order_of(qk, qk.shape[-1])
     q, k = _queries_and_keys(turned, heads)
     turn = positions.plan_forward(qk, theta, _FROM_ZERO, kind, "none", None)
-    attend = attention.plan_forward(q, k, v, _CAUSAL, scale, "highest", True)
+    attend = attention_forward.plan_forward(q, k, v, _CAUSAL, scale, "highest", True)
     parts = _Part.of(k, turned), _Part.of(v, qkv)
     if attend.launch is None or not attend.launch.descriptions or attend.combine is not None:
         return False
@@ -161,13 +164,12 @@ class _Backward(NamedTuple):
     def __call__(
         self, grad: Tensor, qkv: Tensor, theta: Tensor, out: Tensor, turned: Tensor, statistics: Tensor
     ) -> Tensor:
-        dqkv, shift, delta = self.gradient.empty(qkv), self.rows.empty(qkv), self.rows.empty(qkv)
-        tickets = attention.TICKETS.empty(qkv)
-        launch_prepare(self.prepare, out, grad, statistics, None, shift, delta, None, tickets)
+        dqkv, lse, delta = self.gradient.empty(qkv), self.rows.empty(qkv), self.rows.empty(qkv)
+        counters = COUNTERS.empty(qkv)
+        self.prepare(out, grad, statistics, None, lse, delta, None, counters)
         k, v, dk, dv = view(turned, *self.k), view(qkv, *self.v), view(dqkv, *self.dk), view(dqkv, *self.dv)
-        tensors, numbers = (turned, k, v, grad), (shift, delta)
-        launch_walk(self.key, tensors, (dk, dv), numbers, tickets)
-        launch_walk(self.query, tensors, (dqkv,), numbers, tickets)
+        self.key(turned, k, v, grad, dk, dv, lse, delta, counters)
+        self.query(turned, k, v, grad, dqkv, lse, delta, counters)
         positions.launch_backward(self.turn, qkv, dqkv, dqkv, theta, _FROM_ZERO)
         return dqkv
 
@@ -182,7 +184,9 @@ def _plan_backward(
     dqkv = empty_in_order_of(qkv, qkv.shape[-1])
     dqk, dv = _split(dqkv, heads)
     dq, dk = _queries_and_keys(dqk, heads)
-    attend = attention.plan_backward(grad, None, q, k, v, out, _CAUSAL, scale, "highest", True, (dq, dk, dv))
+    attend = attention_backward.plan_backward(
+        grad, None, q, k, v, out, _CAUSAL, scale, "highest", True, (dq, dk, dv)
+    )
     whole = [walk.launch for walk in attend.walks if walk.launch.descriptions and walk.splits == 1]
     if attend.prepare is None or [walk.kernel for walk in attend.walks] != ["key", "query"] or len(whole) != 2:
         return False
