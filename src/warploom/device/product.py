@@ -88,38 +88,3 @@ def product(a, b, c, PRECISION: tl.constexpr):
 def dot(a, b, acc):
     """``a · b + acc`` in float32, with all bits of float32 factors: see `product`."""
     return product(a, b, acc, "bf16x6")
-
-
-# ``a · b`` where rows of ``a`` see some rows of ``b`` alone: zeros in ``a`` hide the others, unless these are NaN or
-# infinite, which times zero is NaN. Then it is finite(b) that is multiplied; and what has seen a flag of b, by a product
-# of ones and zeros, is NaN.
-
-
-@triton.jit
-def ones(mask):
-    """One where a mask is true and zero elsewhere, in bfloat16."""
-    return tl.where(mask, 1.0, 0.0).to(tl.bfloat16)
-
-
-@triton.jit
-def is_finite(x):
-    """Where a tile is neither NaN nor infinite."""
-    return tl.abs(x.to(tl.float32)) < float("inf")
-
-
-@triton.jit
-def finite(x):
-    """A tile with zeros in the place of what is NaN or infinite."""
-    return tl.where(is_finite(x), x, 0.0).to(x.dtype)
-
-
-@triton.jit
-def flags_of(x):
-    """`ones` where a tile is NaN or infinite."""
-    return tl.where(is_finite(x), 0.0, 1.0).to(tl.bfloat16)
-
-
-@triton.jit
-def has_nan(x):
-    """Whether a tile has a NaN anywhere."""
-    return tl.max((x != x).to(tl.int32)) > 0

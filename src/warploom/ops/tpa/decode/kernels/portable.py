@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.activations import exponential_float32, power_of_two
-from warploom.device.product import dot, finite, flags_of, ones, rounded
+from warploom.device.product import dot, rounded
 
 # ----------------------------------------------------------------------------------------------------------
 # Device functions
@@ -114,6 +114,20 @@ def store_part(partial, statistics, slot, row, rows, e, inside, acc, top, total,
     tl.store(partial + slot * rows * E + row.to(tl.int64) * E + e, acc, mask=inside & (e < E))
     tl.store(pointers, top, mask=inside)
     tl.store(pointers + rows, total, mask=inside)
+
+
+@triton.jit
+def add_seen(acc, v, w, seen):
+    """``acc + vᵀ w`` (E, ROWS) where rows see some of the keys (M·R): what is NaN or infinite in others stays there.
+
+    Zero times NaN is NaN: values are finite in the product, and a product of flags says which rows become NaN.
+    """
+    w = tl.where(seen, w, 0.0).to(v.dtype)
+    finite = tl.abs(v.to(tl.float32)) < float("inf")
+    acc = dot(tl.trans(tl.where(finite, v, 0.0).to(v.dtype)), w, acc)
+    flags = tl.trans(tl.where(finite, 0.0, 1.0).to(tl.bfloat16))
+    reached = dot(flags, tl.where(seen, 1.0, 0.0).to(tl.bfloat16), tl.zeros(acc.shape, tl.float32))
+    return tl.where(reached > 0.0, float("nan"), acc)
 
 
 @triton.jit
@@ -344,11 +358,7 @@ def decode_kernel(
             acc = acc * keep
             if part == 1:
                 key = start + tl.arange(0, BLOCK_M * BLOCK_RV) // BLOCK_RV
-                seen = key[:, None] < horizon[None, :]
-                w = tl.where(seen, w, 0.0).to(v.dtype)
-                acc = dot(tl.trans(finite(v)), w, acc)
-                flags = dot(tl.trans(flags_of(v)), ones(seen), tl.zeros((BLOCK_E, ROWS), tl.float32))
-                acc = tl.where(flags > 0.0, float("nan"), acc)
+                acc = add_seen(acc, v, w, key[:, None] < horizon[None, :])
             else:
                 acc = dot(tl.trans(v), w, acc)
             if LEVELS > 0:
