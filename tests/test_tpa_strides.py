@@ -21,7 +21,7 @@ if not HAS_TRITON:
 import triton
 import triton.language as tl
 
-from warploom.ops.tpa.decode.kernels.portable import load_part, store_part
+from warploom.ops.tpa.decode.kernels.portable import Parts, Softmax, load_part, store_part
 from warploom.ops.tpa.decode.launches import hopper as launchers_hopper
 from warploom.ops.tpa.decode.launches import portable as launchers
 from warploom.ops.tpa.decode.launches.portable import Operands
@@ -256,9 +256,10 @@ def move_part_kernel(
     cells = tl.arange(0, R)[:, None] * E + e
     slot = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, R)[:, None].to(tl.float32)
-    store_part(partial, statistics, slot, row, rows, e, row < rows, tl.load(x + cells), number, number, E)
-    acc, top, total = load_part(partial, statistics, slot, row, rows, e, row < rows, E)
-    tl.store(out + cells, acc + top + total)
+    parts = Parts(partial, statistics, rows)
+    store_part(parts, slot, row, e, row < rows, Softmax(tl.load(x + cells), number, number), E)
+    part = load_part(parts, slot, row, e, row < rows, E)
+    tl.store(out + cells, part.acc + part.row_max + part.row_sum)
 
 
 @pytest.mark.parametrize("features", [16, 256])

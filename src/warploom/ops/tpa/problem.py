@@ -17,7 +17,7 @@ NARROW = 2**22
 
 
 def logit_unit(dtype: torch.dtype) -> float:
-    """What a logit is multiplied by so that `power` of the kernels is its exponential."""
+    """What a logit is multiplied by so that `exp` of the kernels is its exponential."""
     return 1.0 if dtype == torch.float32 else math.log2(math.e)
 
 

@@ -30,7 +30,7 @@ from warploom.ops.tpa.attention.kernels.forward import (
     visible,
     walk,
 )
-from warploom.ops.tpa.decode.kernels.portable import power
+from warploom.ops.tpa.kernels.factors import exp
 
 # ----------------------------------------------------------------------------------------------------------
 # Device functions
@@ -71,7 +71,7 @@ def weigh_keys(
     )
     zeros = tl.zeros((queries.shape[0], BLOCK_M), tl.float32)
     logits = scaled(dot(queries, tl.trans(k), zeros), (k_weight * logit_scale)[None, :], k.dtype)
-    p = power(logits - top[:, None], k.dtype) * share[:, None]
+    p = exp(logits - top[:, None], k.dtype) * share[:, None]
     if MASKED:
         m = m_first + tl.arange(0, BLOCK_M)
         p = tl.where((m[None, :] >= first[:, None]) & (m[None, :] < end[:, None]), p, 0.0)
@@ -367,7 +367,7 @@ def key_kernel(
                 )
                 logits = dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
                 logits = scaled(logits, (k_weight * logit_scale)[:, None], k.dtype)
-                p = power(logits - top[None, :], k.dtype) * share[None, :]
+                p = exp(logits - top[None, :], k.dtype) * share[None, :]
                 if part != 1:
                     p = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < end[:, None]), p, 0.0)
                 dv = dot(rounded(p, do.dtype), do, dv)

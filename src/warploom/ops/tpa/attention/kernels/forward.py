@@ -18,7 +18,7 @@ import triton.language as tl
 
 from warploom.device.packed import sequence_bounds, sequence_of_tile
 from warploom.device.product import dot, rounded
-from warploom.ops.tpa.decode.kernels.portable import power
+from warploom.ops.tpa.kernels.factors import exp
 
 # ----------------------------------------------------------------------------------------------------------
 # Device functions, of the backward kernels too
@@ -240,8 +240,8 @@ def forward_kernel(
             base = highest
             if part != 1:
                 base = tl.where(highest == float("-inf"), 0.0, highest)
-            p = power(logits - base[:, None], k.dtype)
-            keep = power(top - base, k.dtype)
+            p = exp(logits - base[:, None], k.dtype)
+            keep = exp(top - base, k.dtype)
             total = total * keep + tl.sum(p, axis=1)
             top = highest
             v, weight = load_product(

@@ -18,12 +18,39 @@ is left of the tree, so all of them give the same bits.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from warploom.device.activations import exponential_float32, power_of_two
 from warploom.device.product import dot, rounded
+from warploom.ops.tpa.kernels.factors import Factors, Features, FeatureStrides, Heads, HeadStrides, exp
+
+
+class ChunkLengths(NamedTuple):
+    """What settles the length of a chunk; see `warploom.ops.tpa.decode.chunks`."""
+
+    SHORTEST: tl.constexpr
+    LONGEST: tl.constexpr
+    WANTED: tl.constexpr
+
+
+class Softmax(NamedTuple):
+    """Softmax of rows over some of the keys: numerators, maxima and denominators."""
+
+    acc: Any
+    row_max: Any
+    row_sum: Any
+
+
+class Parts(NamedTuple):
+    """Where programs leave the softmax of their span: numerators (slots, rows, E), maxima and denominators (slots, 2, rows)."""
+
+    acc: Any
+    statistics: Any
+    rows: tl.int64
+
 
 # ----------------------------------------------------------------------------------------------------------
 # Device functions
@@ -31,17 +58,17 @@ from warploom.device.product import dot, rounded
 
 
 @triton.jit
-def chunk_length(length, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, WANTED: tl.constexpr):
-    """Keys of a chunk: ``SHORTEST``, doubled until there are at most ``WANTED`` chunks or it is ``LONGEST``."""
-    chunk = length * 0 + SHORTEST
-    while (chunk * WANTED < length) & (chunk < LONGEST):
+def chunk_length(length, chunks):
+    """Keys of a chunk: the shortest length, doubled until there are at most ``WANTED`` chunks or it is the longest."""
+    chunk = length * 0 + chunks.SHORTEST
+    while (chunk * chunks.WANTED < length) & (chunk < chunks.LONGEST):
         chunk = chunk * 2
     return chunk
 
 
 @triton.jit
 def valid_keys(lengths, batch, lengths_b, keys):
-    """How many entries of the cache a batch entry may look at (int32)."""
+    """How many keys of the cache a batch entry may look at (int32)."""
     if lengths is None:
         length = keys
     else:
@@ -51,195 +78,172 @@ def valid_keys(lengths, batch, lengths_b, keys):
 
 
 @triton.jit
-def power(x, dtype: tl.constexpr):
-    """For results in ``dtype``: eˣ where that is float32, else 2ˣ, which is one instruction; x near 0 or below.
-
-    Logits come in these units. The difference of two is exact where it matters, so it comes first.
-    """
-    if dtype == tl.float32:
-        y = exponential_float32(x)
-    else:
-        y = power_of_two(x)
-    return y
-
-
-@triton.jit
-def join(acc, top, total, more, more_top, more_total, dtype: tl.constexpr):
-    """Two partial softmax sums over different keys as one: numerators, maxima and denominators.
+def join(a, b, dtype: tl.constexpr):
+    """Softmax over the keys of both.
 
     Fused by hand, so that every kernel rounds alike. Joining to nothing (zeros, -inf, 0) changes no bit.
     """
-    highest = tl.maximum(top, more_top)
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    keep = power(top - base, dtype)
-    add = power(more_top - base, dtype)
-    return (
-        tl.fma(acc, tl.broadcast_to(keep, acc.shape), more * add),
-        highest,
-        tl.fma(total, keep, more_total * add),
+    row_max = tl.maximum(a.row_max, b.row_max)
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    rescale_a = exp(a.row_max - base, dtype)
+    rescale_b = exp(b.row_max - base, dtype)
+    return Softmax(
+        tl.fma(a.acc, tl.broadcast_to(rescale_a, a.acc.shape), b.acc * rescale_b),
+        row_max,
+        tl.fma(a.row_sum, rescale_a, b.row_sum * rescale_b),
     )
 
 
 @triton.jit
-def load_part(partial, statistics, slot, row, rows, e, inside, E: tl.constexpr):
-    """Numerators, maxima and denominators of a slot; nothing where ``inside`` is false.
+def load_part(parts, slot, row, e, mask, E: tl.constexpr):
+    """The softmax of a slot; nothing where ``mask`` is false.
 
     ``row`` and ``e`` are tiles of one row and one column, either way round; ``slot`` is int64.
     """
-    pointers = statistics + slot * 2 * rows + row
-    return (
-        tl.load(partial + slot * rows * E + row.to(tl.int64) * E + e, mask=inside & (e < E), other=0.0),
-        tl.load(pointers, mask=inside, other=float("-inf")),
-        tl.load(pointers + rows, mask=inside, other=0.0),
+    ptrs = parts.statistics + slot * 2 * parts.rows + row
+    return Softmax(
+        tl.load(parts.acc + slot * parts.rows * E + row.to(tl.int64) * E + e, mask=mask & (e < E), other=0.0),
+        tl.load(ptrs, mask=mask, other=float("-inf")),
+        tl.load(ptrs + parts.rows, mask=mask, other=0.0),
     )
 
 
 @triton.jit
-def node_sum(parts, first: tl.constexpr, count: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """``count`` parts from number ``first`` on joined, from left to right or in a binary tree."""
+def node_softmax(softmaxes, first: tl.constexpr, count: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """``count`` of a list from number ``first`` on joined, from left to right or in a binary tree."""
     if count == 1:
-        acc, top, total = parts[first]
+        acc, row_max, row_sum = softmaxes[first]  # a tuple in a list of them has no names in Triton 3.6
+        node = Softmax(acc, row_max, row_sum)
     else:
         half: tl.constexpr = count // 2 if PAIRS else count - 1
-        acc, top, total = node_sum(parts, first, half, PAIRS, dtype)
-        more, more_top, more_total = node_sum(parts, first + half, count - half, PAIRS, dtype)
-        acc, top, total = join(acc, top, total, more, more_top, more_total, dtype)
-    return acc, top, total
+        left = node_softmax(softmaxes, first, half, PAIRS, dtype)
+        right = node_softmax(softmaxes, first + half, count - half, PAIRS, dtype)
+        node = join(left, right, dtype)
+    return node
 
 
 @triton.jit
-def store_part(partial, statistics, slot, row, rows, e, inside, acc, top, total, E: tl.constexpr):
+def store_part(parts, slot, row, e, mask, softmax, E: tl.constexpr):
     """Leave what `load_part` loads."""
-    pointers = statistics + slot * 2 * rows + row
-    tl.store(partial + slot * rows * E + row.to(tl.int64) * E + e, acc, mask=inside & (e < E))
-    tl.store(pointers, top, mask=inside)
-    tl.store(pointers + rows, total, mask=inside)
+    ptrs = parts.statistics + slot * 2 * parts.rows + row
+    tl.store(parts.acc + slot * parts.rows * E + row.to(tl.int64) * E + e, softmax.acc, mask=mask & (e < E))
+    tl.store(ptrs, softmax.row_max, mask=mask)
+    tl.store(ptrs + parts.rows, softmax.row_sum, mask=mask)
 
 
 @triton.jit
-def add_seen(acc, v, w, seen):
+def add_masked(acc, v, w, mask):
     """``acc + vᵀ w`` (E, ROWS) where rows see some of the keys (M·R): what is NaN or infinite in others stays there.
 
     Zero times NaN is NaN: values are finite in the product, and a product of flags says which rows become NaN.
     """
-    w = tl.where(seen, w, 0.0).to(v.dtype)
+    w = tl.where(mask, w, 0.0).to(v.dtype)
     finite = tl.abs(v.to(tl.float32)) < float("inf")
     acc = dot(tl.trans(tl.where(finite, v, 0.0).to(v.dtype)), w, acc)
     flags = tl.trans(tl.where(finite, 0.0, 1.0).to(tl.bfloat16))
-    reached = dot(flags, tl.where(seen, 1.0, 0.0).to(tl.bfloat16), tl.zeros(acc.shape, tl.float32))
+    reached = dot(flags, tl.where(mask, 1.0, 0.0).to(tl.bfloat16), tl.zeros(acc.shape, tl.float32))
     return tl.where(reached > 0.0, float("nan"), acc)
 
 
 @triton.jit
-def finish(acc, total, scale_v):
+def finish(softmax, scale_v):
     """The output from numerators and denominators; 0 where no key was seen."""
-    return acc * (scale_v / tl.where(total == 0.0, 1.0, total))
+    return softmax.acc * (scale_v / tl.where(softmax.row_sum == 0.0, 1.0, softmax.row_sum))
 
 
 @triton.jit
 def query_tile(
-    aq, bq, batch, n, h, inside, first_n, tokens,
-    aq_b, aq_n, aq_h, aq_r, bq_b, bq_n, bq_r, bq_d, scale_q,
-    RQ: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    VEC: tl.constexpr, UNIT: tl.constexpr,
+    aq, bq, batch, n, h, mask, first_n, tokens, scale_q,
+    Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Q of every row (ROWS, D) in the dtype of memory. Without ``aq``, ``bq`` holds Q and its rank axis the heads."""
-    d = tl.arange(0, BLOCK_D)
-    features = d[None, :] if UNIT else (d * bq_d)[None, :]
-    bq += batch.to(tl.int64) * (bq_b * VEC)
-    if aq is None:
-        rows = bq + (n.to(tl.int64) * (bq_n * VEC) + h.to(tl.int64) * (bq_r * VEC))[:, None]
-        q = tl.load(rows + features, mask=inside[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    d = tl.arange(0, Q.BLOCK_F)
+    features = d[None, :] if Q.UNIT else (d * bq.strides.f)[None, :]
+    b_ptr = bq.ptr + batch.to(tl.int64) * (bq.strides.b * Q.VEC)
+    if aq.ptr is None:
+        rows = b_ptr + (n.to(tl.int64) * (bq.strides.n * Q.VEC) + h.to(tl.int64) * (bq.strides.r * Q.VEC))[:, None]
+        q = tl.load(rows + features, mask=mask[:, None] & (d < Q.F)[None, :], other=0.0).to(tl.float32)
     else:
-        aq += batch.to(tl.int64) * aq_b
+        a_ptr = aq.ptr + batch.to(tl.int64) * aq.strides.b
         r = tl.arange(0, BLOCK_R)
-        rows = aq + (n.to(tl.int64) * aq_n + h.to(tl.int64) * aq_h)[:, None]
-        q = tl.zeros((n.shape[0], BLOCK_D), tl.float32)
+        rows = a_ptr + (n.to(tl.int64) * aq.strides.n + h.to(tl.int64) * aq.strides.h)[:, None]
+        q = tl.zeros((n.shape[0], Q.BLOCK_F), tl.float32)
         # The heads of one query at a time.
-        for i in tl.range(0, BLOCK_N * ((RQ + BLOCK_R - 1) // BLOCK_R), num_stages=1):
+        for i in tl.range(0, BLOCK_N * ((Q.R + BLOCK_R - 1) // BLOCK_R), num_stages=1):
             token = first_n + i % BLOCK_N
             rank = i // BLOCK_N * BLOCK_R + r
-            mask = (inside & (n == token))[:, None] & (rank < RQ)[None, :]
-            a = tl.load(rows + (rank * aq_r)[None, :], mask=mask, other=0.0)
-            ranks = bq + token.to(tl.int64) * (bq_n * VEC) + rank.to(tl.int64)[:, None] * (bq_r * VEC)
-            mask = ((rank < RQ) & (token < tokens))[:, None] & (d < D)[None, :]
-            b = tl.load(ranks + features, mask=mask, other=0.0)
+            a_mask = (mask & (n == token))[:, None] & (rank < Q.R)[None, :]
+            a = tl.load(rows + (rank * aq.strides.r)[None, :], mask=a_mask, other=0.0)
+            ranks = b_ptr + token.to(tl.int64) * (bq.strides.n * Q.VEC)
+            ranks += rank.to(tl.int64)[:, None] * (bq.strides.r * Q.VEC)
+            b_mask = ((rank < Q.R) & (token < tokens))[:, None] & (d < Q.F)[None, :]
+            b = tl.load(ranks + features, mask=b_mask, other=0.0)
             if BLOCK_N == 1:
                 q = dot(a, b, q)
             else:  # rows of the others are zero, which times NaN is NaN
                 q = tl.where((n == token)[:, None], dot(a, b, q), q)
-    return rounded(q * scale_q, bq.dtype.element_ty)
+    return rounded(q * scale_q, bq.ptr.dtype.element_ty)
 
 
 @triton.jit
-def head_factors(
-    a, first, h, inside, head_mask, a_m, a_h, a_r,
-    R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, VEC: tl.constexpr, DENSE: tl.constexpr,
+def head_tile(
+    a, first, h, key_mask, head_mask,
+    A: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Head factors of a block of keys: (M, ROWS), or (M, ROWS, R) beyond rank one; in the dtype of memory.
-
-    ``DENSE``: heads and ranks are adjacent in memory, which the compiler must know for wide loads, and offsets within
-    the block fit in 32 bits.
-    """
-    block = a + first * (a_m * VEC)
+    """Head factors of a block of keys: (M, ROWS), or (M, ROWS, R) beyond rank one; in the dtype of memory."""
+    block = a.ptr + first * (a.strides.n * A.VEC)
     m = tl.arange(0, BLOCK_M)
-    if DENSE:
-        offsets = (m * (a_m.to(tl.int32) * VEC))[:, None] + (h * R)[None, :]
+    if A.DENSE:
+        offsets = (m * (a.strides.n.to(tl.int32) * A.VEC))[:, None] + (h * R)[None, :]
     else:
-        offsets = (m * (a_m * VEC))[:, None] + (h.to(tl.int64) * a_h)[None, :]
-    mask = inside[:, None] & head_mask[None, :]
+        offsets = (m * (a.strides.n * A.VEC))[:, None] + (h.to(tl.int64) * a.strides.h)[None, :]
+    mask = key_mask[:, None] & head_mask[None, :]
     if BLOCK_R > 1:
         r = tl.arange(0, BLOCK_R)
-        offsets = offsets[:, :, None] + (r if DENSE else r * a_r)[None, None, :]
+        offsets = offsets[:, :, None] + (r if A.DENSE else r * a.strides.r)[None, None, :]
         mask = mask[:, :, None] & (r < R)[None, None, :]
     return tl.load(block + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
-def feature_factors(
-    b, first, length, b_m, b_r, b_d,
-    R: tl.constexpr, F: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
-    VEC: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """Feature factors of a block of keys, (M·R, F), ranks fastest; in the dtype of memory.
-
-    ``UNIT``: features are adjacent, and offsets within the block fit in 32 bits.
-    """
-    block = b + first * (b_m * VEC)
+def feature_tile(b, first, length, B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Feature factors of a block of keys, (M·R, F), ranks fastest; in the dtype of memory."""
+    block = b.ptr + first * (b.strides.n * B.VEC)
     row = tl.arange(0, BLOCK_M * BLOCK_R)
     m = row // BLOCK_R
     r = row % BLOCK_R
-    f = tl.arange(0, BLOCK_F)
-    if UNIT:
-        offsets = (m * (b_m.to(tl.int32) * VEC) + r * (b_r.to(tl.int32) * VEC))[:, None] + f[None, :]
+    f = tl.arange(0, B.BLOCK_F)
+    if B.UNIT:
+        offsets = (m * (b.strides.n.to(tl.int32) * B.VEC) + r * (b.strides.r.to(tl.int32) * B.VEC))[:, None]
+        offsets += f[None, :]
     else:
-        offsets = (m * (b_m * VEC) + r * (b_r * VEC))[:, None] + (f * b_d)[None, :]
+        offsets = (m * (b.strides.n * B.VEC) + r * (b.strides.r * B.VEC))[:, None] + (f * b.strides.f)[None, :]
     mask = (first + m < length)[:, None]
-    if R != BLOCK_R:
-        mask = mask & (r < R)[:, None]
-    if F != BLOCK_F:
-        mask = mask & (f < F)[None, :]
+    if B.R != BLOCK_R:
+        mask = mask & (r < B.R)[:, None]
+    if B.F != B.BLOCK_F:
+        mask = mask & (f < B.F)[None, :]
     return tl.load(block + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
-def weigh(logits, factors, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr):
+def sum_ranks(logits, factors, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr):
     """``Σ_r a ⊙ logits`` (M, ROWS) float32, from logits (M·R, ROWS) of every rank."""
     if BLOCK_R == 1:
-        weighed = logits * factors.to(tl.float32)
+        summed = logits * factors.to(tl.float32)
     else:
         ranks = logits.reshape(BLOCK_M, BLOCK_R, ROWS).permute(0, 2, 1)
-        weighed = tl.sum(ranks * factors.to(tl.float32), axis=2)
-    return weighed
+        summed = tl.sum(ranks * factors.to(tl.float32), axis=2)
+    return summed
 
 
 @triton.jit
-def spread(weights, factors, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr):
-    """``p ⊙ a`` (M·R, ROWS) float32 of every rank, from weights (M, ROWS)."""
+def spread(p, factors, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr):
+    """``p ⊙ a`` (M·R, ROWS) float32 of every rank, from weights p (M, ROWS)."""
     if BLOCK_R == 1:
-        ranks = weights * factors.to(tl.float32)
+        ranks = p * factors.to(tl.float32)
     else:
-        ranks = weights[:, :, None] * factors.to(tl.float32)
+        ranks = p[:, :, None] * factors.to(tl.float32)
         ranks = ranks.permute(0, 2, 1).reshape(BLOCK_M * BLOCK_R, ROWS)
     return ranks
 
@@ -280,6 +284,10 @@ def decode_kernel(
     output. Without, it leaves numerators, maximum and denominator for `combine_kernel` in slot (batch entry, span) of
     ``partial`` (B, spans, N·H, E) and ``statistics`` (B, spans, 2, N·H), float32.
     """
+    Q: tl.constexpr = Features(RQ, D, BLOCK_D, Q_VEC, Q_UNIT)
+    K: tl.constexpr = Features(RK, D, BLOCK_D, B_VEC, B_UNIT)
+    V: tl.constexpr = Features(RV, E, BLOCK_E, B_VEC, B_UNIT)
+    A: tl.constexpr = Heads(A_VEC, A_DENSE)
     ROWS: tl.constexpr = BLOCK_N * BLOCK_H
     H_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     row_blocks = H_BLOCKS * tl.cdiv(tokens, BLOCK_N)
@@ -288,7 +296,7 @@ def decode_kernel(
     span = program // row_blocks % spans
     batch = program // row_blocks // spans
     length = valid_keys(lengths, batch, lengths_b, keys)
-    chunk = chunk_length(length, SHORTEST, LONGEST, WANTED)
+    chunk = chunk_length(length, ChunkLengths(SHORTEST, LONGEST, WANTED))
     first = span * 0
     end = length
     if LEVELS < 2:
@@ -303,29 +311,33 @@ def decode_kernel(
     n = first_n + rows_in_tile // BLOCK_H
     h = row_block % H_BLOCKS * BLOCK_H + rows_in_tile % BLOCK_H
     head_mask = h < H  # what stands in rows of other queries, or of none, is not stored
-    inside = head_mask & (n < tokens)
+    row_mask = head_mask & (n < tokens)
     q = query_tile(
-        aq, bq, batch, n, h, inside, first_n, tokens, aq_b, aq_n, aq_h, aq_r, bq_b, bq_n, bq_r, bq_d, scale_q,
-        RQ, D, BLOCK_N, BLOCK_RQ, BLOCK_D, Q_VEC, Q_UNIT,
+        Factors(aq, HeadStrides(aq_b, aq_n, aq_h, aq_r)), Factors(bq, FeatureStrides(bq_b, bq_n, bq_r, bq_d)),
+        batch, n, h, row_mask, first_n, tokens, scale_q, Q, BLOCK_N, BLOCK_RQ,
     )  # fmt: skip
     q = tl.trans(q)
-    horizon = length - tokens + n + 1  # keys that a row sees
+    row_end = length - tokens + n + 1  # keys that a row sees
 
     ak += batch.to(tl.int64) * (ak_b * A_VEC)
     av += batch.to(tl.int64) * (av_b * A_VEC)
     bk += batch.to(tl.int64) * (bk_b * B_VEC)
     bv += batch.to(tl.int64) * (bv_b * B_VEC)
+    k_heads = Factors(ak, HeadStrides(ak_b, ak_m, ak_h, ak_r))
+    v_heads = Factors(av, HeadStrides(av_b, av_m, av_h, av_r))
+    k_features = Factors(bk, FeatureStrides(bk_b, bk_m, bk_r, bk_d))
+    v_features = Factors(bv, FeatureStrides(bv_b, bv_m, bv_r, bv_e))
     row = (n.to(tl.int64) * H + h)[None, :]
     e = tl.arange(0, BLOCK_E)[:, None]
     acc = tl.zeros((BLOCK_E, ROWS), tl.float32)
-    top = tl.full((1, ROWS), float("-inf"), tl.float32)
+    row_max = tl.full((1, ROWS), float("-inf"), tl.float32)
     sums = tl.zeros(
         (BLOCK_M, ROWS), tl.float32
     )  # of weights; over the keys of a block they are added up in the end
     if LEVELS > 0:
-        four, four_top, four_total = acc, top, tl.zeros((1, ROWS), tl.float32)
+        node = Softmax(acc, row_max, tl.zeros((1, ROWS), tl.float32))
     if LEVELS > 1:
-        every, every_top, every_total = acc, top, tl.zeros((1, ROWS), tl.float32)
+        root = Softmax(acc, row_max, tl.zeros((1, ROWS), tl.float32))
     # What all rows see, and behind it keys of which some rows see some.
     seen_by_all = end
     if BLOCK_N > 1:
@@ -336,62 +348,57 @@ def decode_kernel(
     for part in tl.static_range(2 if BLOCK_N > 1 else 1):
         for start in range(bounds[part], bounds[part + 1], BLOCK_M):
             m = start + tl.arange(0, BLOCK_M)
-            valid = m < end
-            k = feature_factors(bk, start, end, bk_m, bk_r, bk_d, RK, D, BLOCK_M, BLOCK_RK, BLOCK_D, B_VEC, B_UNIT)
-            a = head_factors(
-                ak, start, h, valid, head_mask, ak_m, ak_h, ak_r, RK, BLOCK_M, BLOCK_RK, A_VEC, A_DENSE
-            )
+            key_mask = m < end
+            k = feature_tile(k_features, start, end, K, BLOCK_M, BLOCK_RK)
+            a = head_tile(k_heads, start, h, key_mask, head_mask, A, RK, BLOCK_M, BLOCK_RK)
             logits = dot(k, q, tl.zeros((BLOCK_M * BLOCK_RK, ROWS), tl.float32))
-            logits = weigh(logits, a, BLOCK_M, BLOCK_RK, ROWS) * logit_scale
-            logits = tl.where((m[:, None] < horizon[None, :]) & valid[:, None], logits, float("-inf"))
-            highest = tl.maximum(top, tl.max(logits, axis=0, keep_dims=True))
-            base = tl.where(highest == float("-inf"), 0.0, highest)
-            p = power(logits - base, k.dtype)
-            keep = power(top - base, k.dtype)
-            sums = sums * keep + p
-            top = highest
-            v = feature_factors(bv, start, end, bv_m, bv_r, bv_e, RV, E, BLOCK_M, BLOCK_RV, BLOCK_E, B_VEC, B_UNIT)
-            a = head_factors(
-                av, start, h, valid, head_mask, av_m, av_h, av_r, RV, BLOCK_M, BLOCK_RV, A_VEC, A_DENSE
-            )
+            logits = sum_ranks(logits, a, BLOCK_M, BLOCK_RK, ROWS) * logit_scale
+            logits = tl.where((m[:, None] < row_end[None, :]) & key_mask[:, None], logits, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(logits, axis=0, keep_dims=True))
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
+            p = exp(logits - base, k.dtype)
+            rescale = exp(row_max - base, k.dtype)
+            sums = sums * rescale + p
+            row_max = new_max
+            v = feature_tile(v_features, start, end, V, BLOCK_M, BLOCK_RV)
+            a = head_tile(v_heads, start, h, key_mask, head_mask, A, RV, BLOCK_M, BLOCK_RV)
             w = rounded(spread(p, a, BLOCK_M, BLOCK_RV, ROWS), v.dtype)
-            acc = acc * keep
+            acc = acc * rescale
             if part == 1:
                 key = start + tl.arange(0, BLOCK_M * BLOCK_RV) // BLOCK_RV
-                acc = add_seen(acc, v, w, key[:, None] < horizon[None, :])
+                acc = add_masked(acc, v, w, key[:, None] < row_end[None, :])
             else:
                 acc = dot(tl.trans(v), w, acc)
             if LEVELS > 0:
                 behind = start + BLOCK_M
                 if behind % chunk == 0:
-                    total = tl.sum(sums, axis=0, keep_dims=True)
-                    four, four_top, four_total = join(four, four_top, four_total, acc, top, total, k.dtype)
+                    node = join(node, Softmax(acc, row_max, tl.sum(sums, axis=0, keep_dims=True)), k.dtype)
                     acc = tl.zeros((BLOCK_E, ROWS), tl.float32)
-                    top = tl.full((1, ROWS), float("-inf"), tl.float32)
+                    row_max = tl.full((1, ROWS), float("-inf"), tl.float32)
                     sums = tl.zeros((BLOCK_M, ROWS), tl.float32)
                     if LEVELS > 1:
                         if behind % (4 * chunk) == 0:
-                            every, every_top, every_total = join(
-                                every, every_top, every_total, four, four_top, four_total, k.dtype
+                            root = join(root, node, k.dtype)
+                            node = Softmax(
+                                tl.zeros((BLOCK_E, ROWS), tl.float32),
+                                tl.full((1, ROWS), float("-inf"), tl.float32),
+                                tl.zeros((1, ROWS), tl.float32),
                             )
-                            four = tl.zeros((BLOCK_E, ROWS), tl.float32)
-                            four_top = tl.full((1, ROWS), float("-inf"), tl.float32)
-                            four_total = tl.zeros((1, ROWS), tl.float32)
 
     dtype: tl.constexpr = bk.dtype.element_ty
-    total = tl.sum(sums, axis=0, keep_dims=True)
+    softmax = Softmax(acc, row_max, tl.sum(sums, axis=0, keep_dims=True))
     if LEVELS > 0:  # what is not complete
-        acc, top, total = join(four, four_top, four_total, acc, top, total, dtype)
+        softmax = join(node, softmax, dtype)
     if LEVELS > 1:
-        acc, top, total = join(every, every_top, every_total, acc, top, total, dtype)
+        softmax = join(root, softmax, dtype)
     if WHOLE:
-        pointers = out + (batch.to(tl.int64) * out_b + n.to(tl.int64) * out_n + h * out_h)[None, :] + e * out_e
-        result = rounded(finish(acc, total, scale_v), out.dtype.element_ty)
-        tl.store(pointers, result, mask=inside[None, :] & (e < E))
+        ptrs = out + (batch.to(tl.int64) * out_b + n.to(tl.int64) * out_n + h * out_h)[None, :] + e * out_e
+        result = rounded(finish(softmax, scale_v), out.dtype.element_ty)
+        tl.store(ptrs, result, mask=row_mask[None, :] & (e < E))
     else:
         slot = batch.to(tl.int64) * spans + span
-        rows = tokens.to(tl.int64) * H
-        store_part(partial, statistics, slot, row, rows, e, inside[None, :], acc, top, total, E)
+        parts = Parts(partial, statistics, tokens.to(tl.int64) * H)
+        store_part(parts, slot, row, e, row_mask[None, :], softmax, E)
 
 
 _COMBINE_NUMBERS = "tokens keys spans lengths_b out_b out_n out_h out_e scale_v".split()
@@ -413,28 +420,29 @@ def combine_kernel(
     """
     if EARLY:
         gdc_wait()
-    rows = tokens.to(tl.int64) * H
-    row_blocks = tl.cdiv(rows, BLOCK_R).to(tl.int32)
+    parts = Parts(partial, statistics, tokens.to(tl.int64) * H)
+    row_blocks = tl.cdiv(parts.rows, BLOCK_R).to(tl.int32)
     batch = tl.program_id(0) // row_blocks
     row = ((tl.program_id(0) % row_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
-    inside = row < rows
+    mask = row < parts.rows
     e = tl.arange(0, BLOCK_E)[None, :]
     length = valid_keys(lengths, batch, lengths_b, keys)
-    parts = tl.cdiv(length, chunk_length(length, SHORTEST, LONGEST, WANTED) * WIDTH)
+    count = tl.cdiv(length, chunk_length(length, ChunkLengths(SHORTEST, LONGEST, WANTED)) * WIDTH)
     slot = batch.to(tl.int64) * spans
     dtype: tl.constexpr = out.dtype.element_ty
-    acc = tl.zeros((BLOCK_R, BLOCK_E), tl.float32)
-    top = tl.full((BLOCK_R, 1), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_R, 1), tl.float32)
-    for first in range(0, parts, AHEAD):
+    softmax = Softmax(
+        tl.zeros((BLOCK_R, BLOCK_E), tl.float32),
+        tl.full((BLOCK_R, 1), float("-inf"), tl.float32),
+        tl.zeros((BLOCK_R, 1), tl.float32),
+    )
+    for first in range(0, count, AHEAD):
         ahead = ()
         for i in tl.static_range(AHEAD):
-            there = inside & (first + i < parts)
-            ahead += (load_part(partial, statistics, slot + first + i, row, rows, e, there, E),)
+            part_mask = mask & (first + i < count)
+            ahead += (load_part(parts, slot + first + i, row, e, part_mask, E),)
         for i in tl.static_range(AHEAD // NODE):
-            more, more_top, more_total = node_sum(ahead, i * NODE, NODE, PAIRS, dtype)
-            acc, top, total = join(acc, top, total, more, more_top, more_total, dtype)
+            softmax = join(softmax, node_softmax(ahead, i * NODE, NODE, PAIRS, dtype), dtype)
     n = row // H
     h = row % H
-    pointers = out + batch.to(tl.int64) * out_b + (n * out_n + h * out_h) + e * out_e
-    tl.store(pointers, rounded(finish(acc, total, scale_v), out.dtype.element_ty), mask=inside & (e < E))
+    ptrs = out + batch.to(tl.int64) * out_b + (n * out_n + h * out_h) + e * out_e
+    tl.store(ptrs, rounded(finish(softmax, scale_v), out.dtype.element_ty), mask=mask & (e < E))
