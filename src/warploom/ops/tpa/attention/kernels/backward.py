@@ -15,6 +15,8 @@ With p the weights and ``dp = do Vᵀ``: ``ds = p ⊙ (dp − δ)``, ``dQ = scal
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -22,15 +24,26 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from warploom.device.packed import sequence_bounds, sequence_of_tile
 from warploom.device.product import dot, rounded
 from warploom.ops.tpa.attention.kernels.forward import (
-    load_factor,
+    HeadRows,
+    Product,
+    load_features,
+    load_heads,
     load_product,
-    load_weights,
+    loop_bounds,
     scaled,
     tiles_of,
     visible,
-    walk,
 )
-from warploom.ops.tpa.kernels.factors import exp
+from warploom.ops.tpa.kernels.factors import Factors, Features, FeatureStrides, HeadStrides, exp
+
+
+class Rows(NamedTuple):
+    """What the forward left of rows of weights: maxima and inverse denominators of the softmax, and δ."""
+
+    row_max: Any
+    inverse_sum: Any
+    delta: Any
+
 
 # ----------------------------------------------------------------------------------------------------------
 # Device functions
@@ -38,40 +51,25 @@ from warploom.ops.tpa.kernels.factors import exp
 
 
 @triton.jit
-def load_rows(
-    x, first, size, x_n, x_f, ROWS: tl.constexpr,
-    F: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr = True,
-):  # fmt: skip
-    """Rows (ROWS, F) of one head; the stride of tokens comes divided by ``VEC``."""
-    return load_factor(x, first, size, 0, x_n, x_n, x_f, ROWS, F, BLOCK_F, VEC, UNIT, MASKED)
+def load_statistics(statistics, delta, tokens, n, mask):
+    """Of queries of one of all heads, of ``tokens``; of a query that sees no key 0, 0 and δ."""
+    row_max = tl.load(statistics + n, mask=mask, other=0.0)
+    row_sum = tl.load(statistics + tokens + n, mask=mask, other=0.0)
+    inverse_sum = tl.div_rn(1.0, tl.where(row_sum == 0.0, float("inf"), row_sum))
+    return Rows(row_max, inverse_sum, tl.load(delta + n, mask=mask, other=0.0))
 
 
 @triton.jit
-def load_statistics(statistics, delta, tokens, n, inside):
-    """Maximum, inverse denominator and δ of queries of one of all heads, of ``tokens``; of a blind query 0, 0 and δ."""
-    top = tl.load(statistics + n, mask=inside, other=0.0)
-    total = tl.load(statistics + tokens + n, mask=inside, other=0.0)
-    share = tl.div_rn(1.0, tl.where(total == 0.0, float("inf"), total))
-    return top, share, tl.load(delta + n, mask=inside, other=0.0)
-
-
-@triton.jit
-def weigh_keys(
-    queries, do, ak, bk, av, bv, m_first, first, end, top, share, keys,
-    a_r, bk_m, bk_r, bk_d, bv_m, bv_r, bv_e, logit_scale, scale_v, BLOCK_M: tl.constexpr,
-    RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr,
+def weights_of(
+    q, do, k_factors, v_factors, m_first, first, end, rows, keys, logit_scale, scale_v,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Weights p and gradients dp, (N, M) each, of a tile of queries on one of keys, and the keys' tile and coefficient."""
-    k, k_weight = load_product(
-        ak, bk, m_first, keys, a_r, bk_m, bk_r, bk_d, BLOCK_M, RK, D, BLOCK_D, VEC, UNIT, MASKED
-    )
-    v, v_weight = load_product(
-        av, bv, m_first, keys, a_r, bv_m, bv_r, bv_e, BLOCK_M, RV, E, BLOCK_E, VEC, UNIT, MASKED
-    )
-    zeros = tl.zeros((queries.shape[0], BLOCK_M), tl.float32)
-    logits = scaled(dot(queries, tl.trans(k), zeros), (k_weight * logit_scale)[None, :], k.dtype)
-    p = exp(logits - top[:, None], k.dtype) * share[:, None]
+    k, k_weight = load_product(k_factors, m_first, keys, K, BLOCK_M, MASKED)
+    v, v_weight = load_product(v_factors, m_first, keys, V, BLOCK_M, MASKED)
+    zeros = tl.zeros((q.shape[0], BLOCK_M), tl.float32)
+    logits = scaled(dot(q, tl.trans(k), zeros), (k_weight * logit_scale)[None, :], k.dtype)
+    p = exp(logits - rows.row_max[:, None], k.dtype) * rows.inverse_sum[:, None]
     if MASKED:
         m = m_first + tl.arange(0, BLOCK_M)
         p = tl.where((m[None, :] >= first[:, None]) & (m[None, :] < end[:, None]), p, 0.0)
@@ -81,28 +79,27 @@ def weigh_keys(
 
 @triton.jit
 def factor_gradients(
-    gradient, a, b, da, db, first, size, a_r, b_n, b_r, b_f, da_n, da_r, add, TOKENS: tl.constexpr,
-    R: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
+    gradient, x, da, db, first, size, add, B: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
     """From the gradient (M, F) of ``A B`` of one head: that of A is stored, that of B too, in ``db`` (M, R, F).
 
     With ``add`` it is added to what ``db`` holds, where no other program writes.
     """
-    f = tl.arange(0, BLOCK_F)
+    f = tl.arange(0, B.BLOCK_F)
     row = tl.arange(0, TOKENS)  # 32-bit offsets in the tile: 64-bit ones would not fit in registers
-    inside = first + row < size
-    mask = inside[:, None] & (f < F)[None, :]
-    sums = db + tl.cast(first, tl.int64) * (R * F) + (row * (R * F))[:, None] + f[None, :]
-    pointers = da + (first + row).to(tl.int64) * da_n
-    for r in tl.static_range(R):
-        factor = load_factor(b, first, size, r, b_n, b_r, b_f, TOKENS, F, BLOCK_F, VEC, UNIT)
+    row_mask = first + row < size
+    mask = row_mask[:, None] & (f < B.F)[None, :]
+    sums = db + tl.cast(first, tl.int64) * (B.R * B.F) + (row * (B.R * B.F))[:, None] + f[None, :]
+    ptrs = da.ptr + (first + row).to(tl.int64) * da.strides.n
+    for r in tl.static_range(B.R):
+        factor = load_features(x.features, first, size, r, B, TOKENS)
         tl.store(
-            pointers + r * da_r,
-            rounded(tl.sum(gradient * factor.to(tl.float32), axis=1), da.dtype.element_ty), mask=inside,
+            ptrs + r * da.strides.r,
+            rounded(tl.sum(gradient * factor.to(tl.float32), axis=1), da.ptr.dtype.element_ty), mask=row_mask,
         )  # fmt: skip
-        weight = load_weights(a, first, size, r, a_r, TOKENS)
-        before = tl.load(sums + r * F, mask=mask & add, other=0.0)
-        tl.store(sums + r * F, before + gradient * weight[:, None], mask=mask)
+        weight = load_heads(x.heads, first, size, r, TOKENS)
+        before = tl.load(sums + r * B.F, mask=mask & add, other=0.0)
+        tl.store(sums + r * B.F, before + gradient * weight[:, None], mask=mask)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -145,50 +142,48 @@ def prepare_kernel(
     n = (token % tokens).to(tl.int64)
     h = program % shares * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
-    there = h < heads
-    inside = there[:, None] & (d < D)[None, :]
+    head_mask = h < heads
+    mask = head_mask[:, None] & (d < D)[None, :]
     features = d if Q_UNIT else d * bq_d
     bq += batch * (bq_b * Q_VEC) + n * (bq_n * Q_VEC)
     if aq is None:  # the rank axis is the heads
-        tile = tl.load(bq + (h * (bq_r * Q_VEC))[:, None] + features[None, :], mask=inside, other=0.0).to(
-            tl.float32
-        )
+        tile = tl.load(bq + (h * (bq_r * Q_VEC))[:, None] + features[None, :], mask=mask, other=0.0).to(tl.float32)
     else:
         tile = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
         aq += batch * aq_b + n * aq_n
         if q.dtype.element_ty == tl.float32:  # the bits that `load_queries` made for the forward's logits
             for r in tl.range(0, RQ, num_stages=1):
-                a = tl.load(aq + h * aq_h + r * aq_r, mask=there, other=0.0)
+                a = tl.load(aq + h * aq_h + r * aq_r, mask=head_mask, other=0.0)
                 b = tl.load(bq + r * (bq_r * Q_VEC) + features, mask=d < D, other=0.0)
                 tile += a[:, None] * b[None, :]
         else:
             for first in range(0, RQ, BLOCK_R):
                 r = first + tl.arange(0, BLOCK_R)
                 real = (r < RQ)[:, None] & (d < D)[None, :]
-                some = there[:, None] & (r < RQ)[None, :]
+                some = head_mask[:, None] & (r < RQ)[None, :]
                 a = tl.load(aq + (h * aq_h)[:, None] + (r * aq_r)[None, :], mask=some, other=0.0)
                 b = tl.load(bq + (r * (bq_r * Q_VEC))[:, None] + features[None, :], mask=real, other=0.0)
                 tile = dot(a, b, tile)
     rows = batch * heads + h
     tl.store(
-        q + (rows * tokens + n)[:, None] * D + d[None, :], rounded(tile * scale_q, q.dtype.element_ty), mask=inside
+        q + (rows * tokens + n)[:, None] * D + d[None, :], rounded(tile * scale_q, q.dtype.element_ty), mask=mask
     )
     if grad is not None:
         e = tl.arange(0, BLOCK_E)
         values = e if O_UNIT else e * out_e
-        slopes = e if O_UNIT else e * grad_e
-        inside = there[:, None] & (e < E)[None, :]
+        grad_values = e if O_UNIT else e * grad_e
+        mask = head_mask[:, None] & (e < E)[None, :]
         out += batch * (out_b * O_VEC) + n * (out_n * O_VEC)
         grad += batch * (grad_b * O_VEC) + n * (grad_n * O_VEC)
-        o = tl.load(out + (h * (out_h * O_VEC))[:, None] + values[None, :], mask=inside, other=0.0)
-        do = tl.load(grad + (h * (grad_h * O_VEC))[:, None] + slopes[None, :], mask=inside, other=0.0)
-        tl.store(delta + rows * tokens + n, tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), mask=there)
+        o = tl.load(out + (h * (out_h * O_VEC))[:, None] + values[None, :], mask=mask, other=0.0)
+        do = tl.load(grad + (h * (grad_h * O_VEC))[:, None] + grad_values[None, :], mask=mask, other=0.0)
+        tl.store(delta + rows * tokens + n, tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), mask=head_mask)
     if shift is not None:
-        top = tl.load(statistics + rows * 2 * tokens + n, mask=there, other=0.0)
-        total = tl.load(statistics + (rows * 2 + 1) * tokens + n, mask=there, other=1.0)
-        blind = total == 0.0
-        value = tl.where(blind, float("inf"), top + tl.log2(tl.where(blind, 1.0, total)))
-        tl.store(shift + rows * tokens + n, value, mask=there)
+        row_max = tl.load(statistics + rows * 2 * tokens + n, mask=head_mask, other=0.0)
+        row_sum = tl.load(statistics + (rows * 2 + 1) * tokens + n, mask=head_mask, other=1.0)
+        no_keys = row_sum == 0.0
+        lse = tl.where(no_keys, float("inf"), row_max + tl.log2(tl.where(no_keys, 1.0, row_sum)))
+        tl.store(shift + rows * tokens + n, lse, mask=head_mask)
 
 
 _BACKWARD_NUMBERS = [
@@ -218,6 +213,9 @@ def query_kernel(
     and cancels ``dp`` to the last bit where a query sees one key alone. It is divided by ``Σ_m p``: large logits differ
     from the forward's in their last bits, so that weights add up to a little more or less than one.
     """
+    K: tl.constexpr = Features(RK, D, BLOCK_D, B_VEC, B_UNIT)
+    V: tl.constexpr = Features(RV, E, BLOCK_E, B_VEC, B_UNIT)
+    G: tl.constexpr = Features(1, E, BLOCK_E, G_VEC, G_UNIT)
     blocks = tiles_of(tokens, cu_seqlens, sequences, BLOCK_N)
     program = tl.program_id(0)
     head = program % heads
@@ -248,38 +246,45 @@ def query_kernel(
         bk, bv = bk + start * (bk_m * B_VEC), bv + start * (bv_m * B_VEC)
     n_first = block * BLOCK_N
     n = n_first + tl.arange(0, BLOCK_N)
-    inside = n < tokens
+    row_mask = n < tokens
     first, end = visible(n, tokens, keys, CAUSAL, True)
-    queries = load_rows(q, n_first, tokens, row * 0 + D, 1, BLOCK_N, D, BLOCK_D, 1, True)
-    do = load_rows(grad, n_first, tokens, grad_n, grad_e, BLOCK_N, E, BLOCK_E, G_VEC, G_UNIT)
-    top, share, subtract = load_statistics(statistics, delta, all_tokens, n, inside)
-    bounds = walk(first, end, BLOCK_M)
+    D_ROWS: tl.constexpr = Features(1, D, BLOCK_D, 1, True)
+    stride = row * 0 + D
+    queries = load_features(
+        Factors(q, FeatureStrides(stride, stride, stride, 1)), n_first, tokens, 0, D_ROWS, BLOCK_N
+    )
+    grad_rows = Factors(grad, FeatureStrides(grad_b, grad_n, grad_h, grad_e))
+    do = load_features(grad_rows, n_first, tokens, 0, G, BLOCK_N)
+    rows = load_statistics(statistics, delta, all_tokens, n, row_mask)
+    k_factors = Product(HeadRows(ak, a_r), Factors(bk, FeatureStrides(bk_b, bk_m, bk_r, bk_d)))
+    v_factors = Product(HeadRows(av, a_r), Factors(bv, FeatureStrides(bv_b, bv_m, bv_r, bv_e)))
+    bounds = loop_bounds(first, end, BLOCK_M)
+    delta_rows = rows.delta
     if SUM_DELTA:
-        subtract = tl.zeros((BLOCK_N,), tl.float32)
+        delta_rows = tl.zeros((BLOCK_N,), tl.float32)
         total = tl.zeros((BLOCK_N,), tl.float32)
         for m_first in range(bounds[0], bounds[3], BLOCK_M):
-            p, dp, _, _ = weigh_keys(
-                queries, do, ak, bk, av, bv, m_first, first, end, top, share, keys,
-                a_r, bk_m, bk_r, bk_d, bv_m, bv_r, bv_e, logit_scale, scale_v, BLOCK_M,
-                RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT, True,
+            p, dp, _, _ = weights_of(
+                queries, do, k_factors, v_factors, m_first, first, end, rows, keys, logit_scale, scale_v,
+                K, V, BLOCK_M, True,
             )  # fmt: skip
-            subtract += tl.sum(p * dp, axis=1)
+            delta_rows += tl.sum(p * dp, axis=1)
             total += tl.sum(p, axis=1)
-        subtract = tl.div_rn(subtract, tl.where(total == 0.0, 1.0, total))  # p of one key is that total, to the bit
-        tl.store(delta + n, subtract, mask=inside)
+        # p of one key is that total, to the bit
+        delta_rows = tl.div_rn(delta_rows, tl.where(total == 0.0, 1.0, total))
+        tl.store(delta + n, delta_rows, mask=row_mask)
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for part in tl.static_range(1, 3):
         for m_first in range(bounds[part], bounds[part + 1], BLOCK_M):
-            p, dp, k, k_weight = weigh_keys(
-                queries, do, ak, bk, av, bv, m_first, first, end, top, share, keys,
-                a_r, bk_m, bk_r, bk_d, bv_m, bv_r, bv_e, logit_scale, scale_v, BLOCK_M,
-                RK, RV, D, E, BLOCK_D, BLOCK_E, B_VEC, B_UNIT, part != 1,
+            p, dp, k, k_weight = weights_of(
+                queries, do, k_factors, v_factors, m_first, first, end, rows, keys, logit_scale, scale_v,
+                K, V, BLOCK_M, part != 1,
             )  # fmt: skip
-            ds = p * (dp - subtract[:, None]) * k_weight[None, :]
+            ds = p * (dp - delta_rows[:, None]) * k_weight[None, :]
             acc = dot(rounded(ds, k.dtype), k, acc)
     d = tl.arange(0, BLOCK_D)
-    pointers = dq + (n.to(tl.int64) * dq_n)[:, None] + (d * dq_d)[None, :]
-    tl.store(pointers, rounded(acc * dq_scale, dq.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+    ptrs = dq + (n.to(tl.int64) * dq_n)[:, None] + (d * dq_d)[None, :]
+    tl.store(ptrs, rounded(acc * dq_scale, dq.dtype.element_ty), mask=row_mask[:, None] & (d < D)[None, :])
 
 
 _KEY_NUMBERS = [
@@ -307,6 +312,10 @@ def key_kernel(
 
     ``dbk`` (groups, B, M, RK, D) and ``dbv`` (groups, B, M, RV, E), float32, get this group's sums.
     """
+    K: tl.constexpr = Features(RK, D, BLOCK_D, B_VEC, B_UNIT)
+    V: tl.constexpr = Features(RV, E, BLOCK_E, B_VEC, B_UNIT)
+    G: tl.constexpr = Features(1, E, BLOCK_E, G_VEC, G_UNIT)
+    D_ROWS: tl.constexpr = Features(1, D, BLOCK_D, 1, True)
     program = tl.program_id(0)
     group = program % groups
     batch = (program // groups % batches).to(tl.int64)
@@ -333,56 +342,70 @@ def key_kernel(
         dbk, dbv = dbk + start.to(tl.int64) * (RK * D), dbv + start.to(tl.int64) * (RV * E)
     m_first = block * BLOCK_M
     first, end = visible(m_first + tl.arange(0, BLOCK_M), keys, tokens, CAUSAL, False)
-    bounds = walk(first, end, BLOCK_N)
+    bounds = loop_bounds(first, end, BLOCK_N)
+    bk_strides = FeatureStrides(bk_b, bk_m, bk_r, bk_d)
+    bv_strides = FeatureStrides(bv_b, bv_m, bv_r, bv_e)
+    grad_strides = FeatureStrides(grad_b, grad_n, grad_h, grad_e)
+    dak_strides = HeadStrides(dak_b, dak_m, dak_h, dak_r)
+    dav_strides = HeadStrides(dav_b, dav_m, dav_h, dav_r)
     first_head = group * heads // groups
     for head in range(first_head, (group + 1) * heads // groups):
         h = head + batch * 0  # int64
         # Addresses that seem to depend on the head: else those of whole tiles are held in registers over all heads.
         here = m_first + head * zero
         row = batch * heads + h
-        ak_head = ak + row * (RK * a_r * 16)
-        av_head = av + row * (RV * a_r * 16)
-        gradients = grad + h * (grad_h * G_VEC)
-        k, k_weight = load_product(
-            ak_head, bk, here, keys, a_r, bk_m, bk_r, bk_d, BLOCK_M, RK, D, BLOCK_D, B_VEC, B_UNIT
-        )
-        v, v_weight = load_product(
-            av_head, bv, here, keys, a_r, bv_m, bv_r, bv_e, BLOCK_M, RV, E, BLOCK_E, B_VEC, B_UNIT
-        )
+        k_factors = Product(HeadRows(ak + row * (RK * a_r * 16), a_r), Factors(bk, bk_strides))
+        v_factors = Product(HeadRows(av + row * (RV * a_r * 16), a_r), Factors(bv, bv_strides))
+        grad_rows = Factors(grad + h * (grad_h * G_VEC), grad_strides)
+        k, k_weight = load_product(k_factors, here, keys, K, BLOCK_M)
+        v, v_weight = load_product(v_factors, here, keys, V, BLOCK_M)
         dk = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         dv = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
         for part in tl.static_range(0 if CAUSAL else 1, 3):
             for n_first in range(bounds[part], bounds[part + 1], BLOCK_N):
                 there = n_first + head * zero
                 n = there + tl.arange(0, BLOCK_N)
-                valid = n < tokens
-                queries = load_rows(
-                    q + row * all_tokens * D, there, tokens, h * 0 + D, 1, BLOCK_N, D, BLOCK_D, 1, True, part != 1
-                )
-                do = load_rows(
-                    gradients, there, tokens, grad_n, grad_e, BLOCK_N, E, BLOCK_E, G_VEC, G_UNIT, part != 1
-                )
-                top, share, subtract = load_statistics(
-                    statistics + row * 2 * all_tokens, delta + row * all_tokens, all_tokens, n, valid
+                row_mask = n < tokens
+                q_ptr = q + row * all_tokens * D
+                stride = h * 0 + D
+                q_rows = Factors(q_ptr, FeatureStrides(stride, stride, stride, 1))
+                queries = load_features(q_rows, there, tokens, 0, D_ROWS, BLOCK_N, part != 1)
+                do = load_features(grad_rows, there, tokens, 0, G, BLOCK_N, part != 1)
+                rows = load_statistics(
+                    statistics + row * 2 * all_tokens, delta + row * all_tokens, all_tokens, n, row_mask
                 )
                 logits = dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
                 logits = scaled(logits, (k_weight * logit_scale)[:, None], k.dtype)
-                p = exp(logits - top[None, :], k.dtype) * share[None, :]
+                p = exp(logits - rows.row_max[None, :], k.dtype) * rows.inverse_sum[None, :]
                 if part != 1:
                     p = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < end[:, None]), p, 0.0)
                 dv = dot(rounded(p, do.dtype), do, dv)
                 dp = dot(v, tl.trans(do), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
                 dp = scaled(dp, (v_weight * scale_v)[:, None], k.dtype)
-                ds = p * (dp - subtract[None, :])
+                ds = p * (dp - rows.delta[None, :])
                 dk = dot(rounded(ds, queries.dtype), queries, dk)
         factor_gradients(
-            dk * dk_scale, ak_head, bk, dak + h * dak_h, dbk, here, keys, a_r,
-            bk_m, bk_r, bk_d, dak_m, dak_r, head > first_head, BLOCK_M, RK, D, BLOCK_D, B_VEC, B_UNIT,
-        )  # fmt: skip
+            dk * dk_scale,
+            k_factors,
+            Factors(dak + h * dak_h, dak_strides),
+            dbk,
+            here,
+            keys,
+            head > first_head,
+            K,
+            BLOCK_M,
+        )
         factor_gradients(
-            dv * scale_v, av_head, bv, dav + h * dav_h, dbv, here, keys, a_r,
-            bv_m, bv_r, bv_e, dav_m, dav_r, head > first_head, BLOCK_M, RV, E, BLOCK_E, B_VEC, B_UNIT,
-        )  # fmt: skip
+            dv * scale_v,
+            v_factors,
+            Factors(dav + h * dav_h, dav_strides),
+            dbv,
+            here,
+            keys,
+            head > first_head,
+            V,
+            BLOCK_M,
+        )
         tl.debug_barrier()  # the next head adds to what was stored here
 
 
@@ -430,31 +453,29 @@ def factor_kernel(
         gradient = tl.load(dq + rows[:, None] + d[None, :], mask=(h < heads)[:, None] & (d < D)[None, :], other=0.0)
         total = dot(tl.trans(a), gradient, total)
         da = dot(gradient, tl.trans(b), tl.zeros((BLOCK_H, BLOCK_R), tl.float32)) * scale_q
-        pointers = daq + batch * daq_b + n * daq_n + (h * daq_h)[:, None] + (r * daq_r)[None, :]
-        tl.store(pointers, rounded(da, daq.dtype.element_ty), mask=head_mask)
+        ptrs = daq + batch * daq_b + n * daq_n + (h * daq_h)[:, None] + (r * daq_r)[None, :]
+        tl.store(ptrs, rounded(da, daq.dtype.element_ty), mask=head_mask)
     dbq += batch * (dbq_b * VEC) + n * (dbq_n * VEC)
-    pointers = dbq + (r * (dbq_r * VEC))[:, None] + (d if UNIT else d * dbq_d)[None, :]
-    tl.store(pointers, rounded(total * scale_q, dbq.dtype.element_ty), mask=feature_mask)
+    ptrs = dbq + (r * (dbq_r * VEC))[:, None] + (d if UNIT else d * dbq_d)[None, :]
+    tl.store(ptrs, rounded(total * scale_q, dbq.dtype.element_ty), mask=feature_mask)
 
 
 @triton.jit
-def sum_groups(
-    part, out, first, groups, rows, keys, out_b, out_m, out_r, out_f, R: tl.constexpr, F: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """Rows ``first …`` of the gradient (B, M, R, F) of a feature factor: the sum of ``part`` (groups, B, M, R, F)."""
+def sum_groups(sums, out, first, groups, rows, keys, B: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows ``first …`` of the gradient (B, M, R, F) of a feature factor: ``sums`` (groups, B, M, R, F) over the groups."""
     row = first.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    f = tl.arange(0, BLOCK_F)
-    mask = (row < rows)[:, None] & (f < F)[None, :]
-    cells = part + (row * F)[:, None] + f[None, :]
-    total = tl.zeros((BLOCK, BLOCK_F), tl.float32)
+    f = tl.arange(0, B.BLOCK_F)
+    mask = (row < rows)[:, None] & (f < B.F)[None, :]
+    ptrs = sums + (row * B.F)[:, None] + f[None, :]
+    total = tl.zeros((BLOCK, B.BLOCK_F), tl.float32)
     for _ in tl.range(0, groups, num_stages=4):  # loads of several groups under way at once
-        total += tl.load(cells, mask=mask, other=0.0)
-        cells += rows * F
-    key, r = row // R, row % R
-    places = key // keys * (out_b * VEC) + key % keys * (out_m * VEC) + r * (out_r * VEC)
-    features = f if UNIT else f * out_f
-    tl.store(out + places[:, None] + features[None, :], rounded(total, out.dtype.element_ty), mask=mask)
+        total += tl.load(ptrs, mask=mask, other=0.0)
+        ptrs += rows * B.F
+    key, r = row // B.R, row % B.R
+    strides = out.strides
+    offsets = key // keys * (strides.b * B.VEC) + key % keys * (strides.n * B.VEC) + r * (strides.r * B.VEC)
+    features = f if B.UNIT else f * strides.f
+    tl.store(out.ptr + offsets[:, None] + features[None, :], rounded(total, out.ptr.dtype.element_ty), mask=mask)
 
 
 _SUM_NUMBERS = "batches keys groups k_programs dbk_b dbk_m dbk_r dbk_d dbv_b dbv_m dbv_r dbv_e".split()
@@ -481,11 +502,11 @@ def sum_kernel(
     tokens = batches.to(tl.int64) * keys
     if program < k_programs:
         sum_groups(
-            k_sums, dbk, program, groups, tokens * RK, keys, dbk_b, dbk_m, dbk_r, dbk_d,
-            RK, D, BLOCK, BLOCK_D, VEC, UNIT,
+            k_sums, Factors(dbk, FeatureStrides(dbk_b, dbk_m, dbk_r, dbk_d)), program, groups, tokens * RK, keys,
+            Features(RK, D, BLOCK_D, VEC, UNIT), BLOCK,
         )  # fmt: skip
     else:
         sum_groups(
-            v_sums, dbv, program - k_programs, groups, tokens * RV, keys, dbv_b, dbv_m, dbv_r, dbv_e,
-            RV, E, BLOCK, BLOCK_E, VEC, UNIT,
+            v_sums, Factors(dbv, FeatureStrides(dbv_b, dbv_m, dbv_r, dbv_e)), program - k_programs, groups, tokens * RV, keys,
+            Features(RV, E, BLOCK_E, VEC, UNIT), BLOCK,
         )  # fmt: skip

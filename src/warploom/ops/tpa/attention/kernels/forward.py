@@ -1,6 +1,6 @@
 """Triton kernel of tensor-product attention for training and prefill: the forward pass.
 
-Shapes. A program has a tile of BLOCK_N queries of one head and walks over tiles of BLOCK_M keys. To a tile of a packed
+Shapes. A program has a tile of BLOCK_N queries of one head and loops over tiles of BLOCK_M keys. To a tile of a packed
 sequence there are no other tokens. A tile of keys (M, D) or of values (M, E) comes as a pair: a tile in the dtype of
 memory and a coefficient (M,) that multiplies its rows,
 
@@ -13,12 +13,29 @@ factors of keys and values come as (B, H, R, M) in float32, so that a tile of ke
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from warploom.device.packed import sequence_bounds, sequence_of_tile
 from warploom.device.product import dot, rounded
-from warploom.ops.tpa.kernels.factors import exp
+from warploom.ops.tpa.kernels.factors import Factors, Features, FeatureStrides, HeadStrides, exp
+
+
+class HeadRows(NamedTuple):
+    """Head factors (R, M) of one head, float32, tokens adjacent; the stride of ranks comes divided by 16."""
+
+    ptr: Any
+    r: tl.int64
+
+
+class Product(NamedTuple):
+    """Keys or values of one head, as factors in memory."""
+
+    heads: HeadRows
+    features: Factors
+
 
 # ----------------------------------------------------------------------------------------------------------
 # Device functions, of the backward kernels too
@@ -26,59 +43,50 @@ from warploom.ops.tpa.kernels.factors import exp
 
 
 @triton.jit
-def load_factor(
-    b, first, size, rank, b_n, b_r, b_f, TOKENS: tl.constexpr,
-    F: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr = True,
+def load_features(
+    b, first, size, rank, B: tl.constexpr, TOKENS: tl.constexpr, MASKED: tl.constexpr = True
 ):  # fmt: skip
-    """Feature factors (TOKENS, F) of one rank, from token ``first`` on of ``size``.
-
-    Strides of tokens and ranks come divided by ``VEC``. ``UNIT``: features are adjacent, and offsets within the tile
-    fit in 32 bits. Without ``MASKED`` all tokens are there.
-    """
-    tile = b + first * (b_n * VEC) + rank * (b_r * VEC)
+    """Feature factors (TOKENS, F) of one rank, from token ``first`` on of ``size``. Without ``MASKED`` all are there."""
+    tile = b.ptr + first * (b.strides.n * B.VEC) + rank * (b.strides.r * B.VEC)
     n = tl.arange(0, TOKENS)
-    f = tl.arange(0, BLOCK_F)
-    if UNIT:
-        pointers = tile + ((n * (b_n.to(tl.int32) * VEC))[:, None] + f[None, :])
+    f = tl.arange(0, B.BLOCK_F)
+    if B.UNIT:
+        ptrs = tile + ((n * (b.strides.n.to(tl.int32) * B.VEC))[:, None] + f[None, :])
     else:
-        pointers = tile + ((n * (b_n * VEC))[:, None] + (f * b_f)[None, :])
+        ptrs = tile + ((n * (b.strides.n * B.VEC))[:, None] + (f * b.strides.f)[None, :])
     if MASKED:
-        factor = tl.load(pointers, mask=(first + n < size)[:, None] & (f < F)[None, :], other=0.0)
-    elif F != BLOCK_F:
-        factor = tl.load(pointers, mask=(f < F)[None, :], other=0.0)
+        factor = tl.load(ptrs, mask=(first + n < size)[:, None] & (f < B.F)[None, :], other=0.0)
+    elif B.F != B.BLOCK_F:
+        factor = tl.load(ptrs, mask=(f < B.F)[None, :], other=0.0)
     else:
-        factor = tl.load(pointers)
+        factor = tl.load(ptrs)
     return factor
 
 
 @triton.jit
-def load_weights(a, first, size, rank, a_r, TOKENS: tl.constexpr, MASKED: tl.constexpr = True):
-    """Head factors (TOKENS,) of one head and rank, float32, tokens adjacent; ``a_r`` comes divided by 16."""
+def load_heads(a, first, size, rank, TOKENS: tl.constexpr, MASKED: tl.constexpr = True):
+    """Head factors (TOKENS,) of one rank, float32."""
     n = tl.arange(0, TOKENS)
-    pointers = a + rank * (a_r * 16) + first + n
+    ptrs = a.ptr + rank * (a.r * 16) + first + n
     if MASKED:
-        weights = tl.load(pointers, mask=first + n < size, other=0.0)
+        factor = tl.load(ptrs, mask=first + n < size, other=0.0)
     else:
-        weights = tl.load(pointers)
-    return weights
+        factor = tl.load(ptrs)
+    return factor
 
 
 @triton.jit
-def load_product(
-    a, b, first, size, a_r, b_n, b_r, b_f, TOKENS: tl.constexpr,
-    R: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
-    MASKED: tl.constexpr = True,
-):  # fmt: skip
+def load_product(x, first, size, B: tl.constexpr, TOKENS: tl.constexpr, MASKED: tl.constexpr = True):
     """Keys or values of a tile of tokens, without their scale: a tile (TOKENS, F) and a coefficient (TOKENS,)."""
-    if R == 1:
-        tile = load_factor(b, first, size, 0, b_n, b_r, b_f, TOKENS, F, BLOCK_F, VEC, UNIT, MASKED)
-        coefficient = load_weights(a, first, size, 0, a_r, TOKENS, MASKED)
+    if B.R == 1:
+        tile = load_features(x.features, first, size, 0, B, TOKENS, MASKED)
+        coefficient = load_heads(x.heads, first, size, 0, TOKENS, MASKED)
     else:
-        total = tl.zeros((TOKENS, BLOCK_F), tl.float32)
-        for r in tl.static_range(R):
-            factor = load_factor(b, first, size, r, b_n, b_r, b_f, TOKENS, F, BLOCK_F, VEC, UNIT, MASKED)
-            total += load_weights(a, first, size, r, a_r, TOKENS, MASKED)[:, None] * factor.to(tl.float32)
-        tile = rounded(total, b.dtype.element_ty)
+        total = tl.zeros((TOKENS, B.BLOCK_F), tl.float32)
+        for r in tl.static_range(B.R):
+            factor = load_features(x.features, first, size, r, B, TOKENS, MASKED)
+            total += load_heads(x.heads, first, size, r, TOKENS, MASKED)[:, None] * factor.to(tl.float32)
+        tile = rounded(total, x.features.ptr.dtype.element_ty)
         coefficient = tl.full((TOKENS,), 1.0, tl.float32)
     return tile, coefficient
 
@@ -98,22 +106,19 @@ def scaled(x, factor, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_queries(
-    a, b, head, first, size, a_n, a_h, a_r, b_n, b_r, b_f, scale_q, TOKENS: tl.constexpr,
-    R: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+def load_queries(a, b, head, first, size, scale_q, Q: tl.constexpr, TOKENS: tl.constexpr):
     """Q of a tile of tokens (TOKENS, F) in the dtype of memory. Without ``a``, the rank axis of ``b`` is the heads."""
-    if a is None:
-        q = load_factor(b, first, size, head, b_n, b_r, b_f, TOKENS, F, BLOCK_F, VEC, UNIT).to(tl.float32)
+    if a.ptr is None:
+        q = load_features(b, first, size, head, Q, TOKENS).to(tl.float32)
     else:
         token = first + tl.arange(0, TOKENS)
-        heads = a + token.to(tl.int64) * a_n + head.to(tl.int64) * a_h
-        q = tl.zeros((TOKENS, BLOCK_F), tl.float32)
-        for r in tl.range(0, R, num_stages=1):
-            factor = load_factor(b, first, size, r, b_n, b_r, b_f, TOKENS, F, BLOCK_F, VEC, UNIT)
-            weight = tl.load(heads + r * a_r, mask=token < size, other=0.0)
+        heads = a.ptr + token.to(tl.int64) * a.strides.n + head.to(tl.int64) * a.strides.h
+        q = tl.zeros((TOKENS, Q.BLOCK_F), tl.float32)
+        for r in tl.range(0, Q.R, num_stages=1):
+            factor = load_features(b, first, size, r, Q, TOKENS)
+            weight = tl.load(heads + r * a.strides.r, mask=token < size, other=0.0)
             q += weight.to(tl.float32)[:, None] * factor.to(tl.float32)
-    return rounded(q * scale_q, b.dtype.element_ty)
+    return rounded(q * scale_q, b.ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -144,7 +149,7 @@ def tiles_of(tokens, cu_seqlens, sequences, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def walk(first, end, BLOCK: tl.constexpr):
+def loop_bounds(first, end, BLOCK: tl.constexpr):
     """Where tiles of ``BLOCK`` others start, are seen by all tokens of a tile, are no longer, and stop.
 
     The four bounds rise and are multiples of ``BLOCK`` but the last: masks are for the tiles outside the inner two.
@@ -187,6 +192,9 @@ def forward_kernel(
     The two are kept apart because their logarithm would cost the backward digits. ``logit_scale`` is that of logits
     and of K. A query that sees no key has a denominator of 0.
     """
+    Q: tl.constexpr = Features(RQ, D, BLOCK_D, Q_VEC, Q_UNIT)
+    K: tl.constexpr = Features(RK, D, BLOCK_D, B_VEC, B_UNIT)
+    V: tl.constexpr = Features(RV, E, BLOCK_E, B_VEC, B_UNIT)
     blocks = tiles_of(tokens, cu_seqlens, sequences, BLOCK_N)
     program = tl.program_id(0)
     head = program % heads  # neighbours share the feature factors they read
@@ -197,65 +205,62 @@ def forward_kernel(
     ak += (batch * heads + head) * (RK * a_r * 16)
     av += (batch * heads + head) * (RV * a_r * 16)
     statistics += (batch * heads + head) * 2 * tokens
-    totals = statistics + tokens
+    row_sums = statistics + tokens
     if cu_seqlens is not None:
         sequence, block = sequence_of_tile(block, cu_seqlens, cu_stride, sequences, BLOCK_N)
         start, tokens = sequence_bounds(sequence, cu_seqlens, cu_stride)
         if block * BLOCK_N >= tokens:
             return
         keys = tokens
-        ak, av, statistics, totals = ak + start, av + start, statistics + start, totals + start
+        ak, av, statistics, row_sums = ak + start, av + start, statistics + start, row_sums + start
         bq, bk, bv = bq + start * (bq_n * Q_VEC), bk + start * (bk_m * B_VEC), bv + start * (bv_m * B_VEC)
         out += start * out_n
         if aq is not None:
             aq += start * aq_n
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = n < tokens
+    row_mask = n < tokens
     first, end = visible(n, tokens, keys, CAUSAL, True)
     if aq is not None:
         aq += batch * aq_b
-    q = load_queries(
-        aq, bq + batch * (bq_b * Q_VEC), head, block * BLOCK_N, tokens, aq_n, aq_h, aq_r, bq_n, bq_r, bq_d, scale_q,
-        BLOCK_N, RQ, D, BLOCK_D, Q_VEC, Q_UNIT,
-    )  # fmt: skip
+    aq_factors = Factors(aq, HeadStrides(aq_b, aq_n, aq_h, aq_r))
+    bq_factors = Factors(bq + batch * (bq_b * Q_VEC), FeatureStrides(bq_b, bq_n, bq_r, bq_d))
+    q = load_queries(aq_factors, bq_factors, head, block * BLOCK_N, tokens, scale_q, Q, BLOCK_N)
     bk += batch * (bk_b * B_VEC)
     bv += batch * (bv_b * B_VEC)
+    k_factors = Product(HeadRows(ak, a_r), Factors(bk, FeatureStrides(bk_b, bk_m, bk_r, bk_d)))
+    v_factors = Product(HeadRows(av, a_r), Factors(bv, FeatureStrides(bv_b, bv_m, bv_r, bv_e)))
 
     acc = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
-    top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_N,), tl.float32)
-    bounds = walk(first, end, BLOCK_M)
+    row_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_N,), tl.float32)
+    bounds = loop_bounds(first, end, BLOCK_M)
     for part in tl.static_range(1, 3):
         for m_first in range(bounds[part], bounds[part + 1], BLOCK_M):
             m = m_first + tl.arange(0, BLOCK_M)
-            k, weight = load_product(
-                ak, bk, m_first, keys, a_r, bk_m, bk_r, bk_d, BLOCK_M, RK, D, BLOCK_D, B_VEC, B_UNIT, part != 1
-            )
+            k, k_weight = load_product(k_factors, m_first, keys, K, BLOCK_M, part != 1)
             logits = dot(q, tl.trans(k), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
-            logits = scaled(logits, (weight * logit_scale)[None, :], k.dtype)
+            logits = scaled(logits, (k_weight * logit_scale)[None, :], k.dtype)
             if part != 1:
-                seen = (m[None, :] >= first[:, None]) & (m[None, :] < end[:, None])
-                logits = tl.where(seen, logits, float("-inf"))
-            highest = tl.maximum(top, tl.max(logits, axis=1))
-            base = highest
+                mask = (m[None, :] >= first[:, None]) & (m[None, :] < end[:, None])
+                logits = tl.where(mask, logits, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(logits, axis=1))
+            base = new_max
             if part != 1:
-                base = tl.where(highest == float("-inf"), 0.0, highest)
+                base = tl.where(new_max == float("-inf"), 0.0, new_max)
             p = exp(logits - base[:, None], k.dtype)
-            keep = exp(top - base, k.dtype)
-            total = total * keep + tl.sum(p, axis=1)
-            top = highest
-            v, weight = load_product(
-                av, bv, m_first, keys, a_r, bv_m, bv_r, bv_e, BLOCK_M, RV, E, BLOCK_E, B_VEC, B_UNIT, part != 1
-            )
+            rescale = exp(row_max - base, k.dtype)
+            row_sum = row_sum * rescale + tl.sum(p, axis=1)
+            row_max = new_max
+            v, v_weight = load_product(v_factors, m_first, keys, V, BLOCK_M, part != 1)
             if RV == 1:
-                p *= weight[None, :]
-            acc = dot(rounded(p, v.dtype), v, acc * keep[:, None])
+                p *= v_weight[None, :]
+            acc = dot(rounded(p, v.dtype), v, acc * rescale[:, None])
 
-    acc *= (scale_v / tl.where(total == 0.0, 1.0, total))[:, None]
+    acc *= (scale_v / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
     e = tl.arange(0, BLOCK_E)
-    pointers = (
+    ptrs = (
         out + batch * out_b + head.to(tl.int64) * out_h + (n.to(tl.int64) * out_n)[:, None] + (e * out_e)[None, :]
     )
-    tl.store(pointers, rounded(acc, out.dtype.element_ty), mask=inside[:, None] & (e < E)[None, :])
-    tl.store(statistics + n, tl.where(total == 0.0, 0.0, top), mask=inside)
-    tl.store(totals + n, total, mask=inside)
+    tl.store(ptrs, rounded(acc, out.dtype.element_ty), mask=row_mask[:, None] & (e < E)[None, :])
+    tl.store(statistics + n, tl.where(row_sum == 0.0, 0.0, row_max), mask=row_mask)
+    tl.store(row_sums + n, row_sum, mask=row_mask)
