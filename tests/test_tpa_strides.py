@@ -169,40 +169,30 @@ def test_the_driver_accepts_every_descriptor_of_decoding(monkeypatch: pytest.Mon
 
 
 def test_the_driver_accepts_every_descriptor_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    from warploom.ops.tpa.attention.launches import hopper
+    from warploom.ops.tpa.attention.launches import hopper, portable
+    from warploom.runtime.memory_order import layout_of
 
     choose_as_on(90, hopper, monkeypatch)
     generator, verdicts, kernels = random.Random(0), {True: 0, False: 0}, set()
-
-    def check(name: str, make: Any, call: Any, tensors: Any) -> None:
-        kernels.add(name)
-        described = make().descriptions.values()
-        assert all(driver_accepts(each.fields) for each in described), tensors
-        assert all(x.data_ptr() % 16 == 0 for x in tensors[: len(described)])
-
-    monkeypatch.setattr(hopper, "_launch", check)
     for _ in range(400):
         x = drawn(generator, heads=(1, 2), features=(8, 40, 64))
-        batch, _, heads, rank = x["ak"].shape
-        (tokens, features), values = (x["bq"].shape[1], x["bq"].shape[3]), x["bv"].shape[3]
+        (batch, tokens, _, features), heads, values = x["bq"].shape, x["ak"].shape[2], x["bv"].shape[3]
         if generator.random() < 0.3:
             x |= {"aq": None, "bq": anyhow((batch, tokens, heads, features), generator)}
-        call = hopper.Call(None, True, 1.0, 1.0, 1.0, 1.0)
+        call = portable.Call(None, True, 1.0, 1.0, 1.0, 1.0)
         suits = hopper.suit(Operands(**x), call)
         verdicts[suits] += 1
         if not suits:
             continue
-        cache = torch.empty(batch, heads, rank, 16), torch.empty(batch, heads, rank, 16), x["bk"], x["bv"]
-        near = x["bq"] if x["aq"] is None else x["aq"]
-        out = torch.empty_like(hopper.layout_of(near, values), device="cpu")
-        grad = hopper.copyable(anyhow((batch, tokens, heads, values), generator))
-        q, dq = (torch.empty(shape, dtype=out.dtype) for shape in ((batch, heads, tokens, features),) * 2)
-        rows = hopper.tickets(q), *torch.empty(2, batch, heads, tokens)
-        hopper.forward(q, rows[0], *cache, out, call)
-        hopper.query_gradient(q, *rows, grad, *cache, dq.transpose(1, 2).contiguous(), 1.0, call)
-        sums = hopper.key_sums(*cache[2:], heads)
-        hopper.key_gradients(q, *rows, grad, *cache, x["ak"], x["av"], sums, call)
-    assert kernels == {"forward", "query 1.0", "key"}
+        out = layout_of(x["bq"] if x["aq"] is None else x["aq"], values)
+        grad = anyhow((batch, tokens, heads, values), generator)
+        backward = portable._plan_backward(Operands(**x), call, out, grad)
+        for launch in (portable._plan_forward(Operands(**x), call).launch, backward.query, backward.key):
+            kernels.add(launch.kernel.__name__)
+            assert all(driver_accepts(each.fields) for each in launch.descriptions.values()), x
+        assert all(each.data_ptr() % 16 == 0 for each in (x["bk"], x["bv"]))
+        assert backward.copies or grad.data_ptr() % 16 == 0
+    assert kernels == {"tpa_hopper_forward_kernel", "tpa_hopper_query_kernel", "tpa_hopper_key_kernel"}
     assert min(verdicts.values()) > 40, verdicts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,10 @@ class Operands(NamedTuple):
     bq: Tensor
     bk: Tensor
     bv: Tensor
+
+    def map(self, function: Callable[[Any], Any]) -> Operands:
+        """What a function makes of each of them; None stays."""
+        return Operands(*(None if factor is None else function(factor) for factor in self))  # type: ignore[arg-type]
 
 
 class Factors(NamedTuple):

@@ -10,9 +10,6 @@ from warploom.ops.tpa.problem import logit_unit
 
 Tensor = torch.Tensor
 
-PROGRAMS = 4
-"""Programs per multiprocessor among which the keys and groups of heads of the backward are shared, at most."""
-
 
 class Call(NamedTuple):
     """What a call is about besides its factors."""

@@ -26,6 +26,7 @@ from warploom.device.product import dot, rounded
 from warploom.ops.tpa.attention.kernels.forward import (
     HeadRows,
     Product,
+    Sizes,
     load_features,
     load_heads,
     load_product,
@@ -91,7 +92,8 @@ def factor_gradients(
     mask = row_mask[:, None] & (f < B.F)[None, :]
     sums = db + tl.cast(first, tl.int64) * (B.R * B.F) + (row * (B.R * B.F))[:, None] + f[None, :]
     ptrs = da.ptr + (first + row).to(tl.int64) * da.strides.n
-    for r in tl.static_range(B.R):
+    R: tl.constexpr = B.R
+    for r in tl.static_range(R):
         factor = load_features(x.features, first, size, r, B, TOKENS)
         tl.store(
             ptrs + r * da.strides.r,
@@ -106,106 +108,87 @@ def factor_gradients(
 # Kernels
 # ----------------------------------------------------------------------------------------------------------
 
-_PREPARE_NUMBERS = (
-    "tokens heads aq_b aq_n aq_h aq_r bq_b bq_n bq_r bq_d out_b out_n out_h out_e grad_b grad_n grad_h grad_e scale_q"
-).split()
 
-
-@triton.jit(do_not_specialize=_PREPARE_NUMBERS)
+@triton.jit
 def prepare_kernel(
-    aq, bq, out, grad, statistics, q, delta, shift, tickets,
+    aq, bq, out, grad, statistics, q, delta, lse, counters,
     tokens: tl.int32, heads: tl.int32,
-    aq_b: tl.int64, aq_n: tl.int64, aq_h: tl.int64, aq_r: tl.int64,
-    bq_b: tl.int64, bq_n: tl.int64, bq_r: tl.int64, bq_d: tl.int64,
-    out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_e: tl.int64,
-    grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_e: tl.int64, scale_q: tl.float32,
-    RQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    Q_VEC: tl.constexpr, Q_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr, OVERLAP: tl.constexpr,
+    aq_strides: HeadStrides, bq_strides: FeatureStrides, out_strides: FeatureStrides, grad_strides: FeatureStrides,
+    scale_q: tl.float32,
+    Q: tl.constexpr, G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Q and δ of one token's queries, BLOCK_H of the heads; 16-bit ranks are summed BLOCK_R at a time.
 
-    Strides of ``bq``, and those of ``out`` and ``grad``, come divided by their ``VEC`` but for the last; ``UNIT``: that
-    is 1. Without ``grad`` and the other three, Q alone. ``shift`` (B, H, N), which may be None, gets what is subtracted
-    from logits in base two for 16-bit weights; a shift of +inf makes those of blind queries zero. ``tickets`` (2,), with
-    which kernels for Hopper count their tiles, become zero. With ``OVERLAP`` the launch after it is put in place while
+    Q are the `Features` of ``bq``, G those of ``out`` and ``grad``. Without ``grad`` and the other three, Q alone. ``lse``
+    (B, H, N), which may be None, gets what is subtracted from logits in base two for 16-bit weights; +inf makes those of
+    queries that see no key zero. ``counters`` (2,), with which kernels for Hopper count their tiles, become zero. With ``OVERLAP`` the launch after it is put in place while
     this one's last programs run, and waits for them.
     """
     if OVERLAP:
         gdc_launch_dependents()
-    if tickets is not None:
-        tl.store(tickets + tl.arange(0, 2), tl.zeros((2,), tl.int32), mask=tl.program_id(0) == 0)
+    if counters is not None:
+        tl.store(counters + tl.arange(0, 2), tl.zeros((2,), tl.int32), mask=tl.program_id(0) == 0)
     shares = tl.cdiv(heads, BLOCK_H)
     program = tl.program_id(0)
     token = program // shares
     batch = (token // tokens).to(tl.int64)
     n = (token % tokens).to(tl.int64)
     h = program % shares * BLOCK_H + tl.arange(0, BLOCK_H)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, Q.BLOCK_F)
     head_mask = h < heads
-    mask = head_mask[:, None] & (d < D)[None, :]
-    features = d if Q_UNIT else d * bq_d
-    bq += batch * (bq_b * Q_VEC) + n * (bq_n * Q_VEC)
+    mask = head_mask[:, None] & (d < Q.F)[None, :]
+    features = d if Q.UNIT else d * bq_strides.f
+    bq += batch * (bq_strides.b * Q.VEC) + n * (bq_strides.n * Q.VEC)
     if aq is None:  # the rank axis is the heads
-        tile = tl.load(bq + (h * (bq_r * Q_VEC))[:, None] + features[None, :], mask=mask, other=0.0).to(tl.float32)
+        tile = tl.load(bq + (h * (bq_strides.r * Q.VEC))[:, None] + features[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
     else:
+        BLOCK_D: tl.constexpr = Q.BLOCK_F
         tile = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
-        aq += batch * aq_b + n * aq_n
+        aq += batch * aq_strides.b + n * aq_strides.n
         if q.dtype.element_ty == tl.float32:  # the bits that `load_queries` made for the forward's logits
-            for r in tl.range(0, RQ, num_stages=1):
-                a = tl.load(aq + h * aq_h + r * aq_r, mask=head_mask, other=0.0)
-                b = tl.load(bq + r * (bq_r * Q_VEC) + features, mask=d < D, other=0.0)
+            for r in tl.range(0, Q.R, num_stages=1):
+                a = tl.load(aq + h * aq_strides.h + r * aq_strides.r, mask=head_mask, other=0.0)
+                b = tl.load(bq + r * (bq_strides.r * Q.VEC) + features, mask=d < Q.F, other=0.0)
                 tile += a[:, None] * b[None, :]
         else:
-            for first in range(0, RQ, BLOCK_R):
+            for first in range(0, Q.R, BLOCK_R):
                 r = first + tl.arange(0, BLOCK_R)
-                real = (r < RQ)[:, None] & (d < D)[None, :]
-                some = head_mask[:, None] & (r < RQ)[None, :]
-                a = tl.load(aq + (h * aq_h)[:, None] + (r * aq_r)[None, :], mask=some, other=0.0)
-                b = tl.load(bq + (r * (bq_r * Q_VEC))[:, None] + features[None, :], mask=real, other=0.0)
+                real = (r < Q.R)[:, None] & (d < Q.F)[None, :]
+                some = head_mask[:, None] & (r < Q.R)[None, :]
+                a = tl.load(aq + (h * aq_strides.h)[:, None] + (r * aq_strides.r)[None, :], mask=some, other=0.0)
+                b = tl.load(bq + (r * (bq_strides.r * Q.VEC))[:, None] + features[None, :], mask=real, other=0.0)
                 tile = dot(a, b, tile)
     rows = batch * heads + h
     tl.store(
-        q + (rows * tokens + n)[:, None] * D + d[None, :], rounded(tile * scale_q, q.dtype.element_ty), mask=mask
+        q + (rows * tokens + n)[:, None] * Q.F + d[None, :], rounded(tile * scale_q, q.dtype.element_ty), mask=mask
     )
     if grad is not None:
-        e = tl.arange(0, BLOCK_E)
-        values = e if O_UNIT else e * out_e
-        grad_values = e if O_UNIT else e * grad_e
-        mask = head_mask[:, None] & (e < E)[None, :]
-        out += batch * (out_b * O_VEC) + n * (out_n * O_VEC)
-        grad += batch * (grad_b * O_VEC) + n * (grad_n * O_VEC)
-        o = tl.load(out + (h * (out_h * O_VEC))[:, None] + values[None, :], mask=mask, other=0.0)
-        do = tl.load(grad + (h * (grad_h * O_VEC))[:, None] + grad_values[None, :], mask=mask, other=0.0)
+        e = tl.arange(0, G.BLOCK_F)
+        values = e if G.UNIT else e * out_strides.f
+        grad_values = e if G.UNIT else e * grad_strides.f
+        mask = head_mask[:, None] & (e < G.F)[None, :]
+        out += batch * (out_strides.b * G.VEC) + n * (out_strides.n * G.VEC)
+        grad += batch * (grad_strides.b * G.VEC) + n * (grad_strides.n * G.VEC)
+        o = tl.load(out + (h * (out_strides.r * G.VEC))[:, None] + values[None, :], mask=mask, other=0.0)
+        do = tl.load(grad + (h * (grad_strides.r * G.VEC))[:, None] + grad_values[None, :], mask=mask, other=0.0)
         tl.store(delta + rows * tokens + n, tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), mask=head_mask)
-    if shift is not None:
+    if lse is not None:
         row_max = tl.load(statistics + rows * 2 * tokens + n, mask=head_mask, other=0.0)
         row_sum = tl.load(statistics + (rows * 2 + 1) * tokens + n, mask=head_mask, other=1.0)
         no_keys = row_sum == 0.0
-        lse = tl.where(no_keys, float("inf"), row_max + tl.log2(tl.where(no_keys, 1.0, row_sum)))
-        tl.store(shift + rows * tokens + n, lse, mask=head_mask)
+        value = tl.where(no_keys, float("inf"), row_max + tl.log2(tl.where(no_keys, 1.0, row_sum)))
+        tl.store(lse + rows * tokens + n, value, mask=head_mask)
 
 
-_BACKWARD_NUMBERS = [
-    *"tokens keys heads batches sequences cu_stride a_r bk_b bk_m bk_r bk_d".split(),
-    *"bv_b bv_m bv_r bv_e grad_b grad_n grad_h grad_e".split(),
-]
-_QUERY_NUMBERS = [*_BACKWARD_NUMBERS, *"dq_b dq_n dq_h dq_d logit_scale dq_scale scale_v".split()]
-
-
-@triton.jit(do_not_specialize=_QUERY_NUMBERS)
+@triton.jit
 def query_kernel(
     q, ak, bk, av, bv, grad, statistics, delta, cu_seqlens, dq,
-    tokens: tl.int32, keys: tl.int32, heads: tl.int32, batches: tl.int32, sequences: tl.int32, cu_stride: tl.int64,
-    a_r: tl.int64,
-    bk_b: tl.int64, bk_m: tl.int64, bk_r: tl.int64, bk_d: tl.int64,
-    bv_b: tl.int64, bv_m: tl.int64, bv_r: tl.int64, bv_e: tl.int64,
-    grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_e: tl.int64,
-    dq_b: tl.int64, dq_n: tl.int64, dq_h: tl.int64, dq_d: tl.int64,
-    logit_scale: tl.float32, dq_scale: tl.float32, scale_v: tl.float32,
-    CAUSAL: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    G_VEC: tl.constexpr, G_UNIT: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr, SUM_DELTA: tl.constexpr,
+    sizes: Sizes, bk_strides: FeatureStrides, bv_strides: FeatureStrides, grad_strides: FeatureStrides,
+    dq_strides: FeatureStrides, logit_scale: tl.float32, dq_scale: tl.float32, scale_v: tl.float32,
+    CAUSAL: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SUM_DELTA: tl.constexpr,
 ):  # fmt: skip
     """``dq_scale · ds K`` of one tile of queries of a head, where K is without its scale.
 
@@ -213,9 +196,7 @@ def query_kernel(
     and cancels ``dp`` to the last bit where a query sees one key alone. It is divided by ``Σ_m p``: large logits differ
     from the forward's in their last bits, so that weights add up to a little more or less than one.
     """
-    K: tl.constexpr = Features(RK, D, BLOCK_D, B_VEC, B_UNIT)
-    V: tl.constexpr = Features(RV, E, BLOCK_E, B_VEC, B_UNIT)
-    G: tl.constexpr = Features(1, E, BLOCK_E, G_VEC, G_UNIT)
+    tokens, keys, heads, batches, sequences, cu_stride, head_stride = sizes
     blocks = tiles_of(tokens, cu_seqlens, sequences, BLOCK_N)
     program = tl.program_id(0)
     head = program % heads
@@ -226,38 +207,40 @@ def query_kernel(
     h = head.to(tl.int64)
     row = batch * heads + h
     all_tokens = tokens
-    q += row * tokens * D
+    q += row * tokens * K.F
     delta += row * tokens
     statistics += row * 2 * tokens
-    grad += batch * (grad_b * G_VEC) + h * (grad_h * G_VEC)
-    dq += batch * dq_b + h * dq_h
-    ak += row * (RK * a_r * 16)
-    av += row * (RV * a_r * 16)
-    bk += batch * (bk_b * B_VEC)
-    bv += batch * (bv_b * B_VEC)
+    grad += batch * (grad_strides.b * G.VEC) + h * (grad_strides.r * G.VEC)
+    dq += batch * dq_strides.b + h * dq_strides.r
+    ak += row * (K.R * head_stride * 16)
+    av += row * (V.R * head_stride * 16)
+    bk += batch * (bk_strides.b * K.VEC)
+    bv += batch * (bv_strides.b * K.VEC)
     if cu_seqlens is not None:
         sequence, block = sequence_of_tile(block, cu_seqlens, cu_stride, sequences, BLOCK_N)
         start, tokens = sequence_bounds(sequence, cu_seqlens, cu_stride)
         if block * BLOCK_N >= tokens:
             return
         keys = tokens
-        q, grad, dq = q + start.to(tl.int64) * D, grad + start * (grad_n * G_VEC), dq + start * dq_n
+        q, grad, dq = (
+            q + start.to(tl.int64) * K.F,
+            grad + start * (grad_strides.n * G.VEC),
+            dq + start * dq_strides.n,
+        )
         delta, statistics, ak, av = delta + start, statistics + start, ak + start, av + start
-        bk, bv = bk + start * (bk_m * B_VEC), bv + start * (bv_m * B_VEC)
+        bk, bv = bk + start * (bk_strides.n * K.VEC), bv + start * (bv_strides.n * K.VEC)
     n_first = block * BLOCK_N
     n = n_first + tl.arange(0, BLOCK_N)
     row_mask = n < tokens
     first, end = visible(n, tokens, keys, CAUSAL, True)
-    D_ROWS: tl.constexpr = Features(1, D, BLOCK_D, 1, True)
-    stride = row * 0 + D
-    queries = load_features(
-        Factors(q, FeatureStrides(stride, stride, stride, 1)), n_first, tokens, 0, D_ROWS, BLOCK_N
-    )
-    grad_rows = Factors(grad, FeatureStrides(grad_b, grad_n, grad_h, grad_e))
+    Q: tl.constexpr = Features(1, K.F, K.BLOCK_F, 1, True)
+    stride = row * 0 + K.F
+    queries = load_features(Factors(q, FeatureStrides(stride, stride, stride, 1)), n_first, tokens, 0, Q, BLOCK_N)
+    grad_rows = Factors(grad, grad_strides)
     do = load_features(grad_rows, n_first, tokens, 0, G, BLOCK_N)
     rows = load_statistics(statistics, delta, all_tokens, n, row_mask)
-    k_factors = Product(HeadRows(ak, a_r), Factors(bk, FeatureStrides(bk_b, bk_m, bk_r, bk_d)))
-    v_factors = Product(HeadRows(av, a_r), Factors(bv, FeatureStrides(bv_b, bv_m, bv_r, bv_e)))
+    k_factors = Product(HeadRows(ak, head_stride), Factors(bk, bk_strides))
+    v_factors = Product(HeadRows(av, head_stride), Factors(bv, bv_strides))
     bounds = loop_bounds(first, end, BLOCK_M)
     delta_rows = rows.delta
     if SUM_DELTA:
@@ -273,6 +256,7 @@ def query_kernel(
         # p of one key is that total, to the bit
         delta_rows = tl.div_rn(delta_rows, tl.where(total == 0.0, 1.0, total))
         tl.store(delta + n, delta_rows, mask=row_mask)
+    BLOCK_D: tl.constexpr = K.BLOCK_F
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for part in tl.static_range(1, 3):
         for m_first in range(bounds[part], bounds[part + 1], BLOCK_M):
@@ -282,52 +266,40 @@ def query_kernel(
             )  # fmt: skip
             ds = p * (dp - delta_rows[:, None]) * k_weight[None, :]
             acc = dot(rounded(ds, k.dtype), k, acc)
-    d = tl.arange(0, BLOCK_D)
-    ptrs = dq + (n.to(tl.int64) * dq_n)[:, None] + (d * dq_d)[None, :]
-    tl.store(ptrs, rounded(acc * dq_scale, dq.dtype.element_ty), mask=row_mask[:, None] & (d < D)[None, :])
+    d = tl.arange(0, K.BLOCK_F)
+    ptrs = dq + (n.to(tl.int64) * dq_strides.n)[:, None] + (d * dq_strides.f)[None, :]
+    tl.store(ptrs, rounded(acc * dq_scale, dq.dtype.element_ty), mask=row_mask[:, None] & (d < K.F)[None, :])
 
 
-_KEY_NUMBERS = [
-    *_BACKWARD_NUMBERS,
-    *"dak_b dak_m dak_h dak_r dav_b dav_m dav_h dav_r groups zero logit_scale dk_scale scale_v".split(),
-]
-
-
-@triton.jit(do_not_specialize=_KEY_NUMBERS)
+@triton.jit
 def key_kernel(
     q, ak, bk, av, bv, grad, statistics, delta, cu_seqlens, dak, dav, dbk, dbv,
-    tokens: tl.int32, keys: tl.int32, heads: tl.int32, batches: tl.int32, sequences: tl.int32, cu_stride: tl.int64,
-    a_r: tl.int64,
-    bk_b: tl.int64, bk_m: tl.int64, bk_r: tl.int64, bk_d: tl.int64,
-    bv_b: tl.int64, bv_m: tl.int64, bv_r: tl.int64, bv_e: tl.int64,
-    grad_b: tl.int64, grad_n: tl.int64, grad_h: tl.int64, grad_e: tl.int64,
-    dak_b: tl.int64, dak_m: tl.int64, dak_h: tl.int64, dak_r: tl.int64,
-    dav_b: tl.int64, dav_m: tl.int64, dav_h: tl.int64, dav_r: tl.int64, groups: tl.int32, zero: tl.int32,
+    sizes: Sizes, bk_strides: FeatureStrides, bv_strides: FeatureStrides, grad_strides: FeatureStrides,
+    dak_strides: HeadStrides, dav_strides: HeadStrides, groups: tl.int32, zero: tl.int32,
     logit_scale: tl.float32, dk_scale: tl.float32, scale_v: tl.float32,
-    CAUSAL: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    G_VEC: tl.constexpr, G_UNIT: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr,
+    CAUSAL: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the four factors of one tile of keys, over the heads of one group.
 
-    ``dbk`` (groups, B, M, RK, D) and ``dbv`` (groups, B, M, RV, E), float32, get this group's sums.
+    ``dbk`` (groups, B, M, K.R, D) and ``dbv`` (groups, B, M, V.R, E), float32, get this group's sums.
     """
-    K: tl.constexpr = Features(RK, D, BLOCK_D, B_VEC, B_UNIT)
-    V: tl.constexpr = Features(RV, E, BLOCK_E, B_VEC, B_UNIT)
-    G: tl.constexpr = Features(1, E, BLOCK_E, G_VEC, G_UNIT)
-    D_ROWS: tl.constexpr = Features(1, D, BLOCK_D, 1, True)
+    BLOCK_D: tl.constexpr = K.BLOCK_F
+    BLOCK_E: tl.constexpr = V.BLOCK_F
+    Q: tl.constexpr = Features(1, K.F, K.BLOCK_F, 1, True)
+    tokens, keys, heads, batches, sequences, cu_stride, head_stride = sizes
     program = tl.program_id(0)
     group = program % groups
     batch = (program // groups % batches).to(tl.int64)
     block = program // groups // batches
-    bk += batch * (bk_b * B_VEC)
-    bv += batch * (bv_b * B_VEC)
-    grad += batch * (grad_b * G_VEC)
-    dak += batch * dak_b
-    dav += batch * dav_b
+    bk += batch * (bk_strides.b * K.VEC)
+    bv += batch * (bv_strides.b * K.VEC)
+    grad += batch * (grad_strides.b * G.VEC)
+    dak += batch * dak_strides.b
+    dav += batch * dav_strides.b
     sums = (group * batches.to(tl.int64) + batch) * keys
-    dbk += sums * (RK * D)
-    dbv += sums * (RV * E)
+    dbk += sums * (K.R * K.F)
+    dbv += sums * (V.R * V.F)
     all_tokens = tokens
     if cu_seqlens is not None:
         sequence, block = sequence_of_tile(block, cu_seqlens, cu_stride, sequences, BLOCK_M)
@@ -336,27 +308,22 @@ def key_kernel(
             return
         tokens = keys
         ak, av, statistics, delta = ak + start, av + start, statistics + start, delta + start
-        bk, bv = bk + start * (bk_m * B_VEC), bv + start * (bv_m * B_VEC)
-        q, grad = q + start.to(tl.int64) * D, grad + start * (grad_n * G_VEC)
-        dak, dav = dak + start * dak_m, dav + start * dav_m
-        dbk, dbv = dbk + start.to(tl.int64) * (RK * D), dbv + start.to(tl.int64) * (RV * E)
+        bk, bv = bk + start * (bk_strides.n * K.VEC), bv + start * (bv_strides.n * K.VEC)
+        q, grad = q + start.to(tl.int64) * K.F, grad + start * (grad_strides.n * G.VEC)
+        dak, dav = dak + start * dak_strides.n, dav + start * dav_strides.n
+        dbk, dbv = dbk + start.to(tl.int64) * (K.R * K.F), dbv + start.to(tl.int64) * (V.R * V.F)
     m_first = block * BLOCK_M
     first, end = visible(m_first + tl.arange(0, BLOCK_M), keys, tokens, CAUSAL, False)
     bounds = loop_bounds(first, end, BLOCK_N)
-    bk_strides = FeatureStrides(bk_b, bk_m, bk_r, bk_d)
-    bv_strides = FeatureStrides(bv_b, bv_m, bv_r, bv_e)
-    grad_strides = FeatureStrides(grad_b, grad_n, grad_h, grad_e)
-    dak_strides = HeadStrides(dak_b, dak_m, dak_h, dak_r)
-    dav_strides = HeadStrides(dav_b, dav_m, dav_h, dav_r)
     first_head = group * heads // groups
     for head in range(first_head, (group + 1) * heads // groups):
         h = head + batch * 0  # int64
         # Addresses that seem to depend on the head: else those of whole tiles are held in registers over all heads.
         here = m_first + head * zero
         row = batch * heads + h
-        k_factors = Product(HeadRows(ak + row * (RK * a_r * 16), a_r), Factors(bk, bk_strides))
-        v_factors = Product(HeadRows(av + row * (RV * a_r * 16), a_r), Factors(bv, bv_strides))
-        grad_rows = Factors(grad + h * (grad_h * G_VEC), grad_strides)
+        k_factors = Product(HeadRows(ak + row * (K.R * head_stride * 16), head_stride), Factors(bk, bk_strides))
+        v_factors = Product(HeadRows(av + row * (V.R * head_stride * 16), head_stride), Factors(bv, bv_strides))
+        grad_rows = Factors(grad + h * (grad_strides.r * G.VEC), grad_strides)
         k, k_weight = load_product(k_factors, here, keys, K, BLOCK_M)
         v, v_weight = load_product(v_factors, here, keys, V, BLOCK_M)
         dk = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -366,10 +333,10 @@ def key_kernel(
                 there = n_first + head * zero
                 n = there + tl.arange(0, BLOCK_N)
                 row_mask = n < tokens
-                q_ptr = q + row * all_tokens * D
-                stride = h * 0 + D
+                q_ptr = q + row * all_tokens * K.F
+                stride = h * 0 + K.F
                 q_rows = Factors(q_ptr, FeatureStrides(stride, stride, stride, 1))
-                queries = load_features(q_rows, there, tokens, 0, D_ROWS, BLOCK_N, part != 1)
+                queries = load_features(q_rows, there, tokens, 0, Q, BLOCK_N, part != 1)
                 do = load_features(grad_rows, there, tokens, 0, G, BLOCK_N, part != 1)
                 rows = load_statistics(
                     statistics + row * 2 * all_tokens, delta + row * all_tokens, all_tokens, n, row_mask
@@ -387,7 +354,7 @@ def key_kernel(
         factor_gradients(
             dk * dk_scale,
             k_factors,
-            Factors(dak + h * dak_h, dak_strides),
+            Factors(dak + h * dak_strides.h, dak_strides),
             dbk,
             here,
             keys,
@@ -398,7 +365,7 @@ def key_kernel(
         factor_gradients(
             dv * scale_v,
             v_factors,
-            Factors(dav + h * dav_h, dav_strides),
+            Factors(dav + h * dav_strides.h, dav_strides),
             dbv,
             here,
             keys,
@@ -409,54 +376,62 @@ def key_kernel(
         tl.debug_barrier()  # the next head adds to what was stored here
 
 
-_FACTOR_NUMBERS = (
-    "tokens heads aq_b aq_n aq_h aq_r bq_b bq_n bq_r bq_d daq_b daq_n daq_h daq_r dbq_b dbq_n dbq_r dbq_d scale_q"
-).split()
-
-
-@triton.jit(do_not_specialize=_FACTOR_NUMBERS)
+@triton.jit
 def factor_kernel(
-    dq, aq, bq, daq, dbq,
-    tokens: tl.int32, heads: tl.int32,
-    aq_b: tl.int64, aq_n: tl.int64, aq_h: tl.int64, aq_r: tl.int64,
-    bq_b: tl.int64, bq_n: tl.int64, bq_r: tl.int64, bq_d: tl.int64,
-    daq_b: tl.int64, daq_n: tl.int64, daq_h: tl.int64, daq_r: tl.int64,
-    dbq_b: tl.int64, dbq_n: tl.int64, dbq_r: tl.int64, dbq_d: tl.int64, scale_q: tl.float32,
-    RQ: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    VEC: tl.constexpr, UNIT: tl.constexpr, EARLY: tl.constexpr,
+    dq, aq, bq, daq, dbq, tokens: tl.int32, heads: tl.int32,
+    aq_strides: HeadStrides, bq_strides: FeatureStrides, daq_strides: HeadStrides, dbq_strides: FeatureStrides,
+    scale_q: tl.float32, Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one token's query factors from dQ (B, N, H, D); BLOCK_R of the ranks.
 
-    Strides of ``bq`` and ``dbq`` come divided by ``VEC`` but for the last; ``UNIT``: that is 1. ``EARLY``: see
-    `warploom.runtime.launch.may_start_early`.
+    Q are the `Features` of ``bq`` and ``dbq``. ``EARLY``: see `warploom.runtime.launch.may_start_early`.
     """
     if EARLY:
         gdc_wait()
-    R_BLOCKS: tl.constexpr = (RQ + BLOCK_R - 1) // BLOCK_R
+    R_BLOCKS: tl.constexpr = (Q.R + BLOCK_R - 1) // BLOCK_R
     program = tl.program_id(0)
     token = program // R_BLOCKS
     batch = (token // tokens).to(tl.int64)
     n = (token % tokens).to(tl.int64)
     r = program % R_BLOCKS * BLOCK_R + tl.arange(0, BLOCK_R)
-    d = tl.arange(0, BLOCK_D)
-    feature_mask = (r < RQ)[:, None] & (d < D)[None, :]
-    bq += batch * (bq_b * VEC) + n * (bq_n * VEC)
-    b = tl.load(bq + (r * (bq_r * VEC))[:, None] + (d if UNIT else d * bq_d)[None, :], mask=feature_mask, other=0.0)
+    d = tl.arange(0, Q.BLOCK_F)
+    feature_mask = (r < Q.R)[:, None] & (d < Q.F)[None, :]
+    bq += batch * (bq_strides.b * Q.VEC) + n * (bq_strides.n * Q.VEC)
+    b = tl.load(
+        bq + (r * (bq_strides.r * Q.VEC))[:, None] + (d if Q.UNIT else d * bq_strides.f)[None, :],
+        mask=feature_mask,
+        other=0.0,
+    )
+    BLOCK_D: tl.constexpr = Q.BLOCK_F
     total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for first in range(0, heads, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H)
-        head_mask = (h < heads)[:, None] & (r < RQ)[None, :]
+        head_mask = (h < heads)[:, None] & (r < Q.R)[None, :]
         a = tl.load(
-            aq + batch * aq_b + n * aq_n + (h * aq_h)[:, None] + (r * aq_r)[None, :], mask=head_mask, other=0.0
+            aq
+            + batch * aq_strides.b
+            + n * aq_strides.n
+            + (h * aq_strides.h)[:, None]
+            + (r * aq_strides.r)[None, :],
+            mask=head_mask,
+            other=0.0,
         )
-        rows = (token.to(tl.int64) * heads + h) * D
-        gradient = tl.load(dq + rows[:, None] + d[None, :], mask=(h < heads)[:, None] & (d < D)[None, :], other=0.0)
+        rows = (token.to(tl.int64) * heads + h) * Q.F
+        gradient = tl.load(
+            dq + rows[:, None] + d[None, :], mask=(h < heads)[:, None] & (d < Q.F)[None, :], other=0.0
+        )
         total = dot(tl.trans(a), gradient, total)
         da = dot(gradient, tl.trans(b), tl.zeros((BLOCK_H, BLOCK_R), tl.float32)) * scale_q
-        ptrs = daq + batch * daq_b + n * daq_n + (h * daq_h)[:, None] + (r * daq_r)[None, :]
+        ptrs = (
+            daq
+            + batch * daq_strides.b
+            + n * daq_strides.n
+            + (h * daq_strides.h)[:, None]
+            + (r * daq_strides.r)[None, :]
+        )
         tl.store(ptrs, rounded(da, daq.dtype.element_ty), mask=head_mask)
-    dbq += batch * (dbq_b * VEC) + n * (dbq_n * VEC)
-    ptrs = dbq + (r * (dbq_r * VEC))[:, None] + (d if UNIT else d * dbq_d)[None, :]
+    dbq += batch * (dbq_strides.b * Q.VEC) + n * (dbq_strides.n * Q.VEC)
+    ptrs = dbq + (r * (dbq_strides.r * Q.VEC))[:, None] + (d if Q.UNIT else d * dbq_strides.f)[None, :]
     tl.store(ptrs, rounded(total * scale_q, dbq.dtype.element_ty), mask=feature_mask)
 
 
@@ -467,7 +442,8 @@ def sum_groups(sums, out, first, groups, rows, keys, B: tl.constexpr, BLOCK: tl.
     f = tl.arange(0, B.BLOCK_F)
     mask = (row < rows)[:, None] & (f < B.F)[None, :]
     ptrs = sums + (row * B.F)[:, None] + f[None, :]
-    total = tl.zeros((BLOCK, B.BLOCK_F), tl.float32)
+    BLOCK_F: tl.constexpr = B.BLOCK_F
+    total = tl.zeros((BLOCK, BLOCK_F), tl.float32)
     for _ in tl.range(0, groups, num_stages=4):  # loads of several groups under way at once
         total += tl.load(ptrs, mask=mask, other=0.0)
         ptrs += rows * B.F
@@ -478,35 +454,23 @@ def sum_groups(sums, out, first, groups, rows, keys, B: tl.constexpr, BLOCK: tl.
     tl.store(out.ptr + offsets[:, None] + features[None, :], rounded(total, out.ptr.dtype.element_ty), mask=mask)
 
 
-_SUM_NUMBERS = "batches keys groups k_programs dbk_b dbk_m dbk_r dbk_d dbv_b dbv_m dbv_r dbv_e".split()
-
-
-@triton.jit(do_not_specialize=_SUM_NUMBERS)
+@triton.jit
 def sum_kernel(
     k_sums, v_sums, dbk, dbv,
     batches: tl.int32, keys: tl.int32, groups: tl.int32, k_programs: tl.int32,
-    dbk_b: tl.int64, dbk_m: tl.int64, dbk_r: tl.int64, dbk_d: tl.int64,
-    dbv_b: tl.int64, dbv_m: tl.int64, dbv_r: tl.int64, dbv_e: tl.int64,
-    RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    VEC: tl.constexpr, UNIT: tl.constexpr, EARLY: tl.constexpr,
+    dbk_strides: FeatureStrides, dbv_strides: FeatureStrides,
+    K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Gradients of ``bk`` (B, M, RK, D) and ``bv``, BLOCK rows to a program: the sums of groups of heads, added up in order.
 
-    The first ``k_programs`` programs add up those of ``bk``. Strides come divided by ``VEC`` but for the last; ``UNIT``:
-    that is 1. ``EARLY``: see `warploom.runtime.launch.may_start_early`.
+    The first ``k_programs`` programs add up those of ``bk``. K and V are `Features`. ``EARLY``: see
+    `warploom.runtime.launch.may_start_early`.
     """
     if EARLY:
         gdc_wait()
     program = tl.program_id(0)
     tokens = batches.to(tl.int64) * keys
     if program < k_programs:
-        sum_groups(
-            k_sums, Factors(dbk, FeatureStrides(dbk_b, dbk_m, dbk_r, dbk_d)), program, groups, tokens * RK, keys,
-            Features(RK, D, BLOCK_D, VEC, UNIT), BLOCK,
-        )  # fmt: skip
+        sum_groups(k_sums, Factors(dbk, dbk_strides), program, groups, tokens * K.R, keys, K, BLOCK)
     else:
-        sum_groups(
-            v_sums, Factors(dbv, FeatureStrides(dbv_b, dbv_m, dbv_r, dbv_e)), program - k_programs, groups, tokens * RV, keys,
-            Features(RV, E, BLOCK_E, VEC, UNIT), BLOCK,
-        )  # fmt: skip
+        sum_groups(v_sums, Factors(dbv, dbv_strides), program - k_programs, groups, tokens * V.R, keys, V, BLOCK)

@@ -20,7 +20,19 @@ import triton.language as tl
 
 from warploom.device.packed import sequence_bounds, sequence_of_tile
 from warploom.device.product import dot, rounded
-from warploom.ops.tpa.kernels.factors import Factors, Features, FeatureStrides, HeadStrides, exp
+from warploom.ops.tpa.kernels.factors import Factors, FeatureStrides, HeadStrides, exp
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call, and strides that belong to no tensor of factors."""
+
+    tokens: tl.int32
+    keys: tl.int32
+    heads: tl.int32
+    batch: tl.int32
+    sequences: tl.int32  # packed ones; 0 without
+    cu_stride: tl.int64
+    head_stride: tl.int64  # of ranks in head factors (B, H, R, M), divided by 16
 
 
 class HeadRows(NamedTuple):
@@ -82,8 +94,10 @@ def load_product(x, first, size, B: tl.constexpr, TOKENS: tl.constexpr, MASKED: 
         tile = load_features(x.features, first, size, 0, B, TOKENS, MASKED)
         coefficient = load_heads(x.heads, first, size, 0, TOKENS, MASKED)
     else:
-        total = tl.zeros((TOKENS, B.BLOCK_F), tl.float32)
-        for r in tl.static_range(B.R):
+        R: tl.constexpr = B.R
+        BLOCK_F: tl.constexpr = B.BLOCK_F
+        total = tl.zeros((TOKENS, BLOCK_F), tl.float32)
+        for r in tl.static_range(R):
             factor = load_features(x.features, first, size, r, B, TOKENS, MASKED)
             total += load_heads(x.heads, first, size, r, TOKENS, MASKED)[:, None] * factor.to(tl.float32)
         tile = rounded(total, x.features.ptr.dtype.element_ty)
@@ -113,7 +127,8 @@ def load_queries(a, b, head, first, size, scale_q, Q: tl.constexpr, TOKENS: tl.c
     else:
         token = first + tl.arange(0, TOKENS)
         heads = a.ptr + token.to(tl.int64) * a.strides.n + head.to(tl.int64) * a.strides.h
-        q = tl.zeros((TOKENS, Q.BLOCK_F), tl.float32)
+        BLOCK_F: tl.constexpr = Q.BLOCK_F
+        q = tl.zeros((TOKENS, BLOCK_F), tl.float32)
         for r in tl.range(0, Q.R, num_stages=1):
             factor = load_features(b, first, size, r, Q, TOKENS)
             weight = tl.load(heads + r * a.strides.r, mask=token < size, other=0.0)
@@ -165,36 +180,22 @@ def loop_bounds(first, end, BLOCK: tl.constexpr):
 # Kernel
 # ----------------------------------------------------------------------------------------------------------
 
-# Every number is a run-time value of declared width: none of them ever causes a compilation.
-_FORWARD_NUMBERS = (
-    "tokens keys heads batches sequences cu_stride a_r aq_b aq_n aq_h aq_r bq_b bq_n bq_r bq_d "
-    "bk_b bk_m bk_r bk_d bv_b bv_m bv_r bv_e out_b out_n out_h out_e logit_scale scale_q scale_v"
-).split()
 
-
-@triton.jit(do_not_specialize=_FORWARD_NUMBERS)
+@triton.jit
 def forward_kernel(
     aq, bq, ak, bk, av, bv, cu_seqlens, out, statistics,
-    tokens: tl.int32, keys: tl.int32, heads: tl.int32, batches: tl.int32, sequences: tl.int32, cu_stride: tl.int64,
-    a_r: tl.int64,
-    aq_b: tl.int64, aq_n: tl.int64, aq_h: tl.int64, aq_r: tl.int64,
-    bq_b: tl.int64, bq_n: tl.int64, bq_r: tl.int64, bq_d: tl.int64,
-    bk_b: tl.int64, bk_m: tl.int64, bk_r: tl.int64, bk_d: tl.int64,
-    bv_b: tl.int64, bv_m: tl.int64, bv_r: tl.int64, bv_e: tl.int64,
-    out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_e: tl.int64,
+    sizes: Sizes, aq_strides: HeadStrides, bq_strides: FeatureStrides, bk_strides: FeatureStrides,
+    bv_strides: FeatureStrides, out_strides: FeatureStrides,
     logit_scale: tl.float32, scale_q: tl.float32, scale_v: tl.float32,
-    CAUSAL: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    Q_VEC: tl.constexpr, Q_UNIT: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr,
+    CAUSAL: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Output and softmax statistics (B, H, 2, N), maximum and denominator, for one tile of queries of a head.
 
     The two are kept apart because their logarithm would cost the backward digits. ``logit_scale`` is that of logits
-    and of K. A query that sees no key has a denominator of 0.
+    and of K. A query that sees no key has a denominator of 0. Q, K and V are `Features`.
     """
-    Q: tl.constexpr = Features(RQ, D, BLOCK_D, Q_VEC, Q_UNIT)
-    K: tl.constexpr = Features(RK, D, BLOCK_D, B_VEC, B_UNIT)
-    V: tl.constexpr = Features(RV, E, BLOCK_E, B_VEC, B_UNIT)
+    tokens, keys, heads, batches, sequences, cu_stride, head_stride = sizes
     blocks = tiles_of(tokens, cu_seqlens, sequences, BLOCK_N)
     program = tl.program_id(0)
     head = program % heads  # neighbours share the feature factors they read
@@ -202,8 +203,8 @@ def forward_kernel(
     block = program // heads // batches
     if CAUSAL:  # the longest first
         block = blocks - 1 - block
-    ak += (batch * heads + head) * (RK * a_r * 16)
-    av += (batch * heads + head) * (RV * a_r * 16)
+    ak += (batch * heads + head) * (K.R * head_stride * 16)
+    av += (batch * heads + head) * (V.R * head_stride * 16)
     statistics += (batch * heads + head) * 2 * tokens
     row_sums = statistics + tokens
     if cu_seqlens is not None:
@@ -213,23 +214,27 @@ def forward_kernel(
             return
         keys = tokens
         ak, av, statistics, row_sums = ak + start, av + start, statistics + start, row_sums + start
-        bq, bk, bv = bq + start * (bq_n * Q_VEC), bk + start * (bk_m * B_VEC), bv + start * (bv_m * B_VEC)
-        out += start * out_n
+        bq, bk, bv = (
+            bq + start * (bq_strides.n * Q.VEC),
+            bk + start * (bk_strides.n * K.VEC),
+            bv + start * (bv_strides.n * K.VEC),
+        )
+        out += start * out_strides.n
         if aq is not None:
-            aq += start * aq_n
+            aq += start * aq_strides.n
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask = n < tokens
     first, end = visible(n, tokens, keys, CAUSAL, True)
     if aq is not None:
-        aq += batch * aq_b
-    aq_factors = Factors(aq, HeadStrides(aq_b, aq_n, aq_h, aq_r))
-    bq_factors = Factors(bq + batch * (bq_b * Q_VEC), FeatureStrides(bq_b, bq_n, bq_r, bq_d))
-    q = load_queries(aq_factors, bq_factors, head, block * BLOCK_N, tokens, scale_q, Q, BLOCK_N)
-    bk += batch * (bk_b * B_VEC)
-    bv += batch * (bv_b * B_VEC)
-    k_factors = Product(HeadRows(ak, a_r), Factors(bk, FeatureStrides(bk_b, bk_m, bk_r, bk_d)))
-    v_factors = Product(HeadRows(av, a_r), Factors(bv, FeatureStrides(bv_b, bv_m, bv_r, bv_e)))
+        aq += batch * aq_strides.b
+    bq_factors = Factors(bq + batch * (bq_strides.b * Q.VEC), bq_strides)
+    q = load_queries(Factors(aq, aq_strides), bq_factors, head, block * BLOCK_N, tokens, scale_q, Q, BLOCK_N)
+    bk += batch * (bk_strides.b * K.VEC)
+    bv += batch * (bv_strides.b * K.VEC)
+    k_factors = Product(HeadRows(ak, head_stride), Factors(bk, bk_strides))
+    v_factors = Product(HeadRows(av, head_stride), Factors(bv, bv_strides))
 
+    BLOCK_E: tl.constexpr = V.BLOCK_F
     acc = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
     row_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_N,), tl.float32)
@@ -252,15 +257,19 @@ def forward_kernel(
             row_sum = row_sum * rescale + tl.sum(p, axis=1)
             row_max = new_max
             v, v_weight = load_product(v_factors, m_first, keys, V, BLOCK_M, part != 1)
-            if RV == 1:
+            if V.R == 1:
                 p *= v_weight[None, :]
             acc = dot(rounded(p, v.dtype), v, acc * rescale[:, None])
 
     acc *= (scale_v / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
-    e = tl.arange(0, BLOCK_E)
+    e = tl.arange(0, V.BLOCK_F)
     ptrs = (
-        out + batch * out_b + head.to(tl.int64) * out_h + (n.to(tl.int64) * out_n)[:, None] + (e * out_e)[None, :]
+        out
+        + batch * out_strides.b
+        + head.to(tl.int64) * out_strides.r
+        + (n.to(tl.int64) * out_strides.n)[:, None]
+        + (e * out_strides.f)[None, :]
     )
-    tl.store(ptrs, rounded(acc, out.dtype.element_ty), mask=row_mask[:, None] & (e < E)[None, :])
+    tl.store(ptrs, rounded(acc, out.dtype.element_ty), mask=row_mask[:, None] & (e < V.F)[None, :])
     tl.store(statistics + n, tl.where(row_sum == 0.0, 0.0, row_max), mask=row_mask)
     tl.store(row_sums + n, row_sum, mask=row_mask)

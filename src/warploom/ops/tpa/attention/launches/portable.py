@@ -1,175 +1,131 @@
-"""Launchers of the kernels for training and prefill: sizes, strides, tiles. No validation, no autograd."""
+"""Launches of training and prefill: what a call plans and runs, and the launches of the kernels for every GPU."""
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import triton
 
-from warploom.ops.tpa.attention.kernels.backward import (
-    factor_kernel,
-    key_kernel,
-    prepare_kernel,
-    query_kernel,
-    sum_kernel,
-)
-from warploom.ops.tpa.attention.kernels.forward import forward_kernel
-from warploom.ops.tpa.attention.problem import PROGRAMS, Call
-from warploom.ops.tpa.problem import Operands, feature_factors, named, strides_of
-from warploom.runtime.launch import INTERPRETED, Launch, architecture, may_start_early, multiprocessors
-from warploom.runtime.memory_order import empty_in_order_of
+from warploom.ops.tpa.attention.configs import PROGRAMS, Tiles, forward_tiles, key_tiles, query_tiles
+from warploom.ops.tpa.attention.kernels.backward import factor_kernel, key_kernel, query_kernel, sum_kernel
+from warploom.ops.tpa.attention.kernels.forward import Sizes, forward_kernel
+from warploom.ops.tpa.attention.launches import hopper
+from warploom.ops.tpa.attention.launches.common import block, heads_first, plan_prepare, queries, row_length
+from warploom.ops.tpa.attention.problem import Call
+from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, HeadStrides
+from warploom.ops.tpa.problem import Operands, feature_factors, strides_of
+from warploom.runtime.launch import ALIGNMENT, Dense, Launch, architecture, may_start_early, multiprocessors
+from warploom.runtime.memory_order import layout_of
+from warploom.runtime.plans import Plans, metadata
 
 Tensor = torch.Tensor
 
 
-class Tiles(NamedTuple):
-    """Tiles of a kernel: queries and keys, and how it is compiled."""
+class _Forward(NamedTuple):
+    """What a forward allocates and launches."""
 
-    queries: int
-    keys: int
-    warps: int
-    stages: int
+    out: Dense
+    statistics: Dense
+    launch: Launch
 
-
-def _stages(features: int, rank: int, arch: int) -> int:
-    """How many tiles of keys' and values' factors of 16 bits, larger with every rank, fit in shared memory."""
-    available = 227 if 90 <= arch < 120 else 163 if arch == 80 else 99  # KiB
-    return 2 if rank <= 8 and features * (288 + 130 * rank) <= 1024 * available else 1
-
-
-def _forward_tiles(dtype: torch.dtype, features: int, rank: int, arch: int) -> Tiles:
-    if dtype == torch.float32:
-        tiles = _float32_tiles(features)
-        return tiles._replace(stages=2) if 80 < arch < 90 and rank == 1 and features <= 16 else tiles
-    if features > 128:
-        return Tiles(32, 16, 8, 2)
-    if rank > 2 or not 90 <= arch < 120:  # without warp-group products there are no registers for more
-        return Tiles(64, 32, 8, _stages(features, rank, arch))
-    return Tiles(64, 64, 4, 3) if rank == 1 else Tiles(128, 64, 8, 3)
+    def run(self, factors: Operands, call: Call) -> tuple[Tensor, Tensor]:
+        """The output, and the statistics of every softmax."""
+        aq, ak, av, bq, bk, bv = factors
+        out, statistics = self.out.empty(bq), self.statistics.empty(bq)
+        self.launch(bq, aq, heads_first(ak), bk, heads_first(av), bv, call.cu_seqlens, out, statistics)
+        return out, statistics
 
 
-def _query_tiles(dtype: torch.dtype, features: int, rank: int, arch: int) -> Tiles:
-    blackwell = arch >= 100  # where the registers of Hopper's choices do not suffice
-    if dtype == torch.float32:
-        tiles = _float32_tiles(features)
-        return tiles._replace(stages=2) if blackwell and rank <= 8 and features <= 32 else tiles
-    if features > 128:
-        return Tiles(32, 16, 8, 1)
-    if rank > 2 or not 90 <= arch < 120:
-        return Tiles(64, 32, 8, _stages(features, rank, arch))
-    return Tiles(64, 64, 8 if blackwell and features > 64 else 4, 2) if rank == 1 else Tiles(128, 64, 8, 2)
+class _Backward(NamedTuple):
+    """What a backward allocates and launches."""
+
+    gradients: Any  # `Operands` of `Dense`
+    delta: Dense
+    q: Dense
+    dq: Dense | None  # None: it is the gradient of ``bq``
+    sums: tuple[Dense, Dense]  # gradients of ``bk`` and ``bv`` in float32, each group of heads' own
+    prepare: Launch
+    query: Launch
+    key: Launch
+    factors: Launch | None
+    sum: Launch
+    on_hopper: bool
+    copies: bool  # the gradient of the output, before anything else
 
 
-def _key_tiles(dtype: torch.dtype, features: int, rank: int) -> Tiles:
-    if dtype == torch.float32:
-        return Tiles(16, 16, 8, 1) if rank <= 2 else Tiles(16, 32, 8, 1)
-    if features > 128:
-        return Tiles(32, 16, 8, 1)
-    if rank <= 2:
-        return Tiles(32, 64, 4, 3)
-    return Tiles(32, 16, 8, 2 if features > 64 else 1)
+def forward(factors: Operands, call: Call, plans: Plans | None = None) -> tuple[Tensor, Tensor]:
+    """Run the forward kernel: the output, and maximum and denominator (B, H, 2, N) of every softmax in float32.
 
-
-def _float32_tiles(features: int) -> Tiles:
-    return Tiles(16, 16, 8, 1) if features > 64 else Tiles(32, 32, 8, 1)
-
-
-def _heads_first(a: Tensor, scale: float = 1.0) -> Tensor:
-    """``scale · a`` (B, M, H, R) as the kernels read it: (B, H, R, M) in float32, rows a multiple of 16 apart."""
-    batch, tokens, heads, rank = a.shape
-    rows = torch.empty((batch, heads, rank, -(-tokens // 16) * 16), dtype=torch.float32, device=a.device)
-    rows[..., :tokens].copy_(a.permute(0, 2, 3, 1))
-    return rows if scale == 1.0 else rows.mul_(scale)
-
-
-def _block(features: int) -> int:
-    block: int = max(16, triton.next_power_of_2(features))
-    return block
-
-
-def _hopper(factors: Operands, call: Call) -> ModuleType | None:
-    """The launchers of the kernels for Hopper, if these take the call."""
-    if INTERPRETED:
-        return None
-    from warploom.ops.tpa.attention.launches import hopper
-
-    return hopper if hopper.suit(factors, call) else None
-
-
-def _prepare(
-    factors: Operands,
-    call: Call,
-    out: Tensor | None = None,
-    grad: Tensor | None = None,
-    statistics: Tensor | None = None,
-    delta: Tensor | None = None,
-    shift: Tensor | None = None,
-    tickets: Tensor | None = None,
-) -> Tensor:
-    """Form Q (B, H, N, D); with ``grad`` write ``delta``, and ``shift`` and ``tickets`` if they are given.
-
-    With ``tickets`` the launch after it must be one for Hopper, which may start early.
+    ``plans`` are those of calls that are the same in all but addresses and numbers in tensors.
     """
-    aq, ak, _, bq, _, bv = factors
-    batch, tokens, rank_q, features = bq.shape
-    heads = ak.shape[2]
-    q = torch.empty((batch, heads, tokens, features), dtype=bq.dtype, device=bq.device)
-    b, o = feature_factors(bq), feature_factors(*(bq if t is None else t for t in (out, grad)))
-    given = {"bq": bq, "aq": aq, "out": out, "grad": grad, "statistics": statistics, "q": q, "delta": delta,
-             "shift": shift, "tickets": tickets}  # fmt: skip
-    Launch(
-        prepare_kernel,
-        batch * tokens * -(-heads // 16),
-        takes=given,
-        tokens=tokens, heads=heads, scale_q=call.scale_q,
-        **named(aq_bnhr=strides_of(aq), bq_bnrd=b.strides[0], out_bnhe=o.strides[0], grad_bnhe=o.strides[1]),
-        RQ=rank_q, D=features, E=bv.shape[-1], BLOCK_H=16, BLOCK_R=16, BLOCK_D=_block(features),
-        BLOCK_E=_block(bv.shape[-1]), Q_VEC=b.vector, Q_UNIT=b.flag, O_VEC=o.vector, O_UNIT=o.flag,
-        OVERLAP=tickets is not None,
-    )(*given.values())  # fmt: skip
-    return q
+    plans = Plans() if plans is None else plans
+    plan = plans.get(("forward", _aligned(factors.bk, factors.bv)), _plan_forward, factors, call)
+    return plan.run(factors, call)
 
 
-def forward(factors: Operands, call: Call) -> tuple[Tensor, Tensor]:
-    """Run the forward kernel: the output, and maximum and denominator (B, H, 2, N) of every softmax in float32."""
-    aq, ak, av, bq, bk, bv = factors
+def _aligned(*tensors: Tensor) -> bool:
+    return all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+
+
+def _sizes(factors: Operands, call: Call) -> Sizes:
+    """Of a call, as the kernels take them."""
+    _, ak, _, bq, _, _ = factors
+    batch, keys, heads, _ = ak.shape
+    return Sizes(bq.shape[1], keys, heads, batch, *call.packed, row_length(keys) // 16)
+
+
+def _features(factors: Operands, vector: int, unit: bool) -> tuple[Features, Features]:
+    """What kernels know of the feature factors of keys and of values."""
+    _, _, _, _, bk, bv = factors
+    k, v = (Features(b.shape[2], b.shape[3], block(b.shape[3]), vector, unit) for b in (bk, bv))
+    return k, v
+
+
+def _largest(factors: Operands) -> tuple[int, int]:
+    """The larger of D and E, padded, and of both ranks."""
+    _, _, _, bq, bk, bv = factors
+    return max(block(bq.shape[3]), block(bv.shape[3])), max(bk.shape[2], bv.shape[2])
+
+
+def _plan_forward(factors: Operands, call: Call) -> _Forward | hopper.Forward:
+    aq, ak, _, bq, bk, bv = factors
     batch, tokens, rank_q, features = bq.shape
-    keys, heads, rank_k = ak.shape[1:]
-    rank_v, values = bv.shape[2:]
-    out = empty_in_order_of(bq if aq is None else aq, values)
-    if (hopper := _hopper(factors, call)) is not None:
-        rows = _heads_first(ak, call.scale_k), _heads_first(av, call.scale_v)
-        tickets = hopper.tickets(bq)
-        formed = _prepare(factors, call, tickets=tickets)
-        return out, hopper.forward(formed, tickets, *rows, bk, bv, out, call)
-    statistics = torch.empty((batch, heads, 2, tokens), dtype=torch.float32, device=bq.device)
-    block_d, block_e = _block(features), _block(values)
-    tiles = _forward_tiles(bq.dtype, max(block_d, block_e), max(rank_k, rank_v), architecture(bq.device))
+    out = layout_of(bq if aq is None else aq, bv.shape[3])
+    if hopper.suit(factors, call):
+        return hopper.plan_forward(factors, call, out)
+    tiles = forward_tiles(bq.dtype, *_largest(factors), architecture(bq.device))
     q, b = feature_factors(bq), feature_factors(bk, bv)
-    ak, av = _heads_first(ak), _heads_first(av)
-    sequences, cu_stride = call.packed
-    Launch(
+    k_features, v_features = _features(factors, b.vector, b.flag)
+    launch = Launch(
         forward_kernel,
-        call.tiles(tokens, tiles.queries) * batch * heads,
+        call.tiles(tokens, tiles.queries) * batch * ak.shape[2],
         takes=("bq", "aq", "ak", "bk", "av", "bv", "cu_seqlens", "out", "statistics"),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        tokens=tokens, keys=keys, heads=heads, batches=batch, sequences=sequences, cu_stride=cu_stride,
-        a_r=ak.shape[3] // 16,
-        **named(aq_bnhr=strides_of(aq), bq_bnrd=q.strides[0], bk_bmrd=b.strides[0], bv_bmre=b.strides[1],
-                out_bnhe=strides_of(out)),
-        logit_scale=call.logit_scale(bq.dtype), scale_q=call.scale_q, scale_v=call.scale_v,
-        CAUSAL=call.causal, RQ=rank_q, RK=rank_k, RV=rank_v, D=features, E=values, BLOCK_N=tiles.queries,
-        BLOCK_M=tiles.keys, BLOCK_D=block_d, BLOCK_E=block_e,
-        Q_VEC=q.vector, Q_UNIT=q.flag, B_VEC=b.vector, B_UNIT=b.flag,
-    )(bq, aq, ak, bk, av, bv, call.cu_seqlens, out, statistics)  # fmt: skip
-    return out, statistics
+        sizes=_sizes(factors, call),
+        aq_strides=HeadStrides(*strides_of(aq)),
+        bq_strides=FeatureStrides(*q.strides[0]),
+        bk_strides=FeatureStrides(*b.strides[0]),
+        bv_strides=FeatureStrides(*b.strides[1]),
+        out_strides=FeatureStrides(*strides_of(out)),
+        logit_scale=call.logit_scale(bq.dtype),
+        scale_q=call.scale_q,
+        scale_v=call.scale_v,
+        CAUSAL=call.causal,
+        Q=Features(rank_q, features, block(features), q.vector, q.flag),
+        K=k_features,
+        V=v_features,
+        BLOCK_N=tiles.queries,
+        BLOCK_M=tiles.keys,
+    )
+    statistics = Dense.rows((batch, ak.shape[2], 2, tokens), torch.float32)
+    return _Forward(Dense.like(out), statistics, launch)
 
 
-def backward(grad: Tensor, out: Tensor, statistics: Tensor, factors: Operands, call: Call) -> Operands:
-    """Run the backward kernels: gradients of the factors.
+def backward(
+    grad: Tensor, out: Tensor, statistics: Tensor, factors: Operands, call: Call, plans: Plans | None = None
+) -> Operands:
+    """Run the backward kernels: gradients of the factors. ``plans`` are as in `forward`.
 
     Beside them it holds Q and dQ, as large as queries of the inputs' dtype are, δ, and the sums of the gradients of
     ``bk`` and ``bv`` in float32, once for every group of heads.
@@ -177,7 +133,7 @@ def backward(grad: Tensor, out: Tensor, statistics: Tensor, factors: Operands, c
     On Hopper launches overlap, and so their order matters. All but the first start early, and nothing else is
     launched between them: memory is allocated before.
 
-        prepare   Q, δ, shift, tickets; lets `key` be put in place
+        prepare   Q, δ, lse, counters; lets `key` be put in place
         key       waits for `prepare`, and then lets `query` start wherever it leaves multiprocessors idle
         query     reads what `prepare` wrote, which is complete, and nothing of `key`; one program waits for that at
                   its end, so that it ends after `key`
@@ -187,136 +143,187 @@ def backward(grad: Tensor, out: Tensor, statistics: Tensor, factors: Operands, c
     Elsewhere `query` comes before `key`, to which it leaves the δ of float32.
     """
     aq, ak, av, bq, bk, bv = factors
+    plans = Plans() if plans is None else plans
+    key = ("backward", metadata(grad), metadata(out), _aligned(grad), _aligned(bk, bv))
+    plan = plans.get(key, _plan_backward, factors, call, out, grad)
+    gradients: Operands = plan.gradients.map(lambda like: like.empty(bq))
+    daq, dak, dav, dbq, dbk, dbv = gradients
+    delta, q = plan.delta.empty(bq), plan.q.empty(bq)
+    dq = dbq if plan.dq is None else plan.dq.empty(bq)
+    sums = tuple(like.empty(bq) for like in plan.sums)
+    if plan.on_hopper:
+        if plan.copies:
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        ak_rows, av_rows = heads_first(ak, call.scale_k), heads_first(av, call.scale_v)
+        lse, counters = plan.delta.empty(bq), hopper.COUNTERS.empty(bq)
+        plan.prepare(bq, aq, out, grad, statistics, q, delta, lse, counters)
+        plan.key(q, grad, ak_rows, av_rows, bk, bv, lse, delta, dak, dav, *sums, counters)
+        plan.query(q, bk, bv, grad, dq, ak_rows, av_rows, lse, delta, counters)
+    else:
+        ak_rows, av_rows = heads_first(ak), heads_first(av)
+        plan.prepare(bq, aq, out, grad, statistics, q, delta, None, None)
+        cache = (q, ak_rows, bk, av_rows, bv, grad, statistics, delta, call.cu_seqlens)
+        plan.query(*cache, dq)
+        plan.key(*cache, dak, dav, *sums)
+    if plan.factors is not None:
+        plan.factors(dq, aq, bq, daq, dbq)
+    plan.sum(*sums, dbk, dbv)
+    return gradients
+
+
+def _plan_backward(factors: Operands, call: Call, out: Tensor, grad: Tensor) -> _Backward:
+    aq, ak, _, bq, bk, bv = factors
     batch, tokens, _, features = bq.shape
     heads = ak.shape[2]
-    daq = None if aq is None else empty_in_order_of(aq, aq.shape[3])
-    dak, dav, dbq, dbk, dbv = (empty_in_order_of(t, t.shape[3]) for t in (ak, av, bq, bk, bv))
-    delta = torch.empty((batch, heads, tokens), dtype=torch.float32, device=bq.device)
+    like = factors.map(lambda x: layout_of(x, x.shape[3]))
+    on_hopper = hopper.suit(factors, call)
+    copies = on_hopper and not hopper.can_read(grad)
+    if copies:
+        grad = torch.empty(grad.shape, dtype=grad.dtype, device="meta")
     if aq is None:
-        dq, scale = dbq, call.scale_q
+        dq, scale = like.bq, call.scale_q
     else:
-        dq, scale = torch.empty((batch, tokens, heads, features), dtype=bq.dtype, device=bq.device), 1.0
-    hopper = _hopper(factors, call)
-    if hopper is None:
-        rows = _heads_first(ak), _heads_first(av)
-        q = _prepare(factors, call, out, grad, statistics, delta)
-        _query_gradient(q, statistics, delta, grad, *rows, bk, bv, dq, scale, call)
-        sums = _key_gradients(q, statistics, delta, grad, *rows, bk, bv, dak, dav, call)
+        dq, scale = torch.empty((batch, tokens, heads, features), dtype=bq.dtype, device="meta"), 1.0
+    if on_hopper:
+        groups = hopper.groups(factors)
+        query = hopper.plan_query(factors, call, grad, dq, scale)
+        key = hopper.plan_key(factors, call, grad, like, groups)
     else:
-        grad = hopper.copyable(grad)
-        rows = _heads_first(ak, call.scale_k), _heads_first(av, call.scale_v)
-        shift, tickets = torch.empty_like(delta), hopper.tickets(bq)
-        sums = hopper.key_sums(bk, bv, heads)
-        q = _prepare(factors, call, out, grad, statistics, delta, shift, tickets)
-        hopper.key_gradients(q, tickets, shift, delta, grad, *rows, bk, bv, dak, dav, sums, call)
-        hopper.query_gradient(q, tickets, shift, delta, grad, *rows, bk, bv, dq, scale, call)
-    if aq is not None and daq is not None:
-        _factor_gradients(dq, aq, bq, daq, dbq, call)
-    _sum_groups(*sums, dbk, dbv)
-    return Operands(daq, dak, dav, dbq, dbk, dbv)
+        tiles = key_tiles(bq.dtype, *_largest(factors))
+        tiles_of_keys = call.tiles(bk.shape[1], tiles.keys) * batch
+        groups = min(heads, max(1, PROGRAMS * multiprocessors(bq.device) // max(tiles_of_keys, 1)))
+        query = _plan_query(factors, call, grad, dq, scale)
+        key = _plan_key(factors, call, grad, like, tiles, groups)
+    return _Backward(
+        gradients=like.map(Dense.like),
+        delta=Dense.rows((batch, heads, tokens), torch.float32),
+        q=queries(factors),
+        dq=None if aq is None else Dense.like(dq),
+        sums=(Dense.rows((groups, *bk.shape), torch.float32), Dense.rows((groups, *bv.shape), torch.float32)),
+        prepare=plan_prepare(factors, call, out, grad, on_hopper),
+        query=query,
+        key=key,
+        factors=None if aq is None else _plan_factors(factors, call, like),
+        sum=_plan_sum(factors, like, groups),
+        on_hopper=on_hopper,
+        copies=copies,
+    )
 
 
-def _factor_gradients(dq: Tensor, aq: Tensor, bq: Tensor, daq: Tensor, dbq: Tensor, call: Call) -> None:
-    """Write the gradients of ``aq`` and ``bq``."""
-    batch, tokens, heads, features = dq.shape
-    rank_q = bq.shape[2]
-    block_r = min(_block(rank_q), 64)
-    early = may_start_early(dq.device)
-    b = feature_factors(bq, dbq)
-    Launch(
+def _plan_query(factors: Operands, call: Call, grad: Tensor, dq: Tensor, scale: float) -> Launch:
+    """The launch that writes ``scale · dQ`` to ``dq`` (B, N, H, D)."""
+    _, ak, _, bq, bk, bv = factors
+    tiles = query_tiles(bq.dtype, *_largest(factors), architecture(bq.device))
+    g, b = feature_factors(grad), feature_factors(bk, bv)
+    k_features, v_features = _features(factors, b.vector, b.flag)
+    return Launch(
+        query_kernel,
+        call.tiles(bq.shape[1], tiles.queries) * bq.shape[0] * ak.shape[2],
+        takes=("q", "ak", "bk", "av", "bv", "grad", "statistics", "delta", "cu_seqlens", "dq"),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        sizes=_sizes(factors, call),
+        bk_strides=FeatureStrides(*b.strides[0]),
+        bv_strides=FeatureStrides(*b.strides[1]),
+        grad_strides=FeatureStrides(*g.strides[0]),
+        dq_strides=FeatureStrides(*strides_of(dq)),
+        logit_scale=call.logit_scale(bq.dtype),
+        dq_scale=scale * call.scale * call.scale_k,
+        scale_v=call.scale_v,
+        CAUSAL=call.causal,
+        K=k_features,
+        V=v_features,
+        G=v_features._replace(R=1, VEC=g.vector, UNIT=g.flag),
+        BLOCK_N=tiles.queries,
+        BLOCK_M=tiles.keys,
+        SUM_DELTA=bq.dtype == torch.float32,
+    )
+
+
+def _plan_key(factors: Operands, call: Call, grad: Tensor, like: Operands, tiles: Tiles, groups: int) -> Launch:
+    """The launch that writes gradients of head factors, and for each group of heads those of feature factors."""
+    _, _, _, bq, bk, bv = factors
+    g, b = feature_factors(grad), feature_factors(bk, bv)
+    k_features, v_features = _features(factors, b.vector, b.flag)
+    return Launch(
+        key_kernel,
+        call.tiles(bk.shape[1], tiles.keys) * bk.shape[0] * groups,
+        takes=(
+            *("q", "ak", "bk", "av", "bv", "grad", "statistics", "delta", "cu_seqlens"),
+            *("dak", "dav", "dbk", "dbv"),
+        ),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        sizes=_sizes(factors, call),
+        bk_strides=FeatureStrides(*b.strides[0]),
+        bv_strides=FeatureStrides(*b.strides[1]),
+        grad_strides=FeatureStrides(*g.strides[0]),
+        dak_strides=HeadStrides(*strides_of(like.ak)),
+        dav_strides=HeadStrides(*strides_of(like.av)),
+        groups=groups,
+        zero=0,
+        logit_scale=call.logit_scale(bq.dtype),
+        dk_scale=call.scale * call.scale_k,
+        scale_v=call.scale_v,
+        CAUSAL=call.causal,
+        K=k_features,
+        V=v_features,
+        G=v_features._replace(R=1, VEC=g.vector, UNIT=g.flag),
+        BLOCK_N=tiles.queries,
+        BLOCK_M=tiles.keys,
+    )
+
+
+def _plan_factors(factors: Operands, call: Call, like: Operands) -> Launch:
+    """The launch that writes the gradients of ``aq`` and ``bq`` from dQ."""
+    aq, ak, _, bq, _, _ = factors
+    batch, tokens, rank_q, features = bq.shape
+    block_r = min(block(rank_q), 64)
+    early = may_start_early(bq.device)
+    b = feature_factors(bq, like.bq)
+    return Launch(
         factor_kernel,
         batch * tokens * -(-rank_q // block_r),
         takes=("dq", "aq", "bq", "daq", "dbq"),
         num_warps=4 if block_r == 16 and bq.dtype != torch.float32 else 8,
         num_stages=1,
         early=early,
-        tokens=tokens, heads=heads, scale_q=call.scale_q,
-        **named(aq_bnhr=strides_of(aq), bq_bnrd=b.strides[0], daq_bnhr=strides_of(daq), dbq_bnrd=b.strides[1]),
-        RQ=rank_q, D=features, BLOCK_H=16, BLOCK_R=block_r, BLOCK_D=_block(features), VEC=b.vector, UNIT=b.flag,
+        tokens=tokens,
+        heads=ak.shape[2],
+        aq_strides=HeadStrides(*strides_of(aq)),
+        bq_strides=FeatureStrides(*b.strides[0]),
+        daq_strides=HeadStrides(*strides_of(like.aq)),
+        dbq_strides=FeatureStrides(*b.strides[1]),
+        scale_q=call.scale_q,
+        Q=Features(rank_q, features, block(features), b.vector, b.flag),
+        BLOCK_H=16,
+        BLOCK_R=block_r,
         EARLY=early,
-    )(dq, aq, bq, daq, dbq)  # fmt: skip
+    )
 
 
-def _sum_groups(sums_k: Tensor, sums_v: Tensor, dbk: Tensor, dbv: Tensor) -> None:
-    """Write the gradients of ``bk`` and ``bv``, from those of each group of heads."""
-    (batch, keys, rank_k, features), (rank_v, values) = dbk.shape, dbv.shape[2:]
-    block_d, block_e = _block(features), _block(values)
-    block = max(1, 1024 // max(block_d, block_e))
-    k_programs, v_programs = (-(-batch * keys * rank // block) for rank in (rank_k, rank_v))
-    early = may_start_early(dbk.device)
-    b = feature_factors(dbk, dbv)
-    Launch(
+def _plan_sum(factors: Operands, like: Operands, groups: int) -> Launch:
+    """The launch that writes the gradients of ``bk`` and ``bv``, from those of each group of heads."""
+    bk = factors.bk
+    batch, keys = bk.shape[:2]
+    b = feature_factors(like.bk, like.bv)
+    k_features, v_features = _features(factors, b.vector, b.flag)
+    rows = max(1, 1024 // max(k_features.BLOCK_F, v_features.BLOCK_F))
+    k_programs, v_programs = (-(-batch * keys * x.R // rows) for x in (k_features, v_features))
+    early = may_start_early(bk.device)
+    return Launch(
         sum_kernel,
         k_programs + v_programs,
         takes=("k_sums", "v_sums", "dbk", "dbv"),
         early=early,
-        batches=batch, keys=keys, groups=sums_k.shape[0], k_programs=k_programs,
-        **named(dbk_bmrd=b.strides[0], dbv_bmre=b.strides[1]),
-        RK=rank_k, RV=rank_v, D=features, E=values, BLOCK=block, BLOCK_D=block_d, BLOCK_E=block_e, VEC=b.vector,
-        UNIT=b.flag, EARLY=early,
-    )(sums_k, sums_v, dbk, dbv)  # fmt: skip
-
-
-def _query_gradient(
-    q: Tensor, statistics: Tensor, delta: Tensor, grad: Tensor,
-    ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, dq: Tensor, scale: float, call: Call,
-) -> None:  # fmt: skip
-    """Write ``scale · dQ`` to ``dq`` (B, N, H, D); ``ak`` and ``av`` have their heads first."""
-    batch, heads, tokens, features = q.shape
-    rank_k, rank_v, values = ak.shape[2], av.shape[2], bv.shape[-1]
-    block_d, block_e = _block(features), _block(values)
-    tiles = _query_tiles(q.dtype, max(block_d, block_e), max(rank_k, rank_v), architecture(q.device))
-    g, b = feature_factors(grad), feature_factors(bk, bv)
-    sequences, cu_stride = call.packed
-    Launch(
-        query_kernel,
-        call.tiles(tokens, tiles.queries) * batch * heads,
-        takes=("q", "ak", "bk", "av", "bv", "grad", "statistics", "delta", "cu_seqlens", "dq"),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        tokens=tokens, keys=bk.shape[1], heads=heads, batches=batch, sequences=sequences, cu_stride=cu_stride,
-        a_r=ak.shape[3] // 16,
-        **named(bk_bmrd=b.strides[0], bv_bmre=b.strides[1], grad_bnhe=g.strides[0], dq_bnhd=strides_of(dq)),
-        logit_scale=call.logit_scale(q.dtype), dq_scale=scale * call.scale * call.scale_k, scale_v=call.scale_v,
-        CAUSAL=call.causal, RK=rank_k, RV=rank_v, D=features, E=values, BLOCK_N=tiles.queries, BLOCK_M=tiles.keys,
-        BLOCK_D=block_d, BLOCK_E=block_e, G_VEC=g.vector, G_UNIT=g.flag, B_VEC=b.vector, B_UNIT=b.flag,
-        SUM_DELTA=q.dtype == torch.float32,
-    )(q, ak, bk, av, bv, grad, statistics, delta, call.cu_seqlens, dq)  # fmt: skip
-
-
-def _key_gradients(
-    q: Tensor, statistics: Tensor, delta: Tensor, grad: Tensor,
-    ak: Tensor, av: Tensor, bk: Tensor, bv: Tensor, dak: Tensor, dav: Tensor, call: Call,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Write ``dak``, ``dav``; return the gradients of ``bk``, ``bv`` in float32, each group of heads' own.
-
-    ``ak`` and ``av`` have their heads first.
-    """
-    batch, heads, tokens, features = q.shape
-    keys, rank_k, rank_v, values = bk.shape[1], ak.shape[2], av.shape[2], bv.shape[-1]
-    block_d, block_e = _block(features), _block(values)
-    tiles = _key_tiles(q.dtype, max(block_d, block_e), max(rank_k, rank_v))
-    blocks = call.tiles(keys, tiles.keys) * batch
-    groups = min(heads, max(1, PROGRAMS * multiprocessors(q.device) // max(blocks, 1)))
-    sums_k = torch.empty((groups, *bk.shape), dtype=torch.float32, device=q.device)
-    sums_v = torch.empty((groups, *bv.shape), dtype=torch.float32, device=q.device)
-    g, b = feature_factors(grad), feature_factors(bk, bv)
-    sequences, cu_stride = call.packed
-    Launch(
-        key_kernel,
-        blocks * groups,
-        takes=(
-            "q", "ak", "bk", "av", "bv", "grad", "statistics", "delta", "cu_seqlens", "dak", "dav", "dbk", "dbv"
-        ),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        tokens=tokens, keys=keys, heads=heads, batches=batch, sequences=sequences, cu_stride=cu_stride,
-        a_r=ak.shape[3] // 16,
-        **named(bk_bmrd=b.strides[0], bv_bmre=b.strides[1], grad_bnhe=g.strides[0], dak_bmhr=strides_of(dak),
-                dav_bmhr=strides_of(dav)),
-        groups=groups, zero=0,
-        logit_scale=call.logit_scale(q.dtype), dk_scale=call.scale * call.scale_k, scale_v=call.scale_v,
-        CAUSAL=call.causal, RK=rank_k, RV=rank_v, D=features, E=values, BLOCK_N=tiles.queries, BLOCK_M=tiles.keys,
-        BLOCK_D=block_d, BLOCK_E=block_e, G_VEC=g.vector, G_UNIT=g.flag, B_VEC=b.vector, B_UNIT=b.flag,
-    )(q, ak, bk, av, bv, grad, statistics, delta, call.cu_seqlens, dak, dav, sums_k, sums_v)  # fmt: skip
-    return sums_k, sums_v
+        batches=batch,
+        keys=keys,
+        groups=groups,
+        k_programs=k_programs,
+        dbk_strides=FeatureStrides(*b.strides[0]),
+        dbv_strides=FeatureStrides(*b.strides[1]),
+        K=k_features,
+        V=v_features,
+        BLOCK=rows,
+        EARLY=early,
+    )

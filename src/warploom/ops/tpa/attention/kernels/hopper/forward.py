@@ -17,6 +17,8 @@ with a scale that is no power of two (not ``EXACT``) as sums of two.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -27,6 +29,8 @@ from warploom.device.hopper.attention import Forward, Work, compute_tiles, key_s
 from warploom.device.hopper.pipeline import (
     ROWS,
     Result,
+    Ring,
+    Scheduler,
     barriers,
     broadcast,
     broadcast_end,
@@ -43,12 +47,42 @@ from warploom.device.hopper.pipeline import (
 )
 
 
+class Operand(NamedTuple):
+    """Keys or values that forming warps form."""
+
+    heads: gl.tensor  # head factors (B, H, R, M), float32
+    buffer: gl.shared_memory_descriptor  # (R · BLOCK_N,): those of a tile
+    ring: Ring  # of tiles that are formed
+    factors: Ring  # of feature factors, all ranks
+
+
+class Forming(NamedTuple):
+    """What forming warps work on besides their operands."""
+
+    scheduler: Scheduler
+    work: Work
+    stride: gl.int32  # of ranks in head factors
+
+
+class Copies(NamedTuple):
+    """What the copying warp of a kernel that owns tiles of queries copies, and where to."""
+
+    scheduler: Scheduler
+    own_descs: gl.tuple
+    own_tiles: gl.tuple
+    k_desc: gl.tensor
+    v_desc: gl.tensor
+    k_factors: Ring
+    v_factors: Ring
+    work: Work
+
+
 @gluon.jit
-def copy_factors(desc, entry, n, ring, count, BLOCK_N: gl.constexpr):
+def copy_factors(desc, batch, n, ring, count, BLOCK_N: gl.constexpr):
     """Copy the feature factors of a tile of keys or values, the one number ``count``, all ranks."""
     CHUNK: gl.constexpr = ring.tiles.shape[3]
     for i in range(BLOCK_N // CHUNK):
-        copy_tile(desc, entry, 0, n + i * CHUNK, ring, count * (BLOCK_N // CHUNK) + i)
+        copy_tile(desc, batch, 0, n + i * CHUNK, ring, count * (BLOCK_N // CHUNK) + i)
 
 
 @gluon.jit
@@ -104,33 +138,35 @@ def sum_products(factor, rows, tile, chunk: gl.constexpr, RANK: gl.constexpr, EX
 @gluon.jit
 def form_tile(operand, weights, count, EXACT: gl.constexpr):
     """Form the tile number ``count`` of an operand as soon as its buffer is empty, from head factors ``weights``."""
-    _, buffer, ring, factor_ring = operand
-    tiles, full, empty = ring
-    factors, f_full, f_empty = factor_ring
-    BLOCK_N: gl.constexpr = tiles.shape[3]
-    F: gl.constexpr = tiles.shape[4]
-    RANK: gl.constexpr = factors.shape[2]
-    CHUNK: gl.constexpr = factors.shape[3]
+    _, buffer, ring, factors = operand
+    BLOCK_N: gl.constexpr = ring.tiles.shape[3]
+    F: gl.constexpr = ring.tiles.shape[4]
+    RANK: gl.constexpr = factors.tiles.shape[2]
+    CHUNK: gl.constexpr = factors.tiles.shape[3]
     buffer.store(weights)
-    slot = wait_empty(empty, count)
+    slot = wait_empty(ring.empty, count)
     for chunk in gl.static_range(BLOCK_N // CHUNK):
-        f_slot = wait_full(f_full, count * (BLOCK_N // CHUNK) + chunk)
+        f_slot = wait_full(factors.full, count * (BLOCK_N // CHUNK) + chunk)
         if RANK == 1:
-            multiply(matrix(factors, f_slot), buffer, matrix(tiles, slot), chunk * CHUNK)
+            multiply(matrix(factors.tiles, f_slot), buffer, matrix(ring.tiles, slot), chunk * CHUNK)
         else:
             sum_products(
-                factors.index(f_slot).reshape([RANK * CHUNK // 16, 16, F]), buffer.reshape([RANK * BLOCK_N // 16, 16]),
-                tiles.index(slot).reshape([BLOCK_N // 16, 16, F]), chunk, RANK, EXACT,
-            )  # fmt: skip
-        mbarrier.arrive(f_empty.index(f_slot))
+                factors.tiles.index(f_slot).reshape([RANK * CHUNK // 16, 16, F]),
+                buffer.reshape([RANK * BLOCK_N // 16, 16]),
+                ring.tiles.index(slot).reshape([BLOCK_N // 16, 16, F]),
+                chunk,
+                RANK,
+                EXACT,
+            )
+        mbarrier.arrive(factors.empty.index(f_slot))
     fence_async_shared()
-    mbarrier.arrive(full.index(slot))
+    mbarrier.arrive(ring.full.index(slot))
 
 
 @gluon.jit
-def copy_for_queries(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, arguments):
+def copy_for_queries(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, copies):
     """The copying warp of a kernel that owns tiles of queries, and what comes with them."""
-    scheduler, own_descs, bk_desc, bv_desc, own_tiles, k_factors, v_factors, work, BLOCK_N = arguments
+    scheduler, own_descs, own_tiles, k_desc, v_desc, k_factors, v_factors, work = copies
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     tiles = tiles_of(work)
     tile = gl.program_id(0)
@@ -139,13 +175,13 @@ def copy_for_queries(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, arguments):
     while tile < tiles:
         slot = broadcast(scheduler, tile, done)
         block, row, _ = tile_place(tile, work, CAUSAL)
-        entry, head = row // work.heads, row % work.heads
+        batch, head = row // work.heads, row % work.heads
         _, _, steps = key_steps(block, 0, work, CAUSAL, BLOCK_M, BLOCK_N)
-        copy_own(own_descs, own_tiles, entry, head, block * BLOCK_M, scheduler.full, slot, GROUPS)
+        copy_own(own_descs, own_tiles, batch, head, block * BLOCK_M, scheduler.full, slot, GROUPS)
         for i in range(steps):
             n = (steps - 1 - i) * BLOCK_N
-            copy_factors(bk_desc, entry, n, k_factors, count, BLOCK_N)
-            copy_factors(bv_desc, entry, n, v_factors, count, BLOCK_N)
+            copy_factors(k_desc, batch, n, k_factors, count, BLOCK_N)
+            copy_factors(v_desc, batch, n, v_factors, count, BLOCK_N)
             count += 1
         done += 1
         tile = next_tile(scheduler, tiles)
@@ -153,26 +189,22 @@ def copy_for_queries(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, arguments):
 
 
 @gluon.jit
-def load_all(operands, start, n, keys, stride, LAYOUT: gl.constexpr):
+def load_each(operands, start, n, forming, RANK: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
     """`load_weights` of each operand, from ``start`` on."""
-    RANK: gl.constexpr = operands[0][3][0].shape[2]
-    BLOCK_N: gl.constexpr = operands[0][2][0].shape[3]
-    first = load_weights(operands[0][0] + start, n, keys, stride, RANK, BLOCK_N, LAYOUT)
+    keys, stride = forming.work.keys, forming.stride
+    first = load_weights(operands[0].heads + start, n, keys, stride, RANK, BLOCK_N, LAYOUT)
     if len(operands) == 1:
         return (first,)
     else:
-        return first, load_weights(operands[1][0] + start, n, keys, stride, RANK, BLOCK_N, LAYOUT)
+        return first, load_weights(operands[1].heads + start, n, keys, stride, RANK, BLOCK_N, LAYOUT)
 
 
 @gluon.jit
-def form_tiles(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, EXACT: gl.constexpr, operands, arguments):
-    """Forming warps. Head factors of the next step are on their way while this one's tiles are formed.
-
-    An operand is head factors in memory, their place on chip, the ring of its tiles, and the ring of feature factors.
-    """
-    scheduler, work, stride = arguments
-    RANK: gl.constexpr = operands[0][3][0].shape[2]
-    BLOCK_N: gl.constexpr = operands[0][2][0].shape[3]
+def form_tiles(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, EXACT: gl.constexpr, operands, forming):
+    """Forming warps. Head factors of the next step are on their way while this one's tiles are formed."""
+    scheduler, work, stride = forming
+    RANK: gl.constexpr = operands[0].factors.tiles.shape[2]
+    BLOCK_N: gl.constexpr = operands[0].ring.tiles.shape[3]
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tiles = tiles_of(work)
@@ -183,10 +215,11 @@ def form_tiles(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, EXACT: gl.constexpr, 
         block, row, _ = tile_place(tile, work, CAUSAL)
         _, _, steps = key_steps(block, 0, work, CAUSAL, BLOCK_M, BLOCK_N)
         start = row.to(gl.int64) * (RANK * stride)
-        weights = load_all(operands, start, (steps - 1) * BLOCK_N, work.keys, stride, LAYOUT)
+        weights = load_each(operands, start, (steps - 1) * BLOCK_N, forming, RANK, BLOCK_N, LAYOUT)
         for i in range(steps):
             present = weights
-            weights = load_all(operands, start, gl.maximum(steps - 2 - i, 0) * BLOCK_N, work.keys, stride, LAYOUT)
+            n = gl.maximum(steps - 2 - i, 0) * BLOCK_N
+            weights = load_each(operands, start, n, forming, RANK, BLOCK_N, LAYOUT)
             for o in gl.static_range(len(operands)):
                 form_tile(operands[o], present[o], count, EXACT)
             count += 1
@@ -194,12 +227,9 @@ def form_tiles(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, EXACT: gl.constexpr, 
         tile, _ = received(scheduler, done)
 
 
-NUMBERS = ("tokens", "keys", "heads", "rows", "blocks", "stride", "scale")
-
-
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit
 def tpa_hopper_forward_kernel(
-    q_desc, bk_desc, bv_desc, out_desc, ak, av, lse, statistics, tickets,
+    q_desc, bk_desc, bv_desc, out_desc, ak, av, lse, statistics, counters,
     tokens: gl.int32, keys: gl.int32, heads: gl.int32, rows: gl.int32, blocks: gl.int32,
     stride: gl.int32, scale: gl.float32,
     RANK: gl.constexpr, CAUSAL: gl.constexpr,
@@ -208,7 +238,7 @@ def tpa_hopper_forward_kernel(
     """Attention for tiles of 128 queries, one after the other.
 
     Descriptors are of Q and results (B, H, N, D) in boxes of (1, 1, 64, D), and of feature factors (B, R, M, D) in
-    boxes of (1, R, CHUNK, D). Rows of ``ak`` and ``av`` are ``stride`` apart. ``tickets[0]`` is zero once the launch before
+    boxes of (1, R, CHUNK, D). Rows of ``ak`` and ``av`` are ``stride`` apart. ``counters[0]`` is zero once the launch before
     has ended, for which this one waits before it reads.
     One group of warps forms keys and one values. Writes what flash attention's kernel for Hopper writes.
     """
@@ -227,7 +257,7 @@ def tpa_hopper_forward_kernel(
     k_weights = gl.allocate_shared_memory(gl.float32, [RANK * BLOCK_N], plain)
     v_weights = gl.allocate_shared_memory(gl.float32, [RANK * BLOCK_N], plain)
     work = Work(tokens, keys, heads, 1, rows, blocks, rows, 1, 0)
-    scheduler = new_scheduler(tickets, 1, GROUPS)
+    scheduler = new_scheduler(counters, 1, GROUPS)
     k, v = new_ring(k_tiles, STAGES, GROUPS), new_ring(v_tiles, STAGES, GROUPS)
     k_factors, v_factors = new_ring(bk_tiles, F_STAGES, 1), new_ring(bv_tiles, F_STAGES, 1)
     turns = barriers(GROUPS)
@@ -235,13 +265,14 @@ def tpa_hopper_forward_kernel(
     fence_async_shared()
     result = Result(out_desc, out_tiles, None)
     computing = Forward(scheduler, q_tiles, k, v, turns, result, lse, statistics, work, scale)
-    k_operand, v_operand = (ak, k_weights, k, k_factors), (av, v_weights, v, v_factors)
-    forming = (scheduler, work, stride)
-    copying = (scheduler, (q_desc,), bk_desc, bv_desc, (q_tiles,), k_factors, v_factors, work, BLOCK_N)
+    k_operand, v_operand = Operand(ak, k_weights, k, k_factors), Operand(av, v_weights, v, v_factors)
+    forming = Forming(scheduler, work, stride)
+    copies = Copies(scheduler, (q_desc,), (q_tiles,), bk_desc, bv_desc, k_factors, v_factors, work)
     gdc_wait()
     gl.warp_specialize(
         [(compute_tiles, (0, CAUSAL, False, computing)), (compute_tiles, (1, CAUSAL, False, computing)),
          (form_tiles, (GROUPS, CAUSAL, EXACT, (k_operand,), forming)),
-         (form_tiles, (GROUPS, CAUSAL, EXACT, (v_operand,), forming)), (copy_for_queries, (GROUPS, CAUSAL, copying))],
+         (form_tiles, (GROUPS, CAUSAL, EXACT, (v_operand,), forming)),
+         (copy_for_queries, (GROUPS, CAUSAL, BLOCK_N, copies))],
         [4, 4, 4, 1], [160, 64, 64, 24],
     )  # fmt: skip

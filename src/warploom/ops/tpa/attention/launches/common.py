@@ -1,0 +1,67 @@
+"""What launches for every GPU and for Hopper share: head factors as kernels read them, and Q formed in memory."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from warploom.ops.tpa.attention.kernels.backward import prepare_kernel
+from warploom.ops.tpa.attention.problem import Call
+from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, HeadStrides
+from warploom.ops.tpa.problem import Operands, feature_factors, strides_of
+from warploom.runtime.launch import Dense, Launch
+
+Tensor = torch.Tensor
+
+
+def block(features: int) -> int:
+    """Features padded to what a tile of them has."""
+    padded: int = max(16, triton.next_power_of_2(features))
+    return padded
+
+
+def row_length(tokens: int) -> int:
+    """How far rows of `heads_first` are apart, a multiple of 16."""
+    return -(-tokens // 16) * 16
+
+
+def heads_first(a: Tensor, scale: float = 1.0) -> Tensor:
+    """``scale · a`` (B, M, H, R) as the kernels read it: (B, H, R, M) in float32."""
+    batch, tokens, heads, rank = a.shape
+    rows = torch.empty((batch, heads, rank, row_length(tokens)), dtype=torch.float32, device=a.device)
+    rows[..., :tokens].copy_(a.permute(0, 2, 3, 1))
+    return rows if scale == 1.0 else rows.mul_(scale)
+
+
+def queries(factors: Operands) -> Dense:
+    """Q (B, H, N, D), formed."""
+    batch, tokens, _, features = factors.bq.shape
+    return Dense.rows((batch, factors.ak.shape[2], tokens, features), factors.bq.dtype)
+
+
+def plan_prepare(factors: Operands, call: Call, out: Tensor, grad: Tensor, overlap: bool) -> Launch:
+    """The launch that forms Q and, if it is given gradients, δ.
+
+    ``overlap``: the launch after it is one for Hopper, which may start early.
+    """
+    aq, ak, _, bq, _, bv = factors
+    batch, tokens, rank_q, features = bq.shape
+    heads, values = ak.shape[2], bv.shape[3]
+    b, g = feature_factors(bq), feature_factors(out, grad)
+    return Launch(
+        prepare_kernel,
+        batch * tokens * -(-heads // 16),
+        takes=("bq", "aq", "out", "grad", "statistics", "q", "delta", "lse", "counters"),
+        tokens=tokens,
+        heads=heads,
+        aq_strides=HeadStrides(*strides_of(aq)),
+        bq_strides=FeatureStrides(*b.strides[0]),
+        out_strides=FeatureStrides(*g.strides[0]),
+        grad_strides=FeatureStrides(*g.strides[1]),
+        scale_q=call.scale_q,
+        Q=Features(rank_q, features, block(features), b.vector, b.flag),
+        G=Features(1, values, block(values), g.vector, g.flag),
+        BLOCK_H=16,
+        BLOCK_R=16,
+        OVERLAP=overlap,
+    )
