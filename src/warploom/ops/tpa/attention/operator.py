@@ -25,7 +25,7 @@ def _split(tensors: Tensors, options: Options) -> tuple[Operands, Call]:
 
 def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
     """The output, and the statistics of every softmax."""
-    return launches.forward(*_split(tensors, options))
+    return launches.forward(*_split(tensors, options), plans)
 
 
 def _fake(tensors: Tensors, options: Options) -> Tensors:
@@ -47,7 +47,7 @@ def _backward(
     """Gradients of the six factors."""
     *tensors, out, statistics = saved
     (grad,), (factors, call) = grads, _split(tuple(tensors), options)
-    return launches.backward(grad, out, statistics, factors, call)
+    return launches.backward(grad, out, statistics, factors, call, plans)
 
 
 def _backward_fake(grads: Tensors, saved: Tensors, *_: Any) -> Tensors:

@@ -92,8 +92,7 @@ def factor_gradients(
     mask = row_mask[:, None] & (f < B.F)[None, :]
     sums = db + tl.cast(first, tl.int64) * (B.R * B.F) + (row * (B.R * B.F))[:, None] + f[None, :]
     ptrs = da.ptr + (first + row).to(tl.int64) * da.strides.n
-    R: tl.constexpr = B.R
-    for r in tl.static_range(R):
+    for r in tl.static_range(B.R):
         factor = load_features(x.features, first, size, r, B, TOKENS)
         tl.store(
             ptrs + r * da.strides.r,
@@ -144,8 +143,7 @@ def prepare_kernel(
             tl.float32
         )
     else:
-        BLOCK_D: tl.constexpr = Q.BLOCK_F
-        tile = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+        tile = tl.zeros((BLOCK_H, Q.BLOCK_F), tl.float32)
         aq += batch * aq_strides.b + n * aq_strides.n
         if q.dtype.element_ty == tl.float32:  # the bits that `load_queries` made for the forward's logits
             for r in tl.range(0, Q.R, num_stages=1):
@@ -256,8 +254,7 @@ def query_kernel(
         # p of one key is that total, to the bit
         delta_rows = tl.div_rn(delta_rows, tl.where(total == 0.0, 1.0, total))
         tl.store(delta + n, delta_rows, mask=row_mask)
-    BLOCK_D: tl.constexpr = K.BLOCK_F
-    acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    acc = tl.zeros((BLOCK_N, K.BLOCK_F), tl.float32)
     for part in tl.static_range(1, 3):
         for m_first in range(bounds[part], bounds[part + 1], BLOCK_M):
             p, dp, k, k_weight = weights_of(
@@ -284,8 +281,6 @@ def key_kernel(
 
     ``dbk`` (groups, B, M, K.R, D) and ``dbv`` (groups, B, M, V.R, E), float32, get this group's sums.
     """
-    BLOCK_D: tl.constexpr = K.BLOCK_F
-    BLOCK_E: tl.constexpr = V.BLOCK_F
     Q: tl.constexpr = Features(1, K.F, K.BLOCK_F, 1, True)
     tokens, keys, heads, batches, sequences, cu_stride, head_stride = sizes
     program = tl.program_id(0)
@@ -326,8 +321,8 @@ def key_kernel(
         grad_rows = Factors(grad + h * (grad_strides.r * G.VEC), grad_strides)
         k, k_weight = load_product(k_factors, here, keys, K, BLOCK_M)
         v, v_weight = load_product(v_factors, here, keys, V, BLOCK_M)
-        dk = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        dv = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+        dk = tl.zeros((BLOCK_M, K.BLOCK_F), tl.float32)
+        dv = tl.zeros((BLOCK_M, V.BLOCK_F), tl.float32)
         for part in tl.static_range(0 if CAUSAL else 1, 3):
             for n_first in range(bounds[part], bounds[part + 1], BLOCK_N):
                 there = n_first + head * zero
@@ -402,8 +397,7 @@ def factor_kernel(
         mask=feature_mask,
         other=0.0,
     )
-    BLOCK_D: tl.constexpr = Q.BLOCK_F
-    total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    total = tl.zeros((BLOCK_R, Q.BLOCK_F), tl.float32)
     for first in range(0, heads, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H)
         head_mask = (h < heads)[:, None] & (r < Q.R)[None, :]
@@ -442,8 +436,7 @@ def sum_groups(sums, out, first, groups, rows, keys, B: tl.constexpr, BLOCK: tl.
     f = tl.arange(0, B.BLOCK_F)
     mask = (row < rows)[:, None] & (f < B.F)[None, :]
     ptrs = sums + (row * B.F)[:, None] + f[None, :]
-    BLOCK_F: tl.constexpr = B.BLOCK_F
-    total = tl.zeros((BLOCK, BLOCK_F), tl.float32)
+    total = tl.zeros((BLOCK, B.BLOCK_F), tl.float32)
     for _ in tl.range(0, groups, num_stages=4):  # loads of several groups under way at once
         total += tl.load(ptrs, mask=mask, other=0.0)
         ptrs += rows * B.F

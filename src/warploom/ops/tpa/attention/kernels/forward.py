@@ -94,10 +94,8 @@ def load_product(x, first, size, B: tl.constexpr, TOKENS: tl.constexpr, MASKED: 
         tile = load_features(x.features, first, size, 0, B, TOKENS, MASKED)
         coefficient = load_heads(x.heads, first, size, 0, TOKENS, MASKED)
     else:
-        R: tl.constexpr = B.R
-        BLOCK_F: tl.constexpr = B.BLOCK_F
-        total = tl.zeros((TOKENS, BLOCK_F), tl.float32)
-        for r in tl.static_range(R):
+        total = tl.zeros((TOKENS, B.BLOCK_F), tl.float32)
+        for r in tl.static_range(B.R):
             factor = load_features(x.features, first, size, r, B, TOKENS, MASKED)
             total += load_heads(x.heads, first, size, r, TOKENS, MASKED)[:, None] * factor.to(tl.float32)
         tile = rounded(total, x.features.ptr.dtype.element_ty)
@@ -127,8 +125,7 @@ def load_queries(a, b, head, first, size, scale_q, Q: tl.constexpr, TOKENS: tl.c
     else:
         token = first + tl.arange(0, TOKENS)
         heads = a.ptr + token.to(tl.int64) * a.strides.n + head.to(tl.int64) * a.strides.h
-        BLOCK_F: tl.constexpr = Q.BLOCK_F
-        q = tl.zeros((TOKENS, BLOCK_F), tl.float32)
+        q = tl.zeros((TOKENS, Q.BLOCK_F), tl.float32)
         for r in tl.range(0, Q.R, num_stages=1):
             factor = load_features(b, first, size, r, Q, TOKENS)
             weight = tl.load(heads + r * a.strides.r, mask=token < size, other=0.0)
@@ -234,8 +231,7 @@ def forward_kernel(
     k_factors = Product(HeadRows(ak, head_stride), Factors(bk, bk_strides))
     v_factors = Product(HeadRows(av, head_stride), Factors(bv, bv_strides))
 
-    BLOCK_E: tl.constexpr = V.BLOCK_F
-    acc = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
+    acc = tl.zeros((BLOCK_N, V.BLOCK_F), tl.float32)
     row_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_N,), tl.float32)
     bounds = loop_bounds(first, end, BLOCK_M)

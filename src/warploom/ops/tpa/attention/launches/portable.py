@@ -53,12 +53,11 @@ class _Backward(NamedTuple):
     copies: bool  # the gradient of the output, before anything else
 
 
-def forward(factors: Operands, call: Call, plans: Plans | None = None) -> tuple[Tensor, Tensor]:
+def forward(factors: Operands, call: Call, plans: Plans) -> tuple[Tensor, Tensor]:
     """Run the forward kernel: the output, and maximum and denominator (B, H, 2, N) of every softmax in float32.
 
     ``plans`` are those of calls that are the same in all but addresses and numbers in tensors.
     """
-    plans = Plans() if plans is None else plans
     plan = plans.get(("forward", _aligned(factors.bk, factors.bv)), _plan_forward, factors, call)
     return plan.run(factors, call)
 
@@ -123,7 +122,7 @@ def _plan_forward(factors: Operands, call: Call) -> _Forward | hopper.Forward:
 
 
 def backward(
-    grad: Tensor, out: Tensor, statistics: Tensor, factors: Operands, call: Call, plans: Plans | None = None
+    grad: Tensor, out: Tensor, statistics: Tensor, factors: Operands, call: Call, plans: Plans
 ) -> Operands:
     """Run the backward kernels: gradients of the factors. ``plans`` are as in `forward`.
 
@@ -143,7 +142,6 @@ def backward(
     Elsewhere `query` comes before `key`, to which it leaves the δ of float32.
     """
     aq, ak, av, bq, bk, bv = factors
-    plans = Plans() if plans is None else plans
     key = ("backward", metadata(grad), metadata(out), _aligned(grad), _aligned(bk, bv))
     plan = plans.get(key, _plan_backward, factors, call, out, grad)
     gradients: Operands = plan.gradients.map(lambda like: like.empty(bq))
