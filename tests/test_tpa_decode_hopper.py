@@ -101,8 +101,10 @@ def test_neither_batch_nor_length_decides(hopper: None) -> None:
 @pytest.mark.parametrize("levels", range(5))
 def test_what_programs_left_is_joined_whatever_they_took(device: torch.device, levels: int) -> None:
     """The second kernel on random parts of two requests, one of which fills its part of the tree."""
+    from warploom.ops.tpa.decode.kernels.portable import ChunkLengths, Sizes, combine_kernel
     from warploom.ops.tpa.decode.launches.hopper import CHUNKS
-    from warploom.ops.tpa.decode.launches.portable import COMBINE_AHEAD, COMBINE_ROWS, combine_kernel
+    from warploom.ops.tpa.decode.launches.portable import COMBINE_AHEAD, COMBINE_ROWS
+    from warploom.ops.tpa.kernels.factors import FeatureStrides
     from warploom.runtime.launch import Launch
 
     valid, width, heads, features = (40 * 128, 23 * 128 - 5), CHUNKS.widths[levels], 3, 16
@@ -117,10 +119,9 @@ def test_what_programs_left_is_joined_whatever_they_took(device: torch.device, l
         combine_kernel,
         2 * -(-heads // COMBINE_ROWS),
         takes=("partial", "statistics", "lengths", "out"),
-        tokens=1, keys=max(valid), spans=spans, lengths_b=1, scale_v=0.5,
-        **dict(zip(("out_b", "out_n", "out_h", "out_e"), out.stride())),
+        sizes=Sizes(1, max(valid), spans, 1), out_strides=FeatureStrides(*out.stride()), scale_v=0.5,
         H=heads, E=features, BLOCK_R=COMBINE_ROWS, BLOCK_E=features, AHEAD=COMBINE_AHEAD,
-        SHORTEST=CHUNKS.shortest, LONGEST=CHUNKS.longest, WANTED=CHUNKS.wanted,
+        CHUNKS=ChunkLengths(*CHUNKS[:3]),
         WIDTH=width, NODE=CHUNKS.widths[-1] // width, PAIRS=True, EARLY=False,
     )  # fmt: skip
     combine(partial, statistics, lengths(device, *valid), out)

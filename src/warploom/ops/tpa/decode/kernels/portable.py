@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.product import dot, rounded
-from warploom.ops.tpa.kernels.factors import Factors, Features, FeatureStrides, Heads, HeadStrides, exp
+from warploom.ops.tpa.kernels.factors import Factors, FeatureStrides, HeadStrides, exp
 
 
 class ChunkLengths(NamedTuple):
@@ -34,6 +34,26 @@ class ChunkLengths(NamedTuple):
     SHORTEST: tl.constexpr
     LONGEST: tl.constexpr
     WANTED: tl.constexpr
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call, and the stride of lengths."""
+
+    tokens: tl.int32
+    keys: tl.int32
+    spans: tl.int32  # of the keys of a batch entry
+    lengths_stride: tl.int64
+
+
+class Tile(NamedTuple):
+    """Queries and heads of a tile of rows, keys of a block, and ranks, padded, of Q, K and V."""
+
+    BLOCK_N: tl.constexpr
+    BLOCK_H: tl.constexpr
+    BLOCK_M: tl.constexpr
+    BLOCK_RQ: tl.constexpr
+    BLOCK_RK: tl.constexpr
+    BLOCK_RV: tl.constexpr
 
 
 class Softmax(NamedTuple):
@@ -67,12 +87,12 @@ def chunk_length(length, chunks):
 
 
 @triton.jit
-def valid_keys(lengths, batch, lengths_b, keys):
+def valid_keys(lengths, batch, lengths_stride, keys):
     """How many keys of the cache a batch entry may look at (int32)."""
     if lengths is None:
         length = keys
     else:
-        length = tl.load(lengths + batch.to(tl.int64) * lengths_b)
+        length = tl.load(lengths + batch.to(tl.int64) * lengths_stride)
         length = tl.maximum(tl.minimum(length, keys), 0).to(tl.int32)
     return length
 
@@ -252,51 +272,33 @@ def spread(p, factors, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.co
 # Kernels
 # ----------------------------------------------------------------------------------------------------------
 
-# Every number is a run-time value of declared width: none of them ever causes a compilation.
-_DECODE_NUMBERS = (
-    "tokens keys spans lengths_b aq_b aq_n aq_h aq_r bq_b bq_n bq_r bq_d ak_b ak_m ak_h ak_r bk_b bk_m bk_r bk_d "
-    "av_b av_m av_h av_r bv_b bv_m bv_r bv_e out_b out_n out_h out_e logit_scale scale_q scale_v"
-).split()
 
-
-@triton.jit(do_not_specialize=_DECODE_NUMBERS)
+@triton.jit
 def decode_kernel(
     ak, av, bk, bv, aq, bq, lengths, out, partial, statistics,
-    tokens: tl.int32, keys: tl.int32, spans: tl.int32, lengths_b: tl.int64,
-    aq_b: tl.int64, aq_n: tl.int64, aq_h: tl.int64, aq_r: tl.int64,
-    bq_b: tl.int64, bq_n: tl.int64, bq_r: tl.int64, bq_d: tl.int64,
-    ak_b: tl.int64, ak_m: tl.int64, ak_h: tl.int64, ak_r: tl.int64,
-    bk_b: tl.int64, bk_m: tl.int64, bk_r: tl.int64, bk_d: tl.int64,
-    av_b: tl.int64, av_m: tl.int64, av_h: tl.int64, av_r: tl.int64,
-    bv_b: tl.int64, bv_m: tl.int64, bv_r: tl.int64, bv_e: tl.int64,
-    out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_e: tl.int64,
+    sizes: Sizes, aq_strides: HeadStrides, bq_strides: FeatureStrides, ak_strides: HeadStrides,
+    bk_strides: FeatureStrides, av_strides: HeadStrides, bv_strides: FeatureStrides, out_strides: FeatureStrides,
     logit_scale: tl.float32, scale_q: tl.float32, scale_v: tl.float32,
-    H: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_RQ: tl.constexpr,
-    BLOCK_RK: tl.constexpr, BLOCK_RV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    SHORTEST: tl.constexpr, LONGEST: tl.constexpr, WANTED: tl.constexpr, LEVELS: tl.constexpr, WHOLE: tl.constexpr,
-    Q_VEC: tl.constexpr, Q_UNIT: tl.constexpr, A_VEC: tl.constexpr, A_DENSE: tl.constexpr,
-    B_VEC: tl.constexpr, B_UNIT: tl.constexpr,
+    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, TILE: tl.constexpr,
+    CHUNKS: tl.constexpr, LEVELS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one batch entry, over one of ``spans`` spans of its keys.
 
     A span is one chunk, four or all, with 0, 1 or 2 ``LEVELS``. With ``WHOLE`` there is one, and the program writes the
     output. Without, it leaves numerators, maximum and denominator for `combine_kernel` in slot (batch entry, span) of
-    ``partial`` (B, spans, N·H, E) and ``statistics`` (B, spans, 2, N·H), float32.
+    ``partial`` (B, spans, N·H, E) and ``statistics`` (B, spans, 2, N·H), float32. H is the number of heads; Q, K and V are
+    `Features`, A are `Heads` of keys and of values, TILE is a `Tile`, CHUNKS are `ChunkLengths`.
     """
-    Q: tl.constexpr = Features(RQ, D, BLOCK_D, Q_VEC, Q_UNIT)
-    K: tl.constexpr = Features(RK, D, BLOCK_D, B_VEC, B_UNIT)
-    V: tl.constexpr = Features(RV, E, BLOCK_E, B_VEC, B_UNIT)
-    A: tl.constexpr = Heads(A_VEC, A_DENSE)
-    ROWS: tl.constexpr = BLOCK_N * BLOCK_H
-    H_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    row_blocks = H_BLOCKS * tl.cdiv(tokens, BLOCK_N)
+    tokens, keys, spans, lengths_stride = sizes
+    ROWS: tl.constexpr = TILE.BLOCK_N * TILE.BLOCK_H
+    H_BLOCKS: tl.constexpr = (H + TILE.BLOCK_H - 1) // TILE.BLOCK_H
+    row_blocks = H_BLOCKS * tl.cdiv(tokens, TILE.BLOCK_N)
     program = tl.program_id(0)
     row_block = program % row_blocks  # neighbours share the cache they read
     span = program // row_blocks % spans
     batch = program // row_blocks // spans
-    length = valid_keys(lengths, batch, lengths_b, keys)
-    chunk = chunk_length(length, ChunkLengths(SHORTEST, LONGEST, WANTED))
+    length = valid_keys(lengths, batch, lengths_stride, keys)
+    chunk = chunk_length(length, CHUNKS)
     first = span * 0
     end = length
     if LEVELS < 2:
@@ -306,33 +308,33 @@ def decode_kernel(
         return
 
     rows_in_tile = tl.arange(0, ROWS)
-    first_n = row_block // H_BLOCKS * BLOCK_N
-    end = tl.minimum(end, length - tokens + first_n + BLOCK_N)  # no row sees what lies behind
-    n = first_n + rows_in_tile // BLOCK_H
-    h = row_block % H_BLOCKS * BLOCK_H + rows_in_tile % BLOCK_H
+    first_n = row_block // H_BLOCKS * TILE.BLOCK_N
+    end = tl.minimum(end, length - tokens + first_n + TILE.BLOCK_N)  # no row sees what lies behind
+    n = first_n + rows_in_tile // TILE.BLOCK_H
+    h = row_block % H_BLOCKS * TILE.BLOCK_H + rows_in_tile % TILE.BLOCK_H
     head_mask = h < H  # what stands in rows of other queries, or of none, is not stored
     row_mask = head_mask & (n < tokens)
     q = query_tile(
-        Factors(aq, HeadStrides(aq_b, aq_n, aq_h, aq_r)), Factors(bq, FeatureStrides(bq_b, bq_n, bq_r, bq_d)),
-        batch, n, h, row_mask, first_n, tokens, scale_q, Q, BLOCK_N, BLOCK_RQ,
+        Factors(aq, aq_strides), Factors(bq, bq_strides),
+        batch, n, h, row_mask, first_n, tokens, scale_q, Q, TILE.BLOCK_N, TILE.BLOCK_RQ,
     )  # fmt: skip
     q = tl.trans(q)
     row_end = length - tokens + n + 1  # keys that a row sees
 
-    ak += batch.to(tl.int64) * (ak_b * A_VEC)
-    av += batch.to(tl.int64) * (av_b * A_VEC)
-    bk += batch.to(tl.int64) * (bk_b * B_VEC)
-    bv += batch.to(tl.int64) * (bv_b * B_VEC)
-    k_heads = Factors(ak, HeadStrides(ak_b, ak_m, ak_h, ak_r))
-    v_heads = Factors(av, HeadStrides(av_b, av_m, av_h, av_r))
-    k_features = Factors(bk, FeatureStrides(bk_b, bk_m, bk_r, bk_d))
-    v_features = Factors(bv, FeatureStrides(bv_b, bv_m, bv_r, bv_e))
+    ak += batch.to(tl.int64) * (ak_strides.b * A.VEC)
+    av += batch.to(tl.int64) * (av_strides.b * A.VEC)
+    bk += batch.to(tl.int64) * (bk_strides.b * K.VEC)
+    bv += batch.to(tl.int64) * (bv_strides.b * K.VEC)
+    k_heads = Factors(ak, ak_strides)
+    v_heads = Factors(av, av_strides)
+    k_features = Factors(bk, bk_strides)
+    v_features = Factors(bv, bv_strides)
     row = (n.to(tl.int64) * H + h)[None, :]
-    e = tl.arange(0, BLOCK_E)[:, None]
-    acc = tl.zeros((BLOCK_E, ROWS), tl.float32)
+    e = tl.arange(0, V.BLOCK_F)[:, None]
+    acc = tl.zeros((V.BLOCK_F, ROWS), tl.float32)
     row_max = tl.full((1, ROWS), float("-inf"), tl.float32)
     sums = tl.zeros(
-        (BLOCK_M, ROWS), tl.float32
+        (TILE.BLOCK_M, ROWS), tl.float32
     )  # of weights; over the keys of a block they are added up in the end
     if LEVELS > 0:
         node = Softmax(acc, row_max, tl.zeros((1, ROWS), tl.float32))
@@ -340,19 +342,20 @@ def decode_kernel(
         root = Softmax(acc, row_max, tl.zeros((1, ROWS), tl.float32))
     # What all rows see, and behind it keys of which some rows see some.
     seen_by_all = end
-    if BLOCK_N > 1:
+    if TILE.BLOCK_N > 1:
         seen_by_all = (
-            first + tl.maximum(tl.minimum(end, length - tokens + first_n + 1) - first, 0) // BLOCK_M * BLOCK_M
+            first
+            + tl.maximum(tl.minimum(end, length - tokens + first_n + 1) - first, 0) // TILE.BLOCK_M * TILE.BLOCK_M
         )
     bounds = (first, seen_by_all, end)
-    for part in tl.static_range(2 if BLOCK_N > 1 else 1):
-        for start in range(bounds[part], bounds[part + 1], BLOCK_M):
-            m = start + tl.arange(0, BLOCK_M)
+    for part in tl.static_range(2 if TILE.BLOCK_N > 1 else 1):
+        for start in range(bounds[part], bounds[part + 1], TILE.BLOCK_M):
+            m = start + tl.arange(0, TILE.BLOCK_M)
             key_mask = m < end
-            k = feature_tile(k_features, start, end, K, BLOCK_M, BLOCK_RK)
-            a = head_tile(k_heads, start, h, key_mask, head_mask, A, RK, BLOCK_M, BLOCK_RK)
-            logits = dot(k, q, tl.zeros((BLOCK_M * BLOCK_RK, ROWS), tl.float32))
-            logits = sum_ranks(logits, a, BLOCK_M, BLOCK_RK, ROWS) * logit_scale
+            k = feature_tile(k_features, start, end, K, TILE.BLOCK_M, TILE.BLOCK_RK)
+            a = head_tile(k_heads, start, h, key_mask, head_mask, A, K.R, TILE.BLOCK_M, TILE.BLOCK_RK)
+            logits = dot(k, q, tl.zeros((TILE.BLOCK_M * TILE.BLOCK_RK, ROWS), tl.float32))
+            logits = sum_ranks(logits, a, TILE.BLOCK_M, TILE.BLOCK_RK, ROWS) * logit_scale
             logits = tl.where((m[:, None] < row_end[None, :]) & key_mask[:, None], logits, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(logits, axis=0, keep_dims=True))
             base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -360,27 +363,27 @@ def decode_kernel(
             rescale = exp(row_max - base, k.dtype)
             sums = sums * rescale + p
             row_max = new_max
-            v = feature_tile(v_features, start, end, V, BLOCK_M, BLOCK_RV)
-            a = head_tile(v_heads, start, h, key_mask, head_mask, A, RV, BLOCK_M, BLOCK_RV)
-            w = rounded(spread(p, a, BLOCK_M, BLOCK_RV, ROWS), v.dtype)
+            v = feature_tile(v_features, start, end, V, TILE.BLOCK_M, TILE.BLOCK_RV)
+            a = head_tile(v_heads, start, h, key_mask, head_mask, A, V.R, TILE.BLOCK_M, TILE.BLOCK_RV)
+            w = rounded(spread(p, a, TILE.BLOCK_M, TILE.BLOCK_RV, ROWS), v.dtype)
             acc = acc * rescale
             if part == 1:
-                key = start + tl.arange(0, BLOCK_M * BLOCK_RV) // BLOCK_RV
+                key = start + tl.arange(0, TILE.BLOCK_M * TILE.BLOCK_RV) // TILE.BLOCK_RV
                 acc = add_masked(acc, v, w, key[:, None] < row_end[None, :])
             else:
                 acc = dot(tl.trans(v), w, acc)
             if LEVELS > 0:
-                behind = start + BLOCK_M
+                behind = start + TILE.BLOCK_M
                 if behind % chunk == 0:
                     node = join(node, Softmax(acc, row_max, tl.sum(sums, axis=0, keep_dims=True)), k.dtype)
-                    acc = tl.zeros((BLOCK_E, ROWS), tl.float32)
+                    acc = tl.zeros((V.BLOCK_F, ROWS), tl.float32)
                     row_max = tl.full((1, ROWS), float("-inf"), tl.float32)
-                    sums = tl.zeros((BLOCK_M, ROWS), tl.float32)
+                    sums = tl.zeros((TILE.BLOCK_M, ROWS), tl.float32)
                     if LEVELS > 1:
                         if behind % (4 * chunk) == 0:
                             root = join(root, node, k.dtype)
                             node = Softmax(
-                                tl.zeros((BLOCK_E, ROWS), tl.float32),
+                                tl.zeros((V.BLOCK_F, ROWS), tl.float32),
                                 tl.full((1, ROWS), float("-inf"), tl.float32),
                                 tl.zeros((1, ROWS), tl.float32),
                             )
@@ -392,32 +395,31 @@ def decode_kernel(
     if LEVELS > 1:
         softmax = join(root, softmax, dtype)
     if WHOLE:
-        ptrs = out + (batch.to(tl.int64) * out_b + n.to(tl.int64) * out_n + h * out_h)[None, :] + e * out_e
+        ptrs = (
+            out
+            + (batch.to(tl.int64) * out_strides.b + n.to(tl.int64) * out_strides.n + h * out_strides.r)[None, :]
+            + e * out_strides.f
+        )
         result = rounded(finish(softmax, scale_v), out.dtype.element_ty)
-        tl.store(ptrs, result, mask=row_mask[None, :] & (e < E))
+        tl.store(ptrs, result, mask=row_mask[None, :] & (e < V.F))
     else:
         slot = batch.to(tl.int64) * spans + span
         parts = Parts(partial, statistics, tokens.to(tl.int64) * H)
-        store_part(parts, slot, row, e, row_mask[None, :], softmax, E)
+        store_part(parts, slot, row, e, row_mask[None, :], softmax, V.F)
 
 
-_COMBINE_NUMBERS = "tokens keys spans lengths_b out_b out_n out_h out_e scale_v".split()
-
-
-@triton.jit(do_not_specialize=_COMBINE_NUMBERS)
+@triton.jit
 def combine_kernel(
-    partial, statistics, lengths, out,
-    tokens: tl.int32, keys: tl.int32, spans: tl.int32, lengths_b: tl.int64,
-    out_b: tl.int64, out_n: tl.int64, out_h: tl.int64, out_e: tl.int64, scale_v: tl.float32,
+    partial, statistics, lengths, out, sizes: Sizes, out_strides: FeatureStrides, scale_v: tl.float32,
     H: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, AHEAD: tl.constexpr,
-    SHORTEST: tl.constexpr, LONGEST: tl.constexpr, WANTED: tl.constexpr, WIDTH: tl.constexpr, NODE: tl.constexpr,
-    PAIRS: tl.constexpr, EARLY: tl.constexpr,
+    CHUNKS: tl.constexpr, WIDTH: tl.constexpr, NODE: tl.constexpr, PAIRS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Joins what programs left that took ``WIDTH`` chunks each: a tile (R, E) of one entry's rows.
 
     ``NODE`` parts make a node of the tree, from left to right or in ``PAIRS``; nodes are joined from left to right.
     ``AHEAD`` parts, a multiple of that, are under way before the first is needed.
     """
+    tokens, keys, spans, lengths_stride = sizes
     if EARLY:
         gdc_wait()
     parts = Parts(partial, statistics, tokens.to(tl.int64) * H)
@@ -426,8 +428,8 @@ def combine_kernel(
     row = ((tl.program_id(0) % row_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     mask = row < parts.rows
     e = tl.arange(0, BLOCK_E)[None, :]
-    length = valid_keys(lengths, batch, lengths_b, keys)
-    count = tl.cdiv(length, chunk_length(length, ChunkLengths(SHORTEST, LONGEST, WANTED)) * WIDTH)
+    length = valid_keys(lengths, batch, lengths_stride, keys)
+    count = tl.cdiv(length, chunk_length(length, CHUNKS) * WIDTH)
     slot = batch.to(tl.int64) * spans
     dtype: tl.constexpr = out.dtype.element_ty
     softmax = Softmax(
@@ -444,5 +446,5 @@ def combine_kernel(
             softmax = join(softmax, node_softmax(ahead, i * NODE, NODE, PAIRS, dtype), dtype)
     n = row // H
     h = row % H
-    ptrs = out + batch.to(tl.int64) * out_b + (n * out_n + h * out_h) + e * out_e
+    ptrs = out + batch.to(tl.int64) * out_strides.b + (n * out_strides.n + h * out_strides.r) + e * out_strides.f
     tl.store(ptrs, rounded(finish(softmax, scale_v), out.dtype.element_ty), mask=mask & (e < E))

@@ -9,9 +9,10 @@ import torch
 import triton
 
 from warploom.ops.tpa.decode.chunks import Chunks
-from warploom.ops.tpa.decode.kernels.portable import combine_kernel, decode_kernel
+from warploom.ops.tpa.decode.kernels.portable import ChunkLengths, Sizes, Tile, combine_kernel, decode_kernel
 from warploom.ops.tpa.decode.launches import hopper
-from warploom.ops.tpa.problem import Operands, feature_factors, head_factors, logit_unit, named, strides_of
+from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, Heads, HeadStrides
+from warploom.ops.tpa.problem import Operands, feature_factors, head_factors, logit_unit, strides_of
 from warploom.runtime.launch import ALIGNMENT, Dense, Launch, may_start_early, multiprocessors
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
@@ -142,7 +143,7 @@ def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Deco
     batch, tokens, keys, heads, values = *bq.shape[:2], *ak.shape[1:3], bv.shape[3]
     out = layout_of(bq if aq is None else aq, values)
     scales = call.scale * call.scale_k * logit_unit(bq.dtype), call.scale_q, call.scale_v
-    lengths_b = 0 if call.cache_seqlens is None else call.cache_seqlens.stride(0)
+    lengths_stride = 0 if call.cache_seqlens is None else call.cache_seqlens.stride(0)
     entry_bytes = keys * sum(math.prod(f.shape[2:]) * f.element_size() for f in (ak, av, bk, bv))
     tile = _row_tile(factors, call.strategy)
     tiles = batch if on_hopper else batch * tile.blocks(heads, tokens)
@@ -152,9 +153,9 @@ def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Deco
     levels = chunks.levels(call.strategy, keys, lambda spans: microseconds(tiles, spans, entry_bytes, bq.device))
     spans = chunks.spans(keys, levels)
     if on_hopper:
-        launch = hopper.plan(factors, out, lengths_b, spans, levels, scales)
+        launch = hopper.plan(factors, out, lengths_stride, spans, levels, scales)
     else:
-        launch = _plan_launch(factors, out, lengths_b, spans, levels, scales, tile)
+        launch = _plan_launch(factors, out, lengths_stride, spans, levels, scales, tile)
     if spans == 1:
         return _Decode(Dense.like(out), launch)
     early = may_start_early(bq.device)
@@ -164,12 +165,20 @@ def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Deco
         takes=("partial", "statistics", "lengths", "out"),
         num_warps=2,
         early=early,
-        tokens=tokens, keys=keys, spans=spans, lengths_b=lengths_b, scale_v=call.scale_v,
-        **named(out_bnhe=strides_of(out)),
-        H=heads, E=values, BLOCK_R=COMBINE_ROWS, BLOCK_E=_block(values), AHEAD=COMBINE_AHEAD,
-        SHORTEST=chunks.shortest, LONGEST=chunks.longest, WANTED=chunks.wanted,
-        WIDTH=chunks.widths[levels], NODE=chunks.widths[-1] // chunks.widths[levels], PAIRS=on_hopper, EARLY=early,
-    )  # fmt: skip
+        sizes=Sizes(tokens, keys, spans, lengths_stride),
+        out_strides=FeatureStrides(*strides_of(out)),
+        scale_v=call.scale_v,
+        H=heads,
+        E=values,
+        BLOCK_R=COMBINE_ROWS,
+        BLOCK_E=_block(values),
+        AHEAD=COMBINE_AHEAD,
+        CHUNKS=ChunkLengths(*chunks[:3]),
+        WIDTH=chunks.widths[levels],
+        NODE=chunks.widths[-1] // chunks.widths[levels],
+        PAIRS=on_hopper,
+        EARLY=early,
+    )
     shapes = (batch, spans, tokens * heads, values), (batch, spans, 2, tokens * heads)
     partial, statistics = (Dense.rows(shape, torch.float32) for shape in shapes)
     return _Decode(Dense.like(out), launch, combine, (partial, statistics))
@@ -178,7 +187,7 @@ def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Deco
 def _plan_launch(
     factors: Operands,
     out: Tensor,
-    lengths_b: int,
+    lengths_stride: int,
     spans: int,
     levels: int,
     scales: tuple[float, float, float],
@@ -200,13 +209,24 @@ def _plan_launch(
         takes=("ak", "av", "bk", "bv", "aq", "bq", "lengths", "out", "partial", "statistics"),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        tokens=tokens, keys=keys, spans=spans, lengths_b=lengths_b,
-        **named(aq_bnhr=strides_of(aq), bq_bnrd=q.strides[0], ak_bmhr=a.strides[0], bk_bmrd=b.strides[0],
-                av_bmhr=a.strides[1], bv_bmre=b.strides[1], out_bnhe=strides_of(out)),
-        logit_scale=logit_scale, scale_q=scale_q, scale_v=scale_v,
-        H=heads, RQ=rank_q, RK=rank_k, RV=rank_v, D=features, E=values,
-        BLOCK_N=tile.queries, BLOCK_H=tile.heads, BLOCK_M=block_m, BLOCK_RQ=16,
-        BLOCK_RK=block_rk, BLOCK_RV=block_rv, BLOCK_D=_block(features), BLOCK_E=_block(values),
-        SHORTEST=CHUNKS.shortest, LONGEST=CHUNKS.longest, WANTED=CHUNKS.wanted, LEVELS=levels, WHOLE=spans == 1,
-        Q_VEC=q.vector, Q_UNIT=q.flag, A_VEC=a.vector, A_DENSE=a.flag, B_VEC=b.vector, B_UNIT=b.flag,
-    )  # fmt: skip
+        sizes=Sizes(tokens, keys, spans, lengths_stride),
+        aq_strides=HeadStrides(*strides_of(aq)),
+        bq_strides=FeatureStrides(*q.strides[0]),
+        ak_strides=HeadStrides(*a.strides[0]),
+        bk_strides=FeatureStrides(*b.strides[0]),
+        av_strides=HeadStrides(*a.strides[1]),
+        bv_strides=FeatureStrides(*b.strides[1]),
+        out_strides=FeatureStrides(*strides_of(out)),
+        logit_scale=logit_scale,
+        scale_q=scale_q,
+        scale_v=scale_v,
+        H=heads,
+        Q=Features(rank_q, features, _block(features), q.vector, q.flag),
+        K=Features(rank_k, features, _block(features), b.vector, b.flag),
+        V=Features(rank_v, values, _block(values), b.vector, b.flag),
+        A=Heads(a.vector, a.flag),
+        TILE=Tile(tile.queries, tile.heads, block_m, 16, block_rk, block_rv),
+        CHUNKS=ChunkLengths(*CHUNKS[:3]),
+        LEVELS=levels,
+        WHOLE=spans == 1,
+    )
