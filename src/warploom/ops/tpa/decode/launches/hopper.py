@@ -14,7 +14,7 @@ import torch
 import triton
 
 from warploom.ops.tpa.decode.chunks import Chunks
-from warploom.ops.tpa.problem import NARROW, Operands, named
+from warploom.ops.tpa.problem import NARROW, Operands
 from warploom.runtime.launch import INTERPRETED, Boxes, Launch, architecture, can_be_copied, multiprocessors
 from warploom.runtime.memory_order import layout_of
 
@@ -87,7 +87,7 @@ def suit(factors: Operands, lengths: Tensor | None = None) -> bool:
 def plan(
     factors: Operands,
     out: Tensor,
-    lengths_b: int,
+    lengths_stride: int,
     spans: int,
     levels: int,
     scales: tuple[float, float, float],
@@ -97,7 +97,14 @@ def plan(
     ``scales`` are of logits, queries and values. It is launched on ak, av, bk, bv, aq, bq, lengths, the output,
     partial results and their statistics.
     """
-    from warploom.ops.tpa.decode.kernels.hopper import hopper_decode_kernel
+    from warploom.ops.tpa.decode.kernels.hopper import (
+        FeatureStrides,
+        HeadStrides,
+        Scales,
+        Sizes,
+        hopper_decode_kernel,
+    )
+    from warploom.ops.tpa.decode.kernels.portable import ChunkLengths
 
     aq, ak, av, bq, bk, bv = factors
     batch, keys, heads, rank = ak.shape
@@ -107,23 +114,23 @@ def plan(
     head_box, feature_box = (1, 1, _BLOCK_M, rows * rank), (1, 1, _BLOCK_M, width)
     heads_k, heads_v = (Boxes(a.flatten(2)[:, None], (0, 1, 2, 3), head_box) for a in (ak, av))
     features_k, features_v = (Boxes(b, (0, 2, 1, 3), feature_box) for b in (bk, bv))
-    aq_bhr, bq_brd, out_bhe = (
+    aq_bhr, bq_brf, out_bhf = (
         (0, 0, 0) if x is None else (x.stride(0), *x.stride()[2:]) for x in (aq, bq, out)
     )  # one token
     units = batch * spans
     span_chunks = CHUNKS.widths[levels] if spans > 1 else 1  # one span is all keys
-    ring, (logit_scale, scale_q, scale_v) = rings(rank, rows, width), scales
+    ring = rings(rank, rows, width)
     return Launch(
         hopper_decode_kernel,
         min(multiprocessors(bq.device), units),
         takes=("ak_desc", "av_desc", "bk_desc", "bv_desc", "aq", "bq", "lengths", "out", "partial", "statistics"),
         ak_desc=heads_k, av_desc=heads_v, bk_desc=features_k, bv_desc=features_v,
-        lengths_b=lengths_b, units=units, keys=keys, spans=spans, span_chunks=span_chunks,
-        **named(aq_bhr=aq_bhr, bq_brd=bq_brd, out_bhe=out_bhe),
-        logit_scale=logit_scale, scale_q=scale_q, scale_v=scale_v,
+        sizes=Sizes(lengths_stride, units, keys, spans, span_chunks),
+        aq_strides=HeadStrides(*aq_bhr), bq_strides=FeatureStrides(*bq_brf), out_strides=FeatureStrides(*out_bhf),
+        scales=Scales(*scales),
         H=heads, RQ=bq.shape[2], R=rank, D=features, E=values,
         A_STAGES=ring.head_tiles, B_STAGES=ring.feature_tiles, WHOLE=spans == 1,
-        SHORTEST=CHUNKS.shortest, LONGEST=CHUNKS.longest, WANTED=CHUNKS.wanted, SLOTS=_SLOTS,
+        CHUNKS=ChunkLengths(*CHUNKS[:3]), SLOTS=_SLOTS,
     )  # fmt: skip
 
 
