@@ -406,7 +406,8 @@ def hopper_decode_kernel(
         gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], FLAT_LAYOUT),
         gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], FLAT_LAYOUT),
     )
-    a, b = new_ring(a_tiles, A_STAGES, 1), new_ring(b_tiles, B_STAGES, 1)
+    a = new_ring(a_tiles, A_STAGES, 1)
+    b = new_ring(b_tiles, B_STAGES, 1)
     fence_async_shared()
     copies = Copies(ak_desc, av_desc, bk_desc, bv_desc, a, b, lengths, sizes)
     queries = Queries(aq, bq, q_tile, aq_tile, bq_tile, aq_strides, bq_strides)
