@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from warploom.device.hopper import pipeline as hopper
 from warploom.device.hopper.pipeline import Ring, copy_tile, matrix, new_ring, power_of_two, wait_full
-from warploom.ops.tpa.decode.kernels.portable import Softmax, chunk_length, valid_keys
+from warploom.ops.tpa.decode.kernels.portable import Softmax
 
 BLOCK_M = gl.constexpr(hopper.ROWS)  # keys of a block
 RANKS = gl.constexpr(16)  # of queries, at most: the depth of one matrix instruction
@@ -109,10 +109,22 @@ class Decode(NamedTuple):
 
 
 @gluon.jit
+def chunk_length(length, chunks):
+    """See `kernels.portable.chunk_length`; in Triton's interpreter functions in Gluon cannot refer to that."""
+    chunk = length * 0 + chunks.SHORTEST
+    while (chunk * chunks.WANTED < length) & (chunk < chunks.LONGEST):
+        chunk = chunk * 2
+    return chunk
+
+
+@gluon.jit
 def span_of(unit, lengths, sizes, CHUNKS: gl.constexpr):
     """Batch entry, first key, end and length of a chunk of the span number ``unit``; it may be empty."""
     batch = unit // sizes.spans
-    length = valid_keys(lengths, batch, sizes.lengths_stride, sizes.keys)
+    length = sizes.keys
+    if lengths is not None:
+        length = gl.load(lengths + batch.to(gl.int64) * sizes.lengths_stride)
+        length = gl.maximum(gl.minimum(length, sizes.keys), 0).to(gl.int32)
     chunk = chunk_length(length, CHUNKS)
     first = sizes.keys * 0
     end = length
@@ -394,7 +406,8 @@ def hopper_decode_kernel(
         gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], FLAT_LAYOUT),
         gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], FLAT_LAYOUT),
     )
-    a, b = new_ring(a_tiles, A_STAGES, 1), new_ring(b_tiles, B_STAGES, 1)
+    a = new_ring(a_tiles, A_STAGES, 1)
+    b = new_ring(b_tiles, B_STAGES, 1)
     fence_async_shared()
     copies = Copies(ak_desc, av_desc, bk_desc, bv_desc, a, b, lengths, sizes)
     queries = Queries(aq, bq, q_tile, aq_tile, bq_tile, aq_strides, bq_strides)

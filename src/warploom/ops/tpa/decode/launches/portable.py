@@ -9,6 +9,18 @@ import torch
 import triton
 
 from warploom.ops.tpa.decode.chunks import Chunks
+from warploom.ops.tpa.decode.configs import (
+    COMBINE_AHEAD,
+    COMBINE_ROWS,
+    JOIN,
+    ONE_MULTIPROCESSOR,
+    ONE_PROGRAM,
+    SECOND_LAUNCH,
+    START,
+    RowTile,
+    padded,
+    row_tile,
+)
 from warploom.ops.tpa.decode.kernels.portable import ChunkLengths, Sizes, Tile, combine_kernel, decode_kernel
 from warploom.ops.tpa.decode.launches import hopper
 from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, Heads, HeadStrides
@@ -20,69 +32,7 @@ from warploom.runtime.plans import Plans
 Tensor = torch.Tensor
 
 
-class RowTile(NamedTuple):
-    """A tile of rows (query, head) of the decode kernel, and how it is walked over the keys and compiled."""
-
-    queries: int
-    heads: int
-    factor_rows: int
-    """Rows of feature factors in a block of keys: keys times rank."""
-    warps: int
-    stages: int
-
-    def blocks(self, heads: int, tokens: int) -> int:
-        """How many of them there are in a batch entry."""
-        return -(-heads // self.heads) * -(-tokens // self.queries)
-
-
 CHUNKS = Chunks(shortest=128, longest=1024, wanted=32, widths=(1, 4))
-HEADS_OF_BATCH_HEAD = 16
-"""Rows of a tile under the strategy ``batch_head``."""
-COMBINE_ROWS = 2
-COMBINE_AHEAD = 16
-"""Rows that a program combines, and parts whose loads it starts at once: a multiple of four."""
-ONE_PROGRAM = 21e3
-"""Bytes of the cache that a program reads in a microsecond, alone on its multiprocessor. This and the next four
-come from 86 cases on an H200, one to 128 batch entries, 256 to 524288 keys, ranks 1, 2 and 4: what they choose took
-at most 1.02 times as long as the best choice."""
-ONE_MULTIPROCESSOR = 22.5e3
-"""Bytes in a microsecond for a multiprocessor that runs two programs."""
-START = 0.6
-"""Microseconds that a program costs its multiprocessor besides."""
-SECOND_LAUNCH = 3.5
-"""Microseconds that a second kernel costs."""
-JOIN = 0.06
-"""Microseconds that each part of a batch entry costs the second kernel."""
-
-
-def _block(features: int) -> int:
-    block: int = max(16, triton.next_power_of_2(features))
-    return block
-
-
-def _row_tile(factors: Operands, strategy: str) -> RowTile:
-    """The tile for the larger of both ranks and of D and E, and as many rows as there are.
-
-    64 rows are what a warp group takes, 16 what a warp takes. Never for the batch: results must not depend on it.
-    """
-    tokens, heads = max(factors.bq.shape[1], 1), triton.next_power_of_2(factors.ak.shape[2])
-    features = max(map(_block, (factors.bq.shape[3], factors.bv.shape[3])))
-    rank = max(factors.bk.shape[2], factors.bv.shape[2])
-    rows = triton.next_power_of_2(max(factors.ak.shape[2] * tokens, 1))
-    least_rows, most_rows = 16, 64
-    if factors.bq.dtype == torch.float32:
-        most_rows, factor_rows = 16, 32 if features <= 128 else 16
-        warps, stages = 4 if features <= 64 else 8, 1
-    elif features <= 128:
-        factor_rows, stages = (16, 4) if rank == 2 else (32, 3)
-        warps = 8 if rows > 32 else 4
-    else:
-        factor_rows, most_rows, warps, stages = 64, 32, 8, 2
-    if strategy == "batch_head":
-        least_rows = most_rows = HEADS_OF_BATCH_HEAD
-    block_h = min(heads, most_rows)
-    block_n = min(triton.next_power_of_2(tokens), most_rows // block_h)
-    return RowTile(block_n, max(block_h, least_rows // block_n), factor_rows, warps, stages)
 
 
 def _microseconds(tiles: int, spans: int, entry_bytes: int, device: torch.device) -> float:
@@ -145,7 +95,7 @@ def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Deco
     scales = call.scale * call.scale_k * logit_unit(bq.dtype), call.scale_q, call.scale_v
     lengths_stride = 0 if call.cache_seqlens is None else call.cache_seqlens.stride(0)
     entry_bytes = keys * sum(math.prod(f.shape[2:]) * f.element_size() for f in (ak, av, bk, bv))
-    tile = _row_tile(factors, call.strategy)
+    tile = row_tile(factors, call.strategy)
     tiles = batch if on_hopper else batch * tile.blocks(heads, tokens)
     chunks, microseconds = CHUNKS, _microseconds
     if on_hopper:
@@ -171,7 +121,7 @@ def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Deco
         H=heads,
         E=values,
         BLOCK_R=COMBINE_ROWS,
-        BLOCK_E=_block(values),
+        BLOCK_E=padded(values),
         AHEAD=COMBINE_AHEAD,
         CHUNKS=ChunkLengths(*chunks[:3]),
         WIDTH=chunks.widths[levels],
@@ -221,9 +171,9 @@ def _plan_launch(
         scale_q=scale_q,
         scale_v=scale_v,
         H=heads,
-        Q=Features(rank_q, features, _block(features), q.vector, q.flag),
-        K=Features(rank_k, features, _block(features), b.vector, b.flag),
-        V=Features(rank_v, values, _block(values), b.vector, b.flag),
+        Q=Features(rank_q, features, padded(features), q.vector, q.flag),
+        K=Features(rank_k, features, padded(features), b.vector, b.flag),
+        V=Features(rank_v, values, padded(values), b.vector, b.flag),
         A=Heads(a.vector, a.flag),
         TILE=Tile(tile.queries, tile.heads, block_m, 16, block_rk, block_rv),
         CHUNKS=ChunkLengths(*CHUNKS[:3]),

@@ -1,0 +1,75 @@
+"""Tiles and costs of the decode kernels for every GPU. Measured on an H200."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from warploom.ops.tpa.problem import Operands
+
+
+class RowTile(NamedTuple):
+    """A tile of rows (query, head) of the decode kernel, and how its KV loop is cut and compiled."""
+
+    queries: int
+    heads: int
+    factor_rows: int
+    """Rows of feature factors in a block of keys: keys times rank."""
+    warps: int
+    stages: int
+
+    def blocks(self, heads: int, tokens: int) -> int:
+        """How many of them there are in a batch entry."""
+        return -(-heads // self.heads) * -(-tokens // self.queries)
+
+
+HEADS_OF_BATCH_HEAD = 16
+"""Rows of a tile under the strategy ``batch_head``."""
+COMBINE_ROWS = 2
+COMBINE_AHEAD = 16
+"""Rows that a program combines, and parts whose loads it starts at once: a multiple of four."""
+ONE_PROGRAM = 21e3
+"""Bytes of the cache that a program reads in a microsecond, alone on its multiprocessor. This and the next four
+come from 86 cases on an H200, one to 128 batch entries, 256 to 524288 keys, ranks 1, 2 and 4: what they choose took
+at most 1.02 times as long as the best choice."""
+ONE_MULTIPROCESSOR = 22.5e3
+"""Bytes in a microsecond for a multiprocessor that runs two programs."""
+START = 0.6
+"""Microseconds that a program costs its multiprocessor besides."""
+SECOND_LAUNCH = 3.5
+"""Microseconds that a second kernel costs."""
+JOIN = 0.06
+"""Microseconds that each part of a batch entry costs the second kernel."""
+
+
+def padded(features: int) -> int:
+    """Features of a block: a power of two, 16 at least."""
+    block: int = max(16, triton.next_power_of_2(features))
+    return block
+
+
+def row_tile(factors: Operands, strategy: str) -> RowTile:
+    """The tile for the larger of both ranks and of D and E, and as many rows as there are.
+
+    64 rows are what a warp group takes, 16 what a warp takes. Never for the batch: results must not depend on it.
+    """
+    tokens, heads = max(factors.bq.shape[1], 1), triton.next_power_of_2(factors.ak.shape[2])
+    features = max(map(padded, (factors.bq.shape[3], factors.bv.shape[3])))
+    rank = max(factors.bk.shape[2], factors.bv.shape[2])
+    rows = triton.next_power_of_2(max(factors.ak.shape[2] * tokens, 1))
+    least_rows, most_rows = 16, 64
+    if factors.bq.dtype == torch.float32:
+        most_rows, factor_rows = 16, 32 if features <= 128 else 16
+        warps, stages = 4 if features <= 64 else 8, 1
+    elif features <= 128:
+        factor_rows, stages = (16, 4) if rank == 2 else (32, 3)
+        warps = 8 if rows > 32 else 4
+    else:
+        factor_rows, most_rows, warps, stages = 64, 32, 8, 2
+    if strategy == "batch_head":
+        least_rows = most_rows = HEADS_OF_BATCH_HEAD
+    block_h = min(heads, most_rows)
+    block_n = min(triton.next_power_of_2(tokens), most_rows // block_h)
+    return RowTile(block_n, max(block_h, least_rows // block_n), factor_rows, warps, stages)
