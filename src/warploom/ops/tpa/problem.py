@@ -35,15 +35,6 @@ def strides_of(tensor: Tensor | None) -> tuple[int, int, int, int]:
     return *(stride or 0 for stride in outer), 1 if last is None else last  # type: ignore[return-value]
 
 
-def named(**strides: tuple[int, ...]) -> dict[str, Any]:
-    """Strides by the names that kernels give them: with ``q_bn=(8, 2)``, ``q_b`` is 8 and ``q_n`` is 2."""
-    return {
-        f"{name}_{axis}": stride
-        for (name, axes), values in ((key.rsplit("_", 1), values) for key, values in strides.items())
-        for axis, stride in zip(axes, values, strict=True)
-    }
-
-
 def _divided(strides: tuple[int, int, int, int], vector: int) -> tuple[int, int, int, int]:
     """Feature strides with the outer three divided."""
     b, n, r, d = strides
