@@ -52,8 +52,8 @@ def test_kernels_build_and_spill_no_more_than_allowed(arch: str) -> None:
     named = {kernel for operator in operators().values() for kernel in operator.spills}
     if arch != "90":
         named = {kernel for kernel in named if "hopper" not in kernel}
-    if arch not in ("90", "100"):  # kernels for few short walks are for Hopper and later, with memory enough
-        named = {kernel for kernel in named if "few" not in kernel}
+    if arch not in ("90", "100"):  # kernels for small problems are for Hopper and later, with memory enough
+        named = {kernel for kernel in named if "small" not in kernel}
     assert named <= {row[0] for row in rows}
 
 

@@ -77,14 +77,9 @@ def plan(folder: Path) -> tuple[dict[str, tuple[str, list[Any]]], dict[str, Any]
 
 def code_of(build: Any, arch: int) -> str:
     """Digest of what a build compiles to: PTX without comments, line numbers and the kernel's name."""
-    import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
-    make = GluonASTSource if build.function.is_gluon() else ASTSource
-    source = make(build.function, build.signature, build.constexprs, build.attrs)
-    ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(build.options)).asm["ptx"]
+    ptx = build.compile(GPUTarget("cuda", arch, 32)).asm["ptx"]
     name = _NAME.search(ptx)
     text = _COMMENT.sub("", ptx if name is None else ptx.replace(name[1], "kernel"))
     lines = (line.strip() for line in text.splitlines())
