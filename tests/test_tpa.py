@@ -254,6 +254,20 @@ def test_more_than_the_capacity_counts_as_the_capacity(device: torch.device) -> 
     assert torch.equal(found[1], torch.zeros_like(found[1]))
 
 
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("strategy", ["batch", "split_kv"])
+def test_lengths_beyond_the_cache_leave_new_tokens_at_its_end(
+    strategy: str, backend: str, device: torch.device
+) -> None:
+    """Several new tokens stand behind each other wherever the cache ends, and not where a length says."""
+    inputs = factors(device, tokens=4, keys=20)
+    options = {"strategy": strategy, "backend": backend}
+    found = tpa_decode(**inputs, cache_seqlens=lengths(device, 23, 2**31 - 1), **options)
+    expected = tpa_decode(**inputs, cache_seqlens=lengths(device, 20, 20), **options)
+    assert torch.equal(found, expected)
+    assert_accurate(found, inputs)
+
+
 def test_auto_splits_where_there_are_few_programs() -> None:
     if not HAS_TRITON:
         pytest.skip("needs Triton")
