@@ -180,7 +180,7 @@ def test_float32_factors_in_terms_before_the_loop(
     forget_plans()  # none but those of this test
     with poisoned_allocations():
         assert_right({**random_inputs(device, **case), "float32_precision": precision}, "triton")
-    assert {constants["variant"].PRECISION for _, constants in launches if "variant" in constants} == {product}
+    assert {constants["PRECISION"] for _, constants in launches if "PRECISION" in constants} == {product}
     names = [name for name, _ in launches]
     merged = ["sum_kernel"] if parts > 1 else []
     backward = ["prepare_kernel", "terms_kernel", "key_kernel", "query_kernel", *merged]
@@ -262,7 +262,7 @@ def test_precision_of_float32_products(precision: str, launches: list[Any], devi
         product = "3-term here"  # of short tensors
 
     def used() -> set[str]:
-        return {constants["variant"].PRECISION for _, constants in launches if "variant" in constants}
+        return {constants["PRECISION"] for _, constants in launches if "PRECISION" in constants}
 
     inputs = random_inputs(device, 70)
     assert_right({**inputs, "float32_precision": precision}, "triton")
