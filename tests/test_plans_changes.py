@@ -215,7 +215,7 @@ SITUATIONS = [
 ]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("function", "make", "change"), SITUATIONS)
 def test_a_call_like_no_earlier_one_is_planned_anew(
     function: Callable[..., Any], make: Callable[[torch.device], Inputs], change: Change, device: torch.device

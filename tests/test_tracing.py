@@ -152,7 +152,7 @@ def dynamic_sizes(call: Call, inputs: Tensors) -> tuple[dict[int, Any], ...]:
     return tuple({i: dims[a] for i, a in enumerate(each) if a in dims} for each in named)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 @calls
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported_with_dynamic_sizes(strict: bool, call: Call, backend: str, device: torch.device) -> None:
