@@ -19,7 +19,7 @@ from warploom.ops.flash_attention.launches import backward as launches_backward
 from warploom.ops.flash_attention.launches import forward as launches_forward
 from warploom.ops.flash_attention.launches import hopper as launchers_hopper
 from warploom.ops.flash_attention.launches import tiling
-from warploom.ops.flash_attention.launches.backward import Walk
+from warploom.ops.flash_attention.launches.backward import KernelPlan
 from warploom.ops.rotary_attention import operator as module
 from warploom.ops.rotary_attention.api import rotary_attention
 from warploom.runtime.launch import Launch
@@ -163,8 +163,8 @@ def test_plans_for_hopper_launch_on_parts_of_larger_tensors(
         plan, aligned = plan_backward(*arguments), arguments[9]
         usual = plan.prepare
         prepare = Launch(usual.kernel, usual.programs, takes=usual.takes, **usual.arguments)
-        walks = tuple(Walk(name, Whole(run), 1) for name, run in (("key", key), ("query", query)))
-        return plan._replace(prepare=prepare, walks=walks) if aligned else plan
+        kernels = tuple(KernelPlan(name, Whole(run), 1) for name, run in (("key", key), ("query", query)))
+        return plan._replace(prepare=prepare, kernels=kernels) if aligned else plan
 
     monkeypatch.setattr(tiling, "architecture", lambda device: 80)  # where only these plans ask for alignment
     for plans, name, planned in (

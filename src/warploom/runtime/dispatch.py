@@ -105,6 +105,8 @@ class Operator:
 
     inputs: int = field(init=False)
     """How many tensors it takes."""
+    grads: int = field(init=False, default=0)
+    """How many of its results are differentiable: the first."""
     plans: Plans = field(init=False)
     """Of the registered operator's calls."""
     backward: Operator | None = field(init=False, default=None)
@@ -118,6 +120,7 @@ class Operator:
         _caches.append(self.plans)
         self._register()
         if self.gradient is not None:
+            self.grads = _count(self.gradient.grads)
             self.backward = _backward_of(self, self.gradient)
 
     def arguments(self, tensors: Tensors, number: int, options: Options) -> tuple[Any, ...]:
@@ -195,7 +198,7 @@ def _filled(results: Sequence[Tensor | None], near: Tensor) -> Any:
 def _backward_of(operator: Operator, gradient: Gradient) -> Operator:
     """The backward as an operator, which has no derivative itself."""
     extra = _count(gradient.extra)
-    grads = _count(gradient.grads)
+    grads = operator.grads
 
     def split(options: Options) -> tuple[Any, Options, Sequence[bool]]:
         *rest, wanted = options
@@ -253,12 +256,13 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         ctx.call, ctx.number, *tensors = inputs
-        gradient = ctx.call.operator.gradient
+        operator = ctx.call.operator
+        gradient = operator.gradient
         if gradient is None:
             return
         saved, ctx.extra = gradient.save(tuple(tensors), ctx.call.options, output, ctx.needs_input_grad[2:])
         ctx.save_for_backward(*saved)
-        ctx.mark_non_differentiable(*(r for r in output[_count(gradient.grads) :] if r is not None))
+        ctx.mark_non_differentiable(*(r for r in output[operator.grads :] if r is not None))
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -268,7 +272,7 @@ class _Differentiable(torch.autograd.Function):
         gradient = operator.gradient
         if gradient is None:
             raise NotImplementedError(operator.refusal)
-        grads = grads[: _count(gradient.grads)]
+        grads = grads[: operator.grads]
         given = [grad for grad in grads if grad is not None]
         absent = (None,) * len(ctx.needs_input_grad)
         if not given:
@@ -349,6 +353,10 @@ class Checked(NamedTuple):
     numbers: tuple[int, int] = (0, 0)
     """The least and the greatest number with which the call is right as well."""
 
+    def returned(self, results: Tensors) -> Any:
+        """What the call returns of the operator's results."""
+        return results[0] if self.results == 1 else results[: self.results]
+
 
 class _Known(NamedTuple):
     """How a call found right runs on the kernels."""
@@ -361,8 +369,9 @@ class _Known(NamedTuple):
         call, checked, differentiated = self
         if checked.tensors is not None:
             tensors = checked.tensors(*tensors)
-        found = _apply_plain(call, number, *tensors) if differentiated else call.run(tensors, number)
-        return found[0] if checked.results == 1 else found[: checked.results]
+        return checked.returned(
+            _apply_plain(call, number, *tensors) if differentiated else call.run(tensors, number)
+        )
 
 
 class Function:
@@ -424,8 +433,7 @@ class Function:
         operator = self.operator()
         if key is None:
             arranged = tensors if checked.tensors is None else checked.tensors(*tensors)
-            found = apply(operator, arranged, number, checked.options)
-            return found[0] if checked.results == 1 else found[: checked.results]
+            return checked.returned(apply(operator, arranged, number, checked.options))
         settled = checked.options
         wanted = tuple([enabled and tensor is not None and tensor.requires_grad for tensor in tensors])
         if operator.differentiated is not None:

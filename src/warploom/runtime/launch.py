@@ -302,10 +302,6 @@ def _is_gluon(kernel: Any) -> bool:
     return hasattr(kernel, "is_gluon") and bool(kernel.is_gluon())
 
 
-def _is_number(kind: Any) -> bool:
-    return kind is not None and kind != CONSTANT
-
-
 def _encoded(description: Description, encode: Any, known: dict[int, Any], tensor: torch.Tensor) -> Any:
     """What stands for a described tensor among the arguments; its sizes and strides are there already."""
     descriptor = description.of(tensor)

@@ -187,8 +187,8 @@ def _plan_backward(
     attend = attention_backward.plan_backward(
         grad, None, q, k, v, out, _CAUSAL, scale, "highest", True, (dq, dk, dv)
     )
-    whole = [walk.launch for walk in attend.walks if walk.launch.descriptions and walk.splits == 1]
-    if attend.prepare is None or [walk.kernel for walk in attend.walks] != ["key", "query"] or len(whole) != 2:
+    whole = [each.launch for each in attend.kernels if each.launch.descriptions and each.splits == 1]
+    if attend.prepare is None or [each.kernel for each in attend.kernels] != ["key", "query"] or len(whole) != 2:
         return False
     parts = _Part.of(k, turned), _Part.of(v, qkv), _Part.of(dk, dqkv), _Part.of(dv, dqkv)
     if attend.apart or not all(part.is_aligned_in(qkv) for part in parts):

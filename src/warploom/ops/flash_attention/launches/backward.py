@@ -30,7 +30,7 @@ RESULTS = {"key": ("dk", "dv"), "query": ("dq",)}
 """What a backward kernel writes."""
 
 
-class Walk(NamedTuple):
+class KernelPlan(NamedTuple):
     """Plan of one of the two backward kernels."""
 
     kernel: str  # of `RESULTS`
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
     results: tuple[Dense, Dense, Dense]  # dq, dk, dv
     rows: Dense  # a number for each query and head
     prepare: Launch | None = None  # None where there is nothing to attend with or to
-    walks: tuple[Walk, ...] = ()
+    kernels: tuple[KernelPlan, ...] = ()
     small: Launch | None = None  # of the kernel for small problems, instead of those
     terms: Terms | None = None  # of q, k, v and the gradient, where they are made before the loops
     counted: bool = False  # whether tiles are counted, with counters that the first kernel makes zero
@@ -100,16 +100,16 @@ def backward(
     gradients = {"dq": dq, "dk": dk, "dv": dv}
     parts: dict[str, Tensor] = {}
     # A kernel starts where the one before leaves multiprocessors idle; parts are added up when both are done.
-    for walk in plan.walks:
-        targets = [gradients[name] for name in RESULTS[walk.kernel]]
-        if walk.parts:
-            targets = [part.empty(q) for part in walk.parts]
-            parts |= zip(RESULTS[walk.kernel], targets)
-        if walk.launch.descriptions:
+    for each in plan.kernels:
+        targets = [gradients[name] for name in RESULTS[each.kernel]]
+        if each.parts:
+            targets = [part.empty(q) for part in each.parts]
+            parts |= zip(RESULTS[each.kernel], targets)
+        if each.launch.descriptions:
             row_values = (lse, delta) if inverse is None else (lse, delta, inverse)
-            walk.launch(*factors, *targets, *row_values, counters)
+            each.launch(*factors, *targets, *row_values, counters)
         else:
-            walk.launch(*factors, lse, delta, inverse, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k)
+            each.launch(*factors, lse, delta, inverse, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k)
     if plan.sums is not None:
         plan.sums(*(x for name in gradients if name in parts for x in (parts[name], gradients[name])))
     if results is not None and plan.apart:
@@ -161,16 +161,16 @@ def plan_backward(
         plan = plan._replace(terms=tiling.plan_terms(product, shape, q, k, v, grad, overlap))
     factors = (q, k, v, grad) if plan.terms is None else plan.terms.like
     gradients = {"dq": dq, "dk": dk, "dv": dv}
-    walks = tuple(
+    kernels = tuple(
         _plan_walk(kernel, call, product, aligned, factors, {name: gradients[name] for name in names})
         for kernel, names in RESULTS.items()
     )
-    sums = _plan_sums(walks, gradients, overlap)
+    sums = _plan_sums(kernels, gradients, overlap)
     if sums is not None and results is not None:  # parts are without gaps, and so is what they are added up in
         plan = plan_backward(grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, None)
         return plan._replace(apart=True)
-    counted = any(walk.launch.descriptions for walk in walks)
-    return plan._replace(prepare=prepare, walks=walks, counted=counted, sums=sums)
+    counted = any(each.launch.descriptions for each in kernels)
+    return plan._replace(prepare=prepare, kernels=kernels, counted=counted, sums=sums)
 
 
 def _tiled(
@@ -185,12 +185,12 @@ def _tiled(
 
 def _plan_walk(
     kernel: str, call: Call, product: str, aligned: bool, factors: tuple[Tensor, ...], results: dict[str, Tensor]
-) -> Walk:
+) -> KernelPlan:
     """Plan of one of the backward kernels. Tensors may be without memory, and on no GPU."""
     sizes = [x.numel() for x in results.values()]
     tiled = _tiled(kernel, call, product, aligned, factors, results)
     if tiled is not None:
-        return Walk(kernel, tiled.launch, tiled.splits, _parts(sizes, tiled.splits))
+        return KernelPlan(kernel, tiled.launch, tiled.splits, _parts(sizes, tiled.splits))
     grid = tiling.grid_of(kernel, call, product, sum(sizes))
     layout = layout_for(*factors, *results.values())
     overlap = may_start_early(call.device)
@@ -206,7 +206,7 @@ def _plan_walk(
         **tiling.arguments_of(call, grid, layout, product, 1 if kernel == "key" else call.shape.group),
         **layout.of(*INPUTS, *results),
     )
-    return Walk(kernel, launch, grid.splits, _parts(sizes, grid.splits))
+    return KernelPlan(kernel, launch, grid.splits, _parts(sizes, grid.splits))
 
 
 def _parts(sizes: list[int], splits: int) -> tuple[Dense, ...]:
@@ -214,9 +214,9 @@ def _parts(sizes: list[int], splits: int) -> tuple[Dense, ...]:
     return tuple(Dense.rows((splits * size,), torch.float32) for size in sizes) if splits > 1 else ()
 
 
-def _plan_sums(walks: Sequence[Walk], gradients: dict[str, Tensor], early: bool) -> Launch | None:
+def _plan_sums(kernels: Sequence[KernelPlan], gradients: dict[str, Tensor], early: bool) -> Launch | None:
     """What sums the parts of gradients, if any of them is in parts."""
-    splits = {name: walk.splits for walk in walks for name in RESULTS[walk.kernel]}
+    splits = {name: each.splits for each in kernels for name in RESULTS[each.kernel]}
     if max(splits.values()) == 1:
         return None
     programs = sum(-(-x.numel() // 1024) for name, x in gradients.items() if splits[name] > 1)
