@@ -70,7 +70,7 @@ def _once_without_waiting(function: Function, inputs: dict[str, Any]) -> None:
 def _recover() -> None:
     """Put PyTorch right after a capture that failed.
 
-    It leaves the default generator believing that it is being captured, and whoever draws the next random number,
+    It leaves the default generator believing that it is being captured, and what draws the next random number,
     or checks the next sampling, gets the error. A capture that succeeds ends that.
     """
     with torch.cuda.graph(torch.cuda.CUDAGraph()):

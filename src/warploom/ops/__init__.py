@@ -1,4 +1,4 @@
-"""The registry: one line per operator. Tests, bench and documentation walk over it."""
+"""The registry: one line per operator. Tests, bench and documentation go through it."""
 
 from __future__ import annotations
 

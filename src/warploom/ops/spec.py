@@ -2,7 +2,7 @@
 
 An operator's folder says here, once, how its inputs are made, which small odd cases must be right, which
 cases are timed, what stands beside it and how many bytes it must move. The conformance suite and the bench
-walk over these descriptions and contain nothing about any one operator.
+go through these descriptions and contain nothing about any one operator.
 """
 
 from __future__ import annotations

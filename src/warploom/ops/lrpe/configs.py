@@ -115,7 +115,7 @@ def sequence_tile(kernel: str, kind: str, backward: bool, wide: bool) -> Sequenc
 
 
 def strip_tokens(backward: bool) -> int:
-    """Sequences up to this long are walked over twice by one program; longer ones take three launches."""
+    """Sequences up to this long are read twice by one program; longer ones take three launches."""
     return 512 if backward else 2048
 
 

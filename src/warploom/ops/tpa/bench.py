@@ -172,7 +172,7 @@ ATTENTION = Operator(
     check_cases=tuple({**_ATTENTION, **change} for change in _ATTENTION_CHECKS),
     # On an H200 the key kernel's fastest tiles spill; at rank two, with those that spill 1088, a backward
     # took 1.3 times as long.
-    # Those for Hopper keep addresses there from tile to tile, outside the walks; the key kernel also what it adds
+    # Those for Hopper keep addresses there from tile to tile, outside the loops; the key kernel also what it adds
     # to at the end of a head, when the gradients of 64 keys and values are in registers.
     spills={
         "key_kernel": 1840,

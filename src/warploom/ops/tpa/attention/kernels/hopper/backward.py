@@ -1,7 +1,7 @@
 """Backward of tensor-product attention for Hopper, in the manner of `attention.kernels.hopper.forward`.
 
 The kernel for queries is flash attention's, to which tiles of keys and values come formed. That for keys forms the keys
-and values it owns for one head after the other, walks over that head's queries as flash attention does, and turns the
+and values it owns for one head after the other, goes over that head's queries as flash attention does, and turns the
 gradients of the tile, which never leave the registers, into those of its factors.
 """
 
