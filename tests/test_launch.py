@@ -280,7 +280,10 @@ def test_what_a_launch_is_compiled_from() -> None:
     assert (first.options, other.options) == ({"num_warps": 2, "num_stages": 3}, {"num_warps": 4, "num_stages": 3})
     from triton.backends.compiler import GPUTarget
 
-    assert ".entry scale_kernel" in first.compile(GPUTarget("cuda", 90, 32)).asm["ptx"]
+    compiled = first.compile(GPUTarget("cuda", 90, 32))
+    assert ".entry scale_kernel" in compiled.asm["ptx"]
+    # The launcher unpacks nothing, and is handed no constants.
+    assert [*compiled.src.signature.values()] == ["*fp32", "*fp32", "i32", "i32", "fp32", "i64", "i32"]
 
 
 def test_names_of_tuples_are_no_part_of_a_variant() -> None:
@@ -337,7 +340,7 @@ def test_a_variant_is_compiled_for_each_alignment(stub: Callable[..., Stub], way
     for launched in (Launch(kernel, 2, takes=("x", "out", "number"), size=SIZE, BLOCK=BLOCK) for _ in range(2)):
         for first, second, aligned in ((x[1:], out, [1]), (x, out, [0, 1]), (x, out, [0, 1]), (x, out[1:], [0])):
             launched(first, second, 5)
-            expected.append((aligned, 2, 9, [first.data_ptr(), second.data_ptr(), 5, SIZE, BLOCK]))
+            expected.append((aligned, 2, 9, [first.data_ptr(), second.data_ptr(), 5, SIZE]))
     assert kernel.launched == expected
     assert kernel.compiled == [[1], [0, 1], [0]]  # for both launches together
     assert ways == ["slow", "slow", "direct", "slow"] * 2
@@ -359,11 +362,11 @@ def test_the_order_of_a_call_is_its_own(stub: Callable[..., Stub]) -> None:
     launched = Launch(kernel, 2, takes=("out", "size", "x", "number"), BLOCK=BLOCK)
     for size in (7, 8):
         launched(out, size, x, 5)
-        assert kernel.launched.pop()[3] == [x.data_ptr(), out.data_ptr(), 5, size, BLOCK]
+        assert kernel.launched.pop()[3] == [x.data_ptr(), out.data_ptr(), 5, size]
     without = Launch(kernel, 2, takes=("x", "out", "number"), size=SIZE, BLOCK=BLOCK)
     for number in (5, 6):
         without(x, None, number)
-        assert kernel.launched.pop()[3] == [x.data_ptr(), None, number, SIZE, BLOCK]
+        assert kernel.launched.pop()[3] == [x.data_ptr(), number, SIZE]
 
 
 def test_no_programs_are_no_launch(stub: Callable[..., Stub]) -> None:
@@ -596,7 +599,7 @@ def test_a_descriptor_is_encoded_once_for_an_address() -> None:
     for x, y in (tensors[0], tensors[1], tensors[0], tensors[0]):
         add(x, y)
         encoded = (("map", x.data_ptr()), 8, 64, 64, 1)
-        assert run.directly[-1][:13] == (*HANDED, [*encoded, y.data_ptr(), 5, True])
+        assert run.directly[-1][:13] == (*HANDED, [*encoded, y.data_ptr(), 5])
     first, second = (x.data_ptr() for x, _ in tensors)
     assert run.encoded == [first, first, second]  # the first of them to try it
     assert not compiled.publicly
@@ -638,8 +641,8 @@ def test_descriptors_that_are_not_encoded_go_to_triton(launcher: type[CudaLaunch
     x = torch.zeros(8, 64, dtype=torch.bfloat16)
     for _ in range(2):
         add(x, x)
-        *grid, descriptor, pointer, number, constant = compiled.publicly.pop()
-        assert (grid, pointer, number, constant) == ([3, 1, 1], x.data_ptr(), 5, True)
+        *grid, descriptor, pointer, number = compiled.publicly.pop()
+        assert (grid, pointer, number) == ([3, 1, 1], x.data_ptr(), 5)
         assert (descriptor.base is x, descriptor.shape, descriptor.strides) == (True, [8, 64], [64, 1])
     assert (run.directly, compiled.publicly) == ([], [])
 

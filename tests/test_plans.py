@@ -213,6 +213,13 @@ def test_a_tensor_that_is_different_is_not_recognised(change: Callable[[Tensor],
     assert not like(other, x)
 
 
+def test_a_tensor_that_comes_twice_is_not_recognised() -> None:
+    """PyTorch would not know it again; a guard that never holds is not worth a place among the recent calls."""
+    x = torch.randn(3, 4)
+    assert recognise(x, x) is None
+    assert recognise(x, x.view(3, 4)) is not None
+
+
 def test_tensors_are_not_recognised_where_something_else_is_to_happen_to_them() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     plain, found = recognise(x), []
@@ -269,6 +276,7 @@ def test_options_are_recalled_if_they_are_equal_and_of_the_same_types(monkeypatc
     function = dispatch.Function("f", check, lambda *_: None, lambda: twice)  # type: ignore[arg-type, return-value]
     monkeypatch.setattr(dispatch, "is_plain_eager", lambda *_: True)
     monkeypatch.setattr(dispatch, "are_kept", lambda _: True)
+    monkeypatch.setattr(dispatch, "use_triton", lambda *_: True)
     x, y = torch.randn(3), torch.randn(2, 2)
     usual = (1, 0.5, "a", None, (2, None))
     for tensors, number in (((x, y), 0), ((x + 1, y + 1), 3), ((x, y), 2)):

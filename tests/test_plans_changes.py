@@ -483,7 +483,9 @@ def refuse_every_kind(kind: str, device: torch.device) -> None:
 @pytest.mark.filterwarnings("ignore")  # such tensors are prototypes, and PyTorch says so
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nested"])
 def test_tensors_of_other_kinds_are_refused(kind: str, device: torch.device) -> None:
-    refuse_every_kind(kind, torch.device("cpu") if kind == "mkldnn" else device)
+    if kind == "mkldnn" and device.type == "cuda":
+        pytest.skip("these tensors are on CPUs, and the kernels here are not")
+    refuse_every_kind(kind, device)
 
 
 def test_nested_tensors_are_refused() -> None:

@@ -490,12 +490,39 @@ def test_several_processes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.skipif(ON_GPU, reason="needs a device that is not there")
-def test_a_process_that_dies_costs_its_family_alone() -> None:
+def test_a_fault_of_the_checker_costs_its_family_alone() -> None:
     plan = Plan(Source(1, ("lrpe_rotate",)), "cuda", seconds=1.0, workers=1)
     results = list(searching._in_processes(plan))
     assert results
     for index, (operator, tally, faults) in enumerate(results):
         assert (operator, tally.calls) == ("lrpe_rotate", 0)
-        assert [(fault.kind, fault.index) for fault in faults] == [("process", index)]
-        assert "died" in faults[0].detail
-        assert shrink(faults[0], CPU, None, 1.0).calls == faults[0].calls[-1:]  # not run again here
+        assert [(fault.kind, fault.index) for fault in faults] == [("checker", index)]
+        assert "(" in faults[0].detail  # where
+
+
+def test_a_process_that_dies_costs_its_family_alone() -> None:
+    plan = Plan(Source(1, ("lrpe_rotate",), small=True), "cpu", "torch", seconds=60.0, workers=1)
+    for _ in range(5):  # it may be ended between two families
+        worker = searching._Worker(plan, 0, end=0.0)
+        while worker.running is None and worker.alive:
+            list(worker.results())
+        worker.process.kill()
+        faults = []
+        while worker.alive:
+            faults += [fault for _, _, faults in worker.results() for fault in faults]
+        if faults:
+            break
+    assert [fault.kind for fault in faults] == ["process"]
+    assert "died (exit code -9)" in faults[0].detail
+    assert shrink(faults[0], CPU, None, 1.0).calls == faults[0].calls[-1:]  # not run again here
+
+
+@pytest.mark.gpu
+def test_large_results_are_compared_where_they_are(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make_call(
+        "tpa_decode", Choices(given={"B": 3, "M": 7, "D": 8, "dtype": "bfloat16", "backend": "triton"})
+    )
+    for large in (0, 3 * 8 * 3, 10**9):
+        monkeypatch.setattr(judging, "LARGE", large)
+        tally, faults = run_calls([call], device, None)
+        assert (tally.cases, faults) == (1, [])

@@ -211,6 +211,7 @@ def test_a_function_shared_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     function = dispatch.Function("f", check, lambda *_: None, lambda: operator)  # type: ignore[arg-type, return-value]
     monkeypatch.setattr(dispatch, "is_plain_eager", lambda *_: True)
     monkeypatch.setattr(dispatch, "are_kept", lambda _: True)
+    monkeypatch.setattr(dispatch, "use_triton", lambda *_: True)
     lengths = [torch.zeros(length) for length in range(1, 5)]
 
     def work(number: int) -> None:

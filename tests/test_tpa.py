@@ -3,6 +3,7 @@
 `tests/test_conformance.py` compares backends with the reference; here the reference is on trial as well.
 """
 
+import functools
 import importlib
 import itertools
 import math
@@ -314,6 +315,37 @@ def test_packed_sequences_are_as_if_alone(device: torch.device, backend: str, ca
         alone = {name: value[:, start:end] for name, value in inputs.items()}
         expected = tpa_attention(**alone, causal=causal, backend=backend)
         torch.testing.assert_close(packed[:, start:end], expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize(("features", "values"), [(128, 5), (128, 17), (64, 3), (20, 64), (128, 4)])
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_keys_or_values(
+    device: torch.device, dtype: torch.dtype, rank: int, features: int, values: int
+) -> None:
+    """Rows that are not even 4 bytes apart cannot be copied ahead: kernels store their tiles themselves."""
+    tokens = 70 if device.type == "cuda" else 33
+    sizes = {
+        "tokens": tokens,
+        "keys": tokens,
+        "rank_k": rank,
+        "rank_v": rank,
+        "features": features,
+        "values": values,
+    }
+    inputs = {name: x.requires_grad_() for name, x in factors(device, dtype=dtype, **sizes).items()}
+    grad = torch.randn(2, tokens, 3, values).to(device, dtype)
+
+    def run(inputs: dict[str, Any], function: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        out = function(**inputs)
+        return out.detach(), *torch.autograd.grad(out, list(inputs.values()), grad)
+
+    definition = reference.tpa_attention
+    wide = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+    found = run(inputs, functools.partial(tpa_attention, backend="triton"), grad)
+    accuracy = compare(found, run(wide, definition, grad.double()), run(inputs, definition, grad))
+    assert accuracy.ok, accuracy.describe()
 
 
 @needs_triton

@@ -5,11 +5,10 @@ import torch
 from test_tpa import exact, factors
 
 from warploom.ops.tpa import peers, reference
-from warploom.testing.accuracy import compare
 from warploom.testing.conformance import make_inputs
 
 Tensor = torch.Tensor
-CASE = {"batch": 2, "heads": 8, "head_dim": 16, "rank": 3, "dtype": "float32", "m": 37}
+CASE = {"batch": 2, "heads": 8, "head_dim": 16, "rank": 3, "dtype": "float64", "m": 37}
 
 
 @pytest.mark.parametrize("rank", [1, 2])
@@ -41,10 +40,9 @@ def test_other_functions_are_right_and_as_large_as_they_say(device: torch.device
     inputs = make_inputs(operator, CASE, device)
     wanted = operator.reference(**exact(inputs))
     for build in other.providers.values():
-        accuracy = compare(build(CASE)(**inputs), wanted, operator.reference(**inputs))
-        assert accuracy.ok, accuracy.describe()
+        torch.testing.assert_close(build(CASE)(**inputs), wanted)
     read = sum(tensor.numel() for tensor in inputs.values()) + wanted.numel()
-    assert other.traffic(CASE, "fwd").min_bytes == 4 * read
+    assert other.traffic(CASE, "fwd").min_bytes == 8 * read
 
 
 def test_heads_that_share_keys_may_be_given_as_tokens(device: torch.device) -> None:

@@ -88,3 +88,12 @@ def product(a, b, c, PRECISION: tl.constexpr):
 def dot(a, b, acc):
     """``a · b + acc`` in float32, with all bits of float32 factors: see `product`."""
     return product(a, b, acc, "bf16x6")
+
+
+@triton.jit
+def exact_dot(a, b, acc):
+    """``a · b + acc`` with no errors but those of float32: not on matrix units where factors are float32.
+
+    It takes longer than `dot`, and is for products that wait for memory anyway.
+    """
+    return product(a, b, acc, "ieee")

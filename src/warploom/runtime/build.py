@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import typing
@@ -49,6 +50,13 @@ def _declared(annotation: Any) -> Any:
     return None
 
 
+def taken(kind: Any, value: Any) -> list[tuple[str, Any]]:
+    """What a compiled kernel takes of a parameter, types and values: no tuples, no constants."""
+    if isinstance(kind, tuple):
+        return [each for part in zip(kind, value, strict=True) for each in taken(*part)]
+    return [] if kind == CONSTANT else [(kind, value)]
+
+
 def _plain(value: Any) -> Any:
     """Types and constants without the names of tuples, and without a descriptor's layout, which has versions."""
     if isinstance(value, tuple):
@@ -87,9 +95,10 @@ class Build:
         return f"{types} {constants} {sorted(self.attrs)} {sorted(self.options.items())}"
 
     def compile(self, target: Any = None) -> Any:
-        """The compiled variant, for the current GPU or another target.
+        """The compiled variant, for the current GPU or another target, launched with what is `taken`.
 
-        It is what Triton's ``kernel[grid](...)`` comes to. That takes types of integers in tuples from values.
+        It is what Triton's ``kernel[grid](...)`` comes to. That takes types of integers in tuples from values, and
+        its launcher unpacks tuples and passes over constants on every call, which costs as much as the launch.
         """
         if self.function.is_gluon():
             from triton.experimental.gluon._runtime import GluonASTSource as Source
@@ -103,4 +112,8 @@ class Build:
             "debug": triton.knobs.runtime.debug,
             "instrumentation_mode": triton.knobs.compilation.instrumentation_mode,
         }
-        return triton.compile(source, target=target, options=options)
+        compiled = triton.compile(source, target=target, options=options)
+        types = [kind for each in self.signature.values() for kind, _ in taken(each, each)]
+        compiled.src = copy.copy(source)  # of which the launcher is made
+        compiled.src.signature, compiled.src.constants = dict(enumerate(types)), {}
+        return compiled

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from warploom.runtime.build import ALIGNMENT, CONSTANT, TYPE_NAMES, Build, parameters_of
+from warploom.runtime.build import ALIGNMENT, CONSTANT, TYPE_NAMES, Build, parameters_of, taken
 from warploom.runtime.descriptors import Boxes, Description, can_be_copied
 from warploom.runtime.entry import Entry, entry_of
 from warploom.runtime.gpu import capability
@@ -282,11 +282,14 @@ class Launch:
         pointers, numbers = [], []
         described: list[Any] = []
         for number, (name, kind) in enumerate(build.signature.items()):
-            value, place = self.arguments.get(name), len(arguments)
-            arguments.append(value)
-            if name not in brought or brought[name] is None:
+            place = len(arguments)
+            if kind == CONSTANT:
+                continue
+            if name not in brought:
+                arguments += [value for _, value in taken(kind, self.arguments[name])]
                 continue
             index = self.takes.index(name)
+            arguments.append(None)
             if name in descriptors:
                 described.append((index, place, self.descriptions[name], next(encoders, None), {}))
                 if entry.encode is not None:

@@ -74,11 +74,13 @@ def recognise(*tensors: torch.Tensor) -> Callable[..., bool] | None:
     It compares types, shapes, strides, dtypes, devices, whether they require gradients, and the dispatcher's keys
     with those of the thread: a mode, transform or subclass is noticed. It does not notice a mode for functions of
     ``torch``, a forward-mode derivative, nor, in some versions of PyTorch, whether gradients are wanted now.
-    ``None`` where PyTorch has no such thing.
+    ``None`` where PyTorch has no such thing, or does not know these tensors again.
     """
     if _guard is None:
         return None
     check = _guard(*tensors)
+    if not check(*tensors):  # one that comes twice it never knows again
+        return None
 
     def like(*tensors: torch.Tensor) -> bool:
         try:

@@ -32,6 +32,7 @@ from warploom.ops import benches, operators
 from warploom.ops.spec import Case, Operator
 from warploom.runtime import launch
 from warploom.testing.conformance import as_tuple, gradients, leaves, make_inputs
+from warploom.testing.descriptors import disassemble, lost_addresses
 
 __all__ = ["ARCHITECTURES", "BuildError", "Resources", "build", "cases", "main", "record"]
 
@@ -119,8 +120,8 @@ def build(variant: launch.Build, arch: int, allowed: int = 0) -> Resources:
 
     Raises:
         BuildError: It does not compile, or needs more shared memory than the architecture has, or compiles to an
-            instruction that stops the program: Triton's compiler takes some kernels for impossible to reach,
-            without a word.
+            instruction that stops the program (Triton's compiler takes some kernels for impossible to reach,
+            without a word), or to products that read from nowhere (`warploom.testing.descriptors`).
     """
     try:
         compiled = variant.compile(GPUTarget("cuda", arch, 32))
@@ -128,6 +129,9 @@ def build(variant: launch.Build, arch: int, allowed: int = 0) -> Resources:
         raise BuildError(f"{_name(variant)} [{_describe(variant)}] for sm_{arch}: {_reason(error)}") from error
     if _TRAP.search(compiled.asm["ptx"]):
         raise BuildError(f"{_name(variant)} [{_describe(variant)}] for sm_{arch}: compiles to a trap")
+    lost = lost_addresses(disassemble(compiled.asm["cubin"])) if "wgmma" in compiled.asm["ptx"] else []
+    if lost:
+        raise BuildError(f"{_name(variant)} [{_describe(variant)}] for sm_{arch}: {lost[0]}")
     registers, stack, local = _usage(compiled.asm["cubin"])
     shared = compiled.metadata.shared
     if shared > 1024 * ARCHITECTURES.get(arch, shared):

@@ -248,7 +248,8 @@ def judge_entry(prepared: Prepared, verdict: Verdict) -> int:
     alone = prepared.entry(entry)
     outputs, _ = _guarded(alone.run)
     (found,) = _bits(_guarded(functools.partial(_on_cpu, outputs[:1])))
-    if not torch.equal(found, verdict.bits[0][entry : entry + 1]):
+    expected = verdict.bits[0][entry : entry + 1]
+    if not torch.equal(found.to(expected.device), expected):
         raise Failure("batch output", f"batch entry {entry} alone gives other bits than in a batch of {batch}")
     return 1
 
@@ -378,6 +379,7 @@ def _check_form(prepared: Prepared, outputs: Sequence[Tensor]) -> None:
 
 def _check_bits(call: Call, found: list[Tensor], expected: list[Tensor]) -> None:
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        one = one.to(other.device)  # large results stay on theirs
         if not torch.equal(one, other):
             differing = int((one != other).sum())
             raise Failure(f"bits {_name(call, index)}", f"{differing} of {one.numel()} differ from the first run's")
@@ -406,9 +408,10 @@ def _on_cpu(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _bits(results: list[Tensor]) -> list[Tensor]:
-    """As integers, so that a NaN equals itself."""
+    """As integers, so that a NaN equals a NaN."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return [result.contiguous().view(integers[result.element_size()]) for result in results]
+    same = [result.masked_fill(result.isnan(), torch.nan) for result in results]
+    return [result.contiguous().view(integers[result.element_size()]) for result in same]
 
 
 def _name(call: Call, index: int) -> str:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -186,7 +188,12 @@ def _work(plan: Plan, number: int, skipped: int, end: float, pipe: Connection) -
         next(indices)
     for index in indices:
         pipe.send(index)
-        tally, faults = run_family(plan.source, index, device, plan.backend)
+        try:
+            tally, faults = run_family(plan.source, index, device, plan.backend)
+        except Exception as error:  # of the checker itself
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            detail = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+            tally, faults = Tally(), [Fault(tuple(plan.source.family(index)), "checker", detail, index=index)]
         pipe.send((plan.source.operator(index), tally, faults))
         if any(fault.fatal for fault in faults):
             raise SystemExit(_AGAIN)

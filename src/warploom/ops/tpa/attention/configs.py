@@ -39,7 +39,17 @@ HOPPER_FACTOR_ROWS = 64
 """Rows of a tile of feature factors, all ranks together."""
 
 
-def forward_tiles(dtype: torch.dtype, features: int, rank: int, arch: int) -> Tiles:
+COPIED = 4
+"""Bytes that must lie together in memory, wherever a row begins, for a load to run ahead through shared memory."""
+WIDE = 64
+"""Features of a tile that is not narrow."""
+NARROW_STORED = Tiles(32, 64, 4, 2)
+"""Of the forward and query kernels for 16 bits where a loop itself stores narrow tiles in shared memory. The
+assembler of CUDA 12.8 (Triton 3.6 and 3.7) may lose the address from which `wgmma` reads them: see
+`warploom.testing.descriptors`. For 32 queries `mma` is taken."""
+
+
+def forward_tiles(dtype: torch.dtype, features: int, rank: int, arch: int, narrow_stored: bool) -> Tiles:
     """Of the forward kernel, for the larger of D and E, padded, and the larger rank."""
     if dtype == torch.float32:
         return _float32_tiles(features, 2 if 80 < arch < 90 and rank == 1 and features <= 16 else 1)
@@ -47,10 +57,12 @@ def forward_tiles(dtype: torch.dtype, features: int, rank: int, arch: int) -> Ti
         return Tiles(32, 16, 8, 2)
     if rank > 2 or not 90 <= arch < 120:  # without warp-group products there are no registers for more
         return Tiles(64, 32, 8, _stages(features, rank, arch))
+    if narrow_stored:
+        return NARROW_STORED
     return Tiles(64, 64, 4, 3) if rank == 1 else Tiles(128, 64, 8, 3)
 
 
-def query_tiles(dtype: torch.dtype, features: int, rank: int, arch: int) -> Tiles:
+def query_tiles(dtype: torch.dtype, features: int, rank: int, arch: int, narrow_stored: bool) -> Tiles:
     """Of the query kernel."""
     blackwell = arch >= 100  # where the registers of Hopper's choices do not suffice
     if dtype == torch.float32:
@@ -59,6 +71,8 @@ def query_tiles(dtype: torch.dtype, features: int, rank: int, arch: int) -> Tile
         return Tiles(32, 16, 8, 1)
     if rank > 2 or not 90 <= arch < 120:
         return Tiles(64, 32, 8, _stages(features, rank, arch))
+    if narrow_stored:
+        return NARROW_STORED
     return Tiles(64, 64, 8 if blackwell and features > 64 else 4, 2) if rank == 1 else Tiles(128, 64, 8, 2)
 
 

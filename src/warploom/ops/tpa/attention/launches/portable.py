@@ -6,14 +6,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom.ops.tpa.attention.configs import PROGRAMS, Tiles, forward_tiles, key_tiles, query_tiles
+from warploom.ops.tpa.attention.configs import (
+    COPIED,
+    PROGRAMS,
+    WIDE,
+    Tiles,
+    forward_tiles,
+    key_tiles,
+    query_tiles,
+)
 from warploom.ops.tpa.attention.kernels.backward import factor_kernel, key_kernel, query_kernel, sum_kernel
 from warploom.ops.tpa.attention.kernels.forward import Sizes, forward_kernel
 from warploom.ops.tpa.attention.launches import hopper
 from warploom.ops.tpa.attention.launches.common import block, heads_first, plan_prepare, queries, row_length
 from warploom.ops.tpa.attention.problem import Call
 from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, HeadStrides
-from warploom.ops.tpa.problem import Operands, feature_factors, strides_of
+from warploom.ops.tpa.problem import Factors, Operands, feature_factors, strides_of
 from warploom.runtime.launch import ALIGNMENT, Dense, Launch, architecture, may_start_early, multiprocessors
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans, metadata
@@ -86,14 +94,21 @@ def _largest(factors: Operands) -> tuple[int, int]:
     return max(block(bq.shape[3]), block(bv.shape[3])), max(bk.shape[2], bv.shape[2])
 
 
+def _narrow_stored(factors: Operands, b: Factors) -> bool:
+    """Whether loops over keys store narrow tiles of keys or values in shared memory themselves: `NARROW_STORED`."""
+    _, _, _, _, bk, bv = factors
+    copied = bk.shape[2] == bv.shape[2] == 1 and b.vector * bk.element_size() >= COPIED
+    return not copied and min(block(bk.shape[3]), block(bv.shape[3])) < WIDE
+
+
 def _plan_forward(factors: Operands, call: Call) -> _Forward | hopper.Forward:
     aq, ak, _, bq, bk, bv = factors
     batch, tokens, rank_q, features = bq.shape
     out = layout_of(bq if aq is None else aq, bv.shape[3])
     if hopper.suit(factors, call):
         return hopper.plan_forward(factors, call, out)
-    tiles = forward_tiles(bq.dtype, *_largest(factors), architecture(bq.device))
     q, b = feature_factors(bq), feature_factors(bk, bv)
+    tiles = forward_tiles(bq.dtype, *_largest(factors), architecture(bq.device), _narrow_stored(factors, b))
     k_features, v_features = _features(factors, b.vector, b.flag)
     launch = Launch(
         forward_kernel,
@@ -211,8 +226,8 @@ def _plan_backward(factors: Operands, call: Call, out: Tensor, grad: Tensor) -> 
 def _plan_query(factors: Operands, call: Call, grad: Tensor, dq: Tensor, scale: float) -> Launch:
     """The launch that writes ``scale · dQ`` to ``dq`` (B, N, H, D)."""
     _, ak, _, bq, bk, bv = factors
-    tiles = query_tiles(bq.dtype, *_largest(factors), architecture(bq.device))
     g, b = feature_factors(grad), feature_factors(bk, bv)
+    tiles = query_tiles(bq.dtype, *_largest(factors), architecture(bq.device), _narrow_stored(factors, b))
     k_features, v_features = _features(factors, b.vector, b.flag)
     return Launch(
         query_kernel,

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from warploom.device.product import dot, rounded
+from warploom.device.product import exact_dot, rounded
 from warploom.ops.tpa.kernels.factors import Factors, FeatureStrides, HeadStrides, exp
 
 
@@ -159,9 +159,9 @@ def add_masked(acc, v, w, mask):
     """
     w = tl.where(mask, w, 0.0).to(v.dtype)
     finite = tl.abs(v.to(tl.float32)) < float("inf")
-    acc = dot(tl.trans(tl.where(finite, v, 0.0).to(v.dtype)), w, acc)
+    acc = exact_dot(tl.trans(tl.where(finite, v, 0.0).to(v.dtype)), w, acc)
     flags = tl.trans(tl.where(finite, 0.0, 1.0).to(tl.bfloat16))
-    reached = dot(flags, tl.where(mask, 1.0, 0.0).to(tl.bfloat16), tl.zeros(acc.shape, tl.float32))
+    reached = exact_dot(flags, tl.where(mask, 1.0, 0.0).to(tl.bfloat16), tl.zeros(acc.shape, tl.float32))
     return tl.where(reached > 0.0, float("nan"), acc)
 
 
@@ -199,9 +199,9 @@ def query_tile(
             b_mask = ((rank < Q.R) & (token < tokens))[:, None] & (d < Q.F)[None, :]
             b = tl.load(ranks + features, mask=b_mask, other=0.0)
             if BLOCK_N == 1:
-                q = dot(a, b, q)
+                q = exact_dot(a, b, q)
             else:  # rows of the others are zero, which times NaN is NaN
-                q = tl.where((n == token)[:, None], dot(a, b, q), q)
+                q = tl.where((n == token)[:, None], exact_dot(a, b, q), q)
     return rounded(q * scale_q, bq.ptr.dtype.element_ty)
 
 
@@ -354,7 +354,7 @@ def decode_kernel(
             key_mask = m < end
             k = feature_tile(k_features, start, end, K, TILE.BLOCK_M, TILE.BLOCK_RK)
             a = head_tile(k_heads, start, h, key_mask, head_mask, A, K.R, TILE.BLOCK_M, TILE.BLOCK_RK)
-            logits = dot(k, q, tl.zeros((TILE.BLOCK_M * TILE.BLOCK_RK, ROWS), tl.float32))
+            logits = exact_dot(k, q, tl.zeros((TILE.BLOCK_M * TILE.BLOCK_RK, ROWS), tl.float32))
             logits = sum_ranks(logits, a, TILE.BLOCK_M, TILE.BLOCK_RK, ROWS) * logit_scale
             logits = tl.where((m[:, None] < row_end[None, :]) & key_mask[:, None], logits, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(logits, axis=0, keep_dims=True))
@@ -371,7 +371,7 @@ def decode_kernel(
                 key = start + tl.arange(0, TILE.BLOCK_M * TILE.BLOCK_RV) // TILE.BLOCK_RV
                 acc = add_masked(acc, v, w, key[:, None] < row_end[None, :])
             else:
-                acc = dot(tl.trans(v), w, acc)
+                acc = exact_dot(tl.trans(v), w, acc)
             if LEVELS > 0:
                 behind = start + TILE.BLOCK_M
                 if behind % chunk == 0:

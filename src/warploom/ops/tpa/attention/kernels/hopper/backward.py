@@ -123,7 +123,7 @@ def tpa_hopper_query_kernel(
     k_weights = gl.allocate_shared_memory(gl.float32, [RANK * BLOCK_N], plain)
     v_weights = gl.allocate_shared_memory(gl.float32, [RANK * BLOCK_N], plain)
     work = Work(tokens, keys, heads, 1, rows, blocks, rows, 1, 0)
-    scheduler = new_scheduler(counters + 1, 1, GROUPS)
+    scheduler = new_scheduler(counters + 1, 1, GROUPS + 1)  # the groups that compute, and the one that forms
     k = new_ring(k_tiles, STAGES, GROUPS)
     v = new_ring(v_tiles, STAGES, GROUPS)
     k_factors = new_ring(bk_tiles, F_STAGES, 1)

@@ -210,7 +210,8 @@ def form_tiles(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, EXACT: gl.constexpr, 
     tiles = tiles_of(work)
     count = 0
     done = 0
-    tile, _ = received(scheduler, done)
+    tile, slot = received(scheduler, done)
+    mbarrier.arrive(scheduler.empty.index(slot))
     while tile < tiles:
         block, row, _ = tile_place(tile, work, CAUSAL)
         _, _, steps = key_steps(block, 0, work, CAUSAL, BLOCK_M, BLOCK_N)
@@ -224,7 +225,8 @@ def form_tiles(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, EXACT: gl.constexpr, 
                 form_tile(operands[o], present[o], count, EXACT)
             count += 1
         done += 1
-        tile, _ = received(scheduler, done)
+        tile, slot = received(scheduler, done)
+        mbarrier.arrive(scheduler.empty.index(slot))
 
 
 @gluon.jit
@@ -257,7 +259,7 @@ def tpa_hopper_forward_kernel(
     k_weights = gl.allocate_shared_memory(gl.float32, [RANK * BLOCK_N], plain)
     v_weights = gl.allocate_shared_memory(gl.float32, [RANK * BLOCK_N], plain)
     work = Work(tokens, keys, heads, 1, rows, blocks, rows, 1, 0)
-    scheduler = new_scheduler(counters, 1, GROUPS)
+    scheduler = new_scheduler(counters, 1, GROUPS + 2)  # the groups that attend, and the two that form
     k = new_ring(k_tiles, STAGES, GROUPS)
     v = new_ring(v_tiles, STAGES, GROUPS)
     k_factors = new_ring(bk_tiles, F_STAGES, 1)

@@ -1,0 +1,46 @@
+"""Products that read from nowhere are found in machine code, and those that do not are not."""
+
+import pytest
+
+from warploom.testing.descriptors import lost_addresses
+
+GOOD = """
+        /*0010*/                   USHF.R.U32.HI UR50, URZ, 0x4, UR45 ;
+        /*0020*/                   USGXT.U32 UR50, UR50, 0xe ;
+        /*0030*/                   UIADD3 UR14, UP1, UR50, 0x20, URZ ;
+        /*0040*/                   UIADD3.X UR15, URZ, -0x3ffffff0, URZ, UP1, !UPT ;
+        /*0050*/                   UMOV UR51, 0xc0000010 ;
+        /*0060*/                   HGMMA.64x16x16.F32 R56, R24, gdesc[UR48].tnspB, R56 ;
+        /*0070*/              @!P0 HGMMA.64x16x16.F32 R56, R28, gdesc[UR12].tnspB, R56, gsb0 ;
+"""
+
+
+def test_addresses_that_are_there() -> None:
+    assert lost_addresses(GOOD) == []
+    vector = GOOD.replace("USGXT.U32 UR50, UR50, 0xe", "R2UR UR50, R7")
+    assert lost_addresses("/*0000*/ LOP3.LUT R7, R7, 0x3fff, RZ, 0xc0, !PT ;" + vector) == []
+    spilled = "/*0000*/ LDL R7, [R1+0xd4] ;" + vector
+    assert lost_addresses(spilled) == []
+    assert lost_addresses("/*0000*/ HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;")  # both factors in shared memory
+    assert lost_addresses("no code") == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "lost", "reason"),
+    [
+        ("UP1, UR50, 0x20", "UP1, UR46, 0x20", 1, "UR46 is never written"),
+        ("USGXT.U32 UR50, UR50, 0xe", "UIADD3 UR50, UR16, 0x40, URZ", 2, "UR16 is never written"),
+        ("USGXT.U32 UR50, UR50, 0xe", "S2UR UR50, SR_CTAID.X", 2, "UR50 comes from S2UR"),
+        ("USGXT.U32 UR50, UR50, 0xe", "USGXT.U32 UR50, UR50, 0x8", 2, "comes from USGXT"),
+    ],
+)
+def test_addresses_that_are_lost(before: str, after: str, lost: int, reason: str) -> None:
+    assert before in GOOD
+    found = lost_addresses(GOOD.replace(before, after))
+    assert len(found) == lost
+    assert reason in found[0]
+
+
+def test_what_comes_later_defines_nothing() -> None:
+    first, *rest = GOOD.strip().splitlines()
+    assert lost_addresses("\n".join([*rest[1:], first, rest[0]]))
