@@ -19,6 +19,8 @@ import torch.nn.functional as F
 import warploom
 
 CALLS = 500
+ROUNDS = 3
+"""Times that all of them are measured, so that a slow moment of the machine is nobody's."""
 TOGETHER = 20
 """Calls that are queued before the device is waited for."""
 
@@ -74,19 +76,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, help="a JSON file")
     path = parser.parse_args().output
-    found: dict[str, dict[str, float]] = {}
-    for name, (inputs, call) in operators().items():
-        rows = {"": samples(call)}
-        if inputs:
+    times: dict[str, list[float]] = {}
+    for _ in range(ROUNDS):
+        for name, (inputs, call) in operators().items():
+            times.setdefault(name, []).extend(samples(call))
             for tensor in inputs:
                 tensor.requires_grad_()
-            rows[", with gradients"] = samples(call)
-            for tensor in inputs:
-                tensor.requires_grad_(False)
-        for mode, times in rows.items():
-            least, middle = min(times), statistics.median(times)
-            found[name + mode] = {"minimum_us": round(least, 2), "median_us": round(middle, 2)}
-            print(f"{name + mode:60} {least:8.2f} {middle:8.2f}", flush=True)
+            if inputs:
+                times.setdefault(f"{name}, with gradients", []).extend(samples(call))
+    found: dict[str, dict[str, float]] = {}
+    for name, some in times.items():
+        least, middle = min(some), statistics.median(some)
+        found[name] = {"minimum_us": round(least, 2), "median_us": round(middle, 2)}
+        print(f"{name:60} {least:8.2f} {middle:8.2f}", flush=True)
     if path:
         versions = {
             "torch": torch.__version__,

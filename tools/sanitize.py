@@ -127,9 +127,14 @@ class Explanation:
 
     def explains(self, finding: Finding) -> bool:
         """Whether a finding is this one."""
-        if (self.tool, self.kernel) != (finding.tool, finding.kernel):
+        if self.tool != finding.tool:
             return False
-        pairs = (finding.group, self.group), (finding.call, self.call), (finding.kind, self.kind)
+        pairs = (
+            (finding.kernel, self.kernel),
+            (finding.group, self.group),
+            (finding.call, self.call),
+            (finding.kind, self.kind),
+        )
         if not all(fnmatch.fnmatchcase(found, pattern) for found, pattern in pairs):
             return False
         lines = [place.text for place in finding.places]

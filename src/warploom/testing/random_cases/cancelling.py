@@ -48,7 +48,8 @@ def cancelling(
         return [off if name == "x" else torch.zeros(1) for name in wanted]
     if operator not in _ATTENTION:
         return None
-    logits, weights, out, lse = _attention(*_ATTENTION[operator](given))
+    attended = _ATTENTION[operator](given)
+    logits, weights, out, lse = _attention(*attended)
     if not logits.requires_grad:
         return None
     dlogits, off_logits = torch.zeros_like(logits), torch.zeros_like(logits)
@@ -63,9 +64,25 @@ def cancelling(
         dlogits = dlogits + more
         off_logits = off_logits + more.abs() * SUMS
     # The gradients of logits are rounded before they multiply keys and queries.
-    signs = torch.rand(logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2 - 1
-    off_logits = off_logits.detach() + dlogits * signs.to(logits.device) * FACTORS.get(factors, SUMS)
-    return list(torch.autograd.grad(logits, leaves, off_logits, materialize_grads=True))
+    rounding = FACTORS.get(factors, SUMS)
+    off_logits = off_logits.detach() + dlogits * _signs(logits) * rounding
+    of_logits = torch.autograd.grad(logits, leaves, off_logits, retain_graph=True, materialize_grads=True)
+    if operator != "rotary_attention":
+        return list(of_logits)
+    # Those of queries and keys are rounded before they turn back.
+    turned = attended[:2]
+    rounded = [
+        gradient * _signs(gradient) * rounding
+        for gradient in torch.autograd.grad(logits, turned, dlogits.abs() + off_logits.abs(), retain_graph=True)
+    ]
+    turned_back = torch.autograd.grad(turned, leaves, rounded, materialize_grads=True)
+    return [first.abs() + second.abs() for first, second in zip(of_logits, turned_back)]
+
+
+def _signs(like: Tensor) -> Tensor:
+    """Numbers from -1 to 1, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return (torch.rand(like.shape, generator=generator, dtype=torch.float64) * 2 - 1).to(like.device)
 
 
 def _of_softmax(operator: str, given: Mapping[str, Any], grad: Tensor | None) -> Tensor:
