@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 import subprocess
@@ -110,10 +111,11 @@ def test_every_place_of_a_report_must_be_explained() -> None:
 
 def test_what_an_explanation_names_is_there() -> None:
     for known in sanitize.read_known():
-        sources = "".join(
-            file.read_text() for file in (ROOT / "src/warploom/ops" / known.group).rglob("kernels/**/*.py")
-        )
-        assert not known.kernel or f"def {known.kernel}(" in sources
+        package = ROOT / "src" / "warploom"
+        files = [*package.glob(f"ops/{known.group}/**/kernels/**/*.py"), *package.glob("device/**/*.py")]
+        sources = "".join(file.read_text() for file in files)
+        kernels = re.findall(r"def (\w+_kernel)\(", sources)
+        assert not known.kernel or fnmatch.filter(kernels, known.kernel)
         assert all(text in sources for text in known.where), known
 
 
