@@ -14,12 +14,13 @@ import pytest
 import torch
 import toy
 
-from warploom.bench import evaluate, measure, records, runner, tables
+from warploom.bench import evaluate, measure, records, runner
 from warploom.bench.attempt import DeviceLostError, Failure, attempt
 from warploom.bench.records import LIMIT, Record
 from warploom.bench.runner import Outcome, Selection
 from warploom.errors import ArgumentError
 from warploom.ops.spec import Bench, Case
+from warploom.report import terminal
 
 pytestmark = pytest.mark.usefixtures("quick_measurements")
 
@@ -78,7 +79,7 @@ def test_another_function_has_its_own_inputs_definition_and_bytes_and_no_limit(t
     assert found["squared"].limit_ms is None
     assert found["squared"].limit_fraction is None
     assert found["torch"].limit_ms == found[LIMIT].ms
-    printed = tables.text(tables.sections(list(found.values()), [bench]))
+    printed = terminal(list(found.values()))
     assert re.search(r"\bsquared\b", printed)
 
 
@@ -172,7 +173,7 @@ def test_a_provider_with_no_room_beside_the_others_is_timed_alone(
     monkeypatch.setattr(evaluate, "time_interleaved", crowded)
     outcome = run(toy.make_bench(), tmp_path, Selection(modes=["fwd"], case={"n": [64]}))
     assert by_provider(outcome)["torch"].status == "ok"
-    assert alone == [[LIMIT, "torch"], ["torch"]]
+    assert alone == [["torch", LIMIT], ["torch"]]
 
 
 def test_what_is_missing_is_prepared_before_anything_is_measured(tmp_path: Path) -> None:
@@ -187,8 +188,8 @@ def test_what_is_missing_is_prepared_before_anything_is_measured(tmp_path: Path)
     run(bench, tmp_path, Selection(modes=["fwd"], providers=["torch"]), prepare=prepare)
     run(bench, tmp_path, Selection(modes=["fwd"]), resume=True, prepare=prepare)
     run(bench, tmp_path, Selection(modes=["fwd"]), resume=True, prepare=prepare)
-    others = "other", "third"
-    assert prepared == [{(64, "torch"), (256, "torch")}, {(64, *others), (256, *others)}, set()]
+    every = "torch", "other", "third"  # what has a time is timed again beside the rest
+    assert prepared == [{(64, "torch"), (256, "torch")}, {(64, *every), (256, *every)}, set()]
 
 
 def test_resume_measures_only_what_is_missing_or_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,10 +210,13 @@ def test_resume_measures_only_what_is_missing_or_stale(tmp_path: Path, monkeypat
 
     two = toy.make_bench(**one.providers, wrong=toy.wrong)
     outcome = run(two, tmp_path, Selection(modes=["fwd"]), resume=True)
-    assert [providers for _, providers in measured] == [("wrong",), ("wrong",)]
-    assert by_provider(outcome)["torch"] == by_provider(first)["torch"]
-    assert by_provider(outcome)["wrong"].status == "incorrect"
+    assert [providers for _, providers in measured] == [("torch", "wrong"), ("torch", "wrong")]
+    found = by_provider(outcome)
+    assert found["torch"].run == found["wrong"].run == found[LIMIT].run != by_provider(first)["torch"].run
+    assert found["wrong"].status == "incorrect"
     measured.clear()
+    assert run(two, tmp_path, Selection(modes=["fwd"]), resume=True).records == outcome.records
+    assert measured == []
 
     monkeypatch.setattr(runner, "fingerprint", lambda *_: "other code")
     outcome = run(one, tmp_path, Selection(modes=["fwd"]), resume=True)
@@ -226,6 +230,7 @@ def test_resume_measures_only_what_is_missing_or_stale(tmp_path: Path, monkeypat
     assert by_provider(outcome)["torch"].fingerprint == "newer code"
     assert [providers for _, providers in measured] == [("torch",), ("torch",)]
     assert {r.fingerprint for r in records.load([tmp_path]) if r.provider == LIMIT} == {"other code"}
+    assert len({r.run for r in outcome.records}) == 1
 
 
 def test_a_time_limit_stops_between_cases_and_says_what_is_left(tmp_path: Path) -> None:

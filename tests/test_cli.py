@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,29 +14,35 @@ import torch
 import toy
 
 import warploom.ops
-from warploom.bench import records
-from warploom.cli import main
+from warploom.bench import environment, records, registry
+from warploom.cli import bench, main
 from warploom.ops.spec import Bench
+from warploom.report import panels
 
 
 @pytest.fixture(autouse=True)
 def _toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick_measurements: None) -> None:
     monkeypatch.chdir(tmp_path)
     register(monkeypatch, toy.make_bench())
-    monkeypatch.setattr(warploom.ops, "operators", lambda: {toy.OPERATOR.name: toy.OPERATOR})
+    fused = replace(toy.OPERATOR, fused=True)
+    monkeypatch.setattr(warploom.ops, "operators", lambda: {fused.name: fused})
 
 
 def register(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-    monkeypatch.setattr(warploom.ops, "benches", lambda: {bench.name: bench})
-    monkeypatch.setattr(records, "benches", lambda: {bench.name: bench})
+    for module in (registry, records, panels):
+        monkeypatch.setattr(module, "benches", lambda: {bench.name: bench})
 
 
 def test_bench_prints_tables_then_where_things_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
     assert main(["bench", "toy_scale", "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
     lines = out.rstrip().splitlines()
-    assert lines[0] == "toy_scale  Speed (ms)  fwd  fp32  shape 4×4"
+    assert lines[0].startswith("device: CPU, PyTorch")
+    assert "no kernel runs here" in lines[0]
+    assert "trial of the instrument" in lines[1]
+    assert "toy_scale  fwd  fp32  ms" in lines
+    assert max(map(len, lines)) <= 80
     assert lines[-2] == "records: runs/cpu-quick/records.jsonl"
     assert lines[-1] == "report: runs/cpu-quick/report.html"
     assert "[1/4] toy-scale fwd" in err
@@ -54,14 +61,16 @@ def test_bench_without_a_report_and_with_a_selection(capsys: pytest.CaptureFixtu
 def test_without_the_reports_packages_a_run_still_ends_well(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in [name for name in sys.modules if name.startswith(("plotly", "warploom.bench.report"))]:
+    for module in [name for name in sys.modules if name.startswith(("jinja2", "warploom.report.page"))]:
         monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.setattr(bench, "_has_report", lambda: False)
     assert main(["bench", "--device", "cpu", "--mode", "fwd"]) == 0
     out, err = capsys.readouterr()
     assert out.rstrip().endswith("records: runs/cpu-quick/records.jsonl")
-    assert "no report, plotly is not installed: pip install 'warploom[bench]'" in err
+    assert err.startswith("warploom: no report: jinja2 is missing: pip install 'warploom[bench]'")
     assert main(["report", "runs/cpu-quick"]) == 2
+    assert "jinja2 is not installed: pip install 'warploom[bench]'" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_says_how_to_go_on(
@@ -70,16 +79,16 @@ def test_an_interrupted_run_says_how_to_go_on(
     def interrupt() -> dict[str, Bench]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(warploom.ops, "benches", interrupt)
+    monkeypatch.setattr(registry, "benches", interrupt)
     assert main(["bench", "--device", "cpu"]) == 130
     assert "--resume" in capsys.readouterr().err
 
 
 def test_bench_resumes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "--device", "cpu", "--no-report", "--resume"]
-    assert main([*words, "--time-limit", "0"]) == 0
+    assert main([*words, "--time-limit", "0"]) == 1
     assert "the time limit of 0 s is reached; 4 left, --resume goes on with:" in capsys.readouterr().err
-    assert main(["bench", "--device", "cpu", "--output", "empty", "--time-limit", "0"]) == 0
+    assert main(["bench", "--device", "cpu", "--output", "empty", "--time-limit", "0"]) == 1
     assert "nothing was measured" in capsys.readouterr().err
     assert main(words) == 0
     first = capsys.readouterr()
@@ -95,7 +104,7 @@ def test_bench_fails_when_our_own_provider_is_wrong(
     words = ["bench", "--device", "cpu", "--no-report"]
     register(monkeypatch, toy.make_bench(torch=toy.wrong))
     assert main(words) == 1
-    assert "torch, n = 64: incorrect: max error" in capsys.readouterr().out
+    assert "incorrect: torch at n = 64: max error" in capsys.readouterr().out
     register(monkeypatch, toy.make_bench(torch=toy.broken))
     assert main(words) == 1
     register(monkeypatch, toy.make_bench(other=toy.wrong, torch=lambda case: toy.reference))
@@ -121,7 +130,7 @@ def test_mistakes_are_one_line_and_status_2(words: str, message: str, capsys: py
 
 
 def test_a_report_of_nothing_is_a_mistake_too(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
     assert main(["report", "nowhere"]) == 2
     assert capsys.readouterr().err.startswith("warploom: nowhere: no records here")
 
@@ -137,7 +146,7 @@ def test_check_reports_each_dtype_and_mode(
     def off(x: torch.Tensor, weight: torch.Tensor, backend: str) -> torch.Tensor:
         return toy.reference(x, weight) * 1.25
 
-    wrong = replace(toy.OPERATOR, function=off)
+    wrong = replace(toy.OPERATOR, function=off, fused=True)
     monkeypatch.setattr(warploom.ops, "operators", lambda: {"toy": wrong})
     assert main(["check", "toy", "--device", "cpu"]) == 1
     assert "FAILED" in capsys.readouterr().out
@@ -151,7 +160,7 @@ def test_env_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_report_draws_recorded_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
     assert main(["bench", "--device", "cpu", "--no-report", "--output", "here"]) == 0
     capsys.readouterr()
     assert main(["report", "here", "-o", "drawn.html"]) == 0
@@ -163,4 +172,81 @@ def test_the_command_line_and_the_bench_import_nothing_heavy() -> None:
     program = "import sys, warploom.cli, warploom.bench; print(*sys.modules)"
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=root)
-    assert {"rich", "plotly", "jinja2", "triton"}.isdisjoint(done.stdout.split())
+    assert {"rich", "jinja2", "triton"}.isdisjoint(done.stdout.split())
+
+
+def test_help_needs_no_pytorch_and_answers_at_once() -> None:
+    program = "import sys, time; start = time.process_time(); import warploom.cli\n"
+    program += "try: warploom.cli.main(['bench', '--help'])\nexcept SystemExit: pass\n"
+    program += "print(time.process_time() - start, 'torch' in sys.modules, file=sys.stderr)"
+    root = Path(__file__).parents[1]
+    variables = {**os.environ, "PYTHONPATH": str(root / "src")}
+    found = [
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=variables)
+        for _ in range(3)
+    ]
+    assert "examples:" in found[0].stdout
+    seconds, has_torch = zip(*(done.stderr.split() for done in found))
+    assert set(has_torch) == {"False"}
+    assert min(map(float, seconds)) < 0.3
+
+
+def test_an_operator_is_there_whether_pytorch_was_imported_before_or_not() -> None:
+    root = Path(__file__).parents[1]
+    variables = {**os.environ, "PYTHONPATH": str(root / "src")}
+    for first in ("", "import torch; "):
+        program = f"{first}import warploom; print(*[getattr(warploom, name) for name in warploom.__all__])"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables)
+        assert done.returncode == 0, done.stderr
+        assert "function lrpe_rotate" in done.stdout
+
+
+def test_the_list_shows_what_there_is_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out.startswith("toy-scale: Toy\n  suites quick; modes fwd, bwd\n")
+    assert main(["list", "toy_scale"]) == 0
+    out = capsys.readouterr().out
+    assert "providers: torch\n" in out
+    assert "suite quick: 2 cases on a GPU, 2 on a CPU" in out
+    assert "n = 64 256" in out
+
+
+def test_records_of_results_are_of_a_clean_commit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["bench", "--device", "cpu", "--no-report", "--mode", "fwd", "--output", "results/here"]
+    for found in ({"commit": "0" * 40, "dirty": True}, {}):
+        monkeypatch.setattr(environment, "_checkout", lambda folder, found=found: found)
+        assert main(words) == 2
+        assert "takes records of a clean commit alone" in capsys.readouterr().err
+    monkeypatch.setattr(environment, "_checkout", lambda folder: {"commit": "0" * 40, "dirty": False})
+    assert main(words) == 0
+    (run,) = {record.run for record in records.load([Path("results/here")])}
+    (known,) = records.load_environments(Path("results/here")).values()
+    assert known["runs"][run]["commit"] == "0" * 40
+    assert "commit" not in {name for name in known if name != "runs"}
+
+
+def test_a_check_compares_no_reference_with_itself(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(warploom.ops, "operators", lambda: {"toy": toy.OPERATOR})
+    assert main(["check", "--device", "cpu"]) == 1
+    out, err = capsys.readouterr()
+    assert "no kernel runs here" in out.splitlines()[0]
+    assert "Not checked, backend torch is the definition itself: toy." in out
+    assert "comparisons" not in out
+    assert err == "warploom: nothing was checked\n"
+
+
+def test_one_refusal_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(x: torch.Tensor, weight: torch.Tensor, backend: str) -> torch.Tensor:
+        raise warploom.BackendError("toy: not here")
+
+    monkeypatch.setattr(warploom.ops, "operators", lambda: {"toy": replace(toy.OPERATOR, function=refuse)})
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert main(["check", "--device", "cpu"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("not here" in line for line in lines) == 1
+    assert any("(and 1 more): BackendError: toy: not here" in line for line in lines)

@@ -19,7 +19,7 @@ from warploom.errors import ArgumentError
 SIZES = (64, 256)
 
 
-def record(n: int, ms: float, provider: str = "triton", spread: float = 0.02, **changes: object) -> Record:
+def record(n: int, ms: float, provider: str = "warploom", spread: float = 0.02, **changes: object) -> Record:
     made = Record(
         operator="toy",
         suite="quick",
@@ -111,12 +111,12 @@ def test_the_command_prints_a_table_and_fails_above_a_threshold(
 
 
 def test_providers_of_one_run_and_json(runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", runs[0], "--providers", "triton", "torch", "--json"]) == 0
+    assert main(["compare", runs[0], "--providers", "warploom", "torch", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert [pair["ratio"] for pair in facts["pairs"]] == pytest.approx([4.0, 4.0])
     assert facts["means"][-1]["name"] == "all"
-    assert (facts["a"]["provider"], facts["b"]["provider"]) == ("triton", "torch")
-    assert main(["compare", f"{runs[0]}:torch", f"{runs[1]}:triton", "--json"]) == 0
+    assert (facts["a"]["provider"], facts["b"]["provider"]) == ("warploom", "torch")
+    assert main(["compare", f"{runs[0]}:torch", f"{runs[1]}:warploom", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["pairs"][0]["verdict"] == "faster"
     assert facts["a"]["stale"] == 2
@@ -126,8 +126,8 @@ def test_providers_of_one_run_and_json(runs: tuple[str, str], capsys: pytest.Cap
     ("words", "message"),
     [
         ("compare {a}", "give either A and B, or A and --providers"),
-        ("compare {a} {b} --providers triton torch", "give either A and B"),
-        ("compare {a} --providers triton nobody", "has no records of nobody; there are: torch, triton"),
+        ("compare {a} {b} --providers warploom torch", "give either A and B"),
+        ("compare {a} --providers warploom nobody", "has no records of nobody; there are: torch, warploom"),
         ("compare {a} nowhere", "nowhere: no records here"),
     ],
 )

@@ -17,11 +17,11 @@ import toy
 
 from warploom.bench import compile_first
 from warploom.bench.evaluate import Unit
-from warploom.bench.specs import load_specs
 from warploom.ops import benches
+from warploom.testing.specs import load_specs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-NAMES = ("triton", "torch", "torch_compile", "third")
+NAMES = ("warploom", "torch", "torch_compile", "third")
 
 
 class Here:
@@ -95,7 +95,7 @@ def test_every_provider_that_compiles_is_called_once_as_it_will_be_timed(
 
 def test_which_providers_compile_is_for_their_bench_to_say(pool: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_first, "provider_call", lambda unit, name, device: lambda: called.add(name))
-    for precompiled in ((), ("triton", "third")):
+    for precompiled in ((), ("warploom", "third")):
         called: set[str] = set()
         bench = replace(toy.make_bench(), precompiled=precompiled)
         monkeypatch.setattr(compile_first, "benches", lambda bench=bench: {bench.name: bench})

@@ -17,10 +17,10 @@ from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
 
 import warploom.ops
-from warploom.bench.specs import load_specs
 from warploom.cli import main
 from warploom.ops import FOLDERS
 from warploom.testing.conformance import check_operator
+from warploom.testing.specs import load_specs
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(

@@ -71,27 +71,24 @@ def test_the_kernel_itself_may_be_renamed(tmp_path: Path) -> None:
 PLAN = """
 import json, torch
 from warploom.bench.fingerprint import fingerprint, gpu_of
-from warploom.ops import benches
-from warploom.profile.records import current_fingerprint
+from warploom.bench.registry import benches
 
 H200 = gpu_of({"compute_capability": "9.0", "multiprocessors": 132})
 BIG = {"batch": 12, "heads": 12, "head_dim": 128, "dtype": "bfloat16", "activation": "none", "n": 32768}
-rotate = benches()["lrpe-rotate"]
-def of(provider="triton", mode="fwd", gpu=H200, **case):
+rotate, model = benches()["lrpe-rotate"], benches()["transformer"]
+STEP = {"size": "sm", "batch": 4, "context_length": 512, "position": "rotate", "dtype": "bfloat16"}
+def of(provider="warploom", mode="fwd", gpu=H200, **case):
     return fingerprint(rotate, BIG | case, provider, mode, gpu)
-model = {"size": "sm", "batch": 4, "context_length": 512, "layers": 12, "position": "rotate", "dtype": "bfloat16"}
-alone = {"batch": 8, "head_dim": 64, "n": 1024, "dtype": "float32", "causal": False}
+def step(provider, mode="train"):
+    return fingerprint(model, STEP, provider, mode, H200)
 found = {
     "usual": of(), "again": of(), "earlier": of(gpu=of()), "longer": of(n=16384), "silu": of(activation="silu"),
     "backward": of(mode="bwd"), "graph": of(mode="fwd_graph"), "float32": of(dtype="float32"),
     "A100": of(gpu="sm_80/108"),
-    "cached": of("triton_cache"), "block_parallel": of("triton_block_parallel"), "torch": of("torch"),
+    "cached": of("warploom_cache"), "block_parallel": of("warploom_block_parallel"), "torch": of("torch"),
     "limit": of("limit"), "CPU": of(gpu=""), "other": of(gpu="of earlier code"),
-    "flash": current_fingerprint("transformer", "flash+compile", model, H200),
-    "sdpa": current_fingerprint("transformer", "sdpa", model, H200),
-    "llama": current_fingerprint("transformer", "llama", model, H200),
-    "attention": current_fingerprint("attention", "flash", alone, H200),
-    "plain": current_fingerprint("attention", "plain", alone, H200),
+    "model": step("warploom+compile"), "model_fwd": step("warploom", "fwd"), "sdpa": step("sdpa"),
+    "llama": step("llama+graphs"),
 }
 print(json.dumps(found))
 """
@@ -109,12 +106,13 @@ def planned() -> dict[str, Any]:
 def test_a_case_is_planned_as_for_its_gpu(planned: dict[str, Any]) -> None:
     assert planned["usual"].startswith("sm_90/132/")
     assert planned["usual"] == planned["again"] == planned["earlier"] == planned["graph"]
+    assert planned["model"] == planned["model_fwd"]
     assert planned["A100"].startswith("sm_80/108/")
-    kinds = ("usual", "silu", "backward", "float32", "A100", "cached", "limit", "flash", "sdpa", "attention")
+    kinds = ("usual", "silu", "backward", "float32", "A100", "cached", "limit", "model", "sdpa")
     assert len({planned[kind] for kind in kinds}) == len(kinds)
 
 
 def test_what_launches_nothing_of_ours_has_none(planned: dict[str, Any]) -> None:
     # Softmax over the sequence alone has a block-parallel variant.
-    for name in ("block_parallel", "torch", "CPU", "other", "llama", "plain"):
+    for name in ("block_parallel", "torch", "CPU", "other", "llama"):
         assert planned[name] == ""

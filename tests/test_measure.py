@@ -30,9 +30,9 @@ def test_calls_take_turns_and_a_failing_one_leaves_the_others() -> None:
         def host_us(self, call: measure.Call) -> float:
             return 1.0
 
-        def sample(self, call: measure.Call, host_us: float) -> float:
+        def sample(self, call: measure.Call, host_us: float) -> measure.Sample:
             self.order.append(str(call()))
-            return 0.02
+            return measure.Sample(0.02, ahead=len(self.order) != 10)
 
     left = iter(range(8))
 
@@ -41,14 +41,17 @@ def test_calls_take_turns_and_a_failing_one_leaves_the_others() -> None:
 
     clock = Ticks()
     results = measure.time_interleaved({"a": lambda: "a", "b": failing, "c": lambda: "c"}, clock)
-    assert results["a"] == measure.Timing(0.02, 0.02, 0.02, 1.0)
+    assert results["a"] == measure.Timing(0.02, 0.02, 0.02, 1.0, rounds=5, late=1)
+    assert results["c"] == measure.Timing(0.02, 0.02, 0.02, 1.0, rounds=5)
     assert isinstance(results["b"], Failure)
-    assert clock.order[9:] == ["a", "b", "c", "a", "b", "c", "a", "c", "a", "c", "a", "c"]
+    # Each round begins with another call; the second fails in its third.
+    assert "".join(clock.order[9:]) == "abc" + "bca" + "ca" + "ac" + "ca"
 
 
-def test_slow_cases_get_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_have_the_same_rounds_but_what_is_too_slow_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "CASE_MS", 100.0)
-    assert measure._rounds({"a": 90.0, "b": 1e-4}) == {"a": 3, "b": 3}
+    assert measure._rounds({"a": 5.0, "b": 1e-4}) == {"a": 5, "b": 5}
+    assert measure._rounds({"a": 90.0, "b": 1e-4}) == {"a": 3, "b": 5}
     assert measure._rounds({"b": 1e-4}) == {"b": 5}
     assert measure._rounds({}) == {}
 
@@ -66,24 +69,9 @@ def test_the_limit_on_a_cpu_reads_and_writes_every_stream(reads: int, writes: in
     assert all(bool(output.isfinite().all()) for output in outputs)
 
 
-def test_the_limit_of_heavy_arithmetic_is_a_matrix_products_rate() -> None:
-    clock = measure.CpuClock()
-    one, two = (limits.compute_ms(Traffic(1, 1, 4, flops=flops), CPU, clock) for flops in (10**9, 2 * 10**9))
-    assert two == pytest.approx(2 * one)
-    assert limits.compute_ms(Traffic(1, 1, 4), CPU, clock) == 0.0
-
-
-def test_the_rate_of_a_matrix_product_counts_multiplications_and_additions(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Clock:
-        def host_us(self, call: measure.Call) -> float:
-            return 1.0
-
-        def sample(self, call: measure.Call, host_us: float) -> float:
-            return 4.0
-
-    monkeypatch.setattr(limits, "_rates", {})
-    flops = 2 * 1024**3  # those of the product
-    assert limits.compute_ms(Traffic(1, 1, 4, flops=flops), CPU, Clock()) == pytest.approx(4.0)
+def test_the_product_that_bounds_arithmetic_counts_multiplications_and_additions() -> None:
+    a, b = limits.product_call(CPU).args  # type: ignore[attr-defined]
+    assert limits.product_flops(CPU) == 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
 
 @pytest.mark.parametrize(("reads", "writes"), [(1, 0), (1, 1), (2, 1), (4, 3)])

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import phase_accuracy
 import pytest
 import torch
 
-from warploom.bench import phase_accuracy
-from warploom.cli import main
+from warploom.errors import ArgumentError
 
 ROOT = Path(__file__).parents[1]
-GUIDE = ROOT / "src" / "warploom" / "ops" / "lrpe" / "README.md"
+GUIDE = phase_accuracy.GUIDE
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,8 @@ def test_the_command_stores_the_table_and_rewrites_the_section(
 ) -> None:
     copy = tmp_path / "README.md"
     copy.write_text(GUIDE.read_text(encoding="utf-8"), encoding="utf-8")
-    words = ["accuracy", "--device", "cpu", "--backend", "torch", "--output", str(tmp_path), "--readme", str(copy)]
-    assert main(words) == 0
+    monkeypatch.setattr(phase_accuracy, "GUIDE", copy)
+    assert phase_accuracy.main(tmp_path, "torch") == 0
     out = capsys.readouterr().out
     assert "| 500,000 | 16,777,216 |" in out
     assert "backend torch" in out
@@ -68,5 +68,5 @@ def test_the_command_stores_the_table_and_rewrites_the_section(
     phase_accuracy.update(copy, [file])
     assert "There is no measurement of the present code yet" in copy.read_text(encoding="utf-8")
     copy.write_text("no marks", encoding="utf-8")
-    assert main(words) == 2
-    assert "must hold the marks" in capsys.readouterr().err
+    with pytest.raises(ArgumentError, match="must hold the marks"):
+        phase_accuracy.main(tmp_path, "torch")

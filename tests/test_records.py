@@ -23,7 +23,7 @@ RECORD = Record(
     operator="toy_scale",
     suite="quick",
     case={"dtype": "bfloat16", "n": 256, "activation": "silu"},
-    provider="triton",
+    provider="warploom",
     mode="fwd",
     fingerprint="d",
     environment="e",
@@ -81,7 +81,7 @@ def test_several_processes_write_into_one_folder(tmp_path: Path) -> None:
     def write(process: int) -> None:
         for n in range(20):
             case = {"process": process, "n": n, "padding": "x" * 10_000}
-            records.append(tmp_path, [replace(RECORD, case=case, provider=name) for name in ("triton", "torch")])
+            records.append(tmp_path, [replace(RECORD, case=case, provider=name) for name in ("warploom", "torch")])
             records.save_environment(tmp_path, f"{process}-{n}", {"gpu": "one of two that are equal"})
 
     context = multiprocessing.get_context("fork")

@@ -87,6 +87,25 @@ def test_imports_go_one_way(path: Path) -> None:
             assert allowed, f"{relative(path)} imports {name}"
 
 
+LEVELS = ("errors", "version", "runtime", "device", "ops", "nn", "testing", "bench", "report", "cli")
+FRONT = {"bench/api.py", "bench/__init__.py", "__init__.py", "__main__.py"}  # what users import, on top of the rest
+
+
+def level_of(module: str) -> int:
+    return LEVELS.index(module.split(".")[1])
+
+
+@pytest.mark.parametrize("path", source_files(), ids=relative)
+def test_parts_of_the_package_stand_on_those_below(path: Path) -> None:
+    """From the command line down: functions that import late included."""
+    if relative(path) in FRONT:
+        return
+    own = LEVELS.index(path.relative_to(PACKAGE).with_suffix("").parts[0])
+    for name in imported_modules(path):
+        if name.startswith("warploom."):
+            assert level_of(name) <= own, f"{relative(path)} imports {name}"
+
+
 def test_no_imports_go_in_circles() -> None:
     """Below the benches; functions that import late included."""
     folders = ("runtime", "device", "ops", "nn")

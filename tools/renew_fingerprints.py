@@ -24,22 +24,21 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-FILES = ("records.jsonl", "profiles.jsonl")
+FILE = "records.jsonl"
 _NAME = re.compile(r"\.entry (\w+)")
 _COMMENT = re.compile(r"//.*")
 
 
 def key_of(record: dict[str, Any]) -> str:
     """What is planned of a record: everything but what was measured."""
-    names = ("operator", "profile", "case", "provider", "mode")
+    names = ("operator", "case", "provider", "mode")
     return json.dumps([record.get(name) for name in names], sort_keys=True)
 
 
 def plan(folder: Path) -> tuple[dict[str, tuple[str, list[Any]]], dict[str, Any]]:
     """Of each record's key its fingerprint and builds by name, with the code that is imported; and the builds."""
     from warploom.bench import fingerprint as module
-    from warploom.ops import benches
-    from warploom.profile.records import current_fingerprint
+    from warploom.bench.registry import benches
     from warploom.runtime import launch
 
     builds: dict[str, Any] = {}
@@ -56,22 +55,17 @@ def plan(folder: Path) -> tuple[dict[str, tuple[str, list[Any]]], dict[str, Any]
             launched.append(name)
 
     launch.recording = recording  # type: ignore[assignment]
-    registry = {bench.name.replace("-", "_"): bench for bench in benches().values()}
+    registry = {bench.record_name: bench for bench in benches().values()}
     planned: dict[str, tuple[str, list[Any]]] = {}
-    for file in FILES:
-        for line in (folder / file).read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            key, gpu = key_of(record), record["fingerprint"]
-            if key in planned or not gpu.startswith("sm_"):
-                continue
-            launched.clear()
-            with contextlib.suppress(ValueError):  # a case that is no longer valid
-                if "operator" in record:
-                    rest = (record["case"], record["provider"], record["mode"], gpu)
-                    found = module.fingerprint(registry[record["operator"]], *rest)
-                else:
-                    found = current_fingerprint(record["profile"], record["provider"], record["case"], gpu)
-                planned[key] = (found, list(launched))
+    for line in (folder / FILE).read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        key, gpu = key_of(record), record["fingerprint"]
+        if key in planned or not gpu.startswith("sm_"):
+            continue
+        launched.clear()
+        with contextlib.suppress(ValueError):  # a case that is no longer valid
+            rest = (record["case"], record["provider"], record["mode"], gpu)
+            planned[key] = (module.fingerprint(registry[record["operator"]], *rest), list(launched))
     return planned, builds
 
 
@@ -122,19 +116,18 @@ def renew(before: Path, folder: Path, jobs: int) -> tuple[int, int, int]:
     """Write present fingerprints; returns how many records were renewed, were fresh already, and stay stale."""
     earlier, present = (_describe_in(checkout, folder, jobs) for checkout in (before, ROOT))
     renewed = fresh = stale = 0
-    for file in FILES:
-        lines = []
-        for line in (folder / file).read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            was, now = earlier.get(key_of(record)), present.get(key_of(record))
-            if was and now and record["fingerprint"] == was[0] != now[0] and was[1] == now[1] != []:
-                record["fingerprint"] = now[0]
-                line = json.dumps(record)
-                renewed += 1
-            elif now:
-                fresh, stale = (fresh + 1, stale) if record["fingerprint"] == now[0] else (fresh, stale + 1)
-            lines.append(line)
-        (folder / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    lines = []
+    for line in (folder / FILE).read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        was, now = earlier.get(key_of(record)), present.get(key_of(record))
+        if was and now and record["fingerprint"] == was[0] != now[0] and was[1] == now[1] != []:
+            record["fingerprint"] = now[0]
+            line = json.dumps(record)
+            renewed += 1
+        elif now:
+            fresh, stale = (fresh + 1, stale) if record["fingerprint"] == now[0] else (fresh, stale + 1)
+        lines.append(line)
+    (folder / FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
     return renewed, fresh, stale
 
 

@@ -48,7 +48,7 @@ OPERATOR = Operator(
 OPERATORS = (OPERATOR,)
 
 
-def triton(case: Case) -> Callable[..., Outputs]:
+def kernels(case: Case) -> Callable[..., Outputs]:
     """Our kernels."""
     need_cuda()
     return functools.partial(rms_norm, backend="triton")
@@ -78,7 +78,7 @@ BENCHES = (
         operator=OPERATOR,
         suites={"quick": cases},
         providers={
-            "triton": triton,
+            "warploom": kernels,
             "torch": lambda case: plain,
             "torch_compile": lambda case: torch.compile(plain, dynamic=False),
         },

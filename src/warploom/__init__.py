@@ -1,5 +1,8 @@
 """Fused operators for sequence models in PyTorch, written in Triton."""
 
+import sys
+from typing import TYPE_CHECKING, Any
+
 from warploom.errors import (
     ArgumentError,
     BackendError,
@@ -8,10 +11,12 @@ from warploom.errors import (
     ShapeError,
     WarploomError,
 )
-from warploom.ops.flash_attention.api import flash_attention
-from warploom.ops.lrpe.api import lrpe_cosine, lrpe_rotate
-from warploom.ops.tpa.api import tpa_attention, tpa_decode
 from warploom.version import __version__
+
+if TYPE_CHECKING or "torch" in sys.modules:
+    from warploom.ops.flash_attention.api import flash_attention
+    from warploom.ops.lrpe.api import lrpe_cosine, lrpe_rotate
+    from warploom.ops.tpa.api import tpa_attention, tpa_decode
 
 __all__ = [
     "ArgumentError",
@@ -27,3 +32,16 @@ __all__ = [
     "tpa_attention",
     "tpa_decode",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """An operator, where PyTorch was not there yet: it takes a second, which ``warploom --help`` has no use for."""
+    if name not in __all__:
+        raise AttributeError(f"module 'warploom' has no attribute {name!r}")
+    from warploom.ops.flash_attention import api as flash_attention
+    from warploom.ops.lrpe import api as lrpe
+    from warploom.ops.tpa import api as tpa
+
+    found = next(getattr(api, name) for api in (flash_attention, lrpe, tpa) if hasattr(api, name))
+    globals()[name] = found
+    return found

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from warploom.bench import tables
 from warploom.bench.records import Record
+from warploom.bench.registry import benches
 from warploom.bench.runner import Outcome, Selection, run
 from warploom.errors import ArgumentError
-from warploom.ops import benches, register
+from warploom.ops import register
 from warploom.ops.spec import Bench, Case, Inputs, Operator, Outputs, Traffic
 from warploom.testing.conformance import as_tuple
 
@@ -49,11 +49,13 @@ class Results:
         return not self.outcome.left and not self.outcome.failed([self.bench], self.device.type)
 
     def __str__(self) -> str:
-        """Tables of times and memory, sizes down and providers across; −1 with a reason for a failure."""
-        return tables.text(tables.sections(self.records, [self.bench]))
+        """Tables of times and memory, sizes down and providers across, and the reasons of failures."""
+        from warploom.report import terminal
+
+        return terminal(self.records)
 
     def report(self, path: str | Path) -> Path:
-        """Write the HTML report; needs the packages of ``warploom[bench]``.
+        """Write the HTML report; needs jinja2, of the extra ``warploom[bench]``.
 
         Args:
             path: The file to write.
@@ -61,7 +63,7 @@ class Results:
         Returns:
             The same.
         """
-        from warploom.bench.report import write_report
+        from warploom.report import write_report
 
         return write_report([self.folder], Path(path))
 

@@ -17,12 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from warploom.bench.labels import spell
-from warploom.bench.panels import device_name
-from warploom.bench.records import LIMIT, Record, is_stale, load, load_environments, operator_name
-from warploom.bench.tables import own_provider
+from warploom.bench.environment import device_name
+from warploom.bench.records import LIMIT, Record, is_stale, load, load_environments, own_provider, spell
+from warploom.bench.registry import benches
 from warploom.errors import ArgumentError
-from warploom.ops import benches
 
 __all__ = ["Comparison", "Mean", "Pair", "Side", "compare", "read_side"]
 
@@ -191,7 +189,7 @@ def read_side(text: str | Path, provider: str = "") -> Side:
 def _of_provider(records: Sequence[Record], provider: str) -> Iterable[Record]:
     if provider:
         return [record for record in records if record.provider == provider]
-    named = {operator_name(bench): bench.own for bench in benches().values()}
+    named = {bench.record_name: bench.own for bench in benches().values()}
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(record.operator, []).append(record)

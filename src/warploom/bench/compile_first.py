@@ -24,9 +24,9 @@ import torch
 
 from warploom.bench.attempt import DeviceLostError, attempt
 from warploom.bench.evaluate import Unit, provider_call
-from warploom.bench.workers import workers
-from warploom.ops import benches
+from warploom.bench.registry import benches
 from warploom.ops.spec import Case
+from warploom.testing.workers import workers
 
 __all__ = ["compile_first"]
 
@@ -77,6 +77,7 @@ def compile_first(
         _Work(unit.bench.name, unit.suite, dict(unit.case), unit.mode, compiled)
         for unit, names in units
         if known.get(unit.bench.name) is unit.bench
+        and unit.bench.measure is None
         and (compiled := tuple(name for name in names if name not in unit.bench.precompiled))
     ]
     groups: dict[str, list[_Work]] = {}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,13 +19,15 @@ import torch
 
 from warploom.version import __version__
 
-__all__ = ["describe_environment", "environment_id"]
+__all__ = ["describe_environment", "device_name", "environment_id", "split"]
 
 _PASSING = frozenset(
-    {"sm_clock_mhz", "memory_clock_mhz", "temperature_c", "gpu_uuid", "commit", "dirty"},
+    {"sm_clock_mhz", "memory_clock_mhz", "temperature_c", "gpu_uuid", "commit", "dirty", "started"},
 )
-"""Fields that differ between comparable runs. The commit is one of them: a record's ``source_digest`` says
-which code was measured, and a commit to anything else changes no measurement."""
+"""Fields of a run, not of its environment. The commit is one of them: a record's ``fingerprint`` says which kernels
+were measured, and a commit to anything else changes no measurement."""
+COMMIT = "WARPLOOM_COMMIT"
+"""Names the commit of a copy without its repository, 40 hexadecimal digits."""
 
 _NVIDIA_SMI = {
     "driver": ("driver_version", str),
@@ -59,13 +63,24 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         environment |= _gpu(device)
-    return environment | _checkout(Path(__file__).parent)
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return environment | _checkout(Path(__file__).parent) | {"started": started}
+
+
+def split(environment: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What lasts of an environment, and what is of one run: commit, GPU, clocks and temperature at its start."""
+    lasting = {name: value for name, value in environment.items() if name not in _PASSING}
+    return lasting, {name: value for name, value in environment.items() if name in _PASSING}
 
 
 def environment_id(environment: Mapping[str, Any]) -> str:
-    """Short id of an environment, the same for every run that is comparable with this one."""
-    lasting = {name: value for name, value in environment.items() if name not in _PASSING}
-    return hashlib.sha256(json.dumps(lasting, sort_keys=True).encode()).hexdigest()[:12]
+    """Short id of an environment, the same for every run on machines that are alike."""
+    return hashlib.sha256(json.dumps(split(environment)[0], sort_keys=True).encode()).hexdigest()[:12]
+
+
+def device_name(environment: Mapping[str, Any]) -> str:
+    """Name the device of an environment."""
+    return str(environment.get("gpu") or environment.get("cpu") or "device not recorded")
 
 
 def _gpu(device: torch.device) -> dict[str, Any]:
@@ -123,7 +138,8 @@ def _checkout(folder: Path) -> dict[str, Any]:
     git = ["git", "-C", str(folder)]
     # An installed copy may lie inside somebody else's repository, which does not track it.
     if _output([*git, "ls-files", "--error-unmatch", Path(__file__).name]) is None:
-        return {}
+        said = os.environ.get(COMMIT, "")
+        return {"commit": said, "dirty": False} if re.fullmatch("[0-9a-f]{40}", said) else {}
     commit = _output([*git, "rev-parse", "HEAD"])
     changes = _output([*git, "status", "--porcelain", "--", str(folder.parent)])
     return {} if commit is None else {"commit": commit, "dirty": bool(changes)}

@@ -1,10 +1,12 @@
-"""One case in one mode: every provider is checked, then weighed, then timed beside the others."""
+"""One case in one mode: every provider is checked, its memory measured, then it is timed beside the others."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,8 +28,10 @@ from warploom.ops.spec import Bench, Case, Inputs, Outputs, Unsupported
 from warploom.testing.accuracy import Accuracy, compare
 from warploom.testing.conformance import SEED, as_tuple, leaves, make_inputs, upcast
 
-__all__ = ["Call", "Unit", "evaluate", "provider_call"]
+__all__ = ["PRODUCT", "Call", "Unit", "evaluate", "provider_call", "with_times"]
 
+PRODUCT = "matrix product"
+"""Under which the large product is timed whose rate bounds arithmetic."""
 Function = Callable[..., Outputs]
 Tensors = tuple[torch.Tensor, ...]
 Call = Callable[[], object]
@@ -89,19 +93,32 @@ def evaluate(
     traffic = unit.bench.traffic(unit.case, unit.work)
     records: dict[str, Record] = {}
     starts: dict[str, Callable[[], Call]] = {}
-    with torch.set_grad_enabled(unit.work != "fwd"):
-        starts[LIMIT] = functools.partial(limits.stream_call, traffic, device, clock)
+    with torch.set_grad_enabled(unit.work != "fwd"), _buffers_kept():
         for part in unit.parts:
             moved = part.bench.traffic(unit.case, unit.work)
             own = replace(blank, min_bytes=moved.min_bytes, flops=moved.flops)
             of_part = {name: replace(own, provider=name) for name in providers if name in part.bench.providers}
             if of_part:
-                starts |= _check_and_weigh(part, device, of_part)
+                starts |= _check_and_measure_memory(part, device, of_part)
                 records |= of_part
+        starts[LIMIT] = functools.partial(limits.stream_call, traffic, device, clock)
+        if traffic.flops:
+            starts[PRODUCT] = functools.partial(limits.product_call, device)
         timings = _time(starts, device, clock)
-        floor_ms = attempt(LIMIT, functools.partial(limits.compute_ms, traffic, device, clock))
+    product = timings.pop(PRODUCT, None)
+    if isinstance(product, Timing):
+        product = _scaled(product, traffic.flops / limits.product_flops(device))
+    timings[LIMIT] = _slower(timings[LIMIT], product)
     records[LIMIT] = replace(blank, provider=LIMIT, min_bytes=traffic.min_bytes, flops=traffic.flops)
-    return _with_times(records, timings, floor_ms, unit.bench.other_names)
+    return with_times(records, timings, unit.bench.other_names)
+
+
+@contextmanager
+def _buffers_kept() -> Iterator[None]:
+    """Let what is compiled here run its backward again and again on one graph, as it is timed."""
+    config: Any = getattr(torch._functorch, "config", None)
+    with config.patch(donated_buffer=False) if hasattr(config, "donated_buffer") else contextlib.nullcontext():
+        yield
 
 
 @dataclass(frozen=True)
@@ -143,7 +160,9 @@ def _graph(function: Function, inputs: Inputs) -> tuple[Tensors, Tensors]:
     return tuple(output for output in as_tuple(function(**inputs)) if output.requires_grad), wanted
 
 
-def _check_and_weigh(unit: Unit, device: torch.device, records: dict[str, Record]) -> dict[str, Callable[[], Call]]:
+def _check_and_measure_memory(
+    unit: Unit, device: torch.device, records: dict[str, Record]
+) -> dict[str, Callable[[], Call]]:
     """Fill in accuracy and peak memory; return how to start each provider that is fit to be timed."""
     release_memory(device)
     before = allocated_bytes(device)
@@ -152,9 +171,9 @@ def _check_and_weigh(unit: Unit, device: torch.device, records: dict[str, Record
         for name in records:
             records[name] = _failed(records[name], replace(inputs, reason=f"inputs: {inputs.reason}"))
         return {}
-    weight = allocated_bytes(device) - before
+    held_by_inputs = allocated_bytes(device) - before
     subject, checked = _check(unit, inputs, device, records)
-    weight += sum(grad.nbytes for grad in subject.grad_outputs or ())
+    held_by_inputs += sum(grad.nbytes for grad in subject.grad_outputs or ())
     starts: dict[str, Callable[[], Call]] = {
         name: functools.partial(subject.start, function) for name, (function, _) in checked.items()
     }
@@ -162,7 +181,7 @@ def _check_and_weigh(unit: Unit, device: torch.device, records: dict[str, Record
         # What is there now beside the inputs and this provider's own is the clock's buffer, which stays for
         # the whole run, and other providers' tables: it is subtracted.
         release_memory(device)
-        others = allocated_bytes(device) - weight - held
+        others = allocated_bytes(device) - held_by_inputs - held
         peak = attempt(name, functools.partial(_peak_bytes, starts[name], device))
         if isinstance(peak, Failure):
             records[name] = _failed(records[name], peak)
@@ -226,7 +245,7 @@ def provider_call(unit: Unit, name: str, device: torch.device) -> Call:
     """A provider's call on a unit's inputs as it is timed, unchecked: to profile, or to compile what it runs."""
     unit = next(part for part in unit.parts if name in part.bench.providers)
     inputs = make_inputs(unit.bench.operator, unit.case, device)
-    with torch.set_grad_enabled(unit.work != "fwd"):
+    with torch.set_grad_enabled(unit.work != "fwd"), _buffers_kept():
         function, grads = _function(unit, name), None
         if unit.work != "fwd":
             outputs, _ = _graph(function, inputs)
@@ -241,7 +260,7 @@ def _function(unit: Unit, name: str) -> Function:
 
 def _judge(unit: Unit, name: str, subject: _Subject, exact: Tensors, eager: Tensors) -> tuple[Function, Accuracy]:
     function = _function(unit, name)
-    return function, compare(subject.run(function), exact, eager)
+    return function, compare(subject.run(function), exact, eager, unit.bench.budgets.get(name, 1.0))
 
 
 def _time(
@@ -266,26 +285,35 @@ def _time(
     return results
 
 
-def _with_times(
-    records: Mapping[str, Record],
-    timings: Mapping[str, Timing | Failure],
-    floor_ms: float | Failure,
-    others: Sequence[str],
-) -> list[Record]:
-    """Fill in the times. The limit is the larger of the streaming time and ``floor_ms``, the arithmetic's.
+def _scaled(timing: Timing, factor: float) -> Timing:
+    """The time of so many times the work."""
+    ms, low, high = (factor * time for time in (timing.ms, timing.ms_p20, timing.ms_p80))
+    return replace(timing, ms=ms, ms_p20=low, ms_p80=high)
 
-    It is no limit of ``others``, the providers of other functions.
-    """
-    limit = timings[LIMIT]
-    if isinstance(floor_ms, Failure):
-        limit = floor_ms
-    elif isinstance(limit, Timing):
-        ms, low, high = (max(time, floor_ms) for time in (limit.ms, limit.ms_p20, limit.ms_p80))
-        limit = Timing(ms, low, high, limit.host_us)
+
+def _slower(stream: Timing | Failure, product: Timing | Failure | None) -> Timing | Failure:
+    """The limit: the larger of the streaming time and the arithmetic's, both of the same rounds."""
+    if product is None or isinstance(product, Failure):
+        return product or stream
+    if isinstance(stream, Failure):
+        return product if stream.status == "unsupported" else stream
+    ms, low, high = (max(pair) for pair in zip(_times(stream), _times(product), strict=True))
+    return replace(stream, ms=ms, ms_p20=low, ms_p80=high, late=stream.late + product.late)
+
+
+def _times(timing: Timing) -> tuple[float, float, float]:
+    return timing.ms, timing.ms_p20, timing.ms_p80
+
+
+def with_times(
+    records: Mapping[str, Record], timings: Mapping[str, Timing | Failure], others: Sequence[str] = ()
+) -> list[Record]:
+    """Fill in times and shares of the limit, which is no limit of ``others``, the providers of other functions."""
+    limit = timings.get(LIMIT)
     limit_ms = limit.ms if isinstance(limit, Timing) else None
     finished = []
     for name, record in records.items():
-        timing = limit if name == LIMIT else timings.get(name)
+        timing = timings.get(name)
         if isinstance(timing, Failure):
             record = _failed(record, timing)
         elif timing is not None:

@@ -50,10 +50,13 @@ def fingerprint(bench: Bench, case: Case, provider: str, mode: str, gpu: str) ->
         mode: ``fwd``, ``bwd`` or ``fwd_bwd``, alone or replayed from a CUDA graph.
         gpu: From `gpu_of`, or an earlier fingerprint from the same GPU.
     """
-    if provider != LIMIT and not bench.runs_kernels(provider):
+    if provider != LIMIT and not bench.runs_kernels(provider) and bench.launches is None:
         return _of_builder(bench.every_provider.get(provider))
 
     def run() -> None:
+        if bench.launches is not None:
+            bench.launches(case, provider)
+            return
         inputs = _untouched(bench, case)
         with torch.set_grad_enabled("bwd" in mode):
             results = bench.providers[provider](case)(**inputs)

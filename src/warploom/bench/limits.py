@@ -11,9 +11,10 @@ import torch
 from warploom.bench.measure import Clock
 from warploom.ops.spec import Traffic, Unsupported
 
-__all__ = ["compute_ms", "stream_call"]
+__all__ = ["product_call", "product_flops", "stream_call"]
 
 Call = Callable[[], object]
+_SIZE = {"cuda": 8192, "cpu": 1024}
 
 
 def stream_call(traffic: Traffic, device: torch.device, clock: Clock) -> Call:
@@ -38,9 +39,19 @@ def stream_call(traffic: Traffic, device: torch.device, clock: Clock) -> Call:
     return functools.partial(_torch_stream, inputs, outputs)
 
 
-def compute_ms(traffic: Traffic, device: torch.device, clock: Clock) -> float:
-    """Time of a case's arithmetic at the rate of a large matrix product; 0 when it has none to speak of."""
-    return traffic.flops / _matmul_flops_per_ms(device, clock) if traffic.flops else 0.0
+def product_call(device: torch.device) -> Call:
+    """A large matrix product, to be timed like any provider; `product_flops` are its operations.
+
+    It is bfloat16 on a GPU; float32 on a CPU, many of which have no bfloat16 arithmetic.
+    """
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = (torch.randn(_SIZE[device.type], _SIZE[device.type], device=device, dtype=dtype) for _ in range(2))
+    return functools.partial(torch.mm, a, b, out=torch.empty_like(a))
+
+
+def product_flops(device: torch.device) -> int:
+    """Floating-point operations of `product_call`: a multiplication and an addition for each term."""
+    return 2 * _SIZE[device.type] ** 3
 
 
 def _fastest_stream(inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...], clock: Clock) -> Call:
@@ -60,7 +71,7 @@ def _fastest_stream(inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tenso
     host_us = statistics.median(clock.host_us(candidates[0]) for _ in range(5))
     for _ in range(9):
         for candidate, samples in zip(candidates, times):
-            samples.append(clock.sample(candidate, host_us))
+            samples.append(clock.sample(candidate, host_us).ms)
     return min(zip(candidates, times), key=lambda pair: statistics.median(pair[1]))[0]
 
 
@@ -75,23 +86,3 @@ def _torch_stream(inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor,
         tensor.sum()
     for tensor in writes:
         tensor.fill_(1.0)
-
-
-_rates: dict[torch.device, float] = {}
-
-
-def _matmul_flops_per_ms(device: torch.device, clock: Clock) -> float:
-    """Operations per millisecond of a large matrix product, measured once per process.
-
-    It is bfloat16 on a GPU; float32 on a CPU, many of which have no bfloat16 arithmetic.
-    """
-    if device not in _rates:
-        size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
-        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-        out = torch.empty_like(a)
-        product = functools.partial(torch.mm, a, b, out=out)
-        for _ in range(5):
-            product()
-        host_us = clock.host_us(product)
-        _rates[device] = 2 * size**3 / statistics.median(clock.sample(product, host_us) for _ in range(20))
-    return _rates[device]

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -17,6 +17,7 @@ from warploom.bench.attempt import Failure, attempt
 
 __all__ = [
     "Clock",
+    "Sample",
     "Timing",
     "allocated_bytes",
     "make_clock",
@@ -29,11 +30,12 @@ __all__ = [
 Call = Callable[[], object]
 
 TARGET_MS = 25.0
-"""Time to accumulate per provider, from which the number of rounds follows."""
+"""Time to accumulate of the fastest call of a case, from which the number of rounds follows."""
 MIN_ROUNDS, MAX_ROUNDS = 15, 200
 CASE_MS = 20_000.0
-"""What all providers of a case may take together; slow cases get fewer rounds, down to ``FLOOR_ROUNDS``."""
+"""What all calls of a case may take together."""
 FLOOR_ROUNDS = 3
+"""Rounds at least of a call that is too slow for ``MIN_ROUNDS``."""
 FLUSH_BYTES = 256 * 2**20
 
 
@@ -45,6 +47,17 @@ class Timing:
     ms_p20: float
     ms_p80: float
     host_us: float
+    rounds: int
+    late: int = 0
+    """Repetitions for which the host was not ahead of the device."""
+
+
+class Sample(NamedTuple):
+    """One repetition."""
+
+    ms: float
+    ahead: bool = True
+    """Whether the host had queued the whole call before the device began with it."""
 
 
 class Clock(Protocol):
@@ -53,8 +66,8 @@ class Clock(Protocol):
     def host_us(self, call: Call) -> float:
         """Wall time from entering a call to its return, with nothing queued before it."""
 
-    def sample(self, call: Call, host_us: float) -> float:
-        """Milliseconds of one call on the device, with a cold cache; queueing it takes ``host_us``."""
+    def sample(self, call: Call, host_us: float) -> Sample:
+        """Time one call on the device, with a cold cache; queueing it takes ``host_us``."""
 
 
 class CudaClock:
@@ -84,7 +97,7 @@ class CudaClock:
         torch.cuda.synchronize()
         return (returned - entered) / 1e3
 
-    def sample(self, call: Call, host_us: float) -> float:
+    def sample(self, call: Call, host_us: float) -> Sample:
         """See `Clock.sample`."""
         # The device waits until the host has queued the whole call; otherwise gaps between its launches,
         # which are the host's time, would be counted as the device's. When it did not wait long enough, once
@@ -99,7 +112,7 @@ class CudaClock:
             self.end.synchronize()
             if host_was_ahead:
                 break
-        return float(self.start.elapsed_time(self.end))
+        return Sample(float(self.start.elapsed_time(self.end)), host_was_ahead)
 
 
 class CpuClock:
@@ -114,10 +127,10 @@ class CpuClock:
         call()
         return (time.perf_counter_ns() - entered) / 1e3
 
-    def sample(self, call: Call, host_us: float) -> float:
+    def sample(self, call: Call, host_us: float) -> Sample:
         """See `Clock.sample`; there is no queue to wait for."""
         self.flush.zero_()
-        return self.host_us(call) / 1e3
+        return Sample(self.host_us(call) / 1e3)
 
 
 def make_clock(device: torch.device) -> Clock:
@@ -136,12 +149,14 @@ def percentiles(samples: list[float]) -> tuple[float, float, float]:
 def time_interleaved(calls: Mapping[str, Call], clock: Clock) -> dict[str, Timing | Failure]:
     """Time several calls in turns, round by round, so that a drift of the clocks meets all of them alike.
 
+    Each round begins with another call, so that none always comes behind the same one.
+
     Args:
         calls: What to time, by provider.
         clock: The device's clock.
 
     Returns:
-        A timing or the failure of each. A call that is fast goes on when slower ones have had enough rounds.
+        A timing or the failure of each. All have the same number of rounds, but those that are too slow for it.
     """
     host_us: dict[str, float] = {}
     estimate_ms: dict[str, float] = {}
@@ -153,18 +168,23 @@ def time_interleaved(calls: Mapping[str, Call], clock: Clock) -> dict[str, Timin
         else:
             host_us[name], estimate_ms[name] = warm
     rounds = _rounds(estimate_ms)
-    samples: dict[str, list[float]] = {name: [] for name in rounds}
+    samples: dict[str, list[Sample]] = {name: [] for name in rounds}
+    names = list(rounds)
     for turn in range(max(rounds.values(), default=0)):
-        for name in [name for name, wanted in rounds.items() if turn < wanted and name not in results]:
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            if name in results or turn >= rounds[name]:
+                continue
             sample = attempt(name, functools.partial(clock.sample, calls[name], host_us[name]))
             if isinstance(sample, Failure):
                 results[name] = sample
             else:
                 samples[name].append(sample)
-    for name in rounds:
+    for name, taken in samples.items():
         if name not in results:
-            low, middle, high = percentiles(samples[name])
-            results[name] = Timing(middle, low, high, host_us[name])
+            low, middle, high = percentiles([sample.ms for sample in taken])
+            late = sum(not sample.ahead for sample in taken)
+            results[name] = Timing(middle, low, high, host_us[name], len(taken), late)
     return results
 
 
@@ -176,17 +196,18 @@ def _warm_up(call: Call, clock: Clock) -> tuple[float, float]:
     while len(host) < 3 or (len(host) < 20 and time.perf_counter() - started < 0.2):
         host.append(clock.host_us(call))
     host_us = statistics.median(host)
-    return host_us, statistics.median(clock.sample(call, host_us) for _ in range(3))
+    return host_us, statistics.median(clock.sample(call, host_us).ms for _ in range(3))
 
 
 def _rounds(estimate_ms: Mapping[str, float]) -> dict[str, int]:
-    """Rounds for each call: enough to accumulate ``TARGET_MS``, fewer where the case would take too long."""
-    if not estimate_ms:
-        return {}
-    affordable = max(FLOOR_ROUNDS, int(CASE_MS / max(sum(estimate_ms.values()), 1e-3)))
+    """Rounds for each call: as many for all as the fastest needs and the time allows, fewer for the slowest."""
+    share_ms = CASE_MS / max(len(estimate_ms), 1)  # what one call may take
+    quick = {name: ms for name, ms in estimate_ms.items() if ms * MIN_ROUNDS <= share_ms}
+    wanted = math.ceil(TARGET_MS / max(min(quick.values(), default=1.0), 1e-3))
+    affordable = int(CASE_MS / max(sum(quick.values()), 1e-3))
+    rounds = min(max(MIN_ROUNDS, min(wanted, affordable)), MAX_ROUNDS)
     return {
-        name: min(max(MIN_ROUNDS, math.ceil(TARGET_MS / max(ms, 1e-3))), MAX_ROUNDS, affordable)
-        for name, ms in estimate_ms.items()
+        name: rounds if name in quick else max(FLOOR_ROUNDS, int(share_ms / ms)) for name, ms in estimate_ms.items()
     }
 
 

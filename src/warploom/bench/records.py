@@ -11,16 +11,14 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from warploom.bench.environment import split
 from warploom.bench.fingerprint import LIMIT, differs, fingerprint
+from warploom.bench.registry import benches
 from warploom.bench.storage import append_lines, load_lines, locked, read_text, replace_text, typed
 from warploom.errors import WarploomError
-from warploom.ops import benches
-from warploom.ops.spec import Bench
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from warploom.ops.spec import KERNELS
 
 __all__ = [
     "LIMIT",
@@ -31,8 +29,9 @@ __all__ = [
     "is_stale",
     "load",
     "load_environments",
-    "operator_name",
+    "own_provider",
     "save_environment",
+    "spell",
 ]
 
 RECORDS = "records.jsonl"
@@ -50,11 +49,13 @@ class Record:
     case: dict[str, Any]
     provider: str
     mode: str
-    """``fwd``, ``bwd``, or ``fwd_graph`` for the forward replayed from a CUDA graph."""
+    """``fwd``, ``bwd``, ``fwd_bwd``, ``train``, or ``fwd_graph`` for the forward replayed from a CUDA graph."""
     fingerprint: str
     """Of the kernels that the provider launches; see `warploom.bench.fingerprint`."""
     environment: str
     """Id into ``environment.json``."""
+    run: str = ""
+    """Id into the environment's ``runs``. Only times of one run are compared; empty for none of it."""
     status: str = "ok"
     """``ok``, ``incorrect``, ``oom``, ``unsupported`` or ``error``."""
     reason: str | None = None
@@ -81,6 +82,13 @@ class Record:
     """Median wall time from entering the call to its return."""
     disturbed: str | None = None
     """What happened to the GPU while the case was timed that makes the time doubtful, in one line."""
+    rounds: int | None = None
+    """Timed repetitions."""
+    late: int | None = None
+    """Repetitions for which the host was not ahead of the device: their times have the host's gaps in them."""
+    details: dict[str, Any] | None = None
+    """What else was measured, of steps of models: ``phases`` (mean_ms, std_ms), ``tokens_per_s``, ``parameters``,
+    ``held_memory_mib`` between forward and backward."""
 
     @property
     def key(self) -> Key:
@@ -89,18 +97,36 @@ class Record:
         return self.operator, self.suite, case, self.provider, self.mode
 
 
-def operator_name(bench: Bench) -> str:
-    """A bench's name as records carry it."""
-    return bench.name.replace("-", "_")
+def own_provider(records: Iterable[Record], named: str = "") -> str:
+    """The provider that stands for the operator: the one named, else ``warploom`` where it can run, else ``torch``.
+
+    Args:
+        records: Of one bench.
+        named: The bench's own choice, `Bench.own`.
+    """
+    ours = [record for record in records if record.provider == KERNELS]
+    return named or (KERNELS if any(record.status != "unsupported" for record in ours) else "torch")
 
 
-def append(folder: Path, records: Iterable[DataclassInstance], file_name: str = RECORDS) -> None:
-    """Add records to a file of a folder, by default ``records.jsonl``, each a whole line; see `append_lines`.
+def spell(value: Any) -> str:
+    """Write a parameter's value for a reader."""
+    if isinstance(value, list | tuple):
+        return "×".join(spell(item) for item in value)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def append(folder: Path, records: Iterable[Record]) -> None:
+    """Add records to ``records.jsonl`` of a folder, each a whole line; see `append_lines`.
 
     Raises:
         WarploomError: The file cannot be written.
     """
-    append_lines(folder / file_name, (json.dumps(asdict(record), allow_nan=False) for record in records))
+    append_lines(folder / RECORDS, (json.dumps(_fields(record), allow_nan=False) for record in records))
+
+
+def _fields(record: Record) -> dict[str, Any]:
+    """A record for JSON, without what it does not know."""
+    return {name: value for name, value in asdict(record).items() if value is not None}
 
 
 def load(paths: Iterable[Path]) -> list[Record]:
@@ -128,14 +154,23 @@ def load(paths: Iterable[Path]) -> list[Record]:
     return records
 
 
-def save_environment(folder: Path, identifier: str, environment: Mapping[str, Any]) -> None:
-    """Put an environment into a folder's ``environment.json``, in the place of an earlier one with its id.
+def save_environment(folder: Path, identifier: str, environment: Mapping[str, Any], run: str = "") -> None:
+    """Put an environment into a folder's ``environment.json``, and among its ``runs`` what passes with this one.
+
+    Args:
+        folder: Of the records.
+        identifier: From `environment_id`.
+        environment: From `describe_environment`.
+        run: The run's id; its commit, GPU, clocks and temperature are kept under it.
 
     Raises:
         WarploomError: The file cannot be written, or what is there is no such file.
     """
+    lasting, passing = split(environment)
     with locked(folder):
-        known = load_environments(folder) | {identifier: dict(environment)}
+        known = load_environments(folder)
+        runs = known.get(identifier, {}).get("runs", {}) | ({run: passing} if run else {})
+        known[identifier] = {**known.get(identifier, {}), **lasting, "runs": runs}
         replace_text(folder / ENVIRONMENTS, json.dumps(known, indent=2) + "\n")
 
 
@@ -160,7 +195,7 @@ def load_environments(path: Path) -> dict[str, dict[str, Any]]:
 
 def is_stale(record: Record) -> bool:
     """Whether the kernels that were measured are others now; not, where that cannot be found out."""
-    bench = next((bench for bench in benches().values() if operator_name(bench) == record.operator), None)
+    bench = next((bench for bench in benches().values() if bench.record_name == record.operator), None)
     if bench is None or bench.x not in record.case:
         return True
     was = record.fingerprint

@@ -6,6 +6,7 @@ import gc
 import json
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,13 +29,12 @@ from warploom.bench.records import (
     Record,
     append,
     load,
-    operator_name,
     save_environment,
 )
 from warploom.bench.sensors import WatchedClock, make_reader
 from warploom.bench.storage import probe
 from warploom.errors import ArgumentError, WarploomError
-from warploom.ops.spec import Bench, Case
+from warploom.ops.spec import KERNELS, Bench, Case
 
 __all__ = ["DTYPES", "Outcome", "Selection", "plan", "run"]
 
@@ -47,7 +47,7 @@ class Selection:
 
     suite: str = "quick"
     modes: Sequence[str] | None = None
-    """``fwd``, ``bwd``, and ``fwd_graph`` for the forward replayed from a CUDA graph."""
+    """``fwd``, ``bwd``, ``fwd_bwd``, ``train``, and ``fwd_graph`` for the forward replayed from a CUDA graph."""
     providers: Sequence[str] | None = None
     case: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """For a parameter of the cases, the values that are wanted."""
@@ -69,8 +69,8 @@ class Outcome:
 
     def failed(self, benches: Sequence[Bench], device_type: str) -> bool:
         """Whether a provider that stands for its operator was wrong or failed; what others do is no failure."""
-        default = "triton" if device_type == "cuda" else "torch"
-        own = {operator_name(bench): bench.own or default for bench in benches}
+        default = KERNELS if device_type == "cuda" else "torch"
+        own = {bench.record_name: bench.own or default for bench in benches}
         return any(r.provider == own.get(r.operator) and r.status in ("incorrect", "error") for r in self.records)
 
 
@@ -158,7 +158,8 @@ def run(
         selection: Which part of it.
         device: Where.
         output: Folder for ``records.jsonl`` and ``environment.json``. What is in it already stays.
-        resume: Leave out what ``output`` has from the same code in the same environment, undisturbed.
+        resume: Leave out the cases of which ``output`` has every provider asked for, from the same code in the
+            same environment, undisturbed. A case that lacks one is measured anew: times of one run are compared.
         time_limit: Seconds after which no further case is begun.
         prepare: Called before anything is measured, with what will be and the seconds that it may take, half of
             all: see `warploom.bench.compile_first`.
@@ -176,9 +177,10 @@ def run(
     identifier = environment_id(environment)
     earlier = load([output]) if resume and (output / RECORDS).is_file() else []
     found = {record.key: record for record in earlier if record.environment == identifier}
-    save_environment(output, identifier, environment)
+    run_id = uuid.uuid4().hex[:12]
+    save_environment(output, identifier, environment, run_id)
     gpu = gpu_of(environment)
-    tasks = [_task(unit, selection, identifier, gpu, found) for unit in units]
+    tasks = [_task(unit, selection, identifier, run_id, gpu, found) for unit in units]
     outcome = Outcome()
     began = time.monotonic()
     if prepare is not None:
@@ -213,7 +215,7 @@ def _keep(output: Path, records: Sequence[Record]) -> None:
 
 
 class _Task(NamedTuple):
-    """A unit, a record of it to be filled in, what is known of it, and which providers have no record."""
+    """A unit, a record of it to be filled in, what is known of it, and which providers are to be measured."""
 
     unit: Unit
     blank: Record
@@ -222,15 +224,18 @@ class _Task(NamedTuple):
     missing: list[str]
 
 
-def _task(unit: Unit, selection: Selection, environment: str, gpu: str, found: Mapping[Key, Record]) -> _Task:
+def _task(
+    unit: Unit, selection: Selection, environment: str, run_id: str, gpu: str, found: Mapping[Key, Record]
+) -> _Task:
     blank = Record(
-        operator=operator_name(unit.bench),
+        operator=unit.bench.record_name,
         suite=unit.suite,
         case=_as_json(dict(unit.case)),
         provider=LIMIT,
         mode=unit.mode,
         fingerprint="",
         environment=environment,
+        run=run_id,
     )
     every = unit.bench.every_provider
     names = [p for p in every if selection.providers is None or p in selection.providers]
@@ -238,7 +243,10 @@ def _task(unit: Unit, selection: Selection, environment: str, gpu: str, found: M
     prints = {r.provider: fingerprint(unit.bench, unit.case, r.provider, unit.mode, gpu) for r in wanted}
     known = [found[record.key] for record in wanted if record.key in found]
     known = [r for r in known if r.fingerprint == prints[r.provider] and not r.disturbed]
-    missing = [r.provider for r in wanted if r.provider not in {record.provider for record in known}]
+    missing: list[str] = []
+    if len(known) < len(wanted):  # then what has a time is timed again beside the rest; what failed fails again
+        failed = {record.provider for record in known if record.ms is None}
+        missing = [record.provider for record in wanted if record.provider not in failed]
     return _Task(unit, blank, prints, known, missing)
 
 
@@ -247,17 +255,17 @@ def _measure(
 ) -> list[Record]:
     _forget_compiled()
     clock.begin()
+    measure = unit.bench.measure or evaluate
     try:
-        records = evaluate(unit, [name for name in missing if name != LIMIT], device, clock, blank)
+        records = measure(unit, [name for name in missing if name != LIMIT], device, clock, blank)
         # The providers took turns, so what happened happened to all of them.
         return [replace(r, disturbed=clock.disturbance() if r.ms else None) for r in records]
     except DeviceLostError as lost:
         outcome.reason = f"the device was lost: {lost}"
         outcome.device_lost = True
-        # Only the culprit is put down, so that a resumed run passes it by and measures the others.
-        if lost.name in missing:
-            return [replace(blank, provider=lost.name, status="error", reason=lost.reason)]
-        return [replace(blank, provider=name, status="error", reason=str(lost)) for name in missing]
+        # A resumed run passes the culprit by and measures the others.
+        names = [lost.name] if lost.name in missing else missing
+        return [replace(blank, provider=name, status="error", reason=lost.reason) for name in names]
 
 
 @contextmanager

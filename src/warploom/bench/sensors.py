@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from warploom.bench import measure
 from warploom.bench.measure import Call, Clock
 
 __all__ = ["Reader", "Sample", "WatchedClock", "make_reader"]
@@ -63,15 +64,15 @@ class WatchedClock:
         """See `Clock.host_us`."""
         return self.clock.host_us(call)
 
-    def sample(self, call: Call, host_us: float) -> float:
+    def sample(self, call: Call, host_us: float) -> measure.Sample:
         """See `Clock.sample`."""
-        ms = self.clock.sample(call, host_us)
+        taken = self.clock.sample(call, host_us)
         if self.reader is not None and time.monotonic() >= self.next_s:
             seen = self.reader.read()
             if seen is not None:
                 self.samples.append(seen)
             self.next_s = time.monotonic() + self.reader.every_s
-        return ms
+        return taken
 
     def begin(self) -> None:
         """Forget what was seen: another case begins."""

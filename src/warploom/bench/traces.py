@@ -1,4 +1,4 @@
-"""Profiles of one case: a timeline from `torch.profiler`, or the counters of one call from Nsight Compute."""
+"""Profiles of one case, not timed for records: a timeline, parts, allocations, or counters of Nsight Compute."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import torch
 
+from warploom.bench import transformer
 from warploom.bench.attempt import Failure, attempt
 from warploom.bench.evaluate import Call, Unit, provider_call
+from warploom.bench.parts import Timeline, hooked
 from warploom.bench.runner import Selection, plan
 from warploom.bench.storage import probe
 from warploom.errors import ArgumentError, BackendError, DeviceError
+from warploom.nn import TransformerLM
 from warploom.ops.spec import Bench
 
-__all__ = ["PROFILERS", "call_once", "chrome", "ncu", "one_unit"]
+__all__ = ["call_once", "chrome", "memory", "ncu", "one_unit", "parts"]
 
-PROFILERS = ("chrome", "ncu", "once")
 _WARM_UPS = 3
 _TRACED = 5
 
@@ -35,7 +41,7 @@ def one_unit(benches: Sequence[Bench], selection: Selection, device: torch.devic
     if len(units) > 1:
         some = "; ".join(map(str, units[:3]))
         raise ArgumentError(
-            f"--profile takes one case in one mode, and {len(units)} fit ({some}; …): narrow by --mode and --case"
+            f"profile: takes one case in one mode, and {len(units)} fit ({some}; …): narrow by --mode and --case"
         )
     return units[0]
 
@@ -58,7 +64,7 @@ def chrome(unit: Unit, providers: Sequence[str], device: torch.device, output: P
     probe(output)
     written = []
     for name, call in _ready(unit, providers, device):
-        with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
+        with _ranges(call), torch.profiler.profile(activities=activities, record_shapes=True) as profile:
             for _ in range(_TRACED):
                 with torch.profiler.record_function(f"{name} {unit.mode}"):
                     call()
@@ -76,12 +82,62 @@ def call_once(unit: Unit, providers: Sequence[str], device: torch.device) -> Non
         DeviceError: Not on a GPU, which has the marks.
     """
     if device.type != "cuda":
-        raise DeviceError("--profile once: the marks of a profiled region are CUDA's, and this is a CPU")
+        raise DeviceError("profile: the marks of a profiled region are CUDA's, and this is a CPU")
     for _, call in _ready(unit, providers, device):
         torch.cuda.profiler.start()
         call()
         torch.cuda.synchronize(device)
         torch.cuda.profiler.stop()
+
+
+def parts(unit: Unit, providers: Sequence[str], device: torch.device) -> list[tuple[str, str, dict[str, float]]]:
+    """Split steps of models by their parts, through marks around modules, which cost time themselves.
+
+    Args:
+        unit: A case and mode of `warploom.bench.transformer`.
+        providers: Which models, ours and not compiled: no other has borders between its modules that are known.
+        device: Where.
+
+    Returns:
+        Provider, phase, and milliseconds of each part, means of a few steps.
+
+    Raises:
+        ArgumentError: The bench is of an operator, which has no parts.
+    """
+    if unit.bench.measure is None:
+        raise ArgumentError(f"profile: parts are those of a model, and {unit.bench.name} is an operator")
+    found = []
+    for name, call in _ready(unit, [name for name in providers if _is_open(name)], device):
+        stepper = _stepper(call)
+        stepper.timeline = timeline = Timeline(device)
+        with hooked(stepper.model, timeline.enter, timeline.leave):
+            for _ in range(1 + transformer.PART_STEPS):  # the first warms up the hooks
+                call()
+        for phase, steps in stepper.parts_ms.items():
+            if phase != "optimizer":
+                found.append((name, phase, {part: fmean(step[part] for step in steps[1:]) for part in steps[0]}))
+    return found
+
+
+def memory(unit: Unit, providers: Sequence[str], device: torch.device, output: Path) -> list[Path]:
+    """Write every allocation of one call, for pytorch.org/memory_viz.
+
+    Raises:
+        DeviceError: Not on a GPU, whose allocations alone are recorded.
+    """
+    if device.type != "cuda":
+        raise DeviceError("profile: only a GPU's allocations are recorded, and this is a CPU")
+    probe(output)
+    written = []
+    for name, call in _ready(unit, providers, device):
+        torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+        try:
+            call()
+            written.append(output / f"memory-{name}.pickle")
+            torch.cuda.memory._dump_snapshot(str(written[-1]))
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
+    return written
 
 
 def ncu(unit: Unit, providers: Sequence[str], words: Sequence[str], output: Path) -> list[Path]:
@@ -103,13 +159,13 @@ def ncu(unit: Unit, providers: Sequence[str], words: Sequence[str], output: Path
     if shutil.which("ncu") is None:
         lines = "\n".join(f"  {shlex.join(command)}" for command in commands.values())
         raise BackendError(
-            f"--profile ncu: ncu (NVIDIA Nsight Compute) is not on the PATH; where it is, run for {unit}\n{lines}"
+            f"profile: ncu (NVIDIA Nsight Compute) is not on the PATH; where it is, run for {unit}\n{lines}"
         )
     probe(output)
     for command in commands.values():
         print(shlex.join(command), flush=True)
         if subprocess.run(command, check=False).returncode:
-            raise BackendError(f"--profile ncu: failed, see above: {shlex.join(command)}")
+            raise BackendError(f"profile: failed, see above: {shlex.join(command)}")
     return [output / f"{name}.ncu-rep" for name in commands]
 
 
@@ -127,16 +183,44 @@ def ncu_command(provider: str, words: Sequence[str], output: Path) -> list[str]:
         *words,
         "--provider",
         provider,
-        "--profile",
+        "--kind",
         "once",
     ]
+
+
+def _is_open(provider: str) -> bool:
+    """Whether the modules of a provider's model run one by one and are ours."""
+    return provider != transformer.LLAMA and "+" not in provider
+
+
+def _stepper(call: Call) -> transformer.Stepper:
+    stepper: transformer.Stepper = call.__self__  # type: ignore[attr-defined]
+    return stepper
+
+
+@contextmanager
+def _ranges(call: Call) -> Iterator[None]:
+    """Ranges of a timeline for the parts of a model, where its modules run one by one."""
+    stepper = getattr(call, "__self__", None)
+    marks: list[Any] = []
+
+    def enter(part: str) -> None:
+        marks.append(torch.profiler.record_function(part))
+        marks[-1].__enter__()
+
+    def leave(part: str) -> None:
+        marks.pop().__exit__(None, None, None)
+
+    model = getattr(stepper, "model", None)
+    with hooked(model, enter, leave) if isinstance(model, TransformerLM) else nullcontext():
+        yield
 
 
 def _ready(unit: Unit, providers: Sequence[str], device: torch.device) -> list[tuple[str, Call]]:
     """Each provider's call, warmed up."""
     ready = []
     for name in providers:
-        call = attempt(name, lambda name=name: _warm(unit, name, device))  # type: ignore[misc]
+        call = attempt(name, partial(_warm, unit, name, device))
         if isinstance(call, Failure):
             print(f"{name}: {call.status}: {call.reason}", file=sys.stderr)
         else:
@@ -145,6 +229,8 @@ def _ready(unit: Unit, providers: Sequence[str], device: torch.device) -> list[t
 
 
 def _warm(unit: Unit, name: str, device: torch.device) -> Call:
+    if unit.bench.measure is not None:
+        return transformer.prepare(name, unit, device).step
     call = provider_call(unit, name, device)
     for _ in range(_WARM_UPS):
         call()

@@ -14,17 +14,17 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from warploom.cli import accuracy, bench, check, compare, env, profile, report
+from warploom.cli import bench, check, compare, env, listing, profile, report
 from warploom.cli.common import OPTIONAL, install_hint, package
 from warploom.errors import WarploomError
 from warploom.version import __version__
 
 __all__ = ["main"]
 
-COMMANDS = (bench, check, accuracy, compare, profile, report, env)
+COMMANDS = (bench, check, compare, profile, report, listing, env)
 STATUSES = """exit status:
   0    done
-  1    something measured or checked is wrong, failed, or slower than --fail-above allows
+  1    something is wrong, failed, or slower than --fail-above allows; or nothing was measured or checked
   2    the command is wrong, or a file, folder, package or device that it needs cannot be used
   3    warploom itself failed, and shows where
   130  interrupted; what was measured is kept

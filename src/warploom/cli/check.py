@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from warploom.cli.common import Commands, add_device, add_spec, names_in, pick, the_device
-from warploom.errors import ArgumentError, WarploomError
+from warploom.cli.common import Commands, add_device, add_spec, describe, names_in, pick, seconds, the_device, width
+from warploom.errors import ArgumentError, BackendError, WarploomError
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +37,7 @@ def add_parser(commands: Commands) -> None:
     )
     add_spec(parser)
     random = parser.add_argument_group("random calls")
-    random.add_argument("--random", type=_seconds, metavar="SECONDS", help="random valid calls for so long")
+    random.add_argument("--random", type=seconds, metavar="SECONDS", help="random valid calls for so long")
     random.add_argument("--seed", type=int, metavar="N", help="where they come from (default: a new one)")
     random.add_argument(
         "--workers", type=_count, metavar="K", help="processes (default: up to 16 on a GPU, else 1)"
@@ -44,17 +46,6 @@ def add_parser(commands: Commands) -> None:
     random.add_argument("--anything", action="store_true", help="calls share no compiled kernels: slow on a GPU")
     random.add_argument("--repeat", metavar="CALL", help="a call that failed, as it was printed")
     parser.set_defaults(command=_check)
-
-
-def _seconds(text: str) -> float:
-    """A time."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected seconds, got {text!r}")
-    return value
 
 
 def _count(text: str) -> int:
@@ -79,32 +70,79 @@ def _check(options: argparse.Namespace) -> int:
         if getattr(options, name) not in (None, False):
             raise ArgumentError(f"check: --{name} is for random calls; give --random as well")
     from rich.console import Console
-    from rich.table import Table
 
-    from warploom.bench.specs import load_specs
     from warploom.ops import operators
+    from warploom.report.table import Table, text
+    from warploom.testing.specs import load_specs
 
     device = the_device(options.device)
     own = names_in(load_specs(options.spec), "operators")
     known = operators()
     names = pick(options.names or own, known, "operator", "_")
+    backend = _backend(options.backend, device)
+    print(describe(device))
+    if backend == "torch":
+        names = _not_the_reference(names)
+        if not names:
+            print("warploom: nothing was checked", file=sys.stderr)
+            return 1
+    else:
+        print(f"Checked: backend {backend} against float64.")
     places = [(name, index) for name in names for index in range(len(known[name].check_cases))]
     began = time.monotonic()
     with Console(stderr=True).status(f"{len(places)} cases"):  # on a terminal only
-        results = [result for of_case in _results(places, options, device) for result in of_case]
+        found = _results(places, options.spec, backend, device)
+        results = [result for of_case in found for result in of_case]
     failures = [result for result in results if not result.ok]
-    table = Table("operator", "dtype", "mode", "cases", "worst error / budget", "")
+    rows = []
     for key in dict.fromkeys((result.operator, result.dtype, result.mode) for result in results):
-        rows = [result for result in results if (result.operator, result.dtype, result.mode) == key]
-        worst = max(result.ratio for result in rows)
-        verdict = "ok" if all(result.ok for result in rows) else "FAILED"
-        table.add_row(*key, str(len(rows)), f"{worst:.2f}", verdict)
-    Console().print(table)
+        some = [result for result in results if (result.operator, result.dtype, result.mode) == key]
+        verdict = "ok" if all(result.ok for result in some) else "FAILED"
+        rows.append([*key, str(len(some)), f"{max(result.ratio for result in some):.2f}", verdict])
+    heads = ["operator", "dtype", "mode", "cases", "worst error / budget", ""]
+    print(text([Table.of(heads, rows, words=3)], width()))
     print(f"{len(results)} comparisons with float64 in {time.monotonic() - began:.0f} s, {len(failures)} failed")
+    reasons: dict[str, list[CheckResult]] = {}
     for failure in failures:
-        parameters = " ".join(f"{name}={value}" for name, value in failure.case.items())
-        print(f"{failure.operator} {failure.mode} {parameters}: {failure.detail}")
+        reasons.setdefault(failure.detail, []).append(failure)
+    for reason, of_reason in reasons.items():
+        first = of_reason[0]
+        parameters = " ".join(f"{name}={value}" for name, value in first.case.items())
+        more = f" (and {len(of_reason) - 1} more)" if len(of_reason) > 1 else ""
+        print(f"{first.operator} {first.mode} {parameters}{more}: {reason}")
     return int(bool(failures))
+
+
+def _backend(asked: str | None, device: torch.device) -> str:
+    """The backend that is checked, by its own name where that is known before any call.
+
+    Raises:
+        BackendError: The kernels were asked for and cannot run on this CPU.
+    """
+    if device.type == "cuda":
+        return asked or "auto"
+    from warploom.runtime.backend import HAS_TRITON
+
+    if asked == "triton" and "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the first kernel is defined
+    interpreted = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+    if asked == "triton" and not interpreted:
+        raise BackendError("check: --backend triton: on a CPU the kernels need Triton, for its interpreter")
+    return "triton" if interpreted and asked in (None, "auto", "triton") else "torch"
+
+
+def _not_the_reference(names: Sequence[str]) -> list[str]:
+    """The operators whose backend torch is not their reference, which is not compared with itself; says which."""
+    from warploom.ops import operators
+
+    fused = [name for name in names if operators()[name].fused]
+    same = [name for name in names if name not in fused]
+    if fused:
+        print(f"Checked: PyTorch's fused path against float64: {', '.join(fused)}.")
+    if same:
+        print(f"Not checked, backend torch is the definition itself: {', '.join(same)}.")
+    print("`warploom check --backend triton` runs the kernels in Triton's interpreter, slowly.")
+    return fused
 
 
 def _check_random(options: argparse.Namespace) -> int:
@@ -126,17 +164,17 @@ def _check_random(options: argparse.Namespace) -> int:
 
 
 def _results(
-    places: Sequence[tuple[str, int]], options: argparse.Namespace, device: torch.device
+    places: Sequence[tuple[str, int]], specs: Sequence[Path], backend: str, device: torch.device
 ) -> Iterator[list[CheckResult]]:
     """The results of each case, in order."""
-    check = functools.partial(_check_place, backend=options.backend or "auto", device=device)
+    check = functools.partial(_check_place, backend=backend, device=device)
     processes = _processes(len(places), device)
     if processes < 2:
         yield from map(check, places)
         return
-    from warploom.bench.workers import workers
+    from warploom.testing.workers import workers
 
-    with workers(processes, options.spec) as pool:
+    with workers(processes, specs) as pool:
         try:
             yield from pool.map(check, places, chunksize=CASES_AT_ONCE)
         except BrokenProcessPool as error:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,23 +15,30 @@ from warploom.errors import ArgumentError, DeviceError
 if TYPE_CHECKING:
     import torch
 
-    from warploom.bench.specs import Spec
+    from warploom.bench.runner import Selection
+    from warploom.ops.spec import Bench
+    from warploom.testing.specs import Spec
 
 __all__ = [
     "OPTIONAL",
     "Commands",
     "add_device",
+    "add_selection",
     "add_spec",
+    "describe",
     "install_hint",
     "names_in",
     "package",
     "pick",
+    "seconds",
+    "select",
     "slug",
     "the_device",
+    "width",
     "words",
 ]
 
-OPTIONAL = frozenset({"jinja2", "matplotlib", "numpy", "plotly", "rich"})
+OPTIONAL = frozenset({"jinja2"})
 """Packages of the extra ``bench``, whose absence is an advice and not a crash."""
 
 Commands = Any
@@ -60,6 +70,86 @@ def add_spec(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a Python file with OPERATORS and BENCHES of your own, which is run as a program; may be repeated",
     )
+
+
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """Add what `select` reads: names of benches, suite, mode, provider, dtype, case, device and spec."""
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benches, e.g. lrpe-rotate (default: all)")
+    add_spec(parser)
+    parser.add_argument("--suite", default="quick", help="default: quick; `warploom list` shows them")
+    parser.add_argument("--mode", type=words, metavar="MODE[,MODE]", help="fwd, bwd, … (default: the bench's)")
+    parser.add_argument("--provider", type=words, metavar="NAME[,NAME]", help="default: all of the bench")
+    dtypes = "run the cases in bf16, fp16, fp32, not in their own dtype"
+    parser.add_argument("--dtype", type=words, metavar="NAME[,NAME]", help=dtypes)
+    case = "only cases with this value; may be repeated, with the same key for alternatives"
+    parser.add_argument("--case", action="append", default=[], metavar="KEY=VALUE", help=case)
+    add_device(parser)
+
+
+def select(options: argparse.Namespace, modes: list[str] | None) -> tuple[list[Bench], Selection]:
+    """The benches that a command is about, and which part of them.
+
+    Raises:
+        ArgumentError: There is no such bench, or a case is no ``KEY=VALUE``.
+    """
+    from warploom.bench.registry import benches
+    from warploom.bench.runner import Selection
+    from warploom.testing.specs import load_specs
+
+    own = names_in(load_specs(options.spec), "benches")
+    known = benches()
+    chosen = [known[name] for name in pick(options.names or own, known, "bench", "-")]
+    dtypes = options.dtype and [_SHORT_DTYPES.get(name, name) for name in options.dtype]
+    return chosen, Selection(options.suite, modes, options.provider, _case_filter(options.case), dtypes)
+
+
+def _case_filter(texts: Sequence[str]) -> dict[str, list[Any]]:
+    wanted: dict[str, list[Any]] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise ArgumentError(f"--case {text}: expected KEY=VALUE, e.g. --case n=4096")
+        wanted.setdefault(name, []).append(_value(value))
+    return wanted
+
+
+def _value(text: str) -> Any:
+    """A number, list or truth value as JSON writes it; any other text is itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def describe(device: torch.device) -> str:
+    """One line about a device and what runs there, which commands print first."""
+    import torch
+
+    from warploom.runtime.backend import HAS_TRITON
+
+    if device.type == "cpu":
+        return f"device: CPU, PyTorch {torch.__version__}; no kernel runs here"
+    kernels = f"Triton {importlib.metadata.version('triton')}" if HAS_TRITON else "PyTorch alone, Triton is missing"
+    return f"device: {torch.cuda.get_device_name(device)}, PyTorch {torch.__version__}; backend: {kernels}"
+
+
+def width(most: int = 120) -> int:
+    """Columns of the terminal; 80 where there is none."""
+    return min(max(shutil.get_terminal_size((80, 24)).columns, 80), most)
+
+
+def seconds(text: str) -> float:
+    """A time, for `argparse`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of seconds, got {text!r}")
+    return value
 
 
 def names_in(specs: Sequence[Spec], what: str) -> list[str]:

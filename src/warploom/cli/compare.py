@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import io
-import shutil
 from typing import TYPE_CHECKING
 
-from warploom.cli.common import Commands, add_spec
+from warploom.cli.common import Commands, add_spec, width
 from warploom.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -50,7 +48,7 @@ def _fraction(text: str) -> float:
 
 def _compare(options: argparse.Namespace) -> int:
     from warploom.bench.comparison import compare, read_side
-    from warploom.bench.specs import load_specs
+    from warploom.testing.specs import load_specs
 
     load_specs(options.spec)
     if (options.b is None) == (options.providers is None):
@@ -65,41 +63,33 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _text(comparison: Comparison, fail_above: float | None) -> str:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
+    """The summary first, then the cases."""
     from warploom.bench.comparison import case_words
+    from warploom.report.table import Table, text
 
-    out = io.StringIO()
-    width = min(max(shutil.get_terminal_size((110, 24)).columns, 80), 140)
-    console = Console(file=out, width=width, color_system=None, markup=False, highlight=False)
-    out.write(f"A: {comparison.a.describe()}\nB: {comparison.b.describe()}\n\n")
-    style = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False}
-
-    table = Table("operator", "mode", "case", **style)  # type: ignore[arg-type]
-    for head in ("A ms", "B ms", "B / A", "interval"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("")
-    for pair, words in zip(comparison.pairs, case_words(comparison.pairs)):
+    lines = [f"A: {comparison.a.describe()}", f"B: {comparison.b.describe()}"]
+    if comparison.unmatched:
+        lines.append(f"{comparison.unmatched} cases are on one side only and left out")
+    if fail_above is not None:
+        worse = comparison.slower(fail_above)
+        lines.append(f"{len(worse)} of {len(comparison.pairs)} cases worse by more than {100 * fail_above:g} %")
+    means = [
+        [mean.name, str(mean.cases), f"{mean.ratio:.3f}", f"{mean.low:.3f} … {mean.high:.3f}"]
+        for mean in comparison.means
+    ]
+    cases = []
+    for pair, words in zip(comparison.pairs, case_words(comparison.pairs), strict=True):
         low, high = pair.interval
         numbers = [f"{pair.ratio:.3f}", f"{low:.3f} … {high:.3f}"] if pair.comparable else ["", ""]
         times = ["" if record.ms is None else f"{record.ms:.4g}" for record in (pair.a, pair.b)]
-        table.add_row(pair.operator, pair.mode, words, *times, *numbers, pair.verdict)
-    console.print(table)
-
-    means = Table("geometric mean", **style)  # type: ignore[arg-type]
-    for head in ("cases", "B / A", "interval"):
-        means.add_column(head, justify="right")
-    for mean in comparison.means:
-        means.add_row(mean.name, str(mean.cases), f"{mean.ratio:.3f}", f"{mean.low:.3f} … {mean.high:.3f}")
-    console.print(means)
-    for pair in comparison.pairs:
-        if pair.disturbed:
-            out.write(f"disturbed: {pair.operator} {pair.mode} {dict(pair.case)}: {pair.disturbed}\n")
-    if comparison.unmatched:
-        out.write(f"{comparison.unmatched} cases are on one side only and left out\n")
-    if fail_above is not None:
-        worse = comparison.slower(fail_above)
-        out.write(f"{len(worse)} of {len(comparison.pairs)} cases worse by more than {100 * fail_above:g} %\n")
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        cases.append([f"{pair.operator} {pair.mode} {words}", *times, *numbers, pair.verdict])
+    notes = [
+        f"disturbed: {pair.operator} {pair.mode} {dict(pair.case)}: {pair.disturbed}"
+        for pair in comparison.pairs
+        if pair.disturbed
+    ]
+    tables = [
+        Table.of(["geometric mean", "cases", "B / A", "interval"], means),
+        Table.of(["case", "A ms", "B ms", "B / A", "interval", "B is"], cases, notes=notes),
+    ]
+    return "\n".join([*lines, "", text(tables, width(140))]).rstrip()

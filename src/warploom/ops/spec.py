@@ -24,7 +24,7 @@ Inputs = dict[str, Any]
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 
 
-KERNELS = "triton"
+KERNELS = "warploom"
 """The provider that is the operator on its kernels; names of variants begin with it."""
 
 
@@ -53,6 +53,8 @@ class Operator:
     spills: Mapping[str, int] = field(default_factory=dict)
     """Kernel name to the bytes a thread that its variants may spill at most, for tiles that were measured to be
     faster than those that spill nothing. A kernel that is not named may spill none."""
+    fused: bool = False
+    """Whether ``backend="torch"`` is another computation than the reference: PyTorch's fused attention, say."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class Bench:
     """Names of published tables (CSV files without ending) to show beside this bench."""
     own: str = ""
     """The provider that stands for the operator: drawn thick, compared with the others, and a failure of the run
-    when it fails. Empty for ``triton``, or ``torch`` where Triton cannot run."""
+    when it fails. Empty for ``warploom``, or ``torch`` where no kernel can run."""
     command: str = ""
     """What runs it, where that is not ``warploom bench NAME``: another such command line, to which a selection is
     added, or a script's, which is all there is to say."""
@@ -137,10 +139,21 @@ class Bench:
     precompiled: tuple[str, ...] = ()
     """Providers, those of other functions included, whose kernels come compiled, as eager PyTorch's do. What the
     rest run is compiled before anything is measured."""
+    budgets: Mapping[str, float] = field(default_factory=dict)
+    """By how much the error budget of a peer is larger than ours, for one that is known to round more."""
+    measure: Callable[..., list[Any]] | None = None
+    """What measures a unit in the place of `warploom.bench.evaluate.evaluate`: steps of models."""
+    launches: Callable[[Case, str], object] | None = None
+    """Launches what a provider launches of ours in a case, where that is not to call it: see `fingerprint`."""
 
     def runs_kernels(self, provider: str) -> bool:
         """Whether a provider runs the operator's own kernels."""
         return provider.startswith(KERNELS)
+
+    @property
+    def record_name(self) -> str:
+        """The bench's name as records carry it."""
+        return self.name.replace("-", "_")
 
     @property
     def every_provider(self) -> dict[str, Callable[[Case], Callable[..., Outputs]]]:
@@ -151,6 +164,12 @@ class Bench:
     def other_names(self) -> list[str]:
         """The providers of other functions."""
         return [name for other in self.others for name in other.providers]
+
+
+def compiled_at_best(function: Callable[..., Outputs]) -> Callable[..., Any]:
+    """A peer compiled for its case with the compiler's own search for tiles: it gets its best settings too."""
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=False, mode="max-autotune-no-cudagraphs")
+    return compiled
 
 
 _PERIOD = 2**24 - 3  # a prime

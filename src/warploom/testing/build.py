@@ -26,13 +26,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 
-from warploom.bench.specs import load_specs
 from warploom.errors import BackendError
 from warploom.ops import benches, operators
 from warploom.ops.spec import Case, Operator
 from warploom.runtime import launch
 from warploom.testing.conformance import as_tuple, gradients, leaves, make_inputs
 from warploom.testing.descriptors import disassemble, lost_addresses
+from warploom.testing.specs import load_specs
 
 __all__ = ["ARCHITECTURES", "BuildError", "Resources", "build", "cases", "main", "record"]
 

@@ -114,6 +114,7 @@ OPERATOR = Operator(
     make_inputs=make_inputs,
     check_cases=tuple({**_SMALL, **change} for change in _CHECKS),
     autocasts=True,
+    fused=True,
     # On an H200 the fastest tiles spill a little; those that spill nothing are smaller, and were slower. The most
     # are float32 with 128 features in the key kernel, and bfloat16 with 128 and 256 in the other two.
     spills={
@@ -135,13 +136,13 @@ OPERATORS = (OPERATOR,)
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _triton(case: Case) -> Provider:
+def _warploom(case: Case) -> Provider:
     need_cuda("the Triton kernels")
     return functools.partial(flash_attention, backend="triton")
 
 
 _PROVIDERS: dict[str, Callable[[Case], Provider]] = {
-    "triton": _triton,
+    "warploom": _warploom,
     **peers.PROVIDERS,
 }
 
@@ -209,6 +210,18 @@ def _float32(device: str) -> list[Case]:
     ]
 
 
+def _alone(device: str) -> list[Case]:
+    """One head of many sequences, in float32 and without a mask: attention without heads."""
+    shape = {"batch": 8, "heads": 1, "dtype": "float32", "causal": False}
+    if device != "cuda":
+        return [shape | {"head_dim": head_dim, "n": n} for head_dim in (16, 64) for n in (256, 1024)]
+    return [
+        shape | {"head_dim": head_dim, "n": n}
+        for head_dim in (16, 32, 64, 128)
+        for n in (256, 1024, 4096, 8192, 16384)
+    ]
+
+
 def visible_pairs(case: Case) -> int:
     """Pairs of a query and a key that it sees, of one head: the operations that must be done."""
     n = int(case["n"])
@@ -233,12 +246,19 @@ BENCHES = (
     Bench(
         name="flash-attention",
         operator=OPERATOR,
-        suites={"quick": _quick, "published": _published, "training": _training, "float32": _float32},
+        suites={
+            "quick": _quick,
+            "published": _published,
+            "training": _training,
+            "float32": _float32,
+            "alone": _alone,
+        },
         providers=_PROVIDERS,
         precompiled=("torch", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flash_attn"),
         traffic=traffic,
         title="Flash attention",
         modes=("fwd", "bwd", "fwd_bwd"),
-        published=("flash_attention",),
+        published=("flash_attention", "attention"),
+        budgets=peers.BUDGETS,
     ),
 )

@@ -178,12 +178,12 @@ OPERATORS = (ROTATE, COSINE)
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _triton(operator: Operator, case: Case) -> Provider:
+def _warploom(operator: Operator, case: Case) -> Provider:
     need_cuda()
     return functools.partial(operator.function, backend="triton")  # type: ignore[return-value]
 
 
-def _triton_cache(operator: Operator, case: Case) -> Provider:
+def _warploom_cache(operator: Operator, case: Case) -> Provider:
     """Our kernels reading the angles' cosines and sines from a float32 table made once, outside the timing."""
     need_cuda()
     if case.get("theta_gradient"):
@@ -206,11 +206,11 @@ def _triton_cache(operator: Operator, case: Case) -> Provider:
     return cached
 
 
-def _triton_block_parallel(operator: Operator, case: Case) -> Provider:
+def _warploom_block_parallel(operator: Operator, case: Case) -> Provider:
     """Softmax over the sequence in three launches, which reads x twice: the variant of the published tables."""
     need_cuda()
     if case["activation"] != "softmax_sequence":
-        raise Unsupported("differs from triton only where softmax runs over the sequence")
+        raise Unsupported("differs from warploom only where softmax runs over the sequence")
     from warploom.ops.lrpe.operator import variant_of
     from warploom.ops.lrpe.validation import Options
 
@@ -225,16 +225,16 @@ def _triton_block_parallel(operator: Operator, case: Case) -> Provider:
 
 def _providers(operator: Operator) -> dict[str, Callable[[Case], Provider]]:
     return {
-        "triton": lambda case: _triton(operator, case),
-        "triton_cache": lambda case: _triton_cache(operator, case),
-        "triton_block_parallel": lambda case: _triton_block_parallel(operator, case),
+        "warploom": lambda case: _warploom(operator, case),
+        "warploom_cache": lambda case: _warploom_cache(operator, case),
+        "warploom_block_parallel": lambda case: _warploom_block_parallel(operator, case),
         **peers.providers("cosine" if operator is COSINE else "rotate"),
     }
 
 
 def _rope_providers() -> dict[str, Callable[[Case], Provider]]:
     ours = _providers(ROTATE)
-    del ours["triton_block_parallel"]
+    del ours["warploom_block_parallel"]
     return ours | peers.ROPE
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from warploom.ops.lrpe import reference
-from warploom.ops.spec import Case, Unsupported, need_cuda
+from warploom.ops.spec import Case, Unsupported, compiled_at_best, need_cuda
 
 Tensor = torch.Tensor
 Provider = Callable[..., Tensor]
@@ -31,12 +31,6 @@ def plain(kind: str) -> Provider:
     return encode
 
 
-def _compiled(function: Provider) -> Provider:
-    """A function compiled for its case with the compiler's own search for tiles: it gets its best settings too."""
-    compiled: Provider = torch.compile(function, dynamic=False, mode="max-autotune-no-cudagraphs")
-    return compiled
-
-
 def _compiled_cache(kind: str, case: Case) -> Provider:
     """The compiler's best chance: angles' cosines and sines from a float32 table made once, outside the timing."""
     if case.get("theta_gradient"):
@@ -49,7 +43,7 @@ def _compiled_cache(kind: str, case: Case) -> Provider:
         first, second = value.chunk(2, dim=-1)
         return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1).to(x.dtype)
 
-    compiled = _compiled(encode)
+    compiled = compiled_at_best(encode)
     table: list[Tensor] = []
 
     def cached(x: Tensor, theta: Tensor, activation: str, grid: Any = None, prefix: int = 0) -> Tensor:
@@ -58,7 +52,8 @@ def _compiled_cache(kind: str, case: Case) -> Provider:
             s = reference.coordinates(x, grid, prefix, 0, None, None).double()
             phi = reference.angles(s, theta.double(), features)
             table.extend((phi.cos().float(), phi.sin().float()))
-        return compiled(x, *table, activation)
+        out: Tensor = compiled(x, *table, activation)
+        return out
 
     return cached
 
@@ -67,7 +62,7 @@ def providers(kind: str) -> dict[str, Callable[[Case], Provider]]:
     """Builders by name, for ``cosine`` or ``rotate``."""
     return {
         "torch": lambda case: plain(kind),
-        "torch_compile": lambda case: _compiled(plain(kind)),
+        "torch_compile": lambda case: compiled_at_best(plain(kind)),
         "torch_compile_cache": functools.partial(_compiled_cache, kind),
     }
 

@@ -188,20 +188,20 @@ OPERATORS = (DECODE, ATTENTION)
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _triton(function: Provider, case: Case, **options: Any) -> Provider:
+def _warploom(function: Provider, case: Case, **options: Any) -> Provider:
     need_cuda()
     return functools.partial(function, backend="triton", **options)
 
 
 _DECODE_PROVIDERS: dict[str, Callable[[Case], Provider]] = {
-    "triton": lambda case: _triton(tpa_decode, case),
-    "triton_batch": lambda case: _triton(tpa_decode, case, strategy="batch"),
-    "triton_batch_head": lambda case: _triton(tpa_decode, case, strategy="batch_head"),
-    "triton_split_kv": lambda case: _triton(tpa_decode, case, strategy="split_kv"),
+    "warploom": lambda case: _warploom(tpa_decode, case),
+    "warploom_batch": lambda case: _warploom(tpa_decode, case, strategy="batch"),
+    "warploom_batch_head": lambda case: _warploom(tpa_decode, case, strategy="batch_head"),
+    "warploom_split_kv": lambda case: _warploom(tpa_decode, case, strategy="split_kv"),
     **peers.DECODE,
 }
 _ATTENTION_PROVIDERS: dict[str, Callable[[Case], Provider]] = {
-    "triton": lambda case: _triton(tpa_attention, case),
+    "warploom": lambda case: _warploom(tpa_attention, case),
     **peers.ATTENTION,
 }
 

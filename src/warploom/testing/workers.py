@@ -12,13 +12,13 @@ __all__ = ["workers"]
 
 
 def workers(processes: int, specs: Sequence[Path]) -> ProcessPoolExecutor:
-    """So many processes, each of which knows the operators that files describe (see `warploom.bench.specs`)."""
+    """So many processes, each of which knows the operators that files describe (see `warploom.testing.specs`)."""
     return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _start, (specs,))
 
 
 def _start(specs: Sequence[Path]) -> None:
     # There are processes enough: PyTorch's compiler would begin one for each core in each of them.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    from warploom.bench.specs import load_specs
+    from warploom.testing.specs import load_specs
 
     load_specs(specs)

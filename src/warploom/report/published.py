@@ -9,6 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from warploom.bench.records import spell
+from warploom.report.labels import sort_xs
+from warploom.report.panels import Panel, Section
+from warploom.report.table import Table, number
+
+__all__ = ["Published", "published", "published_table"]
+
 FOLDER = Path(__file__).with_name("published")
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -23,7 +30,7 @@ class Published:
     """Their GPU; ``GPU not stated`` where they do not say."""
     operator: str
     metric: str
-    """``speed`` (milliseconds), ``memory`` (peak MiB) or ``held`` (MiB kept for the backward)."""
+    """``speed`` (milliseconds) or ``memory`` (peak MiB)."""
     mode: str
     provider: str
     value: float | None
@@ -53,6 +60,22 @@ def published() -> tuple[Published, ...]:
         All of them, in the order of the files and their lines.
     """
     return tuple(row for path in sorted(FOLDER.glob("*.csv")) for row in _READERS.get(path.stem, _long_form)(path))
+
+
+def published_table(section: Section, panel: Panel, mode: str) -> Table | None:
+    """Published times of a panel's problems, in which every parameter but the one along the axis agrees."""
+    case = {**section.constants, **panel.parameters}
+    rows = [row for row in published() if row.metric == "speed" and section.x in row.case]
+    rows = [row for row in rows if row.matches(section.operator, mode, case, ignore=section.x)]
+    if not rows:
+        return None
+    cells = {(row.case[section.x], f"{row.provider} ({row.gpu})"): row.value for row in rows}
+    names = list(dict.fromkeys(name for _, name in cells))
+    found = [
+        [spell(x), *("" if (x, name) not in cells else number(cells[x, name]) or "failed" for name in names)]
+        for x in sort_xs(x for x, _ in cells)
+    ]
+    return Table.of([section.x, *names], found)
 
 
 def _rows(path: Path) -> Iterator[dict[str, str]]:
@@ -99,15 +122,13 @@ def _flash_attention(path: Path) -> Iterator[Published]:
 
 
 def _attention(path: Path) -> Iterator[Published]:
-    columns = (
-        ("speed", "fwd", "fwd_ms"),
-        ("speed", "bwd", "bwd_ms"),
-        ("held", "fwd", "mem_before_backward_MiB"),
-    )
+    """Attention without heads."""
     for row in _rows(path):
-        case = {"batch": 8, "n": int(row["seq_len"]), "head_dim": int(row["head_dim"]), "dtype": "float32"}
-        for metric, mode, column in columns:
-            yield Published("GPU not stated", "attention", metric, mode, "torch", _number(row[column]), case)
+        case: dict[str, Any] = {"batch": 8, "heads": 1, "n": int(row["seq_len"]), "head_dim": int(row["head_dim"])}
+        case |= {"dtype": "float32", "causal": False}
+        for mode in ("fwd", "bwd"):
+            value = _number(row[f"{mode}_ms"])
+            yield Published("GPU not stated", "flash_attention", "speed", mode, "torch", value, case)
 
 
 def _transformer(path: Path) -> Iterator[Published]:

@@ -2,27 +2,31 @@
 
 A position and a frequency that are exact in float32 have a product that is exact in float64, so float64 is the
 truth here to about 1e-16 of a radian times the angle.
+
+``python tools/phase_accuracy.py results/h200 [BACKEND]`` measures, writes ``accuracy.json`` there, and rewrites the
+table in the guide of LRPE.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from texts import markdown_table, replace_between
 
 from warploom import lrpe_cosine
-from warploom.bench.environment import describe_environment, environment_id
+from warploom.bench.environment import describe_environment, device_name, environment_id
 from warploom.bench.fingerprint import UNKNOWN, of_calls
-from warploom.bench.panels import device_name
-from warploom.bench.readme import markdown_table, replace_between
 from warploom.bench.storage import replace_text
 from warploom.runtime.backend import use_triton
 
-__all__ = ["BEGIN", "END", "FILE", "measure_phase", "phase_section", "save_phase", "update"]
+__all__ = ["FILE", "GUIDE", "measure_phase", "phase_section", "save_phase", "update"]
 
+GUIDE = Path(__file__).parents[1] / "src" / "warploom" / "ops" / "lrpe" / "README.md"
 FILE = "accuracy.json"
 POSITIONS = (10**3, 10**4, 10**5, 10**6, 2**24)
 BASES = (1e4, 5e5)
@@ -30,7 +34,7 @@ HEAD_DIM = 128
 WINDOW = 256
 """Positions looked at: so many, the last of which is the one that the table names."""
 
-BEGIN = "<!-- accuracy: written by `warploom accuracy`; do not edit -->"
+BEGIN = "<!-- accuracy: written by tools/phase_accuracy.py; do not edit -->"
 END = "<!-- end of accuracy -->"
 _METHODS = {
     "warploom": "warploom",
@@ -125,3 +129,15 @@ def update(readme: Path, files: Sequence[Path]) -> None:
         ArgumentError: The file lacks a mark.
     """
     replace_between(readme, BEGIN, END, phase_section(files))
+
+
+def main(folder: Path, backend: str = "auto") -> int:
+    """Measure, and write what was measured; returns the exit status."""
+    measured = measure_phase(torch.device("cuda" if torch.cuda.is_available() else "cpu"), backend)
+    print(phase_table(measured))
+    update(GUIDE, [save_phase(folder, measured)])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

@@ -1,13 +1,12 @@
-"""How positions, times and parameters are written, and where the ticks of a logarithmic axis stand."""
+"""How positions, times and modes are written, and where the ticks of a logarithmic axis stand."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["log_range", "log_ticks", "mode_title", "seconds", "size", "sort_xs", "spell"]
+__all__ = ["log_range", "log_ticks", "mode_title", "seconds", "size", "sort_xs"]
 
 MODES = {
     "fwd": "Forward",
@@ -18,22 +17,18 @@ MODES = {
 }
 
 _STEPS = ((1, 2, 5), (1,))
-_MOST = 12
+_MOST = 9
 _MARGIN = 1.15
 
 
-def log_ticks(shown: Sequence[float], also: Sequence[float] = ()) -> list[float]:
-    """Choose round ticks for a logarithmic axis.
-
-    Args:
-        shown: The positive values that are in sight; how dense the ticks are follows from these.
-        also: Values that may come into sight later and want ticks as well.
-
-    Returns:
-        Ascending ticks, the first at most the smallest value and the last at least the largest.
-    """
-    dense = next((steps for steps in _STEPS if len(_between(shown, steps)) <= _MOST), _STEPS[-1])
-    return _between([*shown, *also], dense)
+def log_ticks(shown: Sequence[float]) -> list[float]:
+    """Choose round ticks for a logarithmic axis of positive values: the first is at most the smallest value."""
+    ticks: list[float] = []
+    for steps in _STEPS:
+        ticks = _between(shown, steps)
+        if len(ticks) <= _MOST:
+            break
+    return ticks
 
 
 def log_range(values: Sequence[float]) -> tuple[float, float]:
@@ -62,21 +57,16 @@ def seconds(value: float) -> str:
     return f"{value / 1e-9:.4g} ns"
 
 
-def size(value: float) -> str:
+def size(value: Any) -> str:
     """Write a size, with ``k`` for multiples of 1024."""
+    if not isinstance(value, int | float):
+        return str(value)
     return f"{value // 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
 
 
 def sort_xs(values: Iterable[Any]) -> list[Any]:
     """Sort positions, each once: numbers by size, other values behind them in the order in which they come."""
     return sorted(dict.fromkeys(values), key=lambda x: (0, x) if isinstance(x, int | float) else (1, 0))
-
-
-def spell(value: Any) -> str:
-    """Write a parameter's value for a reader."""
-    if isinstance(value, list | tuple):
-        return "×".join(spell(item) for item in value)
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def mode_title(mode: str) -> str:

@@ -13,16 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from warploom import ops
-from warploom.bench.labels import MODES, sort_xs, spell
-from warploom.bench.palette import ordered
-from warploom.bench.records import LIMIT, Record, is_stale, load, load_environments
-from warploom.bench.tables import own_provider
-from warploom.ops.spec import Bench
+from warploom.bench.comparison import Pair
+from warploom.bench.environment import device_name
+from warploom.bench.records import LIMIT, Record, is_stale, load, load_environments, own_provider, spell
+from warploom.bench.registry import benches
+from warploom.ops.spec import KERNELS, Bench
+from warploom.report.labels import MODES, sort_xs
+from warploom.report.palette import ordered
 
-__all__ = ["STATES", "UNSET", "Panel", "Point", "Section", "device_name", "load_sections"]
+__all__ = ["STATES", "UNSET", "Panel", "Point", "Section", "arrange", "load_sections"]
 
 UNSET = "–"
 
@@ -107,12 +108,26 @@ class Panel:
         limit = self.at(mode).get(LIMIT, {})
         return {x: ms for x in self.xs(mode) if x in limit and (ms := limit[x].ms)}
 
-    def speedups(self, mode: str, ours: str, baseline: str) -> dict[Any, float]:
-        """How many times faster one provider is than another, at each position where both have a speed."""
-        lines = self.at(mode)
-        mine, theirs = lines.get(ours, {}), lines.get(baseline, {})
-        pairs = {x: (point.ms, theirs[x].ms) for x, point in mine.items() if x in theirs}
-        return {x: other / own for x, (own, other) in pairs.items() if own and other}
+    def rival(self, mode: str, x: Any, section: Section) -> Pair | None:
+        """Ours at a position, and beside it the fastest of all others that were right in the same run.
+
+        Returns:
+            A is ours and B the other: its ratio says how many times as long the other took. None where either is
+            missing, doubtful, or of another run.
+        """
+        line = {name: points[x] for name, points in self.at(mode).items() if x in points}
+        ours = next((line[name] for name in section.own_names if name in line and line[name].ms), None)
+        if ours is None or not ours.record.run:
+            return None
+        others = [
+            point
+            for name, point in line.items()
+            if name in section.rivals and point.ms and point.record.run == ours.record.run
+        ]
+        fastest = min(others, key=lambda point: point.ms or 0.0, default=None)
+        if fastest is None or "disturbed" in (ours.badge, fastest.badge):
+            return None
+        return Pair(section.operator, mode, ours.record.case, ours.record, fastest.record)
 
 
 @dataclass(frozen=True)
@@ -129,13 +144,6 @@ class Section:
     others: tuple[str, ...] = ()
     """Providers of other functions, timed beside it."""
 
-    own: ClassVar[str] = "triton"
-    """Begins the names of our providers."""
-    torch: ClassVar[str] = "torch"
-    """What a user would write in PyTorch."""
-    torch_compile: ClassVar[str] = "torch_compile"
-    """The same, compiled."""
-
     @property
     def points(self) -> list[Point]:
         """Every point of the section."""
@@ -146,10 +154,20 @@ class Section:
         """Every provider, in reading order."""
         return ordered((point.record.provider for point in self.points), self.emphasis)
 
-    @property
-    def baselines(self) -> list[str]:
-        """The providers that the emphasised one is compared with."""
-        return [name for name in self.providers if name not in (self.emphasis, LIMIT)]
+    @cached_property
+    def own_names(self) -> list[str]:
+        """What stands for the operator, the first that has a time in a case: one, or several ways to compile it."""
+        if "+" not in "".join(self.providers):
+            return [self.emphasis]
+        return [f"{self.emphasis}{ending}" for ending in ("+graphs", "+compile", "")]
+
+    @cached_property
+    def rivals(self) -> list[str]:
+        """The providers that ours is compared with: all that are not ours, not the limit and no other function."""
+        out = [self.emphasis, LIMIT, *self.others]
+        if self.emphasis.startswith(KERNELS):
+            out += [name for name in self.providers if name.startswith(KERNELS)]
+        return [name for name in self.providers if name not in out]
 
     @cached_property
     def choices(self) -> dict[str, list[str]]:
@@ -163,7 +181,7 @@ class Section:
 
     def command(self, panel: Panel, mode: str) -> str:
         """The command line that measures a panel's mode again."""
-        bench = ops.benches().get(self.operator.replace("_", "-"))
+        bench = benches().get(self.operator.replace("_", "-"))
         run = (bench and bench.command) or f"warploom bench {self.operator.replace('_', '-')}"
         if not run.startswith("warploom bench"):
             return run
@@ -190,38 +208,49 @@ Entry = tuple[Record, str, str]
 def load_sections(sources: Sequence[Path]) -> list[Section]:
     """Read records and arrange them.
 
-    Of several records of the same case, mode, provider and device the last counts, but a stale one
-    never before a fresh one.
-
     Args:
         sources: Folders with a ``records.jsonl`` and an ``environment.json``, or such record files; oldest
             first.
-
-    Returns:
-        A section for each bench: those of the registry in its order, then any others.
 
     Raises:
         WarploomError: A source holds no records file, or one that cannot be read.
     """
     known = {name: value for source in sources for name, value in load_environments(source).items()}
+    devices = {name: device_name(environment) for name, environment in known.items()}
+    return arrange(load(sources), devices)
+
+
+def arrange(records: Sequence[Record], devices: Mapping[str, str] | None = None) -> list[Section]:
+    """Arrange records for a reader.
+
+    Of several records of the same case, mode, provider and device the last counts, but a stale one
+    never before a fresh one.
+
+    Args:
+        records: Oldest first.
+        devices: Names of devices by the records' environments. Without it, the records were just made: they are
+            of one device, and of the present code.
+
+    Returns:
+        A section for each bench: those of the registry in its order, then any others.
+    """
     kept: dict[tuple[str, ...], Entry] = {}
-    for record in load(sources):
-        device = device_name(known.get(record.environment, {}))
+    for record in records:
+        device = "" if devices is None else devices.get(record.environment, device_name({}))
         key = (record.operator, json.dumps(record.case, sort_keys=True), record.provider, record.mode, device)
-        state = "stale" if is_stale(record) else record.status
+        state = "stale" if devices is not None and is_stale(record) else record.status
         if key not in kept or state != "stale" or kept[key][2] == "stale":
             kept[key] = (record, device, state)
     groups: dict[str, list[Entry]] = {}
     for entry in kept.values():
         groups.setdefault(entry[0].operator, []).append(entry)
-    registry = [name.replace("-", "_") for name in ops.benches()]
-    names = [*(name for name in registry if name in groups), *(n for n in groups if n not in registry)]
-    return [_section(name, groups[name]) for name in names]
+    known = {bench.record_name: bench for bench in benches().values()}
+    names = [*(name for name in known if name in groups), *(name for name in groups if name not in known)]
+    return [_section(name, groups[name], known.get(name)) for name in names]
 
 
-def _section(operator: str, entries: Sequence[Entry]) -> Section:
+def _section(operator: str, entries: Sequence[Entry], bench: Bench | None) -> Section:
     cases = [record.case for record, _, _ in entries]
-    bench = ops.benches().get(operator.replace("_", "-"))
     x = bench.x if bench else _axis(cases)
     parameters = [name for name in dict.fromkeys(name for case in cases for name in case) if name != x]
     parameters = [name for name in parameters if not _follows(cases, name)]
@@ -266,8 +295,3 @@ def _follows(cases: Sequence[Mapping[str, Any]], name: str) -> bool:
 
 def _count(cases: Sequence[Mapping[str, Any]], name: str) -> int:
     return len({json.dumps(case.get(name), sort_keys=True) for case in cases})
-
-
-def device_name(environment: Mapping[str, Any]) -> str:
-    """Name the device of an environment."""
-    return str(environment.get("gpu") or environment.get("cpu") or "device not recorded")

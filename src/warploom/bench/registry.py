@@ -1,0 +1,15 @@
+"""Every bench by name: those of the operators, of models, and of files and programs from outside."""
+
+from __future__ import annotations
+
+from warploom import ops
+from warploom.ops.spec import Bench
+
+__all__ = ["benches"]
+
+
+def benches() -> dict[str, Bench]:
+    """Every bench by name, in reading order."""
+    from warploom.bench.transformer import BENCH
+
+    return {**ops.benches(), BENCH.name: BENCH}

@@ -1,0 +1,345 @@
+"""Steps of a Transformer LM as a bench: forward, forward and backward, or a whole training step with AdamW.
+
+Every phase of every step is timed by the wall clock with the device idle before and after, as in the published
+table: what a GPU waits for the host is in it. Python collects its garbage before the measured steps and not during
+them, as in `timeit`. Forward alone runs without autograd; the others with it. The limit is a step's operations at
+the rate of a large matrix product, which takes its turn among the steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from warploom import lrpe_rotate
+from warploom.bench import limits
+from warploom.bench.attempt import Failure, attempt
+from warploom.bench.evaluate import Unit, with_times
+from warploom.bench.fingerprint import LIMIT
+from warploom.bench.measure import Clock, Timing, allocated_bytes, percentiles, release_memory
+from warploom.bench.parts import Timeline
+from warploom.nn import TransformerConfig, TransformerLM
+from warploom.ops.spec import KERNELS, Bench, Case, Inputs, Operator, Traffic, Unsupported, need_cuda
+
+__all__ = ["BENCH", "LLAMA", "Stepper", "build", "measure", "prepare"]
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From tokens (B, N) and targets (B, N) to the mean cross-entropy ()."""
+
+LLAMA = "llama"
+"""transformers' Llama with PyTorch's attention and random weights."""
+ATTENTIONS = {KERNELS: "flash", "sdpa": "sdpa", "torch": "plain", LLAMA: "flash", "warploom_tpa": "tpa"}
+"""Each model's attention; that of Llama stands for its shape."""
+GRAPHS = "+graphs"
+ENDINGS = ("", "+compile", GRAPHS)
+"""Of a provider's name: under `torch.compile`, without and with CUDA graphs."""
+WARM_UP, STEPS, TURN = 5, 40, 5
+"""Steps before the measured ones, the measured ones, and how many of them before it is another model's turn."""
+PART_STEPS = 3
+MIB = 2**20
+
+
+def config_of(case: Case, provider: str) -> TransformerConfig:
+    """The shape of a provider's model in a case."""
+    names = ("context_length", "position", "layers")
+    changes: dict[str, Any] = {name: case[name] for name in names if name in case}
+    return TransformerConfig.size(case["size"], attention=ATTENTIONS[provider.partition("+")[0]], **changes)
+
+
+def build(provider: str, case: Case, device: torch.device) -> tuple[nn.Module, Loss]:
+    """A provider's model with random weights in float32, and the function that gives its loss.
+
+    Raises:
+        Unsupported: What the provider needs is not installed, or it has no such positions.
+    """
+    name, _, ending = provider.partition("+")
+    config = config_of(case, provider)
+    if name == LLAMA and config.position != "rotate":
+        raise Unsupported("transformers' Llama has rotary positions alone")
+    if ending == "graphs":
+        need_cuda("CUDA graphs")
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = _llama(config) if name == LLAMA else TransformerLM(config)
+
+    def loss(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if name == LLAMA:
+            logits = model(input_ids=tokens, use_cache=False).logits
+            return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        out: torch.Tensor = model(tokens, targets).loss
+        return out
+
+    # The loss is compiled with the model, for all models alike.
+    mode = "reduce-overhead" if ending == "graphs" else None
+    return model, torch.compile(loss, mode=mode, dynamic=False) if ending else loss
+
+
+def _llama(config: TransformerConfig) -> Any:
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ModuleNotFoundError as error:
+        raise Unsupported("transformers is not installed: pip install 'warploom[compare]'") from error
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.d_model,
+            intermediate_size=config.d_ff,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.heads,
+            max_position_embeddings=config.context_length,
+            tie_word_embeddings=False,
+            attn_implementation="sdpa",
+        )
+    )
+
+
+def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    """Random tokens, and the targets behind them, (B, N) each."""
+    vocabulary = config_of(case, KERNELS).vocab_size
+    text = torch.randint(vocabulary, (case["batch"], case["context_length"] + 1), generator=generator).to(device)
+    return {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+
+
+def flops_of(case: Case, mode: str) -> int:
+    """Operations of a step."""
+    with torch.device("meta"):
+        model = TransformerLM(config_of(case, KERNELS))
+    return int(case["batch"] * case["context_length"] * model.flops_per_token(training=mode != "fwd"))
+
+
+@dataclass
+class Stepper:
+    """A model that takes steps in a mode, and the wall time of each phase of them."""
+
+    model: nn.Module
+    loss: Loss
+    inputs: Inputs
+    mode: str
+    dtype: torch.dtype
+    device: torch.device
+    optimizer: torch.optim.Optimizer | None = None
+    samples_ms: dict[str, list[float]] = field(default_factory=dict)
+    timeline: Timeline | None = None
+    """Told where phases begin and end, in the pass that splits them."""
+    parts_ms: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    held_bytes: int = 0
+    """What was allocated between forward and backward of the last step."""
+    memory_mib: dict[str, float] = field(default_factory=dict)
+    """On a GPU ``peak`` and ``held``."""
+
+    def __post_init__(self) -> None:
+        if self.mode == "train":
+            fused = self.device.type == "cuda"
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
+
+    def step(self) -> None:
+        """One step; its phases' times are added to ``samples_ms``."""
+        self.model.zero_grad(set_to_none=True)
+        torch.compiler.cudagraph_mark_step_begin()  # what the last step returned may be written anew
+        grad = torch.no_grad() if self.mode == "fwd" else contextlib.nullcontext()
+        low = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        with self._phase("forward"), grad, low:
+            loss = self.loss(self.inputs["tokens"], self.inputs["targets"])
+        self.held_bytes = allocated_bytes(self.device)
+        if self.mode != "fwd":
+            with self._phase("backward"):
+                loss.backward()
+        if self.optimizer is not None:
+            with self._phase("optimizer"):
+                self.optimizer.step()
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self._wait()
+        mark = torch.cuda.nvtx.range(name) if self.device.type == "cuda" else contextlib.nullcontext()
+        started = time.perf_counter()
+        with mark, torch.profiler.record_function(name):
+            if self.timeline is not None:
+                self.timeline.begin()
+            yield
+            if self.timeline is not None:
+                self.parts_ms.setdefault(name, []).append(self.timeline.end())
+            self._wait()
+        self.samples_ms.setdefault(name, []).append((time.perf_counter() - started) * 1e3)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measure(unit: Unit, providers: Sequence[str], device: torch.device, clock: Clock, blank: Any) -> list[Any]:
+    """Measure all models of a case in turn, as `warploom.bench.evaluate.evaluate` does providers."""
+    if any("+" in name for name in providers):
+        torch.compiler.reset()
+    flops = flops_of(unit.case, unit.mode)
+    steppers = {name: attempt(name, functools.partial(prepare, name, unit, device)) for name in providers}
+    product = limits.product_call(device)
+    product_us = clock.host_us(product)
+    product_ms: list[float] = []
+    with _no_collections():
+        for turn in range(-(-STEPS // TURN)):
+            first = turn % max(len(providers), 1)
+            for name in [*providers[first:], *providers[:first]]:
+                stepper = steppers[name]
+                if isinstance(stepper, Stepper):
+                    steppers[name] = attempt(name, functools.partial(_take, stepper, TURN))
+            product_ms += [clock.sample(product, product_us).ms for _ in range(TURN)]
+    records = {}
+    timings: dict[str, Timing | Failure] = {}
+    for name, stepper in steppers.items():
+        records[name] = replace(blank, provider=name, flops=flops)
+        if isinstance(stepper, Failure):
+            timings[name] = stepper
+            continue
+        low, middle, high = percentiles(_steps(stepper))
+        forward_us = 1e3 * statistics.median(stepper.samples_ms["forward"])
+        timings[name] = Timing(middle, low, high, forward_us, len(_steps(stepper)))
+        peak = stepper.memory_mib.get("peak")
+        records[name] = replace(records[name], peak_memory_mib=peak, details=_details(stepper, unit.case, middle))
+    scale = flops / limits.product_flops(device)
+    low, middle, high = (scale * ms for ms in percentiles(product_ms))
+    timings[LIMIT] = Timing(middle, low, high, product_us, len(product_ms))
+    records[LIMIT] = replace(blank, provider=LIMIT, flops=flops)
+    finished = with_times(records, timings)
+    return [replace(record, host_us=None) for record in finished]
+
+
+def prepare(name: str, unit: Unit, device: torch.device) -> Stepper:
+    """A model that has warmed up, and what a step of it allocates besides what was there."""
+    release_memory(device)
+    before = allocated_bytes(device)
+    model, loss = build(name, unit.case, device)
+    inputs = make_inputs(unit.case, device, torch.Generator().manual_seed(0))
+    stepper = Stepper(model, loss, inputs, unit.mode, getattr(torch, unit.case["dtype"]), device)
+    for _ in range(WARM_UP):
+        stepper.step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        stepper.step()
+        peak = torch.cuda.max_memory_allocated(device)
+        stepper.memory_mib = {"peak": (peak - before) / MIB, "held": (stepper.held_bytes - before) / MIB}
+    stepper.samples_ms.clear()
+    return stepper
+
+
+def _take(stepper: Stepper, steps: int) -> Stepper:
+    """Measured steps, and no gradients kept while others take theirs."""
+    for _ in range(steps):
+        stepper.step()
+    stepper.model.zero_grad(set_to_none=True)
+    return stepper
+
+
+def _steps(stepper: Stepper) -> list[float]:
+    """Milliseconds of each whole step."""
+    return [sum(phases) for phases in zip(*stepper.samples_ms.values(), strict=True)]
+
+
+def _details(stepper: Stepper, case: Case, step_ms: float) -> dict[str, Any]:
+    spread = {
+        name: {"mean_ms": statistics.fmean(samples), "std_ms": statistics.stdev(samples)}
+        for name, samples in stepper.samples_ms.items()
+    }
+    details: dict[str, Any] = {
+        "phases": spread,
+        "tokens_per_s": case["batch"] * case["context_length"] / step_ms * 1e3,
+        "parameters": sum(parameter.numel() for parameter in stepper.model.parameters()),
+    }
+    return details | ({"held_memory_mib": stepper.memory_mib["held"]} if stepper.memory_mib else {})
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Collect garbage now and none inside: what compilers leave behind takes longer to look through than a step."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def launched(case: Case, provider: str) -> None:
+    """Launch what the layers of a provider's model launch of ours in one direction and back."""
+    from warploom.ops.rotary_attention.api import rotary_attention
+
+    name = provider.partition("+")[0]
+    if name == LLAMA:
+        raise Unsupported("launches nothing of ours")
+    config = config_of(case, provider)
+    heads, head_dim = config.heads, config.d_model // config.heads
+    rows, theta = (3 if name == KERNELS else 2) * heads, torch.empty(head_dim // 2)
+    shape = (case["batch"], case["context_length"], rows, head_dim)
+    qkv = torch.empty(shape, dtype=getattr(torch, case["dtype"]), requires_grad=True)
+    if name == KERNELS:
+        out = rotary_attention(qkv, theta, heads, head_dim**-0.5)
+    else:
+        out = lrpe_rotate(qkv, theta, backend="triton")
+    torch.autograd.grad([out], [qkv], [torch.empty_like(out)])
+
+
+def _loss_of(provider: str, case: Case) -> Loss:
+    return build(provider, case, torch.device("cuda" if torch.cuda.is_available() else "cpu"))[1]
+
+
+def _undefined(**_: Any) -> torch.Tensor:
+    raise Unsupported("a model has no definition to be compared with: its operators have")
+
+
+def _cases(device: str, sizes: Sequence[str], lengths: Sequence[int]) -> list[Case]:
+    if device != "cuda":
+        return []
+    shape = {"batch": 4, "position": "rotate", "dtype": "bfloat16"}
+    return [{"size": size, **shape, "context_length": n} for n in lengths for size in sizes]
+
+
+def _trial(device: str) -> list[Case]:
+    """One layer and a few tokens: to try the instrument."""
+    shape = {"batch": 1, "position": "rotate", "dtype": "float32" if device == "cpu" else "bfloat16"}
+    return [{"size": "sm", **shape, "context_length": 32, "layers": 1}]
+
+
+OPERATOR = Operator(
+    name="transformer",
+    function=_undefined,
+    reference=_undefined,
+    make_inputs=make_inputs,
+    check_cases=(),
+    length="context_length",
+)
+BENCH = Bench(
+    name="transformer",
+    operator=OPERATOR,
+    suites={
+        "quick": functools.partial(_cases, sizes=("sm",), lengths=(512,)),
+        "published": functools.partial(_cases, sizes=("sm", "md", "lg"), lengths=(512, 4096)),
+        "large": functools.partial(_cases, sizes=("xl", "2.7B"), lengths=(512,)),
+        "trial": _trial,
+    },
+    providers={
+        name + ending: functools.partial(_loss_of, name + ending)
+        for ending in ENDINGS
+        for name in ATTENTIONS
+        if name != "warploom_tpa" or not ending
+    },
+    traffic=lambda case, mode: Traffic(0, 0, 0, flops_of(case, mode)),
+    title="Transformer LM: wall time of a step; the limit is a large matrix product's rate",
+    x="size",
+    modes=("fwd", "fwd_bwd", "train"),
+    published=("transformer",),
+    measure=measure,
+    launches=launched,
+)

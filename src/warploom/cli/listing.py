@@ -1,0 +1,50 @@
+"""``warploom list``: benches with their suites, providers and cases."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from warploom.cli.common import Commands, add_spec, names_in, pick
+
+if TYPE_CHECKING:
+    from warploom.ops.spec import Bench
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser("list", help="show benches, their suites, providers and cases")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benches (default: all, in a line each)")
+    add_spec(parser)
+    parser.set_defaults(command=_list)
+
+
+def _list(options: argparse.Namespace) -> int:
+    from warploom.bench.registry import benches
+    from warploom.ops import operators
+    from warploom.testing.specs import load_specs
+
+    own = names_in(load_specs(options.spec), "benches")
+    known = benches()
+    if not (options.names or own):
+        for bench in known.values():
+            print(f"{bench.name}: {bench.title}")
+            print(f"  suites {', '.join(bench.suites)}; modes {', '.join(bench.modes)}")
+        print(f"operators, for `warploom check`: {', '.join(operators())}")
+        return 0
+    for name in pick(options.names or own, known, "bench", "-"):
+        _show(known[name])
+    return 0
+
+
+def _show(bench: Bench) -> None:
+    print(f"{bench.name}: {bench.title}")
+    print(f"  modes: {', '.join(bench.modes)}")
+    print(f"  providers: {', '.join(bench.every_provider)}")
+    for suite, cases_on in bench.suites.items():
+        cases = cases_on("cuda")
+        print(f"  suite {suite}: {len(cases)} cases on a GPU, {len(cases_on('cpu'))} on a CPU")
+        for key in dict.fromkeys(key for case in cases for key in case):
+            values = dict.fromkeys(json.dumps(case[key]) for case in cases if key in case)
+            print(f"    {key} = {' '.join(value.strip(chr(34)) for value in values)}")

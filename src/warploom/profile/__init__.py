@@ -1,1 +1,0 @@
-"""Where a model's time and memory go: ``warploom profile transformer | attention``."""

@@ -1,0 +1,213 @@
+"""Line charts as SVG, for the report and for texts: readable on a light and on a dark page, and small.
+
+Words take the colour of what is around them, or a grey that reads on both pages. Each line is a group whose class
+is ``s`` and the number of its provider, so that a page can show and hide it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from warploom.bench.records import LIMIT
+from warploom.report.labels import log_range, log_ticks, seconds, size
+from warploom.report.palette import MUTED, Look
+from warploom.report.panels import Panel, Section
+
+__all__ = ["Chart", "chart_svg", "charts", "picture"]
+
+Values = Mapping[Any, float | None]
+"""A number, or none, at each position."""
+WIDTH, HEIGHT = 460, 250
+LEFT, RIGHT, TOP, BOTTOM = 56, 10, 24, 34
+_SHAPES = {
+    "s": "M{0} {1}h6v6h-6z",
+    "d": "M{0} {1}m3 -1l4 4l-4 4l-4 -4z",
+    "^": "M{0} {1}m3 -1l4 7h-8z",
+    "v": "M{0} {1}m-1 0h8l-4 7z",
+    "+": "M{0} {1}m2 -1h2v3h3v2h-3v3h-2v-3h-3v-2h3z",
+    "x": "M{0} {1}l6 6m0 -6l-6 6",
+    "o": "M{0} {1}m0 3a3 3 0 1 0 6 0a3 3 0 1 0 -6 0z",
+}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What is drawn: lines by provider, over positions."""
+
+    title: str
+    xs: Sequence[Any]
+    x_name: str
+    lines: Mapping[str, Values]
+    bands: Mapping[str, tuple[Values, Values]]
+    """Lower and upper edges."""
+    share: bool = False
+    """Whether the axis is linear, in per cent, with a rule at 1; else it is logarithmic and in seconds."""
+
+
+def charts(section: Section, panel: Panel, mode: str) -> list[Chart]:
+    """Time and share of the limit against size; none where no provider has a speed."""
+    xs, at = panel.xs(mode), panel.at(mode)
+    names = [name for name in reversed(section.providers) if name in at and name != LIMIT]  # ours last, on top
+    times: dict[str, Values] = {LIMIT: {x: ms / 1e3 for x, ms in panel.limits(mode).items()}}
+    times |= {name: {x: p.ms and p.ms / 1e3 for x, p in at[name].items()} for name in names}
+    bands: dict[str, tuple[Values, Values]] = {}
+    for name in names:
+        measured = {x: p.record for x, p in at[name].items() if p.ms and p.record.ms_p20 and p.record.ms_p80}
+        low = {x: (record.ms_p20 or 0.0) / 1e3 for x, record in measured.items()}
+        bands[name] = low, {x: (record.ms_p80 or 0.0) / 1e3 for x, record in measured.items()}
+    shares = {name: {x: p.fraction for x, p in at[name].items()} for name in names}
+    drawn = [Chart("time (band: 20th to 80th percentile)", xs, section.x, times, bands)]
+    drawn.append(Chart("share of the measured limit", xs, section.x, shares, {}, share=True))
+    return [c for c in drawn if any(any(line.values()) for name, line in c.lines.items() if name != LIMIT)]
+
+
+def chart_svg(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int] | None = None) -> str:
+    """One chart as an SVG element.
+
+    Args:
+        chart: What to draw.
+        styles: A look for every provider.
+        numbers: The providers' numbers in the classes of their lines.
+    """
+    return _element(_drawn(chart, styles, numbers or {}), WIDTH, HEIGHT, chart.title)
+
+
+def picture(
+    columns: Sequence[Sequence[Chart]], heads: Sequence[str], title: str, styles: Mapping[str, Look]
+) -> str:
+    """Charts in columns with heads, a title above and a legend below, as a file for a text."""
+    width, legend = WIDTH * len(columns), [name for name in styles if _occurs(name, columns)]
+    parts = [_text(width // 2, 18, title, "middle", 14)]
+    for i, (head, column) in enumerate(zip(heads, columns, strict=True)):
+        parts.append(_text(i * WIDTH + WIDTH // 2, 42, head, "middle", 13))
+        for j, chart in enumerate(column):
+            parts.append(f'<g transform="translate({i * WIDTH} {50 + j * HEIGHT})">{_drawn(chart, styles, {})}</g>')
+    top = 50 + HEIGHT * max(map(len, columns)) + 14
+    per_row = max(1, width // 170)
+    for i, name in enumerate(legend):
+        x, y = 20 + i % per_row * 170, top + i // per_row * 20
+        parts.append(_path(f"M{x} {y - 4}h24", styles[name]) + _marks([(x + 12, y - 4)], styles[name]))
+        parts.append(_text(x + 30, y, name, "start", 13))
+    height = top + 20 * -(-len(legend) // per_row)
+    return _element("".join(parts), width, height, title, MUTED) + "\n"
+
+
+def _occurs(name: str, columns: Sequence[Sequence[Chart]]) -> bool:
+    return any(any(chart.lines.get(name, {}).values()) for column in columns for chart in column)
+
+
+def _element(body: str, width: int, height: int, title: str, colour: str = "") -> str:
+    about = f'viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}"'
+    more = f' color="{colour}" width="{width}" height="{height}" font-family="sans-serif"' if colour else ""
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {about}{more}>{body}</svg>'
+
+
+def _drawn(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int]) -> str:
+    across, ticks_x = _across(chart)
+    ys = [y for line in chart.lines.values() for y in line.values() if y]
+    up, ticks_y = _share_axis(ys) if chart.share else _log_axis(ys)
+    right, low = WIDTH - RIGHT, HEIGHT - BOTTOM
+    rules = "".join(f"M{LEFT} {y}H{right}" for y, _ in ticks_y) + "".join(f"M{x} {TOP}V{low}" for x, _ in ticks_x)
+    parts = [f'<path d="{rules}" stroke="currentColor" stroke-opacity=".2" fill="none"/>']
+    if chart.share:
+        parts.append(f'<path d="M{LEFT} {up(1.0)}H{right}" stroke="currentColor" stroke-dasharray="2 3"/>')
+    parts += [_text(LEFT - 5, y + 4, label, "end") for y, label in ticks_y]
+    parts += [_text(x, low + 15, label, "middle") for x, label in ticks_x if label]
+    parts += [
+        _text((LEFT + right) // 2, HEIGHT - 4, chart.x_name, "middle"),
+        _text(LEFT, 14, chart.title, "start", 12),
+    ]
+    for name, line in chart.lines.items():
+        runs = _runs([(across[x], up(y) if (y := line.get(x)) else None) for x in chart.xs])
+        if not runs:
+            continue
+        look = styles[name]
+        band = ""
+        if name in chart.bands:
+            lower, upper = chart.bands[name]
+            places = [x for x in chart.xs if lower.get(x) and upper.get(x)]
+            outline = [(across[x], up(lower[x] or 0.0)) for x in places]
+            outline += [(across[x], up(upper[x] or 0.0)) for x in reversed(places)]
+            if len(places) > 1:
+                band = f'<path d="M{_join(outline)}z" fill="{look.colour}" fill-opacity=".2"/>'
+        path = "".join(f"M{_join(run)}" for run in runs)
+        marks = _marks([point for run in runs for point in run], look)
+        group = f' class="s{numbers[name]}"' if name in numbers else ""
+        parts.append(f"<g{group}>{band}{_path(path, look)}{marks}</g>")
+    return "".join(parts)
+
+
+def _runs(points: Sequence[tuple[int, int | None]]) -> list[list[tuple[int, int]]]:
+    """A line without its gaps."""
+    runs: list[list[tuple[int, int]]] = [[]]
+    for x, y in points:
+        if y is not None:
+            runs[-1].append((x, y))
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _join(points: Sequence[tuple[int, int]]) -> str:
+    return "L".join(f"{x} {y}" for x, y in points)
+
+
+def _path(path: str, look: Look) -> str:
+    dots = ' stroke-dasharray="2 3"' if look.dotted else ""
+    return f'<path d="{path}" stroke="{look.colour}" stroke-width="{look.width:g}" fill="none"{dots}/>'
+
+
+def _marks(points: Sequence[tuple[int, int]], look: Look) -> str:
+    if not look.marker:
+        return ""
+    path = "".join(_SHAPES[look.marker].format(x - 3, y - 3) for x, y in points)
+    pen = (
+        f'fill="none" stroke="{look.colour}" stroke-width="1.5"' if look.marker == "x" else f'fill="{look.colour}"'
+    )
+    return f'<path d="{path}" {pen}/>'
+
+
+def _text(x: int, y: int, words: str, anchor: str, points: int = 11) -> str:
+    place = f'x="{x}" y="{y}" font-size="{points}" text-anchor="{anchor}"'
+    return f'<text {place} fill="currentColor">{escape(words)}</text>'
+
+
+def _across(chart: Chart) -> tuple[dict[Any, int], list[tuple[int, str]]]:
+    """Where positions stand, and ticks for them: as many with a label as there is room for."""
+    xs, width = list(chart.xs), WIDTH - LEFT - RIGHT - 24
+    if all(isinstance(x, int | float) and x > 0 for x in xs) and len(xs) > 1:
+        low, high = math.log(xs[0]), math.log(xs[-1])
+        places = {x: LEFT + 12 + round(width * (math.log(x) - low) / (high - low)) for x in xs}
+    else:
+        places = {x: LEFT + 12 + round(width * (i + 0.5) / len(xs)) for i, x in enumerate(xs)}
+    ticks: list[tuple[int, str]] = []
+    free = WIDTH
+    for x in reversed(xs):
+        label = size(x)
+        fits = places[x] + 4 * len(label) < free
+        ticks.append((places[x], label if fits else ""))
+        free = places[x] - 4 * len(label) if fits else free
+    return places, ticks
+
+
+def _share_axis(ys: Sequence[float]) -> tuple[Callable[[float], int], list[tuple[int, str]]]:
+    top, height = 1.04 * max([1.0, *ys]), HEIGHT - BOTTOM - TOP
+
+    def up(y: float) -> int:
+        return HEIGHT - BOTTOM - round(height * y / top)
+
+    return up, [(up(y), f"{y:.0%}") for y in (0.0, 0.25, 0.5, 0.75, 1.0)]
+
+
+def _log_axis(ys: Sequence[float]) -> tuple[Callable[[float], int], list[tuple[int, str]]]:
+    low, high = log_range(ys)
+    height = HEIGHT - BOTTOM - TOP
+
+    def up(y: float) -> int:
+        return HEIGHT - BOTTOM - round(height * math.log(y / low) / math.log(high / low))
+
+    return up, [(up(y), seconds(y)) for y in log_ticks(ys) if low <= y <= high]

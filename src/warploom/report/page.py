@@ -1,0 +1,139 @@
+"""The report's page: arranged records for the template."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from warploom.bench.environment import device_name
+from warploom.bench.records import LIMIT, Record, load_environments, spell
+from warploom.bench.storage import replace_text
+from warploom.report.chart import chart_svg, charts
+from warploom.report.labels import mode_title
+from warploom.report.palette import Look, looks
+from warploom.report.panels import UNSET, Panel, Section, load_sections
+from warploom.report.published import published_table
+from warploom.report.rivals import counts, summaries, summary_table
+from warploom.report.table import Table
+from warploom.report.tables import failures, metric_table, time_table
+
+__all__ = ["write"]
+
+TITLE = "warploom report"
+
+
+def write(sources: Sequence[Path], output: Path) -> Path:
+    """See `warploom.report.write_report`."""
+    sections = load_sections(sources)
+    points = [point for section in sections for point in section.points]
+    known = {name: value for source in sources for name, value in load_environments(source).items()}
+    used = {name: known[name] for point in points if (name := point.record.environment) in known}
+    facts = [fact for environment in used.values() for fact in environment if fact != "runs"]
+    page = _templates().get_template("report.html.j2")
+    text = page.render(
+        title=TITLE,
+        sources=[str(source) for source in sources],
+        headlines=[_headline(environment) for environment in used.values()],
+        warnings=_warnings([point.record for point in points], used),
+        environments=used,
+        facts=list(dict.fromkeys(facts)),
+        summary=summary_table([row for section in sections for row in summaries(section)]),
+        states=counts(points),
+        total=len(points),
+        sections=[_section_view(section) for section in sections],
+    )
+    replace_text(output, text)
+    return output
+
+
+def _templates() -> Environment:
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _headline(environment: Mapping[str, Any]) -> str:
+    names = {"driver": "driver", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "warploom": "warploom"}
+    words = [f"{title} {environment[name]}" for name, title in names.items() if environment.get(name)]
+    runs = [environment, *environment.get("runs", {}).values()]
+    commits = {
+        f"{run['commit'][:10]}{' with changes' if run.get('dirty') else ''}" for run in runs if run.get("commit")
+    }
+    words += [f"commit {', '.join(sorted(commits))}"] if commits else []
+    return " · ".join([device_name(environment), *words])
+
+
+def _warnings(records: Sequence[Record], environments: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What a reader must know before comparing numbers of the page."""
+    found = []
+    if len(environments) > 1:
+        found.append(f"The records are of {len(environments)} environments: compare times within a run alone.")
+    runs = Counter(record.run for record in records if record.ms)
+    if len(runs) > 1:
+        some = f"The times are of {len(runs)} runs"
+        found.append(f"{some}. Ratios are of one run each; what was measured in another has none.")
+    return found
+
+
+def _section_view(section: Section) -> dict[str, Any]:
+    """Prepare a section for the template."""
+    styles = looks(sorted([*section.providers, LIMIT]), section.emphasis)
+    numbers = {name: i for i, name in enumerate(section.providers)}
+    modes = list(dict.fromkeys(mode for panel in section.panels for mode in panel.modes))
+    choices = {**section.choices, "mode": modes}
+    panels = [
+        _panel_view(section, panel, mode, styles, numbers) for panel in section.panels for mode in panel.modes
+    ]
+    return {
+        "name": section.operator,
+        "title": section.title,
+        "choices": {name: values for name, values in choices.items() if len(values) > 1},
+        "constants": ", ".join(f"{name} = {spell(value)}" for name, value in section.constants.items()),
+        "x": section.x,
+        "others": [name for name in section.others if name in section.providers],
+        "legend": [_legend_entry(name, numbers[name], styles[name]) for name in section.providers],
+        "panels": panels,
+    }
+
+
+def _legend_entry(name: str, number: int, look: Look) -> dict[str, Any]:
+    return {"name": name, "number": number, "colour": look.colour, "width": look.width, "dotted": look.dotted}
+
+
+def _panel_view(
+    section: Section, panel: Panel, mode: str, styles: Mapping[str, Look], numbers: Mapping[str, int]
+) -> dict[str, Any]:
+    labels = {name: panel.labels.get(name, UNSET) for name in section.choices} | {"mode": mode}
+    others = any(name in section.others for name in panel.at(mode))
+    more: list[tuple[str, Table | None]] = [
+        ("Bytes that must be moved (MiB)", metric_table(section, panel, mode, "min_bytes") if others else None),
+        ("Accuracy: largest error against float64 over its budget", metric_table(section, panel, mode, "accuracy")),
+        ("Peak memory (MiB)", metric_table(section, panel, mode, "peak_memory_mib")),
+        (
+            "Published by others on their GPUs (ms), not to be compared",
+            published_table(section, panel, mode),
+        ),
+    ]
+    return {
+        "values": labels,
+        "label": " · ".join(_words(panel, mode)),
+        "charts": [chart_svg(chart, styles, numbers) for chart in charts(section, panel, mode)],
+        "command": section.command(panel, mode),
+        "time": time_table(section, panel, mode),
+        "failures": failures(panel, mode),
+        "more": [(title, table) for title, table in more if table is not None],
+    }
+
+
+def _words(panel: Panel, mode: str) -> Iterable[str]:
+    yield mode_title(mode)
+    if panel.labels:
+        yield panel.label

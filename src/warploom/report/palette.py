@@ -1,0 +1,80 @@
+"""How a provider looks: one colour, line and marker for it in every picture.
+
+The colours have a contrast of about 3 : 1 or more against white *and* against a dark page, so that a line is
+the same on both, and they stay apart for the common colour-vision deficiencies (after Okabe and Ito); the
+marker says it once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from warploom.bench.records import LIMIT
+from warploom.ops.spec import KERNELS
+
+__all__ = ["MUTED", "Look", "looks", "ordered"]
+
+MUTED = "#787878"
+"""For text and rules of pictures that must read on both pages."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """Colour, marker and line of one provider."""
+
+    colour: str
+    marker: str
+    """``o``, ``s`` (square), ``d`` (diamond), ``^``, ``v``, ``+``, ``x``, or nothing."""
+    width: float = 1.6
+    dotted: bool = False
+
+
+_KNOWN = {
+    LIMIT: Look("#808080", "", dotted=True),
+    KERNELS: Look("#d55e00", "o"),
+    "torch": Look("#009e73", "d"),
+    "torch_compile": Look("#1f7fc4", "s"),
+    "warploom_cache": Look("#9a6bc2", "^"),
+    "torch_compile_cache": Look("#2f8f9d", "v"),
+}
+_OTHERS = ("#c0589a", "#a6761d", "#6b8e23", "#5f6caf", "#b5485d", "#8a7f00", "#7a5cff", "#1f7fc4")
+_MARKERS = {"": "o", "compile": "s", "graphs": "d"}
+"""Of models, by how they are compiled: what stands behind the plus in their names."""
+
+
+def looks(providers: Iterable[str], emphasis: str) -> dict[str, Look]:
+    """Give every provider its look; known names always get the same.
+
+    Args:
+        providers: The names. Those that are not known here take turns in this order.
+        emphasis: The provider whose line is drawn thick.
+    """
+    chosen: dict[str, Look] = {}
+    strangers: list[str] = []
+    for name in dict.fromkeys(providers):
+        base, plus, how = name.partition("+")
+        look = _KNOWN.get(base)
+        if look is None:
+            if base not in strangers:
+                strangers.append(base)
+            at = strangers.index(base)
+            look = Look(_OTHERS[at % len(_OTHERS)], "x+^vsdo"[at % 7])
+        chosen[name] = replace(look, marker=_MARKERS.get(how, "x")) if plus else look
+    if emphasis in chosen:
+        chosen[emphasis] = replace(chosen[emphasis], width=3.0)
+    return chosen
+
+
+def ordered(providers: Iterable[str], emphasis: str) -> list[str]:
+    """Sort providers for a reader: the emphasised one, ours, the baselines, others, and the limit last."""
+    first = (emphasis, KERNELS, "torch_compile", "torch")
+
+    def rank(name: str) -> tuple[int, str]:
+        if name == LIMIT:
+            return len(first) + 2, name
+        if name in first:
+            return first.index(name), name
+        return len(first) + (not name.startswith(KERNELS)), name
+
+    return sorted(set(providers), key=rank)

@@ -1,0 +1,135 @@
+"""Tables: rows of cells, for a terminal, in Markdown, and for the page's template."""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Cell", "Table", "markdown", "number", "text"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell."""
+
+    text: str
+    state: str = ""
+    """The badge of a result that is not a speed, or a doubtful one; empty for one that is."""
+    reason: str = ""
+    ours: bool = False
+    share: float | None = None
+    """Shades the cell, from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Column heads and rows; the first cells of a row are words, the others numbers."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    title: str = ""
+    notes: Sequence[str] = ()
+    """Lines below it."""
+    words: int = 1
+    """How many columns are words."""
+
+    @classmethod
+    def of(cls, heads: Sequence[str], rows: Sequence[Sequence[str]], **more: object) -> Table:
+        """A table of plain texts."""
+        return cls(heads, [[Cell(text) for text in row] for row in rows], **more)  # type: ignore[arg-type]
+
+    def dense(self) -> Table:
+        """The same without the columns in which nothing stands."""
+        keep = [i for i in range(len(self.heads)) if any(row[i].text or row[i].state for row in self.rows)]
+        rows = [[row[i] for i in keep] for row in self.rows]
+        return Table([self.heads[i] for i in keep], rows, self.title, self.notes, self.words)
+
+
+def number(value: float | None) -> str:
+    """Four significant digits, never an exponent; nothing for none."""
+    if value is None:
+        return ""
+    magnitude = math.floor(math.log10(value)) if value > 0 else 0
+    return f"{value:.{min(max(3 - magnitude, 0), 6)}f}"
+
+
+def text(tables: Sequence[Table], width: int = 80) -> str:
+    """Tables for a terminal of some width; long heads are folded, and what does not fit stands below the rest."""
+    from rich import box
+    from rich.console import Console, JustifyMethod
+    from rich.table import Table as Drawn
+
+    out = io.StringIO()
+    console = Console(file=out, width=width, color_system=None, markup=False, highlight=False)
+    for table in tables:
+        if table.title:
+            out.write(textwrap.fill(table.title, width, subsequent_indent="  ") + "\n")
+        for columns in _columns(table, width):
+            drawn = Drawn(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
+            for column in columns:
+                wordy = any(not _is_number(row[column].text) for row in table.rows)
+                side: JustifyMethod = "left" if column < table.words and wordy else "right"
+                drawn.add_column(_folded(table.heads[column]), justify=side, overflow="fold")
+            for row in table.rows:
+                drawn.add_row(*(_shown(row[column]) for column in columns))
+            console.print(drawn)
+        for note in table.notes:
+            out.write(textwrap.fill(note, width, initial_indent="  ", subsequent_indent="    ") + "\n")
+        out.write("\n")
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def _columns(table: Table, width: int) -> list[list[int]]:
+    """Columns in groups that fit, each with the words at the beginning of the rows."""
+    lengths = [
+        max([*map(len, _folded(head).split("\n")), *(len(_shown(row[i])) for row in table.rows)]) + 2
+        for i, head in enumerate(table.heads)
+    ]
+    first = list(range(table.words))
+    groups, used = [list(first)], sum(lengths[: table.words])
+    for i in range(table.words, len(table.heads)):
+        if used + lengths[i] > width and len(groups[-1]) > len(first):
+            groups.append(list(first))
+            used = sum(lengths[: table.words])
+        groups[-1].append(i)
+        used += lengths[i]
+    return groups
+
+
+def _shown(cell: Cell) -> str:
+    """A cell's text, or what there is in the place of one."""
+    return cell.text + ("*" if cell.state == "disturbed" else "") if cell.text else cell.state
+
+
+def _is_number(words: str) -> bool:
+    return words.replace(".", "", 1).isdigit()
+
+
+def _folded(name: str, longest: int = 11) -> str:
+    """A column's name, broken before its last word where it is long."""
+    start, gap, end = name.rpartition(" " if " " in name else "_")
+    return f"{start}{gap.strip()}\n{end}" if gap and len(name) > longest else name
+
+
+def markdown(tables: Sequence[Table]) -> str:
+    """The same in GitHub's Markdown."""
+    lines: list[str] = []
+    for table in tables:
+        lines += [f"**{_escape(table.title)}**", ""] if table.title else []
+        lines.append(_line(table.heads))
+        lines.append("|" + " --- |" * table.words + " ---: |" * (len(table.heads) - table.words))
+        lines += [_line([_shown(cell) for cell in row]) for row in table.rows]
+        lines += ["", *(f"- {_escape(note)}" for note in table.notes)] if table.notes else []
+        lines.append("")
+    return "\n".join(lines).rstrip("\n")
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(map(_escape, cells)) + " |"
+
+
+def _escape(cell: str) -> str:
+    return cell.replace("|", r"\|").replace("_", r"\_").replace("*", r"\*").replace("<", "&lt;")

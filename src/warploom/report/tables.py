@@ -1,0 +1,168 @@
+"""A panel's measurements as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from warploom.bench.parts import PARTS
+from warploom.bench.records import LIMIT, Record, spell
+from warploom.report.labels import sort_xs
+from warploom.report.panels import Panel, Point, Section, arrange
+from warploom.report.rivals import against
+from warploom.report.table import Cell, Table, number
+
+__all__ = ["Failure", "failures", "metric_table", "parts_table", "tables_of", "time_table"]
+
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_LONGEST_NOTE = 200
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Results without a speed, or with a doubtful one, that share their reason."""
+
+    state: str
+    provider: str
+    places: str
+    reason: str
+
+
+def tables_of(records: Sequence[Record]) -> list[Table]:
+    """The tables of records that were just made: times, and memory where it was counted."""
+    found = []
+    for section in arrange(records):
+        for panel in section.panels:
+            for mode in panel.modes:
+                title = _title(section, panel, mode)
+                time = time_table(section, panel, mode)
+                notes = [*time.notes, *_notes(section, panel, mode)]
+                found.append(replace(time, title=f"{title}  ms", notes=notes))
+                memory = metric_table(section, panel, mode, "peak_memory_mib")
+                found += [] if memory is None else [replace(memory, title=f"{title}  peak MiB")]
+    return found
+
+
+def _notes(section: Section, panel: Panel, mode: str) -> list[str]:
+    """One line for each different failure or disturbance."""
+    several: dict[tuple[str, str], list[str]] = {}
+    for failure in failures(panel, mode):
+        everywhere = failure.places == ", ".join(map(spell, panel.xs(mode)))
+        place = failure.provider if everywhere else f"{failure.provider} at {section.x} = {failure.places}"
+        several.setdefault((failure.state, failure.reason), []).append(place)
+    notes = [f"{state}: {', '.join(places)}: {reason}" for (state, reason), places in several.items()]
+    return [note if len(note) <= _LONGEST_NOTE else f"{note[: _LONGEST_NOTE - 1]}…" for note in notes]
+
+
+def _title(section: Section, panel: Panel, mode: str) -> str:
+    parameters = {**section.constants, **panel.parameters}
+    dtype = str(parameters.pop("dtype", ""))
+    words = [f"{name} {spell(value)}" for name, value in parameters.items() if value is not None]
+    return "  ".join(filter(None, [section.operator, mode, _DTYPES.get(dtype, dtype), *words, panel.device]))
+
+
+def time_table(section: Section, panel: Panel, mode: str) -> Table:
+    """Show every provider's median, the limit, ours' share of it and rates, and the fastest alternative's ratio.
+
+    What has no speed has a badge in its place.
+    """
+    lines = panel.at(mode)
+    limits = panel.limits(mode)
+
+    def cell(point: Point) -> Cell:
+        if point.badge != "ok":
+            return Cell(number(point.ms), point.badge, point.reason)
+        if point.record.late:
+            late = f"the host was not ahead in {point.record.late} of {point.record.rounds} rounds"
+            return Cell(f"{number(point.ms)}†", reason=late)
+        wall = (point.record.details or {}).get("clock") == "wall"
+        return Cell(number(point.ms) + "‡" * wall)
+
+    table = _by_provider(section, panel, mode, cell)
+    rows = []
+    for x, row in zip(panel.xs(mode), table.rows, strict=True):
+        ours = next((lines[name][x] for name in section.own_names if x in lines.get(name, {})), None)
+        pair = panel.rival(mode, x, section)
+        verdict = {"faster": "", "same": " level"}.get(pair.verdict, "") if pair else ""
+        best = Cell(f"{pair.b.provider} {against(pair.ratio)}{verdict}" if pair else "")
+        rows.append([*row, Cell(number(limits.get(x))), _share_cell(ours), best, *_rates(ours)])
+    heads = [*table.heads, LIMIT, "of the limit", "fastest other / ours", "GB/s", "TFLOP/s"]
+    marks = {"†": "the host was not always ahead of the device", "‡": "by the wall clock, the host's time included"}
+    notes = [f"{mark} {words}" for mark, words in marks.items() if any(mark in c.text for row in rows for c in row)]
+    return replace(Table(heads, rows).dense(), notes=notes)
+
+
+def metric_table(section: Section, panel: Panel, mode: str, metric: str) -> Table | None:
+    """Show ``peak_memory_mib``, ``min_bytes`` or ``accuracy`` of every provider; None if nobody has it.
+
+    Accuracy is the largest error against float64 over its budget.
+    """
+
+    def cell(point: Point) -> Cell:
+        record = point.record
+        if metric == "accuracy":
+            state = "" if point.state == "ok" else point.state
+            if record.max_error is None or not record.error_budget:
+                return Cell("", state, point.reason if state else "")
+            reason = f"{record.max_error:.2e} of {record.error_budget:.2e} allowed"
+            return Cell(f"{record.max_error / record.error_budget:.2f}", state, reason)
+        value = getattr(record, metric)
+        return Cell("") if value is None else Cell(f"{value / 2**20 if metric == 'min_bytes' else value:,.1f}")
+
+    table = _by_provider(section, panel, mode, cell)
+    return table.dense() if any(cell.text for row in table.rows for cell in row[1:]) else None
+
+
+def failures(panel: Panel, mode: str) -> list[Failure]:
+    """List what has no speed or a doubtful one, and why."""
+    found: dict[tuple[str, str, str], list[Any]] = {}
+    for point in panel.points:
+        if point.record.mode == mode and point.badge != "ok":
+            found.setdefault((point.badge, point.record.provider, point.reason), []).append(point.x)
+    return [
+        Failure(state, provider, ", ".join(spell(x) for x in sort_xs(places)), reason)
+        for (state, provider, reason), places in found.items()
+    ]
+
+
+def parts_table(title: str, rows: Sequence[tuple[str, str, dict[str, float]]]) -> Table:
+    """Milliseconds of a model's parts, a row for each provider and phase."""
+    cells = [
+        [provider, phase, *(f"{parts[part]:.3f}" for part in PARTS), f"{sum(parts.values()):.3f}"]
+        for provider, phase, parts in rows
+    ]
+    note = "marks around modules cost time: the total is not the step's"
+    return Table.of(["provider", "phase", *PARTS, "total"], cells, title=title, notes=[note], words=2)
+
+
+def _by_provider(section: Section, panel: Panel, mode: str, cell: Callable[[Point], Cell]) -> Table:
+    lines = panel.at(mode)
+    names = [
+        name
+        for name in section.providers
+        if name != LIMIT and any(point.state != "unsupported" for point in lines.get(name, {}).values())
+    ]
+    rows = []
+    for x in panel.xs(mode):
+        cells = [cell(lines[name][x]) if x in lines[name] else Cell("") for name in names]
+        marked = [replace(c, ours=name == section.emphasis) for name, c in zip(names, cells, strict=True)]
+        rows.append([Cell(spell(x)), *marked])
+    return Table([section.x, *names], rows)
+
+
+def _share_cell(point: Point | None) -> Cell:
+    if point is None or not point.fraction:
+        return Cell("")
+    return Cell(f"{point.fraction:.0%}", share=min(point.fraction, 1.0))
+
+
+def _rates(point: Point | None) -> tuple[Cell, Cell]:
+    """Show what was reached: the fewest bytes over the time, the fewest operations over the time."""
+    if point is None or not point.ms:
+        return Cell(""), Cell("")
+    moved, done = point.record.min_bytes, point.record.flops
+    return (
+        Cell(f"{moved / point.ms / 1e6:,.0f}" if moved else ""),
+        Cell(f"{done / point.ms / 1e9:.3g}" if done else ""),
+    )

@@ -1,0 +1,83 @@
+"""The tables of README and documentation come from the committed records."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import texts
+from test_report import GPU, make_records
+
+from warploom.errors import ArgumentError
+from warploom.report.panels import arrange
+
+ROOT = Path(__file__).parents[1]
+DEVICES = {"here": str(GPU["gpu"])}
+
+
+def test_the_tables_are_what_the_records_say(tmp_path: Path) -> None:
+    for name in texts.TEXTS:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
+    # In the interpreter nothing is known of what is stale.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tools")])
+    program = "import sys, texts; from pathlib import Path; texts.ROOT = Path(sys.argv[1])\n"
+    program += "texts.replace_text = lambda path, text: path.suffix == '.md' and path.write_text(text)\n"
+    program += "texts.main([Path(sys.argv[2])])"
+    words = [sys.executable, "-c", program, str(tmp_path), str(ROOT / "results" / "h200")]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in texts.TEXTS:
+        assert (tmp_path / name).read_text(encoding="utf-8") == (ROOT / name).read_text(encoding="utf-8"), name
+
+
+def fresh(records):
+    """As if they were of the present code."""
+    return [replace(record, fingerprint="") for record in records]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_headline_includes_what_is_lost(lost: bool) -> None:
+    case = {"theta": "vector"}
+    records = [
+        replace(r, operator="lrpe_rope", case={**r.case, **case})
+        for r in make_records({"warploom": 2.0, "torch": 8.0, "liger": 1.9 if lost else 2.5}, activations=("none",))
+    ]
+    table = texts.speed_table(fresh(records), DEVICES).splitlines()
+    (row,) = [line for line in table if line.startswith("| RoPE")]
+    words = [cell.strip() for cell in row.split("|")[1:-1]]
+    ratio, counts = ("0.95 (0.95 … 0.95)", "0 / 3 / 3") if lost else ("1.25 (1.25 … 1.25)", "0 / 0 / 3")
+    assert words[3:] == ["0.8192", "50 %", "liger", ratio, counts, "3"]
+
+
+def test_no_records_no_numbers() -> None:
+    for write in texts.TABLES.values():
+        assert "no records" in write([], {})
+
+
+def test_what_was_not_compared_is_said() -> None:
+    records = [replace(r, run="", operator="lrpe_rope") for r in make_records({"warploom": 2.0, "torch": 8.0})]
+    assert "none in the same run" in texts.speed_table(fresh(records), DEVICES)
+    assert "none in the same run" in texts.whole_tables(fresh(records), DEVICES)
+
+
+def test_a_picture_is_the_same_for_the_same_records() -> None:
+    (section,) = arrange(fresh(make_records({"warploom": 1.05, "torch": 8.0})))
+    first = texts.draw(section)
+    assert first.startswith("<svg")
+    assert first == texts.draw(section)
+    assert "torch" in first
+    (nothing,) = arrange([replace(r, ms=None, status="error") for r in make_records({"warploom": 1.05})])
+    assert texts.draw(nothing) == ""
+
+
+def test_a_file_without_marks_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file.md"
+    for content in ("nothing", texts.MARK.format("speeds")):
+        file.write_text(content, encoding="utf-8")
+        with pytest.raises(ArgumentError, match="marks"):
+            texts.update(file, [], {})
+        assert file.read_text(encoding="utf-8") == content

@@ -1,0 +1,249 @@
+"""Steps of models as a bench, and `warploom profile`: on models small enough for a CPU."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from warploom.bench import parts, runner, transformer
+from warploom.bench.records import LIMIT, Record, is_stale, load
+from warploom.bench.runner import Selection
+from warploom.bench.transformer import BENCH, config_of
+from warploom.cli import main
+from warploom.nn import TransformerConfig, TransformerLM, transformer_lm
+from warploom.report import terminal
+from warploom.report.panels import arrange
+from warploom.report.rivals import summaries
+
+CPU = torch.device("cpu")
+SIZES = {
+    "sm": {"d_model": 32, "d_ff": 64, "layers": 2, "heads": 2},
+    "md": {"d_model": 48, "d_ff": 64, "layers": 1, "heads": 2},
+}
+CASE = {"size": "sm", "batch": 2, "position": "rotate", "dtype": "float32", "context_length": 16}
+TRIAL = "transformer --device cpu --suite trial --case size=sm"
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick_measurements: None) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, size in SIZES.items():
+        monkeypatch.setitem(transformer_lm.SIZES, name, size)
+    for name, value in {"WARM_UP": 1, "STEPS": 4, "TURN": 2}.items():
+        monkeypatch.setattr(transformer, name, value)
+
+
+def run(
+    *cases: dict[str, object], modes: list[str] | None = None, providers: list[str] | None = None
+) -> list[Record]:
+    bench = replace(BENCH, suites={"quick": lambda device: list(cases)})
+    outcome = runner.run([bench], Selection(modes=modes, providers=providers), CPU, Path("here"))
+    assert load([Path("here")]) == outcome.records
+    return outcome.records
+
+
+def test_every_model_in_every_mode_is_a_record_and_a_row() -> None:
+    records = run(CASE, CASE | {"size": "md"}, providers=["warploom", "torch", "warploom_tpa"])
+    modes = ("fwd", "fwd_bwd", "train")
+    names = ("warploom", "torch", "warploom_tpa", LIMIT)
+    assert [(r.case["size"], r.mode, r.provider) for r in records] == [
+        (size, mode, name) for size in ("sm", "md") for mode in modes for name in names
+    ]
+    assert len({r.run for r in records}) == 1
+    for record in records:
+        assert record.status == "ok"
+        limit = next(r for r in records if (r.provider, r.case, r.mode) == (LIMIT, record.case, record.mode))
+        assert record.limit_fraction == pytest.approx(limit.ms / record.ms)
+        if record.provider == LIMIT:
+            continue
+        assert record.rounds == 4
+        assert record.details is not None
+        expected = ["forward", "backward", "optimizer"][: 1 + modes.index(record.mode)]
+        assert list(record.details["phases"]) == expected
+        means = sum(phase["mean_ms"] for phase in record.details["phases"].values())
+        assert record.ms_p20 <= record.ms <= record.ms_p80
+        assert 0.3 * means < record.ms < 3 * means
+        assert record.details["tokens_per_s"] == pytest.approx(2 * 16 / record.ms * 1e3)
+        model = TransformerLM(config_of(record.case, record.provider))
+        assert record.details["parameters"] == model.parameter_count()
+        plain = TransformerLM(config_of(record.case, "warploom"))
+        assert record.flops == 32 * plain.flops_per_token(16, training=record.mode != "fwd")
+    assert "transformer  fwd_bwd  fp32  batch 2  position rotate  context_length 16  ms" in terminal(records, 120)
+
+
+def test_models_take_their_steps_in_turn_and_each_turn_begins_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    step = transformer.Stepper.step
+
+    def watched(stepper: transformer.Stepper) -> None:
+        name = next(n for n, m in known.items() if m is stepper.model)
+        taken.append(name)
+        if name == "sdpa" and taken.count(name) == 4:
+            raise ValueError
+        step(stepper)
+
+    known: dict[str, torch.nn.Module] = {}
+    build = transformer.build
+
+    def remembered(name: str, *rest: object) -> object:
+        known[name], loss = build(name, *rest)  # type: ignore[arg-type]
+        return known[name], loss
+
+    monkeypatch.setattr(transformer, "build", remembered)
+    monkeypatch.setattr(transformer.Stepper, "step", watched)
+    records = run(CASE, modes=["train"], providers=["warploom", "sdpa", "torch"])
+    ours, sdpa, plain = ["warploom"], ["sdpa"], ["torch"]
+    assert taken == ours + sdpa + plain + ours * 2 + sdpa * 2 + plain * 2 + sdpa + plain * 2 + ours * 2
+    assert {r.provider: (r.status, r.rounds) for r in records if r.provider != LIMIT} == {
+        "warploom": ("ok", 4),
+        "sdpa": ("error", None),
+        "torch": ("ok", 4),
+    }
+
+
+def test_memory_that_runs_out_and_what_is_missing_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = transformer.build
+
+    def build_or_fail(provider: str, *arguments: object) -> object:
+        if provider == "torch":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
+        return build(provider, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(transformer, "build", build_or_fail)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    records = run(CASE, modes=["fwd"], providers=["torch", "llama", "warploom", "warploom+graphs"])
+    found = {r.provider: r.status for r in records}
+    assert found == {
+        "torch": "oom", "llama": "unsupported", "warploom": "ok", "warploom+graphs": "unsupported", LIMIT: "ok"
+    }  # fmt: skip
+    reasons = {r.provider: r.reason for r in records}
+    assert reasons["torch"] == "CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert reasons["llama"] == "transformers is not installed: pip install 'warploom[compare]'"
+
+
+def test_steps_are_compared_with_the_fastest_way_to_run_each_model() -> None:
+    def made(provider: str, ms: float, spread: float) -> Record:
+        return Record(
+            "transformer", "quick", CASE, provider, "train", "", "e", "r",
+            ms=ms, ms_p20=ms - spread, ms_p80=ms + spread,
+        )  # fmt: skip
+
+    records = [made("warploom", 160.0, 1), made("warploom+compile", 118.5, 4.4), made("sdpa+compile", 119.5, 3.2)]
+    (section,) = arrange([*records, made("torch", 200.0, 1), made("warploom_tpa", 90.0, 1)])
+    (found,) = summaries(section)
+    assert (found.alternatives, found.ratios, found.lost, found.level) == ("sdpa+compile", "1.01", 0, 1)
+
+
+def test_a_step_is_stale_when_its_kernels_are_others() -> None:
+    record = Record("transformer", "quick", {**CASE}, "warploom", "train", "", "e")
+    assert not is_stale(record)
+    assert is_stale(replace(record, fingerprint="other"))
+
+
+def test_transformers_llama_is_a_model_of_the_same_shape() -> None:
+    pytest.importorskip("transformers")
+    model, loss = transformer.build(transformer.LLAMA, CASE, CPU)
+    assert (
+        sum(p.numel() for p in model.parameters()) == TransformerLM(config_of(CASE, "warploom")).parameter_count()
+    )
+    tokens = torch.randint(100, (2, 16))
+    assert loss(tokens, tokens).item() == pytest.approx(9.21, abs=0.1)  # ln 10 000: random weights know nothing
+
+
+@pytest.mark.parametrize("provider", transformer.ATTENTIONS)
+def test_the_loss_is_compiled_with_the_model(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if provider == transformer.LLAMA:
+        pytest.importorskip("transformers")
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, mode, dynamic: compiler(function, backend=backend))
+    torch.compiler.reset()
+    tokens = torch.randint(100, (2, 16))
+    found, expected = (
+        transformer.build(provider + ending, CASE, CPU)[1](tokens, tokens) for ending in ("+compile", "")
+    )
+    torch.testing.assert_close(found, expected)
+    (graph,) = graphs
+    (results,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
+    assert len(results) == 1  # the loss, and no logits
+
+
+def test_a_profile_is_of_parts_or_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"profile {TRIAL} --mode train --provider warploom,sdpa,warploom+compile".split()) == 0
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
+    assert [line[:2] for line in lines if line[:1] in (["warploom"], ["sdpa"])][:4] == [
+        [name, phase] for name in ("warploom", "sdpa") for phase in ("forward", "backward")
+    ]
+    assert max(map(len, out.splitlines())) <= 80
+    assert main(f"profile {TRIAL} --mode train --provider warploom --kind chrome --output out".split()) == 0
+    events = json.loads(Path("out/trace-warploom.json").read_text())["traceEvents"]
+    spans = [event["name"] for event in events if "dur" in event]
+    assert {spans.count(name) for name in ("forward", "backward", "optimizer")} == {5}
+    assert spans.count("mlp") == spans.count("attention") == 5 * 2  # one layer, a range in each direction
+
+
+def test_time_goes_to_the_innermost_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 7.0
+    monkeypatch.setattr(parts, "time", SimpleNamespace(perf_counter=lambda: now))
+    timeline = parts.Timeline(torch.device("cpu"))
+    timeline.begin()
+    for part, seconds in (("attention", 0.02), ("position", 0.04)):
+        timeline.enter(part)
+        now += seconds
+    timeline.leave("position")
+    now += 0.001
+    timeline.leave("attention")
+    now += 0.01
+    found = timeline.end()
+    assert list(found) == list(parts.PARTS)
+    assert found == pytest.approx({**dict.fromkeys(parts.PARTS, 0.0), "attention": 21, "position": 40, "other": 10})
+
+
+@pytest.mark.parametrize(("attention", "position", "products"), [("flash", "cosine", 2), ("tpa", "rotate", 7)])
+def test_parts_cover_both_directions_of_a_model(attention: str, position: str, products: int) -> None:
+    config = TransformerConfig.size("sm", attention=attention, position=position, context_length=16)
+    model = TransformerLM(config)
+    calls: list[tuple[str, str]] = []
+    tokens = torch.randint(100, (1, 8))
+    with parts.hooked(model, lambda p: calls.append(("in", p)), lambda p: calls.append(("out", p))):
+        loss = model(tokens, tokens).loss
+        forward = list(calls)
+        calls.clear()
+        loss.backward()
+    layers = SIZES["sm"]["layers"]
+    once = {"embedding": 1, "norm": 2 * layers + 1, "projections": products * layers, "position": 2 * layers}
+    once |= {"attention": layers, "mlp": layers, "head": 1}
+    assert {part: forward.count(("in", part)) for part in once} == once
+    assert {part: calls.count(("in", part)) for part in once} == {**once, "embedding": 0}
+    for events in (forward, calls):
+        depth: list[str] = []
+        for kind, part in events:
+            if kind == "in":
+                depth.append(part)
+            else:
+                assert depth.pop() == part  # properly nested
+        assert not depth
+    model(tokens, tokens)
+    assert not [call for call in calls if call == ("in", "embedding")]  # the hooks are gone
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_memory_is_counted_and_recorded() -> None:
+    bench = replace(BENCH, suites={"quick": lambda device: [CASE | {"dtype": "bfloat16"}]})
+    selection = Selection(modes=["train"], providers=["warploom", "warploom+graphs"])
+    ours, graphs, _ = runner.run([bench], selection, torch.device("cuda"), Path("here")).records
+    assert ours.peak_memory_mib > ours.details["held_memory_mib"] > ours.details["parameters"] * 4 / 2**20
+    assert graphs.status == "ok"
+    words = "profile transformer --device cuda --suite trial --mode train --provider warploom --output out"
+    assert main([*words.split(), "--kind", "memory"]) == 0
+    assert Path("out/memory-warploom.pickle").stat().st_size > 0

@@ -1,0 +1,298 @@
+"""Write the tables and pictures of README and documentation from records, so that no number is typed by hand.
+
+``python tools/texts.py results/h200`` rewrites what stands between the marks of ``README.md``, ``docs/results.md``
+and ``docs/transformer.md``, and the pictures in ``docs/figures``. Records of other code are left out.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from warploom.bench.environment import device_name
+from warploom.bench.records import LIMIT, Record, is_stale, load, load_environments
+from warploom.bench.storage import read_text, replace_text
+from warploom.errors import ArgumentError
+from warploom.report.chart import charts, picture
+from warploom.report.labels import mode_title, size
+from warploom.report.palette import looks
+from warploom.report.panels import Panel, Section, arrange
+from warploom.report.rivals import Summary, against, summary
+from warploom.report.table import Table, markdown, number
+
+__all__ = ["ROWS", "markdown_table", "replace_between", "speed_table", "update"]
+
+ROOT = Path(__file__).parents[1]
+TEXTS = ("README.md", "docs/results.md", "docs/transformer.md")
+MARK = "<!-- {}: written by tools/texts.py from records; do not edit -->"
+END = "<!-- end of {} -->"
+NOTHING = "There are no records of the present code yet."
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the README: a kind of work, and the case that stands for it."""
+
+    name: str
+    operator: str
+    mode: str
+    kind: Mapping[str, Any]
+    """Parameters that all its cases have."""
+    typical: Mapping[str, Any]
+    """Further parameters of the case whose time is shown."""
+    shape: str
+    suites: tuple[str, ...] = field(default=())
+    """Only the cases of these."""
+
+
+_LRPE = "12 × {} × 12 × 128, bf16"
+_HEAD = {"head_dim": 128, "dtype": "bfloat16"}
+ROWS = (
+    Row("RoPE", "lrpe_rope", "fwd", {}, {"n": 4096}, _LRPE.format("4k")),
+    Row("LRPE rotate + SiLU", "lrpe_rotate", "fwd", {"activation": "silu"}, {"n": 4096}, _LRPE.format("4k")),
+    Row("the same", "lrpe_rotate", "bwd", {"activation": "silu"}, {"n": 4096}, _LRPE.format("4k")),
+    Row("LRPE cosine", "lrpe_cosine", "fwd", {"activation": "none"}, {"n": 4096}, _LRPE.format("4k")),
+    *(
+        Row(
+            "flash attention, training" if mode == "fwd" else "the same",
+            "flash_attention",
+            mode,
+            {"dtype": "bfloat16"},
+            _HEAD | {"batch": 4, "heads": 16, "causal": True, "n": 8192},
+            "4 × 8k × 16 × 128, causal, bf16",
+            ("training",),
+        )
+        for mode in ("fwd", "bwd")
+    ),
+    Row(
+        "flash attention, float32",
+        "flash_attention",
+        "fwd",
+        {"dtype": "float32"},
+        {"head_dim": 128, "n": 8192, "float32_precision": "highest"},
+        "1 × 8k × 1 × 128, causal",
+        ("float32",),
+    ),
+    Row(
+        "TPA decode", "tpa_decode", "fwd", {}, {"batch": 8, "m": 32768, "kv_rank": None}, "8 × 32k cache, 32 heads"
+    ),
+    Row(
+        "TPA attention",
+        "tpa_attention",
+        "fwd",
+        {},
+        {"heads": 16, "kv_rank": 2, "n": 4096},
+        "1 × 4k × 16 × 128, rank 2, bf16",
+    ),
+    Row(
+        "Transformer, training step",
+        "transformer",
+        "train",
+        {},
+        {"size": "lg", "context_length": 512},
+        "lg, 4 × 512 tokens, bf16",
+    ),
+)
+
+
+def speed_table(records: Sequence[Record], devices: Mapping[str, str]) -> str:
+    """Ten kinds of work: a typical time, its share of the limit, and all cases beside the fastest alternative."""
+    rows = [cells for row in ROWS if (cells := _row(row, records, devices))]
+    heads = ["operator", "typical shape", "mode", "ms", "of the limit", "fastest alternative", "its time / ours"]
+    heads += ["faster / level / compared", "cases"]
+    return markdown([Table.of(heads, rows, words=3)]) if rows else NOTHING
+
+
+def _row(row: Row, records: Sequence[Record], devices: Mapping[str, str]) -> list[str]:
+    chosen = [
+        record
+        for record in records
+        if record.operator == row.operator
+        and record.mode == row.mode
+        and (not row.suites or record.suite in row.suites)
+        and all(record.case.get(name) == value for name, value in row.kind.items())
+    ]
+    if not chosen:
+        return []
+    (section,) = arrange(chosen, devices)
+    found = summary(section, section.panels, section.panels[0].device, row.mode)
+    ours = [
+        record
+        for record in chosen
+        if record.provider in section.own_names
+        and record.ms
+        and all(record.case.get(name) == value for name, value in row.typical.items())
+    ]
+    typical = min(ours, key=lambda record: section.own_names.index(record.provider), default=None)
+    ms, share = (number(typical.ms), _percent(typical.limit_fraction)) if typical else ("–", "–")
+    return [row.name, row.shape, row.mode, ms, share, *_compared(found)]
+
+
+def _compared(found: Summary) -> list[str]:
+    cases = str(sum(found.counts.values()))
+    if not found.pairs:
+        return ["none in the same run", "–", "–", cases]
+    return [found.alternatives, found.ratios, f"{found.lost} / {found.level} / {len(found.pairs)}", cases]
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.0f} %"
+
+
+def whole_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
+    """Every bench: a table with a row for each combination of parameters and mode."""
+    texts = []
+    for section in arrange(records, devices):
+        heads = ["case", "mode", f"largest {section.x}", "ms", "of the limit (least … most)"]
+        heads += ["fastest alternative", "its time / ours", "faster / level / compared", "cases"]
+        rows = []
+        for panel in section.panels:
+            for mode in panel.modes:
+                found = summary(section, [panel], panel.device, mode)
+                if not found.counts:
+                    continue
+                points = [p for name in section.own_names for p in panel.at(mode).get(name, {}).values() if p.ms]
+                last = points[-1] if points else None
+                median = _percent(statistics.median(found.shares)) if found.shares else ""
+                spread = f"{median} ({_percent(found.shares[0])} … {_percent(found.shares[-1])})" if median else ""
+                place = [size(last.x), number(last.ms)] if last else ["", ""]
+                rows.append([panel.label, mode, *place, spread, *_compared(found)])
+        constants = ", ".join(f"{name} {value}" for name, value in section.constants.items())
+        table = Table.of(heads, rows, words=3)
+        texts.append(f"## {section.operator}\n\n{section.title}. Every case: {constants}.\n\n{markdown([table])}")
+    return "\n\n".join(texts) or NOTHING
+
+
+def step_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
+    """Steps of models: a table for each context length and mode."""
+    found = []
+    for section in arrange([record for record in records if record.operator == "transformer"], devices):
+        for panel in section.panels:
+            found += [_step_table(section, panel, mode) for mode in panel.modes]
+    return markdown(found) or NOTHING
+
+
+def _step_table(section: Section, panel: Panel, mode: str) -> Table:
+    """Milliseconds of a step with their spread, phases, tokens a second and memory."""
+    heads = ["model", "provider", "step (ms)", "20 … 80 %", "forward", "backward", "optimizer", "tokens/s"]
+    heads += ["peak MiB", "of the limit"]
+    rows = []
+    for x in panel.xs(mode):
+        for name in section.providers:
+            point = panel.at(mode).get(name, {}).get(x)
+            if point is None or name == LIMIT or point.state == "unsupported":
+                continue
+            if not point.ms:
+                rows.append([str(x), name, point.state, *[""] * (len(heads) - 3)])
+                continue
+            record, details = point.record, point.record.details or {}
+            phases = [details.get("phases", {}).get(phase) for phase in ("forward", "backward", "optimizer")]
+            times = ["" if phase is None else f"{phase['mean_ms']:.2f}" for phase in phases]
+            spread = f"{record.ms_p20 or 0:.2f} … {record.ms_p80 or 0:.2f}"
+            speed, peak = details.get("tokens_per_s"), record.peak_memory_mib
+            more = ["" if value is None else f"{value:,.0f}" for value in (speed, peak)]
+            rows.append([str(x), name, f"{point.ms:.2f}", spread, *times, *more, _percent(record.limit_fraction)])
+        pair = panel.rival(mode, x, section)
+        if pair is not None:
+            verdict = {"faster": "it is ahead", "same": "level", "slower": "ours is ahead"}[pair.verdict]
+            rows.append([str(x), f"{pair.b.provider} / {pair.a.provider}", against(pair.ratio), verdict, *[""] * 6])
+    return Table.of(heads, rows, title=f"{mode_title(mode)}, {panel.label}", words=2)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Pictures
+# ----------------------------------------------------------------------------------------------------------
+
+MODES = ("fwd", "bwd")
+SHOWN = {
+    "activation": ("none", "silu"),
+    "theta_gradient": (None,),
+    "head_dim": (128,),
+    "dtype": ("bfloat16",),
+    "batch": (4, 8, 32),
+    "kv_rank": (None,),
+}
+"""What the pictures show of a bench that has these parameters. The first is what stands for one that has none."""
+
+
+def draw(section: Section) -> str:
+    """The share of the limit above the time, a column for each of two panels and mode; empty without a speed."""
+    first = [panel for panel in section.panels if panel.device == section.panels[0].device]
+    wanted = [p for p in first if all(p.parameters.get(name, v[0]) in v for name, v in SHOWN.items())]
+    columns = [(panel, mode) for panel in (wanted or first)[:2] for mode in MODES if mode in panel.modes]
+    drawn = [(panel, mode, charts(section, panel, mode)[::-1]) for panel, mode in columns]
+    drawn = [column for column in drawn if column[2]]
+    if not drawn:
+        return ""
+    heads = [f"{mode_title(mode)}, {panel.label}" for panel, mode, _ in drawn]
+    return picture(
+        [c for _, _, c in drawn], heads, section.title, looks(sorted(section.providers), section.emphasis)
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Texts
+# ----------------------------------------------------------------------------------------------------------
+
+TABLES: Mapping[str, Callable[[Sequence[Record], Mapping[str, str]], str]] = {
+    "speeds": speed_table,
+    "results": whole_tables,
+    "steps": step_tables,
+}
+
+
+def update(text: Path, records: Sequence[Record], devices: Mapping[str, str]) -> None:
+    """Rewrite the tables that a file has marks for.
+
+    Raises:
+        ArgumentError: The file has no mark, or one without its end.
+    """
+    asked = [name for name in TABLES if MARK.format(name) in read_text(text)]
+    if not asked:
+        raise ArgumentError(f"{text} has none of the marks {', '.join(map(MARK.format, TABLES))}")
+    for name in asked:
+        replace_between(text, MARK.format(name), END.format(name), TABLES[name](records, devices))
+
+
+def fresh(sources: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
+    """The records of the present code, undisturbed, and names of devices by environment."""
+    known = {name: value for source in sources for name, value in load_environments(source).items()}
+    records = [record for record in load(sources) if not is_stale(record) and not record.disturbed]
+    return records, {name: device_name(value) for name, value in known.items()}
+
+
+def replace_between(file: Path, begin: str, end: str, body: str) -> None:
+    """Put a text between two marks of a file, in the place of what stands there.
+
+    Raises:
+        ArgumentError: The file lacks a mark.
+    """
+    before, first, rest = read_text(file).partition(begin)
+    _, last, after = rest.partition(end)
+    if not first or not last:
+        raise ArgumentError(f"{file} must hold the marks {begin} and {end}")
+    replace_text(file, f"{before}{begin}\n\n{body}\n\n{end}{after}")
+
+
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> str:
+    """A Markdown table whose first ``words`` columns are words, and the others numbers."""
+    return markdown([Table.of(heads, rows, words=words)])
+
+
+def main(sources: Sequence[Path]) -> int:
+    """Rewrite all; returns the exit status."""
+    records, devices = fresh(sources)
+    for name in TEXTS:
+        update(ROOT / name, records, devices)
+    for section in arrange(records, devices):
+        if section.operator != "transformer" and (drawn := draw(section)):
+            replace_text(ROOT / "docs" / "figures" / f"{section.operator}.svg", drawn)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main([Path(word) for word in sys.argv[1:]]))
