@@ -138,6 +138,122 @@ def test_three_times_the_eager_error_fails(reference: torch.Tensor) -> None:
     assert not compare((reference + 3.0 * error).float(), reference, eager).ok
 
 
+def test_a_root_mean_square_beyond_its_budget_fails_even_if_no_error_is_large(reference: torch.Tensor) -> None:
+    """What a budget of three times as much would let pass: errors of one size, under eager's largest."""
+    eager = (reference * (1 + 1e-3 * torch.randn_like(reference))).float()
+    error = (eager.double() - reference).square().mean().sqrt()
+    output = (reference + 3.5 * error * torch.randn_like(reference).sign()).float()
+    verdict = compare(output, reference, eager)
+    assert verdict.max_error <= verdict.error_budget
+    assert not verdict.ok
+    assert verdict.ratio == pytest.approx(3.5 / 2, rel=0.05)
+
+
+# Blocks of rows
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lost: tuple[slice, slice] | None) -> torch.Tensor:
+    """Causal attention (B, N, H, D) and its log-sum-exp (B, H, N), without some keys for some queries."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    if lost is not None:
+        seen[lost] = False
+    wide = torch.promote_types(q.dtype, torch.float32)
+    logits = (q @ k.mT * q.shape[-1] ** -0.5).to(wide).masked_fill(~seen, -torch.inf)
+    return (logits.softmax(-1).to(v.dtype) @ v).transpose(1, 2), logits.logsumexp(-1)
+
+
+def attention_results(
+    dtype: torch.dtype, lost: tuple[slice, slice] | None = None
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Output, lse and gradients: of a kernel (float32 inside) that loses keys, in float64, and in the dtype."""
+    leaves = [torch.randn(1, 1024, 2, 32).to(dtype) for _ in range(3)]
+    grad = torch.randn(1, 1024, 2, 32).to(dtype)
+
+    def run(inside: torch.dtype, lost: tuple[slice, slice] | None, rounded: bool) -> tuple[torch.Tensor, ...]:
+        inputs = [leaf.to(inside).requires_grad_() for leaf in leaves]
+        out, lse = attend(*inputs, lost)
+        found = (out, *torch.autograd.grad(out, inputs, grad.to(inside)))
+        out, *gradients = (t.detach().to(dtype) if rounded else t.detach() for t in found)
+        return out, lse.detach(), *gradients
+
+    return run(torch.float32, lost, True), run(torch.float64, None, False), run(dtype, None, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_kernel_that_rounds_better_than_eager_keeps_every_block(dtype: torch.dtype) -> None:
+    for output, exact, eager in zip(*attention_results(dtype)):
+        verdict = compare(output, exact, eager)
+        assert verdict.ok, verdict.describe()
+        assert 0 < verdict.block_ratio <= 1 or output.numel() <= accuracy.BLOCK
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+@pytest.mark.parametrize(
+    "lost",
+    [
+        (slice(960, 1024), slice(128, 144)),
+        (slice(992, 1024), slice(0, 16)),
+        (slice(768, 1024), slice(640, 642)),
+    ],
+    ids=["16 keys of 64 late rows", "16 keys of 32 late rows", "two keys of a quarter"],
+)
+def test_keys_that_late_causal_rows_lose_are_found_out(lost: tuple[slice, slice], dtype: torch.dtype) -> None:
+    verdicts = [compare(*results) for results in zip(*attention_results(dtype, lost))]
+    out, lse, grad_q, grad_k, grad_v = verdicts
+    assert not out.ok
+    assert out.block[1] >= 768  # and it says where
+    assert f"in the block at {out.block}" in out.describe()
+    assert not lse.ok
+    assert not grad_q.ok
+    assert not grad_k.ok or not grad_v.ok
+
+
+def test_one_maximum_and_one_mean_over_a_whole_tensor_let_a_loss_pass() -> None:
+    """So that blocks are there for a reason."""
+    lost = (slice(992, 1024), slice(0, 8))
+    output, exact, eager = (results[0] for results in attention_results(torch.bfloat16, lost))
+    verdict = compare(output, exact, eager)
+    assert verdict.max_error <= verdict.error_budget
+    assert verdict.rms_error <= verdict.rms_budget
+    assert not verdict.ok
+    assert verdict.block_ratio > 1
+
+
+@pytest.mark.parametrize("shape", [(2, 3000), (3, 40, 70, 5), (1, 8192), (9, 2, 600), (5000,)])
+def test_a_block_of_another_size_is_found_wherever_it_is(shape: tuple[int, ...]) -> None:
+    reference = torch.randn(shape, dtype=torch.float64)
+    eager = reference.float() * (1 + 1e-4 * torch.randn(shape))
+    place = tuple(size - 1 for size in shape)
+    corner = tuple(slice(max(size - 3, 0), size) for size in shape)
+    reference[corner] *= 1e-5
+    eager[corner] = reference[corner].float()
+    output = reference.float()
+    output[corner] *= 1 + 1e-1
+    assert compare(reference.float(), reference, eager).ok
+    squares = [t.double().square() for t in (output - reference, eager, reference)]
+    blocks = accuracy._Blocks.of((0,) * len(shape), squares)
+    assert math.prod(blocks.sizes) <= accuracy.BLOCK
+    assert all(size == whole or size <= accuracy.BLOCK for size, whole in zip(blocks.sizes, shape))
+    grid = blocks.squares[0].shape
+    assert all(-(-whole // size) == count for whole, size, count in zip(shape, blocks.sizes, grid))
+    assert float(blocks.squares[2].sum()) == pytest.approx(float(reference.square().sum()))
+    assert all(
+        start <= at < start + size
+        for start, at, size in zip(
+            [(count - 1) * size for count, size in zip(grid, blocks.sizes)], place, blocks.sizes
+        )
+    )
+
+
+def test_a_peers_larger_budget_is_that_many_times_ours(reference: torch.Tensor) -> None:
+    eager = noisy(reference, 1e-3)
+    output = (reference + 3 * (eager.double() - reference)).float()
+    ours, theirs = compare(output, reference, eager), compare(output, reference, eager, 4.0)
+    assert (ours.ok, theirs.ok) == (False, True)
+    assert theirs.error_budget == pytest.approx(4 * ours.error_budget)
+
+
 def test_one_wrong_element_fails_and_is_named(reference: torch.Tensor) -> None:
     eager = reference.bfloat16()
     output = eager.clone()

@@ -39,7 +39,8 @@ def run_console(example: Example) -> None:
         if words[0] == "warploom":
             assert main(words[1:]) == 0, line
         else:
-            assert words[:2] == ["python", "-m"], f"neither warploom nor python -m: {line}"
+            known = words[:2] == ["python", "-m"] or (words[0] == "python" and words[1].startswith("tools/"))
+            assert known, f"neither warploom nor python -m nor a tool: {line}"
             environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
             environment["PYTHONPATH"] = str(ROOT / "src")
             done = subprocess.run([sys.executable, *words[1:]], env=environment, capture_output=True, text=True)
@@ -55,7 +56,7 @@ def _checkout(
 ) -> None:
     """A folder to run in that looks like a checkout; measuring is short; nothing stays registered."""
     monkeypatch.chdir(tmp_path)
-    for name in ("examples", "results"):
+    for name in ("examples", "results", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
+import toy
 
 from warploom.bench import limits, measure
 from warploom.bench.attempt import Failure
+from warploom.bench.evaluate import Unit, evaluate, provider_call
+from warploom.bench.records import LIMIT, Record
 from warploom.ops.spec import Traffic, Unsupported
 
 pytestmark = pytest.mark.usefixtures("quick_measurements")
@@ -104,3 +110,161 @@ def test_streaming_kernel_sums_its_inputs(reads: int, writes: int, n: int, devic
         torch.testing.assert_close(output, total)
     if not writes:
         torch.testing.assert_close(scratch.sum(), total.sum(), rtol=1e-4, atol=1e-4)
+
+
+# What would make every share of the limit look better than it is
+
+
+BYTES_PER_MS = 1e6
+FLOPS_PER_MS = 1e9
+
+
+class Exact:
+    """A clock of a device that moves so many bytes and does so many operations in a millisecond, no more."""
+
+    def host_us(self, call: measure.Call) -> float:
+        return 1.0
+
+    def sample(self, call: measure.Call, host_us: float) -> measure.Sample:
+        function, *_ = (getattr(call, "func", call),)
+        if function is torch.mm:
+            a, b = call.args  # type: ignore[attr-defined]
+            return measure.Sample(2 * a.shape[0] * a.shape[1] * b.shape[1] / FLOPS_PER_MS)
+        if function is limits._torch_stream:
+            inputs, outputs = call.args  # type: ignore[attr-defined]
+            return measure.Sample(sum(t.nbytes for t in (*inputs, *outputs)) / BYTES_PER_MS)
+        return measure.Sample(1000.0)
+
+
+@pytest.mark.parametrize(("mbytes", "mflops", "limit_ms"), [(3.0, 0, 3.0), (3.0, 2000, 3.0), (3.0, 5000, 5.0)])
+def test_the_limit_is_what_the_device_needs_for_the_bytes_or_the_operations(
+    mbytes: float, mflops: int, limit_ms: float
+) -> None:
+    """Fails when the limit streams twice the bytes, and when the matrix product's rate is halved."""
+    traffic = Traffic(2, 1, int(mbytes * 1e6 / 3) // 64 * 64, mflops * 10**6)
+    bench = replace(toy.make_bench(), traffic=lambda case, mode: traffic)
+    unit = Unit(bench, "quick", {"dtype": "float32", "n": 64}, "fwd")
+    records = evaluate(unit, ["torch"], CPU, Exact(), Record("toy", "quick", {}, LIMIT, "fwd", "", "e"))
+    found = {record.provider: record for record in records}
+    assert found[LIMIT].ms == pytest.approx(limit_ms, rel=1e-3)
+    assert found["torch"].limit_ms == found[LIMIT].ms
+    assert found["torch"].limit_fraction == pytest.approx(limit_ms / 1000, rel=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter loads")
+@pytest.mark.parametrize(("reads", "writes"), [(1, 1), (2, 1), (3, 2)])
+def test_the_streaming_kernel_moves_every_element_once(
+    reads: int, writes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    from warploom.bench.stream_kernel import stream
+
+    moved = {"load": 0, "store": 0}
+    for kind in moved:
+        name = f"create_masked_{kind}"
+        usual = getattr(interpreter.InterpreterBuilder, name)
+
+        def counted(self, ptrs, *rest, kind=kind, usual=usual):
+            moved[kind] += ptrs.data.size
+            return usual(self, ptrs, *rest)
+
+        monkeypatch.setattr(interpreter.InterpreterBuilder, name, counted)
+    inputs = tuple(torch.randn(1024) for _ in range(reads))
+    outputs = tuple(torch.empty(1024) for _ in range(writes))
+    stream(inputs, outputs, torch.empty(4), 256, 4)
+    assert moved == {"load": 1024 * reads, "store": 1024 * writes}
+
+
+def test_the_caches_are_filled_with_something_else_before_every_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measure.FLUSH_BYTES >= 4 * 60 * 2**20  # an H200 has 60 MiB of cache
+    ticks = iter(range(100))
+    event = SimpleNamespace(
+        record=lambda: None, query=lambda: False, synchronize=lambda: None, elapsed_time=lambda end: next(ticks)
+    )
+    gpu = measure.CudaClock.__new__(measure.CudaClock)
+    gpu.flush, gpu.start, gpu.end, gpu.cycles_per_us = torch.ones(64, dtype=torch.uint8), event, event, 1.0
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    cpu = measure.CpuClock()
+    assert cpu.flush.nbytes >= 32 * 2**20
+    for clock in (gpu, cpu):
+        seen: list[int] = []
+        for _ in range(3):
+            clock.flush.fill_(1)
+            clock.sample(lambda clock=clock, seen=seen: seen.append(int(clock.flush.any())), 1.0)  # type: ignore[misc]
+        assert seen == [0, 0, 0]
+
+
+def test_a_sample_says_whether_the_host_was_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: waited.append(cycles))
+    for answers, expected, waits in (([False], True, 1), ([True, False], True, 2), ([True] * 3, False, 3)):
+        waited: list[int] = []
+        left = list(answers)
+        start = SimpleNamespace(
+            record=lambda: None, query=lambda left=left: left.pop(0), elapsed_time=lambda end: 1.0
+        )
+        gpu = measure.CudaClock.__new__(measure.CudaClock)
+        gpu.flush, gpu.start, gpu.cycles_per_us = torch.ones(8, dtype=torch.uint8), start, 1.0
+        gpu.end = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+        assert gpu.sample(lambda: None, 10.0) == measure.Sample(1.0, expected)
+        assert len(waited) == waits
+        assert waited == sorted(waited)
+
+
+# Peers
+
+
+PEERS = {
+    "flash-attention": {
+        "torch", "torch_compile", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flex_attention", "flash_attn",
+        "flash_attn_4",
+    },
+    "lrpe-rope": {"torch", "torch_compile", "torch_compile_cache", "liger", "fla", "flash_attn"},
+    "lrpe-rotate": {"torch", "torch_compile", "torch_compile_cache"},
+    "lrpe-cosine": {"torch", "torch_compile", "torch_compile_cache"},
+    "tpa-decode": {"torch", "torch_compile", "torch_naive"},
+    "tpa-attention": {"torch_naive", "torch_naive_compile"},
+    "transformer": {"sdpa", "torch", "llama"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_no_peer_is_dropped_from_a_bench(name: str) -> None:
+    from warploom.bench.registry import benches
+
+    bench = benches()[name]
+    assert PEERS[name] <= {name for name in bench.providers if not bench.runs_kernels(name)}
+
+
+def test_compiled_peers_get_their_best_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    from warploom.bench.registry import benches
+
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options) or function)
+    monkeypatch.setattr("warploom.ops.spec.need_cuda", lambda what="": None)
+    for name in ("flash-attention", "lrpe-rotate", "lrpe-rope", "tpa-decode", "tpa-attention"):
+        bench = benches()[name]
+        for provider, build in bench.providers.items():
+            if "compile" in provider:
+                build(bench.suites["quick"]("cuda")[0])
+    assert len(asked) >= 6
+    assert all(one == {"dynamic": False, "mode": "max-autotune-no-cudagraphs"} for one in asked)
+
+
+def test_what_is_compiled_keeps_its_buffers_for_another_backward() -> None:
+    """A compiled backward may give its buffers away, and then refuses the second run on one graph."""
+    config = pytest.importorskip("torch._functorch.config")
+    if not hasattr(config, "donated_buffer"):
+        pytest.skip("this PyTorch gives no buffers away")
+    seen: list[bool] = []
+
+    def watched(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        seen.append(config.donated_buffer)
+        return toy.reference(x, weight)
+
+    unit = Unit(toy.make_bench(watched=lambda case: watched), "quick", {"dtype": "float32", "n": 64}, "bwd")
+    before = config.donated_buffer
+    provider_call(unit, "watched", CPU)()
+    evaluate(unit, ["watched"], CPU, measure.CpuClock(), Record("toy", "quick", {}, LIMIT, "bwd", "", "e"))
+    assert len(seen) > 1
+    assert not any(seen)
+    assert config.donated_buffer == before

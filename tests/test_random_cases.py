@@ -15,14 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import random_calls
 import seeds
 import torch
 from launches import ON_GPU
-
-from warploom.cli import main
-from warploom.errors import ArgumentError
-from warploom.runtime.backend import HAS_TRITON
-from warploom.testing.random_cases import (
+from random_cases import (
     OPERATORS,
     Call,
     Fault,
@@ -43,11 +40,14 @@ from warploom.testing.random_cases import (
     shrink,
     text_of,
 )
-from warploom.testing.random_cases.arrays import KINDS, Array, Memory
-from warploom.testing.random_cases.calls import make_call
-from warploom.testing.random_cases.choices import Choices
-from warploom.testing.random_cases.command import report_of
-from warploom.testing.random_cases.families import FAMILIES
+from random_cases.arrays import KINDS, Array, Memory
+from random_cases.calls import make_call
+from random_cases.choices import Choices
+from random_cases.command import report_of
+from random_cases.families import FAMILIES
+
+from warploom.errors import ArgumentError
+from warploom.runtime.backend import HAS_TRITON
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
@@ -360,7 +360,7 @@ def test_a_fault_that_needs_a_call_before_it_keeps_both(monkeypatch: pytest.Monk
     calls = [calls[0], calls[2]]
     _, faults = run_calls(calls, CPU, None)
     assert faults
-    from warploom.testing.random_cases import shrinking
+    from random_cases import shrinking
 
     monkeypatch.setattr(shrinking, "forget_plans", dtypes.clear)
     simple = shrink(faults[0], CPU, None, seconds=5.0)
@@ -439,25 +439,23 @@ def test_what_fails_prints_a_line_that_repeats_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plant(monkeypatch, lambda out, named: out * 1.5)
-    words = "check lrpe_rotate lrpe-cosine --random 1 --seed 4 --device cpu"
-    assert main(words.split()) == 1
+    words = "lrpe_rotate lrpe-cosine --seconds 1 --seed 4 --device cpu"
+    assert random_calls.main(words.split()) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("seed 4: lrpe_rotate, lrpe_cosine on cpu")
-    repeats = [line for line in lines if "warploom check" in line]
+    repeats = [line for line in lines if "random_calls.py" in line]
     assert repeats
     for line in (repeats[0], repeats[-1], next(line for line in repeats if "[" in line)):
-        *_, command = line.partition("warploom ")
-        assert main(shlex.split(command)) == 1
+        *_, command = line.partition("random_calls.py ")
+        assert random_calls.main(shlex.split(command)) == 1
         assert "FAILED" in capsys.readouterr().out
     plant(monkeypatch, lambda out, named: out)
-    assert main(shlex.split(command)) == 0
+    assert random_calls.main(shlex.split(command)) == 0
 
 
 def test_a_search_that_finds_nothing_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["check", "lrpe_cosine", "--random", "0.5", "--seed", "4", "--backend", "torch", "--device", "cpu"])
-        == 0
-    )
+    words = "lrpe_cosine --seconds 0.5 --seed 4 --backend torch --device cpu"
+    assert random_calls.main(words.split()) == 0
     out = capsys.readouterr().out.splitlines()
     assert "lrpe_cosine" in out[1]
     assert out[-1].startswith("seed 4, ")
@@ -467,16 +465,14 @@ def test_a_search_that_finds_nothing_ends_well(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("check --seed 3", "check: --seed is for random calls"),
-        ("check --random 1 --spec here.py", "leave --spec out"),
-        ("check nothing --random 1", "no operator 'nothing' with random calls"),
-        ("check --repeat 3", "expected SEED:INDEX"),
-        ("check --repeat 3:x", "expected SEED:INDEX"),
-        ("check --repeat [3]", "no calls of an operator"),
+        ("nothing", "no operator 'nothing' with random calls"),
+        ("--repeat 3", "expected SEED:INDEX"),
+        ("--repeat 3:x", "expected SEED:INDEX"),
+        ("--repeat [3]", "no calls of an operator"),
     ],
 )
 def test_mistakes_are_status_2(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words.split()) == 2
+    assert random_calls.main(words.split()) == 2
     assert message in capsys.readouterr().err
 
 

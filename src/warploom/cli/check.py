@@ -1,4 +1,4 @@
-"""``warploom check``: operators against float64 on small odd cases, and on random calls."""
+"""``warploom check``: operators against float64 on small odd cases."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from warploom.cli.common import Commands, add_device, add_spec, describe, names_in, pick, seconds, the_device, width
-from warploom.errors import ArgumentError, BackendError, WarploomError
+from warploom.cli.common import Commands, add_device, add_spec, describe, names_in, pick, the_device, width
+from warploom.errors import BackendError, WarploomError
 
 if TYPE_CHECKING:
     import torch
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from warploom.testing.conformance import CheckResult
 
 MOST_PROCESSES = 8
-MOST_WORKERS = 16
-"""Processes with random calls on one GPU."""
 CASES_AT_ONCE = 4
 """Neighbouring cases, which one process gets together, share kernels."""
 
@@ -32,43 +30,12 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("check", help="compare operators with float64 on small odd cases")
     parser.add_argument("names", nargs="*", metavar="NAME", help="operators, e.g. lrpe_rotate (default: all)")
     add_device(parser)
-    parser.add_argument(
-        "--backend", choices=("auto", "triton", "torch"), help="default: auto; for random calls, each call's own"
-    )
+    parser.add_argument("--backend", choices=("auto", "triton", "torch"), help="default: auto")
     add_spec(parser)
-    random = parser.add_argument_group("random calls")
-    random.add_argument("--random", type=seconds, metavar="SECONDS", help="random valid calls for so long")
-    random.add_argument("--seed", type=int, metavar="N", help="where they come from (default: a new one)")
-    random.add_argument(
-        "--workers", type=_count, metavar="K", help="processes (default: up to 16 on a GPU, else 1)"
-    )
-    random.add_argument("--shard", type=_shard, metavar="I/N", help="run the I-th of N parts")
-    random.add_argument("--anything", action="store_true", help="calls share no compiled kernels: slow on a GPU")
-    random.add_argument("--repeat", metavar="CALL", help="a call that failed, as it was printed")
     parser.set_defaults(command=_check)
 
 
-def _count(text: str) -> int:
-    """A number of processes."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 1, got {text!r}")
-    return int(text)
-
-
-def _shard(text: str) -> tuple[int, int]:
-    """``2/5`` as (1, 5)."""
-    index, _, of = text.partition("/")
-    if not (index.isdigit() and of.isdigit() and 1 <= int(index) <= int(of)):
-        raise argparse.ArgumentTypeError(f"expected I/N like 2/5, got {text!r}")
-    return int(index) - 1, int(of)
-
-
 def _check(options: argparse.Namespace) -> int:
-    if options.random is not None or options.repeat is not None:
-        return _check_random(options)
-    for name in ("seed", "workers", "shard", "anything"):
-        if getattr(options, name) not in (None, False):
-            raise ArgumentError(f"check: --{name} is for random calls; give --random as well")
     from rich.console import Console
 
     from warploom.ops import operators
@@ -143,24 +110,6 @@ def _not_the_reference(names: Sequence[str]) -> list[str]:
         print(f"Not checked, backend torch is the definition itself: {', '.join(same)}.")
     print("`warploom check --backend triton` runs the kernels in Triton's interpreter, slowly.")
     return fused
-
-
-def _check_random(options: argparse.Namespace) -> int:
-    from warploom.testing.random_cases import command
-    from warploom.testing.random_cases.searching import Plan
-
-    if options.spec:
-        raise ArgumentError("check: random calls are of the public functions; leave --spec out")
-    device = the_device(options.device)
-    seed = int.from_bytes(os.urandom(4)) if options.seed is None else options.seed
-    operators = command.pick_operators([name.replace("-", "_") for name in options.names])
-    source = command.source_of(seed, operators, device, options.anything)
-    workers = options.workers or (min(MOST_WORKERS, os.cpu_count() or 1) if device.type == "cuda" else 1)
-    backend = options.backend
-    if backend is None and not command.can_run_kernels(device):
-        backend = "auto"
-    plan = Plan(source, device.type, backend, options.random or 0.0, workers, options.shard or (0, 1))
-    return command.run_repeat(options.repeat, plan) if options.repeat else command.run_random(plan)
 
 
 def _results(

@@ -21,7 +21,9 @@ CHUNK = 2**26
 """Elements compared at a time: the float64 temporaries stay near half a gigabyte each."""
 
 BLOCK = 4096
-"""Elements of a block at most: neighbours on every axis. So many that their root mean square is no luck."""
+"""Elements of a block at most, in rows that are neighbours: so many that their root mean square is no luck."""
+ROW = 512
+"""Elements along the last axis up to which they are one row, of features, and stay together."""
 
 UNLUCKY = 4.0
 """A largest error over the mean budget that is no luck: of 180 gradients with 76 elements, 2.2 was the worst."""
@@ -196,11 +198,12 @@ class _Blocks:
 
     @classmethod
     def of(cls, start: tuple[int, ...], squares: Sequence[torch.Tensor]) -> _Blocks:
-        """Add up squares in blocks, which are halves of halves of the longest axis."""
+        """Add up squares in blocks of rows, which are halves of halves of the longest axis."""
         sizes = list(squares[0].shape)
-        while math.prod(sizes) > BLOCK:
-            axis = sizes.index(max(sizes))
-            sizes[axis] = -(-sizes[axis] // 2)
+        first = sizes[:-1] if sizes[-1:] <= [ROW] else sizes
+        while math.prod(sizes) > BLOCK and max(first) > 1:
+            axis = first.index(max(first))
+            first[axis] = sizes[axis] = -(-sizes[axis] // 2)
         error, eager, size = (_block_sums(each, sizes) for each in squares)
         return cls(start, tuple(sizes), (error, eager, size))
 

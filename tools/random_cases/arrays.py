@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from warploom.testing.random_cases.choices import Choices
+from random_cases.choices import Choices
 
 __all__ = ["KINDS", "Array", "Memory", "Placed", "dense", "draw_memory", "place", "seed_of"]
 

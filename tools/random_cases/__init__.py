@@ -3,15 +3,15 @@
 A call is made of named choices (`choices`): the arguments of each operator (`calls`), and memory of any kind
 (`arrays`). It is run with a few siblings that differ in one thing (`families`) and compared with float64
 (`judging`). What fails is repeated from one line, simplified (`shrinking`) and printed as Python (`text`).
-``warploom check --random`` searches for a given time (`searching`).
+``python tools/random_calls.py`` searches for a given time (`searching`).
 """
 
-from warploom.testing.random_cases.calls import OPERATORS, Call
-from warploom.testing.random_cases.definitions import function_of, reference_of
-from warploom.testing.random_cases.families import Fault, Source, Tally, parse, run_calls, run_family, text_of
-from warploom.testing.random_cases.searching import Outcome, Plan, search
-from warploom.testing.random_cases.shrinking import shrink
-from warploom.testing.random_cases.text import python_of
+from random_cases.calls import OPERATORS, Call
+from random_cases.definitions import function_of, reference_of
+from random_cases.families import Fault, Source, Tally, parse, run_calls, run_family, text_of
+from random_cases.searching import Outcome, Plan, search
+from random_cases.shrinking import shrink
+from random_cases.text import python_of
 
 __all__ = [
     "OPERATORS",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from warploom.testing.random_cases.arrays import Array, seed_of
-from warploom.testing.random_cases.calls import Call
+from random_cases.arrays import Array, seed_of
+from random_cases.calls import Call
 
 __all__ = ["python_of"]
 
@@ -42,7 +42,7 @@ def python_of(calls: Sequence[Call], device: str, backend: str | None = None) ->
         backend: What every call runs on; None for its own choice.
     """
     names = sorted({call.operator for call in calls})
-    lines = ["import torch", "from warploom.testing.random_cases import function_of, reference_of", ""]
+    lines = ["import torch", "from random_cases import function_of, reference_of", ""]
     lines = ["import math", "", *lines] if any("nan" in _numbers_of(c) for c in calls) else lines
     lines += [f'device = "{device}"', _PLACE]
     for name in names:

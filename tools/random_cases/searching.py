@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from warploom.testing.random_cases.families import FAMILIES, Fault, Source, Tally, run_family
+from random_cases.families import FAMILIES, Fault, Source, Tally, run_family
 
 __all__ = ["Outcome", "Plan", "search"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from warploom.testing.random_cases.calls import Call, make_call
-from warploom.testing.random_cases.choices import Choices
-from warploom.testing.random_cases.families import Fault, forget_plans, run_calls
+from random_cases.calls import Call, make_call
+from random_cases.choices import Choices
+from random_cases.families import Fault, forget_plans, run_calls
 
 __all__ = ["shrink"]
 

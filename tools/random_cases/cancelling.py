@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from warploom.testing.random_cases.definitions import reference_of, rotated
+from random_cases.definitions import reference_of, rotated
 
 __all__ = ["cancelling"]
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from warploom.testing.random_cases.arrays import Array, draw_memory
-from warploom.testing.random_cases.choices import Choices
+from random_cases.arrays import Array, draw_memory
+from random_cases.choices import Choices
 
 __all__ = ["OPERATORS", "Call", "make_call"]
 

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from random_cases.arrays import Placed, place
+from random_cases.calls import Call
+from random_cases.cancelling import cancelling
+from random_cases.definitions import function_of, reference_of
 from warploom.testing.accuracy import Accuracy, compare_each, mean_of
 from warploom.testing.conformance import as_tuple
 from warploom.testing.poison import poisoned_allocations
-from warploom.testing.random_cases.arrays import Placed, place
-from warploom.testing.random_cases.calls import Call
-from warploom.testing.random_cases.cancelling import cancelling
-from warploom.testing.random_cases.definitions import function_of, reference_of
 
 __all__ = ["Failure", "Prepared", "Verdict", "judge", "judge_entry", "repeat"]
 

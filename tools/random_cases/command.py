@@ -1,4 +1,4 @@
-"""``warploom check --random`` and ``--repeat``: what they print."""
+"""``tools/random_calls.py``: what it prints."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import torch
 
+from random_cases.calls import OPERATORS, Call
+from random_cases.families import Fault, Source, parse, run_calls, text_of
+from random_cases.searching import Outcome, Plan, search
+from random_cases.shrinking import shrink
+from random_cases.text import python_of
 from warploom.errors import ArgumentError
 from warploom.runtime.backend import HAS_TRITON
-from warploom.testing.random_cases.calls import OPERATORS, Call
-from warploom.testing.random_cases.families import Fault, Source, parse, run_calls, text_of
-from warploom.testing.random_cases.searching import Outcome, Plan, search
-from warploom.testing.random_cases.shrinking import shrink
-from warploom.testing.random_cases.text import python_of
 
 __all__ = ["pick_operators", "report_of", "run_random", "run_repeat"]
 
@@ -121,7 +121,7 @@ def _calls_of(text: str, source: Source) -> list[Call]:
 
 def _command(plan: Plan, fault: Fault) -> str:
     """The command line that repeats a failure."""
-    words = ["warploom", "check"]
+    words = ["python", "tools/random_calls.py"]
     source = plan.source
     if fault.index is not None:
         words += source.operators if source.operators != OPERATORS else ()

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from random_cases.calls import OPERATORS, Call, make_call
+from random_cases.choices import Choices, as_tuples
+from random_cases.judging import Failure, Prepared, judge, judge_entry, repeat
 from warploom.errors import ArgumentError
 from warploom.runtime.dispatch import caches
-from warploom.testing.random_cases.calls import OPERATORS, Call, make_call
-from warploom.testing.random_cases.choices import Choices, as_tuples
-from warploom.testing.random_cases.judging import Failure, Prepared, judge, judge_entry, repeat
 
 __all__ = ["FAMILIES", "Fault", "Source", "Tally", "forget_plans", "parse", "run_calls", "run_family", "text_of"]
 
