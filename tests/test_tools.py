@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / "tools"
 sys.path.insert(0, str(TOOLS))
 
+import absolute_links  # noqa: E402
 import mutate  # noqa: E402
 import sanitize  # noqa: E402
 
@@ -235,3 +237,34 @@ def test_mutants_have_names_tests_and_files() -> None:
         for test in (*mutant.tests, *mutant.wider):
             file, _, name = test.partition("::")
             assert f"def {name}(" in (ROOT / file).read_text() if name else (ROOT / file).is_file(), mutant.name
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Releases
+# ----------------------------------------------------------------------------------------------------------
+
+REPOSITORY = "https://example.org/owner/name"
+
+
+def test_the_links_of_a_release_lead_to_the_repository() -> None:
+    readme = absolute_links.absolute((ROOT / "README.md").read_text(encoding="utf-8"), REPOSITORY, "v1")
+    links = re.findall(r"\]\(([^)#\s]+)\)", readme)
+    assert links
+    assert all(link.startswith("https://") for link in links)
+    ours = [link.removeprefix(f"{REPOSITORY}/").split("/", 2) for link in links if link.startswith(REPOSITORY)]
+    for kind, revision, path in ours:
+        assert revision == "v1"
+        assert (ROOT / path).is_dir() if kind == "tree" else (ROOT / path).is_file()
+
+
+def test_a_release_knows_its_repository() -> None:
+    project = tomllib.loads(absolute_links.with_urls((ROOT / "pyproject.toml").read_text(), REPOSITORY))["project"]
+    assert project["urls"]["Source"] == REPOSITORY
+    assert project["scripts"] == {"warploom": "warploom.cli:main"}
+
+
+def test_actions_are_pinned() -> None:
+    for file in (ROOT / ".github" / "workflows").glob("*.yml"):
+        used = re.findall(r"uses: (\S+)", file.read_text(encoding="utf-8"))
+        assert used
+        assert all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action) for action in used), file

@@ -209,21 +209,21 @@ def _step_table(section: Section, panel: Panel, mode: str) -> Table:
 
 MODES = ("fwd", "bwd")
 SHOWN = {
-    "activation": ("none", "silu"),
+    "activation": ("none",),
     "theta_gradient": (None,),
     "head_dim": (128,),
     "dtype": ("bfloat16",),
-    "batch": (4, 8, 32),
+    "batch": (4, 8),
     "kv_rank": (None,),
 }
 """What the pictures show of a bench that has these parameters. The first is what stands for one that has none."""
 
 
 def draw(section: Section) -> str:
-    """The share of the limit above the time, a column for each of two panels and mode; empty without a speed."""
+    """The share of the limit above the time, a column for each mode of one panel; empty without a speed."""
     first = [panel for panel in section.panels if panel.device == section.panels[0].device]
     wanted = [p for p in first if all(p.parameters.get(name, v[0]) in v for name, v in SHOWN.items())]
-    columns = [(panel, mode) for panel in (wanted or first)[:2] for mode in MODES if mode in panel.modes]
+    columns = [(panel, mode) for panel in (wanted or first)[:1] for mode in MODES if mode in panel.modes]
     drawn = [(panel, mode, charts(section, panel, mode)[::-1]) for panel, mode in columns]
     drawn = [column for column in drawn if column[2]]
     if not drawn:

@@ -163,6 +163,6 @@ def _rates(point: Point | None) -> tuple[Cell, Cell]:
         return Cell(""), Cell("")
     moved, done = point.record.min_bytes, point.record.flops
     return (
-        Cell(f"{moved / point.ms / 1e6:,.0f}" if moved else ""),
+        Cell(f"{moved / point.ms / 1e6:.3g}" if moved else ""),
         Cell(f"{done / point.ms / 1e9:.3g}" if done else ""),
     )
