@@ -122,6 +122,17 @@ def test_providers_of_one_run_and_json(runs: tuple[str, str], capsys: pytest.Cap
     assert facts["a"]["stale"] == 2
 
 
+def test_providers_of_one_set_are_compared_within_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = [record(64, 1.0, run="r"), record(256, 1.0, run="r"), record(64, 2.0, "torch", run="r")]
+    folder = save(tmp_path / "run", [*made, record(256, 0.5, "torch", run="s")])
+    assert main(["compare", folder, "--providers", "warploom", "torch"]) == 0
+    out = capsys.readouterr().out
+    assert "1 cases are on one side only, or of two runs, and left out" in " ".join(out.split())
+    assert "0.500" not in out
+    other = save(tmp_path / "other", [record(256, 0.5, run="t")])
+    assert [pair.ratio for pair in compare(read_side(folder), read_side(other)).pairs] == [0.5]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

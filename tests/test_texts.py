@@ -11,6 +11,7 @@ import texts
 from test_report import GPU, make_records
 
 from warploom.errors import ArgumentError
+from warploom.report import write_report
 from warploom.report.panels import arrange
 
 ROOT = Path(__file__).parents[1]
@@ -81,3 +82,14 @@ def test_a_file_without_marks_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ArgumentError, match="marks"):
             texts.update(file, [], {})
         assert file.read_text(encoding="utf-8") == content
+
+
+def test_the_report_of_all_committed_records_is_small_and_folded(tmp_path: Path) -> None:
+    page = write_report([ROOT / "results" / "h200"], tmp_path / "report.html").read_text(encoding="utf-8")
+    assert len(page.encode()) < 2.5e6
+    sections = page.split('<section id="')[2:]
+    assert len(sections) == len({section.partition('"')[0] for section in sections}) > 5
+    for section in sections:  # one panel is seen, and its tables when they are opened
+        assert section.count('class="panel chosen"') == 1
+        assert section.count("<table") == section.count("</table>") <= section.count("<details") * 5
+        assert "<table" not in section.partition("<details")[0]

@@ -122,7 +122,7 @@ class Comparison:
     b: Side
     pairs: tuple[Pair, ...]
     unmatched: int
-    """Cases that only one side has."""
+    """Cases that only one side has, or providers of one set in different runs."""
 
     @property
     def means(self) -> list[Mean]:
@@ -200,14 +200,19 @@ def _of_provider(records: Sequence[Record], provider: str) -> Iterable[Record]:
 def compare(a: Side, b: Side) -> Comparison:
     """Match the cases of two sides: the same operator, mode and parameters; of several of a side, the last.
 
+    Two providers of one set of records are compared within a run alone.
+
     Raises:
         ArgumentError: They have no case in common.
     """
     left, right = _by_case(a.records), _by_case(b.records)
-    pairs = tuple(Pair(r.operator, r.mode, r.case, r, right[key]) for key, r in left.items() if key in right)
+    together = [key for key in left if key in right and (a.path != b.path or left[key].run == right[key].run)]
+    pairs = tuple(
+        Pair(left[key].operator, left[key].mode, left[key].case, left[key], right[key]) for key in together
+    )
     if not pairs:
         raise ArgumentError(f"compare: no case in common between {a.describe()} and {b.describe()}")
-    return Comparison(a, b, pairs, len(left.keys() ^ right.keys()))
+    return Comparison(a, b, pairs, len((left.keys() | right.keys()) - set(together)))
 
 
 def _by_case(records: Iterable[Record]) -> dict[tuple[str, str, str], Record]:

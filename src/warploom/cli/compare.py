@@ -69,7 +69,7 @@ def _text(comparison: Comparison, fail_above: float | None) -> str:
 
     lines = [f"A: {comparison.a.describe()}", f"B: {comparison.b.describe()}"]
     if comparison.unmatched:
-        lines.append(f"{comparison.unmatched} cases are on one side only and left out")
+        lines.append(f"{comparison.unmatched} cases are on one side only, or of two runs, and left out")
     if fail_above is not None:
         worse = comparison.slower(fail_above)
         lines.append(f"{len(worse)} of {len(comparison.pairs)} cases worse by more than {100 * fail_above:g} %")
