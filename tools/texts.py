@@ -120,6 +120,8 @@ def _row(row: Row, records: Sequence[Record], devices: Mapping[str, str]) -> lis
         return []
     (section,) = arrange(chosen, devices)
     found = summary(section, section.panels, section.panels[0].device, row.mode)
+    if not found.counts:  # of the others alone
+        return []
     ours = [
         record
         for record in chosen
