@@ -218,6 +218,13 @@ def test_resume_measures_only_what_is_missing_or_stale(tmp_path: Path, monkeypat
     assert run(two, tmp_path, Selection(modes=["fwd"]), resume=True).records == outcome.records
     assert measured == []
 
+    earlier = replace(by_provider(outcome)["torch"], run="of another day")
+    records.append(tmp_path, [earlier])
+    again = run(two, tmp_path, Selection(modes=["fwd"]), resume=True)
+    assert measured == [("toy-scale fwd dtype=float32 shape=(4, 4) n=64", ("torch",))]  # the wrong one has no time
+    assert by_provider(again)["torch"].run == by_provider(again)[LIMIT].run
+    measured.clear()
+
     monkeypatch.setattr(runner, "fingerprint", lambda *_: "other code")
     outcome = run(one, tmp_path, Selection(modes=["fwd"]), resume=True)
     assert len(measured) == 2

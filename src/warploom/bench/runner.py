@@ -158,8 +158,8 @@ def run(
         selection: Which part of it.
         device: Where.
         output: Folder for ``records.jsonl`` and ``environment.json``. What is in it already stays.
-        resume: Leave out the cases of which ``output`` has every provider asked for, from the same code in the
-            same environment, undisturbed. A case that lacks one is measured anew: times of one run are compared.
+        resume: Leave out the cases of which ``output`` has every provider asked for, of one run, from the same code
+            in the same environment, undisturbed. Any other case is measured anew: times of one run are compared.
         time_limit: Seconds after which no further case is begun.
         prepare: Called before anything is measured, with what will be and the seconds that it may take, half of
             all: see `warploom.bench.compile_first`.
@@ -244,7 +244,9 @@ def _task(
     known = [found[record.key] for record in wanted if record.key in found]
     known = [r for r in known if r.fingerprint == prints[r.provider] and not r.disturbed]
     missing: list[str] = []
-    if len(known) < len(wanted):  # then what has a time is timed again beside the rest; what failed fails again
+    runs = {record.run for record in known if record.ms is not None}
+    # What has a time is timed again beside the rest, so that all are of one run; what failed fails again.
+    if len(known) < len(wanted) or len(runs) > 1:
         failed = {record.provider for record in known if record.ms is None}
         missing = [record.provider for record in wanted if record.provider not in failed]
     return _Task(unit, blank, prints, known, missing)

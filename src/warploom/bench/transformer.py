@@ -339,7 +339,6 @@ BENCH = Bench(
     title="Transformer LM: wall time of a step; the limit is a large matrix product's rate",
     x="size",
     modes=("fwd", "fwd_bwd", "train"),
-    published=("transformer",),
     measure=measure,
     launches=launched,
 )

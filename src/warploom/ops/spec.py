@@ -126,8 +126,6 @@ class Bench:
     x: str = "n"
     """The case parameter that runs down the rows of a table and along the axis of a plot."""
     modes: tuple[str, ...] = ("fwd", "bwd")
-    published: tuple[str, ...] = field(default=())
-    """Names of published tables (CSV files without ending) to show beside this bench."""
     own: str = ""
     """The provider that stands for the operator: drawn thick, compared with the others, and a failure of the run
     when it fails. Empty for ``warploom``, or ``torch`` where no kernel can run."""

@@ -258,7 +258,6 @@ BENCHES = (
         traffic=traffic,
         title="Flash attention",
         modes=("fwd", "bwd", "fwd_bwd"),
-        published=("flash_attention", "attention"),
         budgets=peers.BUDGETS,
     ),
 )

@@ -318,7 +318,6 @@ BENCHES = (
         precompiled=("torch",),
         traffic=functools.partial(traffic, paired=True),
         title="LRPE rotate (RoPE) with the activation fused in",
-        published=("lrpe_rotate",),
     ),
     Bench(
         name="lrpe-rope",
@@ -337,7 +336,6 @@ BENCHES = (
         precompiled=("torch",),
         traffic=functools.partial(traffic, paired=False),
         title="LRPE cosine with the activation fused in",
-        published=("lrpe_cosine",),
     ),
     Bench(
         name="lrpe-rotate-md",
@@ -356,6 +354,5 @@ BENCHES = (
         precompiled=("torch",),
         traffic=functools.partial(traffic, paired=False),
         title="LRPE cosine on grids of one, two and three dimensions",
-        published=("lrpe_cosine_md",),
     ),
 )

@@ -291,7 +291,6 @@ BENCHES = (
         title="Tensor-product attention: one new token on a cache of factors",
         x="m",
         modes=("fwd",),
-        published=("tpa_decode",),
         others=peers.OTHERS,
     ),
     Bench(
