@@ -19,7 +19,7 @@ from warploom.bench.records import LIMIT, Record, append, save_environment
 from warploom.errors import WarploomError
 from warploom.report import panels as panels_module
 from warploom.report import write_report
-from warploom.report.chart import chart_svg, charts
+from warploom.report.chart import Chart, chart_svg, charts
 from warploom.report.palette import looks
 from warploom.report.panels import arrange, load_sections
 from warploom.report.published import FOLDER, published
@@ -290,6 +290,17 @@ def test_a_chart_is_valid_small_and_shows_what_was_measured(measured):
     fwd = charts(section, section.panels[0], "fwd")[0]
     assert fwd.lines["torch"].get(4096) is None  # it ran out of memory
     assert fwd.lines["warploom"][256] == pytest.approx(256e-7 * 1.05)
+
+
+def test_a_line_and_its_band_have_gaps_where_there_is_no_speed():
+    values = {1: 1e-3, 2: 2e-3, 3: None, 4: 4e-3, 5: 5e-3}
+    edges = tuple({x: y and y * factor for x, y in values.items()} for factor in (0.9, 1.1))
+    chart = Chart("time", list(values), "n", {"torch": values}, {"torch": edges})
+    root = ElementTree.fromstring(chart_svg(chart, looks(["torch"], "")))
+    (group,) = (g for g in root if g.tag.endswith("}g"))
+    band, line, _ = (path.get("d") for path in group)
+    assert (line.count("M"), line.count("L")) == (2, 2)
+    assert (band.count("M"), band.count("L"), band.count("z")) == (2, 6, 2)
 
 
 def test_a_provider_keeps_its_look():

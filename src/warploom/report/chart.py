@@ -129,11 +129,15 @@ def _drawn(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int])
         band = ""
         if name in chart.bands:
             lower, upper = chart.bands[name]
-            places = [x for x in chart.xs if lower.get(x) and upper.get(x)]
-            outline = [(across[x], up(lower[x] or 0.0)) for x in places]
-            outline += [(across[x], up(upper[x] or 0.0)) for x in reversed(places)]
-            if len(places) > 1:
-                band = f'<path d="M{_join(outline)}z" fill="{look.colour}" fill-opacity=".2"/>'
+            edges = [
+                _runs(
+                    [(across[x], up(edge[x] or 0.0) if lower.get(x) and upper.get(x) else None) for x in chart.xs]
+                )
+                for edge in (lower, upper)
+            ]
+            outlines = [f"M{_join([*low, *reversed(high)])}z" for low, high in zip(*edges) if len(low) > 1]
+            if outlines:
+                band = f'<path d="{"".join(outlines)}" fill="{look.colour}" fill-opacity=".2"/>'
         path = "".join(f"M{_join(run)}" for run in runs)
         marks = _marks([point for run in runs for point in run], look)
         group = f' class="s{numbers[name]}"' if name in numbers else ""
