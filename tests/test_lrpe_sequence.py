@@ -1,7 +1,7 @@
-"""LRPE with softmax over the sequence: columns of any size, on each of the ways through the cache.
+"""LRPE with softmax over the sequence: columns of any size, in one part and in several.
 
-Which way a call takes depends on its length: one program a strip of columns, or chunks of tokens that are reduced,
-combined and applied. Packed sequences go in chunks, which then hold several of them.
+How a call is cut depends on its length: short sequences are one part, whose program waits for no other, and longer ones
+are cut into parts. Those of packed sequences may hold several of them.
 """
 
 import itertools
@@ -26,34 +26,19 @@ pytestmark = [
 Tensor = torch.Tensor
 
 FEATURES = 16  # enough that the largest error among the gradients of their frequencies is not a matter of luck
-# The interpreter takes seconds for a long case: there, chunks begin at a quarter of the length, and pairs of one
-# order stand for those of the other.
-FORWARD_STRIP, BACKWARD_STRIP = (2048, 512) if ON_GPU else (512, 128)
-LONG = FORWARD_STRIP + 52
-LAST = 1460 if ON_GPU else 460
+# The interpreter takes seconds for a long case: there, pairs of one order stand for those of the other.
+LONG = 2100 if ON_GPU else 564
+LAST = 1460 if ON_GPU else 560
 WAYS: dict[str, dict[str, Any]] = {
-    "strip": {"tokens": 40},
-    "chunks": {"tokens": LONG},
-    # The second sequence ends in the chunk that holds the two after it, and one is empty.
+    "one part": {"tokens": 40},
+    "parts": {"tokens": LONG},
+    # The second sequence ends in the part that holds the two after it, and one is empty.
     "packed": {"tokens": LAST + 40, "cu_seqlens": (0, 3, LAST, LAST, LAST + 10, LAST + 40)},
 }
 
 ways = pytest.mark.parametrize("way", WAYS)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 some_kinds = kinds if ON_GPU else pytest.mark.parametrize("kind", ["rotate", "cosine"])
-
-
-@pytest.fixture(autouse=True)
-def _strips(monkeypatch: pytest.MonkeyPatch) -> None:
-    from warploom.ops.lrpe.softmax_sequence.launches import portable as launchers_sequence
-
-    if ON_GPU:
-        assert launchers_sequence.strip_tokens(False) == FORWARD_STRIP
-        assert launchers_sequence.strip_tokens(True) == BACKWARD_STRIP
-        return
-    monkeypatch.setattr(
-        launchers_sequence, "strip_tokens", lambda backward: BACKWARD_STRIP if backward else FORWARD_STRIP
-    )
 
 
 def sequences(way: str) -> list[slice]:
@@ -123,7 +108,7 @@ def test_tokens_of_no_weight(kind: str, dtype: torch.dtype, way: str, device: to
     x = random_x(device, 1, WAYS[way]["tokens"], 2, FEATURES) - 20  # far below a shift of zero
     for tokens in sequences(way):
         entries = x[0, tokens]
-        entries[: len(entries) - 1, 0, 1] = -math.inf  # whole chunks of it, and the first token
+        entries[: len(entries) - 1, 0, 1] = -math.inf  # whole parts of it, and the first token
         entries[1:, 1, 1] = -math.inf
         entries[::2, 1, 2] = -math.inf
     assert_accurate(kind, x.to(dtype), random_theta(device, 2, FEATURES // 2), way)
@@ -161,17 +146,17 @@ def by_way(kind: str, x: Tensor, theta: Tensor, block_parallel: bool) -> Tensor:
 
 
 @some_kinds
-@pytest.mark.parametrize("tokens", [BACKWARD_STRIP + 72, LONG])  # backward in chunks of itself; forward too
+@pytest.mark.parametrize("tokens", [200, LONG])
 def test_the_ways_agree(tokens: int, kind: str, device: torch.device) -> None:
     x = random_x(device, 1, tokens, 2, FEATURES).requires_grad_()
     theta = random_theta(device, 2, FEATURES // 2).requires_grad_()
     usual = encode(kind, x, theta, offset=5, activation="softmax_sequence", backend="triton")
     grad = random_x(device, *usual.shape)
     exact = exact_gradients(kind, x, theta, grad, offset=5, activation="softmax_sequence")
-    in_blocks = by_way(kind, x, theta, True)
-    assert_near(in_blocks, usual.double())
-    for out in (usual, in_blocks):
+    in_parts = by_way(kind, x, theta, True)
+    assert_near(in_parts, usual.double())
+    for out in (usual, in_parts):
         for found, wanted in zip(torch.autograd.grad(out, (x, theta), grad), exact):
             assert_near(found, wanted, 2e-6)
-    if tokens > FORWARD_STRIP:  # the default goes in chunks as well
-        assert torch.equal(in_blocks, usual)
+    if tokens == LONG:  # which is cut in any case
+        assert torch.equal(in_parts, usual)

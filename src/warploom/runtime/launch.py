@@ -125,6 +125,7 @@ class Launch:
         num_stages: Of the loops that Triton pipelines.
         early: Launch while the launch before it on the stream still runs; see `may_start_early`.
         registers: Of a thread, at most.
+        cooperative: Launch only if all programs run at once, which those that wait for each other need.
         arguments: All other parameters by name. `Boxes` stand for a tensor descriptor, whose tensor calls bring.
 
     Encoding a descriptor takes longer than a launch, and the allocator returns to the same addresses: encodings are
@@ -154,6 +155,7 @@ class Launch:
         num_stages: int = 3,
         early: bool = False,
         registers: int | None = None,
+        cooperative: bool = False,
         **arguments: Any,
     ) -> None:
         self.kernel, self.programs, self.takes = kernel, programs, tuple(takes)
@@ -164,6 +166,8 @@ class Launch:
             self.options["launch_pdl"] = True
         if registers is not None:
             self.options["maxnreg"] = registers
+        if cooperative:
+            self.options["launch_cooperative_grid"] = True
         self.descriptions = {name: Description(x) for name, x in arguments.items() if isinstance(x, Boxes)}
         self.arguments = {name: x for name, x in arguments.items() if name not in self.descriptions}
         self._check()

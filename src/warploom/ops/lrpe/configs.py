@@ -81,106 +81,33 @@ def tile_of(kind: str, activation: str, axes: int, backward: bool, theta_gradien
 
 
 class SequenceTile(NamedTuple):
-    """Of a kernel for every GPU."""
+    """How a sequence is cut, and what a program computes at a time."""
 
-    numbers: int  # of x
+    width: int  # angles of a slab
+    tokens: int  # of a part
+    numbers: int  # of x in a block
     warps: int
-    stages: int = 1  # loads under way at once in a loop over tiles
+    stages: int  # loads under way at once in a loop over blocks
+    programs: int  # of a multiprocessor, at once
 
 
 _SEQUENCE_TILES = (
-    # kernel, whether rows are wide, whether the kind is cosine, backward
-    (("strip", True, None, False), SequenceTile(1024, 4, 2)),
-    (("strip", True, None, True), SequenceTile(1024, 4)),
-    (("strip", False, True, True), SequenceTile(4096, 8)),
-    (("strip", False, False, False), SequenceTile(2048, 4, 5)),
-    (("strip", False, None, None), SequenceTile(4096, 4)),
-    (("apply", True, None, None), SequenceTile(2048, 4)),
-    (("apply", False, True, False), SequenceTile(4096, 2)),
-    (("apply", False, False, True), SequenceTile(4096, 4)),
-    (("apply", False, None, None), SequenceTile(1024, 1)),
-    (("reduce", True, None, None), SequenceTile(512, 4)),
-    (("reduce", False, False, False), SequenceTile(4096, 2, 3)),
-    (("reduce", False, None, None), SequenceTile(2048, 2, 3)),
+    # backward, whether rows are wide, whether the kind is cosine
+    ((False, False, True), SequenceTile(64, 256, 2048, 4, 3, 4)),
+    ((False, False, False), SequenceTile(32, 256, 2048, 4, 3, 4)),
+    ((True, False, True), SequenceTile(32, 256, 1024, 4, 3, 4)),
+    ((True, False, False), SequenceTile(16, 256, 1024, 4, 3, 4)),
+    ((None, True, None), SequenceTile(16, 256, 1024, 4, 1, 4)),
 )
 
 
-def sequence_tile(kernel: str, kind: str, backward: bool, wide: bool) -> SequenceTile:
-    """The tile of the kernel ``strip``, ``reduce`` or ``apply``.
-
-    ``wide``: exact, or rows that are not read in vectors. Both take more registers, and the tiles are small enough
-    that none are spilled.
-    """
-    return _first(_SEQUENCE_TILES, kernel, wide, kind == "cosine", backward)
+def sequence_tile(backward: bool, wide: bool, kind: str) -> SequenceTile:
+    """The tile for a call; ``wide``: exact, or rows that are not read in vectors, which take more registers."""
+    return _first(_SEQUENCE_TILES, backward, wide, kind == "cosine")
 
 
-def strip_tokens(backward: bool) -> int:
-    """Sequences up to this long are read twice by one program; longer ones take three launches."""
-    return 512 if backward else 2048
+ALONE_TOKENS = 512
+"""Sequences up to this long are one part."""
 
-
-CHUNKS = 16
-"""Chunks to reduce per multiprocessor, at least."""
-
-MAX_CHUNK_ROWS = 512
-"""Tokens of a chunk, at most."""
-
-STRIP_BYTES = 64
-"""Bytes of a row that a strip takes from each member of its pairs."""
-
-BLOCK_P = 16
-"""Partial results combined at once."""
-
-
-class HopperTile(NamedTuple):
-    """What a program of a kernel for Hopper keeps, and how it goes down it."""
-
-    width: int  # angles, of both members of their pairs
-    tokens: int
-    piece: int  # tokens of a turn of its loops
-    warps: int = 4
-    vec: int = 4  # adjacent features of a thread
-    registers: int = 80  # of a thread, at most
-    parts_first: bool = False  # whether neighbouring programs take parts of one strip, or strips of the same tokens
-
-
-_ANY = 2**31  # more tokens than there are
-
-_HOPPER_TILES = {
-    ("rotate", False): {
-        256: HopperTile(16, 256, 64),
-        2048: HopperTile(32, 256, 64),
-        _ANY: HopperTile(32, 512, 64, 8),
-    },
-    ("cosine", False): {
-        256: HopperTile(32, 256, 64),
-        1024: HopperTile(32, 512, 64),
-        2048: HopperTile(64, 256, 32),
-        _ANY: HopperTile(64, 512, 32, 8),
-    },
-    ("rotate", True): {
-        1024: HopperTile(32, 256, 32, 8, 2),
-        8192: HopperTile(32, 256, 64, registers=128, parts_first=True),
-        _ANY: HopperTile(32, 256, 32, 8, 2, parts_first=True),
-    },
-    ("cosine", True): {
-        8448: HopperTile(32, 256, 64, registers=128, parts_first=True),
-        _ANY: HopperTile(32, 512, 64, registers=128, parts_first=True),
-    },
-}
-"""By kind, forward or backward, and the most tokens that they are for."""
-
-
-def hopper_tile(kind: str, backward: bool, tokens: int, axes: int = 1, exact: bool = False) -> HopperTile | None:
-    """The tile for so many tokens in so many axes; None where the kernels for every GPU may be faster.
-
-    ``exact``: for theta's gradient, which a grid's backward leaves to those.
-    """
-    least, most = 64 if axes == 1 else 256, _ANY
-    if backward and axes == 1:
-        most = 33_024 if exact else 16_640
-    elif backward and exact:
-        return None
-    if not least <= tokens <= most:
-        return None
-    return next(tile for most, tile in _HOPPER_TILES[kind, backward].items() if tokens <= most)
+MOST_PARTS = 64
+"""Parts of a sequence, at most: each program reads the sums of all."""

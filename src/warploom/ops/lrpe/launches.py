@@ -132,7 +132,7 @@ def inverse_of(d: int) -> int:
     return ((1 << (31 + shift)) // d + 1) << 5 | shift
 
 
-def _inner_sizes(positions: Positions) -> tuple[int, int, int]:
+def inner_sizes(positions: Positions) -> tuple[int, int, int]:
     """Sizes of the axes of a grid but the first."""
     size1, size2, size3 = (*positions.grid[1:], 1, 1, 1)[:3]
     return size1, size2, size3
@@ -160,7 +160,7 @@ def angle_numbers(
     if table is not None:
         table_n, table_u = table.stride(0), 0 if table.shape[1] == 1 else table.stride(1)
     cu_seqlens = positions.cu_seqlens
-    size1, size2, size3 = _inner_sizes(positions)
+    size1, size2, size3 = inner_sizes(positions)
     return theta_vec, AngleNumbers(
         theta_u=theta_u // theta_vec, theta_f=theta.stride(-1),
         ids_s=ids_s, ids_n=ids_n, ids_u=ids_u, ids_k=ids_k, offsets_s=offsets_s, offsets_u=offsets_u,
@@ -274,7 +274,7 @@ def _common(
     return {
         "sizes": Sizes(geometry.tokens, geometry.unique, geometry.shared),
         "numbers": numbers,
-        "inverses": Inverses(*map(inverse_of, _inner_sizes(positions))),
+        "inverses": Inverses(*map(inverse_of, inner_sizes(positions))),
         "split": Split(blocks, inverse_of(blocks), inverse_of(faster)),
         "spec": Spec(kind, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1]),
         "ACTIVATION": activation,

@@ -11,7 +11,7 @@ import torch
 
 from warploom.ops.lrpe import launches
 from warploom.ops.lrpe.launches import Positions
-from warploom.ops.lrpe.softmax_sequence.launches import portable as over_sequence
+from warploom.ops.lrpe.softmax_sequence import launches as over_sequence
 from warploom.ops.lrpe.validation import Options
 from warploom.runtime.dispatch import Gradient, Operator, Tensors, apply
 from warploom.runtime.memory_order import empty_in_order, empty_in_order_of, memory_order

@@ -1,0 +1,612 @@
+"""Triton kernels of LRPE with softmax over the sequence: one forward, one backward.
+
+Softmax over the tokens needs two looks at ``x``: one for each column's sum, one to apply it. Only the first should
+reach device memory. A column is a feature of one (batch entry or packed sequence, head); a feature slab has ``W``
+angles of a head, and so the columns of P members: P = 1 for ``cosine``, 2 for the pairs of ``rotate``. Its tokens are
+cut into tiles. Tiles are numbered (batch entry, head, part of the sequence, slab), slabs fastest, and every program
+takes each ``programs``-th of them.
+
+In each turn a program reduces one tile to partial sums, publishes these, and applies the softmax to the tile that it
+reduced ``lag`` turns before. By then all tiles of that sequence have been reduced in the same or an earlier turn, so
+that programs hardly wait for each other, and little has been read since: the tile comes from the L2 cache. Programs
+that wait are launched cooperatively: all of them run. Where a tile holds all tokens nobody waits, and nothing is
+published.
+
+Statistics are float32 (groups, H, 2, P, F): a shift, and the reciprocal of the sum of e^(x − shift). A group is a batch
+entry or a packed sequence. Partial sums are float32 (B · H · slabs, slots, 2, P, W) forward, a shift and a sum, and
+(…, 1, P, W) backward, the sum of y · dy. A slot is that of a part; of packed sequences, part + sequence: both only grow
+from token to token, so no two share one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from warploom.device.activations import LOG2_E, exponential_float32, power_of_two, widen
+from warploom.device.packed import sequence_of
+from warploom.device.phase import cos_sin
+from warploom.ops.lrpe.kernels.angles import AngleNumbers, Angles, Inverses, divide, load_frequencies, token_positions
+from warploom.ops.lrpe.kernels.backward import pair_gradient
+from warploom.ops.lrpe.kernels.forward import turn
+from warploom.ops.lrpe.kernels.rows import Strides, load_input, load_pair, store_input, store_pair
+
+LARGEST_SUM = tl.constexpr(2.0**32)
+
+
+class Sizes(NamedTuple):
+    """How the work is cut; the inverses are for `divide`."""
+
+    tokens: tl.int32
+    heads: tl.int32
+    heads_inverse: tl.int64
+    parts: tl.int32
+    parts_inverse: tl.int64
+    part_tokens: tl.int32
+    slots: tl.int32
+    tiles: tl.int32
+    turns: tl.int32
+    lag: tl.int32
+
+
+class Block(NamedTuple):
+    """Rows and angles that a program computes at once, loads under way at once in its loops, and slots read at once."""
+
+    R: int
+    W: int
+    STAGES: int
+    SLOTS: int
+
+
+class Tile(NamedTuple):
+    """Tokens ``start`` to ``end`` of a slab, whose angles begin with ``first``, and the groups that they belong to."""
+
+    b: tl.tensor
+    h: tl.tensor
+    first: tl.tensor
+    part: tl.tensor
+    slab: tl.tensor
+    """Its number among those of all heads."""
+    start: tl.tensor
+    end: tl.tensor
+    first_group: tl.tensor
+    last_group: tl.tensor
+
+
+class Run(NamedTuple):
+    """The tokens of one group in a tile."""
+
+    start: tl.tensor
+    end: tl.tensor
+    group: tl.tensor
+    group_start: tl.tensor
+    first_slot: tl.tensor
+    """Of the group; the tile's own is ``slot``."""
+    slot: tl.tensor
+    slots: tl.tensor
+
+
+class Statistics(NamedTuple):
+    """Of both members' columns, (1, W) each."""
+
+    shift1: tl.tensor
+    shift2: tl.tensor
+    scale1: tl.tensor
+    scale2: tl.tensor
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Tiles, and what programs tell each other
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def tile_of(number, cu_seqlens, numbers, sizes, spec: tl.constexpr, block: tl.constexpr):
+    """The tile of a number."""
+    SLABS: tl.constexpr = (spec.F + block.W - 1) // block.W
+    rest = number // SLABS
+    unit = divide(rest, sizes.parts_inverse)
+    part = rest - unit * sizes.parts
+    b = divide(unit, sizes.heads_inverse)
+    start = part * sizes.part_tokens
+    end = tl.minimum(start + sizes.part_tokens, sizes.tokens)
+    first_group = b
+    last_group = b
+    if cu_seqlens is not None:
+        touched = sequence_of(start + tl.arange(0, 2) * (end - 1 - start), cu_seqlens, numbers.cu_stride, numbers.sequences)
+        first_group = tl.min(touched, axis=0)
+        last_group = tl.max(touched, axis=0)
+    slab = number - rest * SLABS
+    return Tile(
+        b.to(tl.int64), (unit - b * sizes.heads).to(tl.int64), slab * block.W, part, unit * SLABS + slab, start, end,
+        first_group, last_group,
+    )  # fmt: skip
+
+
+@triton.jit
+def run_of(group, tile, cu_seqlens, numbers, sizes):
+    """The tokens of a group in a tile."""
+    group = tile.start * 0 + group
+    start, end, group_start, group_end = tile.start, tile.end, tile.start * 0, sizes.tokens
+    first_slot = tile.start * 0
+    slot = tile.part
+    if cu_seqlens is not None:
+        group_start = tl.load(cu_seqlens + group * numbers.cu_stride).to(tl.int32)
+        group_end = tl.load(cu_seqlens + (group + 1) * numbers.cu_stride).to(tl.int32)
+        start = tl.minimum(tl.maximum(start, group_start), sizes.tokens - 1)  # behind the end if there are no tokens
+        end = tl.minimum(end, group_end)
+        first_slot = group_start // sizes.part_tokens + group
+        slot += group
+    slots = (group_end + sizes.part_tokens - 1) // sizes.part_tokens - group_start // sizes.part_tokens
+    return Run(start, end, group.to(tl.int64), group_start, first_slot, slot, slots)
+
+
+@triton.jit
+def slot_pointer(partial, slot, tile, sizes, K: tl.constexpr, W: tl.constexpr):
+    """Where the partial sums of a slot begin, (K, W)."""
+    return partial + (tile.slab.to(tl.int64) * sizes.slots + slot) * (K * W)
+
+
+@triton.jit
+def arrive(arrived, tile):
+    """Publish what the program has written: count one more tile of the slab as reduced."""
+    tl.debug_barrier()
+    tl.atomic_add(arrived + tile.slab, 1, sem="release")
+
+
+@triton.jit
+def wait(arrived, tile, parts):
+    """Wait until all tiles of the slab have been reduced. They are, in turns of running programs that wait for none."""
+    while tl.atomic_add(arrived + tile.slab, 0, sem="acquire") < parts:
+        pass
+    tl.debug_barrier()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Columns: float32 vectors, one number per feature
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def column_offsets(first, F: tl.constexpr, W: tl.constexpr):
+    """Features of a slab (1, W) and which of them there are."""
+    f = (first + tl.arange(0, W))[None, :]
+    return f, f < F
+
+
+@triton.jit
+def load_columns(base, f, mask, F, P: tl.constexpr):
+    """Both members' columns (1, W), the second ``F`` behind the first."""
+    c1 = tl.load(base + f, mask=mask, other=0.0)
+    c2 = c1
+    if P == 2:
+        c2 = tl.load(base + F + f, mask=mask, other=0.0)
+    return c1, c2
+
+
+@triton.jit
+def store_columns(base, c1, c2, f, mask, F, P: tl.constexpr):
+    """The inverse of `load_columns`."""
+    tl.store(base + f, c1, mask=mask)
+    if P == 2:
+        tl.store(base + F + f, c2, mask=mask)
+
+
+@triton.jit
+def power(x, shift, EXACT: tl.constexpr):
+    """e^(x − shift) in float32. The difference is taken first: of 16-bit numbers it is exact, however large they are.
+
+    ``EXACT``: for results in float32.
+    """
+    if EXACT:
+        y = exponential_float32(widen(x) - shift)
+    else:
+        y = power_of_two((widen(x) - shift) * LOG2_E)
+    return y
+
+
+@triton.jit
+def weights(x, shift, scale, EXACT: tl.constexpr):
+    """Softmax of a tile. ``scale`` from `scale_of`."""
+    if EXACT:
+        y = power(x, shift, EXACT) * scale
+    else:
+        y = power_of_two(tl.fma(widen(x) - shift, LOG2_E, scale))
+    return y
+
+
+@triton.jit
+def scale_of(scale, EXACT: tl.constexpr):
+    """A reciprocal sum as `weights` takes it: itself or, in the exponent, its logarithm."""
+    return scale if EXACT else tl.log2(scale)
+
+
+@triton.jit
+def prepared(known, EXACT: tl.constexpr):
+    """Statistics as `weights` take them."""
+    return Statistics(known.shift1, known.shift2, scale_of(known.scale1, EXACT), scale_of(known.scale2, EXACT))
+
+
+@triton.jit
+def column_sum(terms, EXACT: tl.constexpr):
+    """Sum of a block (R, W) over its rows, float32 (1, W); ``EXACT``: rounded once."""
+    if EXACT:
+        terms = terms.to(tl.float64)
+    return tl.sum(terms, axis=0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def largest(top):
+    """Maxima over the rows of a block (R, W): (1, W). −inf where there is nothing else, made zero: it is a shift."""
+    top = tl.max(top, axis=0)[None, :]
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def combine_statistics(slots, count, f, P: tl.constexpr, EXACT: tl.constexpr, block: tl.constexpr):
+    """Shift and sum of powers of one member's columns ``f`` (1, W), from those of ``count`` slots, in their order."""
+    top = tl.full(f.shape, float("-inf"), tl.float32)
+    total = tl.zeros(f.shape, tl.float32)
+    for first in range(0, count, block.SLOTS):
+        slot = (first + tl.arange(0, block.SLOTS))[:, None]
+        ptrs = slots + slot * (2 * P * block.W) + f
+        tops = tl.load(ptrs, mask=slot < count, other=float("-inf"))
+        sums = tl.load(ptrs + P * block.W, mask=slot < count, other=0.0)
+        new = tl.maximum(top, tl.max(tops, axis=0)[None, :])
+        shift = tl.where(new == float("-inf"), 0.0, new)
+        total = total * power(top, shift, EXACT) + column_sum(sums * power(tops, shift, EXACT), EXACT)
+        top = new
+    return top, total
+
+
+@triton.jit
+def combine_sums(slots, count, f, P: tl.constexpr, EXACT: tl.constexpr, block: tl.constexpr):
+    """Sums of one member's columns ``f`` (1, W) over ``count`` slots, in their order."""
+    total = tl.zeros(f.shape, tl.float32)
+    for first in range(0, count, block.SLOTS):
+        slot = (first + tl.arange(0, block.SLOTS))[:, None]
+        total += column_sum(tl.load(slots + slot * (P * block.W) + f, mask=slot < count, other=0.0), EXACT)
+    return total
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Runs: the tokens of one group in a tile
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def rows_of(base, strides, tile, VEC: tl.constexpr):
+    """Token 0 of a tile's batch entry and head, (1, 1)."""
+    return base + (tile.b * (strides.s * VEC) + tile.h * (strides.u * VEC) + tl.zeros((1, 1), tl.int64))
+
+
+@triton.jit
+def sum_powers(
+    rows, strides, run, shift1, shift2, first, spec: tl.constexpr, EXACT: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    """Columns' sums of powers, (1, W) each."""
+    total1 = tl.zeros((block.R, block.W), tl.float32)
+    total2 = total1
+    for row in tl.range(run.start, run.end, block.R, num_stages=block.STAGES):
+        n = row + tl.arange(0, block.R)
+        mask = n < run.end
+        x1, x2 = load_input(rows + n.to(tl.int64)[:, None] * (strides.n * spec.VEC), mask, strides.f, first, spec, block.W)
+        total1 += tl.where(mask[:, None], power(x1, shift1, EXACT), 0.0)
+        if spec.KIND != "cosine":
+            total2 += tl.where(mask[:, None], power(x2, shift2, EXACT), 0.0)
+    total1 = column_sum(total1, EXACT)
+    if spec.KIND == "cosine":
+        total2 = total1
+    else:
+        total2 = column_sum(total2, EXACT)
+    return total1, total2
+
+
+@triton.jit
+def column_statistics(
+    rows, strides, run, first, spec: tl.constexpr, EXACT: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    """Columns' shifts and sums of powers, (1, W) each.
+
+    The shift is the column's first entry, which is usually as good as the maximum and costs no reduction: a sum then
+    has at least one term near one, and is only too large where the column rises by 22 or so.
+    """
+    one = tl.full((1,), True, tl.int1)
+    first_row = rows + run.start.to(tl.int64) * (strides.n * spec.VEC)
+    f1, f2 = load_input(first_row, one, strides.f, first, spec, block.W)
+    shift1 = f1.to(tl.float32)
+    shift2 = f2.to(tl.float32)
+    total1, total2 = sum_powers(rows, strides, run, shift1, shift2, first, spec, EXACT, block)
+    good = (total1 < LARGEST_SUM) & (total2 < LARGEST_SUM)
+    if tl.min(tl.min(good.to(tl.int32), axis=1), axis=0) == 0:  # too large for its shift, infinite or NaN
+        top1 = tl.full((block.R, block.W), float("-inf"), tl.float32)
+        top2 = top1
+        for row in tl.range(run.start, run.end, block.R):
+            n = row + tl.arange(0, block.R)
+            mask = n < run.end
+            x1, x2 = load_input(
+                rows + n.to(tl.int64)[:, None] * (strides.n * spec.VEC), mask, strides.f, first, spec, block.W
+            )
+            top1 = tl.where(mask[:, None], tl.maximum(top1, x1.to(tl.float32)), top1)
+            top2 = tl.where(mask[:, None], tl.maximum(top2, x2.to(tl.float32)), top2)
+        shift1 = largest(top1)
+        shift2 = largest(top2)
+        total1, total2 = sum_powers(rows, strides, run, shift1, shift2, first, spec, EXACT, block)
+    # Entries of −inf alone have no shift, or it could be larger than those of other parts.
+    shift1 = tl.where(total1 == 0.0, float("-inf"), shift1)
+    shift2 = tl.where(total2 == 0.0, float("-inf"), shift2)
+    return shift1, shift2, total1, total2
+
+
+@triton.jit
+def run_angles(n, mask, run, tile, angles, steps, spec: tl.constexpr, EXACT: tl.constexpr, W: tl.constexpr):
+    """Positions (R, 1 or W) of tokens, and their angles' cosines and sines (R, W)."""
+    axis = (tile.first + tl.arange(0, W)) // spec.E
+    place = n if angles.ids is not None else n - run.group_start
+    position = token_positions(place, mask, tile.b, tl.zeros_like(n) + tile.h, axis, angles, spec.AXES)
+    whole, rest, unit = steps
+    cosine, sine = cos_sin(position, whole, rest, unit, not EXACT)
+    return position, cosine, sine
+
+
+@triton.jit
+def load_gradients(
+    x_rows, grad_rows, x_strides, grad_strides, n, mask, cosine, sine, known, first,
+    spec: tl.constexpr, EXACT: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Weights of both members, and the gradients that reach them before the softmax: (R, W) each."""
+    n = n.to(tl.int64)[:, None]
+    g1, g2 = load_pair(grad_rows + n * (grad_strides.n * spec.VEC), mask, grad_strides.f, first, spec, W)
+    x1, x2 = load_input(x_rows + n * (x_strides.n * spec.VEC), mask, x_strides.f, first, spec, W)
+    d1, d2 = pair_gradient(widen(g1), widen(g2), cosine, sine)
+    y1 = weights(x1, known.shift1, known.scale1, EXACT)
+    y2 = y1
+    if spec.KIND != "cosine":
+        y2 = weights(x2, known.shift2, known.scale2, EXACT)
+    return y1, y2, d1, d2
+
+
+@triton.jit
+def angle_gradient(y1, y2, d1, d2, KIND: tl.constexpr):
+    """Gradient of the angle (R, W)."""
+    if KIND == "cosine":
+        dphi = y1 * d2
+    else:
+        dphi = tl.fma(y1, d2, -(y2 * d1))
+    return dphi
+
+
+@triton.jit
+def sum_gradients(
+    x_rows, grad_rows, x_strides, grad_strides, run, tile, known, angles, steps, moment,
+    spec: tl.constexpr, EXACT: tl.constexpr, THETA: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Columns' sums of y · dy, (1, W) each, and theta's gradient of each place in a block, added to ``moment``."""
+    c1 = tl.zeros((block.R, block.W), tl.float32)
+    c2 = c1
+    for row in tl.range(run.start, run.end, block.R, num_stages=block.STAGES):
+        n = row + tl.arange(0, block.R)
+        mask = n < run.end
+        position, cosine, sine = run_angles(n, mask, run, tile, angles, steps, spec, EXACT, block.W)
+        y1, y2, d1, d2 = load_gradients(
+            x_rows, grad_rows, x_strides, grad_strides, n, mask, cosine, sine, known, tile.first, spec, EXACT, block.W
+        )
+        c1 += tl.where(mask[:, None], y1 * d1, 0.0)
+        if spec.KIND != "cosine":
+            c2 += tl.where(mask[:, None], y2 * d2, 0.0)
+        if THETA:
+            dphi = tl.where(mask[:, None], angle_gradient(y1, y2, d1, d2, spec.KIND), 0.0)
+            moment += position.to(tl.float64) * dphi.to(tl.float64)
+    c1 = column_sum(c1, EXACT)
+    if spec.KIND == "cosine":
+        c2 = c1
+    else:
+        c2 = column_sum(c2, EXACT)
+    return c1, c2, moment
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Forward
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def apply_softmax(
+    x, out, x_strides, out_strides, run, tile, known, angles, steps,
+    spec: tl.constexpr, EXACT: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Write the turned weights of a run, whose columns' statistics are known."""
+    x_rows = rows_of(x, x_strides, tile, spec.VEC)
+    out_rows = rows_of(out, out_strides, tile, spec.VEC)
+    known = prepared(known, EXACT)
+    for row in tl.range(run.start, run.end, block.R, num_stages=block.STAGES):
+        n = row + tl.arange(0, block.R)
+        mask = n < run.end
+        n_wide = n.to(tl.int64)[:, None]
+        x1, x2 = load_input(x_rows + n_wide * (x_strides.n * spec.VEC), mask, x_strides.f, tile.first, spec, block.W)
+        _, cosine, sine = run_angles(n, mask, run, tile, angles, steps, spec, EXACT, block.W)
+        y1 = weights(x1, known.shift1, known.scale1, EXACT)
+        y2 = y1
+        if spec.KIND != "cosine":
+            y2 = weights(x2, known.shift2, known.scale2, EXACT)
+        o1, o2 = turn(y1, y2, cosine, sine, spec.KIND)
+        to = out_rows + n_wide * (out_strides.n * spec.VEC)
+        store_pair(to, o1, o2, mask, out_strides.f, tile.first, spec, block.W)
+
+
+@triton.jit
+def forward_kernel(
+    x, out, statistics, partial, arrived, theta, ids, offsets, cu_seqlens, offset: tl.int32, sizes: Sizes,
+    numbers: AngleNumbers, inverses: Inverses, x_strides: Strides, out_strides: Strides,
+    spec: tl.constexpr, EXACT: tl.constexpr, EXACT_SUMS: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Output and statistics. ``partial`` and ``arrived`` (B · H · slabs,) zeros: None where a tile holds all tokens."""
+    P: tl.constexpr = 1 if spec.KIND == "cosine" else 2
+    F: tl.constexpr = spec.F
+    W: tl.constexpr = block.W
+    ALONE: tl.constexpr = partial is None
+    angles = Angles(theta, ids, offsets, None, None, offset, numbers, inverses)
+    for i in range(sizes.turns + sizes.lag):
+        number = i * tl.num_programs(0) + tl.program_id(0)
+        if not ALONE:
+            if number < sizes.tiles:
+                tile = tile_of(number, cu_seqlens, numbers, sizes, spec, block)
+                f, _ = column_offsets(0, W, W)
+                for group in range(tile.first_group, tile.last_group + 1):
+                    run = run_of(group, tile, cu_seqlens, numbers, sizes)
+                    shift1, shift2, total1, total2 = column_statistics(
+                        rows_of(x, x_strides, tile, spec.VEC), x_strides, run, tile.first, spec, EXACT_SUMS, block
+                    )
+                    to = slot_pointer(partial, run.slot, tile, sizes, 2 * P, W)
+                    store_columns(to, shift1, shift2, f, f < W, W, P)
+                    store_columns(to + P * W, total1, total2, f, f < W, W, P)
+                arrive(arrived, tile)
+        number -= sizes.lag * tl.num_programs(0)
+        if (number >= 0) & (number < sizes.tiles):
+            tile = tile_of(number, cu_seqlens, numbers, sizes, spec, block)
+            steps = load_frequencies(angles, tile.h, tile.first, spec, W)
+            if not ALONE:
+                wait(arrived, tile, sizes.parts)
+            for group in range(tile.first_group, tile.last_group + 1):
+                run = run_of(group, tile, cu_seqlens, numbers, sizes)
+                if ALONE:
+                    shift1, shift2, total1, total2 = column_statistics(
+                        rows_of(x, x_strides, tile, spec.VEC), x_strides, run, tile.first, spec, EXACT_SUMS, block
+                    )
+                else:
+                    f, _ = column_offsets(0, W, W)
+                    slots = slot_pointer(partial, run.first_slot, tile, sizes, 2 * P, W)
+                    shift1, total1 = combine_statistics(slots, run.slots, f, P, EXACT_SUMS, block)
+                    shift2, total2 = shift1, total1
+                    if P == 2:
+                        shift2, total2 = combine_statistics(slots + W, run.slots, f, P, EXACT_SUMS, block)
+                f, mask = column_offsets(tile.first, F, W)
+                scale1 = tl.div_rn(1.0, tl.where(mask & (total1 != 0.0), total1, 1.0))
+                scale2 = tl.div_rn(1.0, tl.where(mask & (total2 != 0.0), total2, 1.0))
+                if run.slot == run.first_slot:
+                    to = statistics + (run.group * sizes.heads + tile.h) * (2 * P * F)
+                    store_columns(to, shift1, shift2, f, mask, F, P)
+                    store_columns(to + P * F, scale1, scale2, f, mask, F, P)
+                known = Statistics(shift1, shift2, scale1, scale2)
+                apply_softmax(x, out, x_strides, out_strides, run, tile, known, angles, steps, spec, EXACT, block)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Backward
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_statistics(statistics, run, tile, heads, spec: tl.constexpr, W: tl.constexpr):
+    """The statistics of a run's columns."""
+    P: tl.constexpr = 1 if spec.KIND == "cosine" else 2
+    f, mask = column_offsets(tile.first, spec.F, W)
+    base = statistics + (run.group * heads + tile.h) * (2 * P * spec.F)
+    shift1, shift2 = load_columns(base, f, mask, spec.F, P)
+    scale1, scale2 = load_columns(base + P * spec.F, f, mask, spec.F, P)
+    return Statistics(shift1, shift2, scale1, scale2)
+
+
+@triton.jit
+def apply_gradient(
+    x, grad, dx, x_strides, grad_strides, dx_strides, run, tile, known, c1, c2, angles, steps,
+    spec: tl.constexpr, EXACT: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of x of a run, y · (dy − c), where c (1, W) are the columns' sums of y · dy."""
+    x_rows = rows_of(x, x_strides, tile, spec.VEC)
+    grad_rows = rows_of(grad, grad_strides, tile, spec.VEC)
+    dx_rows = rows_of(dx, dx_strides, tile, spec.VEC)
+    known = prepared(known, EXACT)
+    for row in tl.range(run.start, run.end, block.R, num_stages=block.STAGES):
+        n = row + tl.arange(0, block.R)
+        mask = n < run.end
+        _, cosine, sine = run_angles(n, mask, run, tile, angles, steps, spec, EXACT, block.W)
+        y1, y2, d1, d2 = load_gradients(
+            x_rows, grad_rows, x_strides, grad_strides, n, mask, cosine, sine, known, tile.first, spec, EXACT, block.W
+        )
+        to = dx_rows + n.to(tl.int64)[:, None] * (dx_strides.n * spec.VEC)
+        store_input(to, y1 * (d1 - c1), y2 * (d2 - c2), mask, dx_strides.f, tile.first, spec, block.W)
+
+
+@triton.jit
+def reduce_gradients(
+    x, grad, x_strides, grad_strides, statistics, run, tile, heads, angles, steps, moment,
+    spec: tl.constexpr, EXACT: tl.constexpr, THETA: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """`sum_gradients` of a run, with its statistics."""
+    known = load_statistics(statistics, run, tile, heads, spec, block.W)
+    return sum_gradients(
+        rows_of(x, x_strides, tile, spec.VEC), rows_of(grad, grad_strides, tile, spec.VEC), x_strides, grad_strides, run,
+        tile, prepared(known, EXACT), angles, steps, moment, spec, EXACT, THETA, block,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_moment(dtheta, moment, tile, sizes, spec: tl.constexpr, W: tl.constexpr):
+    """Write a tile's part of theta's gradient: float64 (B · parts, H, F)."""
+    f, mask = column_offsets(tile.first, spec.F, W)
+    to = dtheta + ((tile.b * sizes.parts + tile.part) * sizes.heads + tile.h) * spec.F
+    tl.store(to + f, tl.sum(moment, axis=0)[None, :], mask=mask)
+
+
+@triton.jit
+def backward_kernel(
+    x, grad, dx, statistics, partial, arrived, dtheta, theta, ids, offsets, cu_seqlens, offset: tl.int32, sizes: Sizes,
+    numbers: AngleNumbers, inverses: Inverses, x_strides: Strides, grad_strides: Strides, dx_strides: Strides,
+    spec: tl.constexpr, EXACT: tl.constexpr, EXACT_SUMS: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Gradient of x, and partial sums of theta's, ``dtheta``, or None; ``partial`` and ``arrived`` as forward."""
+    P: tl.constexpr = 1 if spec.KIND == "cosine" else 2
+    W: tl.constexpr = block.W
+    THETA: tl.constexpr = dtheta is not None
+    ALONE: tl.constexpr = partial is None
+    angles = Angles(theta, ids, offsets, None, None, offset, numbers, inverses)
+    for i in range(sizes.turns + sizes.lag):
+        number = i * tl.num_programs(0) + tl.program_id(0)
+        if not ALONE:
+            if number < sizes.tiles:
+                tile = tile_of(number, cu_seqlens, numbers, sizes, spec, block)
+                steps = load_frequencies(angles, tile.h, tile.first, spec, W)
+                f, _ = column_offsets(0, W, W)
+                moment = tl.zeros((block.R, W), tl.float64) if THETA else 0.0
+                for group in range(tile.first_group, tile.last_group + 1):
+                    run = run_of(group, tile, cu_seqlens, numbers, sizes)
+                    c1, c2, moment = reduce_gradients(
+                        x, grad, x_strides, grad_strides, statistics, run, tile, sizes.heads, angles, steps, moment,
+                        spec, EXACT_SUMS, THETA, block,
+                    )  # fmt: skip
+                    store_columns(slot_pointer(partial, run.slot, tile, sizes, P, W), c1, c2, f, f < W, W, P)
+                arrive(arrived, tile)
+                if THETA:
+                    store_moment(dtheta, moment, tile, sizes, spec, W)
+        number -= sizes.lag * tl.num_programs(0)
+        if (number >= 0) & (number < sizes.tiles):
+            tile = tile_of(number, cu_seqlens, numbers, sizes, spec, block)
+            steps = load_frequencies(angles, tile.h, tile.first, spec, W)
+            moment = tl.zeros((block.R, W), tl.float64) if THETA else 0.0
+            if not ALONE:
+                wait(arrived, tile, sizes.parts)
+            for group in range(tile.first_group, tile.last_group + 1):
+                run = run_of(group, tile, cu_seqlens, numbers, sizes)
+                if ALONE:
+                    c1, c2, moment = reduce_gradients(
+                        x, grad, x_strides, grad_strides, statistics, run, tile, sizes.heads, angles, steps, moment,
+                        spec, EXACT_SUMS, THETA, block,
+                    )  # fmt: skip
+                else:
+                    f, _ = column_offsets(0, W, W)
+                    slots = slot_pointer(partial, run.first_slot, tile, sizes, P, W)
+                    c1 = combine_sums(slots, run.slots, f, P, EXACT_SUMS, block)
+                    c2 = c1
+                    if P == 2:
+                        c2 = combine_sums(slots + W, run.slots, f, P, EXACT_SUMS, block)
+                known = load_statistics(statistics, run, tile, sizes.heads, spec, W)
+                apply_gradient(
+                    x, grad, dx, x_strides, grad_strides, dx_strides, run, tile, known, c1, c2, angles, steps, spec,
+                    EXACT, block,
+                )  # fmt: skip
+            if ALONE:
+                if THETA:
+                    store_moment(dtheta, moment, tile, sizes, spec, W)

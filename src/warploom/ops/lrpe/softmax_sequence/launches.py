@@ -1,0 +1,174 @@
+"""Launchers of LRPE with softmax over the sequence: how sequences are cut, and how many programs share the work."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from warploom.ops.lrpe.configs import ALONE_TOKENS, MOST_PARTS, sequence_tile
+from warploom.ops.lrpe.kernels.angles import Inverses, Spec
+from warploom.ops.lrpe.launches import (
+    Positions,
+    ThetaSums,
+    angle_numbers,
+    geometry_of,
+    inner_sizes,
+    inverse_of,
+    packed_strides,
+    theta_sums,
+)
+from warploom.ops.lrpe.softmax_sequence.kernels import Block, Sizes, backward_kernel, forward_kernel
+from warploom.runtime.launch import INTERPRETED, Dense, Launch, multiprocessors
+from warploom.runtime.memory_order import empty_in_order_of, layout_of
+from warploom.runtime.plans import Plans
+
+_REGISTERS = 65_536  # of a multiprocessor of any GPU
+
+
+def statistics_shape(x: torch.Tensor, positions: Positions) -> tuple[int, int, int, int]:
+    """Of the columns' statistics: (groups, H, 2, D) with the features in the kernels' order."""
+    groups = x.shape[0] if positions.cu_seqlens is None else positions.cu_seqlens.shape[0] - 1
+    return groups, x.shape[2] if x.dim() == 4 else 1, 2, x.shape[-1]
+
+
+class _Plan(NamedTuple):
+    result: Dense
+    launch: Launch
+    partial: int  # float32 numbers of partial sums that programs publish; none where a part has all tokens
+    slabs: int  # of all heads
+    theta_sums: ThetaSums | None  # where theta's gradient is asked for
+
+    def shared(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Memory for what programs publish: partial sums, and a count of parts for each slab."""
+        if not self.partial:
+            return None, None
+        arrived = torch.zeros(self.slabs, dtype=torch.int32, device=x.device)
+        return torch.empty(self.partial, dtype=torch.float32, device=x.device), arrived
+
+
+def forward(
+    x: torch.Tensor,
+    theta: torch.Tensor,
+    positions: Positions,
+    kind: str,
+    theta_gradient: bool,
+    plans: Plans,
+    *,
+    block_parallel: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output, and the columns' statistics (groups, H, 2, D) in float32, which the backward wants back.
+
+    ``theta_gradient``: whether the backward may be asked for it. ``block_parallel``: cut sequences into parts, however
+    short they are. ``plans`` as in `launches.forward`.
+    """
+    plan = plans.get(
+        ("forward", theta_gradient, block_parallel), _plan, None, x, theta, positions, kind, theta_gradient, block_parallel
+    )
+    out = plan.result.empty(x)
+    # Of packed sequences some may be empty, and no program writes theirs.
+    empty = x.new_empty if positions.cu_seqlens is None else x.new_zeros
+    statistics = empty(statistics_shape(x, positions), dtype=torch.float32)
+    if x.numel():
+        ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
+        plan.launch(x, out, statistics, *plan.shared(x), theta, ids, offsets, cu_seqlens, positions.offset)
+    return out, statistics
+
+
+def backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    theta: torch.Tensor,
+    positions: Positions,
+    kind: str,
+    statistics: torch.Tensor | None,
+    theta_gradient: bool,
+    plans: Plans,
+    *,
+    block_parallel: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of ``x``, and of ``theta`` when asked for, with the statistics that `forward` returned."""
+    if x.numel() == 0:
+        dx = empty_in_order_of(x, x.shape[-1])
+        return dx, torch.zeros_like(theta) if theta_gradient else None
+    # Strides: see `launches.backward`.
+    key = (grad.dtype, grad.stride(), x.stride(), theta.stride(), theta_gradient, block_parallel)
+    plan = plans.get(key, _plan, grad, x, theta, positions, kind, theta_gradient, block_parallel)
+    dx = plan.result.empty(x)
+    sums = plan.theta_sums
+    dtheta = None if sums is None else sums.empty(x)
+    ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
+    plan.launch(
+        x, grad, dx, statistics, *plan.shared(x), dtheta, theta, ids, offsets, cu_seqlens, positions.offset
+    )
+    return dx, None if sums is None or dtheta is None else sums.reduce(dtheta, theta)
+
+
+def _plan(
+    grad: torch.Tensor | None,
+    x: torch.Tensor,
+    theta: torch.Tensor,
+    positions: Positions,
+    kind: str,
+    theta_gradient: bool,
+    block_parallel: bool,
+) -> _Plan:
+    """Plan of `forward`, or with a gradient of `backward`."""
+    backward = grad is not None
+    # Here S runs over the batch even where all heads share their angles: softmax is by head.
+    geometry = geometry_of(x, theta, positions, kind, (1, 1))._replace(heads_shared=False)
+    batch, tokens, heads, features = geometry.batch, geometry.tokens, geometry.heads, geometry.features
+    result = layout_of(x, 2 * features if kind == "cosine" and not backward else x.shape[-1])
+    tensors = {"x": x, "dx": result} if backward else {"x": x, "out": result}
+    if grad is not None:
+        tensors["grad"] = grad
+    vec, unit, strides = packed_strides(geometry, *tensors.values())
+    theta_vec, numbers = angle_numbers(theta, positions, geometry, None)
+    exact = x.dtype == torch.float32
+    tile = sequence_tile(backward, exact or theta_gradient or vec == 1, kind)
+    width = min(tile.width, geometry.block_f)
+    slabs = -(-features // width)
+    members = 1 if kind == "cosine" else 2
+    rows = max(1, tile.numbers // (width * members))
+    part_tokens = max(tile.tokens, -(-tokens // MOST_PARTS))
+    if tokens <= ALONE_TOKENS and not block_parallel:
+        part_tokens = tokens
+    part_tokens = triton.cdiv(part_tokens, rows) * rows
+    parts = triton.cdiv(tokens, part_tokens)
+    tiles = batch * heads * parts * slabs
+    programs, lag, options = tiles, 0, {}
+    alone = parts == 1 and not block_parallel
+    if not alone:
+        # All of them run at once: none needs more registers than its share, nor 24 KB of shared memory.
+        programs = 1 if INTERPRETED else min(tiles, tile.programs * multiprocessors(x.device))
+        lag = triton.cdiv(parts * slabs, programs)
+        options = {"cooperative": True, "registers": _REGISTERS // (tile.programs * tile.warps * 32)}
+    groups = statistics_shape(x, positions)[0]
+    slots = parts + (0 if positions.cu_seqlens is None else groups)
+    takes = ("statistics", "partial", "arrived", "theta", "ids", "offsets", "cu_seqlens", "offset")
+    launch = Launch(
+        backward_kernel if backward else forward_kernel,
+        programs,
+        takes=("x", "grad", "dx", *takes[:3], "dtheta", *takes[3:]) if backward else ("x", "out", *takes),
+        num_warps=tile.warps,
+        sizes=Sizes(
+            tokens, heads, inverse_of(heads), parts, inverse_of(parts), part_tokens, slots, tiles,
+            triton.cdiv(tiles, max(programs, 1)), lag,
+        ),
+        numbers=numbers,
+        inverses=Inverses(*map(inverse_of, inner_sizes(positions))),
+        spec=Spec(kind, positions.axes(), vec, theta_vec, unit, features, theta.shape[-1]),
+        EXACT=exact,
+        EXACT_SUMS=exact or theta_gradient,
+        block=Block(rows, width, tile.stages, 64 if parts > 16 else 16),
+        **{f"{name}_strides": stride for name, stride in zip(tensors, strides)},
+        **options,
+    )  # fmt: skip
+    sums = None
+    if theta_gradient and backward:
+        theta_rows = max(theta.shape[0], 1) if theta.dim() == 2 else 1
+        sums = theta_sums(batch * parts * heads // theta_rows, theta, features, positions.axes())
+    kinds = 1 if backward else 2
+    partial = 0 if alone else batch * heads * slabs * slots * kinds * members * width
+    return _Plan(Dense.like(result), launch, partial, batch * heads * slabs, sums)
