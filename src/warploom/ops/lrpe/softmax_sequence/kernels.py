@@ -283,19 +283,42 @@ def rows_of(base, strides, tile, VEC: tl.constexpr):
 
 
 @triton.jit
+def blocks_of(run, TAIL: tl.constexpr, block: tl.constexpr):
+    """Where a run's full blocks begin and end, or what is left behind them, whose rows have to be masked."""
+    full = run.start + tl.maximum(run.end - run.start, 0) // block.R * block.R
+    start, end = run.start, full
+    if TAIL:
+        start, end = full, run.end
+    return start, end
+
+
+@triton.jit
+def block_rows(row, run, TAIL: tl.constexpr, block: tl.constexpr):
+    """Tokens of a block (R,), and which of them are the run's."""
+    n = row + tl.arange(0, block.R)
+    if TAIL:
+        mask = n < run.end
+    else:
+        mask = tl.full((block.R,), True, tl.int1)
+    return n, mask
+
+
+@triton.jit
 def sum_powers(
     rows, strides, run, shift1, shift2, first, spec: tl.constexpr, EXACT: tl.constexpr, block: tl.constexpr
 ):  # fmt: skip
     """Columns' sums of powers, (1, W) each."""
     total1 = tl.zeros((block.R, block.W), tl.float32)
     total2 = total1
-    for row in tl.range(run.start, run.end, block.R, num_stages=block.STAGES):
-        n = row + tl.arange(0, block.R)
-        mask = n < run.end
-        x1, x2 = load_input(rows + n.to(tl.int64)[:, None] * (strides.n * spec.VEC), mask, strides.f, first, spec, block.W)
-        total1 += tl.where(mask[:, None], power(x1, shift1, EXACT), 0.0)
-        if spec.KIND != "cosine":
-            total2 += tl.where(mask[:, None], power(x2, shift2, EXACT), 0.0)
+    for TAIL in tl.static_range(2):
+        start, end = blocks_of(run, TAIL, block)
+        for row in tl.range(start, end, block.R, num_stages=1 if TAIL else block.STAGES):
+            n, mask = block_rows(row, run, TAIL, block)
+            to = rows + n.to(tl.int64)[:, None] * (strides.n * spec.VEC)
+            x1, x2 = load_input(to, mask, strides.f, first, spec, block.W)
+            total1 += tl.where(mask[:, None], power(x1, shift1, EXACT), 0.0)
+            if spec.KIND != "cosine":
+                total2 += tl.where(mask[:, None], power(x2, shift2, EXACT), 0.0)
     total1 = column_sum(total1, EXACT)
     if spec.KIND == "cosine":
         total2 = total1
@@ -341,7 +364,7 @@ def column_statistics(
 
 
 @triton.jit
-def run_angles(n, mask, run, tile, angles, steps, spec: tl.constexpr, EXACT: tl.constexpr, W: tl.constexpr):
+def block_angles(n, mask, run, tile, angles, steps, spec: tl.constexpr, EXACT: tl.constexpr, W: tl.constexpr):
     """Positions (R, 1 or W) of tokens, and their angles' cosines and sines (R, W)."""
     axis = (tile.first + tl.arange(0, W)) // spec.E
     place = n if angles.ids is not None else n - run.group_start
@@ -349,6 +372,43 @@ def run_angles(n, mask, run, tile, angles, steps, spec: tl.constexpr, EXACT: tl.
     whole, rest, unit = steps
     cosine, sine = cos_sin(position, whole, rest, unit, not EXACT)
     return position, cosine, sine
+
+
+@triton.jit
+def first_angles(run, tile, angles, steps, spec: tl.constexpr, STEPPED: tl.constexpr, block: tl.constexpr):
+    """What `next_angles` takes for a run's first block.
+
+    With ``STEPPED``: its cosines and sines, and those of the angles by which all rows turn from one block to the next.
+    """
+    if STEPPED:
+        n, mask = block_rows(run.start, run, True, block)
+        _, cosine, sine = block_angles(n, mask, run, tile, angles, steps, spec, False, block.W)
+        whole, rest, unit = steps
+        step_cosine, step_sine = cos_sin(tl.full((1, 1), block.R, tl.int32), whole, rest, unit, True)
+        turning = (cosine, sine, step_cosine, step_sine)
+    else:
+        turning = (run.start,)
+    return turning
+
+
+@triton.jit
+def next_angles(
+    turning, n, mask, run, tile, angles, steps,
+    spec: tl.constexpr, EXACT: tl.constexpr, STEPPED: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """A block's positions, unless ``STEPPED``, its cosines and sines (R, W), and what the next block takes.
+
+    To turn on takes half the instructions of a new angle, and none of the special function unit. Rounding errors grow
+    with the number of steps: 1e-4 after 128.
+    """
+    if STEPPED:
+        cosine, sine, step_cosine, step_sine = turning
+        position = n[:, None]
+        next_cosine, next_sine = turn(cosine, sine, step_cosine, step_sine, "rotate")
+        turning = (next_cosine, next_sine, step_cosine, step_sine)
+    else:
+        position, cosine, sine = block_angles(n, mask, run, tile, angles, steps, spec, EXACT, W)
+    return position, cosine, sine, turning
 
 
 @triton.jit
@@ -381,24 +441,28 @@ def angle_gradient(y1, y2, d1, d2, KIND: tl.constexpr):
 @triton.jit
 def sum_gradients(
     x_rows, grad_rows, x_strides, grad_strides, run, tile, known, angles, steps, moment,
-    spec: tl.constexpr, EXACT: tl.constexpr, THETA: tl.constexpr, block: tl.constexpr,
+    spec: tl.constexpr, EXACT: tl.constexpr, STEPPED: tl.constexpr, THETA: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Columns' sums of y · dy, (1, W) each, and theta's gradient of each place in a block, added to ``moment``."""
     c1 = tl.zeros((block.R, block.W), tl.float32)
     c2 = c1
-    for row in tl.range(run.start, run.end, block.R, num_stages=block.STAGES):
-        n = row + tl.arange(0, block.R)
-        mask = n < run.end
-        position, cosine, sine = run_angles(n, mask, run, tile, angles, steps, spec, EXACT, block.W)
-        y1, y2, d1, d2 = load_gradients(
-            x_rows, grad_rows, x_strides, grad_strides, n, mask, cosine, sine, known, tile.first, spec, EXACT, block.W
-        )
-        c1 += tl.where(mask[:, None], y1 * d1, 0.0)
-        if spec.KIND != "cosine":
-            c2 += tl.where(mask[:, None], y2 * d2, 0.0)
-        if THETA:
-            dphi = tl.where(mask[:, None], angle_gradient(y1, y2, d1, d2, spec.KIND), 0.0)
-            moment += position.to(tl.float64) * dphi.to(tl.float64)
+    turning = first_angles(run, tile, angles, steps, spec, STEPPED, block)
+    for TAIL in tl.static_range(2):
+        start, end = blocks_of(run, TAIL, block)
+        for row in tl.range(start, end, block.R, num_stages=1 if TAIL else block.STAGES):
+            n, mask = block_rows(row, run, TAIL, block)
+            position, cosine, sine, turning = next_angles(
+                turning, n, mask, run, tile, angles, steps, spec, EXACT, STEPPED and not TAIL, block.W
+            )
+            y1, y2, d1, d2 = load_gradients(
+                x_rows, grad_rows, x_strides, grad_strides, n, mask, cosine, sine, known, tile.first, spec, EXACT, block.W
+            )
+            c1 += tl.where(mask[:, None], y1 * d1, 0.0)
+            if spec.KIND != "cosine":
+                c2 += tl.where(mask[:, None], y2 * d2, 0.0)
+            if THETA:
+                dphi = tl.where(mask[:, None], angle_gradient(y1, y2, d1, d2, spec.KIND), 0.0)
+                moment += position.to(tl.float64) * dphi.to(tl.float64)
     c1 = column_sum(c1, EXACT)
     if spec.KIND == "cosine":
         c2 = c1
@@ -415,32 +479,36 @@ def sum_gradients(
 @triton.jit
 def apply_softmax(
     x, out, x_strides, out_strides, run, tile, known, angles, steps,
-    spec: tl.constexpr, EXACT: tl.constexpr, block: tl.constexpr,
+    spec: tl.constexpr, EXACT: tl.constexpr, STEPPED: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Write the turned weights of a run, whose columns' statistics are known."""
     x_rows = rows_of(x, x_strides, tile, spec.VEC)
     out_rows = rows_of(out, out_strides, tile, spec.VEC)
     known = prepared(known, EXACT)
-    for row in tl.range(run.start, run.end, block.R, num_stages=block.STAGES):
-        n = row + tl.arange(0, block.R)
-        mask = n < run.end
-        n_wide = n.to(tl.int64)[:, None]
-        x1, x2 = load_input(x_rows + n_wide * (x_strides.n * spec.VEC), mask, x_strides.f, tile.first, spec, block.W)
-        _, cosine, sine = run_angles(n, mask, run, tile, angles, steps, spec, EXACT, block.W)
-        y1 = weights(x1, known.shift1, known.scale1, EXACT)
-        y2 = y1
-        if spec.KIND != "cosine":
-            y2 = weights(x2, known.shift2, known.scale2, EXACT)
-        o1, o2 = turn(y1, y2, cosine, sine, spec.KIND)
-        to = out_rows + n_wide * (out_strides.n * spec.VEC)
-        store_pair(to, o1, o2, mask, out_strides.f, tile.first, spec, block.W)
+    turning = first_angles(run, tile, angles, steps, spec, STEPPED, block)
+    for TAIL in tl.static_range(2):
+        start, end = blocks_of(run, TAIL, block)
+        for row in tl.range(start, end, block.R, num_stages=1 if TAIL else block.STAGES):
+            n, mask = block_rows(row, run, TAIL, block)
+            n_wide = n.to(tl.int64)[:, None]
+            x1, x2 = load_input(x_rows + n_wide * (x_strides.n * spec.VEC), mask, x_strides.f, tile.first, spec, block.W)
+            _, cosine, sine, turning = next_angles(
+                turning, n, mask, run, tile, angles, steps, spec, EXACT, STEPPED and not TAIL, block.W
+            )
+            y1 = weights(x1, known.shift1, known.scale1, EXACT)
+            y2 = y1
+            if spec.KIND != "cosine":
+                y2 = weights(x2, known.shift2, known.scale2, EXACT)
+            o1, o2 = turn(y1, y2, cosine, sine, spec.KIND)
+            to = out_rows + n_wide * (out_strides.n * spec.VEC)
+            store_pair(to, o1, o2, mask, out_strides.f, tile.first, spec, block.W)
 
 
 @triton.jit
 def forward_kernel(
     x, out, statistics, partial, arrived, theta, ids, offsets, cu_seqlens, offset: tl.int32, sizes: Sizes,
     numbers: AngleNumbers, inverses: Inverses, x_strides: Strides, out_strides: Strides,
-    spec: tl.constexpr, EXACT: tl.constexpr, EXACT_SUMS: tl.constexpr, block: tl.constexpr,
+    spec: tl.constexpr, EXACT: tl.constexpr, EXACT_SUMS: tl.constexpr, STEPPED: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Output and statistics. ``partial`` and ``arrived`` (B · H · slabs,) zeros: None where a tile holds all tokens."""
     P: tl.constexpr = 1 if spec.KIND == "cosine" else 2
@@ -490,7 +558,7 @@ def forward_kernel(
                     store_columns(to, shift1, shift2, f, mask, F, P)
                     store_columns(to + P * F, scale1, scale2, f, mask, F, P)
                 known = Statistics(shift1, shift2, scale1, scale2)
-                apply_softmax(x, out, x_strides, out_strides, run, tile, known, angles, steps, spec, EXACT, block)
+                apply_softmax(x, out, x_strides, out_strides, run, tile, known, angles, steps, spec, EXACT, STEPPED, block)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -512,34 +580,38 @@ def load_statistics(statistics, run, tile, heads, spec: tl.constexpr, W: tl.cons
 @triton.jit
 def apply_gradient(
     x, grad, dx, x_strides, grad_strides, dx_strides, run, tile, known, c1, c2, angles, steps,
-    spec: tl.constexpr, EXACT: tl.constexpr, block: tl.constexpr,
+    spec: tl.constexpr, EXACT: tl.constexpr, STEPPED: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of x of a run, y · (dy − c), where c (1, W) are the columns' sums of y · dy."""
     x_rows = rows_of(x, x_strides, tile, spec.VEC)
     grad_rows = rows_of(grad, grad_strides, tile, spec.VEC)
     dx_rows = rows_of(dx, dx_strides, tile, spec.VEC)
     known = prepared(known, EXACT)
-    for row in tl.range(run.start, run.end, block.R, num_stages=block.STAGES):
-        n = row + tl.arange(0, block.R)
-        mask = n < run.end
-        _, cosine, sine = run_angles(n, mask, run, tile, angles, steps, spec, EXACT, block.W)
-        y1, y2, d1, d2 = load_gradients(
-            x_rows, grad_rows, x_strides, grad_strides, n, mask, cosine, sine, known, tile.first, spec, EXACT, block.W
-        )
-        to = dx_rows + n.to(tl.int64)[:, None] * (dx_strides.n * spec.VEC)
-        store_input(to, y1 * (d1 - c1), y2 * (d2 - c2), mask, dx_strides.f, tile.first, spec, block.W)
+    turning = first_angles(run, tile, angles, steps, spec, STEPPED, block)
+    for TAIL in tl.static_range(2):
+        start, end = blocks_of(run, TAIL, block)
+        for row in tl.range(start, end, block.R, num_stages=1 if TAIL else block.STAGES):
+            n, mask = block_rows(row, run, TAIL, block)
+            _, cosine, sine, turning = next_angles(
+                turning, n, mask, run, tile, angles, steps, spec, EXACT, STEPPED and not TAIL, block.W
+            )
+            y1, y2, d1, d2 = load_gradients(
+                x_rows, grad_rows, x_strides, grad_strides, n, mask, cosine, sine, known, tile.first, spec, EXACT, block.W
+            )
+            to = dx_rows + n.to(tl.int64)[:, None] * (dx_strides.n * spec.VEC)
+            store_input(to, y1 * (d1 - c1), y2 * (d2 - c2), mask, dx_strides.f, tile.first, spec, block.W)
 
 
 @triton.jit
 def reduce_gradients(
     x, grad, x_strides, grad_strides, statistics, run, tile, heads, angles, steps, moment,
-    spec: tl.constexpr, EXACT: tl.constexpr, THETA: tl.constexpr, block: tl.constexpr,
+    spec: tl.constexpr, EXACT: tl.constexpr, STEPPED: tl.constexpr, THETA: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """`sum_gradients` of a run, with its statistics."""
     known = load_statistics(statistics, run, tile, heads, spec, block.W)
     return sum_gradients(
         rows_of(x, x_strides, tile, spec.VEC), rows_of(grad, grad_strides, tile, spec.VEC), x_strides, grad_strides, run,
-        tile, prepared(known, EXACT), angles, steps, moment, spec, EXACT, THETA, block,
+        tile, prepared(known, EXACT), angles, steps, moment, spec, EXACT, STEPPED and not EXACT, THETA, block,
     )  # fmt: skip
 
 
@@ -555,7 +627,7 @@ def store_moment(dtheta, moment, tile, sizes, spec: tl.constexpr, W: tl.constexp
 def backward_kernel(
     x, grad, dx, statistics, partial, arrived, dtheta, theta, ids, offsets, cu_seqlens, offset: tl.int32, sizes: Sizes,
     numbers: AngleNumbers, inverses: Inverses, x_strides: Strides, grad_strides: Strides, dx_strides: Strides,
-    spec: tl.constexpr, EXACT: tl.constexpr, EXACT_SUMS: tl.constexpr, block: tl.constexpr,
+    spec: tl.constexpr, EXACT: tl.constexpr, EXACT_SUMS: tl.constexpr, STEPPED: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Gradient of x, and partial sums of theta's, ``dtheta``, or None; ``partial`` and ``arrived`` as forward."""
     P: tl.constexpr = 1 if spec.KIND == "cosine" else 2
@@ -575,7 +647,7 @@ def backward_kernel(
                     run = run_of(group, tile, cu_seqlens, numbers, sizes)
                     c1, c2, moment = reduce_gradients(
                         x, grad, x_strides, grad_strides, statistics, run, tile, sizes.heads, angles, steps, moment,
-                        spec, EXACT_SUMS, THETA, block,
+                        spec, EXACT_SUMS, STEPPED, THETA, block,
                     )  # fmt: skip
                     store_columns(slot_pointer(partial, run.slot, tile, sizes, P, W), c1, c2, f, f < W, W, P)
                 arrive(arrived, tile)
@@ -593,7 +665,7 @@ def backward_kernel(
                 if ALONE:
                     c1, c2, moment = reduce_gradients(
                         x, grad, x_strides, grad_strides, statistics, run, tile, sizes.heads, angles, steps, moment,
-                        spec, EXACT_SUMS, THETA, block,
+                        spec, EXACT_SUMS, STEPPED, THETA, block,
                     )  # fmt: skip
                 else:
                     f, _ = column_offsets(0, W, W)
@@ -605,7 +677,7 @@ def backward_kernel(
                 known = load_statistics(statistics, run, tile, sizes.heads, spec, W)
                 apply_gradient(
                     x, grad, dx, x_strides, grad_strides, dx_strides, run, tile, known, c1, c2, angles, steps, spec,
-                    EXACT, block,
+                    EXACT, STEPPED, block,
                 )  # fmt: skip
             if ALONE:
                 if THETA:

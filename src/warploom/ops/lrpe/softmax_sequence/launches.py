@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from warploom.ops.lrpe.configs import ALONE_TOKENS, MOST_PARTS, sequence_tile
+from warploom.ops.lrpe.configs import ALONE_TOKENS, MOST_PARTS, MOST_STEPS, sequence_tile
 from warploom.ops.lrpe.kernels.angles import Inverses, Spec
 from warploom.ops.lrpe.launches import (
     Positions,
@@ -143,7 +143,10 @@ def _plan(
         # All of them run at once: none needs more registers than its share, nor 24 KB of shared memory.
         programs = 1 if INTERPRETED else min(tiles, tile.programs * multiprocessors(x.device))
         lag = triton.cdiv(parts * slabs, programs)
-        options = {"cooperative": True, "registers": _REGISTERS // (tile.programs * tile.warps * 32)}
+        options = {"cooperative": True, "registers": _REGISTERS // (tile.programs * tile.warps * 32) // 8 * 8}
+    # Rows of a block are a constant angle from those of the one before.
+    stepped = not exact and positions.axes() == 1 and positions.ids is None and not positions.prefix
+    stepped = stepped and part_tokens <= MOST_STEPS * rows
     groups = statistics_shape(x, positions)[0]
     slots = parts + (0 if positions.cu_seqlens is None else groups)
     takes = ("statistics", "partial", "arrived", "theta", "ids", "offsets", "cu_seqlens", "offset")
@@ -161,6 +164,7 @@ def _plan(
         spec=Spec(kind, positions.axes(), vec, theta_vec, unit, features, theta.shape[-1]),
         EXACT=exact,
         EXACT_SUMS=exact or theta_gradient,
+        STEPPED=stepped,
         block=Block(rows, width, tile.stages, 64 if parts > 16 else 16),
         **{f"{name}_strides": stride for name, stride in zip(tensors, strides)},
         **options,
