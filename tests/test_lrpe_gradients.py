@@ -559,32 +559,33 @@ def test_places_of_sums_beyond_32_bits(checked_integers: None, monkeypatch: pyte
     from triton.runtime import interpreter
 
     from warploom.ops.lrpe.kernels.backward import reduce_kernel
-    from warploom.ops.lrpe.softmax_sequence.kernels.portable import combine_kernel
+    from warploom.ops.lrpe.launches import Positions
+    from warploom.ops.lrpe.softmax_sequence import launches as launchers_sequence
     from warploom.runtime.launch import Launch
 
-    def run_last(kernel: Any, tensors: dict[str, Tensor], heads: int, **arguments: Any) -> None:
+    def run_last(heads: int, launch: Launch, *tensors: Any) -> None:
         builder = interpreter.interpreter_builder
         monkeypatch.setattr(
             builder, "set_grid_idx", lambda x, y, z: setattr(builder, "grid_idx", (heads - 1, y, z))
         )
-        Launch(kernel, 1, takes=tensors, heads=heads, **arguments)(*tensors.values())
+        launch.programs = 1
+        launch(*tensors)
 
     features, heads = 8, 2**28
     partial, dtheta = torch.empty(2, heads * features, dtype=torch.float16)
     partial[-features:] = torch.arange(features)
     constants = {"AXES": 1, "F": features, "E": features, "BLOCK_P": 64, "BLOCK_E": 16, "EARLY": False}
-    run_last(reduce_kernel, {"partial": partial, "dtheta": dtheta}, heads, parts=1, **constants)
+    launch = Launch(reduce_kernel, heads, takes=("partial", "dtheta"), heads=heads, parts=1, **constants)
+    run_last(heads, launch, partial, dtheta)
     assert torch.equal(dtheta[-features:], torch.arange(features).half())
 
     heads = 2**27  # of two statistics a feature
-    partial[-2 * features :] = torch.cat((torch.zeros(features), 2.0 ** torch.arange(features)))
-    columns = dtheta
-    constants = {"BACKWARD": False, "F": features, "BLOCK_F": features, "P": 1, "BLOCK_P": 16}
-    run_last(
-        combine_kernel, {"partial": partial, "columns": columns}, heads,
-        cu_seqlens=None, chunk_rows=64, cu_stride=0, slots=1, **constants,
-    )  # fmt: skip
-    assert torch.equal(columns[-features:], 2.0 ** -torch.arange(features).half())
+    x, theta = torch.arange(features).half().expand(1, 1, heads, features), torch.zeros(features)
+    plan = launchers_sequence._plan(None, x, theta, Positions(), "cosine", False, False)
+    out, statistics = plan.result.empty(x), dtheta
+    run_last(heads, plan.launch, x, out, statistics, None, None, theta, None, None, None, 0)
+    assert torch.equal(statistics[-2 * features :], torch.cat((x[0, 0, 0], torch.ones(features).half())))
+    assert torch.equal(out[0, 0, -1], torch.cat((torch.ones(features), torch.zeros(features))).half())
 
 
 @backends

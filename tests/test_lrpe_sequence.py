@@ -15,7 +15,7 @@ from test_lrpe import HEADS, assert_near, encode, exact_gradients, kinds, random
 
 from warploom.ops import operators
 from warploom.runtime.backend import HAS_TRITON
-from warploom.testing.conformance import MOST_DRAWS, judge_draws
+from warploom.testing.conformance import MOST_DRAWS, judge, judge_draws
 
 pytestmark = [
     pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"),
@@ -160,3 +160,65 @@ def test_the_ways_agree(tokens: int, kind: str, device: torch.device) -> None:
             assert_near(found, wanted, 2e-6)
     if tokens == LONG:  # which is cut in any case
         assert torch.equal(in_parts, usual)
+
+
+@some_kinds
+@pytest.mark.parametrize("way", ["one part", "parts"])
+def test_angles_turned_from_block_to_block(way: str, kind: str, device: torch.device) -> None:
+    """Slow and fast frequencies, far positions, and results of eleven bits; blocks, and what is left behind them."""
+    tokens = 300 if way == "one part" else LONG
+    x = random_x(device, 1, tokens, 1, 128).half().requires_grad_()
+    theta = torch.logspace(-7, 0.5, 128 if kind == "cosine" else 64, device=device)
+    inputs: dict[str, Any] = {"x": x, "theta": theta, "activation": "softmax_sequence", "offset": 2**24}
+    if kind == "interleaved":
+        inputs["interleaved"] = True
+    judgement = judge(operators()["lrpe_cosine" if kind == "cosine" else "lrpe_rotate"], inputs, "triton")
+    assert judgement.fwd.ok, f"fwd: {judgement.fwd.describe()}"
+    assert judgement.bwd is not None
+    assert judgement.bwd.ok, f"bwd: {judgement.bwd.describe()}"
+
+
+@some_kinds
+def test_frequencies_that_cannot_be_reduced(kind: str, device: torch.device) -> None:
+    x = random_x(device, 1, 300, 2, FEATURES).bfloat16()
+    theta = random_theta(device, 2, FEATURES if kind == "cosine" else FEATURES // 2)
+    theta[0, 5], theta[1, 7] = 3e7, math.inf
+    out = encode(kind, x, theta, offset=5, activation="softmax_sequence", backend="triton")
+    nan = torch.zeros(theta.shape, dtype=torch.bool, device=device)
+    nan[0, 5] = nan[1, 7] = True
+    wanted = nan.repeat_interleave(2, dim=1) if kind == "interleaved" else nan.repeat(1, 2)
+    assert torch.equal(out.isnan(), wanted.expand_as(out))
+
+
+@pytest.mark.parametrize("place", [{"offset": 2**31 - 290}, {"offset": 1 - 2**31, "prefix": 7}], ids=str)
+def test_positions_at_the_ends_of_32_bits(place: dict[str, int], device: torch.device) -> None:
+    """Blocks reach beyond the last token, where positions have more bits."""
+    x = random_x(device, 1, 290, 1, 128).bfloat16().requires_grad_()
+    inputs = {"x": x, "theta": random_theta(device, 1, 64), "activation": "softmax_sequence", **place}
+    judgement = judge(operators()["lrpe_rotate"], inputs, "triton")
+    assert judgement.fwd.ok, f"fwd: {judgement.fwd.describe()}"
+    assert judgement.bwd is not None
+    assert judgement.bwd.ok, f"bwd: {judgement.bwd.describe()}"
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 16, 132])
+@pytest.mark.parametrize("tokens", [513, 4096, 40_000, 10**6])
+def test_no_program_waits_for_a_later_turn(
+    tokens: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the turn in which a tile is applied, the programs have reduced all tiles that it waits for."""
+    from warploom.ops.lrpe.launches import Positions
+    from warploom.ops.lrpe.softmax_sequence import launches
+
+    monkeypatch.setattr(launches, "INTERPRETED", False)
+    monkeypatch.setattr(launches, "multiprocessors", lambda device: multiprocessors)
+    x = torch.empty(3, tokens, 5, 128, dtype=torch.bfloat16, device="meta")
+    theta = torch.empty(5, 64, device="meta")
+    launch = launches._plan(None, x, theta, Positions(), "rotate", False, False).launch
+    sizes, programs = launch.arguments["sizes"], launch.programs
+    assert launch.options["launch_cooperative_grid"]
+    assert sizes.turns * programs >= sizes.tiles
+    together = sizes.tiles // (3 * 5)  # tiles of a head, whose slabs' parts alternate
+    for tile in range(sizes.tiles):
+        last = tile // together * together + together - 1
+        assert last // programs <= tile // programs + sizes.lag

@@ -34,7 +34,7 @@ from planned_calls import (
 from warploom.ops.flash_attention.launches import backward as flash_backward
 from warploom.ops.flash_attention.launches import forward as flash_forward
 from warploom.ops.lrpe import launches as launchers
-from warploom.ops.lrpe.softmax_sequence.launches import portable as launchers_sequence
+from warploom.ops.lrpe.softmax_sequence import launches as launchers_sequence
 from warploom.ops.tpa.decode.launches import portable as tpa_launchers
 from warploom.runtime import dispatch
 from warploom.runtime.plans import Plans, recognise
@@ -98,7 +98,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("plan_forward", "plan_backward"):
         watch(launchers, name)
     watch(tpa_launchers, "_plan_decode")
-    watch(launchers_sequence._Planner, "plan")
+    watch(launchers_sequence, "_plan")
     return made
 
 
