@@ -1,7 +1,7 @@
 """LRPE with softmax over the sequence: columns of any size, in one part and in several.
 
-How a call is cut depends on its length: short sequences are one part, whose program waits for no other, and longer ones
-are cut into parts. Those of packed sequences may hold several of them.
+How a call is cut depends on its length: short sequences are one part, whose program waits for no other, and longer
+ones are cut into parts. Those of packed sequences may hold several of them.
 """
 
 import itertools
@@ -165,7 +165,7 @@ def test_the_ways_agree(tokens: int, kind: str, device: torch.device) -> None:
 @some_kinds
 @pytest.mark.parametrize("way", ["one part", "parts"])
 def test_angles_turned_from_block_to_block(way: str, kind: str, device: torch.device) -> None:
-    """Slow and fast frequencies, far positions, and results of eleven bits; blocks, and what is left behind them."""
+    """Slow and fast frequencies, far positions, results of eleven bits; blocks, and what is left behind them."""
     tokens = 300 if way == "one part" else LONG
     x = random_x(device, 1, tokens, 1, 128).half().requires_grad_()
     theta = torch.logspace(-7, 0.5, 128 if kind == "cosine" else 64, device=device)

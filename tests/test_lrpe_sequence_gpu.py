@@ -1,6 +1,4 @@
-"""Softmax over the sequence on a GPU, where programs run at once and wait for each other: long sequences, grids, and
-launches beside others.
-"""
+"""LRPE with softmax over the sequence where programs run at once and wait for each other: beside others too."""
 
 import math
 import threading
@@ -60,9 +58,7 @@ def test_lengths(n: int, exact: bool, kind: str, device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("n", "prefix"), [(65, 64), (100, 7), (300, 300), (1999, 10), (2100, 1100), (9001, 1)], ids=str
 )
-def test_a_prefix_in_a_row(
-    n: int, prefix: int, exact: bool, kind: str, device: torch.device
-) -> None:
+def test_a_prefix_in_a_row(n: int, prefix: int, exact: bool, kind: str, device: torch.device) -> None:
     """Within a step of rows, in several parts, and as long as all."""
     x, theta, _ = random_case(kind, n, device)
     assert_accurate(kind, x, theta.requires_grad_(exact), prefix=prefix, offset=100)
@@ -113,9 +109,7 @@ GRIDS = (
 @KINDS
 @pytest.mark.parametrize("shared", [False, True], ids=["per head", "shared"])
 @pytest.mark.parametrize(("grid", "prefix"), GRIDS, ids=str)
-def test_grids(
-    grid: tuple[int, ...], prefix: int, shared: bool, kind: str, device: torch.device
-) -> None:
+def test_grids(grid: tuple[int, ...], prefix: int, shared: bool, kind: str, device: torch.device) -> None:
     """As many frequencies as fit all axes: of three, columns of one thread belong to different ones."""
     n = math.prod(grid) + prefix
     x, theta, _ = random_case(kind, n, device)
@@ -125,9 +119,7 @@ def test_grids(
 
 @KINDS
 @pytest.mark.parametrize("grid", [(40, 40), (11, 12, 13)], ids=str)
-def test_coordinates_turn_by_exact_angles(
-    grid: tuple[int, ...], kind: str, device: torch.device
-) -> None:
+def test_coordinates_turn_by_exact_angles(grid: tuple[int, ...], kind: str, device: torch.device) -> None:
     """Slow and fast frequencies, results of eleven bits, and fewer of them than the axes have angles."""
     n = math.prod(grid)
     x = random_x(device, 1, n, 2, 128).half()
@@ -150,9 +142,7 @@ def test_frequencies_on_a_grid_that_cannot_be_reduced(kind: str, device: torch.d
 
 @KINDS
 @EXACT
-def test_frequencies_that_cannot_be_reduced(
-    exact: bool, kind: str, device: torch.device
-) -> None:
+def test_frequencies_that_cannot_be_reduced(exact: bool, kind: str, device: torch.device) -> None:
     x, theta, grad = random_case(kind, 300, device)
     theta[1, 5], theta[2, 7] = 3e7, math.inf
     other = theta.shape[1]
@@ -167,9 +157,7 @@ def test_frequencies_that_cannot_be_reduced(
 @KINDS
 @EXACT
 @pytest.mark.parametrize("n", [200, 1500])
-def test_columns_that_need_their_largest_entry(
-    n: int, exact: bool, kind: str, device: torch.device
-) -> None:
+def test_columns_that_need_their_largest_entry(n: int, exact: bool, kind: str, device: torch.device) -> None:
     x, theta, _ = random_case(kind, n, device)
     rising = torch.where(torch.arange(n, device=device) < n // 2, -90.0, 90.0)[:, None]
     x[0, :, 0, 0::2] += rising
@@ -182,9 +170,7 @@ def test_columns_that_need_their_largest_entry(
 @KINDS
 @EXACT
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_columns_without_a_softmax_are_nan(
-    value: float, exact: bool, kind: str, device: torch.device
-) -> None:
+def test_columns_without_a_softmax_are_nan(value: float, exact: bool, kind: str, device: torch.device) -> None:
     x, theta, _ = random_case(kind, 1500, device)
     if value < 0:  # it takes all of them
         x[0, :, 1, 1] = value
@@ -207,17 +193,13 @@ def test_a_column_without_a_softmax_reaches_no_other(
 
 @KINDS
 @pytest.mark.parametrize("place", [{"offset": 2**31 - 290}, {"offset": 1 - 2**31, "prefix": 7}], ids=str)
-def test_positions_at_the_ends_of_32_bits(
-    place: dict[str, int], kind: str, device: torch.device
-) -> None:
+def test_positions_at_the_ends_of_32_bits(place: dict[str, int], kind: str, device: torch.device) -> None:
     x, theta, _ = random_case(kind, 290, device)
     assert_accurate(kind, x, theta, **place)
 
 
 @KINDS
-def test_repeated_calls_of_any_length_give_the_same_bits(
-    kind: str, device: torch.device
-) -> None:
+def test_repeated_calls_of_any_length_give_the_same_bits(kind: str, device: torch.device) -> None:
     grids: list[tuple[int, ...]] = [(1999,), (130,), (1025,), (2048,), (45, 45), (12, 12, 13)]
     cases = []
     for grid in grids:
@@ -309,7 +291,7 @@ def test_a_new_length_compiles_nothing(kind: str, device: torch.device, monkeypa
     for n in (300, 1100, 9000):
         results(kind, *random_case(kind, n, device))
     compilations: list[str] = []
-    for kernel in (kernels.forward_kernel, kernels.backward_kernel):
+    for kernel in (kernels.sequence_forward_kernel, kernels.sequence_backward_kernel):
         usual = kernel._do_compile
 
         def count(*arguments: Any, usual: Any = usual, **keywords: Any) -> Any:

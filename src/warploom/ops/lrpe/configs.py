@@ -113,4 +113,4 @@ MOST_PARTS = 64
 """Parts of a sequence, at most: each program reads the sums of all."""
 
 MOST_STEPS = 128
-"""Blocks of a part whose angles are those of the blocks before, turned on: rounding errors grow with their number."""
+"""Blocks of a part whose angles are turned on from block to block, at most: errors grow with their number."""

@@ -194,7 +194,9 @@ def _plan_walk(
     grid = tiling.grid_of(kernel, call, product, sum(sizes))
     layout = layout_for(*factors, *results.values())
     overlap = may_start_early(call.device)
-    split = {f"{name}_split": x.numel() // layout.vec if grid.splits > 1 else 0 for name, x in results.items()}
+    split: dict[str, Any] = {
+        f"{name}_split": x.numel() // layout.vec if grid.splits > 1 else 0 for name, x in results.items()
+    }
     launch = Launch(
         key_kernel if kernel == "key" else query_kernel,
         grid.programs,

@@ -28,12 +28,20 @@ import triton.language as tl
 from warploom.device.activations import LOG2_E, exponential_float32, power_of_two, widen
 from warploom.device.packed import sequence_of
 from warploom.device.phase import cos_sin
-from warploom.ops.lrpe.kernels.angles import AngleNumbers, Angles, Inverses, divide, load_frequencies, token_positions
+from warploom.ops.lrpe.kernels.angles import (
+    AngleNumbers,
+    Angles,
+    Inverses,
+    divide,
+    load_frequencies,
+    token_positions,
+)
 from warploom.ops.lrpe.kernels.backward import pair_gradient
 from warploom.ops.lrpe.kernels.forward import turn
 from warploom.ops.lrpe.kernels.rows import Strides, load_input, load_pair, store_input, store_pair
 
 LARGEST_SUM = tl.constexpr(2.0**32)
+SLOTS = tl.constexpr(32)  # read at once
 
 
 class Sizes(NamedTuple):
@@ -52,12 +60,11 @@ class Sizes(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Rows and angles that a program computes at once, loads under way at once in its loops, and slots read at once."""
+    """Rows and angles that a program computes at once, and loads under way at once in its loops."""
 
     R: int
     W: int
     STAGES: int
-    SLOTS: int
 
 
 class Tile(NamedTuple):
@@ -115,7 +122,9 @@ def tile_of(number, cu_seqlens, numbers, sizes, spec: tl.constexpr, block: tl.co
     first_group = b
     last_group = b
     if cu_seqlens is not None:
-        touched = sequence_of(start + tl.arange(0, 2) * (end - 1 - start), cu_seqlens, numbers.cu_stride, numbers.sequences)
+        touched = sequence_of(
+            start + tl.arange(0, 2) * (end - 1 - start), cu_seqlens, numbers.cu_stride, numbers.sequences
+        )
         first_group = tl.min(touched, axis=0)
         last_group = tl.max(touched, axis=0)
     slab = number - rest * SLABS
@@ -135,7 +144,9 @@ def run_of(group, tile, cu_seqlens, numbers, sizes):
     if cu_seqlens is not None:
         group_start = tl.load(cu_seqlens + group * numbers.cu_stride).to(tl.int32)
         group_end = tl.load(cu_seqlens + (group + 1) * numbers.cu_stride).to(tl.int32)
-        start = tl.minimum(tl.maximum(start, group_start), sizes.tokens - 1)  # behind the end if there are no tokens
+        start = tl.minimum(
+            tl.maximum(start, group_start), sizes.tokens - 1
+        )  # behind the end if there are no tokens
         end = tl.minimum(end, group_end)
         first_slot = group_start // sizes.part_tokens + group
         slot += group
@@ -245,15 +256,15 @@ def largest(top):
 
 
 @triton.jit
-def combine_statistics(slots, count, f, P: tl.constexpr, EXACT: tl.constexpr, block: tl.constexpr):
+def combine_statistics(slots, count, f, P: tl.constexpr, W: tl.constexpr, EXACT: tl.constexpr):
     """Shift and sum of powers of one member's columns ``f`` (1, W), from those of ``count`` slots, in their order."""
     top = tl.full(f.shape, float("-inf"), tl.float32)
     total = tl.zeros(f.shape, tl.float32)
-    for first in range(0, count, block.SLOTS):
-        slot = (first + tl.arange(0, block.SLOTS))[:, None]
-        ptrs = slots + slot * (2 * P * block.W) + f
+    for first in range(0, count, SLOTS):
+        slot = (first + tl.arange(0, SLOTS))[:, None]
+        ptrs = slots + slot * (2 * P * W) + f
         tops = tl.load(ptrs, mask=slot < count, other=float("-inf"))
-        sums = tl.load(ptrs + P * block.W, mask=slot < count, other=0.0)
+        sums = tl.load(ptrs + P * W, mask=slot < count, other=0.0)
         new = tl.maximum(top, tl.max(tops, axis=0)[None, :])
         shift = tl.where(new == float("-inf"), 0.0, new)
         total = total * power(top, shift, EXACT) + column_sum(sums * power(tops, shift, EXACT), EXACT)
@@ -262,12 +273,12 @@ def combine_statistics(slots, count, f, P: tl.constexpr, EXACT: tl.constexpr, bl
 
 
 @triton.jit
-def combine_sums(slots, count, f, P: tl.constexpr, EXACT: tl.constexpr, block: tl.constexpr):
+def combine_sums(slots, count, f, P: tl.constexpr, W: tl.constexpr, EXACT: tl.constexpr):
     """Sums of one member's columns ``f`` (1, W) over ``count`` slots, in their order."""
     total = tl.zeros(f.shape, tl.float32)
-    for first in range(0, count, block.SLOTS):
-        slot = (first + tl.arange(0, block.SLOTS))[:, None]
-        total += column_sum(tl.load(slots + slot * (P * block.W) + f, mask=slot < count, other=0.0), EXACT)
+    for first in range(0, count, SLOTS):
+        slot = (first + tl.arange(0, SLOTS))[:, None]
+        total += column_sum(tl.load(slots + slot * (P * W) + f, mask=slot < count, other=0.0), EXACT)
     return total
 
 
@@ -455,7 +466,19 @@ def sum_gradients(
                 turning, n, mask, run, tile, angles, steps, spec, EXACT, STEPPED and not TAIL, block.W
             )
             y1, y2, d1, d2 = load_gradients(
-                x_rows, grad_rows, x_strides, grad_strides, n, mask, cosine, sine, known, tile.first, spec, EXACT, block.W
+                x_rows,
+                grad_rows,
+                x_strides,
+                grad_strides,
+                n,
+                mask,
+                cosine,
+                sine,
+                known,
+                tile.first,
+                spec,
+                EXACT,
+                block.W,
             )
             c1 += tl.where(mask[:, None], y1 * d1, 0.0)
             if spec.KIND != "cosine":
@@ -491,7 +514,9 @@ def apply_softmax(
         for row in tl.range(start, end, block.R, num_stages=1 if TAIL else block.STAGES):
             n, mask = block_rows(row, run, TAIL, block)
             n_wide = n.to(tl.int64)[:, None]
-            x1, x2 = load_input(x_rows + n_wide * (x_strides.n * spec.VEC), mask, x_strides.f, tile.first, spec, block.W)
+            x1, x2 = load_input(
+                x_rows + n_wide * (x_strides.n * spec.VEC), mask, x_strides.f, tile.first, spec, block.W
+            )
             _, cosine, sine, turning = next_angles(
                 turning, n, mask, run, tile, angles, steps, spec, EXACT, STEPPED and not TAIL, block.W
             )
@@ -505,7 +530,7 @@ def apply_softmax(
 
 
 @triton.jit
-def forward_kernel(
+def sequence_forward_kernel(
     x, out, statistics, partial, arrived, theta, ids, offsets, cu_seqlens, offset: tl.int32, sizes: Sizes,
     numbers: AngleNumbers, inverses: Inverses, x_strides: Strides, out_strides: Strides,
     spec: tl.constexpr, EXACT: tl.constexpr, EXACT_SUMS: tl.constexpr, STEPPED: tl.constexpr, block: tl.constexpr,
@@ -546,10 +571,10 @@ def forward_kernel(
                 else:
                     f, _ = column_offsets(0, W, W)
                     slots = slot_pointer(partial, run.first_slot, tile, sizes, 2 * P, W)
-                    shift1, total1 = combine_statistics(slots, run.slots, f, P, EXACT_SUMS, block)
+                    shift1, total1 = combine_statistics(slots, run.slots, f, P, W, EXACT_SUMS)
                     shift2, total2 = shift1, total1
                     if P == 2:
-                        shift2, total2 = combine_statistics(slots + W, run.slots, f, P, EXACT_SUMS, block)
+                        shift2, total2 = combine_statistics(slots + W, run.slots, f, P, W, EXACT_SUMS)
                 f, mask = column_offsets(tile.first, F, W)
                 scale1 = tl.div_rn(1.0, tl.where(mask & (total1 != 0.0), total1, 1.0))
                 scale2 = tl.div_rn(1.0, tl.where(mask & (total2 != 0.0), total2, 1.0))
@@ -558,7 +583,9 @@ def forward_kernel(
                     store_columns(to, shift1, shift2, f, mask, F, P)
                     store_columns(to + P * F, scale1, scale2, f, mask, F, P)
                 known = Statistics(shift1, shift2, scale1, scale2)
-                apply_softmax(x, out, x_strides, out_strides, run, tile, known, angles, steps, spec, EXACT, STEPPED, block)
+                apply_softmax(
+                    x, out, x_strides, out_strides, run, tile, known, angles, steps, spec, EXACT, STEPPED, block
+                )
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -596,7 +623,19 @@ def apply_gradient(
                 turning, n, mask, run, tile, angles, steps, spec, EXACT, STEPPED and not TAIL, block.W
             )
             y1, y2, d1, d2 = load_gradients(
-                x_rows, grad_rows, x_strides, grad_strides, n, mask, cosine, sine, known, tile.first, spec, EXACT, block.W
+                x_rows,
+                grad_rows,
+                x_strides,
+                grad_strides,
+                n,
+                mask,
+                cosine,
+                sine,
+                known,
+                tile.first,
+                spec,
+                EXACT,
+                block.W,
             )
             to = dx_rows + n.to(tl.int64)[:, None] * (dx_strides.n * spec.VEC)
             store_input(to, y1 * (d1 - c1), y2 * (d2 - c2), mask, dx_strides.f, tile.first, spec, block.W)
@@ -624,7 +663,7 @@ def store_moment(dtheta, moment, tile, sizes, spec: tl.constexpr, W: tl.constexp
 
 
 @triton.jit
-def backward_kernel(
+def sequence_backward_kernel(
     x, grad, dx, statistics, partial, arrived, dtheta, theta, ids, offsets, cu_seqlens, offset: tl.int32, sizes: Sizes,
     numbers: AngleNumbers, inverses: Inverses, x_strides: Strides, grad_strides: Strides, dx_strides: Strides,
     spec: tl.constexpr, EXACT: tl.constexpr, EXACT_SUMS: tl.constexpr, STEPPED: tl.constexpr, block: tl.constexpr,
@@ -670,10 +709,10 @@ def backward_kernel(
                 else:
                     f, _ = column_offsets(0, W, W)
                     slots = slot_pointer(partial, run.first_slot, tile, sizes, P, W)
-                    c1 = combine_sums(slots, run.slots, f, P, EXACT_SUMS, block)
+                    c1 = combine_sums(slots, run.slots, f, P, W, EXACT_SUMS)
                     c2 = c1
                     if P == 2:
-                        c2 = combine_sums(slots + W, run.slots, f, P, EXACT_SUMS, block)
+                        c2 = combine_sums(slots + W, run.slots, f, P, W, EXACT_SUMS)
                 known = load_statistics(statistics, run, tile, sizes.heads, spec, W)
                 apply_gradient(
                     x, grad, dx, x_strides, grad_strides, dx_strides, run, tile, known, c1, c2, angles, steps, spec,

@@ -19,7 +19,12 @@ from warploom.ops.lrpe.launches import (
     packed_strides,
     theta_sums,
 )
-from warploom.ops.lrpe.softmax_sequence.kernels import Block, Sizes, backward_kernel, forward_kernel
+from warploom.ops.lrpe.softmax_sequence.kernels import (
+    Block,
+    Sizes,
+    sequence_backward_kernel,
+    sequence_forward_kernel,
+)
 from warploom.runtime.launch import INTERPRETED, Dense, Launch, multiprocessors
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.plans import Plans
@@ -60,12 +65,11 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output, and the columns' statistics (groups, H, 2, D) in float32, which the backward wants back.
 
-    ``theta_gradient``: whether the backward may be asked for it. ``block_parallel``: cut sequences into parts, however
-    short they are. ``plans`` as in `launches.forward`.
+    ``theta_gradient``: whether the backward may be asked for it. ``block_parallel``: cut short sequences too.
+    ``plans`` as in `launches.forward`.
     """
-    plan = plans.get(
-        ("forward", theta_gradient, block_parallel), _plan, None, x, theta, positions, kind, theta_gradient, block_parallel
-    )
+    key = ("forward", theta_gradient, block_parallel)
+    plan = plans.get(key, _plan, None, x, theta, positions, kind, theta_gradient, block_parallel)
     out = plan.result.empty(x)
     # Of packed sequences some may be empty, and no program writes theirs.
     empty = x.new_empty if positions.cu_seqlens is None else x.new_zeros
@@ -99,9 +103,7 @@ def backward(
     sums = plan.theta_sums
     dtheta = None if sums is None else sums.empty(x)
     ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
-    plan.launch(
-        x, grad, dx, statistics, *plan.shared(x), dtheta, theta, ids, offsets, cu_seqlens, positions.offset
-    )
+    plan.launch(x, grad, dx, statistics, *plan.shared(x), dtheta, theta, ids, offsets, cu_seqlens, positions.offset)
     return dx, None if sums is None or dtheta is None else sums.reduce(dtheta, theta)
 
 
@@ -137,24 +139,26 @@ def _plan(
     part_tokens = triton.cdiv(part_tokens, rows) * rows
     parts = triton.cdiv(tokens, part_tokens)
     tiles = batch * heads * parts * slabs
-    programs, lag, options = tiles, 0, {}
+    programs, lag = tiles, 0
     alone = parts == 1 and not block_parallel
     if not alone:
         # All of them run at once: none needs more registers than its share, nor 24 KB of shared memory.
         programs = 1 if INTERPRETED else min(tiles, tile.programs * multiprocessors(x.device))
         lag = triton.cdiv(parts * slabs, programs)
-        options = {"cooperative": True, "registers": _REGISTERS // (tile.programs * tile.warps * 32) // 8 * 8}
     # Rows of a block are a constant angle from those of the one before.
     stepped = not exact and positions.axes() == 1 and positions.ids is None and not positions.prefix
     stepped = stepped and part_tokens <= MOST_STEPS * rows
+    named_strides: dict[str, Any] = {f"{name}_strides": stride for name, stride in zip(tensors, strides)}
     groups = statistics_shape(x, positions)[0]
     slots = parts + (0 if positions.cu_seqlens is None else groups)
     takes = ("statistics", "partial", "arrived", "theta", "ids", "offsets", "cu_seqlens", "offset")
     launch = Launch(
-        backward_kernel if backward else forward_kernel,
+        sequence_backward_kernel if backward else sequence_forward_kernel,
         programs,
         takes=("x", "grad", "dx", *takes[:3], "dtheta", *takes[3:]) if backward else ("x", "out", *takes),
         num_warps=tile.warps,
+        registers=_REGISTERS // (tile.programs * tile.warps * 32) // 8 * 8,
+        cooperative=not alone,
         sizes=Sizes(
             tokens, heads, inverse_of(heads), parts, inverse_of(parts), part_tokens, slots, tiles,
             triton.cdiv(tiles, max(programs, 1)), lag,
@@ -165,9 +169,8 @@ def _plan(
         EXACT=exact,
         EXACT_SUMS=exact or theta_gradient,
         STEPPED=stepped,
-        block=Block(rows, width, tile.stages, 64 if parts > 16 else 16),
-        **{f"{name}_strides": stride for name, stride in zip(tensors, strides)},
-        **options,
+        block=Block(rows, width, tile.stages),
+        **named_strides,
     )  # fmt: skip
     sums = None
     if theta_gradient and backward:
