@@ -6,6 +6,10 @@ ones are cut into parts. Those of packed sequences may hold several of them.
 
 import itertools
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,3 +226,39 @@ def test_no_program_waits_for_a_later_turn(
     for tile in range(sizes.tiles):
         last = tile // together * together + together - 1
         assert last // programs <= tile // programs + sizes.lag
+
+
+FITTING = """
+import torch
+from warploom import lrpe_cosine, lrpe_rotate
+from warploom.ops.lrpe.softmax_sequence import launches
+from warploom.runtime import launch
+from warploom.testing.build import build
+
+made, plan = [], launches._plan
+launches._plan = lambda *arguments: made.append(plan(*arguments)) or made[-1]
+for function, features in ((lrpe_rotate, 64), (lrpe_cosine, 128)):
+    for dtype, exact in ((torch.bfloat16, False), (torch.float32, True)):
+        with launch.recording(89, 2) as builds:
+            x = torch.zeros(2, 20000, 2, 128, dtype=dtype, requires_grad=True)
+            theta = torch.zeros(2, features, requires_grad=exact)
+            function(x, theta, activation="softmax_sequence", backend="triton").sum().backward()
+        for one, kernel in zip(made[-2:], ("sequence_forward_kernel", "sequence_backward_kernel")):
+            (variant,) = (each for each in builds.values() if each.function.fn.__name__ == kernel)
+            needs = build(variant, 89)
+            print(kernel, one.launch.programs // 2, one.launch.options["num_warps"], needs.registers, needs.shared)
+"""
+
+
+def test_programs_that_wait_fit_the_smallest_gpu(tmp_path: Path) -> None:
+    """A cooperative launch of more programs than run at once is refused: 64 K registers, 100 KiB of shared memory."""
+    program = tmp_path / "fitting.py"
+    program.write_text(FITTING, encoding="utf-8")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split()[1:] for line in done.stdout.splitlines()]
+    assert len(lines) == 8
+    for programs, warps, registers, shared in (map(int, line) for line in lines):
+        assert programs * warps * 32 * (-(-registers // 8) * 8) <= 2**16
+        assert programs * (shared + 1024) <= 100 * 1024

@@ -142,7 +142,7 @@ def _plan(
     programs, lag = tiles, 0
     alone = parts == 1 and not block_parallel
     if not alone:
-        # All of them run at once: none needs more registers than its share, nor 24 KB of shared memory.
+        # All of them run at once: none takes more than its share of registers, or of the smallest shared memory.
         programs = 1 if INTERPRETED else min(tiles, tile.programs * multiprocessors(x.device))
         lag = triton.cdiv(parts * slabs, programs)
     # Rows of a block are a constant angle from those of the one before.
