@@ -251,7 +251,7 @@ for function, features in ((lrpe_rotate, 64), (lrpe_cosine, 128)):
 
 
 def test_programs_that_wait_fit_the_smallest_gpu(tmp_path: Path) -> None:
-    """A cooperative launch of more programs than run at once is refused: 64 K registers, 100 KiB of shared memory."""
+    """More programs than run at once are refused: 64 K registers, 100 KiB of shared memory."""
     program = tmp_path / "fitting.py"
     program.write_text(FITTING, encoding="utf-8")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
@@ -262,3 +262,15 @@ def test_programs_that_wait_fit_the_smallest_gpu(tmp_path: Path) -> None:
     for programs, warps, registers, shared in (map(int, line) for line in lines):
         assert programs * warps * 32 * (-(-registers // 8) * 8) <= 2**16
         assert programs * (shared + 1024) <= 100 * 1024
+
+
+@some_kinds
+@pytest.mark.parametrize("shape", [(2, 0, 3), (0, 5, 3), (2, 5, 0), (1, 0, 0)], ids=str)
+def test_nothing_to_encode(shape: tuple[int, int, int], kind: str, device: torch.device) -> None:
+    x = torch.empty(*shape, FEATURES, device=device, requires_grad=True)
+    theta = random_theta(device, 1, FEATURES // 2).requires_grad_()
+    out = encode(kind, x, theta, activation="softmax_sequence", backend="triton")
+    assert out.shape == (*shape, 2 * FEATURES if kind == "cosine" else FEATURES)
+    dx, dtheta = torch.autograd.grad(out.sum(), (x, theta))
+    assert dx.shape == x.shape
+    assert torch.equal(dtheta, torch.zeros_like(theta))

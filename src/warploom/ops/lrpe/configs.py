@@ -92,21 +92,26 @@ class SequenceTile(NamedTuple):
 
 
 _SEQUENCE_TILES = (
-    # backward, whether rows are wide, whether the kind is cosine
-    ((False, False, True), SequenceTile(64, 256, 2048, 4, 3, 4)),
-    ((False, False, False), SequenceTile(32, 256, 2048, 4, 3, 4)),
-    ((True, False, True), SequenceTile(32, 256, 1024, 4, 3, 4)),
-    ((True, False, False), SequenceTile(16, 256, 1024, 4, 3, 4)),
-    ((None, True, None), SequenceTile(16, 256, 1024, 4, 1, 4)),
+    # whether sequences are short, backward, whether rows are wide, whether the kind is cosine
+    ((None, None, True, None), SequenceTile(16, 256, 1024, 4, 1, 4)),
+    ((True, False, False, True), SequenceTile(32, 512, 2048, 4, 3, 4)),
+    ((True, False, False, False), SequenceTile(16, 512, 2048, 4, 3, 4)),
+    ((None, False, False, True), SequenceTile(64, 256, 2048, 4, 3, 4)),
+    ((None, False, False, False), SequenceTile(32, 256, 2048, 4, 3, 4)),
+    ((None, True, False, True), SequenceTile(32, 256, 1024, 4, 3, 4)),
+    ((None, True, False, False), SequenceTile(16, 256, 1024, 4, 3, 4)),
 )
 
 
-def sequence_tile(backward: bool, wide: bool, kind: str) -> SequenceTile:
-    """The tile for a call; ``wide``: exact, or rows that are not read in vectors, which take more registers."""
-    return _first(_SEQUENCE_TILES, backward, wide, kind == "cosine")
+def sequence_tile(short: bool, backward: bool, wide: bool, kind: str) -> SequenceTile:
+    """The tile for a call.
+
+    ``short``: of one part. ``wide``: exact, or rows that are not read in vectors, which take more registers.
+    """
+    return _first(_SEQUENCE_TILES, short, backward, wide, kind == "cosine")
 
 
-ALONE_TOKENS = 512
+SHORT_TOKENS = 512
 """Sequences up to this long are one part."""
 
 MOST_PARTS = 64

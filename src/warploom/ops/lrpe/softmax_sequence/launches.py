@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from warploom.ops.lrpe.configs import ALONE_TOKENS, MOST_PARTS, MOST_STEPS, sequence_tile
+from warploom.ops.lrpe.configs import MOST_PARTS, MOST_STEPS, SHORT_TOKENS, sequence_tile
 from warploom.ops.lrpe.kernels.angles import Inverses, Spec
 from warploom.ops.lrpe.launches import (
     Positions,
@@ -128,14 +128,13 @@ def _plan(
     vec, unit, strides = packed_strides(geometry, *tensors.values())
     theta_vec, numbers = angle_numbers(theta, positions, geometry, None)
     exact = x.dtype == torch.float32
-    tile = sequence_tile(backward, exact or theta_gradient or vec == 1, kind)
+    short = tokens <= SHORT_TOKENS and not block_parallel
+    tile = sequence_tile(short, backward, exact or theta_gradient or vec == 1, kind)
     width = min(tile.width, geometry.block_f)
     slabs = -(-features // width)
     members = 1 if kind == "cosine" else 2
     rows = max(1, tile.numbers // (width * members))
-    part_tokens = max(tile.tokens, -(-tokens // MOST_PARTS))
-    if tokens <= ALONE_TOKENS and not block_parallel:
-        part_tokens = tokens
+    part_tokens = max(tokens, 1) if short else max(tile.tokens, triton.cdiv(tokens, MOST_PARTS))
     part_tokens = triton.cdiv(part_tokens, rows) * rows
     parts = triton.cdiv(tokens, part_tokens)
     tiles = batch * heads * parts * slabs
