@@ -93,7 +93,7 @@ def test_other_tensors(layout: str, kind: str, device: torch.device) -> None:
 @KINDS
 @pytest.mark.parametrize("n", [2048, 4096])
 def test_angles_to_the_ends_of_tiles(n: int, kind: str, device: torch.device) -> None:
-    """Each comes from the two before it: slow and fast frequencies, far positions, and results of eleven bits."""
+    """Turned on from block to block: slow and fast frequencies, far positions, and results of eleven bits."""
     x = random_x(device, 1, n, 2, 128).half()
     theta = torch.logspace(-7, 0.5, 128 if kind == "cosine" else 64, device=device)
     assert_accurate(kind, x, theta, offset=2**24)

@@ -94,19 +94,20 @@ class SequenceTile(NamedTuple):
 _SEQUENCE_TILES = (
     # whether sequences are short, backward, whether rows are wide, whether the kind is cosine
     ((None, None, True, None), SequenceTile(16, 256, 1024, 4, 1, 4)),
-    ((True, False, False, True), SequenceTile(32, 512, 2048, 4, 3, 4)),
-    ((True, False, False, False), SequenceTile(16, 512, 2048, 4, 3, 4)),
-    ((None, False, False, True), SequenceTile(64, 256, 2048, 4, 3, 4)),
-    ((None, False, False, False), SequenceTile(32, 256, 2048, 4, 3, 4)),
-    ((None, True, False, True), SequenceTile(32, 256, 1024, 4, 3, 4)),
-    ((None, True, False, False), SequenceTile(16, 256, 1024, 4, 3, 4)),
+    ((True, False, None, None), SequenceTile(32, 512, 2048, 4, 3, 4)),
+    ((True, True, None, True), SequenceTile(32, 512, 2048, 8, 3, 2)),
+    ((True, True, None, False), SequenceTile(32, 512, 1024, 4, 3, 4)),
+    ((False, None, None, True), SequenceTile(64, 256, 1024, 4, 5, 4)),
+    ((False, False, None, False), SequenceTile(32, 512, 1024, 4, 5, 6)),
+    ((False, True, None, False), SequenceTile(32, 512, 1024, 4, 3, 6)),
 )
 
 
 def sequence_tile(short: bool, backward: bool, wide: bool, kind: str) -> SequenceTile:
     """The tile for a call.
 
-    ``short``: of one part. ``wide``: exact, or rows that are not read in vectors, which take more registers.
+    ``short``: of one part, and not packed. ``wide``: exact, or rows that are not read in vectors. Packed and wide
+    rows take more registers.
     """
     return _first(_SEQUENCE_TILES, short, backward, wide, kind == "cosine")
 
@@ -114,7 +115,7 @@ def sequence_tile(short: bool, backward: bool, wide: bool, kind: str) -> Sequenc
 SHORT_TOKENS = 512
 """Sequences up to this long are one part."""
 
-MOST_PARTS = 64
+MOST_PARTS = 32
 """Parts of a sequence, at most: each program reads the sums of all."""
 
 MOST_STEPS = 128

@@ -673,6 +673,8 @@ def sequence_backward_kernel(
     W: tl.constexpr = block.W
     THETA: tl.constexpr = dtheta is not None
     ALONE: tl.constexpr = partial is None
+    # A lone token's gradient is zero if both are taken alike: its weight is one, and its sum is what reaches it.
+    EXACT_DX: tl.constexpr = EXACT_SUMS if ALONE else EXACT
     angles = Angles(theta, ids, offsets, None, None, offset, numbers, inverses)
     for i in range(sizes.turns + sizes.lag):
         number = i * tl.num_programs(0) + tl.program_id(0)
@@ -716,7 +718,7 @@ def sequence_backward_kernel(
                 known = load_statistics(statistics, run, tile, sizes.heads, spec, W)
                 apply_gradient(
                     x, grad, dx, x_strides, grad_strides, dx_strides, run, tile, known, c1, c2, angles, steps, spec,
-                    EXACT, STEPPED, block,
+                    EXACT_DX, STEPPED and not EXACT_DX, block,
                 )  # fmt: skip
             if ALONE:
                 if THETA:

@@ -68,15 +68,16 @@ def forward(
     ``theta_gradient``: whether the backward may be asked for it. ``block_parallel``: cut short sequences too.
     ``plans`` as in `launches.forward`.
     """
-    key = ("forward", theta_gradient, block_parallel)
-    plan = plans.get(key, _plan, None, x, theta, positions, kind, theta_gradient, block_parallel)
-    out = plan.result.empty(x)
     # Of packed sequences some may be empty, and no program writes theirs.
     empty = x.new_empty if positions.cu_seqlens is None else x.new_zeros
     statistics = empty(statistics_shape(x, positions), dtype=torch.float32)
-    if x.numel():
-        ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
-        plan.launch(x, out, statistics, *plan.shared(x), theta, ids, offsets, cu_seqlens, positions.offset)
+    if x.numel() == 0:
+        return empty_in_order_of(x, (2 if kind == "cosine" else 1) * x.shape[-1]), statistics
+    key = ("forward", theta_gradient, block_parallel)
+    plan = plans.get(key, _plan, None, x, theta, positions, kind, theta_gradient, block_parallel)
+    out = plan.result.empty(x)
+    ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
+    plan.launch(x, out, statistics, *plan.shared(x), theta, ids, offsets, cu_seqlens, positions.offset)
     return out, statistics
 
 
@@ -129,12 +130,13 @@ def _plan(
     theta_vec, numbers = angle_numbers(theta, positions, geometry, None)
     exact = x.dtype == torch.float32
     short = tokens <= SHORT_TOKENS and not block_parallel
-    tile = sequence_tile(short, backward, exact or theta_gradient or vec == 1, kind)
+    packed = positions.cu_seqlens is not None
+    tile = sequence_tile(short and not packed, backward, exact or theta_gradient or vec == 1, kind)
     width = min(tile.width, geometry.block_f)
     slabs = -(-features // width)
     members = 1 if kind == "cosine" else 2
     rows = max(1, tile.numbers // (width * members))
-    part_tokens = max(tokens, 1) if short else max(tile.tokens, triton.cdiv(tokens, MOST_PARTS))
+    part_tokens = tokens if short else max(tile.tokens, triton.cdiv(tokens, MOST_PARTS))
     part_tokens = triton.cdiv(part_tokens, rows) * rows
     parts = triton.cdiv(tokens, part_tokens)
     tiles = batch * heads * parts * slabs
@@ -149,7 +151,7 @@ def _plan(
     stepped = stepped and part_tokens <= MOST_STEPS * rows
     named_strides: dict[str, Any] = {f"{name}_strides": stride for name, stride in zip(tensors, strides)}
     groups = statistics_shape(x, positions)[0]
-    slots = parts + (0 if positions.cu_seqlens is None else groups)
+    slots = parts + (groups if packed else 0)
     takes = ("statistics", "partial", "arrived", "theta", "ids", "offsets", "cu_seqlens", "offset")
     launch = Launch(
         sequence_backward_kernel if backward else sequence_forward_kernel,
@@ -160,7 +162,7 @@ def _plan(
         cooperative=not alone,
         sizes=Sizes(
             tokens, heads, inverse_of(heads), parts, inverse_of(parts), part_tokens, slots, tiles,
-            triton.cdiv(tiles, max(programs, 1)), lag,
+            triton.cdiv(tiles, programs), lag,
         ),
         numbers=numbers,
         inverses=Inverses(*map(inverse_of, inner_sizes(positions))),
