@@ -242,7 +242,8 @@ for function, features in ((lrpe_rotate, 64), (lrpe_cosine, 128)):
         with launch.recording(89, 2) as builds:
             x = torch.zeros(2, 20000, 2, 128, dtype=dtype, requires_grad=True)
             theta = torch.zeros(2, features, requires_grad=exact)
-            function(x, theta, activation="softmax_sequence", backend="triton").sum().backward()
+            out = function(x, theta, activation="softmax_sequence", backend="triton")
+            out.backward(torch.empty_like(out))  # whose rows are read in vectors
         for one, kernel in zip(made[-2:], ("sequence_forward_kernel", "sequence_backward_kernel")):
             (variant,) = (each for each in builds.values() if each.function.fn.__name__ == kernel)
             needs = build(variant, 89)
