@@ -236,7 +236,12 @@ def test_what_runs_by_itself_loses_no_row(
             out = flash_attention(*made, causal=causal)
             expected = reference.flash_attention(*made, causal=causal)
             rows = expected.isfinite().all(-1)
-            assert not out[~rows].isfinite().all(-1).any()
+            must = ~rows
+            if (
+                which == 2 and causal
+            ):  # 0 · NaN of a hidden pair is the definition's arithmetic, and need not be here
+                must[:, : tokens // 2] = False
+            assert not out[must].isfinite().all(-1).any()
             if which < 2:
                 assert out[rows].isfinite().all()
 

@@ -94,6 +94,7 @@ def dot(a, b, acc):
 def exact_dot(a, b, acc):
     """``a · b + acc`` with no errors but those of float32: not on matrix units where factors are float32.
 
-    It takes longer than `dot`, and is for products that wait for memory anyway.
+    It takes longer than `dot`, and is for products that wait for memory anyway. Sums are made term after term: over many
+    terms `dot` is as exact.
     """
     return product(a, b, acc, "ieee")

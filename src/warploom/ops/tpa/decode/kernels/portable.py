@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from warploom.device.product import exact_dot, rounded
+from warploom.device.product import dot, exact_dot, rounded
 from warploom.ops.tpa.kernels.factors import Factors, FeatureStrides, HeadStrides, exp
 
 
@@ -159,9 +159,9 @@ def add_masked(acc, v, w, mask):
     """
     w = tl.where(mask, w, 0.0).to(v.dtype)
     finite = tl.abs(v.to(tl.float32)) < float("inf")
-    acc = exact_dot(tl.trans(tl.where(finite, v, 0.0).to(v.dtype)), w, acc)
+    acc = dot(tl.trans(tl.where(finite, v, 0.0).to(v.dtype)), w, acc)
     flags = tl.trans(tl.where(finite, 0.0, 1.0).to(tl.bfloat16))
-    reached = exact_dot(flags, tl.where(mask, 1.0, 0.0).to(tl.bfloat16), tl.zeros(acc.shape, tl.float32))
+    reached = dot(flags, tl.where(mask, 1.0, 0.0).to(tl.bfloat16), tl.zeros(acc.shape, tl.float32))
     return tl.where(reached > 0.0, float("nan"), acc)
 
 
@@ -371,7 +371,7 @@ def decode_kernel(
                 key = start + tl.arange(0, TILE.BLOCK_M * TILE.BLOCK_RV) // TILE.BLOCK_RV
                 acc = add_masked(acc, v, w, key[:, None] < row_end[None, :])
             else:
-                acc = exact_dot(tl.trans(v), w, acc)
+                acc = dot(tl.trans(v), w, acc)
             if LEVELS > 0:
                 behind = start + TILE.BLOCK_M
                 if behind % chunk == 0:
