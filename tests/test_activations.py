@@ -14,7 +14,7 @@ if not HAS_TRITON:
 import triton
 import triton.language as tl
 
-from warploom.device.activations import exponential_float32, widen
+from warploom.device.activations import exponential_float32, tanh, widen
 from warploom.device.product import rounded_to_tf32
 from warploom.runtime.launch import Launch
 
@@ -48,6 +48,25 @@ def test_exponential_float32_is_off_by_little_more_than_a_unit(device: torch.dev
     assert ((found - exact) / unit)[normal].abs().max().item() <= 1.5
     assert found[~normal].max().item() <= 2.0**-126  # zero, where a rounding makes no normal number of it
     assert found[exact < 0.999 * 2.0**-126].eq(0).all()
+
+
+@triton.jit
+def tanh_kernel(x, out, size: tl.int32, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tanh(tl.load(x + i, mask=i < size, other=0.0)), mask=i < size)
+
+
+def test_tanh_is_off_by_few_units(device: torch.device) -> None:
+    small = 2.0 ** -torch.arange(0.0, 60.0)
+    x = torch.cat((torch.linspace(-12, 12, 60_001), torch.linspace(-1, 1, 60_001), small, -small)).to(device)
+    found = torch.full_like(x, math.nan)
+    run(tanh_kernel, x, found)
+    exact = x.double().tanh()
+    assert ((found.double() - exact).abs() <= 2**-22 * exact.abs()).all()
+    limits = torch.tensor([-math.inf, -1e30, math.nan, 0.0, 1e30, math.inf], device=device)
+    found = torch.full_like(limits, 7.0)
+    run(tanh_kernel, limits, found)
+    torch.testing.assert_close(found, limits.tanh(), equal_nan=True)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, in Triton's interpreter

@@ -1,7 +1,7 @@
 """What flash attention computes: the definition itself, masks, packing, grouping, layouts."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -68,11 +68,22 @@ def run(inputs: Inputs, backend: str) -> tuple[Tensor, ...]:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def attend_slowly(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: tuple[int | None, int | None]) -> Any:
-    (batch, tokens, heads, _), keys = q.shape, k.shape[1]
+def attend_slowly(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window: tuple[int | None, int | None],
+    softcap: float = torch.inf,
+    sink: Tensor | None = None,
+    used: Sequence[int] | None = None,
+) -> Any:
+    batch, tokens, heads, _ = q.shape
     out, lse = q.new_zeros(batch, tokens, heads, v.shape[3]), q.new_full((batch, heads, tokens), -torch.inf)
+    sinks = lse[0, :, 0].clone() if sink is None else sink
     left, right = window
     for b, i, h in itertools.product(range(batch), range(tokens), range(heads)):
+        keys = k.shape[1] if used is None else used[b]
         place, g = i + keys - tokens, h * k.shape[2] // heads
         seen = [
             j
@@ -81,10 +92,12 @@ def attend_slowly(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: tuple[i
             and (left is None or j >= place - left)
             and (right is None or j <= place + right)
         ]
+        logits = k[b, seen, g] @ q[b, i, h] * q.shape[3] ** -0.5
+        if softcap < torch.inf:
+            logits = softcap * (logits / softcap).tanh()
+        lse[b, h, i] = torch.cat((logits, sinks[h, None])).logsumexp(0)
         if seen:
-            logits = k[b, seen, g] @ q[b, i, h] * q.shape[3] ** -0.5
-            lse[b, h, i] = logits.logsumexp(0)
-            out[b, i, h] = logits.softmax(0) @ v[b, seen, g]
+            out[b, i, h] = (logits - lse[b, h, i]).exp() @ v[b, seen, g]
     return out, lse
 
 
@@ -97,6 +110,31 @@ def test_the_definition(n: int, m: int, window: tuple[int | None, int | None], c
     found = reference.flash_attention(**inputs, causal=causal, window=window, return_lse=True)
     torch.testing.assert_close(found, expected)
     wanted = gradients(expected, inputs, random_like(expected))
+    torch.testing.assert_close(gradients(found, inputs, random_like(found)), wanted)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 0.7},
+        {"sink": torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64)},
+        {"seqused_k": torch.tensor([5, 2])},
+        {"seqused_k": torch.tensor([0, 4]), "sink": torch.full((4,), 1.5, dtype=torch.float64), "softcap": 2.0},
+    ],
+    ids=lambda options: ",".join(options),
+)
+@pytest.mark.parametrize("window", [(None, None), (2, 1)])
+def test_the_definition_of_caps_sinks_and_lengths(window: Any, options: dict[str, Any]) -> None:
+    inputs = random_inputs(torch.device("cpu"), 4, 6, heads=4, key_heads=2, d=3, e=2, dtype=torch.float64, size=2)
+    inputs |= {name: x.clone().requires_grad_() for name, x in options.items() if name == "sink"}
+    slowly = {"softcap": options.get("softcap", torch.inf), "used": options.get("seqused_k")}
+    q, k, v = (inputs[name] for name in ("q", "k", "v"))
+    expected = attend_slowly(q, k, v, True, window, sink=inputs.get("sink"), **slowly)
+    found = reference.flash_attention(**{**options, **inputs}, causal=True, window=window, return_lse=True)
+    torch.testing.assert_close(found, expected)
+    out_only = (expected[0], expected[1].masked_fill(expected[1] == -torch.inf, 0.0))
+    wanted = gradients(out_only, inputs, random_like(expected))
+    found = (found[0], found[1].masked_fill(found[1] == -torch.inf, 0.0))
     torch.testing.assert_close(gradients(found, inputs, random_like(found)), wanted)
 
 
@@ -239,6 +277,90 @@ def test_scale(backend: str, device: torch.device) -> None:
     inputs = random_inputs(device, 9, scale=0.0)
     mean = inputs["v"].mean(1, keepdim=True).expand(-1, 9, -1, -1)
     torch.testing.assert_close(flash_attention(**inputs, backend=backend), mean)
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sink_is_a_key_without_a_value(dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """One of logit 0 and value 0, where the sink is 0; one of −inf is none; a large one takes all weight."""
+    inputs = random_inputs(device, 70, heads=4, dtype=dtype)
+    q, k, v = (inputs[name] for name in ("q", "k", "v"))
+    more = (torch.cat((torch.zeros_like(x[:, :1]), x), 1) for x in (k, v))
+    expected = flash_attention(q, *more, backend=backend, return_lse=True)
+    found = flash_attention(q, k, v, sink=torch.zeros(4, device=device), backend=backend, return_lse=True)
+    torch.testing.assert_close(found, expected)
+    none = flash_attention(q, k, v, sink=torch.full((4,), -torch.inf, device=device), backend=backend)
+    torch.testing.assert_close(none, flash_attention(q, k, v, backend=backend))
+    assert flash_attention(q, k, v, sink=torch.full((4,), 1e4, device=device), backend=backend).abs().max() == 0
+
+
+@backends
+def test_sinks_of_any_dtype_and_strides(backend: str, device: torch.device) -> None:
+    inputs = random_inputs(device, 9, heads=4)
+    sink = torch.randn(4, device=device)
+    wide = torch.full((4, 2), torch.nan, device=device)
+    wide[:, 1] = sink
+    expected = flash_attention(**inputs, sink=sink, backend=backend)
+    for same in (wide[:, 1], sink.double(), torch._neg_view(-sink)):
+        torch.testing.assert_close(flash_attention(**inputs, sink=same, backend=backend), expected)
+    half = flash_attention(**inputs, sink=sink.bfloat16().requires_grad_(), backend=backend)
+    torch.testing.assert_close(half, flash_attention(**inputs, sink=sink.bfloat16().float(), backend=backend))
+    assert torch.equal(flash_attention(**inputs, sink=sink[:1].expand(4), backend=backend),
+                       flash_attention(**inputs, sink=sink[:1].repeat(4), backend=backend))  # fmt: skip
+
+
+@backends
+@pytest.mark.parametrize("softcap", [1e-3, 0.5, 20.0, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_caps_of_logits(dtype: torch.dtype, softcap: float, backend: str, device: torch.device) -> None:
+    assert_right(random_inputs(device, 45, dtype=dtype, softcap=softcap, causal=True, size=3.0), backend)
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_entries_have_lengths_of_their_own(dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """As if each were alone with its keys, whatever lies behind these; gradients there are zero."""
+    used = [150, 1, 0, 64, 70]
+    wide = torch.full((5, 3), 99, dtype=dtype, device=device)
+    wide[:, 1] = torch.tensor(used, device=device)
+    for options in ({"causal": True}, {"window": (20, 3)}, {}):
+        inputs = random_inputs(device, 70, 150, batch=5, heads=4, key_heads=2, **options)
+        with torch.no_grad():
+            for entry, length in enumerate(used):
+                inputs["k"][entry, length:] = torch.nan
+                inputs["v"][entry, length:] = torch.nan
+        with poisoned_allocations():
+            found = run({**inputs, "seqused_k": wide[:, 1]}, backend)
+        for entry, length in enumerate(used):
+            alone = {n: x[entry : entry + 1] for n, x in inputs.items() if n == "q"}
+            alone |= {n: x[entry : entry + 1, :length] for n, x in inputs.items() if n in ("k", "v")}
+            alone = {n: x.detach().requires_grad_() for n, x in alone.items()}
+            outputs = flash_attention(**alone, **options, return_lse=True, backend=backend)
+            grads = [x[entry : entry + 1] for x in random_like(found[:2])]
+            expected = (*outputs, *gradients(outputs, alone, grads).values())
+            for x, y in zip(found[:2], outputs):
+                torch.testing.assert_close(x[entry : entry + 1], y)
+            torch.testing.assert_close(found[2][entry : entry + 1], expected[2])
+            for x, y in zip(found[3:], expected[3:]):
+                torch.testing.assert_close(x[entry : entry + 1, :length], y)
+                assert (x[entry, length:] == 0).all()
+
+
+def test_keys_in_pages(device: torch.device) -> None:
+    """Any page holds any keys of any entry; what no table names, or lies behind the used keys, is not read."""
+    inputs = random_inputs(device, 3, 11, batch=2, heads=4, key_heads=2, causal=True)
+    q, k, v = (inputs[name].detach() for name in ("q", "k", "v"))
+    used = torch.tensor([10, 5], device=device)
+    table = torch.tensor([[6, 2, 0], [5, 3, -7]], dtype=torch.int32, device=device)
+    pages = [x.new_full((8, 4, 2, 16), torch.nan) for x in (k, v)]
+    for entry, j in ((b, j) for b in range(2) for j in range(int(used[b]))):
+        for page, x in zip(pages, (k, v)):
+            page[table[entry, j // 4], j % 4] = x[entry, j]
+    options = {"causal": True, "seqused_k": used, "return_lse": True}
+    expected = flash_attention(q, k, v, **options)
+    torch.testing.assert_close(flash_attention(q, *pages, block_table=table, **options), expected)
+    nothing = flash_attention(q, pages[0][:0], pages[1][:0], block_table=table, seqused_k=used * 0)
+    assert (nothing == 0).all()
 
 
 @backends

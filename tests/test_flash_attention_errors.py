@@ -26,6 +26,8 @@ def of(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> 
 
 GOOD: Change = {"q": of(2, 6, 4, 8), "k": of(2, 5, 2, 8), "v": of(2, 5, 2, 3)}
 PACKED: Change = {"q": of(1, 6, 4, 8), "k": of(1, 5, 2, 8), "v": of(1, 5, 2, 3)}
+USED, TABLE = torch.tensor([1, 5]), torch.zeros(2, 3, dtype=torch.int32)
+PAGED: Change = {**GOOD, "k": of(7, 2, 2, 8), "v": of(7, 2, 2, 3), "seqused_k": USED, "block_table": TABLE}
 Q, K = torch.tensor([0, 2, 6]), torch.tensor([0, 5, 5])
 
 # What is changed in a good call, the error, the argument it names, and words of what was expected and what came.
@@ -86,6 +88,34 @@ WRONG: tuple[tuple[Change, type[WarploomError], str, str, str], ...] = (
         {**PACKED, "cu_seqlens_q": Q, "cu_seqlens_k": K.to("meta")},
         DeviceError, "cu_seqlens_k", "on the device of q", "meta",
     ),
+    # logits
+    ({"softcap": "30"}, DtypeError, "softcap", "a number", "'30'"),
+    ({"softcap": 0.0}, ArgumentError, "softcap", "above 0", "0.0"),
+    ({"softcap": -3}, ArgumentError, "softcap", "above 0", "-3"),
+    ({"softcap": float("inf")}, ArgumentError, "softcap", "finite", "inf"),
+    ({"sink": 1.0}, DtypeError, "sink", "a tensor", "float"),
+    ({"sink": of(4, dtype=torch.int32)}, DtypeError, "sink", "float16, bfloat16, float32, float64", "int32"),
+    ({"sink": of(2)}, ShapeError, "sink", "(Hq,) with Hq = 4", "(2,)"),
+    ({"sink": of(4, device="meta")}, DeviceError, "sink", "on the device of q", "meta"),
+    # lengths of entries, and pages
+    ({"seqused_k": [1, 5]}, DtypeError, "seqused_k", "an integer tensor", "list"),
+    ({"seqused_k": of(2)}, DtypeError, "seqused_k", "int32", "float32"),
+    ({"seqused_k": USED[:1]}, ShapeError, "seqused_k", "(B,) with B = 2", "(1,)"),
+    ({"seqused_k": USED.to("meta")}, DeviceError, "seqused_k", "on the device of q", "meta"),
+    (
+        {**PACKED, "cu_seqlens_q": Q, "cu_seqlens_k": K, "seqused_k": USED[:1]},
+        ArgumentError, "seqused_k", "None with packed sequences", "a tensor",
+    ),
+    ({**PAGED, "block_table": TABLE.long()}, DtypeError, "block_table", "int32", "int64"),
+    ({**PAGED, "block_table": TABLE[0]}, ShapeError, "block_table", "(B, P) with B = 2", "(3,)"),
+    ({**PAGED, "block_table": TABLE[:1]}, ShapeError, "block_table", "(B, P) with B = 2", "(1, 3)"),
+    ({**PAGED, "block_table": TABLE.to("meta")}, DeviceError, "block_table", "on the device of q", "meta"),
+    ({**PAGED, "seqused_k": None}, ArgumentError, "seqused_k", "given where there is a block_table", "None"),
+    ({**PAGED, "k": of(7, 0, 2, 8), "v": of(7, 0, 2, 3)}, ShapeError, "k", "(pages, page_size", "(7, 0, 2, 8)"),
+    (
+        {**PAGED, "q": of(2, 6, 4, 8).requires_grad_()},
+        ArgumentError, "block_table", "None where gradients are recorded", "a tensor",
+    ),
 )  # fmt: skip
 
 
@@ -120,6 +150,7 @@ def test_a_good_call_is_none_of_them() -> None:
         ({name: t.double() for name, t in GOOD.items()}, "float64"),
         ({"q": of(1, 2, 1, 257), "k": of(1, 2, 1, 257), "v": of(1, 2, 1, 3)}, "257 features"),
         ({"q": of(1, 2, 1, 3), "k": of(1, 2, 1, 3), "v": of(1, 2, 1, 300)}, "300 features"),
+        (PAGED, "keys in pages"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_said_and_done_by_pytorch(inputs: Change, reason: str) -> None:

@@ -39,6 +39,8 @@ SPLIT_CASES: tuple[dict[str, Any], ...] = (
     {"causal": True, "heads": 4, "key_heads": 2, "n": 70},
     {"n": 1, "m": 300},
     {"n": 3, "causal": True, "dtype": torch.float32},
+    {"sink": torch.tensor([2.0]), "softcap": 3.0, "causal": True},
+    {"n": 70, "batch": 2, "seqused_k": torch.tensor([190, 75]), "causal": True},
 )
 
 
@@ -46,6 +48,7 @@ SPLIT_CASES: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=str)
 def test_a_split_is_right_and_gives_the_same_bits_twice(case: dict[str, Any], device: torch.device) -> None:
     inputs = random_inputs(device, **{"n": 150, "m": 190, "batch": 1, "heads": 1, "dtype": torch.bfloat16, **case})
+    inputs |= {name: inputs[name].to(device) for name in ("sink", "seqused_k") if name in inputs}
     assert_right({**inputs, "return_lse": True}, "triton")
     first = run(inputs, "triton")
     with poisoned_allocations():

@@ -152,10 +152,10 @@ def test_registered_operators_plan_once(planned: list[str], device: torch.device
     planned.clear()
     with no_plans():
         for scale in (0.5, 0.5, 0.25):
-            packed, rest = (None, None), (None, 0, scale, None)
-            out, _, statistics = torch.ops.warploom.flash_attention(q, k, v, *packed, *rest)
-            saved = (q, k, v, out, statistics, *packed)
-            torch.ops.warploom.flash_attention_backward(out, None, *saved, *rest, [True] * 3)
+            absent, rest = (None,) * 4, (None, 0, scale, None, None)
+            out, _, statistics = torch.ops.warploom.flash_attention(q, k, v, *absent, None, *rest)
+            saved = (q, k, v, out, statistics, *absent)
+            torch.ops.warploom.flash_attention_backward(out, None, *saved, *rest, [True] * 4)
         assert planned == ["plan_forward", "plan_backward"] * 2
         planned.clear()
         for (offset, prefix), wanted in zip(starts, expected):

@@ -26,8 +26,12 @@ def flash_attention(
     causal: bool = ...,
     scale: float | None = ...,
     window: Sequence[int | None] | None = ...,
+    softcap: float | None = ...,
+    sink: Tensor | None = ...,
     cu_seqlens_q: Tensor | None = ...,
     cu_seqlens_k: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
+    block_table: Tensor | None = ...,
     float32_precision: str | None = ...,
     return_lse: Literal[False] = ...,
     backend: str = ...,
@@ -43,8 +47,12 @@ def flash_attention(
     causal: bool = ...,
     scale: float | None = ...,
     window: Sequence[int | None] | None = ...,
+    softcap: float | None = ...,
+    sink: Tensor | None = ...,
     cu_seqlens_q: Tensor | None = ...,
     cu_seqlens_k: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
+    block_table: Tensor | None = ...,
     float32_precision: str | None = ...,
     return_lse: bool,
     backend: str = ...,
@@ -59,8 +67,12 @@ def flash_attention(
     causal: bool = False,
     scale: float | None = None,
     window: Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
     float32_precision: str | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -79,9 +91,18 @@ def flash_attention(
         scale: Factor of the inner products, any finite number; ``D^-½`` by default.
         window: ``(left, right)``, each a number of keys ≥ 0 or None for no bound: query ``i`` sees key ``j`` if
             ``−left ≤ j − (i + M − N) ≤ right``. With ``causal`` both conditions hold.
+        softcap: Logits ``z = scale · q kᵀ`` become ``softcap · tanh(z / softcap)``; above 0. None for no cap.
+        sink: ``(Hq,)``, any float dtype: one more logit in the sum of every row of a head, without a value. It
+            takes part in lse, and has a gradient.
         cu_seqlens_q: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S = N``, with ``B = 1``: packed sequences, each
             of which attends to its own keys with its own alignment. Values are read on the device and not checked.
         cu_seqlens_k: The same for the keys, ``c_S = M``. If ``N = M``, either of the two stands for both.
+        seqused_k: ``(B,)`` int32 or int64: batch entry ``b`` has its first ``seqused_k[b] ≤ M`` keys. What lies
+            behind them is not read into a result, ``causal`` and ``window`` align with the last used key, and
+            gradients there are 0. Not with packed sequences. Values are read on the device and not checked.
+        block_table: ``(B, P)`` int32, for keys in pages: then ``k`` is ``(pages, page_size, Hkv, D)``, ``v``
+            likewise, and key ``j`` of batch entry ``b`` lies in page ``block_table[b, j // page_size]``. With
+            ``seqused_k``, without gradients, and in PyTorch: a copy of all pages of the table is made.
         float32_precision: How products of float32 tensors are computed by the kernels: ``highest`` (as exact as
             float32), ``high`` (TensorFloat-32, or two parts of a factor in bfloat16) or ``medium`` (bfloat16); the
             current value of ``torch.get_float32_matmul_precision()`` by default. Other dtypes have one way only.
@@ -90,7 +111,8 @@ def flash_attention(
 
     Returns:
         ``(B, N, Hq, E)`` in the dtype and memory order of ``q``; with ``return_lse`` also ``(B, Hq, N)`` float32
-        (float64 for float64 inputs). A query that sees no key has output 0, lse ``−inf``, and gradients 0.
+        (float64 for float64 inputs). A query that sees no key has output 0, lse ``−inf`` (or its sink), and
+        gradients 0.
         Under autocast the inputs are cast as for PyTorch's own attention.
 
     Raises:
@@ -108,25 +130,27 @@ def flash_attention(
         q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
     if isinstance(window, list):
         window = tuple(window)
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
-    options = (causal, scale, window, float32_precision, return_lse)
+    tensors = (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+    options = (causal, scale, window, float32_precision, return_lse, softcap)
     return _function(backend, tensors, options)  # type: ignore[no-any-return]
 
 
 def _run_reference(tensors: Tensors, _: int, checked: Checked, backend: str) -> Tensor | tuple[Tensor, Tensor]:
-    q, k, v, cu_seqlens_q, cu_seqlens_k = checked.tensors(*tensors) if checked.tensors else tensors
+    q, k, v, *rest = checked.tensors(*tensors) if checked.tensors else tensors
+    sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table = rest
     options: Options = checked.options
     return_lse = checked.results == 2
-    packed = cu_seqlens_q is not None
-    if backend == "auto" and not (packed or return_lse) and _is_plain(q, k, v, options):
+    only = all(x is None for x in (*rest, options.softcap)) and not return_lse
+    if backend == "auto" and only and _is_plain(q, k, v, options):
         return in_order_of(q, _fused_by_torch(q, k, v, options))
     # The inputs have been cast; what is float32 inside stays float32.
     autocast = _autocast(q)
     with torch.autocast(q.device.type, enabled=False) if autocast else contextlib.nullcontext():
         results = reference.flash_attention(
             q, k, v,
-            scale=options.scale, window=(options.left, options.right), cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, float32_precision=options.precision, return_lse=return_lse,
+            scale=options.scale, window=(options.left, options.right), softcap=options.softcap, sink=sink,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, block_table=block_table,
+            float32_precision=options.precision, return_lse=return_lse,
         )  # fmt: skip
     if isinstance(results, Tensor):
         return in_order_of(q, results)

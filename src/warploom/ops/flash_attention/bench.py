@@ -25,8 +25,9 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
 
     Keys: ``batch, n, heads, head_dim, dtype``; ``m`` (keys, by default n), ``key_heads`` (by default heads),
     ``value_dim`` (by default head_dim); ``size`` (of the numbers in q and k, by default 1), ``layout`` (``bhnd``
-    for heads before tokens in memory); and ``causal, scale, window, cu_seqlens_q, cu_seqlens_k, float32_precision,
-    return_lse`` as in the public function.
+    for heads before tokens in memory); ``sink`` (whether there is one), ``cu_seqlens_q``, ``cu_seqlens_k`` and
+    ``seqused_k`` as lists; and ``causal, scale, window, softcap, float32_precision, return_lse`` as in the public
+    function.
     """
     batch, tokens, heads, head_dim = case["batch"], case["n"], case["heads"], case["head_dim"]
     keys, key_heads = case.get("m", tokens), case.get("key_heads", heads)
@@ -42,9 +43,11 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
         if case.get("layout") == "bhnd":
             x = x.transpose(1, 2).contiguous().transpose(1, 2)
         inputs[name] = x.to(dtype).requires_grad_()
-    options = ("causal", "scale", "window", "float32_precision", "return_lse")
+    options = ("causal", "scale", "window", "softcap", "float32_precision", "return_lse")
     inputs |= {name: case[name] for name in options if name in case}
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+    if case.get("sink"):
+        inputs["sink"] = normal((heads,), torch.float32, device, generator).requires_grad_()
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
         if name in case:
             inputs[name] = torch.tensor(case[name], dtype=torch.int32, device=device)
     return inputs
@@ -100,8 +103,25 @@ _CHECKS: tuple[dict[str, Any], ...] = (
     },
     {"batch": 1, "n": 40, "cu_seqlens_q": [0, 1, 40], "window": [5, 3], "heads": 4, "key_heads": 2},
     {"batch": 1, "cu_seqlens_k": [0, 19, 19], "dtype": "bfloat16"},
+    {"softcap": 1.5, "causal": True, "return_lse": True},
+    {
+        "softcap": 30.0,
+        "scale": -0.25,
+        "dtype": "bfloat16",
+        "size": 6.0,
+        "window": [6, 1],
+        "heads": 4,
+        "key_heads": 2,
+    },
+    {"sink": True, "return_lse": True, "m": 33},
+    {"sink": True, "window": [4, 0], "dtype": "bfloat16", "head_dim": 64, "n": 70, "heads": 4, "key_heads": 2},
+    {"seqused_k": [21, 33], "m": 40, "causal": True, "return_lse": True},
+    {"seqused_k": [0, 19], "window": [3, 2], "sink": True, "softcap": 2.0, "return_lse": True},
+    {"batch": 1, "cu_seqlens_q": [0, 5, 5, 19], "causal": True, "sink": True, "softcap": 5.0},
+    {"n": 1, "m": 150, "seqused_k": [97, 150], "causal": True, "dtype": "bfloat16", "sink": True},
     {"batch": 0},
     {"n": 0},
+    {"n": 3, "m": 0, "sink": True, "return_lse": True},
     {"n": 3, "m": 0, "causal": True},
     {"n": 1, "m": 150, "causal": True},
     {"n": 150, "batch": 1, "heads": 1, "causal": True, "dtype": "bfloat16", "layout": "bhnd"},

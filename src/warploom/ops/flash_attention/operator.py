@@ -9,7 +9,7 @@ import torch
 
 from warploom.ops.flash_attention.launches.backward import backward
 from warploom.ops.flash_attention.launches.forward import forward
-from warploom.ops.flash_attention.problem import Mask
+from warploom.ops.flash_attention.problem import Logits, Mask
 from warploom.ops.flash_attention.validation import Options
 from warploom.runtime.dispatch import Gradient, Operator, Tensors
 from warploom.runtime.memory_order import empty_in_order_of
@@ -21,9 +21,22 @@ Tensor = torch.Tensor
 
 def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
     """Attention, lse, and what the backward computes the weights again from."""
-    q, k, v, *cu_seqlens = tensors
-    mask = Mask(options.left, options.right, *cu_seqlens)
-    return forward(q, k, v, mask, options.scale, options.precision, plans)
+    q, k, v, sink, *bounds, _ = tensors
+    mask, logits = _mask_and_logits(options, sink, *bounds)
+    return forward(q, k, v, mask, options.scale, options.precision, plans, logits=logits)
+
+
+def _mask_and_logits(
+    options: Options,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+) -> tuple[Mask, Logits]:
+    """What the kernels are told; these read a number for every head or batch entry as adjacent ones."""
+    used = None if seqused_k is None else seqused_k.contiguous()
+    mask = Mask(options.left, options.right, cu_seqlens_q, cu_seqlens_k, used)
+    return mask, Logits(options.softcap, None if sink is None else sink.resolve_neg().contiguous())
 
 
 def _fake(tensors: Tensors, options: Options) -> Tensors:
@@ -36,45 +49,47 @@ def _fake(tensors: Tensors, options: Options) -> Tensors:
 def _save(
     tensors: Tensors, options: Options, results: Tensors, wanted: Sequence[bool]
 ) -> tuple[Tensors, tuple[Any, ...]]:
-    """Bounds of packed sequences are saved, so that autograd sees when they are changed in place."""
-    q, k, v, *cu_seqlens = tensors
+    """Bounds of sequences are saved, so that autograd sees when they are changed in place."""
+    q, k, v, sink, *bounds, _ = tensors
     out, _, statistics = results
-    return (q, k, v, out, statistics, *cu_seqlens), ()
+    return (q, k, v, out, statistics, sink, *bounds), ()
 
 
 def _backward(
     grads: Tensors, saved: Tensors, _: int, options: Options, extra: tuple[Any, ...], wanted: Sequence[bool],
     plans: Plans,
 ) -> Tensors:  # fmt: skip
-    """Gradients of q, k and v."""
-    (grad, grad_lse), (q, k, v, out, statistics, *cu_seqlens) = grads, saved
+    """Gradients of q, k, v and the sink."""
+    (grad, grad_lse), (q, k, v, out, statistics, sink, *bounds) = grads, saved
     grad = torch.zeros_like(out) if grad is None else grad
-    mask = Mask(options.left, options.right, *cu_seqlens)
+    mask, logits = _mask_and_logits(options, sink, *bounds)
     rest = (mask, options.scale, options.precision, plans)
-    return backward(grad, grad_lse, q, k, v, out, statistics, *rest)
+    return backward(grad, grad_lse, q, k, v, out, statistics, *rest, logits=logits)
 
 
 def _backward_fake(grads: Tensors, saved: Tensors, *_: Any) -> Tensors:
-    return tuple(empty_in_order_of(x, x.shape[-1]) for x in saved[:3])
+    sink = saved[5]
+    dsink = None if sink is None else sink.new_empty(sink.shape)
+    return *(empty_in_order_of(x, x.shape[-1]) for x in saved[:3]), dsink
 
 
 def _flops(tensors: Tensors, options: Options) -> int:
     """Two products for every query and key, hidden or not, as PyTorch counts its own attention."""
-    q, k, v, *cu_seqlens = tensors
+    q, k, v, _, *cu_seqlens, _, _ = tensors
     return 2 * attention_pairs(q, k, *cu_seqlens) * int(q.shape[2] * (q.shape[3] + v.shape[3]))
 
 
 def _backward_flops(grads: Tensors, saved: Tensors, options: Options) -> int:
     """Five products: of q and k anew, and for the gradients of the weights, of v, q and k."""
-    q, k, v, _, _, *cu_seqlens = saved
+    q, k, v, _, _, _, *cu_seqlens, _ = saved
     return 2 * attention_pairs(q, k, *cu_seqlens) * int(q.shape[2] * (3 * q.shape[3] + 2 * v.shape[3]))
 
 
-_CU_SEQLENS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+_BOUNDS = "Tensor? sink, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
 OPERATOR = Operator(
     name="flash_attention",
-    tensors=f"Tensor q, Tensor k, Tensor v, {_CU_SEQLENS}",
-    options="SymInt? left, SymInt? right, float scale, str? precision",
+    tensors=f"Tensor q, Tensor k, Tensor v, {_BOUNDS}, Tensor? block_table",
+    options="SymInt? left, SymInt? right, float scale, str? precision, float? softcap",
     results=3,
     options_type=Options,
     forward=_forward,
@@ -82,8 +97,8 @@ OPERATOR = Operator(
     flops=_flops,
     gradient=Gradient(
         grads="Tensor? grad, Tensor? grad_lse",
-        saved=f"Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, {_CU_SEQLENS}",
-        gradients=3,
+        saved=f"Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, {_BOUNDS}",
+        gradients=4,
         save=_save,
         run=_backward,
         fake=_backward_fake,

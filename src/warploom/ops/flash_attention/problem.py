@@ -25,6 +25,17 @@ class Mask(NamedTuple):
     right: int | None = None  # 0 for causal
     cu_seqlens_q: Tensor | None = None  # (S + 1,), as is the next
     cu_seqlens_k: Tensor | None = None
+    seqused_k: Tensor | None = None  # (B,), of adjacent numbers
+
+
+class Logits(NamedTuple):
+    """What becomes of inner products besides their scale."""
+
+    softcap: float | None = None
+    sink: Tensor | None = None  # (Hq,), of adjacent numbers
+
+
+PLAIN = Logits()
 
 
 def tile_width(features: int) -> int:
@@ -75,8 +86,8 @@ class Shape(NamedTuple):
 
 
 def is_plain(shape: Shape, mask: Mask, scale: float) -> bool:
-    """Whether a call is causal or full attention with features that are one power of two for keys and values."""
-    plain = mask.left is None and mask.cu_seqlens_q is None and scale >= 0
+    """Whether a call is causal or full attention of all keys, with as many features, a power of two, everywhere."""
+    plain = mask.left is None and mask.cu_seqlens_q is None and mask.seqused_k is None and scale >= 0
     return plain and shape.head_dim == shape.value_dim == shape.block_d
 
 

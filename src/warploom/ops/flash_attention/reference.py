@@ -29,12 +29,19 @@ def flash_attention(
     causal: bool = False,
     scale: float | None = None,
     window: Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
     float32_precision: str | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax of ``scale · q kᵀ`` over the visible keys, times ``v``: (B, N, Hq, E) [and lse (B, Hq, N)].
+
+    ``softcap · tanh(· / softcap)`` bends the logits, and ``sink`` (Hq,) is one more of them in every sum. Batch
+    entry ``b`` has ``seqused_k[b]`` keys, which lie in pages ``block_table[b]`` if there are such.
 
     For float32 inputs, a ``float32_precision`` of ``high`` drops the bits of every factor of a matrix product that
     TensorFloat-32 does not have, and ``medium`` rounds it to bfloat16.
@@ -47,7 +54,13 @@ def flash_attention(
     )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if block_table is not None:
+        k, v = (_from_pages(t, block_table) for t in (k, v))
     tokens, keys = q.shape[1], k.shape[1]
+    used = None if seqused_k is None else seqused_k.long()[:, None]  # (B, 1)
+    if used is not None:  # a product with what lies behind them would be NaN where that is
+        behind = (torch.arange(keys, device=k.device) >= used)[:, :, None, None]
+        k, v = k.masked_fill(behind, 0.0), v.masked_fill(behind, 0.0)
     factors = (float32_precision or "highest") if q.dtype == torch.float32 else str(q.dtype).removeprefix("torch.")
     queries, wide_k, wide_v = (_factor(t.to(dtype), factors) for t in (q, k, v))
     query_sequence, query_place = _places(q, tokens, keys, cu_seqlens_q, cu_seqlens_k)
@@ -56,11 +69,16 @@ def flash_attention(
     def attend_block(rows: slice, queries: Tensor, wide_k: Tensor, wide_v: Tensor) -> tuple[Tensor, Tensor]:
         distance = key_place[None, :] - query_place[rows, None]
         visible = key_sequence[None, :] == query_sequence[rows, None]
+        if used is not None:  # (B, N, M)
+            distance = distance + (keys - used)[:, :, None]
+            visible = visible & (key_place < used)[:, None, :]
         if left is not None:
             visible = visible & (distance >= -min(left, _FAR))
         if right is not None:
             visible = visible & (distance <= min(right, _FAR))
-        return _attend(queries[:, rows], wide_k, wide_v, visible, scale, factors)
+        visible = visible[None] if visible.dim() == 2 else visible
+        visible = visible[:, None, None]
+        return _attend(queries[:, rows], wide_k, wide_v, visible, scale, factors, softcap, sink)
 
     row = max(q.shape[0] * q.shape[2] * keys, 1)
     # An exported program is for sizes that are not known yet, and has one block.
@@ -77,8 +95,17 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, factors: str) -> tuple[Tensor, Tensor]:
-    """Attention under a mask (N, M): output (B, N, Hq, E), and lse (B, Hq, N).
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    scale: float,
+    factors: str,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention under a mask (B or 1, 1, 1, N, M): output (B, N, Hq, E), and lse (B, Hq, N).
 
     A hidden key has weight 0, whatever its logit is: NaN in a query or key reaches ``out`` and ``lse`` of the rows
     that see it. Products are those of matrices, in which 0 · NaN is NaN: a value reaches all rows of ``out``.
@@ -88,21 +115,36 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, fact
     group = heads // max(key_heads, 1)
     queries = q.unflatten(2, (key_heads, group))  # query head h reads key head h // group
     logits = torch.einsum("bnhgd,bmhd->bhgnm", queries, k) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     logits = logits.masked_fill(~visible, -torch.inf)
     # The maximum is only a shift that cancels, so no gradient flows through it; a row without keys has none.
+    top = logits.new_full((*logits.shape[:-1], 1), -torch.inf)
     if keys:
         top = logits.detach().amax(-1, keepdim=True)
-        logits = logits - top.masked_fill(top == -torch.inf, 0.0)
-    else:
-        top = logits.new_full((*logits.shape[:-1], 1), -torch.inf)
+    if sink is not None:
+        sink = sink.to(logits.dtype).reshape(key_heads, group, 1, 1)
+        top = torch.maximum(top, sink.detach())
+    shift = top.masked_fill(top == -torch.inf, 0.0)
+    logits = logits - shift
     weights = logits.exp()
     total = weights.sum(-1)
+    if sink is not None:
+        total = total + (sink - shift).exp().squeeze(-1)
     some = total != 0
     total = torch.where(some, total, 1.0)
     weights = (weights / total.unsqueeze(-1)).masked_fill(~visible, 0.0)  # also in a row of NaN
     out = torch.einsum("bhgnm,bmhe->bnhge", _factor(weights, factors), v)
     lse = torch.where(some, total.log() + top.squeeze(-1), -torch.inf)
     return out.reshape(batch, tokens, heads, v.shape[-1]), lse.reshape(batch, heads, tokens)
+
+
+def _from_pages(x: Tensor, block_table: Tensor) -> Tensor:
+    """Pages (pages, page_size, H, F) as those of each batch entry one after the other, (B, P · page_size, H, F)."""
+    if x.shape[0] == 0:
+        return x.new_zeros(block_table.shape[0], block_table.shape[1] * x.shape[1], *x.shape[2:])
+    pages = block_table.long().clamp(0, x.shape[0] - 1)  # behind the used keys there may be any number
+    return x[pages].flatten(1, 2)
 
 
 def _factor(x: Tensor, factors: str) -> Tensor:

@@ -30,6 +30,7 @@ class Options(NamedTuple):
     right: int | None
     scale: float
     precision: str | None
+    softcap: float | None = None
 
 
 def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Checked:
@@ -37,12 +38,12 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Chec
 
     Args:
         name: Of the public function.
-        tensors: q, k, v, cu_seqlens_q and cu_seqlens_k.
-        options: causal, scale, window, float32_precision and return_lse.
+        tensors: q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k and block_table.
+        options: causal, scale, window, float32_precision, return_lse and softcap.
     """
-    q, k, v, cu_seqlens_q, cu_seqlens_k = tensors
-    causal, scale, window, precision, return_lse = options
-    _check_tensors(q, k, v)
+    q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table = tensors
+    causal, scale, window, precision, return_lse, softcap = options
+    _check_tensors(q, k, v, block_table is not None)
     left, right = _checked_window(window)
     for argument, flag in (("causal", causal), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
@@ -51,24 +52,43 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Chec
         right = 0
     scale = _checked_scale(scale, q)
     _check_sequences(q, k, cu_seqlens_q, cu_seqlens_k)
+    if softcap is not None:
+        check_number(NAME, "softcap", softcap)
+        if softcap <= 0:
+            raise fault(ArgumentError, NAME, "softcap", "above 0, or None for no cap", softcap)
+    if sink is not None:
+        _check_sink(q, sink)
+    if seqused_k is not None:
+        _check_used(q, seqused_k, cu_seqlens_q, cu_seqlens_k)
+    if block_table is not None:
+        _check_pages(q, k, v, block_table, seqused_k)
     if precision is not None and precision not in PRECISIONS:
         expected = f"None or one of {', '.join(PRECISIONS)}"
         raise fault(ArgumentError, name, "float32_precision", expected, repr(precision))
     one = (cu_seqlens_q is None) != (cu_seqlens_k is None)
-    settled = Options(left, right, scale, precision)
-    return Checked(settled, _beyond_kernels(q, k, v), _with_both if one else None, 2 if return_lse else 1)
+    settled = Options(left, right, scale, precision, softcap)
+    limit = _beyond_kernels(q, k, v, block_table)
+    return Checked(settled, limit, _with_both if one else None, 2 if return_lse else 1)
 
 
 def _with_both(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    *rest: Tensor | None,
 ) -> Tensors:
     """Where there are as many queries as keys, the bounds of one stand for both."""
     given = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
-    return q, k, v, given, given
+    return q, k, v, sink, given, given, *rest
 
 
-def _beyond_kernels(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def _beyond_kernels(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> str | None:
     """What the Triton kernels do not do in this call, if anything."""
+    if block_table is not None:
+        return "keys in pages are not for them: they are put together, and attended to in PyTorch"
     features = max(q.shape[-1], v.shape[-1])
     if features > MAX_FEATURES:
         return f"{features} features do not fit in one tile ({MAX_FEATURES} at most)"
@@ -81,7 +101,7 @@ def _beyond_kernels(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, paged: bool) -> None:
     for argument, tensor in (("q", q), ("k", k), ("v", v)):
         checked_tensor(NAME, argument, tensor, FLOATS)
         if tensor.dtype != q.dtype:
@@ -91,13 +111,17 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dim() != 4 or q.shape[-1] == 0:
         raise fault(ShapeError, NAME, "q", "(B, N, Hq, D) with D ≥ 1", shape_of(q))
     batch, _, heads, features = q.shape
-    if k.dim() != 4 or k.shape[0] != batch or k.shape[3] != features:
+    if paged:
+        if k.dim() != 4 or k.shape[1] == 0 or k.shape[3] != features:
+            expected = f"(pages, page_size, Hkv, D) with D = {features}, where there is a block_table"
+            raise fault(ShapeError, NAME, "k", expected, shape_of(k))
+    elif k.dim() != 4 or k.shape[0] != batch or k.shape[3] != features:
         raise fault(ShapeError, NAME, "k", f"(B, M, Hkv, D) with B = {batch}, D = {features}", shape_of(k))
     key_heads = k.shape[2]
     if heads != key_heads and (key_heads == 0 or heads % key_heads != 0):
         raise fault(ShapeError, NAME, "k", f"of Hkv heads such that Hq = {heads} is a multiple", shape_of(k))
     if v.dim() != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] == 0:
-        expected = f"(B, M, Hkv, E) with B = {batch}, M = {k.shape[1]}, Hkv = {key_heads}, E ≥ 1"
+        expected = f"(B, M, Hkv, E) with B = {k.shape[0]}, M = {k.shape[1]}, Hkv = {key_heads}, E ≥ 1"
         raise fault(ShapeError, NAME, "v", expected, shape_of(v))
 
 
@@ -120,6 +144,36 @@ def _checked_scale(scale: float | None, q: Tensor) -> float:
         return 1.0 / math.sqrt(q.shape[-1])
     check_number(NAME, "scale", scale)
     return scale
+
+
+def _check_sink(q: Tensor, sink: Tensor) -> None:
+    checked_tensor(NAME, "sink", sink, FLOATS)
+    if sink.shape != (q.shape[2],):
+        raise fault(ShapeError, NAME, "sink", f"(Hq,) with Hq = {q.shape[2]}", shape_of(sink))
+    if sink.device != q.device:
+        raise fault(DeviceError, NAME, "sink", f"on the device of q, {q.device}", sink.device)
+
+
+def _check_used(q: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
+    checked_tensor(NAME, "seqused_k", seqused_k, (torch.int32, torch.int64))
+    if seqused_k.shape != (q.shape[0],):
+        raise fault(ShapeError, NAME, "seqused_k", f"(B,) with B = {q.shape[0]}", shape_of(seqused_k))
+    if seqused_k.device != q.device:
+        raise fault(DeviceError, NAME, "seqused_k", f"on the device of q, {q.device}", seqused_k.device)
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        raise fault(ArgumentError, NAME, "seqused_k", "None with packed sequences", "a tensor")
+
+
+def _check_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, seqused_k: Tensor | None) -> None:
+    checked_tensor(NAME, "block_table", block_table, (torch.int32,))
+    if block_table.dim() != 2 or block_table.shape[0] != q.shape[0]:
+        raise fault(ShapeError, NAME, "block_table", f"(B, P) with B = {q.shape[0]}", shape_of(block_table))
+    if block_table.device != q.device:
+        raise fault(DeviceError, NAME, "block_table", f"on the device of q, {q.device}", block_table.device)
+    if seqused_k is None:
+        raise fault(ArgumentError, NAME, "seqused_k", "given where there is a block_table", None)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        raise fault(ArgumentError, NAME, "block_table", "None where gradients are recorded", "a tensor")
 
 
 def _check_sequences(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:

@@ -26,6 +26,7 @@ from warploom.ops.flash_attention.kernels.forward import (
     Strides,
     as_factor,
     base_of,
+    capped,
     key_bounds,
     load_factor,
     loop_bounds,
@@ -38,6 +39,7 @@ from warploom.ops.flash_attention.kernels.forward import (
     tile_bounds,
     tile_offsets,
     transposed,
+    used_keys,
     visible,
 )
 
@@ -100,6 +102,14 @@ class Queries(NamedTuple):
 
 
 @triton.jit
+def uncapped(dlogits, logits, variant: tl.constexpr):
+    """Gradients with respect to logits, from those with respect to what `capped` makes of them."""
+    if variant.SOFTCAP is not None:
+        dlogits = dlogits * (1.0 - logits * logits)
+    return dlogits
+
+
+@triton.jit
 def query_loop(dk, dv, k, v, queries, begin, end, key, mask, scale, MASKED: tl.constexpr, variant: tl.constexpr):
     """Loop over queries ``begin … end`` of every head of a group, one loop for all, which keeps registers free.
 
@@ -123,15 +133,14 @@ def query_loop(dk, dv, k, v, queries, begin, end, key, mask, scale, MASKED: tl.c
         q_tile = load_factor(q_ptr, q, m, queries.tokens, variant.D, MASKED, PRECISION)
         logits = tl.zeros((dk.shape[0], BLOCK_M), dtype=tl.float32)
         logits = product(k, transposed(q_tile, PRECISION), logits, PRECISION)
-        if variant.NEGATIVE:
-            logits = -logits
+        logits, factor = capped(logits, scale, variant)
         if MASKED:
             row_lse = tl.load(queries.lse + row, mask=query < queries.tokens, other=float("inf"))
             row_delta = tl.load(queries.delta + row, mask=query < queries.tokens, other=0.0)
         else:
             row_lse = tl.load(queries.lse + row)
             row_delta = tl.load(queries.delta + row)
-        weights = power_of_two(logits * scale - row_lse[None, :])  # (N, M)
+        weights = power_of_two(logits * factor - row_lse[None, :])  # (N, M)
         if queries.inverse is not None:
             weights *= tl.load(queries.inverse + row, mask=query < queries.tokens, other=0.0)[None, :]
         if MASKED:
@@ -142,20 +151,22 @@ def query_loop(dk, dv, k, v, queries, begin, end, key, mask, scale, MASKED: tl.c
         dv = product(as_factor(weights, do.ptr.dtype.element_ty, PRECISION), do_tile, dv, PRECISION)
         dweights = tl.zeros((dk.shape[0], BLOCK_M), dtype=tl.float32)
         dweights = product(v, transposed(do_tile, PRECISION), dweights, PRECISION)
-        dlogits = weights * (dweights - row_delta[None, :])
+        dlogits = uncapped(weights * (dweights - row_delta[None, :]), logits, variant)
         dk = product(as_factor(dlogits, q.ptr.dtype.element_ty, PRECISION), q_tile, dk, PRECISION)
     return dk, dv
 
 
 @triton.jit
 def key_kernel(
-    q, k, v, grad, lse, delta, inverse, dk, dv, cu_seqlens_q, cu_seqlens_k,
+    q, k, v, grad, lse, delta, inverse, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_k,
     sizes: Sizes, slope: tl.float32, dk_split: tl.int64, dv_split: tl.int64,
     q_strides: Strides, k_strides: Strides, v_strides: Strides, grad_strides: Strides,
     dk_strides: Strides, dv_strides: Strides,
     variant: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one key head, over one split of the loop over the queries of every query head of its group.
+
+    Gradients of keys that are not used are not written.
 
     With ``OVERLAP`` the launch after it, of `query_kernel`, starts where this one leaves multiprocessors idle. Before, it
     waits for what both read; keys and values of its own are on their way by then, unless they come in terms made before.
@@ -177,6 +188,7 @@ def key_kernel(
         block, cu_seqlens_k, sizes.cu_k_stride, cu_seqlens_q, sizes.cu_q_stride, sizes.keys, sizes.tokens,
         sizes.sequences, BLOCK_N,
     )  # fmt: skip
+    keys = used_keys(seqused_k, batch, keys)
     if n < keys:
         MADE: tl.constexpr = PRECISION == "3-term" or PRECISION == "2-term"
         k_ptr = base_of(k, batch, k_start + n, key_head, k_strides, variant.VEC)
@@ -261,23 +273,22 @@ def kv_loop(dq, rows, k, v, begin, end, mask, scale, MASKED: tl.constexpr, varia
         k_tile = load_factor(k.ptr + n * k_step, k, n, mask.keys, variant.D, MASKED, PRECISION)
         logits = tl.zeros((dq.shape[0], BLOCK_N), dtype=tl.float32)
         logits = product(q, transposed(k_tile, PRECISION), logits, PRECISION)
-        if variant.NEGATIVE:
-            logits = -logits
-        weights = power_of_two(logits * scale - row_lse[:, None])  # (M, N)
+        logits, factor = capped(logits, scale, variant)
+        weights = power_of_two(logits * factor - row_lse[:, None])  # (M, N)
         if MASKED:
             key = n + tl.arange(0, BLOCK_N)
             weights = tl.where(visible(position[:, None], key[None, :], mask, variant), weights, 0.0)
         v_tile = load_factor(v.ptr + n * v_step, v, n, mask.keys, variant.E, MASKED, PRECISION)
         dweights = tl.zeros((dq.shape[0], BLOCK_N), dtype=tl.float32)
         dweights = product(do, transposed(v_tile, PRECISION), dweights, PRECISION)
-        dlogits = weights * (dweights - row_delta[:, None])
+        dlogits = uncapped(weights * (dweights - row_delta[:, None]), logits, variant)
         dq = product(as_factor(dlogits, k.ptr.dtype.element_ty, PRECISION), k_tile, dq, PRECISION)
     return dq
 
 
 @triton.jit
 def query_kernel(
-    q, k, v, grad, lse, delta, inverse, dq, cu_seqlens_q, cu_seqlens_k,
+    q, k, v, grad, lse, delta, inverse, dq, cu_seqlens_q, cu_seqlens_k, seqused_k,
     sizes: Sizes, slope: tl.float32, dq_split: tl.int64,
     q_strides: Strides, k_strides: Strides, v_strides: Strides, grad_strides: Strides, dq_strides: Strides,
     variant: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr,
@@ -304,6 +315,7 @@ def query_kernel(
         block = sizes.blocks - 1 - block
     batch, head = row // heads, row % heads
     m, q_start, tokens, k_start, keys = query_tile(block, cu_seqlens_q, cu_seqlens_k, sizes, BLOCK_M)
+    keys = used_keys(seqused_k, batch, keys)
     if m < tokens:
         q_ptr = base_of(q, batch, q_start + m, head, q_strides, variant.VEC)
         do_ptr = base_of(grad, batch, q_start + m, head, grad_strides, variant.VEC)

@@ -3,11 +3,12 @@
 Shapes. Queries come in tiles (M, D), keys in tiles (N, D) and values in tiles (N, E), where ``M`` and ``N`` are
 ``BLOCK_M`` and ``BLOCK_N``. A program holds one tile of queries, loops over the keys that its queries see and keeps
 the softmax running: for each row the largest logit so far, the sum of exponentials relative to it, and their sum with
-the values. Positions are local to a packed sequence; without packing there is one sequence.
+the values. A sink, one more logit of every row, is added behind the loop. Positions are local to a packed sequence; without packing there is one sequence.
 
 The KV loop is cut where the mask begins and ends (`loop_bounds`), so that the many steps in the middle compute none.
 Exponentials are powers of two: ``scale`` comes multiplied by log₂ e. It comes as a size, so that the largest logit can
-be found before the multiplication; a negative scale is a variant of its own.
+be found before the multiplication; a negative scale is a variant of its own, and so is a cap of the logits: then
+``scale`` comes divided by the cap, and what multiplies the hyperbolic tangent is a constant.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from warploom.device.activations import power_of_two
+from warploom.device.activations import LOG2_E, power_of_two, tanh
 from warploom.device.packed import sequence_bounds, sequence_of_tile
 from warploom.device.product import product, rounded, rounded_to_tf32, terms_of
 
@@ -71,6 +72,7 @@ class Variant(NamedTuple):
     BLOCK_N: tl.constexpr
     BLOCK_D: tl.constexpr
     BLOCK_E: tl.constexpr
+    SOFTCAP: tl.constexpr = None  # in powers of two
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -130,6 +132,25 @@ def query_tile(block, cu_seqlens_q, cu_seqlens_k, sizes, BLOCK: tl.constexpr):
         block, cu_seqlens_q, sizes.cu_q_stride, cu_seqlens_k, sizes.cu_k_stride, sizes.tokens, sizes.keys,
         sizes.sequences, BLOCK,
     )  # fmt: skip
+
+
+@triton.jit
+def used_keys(seqused_k, batch, keys):
+    """How many keys a batch entry has."""
+    if seqused_k is not None:
+        keys = tl.minimum(tl.maximum(tl.load(seqused_k + batch).to(tl.int32), 0), keys)
+    return keys
+
+
+@triton.jit
+def capped(logits, scale, variant: tl.constexpr):
+    """Logits as they are compared, and what multiplies them in powers of two: ``2^(logits · scale)`` is a weight."""
+    if variant.NEGATIVE:
+        logits = -logits
+    if variant.SOFTCAP is not None:
+        logits = tanh(logits * scale)
+        scale = variant.SOFTCAP
+    return logits, scale
 
 
 @triton.jit
@@ -320,16 +341,15 @@ def attend(softmax, q, k, v, begin, end, position, mask, scale, MASKED: tl.const
         k_tile = load_factor(k.ptr + n * k_step, k, n, mask.keys, variant.D, MASKED, PRECISION)
         logits = tl.zeros((acc.shape[0], BLOCK_N), dtype=tl.float32)
         logits = product(q, transposed(k_tile, PRECISION), logits, PRECISION)
-        if variant.NEGATIVE:
-            logits = -logits
+        logits, factor = capped(logits, scale, variant)
         if MASKED:
             key = n + tl.arange(0, BLOCK_N)
             logits = tl.where(visible(position[:, None], key[None, :], mask, variant), logits, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(logits, axis=1) * scale)
+        new_max = tl.maximum(row_max, tl.max(logits, axis=1) * factor)
         base = new_max
         if MASKED:  # a row that has seen no key yet: −inf − (−inf) must not become NaN
             base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = power_of_two(logits * scale - base[:, None])
+        weights = power_of_two(logits * factor - base[:, None])
         rescale = power_of_two(row_max - base)
         row_sum = row_sum * rescale + tl.sum(weights, axis=1)
         acc = acc * rescale[:, None]
@@ -340,8 +360,19 @@ def attend(softmax, q, k, v, begin, end, position, mask, scale, MASKED: tl.const
 
 
 @triton.jit
+def with_sink(softmax, sink):
+    """`Softmax` with one more logit, which has no value, for each row or all of them."""
+    acc, row_sum, row_max = softmax
+    logit = sink.to(tl.float32) * LOG2_E
+    new_max = tl.maximum(row_max, logit)
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = power_of_two(row_max - base)
+    return Softmax(acc * rescale[:, None], row_sum * rescale + power_of_two(logit - base), new_max)
+
+
+@triton.jit
 def forward_kernel(
-    q, k, v, out, lse, statistics, cu_seqlens_q, cu_seqlens_k,
+    q, k, v, out, lse, statistics, sink, cu_seqlens_q, cu_seqlens_k, seqused_k,
     sizes: Sizes, out_split: tl.int64,
     q_strides: Strides, k_strides: Strides, v_strides: Strides, out_strides: Strides,
     variant: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr,
@@ -350,7 +381,7 @@ def forward_kernel(
 
     With ``PRECISION`` in terms made before, ``k`` and ``v`` are what `terms_kernel` made of them, and so are their strides.
     Writes ``out`` (splits, B, N, H, E), ``lse`` (B, H, N) if there is one split, and ``statistics`` (splits, 2, B, H, N):
-    row_max in powers of two, and row_sum relative to that.
+    row_max in powers of two, and row_sum relative to that. ``sink`` (H,) comes with one split alone.
     """
     if OVERLAP:  # with the launch that merges parts, which waits for this one
         gdc_launch_dependents()
@@ -368,6 +399,7 @@ def forward_kernel(
         block = sizes.blocks - 1 - block
     batch, head = row // heads, row % heads
     m, q_start, tokens, k_start, keys = query_tile(block, cu_seqlens_q, cu_seqlens_k, sizes, BLOCK_M)
+    keys = used_keys(seqused_k, batch, keys)
     if m < tokens:
         q_ptr = base_of(q, batch, q_start + m, head, q_strides, variant.VEC)
         k_ptr = base_of(k, batch, k_start, head // group, k_strides, variant.VEC)
@@ -400,6 +432,8 @@ def forward_kernel(
                 softmax, q_tile, k_rows, v_rows, full_begin, full_end, position, mask, scale, False, variant
             )
             softmax = attend(softmax, q_tile, k_rows, v_rows, full_end, end, position, mask, scale, True, variant)
+        if sink is not None:
+            softmax = with_sink(softmax, tl.load(sink + head))
         acc, row_sum, row_max = softmax
 
         out_ptr = part_base(out, batch, q_start + m, head, split, out_split, out_strides, variant)
@@ -469,7 +503,7 @@ def row_offsets(batch, token, head, strides, VEC: tl.constexpr):
 
 @triton.jit
 def combine_kernel(
-    part, part_statistics, out, lse, statistics,
+    part, part_statistics, out, lse, statistics, sink,
     rows: tl.int64, tokens: tl.int32, heads: tl.int32, splits: tl.int32, out_split: tl.int64,
     out_strides: Strides,
     VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -513,6 +547,8 @@ def combine_kernel(
             weight = sums[i] * power_of_two(maxima[i] - base)
             row_sum += weight
             acc += weight[:, None] * tiles[i]
+    if sink is not None:
+        acc, row_sum, row_max = with_sink(Softmax(acc, row_sum, row_max), tl.load(sink + head))
     some = tl.where(row_sum == 0.0, 1.0, row_sum)  # where no key was seen: 0 / 1, and lse −inf + 0
     tl.store(out + offsets, rounded(acc / some[:, None], out.dtype.element_ty), mask=mask)
     tl.store(statistics + row, row_max, mask=in_range)

@@ -18,7 +18,7 @@ from warploom.ops.flash_attention.launches.tiling import (
     layout_for,
     precision_of,
 )
-from warploom.ops.flash_attention.problem import Mask
+from warploom.ops.flash_attention.problem import LOG2_E, PLAIN, Logits, Mask
 from warploom.runtime.launch import Dense, Launch, may_start_early
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
@@ -66,8 +66,11 @@ def backward(
     precision: str | None,
     plans: Plans,
     results: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits: Logits = PLAIN,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Run the backward kernels: gradients of ``q``, ``k`` and ``v``, each in the memory order of its tensor.
+
+    The last gradient is that of the sink, if there is one.
 
     ``grad`` (B, N, Hq, E) and ``grad_lse`` (B, Hq, N), which may be None for zero, have any strides; ``out`` and
     ``statistics`` are what `forward` returned for the other arguments. ``plans``: those that `forward` took.
@@ -82,13 +85,20 @@ def backward(
         q.stride(), k.stride(), v.stride(), out.stride(),
         None if results is None else (results[0].stride(), results[1].stride(), results[2].stride()),
     )  # fmt: skip
-    plan = plans.get(key, plan_backward, grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, results)
+    rest = (mask, scale, precision, aligned, results, logits)
+    plan = plans.get(key, plan_backward, grad, grad_lse, q, k, v, out, *rest)
     if results is None or plan.apart:
         dq, dk, dv = (result.empty(q) for result in plan.results)
     else:
         dq, dk, dv = results
+    sink = logits.sink
     if plan.prepare is None:
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        dsink = None
+        if sink is not None:  # where there are no keys, lse is the sink
+            dsink = torch.zeros_like(sink) if grad_lse is None else grad_lse.sum((0, 2)).to(sink.dtype)
+        return dq.zero_(), dk.zero_(), dv.zero_(), dsink
+    if mask.seqused_k is not None:
+        dk.zero_(), dv.zero_()  # what is behind the used keys is not written
     # Two tensors, not two halves of one: the second half's alignment would depend on the length.
     lse, delta = plan.rows.empty(q), plan.rows.empty(q)
     inverse = plan.rows.empty(q) if q.dtype == torch.float32 else None
@@ -104,19 +114,32 @@ def backward(
         targets = [gradients[name] for name in RESULTS[each.kernel]]
         if each.parts:
             targets = [part.empty(q) for part in each.parts]
+            if mask.seqused_k is not None and each.kernel == "key":
+                for target in targets:
+                    target.zero_()
             parts |= zip(RESULTS[each.kernel], targets)
         if each.launch.descriptions:
             row_values = (lse, delta) if inverse is None else (lse, delta, inverse)
             each.launch(*factors, *targets, *row_values, counters)
         else:
-            each.launch(*factors, lse, delta, inverse, *targets, mask.cu_seqlens_q, mask.cu_seqlens_k)
+            last = (mask.cu_seqlens_q, mask.cu_seqlens_k, mask.seqused_k)
+            each.launch(*factors, lse, delta, inverse, *targets, *last)
     if plan.sums is not None:
         plan.sums(*(x for name in gradients if name in parts for x in (parts[name], gradients[name])))
     if results is not None and plan.apart:
         for result, gradient in zip(results, (dq, dk, dv)):
             result.copy_(gradient)
-        return results
-    return dq, dk, dv
+        dq, dk, dv = results
+    return dq, dk, dv, None if sink is None else _sink_gradient(sink, statistics, delta)
+
+
+def _sink_gradient(sink: Tensor, statistics: Tensor, delta: Tensor) -> Tensor:
+    """``−Σ w · δ`` over all rows of a head, of which the sink has the weight ``w`` = ``exp(sink − lse)``."""
+    row_max, row_sum = statistics
+    weight = torch.exp2(sink.float()[:, None] * LOG2_E - row_max) / row_sum
+    weight = weight.masked_fill(row_sum == 0, 0.0)  # no key is seen, and the sink is −inf
+    gradient: Tensor = (weight * delta).sum((0, 2)).neg()
+    return gradient.to(sink.dtype)
 
 
 def plan_backward(
@@ -131,9 +154,10 @@ def plan_backward(
     precision: str,
     aligned: bool,
     results: tuple[Tensor, Tensor, Tensor] | None,
+    logits: Logits = PLAIN,
 ) -> Plan:
     """Plan of `backward`."""
-    call = Call.of(q, k, v, mask, scale)
+    call = Call.of(q, k, v, mask, scale, logits.softcap)
     shape = call.shape
     dq, dk, dv = results or (layout_of(t, t.shape[-1]) for t in (q, k, v))
     row_values = Dense.rows((shape.batch_size, shape.heads, shape.tokens), torch.float32)
@@ -153,7 +177,7 @@ def plan_backward(
         VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim, BLOCK_R=block_r, BLOCK_E=shape.block_e,
         OVERLAP=overlap, **layout.of("out", "grad"),
     )  # fmt: skip
-    if small.suits_backward(shape, mask, scale, q, k, v, grad, dq, dk, dv):
+    if call.softcap is None and small.suits_backward(shape, mask, scale, q, k, v, grad, dq, dk, dv):
         launch = small.plan_backward(shape, mask, scale, q, k, v, grad, dq, dk, dv)
         return plan._replace(prepare=prepare, small=launch)
     product = tiling.product_of("backward", call, precision)
@@ -167,7 +191,7 @@ def plan_backward(
     )
     sums = _plan_sums(kernels, gradients, overlap)
     if sums is not None and results is not None:  # parts are without gaps, and so is what they are added up in
-        plan = plan_backward(grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, None)
+        plan = plan_backward(grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, None, logits)
         return plan._replace(apart=True)
     counted = any(each.launch.descriptions for each in kernels)
     return plan._replace(prepare=prepare, kernels=kernels, counted=counted, sums=sums)
@@ -180,7 +204,9 @@ def _tiled(
     shape, mask, scale = call.shape, call.mask, call.scale
     if product in TERMS:
         return hopper.plan_terms(kernel, shape, mask, scale, factors, TERMS[product], results, call.device)
-    return hopper.plan(kernel, shape, mask, scale, (*factors, *results.values())) if aligned else None
+    if call.softcap is not None or not aligned:
+        return None
+    return hopper.plan(kernel, shape, mask, scale, (*factors, *results.values()))
 
 
 def _plan_walk(
@@ -200,7 +226,7 @@ def _plan_walk(
     launch = Launch(
         key_kernel if kernel == "key" else query_kernel,
         grid.programs,
-        takes=(*INPUTS, "lse", "delta", "inverse", *results, "cu_seqlens_q", "cu_seqlens_k"),
+        takes=(*INPUTS, "lse", "delta", "inverse", *results, "cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
         early=overlap,
         slope=call.scale,
         OVERLAP=overlap,

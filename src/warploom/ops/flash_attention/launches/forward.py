@@ -21,7 +21,7 @@ from warploom.ops.flash_attention.launches.tiling import (
     layout_for,
     precision_of,
 )
-from warploom.ops.flash_attention.problem import Mask
+from warploom.ops.flash_attention.problem import LOG2_E, PLAIN, Logits, Mask
 from warploom.runtime.launch import Dense, Launch, may_start_early
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
@@ -51,6 +51,7 @@ def forward(
     precision: str | None,
     plans: Plans,
     counters: Tensor | None = None,
+    logits: Logits = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward kernel.
 
@@ -63,9 +64,14 @@ def forward(
     """
     precision = precision_of(q, precision)
     aligned = are_aligned(q, k, v)
-    plan = plans.get((precision, aligned), plan_forward, q, k, v, mask, scale, precision, aligned)
+    plan = plans.get((precision, aligned), plan_forward, q, k, v, mask, scale, precision, aligned, logits)
     out = plan.out.empty(q)
     lse, statistics = plan.lse.empty(q), plan.statistics.empty(q)
+    sink = logits.sink
+    if plan.launch is None and sink is not None:
+        lse.copy_(sink[:, None])
+        statistics[0], statistics[1] = lse * LOG2_E, 1.0
+        return out.zero_(), lse, statistics
     if plan.launch is None:
         return out.zero_(), lse.fill_(-torch.inf), statistics.zero_()
     target, target_statistics = out, statistics
@@ -81,15 +87,25 @@ def forward(
         plan.launch(q, k, v, target, lse, target_statistics, counters)
     else:
         written = lse if plan.combine is None else None
-        plan.launch(q, k, v, target, written, target_statistics, mask.cu_seqlens_q, mask.cu_seqlens_k)
+        last = (mask.cu_seqlens_q, mask.cu_seqlens_k, mask.seqused_k)
+        plan.launch(q, k, v, target, written, target_statistics, sink if plan.combine is None else None, *last)
     if plan.combine is not None:
-        plan.combine(target, target_statistics, out, lse, statistics)
+        plan.combine(target, target_statistics, out, lse, statistics, sink)
     return out, lse, statistics
 
 
-def plan_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, precision: str, aligned: bool) -> Plan:
+def plan_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    precision: str,
+    aligned: bool,
+    logits: Logits = PLAIN,
+) -> Plan:
     """Plan of `forward`."""
-    call = Call.of(q, k, v, mask, scale)
+    call = Call.of(q, k, v, mask, scale, logits.softcap)
     shape = call.shape
     out = layout_of(q, shape.value_dim)
     lse = (shape.batch_size, shape.heads, shape.tokens)
@@ -98,7 +114,7 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, prec
         return plan
     early = may_start_early(q.device)
     tiled = None
-    if aligned and not tiling.is_small_for("forward", call):
+    if aligned and logits.softcap is None and logits.sink is None and not tiling.is_small_for("forward", call):
         tiled = hopper.plan("forward", shape, mask, scale, (q, k, v, out))
     if tiled is not None:
         plan = plan._replace(launch=tiled.launch, counted=tiled.counted)
@@ -115,7 +131,7 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, prec
         launch = Launch(
             forward_kernel,
             grid.programs,
-            takes=("q", "k", "v", "out", "lse", "statistics", "cu_seqlens_q", "cu_seqlens_k"),
+            takes=("q", "k", "v", "out", "lse", "statistics", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
             out_split=out.numel() // layout.vec if splits > 1 else 0,  # from one part to the next
             OVERLAP=early,
             **tiling.arguments_of(call, grid, layout, product, shape.group),
@@ -130,7 +146,7 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, prec
     combine = Launch(
         combine_kernel,
         -(-rows // block_r),
-        takes=("part", "part_statistics", "out", "lse", "statistics"),
+        takes=("part", "part_statistics", "out", "lse", "statistics", "sink"),
         early=early,
         rows=rows, tokens=shape.tokens, heads=shape.heads, splits=splits, out_split=out.numel() // layout.vec,
         VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim, BLOCK_R=block_r, BLOCK_E=shape.block_e, EARLY=early,

@@ -2,7 +2,8 @@
 
 They take 16-bit tensors whose rows the tensor memory accelerator can copy, with up to 256 features (what is
 missing to 64, 128 or 256 is filled with zeros), in causal and full attention with any number of heads to a key
-head. Windows to the left and packed sequences stay with the kernels for every GPU.
+head. Windows to the left, packed sequences, lengths of entries and caps of logits stay with the kernels for every
+GPU, and so does the forward with a sink.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def suit(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor) ->
     first = tensors[0]
     if INTERPRETED or architecture(first.device) != 90:
         return False
-    if mask.left is not None or mask.cu_seqlens_q is not None or scale <= 0:
+    if mask.left is not None or mask.cu_seqlens_q is not None or mask.seqused_k is not None or scale <= 0:
         return False
     if not _LEAST_FEATURES < max(shape.head_dim, shape.value_dim) <= max(HOPPER[name]):
         return False

@@ -10,6 +10,7 @@ from warploom.ops.flash_attention.configs import LONG, Configuration, configurat
 from warploom.ops.flash_attention.kernels.forward import Sizes, Strides, Variant, terms_kernel
 from warploom.ops.flash_attention.problem import (
     L2_SHARE,
+    LOG2_E,
     Costs,
     Mask,
     Shape,
@@ -83,16 +84,17 @@ class Call(NamedTuple):
     scale: float
     dtype: torch.dtype
     device: torch.device
+    softcap: float | None = None
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Call:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None = None) -> Call:
         """The call on these tensors."""
-        return cls(Shape.of(q, k, v), mask, scale, q.dtype, q.device)
+        return cls(Shape.of(q, k, v), mask, scale, q.dtype, q.device, softcap)
 
     @property
     def plain(self) -> bool:
-        """See `problem.is_plain`."""
-        return is_plain(self.shape, self.mask, self.scale)
+        """Whether logits have no cap, and the rest `problem.is_plain`."""
+        return self.softcap is None and is_plain(self.shape, self.mask, self.scale)
 
 
 class Grid(NamedTuple):
@@ -206,14 +208,18 @@ def arguments_of(call: Call, grid: Grid, layout: Layout, product: str, heads_per
     head_bytes = shape.keys * (shape.head_dim + shape.value_dim) * call.dtype.itemsize
     section = max(L2_SHARE // head_bytes, 1) * heads_per_loop
     cu_q, cu_k = mask.cu_seqlens_q, mask.cu_seqlens_k
+    scale, cap = in_powers_of_two(call.scale), None
+    if call.softcap is not None:
+        scale, cap = abs(call.scale) / call.softcap, call.softcap * LOG2_E
     sizes = Sizes(
         shape.tokens, shape.keys, shape.heads, shape.group, grid.blocks, min(section, grid.rows), grid.splits,
         0 if cu_q is None else cu_q.shape[0] - 1, 0 if cu_q is None else cu_q.stride(0),
-        0 if cu_k is None else cu_k.stride(0), *bounds(shape, mask), in_powers_of_two(call.scale), shape.batch_size,
+        0 if cu_k is None else cu_k.stride(0), *bounds(shape, mask), scale, shape.batch_size,
     )  # fmt: skip
     variant = Variant(
         mask.left is not None, mask.right is not None, call.scale < 0, layout.vec, layout.unit, layout.wide,
         shape.head_dim, shape.value_dim, product, tiles.block_m, tiles.block_n, shape.block_d, shape.block_e,
+        cap,
     )  # fmt: skip
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     return {"sizes": sizes, "variant": variant, "SHORT": grid.short, **options}
