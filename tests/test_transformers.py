@@ -37,6 +37,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GROUPED, "head_dim": 16, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     ),
     "phi": ("Phi", {**GROUPED, "partial_rotary_factor": 0.5}),
+    "gemma2": ("Gemma2", {**GROUPED, "head_dim": 16, "sliding_window": WINDOW, "attn_logit_softcapping": 2.0}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **GROUPED,
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "gpt_neox": ("GPTNeoX", {**COMMON, "rotary_pct": 0.25}),
 }
 TOKENS = 14

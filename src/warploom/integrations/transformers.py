@@ -4,8 +4,8 @@ A model of transformers asks for two functions by one name: a mask function, onc
 attention function in every layer. What the first returns, the model hands to the second. Here it is a `Visible`:
 which keys are seen, as `warploom.flash_attention` takes it, and never a matrix of queries by keys.
 
-Keys of a padded batch are moved to the front of each entry, and so are its queries; the entries then are packed
-sequences. That is one copy of queries, keys and values, where there is padding.
+Keys of a padded batch are moved to the front of each entry, whose length is read on the device; that is a copy of
+keys and values. Where queries are padded too they are moved as well, and the entries then are packed sequences.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Visible:
     """Which keys the queries of a forward see: what the mask function returns, and the attention function reads.
 
     With ``cu_seqlens_q`` queries and keys of all batch entries are packed sequences, in this order; without, the
-    last query of an entry stands at its last key. It is no tensor: what expects a matrix fails at once.
+    last query of an entry stands at its last key, which ``seqused_k`` says. It is no tensor: what expects a matrix
+    fails at once.
     """
 
     causal: bool
@@ -44,6 +45,7 @@ class Visible:
     order_q: Tensor | None = None  # (B, N): the queries of each entry in this order, those that count first
     place_q: Tensor | None = None  # (B, N): where each query stands in that order
     order_k: Tensor | None = None  # (B, M)
+    seqused_k: Tensor | None = None  # (B,): keys of an entry
     positions: bool = False  # whether sequences are those of position_ids that start again
 
     ndim = 0  # asked for by transformers, which looks for masks of two axes and of four
@@ -64,8 +66,8 @@ def register(name: str = "warploom") -> None:
 
     Attention and masks are both registered, so a model keeps all it does with another implementation: padding on
     either side, ``position_ids`` that start again and ``cu_seq_lens_*`` for packed sequences, sliding windows,
-    grouped queries, ``generate`` with dynamic and static caches, training with gradient checkpointing and with
-    ``torch.compile``.
+    capped logits, sinks, grouped queries, ``generate`` with dynamic and static caches, training with gradient
+    checkpointing and with ``torch.compile``.
 
     A model that asks for something else gets an error, at its first forward: dropout of attention weights, a mask
     that is given as a matrix or changed by a function, a mask with gaps between tokens, weights returned
@@ -132,12 +134,15 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function: of (B, Hq, N, D), (B, Hkv, M, D) and (B, Hkv, M, E), (B, N, Hq, E) and no weights.
 
+    ``s_aux`` (Hq,) are sinks.
     Without a mask, whether it is causal is what the call or else the layer says.
     """
     _refuse_options(dropout, kwargs)
@@ -159,16 +164,14 @@ def attention(
         q, k, v = (t.reshape(1, -1, *t.shape[2:]) for t in (q, k, v))
     out = flash_attention(
         q, k, v,
-        causal=visible.causal, scale=scaling, window=visible.window, cu_seqlens_q=visible.cu_seqlens_q,
-        cu_seqlens_k=visible.cu_seqlens_k,
+        causal=visible.causal, scale=scaling, window=visible.window, softcap=softcap, sink=s_aux,
+        cu_seqlens_q=visible.cu_seqlens_q, cu_seqlens_k=visible.cu_seqlens_k, seqused_k=visible.seqused_k,
     )  # fmt: skip
     out = out.reshape(batch, tokens, *out.shape[2:])
     return out if visible.place_q is None else _taken(out, visible.place_q), None
 
 
 _UNKNOWN = {
-    "softcap": "a cap of logits",
-    "s_aux": "a sink",
     "position_bias": "a bias by position",
     "head_mask": "a mask of heads",
     "cache": "the paged cache of continuous batching",
@@ -199,7 +202,7 @@ def _symmetric(sliding_window: int | None, causal: bool) -> tuple[int | None, in
 
 def _with_sequences(visible: Visible, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None) -> Visible:
     """Packed sequences as the call gives them; padding besides is a contradiction."""
-    if visible.cu_seqlens_q is not None and not visible.positions:
+    if visible.seqused_k is not None or (visible.cu_seqlens_q is not None and not visible.positions):
         expected = "None where an attention_mask hides keys, or a cache is not full"
         raise fault(ArgumentError, _ATTENTION, "cu_seq_lens_q", expected, _shown(cu_seq_lens_q))
     other = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
@@ -271,8 +274,7 @@ def _visible(
     key = torch.arange(kv_length, device=device)
     there = (key < used).expand(batch_size, -1)
     if real is None or attention_mask is None:
-        counts = torch.full((batch_size,), q_length, device=device), there.sum(1)
-        return Visible(pattern.causal, window, *_bounds(*counts, q_length, kv_length))
+        return Visible(pattern.causal, window, seqused_k=there.sum(1))
     _refuse_gaps(attention_mask)
     there = there & torch.nn.functional.pad(real.to(device), (0, kv_length - real.shape[1]))
     return _packed(Visible(pattern.causal, window), there, used, q_length)
@@ -291,18 +293,18 @@ def _packed(visible: Visible, there: Tensor, used: int | Tensor, q_length: int) 
     """What is seen where only the keys ``there`` (B, M) are real; the last query stands at key ``used − 1``."""
     batch, kv_length = there.shape
     device = there.device
-    order_q = place_q = order_k = None
+    order_k = None
     queries = torch.ones(batch, q_length, dtype=torch.bool, device=device)
     if visible.causal or visible.window is not None:
         queries = there[:, torch.arange(q_length, device=device) + (used - q_length)]
-    if not bool(queries.all()):
-        order_q = torch.argsort(~queries, dim=1, stable=True)
-        place_q = torch.argsort(order_q, dim=1)
     counts = there.sum(1)
     if not bool((there == (torch.arange(kv_length, device=device) < counts[:, None])).all()):
         order_k = torch.argsort(~there, dim=1, stable=True)
+    if bool(queries.all()):
+        return replace(visible, order_k=order_k, seqused_k=counts)
+    order_q = torch.argsort(~queries, dim=1, stable=True)
     cu_seqlens = _bounds(queries.sum(1), counts, q_length, kv_length)
-    return Visible(visible.causal, visible.window, *cu_seqlens, order_q, place_q, order_k)
+    return Visible(visible.causal, visible.window, *cu_seqlens, order_q, order_q.argsort(1), order_k)
 
 
 def _bounds(queries: Tensor, keys: Tensor, q_length: int, kv_length: int) -> tuple[Tensor, Tensor]:
