@@ -57,6 +57,8 @@ PLACES: dict[str, Callable[[dict[str, int]], Tensor]] = {
     "cu_seqlens": lambda sizes: torch.tensor([0, 4, sizes["N"]]),
     "position_ids": lambda sizes: torch.arange(sizes["N"]).flip(0).expand(sizes["B"], -1),
     "offset": lambda sizes: torch.arange(sizes["B"]),
+    "sink": lambda sizes: torch.linspace(-1, 1, sizes["H"]),
+    "seqused_k": lambda sizes: torch.arange(sizes["B"]) + sizes["M"] - sizes["B"],
     "cache_seqlens": lambda sizes: torch.arange(sizes["B"]) + sizes["N"] - 1,
 }
 QKV, PACKED = ("BNHD", "BM1D", "BM1E"), ("1NHD", "1NHD", "1NHE")
@@ -66,6 +68,8 @@ CALLS = {
     "flash_attention_full": Call(flash_attention, QKV, {"scale": 0.3, "return_lse": True}),
     "flash_attention_window": Call(flash_attention, QKV, {"window": (3, 2)}),
     "flash_attention_packed": Call(flash_attention, (*PACKED, ""), {}, ("cu_seqlens_q",)),
+    "flash_attention_sink": Call(flash_attention, (*QKV, ""), {"softcap": 0.7, "causal": True}, ("sink",)),
+    "flash_attention_lengths": Call(flash_attention, (*QKV, ""), {"causal": True}, ("seqused_k",)),
     "lrpe_rotate": Call(lrpe_rotate, ("BNHD", "HF"), {"offset": 5, "activation": "silu"}),
     "lrpe_cosine": Call(lrpe_cosine, ("BNHD", "HF"), {"prefix": 2}),
     "lrpe_rotate_placed": Call(lrpe_rotate, ("BNHD", "HF", ""), {}, ("position_ids",)),
@@ -146,7 +150,7 @@ class Module(nn.Module):
 
 def dynamic_sizes(call: Call, inputs: Tensors) -> tuple[dict[int, Any], ...]:
     dims = {letter: torch.export.Dim(letter) for letter in "BNM"}
-    axes = {"position_ids": "BN", "offset": "B", "cache_seqlens": "B"}
+    axes = {"position_ids": "BN", "offset": "B", "cache_seqlens": "B", "seqused_k": "B"}
     count = len(inputs) - len(call.names)
     named = (*call.axes[:count], *(axes.get(name, "") for name in call.names))
     return tuple({i: dims[a] for i, a in enumerate(each) if a in dims} for each in named)

@@ -275,3 +275,39 @@ def test_another_name() -> None:
     assert torch.equal(ours(ids_of()).logits, wanted)
     transformers.AttentionInterface._global_mapping.pop("loom")
     transformers.AttentionMaskInterface._global_mapping.pop("loom")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi", "gpt_neox"])
+def test_rotary_positions(name: str, place: str) -> None:
+    eager, ours = pair_of(name)
+    assert integration.patch_rotary(ours) == 1
+    assert integration.patch_rotary(ours) == 1  # and again
+    ids, given = ids_of(), PLACES[place]
+    wanted, loss = loss_of(eager, ids, given)
+    loss.backward()
+    got, loss = loss_of(ours, ids, given)
+    loss.backward()
+    close(got, wanted)
+    for x, y in zip(eager.parameters(), ours.parameters()):
+        assert ((x.grad - y.grad).abs().max() / (x.grad.abs().max() + 1e-6)) < 1e-3
+
+
+def test_rotary_positions_of_generated_tokens_and_compiled_layers() -> None:
+    eager, ours = pair_of("llama", rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4})
+    integration.patch_rotary(ours)
+    ids, options = ids_of(2, 7), {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(ours.generate(ids, **options), eager.generate(ids, **options))
+    compiled = torch.compile(ours, backend="aot_eager")
+    close(compiled(ids, use_cache=False).logits, eager(ids, use_cache=False).logits)
+
+
+def test_rotary_positions_that_it_cannot_turn() -> None:
+    with pytest.raises(ArgumentError, match="with a rotary embedding"):
+        integration.patch_rotary(torch.nn.Linear(2, 2))
+    _, ours = pair_of("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(ArgumentError, match="one of default"):
+        integration.patch_rotary(ours)
+    config = transformers.CohereConfig(**GROUPED)  # neighbours are pairs
+    with pytest.raises(ArgumentError, match=r"pairs \(f, f"):
+        integration.patch_rotary(transformers.CohereForCausalLM(config))

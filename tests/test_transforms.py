@@ -290,7 +290,7 @@ def registered(name: str, device: torch.device) -> tuple[Run, Tensors]:
 
     ops, (_, inputs) = torch.ops.warploom, call(name, "triton", device)
     return {
-        "flash_attention": lambda *qkv: ops.flash_attention(*qkv, None, None, None, 0, 0.5, None)[:2],
+        "flash_attention": lambda *qkv: ops.flash_attention(*qkv, *[None] * 6, 0, 0.5, None, None)[:2],
         "lrpe_rotate": lambda x, theta: ops.lrpe(x, theta, None, None, None, 3, 0, [], "rotate", "none", True)[0],
         "tpa_attention": lambda *factors: ops.tpa_attention(*ranked(factors), None, True, 0.5, 0.5, 1, 1)[0],
         "tpa_decode": lambda *factors: ops.tpa_decode(*ranked(factors), None, "auto", 0.5, 0.5, 1, 1),

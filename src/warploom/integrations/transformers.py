@@ -11,6 +11,7 @@ keys and values. Where queries are padded too they are moved as well, and the en
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from types import FunctionType
@@ -18,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom import flash_attention
+from warploom import flash_attention, lrpe_rotate
 from warploom.errors import ArgumentError, BackendError, fault
 
-__all__ = ["Visible", "register"]
+__all__ = ["Visible", "patch_rotary", "register"]
 
 Tensor = torch.Tensor
 
@@ -370,3 +371,117 @@ def _is_like(given: Any, like: Any, found: list[Any]) -> bool:
     if isinstance(given, tuple) and isinstance(like, tuple):
         return len(given) == len(like) and all(_is_like(g, x, found) for g, x in zip(given, like))
     return type(given) is type(like) and isinstance(given, int) and given == like
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Rotary positions
+# ----------------------------------------------------------------------------------------------------------
+
+
+class _Turn(NamedTuple):
+    """By which angles tokens turn: what a patched rotary embedding returns for cosines, and for sines."""
+
+    theta: Tensor  # (F,), radians a position
+    position_ids: Tensor  # (B or 1, N)
+    scaling: float
+
+
+_FIXED = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding whose frequencies depend on no length."""
+_ROTARY = "apply_rotary_pos_emb"
+
+
+def patch_rotary(model: torch.nn.Module) -> int:
+    """Turn queries and keys of a model of transformers by `warploom.lrpe_rotate`.
+
+    One kernel for queries and one for keys take the place of cosines, sines, and six elementwise operations for
+    each; angles are exact at any position, in bfloat16 too. Works under gradient checkpointing and
+    ``torch.compile``.
+
+    Args:
+        model: A model, or the part that holds its rotary embedding and its layers. Changed in place.
+
+    Returns:
+        How many rotary embeddings were patched.
+
+    Raises:
+        ArgumentError: There is none, its frequencies change with the length, or the model turns other pairs of
+            features than ``(f, f + D/2)``. Nothing has been changed then.
+
+    Source: Su et al., "RoFormer", 2021, arXiv 2104.09864.
+
+    Example:
+        ```python
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from warploom.integrations.transformers import patch_rotary
+
+        model = LlamaForCausalLM(LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2))
+        assert patch_rotary(model) == 1
+        ```
+    """
+    embeddings = [m for m in model.modules() if hasattr(m, "inv_freq") and hasattr(m, "attention_scaling")]
+    files = {sys.modules[type(m).__module__] for m in model.modules()}
+    files = {file for file in files if hasattr(file, _ROTARY)}
+    if not embeddings or not files:
+        raise fault(ArgumentError, "patch_rotary", "model", "one with a rotary embedding", type(model).__name__)
+    for embedding in embeddings:
+        kind = getattr(embedding, "rope_type", None)
+        if kind not in _FIXED:
+            expected = f"of a rotary embedding that is one of {', '.join(_FIXED)}"
+            raise fault(ArgumentError, "patch_rotary", "model", expected, repr(kind))
+        for file in files:
+            _check_pairs(embedding, getattr(file, _ROTARY))
+    for file in files:
+        if not hasattr(getattr(file, _ROTARY), "of_cosines"):
+            setattr(file, _ROTARY, _turning(getattr(file, _ROTARY)))
+    for embedding in embeddings:
+        embedding.forward = _embedding_of(embedding)
+    return len(embeddings)
+
+
+def _embedding_of(embedding: Any) -> Callable[..., tuple[_Turn, _Turn]]:
+    def forward(x: Tensor, position_ids: Tensor) -> tuple[_Turn, _Turn]:
+        turn = _Turn(embedding.inv_freq.to(x.device), position_ids.to(x.device), embedding.attention_scaling)
+        return turn, turn
+
+    return forward
+
+
+def _turning(of_cosines: Callable[..., Any]) -> Callable[..., Any]:
+    """``apply_rotary_pos_emb`` that takes a `_Turn`, and what it took before."""
+
+    def apply_rotary_pos_emb(
+        q: Tensor, k: Tensor, cos: Any, sin: Any, unsqueeze_dim: int = 1, **options: Any
+    ) -> Any:
+        if not isinstance(cos, _Turn):
+            return of_cosines(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, **options)
+        return _turned(q, cos, unsqueeze_dim), _turned(k, cos, unsqueeze_dim)
+
+    apply_rotary_pos_emb.of_cosines = of_cosines  # type: ignore[attr-defined]
+    return apply_rotary_pos_emb
+
+
+def _turned(x: Tensor, turn: _Turn, heads_axis: int) -> Tensor:
+    """Tokens (B, H, N, D), or (B, N, H, D) where heads are on axis 2; of the features, the first 2·F turn."""
+    theta, position_ids, scaling = turn
+    x = x.transpose(1, 2) if heads_axis == 1 else x
+    features = 2 * theta.shape[0]
+    out = lrpe_rotate(x[..., :features], theta, position_ids=position_ids.expand(x.shape[0], -1))
+    out = out if scaling == 1 else out * scaling
+    if x.shape[-1] > features:
+        out = torch.cat((out, x[..., features:]), -1)
+    return out.transpose(1, 2) if heads_axis == 1 else out
+
+
+def _check_pairs(embedding: Any, apply: Callable[..., Any]) -> None:
+    """Whether a model turns features as `_turned` does, tried on some."""
+    theta = embedding.inv_freq.detach().cpu()
+    positions = torch.tensor([[0, 1, 7]])
+    q = torch.linspace(-1, 1, 2 * 3 * 2 * len(theta)).reshape(1, 2, 3, -1)
+    angles = torch.cat((theta, theta)) * positions[..., None]
+    scaling = embedding.attention_scaling
+    expected, _ = getattr(apply, "of_cosines", apply)(q, q, angles.cos() * scaling, angles.sin() * scaling)
+    found = _turned(q, _Turn(theta, positions, scaling), 1)
+    if expected.shape != found.shape or not torch.allclose(expected, found, rtol=1e-4, atol=1e-4):
+        raise fault(ArgumentError, "patch_rotary", "model", "one that turns pairs (f, f + D/2)", apply.__module__)

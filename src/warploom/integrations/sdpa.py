@@ -1,0 +1,230 @@
+"""Flash attention behind PyTorch's own `scaled_dot_product_attention`, by PyTorch's registry of implementations.
+
+What PyTorch calls flash attention is a few operators of `aten` for CUDA. While warploom is the active
+implementation, these run its kernels, and PyTorch's own where the kernels do not apply: with dropout of weights, on
+GPUs before Ampere. PyTorch still chooses among flash, cuDNN's and efficient attention for each call; what it does
+not give to flash attention, a mask for one, does not come here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from warploom import flash_attention
+from warploom.errors import ArgumentError, BackendError, fault
+from warploom.runtime.backend import use_triton
+
+__all__ = ["register"]
+
+Tensor = torch.Tensor
+
+_LOG2_E = 1.4426950408889634
+_MAX_FEATURES = 256  # of the kernels, and of PyTorch's
+_DENSE, _DENSE_BACKWARD = "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"
+_PACKED, _PACKED_BACKWARD = "_flash_attention_forward", "_flash_attention_backward"
+
+
+def register(name: str = "warploom") -> None:
+    """Make warploom a flash attention that PyTorch can be told to use.
+
+    ``torch.nn.attention.activate_flash_attention_impl(name)`` then sends what `scaled_dot_product_attention` and
+    `torch.nn.attention.varlen.varlen_attn` give to flash attention on a GPU to the kernels, forward and backward,
+    and ``torch.nn.attention.restore_flash_attention_impl()`` takes it back. Needs PyTorch 2.11 or newer.
+
+    Args:
+        name: Of the implementation.
+
+    Raises:
+        ArgumentError: Not a name, or one that PyTorch uses itself.
+        BackendError: This PyTorch has no such registry.
+
+    Source: `torch.nn.attention.register_flash_attention_impl`.
+
+    Example:
+        ```python
+        import torch
+
+        from warploom.integrations import sdpa
+
+        sdpa.register()
+        if torch.cuda.is_available():
+            torch.nn.attention.activate_flash_attention_impl("warploom")
+        ```
+    """
+    if not isinstance(name, str) or name in ("FA2", "FA3", "FA4"):
+        raise fault(ArgumentError, "register", "name", "one that PyTorch does not use itself", repr(name))
+    add = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if add is None or not hasattr(torch.library, "get_kernel"):
+        raise BackendError(
+            f"register: PyTorch {torch.__version__} has no registry of flash attention; 2.11 and newer do"
+        )
+    add(name, register_fn=_Active)
+
+
+class _Active:
+    """The kernels in the place of PyTorch's, until it is removed."""
+
+    def __init__(self) -> None:
+        overrides = {
+            _DENSE: _dense,
+            _DENSE_BACKWARD: _dense_backward,
+            _PACKED: _packed,
+            _PACKED_BACKWARD: _packed_backward,
+        }
+        # Found before they are covered; a PyTorch without CUDA has none.
+        found = {name: _kernel_of(name) for name in overrides}
+        self.library: Any = torch.library.Library("aten", "IMPL", "CUDA")
+        for name, override in overrides.items():
+            self.library.impl(name, _either(override, found[name]), "CUDA", with_keyset=True)
+
+    def remove(self) -> None:
+        """Give PyTorch's own their place back."""
+        if self.library is not None:
+            self.library._destroy()
+        self.library = None
+
+
+def _kernel_of(name: str) -> Any:
+    try:
+        return torch.library.get_kernel(f"aten::{name}", "CUDA")
+    except RuntimeError:
+        return None
+
+
+def _either(ours: Any, theirs: Any) -> Any:
+    """Runs one, and where it returns None for a call that it does not take, the other."""
+
+    def run(keys: Any, *arguments: Any, **options: Any) -> Any:
+        results = ours(*arguments, **options)
+        if results is not None:
+            return results
+        if theirs is None:
+            raise BackendError(
+                "this PyTorch has no flash attention of its own, and the kernels do not take the call"
+            )
+        return theirs.call_boxed(keys, *arguments, **options)
+
+    return run
+
+
+def _takes(q: Tensor, v: Tensor, dropout_p: float) -> bool:
+    """Whether the kernels take a call."""
+    features = max(q.shape[-1], v.shape[-1])
+    return dropout_p == 0 and features <= _MAX_FEATURES and use_triton("flash_attention", "auto", q)
+
+
+def _nothing(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What stands for the state of a random generator, and for weights to look at."""
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    return state, torch.zeros((), dtype=torch.uint64, device=q.device), q.new_empty(0)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Attention (B, N, Hq, E) and lse (B, Hq, N)."""
+    with torch.no_grad():
+        out, lse = flash_attention(q, k, v, **options, return_lse=True, backend="triton")
+    return out, lse
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    bounds: tuple[Tensor | None, Tensor | None], window: tuple[int | None, int | None], scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v, from the output and lse that PyTorch saved."""
+    from warploom.ops.flash_attention.operator import OPERATOR
+
+    # The operator saves the largest logit of a row in powers of two, and the sum of exponentials relative to that.
+    seen = lse > -torch.inf
+    statistics = torch.stack((lse.float() * _LOG2_E, seen.float()))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    backward: Any = OPERATOR.backward
+    found = backward.op(
+        grad,
+        None,
+        q,
+        k,
+        v,
+        out,
+        statistics,
+        None,
+        *bounds,
+        None,
+        *window,
+        scale,
+        None,
+        None,
+        [True, True, True, False],
+    )
+    return found[0], found[1], found[2]
+
+
+def _window(is_causal: bool, left: int | None = None, right: int | None = None) -> tuple[int | None, int | None]:
+    """Bounds as the kernels take them; PyTorch has −1 for none."""
+    bounds = [None if bound is None or bound < 0 else bound for bound in (left, right)]
+    return bounds[0], 0 if is_causal else bounds[1]
+
+
+def _dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """``aten::_scaled_dot_product_flash_attention``: of (B, H, N, D)."""
+    if return_debug_mask or not _takes(query, value, dropout_p):
+        return None
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    out, lse = _forward(q, k, v, window=_window(is_causal), scale=scale)
+    return out.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], *_nothing(query)
+
+
+def _dense_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
+    philox_seed: Tensor, philox_offset: Tensor, *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    """``aten::_scaled_dot_product_flash_attention_backward``."""
+    if not _takes(query, value, dropout_p):
+        return None
+    grad, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
+    found = _backward(grad, q, k, v, o, logsumexp, (None, None), _window(is_causal), scale)
+    return tuple(t.transpose(1, 2) for t in found)
+
+
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int,
+    max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None,
+    window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
+) -> Any:  # fmt: skip
+    """``aten::_flash_attention_forward``: of (T, H, D) with bounds of sequences, or of (B, N, H, D)."""
+    special = any(x is not None for x in (alibi_slopes, block_table, seqused_k))
+    if return_debug_mask or special or not _takes(query, value, dropout_p):
+        return None
+    q, k, v = (t if t.dim() == 4 else t[None] for t in (query, key, value))
+    window = _window(is_causal, window_size_left, window_size_right)
+    out, lse = _forward(q, k, v, window=window, scale=scale, cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k)
+    return (*((out, lse) if query.dim() == 4 else (out[0], lse[0])), *_nothing(query))
+
+
+def _packed_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
+    rng_state: Tensor, unused: Tensor, *, scale: float | None = None, window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> Any:  # fmt: skip
+    """``aten::_flash_attention_backward``."""
+    if not _takes(query, value, dropout_p):
+        return None
+    packed = query.dim() == 3
+    tensors = (grad_out, query, key, value, out, logsumexp)
+    grad, q, k, v, o, lse = (t[None] for t in tensors) if packed else tensors
+    window = _window(is_causal, window_size_left, window_size_right)
+    found = _backward(grad, q, k, v, o, lse, (cum_seq_q, cum_seq_k), window, scale)
+    return tuple(t[0] for t in found) if packed else found
