@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -311,3 +313,16 @@ def test_rotary_positions_that_it_cannot_turn() -> None:
     config = transformers.CohereConfig(**GROUPED)  # neighbours are pairs
     with pytest.raises(ArgumentError, match=r"pairs \(f, f"):
         integration.patch_rotary(transformers.CohereForCausalLM(config))
+
+
+def test_the_example_of_a_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its loss falls as with attention and positions of transformers."""
+    pytest.importorskip("accelerate")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    monkeypatch.setattr(sys, "argv", ["trainer.py"])
+    import trainer
+
+    quick = ["--steps", "12", "--width", "32", "--batch", "4", "--length", "64", "--output", str(tmp_path)]
+    losses = [trainer.main([*quick, "--attention", name]) for name in ("warploom", "eager")]
+    assert losses[0] < 5.2  # of ln 256 = 5.55
+    assert abs(losses[0] - losses[1]) < 1e-3
