@@ -346,21 +346,34 @@ def test_entries_have_lengths_of_their_own(dtype: torch.dtype, backend: str, dev
                 assert (x[entry, length:] == 0).all()
 
 
-def test_keys_in_pages(device: torch.device) -> None:
+@backends
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("options", [{"n": 1}, {"n": 20, "window": (30, 3), "softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_in_pages(
+    dtype: torch.dtype, options: dict[str, Any], page_size: int, backend: str, device: torch.device
+) -> None:
     """Any page holds any keys of any entry; what no table names, or lies behind the used keys, is not read."""
-    inputs = random_inputs(device, 3, 11, batch=2, heads=4, key_heads=2, causal=True)
-    q, k, v = (inputs[name].detach() for name in ("q", "k", "v"))
-    used = torch.tensor([10, 5], device=device)
-    table = torch.tensor([[6, 2, 0], [5, 3, -7]], dtype=torch.int32, device=device)
-    pages = [x.new_full((8, 4, 2, 16), torch.nan) for x in (k, v)]
-    for entry, j in ((b, j) for b in range(2) for j in range(int(used[b]))):
-        for page, x in zip(pages, (k, v)):
-            page[table[entry, j // 4], j % 4] = x[entry, j]
-    options = {"causal": True, "seqused_k": used, "return_lse": True}
-    expected = flash_attention(q, k, v, **options)
-    torch.testing.assert_close(flash_attention(q, *pages, block_table=table, **options), expected)
-    nothing = flash_attention(q, pages[0][:0], pages[1][:0], block_table=table, seqused_k=used * 0)
-    assert (nothing == 0).all()
+    inputs = random_inputs(device, m=80, batch=3, heads=4, key_heads=2, d=24, causal=True, dtype=dtype, **options)
+    q, k, v = (inputs.pop(name).detach() for name in ("q", "k", "v"))
+    inputs |= {"seqused_k": torch.tensor([77, 5, 0], device=device), "return_lse": True, "backend": backend}
+    inputs["sink"] = torch.linspace(-1, 1, 4, device=device)
+    count = 3 * 80 // page_size
+    order = torch.randperm(count + 2, generator=seeds.generator(7))[:count]
+    wide = torch.full((3, 2 * count // 3), -7, dtype=torch.int32, device=device)
+    table = wide[:, ::2]
+    pages = [x.new_full((count + 2, 2, page_size, x.shape[3]), torch.nan).transpose(1, 2) for x in (k, v)]
+    for entry, used in enumerate(inputs["seqused_k"].tolist()):
+        for j in range(used):
+            table[entry, j // page_size] = order[entry * count // 3 + j // page_size]
+            for page, x in zip(pages, (k, v)):
+                page[table[entry, j // page_size], j % page_size] = x[entry, j]
+    expected = flash_attention(q, k, v, **inputs)
+    torch.testing.assert_close(flash_attention(q, *pages, block_table=table, **inputs), expected)
+    nothing = {**inputs, "seqused_k": torch.zeros_like(inputs["seqused_k"])}
+    out, lse = flash_attention(q, pages[0][:0], pages[1][:0], block_table=table, **nothing)
+    assert (out == 0).all()
+    torch.testing.assert_close(lse, inputs["sink"][:, None].expand_as(lse))
 
 
 @backends

@@ -150,7 +150,6 @@ def test_a_good_call_is_none_of_them() -> None:
         ({name: t.double() for name, t in GOOD.items()}, "float64"),
         ({"q": of(1, 2, 1, 257), "k": of(1, 2, 1, 257), "v": of(1, 2, 1, 3)}, "257 features"),
         ({"q": of(1, 2, 1, 3), "k": of(1, 2, 1, 3), "v": of(1, 2, 1, 300)}, "300 features"),
-        (PAGED, "keys in pages"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_said_and_done_by_pytorch(inputs: Change, reason: str) -> None:

@@ -21,8 +21,8 @@ Tensor = torch.Tensor
 
 def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
     """Attention, lse, and what the backward computes the weights again from."""
-    q, k, v, sink, *bounds, _ = tensors
-    mask, logits = _mask_and_logits(options, sink, *bounds)
+    q, k, v, *rest = tensors
+    mask, logits = _mask_and_logits(options, *rest)
     return forward(q, k, v, mask, options.scale, options.precision, plans, logits=logits)
 
 
@@ -32,10 +32,11 @@ def _mask_and_logits(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     seqused_k: Tensor | None,
+    block_table: Tensor | None = None,
 ) -> tuple[Mask, Logits]:
-    """What the kernels are told; these read a number for every head or batch entry as adjacent ones."""
-    used = None if seqused_k is None else seqused_k.contiguous()
-    mask = Mask(options.left, options.right, cu_seqlens_q, cu_seqlens_k, used)
+    """What the kernels are told; these read numbers for every head or batch entry as adjacent ones."""
+    used, table = (None if x is None else x.contiguous() for x in (seqused_k, block_table))
+    mask = Mask(options.left, options.right, cu_seqlens_q, cu_seqlens_k, used, table)
     return mask, Logits(options.softcap, None if sink is None else sink.resolve_neg().contiguous())
 
 
@@ -75,7 +76,10 @@ def _backward_fake(grads: Tensors, saved: Tensors, *_: Any) -> Tensors:
 
 def _flops(tensors: Tensors, options: Options) -> int:
     """Two products for every query and key, hidden or not, as PyTorch counts its own attention."""
-    q, k, v, _, *cu_seqlens, _, _ = tensors
+    q, k, v, _, *cu_seqlens, _, block_table = tensors
+    if block_table is not None:
+        keys = block_table.shape[1] * k.shape[1]
+        return 2 * int(q.shape[0] * q.shape[1] * keys * q.shape[2] * (q.shape[3] + v.shape[3]))
     return 2 * attention_pairs(q, k, *cu_seqlens) * int(q.shape[2] * (q.shape[3] + v.shape[3]))
 
 

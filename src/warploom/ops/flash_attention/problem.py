@@ -25,7 +25,12 @@ class Mask(NamedTuple):
     right: int | None = None  # 0 for causal
     cu_seqlens_q: Tensor | None = None  # (S + 1,), as is the next
     cu_seqlens_k: Tensor | None = None
-    seqused_k: Tensor | None = None  # (B,), of adjacent numbers
+    seqused_k: Tensor | None = None  # (B,), of adjacent numbers, as is the next
+    block_table: Tensor | None = None  # (B, P)
+
+    def keys_of(self, k: Tensor) -> int:
+        """Keys of a batch entry, those in pages included that it does not use."""
+        return int(k.shape[1]) * (1 if self.block_table is None else int(self.block_table.shape[1]))
 
 
 class Logits(NamedTuple):
@@ -71,7 +76,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Shape:
-        """That of a call on these tensors."""
+        """That of a call on these tensors; of keys in pages, those of one page."""
         batch_size, tokens, heads, head_dim = q.shape
         return cls(batch_size, tokens, k.shape[1], heads, k.shape[2], head_dim, v.shape[3])
 

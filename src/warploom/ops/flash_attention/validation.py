@@ -87,12 +87,12 @@ def _with_both(
 
 def _beyond_kernels(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> str | None:
     """What the Triton kernels do not do in this call, if anything."""
-    if block_table is not None:
-        return "keys in pages are not for them: they are put together, and attended to in PyTorch"
     features = max(q.shape[-1], v.shape[-1])
     if features > MAX_FEATURES:
         return f"{features} features do not fit in one tile ({MAX_FEATURES} at most)"
     (batch, tokens, heads, _), (_, keys, key_heads, _) = q.shape, k.shape
+    if block_table is not None:
+        keys *= block_table.shape[1]
     if not is_within(tokens + keys, MAX_PLACES):
         return f"{tokens} queries and {keys} keys are more than {MAX_PLACES}"
     for tiles in (batch * heads * -(-tokens // _LEAST_TILE), batch * key_heads * -(-keys // _LEAST_TILE)):

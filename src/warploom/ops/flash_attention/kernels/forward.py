@@ -73,6 +73,7 @@ class Variant(NamedTuple):
     BLOCK_D: tl.constexpr
     BLOCK_E: tl.constexpr
     SOFTCAP: tl.constexpr = None  # in powers of two
+    PAGE: tl.constexpr = None  # keys of a page, where they lie in pages
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -86,6 +87,7 @@ class Mask(NamedTuple):
     keys: tl.int32
     left: tl.int32
     right: tl.int32
+    table: tl.tensor | None = None  # of pages of a batch entry
 
 
 class Rows(NamedTuple):
@@ -140,6 +142,26 @@ def used_keys(seqused_k, batch, keys):
     if seqused_k is not None:
         keys = tl.minimum(tl.maximum(tl.load(seqused_k + batch).to(tl.int32), 0), keys)
     return keys
+
+
+@triton.jit
+def kv_rows(x, table, n, keys, VEC: tl.constexpr, FEATURES: tl.constexpr, variant: tl.constexpr):
+    """Where a tile of keys or values from number ``n`` on lies, and the tile as `Rows`.
+
+    With pages, ``table`` points at those of a batch entry, and ``x.ptr`` at the first of all pages.
+    """
+    if variant.PAGE is None:
+        ptr = x.ptr + n * (x.strides.n * VEC)
+    else:
+        key = n + tl.arange(0, variant.BLOCK_N)
+        page = tl.load(table + key // variant.PAGE, mask=key < keys, other=0).to(tl.int64)
+        row = page * (x.strides.b * VEC) + (key % variant.PAGE).to(tl.int64) * (x.strides.n * VEC)
+        feature = tl.arange(0, FEATURES)
+        if not variant.UNIT:
+            feature = feature * x.strides.f
+        ptr = x.ptr
+        x = Rows(ptr, row[:, None] + feature[None, :], x.strides, x.term)
+    return ptr, x
 
 
 @triton.jit
@@ -336,9 +358,9 @@ def attend(softmax, q, k, v, begin, end, position, mask, scale, MASKED: tl.const
     acc, row_sum, row_max = softmax
     PRECISION: tl.constexpr = variant.PRECISION
     BLOCK_N: tl.constexpr = variant.BLOCK_N
-    k_step, v_step = k.strides.n * variant.VEC, v.strides.n * variant.VEC
     for n in tl.range(begin, end, BLOCK_N):
-        k_tile = load_factor(k.ptr + n * k_step, k, n, mask.keys, variant.D, MASKED, PRECISION)
+        k_ptr, k_rows = kv_rows(k, mask.table, n, mask.keys, variant.VEC, variant.BLOCK_D, variant)
+        k_tile = load_factor(k_ptr, k_rows, n, mask.keys, variant.D, MASKED, PRECISION)
         logits = tl.zeros((acc.shape[0], BLOCK_N), dtype=tl.float32)
         logits = product(q, transposed(k_tile, PRECISION), logits, PRECISION)
         logits, factor = capped(logits, scale, variant)
@@ -353,7 +375,8 @@ def attend(softmax, q, k, v, begin, end, position, mask, scale, MASKED: tl.const
         rescale = power_of_two(row_max - base)
         row_sum = row_sum * rescale + tl.sum(weights, axis=1)
         acc = acc * rescale[:, None]
-        v_tile = load_factor(v.ptr + n * v_step, v, n, mask.keys, variant.E, MASKED, PRECISION)
+        v_ptr, v_rows = kv_rows(v, mask.table, n, mask.keys, variant.VEC, variant.BLOCK_E, variant)
+        v_tile = load_factor(v_ptr, v_rows, n, mask.keys, variant.E, MASKED, PRECISION)
         acc = product(as_factor(weights, v.ptr.dtype.element_ty, PRECISION), v_tile, acc, PRECISION)
         row_max = new_max
     return Softmax(acc, row_sum, row_max)
@@ -372,7 +395,7 @@ def with_sink(softmax, sink):
 
 @triton.jit
 def forward_kernel(
-    q, k, v, out, lse, statistics, sink, cu_seqlens_q, cu_seqlens_k, seqused_k,
+    q, k, v, out, lse, statistics, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table,
     sizes: Sizes, out_split: tl.int64,
     q_strides: Strides, k_strides: Strides, v_strides: Strides, out_strides: Strides,
     variant: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr,
@@ -381,7 +404,8 @@ def forward_kernel(
 
     With ``PRECISION`` in terms made before, ``k`` and ``v`` are what `terms_kernel` made of them, and so are their strides.
     Writes ``out`` (splits, B, N, H, E), ``lse`` (B, H, N) if there is one split, and ``statistics`` (splits, 2, B, H, N):
-    row_max in powers of two, and row_sum relative to that. ``sink`` (H,) comes with one split alone.
+    row_max in powers of two, and row_sum relative to that. ``sink`` (H,) comes with one split alone. With
+    ``PAGE``, ``k`` and ``v`` are (pages, PAGE, H, F), and ``block_table`` (B, M / PAGE) says which are whose.
     """
     if OVERLAP:  # with the launch that merges parts, which waits for this one
         gdc_launch_dependents()
@@ -402,8 +426,13 @@ def forward_kernel(
     keys = used_keys(seqused_k, batch, keys)
     if m < tokens:
         q_ptr = base_of(q, batch, q_start + m, head, q_strides, variant.VEC)
-        k_ptr = base_of(k, batch, k_start, head // group, k_strides, variant.VEC)
-        v_ptr = base_of(v, batch, k_start, head // group, v_strides, variant.VEC)
+        table = None
+        kv_batch = batch
+        if variant.PAGE is not None:
+            table = block_table + batch.to(tl.int64) * (sizes.keys // variant.PAGE)
+            kv_batch = batch * 0
+        k_ptr = base_of(k, kv_batch, k_start, head // group, k_strides, variant.VEC)
+        v_ptr = base_of(v, kv_batch, k_start, head // group, v_strides, variant.VEC)
         k_offsets = tile_offsets(k_strides, BLOCK_N, BLOCK_D, variant)
         v_offsets = tile_offsets(v_strides, BLOCK_N, BLOCK_E, variant)
         q_offsets = tile_offsets(q_strides, BLOCK_M, BLOCK_D, variant)
@@ -415,7 +444,7 @@ def forward_kernel(
         offset = keys - tokens  # the last query stands at the last key
         position = m + offset + tl.arange(0, BLOCK_M)
         last = tl.minimum(m + BLOCK_M, tokens) - 1 + offset
-        mask = Mask(keys, sizes.left, sizes.right)
+        mask = Mask(keys, sizes.left, sizes.right, table)
         begin, full_begin, full_end, end = key_bounds(m + offset, last, mask, split, sizes.splits, variant)
         acc = tl.zeros((BLOCK_M, BLOCK_E), dtype=tl.float32)
         row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)

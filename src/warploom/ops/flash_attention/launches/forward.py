@@ -87,7 +87,7 @@ def forward(
         plan.launch(q, k, v, target, lse, target_statistics, counters)
     else:
         written = lse if plan.combine is None else None
-        last = (mask.cu_seqlens_q, mask.cu_seqlens_k, mask.seqused_k)
+        last = (mask.cu_seqlens_q, mask.cu_seqlens_k, mask.seqused_k, mask.block_table)
         plan.launch(q, k, v, target, written, target_statistics, sink if plan.combine is None else None, *last)
     if plan.combine is not None:
         plan.combine(target, target_statistics, out, lse, statistics, sink)
@@ -131,7 +131,19 @@ def plan_forward(
         launch = Launch(
             forward_kernel,
             grid.programs,
-            takes=("q", "k", "v", "out", "lse", "statistics", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
+            takes=(
+                "q",
+                "k",
+                "v",
+                "out",
+                "lse",
+                "statistics",
+                "sink",
+                "cu_seqlens_q",
+                "cu_seqlens_k",
+                "seqused_k",
+                "block_table",
+            ),
             out_split=out.numel() // layout.vec if splits > 1 else 0,  # from one part to the next
             OVERLAP=early,
             **tiling.arguments_of(call, grid, layout, product, shape.group),

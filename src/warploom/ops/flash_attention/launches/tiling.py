@@ -89,7 +89,8 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None = None) -> Call:
         """The call on these tensors."""
-        return cls(Shape.of(q, k, v), mask, scale, q.dtype, q.device, softcap)
+        shape = Shape.of(q, k, v)._replace(keys=mask.keys_of(k))
+        return cls(shape, mask, scale, q.dtype, q.device, softcap)
 
     @property
     def plain(self) -> bool:
@@ -219,7 +220,7 @@ def arguments_of(call: Call, grid: Grid, layout: Layout, product: str, heads_per
     variant = Variant(
         mask.left is not None, mask.right is not None, call.scale < 0, layout.vec, layout.unit, layout.wide,
         shape.head_dim, shape.value_dim, product, tiles.block_m, tiles.block_n, shape.block_d, shape.block_e,
-        cap,
+        cap, None if mask.block_table is None else shape.keys // mask.block_table.shape[1],
     )  # fmt: skip
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     return {"sizes": sizes, "variant": variant, "SHORT": grid.short, **options}
