@@ -111,5 +111,5 @@ def are_kept(tensor: torch.Tensor) -> bool:
     """
     if tensor.is_cuda:
         return True
-    launch = sys.modules.get("warploom.runtime.launch")
+    launch = sys.modules.get(f"{__package__}.launch")
     return launch is not None and launch.INTERPRETED

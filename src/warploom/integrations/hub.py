@@ -1,0 +1,113 @@
+"""The layout in which the Hugging Face hub's `kernels` library loads a package: a folder for each backend.
+
+    python -m warploom.integrations.hub FOLDER
+
+writes ``FOLDER/build/torch-cuda`` and ``FOLDER/build/torch-cpu``, with the operators, the layers and what
+transformers needs. Kernels are in Triton, compiled where they run, so there is one build for every version of
+PyTorch and of CUDA. The library imports a package under a name of its own choice: all imports become relative, and
+operators are registered in a namespace that the installed package does not use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import warploom
+
+__all__ = ["build", "main"]
+
+NAMESPACE = "warploom_hub"
+"""Of ``torch.ops``, so that a program may have the installed package too."""
+BACKENDS = ("cuda", "cpu")
+_PACKAGE = Path(warploom.__file__).parent
+_FOLDERS = ("runtime", "device", "ops", "nn", "integrations")
+_FILES = ("__init__.py", "errors.py", "version.py", "py.typed")
+_LEFT = ("bench.py", "peers.py", "spec.py", "hub.py")  # what measures and checks, and this
+_REGISTRY = Path("ops/__init__.py")  # of benches, which are left
+_DISPATCH = Path("runtime/dispatch.py")  # what names the namespace
+
+
+def build(folder: Path) -> list[Path]:
+    """Write the layout into a folder, which is made, and return the folders of its backends.
+
+    Raises:
+        FileExistsError: There is a build already.
+    """
+    version = int(warploom.__version__.split(".")[0])
+    built = []
+    for backend in BACKENDS:
+        target = folder / "build" / f"torch-{backend}"
+        target.mkdir(parents=True, exist_ok=False)
+        for source in _sources():
+            path = source.relative_to(_PACKAGE)
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            (target / path).write_text(_relocated(path, source.read_text(encoding="utf-8")), encoding="utf-8")
+        metadata = {
+            "id": f"{NAMESPACE}_{backend}",
+            "name": "warploom",
+            "version": version,
+            "license": "Apache-2.0",
+            "python-depends": [],
+            "backend": {"type": backend},
+        }
+        (target / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+        built.append(target)
+    (folder / "README.md").write_text(_CARD, encoding="utf-8")
+    return built
+
+
+_CARD = """---
+license: apache-2.0
+tags: [kernels]
+---
+
+# warploom
+
+Fused operators for sequence models, written in Triton: `flash_attention`, `lrpe_rotate`, `lrpe_cosine`,
+`tpa_attention`, `tpa_decode`.
+"""
+
+
+def _sources() -> Iterator[Path]:
+    for name in _FILES:
+        yield _PACKAGE / name
+    for folder in _FOLDERS:
+        yield from (path for path in sorted((_PACKAGE / folder).rglob("*.py")) if path.name not in _LEFT)
+
+
+def _relocated(path: Path, text: str) -> str:
+    """A file of the package with relative imports."""
+    if path == _REGISTRY:
+        return '"""The operators."""\n'
+    lines = text.splitlines(keepends=True)
+    dots = "." * len(path.parts)
+    for node in ast.walk(ast.parse(text) if path.suffix == ".py" else ast.Module([], [])):
+        if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "warploom" for alias in node.names):
+            raise ValueError(f"{path}, line {node.lineno}: imports warploom by its name")
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "warploom":
+            line, rest = lines[node.lineno - 1], str(node.module).removeprefix("warploom").removeprefix(".")
+            lines[node.lineno - 1] = line.replace(f"from {node.module} import", f"from {dots}{rest} import", 1)
+    text = "".join(lines)
+    if path == _DISPATCH:
+        for found in ('Library("warploom"', "torch.ops.warploom", '"warploom::'):
+            if found not in text:
+                raise ValueError(f"{path}: no {found}")
+            text = text.replace(found, found.replace("warploom", NAMESPACE))
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m warploom.integrations.hub", description="Build for the hub.")
+    parser.add_argument("folder", type=Path)
+    for built in build(parser.parse_args(arguments).folder):
+        print(built)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
