@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import warploom
 from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
-from warploom.nn import LRPE, Attention, RotaryEmbedding, TensorProductAttention
+from warploom.nn import LRPE, Attention, RotaryEmbedding, SwiGLU, TensorProductAttention, TransformerConfig
+from warploom.nn.transformer_lm import Block
 from warploom.runtime.backend import HAS_TRITON
 
 Tensor = torch.Tensor
@@ -172,6 +173,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: Attention(32, 2, kv_heads=1, position=RotaryEmbedding(16)),
     "attention_with_lrpe": lambda: Attention(32, 2, position=LRPE(2, 16)),
     "tensor_product_attention": lambda: TensorProductAttention(32, 2, 16),
+    "swiglu": lambda: SwiGLU(32, 48),
+    "block": lambda: Block(TransformerConfig(vocab_size=9, d_model=32, d_ff=48, layers=1, heads=2)),
 }
 
 
