@@ -87,7 +87,9 @@ def test_imports_go_one_way(path: Path) -> None:
             assert allowed, f"{relative(path)} imports {name}"
 
 
-LEVELS = ("errors", "version", "runtime", "device", "ops", "nn", "integrations", "testing", "bench", "report", "cli")
+LEVELS = (
+    "errors", "version", "runtime", "device", "ops", "nn", "integrations", "testing", "bench", "report", "cli",
+)  # fmt: skip
 FRONT = {"bench/api.py", "bench/__init__.py", "__init__.py", "__main__.py"}  # what users import, on top of the rest
 
 
