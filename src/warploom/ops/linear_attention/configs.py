@@ -1,0 +1,72 @@
+"""Tiles of linear attention's kernels, as data."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """How a launch is cut and compiled."""
+
+    tokens: int
+    columns: int
+    """Features of a result that a program computes, of each part where there are two."""
+    warps: int
+    stages: int
+
+
+LEAST = 16
+"""Of every side of a product of tiles."""
+
+CHUNK = 256
+"""Tokens of a chunk, at least."""
+
+DECAY_CHUNK = 64
+"""Tokens of a chunk where the gradient of decays is asked for, which takes states that often."""
+
+SHORT = 16
+"""Tokens of a sequence, at most, for which there are tiles of `LEAST` tokens: steps of decoding."""
+
+# By kernel, whether numbers have 16 bits, and the features of a state's rows: those of φ, or of a value where φ's
+# parts are the columns. What a row of the table says of wider states holds for the narrower.
+_TILES: dict[tuple[str, bool], list[tuple[int, Tile]]] = {
+    ("outputs", True): [(128, Tile(64, 128, 8, 2)), (256, Tile(64, 64, 8, 2))],
+    ("outputs", False): [(64, Tile(32, 64, 4, 2)), (128, Tile(32, 32, 4, 2)), (256, Tile(16, 16, 4, 1))],
+    ("decoded", True): [(128, Tile(64, 64, 8, 2)), (256, Tile(64, 32, 8, 2))],
+    ("decoded", False): [(64, Tile(32, 32, 4, 2)), (128, Tile(32, 16, 4, 2)), (256, Tile(16, 16, 4, 1))],
+    ("sums", True): [(128, Tile(64, 128, 8, 3)), (256, Tile(64, 64, 8, 2))],
+    ("sums", False): [(64, Tile(32, 64, 4, 2)), (128, Tile(32, 32, 4, 2)), (256, Tile(16, 16, 4, 1))],
+}
+
+
+def tile_of(kernel: str, half: bool, rows: int, columns: int, tokens: int) -> Tile:
+    """Tiles of a launch.
+
+    Args:
+        kernel: ``outputs``, ``decoded`` or ``sums``.
+        half: Whether numbers have 16 bits.
+        rows: Features of a state's rows.
+        columns: And of its columns, of each part of them.
+        tokens: Of a sequence.
+    """
+    tile = next(tile for most, tile in _TILES[kernel, half] if rows <= most)
+    tile = tile._replace(columns=min(tile.columns, in_power_of_two(columns)))
+    if tokens <= SHORT:
+        tile = tile._replace(tokens=LEAST, warps=4, stages=1)
+    return tile
+
+
+def in_power_of_two(features: int) -> int:
+    """The block that holds so many features."""
+    return max(LEAST, 1 << (features - 1).bit_length())
+
+
+def chunk_of(tokens: int, heads: int, columns: int, multiprocessors: int) -> int:
+    """Tokens of a chunk; all of them where heads fill the GPU.
+
+    It does not depend on the batch, so that a sequence has the same bits alone and among others.
+    """
+    programs = max(heads * columns, 1)
+    wanted = -(-multiprocessors // programs) if 3 * programs < 2 * multiprocessors else 1
+    splits = max(1, min(wanted, tokens // CHUNK))
+    return max(1, -(-tokens // (splits * LEAST * 4)) * LEAST * 4)

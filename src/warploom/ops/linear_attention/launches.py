@@ -1,0 +1,311 @@
+"""Launchers of linear attention's kernels: sizes, strides, tiles. No validation, no autograd.
+
+What a call allocates and launches is its plan, which depends on shapes, strides, dtypes and options alone. Plans are
+kept by whoever calls (`warploom.runtime.plans`): a call like an earlier one only allocates and launches.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from warploom.ops.flash_attention.launches.tiling import Layout, layout_for
+from warploom.ops.linear_attention.configs import DECAY_CHUNK, Tile, chunk_of, in_power_of_two, tile_of
+from warploom.ops.linear_attention.kernels.states import scan_kernel, sums_kernel
+from warploom.ops.linear_attention.kernels.tiles import Sizes, StateStrides, Variant
+from warploom.ops.linear_attention.kernels.walk import walk_kernel
+from warploom.ops.linear_attention.validation import Options
+from warploom.ops.lrpe.kernels.angles import Spec
+from warploom.ops.lrpe.launches import ThetaSums, theta_sums
+from warploom.runtime.launch import Dense, Launch, multiprocessors
+from warploom.runtime.memory_order import layout_of
+from warploom.runtime.plans import Plans
+
+Tensor = torch.Tensor
+
+_SCAN_BLOCK = 1024
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    theta: Tensor | None
+    decay: Tensor | None
+    initial_state: Tensor | None
+    offsets: Tensor | None
+    cu_seqlens: Tensor | None
+
+    def places(self, offset: int) -> tuple[Any, ...]:
+        """What every kernel takes behind its tensors: those that say where tokens stand, and how they decay."""
+        return self.theta, self.offsets, self.cu_seqlens, self.decay, offset
+
+
+_PLACES = ("theta", "offsets", "cu_seqlens", "decay", "offset")
+
+
+class Call(NamedTuple):
+    """A call apart from what tensors hold: sizes, and how sequences are cut into chunks."""
+
+    inputs: Inputs
+    options: Options
+    chunk: int
+
+    @classmethod
+    def of(cls, inputs: Inputs, options: Options, decay_gradient: bool = False) -> Call:
+        """The call on these tensors."""
+        tokens, heads, values = inputs.q.shape[1], inputs.q.shape[2], inputs.v.shape[3]
+        columns = -(-values // 64)
+        chunk = DECAY_CHUNK if decay_gradient else chunk_of(tokens, heads, columns, multiprocessors(inputs.q.device))
+        return cls(inputs, options, chunk)
+
+    @property
+    def features(self) -> int:
+        """Of a part of φ."""
+        features = int(self.inputs.q.shape[3])
+        return features if self.options.kind in ("none", "cosine") else features // 2
+
+    @property
+    def parts(self) -> int:
+        """Of φ."""
+        return 1 if self.options.kind == "none" else 2
+
+    @property
+    def sequences(self) -> int:
+        """Packed sequences, or batch entries."""
+        cu_seqlens = self.inputs.cu_seqlens
+        return int(self.inputs.q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+
+    @property
+    def chunks(self) -> int:
+        """Of a batch entry."""
+        return max(-(-int(self.inputs.q.shape[1]) // self.chunk), 1)
+
+    @property
+    def slots(self) -> int:
+        """Chunks of all sequences; see `warploom.device.packed`."""
+        if self.inputs.cu_seqlens is None:
+            return self.sequences * self.chunks
+        return self.sequences if self.chunks == 1 else int(self.inputs.q.shape[1]) // self.chunk + self.sequences
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """Of a state of every sequence."""
+        heads, values = self.inputs.q.shape[2], self.inputs.v.shape[3]
+        return (self.sequences, heads, self.parts * self.features, values)
+
+    @property
+    def half(self) -> bool:
+        """Whether numbers have 16 bits."""
+        return self.inputs.q.dtype != torch.float32
+
+    def sizes(self, columns: int) -> Sizes:
+        """Sizes of a launch of so many blocks of columns."""
+        q, theta, decay, cu_seqlens = self.inputs.q, self.inputs.theta, self.inputs.decay, self.inputs.cu_seqlens
+        offsets = self.inputs.offsets
+        return Sizes(
+            tokens=q.shape[1], heads=q.shape[2], chunks=self.chunks,
+            chunk=self.chunk if self.chunks > 1 else 2**30, columns=columns, sequences=self.sequences,
+            cu_stride=0 if cu_seqlens is None else cu_seqlens.stride(0),
+            theta_h=0 if theta is None or theta.dim() == 1 or theta.shape[0] == 1 else theta.stride(0),
+            theta_f=0 if theta is None else theta.stride(-1),
+            offsets_b=0 if offsets is None or offsets.dim() == 0 else offsets.stride(0),
+            decay_b=0 if decay is None or decay.dim() == 1 else decay.stride(0),
+            decay_n=0 if decay is None or decay.dim() == 1 else decay.stride(1),
+            decay_h=0 if decay is None else decay.stride(-1),
+        )  # fmt: skip
+
+    def spec(self, layout: Layout) -> Spec:
+        """What LRPE's functions for rows are compiled for. One tile, as for ``cosine``, is also one without encoding."""
+        theta, kind = self.inputs.theta, self.options.kind
+        frequencies = 1 if theta is None else theta.shape[-1]
+        return Spec("cosine" if kind == "none" else kind, 1, layout.vec, 1, layout.unit, self.features, frequencies)
+
+    def variant(self, tile: Tile, block_f: int, block_e: int) -> Variant:
+        """What a kernel is compiled for."""
+        decay = self.inputs.decay
+        kind = "none" if decay is None else "head" if decay.dim() == 1 else "token"
+        options = self.options
+        return Variant(
+            options.kind, options.activation, kind, options.causal, self.inputs.v.shape[3], tile.tokens, block_f, block_e
+        )  # fmt: skip
+
+    def common(self, layout: Layout, tile: Tile, columns: int, block_f: int, block_e: int) -> dict[str, Any]:
+        """What kernels on tiles are launched with."""
+        return {
+            "sizes": self.sizes(columns),
+            "spec": self.spec(layout),
+            "variant": self.variant(tile, block_f, block_e),
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+
+
+def _state_strides(state: Tensor | Dense | None) -> StateStrides:
+    if state is None:
+        return StateStrides(0, 0, 0, 0)
+    return StateStrides(*(state.stride() if isinstance(state, Tensor) else state.stride))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# States of chunks
+# ----------------------------------------------------------------------------------------------------------
+
+
+class States(NamedTuple):
+    """Plan of the states of chunks: in one direction, from the sequences' first or last state to the other."""
+
+    states: Dense
+    totals: Dense | None
+    sums: Launch
+    scan: Launch
+
+    def __call__(
+        self, b: Tensor, c: Tensor, initial: Tensor | None, final: Tensor | None, inputs: Inputs, offset: int
+    ) -> Tensor:
+        """States (slots, H, F, E) in float32, of rows ``b`` and ``c``; writes ``final``."""
+        states = self.states.empty(b)
+        totals = None if self.totals is None else self.totals.empty(b)
+        self.sums(b, c, states, totals, *inputs.places(offset))
+        self.scan(states, totals, initial, final, inputs.cu_seqlens)
+        return states
+
+
+def plan_states(
+    call: Call, b: Tensor, c: Tensor, initial: Tensor | None, final: Dense | None, reverse: bool
+) -> States:
+    """Plan of `States`, of rows to be encoded and others."""
+    sequences, heads, features, values = call.state_shape
+    states = Dense.rows((call.slots, heads, features, values), torch.float32)
+    totals = None if call.inputs.decay is None else Dense.rows((call.slots, heads), torch.float32)
+    block_f = in_power_of_two(call.features)
+    tile = tile_of("sums", call.half, call.parts * block_f, values, call.inputs.q.shape[1])
+    columns = -(-values // tile.columns)
+    layout = layout_for(b, c)
+    sums = Launch(
+        sums_kernel,
+        call.slots * heads * columns,
+        takes=("b", "c", "states", "totals", *_PLACES),
+        states_strides=_state_strides(states),
+        REVERSE=reverse,
+        **layout.of("b", "c"),
+        **call.common(layout, tile, columns, block_f, tile.columns),
+    )
+    blocks = -(-features * values // _SCAN_BLOCK)
+    scale = call.options.scale if reverse else 1.0
+    scan = Launch(
+        scan_kernel,
+        sequences * heads * blocks,
+        takes=("states", "totals", "initial", "final", "cu_seqlens"),
+        sizes=call.sizes(blocks),
+        initial_strides=_state_strides(initial),
+        final_strides=_state_strides(final),
+        into=1.0 / scale,
+        out_of=scale,
+        F=features,
+        E=values,
+        BLOCK=_SCAN_BLOCK,
+        REVERSE=reverse,
+    )
+    return States(states, totals, sums, scan)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Walks
+# ----------------------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """What a walk goes over: see `kernels.walk`."""
+
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    x: Tensor | None
+    out: Tensor  # without memory
+
+
+def plan_walk(
+    call: Call, rows: Rows, initial: Tensor | Dense | None, final: Dense | None, *, decoded: bool, reverse: bool,
+) -> Launch:  # fmt: skip
+    """Plan of a walk. ``decoded``: whether the result is the gradient of what is encoded."""
+    values, tokens = int(call.inputs.v.shape[3]), int(call.inputs.q.shape[1])
+    if decoded:
+        block_e = in_power_of_two(values)
+        features = call.features
+        tile = tile_of("decoded", call.half, block_e, features, tokens)
+        block_f = tile.columns
+        if call.options.activation == "softmax":  # whose gradient takes whole rows
+            block_f = in_power_of_two(features)
+        columns = -(-features // block_f)
+    else:
+        block_f = in_power_of_two(call.features)
+        tile = tile_of("outputs", call.half, call.parts * block_f, values, tokens)
+        block_e = tile.columns
+        columns = -(-values // block_e)
+    layout = layout_for(rows.a, rows.b, rows.c, rows.a if rows.x is None else rows.x, rows.out)
+    alone = call.chunks == 1
+    scale = call.options.scale
+    return Launch(
+        walk_kernel,
+        call.slots * call.inputs.q.shape[2] * columns,
+        takes=("a", "b", "c", "x", "out", "initial", "final", "partial", *_PLACES),
+        scale=scale,
+        into=1.0 / scale if reverse and alone else 1.0,
+        out_of=scale if reverse else 1.0,
+        initial_strides=_state_strides(initial),
+        final_strides=_state_strides(final),
+        DECODED=decoded,
+        REVERSE=reverse,
+        **layout.of("a", "b", "c", "x", "out"),
+        **call.common(layout, tile, columns, block_f, block_e),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Forward
+# ----------------------------------------------------------------------------------------------------------
+
+
+class Forward(NamedTuple):
+    """Plan of a forward."""
+
+    out: Dense
+    final: Dense | None
+    states: States | None
+    walk: Launch
+
+
+def forward(inputs: Inputs, options: Options, offset: int, plans: Plans) -> tuple[Tensor, Tensor | None]:
+    """Outputs (B, N, H, E), and the last states (S, H, F, E) in float32 where they are asked for."""
+    plan = plans.get("forward", plan_forward, inputs, options)
+    q, k, v, *_, initial, _, _ = inputs
+    out = plan.out.empty(q)
+    final = None if plan.final is None else plan.final.empty(q)
+    kept = final if options.return_state else None
+    places = inputs.places(offset)
+    if plan.states is None:
+        plan.walk(q, k, v, None, out, initial, kept, None, *places)
+    else:
+        states = plan.states(k, v, initial, final, inputs, offset)
+        plan.walk(q, k, v, None, out, states if options.causal else final, None, None, *places)
+    return out, kept
+
+
+def plan_forward(inputs: Inputs, options: Options) -> Forward:
+    """Plan of `forward`."""
+    call = Call.of(inputs, options)
+    q, k, v, *_, initial, _, _ = inputs
+    out = layout_of(q, v.shape[3])
+    final = Dense.rows(call.state_shape, torch.float32) if options.return_state or not options.causal else None
+    rows = Rows(q, k, v, None, out)
+    if call.chunks == 1 and options.causal:
+        walk = plan_walk(call, rows, initial, final, decoded=False, reverse=False)
+        return Forward(Dense.like(out), final, None, walk)
+    states = plan_states(call, k, v, initial, final, False)
+    given = states.states if options.causal else final
+    walk = plan_walk(call, rows, given, None, decoded=False, reverse=False)
+    return Forward(Dense.like(out), final, states, walk)
