@@ -36,6 +36,8 @@ _TILES: dict[tuple[str, bool], list[tuple[int, Tile]]] = {
     ("decoded", False): [(64, Tile(32, 32, 4, 2)), (128, Tile(32, 16, 4, 2)), (256, Tile(16, 16, 4, 1))],
     ("sums", True): [(128, Tile(64, 128, 8, 3)), (256, Tile(64, 64, 8, 2))],
     ("sums", False): [(64, Tile(32, 64, 4, 2)), (128, Tile(32, 32, 4, 2)), (256, Tile(16, 16, 4, 1))],
+    ("decays", True): [(128, Tile(64, 64, 8, 1)), (256, Tile(64, 32, 8, 1))],
+    ("decays", False): [(64, Tile(64, 32, 8, 1)), (128, Tile(64, 16, 8, 1)), (256, Tile(64, 16, 8, 1))],
 }
 
 
@@ -43,7 +45,7 @@ def tile_of(kernel: str, half: bool, rows: int, columns: int, tokens: int) -> Ti
     """Tiles of a launch.
 
     Args:
-        kernel: ``outputs``, ``decoded`` or ``sums``.
+        kernel: ``outputs``, ``decoded``, ``sums`` or ``decays``.
         half: Whether numbers have 16 bits.
         rows: Features of a state's rows.
         columns: And of its columns, of each part of them.

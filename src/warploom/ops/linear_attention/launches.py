@@ -6,12 +6,14 @@ kept by whoever calls (`warploom.runtime.plans`): a call like an earlier one onl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from warploom.ops.flash_attention.launches.tiling import Layout, layout_for
 from warploom.ops.linear_attention.configs import DECAY_CHUNK, Tile, chunk_of, in_power_of_two, tile_of
+from warploom.ops.linear_attention.kernels.decay import decay_kernel
 from warploom.ops.linear_attention.kernels.states import scan_kernel, sums_kernel
 from warploom.ops.linear_attention.kernels.tiles import Sizes, StateStrides, Variant
 from warploom.ops.linear_attention.kernels.walk import walk_kernel
@@ -195,7 +197,7 @@ def plan_states(
         **call.common(layout, tile, columns, block_f, tile.columns),
     )
     blocks = -(-features * values // _SCAN_BLOCK)
-    scale = call.options.scale if reverse else 1.0
+    scale = call.options.scale if reverse and call.options.causal else 1.0
     scan = Launch(
         scan_kernel,
         sequences * heads * blocks,
@@ -247,14 +249,13 @@ def plan_walk(
         block_e = tile.columns
         columns = -(-values // block_e)
     layout = layout_for(rows.a, rows.b, rows.c, rows.a if rows.x is None else rows.x, rows.out)
-    alone = call.chunks == 1
     scale = call.options.scale
     return Launch(
         walk_kernel,
         call.slots * call.inputs.q.shape[2] * columns,
         takes=("a", "b", "c", "x", "out", "initial", "final", "partial", *_PLACES),
         scale=scale,
-        into=1.0 / scale if reverse and alone else 1.0,
+        into=1.0 / scale if reverse and isinstance(initial, Tensor) else 1.0,
         out_of=scale if reverse else 1.0,
         initial_strides=_state_strides(initial),
         final_strides=_state_strides(final),
@@ -309,3 +310,140 @@ def plan_forward(inputs: Inputs, options: Options) -> Forward:
     given = states.states if options.causal else final
     walk = plan_walk(call, rows, given, None, decoded=False, reverse=False)
     return Forward(Dense.like(out), final, states, walk)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Backward
+# ----------------------------------------------------------------------------------------------------------
+
+
+class Decays(NamedTuple):
+    """Plan of the gradient of decays."""
+
+    out: Dense
+    launch: Launch
+    by_head: bool
+
+    def __call__(
+        self, inputs: Inputs, grad: Tensor, states: Tensor, grad_states: Tensor, offset: int
+    ) -> Tensor:
+        """The gradient, from states before chunks and gradients of those behind them, over the scale."""
+        out = self.out.empty(grad)
+        q, k, v, *_ = inputs
+        self.launch(q, k, v, grad, states, grad_states, out, *inputs.places(offset))
+        return out.sum(0, dtype=torch.float64) if self.by_head else out
+
+
+def _plan_decays(call: Call, grad: Tensor, states: Dense) -> Decays:
+    q, k, v, _, decay, *_ = call.inputs
+    by_head = decay is not None and decay.dim() == 1
+    shape = (call.slots, q.shape[2]) if by_head else tuple(q.shape[:3])
+    block_f = in_power_of_two(call.features)
+    tile = tile_of("decays", call.half, call.parts * block_f, v.shape[3], DECAY_CHUNK)
+    layout = layout_for(q, k, v, grad)
+    launch = Launch(
+        decay_kernel,
+        call.slots * q.shape[2],
+        takes=("q", "k", "v", "grad", "states", "grad_states", "out", *_PLACES),
+        scale=call.options.scale,
+        states_strides=_state_strides(states),
+        BY_HEAD=by_head,
+        **layout.of("q", "k", "v", "grad"),
+        **call.common(layout, tile, 1, block_f, tile.columns),
+    )
+    return Decays(Dense.rows(shape, torch.float32), launch, by_head)
+
+
+class Backward(NamedTuple):
+    """Plan of a backward. Launches of gradients that nobody wants are None."""
+
+    dq: Dense
+    dk: Dense
+    dv: Dense
+    first: Dense | None  # the gradient of the first state, or without causality of that of all tokens
+    last: Dense | None  # the state of all tokens, without causality
+    forward: States | None
+    reverse: States | None
+    query: Launch | None
+    key: Launch | None
+    value: Launch | None
+    decays: Decays | None
+    theta_sums: ThetaSums | None
+
+
+def backward(
+    grad: Tensor, grad_state: Tensor | None, inputs: Inputs, options: Options, offset: int, wanted: Sequence[bool],
+    plans: Plans,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of q, k, v, theta, decay and the first state, of those that are wanted."""
+    # Strides, because what autograd saved may come back with others: from the host's memory, for one.
+    strides = tuple([None if x is None else x.stride() for x in (grad, grad_state, *inputs)])
+    plan = plans.get((grad.dtype, strides, *wanted), plan_backward, grad, grad_state, inputs, options, wanted)
+    q, k, v, theta, decay, initial, _, _ = inputs
+    dq, dk, dv = plan.dq.empty(q), plan.dk.empty(q), plan.dv.empty(q)
+    first = None if plan.first is None else plan.first.empty(q)
+    last = None if plan.last is None else plan.last.empty(q)
+    partial = halves = None
+    if plan.theta_sums is not None:
+        partial = plan.theta_sums.empty(q)
+        halves = partial.flatten(0, 1).chunk(2) if partial.numel() else (partial, partial)
+    places = inputs.places(offset)
+    before, behind, own = initial, grad_state, first
+    if plan.forward is not None:
+        before = plan.forward(k, v, initial, last, inputs, offset)
+        before = before if options.causal else last
+    if plan.reverse is not None:
+        behind = plan.reverse(q, grad, grad_state, first, inputs, offset)
+        behind, own = (behind if options.causal else first), None
+    if plan.query is not None:
+        plan.query(grad, v, k, q, dq, before, None, None if halves is None else halves[0], *places)
+    if plan.key is not None:
+        plan.key(v, grad, q, k, dk, behind, None, None if halves is None else halves[1], *places)
+    if plan.value is not None:
+        plan.value(k, q, grad, None, dv, behind, own, None, *places)
+    dtheta = ddecay = None
+    if plan.theta_sums is not None and partial is not None and theta is not None:
+        dtheta = plan.theta_sums.reduce(partial, theta)
+    if plan.decays is not None and before is not None and behind is not None and decay is not None:
+        ddecay = plan.decays(inputs, grad, before, behind, offset).to(decay.dtype)
+    return dq, dk, dv, dtheta, ddecay, first if wanted[5] else None
+
+
+def plan_backward(
+    grad: Tensor, grad_state: Tensor | None, inputs: Inputs, options: Options, wanted: Sequence[bool]
+) -> Backward:
+    """Plan of `backward`."""
+    q, k, v, theta, _, initial, _, _ = inputs
+    of_q, of_k, of_v, of_theta, of_decay, of_initial = wanted
+    call = Call.of(inputs, options, of_decay)
+    dq, dk, dv = layout_of(q, q.shape[3]), layout_of(k, k.shape[3]), layout_of(v, v.shape[3])
+    apart = call.chunks > 1 or not options.causal or of_decay
+    first = last = None
+    if not options.causal:
+        first = last = Dense.rows(call.state_shape, torch.float32)
+    elif of_initial and initial is not None:
+        first = Dense.rows(call.state_shape, initial.dtype)
+    forward = reverse = query = key = value = decays = sums = None
+    if apart and (of_q or of_theta or of_decay):
+        forward = plan_states(call, k, v, initial, last, False)
+    if apart:
+        reverse = plan_states(call, q, grad, grad_state, first, True)
+    before: Tensor | Dense | None = initial
+    behind: Tensor | Dense | None = grad_state
+    if apart:
+        before = last if last is not None else None if forward is None else forward.states
+        behind = first if not options.causal else None if reverse is None else reverse.states
+    if of_q or of_theta:
+        query = plan_walk(call, Rows(grad, v, k, q, dq), before, None, decoded=True, reverse=False)
+    if of_k or of_theta:
+        key = plan_walk(call, Rows(v, grad, q, k, dk), behind, None, decoded=True, reverse=True)
+    if of_v or (of_initial and not apart):
+        own = None if apart else first
+        value = plan_walk(call, Rows(k, q, grad, None, dv), behind, own, decoded=False, reverse=True)
+    if of_decay and forward is not None:
+        decays = _plan_decays(call, grad, forward.states)
+    if of_theta and theta is not None:
+        parts = 2 * call.slots * (1 if theta.dim() == 2 and theta.shape[0] > 1 else q.shape[2])
+        sums = theta_sums(parts, theta, call.features, 1)
+    dense = (Dense.like(x) for x in (dq, dk, dv))
+    return Backward(*dense, first, last, forward, reverse, query, key, value, decays, sums)
