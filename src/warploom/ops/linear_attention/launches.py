@@ -104,6 +104,11 @@ class Call(NamedTuple):
         """Whether numbers have 16 bits."""
         return self.inputs.q.dtype != torch.float32
 
+    @property
+    def state_scale(self) -> float:
+        """What gradients of states are kept over; without tokens or causality they are kept as they are."""
+        return self.options.scale if self.options.causal and self.inputs.q.shape[1] else 1.0
+
     def sizes(self, columns: int) -> Sizes:
         """Sizes of a launch of so many blocks of columns."""
         q, theta, decay, cu_seqlens = self.inputs.q, self.inputs.theta, self.inputs.decay, self.inputs.cu_seqlens
@@ -197,7 +202,7 @@ def plan_states(
         **call.common(layout, tile, columns, block_f, tile.columns),
     )
     blocks = -(-features * values // _SCAN_BLOCK)
-    scale = call.options.scale if reverse and call.options.causal else 1.0
+    scale = call.state_scale if reverse else 1.0
     scan = Launch(
         scan_kernel,
         sequences * heads * blocks,
@@ -249,14 +254,14 @@ def plan_walk(
         block_e = tile.columns
         columns = -(-values // block_e)
     layout = layout_for(rows.a, rows.b, rows.c, rows.a if rows.x is None else rows.x, rows.out)
-    scale = call.options.scale
+    scale = call.state_scale if reverse else 1.0
     return Launch(
         walk_kernel,
         call.slots * call.inputs.q.shape[2] * columns,
         takes=("a", "b", "c", "x", "out", "initial", "final", "partial", *_PLACES),
-        scale=scale,
-        into=1.0 / scale if reverse and isinstance(initial, Tensor) else 1.0,
-        out_of=scale if reverse else 1.0,
+        scale=call.options.scale,
+        into=1.0 / scale if isinstance(initial, Tensor) else 1.0,
+        out_of=scale,
         initial_strides=_state_strides(initial),
         final_strides=_state_strides(final),
         DECODED=decoded,
