@@ -146,9 +146,9 @@ def load_steps(theta, place, first, sizes, spec: tl.constexpr, variant: tl.const
 
 @triton.jit
 def turn_of(n, place, steps, HALF: tl.constexpr):
-    """Cosine and sine (T, F) of the tokens ``n`` of the place's sequence."""
+    """Cosine and sine (T, F) of the tokens ``n`` of the place's sequence; None without an encoding."""
     if steps is None:
-        found = (None, None)
+        found = None
     else:
         whole, rest, unit = steps
         found = cos_sin(wrapping_add(n, place.position)[:, None], whole, rest, unit, HALF)
