@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 
 from warploom.ops.linear_attention import reference
-from warploom.ops.linear_attention.validation import NAME, Options, check
+from warploom.ops.linear_attention.validation import NAME, check
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import dense, in_order_of
 
@@ -72,8 +72,8 @@ def linear_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Linear attention with relative positions, ``S_t = λ_t S_{t−1} + φ(k_t) v_tᵀ``, ``o_t = scale · φ(q_t)ᵀ S_t``.
 
-    ``φ`` is an activation and then `lrpe_rotate` or `lrpe_cosine`, computed where a token is loaded: encoded queries
-    and keys are never in memory. With a state handed in and out, ``N = 1`` is a step of decoding:
+    ``φ`` is an activation and then `lrpe_rotate` or `lrpe_cosine`, computed where a token is loaded: encoded
+    queries and keys are never in memory. With a state handed in and out, ``N = 1`` is a step of decoding:
 
         out, state = linear_attention(q, k, v, theta=theta, encoding="rotate", return_state=True)
         out, state = linear_attention(
@@ -106,8 +106,8 @@ def linear_attention(
         backend: ``auto`` (Triton where it can run, else PyTorch), ``triton`` or ``torch``.
 
     Returns:
-        ``(B, N, H, E)`` in the dtype and memory order of ``q``; with ``return_state`` also the state, ``(S, H, F, E)``
-        in float32 (float64 for float64 inputs).
+        ``(B, N, H, E)`` in the dtype and memory order of ``q``; with ``return_state`` also the state,
+        ``(S, H, F, E)`` in float32 (float64 for float64 inputs).
 
     Raises:
         ShapeError: A size does not fit.
@@ -125,11 +125,9 @@ def linear_attention(
     return _function(backend, tensors, options, offset)  # type: ignore[no-any-return]
 
 
-def _run_reference(
-    tensors: Tensors, offset: int, checked: Checked, _: str
-) -> Tensor | tuple[Tensor, Tensor]:
+def _run_reference(tensors: Tensors, offset: int, checked: Checked, _: str) -> Tensor | tuple[Tensor, Tensor]:
     q, k, v, theta, decay, initial_state, offsets, cu_seqlens = tensors
-    options: Options = checked.options
+    options = checked.options
     results = reference.linear_attention(
         q, k, v,
         decay=decay, theta=theta, encoding="rotate" if options.kind == "interleaved" else options.kind,

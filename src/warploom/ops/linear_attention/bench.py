@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from warploom.ops.flash_attention import bench as flash_attention
+from warploom.ops.flash_attention import peers as softmax_peers
 from warploom.ops.linear_attention import peers, reference
 from warploom.ops.linear_attention.api import linear_attention
 from warploom.ops.linear_attention.peers import Provider
-from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, need_cuda, normal
+from warploom.ops.spec import Bench, Case, Inputs, Operator, Other, Traffic, need_cuda, normal
 
 Tensor = torch.Tensor
 
@@ -25,9 +28,10 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
 
     Keys: ``batch, n, heads, head_dim, dtype``; ``value_dim`` (by default head_dim), ``encoding``; ``theta``
     (``per_head``, ``shared`` or ``vector``), ``frequencies`` (its length, by default one per angle),
-    ``theta_gradient``; ``decay`` (``head`` or ``token``) and ``decay_gradient``; ``initial_state`` (whether there is
-    one); ``offset`` (an int, or ``scalar`` or ``batch`` for a tensor); ``layout`` (``bhnd`` for heads before tokens in
-    memory); and ``activation, interleaved, causal, scale, return_state, cu_seqlens`` as in the public function.
+    ``theta_gradient``; ``decay`` (``head`` or ``token``) and ``decay_gradient``; ``initial_state`` (whether there
+    is one); ``offset`` (an int, or ``scalar`` or ``batch`` for a tensor); ``layout`` (``bhnd`` for heads before
+    tokens in memory); and ``activation, interleaved, causal, scale, return_state, cu_seqlens`` as in the public
+    function.
     """
     batch, tokens, heads, head_dim = case["batch"], case["n"], case["heads"], case["head_dim"]
     dtype, encoding = getattr(torch, case["dtype"]), case.get("encoding", "none")
@@ -42,14 +46,15 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     inputs |= {name: case[name] for name in ("interleaved", "causal", "scale", "return_state") if name in case}
     if encoding != "none":
         features = case.get("frequencies", head_dim // 2 if encoding == "rotate" else head_dim)
-        rows = {"per_head": (heads,), "shared": (1,), "vector": ()}[case.get("theta", "per_head")]
+        forms: dict[str, tuple[int, ...]] = {"per_head": (heads,), "shared": (1,), "vector": ()}
+        rows = forms[case.get("theta", "per_head")]
         theta = 10000.0 ** (-torch.arange(features) / features) * (
             1 + 0.1 * torch.rand((*rows, features), generator=generator)
         )
         inputs["theta"] = theta.to(device).requires_grad_(case.get("theta_gradient", False))
     if "decay" in case:
-        shape = (heads,) if case["decay"] == "head" else (batch, tokens, heads)
-        decay = -0.3 * torch.rand(shape, generator=generator) ** 2
+        of_decay = (heads,) if case["decay"] == "head" else (batch, tokens, heads)
+        decay = -0.3 * torch.rand(of_decay, generator=generator) ** 2
         inputs["decay"] = decay.to(device).requires_grad_(case.get("decay_gradient", False))
     sequences = len(case["cu_seqlens"]) - 1 if "cu_seqlens" in case else batch
     if case.get("initial_state"):
@@ -150,12 +155,12 @@ def _published(device: str) -> list[Case]:
 
 
 def _decode(device: str) -> list[Case]:
-    more = {"n": 1, "offset": 4096, "initial_state": True, "return_state": True, "decay": "head"}
+    more = {"offset": 4096, "initial_state": True, "return_state": True, "decay": "head"}
     if device != "cuda":
-        return [_ON_CPU | more]
+        return [_ON_CPU | more | {"n": 1}]
     sizes = [(batch, heads, d) for batch in (1, 8, 64) for heads, d in ((32, 64), (64, 128))]
     encodings = ("rotate", "cosine")
-    return [_case(b, 1, h, d, encoding) | more for b, h, d in sizes for encoding in encodings]
+    return [_case(b, 1, h, d, encoding, **more) for b, h, d in sizes for encoding in encodings]
 
 
 def traffic(case: Case, mode: str) -> Traffic:
@@ -174,14 +179,26 @@ def traffic(case: Case, mode: str) -> Traffic:
     return forward if mode == "fwd" else backward
 
 
+def _softmax_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    shape = {key: case[key] for key in ("batch", "n", "heads", "head_dim", "dtype")}
+    return flash_attention.make_inputs(shape | {"causal": True}, device, generator)
+
+
+_SOFTMAX = Other(
+    operator=replace(flash_attention.OPERATOR, make_inputs=_softmax_inputs),
+    providers={"softmax_sdpa_flash": softmax_peers.PROVIDERS["sdpa_flash"]},
+    traffic=lambda case, mode: flash_attention.traffic({**case, "causal": True}, mode),
+)
+"""Causal softmax attention of the same shape, by PyTorch's fused kernel."""
+
 BENCHES = (
     Bench(
         name="linear-attention",
         operator=OPERATOR,
         suites={"quick": _quick, "published": _published},
         providers=_PROVIDERS,
-        precompiled=("torch", *peers.SOFTMAX.providers),
-        others=(peers.SOFTMAX,),
+        precompiled=("torch", *_SOFTMAX.providers),
+        others=(_SOFTMAX,),
         traffic=traffic,
         title="Linear attention with LRPE",
         modes=("fwd", "bwd", "fwd_bwd"),

@@ -21,23 +21,26 @@ LEAST = 16
 CHUNK = 256
 """Tokens of a chunk, at least."""
 
-DECAY_CHUNK = 64
+DECAY_CHUNK = 32
 """Tokens of a chunk where the gradient of decays is asked for, which takes states that often."""
 
 SHORT = 16
 """Tokens of a sequence, at most, for which there are tiles of `LEAST` tokens: steps of decoding."""
 
-# By kernel, whether numbers have 16 bits, and the features of a state's rows: those of φ, or of a value where φ's
-# parts are the columns. What a row of the table says of wider states holds for the narrower.
+PIECE = 32
+"""Rows of a tile, at most, that products add up over: see `kernels.tiles`."""
+
+# By kernel, whether numbers have 16 bits, and the features of a state's side that comes in pieces: those of φ, or
+# of a value where φ's parts are the columns. What a row of the table says of wider states holds for the narrower.
 _TILES: dict[tuple[str, bool], list[tuple[int, Tile]]] = {
-    ("outputs", True): [(128, Tile(64, 128, 8, 2)), (256, Tile(64, 64, 8, 2))],
-    ("outputs", False): [(64, Tile(32, 64, 4, 2)), (128, Tile(32, 32, 4, 2)), (256, Tile(16, 16, 4, 1))],
-    ("decoded", True): [(128, Tile(64, 64, 8, 2)), (256, Tile(64, 32, 8, 2))],
-    ("decoded", False): [(64, Tile(32, 32, 4, 2)), (128, Tile(32, 16, 4, 2)), (256, Tile(16, 16, 4, 1))],
-    ("sums", True): [(128, Tile(64, 128, 8, 3)), (256, Tile(64, 64, 8, 2))],
-    ("sums", False): [(64, Tile(32, 64, 4, 2)), (128, Tile(32, 32, 4, 2)), (256, Tile(16, 16, 4, 1))],
-    ("decays", True): [(128, Tile(64, 64, 8, 1)), (256, Tile(64, 32, 8, 1))],
-    ("decays", False): [(64, Tile(64, 32, 8, 1)), (128, Tile(64, 16, 8, 1)), (256, Tile(64, 16, 8, 1))],
+    ("outputs", True): [(128, Tile(32, 128, 8, 2)), (256, Tile(16, 64, 8, 2))],
+    ("outputs", False): [(256, Tile(16, 64, 8, 1))],
+    ("decoded", True): [(128, Tile(16, 64, 8, 2)), (256, Tile(16, 64, 8, 1))],
+    ("decoded", False): [(256, Tile(16, 64, 8, 1))],
+    ("sums", True): [(128, Tile(32, 128, 8, 2)), (256, Tile(16, 64, 8, 2))],
+    ("sums", False): [(256, Tile(16, 64, 8, 1))],
+    ("decays", True): [(256, Tile(32, 64, 8, 1))],
+    ("decays", False): [(256, Tile(32, 32, 8, 1))],
 }
 
 
@@ -47,15 +50,22 @@ def tile_of(kernel: str, half: bool, rows: int, columns: int, tokens: int) -> Ti
     Args:
         kernel: ``outputs``, ``decoded``, ``sums`` or ``decays``.
         half: Whether numbers have 16 bits.
-        rows: Features of a state's rows.
-        columns: And of its columns, of each part of them.
+        rows: Features of the side of a state that comes in pieces.
+        columns: And of the other, of each part of it.
         tokens: Of a sequence.
     """
     tile = next(tile for most, tile in _TILES[kernel, half] if rows <= most)
     tile = tile._replace(columns=min(tile.columns, in_power_of_two(columns)))
+    if tile.columns < 64 and kernel != "decays":
+        tile = tile._replace(tokens=LEAST, warps=4)
     if tokens <= SHORT:
-        tile = tile._replace(tokens=LEAST, warps=4, stages=1)
+        tile = tile._replace(tokens=LEAST, stages=1)
     return tile
+
+
+def piece_of(features: int) -> int:
+    """Of a side of a state, the features of a piece."""
+    return min(PIECE, in_power_of_two(features))
 
 
 def in_power_of_two(features: int) -> int:

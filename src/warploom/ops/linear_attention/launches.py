@@ -1,7 +1,7 @@
 """Launchers of linear attention's kernels: sizes, strides, tiles. No validation, no autograd.
 
-What a call allocates and launches is its plan, which depends on shapes, strides, dtypes and options alone. Plans are
-kept by whoever calls (`warploom.runtime.plans`): a call like an earlier one only allocates and launches.
+What a call allocates and launches is its plan, which depends on shapes, strides, dtypes and options alone. Plans
+are kept by whoever calls (`warploom.runtime.plans`): a call like an earlier one only allocates and launches.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from warploom.ops.flash_attention.launches.tiling import Layout, layout_for
-from warploom.ops.linear_attention.configs import DECAY_CHUNK, Tile, chunk_of, in_power_of_two, tile_of
+from warploom.ops.linear_attention.configs import DECAY_CHUNK, Tile, chunk_of, in_power_of_two, piece_of, tile_of
 from warploom.ops.linear_attention.kernels.decay import decay_kernel
 from warploom.ops.linear_attention.kernels.states import scan_kernel, sums_kernel
 from warploom.ops.linear_attention.kernels.tiles import Sizes, StateStrides, Variant
 from warploom.ops.linear_attention.kernels.walk import walk_kernel
-from warploom.ops.linear_attention.validation import Options
+from warploom.ops.linear_attention.problem import Options
 from warploom.ops.lrpe.kernels.angles import Spec
 from warploom.ops.lrpe.launches import ThetaSums, theta_sums
 from warploom.runtime.launch import Dense, Launch, multiprocessors
@@ -61,7 +61,9 @@ class Call(NamedTuple):
         """The call on these tensors."""
         tokens, heads, values = inputs.q.shape[1], inputs.q.shape[2], inputs.v.shape[3]
         columns = -(-values // 64)
-        chunk = DECAY_CHUNK if decay_gradient else chunk_of(tokens, heads, columns, multiprocessors(inputs.q.device))
+        chunk = (
+            DECAY_CHUNK if decay_gradient else chunk_of(tokens, heads, columns, multiprocessors(inputs.q.device))
+        )
         return cls(inputs, options, chunk)
 
     @property
@@ -126,26 +128,39 @@ class Call(NamedTuple):
         )  # fmt: skip
 
     def spec(self, layout: Layout) -> Spec:
-        """What LRPE's functions for rows are compiled for. One tile, as for ``cosine``, is also one without encoding."""
+        """What LRPE's functions for rows are compiled for. Without encoding rows are loaded as for ``cosine``."""
         theta, kind = self.inputs.theta, self.options.kind
         frequencies = 1 if theta is None else theta.shape[-1]
         return Spec("cosine" if kind == "none" else kind, 1, layout.vec, 1, layout.unit, self.features, frequencies)
 
-    def variant(self, tile: Tile, block_f: int, block_e: int) -> Variant:
+    def variant(self, tile: Tile, block_f: int, block_e: int, pieces: int) -> Variant:
         """What a kernel is compiled for."""
         decay = self.inputs.decay
         kind = "none" if decay is None else "head" if decay.dim() == 1 else "token"
         options = self.options
         return Variant(
-            options.kind, options.activation, kind, options.causal, self.inputs.v.shape[3], tile.tokens, block_f, block_e
+            options.kind, options.activation, kind, options.causal, self.inputs.v.shape[3], tile.tokens, block_f,
+            block_e, pieces,
         )  # fmt: skip
 
-    def common(self, layout: Layout, tile: Tile, columns: int, block_f: int, block_e: int) -> dict[str, Any]:
-        """What kernels on tiles are launched with."""
+    def on_values(self, layout: Layout, tile: Tile, columns: int) -> dict[str, Any]:
+        """What kernels are launched with whose states have all features of φ in pieces, and some of a value's."""
+        block = piece_of(self.features)
+        return self._common(layout, tile, columns, block, tile.columns, -(-self.features // block))
+
+    def on_features(self, layout: Layout, tile: Tile, columns: int, block_f: int) -> dict[str, Any]:
+        """And those whose states have all features of a value in pieces, and some of each part of φ."""
+        values = self.inputs.v.shape[3]
+        block = piece_of(values)
+        return self._common(layout, tile, columns, block_f, block, -(-values // block))
+
+    def _common(
+        self, layout: Layout, tile: Tile, columns: int, block_f: int, block_e: int, pieces: int
+    ) -> dict[str, Any]:
         return {
             "sizes": self.sizes(columns),
             "spec": self.spec(layout),
-            "variant": self.variant(tile, block_f, block_e),
+            "variant": self.variant(tile, block_f, block_e, pieces),
             "num_warps": tile.warps,
             "num_stages": tile.stages,
         }
@@ -188,8 +203,7 @@ def plan_states(
     sequences, heads, features, values = call.state_shape
     states = Dense.rows((call.slots, heads, features, values), torch.float32)
     totals = None if call.inputs.decay is None else Dense.rows((call.slots, heads), torch.float32)
-    block_f = in_power_of_two(call.features)
-    tile = tile_of("sums", call.half, call.parts * block_f, values, call.inputs.q.shape[1])
+    tile = tile_of("sums", call.half, features, values, call.inputs.q.shape[1])
     columns = -(-values // tile.columns)
     layout = layout_for(b, c)
     sums = Launch(
@@ -199,7 +213,7 @@ def plan_states(
         states_strides=_state_strides(states),
         REVERSE=reverse,
         **layout.of("b", "c"),
-        **call.common(layout, tile, columns, block_f, tile.columns),
+        **call.on_values(layout, tile, columns),
     )
     blocks = -(-features * values // _SCAN_BLOCK)
     scale = call.state_scale if reverse else 1.0
@@ -241,18 +255,15 @@ def plan_walk(
     """Plan of a walk. ``decoded``: whether the result is the gradient of what is encoded."""
     values, tokens = int(call.inputs.v.shape[3]), int(call.inputs.q.shape[1])
     if decoded:
-        block_e = in_power_of_two(values)
         features = call.features
-        tile = tile_of("decoded", call.half, block_e, features, tokens)
+        tile = tile_of("decoded", call.half, values, features, tokens)
         block_f = tile.columns
         if call.options.activation == "softmax":  # whose gradient takes whole rows
             block_f = in_power_of_two(features)
         columns = -(-features // block_f)
     else:
-        block_f = in_power_of_two(call.features)
-        tile = tile_of("outputs", call.half, call.parts * block_f, values, tokens)
-        block_e = tile.columns
-        columns = -(-values // block_e)
+        tile = tile_of("outputs", call.half, call.state_shape[2], values, tokens)
+        columns = -(-values // tile.columns)
     layout = layout_for(rows.a, rows.b, rows.c, rows.a if rows.x is None else rows.x, rows.out)
     scale = call.state_scale if reverse else 1.0
     return Launch(
@@ -267,7 +278,7 @@ def plan_walk(
         DECODED=decoded,
         REVERSE=reverse,
         **layout.of("a", "b", "c", "x", "out"),
-        **call.common(layout, tile, columns, block_f, block_e),
+        **(call.on_features(layout, tile, columns, block_f) if decoded else call.on_values(layout, tile, columns)),
     )
 
 
@@ -329,9 +340,7 @@ class Decays(NamedTuple):
     launch: Launch
     by_head: bool
 
-    def __call__(
-        self, inputs: Inputs, grad: Tensor, states: Tensor, grad_states: Tensor, offset: int
-    ) -> Tensor:
+    def __call__(self, inputs: Inputs, grad: Tensor, states: Tensor, grad_states: Tensor, offset: int) -> Tensor:
         """The gradient, from states before chunks and gradients of those behind them, over the scale."""
         out = self.out.empty(grad)
         q, k, v, *_ = inputs
@@ -343,8 +352,7 @@ def _plan_decays(call: Call, grad: Tensor, states: Dense) -> Decays:
     q, k, v, _, decay, *_ = call.inputs
     by_head = decay is not None and decay.dim() == 1
     shape = (call.slots, q.shape[2]) if by_head else tuple(q.shape[:3])
-    block_f = in_power_of_two(call.features)
-    tile = tile_of("decays", call.half, call.parts * block_f, v.shape[3], DECAY_CHUNK)
+    tile = tile_of("decays", call.half, call.state_shape[2], v.shape[3], DECAY_CHUNK)
     layout = layout_for(q, k, v, grad)
     launch = Launch(
         decay_kernel,
@@ -354,7 +362,7 @@ def _plan_decays(call: Call, grad: Tensor, states: Dense) -> Decays:
         states_strides=_state_strides(states),
         BY_HEAD=by_head,
         **layout.of("q", "k", "v", "grad"),
-        **call.common(layout, tile, 1, block_f, tile.columns),
+        **call.on_values(layout, tile, 1),
     )
     return Decays(Dense.rows(shape, torch.float32), launch, by_head)
 
@@ -450,5 +458,5 @@ def plan_backward(
     if of_theta and theta is not None:
         parts = 2 * call.slots * (1 if theta.dim() == 2 and theta.shape[0] > 1 else q.shape[2])
         sums = theta_sums(parts, theta, call.features, 1)
-    dense = (Dense.like(x) for x in (dq, dk, dv))
-    return Backward(*dense, first, last, forward, reverse, query, key, value, decays, sums)
+    outs = Dense.like(dq), Dense.like(dk), Dense.like(dv)
+    return Backward(*outs, first, last, forward, reverse, query, key, value, decays, sums)

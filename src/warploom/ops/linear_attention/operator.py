@@ -1,4 +1,4 @@
-"""Linear attention on kernels: what dispatch asks of ``torch.ops.warploom.linear_attention`` and of its backward."""
+"""Linear attention on kernels: what dispatch asks of ``torch.ops.warploom.linear_attention`` and its backward."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from warploom.ops.linear_attention import launches
 from warploom.ops.linear_attention.launches import Inputs
-from warploom.ops.linear_attention.validation import Options
+from warploom.ops.linear_attention.problem import Options
 from warploom.runtime.dispatch import Gradient, Operator, Tensors
-from warploom.runtime.memory_order import empty_in_order_of
+from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.plans import Plans
 
 Tensor = torch.Tensor
@@ -47,7 +47,7 @@ def _backward(
     grad, grad_state = grads
     inputs = Inputs(*saved)
     if grad is None:
-        grad = torch.zeros_like(launches.layout_of(inputs.q, inputs.v.shape[3]), device=inputs.q.device)
+        grad = torch.zeros_like(layout_of(inputs.q, inputs.v.shape[3]), device=inputs.q.device)
     return launches.backward(grad, grad_state, inputs, options, offset, wanted, plans)
 
 

@@ -1,4 +1,4 @@
-"""What else computes linear attention with positions: plain PyTorch in chunks, flash-linear-attention, and softmax.
+"""What else computes linear attention with positions: plain PyTorch in chunks, and flash-linear-attention.
 
 Nothing here runs a kernel of ours, so that records of these providers outlast a change to one.
 """
@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from warploom.ops.flash_attention import bench as flash_attention
-from warploom.ops.flash_attention.peers import PROVIDERS as PROVIDERS_OF_SOFTMAX
 from warploom.ops.linear_attention.reference import linear_attention
-from warploom.ops.spec import Case, Inputs, Other, Outputs, Unsupported, need_cuda
+from warploom.ops.spec import Case, Outputs, Unsupported, need_cuda
 
 Tensor = torch.Tensor
 Provider = Callable[..., Outputs]
@@ -58,16 +55,3 @@ PROVIDERS: dict[str, Callable[[Case], Provider]] = {
     "torch_compile": _compiled,
     "fla": _fla,
 }
-
-
-def _softmax_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
-    shape = {key: case[key] for key in ("batch", "n", "heads", "head_dim", "dtype")}
-    return flash_attention.make_inputs(shape | {"causal": True}, device, generator)
-
-
-SOFTMAX = Other(
-    operator=replace(flash_attention.OPERATOR, make_inputs=_softmax_inputs),
-    providers={"softmax_sdpa_flash": PROVIDERS_OF_SOFTMAX["sdpa_flash"]},
-    traffic=lambda case, mode: flash_attention.traffic({**case, "causal": True}, mode),
-)
-"""Causal softmax attention of the same shape, by PyTorch's fused kernel."""

@@ -1,8 +1,8 @@
 """The definition of linear attention with LRPE in plain PyTorch: any device, any float dtype.
 
-`recurrence` is the specification, one token after the other. `linear_attention` computes the same in chunks, which is
-what runs where the kernels do not. Products take factors in the dtype of ``q`` and add up in float32, or in float64
-for float64 inputs; decays and states are in float32 or float64.
+`recurrence` is the specification, one token after the other. `linear_attention` computes the same in chunks, which
+is what runs where the kernels do not. Products take factors in the dtype of ``q`` and add up in float32, or in
+float64 for float64 inputs; decays and states are in float32 or float64.
 Sources: Qin et al., "Linearized Relative Positional Encoding", 2023, arXiv 2307.09270; Qin et al., "Lightning
 Attention-2", 2024, arXiv 2401.04658.
 """
@@ -39,8 +39,13 @@ def linear_attention(
     """``o_t = scale · φ(q_t)ᵀ S_t`` with ``S_t = λ_t S_{t−1} + φ(k_t) v_tᵀ``: (B, N, H, E) [and (S, H, F, E)]."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    place = {"theta": theta, "encoding": encoding, "activation": activation, "interleaved": interleaved}
-    queries, keys = (features(x, offset=offset, cu_seqlens=cu_seqlens, **place).to(dtype) for x in (q, k))
+    queries, keys = (
+        features(
+            x, theta=theta, encoding=encoding, activation=activation, interleaved=interleaved, offset=offset,
+            cu_seqlens=cu_seqlens,
+        ).to(dtype)
+        for x in (q, k)
+    )  # fmt: skip
     rest = (v.to(dtype), _log_decays(q, decay, dtype), initial_state, q.dtype)
     if cu_seqlens is not None:
         out, state = _in_pairs(queries, keys, *rest, causal, cu_seqlens)
@@ -60,10 +65,11 @@ def features(
     """``φ(x)`` in the dtype of ``x``: (B, N, H, D) to (B, N, H, F)."""
     if encoding == "none" or theta is None:
         return lrpe.activate(x, activation, None).to(x.dtype)
-    place = {"offset": offset, "cu_seqlens": cu_seqlens, "activation": activation}
     if encoding == "cosine":
-        return lrpe.lrpe_cosine(x, theta, **place)
-    return lrpe.lrpe_rotate(x, theta, interleaved=interleaved, **place)
+        return lrpe.lrpe_cosine(x, theta, offset=offset, cu_seqlens=cu_seqlens, activation=activation)
+    return lrpe.lrpe_rotate(
+        x, theta, offset=offset, cu_seqlens=cu_seqlens, activation=activation, interleaved=interleaved
+    )
 
 
 def recurrence(queries: Tensor, keys: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,10 +103,10 @@ def _in_chunks(
 ) -> tuple[Tensor, Tensor]:
     """Outputs over the scale, and the last state.
 
-    Within a chunk every pair of tokens is taken; what came before it is in its first state, all of which are made of
-    the chunks' own sums at once.
+    Within a chunk every pair of tokens is taken; what came before it is in its first state, all of which are made
+    of the chunks' own sums at once.
     """
-    batch, tokens, heads, _ = q.shape
+    tokens = q.shape[1]
     padding = -tokens % CHUNK
     q, k, v = (_chunks(x, padding) for x in (q, k, v))  # (B, C, T, H, F)
     a = _chunks(g[..., None], padding)[..., 0].cumsum(2)  # (B, C, T, H)
@@ -125,7 +131,8 @@ def _in_chunks(
 
 
 def _chunks(x: Tensor, padding: int) -> Tensor:
-    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, CHUNK))
+    chunks: Tensor = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, CHUNK))
+    return chunks
 
 
 def _in_pairs(

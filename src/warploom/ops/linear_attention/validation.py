@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
+from warploom.ops.linear_attention.problem import Options
 from warploom.runtime.arguments import FLOATS, LARGEST, check_number, checked_tensor, is_int, is_within, shown
 from warploom.runtime.dispatch import Checked, Tensors
 
@@ -23,16 +24,6 @@ MAX_TOKENS = 2**31 - 2**12
 """Tokens of all heads and batch entries, which the kernels count in 32 bits, to the end of the last tile."""
 SCALES = (2.0**-60, 2.0**60)
 """The least and the largest size of a scale by which the kernels can divide a gradient and multiply it again."""
-
-
-class Options(NamedTuple):
-    """Options of the operator."""
-
-    kind: str  # none, rotate, interleaved or cosine
-    activation: str
-    causal: bool
-    scale: float
-    return_state: bool
 
 
 def check(name: str, tensors: Tensors, options: tuple[Any, ...], offset: Any) -> Checked:
@@ -62,7 +53,11 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], offset: Any) ->
     features = q.shape[-1] * (2 if encoding == "cosine" else 1)
     _check_state(q, initial_state, (sequences, q.shape[2], features, v.shape[-1]))
     if not causal:
-        given = {"decay": decay is not None, "initial_state": initial_state is not None, "return_state": return_state}
+        given = {
+            "decay": decay is not None,
+            "initial_state": initial_state is not None,
+            "return_state": return_state,
+        }
         for argument in (argument for argument, there in given.items() if there):
             raise fault(ArgumentError, NAME, argument, "left out when causal=False", "both")
     if scale is None:

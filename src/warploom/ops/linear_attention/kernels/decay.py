@@ -16,7 +16,9 @@ from warploom.ops.flash_attention.kernels.forward import Strides
 from warploom.ops.linear_attention.kernels.tiles import (
     Sizes,
     StateStrides,
+    carry,
     encode,
+    load_pieces,
     load_plain,
     load_state,
     load_steps,
@@ -25,11 +27,10 @@ from warploom.ops.linear_attention.kernels.tiles import (
     row_pointers,
     score,
     tile_decays,
-    turn_of,
+    turn_from,
+    turn_within,
     weigh_pairs,
 )
-from warploom.ops.linear_attention.kernels.walk import carry
-from warploom.ops.lrpe.kernels.rows import load_input
 
 
 @triton.jit
@@ -45,7 +46,7 @@ def decay_kernel(
     """
     HALF: tl.constexpr = q.dtype.element_ty.primitive_bitwidth == 16
     place = locate(offsets, cu_seqlens, offset, sizes)
-    steps = load_steps(theta, place, 0, sizes, spec, variant)
+    steps = load_steps(theta, place, 0, variant.PIECES, sizes, spec, variant)
     t = tl.arange(0, variant.BLOCK_T)
     n = place.first + t
     mask = n < place.last
@@ -53,17 +54,19 @@ def decay_kernel(
     k_rows = row_pointers(k, n, place, k_strides, spec.VEC)
     v_rows = row_pointers(v, n, place, v_strides, spec.VEC)
     grad_rows = row_pointers(grad, n, place, grad_strides, spec.VEC)
-    angles = turn_of(n, place, steps, HALF)
-    queries = encode(load_input(q_rows, mask, q_strides.f, 0, spec, variant.BLOCK_F), angles, 0, spec, variant)
-    keys = encode(load_input(k_rows, mask, k_strides.f, 0, spec, variant.BLOCK_F), angles, 0, spec, variant)
+    turns = turn_from(place.first, place, steps, turn_within(steps, variant, HALF), HALF)
+    queries = encode(
+        load_pieces(q_rows, mask, q_strides, 0, variant.PIECES, spec, variant), turns, 0, spec, variant
+    )
+    keys = encode(load_pieces(k_rows, mask, k_strides, 0, variant.PIECES, spec, variant), turns, 0, spec, variant)
     a, total = tile_decays(decay, place.first, place.last, place, sizes, variant)
     of_values = tl.zeros((variant.BLOCK_T, variant.BLOCK_T), tl.float32)
     of_queries = tl.zeros((variant.BLOCK_T,), tl.float32)
     of_keys = tl.zeros((variant.BLOCK_T,), tl.float32)
     across = 0.0
     for first_e in range(0, variant.E, variant.BLOCK_E):
-        values = load_plain(v_rows, mask, v_strides, first_e, variant.E, variant.BLOCK_E, spec.UNIT)
-        grads = load_plain(grad_rows, mask, grad_strides, first_e, variant.E, variant.BLOCK_E, spec.UNIT)
+        values = load_plain(v_rows, mask, v_strides, first_e, 1, variant.E, variant.BLOCK_E, spec.UNIT)
+        grads = load_plain(grad_rows, mask, grad_strides, first_e, 1, variant.E, variant.BLOCK_E, spec.UNIT)
         before = load_state(states, place.slot, place.h, 0, first_e, 1.0, states_strides, spec, variant, False)
         behind = load_state(grad_states, place.slot, place.h, 0, first_e, 1.0, states_strides, spec, variant, False)
         of_values = dot(grads[0], tl.trans(values[0]), of_values)

@@ -17,6 +17,7 @@ from warploom.ops.linear_attention.kernels.tiles import (
     StateStrides,
     advance,
     encode,
+    load_pieces,
     load_plain,
     load_state,
     load_steps,
@@ -25,9 +26,9 @@ from warploom.ops.linear_attention.kernels.tiles import (
     row_pointers,
     store_state,
     tile_decays,
-    turn_of,
+    turn_from,
+    turn_within,
 )
-from warploom.ops.lrpe.kernels.rows import load_input
 
 
 @triton.jit
@@ -43,19 +44,20 @@ def sums_kernel(
     HALF: tl.constexpr = b.dtype.element_ty.primitive_bitwidth == 16
     place = locate(offsets, cu_seqlens, offset, sizes)
     first_e = place.column * variant.BLOCK_E
-    steps = load_steps(theta, place, 0, sizes, spec, variant)
+    steps = load_steps(theta, place, 0, variant.PIECES, sizes, spec, variant)
+    within = turn_within(steps, variant, HALF)
     state = load_state(None, 0, 0, 0, first_e, 1.0, states_strides, spec, variant, False)
     chunk_total = 0.0
     tiles = tl.cdiv(tl.maximum(place.last - place.first, 0), variant.BLOCK_T)
-    for tile in range(0, tiles):
+    for tile in range(tiles):
         first = place.first + (tiles - 1 - tile if REVERSE else tile) * variant.BLOCK_T
         n = first + tl.arange(0, variant.BLOCK_T)
         mask = n < place.last
         b_rows = row_pointers(b, n, place, b_strides, spec.VEC)
         c_rows = row_pointers(c, n, place, c_strides, spec.VEC)
-        x = load_input(b_rows, mask, b_strides.f, 0, spec, variant.BLOCK_F)
-        values = load_plain(c_rows, mask, c_strides, first_e, variant.E, variant.BLOCK_E, spec.UNIT)
-        encoded = encode(x, turn_of(n, place, steps, HALF), 0, spec, variant)
+        x = load_pieces(b_rows, mask, b_strides, 0, variant.PIECES, spec, variant)
+        values = load_plain(c_rows, mask, c_strides, first_e, 1, variant.E, variant.BLOCK_E, spec.UNIT)
+        encoded = encode(x, turn_from(first, place, steps, within, HALF), 0, spec, variant)
         a, total = tile_decays(decay, first, place.last, place, sizes, variant)
         weights = power(a if REVERSE else total - a, HALF)
         state = advance(state, encoded, values, weights, total, variant, HALF)
@@ -99,7 +101,7 @@ def scan_kernel(
         ptrs = initial + sequence * initial_strides.s + h * initial_strides.h
         ptrs += f * initial_strides.f + e * initial_strides.e
         carried = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32) * into
-    for c in range(0, chunks):
+    for c in range(chunks):
         slot = (first + (chunks - 1 - c if REVERSE else c)).to(tl.int64) * sizes.heads + h
         ptrs = states + slot * (F * E) + i
         own = tl.load(ptrs, mask=mask, other=0.0)

@@ -2,7 +2,11 @@
 
 Tokens come in tiles (T, features) and tiles in chunks; a program goes through the tiles of one chunk of one head. What
 `φ` makes of a tile is a tuple of parts (T, F): two for ``rotate`` (both halves of the pairs) and ``cosine`` (cosines
-and sines), one without an encoding. Other tiles are tuples of one part.
+and sines), one without an encoding.
+
+No tile of tokens, and no piece of features that a product adds over, has more than 32 rows: products with 64 rows and
+more are those of Hopper's warp groups, whose descriptors the assembler of CUDA 12.8 mixes up where the factor in shared
+memory was computed in the same loop. Features of more than one piece are tuples of tiles.
 """
 
 from __future__ import annotations
@@ -12,12 +16,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from warploom.device.activations import exponential, exponential_float32
+from warploom.device.activations import activate, exponential, exponential_float32, powers, reciprocal
 from warploom.device.packed import sequence_bounds, sequence_of_tile
 from warploom.device.phase import cos_sin, phase_step, wrapping_add
 from warploom.device.product import dot, rounded
 from warploom.ops.lrpe.kernels.backward import turn_backward
-from warploom.ops.lrpe.kernels.forward import activate_input, turn
+from warploom.ops.lrpe.kernels.forward import turn
 from warploom.ops.lrpe.kernels.rows import load_input, store_input
 
 
@@ -57,8 +61,9 @@ class Variant(NamedTuple):
     CAUSAL: tl.constexpr
     E: tl.constexpr  # features of a value
     BLOCK_T: tl.constexpr
-    BLOCK_F: tl.constexpr  # features of a part of an encoded tile, or of a block of them
-    BLOCK_E: tl.constexpr  # features of a value, or of a block of them
+    BLOCK_F: tl.constexpr  # angles, or features without them, of a tile
+    BLOCK_E: tl.constexpr  # features of a value, of a tile
+    PIECES: tl.constexpr  # tiles of the side of a state over which products with it add up
 
 
 class Place(NamedTuple):
@@ -112,16 +117,21 @@ def row_pointers(ptr, n, place, strides, VEC: tl.constexpr):
 
 
 @triton.jit
-def load_plain(rows, mask, strides, first, FEATURES: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr):
-    """The features from ``first`` on, as one part (T, BLOCK)."""
-    f = first + tl.arange(0, BLOCK)
-    ptrs = rows + (f if UNIT else f * strides.f)[None, :]
-    return (tl.load(ptrs, mask=mask[:, None] & (f < FEATURES)[None, :], other=0.0),)
+def load_plain(
+    rows, mask, strides, first, PIECES: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
+    """The features from ``first`` on, in tiles (T, BLOCK)."""
+    found = ()
+    for i in tl.static_range(PIECES):
+        f = first + i * BLOCK + tl.arange(0, BLOCK)
+        ptrs = rows + (f if UNIT else f * strides.f)[None, :]
+        found = found + (tl.load(ptrs, mask=mask[:, None] & (f < FEATURES)[None, :], other=0.0),)
+    return found
 
 
 @triton.jit
 def store_plain(rows, x, mask, strides, first, FEATURES: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr):
-    """The inverse of `load_plain`."""
+    """The inverse of `load_plain`, of one tile."""
     f = first + tl.arange(0, BLOCK)
     ptrs = rows + (f if UNIT else f * strides.f)[None, :]
     tl.store(ptrs, rounded(x, rows.dtype.element_ty), mask=mask[:, None] & (f < FEATURES)[None, :])
@@ -133,55 +143,120 @@ def store_plain(rows, x, mask, strides, first, FEATURES: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def load_steps(theta, place, first, sizes, spec: tl.constexpr, variant: tl.constexpr):
-    """Phase steps (1, F) of the head's angles from ``first`` on: see `phase_step`. None without an encoding."""
-    if variant.KIND == "none":
-        steps = None
-    else:
-        f = first + tl.arange(0, variant.BLOCK_F)
-        ptrs = theta + place.h * sizes.theta_h + f * sizes.theta_f
-        steps = phase_step(tl.load(ptrs, mask=f < spec.E, other=0.0)[None, :])
+def load_steps(theta, place, first, PIECES: tl.constexpr, sizes, spec: tl.constexpr, variant: tl.constexpr):
+    """Phase steps (1, F) of the head's angles, of every piece from ``first`` on: see `phase_step`."""
+    steps = ()
+    if variant.KIND != "none":
+        for i in tl.static_range(PIECES):
+            f = first + i * variant.BLOCK_F + tl.arange(0, variant.BLOCK_F)
+            ptrs = theta + place.h * sizes.theta_h + f * sizes.theta_f
+            steps = steps + (phase_step(tl.load(ptrs, mask=f < spec.E, other=0.0)[None, :]),)
     return steps
 
 
 @triton.jit
-def turn_of(n, place, steps, HALF: tl.constexpr):
-    """Cosine and sine (T, F) of the tokens ``n`` of the place's sequence; None without an encoding."""
-    if steps is None:
-        found = None
-    else:
-        whole, rest, unit = steps
-        found = cos_sin(wrapping_add(n, place.position)[:, None], whole, rest, unit, HALF)
+def turn_within(steps, variant: tl.constexpr, HALF: tl.constexpr):
+    """Cosines and sines (T, F) of a tile's tokens, counted from its first, of every piece."""
+    turns = ()
+    for i in tl.static_range(len(steps)):
+        whole, rest, unit = steps[i]
+        turns = turns + (cos_sin(tl.arange(0, variant.BLOCK_T)[:, None], whole, rest, unit, HALF),)
+    return turns
+
+
+@triton.jit
+def turn_from(first, place, steps, within, HALF: tl.constexpr):
+    """Cosines and sines of the tile whose first token is ``first``: its angle is added to those of `turn_within`."""
+    turns = ()
+    position = wrapping_add(first, place.position) + tl.zeros((1, 1), tl.int32)
+    for i in tl.static_range(len(steps)):
+        whole, rest, unit = steps[i]
+        cosine, sine = cos_sin(position, whole, rest, unit, HALF)
+        c, s = within[i]
+        turns = turns + ((tl.fma(c, cosine, -(s * sine)), tl.fma(s, cosine, c * sine)),)
+    return turns
+
+
+@triton.jit
+def load_pieces(
+    rows, mask, strides, first, PIECES: tl.constexpr, spec: tl.constexpr, variant: tl.constexpr
+):  # fmt: skip
+    """What is to be encoded, from angle ``first`` on: of every piece its features (T, F), or both of its pairs."""
+    found = ()
+    for i in tl.static_range(PIECES):
+        one, two = load_input(rows, mask, strides.f, first + i * variant.BLOCK_F, spec, variant.BLOCK_F)
+        if spec.KIND == "cosine":
+            found = found + (one,)
+        else:
+            found = found + (one, two)
     return found
 
 
 @triton.jit
-def encode(x, angles, first, spec: tl.constexpr, variant: tl.constexpr):
-    """``φ`` of a tile as `load_input` gives it: its parts, in the dtype of memory."""
-    dtype: tl.constexpr = x[0].dtype
-    if variant.KIND == "none" and variant.ACTIVATION == "none":
-        parts = (x[0],)
+def softmax_of(x, first, spec: tl.constexpr, variant: tl.constexpr):
+    """Softmax over the features of all tiles of `load_pieces`."""
+    MEMBERS: tl.constexpr = 1 if spec.KIND == "cosine" else 2
+    top = tl.full((variant.BLOCK_T, 1), float("-inf"), tl.float32)
+    masked = ()
+    for i in tl.static_range(len(x)):
+        inside = first + (i // MEMBERS) * variant.BLOCK_F + tl.arange(0, variant.BLOCK_F) < spec.F
+        one = tl.where(inside[None, :], x[i].to(tl.float32), float("-inf"))
+        top = tl.maximum(top, tl.max(one, axis=1)[:, None])
+        masked = masked + (one,)
+    total = tl.zeros((variant.BLOCK_T,), tl.float32)
+    found = ()
+    for i in tl.static_range(len(x)):
+        one = powers(masked[i], top)
+        total += tl.sum(one, axis=1)
+        found = found + (one,)
+    scale = reciprocal(total)[:, None]
+    scaled = ()
+    for i in tl.static_range(len(x)):
+        scaled = scaled + (found[i] * scale,)
+    return scaled
+
+
+@triton.jit
+def activated(x, first, spec: tl.constexpr, variant: tl.constexpr):
+    """Tiles of `load_pieces` behind their activation, in float32; zero where there are no features."""
+    found = ()
+    if variant.ACTIVATION == "softmax":
+        found = softmax_of(x, first, spec, variant)
     else:
-        x1 = x[0].to(tl.float32)
-        x2 = x[1].to(tl.float32)
-        x1, x2, scale = activate_input(x1, x2, spec, variant.ACTIVATION, variant.BLOCK_F)
-        x1 *= scale
-        x2 *= scale
-        if variant.ACTIVATION == "sigmoid" or variant.ACTIVATION == "softmax":  # not zero where nothing was loaded
-            inside = (first + tl.arange(0, variant.BLOCK_F) < spec.F)[None, :]
-            x1 = tl.where(inside, x1, 0.0)
-            x2 = tl.where(inside, x2, 0.0)
+        MEMBERS: tl.constexpr = 1 if spec.KIND == "cosine" else 2
+        for i in tl.static_range(len(x)):
+            one = activate(x[i].to(tl.float32), variant.ACTIVATION)
+            if variant.ACTIVATION == "sigmoid":
+                inside = first + (i // MEMBERS) * variant.BLOCK_F + tl.arange(0, variant.BLOCK_F) < spec.F
+                one = tl.where(inside[None, :], one, 0.0)
+            found = found + (one,)
+    return found
+
+
+@triton.jit
+def encode(x, turns, first, spec: tl.constexpr, variant: tl.constexpr):
+    """``φ`` of the tiles of `load_pieces`, in the dtype of memory: of every piece its parts (T, F)."""
+    dtype: tl.constexpr = x[0].dtype
+    found = ()
+    if variant.KIND == "none" and variant.ACTIVATION == "none":
+        found = x
+    else:
+        y = activated(x, first, spec, variant)
         if variant.KIND == "none":
-            parts = (rounded(x1, dtype),)
+            for i in tl.static_range(len(y)):
+                found = found + (rounded(y[i], dtype),)
         else:
-            x1, x2 = turn(x1, x2, angles[0], angles[1], spec.KIND)
-            parts = (rounded(x1, dtype), rounded(x2, dtype))
-    return parts
+            MEMBERS: tl.constexpr = 1 if spec.KIND == "cosine" else 2
+            for i in tl.static_range(len(turns)):
+                cosine, sine = turns[i]
+                one, two = turn(y[i * MEMBERS], y[i * MEMBERS + MEMBERS - 1], cosine, sine, spec.KIND)
+                found = found + (rounded(one, dtype), rounded(two, dtype))
+    return found
 
 
 @triton.jit
 def store_decoded(
-    rows, grads, x, angles, mask, strides, first, spec: tl.constexpr, variant: tl.constexpr, THETA: tl.constexpr
+    rows, grads, x, turns, mask, strides, first, spec: tl.constexpr, variant: tl.constexpr, THETA: tl.constexpr
 ):  # fmt: skip
     """Store the gradient of a tile from those of its parts, float32; return that of its angles (T, F)."""
     if variant.KIND == "none":
@@ -199,11 +274,12 @@ def store_decoded(
     else:
         x1 = x[0]
         x2 = x[1]
+        cosine, sine = turns[0]
         if variant.ACTIVATION != "none" or THETA:
             x1 = x1.to(tl.float32)
             x2 = x2.to(tl.float32)
         d1, d2, dphi = turn_backward(
-            x1, x2, grads[0], grads[1], angles[0], angles[1], spec, variant.ACTIVATION, THETA, variant.BLOCK_F
+            x1, x2, grads[0], grads[1], cosine, sine, spec, variant.ACTIVATION, THETA, variant.BLOCK_F
         )
     dtype: tl.constexpr = rows.dtype.element_ty
     store_input(rows, rounded(d1, dtype), rounded(d2, dtype), mask, strides.f, first, spec, variant.BLOCK_F)
@@ -307,38 +383,42 @@ def rounded_times(x, c, acc):
 
 
 @triton.jit
-def part_of(parts, p: tl.constexpr):
-    """Part ``p``, or the only one."""
-    if len(parts) > 1:
-        part = parts[p]
-    else:
-        part = parts[0]
-    return part
-
-
-@triton.jit
 def score(a, b):
-    """Inner products (T, T) of the rows of two tiles."""
+    """Inner products (T, T) of the rows of two tuples of tiles."""
     scores = tl.zeros((a[0].shape[0], b[0].shape[0]), tl.float32)
-    for p in tl.static_range(len(a)):
-        scores = dot(a[p], tl.trans(b[p]), scores)
+    for i in tl.static_range(len(a)):
+        scores = dot(a[i], tl.trans(b[i]), scores)
     return scores
 
 
 @triton.jit
-def advance(state, b, c, weights, total, variant: tl.constexpr, HALF: tl.constexpr):
-    """The state behind a tile: what was there, decayed, and ``bᵀ c`` with weights (T,) of the tokens.
-
-    Its parts belong to those of ``b``, or else of ``c``.
-    """
+def carry(a, state, RESULTS: tl.constexpr):
+    """``a · state`` in float32: of so many results a tile."""
     found = ()
-    for p in tl.static_range(len(state)):
-        one = state[p]
-        c_p = part_of(c, p)
-        if variant.DECAY != "none":
-            one *= power(total, HALF)
-            c_p = weigh_rows(c_p, weights)
-        found = found + (dot(tl.trans(part_of(b, p)), c_p, one),)
+    for p in tl.static_range(RESULTS):
+        acc = tl.zeros((a[0].shape[0], state[p].shape[1]), tl.float32)
+        for i in tl.static_range(len(a)):
+            acc = times_rounded(a[i], state[i * RESULTS + p], acc)
+        found = found + (acc,)
+    return found
+
+
+@triton.jit
+def advance(state, b, c, weights, total, variant: tl.constexpr, HALF: tl.constexpr):
+    """The state behind a tile: what was there, decayed, and ``bᵀ c`` with weights (T,) of the tokens."""
+    decayed = ()
+    for p in tl.static_range(len(c)):
+        if variant.DECAY == "none":
+            decayed = decayed + (c[p],)
+        else:
+            decayed = decayed + (weigh_rows(c[p], weights),)
+    found = ()
+    for i in tl.static_range(len(b)):
+        for p in tl.static_range(len(c)):
+            one = state[i * len(c) + p]
+            if variant.DECAY != "none":
+                one *= power(total, HALF)
+            found = found + (dot(tl.trans(b[i]), decayed[p], one),)
     return found
 
 
@@ -382,19 +462,28 @@ def load_state(
     ptr, index, h, first_f, first_e, factor, strides, spec: tl.constexpr, variant: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """The parts of a state in float32, times a factor; zeros where there is none."""
+    """The tiles of a state in float32, times a factor; zeros where there is none.
+
+    They are those of all features of φ by ``BLOCK_E`` of a value from ``first_e`` on, of every piece its parts; or
+    ``TRANSPOSED`` those of all features of a value by both parts' ``BLOCK_F`` from ``first_f`` on.
+    """
     PARTS: tl.constexpr = 1 if variant.KIND == "none" else 2
+    F_STEP: tl.constexpr = 0 if TRANSPOSED else variant.BLOCK_F
+    E_STEP: tl.constexpr = variant.BLOCK_E if TRANSPOSED else 0
     state = ()
-    for p in tl.static_range(PARTS):
-        if ptr is None:
-            if TRANSPOSED:
-                one = tl.zeros((variant.BLOCK_E, variant.BLOCK_F), tl.float32)
+    for i in tl.static_range(variant.PIECES):
+        for p in tl.static_range(PARTS):
+            if ptr is None:
+                if TRANSPOSED:
+                    one = tl.zeros((variant.BLOCK_E, variant.BLOCK_F), tl.float32)
+                else:
+                    one = tl.zeros((variant.BLOCK_F, variant.BLOCK_E), tl.float32)
             else:
-                one = tl.zeros((variant.BLOCK_F, variant.BLOCK_E), tl.float32)
-        else:
-            ptrs, mask = state_pointers(ptr, index, h, first_f, first_e, p, strides, spec, variant, TRANSPOSED)
-            one = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32) * factor
-        state = state + (one,)
+                ptrs, mask = state_pointers(
+                    ptr, index, h, first_f + i * F_STEP, first_e + i * E_STEP, p, strides, spec, variant, TRANSPOSED
+                )
+                one = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32) * factor
+            state = state + (one,)
     return state
 
 
@@ -404,6 +493,12 @@ def store_state(
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """The inverse of `load_state`."""
-    for p in tl.static_range(len(state)):
-        ptrs, mask = state_pointers(ptr, index, h, first_f, first_e, p, strides, spec, variant, TRANSPOSED)
-        tl.store(ptrs, (state[p] * factor).to(ptr.dtype.element_ty), mask=mask)
+    PARTS: tl.constexpr = 1 if variant.KIND == "none" else 2
+    F_STEP: tl.constexpr = 0 if TRANSPOSED else variant.BLOCK_F
+    E_STEP: tl.constexpr = variant.BLOCK_E if TRANSPOSED else 0
+    for i in tl.static_range(variant.PIECES):
+        for p in tl.static_range(PARTS):
+            ptrs, mask = state_pointers(
+                ptr, index, h, first_f + i * F_STEP, first_e + i * E_STEP, p, strides, spec, variant, TRANSPOSED
+            )
+            tl.store(ptrs, (state[i * PARTS + p] * factor).to(ptr.dtype.element_ty), mask=mask)

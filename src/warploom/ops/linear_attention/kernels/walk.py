@@ -18,12 +18,13 @@ from warploom.ops.linear_attention.kernels.tiles import (
     Sizes,
     StateStrides,
     advance,
+    carry,
     encode,
+    load_pieces,
     load_plain,
     load_state,
     load_steps,
     locate,
-    part_of,
     power,
     rounded_times,
     row_pointers,
@@ -32,27 +33,11 @@ from warploom.ops.linear_attention.kernels.tiles import (
     store_plain,
     store_state,
     tile_decays,
-    times_rounded,
-    turn_of,
+    turn_from,
+    turn_within,
     weigh_pairs,
 )
 from warploom.ops.lrpe.kernels.rows import load_input
-
-
-@triton.jit
-def carry(a, state, RESULTS: tl.constexpr):
-    """``a · state`` in float32: one tile, the sum over the state's parts, or a tile for each of them."""
-    found = ()
-    if RESULTS > 1:
-        for p in tl.static_range(RESULTS):
-            acc = tl.zeros((a[0].shape[0], state[p].shape[1]), tl.float32)
-            found = found + (times_rounded(a[0], state[p], acc),)
-    else:
-        acc = tl.zeros((a[0].shape[0], state[0].shape[1]), tl.float32)
-        for p in tl.static_range(len(state)):
-            acc = times_rounded(part_of(a, p), state[p], acc)
-        found = (acc,)
-    return found
 
 
 @triton.jit
@@ -77,45 +62,46 @@ def walk_kernel(
     place = locate(offsets, cu_seqlens, offset, sizes)
     first_e = 0 if DECODED else place.column * variant.BLOCK_E
     first_f = place.column * variant.BLOCK_F if DECODED else 0
-    steps = load_steps(theta, place, first_f, sizes, spec, variant)
+    steps = load_steps(theta, place, first_f, 1 if DECODED else variant.PIECES, sizes, spec, variant)
+    within = turn_within(steps, variant, HALF and not THETA)
     index = place.slot if variant.CAUSAL else place.sequence
-    state = load_state(
-        initial, index, place.h, first_f, first_e, into, initial_strides, spec, variant, DECODED
-    )
+    state = load_state(initial, index, place.h, first_f, first_e, into, initial_strides, spec, variant, DECODED)
     theta_sum = tl.zeros((variant.BLOCK_F,), tl.float64)
     tiles = tl.cdiv(tl.maximum(place.last - place.first, 0), variant.BLOCK_T)
-    for tile in range(0, tiles):
+    for tile in range(tiles):
         first = place.first + (tiles - 1 - tile if REVERSE else tile) * variant.BLOCK_T
         n = first + tl.arange(0, variant.BLOCK_T)
         mask = n < place.last
         a_rows = row_pointers(a, n, place, a_strides, spec.VEC)
         out_rows = row_pointers(out, n, place, out_strides, spec.VEC)
         if DECODED:
-            rows = load_plain(a_rows, mask, a_strides, 0, variant.E, variant.BLOCK_E, spec.UNIT)
+            rows = load_plain(a_rows, mask, a_strides, 0, variant.PIECES, variant.E, variant.BLOCK_E, spec.UNIT)
         else:
-            rows = load_input(a_rows, mask, a_strides.f, 0, spec, variant.BLOCK_F)
+            rows = load_pieces(a_rows, mask, a_strides, 0, variant.PIECES, spec, variant)
         if variant.CAUSAL:
             b_rows = row_pointers(b, n, place, b_strides, spec.VEC)
             c_rows = row_pointers(c, n, place, c_strides, spec.VEC)
             if DECODED:
-                others = load_plain(b_rows, mask, b_strides, 0, variant.E, variant.BLOCK_E, spec.UNIT)
-                values = load_input(c_rows, mask, c_strides.f, first_f, spec, variant.BLOCK_F)
+                others = load_plain(
+                    b_rows, mask, b_strides, 0, variant.PIECES, variant.E, variant.BLOCK_E, spec.UNIT
+                )
+                values = load_pieces(c_rows, mask, c_strides, first_f, 1, spec, variant)
             else:
-                others = load_input(b_rows, mask, b_strides.f, 0, spec, variant.BLOCK_F)
-                values = load_plain(c_rows, mask, c_strides, first_e, variant.E, variant.BLOCK_E, spec.UNIT)
+                others = load_pieces(b_rows, mask, b_strides, 0, variant.PIECES, spec, variant)
+                values = load_plain(c_rows, mask, c_strides, first_e, 1, variant.E, variant.BLOCK_E, spec.UNIT)
         original = (rows[0], rows[0])
         if READS_X:
             x_rows = row_pointers(x, n, place, x_strides, spec.VEC)
             original = load_input(x_rows, mask, x_strides.f, first_f, spec, variant.BLOCK_F)
-        angles = turn_of(n, place, steps, HALF and not THETA)
+        turns = turn_from(first, place, steps, within, HALF and not THETA)
         if not DECODED:
-            rows = encode(rows, angles, 0, spec, variant)
+            rows = encode(rows, turns, 0, spec, variant)
         results = carry(rows, state, RESULTS)
         if variant.CAUSAL:
             if DECODED:
-                values = encode(values, angles, first_f, spec, variant)
+                values = encode(values, turns, first_f, spec, variant)
             else:
-                others = encode(others, angles, 0, spec, variant)
+                others = encode(others, turns, 0, spec, variant)
             sums, total = tile_decays(decay, first, place.last, place, sizes, variant)
             before = power(sums, HALF)
             behind = power(total - sums, HALF)
@@ -132,9 +118,7 @@ def walk_kernel(
             for p in tl.static_range(RESULTS):
                 whole = whole + (results[p] * scale,)
         if DECODED:
-            dphi = store_decoded(
-                out_rows, whole, original, angles, mask, out_strides, first_f, spec, variant, THETA
-            )
+            dphi = store_decoded(out_rows, whole, original, turns, mask, out_strides, first_f, spec, variant, THETA)
             if THETA:
                 t = tl.arange(0, variant.BLOCK_T).to(tl.float32)
                 at_first = first.to(tl.float64) + place.position.to(tl.float64)
