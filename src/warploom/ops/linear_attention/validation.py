@@ -60,6 +60,7 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], offset: Any) ->
         }
         for argument in (argument for argument, there in given.items() if there):
             raise fault(ArgumentError, NAME, argument, "left out when causal=False", "both")
+    reason = _beyond_kernels(q, v, features, scale)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
     else:
@@ -68,13 +69,13 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], offset: Any) ->
     counted = offsets is None
     return Checked(
         Options(kind, activation, causal, scale, return_state),
-        _beyond_kernels(q, v, features, scale),
+        reason,
         results=2 if return_state else 1,
         numbers=(-LARGEST, LARGEST + 1 - q.shape[1]) if counted else (0, 0),
     )
 
 
-def _beyond_kernels(q: Tensor, v: Tensor, features: int, scale: float) -> str | None:
+def _beyond_kernels(q: Tensor, v: Tensor, features: int, scale: float | None) -> str | None:
     """What the Triton kernels do not do in this call, if anything."""
     for what, size in (("query or key", features), ("value", v.shape[-1])):
         if size > MAX_FEATURES:
