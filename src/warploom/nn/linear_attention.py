@@ -135,7 +135,8 @@ class LinearAttention(nn.Module):
             raise fault(ArgumentError, "LinearAttention", "cu_seqlens", "left out with a cache", "both")
         q, k, v = (linear(x).unflatten(-1, (self.heads, -1)) for linear in (self.q, self.k, self.v))
         values = self._attend(q, k, v, cu_seqlens=cu_seqlens) if cache is None else self._continue(q, k, v, cache)
-        values = self.norm(values).flatten(2) * nn.functional.silu(self.gate(x))
+        values = self.norm(values.to(self.norm.weight.dtype)).flatten(2)  # which autocast would leave to 16 bits
+        values = values * nn.functional.silu(self.gate(x))
         return self.out(values)  # type: ignore[no-any-return]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **place: Any) -> Any:
