@@ -125,12 +125,12 @@ OPERATORS = (OPERATOR,)
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _triton(case: Case) -> Provider:
+def _warploom(case: Case) -> Provider:
     need_cuda()
     return functools.partial(linear_attention, backend="triton")
 
 
-_PROVIDERS: dict[str, Callable[[Case], Provider]] = {"triton": _triton, **peers.PROVIDERS}
+_PROVIDERS: dict[str, Callable[[Case], Provider]] = {"warploom": _warploom, **peers.PROVIDERS}
 _ON_CPU: dict[str, Any] = {"batch": 1, "heads": 2, "head_dim": 64, "dtype": "bfloat16", "encoding": "rotate"}
 
 
