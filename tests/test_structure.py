@@ -19,6 +19,8 @@ from warploom.ops import FOLDERS
 PACKAGE = Path(warploom.__file__).parent
 OPERATOR_FILES = ("README.md", "api.py", "bench.py", "reference.py", "validation.py", "__init__.py")
 COMPOSED = PACKAGE / "ops" / "rotary_attention"  # of the launches of two other operators
+BUILT_ON = {"linear_attention": ("lrpe", "flash_attention")}
+"""Operators that use parts of others: kernels those of kernels, launches those of launches, and so on."""
 # What a part of an operator may import of warploom: parts of its own folder, and what lies outside.
 ALLOWED = {
     "reference": set(),
@@ -28,7 +30,7 @@ ALLOWED = {
     "problem": {"kernels", "problem", "warploom.device", "warploom.runtime"},
     "chunks": set(),
     "launches": {"launches", "kernels", "configs", "problem", "chunks", "warploom.device", "warploom.runtime"},
-    "validation": {"reference", "warploom.errors", "warploom.runtime"},
+    "validation": {"problem", "reference", "warploom.errors", "warploom.runtime"},
     "operator": {"launches", "problem", "validation", "warploom.runtime"},
     "api": {"operator", "reference", "validation", "warploom.errors", "warploom.runtime"},
 }
@@ -82,6 +84,8 @@ def test_imports_go_one_way(path: Path) -> None:
     for name in imported_modules(path):
         if name.startswith(f"warploom.ops.{folder}."):
             assert part_of(name) in ALLOWED[part], f"{relative(path)} imports {name}"
+        elif name.startswith(tuple(f"warploom.ops.{other}." for other in BUILT_ON.get(folder, ()))):
+            assert part_of(name) in ALLOWED[part] | {part}, f"{relative(path)} imports {name}"
         elif name.startswith("warploom"):
             allowed = [a for a in ALLOWED[part] if name == a or name.startswith(f"{a}.")]
             assert allowed, f"{relative(path)} imports {name}"
@@ -124,6 +128,7 @@ def test_no_imports_go_in_circles() -> None:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_reference_stands_alone(folder: str) -> None:
     imported = imported_modules(PACKAGE / "ops" / folder / "reference.py")
+    imported -= {f"warploom.ops.{other}.reference" for other in BUILT_ON.get(folder, ())}
     assert {name.split(".")[0] for name in imported} & {"warploom", "triton"} == set()
 
 
@@ -157,7 +162,8 @@ def test_every_operator_folder_is_registered_by_one_line() -> None:
         if path in known or any(path.is_relative_to(folder) for folder in above):
             continue
         for folder in FOLDERS:
-            if not path.is_relative_to(PACKAGE / "ops" / folder):
+            others = [other for other, parts in BUILT_ON.items() if folder in parts]
+            if not any(path.is_relative_to(PACKAGE / "ops" / other) for other in (folder, *others)):
                 named = [n for n in imported_modules(path) if n.startswith(f"warploom.ops.{folder}")]
                 assert not named, f"{relative(path)} imports {named}"
 

@@ -40,7 +40,7 @@ TINY = {
 def make(device: torch.device | str = "cpu", **changes) -> TransformerLM:
     """A small model whose weights are large enough for every part to matter."""
     torch.manual_seed(1000 * seeds.seed() + 1)
-    own = {"kv_heads": None} if changes.get("attention") == "tpa" else {}
+    own = {"kv_heads": None} if changes.get("attention") in ("tpa", "linear") else {}
     model = TransformerLM(TransformerConfig(**{**TINY, **own, **changes}))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -156,16 +156,18 @@ def test_attentions_train_alike_in_float32(position: str, device: torch.device) 
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.parametrize(("name", "position"), [("flash", "rotate"), ("flash", "cosine"), ("tpa", "rotate")])
+@pytest.mark.parametrize(
+    ("name", "position"), [("flash", "rotate"), ("flash", "cosine"), ("tpa", "rotate"), ("linear", "cosine")]
+)
 def test_kernels_train_like_the_reference(
     name: str, position: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Positions, with learnable frequencies, and attention: on the GPU's kernels, or in the interpreter."""
     found = {}
     for backend in ("torch", "triton"):
-        model = make(device, attention=name, layers=1, position=position, learnable_positions=name == "flash")
+        model = make(device, attention=name, layers=1, position=position, learnable_positions=name != "tpa")
         layer = model.blocks[0].attention
-        if name == "tpa":
+        if name in ("tpa", "linear"):
             layer.backend = backend
         else:
             monkeypatch.setattr(attention, "flash_attention", partial(flash_attention, backend=backend))
@@ -185,7 +187,9 @@ def test_checkpointing_changes_no_gradient(device: torch.device) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("name", "position"), [("flash", "rotate"), ("flash", "cosine"), ("tpa", "rotate")])
+@pytest.mark.parametrize(
+    ("name", "position"), [("flash", "rotate"), ("flash", "cosine"), ("tpa", "rotate"), ("linear", "rotate")]
+)
 def test_the_compiler_sees_one_graph(name: str, position: str, device: torch.device) -> None:
     model, tokens = make(device, attention=name, layers=1, position=position), text(2, 12, device)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -218,6 +222,14 @@ def test_flops_are_those_that_a_counter_finds(name: str, position: str) -> None:
     assert model.flops_per_token(n, training=True) == 3 * model.flops_per_token(n)
 
 
+def test_flops_of_linear_attention_do_not_grow_with_length() -> None:
+    for position, features in (("rotate", 6), ("cosine", 12), ("none", 6)):
+        model = make(attention="linear", position=position)
+        products = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+        expected = 2 * products + 2 * 4 * 4 * features * 6  # per layer and head: added to and read
+        assert model.flops_per_token(10) == model.flops_per_token(1000) == expected
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Decoding and sampling
 # ----------------------------------------------------------------------------------------------------------
@@ -225,7 +237,11 @@ def test_flops_are_those_that_a_counter_finds(name: str, position: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "position"),
-    [*itertools.product(("flash", "plain", "sdpa"), ("rotate", "cosine", "none")), ("tpa", "rotate")],
+    [
+        *itertools.product(("flash", "plain", "sdpa"), ("rotate", "cosine", "none")),
+        ("tpa", "rotate"),
+        ("linear", "cosine"),
+    ],
 )
 @torch.no_grad()
 def test_decoding_through_the_cache_is_the_full_forward(name: str, position: str, device: torch.device) -> None:
@@ -343,6 +359,7 @@ def test_a_configuration_is_json() -> None:
             "position must be 'rotate' with attention 'tpa'",
         ),
         ({"attention": "tpa"}, "kv_heads must be None"),
+        ({"attention": "linear"}, "kv_heads must be None"),
         ({"attention": "tpa", "kv_heads": None, "learnable_positions": True}, "learnable_positions must be False"),
         ({"rank_v": 0}, "rank_v"),
         ({"position": "sine"}, "position must be one of rotate, cosine, none"),

@@ -15,6 +15,7 @@ from warploom.version import __version__
 
 if TYPE_CHECKING or "torch" in sys.modules:
     from warploom.ops.flash_attention.api import flash_attention
+    from warploom.ops.linear_attention.api import linear_attention
     from warploom.ops.lrpe.api import lrpe_cosine, lrpe_rotate
     from warploom.ops.tpa.api import tpa_attention, tpa_decode
 
@@ -27,6 +28,7 @@ __all__ = [
     "WarploomError",
     "__version__",
     "flash_attention",
+    "linear_attention",
     "lrpe_cosine",
     "lrpe_rotate",
     "tpa_attention",
@@ -39,9 +41,10 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'warploom' has no attribute {name!r}")
     from warploom.ops.flash_attention import api as flash_attention
+    from warploom.ops.linear_attention import api as linear_attention
     from warploom.ops.lrpe import api as lrpe
     from warploom.ops.tpa import api as tpa
 
-    found = next(getattr(api, name) for api in (flash_attention, lrpe, tpa) if hasattr(api, name))
+    found = next(getattr(api, name) for api in (flash_attention, linear_attention, lrpe, tpa) if hasattr(api, name))
     globals()[name] = found
     return found

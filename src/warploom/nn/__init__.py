@@ -1,7 +1,8 @@
 """Modules for people who build models: positions, attention with its cache, and a Transformer LM."""
 
 from warploom.nn.attention import Attention
-from warploom.nn.cache import FactorCache, KVCache
+from warploom.nn.cache import FactorCache, KVCache, StateCache
+from warploom.nn.linear_attention import LinearAttention
 from warploom.nn.mlp import SwiGLU
 from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.nn.tensor_product_attention import TensorProductAttention
@@ -12,8 +13,10 @@ __all__ = [
     "Attention",
     "FactorCache",
     "KVCache",
+    "LinearAttention",
     "Output",
     "RotaryEmbedding",
+    "StateCache",
     "SwiGLU",
     "TensorProductAttention",
     "TransformerConfig",

@@ -1,49 +1,25 @@
-"""What attention layers keep of the tokens they have seen, for decoding: keys and values, or their factors."""
+"""What attention layers keep of the tokens they have seen: keys and values, their factors, or a state."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
 
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
 
-__all__ = ["FactorCache", "KVCache", "TokenCache"]
+__all__ = ["FactorCache", "KVCache", "StateCache", "TokenCache"]
 
 Tensor = torch.Tensor
 
 
-class TokenCache:
-    """Tensors ``(B, tokens, ·, ·)`` that grow along the tokens, with a length for each entry of the batch.
+class _Cache:
+    """Lengths of the entries of a batch, and tensors that are kept of their tokens."""
 
-    Memory is allocated at the first append, in the dtype and on the device of what is appended. Entries of a
-    batch may have different lengths: append right-padded prompts, then `truncate` each entry to its own; the next
-    token of an entry overwrites its padding. Lengths are kept on the host too, so nothing here waits for the GPU.
-
-    Args:
-        capacity: Tokens to allocate for, which is then also the most that fit; ``None`` to grow by doubling.
-
-    Attributes:
-        lengths: Tokens of each batch entry, as ints; empty before the first append.
-
-    Raises:
-        ArgumentError: The capacity is not positive.
-        DtypeError: It is not an int.
-    """
-
-    _FIRST = 256  # tokens allocated at first where no capacity is given
-    _SHAPES: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """The tensors that are kept, and what their sizes are called: of one name, all are equal."""
-
-    def __init__(self, capacity: int | None = None) -> None:
-        if capacity is not None and not _is_int(capacity):
-            raise fault(DtypeError, type(self).__name__, "capacity", "an int or None", repr(capacity))
-        if capacity is not None and capacity < 1:
-            raise fault(ArgumentError, type(self).__name__, "capacity", "positive", capacity)
-        self.capacity = capacity
+    def __init__(self) -> None:
         self.lengths: list[int] = []
-        self._held: tuple[Tensor, ...] = ()  # (B, allocated, ·, ·) each
+        self._held: tuple[Tensor, ...] = ()
         self._seqlens: Tensor | None = None
 
     @property
@@ -73,6 +49,57 @@ class TokenCache:
         """Position of the next token: an int where all entries agree, else `seqlens`."""
         return self.seqlens if self.ragged else self.length
 
+    def _wanted(self, lengths: int | Sequence[int]) -> list[int]:
+        """Lengths to truncate the entries to, one for each of them."""
+        name = f"{type(self).__name__}.truncate"
+        if not (_is_int(lengths) or (isinstance(lengths, Sequence) and all(map(_is_int, lengths)))):
+            raise fault(DtypeError, name, "lengths", "an int or a sequence of ints", repr(lengths))
+        wanted = [lengths] * len(self.lengths) if isinstance(lengths, int) else list(lengths)
+        fits = len(wanted) == len(self.lengths) and all(0 <= n <= old for n, old in zip(wanted, self.lengths))
+        if not fits:
+            expected = f"one for each entry, at most {self.lengths}"
+            raise fault(ArgumentError, name, "lengths", expected, lengths)
+        return wanted
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        self.lengths, self._seqlens = lengths, None
+
+    def _filled(self) -> tuple[Tensor, ...]:
+        if not self._held:
+            raise fault(ArgumentError, type(self).__name__, "the cache", "appended to first", "an empty one")
+        return self._held
+
+
+class TokenCache(_Cache):
+    """Tensors ``(B, tokens, ·, ·)`` that grow along the tokens, with a length for each entry of the batch.
+
+    Memory is allocated at the first append, in the dtype and on the device of what is appended. Entries of a
+    batch may have different lengths: append right-padded prompts, then `truncate` each entry to its own; the next
+    token of an entry overwrites its padding. Lengths are kept on the host too, so nothing here waits for the GPU.
+
+    Args:
+        capacity: Tokens to allocate for, which is then also the most that fit; ``None`` to grow by doubling.
+
+    Attributes:
+        lengths: Tokens of each batch entry, as ints; empty before the first append.
+
+    Raises:
+        ArgumentError: The capacity is not positive.
+        DtypeError: It is not an int.
+    """
+
+    _FIRST = 256  # tokens allocated at first where no capacity is given
+    _SHAPES: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """The tensors that are kept, and what their sizes are called: of one name, all are equal."""
+
+    def __init__(self, capacity: int | None = None) -> None:
+        if capacity is not None and not _is_int(capacity):
+            raise fault(DtypeError, type(self).__name__, "capacity", "an int or None", repr(capacity))
+        if capacity is not None and capacity < 1:
+            raise fault(ArgumentError, type(self).__name__, "capacity", "positive", capacity)
+        super().__init__()  # holds (B, allocated, ·, ·) each
+        self.capacity = capacity
+
     def truncate(self, lengths: int | Sequence[int]) -> None:
         """Forget each entry's tokens from a length on.
 
@@ -83,15 +110,7 @@ class TokenCache:
             ArgumentError: A length is negative or beyond what the entry has, or there are not as many as entries.
             DtypeError: A length is not an int.
         """
-        name = f"{type(self).__name__}.truncate"
-        if not (_is_int(lengths) or (isinstance(lengths, Sequence) and all(map(_is_int, lengths)))):
-            raise fault(DtypeError, name, "lengths", "an int or a sequence of ints", repr(lengths))
-        wanted = [lengths] * len(self.lengths) if isinstance(lengths, int) else list(lengths)
-        fits = len(wanted) == len(self.lengths) and all(0 <= n <= old for n, old in zip(wanted, self.lengths))
-        if not fits:
-            expected = f"one for each entry, at most {self.lengths}"
-            raise fault(ArgumentError, name, "lengths", expected, lengths)
-        self._set_lengths(wanted)
+        self._set_lengths(self._wanted(lengths))
 
     def _append(self, *new: Tensor) -> tuple[Tensor, ...]:
         """Add tokens (B, N, ·, ·) to every entry; views of the first `length` tokens of everything held."""
@@ -152,14 +171,6 @@ class TokenCache:
             for store, old in zip(grown, self._held):
                 store[:, :allocated] = old
             self._held = grown
-
-    def _set_lengths(self, lengths: list[int]) -> None:
-        self.lengths, self._seqlens = lengths, None
-
-    def _filled(self) -> tuple[Tensor, ...]:
-        if not self._held:
-            raise fault(ArgumentError, type(self).__name__, "the cache", "appended to first", "an empty one")
-        return self._held
 
 
 def _is_int(value: object) -> bool:
@@ -244,3 +255,66 @@ class FactorCache(TokenCache):
         """
         ak, av, bk, bv = self._append(ak, av, bk, bv)
         return ak, av, bk, bv
+
+
+class StateCache(_Cache):
+    """The state of a `LinearAttention` layer behind the tokens that it has seen, of one size for any number.
+
+    A state cannot be taken back by a token. Until the next call the layer's last keys and values are kept, so that
+    entries can be truncated to any length since: right-padded prompts may have different lengths.
+
+    Attributes:
+        lengths: Tokens of each batch entry, as ints; empty before the first call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: list[int] = []  # lengths before the last call
+        self._state_after: Callable[[int, int], Tensor] | None = None
+
+    @property
+    def state(self) -> Tensor | None:
+        """``(B, H, F, E)`` float32; None before the first call."""
+        return self._held[0] if self._held else None
+
+    def put(self, state: Tensor, tokens: int, state_after: Callable[[int, int], Tensor]) -> None:
+        """Replace the state, behind so many more tokens of every entry.
+
+        Args:
+            state: ``(B, H, F, E)``.
+            tokens: New ones.
+            state_after: From an entry and a number of its new tokens to its state behind them, ``(1, H, F, E)``.
+
+        Raises:
+            ArgumentError: A gradient is wanted.
+            ShapeError: The state is not of the batch, heads and features of the one before.
+        """
+        name = f"{type(self).__name__}.put"
+        if torch.is_grad_enabled() and state.requires_grad:
+            raise fault(ArgumentError, name, "state", "without gradient (torch.no_grad)", "one wanted")
+        if self._held and state.shape != self._held[0].shape:
+            raise fault(ShapeError, name, "state", f"{tuple(self._held[0].shape)}", shape_of(state))
+        self._before = self.lengths or [0] * state.shape[0]
+        self._held, self._state_after = (state,), state_after
+        self._set_lengths([length + tokens for length in self._before])
+
+    def truncate(self, lengths: int | Sequence[int]) -> None:
+        """Forget each entry's tokens from a length on, which is not before the last call.
+
+        Args:
+            lengths: One for all entries, or one for each.
+
+        Raises:
+            ArgumentError: A length is before the last call or beyond what the entry has, or there are not as many
+                as entries.
+            DtypeError: A length is not an int.
+        """
+        wanted = self._wanted(lengths)
+        if any(length < before for length, before in zip(wanted, self._before)):
+            expected = f"at least {self._before}, those before the last call"
+            raise fault(ArgumentError, f"{type(self).__name__}.truncate", "lengths", expected, lengths)
+        if self._state_after is not None and wanted != self.lengths:
+            places = enumerate(zip(wanted, self._before))
+            states = [self._state_after(entry, length - before) for entry, (length, before) in places]
+            self._held = (torch.cat(states),)
+        self._set_lengths(wanted)

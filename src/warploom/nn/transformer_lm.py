@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from warploom.errors import ArgumentError, BackendError, DtypeError, ShapeError, WarploomError, fault
 from warploom.nn.attention import IMPLEMENTATIONS, Attention
-from warploom.nn.cache import FactorCache, KVCache
+from warploom.nn.cache import FactorCache, KVCache, StateCache
+from warploom.nn.linear_attention import LinearAttention
 from warploom.nn.mlp import SwiGLU
 from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.nn.tensor_product_attention import TensorProductAttention
@@ -28,7 +29,7 @@ from warploom.nn.tensor_product_attention import TensorProductAttention
 __all__ = ["Output", "TransformerConfig", "TransformerLM"]
 
 Tensor = torch.Tensor
-Cache = KVCache | FactorCache
+Cache = KVCache | FactorCache | StateCache
 """What a layer keeps of the tokens it has seen."""
 
 SIZES = {
@@ -38,7 +39,7 @@ SIZES = {
     "xl": {"d_model": 1600, "d_ff": 6400, "layers": 48, "heads": 25},
     "2.7B": {"d_model": 2560, "d_ff": 10240, "layers": 32, "heads": 32},
 }
-ATTENTIONS = (*IMPLEMENTATIONS, "tpa")
+ATTENTIONS = (*IMPLEMENTATIONS, "tpa", "linear")
 POSITIONS = ("rotate", "cosine", "none")
 FACTORS = tuple(f"attention.{factor}.weight" for factor in ("aq", "bq", "ak", "bk", "av", "bv"))
 IGNORED = -100
@@ -76,7 +77,8 @@ class TransformerConfig:
     learnable_positions: bool = False
     """Whether the frequencies are learned."""
     attention: str = "flash"
-    """``flash``, ``sdpa`` or ``plain``, three ways to compute the same; ``tpa``, tensor-product attention."""
+    """``flash``, ``sdpa`` or ``plain``, three ways to compute the same; ``tpa``, tensor-product attention;
+    ``linear``, linear attention, which encodes by LRPE with frequencies per head."""
     rank_q: int = 6
     """Rank of the queries of tensor-product attention."""
     rank_k: int = 2
@@ -129,6 +131,9 @@ class TransformerConfig:
                 if getattr(self, field) != only:
                     expected = f"{only!r} with attention 'tpa'"
                     raise fault(ArgumentError, "TransformerConfig", field, expected, repr(getattr(self, field)))
+        if self.attention == "linear" and self.kv_heads is not None:
+            expected = "None with attention 'linear'"
+            raise fault(ArgumentError, "TransformerConfig", "kv_heads", expected, repr(self.kv_heads))
         if self.position == "rotate" and self.head_dim % 2:
             expected = f"such that d_model / heads is even for position 'rotate' (d_model = {self.d_model})"
             raise fault(ArgumentError, "TransformerConfig", "heads", expected, self.heads)
@@ -156,10 +161,10 @@ class Output(NamedTuple):
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, index: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.d_model, config.norm_eps)
-        self.attention = _attention(config)
+        self.attention = _attention(config, index)
         self.mlp_norm = nn.RMSNorm(config.d_model, config.norm_eps)
         self.mlp = SwiGLU(config.d_model, config.d_ff)
 
@@ -170,7 +175,7 @@ class Block(nn.Module):
         return out
 
 
-def _attention(config: TransformerConfig) -> Attention | TensorProductAttention:
+def _attention(config: TransformerConfig, index: int) -> Attention | TensorProductAttention | LinearAttention:
     if config.attention == "tpa":
         return TensorProductAttention(
             config.d_model,
@@ -180,6 +185,18 @@ def _attention(config: TransformerConfig) -> Attention | TensorProductAttention:
             rank_k=config.rank_k,
             rank_v=config.rank_v,
             base=config.base,
+        )
+    if config.attention == "linear":
+        return LinearAttention(
+            config.d_model,
+            config.heads,
+            config.head_dim,
+            position=config.position,
+            base=config.base,
+            learnable=config.learnable_positions,
+            layer=index,
+            layers=config.layers,
+            norm_eps=config.norm_eps,
         )
     return Attention(
         config.d_model,
@@ -215,7 +232,7 @@ class TransformerLM(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.layers))
         self.norm = nn.RMSNorm(config.d_model, config.norm_eps)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie:
@@ -295,10 +312,13 @@ class TransformerLM(nn.Module):
     # ------------------------------------------------------------------------------------------------------
 
     def make_cache(self, capacity: int | None = None) -> list[Cache]:
-        """An empty cache for each layer, of keys and values, or of factors for tensor-product attention.
+        """An empty cache for each layer: of keys and values, of tensor-product attention's factors, or of a state.
 
-        ``capacity`` tokens are allocated at once, and no more fit; by default memory grows with them.
+        ``capacity`` tokens are allocated at once, and no more fit; by default memory grows with them. The state of
+        linear attention has one size for any number of tokens.
         """
+        if self.config.attention == "linear":
+            return [StateCache() for _ in self.blocks]
         kind = FactorCache if self.config.attention == "tpa" else KVCache
         return [kind(capacity) for _ in self.blocks]
 
@@ -428,8 +448,8 @@ class TransformerLM(nn.Module):
         """Operations for one token, on average over a sequence; a multiplication and its addition are two.
 
         Counted are the matrix products of the layers, attention over the ``(length + 1) / 2`` keys that a token
-        sees on average, and the products of its factors where there are such. Norms, activations, positions and
-        the softmax are not.
+        sees on average, or the state of linear attention, and the products of factors where there are such. Norms,
+        activations, positions and the softmax are not.
 
         Args:
             length: Tokens of the sequence; ``context_length`` by default.
@@ -440,6 +460,8 @@ class TransformerLM(nn.Module):
         config = self.config
         features = (3 if config.position == "cosine" else 2) * config.head_dim  # of a key and a value
         attended = features * (length + 1) / 2
+        if config.attention == "linear":  # a state of φ's features by those of a value, added to and read
+            attended = 2 * (features - config.head_dim) * config.head_dim
         if config.attention == "tpa":
             attended += (config.rank_q + config.rank_k + config.rank_v) * config.head_dim
         flops = 2 * products + 2 * config.layers * config.heads * attended

@@ -1,0 +1,149 @@
+"""The public function of linear attention."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from warploom.ops.linear_attention import reference
+from warploom.ops.linear_attention.validation import NAME, check
+from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
+from warploom.runtime.memory_order import dense, in_order_of
+
+Tensor = torch.Tensor
+
+
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    decay: Tensor | None = ...,
+    theta: Tensor | None = ...,
+    encoding: str = ...,
+    activation: str = ...,
+    interleaved: bool = ...,
+    offset: int | Tensor = ...,
+    causal: bool = ...,
+    scale: float | None = ...,
+    initial_state: Tensor | None = ...,
+    return_state: Literal[False] = ...,
+    cu_seqlens: Tensor | None = ...,
+    backend: str = ...,
+) -> Tensor: ...
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    decay: Tensor | None = ...,
+    theta: Tensor | None = ...,
+    encoding: str = ...,
+    activation: str = ...,
+    interleaved: bool = ...,
+    offset: int | Tensor = ...,
+    causal: bool = ...,
+    scale: float | None = ...,
+    initial_state: Tensor | None = ...,
+    return_state: bool,
+    cu_seqlens: Tensor | None = ...,
+    backend: str = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    decay: Tensor | None = None,
+    theta: Tensor | None = None,
+    encoding: str = "none",
+    activation: str = "none",
+    interleaved: bool = False,
+    offset: int | Tensor = 0,
+    causal: bool = True,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Linear attention with relative positions, ``S_t = λ_t S_{t−1} + φ(k_t) v_tᵀ``, ``o_t = scale · φ(q_t)ᵀ S_t``.
+
+    ``φ`` is an activation and then `lrpe_rotate` or `lrpe_cosine`, computed where a token is loaded: encoded
+    queries and keys are never in memory. With a state handed in and out, ``N = 1`` is a step of decoding:
+
+        out, state = linear_attention(q, k, v, theta=theta, encoding="rotate", return_state=True)
+        out, state = linear_attention(
+            next_q, next_k, next_v, theta=theta, encoding="rotate", offset=q.shape[1], initial_state=state,
+            return_state=True,
+        )
+
+    Args:
+        q: ``(B, N, H, D)``; float16, bfloat16, float32 or float64, any strides.
+        k: As ``q``.
+        v: ``(B, N, H, E)`` in the dtype of ``q``, any strides.
+        decay: Logarithms of decays λ: ``(H,)``, or ``(B, N, H)`` with one for every token; any float dtype, finite.
+            They are meant to be 0 or below, which is not checked: a positive one is growth. Differentiable.
+        theta: ``(H, F)``, ``(1, F)`` or ``(F,)``, frequencies in radians per position, as in `lrpe_rotate` and
+            `lrpe_cosine`: at most ``D/2`` for ``rotate`` and ``D`` for ``cosine``. Differentiable.
+        encoding: ``none``, ``rotate`` or ``cosine``, whose ``φ`` has ``2·D`` features.
+        activation: ``none``, ``relu``, ``sigmoid``, ``silu`` or ``softmax`` (over features), applied to ``q`` and
+            ``k`` before the encoding.
+        interleaved: Of ``rotate``: pair neighbouring features instead of halves.
+        offset: Position of the first token: an integer, or an integer tensor ``()`` or ``(B,)``, which is read on
+            the device.
+        causal: Without it every token sees all, ``o_t = scale · φ(q_t)ᵀ Σ_s φ(k_s) v_sᵀ``, and there is neither
+            decay nor state.
+        scale: Any finite number; ``D^-½`` by default.
+        initial_state: ``(S, H, F, E)``, any float dtype and strides: ``S₀``, zero by default. ``S`` is ``B`` or the
+            number of packed sequences, ``F`` the features of ``φ``. Differentiable.
+        return_state: Also return the state after the last token; it is differentiable.
+        cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S = N``, with ``B = 1``: packed sequences, each
+            starting again at ``offset`` with a state of its own. Values are not checked.
+        backend: ``auto`` (Triton where it can run, else PyTorch), ``triton`` or ``torch``.
+
+    Returns:
+        ``(B, N, H, E)`` in the dtype and memory order of ``q``; with ``return_state`` also the state,
+        ``(S, H, F, E)`` in float32 (float64 for float64 inputs).
+
+    Raises:
+        ShapeError: A size does not fit.
+        DtypeError: An argument has the wrong type.
+        DeviceError: Tensors lie on different devices.
+        ArgumentError: An unknown option, or arguments that exclude each other.
+        BackendError: ``backend="triton"`` cannot run this call.
+
+    Source: Qin et al., "Linearized Relative Positional Encoding", 2023, arXiv 2307.09270; Qin et al., "Lightning
+    Attention-2", 2024, arXiv 2401.04658; Sun et al., "Retentive Network", 2023, arXiv 2307.08621.
+    """
+    offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
+    tensors = (q, k, v, theta, decay, initial_state, offsets, cu_seqlens)
+    options = (encoding, activation, interleaved, causal, scale, return_state)
+    return _function(backend, tensors, options, offset)  # type: ignore[no-any-return]
+
+
+def _run_reference(tensors: Tensors, offset: int, checked: Checked, _: str) -> Tensor | tuple[Tensor, Tensor]:
+    q, k, v, theta, decay, initial_state, offsets, cu_seqlens = tensors
+    options = checked.options
+    results = reference.linear_attention(
+        q, k, v,
+        decay=decay, theta=theta, encoding="rotate" if options.kind == "interleaved" else options.kind,
+        activation=options.activation, interleaved=options.kind == "interleaved",
+        offset=offset if offsets is None else offsets, causal=options.causal, scale=options.scale,
+        initial_state=initial_state, return_state=options.return_state, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    if isinstance(results, Tensor):
+        return in_order_of(q, results)
+    return in_order_of(q, results[0]), dense(results[1])
+
+
+def _operator() -> Operator:
+    from warploom.ops.linear_attention.operator import OPERATOR
+
+    return OPERATOR
+
+
+_function = Function(NAME, check, _run_reference, _operator)

@@ -1,0 +1,84 @@
+"""Tiles of linear attention's kernels, as data."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """How a launch is cut and compiled."""
+
+    tokens: int
+    columns: int
+    """Features of a result that a program computes, of each part where there are two."""
+    warps: int
+    stages: int
+
+
+LEAST = 16
+"""Of every side of a product of tiles."""
+
+CHUNK = 256
+"""Tokens of a chunk, at least."""
+
+DECAY_CHUNK = 32
+"""Tokens of a chunk where the gradient of decays is asked for, which takes states that often."""
+
+SHORT = 16
+"""Tokens of a sequence, at most, for which there are tiles of `LEAST` tokens: steps of decoding."""
+
+PIECE = 32
+"""Rows of a tile, at most, that products add up over: see `kernels.tiles`."""
+
+# By kernel, whether numbers have 16 bits, and the features of a state's side that comes in pieces: those of φ, or
+# of a value where φ's parts are the columns. What a row of the table says of wider states holds for the narrower.
+_TILES: dict[tuple[str, bool], list[tuple[int, Tile]]] = {
+    ("outputs", True): [(128, Tile(32, 128, 8, 2)), (256, Tile(16, 64, 8, 2))],
+    ("outputs", False): [(256, Tile(16, 64, 8, 1))],
+    ("decoded", True): [(128, Tile(16, 64, 8, 2)), (256, Tile(16, 64, 8, 1))],
+    ("decoded", False): [(256, Tile(16, 64, 8, 1))],
+    ("sums", True): [(128, Tile(32, 128, 8, 2)), (256, Tile(16, 64, 8, 2))],
+    ("sums", False): [(256, Tile(16, 64, 8, 1))],
+    ("decays", True): [(256, Tile(32, 64, 8, 1))],
+    ("decays", False): [(256, Tile(32, 32, 8, 1))],
+}
+
+
+def tile_of(kernel: str, half: bool, rows: int, columns: int, tokens: int) -> Tile:
+    """Tiles of a launch.
+
+    Args:
+        kernel: ``outputs``, ``decoded``, ``sums`` or ``decays``.
+        half: Whether numbers have 16 bits.
+        rows: Features of the side of a state that comes in pieces.
+        columns: And of the other, of each part of it.
+        tokens: Of a sequence.
+    """
+    tile = next(tile for most, tile in _TILES[kernel, half] if rows <= most)
+    tile = tile._replace(columns=min(tile.columns, in_power_of_two(columns)))
+    if tile.columns < 64 and kernel != "decays":
+        tile = tile._replace(tokens=LEAST, warps=4)
+    if tokens <= SHORT:
+        tile = tile._replace(tokens=LEAST, stages=1)
+    return tile
+
+
+def piece_of(features: int) -> int:
+    """Of a side of a state, the features of a piece."""
+    return min(PIECE, in_power_of_two(features))
+
+
+def in_power_of_two(features: int) -> int:
+    """The block that holds so many features."""
+    return max(LEAST, 1 << (features - 1).bit_length())
+
+
+def chunk_of(tokens: int, heads: int, columns: int, multiprocessors: int) -> int:
+    """Tokens of a chunk; all of them where heads fill the GPU.
+
+    It does not depend on the batch, so that a sequence has the same bits alone and among others.
+    """
+    programs = max(heads * columns, 1)
+    wanted = -(-multiprocessors // programs) if 3 * programs < 2 * multiprocessors else 1
+    splits = max(1, min(wanted, tokens // CHUNK))
+    return max(1, -(-tokens // (splits * LEAST * 4)) * LEAST * 4)

@@ -1,0 +1,115 @@
+"""Kernels that make the states of chunks: every chunk's own sum, and the scan that hands states over.
+
+Forward, a chunk's sum is ``Σ_j exp(total − a_j) φ(k_j) v_jᵀ`` and the scan makes of it the state before the chunk.
+``REVERSE``, it is ``Σ_i exp(a_i) φ(q_i) do_iᵀ`` and the scan makes of it the gradient of the state behind the chunk,
+over the scale. ``a`` are sums of logarithms of decays from the chunk's first token on.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from warploom.device.activations import exponential_float32
+from warploom.ops.flash_attention.kernels.forward import Strides
+from warploom.ops.linear_attention.kernels.tiles import (
+    Sizes,
+    StateStrides,
+    advance,
+    encode,
+    load_pieces,
+    load_plain,
+    load_state,
+    load_steps,
+    locate,
+    power,
+    row_pointers,
+    store_state,
+    tile_decays,
+    turn_from,
+    turn_within,
+)
+
+
+@triton.jit
+def sums_kernel(
+    b, c, states, totals, theta, offsets, cu_seqlens, decay, offset: tl.int32, sizes: Sizes, b_strides: Strides,
+    c_strides: Strides, states_strides: StateStrides, spec: tl.constexpr, variant: tl.constexpr,
+    REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Sum of a chunk, a block of its columns: from b (B, N, H, D) and c (B, N, H, E) to states (slots, H, F, E).
+
+    ``totals`` (slots, H) are the sums of the chunks' logarithms of decays.
+    """
+    HALF: tl.constexpr = b.dtype.element_ty.primitive_bitwidth == 16
+    place = locate(offsets, cu_seqlens, offset, sizes)
+    first_e = place.column * variant.BLOCK_E
+    steps = load_steps(theta, place, 0, variant.PIECES, sizes, spec, variant)
+    within = turn_within(steps, variant, HALF)
+    state = load_state(None, 0, 0, 0, first_e, 1.0, states_strides, spec, variant, False)
+    chunk_total = 0.0
+    tiles = tl.cdiv(tl.maximum(place.last - place.first, 0), variant.BLOCK_T)
+    for tile in range(tiles):
+        first = place.first + (tiles - 1 - tile if REVERSE else tile) * variant.BLOCK_T
+        n = first + tl.arange(0, variant.BLOCK_T)
+        mask = n < place.last
+        b_rows = row_pointers(b, n, place, b_strides, spec.VEC)
+        c_rows = row_pointers(c, n, place, c_strides, spec.VEC)
+        x = load_pieces(b_rows, mask, b_strides, 0, variant.PIECES, spec, variant)
+        values = load_plain(c_rows, mask, c_strides, first_e, 1, variant.E, variant.BLOCK_E, spec.UNIT)
+        encoded = encode(x, turn_from(first, place, steps, within, HALF), 0, spec, variant)
+        a, total = tile_decays(decay, first, place.last, place, sizes, variant)
+        weights = power(a if REVERSE else total - a, HALF)
+        state = advance(state, encoded, values, weights, total, variant, HALF)
+        chunk_total += total
+    store_state(states, state, place.slot, place.h, 0, first_e, 1.0, states_strides, spec, variant, False)
+    if totals is not None and place.column == 0:
+        tl.store(totals + place.slot * sizes.heads + place.h, chunk_total)
+
+
+@triton.jit
+def scan_kernel(
+    states, totals, initial, final, cu_seqlens, sizes: Sizes, initial_strides: StateStrides,
+    final_strides: StateStrides, into: tl.float32, out_of: tl.float32, F: tl.constexpr, E: tl.constexpr,
+    BLOCK: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Hand states (slots, H, F, E) over from chunk to chunk of a sequence, in place: a block of one head's numbers.
+
+    ``initial`` and ``final`` (S, H, F, E) are the state before the first chunk and behind the last, or the other way
+    round if ``REVERSE``; one is multiplied by ``into``, the other by ``out_of``.
+    """
+    program = tl.program_id(0)
+    block = program % sizes.columns
+    program = program // sizes.columns
+    h = (program % sizes.heads).to(tl.int64)
+    sequence = program // sizes.heads
+    if cu_seqlens is not None:
+        start = tl.load(cu_seqlens + sequence * sizes.cu_stride).to(tl.int32)
+        end = tl.load(cu_seqlens + (sequence + 1) * sizes.cu_stride).to(tl.int32)
+        first = start // sizes.chunk + sequence
+        chunks = tl.cdiv(end - start, sizes.chunk)
+    else:
+        first = sequence * sizes.chunks
+        chunks = sizes.chunks
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    mask = i < F * E
+    f = (i // E).to(tl.int64)
+    e = (i % E).to(tl.int64)
+    sequence = sequence.to(tl.int64)
+    carried = tl.zeros((BLOCK,), tl.float32)
+    if initial is not None:
+        ptrs = initial + sequence * initial_strides.s + h * initial_strides.h
+        ptrs += f * initial_strides.f + e * initial_strides.e
+        carried = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32) * into
+    for c in range(chunks):
+        slot = (first + (chunks - 1 - c if REVERSE else c)).to(tl.int64) * sizes.heads + h
+        ptrs = states + slot * (F * E) + i
+        own = tl.load(ptrs, mask=mask, other=0.0)
+        tl.store(ptrs, carried, mask=mask)
+        if totals is not None:
+            carried *= exponential_float32(tl.load(totals + slot))
+        carried += own
+    if final is not None:
+        ptrs = final + sequence * final_strides.s + h * final_strides.h
+        ptrs += f * final_strides.f + e * final_strides.e
+        tl.store(ptrs, (carried * out_of).to(final.dtype.element_ty), mask=mask)

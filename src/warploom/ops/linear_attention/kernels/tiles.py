@@ -1,0 +1,504 @@
+"""Tiles of linear attention: where a program stands, how rows are loaded and encoded, decays, products, states.
+
+Tokens come in tiles (T, features) and tiles in chunks; a program goes through the tiles of one chunk of one head. What
+`φ` makes of a tile is a tuple of parts (T, F): two for ``rotate`` (both halves of the pairs) and ``cosine`` (cosines
+and sines), one without an encoding.
+
+No tile of tokens, and no piece of features that a product adds over, has more than 32 rows: products with 64 rows and
+more are those of Hopper's warp groups, whose descriptors the assembler of CUDA 12.8 mixes up where the factor in shared
+memory was computed in the same loop. Features of more than one piece are tuples of tiles.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from warploom.device.activations import activate, exponential, exponential_float32, powers, reciprocal
+from warploom.device.packed import sequence_bounds, sequence_of_tile
+from warploom.device.phase import cos_sin, phase_step, wrapping_add
+from warploom.device.product import dot, rounded
+from warploom.ops.lrpe.kernels.backward import turn_backward
+from warploom.ops.lrpe.kernels.forward import turn
+from warploom.ops.lrpe.kernels.rows import load_input, store_input
+
+
+class StateStrides(NamedTuple):
+    """Of a state (S, H, F, E)."""
+
+    s: tl.int64
+    h: tl.int64
+    f: tl.int64
+    e: tl.int64
+
+
+class Sizes(NamedTuple):
+    """Of a call, and how it is cut. Every number is a run-time value: none of them ever causes a compilation."""
+
+    tokens: tl.int32  # of a batch entry
+    heads: tl.int32
+    chunks: tl.int32  # of a batch entry
+    chunk: tl.int32  # tokens of a chunk
+    columns: tl.int32  # blocks of a result's features
+    sequences: tl.int32  # packed ones
+    cu_stride: tl.int64
+    theta_h: tl.int64
+    theta_f: tl.int64
+    offsets_b: tl.int64
+    decay_b: tl.int64
+    decay_n: tl.int64
+    decay_h: tl.int64
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for."""
+
+    KIND: tl.constexpr  # none, rotate, interleaved or cosine
+    ACTIVATION: tl.constexpr
+    DECAY: tl.constexpr  # none, head or token
+    CAUSAL: tl.constexpr
+    E: tl.constexpr  # features of a value
+    BLOCK_T: tl.constexpr
+    BLOCK_F: tl.constexpr  # angles, or features without them, of a tile
+    BLOCK_E: tl.constexpr  # features of a value, of a tile
+    PIECES: tl.constexpr  # tiles of the side of a state over which products with it add up
+
+
+class Place(NamedTuple):
+    """Where a program stands."""
+
+    b: tl.tensor  # batch entry
+    h: tl.tensor  # head
+    slot: tl.tensor  # number of the chunk among all
+    sequence: tl.tensor  # packed sequence, or batch entry
+    start: tl.tensor  # token at which the sequence begins
+    first: tl.tensor  # the chunk's first token within the sequence
+    last: tl.tensor  # and the one behind its last
+    position: tl.tensor  # of the sequence's first token
+    column: tl.tensor  # block of features of the result
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Places and rows
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def locate(offsets, cu_seqlens, offset, sizes):
+    """This program's place. Blocks of columns, which read the same rows, lie next to each other, then heads."""
+    program = tl.program_id(0)
+    column = program % sizes.columns
+    program = program // sizes.columns
+    h = program % sizes.heads
+    slot = program // sizes.heads
+    if cu_seqlens is not None:
+        sequence, c = sequence_of_tile(slot, cu_seqlens, sizes.cu_stride, sizes.sequences, sizes.chunk)
+        start, length = sequence_bounds(sequence, cu_seqlens, sizes.cu_stride)
+        b = slot * 0
+    else:
+        b = slot // sizes.chunks
+        c = slot - b * sizes.chunks
+        sequence, start, length = b, slot * 0, sizes.tokens
+    if offsets is not None:
+        offset = tl.load(offsets + b.to(tl.int64) * sizes.offsets_b).to(tl.int32)
+    first = c * sizes.chunk
+    last = tl.minimum(length, first + sizes.chunk)
+    return Place(b.to(tl.int64), h.to(tl.int64), slot.to(tl.int64), sequence.to(tl.int64), start, first, last, offset,
+                 column)  # fmt: skip
+
+
+@triton.jit
+def row_pointers(ptr, n, place, strides, VEC: tl.constexpr):
+    """Pointers (T, 1) to feature 0 of the tokens ``n`` of the place's sequence, in 64 bits."""
+    head = ptr + (place.b * (strides.b * VEC) + place.h * (strides.h * VEC))
+    return head + ((place.start + n).to(tl.int64) * (strides.n * VEC))[:, None]
+
+
+@triton.jit
+def load_plain(
+    rows, mask, strides, first, PIECES: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
+    """The features from ``first`` on, in tiles (T, BLOCK)."""
+    found = ()
+    for i in tl.static_range(PIECES):
+        f = first + i * BLOCK + tl.arange(0, BLOCK)
+        ptrs = rows + (f if UNIT else f * strides.f)[None, :]
+        found = found + (tl.load(ptrs, mask=mask[:, None] & (f < FEATURES)[None, :], other=0.0),)
+    return found
+
+
+@triton.jit
+def store_plain(rows, x, mask, strides, first, FEATURES: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr):
+    """The inverse of `load_plain`, of one tile."""
+    f = first + tl.arange(0, BLOCK)
+    ptrs = rows + (f if UNIT else f * strides.f)[None, :]
+    tl.store(ptrs, rounded(x, rows.dtype.element_ty), mask=mask[:, None] & (f < FEATURES)[None, :])
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Encoding
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_steps(theta, place, first, PIECES: tl.constexpr, sizes, spec: tl.constexpr, variant: tl.constexpr):
+    """Phase steps (1, F) of the head's angles, of every piece from ``first`` on: see `phase_step`."""
+    steps = ()
+    if variant.KIND != "none":
+        for i in tl.static_range(PIECES):
+            f = first + i * variant.BLOCK_F + tl.arange(0, variant.BLOCK_F)
+            ptrs = theta + place.h * sizes.theta_h + f * sizes.theta_f
+            steps = steps + (phase_step(tl.load(ptrs, mask=f < spec.E, other=0.0)[None, :]),)
+    return steps
+
+
+@triton.jit
+def turn_within(steps, variant: tl.constexpr, HALF: tl.constexpr):
+    """Cosines and sines (T, F) of a tile's tokens, counted from its first, of every piece."""
+    turns = ()
+    for i in tl.static_range(len(steps)):
+        whole, rest, unit = steps[i]
+        turns = turns + (cos_sin(tl.arange(0, variant.BLOCK_T)[:, None], whole, rest, unit, HALF),)
+    return turns
+
+
+@triton.jit
+def turn_from(first, place, steps, within, HALF: tl.constexpr):
+    """Cosines and sines of the tile whose first token is ``first``: its angle is added to those of `turn_within`."""
+    turns = ()
+    position = wrapping_add(first, place.position) + tl.zeros((1, 1), tl.int32)
+    for i in tl.static_range(len(steps)):
+        whole, rest, unit = steps[i]
+        cosine, sine = cos_sin(position, whole, rest, unit, HALF)
+        c, s = within[i]
+        turns = turns + ((tl.fma(c, cosine, -(s * sine)), tl.fma(s, cosine, c * sine)),)
+    return turns
+
+
+@triton.jit
+def load_pieces(
+    rows, mask, strides, first, PIECES: tl.constexpr, spec: tl.constexpr, variant: tl.constexpr
+):  # fmt: skip
+    """What is to be encoded, from angle ``first`` on: of every piece its features (T, F), or both of its pairs."""
+    found = ()
+    for i in tl.static_range(PIECES):
+        one, two = load_input(rows, mask, strides.f, first + i * variant.BLOCK_F, spec, variant.BLOCK_F)
+        if spec.KIND == "cosine":
+            found = found + (one,)
+        else:
+            found = found + (one, two)
+    return found
+
+
+@triton.jit
+def softmax_of(x, first, spec: tl.constexpr, variant: tl.constexpr):
+    """Softmax over the features of all tiles of `load_pieces`."""
+    MEMBERS: tl.constexpr = 1 if spec.KIND == "cosine" else 2
+    top = tl.full((variant.BLOCK_T, 1), float("-inf"), tl.float32)
+    masked = ()
+    for i in tl.static_range(len(x)):
+        inside = first + (i // MEMBERS) * variant.BLOCK_F + tl.arange(0, variant.BLOCK_F) < spec.F
+        one = tl.where(inside[None, :], x[i].to(tl.float32), float("-inf"))
+        top = tl.maximum(top, tl.max(one, axis=1)[:, None])
+        masked = masked + (one,)
+    total = tl.zeros((variant.BLOCK_T,), tl.float32)
+    found = ()
+    for i in tl.static_range(len(x)):
+        one = powers(masked[i], top)
+        total += tl.sum(one, axis=1)
+        found = found + (one,)
+    scale = reciprocal(total)[:, None]
+    scaled = ()
+    for i in tl.static_range(len(x)):
+        scaled = scaled + (found[i] * scale,)
+    return scaled
+
+
+@triton.jit
+def activated(x, first, spec: tl.constexpr, variant: tl.constexpr):
+    """Tiles of `load_pieces` behind their activation, in float32; zero where there are no features."""
+    found = ()
+    if variant.ACTIVATION == "softmax":
+        found = softmax_of(x, first, spec, variant)
+    else:
+        MEMBERS: tl.constexpr = 1 if spec.KIND == "cosine" else 2
+        for i in tl.static_range(len(x)):
+            one = activate(x[i].to(tl.float32), variant.ACTIVATION)
+            if variant.ACTIVATION == "sigmoid":
+                inside = first + (i // MEMBERS) * variant.BLOCK_F + tl.arange(0, variant.BLOCK_F) < spec.F
+                one = tl.where(inside[None, :], one, 0.0)
+            found = found + (one,)
+    return found
+
+
+@triton.jit
+def encode(x, turns, first, spec: tl.constexpr, variant: tl.constexpr):
+    """``φ`` of the tiles of `load_pieces`, in the dtype of memory: of every piece its parts (T, F)."""
+    dtype: tl.constexpr = x[0].dtype
+    found = ()
+    if variant.KIND == "none" and variant.ACTIVATION == "none":
+        found = x
+    else:
+        y = activated(x, first, spec, variant)
+        if variant.KIND == "none":
+            for i in tl.static_range(len(y)):
+                found = found + (rounded(y[i], dtype),)
+        else:
+            MEMBERS: tl.constexpr = 1 if spec.KIND == "cosine" else 2
+            for i in tl.static_range(len(turns)):
+                cosine, sine = turns[i]
+                one, two = turn(y[i * MEMBERS], y[i * MEMBERS + MEMBERS - 1], cosine, sine, spec.KIND)
+                found = found + (rounded(one, dtype), rounded(two, dtype))
+    return found
+
+
+@triton.jit
+def store_decoded(
+    rows, grads, x, turns, mask, strides, first, spec: tl.constexpr, variant: tl.constexpr, THETA: tl.constexpr
+):  # fmt: skip
+    """Store the gradient of a tile from those of its parts, float32; return that of its angles (T, F)."""
+    if variant.KIND == "none":
+        if variant.ACTIVATION == "none":
+            d1 = grads[0]
+        else:
+            one = tl.full(grads[0].shape, 1.0, tl.float32)
+            zero = tl.zeros(grads[0].shape, tl.float32)
+            x1 = x[0].to(tl.float32)
+            d1, _, _ = turn_backward(
+                x1, x1, grads[0], zero, one, zero, spec, variant.ACTIVATION, False, variant.BLOCK_F
+            )
+        d2 = d1
+        dphi = d1
+    else:
+        x1 = x[0]
+        x2 = x[1]
+        cosine, sine = turns[0]
+        if variant.ACTIVATION != "none" or THETA:
+            x1 = x1.to(tl.float32)
+            x2 = x2.to(tl.float32)
+        d1, d2, dphi = turn_backward(
+            x1, x2, grads[0], grads[1], cosine, sine, spec, variant.ACTIVATION, THETA, variant.BLOCK_F
+        )
+    dtype: tl.constexpr = rows.dtype.element_ty
+    store_input(rows, rounded(d1, dtype), rounded(d2, dtype), mask, strides.f, first, spec, variant.BLOCK_F)
+    return dphi
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Decays
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def power(x, HALF: tl.constexpr):
+    """eˣ, to float32's accuracy unless results are rounded to 16 bits."""
+    if HALF:
+        y = exponential(x)
+    else:
+        y = exponential_float32(x)
+    return y
+
+
+@triton.jit
+def tile_decays(decay, first, last, place, sizes, variant: tl.constexpr):
+    """Sums (T,) of a tile's logarithms of decays up to and with each token, and of all of them."""
+    t = tl.arange(0, variant.BLOCK_T)
+    count = last - first
+    if variant.DECAY == "none":
+        a = tl.zeros((variant.BLOCK_T,), tl.float32)
+        total = 0.0
+    elif variant.DECAY == "head":
+        g = tl.load(decay + place.h * sizes.decay_h).to(tl.float32)
+        count = tl.minimum(count, variant.BLOCK_T).to(tl.float32)
+        a = g * tl.minimum((t + 1).to(tl.float32), count)
+        total = g * count
+    else:
+        n = (place.start + first + t).to(tl.int64)
+        ptrs = decay + place.b * sizes.decay_b + n * sizes.decay_n + place.h * sizes.decay_h
+        g = tl.load(ptrs, mask=t < count, other=0.0).to(tl.float32)
+        a = tl.cumsum(g, axis=0)
+        total = tl.sum(g, axis=0)
+    return a, total
+
+
+@triton.jit
+def weigh_pairs(scores, a, variant: tl.constexpr, REVERSE: tl.constexpr, HALF: tl.constexpr):
+    """Scores (T, T) of pairs of a tile, times the decay between them; zero where the row's token sees not the column's.
+
+    A token sees those before it and itself, or if ``REVERSE`` those behind it.
+    """
+    t = tl.arange(0, variant.BLOCK_T)
+    if REVERSE:
+        seen = t[:, None] <= t[None, :]
+    else:
+        seen = t[:, None] >= t[None, :]
+    if variant.DECAY != "none":
+        between = a[None, :] - a[:, None] if REVERSE else a[:, None] - a[None, :]
+        scores *= power(tl.where(seen, between, 0.0), HALF)
+    return tl.where(seen, scores, 0.0)
+
+
+@triton.jit
+def weigh_rows(x, weights):
+    """A tile, times a weight (T,) for each of its rows, in its dtype."""
+    return rounded(x.to(tl.float32) * weights[:, None], x.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Products
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def size_of(x):
+    """A power of two by which the tile ``x`` fits float16."""
+    largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 140  # so that x over it is below 2¹⁴
+    exponent = tl.minimum(tl.maximum(exponent, 0), 113)
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def times_rounded(a, x, acc):
+    """``a · x + acc``, where ``x`` is float32 and is rounded to the dtype of ``a``."""
+    if a.dtype == tl.float16:  # which does not hold every float32
+        size = size_of(x)
+        acc += dot(a, rounded(x / size, a.dtype), tl.zeros(acc.shape, tl.float32)) * size
+    else:
+        acc = dot(a, rounded(x, a.dtype), acc)
+    return acc
+
+
+@triton.jit
+def rounded_times(x, c, acc):
+    """``x · c + acc``, where ``x`` is float32 and is rounded to the dtype of ``c``."""
+    if c.dtype == tl.float16:
+        size = size_of(x)
+        acc += dot(rounded(x / size, c.dtype), c, tl.zeros(acc.shape, tl.float32)) * size
+    else:
+        acc = dot(rounded(x, c.dtype), c, acc)
+    return acc
+
+
+@triton.jit
+def score(a, b):
+    """Inner products (T, T) of the rows of two tuples of tiles."""
+    scores = tl.zeros((a[0].shape[0], b[0].shape[0]), tl.float32)
+    for i in tl.static_range(len(a)):
+        scores = dot(a[i], tl.trans(b[i]), scores)
+    return scores
+
+
+@triton.jit
+def carry(a, state, RESULTS: tl.constexpr):
+    """``a · state`` in float32: of so many results a tile."""
+    found = ()
+    for p in tl.static_range(RESULTS):
+        acc = tl.zeros((a[0].shape[0], state[p].shape[1]), tl.float32)
+        for i in tl.static_range(len(a)):
+            acc = times_rounded(a[i], state[i * RESULTS + p], acc)
+        found = found + (acc,)
+    return found
+
+
+@triton.jit
+def advance(state, b, c, weights, total, variant: tl.constexpr, HALF: tl.constexpr):
+    """The state behind a tile: what was there, decayed, and ``bᵀ c`` with weights (T,) of the tokens."""
+    decayed = ()
+    for p in tl.static_range(len(c)):
+        if variant.DECAY == "none":
+            decayed = decayed + (c[p],)
+        else:
+            decayed = decayed + (weigh_rows(c[p], weights),)
+    found = ()
+    for i in tl.static_range(len(b)):
+        for p in tl.static_range(len(c)):
+            one = state[i * len(c) + p]
+            if variant.DECAY != "none":
+                one *= power(total, HALF)
+            found = found + (dot(tl.trans(b[i]), decayed[p], one),)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------
+# States
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def state_rows(p: tl.constexpr, first, spec: tl.constexpr, variant: tl.constexpr):
+    """Which features (F,) of φ part ``p`` holds from ``first`` on, and which of them there are."""
+    f = first + tl.arange(0, variant.BLOCK_F)
+    if variant.KIND == "interleaved":
+        rows = 2 * f + p
+    else:
+        rows = f + p * spec.F
+    return rows, f < spec.F
+
+
+@triton.jit
+def state_pointers(
+    ptr, index, h, first_f, first_e, p: tl.constexpr, strides, spec: tl.constexpr, variant: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Pointers to part ``p`` of a state, (F, E) or ``TRANSPOSED`` (E, F), and which of them there are."""
+    f, f_mask = state_rows(p, first_f, spec, variant)
+    e = first_e + tl.arange(0, variant.BLOCK_E)
+    e_mask = e < variant.E
+    head = ptr + index * strides.s + h * strides.h
+    if TRANSPOSED:
+        ptrs = head + (f.to(tl.int64) * strides.f)[None, :] + (e.to(tl.int64) * strides.e)[:, None]
+        mask = f_mask[None, :] & e_mask[:, None]
+    else:
+        ptrs = head + (f.to(tl.int64) * strides.f)[:, None] + (e.to(tl.int64) * strides.e)[None, :]
+        mask = f_mask[:, None] & e_mask[None, :]
+    return ptrs, mask
+
+
+@triton.jit
+def load_state(
+    ptr, index, h, first_f, first_e, factor, strides, spec: tl.constexpr, variant: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """The tiles of a state in float32, times a factor; zeros where there is none.
+
+    They are those of all features of φ by ``BLOCK_E`` of a value from ``first_e`` on, of every piece its parts; or
+    ``TRANSPOSED`` those of all features of a value by both parts' ``BLOCK_F`` from ``first_f`` on.
+    """
+    PARTS: tl.constexpr = 1 if variant.KIND == "none" else 2
+    F_STEP: tl.constexpr = 0 if TRANSPOSED else variant.BLOCK_F
+    E_STEP: tl.constexpr = variant.BLOCK_E if TRANSPOSED else 0
+    state = ()
+    for i in tl.static_range(variant.PIECES):
+        for p in tl.static_range(PARTS):
+            if ptr is None:
+                if TRANSPOSED:
+                    one = tl.zeros((variant.BLOCK_E, variant.BLOCK_F), tl.float32)
+                else:
+                    one = tl.zeros((variant.BLOCK_F, variant.BLOCK_E), tl.float32)
+            else:
+                ptrs, mask = state_pointers(
+                    ptr, index, h, first_f + i * F_STEP, first_e + i * E_STEP, p, strides, spec, variant, TRANSPOSED
+                )
+                one = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32) * factor
+            state = state + (one,)
+    return state
+
+
+@triton.jit
+def store_state(
+    ptr, state, index, h, first_f, first_e, factor, strides, spec: tl.constexpr, variant: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `load_state`."""
+    PARTS: tl.constexpr = 1 if variant.KIND == "none" else 2
+    F_STEP: tl.constexpr = 0 if TRANSPOSED else variant.BLOCK_F
+    E_STEP: tl.constexpr = variant.BLOCK_E if TRANSPOSED else 0
+    for i in tl.static_range(variant.PIECES):
+        for p in tl.static_range(PARTS):
+            ptrs, mask = state_pointers(
+                ptr, index, h, first_f + i * F_STEP, first_e + i * E_STEP, p, strides, spec, variant, TRANSPOSED
+            )
+            tl.store(ptrs, (state[i * PARTS + p] * factor).to(ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,135 @@
+"""The kernel that goes through a chunk with its state: outputs, and the gradients of queries, keys and values.
+
+All four are one sum over pairs of tokens, of rows ``a`` with rows ``b``, times rows ``c``:
+
+    result_t = Σ_s decay(t, s) ⟨a_t, b_s⟩ c_s
+
+with s ≤ t for outputs (a, b, c = φ(q), φ(k), v) and gradients of φ(q) (do, v, φ(k)), and s ≥ t for those of φ(k)
+(v, do, φ(q)) and v (φ(k), φ(q), do). Within a tile pairs are taken; all others are in a state ``Σ_s b_s c_sᵀ``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from warploom.ops.flash_attention.kernels.forward import Strides
+from warploom.ops.linear_attention.kernels.tiles import (
+    Sizes,
+    StateStrides,
+    advance,
+    carry,
+    encode,
+    load_pieces,
+    load_plain,
+    load_state,
+    load_steps,
+    locate,
+    power,
+    rounded_times,
+    row_pointers,
+    score,
+    store_decoded,
+    store_plain,
+    store_state,
+    tile_decays,
+    turn_from,
+    turn_within,
+    weigh_pairs,
+)
+from warploom.ops.lrpe.kernels.rows import load_input
+
+
+@triton.jit
+def walk_kernel(
+    a, b, c, x, out, initial, final, partial, theta, offsets, cu_seqlens, decay, offset: tl.int32,
+    scale: tl.float32, into: tl.float32, out_of: tl.float32, sizes: Sizes, a_strides: Strides, b_strides: Strides,
+    c_strides: Strides, x_strides: Strides, out_strides: Strides, initial_strides: StateStrides,
+    final_strides: StateStrides, spec: tl.constexpr, variant: tl.constexpr, DECODED: tl.constexpr,
+    REVERSE: tl.constexpr,
+):  # fmt: skip
+    """A block of columns of ``out`` (B, N, H, features) for a chunk of a head, times ``scale``.
+
+    ``a`` and ``b`` are encoded and ``c`` is not, or the other way round if ``DECODED``: then ``out`` is the gradient
+    of ``x``, which was encoded as ``c`` is. ``initial`` and ``final`` are states (slots, H, F, E) before the walk, which
+    is multiplied by ``into``, and behind it, by ``out_of``; without causality ``initial`` (S, H, F, E) is that of all
+    tokens. ``partial`` (slots, H, F) float64 are sums for theta's gradient.
+    """
+    THETA: tl.constexpr = partial is not None
+    HALF: tl.constexpr = out.dtype.element_ty.primitive_bitwidth == 16
+    RESULTS: tl.constexpr = 2 if DECODED and variant.KIND != "none" else 1
+    READS_X: tl.constexpr = DECODED and (THETA or variant.ACTIVATION != "none")
+    place = locate(offsets, cu_seqlens, offset, sizes)
+    first_e = 0 if DECODED else place.column * variant.BLOCK_E
+    first_f = place.column * variant.BLOCK_F if DECODED else 0
+    steps = load_steps(theta, place, first_f, 1 if DECODED else variant.PIECES, sizes, spec, variant)
+    within = turn_within(steps, variant, HALF and not THETA)
+    index = place.slot if variant.CAUSAL else place.sequence
+    state = load_state(initial, index, place.h, first_f, first_e, into, initial_strides, spec, variant, DECODED)
+    theta_sum = tl.zeros((variant.BLOCK_F,), tl.float64)
+    tiles = tl.cdiv(tl.maximum(place.last - place.first, 0), variant.BLOCK_T)
+    for tile in range(tiles):
+        first = place.first + (tiles - 1 - tile if REVERSE else tile) * variant.BLOCK_T
+        n = first + tl.arange(0, variant.BLOCK_T)
+        mask = n < place.last
+        a_rows = row_pointers(a, n, place, a_strides, spec.VEC)
+        out_rows = row_pointers(out, n, place, out_strides, spec.VEC)
+        if DECODED:
+            rows = load_plain(a_rows, mask, a_strides, 0, variant.PIECES, variant.E, variant.BLOCK_E, spec.UNIT)
+        else:
+            rows = load_pieces(a_rows, mask, a_strides, 0, variant.PIECES, spec, variant)
+        if variant.CAUSAL:
+            b_rows = row_pointers(b, n, place, b_strides, spec.VEC)
+            c_rows = row_pointers(c, n, place, c_strides, spec.VEC)
+            if DECODED:
+                others = load_plain(
+                    b_rows, mask, b_strides, 0, variant.PIECES, variant.E, variant.BLOCK_E, spec.UNIT
+                )
+                values = load_pieces(c_rows, mask, c_strides, first_f, 1, spec, variant)
+            else:
+                others = load_pieces(b_rows, mask, b_strides, 0, variant.PIECES, spec, variant)
+                values = load_plain(c_rows, mask, c_strides, first_e, 1, variant.E, variant.BLOCK_E, spec.UNIT)
+        original = (rows[0], rows[0])
+        if READS_X:
+            x_rows = row_pointers(x, n, place, x_strides, spec.VEC)
+            original = load_input(x_rows, mask, x_strides.f, first_f, spec, variant.BLOCK_F)
+        turns = turn_from(first, place, steps, within, HALF and not THETA)
+        if not DECODED:
+            rows = encode(rows, turns, 0, spec, variant)
+        results = carry(rows, state, RESULTS)
+        if variant.CAUSAL:
+            if DECODED:
+                values = encode(values, turns, first_f, spec, variant)
+            else:
+                others = encode(others, turns, 0, spec, variant)
+            sums, total = tile_decays(decay, first, place.last, place, sizes, variant)
+            before = power(sums, HALF)
+            behind = power(total - sums, HALF)
+            pairs = weigh_pairs(score(rows, others), sums, variant, REVERSE, HALF)
+            whole = ()
+            for p in tl.static_range(RESULTS):
+                one = results[p]
+                if variant.DECAY != "none":
+                    one *= (behind if REVERSE else before)[:, None]
+                whole = whole + (rounded_times(pairs, values[p], one) * scale,)
+            state = advance(state, others, values, before if REVERSE else behind, total, variant, HALF)
+        else:
+            whole = ()
+            for p in tl.static_range(RESULTS):
+                whole = whole + (results[p] * scale,)
+        if DECODED:
+            dphi = store_decoded(out_rows, whole, original, turns, mask, out_strides, first_f, spec, variant, THETA)
+            if THETA:
+                t = tl.arange(0, variant.BLOCK_T).to(tl.float32)
+                at_first = first.to(tl.float64) + place.position.to(tl.float64)
+                at_first *= tl.sum(dphi, axis=0).to(tl.float64)
+                theta_sum += at_first + tl.sum(dphi * t[:, None], axis=0).to(tl.float64)
+        else:
+            store_plain(out_rows, whole[0], mask, out_strides, first_e, variant.E, variant.BLOCK_E, spec.UNIT)
+    if final is not None:
+        store_state(
+            final, state, place.slot, place.h, first_f, first_e, out_of, final_strides, spec, variant, DECODED
+        )
+    if THETA:
+        f = first_f + tl.arange(0, variant.BLOCK_F)
+        tl.store(partial + (place.slot * sizes.heads + place.h) * spec.F + f, theta_sum, mask=f < spec.F)

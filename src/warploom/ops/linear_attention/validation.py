@@ -1,0 +1,171 @@
+"""What must hold of the arguments of linear attention. Nothing here touches a tensor's data or the device."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
+from warploom.ops.linear_attention.problem import Options
+from warploom.runtime.arguments import FLOATS, LARGEST, check_number, checked_tensor, is_int, is_within, shown
+from warploom.runtime.dispatch import Checked, Tensors
+
+Tensor = torch.Tensor
+
+NAME = "linear_attention"
+ENCODINGS = ("none", "rotate", "cosine")
+ACTIVATIONS = ("none", "relu", "sigmoid", "silu", "softmax")
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+MAX_FEATURES = 256
+"""Of an encoded query or key, and of a value, that the kernels hold on chip at once."""
+MAX_TOKENS = 2**31 - 2**12
+"""Tokens of all heads and batch entries, which the kernels count in 32 bits, to the end of the last tile."""
+SCALES = (2.0**-60, 2.0**60)
+"""The least and the largest size of a scale by which the kernels can divide a gradient and multiply it again."""
+
+
+def check(name: str, tensors: Tensors, options: tuple[Any, ...], offset: Any) -> Checked:
+    """Validate a call.
+
+    Args:
+        name: Of the public function.
+        tensors: q, k, v, theta, decay, initial_state, offset (if it is a tensor) and cu_seqlens.
+        options: encoding, activation, interleaved, causal, scale and return_state.
+        offset: The offset, if it is no tensor.
+    """
+    q, k, v, theta, decay, initial_state, offsets, cu_seqlens = tensors
+    encoding, activation, interleaved, causal, scale, return_state = options
+    _check_qkv(q, k, v)
+    for argument, flag in (("interleaved", interleaved), ("causal", causal), ("return_state", return_state)):
+        if not isinstance(flag, bool):
+            raise fault(DtypeError, NAME, argument, "a bool", repr(flag))
+    for argument, value, known in (("encoding", encoding, ENCODINGS), ("activation", activation, ACTIVATIONS)):
+        if value not in known:
+            raise fault(ArgumentError, NAME, argument, f"one of {', '.join(known)}", repr(value))
+    if interleaved and encoding != "rotate":
+        raise fault(ArgumentError, NAME, "interleaved", 'left out unless encoding="rotate"', encoding)
+    _check_theta(q, theta, encoding)
+    _check_positions(q, offset, offsets, cu_seqlens)
+    _check_decay(q, decay)
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    features = q.shape[-1] * (2 if encoding == "cosine" else 1)
+    _check_state(q, initial_state, (sequences, q.shape[2], features, v.shape[-1]))
+    if not causal:
+        given = {
+            "decay": decay is not None,
+            "initial_state": initial_state is not None,
+            "return_state": return_state,
+        }
+        for argument in (argument for argument, there in given.items() if there):
+            raise fault(ArgumentError, NAME, argument, "left out when causal=False", "both")
+    reason = _beyond_kernels(q, v, features, scale)
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1])
+    else:
+        check_number(NAME, "scale", scale)
+    kind = "interleaved" if interleaved else encoding
+    counted = offsets is None
+    return Checked(
+        Options(kind, activation, causal, scale, return_state),
+        reason,
+        results=2 if return_state else 1,
+        numbers=(-LARGEST, LARGEST + 1 - q.shape[1]) if counted else (0, 0),
+    )
+
+
+def _beyond_kernels(q: Tensor, v: Tensor, features: int, scale: float | None) -> str | None:
+    """What the Triton kernels do not do in this call, if anything."""
+    for what, size in (("query or key", features), ("value", v.shape[-1])):
+        if size > MAX_FEATURES:
+            return f"a {what} of {size} features does not fit in one tile ({MAX_FEATURES} at most)"
+    if not is_within(math.prod(q.shape[:3]), MAX_TOKENS):
+        return f"q has {math.prod(q.shape[:3])} rows of features ({MAX_TOKENS} at most)"
+    if isinstance(scale, int | float) and not SCALES[0] <= abs(scale) <= SCALES[1]:
+        return f"a scale of {scale} is not between 2**-60 and 2**60 in size"
+    return None
+
+
+def _check_device(argument: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.device != q.device:
+        raise fault(DeviceError, NAME, argument, f"on the device of q, {q.device}", tensor.device)
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for argument, tensor in (("q", q), ("k", k), ("v", v)):
+        checked_tensor(NAME, argument, tensor, FLOATS)
+        if tensor.dtype != q.dtype:
+            raise fault(DtypeError, NAME, argument, f"a tensor of the dtype of q, {dtype_of(q)}", dtype_of(tensor))
+        _check_device(argument, tensor, q)
+    if q.dim() != 4 or q.shape[-1] == 0:
+        raise fault(ShapeError, NAME, "q", "(B, N, H, D) with D ≥ 1", shape_of(q))
+    if k.shape != q.shape:
+        raise fault(ShapeError, NAME, "k", f"of the shape of q, {shape_of(q)}", shape_of(k))
+    if v.dim() != 4 or v.shape[:3] != q.shape[:3] or v.shape[3] == 0:
+        batch, tokens, heads, _ = q.shape
+        expected = f"(B, N, H, E) with B = {batch}, N = {tokens}, H = {heads}, E ≥ 1"
+        raise fault(ShapeError, NAME, "v", expected, shape_of(v))
+
+
+def _check_theta(q: Tensor, theta: Tensor | None, encoding: str) -> None:
+    if encoding == "none":
+        if theta is not None:
+            raise fault(ArgumentError, NAME, "theta", 'left out when encoding="none"', "both")
+        return
+    if theta is None:
+        raise fault(ArgumentError, NAME, "theta", f'given when encoding="{encoding}"', None)
+    checked_tensor(NAME, "theta", theta, FLOATS)
+    heads, features = q.shape[2], q.shape[3]
+    if encoding == "rotate":
+        if features % 2:
+            raise fault(ShapeError, NAME, "q", "of an even number of features D", shape_of(q))
+        features //= 2
+    rows = theta.shape[0] if theta.dim() == 2 else 1
+    if theta.dim() not in (1, 2) or rows not in (1, heads) or not 1 <= theta.shape[-1] <= features:
+        expected = f"(H, F), (1, F) or (F,) with H = {heads} and 1 ≤ F ≤ {features}"
+        raise fault(ShapeError, NAME, "theta", expected, shape_of(theta))
+    _check_device("theta", theta, q)
+
+
+def _check_positions(q: Tensor, offset: Any, offsets: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    batch, tokens = q.shape[:2]
+    if offsets is not None:
+        checked_tensor(NAME, "offset", offsets, _INTEGERS)
+        if offsets.dim() > 1 or (offsets.dim() == 1 and offsets.shape[0] != batch):
+            raise fault(ShapeError, NAME, "offset", f"() or (B,) with B = {batch}", shape_of(offsets))
+        _check_device("offset", offsets, q)
+    elif not is_int(offset):
+        raise fault(DtypeError, NAME, "offset", "an int or an integer tensor", repr(offset))
+    elif not (offset >= -LARGEST and is_within(offset + tokens - 1, LARGEST)):
+        expected = "such that all positions are below 2**31 in size"
+        raise fault(ArgumentError, NAME, "offset", expected, shown(offset))
+    if cu_seqlens is None:
+        return
+    checked_tensor(NAME, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise fault(ShapeError, NAME, "cu_seqlens", "(S + 1,) with S ≥ 1", shape_of(cu_seqlens))
+    if batch != 1:
+        raise fault(ShapeError, NAME, "q", "of batch size 1 when cu_seqlens is given", shape_of(q))
+    _check_device("cu_seqlens", cu_seqlens, q)
+
+
+def _check_decay(q: Tensor, decay: Tensor | None) -> None:
+    if decay is None:
+        return
+    checked_tensor(NAME, "decay", decay, FLOATS)
+    if decay.shape not in (q.shape[2:3], q.shape[:3]):
+        batch, tokens, heads, _ = q.shape
+        expected = f"(H,) or (B, N, H) with B = {batch}, N = {tokens}, H = {heads}"
+        raise fault(ShapeError, NAME, "decay", expected, shape_of(decay))
+    _check_device("decay", decay, q)
+
+
+def _check_state(q: Tensor, state: Tensor | None, shape: tuple[int, ...]) -> None:
+    if state is None:
+        return
+    checked_tensor(NAME, "initial_state", state, FLOATS)
+    if tuple(state.shape) != shape:
+        expected = f"(S, H, F, E) = {shape}"
+        raise fault(ShapeError, NAME, "initial_state", expected, shape_of(state))
+    _check_device("initial_state", state, q)

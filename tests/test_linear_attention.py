@@ -1,0 +1,250 @@
+"""Linear attention: its definition, states, chunks, decoding, and what its kernels are compiled to."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import seeds
+import torch
+
+from warploom import linear_attention
+from warploom.ops import operators
+from warploom.ops.linear_attention import reference
+from warploom.runtime.backend import HAS_TRITON
+from warploom.testing.conformance import check_case, gradients
+
+Tensor = torch.Tensor
+BACKENDS = ("torch", "triton") if HAS_TRITON else ("torch",)
+backends = pytest.mark.parametrize("backend", BACKENDS)
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+ENCODINGS = ("none", "rotate", "cosine")
+
+
+def tensors(
+    device: torch.device,
+    batch: int = 2,
+    tokens: int = 37,
+    heads: int = 2,
+    head_dim: int = 8,
+    values: int = 5,
+    encoding: str = "rotate",
+    decay: str | None = "head",
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
+    """Arguments of a call, drawn anew for every test."""
+    shapes = {"q": head_dim, "k": head_dim, "v": values}
+    drawn: dict[str, Any] = {
+        name: torch.randn(batch, tokens, heads, n).to(device, dtype) for name, n in shapes.items()
+    }
+    if encoding != "none":
+        drawn["theta"] = torch.rand(heads, head_dim // 2 if encoding == "rotate" else head_dim).to(device)
+    if decay is not None:
+        shape = (heads,) if decay == "head" else (batch, tokens, heads)
+        drawn["decay"] = -0.3 * torch.rand(shape).to(device)
+    return drawn | {"encoding": encoding}
+
+
+def of_tokens(call: dict[str, Any], first: int, last: int) -> dict[str, Any]:
+    """The same call on some of its tokens."""
+    cut = {name: call[name][:, first:last] for name in ("q", "k", "v")}
+    decay = call.get("decay")
+    if decay is not None and decay.dim() == 3:
+        cut["decay"] = decay[:, first:last]
+    return {**call, **cut, "offset": call.get("offset", 0) + first}
+
+
+def of_entries(call: dict[str, Any], first: int, last: int) -> dict[str, Any]:
+    """The same call on some entries of the batch."""
+    return {**call, **{name: call[name][first:last] for name in ("q", "k", "v")}}
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The definition
+# ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("decay", [None, "head", "token"])
+@pytest.mark.parametrize("tokens", [1, 64, 150])
+def test_chunks_are_the_recurrence(encoding: str, decay: str | None, tokens: int, device: torch.device) -> None:
+    call = tensors(device, tokens=tokens, encoding=encoding, decay=decay)
+    call = {name: x.double() if isinstance(x, Tensor) else x for name, x in call.items()}
+    state = torch.randn(2, 2, 16 if encoding == "cosine" else 8, 5).double().to(device)
+    found = linear_attention(**call, activation="silu", scale=0.3, initial_state=state, return_state=True)
+    place = {"encoding": encoding, "activation": "silu", "interleaved": False, "offset": 0, "cu_seqlens": None}
+    q, k = (reference.features(call[name], theta=call.get("theta"), **place) for name in ("q", "k"))
+    g = torch.zeros(2, tokens, 2).double().to(device) if decay is None else call["decay"].expand(2, tokens, 2)
+    out, last = reference.recurrence(q, k, call["v"], g, state)
+    torch.testing.assert_close(found[0], 0.3 * out, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found[1], last, rtol=1e-9, atol=1e-9)
+
+
+@backends
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_it_is_masked_attention_without_a_softmax(encoding: str, backend: str, device: torch.device) -> None:
+    """Without decay, and pairs of tokens written out."""
+    call = tensors(device, encoding=encoding, decay=None)
+    place = {"encoding": encoding, "activation": "none", "interleaved": False, "offset": 0, "cu_seqlens": None}
+    q, k = (reference.features(call[name], theta=call.get("theta"), **place) for name in ("q", "k"))
+    pairs = torch.einsum("bnhf,bmhf->bhnm", q, k)
+    for causal in (True, False):
+        seen = pairs.tril() if causal else pairs
+        expected = torch.einsum("bhnm,bmhe->bnhe", seen, call["v"]) * 8**-0.5
+        assert_near(linear_attention(**call, causal=causal, backend=backend), expected)
+
+
+@needs_triton
+def test_random_cases(device: torch.device) -> None:
+    """Sizes and options at random, forward and backward, against float64."""
+    generator = seeds.generator(7)
+
+    def one_of(*options: Any) -> Any:
+        return options[int(torch.randint(len(options), (), generator=generator))]
+
+    operator = operators()["linear_attention"]
+    for _ in range(4):
+        case = {
+            "batch": one_of(1, 2), "n": one_of(1, 15, 33, 70), "heads": one_of(1, 3), "head_dim": one_of(2, 12, 34),
+            "value_dim": one_of(1, 17, 40), "dtype": one_of("float32", "bfloat16", "float16"),
+            "encoding": one_of(*ENCODINGS), "activation": one_of("none", "relu", "silu", "sigmoid", "softmax"),
+            "initial_state": one_of(True, False), "return_state": True,
+        }  # fmt: skip
+        decay = one_of(None, "head", "token")
+        if decay is not None:
+            case |= {"decay": decay, "decay_gradient": one_of(True, False)}
+        if case["encoding"] != "none":
+            case["theta_gradient"] = one_of(True, False)
+        for result in check_case(operator, case, "triton", device):
+            assert result.ok, f"{case}: {result.mode} {result.detail}"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# States, chunks, decoding
+# ----------------------------------------------------------------------------------------------------------
+
+
+@backends
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("decay", [None, "head", "token"])
+def test_two_halves_are_the_whole(encoding: str, decay: str | None, backend: str, device: torch.device) -> None:
+    call = tensors(device, encoding=encoding, decay=decay) | {"return_state": True, "backend": backend}
+    whole, last = linear_attention(**call)
+    first, state = linear_attention(**of_tokens(call, 0, 21))
+    second, end = linear_attention(**of_tokens(call, 21, 37), initial_state=state)
+    assert_near(torch.cat((first, second), dim=1), whole)
+    assert_near(end, last)
+
+
+@backends
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_steps_of_a_token_are_prefill(encoding: str, backend: str, device: torch.device) -> None:
+    call = tensors(device, tokens=9, encoding=encoding) | {"return_state": True, "backend": backend, "offset": 1000}
+    whole, last = linear_attention(**call)
+    state, steps = None, []
+    for n in range(9):
+        out, state = linear_attention(**of_tokens(call, n, n + 1), initial_state=state)
+        steps.append(out)
+    assert_near(torch.cat(steps, dim=1), whole)
+    assert_near(state, last)
+
+
+@needs_triton
+def test_chunks_handed_over_are_one_walk(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few heads: a sequence is cut, states of chunks are made and handed over, forward and backward."""
+    from planned_calls import forget_plans
+
+    from warploom.ops.linear_attention import launches
+
+    call = tensors(device, batch=1, tokens=150, encoding="cosine", decay="token")
+    state = torch.randn(1, 2, 16, 5, device=device)
+    cu_seqlens = torch.tensor([0, 70, 70, 150], device=device)
+    states = torch.randn(3, 2, 16, 5, device=device)
+    for more in ({"initial_state": state}, {"initial_state": states, "cu_seqlens": cu_seqlens}):
+        results = []
+        for chunk in (64, 2**20):
+            forget_plans()
+            monkeypatch.setattr(launches, "chunk_of", lambda *sizes, chunk=chunk: chunk)
+            inputs = {
+                name: x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+                for name, x in {**call, **more}.items()
+            }
+            outs = linear_attention(**inputs, return_state=True, backend="triton")
+            grads = tuple(torch.ones_like(x) for x in outs)
+            results.append((*outs, *gradients(outs, inputs, grads).values()))
+        forget_plans()
+        for found, expected in zip(*results, strict=True):
+            assert_near(found, expected)
+
+
+@backends
+def test_a_batch_changes_no_bits(backend: str, device: torch.device) -> None:
+    call = tensors(device, batch=3, dtype=torch.bfloat16, head_dim=16) | {"backend": backend}
+    together = linear_attention(**call)
+    if backend == "triton":
+        assert torch.equal(together, linear_attention(**call))
+        for i in range(3):
+            assert torch.equal(linear_attention(**of_entries(call, i, i + 1)), together[i : i + 1])
+
+
+@backends
+def test_positions_far_away_are_exact(backend: str, device: torch.device) -> None:
+    """Only differences of positions matter: far from 0 as near it."""
+    call = tensors(device, encoding="cosine", decay=None) | {"backend": backend}
+    near = linear_attention(**call)
+    for offset in (2**24 + 1, -(10**6), torch.tensor([5, 2**23], device=device)):
+        torch.testing.assert_close(linear_attention(**call, offset=offset), near, rtol=1e-4, atol=2e-4)
+
+
+@backends
+def test_a_positive_decay_is_growth(backend: str, device: torch.device) -> None:
+    call = tensors(device, tokens=6, encoding="none", decay=None) | {"backend": backend, "return_state": True}
+    call["k"][:, 1:] = 0
+    _, state = linear_attention(**call, decay=torch.full((2,), 0.5, device=device))
+    expected = torch.einsum("bhf,bhe->bhfe", call["k"][:, 0], call["v"][:, 0]) * 2.718281828459045**2.5
+    assert_near(state, expected)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What the kernels are compiled to
+# ----------------------------------------------------------------------------------------------------------
+
+
+PRODUCTS = """
+import torch
+from triton.backends.compiler import GPUTarget
+from warploom import linear_attention
+from warploom.runtime import launch
+
+for dtype, features in ((torch.bfloat16, 128), (torch.float32, 64)):
+    def zeros(*shape, dtype=dtype):
+        return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+    inputs = [zeros(1, 4096, 1, features) for _ in range(3)]
+    theta, decay = (zeros(*shape, dtype=torch.float32) for shape in ((1, features // 2), (1, 4096, 1)))
+    with launch.recording(90, 132) as builds:
+        linear_attention(*inputs, theta=theta, decay=decay, encoding="rotate", backend="triton").sum().backward()
+    for build in builds.values():
+        ptx = build.compile(GPUTarget("cuda", 90, 32)).asm["ptx"]
+        how = "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else "none"
+        print(build.function.__name__, how)
+"""
+
+
+@needs_triton
+def test_products_are_those_of_a_warp(tmp_path: Path) -> None:
+    """On Hopper products of a warp group would read factors that registers were stored to in the loop."""
+    program = tmp_path / "products.py"
+    program.write_text(PRODUCTS, encoding="utf-8")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
+    found = [line.split() for line in done.stdout.splitlines()]
+    products = {name: how for name, how in found if how != "none"}
+    assert products.keys() == {"walk_kernel", "sums_kernel", "decay_kernel"}, done.stderr
+    assert all(how != "wgmma" for _, how in found)
