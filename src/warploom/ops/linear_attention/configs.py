@@ -33,9 +33,9 @@ PIECE = 32
 # By kernel, whether numbers have 16 bits, and the features of a state's side that comes in pieces: those of φ, or
 # of a value where φ's parts are the columns. What a row of the table says of wider states holds for the narrower.
 _TILES: dict[tuple[str, bool], list[tuple[int, Tile]]] = {
-    ("outputs", True): [(128, Tile(32, 128, 8, 2)), (256, Tile(16, 64, 8, 2))],
+    ("outputs", True): [(128, Tile(32, 128, 8, 3)), (256, Tile(16, 128, 8, 2))],
     ("outputs", False): [(256, Tile(16, 64, 8, 1))],
-    ("decoded", True): [(128, Tile(16, 64, 8, 2)), (256, Tile(16, 64, 8, 1))],
+    ("decoded", True): [(128, Tile(16, 32, 4, 1)), (256, Tile(16, 64, 8, 1))],
     ("decoded", False): [(256, Tile(16, 64, 8, 1))],
     ("sums", True): [(128, Tile(32, 128, 8, 2)), (256, Tile(16, 64, 8, 2))],
     ("sums", False): [(256, Tile(16, 64, 8, 1))],
