@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
+from warploom import flash_attention, linear_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
 
 __all__ = ["CALLS", "Call"]
 
@@ -120,6 +120,16 @@ _many = functools.partial(_attention, heads=67, d=64)  # tiles for half of an H1
 _train = functools.partial(_factors, grad=True)
 _decode = functools.partial(_factors, grad=False)
 
+
+def _linear(n: int, dtype: torch.dtype = torch.float32, **options: Any) -> Inputs:
+    """Queries, keys, values, frequencies, and a decay of each head, all of which want gradients."""
+    q, k, v = (_random(1, n, 2, 32, dtype=dtype) for _ in range(3))
+    features = 32 if options.get("encoding") == "cosine" else 16
+    decay = torch.tensor([-0.01, -0.5], requires_grad=True)
+    options = {"encoding": "rotate", **options}
+    return {"q": q, "k": k, "v": v, "theta": _random(features), "decay": decay, "backend": "triton", **options}
+
+
 CALLS: tuple[Call, ...] = tuple(
     Call(name, group, function, functools.partial(make, **options))
     for group, function, name, make, options in (
@@ -144,6 +154,9 @@ CALLS: tuple[Call, ...] = tuple(
         ("flash_attention", flash_attention, "hopper-full", _many, {"n": 140, "m": 70, "d": 128}),
         ("flash_attention", flash_attention, "hopper-wide", _many, {"n": 140, "m": 140, "d": 256, "causal": True}),
         ("flash_attention", flash_attention, "hopper-split", _few, {"n": 2100, "m": 9000}),
+        ("linear_attention", linear_attention, "head-decay", _linear, {"n": 600, "dtype": HALF}),
+        ("linear_attention", linear_attention, "packed", _linear,
+         {"n": 70, "encoding": "cosine", "cu_seqlens": _BOUNDS}),
         ("tpa", tpa_attention, "attention", _train, {"n": 40, "m": 40, "d": 24, "rank": 2, "dtype": torch.float32}),
         ("tpa", tpa_attention, "attention-hopper", _train, {"n": 150, "m": 150, "d": 64, "rank": 1, "dtype": HALF}),
         ("tpa", tpa_attention, "attention-hopper-ranks", _train,
