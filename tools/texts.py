@@ -85,8 +85,8 @@ ROWS = (
         "tpa_attention",
         "fwd",
         {},
-        {"heads": 16, "kv_rank": 2, "n": 4096},
-        "1 × 4k × 16 × 128, rank 2, bf16",
+        {"heads": 16, "kv_rank": 2, "n": 8192},
+        "1 × 8k × 16 × 128, rank 2, bf16",
     ),
     Row(
         "Transformer, training step",

@@ -22,6 +22,10 @@ CHUNK = 2**26
 
 BLOCK = 4096
 """Elements of a block at most, in rows that are neighbours: so many that their root mean square is no luck."""
+UNEVEN = 2.0
+"""How much more a block may be off than its share. Gradients of head factors are small in most rows, large in some:
+in the published cases of `tpa_attention` on an H200 the worst block of plain PyTorch on formed keys was off by 1.48
+times its share, and that of the kernels by 1.52."""
 ROW = 512
 """Elements along the last axis up to which they are one row, of features, and stay together."""
 
@@ -210,7 +214,7 @@ class _Blocks:
     def worst(self, factor: float, usual: float, half_epsilon: float) -> tuple[float, tuple[int, ...]]:
         """The largest ratio of an error to its budget, and where that block begins."""
         error, eager, size = (squares.sqrt() for squares in self.squares)
-        budget = factor * (2 * torch.maximum(eager, usual * size) + half_epsilon * size)
+        budget = UNEVEN * factor * (2 * torch.maximum(eager, usual * size) + half_epsilon * size)
         ratios = torch.where(error == 0, 0.0, error / budget)
         place = _index(ratios, (0,) * ratios.dim())
         corner = tuple(first + step * size for first, step, size in zip(self.start, place, self.sizes))
