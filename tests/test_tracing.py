@@ -174,7 +174,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "attention_with_lrpe": lambda: Attention(32, 2, position=LRPE(2, 16)),
     "tensor_product_attention": lambda: TensorProductAttention(32, 2, 16),
     "swiglu": lambda: SwiGLU(32, 48),
-    "block": lambda: Block(TransformerConfig(vocab_size=9, d_model=32, d_ff=48, layers=1, heads=2)),
+    "block": lambda: Block(TransformerConfig(vocab_size=9, d_model=32, d_ff=48, layers=1, heads=2), 0),
 }
 
 
