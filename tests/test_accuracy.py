@@ -246,6 +246,17 @@ def test_a_block_of_another_size_is_found_wherever_it_is(shape: tuple[int, ...])
     )
 
 
+@pytest.mark.parametrize(("share", "right"), [(0.02, True), (1.0, False)])
+def test_where_terms_cancel_a_block_may_hold_a_little_of_the_usual_error(share: float, right: bool) -> None:
+    """The gradient of queries that see one key is zero: eager may leave exactly that."""
+    reference = torch.randn(64, 4, 64, dtype=torch.float64)
+    reference[:16] = 0
+    eager = reference.bfloat16()
+    output = eager.clone()
+    output[:16] = share * (eager.double() - reference).square().mean().sqrt() * torch.randn(16, 4, 64)
+    assert compare(output, reference, eager).ok == right
+
+
 def test_a_peers_larger_budget_is_that_many_times_ours(reference: torch.Tensor) -> None:
     eager = noisy(reference, 1e-3)
     output = (reference + 3 * (eager.double() - reference)).float()

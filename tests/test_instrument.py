@@ -134,6 +134,10 @@ def test_a_bench_of_ones_own_runs_and_is_known_afterwards(tmp_path: Path) -> Non
 # Spec files
 
 
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU no kernel runs on the CPU")
+
+
+@interpreted
 def test_a_spec_file_is_benched_checked_and_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["bench", "--spec", SPEC, "--device", "cpu", "--no-report", "--output", "here"]) == 0
     assert "toy_scale  fwd  fp32  ms" in capsys.readouterr().out
@@ -207,6 +211,7 @@ def test_a_spec_without_what_the_command_is_about_says_so(
     assert "defines no OPERATORS" in capsys.readouterr().err
 
 
+@interpreted
 def test_check_in_several_processes_says_the_same(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,6 +155,7 @@ def test_environment_takes_nothing_from_a_tool_that_fails(monkeypatch: pytest.Mo
 def test_environment_needs_neither_git_nor_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
     with_tools = describe_environment(CPU)
     monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("WARPLOOM_COMMIT", raising=False)
     without = describe_environment(CPU)
     assert "commit" not in without
     assert environment_id(with_tools) == environment_id(without)

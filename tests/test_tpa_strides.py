@@ -248,6 +248,7 @@ def move_part_kernel(
     number = tl.arange(0, R)[:, None].to(tl.float32)
     parts = Parts(partial, statistics, rows)
     store_part(parts, slot, row, e, row < rows, Softmax(tl.load(x + cells), number, number), E)
+    tl.debug_barrier()  # a row is read by another thread than wrote it
     part = load_part(parts, slot, row, e, row < rows, E)
     tl.store(out + cells, part.acc + part.row_max + part.row_sum)
 

@@ -10,6 +10,6 @@ __all__ = ["benches"]
 
 def benches() -> dict[str, Bench]:
     """Every bench by name, in reading order."""
-    from warploom.bench.transformer import BENCH
+    from warploom.bench import llama, transformer
 
-    return {**ops.benches(), BENCH.name: BENCH}
+    return {**ops.benches(), **{bench.name: bench for bench in (transformer.BENCH, llama.BENCH)}}

@@ -33,6 +33,10 @@ def register(name: str = "warploom") -> None:
     `torch.nn.attention.varlen.varlen_attn` give to flash attention on a GPU to the kernels, forward and backward,
     and ``torch.nn.attention.restore_flash_attention_impl()`` takes it back. Needs PyTorch 2.11 or newer.
 
+    On Hopper and newer GPUs PyTorch may prefer cuDNN's attention to flash attention. There a call reaches the
+    kernels under ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)``, and all do after
+    ``torch.backends.cuda.enable_cudnn_sdp(False)``.
+
     Args:
         name: Of the implementation.
 

@@ -343,7 +343,7 @@ def _pattern(mask_function: Callable[..., Any] | None, local_size: int | None, k
         if _is_like(mask_function, function, []):
             return pattern
         found: list[Any] = []
-        packed = masks.packed_sequence_compatibility_function(function, _ANY, _SEQUENCE)
+        packed = _packed_pattern(masks, function)
         if _is_like(mask_function, packed, found):
             return pattern._replace(sequence=found[0])
     name = getattr(mask_function, "__qualname__", mask_function)
@@ -354,6 +354,13 @@ def _pattern(mask_function: Callable[..., Any] | None, local_size: int | None, k
 
 
 _ANY, _SEQUENCE = object(), object()
+
+
+def _packed_pattern(masks: Any, function: Any) -> Any:
+    """What transformers makes of a mask function where `_SEQUENCE` says which sequence a token belongs to."""
+    if hasattr(masks, "packed_sequence_compatibility_function"):
+        return masks.packed_sequence_compatibility_function(function, _ANY, _SEQUENCE)
+    return masks.and_masks(function, masks.packed_sequence_mask_function(_SEQUENCE))  # up to 5.17
 
 
 def _is_like(given: Any, like: Any, found: list[Any]) -> bool:

@@ -46,8 +46,8 @@ class Operator:
     """Random inputs of a case, drawn on the CPU generator and moved, the same on every device."""
     check_cases: tuple[Case, ...]
     """Small odd cases that together touch every feature; every backend must meet the error budget on each."""
-    autocasts: bool = False
-    """Whether autocast casts its floating inputs, as it does those of a matrix product."""
+    autocasts: tuple[str, ...] = ()
+    """The inputs that autocast casts, as it does those of a matrix product."""
     length: str = "n"
     """The case parameter that is a length of a sequence: another value of it compiles nothing new."""
     spills: Mapping[str, int] = field(default_factory=dict)

@@ -26,6 +26,9 @@ UNEVEN = 2.0
 """How much more a block may be off than its share. Gradients of head factors are small in most rows, large in some:
 in the published cases of `tpa_attention` on an H200 the worst block of plain PyTorch on formed keys was off by 1.48
 times its share, and that of the kernels by 1.52."""
+LEAST = 1 / 16
+"""Of the whole tensor's usual error, what a block may always be off. A gradient can be zero where its terms cancel:
+that of a query which sees one key is, and rounding leaves less than this of it."""
 ROW = 512
 """Elements along the last axis up to which they are one row, of features, and stay together."""
 
@@ -187,7 +190,9 @@ def _compare_one(
     # Relative to its values, a block's error may be what is usual in the whole output, where eager's happens to be
     # less: the first row of causal attention is exact.
     usual = rms_eager / rms_size if rms_size else 0.0
-    ratio, place = max((each.worst(factor, usual, half_epsilon) for each in blocks), key=lambda worst: worst[0])
+    least = LEAST * rms_eager
+    worsts = (each.worst(factor, usual, least, half_epsilon) for each in blocks)
+    ratio, place = max(worsts, key=lambda worst: worst[0])
     return replace(found, ok=ok and ratio <= 1, block_ratio=ratio, block=place)
 
 
@@ -211,10 +216,13 @@ class _Blocks:
         error, eager, size = (_block_sums(each, sizes) for each in squares)
         return cls(start, tuple(sizes), (error, eager, size))
 
-    def worst(self, factor: float, usual: float, half_epsilon: float) -> tuple[float, tuple[int, ...]]:
+    def worst(
+        self, factor: float, usual: float, least: float, half_epsilon: float
+    ) -> tuple[float, tuple[int, ...]]:
         """The largest ratio of an error to its budget, and where that block begins."""
         error, eager, size = (squares.sqrt() for squares in self.squares)
-        budget = UNEVEN * factor * (2 * torch.maximum(eager, usual * size) + half_epsilon * size)
+        expected = torch.maximum(eager, usual * size).clamp(min=least * math.sqrt(math.prod(self.sizes)))
+        budget = UNEVEN * factor * (2 * expected + half_epsilon * size)
         ratios = torch.where(error == 0, 0.0, error / budget)
         place = _index(ratios, (0,) * ratios.dim())
         corner = tuple(first + step * size for first, step, size in zip(self.start, place, self.sizes))

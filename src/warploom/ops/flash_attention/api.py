@@ -113,7 +113,7 @@ def flash_attention(
         ``(B, N, Hq, E)`` in the dtype and memory order of ``q``; with ``return_lse`` also ``(B, Hq, N)`` float32
         (float64 for float64 inputs). A query that sees no key has output 0, lse ``−inf`` (or its sink), and
         gradients 0.
-        Under autocast the inputs are cast as for PyTorch's own attention.
+        Under autocast ``q``, ``k`` and ``v`` are cast as for PyTorch's own attention.
 
     Raises:
         ShapeError: A size does not fit.

@@ -26,8 +26,8 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     Keys: ``batch, n, heads, head_dim, dtype``; ``m`` (keys, by default n), ``key_heads`` (by default heads),
     ``value_dim`` (by default head_dim); ``size`` (of the numbers in q and k, by default 1), ``layout`` (``bhnd``
     for heads before tokens in memory); ``sink`` (whether there is one), ``cu_seqlens_q``, ``cu_seqlens_k`` and
-    ``seqused_k`` as lists; and ``causal, scale, window, softcap, float32_precision, return_lse`` as in the public
-    function.
+    ``seqused_k`` as lists; ``cache`` (``lengths`` for entries of m/2 … m keys, ``pages`` for these in pages of
+    `PAGE` keys); and ``causal, scale, window, softcap, float32_precision, return_lse`` as in the public function.
     """
     batch, tokens, heads, head_dim = case["batch"], case["n"], case["heads"], case["head_dim"]
     keys, key_heads = case.get("m", tokens), case.get("key_heads", heads)
@@ -50,6 +50,34 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
         if name in case:
             inputs[name] = torch.tensor(case[name], dtype=torch.int32, device=device)
+    if "cache" in case:
+        return _cached(inputs, case, generator)
+    return inputs
+
+
+PAGE = 256
+
+
+def _lengths(case: Case) -> list[int]:
+    """Keys of each batch entry."""
+    batch, keys = case["batch"], int(case.get("m", case["n"]))
+    if case.get("cache") in ("lengths", "pages"):
+        return [keys - keys * i // (2 * batch) for i in range(batch)]
+    return list(case.get("seqused_k", [keys] * batch))
+
+
+def _cached(inputs: Inputs, case: Case, generator: torch.Generator) -> Inputs:
+    """The inputs of a decoding step: nothing wants a gradient, keys are in a cache."""
+    device = inputs["q"].device
+    inputs |= {name: inputs[name].detach() for name in ("q", "k", "v")}
+    if case["cache"] == "dense":
+        return inputs
+    inputs["seqused_k"] = torch.tensor(_lengths(case), dtype=torch.int32, device=device)
+    if case["cache"] == "pages":
+        pages = case["batch"] * case["m"] // PAGE
+        places = torch.randperm(pages, generator=generator).to(device)
+        inputs |= {name: inputs[name].reshape(pages, PAGE, *inputs[name].shape[2:]) for name in ("k", "v")}
+        inputs["block_table"] = places.reshape(case["batch"], -1).int()
     return inputs
 
 
@@ -133,7 +161,7 @@ OPERATOR = Operator(
     reference=reference.flash_attention,
     make_inputs=make_inputs,
     check_cases=tuple({**_SMALL, **change} for change in _CHECKS),
-    autocasts=True,
+    autocasts=("q", "k", "v"),
     fused=True,
     # On an H200 the fastest tiles spill a little; those that spill nothing are smaller, and were slower. The most
     # are float32 with 128 features in the key kernel, and bfloat16 with 128 and 256 in the other two.
@@ -242,10 +270,49 @@ def _alone(device: str) -> list[Case]:
     ]
 
 
+def _options(device: str) -> list[Case]:
+    """What current models add to causal attention, each beside the plain call."""
+    if device != "cuda":
+        return [_ON_CPU | {"n": 256} | change for change in ({"softcap": 50.0}, {"sink": True})]
+    changes: tuple[dict[str, Any], ...] = ({}, {"softcap": 50.0}, {"sink": True}, {"window": [1023, None]})
+    return [
+        {**_training_case(2, 32, 8, head_dim, n, True), **change}
+        for head_dim in (64, 128)
+        for n in (2048, 8192)
+        for change in (*changes, {"seqused_k": [n, n]}, {"sink": True, "window": [127, None]})
+    ]
+
+
+def _decode(device: str) -> list[Case]:
+    """A step of decoding: a query for each of many keys, on grouped heads and on as many."""
+    shape: dict[str, Any] = {"heads": 32, "head_dim": 128, "dtype": "bfloat16", "n": 1, "causal": True}
+    if device != "cuda":
+        shape |= {"heads": 4, "key_heads": 2}
+        return [{"batch": 2, "m": 1024, **shape, "cache": cache} for cache in ("dense", "lengths", "pages")]
+    return [
+        {"batch": batch, "m": m, **shape, "key_heads": key_heads, "cache": cache}
+        for key_heads in (8, 32)
+        for batch, m in ((1, 8192), (1, 32768), (1, 131072), (8, 8192), (32, 8192), (128, 2048))
+        for cache in ("dense", "lengths", "pages")
+    ]
+
+
+def _decode_traffic(case: Case, mode: str) -> Traffic:
+    """Every used key and value once."""
+    size = 2 * case["head_dim"] * getattr(torch, case["dtype"]).itemsize
+    keys, queries = sum(_lengths(case)) * case["key_heads"], case["batch"] * case["heads"]
+    flops = 4 * case["head_dim"] * sum(_lengths(case)) * case["heads"]
+    return Traffic.of_bytes(keys * size + queries * size // 2, queries * size // 2, flops)
+
+
 def visible_pairs(case: Case) -> int:
     """Pairs of a query and a key that it sees, of one head: the operations that must be done."""
     n = int(case["n"])
-    return n * (n + 1) // 2 if case["causal"] else n * n
+    if not case["causal"]:
+        return n * n
+    left = case.get("window", (None,))[0]
+    seen = n if left is None else min(left + 1, n)  # by the last query
+    return seen * (seen + 1) // 2 + (n - seen) * seen
 
 
 def traffic(case: Case, mode: str) -> Traffic:
@@ -272,12 +339,28 @@ BENCHES = (
             "training": _training,
             "float32": _float32,
             "alone": _alone,
+            "options": _options,
         },
         providers=_PROVIDERS,
         precompiled=("torch", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flash_attn"),
         traffic=traffic,
         title="Flash attention",
         modes=("fwd", "bwd", "fwd_bwd"),
+        budgets=peers.BUDGETS,
+    ),
+    Bench(
+        name="attention-decode",
+        operator=OPERATOR,
+        suites={
+            "quick": lambda device: [case for case in _decode(device) if case["batch"] * case["m"] <= 2**15],
+            "published": _decode,
+        },
+        providers={"warploom": _warploom, **peers.DECODERS},
+        precompiled=("torch", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"),
+        traffic=_decode_traffic,
+        title="Attention of one query on a cache",
+        x="m",
+        modes=("fwd",),
         budgets=peers.BUDGETS,
     ),
 )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -18,24 +19,114 @@ Tensor = torch.Tensor
 Provider = Callable[..., Tensor]
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, float32_precision: str | None = None) -> Tensor:
+def plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    float32_precision: str | None = None,
+    window: Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> Tensor:
     """What a user writes in PyTorch: the whole matrix of weights, in the dtype of the inputs."""
+    k, v = (_gathered(t, block_table) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     logits = q @ k.mT * q.shape[-1] ** -0.5
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    visible = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device)
+    ahead = logits.shape[-1] - logits.shape[-2]  # of the keys' places before those of the queries
     if causal:
-        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        logits = logits.masked_fill(hidden, -torch.inf)
-    out: Tensor = logits.softmax(-1) @ v
+        visible = visible.tril(ahead)
+    if window is not None and window[0] is not None:
+        visible = visible.triu(ahead - window[0])
+    if seqused_k is not None:  # of as many queries as keys or of one: where it stands changes nothing
+        visible = visible & _used(seqused_k, k.shape[2])
+    if causal or window is not None or seqused_k is not None:
+        logits = logits.masked_fill(~visible, -torch.inf)
+    if sink is not None:
+        rows = sink.to(logits.dtype)[:, None, None].expand(*logits.shape[:-1], 1)
+        logits = torch.cat([logits, rows], dim=-1)
+    out: Tensor = logits.softmax(-1)[..., : k.shape[2]] @ v
     return out.transpose(1, 2)
+
+
+def _gathered(x: Tensor, block_table: Tensor | None) -> Tensor:
+    """Pages of each batch entry one after the other, where there are pages: (B, M, H, F)."""
+    return x if block_table is None else x[block_table.long()].flatten(1, 2)
+
+
+def _used(seqused_k: Tensor, keys: int) -> Tensor:
+    """Which keys each batch entry has, (B, 1, 1, M)."""
+    return (torch.arange(keys, device=seqused_k.device) < seqused_k[:, None])[:, None, None]
+
+
+def _decoding(attend: Provider) -> Provider:
+    """Attention of one query on what `attend`, called with (B, H, N, D), does for many.
+
+    The query heads of a key head are queries of one head: no key is read twice, and no kernel needs to know groups.
+    """
+
+    def decode(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        seqused_k: Tensor | None = None,
+        block_table: Tensor | None = None,
+    ) -> Tensor:
+        k, v = (_gathered(t, block_table).transpose(1, 2) for t in (k, v))
+        queries = q[:, 0].unflatten(1, (k.shape[1], -1))
+        out = attend(queries, k, v, None if seqused_k is None else _used(seqused_k, k.shape[2]))
+        return out.flatten(1, 2)[:, None]
+
+    return decode
+
+
+def _decode_plain(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    logits = q @ k.mT * q.shape[-1] ** -0.5
+    if visible is not None:
+        logits = logits.masked_fill(~visible, -torch.inf)
+    out: Tensor = logits.softmax(-1) @ v
+    return out
+
+
+def _decode_sdpa(backend: str, case: Case) -> Provider:
+    """PyTorch's fused attention with one of its kernels, for one query."""
+    need_cuda("the fused kernels")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        return _fused(backend, q, k, v, attn_mask=visible)
+
+    return _decoding(attend)
+
+
+def _fused(backend: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """PyTorch's fused attention with one of its kernels, on (B, H, N, D).
+
+    Raises:
+        Unsupported: The kernel does not do this.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        try:
+            out: Tensor = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+            return out
+        except RuntimeError as error:
+            if "No available kernel" in str(error):
+                raise Unsupported("PyTorch says that the kernel cannot run this case") from error
+            raise
 
 
 def _sdpa(backend: str, case: Case) -> Provider:
     """PyTorch's fused attention with one of its kernels."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     need_cuda("the fused kernels")
-    chosen = getattr(SDPBackend, backend)
+    _need_no_options(case)
     grouped = case.get("key_heads", case["heads"]) != case["heads"]
     if case["dtype"] == "float32" and backend != "EFFICIENT_ATTENTION":
         raise Unsupported("the kernel takes float16 and bfloat16 only")
@@ -46,18 +137,15 @@ def _sdpa(backend: str, case: Case) -> Provider:
         q: Tensor, k: Tensor, v: Tensor, causal: bool = False, float32_precision: str | None = None
     ) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        with sdpa_kernel(chosen):
-            try:
-                out = torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=causal, enable_gqa=grouped
-                )
-            except RuntimeError as error:
-                if "No available kernel" in str(error):
-                    raise Unsupported("PyTorch says that the kernel cannot run this case") from error
-                raise
-        return out.transpose(1, 2)
+        return _fused(backend, q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
     return attend
+
+
+def _need_no_options(case: Case) -> None:
+    options = [name for name in ("window", "softcap", "sink", "seqused_k") if name in case]
+    if options:
+        raise Unsupported(f"it has no {' and no '.join(options)}")
 
 
 def _flex_attention(case: Case) -> Provider:
@@ -65,18 +153,47 @@ def _flex_attention(case: Case) -> Provider:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     need_cuda("the compiled kernel")
-    mask = None
-    if case["causal"]:
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case["n"], case["n"], device="cuda")
-    grouped = case.get("key_heads", case["heads"]) != case["heads"]
-    compiled = compiled_at_best(flex_attention)
+    left, cap, used = case.get("window", (None, None))[0], case.get("softcap", 0.0), case.get("seqused_k")
+    keys = case.get("m", case["n"])
+    ahead = keys - case["n"]
+    lengths = None if used is None else torch.tensor(used, dtype=torch.int32, device="cuda")
 
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, causal: bool = False, float32_precision: str | None = None
-    ) -> Tensor:
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = j >= 0
+        if case["causal"]:
+            seen = seen & (i + ahead >= j)
+        if left is not None:
+            seen = seen & (i + ahead - j <= left)
+        if lengths is not None:
+            seen = seen & (j < lengths[b])
+        return seen
+
+    def bent(logit: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        bound: Tensor = cap * torch.tanh(logit / cap)
+        return bound
+
+    mask = None
+    if case["causal"] or left is not None or lengths is not None:
+        batch = None if lengths is None else case["batch"]
+        mask = create_block_mask(visible, batch, None, case["n"], keys, device="cuda")
+    grouped = case.get("key_heads", case["heads"]) != case["heads"]
+    options: dict[str, Any] = {"block_mask": mask, "enable_gqa": grouped}
+    if cap:
+        options["score_mod"] = bent
+
+    def whole(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out: Tensor = compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
-        return out.transpose(1, 2)
+        if sink is None:
+            out: Tensor = flex_attention(q, k, v, **options)
+            return out.transpose(1, 2)
+        out, lse = flex_attention(q, k, v, return_lse=True, **options)
+        return (out * torch.sigmoid(lse - sink[:, None])[..., None].to(out.dtype)).transpose(1, 2)
+
+    compiled = compiled_at_best(whole)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, **_: Any) -> Tensor:
+        out: Tensor = compiled(q, k, v, sink)
+        return out
 
     return attend
 
@@ -84,6 +201,7 @@ def _flex_attention(case: Case) -> Provider:
 def _flash_attn(module: str, case: Case) -> Provider:
     """The FlashAttention package: ``flash_attn`` for version 2, ``flash_attn.cute`` for version 4."""
     need_cuda("the package")
+    _need_no_options(case)
     if case["dtype"] == "float32":
         raise Unsupported("the kernel takes float16 and bfloat16 only")
     try:
@@ -111,5 +229,13 @@ PROVIDERS: dict[str, Callable[[Case], Provider]] = {
     "flash_attn": functools.partial(_flash_attn, "flash_attn"),
     "flash_attn_4": functools.partial(_flash_attn, "flash_attn.cute"),
 }
+DECODERS: dict[str, Callable[[Case], Provider]] = {
+    "torch": lambda case: _decoding(_decode_plain),
+    "torch_compile": lambda case: compiled_at_best(_decoding(_decode_plain)),
+    "sdpa_cudnn": functools.partial(_decode_sdpa, "CUDNN_ATTENTION"),
+    "sdpa_flash": functools.partial(_decode_sdpa, "FLASH_ATTENTION"),
+    "sdpa_efficient": functools.partial(_decode_sdpa, "EFFICIENT_ATTENTION"),
+}
+"""Of one query. Keys in pages are gathered first: PyTorch has no kernel that reads them where they are."""
 BUDGETS = {"sdpa_efficient": 4.0}
 """PyTorch's memory-efficient kernel rounds more than the others: up to 2.5 times our budget in float32."""

@@ -1,0 +1,303 @@
+"""A model of transformers as a bench: Llama-3-8B's layers with random weights, by implementation of attention.
+
+One model serves all providers, in turn: ``eager`` and ``sdpa`` are transformers' own, ``warploom`` is
+`warploom.integrations.transformers`; ``+compile`` is the compiled model, in decoding with a static cache. Times are
+by the wall clock with the device idle before and after. A provider whose decoded tokens in float32 are not those of
+``eager`` is incorrect. What attention takes of a step is by how much it is longer than one in which queries are
+passed on as its result.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from warploom.bench import limits
+from warploom.bench.attempt import Failure, attempt
+from warploom.bench.evaluate import Unit, with_times
+from warploom.bench.fingerprint import LIMIT
+from warploom.bench.measure import Clock, Timing, percentiles, release_memory
+from warploom.ops.spec import KERNELS, Bench, Case, Inputs, Operator, Traffic, Unsupported
+
+__all__ = ["BENCH"]
+
+Step = Callable[[], object]
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    },
+    "trial": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+    },
+}
+COMPILE = "+compile"
+WITHOUT = "warploom_without"
+"""An implementation of attention that passes queries on."""
+TOKENS, CHECKED = 200, 32
+"""Decoded in a step, and to see that they are right."""
+ROUNDS = {"prefill": 10, "train": 10, "decode": 3}
+
+
+def _model(case: Case, device: torch.device, dtype: torch.dtype) -> Any:
+    try:
+        from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+    except ModuleNotFoundError as error:
+        raise Unsupported("transformers is not installed: pip install 'warploom[transformers]'") from error
+    from warploom.integrations import transformers as integration
+
+    integration.register()
+    AttentionInterface.register(WITHOUT, _queries)
+    integration._masks().AttentionMaskInterface.register(WITHOUT, lambda *args, **kwargs: None)
+    config = LlamaConfig(
+        **SHAPES[case["size"]],
+        num_hidden_layers=case["layers"],
+        max_position_embeddings=case["context_length"] + 2 * TOKENS,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return LlamaForCausalLM(config).to(dtype)
+
+
+def _queries(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    return query.transpose(1, 2), None
+
+
+def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    """Random tokens (B, N)."""
+    shape = (case["batch"], case["context_length"])
+    return {"tokens": torch.randint(SHAPES[case["size"]]["vocab_size"], shape, generator=generator).to(device)}
+
+
+def _decoded(model: Any, tokens: torch.Tensor, count: int, static: bool) -> torch.Tensor:
+    """So many tokens behind a prompt, by the largest logit."""
+    options = {"cache_implementation": "static"} if static else {}
+    mask = torch.ones_like(tokens)
+    with torch.no_grad():
+        out: torch.Tensor = model.generate(
+            tokens, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False, **options
+        )
+    return out[:, tokens.shape[1] :]
+
+
+def _step(model: Any, provider: str, mode: str, tokens: torch.Tensor) -> Step:
+    """A step of a provider, which chooses its attention first."""
+    name = provider.removesuffix(COMPILE)
+    compiles = provider.endswith(COMPILE)
+    optimizer = None
+    if mode == "train":
+        fused = tokens.device.type == "cuda"
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=fused)
+    model.set_attn_implementation(name)
+    run = torch.compile(model, dynamic=False) if compiles and mode != "decode" else model
+
+    def step() -> None:
+        model.set_attn_implementation(name)
+        if mode == "decode":
+            _decoded(model, tokens, TOKENS + 1, compiles)
+        elif optimizer is None:
+            with torch.no_grad():
+                run(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        else:
+            run(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _ms(step: Step, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - started) * 1e3
+
+
+def _right(case: Case, providers: Sequence[str], device: torch.device) -> dict[str, bool]:
+    """Whether each implementation decodes the tokens that ``eager`` decodes, in float32."""
+    model = _model(case, device, torch.float32)
+    tokens = make_inputs(case, device, torch.Generator().manual_seed(1))["tokens"][:, :256]
+    names = dict.fromkeys(name.removesuffix(COMPILE) for name in providers)
+    found = {}
+    for name in ("eager", *names):
+        model.set_attn_implementation(name)
+        found[name] = _decoded(model, tokens, CHECKED, False)
+    return {name: bool(torch.equal(found[name.removesuffix(COMPILE)], found["eager"])) for name in providers}
+
+
+def measure(unit: Unit, providers: Sequence[str], device: torch.device, clock: Clock, blank: Any) -> list[Any]:
+    """Measure all implementations in turn, as `warploom.bench.evaluate.evaluate` does providers."""
+    names = (*providers, WITHOUT) if unit.mode != "decode" else tuple(providers)
+    traffic = _traffic(unit.case, unit.mode)
+    records = {
+        name: replace(blank, provider=name, flops=traffic.flops, min_bytes=traffic.min_bytes)
+        for name in (*providers, LIMIT)
+    }
+    start = functools.partial(_right, unit.case, providers, device)
+    right = attempt("eager", start)
+    release_memory(device)
+    if isinstance(right, Failure):
+        return with_times(records, dict.fromkeys(records, right))
+    torch.compiler.reset()
+    model = _model(unit.case, device, getattr(torch, unit.case["dtype"]))
+    tokens = make_inputs(unit.case, device, torch.Generator().manual_seed(0))["tokens"]
+    steps = {name: attempt(name, functools.partial(_started, model, name, unit.mode, tokens)) for name in names}
+    samples = _samples(steps, _limit(unit, traffic, device, clock), ROUNDS[unit.mode], device)
+    timings: dict[str, Timing | Failure] = {}
+    for name in records:
+        step = steps.get(name)
+        if isinstance(step, Failure):
+            timings[name] = step
+        elif not right.get(name, True):
+            timings[name] = Failure("incorrect", "its tokens in float32 are not those of eager")
+        else:
+            low, middle, high = percentiles(samples[name])
+            timings[name] = Timing(middle, low, high, 0.0, len(samples[name]))
+    for name in providers:
+        without = samples.get(WITHOUT)
+        if without and samples.get(name) and not name.endswith(COMPILE):
+            attention = statistics.median(samples[name]) - statistics.median(without)
+            records[name] = replace(records[name], details={"attention_ms": attention})
+    return [replace(record, host_us=None) for record in with_times(records, timings)]
+
+
+def _started(model: Any, provider: str, mode: str, tokens: torch.Tensor) -> Callable[[], float]:
+    """A provider's step, compiled: it returns its milliseconds."""
+    step = _step(model, provider, mode, tokens)
+
+    def timed() -> float:
+        if mode != "decode":
+            return _ms(step, tokens.device)
+        # What comes before the second token is no part of it.
+        first = functools.partial(_decoded, model, tokens, 1, provider.endswith(COMPILE))
+        return _ms(step, tokens.device) - _ms(first, tokens.device)
+
+    for _ in range(2):
+        timed()
+    return timed
+
+
+def _samples(
+    steps: dict[str, Callable[[], float] | Failure], limit: Callable[[], float], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Milliseconds of every step, in turns; each round begins with another one."""
+    samples: dict[str, list[float]] = {name: [] for name in (*steps, LIMIT)}
+    names = list(steps)
+    for turn in range(rounds if device.type == "cuda" else 2):
+        first = turn % len(names)
+        for name in (*names[first:], *names[:first]):
+            step = steps[name]
+            if not isinstance(step, Failure):
+                samples[name].append(step())
+        samples[LIMIT].append(limit())
+    return samples
+
+
+def _limit(unit: Unit, traffic: Traffic, device: torch.device, clock: Clock) -> Callable[[], float]:
+    """Milliseconds of the limit: a large matrix product's rate, in decoding a stream of weights and cache."""
+    if unit.mode == "decode":
+        call, times = limits.stream_call(traffic, device, clock), float(TOKENS)
+    else:
+        call, times = limits.product_call(device), traffic.flops / limits.product_flops(device)
+    host_us = clock.host_us(call)
+    return lambda: times * clock.sample(call, host_us).ms
+
+
+def _traffic(case: Case, mode: str) -> Traffic:
+    """Operations of a step, twice as many backward as forward; of a decoded token, bytes of weights and keys."""
+    shape, layers, n = SHAPES[case["size"]], case["layers"], case["context_length"]
+    width, heads = shape["hidden_size"], shape["num_attention_heads"]
+    kv = 2 * width * shape["num_key_value_heads"] // heads
+    weights = layers * (width * (2 * width + kv) + 3 * width * shape["intermediate_size"])
+    head = width * shape["vocab_size"]
+    if mode == "decode":
+        itemsize = getattr(torch, case["dtype"]).itemsize
+        cache = layers * case["batch"] * (n + TOKENS // 2) * kv
+        return Traffic(1, 0, (weights + head + cache) * itemsize)
+    attention = 2 * layers * n * width  # two products of half the keys, for each token
+    logits = head if mode == "train" else head // n  # of a prompt the last ones alone
+    forward = case["batch"] * n * (2 * (weights + logits) + attention)
+    return Traffic(0, 0, 0, forward * (3 if mode == "train" else 1))
+
+
+def _builds(case: Case) -> Callable[..., torch.Tensor]:
+    raise Unsupported("a whole model is measured by steps")
+
+
+def launched(case: Case, provider: str) -> None:
+    """Launch what attention of a layer launches of ours, in one direction and back."""
+    from warploom import flash_attention
+
+    if not provider.startswith(KERNELS):
+        raise Unsupported("launches nothing of ours")
+    shape = SHAPES[case["size"]]
+    heads, dtype = shape["num_attention_heads"], getattr(torch, case["dtype"])
+    features = shape["hidden_size"] // heads
+    q, k, v = (
+        torch.empty(case["batch"], case["context_length"], count, features, dtype=dtype, requires_grad=True)
+        for count in (heads, shape["num_key_value_heads"], shape["num_key_value_heads"])
+    )
+    out = flash_attention(q, k, v, causal=True, backend="triton")
+    torch.autograd.grad([out], [q, k, v], [torch.empty_like(out)])
+
+
+def _undefined(**_: Any) -> torch.Tensor:
+    raise Unsupported("a model has no definition to be compared with: its operators have")
+
+
+def _cases(device: str, layers: int) -> list[Case]:
+    shape = {"size": "8B", "layers": layers, "batch": 1, "dtype": "bfloat16"}
+    return [{**shape, "context_length": n} for n in (4096, 8192)] if device == "cuda" else []
+
+
+def _trial(device: str) -> list[Case]:
+    """Two thin layers: to try the instrument."""
+    return [{"size": "trial", "layers": 2, "batch": 1, "dtype": "float32", "context_length": 32}]
+
+
+BENCH = Bench(
+    name="llama",
+    operator=Operator(
+        name="llama",
+        function=_undefined,
+        reference=_undefined,
+        make_inputs=make_inputs,
+        check_cases=(),
+        length="context_length",
+    ),
+    suites={
+        "quick": lambda device: [],
+        "published": functools.partial(_cases, layers=4),
+        "trial": _trial,
+    },
+    providers=dict.fromkeys(("warploom", "sdpa", "eager", "warploom+compile", "sdpa+compile"), _builds),
+    traffic=_traffic,
+    title="Llama of transformers, by its attention: wall time of a prompt, a training step, 200 decoded tokens",
+    x="context_length",
+    modes=("prefill", "train", "decode"),
+    measure=measure,
+    launches=launched,
+)
