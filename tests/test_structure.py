@@ -168,6 +168,21 @@ def test_every_operator_folder_is_registered_by_one_line() -> None:
                 assert not named, f"{relative(path)} imports {named}"
 
 
+MOST_PARAMETERS = 25
+MORE_PARAMETERS = {"walk_kernel": 28}  # of linear attention
+
+
+@pytest.mark.parametrize("path", source_files(), ids=relative)
+def test_what_belongs_together_comes_to_a_kernel_as_one_tuple(path: Path) -> None:
+    counts = {
+        node.name: len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list)
+    }
+    above = {name: count for name, count in counts.items() if count > MORE_PARAMETERS.get(name, MOST_PARAMETERS)}
+    assert above == {}
+
+
 def test_the_package_is_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
     assert files("warploom").joinpath("py.typed").is_file()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from warploom.ops.flash_attention.configs import SMALL_BACKWARD
-from warploom.ops.flash_attention.kernels.small import ROWS, backward_small_kernel
+from warploom.ops.flash_attention.kernels.small import ROWS, SmallSizes, backward_small_kernel
 from warploom.ops.flash_attention.launches.tiling import layout_for
 from warploom.ops.flash_attention.problem import (
     Mask,
@@ -58,9 +58,12 @@ def plan_backward(shape: Shape, mask: Mask, scale: float, *tensors: Tensor) -> L
         num_warps=ways.ways,
         num_stages=ways.stages,
         early=early,
-        tokens=shape.tokens, keys=shape.keys, heads=shape.heads, group=shape.group, blocks=blocks,
-        key_blocks=key_blocks, right=bounds(shape, mask)[1], scale=in_powers_of_two(scale), slope=scale,
-        batch_size=shape.batch_size, CAUSAL=mask.right is not None, VEC=layout.vec, D=shape.head_dim,
-        WAYS=ways.ways, BLOCK=ways.block, EARLY=early,
+        sizes=SmallSizes(
+            tokens=shape.tokens, keys=shape.keys, heads=shape.heads, group=shape.group, blocks=blocks,
+            key_blocks=key_blocks, right=bounds(shape, mask)[1], scale=in_powers_of_two(scale), slope=scale,
+            batch_size=shape.batch_size,
+        ),
+        CAUSAL=mask.right is not None, VEC=layout.vec, D=shape.head_dim, WAYS=ways.ways, BLOCK=ways.block,
+        EARLY=early,
         **layout.of("q", "k", "v", "grad", "dq", "dk", "dv"),
     )  # fmt: skip

@@ -38,6 +38,24 @@ from warploom.ops.tpa.attention.kernels.forward import (
 from warploom.ops.tpa.kernels.factors import Factors, Features, FeatureStrides, HeadStrides, exp
 
 
+class KeyStrides(NamedTuple):
+    """Of what `key_kernel` reads and writes."""
+
+    bk: FeatureStrides
+    bv: FeatureStrides
+    grad: FeatureStrides
+    dak: HeadStrides
+    dav: HeadStrides
+
+
+class KeyScales(NamedTuple):
+    """What `key_kernel` multiplies: logits, also by what makes powers of two of them; the gradient of keys; values."""
+
+    logits: tl.float32
+    dk: tl.float32
+    v: tl.float32
+
+
 class Rows(NamedTuple):
     """What the forward left of rows of weights: maxima and inverse denominators of the softmax, and δ."""
 
@@ -271,9 +289,7 @@ def query_kernel(
 @triton.jit
 def key_kernel(
     q, ak, bk, av, bv, grad, statistics, delta, cu_seqlens, dak, dav, dbk, dbv,
-    sizes: Sizes, bk_strides: FeatureStrides, bv_strides: FeatureStrides, grad_strides: FeatureStrides,
-    dak_strides: HeadStrides, dav_strides: HeadStrides, groups: tl.int32, zero: tl.int32,
-    logit_scale: tl.float32, dk_scale: tl.float32, scale_v: tl.float32,
+    sizes: Sizes, strides: KeyStrides, groups: tl.int32, zero: tl.int32, scales: KeyScales,
     CAUSAL: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -287,11 +303,11 @@ def key_kernel(
     group = program % groups
     batch = (program // groups % batches).to(tl.int64)
     block = program // groups // batches
-    bk += batch * (bk_strides.b * K.VEC)
-    bv += batch * (bv_strides.b * K.VEC)
-    grad += batch * (grad_strides.b * G.VEC)
-    dak += batch * dak_strides.b
-    dav += batch * dav_strides.b
+    bk += batch * (strides.bk.b * K.VEC)
+    bv += batch * (strides.bv.b * K.VEC)
+    grad += batch * (strides.grad.b * G.VEC)
+    dak += batch * strides.dak.b
+    dav += batch * strides.dav.b
     sums = (group * batches.to(tl.int64) + batch) * keys
     dbk += sums * (K.R * K.F)
     dbv += sums * (V.R * V.F)
@@ -303,9 +319,9 @@ def key_kernel(
             return
         tokens = keys
         ak, av, statistics, delta = ak + start, av + start, statistics + start, delta + start
-        bk, bv = bk + start * (bk_strides.n * K.VEC), bv + start * (bv_strides.n * K.VEC)
-        q, grad = q + start.to(tl.int64) * K.F, grad + start * (grad_strides.n * G.VEC)
-        dak, dav = dak + start * dak_strides.n, dav + start * dav_strides.n
+        bk, bv = bk + start * (strides.bk.n * K.VEC), bv + start * (strides.bv.n * K.VEC)
+        q, grad = q + start.to(tl.int64) * K.F, grad + start * (strides.grad.n * G.VEC)
+        dak, dav = dak + start * strides.dak.n, dav + start * strides.dav.n
         dbk, dbv = dbk + start.to(tl.int64) * (K.R * K.F), dbv + start.to(tl.int64) * (V.R * V.F)
     m_first = block * BLOCK_M
     first, end = visible(m_first + tl.arange(0, BLOCK_M), keys, tokens, CAUSAL, False)
@@ -316,9 +332,9 @@ def key_kernel(
         # Addresses that seem to depend on the head: else those of whole tiles are held in registers over all heads.
         here = m_first + head * zero
         row = batch * heads + h
-        k_factors = Product(HeadRows(ak + row * (K.R * head_stride * 16), head_stride), Factors(bk, bk_strides))
-        v_factors = Product(HeadRows(av + row * (V.R * head_stride * 16), head_stride), Factors(bv, bv_strides))
-        grad_rows = Factors(grad + h * (grad_strides.r * G.VEC), grad_strides)
+        k_factors = Product(HeadRows(ak + row * (K.R * head_stride * 16), head_stride), Factors(bk, strides.bk))
+        v_factors = Product(HeadRows(av + row * (V.R * head_stride * 16), head_stride), Factors(bv, strides.bv))
+        grad_rows = Factors(grad + h * (strides.grad.r * G.VEC), strides.grad)
         k, k_weight = load_product(k_factors, here, keys, K, BLOCK_M)
         v, v_weight = load_product(v_factors, here, keys, V, BLOCK_M)
         dk = tl.zeros((BLOCK_M, K.BLOCK_F), tl.float32)
@@ -337,19 +353,19 @@ def key_kernel(
                     statistics + row * 2 * all_tokens, delta + row * all_tokens, all_tokens, n, row_mask
                 )
                 logits = dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-                logits = scaled(logits, (k_weight * logit_scale)[:, None], k.dtype)
+                logits = scaled(logits, (k_weight * scales.logits)[:, None], k.dtype)
                 p = exp(logits - rows.row_max[None, :], k.dtype) * rows.inverse_sum[None, :]
                 if part != 1:
                     p = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < end[:, None]), p, 0.0)
                 dv = dot(rounded(p, do.dtype), do, dv)
                 dp = dot(v, tl.trans(do), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-                dp = scaled(dp, (v_weight * scale_v)[:, None], k.dtype)
+                dp = scaled(dp, (v_weight * scales.v)[:, None], k.dtype)
                 ds = p * (dp - rows.delta[None, :])
                 dk = dot(rounded(ds, queries.dtype), queries, dk)
         factor_gradients(
-            dk * dk_scale,
+            dk * scales.dk,
             k_factors,
-            Factors(dak + h * dak_strides.h, dak_strides),
+            Factors(dak + h * strides.dak.h, strides.dak),
             dbk,
             here,
             keys,
@@ -358,9 +374,9 @@ def key_kernel(
             BLOCK_M,
         )
         factor_gradients(
-            dv * scale_v,
+            dv * scales.v,
             v_factors,
-            Factors(dav + h * dav_strides.h, dav_strides),
+            Factors(dav + h * strides.dav.h, strides.dav),
             dbv,
             here,
             keys,

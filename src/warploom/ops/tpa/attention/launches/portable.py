@@ -15,7 +15,14 @@ from warploom.ops.tpa.attention.configs import (
     key_tiles,
     query_tiles,
 )
-from warploom.ops.tpa.attention.kernels.backward import factor_kernel, key_kernel, query_kernel, sum_kernel
+from warploom.ops.tpa.attention.kernels.backward import (
+    KeyScales,
+    KeyStrides,
+    factor_kernel,
+    key_kernel,
+    query_kernel,
+    sum_kernel,
+)
 from warploom.ops.tpa.attention.kernels.forward import Sizes, forward_kernel
 from warploom.ops.tpa.attention.launches import hopper
 from warploom.ops.tpa.attention.launches.common import block, heads_first, plan_prepare, queries, row_length
@@ -268,16 +275,16 @@ def _plan_key(factors: Operands, call: Call, grad: Tensor, like: Operands, tiles
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         sizes=_sizes(factors, call),
-        bk_strides=FeatureStrides(*b.strides[0]),
-        bv_strides=FeatureStrides(*b.strides[1]),
-        grad_strides=FeatureStrides(*g.strides[0]),
-        dak_strides=HeadStrides(*strides_of(like.ak)),
-        dav_strides=HeadStrides(*strides_of(like.av)),
+        strides=KeyStrides(
+            bk=FeatureStrides(*b.strides[0]),
+            bv=FeatureStrides(*b.strides[1]),
+            grad=FeatureStrides(*g.strides[0]),
+            dak=HeadStrides(*strides_of(like.ak)),
+            dav=HeadStrides(*strides_of(like.av)),
+        ),
         groups=groups,
         zero=0,
-        logit_scale=call.logit_scale(bq.dtype),
-        dk_scale=call.scale * call.scale_k,
-        scale_v=call.scale_v,
+        scales=KeyScales(call.logit_scale(bq.dtype), call.scale * call.scale_k, call.scale_v),
         CAUSAL=call.causal,
         K=k_features,
         V=v_features,

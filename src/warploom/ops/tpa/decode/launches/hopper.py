@@ -100,11 +100,10 @@ def plan(
     from warploom.ops.tpa.decode.kernels.hopper import (
         FeatureStrides,
         HeadStrides,
-        Scales,
         Sizes,
         hopper_decode_kernel,
     )
-    from warploom.ops.tpa.decode.kernels.portable import ChunkLengths
+    from warploom.ops.tpa.decode.kernels.portable import ChunkLengths, Scales
 
     aq, ak, av, bq, bk, bv = factors
     batch, keys, heads, rank = ak.shape

@@ -21,7 +21,15 @@ from warploom.ops.tpa.decode.configs import (
     padded,
     row_tile,
 )
-from warploom.ops.tpa.decode.kernels.portable import ChunkLengths, Sizes, Tile, combine_kernel, decode_kernel
+from warploom.ops.tpa.decode.kernels.portable import (
+    ChunkLengths,
+    Scales,
+    Sizes,
+    Strides,
+    Tile,
+    combine_kernel,
+    decode_kernel,
+)
 from warploom.ops.tpa.decode.launches import hopper
 from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, Heads, HeadStrides
 from warploom.ops.tpa.problem import Operands, feature_factors, head_factors, logit_unit, strides_of
@@ -152,7 +160,6 @@ def _plan_launch(
     block_m = tile.factor_rows // max(block_rk, block_rv)
     block_rv = max(block_rv, 16 // block_m)  # a matrix product adds up 16 factor rows at least
     q, a, b = feature_factors(bq), head_factors(ak, av), feature_factors(bk, bv)
-    logit_scale, scale_q, scale_v = scales
     return Launch(
         decode_kernel,
         batch * tile.blocks(heads, tokens) * spans,
@@ -160,16 +167,16 @@ def _plan_launch(
         num_warps=tile.warps,
         num_stages=tile.stages,
         sizes=Sizes(tokens, keys, spans, lengths_stride),
-        aq_strides=HeadStrides(*strides_of(aq)),
-        bq_strides=FeatureStrides(*q.strides[0]),
-        ak_strides=HeadStrides(*a.strides[0]),
-        bk_strides=FeatureStrides(*b.strides[0]),
-        av_strides=HeadStrides(*a.strides[1]),
-        bv_strides=FeatureStrides(*b.strides[1]),
-        out_strides=FeatureStrides(*strides_of(out)),
-        logit_scale=logit_scale,
-        scale_q=scale_q,
-        scale_v=scale_v,
+        strides=Strides(
+            aq=HeadStrides(*strides_of(aq)),
+            bq=FeatureStrides(*q.strides[0]),
+            ak=HeadStrides(*a.strides[0]),
+            bk=FeatureStrides(*b.strides[0]),
+            av=HeadStrides(*a.strides[1]),
+            bv=FeatureStrides(*b.strides[1]),
+            out=FeatureStrides(*strides_of(out)),
+        ),
+        scales=Scales(*scales),
         H=heads,
         Q=Features(rank_q, features, padded(features), q.vector, q.flag),
         K=Features(rank_k, features, padded(features), b.vector, b.flag),

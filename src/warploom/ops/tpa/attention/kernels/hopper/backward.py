@@ -67,6 +67,15 @@ class GradientStrides(NamedTuple):
     r: gl.int32
 
 
+class KeyScales(NamedTuple):
+    """What `tpa_hopper_key_kernel` multiplies."""
+
+    logits: gl.float32  # also by what makes powers of two of them
+    slope: gl.float32  # of the gradient of keys
+    k: gl.float32
+    v: gl.float32
+
+
 class Factors(NamedTuple):
     """Keys or values as factors in memory, with where their gradients go; of all heads, or at those of one head."""
 
@@ -272,7 +281,7 @@ def tpa_hopper_key_kernel(
     q_desc, do_desc, ak, av, bk, bv, lse, delta, dak, dav, k_sums, v_sums, counters,
     sizes: KeySizes, bk_strides: FactorStrides, bv_strides: FactorStrides,
     dak_strides: GradientStrides, dav_strides: GradientStrides,
-    scale: gl.float32, slope: gl.float32, scale_k: gl.float32, scale_v: gl.float32,
+    scales: KeyScales,
     RANK: gl.constexpr, D: gl.constexpr, E: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Gradients of the factors of keys and values, for tiles of 128 keys and a group of heads.
@@ -300,9 +309,9 @@ def tpa_hopper_key_kernel(
     rows, heads = sizes.rows, sizes.heads
     work = Work(sizes.tokens, sizes.keys, heads, heads // sizes.groups, rows, sizes.blocks, rows, 1, 0)
     copies = KeyCopies(scheduler, (), (), q_desc, do_desc, q, do, lse, delta, None, None, work)
-    k = Factors(ak, bk, dak, k_sums, bk_strides, dak_strides, scale_k)
-    v = Factors(av, bv, dav, v_sums, bv_strides, dav_strides, scale_v)
-    computing = KeyGradients(scheduler, k, v, q, do, k_tiles, v_tiles, work, sizes, scale, slope)
+    k = Factors(ak, bk, dak, k_sums, bk_strides, dak_strides, scales.k)
+    v = Factors(av, bv, dav, v_sums, bv_strides, dav_strides, scales.v)
+    computing = KeyGradients(scheduler, k, v, q, do, k_tiles, v_tiles, work, sizes, scales.logits, scales.slope)
     gdc_wait()
     gdc_launch_dependents()
     gl.warp_specialize(
