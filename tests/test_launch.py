@@ -36,7 +36,7 @@ from warploom.runtime.launch import (
     Launch,
     architecture,
     can_be_copied,
-    may_start_early,
+    has_pdl,
     multiprocessors,
 )
 from warploom.testing.poison import poisoned_allocations
@@ -112,23 +112,23 @@ def test_another_device_takes_the_slow_way(ways: list[str]) -> None:
 
 
 @triton.jit
-def reverse_kernel(x, out, size: tl.int32, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
+def reverse_kernel(x, out, size: tl.int32, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
         gdc_wait()
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + i, tl.load(x + size - 1 - i, mask=i < size), mask=i < size)
 
 
-def reversing(size: int, early: bool) -> Launch:
+def reversing(size: int, pdl: bool) -> Launch:
     takes = ("x", "out")
-    return Launch(reverse_kernel, -(-size // BLOCK), takes=takes, early=early, size=size, BLOCK=BLOCK, EARLY=early)
+    return Launch(reverse_kernel, -(-size // BLOCK), takes=takes, pdl=pdl, size=size, BLOCK=BLOCK, PDL=pdl)
 
 
 @pytest.mark.parametrize("size", [SIZE, pytest.param(2**24 + 4, marks=pytest.mark.gpu)])
 def test_an_early_launch_sees_what_the_one_before_it_wrote(size: int, device: torch.device) -> None:
     # The first programs of the second launch read what the last ones of the first write.
-    early = may_start_early(device)
-    add, reverse = adding(size), reversing(size, early)
+    pdl = has_pdl(device)
+    add, reverse = adding(size), reversing(size, pdl)
     x = torch.randint(-100, 100, (size,), device=device, dtype=torch.float32)
     for number in range(1 if size == SIZE else 20):
         between, out = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
@@ -138,16 +138,16 @@ def test_an_early_launch_sees_what_the_one_before_it_wrote(size: int, device: to
 
 
 @pytest.mark.skipif(launch.INTERPRETED, reason="builds need compiled kernels")
-@pytest.mark.parametrize(("arch", "early"), [(80, False), (90, True), (100, True)])
-def test_launches_are_early_from_hopper_on(arch: int, early: bool) -> None:
+@pytest.mark.parametrize(("arch", "pdl"), [(80, False), (90, True), (100, True)])
+def test_dependent_launches_are_for_hopper_and_later(arch: int, pdl: bool) -> None:
     with launch.recording(arch) as builds:
-        assert may_start_early(torch.device("cpu")) is early
-        reversing(SIZE, early)(*tensors(torch.device("cpu")))
+        assert has_pdl(torch.device("cpu")) is pdl
+        reversing(SIZE, pdl)(*tensors(torch.device("cpu")))
     (found,) = builds.values()
-    assert found.options.get("launch_pdl", False) is early
+    assert found.options.get("launch_pdl", False) is pdl
 
 
-@pytest.mark.parametrize("ask", [architecture, multiprocessors, may_start_early])
+@pytest.mark.parametrize("ask", [architecture, multiprocessors, has_pdl])
 def test_tensors_without_memory_are_on_no_gpu(ask: Callable[[torch.device], int]) -> None:
     with pytest.raises(ValueError, match="meta"):
         ask(torch.device("meta"))

@@ -578,7 +578,7 @@ def test_places_of_sums_beyond_32_bits(checked_integers: None, monkeypatch: pyte
     features, heads = 8, 2**28
     partial, dtheta = torch.empty(2, heads * features, dtype=torch.float16)
     partial[-features:] = torch.arange(features)
-    constants = {"AXES": 1, "F": features, "E": features, "BLOCK_P": 64, "BLOCK_E": 16, "EARLY": False}
+    constants = {"AXES": 1, "F": features, "E": features, "BLOCK_P": 64, "BLOCK_E": 16, "PDL": False}
     launch = Launch(reduce_kernel, heads, takes=("partial", "dtheta"), heads=heads, parts=1, **constants)
     run_last(heads, launch, partial, dtheta)
     assert torch.equal(dtheta[-features:], torch.arange(features).half())

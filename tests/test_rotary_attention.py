@@ -93,7 +93,7 @@ def test_it_is_the_two_operators(
         assert_same(results(attend, qkv, theta, heads=heads, interleaved=learnable), expected)
 
 
-def test_walks_that_are_split(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_kv_loops(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "best_splits", lambda *arguments: 3)
     qkv, theta = inputs(torch.float32, 150, 3, 16, device)
     assert_same(results(both, qkv, theta, heads=1), results(one_after_the_other, qkv, theta, heads=1))

@@ -155,7 +155,7 @@ def test_every_operator_folder_is_registered_by_one_line() -> None:
     folders = {path.parent.name for path in (PACKAGE / "ops").glob("*/bench.py")}
     assert sorted(FOLDERS) == sorted(folders)
     assert len(set(FOLDERS)) == len(FOLDERS)
-    # Nobody outside an operator's own folder names it, except the registry and the public names.
+    # No file outside an operator's own folder names it, except the registry and the public names.
     known = {PACKAGE / "ops" / "__init__.py", PACKAGE / "__init__.py"}
     for path in source_files():
         above = (PACKAGE / "nn", PACKAGE / "integrations", COMPOSED)

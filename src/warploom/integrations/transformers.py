@@ -309,7 +309,7 @@ def _packed(visible: Visible, there: Tensor, used: int | Tensor, q_length: int) 
 
 
 def _bounds(queries: Tensor, keys: Tensor, q_length: int, kv_length: int) -> tuple[Tensor, Tensor]:
-    """Bounds of three sequences for each entry: its queries and keys, padded queries, and keys that nobody sees."""
+    """Bounds of three sequences for each entry: its queries and keys, padded queries, and keys that none sees."""
     first = torch.arange(len(queries), device=queries.device)
     q_start, k_start = first * q_length, first * kv_length
     q_end, k_end = q_start + q_length, k_start + keys

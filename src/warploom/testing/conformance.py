@@ -1,6 +1,6 @@
 """Whether a backend keeps the accuracy promise on an operator's own cases, forward and backward.
 
-The same walk serves the test suite, the ``check`` command on a user's machine and, piece by piece, the bench.
+The same checks serve the test suite, the ``check`` command on a user's machine and, piece by piece, the bench.
 It knows operators only through their `warploom.ops.spec.Operator`.
 """
 

@@ -96,7 +96,7 @@ def tile_place(tile, work, CAUSAL: gl.constexpr):
 def key_steps(block, split, work, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """Of the tiles of keys in a split of a KV loop: the first, the first with a mask, and the end.
 
-    There is at least one, since a group starts its pipeline with it: for an empty split one that nobody sees.
+    There is at least one, since a group starts its pipeline with it: for an empty split one that no query sees.
     """
     end = work.keys
     full = work.keys

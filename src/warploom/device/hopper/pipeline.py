@@ -196,7 +196,7 @@ def as_factor(tile, dtype: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def broadcast(scheduler, tile, done):
-    """Tell the groups which tile comes next, once there is room for it; the number of its buffer."""
+    """Publish to the groups which tile comes next, once there is room for it; the number of its buffer."""
     slot = wait_empty(scheduler.empty, done)
     scheduler.tile.index(slot).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     return slot
@@ -204,7 +204,7 @@ def broadcast(scheduler, tile, done):
 
 @gluon.jit
 def broadcast_end(scheduler, tile, done):
-    """Tell the groups that there are no more tiles, by a number beyond the last."""
+    """Publish to the groups that there are no more tiles, by a number beyond the last."""
     slot = broadcast(scheduler, tile, done)
     mbarrier.arrive(scheduler.full.index(slot))
 

@@ -1,7 +1,7 @@
 """Launchers of LRPE's kernels: sizes, strides, tiles. No validation, no autograd.
 
 What a call allocates and launches is its plan, which depends on shapes, strides, dtypes and options alone. Plans
-are kept by whoever calls (`warploom.runtime.plans`): a call like an earlier one only allocates and launches.
+are kept by the caller (`warploom.runtime.plans`): a call like an earlier one only allocates and launches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from warploom.ops.lrpe.kernels.angles import AngleNumbers, Inverses, Spec
 from warploom.ops.lrpe.kernels.backward import backward_kernel, reduce_kernel
 from warploom.ops.lrpe.kernels.forward import forward_kernel
 from warploom.ops.lrpe.kernels.rows import Blocks, Sizes, Split, Strides
-from warploom.runtime.launch import Dense, Launch, may_start_early, multiprocessors
+from warploom.runtime.launch import Dense, Launch, has_pdl, multiprocessors
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.plans import Plans
 
@@ -376,12 +376,12 @@ def plan_backward(
 def theta_sums(parts: int, theta: torch.Tensor, features: int, axes: int) -> ThetaSums:
     """Plan of the sum of ``parts`` partial sums of theta's gradient."""
     rows = theta.shape[0] if theta.dim() == 2 else 1
-    early = may_start_early(theta.device)
+    pdl = has_pdl(theta.device)
     launch = Launch(
         reduce_kernel,
         rows * -(-theta.shape[-1] // 16),
         takes=("partial", "dtheta"),
-        early=early,
+        pdl=pdl,
         parts=parts,
         heads=rows,
         AXES=axes,
@@ -389,7 +389,7 @@ def theta_sums(parts: int, theta: torch.Tensor, features: int, axes: int) -> The
         E=theta.shape[-1],
         BLOCK_P=64,
         BLOCK_E=16,
-        EARLY=early,
+        PDL=pdl,
     )
     return ThetaSums((parts, rows, features), launch)
 

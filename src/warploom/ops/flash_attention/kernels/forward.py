@@ -398,7 +398,7 @@ def forward_kernel(
     q, k, v, out, lse, statistics, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table,
     sizes: Sizes, out_split: tl.int64,
     q_strides: Strides, k_strides: Strides, v_strides: Strides, out_strides: Strides,
-    variant: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr,
+    variant: tl.constexpr, SHORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head, over one split of its KV loop.
 
@@ -407,7 +407,7 @@ def forward_kernel(
     row_max in powers of two, and row_sum relative to that. ``sink`` (H,) comes with one split alone. With
     ``PAGE``, ``k`` and ``v`` are (pages, PAGE, H, F), and ``block_table`` (B, M / PAGE) says which are whose.
     """
-    if OVERLAP:  # with the launch that merges parts, which waits for this one
+    if PDL:  # with the launch that merges parts, which waits for this one
         gdc_launch_dependents()
     heads, group, scale = sizes.heads, sizes.group, sizes.scale
     D: tl.constexpr = variant.D
@@ -504,11 +504,11 @@ def terms_kernel(
     tokens: tl.int32, keys: tl.int32, heads: tl.int32, key_heads: tl.int32, batch_size: tl.int32,
     q_strides: Strides, k_strides: Strides, v_strides: Strides, grad_strides: Strides,
     D: tl.constexpr, E: tl.constexpr, TERMS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Float32 tensors (B, N, H, F) as sums of several in bfloat16 each, terms (TERMS, B, N, H, F) without gaps.
 
-    In the forward there are no gradients of the output. With ``OVERLAP`` it runs beside
+    In the forward there are no gradients of the output. With ``PDL`` it runs beside
     `kernels.backward.prepare_kernel`, of which it reads nothing, and does not end before that has ended.
     """
     program = tl.program_id(0).to(tl.int64)
@@ -519,7 +519,7 @@ def terms_kernel(
     program = split_rows(q, q_terms, program, query_rows, tokens, heads, q_strides, D, TERMS, BLOCK_R, BLOCK_D)
     if grad is not None:
         split_rows(grad, grad_terms, program, query_rows, tokens, heads, grad_strides, E, TERMS, BLOCK_R, BLOCK_E)
-    if OVERLAP:
+    if PDL:
         if tl.program_id(0) == 0:  # one program is enough to hold what is launched next
             gdc_wait()
 
@@ -536,14 +536,14 @@ def combine_kernel(
     rows: tl.int64, tokens: tl.int32, heads: tl.int32, splits: tl.int32, out_split: tl.int64,
     out_strides: Strides,
     VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """What `forward_kernel` writes for one split, from what it wrote for each of several; always in the same order.
 
     A row is a (batch entry, head, token), tokens fastest, as in ``lse``. Parts are in float32, with the strides of
     ``out``.
     """
-    if EARLY:
+    if PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     in_range = row < rows

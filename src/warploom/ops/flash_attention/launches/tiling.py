@@ -241,7 +241,7 @@ class Terms(NamedTuple):
 
 
 def plan_terms(
-    product: str, shape: Shape, q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None, overlap: bool
+    product: str, shape: Shape, q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None, pdl: bool
 ) -> Terms:
     """What makes the terms for a product."""
     tensors = {"q": q, "k": k, "v": v, "grad": grad}
@@ -254,10 +254,10 @@ def plan_terms(
         terms_kernel,
         sum(-(-x.numel() // (x.shape[-1] * block_r)) for x in given),
         takes=(*tensors, *(f"{name}_terms" for name in tensors)),
-        early=overlap,
+        pdl=pdl,
         tokens=shape.tokens, keys=shape.keys, heads=shape.heads, key_heads=shape.key_heads,
         batch_size=shape.batch_size, D=shape.head_dim, E=shape.value_dim, TERMS=TERMS[product], BLOCK_R=block_r,
-        BLOCK_D=shape.block_d, BLOCK_E=shape.block_e, OVERLAP=overlap, **strides,
+        BLOCK_D=shape.block_d, BLOCK_E=shape.block_e, PDL=pdl, **strides,
     )  # fmt: skip
     return Terms(
         launch,

@@ -167,10 +167,10 @@ def backward_kernel(
 def reduce_kernel(
     partial, dtheta, parts: tl.int32, heads: tl.int32,
     AXES: tl.constexpr, F: tl.constexpr, E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Sums (parts, heads, F) over parts, and over the axes of a grid, which share frequencies: (heads, E)."""
-    if EARLY:
+    if PDL:
         gdc_wait()
     E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     head = (tl.program_id(0) // E_BLOCKS).to(tl.int64)

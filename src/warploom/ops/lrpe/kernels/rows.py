@@ -61,7 +61,7 @@ def split_program(split, TOKENS_INNER: tl.constexpr):
     """Block of S and block of rows of this program. Whatever lies closer together in memory moves faster.
 
     That is S where it runs over the heads of a token, and the rows where S runs over the batch: a copy kernel
-    that walks over the batch first takes 590 µs for what takes 578 µs this way and 570 µs without a batch axis.
+    that takes the batch first takes 590 µs for what takes 578 µs this way and 570 µs without a batch axis.
     """
     program = tl.program_id(0)
     slow = divide(program, split.blocks_inverse)

@@ -132,16 +132,16 @@ def prepare_kernel(
     tokens: tl.int32, heads: tl.int32,
     aq_strides: HeadStrides, bq_strides: FeatureStrides, out_strides: FeatureStrides, grad_strides: FeatureStrides,
     scale_q: tl.float32,
-    Q: tl.constexpr, G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr,
+    Q: tl.constexpr, G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Q and δ of one token's queries, BLOCK_H of the heads; 16-bit ranks are summed BLOCK_R at a time.
 
     Q are the `Features` of ``bq``, G those of ``out`` and ``grad``. Without ``grad`` and the other three, Q alone. ``lse``
     (B, H, N), which may be None, gets what is subtracted from logits in base two for 16-bit weights; +inf makes those of
-    queries that see no key zero. ``counters`` (2,), with which kernels for Hopper count their tiles, become zero. With ``OVERLAP`` the launch after it is put in place while
+    queries that see no key zero. ``counters`` (2,), with which kernels for Hopper count their tiles, become zero. With ``PDL`` the launch after it is put in place while
     this one's last programs run, and waits for them.
     """
-    if OVERLAP:
+    if PDL:
         gdc_launch_dependents()
     if counters is not None:
         tl.store(counters + tl.arange(0, 2), tl.zeros((2,), tl.int32), mask=tl.program_id(0) == 0)
@@ -391,13 +391,13 @@ def key_kernel(
 def factor_kernel(
     dq, aq, bq, daq, dbq, tokens: tl.int32, heads: tl.int32,
     aq_strides: HeadStrides, bq_strides: FeatureStrides, daq_strides: HeadStrides, dbq_strides: FeatureStrides,
-    scale_q: tl.float32, Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, EARLY: tl.constexpr,
+    scale_q: tl.float32, Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one token's query factors from dQ (B, N, H, D); BLOCK_R of the ranks.
 
-    Q are the `Features` of ``bq`` and ``dbq``. ``EARLY``: see `warploom.runtime.launch.may_start_early`.
+    Q are the `Features` of ``bq`` and ``dbq``. ``PDL``: see `warploom.runtime.launch.has_pdl`.
     """
-    if EARLY:
+    if PDL:
         gdc_wait()
     R_BLOCKS: tl.constexpr = (Q.R + BLOCK_R - 1) // BLOCK_R
     program = tl.program_id(0)
@@ -468,14 +468,14 @@ def sum_kernel(
     k_sums, v_sums, dbk, dbv,
     batches: tl.int32, keys: tl.int32, groups: tl.int32, k_programs: tl.int32,
     dbk_strides: FeatureStrides, dbv_strides: FeatureStrides,
-    K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of ``bk`` (B, M, RK, D) and ``bv``, BLOCK rows to a program: the sums of groups of heads, added up in order.
 
-    The first ``k_programs`` programs add up those of ``bk``. K and V are `Features`. ``EARLY``: see
-    `warploom.runtime.launch.may_start_early`.
+    The first ``k_programs`` programs add up those of ``bk``. K and V are `Features`. ``PDL``: see
+    `warploom.runtime.launch.has_pdl`.
     """
-    if EARLY:
+    if PDL:
         gdc_wait()
     program = tl.program_id(0)
     tokens = batches.to(tl.int64) * keys

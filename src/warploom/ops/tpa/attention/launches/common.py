@@ -39,10 +39,10 @@ def queries(factors: Operands) -> Dense:
     return Dense.rows((batch, factors.ak.shape[2], tokens, features), factors.bq.dtype)
 
 
-def plan_prepare(factors: Operands, call: Call, out: Tensor, grad: Tensor, overlap: bool) -> Launch:
+def plan_prepare(factors: Operands, call: Call, out: Tensor, grad: Tensor, pdl: bool) -> Launch:
     """The launch that forms Q and, if it is given gradients, δ.
 
-    ``overlap``: the launch after it is one for Hopper, which may start early.
+    ``pdl``: the launch after it is one for Hopper, by programmatic dependent launch.
     """
     aq, ak, _, bq, _, bv = factors
     batch, tokens, rank_q, features = bq.shape
@@ -63,5 +63,5 @@ def plan_prepare(factors: Operands, call: Call, out: Tensor, grad: Tensor, overl
         G=Features(1, values, block(values), g.vector, g.flag),
         BLOCK_H=16,
         BLOCK_R=16,
-        OVERLAP=overlap,
+        PDL=pdl,
     )

@@ -159,7 +159,7 @@ def plan_forward(factors: Operands, call: Call, out: Tensor) -> Forward:
         tpa_hopper_forward_kernel,
         programs,
         takes=("q_desc", "bk_desc", "bv_desc", "out_desc", "ak", "av", "lse", "statistics", "counters"),
-        early=True,
+        pdl=True,
         out_desc=Boxes(out, *_boxes(factors).results),
         **arguments,
     )
@@ -168,7 +168,7 @@ def plan_forward(factors: Operands, call: Call, out: Tensor) -> Forward:
         queries(factors),
         Dense.rows(rows, torch.float32),
         Dense.rows((2, *rows), torch.float32),
-        plan_prepare(factors, call, bq, bq, overlap=True),
+        plan_prepare(factors, call, bq, bq, pdl=True),
         launch,
     )
 
@@ -181,10 +181,10 @@ def plan_query(factors: Operands, call: Call, grad: Tensor, dq: Tensor, scale: f
         tpa_hopper_query_kernel,
         programs,
         takes=("q_desc", "bk_desc", "bv_desc", "do_desc", "dq_desc", "ak", "av", "lse", "delta", "counters"),
-        early=True,
+        pdl=True,
         do_desc=Boxes(grad, *results),
         dq_desc=Boxes(dq, *results),
-        slope=scale * call.scale,
+        grad_scale=scale * call.scale,
         **arguments,
     )
 
@@ -209,7 +209,7 @@ def plan_key(factors: Operands, call: Call, grad: Tensor, like: Operands, groups
             *("q_desc", "do_desc", "ak", "av", "bk", "bv", "lse", "delta"),
             *("dak", "dav", "k_sums", "v_sums", "counters"),
         ),
-        early=True,
+        pdl=True,
         q_desc=Boxes(_formed(factors), *boxes.queries),
         do_desc=Boxes(grad, *boxes.results),
         sizes=KeySizes(bq.shape[1], keys, heads, groups, rows, blocks, row_length(keys), 0),

@@ -29,7 +29,7 @@ from warploom.ops.tpa.attention.launches.common import block, heads_first, plan_
 from warploom.ops.tpa.attention.problem import Call
 from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, HeadStrides
 from warploom.ops.tpa.problem import Factors, Operands, feature_factors, strides_of
-from warploom.runtime.launch import ALIGNMENT, Dense, Launch, architecture, may_start_early, multiprocessors
+from warploom.runtime.launch import ALIGNMENT, Dense, Launch, architecture, has_pdl, multiprocessors
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans, metadata
 
@@ -299,7 +299,7 @@ def _plan_factors(factors: Operands, call: Call, like: Operands) -> Launch:
     aq, ak, _, bq, _, _ = factors
     batch, tokens, rank_q, features = bq.shape
     block_r = min(block(rank_q), 64)
-    early = may_start_early(bq.device)
+    pdl = has_pdl(bq.device)
     b = feature_factors(bq, like.bq)
     return Launch(
         factor_kernel,
@@ -307,7 +307,7 @@ def _plan_factors(factors: Operands, call: Call, like: Operands) -> Launch:
         takes=("dq", "aq", "bq", "daq", "dbq"),
         num_warps=4 if block_r == 16 and bq.dtype != torch.float32 else 8,
         num_stages=1,
-        early=early,
+        pdl=pdl,
         tokens=tokens,
         heads=ak.shape[2],
         aq_strides=HeadStrides(*strides_of(aq)),
@@ -318,7 +318,7 @@ def _plan_factors(factors: Operands, call: Call, like: Operands) -> Launch:
         Q=Features(rank_q, features, block(features), b.vector, b.flag),
         BLOCK_H=16,
         BLOCK_R=block_r,
-        EARLY=early,
+        PDL=pdl,
     )
 
 
@@ -330,12 +330,12 @@ def _plan_sum(factors: Operands, like: Operands, groups: int) -> Launch:
     k_features, v_features = _features(factors, b.vector, b.flag)
     rows = max(1, 1024 // max(k_features.BLOCK_F, v_features.BLOCK_F))
     k_programs, v_programs = (-(-batch * keys * x.R // rows) for x in (k_features, v_features))
-    early = may_start_early(bk.device)
+    pdl = has_pdl(bk.device)
     return Launch(
         sum_kernel,
         k_programs + v_programs,
         takes=("k_sums", "v_sums", "dbk", "dbv"),
-        early=early,
+        pdl=pdl,
         batches=batch,
         keys=keys,
         groups=groups,
@@ -345,5 +345,5 @@ def _plan_sum(factors: Operands, like: Operands, groups: int) -> Launch:
         K=k_features,
         V=v_features,
         BLOCK=rows,
-        EARLY=early,
+        PDL=pdl,
     )

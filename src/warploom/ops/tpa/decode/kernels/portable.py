@@ -426,7 +426,7 @@ def decode_kernel(
 def combine_kernel(
     partial, statistics, lengths, out, sizes: Sizes, out_strides: FeatureStrides, scale_v: tl.float32,
     H: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, AHEAD: tl.constexpr,
-    CHUNKS: tl.constexpr, WIDTH: tl.constexpr, NODE: tl.constexpr, PAIRS: tl.constexpr, EARLY: tl.constexpr,
+    CHUNKS: tl.constexpr, WIDTH: tl.constexpr, NODE: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Joins what programs left that took ``WIDTH`` chunks each: a tile (R, E) of one entry's rows.
 
@@ -434,7 +434,7 @@ def combine_kernel(
     ``AHEAD`` parts, a multiple of that, are under way before the first is needed.
     """
     tokens, keys, spans, lengths_stride = sizes
-    if EARLY:
+    if PDL:
         gdc_wait()
     parts = Parts(partial, statistics, tokens.to(tl.int64) * H)
     row_blocks = tl.cdiv(parts.rows, BLOCK_R).to(tl.int32)

@@ -33,7 +33,7 @@ from warploom.ops.tpa.decode.kernels.portable import (
 from warploom.ops.tpa.decode.launches import hopper
 from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, Heads, HeadStrides
 from warploom.ops.tpa.problem import Operands, feature_factors, head_factors, logit_unit, strides_of
-from warploom.runtime.launch import ALIGNMENT, Dense, Launch, may_start_early, multiprocessors
+from warploom.runtime.launch import ALIGNMENT, Dense, Launch, has_pdl, multiprocessors
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 
@@ -116,13 +116,13 @@ def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Deco
         launch = _plan_launch(factors, out, lengths_stride, spans, levels, scales, tile)
     if spans == 1:
         return _Decode(Dense.like(out), launch)
-    early = may_start_early(bq.device)
+    pdl = has_pdl(bq.device)
     combine = Launch(
         combine_kernel,
         batch * -(-tokens * heads // COMBINE_ROWS),
         takes=("partial", "statistics", "lengths", "out"),
         num_warps=2,
-        early=early,
+        pdl=pdl,
         sizes=Sizes(tokens, keys, spans, lengths_stride),
         out_strides=FeatureStrides(*strides_of(out)),
         scale_v=call.scale_v,
@@ -135,7 +135,7 @@ def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Deco
         WIDTH=chunks.widths[levels],
         NODE=chunks.widths[-1] // chunks.widths[levels],
         PAIRS=on_hopper,
-        EARLY=early,
+        PDL=pdl,
     )
     shapes = (batch, spans, tokens * heads, values), (batch, spans, 2, tokens * heads)
     partial, statistics = (Dense.rows(shape, torch.float32) for shape in shapes)
