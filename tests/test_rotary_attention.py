@@ -131,14 +131,14 @@ def test_plans_for_hopper_launch_on_parts_of_larger_tensors(
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *results: Tensor) -> None:
         launched.append("forward")
-        *results, tickets = results
-        assert tickets.tolist() == [0, 0]
+        *results, counters = results
+        assert counters.tolist() == [0, 0]
         for result, each in zip(results, launches_forward.forward(first(q), k, v, *call, Plans()), strict=True):
             result.copy_(each)
 
     def gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-        *rows, tickets = rows
-        assert tickets.tolist() == [0, 0]
+        *rows, counters = rows
+        assert counters.tolist() == [0, 0]
         assert not any(row.isnan().any() for row in rows)
         out, _, statistics = launches_forward.forward(first(q), k, v, *call, Plans())
         return launches_backward.backward(grad, None, first(q), k, v, out, statistics, *call, Plans())
