@@ -15,7 +15,7 @@ import torch
 
 from warploom.errors import WarploomError
 from warploom.ops.spec import Case, Inputs, Operator, Outputs
-from warploom.testing.accuracy import Accuracy, compare_each, mean_of, worst_of
+from warploom.testing.accuracy import Accuracy, as_tuple, compare_each, mean_of, worst_of
 from warploom.testing.poison import poisoned_allocations
 
 __all__ = [
@@ -262,11 +262,6 @@ def modified(inputs: Inputs, before: dict[str, tuple[int, torch.Tensor]]) -> tup
         for name, (version, copy) in before.items()
         if inputs[name]._version != version or not torch.equal(inputs[name], copy)
     )
-
-
-def as_tuple(outputs: Outputs) -> tuple[torch.Tensor, ...]:
-    """One output or several as a tuple."""
-    return (outputs,) if isinstance(outputs, torch.Tensor) else outputs
 
 
 def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:

@@ -183,8 +183,8 @@ def forward(
     """Run the forward kernel.
 
     ``table`` (N, 1 or H, 2F) float32 replaces the angles by stored cosines and sines. ``plans`` are those of
-    earlier calls that were the same in all but addresses, numbers in tensors, and the offset; these had ``counters``
-    (2,) int32, or none: two numbers that become zero for a kernel launched later.
+    earlier calls that were the same in all but addresses, numbers in tensors, and the offset. ``counters`` (2,)
+    int32, in all such calls or in none, become zero for a kernel that is launched later.
     """
     plan = plans.get("forward", plan_forward, x, theta, positions, kind, activation, table)
     out = plan.result.empty(x)
