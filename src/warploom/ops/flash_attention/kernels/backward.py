@@ -32,7 +32,7 @@ from warploom.ops.flash_attention.kernels.forward import (
     loop_bounds,
     part_base,
     program_order,
-    query_tile,
+    query_place,
     row_offsets,
     store_tile,
     term_stride,
@@ -308,14 +308,8 @@ def query_kernel(
     BLOCK_D: tl.constexpr = variant.BLOCK_D
     BLOCK_E: tl.constexpr = variant.BLOCK_E
     PRECISION: tl.constexpr = variant.PRECISION
-    block, row = program_order(sizes.blocks * sizes.splits, sizes.batch_size * heads, sizes.section)
-    split = block % sizes.splits
-    block = block // sizes.splits
-    if variant.HAS_RIGHT:  # the last queries see the most keys
-        block = sizes.blocks - 1 - block
-    batch, head = row // heads, row % heads
-    m, q_start, tokens, k_start, keys = query_tile(block, cu_seqlens_q, cu_seqlens_k, sizes, BLOCK_M)
-    keys = used_keys(seqused_k, batch, keys)
+    place = query_place(cu_seqlens_q, cu_seqlens_k, seqused_k, sizes, variant)
+    split, row, batch, head, m, q_start, tokens, k_start, keys = place
     if m < tokens:
         q_ptr = base_of(q, batch, q_start + m, head, q_strides, variant.VEC)
         do_ptr = base_of(grad, batch, q_start + m, head, grad_strides, variant.VEC)

@@ -127,13 +127,35 @@ def tile_bounds(tile, cu_tile, cu_tile_stride, cu_other, cu_other_stride, length
     return tile * BLOCK, start, length, other_start, other_length
 
 
+class Place(NamedTuple):
+    """Where a program of a kernel that owns queries is."""
+
+    split: tl.int32  # of the KV loop
+    row: tl.int32  # batch entry times heads, and head
+    batch: tl.int32
+    head: tl.int32
+    m: tl.int32  # first query of the tile, in its sequence
+    q_start: tl.int32  # of the sequence, as is `k_start`
+    tokens: tl.int32  # of the sequence
+    k_start: tl.int32
+    keys: tl.int32
+
+
 @triton.jit
-def query_tile(block, cu_seqlens_q, cu_seqlens_k, sizes, BLOCK: tl.constexpr):
-    """`tile_bounds` of a tile of queries."""
-    return tile_bounds(
+def query_place(cu_seqlens_q, cu_seqlens_k, seqused_k, sizes, variant: tl.constexpr):
+    """The `Place` of this program."""
+    block, row = program_order(sizes.blocks * sizes.splits, sizes.batch_size * sizes.heads, sizes.section)
+    split = block % sizes.splits
+    block = block // sizes.splits
+    if variant.HAS_RIGHT:  # the last queries see the most keys
+        block = sizes.blocks - 1 - block
+    batch, head = row // sizes.heads, row % sizes.heads
+    m, q_start, tokens, k_start, keys = tile_bounds(
         block, cu_seqlens_q, sizes.cu_q_stride, cu_seqlens_k, sizes.cu_k_stride, sizes.tokens, sizes.keys,
-        sizes.sequences, BLOCK,
+        sizes.sequences, variant.BLOCK_M,
     )  # fmt: skip
+    keys = used_keys(seqused_k, batch, keys)
+    return Place(split, row, batch, head, m, q_start, tokens, k_start, keys)
 
 
 @triton.jit
@@ -416,14 +438,8 @@ def forward_kernel(
     BLOCK_N: tl.constexpr = variant.BLOCK_N
     BLOCK_D: tl.constexpr = variant.BLOCK_D
     BLOCK_E: tl.constexpr = variant.BLOCK_E
-    block, row = program_order(sizes.blocks * sizes.splits, sizes.batch_size * heads, sizes.section)
-    split = block % sizes.splits
-    block = block // sizes.splits
-    if variant.HAS_RIGHT:  # the last queries see the most keys
-        block = sizes.blocks - 1 - block
-    batch, head = row // heads, row % heads
-    m, q_start, tokens, k_start, keys = query_tile(block, cu_seqlens_q, cu_seqlens_k, sizes, BLOCK_M)
-    keys = used_keys(seqused_k, batch, keys)
+    place = query_place(cu_seqlens_q, cu_seqlens_k, seqused_k, sizes, variant)
+    split, row, batch, head, m, q_start, tokens, k_start, keys = place
     if m < tokens:
         q_ptr = base_of(q, batch, q_start + m, head, q_strides, variant.VEC)
         table = None
