@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from flash_cases import BACKENDS
 from launches import ON_GPU
-from test_flash_attention import BACKENDS
 
 from warploom import flash_attention
 from warploom.ops.flash_attention import reference
