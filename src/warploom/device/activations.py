@@ -15,7 +15,7 @@ LOG2_E_LOW = tl.constexpr(1.925963033500011e-08)  # what that leaves of it
 
 @triton.jit
 def widen(x):
-    """``x`` in float32. Of two bfloat16 in a register, each takes one instruction; converted, the upper takes two."""
+    """``x`` in float32, with one instruction for each of two bfloat16 in a register; a conversion takes two for the upper."""
     if INTERPRETED or x.dtype != tl.bfloat16:
         y = x.to(tl.float32)
     else:

@@ -152,7 +152,7 @@ def kv_loop_in_turn(
 
 @gluon.jit
 def load_row_values(values, row, m, tokens, other, LAYOUT: gl.constexpr):
-    """A number of each of 64 queries of a head, from number ``m`` on; ``other`` where there is none."""
+    """One value for each of 64 queries of a head, from query ``m`` on; ``other`` behind the last query."""
     local = m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     return gl.load(values + row.to(gl.int64) * tokens + local, mask=local < tokens, other=other)
 

@@ -207,7 +207,7 @@ def launch_forward(
 
 
 class ThetaSums(NamedTuple):
-    """How theta's gradient becomes of its partial sums."""
+    """How theta's gradient is added up from partial sums."""
 
     shape: tuple[int, int, int]  # of the partial sums: (parts, rows of theta, F)
     launch: Launch

@@ -103,7 +103,7 @@ class Queries(NamedTuple):
 
 @triton.jit
 def uncapped(dlogits, logits, variant: tl.constexpr):
-    """Gradients with respect to logits, from those with respect to what `capped` makes of them."""
+    """Gradients of logits, from those of capped logits; see `capped`."""
     if variant.SOFTCAP is not None:
         dlogits = dlogits * (1.0 - logits * logits)
     return dlogits

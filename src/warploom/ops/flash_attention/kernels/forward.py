@@ -188,7 +188,7 @@ def kv_rows(x, table, n, keys, VEC: tl.constexpr, FEATURES: tl.constexpr, varian
 
 @triton.jit
 def capped(logits, scale, variant: tl.constexpr):
-    """Logits as they are compared, and what multiplies them in powers of two: ``2^(logits · scale)`` is a weight."""
+    """Logits, capped where there is a cap, and their scale: ``2^(logits · scale)`` is a weight."""
     if variant.NEGATIVE:
         logits = -logits
     if variant.SOFTCAP is not None:

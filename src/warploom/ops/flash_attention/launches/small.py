@@ -47,7 +47,7 @@ def suits_backward(shape: Shape, mask: Mask, scale: float, *tensors: Tensor) -> 
 
 
 def plan_backward(shape: Shape, mask: Mask, scale: float, *tensors: Tensor) -> Launch:
-    """The launch on q, k, v, grad, lse, delta, dq, dk and dv that are like ``tensors``: these without the two."""
+    """The launch on q, k, v, grad, lse, delta, dq, dk and dv; ``tensors`` are like these, without lse and delta."""
     layout, ways = layout_for(*tensors), SMALL_BACKWARD[shape.head_dim]
     blocks, key_blocks = _blocks(shape.tokens), _blocks(shape.keys)
     pdl = has_pdl(tensors[0].device)

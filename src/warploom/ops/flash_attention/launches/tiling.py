@@ -136,7 +136,7 @@ def product_of(direction: str, call: Call, precision: str) -> str:
 
 
 def are_aligned(*tensors: Tensor) -> bool:
-    """Whether the tensors' addresses suit descriptors, which is asked where kernels might use them."""
+    """Whether addresses are aligned for tensor descriptors; False where no kernel uses descriptors."""
     if tensors[0].dtype == torch.float32 or architecture(tensors[0].device) != 90:
         return False
     bits = 0
@@ -234,7 +234,7 @@ class Terms(NamedTuple):
     like: tuple[Tensor, ...]  # one of each tensor, without memory
 
     def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        """The terms (three or two, …) of those of q, k, v and grad that are given."""
+        """The terms (TERMS, …) of each of q, k, v and grad that is given."""
         terms = [None if x is None or all is None else all.empty(x) for x, all in zip(tensors, self.all)]
         self.launch(*tensors, *terms)
         return tuple(x for x in terms if x is not None)

@@ -33,7 +33,7 @@ from warploom.ops.lrpe.kernels.rows import (
 
 @triton.jit
 def pair_gradient(g1, g2, cosine, sine):
-    """What reaches x̄ through `turn`; for ``cosine`` the first alone, and the second is that of the angle over x̄."""
+    """Gradients of both x̄ of a pair. For ``cosine`` the first is that of x̄, and x̄ times the second that of the angle."""
     d1 = tl.fma(g1, cosine, g2 * sine)
     d2 = tl.fma(g2, cosine, -(g1 * sine))
     return d1, d2

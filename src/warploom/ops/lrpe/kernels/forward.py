@@ -21,7 +21,7 @@ from warploom.ops.lrpe.kernels.rows import (
 
 @triton.jit
 def activate_input(x1, x2, spec: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr):
-    """x̄ of both tiles of `load_input`, in float32, over a factor of each row (R, 1) that is 1.0 but for softmax."""
+    """Two float32 tiles and a factor: x̄ is their product. The factor is 1.0, for softmax (R, 1) reciprocals of sums."""
     scale = 1.0
     if ACTIVATION == "softmax":
         inside = (tl.arange(0, BLOCK_F) < spec.F)[None, :]
@@ -39,7 +39,7 @@ def activate_input(x1, x2, spec: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_F
 
 @triton.jit
 def turn(x1, x2, cosine, sine, KIND: tl.constexpr):
-    """The pair that comes out, from x̄."""
+    """The pair of results for x̄."""
     if KIND == "cosine":
         first = x1 * cosine
         second = x1 * sine

@@ -22,7 +22,7 @@ from warploom.ops.lrpe.kernels.angles import divide
 
 
 class Strides(NamedTuple):
-    """Of a tensor, over ``VEC`` of `Spec` but for that of features."""
+    """Of a tensor; all but that of features come divided by ``VEC`` of `Spec`."""
 
     s: tl.int64
     n: tl.int64

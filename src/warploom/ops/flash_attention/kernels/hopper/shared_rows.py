@@ -73,7 +73,7 @@ def weight_buffers(STAGES: gl.constexpr, BLOCK: gl.constexpr):
 
 @gluon.jit
 def new_weights(tiles, full):
-    """Tiles of weights with barriers, which become ready."""
+    """Tiles of weights with their barriers, which are initialised."""
     init_each(full)
     return Weights(tiles, full)
 

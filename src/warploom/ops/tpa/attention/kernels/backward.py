@@ -71,7 +71,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def load_statistics(statistics, delta, tokens, n, mask):
-    """Of queries of one of all heads, of ``tokens``; of a query that sees no key 0, 0 and δ."""
+    """`Rows` of the queries ``n`` of one head, of ``tokens``; 0, 0 and δ for a query that sees no key."""
     row_max = tl.load(statistics + n, mask=mask, other=0.0)
     row_sum = tl.load(statistics + tokens + n, mask=mask, other=0.0)
     inverse_sum = tl.div_rn(1.0, tl.where(row_sum == 0.0, float("inf"), row_sum))
@@ -363,27 +363,13 @@ def key_kernel(
                 ds = p * (dp - rows.delta[None, :])
                 dk = dot(rounded(ds, queries.dtype), queries, dk)
         factor_gradients(
-            dk * scales.dk,
-            k_factors,
-            Factors(dak + h * strides.dak.h, strides.dak),
-            dbk,
-            here,
-            keys,
-            head > first_head,
-            K,
-            BLOCK_M,
-        )
+            dk * scales.dk, k_factors, Factors(dak + h * strides.dak.h, strides.dak), dbk, here, keys,
+            head > first_head, K, BLOCK_M,
+        )  # fmt: skip
         factor_gradients(
-            dv * scales.v,
-            v_factors,
-            Factors(dav + h * strides.dav.h, strides.dav),
-            dbv,
-            here,
-            keys,
-            head > first_head,
-            V,
-            BLOCK_M,
-        )
+            dv * scales.v, v_factors, Factors(dav + h * strides.dav.h, strides.dav), dbv, here, keys,
+            head > first_head, V, BLOCK_M,
+        )  # fmt: skip
         tl.debug_barrier()  # the next head adds to what was stored here
 
 

@@ -190,7 +190,7 @@ def plan_query(factors: Operands, call: Call, grad: Tensor, dq: Tensor, scale: f
 
 
 def groups(factors: Operands) -> int:
-    """Of heads, each of which has its own sums of the gradients of ``bk`` and ``bv``."""
+    """The number of groups of heads; each has its own sums of the gradients of ``bk`` and ``bv``."""
     batch, keys, heads, _ = factors.ak.shape
     most = PROGRAMS * multiprocessors(factors.bk.device) // (-(-keys // _BLOCK) * batch)
     return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(most, 1))

@@ -208,7 +208,7 @@ def query_tile(queries, batch, scale_q, H: gl.constexpr, RQ: gl.constexpr, D: gl
 
 @gluon.jit
 def join(softmax, waiting, level: gl.constexpr, LAYOUT: gl.constexpr):
-    """What waits at a level, and then a softmax over the keys behind it, joined; see `kernels.portable.join`."""
+    """The softmax that waits at a level, joined with ``softmax`` over the keys behind; see `kernels.portable.join`."""
     before_max = waiting.row_max.index(level).load(gl.SliceLayout(0, LAYOUT))
     row_max = gl.maximum(before_max, softmax.row_max)
     base = gl.where(row_max == float("-inf"), 0.0, row_max)

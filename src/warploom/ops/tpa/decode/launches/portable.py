@@ -18,7 +18,6 @@ from warploom.ops.tpa.decode.configs import (
     SECOND_LAUNCH,
     START,
     RowTile,
-    padded,
     row_tile,
 )
 from warploom.ops.tpa.decode.kernels.portable import (
@@ -32,7 +31,7 @@ from warploom.ops.tpa.decode.kernels.portable import (
 )
 from warploom.ops.tpa.decode.launches import hopper
 from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, Heads, HeadStrides
-from warploom.ops.tpa.problem import Operands, feature_factors, head_factors, logit_unit, strides_of
+from warploom.ops.tpa.problem import Operands, feature_factors, head_factors, logit_unit, padded, strides_of
 from warploom.runtime.launch import ALIGNMENT, Dense, Launch, has_pdl, multiprocessors
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
@@ -44,7 +43,7 @@ CHUNKS = Chunks(shortest=128, longest=1024, wanted=32, widths=(1, 4))
 
 
 def _microseconds(tiles: int, spans: int, entry_bytes: int, device: torch.device) -> float:
-    """What the multiprocessor takes that has most to read, and then the second kernel."""
+    """Estimated time: of the multiprocessor that reads most, and of the second kernel after it."""
     programs = -(-tiles * spans // multiprocessors(device))
     span = entry_bytes / spans
     reading = max(programs * span / ONE_MULTIPROCESSOR, -(-programs // 2) * span / ONE_PROGRAM) + programs * START
@@ -89,7 +88,7 @@ def decode(factors: Operands, call: DecodeCall, plans: Plans) -> Tensor:
 
 
 def _plan_decode(factors: Operands, call: DecodeCall) -> tuple[_Decode, _Decode]:
-    """For a cache at any address, and for one at multiples of 16 bytes."""
+    """Plans for a cache at any address, and for one at multiples of 16 bytes."""
     everywhere = _plan_kernels(factors, call, on_hopper=False)
     if call.strategy == "batch_head" or not hopper.suit(factors, call.cache_seqlens):
         return everywhere, everywhere
@@ -126,17 +125,10 @@ def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Deco
         sizes=Sizes(tokens, keys, spans, lengths_stride),
         out_strides=FeatureStrides(*strides_of(out)),
         scale_v=call.scale_v,
-        H=heads,
-        E=values,
-        BLOCK_R=COMBINE_ROWS,
-        BLOCK_E=padded(values),
-        AHEAD=COMBINE_AHEAD,
-        CHUNKS=ChunkLengths(*chunks[:3]),
-        WIDTH=chunks.widths[levels],
-        NODE=chunks.widths[-1] // chunks.widths[levels],
-        PAIRS=on_hopper,
-        PDL=pdl,
-    )
+        H=heads, E=values, BLOCK_R=COMBINE_ROWS, BLOCK_E=padded(values), AHEAD=COMBINE_AHEAD,
+        CHUNKS=ChunkLengths(*chunks[:3]), WIDTH=chunks.widths[levels],
+        NODE=chunks.widths[-1] // chunks.widths[levels], PAIRS=on_hopper, PDL=pdl,
+    )  # fmt: skip
     shapes = (batch, spans, tokens * heads, values), (batch, spans, 2, tokens * heads)
     partial, statistics = (Dense.rows(shape, torch.float32) for shape in shapes)
     return _Decode(Dense.like(out), launch, combine, (partial, statistics))
