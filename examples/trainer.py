@@ -60,7 +60,7 @@ def main(words: list[str] | None = None) -> float:
 
 
 def packed(text: bytes, length: int) -> list[dict[str, Any]]:
-    """Rows of bytes, with the place of each in its line; the first byte of a line has nothing to be learnt from."""
+    """Rows of bytes, with the place of each in its line; the first byte of a line is no target."""
     tokens = torch.tensor(list(text))
     places = torch.cat([torch.arange(len(line)) for line in text.splitlines(keepends=True)])
     labels = tokens.masked_fill(places == 0, -100)

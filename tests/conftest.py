@@ -97,7 +97,7 @@ def turn(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     alone = request.node.get_closest_marker("alone") is not None
     with lock("door") as door, lock("room") as room:
-        fcntl.flock(door, fcntl.LOCK_EX)  # who waits to be alone lets nobody pass
+        fcntl.flock(door, fcntl.LOCK_EX)  # who waits to be alone lets no other pass
         fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)
         yield

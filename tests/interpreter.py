@@ -21,7 +21,7 @@ def quicken() -> None:
         return
     _prepare_the_language_once_a_launch()
     _look_up_each_dtype_once()
-    _compute_no_overflow_that_nobody_looks_at()
+    _compute_no_overflow_check()
 
 
 def _prepare_the_language_once_a_launch() -> None:
@@ -54,7 +54,7 @@ def _look_up_each_dtype_once() -> None:
     interpreter._get_np_dtype = look_up
 
 
-def _compute_no_overflow_that_nobody_looks_at() -> None:
+def _compute_no_overflow_check() -> None:
     """Each sum and product of integers is computed again in 64 bits, for an assertion made in debug mode alone."""
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)

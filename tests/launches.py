@@ -12,7 +12,7 @@ ON_GPU = torch.cuda.is_available()
 ON_HOPPER = ON_GPU and torch.cuda.get_device_capability()[0] == 9
 
 MERGING = frozenset({"combine_kernel", "sum_kernel"})
-"""Kernels that longer walks need besides, once they are split: they merge the parts."""
+"""Kernels that split KV loops need besides: they merge the parts."""
 
 
 def constants_of(launch: Any) -> dict[str, Any]:

@@ -442,7 +442,7 @@ def test_a_strided_view_of_a_leaf_is_a_leaf() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The walk over the cases, on an operator that is faulty in one way at a time
+# The checks of all cases, on an operator that is faulty in one way at a time
 # ----------------------------------------------------------------------------------------------------------
 
 

@@ -78,12 +78,12 @@ def test_a_gpu_of_amd_is_not_taken_for_one_of_nvidia(on: Become) -> None:
 
 
 def test_kernels_for_hopper_run_on_nothing_like_it(on: Become) -> None:
-    from warploom.runtime.launch import architecture, may_start_early
+    from warploom.runtime.launch import architecture, has_pdl
 
     for capability, hip, expected in (((9, 4), "7.1", 0), ((9, 0), None, 90), ((10, 0), None, 100)):
         x = on(*capability, hip=hip)
         assert architecture(x.device) == expected
-        assert not may_start_early(x.device) or expected >= 90
+        assert not has_pdl(x.device) or expected >= 90
 
 
 def test_a_fake_tensor_stands_for_one_on_a_gpu_elsewhere(on: Become) -> None:

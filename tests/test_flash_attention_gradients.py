@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_flash_attention import BACKENDS, backends, kernels, random_inputs
+from flash_cases import BACKENDS, backends, kernels, random_inputs
 
 from warploom import flash_attention
 from warploom.ops.flash_attention import reference

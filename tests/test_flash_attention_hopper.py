@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from flash_cases import assert_right, random_inputs, run
 from launches import assert_for_hopper_alone, choose_as_on
 from planned_calls import forget_plans
-from test_flash_attention import assert_right, random_inputs, run
 
 from warploom import flash_attention
 from warploom.runtime.backend import HAS_TRITON

@@ -1,18 +1,26 @@
 """What LRPE refuses, and how it says so."""
 
-import re
 from typing import Any
 
 import pytest
 import torch
+from refusals import Change, Wrong, assert_left_to_pytorch, assert_refused, each, ones
 from test_lrpe import BACKENDS, encode
 
-from warploom import ArgumentError, BackendError, DeviceError, DtypeError, ShapeError, WarploomError
+from warploom import (
+    ArgumentError,
+    BackendError,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    WarploomError,
+    lrpe_cosine,
+    lrpe_rotate,
+)
 from warploom.ops.lrpe import validation
 from warploom.runtime.backend import HAS_TRITON
 
 Tensor = torch.Tensor
-Change = dict[str, Any]
 
 TOKENS = 6
 IDS = torch.arange(TOKENS)
@@ -20,24 +28,19 @@ BOUNDS = torch.tensor([0, 2, TOKENS])
 THETA = torch.rand(3, 4)
 
 
-def x_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.ones(shape, dtype=dtype)
+ONE_ENTRY = ones(1, TOKENS, 3, 8)
 
-
-ONE_ENTRY = x_of(1, TOKENS, 3, 8)
-
-# What is changed in a good call, the error, the argument it names, and words of what was expected and what came.
-WRONG: tuple[tuple[Change, type[WarploomError], str, str, str], ...] = (
+WRONG: tuple[Wrong, ...] = (
     # x
     ({"x": [1.0, 2.0]}, DtypeError, "x", "a tensor", "list"),
     ({"x": None}, DtypeError, "x", "a tensor", "NoneType"),
-    ({"x": x_of(2, 6, 3, 8, dtype=torch.int64)}, DtypeError, "x", "float16, bfloat16, float32", "int64"),
-    ({"x": x_of(2, 6, 3, 8, dtype=torch.bool)}, DtypeError, "x", "float16, bfloat16, float32", "bool"),
-    ({"x": x_of(2, 6, 3, 8, dtype=torch.complex64)}, DtypeError, "x", "float16, bfloat16, float32", "complex64"),
-    ({"x": x_of()}, ShapeError, "x", "(B, N, H, D) or (B, N, D)", "()"),
-    ({"x": x_of(6, 8)}, ShapeError, "x", "(B, N, H, D) or (B, N, D)", "(6, 8)"),
-    ({"x": x_of(1, 2, 6, 3, 8)}, ShapeError, "x", "(B, N, H, D) or (B, N, D)", "(1, 2, 6, 3, 8)"),
-    ({"x": x_of(2, 6, 3, 0)}, ShapeError, "x", "D ≥ 1", "(2, 6, 3, 0)"),
+    ({"x": ones(2, 6, 3, 8, dtype=torch.int64)}, DtypeError, "x", "float16, bfloat16, float32", "int64"),
+    ({"x": ones(2, 6, 3, 8, dtype=torch.bool)}, DtypeError, "x", "float16, bfloat16, float32", "bool"),
+    ({"x": ones(2, 6, 3, 8, dtype=torch.complex64)}, DtypeError, "x", "float16, bfloat16, float32", "complex64"),
+    ({"x": ones()}, ShapeError, "x", "(B, N, H, D) or (B, N, D)", "()"),
+    ({"x": ones(6, 8)}, ShapeError, "x", "(B, N, H, D) or (B, N, D)", "(6, 8)"),
+    ({"x": ones(1, 2, 6, 3, 8)}, ShapeError, "x", "(B, N, H, D) or (B, N, D)", "(1, 2, 6, 3, 8)"),
+    ({"x": ones(2, 6, 3, 0)}, ShapeError, "x", "D ≥ 1", "(2, 6, 3, 0)"),
     # theta
     ({"theta": 0.5}, DtypeError, "theta", "a tensor", "float"),
     ({"theta": None}, DtypeError, "theta", "a tensor", "NoneType"),
@@ -47,7 +50,7 @@ WRONG: tuple[tuple[Change, type[WarploomError], str, str, str], ...] = (
     ({"theta": torch.ones(2, 4)}, ShapeError, "theta", "H = 3", "(2, 4)"),
     ({"theta": torch.ones(3, 0)}, ShapeError, "theta", "E ≥ 1", "(3, 0)"),
     ({"theta": torch.ones(0)}, ShapeError, "theta", "E ≥ 1", "(0,)"),
-    ({"x": x_of(2, 6, 8)}, ShapeError, "theta", "H = 1", "(3, 4)"),
+    ({"x": ones(2, 6, 8)}, ShapeError, "theta", "H = 1", "(3, 4)"),
     ({"theta": THETA.to("meta")}, DeviceError, "theta", "on the device of x", "meta"),
     ({"theta": torch.ones(3, 9)}, ShapeError, "theta", "k = 1", "(3, 9)"),
     ({"theta": torch.ones(9)}, ShapeError, "theta", "k = 1", "(9,)"),
@@ -141,103 +144,33 @@ WRONG: tuple[tuple[Change, type[WarploomError], str, str, str], ...] = (
     ),
 )  # fmt: skip
 
-WRONG_FOR_ROTATE: tuple[tuple[Change, type[WarploomError], str, str, str], ...] = (
+WRONG_FOR_ROTATE: tuple[Wrong, ...] = (
     ({"theta": torch.ones(3, 8)}, ShapeError, "theta", "E ≤ 4 = ⌈F/k⌉ frequencies, with F = 4 and k = 1", "(3, 8)"),
     ({"theta": torch.ones(3), "grid": (2, 3)}, ShapeError, "theta", "E ≤ 2 = ⌈F/k⌉", "(3,)"),
     ({"theta": torch.ones(2), "grid": (1, 1, 1, 2, 3)}, ShapeError, "theta", "E ≤ 1 = ⌈F/k⌉", "(2,)"),
-    ({"x": x_of(2, 6, 3, 7)}, ShapeError, "x", "an even number of features D", "(2, 6, 3, 7)"),
-    ({"x": x_of(2, 6, 3, 1)}, ShapeError, "x", "an even number of features D", "(2, 6, 3, 1)"),
+    ({"x": ones(2, 6, 3, 7)}, ShapeError, "x", "an even number of features D", "(2, 6, 3, 7)"),
+    ({"x": ones(2, 6, 3, 1)}, ShapeError, "x", "an even number of features D", "(2, 6, 3, 1)"),
     ({"interleaved": 1}, DtypeError, "interleaved", "a bool", "1"),
     ({"interleaved": None}, DtypeError, "interleaved", "a bool", "None"),
     ({"interleaved": "yes"}, DtypeError, "interleaved", "a bool", "'yes'"),
 )
 
 
-def describe(change: object) -> str:
-    if not isinstance(change, dict):
-        return ""
-    return ",".join(
-        f"{name}={value.dtype}{[*value.shape]}" if isinstance(value, Tensor) else f"{name}={value!r}"[:40]
-        for name, value in change.items()
-    ).replace("torch.", "")
-
-
-def place_on(device: torch.device, arguments: Change) -> Change:
-    return {
-        name: value.to(device) if isinstance(value, Tensor) and not value.is_meta else value
-        for name, value in arguments.items()
-    }
-
-
-def table(rows: tuple[tuple[Change, type[WarploomError], str, str, str], ...]) -> Any:
-    ids = [describe(change) for change, *_ in rows]
-    return pytest.mark.parametrize(("change", "error", "argument", "expected", "got"), rows, ids=ids)
-
-
-@pytest.fixture(autouse=True)
-def no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        pytest.fail("a kernel was launched for a call that must be refused")
-
-    if HAS_TRITON:
-        monkeypatch.setattr("warploom.runtime.launch.Launch.__call__", refuse)
-
-
-def assert_refused(
-    name: str,
-    change: Change,
-    error: type[WarploomError],
-    argument: str,
-    expected: str,
-    got: str,
-    backend: str,
-    device: torch.device,
-) -> None:
-    import warploom
-
-    good = {"x": x_of(2, TOKENS, 3, 8), "theta": THETA.clone(), "backend": backend}
-    call = place_on(device, {**good, **change})
-    tensors = {key: value for key, value in call.items() if isinstance(value, Tensor) and not value.is_meta}
-    before = {key: (value.clone(), value._version) for key, value in tensors.items()}
-    with pytest.raises(error) as caught:
-        getattr(warploom, name)(**call)
-    assert type(caught.value) is error
-    assert isinstance(caught.value, ValueError)
-    wording = rf"{name}: {argument} must be .*{re.escape(expected)}.*; got .*{re.escape(got)}"
-    assert re.match(wording, str(caught.value), re.DOTALL)
-    for key, value in tensors.items():
-        assert torch.equal(value, before[key][0])
-        assert value._version == before[key][1]
+def good(backend: str) -> Change:
+    return {"x": ones(2, TOKENS, 3, 8), "theta": THETA.clone(), "backend": backend}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["lrpe_cosine", "lrpe_rotate"])
-@table(WRONG)
-def test_wrong_arguments(
-    change: Change,
-    error: type[WarploomError],
-    argument: str,
-    expected: str,
-    got: str,
-    name: str,
-    backend: str,
-    device: torch.device,
-) -> None:
-    assert_refused(name, change, error, argument, expected, got, backend, device)
+@pytest.mark.parametrize("function", [lrpe_cosine, lrpe_rotate], ids=lambda function: function.__name__)
+@each(WRONG)
+def test_wrong_arguments(function: Any, wrong: Wrong, backend: str, device: torch.device) -> None:
+    assert_refused(function, good(backend), wrong, device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@table(WRONG_FOR_ROTATE)
-def test_wrong_arguments_of_rotate(
-    change: Change,
-    error: type[WarploomError],
-    argument: str,
-    expected: str,
-    got: str,
-    backend: str,
-    device: torch.device,
-) -> None:
-    assert_refused("lrpe_rotate", change, error, argument, expected, got, backend, device)
+@each(WRONG_FOR_ROTATE)
+def test_wrong_arguments_of_rotate(wrong: Wrong, backend: str, device: torch.device) -> None:
+    assert_refused(lrpe_rotate, good(backend), wrong, device)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -245,23 +178,21 @@ def test_wrong_arguments_of_rotate(
 @pytest.mark.parametrize(
     ("x", "missing"),
     [
-        (x_of(2, TOKENS, 3, 8, dtype=torch.float64), "float16, bfloat16 and float32; x is float64"),
-        (x_of(1, 1, 1, 8194), "8194 features"),
+        (ones(2, TOKENS, 3, 8, dtype=torch.float64), "float16, bfloat16 and float32; x is float64"),
+        (ones(1, 1, 1, 8194), "8194 features"),
     ],
     ids=["float64", "long_row"],
 )
 def test_what_the_kernels_cannot_do_is_refused_by_name_only(
     x: Tensor, missing: str, kind: str, device: torch.device
 ) -> None:
-    x, theta = x.to(device), THETA[:1].to(device)
-    with pytest.raises(BackendError, match=rf"^lrpe_\w+: backend 'triton' cannot run this call: .*{missing}"):
-        encode(kind, x, theta, backend="triton")
-    assert torch.equal(encode(kind, x, theta), encode(kind, x, theta, backend="torch"))
+    function, options = (lrpe_cosine, {}) if kind == "cosine" else (lrpe_rotate, {"interleaved": kind != "rotate"})
+    assert_left_to_pytorch(function, {"x": x.to(device), "theta": THETA[:1].to(device), **options}, missing)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_what_32_bits_cannot_count_is_refused(device: torch.device) -> None:
-    x, bounds = x_of(1, 1, 1, 2).to(device), torch.zeros(1, dtype=torch.int32, device=device)
+    x, bounds = ones(1, 1, 1, 2).to(device), torch.zeros(1, dtype=torch.int32, device=device)
     rows, sequences = validation.MAX_ROWS + 1, validation.MAX_SEQUENCES
     with pytest.raises(BackendError, match=rf"{rows} rows of features \({rows - 1} at most\)"):
         encode("rotate", x.expand(1, rows, 1, 2), THETA[:1, :1].to(device), backend="triton")

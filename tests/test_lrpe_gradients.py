@@ -1,16 +1,12 @@
-"""LRPE as a citizen of PyTorch: gradients, transforms, memory order, modes, and what is launched."""
+"""Gradients of LRPE: right, of any memory order, beyond 32 bits, and in PyTorch's modes."""
 
-import gc
-import itertools
-import math
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from launches import ON_GPU, constants_of
-from planned_calls import forget_plans
+from launches import ON_GPU
+from lrpe_cases import GRADIENT, LAYOUTS, kernels
 from test_lrpe import (
     AMOUNTS,
     BATCH,
@@ -30,18 +26,8 @@ from test_lrpe import (
 )
 
 from warploom import lrpe_rotate
-from warploom.runtime.backend import HAS_TRITON
 
 Tensor = torch.Tensor
-
-kernels = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-
-# ----------------------------------------------------------------------------------------------------------
-# Gradients
-# ----------------------------------------------------------------------------------------------------------
-
-# Gradients multiply once more than the forward does, and that of theta adds many such products.
-GRADIENT = 2e-6
 
 THETAS: dict[str, Callable[[Tensor], Tensor]] = {
     "per_head": lambda theta: theta,
@@ -184,271 +170,6 @@ def test_second_derivatives_are_right_or_refused(loss: str, kind: str, backend: 
         assert_near(leaf.grad, wanted.grad, 4 * GRADIENT)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Transforms
-# ----------------------------------------------------------------------------------------------------------
-
-
-@backends
-@kinds
-def test_func_grad(kind: str, backend: str, device: torch.device) -> None:
-    x, theta = random_x(device), random_theta(device)
-    weight = random_x(device, *encode(kind, x, theta, backend=backend).shape)
-
-    def loss(x: Tensor, theta: Tensor) -> Tensor:
-        return (encode(kind, x, theta, activation="silu", prefix=2, backend=backend) * weight).sum()
-
-    found = torch.func.grad(loss, argnums=(0, 1))(x, theta)
-    for one, exact in zip(found, exact_gradients(kind, x, theta, weight, activation="silu", prefix=2)):
-        assert_near(one, exact, GRADIENT)
-
-
-@backends
-@kinds
-@pytest.mark.parametrize("mapped", ["x", "theta", "offset", "x theta offset"])
-def test_vmap(mapped: str, kind: str, backend: str, device: torch.device) -> None:
-    samples = {
-        "x": random_x(device, BATCH, 3, 6, HEADS, FEATURES),
-        "theta": random_theta(device, HEADS, 3, 4),
-        "offset": torch.tensor([0, 70, 900], device=device),
-    }
-    axes = {name: {"x": 1, "theta": 1, "offset": 0}[name] for name in mapped.split()}
-    fixed = {name: t.select(min(t.dim() - 1, 1), 0) for name, t in samples.items() if name not in axes}
-
-    def function(*values: Tensor) -> Tensor:
-        return encode(kind, **fixed, **dict(zip(axes, values)), backend=backend)
-
-    found = torch.func.vmap(function, in_dims=tuple(axes.values()))(*(samples[name] for name in axes))
-    for i, one in enumerate(found):
-        assert_near(one, function(*(samples[name].select(axis, i) for name, axis in axes.items())))
-
-
-@backends
-@kinds
-def test_vmap_with_a_grid(kind: str, backend: str, device: torch.device) -> None:
-    x, theta = random_x(device, 3, BATCH, 6, HEADS, FEATURES), random_theta(device)[..., : FEATURES // 4]
-    found = torch.func.vmap(lambda x: encode(kind, x, theta, grid=(2, 3), backend=backend))(x)
-    for one, sample in zip(found, x, strict=True):
-        assert_near(one, encode(kind, sample, theta, grid=(2, 3), backend=backend))
-
-
-@backends
-@kinds
-def test_gradients_per_sample(kind: str, backend: str, device: torch.device) -> None:
-    x, theta = random_x(device, 3, 1, 5, HEADS, FEATURES), random_theta(device)
-
-    def loss(theta: Tensor, x: Tensor) -> Tensor:
-        return encode(kind, x, theta, activation="silu", backend=backend).pow(4).sum()
-
-    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(theta, x)
-    for one, sample in zip(found, x, strict=True):
-        assert_near(one, torch.func.grad(loss)(theta, sample), GRADIENT)
-
-
-@backends
-@kinds
-@pytest.mark.parametrize("api", ["func", "dual"])
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")  # PyTorch's own
-def test_forward_mode_is_right_or_refused(api: str, kind: str, backend: str, device: torch.device) -> None:
-    x, theta, tangent = random_x(device), random_theta(device), random_x(device)
-
-    def derivative() -> Tensor | None:
-        def function(x: Tensor) -> Tensor:
-            return encode(kind, x, theta, offset=3, backend=backend)
-
-        if api == "func":
-            return torch.func.jvp(function, (x,), (tangent,))[1]
-        with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(x, tangent)
-            return torch.autograd.forward_ad.unpack_dual(function(dual)).tangent
-
-    if backend == "triton":
-        with pytest.raises(RuntimeError, match=r"(?i)jvp|forward.?mode|forward AD"):
-            derivative()
-        return
-    found = derivative()
-    assert found is not None
-    assert_near(found, encode(kind, tangent.double(), theta, offset=3, backend=backend))  # linear in x
-
-
-# ----------------------------------------------------------------------------------------------------------
-# What is kept for the backward
-# ----------------------------------------------------------------------------------------------------------
-
-
-def vjp(function: Callable[..., Tensor], x: Tensor, theta: Tensor) -> object:
-    """The pullback of those that require a gradient."""
-    wanted = [t for t in (x, theta) if t.requires_grad]
-    fixed = [t.detach() for t in (x, theta)]
-
-    def of_wanted(*given: Tensor) -> Tensor:
-        rest = iter(given)
-        return function(*(next(rest) if t.requires_grad else one for t, one in zip((x, theta), fixed)))
-
-    return torch.func.vjp(of_wanted, *(t.detach() for t in wanted))
-
-
-KEEPING: dict[str, Callable[[Callable[..., Tensor], Tensor, Tensor], object]] = {
-    "eager": lambda function, x, theta: function(x, theta),
-    "tensor": lambda function, x, theta: function(x, theta, offset=torch.tensor([3, 9], device=x.device)),
-    "compiled": lambda function, x, theta: compiled(function)(x, theta),
-    "vjp": vjp,
-}
-
-
-def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function as PyTorch compiles it, with nothing left of what it compiled for other tests."""
-    torch._dynamo.reset()
-    return torch.compile(function, backend="aot_eager", fullgraph=True)
-
-
-@pytest.mark.turns(3)
-@kernels
-@pytest.mark.parametrize("kind", ["cosine", "rotate"])
-@pytest.mark.parametrize("way", KEEPING)
-@pytest.mark.parametrize(
-    ("activation", "differentiated", "kept"),
-    [("none", "x", False), ("none", "theta", True), ("none", "x theta", True), ("silu", "x", True)],
-)
-def test_x_is_kept_where_the_backward_reads_it(
-    activation: str, differentiated: str, kept: bool, way: str, kind: str, device: torch.device
-) -> None:
-    leaf = random_x(device).requires_grad_("x" in differentiated)
-    theta = random_theta(device).requires_grad_("theta" in differentiated)
-    seen: list[Any] = []
-
-    def function(x: Tensor, theta: Tensor, **keywords: Any) -> Tensor:
-        return encode(kind, x, theta, activation=activation, backend="triton", **keywords)
-
-    def watched(x: Tensor, theta: Tensor) -> object:
-        x = x + 0  # which only the graph may keep
-        inner = x
-        while torch._C._functorch.is_functorch_wrapped_tensor(inner):
-            inner = torch._C._functorch.get_unwrapped(inner)
-        seen.append(weakref.ref(inner.untyped_storage()))
-        return KEEPING[way](function, x, theta) if way != "vjp" else function(x, theta)
-
-    for _ in range(4 if way == "eager" else 1):  # an unknown call, one that is known, and two that are prepared
-        graph = vjp(watched, leaf, theta) if way == "vjp" else watched(leaf, theta)  # type: ignore[arg-type]
-        gc.collect()
-        is_kept = seen[-1]() is not None
-        assert is_kept == kept
-        del graph
-
-
-@kernels
-@kinds
-@pytest.mark.parametrize("layout", ["contiguous", "heads_first", "every_second_feature", "batch_expanded"])
-def test_gradients_without_x(layout: str, kind: str, device: torch.device) -> None:
-    """Their order in memory is that of x all the same, which is not there."""
-    x, theta = LAYOUTS[layout][0](random_x(device)).requires_grad_(), random_theta(device)
-    grad = (
-        random_x(device, *encode(kind, x, theta, backend="triton").shape)
-        .transpose(1, 2)
-        .contiguous()
-        .transpose(1, 2)
-    )
-    (exact, _) = exact_gradients(kind, x, theta, grad, offset=5)
-
-    def function(x: Tensor) -> Tensor:
-        return encode(kind, x, theta, offset=5, backend="triton")
-
-    ways = [function] * 3 + [compiled(function)] * (kind != "interleaved")
-    found = [torch.autograd.grad(way(x), x, grad)[0] for way in ways]
-    found.append(torch.func.vjp(function, x.detach())[1](grad)[0])
-    for dx in found:
-        assert_near(dx, exact, GRADIENT)
-        assert dx.stride() == torch.empty_like(x).stride()
-
-
-def gradient_by_way(way: str, function: Callable[..., Tensor], theta: Tensor, x: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of theta from that of ``function(theta, x)``."""
-
-    def loss(theta: Tensor, x: Tensor = x) -> Tensor:
-        return (function(theta, x).float() * grad.float()).sum()
-
-    leaf = theta.clone().requires_grad_()
-    if way == "eager":
-        return torch.autograd.grad(function(leaf, x), leaf, grad)[0]
-    if way == "compiled":  # a theta that only the compiled code has
-        run = compiled(lambda leaf: function(leaf * 1.0, x))
-        return torch.autograd.grad(run(leaf), leaf, grad)[0]
-    if way == "vjp":
-        return torch.func.vjp(lambda theta: function(theta, x), theta)[1](grad)[0]
-    if way == "captured":
-        torch.func.vjp(lambda x, theta: function(theta, x), x, leaf)[0].backward(grad)
-        assert leaf.grad is not None
-        return leaf.grad
-    if way == "grad of vmap":
-        return torch.func.grad(lambda theta: torch.func.vmap(loss)(theta[None], x[None]).sum())(theta)
-    if way == "vmap of grad":
-        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(theta, x[None])[0]
-    if way == "nested":  # in a transform that wraps theta and does not differentiate it
-        inner = torch.func.grad_and_value(lambda x, theta: loss(theta, x))
-        return torch.func.grad(lambda theta: inner(x, theta)[1])(theta)
-    return getattr(torch.func, way)(loss)(theta)  # type: ignore[no-any-return]
-
-
-@kernels
-@kinds
-def test_statistics_are_exact_for_a_gradient_of_theta(kind: str, launches: list[Any], device: torch.device) -> None:
-    """That gradient is in float32, and rests on the statistics of a softmax over the sequence; others do not."""
-    x, theta = random_x(device, 1, TOKENS, HEADS, FEATURES).bfloat16(), random_theta(device)
-    grad = random_x(device, *encode(kind, x, theta, backend="triton").shape).bfloat16()
-
-    def function(theta: Tensor, x: Tensor) -> Tensor:
-        return encode(kind, x, theta, offset=5, activation="softmax_sequence", backend="triton")
-
-    def forwards() -> list[bool]:
-        found = [
-            constants["EXACT_SUMS"]
-            for kernel, _, constants in launches
-            if kernel.__name__ == "sequence_forward_kernel"
-        ]
-        launches.clear()
-        return found
-
-    usual = gradient_by_way("eager", function, theta, x, grad)
-    assert forwards()[-1:] == [True]
-    ways = ("compiled", "vjp", "grad", "jacrev", "captured", "nested", "grad of vmap", "vmap of grad")
-    for way in ways:
-        assert torch.equal(gradient_by_way(way, function, theta, x, grad), usual), way
-        assert all(forwards()), way
-
-    learnable = theta.clone().requires_grad_()
-    with torch.no_grad():
-        function(learnable, x)
-    function(theta, x.clone().requires_grad_())
-    torch.func.vjp(lambda x: function(theta, x), x)
-    torch.func.vmap(function, in_dims=(None, 0))(theta, x[None])
-    compiled(function)(theta, x.clone().requires_grad_())
-    assert forwards() == [False] * 5
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Memory order and modes
-# ----------------------------------------------------------------------------------------------------------
-
-# How to lay x out, and its axes from the slowest to the fastest in memory.
-LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "contiguous": (lambda x: x, "BNHD"),
-    "heads_first": (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), "BHND"),
-    "tokens_first": (lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), "NBHD"),
-    "features_before_heads": (lambda x: x.mT.contiguous().mT, "BNDH"),
-    "every_second_head": (lambda x: x.repeat_interleave(2, dim=2)[:, :, ::2], "BNHD"),
-    "every_second_feature": (lambda x: x.repeat_interleave(2, dim=3)[..., ::2], "BNHD"),
-    "every_second_token": (lambda x: x.repeat_interleave(2, dim=1)[:, ::2], "BNHD"),
-    "misaligned": (lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape), "BNHD"),
-    # An expanded axis has no place of its own in memory, but must not come between the features.
-    "batch_expanded": (lambda x: x[:1].expand(BATCH, -1, -1, -1), "NHD"),
-    "heads_expanded": (lambda x: x[:, :, :1].expand(-1, -1, HEADS, -1), "BND"),
-    "heads_first_and_batch_expanded": (
-        lambda x: x[:1].transpose(1, 2).contiguous().transpose(1, 2).expand(BATCH, -1, -1, -1),
-        "HND",
-    ),
-}
-
-
 @backends
 @kinds
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -578,7 +299,7 @@ def test_places_of_sums_beyond_32_bits(checked_integers: None, monkeypatch: pyte
     features, heads = 8, 2**28
     partial, dtheta = torch.empty(2, heads * features, dtype=torch.float16)
     partial[-features:] = torch.arange(features)
-    constants = {"AXES": 1, "F": features, "E": features, "BLOCK_P": 64, "BLOCK_E": 16, "EARLY": False}
+    constants = {"AXES": 1, "F": features, "E": features, "BLOCK_P": 64, "BLOCK_E": 16, "PDL": False}
     launch = Launch(reduce_kernel, heads, takes=("partial", "dtheta"), heads=heads, parts=1, **constants)
     run_last(heads, launch, partial, dtheta)
     assert torch.equal(dtheta[-features:], torch.arange(features).half())
@@ -612,77 +333,3 @@ def test_modes_of_pytorch(kind: str, backend: str, device: torch.device) -> None
         half = encode(kind, x.bfloat16(), theta, activation="softmax", backend=backend)
     assert half.dtype == torch.bfloat16
     assert encode(kind, x.detach(), theta.detach(), backend=backend).grad_fn is None
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Launches
-# ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int, dict[str, Any]]]:
-    """What is launched during a test: function, number of programs, compile-time constants by name."""
-    from warploom.runtime.launch import Launch
-
-    launched, call = [], Launch.__call__
-
-    def record(self: Launch, *given: Any) -> None:
-        if not self.descriptions:
-            launched.append((self.kernel, self.programs, constants_of(self)))
-        call(self, *given)
-
-    monkeypatch.setattr(Launch, "__call__", record)
-    forget_plans()  # plans are made anew
-    return launched
-
-
-@kernels
-@kinds
-def test_no_length_is_a_constant(kind: str, launches: list[Any], device: torch.device) -> None:
-    theta = random_theta(device, HEADS, 4).requires_grad_()
-    groups: list[list[tuple[tuple[int, int], dict[str, Any]]]] = [
-        [((b, n), {"offset": o, "prefix": p}) for b, n, o, p in ((2, 5, 0, 0), (3, 16, 7, 2), (9, 1, 2**24, 1))],
-        [((2, 6), {"grid": (2, 3)}), ((3, 7), {"grid": (1, 5), "prefix": 2})],
-        [((1, 6), {"cu_seqlens": torch.tensor(c, device=device)}) for c in ([0, 6], [0, 2, 2, 5, 6])],
-    ]
-    for group in groups:
-        launches.clear()
-        for (batch, tokens), where in group:
-            x = random_x(device, batch, tokens, HEADS, 16).requires_grad_()
-            encode(kind, x, theta, **where, backend="triton").sum().backward()
-        compiled = {(function, tuple(constants.items())) for function, _, constants in launches}
-        assert len(compiled) == 3  # forward, backward, and the sum of theta's gradient
-
-
-@kernels
-@kinds
-@pytest.mark.parametrize("activation", ["none", "silu", "softmax", "softmax_sequence"])
-def test_no_tile_reaches_from_the_last_row_beyond_32_bits(
-    activation: str, kind: str, launches: list[Any], device: torch.device
-) -> None:
-    """The shorter a row, the more there are in a tile."""
-    from warploom.ops.lrpe.operator import variant_of
-    from warploom.ops.lrpe.validation import MAX_ROWS, Options
-
-    features = 1 if kind == "cosine" else 2
-    for wants_theta, dtype, in_blocks in itertools.product(
-        (False, True), (torch.float32, torch.float16), (False, True)
-    ):
-        x = random_x(device, 4, 3, 2, features).to(dtype).requires_grad_()
-        theta = random_theta(device, 2, 1).requires_grad_(wants_theta)
-        variant = {"block_parallel": True} if in_blocks else {}
-        variant_of(**variant)(x, theta, 0, Options(0, (), kind, activation)).sum().backward()
-    sizes = [constants.get("R", 0) for _, _, constants in launches]
-    assert 64 <= max(sizes) <= 2**31 - MAX_ROWS
-
-
-@kernels
-@kinds
-@pytest.mark.parametrize("rows", [1, HEADS])
-def test_the_launch_covers_every_row_once(rows: int, kind: str, launches: list[Any], device: torch.device) -> None:
-    x = random_x(device, 5, 97, HEADS, FEATURES)
-    encode(kind, x, random_theta(device, rows, 4), backend="triton")
-    ((_, programs, constants),) = launches
-    unique, shared = (HEADS, 5) if rows > 1 else (5, HEADS)  # see kernels.py: what shares a row's angles
-    row_tiles = math.ceil(97 * unique / constants["R"])
-    assert programs == row_tiles * math.ceil(shared / constants["S"])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_flash_attention import BACKENDS, LAYOUTS
+from flash_cases import BACKENDS, LAYOUTS
 
 from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
 from warploom.runtime.memory_order import dense, empty_in_order_of, in_order_of

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from flash_cases import BACKENDS
 from launches import ON_GPU
-from test_flash_attention import BACKENDS
 
 from warploom import flash_attention
 from warploom.ops.flash_attention import reference
@@ -66,14 +66,14 @@ FEW = {
 }
 PACKING = (0, 900, 1800, 3000)
 MANY = {
-    "few_short_walks": Setting(500, 500, None, 0, 300, features=64),
+    "small": Setting(500, 500, None, 0, 300, features=64),
     "split": Setting(5000, 5000, None, 0, 2100, features=64),
     "split_wide": Setting(5000, 4000, None, 0, 2100, features=128),
     "full_long": Setting(3000, 3000, None, None, 1500, features=128),
     "long_window": Setting(4000, 4000, 200, 100, 2000, features=64),
     "widest": Setting(2500, 2500, None, 0, 1200, features=256),
     "long_packed": Setting(3000, 3000, None, 0, 1500, PACKING, PACKING, 64),
-    "pieces": Setting(3000, 3000, None, 0, 1500, features=64, dtype=torch.float32),
+    "terms": Setting(3000, 3000, None, 0, 1500, features=64, dtype=torch.float32),
     "wide_pieces": Setting(2500, 2500, None, None, 1500, features=128, dtype=torch.float32),
     "short_float32": Setting(300, 300, None, 0, 150, features=64, dtype=torch.float32),
 }
@@ -83,7 +83,7 @@ SETTINGS = FEW | MANY if ON_GPU else FEW
 def reached(setting: Setting, which: str, backend: str) -> dict[str, tuple[Tensor, Tensor]]:
     """Of each result, the tokens that must and those that may be reached by a number in a token of ``which``."""
     sees, near = setting.sees(), setting.sees(NEAR)
-    near |= ~sees.any(1, keepdim=True) & (setting.sees(10**9))  # a query without keys walks over some
+    near |= ~sees.any(1, keepdim=True) & (setting.sees(10**9))  # the loop of a query without keys is over some
     if backend == "torch":
         near = torch.ones_like(near)
     bad = setting.bad
@@ -203,7 +203,7 @@ def test_attention(which: str, name: str, backend: str, device: torch.device) ->
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.parametrize("name", ["causal", *(("few_short_walks", "split", "pieces") if ON_GPU else ())])
+@pytest.mark.parametrize("name", ["causal", *(("small", "split", "terms") if ON_GPU else ())])
 @pytest.mark.parametrize("which", ["q", "k", "v", "grad"])
 def test_rotary_attention(which: str, name: str, device: torch.device) -> None:
     setting = SETTINGS[name]

@@ -147,7 +147,7 @@ def only(records: list[Record], mode: str = "fwd"):
     return next(row for row in summaries(section) if row.mode == mode)
 
 
-def test_the_alternative_is_whoever_is_fastest_case_by_case_losses_included():
+def test_the_alternative_is_the_fastest_case_by_case_losses_included():
     records = make_records({"warploom": 2.0, "torch": 8.0, "other": 3.0}, activations=("none",))
     fail(records, "other", "fwd", 256, ms=256e-4 * 1.5, ms_p20=256e-4 * 1.45, ms_p80=256e-4 * 1.55)
     fail(records, "torch", "fwd", 1024, ms=1024e-4 * 2.02, ms_p20=1024e-4 * 1.9, ms_p80=1024e-4 * 2.1)

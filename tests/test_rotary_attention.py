@@ -93,7 +93,7 @@ def test_it_is_the_two_operators(
         assert_same(results(attend, qkv, theta, heads=heads, interleaved=learnable), expected)
 
 
-def test_walks_that_are_split(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_kv_loops(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "best_splits", lambda *arguments: 3)
     qkv, theta = inputs(torch.float32, 150, 3, 16, device)
     assert_same(results(both, qkv, theta, heads=1), results(one_after_the_other, qkv, theta, heads=1))
@@ -131,14 +131,14 @@ def test_plans_for_hopper_launch_on_parts_of_larger_tensors(
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *results: Tensor) -> None:
         launched.append("forward")
-        *results, tickets = results
-        assert tickets.tolist() == [0, 0]
+        *results, counters = results
+        assert counters.tolist() == [0, 0]
         for result, each in zip(results, launches_forward.forward(first(q), k, v, *call, Plans()), strict=True):
             result.copy_(each)
 
     def gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-        *rows, tickets = rows
-        assert tickets.tolist() == [0, 0]
+        *rows, counters = rows
+        assert counters.tolist() == [0, 0]
         assert not any(row.isnan().any() for row in rows)
         out, _, statistics = launches_forward.forward(first(q), k, v, *call, Plans())
         return launches_backward.backward(grad, None, first(q), k, v, out, statistics, *call, Plans())

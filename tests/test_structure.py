@@ -155,7 +155,7 @@ def test_every_operator_folder_is_registered_by_one_line() -> None:
     folders = {path.parent.name for path in (PACKAGE / "ops").glob("*/bench.py")}
     assert sorted(FOLDERS) == sorted(folders)
     assert len(set(FOLDERS)) == len(FOLDERS)
-    # Nobody outside an operator's own folder names it, except the registry and the public names.
+    # No file outside an operator's own folder names it, except the registry and the public names.
     known = {PACKAGE / "ops" / "__init__.py", PACKAGE / "__init__.py"}
     for path in source_files():
         above = (PACKAGE / "nn", PACKAGE / "integrations", COMPOSED)
@@ -166,6 +166,21 @@ def test_every_operator_folder_is_registered_by_one_line() -> None:
             if not any(path.is_relative_to(PACKAGE / "ops" / other) for other in (folder, *others)):
                 named = [n for n in imported_modules(path) if n.startswith(f"warploom.ops.{folder}")]
                 assert not named, f"{relative(path)} imports {named}"
+
+
+MOST_PARAMETERS = 25
+MORE_PARAMETERS = {"walk_kernel": 28}  # of linear attention
+
+
+@pytest.mark.parametrize("path", source_files(), ids=relative)
+def test_what_belongs_together_comes_to_a_kernel_as_one_tuple(path: Path) -> None:
+    counts = {
+        node.name: len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list)
+    }
+    above = {name: count for name, count in counts.items() if count > MORE_PARAMETERS.get(name, MOST_PARAMETERS)}
+    assert above == {}
 
 
 def test_the_package_is_typed() -> None:

@@ -87,19 +87,30 @@ def test_the_reference_is_softmax_attention_written_with_loops(device: torch.dev
         torch.testing.assert_close(found[b, i, h], expected)
 
 
+def attended_unformed(x: dict[str, Any], first: Tensor, last: Tensor) -> Tensor:
+    """Attention on the factors as they are, to keys ``first`` to ``last`` - 1: no key or value is formed."""
+    q = reference.queries(x["aq"], x["bq"], None) / (x["bq"].shape[-1] ** 0.5 * x["ak"].shape[-1])
+    scores = torch.einsum("bnhd,bmrd,bmhr->bhnm", q, x["bk"], x["ak"])
+    weights = reference.softmax(scores, first[:, None], last[:, None])
+    return torch.einsum("bhnm,bmhr,bmre->bnhe", weights, x["av"], x["bv"]) / x["av"].shape[-1]
+
+
 @pytest.mark.parametrize("cache_seqlens", [None, (0, 13)])
-def test_both_definitions_of_decoding_agree(device: torch.device, cache_seqlens: tuple[int, int] | None) -> None:
+def test_decoding_is_attention_on_unformed_factors(
+    device: torch.device, cache_seqlens: tuple[int, int] | None
+) -> None:
     x: dict[str, Any] = factors(device, tokens=3, rank_k=2, rank_v=3, dtype=torch.float64)
     x["cache_seqlens"] = cache_seqlens and lengths(device, *cache_seqlens)
-    torch.testing.assert_close(reference.tpa_decode_factored(**x), reference.tpa_decode(**x))
+    visible = reference.visible_in_decode(x["bq"], x["bk"], x["cache_seqlens"])
+    torch.testing.assert_close(attended_unformed(x, *visible), reference.tpa_decode(**x))
 
 
-def test_both_definitions_of_attention_agree(device: torch.device) -> None:
+def test_attention_is_that_on_unformed_factors(device: torch.device) -> None:
     x: dict[str, Any] = factors(device, batch=1, tokens=9, keys=9, rank_k=2, rank_v=3, dtype=torch.float64)
-    for options in ({"causal": False}, {"cu_seqlens": lengths(device, 0, 4, 9)}):
-        torch.testing.assert_close(
-            reference.tpa_attention_factored(**x, **options), reference.tpa_attention(**x, **options)
-        )
+    for causal, cu_seqlens in ((False, None), (True, lengths(device, 0, 4, 9))):
+        visible = reference.visible_in_attention(x["bq"], x["bk"], causal, cu_seqlens)
+        expected = reference.tpa_attention(**x, causal=causal, cu_seqlens=cu_seqlens)
+        torch.testing.assert_close(attended_unformed(x, *visible), expected)
 
 
 def test_blocks_of_queries_change_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_what_programs_left_is_joined_whatever_they_took(device: torch.device, l
         sizes=Sizes(1, max(valid), spans, 1), out_strides=FeatureStrides(*out.stride()), scale_v=0.5,
         H=heads, E=features, BLOCK_R=COMBINE_ROWS, BLOCK_E=features, AHEAD=COMBINE_AHEAD,
         CHUNKS=ChunkLengths(*CHUNKS[:3]),
-        WIDTH=width, NODE=CHUNKS.widths[-1] // width, PAIRS=True, EARLY=False,
+        WIDTH=width, NODE=CHUNKS.widths[-1] // width, PAIRS=True, PDL=False,
     )  # fmt: skip
     combine(partial, statistics, lengths(device, *valid), out)
     for i, length in enumerate(valid):

@@ -1,28 +1,21 @@
-"""The tensor-product attention layer: what it computes, decoding from its cache, training."""
+"""The tensor-product attention layer: what it computes, its cache; `test_attention_layers` has the rest."""
 
 import pytest
 import torch
 
 from warploom import ArgumentError, DtypeError, ShapeError, lrpe_rotate
-from warploom.nn import FactorCache, KVCache, TensorProductAttention
-from warploom.runtime.backend import HAS_TRITON
+from warploom.nn import FactorCache, TensorProductAttention
 
 Tensor = torch.Tensor
-BACKENDS = ("torch", "triton") if HAS_TRITON else ("torch",)
-backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
-def layer(device: torch.device, backend: str = "torch", **keywords: object) -> TensorProductAttention:
-    sizes = {"rank_q": 3, "rank_k": 2, "rank_v": 1, "value_dim": 12, "backend": backend} | keywords
+def layer(device: torch.device, **keywords: object) -> TensorProductAttention:
+    sizes = {"rank_q": 3, "rank_k": 2, "rank_v": 1, "value_dim": 12, "backend": "torch"} | keywords
     return TensorProductAttention(24, 3, 8, **sizes).to(device)
 
 
 def features(device: torch.device, batch: int = 2, tokens: int = 11) -> Tensor:
     return torch.randn(batch, tokens, 24).to(device)
-
-
-def assert_near(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_it_is_attention_on_products_of_rotated_factors(device: torch.device) -> None:
@@ -41,36 +34,6 @@ def test_it_is_attention_on_products_of_rotated_factors(device: torch.device) ->
     torch.testing.assert_close(module(x), module.out(values.transpose(1, 2).flatten(2)), rtol=1e-9, atol=1e-9)
 
 
-@backends
-@torch.no_grad()
-def test_prefill_then_decode_is_the_full_forward(device: torch.device, backend: str) -> None:
-    module, x = layer(device, backend), features(device)
-    full = layer(device)
-    full.load_state_dict(module.state_dict())
-    expected = full(x)
-    cache = FactorCache()
-    parts = [module(x[:, start:end], cache) for start, end in ((0, 5), (5, 6), (6, 10), (10, 11))]
-    assert_near(torch.cat(parts, dim=1), expected)
-    assert cache.lengths == [11, 11]
-
-
-@backends
-@torch.no_grad()
-def test_entries_of_different_length(device: torch.device, backend: str) -> None:
-    module, x = layer(device, backend), features(device, batch=3, tokens=12)
-    lengths = [7, 2, 5]
-    cache = FactorCache(capacity=16)
-    module(x[:, :7], cache)
-    cache.truncate(lengths)
-    for step in (2, 1):  # two new tokens at once, then one
-        new = torch.stack([x[i, n : n + step] for i, n in enumerate(cache.lengths)])
-        start = list(cache.lengths)
-        found = module(new, cache)
-        for i, n in enumerate(start):
-            assert_near(found[i], module(x[i : i + 1, : n + step])[0, n:])
-    assert cache.seqlens.tolist() == [10, 5, 8]
-
-
 @torch.no_grad()
 def test_the_cache_grows_and_keeps_what_it_has(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FactorCache, "_FIRST", 2)
@@ -86,8 +49,6 @@ def test_the_cache_grows_and_keeps_what_it_has(device: torch.device, monkeypatch
 @torch.no_grad()
 def test_what_the_cache_refuses(device: torch.device) -> None:
     cache = FactorCache(capacity=4)
-    with pytest.raises(ArgumentError, match="appended"):
-        _ = cache.seqlens
     factors = [torch.zeros(2, 3, *size).to(device) for size in ((3, 4), (3, 2), (4, 6), (2, 5))]
     cache.append(*factors)
     with pytest.raises(ArgumentError, match="capacity"):
@@ -111,44 +72,8 @@ def test_what_the_cache_refuses(device: torch.device) -> None:
             cache.truncate(lengths)
     with pytest.raises(ArgumentError, match="capacity"):
         FactorCache(capacity=0)
-    with pytest.raises(DtypeError, match="cache"):
-        layer(device)(features(device), KVCache())
     with torch.enable_grad(), pytest.raises(ArgumentError, match="gradient"):
         FactorCache().append(*[factor.clone().requires_grad_() for factor in factors])
-
-
-@backends
-@pytest.mark.parametrize(("batch", "tokens"), [(0, 3), (2, 0), (0, 0)])
-def test_nothing_to_attend_with(batch: int, tokens: int, backend: str, device: torch.device) -> None:
-    module = layer(device, backend)
-    x = torch.randn(batch, tokens, 24, device=device).requires_grad_()
-    (gradient,) = torch.autograd.grad(module(x).sum(), x)
-    assert gradient.shape == x.shape
-    with torch.no_grad():
-        cache = FactorCache()
-        for more in (x, x, torch.randn(batch, 1, 24, device=device)):
-            assert module(more, cache).shape == more.shape
-
-
-@backends
-def test_packed_sequences_are_separate(device: torch.device, backend: str) -> None:
-    module, x = layer(device, backend), features(device, batch=1)
-    packed = module(x, cu_seqlens=torch.tensor([0, 4, 11], device=device))
-    assert_near(packed, torch.cat((module(x[:, :4]), module(x[:, 4:])), dim=1))
-
-
-@backends
-def test_gradients_reach_every_parameter(device: torch.device, backend: str) -> None:
-    module, exact = layer(device, backend, bias=True), layer(device, bias=True)
-    exact.load_state_dict(module.state_dict())
-    exact.double()
-    x = features(device)
-    grad = torch.randn(2, 11, 24).to(device)
-    module(x).backward(grad)
-    exact(x.double()).backward(grad.double())
-    for (name, found), expected in zip(module.named_parameters(), exact.parameters()):
-        assert found.grad is not None, name
-        torch.testing.assert_close(found.grad.double(), expected.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_it_learns_what_another_layer_does(device: torch.device) -> None:
@@ -185,13 +110,3 @@ def test_wrong_sizes_are_refused(wrong: dict[str, float]) -> None:
         TensorProductAttention(8, 2, 4, **wrong)
     with pytest.raises(ArgumentError, match="head_dim"):
         TensorProductAttention(8, 2, 5)
-
-
-def test_wrong_calls_are_refused(device: torch.device) -> None:
-    module, x = layer(device), features(device, batch=1)
-    with pytest.raises(ShapeError, match="dim"):
-        module(x[..., :5])
-    with pytest.raises(ArgumentError, match="cu_seqlens"):
-        module(x, FactorCache(), torch.tensor([0, 11], device=device))
-    with pytest.raises(ArgumentError, match="gradient"):
-        module(x, FactorCache())

@@ -243,14 +243,14 @@ def move_part_kernel(
     """A tile of rows left where a span leaves its part, and read from there."""
     row = (first + tl.arange(0, R))[:, None]
     e = tl.arange(0, E)[None, :]
-    cells = tl.arange(0, R)[:, None] * E + e
+    offsets = tl.arange(0, R)[:, None] * E + e
     slot = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, R)[:, None].to(tl.float32)
     parts = Parts(partial, statistics, rows)
-    store_part(parts, slot, row, e, row < rows, Softmax(tl.load(x + cells), number, number), E)
+    store_part(parts, slot, row, e, row < rows, Softmax(tl.load(x + offsets), number, number), E)
     tl.debug_barrier()  # a row is read by another thread than wrote it
     part = load_part(parts, slot, row, e, row < rows, E)
-    tl.store(out + cells, part.acc + part.row_max + part.row_sum)
+    tl.store(out + offsets, part.acc + part.row_max + part.row_sum)
 
 
 @pytest.mark.parametrize("features", [16, 256])

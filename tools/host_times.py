@@ -20,7 +20,7 @@ import warploom
 
 CALLS = 500
 ROUNDS = 3
-"""Times that all of them are measured, so that a slow moment of the machine is nobody's."""
+"""Times that all of them are measured, so that a slow moment of the machine falls on no one provider."""
 TOGETHER = 20
 """Calls that are queued before the device is waited for."""
 

@@ -394,7 +394,7 @@ def command_of(task: Task, done_log: Path, tool_log: Path) -> tuple[list[str], d
         return [sys.executable, "-m", GSAN, *script], environment
     command = [sys.executable, *script]
     if task.tool in CUDA_TOOLS:
-        # Every tensor its own allocation: what lies behind it is nobody's.
+        # Every tensor its own allocation: what lies behind it belongs to none.
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         command = [
             "compute-sanitizer", "--tool", task.tool, "--target-processes", "application-only",

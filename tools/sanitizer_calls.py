@@ -149,7 +149,7 @@ CALLS: tuple[Call, ...] = tuple(
          {"n": 70, "m": 70, "heads": 4, "key_heads": 2, "d": 24, "causal": True, "cu_seqlens_q": _BOUNDS}),
         ("flash_attention", flash_attention, "split", _few, {"n": 70, "m": 2500, "window": (2500, 2500)}),
         ("flash_attention", flash_attention, "few", _few, {"n": 70, "m": 90, "causal": True, "return_lse": True}),
-        ("flash_attention", flash_attention, "pieces", _few, {"n": 1100, "m": 1030, "dtype": torch.float32}),
+        ("flash_attention", flash_attention, "terms", _few, {"n": 1100, "m": 1030, "dtype": torch.float32}),
         ("flash_attention", flash_attention, "hopper", _many, {"n": 140, "m": 200, "causal": True}),
         ("flash_attention", flash_attention, "hopper-full", _many, {"n": 140, "m": 70, "d": 128}),
         ("flash_attention", flash_attention, "hopper-wide", _many, {"n": 140, "m": 140, "d": 256, "causal": True}),

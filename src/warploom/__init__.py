@@ -37,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """An operator, where PyTorch was not there yet: it takes a second, which ``warploom --help`` has no use for."""
+    """Import the operators when one is first asked for: importing PyTorch takes a second."""
     if name not in __all__:
         raise AttributeError(f"module 'warploom' has no attribute {name!r}")
     from warploom.ops.flash_attention import api as flash_attention

@@ -314,8 +314,8 @@ def _flash_attention(choices: Choices) -> Call:
     room = _elements(choices) // max(batch * max(heads, 1) * max(features, values), 1)
     tokens = _length(choices, "N", room)
     alike = packed in ("queries", "keys") or choices.flag("M=N", 0.4)
-    cells = _products(choices) // max(batch * heads * tokens, 1)
-    keys = tokens if alike else _length(choices, "M", min(room, cells))
+    most = _products(choices) // max(batch * heads * tokens, 1)
+    keys = tokens if alike else _length(choices, "M", min(room, most))
     size = choices.choice("size", (1.0, 1.0, 1.0, 0.1, 3.0))
     nan = choices.flag("q.nan", 0.05)
     shapes = {
@@ -428,8 +428,8 @@ def _tpa_attention(choices: Choices) -> Call:
     features = _features(choices, "D", 256)
     room = _elements(choices) // max(batch * max(heads, features), 1)
     tokens = _length(choices, "N", room)
-    cells = _products(choices) // max(batch * heads * tokens, 1)
-    keys = tokens if packed or choices.flag("M=N", 0.5) else _length(choices, "M", min(room, cells))
+    most = _products(choices) // max(batch * heads * tokens, 1)
+    keys = tokens if packed or choices.flag("M=N", 0.5) else _length(choices, "M", min(room, most))
     arrays, values, beyond = _factors(choices, dtype, batch, tokens, heads, features, True, keys)
     if packed:
         cuts = _cuts(choices, "cu_seqlens", _sequences(choices), tokens)
@@ -453,8 +453,8 @@ def _rotary_attention(choices: Choices) -> Call:
     features = 2 * _features(choices, "D/2", 128)
     every = heads + 2 * key_heads
     room = _elements(choices) // max(batch * every * features, 1)
-    cells = math.isqrt(_products(choices) // max(batch * heads, 1))
-    tokens = _length(choices, "N", min(room, cells))
+    most = math.isqrt(_products(choices) // max(batch * heads, 1))
+    tokens = _length(choices, "N", min(room, most))
     grad = _grad(choices, "qkv")
     qkv = _array(choices, "qkv", (batch, tokens, every, features), dtype, grad)
     length = features // 2

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Choices:
-    """Answers to the questions of whoever makes a call.
+    """Answers to the questions of the function that makes a call.
 
     Args:
         seed: Whence new answers come; None for the simplest option.

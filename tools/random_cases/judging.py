@@ -392,7 +392,7 @@ def _guarded(run: Callable[[], T]) -> T:
         return run()
     except Failure:
         raise
-    except Exception as error:
+    except Exception as error:  # of any library below: each is a finding
         text = " ".join(str(error).split())[:300]
         words = " ".join(re.findall(r"[A-Za-z_]+", text)[:5])  # sizes in it change while a call is simplified
         raise Failure(f"{type(error).__name__} {words}", text) from error

@@ -212,7 +212,7 @@ def _rounds(estimate_ms: Mapping[str, float]) -> dict[str, int]:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Bytes that tensors hold on a GPU; 0 on a CPU, where nobody counts."""
+    """Bytes that tensors hold on a GPU; 0 on a CPU, where they are not counted."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
@@ -225,7 +225,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def peak_bytes(call: Call, device: torch.device) -> int | None:
-    """The most bytes allocated at once while a call runs, whoever holds them; ``None`` on a CPU."""
+    """The most bytes allocated at once while a call runs, the call's and all others; ``None`` on a CPU."""
     if device.type != "cuda":
         return None
     release_memory(device)

@@ -34,7 +34,7 @@ def part_of(name: str, module: nn.Module) -> str | None:
             return "norm"
         case layers.RotaryEmbedding() | layers.LRPE():
             return "position"
-        case layers.Attention() | layers.TensorProductAttention():
+        case layers.Attention() | layers.TensorProductAttention() | layers.LinearAttention():
             return "attention"
         case layers.SwiGLU():
             return "mlp"

@@ -95,7 +95,7 @@ class WatchedClock:
 
 
 def make_reader(device: torch.device) -> Reader | None:
-    """A reader of a device's sensors; None for a CPU, or where nobody can be asked."""
+    """A reader of a device's sensors; None for a CPU, or where there is nothing to ask."""
     if device.type != "cuda":
         return None
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"

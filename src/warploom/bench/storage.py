@@ -136,7 +136,7 @@ def _write_new(folder: Path, content: bytes) -> Path:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-    except BaseException:
+    except BaseException:  # an interrupt leaves no file behind either
         path.unlink(missing_ok=True)
         raise
     return path

@@ -174,18 +174,8 @@ def ncu_command(provider: str, words: Sequence[str], output: Path) -> list[str]:
     # The clocks stay as they are: locking them needs rights that containers lack, and the bench does not lock them.
     clocks = ["--clock-control", "none"]
     profiler = ["ncu", "--set", "full", "--profile-from-start", "off", *clocks, "--force-overwrite"]
-    python = [sys.executable, "-m", "warploom"]
-    return [
-        *profiler,
-        "--export",
-        str(output / provider),
-        *python,
-        *words,
-        "--provider",
-        provider,
-        "--kind",
-        "once",
-    ]
+    profiler += ["--export", str(output / provider)]
+    return [*profiler, sys.executable, "-m", "warploom", *words, "--provider", provider, "--kind", "once"]
 
 
 def _is_open(provider: str) -> bool:

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("warploom: interrupted; `bench --resume` goes on after the last finished case", file=sys.stderr)
         return 130
-    except Exception as error:
+    except Exception as error:  # a mistake of ours has an exit status of its own
         if isinstance(error, ModuleNotFoundError) and package(error) in OPTIONAL:
             return _refuse(install_hint(error))
         traceback.print_exc()

@@ -15,7 +15,7 @@ LOG2_E_LOW = tl.constexpr(1.925963033500011e-08)  # what that leaves of it
 
 @triton.jit
 def widen(x):
-    """``x`` in float32. Of two bfloat16 in a register, each takes one instruction; converted, the upper takes two."""
+    """``x`` in float32, with one instruction for each of two bfloat16 in a register; a conversion takes two for the upper."""
     if INTERPRETED or x.dtype != tl.bfloat16:
         y = x.to(tl.float32)
     else:
@@ -125,14 +125,14 @@ def activate_backward(x, dy, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def powers(x, top):
-    """eˣ relative to the largest of each row, ``top`` (rows, 1), to 2 units in the last place of it and of eˣ / Σ eˣ.
+def powers(x, row_max):
+    """eˣ relative to the largest of each row, ``row_max`` (rows, 1), to 2 units in the last place of it and of eˣ / Σ eˣ.
 
-    One multiply-add an entry: the rounding of top · log₂e is common to a row. Where that product is no float32, entries are
+    One multiply-add an element: the rounding of row_max · log₂e is common to a row. Where that product is no float32, elements are
     equal or so far apart that any factor does.
     """
-    scale = tl.where(tl.abs(top) < LARGE, LOG2_E, 0.5)
-    return power_of_two(tl.fma(x, scale, -(top * scale)))
+    scale = tl.where(tl.abs(row_max) < LARGE, LOG2_E, 0.5)
+    return power_of_two(tl.fma(x, scale, -(row_max * scale)))
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def softmax_parts(x):
 @triton.jit
 def softmax_pair_parts(x1, x2):
     """The same for two tiles taken as one row."""
-    top = tl.max(tl.maximum(x1, x2), axis=1)[:, None]
-    x1 = powers(x1, top)
-    x2 = powers(x2, top)
+    row_max = tl.max(tl.maximum(x1, x2), axis=1)[:, None]
+    x1 = powers(x1, row_max)
+    x2 = powers(x2, row_max)
     return x1, x2, reciprocal(tl.sum(x1 + x2, axis=1))[:, None]

@@ -144,24 +144,9 @@ def _backward(
     statistics = torch.stack((lse.float() * _LOG2_E, seen.float()))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     backward: Any = OPERATOR.backward
-    found = backward.op(
-        grad,
-        None,
-        q,
-        k,
-        v,
-        out,
-        statistics,
-        None,
-        *bounds,
-        None,
-        *window,
-        scale,
-        None,
-        None,
-        [True, True, True, False],
-    )
-    return found[0], found[1], found[2]
+    tensors = (grad, None, q, k, v, out, statistics, None, *bounds, None)
+    dq, dk, dv, _ = backward.op(*tensors, *window, scale, None, None, [True, True, True, False])
+    return dq, dk, dv
 
 
 def _window(is_causal: bool, left: int | None = None, right: int | None = None) -> tuple[int | None, int | None]:

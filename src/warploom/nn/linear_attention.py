@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from warploom import linear_attention
-from warploom.errors import ArgumentError, DtypeError, ShapeError, fault
+from warploom.errors import ArgumentError, fault
 from warploom.nn.cache import StateCache
+from warploom.nn.common import check_call, check_sizes, reset_linear
 from warploom.nn.positions import LRPE
 
 __all__ = ["LinearAttention"]
@@ -76,9 +77,7 @@ class LinearAttention(nn.Module):
         super().__init__()
         value_dim = head_dim if value_dim is None else value_dim
         sizes = {"dim": dim, "heads": heads, "head_dim": head_dim, "value_dim": value_dim, "layers": layers}
-        for argument, size in sizes.items():
-            if size < 1:
-                raise fault(ArgumentError, "LinearAttention", argument, "positive", size)
+        check_sizes("LinearAttention", **sizes)
         if not 0 <= layer < layers:
             raise fault(ArgumentError, "LinearAttention", "layer", f"0 … {layers - 1}", layer)
         if position not in POSITIONS:
@@ -104,10 +103,7 @@ class LinearAttention(nn.Module):
         """Set the decays; draw weights such that features of unit variance stay so; biases are zero."""
         head = torch.arange(1, self.heads + 1, dtype=torch.float64, device=self.decay.device)
         self.decay.copy_(-(2.0 ** (-8.0 * head / self.heads)) * (1.0 - self.layer / self.layers))
-        for layer in (self.q, self.k, self.v, self.gate, self.out):
-            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
+        reset_linear(self.q, self.k, self.v, self.gate, self.out)
 
     def forward(self, x: Tensor, cache: StateCache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """Attend.
@@ -126,13 +122,7 @@ class LinearAttention(nn.Module):
             ShapeError: ``x`` has another shape, or the cache is of another batch.
             DtypeError: ``cache`` is something else.
         """
-        if x.dim() != 3 or x.shape[-1] != self.q.in_features:
-            expected = f"(B, N, dim) with dim = {self.q.in_features}"
-            raise fault(ShapeError, "LinearAttention", "x", expected, tuple(x.shape))
-        if cache is not None and not isinstance(cache, StateCache):
-            raise fault(DtypeError, "LinearAttention", "cache", "a StateCache or None", type(cache).__name__)
-        if cache is not None and cu_seqlens is not None:
-            raise fault(ArgumentError, "LinearAttention", "cu_seqlens", "left out with a cache", "both")
+        check_call("LinearAttention", x, self.q.in_features, cache, StateCache, cu_seqlens)
         q, k, v = (linear(x).unflatten(-1, (self.heads, -1)) for linear in (self.q, self.k, self.v))
         values = self._attend(q, k, v, cu_seqlens=cu_seqlens) if cache is None else self._continue(q, k, v, cache)
         values = self.norm(values.to(self.norm.weight.dtype)).flatten(2)  # which autocast would leave to 16 bits

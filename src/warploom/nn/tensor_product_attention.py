@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from warploom import tpa_attention, tpa_decode
-from warploom.errors import ArgumentError, DtypeError, ShapeError, fault
 from warploom.nn.cache import FactorCache
+from warploom.nn.common import check_call, check_sizes, reset_linear
 from warploom.nn.positions import RotaryEmbedding
 
 __all__ = ["TensorProductAttention"]
@@ -61,9 +61,7 @@ class TensorProductAttention(nn.Module):
         value_dim = head_dim if value_dim is None else value_dim
         sizes = {"dim": dim, "heads": heads, "head_dim": head_dim, "value_dim": value_dim}
         sizes |= {"rank_q": rank_q, "rank_k": rank_k, "rank_v": rank_v}
-        for argument, size in sizes.items():
-            if size < 1:
-                raise fault(ArgumentError, "TensorProductAttention", argument, "positive", size)
+        check_sizes("TensorProductAttention", **sizes)
         self.heads, self.head_dim, self.value_dim = heads, head_dim, value_dim
         self.rank_q, self.rank_k, self.rank_v = rank_q, rank_k, rank_v
         self.backend = backend
@@ -79,10 +77,7 @@ class TensorProductAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw weights such that features of unit variance give factors of unit variance; biases are zero."""
-        for layer in (self.aq, self.bq, self.ak, self.bk, self.av, self.bv, self.out):
-            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
+        reset_linear(self.aq, self.bq, self.ak, self.bk, self.av, self.bv, self.out)
 
     def forward(self, x: Tensor, cache: FactorCache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """Attend.
@@ -101,15 +96,7 @@ class TensorProductAttention(nn.Module):
             ShapeError: ``x`` has another shape.
             DtypeError: ``cache`` is something else.
         """
-        if x.dim() != 3 or x.shape[-1] != self.aq.in_features:
-            expected = f"(B, N, dim) with dim = {self.aq.in_features}"
-            raise fault(ShapeError, "TensorProductAttention", "x", expected, tuple(x.shape))
-        if cache is not None and not isinstance(cache, FactorCache):
-            raise fault(
-                DtypeError, "TensorProductAttention", "cache", "a FactorCache or None", type(cache).__name__
-            )
-        if cache is not None and cu_seqlens is not None:
-            raise fault(ArgumentError, "TensorProductAttention", "cu_seqlens", "left out with a cache", "both")
+        check_call("TensorProductAttention", x, self.aq.in_features, cache, FactorCache, cu_seqlens)
         aq, bq = self.aq(x).unflatten(-1, (self.heads, -1)), self.bq(x).unflatten(-1, (self.rank_q, -1))
         ak, bk = self.ak(x).unflatten(-1, (self.heads, -1)), self.bk(x).unflatten(-1, (self.rank_k, -1))
         av, bv = self.av(x).unflatten(-1, (self.heads, -1)), self.bv(x).unflatten(-1, (self.rank_v, -1))

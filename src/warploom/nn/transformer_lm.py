@@ -41,6 +41,7 @@ SIZES = {
 }
 ATTENTIONS = (*IMPLEMENTATIONS, "tpa", "linear")
 POSITIONS = ("rotate", "cosine", "none")
+COUNTS = ("vocab_size", "context_length", "d_model", "d_ff", "layers", "heads", "rank_q", "rank_k", "rank_v")
 FACTORS = tuple(f"attention.{factor}.weight" for factor in ("aq", "bq", "ak", "bk", "av", "bv"))
 IGNORED = -100
 """The target of a token that takes no part in the loss."""
@@ -101,17 +102,7 @@ class TransformerConfig:
         return cls(**{**SIZES[name], **changes})
 
     def __post_init__(self) -> None:
-        for field in (
-            "vocab_size",
-            "context_length",
-            "d_model",
-            "d_ff",
-            "layers",
-            "heads",
-            "rank_q",
-            "rank_k",
-            "rank_v",
-        ):
+        for field in COUNTS:
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise fault(ArgumentError, "TransformerConfig", field, "a positive int", repr(value))

@@ -1,4 +1,4 @@
-"""What tests, bench and documentation know of an operator: the types that each ``spec.py`` fills in.
+"""What tests, bench and documentation know of an operator: the types that each ``bench.py`` fills in.
 
 An operator's folder says here, once, how its inputs are made, which small odd cases must be right, which
 cases are timed, what stands beside it and how many bytes it must move. The conformance suite and the bench

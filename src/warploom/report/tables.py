@@ -94,7 +94,7 @@ def time_table(section: Section, panel: Panel, mode: str) -> Table:
 
 
 def metric_table(section: Section, panel: Panel, mode: str, metric: str) -> Table | None:
-    """Show ``peak_memory_mib``, ``min_bytes`` or ``accuracy`` of every provider; None if nobody has it.
+    """Show ``peak_memory_mib``, ``min_bytes`` or ``accuracy`` of every provider; None if none has it.
 
     Accuracy is the largest error against float64 over its budget.
     """

@@ -164,7 +164,7 @@ class Operator:
         """Register it as ``name``, with a gradient, and as ``name_launch``, without.
 
         Compiled code has forward and backward apart and calls the second. After `torch.library.register_autograd`
-        it would call the first, which enters Python twice, once to find that nobody wants a gradient: half a
+        it would call the first, which enters Python twice, once to find that no gradient is wanted: half a
         launch.
 
         The first also works under the transforms of `torch.func`, whose ``vmap`` runs one call after another. It

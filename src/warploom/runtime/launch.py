@@ -37,8 +37,8 @@ __all__ = [
     "Launch",
     "architecture",
     "can_be_copied",
+    "has_pdl",
     "is_recording",
-    "may_start_early",
     "multiprocessors",
     "recording",
     "runs_on_cpu",
@@ -123,7 +123,7 @@ class Launch:
             tensor, on the launch's device. A tensor may be None, in every call or in none.
         num_warps: Of a program.
         num_stages: Of the loops that Triton pipelines.
-        early: Launch while the launch before it on the stream still runs; see `may_start_early`.
+        pdl: Programmatic dependent launch, while the launch before it on the stream still runs; see `has_pdl`.
         registers: Of a thread, at most.
         cooperative: Launch only if all programs run at once, which those that wait for each other need.
         arguments: All other parameters by name. `Boxes` stand for a tensor descriptor, whose tensor calls bring.
@@ -153,7 +153,7 @@ class Launch:
         takes: Iterable[str],
         num_warps: int = 4,
         num_stages: int = 3,
-        early: bool = False,
+        pdl: bool = False,
         registers: int | None = None,
         cooperative: bool = False,
         **arguments: Any,
@@ -162,7 +162,7 @@ class Launch:
         self.options = {"num_warps": num_warps}
         if not _is_gluon(kernel):
             self.options["num_stages"] = num_stages
-        if early:
+        if pdl:
             self.options["launch_pdl"] = True
         if registers is not None:
             self.options["maxnreg"] = registers
@@ -354,11 +354,11 @@ def multiprocessors(device: torch.device) -> int:
     return _multiprocessors(device) if _is_gpu(device) else _recorded_multiprocessors
 
 
-def may_start_early(device: torch.device) -> bool:
-    """Whether a kernel may be launched ``early``: put in place while the launch before it on the stream still runs.
+def has_pdl(device: torch.device) -> bool:
+    """Whether a GPU has programmatic dependent launch: Hopper and later.
 
-    Such a kernel waits for that launch itself (``gdc_wait``) before it touches memory, which is cheaper than the
-    pause between two launches. Hopper and later (programmatic dependent launch).
+    A kernel launched with it is put in place while the launch before it on the stream still runs. It waits for that
+    launch itself (``gdc_wait``) before it touches memory, which is cheaper than the pause between two launches.
     """
     return architecture(device) >= 90 and not INTERPRETED
 

@@ -48,7 +48,7 @@ def empty_in_order(near: torch.Tensor, shape: Sequence[int], order: Sequence[int
 
 
 def layout_of(x: torch.Tensor, features: int) -> torch.Tensor:
-    """A tensor without memory in the place of what `empty_in_order_of` returns, for who plans ahead."""
+    """What `empty_in_order_of` returns, without memory: for plans."""
     like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return empty_in_order_of(like, features)
 

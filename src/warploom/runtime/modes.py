@@ -1,4 +1,4 @@
-"""What PyTorch does around a call: who watches it, who counts its operations, and a batching rule."""
+"""What PyTorch does around a call: what watches it, how its operations are counted, and a batching rule."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def count_flops(operator: Any, flops: Callable[..., int]) -> None:
 def attention_pairs(
     q: torch.Tensor, k: torch.Tensor, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None
 ) -> int:
-    """Pairs of a query and a key over the batch (B, N, …) and (B, M, …), for who counts operations.
+    """Pairs of a query and a key over the batch (B, N, …) and (B, M, …), to count operations.
 
     Those of the same packed sequence, if the bounds can be read.
     """

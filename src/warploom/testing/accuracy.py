@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["BLOCK", "CHUNK", "Accuracy", "compare", "compare_each", "mean_of", "worst_of"]
+__all__ = ["BLOCK", "CHUNK", "Accuracy", "as_tuple", "compare", "compare_each", "mean_of", "worst_of"]
 
 CHUNK = 2**26
 """Elements compared at a time: the float64 temporaries stay near half a gigabyte each."""
@@ -106,7 +106,7 @@ def compare(output: Tensors, reference: Tensors, eager: Tensors, factor: float =
 @torch.no_grad()
 def compare_each(output: Tensors, reference: Tensors, eager: Tensors, factor: float = 1.0) -> list[Accuracy]:
     """What `compare` does, with a verdict for every output; a single one if their number is wrong."""
-    outputs, references, eagers = _as_tuple(output), _as_tuple(reference), _as_tuple(eager)
+    outputs, references, eagers = map(as_tuple, (output, reference, eager))
     if not len(outputs) == len(references) == len(eagers):
         return [_failure(f"{len(outputs)} outputs where the reference has {len(references)}", 0)]
     return [
@@ -256,17 +256,13 @@ class _Sums:
     def plus(self, other: _Sums) -> _Sums:
         """The sums over both pieces; a problem of either stays."""
         worse = other if other.problem or not self.worst or other.error_max > self.error_max else self
-        return _Sums(
-            count=self.count + other.count,
-            error_max=max(self.error_max, other.error_max),
-            error_squares=self.error_squares + other.error_squares,
-            eager_max=max(self.eager_max, other.eager_max),
-            eager_squares=self.eager_squares + other.eager_squares,
-            reference_max=max(self.reference_max, other.reference_max),
-            reference_squares=self.reference_squares + other.reference_squares,
-            worst=worse.worst,
-            problem=self.problem or other.problem,
-        )
+        largest = {name: max(getattr(self, name), getattr(other, name)) for name in _LARGEST}
+        sums = {name: getattr(self, name) + getattr(other, name) for name in ("count", *_SQUARES)}
+        return _Sums(**sums, **largest, worst=worse.worst, problem=self.problem or other.problem)
+
+
+_LARGEST = ("error_max", "eager_max", "reference_max")
+_SQUARES = ("error_squares", "eager_squares", "reference_squares")
 
 
 def _measure(
@@ -298,17 +294,7 @@ def _measure(
     blocks.append(_Blocks.of(start, each))
     squares = [values.sum() for values in each]
     count, *figures = torch.stack([finite.sum().double(), *largest, *squares]).tolist()
-    error_max, eager_max, reference_max, error_squares, eager_squares, reference_squares = figures
-    return _Sums(
-        int(count),
-        error_max,
-        error_squares,
-        eager_max,
-        eager_squares,
-        reference_max,
-        reference_squares,
-        worst,
-    )
+    return _Sums(int(count), **dict(zip((*_LARGEST, *_SQUARES), figures)), worst=worst)
 
 
 def _index(values: torch.Tensor, start: tuple[int, ...]) -> tuple[int, ...]:
@@ -345,7 +331,8 @@ def _failure(problem: str, index: int, worst: tuple[int, ...] = ()) -> Accuracy:
     return Accuracy(False, math.inf, 0.0, math.inf, 0.0, worst, index, problem)
 
 
-def _as_tuple(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+def as_tuple(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+    """One output or several as a tuple."""
     return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
 
 

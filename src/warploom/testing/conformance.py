@@ -1,6 +1,6 @@
 """Whether a backend keeps the accuracy promise on an operator's own cases, forward and backward.
 
-The same walk serves the test suite, the ``check`` command on a user's machine and, piece by piece, the bench.
+The same checks serve the test suite, the ``check`` command on a user's machine and, piece by piece, the bench.
 It knows operators only through their `warploom.ops.spec.Operator`.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from warploom.errors import WarploomError
 from warploom.ops.spec import Case, Inputs, Operator, Outputs
-from warploom.testing.accuracy import Accuracy, compare_each, mean_of, worst_of
+from warploom.testing.accuracy import Accuracy, as_tuple, compare_each, mean_of, worst_of
 from warploom.testing.poison import poisoned_allocations
 
 __all__ = [
@@ -262,11 +262,6 @@ def modified(inputs: Inputs, before: dict[str, tuple[int, torch.Tensor]]) -> tup
         for name, (version, copy) in before.items()
         if inputs[name]._version != version or not torch.equal(inputs[name], copy)
     )
-
-
-def as_tuple(outputs: Outputs) -> tuple[torch.Tensor, ...]:
-    """One output or several as a tuple."""
-    return (outputs,) if isinstance(outputs, torch.Tensor) else outputs
 
 
 def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:

@@ -39,7 +39,7 @@ def poisoned_allocations() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Surrounded:
-    """A strided tensor and the larger buffer it lies in, whose other cells hold NaN (the least integer)."""
+    """A strided tensor and the larger buffer it lies in, whose other elements hold NaN (the least integer)."""
 
     tensor: torch.Tensor
     buffer: torch.Tensor
@@ -49,8 +49,8 @@ class Surrounded:
         """Whether every cell around the tensor still holds what it was filled with."""
         outside = torch.ones_like(self.buffer, dtype=torch.bool)
         outside.as_strided(self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset()).fill_(False)
-        cells = self.buffer[outside]
-        filled = cells.isnan() if cells.is_floating_point() else cells == _filler(cells.dtype)
+        others = self.buffer[outside]
+        filled = others.isnan() if others.is_floating_point() else others == _filler(others.dtype)
         return bool(filled.all())
 
 
@@ -75,11 +75,11 @@ def strided_view(tensor: torch.Tensor, generator: torch.Generator) -> Surrounded
         end = before + step * tensor.shape[axis]
         spans.append(end + after)
         cuts.append(slice(before, end, step))
-    cells = math.prod(spans)
+    elements = math.prod(spans)
     edge = draw(1, 7)  # before the first cell, so that no address is aligned by luck
-    buffer = torch.full((cells + 2 * edge,), _filler(tensor.dtype), dtype=tensor.dtype, device=tensor.device)
+    buffer = torch.full((elements + 2 * edge,), _filler(tensor.dtype), dtype=tensor.dtype, device=tensor.device)
     inverse = [order.index(axis) for axis in range(tensor.dim())]
-    view = buffer[edge : edge + cells].view(spans)[tuple(cuts)].permute(inverse)
+    view = buffer[edge : edge + elements].view(spans)[tuple(cuts)].permute(inverse)
     view.copy_(tensor.detach())
     return Surrounded(view.requires_grad_(tensor.requires_grad), buffer)
 

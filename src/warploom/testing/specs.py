@@ -1,6 +1,6 @@
 """Operators and benches from outside this package, described in a Python file as `spec.py` does inside it.
 
-Such a file is a program: it runs with the rights of whoever loads it.
+Such a file is a program: it runs with the rights of the user who loads it.
 """
 
 from __future__ import annotations

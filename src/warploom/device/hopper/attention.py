@@ -48,7 +48,7 @@ class Work(NamedTuple):
 
 
 class State(NamedTuple):
-    """How far a group is with its 64 queries."""
+    """The softmax of a group's 64 queries so far, and its place in the rings."""
 
     acc: gl.tensor  # (64, E): weighted sums of values
     weights: gl.tensor  # (64, BLOCK_N): of the last tile of keys, not in ``acc`` yet
@@ -94,9 +94,9 @@ def tile_place(tile, work, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def key_steps(block, split, work, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Of the tiles of keys in a split of a KV loop: the first, the first with a mask, and the end.
+    """Tiles of keys of one split of a KV loop: number of the first, of the first with a mask, and the end.
 
-    There is at least one, since a group starts its pipeline with it: for an empty split one that nobody sees.
+    There is at least one, since a group starts its pipeline with it: for an empty split one that no query sees.
     """
     end = work.keys
     full = work.keys
@@ -113,7 +113,7 @@ def key_steps(block, split, work, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, B
 
 @gluon.jit
 def query_steps(block, split, work, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Of the tiles of queries in a split of the loop over them: the first, the first without a mask, and the end."""
+    """Tiles of queries of one split of the loop over them: number of the first, of the first without a mask, and the end."""
     end = (work.tokens + BLOCK_M - 1) // BLOCK_M
     begin = end * 0
     full = begin
@@ -130,7 +130,7 @@ def query_steps(block, split, work, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr,
 @gluon.jit
 def softmax_step(logits, row_sum, row_max, first, n, work, scale, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
                  LAYOUT: gl.constexpr):  # fmt: skip
-    """Weights of a tile of keys ``n …``; row_sum and row_max with it; the factor that rescales earlier sums.
+    """Weights of a tile of keys from number ``n`` on, the new row_sum and row_max, and the factor that rescales earlier sums.
 
     ``first`` is the position of the first query, where it stands among the keys.
     """

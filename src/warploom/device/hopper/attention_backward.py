@@ -51,7 +51,7 @@ class QueryGradients(NamedTuple):
     dq: Result
     work: Work
     scale: gl.float32  # of the logits, in powers of two
-    slope: gl.float32  # of the gradient
+    grad_scale: gl.float32  # of the gradient
 
 
 class KeyCopies(NamedTuple):
@@ -152,7 +152,7 @@ def kv_loop_in_turn(
 
 @gluon.jit
 def load_row_values(values, row, m, tokens, other, LAYOUT: gl.constexpr):
-    """A number of each of 64 queries of a head, from number ``m`` on; ``other`` where there is none."""
+    """One value for each of 64 queries of a head, from query ``m`` on; ``other`` behind the last query."""
     local = m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     return gl.load(values + row.to(gl.int64) * tokens + local, mask=local < tokens, other=other)
 
@@ -162,7 +162,7 @@ def compute_for_queries(
     own: gl.constexpr, IN_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call
 ):
     """Group number ``own`` of warps of `QueryGradients`. ``IN_REGISTERS``: its queries and gradients stay there."""
-    scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, slope = call
+    scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, grad_scale = call
     GROUPS: gl.constexpr = q_tiles.shape[0]
     STAGES: gl.constexpr = k.tiles.shape[0]
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
@@ -214,7 +214,7 @@ def compute_for_queries(
         mbarrier.arrive(k.empty.index(before))
         tma.store_wait(0)  # until the tile before has left its buffer
         batch, head = row // work.heads, row % work.heads
-        store_tile(result, dq * slope, own, split, batch, head, m, work.tokens, SPLIT, OUT_LAYOUT)
+        store_tile(result, dq * grad_scale, own, split, batch, head, m, work.tokens, SPLIT, OUT_LAYOUT)
         done += 1
         tile, _ = received(scheduler, done)
     tma.store_wait(0)
@@ -223,7 +223,7 @@ def compute_for_queries(
 @gluon.jit
 def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call):
     """`compute_for_queries` for more than 128 features; results leave through the buffers of the queries."""
-    scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, slope = call
+    scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, grad_scale = call
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     D: gl.constexpr = q_tiles.shape[4]
     BLOCK_M: gl.constexpr = q_tiles.shape[0] * ROWS
@@ -250,7 +250,7 @@ def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.
             False, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
         batch, head = row // work.heads, row % work.heads
-        store_tile(result, dq * slope, own, split, batch, head, m, work.tokens, SPLIT, OUT_LAYOUT)
+        store_tile(result, dq * grad_scale, own, split, batch, head, m, work.tokens, SPLIT, OUT_LAYOUT)
         tma.store_wait(0)
         mbarrier.arrive(scheduler.empty.index(0))
         done += 1

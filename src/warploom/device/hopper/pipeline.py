@@ -87,7 +87,7 @@ def power_of_two(x):
 
 @gluon.jit
 def init_ring(full, empty, arrivals: gl.constexpr):
-    """Initialise the barriers of a ring of buffers: one arrival fills a buffer, so many empty it."""
+    """Initialise the barriers of a ring of buffers: one arrival fills a buffer, ``arrivals`` empty it."""
     STAGES: gl.constexpr = full.shape[0]
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
@@ -112,7 +112,7 @@ def new_ring(tiles, STAGES: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def new_row_ring(tiles, STAGES: gl.constexpr, arrivals: gl.constexpr, row_values):
-    """The same with numbers for rows."""
+    """A ring with a number for each row of its tiles; see `new_ring`."""
     tiles, full, empty = new_ring(tiles, STAGES, arrivals)
     return RowRing(tiles, full, empty, row_values)
 
@@ -196,7 +196,7 @@ def as_factor(tile, dtype: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def broadcast(scheduler, tile, done):
-    """Tell the groups which tile comes next, once there is room for it; the number of its buffer."""
+    """Publish the next tile to the groups, once a buffer is free for it; returns the number of that buffer."""
     slot = wait_empty(scheduler.empty, done)
     scheduler.tile.index(slot).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     return slot
@@ -204,14 +204,14 @@ def broadcast(scheduler, tile, done):
 
 @gluon.jit
 def broadcast_end(scheduler, tile, done):
-    """Tell the groups that there are no more tiles, by a number beyond the last."""
+    """Publish the end to the groups: a tile number beyond the last."""
     slot = broadcast(scheduler, tile, done)
     mbarrier.arrive(scheduler.full.index(slot))
 
 
 @gluon.jit
 def received(scheduler, done):
-    """What `broadcast` told, and the number of the buffer."""
+    """The tile that `broadcast` published, and the number of its buffer."""
     slot = wait_full(scheduler.full, done)
     return read(scheduler, slot), slot
 

@@ -34,7 +34,7 @@ def _mask_and_logits(
     seqused_k: Tensor | None,
     block_table: Tensor | None = None,
 ) -> tuple[Mask, Logits]:
-    """What the kernels are told; these read numbers for every head or batch entry as adjacent ones."""
+    """Mask and logits for the kernels, which read tensors of a number a head or batch entry as adjacent ones."""
     used, table = (None if x is None else x.contiguous() for x in (seqused_k, block_table))
     mask = Mask(options.left, options.right, cu_seqlens_q, cu_seqlens_k, used, table)
     return mask, Logits(options.softcap, None if sink is None else sink.resolve_neg().contiguous())

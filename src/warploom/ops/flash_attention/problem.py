@@ -34,7 +34,7 @@ class Mask(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """What becomes of inner products besides their scale."""
+    """What is done to logits besides scaling: a cap, and a sink."""
 
     softcap: float | None = None
     sink: Tensor | None = None  # (Hq,), of adjacent numbers
@@ -115,7 +115,7 @@ def programs_at_once(device: torch.device) -> int:
 
 
 class Costs(NamedTuple):
-    """What loops cost besides their steps, in steps."""
+    """What loops cost besides their steps, in the time of a step."""
 
     start: float  # to start and to end one
     merge: float  # to launch the kernels that merge parts
@@ -139,7 +139,7 @@ def loop_steps(kernel: str, shape: Shape, mask: Mask, block: int, step: int) -> 
 
 
 def best_splits(steps: list[int], rows: int, programs: int, elements: int, costs: Costs) -> int:
-    """Into how many splits loops are cut: as many as make the whole shortest, by an estimate in steps.
+    """The number of splits of each loop that makes the whole fastest, by an estimate in steps.
 
     Args:
         steps: Of the loop of each tile of a head.

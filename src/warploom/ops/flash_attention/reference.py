@@ -119,13 +119,13 @@ def _attend(
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.masked_fill(~visible, -torch.inf)
     # The maximum is only a shift that cancels, so no gradient flows through it; a row without keys has none.
-    top = logits.new_full((*logits.shape[:-1], 1), -torch.inf)
+    row_max = logits.new_full((*logits.shape[:-1], 1), -torch.inf)
     if keys:
-        top = logits.detach().amax(-1, keepdim=True)
+        row_max = logits.detach().amax(-1, keepdim=True)
     if sink is not None:
         sink = sink.to(logits.dtype).reshape(key_heads, group, 1, 1)
-        top = torch.maximum(top, sink.detach())
-    shift = top.masked_fill(top == -torch.inf, 0.0)
+        row_max = torch.maximum(row_max, sink.detach())
+    shift = row_max.masked_fill(row_max == -torch.inf, 0.0)
     logits = logits - shift
     weights = logits.exp()
     total = weights.sum(-1)
@@ -135,7 +135,7 @@ def _attend(
     total = torch.where(some, total, 1.0)
     weights = (weights / total.unsqueeze(-1)).masked_fill(~visible, 0.0)  # also in a row of NaN
     out = torch.einsum("bhgnm,bmhe->bnhge", _factor(weights, factors), v)
-    lse = torch.where(some, total.log() + top.squeeze(-1), -torch.inf)
+    lse = torch.where(some, total.log() + row_max.squeeze(-1), -torch.inf)
     return out.reshape(batch, tokens, heads, v.shape[-1]), lse.reshape(batch, heads, tokens)
 
 

@@ -114,15 +114,8 @@ _CHECKS: tuple[dict[str, Any], ...] = (
     {"activation": "softmax_sequence", "dtype": "bfloat16", "theta": "shared", "head_dim": 64, "prefix": 3},
     {"activation": "softmax_sequence", "theta": "vector", "heads": 0, "n": 2300, "batch": 2, "head_dim": 6},
     {"activation": "softmax_sequence", "n": 2200, "heads": 2, "batch": 1, "layout": "bhnd", "offset": "batch"},
-    {
-        "activation": "softmax_sequence",
-        "n": 2100,
-        "heads": 1,
-        "batch": 1,
-        "head_dim": 64,
-        "dtype": "bfloat16",
-        "theta_gradient": False,
-    },
+    {"activation": "softmax_sequence", "n": 2100, "heads": 1, "batch": 1, "head_dim": 64, "dtype": "bfloat16"}
+    | {"theta_gradient": False},
     {"activation": "softmax_sequence", "batch": 1, "cu_seqlens": [0, 5, 5, 6, 19], "offset": 9},
     {"activation": "softmax_sequence", "batch": 1, "n": 401, "heads": 1, "cu_seqlens": [0, 1, 300, 401]},
     {"activation": "softmax_sequence", "grid": [4, 4], "prefix": 3, "frequencies": 4, "dtype": "float16"},
@@ -283,11 +276,10 @@ def _grids(device: str, dims: Sequence[int], activations: Sequence[str], prefixe
     ]
 
 
-def _grid_suites() -> dict[str, Callable[[str], Sequence[Case]]]:
-    return {
-        "quick": lambda device: _grids(device, (2,), ("none",), (10,)),
-        "published": lambda device: _grids(device, (1, 2, 3), ACTIVATIONS, (0, 10)),
-    }
+_GRIDS: dict[str, Callable[[str], Sequence[Case]]] = {
+    "quick": lambda device: _grids(device, (2,), ("none",), (10,)),
+    "published": lambda device: _grids(device, (1, 2, 3), ACTIVATIONS, (0, 10)),
+}
 
 
 def traffic(case: Case, mode: str, *, paired: bool) -> Traffic:
@@ -304,50 +296,28 @@ def traffic(case: Case, mode: str, *, paired: bool) -> Traffic:
 _LENGTHS = {"quick": _quick, "published": _published, "theta": _theta}
 
 
+def _bench(operator: Operator, name: str, suites: Any, title: str, providers: Any = None) -> Bench:
+    return Bench(
+        name=name,
+        operator=operator,
+        suites=suites,
+        providers=providers or _providers(operator),
+        precompiled=("torch",),
+        traffic=functools.partial(traffic, paired=operator is ROTATE),
+        title=title,
+    )
+
+
 BENCHES = (
-    Bench(
-        name="lrpe-rotate",
-        operator=ROTATE,
-        suites=_LENGTHS,
-        providers=_providers(ROTATE),
-        precompiled=("torch",),
-        traffic=functools.partial(traffic, paired=True),
-        title="LRPE rotate (RoPE) with the activation fused in",
+    _bench(ROTATE, "lrpe-rotate", _LENGTHS, "LRPE rotate (RoPE) with the activation fused in"),
+    _bench(
+        ROTATE,
+        "lrpe-rope",
+        _ROPE_SUITES,
+        "RoPE: LRPE rotate with frequencies that all heads share",
+        _rope_providers(),
     ),
-    Bench(
-        name="lrpe-rope",
-        operator=ROTATE,
-        suites=_ROPE_SUITES,
-        providers=_rope_providers(),
-        precompiled=("torch",),
-        traffic=functools.partial(traffic, paired=True),
-        title="RoPE: LRPE rotate with frequencies that all heads share",
-    ),
-    Bench(
-        name="lrpe-cosine",
-        operator=COSINE,
-        suites=_LENGTHS,
-        providers=_providers(COSINE),
-        precompiled=("torch",),
-        traffic=functools.partial(traffic, paired=False),
-        title="LRPE cosine with the activation fused in",
-    ),
-    Bench(
-        name="lrpe-rotate-md",
-        operator=ROTATE,
-        suites=_grid_suites(),
-        providers=_providers(ROTATE),
-        precompiled=("torch",),
-        traffic=functools.partial(traffic, paired=True),
-        title="LRPE rotate on grids of one, two and three dimensions",
-    ),
-    Bench(
-        name="lrpe-cosine-md",
-        operator=COSINE,
-        suites=_grid_suites(),
-        providers=_providers(COSINE),
-        precompiled=("torch",),
-        traffic=functools.partial(traffic, paired=False),
-        title="LRPE cosine on grids of one, two and three dimensions",
-    ),
+    _bench(COSINE, "lrpe-cosine", _LENGTHS, "LRPE cosine with the activation fused in"),
+    _bench(ROTATE, "lrpe-rotate-md", _GRIDS, "LRPE rotate on grids of one, two and three dimensions"),
+    _bench(COSINE, "lrpe-cosine-md", _GRIDS, "LRPE cosine on grids of one, two and three dimensions"),
 )

@@ -1,7 +1,7 @@
 """Launchers of LRPE's kernels: sizes, strides, tiles. No validation, no autograd.
 
 What a call allocates and launches is its plan, which depends on shapes, strides, dtypes and options alone. Plans
-are kept by whoever calls (`warploom.runtime.plans`): a call like an earlier one only allocates and launches.
+are kept by the caller (`warploom.runtime.plans`): a call like an earlier one only allocates and launches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from warploom.ops.lrpe.kernels.angles import AngleNumbers, Inverses, Spec
 from warploom.ops.lrpe.kernels.backward import backward_kernel, reduce_kernel
 from warploom.ops.lrpe.kernels.forward import forward_kernel
 from warploom.ops.lrpe.kernels.rows import Blocks, Sizes, Split, Strides
-from warploom.runtime.launch import Dense, Launch, may_start_early, multiprocessors
+from warploom.runtime.launch import Dense, Launch, has_pdl, multiprocessors
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.plans import Plans
 
@@ -61,24 +61,24 @@ class Geometry(NamedTuple):
     features: int  # angles per head: D for cosine, D / 2 for rotate
 
     @property
-    def unique(self) -> int:
-        """Values of ``u``: heads, or batch entries where the heads are shared."""
+    def row_axis(self) -> int:
+        """Size of the row axis ``u``: heads, or batch entries where the heads share angles."""
         return self.batch if self.heads_shared else self.heads
 
     @property
-    def shared(self) -> int:
-        """Values of ``s``: batch entries, or heads where those are shared."""
+    def broadcast_axis(self) -> int:
+        """Size of the broadcast axis ``s``: batch entries, or heads where those share angles."""
         return self.heads if self.heads_shared else self.batch
 
     @property
     def row_blocks(self) -> int:
         """Tiles of rows."""
-        return -(-self.tokens * self.unique // self.block_r)
+        return -(-self.tokens * self.row_axis // self.block_r)
 
     @property
     def shared_blocks(self) -> int:
         """Blocks of S."""
-        return -(-self.shared // self.block_s)
+        return -(-self.broadcast_axis // self.block_s)
 
     def order(self, batch: int, tokens: int, heads: int) -> tuple[int, int, int]:
         """Per-axis numbers in the kernels' order (s, n, u)."""
@@ -178,17 +178,17 @@ def forward(
     activation: str,
     table: torch.Tensor | None,
     plans: Plans,
-    tickets: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run the forward kernel.
 
     ``table`` (N, 1 or H, 2F) float32 replaces the angles by stored cosines and sines. ``plans`` are those of
-    earlier calls that were the same in all but addresses, numbers in tensors, and the offset; these had ``tickets``
-    (2,) int32, or none: two numbers that become zero, which saves who needs them a kernel.
+    earlier calls that were the same in all but addresses, numbers in tensors, and the offset. ``counters`` (2,)
+    int32, in all such calls or in none, become zero for a kernel that is launched later.
     """
     plan = plans.get("forward", plan_forward, x, theta, positions, kind, activation, table)
     out = plan.result.empty(x)
-    launch_forward(plan.launch, x, out, theta, positions, table, tickets)
+    launch_forward(plan.launch, x, out, theta, positions, table, counters)
     return out
 
 
@@ -199,15 +199,15 @@ def launch_forward(
     theta: torch.Tensor,
     positions: Positions,
     table: torch.Tensor | None = None,
-    tickets: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> None:
     """Run the forward kernel of a plan, which writes ``out``; see `forward`."""
     ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
-    launch(x, out, theta, ids, offsets, cu_seqlens, table, tickets, positions.offset)
+    launch(x, out, theta, ids, offsets, cu_seqlens, table, counters, positions.offset)
 
 
 class ThetaSums(NamedTuple):
-    """How theta's gradient becomes of its partial sums."""
+    """How theta's gradient is added up from partial sums."""
 
     shape: tuple[int, int, int]  # of the partial sums: (parts, rows of theta, F)
     launch: Launch
@@ -247,7 +247,7 @@ def plan_forward(
     launch = Launch(
         forward_kernel,
         geometry.shared_blocks * geometry.row_blocks,
-        takes=("x", "out", "theta", "ids", "offsets", "cu_seqlens", "table", "tickets", "offset"),
+        takes=("x", "out", "theta", "ids", "offsets", "cu_seqlens", "table", "counters", "offset"),
         num_warps=geometry.warps,
         x_strides=x_strides,
         out_strides=out_strides,
@@ -270,9 +270,9 @@ def _common(
     """What both kernels are given beside tensors and their strides."""
     theta_vec, numbers = angle_numbers(theta, positions, geometry, table)
     blocks = geometry.shared_blocks if geometry.heads_shared else row_blocks
-    faster = geometry.tokens if geometry.heads_shared else geometry.unique
+    faster = geometry.tokens if geometry.heads_shared else geometry.row_axis
     return {
-        "sizes": Sizes(geometry.tokens, geometry.unique, geometry.shared),
+        "sizes": Sizes(geometry.tokens, geometry.row_axis, geometry.broadcast_axis),
         "numbers": numbers,
         "inverses": Inverses(*map(inverse_of, inner_sizes(positions))),
         "split": Split(blocks, inverse_of(blocks), inverse_of(faster)),
@@ -376,12 +376,12 @@ def plan_backward(
 def theta_sums(parts: int, theta: torch.Tensor, features: int, axes: int) -> ThetaSums:
     """Plan of the sum of ``parts`` partial sums of theta's gradient."""
     rows = theta.shape[0] if theta.dim() == 2 else 1
-    early = may_start_early(theta.device)
+    pdl = has_pdl(theta.device)
     launch = Launch(
         reduce_kernel,
         rows * -(-theta.shape[-1] // 16),
         takes=("partial", "dtheta"),
-        early=early,
+        pdl=pdl,
         parts=parts,
         heads=rows,
         AXES=axes,
@@ -389,7 +389,7 @@ def theta_sums(parts: int, theta: torch.Tensor, features: int, axes: int) -> The
         E=theta.shape[-1],
         BLOCK_P=64,
         BLOCK_E=16,
-        EARLY=early,
+        PDL=pdl,
     )
     return ThetaSums((parts, rows, features), launch)
 

@@ -108,7 +108,7 @@ OPERATOR = Operator(
 
 
 def variant_of(**variant: Any) -> Callable[..., Tensor]:
-    """LRPE otherwise than calls do it, to be measured: plain eager calls, with a plain backward.
+    """A variant of LRPE for measurements, which no public call takes: plain eager calls, with a plain backward.
 
     Args:
         variant: ``table``, from `angle_table`, in the place of angles; ``block_parallel=True``, softmax over the

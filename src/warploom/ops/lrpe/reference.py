@@ -142,8 +142,8 @@ def _packed_softmax(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     # The maximum is only a shift that cancels, so no gradient flows through it. Sums are formed by indexing, which
     # gives the same bits every time, unlike scatter and gather on a GPU.
     places = sequence[:, None, None].expand_as(x[0])
-    top = x.new_full(statistics, -torch.inf).scatter_reduce(0, places, x[0].detach(), "amax")
-    weight = (x[0] - top[sequence]).exp()
+    row_max = x.new_full(statistics, -torch.inf).scatter_reduce(0, places, x[0].detach(), "amax")
+    weight = (x[0] - row_max[sequence]).exp()
     total = x.new_zeros(statistics).index_put((sequence,), weight, accumulate=True)
     return (weight / total[sequence])[None]
 

@@ -121,7 +121,7 @@ def _check_x_theta(name: str, x: Tensor, theta: Tensor) -> None:
 def _check_frequencies(
     name: str, kind: str, x: Tensor, theta: Tensor, ids: Tensor | None, grid: tuple[int, ...] | None
 ) -> None:
-    """No axis has a frequency that no feature takes: what is left out in silence was meant otherwise."""
+    """Raise if an axis has more frequencies than features take: the rest would be ignored in silence."""
     features = x.shape[-1] if kind == "cosine" else x.shape[-1] // 2
     axes = len(grid or (0,))
     if ids is not None and ids.dim() == 3:

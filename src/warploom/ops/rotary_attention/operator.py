@@ -122,7 +122,7 @@ class _Forward(NamedTuple):
         turned, out = self.turned.empty(qkv), self.out.empty(qkv)
         lse, statistics = self.lse.empty(qkv), self.statistics.empty(qkv)
         counters = COUNTERS.empty(qkv)
-        positions.launch_forward(self.turn, qkv, turned, theta, _FROM_ZERO, tickets=counters)
+        positions.launch_forward(self.turn, qkv, turned, theta, _FROM_ZERO, counters=counters)
         k, v = view(turned, *self.k), view(qkv, *self.v)
         self.attend(turned, k, v, out, lse, statistics, counters)
         return out, turned, statistics

@@ -107,15 +107,8 @@ _DECODE_CHECKS: tuple[dict[str, Any], ...] = (
     {"tokens": 0},
     {"m": 3, "tokens": 5, "dtype": "bfloat16"},
     # What the kernel for Hopper takes.
-    {
-        "m": 300,
-        "heads": 8,
-        "head_dim": 64,
-        "kv_rank": 2,
-        "strategy": "split_kv",
-        "cache_seqlens": "random",
-        "dtype": "bfloat16",
-    },
+    {"m": 300, "heads": 8, "head_dim": 64, "kv_rank": 2, "strategy": "split_kv", "dtype": "bfloat16"}
+    | {"cache_seqlens": "random"},
     {"m": 70, "heads": 16, "head_dim": 40, "value_dim": 64, "dtype": "float16"},
 )
 _ATTENTION: dict[str, Any] = {"batch": 2, "n": 19, "heads": 2, "head_dim": 16, "rank": 3, "dtype": "float32"}

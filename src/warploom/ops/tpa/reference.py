@@ -1,10 +1,9 @@
 """The definition of tensor-product attention in plain PyTorch: any device, any float dtype; the specification.
 
-`tpa_attention` and `tpa_decode` are naive: they form queries, keys and values from their factors and attend. The
-functions named ``…_factored`` compute the same without forming keys and values. Sums are in float32, or float64
-when the factors are, and outputs are rounded once to the dtype of the factors. In `tpa_attention`, what matrix
-units take as 16-bit numbers when the factors are such (queries, keys, values and weights) has the bits of that
-dtype here too, and so have their gradients and those of the scores; the scores themselves are not rounded.
+Both functions are naive: they form queries, keys and values from their factors and attend. Sums are in float32, or
+float64 when the factors are, and outputs are rounded once to the dtype of the factors. In `tpa_attention`, what
+matrix units take as 16-bit numbers when the factors are such (queries, keys, values and weights) has the bits of
+that dtype here too, and so have their gradients and those of the scores; the scores themselves are not rounded.
 `tpa_decode` rounds nothing in between.
 Source: Zhang et al., "Tensor Product Attention Is All You Need", 2025, arXiv 2501.06425.
 
@@ -45,27 +44,6 @@ def tpa_attention(
     return attend(q, k, v, scale, bq.dtype, *visible_in_attention(q, k, causal, cu_seqlens)).to(bq.dtype)
 
 
-def tpa_attention_factored(
-    aq: Tensor | None,
-    ak: Tensor,
-    av: Tensor,
-    bq: Tensor,
-    bk: Tensor,
-    bv: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    scale_q: float | None = None,
-    scale_k: float | None = None,
-    scale_v: float | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """The same without K and V in memory, but with scores (B, N, H, M, R) of every rank: for small sizes."""
-    q = queries(aq, bq, scale_q)
-    visible = visible_in_attention(q, bk, causal, cu_seqlens)
-    return attend_factored(q, ak, bk, av, bv, scale, scale_k, scale_v, *visible).to(bq.dtype)
-
-
 def tpa_decode(
     aq: Tensor | None,
     ak: Tensor,
@@ -86,28 +64,6 @@ def tpa_decode(
     q = queries(aq, bq, scale_q)
     k, v = product(ak, bk, scale_k), product(av, bv, scale_v)
     return attend(q, k, v, scale, q.dtype, *visible_in_decode(q, k, cache_seqlens)).to(bq.dtype)
-
-
-def tpa_decode_factored(
-    aq: Tensor | None,
-    ak: Tensor,
-    av: Tensor,
-    bq: Tensor,
-    bk: Tensor,
-    bv: Tensor,
-    *,
-    scale: float | None = None,
-    scale_q: float | None = None,
-    scale_k: float | None = None,
-    scale_v: float | None = None,
-    cache_seqlens: Tensor | None = None,
-) -> Tensor:
-    """The same, with the factors of the cache read as they are: K and V are never formed."""
-    if cache_seqlens is not None:
-        ak, bk, av, bv = (without_tail(factor, cache_seqlens) for factor in (ak, bk, av, bv))
-    q = queries(aq, bq, scale_q)
-    visible = visible_in_decode(q, bk, cache_seqlens)
-    return attend_factored(q, ak, bk, av, bv, scale, scale_k, scale_v, *visible).to(bq.dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -200,34 +156,6 @@ def attend(
         return torch.matmul(rounded(weights, dtype), values).transpose(1, 2)
 
     return _in_blocks(block, q, first, last, k.shape[1])
-
-
-def attend_factored(
-    q: Tensor,
-    ak: Tensor,
-    bk: Tensor,
-    av: Tensor,
-    bv: Tensor,
-    scale: float | None,
-    scale_k: float | None,
-    scale_v: float | None,
-    first: Tensor,
-    last: Tensor,
-) -> Tensor:
-    """``logit[h, m] = Σ_r ak[m, h, r] (Q[h] · bk[m, r])`` and ``o[h] = Σ_m Σ_r p[h, m] av[m, h, r] bv[m, r]``."""
-    (ak, bk), (av, bv) = ranked(ak, bk), ranked(av, bv)
-    ak, bk, av, bv = (factor.to(q.dtype) for factor in (ak, bk, av, bv))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    factor = scale * (1 / ak.shape[-1] if scale_k is None else scale_k)
-
-    def block(q: Tensor, first: Tensor, last: Tensor) -> Tensor:
-        scores = torch.einsum("bnhd,bmrd->bnhmr", q * factor, bk)
-        scores = torch.einsum("bnhmr,bmhr->bhnm", scores, ak)
-        weights = softmax(scores, first[:, None], last[:, None])
-        return torch.einsum("bhnm,bmhr,bmre->bnhe", weights, av, bv)
-
-    out = _in_blocks(block, q, first, last, bk.shape[1] * bk.shape[2])
-    return out * (1 / av.shape[-1] if scale_v is None else scale_v)
 
 
 def softmax(scores: Tensor, first: Tensor, last: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from warploom.ops.flash_attention.kernels.forward import (
     loop_bounds,
     part_base,
     program_order,
-    query_tile,
+    query_place,
     row_offsets,
     store_tile,
     term_stride,
@@ -50,14 +50,14 @@ def prepare_kernel(
     rows: tl.int64, tokens: tl.int32, heads: tl.int32, dlse_b: tl.int64, dlse_h: tl.int64, dlse_n: tl.int64,
     out_strides: Strides, grad_strides: Strides,
     VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """What every row needs: ``δ``, lse and inverse of its weights; an lse of +inf makes weights zero.
 
     A row is a (batch entry, head, token), tokens fastest. ``counters`` (2,), with which the kernels for Hopper count
-    their tiles, become zero. With ``OVERLAP`` the launch after it may be put in place while this one still runs.
+    their tiles, become zero. With ``PDL`` the launch after it may be put in place while this one still runs.
     """
-    if OVERLAP:
+    if PDL:
         gdc_launch_dependents()
     if counters is not None and tl.program_id(0) == 0:
         tl.store(counters + tl.arange(0, 2), tl.zeros((2,), dtype=tl.int32))
@@ -103,7 +103,7 @@ class Queries(NamedTuple):
 
 @triton.jit
 def uncapped(dlogits, logits, variant: tl.constexpr):
-    """Gradients with respect to logits, from those with respect to what `capped` makes of them."""
+    """Gradients of logits, from those of capped logits; see `capped`."""
     if variant.SOFTCAP is not None:
         dlogits = dlogits * (1.0 - logits * logits)
     return dlogits
@@ -159,16 +159,16 @@ def query_loop(dk, dv, k, v, queries, begin, end, key, mask, scale, MASKED: tl.c
 @triton.jit
 def key_kernel(
     q, k, v, grad, lse, delta, inverse, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_k,
-    sizes: Sizes, slope: tl.float32, dk_split: tl.int64, dv_split: tl.int64,
+    sizes: Sizes, grad_scale: tl.float32, dk_split: tl.int64, dv_split: tl.int64,
     q_strides: Strides, k_strides: Strides, v_strides: Strides, grad_strides: Strides,
     dk_strides: Strides, dv_strides: Strides,
-    variant: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr,
+    variant: tl.constexpr, SHORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one key head, over one split of the loop over the queries of every query head of its group.
 
     Gradients of keys that are not used are not written.
 
-    With ``OVERLAP`` the launch after it, of `query_kernel`, starts where this one leaves multiprocessors idle. Before, it
+    With ``PDL`` the launch after it, of `query_kernel`, starts where this one leaves multiprocessors idle. Before, it
     waits for what both read; keys and values of its own are on their way by then, unless they come in terms made before.
     """
     heads, group, scale = sizes.heads, sizes.group, sizes.scale
@@ -195,13 +195,13 @@ def key_kernel(
         v_ptr = base_of(v, batch, k_start + n, key_head, v_strides, variant.VEC)
         q_term, do_term = term_stride(sizes, sizes.tokens, heads, D), term_stride(sizes, sizes.tokens, heads, E)
         k_term, v_term = term_stride(sizes, sizes.keys, key_heads, D), term_stride(sizes, sizes.keys, key_heads, E)
-        if OVERLAP and MADE:
+        if PDL and MADE:
             gdc_wait()
         k_rows = Rows(k_ptr, tile_offsets(k_strides, BLOCK_N, BLOCK_D, variant), k_strides, k_term)
         v_rows = Rows(v_ptr, tile_offsets(v_strides, BLOCK_N, BLOCK_E, variant), v_strides, v_term)
         k_tile = load_factor(k_ptr, k_rows, n, keys, D, True, PRECISION)
         v_tile = load_factor(v_ptr, v_rows, n, keys, E, True, PRECISION)
-        if OVERLAP:
+        if PDL:
             if not MADE:
                 gdc_wait()
             gdc_launch_dependents()
@@ -244,10 +244,10 @@ def key_kernel(
                 )
         row = k_start + n
         dk_ptr = part_base(dk, batch, row, key_head, split, dk_split, dk_strides, variant)
-        store_tile(dk_ptr + tile_offsets(dk_strides, BLOCK_N, BLOCK_D, variant), dk_tile * slope, n, keys, D)
+        store_tile(dk_ptr + tile_offsets(dk_strides, BLOCK_N, BLOCK_D, variant), dk_tile * grad_scale, n, keys, D)
         dv_ptr = part_base(dv, batch, row, key_head, split, dv_split, dv_strides, variant)
         store_tile(dv_ptr + tile_offsets(dv_strides, BLOCK_N, BLOCK_E, variant), dv_tile, n, keys, E)
-    elif OVERLAP:
+    elif PDL:
         gdc_wait()
         gdc_launch_dependents()
 
@@ -289,16 +289,16 @@ def kv_loop(dq, rows, k, v, begin, end, mask, scale, MASKED: tl.constexpr, varia
 @triton.jit
 def query_kernel(
     q, k, v, grad, lse, delta, inverse, dq, cu_seqlens_q, cu_seqlens_k, seqused_k,
-    sizes: Sizes, slope: tl.float32, dq_split: tl.int64,
+    sizes: Sizes, grad_scale: tl.float32, dq_split: tl.int64,
     q_strides: Strides, k_strides: Strides, v_strides: Strides, grad_strides: Strides, dq_strides: Strides,
-    variant: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr,
+    variant: tl.constexpr, SHORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head, over one split of its KV loop: the gradient of the queries.
 
-    With ``OVERLAP`` it runs beside `key_kernel`, of which it reads nothing, and does not end before that has ended;
+    With ``PDL`` it runs beside `key_kernel`, of which it reads nothing, and does not end before that has ended;
     what sums up parts may be put in place while it still runs.
     """
-    if OVERLAP:
+    if PDL:
         gdc_launch_dependents()
     heads, group, scale = sizes.heads, sizes.group, sizes.scale
     D: tl.constexpr = variant.D
@@ -308,14 +308,8 @@ def query_kernel(
     BLOCK_D: tl.constexpr = variant.BLOCK_D
     BLOCK_E: tl.constexpr = variant.BLOCK_E
     PRECISION: tl.constexpr = variant.PRECISION
-    block, row = program_order(sizes.blocks * sizes.splits, sizes.batch_size * heads, sizes.section)
-    split = block % sizes.splits
-    block = block // sizes.splits
-    if variant.HAS_RIGHT:  # the last queries see the most keys
-        block = sizes.blocks - 1 - block
-    batch, head = row // heads, row % heads
-    m, q_start, tokens, k_start, keys = query_tile(block, cu_seqlens_q, cu_seqlens_k, sizes, BLOCK_M)
-    keys = used_keys(seqused_k, batch, keys)
+    place = query_place(cu_seqlens_q, cu_seqlens_k, seqused_k, sizes, variant)
+    split, row, batch, head, m, q_start, tokens, k_start, keys = place
     if m < tokens:
         q_ptr = base_of(q, batch, q_start + m, head, q_strides, variant.VEC)
         do_ptr = base_of(grad, batch, q_start + m, head, grad_strides, variant.VEC)
@@ -354,8 +348,8 @@ def query_kernel(
         if inverse is not None:
             dq_tile *= tl.load(inverse + first + local, mask=in_range, other=0.0)[:, None]
         dq_ptr = part_base(dq, batch, q_start + m, head, split, dq_split, dq_strides, variant)
-        store_tile(dq_ptr + tile_offsets(dq_strides, BLOCK_M, BLOCK_D, variant), dq_tile * slope, m, tokens, D)
-    if OVERLAP:
+        store_tile(dq_ptr + tile_offsets(dq_strides, BLOCK_M, BLOCK_D, variant), dq_tile * grad_scale, m, tokens, D)
+    if PDL:
         if tl.program_id(0) == 0:  # one program is enough to hold what is launched next
             gdc_wait()
 
@@ -382,10 +376,10 @@ def add_parts(part, out, program, size, splits, BLOCK: tl.constexpr):
 def sum_kernel(
     dq_parts, dk_parts, dv_parts, dq, dk, dv,
     dq_size: tl.int64, dk_size: tl.int64, dv_size: tl.int64,
-    dq_splits: tl.int32, dk_splits: tl.int32, dv_splits: tl.int32, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    dq_splits: tl.int32, dk_splits: tl.int32, dv_splits: tl.int32, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sums of the parts (splits, size) of gradients, always in the same order. What is not in parts is None."""
-    if EARLY:
+    if PDL:
         gdc_wait()
     program = tl.program_id(0).to(tl.int64)
     if dq_parts is not None:

@@ -127,13 +127,35 @@ def tile_bounds(tile, cu_tile, cu_tile_stride, cu_other, cu_other_stride, length
     return tile * BLOCK, start, length, other_start, other_length
 
 
+class Place(NamedTuple):
+    """Where a program of a kernel that owns queries is."""
+
+    split: tl.int32  # of the KV loop
+    row: tl.int32  # batch entry times heads, and head
+    batch: tl.int32
+    head: tl.int32
+    m: tl.int32  # first query of the tile, in its sequence
+    q_start: tl.int32  # of the sequence, as is `k_start`
+    tokens: tl.int32  # of the sequence
+    k_start: tl.int32
+    keys: tl.int32
+
+
 @triton.jit
-def query_tile(block, cu_seqlens_q, cu_seqlens_k, sizes, BLOCK: tl.constexpr):
-    """`tile_bounds` of a tile of queries."""
-    return tile_bounds(
+def query_place(cu_seqlens_q, cu_seqlens_k, seqused_k, sizes, variant: tl.constexpr):
+    """The `Place` of this program."""
+    block, row = program_order(sizes.blocks * sizes.splits, sizes.batch_size * sizes.heads, sizes.section)
+    split = block % sizes.splits
+    block = block // sizes.splits
+    if variant.HAS_RIGHT:  # the last queries see the most keys
+        block = sizes.blocks - 1 - block
+    batch, head = row // sizes.heads, row % sizes.heads
+    m, q_start, tokens, k_start, keys = tile_bounds(
         block, cu_seqlens_q, sizes.cu_q_stride, cu_seqlens_k, sizes.cu_k_stride, sizes.tokens, sizes.keys,
-        sizes.sequences, BLOCK,
+        sizes.sequences, variant.BLOCK_M,
     )  # fmt: skip
+    keys = used_keys(seqused_k, batch, keys)
+    return Place(split, row, batch, head, m, q_start, tokens, k_start, keys)
 
 
 @triton.jit
@@ -166,7 +188,7 @@ def kv_rows(x, table, n, keys, VEC: tl.constexpr, FEATURES: tl.constexpr, varian
 
 @triton.jit
 def capped(logits, scale, variant: tl.constexpr):
-    """Logits as they are compared, and what multiplies them in powers of two: ``2^(logits · scale)`` is a weight."""
+    """Logits, capped where there is a cap, and their scale: ``2^(logits · scale)`` is a weight."""
     if variant.NEGATIVE:
         logits = -logits
     if variant.SOFTCAP is not None:
@@ -398,7 +420,7 @@ def forward_kernel(
     q, k, v, out, lse, statistics, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table,
     sizes: Sizes, out_split: tl.int64,
     q_strides: Strides, k_strides: Strides, v_strides: Strides, out_strides: Strides,
-    variant: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr,
+    variant: tl.constexpr, SHORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head, over one split of its KV loop.
 
@@ -407,7 +429,7 @@ def forward_kernel(
     row_max in powers of two, and row_sum relative to that. ``sink`` (H,) comes with one split alone. With
     ``PAGE``, ``k`` and ``v`` are (pages, PAGE, H, F), and ``block_table`` (B, M / PAGE) says which are whose.
     """
-    if OVERLAP:  # with the launch that merges parts, which waits for this one
+    if PDL:  # with the launch that merges parts, which waits for this one
         gdc_launch_dependents()
     heads, group, scale = sizes.heads, sizes.group, sizes.scale
     D: tl.constexpr = variant.D
@@ -416,14 +438,8 @@ def forward_kernel(
     BLOCK_N: tl.constexpr = variant.BLOCK_N
     BLOCK_D: tl.constexpr = variant.BLOCK_D
     BLOCK_E: tl.constexpr = variant.BLOCK_E
-    block, row = program_order(sizes.blocks * sizes.splits, sizes.batch_size * heads, sizes.section)
-    split = block % sizes.splits
-    block = block // sizes.splits
-    if variant.HAS_RIGHT:  # the last queries see the most keys
-        block = sizes.blocks - 1 - block
-    batch, head = row // heads, row % heads
-    m, q_start, tokens, k_start, keys = query_tile(block, cu_seqlens_q, cu_seqlens_k, sizes, BLOCK_M)
-    keys = used_keys(seqused_k, batch, keys)
+    place = query_place(cu_seqlens_q, cu_seqlens_k, seqused_k, sizes, variant)
+    split, row, batch, head, m, q_start, tokens, k_start, keys = place
     if m < tokens:
         q_ptr = base_of(q, batch, q_start + m, head, q_strides, variant.VEC)
         table = None
@@ -504,11 +520,11 @@ def terms_kernel(
     tokens: tl.int32, keys: tl.int32, heads: tl.int32, key_heads: tl.int32, batch_size: tl.int32,
     q_strides: Strides, k_strides: Strides, v_strides: Strides, grad_strides: Strides,
     D: tl.constexpr, E: tl.constexpr, TERMS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Float32 tensors (B, N, H, F) as sums of several in bfloat16 each, terms (TERMS, B, N, H, F) without gaps.
 
-    In the forward there are no gradients of the output. With ``OVERLAP`` it runs beside
+    In the forward there are no gradients of the output. With ``PDL`` it runs beside
     `kernels.backward.prepare_kernel`, of which it reads nothing, and does not end before that has ended.
     """
     program = tl.program_id(0).to(tl.int64)
@@ -519,7 +535,7 @@ def terms_kernel(
     program = split_rows(q, q_terms, program, query_rows, tokens, heads, q_strides, D, TERMS, BLOCK_R, BLOCK_D)
     if grad is not None:
         split_rows(grad, grad_terms, program, query_rows, tokens, heads, grad_strides, E, TERMS, BLOCK_R, BLOCK_E)
-    if OVERLAP:
+    if PDL:
         if tl.program_id(0) == 0:  # one program is enough to hold what is launched next
             gdc_wait()
 
@@ -536,14 +552,14 @@ def combine_kernel(
     rows: tl.int64, tokens: tl.int32, heads: tl.int32, splits: tl.int32, out_split: tl.int64,
     out_strides: Strides,
     VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """What `forward_kernel` writes for one split, from what it wrote for each of several; always in the same order.
 
     A row is a (batch entry, head, token), tokens fastest, as in ``lse``. Parts are in float32, with the strides of
     ``out``.
     """
-    if EARLY:
+    if PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     in_range = row < rows

@@ -11,6 +11,8 @@ for values; features are adjacent and strides narrow.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
@@ -28,6 +30,21 @@ from warploom.ops.flash_attention.kernels.forward import (
 )
 
 ROWS = tl.constexpr(16)  # of a program
+
+
+class SmallSizes(NamedTuple):
+    """Of a call, and how it is cut."""
+
+    tokens: tl.int32
+    keys: tl.int32
+    heads: tl.int32
+    group: tl.int32  # query heads to a key head
+    blocks: tl.int32  # of a head's queries
+    key_blocks: tl.int32
+    right: tl.int32  # a query sees so many keys behind its place
+    scale: tl.float32  # of the logits, in powers of two
+    grad_scale: tl.float32  # of the gradients of queries and keys
+    batch_size: tl.int32
 
 
 @triton.jit
@@ -134,16 +151,15 @@ def query_loop_ways(
 @triton.jit
 def backward_small_kernel(
     q, k, v, grad, lse, delta, dq, dk, dv,
-    tokens: tl.int32, keys: tl.int32, heads: tl.int32, group: tl.int32, blocks: tl.int32, key_blocks: tl.int32,
-    right: tl.int32, scale: tl.float32, slope: tl.float32, batch_size: tl.int32,
-    q_strides: Strides, k_strides: Strides, v_strides: Strides, grad_strides: Strides,
+    sizes: SmallSizes, q_strides: Strides, k_strides: Strides, v_strides: Strides, grad_strides: Strides,
     dq_strides: Strides, dk_strides: Strides, dv_strides: Strides,
     CAUSAL: tl.constexpr, VEC: tl.constexpr, D: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of 16 keys and values of one key head, or behind all those, of 16 queries of one head."""
-    if EARLY:
+    if PDL:
         gdc_wait()
+    tokens, keys, heads, group, blocks, key_blocks, right, scale, grad_scale, batch_size = sizes
     key_heads = heads // group
     key_programs = key_blocks * batch_size * key_heads
     offset = keys - tokens  # the last query stands at the last key
@@ -175,7 +191,7 @@ def backward_small_kernel(
         dk_ptr = base_of(dk, batch, n, key_head, dk_strides, VEC)
         dv_ptr = base_of(dv, batch, n, key_head, dv_strides, VEC)
         dk_offsets, dv_offsets = own_offsets(dk_strides, VEC, D), own_offsets(dv_strides, VEC, D)
-        store_tile(dk_ptr + dk_offsets, tl.sum(dk_ways, axis=0) * slope, n, keys, D)
+        store_tile(dk_ptr + dk_offsets, tl.sum(dk_ways, axis=0) * grad_scale, n, keys, D)
         store_tile(dv_ptr + dv_offsets, tl.sum(dv_ways, axis=0), n, keys, D)
     else:
         program = tl.program_id(0) - key_programs
@@ -203,4 +219,4 @@ def backward_small_kernel(
             row_lse, row_delta, end, position, keys, right, scale, CAUSAL, VEC, WAYS, BLOCK,
         )  # fmt: skip
         dq_ptr = base_of(dq, batch, m, head, dq_strides, VEC)
-        store_tile(dq_ptr + own_offsets(dq_strides, VEC, D), tl.sum(dq_ways, axis=0) * slope, m, tokens, D)
+        store_tile(dq_ptr + own_offsets(dq_strides, VEC, D), tl.sum(dq_ways, axis=0) * grad_scale, m, tokens, D)

@@ -19,7 +19,7 @@ from warploom.ops.flash_attention.launches.tiling import (
     precision_of,
 )
 from warploom.ops.flash_attention.problem import LOG2_E, PLAIN, Logits, Mask
-from warploom.runtime.launch import Dense, Launch, may_start_early
+from warploom.runtime.launch import Dense, Launch, has_pdl
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 
@@ -167,7 +167,7 @@ def plan_backward(
     layout = layout_for(out, grad)
     block_r = min(4096 // shape.block_e, 64)
     rows = shape.batch_size * shape.heads * shape.tokens
-    overlap = may_start_early(q.device)
+    pdl = has_pdl(q.device)
     lse_b, lse_h, lse_n = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     prepare = Launch(
         prepare_kernel,
@@ -175,21 +175,21 @@ def plan_backward(
         takes=("out", "grad", "statistics", "dlse", "lse", "delta", "inverse", "counters"),
         rows=rows, tokens=shape.tokens, heads=shape.heads, dlse_b=lse_b, dlse_h=lse_h, dlse_n=lse_n,
         VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim, BLOCK_R=block_r, BLOCK_E=shape.block_e,
-        OVERLAP=overlap, **layout.of("out", "grad"),
+        PDL=pdl, **layout.of("out", "grad"),
     )  # fmt: skip
     if call.softcap is None and small.suits_backward(shape, mask, scale, q, k, v, grad, dq, dk, dv):
         launch = small.plan_backward(shape, mask, scale, q, k, v, grad, dq, dk, dv)
         return plan._replace(prepare=prepare, small=launch)
     product = tiling.product_of("backward", call, precision)
     if product in TERMS:
-        plan = plan._replace(terms=tiling.plan_terms(product, shape, q, k, v, grad, overlap))
+        plan = plan._replace(terms=tiling.plan_terms(product, shape, q, k, v, grad, pdl))
     factors = (q, k, v, grad) if plan.terms is None else plan.terms.like
     gradients = {"dq": dq, "dk": dk, "dv": dv}
     kernels = tuple(
-        _plan_walk(kernel, call, product, aligned, factors, {name: gradients[name] for name in names})
+        _plan_kernel(kernel, call, product, aligned, factors, {name: gradients[name] for name in names})
         for kernel, names in RESULTS.items()
     )
-    sums = _plan_sums(kernels, gradients, overlap)
+    sums = _plan_sums(kernels, gradients, pdl)
     if sums is not None and results is not None:  # parts are without gaps, and so is what they are added up in
         plan = plan_backward(grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, None, logits)
         return plan._replace(apart=True)
@@ -209,7 +209,7 @@ def _tiled(
     return hopper.plan(kernel, shape, mask, scale, (*factors, *results.values()))
 
 
-def _plan_walk(
+def _plan_kernel(
     kernel: str, call: Call, product: str, aligned: bool, factors: tuple[Tensor, ...], results: dict[str, Tensor]
 ) -> KernelPlan:
     """Plan of one of the backward kernels. Tensors may be without memory, and on no GPU."""
@@ -219,7 +219,7 @@ def _plan_walk(
         return KernelPlan(kernel, tiled.launch, tiled.splits, _parts(sizes, tiled.splits))
     grid = tiling.grid_of(kernel, call, product, sum(sizes))
     layout = layout_for(*factors, *results.values())
-    overlap = may_start_early(call.device)
+    pdl = has_pdl(call.device)
     split: dict[str, Any] = {
         f"{name}_split": x.numel() // layout.vec if grid.splits > 1 else 0 for name, x in results.items()
     }
@@ -227,9 +227,9 @@ def _plan_walk(
         key_kernel if kernel == "key" else query_kernel,
         grid.programs,
         takes=(*INPUTS, "lse", "delta", "inverse", *results, "cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
-        early=overlap,
-        slope=call.scale,
-        OVERLAP=overlap,
+        pdl=pdl,
+        grad_scale=call.scale,
+        PDL=pdl,
         **split,
         **tiling.arguments_of(call, grid, layout, product, 1 if kernel == "key" else call.shape.group),
         **layout.of(*INPUTS, *results),
@@ -242,7 +242,7 @@ def _parts(sizes: list[int], splits: int) -> tuple[Dense, ...]:
     return tuple(Dense.rows((splits * size,), torch.float32) for size in sizes) if splits > 1 else ()
 
 
-def _plan_sums(kernels: Sequence[KernelPlan], gradients: dict[str, Tensor], early: bool) -> Launch | None:
+def _plan_sums(kernels: Sequence[KernelPlan], gradients: dict[str, Tensor], pdl: bool) -> Launch | None:
     """What sums the parts of gradients, if any of them is in parts."""
     splits = {name: each.splits for each in kernels for name in RESULTS[each.kernel]}
     if max(splits.values()) == 1:
@@ -256,4 +256,4 @@ def _plan_sums(kernels: Sequence[KernelPlan], gradients: dict[str, Tensor], earl
             takes += [f"{name}_parts", name]
         else:
             arguments |= {f"{name}_parts": None, name: None}
-    return Launch(sum_kernel, programs, takes=takes, early=early, BLOCK=1024, EARLY=early, **arguments)
+    return Launch(sum_kernel, programs, takes=takes, pdl=pdl, BLOCK=1024, PDL=pdl, **arguments)

@@ -1,6 +1,6 @@
 """The forward of flash attention: what a call allocates and launches. No validation, no autograd.
 
-That is its plan, which depends on shapes, strides, dtypes and options alone. Plans are kept by whoever calls
+That is its plan, which depends on shapes, strides, dtypes and options alone. Plans are kept by the caller
 (`warploom.runtime.plans`): a call like an earlier one only allocates and launches.
 """
 
@@ -22,7 +22,7 @@ from warploom.ops.flash_attention.launches.tiling import (
     precision_of,
 )
 from warploom.ops.flash_attention.problem import LOG2_E, PLAIN, Logits, Mask
-from warploom.runtime.launch import Dense, Launch, may_start_early
+from warploom.runtime.launch import Dense, Launch, has_pdl
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 
@@ -112,7 +112,7 @@ def plan_forward(
     plan = Plan(Dense.like(out), Dense.rows(lse, torch.float32), Dense.rows((2, *lse), torch.float32), None)
     if shape.empty():
         return plan
-    early = may_start_early(q.device)
+    pdl = has_pdl(q.device)
     tiled = None
     if aligned and logits.softcap is None and logits.sink is None and not tiling.is_small_for("forward", call):
         tiled = hopper.plan("forward", shape, mask, scale, (q, k, v, out))
@@ -132,20 +132,11 @@ def plan_forward(
             forward_kernel,
             grid.programs,
             takes=(
-                "q",
-                "k",
-                "v",
-                "out",
-                "lse",
-                "statistics",
-                "sink",
-                "cu_seqlens_q",
-                "cu_seqlens_k",
-                "seqused_k",
-                "block_table",
+                *("q", "k", "v", "out", "lse", "statistics", "sink"),
+                *("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"),
             ),
             out_split=out.numel() // layout.vec if splits > 1 else 0,  # from one part to the next
-            OVERLAP=early,
+            PDL=pdl,
             **tiling.arguments_of(call, grid, layout, product, shape.group),
             **layout.of("q", "k", "v", "out"),
         )
@@ -159,9 +150,9 @@ def plan_forward(
         combine_kernel,
         -(-rows // block_r),
         takes=("part", "part_statistics", "out", "lse", "statistics", "sink"),
-        early=early,
+        pdl=pdl,
         rows=rows, tokens=shape.tokens, heads=shape.heads, splits=splits, out_split=out.numel() // layout.vec,
-        VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim, BLOCK_R=block_r, BLOCK_E=shape.block_e, EARLY=early,
+        VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim, BLOCK_R=block_r, BLOCK_E=shape.block_e, PDL=pdl,
         **layout.of("out"),
     )  # fmt: skip
     sizes = ((splits * out.numel(),), (splits, 2, *lse))

@@ -171,11 +171,11 @@ def plan(name: str, shape: Shape, mask: Mask, scale: float, tensors: tuple[Tenso
     rest: dict[str, Any] = {"GROUPS": tiles.groups}
     function: Any = forward.hopper_forward_kernel
     if name != "forward":
-        rest["slope"] = scale
+        rest["grad_scale"] = scale
         function = backward.hopper_key_kernel if name == "key" else backward.hopper_query_kernel
     if name == "key" and width > NARROW.value:
         function = shared_rows.hopper_shared_key_kernel
-        rest = {"slope": scale, "inverse": None, "TERMS": 1}
+        rest = {"grad_scale": scale, "inverse": None, "TERMS": 1}
     last = ("lse", "statistics", "counter") if name == "forward" else ("lse", "delta", "counters")
     count = work.blocks * work.rows * splits
     programs = min(programs_at_once(tensors[0].device), count)
@@ -183,7 +183,7 @@ def plan(name: str, shape: Shape, mask: Mask, scale: float, tensors: tuple[Tenso
         function,
         programs,
         takes=(*DESCRIBED[name], *last),
-        early=name != "forward",
+        pdl=name != "forward",
         work=work, scale=scale * LOG2_E,
         CAUSAL=mask.right is not None, SPLIT=splits > 1, STAGES=tiles.stages, **rest, **boxes, **strides,
     )  # fmt: skip
@@ -248,8 +248,8 @@ def plan_terms(
         shared_rows.hopper_shared_key_kernel if name == "key" else shared_rows.hopper_shared_query_kernel,
         min(programs, count),
         takes=(*DESCRIBED[name], "lse", "delta", "inverse", "counters"),
-        early=True,
-        work=work, scale=in_powers_of_two(scale), slope=scale,
+        pdl=True,
+        work=work, scale=in_powers_of_two(scale), grad_scale=scale,
         CAUSAL=mask.right is not None, TERMS=terms, STAGES=tiles.stages, **split, **strides,
         **_boxes(name, (x.repeat(terms, 1, 1, 1) for x in factors), tiles, shape.block_d),
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from warploom.ops.flash_attention.configs import SMALL_BACKWARD
-from warploom.ops.flash_attention.kernels.small import ROWS, backward_small_kernel
+from warploom.ops.flash_attention.kernels.small import ROWS, SmallSizes, backward_small_kernel
 from warploom.ops.flash_attention.launches.tiling import layout_for
 from warploom.ops.flash_attention.problem import (
     Mask,
@@ -15,7 +15,7 @@ from warploom.ops.flash_attention.problem import (
     is_plain,
     programs_at_once,
 )
-from warploom.runtime.launch import Launch, architecture, may_start_early
+from warploom.runtime.launch import Launch, architecture, has_pdl
 
 Tensor = torch.Tensor
 
@@ -47,20 +47,23 @@ def suits_backward(shape: Shape, mask: Mask, scale: float, *tensors: Tensor) -> 
 
 
 def plan_backward(shape: Shape, mask: Mask, scale: float, *tensors: Tensor) -> Launch:
-    """The launch on q, k, v, grad, lse, delta, dq, dk and dv that are like ``tensors``: these without the two."""
+    """The launch on q, k, v, grad, lse, delta, dq, dk and dv; ``tensors`` are like these, without lse and delta."""
     layout, ways = layout_for(*tensors), SMALL_BACKWARD[shape.head_dim]
     blocks, key_blocks = _blocks(shape.tokens), _blocks(shape.keys)
-    early = may_start_early(tensors[0].device)
+    pdl = has_pdl(tensors[0].device)
     return Launch(
         backward_small_kernel,
         shape.batch_size * (blocks * shape.heads + key_blocks * shape.key_heads),
         takes=("q", "k", "v", "grad", "lse", "delta", "dq", "dk", "dv"),
         num_warps=ways.ways,
         num_stages=ways.stages,
-        early=early,
-        tokens=shape.tokens, keys=shape.keys, heads=shape.heads, group=shape.group, blocks=blocks,
-        key_blocks=key_blocks, right=bounds(shape, mask)[1], scale=in_powers_of_two(scale), slope=scale,
-        batch_size=shape.batch_size, CAUSAL=mask.right is not None, VEC=layout.vec, D=shape.head_dim,
-        WAYS=ways.ways, BLOCK=ways.block, EARLY=early,
+        pdl=pdl,
+        sizes=SmallSizes(
+            tokens=shape.tokens, keys=shape.keys, heads=shape.heads, group=shape.group, blocks=blocks,
+            key_blocks=key_blocks, right=bounds(shape, mask)[1], scale=in_powers_of_two(scale), grad_scale=scale,
+            batch_size=shape.batch_size,
+        ),
+        CAUSAL=mask.right is not None, VEC=layout.vec, D=shape.head_dim, WAYS=ways.ways, BLOCK=ways.block,
+        PDL=pdl,
         **layout.of("q", "k", "v", "grad", "dq", "dk", "dv"),
     )  # fmt: skip

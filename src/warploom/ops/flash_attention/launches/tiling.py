@@ -136,7 +136,7 @@ def product_of(direction: str, call: Call, precision: str) -> str:
 
 
 def are_aligned(*tensors: Tensor) -> bool:
-    """Whether the tensors' addresses suit descriptors, which is asked where kernels might use them."""
+    """Whether addresses are aligned for tensor descriptors; False where no kernel uses descriptors."""
     if tensors[0].dtype == torch.float32 or architecture(tensors[0].device) != 90:
         return False
     bits = 0
@@ -234,14 +234,14 @@ class Terms(NamedTuple):
     like: tuple[Tensor, ...]  # one of each tensor, without memory
 
     def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        """The terms (three or two, …) of those of q, k, v and grad that are given."""
+        """The terms (TERMS, …) of each of q, k, v and grad that is given."""
         terms = [None if x is None or all is None else all.empty(x) for x, all in zip(tensors, self.all)]
         self.launch(*tensors, *terms)
         return tuple(x for x in terms if x is not None)
 
 
 def plan_terms(
-    product: str, shape: Shape, q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None, overlap: bool
+    product: str, shape: Shape, q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None, pdl: bool
 ) -> Terms:
     """What makes the terms for a product."""
     tensors = {"q": q, "k": k, "v": v, "grad": grad}
@@ -254,10 +254,10 @@ def plan_terms(
         terms_kernel,
         sum(-(-x.numel() // (x.shape[-1] * block_r)) for x in given),
         takes=(*tensors, *(f"{name}_terms" for name in tensors)),
-        early=overlap,
+        pdl=pdl,
         tokens=shape.tokens, keys=shape.keys, heads=shape.heads, key_heads=shape.key_heads,
         batch_size=shape.batch_size, D=shape.head_dim, E=shape.value_dim, TERMS=TERMS[product], BLOCK_R=block_r,
-        BLOCK_D=shape.block_d, BLOCK_E=shape.block_e, OVERLAP=overlap, **strides,
+        BLOCK_D=shape.block_d, BLOCK_E=shape.block_e, PDL=pdl, **strides,
     )  # fmt: skip
     return Terms(
         launch,

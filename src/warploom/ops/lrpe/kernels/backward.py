@@ -33,7 +33,7 @@ from warploom.ops.lrpe.kernels.rows import (
 
 @triton.jit
 def pair_gradient(g1, g2, cosine, sine):
-    """What reaches x̄ through `turn`; for ``cosine`` the first alone, and the second is that of the angle over x̄."""
+    """Gradients of both x̄ of a pair. For ``cosine`` the first is that of x̄, and x̄ times the second that of the angle."""
     d1 = tl.fma(g1, cosine, g2 * sine)
     d2 = tl.fma(g2, cosine, -(g1 * sine))
     return d1, d2
@@ -106,9 +106,9 @@ def backward_kernel(
     total = tl.zeros((blocks.R, blocks.F), tl.float64)  # positions are large, and their terms cancel
     head = 0
     first_chunk = chunk
-    rows = sizes.tokens * sizes.unique
+    rows = sizes.tokens * sizes.u
     if BY_HEAD:
-        first_chunk, head = divide_with_rest(chunk, sizes.unique, split.rows_inverse)
+        first_chunk, head = divide_with_rest(chunk, sizes.u, split.rows_inverse)
         rows = sizes.tokens
     first = first_chunk * blocks.R
     # Constant bounds where there is one turn: the compiler moves nothing before a loop that it does not see. Turns
@@ -127,7 +127,7 @@ def backward_kernel(
         grads = ()
         xs = ()
         for i in tl.static_range(S):
-            ahead = mask & (s_first + i < sizes.shared)
+            ahead = mask & (s_first + i < sizes.s)
             pair = load_pair(grad_rows + i * (grad_strides.s * spec.VEC), ahead, grad_strides.f, 0, spec, blocks.F)
             grads = grads + (pair,)
             if NEEDS_X:
@@ -142,7 +142,7 @@ def backward_kernel(
         else:
             cosine, sine = cos_sin_behind_loads(n, u, mask, s_first.to(tl.int64), angles, spec, blocks.F, HALF)
         row_total = tl.zeros((blocks.R, blocks.F), tl.float32)
-        full = s_first + S <= sizes.shared if STRAIGHT else False
+        full = s_first + S <= sizes.s if STRAIGHT else False
         if full:
             for i in tl.static_range(S):
                 row_total += store_gradient(
@@ -151,7 +151,7 @@ def backward_kernel(
                 )  # fmt: skip
         else:
             for i in tl.static_range(GUARDED):
-                if s_first + i < sizes.shared:
+                if s_first + i < sizes.s:
                     row_total += store_gradient(
                         dx_rows + i * (dx_strides.s * spec.VEC), xs[i], grads[i], cosine, sine, mask, dx_strides.f,
                         spec, ACTIVATION, THETA, blocks.F,
@@ -167,10 +167,10 @@ def backward_kernel(
 def reduce_kernel(
     partial, dtheta, parts: tl.int32, heads: tl.int32,
     AXES: tl.constexpr, F: tl.constexpr, E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Sums (parts, heads, F) over parts, and over the axes of a grid, which share frequencies: (heads, E)."""
-    if EARLY:
+    if PDL:
         gdc_wait()
     E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     head = (tl.program_id(0) // E_BLOCKS).to(tl.int64)

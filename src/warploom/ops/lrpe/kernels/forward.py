@@ -21,7 +21,7 @@ from warploom.ops.lrpe.kernels.rows import (
 
 @triton.jit
 def activate_input(x1, x2, spec: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr):
-    """x̄ of both tiles of `load_input`, in float32, over a factor of each row (R, 1) that is 1.0 but for softmax."""
+    """Two float32 tiles and a factor: x̄ is their product. The factor is 1.0, for softmax (R, 1) reciprocals of sums."""
     scale = 1.0
     if ACTIVATION == "softmax":
         inside = (tl.arange(0, BLOCK_F) < spec.F)[None, :]
@@ -39,7 +39,7 @@ def activate_input(x1, x2, spec: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_F
 
 @triton.jit
 def turn(x1, x2, cosine, sine, KIND: tl.constexpr):
-    """The pair that comes out, from x̄."""
+    """The pair of results for x̄."""
     if KIND == "cosine":
         first = x1 * cosine
         second = x1 * sine
@@ -62,16 +62,16 @@ def store_turned(
 
 @triton.jit
 def forward_kernel(
-    x, out, theta, ids, offsets, cu_seqlens, table, tickets, offset: tl.int32, sizes: Sizes, numbers: AngleNumbers,
+    x, out, theta, ids, offsets, cu_seqlens, table, counters, offset: tl.int32, sizes: Sizes, numbers: AngleNumbers,
     inverses: Inverses, split: Split, x_strides: Strides, out_strides: Strides,
     spec: tl.constexpr, ACTIVATION: tl.constexpr, TOKENS_INNER: tl.constexpr, blocks: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows a program, for ``blocks.S`` of the entries that share it.
 
-    ``tickets`` (2,) are set to zero, if there are any, for a kernel that counts its tiles and is launched next.
+    ``counters`` (2,) are set to zero, if there are any, for a kernel that counts its tiles and is launched next.
     """
-    if tickets is not None and tl.program_id(0) == 0:
-        tl.store(tickets + tl.arange(0, 2), tl.zeros((2,), dtype=tl.int32))
+    if counters is not None and tl.program_id(0) == 0:
+        tl.store(counters + tl.arange(0, 2), tl.zeros((2,), dtype=tl.int32))
     S: tl.constexpr = blocks.S
     angles = Angles(theta, ids, offsets, cu_seqlens, table, offset, numbers, inverses)
     HALF: tl.constexpr = out.dtype.element_ty.primitive_bitwidth == 16
@@ -83,19 +83,19 @@ def forward_kernel(
 
     xs = ()
     for i in tl.static_range(S):
-        ahead = mask & (s_first + i < sizes.shared)
+        ahead = mask & (s_first + i < sizes.s)
         xs = xs + (load_input(x_rows + i * (x_strides.s * spec.VEC), ahead, x_strides.f, 0, spec, blocks.F),)
     cosine, sine = cos_sin_behind_loads(n, u, mask, s_first.to(tl.int64), angles, spec, blocks.F, HALF)
     # Without branches the sums of one vector's softmax across threads take place while those of another do.
     STRAIGHT: tl.constexpr = ACTIVATION == "softmax"
     GUARDED: tl.constexpr = S - 1 if STRAIGHT else S
-    full = s_first + S <= sizes.shared if STRAIGHT else False
+    full = s_first + S <= sizes.s if STRAIGHT else False
     if full:
         for i in tl.static_range(S):
             rows = out_rows + i * (out_strides.s * spec.VEC)
             store_turned(rows, xs[i], cosine, sine, mask, out_strides.f, spec, ACTIVATION, blocks.F)
     else:
         for i in tl.static_range(GUARDED):
-            if s_first + i < sizes.shared:
+            if s_first + i < sizes.s:
                 rows = out_rows + i * (out_strides.s * spec.VEC)
                 store_turned(rows, xs[i], cosine, sine, mask, out_strides.f, spec, ACTIVATION, blocks.F)

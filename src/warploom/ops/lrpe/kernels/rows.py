@@ -1,11 +1,11 @@
 """Rows of LRPE's tiles: which tokens they are, and how they are read and written.
 
 A tile is (R, F): R rows of F angles each. A program computes the angles of its rows once, for the S
-vectors of ``x`` that share each row's. Which axis of ``x`` is shared depends on theta. With one frequency
-row per head the batch is shared: S runs over the batch and a row is a (token, head), heads fastest. With one row
-for all heads the heads are: S runs over the heads and a row is a (batch entry, token), tokens fastest. Either way
-neighbouring rows are neighbours in memory. The kernels only see strides; ``u`` stands for the head or the batch
-entry of a row, ``s`` for the other of the two.
+vectors of ``x`` that share each row's: those along the broadcast axis, which depends on theta. With one frequency
+row per head it is the batch: S runs over the batch and a row is a (token, head), heads fastest. With one row
+for all heads it is the heads: S runs over the heads and a row is a (batch entry, token), tokens fastest. Either way
+neighbouring rows are neighbours in memory. The kernels only see strides; ``u`` is a place on the row axis, the head
+or the batch entry of a row, and ``s`` one on the broadcast axis, the other of the two.
 
 An angle turns a pair of numbers. For ``rotate`` the pair is two features of ``x``, (f, f + F) or (2f, 2f + 1),
 going in and coming out. For ``cosine`` one feature goes in and the pair (f, f + F) comes out.
@@ -22,7 +22,7 @@ from warploom.ops.lrpe.kernels.angles import divide
 
 
 class Strides(NamedTuple):
-    """Of a tensor, over ``VEC`` of `Spec` but for that of features."""
+    """Of a tensor; all but that of features come divided by ``VEC`` of `Spec`."""
 
     s: tl.int64
     n: tl.int64
@@ -34,8 +34,8 @@ class Sizes(NamedTuple):
     """Of the axes that rows and S run over."""
 
     tokens: tl.int32
-    unique: tl.int32
-    shared: tl.int32
+    u: tl.int32
+    s: tl.int32
 
 
 class Split(NamedTuple):
@@ -61,7 +61,7 @@ def split_program(split, TOKENS_INNER: tl.constexpr):
     """Block of S and block of rows of this program. Whatever lies closer together in memory moves faster.
 
     That is S where it runs over the heads of a token, and the rows where S runs over the batch: a copy kernel
-    that walks over the batch first takes 590 µs for what takes 578 µs this way and 570 µs without a batch axis.
+    that takes the batch first takes 590 µs for what takes 578 µs this way and 570 µs without a batch axis.
     """
     program = tl.program_id(0)
     slow = divide(program, split.blocks_inverse)
@@ -83,9 +83,9 @@ def rows_of(first_row, sizes, inverse, BLOCK_R: tl.constexpr, TOKENS_INNER: tl.c
     slow = divide(row, inverse)
     if TOKENS_INNER:
         n, u = row - slow * sizes.tokens, slow
-        mask = (u < sizes.unique) & (row >= 0)
+        mask = (u < sizes.u) & (row >= 0)
     else:
-        n, u = slow, row - slow * sizes.unique
+        n, u = slow, row - slow * sizes.u
         mask = (n < sizes.tokens) & (row >= 0)
     return n, u.to(tl.int64), mask
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from warploom.ops.tpa.problem import Operands
+from warploom.ops.tpa.problem import Operands, padded
 
 
 class RowTile(NamedTuple):
@@ -42,12 +42,6 @@ SECOND_LAUNCH = 3.5
 """Microseconds that a second kernel costs."""
 JOIN = 0.06
 """Microseconds that each part of a batch entry costs the second kernel."""
-
-
-def padded(features: int) -> int:
-    """Features of a block: a power of two, 16 at least."""
-    block: int = max(16, triton.next_power_of_2(features))
-    return block
 
 
 def row_tile(factors: Operands, strategy: str) -> RowTile:

@@ -60,7 +60,7 @@ class Features(NamedTuple):
 
 @triton.jit
 def exp(x, dtype: tl.constexpr):
-    """For results in ``dtype``: eˣ where that is float32, else 2ˣ, which is one instruction; x near 0 or below.
+    """eˣ for results in float32, otherwise 2ˣ, which is one instruction; for x near 0 or below.
 
     Logits come in these units. The difference of two is exact where it matters, so it comes first.
     """

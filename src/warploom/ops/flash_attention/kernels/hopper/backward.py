@@ -45,7 +45,7 @@ from warploom.ops.flash_attention.kernels.hopper.forward import QueryCopies, cop
 @gluon.jit
 def hopper_query_kernel(
     q_desc, k_desc, v_desc, do_desc, dq, lse, delta, counters,
-    work: Work, scale: gl.float32, slope: gl.float32, dq_strides: SplitStrides,
+    work: Work, scale: gl.float32, grad_scale: gl.float32, dq_strides: SplitStrides,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Gradients of queries. Descriptors, boxes and parts are as in `kernels.hopper.forward.hopper_forward_kernel`.
@@ -73,7 +73,7 @@ def hopper_query_kernel(
     fence_async_shared()
     copies = QueryCopies(scheduler, (q_desc, do_desc), (q_tiles, do_tiles), k_desc, v_desc, k, v, work)
     result = Result(dq, dq_tiles, dq_strides)
-    call = QueryGradients(scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, slope)
+    call = QueryGradients(scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, grad_scale)
     if D > NARROW:
         gl.warp_specialize(
             [(compute_for_wide_queries, (0, CAUSAL, SPLIT, call)),
@@ -112,13 +112,13 @@ class KeyGradients(NamedTuple):
     dv: Result
     work: Work
     scale: gl.float32  # of the logits, in powers of two
-    slope: gl.float32  # of the gradient of keys
+    grad_scale: gl.float32  # of the gradient of keys
 
 
 @gluon.jit
 def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call):
     """Group number ``own`` of warps of `hopper_key_kernel`. Results leave through the buffers of its keys and values."""
-    scheduler, k_tiles, v_tiles, q, do, dk_result, dv_result, work, scale, slope = call
+    scheduler, k_tiles, v_tiles, q, do, dk_result, dv_result, work, scale, grad_scale = call
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     D: gl.constexpr = q.tiles.shape[4]
     BLOCK_N: gl.constexpr = GROUPS * ROWS
@@ -150,7 +150,7 @@ def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constex
         batch, head = row // key_heads, row % key_heads
         n = block * BLOCK_N + own * ROWS
         store_tile(dv_result, dv, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
-        store_tile(dk_result, dk * slope, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
+        store_tile(dk_result, dk * grad_scale, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
         tma.store_wait(0)
         mbarrier.arrive(scheduler.empty.index(slot))
         done += 1
@@ -160,7 +160,7 @@ def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constex
 @gluon.jit
 def hopper_key_kernel(
     q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, counters,
-    work: Work, scale: gl.float32, slope: gl.float32, dk_strides: SplitStrides, dv_strides: SplitStrides,
+    work: Work, scale: gl.float32, grad_scale: gl.float32, dk_strides: SplitStrides, dv_strides: SplitStrides,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values, for tiles of GROUPS · 64 keys, 64 for each of two groups of warps.
@@ -190,7 +190,7 @@ def hopper_key_kernel(
     )
     dk_result = Result(dk, k_tiles, dk_strides)
     dv_result = Result(dv, v_tiles, dv_strides)
-    call = KeyGradients(scheduler, k_tiles, v_tiles, q, do, dk_result, dv_result, work, scale, slope)
+    call = KeyGradients(scheduler, k_tiles, v_tiles, q, do, dk_result, dv_result, work, scale, grad_scale)
     gl.warp_specialize(
         [(compute_for_keys, (0, GROUPS, CAUSAL, SPLIT, call)),
          (compute_for_keys, (1, GROUPS, CAUSAL, SPLIT, call)),

@@ -55,7 +55,7 @@ from warploom.ops.flash_attention.kernels.hopper.forward import QueryCopies, cop
 class Weights(NamedTuple):
     """How weights go from the first group to the second.
 
-    Nobody waits for such a buffer to be empty: when tiles have come into the buffers of its number, the second group had
+    No group waits for such a buffer to be empty: when tiles have come into the buffers of its number, the second group had
     done with those before.
     """
 
@@ -73,7 +73,7 @@ def weight_buffers(STAGES: gl.constexpr, BLOCK: gl.constexpr):
 
 @gluon.jit
 def new_weights(tiles, full):
-    """Tiles of weights with barriers, which become ready."""
+    """Tiles of weights with their barriers, which are initialised."""
     init_each(full)
     return Weights(tiles, full)
 
@@ -157,7 +157,7 @@ class SharedKeyGradients(NamedTuple):
     dv: Result
     work: Work
     scale: gl.float32  # of the logits, in powers of two
-    slope: gl.float32  # of the gradient of keys
+    grad_scale: gl.float32  # of the gradient of keys
 
 
 @gluon.jit
@@ -202,7 +202,7 @@ def compute_for_one(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.conste
     Its result leaves through the buffer that it alone reads: the gradient of values through that of keys, and the other
     way round.
     """
-    scheduler, k_tiles, v_tiles, q, do, inverses, weights, dk, dv, work, scale, slope = call
+    scheduler, k_tiles, v_tiles, q, do, inverses, weights, dk, dv, work, scale, grad_scale = call
     result, own_tiles, near, far = (dv, k_tiles, q, do) if VALUES else (dk, v_tiles, do, q)
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     D: gl.constexpr = q.tiles.shape[4]
@@ -236,7 +236,7 @@ def compute_for_one(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.conste
         if TERMS > 1:  # results leave through no buffer
             mbarrier.arrive(scheduler.empty.index(slot))
         if not VALUES:
-            acc = acc * slope
+            acc = acc * grad_scale
         if TERMS == 1:  # worked out again rather than held in registers
             block, row, split = tile_place(read(scheduler, slot), work, False)
         batch, head = row // key_heads, row % key_heads
@@ -251,7 +251,7 @@ def compute_for_one(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.conste
 @gluon.jit
 def hopper_shared_key_kernel(
     q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, inverse, counters,
-    work: Work, scale: gl.float32, slope: gl.float32, dk_strides: SplitStrides, dv_strides: SplitStrides,
+    work: Work, scale: gl.float32, grad_scale: gl.float32, dk_strides: SplitStrides, dv_strides: SplitStrides,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`kernels.hopper.backward.hopper_key_kernel` for tiles of 64 keys; there is no room for the next tile of them.
@@ -284,7 +284,7 @@ def hopper_shared_key_kernel(
     )
     call = SharedKeyGradients(
         scheduler, k_tiles, v_tiles, q, do, inverses, weights,
-        Result(dk, v_tiles, dk_strides), Result(dv, k_tiles, dv_strides), work, scale, slope,
+        Result(dk, v_tiles, dk_strides), Result(dv, k_tiles, dv_strides), work, scale, grad_scale,
     )  # fmt: skip
     gl.warp_specialize(
         [(compute_for_one, (True, CAUSAL, SPLIT, TERMS, call)),
@@ -309,7 +309,7 @@ class SharedQueryGradients(NamedTuple):
     dq: Result
     work: Work
     scale: gl.float32  # of the logits, in powers of two
-    slope: gl.float32  # of the gradient
+    grad_scale: gl.float32  # of the gradient
 
 
 @gluon.jit
@@ -392,7 +392,7 @@ def compute_gradient(CAUSAL: gl.constexpr, TERMS: gl.constexpr, call):
             count += 1
         mbarrier.arrive(scheduler.empty.index(slot))
         batch, head = row // work.heads, row % work.heads
-        store_part(call.dq, dq * call.slope, split, batch, head, m, work.tokens, OUT_LAYOUT)
+        store_part(call.dq, dq * call.grad_scale, split, batch, head, m, work.tokens, OUT_LAYOUT)
         done += 1
         tile, slot = received(scheduler, done)
 
@@ -400,7 +400,7 @@ def compute_gradient(CAUSAL: gl.constexpr, TERMS: gl.constexpr, call):
 @gluon.jit
 def hopper_shared_query_kernel(
     q_desc, k_desc, v_desc, do_desc, dq, lse, delta, inverse, counters,
-    work: Work, scale: gl.float32, slope: gl.float32, dq_strides: SplitStrides,
+    work: Work, scale: gl.float32, grad_scale: gl.float32, dq_strides: SplitStrides,
     CAUSAL: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Gradients of queries, for tiles of 64. Descriptors, boxes and parts are as in `hopper_shared_key_kernel`.
@@ -424,7 +424,7 @@ def hopper_shared_query_kernel(
     copies = QueryCopies(scheduler, (q_desc, do_desc), (q_tiles, do_tiles), k_desc, v_desc, k, v, work)
     result = Result(dq, q_tiles, dq_strides)
     call = SharedQueryGradients(
-        scheduler, q_tiles, do_tiles, k, v, weights, lse, delta, inverse, result, work, scale, slope
+        scheduler, q_tiles, do_tiles, k, v, weights, lse, delta, inverse, result, work, scale, grad_scale
     )
     gl.warp_specialize(
         [(compute_weights, (CAUSAL, TERMS, call)), (compute_gradient, (CAUSAL, TERMS, call)),

@@ -38,6 +38,24 @@ from warploom.ops.tpa.attention.kernels.forward import (
 from warploom.ops.tpa.kernels.factors import Factors, Features, FeatureStrides, HeadStrides, exp
 
 
+class KeyStrides(NamedTuple):
+    """Of what `key_kernel` reads and writes."""
+
+    bk: FeatureStrides
+    bv: FeatureStrides
+    grad: FeatureStrides
+    dak: HeadStrides
+    dav: HeadStrides
+
+
+class KeyScales(NamedTuple):
+    """What `key_kernel` multiplies: logits, also by what makes powers of two of them; the gradient of keys; values."""
+
+    logits: tl.float32
+    dk: tl.float32
+    v: tl.float32
+
+
 class Rows(NamedTuple):
     """What the forward left of rows of weights: maxima and inverse denominators of the softmax, and δ."""
 
@@ -53,7 +71,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def load_statistics(statistics, delta, tokens, n, mask):
-    """Of queries of one of all heads, of ``tokens``; of a query that sees no key 0, 0 and δ."""
+    """`Rows` of the queries ``n`` of one head, of ``tokens``; 0, 0 and δ for a query that sees no key."""
     row_max = tl.load(statistics + n, mask=mask, other=0.0)
     row_sum = tl.load(statistics + tokens + n, mask=mask, other=0.0)
     inverse_sum = tl.div_rn(1.0, tl.where(row_sum == 0.0, float("inf"), row_sum))
@@ -114,16 +132,16 @@ def prepare_kernel(
     tokens: tl.int32, heads: tl.int32,
     aq_strides: HeadStrides, bq_strides: FeatureStrides, out_strides: FeatureStrides, grad_strides: FeatureStrides,
     scale_q: tl.float32,
-    Q: tl.constexpr, G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr,
+    Q: tl.constexpr, G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Q and δ of one token's queries, BLOCK_H of the heads; 16-bit ranks are summed BLOCK_R at a time.
 
     Q are the `Features` of ``bq``, G those of ``out`` and ``grad``. Without ``grad`` and the other three, Q alone. ``lse``
     (B, H, N), which may be None, gets what is subtracted from logits in base two for 16-bit weights; +inf makes those of
-    queries that see no key zero. ``counters`` (2,), with which kernels for Hopper count their tiles, become zero. With ``OVERLAP`` the launch after it is put in place while
+    queries that see no key zero. ``counters`` (2,), with which kernels for Hopper count their tiles, become zero. With ``PDL`` the launch after it is put in place while
     this one's last programs run, and waits for them.
     """
-    if OVERLAP:
+    if PDL:
         gdc_launch_dependents()
     if counters is not None:
         tl.store(counters + tl.arange(0, 2), tl.zeros((2,), tl.int32), mask=tl.program_id(0) == 0)
@@ -271,9 +289,7 @@ def query_kernel(
 @triton.jit
 def key_kernel(
     q, ak, bk, av, bv, grad, statistics, delta, cu_seqlens, dak, dav, dbk, dbv,
-    sizes: Sizes, bk_strides: FeatureStrides, bv_strides: FeatureStrides, grad_strides: FeatureStrides,
-    dak_strides: HeadStrides, dav_strides: HeadStrides, groups: tl.int32, zero: tl.int32,
-    logit_scale: tl.float32, dk_scale: tl.float32, scale_v: tl.float32,
+    sizes: Sizes, strides: KeyStrides, groups: tl.int32, zero: tl.int32, scales: KeyScales,
     CAUSAL: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -287,11 +303,11 @@ def key_kernel(
     group = program % groups
     batch = (program // groups % batches).to(tl.int64)
     block = program // groups // batches
-    bk += batch * (bk_strides.b * K.VEC)
-    bv += batch * (bv_strides.b * K.VEC)
-    grad += batch * (grad_strides.b * G.VEC)
-    dak += batch * dak_strides.b
-    dav += batch * dav_strides.b
+    bk += batch * (strides.bk.b * K.VEC)
+    bv += batch * (strides.bv.b * K.VEC)
+    grad += batch * (strides.grad.b * G.VEC)
+    dak += batch * strides.dak.b
+    dav += batch * strides.dav.b
     sums = (group * batches.to(tl.int64) + batch) * keys
     dbk += sums * (K.R * K.F)
     dbv += sums * (V.R * V.F)
@@ -303,9 +319,9 @@ def key_kernel(
             return
         tokens = keys
         ak, av, statistics, delta = ak + start, av + start, statistics + start, delta + start
-        bk, bv = bk + start * (bk_strides.n * K.VEC), bv + start * (bv_strides.n * K.VEC)
-        q, grad = q + start.to(tl.int64) * K.F, grad + start * (grad_strides.n * G.VEC)
-        dak, dav = dak + start * dak_strides.n, dav + start * dav_strides.n
+        bk, bv = bk + start * (strides.bk.n * K.VEC), bv + start * (strides.bv.n * K.VEC)
+        q, grad = q + start.to(tl.int64) * K.F, grad + start * (strides.grad.n * G.VEC)
+        dak, dav = dak + start * strides.dak.n, dav + start * strides.dav.n
         dbk, dbv = dbk + start.to(tl.int64) * (K.R * K.F), dbv + start.to(tl.int64) * (V.R * V.F)
     m_first = block * BLOCK_M
     first, end = visible(m_first + tl.arange(0, BLOCK_M), keys, tokens, CAUSAL, False)
@@ -316,9 +332,9 @@ def key_kernel(
         # Addresses that seem to depend on the head: else those of whole tiles are held in registers over all heads.
         here = m_first + head * zero
         row = batch * heads + h
-        k_factors = Product(HeadRows(ak + row * (K.R * head_stride * 16), head_stride), Factors(bk, bk_strides))
-        v_factors = Product(HeadRows(av + row * (V.R * head_stride * 16), head_stride), Factors(bv, bv_strides))
-        grad_rows = Factors(grad + h * (grad_strides.r * G.VEC), grad_strides)
+        k_factors = Product(HeadRows(ak + row * (K.R * head_stride * 16), head_stride), Factors(bk, strides.bk))
+        v_factors = Product(HeadRows(av + row * (V.R * head_stride * 16), head_stride), Factors(bv, strides.bv))
+        grad_rows = Factors(grad + h * (strides.grad.r * G.VEC), strides.grad)
         k, k_weight = load_product(k_factors, here, keys, K, BLOCK_M)
         v, v_weight = load_product(v_factors, here, keys, V, BLOCK_M)
         dk = tl.zeros((BLOCK_M, K.BLOCK_F), tl.float32)
@@ -337,37 +353,23 @@ def key_kernel(
                     statistics + row * 2 * all_tokens, delta + row * all_tokens, all_tokens, n, row_mask
                 )
                 logits = dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-                logits = scaled(logits, (k_weight * logit_scale)[:, None], k.dtype)
+                logits = scaled(logits, (k_weight * scales.logits)[:, None], k.dtype)
                 p = exp(logits - rows.row_max[None, :], k.dtype) * rows.inverse_sum[None, :]
                 if part != 1:
                     p = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < end[:, None]), p, 0.0)
                 dv = dot(rounded(p, do.dtype), do, dv)
                 dp = dot(v, tl.trans(do), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-                dp = scaled(dp, (v_weight * scale_v)[:, None], k.dtype)
+                dp = scaled(dp, (v_weight * scales.v)[:, None], k.dtype)
                 ds = p * (dp - rows.delta[None, :])
                 dk = dot(rounded(ds, queries.dtype), queries, dk)
         factor_gradients(
-            dk * dk_scale,
-            k_factors,
-            Factors(dak + h * dak_strides.h, dak_strides),
-            dbk,
-            here,
-            keys,
-            head > first_head,
-            K,
-            BLOCK_M,
-        )
+            dk * scales.dk, k_factors, Factors(dak + h * strides.dak.h, strides.dak), dbk, here, keys,
+            head > first_head, K, BLOCK_M,
+        )  # fmt: skip
         factor_gradients(
-            dv * scale_v,
-            v_factors,
-            Factors(dav + h * dav_strides.h, dav_strides),
-            dbv,
-            here,
-            keys,
-            head > first_head,
-            V,
-            BLOCK_M,
-        )
+            dv * scales.v, v_factors, Factors(dav + h * strides.dav.h, strides.dav), dbv, here, keys,
+            head > first_head, V, BLOCK_M,
+        )  # fmt: skip
         tl.debug_barrier()  # the next head adds to what was stored here
 
 
@@ -375,13 +377,13 @@ def key_kernel(
 def factor_kernel(
     dq, aq, bq, daq, dbq, tokens: tl.int32, heads: tl.int32,
     aq_strides: HeadStrides, bq_strides: FeatureStrides, daq_strides: HeadStrides, dbq_strides: FeatureStrides,
-    scale_q: tl.float32, Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, EARLY: tl.constexpr,
+    scale_q: tl.float32, Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one token's query factors from dQ (B, N, H, D); BLOCK_R of the ranks.
 
-    Q are the `Features` of ``bq`` and ``dbq``. ``EARLY``: see `warploom.runtime.launch.may_start_early`.
+    Q are the `Features` of ``bq`` and ``dbq``. ``PDL``: see `warploom.runtime.launch.has_pdl`.
     """
-    if EARLY:
+    if PDL:
         gdc_wait()
     R_BLOCKS: tl.constexpr = (Q.R + BLOCK_R - 1) // BLOCK_R
     program = tl.program_id(0)
@@ -452,14 +454,14 @@ def sum_kernel(
     k_sums, v_sums, dbk, dbv,
     batches: tl.int32, keys: tl.int32, groups: tl.int32, k_programs: tl.int32,
     dbk_strides: FeatureStrides, dbv_strides: FeatureStrides,
-    K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of ``bk`` (B, M, RK, D) and ``bv``, BLOCK rows to a program: the sums of groups of heads, added up in order.
 
-    The first ``k_programs`` programs add up those of ``bk``. K and V are `Features`. ``EARLY``: see
-    `warploom.runtime.launch.may_start_early`.
+    The first ``k_programs`` programs add up those of ``bk``. K and V are `Features`. ``PDL``: see
+    `warploom.runtime.launch.has_pdl`.
     """
-    if EARLY:
+    if PDL:
         gdc_wait()
     program = tl.program_id(0)
     tokens = batches.to(tl.int64) * keys

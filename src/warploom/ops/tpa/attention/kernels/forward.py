@@ -135,7 +135,7 @@ def load_queries(a, b, head, first, size, scale_q, Q: tl.constexpr, TOKENS: tl.c
 
 @triton.jit
 def visible(i, size, others, CAUSAL: tl.constexpr, QUERIES: tl.constexpr):
-    """What token ``i`` of ``size`` sees of the ``others``: those from ``first`` to ``end`` - 1, int32 of the shape of i.
+    """Which ``others`` token ``i`` of ``size`` sees: from ``first`` to ``end`` - 1, int32 of the shape of i.
 
     ``QUERIES``: the tokens are queries and the others keys, or the other way round. Tokens behind the last see what
     the last one sees.
@@ -162,7 +162,7 @@ def tiles_of(tokens, cu_seqlens, sequences, BLOCK: tl.constexpr):
 
 @triton.jit
 def loop_bounds(first, end, BLOCK: tl.constexpr):
-    """Where tiles of ``BLOCK`` others start, are seen by all tokens of a tile, are no longer, and stop.
+    """Bounds of a loop over tiles of ``BLOCK`` others: its start, where all tokens see a tile, where they no longer do, and its end.
 
     The four bounds rise and are multiples of ``BLOCK`` but the last: masks are for the tiles outside the inner two.
     """

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import torch
-import triton
 
 from warploom.ops.tpa.attention.kernels.backward import prepare_kernel
 from warploom.ops.tpa.attention.problem import Call
 from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, HeadStrides
-from warploom.ops.tpa.problem import Operands, feature_factors, strides_of
+from warploom.ops.tpa.problem import Operands, feature_factors, padded, strides_of
 from warploom.runtime.launch import Dense, Launch
 
 Tensor = torch.Tensor
-
-
-def block(features: int) -> int:
-    """Features padded to what a tile of them has."""
-    padded: int = max(16, triton.next_power_of_2(features))
-    return padded
 
 
 def row_length(tokens: int) -> int:
@@ -39,10 +32,10 @@ def queries(factors: Operands) -> Dense:
     return Dense.rows((batch, factors.ak.shape[2], tokens, features), factors.bq.dtype)
 
 
-def plan_prepare(factors: Operands, call: Call, out: Tensor, grad: Tensor, overlap: bool) -> Launch:
+def plan_prepare(factors: Operands, call: Call, out: Tensor, grad: Tensor, pdl: bool) -> Launch:
     """The launch that forms Q and, if it is given gradients, δ.
 
-    ``overlap``: the launch after it is one for Hopper, which may start early.
+    ``pdl``: the launch after it is one for Hopper, by programmatic dependent launch.
     """
     aq, ak, _, bq, _, bv = factors
     batch, tokens, rank_q, features = bq.shape
@@ -59,9 +52,9 @@ def plan_prepare(factors: Operands, call: Call, out: Tensor, grad: Tensor, overl
         out_strides=FeatureStrides(*g.strides[0]),
         grad_strides=FeatureStrides(*g.strides[1]),
         scale_q=call.scale_q,
-        Q=Features(rank_q, features, block(features), b.vector, b.flag),
-        G=Features(1, values, block(values), g.vector, g.flag),
+        Q=Features(rank_q, features, padded(features), b.vector, b.flag),
+        G=Features(1, values, padded(values), g.vector, g.flag),
         BLOCK_H=16,
         BLOCK_R=16,
-        OVERLAP=overlap,
+        PDL=pdl,
     )

@@ -26,6 +26,7 @@ from warploom.ops.tpa.attention.configs import (
 from warploom.ops.tpa.attention.kernels.hopper.backward import (
     FactorStrides,
     GradientStrides,
+    KeyScales,
     KeySizes,
     tpa_hopper_key_kernel,
     tpa_hopper_query_kernel,
@@ -158,7 +159,7 @@ def plan_forward(factors: Operands, call: Call, out: Tensor) -> Forward:
         tpa_hopper_forward_kernel,
         programs,
         takes=("q_desc", "bk_desc", "bv_desc", "out_desc", "ak", "av", "lse", "statistics", "counters"),
-        early=True,
+        pdl=True,
         out_desc=Boxes(out, *_boxes(factors).results),
         **arguments,
     )
@@ -167,7 +168,7 @@ def plan_forward(factors: Operands, call: Call, out: Tensor) -> Forward:
         queries(factors),
         Dense.rows(rows, torch.float32),
         Dense.rows((2, *rows), torch.float32),
-        plan_prepare(factors, call, bq, bq, overlap=True),
+        plan_prepare(factors, call, bq, bq, pdl=True),
         launch,
     )
 
@@ -180,16 +181,16 @@ def plan_query(factors: Operands, call: Call, grad: Tensor, dq: Tensor, scale: f
         tpa_hopper_query_kernel,
         programs,
         takes=("q_desc", "bk_desc", "bv_desc", "do_desc", "dq_desc", "ak", "av", "lse", "delta", "counters"),
-        early=True,
+        pdl=True,
         do_desc=Boxes(grad, *results),
         dq_desc=Boxes(dq, *results),
-        slope=scale * call.scale,
+        grad_scale=scale * call.scale,
         **arguments,
     )
 
 
 def groups(factors: Operands) -> int:
-    """Of heads, each of which has its own sums of the gradients of ``bk`` and ``bv``."""
+    """The number of groups of heads; each has its own sums of the gradients of ``bk`` and ``bv``."""
     batch, keys, heads, _ = factors.ak.shape
     most = PROGRAMS * multiprocessors(factors.bk.device) // (-(-keys // _BLOCK) * batch)
     return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(most, 1))
@@ -208,7 +209,7 @@ def plan_key(factors: Operands, call: Call, grad: Tensor, like: Operands, groups
             *("q_desc", "do_desc", "ak", "av", "bk", "bv", "lse", "delta"),
             *("dak", "dav", "k_sums", "v_sums", "counters"),
         ),
-        early=True,
+        pdl=True,
         q_desc=Boxes(_formed(factors), *boxes.queries),
         do_desc=Boxes(grad, *boxes.results),
         sizes=KeySizes(bq.shape[1], keys, heads, groups, rows, blocks, row_length(keys), 0),
@@ -216,10 +217,7 @@ def plan_key(factors: Operands, call: Call, grad: Tensor, like: Operands, groups
         bv_strides=bv_strides,
         dak_strides=GradientStrides(*like.ak.stride()),
         dav_strides=GradientStrides(*like.av.stride()),
-        scale=call.scale * logit_unit(bq.dtype),
-        slope=float(call.scale),
-        scale_k=float(call.scale_k),
-        scale_v=float(call.scale_v),
+        scales=KeyScales(call.scale * logit_unit(bq.dtype), *map(float, (call.scale, call.scale_k, call.scale_v))),
         RANK=rank,
         D=bq.shape[3],
         E=bv.shape[3],

@@ -15,14 +15,21 @@ from warploom.ops.tpa.attention.configs import (
     key_tiles,
     query_tiles,
 )
-from warploom.ops.tpa.attention.kernels.backward import factor_kernel, key_kernel, query_kernel, sum_kernel
+from warploom.ops.tpa.attention.kernels.backward import (
+    KeyScales,
+    KeyStrides,
+    factor_kernel,
+    key_kernel,
+    query_kernel,
+    sum_kernel,
+)
 from warploom.ops.tpa.attention.kernels.forward import Sizes, forward_kernel
 from warploom.ops.tpa.attention.launches import hopper
-from warploom.ops.tpa.attention.launches.common import block, heads_first, plan_prepare, queries, row_length
+from warploom.ops.tpa.attention.launches.common import heads_first, plan_prepare, queries, row_length
 from warploom.ops.tpa.attention.problem import Call
 from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, HeadStrides
-from warploom.ops.tpa.problem import Factors, Operands, feature_factors, strides_of
-from warploom.runtime.launch import ALIGNMENT, Dense, Launch, architecture, may_start_early, multiprocessors
+from warploom.ops.tpa.problem import Factors, Operands, feature_factors, padded, strides_of
+from warploom.runtime.launch import ALIGNMENT, Dense, Launch, architecture, has_pdl, multiprocessors
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans, metadata
 
@@ -84,21 +91,36 @@ def _sizes(factors: Operands, call: Call) -> Sizes:
 def _features(factors: Operands, vector: int, unit: bool) -> tuple[Features, Features]:
     """What kernels know of the feature factors of keys and of values."""
     _, _, _, _, bk, bv = factors
-    k, v = (Features(b.shape[2], b.shape[3], block(b.shape[3]), vector, unit) for b in (bk, bv))
+    k, v = (Features(b.shape[2], b.shape[3], padded(b.shape[3]), vector, unit) for b in (bk, bv))
     return k, v
+
+
+def _arguments(factors: Operands, call: Call, b: Factors, tiles: Tiles) -> dict[str, Any]:
+    """What the kernels that loop over keys, or over the queries of keys, have in common."""
+    k_features, v_features = _features(factors, b.vector, b.flag)
+    return {
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        "sizes": _sizes(factors, call),
+        "CAUSAL": call.causal,
+        "K": k_features,
+        "V": v_features,
+        "BLOCK_N": tiles.queries,
+        "BLOCK_M": tiles.keys,
+    }
 
 
 def _largest(factors: Operands) -> tuple[int, int]:
     """The larger of D and E, padded, and of both ranks."""
     _, _, _, bq, bk, bv = factors
-    return max(block(bq.shape[3]), block(bv.shape[3])), max(bk.shape[2], bv.shape[2])
+    return max(padded(bq.shape[3]), padded(bv.shape[3])), max(bk.shape[2], bv.shape[2])
 
 
 def _narrow_stored(factors: Operands, b: Factors) -> bool:
     """Whether loops over keys store narrow tiles of keys or values in shared memory themselves: `NARROW_STORED`."""
     _, _, _, _, bk, bv = factors
     copied = bk.shape[2] == bv.shape[2] == 1 and b.vector * bk.element_size() >= COPIED
-    return not copied and min(block(bk.shape[3]), block(bv.shape[3])) < WIDE
+    return not copied and min(padded(bk.shape[3]), padded(bv.shape[3])) < WIDE
 
 
 def _plan_forward(factors: Operands, call: Call) -> _Forward | hopper.Forward:
@@ -109,14 +131,10 @@ def _plan_forward(factors: Operands, call: Call) -> _Forward | hopper.Forward:
         return hopper.plan_forward(factors, call, out)
     q, b = feature_factors(bq), feature_factors(bk, bv)
     tiles = forward_tiles(bq.dtype, *_largest(factors), architecture(bq.device), _narrow_stored(factors, b))
-    k_features, v_features = _features(factors, b.vector, b.flag)
     launch = Launch(
         forward_kernel,
         call.tiles(tokens, tiles.queries) * batch * ak.shape[2],
         takes=("bq", "aq", "ak", "bk", "av", "bv", "cu_seqlens", "out", "statistics"),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        sizes=_sizes(factors, call),
         aq_strides=HeadStrides(*strides_of(aq)),
         bq_strides=FeatureStrides(*q.strides[0]),
         bk_strides=FeatureStrides(*b.strides[0]),
@@ -125,12 +143,8 @@ def _plan_forward(factors: Operands, call: Call) -> _Forward | hopper.Forward:
         logit_scale=call.logit_scale(bq.dtype),
         scale_q=call.scale_q,
         scale_v=call.scale_v,
-        CAUSAL=call.causal,
-        Q=Features(rank_q, features, block(features), q.vector, q.flag),
-        K=k_features,
-        V=v_features,
-        BLOCK_N=tiles.queries,
-        BLOCK_M=tiles.keys,
+        Q=Features(rank_q, features, padded(features), q.vector, q.flag),
+        **_arguments(factors, call, b, tiles),
     )
     statistics = Dense.rows((batch, ak.shape[2], 2, tokens), torch.float32)
     return _Forward(Dense.like(out), statistics, launch)
@@ -228,14 +242,11 @@ def _plan_query(factors: Operands, call: Call, grad: Tensor, dq: Tensor, scale: 
     _, ak, _, bq, bk, bv = factors
     g, b = feature_factors(grad), feature_factors(bk, bv)
     tiles = query_tiles(bq.dtype, *_largest(factors), architecture(bq.device), _narrow_stored(factors, b))
-    k_features, v_features = _features(factors, b.vector, b.flag)
+    arguments = _arguments(factors, call, b, tiles)
     return Launch(
         query_kernel,
         call.tiles(bq.shape[1], tiles.queries) * bq.shape[0] * ak.shape[2],
         takes=("q", "ak", "bk", "av", "bv", "grad", "statistics", "delta", "cu_seqlens", "dq"),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        sizes=_sizes(factors, call),
         bk_strides=FeatureStrides(*b.strides[0]),
         bv_strides=FeatureStrides(*b.strides[1]),
         grad_strides=FeatureStrides(*g.strides[0]),
@@ -243,13 +254,9 @@ def _plan_query(factors: Operands, call: Call, grad: Tensor, dq: Tensor, scale: 
         logit_scale=call.logit_scale(bq.dtype),
         dq_scale=scale * call.scale * call.scale_k,
         scale_v=call.scale_v,
-        CAUSAL=call.causal,
-        K=k_features,
-        V=v_features,
-        G=v_features._replace(R=1, VEC=g.vector, UNIT=g.flag),
-        BLOCK_N=tiles.queries,
-        BLOCK_M=tiles.keys,
+        G=arguments["V"]._replace(R=1, VEC=g.vector, UNIT=g.flag),
         SUM_DELTA=bq.dtype == torch.float32,
+        **arguments,
     )
 
 
@@ -257,7 +264,7 @@ def _plan_key(factors: Operands, call: Call, grad: Tensor, like: Operands, tiles
     """The launch that writes gradients of head factors, and for each group of heads those of feature factors."""
     _, _, _, bq, bk, bv = factors
     g, b = feature_factors(grad), feature_factors(bk, bv)
-    k_features, v_features = _features(factors, b.vector, b.flag)
+    arguments = _arguments(factors, call, b, tiles)
     return Launch(
         key_kernel,
         call.tiles(bk.shape[1], tiles.keys) * bk.shape[0] * groups,
@@ -265,25 +272,18 @@ def _plan_key(factors: Operands, call: Call, grad: Tensor, like: Operands, tiles
             *("q", "ak", "bk", "av", "bv", "grad", "statistics", "delta", "cu_seqlens"),
             *("dak", "dav", "dbk", "dbv"),
         ),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        sizes=_sizes(factors, call),
-        bk_strides=FeatureStrides(*b.strides[0]),
-        bv_strides=FeatureStrides(*b.strides[1]),
-        grad_strides=FeatureStrides(*g.strides[0]),
-        dak_strides=HeadStrides(*strides_of(like.ak)),
-        dav_strides=HeadStrides(*strides_of(like.av)),
+        strides=KeyStrides(
+            bk=FeatureStrides(*b.strides[0]),
+            bv=FeatureStrides(*b.strides[1]),
+            grad=FeatureStrides(*g.strides[0]),
+            dak=HeadStrides(*strides_of(like.ak)),
+            dav=HeadStrides(*strides_of(like.av)),
+        ),
         groups=groups,
         zero=0,
-        logit_scale=call.logit_scale(bq.dtype),
-        dk_scale=call.scale * call.scale_k,
-        scale_v=call.scale_v,
-        CAUSAL=call.causal,
-        K=k_features,
-        V=v_features,
-        G=v_features._replace(R=1, VEC=g.vector, UNIT=g.flag),
-        BLOCK_N=tiles.queries,
-        BLOCK_M=tiles.keys,
+        scales=KeyScales(call.logit_scale(bq.dtype), call.scale * call.scale_k, call.scale_v),
+        G=arguments["V"]._replace(R=1, VEC=g.vector, UNIT=g.flag),
+        **arguments,
     )
 
 
@@ -291,8 +291,8 @@ def _plan_factors(factors: Operands, call: Call, like: Operands) -> Launch:
     """The launch that writes the gradients of ``aq`` and ``bq`` from dQ."""
     aq, ak, _, bq, _, _ = factors
     batch, tokens, rank_q, features = bq.shape
-    block_r = min(block(rank_q), 64)
-    early = may_start_early(bq.device)
+    block_r = min(padded(rank_q), 64)
+    pdl = has_pdl(bq.device)
     b = feature_factors(bq, like.bq)
     return Launch(
         factor_kernel,
@@ -300,7 +300,7 @@ def _plan_factors(factors: Operands, call: Call, like: Operands) -> Launch:
         takes=("dq", "aq", "bq", "daq", "dbq"),
         num_warps=4 if block_r == 16 and bq.dtype != torch.float32 else 8,
         num_stages=1,
-        early=early,
+        pdl=pdl,
         tokens=tokens,
         heads=ak.shape[2],
         aq_strides=HeadStrides(*strides_of(aq)),
@@ -308,10 +308,10 @@ def _plan_factors(factors: Operands, call: Call, like: Operands) -> Launch:
         daq_strides=HeadStrides(*strides_of(like.aq)),
         dbq_strides=FeatureStrides(*b.strides[1]),
         scale_q=call.scale_q,
-        Q=Features(rank_q, features, block(features), b.vector, b.flag),
+        Q=Features(rank_q, features, padded(features), b.vector, b.flag),
         BLOCK_H=16,
         BLOCK_R=block_r,
-        EARLY=early,
+        PDL=pdl,
     )
 
 
@@ -323,12 +323,12 @@ def _plan_sum(factors: Operands, like: Operands, groups: int) -> Launch:
     k_features, v_features = _features(factors, b.vector, b.flag)
     rows = max(1, 1024 // max(k_features.BLOCK_F, v_features.BLOCK_F))
     k_programs, v_programs = (-(-batch * keys * x.R // rows) for x in (k_features, v_features))
-    early = may_start_early(bk.device)
+    pdl = has_pdl(bk.device)
     return Launch(
         sum_kernel,
         k_programs + v_programs,
         takes=("k_sums", "v_sums", "dbk", "dbv"),
-        early=early,
+        pdl=pdl,
         batches=batch,
         keys=keys,
         groups=groups,
@@ -338,5 +338,5 @@ def _plan_sum(factors: Operands, like: Operands, groups: int) -> Launch:
         K=k_features,
         V=v_features,
         BLOCK=rows,
-        EARLY=early,
+        PDL=pdl,
     )

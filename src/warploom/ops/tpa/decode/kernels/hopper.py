@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from warploom.device.hopper import pipeline as hopper
 from warploom.device.hopper.pipeline import Ring, copy_tile, matrix, new_ring, power_of_two, wait_full
-from warploom.ops.tpa.decode.kernels.portable import Softmax
+from warploom.ops.tpa.decode.kernels.portable import Scales, Softmax
 
 BLOCK_M = gl.constexpr(hopper.ROWS)  # keys of a block
 RANKS = gl.constexpr(16)  # of queries, at most: the depth of one matrix instruction
@@ -56,14 +56,6 @@ class FeatureStrides(NamedTuple):
     b: gl.int32
     r: gl.int32
     f: gl.int32
-
-
-class Scales(NamedTuple):
-    """What is multiplied: logits, also by what makes powers of two of them; queries; values."""
-
-    logits: gl.float32
-    q: gl.float32
-    v: gl.float32
 
 
 class Copies(NamedTuple):
@@ -216,7 +208,7 @@ def query_tile(queries, batch, scale_q, H: gl.constexpr, RQ: gl.constexpr, D: gl
 
 @gluon.jit
 def join(softmax, waiting, level: gl.constexpr, LAYOUT: gl.constexpr):
-    """What waits at a level, and then a softmax over the keys behind it, joined; see `kernels.portable.join`."""
+    """The softmax that waits at a level, joined with ``softmax`` over the keys behind; see `kernels.portable.join`."""
     before_max = waiting.row_max.index(level).load(gl.SliceLayout(0, LAYOUT))
     row_max = gl.maximum(before_max, softmax.row_max)
     base = gl.where(row_max == float("-inf"), 0.0, row_max)

@@ -45,6 +45,26 @@ class Sizes(NamedTuple):
     lengths_stride: tl.int64
 
 
+class Strides(NamedTuple):
+    """Of the factors and of the output."""
+
+    aq: HeadStrides
+    bq: FeatureStrides
+    ak: HeadStrides
+    bk: FeatureStrides
+    av: HeadStrides
+    bv: FeatureStrides
+    out: FeatureStrides
+
+
+class Scales(NamedTuple):
+    """What is multiplied: logits, also by what makes powers of two of them; queries; values."""
+
+    logits: tl.float32
+    q: tl.float32
+    v: tl.float32
+
+
 class Tile(NamedTuple):
     """Queries and heads of a tile of rows, keys of a block, and ranks, padded, of Q, K and V."""
 
@@ -276,9 +296,7 @@ def spread(p, factors, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.co
 @triton.jit
 def decode_kernel(
     ak, av, bk, bv, aq, bq, lengths, out, partial, statistics,
-    sizes: Sizes, aq_strides: HeadStrides, bq_strides: FeatureStrides, ak_strides: HeadStrides,
-    bk_strides: FeatureStrides, av_strides: HeadStrides, bv_strides: FeatureStrides, out_strides: FeatureStrides,
-    logit_scale: tl.float32, scale_q: tl.float32, scale_v: tl.float32,
+    sizes: Sizes, strides: Strides, scales: Scales,
     H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, TILE: tl.constexpr,
     CHUNKS: tl.constexpr, LEVELS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -315,20 +333,16 @@ def decode_kernel(
     head_mask = h < H  # what stands in rows of other queries, or of none, is not stored
     row_mask = head_mask & (n < tokens)
     q = query_tile(
-        Factors(aq, aq_strides), Factors(bq, bq_strides),
-        batch, n, h, row_mask, first_n, tokens, scale_q, Q, TILE.BLOCK_N, TILE.BLOCK_RQ,
+        Factors(aq, strides.aq), Factors(bq, strides.bq),
+        batch, n, h, row_mask, first_n, tokens, scales.q, Q, TILE.BLOCK_N, TILE.BLOCK_RQ,
     )  # fmt: skip
     q = tl.trans(q)
     row_end = length - tokens + n + 1  # keys that a row sees
 
-    ak += batch.to(tl.int64) * (ak_strides.b * A.VEC)
-    av += batch.to(tl.int64) * (av_strides.b * A.VEC)
-    bk += batch.to(tl.int64) * (bk_strides.b * K.VEC)
-    bv += batch.to(tl.int64) * (bv_strides.b * K.VEC)
-    k_heads = Factors(ak, ak_strides)
-    v_heads = Factors(av, av_strides)
-    k_features = Factors(bk, bk_strides)
-    v_features = Factors(bv, bv_strides)
+    k_heads = Factors(ak + batch.to(tl.int64) * (strides.ak.b * A.VEC), strides.ak)
+    v_heads = Factors(av + batch.to(tl.int64) * (strides.av.b * A.VEC), strides.av)
+    k_features = Factors(bk + batch.to(tl.int64) * (strides.bk.b * K.VEC), strides.bk)
+    v_features = Factors(bv + batch.to(tl.int64) * (strides.bv.b * K.VEC), strides.bv)
     row = (n.to(tl.int64) * H + h)[None, :]
     e = tl.arange(0, V.BLOCK_F)[:, None]
     acc = tl.zeros((V.BLOCK_F, ROWS), tl.float32)
@@ -355,7 +369,7 @@ def decode_kernel(
             k = feature_tile(k_features, start, end, K, TILE.BLOCK_M, TILE.BLOCK_RK)
             a = head_tile(k_heads, start, h, key_mask, head_mask, A, K.R, TILE.BLOCK_M, TILE.BLOCK_RK)
             logits = exact_dot(k, q, tl.zeros((TILE.BLOCK_M * TILE.BLOCK_RK, ROWS), tl.float32))
-            logits = sum_ranks(logits, a, TILE.BLOCK_M, TILE.BLOCK_RK, ROWS) * logit_scale
+            logits = sum_ranks(logits, a, TILE.BLOCK_M, TILE.BLOCK_RK, ROWS) * scales.logits
             logits = tl.where((m[:, None] < row_end[None, :]) & key_mask[:, None], logits, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(logits, axis=0, keep_dims=True))
             base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -397,10 +411,10 @@ def decode_kernel(
     if WHOLE:
         ptrs = (
             out
-            + (batch.to(tl.int64) * out_strides.b + n.to(tl.int64) * out_strides.n + h * out_strides.r)[None, :]
-            + e * out_strides.f
+            + (batch.to(tl.int64) * strides.out.b + n.to(tl.int64) * strides.out.n + h * strides.out.r)[None, :]
+            + e * strides.out.f
         )
-        result = rounded(finish(softmax, scale_v), out.dtype.element_ty)
+        result = rounded(finish(softmax, scales.v), out.dtype.element_ty)
         tl.store(ptrs, result, mask=row_mask[None, :] & (e < V.F))
     else:
         slot = batch.to(tl.int64) * spans + span
@@ -412,7 +426,7 @@ def decode_kernel(
 def combine_kernel(
     partial, statistics, lengths, out, sizes: Sizes, out_strides: FeatureStrides, scale_v: tl.float32,
     H: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, AHEAD: tl.constexpr,
-    CHUNKS: tl.constexpr, WIDTH: tl.constexpr, NODE: tl.constexpr, PAIRS: tl.constexpr, EARLY: tl.constexpr,
+    CHUNKS: tl.constexpr, WIDTH: tl.constexpr, NODE: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Joins what programs left that took ``WIDTH`` chunks each: a tile (R, E) of one entry's rows.
 
@@ -420,7 +434,7 @@ def combine_kernel(
     ``AHEAD`` parts, a multiple of that, are under way before the first is needed.
     """
     tokens, keys, spans, lengths_stride = sizes
-    if EARLY:
+    if PDL:
         gdc_wait()
     parts = Parts(partial, statistics, tokens.to(tl.int64) * H)
     row_blocks = tl.cdiv(parts.rows, BLOCK_R).to(tl.int32)

@@ -100,11 +100,10 @@ def plan(
     from warploom.ops.tpa.decode.kernels.hopper import (
         FeatureStrides,
         HeadStrides,
-        Scales,
         Sizes,
         hopper_decode_kernel,
     )
-    from warploom.ops.tpa.decode.kernels.portable import ChunkLengths
+    from warploom.ops.tpa.decode.kernels.portable import ChunkLengths, Scales
 
     aq, ak, av, bq, bk, bv = factors
     batch, keys, heads, rank = ak.shape
@@ -135,7 +134,7 @@ def plan(
 
 
 def microseconds(tiles: int, spans: int, entry_bytes: int, device: torch.device) -> float:
-    """What the multiprocessor takes that has most to read, or all of them together, and then the second kernel."""
+    """Estimated time: of the program that reads most or of all together, and of the second kernel after it."""
     rounds = -(-tiles * spans // multiprocessors(device))
     reading = rounds * (entry_bytes / spans / ONE_PROGRAM + START)
     return max(reading, tiles * entry_bytes / ALL_PROGRAMS) + (spans * JOIN if spans > 1 else 0.0)

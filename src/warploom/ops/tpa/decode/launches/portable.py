@@ -18,14 +18,21 @@ from warploom.ops.tpa.decode.configs import (
     SECOND_LAUNCH,
     START,
     RowTile,
-    padded,
     row_tile,
 )
-from warploom.ops.tpa.decode.kernels.portable import ChunkLengths, Sizes, Tile, combine_kernel, decode_kernel
+from warploom.ops.tpa.decode.kernels.portable import (
+    ChunkLengths,
+    Scales,
+    Sizes,
+    Strides,
+    Tile,
+    combine_kernel,
+    decode_kernel,
+)
 from warploom.ops.tpa.decode.launches import hopper
 from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, Heads, HeadStrides
-from warploom.ops.tpa.problem import Operands, feature_factors, head_factors, logit_unit, strides_of
-from warploom.runtime.launch import ALIGNMENT, Dense, Launch, may_start_early, multiprocessors
+from warploom.ops.tpa.problem import Operands, feature_factors, head_factors, logit_unit, padded, strides_of
+from warploom.runtime.launch import ALIGNMENT, Dense, Launch, has_pdl, multiprocessors
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 
@@ -36,7 +43,7 @@ CHUNKS = Chunks(shortest=128, longest=1024, wanted=32, widths=(1, 4))
 
 
 def _microseconds(tiles: int, spans: int, entry_bytes: int, device: torch.device) -> float:
-    """What the multiprocessor takes that has most to read, and then the second kernel."""
+    """Estimated time: of the multiprocessor that reads most, and of the second kernel after it."""
     programs = -(-tiles * spans // multiprocessors(device))
     span = entry_bytes / spans
     reading = max(programs * span / ONE_MULTIPROCESSOR, -(-programs // 2) * span / ONE_PROGRAM) + programs * START
@@ -81,7 +88,7 @@ def decode(factors: Operands, call: DecodeCall, plans: Plans) -> Tensor:
 
 
 def _plan_decode(factors: Operands, call: DecodeCall) -> tuple[_Decode, _Decode]:
-    """For a cache at any address, and for one at multiples of 16 bytes."""
+    """Plans for a cache at any address, and for one at multiples of 16 bytes."""
     everywhere = _plan_kernels(factors, call, on_hopper=False)
     if call.strategy == "batch_head" or not hopper.suit(factors, call.cache_seqlens):
         return everywhere, everywhere
@@ -108,27 +115,20 @@ def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Deco
         launch = _plan_launch(factors, out, lengths_stride, spans, levels, scales, tile)
     if spans == 1:
         return _Decode(Dense.like(out), launch)
-    early = may_start_early(bq.device)
+    pdl = has_pdl(bq.device)
     combine = Launch(
         combine_kernel,
         batch * -(-tokens * heads // COMBINE_ROWS),
         takes=("partial", "statistics", "lengths", "out"),
         num_warps=2,
-        early=early,
+        pdl=pdl,
         sizes=Sizes(tokens, keys, spans, lengths_stride),
         out_strides=FeatureStrides(*strides_of(out)),
         scale_v=call.scale_v,
-        H=heads,
-        E=values,
-        BLOCK_R=COMBINE_ROWS,
-        BLOCK_E=padded(values),
-        AHEAD=COMBINE_AHEAD,
-        CHUNKS=ChunkLengths(*chunks[:3]),
-        WIDTH=chunks.widths[levels],
-        NODE=chunks.widths[-1] // chunks.widths[levels],
-        PAIRS=on_hopper,
-        EARLY=early,
-    )
+        H=heads, E=values, BLOCK_R=COMBINE_ROWS, BLOCK_E=padded(values), AHEAD=COMBINE_AHEAD,
+        CHUNKS=ChunkLengths(*chunks[:3]), WIDTH=chunks.widths[levels],
+        NODE=chunks.widths[-1] // chunks.widths[levels], PAIRS=on_hopper, PDL=pdl,
+    )  # fmt: skip
     shapes = (batch, spans, tokens * heads, values), (batch, spans, 2, tokens * heads)
     partial, statistics = (Dense.rows(shape, torch.float32) for shape in shapes)
     return _Decode(Dense.like(out), launch, combine, (partial, statistics))
@@ -152,7 +152,6 @@ def _plan_launch(
     block_m = tile.factor_rows // max(block_rk, block_rv)
     block_rv = max(block_rv, 16 // block_m)  # a matrix product adds up 16 factor rows at least
     q, a, b = feature_factors(bq), head_factors(ak, av), feature_factors(bk, bv)
-    logit_scale, scale_q, scale_v = scales
     return Launch(
         decode_kernel,
         batch * tile.blocks(heads, tokens) * spans,
@@ -160,16 +159,16 @@ def _plan_launch(
         num_warps=tile.warps,
         num_stages=tile.stages,
         sizes=Sizes(tokens, keys, spans, lengths_stride),
-        aq_strides=HeadStrides(*strides_of(aq)),
-        bq_strides=FeatureStrides(*q.strides[0]),
-        ak_strides=HeadStrides(*a.strides[0]),
-        bk_strides=FeatureStrides(*b.strides[0]),
-        av_strides=HeadStrides(*a.strides[1]),
-        bv_strides=FeatureStrides(*b.strides[1]),
-        out_strides=FeatureStrides(*strides_of(out)),
-        logit_scale=logit_scale,
-        scale_q=scale_q,
-        scale_v=scale_v,
+        strides=Strides(
+            aq=HeadStrides(*strides_of(aq)),
+            bq=FeatureStrides(*q.strides[0]),
+            ak=HeadStrides(*a.strides[0]),
+            bk=FeatureStrides(*b.strides[0]),
+            av=HeadStrides(*a.strides[1]),
+            bv=FeatureStrides(*b.strides[1]),
+            out=FeatureStrides(*strides_of(out)),
+        ),
+        scales=Scales(*scales),
         H=heads,
         Q=Features(rank_q, features, padded(features), q.vector, q.flag),
         K=Features(rank_k, features, padded(features), b.vector, b.flag),

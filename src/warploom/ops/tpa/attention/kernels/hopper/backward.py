@@ -67,6 +67,15 @@ class GradientStrides(NamedTuple):
     r: gl.int32
 
 
+class KeyScales(NamedTuple):
+    """What `tpa_hopper_key_kernel` multiplies."""
+
+    logits: gl.float32  # also by what makes powers of two of them
+    dk: gl.float32
+    k: gl.float32
+    v: gl.float32
+
+
 class Factors(NamedTuple):
     """Keys or values as factors in memory, with where their gradients go; of all heads, or at those of one head."""
 
@@ -92,18 +101,18 @@ class KeyGradients(NamedTuple):
     work: Work
     sizes: KeySizes
     scale: gl.float32  # of the logits, in powers of two
-    slope: gl.float32  # of the gradient of keys
+    grad_scale: gl.float32  # of the gradient of keys
 
 
 @gluon.jit
 def tpa_hopper_query_kernel(
     q_desc, bk_desc, bv_desc, do_desc, dq_desc, ak, av, lse, delta, counters,
     tokens: gl.int32, keys: gl.int32, heads: gl.int32, rows: gl.int32, blocks: gl.int32,
-    stride: gl.int32, scale: gl.float32, slope: gl.float32,
+    stride: gl.int32, scale: gl.float32, grad_scale: gl.float32,
     RANK: gl.constexpr, CAUSAL: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, F_STAGES: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of Q, times ``slope``. Descriptors are as in `tpa_hopper_forward_kernel`; ``counters[1]`` is zero.
+    """Gradients of Q, times ``grad_scale``. Descriptors are as in `tpa_hopper_forward_kernel`; ``counters[1]`` is zero.
 
     It runs beside `tpa_hopper_key_kernel`, of which it reads nothing, and does not end before that has ended.
     """
@@ -130,7 +139,7 @@ def tpa_hopper_query_kernel(
     v_factors = new_ring(bv_tiles, F_STAGES, 1)
     fence_async_shared()
     result = Result(dq_desc, dq_tiles, None)
-    computing = QueryGradients(scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, slope)
+    computing = QueryGradients(scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, grad_scale)
     operands = (Operand(ak, k_weights, k, k_factors), Operand(av, v_weights, v, v_factors))
     forming = Forming(scheduler, work, stride)
     copies = Copies(scheduler, (q_desc, do_desc), (q_tiles, do_tiles), bk_desc, bv_desc, k_factors, v_factors, work)
@@ -213,7 +222,7 @@ def compute_for_keys(
     own: gl.constexpr, RANK: gl.constexpr, D: gl.constexpr, E: gl.constexpr, CAUSAL: gl.constexpr, call
 ):  # fmt: skip
     """Group number ``own`` of warps of `KeyGradients`."""
-    scheduler, k, v, q, do, k_tiles, v_tiles, work, sizes, scale, slope = call
+    scheduler, k, v, q, do, k_tiles, v_tiles, work, sizes, scale, grad_scale = call
     tokens, keys, heads, groups, rows, _, stride, zero = sizes
     GROUPS: gl.constexpr = k_tiles.shape[0]
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
@@ -259,7 +268,7 @@ def compute_for_keys(
             )
             dav = v.da + batch.to(gl.int64) * v.da_strides.b + head * v.da_strides.h
             store_gradients(dv, own_v, dav, here, keys, stride, member > 0, RANK, E, OUT_LAYOUT)
-            dk = dk * slope
+            dk = dk * grad_scale
             dak = k.da + batch.to(gl.int64) * k.da_strides.b + head * k.da_strides.h
             store_gradients(dk, own_k, dak, here, keys, stride, member > 0, RANK, D, OUT_LAYOUT)
         done += 1
@@ -272,7 +281,7 @@ def tpa_hopper_key_kernel(
     q_desc, do_desc, ak, av, bk, bv, lse, delta, dak, dav, k_sums, v_sums, counters,
     sizes: KeySizes, bk_strides: FactorStrides, bv_strides: FactorStrides,
     dak_strides: GradientStrides, dav_strides: GradientStrides,
-    scale: gl.float32, slope: gl.float32, scale_k: gl.float32, scale_v: gl.float32,
+    scales: KeyScales,
     RANK: gl.constexpr, D: gl.constexpr, E: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Gradients of the factors of keys and values, for tiles of 128 keys and a group of heads.
@@ -300,9 +309,9 @@ def tpa_hopper_key_kernel(
     rows, heads = sizes.rows, sizes.heads
     work = Work(sizes.tokens, sizes.keys, heads, heads // sizes.groups, rows, sizes.blocks, rows, 1, 0)
     copies = KeyCopies(scheduler, (), (), q_desc, do_desc, q, do, lse, delta, None, None, work)
-    k = Factors(ak, bk, dak, k_sums, bk_strides, dak_strides, scale_k)
-    v = Factors(av, bv, dav, v_sums, bv_strides, dav_strides, scale_v)
-    computing = KeyGradients(scheduler, k, v, q, do, k_tiles, v_tiles, work, sizes, scale, slope)
+    k = Factors(ak, bk, dak, k_sums, bk_strides, dak_strides, scales.k)
+    v = Factors(av, bv, dav, v_sums, bv_strides, dav_strides, scales.v)
+    computing = KeyGradients(scheduler, k, v, q, do, k_tiles, v_tiles, work, sizes, scales.logits, scales.dk)
     gdc_wait()
     gdc_launch_dependents()
     gl.warp_specialize(

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from flash_cases import assert_right, kernels, random_inputs, run
 from launches import MERGING, ON_GPU, constants_of
 from planned_calls import forget_plans, no_plans
-from test_flash_attention import assert_right, kernels, random_inputs, run
 
 from warploom import flash_attention
 from warploom.ops.flash_attention.bench import OPERATOR

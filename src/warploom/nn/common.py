@@ -1,0 +1,32 @@
+"""What layers that attend with a cache of their own check and do alike."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from warploom.errors import ArgumentError, DtypeError, ShapeError, fault
+
+
+def check_sizes(layer: str, **sizes: int) -> None:
+    """Every size is positive."""
+    for argument, size in sizes.items():
+        if size < 1:
+            raise fault(ArgumentError, layer, argument, "positive", size)
+
+
+def check_call(layer: str, x: Tensor, dim: int, cache: object, kind: type, cu_seqlens: Tensor | None) -> None:
+    """``x`` is (B, N, dim); a cache is of its kind, and goes without packed sequences."""
+    if x.dim() != 3 or x.shape[-1] != dim:
+        raise fault(ShapeError, layer, "x", f"(B, N, dim) with dim = {dim}", tuple(x.shape))
+    if cache is not None and not isinstance(cache, kind):
+        raise fault(DtypeError, layer, "cache", f"a {kind.__name__} or None", type(cache).__name__)
+    if cache is not None and cu_seqlens is not None:
+        raise fault(ArgumentError, layer, "cu_seqlens", "left out with a cache", "both")
+
+
+def reset_linear(*layers: nn.Linear) -> None:
+    """Draw weights such that features of unit variance stay so; biases are zero."""
+    for layer in layers:
+        nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)

@@ -1,0 +1,73 @@
+"""Inputs of flash attention, and how results are judged, which its tests share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import seeds
+import torch
+
+from warploom import flash_attention
+from warploom.ops.flash_attention.bench import OPERATOR
+from warploom.runtime.backend import HAS_TRITON
+from warploom.testing.conformance import gradients, judge_draws, random_like
+
+Tensor = torch.Tensor
+
+Inputs = dict[str, Any]
+
+BACKENDS = ("torch", "triton") if HAS_TRITON else ("torch",)
+
+backends = pytest.mark.parametrize("backend", BACKENDS)
+
+kernels = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+
+
+def random_inputs(
+    device: torch.device,
+    n: int = 21,
+    m: int | None = None,
+    *,
+    batch: int = 2,
+    heads: int = 2,
+    key_heads: int | None = None,
+    d: int = 16,
+    e: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    size: float = 1.0,
+    **options: Any,
+) -> Inputs:
+    keys, key_heads = n if m is None else m, heads if key_heads is None else key_heads
+    shapes = {"q": (batch, n, heads, d), "k": (batch, keys, key_heads, d), "v": (batch, keys, key_heads, e or d)}
+    generator = seeds.generator(5)
+    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    for name in ("q", "k"):
+        made[name] *= size
+    return {name: t.to(device, dtype).requires_grad_() for name, t in made.items()} | options
+
+
+def assert_right(inputs: Inputs | list[Inputs], backend: str) -> None:
+    """``inputs``: one draw of them, or several that are judged together."""
+    judgement = judge_draws(OPERATOR, inputs if isinstance(inputs, list) else [inputs], backend)
+    assert judgement.fwd.ok, f"fwd: {judgement.fwd.describe()}"
+    assert judgement.bwd is None or judgement.bwd.ok, f"bwd: {judgement.bwd.describe()}"
+    assert not judgement.modified
+
+
+def run(inputs: Inputs, backend: str) -> tuple[Tensor, ...]:
+    """Output, lse, and gradients of q, k, v, where both outputs have random gradients."""
+    outputs = flash_attention(**{**inputs, "return_lse": True}, backend=backend)
+    found = gradients(outputs, inputs, random_like(outputs))
+    return *(t.detach() for t in outputs), *found.values()
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads_first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "tokens_first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "every_second_feature": lambda x: x.repeat_interleave(2, dim=3)[..., ::2],
+    "features_before_heads": lambda x: x.mT.contiguous().mT,
+    "every_second_token": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
+    "misaligned": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
+    "slice_of_qkv": lambda x: torch.cat((x, x), dim=-1)[..., : x.shape[-1]],
+    "far_apart": lambda x: x.new_zeros(x.shape[1] * 2**22).as_strided(x.shape, (512, 2**22, 64, 1)).copy_(x),
+}

@@ -1,0 +1,139 @@
+"""What layers of linear and of tensor-product attention have in common: a cache, packed sequences, gradients."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from warploom import ArgumentError, DtypeError, ShapeError
+from warploom.nn import FactorCache, KVCache, LinearAttention, StateCache, TensorProductAttention
+from warploom.runtime.backend import HAS_TRITON
+
+Tensor = torch.Tensor
+BACKENDS = ("torch", "triton") if HAS_TRITON else ("torch",)
+DIM = 24
+
+
+class Kind(NamedTuple):
+    make: Callable[..., torch.nn.Module]
+    cache: Callable[[], Any]
+    tolerance: float
+    """Of outputs, relative and absolute; ten times it of gradients."""
+
+    def layer(self, device: torch.device, **keywords: object) -> torch.nn.Module:
+        return self.make(DIM, 3, 8, value_dim=12, **keywords).to(device)
+
+    def assert_near(self, found: Tensor, expected: Tensor) -> None:
+        torch.testing.assert_close(found, expected, rtol=self.tolerance, atol=self.tolerance)
+
+
+_linear = partial(LinearAttention, layer=1, layers=3)
+KINDS = {
+    "tpa": Kind(
+        partial(TensorProductAttention, rank_q=3, rank_k=2, rank_v=1), partial(FactorCache, capacity=16), 1e-5
+    ),
+    **{
+        f"linear {name}": Kind(partial(_linear, position=name), StateCache, 1e-4)
+        for name in ("rotate", "cosine", "none")
+    },
+}
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def features(device: torch.device, batch: int = 2, tokens: int = 11) -> Tensor:
+    return torch.randn(batch, tokens, DIM).to(device)
+
+
+@backends
+@kinds
+@torch.no_grad()
+def test_prefill_then_decode_is_the_full_forward(device: torch.device, backend: str, kind: Kind) -> None:
+    module, full, x = kind.layer(device, backend=backend), kind.layer(device, backend="torch"), features(device)
+    full.load_state_dict(module.state_dict())
+    expected = full(x)
+    kind.assert_near(module(x), expected)
+    cache = kind.cache()
+    parts = [module(x[:, start:end], cache) for start, end in ((0, 5), (5, 6), (6, 10), (10, 11))]
+    kind.assert_near(torch.cat(parts, dim=1), expected)
+    assert cache.lengths == [11, 11]
+
+
+@backends
+@kinds
+@torch.no_grad()
+def test_entries_of_different_length(device: torch.device, backend: str, kind: Kind) -> None:
+    module, x = kind.layer(device, backend=backend), features(device, batch=3, tokens=12)
+    cache = kind.cache()
+    module(x[:, :7], cache)
+    cache.truncate([7, 0, 5])
+    cache.truncate([6, 0, 5])
+    for step in (2, 1):  # two new tokens at once, then one
+        new = torch.stack([x[i, n : n + step] for i, n in enumerate(cache.lengths)])
+        start = list(cache.lengths)
+        found = module(new, cache)
+        for i, n in enumerate(start):
+            kind.assert_near(found[i], module(x[i : i + 1, : n + step])[0, n:])
+    assert cache.seqlens.tolist() == [9, 3, 8]
+    module(x[:, :2], cache)
+    cache.truncate([10, 3, 9])  # from entries that differed before
+    found = module(x[:, 9:10], cache)
+    whole = torch.cat((x[:1, :9], x[:1, :1], x[:1, 9:10]), dim=1)
+    kind.assert_near(found[0], module(whole)[0, -1:])
+
+
+@backends
+@kinds
+@pytest.mark.parametrize(("batch", "tokens"), [(0, 3), (2, 0), (0, 0)])
+def test_nothing_to_attend_with(batch: int, tokens: int, kind: Kind, backend: str, device: torch.device) -> None:
+    module = kind.layer(device, backend=backend)
+    x = torch.randn(batch, tokens, DIM, device=device).requires_grad_()
+    (gradient,) = torch.autograd.grad(module(x).sum(), x)
+    assert gradient.shape == x.shape
+    with torch.no_grad():
+        cache = kind.cache()
+        for more in (x, x, torch.randn(batch, 1, DIM, device=device)):
+            assert module(more, cache).shape == more.shape
+
+
+@backends
+@kinds
+def test_packed_sequences_are_separate(device: torch.device, backend: str, kind: Kind) -> None:
+    module, x = kind.layer(device, backend=backend), features(device, batch=1)
+    packed = module(x, cu_seqlens=torch.tensor([0, 4, 11], device=device))
+    kind.assert_near(packed, torch.cat((module(x[:, :4]), module(x[:, 4:])), dim=1))
+
+
+@backends
+@kinds
+def test_gradients_reach_every_parameter(device: torch.device, backend: str, kind: Kind) -> None:
+    module, exact = kind.layer(device, backend=backend, bias=True), kind.layer(device, backend="torch", bias=True)
+    exact.load_state_dict(module.state_dict())
+    exact.double()
+    x = features(device)
+    grad = torch.randn(2, 11, DIM).to(device)
+    module(x).backward(grad)
+    exact(x.double()).backward(grad.double())
+    for (name, found), expected in zip(module.named_parameters(), exact.parameters()):
+        assert found.grad is not None, name
+        expected_grad = expected.grad.double()  # theta stays float32
+        torch.testing.assert_close(
+            found.grad.double(), expected_grad, rtol=10 * kind.tolerance, atol=10 * kind.tolerance
+        )
+
+
+@kinds
+def test_wrong_calls_are_refused(device: torch.device, kind: Kind) -> None:
+    module, x = kind.layer(device), features(device, batch=1)
+    with pytest.raises(ShapeError, match="dim"):
+        module(x[..., :5])
+    with pytest.raises(ArgumentError, match="cu_seqlens"):
+        module(x, kind.cache(), torch.tensor([0, 11], device=device))
+    with pytest.raises(ArgumentError, match="gradient"):
+        module(x, kind.cache())
+    with pytest.raises(ArgumentError, match="appended"):
+        _ = kind.cache().seqlens
+    with torch.no_grad(), pytest.raises(DtypeError, match="cache"):
+        module(x, KVCache())
