@@ -64,8 +64,11 @@ def _headline(environment: Mapping[str, Any]) -> str:
     names = {"driver": "driver", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "warploom": "warploom"}
     words = [f"{title} {environment[name]}" for name, title in names.items() if environment.get(name)]
     runs = [environment, *environment.get("runs", {}).values()]
+    marks = {"dirty": " with changes", "commit_given": " as given"}
     commits = {
-        f"{run['commit'][:10]}{' with changes' if run.get('dirty') else ''}" for run in runs if run.get("commit")
+        run["commit"][:10] + "".join(words for mark, words in marks.items() if run.get(mark))
+        for run in runs
+        if run.get("commit")
     }
     words += [f"commit {', '.join(sorted(commits))}"] if commits else []
     return " · ".join([device_name(environment), *words])
