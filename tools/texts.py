@@ -344,10 +344,9 @@ def draw(section: Section) -> str:
     drawn = [column for column in drawn if column[2]]
     if not drawn:
         return ""
-    heads = [f"{mode_title(mode)}, {panel.label}" for panel, mode, _ in drawn]
-    return picture(
-        [c for _, _, c in drawn], heads, section.title, looks(sorted(section.providers), section.emphasis)
-    )
+    title = f"{section.title}: {drawn[0][0].label}" if drawn[0][0].labels else section.title
+    styles = looks(sorted(section.providers), section.emphasis)
+    return picture([c for _, _, c in drawn], [mode_title(mode) for _, mode, _ in drawn], title, styles)
 
 
 # ----------------------------------------------------------------------------------------------------------
