@@ -110,7 +110,7 @@ def speed_table(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     """Ten kinds of work: a typical time, its share of the limit, and all cases beside the fastest alternative."""
     rows = [cells for row in ROWS if (cells := _row(row, records, devices))]
     heads = ["operator", "typical shape", "mode", "ms", "of the limit", "fastest alternative", "its time / ours"]
-    heads += ["faster / level / compared", "cases"]
+    heads += ["lost / level / compared", "cases"]
     return markdown([Table.of(heads, rows, words=3)]) if rows else NOTHING
 
 
@@ -157,7 +157,7 @@ def whole_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     texts = []
     for section in arrange(records, devices):
         heads = ["case", "mode", f"largest {section.x}", "ms", "of the limit (least … most)"]
-        heads += ["fastest alternative", "its time / ours", "faster / level / compared", "cases"]
+        heads += ["fastest alternative", "its time / ours", "lost / level / compared", "cases"]
         rows = []
         for panel in section.panels:
             for mode in panel.modes:
@@ -222,7 +222,7 @@ Cell = Callable[[Section, Panel, str, Any], str]
 def guide_table(folder: str, records: Sequence[Record], devices: Mapping[str, str]) -> str:
     """All benches of an operator's folder in a row for each mode."""
     heads = ["bench", "mode", "of the limit: median (least … most)", "fastest alternative", "its time / ours"]
-    heads += ["faster / level / compared", "cases"]
+    heads += ["lost / level / compared", "cases"]
     names = {b.record_name for b in benches().values() if f".{folder}." in f"{b.operator.function.__module__}."}
     rows = []
     for section in arrange([record for record in records if record.operator in names], devices):
