@@ -26,8 +26,7 @@ def on_config(config: Any) -> Any:
     """Name the guides in the navigation, in the order of the registry."""
     for entry in config.nav:
         if "Operators" in entry and isinstance(entry["Operators"], list):
-            texts = [text for folder in FOLDERS for text in texts_of(folder)]
-            entry["Operators"] = [{_title(text): f"operators/{_page(text)}"} for text in texts]
+            entry["Operators"] = [_pages(texts_of(folder)) for folder in FOLDERS]
     return config
 
 
@@ -51,6 +50,12 @@ def texts_of(folder: str) -> list[Path]:
 def guide(text: Path) -> str:
     """A text in an operator's folder as a page under ``operators/``."""
     return _LINK.sub(lambda link: _moved(link, text), text.read_text(encoding="utf-8"))
+
+
+def _pages(texts: list[Path]) -> dict[str, list[dict[str, str]]]:
+    """An operator in the navigation: its guide, and the texts behind it."""
+    names = ["Use", *(_title(text) for text in texts[1:])]
+    return {_title(texts[0]): [{name: f"operators/{_page(text)}"} for name, text in zip(names, texts)]}
 
 
 def _page(text: Path) -> str:

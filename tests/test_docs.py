@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import os
+import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import unittest
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +22,7 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipP
 
 import warploom.ops
 from warploom.cli import main
+from warploom.errors import WarploomError
 from warploom.ops import FOLDERS
 from warploom.testing.conformance import check_operator
 from warploom.testing.specs import load_specs
@@ -142,3 +147,39 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert writing.count("forward_kernel") > 1  # the example's files are part of the page
     reference = (tmp_path / "reference" / "operators" / "index.html").read_text(encoding="utf-8")
     assert all(f'id="warploom.{name}"' in reference for name in warploom.__all__ if name[0].islower())
+
+
+# Docstrings
+
+
+def public_things() -> list[tuple[str, object]]:
+    """What users import, and whose docstring the reference shows."""
+    modules = ("warploom", "warploom.nn", "warploom.bench", "warploom.integrations.hub")
+    named = [(module, name) for module in modules for name in importlib.import_module(module).__all__]
+    named += [("warploom.integrations.transformers", name) for name in ("register", "patch_rotary")]
+    named += [("warploom.integrations.sdpa", "register")]
+    things = [(f"{module}.{name}", getattr(importlib.import_module(module), name)) for module, name in named]
+    return [(name, thing) for name, thing in things if inspect.isfunction(thing) or inspect.isclass(thing)]
+
+
+WITHOUT_EXAMPLE = {
+    "warploom.bench.Results": "see time_functions",
+    "warploom.bench.Record": "see load",
+    "warploom.bench.need_cuda": "see examples/rms_norm",
+    "warploom.integrations.hub.main": "a command",
+}
+
+
+@pytest.mark.usefixtures("_checkout")
+@pytest.mark.parametrize(
+    ("name", "thing"), public_things(), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_the_example_of_a_docstring_runs(name: str, thing: object) -> None:
+    text = inspect.getdoc(thing) or ""
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    described = issubclass(thing, WarploomError) and thing is not WarploomError if inspect.isclass(thing) else False
+    assert examples or described or name in WITHOUT_EXAMPLE or thing in (dict, torch.Tensor), "no example"
+    if "transformers import" in text:
+        pytest.importorskip("transformers", minversion="5.0")
+    for example in examples:
+        exec(compile(textwrap.dedent(example), name, "exec"), {})

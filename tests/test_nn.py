@@ -433,3 +433,28 @@ def test_swiglu_is_its_definition(device: torch.device) -> None:
     expected = (a / (1 + (-a).exp()) * (x.double() @ up.T)) @ layer.down.weight.detach().double().T
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-6)
     assert sum(p.numel() for p in layer.parameters()) == 3 * 6 * 10
+
+
+def test_what_a_module_was_built_with_is_in_its_repr() -> None:
+    rope = RotaryEmbedding(16, base=500.0, rotary_dim=8, interleaved=True)
+    assert repr(rope) == "RotaryEmbedding(head_dim=16, rotary_dim=8, base=500.0, learnable=False, interleaved=True)"
+    words = "heads=2, head_dim=16, kind='rotate', activation='relu', base=10.0, learnable=True"
+    assert repr(LRPE(2, 16, kind="rotate", activation="relu", base=10.0)) == f"LRPE({words})"
+    config = nn.TransformerConfig(vocab_size=8, context_length=4, d_model=32, d_ff=64, layers=1, heads=2)
+    texts = {
+        SwiGLU(32, 64): "d_model=32, d_ff=64",
+        Attention(32, 4, kv_heads=2, position=None, implementation="sdpa"): (
+            "d_model=32, heads=4, kv_heads=2, head_dim=8, implementation='sdpa'"
+        ),
+        nn.TensorProductAttention(32, 4, 8, rank_q=3, value_dim=6, backend="torch"): (
+            "dim=32, heads=4, head_dim=8, value_dim=6, rank_q=3, rank_k=2, rank_v=2, backend='torch'"
+        ),
+        nn.LinearAttention(32, 4, 8, activation="relu", layer=1, layers=3): (
+            "dim=32, heads=4, head_dim=8, value_dim=8, activation='relu', layer=1, layers=3, backend='auto'"
+        ),
+        nn.TransformerLM(config): repr(config),
+    }
+    for module, text in texts.items():
+        assert repr(module).splitlines()[1].strip() == text
+    assert repr(KVCache(8)) == "KVCache(capacity=8, lengths=[])"
+    assert repr(nn.StateCache()) == "StateCache(lengths=[])"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from warploom.bench import environment, records
 from warploom.bench.environment import describe_environment, environment_id
 from warploom.bench.fingerprint import fingerprint
 from warploom.bench.records import Record
-from warploom.errors import WarploomError
+from warploom.errors import ArgumentError, WarploomError
 
 CPU = torch.device("cpu")
 RECORD = Record(
@@ -153,9 +154,29 @@ def test_environment_takes_nothing_from_a_tool_that_fails(monkeypatch: pytest.Mo
 
 
 def test_environment_needs_neither_git_nor_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(environment.COMMIT, raising=False)
     with_tools = describe_environment(CPU)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("WARPLOOM_COMMIT", raising=False)
     without = describe_environment(CPU)
     assert "commit" not in without
     assert environment_id(with_tools) == environment_id(without)
+
+
+@pytest.mark.parametrize("tools", ["", os.environ["PATH"]], ids=["a copy", "a checkout"])
+def test_a_commit_that_is_named_goes_before_what_git_says(monkeypatch: pytest.MonkeyPatch, tools: str) -> None:
+    """A copy may travel with a repository that is older than it."""
+    monkeypatch.setenv("PATH", tools)
+    monkeypatch.delenv(environment.COMMIT, raising=False)
+    plain = describe_environment(CPU)
+    monkeypatch.setenv(environment.COMMIT, "0123456789" * 4)
+    named = describe_environment(CPU)
+    assert (named["commit"], named["commit_given"], named["dirty"]) == ("0123456789" * 4, True, False)
+    assert environment_id(named) == environment_id(plain)
+    assert "commit_given" not in plain
+    for wrong in ("0123456789", "main", "0123456789" * 4 + "0", "G123456789" * 4):
+        monkeypatch.setenv(environment.COMMIT, wrong)
+        with pytest.raises(ArgumentError, match="40 hexadecimal digits"):
+            describe_environment(CPU)
+    monkeypatch.setenv(environment.COMMIT, "")
+    assert environment_id(describe_environment(CPU)) == environment_id(plain)

@@ -454,4 +454,4 @@ def test_published_figures():
 
 def test_published_figures_stand_apart_from_what_was_measured(measured):
     words = body_text(page_of(measured))
-    assert re.search(r"Published by others on their GPUs \(ms\), not to be compared n .*triton \(H100\)", words)
+    assert re.search(r"Published: by others on their GPUs \(ms\), not to be compared n .*triton \(H100\)", words)

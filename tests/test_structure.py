@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import typing
 from graphlib import TopologicalSorter
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import torch
 
 import warploom
 from warploom import errors
@@ -245,3 +247,29 @@ def test_importing_starts_nothing_and_is_quick() -> None:
     assert probe["cuda"] is False
     seconds = [probe["seconds"], *(import_probe()["seconds"] for _ in range(2))]
     assert min(seconds) < 0.15, seconds
+
+
+@pytest.mark.parametrize(
+    ("function", "option"), [("flash_attention", "return_lse"), ("linear_attention", "return_state")]
+)
+def test_overloads_have_the_arguments_of_their_function(function: str, option: str) -> None:
+    """What a type checker sees of a function whose result depends on an option, beside what runs."""
+    runs = getattr(warploom, function)
+    wanted = {name: p.annotation for name, p in inspect.signature(runs, eval_str=True).parameters.items()}
+    results = {}
+    for overload in typing.get_overloads(runs):
+        hints = typing.get_type_hints(overload)
+        results[str(hints.pop(option))] = hints.pop("return")
+        (options,) = typing.get_args(hints.pop("arguments"))
+        assert hints | typing.get_type_hints(options) | {option: bool} == wanted
+    one, two = torch.Tensor, tuple[torch.Tensor, torch.Tensor]
+    assert results == {"typing.Literal[False]": one, "typing.Literal[True]": two, "<class 'bool'>": one | two}
+
+
+@pytest.mark.parametrize("name", [name for name in warploom.__all__ if name[0].islower()])
+def test_options_that_are_words_are_literals(name: str) -> None:
+    signature = inspect.signature(getattr(warploom, name), eval_str=True)
+    for parameter in signature.parameters.values():
+        assert parameter.annotation is not str, f"{parameter.name}: which words?"
+        if isinstance(parameter.default, str):
+            assert parameter.default in typing.get_args(parameter.annotation)

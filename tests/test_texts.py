@@ -20,7 +20,7 @@ DEVICES = {"here": str(GPU["gpu"])}
 
 def test_the_tables_are_what_the_records_say(tmp_path: Path) -> None:
     for name in texts.TEXTS:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
     # In the interpreter nothing is known of what is stale.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -52,6 +52,23 @@ def test_a_headline_includes_what_is_lost(lost: bool) -> None:
     words = [cell.strip() for cell in row.split("|")[1:-1]]
     ratio, counts = ("0.95 (0.95 … 0.95)", "0 / 3 / 3") if lost else ("1.25 (1.25 … 1.25)", "0 / 0 / 3")
     assert words[3:] == ["0.8192", "50 %", "liger", ratio, counts, "3"]
+
+
+def test_guides_show_rates_ratios_and_what_is_below_its_target() -> None:
+    made = make_records({"warploom": 2.0, "torch": 8.0, "liger": 1.9}, activations=("none",))
+    records = fresh([replace(r, flops=10**12) for r in made])
+    ratios = texts.grid("lrpe_rotate", {"activation": "none"}, ("published",), texts.ratio, records, DEVICES)
+    rates = texts.grid("lrpe_rotate", {}, ("published",), texts.rate, records, DEVICES)
+    ours = [r for r in records if r.provider == "warploom" and r.mode == "fwd"]
+    assert ratios.splitlines()[2].count("0.95 / ") == len(ours) == 3
+    assert all(f" {1000 / r.ms:.0f} / {1000 / r.ms:.0f} |" in rates for r in ours)
+    assert (
+        texts.grid("lrpe_rotate", {"activation": "silu"}, ("published",), texts.rate, records, DEVICES)
+        == texts.NOTHING
+    )
+    below = texts.below_target(records, DEVICES)
+    assert "| Forward | 3 / 3 | 50 % |" in below
+    assert texts.guide_table("lrpe", records, DEVICES).count("| liger |") == len({r.mode for r in records})
 
 
 def test_no_records_no_numbers() -> None:

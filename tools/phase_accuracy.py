@@ -22,7 +22,7 @@ from warploom import lrpe_cosine
 from warploom.bench.environment import describe_environment, device_name, environment_id
 from warploom.bench.fingerprint import UNKNOWN, of_calls
 from warploom.bench.storage import replace_text
-from warploom.runtime.backend import use_triton
+from warploom.runtime.backend import Backend, use_triton
 
 __all__ = ["FILE", "GUIDE", "measure_phase", "phase_section", "save_phase", "update"]
 
@@ -43,7 +43,7 @@ _METHODS = {
 }
 
 
-def measure_phase(device: torch.device, backend: str = "auto") -> dict[str, Any]:
+def measure_phase(device: torch.device, backend: Backend = "auto") -> dict[str, Any]:
     """Measure the largest error of cosine and sine over all frequencies, around every position.
 
     Args:
@@ -78,7 +78,7 @@ def _fingerprint() -> str:
     return of_calls(lambda: lrpe_cosine(x, theta, offset=1, backend="triton"), "sm_90/132")
 
 
-def _row(x: torch.Tensor, base: float, last: int, backend: str) -> dict[str, Any]:
+def _row(x: torch.Tensor, base: float, last: int, backend: Backend) -> dict[str, Any]:
     theta = (base ** -(torch.arange(x.shape[-1], dtype=torch.float64) / x.shape[-1])).float().to(x.device)
     first = last - WINDOW + 1
     position = torch.arange(first, last + 1, device=x.device)
@@ -131,7 +131,7 @@ def update(readme: Path, files: Sequence[Path]) -> None:
     replace_between(readme, BEGIN, END, phase_section(files))
 
 
-def main(folder: Path, backend: str = "auto") -> int:
+def main(folder: Path, backend: Any = "auto") -> int:
     """Measure, and write what was measured; returns the exit status."""
     measured = measure_phase(torch.device("cuda" if torch.cuda.is_available() else "cpu"), backend)
     print(phase_table(measured))

@@ -1,7 +1,7 @@
 """Write the tables and pictures of README and documentation from records, so that no number is typed by hand.
 
-``python tools/texts.py results/h200`` rewrites what stands between the marks of ``README.md``, ``docs/results.md``
-and ``docs/transformer.md``, and the pictures in ``docs/figures``. Records of other code are left out.
+``python tools/texts.py results/h200`` rewrites what stands between the marks of ``TEXTS``, and the pictures in
+``docs/figures``. Records of other code are left out.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,23 @@ from warploom.bench.environment import device_name
 from warploom.bench.records import LIMIT, Record, is_stale, load, load_environments
 from warploom.bench.storage import read_text, replace_text
 from warploom.errors import ArgumentError
+from warploom.ops import FOLDERS, benches
 from warploom.report.chart import charts, picture
-from warploom.report.labels import mode_title, size
+from warploom.report.labels import mode_title, size, sort_xs
 from warploom.report.palette import looks
 from warploom.report.panels import Panel, Section, arrange
-from warploom.report.rivals import Summary, against, summary
+from warploom.report.rivals import Summary, against, summaries, summary
 from warploom.report.table import Table, markdown, number
 
 __all__ = ["ROWS", "markdown_table", "replace_between", "speed_table", "update"]
 
 ROOT = Path(__file__).parents[1]
-TEXTS = ("README.md", "docs/results.md", "docs/transformer.md")
+GUIDES = tuple(
+    f"src/warploom/ops/{folder}/{name}.md"
+    for folder in ("lrpe", "flash_attention", "tpa")
+    for name in ("README", "engineering-notes")
+)
+TEXTS = ("README.md", "docs/results.md", "docs/transformer.md", *GUIDES)
 MARK = "<!-- {}: written by tools/texts.py from records; do not edit -->"
 END = "<!-- end of {} -->"
 NOTHING = "There are no records of the present code yet."
@@ -103,7 +110,7 @@ def speed_table(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     """Ten kinds of work: a typical time, its share of the limit, and all cases beside the fastest alternative."""
     rows = [cells for row in ROWS if (cells := _row(row, records, devices))]
     heads = ["operator", "typical shape", "mode", "ms", "of the limit", "fastest alternative", "its time / ours"]
-    heads += ["faster / level / compared", "cases"]
+    heads += ["lost / level / compared", "cases"]
     return markdown([Table.of(heads, rows, words=3)]) if rows else NOTHING
 
 
@@ -150,7 +157,7 @@ def whole_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     texts = []
     for section in arrange(records, devices):
         heads = ["case", "mode", f"largest {section.x}", "ms", "of the limit (least … most)"]
-        heads += ["fastest alternative", "its time / ours", "faster / level / compared", "cases"]
+        heads += ["fastest alternative", "its time / ours", "lost / level / compared", "cases"]
         rows = []
         for panel in section.panels:
             for mode in panel.modes:
@@ -206,6 +213,113 @@ def _step_table(section: Section, panel: Panel, mode: str) -> Table:
 
 
 # ----------------------------------------------------------------------------------------------------------
+# Guides of operators
+# ----------------------------------------------------------------------------------------------------------
+
+Cell = Callable[[Section, Panel, str, Any], str]
+
+
+def guide_table(folder: str, records: Sequence[Record], devices: Mapping[str, str]) -> str:
+    """All benches of an operator's folder in a row for each mode."""
+    heads = ["bench", "mode", "of the limit: median (least … most)", "fastest alternative", "its time / ours"]
+    heads += ["lost / level / compared", "cases"]
+    names = {b.record_name for b in benches().values() if f".{folder}." in f"{b.operator.function.__module__}."}
+    rows = []
+    for section in arrange([record for record in records if record.operator in names], devices):
+        for found in summaries(section):
+            if found.shares:
+                share = f"{_percent(statistics.median(found.shares))} "
+                share += f"({_percent(found.shares[0])} … {_percent(found.shares[-1])})"
+                rows.append([section.operator, mode_title(found.mode), share, *_compared(found)])
+    return markdown([Table.of(heads, rows, words=2)]) if rows else NOTHING
+
+
+def grid(
+    operator: str,
+    kind: Mapping[str, Any],
+    suites: Sequence[str],
+    cell: Cell,
+    records: Sequence[Record],
+    devices: Mapping[str, str],
+) -> str:
+    """Cases of one length in a column: a cell for the forward and one for the backward."""
+    chosen = [
+        record
+        for record in records
+        if record.operator == operator
+        and record.suite in suites
+        and all(record.case.get(name) == value for name, value in kind.items())
+    ]
+    rows, columns = [], sort_xs({record.case.get("n") for record in chosen})
+    for section in arrange(chosen, devices):
+        for panel in section.panels:
+            cells = [[cell(section, panel, mode, x) or "–" for mode in MODES] for x in columns]
+            if any(set(pair) != {"–"} for pair in cells):
+                rows.append([panel.label or "all", *(" / ".join(pair).replace("– / –", "–") for pair in cells)])
+    return markdown([Table.of(["", *map(size, columns)], rows)]) if rows else NOTHING
+
+
+def _ours(section: Section, panel: Panel, mode: str, x: Any) -> Record | None:
+    points = (panel.at(mode).get(name, {}).get(x) for name in section.own_names)
+    return next((point.record for point in points if point and point.ms), None)
+
+
+def rate(section: Section, panel: Panel, mode: str, x: Any) -> str:
+    """Operations a second, in units of 10¹²."""
+    record = _ours(section, panel, mode, x)
+    return f"{record.flops / record.ms / 1e9:.0f}" if record and record.flops and record.ms else ""
+
+
+def ratio(section: Section, panel: Panel, mode: str, x: Any) -> str:
+    """The fastest alternative's time over ours."""
+    pair = panel.rival(mode, x, section)
+    return against(pair.ratio) if pair else ""
+
+
+def decoding_table(records: Sequence[Record], devices: Mapping[str, str]) -> str:
+    """A new token: ours, the limit, what else computes it, and the other functions beside it."""
+    kind = [record for record in records if record.operator == "tpa_decode" and "kv_rank" not in record.case]
+    rows, heads = [], ["requests, cached tokens", "ms", "of the limit", "fastest alternative", "its time / ours"]
+    for section in arrange([record for record in kind if record.suite in ("quick", "published")], devices):
+        heads += [f"{name} ms" for name in section.others]
+        for panel in section.panels:
+            for x in panel.xs("fwd"):
+                record, pair = _ours(section, panel, "fwd", x), panel.rival("fwd", x, section)
+                if record:
+                    beside = (panel.at("fwd").get(name, {}).get(x) for name in section.others)
+                    rival = [pair.b.provider, against(pair.ratio)] if pair else ["none in the same run", ""]
+                    place = f"{panel.parameters.get('batch', section.constants.get('batch'))}, {size(x)}"
+                    times = [number(point.ms) if point else "" for point in beside]
+                    rows.append([place, number(record.ms), _percent(record.limit_fraction), *rival, *times])
+    return markdown([Table.of(heads, rows, words=1)]) if rows else NOTHING
+
+
+def below_target(records: Sequence[Record], devices: Mapping[str, str]) -> str:
+    """How many cases of LRPE have a smaller share of the limit than was aimed at, and the least."""
+    rows = []
+    for section in arrange([record for record in records if record.operator.startswith("lrpe_")], devices):
+        for mode in MODES:
+            shares = 0
+            low: list[tuple[float, str]] = []
+            for panel in section.panels:
+                if panel.parameters.get("activation") == "softmax_sequence":
+                    continue
+                theta = mode == "bwd" and panel.parameters.get("theta_gradient")
+                for x in panel.xs(mode):
+                    record = _ours(section, panel, mode, x)
+                    if record and record.limit_fraction:
+                        shares += 1
+                        place = f"{section.x} = {size(x)}, {panel.label}"
+                        if record.limit_fraction < (0.85 if theta else 0.97 if x >= 2048 else 0.92):
+                            low.append((record.limit_fraction, place))
+            if shares:
+                share, place = min(low, default=(None, ""))
+                rows.append([section.operator, mode_title(mode), f"{len(low)} / {shares}", _percent(share), place])
+    heads = ["bench", "mode", "below / measured", "least", "at"]
+    return markdown([Table.of(heads, rows, words=2)]) if rows else NOTHING
+
+
+# ----------------------------------------------------------------------------------------------------------
 # Pictures
 # ----------------------------------------------------------------------------------------------------------
 
@@ -230,10 +344,9 @@ def draw(section: Section) -> str:
     drawn = [column for column in drawn if column[2]]
     if not drawn:
         return ""
-    heads = [f"{mode_title(mode)}, {panel.label}" for panel, mode, _ in drawn]
-    return picture(
-        [c for _, _, c in drawn], heads, section.title, looks(sorted(section.providers), section.emphasis)
-    )
+    title = f"{section.title}: {drawn[0][0].label}" if drawn[0][0].labels else section.title
+    styles = looks(sorted(section.providers), section.emphasis)
+    return picture([c for _, _, c in drawn], [mode_title(mode) for _, mode, _ in drawn], title, styles)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -244,6 +357,16 @@ TABLES: Mapping[str, Callable[[Sequence[Record], Mapping[str, str]], str]] = {
     "speeds": speed_table,
     "results": whole_tables,
     "steps": step_tables,
+    **{f"speed of {folder}": partial(guide_table, folder) for folder in FOLDERS},
+    "rates of flash_attention": partial(grid, "flash_attention", {"dtype": "bfloat16"}, ("training",), rate),
+    "ratios of flash_attention": partial(grid, "flash_attention", {"dtype": "bfloat16"}, ("training",), ratio),
+    "ratios of flash_attention in float32": partial(
+        grid, "flash_attention", {"float32_precision": "highest"}, ("float32",), ratio
+    ),
+    "decoding of tpa": decoding_table,
+    "rates of tpa": partial(grid, "tpa_attention", {}, ("quick", "published"), rate),
+    "ratios of tpa": partial(grid, "tpa_attention", {}, ("quick", "published"), ratio),
+    "below the target of lrpe": below_target,
 }
 
 

@@ -14,7 +14,19 @@ __all__ = ["ArgumentError", "BackendError", "DeviceError", "DtypeError", "ShapeE
 
 
 class WarploomError(ValueError):
-    """Base of every error raised by warploom on purpose."""
+    """Base of every error raised by warploom on purpose.
+
+    Example:
+        ```python
+        import torch
+        import warploom
+
+        try:
+            warploom.lrpe_rotate(torch.randn(2, 10, 4, 7), torch.ones(3))
+        except warploom.ShapeError as error:  # which is a WarploomError, and a ValueError
+            assert "even number of features" in str(error)
+        ```
+    """
 
 
 class ArgumentError(WarploomError):

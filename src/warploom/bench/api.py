@@ -101,6 +101,15 @@ def run_bench(
 
     Raises:
         ArgumentError: The selection fits nothing, or a bench of your own takes a name of warploom's.
+
+    Example:
+        ```python
+        from warploom.bench import run_bench
+        from warploom.ops import benches
+
+        rotate = benches()["lrpe-rotate"]
+        results = run_bench(rotate, modes=["fwd"], providers=["torch"], case={"activation": ["none"]})
+        ```
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -153,6 +162,19 @@ def time_functions(
 
     Raises:
         ArgumentError: There is no function or no case, or the name is one of warploom's benches.
+
+    Example:
+        ```python
+        import torch
+        from warploom.bench import time_functions
+
+        functions = {"relu": torch.relu, "clamp": lambda input: input.clamp(min=0)}
+        results = time_functions(
+            functions, lambda n: {"input": torch.randn(n)}, [{"n": 2**10}], reference=torch.relu, name="rectifier"
+        )
+        print(results)  # tables of all times
+        assert results.ok and {record.status for record in results.records} == {"ok"}
+        ```
     """
     if not functions or not cases:
         raise ArgumentError("time_functions: functions and cases must each hold one at least")

@@ -168,6 +168,14 @@ def read_side(text: str | Path, provider: str = "") -> Side:
     Raises:
         ArgumentError: The provider has no record there.
         WarploomError: There are no records there.
+
+    Example:
+        ```python
+        from warploom.bench import read_side
+
+        ours = read_side("results/h200:warploom")
+        assert ours.devices == ("NVIDIA H200",)
+        ```
     """
     path = Path(text)
     if not provider and not path.exists():
@@ -204,6 +212,15 @@ def compare(a: Side, b: Side) -> Comparison:
 
     Raises:
         ArgumentError: They have no case in common.
+
+    Example:
+        ```python
+        from warploom.bench import compare, read_side
+
+        sides = read_side("results/h200:warploom"), read_side("results/h200:torch_compile")
+        for pair in compare(*sides).pairs:
+            print(pair.operator, pair.case, pair.ratio, pair.verdict)
+        ```
     """
     left, right = _by_case(a.records), _by_case(b.records)
     together = [key for key in left if key in right and (a.path != b.path or left[key].run == right[key].run)]

@@ -17,17 +17,18 @@ from typing import Any
 
 import torch
 
+from warploom.errors import ArgumentError, fault
 from warploom.version import __version__
 
 __all__ = ["describe_environment", "device_name", "environment_id", "split"]
 
 _PASSING = frozenset(
-    {"sm_clock_mhz", "memory_clock_mhz", "temperature_c", "gpu_uuid", "commit", "dirty", "started"},
+    {"sm_clock_mhz", "memory_clock_mhz", "temperature_c", "gpu_uuid", "commit", "commit_given", "dirty", "started"},
 )
 """Fields of a run, not of its environment. The commit is one of them: a record's ``fingerprint`` says which kernels
 were measured, and a commit to anything else changes no measurement."""
 COMMIT = "WARPLOOM_COMMIT"
-"""Names the commit of a copy without its repository, 40 hexadecimal digits."""
+"""Names the commit of a copy without its repository or with an older one, which is not asked then."""
 
 _NVIDIA_SMI = {
     "driver": ("driver_version", str),
@@ -134,12 +135,19 @@ def _version(package: str) -> str | None:
 
 
 def _checkout(folder: Path) -> dict[str, Any]:
-    """Commit of the checkout that this package is part of; nothing when it is installed as a copy."""
+    """Commit of this package: the one that the user names, else its checkout's; nothing of an installed copy.
+
+    Raises:
+        ArgumentError: What the user names is no commit.
+    """
+    if said := os.environ.get(COMMIT):
+        if not re.fullmatch("[0-9a-f]{40}", said):
+            raise fault(ArgumentError, "bench", COMMIT, "a commit of 40 hexadecimal digits", repr(said))
+        return {"commit": said, "commit_given": True, "dirty": False}
     git = ["git", "-C", str(folder)]
     # An installed copy may lie inside somebody else's repository, which does not track it.
     if _output([*git, "ls-files", "--error-unmatch", Path(__file__).name]) is None:
-        said = os.environ.get(COMMIT, "")
-        return {"commit": said, "dirty": False} if re.fullmatch("[0-9a-f]{40}", said) else {}
+        return {}
     commit = _output([*git, "rev-parse", "HEAD"])
     changes = _output([*git, "status", "--porcelain", "--", str(folder.parent)])
     return {} if commit is None else {"commit": commit, "dirty": bool(changes)}

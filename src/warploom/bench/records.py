@@ -140,6 +140,15 @@ def load(paths: Iterable[Path]) -> list[Record]:
 
     Raises:
         WarploomError: A path holds no records, or no line of it is a record.
+
+    Example:
+        ```python
+        from pathlib import Path
+
+        from warploom.bench import load
+
+        times = {(r.operator, r.mode, r.provider): r.ms for r in load([Path("results/h200")]) if r.status == "ok"}
+        ```
     """
     records: list[Record] = []
     for path in paths:

@@ -24,8 +24,10 @@ __all__ = ["main"]
 COMMANDS = (bench, check, compare, profile, report, listing, env)
 STATUSES = """exit status:
   0    done
-  1    something is wrong, failed, or slower than --fail-above allows; or nothing was measured or checked
-  2    the command is wrong, or a file, folder, package or device that it needs cannot be used
+  1    something is wrong, failed, or slower than --fail-above allows;
+       or nothing was measured or checked
+  2    the command is wrong, or what it needs cannot be used: a file, folder,
+       package or device
   3    warploom itself failed, and shows where
   130  interrupted; what was measured is kept
 """

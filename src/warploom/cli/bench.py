@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from warploom.ops.spec import Bench
 
 EXAMPLES = """examples:
-  warploom bench                                     the quick suite of every bench
-  warploom bench lrpe-rotate --suite published       one bench, the published cases
+  warploom bench                                  the quick suite of every bench
+  warploom bench lrpe-rotate --suite published    one bench, the published cases
   warploom bench lrpe-rotate --case n=4096 --case n=8192 --mode fwd
   warploom bench flash-attention --provider warploom,sdpa_cudnn --resume
-  warploom bench transformer --case size=sm --mode train --provider warploom,sdpa
-  warploom list lrpe-rotate                          its suites, providers and cases
+  warploom bench transformer --case size=sm --mode train --provider warploom
+  warploom list lrpe-rotate                       its suites and cases
 """
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import textwrap
 from typing import TYPE_CHECKING
 
 from warploom.cli.common import Commands, add_spec, names_in, pick
@@ -29,9 +31,9 @@ def _list(options: argparse.Namespace) -> int:
     known = benches()
     if not (options.names or own):
         for bench in known.values():
-            print(f"{bench.name}: {bench.title}")
-            print(f"  suites {', '.join(bench.suites)}; modes {', '.join(bench.modes)}")
-        print(f"operators, for `warploom check`: {', '.join(operators())}")
+            _say(f"{bench.name}: {bench.title}")
+            _say(f"  suites {', '.join(bench.suites)}; modes {', '.join(bench.modes)}")
+        _say(f"operators, for `warploom check`: {', '.join(operators())}")
         return 0
     for name in pick(options.names or own, known, "bench", "-"):
         _show(known[name])
@@ -39,12 +41,20 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _show(bench: Bench) -> None:
-    print(f"{bench.name}: {bench.title}")
-    print(f"  modes: {', '.join(bench.modes)}")
-    print(f"  providers: {', '.join(bench.every_provider)}")
+    _say(f"{bench.name}: {bench.title}")
+    _say(f"  modes: {', '.join(bench.modes)}")
+    _say(f"  providers: {', '.join(bench.every_provider)}")
     for suite, cases_on in bench.suites.items():
         cases = cases_on("cuda")
-        print(f"  suite {suite}: {len(cases)} cases on a GPU, {len(cases_on('cpu'))} on a CPU")
+        _say(f"  suite {suite}: {len(cases)} cases on a GPU, {len(cases_on('cpu'))} on a CPU")
         for key in dict.fromkeys(key for case in cases for key in case):
             values = dict.fromkeys(json.dumps(case[key]) for case in cases if key in case)
-            print(f"    {key} = {' '.join(value.strip(chr(34)) for value in values)}")
+            _say(f"    {key} = {' '.join(value.strip(chr(34)) for value in values)}")
+
+
+def _say(line: str) -> None:
+    """Print a line, folded where the terminal ends."""
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    width = shutil.get_terminal_size().columns
+    fold = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    print(fold.fill(line))

@@ -36,6 +36,18 @@ def build(folder: Path) -> list[Path]:
 
     Raises:
         FileExistsError: There is a build already.
+
+    Example:
+        ```python
+        import tempfile
+        from pathlib import Path
+
+        from warploom.integrations import hub
+
+        with tempfile.TemporaryDirectory() as folder:
+            built = hub.build(Path(folder))
+            assert [path.name for path in built] == ["torch-cuda", "torch-cpu"]
+        ```
     """
     version = int(warploom.__version__.split(".")[0])
     built = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -13,11 +15,11 @@ from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.ops.flash_attention.validation import MAX_FEATURES
 from warploom.runtime.backend import use_triton
 
-__all__ = ["IMPLEMENTATIONS", "Attention"]
+__all__ = ["Attention", "Implementation"]
 
 Tensor = torch.Tensor
 
-IMPLEMENTATIONS = ("flash", "plain", "sdpa")
+Implementation = Literal["flash", "plain", "sdpa"]
 
 
 class Attention(nn.Module):
@@ -39,6 +41,20 @@ class Attention(nn.Module):
         ArgumentError: Numbers that are not positive or do not divide each other, an unknown implementation, or
             positions whose activation looks at later tokens.
         DtypeError: ``position`` is something else.
+
+    Example:
+        ```python
+        import torch
+        from warploom.nn import Attention, KVCache, RotaryEmbedding
+
+        layer = Attention(64, heads=4, kv_heads=2, position=RotaryEmbedding(16))
+        x = torch.randn(2, 10, 64)
+        layer(x).sum().backward()
+        with torch.no_grad():
+            cache = KVCache()
+            layer(x, cache=cache)  # the prompt
+            layer(x[:, :1], cache=cache)  # one more token
+        ```
     """
 
     def __init__(
@@ -49,7 +65,7 @@ class Attention(nn.Module):
         kv_heads: int | None = None,
         head_dim: int | None = None,
         position: RotaryEmbedding | LRPE | None = None,
-        implementation: str = "flash",
+        implementation: Implementation = "flash",
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
@@ -67,8 +83,8 @@ class Attention(nn.Module):
             raise fault(ArgumentError, "Attention", "heads", f"a divisor of d_model = {d_model}", heads)
         if kv_heads < 1 or heads % kv_heads:
             raise fault(ArgumentError, "Attention", "kv_heads", f"a divisor of heads = {heads}", kv_heads)
-        if implementation not in IMPLEMENTATIONS:
-            expected = f"one of {', '.join(IMPLEMENTATIONS)}"
+        if implementation not in get_args(Implementation):
+            expected = f"one of {', '.join(get_args(Implementation))}"
             raise fault(ArgumentError, "Attention", "implementation", expected, repr(implementation))
         self.heads, self.kv_heads = heads, kv_heads
         self.head_dim = d_model // heads if head_dim is None else head_dim
@@ -178,6 +194,11 @@ class Attention(nn.Module):
             cu_seqlens_k=cu_seqlens_k,
         )
         return out.reshape(batch, tokens, *out.shape[2:])
+
+    def extra_repr(self) -> str:
+        """What the layer was built with."""
+        sizes = f"d_model={self.qkv.in_features}, heads={self.heads}, kv_heads={self.kv_heads}"
+        return f"{sizes}, head_dim={self.head_dim}, implementation={self.implementation!r}"
 
 
 def causal_mask(q: Tensor, k: Tensor, lengths: int | Tensor | None = None) -> Tensor:

@@ -22,6 +22,9 @@ class _Cache:
         self._held: tuple[Tensor, ...] = ()
         self._seqlens: Tensor | None = None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(lengths={self.lengths})"
+
     @property
     def length(self) -> int:
         """The largest of the entries' lengths."""
@@ -99,6 +102,9 @@ class TokenCache(_Cache):
             raise fault(ArgumentError, type(self).__name__, "capacity", "positive", capacity)
         super().__init__()  # holds (B, allocated, ·, ·) each
         self.capacity = capacity
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(capacity={self.capacity}, lengths={self.lengths})"
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
         """Forget each entry's tokens from a length on.
@@ -181,6 +187,17 @@ class KVCache(TokenCache):
     """Keys and values of the tokens that an `Attention` layer has seen.
 
     Capacity, lengths and errors are those of `TokenCache`.
+
+    Example:
+        ```python
+        import torch
+        from warploom.nn import KVCache
+
+        cache = KVCache(capacity=256)
+        keys, values = cache.append(*torch.randn(2, 3, 10, 2, 16))  # ten tokens of three right-padded prompts
+        cache.truncate([10, 7, 9])
+        assert cache.ragged and cache.lengths == [10, 7, 9]
+        ```
     """
 
     _SHAPES: ClassVar[dict[str, tuple[str, ...]]] = {"k": ("B", "N", "Hkv", "D"), "v": ("B", "N", "Hkv", "E")}
@@ -225,6 +242,17 @@ class FactorCache(TokenCache):
 
     They are ``R·(H + D)`` numbers a token instead of ``H·D``, twice. Capacity, lengths and errors are those of
     `TokenCache`; `seqlens` is the ``cache_seqlens`` of `warploom.tpa_decode`.
+
+    Example:
+        ```python
+        import torch
+        from warploom.nn import FactorCache
+
+        cache = FactorCache()
+        a, b = torch.randn(3, 10, 4, 2), torch.randn(3, 10, 2, 16)  # heads and ranks, ranks and features
+        ak, av, bk, bv = cache.append(a, a, b, b)
+        assert cache.length == 10
+        ```
     """
 
     _SHAPES: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -265,6 +293,18 @@ class StateCache(_Cache):
 
     Attributes:
         lengths: Tokens of each batch entry, as ints; empty before the first call.
+
+    Example:
+        ```python
+        import torch
+        from warploom.nn import LinearAttention, StateCache
+
+        layer, cache = LinearAttention(64, heads=4, head_dim=16), StateCache()
+        with torch.no_grad():
+            layer(torch.randn(2, 10, 64), cache)
+        cache.truncate([10, 7])  # the second prompt was shorter
+        assert cache.state.shape == (2, 4, 16, 16)
+        ```
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -12,11 +12,12 @@ from warploom.errors import ArgumentError, fault
 from warploom.nn.cache import StateCache
 from warploom.nn.common import check_call, check_sizes, reset_linear
 from warploom.nn.positions import LRPE
+from warploom.ops.linear_attention.validation import Activation, Encoding
+from warploom.runtime.backend import Backend
 
 __all__ = ["LinearAttention"]
 
 Tensor = torch.Tensor
-POSITIONS = ("rotate", "cosine", "none")
 
 
 class LinearAttention(nn.Module):
@@ -53,6 +54,20 @@ class LinearAttention(nn.Module):
 
     Sources: Qin et al., "Linearized Relative Positional Encoding", 2023, arXiv 2307.09270; Qin et al., "Lightning
     Attention-2", 2024, arXiv 2401.04658; Sun et al., "Retentive Network", 2023, arXiv 2307.08621.
+
+    Example:
+        ```python
+        import torch
+        from warploom.nn import LinearAttention, StateCache
+
+        layer = LinearAttention(64, heads=4, head_dim=16, position="cosine")
+        x = torch.randn(2, 10, 64)
+        layer(x).sum().backward()
+        with torch.no_grad():
+            cache = StateCache()
+            layer(x, cache)  # the prompt
+            layer(x[:, :1], cache)  # one more token
+        ```
     """
 
     decay: Tensor
@@ -64,15 +79,15 @@ class LinearAttention(nn.Module):
         head_dim: int,
         *,
         value_dim: int | None = None,
-        position: str = "rotate",
-        activation: str = "silu",
+        position: Encoding = "rotate",
+        activation: Activation = "silu",
         base: float = 10000.0,
         learnable: bool = True,
         layer: int = 0,
         layers: int = 1,
         norm_eps: float = 1e-5,
         bias: bool = False,
-        backend: str = "auto",
+        backend: Backend = "auto",
     ) -> None:
         super().__init__()
         value_dim = head_dim if value_dim is None else value_dim
@@ -80,8 +95,8 @@ class LinearAttention(nn.Module):
         check_sizes("LinearAttention", **sizes)
         if not 0 <= layer < layers:
             raise fault(ArgumentError, "LinearAttention", "layer", f"0 … {layers - 1}", layer)
-        if position not in POSITIONS:
-            expected = f"one of {', '.join(POSITIONS)}"
+        if position not in get_args(Encoding):
+            expected = f"one of {', '.join(get_args(Encoding))}"
             raise fault(ArgumentError, "LinearAttention", "position", expected, repr(position))
         self.heads, self.head_dim, self.value_dim = heads, head_dim, value_dim
         self.layer, self.layers = layer, layers
@@ -161,5 +176,9 @@ class LinearAttention(nn.Module):
         return values  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        """What the sizes of the linear maps do not show."""
-        return f"heads={self.heads}, head_dim={self.head_dim}, value_dim={self.value_dim}"
+        """What the layer was built with; its encoding, norm and linear maps show the rest."""
+        sizes = (
+            f"dim={self.q.in_features}, heads={self.heads}, head_dim={self.head_dim}, value_dim={self.value_dim}"
+        )
+        place = f"layer={self.layer}, layers={self.layers}"
+        return f"{sizes}, activation={self.activation!r}, {place}, backend={self.backend!r}"

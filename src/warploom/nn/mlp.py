@@ -16,6 +16,14 @@ class SwiGLU(nn.Module):
     Shapes: ``(…, d_model)`` to ``(…, d_model)``.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202.
+
+    Example:
+        ```python
+        import torch
+        from warploom.nn import SwiGLU
+
+        out = SwiGLU(d_model=64, d_ff=256)(torch.randn(2, 10, 64))
+        ```
     """
 
     def __init__(self, d_model: int, d_ff: int) -> None:
@@ -28,3 +36,7 @@ class SwiGLU(nn.Module):
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         out: torch.Tensor = self.down(nn.functional.silu(gate) * up)
         return out
+
+    def extra_repr(self) -> str:
+        """What the layer was built with."""
+        return f"d_model={self.down.out_features}, d_ff={self.down.in_features}"

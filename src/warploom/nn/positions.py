@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 
 from warploom import lrpe_cosine, lrpe_rotate
 from warploom.errors import ArgumentError, fault
+from warploom.ops.lrpe.validation import Activation
+from warploom.runtime.backend import Backend
 from warploom.runtime.modes import is_plain_eager
 
 __all__ = ["LRPE", "RotaryEmbedding"]
@@ -56,6 +58,10 @@ class _Frequencies(nn.Module):
         if is_plain_eager(x):
             self.theta = theta
         return theta
+
+    def extra_repr(self) -> str:
+        """What the frequencies were built with."""
+        return f"base={self.base}, learnable={isinstance(self.theta, nn.Parameter)}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         theta, grad, was_meta = self.theta, self.theta.grad, self.theta.is_meta
@@ -106,6 +112,16 @@ class RotaryEmbedding(_Frequencies):
         ArgumentError: ``head_dim`` or ``rotary_dim`` is odd or out of range, or ``base`` is not positive.
 
     Source: Su et al., "RoFormer", 2021, arXiv 2104.09864.
+
+    Example:
+        ```python
+        import torch
+        from warploom.nn import RotaryEmbedding
+
+        rope = RotaryEmbedding(64, base=500_000.0)
+        q = rope(torch.randn(2, 128, 8, 64))
+        next_q = rope(torch.randn(2, 1, 8, 64), offset=128)
+        ```
     """
 
     def __init__(
@@ -123,6 +139,7 @@ class RotaryEmbedding(_Frequencies):
         if turning % 2 or not 2 <= turning <= head_dim:
             raise fault(ArgumentError, "RotaryEmbedding", "rotary_dim", f"even, 2 … {head_dim}", turning)
         super().__init__(1, turning // 2, base, learnable)
+        self.head_dim, self.rotary_dim = head_dim, turning
         self.interleaved = interleaved
 
     def forward(
@@ -132,7 +149,7 @@ class RotaryEmbedding(_Frequencies):
         offset: int | Tensor = 0,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        backend: str = "auto",
+        backend: Backend = "auto",
     ) -> Tensor:
         """Encode ``x`` (B, N, H, D), any number of heads; the result has its shape, dtype and memory order.
 
@@ -149,6 +166,11 @@ class RotaryEmbedding(_Frequencies):
             interleaved=self.interleaved,
             backend=backend,
         )
+
+    def extra_repr(self) -> str:
+        """What the encoding was built with."""
+        sizes = f"head_dim={self.head_dim}, rotary_dim={self.rotary_dim}"
+        return f"{sizes}, {super().extra_repr()}, interleaved={self.interleaved}"
 
 
 class LRPE(_Frequencies):
@@ -172,6 +194,16 @@ class LRPE(_Frequencies):
         ArgumentError: An unknown kind, an odd ``head_dim`` for ``rotate``, or ``base`` is not positive.
 
     Source: Qin et al., "Linearized Relative Positional Encoding", 2023, arXiv 2307.09270, equations 9 and 12.
+
+    Example:
+        ```python
+        import torch
+        from warploom.nn import LRPE
+
+        encoding = LRPE(heads=4, head_dim=32, activation="silu")
+        q = encoding(torch.randn(2, 128, 8, 32))  # two query heads to a row of frequencies
+        assert q.shape == (2, 128, 8, encoding.out_features)
+        ```
     """
 
     def __init__(
@@ -179,8 +211,8 @@ class LRPE(_Frequencies):
         heads: int,
         head_dim: int,
         *,
-        kind: str = "cosine",
-        activation: str = "none",
+        kind: Literal["cosine", "rotate"] = "cosine",
+        activation: Activation = "none",
         base: float = 10000.0,
         learnable: bool = True,
     ) -> None:
@@ -191,8 +223,9 @@ class LRPE(_Frequencies):
         if head_dim < 1 or (kind == "rotate" and head_dim % 2):
             raise fault(ArgumentError, "LRPE", "head_dim", "positive, and even for rotate", head_dim)
         super().__init__(heads, head_dim if kind == "cosine" else head_dim // 2, base, learnable)
-        self.kind = kind
-        self.activation = activation
+        self.kind: Literal["cosine", "rotate"] = kind
+        self.activation: Activation = activation
+        self.heads, self.head_dim = heads, head_dim
         self.out_features = 2 * head_dim if kind == "cosine" else head_dim
 
     def forward(
@@ -202,7 +235,7 @@ class LRPE(_Frequencies):
         offset: int | Tensor = 0,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        backend: str = "auto",
+        backend: Backend = "auto",
     ) -> Tensor:
         """Encode ``x`` (B, N, H, D) to (B, N, H, out_features), in its dtype and memory order.
 
@@ -222,3 +255,8 @@ class LRPE(_Frequencies):
             activation=self.activation,
             backend=backend,
         )
+
+    def extra_repr(self) -> str:
+        """What the encoding was built with."""
+        sizes = f"heads={self.heads}, head_dim={self.head_dim}"
+        return f"{sizes}, kind={self.kind!r}, activation={self.activation!r}, {super().extra_repr()}"

@@ -9,6 +9,7 @@ from warploom import tpa_attention, tpa_decode
 from warploom.nn.cache import FactorCache
 from warploom.nn.common import check_call, check_sizes, reset_linear
 from warploom.nn.positions import RotaryEmbedding
+from warploom.runtime.backend import Backend
 
 __all__ = ["TensorProductAttention"]
 
@@ -41,6 +42,20 @@ class TensorProductAttention(nn.Module):
         ArgumentError: A size is not positive, or ``head_dim`` is odd.
 
     Source: Zhang et al., "Tensor Product Attention Is All You Need", 2025, arXiv 2501.06425.
+
+    Example:
+        ```python
+        import torch
+        from warploom.nn import FactorCache, TensorProductAttention
+
+        layer = TensorProductAttention(64, heads=4, head_dim=16)
+        x = torch.randn(2, 10, 64)
+        layer(x).sum().backward()
+        with torch.no_grad():
+            cache = FactorCache()
+            layer(x, cache)  # the prompt
+            layer(x[:, :1], cache)  # one more token
+        ```
     """
 
     def __init__(
@@ -55,7 +70,7 @@ class TensorProductAttention(nn.Module):
         value_dim: int | None = None,
         base: float = 10000.0,
         bias: bool = False,
-        backend: str = "auto",
+        backend: Backend = "auto",
     ) -> None:
         super().__init__()
         value_dim = head_dim if value_dim is None else value_dim
@@ -64,7 +79,7 @@ class TensorProductAttention(nn.Module):
         check_sizes("TensorProductAttention", **sizes)
         self.heads, self.head_dim, self.value_dim = heads, head_dim, value_dim
         self.rank_q, self.rank_k, self.rank_v = rank_q, rank_k, rank_v
-        self.backend = backend
+        self.backend: Backend = backend
         self.aq = nn.Linear(dim, heads * rank_q, bias)
         self.bq = nn.Linear(dim, rank_q * head_dim, bias)
         self.ak = nn.Linear(dim, heads * rank_k, bias)
@@ -114,6 +129,10 @@ class TensorProductAttention(nn.Module):
         return self.out(values.flatten(2))  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        """What the sizes of the linear maps do not show."""
-        ranks = f"rank_q={self.rank_q}, rank_k={self.rank_k}, rank_v={self.rank_v}"
-        return f"heads={self.heads}, head_dim={self.head_dim}, value_dim={self.value_dim}, {ranks}"
+        """What the layer was built with; its encoding and linear maps show the rest."""
+        sizes = (
+            f"dim={self.aq.in_features}, heads={self.heads}, head_dim={self.head_dim}, value_dim={self.value_dim}"
+        )
+        return (
+            f"{sizes}, rank_q={self.rank_q}, rank_k={self.rank_k}, rank_v={self.rank_v}, backend={self.backend!r}"
+        )

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -19,12 +19,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from warploom.errors import ArgumentError, BackendError, DtypeError, ShapeError, WarploomError, fault
-from warploom.nn.attention import IMPLEMENTATIONS, Attention
+from warploom.nn.attention import Attention, Implementation
 from warploom.nn.cache import FactorCache, KVCache, StateCache
 from warploom.nn.linear_attention import LinearAttention
 from warploom.nn.mlp import SwiGLU
 from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.nn.tensor_product_attention import TensorProductAttention
+from warploom.ops.linear_attention.validation import Encoding
 
 __all__ = ["Output", "TransformerConfig", "TransformerLM"]
 
@@ -39,9 +40,8 @@ SIZES = {
     "xl": {"d_model": 1600, "d_ff": 6400, "layers": 48, "heads": 25},
     "2.7B": {"d_model": 2560, "d_ff": 10240, "layers": 32, "heads": 32},
 }
-ATTENTIONS = (*IMPLEMENTATIONS, "tpa", "linear")
-POSITIONS = ("rotate", "cosine", "none")
 COUNTS = ("vocab_size", "context_length", "d_model", "d_ff", "layers", "heads", "rank_q", "rank_k", "rank_v")
+AttentionName = Literal[Implementation, "tpa", "linear"]
 FACTORS = tuple(f"attention.{factor}.weight" for factor in ("aq", "bq", "ak", "bk", "av", "bv"))
 IGNORED = -100
 """The target of a token that takes no part in the loss."""
@@ -59,6 +59,14 @@ class TransformerConfig:
 
     Raises:
         ArgumentError: A number is not positive, sizes do not divide each other, or an option is unknown.
+
+    Example:
+        ```python
+        from warploom.nn import TransformerConfig
+
+        config = TransformerConfig.size("sm", attention="linear", context_length=1024)
+        assert config.head_dim == 64
+        ```
     """
 
     vocab_size: int = 10_000
@@ -71,13 +79,13 @@ class TransformerConfig:
     heads: int = 12
     kv_heads: int | None = None
     """Heads of keys and values; as many as ``heads`` by default."""
-    position: str = "rotate"
+    position: Encoding = "rotate"
     """``rotate`` (RoPE), ``cosine`` (LRPE, frequencies per head) or ``none``."""
     base: float = 10_000.0
     """Frequencies are ``base ** (-f / F)``."""
     learnable_positions: bool = False
     """Whether the frequencies are learned."""
-    attention: str = "flash"
+    attention: AttentionName = "flash"
     """``flash``, ``sdpa`` or ``plain``, three ways to compute the same; ``tpa``, tensor-product attention;
     ``linear``, linear attention, which encodes by LRPE with frequencies per head."""
     rank_q: int = 6
@@ -106,7 +114,7 @@ class TransformerConfig:
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise fault(ArgumentError, "TransformerConfig", field, "a positive int", repr(value))
-        for field, options in (("position", POSITIONS), ("attention", ATTENTIONS)):
+        for field, options in (("position", get_args(Encoding)), ("attention", get_args(AttentionName))):
             value = getattr(self, field)
             if value not in options:
                 raise fault(ArgumentError, "TransformerConfig", field, f"one of {', '.join(options)}", repr(value))
@@ -141,7 +149,18 @@ class TransformerConfig:
 
 
 class Output(NamedTuple):
-    """What a `TransformerLM` returns."""
+    """What a `TransformerLM` returns.
+
+    Example:
+        ```python
+        import torch
+        from warploom.nn import TransformerConfig, TransformerLM
+
+        config = TransformerConfig(vocab_size=64, context_length=32, d_model=32, d_ff=64, layers=1, heads=2)
+        logits, loss = TransformerLM(config)(torch.randint(64, (2, 8)))
+        assert logits.shape == (2, 8, 64) and loss is None
+        ```
+    """
 
     logits: Tensor
     """``(B, N, V)``."""
@@ -217,6 +236,18 @@ class TransformerLM(nn.Module):
 
     Sources: Vaswani et al., 2017, arXiv 1706.03762; pre-RMSNorm, Zhang and Sennrich, 2019, arXiv 1910.07467; rotary
     positions, Su et al., 2021, arXiv 2104.09864; SwiGLU, Shazeer, 2020, arXiv 2002.05202.
+
+    Example:
+        ```python
+        import torch
+        from warploom.nn import TransformerConfig, TransformerLM
+
+        config = TransformerConfig(vocab_size=64, context_length=32, d_model=32, d_ff=64, layers=1, heads=2)
+        model = TransformerLM(config)
+        tokens = torch.randint(64, (2, 17))
+        model(tokens[:, :-1], tokens[:, 1:]).loss.backward()
+        continued = model.generate(tokens[:, :8], 4, temperature=0.7)  # (2, 4), the new tokens alone
+        ```
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -375,6 +406,10 @@ class TransformerLM(nn.Module):
             raise fault(ShapeError, name, "lengths", f"one for each of {prompt.shape[0]} prompts", len(lengths))
         if not all(1 <= length <= prompt.shape[1] for length in lengths):
             raise fault(ArgumentError, name, "lengths", f"between 1 and N = {prompt.shape[1]}", list(lengths))
+
+    def extra_repr(self) -> str:
+        """What the model was built with."""
+        return repr(self.config)
 
     # ------------------------------------------------------------------------------------------------------
     # Files

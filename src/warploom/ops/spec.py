@@ -29,12 +29,42 @@ KERNELS = "warploom"
 
 
 class Unsupported(Exception):
-    """Raised by a provider that cannot do a case (a missing package, GPU or feature); the text says why."""
+    """Raised by a provider that cannot do a case (a missing package, GPU or feature); the text says why.
+
+    Example:
+        ```python
+        from warploom.bench import Unsupported
+
+
+        def build(case):
+            if case["n"] > 2**20:
+                raise Unsupported("more than 2**20 tokens")
+            return lambda x: x + 1
+        ```
+    """
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One public function, as the conformance suite sees it."""
+    """One public function, as the conformance suite sees it.
+
+    Example:
+        ```python
+        import torch
+        from warploom.bench import Operator
+
+
+        def double(x, backend="auto"):
+            return x + x
+
+
+        def inputs(case, device, generator):
+            return {"x": torch.randn(case["n"], generator=generator).to(device).requires_grad_()}
+
+
+        OPERATOR = Operator("double", double, lambda x: 2 * x, inputs, check_cases=({"n": 19}, {"n": 0}))
+        ```
+    """
 
     name: str
     """The function's name, e.g. ``lrpe_rotate``."""
@@ -63,6 +93,14 @@ class Traffic:
 
     ``reads`` and ``writes`` count equal streams of ``stream_bytes`` each: one tensor read and one twice its
     size written is ``reads=1, writes=2``.
+
+    Example:
+        ```python
+        from warploom.bench import Traffic
+
+        assert Traffic(reads=1, writes=2, stream_bytes=100).min_bytes == 300
+        assert Traffic.of_bytes(read=100, written=200).min_bytes == 300
+        ```
     """
 
     reads: int
@@ -97,6 +135,20 @@ class Other:
 
     It has its own inputs, definition and bytes: it is checked against its own reference, and has no share of the
     bench's limit.
+
+    Example:
+        ```python
+        import torch
+        from warploom.bench import Operator, Other, Traffic
+
+
+        def inputs(case, device, generator):
+            return {"x": torch.randn(case["n"], generator=generator).to(device)}
+
+
+        relu = Operator("relu", torch.relu, torch.relu, inputs, check_cases=({"n": 19},))
+        other = Other(relu, {"relu": lambda case: torch.relu}, lambda case, mode: Traffic(1, 1, 4 * case["n"]))
+        ```
     """
 
     operator: Operator
@@ -109,7 +161,29 @@ class Other:
 
 @dataclass(frozen=True)
 class Bench:
-    """One bench of the command line (``warploom bench NAME``): cases of an operator, timed."""
+    """One bench of the command line (``warploom bench NAME``): cases of an operator, timed.
+
+    Example:
+        ```python
+        import torch
+        from warploom.bench import Bench, Operator, Traffic
+
+
+        def inputs(case, device, generator):
+            return {"x": torch.randn(case["n"], generator=generator).to(device)}
+
+
+        BENCH = Bench(
+            "relu",
+            Operator("relu", torch.relu, torch.relu, inputs, check_cases=({"n": 19},)),
+            suites={"quick": lambda device: [{"n": 2**10}, {"n": 2**20}]},
+            providers={"torch": lambda case: torch.relu, "clamp": lambda case: lambda x: x.clamp(min=0)},
+            traffic=lambda case, mode: Traffic(reads=1, writes=1, stream_bytes=4 * case["n"]),
+            title="Rectifier",
+            modes=("fwd",),
+        )
+        ```
+    """
 
     name: str
     """With dashes, as typed: ``lrpe-cosine-md``. Records carry it with underscores."""
@@ -185,7 +259,7 @@ def normal(
 
 
 def need_cuda(what: str = "the Triton kernels") -> None:
-    """For a provider that runs on an NVIDIA GPU only.
+    """For the builder of a provider that runs on an NVIDIA GPU only, as in ``examples/rms_norm/spec.py``.
 
     Raises:
         Unsupported: There is none.

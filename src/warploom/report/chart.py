@@ -21,7 +21,7 @@ __all__ = ["Chart", "chart_svg", "charts", "picture"]
 
 Values = Mapping[Any, float | None]
 """A number, or none, at each position."""
-WIDTH, HEIGHT = 460, 250
+WIDTH, HEIGHT = 460, 215
 LEFT, RIGHT, TOP, BOTTOM = 56, 10, 24, 34
 _SHAPES = {
     "s": "M{0} {1}h6v6h-6z",

@@ -37,7 +37,7 @@ def write(sources: Sequence[Path], output: Path) -> Path:
     text = page.render(
         title=TITLE,
         sources=[str(source) for source in sources],
-        headlines=[_headline(environment) for environment in used.values()],
+        headlines=_headlines(used.values()),
         warnings=_warnings([point.record for point in points], used),
         environments=used,
         facts=list(dict.fromkeys(facts)),
@@ -60,15 +60,17 @@ def _templates() -> Environment:
     )
 
 
-def _headline(environment: Mapping[str, Any]) -> str:
+def _headlines(environments: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for each device and its versions, with the commits that were measured there."""
     names = {"driver": "driver", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "warploom": "warploom"}
-    words = [f"{title} {environment[name]}" for name, title in names.items() if environment.get(name)]
-    runs = [environment, *environment.get("runs", {}).values()]
-    commits = {
-        f"{run['commit'][:10]}{' with changes' if run.get('dirty') else ''}" for run in runs if run.get("commit")
-    }
-    words += [f"commit {', '.join(sorted(commits))}"] if commits else []
-    return " · ".join([device_name(environment), *words])
+    marks = {"dirty": " with changes", "commit_given": " as given"}
+    found: dict[str, set[str]] = {}
+    for one in environments:
+        words = [f"{title} {one[name]}" for name, title in names.items() if one.get(name)]
+        runs = [run for run in (one, *one.get("runs", {}).values()) if run.get("commit")]
+        commits = found.setdefault(" · ".join([device_name(one), *words]), set())
+        commits |= {run["commit"][:10] + "".join(marks[mark] for mark in marks if run.get(mark)) for run in runs}
+    return [line + f" · commit {', '.join(sorted(commits))}" * bool(commits) for line, commits in found.items()]
 
 
 def _warnings(records: Sequence[Record], environments: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -117,10 +119,7 @@ def _panel_view(
         ("Bytes that must be moved (MiB)", metric_table(section, panel, mode, "min_bytes") if others else None),
         ("Accuracy: largest error against float64 over its budget", metric_table(section, panel, mode, "accuracy")),
         ("Peak memory (MiB)", metric_table(section, panel, mode, "peak_memory_mib")),
-        (
-            "Published by others on their GPUs (ms), not to be compared",
-            published_table(section, panel, mode),
-        ),
+        ("Published: by others on their GPUs (ms), not to be compared", published_table(section, panel, mode)),
     ]
     return {
         "values": labels,

@@ -18,9 +18,6 @@ __all__ = ["Published", "published", "published_table"]
 
 FOLDER = Path(__file__).with_name("published")
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_LONG_FORM = ("batch", "heads", "head_dim", "rank", "dtype", "activation", "grid_dims", "prefix")
-
 
 @dataclass(frozen=True)
 class Published:
@@ -54,12 +51,8 @@ class Published:
 
 @cache
 def published() -> tuple[Published, ...]:
-    """Read every published figure that belongs to a bench.
-
-    Returns:
-        All of them, in the order of the files and their lines.
-    """
-    return tuple(row for path in sorted(FOLDER.glob("*.csv")) for row in _READERS.get(path.stem, _long_form)(path))
+    """Read every published figure, in the order of the files and their lines."""
+    return tuple(row for path in sorted(FOLDER.glob("*.csv")) for row in _rows(path))
 
 
 def published_table(section: Section, panel: Panel, mode: str) -> Table | None:
@@ -78,74 +71,13 @@ def published_table(section: Section, panel: Panel, mode: str) -> Table | None:
     return Table.of([section.x, *names], found)
 
 
-def _rows(path: Path) -> Iterator[dict[str, str]]:
+def _rows(path: Path) -> Iterator[Published]:
     with path.open(newline="", encoding="utf-8") as file:
-        yield from csv.DictReader(file)
+        for row in csv.DictReader(file):
+            gpu, operator, metric, mode, provider, value, *_ = row.values()
+            case = {name: _value(text) for name, text in list(row.items())[6:] if text}
+            yield Published(gpu, operator, metric, mode, provider, float(value) if value else None, case)
 
 
-def _long_form(path: Path) -> Iterator[Published]:
-    for row in _rows(path):
-        case = {name: _value(row[name]) for name in _LONG_FORM if row[name]}
-        size = int(row["x"])
-        if row["grid_dims"]:  # theirs is the size of each axis, ours the number of tokens
-            size = size ** int(row["grid_dims"]) + int(row["prefix"])
-        case[row["x_name"]] = size
-        yield Published(
-            row["gpu"],
-            row["operator"],
-            row["metric"],
-            row["mode"],
-            row["provider"],
-            _number(row["value"]),
-            case,
-        )
-
-
-def _flash_attention(path: Path) -> Iterator[Published]:
-    for row in _rows(path):
-        case = {
-            "batch": 1,
-            "heads": 1,
-            "n": int(row["seq_len"]),
-            "head_dim": int(row["head_dim"]),
-            "dtype": _value(row["dtype"]),
-        }
-        yield Published(
-            "GPU not stated",
-            "flash_attention",
-            "speed",
-            row["mode"],
-            row["provider"],
-            _number(row["ms"]),
-            case,
-        )
-
-
-def _attention(path: Path) -> Iterator[Published]:
-    """Attention without heads."""
-    for row in _rows(path):
-        case: dict[str, Any] = {"batch": 8, "heads": 1, "n": int(row["seq_len"]), "head_dim": int(row["head_dim"])}
-        case |= {"dtype": "float32", "causal": False}
-        for mode in ("fwd", "bwd"):
-            value = _number(row[f"{mode}_ms"])
-            yield Published("GPU not stated", "flash_attention", "speed", mode, "torch", value, case)
-
-
-def _transformer(path: Path) -> Iterator[Published]:
-    for row in _rows(path):
-        case = {"size": row["model"], "steps": int(row["steps"])}
-        # With a backward, their "forward" is the whole step: it is the forward row's time plus the backward's.
-        mode = "fwd_bwd" if row["avg_backward_s"] else "fwd"
-        step = float(row["avg_forward_s"]) * 1e3
-        yield Published("GPU not stated", "transformer", "speed", mode, "torch", step, case)
-
-
-_READERS = {"flash_attention": _flash_attention, "attention": _attention, "transformer": _transformer}
-
-
-def _value(text: str) -> int | str:
-    return int(text) if text.isdigit() else _DTYPES.get(text, text)
-
-
-def _number(text: str) -> float | None:
-    return None if text in ("OOM", "") or float(text) < 0 else float(text)
+def _value(text: str) -> int | str | bool:
+    return int(text) if text.isdigit() else {"true": True, "false": False}.get(text, text)

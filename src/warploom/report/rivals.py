@@ -115,7 +115,7 @@ def _place(section: Section, panel: Panel, point: Point) -> str:
 def summary_table(rows: Sequence[Summary]) -> Table:
     """Summaries as a table: share of the limit, and the alternatives' times over ours."""
     heads = ["operator", "mode", "of the limit", "worst", "fastest alternative", "its time / ours"]
-    heads += ["faster", "level", "cases"]
+    heads += ["lost", "level", "cases"]
     found = []
     for row in rows:
         share = f"{median(row.shares):.0%}" if row.shares else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import Literal, get_args
 
 import torch
 
@@ -11,7 +12,8 @@ from warploom.errors import ArgumentError, BackendError, fault
 from warploom.runtime.gpu import capability
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-BACKENDS = ("auto", "triton", "torch")
+Backend = Literal["auto", "triton", "torch"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 """Whether Triton is installed; it is imported when it is first needed."""
 OLDEST_CAPABILITY = 80

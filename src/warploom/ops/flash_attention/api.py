@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 
 from warploom.ops.flash_attention import reference
-from warploom.ops.flash_attention.validation import Options, check
+from warploom.ops.flash_attention.validation import Options, Precision, check
+from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import dense, in_order_of
 from warploom.runtime.modes import is_plain_eager
@@ -17,48 +18,34 @@ from warploom.runtime.modes import is_plain_eager
 Tensor = torch.Tensor
 
 
+class _Arguments(TypedDict, total=False):
+    """All arguments of `flash_attention` by name but the one that decides what it returns."""
+
+    causal: bool
+    scale: float | None
+    window: Sequence[int | None] | None
+    softcap: float | None
+    sink: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_k: Tensor | None
+    block_table: Tensor | None
+    float32_precision: Precision | None
+    backend: Backend
+
+
 @overload
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = ...,
-    scale: float | None = ...,
-    window: Sequence[int | None] | None = ...,
-    softcap: float | None = ...,
-    sink: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ...,
-    cu_seqlens_k: Tensor | None = ...,
-    seqused_k: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    float32_precision: str | None = ...,
-    return_lse: Literal[False] = ...,
-    backend: str = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **arguments: Unpack[_Arguments]
 ) -> Tensor: ...
-
-
 @overload
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = ...,
-    scale: float | None = ...,
-    window: Sequence[int | None] | None = ...,
-    softcap: float | None = ...,
-    sink: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ...,
-    cu_seqlens_k: Tensor | None = ...,
-    seqused_k: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    float32_precision: str | None = ...,
-    return_lse: bool,
-    backend: str = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **arguments: Unpack[_Arguments]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **arguments: Unpack[_Arguments]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -73,9 +60,9 @@ def flash_attention(
     cu_seqlens_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
-    float32_precision: str | None = None,
+    float32_precision: Precision | None = None,
     return_lse: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale · q kᵀ) v``, in memory linear in the length.
 
@@ -124,6 +111,18 @@ def flash_attention(
 
     Source: Dao, "FlashAttention-2", 2023, arXiv 2307.08691, algorithms 1 and 2; Shah et al., "FlashAttention-3",
     2024, arXiv 2407.08608.
+
+    Example:
+        ```python
+        import torch
+        from warploom import flash_attention
+
+        q = torch.randn(2, 128, 8, 64)  # (batch, sequence, heads, features)
+        k, v = torch.randn(2, 2, 128, 2, 64)  # two heads of keys and values
+        out = flash_attention(q, k, v, causal=True)
+        out, lse = flash_attention(q, k, v, causal=True, window=(32, 0), return_lse=True)
+        assert out.shape == (2, 128, 8, 64) and lse.shape == (2, 8, 128)
+        ```
     """
     if _autocast(q):
         dtype = torch.get_autocast_dtype(q.device.type)

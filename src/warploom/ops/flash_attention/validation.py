@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -15,7 +15,8 @@ from warploom.runtime.dispatch import Checked, Tensors
 Tensor = torch.Tensor
 
 NAME = "flash_attention"
-PRECISIONS = ("highest", "high", "medium")
+Precision = Literal["highest", "high", "medium"]
+PRECISIONS: tuple[str, ...] = get_args(Precision)
 MAX_FEATURES = 256
 """Features of a query, key or value that the kernels hold on chip at once."""
 MAX_PLACES = 2**31 - 2**10

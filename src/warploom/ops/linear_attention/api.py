@@ -2,55 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 
 from warploom.ops.linear_attention import reference
-from warploom.ops.linear_attention.validation import NAME, check
+from warploom.ops.linear_attention.validation import NAME, Activation, Encoding, check
+from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import dense, in_order_of
 
 Tensor = torch.Tensor
 
 
+class _Arguments(TypedDict, total=False):
+    """All arguments of `linear_attention` by name but the one that decides what it returns."""
+
+    decay: Tensor | None
+    theta: Tensor | None
+    encoding: Encoding
+    activation: Activation
+    interleaved: bool
+    offset: int | Tensor
+    causal: bool
+    scale: float | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    backend: Backend
+
+
 @overload
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    decay: Tensor | None = ...,
-    theta: Tensor | None = ...,
-    encoding: str = ...,
-    activation: str = ...,
-    interleaved: bool = ...,
-    offset: int | Tensor = ...,
-    causal: bool = ...,
-    scale: float | None = ...,
-    initial_state: Tensor | None = ...,
-    return_state: Literal[False] = ...,
-    cu_seqlens: Tensor | None = ...,
-    backend: str = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **arguments: Unpack[_Arguments]
 ) -> Tensor: ...
 @overload
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    decay: Tensor | None = ...,
-    theta: Tensor | None = ...,
-    encoding: str = ...,
-    activation: str = ...,
-    interleaved: bool = ...,
-    offset: int | Tensor = ...,
-    causal: bool = ...,
-    scale: float | None = ...,
-    initial_state: Tensor | None = ...,
-    return_state: bool,
-    cu_seqlens: Tensor | None = ...,
-    backend: str = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **arguments: Unpack[_Arguments]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **arguments: Unpack[_Arguments]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def linear_attention(
     q: Tensor,
@@ -59,8 +50,8 @@ def linear_attention(
     *,
     decay: Tensor | None = None,
     theta: Tensor | None = None,
-    encoding: str = "none",
-    activation: str = "none",
+    encoding: Encoding = "none",
+    activation: Activation = "none",
     interleaved: bool = False,
     offset: int | Tensor = 0,
     causal: bool = True,
@@ -68,18 +59,12 @@ def linear_attention(
     initial_state: Tensor | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Linear attention with relative positions, ``S_t = λ_t S_{t−1} + φ(k_t) v_tᵀ``, ``o_t = scale · φ(q_t)ᵀ S_t``.
 
     ``φ`` is an activation and then `lrpe_rotate` or `lrpe_cosine`, computed where a token is loaded: encoded
-    queries and keys are never in memory. With a state handed in and out, ``N = 1`` is a step of decoding:
-
-        out, state = linear_attention(q, k, v, theta=theta, encoding="rotate", return_state=True)
-        out, state = linear_attention(
-            next_q, next_k, next_v, theta=theta, encoding="rotate", offset=q.shape[1], initial_state=state,
-            return_state=True,
-        )
+    queries and keys are never in memory. With a state handed in and out, ``N = 1`` is a step of decoding.
 
     Args:
         q: ``(B, N, H, D)``; float16, bfloat16, float32 or float64, any strides.
@@ -118,6 +103,19 @@ def linear_attention(
 
     Source: Qin et al., "Linearized Relative Positional Encoding", 2023, arXiv 2307.09270; Qin et al., "Lightning
     Attention-2", 2024, arXiv 2401.04658; Sun et al., "Retentive Network", 2023, arXiv 2307.08621.
+
+    Example:
+        ```python
+        import torch
+        from warploom import linear_attention
+
+        q, k, v = torch.randn(3, 2, 100, 4, 32)
+        place = {"theta": torch.rand(16), "encoding": "rotate", "decay": torch.full((4,), -0.01)}
+        out, state = linear_attention(q, k, v, **place, return_state=True)
+        new = torch.randn(3, 2, 1, 4, 32)  # the next token
+        out, state = linear_attention(*new, **place, offset=100, initial_state=state, return_state=True)
+        assert out.shape == (2, 1, 4, 32) and state.shape == (2, 4, 32, 32)
+        ```
     """
     offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
     tensors = (q, k, v, theta, decay, initial_state, offsets, cu_seqlens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -15,8 +15,8 @@ from warploom.runtime.dispatch import Checked, Tensors
 Tensor = torch.Tensor
 
 NAME = "linear_attention"
-ENCODINGS = ("none", "rotate", "cosine")
-ACTIVATIONS = ("none", "relu", "sigmoid", "silu", "softmax")
+Encoding = Literal["none", "rotate", "cosine"]
+Activation = Literal["none", "relu", "sigmoid", "silu", "softmax"]
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 MAX_FEATURES = 256
 """Of an encoded query or key, and of a value, that the kernels hold on chip at once."""
@@ -41,9 +41,9 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], offset: Any) ->
     for argument, flag in (("interleaved", interleaved), ("causal", causal), ("return_state", return_state)):
         if not isinstance(flag, bool):
             raise fault(DtypeError, NAME, argument, "a bool", repr(flag))
-    for argument, value, known in (("encoding", encoding, ENCODINGS), ("activation", activation, ACTIVATIONS)):
-        if value not in known:
-            raise fault(ArgumentError, NAME, argument, f"one of {', '.join(known)}", repr(value))
+    for argument, value, known in (("encoding", encoding, Encoding), ("activation", activation, Activation)):
+        if value not in get_args(known):
+            raise fault(ArgumentError, NAME, argument, f"one of {', '.join(get_args(known))}", repr(value))
     if interleaved and encoding != "rotate":
         raise fault(ArgumentError, NAME, "interleaved", 'left out unless encoding="rotate"', encoding)
     _check_theta(q, theta, encoding)

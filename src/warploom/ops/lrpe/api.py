@@ -8,7 +8,8 @@ import torch
 
 from warploom.errors import DtypeError, fault
 from warploom.ops.lrpe import reference
-from warploom.ops.lrpe.validation import Options, check
+from warploom.ops.lrpe.validation import Activation, Options, check
+from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import in_order_of
 
@@ -24,8 +25,8 @@ def lrpe_cosine(
     offset: int | Tensor = 0,
     position_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    activation: str = "none",
-    backend: str = "auto",
+    activation: Activation = "none",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Linearized relative positional encoding, cosine form: ``[x̄ cos φ, x̄ sin φ]``.
 
@@ -62,6 +63,17 @@ def lrpe_cosine(
         BackendError: ``backend="triton"`` cannot run this call.
 
     Source: Qin et al., "Linearized Relative Positional Encoding", 2023, arXiv 2307.09270, equation 9.
+
+    Example:
+        ```python
+        import torch
+        from warploom import lrpe_cosine
+
+        image = torch.randn(2, 12 * 16, 4, 32)  # a grid of 12 × 16 tokens
+        theta = (10000.0 ** -(torch.arange(16) / 16)).expand(4, 16)  # half of the angles for each axis
+        out = lrpe_cosine(image, theta, grid=(12, 16), activation="silu")
+        assert out.shape == (2, 12 * 16, 4, 64)
+        ```
     """
     return _run(_cosine, "cosine", x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation, backend)
 
@@ -75,9 +87,9 @@ def lrpe_rotate(
     offset: int | Tensor = 0,
     position_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    activation: str = "none",
+    activation: Activation = "none",
     interleaved: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Linearized relative positional encoding, rotation form; with ``activation="none"`` it is RoPE.
 
@@ -118,6 +130,18 @@ def lrpe_rotate(
 
     Source: Qin et al., "Linearized Relative Positional Encoding", 2023, arXiv 2307.09270, equation 12;
     Su et al., "RoFormer", 2021, arXiv 2104.09864.
+
+    Example:
+        ```python
+        import torch
+        from warploom import lrpe_rotate
+
+        q = torch.randn(2, 128, 8, 64)
+        theta = 10000.0 ** -(torch.arange(32) / 32)
+        turned = lrpe_rotate(q, theta)  # RoPE
+        later = lrpe_rotate(q[:, 100:], theta, offset=100)
+        torch.testing.assert_close(later, turned[:, 100:])
+        ```
     """
     if not isinstance(interleaved, bool):
         raise fault(DtypeError, "lrpe_rotate", "interleaved", "a bool", repr(interleaved))

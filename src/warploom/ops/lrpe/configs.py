@@ -1,4 +1,4 @@
-"""Tiles of LRPE's kernels; measured on an H200 (see "How it reaches the limit" in the engineering notes)."""
+"""Tiles of LRPE's kernels; measured on an H200 (see the engineering notes)."""
 
 from __future__ import annotations
 

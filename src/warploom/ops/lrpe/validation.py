@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -14,7 +14,8 @@ from warploom.runtime.dispatch import Checked, Tensors
 
 Tensor = torch.Tensor
 
-ACTIVATIONS = ("none", "relu", "sigmoid", "silu", "softmax", "softmax_sequence")
+Activation = Literal["none", "relu", "sigmoid", "silu", "softmax", "softmax_sequence"]
+ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 MAX_FEATURES = 8192
 """Features of one head that the kernels hold on chip at once."""

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from warploom.ops.tpa import reference
-from warploom.ops.tpa.validation import AttentionOptions, DecodeOptions, check_attention, check_decode
+from warploom.ops.tpa.validation import AttentionOptions, DecodeOptions, Strategy, check_attention, check_decode
+from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import in_order_of
 
@@ -28,7 +29,7 @@ def tpa_attention(
     scale_k: float | None = None,
     scale_v: float | None = None,
     cu_seqlens: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Tensor-product attention for training and prefill: softmax attention on factored queries, keys, values.
 
@@ -65,6 +66,18 @@ def tpa_attention(
         BackendError: ``backend="triton"`` cannot run this call.
 
     Source: Zhang et al., "Tensor Product Attention Is All You Need", 2025, arXiv 2501.06425.
+
+    Example:
+        ```python
+        import torch
+        from warploom import tpa_attention
+
+        aq, bq = torch.randn(2, 100, 8, 6), torch.randn(2, 100, 6, 64)  # queries of rank 6
+        ak, av = torch.randn(2, 2, 100, 8, 2)  # keys and values of rank 2
+        bk, bv = torch.randn(2, 2, 100, 2, 64)
+        out = tpa_attention(aq, ak, av, bq, bk, bv)
+        assert out.shape == (2, 100, 8, 64)
+        ```
     """
     options = (causal, scale, scale_q, scale_k, scale_v)
     return _attention(backend, (aq, ak, av, bq, bk, bv, cu_seqlens), options)  # type: ignore[no-any-return]
@@ -83,8 +96,8 @@ def tpa_decode(
     scale_k: float | None = None,
     scale_v: float | None = None,
     cache_seqlens: Tensor | None = None,
-    strategy: str = "auto",
-    backend: str = "auto",
+    strategy: Strategy = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Tensor-product attention of a few new tokens on a cache of factors, without forming keys and values.
 
@@ -127,6 +140,18 @@ def tpa_decode(
         BackendError: ``backend="triton"`` cannot run this call.
 
     Source: Zhang et al., "Tensor Product Attention Is All You Need", 2025, arXiv 2501.06425.
+
+    Example:
+        ```python
+        import torch
+        from warploom import tpa_decode
+
+        aq, bq = torch.randn(2, 1, 8, 6), torch.randn(2, 1, 6, 64)  # a new token, queries of rank 6
+        ak, av = torch.randn(2, 2, 256, 8)  # a cache of rank one with room for 256 tokens
+        bk, bv = torch.randn(2, 2, 256, 64)
+        out = tpa_decode(aq, ak, av, bq, bk, bv, cache_seqlens=torch.tensor([200, 37]))
+        assert out.shape == (2, 1, 8, 64)
+        ```
     """
     options = (strategy, scale, scale_q, scale_k, scale_v)
     return _decode(backend, (aq, ak, av, bq, bk, bv, cache_seqlens), options)  # type: ignore[no-any-return]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -14,7 +14,8 @@ from warploom.runtime.dispatch import Checked, Tensors
 Tensor = torch.Tensor
 
 
-STRATEGIES = ("auto", "batch", "batch_head", "split_kv")
+Strategy = Literal["auto", "batch", "batch_head", "split_kv"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
 MAX_RANK = 16
 """Largest rank of keys and of values that the kernels hold on chip."""
 MAX_FEATURES = 256
