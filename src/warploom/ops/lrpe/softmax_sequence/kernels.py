@@ -25,13 +25,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from warploom.device.activations import LOG2_E, exponential_float32, power_of_two, widen
+from warploom.device.activations import INTERPRETED, LOG2_E, exponential_float32, power_of_two, widen
 from warploom.device.packed import sequence_of
 from warploom.device.phase import cos_sin
 from warploom.ops.lrpe.kernels.angles import (
     AngleNumbers,
     Angles,
     Inverses,
+    Spec,
     divide,
     load_frequencies,
     token_positions,
@@ -42,6 +43,11 @@ from warploom.ops.lrpe.kernels.rows import Strides, load_input, load_pair, store
 
 LARGEST_SUM = tl.constexpr(2.0**32)
 SLOTS = tl.constexpr(32)  # read at once
+WIDEN_BFLOAT16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
+WIDEN_FLOAT16 = tl.constexpr(
+    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+)
+MINUS_LN_2 = tl.constexpr(-0.6931471805599453)
 
 
 class Sizes(NamedTuple):
@@ -60,10 +66,17 @@ class Sizes(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Rows and angles that a program computes at once, and loads under way at once in its loops."""
+    """Rows and angles that a program computes at once.
+
+    A tile of ``HELD`` blocks, or fewer, stays in registers from its sums to the softmax. With none it is read twice, in
+    loops that have loads of so many blocks under way.
+    """
 
     R: int
     W: int
+    HELD: int
+    WORDS: Spec | None
+    """Of x as words of two features, which are what is held."""
     STAGES: int
 
 
@@ -206,25 +219,39 @@ def store_columns(base, c1, c2, f, mask, F, P: tl.constexpr):
 
 
 @triton.jit
+def corrected_power(x, shift, scale):
+    """scale · e^(x − shift) of 16-bit ``x``, to 3 units in the last place: what rounding the exponent costs is put back."""
+    x = widen(x) - shift
+    x = tl.where(x < -200.0, -200.0, x)  # the result is zero long before
+    exponent = x * LOG2_E
+    y = power_of_two(exponent) * scale
+    return tl.fma(y, tl.fma(exponent, MINUS_LN_2, x), y)
+
+
+@triton.jit
 def power(x, shift, EXACT: tl.constexpr):
     """e^(x − shift) in float32. The difference is taken first: of 16-bit numbers it is exact, however large they are.
 
-    ``EXACT``: for results in float32.
+    ``EXACT``: for results in float32; 1 of 16-bit numbers, 2 of others.
     """
-    if EXACT:
-        y = exponential_float32(widen(x) - shift)
-    else:
+    if EXACT == 0:
         y = power_of_two((widen(x) - shift) * LOG2_E)
+    elif EXACT == 1:
+        y = corrected_power(x, shift, 1.0)
+    else:
+        y = exponential_float32(x - shift)
     return y
 
 
 @triton.jit
 def weights(x, shift, scale, EXACT: tl.constexpr):
     """Softmax of a tile. ``scale`` from `scale_of`."""
-    if EXACT:
-        y = power(x, shift, EXACT) * scale
-    else:
+    if EXACT == 0:
         y = power_of_two(tl.fma(widen(x) - shift, LOG2_E, scale))
+    elif EXACT == 1:
+        y = corrected_power(x, shift, scale)
+    else:
+        y = exponential_float32(x - shift) * scale
     return y
 
 
@@ -304,10 +331,10 @@ def blocks_of(run, TAIL: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit
-def block_rows(row, run, TAIL: tl.constexpr, block: tl.constexpr):
-    """Tokens of a block (R,), and which of them are the run's."""
+def block_rows(row, run, MASKED: tl.constexpr, block: tl.constexpr):
+    """Tokens of a block (R,), and which of them are the run's. The others read what the run's last token does."""
     n = row + tl.arange(0, block.R)
-    if TAIL:
+    if MASKED:
         mask = n < run.end
     else:
         mask = tl.full((block.R,), True, tl.int1)
@@ -315,32 +342,113 @@ def block_rows(row, run, TAIL: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit
-def sum_powers(
-    rows, strides, run, shift1, shift2, first, spec: tl.constexpr, EXACT: tl.constexpr, block: tl.constexpr
-):  # fmt: skip
-    """Columns' sums of powers, (1, W) each."""
-    total1 = tl.zeros((block.R, block.W), tl.float32)
-    total2 = total1
-    for TAIL in tl.static_range(2):
-        start, end = blocks_of(run, TAIL, block)
-        for row in tl.range(start, end, block.R, num_stages=1 if TAIL else block.STAGES):
-            n, mask = block_rows(row, run, TAIL, block)
-            to = rows + n.to(tl.int64)[:, None] * (strides.n * spec.VEC)
-            x1, x2 = load_input(to, mask, strides.f, first, spec, block.W)
-            total1 += tl.where(mask[:, None], power(x1, shift1, EXACT), 0.0)
-            if spec.KIND != "cosine":
-                total2 += tl.where(mask[:, None], power(x2, shift2, EXACT), 0.0)
-    total1 = column_sum(total1, EXACT)
-    if spec.KIND == "cosine":
-        total2 = total1
+def load_block(rows, strides, row, run, first, MASKED: tl.constexpr, spec: tl.constexpr, block: tl.constexpr):
+    """``x`` of a block, (R, W) twice, in the dtype of memory. Rows behind the run's last token are as that."""
+    n, _ = block_rows(row, run, MASKED, block)
+    if MASKED:
+        n = tl.minimum(n, run.end - 1)
+    all_rows = tl.full((block.R,), True, tl.int1)
+    return load_input(
+        rows + n.to(tl.int64)[:, None] * (strides.n * spec.VEC), all_rows, strides.f, first, spec, block.W
+    )
+
+
+@triton.jit
+def hold(base, strides, run, tile, PAIRS: tl.constexpr, spec: tl.constexpr, block: tl.constexpr):
+    """All blocks of a tile in words of two features, int32: what `unpacked` takes, of each.
+
+    The compiler would keep 16-bit numbers in a register each. ``PAIRS``: of gradients, which are zero behind the last
+    token; rows of ``x`` are there as its last.
+    """
+    held = ()
+    TOGETHER: tl.constexpr = 1 if spec.KIND == "interleaved" else 2
+    W: tl.constexpr = block.W // TOGETHER
+    words: tl.constexpr = block.WORDS
+    for k in tl.static_range(block.HELD):
+        rows = rows_of(base.to(tl.pointer_type(tl.int32)), strides, tile, words.VEC)
+        n, mask = block_rows(run.start + k * block.R, run, True, block)
+        if not PAIRS:
+            n = tl.minimum(n, run.end - 1)
+            mask = tl.full((block.R,), True, tl.int1)
+        rows += n.to(tl.int64)[:, None] * (strides.n * words.VEC)
+        if PAIRS and spec.KIND == "cosine":
+            pair = load_pair(rows, mask, strides.f, tile.first // TOGETHER, words, W)
+        else:
+            pair = load_input(rows, mask, strides.f, tile.first // TOGETHER, words, W)
+        held = held + (pair,)
+    return held
+
+
+@triton.jit
+def halves(word, dtype: tl.constexpr):
+    """Both numbers of words in float32. Volatile: they would be kept since they were last asked for."""
+    if INTERPRETED:
+        low = word.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
     else:
-        total2 = column_sum(total2, EXACT)
+        low, high = tl.inline_asm_elementwise(
+            WIDEN_BFLOAT16 if dtype == tl.bfloat16 else WIDEN_FLOAT16,
+            "=f,=f,r", [word], dtype=(tl.float32, tl.float32), is_pure=False, pack=1,
+        )  # fmt: skip
+    return low, high
+
+
+@triton.jit
+def unpacked(pair, dtype: tl.constexpr, PAIRS: tl.constexpr, spec: tl.constexpr):
+    """Both members' numbers (R, W) in float32."""
+    low, high = halves(pair[0], dtype)
+    if spec.KIND == "interleaved":
+        one, two = low, high
+    else:
+        one = tl.interleave(low, high)
+        two = one
+        if PAIRS or spec.KIND != "cosine":
+            low, high = halves(pair[1], dtype)
+            two = tl.interleave(low, high)
+    return one, two
+
+
+@triton.jit
+def add_powers(
+    totals, x, row, run, shift1, shift2, MASKED: tl.constexpr, spec: tl.constexpr, EXACT: tl.constexpr,
+    block: tl.constexpr,
+):  # fmt: skip
+    """Add a block's powers, of the run's tokens, to (R, W) of both members."""
+    total1, total2 = totals
+    _, mask = block_rows(row, run, MASKED, block)
+    one = mask.to(tl.float32)[:, None]  # a product and a sum are one instruction
+    total1 = tl.fma(power(x[0], shift1, EXACT), one, total1)
+    if spec.KIND != "cosine":
+        total2 = tl.fma(power(x[1], shift2, EXACT), one, total2)
+    return total1, total2
+
+
+@triton.jit
+def sum_powers(
+    xs, rows, strides, run, shift1, shift2, first, spec: tl.constexpr, EXACT: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    """Columns' sums of powers, (1, W) each: of blocks that are held, or read."""
+    zeros = tl.zeros((block.R, block.W), tl.float32)
+    totals = (zeros, zeros)
+    for k in tl.static_range(len(xs)):
+        x = unpacked(xs[k], rows.dtype.element_ty, False, spec)
+        totals = add_powers(totals, x, run.start + k * block.R, run, shift1, shift2, True, spec, EXACT, block)
+    if len(xs) == 0:
+        for TAIL in tl.static_range(2):
+            start, end = blocks_of(run, TAIL, block)
+            for row in tl.range(start, end, block.R, num_stages=1 if TAIL else block.STAGES):
+                x = load_block(rows, strides, row, run, first, TAIL, spec, block)
+                totals = add_powers(totals, x, row, run, shift1, shift2, TAIL, spec, EXACT, block)
+    total1 = column_sum(totals[0], EXACT)
+    total2 = total1
+    if spec.KIND != "cosine":
+        total2 = column_sum(totals[1], EXACT)
     return total1, total2
 
 
 @triton.jit
 def column_statistics(
-    rows, strides, run, first, spec: tl.constexpr, EXACT: tl.constexpr, block: tl.constexpr
+    xs, rows, strides, run, first, spec: tl.constexpr, EXACT: tl.constexpr, block: tl.constexpr
 ):  # fmt: skip
     """Columns' shifts and sums of powers, (1, W) each.
 
@@ -352,32 +460,34 @@ def column_statistics(
     f1, f2 = load_input(first_row, one, strides.f, first, spec, block.W)
     shift1 = f1.to(tl.float32)
     shift2 = f2.to(tl.float32)
-    total1, total2 = sum_powers(rows, strides, run, shift1, shift2, first, spec, EXACT, block)
+    total1, total2 = sum_powers(xs, rows, strides, run, shift1, shift2, first, spec, EXACT, block)
     good = (total1 < LARGEST_SUM) & (total2 < LARGEST_SUM)
     if tl.min(tl.min(good.to(tl.int32), axis=1), axis=0) == 0:  # too large for its shift, infinite or NaN
         top1 = tl.full((block.R, block.W), float("-inf"), tl.float32)
         top2 = top1
         for row in tl.range(run.start, run.end, block.R):
-            n = row + tl.arange(0, block.R)
-            mask = n < run.end
-            x1, x2 = load_input(
-                rows + n.to(tl.int64)[:, None] * (strides.n * spec.VEC), mask, strides.f, first, spec, block.W
-            )
-            top1 = tl.where(mask[:, None], tl.maximum(top1, x1.to(tl.float32)), top1)
-            top2 = tl.where(mask[:, None], tl.maximum(top2, x2.to(tl.float32)), top2)
+            x1, x2 = load_block(rows, strides, row, run, first, True, spec, block)
+            top1 = tl.maximum(top1, x1.to(tl.float32))
+            top2 = tl.maximum(top2, x2.to(tl.float32))
         shift1 = largest(top1)
         shift2 = largest(top2)
-        total1, total2 = sum_powers(rows, strides, run, shift1, shift2, first, spec, EXACT, block)
+        total1, total2 = sum_powers((), rows, strides, run, shift1, shift2, first, spec, EXACT, block)
     # Entries of −inf alone have no shift, or it could be larger than those of other parts.
     shift1 = tl.where(total1 == 0.0, float("-inf"), shift1)
     shift2 = tl.where(total2 == 0.0, float("-inf"), shift2)
     return shift1, shift2, total1, total2
 
 
+# ----------------------------------------------------------------------------------------------------------
+# Angles
+# ----------------------------------------------------------------------------------------------------------
+
+
 @triton.jit
-def block_angles(n, mask, run, tile, angles, steps, spec: tl.constexpr, EXACT: tl.constexpr, W: tl.constexpr):
-    """Positions (R, 1 or W) of tokens, and their angles' cosines and sines (R, W)."""
-    axis = (tile.first + tl.arange(0, W)) // spec.E
+def block_angles(row, run, tile, angles, steps, spec: tl.constexpr, EXACT: tl.constexpr, block: tl.constexpr):
+    """Positions (R, 1 or W) of a block's tokens, and their angles' cosines and sines (R, W)."""
+    n, mask = block_rows(row, run, True, block)
+    axis = (tile.first + tl.arange(0, block.W)) // spec.E
     place = n if angles.ids is not None else n - run.group_start
     position = token_positions(place, mask, tile.b, tl.zeros_like(n) + tile.h, axis, angles, spec.AXES)
     whole, rest, unit = steps
@@ -386,16 +496,17 @@ def block_angles(n, mask, run, tile, angles, steps, spec: tl.constexpr, EXACT: t
 
 
 @triton.jit
-def first_angles(run, tile, angles, steps, spec: tl.constexpr, STEPPED: tl.constexpr, block: tl.constexpr):
+def first_angles(
+    run, tile, angles, steps, spec: tl.constexpr, EXACT: tl.constexpr, STEPPED: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
     """What `next_angles` takes for a run's first block.
 
     With ``STEPPED``: its cosines and sines, and those of the angles by which all rows turn from one block to the next.
     """
     if STEPPED:
-        n, mask = block_rows(run.start, run, True, block)
-        _, cosine, sine = block_angles(n, mask, run, tile, angles, steps, spec, False, block.W)
+        _, cosine, sine = block_angles(run.start, run, tile, angles, steps, spec, EXACT, block)
         whole, rest, unit = steps
-        step_cosine, step_sine = cos_sin(tl.full((1, 1), block.R, tl.int32), whole, rest, unit, True)
+        step_cosine, step_sine = cos_sin(tl.full((1, 1), block.R, tl.int32), whole, rest, unit, not EXACT)
         turning = (cosine, sine, step_cosine, step_sine)
     else:
         turning = (run.start,)
@@ -404,94 +515,22 @@ def first_angles(run, tile, angles, steps, spec: tl.constexpr, STEPPED: tl.const
 
 @triton.jit
 def next_angles(
-    turning, n, mask, run, tile, angles, steps,
-    spec: tl.constexpr, EXACT: tl.constexpr, STEPPED: tl.constexpr, W: tl.constexpr,
+    turning, row, run, tile, angles, steps,
+    spec: tl.constexpr, EXACT: tl.constexpr, STEPPED: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """A block's positions, unless ``STEPPED``, its cosines and sines (R, W), and what the next block takes.
 
     To turn on takes half the instructions of a new angle, and none of the special function unit. Rounding errors grow
     with the number of steps: 1e-4 after 128.
     """
+    position = 0
     if STEPPED:
         cosine, sine, step_cosine, step_sine = turning
-        position = n[:, None]
         next_cosine, next_sine = turn(cosine, sine, step_cosine, step_sine, "rotate")
         turning = (next_cosine, next_sine, step_cosine, step_sine)
     else:
-        position, cosine, sine = block_angles(n, mask, run, tile, angles, steps, spec, EXACT, W)
+        position, cosine, sine = block_angles(row, run, tile, angles, steps, spec, EXACT, block)
     return position, cosine, sine, turning
-
-
-@triton.jit
-def load_gradients(
-    x_rows, grad_rows, x_strides, grad_strides, n, mask, cosine, sine, known, first,
-    spec: tl.constexpr, EXACT: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """Weights of both members, and the gradients that reach them before the softmax: (R, W) each."""
-    n = n.to(tl.int64)[:, None]
-    g1, g2 = load_pair(grad_rows + n * (grad_strides.n * spec.VEC), mask, grad_strides.f, first, spec, W)
-    x1, x2 = load_input(x_rows + n * (x_strides.n * spec.VEC), mask, x_strides.f, first, spec, W)
-    d1, d2 = pair_gradient(widen(g1), widen(g2), cosine, sine)
-    y1 = weights(x1, known.shift1, known.scale1, EXACT)
-    y2 = y1
-    if spec.KIND != "cosine":
-        y2 = weights(x2, known.shift2, known.scale2, EXACT)
-    return y1, y2, d1, d2
-
-
-@triton.jit
-def angle_gradient(y1, y2, d1, d2, KIND: tl.constexpr):
-    """Gradient of the angle (R, W)."""
-    if KIND == "cosine":
-        dphi = y1 * d2
-    else:
-        dphi = tl.fma(y1, d2, -(y2 * d1))
-    return dphi
-
-
-@triton.jit
-def sum_gradients(
-    x_rows, grad_rows, x_strides, grad_strides, run, tile, known, angles, steps, moment,
-    spec: tl.constexpr, EXACT: tl.constexpr, STEPPED: tl.constexpr, THETA: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """Columns' sums of y · dy, (1, W) each, and theta's gradient of each place in a block, added to ``moment``."""
-    c1 = tl.zeros((block.R, block.W), tl.float32)
-    c2 = c1
-    turning = first_angles(run, tile, angles, steps, spec, STEPPED, block)
-    for TAIL in tl.static_range(2):
-        start, end = blocks_of(run, TAIL, block)
-        for row in tl.range(start, end, block.R, num_stages=1 if TAIL else block.STAGES):
-            n, mask = block_rows(row, run, TAIL, block)
-            position, cosine, sine, turning = next_angles(
-                turning, n, mask, run, tile, angles, steps, spec, EXACT, STEPPED and not TAIL, block.W
-            )
-            y1, y2, d1, d2 = load_gradients(
-                x_rows,
-                grad_rows,
-                x_strides,
-                grad_strides,
-                n,
-                mask,
-                cosine,
-                sine,
-                known,
-                tile.first,
-                spec,
-                EXACT,
-                block.W,
-            )
-            c1 += tl.where(mask[:, None], y1 * d1, 0.0)
-            if spec.KIND != "cosine":
-                c2 += tl.where(mask[:, None], y2 * d2, 0.0)
-            if THETA:
-                dphi = tl.where(mask[:, None], angle_gradient(y1, y2, d1, d2, spec.KIND), 0.0)
-                moment += position.to(tl.float64) * dphi.to(tl.float64)
-    c1 = column_sum(c1, EXACT)
-    if spec.KIND == "cosine":
-        c2 = c1
-    else:
-        c2 = column_sum(c2, EXACT)
-    return c1, c2, moment
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -500,33 +539,121 @@ def sum_gradients(
 
 
 @triton.jit
+def store_weights(
+    x_block, rows, strides, row, run, first, cosine, sine, known, spec: tl.constexpr, EXACT: tl.constexpr,
+    block: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Write a block's turned weights."""
+    n, mask = block_rows(row, run, MASKED, block)
+    y1 = weights(x_block[0], known.shift1, known.scale1, EXACT)
+    y2 = y1
+    if spec.KIND != "cosine":
+        y2 = weights(x_block[1], known.shift2, known.scale2, EXACT)
+    o1, o2 = turn(y1, y2, cosine, sine, spec.KIND)
+    to = rows + n.to(tl.int64)[:, None] * (strides.n * spec.VEC)
+    store_pair(to, o1, o2, mask, strides.f, first, spec, block.W)
+
+
+@triton.jit
 def apply_softmax(
-    x, out, x_strides, out_strides, run, tile, known, angles, steps,
+    xs, x, out, x_strides, out_strides, run, tile, known, angles, steps,
     spec: tl.constexpr, EXACT: tl.constexpr, STEPPED: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Write the turned weights of a run, whose columns' statistics are known."""
     x_rows = rows_of(x, x_strides, tile, spec.VEC)
     out_rows = rows_of(out, out_strides, tile, spec.VEC)
     known = prepared(known, EXACT)
-    turning = first_angles(run, tile, angles, steps, spec, STEPPED, block)
-    for TAIL in tl.static_range(2):
-        start, end = blocks_of(run, TAIL, block)
-        for row in tl.range(start, end, block.R, num_stages=1 if TAIL else block.STAGES):
-            n, mask = block_rows(row, run, TAIL, block)
-            n_wide = n.to(tl.int64)[:, None]
-            x1, x2 = load_input(
-                x_rows + n_wide * (x_strides.n * spec.VEC), mask, x_strides.f, tile.first, spec, block.W
-            )
-            _, cosine, sine, turning = next_angles(
-                turning, n, mask, run, tile, angles, steps, spec, EXACT, STEPPED and not TAIL, block.W
-            )
-            y1 = weights(x1, known.shift1, known.scale1, EXACT)
-            y2 = y1
-            if spec.KIND != "cosine":
-                y2 = weights(x2, known.shift2, known.scale2, EXACT)
-            o1, o2 = turn(y1, y2, cosine, sine, spec.KIND)
-            to = out_rows + n_wide * (out_strides.n * spec.VEC)
-            store_pair(to, o1, o2, mask, out_strides.f, tile.first, spec, block.W)
+    turning = first_angles(run, tile, angles, steps, spec, EXACT, STEPPED, block)
+    for k in tl.static_range(len(xs)):
+        row = run.start + k * block.R
+        _, cosine, sine, turning = next_angles(
+            turning, row, run, tile, angles, steps, spec, EXACT, STEPPED, block
+        )
+        x_block = unpacked(xs[k], x.dtype.element_ty, False, spec)
+        store_weights(
+            x_block, out_rows, out_strides, row, run, tile.first, cosine, sine, known, spec, EXACT, block, True
+        )
+    if len(xs) == 0:
+        for TAIL in tl.static_range(2):
+            start, end = blocks_of(run, TAIL, block)
+            for row in tl.range(start, end, block.R, num_stages=1 if TAIL else block.STAGES):
+                x_block = load_block(x_rows, x_strides, row, run, tile.first, TAIL, spec, block)
+                _, cosine, sine, turning = next_angles(
+                    turning, row, run, tile, angles, steps, spec, EXACT, STEPPED and not TAIL, block
+                )
+                store_weights(
+                    x_block, out_rows, out_strides, row, run, tile.first, cosine, sine, known, spec, EXACT, block,
+                    TAIL,
+                )  # fmt: skip
+
+
+@triton.jit
+def publish_run(
+    group, xs, x, partial, cu_seqlens, tile, numbers, sizes, x_strides,
+    spec: tl.constexpr, EXACT: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Reduce a run to its columns' statistics, and write these."""
+    P: tl.constexpr = 1 if spec.KIND == "cosine" else 2
+    W: tl.constexpr = block.W
+    f, _ = column_offsets(0, W, W)
+    run = run_of(group, tile, cu_seqlens, numbers, sizes)
+    shift1, shift2, total1, total2 = column_statistics(
+        xs, rows_of(x, x_strides, tile, spec.VEC), x_strides, run, tile.first, spec, EXACT, block
+    )
+    to = slot_pointer(partial, run.slot, tile, sizes, 2 * P, W)
+    store_columns(to, shift1, shift2, f, f < W, W, P)
+    store_columns(to + P * W, total1, total2, f, f < W, W, P)
+
+
+@triton.jit
+def publish_statistics(
+    xs, x, partial, arrived, cu_seqlens, tile, numbers, sizes, x_strides,
+    spec: tl.constexpr, EXACT: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Reduce a tile to its columns' statistics, and write these."""
+    P: tl.constexpr = 1 if spec.KIND == "cosine" else 2
+    W: tl.constexpr = block.W
+    f, _ = column_offsets(0, W, W)
+    if cu_seqlens is None:
+        publish_run(tile.first_group, xs, x, partial, cu_seqlens, tile, numbers, sizes, x_strides, spec, EXACT, block)
+    else:
+        for group in range(tile.first_group, tile.last_group + 1):
+            publish_run(group, xs, x, partial, cu_seqlens, tile, numbers, sizes, x_strides, spec, EXACT, block)
+    arrive(arrived, tile)
+
+
+@triton.jit
+def finish_run(
+    group, xs, x, out, statistics, partial, cu_seqlens, tile, angles, steps, numbers, sizes, x_strides, out_strides,
+    spec: tl.constexpr, EXACT: tl.constexpr, EXACT_SUMS: tl.constexpr, STEPPED: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Write the output of a run, and the first tile of a group its statistics."""
+    P: tl.constexpr = 1 if spec.KIND == "cosine" else 2
+    F: tl.constexpr = spec.F
+    W: tl.constexpr = block.W
+    run = run_of(group, tile, cu_seqlens, numbers, sizes)
+    if partial is None:
+        shift1, shift2, total1, total2 = column_statistics(
+            xs, rows_of(x, x_strides, tile, spec.VEC), x_strides, run, tile.first, spec, EXACT_SUMS, block
+        )
+    else:
+        f, _ = column_offsets(0, W, W)
+        slots = slot_pointer(partial, run.first_slot, tile, sizes, 2 * P, W)
+        shift1, total1 = combine_statistics(slots, run.slots, f, P, W, EXACT_SUMS)
+        shift2, total2 = shift1, total1
+        if P == 2:
+            shift2, total2 = combine_statistics(slots + W, run.slots, f, P, W, EXACT_SUMS)
+    f, mask = column_offsets(tile.first, F, W)
+    scale1 = tl.div_rn(1.0, tl.where(mask & (total1 != 0.0), total1, 1.0))
+    scale2 = tl.div_rn(1.0, tl.where(mask & (total2 != 0.0), total2, 1.0))
+    if run.slot == run.first_slot:
+        to = statistics + (run.group * sizes.heads + tile.h) * (2 * P * F)
+        store_columns(to, shift1, shift2, f, mask, F, P)
+        store_columns(to + P * F, scale1, scale2, f, mask, F, P)
+    known = Statistics(shift1, shift2, scale1, scale2)
+    apply_softmax(
+        xs, x, out, x_strides, out_strides, run, tile, known, angles, steps, spec, EXACT, STEPPED, block
+    )
 
 
 @triton.jit
@@ -544,53 +671,130 @@ def sequence_forward_kernel(
     for i in range(sizes.turns + sizes.lag):
         number = i * tl.num_programs(0) + tl.program_id(0)
         if not ALONE:
-            if number < sizes.tiles:
-                tile = tile_of(number, cu_seqlens, numbers, sizes, spec, block)
-                f, _ = column_offsets(0, W, W)
-                for group in range(tile.first_group, tile.last_group + 1):
-                    run = run_of(group, tile, cu_seqlens, numbers, sizes)
-                    shift1, shift2, total1, total2 = column_statistics(
-                        rows_of(x, x_strides, tile, spec.VEC), x_strides, run, tile.first, spec, EXACT_SUMS, block
+            if not block.HELD:
+                if number < sizes.tiles:
+                    tile = tile_of(number, cu_seqlens, numbers, sizes, spec, block)
+                    publish_statistics(
+                        (), x, partial, arrived, cu_seqlens, tile, numbers, sizes, x_strides, spec, EXACT_SUMS, block
                     )
-                    to = slot_pointer(partial, run.slot, tile, sizes, 2 * P, W)
-                    store_columns(to, shift1, shift2, f, f < W, W, P)
-                    store_columns(to + P * W, total1, total2, f, f < W, W, P)
-                arrive(arrived, tile)
-        number -= sizes.lag * tl.num_programs(0)
+                number -= sizes.lag * tl.num_programs(0)
         if (number >= 0) & (number < sizes.tiles):
             tile = tile_of(number, cu_seqlens, numbers, sizes, spec, block)
+            held_run = run_of(tile.first_group, tile, cu_seqlens, numbers, sizes)
+            xs = hold(x, x_strides, held_run, tile, False, spec, block)
+            if block.HELD:
+                tl.debug_barrier()  # or the assembler moves loads behind the first sums
+            if not ALONE:
+                if block.HELD:
+                    publish_statistics(
+                        xs, x, partial, arrived, cu_seqlens, tile, numbers, sizes, x_strides, spec, EXACT_SUMS, block
+                    )
             steps = load_frequencies(angles, tile.h, tile.first, spec, W)
             if not ALONE:
                 wait(arrived, tile, sizes.parts)
-            for group in range(tile.first_group, tile.last_group + 1):
-                run = run_of(group, tile, cu_seqlens, numbers, sizes)
-                if ALONE:
-                    shift1, shift2, total1, total2 = column_statistics(
-                        rows_of(x, x_strides, tile, spec.VEC), x_strides, run, tile.first, spec, EXACT_SUMS, block
-                    )
-                else:
-                    f, _ = column_offsets(0, W, W)
-                    slots = slot_pointer(partial, run.first_slot, tile, sizes, 2 * P, W)
-                    shift1, total1 = combine_statistics(slots, run.slots, f, P, W, EXACT_SUMS)
-                    shift2, total2 = shift1, total1
-                    if P == 2:
-                        shift2, total2 = combine_statistics(slots + W, run.slots, f, P, W, EXACT_SUMS)
-                f, mask = column_offsets(tile.first, F, W)
-                scale1 = tl.div_rn(1.0, tl.where(mask & (total1 != 0.0), total1, 1.0))
-                scale2 = tl.div_rn(1.0, tl.where(mask & (total2 != 0.0), total2, 1.0))
-                if run.slot == run.first_slot:
-                    to = statistics + (run.group * sizes.heads + tile.h) * (2 * P * F)
-                    store_columns(to, shift1, shift2, f, mask, F, P)
-                    store_columns(to + P * F, scale1, scale2, f, mask, F, P)
-                known = Statistics(shift1, shift2, scale1, scale2)
-                apply_softmax(
-                    x, out, x_strides, out_strides, run, tile, known, angles, steps, spec, EXACT, STEPPED, block
-                )
+            if cu_seqlens is None:
+                finish_run(
+                    tile.first_group, xs, x, out, statistics, partial, cu_seqlens, tile, angles, steps, numbers, sizes,
+                    x_strides, out_strides, spec, EXACT, EXACT_SUMS, STEPPED, block,
+                )  # fmt: skip
+            else:
+                for group in range(tile.first_group, tile.last_group + 1):
+                    finish_run(
+                        group, xs, x, out, statistics, partial, cu_seqlens, tile, angles, steps, numbers, sizes,
+                        x_strides, out_strides, spec, EXACT, EXACT_SUMS, STEPPED, block,
+                    )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Backward
 # ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_gradients(rows, strides, row, run, first, MASKED: tl.constexpr, spec: tl.constexpr, block: tl.constexpr):
+    """What reaches a block's outputs, (R, W) twice, in the dtype of memory; zeros behind the run's last token."""
+    n, mask = block_rows(row, run, MASKED, block)
+    return load_pair(rows + n.to(tl.int64)[:, None] * (strides.n * spec.VEC), mask, strides.f, first, spec, block.W)
+
+
+@triton.jit
+def block_gradients(x, g, cosine, sine, known, KIND: tl.constexpr, EXACT: tl.constexpr):
+    """Weights of both members, and the gradients that reach them before the softmax: (R, W) each."""
+    d1, d2 = pair_gradient(widen(g[0]), widen(g[1]), cosine, sine)
+    y1 = weights(x[0], known.shift1, known.scale1, EXACT)
+    y2 = y1
+    if KIND != "cosine":
+        y2 = weights(x[1], known.shift2, known.scale2, EXACT)
+    return y1, y2, d1, d2
+
+
+@triton.jit
+def add_gradients(
+    sums, x, g, step, position, cosine, sine, known,
+    KIND: tl.constexpr, EXACT: tl.constexpr, STEPPED: tl.constexpr, THETA: tl.constexpr,
+):  # fmt: skip
+    """Add a block's y · dy, and its angles' gradients times their positions, to (R, W) each.
+
+    With ``STEPPED`` the latter are two sums: of the gradients, and of these times the block's number.
+    """
+    c1, c2, turned, moment = sums
+    y1, y2, d1, d2 = block_gradients(x, g, cosine, sine, known, KIND, EXACT)
+    c1 = tl.fma(y1, d1, c1)
+    dphi = y1 * d2
+    if KIND != "cosine":
+        c2 = tl.fma(y2, d2, c2)
+        dphi = tl.fma(-y2, d1, dphi)
+    if THETA:
+        if STEPPED:
+            turned += dphi
+            moment = tl.fma(dphi, step, moment)
+        else:
+            moment += position.to(tl.float64) * dphi.to(tl.float64)
+    return c1, c2, turned, moment
+
+
+@triton.jit
+def sum_gradients(
+    xs, gs, x_rows, grad_rows, x_strides, grad_strides, run, tile, known, angles, steps, moment,
+    spec: tl.constexpr, EXACT: tl.constexpr, STEPPED: tl.constexpr, THETA: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Columns' sums of y · dy, (1, W) each, and theta's gradient of each place in a block, added to ``moment``."""
+    KIND: tl.constexpr = spec.KIND
+    zeros = tl.zeros((block.R, block.W), tl.float32)
+    wide = zeros.to(tl.float64) if THETA and not STEPPED else zeros
+    sums = (zeros, zeros, zeros, wide)
+    turning = first_angles(run, tile, angles, steps, spec, EXACT, STEPPED, block)
+    for k in tl.static_range(len(xs)):
+        position, cosine, sine, turning = next_angles(
+            turning, run.start + k * block.R, run, tile, angles, steps, spec, EXACT, STEPPED, block
+        )
+        x = unpacked(xs[k], x_rows.dtype.element_ty, False, spec)
+        g = unpacked(gs[k], grad_rows.dtype.element_ty, True, spec)
+        sums = add_gradients(sums, x, g, float(k), position, cosine, sine, known, KIND, EXACT, STEPPED, THETA)
+    if len(xs) == 0:
+        for TAIL in tl.static_range(2):
+            start, end = blocks_of(run, TAIL, block)
+            for row in tl.range(start, end, block.R, num_stages=1 if TAIL else block.STAGES):
+                x = load_block(x_rows, x_strides, row, run, tile.first, TAIL, spec, block)
+                g = load_gradients(grad_rows, grad_strides, row, run, tile.first, TAIL, spec, block)
+                position, cosine, sine, turning = next_angles(
+                    turning, row, run, tile, angles, steps, spec, EXACT, STEPPED and not TAIL, block
+                )
+                step = ((row - run.start) // block.R).to(tl.float32)
+                sums = add_gradients(sums, x, g, step, position, cosine, sine, known, KIND, EXACT, STEPPED, THETA)
+    c1, c2, turned, by_step = sums
+    if THETA:
+        if STEPPED:
+            position, _, _ = block_angles(run.start, run, tile, angles, steps, spec, EXACT, block)
+            moment += position.to(tl.float64) * turned.to(tl.float64) + by_step.to(tl.float64) * block.R
+        else:
+            moment += by_step
+    c1 = column_sum(c1, EXACT)
+    if spec.KIND == "cosine":
+        c2 = c1
+    else:
+        c2 = column_sum(c2, EXACT)
+    return c1, c2, moment
 
 
 @triton.jit
@@ -605,8 +809,20 @@ def load_statistics(statistics, run, tile, heads, spec: tl.constexpr, W: tl.cons
 
 
 @triton.jit
+def store_gradients(
+    x, g, rows, strides, row, run, first, c1, c2, cosine, sine, known, spec: tl.constexpr, EXACT: tl.constexpr,
+    block: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Write a block's y · (dy − c)."""
+    n, mask = block_rows(row, run, MASKED, block)
+    y1, y2, d1, d2 = block_gradients(x, g, cosine, sine, known, spec.KIND, EXACT)
+    to = rows + n.to(tl.int64)[:, None] * (strides.n * spec.VEC)
+    store_input(to, y1 * (d1 - c1), y2 * (d2 - c2), mask, strides.f, first, spec, block.W)
+
+
+@triton.jit
 def apply_gradient(
-    x, grad, dx, x_strides, grad_strides, dx_strides, run, tile, known, c1, c2, angles, steps,
+    xs, gs, x, grad, dx, x_strides, grad_strides, dx_strides, run, tile, known, c1, c2, angles, steps,
     spec: tl.constexpr, EXACT: tl.constexpr, STEPPED: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of x of a run, y · (dy − c), where c (1, W) are the columns' sums of y · dy."""
@@ -614,43 +830,43 @@ def apply_gradient(
     grad_rows = rows_of(grad, grad_strides, tile, spec.VEC)
     dx_rows = rows_of(dx, dx_strides, tile, spec.VEC)
     known = prepared(known, EXACT)
-    turning = first_angles(run, tile, angles, steps, spec, STEPPED, block)
-    for TAIL in tl.static_range(2):
-        start, end = blocks_of(run, TAIL, block)
-        for row in tl.range(start, end, block.R, num_stages=1 if TAIL else block.STAGES):
-            n, mask = block_rows(row, run, TAIL, block)
-            _, cosine, sine, turning = next_angles(
-                turning, n, mask, run, tile, angles, steps, spec, EXACT, STEPPED and not TAIL, block.W
-            )
-            y1, y2, d1, d2 = load_gradients(
-                x_rows,
-                grad_rows,
-                x_strides,
-                grad_strides,
-                n,
-                mask,
-                cosine,
-                sine,
-                known,
-                tile.first,
-                spec,
-                EXACT,
-                block.W,
-            )
-            to = dx_rows + n.to(tl.int64)[:, None] * (dx_strides.n * spec.VEC)
-            store_input(to, y1 * (d1 - c1), y2 * (d2 - c2), mask, dx_strides.f, tile.first, spec, block.W)
+    turning = first_angles(run, tile, angles, steps, spec, EXACT, STEPPED, block)
+    for k in tl.static_range(len(xs)):
+        row = run.start + k * block.R
+        _, cosine, sine, turning = next_angles(
+            turning, row, run, tile, angles, steps, spec, EXACT, STEPPED, block
+        )
+        x_block = unpacked(xs[k], x.dtype.element_ty, False, spec)
+        g_block = unpacked(gs[k], grad.dtype.element_ty, True, spec)
+        store_gradients(
+            x_block, g_block, dx_rows, dx_strides, row, run, tile.first, c1, c2, cosine, sine, known, spec, EXACT,
+            block, True,
+        )  # fmt: skip
+    if len(xs) == 0:
+        for TAIL in tl.static_range(2):
+            start, end = blocks_of(run, TAIL, block)
+            for row in tl.range(start, end, block.R, num_stages=1 if TAIL else block.STAGES):
+                x_block = load_block(x_rows, x_strides, row, run, tile.first, TAIL, spec, block)
+                g_block = load_gradients(grad_rows, grad_strides, row, run, tile.first, TAIL, spec, block)
+                _, cosine, sine, turning = next_angles(
+                    turning, row, run, tile, angles, steps, spec, EXACT, STEPPED and not TAIL, block
+                )
+                store_gradients(
+                    x_block, g_block, dx_rows, dx_strides, row, run, tile.first, c1, c2, cosine, sine, known, spec,
+                    EXACT, block, TAIL,
+                )  # fmt: skip
 
 
 @triton.jit
 def reduce_gradients(
-    x, grad, x_strides, grad_strides, statistics, run, tile, heads, angles, steps, moment,
+    xs, gs, x, grad, x_strides, grad_strides, statistics, run, tile, heads, angles, steps, moment,
     spec: tl.constexpr, EXACT: tl.constexpr, STEPPED: tl.constexpr, THETA: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """`sum_gradients` of a run, with its statistics."""
     known = load_statistics(statistics, run, tile, heads, spec, block.W)
     return sum_gradients(
-        rows_of(x, x_strides, tile, spec.VEC), rows_of(grad, grad_strides, tile, spec.VEC), x_strides, grad_strides, run,
-        tile, prepared(known, EXACT), angles, steps, moment, spec, EXACT, STEPPED and not EXACT, THETA, block,
+        xs, gs, rows_of(x, x_strides, tile, spec.VEC), rows_of(grad, grad_strides, tile, spec.VEC), x_strides,
+        grad_strides, run, tile, prepared(known, EXACT), angles, steps, moment, spec, EXACT, STEPPED, THETA, block,
     )  # fmt: skip
 
 
@@ -660,6 +876,82 @@ def store_moment(dtheta, moment, tile, sizes, spec: tl.constexpr, W: tl.constexp
     f, mask = column_offsets(tile.first, spec.F, W)
     to = dtheta + ((tile.b * sizes.parts + tile.part) * sizes.heads + tile.h) * spec.F
     tl.store(to + f, tl.sum(moment, axis=0)[None, :], mask=mask)
+
+
+@triton.jit
+def publish_gradient_run(
+    group, xs, gs, x, grad, statistics, partial, cu_seqlens, tile, angles, steps, moment, numbers, sizes, x_strides,
+    grad_strides,
+    spec: tl.constexpr, EXACT: tl.constexpr, STEPPED: tl.constexpr, THETA: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Reduce a run to its columns' sums of y · dy, and write these."""
+    P: tl.constexpr = 1 if spec.KIND == "cosine" else 2
+    W: tl.constexpr = block.W
+    f, _ = column_offsets(0, W, W)
+    run = run_of(group, tile, cu_seqlens, numbers, sizes)
+    c1, c2, moment = reduce_gradients(
+        xs, gs, x, grad, x_strides, grad_strides, statistics, run, tile, sizes.heads, angles, steps, moment, spec,
+        EXACT, STEPPED, THETA, block,
+    )  # fmt: skip
+    store_columns(slot_pointer(partial, run.slot, tile, sizes, P, W), c1, c2, f, f < W, W, P)
+    return moment
+
+
+@triton.jit
+def publish_gradients(
+    xs, gs, x, grad, statistics, partial, arrived, dtheta, cu_seqlens, tile, angles, steps, numbers, sizes,
+    x_strides, grad_strides,
+    spec: tl.constexpr, EXACT: tl.constexpr, STEPPED: tl.constexpr, THETA: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Reduce a tile to its columns' sums of y · dy, and write these and its part of theta's gradient."""
+    P: tl.constexpr = 1 if spec.KIND == "cosine" else 2
+    W: tl.constexpr = block.W
+    moment = tl.zeros((block.R, W), tl.float64) if THETA else 0.0
+    if cu_seqlens is None:
+        moment = publish_gradient_run(
+            tile.first_group, xs, gs, x, grad, statistics, partial, cu_seqlens, tile, angles, steps, moment, numbers,
+            sizes, x_strides, grad_strides, spec, EXACT, STEPPED, THETA, block,
+        )  # fmt: skip
+    else:
+        for group in range(tile.first_group, tile.last_group + 1):
+            moment = publish_gradient_run(
+                group, xs, gs, x, grad, statistics, partial, cu_seqlens, tile, angles, steps, moment, numbers, sizes,
+                x_strides, grad_strides, spec, EXACT, STEPPED, THETA, block,
+            )  # fmt: skip
+    arrive(arrived, tile)
+    if THETA:
+        store_moment(dtheta, moment, tile, sizes, spec, W)
+
+
+@triton.jit
+def finish_gradient_run(
+    group, xs, gs, x, grad, dx, statistics, partial, cu_seqlens, tile, angles, steps, moment, numbers, sizes,
+    x_strides, grad_strides, dx_strides,
+    spec: tl.constexpr, EXACT: tl.constexpr, EXACT_SUMS: tl.constexpr, STEPPED: tl.constexpr, THETA: tl.constexpr,
+    block: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of x of a run."""
+    P: tl.constexpr = 1 if spec.KIND == "cosine" else 2
+    W: tl.constexpr = block.W
+    run = run_of(group, tile, cu_seqlens, numbers, sizes)
+    if partial is None:
+        c1, c2, moment = reduce_gradients(
+            xs, gs, x, grad, x_strides, grad_strides, statistics, run, tile, sizes.heads, angles, steps,
+            moment, spec, EXACT_SUMS, STEPPED, THETA, block,
+        )  # fmt: skip
+    else:
+        f, _ = column_offsets(0, W, W)
+        slots = slot_pointer(partial, run.first_slot, tile, sizes, P, W)
+        c1 = combine_sums(slots, run.slots, f, P, W, EXACT_SUMS)
+        c2 = c1
+        if P == 2:
+            c2 = combine_sums(slots + W, run.slots, f, P, W, EXACT_SUMS)
+    known = load_statistics(statistics, run, tile, sizes.heads, spec, W)
+    apply_gradient(
+        xs, gs, x, grad, dx, x_strides, grad_strides, dx_strides, run, tile, known, c1, c2, angles, steps,
+        spec, EXACT, STEPPED, block,
+    )  # fmt: skip
+    return moment
 
 
 @triton.jit
@@ -679,47 +971,44 @@ def sequence_backward_kernel(
     for i in range(sizes.turns + sizes.lag):
         number = i * tl.num_programs(0) + tl.program_id(0)
         if not ALONE:
-            if number < sizes.tiles:
-                tile = tile_of(number, cu_seqlens, numbers, sizes, spec, block)
-                steps = load_frequencies(angles, tile.h, tile.first, spec, W)
-                f, _ = column_offsets(0, W, W)
-                moment = tl.zeros((block.R, W), tl.float64) if THETA else 0.0
-                for group in range(tile.first_group, tile.last_group + 1):
-                    run = run_of(group, tile, cu_seqlens, numbers, sizes)
-                    c1, c2, moment = reduce_gradients(
-                        x, grad, x_strides, grad_strides, statistics, run, tile, sizes.heads, angles, steps, moment,
-                        spec, EXACT_SUMS, STEPPED, THETA, block,
+            if not block.HELD:
+                if number < sizes.tiles:
+                    tile = tile_of(number, cu_seqlens, numbers, sizes, spec, block)
+                    steps = load_frequencies(angles, tile.h, tile.first, spec, W)
+                    publish_gradients(
+                        (), (), x, grad, statistics, partial, arrived, dtheta, cu_seqlens, tile, angles, steps,
+                        numbers, sizes, x_strides, grad_strides, spec, EXACT_SUMS, STEPPED, THETA, block,
                     )  # fmt: skip
-                    store_columns(slot_pointer(partial, run.slot, tile, sizes, P, W), c1, c2, f, f < W, W, P)
-                arrive(arrived, tile)
-                if THETA:
-                    store_moment(dtheta, moment, tile, sizes, spec, W)
-        number -= sizes.lag * tl.num_programs(0)
+                number -= sizes.lag * tl.num_programs(0)
         if (number >= 0) & (number < sizes.tiles):
             tile = tile_of(number, cu_seqlens, numbers, sizes, spec, block)
+            held_run = run_of(tile.first_group, tile, cu_seqlens, numbers, sizes)
+            xs = hold(x, x_strides, held_run, tile, False, spec, block)
+            gs = hold(grad, grad_strides, held_run, tile, True, spec, block)
+            if block.HELD:
+                tl.debug_barrier()
             steps = load_frequencies(angles, tile.h, tile.first, spec, W)
             moment = tl.zeros((block.R, W), tl.float64) if THETA else 0.0
             if not ALONE:
-                wait(arrived, tile, sizes.parts)
-            for group in range(tile.first_group, tile.last_group + 1):
-                run = run_of(group, tile, cu_seqlens, numbers, sizes)
-                if ALONE:
-                    c1, c2, moment = reduce_gradients(
-                        x, grad, x_strides, grad_strides, statistics, run, tile, sizes.heads, angles, steps, moment,
-                        spec, EXACT_SUMS, STEPPED, THETA, block,
+                if block.HELD:
+                    publish_gradients(
+                        xs, gs, x, grad, statistics, partial, arrived, dtheta, cu_seqlens, tile, angles, steps,
+                        numbers, sizes, x_strides, grad_strides, spec, EXACT_SUMS, STEPPED, THETA, block,
                     )  # fmt: skip
-                else:
-                    f, _ = column_offsets(0, W, W)
-                    slots = slot_pointer(partial, run.first_slot, tile, sizes, P, W)
-                    c1 = combine_sums(slots, run.slots, f, P, W, EXACT_SUMS)
-                    c2 = c1
-                    if P == 2:
-                        c2 = combine_sums(slots + W, run.slots, f, P, W, EXACT_SUMS)
-                known = load_statistics(statistics, run, tile, sizes.heads, spec, W)
-                apply_gradient(
-                    x, grad, dx, x_strides, grad_strides, dx_strides, run, tile, known, c1, c2, angles, steps, spec,
-                    EXACT_DX, STEPPED and not EXACT_DX, block,
+                wait(arrived, tile, sizes.parts)
+            if cu_seqlens is None:
+                moment = finish_gradient_run(
+                    tile.first_group, xs, gs, x, grad, dx, statistics, partial, cu_seqlens, tile, angles, steps, moment,
+                    numbers, sizes, x_strides, grad_strides, dx_strides, spec, EXACT_DX, EXACT_SUMS, STEPPED, THETA,
+                    block,
                 )  # fmt: skip
+            else:
+                for group in range(tile.first_group, tile.last_group + 1):
+                    moment = finish_gradient_run(
+                        group, xs, gs, x, grad, dx, statistics, partial, cu_seqlens, tile, angles, steps, moment,
+                        numbers, sizes, x_strides, grad_strides, dx_strides, spec, EXACT_DX, EXACT_SUMS, STEPPED,
+                        THETA, block,
+                    )  # fmt: skip
             if ALONE:
                 if THETA:
                     store_moment(dtheta, moment, tile, sizes, spec, W)
