@@ -170,7 +170,9 @@ def _plan(
     tile, width, rows, parts = cut.tile, cut.width, cut.rows, cut.parts
     tiles = batch * heads * cut.together
     alone = parts == 1 and not block_parallel
-    held = 0 if tile.stages else triton.next_power_of_2(cut.part_tokens // rows)
+    held = 0 if tile.stages else triton.cdiv(tile.tokens, rows)
+    if short:
+        held = min(held, triton.next_power_of_2(cut.part_tokens // rows))
     programs, lag = tiles, 0
     if not alone:
         # All of them run at once: none takes more than its share of registers, or of the smallest shared memory.
