@@ -19,12 +19,8 @@ from warploom.ops.lrpe.launches import (
     packed_strides,
     theta_sums,
 )
-from warploom.ops.lrpe.softmax_sequence.kernels import (
-    Block,
-    Sizes,
-    sequence_backward_kernel,
-    sequence_forward_kernel,
-)
+from warploom.ops.lrpe.softmax_sequence.kernels.tiles import Sizes, Variant
+from warploom.ops.lrpe.softmax_sequence.kernels.turns import sequence_backward_kernel, sequence_forward_kernel
 from warploom.runtime.launch import INTERPRETED, Dense, Launch, multiprocessors
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.plans import Plans
@@ -128,7 +124,7 @@ def _cut(tile: SequenceTile, tokens: int, short: bool, features: int, members: i
     """By a tile; short sequences are one part."""
     width = min(tile.width, features)
     rows = max(1, tile.numbers // (width * members))
-    part_tokens = tokens if short else max(tile.tokens, triton.cdiv(tokens, MOST_PARTS) if tile.stages else 0)
+    part_tokens = tokens if short else max(tile.tokens, triton.cdiv(tokens, MOST_PARTS) if tile.blocks else 0)
     part_tokens = triton.cdiv(triton.cdiv(tokens, triton.cdiv(tokens, part_tokens)), rows) * rows
     return _Cut(tile, width, -(-features // width), rows, part_tokens, triton.cdiv(tokens, part_tokens))
 
@@ -170,7 +166,7 @@ def _plan(
     tile, width, rows, parts = cut.tile, cut.width, cut.rows, cut.parts
     tiles = batch * heads * cut.together
     alone = parts == 1 and not block_parallel
-    held = 0 if tile.stages else triton.cdiv(tile.tokens, rows)
+    held = 0 if tile.blocks else triton.cdiv(tile.tokens, rows)
     if short:
         held = min(held, triton.next_power_of_2(cut.part_tokens // rows))
     programs, lag = tiles, 0
@@ -201,11 +197,17 @@ def _plan(
         ),
         numbers=numbers,
         inverses=Inverses(*map(inverse_of, inner_sizes(positions))),
-        spec=Spec(kind, positions.axes(), vec, theta_vec, unit, features, theta.shape[-1]),
-        EXACT=2 * exact,
-        EXACT_SUMS=2 if exact else int(theta_gradient),
-        STEPPED=stepped,
-        block=Block(rows, width, held, words if held else None, tile.stages),
+        variant=Variant(
+            Spec(kind, positions.axes(), vec, theta_vec, unit, features, theta.shape[-1]),
+            EXACT=2 * exact,
+            EXACT_SUMS=2 if exact else int(theta_gradient),
+            STEPPED=stepped,
+            R=rows,
+            W=width,
+            HELD=held,
+            BLOCKS=max(1, tile.blocks),
+            WORDS=None if wide else words,
+        ),
         **named_strides,
     )  # fmt: skip
     sums = None
