@@ -167,8 +167,8 @@ def _plan(
     tiles = batch * heads * cut.together
     alone = parts == 1 and not block_parallel
     held = 0 if tile.blocks else triton.cdiv(tile.tokens, rows)
-    if short:
-        held = min(held, triton.next_power_of_2(cut.part_tokens // rows))
+    if short and 2 * cut.part_tokens <= held * rows:
+        held //= 2
     programs, lag = tiles, 0
     if not alone:
         # All of them run at once: none takes more than its share of registers, or of the smallest shared memory.

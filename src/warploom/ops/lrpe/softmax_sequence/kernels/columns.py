@@ -57,7 +57,9 @@ def members(columns, P: tl.constexpr, W: tl.constexpr):
     one = columns
     two = columns
     if P == 2:
-        one, two = tl.split(columns.reshape(1, W, 2))
+        one, two = tl.split(columns.reshape(W, 2))
+        one = one[None, :]
+        two = two[None, :]
     return one, two
 
 

@@ -91,6 +91,7 @@ def column_statistics(xs, run, tile, call, variant: tl.constexpr):
 def store_weights(xs, row, run, tile, known, turning, steps, call, variant: tl.constexpr):
     """Write the turned weights of blocks from token ``row`` on."""
     spec: tl.constexpr = variant.spec
+    KIND: tl.constexpr = spec.KIND
     out_rows = rows_of(call.out, call.out_strides, tile, spec.VEC)
     for k in tl.static_range(len(xs)):
         n, mask = block_rows(row + k * variant.R, run, variant.R)
@@ -100,9 +101,9 @@ def store_weights(xs, row, run, tile, known, turning, steps, call, variant: tl.c
         x1, x2 = unpacked(xs[k], call.x, False, variant)
         y1 = weights(x1, known.shift1, known.scale1, variant.EXACT)
         y2 = y1
-        if spec.KIND != "cosine":
+        if KIND != "cosine":
             y2 = weights(x2, known.shift2, known.scale2, variant.EXACT)
-        o1, o2 = turn(y1, y2, cosine, sine, spec.KIND)
+        o1, o2 = turn(y1, y2, cosine, sine, KIND)
         to = out_rows + n.to(tl.int64)[:, None] * (call.out_strides.n * spec.VEC)
         store_pair(to, o1, o2, mask, call.out_strides.f, tile.first, spec, variant.W)
     return turning
