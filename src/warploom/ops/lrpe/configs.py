@@ -128,3 +128,9 @@ MOST_HELD_PARTS = 64
 
 MOST_STEPS = 128
 """Blocks of a part whose angles are turned on from block to block, at most: errors grow with their number."""
+
+DELAY = 4000
+"""Cycles by which programs of a multiprocessor start one behind the other, where they take several turns."""
+
+DELAYED_TURNS = 3
+"""So many."""

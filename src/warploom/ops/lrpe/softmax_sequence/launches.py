@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from warploom.ops.lrpe.configs import MOST_HELD_PARTS, MOST_PARTS, MOST_STEPS, SHORT_TOKENS, SequenceTile, sequence_tile
+from warploom.ops.lrpe.configs import DELAY, DELAYED_TURNS, MOST_HELD_PARTS, MOST_PARTS, MOST_STEPS, SHORT_TOKENS, SequenceTile, sequence_tile
 from warploom.ops.lrpe.kernels.angles import Inverses, Spec
 from warploom.ops.lrpe.launches import (
     Positions,
@@ -177,6 +177,7 @@ def _plan(
             programs = programs // cut.together * cut.together
         else:
             lag = triton.cdiv(cut.together, programs)
+    turns = triton.cdiv(tiles, programs)
     # Rows of a block are a constant angle from those of the one before.
     stepped = not exact and positions.axes() == 1 and positions.ids is None and not positions.prefix
     stepped = stepped and cut.part_tokens <= MOST_STEPS * rows
@@ -193,7 +194,7 @@ def _plan(
         cooperative=not alone,
         sizes=Sizes(
             tokens, heads, inverse_of(heads), parts, inverse_of(parts), cut.part_tokens, slots, tiles,
-            triton.cdiv(tiles, programs), lag,
+            turns, lag, cut.together, max(1, most), DELAY if turns >= DELAYED_TURNS else 0,
         ),
         numbers=numbers,
         inverses=Inverses(*map(inverse_of, inner_sizes(positions))),

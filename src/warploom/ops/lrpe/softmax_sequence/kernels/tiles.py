@@ -25,6 +25,10 @@ WIDEN_BFLOAT16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 WIDEN_FLOAT16 = tl.constexpr(
     "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
 )
+DELAY = tl.constexpr(
+    "{ .reg .u32 from, now; .reg .pred early; mov.u32 from, %clock; again: mov.u32 now, %clock; sub.u32 now, now, from; "
+    "setp.lt.u32 early, now, $1; @early bra again; mov.u32 $0, now; }"
+)
 
 
 class Sizes(NamedTuple):
@@ -40,6 +44,11 @@ class Sizes(NamedTuple):
     tiles: tl.int32
     turns: tl.int32
     lag: tl.int32
+    together: tl.int32
+    """Tiles that wait for each other."""
+    multiprocessors: tl.int32
+    delay: tl.int32
+    """Cycles by which each program of a multiprocessor starts behind the one before."""
 
 
 class Variant(NamedTuple):
@@ -258,6 +267,20 @@ def arrive(call, tile):
     """Publish what the program has written: count one more tile of the slab as reduced."""
     tl.debug_barrier()
     tl.atomic_add(call.arrived + tile.slab, 1, sem="release")
+
+
+@triton.jit
+def start_late(call):
+    """Delay a program by its place on its multiprocessor, all programs that wait for each other alike.
+
+    Programs that start together would all read at once, compute at once, and write at once.
+    """
+    if not INTERPRETED:
+        sizes = call.sizes
+        program = tl.program_id(0) // sizes.together * sizes.together
+        tl.inline_asm_elementwise(
+            DELAY, "=r,r", [program // sizes.multiprocessors * sizes.delay], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit

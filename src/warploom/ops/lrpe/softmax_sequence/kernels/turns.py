@@ -38,6 +38,7 @@ from warploom.ops.lrpe.softmax_sequence.kernels.tiles import (
     read,
     run_of,
     slot_pointers,
+    start_late,
     tile_of,
     wait,
 )
@@ -135,6 +136,8 @@ def take_turns(call, variant: tl.constexpr):
     """What a program does."""
     ALONE: tl.constexpr = call.partial is None
     sizes = call.sizes
+    if not ALONE and variant.HELD:
+        start_late(call)
     for i in range(sizes.turns + sizes.lag):
         number = i * tl.num_programs(0) + tl.program_id(0)
         if not ALONE and not variant.HELD:
