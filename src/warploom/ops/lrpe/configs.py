@@ -87,7 +87,7 @@ class SequenceTile(NamedTuple):
     tokens: int  # of a part
     numbers: int  # of x in a block
     warps: int
-    blocks: int  # that are read at once; 0: all of a part are held in registers
+    stages: int  # loads under way at once in loops over blocks; 0: all blocks of a part are held in registers
     programs: int  # of a multiprocessor, at once
 
 
@@ -102,9 +102,9 @@ _SEQUENCE_TILES = (
     (("held", False, False), SequenceTile(16, 512, 1024, 4, 0, 4)),
     (("held", True, True), SequenceTile(16, 256, 512, 4, 0, 4)),
     (("held", True, False), SequenceTile(16, 256, 1024, 4, 0, 4)),
-    (("read twice", None, True), SequenceTile(64, 256, 1024, 4, 2, 4)),
-    (("read twice", False, False), SequenceTile(32, 512, 1024, 4, 4, 4)),
-    (("read twice", True, False), SequenceTile(32, 512, 1024, 4, 2, 4)),
+    (("read twice", None, True), SequenceTile(64, 256, 1024, 4, 5, 4)),
+    (("read twice", False, False), SequenceTile(32, 512, 1024, 4, 5, 6)),
+    (("read twice", True, False), SequenceTile(32, 512, 1024, 4, 3, 6)),
 )
 
 

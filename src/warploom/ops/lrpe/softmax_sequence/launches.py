@@ -124,7 +124,7 @@ def _cut(tile: SequenceTile, tokens: int, short: bool, features: int, members: i
     """By a tile; short sequences are one part."""
     width = min(tile.width, features)
     rows = max(1, tile.numbers // (width * members))
-    part_tokens = tokens if short else max(tile.tokens, triton.cdiv(tokens, MOST_PARTS) if tile.blocks else 0)
+    part_tokens = tokens if short else max(tile.tokens, triton.cdiv(tokens, MOST_PARTS) if tile.stages else 0)
     part_tokens = triton.cdiv(triton.cdiv(tokens, triton.cdiv(tokens, part_tokens)), rows) * rows
     return _Cut(tile, width, -(-features // width), rows, part_tokens, triton.cdiv(tokens, part_tokens))
 
@@ -166,7 +166,7 @@ def _plan(
     tile, width, rows, parts = cut.tile, cut.width, cut.rows, cut.parts
     tiles = batch * heads * cut.together
     alone = parts == 1 and not block_parallel
-    held = 0 if tile.blocks else triton.cdiv(tile.tokens, rows)
+    held = 0 if tile.stages else triton.cdiv(tile.tokens, rows)
     if short and 2 * cut.part_tokens <= held * rows:
         held //= 2
     programs, lag = tiles, 0
@@ -206,7 +206,7 @@ def _plan(
             R=rows,
             W=width,
             HELD=held,
-            BLOCKS=max(1, tile.blocks),
+            STAGES=max(1, tile.stages),
             WORDS=None if wide else words,
         ),
         **named_strides,

@@ -91,9 +91,9 @@ def sum_gradients(xs, gs, group, run, tile, known, call, variant: tl.constexpr):
     if len(xs) > 0:
         sums, turning = add_gradients(sums, turning, xs, gs, run.start, run, tile, known, steps, call, variant)
     else:
-        for row in tl.range(run.start, run.end, variant.R * variant.BLOCKS, num_stages=1):
-            x_some = read(call.x, call.x_strides, row, run, tile, variant.BLOCKS, False, variant)
-            g_some = read(call.grad, call.grad_strides, row, run, tile, variant.BLOCKS, True, variant)
+        for row in tl.range(run.start, run.end, variant.R, num_stages=variant.STAGES):
+            x_some = read(call.x, call.x_strides, row, run, tile, 1, False, variant)
+            g_some = read(call.grad, call.grad_strides, row, run, tile, 1, True, variant)
             sums, turning = add_gradients(sums, turning, x_some, g_some, row, run, tile, known, steps, call, variant)
     if call.dtheta is not None:
         store_moment(sums, group, run, tile, steps, call, variant)
@@ -126,9 +126,9 @@ def apply_gradient(xs, gs, run, tile, known, c1, c2, steps, EXACT: tl.constexpr,
     if len(xs) > 0:
         store_gradients(xs, gs, run.start, run, tile, known, c1, c2, turning, steps, EXACT, call, variant)
     else:
-        for row in tl.range(run.start, run.end, variant.R * variant.BLOCKS, num_stages=1):
-            x_some = read(call.x, call.x_strides, row, run, tile, variant.BLOCKS, False, variant)
-            g_some = read(call.grad, call.grad_strides, row, run, tile, variant.BLOCKS, True, variant)
+        for row in tl.range(run.start, run.end, variant.R, num_stages=variant.STAGES):
+            x_some = read(call.x, call.x_strides, row, run, tile, 1, False, variant)
+            g_some = read(call.grad, call.grad_strides, row, run, tile, 1, True, variant)
             turning = store_gradients(
                 x_some, g_some, row, run, tile, known, c1, c2, turning, steps, EXACT, call, variant
             )

@@ -36,8 +36,8 @@ def sum_powers(xs, run, tile, shift1, shift2, call, variant: tl.constexpr):
     if len(xs) > 0:
         totals = add_powers(totals, xs, run.start, run, shift1, shift2, call, variant)
     else:
-        for row in tl.range(run.start, run.end, variant.R * variant.BLOCKS, num_stages=1):
-            some = read(call.x, call.x_strides, row, run, tile, variant.BLOCKS, False, variant)
+        for row in tl.range(run.start, run.end, variant.R, num_stages=variant.STAGES):
+            some = read(call.x, call.x_strides, row, run, tile, 1, False, variant)
             totals = add_powers(totals, some, row, run, shift1, shift2, call, variant)
     total1 = column_sum(totals[0], variant.EXACT_SUMS)
     total2 = total1
@@ -76,12 +76,11 @@ def column_statistics(xs, run, tile, call, variant: tl.constexpr):
     if tl.min(tl.min(good.to(tl.int32), axis=1), axis=0) == 0:  # too large for its shift, infinite or NaN
         top1 = tl.full((variant.R, variant.W), float("-inf"), tl.float32)
         top2 = top1
-        for row in tl.range(run.start, run.end, variant.R * variant.BLOCKS, num_stages=1):
-            some = read(call.x, call.x_strides, row, run, tile, variant.BLOCKS, False, variant)
-            for k in tl.static_range(variant.BLOCKS):
-                x1, x2 = unpacked(some[k], call.x, False, variant)
-                top1 = tl.maximum(top1, x1)
-                top2 = tl.maximum(top2, x2)
+        for row in tl.range(run.start, run.end, variant.R, num_stages=variant.STAGES):
+            some = read(call.x, call.x_strides, row, run, tile, 1, False, variant)
+            x1, x2 = unpacked(some[0], call.x, False, variant)
+            top1 = tl.maximum(top1, x1)
+            top2 = tl.maximum(top2, x2)
         shift1 = largest(top1)
         shift2 = largest(top2)
         total1, total2 = sum_powers((), run, tile, shift1, shift2, call, variant)
@@ -120,6 +119,6 @@ def apply_softmax(xs, run, tile, known, steps, call, variant: tl.constexpr):
     if len(xs) > 0:
         store_weights(xs, run.start, run, tile, known, turning, steps, call, variant)
     else:
-        for row in tl.range(run.start, run.end, variant.R * variant.BLOCKS, num_stages=1):
-            some = read(call.x, call.x_strides, row, run, tile, variant.BLOCKS, False, variant)
+        for row in tl.range(run.start, run.end, variant.R, num_stages=variant.STAGES):
+            some = read(call.x, call.x_strides, row, run, tile, 1, False, variant)
             turning = store_weights(some, row, run, tile, known, turning, steps, call, variant)

@@ -66,8 +66,8 @@ class Variant(NamedTuple):
     W: int
     HELD: int
     """Blocks of a tile, which then stays in registers. Others, 0, are read twice."""
-    BLOCKS: int
-    """Read at once in loops over a tile."""
+    STAGES: int
+    """Loads under way at once in loops over other tiles."""
     WORDS: Spec | None
     """Of tensors read as words of two 16-bit features."""
 
