@@ -1,0 +1,291 @@
+"""Tiles of softmax over the sequence: which tokens and features they are, how they are read, and what programs publish.
+
+A column is a feature of one (batch entry or packed sequence, head). A feature slab has ``W`` angles of a head, and so the
+columns of P members: P = 1 for ``cosine``, 2 for the pairs of ``rotate``. Its tokens are cut into parts. A tile is a part
+of a slab; tiles are numbered (batch entry, head, part, slab), slabs fastest. Of packed sequences a tile holds several runs.
+
+What is known of columns is (1, P · W) in float32, members alternating. Programs publish it in slots, float32
+(B · H · slabs, slots, KINDS, P · W): one for each part; of packed sequences, part + sequence: both only grow from token
+to token, so no two runs share one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from warploom.device.activations import INTERPRETED, widen
+from warploom.device.packed import sequence_of
+from warploom.ops.lrpe.kernels.angles import Angles, Spec, divide
+from warploom.ops.lrpe.kernels.rows import Strides, load_input, load_pair
+
+WIDEN_BFLOAT16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
+WIDEN_FLOAT16 = tl.constexpr(
+    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+)
+DELAY = tl.constexpr(
+    "{ .reg .u32 from, now; .reg .pred early; mov.u32 from, %clock; again: mov.u32 now, %clock; sub.u32 now, now, from; "
+    "setp.lt.u32 early, now, $1; @early bra again; mov.u32 $0, now; }"
+)
+
+
+class Sizes(NamedTuple):
+    """How the work is cut; the inverses are for `divide`."""
+
+    tokens: tl.int32
+    heads: tl.int32
+    heads_inverse: tl.int64
+    parts: tl.int32
+    parts_inverse: tl.int64
+    part_tokens: tl.int32
+    slots: tl.int32
+    tiles: tl.int32
+    turns: tl.int32
+    lag: tl.int32
+    together: tl.int32
+    """Tiles that wait for each other."""
+    multiprocessors: tl.int32
+    delay: tl.int32
+    """Cycles by which each program of a multiprocessor starts behind the one before."""
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for."""
+
+    spec: Spec
+    EXACT: int
+    """Whether results are in float32: 1 those of 16-bit numbers, 2 those of float32."""
+    EXACT_SUMS: int
+    """The same of sums over columns, on which theta's gradient rests."""
+    STEPPED: bool
+    """Whether rows of a block are a constant angle from those of the one before."""
+    R: int
+    """Rows of a block, of W angles."""
+    W: int
+    HELD: int
+    """Blocks of a tile, which then stays in registers. Others, 0, are read twice."""
+    STAGES: int
+    """Loads under way at once in loops over other tiles."""
+    WORDS: Spec | None
+    """Of tensors read as words of two 16-bit features."""
+
+
+class Call(NamedTuple):
+    """What a kernel is given. ``out`` is the gradient of x in a backward, and ``grad`` None in a forward."""
+
+    x: tl.tensor
+    grad: tl.tensor
+    out: tl.tensor
+    statistics: tl.tensor
+    partial: tl.tensor
+    """And ``arrived`` (B · H · slabs,), zeros: None where a tile holds all tokens."""
+    arrived: tl.tensor
+    dtheta: tl.tensor
+    cu_seqlens: tl.tensor
+    angles: Angles
+    sizes: Sizes
+    x_strides: Strides
+    grad_strides: Strides
+    out_strides: Strides
+
+
+class Tile(NamedTuple):
+    """Tokens ``start`` to ``end`` of a slab, whose angles begin with ``first``, and the groups that they belong to."""
+
+    b: tl.tensor
+    h: tl.tensor
+    first: tl.tensor
+    part: tl.tensor
+    slab: tl.tensor
+    """Its number among those of all heads."""
+    start: tl.tensor
+    end: tl.tensor
+    first_group: tl.tensor
+    last_group: tl.tensor
+
+
+class Run(NamedTuple):
+    """The tokens of one group, a batch entry or a packed sequence, in a tile."""
+
+    start: tl.tensor
+    end: tl.tensor
+    group: tl.tensor
+    group_start: tl.tensor
+    first_slot: tl.tensor
+    """Of the group; the run's own is ``slot``."""
+    slot: tl.tensor
+    slots: tl.tensor
+
+
+@triton.jit
+def tile_of(number, call, variant: tl.constexpr):
+    """The tile of a number."""
+    SLABS: tl.constexpr = (variant.spec.F + variant.W - 1) // variant.W
+    sizes = call.sizes
+    rest = number // SLABS
+    unit = divide(rest, sizes.parts_inverse)
+    part = rest - unit * sizes.parts
+    b = divide(unit, sizes.heads_inverse)
+    start = part * sizes.part_tokens
+    end = tl.minimum(start + sizes.part_tokens, sizes.tokens)
+    first_group = b
+    last_group = b
+    if call.cu_seqlens is not None:
+        ends = start + tl.arange(0, 2) * (end - 1 - start)
+        numbers = call.angles.numbers
+        touched = sequence_of(ends, call.cu_seqlens, numbers.cu_stride, numbers.sequences)
+        first_group = tl.min(touched, axis=0)
+        last_group = tl.max(touched, axis=0)
+    slab = number - rest * SLABS
+    return Tile(
+        b.to(tl.int64), (unit - b * sizes.heads).to(tl.int64), slab * variant.W, part, unit * SLABS + slab, start, end,
+        first_group, last_group,
+    )  # fmt: skip
+
+
+@triton.jit
+def run_of(group, tile, call):
+    """The tokens of a group in a tile."""
+    sizes = call.sizes
+    group = tile.start * 0 + group
+    start, end, group_start, group_end = tile.start, tile.end, tile.start * 0, sizes.tokens
+    first_slot = tile.start * 0
+    slot = tile.part
+    if call.cu_seqlens is not None:
+        bounds = call.cu_seqlens + group * call.angles.numbers.cu_stride
+        group_start = tl.load(bounds).to(tl.int32)
+        group_end = tl.load(bounds + call.angles.numbers.cu_stride).to(tl.int32)
+        # Behind the end if there are no tokens.
+        start = tl.minimum(tl.maximum(start, group_start), sizes.tokens - 1)
+        end = tl.minimum(end, group_end)
+        first_slot = group_start // sizes.part_tokens + group
+        slot += group
+    slots = (group_end + sizes.part_tokens - 1) // sizes.part_tokens - group_start // sizes.part_tokens
+    return Run(start, end, group.to(tl.int64), group_start, first_slot, slot, slots)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Rows
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def rows_of(base, strides, tile, VEC: tl.constexpr):
+    """Token 0 of a tile's batch entry and head, (1, 1)."""
+    return base + (tile.b * (strides.s * VEC) + tile.h * (strides.u * VEC) + tl.zeros((1, 1), tl.int64))
+
+
+@triton.jit
+def block_rows(row, run, R: tl.constexpr):
+    """Tokens of a block (R,), and which of them are the run's."""
+    n = row + tl.arange(0, R)
+    return n, n < run.end
+
+
+@triton.jit
+def read(base, strides, row, run, tile, COUNT: tl.constexpr, PAIRS: tl.constexpr, variant: tl.constexpr):
+    """``COUNT`` blocks from token ``row`` on: of each, what `unpacked` takes.
+
+    ``PAIRS``: of gradients, which are zero behind the run's last token; rows of ``x`` are there as its last.
+    """
+    memory: tl.constexpr = variant.spec if variant.WORDS is None else variant.WORDS
+    SHARE: tl.constexpr = 1 if variant.WORDS is None or variant.spec.KIND == "interleaved" else 2
+    W: tl.constexpr = variant.W // SHARE
+    if variant.WORDS is not None:
+        base = base.to(tl.pointer_type(tl.int32))
+    rows = rows_of(base, strides, tile, memory.VEC)
+    blocks = ()
+    for k in tl.static_range(COUNT):
+        n, mask = block_rows(row + k * variant.R, run, variant.R)
+        if not PAIRS:
+            n = tl.minimum(n, run.end - 1)
+            mask = tl.full((variant.R,), True, tl.int1)
+        ptrs = rows + n.to(tl.int64)[:, None] * (strides.n * memory.VEC)
+        if PAIRS and variant.spec.KIND == "cosine":
+            blocks = blocks + (load_pair(ptrs, mask, strides.f, tile.first // SHARE, memory, W),)
+        else:
+            blocks = blocks + (load_input(ptrs, mask, strides.f, tile.first // SHARE, memory, W),)
+    return blocks
+
+
+@triton.jit
+def halves(word, dtype: tl.constexpr):
+    """Both numbers of words in float32.
+
+    Registers hold words, since the compiler keeps each number of 16 bits in a register of its own. Volatile, or it keeps
+    what it has once made of them.
+    """
+    if INTERPRETED:
+        low = word.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            WIDEN_BFLOAT16 if dtype == tl.bfloat16 else WIDEN_FLOAT16,
+            "=f,=f,r", [word], dtype=(tl.float32, tl.float32), is_pure=False, pack=1,
+        )  # fmt: skip
+    return low, high
+
+
+@triton.jit
+def unpacked(block, base, PAIRS: tl.constexpr, variant: tl.constexpr):
+    """Both members of a block that `read` has from ``base``, (R, W) each in float32."""
+    dtype: tl.constexpr = base.dtype.element_ty
+    TWO: tl.constexpr = PAIRS or variant.spec.KIND != "cosine"
+    if variant.WORDS is None:
+        one = widen(block[0])
+        two = widen(block[1]) if TWO else one
+    elif variant.spec.KIND == "interleaved":
+        one, two = halves(block[0], dtype)
+    else:
+        low, high = halves(block[0], dtype)
+        one = tl.interleave(low, high)
+        two = one
+        if TWO:
+            low, high = halves(block[1], dtype)
+            two = tl.interleave(low, high)
+    return one, two
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What programs tell each other
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def slot_pointers(call, slot, tile, variant: tl.constexpr):
+    """A slot's first kind of columns, (1, P · W)."""
+    P: tl.constexpr = 1 if variant.spec.KIND == "cosine" else 2
+    KINDS: tl.constexpr = 2 if call.grad is None else 1
+    c = tl.arange(0, P * variant.W)[None, :]
+    return call.partial + (tile.slab.to(tl.int64) * call.sizes.slots + slot) * (KINDS * P * variant.W) + c
+
+
+@triton.jit
+def arrive(call, tile):
+    """Publish what the program has written: count one more tile of the slab as reduced."""
+    tl.debug_barrier()
+    tl.atomic_add(call.arrived + tile.slab, 1, sem="release")
+
+
+@triton.jit
+def start_late(call):
+    """Delay a program by its place on its multiprocessor, all programs that wait for each other alike.
+
+    Programs that start together would all read at once, compute at once, and write at once.
+    """
+    if not INTERPRETED:
+        sizes = call.sizes
+        program = tl.program_id(0) // sizes.together * sizes.together
+        tl.inline_asm_elementwise(
+            DELAY, "=r,r", [program // sizes.multiprocessors * sizes.delay], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def wait(call, tile):
+    """Wait until all tiles of the slab have been reduced: by programs that run, in turns that wait for no later one."""
+    while tl.atomic_add(call.arrived + tile.slab, 0, sem="acquire") < call.sizes.parts:
+        pass
+    tl.debug_barrier()
