@@ -17,6 +17,7 @@ from random_cases.arrays import Placed, place
 from random_cases.calls import Call
 from random_cases.cancelling import cancelling
 from random_cases.definitions import function_of, reference_of
+from warploom.ops.flash_attention.reference import factor_of
 from warploom.testing.accuracy import Accuracy, compare_each, mean_of
 from warploom.testing.conformance import as_tuple
 from warploom.testing.poison import poisoned_allocations
@@ -126,6 +127,10 @@ class Prepared:
                 None if placed is None else placed.dense.to(output.dtype)
                 for placed, output in zip(self.gradients, outputs)
             ]
+            # The gradient of the output is a factor of the backward's products, as q, k and v are of the forward's.
+            if self.call.operator == "flash_attention" and dtype is None:
+                precision = given["float32_precision"]
+                incoming = [None if grad is None else factor_of(grad, precision) for grad in incoming]
             return outputs + _gradients(outputs, [given[name] for name in self.arrays], incoming)
 
     def entry(self, index: int) -> Prepared:

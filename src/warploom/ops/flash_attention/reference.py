@@ -62,7 +62,7 @@ def flash_attention(
         behind = (torch.arange(keys, device=k.device) >= used)[:, :, None, None]
         k, v = k.masked_fill(behind, 0.0), v.masked_fill(behind, 0.0)
     factors = (float32_precision or "highest") if q.dtype == torch.float32 else str(q.dtype).removeprefix("torch.")
-    queries, wide_k, wide_v = (_factor(t.to(dtype), factors) for t in (q, k, v))
+    queries, wide_k, wide_v = (factor_of(t.to(dtype), factors) for t in (q, k, v))
     query_sequence, query_place = _places(q, tokens, keys, cu_seqlens_q, cu_seqlens_k)
     key_sequence, key_place = _places(k, keys, keys, cu_seqlens_k, cu_seqlens_k)
 
@@ -134,7 +134,7 @@ def _attend(
     some = total != 0
     total = torch.where(some, total, 1.0)
     weights = (weights / total.unsqueeze(-1)).masked_fill(~visible, 0.0)  # also in a row of NaN
-    out = torch.einsum("bhgnm,bmhe->bnhge", _factor(weights, factors), v)
+    out = torch.einsum("bhgnm,bmhe->bnhge", factor_of(weights, factors), v)
     lse = torch.where(some, total.log() + row_max.squeeze(-1), -torch.inf)
     return out.reshape(batch, tokens, heads, v.shape[-1]), lse.reshape(batch, heads, tokens)
 
@@ -147,7 +147,7 @@ def _from_pages(x: Tensor, block_table: Tensor) -> Tensor:
     return x[pages].flatten(1, 2)
 
 
-def _factor(x: Tensor, factors: str) -> Tensor:
+def factor_of(x: Tensor, factors: str) -> Tensor:
     """A factor of a matrix product: ``x`` with the bits that take part, by dtype or by precision of float32."""
     if factors in ("bfloat16", "float16", "medium"):
         return x.to(torch.float16 if factors == "float16" else torch.bfloat16).to(x.dtype)

@@ -1,10 +1,9 @@
 """The definition of tensor-product attention in plain PyTorch: any device, any float dtype; the specification.
 
 Both functions are naive: they form queries, keys and values from their factors and attend. Sums are in float32, or
-float64 when the factors are, and outputs are rounded once to the dtype of the factors. In `tpa_attention`, what
-matrix units take as 16-bit numbers when the factors are such (queries, keys, values and weights) has the bits of
-that dtype here too, and so have their gradients and those of the scores; the scores themselves are not rounded.
-`tpa_decode` rounds nothing in between.
+float64 when the factors are, and outputs are rounded once to the dtype of the factors. What matrix units take as
+16-bit numbers when the factors are such has the bits of that dtype here too: queries and weights, and in
+`tpa_attention` keys and values, their gradients and those of the scores. The scores themselves are not rounded.
 Source: Zhang et al., "Tensor Product Attention Is All You Need", 2025, arXiv 2501.06425.
 
 Shapes: B batch, N queries, M keys, H heads, D features, E value features, R rank.
@@ -61,9 +60,9 @@ def tpa_decode(
     """Attention of the last N valid entries of a cache on all its valid entries: (B, N, H, E)."""
     if cache_seqlens is not None:
         ak, bk, av, bv = (without_tail(factor, cache_seqlens) for factor in (ak, bk, av, bv))
-    q = queries(aq, bq, scale_q)
+    q = rounded(queries(aq, bq, scale_q), bq.dtype)
     k, v = product(ak, bk, scale_k), product(av, bv, scale_v)
-    return attend(q, k, v, scale, q.dtype, *visible_in_decode(q, k, cache_seqlens)).to(bq.dtype)
+    return attend(q, k, v, scale, bq.dtype, *visible_in_decode(q, k, cache_seqlens)).to(bq.dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------

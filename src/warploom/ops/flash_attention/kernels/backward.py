@@ -50,7 +50,7 @@ def prepare_kernel(
     rows: tl.int64, tokens: tl.int32, heads: tl.int32, dlse_b: tl.int64, dlse_h: tl.int64, dlse_n: tl.int64,
     out_strides: Strides, grad_strides: Strides,
     VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
-    PDL: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What every row needs: ``δ``, lse and inverse of its weights; an lse of +inf makes weights zero.
 
@@ -72,6 +72,8 @@ def prepare_kernel(
     grad_ptrs = grad + grad_rows[:, None] + (feature if UNIT else feature * grad_strides.f)[None, :]
     o = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
     do = tl.load(grad_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if PRECISION == "bf16":  # as the products take it, so that dP − δ is zero where a query sees one key
+        do = rounded(do, tl.bfloat16).to(tl.float32)
     sums = tl.sum(o * do, axis=1)
     if dlse is not None:
         sums -= tl.load(dlse + batch * dlse_b + head * dlse_h + token * dlse_n, mask=in_range, other=0.0)

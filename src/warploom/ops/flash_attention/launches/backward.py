@@ -168,6 +168,7 @@ def plan_backward(
     block_r = min(4096 // shape.block_e, 64)
     rows = shape.batch_size * shape.heads * shape.tokens
     pdl = has_pdl(q.device)
+    product = tiling.product_of("backward", call, precision)
     lse_b, lse_h, lse_n = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     prepare = Launch(
         prepare_kernel,
@@ -175,12 +176,11 @@ def plan_backward(
         takes=("out", "grad", "statistics", "dlse", "lse", "delta", "inverse", "counters"),
         rows=rows, tokens=shape.tokens, heads=shape.heads, dlse_b=lse_b, dlse_h=lse_h, dlse_n=lse_n,
         VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim, BLOCK_R=block_r, BLOCK_E=shape.block_e,
-        PDL=pdl, **layout.of("out", "grad"),
+        PRECISION=product, PDL=pdl, **layout.of("out", "grad"),
     )  # fmt: skip
     if call.softcap is None and small.suits_backward(shape, mask, scale, q, k, v, grad, dq, dk, dv):
         launch = small.plan_backward(shape, mask, scale, q, k, v, grad, dq, dk, dv)
         return plan._replace(prepare=prepare, small=launch)
-    product = tiling.product_of("backward", call, precision)
     if product in TERMS:
         plan = plan._replace(terms=tiling.plan_terms(product, shape, q, k, v, grad, pdl))
     factors = (q, k, v, grad) if plan.terms is None else plan.terms.like
