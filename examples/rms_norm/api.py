@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warploom.errors import DeviceError, DtypeError, ShapeError, fault
+from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 
 from . import reference
@@ -13,7 +14,7 @@ MAX_FEATURES = 16384
 """Features of a row that the kernels hold on chip."""
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, backend: str = "auto") -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, backend: Backend = "auto") -> torch.Tensor:
     """Root-mean-square normalization: ``x · weight / sqrt(mean(x²) + eps)`` over the features.
 
     Args:
