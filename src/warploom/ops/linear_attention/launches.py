@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.launches.tiling import Layout, layout_for
+from warploom.ops.flash_attention.launches.tiling import Layout, are_aligned, layout_for
+from warploom.ops.linear_attention import hopper
 from warploom.ops.linear_attention.configs import DECAY_CHUNK, Tile, chunk_of, in_power_of_two, piece_of, tile_of
 from warploom.ops.linear_attention.kernels.decay import decay_kernel
 from warploom.ops.linear_attention.kernels.states import scan_kernel, sums_kernel
-from warploom.ops.linear_attention.kernels.tiles import Sizes, StateStrides, Variant
+from warploom.ops.linear_attention.kernels.tiles import Sizes, Variant
 from warploom.ops.linear_attention.kernels.walk import walk_kernel
 from warploom.ops.linear_attention.problem import Options
 from warploom.ops.lrpe.kernels.angles import Spec
@@ -44,6 +45,10 @@ class Inputs(NamedTuple):
     def places(self, offset: int) -> tuple[Any, ...]:
         """What every kernel takes behind its tensors: those that say where tokens stand, and how they decay."""
         return self.theta, self.offsets, self.cu_seqlens, self.decay, offset
+
+    def places_on_hopper(self, offset: int) -> tuple[Any, ...]:
+        """The same of kernels for Hopper."""
+        return self.theta, self.offsets, self.decay, offset
 
 
 _PLACES = ("theta", "offsets", "cu_seqlens", "decay", "offset")
@@ -166,12 +171,6 @@ class Call(NamedTuple):
         }
 
 
-def _state_strides(state: Tensor | Dense | None) -> StateStrides:
-    if state is None:
-        return StateStrides(0, 0, 0, 0)
-    return StateStrides(*(state.stride() if isinstance(state, Tensor) else state.stride))
-
-
 # ----------------------------------------------------------------------------------------------------------
 # States of chunks
 # ----------------------------------------------------------------------------------------------------------
@@ -210,7 +209,7 @@ def plan_states(
         sums_kernel,
         call.slots * heads * columns,
         takes=("b", "c", "states", "totals", *_PLACES),
-        states_strides=_state_strides(states),
+        states_strides=hopper.state_strides(states),
         REVERSE=reverse,
         **layout.of("b", "c"),
         **call.on_values(layout, tile, columns),
@@ -222,8 +221,8 @@ def plan_states(
         sequences * heads * blocks,
         takes=("states", "totals", "initial", "final", "cu_seqlens"),
         sizes=call.sizes(blocks),
-        initial_strides=_state_strides(initial),
-        final_strides=_state_strides(final),
+        initial_strides=hopper.state_strides(initial),
+        final_strides=hopper.state_strides(final),
         into=1.0 / scale,
         out_of=scale,
         F=features,
@@ -273,8 +272,8 @@ def plan_walk(
         scale=call.options.scale,
         into=1.0 / scale if isinstance(initial, Tensor) else 1.0,
         out_of=scale,
-        initial_strides=_state_strides(initial),
-        final_strides=_state_strides(final),
+        initial_strides=hopper.state_strides(initial),
+        final_strides=hopper.state_strides(final),
         DECODED=decoded,
         REVERSE=reverse,
         **layout.of("a", "b", "c", "x", "out"),
@@ -294,38 +293,46 @@ class Forward(NamedTuple):
     final: Dense | None
     states: States | None
     walk: Launch
+    on_hopper: bool
 
 
 def forward(inputs: Inputs, options: Options, offset: int, plans: Plans) -> tuple[Tensor, Tensor | None]:
     """Outputs (B, N, H, E), and the last states (S, H, F, E) in float32 where they are asked for."""
-    plan = plans.get("forward", plan_forward, inputs, options)
     q, k, v, *_, initial, _, _ = inputs
+    aligned = are_aligned(q, k, v)
+    plan = plans.get(("forward", aligned), plan_forward, inputs, options, aligned)
     out = plan.out.empty(q)
     final = None if plan.final is None else plan.final.empty(q)
     kept = final if options.return_state else None
-    places = inputs.places(offset)
-    if plan.states is None:
-        plan.walk(q, k, v, None, out, initial, kept, None, *places)
+    before, behind = initial, kept
+    if plan.states is not None:
+        before = plan.states(k, v, initial, final, inputs, offset)
+        before, behind = (before if options.causal else final), None
+    if plan.on_hopper:
+        plan.walk(q, k, v, out, before, behind, *inputs.places_on_hopper(offset))
     else:
-        states = plan.states(k, v, initial, final, inputs, offset)
-        plan.walk(q, k, v, None, out, states if options.causal else final, None, None, *places)
+        plan.walk(q, k, v, None, out, before, behind, None, *inputs.places(offset))
     return out, kept
 
 
-def plan_forward(inputs: Inputs, options: Options) -> Forward:
+def plan_forward(inputs: Inputs, options: Options, aligned: bool) -> Forward:
     """Plan of `forward`."""
     call = Call.of(inputs, options)
     q, k, v, *_, initial, _, _ = inputs
     out = layout_of(q, v.shape[3])
     final = Dense.rows(call.state_shape, torch.float32) if options.return_state or not options.causal else None
-    rows = Rows(q, k, v, None, out)
-    if call.chunks == 1 and options.causal:
-        walk = plan_walk(call, rows, initial, final, decoded=False, reverse=False)
-        return Forward(Dense.like(out), final, None, walk)
-    states = plan_states(call, k, v, initial, final, False)
-    given = states.states if options.causal else final
-    walk = plan_walk(call, rows, given, None, decoded=False, reverse=False)
-    return Forward(Dense.like(out), final, states, walk)
+    states = None
+    before: Tensor | Dense | None = initial
+    behind = final
+    if call.chunks > 1 or not options.causal:
+        states = plan_states(call, k, v, initial, final, False)
+        before, behind = (states.states if options.causal else final), None
+    on_hopper = aligned and hopper.suits(call, q, k, v, out)
+    if on_hopper:
+        walk = hopper.plan_walk(call, (q, k, v, out), before, behind, False)
+    else:
+        walk = plan_walk(call, Rows(q, k, v, None, out), before, behind, decoded=False, reverse=False)
+    return Forward(Dense.like(out), final, states, walk, on_hopper)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -359,12 +366,19 @@ def _plan_decays(call: Call, grad: Tensor, states: Dense) -> Decays:
         call.slots * q.shape[2],
         takes=("q", "k", "v", "grad", "states", "grad_states", "out", *_PLACES),
         scale=call.options.scale,
-        states_strides=_state_strides(states),
+        states_strides=hopper.state_strides(states),
         BY_HEAD=by_head,
         **layout.of("q", "k", "v", "grad"),
         **call.on_values(layout, tile, 1),
     )
     return Decays(Dense.rows(shape, torch.float32), launch, by_head)
+
+
+class OnHopper(NamedTuple):
+    """Plans of the walks of a backward on Hopper, of those that are wanted."""
+
+    query: Launch | None
+    key: Launch | None  # gradients of keys and values
 
 
 class Backward(NamedTuple):
@@ -380,6 +394,7 @@ class Backward(NamedTuple):
     query: Launch | None
     key: Launch | None
     value: Launch | None
+    on_hopper: OnHopper | None
     decays: Decays | None
     theta_sums: ThetaSums | None
 
@@ -391,8 +406,10 @@ def backward(
     """Gradients of q, k, v, theta, decay and the first state, of those that are wanted."""
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
     strides = tuple([None if x is None else x.stride() for x in (grad, grad_state, *inputs)])
-    plan = plans.get((grad.dtype, strides, *wanted), plan_backward, grad, grad_state, inputs, options, wanted)
     q, k, v, theta, decay, initial, _, _ = inputs
+    aligned = are_aligned(q, k, v, grad)
+    kept = (grad.dtype, strides, aligned, *wanted)
+    plan = plans.get(kept, plan_backward, grad, grad_state, inputs, options, wanted, aligned)
     dq, dk, dv = plan.dq.empty(q), plan.dk.empty(q), plan.dv.empty(q)
     first = None if plan.first is None else plan.first.empty(q)
     last = None if plan.last is None else plan.last.empty(q)
@@ -408,6 +425,12 @@ def backward(
     if plan.reverse is not None:
         behind = plan.reverse(q, grad, grad_state, first, inputs, offset)
         behind, own = (behind if options.causal else first), None
+    if plan.on_hopper is not None:
+        query, key = plan.on_hopper
+        if query is not None:
+            query(grad, v, k, dq, before, None, *inputs.places_on_hopper(offset))
+        if key is not None:
+            key(q, k, v, grad, dk, dv, behind, own, *inputs.places_on_hopper(offset))
     if plan.query is not None:
         plan.query(grad, v, k, q, dq, before, None, None if halves is None else halves[0], *places)
     if plan.key is not None:
@@ -423,8 +446,9 @@ def backward(
 
 
 def plan_backward(
-    grad: Tensor, grad_state: Tensor | None, inputs: Inputs, options: Options, wanted: Sequence[bool]
-) -> Backward:
+    grad: Tensor, grad_state: Tensor | None, inputs: Inputs, options: Options, wanted: Sequence[bool],
+    aligned: bool,
+) -> Backward:  # fmt: skip
     """Plan of `backward`."""
     q, k, v, theta, _, initial, _, _ = inputs
     of_q, of_k, of_v, of_theta, of_decay, of_initial = wanted
@@ -446,17 +470,27 @@ def plan_backward(
     if apart:
         before = last if last is not None else None if forward is None else forward.states
         behind = first if not options.causal else None if reverse is None else reverse.states
-    if of_q or of_theta:
-        query = plan_walk(call, Rows(grad, v, k, q, dq), before, None, decoded=True, reverse=False)
-    if of_k or of_theta:
-        key = plan_walk(call, Rows(v, grad, q, k, dk), behind, None, decoded=True, reverse=True)
-    if of_v or (of_initial and not apart):
-        own = None if apart else first
-        value = plan_walk(call, Rows(k, q, grad, None, dv), behind, own, decoded=False, reverse=True)
+    own = None if apart else first
+    turned = of_theta or options.activation != "none"  # which takes what was encoded, as it was before
+    on_hopper = None
+    if aligned and not turned and hopper.suits(call, q, k, v, grad, dq, dk, dv):
+        on_hopper = OnHopper(
+            hopper.plan_walk(call, (grad, v, k, dq), before, None, True) if of_q else None,
+            hopper.plan_keys(call, (q, k, v, grad, dk, dv), behind, own)
+            if of_k or of_v or own is not None
+            else None,
+        )
+    else:
+        if of_q or of_theta:
+            query = plan_walk(call, Rows(grad, v, k, q, dq), before, None, decoded=True, reverse=False)
+        if of_k or of_theta:
+            key = plan_walk(call, Rows(v, grad, q, k, dk), behind, None, decoded=True, reverse=True)
+        if of_v or own is not None:
+            value = plan_walk(call, Rows(k, q, grad, None, dv), behind, own, decoded=False, reverse=True)
     if of_decay and forward is not None:
         decays = _plan_decays(call, grad, forward.states)
     if of_theta and theta is not None:
         parts = 2 * call.slots * (1 if theta.dim() == 2 and theta.shape[0] > 1 else q.shape[2])
         sums = theta_sums(parts, theta, call.features, 1)
     outs = Dense.like(dq), Dense.like(dk), Dense.like(dv)
-    return Backward(*outs, first, last, forward, reverse, query, key, value, decays, sums)
+    return Backward(*outs, first, last, forward, reverse, query, key, value, on_hopper, decays, sums)
