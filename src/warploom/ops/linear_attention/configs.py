@@ -24,6 +24,12 @@ CHUNK = 256
 DECAY_CHUNK = 32
 """Tokens of a chunk where the gradient of decays is asked for, which takes states that often."""
 
+STEPS = 4
+"""Tokens of a sequence, at most, that are taken one by one."""
+
+STEP_COLUMNS = 32
+STEP_WARPS = 4
+
 SHORT = 16
 """Tokens of a sequence, at most, for which there are tiles of `LEAST` tokens: steps of decoding."""
 
@@ -61,6 +67,12 @@ def tile_of(kernel: str, half: bool, rows: int, columns: int, tokens: int) -> Ti
     if tokens <= SHORT:
         tile = tile._replace(tokens=LEAST, stages=1)
     return tile
+
+
+def step_tile(features: int, values: int, heads: int) -> Tile:
+    """Tiles of a step of so many heads of all sequences: few heads take more programs."""
+    columns = STEP_COLUMNS if heads * values >= 2**13 else LEAST
+    return Tile(1, min(columns, in_power_of_two(values)), STEP_WARPS, 1)
 
 
 def piece_of(features: int) -> int:

@@ -22,7 +22,7 @@ TOKENS = T.value
 WIDTHS = (64, 128)
 """Features of queries, keys and values."""
 
-PLACES = ("theta", "offsets", "decay", "offset")
+PLACES = ("theta", "offsets", "cu_seqlens", "decay", "offset")
 
 
 def suits(call: Call, *tensors: Tensor) -> bool:
@@ -64,6 +64,7 @@ def _launch(
     q, _, _, theta, decay, *_ = call.inputs
     kind = "none" if decay is None else "head" if decay.dim() == 1 else "token"
     frequencies = 0 if theta is None else int(theta.shape[-1])
+    more |= {name: Boxes(x, (0, 2, 1, 3), (1, 1, TOKENS, int(x.shape[3]))) for name, x in zip(names, tensors)}
     return Launch(
         kernel,
         call.slots * int(q.shape[2]),
@@ -76,6 +77,5 @@ def _launch(
         initial_strides=state_strides(initial),
         final_strides=state_strides(final),
         form=Form(call.options.kind, call.options.activation, kind, frequencies),
-        **{name: Boxes(x, (0, 2, 1, 3), (1, 1, TOKENS, int(x.shape[3]))) for name, x in zip(names, tensors)},
         **more,
     )

@@ -13,9 +13,19 @@ import torch
 
 from warploom.ops.flash_attention.launches.tiling import Layout, are_aligned, layout_for
 from warploom.ops.linear_attention import hopper
-from warploom.ops.linear_attention.configs import DECAY_CHUNK, Tile, chunk_of, in_power_of_two, piece_of, tile_of
+from warploom.ops.linear_attention.configs import (
+    DECAY_CHUNK,
+    STEPS,
+    Tile,
+    chunk_of,
+    in_power_of_two,
+    piece_of,
+    step_tile,
+    tile_of,
+)
 from warploom.ops.linear_attention.kernels.decay import decay_kernel
 from warploom.ops.linear_attention.kernels.states import scan_kernel, sums_kernel
+from warploom.ops.linear_attention.kernels.step import step_kernel
 from warploom.ops.linear_attention.kernels.tiles import Sizes, Variant
 from warploom.ops.linear_attention.kernels.walk import walk_kernel
 from warploom.ops.linear_attention.problem import Options
@@ -45,10 +55,6 @@ class Inputs(NamedTuple):
     def places(self, offset: int) -> tuple[Any, ...]:
         """What every kernel takes behind its tensors: those that say where tokens stand, and how they decay."""
         return self.theta, self.offsets, self.cu_seqlens, self.decay, offset
-
-    def places_on_hopper(self, offset: int) -> tuple[Any, ...]:
-        """The same of kernels for Hopper."""
-        return self.theta, self.offsets, self.decay, offset
 
 
 _PLACES = ("theta", "offsets", "cu_seqlens", "decay", "offset")
@@ -151,17 +157,18 @@ class Call(NamedTuple):
     def on_values(self, layout: Layout, tile: Tile, columns: int) -> dict[str, Any]:
         """What kernels are launched with whose states have all features of φ in pieces, and some of a value's."""
         block = piece_of(self.features)
-        return self._common(layout, tile, columns, block, tile.columns, -(-self.features // block))
+        return self.common(layout, tile, columns, block, tile.columns, -(-self.features // block))
 
     def on_features(self, layout: Layout, tile: Tile, columns: int, block_f: int) -> dict[str, Any]:
         """And those whose states have all features of a value in pieces, and some of each part of φ."""
         values = self.inputs.v.shape[3]
         block = piece_of(values)
-        return self._common(layout, tile, columns, block_f, block, -(-values // block))
+        return self.common(layout, tile, columns, block_f, block, -(-values // block))
 
-    def _common(
+    def common(
         self, layout: Layout, tile: Tile, columns: int, block_f: int, block_e: int, pieces: int
     ) -> dict[str, Any]:
+        """What both take."""
         return {
             "sizes": self.sizes(columns),
             "spec": self.spec(layout),
@@ -293,7 +300,7 @@ class Forward(NamedTuple):
     final: Dense | None
     states: States | None
     walk: Launch
-    on_hopper: bool
+    short: bool  # whether its kernel takes no more than tensors, states and places
 
 
 def forward(inputs: Inputs, options: Options, offset: int, plans: Plans) -> tuple[Tensor, Tensor | None]:
@@ -308,8 +315,8 @@ def forward(inputs: Inputs, options: Options, offset: int, plans: Plans) -> tupl
     if plan.states is not None:
         before = plan.states(k, v, initial, final, inputs, offset)
         before, behind = (before if options.causal else final), None
-    if plan.on_hopper:
-        plan.walk(q, k, v, out, before, behind, *inputs.places_on_hopper(offset))
+    if plan.short:
+        plan.walk(q, k, v, out, before, behind, *inputs.places(offset))
     else:
         plan.walk(q, k, v, None, out, before, behind, None, *inputs.places(offset))
     return out, kept
@@ -327,12 +334,32 @@ def plan_forward(inputs: Inputs, options: Options, aligned: bool) -> Forward:
     if call.chunks > 1 or not options.causal:
         states = plan_states(call, k, v, initial, final, False)
         before, behind = (states.states if options.causal else final), None
-    on_hopper = aligned and hopper.suits(call, q, k, v, out)
-    if on_hopper:
+    short = True
+    if states is None and q.shape[1] <= STEPS:
+        walk = _plan_step(call, out, initial, final)
+    elif aligned and hopper.suits(call, q, k, v, out):
         walk = hopper.plan_walk(call, (q, k, v, out), before, behind, False)
     else:
+        short = False
         walk = plan_walk(call, Rows(q, k, v, None, out), before, behind, decoded=False, reverse=False)
-    return Forward(Dense.like(out), final, states, walk, on_hopper)
+    return Forward(Dense.like(out), final, states, walk, short)
+
+
+def _plan_step(call: Call, out: Tensor, initial: Tensor | None, final: Dense | None) -> Launch:
+    q, k, v, *_ = call.inputs
+    layout = layout_for(q, k, v, out)
+    tile = step_tile(call.features, v.shape[3], call.sequences * int(q.shape[2]))
+    columns = -(-v.shape[3] // tile.columns)
+    return Launch(
+        step_kernel,
+        call.slots * q.shape[2] * columns,
+        takes=("q", "k", "v", "out", "initial", "final", *_PLACES),
+        scale=call.options.scale,
+        initial_strides=hopper.state_strides(initial),
+        final_strides=hopper.state_strides(final),
+        **layout.of("q", "k", "v", "out"),
+        **call.common(layout, tile, columns, in_power_of_two(call.features), tile.columns, 1),
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -428,9 +455,9 @@ def backward(
     if plan.on_hopper is not None:
         query, key = plan.on_hopper
         if query is not None:
-            query(grad, v, k, dq, before, None, *inputs.places_on_hopper(offset))
+            query(grad, v, k, dq, before, None, *inputs.places(offset))
         if key is not None:
-            key(q, k, v, grad, dk, dv, behind, own, *inputs.places_on_hopper(offset))
+            key(q, k, v, grad, dk, dv, behind, own, *inputs.places(offset))
     if plan.query is not None:
         plan.query(grad, v, k, q, dq, before, None, None if halves is None else halves[0], *places)
     if plan.key is not None:

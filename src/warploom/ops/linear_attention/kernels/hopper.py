@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from warploom.device.activations import activate, exponential, widen
+from warploom.device.activations import activate, exponential
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import barriers, init_each, matrix
 from warploom.device.phase import cos_sin, phase_step, wrapping_add
@@ -64,6 +64,7 @@ class Tiles(NamedTuple):
 
 @gluon.jit
 def add(a, b):
+    """What sums up decays."""
     return a + b
 
 
@@ -141,7 +142,9 @@ def decays_of(decay, place, first, sizes, DECAY: gl.constexpr, LAYOUT: gl.conste
 
 
 @gluon.jit
-def encode_tiles(tiles, weighed, count, angles, decay, place, first, sizes, form: gl.constexpr, REVERSE: gl.constexpr):
+def encode_tiles(
+    tiles, weighed, count, angles, decay, place, first, sizes, form: gl.constexpr, REVERSE: gl.constexpr
+):
     """Encode tiles (T, W) where they lie, and those of the first in ``weighed`` (stages, T, W) as states take them."""
     W: gl.constexpr = tiles[0].shape[4]
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [512 // W, W // 16], [WARPS, 1], [1, 0])
@@ -237,7 +240,7 @@ def load_state(
 
 @gluon.jit
 def hopper_walk_kernel(
-    a_desc, b_desc, c_desc, out_desc, initial, final, theta, offsets, decay, offset: gl.int32,
+    a_desc, b_desc, c_desc, out_desc, initial, final, theta, offsets, cu_seqlens, decay, offset: gl.int32,
     scale: gl.float32, into: gl.float32, out_of: gl.float32, sizes: Sizes, initial_strides: StateStrides,
     final_strides: StateStrides, form: gl.constexpr, DECODED: gl.constexpr,
 ):  # fmt: skip
@@ -254,7 +257,7 @@ def hopper_walk_kernel(
     MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([W, W], dtype)
     PAIR_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T, T], dtype)
     ENCODES: gl.constexpr = form.KIND != "none" or form.ACTIVATION != "none" or form.DECAY != "none"
-    place = locate(offsets, None, offset, sizes)
+    place = locate(offsets, cu_seqlens, offset, sizes)
     a_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, T, W], a_desc.layout)
     b_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, T, W], b_desc.layout)
     c_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, T, W], c_desc.layout)
@@ -288,7 +291,9 @@ def hopper_walk_kernel(
         thread_barrier()
         if i > 0:
             tma.async_copy_shared_to_global(
-                out_desc, [place.b.to(gl.int32), place.h.to(gl.int32), first - T, 0], a_tiles.index((i - 1) % STAGES)
+                out_desc,
+                [place.b.to(gl.int32), place.h.to(gl.int32), first - T, 0],
+                a_tiles.index((i - 1) % STAGES),
             )
         if i + 2 < tiles:
             copy_tiles((b_desc, c_desc), others, place, i + 2, i + 2)
@@ -296,9 +301,7 @@ def hopper_walk_kernel(
         pairs = warpgroup_mma(
             a, b.permute([1, 0]), gl.zeros([T, T], gl.float32, PAIRS), use_acc=False, is_async=True
         )
-        result = warpgroup_mma(
-            a, state_tile, gl.zeros([T, W], gl.float32, RESULT), use_acc=False, is_async=True
-        )
+        result = warpgroup_mma(a, state_tile, gl.zeros([T, W], gl.float32, RESULT), use_acc=False, is_async=True)
         if form.DECAY == "none":
             state = warpgroup_mma(b.permute([1, 0]), c, state, is_async=True)
         else:
@@ -348,7 +351,7 @@ def hopper_walk_kernel(
 
 @gluon.jit
 def hopper_key_kernel(
-    q_desc, k_desc, v_desc, grad_desc, dk_desc, dv_desc, initial, final, theta, offsets, decay, offset: gl.int32,
+    q_desc, k_desc, v_desc, grad_desc, dk_desc, dv_desc, initial, final, theta, offsets, cu_seqlens, decay, offset: gl.int32,
     scale: gl.float32, into: gl.float32, out_of: gl.float32, sizes: Sizes, initial_strides: StateStrides,
     final_strides: StateStrides, form: gl.constexpr,
 ):  # fmt: skip
@@ -365,7 +368,7 @@ def hopper_key_kernel(
     MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([W, W], dtype)
     PAIR_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T, T], dtype)
     ENCODES: gl.constexpr = form.KIND != "none" or form.DECAY != "none"
-    place = locate(offsets, None, offset, sizes)
+    place = locate(offsets, cu_seqlens, offset, sizes)
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, T, W], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, T, W], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, T, W], v_desc.layout)
@@ -393,7 +396,16 @@ def hopper_key_kernel(
         wait_for(others, 0)
         if ENCODES:
             encode_tiles(
-                (q_tiles, k_tiles), weighed, 0, angles, decay, place, place.first + (tiles - 1) * T, sizes, form, True
+                (q_tiles, k_tiles),
+                weighed,
+                0,
+                angles,
+                decay,
+                place,
+                place.first + (tiles - 1) * T,
+                sizes,
+                form,
+                True,
             )
     for i in range(tiles):
         slot = i % STAGES
