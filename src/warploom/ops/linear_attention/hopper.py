@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from warploom.ops.linear_attention.kernels.hopper import WARPS, Form, T, hopper_key_kernel, hopper_walk_kernel
+from warploom.ops.linear_attention.kernels.hopper import (
+    WARPS,
+    Form,
+    T,
+    hopper_cosine_kernel,
+    hopper_key_kernel,
+    hopper_walk_kernel,
+)
 from warploom.ops.linear_attention.kernels.tiles import StateStrides
 from warploom.runtime.launch import INTERPRETED, Boxes, Dense, Launch, architecture, can_be_copied
 
@@ -32,7 +39,7 @@ def suits(call: Call, *tensors: Tensor) -> bool:
         return False
     width, tokens = int(q.shape[3]), int(q.shape[1])
     whole = (call.chunks == 1 or call.chunk % TOKENS == 0) and tokens >= TOKENS
-    known = call.options.kind in ("none", "rotate") and call.options.activation != "softmax"
+    known = call.options.kind in ("none", "rotate", "cosine") and call.options.activation != "softmax"
     if not (whole and known and width in WIDTHS and v.shape[3] == width):
         return False
     return all(t.dtype == torch.bfloat16 and can_be_copied(t) for t in tensors)
@@ -45,14 +52,20 @@ def state_strides(state: State) -> StateStrides:
     return StateStrides(*(state.stride() if isinstance(state, Tensor) else state.stride))
 
 
-def plan_walk(call: Call, tensors: tuple[Tensor, ...], initial: State, final: State, decoded: bool) -> Launch:
-    """Plan of a walk forwards over (a, b, c, out), see `kernels.walk`: outputs, or gradients of queries."""
+def plan_walk(
+    call: Call, tensors: tuple[Tensor, ...], initial: State, final: State, *, decoded: bool, reverse: bool = False
+) -> Launch:
+    """Plan of a walk over (a, b, c, out), see `kernels.walk`; backwards for ``cosine`` alone."""
     names = ("a_desc", "b_desc", "c_desc", "out_desc")
-    return _launch(hopper_walk_kernel, call, names, tensors, initial, final, 1.0, DECODED=decoded)
+    scale = call.state_scale if reverse else 1.0
+    if call.options.kind == "cosine":
+        more = {"DECODED": decoded, "REVERSE": reverse}
+        return _launch(hopper_cosine_kernel, call, names, tensors, initial, final, scale, **more)
+    return _launch(hopper_walk_kernel, call, names, tensors, initial, final, scale, DECODED=decoded)
 
 
 def plan_keys(call: Call, tensors: tuple[Tensor, ...], initial: State, final: State) -> Launch:
-    """Plan of the walk backwards over (q, k, v, grad, dk, dv)."""
+    """Plan of the walk backwards over (q, k, v, grad, dk, dv), where φ has one part."""
     names = ("q_desc", "k_desc", "v_desc", "grad_desc", "dk_desc", "dv_desc")
     return _launch(hopper_key_kernel, call, names, tensors, initial, final, call.state_scale)
 

@@ -338,7 +338,7 @@ def plan_forward(inputs: Inputs, options: Options, aligned: bool) -> Forward:
     if states is None and q.shape[1] <= STEPS:
         walk = _plan_step(call, out, initial, final)
     elif aligned and hopper.suits(call, q, k, v, out):
-        walk = hopper.plan_walk(call, (q, k, v, out), before, behind, False)
+        walk = hopper.plan_walk(call, (q, k, v, out), before, behind, decoded=False)
     else:
         short = False
         walk = plan_walk(call, Rows(q, k, v, None, out), before, behind, decoded=False, reverse=False)
@@ -405,7 +405,9 @@ class OnHopper(NamedTuple):
     """Plans of the walks of a backward on Hopper, of those that are wanted."""
 
     query: Launch | None
-    key: Launch | None  # gradients of keys and values
+    key: Launch | None
+    value: Launch | None
+    pair: Launch | None  # gradients of keys and values
 
 
 class Backward(NamedTuple):
@@ -453,11 +455,15 @@ def backward(
         behind = plan.reverse(q, grad, grad_state, first, inputs, offset)
         behind, own = (behind if options.causal else first), None
     if plan.on_hopper is not None:
-        query, key = plan.on_hopper
+        query, key, value, pair = plan.on_hopper
         if query is not None:
-            query(grad, v, k, dq, before, None, *inputs.places(offset))
+            query(grad, v, k, dq, before, None, *places)
         if key is not None:
-            key(q, k, v, grad, dk, dv, behind, own, *inputs.places(offset))
+            key(v, grad, q, dk, behind, None, *places)
+        if value is not None:
+            value(k, q, grad, dv, behind, own, *places)
+        if pair is not None:
+            pair(q, k, v, grad, dk, dv, behind, own, *places)
     if plan.query is not None:
         plan.query(grad, v, k, q, dq, before, None, None if halves is None else halves[0], *places)
     if plan.key is not None:
@@ -501,12 +507,16 @@ def plan_backward(
     turned = of_theta or options.activation != "none"  # which takes what was encoded, as it was before
     on_hopper = None
     if aligned and not turned and hopper.suits(call, q, k, v, grad, dq, dk, dv):
-        on_hopper = OnHopper(
-            hopper.plan_walk(call, (grad, v, k, dq), before, None, True) if of_q else None,
-            hopper.plan_keys(call, (q, k, v, grad, dk, dv), behind, own)
-            if of_k or of_v or own is not None
-            else None,
-        )
+        on_query = hopper.plan_walk(call, (grad, v, k, dq), before, None, decoded=True) if of_q else None
+        on_key = on_value = on_pair = None
+        of_value = of_v or own is not None
+        if options.kind != "cosine" and (of_k or of_value):
+            on_pair = hopper.plan_keys(call, (q, k, v, grad, dk, dv), behind, own)
+        elif of_k:
+            on_key = hopper.plan_walk(call, (v, grad, q, dk), behind, None, decoded=True, reverse=True)
+        if options.kind == "cosine" and of_value:
+            on_value = hopper.plan_walk(call, (k, q, grad, dv), behind, own, decoded=False, reverse=True)
+        on_hopper = OnHopper(on_query, on_key, on_value, on_pair)
     else:
         if of_q or of_theta:
             query = plan_walk(call, Rows(grad, v, k, q, dq), before, None, decoded=True, reverse=False)

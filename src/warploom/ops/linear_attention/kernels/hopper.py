@@ -41,14 +41,14 @@ thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 class Form(NamedTuple):
     """What a kernel is compiled for."""
 
-    KIND: gl.constexpr  # none or rotate
+    KIND: gl.constexpr  # none, rotate or cosine
     ACTIVATION: gl.constexpr
     DECAY: gl.constexpr  # none, head or token
     FREQUENCIES: gl.constexpr  # of a head, the others are zero
 
 
 class Angles(NamedTuple):
-    """`phase_step` of the head's angles (W / 2,), in shared memory, and the position of the sequence's first token."""
+    """`phase_step` of the head's angles, in shared memory, and the position of the sequence's first token."""
 
     whole: gl.shared_memory_descriptor
     rest: gl.shared_memory_descriptor
@@ -101,10 +101,11 @@ def load_angles(theta, place, sizes, W: gl.constexpr, form: gl.constexpr):
     """Angles of the place's head."""
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     FEATURES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    whole_words = gl.allocate_shared_memory(gl.int32, [W // 2], WORDS)
-    rest_words = gl.allocate_shared_memory(gl.float32, [W // 2], WORDS)
-    if form.KIND == "rotate":
-        f = gl.arange(0, W // 2, FEATURES)
+    COUNT: gl.constexpr = W if form.KIND == "cosine" else W // 2
+    whole_words = gl.allocate_shared_memory(gl.int32, [COUNT], WORDS)
+    rest_words = gl.allocate_shared_memory(gl.float32, [COUNT], WORDS)
+    if form.KIND != "none":
+        f = gl.arange(0, COUNT, FEATURES)
         ptrs = theta + place.h * sizes.theta_h + f * sizes.theta_f
         whole, rest, _ = phase_step(gl.load(ptrs, mask=f < form.FREQUENCIES, other=0.0))
         whole_words.store(whole)
@@ -113,10 +114,10 @@ def load_angles(theta, place, sizes, W: gl.constexpr, form: gl.constexpr):
 
 
 @gluon.jit
-def turns_of(angles, first, LAYOUT: gl.constexpr):
-    """Cosines and sines (T, W / 2) of the tile whose first token is ``first``."""
-    whole = angles.whole.load(gl.SliceLayout(0, LAYOUT))[None, :]
-    rest = angles.rest.load(gl.SliceLayout(0, LAYOUT))[None, :]
+def turns_of(angles, first, begin: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Cosines and sines (T, COUNT) of the tile whose first token is ``first``, from angle ``begin`` on."""
+    whole = angles.whole.slice(begin, COUNT).load(gl.SliceLayout(0, LAYOUT))[None, :]
+    rest = angles.rest.slice(begin, COUNT).load(gl.SliceLayout(0, LAYOUT))[None, :]
     t = gl.arange(0, T, gl.SliceLayout(1, LAYOUT))[:, None]
     return cos_sin(wrapping_add(wrapping_add(angles.position, first), t), whole, rest, 0.0, True)
 
@@ -150,7 +151,7 @@ def encode_tiles(
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [512 // W, W // 16], [WARPS, 1], [1, 0])
     dtype: gl.constexpr = tiles[0].dtype
     if form.KIND == "rotate":
-        cosine, sine = turns_of(angles, first, ROWS)
+        cosine, sine = turns_of(angles, first, 0, W // 2, ROWS)
     for i in gl.static_range(len(tiles)):
         tile = matrix(tiles[i], count % tiles[i].shape[0])
         x = tile.load(ROWS)
@@ -184,7 +185,7 @@ def store_decoded(tile, grads, angles, first, form: gl.constexpr):
         g1 = g1.reshape([T, W // 2])
         g2 = g2.reshape([T, W // 2])
         HALF: gl.constexpr = g1.type.layout
-        cosine, sine = turns_of(angles, first, HALF)
+        cosine, sine = turns_of(angles, first, 0, W // 2, HALF)
         d1, d2 = pair_gradient(g1, g2, cosine, sine)
         grads = gl.join(d1, d2).permute([0, 2, 1]).reshape([T, W])
     tile.store(grads.to(tile.dtype))
@@ -210,13 +211,13 @@ def weigh_pairs(scores, decay, place, first, sizes, form: gl.constexpr, REVERSE:
 
 @gluon.jit
 def state_pointers(
-    ptr, index, place, strides, W: gl.constexpr, LAYOUT: gl.constexpr, form: gl.constexpr,
+    ptr, index, place, first_f: gl.constexpr, strides, W: gl.constexpr, LAYOUT: gl.constexpr, form: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """Pointers to a state (F, E), or ``TRANSPOSED`` (E, F), in the order of `feature_of`."""
     i = gl.arange(0, W, gl.SliceLayout(1, LAYOUT))[:, None]
     j = gl.arange(0, W, gl.SliceLayout(0, LAYOUT))[None, :]
-    head = ptr + index * strides.s + place.h * strides.h
+    head = ptr + index * strides.s + place.h * strides.h + first_f * strides.f
     if TRANSPOSED:
         ptrs = head + i.to(gl.int64) * strides.e + feature_of(j, W, form).to(gl.int64) * strides.f
     else:
@@ -226,14 +227,14 @@ def state_pointers(
 
 @gluon.jit
 def load_state(
-    ptr, index, place, factor, strides, W: gl.constexpr, LAYOUT: gl.constexpr, form: gl.constexpr,
+    ptr, index, place, first_f: gl.constexpr, factor, strides, W: gl.constexpr, LAYOUT: gl.constexpr, form: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """A state in float32, times a factor; zero where there is none."""
     if ptr is None:
         state = gl.zeros([W, W], gl.float32, LAYOUT)
     else:
-        ptrs = state_pointers(ptr, index, place, strides, W, LAYOUT, form, TRANSPOSED)
+        ptrs = state_pointers(ptr, index, place, first_f, strides, W, LAYOUT, form, TRANSPOSED)
         state = gl.load(ptrs).to(gl.float32) * factor
     return state
 
@@ -277,7 +278,7 @@ def hopper_walk_kernel(
         if i < tiles:
             copy_tiles((a_desc,), rows, place, i, i)
             copy_tiles((b_desc, c_desc), others, place, i, i)
-    state = load_state(initial, place.slot, place, into, initial_strides, W, STATE, form, DECODED)
+    state = load_state(initial, place.slot, place, 0, into, initial_strides, W, STATE, form, DECODED)
     state_tile.store(state.to(dtype))
     if tiles > 0:
         wait_for(rows, 0)
@@ -345,8 +346,136 @@ def hopper_walk_kernel(
         )
         tma.store_wait(0)
     if final is not None:
-        ptrs = state_pointers(final, place.slot, place, final_strides, W, STATE, form, DECODED)
+        ptrs = state_pointers(final, place.slot, place, 0, final_strides, W, STATE, form, DECODED)
         gl.store(ptrs, (state * out_of).to(final.dtype.element_ty))
+
+
+@gluon.jit
+def encode_parts(tile, sines, angles, first, form: gl.constexpr):
+    """Encode a tile (T, W) by cosines where it lies, and by sines into another buffer."""
+    PIECE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    for i in gl.static_range(tile.shape[1] // 64):
+        one = tile.slice(i * 64, 64, dim=1)
+        x = activate(one.load(PIECE).to(gl.float32), form.ACTIVATION)
+        cosine, sine = turns_of(angles, first, i * 64, 64, PIECE)
+        one.store((x * cosine).to(tile.dtype))
+        sines.slice(i * 64, 64, dim=1).store((x * sine).to(tile.dtype))
+
+
+@gluon.jit
+def hopper_cosine_kernel(
+    a_desc, b_desc, c_desc, out_desc, initial, final, theta, offsets, cu_seqlens, decay, offset: gl.int32,
+    scale: gl.float32, into: gl.float32, out_of: gl.float32, sizes: Sizes, initial_strides: StateStrides,
+    final_strides: StateStrides, form: gl.constexpr, DECODED: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """`hopper_walk_kernel` where ``φ`` has two parts, of cosines and of sines, and so has the state."""
+    W: gl.constexpr = a_desc.block_type.shape[3]
+    dtype: gl.constexpr = a_desc.dtype
+    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, T // 2, 16])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, W // 2, 16])
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W // 16, 128 // W], [16, W * W // 128, 16])
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T, W], dtype)
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [512 // W, W // 16], [WARPS, 1], [1, 0])
+    place = locate(offsets, cu_seqlens, offset, sizes)
+    a_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, T, W], a_desc.layout)
+    b_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, T, W], b_desc.layout)
+    c_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, T, W], c_desc.layout)
+    sines = gl.allocate_shared_memory(dtype, [1 if DECODED else 2, T, W], TILE)
+    states = gl.allocate_shared_memory(dtype, [2, W, W], gl.NVMMASharedLayout.get_default_for([W, W], dtype))
+    weighed = gl.allocate_shared_memory(dtype, [T, W if form.DECAY != "none" else 64], TILE)
+    pair_tile = gl.allocate_shared_memory(dtype, [T, T], gl.NVMMASharedLayout.get_default_for([T, T], dtype))
+    ring = Tiles((a_tiles, b_tiles, c_tiles), barriers(2))
+    init_each(ring.full)
+    angles = load_angles(theta, place, sizes, W, form)
+    fence_async_shared()
+    thread_barrier()
+    tiles = gl.maximum(place.last - place.first + T - 1, 0) // T
+    b_entry, h = place.b.to(gl.int32), place.h.to(gl.int32)
+    for i in gl.static_range(2):
+        if i < tiles:
+            copy_tiles((a_desc, b_desc, c_desc), ring, place, tiles - 1 - i if REVERSE else i, i)
+    state_c = load_state(initial, place.slot, place, 0, into, initial_strides, W, STATE, form, DECODED)
+    state_s = load_state(initial, place.slot, place, W, into, initial_strides, W, STATE, form, DECODED)
+    for i in range(tiles):
+        slot = i % 2
+        tile = tiles - 1 - i if REVERSE else i
+        first = place.first + tile * T
+        a, b, c = matrix(a_tiles, slot), matrix(b_tiles, slot), matrix(c_tiles, slot)
+        states.index(0).store(state_c.to(dtype))
+        states.index(1).store(state_s.to(dtype))
+        wait_for(ring, i)
+        if DECODED:
+            encode_parts(c, sines.index(0), angles, first, form)
+        else:
+            encode_parts(a, sines.index(0), angles, first, form)
+            encode_parts(b, sines.index(1), angles, first, form)
+        if form.DECAY != "none":
+            plain = b if DECODED else c
+            sums, total = decays_of(decay, place, first, sizes, form.DECAY, gl.SliceLayout(1, ROWS))
+            weights = exponential(sums) if REVERSE else exponential(total - sums)
+            weighed.store((plain.load(ROWS).to(gl.float32) * weights[:, None]).to(dtype))
+        fence_async_shared()
+        thread_barrier()
+        pairs = warpgroup_mma(
+            a, b.permute([1, 0]), gl.zeros([T, T], gl.float32, PAIRS), use_acc=False, is_async=True
+        )
+        if not DECODED:
+            pairs = warpgroup_mma(sines.index(0), sines.index(1).permute([1, 0]), pairs, is_async=True)
+        result = warpgroup_mma(
+            a, states.index(0), gl.zeros([T, W], gl.float32, RESULT), use_acc=False, is_async=True
+        )
+        if DECODED:
+            of_sines = warpgroup_mma(
+                a, states.index(1), gl.zeros([T, W], gl.float32, RESULT), use_acc=False, is_async=True
+            )
+        else:
+            result = warpgroup_mma(sines.index(0), states.index(1), result, is_async=True)
+        if form.DECAY != "none":
+            _, total = decays_of(decay, place, first, sizes, form.DECAY, gl.SliceLayout(1, STATE))
+            shrink = exponential(total)
+            state_c *= shrink
+            state_s *= shrink
+        mine = weighed if form.DECAY != "none" else (b if DECODED else c)
+        if DECODED:
+            state_c = warpgroup_mma(mine.permute([1, 0]), c, state_c, is_async=True)
+            state_s = warpgroup_mma(mine.permute([1, 0]), sines.index(0), state_s, is_async=True)
+        else:
+            state_c = warpgroup_mma(b.permute([1, 0]), mine, state_c, is_async=True)
+            state_s = warpgroup_mma(sines.index(1).permute([1, 0]), mine, state_s, is_async=True)
+        if DECODED:
+            pairs, result, of_sines = warpgroup_mma_wait(2, deps=[pairs, result, of_sines])
+        else:
+            pairs, result = warpgroup_mma_wait(2, deps=[pairs, result])
+        pairs = weigh_pairs(pairs, decay, place, first, sizes, form, REVERSE)
+        pair_tile.store(pairs.to(dtype))
+        fence_async_shared()
+        thread_barrier()
+        if form.DECAY != "none":
+            sums, total = decays_of(decay, place, first, sizes, form.DECAY, gl.SliceLayout(1, RESULT))
+            carried = (exponential(total - sums) if REVERSE else exponential(sums))[:, None]
+            result *= carried
+            if DECODED:
+                of_sines *= carried
+        result = warpgroup_mma(pair_tile, c, result, is_async=True)
+        if DECODED:
+            of_sines = warpgroup_mma(pair_tile, sines.index(0), of_sines, is_async=True)
+            cosine, sine = turns_of(angles, first, 0, W, RESULT)
+            result, of_sines, state_c, state_s = warpgroup_mma_wait(0, deps=[result, of_sines, state_c, state_s])
+            result = gl.fma(result, cosine, of_sines * sine)
+        else:
+            result, state_c, state_s = warpgroup_mma_wait(0, deps=[result, state_c, state_s])
+        a.store((result * scale).to(dtype))
+        fence_async_shared()
+        thread_barrier()
+        tma.async_copy_shared_to_global(out_desc, [b_entry, h, first, 0], a_tiles.index(slot))
+        tma.store_wait(0)
+        if i + 2 < tiles:
+            copy_tiles((a_desc, b_desc, c_desc), ring, place, tiles - 3 - i if REVERSE else i + 2, i + 2)
+    if final is not None:
+        ptrs = state_pointers(final, place.slot, place, 0, final_strides, W, STATE, form, DECODED)
+        gl.store(ptrs, (state_c * out_of).to(final.dtype.element_ty))
+        ptrs = state_pointers(final, place.slot, place, W, final_strides, W, STATE, form, DECODED)
+        gl.store(ptrs, (state_s * out_of).to(final.dtype.element_ty))
 
 
 @gluon.jit
@@ -389,7 +518,7 @@ def hopper_key_kernel(
     if tiles > 0:
         copy_tiles((k_desc, v_desc), kept, place, tiles - 1, 0)
         copy_tiles((q_desc, grad_desc), others, place, tiles - 1, 0)
-    state = load_state(initial, place.slot, place, into, initial_strides, W, STATE, form, False)
+    state = load_state(initial, place.slot, place, 0, into, initial_strides, W, STATE, form, False)
     state_tile.store(state.to(dtype))
     if tiles > 0:
         wait_for(kept, 0)
@@ -471,5 +600,5 @@ def hopper_key_kernel(
         tma.async_copy_shared_to_global(dv_desc, [b, h, place.first, 0], v_tiles.index((tiles - 1) % STAGES))
         tma.store_wait(0)
     if final is not None:
-        ptrs = state_pointers(final, place.slot, place, final_strides, W, STATE, form, False)
+        ptrs = state_pointers(final, place.slot, place, 0, final_strides, W, STATE, form, False)
         gl.store(ptrs, (state * out_of).to(final.dtype.element_ty))
