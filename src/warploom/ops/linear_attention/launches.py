@@ -26,7 +26,7 @@ from warploom.ops.linear_attention.configs import (
 from warploom.ops.linear_attention.kernels.decay import decay_kernel
 from warploom.ops.linear_attention.kernels.states import scan_kernel, sums_kernel
 from warploom.ops.linear_attention.kernels.step import step_kernel
-from warploom.ops.linear_attention.kernels.tiles import Sizes, Variant
+from warploom.ops.linear_attention.kernels.tiles import Sizes, StateStrides, Variant
 from warploom.ops.linear_attention.kernels.walk import walk_kernel
 from warploom.ops.linear_attention.problem import Options
 from warploom.ops.lrpe.kernels.angles import Spec
@@ -38,6 +38,8 @@ from warploom.runtime.plans import Plans
 Tensor = torch.Tensor
 
 _SCAN_BLOCK = 1024
+_STATE_VEC = 4
+"""By which strides of states are divided where they can be: 16 bytes of float32."""
 
 
 class Inputs(NamedTuple):
@@ -144,35 +146,43 @@ class Call(NamedTuple):
         frequencies = 1 if theta is None else theta.shape[-1]
         return Spec("cosine" if kind == "none" else kind, 1, layout.vec, 1, layout.unit, self.features, frequencies)
 
-    def variant(self, tile: Tile, block_f: int, block_e: int, pieces: int) -> Variant:
+    def variant(self, tile: Tile, block_f: int, block_e: int, pieces: int, state_vec: int) -> Variant:
         """What a kernel is compiled for."""
         decay = self.inputs.decay
         kind = "none" if decay is None else "head" if decay.dim() == 1 else "token"
         options = self.options
         return Variant(
             options.kind, options.activation, kind, options.causal, self.inputs.v.shape[3], tile.tokens, block_f,
-            block_e, pieces,
+            block_e, pieces, state_vec,
         )  # fmt: skip
 
-    def on_values(self, layout: Layout, tile: Tile, columns: int) -> dict[str, Any]:
+    def on_values(self, layout: Layout, tile: Tile, columns: int, **states: hopper.State) -> dict[str, Any]:
         """What kernels are launched with whose states have all features of φ in pieces, and some of a value's."""
         block = piece_of(self.features)
-        return self.common(layout, tile, columns, block, tile.columns, -(-self.features // block))
+        return self.common(layout, tile, columns, block, tile.columns, -(-self.features // block), **states)
 
-    def on_features(self, layout: Layout, tile: Tile, columns: int, block_f: int) -> dict[str, Any]:
+    def on_features(
+        self, layout: Layout, tile: Tile, columns: int, block_f: int, **states: hopper.State
+    ) -> dict[str, Any]:
         """And those whose states have all features of a value in pieces, and some of each part of φ."""
         values = self.inputs.v.shape[3]
         block = piece_of(values)
-        return self.common(layout, tile, columns, block_f, block, -(-values // block))
+        return self.common(layout, tile, columns, block_f, block, -(-values // block), **states)
 
     def common(
-        self, layout: Layout, tile: Tile, columns: int, block_f: int, block_e: int, pieces: int
-    ) -> dict[str, Any]:
+        self, layout: Layout, tile: Tile, columns: int, block_f: int, block_e: int, pieces: int,
+        **states: hopper.State,
+    ) -> dict[str, Any]:  # fmt: skip
         """What both take."""
+        strides = {f"{name}_strides": hopper.state_strides(state) for name, state in states.items()}
+        vec = 0 if any(each.e > 1 for each in strides.values()) else 1
+        if vec and all(n % _STATE_VEC == 0 for each in strides.values() for n in each[:3]):
+            vec = _STATE_VEC
         return {
+            **{name: StateStrides(*(n // max(vec, 1) for n in each[:3]), each.e) for name, each in strides.items()},
             "sizes": self.sizes(columns),
             "spec": self.spec(layout),
-            "variant": self.variant(tile, block_f, block_e, pieces),
+            "variant": self.variant(tile, block_f, block_e, pieces, vec),
             "num_warps": tile.warps,
             "num_stages": tile.stages,
         }
@@ -216,10 +226,9 @@ def plan_states(
         sums_kernel,
         call.slots * heads * columns,
         takes=("b", "c", "states", "totals", *_PLACES),
-        states_strides=hopper.state_strides(states),
         REVERSE=reverse,
         **layout.of("b", "c"),
-        **call.on_values(layout, tile, columns),
+        **call.on_values(layout, tile, columns, states=states),
     )
     blocks = -(-features * values // _SCAN_BLOCK)
     scale = call.state_scale if reverse else 1.0
@@ -279,12 +288,14 @@ def plan_walk(
         scale=call.options.scale,
         into=1.0 / scale if isinstance(initial, Tensor) else 1.0,
         out_of=scale,
-        initial_strides=hopper.state_strides(initial),
-        final_strides=hopper.state_strides(final),
         DECODED=decoded,
         REVERSE=reverse,
         **layout.of("a", "b", "c", "x", "out"),
-        **(call.on_features(layout, tile, columns, block_f) if decoded else call.on_values(layout, tile, columns)),
+        **(
+            call.on_features(layout, tile, columns, block_f, initial=initial, final=final)
+            if decoded
+            else call.on_values(layout, tile, columns, initial=initial, final=final)
+        ),
     )
 
 
@@ -355,10 +366,10 @@ def _plan_step(call: Call, out: Tensor, initial: Tensor | None, final: Dense | N
         call.slots * q.shape[2] * columns,
         takes=("q", "k", "v", "out", "initial", "final", *_PLACES),
         scale=call.options.scale,
-        initial_strides=hopper.state_strides(initial),
-        final_strides=hopper.state_strides(final),
         **layout.of("q", "k", "v", "out"),
-        **call.common(layout, tile, columns, in_power_of_two(call.features), tile.columns, 1),
+        **call.common(
+            layout, tile, columns, in_power_of_two(call.features), tile.columns, 1, initial=initial, final=final
+        ),
     )
 
 
@@ -393,10 +404,9 @@ def _plan_decays(call: Call, grad: Tensor, states: Dense) -> Decays:
         call.slots * q.shape[2],
         takes=("q", "k", "v", "grad", "states", "grad_states", "out", *_PLACES),
         scale=call.options.scale,
-        states_strides=hopper.state_strides(states),
         BY_HEAD=by_head,
         **layout.of("q", "k", "v", "grad"),
-        **call.on_values(layout, tile, 1),
+        **call.on_values(layout, tile, 1, states=states),
     )
     return Decays(Dense.rows(shape, torch.float32), launch, by_head)
 
