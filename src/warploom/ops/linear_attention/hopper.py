@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from warploom.ops.linear_attention.kernels.hopper import (
-    WARPS,
     Form,
     T,
     hopper_cosine_kernel,
@@ -60,19 +59,19 @@ def plan_walk(
     scale = call.state_scale if reverse else 1.0
     if call.options.kind == "cosine":
         more = {"DECODED": decoded, "REVERSE": reverse}
-        return _launch(hopper_cosine_kernel, call, names, tensors, initial, final, scale, **more)
-    return _launch(hopper_walk_kernel, call, names, tensors, initial, final, scale, DECODED=decoded)
+        return _launch(hopper_cosine_kernel, call, names, tensors, initial, final, scale, 2, 8, **more)
+    return _launch(hopper_walk_kernel, call, names, tensors, initial, final, scale, 2, 8, DECODED=decoded)
 
 
 def plan_keys(call: Call, tensors: tuple[Tensor, ...], initial: State, final: State) -> Launch:
     """Plan of the walk backwards over (q, k, v, grad, dk, dv), where φ has one part."""
     names = ("q_desc", "k_desc", "v_desc", "grad_desc", "dk_desc", "dv_desc")
-    return _launch(hopper_key_kernel, call, names, tensors, initial, final, call.state_scale)
+    return _launch(hopper_key_kernel, call, names, tensors, initial, final, call.state_scale, 1, 4)
 
 
 def _launch(
     kernel: Any, call: Call, names: tuple[str, ...], tensors: tuple[Tensor, ...], initial: State, final: State,
-    scale: float, **more: Any,
+    scale: float, groups: int, warps: int, **more: Any,
 ) -> Launch:  # fmt: skip
     q, _, _, theta, decay, *_ = call.inputs
     kind = "none" if decay is None else "head" if decay.dim() == 1 else "token"
@@ -82,13 +81,13 @@ def _launch(
         kernel,
         call.slots * int(q.shape[2]),
         takes=(*names, "initial", "final", *PLACES),
-        num_warps=WARPS.value,
+        num_warps=warps,
         scale=call.options.scale,
         into=1.0 / scale if isinstance(initial, Tensor) else 1.0,
         out_of=scale,
         sizes=call.sizes(1),
         initial_strides=state_strides(initial),
         final_strides=state_strides(final),
-        form=Form(call.options.kind, call.options.activation, kind, frequencies),
+        form=Form(call.options.kind, call.options.activation, kind, frequencies, groups),
         **more,
     )
