@@ -31,7 +31,7 @@ from warploom.ops.lrpe.kernels.forward import turn
 T = gl.constexpr(64)  # tokens of a tile
 WARPS = gl.constexpr(8)  # that multiply
 ENCODERS = gl.constexpr(4)
-PART = gl.constexpr(16)  # tokens that are encoded at a time
+PART = gl.constexpr(2048)  # numbers of a tile that are encoded at a time
 WALK_STAGES = gl.constexpr(3)
 KEY_STAGES = gl.constexpr(2)
 ENCODER_REGISTERS = gl.constexpr(80)
@@ -214,33 +214,34 @@ def encode_tiles(tiles, encoded, count, first, call, form: gl.constexpr, REVERSE
     """Encode the ``count``-th tiles (T, W) where they lie, and weigh those of the first as states take them."""
     W: gl.constexpr = tiles[0].shape[4]
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [512 // W, W // 16], [ENCODERS, 1], [1, 0])
+    PART_ROWS: gl.constexpr = PART // W
     WIDTH: gl.constexpr = W // 2 // form.GROUPS
     dtype: gl.constexpr = tiles[0].dtype
     slot = count % encoded.full.shape[0]
-    for part in gl.static_range(T // PART):
+    for part in gl.static_range(T // PART_ROWS):
         if form.KIND == "rotate":
-            cosine, sine = turns_of(call.angles, first + part * PART, PART, 0, W // 2, ROWS)
+            cosine, sine = turns_of(call.angles, first + part * PART_ROWS, PART_ROWS, 0, W // 2, ROWS)
         for i in gl.static_range(len(tiles)):
-            tile = matrix(tiles[i], slot).slice(part * PART, PART)
+            tile = matrix(tiles[i], slot).slice(part * PART_ROWS, PART_ROWS)
             x = tile.load(ROWS)
             if form.KIND == "rotate":
-                x1, x2 = x.reshape([PART, 2, W // 2]).permute([0, 2, 1]).split()
+                x1, x2 = x.reshape([PART_ROWS, 2, W // 2]).permute([0, 2, 1]).split()
                 x1 = activate(gl.convert_layout(x1, ROWS).to(gl.float32), form.ACTIVATION)
                 x2 = activate(gl.convert_layout(x2, ROWS).to(gl.float32), form.ACTIVATION)
                 y1, y2 = turn(x1, x2, cosine, sine, "rotate")
-                y = gl.join(y1.reshape([PART, form.GROUPS, WIDTH]), y2.reshape([PART, form.GROUPS, WIDTH]))
-                y = y.permute([0, 1, 3, 2]).reshape([PART, W])
+                y = gl.join(y1.reshape([PART_ROWS, form.GROUPS, WIDTH]), y2.reshape([PART_ROWS, form.GROUPS, WIDTH]))
+                y = y.permute([0, 1, 3, 2]).reshape([PART_ROWS, W])
             else:
                 y = activate(x.to(gl.float32), form.ACTIVATION)
             if form.KIND != "none" or form.ACTIVATION != "none":
                 tile.store(y.to(dtype))
             if i == 0 and form.DECAY != "none":
-                a, total = decays_of(call, first, part * PART, PART, form.DECAY, gl.SliceLayout(1, y.type.layout))
+                a, total = decays_of(call, first, part * PART_ROWS, PART_ROWS, form.DECAY, gl.SliceLayout(1, y.type.layout))
                 if REVERSE:
                     weights = exponential(a)
                 else:
                     weights = exponential(total - a)
-                encoded.weighed.index(count % 2).slice(part * PART, PART).store((y * weights[:, None]).to(dtype))
+                encoded.weighed.index(count % 2).slice(part * PART_ROWS, PART_ROWS).store((y * weights[:, None]).to(dtype))
 
 
 @gluon.jit
