@@ -15,6 +15,21 @@ class Tile(NamedTuple):
     stages: int
 
 
+class Encoder(NamedTuple):
+    """How a group of warps encodes tiles on Hopper, ahead of those that multiply."""
+
+    numbers: int
+    """Of a tile that are encoded at a time."""
+    registers: int
+    """Of a thread."""
+    groups: int
+    """Registers of a thread of the other groups, where there are two kinds of them."""
+
+
+HOPPER = {"walk": Encoder(4096, 112, 0), "decoded": Encoder(2048, 80, 0), "keys": Encoder(4096, 88, 200)}
+HOPPER_DECAYS = {"walk": Encoder(2048, 80, 0), "decoded": Encoder(2048, 80, 0), "keys": Encoder(2048, 80, 200)}
+"""With decays."""
+
 LEAST = 16
 """Of every side of a product of tiles."""
 

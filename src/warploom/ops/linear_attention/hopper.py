@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from warploom.ops.linear_attention.configs import HOPPER, HOPPER_DECAYS
 from warploom.ops.linear_attention.kernels.hopper import (
     Form,
     T,
@@ -59,35 +60,38 @@ def plan_walk(
     scale = call.state_scale if reverse else 1.0
     if call.options.kind == "cosine":
         more = {"DECODED": decoded, "REVERSE": reverse}
-        return _launch(hopper_cosine_kernel, call, names, tensors, initial, final, scale, 2, 8, **more)
-    return _launch(hopper_walk_kernel, call, names, tensors, initial, final, scale, 2, 8, DECODED=decoded)
+        return _launch(hopper_cosine_kernel, call, "walk", names, tensors, initial, final, scale, **more)
+    kernel = "decoded" if decoded else "walk"
+    return _launch(hopper_walk_kernel, call, kernel, names, tensors, initial, final, scale, DECODED=decoded)
 
 
 def plan_keys(call: Call, tensors: tuple[Tensor, ...], initial: State, final: State) -> Launch:
     """Plan of the walk backwards over (q, k, v, grad, dk, dv), where φ has one part."""
     names = ("q_desc", "k_desc", "v_desc", "grad_desc", "dk_desc", "dv_desc")
-    return _launch(hopper_key_kernel, call, names, tensors, initial, final, call.state_scale, 1, 4)
+    return _launch(hopper_key_kernel, call, "keys", names, tensors, initial, final, call.state_scale)
 
 
 def _launch(
-    kernel: Any, call: Call, names: tuple[str, ...], tensors: tuple[Tensor, ...], initial: State, final: State,
-    scale: float, groups: int, warps: int, **more: Any,
+    function: Any, call: Call, kernel: str, names: tuple[str, ...], tensors: tuple[Tensor, ...], initial: State,
+    final: State, scale: float, **more: Any,
 ) -> Launch:  # fmt: skip
     q, _, _, theta, decay, *_ = call.inputs
     kind = "none" if decay is None else "head" if decay.dim() == 1 else "token"
+    encoder = (HOPPER if decay is None else HOPPER_DECAYS)[kernel]
+    groups = 1 if kernel == "keys" else 2
     frequencies = 0 if theta is None else int(theta.shape[-1])
     more |= {name: Boxes(x, (0, 2, 1, 3), (1, 1, TOKENS, int(x.shape[3]))) for name, x in zip(names, tensors)}
     return Launch(
-        kernel,
+        function,
         call.slots * int(q.shape[2]),
         takes=(*names, "initial", "final", *PLACES),
-        num_warps=warps,
+        num_warps=4 * groups,
         scale=call.options.scale,
         into=1.0 / scale if isinstance(initial, Tensor) else 1.0,
         out_of=scale,
         sizes=call.sizes(1),
         initial_strides=state_strides(initial),
         final_strides=state_strides(final),
-        form=Form(call.options.kind, call.options.activation, kind, frequencies, groups),
+        form=Form(call.options.kind, call.options.activation, kind, frequencies, groups, *encoder),
         **more,
     )

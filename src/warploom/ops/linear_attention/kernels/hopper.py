@@ -31,11 +31,8 @@ from warploom.ops.lrpe.kernels.forward import turn
 T = gl.constexpr(64)  # tokens of a tile
 WARPS = gl.constexpr(8)  # that multiply
 ENCODERS = gl.constexpr(4)
-PART = gl.constexpr(2048)  # numbers of a tile that are encoded at a time
 WALK_STAGES = gl.constexpr(3)
 KEY_STAGES = gl.constexpr(2)
-ENCODER_REGISTERS = gl.constexpr(80)
-KEY_REGISTERS = gl.constexpr(200)
 
 # Renamed in Triton 3.7.
 thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -49,6 +46,9 @@ class Form(NamedTuple):
     DECAY: gl.constexpr  # none, head or token
     FREQUENCIES: gl.constexpr  # of a head, the others are zero
     GROUPS: gl.constexpr  # of warps that share the columns of a product
+    PART: gl.constexpr  # numbers of a tile that are encoded at a time
+    ENCODER_REGISTERS: gl.constexpr  # of a thread
+    GROUP_REGISTERS: gl.constexpr
 
 
 class Angles(NamedTuple):
@@ -214,7 +214,7 @@ def encode_tiles(tiles, encoded, count, first, call, form: gl.constexpr, REVERSE
     """Encode the ``count``-th tiles (T, W) where they lie, and weigh those of the first as states take them."""
     W: gl.constexpr = tiles[0].shape[4]
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [512 // W, W // 16], [ENCODERS, 1], [1, 0])
-    PART_ROWS: gl.constexpr = PART // W
+    PART_ROWS: gl.constexpr = form.PART // W
     WIDTH: gl.constexpr = W // 2 // form.GROUPS
     dtype: gl.constexpr = tiles[0].dtype
     slot = count % encoded.full.shape[0]
@@ -229,19 +229,25 @@ def encode_tiles(tiles, encoded, count, first, call, form: gl.constexpr, REVERSE
                 x1 = activate(gl.convert_layout(x1, ROWS).to(gl.float32), form.ACTIVATION)
                 x2 = activate(gl.convert_layout(x2, ROWS).to(gl.float32), form.ACTIVATION)
                 y1, y2 = turn(x1, x2, cosine, sine, "rotate")
-                y = gl.join(y1.reshape([PART_ROWS, form.GROUPS, WIDTH]), y2.reshape([PART_ROWS, form.GROUPS, WIDTH]))
+                y = gl.join(
+                    y1.reshape([PART_ROWS, form.GROUPS, WIDTH]), y2.reshape([PART_ROWS, form.GROUPS, WIDTH])
+                )
                 y = y.permute([0, 1, 3, 2]).reshape([PART_ROWS, W])
             else:
                 y = activate(x.to(gl.float32), form.ACTIVATION)
             if form.KIND != "none" or form.ACTIVATION != "none":
                 tile.store(y.to(dtype))
             if i == 0 and form.DECAY != "none":
-                a, total = decays_of(call, first, part * PART_ROWS, PART_ROWS, form.DECAY, gl.SliceLayout(1, y.type.layout))
+                a, total = decays_of(
+                    call, first, part * PART_ROWS, PART_ROWS, form.DECAY, gl.SliceLayout(1, y.type.layout)
+                )
                 if REVERSE:
                     weights = exponential(a)
                 else:
                     weights = exponential(total - a)
-                encoded.weighed.index(count % 2).slice(part * PART_ROWS, PART_ROWS).store((y * weights[:, None]).to(dtype))
+                encoded.weighed.index(count % 2).slice(part * PART_ROWS, PART_ROWS).store(
+                    (y * weights[:, None]).to(dtype)
+                )
 
 
 @gluon.jit
@@ -467,7 +473,7 @@ def hopper_walk_kernel(
             [(multiply_walk, (form, DECODED, walk, call)),
              (encode_walk, (form, DECODED, rows, others, encoded, call)),
              (copy_walk, ((a_desc,), (b_desc, c_desc), rows, others, call))],
-            [ENCODERS, 1], [ENCODER_REGISTERS, 24],
+            [ENCODERS, 1], [form.ENCODER_REGISTERS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -736,11 +742,11 @@ def hopper_key_kernel(
         gl.warp_specialize(
             [(multiply_keys, (0, form, keys, call)), (multiply_keys, (1, form, keys, call)),
              (encode_keys, (form, ring, encoded, call)), (copy_keys, (descs, ring, call))],
-            [4, ENCODERS, 1], [KEY_REGISTERS, ENCODER_REGISTERS, 24],
+            [4, ENCODERS, 1], [form.GROUP_REGISTERS, form.ENCODER_REGISTERS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [(multiply_keys, (0, form, keys, call)), (multiply_keys, (1, form, keys, call)),
              (copy_keys, (descs, ring, call))],
-            [4, 1], [KEY_REGISTERS, 24],
+            [4, 1], [form.GROUP_REGISTERS, 24],
         )  # fmt: skip
