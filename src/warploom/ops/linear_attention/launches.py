@@ -16,6 +16,7 @@ from warploom.ops.linear_attention import hopper
 from warploom.ops.linear_attention.configs import (
     DECAY_CHUNK,
     STEPS,
+    WIDE_PIECE,
     Tile,
     chunk_of,
     in_power_of_two,
@@ -31,7 +32,7 @@ from warploom.ops.linear_attention.kernels.walk import walk_kernel
 from warploom.ops.linear_attention.problem import Options
 from warploom.ops.lrpe.kernels.angles import Spec
 from warploom.ops.lrpe.launches import ThetaSums, theta_sums
-from warploom.runtime.launch import Dense, Launch, multiprocessors
+from warploom.runtime.launch import Dense, Launch, architecture, multiprocessors
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 
@@ -120,6 +121,12 @@ class Call(NamedTuple):
         return self.inputs.q.dtype != torch.float32
 
     @property
+    def wide(self) -> bool:
+        """Whether gradients of encoded rows are made with pieces of `WIDE_PIECE`."""
+        fits = self.inputs.v.shape[3] <= WIDE_PIECE
+        return bool(self.half and fits and architecture(self.inputs.q.device) >= 90)
+
+    @property
     def state_scale(self) -> float:
         """What gradients of states are kept over; without tokens or causality they are kept as they are."""
         return self.options.scale if self.options.causal and self.inputs.q.shape[1] else 1.0
@@ -166,7 +173,7 @@ class Call(NamedTuple):
     ) -> dict[str, Any]:
         """And those whose states have all features of a value in pieces, and some of each part of φ."""
         values = self.inputs.v.shape[3]
-        block = piece_of(values)
+        block = piece_of(values, self.wide)
         return self.common(layout, tile, columns, block_f, block, -(-values // block), **states)
 
     def common(
@@ -271,7 +278,7 @@ def plan_walk(
     values, tokens = int(call.inputs.v.shape[3]), int(call.inputs.q.shape[1])
     if decoded:
         features = call.features
-        tile = tile_of("decoded", call.half, values, features, tokens)
+        tile = tile_of("wide" if call.wide else "decoded", call.half, values, features, tokens)
         block_f = tile.columns
         if call.options.activation == "softmax":  # whose gradient takes whole rows
             block_f = in_power_of_two(features)
