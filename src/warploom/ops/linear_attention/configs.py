@@ -15,6 +15,21 @@ class Tile(NamedTuple):
     stages: int
 
 
+class Encoder(NamedTuple):
+    """How a group of warps encodes tiles on Hopper, ahead of those that multiply."""
+
+    numbers: int
+    """Of a tile that are encoded at a time."""
+    registers: int
+    """Of a thread."""
+    groups: int
+    """Registers of a thread of the other groups, where there are two kinds of them."""
+
+
+HOPPER = {"walk": Encoder(4096, 112, 0), "decoded": Encoder(2048, 80, 0), "keys": Encoder(4096, 88, 200)}
+HOPPER_DECAYS = {"walk": Encoder(2048, 80, 0), "decoded": Encoder(2048, 80, 0), "keys": Encoder(2048, 80, 200)}
+"""With decays."""
+
 LEAST = 16
 """Of every side of a product of tiles."""
 
@@ -24,17 +39,27 @@ CHUNK = 256
 DECAY_CHUNK = 32
 """Tokens of a chunk where the gradient of decays is asked for, which takes states that often."""
 
+STEPS = 4
+"""Tokens of a sequence, at most, that are taken one by one."""
+
+STEP_COLUMNS = 32
+STEP_WARPS = 4
+
 SHORT = 16
 """Tokens of a sequence, at most, for which there are tiles of `LEAST` tokens: steps of decoding."""
 
 PIECE = 32
 """Rows of a tile, at most, that products add up over: see `kernels.tiles`."""
 
+WIDE_PIECE = 128
+"""The same, on Hopper and later, where gradients of encoded rows are made of numbers of 16 bits."""
+
 # By kernel, whether numbers have 16 bits, and the features of a state's side that comes in pieces: those of φ, or
 # of a value where φ's parts are the columns. What a row of the table says of wider states holds for the narrower.
 _TILES: dict[tuple[str, bool], list[tuple[int, Tile]]] = {
     ("outputs", True): [(128, Tile(32, 128, 8, 3)), (256, Tile(16, 128, 8, 2))],
     ("outputs", False): [(256, Tile(16, 64, 8, 1))],
+    ("wide", True): [(128, Tile(32, 64, 8, 2))],
     ("decoded", True): [(128, Tile(16, 32, 4, 1)), (256, Tile(16, 64, 8, 1))],
     ("decoded", False): [(256, Tile(16, 64, 8, 1))],
     ("sums", True): [(128, Tile(32, 128, 8, 2)), (256, Tile(16, 64, 8, 2))],
@@ -48,7 +73,7 @@ def tile_of(kernel: str, half: bool, rows: int, columns: int, tokens: int) -> Ti
     """Tiles of a launch.
 
     Args:
-        kernel: ``outputs``, ``decoded``, ``sums`` or ``decays``.
+        kernel: ``outputs``, ``decoded`` (``wide`` with pieces of `WIDE_PIECE`), ``sums`` or ``decays``.
         half: Whether numbers have 16 bits.
         rows: Features of the side of a state that comes in pieces.
         columns: And of the other, of each part of it.
@@ -63,9 +88,15 @@ def tile_of(kernel: str, half: bool, rows: int, columns: int, tokens: int) -> Ti
     return tile
 
 
-def piece_of(features: int) -> int:
+def step_tile(features: int, values: int, heads: int) -> Tile:
+    """Tiles of a step of so many heads of all sequences: few heads take more programs."""
+    columns = STEP_COLUMNS if heads * values >= 2**13 else LEAST
+    return Tile(1, min(columns, in_power_of_two(values)), STEP_WARPS, 1)
+
+
+def piece_of(features: int, wide: bool = False) -> int:
     """Of a side of a state, the features of a piece."""
-    return min(PIECE, in_power_of_two(features))
+    return min(WIDE_PIECE if wide else PIECE, in_power_of_two(features))
 
 
 def in_power_of_two(features: int) -> int:

@@ -11,22 +11,36 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.launches.tiling import Layout, layout_for
-from warploom.ops.linear_attention.configs import DECAY_CHUNK, Tile, chunk_of, in_power_of_two, piece_of, tile_of
+from warploom.ops.flash_attention.launches.tiling import Layout, are_aligned, layout_for
+from warploom.ops.linear_attention import hopper
+from warploom.ops.linear_attention.configs import (
+    DECAY_CHUNK,
+    STEPS,
+    WIDE_PIECE,
+    Tile,
+    chunk_of,
+    in_power_of_two,
+    piece_of,
+    step_tile,
+    tile_of,
+)
 from warploom.ops.linear_attention.kernels.decay import decay_kernel
 from warploom.ops.linear_attention.kernels.states import scan_kernel, sums_kernel
+from warploom.ops.linear_attention.kernels.step import step_kernel
 from warploom.ops.linear_attention.kernels.tiles import Sizes, StateStrides, Variant
 from warploom.ops.linear_attention.kernels.walk import walk_kernel
 from warploom.ops.linear_attention.problem import Options
 from warploom.ops.lrpe.kernels.angles import Spec
 from warploom.ops.lrpe.launches import ThetaSums, theta_sums
-from warploom.runtime.launch import Dense, Launch, multiprocessors
+from warploom.runtime.launch import Dense, Launch, architecture, multiprocessors
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 
 Tensor = torch.Tensor
 
 _SCAN_BLOCK = 1024
+_STATE_VEC = 4
+"""By which strides of states are divided where they can be: 16 bytes of float32."""
 
 
 class Inputs(NamedTuple):
@@ -107,6 +121,12 @@ class Call(NamedTuple):
         return self.inputs.q.dtype != torch.float32
 
     @property
+    def wide(self) -> bool:
+        """Whether gradients of encoded rows are made with pieces of `WIDE_PIECE`."""
+        fits = self.inputs.v.shape[3] <= WIDE_PIECE
+        return bool(self.half and fits and architecture(self.inputs.q.device) >= 90)
+
+    @property
     def state_scale(self) -> float:
         """What gradients of states are kept over; without tokens or causality they are kept as they are."""
         return self.options.scale if self.options.causal and self.inputs.q.shape[1] else 1.0
@@ -133,43 +153,46 @@ class Call(NamedTuple):
         frequencies = 1 if theta is None else theta.shape[-1]
         return Spec("cosine" if kind == "none" else kind, 1, layout.vec, 1, layout.unit, self.features, frequencies)
 
-    def variant(self, tile: Tile, block_f: int, block_e: int, pieces: int) -> Variant:
+    def variant(self, tile: Tile, block_f: int, block_e: int, pieces: int, state_vec: int) -> Variant:
         """What a kernel is compiled for."""
         decay = self.inputs.decay
         kind = "none" if decay is None else "head" if decay.dim() == 1 else "token"
         options = self.options
         return Variant(
             options.kind, options.activation, kind, options.causal, self.inputs.v.shape[3], tile.tokens, block_f,
-            block_e, pieces,
+            block_e, pieces, state_vec,
         )  # fmt: skip
 
-    def on_values(self, layout: Layout, tile: Tile, columns: int) -> dict[str, Any]:
+    def on_values(self, layout: Layout, tile: Tile, columns: int, **states: hopper.State) -> dict[str, Any]:
         """What kernels are launched with whose states have all features of φ in pieces, and some of a value's."""
         block = piece_of(self.features)
-        return self._common(layout, tile, columns, block, tile.columns, -(-self.features // block))
+        return self.common(layout, tile, columns, block, tile.columns, -(-self.features // block), **states)
 
-    def on_features(self, layout: Layout, tile: Tile, columns: int, block_f: int) -> dict[str, Any]:
+    def on_features(
+        self, layout: Layout, tile: Tile, columns: int, block_f: int, **states: hopper.State
+    ) -> dict[str, Any]:
         """And those whose states have all features of a value in pieces, and some of each part of φ."""
         values = self.inputs.v.shape[3]
-        block = piece_of(values)
-        return self._common(layout, tile, columns, block_f, block, -(-values // block))
+        block = piece_of(values, self.wide)
+        return self.common(layout, tile, columns, block_f, block, -(-values // block), **states)
 
-    def _common(
-        self, layout: Layout, tile: Tile, columns: int, block_f: int, block_e: int, pieces: int
-    ) -> dict[str, Any]:
+    def common(
+        self, layout: Layout, tile: Tile, columns: int, block_f: int, block_e: int, pieces: int,
+        **states: hopper.State,
+    ) -> dict[str, Any]:  # fmt: skip
+        """What both take."""
+        strides = {f"{name}_strides": hopper.state_strides(state) for name, state in states.items()}
+        vec = 0 if any(each.e > 1 for each in strides.values()) else 1
+        if vec and all(n % _STATE_VEC == 0 for each in strides.values() for n in each[:3]):
+            vec = _STATE_VEC
         return {
+            **{name: StateStrides(*(n // max(vec, 1) for n in each[:3]), each.e) for name, each in strides.items()},
             "sizes": self.sizes(columns),
             "spec": self.spec(layout),
-            "variant": self.variant(tile, block_f, block_e, pieces),
+            "variant": self.variant(tile, block_f, block_e, pieces, vec),
             "num_warps": tile.warps,
             "num_stages": tile.stages,
         }
-
-
-def _state_strides(state: Tensor | Dense | None) -> StateStrides:
-    if state is None:
-        return StateStrides(0, 0, 0, 0)
-    return StateStrides(*(state.stride() if isinstance(state, Tensor) else state.stride))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -210,10 +233,9 @@ def plan_states(
         sums_kernel,
         call.slots * heads * columns,
         takes=("b", "c", "states", "totals", *_PLACES),
-        states_strides=_state_strides(states),
         REVERSE=reverse,
         **layout.of("b", "c"),
-        **call.on_values(layout, tile, columns),
+        **call.on_values(layout, tile, columns, states=states),
     )
     blocks = -(-features * values // _SCAN_BLOCK)
     scale = call.state_scale if reverse else 1.0
@@ -222,8 +244,8 @@ def plan_states(
         sequences * heads * blocks,
         takes=("states", "totals", "initial", "final", "cu_seqlens"),
         sizes=call.sizes(blocks),
-        initial_strides=_state_strides(initial),
-        final_strides=_state_strides(final),
+        initial_strides=hopper.state_strides(initial),
+        final_strides=hopper.state_strides(final),
         into=1.0 / scale,
         out_of=scale,
         F=features,
@@ -256,7 +278,7 @@ def plan_walk(
     values, tokens = int(call.inputs.v.shape[3]), int(call.inputs.q.shape[1])
     if decoded:
         features = call.features
-        tile = tile_of("decoded", call.half, values, features, tokens)
+        tile = tile_of("wide" if call.wide else "decoded", call.half, values, features, tokens)
         block_f = tile.columns
         if call.options.activation == "softmax":  # whose gradient takes whole rows
             block_f = in_power_of_two(features)
@@ -273,12 +295,14 @@ def plan_walk(
         scale=call.options.scale,
         into=1.0 / scale if isinstance(initial, Tensor) else 1.0,
         out_of=scale,
-        initial_strides=_state_strides(initial),
-        final_strides=_state_strides(final),
         DECODED=decoded,
         REVERSE=reverse,
         **layout.of("a", "b", "c", "x", "out"),
-        **(call.on_features(layout, tile, columns, block_f) if decoded else call.on_values(layout, tile, columns)),
+        **(
+            call.on_features(layout, tile, columns, block_f, initial=initial, final=final)
+            if decoded
+            else call.on_values(layout, tile, columns, initial=initial, final=final)
+        ),
     )
 
 
@@ -294,38 +318,66 @@ class Forward(NamedTuple):
     final: Dense | None
     states: States | None
     walk: Launch
+    short: bool  # whether its kernel takes no more than tensors, states and places
 
 
 def forward(inputs: Inputs, options: Options, offset: int, plans: Plans) -> tuple[Tensor, Tensor | None]:
     """Outputs (B, N, H, E), and the last states (S, H, F, E) in float32 where they are asked for."""
-    plan = plans.get("forward", plan_forward, inputs, options)
     q, k, v, *_, initial, _, _ = inputs
+    aligned = are_aligned(q, k, v)
+    plan = plans.get(("forward", aligned), plan_forward, inputs, options, aligned)
     out = plan.out.empty(q)
     final = None if plan.final is None else plan.final.empty(q)
     kept = final if options.return_state else None
-    places = inputs.places(offset)
-    if plan.states is None:
-        plan.walk(q, k, v, None, out, initial, kept, None, *places)
+    before, behind = initial, kept
+    if plan.states is not None:
+        before = plan.states(k, v, initial, final, inputs, offset)
+        before, behind = (before if options.causal else final), None
+    if plan.short:
+        plan.walk(q, k, v, out, before, behind, *inputs.places(offset))
     else:
-        states = plan.states(k, v, initial, final, inputs, offset)
-        plan.walk(q, k, v, None, out, states if options.causal else final, None, None, *places)
+        plan.walk(q, k, v, None, out, before, behind, None, *inputs.places(offset))
     return out, kept
 
 
-def plan_forward(inputs: Inputs, options: Options) -> Forward:
+def plan_forward(inputs: Inputs, options: Options, aligned: bool) -> Forward:
     """Plan of `forward`."""
     call = Call.of(inputs, options)
     q, k, v, *_, initial, _, _ = inputs
     out = layout_of(q, v.shape[3])
     final = Dense.rows(call.state_shape, torch.float32) if options.return_state or not options.causal else None
-    rows = Rows(q, k, v, None, out)
-    if call.chunks == 1 and options.causal:
-        walk = plan_walk(call, rows, initial, final, decoded=False, reverse=False)
-        return Forward(Dense.like(out), final, None, walk)
-    states = plan_states(call, k, v, initial, final, False)
-    given = states.states if options.causal else final
-    walk = plan_walk(call, rows, given, None, decoded=False, reverse=False)
-    return Forward(Dense.like(out), final, states, walk)
+    states = None
+    before: Tensor | Dense | None = initial
+    behind = final
+    if call.chunks > 1 or not options.causal:
+        states = plan_states(call, k, v, initial, final, False)
+        before, behind = (states.states if options.causal else final), None
+    short = True
+    if states is None and q.shape[1] <= STEPS:
+        walk = _plan_step(call, out, initial, final)
+    elif aligned and hopper.suits(call, q, k, v, out):
+        walk = hopper.plan_walk(call, (q, k, v, out), before, behind, decoded=False)
+    else:
+        short = False
+        walk = plan_walk(call, Rows(q, k, v, None, out), before, behind, decoded=False, reverse=False)
+    return Forward(Dense.like(out), final, states, walk, short)
+
+
+def _plan_step(call: Call, out: Tensor, initial: Tensor | None, final: Dense | None) -> Launch:
+    q, k, v, *_ = call.inputs
+    layout = layout_for(q, k, v, out)
+    tile = step_tile(call.features, v.shape[3], call.sequences * int(q.shape[2]))
+    columns = -(-v.shape[3] // tile.columns)
+    return Launch(
+        step_kernel,
+        call.slots * q.shape[2] * columns,
+        takes=("q", "k", "v", "out", "initial", "final", *_PLACES),
+        scale=call.options.scale,
+        **layout.of("q", "k", "v", "out"),
+        **call.common(
+            layout, tile, columns, in_power_of_two(call.features), tile.columns, 1, initial=initial, final=final
+        ),
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -359,12 +411,20 @@ def _plan_decays(call: Call, grad: Tensor, states: Dense) -> Decays:
         call.slots * q.shape[2],
         takes=("q", "k", "v", "grad", "states", "grad_states", "out", *_PLACES),
         scale=call.options.scale,
-        states_strides=_state_strides(states),
         BY_HEAD=by_head,
         **layout.of("q", "k", "v", "grad"),
-        **call.on_values(layout, tile, 1),
+        **call.on_values(layout, tile, 1, states=states),
     )
     return Decays(Dense.rows(shape, torch.float32), launch, by_head)
+
+
+class OnHopper(NamedTuple):
+    """Plans of the walks of a backward on Hopper, of those that are wanted."""
+
+    query: Launch | None
+    key: Launch | None
+    value: Launch | None
+    pair: Launch | None  # gradients of keys and values
 
 
 class Backward(NamedTuple):
@@ -380,6 +440,7 @@ class Backward(NamedTuple):
     query: Launch | None
     key: Launch | None
     value: Launch | None
+    on_hopper: OnHopper | None
     decays: Decays | None
     theta_sums: ThetaSums | None
 
@@ -391,8 +452,10 @@ def backward(
     """Gradients of q, k, v, theta, decay and the first state, of those that are wanted."""
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
     strides = tuple([None if x is None else x.stride() for x in (grad, grad_state, *inputs)])
-    plan = plans.get((grad.dtype, strides, *wanted), plan_backward, grad, grad_state, inputs, options, wanted)
     q, k, v, theta, decay, initial, _, _ = inputs
+    aligned = are_aligned(q, k, v, grad)
+    kept = (grad.dtype, strides, aligned, *wanted)
+    plan = plans.get(kept, plan_backward, grad, grad_state, inputs, options, wanted, aligned)
     dq, dk, dv = plan.dq.empty(q), plan.dk.empty(q), plan.dv.empty(q)
     first = None if plan.first is None else plan.first.empty(q)
     last = None if plan.last is None else plan.last.empty(q)
@@ -408,6 +471,16 @@ def backward(
     if plan.reverse is not None:
         behind = plan.reverse(q, grad, grad_state, first, inputs, offset)
         behind, own = (behind if options.causal else first), None
+    if plan.on_hopper is not None:
+        query, key, value, pair = plan.on_hopper
+        if query is not None:
+            query(grad, v, k, dq, before, None, *places)
+        if key is not None:
+            key(v, grad, q, dk, behind, None, *places)
+        if value is not None:
+            value(k, q, grad, dv, behind, own, *places)
+        if pair is not None:
+            pair(q, k, v, grad, dk, dv, behind, own, *places)
     if plan.query is not None:
         plan.query(grad, v, k, q, dq, before, None, None if halves is None else halves[0], *places)
     if plan.key is not None:
@@ -423,8 +496,9 @@ def backward(
 
 
 def plan_backward(
-    grad: Tensor, grad_state: Tensor | None, inputs: Inputs, options: Options, wanted: Sequence[bool]
-) -> Backward:
+    grad: Tensor, grad_state: Tensor | None, inputs: Inputs, options: Options, wanted: Sequence[bool],
+    aligned: bool,
+) -> Backward:  # fmt: skip
     """Plan of `backward`."""
     q, k, v, theta, _, initial, _, _ = inputs
     of_q, of_k, of_v, of_theta, of_decay, of_initial = wanted
@@ -446,17 +520,31 @@ def plan_backward(
     if apart:
         before = last if last is not None else None if forward is None else forward.states
         behind = first if not options.causal else None if reverse is None else reverse.states
-    if of_q or of_theta:
-        query = plan_walk(call, Rows(grad, v, k, q, dq), before, None, decoded=True, reverse=False)
-    if of_k or of_theta:
-        key = plan_walk(call, Rows(v, grad, q, k, dk), behind, None, decoded=True, reverse=True)
-    if of_v or (of_initial and not apart):
-        own = None if apart else first
-        value = plan_walk(call, Rows(k, q, grad, None, dv), behind, own, decoded=False, reverse=True)
+    own = None if apart else first
+    turned = of_theta or options.activation != "none"  # which takes what was encoded, as it was before
+    on_hopper = None
+    if aligned and not turned and hopper.suits(call, q, k, v, grad, dq, dk, dv):
+        on_query = hopper.plan_walk(call, (grad, v, k, dq), before, None, decoded=True) if of_q else None
+        on_key = on_value = on_pair = None
+        of_value = of_v or own is not None
+        if options.kind != "cosine" and (of_k or of_value):
+            on_pair = hopper.plan_keys(call, (q, k, v, grad, dk, dv), behind, own)
+        elif of_k:
+            on_key = hopper.plan_walk(call, (v, grad, q, dk), behind, None, decoded=True, reverse=True)
+        if options.kind == "cosine" and of_value:
+            on_value = hopper.plan_walk(call, (k, q, grad, dv), behind, own, decoded=False, reverse=True)
+        on_hopper = OnHopper(on_query, on_key, on_value, on_pair)
+    else:
+        if of_q or of_theta:
+            query = plan_walk(call, Rows(grad, v, k, q, dq), before, None, decoded=True, reverse=False)
+        if of_k or of_theta:
+            key = plan_walk(call, Rows(v, grad, q, k, dk), behind, None, decoded=True, reverse=True)
+        if of_v or own is not None:
+            value = plan_walk(call, Rows(k, q, grad, None, dv), behind, own, decoded=False, reverse=True)
     if of_decay and forward is not None:
         decays = _plan_decays(call, grad, forward.states)
     if of_theta and theta is not None:
         parts = 2 * call.slots * (1 if theta.dim() == 2 and theta.shape[0] > 1 else q.shape[2])
         sums = theta_sums(parts, theta, call.features, 1)
     outs = Dense.like(dq), Dense.like(dk), Dense.like(dv)
-    return Backward(*outs, first, last, forward, reverse, query, key, value, decays, sums)
+    return Backward(*outs, first, last, forward, reverse, query, key, value, on_hopper, decays, sums)

@@ -26,7 +26,7 @@ from warploom.ops.lrpe.kernels.rows import load_input, store_input
 
 
 class StateStrides(NamedTuple):
-    """Of a state (S, H, F, E)."""
+    """Of a state (S, H, F, E). All but that of ``e`` come divided by `Variant.STATE_VEC`."""
 
     s: tl.int64
     h: tl.int64
@@ -64,6 +64,7 @@ class Variant(NamedTuple):
     BLOCK_F: tl.constexpr  # angles, or features without them, of a tile
     BLOCK_E: tl.constexpr  # features of a value, of a tile
     PIECES: tl.constexpr  # tiles of the side of a state over which products with it add up
+    STATE_VEC: tl.constexpr  # common divisor of states' strides, where a value's features are adjacent, or 0
 
 
 class Place(NamedTuple):
@@ -447,12 +448,15 @@ def state_pointers(
     f, f_mask = state_rows(p, first_f, spec, variant)
     e = first_e + tl.arange(0, variant.BLOCK_E)
     e_mask = e < variant.E
-    head = ptr + index * strides.s + h * strides.h
+    VEC: tl.constexpr = max(variant.STATE_VEC, 1)
+    head = ptr + index * (strides.s * VEC) + h * (strides.h * VEC)
+    rows = f.to(tl.int64) * (strides.f * VEC)
+    columns = e if variant.STATE_VEC else e * strides.e
     if TRANSPOSED:
-        ptrs = head + (f.to(tl.int64) * strides.f)[None, :] + (e.to(tl.int64) * strides.e)[:, None]
+        ptrs = head + rows[None, :] + columns[:, None]
         mask = f_mask[None, :] & e_mask[:, None]
     else:
-        ptrs = head + (f.to(tl.int64) * strides.f)[:, None] + (e.to(tl.int64) * strides.e)[None, :]
+        ptrs = head + rows[:, None] + columns[None, :]
         mask = f_mask[:, None] & e_mask[None, :]
     return ptrs, mask
 

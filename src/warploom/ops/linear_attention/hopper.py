@@ -1,0 +1,97 @@
+"""Launches of linear attention's walks on Hopper: which calls they take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from warploom.ops.linear_attention.configs import HOPPER, HOPPER_DECAYS
+from warploom.ops.linear_attention.kernels.hopper import (
+    Form,
+    T,
+    hopper_cosine_kernel,
+    hopper_key_kernel,
+    hopper_walk_kernel,
+)
+from warploom.ops.linear_attention.kernels.tiles import StateStrides
+from warploom.runtime.launch import INTERPRETED, Boxes, Dense, Launch, architecture, can_be_copied
+
+if TYPE_CHECKING:
+    from warploom.ops.linear_attention.launches import Call
+
+Tensor = torch.Tensor
+State = Tensor | Dense | None
+
+TOKENS = T.value
+"""Of a tile."""
+
+WIDTHS = (64, 128)
+"""Features of queries, keys and values."""
+
+PLACES = ("theta", "offsets", "cu_seqlens", "decay", "offset")
+
+
+def suits(call: Call, *tensors: Tensor) -> bool:
+    """Whether the kernels take a call with these tensors, apart from their addresses."""
+    q, _, v, *_, cu_seqlens = call.inputs
+    if INTERPRETED or architecture(q.device) != 90 or cu_seqlens is not None or not call.options.causal:
+        return False
+    width, tokens = int(q.shape[3]), int(q.shape[1])
+    whole = (call.chunks == 1 or call.chunk % TOKENS == 0) and tokens >= TOKENS
+    known = call.options.kind in ("none", "rotate", "cosine") and call.options.activation != "softmax"
+    if not (whole and known and width in WIDTHS and v.shape[3] == width):
+        return False
+    return all(t.dtype == torch.bfloat16 and can_be_copied(t) for t in tensors)
+
+
+def state_strides(state: State) -> StateStrides:
+    """Strides of a state, if there is one."""
+    if state is None:
+        return StateStrides(0, 0, 0, 0)
+    return StateStrides(*(state.stride() if isinstance(state, Tensor) else state.stride))
+
+
+def plan_walk(
+    call: Call, tensors: tuple[Tensor, ...], initial: State, final: State, *, decoded: bool, reverse: bool = False
+) -> Launch:
+    """Plan of a walk over (a, b, c, out), see `kernels.walk`; backwards for ``cosine`` alone."""
+    names = ("a_desc", "b_desc", "c_desc", "out_desc")
+    scale = call.state_scale if reverse else 1.0
+    if call.options.kind == "cosine":
+        more = {"DECODED": decoded, "REVERSE": reverse}
+        return _launch(hopper_cosine_kernel, call, "walk", names, tensors, initial, final, scale, **more)
+    kernel = "decoded" if decoded else "walk"
+    return _launch(hopper_walk_kernel, call, kernel, names, tensors, initial, final, scale, DECODED=decoded)
+
+
+def plan_keys(call: Call, tensors: tuple[Tensor, ...], initial: State, final: State) -> Launch:
+    """Plan of the walk backwards over (q, k, v, grad, dk, dv), where φ has one part."""
+    names = ("q_desc", "k_desc", "v_desc", "grad_desc", "dk_desc", "dv_desc")
+    return _launch(hopper_key_kernel, call, "keys", names, tensors, initial, final, call.state_scale)
+
+
+def _launch(
+    function: Any, call: Call, kernel: str, names: tuple[str, ...], tensors: tuple[Tensor, ...], initial: State,
+    final: State, scale: float, **more: Any,
+) -> Launch:  # fmt: skip
+    q, _, _, theta, decay, *_ = call.inputs
+    kind = "none" if decay is None else "head" if decay.dim() == 1 else "token"
+    encoder = (HOPPER if decay is None else HOPPER_DECAYS)[kernel]
+    groups = 1 if kernel == "keys" else 2
+    frequencies = 0 if theta is None else int(theta.shape[-1])
+    more |= {name: Boxes(x, (0, 2, 1, 3), (1, 1, TOKENS, int(x.shape[3]))) for name, x in zip(names, tensors)}
+    return Launch(
+        function,
+        call.slots * int(q.shape[2]),
+        takes=(*names, "initial", "final", *PLACES),
+        num_warps=4 * groups,
+        scale=call.options.scale,
+        into=1.0 / scale if isinstance(initial, Tensor) else 1.0,
+        out_of=scale,
+        sizes=call.sizes(1),
+        initial_strides=state_strides(initial),
+        final_strides=state_strides(final),
+        form=Form(call.options.kind, call.options.activation, kind, frequencies, groups, *encoder),
+        **more,
+    )
