@@ -14,7 +14,7 @@ from warploom.ops.linear_attention.kernels.hopper import (
     hopper_key_kernel,
     hopper_walk_kernel,
 )
-from warploom.ops.linear_attention.kernels.tiles import StateStrides
+from warploom.ops.linear_attention.kernels.tiles import Factors, StateStrides
 from warploom.runtime.launch import INTERPRETED, Boxes, Dense, Launch, architecture, can_be_copied
 
 if TYPE_CHECKING:
@@ -86,9 +86,7 @@ def _launch(
         call.slots * int(q.shape[2]),
         takes=(*names, "initial", "final", *PLACES),
         num_warps=4 * groups,
-        scale=call.options.scale,
-        into=1.0 / scale if isinstance(initial, Tensor) else 1.0,
-        out_of=scale,
+        factors=Factors(call.options.scale, 1.0 / scale if isinstance(initial, Tensor) else 1.0, scale),
         sizes=call.sizes(1),
         initial_strides=state_strides(initial),
         final_strides=state_strides(final),

@@ -27,8 +27,8 @@ from warploom.ops.linear_attention.configs import (
 from warploom.ops.linear_attention.kernels.decay import decay_kernel
 from warploom.ops.linear_attention.kernels.states import scan_kernel, sums_kernel
 from warploom.ops.linear_attention.kernels.step import step_kernel
-from warploom.ops.linear_attention.kernels.tiles import Sizes, StateStrides, Variant
-from warploom.ops.linear_attention.kernels.walk import walk_kernel
+from warploom.ops.linear_attention.kernels.tiles import Factors, Sizes, StateStrides, Variant
+from warploom.ops.linear_attention.kernels.walk import Way, walk_kernel
 from warploom.ops.linear_attention.problem import Options
 from warploom.ops.lrpe.kernels.angles import Spec
 from warploom.ops.lrpe.launches import ThetaSums, theta_sums
@@ -292,11 +292,8 @@ def plan_walk(
         walk_kernel,
         call.slots * call.inputs.q.shape[2] * columns,
         takes=("a", "b", "c", "x", "out", "initial", "final", "partial", *_PLACES),
-        scale=call.options.scale,
-        into=1.0 / scale if isinstance(initial, Tensor) else 1.0,
-        out_of=scale,
-        DECODED=decoded,
-        REVERSE=reverse,
+        factors=Factors(call.options.scale, 1.0 / scale if isinstance(initial, Tensor) else 1.0, scale),
+        way=Way(decoded, reverse),
         **layout.of("a", "b", "c", "x", "out"),
         **(
             call.on_features(layout, tile, columns, block_f, initial=initial, final=final)

@@ -24,7 +24,7 @@ from warploom.device.activations import activate, exponential
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import as_factor, barriers, init_each, init_ring, matrix, wait_empty, wait_full
 from warploom.device.phase import cos_sin, phase_step, wrapping_add
-from warploom.ops.linear_attention.kernels.tiles import Place, Sizes, StateStrides, locate
+from warploom.ops.linear_attention.kernels.tiles import Factors, Place, Sizes, StateStrides, locate
 from warploom.ops.lrpe.kernels.backward import pair_gradient
 from warploom.ops.lrpe.kernels.forward import turn
 
@@ -75,7 +75,7 @@ class Call(NamedTuple):
     decay: gl.tensor | None
     sizes: Sizes
     tiles: gl.int32  # how many there are
-    scale: gl.float32
+    factors: Factors
 
 
 class Encoded(NamedTuple):
@@ -98,8 +98,6 @@ class Walk(NamedTuple):
     final: gl.tensor | None
     initial_strides: StateStrides
     final_strides: StateStrides
-    into: gl.float32
-    out_of: gl.float32
 
 
 class Keys(NamedTuple):
@@ -119,8 +117,6 @@ class Keys(NamedTuple):
     final: gl.tensor | None
     initial_strides: StateStrides
     final_strides: StateStrides
-    into: gl.float32
-    out_of: gl.float32
 
 
 @gluon.jit
@@ -382,7 +378,7 @@ def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W // 16, 128 // W], [16, W * W // 128, 16])
     ENCODES: gl.constexpr = form.KIND != "none" or form.ACTIVATION != "none" or form.DECAY != "none"
     b_entry, h = place.b.to(gl.int32), place.h.to(gl.int32)
-    state = load_state(walk.initial, place, 0, walk.into, walk.initial_strides, W, W, STATE, form, DECODED)
+    state = load_state(walk.initial, place, 0, call.factors.into, walk.initial_strides, W, W, STATE, form, DECODED)
     state_tile.store(state.to(dtype))
     for i in range(call.tiles):
         slot = i % STAGES
@@ -426,7 +422,7 @@ def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
         result = warpgroup_mma(pair_tile, c, result, is_async=True)
         state = warpgroup_mma_wait(1, deps=[state])
         state_tile.store(state.to(dtype))
-        result = warpgroup_mma_wait(0, deps=[result]) * call.scale
+        result = warpgroup_mma_wait(0, deps=[result]) * call.factors.scale
         if DECODED:
             result = decoded(result, call.angles, first, form)
         a.store(result.to(dtype))
@@ -438,13 +434,13 @@ def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
             walk.out_desc, [b_entry, h, first_tile + last * T, 0], rows.tiles[0].index(last % STAGES)
         )
         tma.store_wait(0)
-    store_state(walk.final, state, place, 0, walk.out_of, walk.final_strides, W, form, DECODED)
+    store_state(walk.final, state, place, 0, call.factors.out_of, walk.final_strides, W, form, DECODED)
 
 
 @gluon.jit
 def hopper_walk_kernel(
     a_desc, b_desc, c_desc, out_desc, initial, final, theta, offsets, cu_seqlens, decay, offset: gl.int32,
-    scale: gl.float32, into: gl.float32, out_of: gl.float32, sizes: Sizes, initial_strides: StateStrides,
+    factors: Factors, sizes: Sizes, initial_strides: StateStrides,
     final_strides: StateStrides, form: gl.constexpr, DECODED: gl.constexpr,
 ):  # fmt: skip
     """What `kernels.walk` computes forwards, of a chunk of a head.
@@ -461,10 +457,9 @@ def hopper_walk_kernel(
     state_tile = gl.allocate_shared_memory(dtype, [W, W], gl.NVMMASharedLayout.get_default_for([W, W], dtype))
     pair_tile = gl.allocate_shared_memory(dtype, [T, T], gl.NVMMASharedLayout.get_default_for([T, T], dtype))
     tiles = gl.maximum(place.last - place.first + T - 1, 0) // T
-    call = Call(load_angles(theta, place, sizes, W, form), place, decay, sizes, tiles, scale)
+    call = Call(load_angles(theta, place, sizes, W, form), place, decay, sizes, tiles, factors)
     walk = Walk(
-        rows, others, encoded, state_tile, pair_tile, out_desc, initial, final, initial_strides, final_strides, into,
-        out_of,
+        rows, others, encoded, state_tile, pair_tile, out_desc, initial, final, initial_strides, final_strides,
     )  # fmt: skip
     fence_async_shared()
     thread_barrier()
@@ -498,7 +493,7 @@ def encode_parts(tile, sines, angles, first, form: gl.constexpr):
 @gluon.jit
 def hopper_cosine_kernel(
     a_desc, b_desc, c_desc, out_desc, initial, final, theta, offsets, cu_seqlens, decay, offset: gl.int32,
-    scale: gl.float32, into: gl.float32, out_of: gl.float32, sizes: Sizes, initial_strides: StateStrides,
+    factors: Factors, sizes: Sizes, initial_strides: StateStrides,
     final_strides: StateStrides, form: gl.constexpr, DECODED: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """`hopper_walk_kernel` where ``φ`` has two parts, of cosines and of sines, and so has the state."""
@@ -521,13 +516,13 @@ def hopper_cosine_kernel(
     fence_async_shared()
     thread_barrier()
     tiles = gl.maximum(place.last - place.first + T - 1, 0) // T
-    call = Call(angles, place, decay, sizes, tiles, scale)
+    call = Call(angles, place, decay, sizes, tiles, factors)
     b_entry, h = place.b.to(gl.int32), place.h.to(gl.int32)
     for i in gl.static_range(2):
         if i < tiles:
             copy_tiles(descs, ring, place, tiles - 1 - i if REVERSE else i, i)
-    state_c = load_state(initial, place, 0, into, initial_strides, W, W, STATE, form, DECODED)
-    state_s = load_state(initial, place, W, into, initial_strides, W, W, STATE, form, DECODED)
+    state_c = load_state(initial, place, 0, factors.into, initial_strides, W, W, STATE, form, DECODED)
+    state_s = load_state(initial, place, W, factors.into, initial_strides, W, W, STATE, form, DECODED)
     for i in range(tiles):
         slot = i % 2
         tile = tiles - 1 - i if REVERSE else i
@@ -596,7 +591,7 @@ def hopper_cosine_kernel(
             result = gl.fma(result, cosine, of_sines * sine)
         else:
             result, state_c, state_s = warpgroup_mma_wait(0, deps=[result, state_c, state_s])
-        a.store((result * scale).to(dtype))
+        a.store((result * factors.scale).to(dtype))
         fence_async_shared()
         thread_barrier()
         tma.async_copy_shared_to_global(out_desc, [b_entry, h, first, 0], a_tiles.index(slot))
@@ -604,8 +599,8 @@ def hopper_cosine_kernel(
         tma.store_wait(0)
         if i + 2 < tiles:
             copy_tiles(descs, ring, place, tiles - 3 - i if REVERSE else i + 2, i + 2)
-    store_state(final, state_c, place, 0, out_of, final_strides, W, form, DECODED)
-    store_state(final, state_s, place, W, out_of, final_strides, W, form, DECODED)
+    store_state(final, state_c, place, 0, factors.out_of, final_strides, W, form, DECODED)
+    store_state(final, state_s, place, W, factors.out_of, final_strides, W, form, DECODED)
 
 
 @gluon.jit
@@ -640,7 +635,9 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
     b_entry, h = place.b.to(gl.int32), place.h.to(gl.int32)
     out = keys.outs.index(own)
     if HOLDS:
-        state = load_state(keys.initial, place, own * T, keys.into, keys.initial_strides, T, W, RESULT, form, False)
+        state = load_state(
+            keys.initial, place, own * T, call.factors.into, keys.initial_strides, T, W, RESULT, form, False
+        )
         state_tile.slice(own * T, T, dim=0).store(state.to(dtype))
         fence_async_shared()
         thread_barrier()
@@ -693,7 +690,7 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
         tma.store_wait(0)
         thread_barrier()
         mbarrier.arrive(ring.empty.index(slot))
-        result *= call.scale
+        result *= call.factors.scale
         if own == 0:
             result = decoded(result, call.angles, first, form)
         matrix(keys.outs, own).store(result.to(dtype))
@@ -705,13 +702,13 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
             tma.async_copy_shared_to_global(keys.dv_desc, [b_entry, h, first, 0], out)
     tma.store_wait(0)
     if HOLDS:
-        store_state(keys.final, state, place, own * T, keys.out_of, keys.final_strides, W, form, False)
+        store_state(keys.final, state, place, own * T, call.factors.out_of, keys.final_strides, W, form, False)
 
 
 @gluon.jit
 def hopper_key_kernel(
     q_desc, k_desc, v_desc, grad_desc, dk_desc, dv_desc, initial, final, theta, offsets, cu_seqlens, decay,
-    offset: gl.int32, scale: gl.float32, into: gl.float32, out_of: gl.float32, sizes: Sizes,
+    offset: gl.int32, factors: Factors, sizes: Sizes,
     initial_strides: StateStrides, final_strides: StateStrides, form: gl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values of a chunk of a head, from its end to its start.
@@ -731,10 +728,10 @@ def hopper_key_kernel(
     mbarrier.init(state_full.index(0), count=W // T)
     mbarrier.init(state_read.index(0), count=2)
     tiles = gl.maximum(place.last - place.first + T - 1, 0) // T
-    call = Call(load_angles(theta, place, sizes, W, form), place, decay, sizes, tiles, scale)
+    call = Call(load_angles(theta, place, sizes, W, form), place, decay, sizes, tiles, factors)
     keys = Keys(
         ring, encoded, state_tile, state_full.index(0), state_read.index(0), outs, dk_desc, dv_desc, initial, final,
-        initial_strides, final_strides, into, out_of,
+        initial_strides, final_strides,
     )  # fmt: skip
     fence_async_shared()
     thread_barrier()

@@ -52,6 +52,14 @@ class Sizes(NamedTuple):
     decay_h: tl.int64
 
 
+class Factors(NamedTuple):
+    """Of what a walk reads and writes."""
+
+    scale: tl.float32  # of results
+    into: tl.float32  # of the state before it
+    out_of: tl.float32  # of the state behind it
+
+
 class Variant(NamedTuple):
     """What a kernel is compiled for."""
 

@@ -10,11 +10,14 @@ with s ≤ t for outputs (a, b, c = φ(q), φ(k), v) and gradients of φ(q) (do,
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from warploom.ops.flash_attention.kernels.forward import Strides
 from warploom.ops.linear_attention.kernels.tiles import (
+    Factors,
     Sizes,
     StateStrides,
     advance,
@@ -40,21 +43,31 @@ from warploom.ops.linear_attention.kernels.tiles import (
 from warploom.ops.lrpe.kernels.rows import load_input
 
 
+class Way(NamedTuple):
+    """Of a walk."""
+
+    DECODED: bool
+    """Whether results are gradients of what was encoded."""
+    REVERSE: bool
+
+
 @triton.jit
 def walk_kernel(
     a, b, c, x, out, initial, final, partial, theta, offsets, cu_seqlens, decay, offset: tl.int32,
-    scale: tl.float32, into: tl.float32, out_of: tl.float32, sizes: Sizes, a_strides: Strides, b_strides: Strides,
-    c_strides: Strides, x_strides: Strides, out_strides: Strides, initial_strides: StateStrides,
-    final_strides: StateStrides, spec: tl.constexpr, variant: tl.constexpr, DECODED: tl.constexpr,
-    REVERSE: tl.constexpr,
+    factors: Factors, sizes: Sizes, a_strides: Strides, b_strides: Strides, c_strides: Strides, x_strides: Strides,
+    out_strides: Strides, initial_strides: StateStrides, final_strides: StateStrides, spec: tl.constexpr,
+    variant: tl.constexpr, way: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of ``out`` (B, N, H, features) for a chunk of a head, times ``scale``.
+    """A block of columns of ``out`` (B, N, H, features) for a chunk of a head.
 
     ``a`` and ``b`` are encoded and ``c`` is not, or the other way round if ``DECODED``: then ``out`` is the gradient
-    of ``x``, which was encoded as ``c`` is. ``initial`` and ``final`` are states (slots, H, F, E) before the walk, which
-    is multiplied by ``into``, and behind it, by ``out_of``; without causality ``initial`` (S, H, F, E) is that of all
-    tokens. ``partial`` (slots, H, F) float64 are sums for theta's gradient.
+    of ``x``, which was encoded as ``c`` is. ``initial`` and ``final`` are states (slots, H, F, E) before the walk and
+    behind it; without causality ``initial`` (S, H, F, E) is that of all tokens. ``partial`` (slots, H, F) float64 are
+    sums for theta's gradient.
     """
+    DECODED: tl.constexpr = way.DECODED
+    REVERSE: tl.constexpr = way.REVERSE
+    scale, into, out_of = factors
     THETA: tl.constexpr = partial is not None
     HALF: tl.constexpr = out.dtype.element_ty.primitive_bitwidth == 16
     RESULTS: tl.constexpr = 2 if DECODED and variant.KIND != "none" else 1
