@@ -156,6 +156,22 @@ def test_steps_of_a_token_are_prefill(encoding: str, backend: str, device: torch
 
 
 @needs_triton
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_a_state_of_any_strides(tokens: int, device: torch.device) -> None:
+    call = tensors(device, tokens=tokens, values=8) | {"return_state": True, "backend": "triton"}
+    drawn = torch.randn(2, 2, 8, 8, device=device)
+    for state in (
+        drawn,
+        drawn.transpose(2, 3),
+        drawn[..., :1].expand(2, 2, 8, 8),
+        drawn[:1, :, :1].expand(2, 2, 8, 8),
+    ):
+        expected = linear_attention(**call, initial_state=state.contiguous())
+        for found, each in zip(linear_attention(**call, initial_state=state), expected, strict=True):
+            assert_near(found, each)
+
+
+@needs_triton
 def test_chunks_handed_over_are_one_walk(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few heads: a sequence is cut, states of chunks are made and handed over, forward and backward."""
     from planned_calls import forget_plans

@@ -27,7 +27,7 @@ from warploom.ops.linear_attention.configs import (
 from warploom.ops.linear_attention.kernels.decay import decay_kernel
 from warploom.ops.linear_attention.kernels.states import scan_kernel, sums_kernel
 from warploom.ops.linear_attention.kernels.step import step_kernel
-from warploom.ops.linear_attention.kernels.tiles import Factors, Sizes, StateStrides, Variant
+from warploom.ops.linear_attention.kernels.tiles import Factors, Sizes, Variant
 from warploom.ops.linear_attention.kernels.walk import Way, walk_kernel
 from warploom.ops.linear_attention.problem import Options
 from warploom.ops.lrpe.kernels.angles import Spec
@@ -182,11 +182,15 @@ class Call(NamedTuple):
     ) -> dict[str, Any]:  # fmt: skip
         """What both take."""
         strides = {f"{name}_strides": hopper.state_strides(state) for name, state in states.items()}
-        vec = 0 if any(each.e > 1 for each in strides.values()) else 1
+        vec = int(all(state is None or strides[f"{name}_strides"].e == 1 for name, state in states.items()))
         if vec and all(n % _STATE_VEC == 0 for each in strides.values() for n in each[:3]):
             vec = _STATE_VEC
+        divisor = max(vec, 1)
         return {
-            **{name: StateStrides(*(n // max(vec, 1) for n in each[:3]), each.e) for name, each in strides.items()},
+            **{
+                name: each._replace(s=each.s // divisor, h=each.h // divisor, f=each.f // divisor)
+                for name, each in strides.items()
+            },
             "sizes": self.sizes(columns),
             "spec": self.spec(layout),
             "variant": self.variant(tile, block_f, block_e, pieces, vec),
