@@ -176,7 +176,7 @@ def test_chunks_handed_over_are_one_walk(device: torch.device, monkeypatch: pyte
     """Few heads: a sequence is cut, states of chunks are made and handed over, forward and backward."""
     from planned_calls import forget_plans
 
-    from warploom.ops.linear_attention import launches
+    from warploom.ops.linear_attention.launches import calls
 
     call = tensors(device, batch=1, tokens=150, encoding="cosine", decay="token")
     state = torch.randn(1, 2, 16, 5, device=device)
@@ -186,7 +186,7 @@ def test_chunks_handed_over_are_one_walk(device: torch.device, monkeypatch: pyte
         results = []
         for chunk in (64, 2**20):
             forget_plans()
-            monkeypatch.setattr(launches, "chunk_of", lambda *sizes, chunk=chunk: chunk)
+            monkeypatch.setattr(calls, "chunk_of", lambda *sizes, chunk=chunk: chunk)
             inputs = {
                 name: x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
                 for name, x in {**call, **more}.items()

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from warploom.ops.linear_attention import launches
-from warploom.ops.linear_attention.launches import Inputs
+from warploom.ops.linear_attention.launches.backward import backward
+from warploom.ops.linear_attention.launches.calls import Inputs
+from warploom.ops.linear_attention.launches.forward import forward
 from warploom.ops.linear_attention.problem import Options
 from warploom.runtime.dispatch import Gradient, Operator, Tensors
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
@@ -19,7 +20,7 @@ Tensor = torch.Tensor
 
 def _forward(tensors: Tensors, offset: int, options: Options, plans: Plans) -> Tensors:
     """Outputs and the last states."""
-    return launches.forward(Inputs(*tensors), options, offset, plans)
+    return forward(Inputs(*tensors), options, offset, plans)
 
 
 def _fake(tensors: Tensors, options: Options) -> Tensors:
@@ -48,7 +49,7 @@ def _backward(
     inputs = Inputs(*saved)
     if grad is None:
         grad = torch.zeros_like(layout_of(inputs.q, inputs.v.shape[3]), device=inputs.q.device)
-    return launches.backward(grad, grad_state, inputs, options, offset, wanted, plans)
+    return backward(grad, grad_state, inputs, options, offset, wanted, plans)
 
 
 def _backward_fake(

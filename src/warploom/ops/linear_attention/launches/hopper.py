@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,22 +14,17 @@ from warploom.ops.linear_attention.kernels.hopper import (
     hopper_key_kernel,
     hopper_walk_kernel,
 )
-from warploom.ops.linear_attention.kernels.tiles import Factors, StateStrides
-from warploom.runtime.launch import INTERPRETED, Boxes, Dense, Launch, architecture, can_be_copied
-
-if TYPE_CHECKING:
-    from warploom.ops.linear_attention.launches import Call
+from warploom.ops.linear_attention.kernels.tiles import Factors
+from warploom.ops.linear_attention.launches.calls import PLACES, Call, State, state_strides
+from warploom.runtime.launch import INTERPRETED, Boxes, Launch, architecture, can_be_copied
 
 Tensor = torch.Tensor
-State = Tensor | Dense | None
 
 TOKENS = T.value
 """Of a tile."""
 
 WIDTHS = (64, 128)
 """Features of queries, keys and values."""
-
-PLACES = ("theta", "offsets", "cu_seqlens", "decay", "offset")
 
 
 def suits(call: Call, *tensors: Tensor) -> bool:
@@ -43,13 +38,6 @@ def suits(call: Call, *tensors: Tensor) -> bool:
     if not (whole and known and width in WIDTHS and v.shape[3] == width):
         return False
     return all(t.dtype == torch.bfloat16 and can_be_copied(t) for t in tensors)
-
-
-def state_strides(state: State) -> StateStrides:
-    """Strides of a state, if there is one."""
-    if state is None:
-        return StateStrides(0, 0, 0, 0)
-    return StateStrides(*(state.stride() if isinstance(state, Tensor) else state.stride))
 
 
 def plan_walk(

@@ -1,0 +1,1 @@
+"""Launch plans: what a call allocates and launches."""

@@ -1,0 +1,190 @@
+"""Launchers of linear attention's backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from warploom.ops.flash_attention.launches.tiling import are_aligned, layout_for
+from warploom.ops.linear_attention.configs import (
+    DECAY_CHUNK,
+    tile_of,
+)
+from warploom.ops.linear_attention.kernels.decay import decay_kernel
+from warploom.ops.linear_attention.launches import hopper
+from warploom.ops.linear_attention.launches.calls import PLACES, Call, Inputs
+from warploom.ops.linear_attention.launches.forward import Rows, States, plan_states, plan_walk
+from warploom.ops.linear_attention.problem import Options
+from warploom.ops.lrpe.launches import ThetaSums, theta_sums
+from warploom.runtime.launch import Dense, Launch
+from warploom.runtime.memory_order import layout_of
+from warploom.runtime.plans import Plans
+
+Tensor = torch.Tensor
+
+
+class Decays(NamedTuple):
+    """Plan of the gradient of decays."""
+
+    out: Dense
+    launch: Launch
+    by_head: bool
+
+    def __call__(self, inputs: Inputs, grad: Tensor, states: Tensor, grad_states: Tensor, offset: int) -> Tensor:
+        """The gradient, from states before chunks and gradients of those behind them, over the scale."""
+        out = self.out.empty(grad)
+        q, k, v, *_ = inputs
+        self.launch(q, k, v, grad, states, grad_states, out, *inputs.places(offset))
+        return out.sum(0, dtype=torch.float64) if self.by_head else out
+
+
+def _plan_decays(call: Call, grad: Tensor, states: Dense) -> Decays:
+    q, k, v, _, decay, *_ = call.inputs
+    by_head = decay is not None and decay.dim() == 1
+    shape = (call.slots, q.shape[2]) if by_head else tuple(q.shape[:3])
+    tile = tile_of("decays", call.half, call.state_shape[2], v.shape[3], DECAY_CHUNK)
+    layout = layout_for(q, k, v, grad)
+    launch = Launch(
+        decay_kernel,
+        call.slots * q.shape[2],
+        takes=("q", "k", "v", "grad", "states", "grad_states", "out", *PLACES),
+        scale=call.options.scale,
+        BY_HEAD=by_head,
+        **layout.of("q", "k", "v", "grad"),
+        **call.on_values(layout, tile, 1, states=states),
+    )
+    return Decays(Dense.rows(shape, torch.float32), launch, by_head)
+
+
+class OnHopper(NamedTuple):
+    """Plans of the walks of a backward on Hopper, of those that are wanted."""
+
+    query: Launch | None
+    key: Launch | None
+    value: Launch | None
+    pair: Launch | None  # gradients of keys and values
+
+
+class Backward(NamedTuple):
+    """Plan of a backward. Launches of gradients that nobody wants are None."""
+
+    dq: Dense
+    dk: Dense
+    dv: Dense
+    first: Dense | None  # the gradient of the first state, or without causality of that of all tokens
+    last: Dense | None  # the state of all tokens, without causality
+    forward: States | None
+    reverse: States | None
+    query: Launch | None
+    key: Launch | None
+    value: Launch | None
+    on_hopper: OnHopper | None
+    decays: Decays | None
+    theta_sums: ThetaSums | None
+
+
+def backward(
+    grad: Tensor, grad_state: Tensor | None, inputs: Inputs, options: Options, offset: int, wanted: Sequence[bool],
+    plans: Plans,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of q, k, v, theta, decay and the first state, of those that are wanted."""
+    # Strides, because what autograd saved may come back with others: from the host's memory, for one.
+    strides = tuple([None if x is None else x.stride() for x in (grad, grad_state, *inputs)])
+    q, k, v, theta, decay, initial, _, _ = inputs
+    aligned = are_aligned(q, k, v, grad)
+    kept = (grad.dtype, strides, aligned, *wanted)
+    plan = plans.get(kept, plan_backward, grad, grad_state, inputs, options, wanted, aligned)
+    dq, dk, dv = plan.dq.empty(q), plan.dk.empty(q), plan.dv.empty(q)
+    first = None if plan.first is None else plan.first.empty(q)
+    last = None if plan.last is None else plan.last.empty(q)
+    partial = halves = None
+    if plan.theta_sums is not None:
+        partial = plan.theta_sums.empty(q)
+        halves = partial.flatten(0, 1).chunk(2) if partial.numel() else (partial, partial)
+    places = inputs.places(offset)
+    before, behind, own = initial, grad_state, first
+    if plan.forward is not None:
+        before = plan.forward(k, v, initial, last, inputs, offset)
+        before = before if options.causal else last
+    if plan.reverse is not None:
+        behind = plan.reverse(q, grad, grad_state, first, inputs, offset)
+        behind, own = (behind if options.causal else first), None
+    if plan.on_hopper is not None:
+        query, key, value, pair = plan.on_hopper
+        if query is not None:
+            query(grad, v, k, dq, before, None, *places)
+        if key is not None:
+            key(v, grad, q, dk, behind, None, *places)
+        if value is not None:
+            value(k, q, grad, dv, behind, own, *places)
+        if pair is not None:
+            pair(q, k, v, grad, dk, dv, behind, own, *places)
+    if plan.query is not None:
+        plan.query(grad, v, k, q, dq, before, None, None if halves is None else halves[0], *places)
+    if plan.key is not None:
+        plan.key(v, grad, q, k, dk, behind, None, None if halves is None else halves[1], *places)
+    if plan.value is not None:
+        plan.value(k, q, grad, None, dv, behind, own, None, *places)
+    dtheta = ddecay = None
+    if plan.theta_sums is not None and partial is not None and theta is not None:
+        dtheta = plan.theta_sums.reduce(partial, theta)
+    if plan.decays is not None and before is not None and behind is not None and decay is not None:
+        ddecay = plan.decays(inputs, grad, before, behind, offset).to(decay.dtype)
+    return dq, dk, dv, dtheta, ddecay, first if wanted[5] else None
+
+
+def plan_backward(
+    grad: Tensor, grad_state: Tensor | None, inputs: Inputs, options: Options, wanted: Sequence[bool],
+    aligned: bool,
+) -> Backward:  # fmt: skip
+    """Plan of `backward`."""
+    q, k, v, theta, _, initial, _, _ = inputs
+    of_q, of_k, of_v, of_theta, of_decay, of_initial = wanted
+    call = Call.of(inputs, options, of_decay)
+    dq, dk, dv = layout_of(q, q.shape[3]), layout_of(k, k.shape[3]), layout_of(v, v.shape[3])
+    apart = call.chunks > 1 or not options.causal or of_decay
+    first = last = None
+    if not options.causal:
+        first = last = Dense.rows(call.state_shape, torch.float32)
+    elif of_initial and initial is not None:
+        first = Dense.rows(call.state_shape, initial.dtype)
+    forward = reverse = query = key = value = decays = sums = None
+    if apart and (of_q or of_theta or of_decay):
+        forward = plan_states(call, k, v, initial, last, False)
+    if apart:
+        reverse = plan_states(call, q, grad, grad_state, first, True)
+    before: Tensor | Dense | None = initial
+    behind: Tensor | Dense | None = grad_state
+    if apart:
+        before = last if last is not None else None if forward is None else forward.states
+        behind = first if not options.causal else None if reverse is None else reverse.states
+    own = None if apart else first
+    turned = of_theta or options.activation != "none"  # which takes what was encoded, as it was before
+    on_hopper = None
+    if aligned and not turned and hopper.suits(call, q, k, v, grad, dq, dk, dv):
+        on_query = hopper.plan_walk(call, (grad, v, k, dq), before, None, decoded=True) if of_q else None
+        on_key = on_value = on_pair = None
+        of_value = of_v or own is not None
+        if options.kind != "cosine" and (of_k or of_value):
+            on_pair = hopper.plan_keys(call, (q, k, v, grad, dk, dv), behind, own)
+        elif of_k:
+            on_key = hopper.plan_walk(call, (v, grad, q, dk), behind, None, decoded=True, reverse=True)
+        if options.kind == "cosine" and of_value:
+            on_value = hopper.plan_walk(call, (k, q, grad, dv), behind, own, decoded=False, reverse=True)
+        on_hopper = OnHopper(on_query, on_key, on_value, on_pair)
+    else:
+        if of_q or of_theta:
+            query = plan_walk(call, Rows(grad, v, k, q, dq), before, None, decoded=True, reverse=False)
+        if of_k or of_theta:
+            key = plan_walk(call, Rows(v, grad, q, k, dk), behind, None, decoded=True, reverse=True)
+        if of_v or own is not None:
+            value = plan_walk(call, Rows(k, q, grad, None, dv), behind, own, decoded=False, reverse=True)
+    if of_decay and forward is not None:
+        decays = _plan_decays(call, grad, forward.states)
+    if of_theta and theta is not None:
+        parts = 2 * call.slots * (1 if theta.dim() == 2 and theta.shape[0] > 1 else q.shape[2])
+        sums = theta_sums(parts, theta, call.features, 1)
+    outs = Dense.like(dq), Dense.like(dk), Dense.like(dv)
+    return Backward(*outs, first, last, forward, reverse, query, key, value, on_hopper, decays, sums)

@@ -1,0 +1,215 @@
+"""Launchers of linear attention's forward, and of the states of chunks. No validation, no autograd.
+
+What a call allocates and launches is its plan, which depends on shapes, strides, dtypes and options alone. Plans
+are kept by whoever calls (`warploom.runtime.plans`): a call like an earlier one only allocates and launches.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from warploom.ops.flash_attention.launches.tiling import are_aligned, layout_for
+from warploom.ops.linear_attention.configs import (
+    STEPS,
+    in_power_of_two,
+    step_tile,
+    tile_of,
+)
+from warploom.ops.linear_attention.kernels.states import scan_kernel, sums_kernel
+from warploom.ops.linear_attention.kernels.step import step_kernel
+from warploom.ops.linear_attention.kernels.tiles import Factors
+from warploom.ops.linear_attention.kernels.walk import Way, walk_kernel
+from warploom.ops.linear_attention.launches import hopper
+from warploom.ops.linear_attention.launches.calls import PLACES, Call, Inputs, state_strides
+from warploom.ops.linear_attention.problem import Options
+from warploom.runtime.launch import Dense, Launch
+from warploom.runtime.memory_order import layout_of
+from warploom.runtime.plans import Plans
+
+Tensor = torch.Tensor
+
+_SCAN_BLOCK = 1024
+
+
+# ----------------------------------------------------------------------------------------------------------
+# States of chunks
+# ----------------------------------------------------------------------------------------------------------
+
+
+class States(NamedTuple):
+    """Plan of the states of chunks: in one direction, from the sequences' first or last state to the other."""
+
+    states: Dense
+    totals: Dense | None
+    sums: Launch
+    scan: Launch
+
+    def __call__(
+        self, b: Tensor, c: Tensor, initial: Tensor | None, final: Tensor | None, inputs: Inputs, offset: int
+    ) -> Tensor:
+        """States (slots, H, F, E) in float32, of rows ``b`` and ``c``; writes ``final``."""
+        states = self.states.empty(b)
+        totals = None if self.totals is None else self.totals.empty(b)
+        self.sums(b, c, states, totals, *inputs.places(offset))
+        self.scan(states, totals, initial, final, inputs.cu_seqlens)
+        return states
+
+
+def plan_states(
+    call: Call, b: Tensor, c: Tensor, initial: Tensor | None, final: Dense | None, reverse: bool
+) -> States:
+    """Plan of `States`, of rows to be encoded and others."""
+    sequences, heads, features, values = call.state_shape
+    states = Dense.rows((call.slots, heads, features, values), torch.float32)
+    totals = None if call.inputs.decay is None else Dense.rows((call.slots, heads), torch.float32)
+    tile = tile_of("sums", call.half, features, values, call.inputs.q.shape[1])
+    columns = -(-values // tile.columns)
+    layout = layout_for(b, c)
+    sums = Launch(
+        sums_kernel,
+        call.slots * heads * columns,
+        takes=("b", "c", "states", "totals", *PLACES),
+        REVERSE=reverse,
+        **layout.of("b", "c"),
+        **call.on_values(layout, tile, columns, states=states),
+    )
+    blocks = -(-features * values // _SCAN_BLOCK)
+    scale = call.state_scale if reverse else 1.0
+    scan = Launch(
+        scan_kernel,
+        sequences * heads * blocks,
+        takes=("states", "totals", "initial", "final", "cu_seqlens"),
+        sizes=call.sizes(blocks),
+        initial_strides=state_strides(initial),
+        final_strides=state_strides(final),
+        into=1.0 / scale,
+        out_of=scale,
+        F=features,
+        E=values,
+        BLOCK=_SCAN_BLOCK,
+        REVERSE=reverse,
+    )
+    return States(states, totals, sums, scan)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Walks
+# ----------------------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """What a walk goes over: see `kernels.walk`."""
+
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    x: Tensor | None
+    out: Tensor  # without memory
+
+
+def plan_walk(
+    call: Call, rows: Rows, initial: Tensor | Dense | None, final: Dense | None, *, decoded: bool, reverse: bool,
+) -> Launch:  # fmt: skip
+    """Plan of a walk. ``decoded``: whether the result is the gradient of what is encoded."""
+    values, tokens = int(call.inputs.v.shape[3]), int(call.inputs.q.shape[1])
+    if decoded:
+        features = call.features
+        tile = tile_of("wide" if call.wide else "decoded", call.half, values, features, tokens)
+        block_f = tile.columns
+        if call.options.activation == "softmax":  # whose gradient takes whole rows
+            block_f = in_power_of_two(features)
+        columns = -(-features // block_f)
+    else:
+        tile = tile_of("outputs", call.half, call.state_shape[2], values, tokens)
+        columns = -(-values // tile.columns)
+    layout = layout_for(rows.a, rows.b, rows.c, rows.a if rows.x is None else rows.x, rows.out)
+    scale = call.state_scale if reverse else 1.0
+    return Launch(
+        walk_kernel,
+        call.slots * call.inputs.q.shape[2] * columns,
+        takes=("a", "b", "c", "x", "out", "initial", "final", "partial", *PLACES),
+        factors=Factors(call.options.scale, 1.0 / scale if isinstance(initial, Tensor) else 1.0, scale),
+        way=Way(decoded, reverse),
+        **layout.of("a", "b", "c", "x", "out"),
+        **(
+            call.on_features(layout, tile, columns, block_f, initial=initial, final=final)
+            if decoded
+            else call.on_values(layout, tile, columns, initial=initial, final=final)
+        ),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Forward
+# ----------------------------------------------------------------------------------------------------------
+
+
+class Forward(NamedTuple):
+    """Plan of a forward."""
+
+    out: Dense
+    final: Dense | None
+    states: States | None
+    walk: Launch
+    short: bool  # whether its kernel takes no more than tensors, states and places
+
+
+def forward(inputs: Inputs, options: Options, offset: int, plans: Plans) -> tuple[Tensor, Tensor | None]:
+    """Outputs (B, N, H, E), and the last states (S, H, F, E) in float32 where they are asked for."""
+    q, k, v, *_, initial, _, _ = inputs
+    aligned = are_aligned(q, k, v)
+    plan = plans.get(("forward", aligned), plan_forward, inputs, options, aligned)
+    out = plan.out.empty(q)
+    final = None if plan.final is None else plan.final.empty(q)
+    kept = final if options.return_state else None
+    before, behind = initial, kept
+    if plan.states is not None:
+        before = plan.states(k, v, initial, final, inputs, offset)
+        before, behind = (before if options.causal else final), None
+    if plan.short:
+        plan.walk(q, k, v, out, before, behind, *inputs.places(offset))
+    else:
+        plan.walk(q, k, v, None, out, before, behind, None, *inputs.places(offset))
+    return out, kept
+
+
+def plan_forward(inputs: Inputs, options: Options, aligned: bool) -> Forward:
+    """Plan of `forward`."""
+    call = Call.of(inputs, options)
+    q, k, v, *_, initial, _, _ = inputs
+    out = layout_of(q, v.shape[3])
+    final = Dense.rows(call.state_shape, torch.float32) if options.return_state or not options.causal else None
+    states = None
+    before: Tensor | Dense | None = initial
+    behind = final
+    if call.chunks > 1 or not options.causal:
+        states = plan_states(call, k, v, initial, final, False)
+        before, behind = (states.states if options.causal else final), None
+    short = True
+    if states is None and q.shape[1] <= STEPS:
+        walk = _plan_step(call, out, initial, final)
+    elif aligned and hopper.suits(call, q, k, v, out):
+        walk = hopper.plan_walk(call, (q, k, v, out), before, behind, decoded=False)
+    else:
+        short = False
+        walk = plan_walk(call, Rows(q, k, v, None, out), before, behind, decoded=False, reverse=False)
+    return Forward(Dense.like(out), final, states, walk, short)
+
+
+def _plan_step(call: Call, out: Tensor, initial: Tensor | None, final: Dense | None) -> Launch:
+    q, k, v, *_ = call.inputs
+    layout = layout_for(q, k, v, out)
+    tile = step_tile(call.features, v.shape[3], call.sequences * int(q.shape[2]))
+    columns = -(-v.shape[3] // tile.columns)
+    return Launch(
+        step_kernel,
+        call.slots * q.shape[2] * columns,
+        takes=("q", "k", "v", "out", "initial", "final", *PLACES),
+        scale=call.options.scale,
+        **layout.of("q", "k", "v", "out"),
+        **call.common(
+            layout, tile, columns, in_power_of_two(call.features), tile.columns, 1, initial=initial, final=final
+        ),
+    )
