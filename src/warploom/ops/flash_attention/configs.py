@@ -62,7 +62,31 @@ TINY = {
 
 SMALL_3_TERM = {"key": Configuration(32, 32, 4, 2), "query": Configuration(64, 32, 4, 2)}
 """With 64 features."""
+
+DECODE: dict[tuple[str, int], tuple[tuple[int, int, int], ...]] = {
+    ("16-bit", 16): ((128, 4, 3), (128, 4, 3), (64, 4, 4), (64, 4, 3), (32, 4, 3)),
+    ("16-bit", 32): ((128, 4, 3), (128, 4, 3), (64, 4, 4), (64, 4, 3), (32, 4, 3)),
+    ("16-bit", 64): ((64, 4, 3), (64, 4, 3), (64, 4, 3), (64, 8, 3), (32, 8, 3)),
+    ("float32", 16): ((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 8, 3), (16, 4, 2)),
+    ("float32", 32): ((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 4, 3), (16, 4, 2)),
+    ("float32", 64): ((32, 4, 3), (32, 4, 3), (32, 4, 3), (32, 8, 2), (16, 8, 2)),
+}
+"""``block_n, warps, stages`` of the kernel for few queries, for each of `WIDTHS`, by rows of a tile."""
 # fmt: on
+
+DECODE_PAGE_STAGES = 2
+"""More of them where keys lie in pages, which are looked up before."""
+DECODE_CHUNK = 256
+"""Keys of a chunk at least."""
+DECODE_MOST_CHUNKS = 64
+DECODE_PROGRAMS = 256
+"""Chunks of all heads of a batch entry, about: two programs for every multiprocessor."""
+DECODE_NODE = 4
+"""Chunks of a node."""
+DECODE_WAVES = 2
+"""Programs of a multiprocessor at least; a program takes as many chunks as leave so many."""
+DECODE_AHEAD = 16
+"""Parts that are on their way from memory together, where they are joined."""
 
 
 class Ways(NamedTuple):
