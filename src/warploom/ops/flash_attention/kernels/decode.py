@@ -142,14 +142,14 @@ def decode_kernel(
     whole = join(whole, join(node, chunk))
 
     feature = tl.arange(0, BLOCK_E)
-    out_ptrs = out + part * (out_split * VEC) + row_offsets(batch, token, head, out_strides, VEC)[:, None]
-    out_ptrs += (feature if variant.UNIT else feature * out_strides.f)[None, :]
+    offsets = part * (out_split * VEC) + row_offsets(batch, token, head, out_strides, VEC)[:, None]
+    offsets += (feature if variant.UNIT else feature * out_strides.f)[None, :]
     out_mask = in_range[:, None] & (feature < variant.E)[None, :]
     row = (batch * heads + head) * tokens + token
     rows = tl.cast(sizes.batch_size, tl.int64) * heads * tokens
     if lse is None:
-        tl.store(out_ptrs, whole.acc, mask=out_mask)
+        tl.store(out + offsets, whole.acc, mask=out_mask)
         tl.store(statistics + part * 2 * rows + row, whole.row_max, mask=in_range)
         tl.store(statistics + (part * 2 + 1) * rows + row, whole.row_sum, mask=in_range)
     else:
-        store_results(whole, sink, head, out_ptrs, out_mask, lse, statistics, row, in_range, rows)
+        store_results(whole, sink, head, out, offsets, out_mask, lse, statistics, row, in_range, rows)

@@ -577,13 +577,13 @@ def row_offsets(batch, token, head, strides, VEC: tl.constexpr):
 
 
 @triton.jit
-def store_results(softmax, sink, head, out_ptrs, mask, lse, statistics, row, in_range, rows):
+def store_results(softmax, sink, head, out, offsets, mask, lse, statistics, row, in_range, rows):
     """Rows of the output, with their sink, and what is left beside them; ``row`` is a number in ``lse``."""
     if sink is not None:
         softmax = with_sink(softmax, tl.load(sink + head))
     acc, row_sum, row_max = softmax
     some = tl.where(row_sum == 0.0, 1.0, row_sum)  # where no key was seen: 0 / 1, and lse −inf + 0
-    tl.store(out_ptrs, rounded(acc / some[:, None], out_ptrs.dtype.element_ty), mask=mask)
+    tl.store(out + offsets, rounded(acc / some[:, None], out.dtype.element_ty), mask=mask)
     tl.store(statistics + row, row_max, mask=in_range)
     tl.store(statistics + rows + row, row_sum, mask=in_range)
     tl.store(lse + row, (row_max + tl.log2(some)) * LN_2, mask=in_range)
@@ -643,4 +643,4 @@ def combine_kernel(
                     node = join(node, Softmax(tiles[i + j], sums[i + j], maxima[i + j]))
                 acc, row_sum, row_max = join(Softmax(acc, row_sum, row_max), node)
     softmax = Softmax(acc, row_sum, row_max)
-    store_results(softmax, sink, head, out + offsets, mask, lse, statistics, row, in_range, rows)
+    store_results(softmax, sink, head, out, offsets, mask, lse, statistics, row, in_range, rows)
