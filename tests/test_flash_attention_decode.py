@@ -60,7 +60,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"scale": 0.0},
     {"n": 7, "m": 5},
     {"float32_precision": "high"},
-    {"float32_precision": "medium", "n": 2},
+    {"float32_precision": "medium", "n": 4, "heads": 4, "key_heads": 2},
 )
 
 

@@ -7,15 +7,13 @@ from typing import NamedTuple
 import torch
 
 from warploom.ops.flash_attention.configs import (
-    DECODE,
     DECODE_CHUNK,
     DECODE_MOST_CHUNKS,
     DECODE_NODE,
     DECODE_PAGE_STAGES,
     DECODE_PROGRAMS,
     DECODE_WAVES,
-    WIDTHS,
-    Configuration,
+    decode_tiles,
 )
 from warploom.ops.flash_attention.kernels.decode import decode_kernel
 from warploom.ops.flash_attention.launches import tiling
@@ -26,8 +24,7 @@ from warploom.runtime.launch import Launch
 Tensor = torch.Tensor
 
 MOST_TOKENS = 16
-_ROWS = (16, 32, 64)
-"""Of a tile."""
+"""Of a batch entry; tiles of more queries read keys as seldom in the other kernels."""
 
 
 class Plan(NamedTuple):
@@ -39,7 +36,7 @@ class Plan(NamedTuple):
 
 
 def suits(call: Call) -> bool:
-    """Whether a call has few queries, each of which sees keys from the batch entry's first or from a window on."""
+    """Whether a call has few queries, and every batch entry one sequence."""
     return call.shape.tokens <= MOST_TOKENS and call.mask.cu_seqlens_q is None
 
 
@@ -67,18 +64,16 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
     shape = call.shape
     *_, out = tensors
     rows = shape.tokens * shape.group
-    block_m = next((each for each in _ROWS if rows <= each), _ROWS[-1])
-    kind = "float32" if call.dtype == torch.float32 else "16-bit"
-    block_n, warps, stages = DECODE[kind, block_m][WIDTHS.index(shape.width)]
+    tiles = decode_tiles(call.dtype, shape.width, rows)
     if call.mask.block_table is not None:
-        stages += DECODE_PAGE_STAGES
-    blocks = -(-rows // block_m)
+        tiles = tiles._replace(stages=tiles.stages + DECODE_PAGE_STAGES)
+    blocks = -(-rows // tiles.block_m)
     loops = shape.batch_size * shape.key_heads * blocks
     chunks = chunks_of(call, blocks)
     taken = chunks_of_program(chunks, loops, call.device)
     parts = -(-chunks // taken)
     layout = layout_for(*tensors)
-    grid = Grid(Configuration(block_m, block_n, warps, stages), blocks, loops // blocks, chunks, short=True)
+    grid = Grid(tiles, blocks, loops // blocks, chunks, short=True)
     launch = Launch(
         decode_kernel,
         loops * parts,
