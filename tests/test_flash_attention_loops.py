@@ -123,7 +123,7 @@ def test_which_problems_are_small() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("n", "m", "heads", "key_heads", "d"),
-    [(300, 300, 1, 1, 64), (70, 290, 2, 1, 32), (290, 70, 2, 1, 16), (1, 17, 3, 3, 128), (33, 40, 4, 2, 128)],
+    [(300, 300, 1, 1, 64), (70, 290, 2, 1, 32), (290, 70, 2, 1, 16), (17, 19, 3, 3, 128), (33, 40, 4, 2, 128)],
 )
 @pytest.mark.parametrize("parts", [1, 3])
 def test_small_problems(
@@ -250,8 +250,9 @@ def test_no_length_batch_window_or_scale_is_a_constant(
 
     monkeypatch.setattr(launchers, "SHORT", short)  # short loops and long ones differ
     kinds: list[list[dict[str, Any]]] = [
-        [{"n": 5}, {"n": 16, "m": 33, "batch": 1}, {"n": 70, "scale": 0.3, "heads": 4, "key_heads": 2}],
-        [{"n": 20, "window": (3, 4)}, {"n": 16, "window": (100, 0)}],
+        [{"n": 20}, {"n": 17, "m": 33, "batch": 1}, {"n": 70, "scale": 0.3, "heads": 4, "key_heads": 2}],
+        [{"n": 5}, {"n": 16, "m": 33, "batch": 1}, {"n": 3, "m": 600, "scale": 0.3, "heads": 4, "key_heads": 2}],
+        [{"n": 20, "window": (3, 4)}, {"n": 17, "window": (100, 0)}],
         [{"n": 20, "batch": 1, "cu_seqlens_q": torch.tensor(c, device=device)} for c in ([0, 20], [0, 3, 9, 20])],
     ]
     for kind in kinds:

@@ -167,6 +167,7 @@ OPERATOR = Operator(
     # are float32 with 128 features in the key kernel, and bfloat16 with 128 and 256 in the other two.
     spills={
         "forward_kernel": 192,  # 8 more for sums that are shrunk by exactly one, which float32's accuracy needs
+        "decode_kernel": 64,  # float32 with 128 features
         "key_kernel": 376,
         "query_kernel": 224,
         "backward_small_kernel": 64,

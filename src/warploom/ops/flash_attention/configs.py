@@ -62,7 +62,34 @@ TINY = {
 
 SMALL_3_TERM = {"key": Configuration(32, 32, 4, 2), "query": Configuration(64, 32, 4, 2)}
 """With 64 features."""
+
+DECODE: dict[tuple[str, int], tuple[tuple[int, int, int] | None, ...]] = {
+    ("16-bit", 16): ((128, 4, 3), (128, 4, 3), (64, 4, 4), (64, 4, 3), (32, 4, 3)),
+    ("16-bit", 32): ((64, 4, 3), (64, 4, 3), (64, 4, 4), (32, 4, 3), (32, 8, 3)),
+    ("16-bit", 64): ((64, 4, 3), (64, 4, 3), (64, 4, 3), (64, 8, 3), None),
+    ("float32", 16): ((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 4, 3), (16, 4, 2)),
+}
+"""``block_n, warps, stages`` of the kernel for few queries, for each of `WIDTHS`, by rows of a tile.
+
+Measured on an H200 with 128 features. More rows of float32, or of 256 features, do not fit in registers: there are
+more tiles then, which read the same keys from the L2 cache.
+"""
 # fmt: on
+
+DECODE_PAGE_STAGES = 2
+"""More of them where keys lie in pages, which are looked up before."""
+DECODE_CHUNK = 256
+"""Keys of a chunk at least."""
+DECODE_MOST_CHUNKS = 64
+DECODE_PROGRAMS = 256
+"""Chunks of all heads of a batch entry, about: two programs for every multiprocessor. Three of them fit, and 512
+would run in two turns: 0.165 ms for 131072 keys of 8 heads, and 0.142 with 256, 0.155 with 128."""
+DECODE_NODE = 4
+"""Chunks of a node."""
+DECODE_WAVES = 2
+"""Programs of a multiprocessor at least; a program takes as many chunks as leave so many."""
+DECODE_AHEAD = 16
+"""Parts that are on their way from memory together, where they are joined."""
 
 
 class Ways(NamedTuple):
@@ -113,6 +140,17 @@ LONG: dict[str, dict[str, dict[int, int]]] = {
 }
 """Of float32 tensors of so many rows, by features, terms are made once, before the loops; of shorter ones, where
 they are used, and for ``high`` precision not at all."""
+
+
+def decode_tiles(dtype: torch.dtype, features: int, rows: int) -> Configuration:
+    """The pinned tiles of the kernel for few queries, for so many rows of a head of keys; see `configuration`."""
+    kind, width = "float32" if dtype == torch.float32 else "16-bit", WIDTHS.index(features)
+    fit = [
+        Configuration(block_m, *tile)
+        for (each, block_m), tiles in DECODE.items()
+        if each == kind and (tile := tiles[width]) is not None
+    ]
+    return next((tiles for tiles in fit if rows <= tiles.block_m), fit[-1])
 
 
 def configuration(

@@ -371,12 +371,30 @@ class Softmax(NamedTuple):
 
 
 @triton.jit
-def attend(softmax, q, k, v, begin, end, position, mask, scale, MASKED: tl.constexpr, variant: tl.constexpr):
-    """KV loop over keys ``begin … end``.
+def softmax_step(softmax, logits, n, position, mask, scale, MASKED: tl.constexpr, variant: tl.constexpr):
+    """Weights (M, N) of keys from number ``n`` on, and `Softmax` with them but without their values.
 
     ``row_max`` is kept as rounded, so that sums are rescaled by exactly 1 where it stays the same: ``max * scale −
     row_max``, one fused operation, is the rounding of that product instead of zero.
     """
+    acc, row_sum, row_max = softmax
+    logits, factor = capped(logits, scale, variant)
+    if MASKED:
+        key = n + tl.arange(0, variant.BLOCK_N)
+        logits = tl.where(visible(position[:, None], key[None, :], mask, variant), logits, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(logits, axis=1) * factor)
+    base = new_max
+    if MASKED:  # a row that has seen no key yet: −inf − (−inf) must not become NaN
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = power_of_two(logits * factor - base[:, None])
+    rescale = power_of_two(row_max - base)
+    row_sum = row_sum * rescale + tl.sum(weights, axis=1)
+    return weights, Softmax(acc * rescale[:, None], row_sum, new_max)
+
+
+@triton.jit
+def attend(softmax, q, k, v, begin, end, position, mask, scale, MASKED: tl.constexpr, variant: tl.constexpr):
+    """KV loop over keys ``begin … end``."""
     acc, row_sum, row_max = softmax
     PRECISION: tl.constexpr = variant.PRECISION
     BLOCK_N: tl.constexpr = variant.BLOCK_N
@@ -385,23 +403,35 @@ def attend(softmax, q, k, v, begin, end, position, mask, scale, MASKED: tl.const
         k_tile = load_factor(k_ptr, k_rows, n, mask.keys, variant.D, MASKED, PRECISION)
         logits = tl.zeros((acc.shape[0], BLOCK_N), dtype=tl.float32)
         logits = product(q, transposed(k_tile, PRECISION), logits, PRECISION)
-        logits, factor = capped(logits, scale, variant)
-        if MASKED:
-            key = n + tl.arange(0, BLOCK_N)
-            logits = tl.where(visible(position[:, None], key[None, :], mask, variant), logits, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(logits, axis=1) * factor)
-        base = new_max
-        if MASKED:  # a row that has seen no key yet: −inf − (−inf) must not become NaN
-            base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = power_of_two(logits * factor - base[:, None])
-        rescale = power_of_two(row_max - base)
-        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
-        acc = acc * rescale[:, None]
+        weights, softmax = softmax_step(
+            Softmax(acc, row_sum, row_max), logits, n, position, mask, scale, MASKED, variant
+        )
+        acc, row_sum, row_max = softmax
         v_ptr, v_rows = kv_rows(v, mask.table, n, mask.keys, variant.VEC, variant.BLOCK_E, variant)
         v_tile = load_factor(v_ptr, v_rows, n, mask.keys, variant.E, MASKED, PRECISION)
         acc = product(as_factor(weights, v.ptr.dtype.element_ty, PRECISION), v_tile, acc, PRECISION)
-        row_max = new_max
     return Softmax(acc, row_sum, row_max)
+
+
+@triton.jit
+def nothing(ROWS: tl.constexpr, FEATURES: tl.constexpr):
+    """`Softmax` of no keys."""
+    acc = tl.zeros((ROWS, FEATURES), dtype=tl.float32)
+    return Softmax(acc, tl.zeros((ROWS,), dtype=tl.float32), tl.full((ROWS,), float("-inf"), dtype=tl.float32))
+
+
+@triton.jit
+def join(a, b):
+    """`Softmax` over the keys of both.
+
+    Fused by hand, so that every kernel rounds alike. Joining to `nothing` changes no bit.
+    """
+    row_max = tl.maximum(a.row_max, b.row_max)
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    rescale_a = power_of_two(a.row_max - base)
+    rescale_b = power_of_two(b.row_max - base)
+    acc = tl.fma(a.acc, tl.broadcast_to(rescale_a[:, None], a.acc.shape), b.acc * rescale_b[:, None])
+    return Softmax(acc, tl.fma(a.row_sum, rescale_a, b.row_sum * rescale_b), row_max)
 
 
 @triton.jit
@@ -547,17 +577,30 @@ def row_offsets(batch, token, head, strides, VEC: tl.constexpr):
 
 
 @triton.jit
+def store_results(softmax, sink, head, out, offsets, mask, lse, statistics, row, in_range, rows):
+    """Rows of the output, with their sink, and what is left beside them; ``row`` is a number in ``lse``."""
+    if sink is not None:
+        softmax = with_sink(softmax, tl.load(sink + head))
+    acc, row_sum, row_max = softmax
+    some = tl.where(row_sum == 0.0, 1.0, row_sum)  # where no key was seen: 0 / 1, and lse −inf + 0
+    tl.store(out + offsets, rounded(acc / some[:, None], out.dtype.element_ty), mask=mask)
+    tl.store(statistics + row, row_max, mask=in_range)
+    tl.store(statistics + rows + row, row_sum, mask=in_range)
+    tl.store(lse + row, (row_max + tl.log2(some)) * LN_2, mask=in_range)
+
+
+@triton.jit
 def combine_kernel(
     part, part_statistics, out, lse, statistics, sink,
     rows: tl.int64, tokens: tl.int32, heads: tl.int32, splits: tl.int32, out_split: tl.int64,
     out_strides: Strides,
     VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
-    PDL: tl.constexpr,
+    AHEAD: tl.constexpr, NODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What `forward_kernel` writes for one split, from what it wrote for each of several; always in the same order.
 
     A row is a (batch entry, head, token), tokens fastest, as in ``lse``. Parts are in float32, with the strides of
-    ``out``.
+    ``out``. With a ``NODE``, they are those of `kernels.decode.decode_kernel`, and so many are joined to a node of its tree.
     """
     if PDL:
         gdc_wait()
@@ -571,9 +614,9 @@ def combine_kernel(
     row_max = tl.full((BLOCK_R,), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((BLOCK_R,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.float32)
-    for first in range(0, splits, PARTS_AHEAD):
+    for first in range(0, splits, AHEAD):
         maxima, sums, tiles = (), (), ()
-        for i in tl.static_range(PARTS_AHEAD):
+        for i in tl.static_range(AHEAD):
             split = first + i
             left = split < splits
             maxima += (
@@ -581,21 +624,23 @@ def combine_kernel(
             )
             sums += (tl.load(part_statistics + (split * 2 + 1) * rows + row, mask=in_range & left, other=0.0),)
             tiles += (tl.load(part + split * (out_split * VEC) + offsets, mask=mask & left, other=0.0),)
-        before = row_max
-        for i in tl.static_range(PARTS_AHEAD):
-            row_max = tl.maximum(row_max, maxima[i])
-        base = tl.where(row_max == float("-inf"), 0.0, row_max)
-        rescale = power_of_two(before - base)
-        row_sum *= rescale
-        acc *= rescale[:, None]
-        for i in tl.static_range(PARTS_AHEAD):
-            weight = sums[i] * power_of_two(maxima[i] - base)
-            row_sum += weight
-            acc += weight[:, None] * tiles[i]
-    if sink is not None:
-        acc, row_sum, row_max = with_sink(Softmax(acc, row_sum, row_max), tl.load(sink + head))
-    some = tl.where(row_sum == 0.0, 1.0, row_sum)  # where no key was seen: 0 / 1, and lse −inf + 0
-    tl.store(out + offsets, rounded(acc / some[:, None], out.dtype.element_ty), mask=mask)
-    tl.store(statistics + row, row_max, mask=in_range)
-    tl.store(statistics + rows + row, row_sum, mask=in_range)
-    tl.store(lse + row, (row_max + tl.log2(some)) * LN_2, mask=in_range)
+        if NODE is None:
+            before = row_max
+            for i in tl.static_range(AHEAD):
+                row_max = tl.maximum(row_max, maxima[i])
+            base = tl.where(row_max == float("-inf"), 0.0, row_max)
+            rescale = power_of_two(before - base)
+            row_sum *= rescale
+            acc *= rescale[:, None]
+            for i in tl.static_range(AHEAD):
+                weight = sums[i] * power_of_two(maxima[i] - base)
+                row_sum += weight
+                acc += weight[:, None] * tiles[i]
+        else:
+            for i in tl.static_range(0, AHEAD, NODE):
+                node = Softmax(tiles[i], sums[i], maxima[i])
+                for j in tl.static_range(1, NODE):
+                    node = join(node, Softmax(tiles[i + j], sums[i + j], maxima[i + j]))
+                acc, row_sum, row_max = join(Softmax(acc, row_sum, row_max), node)
+    softmax = Softmax(acc, row_sum, row_max)
+    store_results(softmax, sink, head, out, offsets, mask, lse, statistics, row, in_range, rows)

@@ -229,6 +229,7 @@ def _plan_kernel(
         takes=(*INPUTS, "lse", "delta", "inverse", *results, "cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
         pdl=pdl,
         grad_scale=call.scale,
+        SHORT=grid.short,
         PDL=pdl,
         **split,
         **tiling.arguments_of(call, grid, layout, product, 1 if kernel == "key" else call.shape.group),

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.kernels.forward import combine_kernel, forward_kernel
-from warploom.ops.flash_attention.launches import hopper, tiling
+from warploom.ops.flash_attention.configs import DECODE_AHEAD
+from warploom.ops.flash_attention.kernels.forward import PARTS_AHEAD, combine_kernel, forward_kernel
+from warploom.ops.flash_attention.launches import decode, hopper, tiling
 from warploom.ops.flash_attention.launches.tiling import (
     COUNTERS,
     TERMS,
@@ -40,6 +41,7 @@ class Plan(NamedTuple):
     parts: tuple[Dense, ...] = ()  # of the output, all in one, and of the statistics
     counted: bool = False  # whether tiles are counted, with counters that must be zero
     terms: Terms | None = None  # of q, k and v, where they are made before the loops
+    few: bool = False  # whether there are few queries, and the kernel for these
 
 
 def forward(
@@ -87,7 +89,8 @@ def forward(
         plan.launch(q, k, v, target, lse, target_statistics, counters)
     else:
         written = lse if plan.combine is None else None
-        last = (mask.cu_seqlens_q, mask.cu_seqlens_k, mask.seqused_k, mask.block_table)
+        packed = () if plan.few else (mask.cu_seqlens_q, mask.cu_seqlens_k)
+        last = (*packed, mask.seqused_k, mask.block_table)
         plan.launch(q, k, v, target, written, target_statistics, sink if plan.combine is None else None, *last)
     if plan.combine is not None:
         plan.combine(target, target_statistics, out, lse, statistics, sink)
@@ -113,10 +116,20 @@ def plan_forward(
     if shape.empty():
         return plan
     pdl = has_pdl(q.device)
+    few = decode.plan(call, precision, (q, k, v, out), pdl) if decode.suits(call) else None
     tiled = None
-    if aligned and logits.softcap is None and logits.sink is None and not tiling.is_small_for("forward", call):
+    if (
+        few is None
+        and aligned
+        and logits.softcap is None
+        and logits.sink is None
+        and not tiling.is_small_for("forward", call)
+    ):
         tiled = hopper.plan("forward", shape, mask, scale, (q, k, v, out))
-    if tiled is not None:
+    if few is not None:
+        plan = plan._replace(launch=few.launch, few=True)
+        splits = few.parts
+    elif tiled is not None:
         plan = plan._replace(launch=tiled.launch, counted=tiled.counted)
         splits = tiled.splits
     else:
@@ -136,6 +149,7 @@ def plan_forward(
                 *("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"),
             ),
             out_split=out.numel() // layout.vec if splits > 1 else 0,  # from one part to the next
+            SHORT=grid.short,
             PDL=pdl,
             **tiling.arguments_of(call, grid, layout, product, shape.group),
             **layout.of("q", "k", "v", "out"),
@@ -143,7 +157,10 @@ def plan_forward(
         plan = plan._replace(launch=launch)
     if splits == 1:
         return plan
-    block_r = max(1024 // shape.block_e, 1)
+    elements, ahead, node, warps = (
+        (1024, PARTS_AHEAD.value, None, 4) if few is None else (128, DECODE_AHEAD, few.node, 1)
+    )
+    block_r = max(elements // shape.block_e, 1)
     rows = shape.batch_size * shape.heads * shape.tokens
     layout = layout_for(out)
     combine = Launch(
@@ -152,7 +169,8 @@ def plan_forward(
         takes=("part", "part_statistics", "out", "lse", "statistics", "sink"),
         pdl=pdl,
         rows=rows, tokens=shape.tokens, heads=shape.heads, splits=splits, out_split=out.numel() // layout.vec,
-        VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim, BLOCK_R=block_r, BLOCK_E=shape.block_e, PDL=pdl,
+        VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim, BLOCK_R=block_r, BLOCK_E=shape.block_e, AHEAD=ahead,
+        NODE=node, PDL=pdl, num_warps=warps,
         **layout.of("out"),
     )  # fmt: skip
     sizes = ((splits * out.numel(),), (splits, 2, *lse))

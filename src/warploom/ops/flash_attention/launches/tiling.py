@@ -223,7 +223,7 @@ def arguments_of(call: Call, grid: Grid, layout: Layout, product: str, heads_per
         cap, None if mask.block_table is None else shape.keys // mask.block_table.shape[1],
     )  # fmt: skip
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    return {"sizes": sizes, "variant": variant, "SHORT": grid.short, **options}
+    return {"sizes": sizes, "variant": variant, **options}
 
 
 class Terms(NamedTuple):
