@@ -143,7 +143,8 @@ def first_key(tile, work, options, BLOCK_N: gl.constexpr):
 def key_steps(block, split, work, options, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """Of the tiles of keys in a split of a KV loop: the first, those where masks end and begin again, and the end.
 
-    There is at least one, since a group starts its pipeline with it: for an empty split one that no query sees.
+    The order is that of `tile_of_step`. There is at least one, since a group starts its pipeline with it: for an empty
+    split one that no query sees.
     """
     end = work.keys
     full = work.keys
@@ -176,9 +177,32 @@ def key_steps(block, split, work, options, CAUSAL: gl.constexpr, BLOCK_M: gl.con
             begin = gl.where(begin == steps, -1, begin)
         else:
             end = gl.maximum(end, begin + 1)
-        full = gl.minimum(gl.maximum((full - origin) // BLOCK_N, begin), end - 1)
-        low = gl.minimum(gl.maximum((every - origin + BLOCK_N - 1) // BLOCK_N, begin), full)
+        full = gl.minimum(gl.maximum((full - origin) // BLOCK_N, begin + 1), end)
+        low = gl.minimum(gl.maximum((every - origin + BLOCK_N - 1) // BLOCK_N, begin + 1), full)
     return begin, low, full, end
+
+
+@gluon.jit
+def tile_of_step(step, begin, end, options):
+    """Number of the tile of keys of a step: from the last to the first.
+
+    With lengths or a window, the first tile comes before all others: the first step has every mask, so that lengths need
+    no more loops than there are without.
+    """
+    tile = end - 1 - step
+    if options.window is not None or options.seqused_k is not None:
+        tile = gl.where(step == 0, begin, end - step)
+    return tile
+
+
+@gluon.jit
+def rest_of(begin, end, options):
+    """The tiles of keys without that of the first step."""
+    if options.window is None and options.seqused_k is None:
+        end -= 1
+    else:
+        begin += 1
+    return begin, end
 
 
 @gluon.jit
@@ -271,7 +295,7 @@ def softmax_step(logits, row_sum, row_max, first, n, work, options, scale, MASKE
 @gluon.jit
 def with_sink(row_sum, row_max, sink):
     """row_sum and row_max, in powers of two, with one more logit; the factor that rescales sums of values."""
-    logit = sink.to(gl.float32) * LOG2_E
+    logit = sink * LOG2_E
     new_max = gl.maximum(row_max, logit)
     base = gl.where(new_max == float("-inf"), 0.0, new_max)
     rescale = power_of_two(row_max - base)
@@ -340,6 +364,8 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         m = block * BLOCK_M + own * ROWS
         first = m + entry.keys - work.tokens  # the last query stands at the last key
         q_tile = matrix(q_tiles, q_slot * GROUPS + own)
+        if options.sink is not None:  # it is there when the loop has ended
+            sink = gl.load(options.sink + head).to(gl.float32)
         acc = gl.zeros([ROWS, E], gl.float32, OUT_LAYOUT)
         row_sum = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
@@ -347,21 +373,22 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         logits = product_transposed(q_tile, k, count, LAYOUT)
         logits = warpgroup_mma_wait(0, deps=[logits])
         mbarrier.arrive(k.empty.index(count % STAGES))
-        n = first_key(end - 1, entry, options, BLOCK_N)
+        n = first_key(tile_of_step(0, begin, end, options), entry, options, BLOCK_N)
+        begin, end = rest_of(begin, end, options)
         new, row_sum, row_max, _ = softmax_step(
             logits, row_sum, row_max, first, n, entry, options, scale, True, CAUSAL, LAYOUT
         )
         state = State(acc, as_factor(new, v.tiles.dtype, OUT_LAYOUT), row_sum, row_max, count, turn)
-        if CAUSAL:  # otherwise the first tile alone, of the last keys, has a mask
+        if CAUSAL or options.window is not None:  # otherwise the first step alone has a mask
             state = attend(
-                state, q_tile, k, v, turns, full, end - 1, first, entry, options, scale,
+                state, q_tile, k, v, turns, full, end, first, entry, options, scale,
                 own, True, CAUSAL, LAYOUT, OUT_LAYOUT,
             )  # fmt: skip
         state = attend(
             state, q_tile, k, v, turns, low, full, first, entry, options, scale,
             own, False, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
-        if options.window is not None or options.seqused_k is not None:
+        if options.window is not None:
             state = attend(
                 state, q_tile, k, v, turns, begin, low, first, entry, options, scale,
                 own, True, CAUSAL, LAYOUT, OUT_LAYOUT,
@@ -382,10 +409,12 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         elif options.sink is not None:
             row_max = row_max * scale
         if options.sink is not None:
-            row_sum, row_max, rescale = with_sink(row_sum, row_max, gl.load(options.sink + head))
-            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
+            row_sum, row_max, rescale = with_sink(row_sum, row_max, sink)
         some = gl.where(row_sum == 0.0, 1.0, row_sum)  # where no key was seen: 0 / 1, and lse −inf + 0
-        acc = acc * gl.convert_layout(1.0 / some, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
+        inverse = 1.0 / some
+        if options.sink is not None:
+            inverse = inverse * rescale
+        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
         if OWN_BUFFERS:
             tma.store_wait(0)  # until the tile before has left its buffer
         store_tile(out, acc, own, split, batch, head, m, work.tokens, SPLIT, OUT_LAYOUT)

@@ -21,6 +21,8 @@ from warploom.device.hopper.attention import (
     first_key,
     key_steps,
     query_steps,
+    rest_of,
+    tile_of_step,
     tile_place,
     tiles_of,
     visible,
@@ -226,20 +228,21 @@ def compute_for_queries(
         dweights = product_transposed(do_tile, v, count, LAYOUT)
         logits, dweights = warpgroup_mma_wait(0, deps=[logits, dweights])
         mbarrier.arrive(v.empty.index(count % STAGES))
-        n = first_key(end - 1, entry, options, BLOCK_N)
+        n = first_key(tile_of_step(0, begin, end, options), entry, options, BLOCK_N)
+        begin, end = rest_of(begin, end, options)
         weights = weights_of(logits, row_lse, n, first, entry, options, scale, True, CAUSAL, LAYOUT)
         dlogits = as_factor(weights * (dweights - row_delta[:, None]), k.tiles.dtype, OUT_LAYOUT)
         count += 1
-        if CAUSAL:  # otherwise the first tile alone, of the last keys, has a mask
+        if CAUSAL or options.window is not None:  # otherwise the first step alone has a mask
             dq, dlogits, count = kv_loop(
-                dq, dlogits, count, q_tile, do_tile, k, v, row_lse, row_delta, full, end - 1, first, entry, options, scale,
+                dq, dlogits, count, q_tile, do_tile, k, v, row_lse, row_delta, full, end, first, entry, options, scale,
                 True, CAUSAL, LAYOUT, OUT_LAYOUT,
             )  # fmt: skip
         dq, dlogits, count = kv_loop(
             dq, dlogits, count, q_tile, do_tile, k, v, row_lse, row_delta, low, full, first, entry, options, scale,
             False, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
-        if options.window is not None or options.seqused_k is not None:
+        if options.window is not None:
             dq, dlogits, count = kv_loop(
                 dq, dlogits, count, q_tile, do_tile, k, v, row_lse, row_delta, begin, low, first, entry, options, scale,
                 True, CAUSAL, LAYOUT, OUT_LAYOUT,
@@ -280,6 +283,12 @@ def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.
         row_lse = load_row_values(lse, row, m, work.tokens, float("inf"), LAYOUT)
         row_delta = load_row_values(delta, row, m, work.tokens, 0.0, LAYOUT)
         dq = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
+        if options.window is not None or options.seqused_k is not None:
+            dq, count = kv_loop_in_turn(
+                dq, count, own, q_tiles, do_tiles, k, v, row_lse, row_delta, begin, begin + 1, first, entry, options,
+                scale, True, CAUSAL, LAYOUT, OUT_LAYOUT,
+            )  # fmt: skip
+            begin += 1
         dq, count = kv_loop_in_turn(
             dq, count, own, q_tiles, do_tiles, k, v, row_lse, row_delta, full, end, first, entry, options, scale,
             True, CAUSAL, LAYOUT, OUT_LAYOUT,
@@ -288,7 +297,7 @@ def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.
             dq, count, own, q_tiles, do_tiles, k, v, row_lse, row_delta, low, full, first, entry, options, scale,
             False, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
-        if options.window is not None or options.seqused_k is not None:
+        if options.window is not None:
             dq, count = kv_loop_in_turn(
                 dq, count, own, q_tiles, do_tiles, k, v, row_lse, row_delta, begin, low, first, entry, options, scale,
                 True, CAUSAL, LAYOUT, OUT_LAYOUT,

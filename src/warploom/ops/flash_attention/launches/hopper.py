@@ -1,7 +1,7 @@
 """Launches of flash attention's kernels for Hopper: which calls they take, and how these are cut into tiles.
 
 They take 16-bit tensors whose rows the tensor memory accelerator can copy, with up to 256 features (what is
-missing to 64, 128 or 256 is filled with zeros), with any window, cap, sink, lengths of entries and number of heads to
+missing to 64, 128 or 256 is filled with zeros), with any window, cap, sink or lengths, and any number of heads to
 a key head. Packed sequences and keys in pages stay with the kernels for every GPU, and so do calls of few queries
 (decoding) with a window, cap, sink or lengths.
 """

@@ -22,6 +22,7 @@ from warploom.device.hopper.attention import (
     exponent_base,
     first_key,
     key_steps,
+    tile_of_step,
     tile_place,
     tiles_of,
 )
@@ -86,7 +87,7 @@ def copy_for_queries(
             own_descs, own_tiles, batch, head, block * BLOCK_M, scheduler.full, slot, GROUPS, batch_size, TERMS
         )
         for i in range(end - begin):
-            n = first_key(end - 1 - i, entry, options, BLOCK_N)
+            n = first_key(tile_of_step(i, begin, end, options), entry, options, BLOCK_N)
             copy_tile(k_desc, batch, head // work.group, n, k, count, batch_size, TERMS)
             copy_tile(v_desc, batch, head // work.group, n, v, count, batch_size, TERMS)
             count += 1
