@@ -8,7 +8,7 @@ import seeds
 import torch
 from launches import ON_GPU
 from planned_calls import forget_plans, no_plans
-from test_flash_attention import assert_right, kernels, random_inputs
+from flash_cases import assert_right, kernels, random_inputs
 
 from warploom import flash_attention
 from warploom.testing.poison import poisoned_allocations

@@ -3,13 +3,16 @@
 from typing import Any
 
 import pytest
+import seeds
 import torch
 from flash_cases import assert_right, random_inputs, run
 from launches import assert_for_hopper_alone, choose_as_on
 from planned_calls import forget_plans
 
 from warploom import flash_attention
+from warploom.ops.flash_attention.bench import OPERATOR
 from warploom.runtime.backend import HAS_TRITON
+from warploom.testing.conformance import judge_draws
 from warploom.testing.poison import poisoned_allocations
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -50,11 +53,14 @@ def test_the_calls_that_suit(hopper: None) -> None:
         assert suits(name, empty(heads=60, d=192), empty(heads=60, d=192), empty(heads=60, d=128))
     assert suits("forward", *(empty().transpose(1, 2).contiguous().transpose(1, 2) for _ in range(3)))
     assert suits("forward", *(torch.empty(2, 70, 3, 30, 64, dtype=torch.bfloat16)[:, :, i] for i in range(3)))
+    assert suits("forward", x, x, x, left=3)
+    assert suits("forward", x, x, x, left=3, right=0, seqused_k=torch.tensor([3, 70]))
 
 
 def test_the_calls_that_do_not(hopper: None) -> None:
     x = empty()
-    assert not suits("forward", x, x, x, left=3)
+    used, table = torch.tensor([3, 70]), torch.zeros(2, 1, dtype=torch.int32)
+    assert not suits("forward", x, x, x, seqused_k=used, block_table=table)
     assert not suits("forward", x, x, x, cu_seqlens_q=torch.tensor([0, 70]))
     assert not suits("forward", x, x, x, -0.1)
     assert not suits("forward", x, x, x, 0.0)
@@ -167,6 +173,132 @@ def test_few_tiles_whose_loops_are_split(
         first, second = run(inputs, "triton"), run(inputs, "triton")
     assert all(torch.equal(a, b) for a, b in zip(first, second))
     assert sorted(set(launched)) == kernels_for(max(d, e))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"softcap": 2.0},
+    {"softcap": 50.0, "causal": True, "size": 3.0},
+    {"softcap": 60.0, "causal": True, "size": 5.0},  # logits of which many are near the cap
+    {"sink": True, "causal": True},
+    {"lengths": True},
+    {"lengths": True, "causal": True},
+    {"window": (100, None)},
+    {"window": (300, None), "causal": True},
+    {"window": (0, 0)},
+    {"window": (70, 170)},
+    {"window": (0, None), "lengths": True},
+    {"window": (129, 1), "sink": True, "lengths": True},
+    {"window": (64, None), "causal": True, "softcap": 50.0, "sink": True, "lengths": True},
+    {"window": (None, 65), "softcap": 30.0, "sink": True, "lengths": True},
+]
+"""What a call may ask for; ``lengths`` of entries: none, one, all, and any."""
+
+
+def with_options(device: torch.device, n: int, m: int, *, causal: bool = False, **options: Any) -> dict[str, Any]:
+    """Random inputs; what lies behind the lengths of entries is NaN."""
+    sink, lengths = options.pop("sink", False), options.pop("lengths", False)
+    inputs = random_inputs(device, n, m, batch=4, causal=causal, return_lse=True, **options)
+    generator = seeds.generator(6)
+    if sink:
+        inputs["sink"] = (2 * torch.randn(options["heads"], generator=generator)).to(device).requires_grad_()
+    if lengths:
+        used = [0, 1, m, int(torch.randint(m, (), generator=generator))]
+        inputs["seqused_k"] = torch.tensor(used, device=device)
+        with torch.no_grad():
+            for entry, length in enumerate(used):
+                inputs["k"][entry, length:] = torch.nan
+                inputs["v"][entry, length:] = torch.nan
+    return inputs
+
+
+def assert_right_with_nan(inputs: dict[str, Any]) -> None:
+    """`assert_right` of inputs that may hold NaN, of which no two are equal."""
+    judgement = judge_draws(OPERATOR, [inputs], "triton")
+    assert judgement.fwd.ok, f"fwd: {judgement.fwd.describe()}"
+    assert judgement.bwd is None or judgement.bwd.ok, f"bwd: {judgement.bwd.describe()}"
+
+
+@pytest.fixture
+def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernels for Hopper take short loops and few rows as well, whatever plans there are."""
+    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+    from warploom.ops.flash_attention.launches import small as launchers_small
+    from warploom.ops.flash_attention.launches import tiling as launchers
+
+    monkeypatch.setattr(launchers_hopper, "FEW", 0)
+    monkeypatch.setattr(launchers_hopper, "_SHORT", 0)
+    monkeypatch.setattr(launchers_small, "suits_backward", lambda *arguments: False)
+    monkeypatch.setattr(launchers, "is_small_for", lambda *arguments: False)
+    forget_plans()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("n", "m", "heads", "key_heads", "d", "e", "dtype"),
+    [
+        (500, 700, 4, 2, 64, 64, torch.bfloat16),
+        (700, 500, 2, 2, 128, 128, torch.float16),
+        (300, 300, 6, 2, 80, 128, torch.bfloat16),
+        (257, 400, 2, 1, 256, 192, torch.bfloat16),
+        (5, 640, 2, 1, 40, 64, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options(
+    options: dict[str, Any], n: int, m: int, heads: int, key_heads: int, d: int, e: int, dtype: torch.dtype,
+    tiled: None, launched: list[str], device: torch.device,
+) -> None:  # fmt: skip
+    shape = {"heads": heads, "key_heads": key_heads, "d": d, "e": e, "dtype": dtype}
+    inputs = with_options(device, n, m, **shape, **options)
+    with poisoned_allocations():
+        assert_right_with_nan(inputs)
+        first, second = run(inputs, "triton"), run(inputs, "triton")
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert set(launched) >= set(kernels_for(max(d, e)))
+    assert not {"forward_kernel", "key_kernel", "query_kernel"} & set(launched)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("options", [OPTIONS[i] for i in (1, 4, 7, 9, 11, 12)], ids=str)
+def test_options_where_loops_are_split(
+    options: dict[str, Any], d: int, tiled: None, launched: list[str], device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+
+    monkeypatch.setattr(launchers_hopper, "splits_of", lambda *arguments: 3)
+    inputs = with_options(device, 400, 500, heads=2, key_heads=1, d=d, dtype=torch.bfloat16, **options)
+    with poisoned_allocations():
+        assert_right_with_nan(inputs)
+    assert set(launched) >= set(kernels_for(d))
+    assert not {"forward_kernel", "key_kernel", "query_kernel"} & set(launched)
+
+
+@pytest.mark.gpu
+def test_large_tiles_with_options(tiled: None, launched: list[str], device: torch.device) -> None:
+    """Three groups of warps, which long loops of many queries get."""
+    options = {"heads": 40, "key_heads": 8, "d": 64, "dtype": torch.bfloat16}
+    for more in ({}, {"causal": True, "window": (4100, None), "sink": True}):
+        inputs = with_options(device, 500, 4200, **options, **more, lengths=True)
+        with torch.no_grad():
+            assert_right_with_nan({name: x.detach() if isinstance(x, Tensor) else x for name, x in inputs.items()})
+    assert "hopper_forward_kernel" in launched
+    assert "forward_kernel" not in launched
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"softcap": 50.0}, {"sink": True}, {"window": (40, None)}], ids=str)
+def test_decoding_with_options_is_for_the_kernels_for_every_gpu(
+    options: dict[str, Any], launched: list[str], device: torch.device
+) -> None:
+    inputs = with_options(
+        device, 2, 5000, heads=8, key_heads=2, d=64, dtype=torch.bfloat16, causal=True, lengths=True, **options
+    )
+    with torch.no_grad():
+        flash_attention(**inputs, backend="triton")
+    assert "forward_kernel" in launched
+    assert "hopper_forward_kernel" not in launched
 
 
 @pytest.mark.gpu

@@ -126,7 +126,8 @@ class Launch:
         pdl: Programmatic dependent launch, while the launch before it on the stream still runs; see `has_pdl`.
         registers: Of a thread, at most.
         cooperative: Launch only if all programs run at once, which those that wait for each other need.
-        arguments: All other parameters by name. `Boxes` stand for a tensor descriptor, whose tensor calls bring.
+        arguments: All other parameters by name. A group of numbers may be None, which is a constant then. `Boxes`
+            stand for a tensor descriptor, whose tensor calls bring.
 
     Encoding a descriptor takes longer than a launch, and the allocator returns to the same addresses: encodings are
     kept by address. One holds an address, sizes and strides, so whatever lies there now is described by it.
@@ -187,6 +188,8 @@ class Launch:
         for name, value in self.arguments.items():
             kind = parameters.get(name, CONSTANT)
             declared = type(None) if kind is None else type(kind) if isinstance(kind, tuple) else int | float
+            if isinstance(kind, tuple) and value is None:
+                continue
             if kind != CONSTANT and not isinstance(value, declared):
                 wrong.setdefault("is given something else than it declares for", set()).add(name)
         for name in self.takes:

@@ -27,10 +27,16 @@ from warploom.device.hopper.pipeline import (
     product_transposed,
     received,
     store_tile,
+    tanh,
     wait_full,
 )
 
 LN_2 = gl.constexpr(0.6931471805599453)
+LOG2_E = gl.constexpr(1.4426950408889634)
+MOST_WEIGHT = gl.constexpr(57.0)
+"""Of weights that are relative to no largest logit, in powers of two: sums of values up to 2⁵⁰ stay in float32."""
+MOST_SOFTCAP = gl.constexpr(75.0)
+"""In powers of two, up to which no row needs its largest logit: see `exponent_base`."""
 
 
 class Work(NamedTuple):
@@ -45,6 +51,22 @@ class Work(NamedTuple):
     section: gl.int32  # rows whose keys and values fit in the L2 cache together
     splits: gl.int32  # of the loop over keys, or over queries, of each tile
     right: gl.int32  # a causal query sees so many keys behind its own place
+
+
+class Window(NamedTuple):
+    """Which keys a query sees, besides what `Work` says."""
+
+    left: gl.int32  # so many before its own place
+
+
+class Options(NamedTuple):
+    """What a call asks for besides full or causal attention of all keys; None where it does not."""
+
+    window: Window | None = None
+    seqused_k: gl.tensor | None = None  # (B,): how many keys each batch entry has
+    sink: gl.tensor | None = None  # (H,): one more logit of every row, without a value
+    softcap: gl.float32 | None = None  # in powers of two; the scale comes divided by the cap
+    base: gl.float32 | None = None  # of exponents, instead of a row's largest logit: see `exponent_base`
 
 
 class State(NamedTuple):
@@ -71,6 +93,7 @@ class Forward(NamedTuple):
     statistics: gl.tensor
     work: Work
     scale: gl.float32
+    options: Options
 
 
 @gluon.jit
@@ -93,10 +116,35 @@ def tile_place(tile, work, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def key_steps(block, split, work, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Tiles of keys of one split of a KV loop: number of the first, of the first with a mask, and the end.
+def entry_of(work, batch, options):
+    """The work of a batch entry: it may have fewer keys."""
+    if options.seqused_k is not None:
+        keys = gl.minimum(gl.maximum(gl.load(options.seqused_k + batch).to(gl.int32), 0), work.keys)
+        work = Work(
+            work.tokens, keys, work.heads, work.group, work.rows, work.blocks, work.section, work.splits, work.right
+        )
+    return work
 
-    There is at least one, since a group starts its pipeline with it: for an empty split one that no query sees.
+
+@gluon.jit
+def first_key(tile, work, options, BLOCK_N: gl.constexpr):
+    """Where a tile of keys begins.
+
+    If entries have lengths, the last tile ends at the last key, so that no tile holds what lies behind it, which may be
+    NaN. What number 0 and tiles before it hold of keys before the first is zeros: the tensor memory accelerator's.
+    """
+    n = tile * BLOCK_N
+    if options.seqused_k is not None:
+        n += work.keys % BLOCK_N - BLOCK_N
+    return n
+
+
+@gluon.jit
+def key_steps(block, split, work, options, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Of the tiles of keys in a split of a KV loop: the first, those where masks end and begin again, and the end.
+
+    The order is that of `tile_of_step`. There is at least one, since a group starts its pipeline with it: for an empty
+    split one that no query sees.
     """
     end = work.keys
     full = work.keys
@@ -104,17 +152,71 @@ def key_steps(block, split, work, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, B
         first = block * BLOCK_M + work.keys - work.tokens
         end = gl.minimum(work.keys, first + BLOCK_M + work.right)
         full = gl.minimum(work.keys, gl.maximum(first + work.right + 1, 0))
-    steps = gl.maximum((end + BLOCK_N - 1) // BLOCK_N, 1)
-    span = (steps + work.splits - 1) // work.splits
-    begin = gl.minimum(split * span, steps)
-    end = gl.maximum(gl.minimum(begin + span, steps), begin + 1)
-    return begin, gl.minimum(gl.maximum(full // BLOCK_N, begin), end - 1), end
+    if options.window is None and options.seqused_k is None:
+        steps = gl.maximum((end + BLOCK_N - 1) // BLOCK_N, 1)
+        span = (steps + work.splits - 1) // work.splits
+        begin = gl.minimum(split * span, steps)
+        end = gl.maximum(gl.minimum(begin + span, steps), begin + 1)
+        full = gl.minimum(gl.maximum(full // BLOCK_N, begin), end - 1)
+        low = begin
+    else:
+        origin = first_key(block * 0, work, options, BLOCK_N)
+        some = origin * 0  # the first key that any query sees, and the first from which on every query does
+        every = some
+        if options.window is not None:
+            lowest = block * BLOCK_M + work.keys - work.tokens - options.window.left
+            some = gl.maximum(lowest, 0)
+            every = gl.maximum(lowest + BLOCK_M - 1, 0)
+        steps = gl.maximum((end - origin + BLOCK_N - 1) // BLOCK_N, 1)
+        begin = gl.minimum((some - origin) // BLOCK_N, steps - 1)
+        span = (steps - begin + work.splits - 1) // work.splits
+        begin = gl.minimum(begin + split * span, steps)
+        end = gl.minimum(begin + span, steps)
+        if options.seqused_k is not None:  # behind the end there may be keys, before number 0 there are none
+            end = gl.where(begin == steps, 0, end)
+            begin = gl.where(begin == steps, -1, begin)
+        else:
+            end = gl.maximum(end, begin + 1)
+        full = gl.minimum(gl.maximum((full - origin) // BLOCK_N, begin + 1), end)
+        low = gl.minimum(gl.maximum((every - origin + BLOCK_N - 1) // BLOCK_N, begin + 1), full)
+    return begin, low, full, end
 
 
 @gluon.jit
-def query_steps(block, split, work, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Tiles of queries of one split of the loop over them: number of the first, of the first without a mask, and the end."""
+def tile_of_step(step, begin, end, options):
+    """Number of the tile of keys of a step: from the last to the first.
+
+    With lengths or a window, the first tile comes before all others: the first step has every mask, so that lengths need
+    no more loops than there are without.
+    """
+    tile = end - 1 - step
+    if options.window is not None or options.seqused_k is not None:
+        tile = gl.where(step == 0, begin, end - step)
+    return tile
+
+
+@gluon.jit
+def rest_of(begin, end, options):
+    """The tiles of keys without that of the first step."""
+    if options.window is None and options.seqused_k is None:
+        end -= 1
+    else:
+        begin += 1
+    return begin, end
+
+
+@gluon.jit
+def query_steps(block, split, work, options, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Of the tiles of queries in a split of the loop over them: the first, those where masks end and begin, and the end."""
     end = (work.tokens + BLOCK_M - 1) // BLOCK_M
+    if options.seqused_k is not None:
+        end = gl.where(block * BLOCK_N < work.keys, end, 0)
+    high = end
+    if options.window is not None:
+        # The last query that sees the first key.
+        last = block * BLOCK_N - (work.keys - work.tokens) + options.window.left
+        end = gl.minimum((gl.maximum(last + BLOCK_N, 0) + BLOCK_M - 1) // BLOCK_M, end)
+        high = gl.maximum(last + 1, 0) // BLOCK_M
     begin = end * 0
     full = begin
     if CAUSAL:
@@ -124,35 +226,85 @@ def query_steps(block, split, work, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr,
     span = (end - begin + work.splits - 1) // work.splits
     begin = gl.minimum(begin + split * span, end)
     end = gl.minimum(begin + span, end)
-    return begin, gl.minimum(gl.maximum(full, begin), end), end
+    full = gl.minimum(gl.maximum(full, begin), end)
+    if options.window is None:
+        high = end
+    else:
+        high = gl.minimum(gl.maximum(high, full), end)
+    return begin, full, high, end
 
 
 @gluon.jit
-def softmax_step(logits, row_sum, row_max, first, n, work, scale, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
-                 LAYOUT: gl.constexpr):  # fmt: skip
-    """Weights of a tile of keys from number ``n`` on, the new row_sum and row_max, and the factor that rescales earlier sums.
-
-    ``first`` is the position of the first query, where it stands among the keys.
-    """
-    if MASKED:
-        key = n + gl.arange(0, logits.shape[1], gl.SliceLayout(0, LAYOUT))
+def visible(n, first, work, options, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr):
+    """Which keys ``n …`` are there and seen by 64 queries, of which the first stands at the key ``first``."""
+    key = n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+    if options.seqused_k is None:
         mask = (key < work.keys)[None, :]
-        if CAUSAL:
-            query = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-            mask = mask & (key[None, :] <= (query + work.right)[:, None])
+    else:  # see `first_key`
+        mask = (key >= 0)[None, :]
+    if CAUSAL:
+        query = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        mask = mask & (key[None, :] <= (query + work.right)[:, None])
+    if options.window is not None:
+        query = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        mask = mask & (key[None, :] >= (query - options.window.left)[:, None])
+    return mask
+
+
+@gluon.constexpr_function
+def exponent_base(softcap, dtype):
+    """What exponents are relative to in every row, if there is a small cap: otherwise it is the row's largest logit.
+
+    Weights then lie between 2⁻⁹³ and 2⁵⁷, which bfloat16 holds, and nothing is ever rescaled. A base near the logits keeps
+    their last bits.
+    """
+    if softcap is None or softcap > MOST_SOFTCAP.value or dtype != gl.bfloat16:
+        return None
+    return max(softcap - MOST_WEIGHT.value, 0.0)
+
+
+@gluon.jit
+def softmax_step(logits, row_sum, row_max, first, n, work, options, scale, MASKED: gl.constexpr,
+                 CAUSAL: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """Weights of a tile of keys ``n …``; row_sum and row_max with it; the factor that rescales earlier sums.
+
+    ``first`` is the position of the first query, where it stands among the keys. With a base, nothing is rescaled.
+    """
+    if options.softcap is not None:
+        logits = tanh(logits * scale)
+        scale = options.softcap
+    if MASKED:
+        mask = visible(n, first, work, options, logits.shape[1], CAUSAL, LAYOUT)
         logits = gl.where(mask, logits, float("-inf"))
-    new_max = gl.maximum(row_max, gl.max(logits, 1))
-    base = new_max * scale
-    if MASKED:  # a row that has seen no key yet: −inf − (−inf) must not become NaN
-        base = gl.where(new_max == float("-inf"), 0.0, base)
-    weights = power_of_two(logits * scale - base[:, None])
-    rescale = power_of_two(row_max * scale - base)
-    return weights, row_sum * rescale + gl.sum(weights, 1), new_max, rescale
+    if options.base is not None:
+        weights = power_of_two(logits * scale - options.base)
+        new_max = row_max
+        rescale = row_max
+        row_sum = row_sum + gl.sum(weights, 1)
+    else:
+        new_max = gl.maximum(row_max, gl.max(logits, 1))
+        base = new_max * scale
+        if MASKED:  # a row that has seen no key yet: −inf − (−inf) must not become NaN
+            base = gl.where(new_max == float("-inf"), 0.0, base)
+        weights = power_of_two(logits * scale - base[:, None])
+        rescale = power_of_two(row_max * scale - base)
+        row_sum = row_sum * rescale + gl.sum(weights, 1)
+    return weights, row_sum, new_max, rescale
+
+
+@gluon.jit
+def with_sink(row_sum, row_max, sink):
+    """row_sum and row_max, in powers of two, with one more logit; the factor that rescales sums of values."""
+    logit = sink * LOG2_E
+    new_max = gl.maximum(row_max, logit)
+    base = gl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = power_of_two(row_max - base)
+    return row_sum * rescale + power_of_two(logit - base), new_max, rescale
 
 
 @gluon.jit
 def attend(
-    state, q_tile, k, v, turns, begin, end, first, work, scale,
+    state, q_tile, k, v, turns, begin, end, first, work, options, scale,
     own: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """KV loop over tiles ``end − 1 … begin``."""
@@ -171,13 +323,14 @@ def attend(
             mbarrier.arrive(turns.index((own + 1) % GROUPS))
         logits = warpgroup_mma_wait(1, deps=[logits])
         mbarrier.arrive(k.empty.index((count + 1) % STAGES))
-        n = (end - 1 - i) * BLOCK_N
+        n = first_key(end - 1 - i, work, options, BLOCK_N)
         new, row_sum, row_max, rescale = softmax_step(
-            logits, row_sum, row_max, first, n, work, scale, MASKED, CAUSAL, LAYOUT
+            logits, row_sum, row_max, first, n, work, options, scale, MASKED, CAUSAL, LAYOUT
         )
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
         mbarrier.arrive(v.empty.index(slot))
-        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
+        if options.base is None:
+            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
         weights = as_factor(new, v.tiles.dtype, OUT_LAYOUT)
         count += 1
     return State(acc, weights, row_sum, row_max, count, turn)
@@ -186,7 +339,7 @@ def attend(
 @gluon.jit
 def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call):
     """Group number ``own`` of warps of a `Forward`."""
-    scheduler, q_tiles, k, v, turns, out, lse, statistics, work, scale = call
+    scheduler, q_tiles, k, v, turns, out, lse, statistics, work, scale, options = call
     GROUPS: gl.constexpr = turns.shape[0]
     STAGES: gl.constexpr = k.tiles.shape[0]
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
@@ -206,10 +359,13 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
     while tile < tiles:
         block, row, split = tile_place(tile, work, CAUSAL)
         batch, head = row // work.heads, row % work.heads
-        begin, full, end = key_steps(block, split, work, CAUSAL, BLOCK_M, BLOCK_N)
+        entry = entry_of(work, batch, options)
+        begin, low, full, end = key_steps(block, split, entry, options, CAUSAL, BLOCK_M, BLOCK_N)
         m = block * BLOCK_M + own * ROWS
-        first = m + work.keys - work.tokens  # the last query stands at the last key
+        first = m + entry.keys - work.tokens  # the last query stands at the last key
         q_tile = matrix(q_tiles, q_slot * GROUPS + own)
+        if options.sink is not None:  # it is there when the loop has ended
+            sink = gl.load(options.sink + head).to(gl.float32)
         acc = gl.zeros([ROWS, E], gl.float32, OUT_LAYOUT)
         row_sum = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
@@ -217,17 +373,27 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         logits = product_transposed(q_tile, k, count, LAYOUT)
         logits = warpgroup_mma_wait(0, deps=[logits])
         mbarrier.arrive(k.empty.index(count % STAGES))
+        n = first_key(tile_of_step(0, begin, end, options), entry, options, BLOCK_N)
+        begin, end = rest_of(begin, end, options)
         new, row_sum, row_max, _ = softmax_step(
-            logits, row_sum, row_max, first, (end - 1) * BLOCK_N, work, scale, True, CAUSAL, LAYOUT
+            logits, row_sum, row_max, first, n, entry, options, scale, True, CAUSAL, LAYOUT
         )
         state = State(acc, as_factor(new, v.tiles.dtype, OUT_LAYOUT), row_sum, row_max, count, turn)
-        if CAUSAL:  # otherwise the first tile alone, of the last keys, has a mask
+        if CAUSAL or options.window is not None:  # otherwise the first step alone has a mask
             state = attend(
-                state, q_tile, k, v, turns, full, end - 1, first, work, scale, own, True, CAUSAL, LAYOUT, OUT_LAYOUT
-            )
-        acc, weights, row_sum, row_max, count, turn = attend(
-            state, q_tile, k, v, turns, begin, full, first, work, scale, own, False, CAUSAL, LAYOUT, OUT_LAYOUT
-        )
+                state, q_tile, k, v, turns, full, end, first, entry, options, scale,
+                own, True, CAUSAL, LAYOUT, OUT_LAYOUT,
+            )  # fmt: skip
+        state = attend(
+            state, q_tile, k, v, turns, low, full, first, entry, options, scale,
+            own, False, CAUSAL, LAYOUT, OUT_LAYOUT,
+        )  # fmt: skip
+        if options.window is not None:
+            state = attend(
+                state, q_tile, k, v, turns, begin, low, first, entry, options, scale,
+                own, True, CAUSAL, LAYOUT, OUT_LAYOUT,
+            )  # fmt: skip
+        acc, weights, row_sum, row_max, count, turn = state
         if OWN_BUFFERS:
             mbarrier.arrive(scheduler.empty.index(q_slot))
         slot = wait_full(v.full, count)
@@ -236,8 +402,19 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         mbarrier.arrive(v.empty.index(slot))
         count += 1
 
+        if options.base is not None:
+            row_max = gl.where(row_sum == 0.0, float("-inf"), options.base)
+        elif options.softcap is not None:
+            row_max = row_max * options.softcap
+        elif options.sink is not None:
+            row_max = row_max * scale
+        if options.sink is not None:
+            row_sum, row_max, rescale = with_sink(row_sum, row_max, sink)
         some = gl.where(row_sum == 0.0, 1.0, row_sum)  # where no key was seen: 0 / 1, and lse −inf + 0
-        acc = acc * gl.convert_layout(1.0 / some, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
+        inverse = 1.0 / some
+        if options.sink is not None:
+            inverse = inverse * rescale
+        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
         if OWN_BUFFERS:
             tma.store_wait(0)  # until the tile before has left its buffer
         store_tile(out, acc, own, split, batch, head, m, work.tokens, SPLIT, OUT_LAYOUT)
@@ -249,7 +426,8 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         mask = m + local < work.tokens
         offsets = row.to(gl.int64) * work.tokens + m + local
         size = work.rows.to(gl.int64) * work.tokens
-        row_max = row_max * scale
+        if options.softcap is None and options.sink is None:
+            row_max = row_max * scale
         gl.store(statistics + split * 2 * size + offsets, row_max, mask=mask)
         gl.store(statistics + (split * 2 + 1) * size + offsets, row_sum, mask=mask)
         if not SPLIT:

@@ -14,7 +14,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from warploom.device.hopper import tma
-from warploom.device.hopper.attention import Work, key_steps, query_steps, tile_place, tiles_of
+from warploom.device.hopper.attention import (
+    Options,
+    Work,
+    entry_of,
+    first_key,
+    key_steps,
+    query_steps,
+    rest_of,
+    tile_of_step,
+    tile_place,
+    tiles_of,
+    visible,
+)
 from warploom.device.hopper.pipeline import (
     ROWS,
     Result,
@@ -32,6 +44,7 @@ from warploom.device.hopper.pipeline import (
     product_transposed,
     received,
     store_tile,
+    tanh,
     wait_empty,
 )
 
@@ -52,6 +65,7 @@ class QueryGradients(NamedTuple):
     work: Work
     scale: gl.float32  # of the logits, in powers of two
     grad_scale: gl.float32  # of the gradient
+    options: Options
 
 
 class KeyCopies(NamedTuple):
@@ -69,40 +83,60 @@ class KeyCopies(NamedTuple):
     inverse: gl.tensor | None
     inverses: gl.shared_memory_descriptor | None  # (stages, rows), beside q's lse
     work: Work
+    options: Options
 
 
 @gluon.jit
 def weights_of(
-    logits, lse, n, first, work, scale, MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr
+    logits, lse, n, first, work, options, scale, MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Weights of the keys ``n …`` for 64 queries, of which the first stands at the key ``first``."""
+    """Weights of the keys ``n …`` for 64 queries, of which the first stands at the key ``first``.
+
+    With a cap, times its derivative: these weights are only for gradients of logits.
+    """
+    if options.softcap is not None:
+        logits = tanh(logits * scale)
+        scale = options.softcap
     weights = power_of_two(logits * scale - lse[:, None])
     if MASKED:
-        key = n + gl.arange(0, logits.shape[1], gl.SliceLayout(0, LAYOUT))
-        mask = (key < work.keys)[None, :]
-        if CAUSAL:
-            query = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-            mask = mask & (key[None, :] <= (query + work.right)[:, None])
+        mask = visible(n, first, work, options, logits.shape[1], CAUSAL, LAYOUT)
         weights = gl.where(mask, weights, 0.0)
+    if options.softcap is not None:
+        weights = weights * (1.0 - logits * logits)
     return weights
 
 
 @gluon.jit
-def transposed_weights_of(logits, lse, m, first, scale, MASKED: gl.constexpr, LAYOUT: gl.constexpr, inverse=None):
-    """Weights of 64 keys for the queries ``m …``; query ``first`` is the first that sees the first key."""
+def transposed_weights_of(
+    logits, lse, m, first, scale, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
+    inverse=None, reach=None, softcap=None, CAUSAL: gl.constexpr = True,
+):  # fmt: skip
+    """Weights of 64 keys for the queries ``m …``, and these times the derivative of the cap.
+
+    Query ``first`` is the first that sees the first key, unless all do before it, and the one ``reach`` behind it the last.
+    """
+    if softcap is not None:
+        logits = tanh(logits * scale)
+        scale = softcap
     weights = power_of_two(logits * scale - lse[None, :])
     if inverse is not None:
         weights = weights * inverse[None, :]
     if MASKED:
         sees = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         query = m + gl.arange(0, logits.shape[1], gl.SliceLayout(0, LAYOUT))
-        weights = gl.where(sees[:, None] <= query[None, :], weights, 0.0)
-    return weights
+        if CAUSAL:
+            weights = gl.where(sees[:, None] <= query[None, :], weights, 0.0)
+        if reach is not None:
+            weights = gl.where(query[None, :] <= (sees + reach)[:, None], weights, 0.0)
+    slopes = weights
+    if softcap is not None:
+        slopes = weights * (1.0 - logits * logits)
+    return weights, slopes
 
 
 @gluon.jit
 def kv_loop(
-    dq, dlogits, count, q_tile, do_tile, k, v, lse, delta, begin, end, first, work, scale,
+    dq, dlogits, count, q_tile, do_tile, k, v, lse, delta, begin, end, first, work, options, scale,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Loop over tiles of keys ``end − 1 … begin``, with ``dlogits`` of the tile before, number ``count − 1``."""
@@ -114,8 +148,8 @@ def kv_loop(
         dq = warpgroup_mma(dlogits, matrix(k.tiles, before), dq, is_async=True)
         dweights = product_transposed(do_tile, v, count, LAYOUT)
         logits = warpgroup_mma_wait(2, deps=[logits])
-        n = (end - 1 - i) * BLOCK_N
-        weights = weights_of(logits, lse, n, first, work, scale, MASKED, CAUSAL, LAYOUT)
+        n = first_key(end - 1 - i, work, options, BLOCK_N)
+        weights = weights_of(logits, lse, n, first, work, options, scale, MASKED, CAUSAL, LAYOUT)
         dq, dlogits, dweights = warpgroup_mma_wait(0, deps=[dq, dlogits, dweights])
         mbarrier.arrive(k.empty.index(before))
         mbarrier.arrive(v.empty.index(count % STAGES))
@@ -126,7 +160,7 @@ def kv_loop(
 
 @gluon.jit
 def kv_loop_in_turn(
-    dq, count, own, q_tiles, do_tiles, k, v, lse, delta, begin, end, first, work, scale,
+    dq, count, own, q_tiles, do_tiles, k, v, lse, delta, begin, end, first, work, options, scale,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """`kv_loop` with nothing in flight from one tile to the next: wide sums leave no registers for it."""
@@ -137,8 +171,8 @@ def kv_loop_in_turn(
         logits = product_transposed(matrix(q_tiles, place), k, count, LAYOUT)
         dweights = product_transposed(matrix(do_tiles, place), v, count, LAYOUT)
         logits = warpgroup_mma_wait(1, deps=[logits])
-        n = (end - 1 - i) * BLOCK_N
-        weights = weights_of(logits, lse, n, first, work, scale, MASKED, CAUSAL, LAYOUT)
+        n = first_key(end - 1 - i, work, options, BLOCK_N)
+        weights = weights_of(logits, lse, n, first, work, options, scale, MASKED, CAUSAL, LAYOUT)
         dweights = warpgroup_mma_wait(0, deps=[dweights])
         mbarrier.arrive(v.empty.index(count % v.tiles.shape[0]))
         dlogits = as_factor(weights * (dweights - delta[:, None]), k.tiles.dtype, OUT_LAYOUT)
@@ -162,7 +196,7 @@ def compute_for_queries(
     own: gl.constexpr, IN_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call
 ):
     """Group number ``own`` of warps of `QueryGradients`. ``IN_REGISTERS``: its queries and gradients stay there."""
-    scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, grad_scale = call
+    scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, grad_scale, options = call
     GROUPS: gl.constexpr = q_tiles.shape[0]
     STAGES: gl.constexpr = k.tiles.shape[0]
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
@@ -176,9 +210,10 @@ def compute_for_queries(
     tile, _ = received(scheduler, done)
     while tile < tiles:
         block, row, split = tile_place(tile, work, CAUSAL)
-        begin, full, end = key_steps(block, split, work, CAUSAL, BLOCK_M, BLOCK_N)
+        entry = entry_of(work, row // work.heads, options)
+        begin, low, full, end = key_steps(block, split, entry, options, CAUSAL, BLOCK_M, BLOCK_N)
         m = block * BLOCK_M + own * ROWS
-        first = m + work.keys - work.tokens  # the last query stands at the last key
+        first = m + entry.keys - work.tokens  # the last query stands at the last key
         row_lse = load_row_values(lse, row, m, work.tokens, float("inf"), LAYOUT)
         row_delta = load_row_values(delta, row, m, work.tokens, 0.0, LAYOUT)
         if IN_REGISTERS:
@@ -193,19 +228,25 @@ def compute_for_queries(
         dweights = product_transposed(do_tile, v, count, LAYOUT)
         logits, dweights = warpgroup_mma_wait(0, deps=[logits, dweights])
         mbarrier.arrive(v.empty.index(count % STAGES))
-        n = (end - 1) * BLOCK_N
-        weights = weights_of(logits, row_lse, n, first, work, scale, True, CAUSAL, LAYOUT)
+        n = first_key(tile_of_step(0, begin, end, options), entry, options, BLOCK_N)
+        begin, end = rest_of(begin, end, options)
+        weights = weights_of(logits, row_lse, n, first, entry, options, scale, True, CAUSAL, LAYOUT)
         dlogits = as_factor(weights * (dweights - row_delta[:, None]), k.tiles.dtype, OUT_LAYOUT)
         count += 1
-        if CAUSAL:  # otherwise the first tile alone, of the last keys, has a mask
+        if CAUSAL or options.window is not None:  # otherwise the first step alone has a mask
             dq, dlogits, count = kv_loop(
-                dq, dlogits, count, q_tile, do_tile, k, v, row_lse, row_delta, full, end - 1, first, work, scale,
+                dq, dlogits, count, q_tile, do_tile, k, v, row_lse, row_delta, full, end, first, entry, options, scale,
                 True, CAUSAL, LAYOUT, OUT_LAYOUT,
             )  # fmt: skip
         dq, dlogits, count = kv_loop(
-            dq, dlogits, count, q_tile, do_tile, k, v, row_lse, row_delta, begin, full, first, work, scale,
+            dq, dlogits, count, q_tile, do_tile, k, v, row_lse, row_delta, low, full, first, entry, options, scale,
             False, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
+        if options.window is not None:
+            dq, dlogits, count = kv_loop(
+                dq, dlogits, count, q_tile, do_tile, k, v, row_lse, row_delta, begin, low, first, entry, options, scale,
+                True, CAUSAL, LAYOUT, OUT_LAYOUT,
+            )  # fmt: skip
         if not IN_REGISTERS:
             mbarrier.arrive(scheduler.empty.index(0))
         before = (count + STAGES - 1) % STAGES
@@ -223,7 +264,7 @@ def compute_for_queries(
 @gluon.jit
 def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call):
     """`compute_for_queries` for more than 128 features; results leave through the buffers of the queries."""
-    scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, grad_scale = call
+    scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, grad_scale, options = call
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     D: gl.constexpr = q_tiles.shape[4]
     BLOCK_M: gl.constexpr = q_tiles.shape[0] * ROWS
@@ -235,20 +276,32 @@ def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.
     tile, _ = received(scheduler, done)
     while tile < tiles:
         block, row, split = tile_place(tile, work, CAUSAL)
-        begin, full, end = key_steps(block, split, work, CAUSAL, BLOCK_M, BLOCK_N)
+        entry = entry_of(work, row // work.heads, options)
+        begin, low, full, end = key_steps(block, split, entry, options, CAUSAL, BLOCK_M, BLOCK_N)
         m = block * BLOCK_M + own * ROWS
-        first = m + work.keys - work.tokens  # the last query stands at the last key
+        first = m + entry.keys - work.tokens  # the last query stands at the last key
         row_lse = load_row_values(lse, row, m, work.tokens, float("inf"), LAYOUT)
         row_delta = load_row_values(delta, row, m, work.tokens, 0.0, LAYOUT)
         dq = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
+        if options.window is not None or options.seqused_k is not None:
+            dq, count = kv_loop_in_turn(
+                dq, count, own, q_tiles, do_tiles, k, v, row_lse, row_delta, begin, begin + 1, first, entry, options,
+                scale, True, CAUSAL, LAYOUT, OUT_LAYOUT,
+            )  # fmt: skip
+            begin += 1
         dq, count = kv_loop_in_turn(
-            dq, count, own, q_tiles, do_tiles, k, v, row_lse, row_delta, full, end, first, work, scale,
+            dq, count, own, q_tiles, do_tiles, k, v, row_lse, row_delta, full, end, first, entry, options, scale,
             True, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
         dq, count = kv_loop_in_turn(
-            dq, count, own, q_tiles, do_tiles, k, v, row_lse, row_delta, begin, full, first, work, scale,
+            dq, count, own, q_tiles, do_tiles, k, v, row_lse, row_delta, low, full, first, entry, options, scale,
             False, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
+        if options.window is not None:
+            dq, count = kv_loop_in_turn(
+                dq, count, own, q_tiles, do_tiles, k, v, row_lse, row_delta, begin, low, first, entry, options, scale,
+                True, CAUSAL, LAYOUT, OUT_LAYOUT,
+            )  # fmt: skip
         batch, head = row // work.heads, row % work.heads
         store_tile(result, dq * grad_scale, own, split, batch, head, m, work.tokens, SPLIT, OUT_LAYOUT)
         tma.store_wait(0)
@@ -263,7 +316,7 @@ def copy_for_keys(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexp
 
     Queries of float32, in ``TERMS``, come from the last to the first: see `kernels.backward.query_loop`.
     """
-    scheduler, own_descs, own_tiles, q_desc, do_desc, q, do, lse, delta, inverse, inverses, work = copies
+    scheduler, own_descs, own_tiles, q_desc, do_desc, q, do, lse, delta, inverse, inverses, work, options = copies
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     BLOCK_N: gl.constexpr = GROUPS * ROWS
     key_heads = work.heads // work.group
@@ -277,7 +330,8 @@ def copy_for_keys(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexp
         slot = broadcast(scheduler, tile, done)
         block, row, split = tile_place(tile, work, False)
         batch, key_head = row // key_heads, row % key_heads
-        begin, _, end = query_steps(block, split, work, CAUSAL, BLOCK_N, BLOCK_M)
+        entry = entry_of(work, batch, options)
+        begin, _, _, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
         copy_own(
             own_descs, own_tiles, batch, key_head, block * BLOCK_N, scheduler.full, slot, GROUPS, batch_size, TERMS
         )
@@ -311,8 +365,9 @@ def copy_for_keys(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexp
 def query_loop(
     dk, dv, count, k_tile, v_tile, q, do, begin, end, first, scale,
     MASKED: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    reach=None, softcap=None, CAUSAL: gl.constexpr = True,
 ):  # fmt: skip
-    """Loop over tiles of queries ``begin … end`` of one head. Query ``first`` is the first that sees the first key."""
+    """Loop over tiles of queries ``begin … end`` of one head; ``first`` and ``reach`` as in `transposed_weights_of`."""
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     STAGES: gl.constexpr = q.tiles.shape[0]
     dtype: gl.constexpr = q.tiles.dtype
@@ -322,12 +377,14 @@ def query_loop(
         dweights = product_transposed(v_tile, do, count, LAYOUT)
         logits = warpgroup_mma_wait(1, deps=[logits])
         row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
-        weights = transposed_weights_of(logits, row_lse, i * BLOCK_M, first, scale, MASKED, LAYOUT)
+        weights, slopes = transposed_weights_of(
+            logits, row_lse, i * BLOCK_M, first, scale, MASKED, LAYOUT, None, reach, softcap, CAUSAL
+        )
         factor = as_factor(weights, dtype, OUT_LAYOUT)
         dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)
         dweights = warpgroup_mma_wait(1, deps=[dweights])
         row_delta = do.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
-        dlogits = as_factor(weights * (dweights - row_delta[None, :]), dtype, OUT_LAYOUT)
+        dlogits = as_factor(slopes * (dweights - row_delta[None, :]), dtype, OUT_LAYOUT)
         dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)
         dv, factor = warpgroup_mma_wait(1, deps=[dv, factor])
         mbarrier.arrive(do.empty.index(slot))

@@ -97,8 +97,9 @@ def backward(
         if sink is not None:  # where there are no keys, lse is the sink
             dsink = torch.zeros_like(sink) if grad_lse is None else grad_lse.sum((0, 2)).to(sink.dtype)
         return dq.zero_(), dk.zero_(), dv.zero_(), dsink
-    if mask.seqused_k is not None:
-        dk.zero_(), dv.zero_()  # what is behind the used keys is not written
+    unwritten = mask.seqused_k is not None and not plan.kernels[0].launch.descriptions
+    if unwritten:  # what is behind the used keys
+        dk.zero_(), dv.zero_()
     # Two tensors, not two halves of one: the second half's alignment would depend on the length.
     lse, delta = plan.rows.empty(q), plan.rows.empty(q)
     inverse = plan.rows.empty(q) if q.dtype == torch.float32 else None
@@ -114,13 +115,14 @@ def backward(
         targets = [gradients[name] for name in RESULTS[each.kernel]]
         if each.parts:
             targets = [part.empty(q) for part in each.parts]
-            if mask.seqused_k is not None and each.kernel == "key":
+            if unwritten and each.kernel == "key":
                 for target in targets:
                     target.zero_()
             parts |= zip(RESULTS[each.kernel], targets)
         if each.launch.descriptions:
             row_values = (lse, delta) if inverse is None else (lse, delta, inverse)
-            each.launch(*factors, *targets, *row_values, counters)
+            used = (mask.seqused_k,) if "seqused_k" in each.launch.takes else ()
+            each.launch(*factors, *targets, *row_values, counters, *used)
         else:
             last = (mask.cu_seqlens_q, mask.cu_seqlens_k, mask.seqused_k)
             each.launch(*factors, lse, delta, inverse, *targets, *last)
@@ -204,9 +206,9 @@ def _tiled(
     shape, mask, scale = call.shape, call.mask, call.scale
     if product in TERMS:
         return hopper.plan_terms(kernel, shape, mask, scale, factors, TERMS[product], results, call.device)
-    if call.softcap is not None or not aligned:
+    if not aligned:
         return None
-    return hopper.plan(kernel, shape, mask, scale, (*factors, *results.values()))
+    return hopper.plan(kernel, shape, mask, scale, (*factors, *results.values()), call.softcap)
 
 
 def _plan_kernel(

@@ -81,20 +81,27 @@ def forward(
         target, target_statistics = (part.empty(q) for part in plan.parts)
     if plan.terms:
         q, k, v = plan.terms(q, k, v, None)
+    own_sink = sink if plan.combine is None else None  # otherwise it is added where parts are merged
     if plan.launch.descriptions:
         if counters is None:
             counters = COUNTERS.empty(q)
             if plan.counted:
                 counters.zero_()
-        plan.launch(q, k, v, target, lse, target_statistics, counters)
+        plan.launch(q, k, v, target, lse, target_statistics, counters, mask.seqused_k, own_sink)
     else:
         written = lse if plan.combine is None else None
         packed = () if plan.few else (mask.cu_seqlens_q, mask.cu_seqlens_k)
         last = (*packed, mask.seqused_k, mask.block_table)
-        plan.launch(q, k, v, target, written, target_statistics, sink if plan.combine is None else None, *last)
+        plan.launch(q, k, v, target, written, target_statistics, own_sink, *last)
     if plan.combine is not None:
         plan.combine(target, target_statistics, out, lse, statistics, sink)
     return out, lse, statistics
+
+
+def _is_decoding(call: Call, logits: Logits) -> bool:
+    """Whether a call has options, and so few queries that the kernels for every GPU are faster."""
+    options = (logits.softcap, logits.sink, call.mask.left, call.mask.seqused_k)
+    return call.shape.tokens * call.shape.group <= hopper.FEW and any(x is not None for x in options)
 
 
 def plan_forward(
@@ -118,14 +125,9 @@ def plan_forward(
     pdl = has_pdl(q.device)
     few = decode.plan(call, precision, (q, k, v, out), pdl) if decode.suits(call) else None
     tiled = None
-    if (
-        few is None
-        and aligned
-        and logits.softcap is None
-        and logits.sink is None
-        and not tiling.is_small_for("forward", call)
-    ):
-        tiled = hopper.plan("forward", shape, mask, scale, (q, k, v, out))
+    large = few is None and not tiling.is_small_for("forward", call) and not _is_decoding(call, logits)
+    if large and aligned:
+        tiled = hopper.plan("forward", shape, mask, scale, (q, k, v, out), logits.softcap)
     if few is not None:
         plan = plan._replace(launch=few.launch, few=True)
         splits = few.parts

@@ -1,9 +1,9 @@
 """Launches of flash attention's kernels for Hopper: which calls they take, and how these are cut into tiles.
 
 They take 16-bit tensors whose rows the tensor memory accelerator can copy, with up to 256 features (what is
-missing to 64, 128 or 256 is filled with zeros), in causal and full attention with any number of heads to a key
-head. Windows to the left, packed sequences, lengths of entries and caps of logits stay with the kernels for every
-GPU, and so does the forward with a sink.
+missing to 64, 128 or 256 is filled with zeros), with any window, cap, sink or lengths, and any number of heads to
+a key head. Packed sequences and keys in pages stay with the kernels for every GPU, and so do calls of few queries
+(decoding) with a window, cap, sink or lengths.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom.device.hopper.attention import Work
+from warploom.device.hopper.attention import Window, Work
 from warploom.device.hopper.pipeline import NARROW, ROWS, SplitStrides
 from warploom.ops.flash_attention.configs import HOPPER, HOPPER_SMALLER, HOPPER_TERMS, HopperTiles
 from warploom.ops.flash_attention.kernels.hopper import backward, forward, shared_rows
@@ -46,6 +46,12 @@ COSTS = {"forward": Costs(6, 5, 5e5), "key": Costs(1.5, 2, 2e5), "query": Costs(
 """Fitted to one head of 1024 … 65536 tokens on an H200: what they choose takes at most 1.06 times as long as the
 best number of splits, for the gradient of queries 1.17."""
 
+_NARROW_WINDOW = 4096
+"""Keys of a window up to which the smaller tiles are taken, which hold fewer keys beyond their queries' windows."""
+
+FEW = 64
+"""Queries of a key head (tokens times heads that read it) up to which a forward with options is a decoding step."""
+
 _SHORT = 2048  # backward loops that would be split and are shorter than this stay with the kernels for every GPU
 
 DESCRIBED = {
@@ -72,7 +78,7 @@ def _width(shape: Shape) -> int:
     return next(width for width in (64, 128, 256) if features <= width)
 
 
-def _tiles(name: str, shape: Shape, mask: Mask) -> HopperTiles:
+def _tiles(name: str, shape: Shape, mask: Mask, capped: bool = False) -> HopperTiles:
     width = _width(shape)
     tiles = HOPPER[name][width]
     if width != 64 or name not in HOPPER_SMALLER:
@@ -81,7 +87,11 @@ def _tiles(name: str, shape: Shape, mask: Mask) -> HopperTiles:
     count, more = (
         -(-shape.tokens // (x.groups * _ROWS)) * shape.batch_size * shape.heads for x in (tiles, smaller)
     )
-    if mask.right is None:  # loops are equal, and so is every program's share: turns of whole tiles
+    if name == "forward" and capped:  # three groups leave no registers for hyperbolic tangents
+        return smaller
+    if None not in (mask.left, mask.right) and min(sum(bounds(shape, mask)), shape.keys) < _NARROW_WINDOW:
+        return smaller
+    if mask.right is None and mask.left is None:  # loops are equal, and so is every program's share: whole turns
         steps = -(-shape.keys // tiles.box)
         time = -(-count // programs) * (steps + 1)
         shorter = -(-more // programs) * steps * _SMALLER_STEP
@@ -103,7 +113,7 @@ def suit(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor) ->
     first = tensors[0]
     if INTERPRETED or architecture(first.device) != 90:
         return False
-    if mask.left is not None or mask.cu_seqlens_q is not None or mask.seqused_k is not None or scale <= 0:
+    if mask.cu_seqlens_q is not None or mask.block_table is not None or scale <= 0:
         return False
     if not _LEAST_FEATURES < max(shape.head_dim, shape.value_dim) <= max(HOPPER[name]):
         return False
@@ -116,9 +126,9 @@ def suit(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor) ->
     return all(map(can_be_copied, tensors))
 
 
-def splits_of(name: str, shape: Shape, mask: Mask, device: torch.device) -> int:
+def splits_of(name: str, shape: Shape, mask: Mask, device: torch.device, capped: bool = False) -> int:
     """Into how many splits loops are cut."""
-    return _best_splits(name, shape, mask, _tiles(name, shape, mask), programs_at_once(device))
+    return _best_splits(name, shape, mask, _tiles(name, shape, mask, capped), programs_at_once(device))
 
 
 def _best_splits(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, programs: int) -> int:
@@ -150,17 +160,20 @@ def _boxes(name: str, tensors: Iterable[Tensor], tiles: HopperTiles, width: int)
     }
 
 
-def plan(name: str, shape: Shape, mask: Mask, scale: float, tensors: tuple[Tensor, ...]) -> Plan | None:
+def plan(
+    name: str, shape: Shape, mask: Mask, scale: float, tensors: tuple[Tensor, ...], softcap: float | None = None
+) -> Plan | None:
     """The launch of a kernel, ``forward``, ``key`` or ``query``, if it suits.
 
     ``tensors``, (q, k, v, out), (q, k, v, grad, dk, dv) or (q, k, v, grad, dq), are like those that it will be
     launched on; if loops are split, results will be parts, all in one float32 tensor, each in its result's memory
-    order. Behind them come lse and statistics, or lse and δ, and counters.
+    order. Behind them come lse and statistics, or lse and δ, then counters, lengths of entries, and in the forward
+    the sink.
     """
     if not suit(name, shape, mask, scale, *tensors):
         return None
-    width, tiles = _width(shape), _tiles(name, shape, mask)
-    splits = splits_of(name, shape, mask, tensors[0].device)
+    width, tiles = _width(shape), _tiles(name, shape, mask, softcap is not None)
+    splits = splits_of(name, shape, mask, tensors[0].device, softcap is not None)
     work = _work(name, shape, mask, tiles, splits, tensors[0].element_size())
     results = dict(list(zip(DESCRIBED[name], tensors))[3 if name == "forward" else 4 :])
     boxes = _boxes(name, tensors if splits == 1 else tensors[: -len(results)], tiles, width)
@@ -176,7 +189,9 @@ def plan(name: str, shape: Shape, mask: Mask, scale: float, tensors: tuple[Tenso
     if name == "key" and width > NARROW.value:
         function = shared_rows.hopper_shared_key_kernel
         rest = {"grad_scale": scale, "inverse": None, "TERMS": 1}
-    last = ("lse", "statistics", "counter") if name == "forward" else ("lse", "delta", "counters")
+    last: tuple[str, ...] = ("lse", "delta", "counters", "seqused_k")
+    if name == "forward":
+        last = ("lse", "statistics", "counter", "seqused_k", "sink")
     count = work.blocks * work.rows * splits
     programs = min(programs_at_once(tensors[0].device), count)
     launch = Launch(
@@ -184,10 +199,13 @@ def plan(name: str, shape: Shape, mask: Mask, scale: float, tensors: tuple[Tenso
         programs,
         takes=(*DESCRIBED[name], *last),
         pdl=name != "forward",
-        work=work, scale=scale * LOG2_E,
-        CAUSAL=mask.right is not None, SPLIT=splits > 1, STAGES=tiles.stages, **rest, **boxes, **strides,
+        work=work, window=None if mask.left is None else Window(bounds(shape, mask)[0]),
+        scale=scale * LOG2_E if softcap is None else scale / softcap,
+        CAUSAL=mask.right is not None, SPLIT=splits > 1, SOFTCAP=None if softcap is None else softcap * LOG2_E,
+        STAGES=tiles.stages, **rest, **boxes, **strides,
     )  # fmt: skip
-    shared = name == "forward" and mask.right is None and count <= forward.EVEN_TURNS.value * programs
+    even = mask.left is None and mask.right is None and mask.seqused_k is None
+    shared = name == "forward" and even and count <= forward.EVEN_TURNS.value * programs
     return Plan(launch, splits, programs < count and not shared)
 
 
@@ -242,12 +260,15 @@ def plan_terms(
         f"{each}_strides": SplitStrides(x.numel() if splits > 1 else 0, *strides_of(x)[:3], x.shape[3])
         for each, x in results.items()
     }
-    split: dict[str, Any] = {"SPLIT": True} if name == "key" else {}
+    split: dict[str, Any] = {}
+    takes = (*DESCRIBED[name], "lse", "delta", "inverse", "counters")
+    if name == "key":
+        split, takes = {"SPLIT": True, "SOFTCAP": None, "window": None}, (*takes, "seqused_k")
     count = work.blocks * rows * splits
     launch = Launch(
         shared_rows.hopper_shared_key_kernel if name == "key" else shared_rows.hopper_shared_query_kernel,
         min(programs, count),
-        takes=(*DESCRIBED[name], "lse", "delta", "inverse", "counters"),
+        takes=takes,
         pdl=True,
         work=work, scale=in_powers_of_two(scale), grad_scale=scale,
         CAUSAL=mask.right is not None, TERMS=terms, STAGES=tiles.stages, **split, **strides,

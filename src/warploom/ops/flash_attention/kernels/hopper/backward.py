@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.hopper import tma
-from warploom.device.hopper.attention import Work, query_steps, tile_place, tiles_of
+from warploom.device.hopper.attention import Options, Window, Work, entry_of, query_steps, tile_place, tiles_of
 from warploom.device.hopper.attention_backward import (
     OWN_STAGES,
     KeyCopies,
@@ -44,9 +44,9 @@ from warploom.ops.flash_attention.kernels.hopper.forward import QueryCopies, cop
 
 @gluon.jit
 def hopper_query_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq, lse, delta, counters,
-    work: Work, scale: gl.float32, grad_scale: gl.float32, dq_strides: SplitStrides,
-    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, dq, lse, delta, counters, seqused_k,
+    work: Work, window: Window, scale: gl.float32, grad_scale: gl.float32, dq_strides: SplitStrides,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Gradients of queries. Descriptors, boxes and parts are as in `kernels.hopper.forward.hopper_forward_kernel`.
 
@@ -71,9 +71,10 @@ def hopper_query_kernel(
     scheduler = new_scheduler(counters + 1, 1, GROUPS)
     k, v = new_ring(k_tiles, STAGES, GROUPS), new_ring(v_tiles, V_STAGES, GROUPS)
     fence_async_shared()
-    copies = QueryCopies(scheduler, (q_desc, do_desc), (q_tiles, do_tiles), k_desc, v_desc, k, v, work)
+    options = Options(window, seqused_k, None, SOFTCAP)
+    copies = QueryCopies(scheduler, (q_desc, do_desc), (q_tiles, do_tiles), k_desc, v_desc, k, v, work, options)
     result = Result(dq, dq_tiles, dq_strides)
-    call = QueryGradients(scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, grad_scale)
+    call = QueryGradients(scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, grad_scale, options)
     if D > NARROW:
         gl.warp_specialize(
             [(compute_for_wide_queries, (0, CAUSAL, SPLIT, call)),
@@ -113,12 +114,20 @@ class KeyGradients(NamedTuple):
     work: Work
     scale: gl.float32  # of the logits, in powers of two
     grad_scale: gl.float32  # of the gradient of keys
+    options: Options
+
+
+@gluon.jit
+def used_rows(gradient, n, keys, LAYOUT: gl.constexpr):
+    """The gradient of keys ``n …``, zero behind the last: rows of keys that are not used hold anything."""
+    key = n + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    return gl.where((key < keys)[:, None], gradient, 0.0)
 
 
 @gluon.jit
 def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call):
     """Group number ``own`` of warps of `hopper_key_kernel`. Results leave through the buffers of its keys and values."""
-    scheduler, k_tiles, v_tiles, q, do, dk_result, dv_result, work, scale, grad_scale = call
+    scheduler, k_tiles, v_tiles, q, do, dk_result, dv_result, work, scale, grad_scale, options = call
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     D: gl.constexpr = q.tiles.shape[4]
     BLOCK_N: gl.constexpr = GROUPS * ROWS
@@ -130,9 +139,13 @@ def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constex
     tiles = tiles_of(work)
     tile, slot = received(scheduler, done)
     while tile < tiles:
-        block, _, split = tile_place(tile, work, False)
-        begin, full, end = query_steps(block, split, work, CAUSAL, BLOCK_N, BLOCK_M)
-        first = block * BLOCK_N + own * ROWS - (work.keys - work.tokens) - work.right
+        block, row, split = tile_place(tile, work, False)
+        entry = entry_of(work, row // key_heads, options)
+        begin, full, high, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
+        first = block * BLOCK_N + own * ROWS - (entry.keys - work.tokens) - work.right
+        reach = None
+        if options.window is not None:
+            reach = work.right + options.window.left
         own_slot = slot * GROUPS + own
         k_tile, v_tile = matrix(k_tiles, own_slot), matrix(v_tiles, own_slot)
         dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
@@ -140,15 +153,25 @@ def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constex
         for _ in range(work.group):
             if CAUSAL:
                 dk, dv, count = query_loop(
-                    dk, dv, count, k_tile, v_tile, q, do, begin, full, first, scale, True, LAYOUT, OUT_LAYOUT
-                )
+                    dk, dv, count, k_tile, v_tile, q, do, begin, full, first, scale, True, LAYOUT, OUT_LAYOUT,
+                    reach, options.softcap, CAUSAL,
+                )  # fmt: skip
             dk, dv, count = query_loop(
-                dk, dv, count, k_tile, v_tile, q, do, full, end, first, scale, False, LAYOUT, OUT_LAYOUT
-            )
+                dk, dv, count, k_tile, v_tile, q, do, full, high, first, scale, False, LAYOUT, OUT_LAYOUT,
+                reach, options.softcap, CAUSAL,
+            )  # fmt: skip
+            if options.window is not None:
+                dk, dv, count = query_loop(
+                    dk, dv, count, k_tile, v_tile, q, do, high, end, first, scale, True, LAYOUT, OUT_LAYOUT,
+                    reach, options.softcap, CAUSAL,
+                )  # fmt: skip
         # Worked out again rather than held in registers.
         block, row, split = tile_place(read(scheduler, slot), work, False)
         batch, head = row // key_heads, row % key_heads
         n = block * BLOCK_N + own * ROWS
+        if options.seqused_k is not None:
+            entry = entry_of(work, batch, options)
+            dk, dv = used_rows(dk, n, entry.keys, OUT_LAYOUT), used_rows(dv, n, entry.keys, OUT_LAYOUT)
         store_tile(dv_result, dv, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
         store_tile(dk_result, dk * grad_scale, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
         tma.store_wait(0)
@@ -159,9 +182,10 @@ def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constex
 
 @gluon.jit
 def hopper_key_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, counters,
-    work: Work, scale: gl.float32, grad_scale: gl.float32, dk_strides: SplitStrides, dv_strides: SplitStrides,
-    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, counters, seqused_k,
+    work: Work, window: Window, scale: gl.float32, grad_scale: gl.float32,
+    dk_strides: SplitStrides, dv_strides: SplitStrides,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values, for tiles of GROUPS · 64 keys, 64 for each of two groups of warps.
 
@@ -185,12 +209,13 @@ def hopper_key_kernel(
     scheduler = new_scheduler(counters, OWN_STAGES, GROUPS)
     q, do = new_row_ring(q_tiles, STAGES, GROUPS, lses), new_row_ring(do_tiles, STAGES, GROUPS, deltas)
     fence_async_shared()
+    options = Options(window, seqused_k, None, SOFTCAP)
     copies = KeyCopies(
-        scheduler, (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, q, do, lse, delta, None, None, work
-    )
+        scheduler, (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, q, do, lse, delta, None, None, work, options,
+    )  # fmt: skip
     dk_result = Result(dk, k_tiles, dk_strides)
     dv_result = Result(dv, v_tiles, dv_strides)
-    call = KeyGradients(scheduler, k_tiles, v_tiles, q, do, dk_result, dv_result, work, scale, grad_scale)
+    call = KeyGradients(scheduler, k_tiles, v_tiles, q, do, dk_result, dv_result, work, scale, grad_scale, options)
     gl.warp_specialize(
         [(compute_for_keys, (0, GROUPS, CAUSAL, SPLIT, call)),
          (compute_for_keys, (1, GROUPS, CAUSAL, SPLIT, call)),

@@ -12,7 +12,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from warploom.device.hopper.attention import Forward, Work, compute_tiles, key_steps, tile_place, tiles_of
+from warploom.device.hopper.attention import (
+    Forward,
+    Options,
+    Window,
+    Work,
+    compute_tiles,
+    entry_of,
+    exponent_base,
+    first_key,
+    key_steps,
+    tile_of_step,
+    tile_place,
+    tiles_of,
+)
 from warploom.device.hopper.pipeline import (
     NARROW,
     ROWS,
@@ -45,6 +58,7 @@ class QueryCopies(NamedTuple):
     k: Ring
     v: Ring
     work: Work
+    options: Options
 
 
 @gluon.jit
@@ -55,7 +69,7 @@ def copy_for_queries(
 
     Unless tiles are ``COUNTED``, loops are equally long, and if they are few every program has the same share.
     """
-    scheduler, own_descs, own_tiles, k_desc, v_desc, k, v, work = copies
+    scheduler, own_descs, own_tiles, k_desc, v_desc, k, v, work, options = copies
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     batch_size = work.rows // work.heads
@@ -67,12 +81,13 @@ def copy_for_queries(
         slot = broadcast(scheduler, tile, done)
         block, row, split = tile_place(tile, work, CAUSAL)
         batch, head = row // work.heads, row % work.heads
-        begin, _, end = key_steps(block, split, work, CAUSAL, BLOCK_M, BLOCK_N)
+        entry = entry_of(work, batch, options)
+        begin, _, _, end = key_steps(block, split, entry, options, CAUSAL, BLOCK_M, BLOCK_N)
         copy_own(
             own_descs, own_tiles, batch, head, block * BLOCK_M, scheduler.full, slot, GROUPS, batch_size, TERMS
         )
         for i in range(end - begin):
-            n = (end - 1 - i) * BLOCK_N
+            n = first_key(tile_of_step(i, begin, end, options), entry, options, BLOCK_N)
             copy_tile(k_desc, batch, head // work.group, n, k, count, batch_size, TERMS)
             copy_tile(v_desc, batch, head // work.group, n, v, count, batch_size, TERMS)
             count += 1
@@ -88,15 +103,15 @@ def copy_for_queries(
 
 @gluon.jit
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, out, lse, statistics, counter,
-    work: Work, scale: gl.float32, out_strides: SplitStrides,
-    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, out, lse, statistics, counter, seqused_k, sink,
+    work: Work, window: Window, scale: gl.float32, out_strides: SplitStrides,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Attention for tiles of GROUPS · 64 queries, one after the other.
 
     Descriptors are of (B, H, N, D), with boxes of (1, 1, 64, D) for queries and results and (1, 1, BLOCK_N, D) for
-    keys and values. ``counter`` (1,) is zero where there are more tiles than programs and, unless ``CAUSAL``, more than
-    `EVEN_TURNS` times as many. Writes what `kernels.forward_kernel` writes: if ``SPLIT``, ``out`` is the address of the
+    keys and values. ``counter`` (1,) is zero where there are more tiles than programs and, if loops are equal, more than
+    `EVEN_TURNS` times as many. The sink (H,) comes with one split alone. Writes what `kernels.forward_kernel` writes: if ``SPLIT``, ``out`` is the address of the
     parts, and otherwise a descriptor.
     """
     if SPLIT:  # what merges parts is put in place while this still runs, and waits for it
@@ -119,18 +134,20 @@ def hopper_forward_kernel(
     turns = barriers(GROUPS)
     init_each(turns)
     fence_async_shared()
-    copies = QueryCopies(scheduler, (q_desc,), (q_tiles,), k_desc, v_desc, k, v, work)
+    options = Options(window, seqused_k, sink, SOFTCAP, exponent_base(SOFTCAP, dtype))
+    UNEVEN: gl.constexpr = CAUSAL or window is not None or seqused_k is not None
+    copies = QueryCopies(scheduler, (q_desc,), (q_tiles,), k_desc, v_desc, k, v, work, options)
     result = Result(out, out_tiles, out_strides)
-    call = Forward(scheduler, q_tiles, k, v, turns, result, lse, statistics, work, scale)
+    call = Forward(scheduler, q_tiles, k, v, turns, result, lse, statistics, work, scale, options)
     if GROUPS == 2:
         gl.warp_specialize(
             [(compute_tiles, (0, CAUSAL, SPLIT, call)), (compute_tiles, (1, CAUSAL, SPLIT, call)),
-             (copy_for_queries, (GROUPS, CAUSAL, CAUSAL, 1, copies))],
+             (copy_for_queries, (GROUPS, CAUSAL, UNEVEN, 1, copies))],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [(compute_tiles, (0, CAUSAL, SPLIT, call)), (compute_tiles, (1, CAUSAL, SPLIT, call)),
-             (compute_tiles, (2, CAUSAL, SPLIT, call)), (copy_for_queries, (GROUPS, CAUSAL, CAUSAL, 1, copies))],
+             (compute_tiles, (2, CAUSAL, SPLIT, call)), (copy_for_queries, (GROUPS, CAUSAL, UNEVEN, 1, copies))],
             [4, 4, 1], [160, 160, 32],
         )  # fmt: skip

@@ -21,7 +21,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.hopper import tma
-from warploom.device.hopper.attention import Work, key_steps, query_steps, tile_place, tiles_of
+from warploom.device.hopper.attention import (
+    Options,
+    Window,
+    Work,
+    entry_of,
+    key_steps,
+    query_steps,
+    tile_place,
+    tiles_of,
+)
 from warploom.device.hopper.attention_backward import (
     KeyCopies,
     copy_for_keys,
@@ -49,6 +58,7 @@ from warploom.device.hopper.pipeline import (
     store_tile,
     wait_full,
 )
+from warploom.ops.flash_attention.kernels.hopper.backward import used_rows
 from warploom.ops.flash_attention.kernels.hopper.forward import QueryCopies, copy_for_queries
 
 
@@ -158,12 +168,14 @@ class SharedKeyGradients(NamedTuple):
     work: Work
     scale: gl.float32  # of the logits, in powers of two
     grad_scale: gl.float32  # of the gradient of keys
+    options: Options
 
 
 @gluon.jit
 def query_loop_for_one(
-    acc, count, own_tiles, slot, near, far, inverses, weights, begin, end, first, scale,
-    VALUES: gl.constexpr, MASKED: gl.constexpr, TERMS: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    acc, count, own_tiles, slot, near, far, inverses, weights, begin, end, first, reach, scale, softcap,
+    VALUES: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexpr,
+    LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Loop over tiles of queries ``begin … end`` of one head for one of two gradients; the other group forms the other.
 
@@ -183,8 +195,10 @@ def query_loop_for_one(
                 row_inverse = inverses.index(stage).load(gl.SliceLayout(0, LAYOUT))
             mbarrier.arrive(near.empty.index(stage))
             m = (i if TERMS == 1 else end - 1 - i) * BLOCK_M
-            tile = transposed_weights_of(product, row_value, m, first, scale, MASKED, LAYOUT, row_inverse)
-            weights.tiles.index(stage).store(tile)
+            tile, slopes = transposed_weights_of(
+                product, row_value, m, first, scale, MASKED, LAYOUT, row_inverse, reach, softcap, CAUSAL
+            )
+            weights.tiles.index(stage).store(slopes)
             mbarrier.arrive(weights.full.index(stage))
         else:
             mbarrier.arrive(near.empty.index(stage))
@@ -202,7 +216,7 @@ def compute_for_one(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.conste
     Its result leaves through the buffer that it alone reads: the gradient of values through that of keys, and the other
     way round.
     """
-    scheduler, k_tiles, v_tiles, q, do, inverses, weights, dk, dv, work, scale, grad_scale = call
+    scheduler, k_tiles, v_tiles, q, do, inverses, weights, dk, dv, work, scale, grad_scale, options = call
     result, own_tiles, near, far = (dv, k_tiles, q, do) if VALUES else (dk, v_tiles, do, q)
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     D: gl.constexpr = q.tiles.shape[4]
@@ -215,23 +229,32 @@ def compute_for_one(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.conste
     tile, slot = received(scheduler, done)
     while tile < tiles:
         block, row, split = tile_place(tile, work, False)
-        begin, full, end = query_steps(block, split, work, CAUSAL, ROWS, BLOCK_M)
-        first = block * ROWS - (work.keys - work.tokens) - work.right
+        entry = entry_of(work, row // key_heads, options)
+        begin, full, high, end = query_steps(block, split, entry, options, CAUSAL, ROWS, BLOCK_M)
+        first = block * ROWS - (entry.keys - work.tokens) - work.right
+        reach = None
+        if options.window is not None:
+            reach = work.right + options.window.left
         acc = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         for _ in range(work.group):
             if CAUSAL and TERMS == 1:
                 acc, count = query_loop_for_one(
-                    acc, count, own_tiles, slot, near, far, inverses, weights, begin, full, first, scale,
-                    VALUES, True, TERMS, LAYOUT, OUT_LAYOUT,
+                    acc, count, own_tiles, slot, near, far, inverses, weights, begin, full, first, reach, scale,
+                    options.softcap, VALUES, True, CAUSAL, TERMS, LAYOUT, OUT_LAYOUT,
                 )  # fmt: skip
             acc, count = query_loop_for_one(
-                acc, count, own_tiles, slot, near, far, inverses, weights, full, end, first, scale,
-                VALUES, False, TERMS, LAYOUT, OUT_LAYOUT,
+                acc, count, own_tiles, slot, near, far, inverses, weights, full, high, first, reach, scale,
+                options.softcap, VALUES, False, CAUSAL, TERMS, LAYOUT, OUT_LAYOUT,
             )  # fmt: skip
+            if options.window is not None:
+                acc, count = query_loop_for_one(
+                    acc, count, own_tiles, slot, near, far, inverses, weights, high, end, first, reach, scale,
+                    options.softcap, VALUES, True, CAUSAL, TERMS, LAYOUT, OUT_LAYOUT,
+                )  # fmt: skip
             if CAUSAL and TERMS > 1:
                 acc, count = query_loop_for_one(
-                    acc, count, own_tiles, slot, near, far, inverses, weights, begin, full, first, scale,
-                    VALUES, True, TERMS, LAYOUT, OUT_LAYOUT,
+                    acc, count, own_tiles, slot, near, far, inverses, weights, begin, full, first, reach, scale,
+                    options.softcap, VALUES, True, CAUSAL, TERMS, LAYOUT, OUT_LAYOUT,
                 )  # fmt: skip
         if TERMS > 1:  # results leave through no buffer
             mbarrier.arrive(scheduler.empty.index(slot))
@@ -240,6 +263,9 @@ def compute_for_one(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.conste
         if TERMS == 1:  # worked out again rather than held in registers
             block, row, split = tile_place(read(scheduler, slot), work, False)
         batch, head = row // key_heads, row % key_heads
+        if options.seqused_k is not None:
+            entry = entry_of(work, batch, options)
+            acc = used_rows(acc, block * ROWS, entry.keys, OUT_LAYOUT)
         store_tile(result, acc, slot, split, batch, head, block * ROWS, work.keys, SPLIT, OUT_LAYOUT)
         if TERMS == 1:
             tma.store_wait(0)
@@ -250,13 +276,14 @@ def compute_for_one(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.conste
 
 @gluon.jit
 def hopper_shared_key_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, inverse, counters,
-    work: Work, scale: gl.float32, grad_scale: gl.float32, dk_strides: SplitStrides, dv_strides: SplitStrides,
-    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, inverse, counters, seqused_k,
+    work: Work, window: Window, scale: gl.float32, grad_scale: gl.float32,
+    dk_strides: SplitStrides, dv_strides: SplitStrides,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, SOFTCAP: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`kernels.hopper.backward.hopper_key_kernel` for tiles of 64 keys; there is no room for the next tile of them.
 
-    With several ``TERMS``, descriptors are of (TERMS · B, H, N, D), and ``dk`` and ``dv`` are parts, one or several.
+    With several ``TERMS``, there are no options, descriptors are of (TERMS · B, H, N, D), and ``dk`` and ``dv`` are parts, one or several.
     """
     gdc_wait()
     gdc_launch_dependents()
@@ -279,12 +306,14 @@ def hopper_shared_key_kernel(
     q, do = new_row_ring(q_tiles, STAGES, 2, lses), new_row_ring(do_tiles, STAGES, 2, deltas)
     weights = new_weights(weight_tiles, weights_full if TERMS == 1 else barriers(STAGES))
     fence_async_shared()
+    options = Options(window, seqused_k, None, SOFTCAP)
     copies = KeyCopies(
-        scheduler, (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, q, do, lse, delta, inverse, inverses, work
-    )
+        scheduler, (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, q, do, lse, delta, inverse, inverses, work,
+        options,
+    )  # fmt: skip
     call = SharedKeyGradients(
         scheduler, k_tiles, v_tiles, q, do, inverses, weights,
-        Result(dk, v_tiles, dk_strides), Result(dv, k_tiles, dv_strides), work, scale, grad_scale,
+        Result(dk, v_tiles, dk_strides), Result(dv, k_tiles, dv_strides), work, scale, grad_scale, options,
     )  # fmt: skip
     gl.warp_specialize(
         [(compute_for_one, (True, CAUSAL, SPLIT, TERMS, call)),
@@ -325,7 +354,7 @@ def weigh_keys(
         logits = warpgroup_mma_wait(0, deps=[logits])
         mbarrier.arrive(k.empty.index(slot))
         n = (end - 1 - i) * BLOCK_N
-        tile = weights_of(logits, row_lse, n, first, work, scale, MASKED, CAUSAL, LAYOUT)
+        tile = weights_of(logits, row_lse, n, first, work, Options(), scale, MASKED, CAUSAL, LAYOUT)
         weights.tiles.index(slot).store(tile * row_inverse[:, None])
         mbarrier.arrive(weights.full.index(slot))
         count += 1
@@ -344,7 +373,7 @@ def compute_weights(CAUSAL: gl.constexpr, TERMS: gl.constexpr, call):
     tile, slot = received(scheduler, done)
     while tile < tiles:
         block, row, split = tile_place(tile, work, CAUSAL)
-        begin, full, end = key_steps(block, split, work, CAUSAL, ROWS, BLOCK_N)
+        begin, _, full, end = key_steps(block, split, work, Options(), CAUSAL, ROWS, BLOCK_N)
         m = block * ROWS
         first = m + work.keys - work.tokens  # the last query stands at the last key
         row_lse = load_row_values(call.lse, row, m, work.tokens, float("inf"), LAYOUT)
@@ -377,7 +406,7 @@ def compute_gradient(CAUSAL: gl.constexpr, TERMS: gl.constexpr, call):
     tile, slot = received(scheduler, done)
     while tile < tiles:
         block, row, split = tile_place(tile, work, CAUSAL)
-        begin, _, end = key_steps(block, split, work, CAUSAL, ROWS, BLOCK_N)
+        begin, _, _, end = key_steps(block, split, work, Options(), CAUSAL, ROWS, BLOCK_N)
         m = block * ROWS
         row_delta = load_row_values(call.delta, row, m, work.tokens, 0.0, LAYOUT)
         dq = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
@@ -421,7 +450,7 @@ def hopper_shared_query_kernel(
     k, v = new_ring(k_tiles, STAGES, 2), new_ring(v_tiles, STAGES, 1)
     weights = new_weights(weight_tiles, barriers(STAGES))
     fence_async_shared()
-    copies = QueryCopies(scheduler, (q_desc, do_desc), (q_tiles, do_tiles), k_desc, v_desc, k, v, work)
+    copies = QueryCopies(scheduler, (q_desc, do_desc), (q_tiles, do_tiles), k_desc, v_desc, k, v, work, Options())
     result = Result(dq, q_tiles, dq_strides)
     call = SharedQueryGradients(
         scheduler, q_tiles, do_tiles, k, v, weights, lse, delta, inverse, result, work, scale, grad_scale

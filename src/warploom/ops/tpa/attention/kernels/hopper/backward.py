@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from warploom.device.hopper.attention import Work, query_steps, tile_place, tiles_of
+from warploom.device.hopper.attention import Options, Work, query_steps, tile_place, tiles_of
 from warploom.device.hopper.attention_backward import (
     OWN_STAGES,
     KeyCopies,
@@ -139,7 +139,9 @@ def tpa_hopper_query_kernel(
     v_factors = new_ring(bv_tiles, F_STAGES, 1)
     fence_async_shared()
     result = Result(dq_desc, dq_tiles, None)
-    computing = QueryGradients(scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, grad_scale)
+    computing = QueryGradients(
+        scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, grad_scale, Options()
+    )
     operands = (Operand(ak, k_weights, k, k_factors), Operand(av, v_weights, v, v_factors))
     forming = Forming(scheduler, work, stride)
     copies = Copies(scheduler, (q_desc, do_desc), (q_tiles, do_tiles), bk_desc, bv_desc, k_factors, v_factors, work)
@@ -240,7 +242,7 @@ def compute_for_keys(
     while tile < tiles:
         block, row, _ = tile_place(tile, work, False)
         batch, group = row // groups, row % groups
-        begin, full, end = query_steps(block, 0, work, CAUSAL, BLOCK_N, BLOCK_M)
+        begin, full, _, end = query_steps(block, 0, work, Options(), CAUSAL, BLOCK_N, BLOCK_M)
         n = block * BLOCK_N + own * ROWS
         first = n - (keys - tokens)
         bk, bv = k.b + batch.to(gl.int64) * k.strides.b * 8, v.b + batch.to(gl.int64) * v.strides.b * 8
@@ -308,7 +310,7 @@ def tpa_hopper_key_kernel(
     fence_async_shared()
     rows, heads = sizes.rows, sizes.heads
     work = Work(sizes.tokens, sizes.keys, heads, heads // sizes.groups, rows, sizes.blocks, rows, 1, 0)
-    copies = KeyCopies(scheduler, (), (), q_desc, do_desc, q, do, lse, delta, None, None, work)
+    copies = KeyCopies(scheduler, (), (), q_desc, do_desc, q, do, lse, delta, None, None, work, Options())
     k = Factors(ak, bk, dak, k_sums, bk_strides, dak_strides, scales.k)
     v = Factors(av, bv, dav, v_sums, bv_strides, dav_strides, scales.v)
     computing = KeyGradients(scheduler, k, v, q, do, k_tiles, v_tiles, work, sizes, scales.logits, scales.dk)

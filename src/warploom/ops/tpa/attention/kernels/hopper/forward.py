@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-from warploom.device.hopper.attention import Forward, Work, compute_tiles, key_steps, tile_place, tiles_of
+from warploom.device.hopper.attention import Forward, Options, Work, compute_tiles, key_steps, tile_place, tiles_of
 from warploom.device.hopper.pipeline import (
     ROWS,
     Result,
@@ -176,7 +176,7 @@ def copy_for_queries(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_N: gl.con
         slot = broadcast(scheduler, tile, done)
         block, row, _ = tile_place(tile, work, CAUSAL)
         batch, head = row // work.heads, row % work.heads
-        _, _, steps = key_steps(block, 0, work, CAUSAL, BLOCK_M, BLOCK_N)
+        _, _, _, steps = key_steps(block, 0, work, Options(), CAUSAL, BLOCK_M, BLOCK_N)
         copy_own(own_descs, own_tiles, batch, head, block * BLOCK_M, scheduler.full, slot, GROUPS)
         for i in range(steps):
             n = (steps - 1 - i) * BLOCK_N
@@ -214,7 +214,7 @@ def form_tiles(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, EXACT: gl.constexpr, 
     mbarrier.arrive(scheduler.empty.index(slot))
     while tile < tiles:
         block, row, _ = tile_place(tile, work, CAUSAL)
-        _, _, steps = key_steps(block, 0, work, CAUSAL, BLOCK_M, BLOCK_N)
+        _, _, _, steps = key_steps(block, 0, work, Options(), CAUSAL, BLOCK_M, BLOCK_N)
         start = row.to(gl.int64) * (RANK * stride)
         weights = load_each(operands, start, (steps - 1) * BLOCK_N, forming, RANK, BLOCK_N, LAYOUT)
         for i in range(steps):
@@ -268,7 +268,7 @@ def tpa_hopper_forward_kernel(
     init_each(turns)
     fence_async_shared()
     result = Result(out_desc, out_tiles, None)
-    computing = Forward(scheduler, q_tiles, k, v, turns, result, lse, statistics, work, scale)
+    computing = Forward(scheduler, q_tiles, k, v, turns, result, lse, statistics, work, scale, Options())
     k_operand = Operand(ak, k_weights, k, k_factors)
     v_operand = Operand(av, v_weights, v, v_factors)
     forming = Forming(scheduler, work, stride)
