@@ -13,7 +13,7 @@ MINUS_LN_2 = tl.constexpr(-0.6931471805599453)
 
 @triton.jit
 def corrected_power(x, shift, scale):
-    """scale · e^(x − shift), to 3 units in the last place: what rounding the exponent costs is put back."""
+    """Scale · e^(x − shift), to 3 units in the last place: what rounding the exponent costs is put back."""
     x -= shift
     x = tl.where(x < -200.0, -200.0, x)  # the result is zero long before
     exponent = x * LOG2_E

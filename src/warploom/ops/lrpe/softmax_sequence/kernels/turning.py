@@ -17,9 +17,7 @@ def block_angles(row, run, tile, call, steps, EXACT: tl.constexpr, variant: tl.c
     n, mask = block_rows(row, run, variant.R)
     axis = (tile.first + tl.arange(0, variant.W)) // variant.spec.E
     place = n if call.angles.ids is not None else n - run.group_start
-    position = token_positions(
-        place, mask, tile.b, tl.zeros_like(n) + tile.h, axis, call.angles, variant.spec.AXES
-    )
+    position = token_positions(place, mask, tile.b, tl.zeros_like(n) + tile.h, axis, call.angles, variant.spec.AXES)
     whole, rest, unit = steps
     cosine, sine = cos_sin(position, whole, rest, unit, not EXACT)
     return position, cosine, sine
