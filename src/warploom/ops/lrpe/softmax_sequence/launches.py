@@ -164,6 +164,7 @@ def _plan(
         inverses=Inverses(*map(inverse_of, inner_sizes(positions))),
         variant=Variant(
             Spec(kind, positions.axes(), vec, theta_vec, unit, features, theta.shape[-1]),
+            P=members,
             EXACT=2 * exact,
             EXACT_SUMS=2 if exact else int(theta_gradient),
             STEPPED=stepped,

@@ -9,9 +9,15 @@ from warploom.device.activations import widen
 from warploom.ops.lrpe.kernels.angles import load_frequencies
 from warploom.ops.lrpe.kernels.backward import pair_gradient
 from warploom.ops.lrpe.kernels.rows import load_pair, store_input
-from warploom.ops.lrpe.softmax_sequence.kernels.columns import alternating, column_sum, weights
-from warploom.ops.lrpe.softmax_sequence.kernels.tiles import block_rows, load_x, rows_of
-from warploom.ops.lrpe.softmax_sequence.kernels.turning import block_angles, first_angles, next_angles
+from warploom.ops.lrpe.softmax_sequence.kernels.columns import column_sums, weights
+from warploom.ops.lrpe.softmax_sequence.kernels.tiles import (
+    block_angles,
+    block_rows,
+    first_angles,
+    load_x,
+    next_angles,
+    rows_of,
+)
 
 
 @triton.jit
@@ -57,7 +63,6 @@ def sum_gradients(group, run, tile, known, call, variant: tl.constexpr):
     block times the sum over all blocks, ``turned``, and of the number of the block, ``moment``.
     """
     EXACT: tl.constexpr = variant.EXACT_SUMS
-    P: tl.constexpr = 1 if variant.spec.KIND == "cosine" else 2
     THETA: tl.constexpr = call.dtheta is not None
     steps = load_frequencies(call.angles, tile.h, tile.first, variant.spec, variant.W)
     c1 = tl.zeros((variant.R, variant.W), tl.float32)
@@ -70,7 +75,7 @@ def sum_gradients(group, run, tile, known, call, variant: tl.constexpr):
         y1, y2, d1, d2 = load_gradients(row, run, tile, known, cosine, sine, EXACT, call, variant)
         c1 = tl.fma(y1, d1, c1)
         dphi = y1 * d2
-        if P == 2:
+        if variant.P == 2:
             c2 = tl.fma(y2, d2, c2)
             dphi = tl.fma(-y2, d1, dphi)
         if THETA:
@@ -81,10 +86,7 @@ def sum_gradients(group, run, tile, known, call, variant: tl.constexpr):
                 moment += position.to(tl.float64) * dphi.to(tl.float64)
     if THETA:
         store_moment(turned, moment, group, run, tile, steps, call, variant)
-    c = column_sum(c1, EXACT)
-    if P == 2:
-        c = alternating(c, column_sum(c2, EXACT), P)
-    return c
+    return column_sums(c1, c2, variant.P, EXACT)
 
 
 @triton.jit

@@ -7,16 +7,15 @@ import triton.language as tl
 
 from warploom.ops.lrpe.kernels.forward import turn
 from warploom.ops.lrpe.kernels.rows import load_input, store_pair
-from warploom.ops.lrpe.softmax_sequence.kernels.columns import alternating, column_sum, power, weights
-from warploom.ops.lrpe.softmax_sequence.kernels.tiles import block_rows, load_x, rows_of
-from warploom.ops.lrpe.softmax_sequence.kernels.turning import first_angles, next_angles
+from warploom.ops.lrpe.softmax_sequence.kernels.columns import alternating, column_sums, power, weights
+from warploom.ops.lrpe.softmax_sequence.kernels.tiles import block_rows, first_angles, load_x, next_angles, rows_of
 
 LARGEST_SUM = tl.constexpr(2.0**32)
 
 
 @triton.jit
 def sum_powers(run, tile, shift1, shift2, call, variant: tl.constexpr):
-    """Columns' sums of powers, (1, W) each."""
+    """Columns' sums of powers, (1, P · W)."""
     total1 = tl.zeros((variant.R, variant.W), tl.float32)
     total2 = total1
     for row in tl.range(run.start, run.end, variant.R, num_stages=variant.STAGES):
@@ -24,59 +23,50 @@ def sum_powers(run, tile, shift1, shift2, call, variant: tl.constexpr):
         _, mask = block_rows(row, run, variant.R)
         one = mask.to(tl.float32)[:, None]  # a product and a sum are one instruction
         total1 = tl.fma(power(x1, shift1, variant.EXACT_SUMS), one, total1)
-        if variant.spec.KIND != "cosine":
+        if variant.P == 2:
             total2 = tl.fma(power(x2, shift2, variant.EXACT_SUMS), one, total2)
-    total1 = column_sum(total1, variant.EXACT_SUMS)
-    if variant.spec.KIND == "cosine":
-        total2 = total1
-    else:
-        total2 = column_sum(total2, variant.EXACT_SUMS)
-    return total1, total2
+    return column_sums(total1, total2, variant.P, variant.EXACT_SUMS)
 
 
 @triton.jit
-def largest(top):
-    """Maxima over the rows of a block (R, W): (1, W). −inf where there is nothing else, made zero: it is a shift."""
-    top = tl.max(top, axis=0)[None, :]
-    return tl.where(top == float("-inf"), 0.0, top)
+def largest_entries(run, tile, call, variant: tl.constexpr):
+    """Of both members' columns, (1, W) each. −inf where there is nothing else is made zero: it is a shift."""
+    top1 = tl.full((variant.R, variant.W), float("-inf"), tl.float32)
+    top2 = top1
+    for row in tl.range(run.start, run.end, variant.R, num_stages=1):
+        x1, x2 = load_x(row, run, tile, call, variant)
+        top1 = tl.maximum(top1, x1)
+        top2 = tl.maximum(top2, x2)
+    top1 = tl.max(top1, axis=0)[None, :]
+    top2 = tl.max(top2, axis=0)[None, :]
+    return tl.where(top1 == float("-inf"), 0.0, top1), tl.where(top2 == float("-inf"), 0.0, top2)
 
 
 @triton.jit
 def column_statistics(run, tile, call, variant: tl.constexpr):
     """Columns' shifts and sums of powers, (1, P · W) each.
 
-    The shift is the column's first entry, which is usually as good as the maximum and costs no reduction: a sum then
-    has at least one term near one, and is only too large where the column rises by 22 or so.
+    The shift of 16-bit numbers is the column's first entry, which is usually as good as the largest and costs no
+    reduction: a sum then has at least one term near one, and is only too large where the column rises by 22 or so.
+    Differences of float32 are rounded, least where the power is large: there the shift is the largest entry.
     """
     spec: tl.constexpr = variant.spec
-    P: tl.constexpr = 1 if spec.KIND == "cosine" else 2
-    first_row = rows_of(call.x, call.x_strides, tile, spec.VEC) + run.start.to(tl.int64) * (
-        call.x_strides.n * spec.VEC
-    )
-    one = tl.full((1,), True, tl.int1)
-    f1, f2 = load_input(first_row, one, call.x_strides.f, tile.first, spec, variant.W)
-    shift1 = f1.to(tl.float32)
-    shift2 = f2.to(tl.float32)
-    if variant.EXACT_SUMS < 2:
-        total1, total2 = sum_powers(run, tile, shift1, shift2, call, variant)
-        good = (total1 < LARGEST_SUM) & (total2 < LARGEST_SUM)
-    else:  # differences of float32 are rounded, but near the largest entry
-        total1, total2 = shift1, shift2
-        good = tl.zeros((1, variant.W), tl.int1)
-    if tl.min(tl.min(good.to(tl.int32), axis=1), axis=0) == 0:  # too large for its shift, infinite or NaN
-        top1 = tl.full((variant.R, variant.W), float("-inf"), tl.float32)
-        top2 = top1
-        for row in tl.range(run.start, run.end, variant.R, num_stages=1):
-            x1, x2 = load_x(row, run, tile, call, variant)
-            top1 = tl.maximum(top1, x1)
-            top2 = tl.maximum(top2, x2)
-        shift1 = largest(top1)
-        shift2 = largest(top2)
-        total1, total2 = sum_powers(run, tile, shift1, shift2, call, variant)
-    shift = alternating(shift1, shift2, P)
-    total = alternating(total1, total2, P)
+    if variant.EXACT_SUMS == 2:
+        shift1, shift2 = largest_entries(run, tile, call, variant)
+        total = sum_powers(run, tile, shift1, shift2, call, variant)
+    else:
+        strides = call.x_strides
+        first_row = rows_of(call.x, strides, tile, spec.VEC) + run.start.to(tl.int64) * (strides.n * spec.VEC)
+        f1, f2 = load_input(first_row, tl.full((1,), True, tl.int1), strides.f, tile.first, spec, variant.W)
+        shift1 = f1.to(tl.float32)
+        shift2 = f2.to(tl.float32)
+        total = sum_powers(run, tile, shift1, shift2, call, variant)
+        good = (total < LARGEST_SUM).to(tl.int32)
+        if tl.min(tl.min(good, axis=1), axis=0) == 0:  # too large for its shift, infinite or NaN
+            shift1, shift2 = largest_entries(run, tile, call, variant)
+            total = sum_powers(run, tile, shift1, shift2, call, variant)
     # Entries of −inf alone have no shift, or it could be larger than those of other parts.
-    return tl.where(total == 0.0, float("-inf"), shift), total
+    return tl.where(total == 0.0, float("-inf"), alternating(shift1, shift2, variant.P)), total
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Tiles of softmax over the sequence: which tokens and features they are, how they are read, and what programs publish.
 
 A column is a feature of one (batch entry or packed sequence, head). A feature slab has ``W`` angles of a head, and so the
-columns of P members: P = 1 for ``cosine``, 2 for the pairs of ``rotate``. Its tokens are cut into parts. A tile is a part
-of a slab; tiles are numbered (batch entry, head, part, slab), slabs fastest. Of packed sequences a tile holds several runs.
+columns of P members. Its tokens are cut into parts. A tile is a part of a slab; tiles are numbered (batch entry, head,
+part, slab), slabs fastest. Of packed sequences a tile holds several runs.
 
 What is known of columns is (1, P · W) in float32, members alternating. Programs publish it in slots, float32
 (B · H · slabs, slots, KINDS, P · W): one for each part; of packed sequences, part + sequence: both only grow from token
@@ -18,7 +18,9 @@ import triton.language as tl
 
 from warploom.device.activations import widen
 from warploom.device.packed import sequence_of
-from warploom.ops.lrpe.kernels.angles import Angles, Spec, divide
+from warploom.device.phase import cos_sin
+from warploom.ops.lrpe.kernels.angles import Angles, Spec, divide, token_positions
+from warploom.ops.lrpe.kernels.forward import turn
 from warploom.ops.lrpe.kernels.rows import Strides, load_input
 
 
@@ -41,6 +43,8 @@ class Variant(NamedTuple):
     """What a kernel is compiled for."""
 
     spec: Spec
+    P: int
+    """Members of an angle: 1 for ``cosine``, 2 for the pairs of ``rotate``."""
     EXACT: int
     """Whether results are in float32: 1 those of 16-bit numbers, 2 those of float32."""
     EXACT_SUMS: int
@@ -179,6 +183,59 @@ def load_x(row, run, tile, call, variant: tl.constexpr):
 
 
 # ----------------------------------------------------------------------------------------------------------
+# Angles
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def block_angles(row, run, tile, call, steps, EXACT: tl.constexpr, variant: tl.constexpr):
+    """Positions (R, 1 or W) of a block's tokens, and their angles' cosines and sines (R, W)."""
+    n, mask = block_rows(row, run, variant.R)
+    axis = (tile.first + tl.arange(0, variant.W)) // variant.spec.E
+    place = n if call.angles.ids is not None else n - run.group_start
+    position = token_positions(place, mask, tile.b, tl.zeros_like(n) + tile.h, axis, call.angles, variant.spec.AXES)
+    whole, rest, unit = steps
+    cosine, sine = cos_sin(position, whole, rest, unit, not EXACT)
+    return position, cosine, sine
+
+
+@triton.jit
+def first_angles(run, tile, call, steps, EXACT: tl.constexpr, variant: tl.constexpr):
+    """What `next_angles` takes for a run's first block.
+
+    With ``STEPPED``: its cosines and sines, and those of the angles by which all rows turn from one block to the next.
+    """
+    if variant.STEPPED:
+        _, cosine, sine = block_angles(run.start, run, tile, call, steps, EXACT, variant)
+        whole, rest, unit = steps
+        step_cosine, step_sine = cos_sin(tl.full((1, 1), variant.R, tl.int32), whole, rest, unit, not EXACT)
+        turning = (cosine, sine, step_cosine, step_sine)
+    else:
+        turning = (run.start,)
+    return turning
+
+
+@triton.jit
+def next_angles(turning, row, run, tile, call, steps, EXACT: tl.constexpr, variant: tl.constexpr):
+    """A block's positions, unless ``STEPPED``, its cosines and sines (R, W), and what the next block takes.
+
+    To turn on takes half the instructions of a new angle, and none of the special function unit. Rounding errors grow
+    with the number of steps: 1e-4 after 128. For results in float32 each eighth block has new angles.
+    """
+    position = 0
+    if variant.STEPPED:
+        cosine, sine, step_cosine, step_sine = turning
+        if EXACT:
+            if (row - run.start) // variant.R % 8 == 0:
+                _, cosine, sine = block_angles(row, run, tile, call, steps, EXACT, variant)
+        next_cosine, next_sine = turn(cosine, sine, step_cosine, step_sine, "rotate")
+        turning = (next_cosine, next_sine, step_cosine, step_sine)
+    else:
+        position, cosine, sine = block_angles(row, run, tile, call, steps, EXACT, variant)
+    return position, cosine, sine, turning
+
+
+# ----------------------------------------------------------------------------------------------------------
 # What programs tell each other
 # ----------------------------------------------------------------------------------------------------------
 
@@ -186,10 +243,9 @@ def load_x(row, run, tile, call, variant: tl.constexpr):
 @triton.jit
 def slot_pointers(call, slot, tile, variant: tl.constexpr):
     """A slot's first kind of columns, (1, P · W)."""
-    P: tl.constexpr = 1 if variant.spec.KIND == "cosine" else 2
     KINDS: tl.constexpr = 2 if call.grad is None else 1
-    c = tl.arange(0, P * variant.W)[None, :]
-    return call.partial + (tile.slab.to(tl.int64) * call.sizes.slots + slot) * (KINDS * P * variant.W) + c
+    c = tl.arange(0, variant.P * variant.W)[None, :]
+    return call.partial + (tile.slab.to(tl.int64) * call.sizes.slots + slot) * (KINDS * variant.P * variant.W) + c
 
 
 @triton.jit

@@ -25,7 +25,6 @@ from warploom.ops.lrpe.softmax_sequence.kernels.columns import (
     combine_statistics,
     combine_sums,
     members,
-    scale_of,
     statistics_pointers,
 )
 from warploom.ops.lrpe.softmax_sequence.kernels.forward import apply_softmax, column_statistics
@@ -52,26 +51,24 @@ class Statistics(NamedTuple):
 @triton.jit
 def prepared(shift, scale, EXACT: tl.constexpr, variant: tl.constexpr):
     """`Statistics` from shifts and reciprocal sums (1, P · W)."""
-    P: tl.constexpr = 1 if variant.spec.KIND == "cosine" else 2
-    shift1, shift2 = members(shift, P, variant.W)
-    scale1, scale2 = members(scale_of(scale, EXACT), P, variant.W)
+    shift1, shift2 = members(shift, variant.P, variant.W)
+    scale1, scale2 = members(scale if EXACT else tl.log2(scale), variant.P, variant.W)
     return Statistics(shift1, shift2, scale1, scale2)
 
 
 @triton.jit
 def load_statistics(group, tile, EXACT: tl.constexpr, call, variant: tl.constexpr):
     """`Statistics` that a forward has stored."""
-    P: tl.constexpr = 1 if variant.spec.KIND == "cosine" else 2
     ptrs, mask = statistics_pointers(call, group, tile, variant)
     shift = tl.load(ptrs, mask=mask, other=0.0)
-    scale = tl.load(ptrs + P * variant.spec.F, mask=mask, other=0.0)
+    scale = tl.load(ptrs + variant.P * variant.spec.F, mask=mask, other=0.0)
     return prepared(shift, scale, EXACT, variant)
 
 
 @triton.jit
 def reduce_run(group, tile, call, variant: tl.constexpr):
     """Publish the sums of a run."""
-    C: tl.constexpr = variant.W if variant.spec.KIND == "cosine" else 2 * variant.W
+    C: tl.constexpr = variant.P * variant.W
     run = run_of(group, tile, call)
     to = slot_pointers(call, run.slot, tile, variant)
     if call.grad is None:
@@ -86,9 +83,7 @@ def reduce_run(group, tile, call, variant: tl.constexpr):
 @triton.jit
 def finish_run(group, tile, steps, call, variant: tl.constexpr):
     """Write the result of a run, and forward in the first of a group its statistics."""
-    P: tl.constexpr = 1 if variant.spec.KIND == "cosine" else 2
-    C: tl.constexpr = P * variant.W
-    EXACT_SUMS: tl.constexpr = variant.EXACT_SUMS
+    C: tl.constexpr = variant.P * variant.W
     ALONE: tl.constexpr = call.partial is None
     run = run_of(group, tile, call)
     if call.grad is None:
@@ -96,34 +91,30 @@ def finish_run(group, tile, steps, call, variant: tl.constexpr):
             shift, total = column_statistics(run, tile, call, variant)
         else:
             slots = slot_pointers(call, run.first_slot, tile, variant)
-            shift, total = combine_statistics(slots, run.slots, C, EXACT_SUMS)
+            shift, total = combine_statistics(slots, run.slots, C, variant.EXACT_SUMS)
         ptrs, mask = statistics_pointers(call, run.group, tile, variant)
         scale = tl.div_rn(1.0, tl.where(mask & (total != 0.0), total, 1.0))
         if run.slot == run.first_slot:
             tl.store(ptrs, shift, mask=mask)
-            tl.store(ptrs + P * variant.spec.F, scale, mask=mask)
+            tl.store(ptrs + variant.P * variant.spec.F, scale, mask=mask)
         apply_softmax(run, tile, prepared(shift, scale, variant.EXACT, variant), steps, call, variant)
     else:
         # A lone token's gradient is zero if both are taken alike: its weight is one, its sum is what reaches it.
-        EXACT: tl.constexpr = EXACT_SUMS if ALONE else variant.EXACT
+        EXACT: tl.constexpr = variant.EXACT_SUMS if ALONE else variant.EXACT
+        known = load_statistics(run.group, tile, EXACT, call, variant)
         if ALONE:
-            known = load_statistics(run.group, tile, EXACT_SUMS, call, variant)
             c = sum_gradients(group, run, tile, known, call, variant)
         else:
-            c = combine_sums(slot_pointers(call, run.first_slot, tile, variant), run.slots, C, EXACT_SUMS)
-        c1, c2 = members(c, P, variant.W)
-        known = load_statistics(run.group, tile, EXACT, call, variant)
+            c = combine_sums(slot_pointers(call, run.first_slot, tile, variant), run.slots, C, variant.EXACT_SUMS)
+        c1, c2 = members(c, variant.P, variant.W)
         apply_gradient(run, tile, known, c1, c2, steps, EXACT, call, variant)
 
 
 @triton.jit
 def reduce_tile(tile, call, variant: tl.constexpr):
     """Publish the sums of a tile's runs."""
-    if call.cu_seqlens is None:
-        reduce_run(tile.first_group, tile, call, variant)
-    else:
-        for group in range(tile.first_group, tile.last_group + 1):
-            reduce_run(group, tile, call, variant)
+    for group in range(tile.first_group, tile.last_group + 1):
+        reduce_run(group, tile, call, variant)
     arrive(call, tile)
 
 
@@ -143,11 +134,8 @@ def take_turns(call, variant: tl.constexpr):
             steps = load_frequencies(call.angles, tile.h, tile.first, variant.spec, variant.W)
             if not ALONE:
                 wait(call, tile)
-            if call.cu_seqlens is None:
-                finish_run(tile.first_group, tile, steps, call, variant)
-            else:
-                for group in range(tile.first_group, tile.last_group + 1):
-                    finish_run(group, tile, steps, call, variant)
+            for group in range(tile.first_group, tile.last_group + 1):
+                finish_run(group, tile, steps, call, variant)
 
 
 @triton.jit
@@ -158,20 +146,8 @@ def sequence_forward_kernel(
     """Output and statistics."""
     angles = Angles(theta, ids, offsets, None, None, offset, numbers, inverses)
     call = Call(
-        x,
-        None,
-        out,
-        statistics,
-        partial,
-        arrived,
-        None,
-        cu_seqlens,
-        angles,
-        sizes,
-        x_strides,
-        x_strides,
-        out_strides,
-    )
+        x, None, out, statistics, partial, arrived, None, cu_seqlens, angles, sizes, x_strides, x_strides, out_strides,
+    )  # fmt: skip
     take_turns(call, variant)
 
 
@@ -184,18 +160,6 @@ def sequence_backward_kernel(
     """Gradient of x, and partial sums of theta's, ``dtheta``, or None."""
     angles = Angles(theta, ids, offsets, None, None, offset, numbers, inverses)
     call = Call(
-        x,
-        grad,
-        dx,
-        statistics,
-        partial,
-        arrived,
-        dtheta,
-        cu_seqlens,
-        angles,
-        sizes,
-        x_strides,
-        grad_strides,
-        dx_strides,
-    )
+        x, grad, dx, statistics, partial, arrived, dtheta, cu_seqlens, angles, sizes, x_strides, grad_strides, dx_strides,
+    )  # fmt: skip
     take_turns(call, variant)
