@@ -163,14 +163,8 @@ def _plan(
         numbers=numbers,
         inverses=Inverses(*map(inverse_of, inner_sizes(positions))),
         variant=Variant(
-            Spec(kind, positions.axes(), vec, theta_vec, unit, features, theta.shape[-1]),
-            P=members,
-            EXACT=2 * exact,
-            EXACT_SUMS=2 if exact else int(theta_gradient),
-            STEPPED=stepped,
-            R=rows,
-            W=width,
-            STAGES=tile.stages,
+            Spec(kind, positions.axes(), vec, theta_vec, unit, features, theta.shape[-1]), members, EXACT=2 * exact,
+            EXACT_SUMS=2 if exact else int(theta_gradient), STEPPED=stepped, R=rows, W=width, STAGES=tile.stages,
         ),
         **named_strides,
     )  # fmt: skip

@@ -58,12 +58,6 @@ def members(columns, P: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def alternating(one, two, P: tl.constexpr):
-    """The inverse of `members`."""
-    return tl.interleave(one, two) if P == 2 else one
-
-
-@triton.jit
 def column_sum(terms, EXACT: tl.constexpr):
     """Sum of a block (R, W) over its rows, float32 (1, W); ``EXACT``: rounded once."""
     if EXACT:
@@ -76,7 +70,7 @@ def column_sums(one, two, P: tl.constexpr, EXACT: tl.constexpr):
     """`column_sum` of both members, (1, P · W)."""
     c = column_sum(one, EXACT)
     if P == 2:
-        c = alternating(c, column_sum(two, EXACT), P)
+        c = tl.interleave(c, column_sum(two, EXACT))
     return c
 
 

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from warploom.ops.lrpe.kernels.forward import turn
 from warploom.ops.lrpe.kernels.rows import load_input, store_pair
-from warploom.ops.lrpe.softmax_sequence.kernels.columns import alternating, column_sums, power, weights
+from warploom.ops.lrpe.softmax_sequence.kernels.columns import column_sums, power, weights
 from warploom.ops.lrpe.softmax_sequence.kernels.tiles import block_rows, first_angles, load_x, next_angles, rows_of
 
 LARGEST_SUM = tl.constexpr(2.0**32)
@@ -66,7 +66,8 @@ def column_statistics(run, tile, call, variant: tl.constexpr):
             shift1, shift2 = largest_entries(run, tile, call, variant)
             total = sum_powers(run, tile, shift1, shift2, call, variant)
     # Entries of −inf alone have no shift, or it could be larger than those of other parts.
-    return tl.where(total == 0.0, float("-inf"), alternating(shift1, shift2, variant.P)), total
+    shift = tl.interleave(shift1, shift2) if variant.P == 2 else shift1
+    return tl.where(total == 0.0, float("-inf"), shift), total
 
 
 @triton.jit

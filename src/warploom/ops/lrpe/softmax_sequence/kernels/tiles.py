@@ -152,11 +152,6 @@ def run_of(group, tile, call):
     return Run(start, end, group.to(tl.int64), group_start, first_slot, slot, slots)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Rows
-# ----------------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def rows_of(base, strides, tile, VEC: tl.constexpr):
     """Token 0 of a tile's batch entry and head, (1, 1)."""
@@ -180,11 +175,6 @@ def load_x(row, run, tile, call, variant: tl.constexpr):
     mask = tl.full((variant.R,), True, tl.int1)
     x1, x2 = load_input(rows, mask, call.x_strides.f, tile.first, spec, variant.W)
     return widen(x1), widen(x2)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Angles
-# ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
