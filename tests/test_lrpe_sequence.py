@@ -182,6 +182,33 @@ def test_angles_turned_from_block_to_block(way: str, kind: str, device: torch.de
     assert judgement.bwd.ok, f"bwd: {judgement.bwd.describe()}"
 
 
+@ways
+@pytest.mark.parametrize("size", [4.0, 16.0])
+def test_far_apart_in_float32(size: float, way: str, device: torch.device) -> None:
+    """Exponents of twenty and more, whose rounding must not be seen in the largest weights."""
+    x = random_x(device, 1, WAYS[way]["tokens"], 1, FEATURES) * size
+    assert_accurate("rotate", x.detach(), random_theta(device, 1, FEATURES // 2), way)
+
+
+@some_kinds
+@pytest.mark.parametrize("way", ["one part", "parts"])
+def test_gradient_of_theta_by_angles_turned_on(way: str, kind: str, device: torch.device) -> None:
+    """Of 16-bit numbers: positions weigh what angles are off."""
+    tokens = 300 if way == "one part" else LONG
+    x = random_x(device, 1, tokens, 1, 64).bfloat16()
+    theta = random_theta(device, 1, 64 if kind == "cosine" else 32)
+    grad = random_x(device, 1, tokens, 1, 128 if kind == "cosine" else 64).bfloat16()
+
+    def gradient(backend: str, dtype: torch.dtype) -> Tensor:
+        frequencies = theta.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        out = encode(kind, x.to(dtype), frequencies, offset=5, activation="softmax_sequence", backend=backend)
+        return torch.autograd.grad(out, frequencies, grad.to(out.dtype))[0]
+
+    wanted = gradient("torch", torch.float64)
+    error = (gradient("triton", torch.bfloat16) - wanted).abs().max()
+    assert error <= 6e-7 * wanted.abs().max()
+
+
 @some_kinds
 def test_frequencies_that_cannot_be_reduced(kind: str, device: torch.device) -> None:
     x = random_x(device, 1, 300, 2, FEATURES).bfloat16()
@@ -238,7 +265,7 @@ from warploom.testing.build import build
 made, plan = [], launches._plan
 launches._plan = lambda *arguments: made.append(plan(*arguments)) or made[-1]
 for function, features in ((lrpe_rotate, 64), (lrpe_cosine, 128)):
-    for dtype, exact in ((torch.bfloat16, False), (torch.float32, True)):
+    for dtype, exact in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)):
         with launch.recording(89, 2) as builds:
             x = torch.zeros(2, 20000, 2, 128, dtype=dtype, requires_grad=True)
             theta = torch.zeros(2, features, requires_grad=exact)
@@ -259,7 +286,7 @@ def test_programs_that_wait_fit_the_smallest_gpu(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     lines = [line.split()[1:] for line in done.stdout.splitlines()]
-    assert len(lines) == 8
+    assert len(lines) == 12
     for programs, warps, registers, shared in (map(int, line) for line in lines):
         assert programs * warps * 32 * (-(-registers // 8) * 8) <= 2**16
         assert programs * (shared + 1024) <= 100 * 1024

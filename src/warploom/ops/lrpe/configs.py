@@ -87,50 +87,40 @@ class SequenceTile(NamedTuple):
     tokens: int  # of a part
     numbers: int  # of x in a block
     warps: int
-    stages: int  # loads under way at once in loops over blocks; 0: all blocks of a part are held in registers
+    stages: int  # loads under way at once in loops over blocks
     programs: int  # of a multiprocessor, at once
 
 
 _SEQUENCE_TILES = (
-    # how it is looked at, backward, whether the kind is cosine
-    (("wide", None, None), SequenceTile(16, 256, 1024, 4, 1, 4)),
-    (("short", False, True), SequenceTile(16, 512, 1024, 4, 0, 4)),
-    (("short", False, False), SequenceTile(16, 512, 1024, 4, 0, 4)),
-    (("short", True, True), SequenceTile(16, 512, 1024, 8, 0, 2)),
-    (("short", True, False), SequenceTile(16, 512, 1024, 8, 0, 2)),
-    (("held", False, True), SequenceTile(16, 512, 1024, 4, 0, 4)),
-    (("held", False, False), SequenceTile(16, 512, 1024, 4, 0, 4)),
-    (("held", True, True), SequenceTile(16, 256, 512, 4, 0, 4)),
-    (("held", True, False), SequenceTile(16, 256, 1024, 4, 0, 4)),
-    (("read twice", None, True), SequenceTile(64, 256, 1024, 4, 5, 4)),
-    (("read twice", False, False), SequenceTile(32, 512, 1024, 4, 5, 6)),
-    (("read twice", True, False), SequenceTile(32, 512, 1024, 4, 3, 6)),
+    # whether sequences are short, backward, rows wide, theta wants a gradient, the kind is cosine
+    ((None, None, True, None, None), SequenceTile(16, 256, 1024, 4, 1, 4)),
+    ((None, False, None, True, True), SequenceTile(64, 256, 1024, 4, 5, 4)),
+    ((None, False, None, True, False), SequenceTile(32, 512, 1024, 4, 5, 4)),
+    ((None, True, None, True, True), SequenceTile(32, 512, 512, 4, 3, 4)),
+    ((None, True, None, True, False), SequenceTile(32, 512, 1024, 4, 3, 4)),
+    ((True, False, None, None, None), SequenceTile(32, 512, 2048, 4, 3, 4)),
+    ((True, True, None, None, True), SequenceTile(32, 512, 2048, 8, 3, 2)),
+    ((True, True, None, None, False), SequenceTile(32, 512, 1024, 4, 3, 4)),
+    ((False, None, None, None, True), SequenceTile(64, 256, 1024, 4, 5, 4)),
+    ((False, False, None, None, False), SequenceTile(32, 512, 1024, 4, 5, 6)),
+    ((False, True, None, None, False), SequenceTile(32, 512, 1024, 4, 3, 6)),
 )
 
 
-def sequence_tile(look: str, backward: bool, kind: str) -> SequenceTile:
+def sequence_tile(short: bool, backward: bool, wide: bool, theta_gradient: bool, kind: str) -> SequenceTile:
     """The tile for a call.
 
-    ``look``: "short", of one part; "held" in registers between both looks; "read twice"; "wide", which is that
-    too: in float32, or of rows that are not read in vectors.
+    ``short``: of one part, and not packed. ``wide``: in float32, or rows not read in vectors. Packed and wide
+    rows, and exact sums for ``theta_gradient``, take more registers.
     """
-    return _first(_SEQUENCE_TILES, look, backward, kind == "cosine")
+    return _first(_SEQUENCE_TILES, short, backward, wide, theta_gradient, kind == "cosine")
 
 
 SHORT_TOKENS = 512
 """Sequences up to this long are one part."""
 
 MOST_PARTS = 32
-"""Parts of a sequence that is read twice, at most: each program reads the sums of all."""
-
-MOST_HELD_PARTS = 64
-"""Those of a sequence whose tiles are held, which all run at once."""
+"""Parts of a sequence, at most: each program reads the sums of all."""
 
 MOST_STEPS = 128
 """Blocks of a part whose angles are turned on from block to block, at most: errors grow with their number."""
-
-DELAY = 4000
-"""Cycles by which programs of a multiprocessor start one behind the other, where they take several turns."""
-
-DELAYED_TURNS = 3
-"""So many."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from warploom.ops.lrpe.configs import DELAY, DELAYED_TURNS, MOST_HELD_PARTS, MOST_PARTS, MOST_STEPS, SHORT_TOKENS, SequenceTile, sequence_tile
+from warploom.ops.lrpe.configs import MOST_PARTS, MOST_STEPS, SHORT_TOKENS, sequence_tile
 from warploom.ops.lrpe.kernels.angles import Inverses, Spec
 from warploom.ops.lrpe.launches import (
     Positions,
@@ -104,31 +104,6 @@ def backward(
     return dx, None if sums is None or dtheta is None else sums.reduce(dtheta, theta)
 
 
-class _Cut(NamedTuple):
-    """How a head's tokens and features are cut."""
-
-    tile: SequenceTile
-    width: int
-    slabs: int
-    rows: int  # of a block
-    part_tokens: int
-    parts: int
-
-    @property
-    def together(self) -> int:
-        """Tiles of a head, whose slabs' parts alternate."""
-        return self.parts * self.slabs
-
-
-def _cut(tile: SequenceTile, tokens: int, short: bool, features: int, members: int) -> _Cut:
-    """By a tile; short sequences are one part."""
-    width = min(tile.width, features)
-    rows = max(1, tile.numbers // (width * members))
-    part_tokens = tokens if short else max(tile.tokens, triton.cdiv(tokens, MOST_PARTS) if tile.stages else 0)
-    part_tokens = triton.cdiv(triton.cdiv(tokens, triton.cdiv(tokens, part_tokens)), rows) * rows
-    return _Cut(tile, width, -(-features // width), rows, part_tokens, triton.cdiv(tokens, part_tokens))
-
-
 def _plan(
     grad: torch.Tensor | None,
     x: torch.Tensor,
@@ -151,36 +126,25 @@ def _plan(
     theta_vec, numbers = angle_numbers(theta, positions, geometry, None)
     exact = x.dtype == torch.float32
     packed = positions.cu_seqlens is not None
-    most = 0 if INTERPRETED else multiprocessors(x.device)  # a program at a time cannot wait for others
-    members = 1 if kind == "cosine" else 2
     short = tokens <= SHORT_TOKENS and not block_parallel
-    # Words of two features are held, and read as such.
-    words = Spec("cosine" if kind == "interleaved" else kind, 1, vec // 2, 1, True, features, features)
-    if kind != "interleaved":
-        words = words._replace(F=features // 2)
-    wide = exact or vec % 2 or not unit or features % 2
-    look = "wide" if wide else "read twice" if packed else "short" if short else "held"
-    cut = _cut(sequence_tile(look, backward, kind), tokens, short, geometry.block_f, members)
-    if look == "held" and (cut.parts > MOST_HELD_PARTS or cut.together > cut.tile.programs * most):
-        cut = _cut(sequence_tile("read twice", backward, kind), tokens, short, geometry.block_f, members)
-    tile, width, rows, parts = cut.tile, cut.width, cut.rows, cut.parts
-    tiles = batch * heads * cut.together
-    alone = parts == 1 and not block_parallel
-    held = 0 if tile.stages else triton.cdiv(tile.tokens, rows)
-    if short and 2 * cut.part_tokens <= held * rows:
-        held //= 2
+    tile = sequence_tile(short and not packed, backward, exact or vec == 1, theta_gradient, kind)
+    width = min(tile.width, geometry.block_f)
+    slabs = -(-features // width)
+    members = 1 if kind == "cosine" else 2
+    rows = max(1, tile.numbers // (width * members))
+    part_tokens = tokens if short else max(tile.tokens, triton.cdiv(tokens, MOST_PARTS))
+    part_tokens = triton.cdiv(part_tokens, rows) * rows
+    parts = triton.cdiv(tokens, part_tokens)
+    tiles = batch * heads * parts * slabs
     programs, lag = tiles, 0
+    alone = parts == 1 and not block_parallel
     if not alone:
         # All of them run at once: none takes more than its share of registers, or of the smallest shared memory.
-        programs = min(tiles, max(1, tile.programs * most))
-        if held:
-            programs = programs // cut.together * cut.together
-        else:
-            lag = triton.cdiv(cut.together, programs)
-    turns = triton.cdiv(tiles, programs)
+        programs = 1 if INTERPRETED else min(tiles, tile.programs * multiprocessors(x.device))
+        lag = triton.cdiv(parts * slabs, programs)
     # Rows of a block are a constant angle from those of the one before.
     stepped = not exact and positions.axes() == 1 and positions.ids is None and not positions.prefix
-    stepped = stepped and cut.part_tokens <= MOST_STEPS * rows
+    stepped = stepped and part_tokens <= MOST_STEPS * rows
     named_strides: dict[str, Any] = {f"{name}_strides": stride for name, stride in zip(tensors, strides)}
     groups = statistics_shape(x, positions)[0]
     slots = parts + (groups if packed else 0)
@@ -193,21 +157,14 @@ def _plan(
         registers=_REGISTERS // (tile.programs * tile.warps * 32) // 8 * 8,
         cooperative=not alone,
         sizes=Sizes(
-            tokens, heads, inverse_of(heads), parts, inverse_of(parts), cut.part_tokens, slots, tiles,
-            turns, lag, cut.together, max(1, most), DELAY if turns >= DELAYED_TURNS else 0,
+            tokens, heads, inverse_of(heads), parts, inverse_of(parts), part_tokens, slots, tiles,
+            triton.cdiv(tiles, programs), lag,
         ),
         numbers=numbers,
         inverses=Inverses(*map(inverse_of, inner_sizes(positions))),
         variant=Variant(
-            Spec(kind, positions.axes(), vec, theta_vec, unit, features, theta.shape[-1]),
-            EXACT=2 * exact,
-            EXACT_SUMS=2 if exact else int(theta_gradient),
-            STEPPED=stepped,
-            R=rows,
-            W=width,
-            HELD=held,
-            STAGES=max(1, tile.stages),
-            WORDS=None if wide else words,
+            Spec(kind, positions.axes(), vec, theta_vec, unit, features, theta.shape[-1]), members, EXACT=2 * exact,
+            EXACT_SUMS=2 if exact else int(theta_gradient), STEPPED=stepped, R=rows, W=width, STAGES=tile.stages,
         ),
         **named_strides,
     )  # fmt: skip
@@ -216,5 +173,5 @@ def _plan(
         theta_rows = max(theta.shape[0], 1) if theta.dim() == 2 else 1
         sums = theta_sums(batch * parts * heads // theta_rows, theta, features, positions.axes())
     kinds = 1 if backward else 2
-    partial = 0 if alone else batch * heads * cut.slabs * slots * kinds * members * width
-    return _Plan(Dense.like(result), launch, partial, batch * heads * cut.slabs, sums)
+    partial = 0 if alone else batch * heads * slabs * slots * kinds * members * width
+    return _Plan(Dense.like(result), launch, partial, batch * heads * slabs, sums)

@@ -13,7 +13,7 @@ MINUS_LN_2 = tl.constexpr(-0.6931471805599453)
 
 @triton.jit
 def corrected_power(x, shift, scale):
-    """scale · e^(x − shift), to 3 units in the last place: what rounding the exponent costs is put back."""
+    """Scale · e^(x − shift), to 3 units in the last place: what rounding the exponent costs is put back."""
     x -= shift
     x = tl.where(x < -200.0, -200.0, x)  # the result is zero long before
     exponent = x * LOG2_E
@@ -35,7 +35,7 @@ def power(x, shift, EXACT: tl.constexpr):
 
 @triton.jit
 def weights(x, shift, scale, EXACT: tl.constexpr):
-    """Softmax of a tile. ``scale`` from `scale_of`."""
+    """Softmax of a tile. ``scale``: the reciprocal sum, or where not ``EXACT`` its log₂."""
     if EXACT == 0:
         y = power_of_two(tl.fma(x - shift, LOG2_E, scale))
     elif EXACT == 1:
@@ -43,12 +43,6 @@ def weights(x, shift, scale, EXACT: tl.constexpr):
     else:
         y = exponential_float32(x - shift) * scale
     return y
-
-
-@triton.jit
-def scale_of(scale, EXACT: tl.constexpr):
-    """A reciprocal sum as `weights` takes it: itself or, in the exponent, its logarithm."""
-    return scale if EXACT else tl.log2(scale)
 
 
 @triton.jit
@@ -64,17 +58,20 @@ def members(columns, P: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def alternating(one, two, P: tl.constexpr):
-    """The inverse of `members`."""
-    return tl.interleave(one, two) if P == 2 else one
-
-
-@triton.jit
 def column_sum(terms, EXACT: tl.constexpr):
     """Sum of a block (R, W) over its rows, float32 (1, W); ``EXACT``: rounded once."""
     if EXACT:
         terms = terms.to(tl.float64)
     return tl.sum(terms, axis=0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def column_sums(one, two, P: tl.constexpr, EXACT: tl.constexpr):
+    """`column_sum` of both members, (1, P · W)."""
+    c = column_sum(one, EXACT)
+    if P == 2:
+        c = tl.interleave(c, column_sum(two, EXACT))
+    return c
 
 
 @triton.jit
@@ -107,8 +104,7 @@ def combine_sums(slots, count, C: tl.constexpr, EXACT: tl.constexpr):
 def statistics_pointers(call, group, tile, variant: tl.constexpr):
     """Where a group's shifts are, (1, P · W), and which columns there are; reciprocal sums lie P · F behind."""
     F: tl.constexpr = variant.spec.F
-    P: tl.constexpr = 1 if variant.spec.KIND == "cosine" else 2
-    c = tl.arange(0, P * variant.W)[None, :]
-    f = tile.first + c // P
-    base = call.statistics + (group * call.sizes.heads + tile.h) * (2 * P * F)
-    return base + (c % P) * F + f, f < F
+    c = tl.arange(0, variant.P * variant.W)[None, :]
+    f = tile.first + c // variant.P
+    base = call.statistics + (group * call.sizes.heads + tile.h) * (2 * variant.P * F)
+    return base + (c % variant.P) * F + f, f < F

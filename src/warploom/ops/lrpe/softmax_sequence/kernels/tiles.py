@@ -1,8 +1,8 @@
 """Tiles of softmax over the sequence: which tokens and features they are, how they are read, and what programs publish.
 
 A column is a feature of one (batch entry or packed sequence, head). A feature slab has ``W`` angles of a head, and so the
-columns of P members: P = 1 for ``cosine``, 2 for the pairs of ``rotate``. Its tokens are cut into parts. A tile is a part
-of a slab; tiles are numbered (batch entry, head, part, slab), slabs fastest. Of packed sequences a tile holds several runs.
+columns of P members. Its tokens are cut into parts. A tile is a part of a slab; tiles are numbered (batch entry, head,
+part, slab), slabs fastest. Of packed sequences a tile holds several runs.
 
 What is known of columns is (1, P · W) in float32, members alternating. Programs publish it in slots, float32
 (B · H · slabs, slots, KINDS, P · W): one for each part; of packed sequences, part + sequence: both only grow from token
@@ -16,19 +16,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from warploom.device.activations import INTERPRETED, widen
+from warploom.device.activations import widen
 from warploom.device.packed import sequence_of
-from warploom.ops.lrpe.kernels.angles import Angles, Spec, divide
-from warploom.ops.lrpe.kernels.rows import Strides, load_input, load_pair
-
-WIDEN_BFLOAT16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
-WIDEN_FLOAT16 = tl.constexpr(
-    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
-)
-DELAY = tl.constexpr(
-    "{ .reg .u32 from, now; .reg .pred early; mov.u32 from, %clock; again: mov.u32 now, %clock; sub.u32 now, now, from; "
-    "setp.lt.u32 early, now, $1; @early bra again; mov.u32 $0, now; }"
-)
+from warploom.device.phase import cos_sin
+from warploom.ops.lrpe.kernels.angles import Angles, Spec, divide, token_positions
+from warploom.ops.lrpe.kernels.forward import turn
+from warploom.ops.lrpe.kernels.rows import Strides, load_input
 
 
 class Sizes(NamedTuple):
@@ -44,17 +37,14 @@ class Sizes(NamedTuple):
     tiles: tl.int32
     turns: tl.int32
     lag: tl.int32
-    together: tl.int32
-    """Tiles that wait for each other."""
-    multiprocessors: tl.int32
-    delay: tl.int32
-    """Cycles by which each program of a multiprocessor starts behind the one before."""
 
 
 class Variant(NamedTuple):
     """What a kernel is compiled for."""
 
     spec: Spec
+    P: int
+    """Members of an angle: 1 for ``cosine``, 2 for the pairs of ``rotate``."""
     EXACT: int
     """Whether results are in float32: 1 those of 16-bit numbers, 2 those of float32."""
     EXACT_SUMS: int
@@ -64,12 +54,8 @@ class Variant(NamedTuple):
     R: int
     """Rows of a block, of W angles."""
     W: int
-    HELD: int
-    """Blocks of a tile, which then stays in registers. Others, 0, are read twice."""
     STAGES: int
-    """Loads under way at once in loops over other tiles."""
-    WORDS: Spec | None
-    """Of tensors read as words of two 16-bit features."""
+    """Loads under way at once in loops over a tile."""
 
 
 class Call(NamedTuple):
@@ -166,11 +152,6 @@ def run_of(group, tile, call):
     return Run(start, end, group.to(tl.int64), group_start, first_slot, slot, slots)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Rows
-# ----------------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def rows_of(base, strides, tile, VEC: tl.constexpr):
     """Token 0 of a tile's batch entry and head, (1, 1)."""
@@ -185,67 +166,63 @@ def block_rows(row, run, R: tl.constexpr):
 
 
 @triton.jit
-def read(base, strides, row, run, tile, COUNT: tl.constexpr, PAIRS: tl.constexpr, variant: tl.constexpr):
-    """``COUNT`` blocks from token ``row`` on: of each, what `unpacked` takes.
-
-    ``PAIRS``: of gradients, which are zero behind the run's last token; rows of ``x`` are there as its last.
-    """
-    memory: tl.constexpr = variant.spec if variant.WORDS is None else variant.WORDS
-    SHARE: tl.constexpr = 1 if variant.WORDS is None or variant.spec.KIND == "interleaved" else 2
-    W: tl.constexpr = variant.W // SHARE
-    if variant.WORDS is not None:
-        base = base.to(tl.pointer_type(tl.int32))
-    rows = rows_of(base, strides, tile, memory.VEC)
-    blocks = ()
-    for k in tl.static_range(COUNT):
-        n, mask = block_rows(row + k * variant.R, run, variant.R)
-        if not PAIRS:
-            n = tl.minimum(n, run.end - 1)
-            mask = tl.full((variant.R,), True, tl.int1)
-        ptrs = rows + n.to(tl.int64)[:, None] * (strides.n * memory.VEC)
-        if PAIRS and variant.spec.KIND == "cosine":
-            blocks = blocks + (load_pair(ptrs, mask, strides.f, tile.first // SHARE, memory, W),)
-        else:
-            blocks = blocks + (load_input(ptrs, mask, strides.f, tile.first // SHARE, memory, W),)
-    return blocks
+def load_x(row, run, tile, call, variant: tl.constexpr):
+    """Both members of a block of ``x`` in float32, (R, W) each. Rows behind the run's last token are as that."""
+    spec: tl.constexpr = variant.spec
+    n, _ = block_rows(row, run, variant.R)
+    n = tl.minimum(n, run.end - 1).to(tl.int64)[:, None]
+    rows = rows_of(call.x, call.x_strides, tile, spec.VEC) + n * (call.x_strides.n * spec.VEC)
+    mask = tl.full((variant.R,), True, tl.int1)
+    x1, x2 = load_input(rows, mask, call.x_strides.f, tile.first, spec, variant.W)
+    return widen(x1), widen(x2)
 
 
 @triton.jit
-def halves(word, dtype: tl.constexpr):
-    """Both numbers of words in float32.
-
-    Registers hold words, since the compiler keeps each number of 16 bits in a register of its own. Volatile, or it keeps
-    what it has once made of them.
-    """
-    if INTERPRETED:
-        low = word.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-        high = (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-    else:
-        low, high = tl.inline_asm_elementwise(
-            WIDEN_BFLOAT16 if dtype == tl.bfloat16 else WIDEN_FLOAT16,
-            "=f,=f,r", [word], dtype=(tl.float32, tl.float32), is_pure=False, pack=1,
-        )  # fmt: skip
-    return low, high
+def block_angles(row, run, tile, call, steps, EXACT: tl.constexpr, variant: tl.constexpr):
+    """Positions (R, 1 or W) of a block's tokens, and their angles' cosines and sines (R, W)."""
+    n, mask = block_rows(row, run, variant.R)
+    axis = (tile.first + tl.arange(0, variant.W)) // variant.spec.E
+    place = n if call.angles.ids is not None else n - run.group_start
+    position = token_positions(place, mask, tile.b, tl.zeros_like(n) + tile.h, axis, call.angles, variant.spec.AXES)
+    whole, rest, unit = steps
+    cosine, sine = cos_sin(position, whole, rest, unit, not EXACT)
+    return position, cosine, sine
 
 
 @triton.jit
-def unpacked(block, base, PAIRS: tl.constexpr, variant: tl.constexpr):
-    """Both members of a block that `read` has from ``base``, (R, W) each in float32."""
-    dtype: tl.constexpr = base.dtype.element_ty
-    TWO: tl.constexpr = PAIRS or variant.spec.KIND != "cosine"
-    if variant.WORDS is None:
-        one = widen(block[0])
-        two = widen(block[1]) if TWO else one
-    elif variant.spec.KIND == "interleaved":
-        one, two = halves(block[0], dtype)
+def first_angles(run, tile, call, steps, EXACT: tl.constexpr, variant: tl.constexpr):
+    """What `next_angles` takes for a run's first block.
+
+    With ``STEPPED``: its cosines and sines, and those of the angles by which all rows turn from one block to the next.
+    """
+    if variant.STEPPED:
+        _, cosine, sine = block_angles(run.start, run, tile, call, steps, EXACT, variant)
+        whole, rest, unit = steps
+        step_cosine, step_sine = cos_sin(tl.full((1, 1), variant.R, tl.int32), whole, rest, unit, not EXACT)
+        turning = (cosine, sine, step_cosine, step_sine)
     else:
-        low, high = halves(block[0], dtype)
-        one = tl.interleave(low, high)
-        two = one
-        if TWO:
-            low, high = halves(block[1], dtype)
-            two = tl.interleave(low, high)
-    return one, two
+        turning = (run.start,)
+    return turning
+
+
+@triton.jit
+def next_angles(turning, row, run, tile, call, steps, EXACT: tl.constexpr, variant: tl.constexpr):
+    """A block's positions, unless ``STEPPED``, its cosines and sines (R, W), and what the next block takes.
+
+    To turn on takes half the instructions of a new angle, and none of the special function unit. Rounding errors grow
+    with the number of steps: 1e-4 after 128. For results in float32 each eighth block has new angles.
+    """
+    position = 0
+    if variant.STEPPED:
+        cosine, sine, step_cosine, step_sine = turning
+        if EXACT:
+            if (row - run.start) // variant.R % 8 == 0:
+                _, cosine, sine = block_angles(row, run, tile, call, steps, EXACT, variant)
+        next_cosine, next_sine = turn(cosine, sine, step_cosine, step_sine, "rotate")
+        turning = (next_cosine, next_sine, step_cosine, step_sine)
+    else:
+        position, cosine, sine = block_angles(row, run, tile, call, steps, EXACT, variant)
+    return position, cosine, sine, turning
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -256,10 +233,9 @@ def unpacked(block, base, PAIRS: tl.constexpr, variant: tl.constexpr):
 @triton.jit
 def slot_pointers(call, slot, tile, variant: tl.constexpr):
     """A slot's first kind of columns, (1, P · W)."""
-    P: tl.constexpr = 1 if variant.spec.KIND == "cosine" else 2
     KINDS: tl.constexpr = 2 if call.grad is None else 1
-    c = tl.arange(0, P * variant.W)[None, :]
-    return call.partial + (tile.slab.to(tl.int64) * call.sizes.slots + slot) * (KINDS * P * variant.W) + c
+    c = tl.arange(0, variant.P * variant.W)[None, :]
+    return call.partial + (tile.slab.to(tl.int64) * call.sizes.slots + slot) * (KINDS * variant.P * variant.W) + c
 
 
 @triton.jit
@@ -267,20 +243,6 @@ def arrive(call, tile):
     """Publish what the program has written: count one more tile of the slab as reduced."""
     tl.debug_barrier()
     tl.atomic_add(call.arrived + tile.slab, 1, sem="release")
-
-
-@triton.jit
-def start_late(call):
-    """Delay a program by its place on its multiprocessor, all programs that wait for each other alike.
-
-    Programs that start together would all read at once, compute at once, and write at once.
-    """
-    if not INTERPRETED:
-        sizes = call.sizes
-        program = tl.program_id(0) // sizes.together * sizes.together
-        tl.inline_asm_elementwise(
-            DELAY, "=r,r", [program // sizes.multiprocessors * sizes.delay], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit

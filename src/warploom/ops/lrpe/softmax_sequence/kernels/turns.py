@@ -2,12 +2,10 @@
 
 Softmax over the tokens needs two looks at ``x``: one for each column's sum, one to apply it. Only the first should
 reach device memory. Every program takes each ``programs``-th tile. In a turn it reduces one to partial sums, publishes
-these, waits until all tiles of the slab have been reduced, adds up what was published, and applies the softmax.
-
-Where the tiles of a sequence are few enough to run at once, each is held in registers meanwhile. Otherwise a program
-applies the softmax to the tile that it reduced ``lag`` turns before: by then all tiles of that sequence have been
-reduced in the same or an earlier turn, and it is read again, from the L2 cache. Programs that wait are launched
-cooperatively: all of them run. Where a tile holds all tokens nobody waits, and nothing is published.
+these, and applies the softmax to the tile that it reduced ``lag`` turns before. By then all tiles of that sequence have
+been reduced in the same or an earlier turn, so that programs hardly wait for each other, and little has been read
+since: the tile comes from the L2 cache. Programs that wait are launched cooperatively: all of them run. Where a tile
+holds all tokens nobody waits, and nothing is published.
 
 Statistics are float32 (groups, H, 2, P, F): a shift, and the reciprocal of the sum of e^(x − shift). A group is a batch
 entry or a packed sequence. Programs publish a shift and a sum forward, and the sum of y · dy backward.
@@ -27,7 +25,6 @@ from warploom.ops.lrpe.softmax_sequence.kernels.columns import (
     combine_statistics,
     combine_sums,
     members,
-    scale_of,
     statistics_pointers,
 )
 from warploom.ops.lrpe.softmax_sequence.kernels.forward import apply_softmax, column_statistics
@@ -35,10 +32,8 @@ from warploom.ops.lrpe.softmax_sequence.kernels.tiles import (
     Call,
     Sizes,
     arrive,
-    read,
     run_of,
     slot_pointers,
-    start_late,
     tile_of,
     wait,
 )
@@ -56,78 +51,70 @@ class Statistics(NamedTuple):
 @triton.jit
 def prepared(shift, scale, EXACT: tl.constexpr, variant: tl.constexpr):
     """`Statistics` from shifts and reciprocal sums (1, P · W)."""
-    P: tl.constexpr = 1 if variant.spec.KIND == "cosine" else 2
-    shift1, shift2 = members(shift, P, variant.W)
-    scale1, scale2 = members(scale_of(scale, EXACT), P, variant.W)
+    shift1, shift2 = members(shift, variant.P, variant.W)
+    scale1, scale2 = members(scale if EXACT else tl.log2(scale), variant.P, variant.W)
     return Statistics(shift1, shift2, scale1, scale2)
 
 
 @triton.jit
 def load_statistics(group, tile, EXACT: tl.constexpr, call, variant: tl.constexpr):
     """`Statistics` that a forward has stored."""
-    P: tl.constexpr = 1 if variant.spec.KIND == "cosine" else 2
     ptrs, mask = statistics_pointers(call, group, tile, variant)
     shift = tl.load(ptrs, mask=mask, other=0.0)
-    scale = tl.load(ptrs + P * variant.spec.F, mask=mask, other=0.0)
+    scale = tl.load(ptrs + variant.P * variant.spec.F, mask=mask, other=0.0)
     return prepared(shift, scale, EXACT, variant)
 
 
 @triton.jit
-def reduce_run(xs, gs, group, tile, call, variant: tl.constexpr):
+def reduce_run(group, tile, call, variant: tl.constexpr):
     """Publish the sums of a run."""
-    C: tl.constexpr = variant.W if variant.spec.KIND == "cosine" else 2 * variant.W
+    C: tl.constexpr = variant.P * variant.W
     run = run_of(group, tile, call)
     to = slot_pointers(call, run.slot, tile, variant)
     if call.grad is None:
-        shift, total = column_statistics(xs, run, tile, call, variant)
+        shift, total = column_statistics(run, tile, call, variant)
         tl.store(to, shift)
         tl.store(to + C, total)
     else:
         known = load_statistics(run.group, tile, variant.EXACT_SUMS, call, variant)
-        tl.store(to, sum_gradients(xs, gs, group, run, tile, known, call, variant))
+        tl.store(to, sum_gradients(group, run, tile, known, call, variant))
 
 
 @triton.jit
-def finish_run(xs, gs, group, tile, steps, call, variant: tl.constexpr):
+def finish_run(group, tile, steps, call, variant: tl.constexpr):
     """Write the result of a run, and forward in the first of a group its statistics."""
-    P: tl.constexpr = 1 if variant.spec.KIND == "cosine" else 2
-    C: tl.constexpr = P * variant.W
-    EXACT_SUMS: tl.constexpr = variant.EXACT_SUMS
+    C: tl.constexpr = variant.P * variant.W
     ALONE: tl.constexpr = call.partial is None
     run = run_of(group, tile, call)
     if call.grad is None:
         if ALONE:
-            shift, total = column_statistics(xs, run, tile, call, variant)
+            shift, total = column_statistics(run, tile, call, variant)
         else:
             slots = slot_pointers(call, run.first_slot, tile, variant)
-            shift, total = combine_statistics(slots, run.slots, C, EXACT_SUMS)
+            shift, total = combine_statistics(slots, run.slots, C, variant.EXACT_SUMS)
         ptrs, mask = statistics_pointers(call, run.group, tile, variant)
         scale = tl.div_rn(1.0, tl.where(mask & (total != 0.0), total, 1.0))
         if run.slot == run.first_slot:
             tl.store(ptrs, shift, mask=mask)
-            tl.store(ptrs + P * variant.spec.F, scale, mask=mask)
-        apply_softmax(xs, run, tile, prepared(shift, scale, variant.EXACT, variant), steps, call, variant)
+            tl.store(ptrs + variant.P * variant.spec.F, scale, mask=mask)
+        apply_softmax(run, tile, prepared(shift, scale, variant.EXACT, variant), steps, call, variant)
     else:
         # A lone token's gradient is zero if both are taken alike: its weight is one, its sum is what reaches it.
-        EXACT: tl.constexpr = EXACT_SUMS if ALONE else variant.EXACT
-        if ALONE:
-            known = load_statistics(run.group, tile, EXACT_SUMS, call, variant)
-            c = sum_gradients(xs, gs, group, run, tile, known, call, variant)
-        else:
-            c = combine_sums(slot_pointers(call, run.first_slot, tile, variant), run.slots, C, EXACT_SUMS)
-        c1, c2 = members(c, P, variant.W)
+        EXACT: tl.constexpr = variant.EXACT_SUMS if ALONE else variant.EXACT
         known = load_statistics(run.group, tile, EXACT, call, variant)
-        apply_gradient(xs, gs, run, tile, known, c1, c2, steps, EXACT, call, variant)
+        if ALONE:
+            c = sum_gradients(group, run, tile, known, call, variant)
+        else:
+            c = combine_sums(slot_pointers(call, run.first_slot, tile, variant), run.slots, C, variant.EXACT_SUMS)
+        c1, c2 = members(c, variant.P, variant.W)
+        apply_gradient(run, tile, known, c1, c2, steps, EXACT, call, variant)
 
 
 @triton.jit
-def reduce_tile(xs, gs, tile, call, variant: tl.constexpr):
+def reduce_tile(tile, call, variant: tl.constexpr):
     """Publish the sums of a tile's runs."""
-    if call.cu_seqlens is None:
-        reduce_run(xs, gs, tile.first_group, tile, call, variant)
-    else:
-        for group in range(tile.first_group, tile.last_group + 1):
-            reduce_run(xs, gs, group, tile, call, variant)
+    for group in range(tile.first_group, tile.last_group + 1):
+        reduce_run(group, tile, call, variant)
     arrive(call, tile)
 
 
@@ -136,34 +123,19 @@ def take_turns(call, variant: tl.constexpr):
     """What a program does."""
     ALONE: tl.constexpr = call.partial is None
     sizes = call.sizes
-    if not ALONE and variant.HELD:
-        start_late(call)
     for i in range(sizes.turns + sizes.lag):
         number = i * tl.num_programs(0) + tl.program_id(0)
-        if not ALONE and not variant.HELD:
+        if not ALONE:
             if number < sizes.tiles:
-                reduce_tile((), (), tile_of(number, call, variant), call, variant)
+                reduce_tile(tile_of(number, call, variant), call, variant)
             number -= sizes.lag * tl.num_programs(0)
         if (number >= 0) & (number < sizes.tiles):
             tile = tile_of(number, call, variant)
-            xs = ()
-            gs = ()
-            if variant.HELD:
-                run = run_of(tile.first_group, tile, call)
-                xs = read(call.x, call.x_strides, run.start, run, tile, variant.HELD, False, variant)
-                if call.grad is not None:
-                    gs = read(call.grad, call.grad_strides, run.start, run, tile, variant.HELD, True, variant)
-                tl.debug_barrier()  # or the assembler moves loads behind the first sums
-                if not ALONE:
-                    reduce_tile(xs, gs, tile, call, variant)
             steps = load_frequencies(call.angles, tile.h, tile.first, variant.spec, variant.W)
             if not ALONE:
                 wait(call, tile)
-            if call.cu_seqlens is None:
-                finish_run(xs, gs, tile.first_group, tile, steps, call, variant)
-            else:
-                for group in range(tile.first_group, tile.last_group + 1):
-                    finish_run(xs, gs, group, tile, steps, call, variant)
+            for group in range(tile.first_group, tile.last_group + 1):
+                finish_run(group, tile, steps, call, variant)
 
 
 @triton.jit
@@ -174,8 +146,8 @@ def sequence_forward_kernel(
     """Output and statistics."""
     angles = Angles(theta, ids, offsets, None, None, offset, numbers, inverses)
     call = Call(
-        x, None, out, statistics, partial, arrived, None, cu_seqlens, angles, sizes, x_strides, x_strides, out_strides
-    )
+        x, None, out, statistics, partial, arrived, None, cu_seqlens, angles, sizes, x_strides, x_strides, out_strides,
+    )  # fmt: skip
     take_turns(call, variant)
 
 
@@ -188,6 +160,6 @@ def sequence_backward_kernel(
     """Gradient of x, and partial sums of theta's, ``dtheta``, or None."""
     angles = Angles(theta, ids, offsets, None, None, offset, numbers, inverses)
     call = Call(
-        x, grad, dx, statistics, partial, arrived, dtheta, cu_seqlens, angles, sizes, x_strides, grad_strides, dx_strides
-    )
+        x, grad, dx, statistics, partial, arrived, dtheta, cu_seqlens, angles, sizes, x_strides, grad_strides, dx_strides,
+    )  # fmt: skip
     take_turns(call, variant)
