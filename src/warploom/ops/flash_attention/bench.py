@@ -172,10 +172,10 @@ OPERATOR = Operator(
         "query_kernel": 224,
         "backward_small_kernel": 64,
         "hopper_forward_kernel": 80,
-        "hopper_key_kernel": 64,
+        "hopper_key_kernel": 256,  # with a cap and 64 features, still faster than `key_kernel`; otherwise 64
         "hopper_shared_key_kernel": 16,
         "hopper_shared_query_kernel": 16,
-        "hopper_query_kernel": 64,  # with 256 features, outside of its loops
+        "hopper_query_kernel": 104,  # with a cap and 128 features; else 64, with 256 features, outside of its loops
     },
 )
 OPERATORS = (OPERATOR,)
