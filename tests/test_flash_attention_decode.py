@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import seeds
 import torch
+from flash_cases import assert_right, kernels, random_inputs
 from launches import ON_GPU
 from planned_calls import forget_plans, no_plans
-from flash_cases import assert_right, kernels, random_inputs
 
 from warploom import flash_attention
 from warploom.testing.poison import poisoned_allocations

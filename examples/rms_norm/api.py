@@ -14,7 +14,9 @@ MAX_FEATURES = 16384
 """Features of a row that the kernels hold on chip."""
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, backend: Backend = "auto") -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, backend: Backend = "auto"
+) -> torch.Tensor:
     """Root-mean-square normalization: ``x · weight / sqrt(mean(x²) + eps)`` over the features.
 
     Args:
