@@ -125,9 +125,7 @@ def flash_attention(
     Source: Dao, "FlashAttention-2", 2023, arXiv 2307.08691, algorithms 1 and 2; Shah et al., "FlashAttention-3",
     2024, arXiv 2407.08608.
     """
-    if _autocast(q):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
+    q, k, v = under_autocast(q, k, v)
     if isinstance(window, list):
         window = tuple(window)
     tensors = (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
@@ -187,6 +185,14 @@ def _autocast(x: object) -> bool:
     if not isinstance(x, Tensor) or not (x.is_cuda or x.is_cpu):
         return False
     return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+
+
+def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as autocast casts those of PyTorch's own attention, where it is on."""
+    if not _autocast(q):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

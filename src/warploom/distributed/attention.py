@@ -1,0 +1,448 @@
+"""Attention over a sequence that ranks share.
+
+Keys and values travel to the chunks that see them, by groups of heads: those of the next group while one is
+computed. Each chunk is then a plain call of flash attention on a prefix of the keys, or a window of them, whose
+results are one GPU's; nothing is merged. In the backward keys and values travel again, so that no rank keeps more
+than its part, and gradients of every chunk travel back to their owners, who add them up in float32 in the order of
+steps and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from warploom.distributed import exchange
+from warploom.distributed.exchange import Arriving, Call, Plan, plan_of
+from warploom.distributed.layout import check_layout, chunks_of, settled
+from warploom.distributed.ranks import (
+    agree,
+    bounds_of,
+    check_device,
+    check_lengths,
+    group_named,
+    group_of,
+    refuse,
+    shown,
+)
+from warploom.errors import ShapeError, WarploomError, dtype_of, fault, shape_of
+from warploom.ops.flash_attention import reference
+from warploom.ops.flash_attention.api import under_autocast
+from warploom.ops.flash_attention.validation import check
+from warploom.runtime.backend import use_triton
+from warploom.runtime.dispatch import Gradient, Operator, Tensors, apply
+from warploom.runtime.memory_order import empty_in_order_of
+from warploom.runtime.plans import Plans
+
+Tensor = torch.Tensor
+
+NAME = "context_parallel_attention"
+MOST_GROUPS = 4
+"""Of heads."""
+LEAST_TILES = 256
+"""Of 128 queries by one head in a call for a group: fewer leave multiprocessors idle."""
+
+
+class Options(NamedTuple):
+    """Options of the operator."""
+
+    left: int | None
+    right: int | None
+    scale: float
+    precision: str | None
+    softcap: float | None
+    kernels: bool
+    layout: str
+    group: str
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: DeviceMesh,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    window: Sequence[int | None] | None = ...,
+    softcap: float | None = ...,
+    sink: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    layout: str = ...,
+    float32_precision: str | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+) -> Tensor: ...
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: DeviceMesh,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    window: Sequence[int | None] | None = ...,
+    softcap: float | None = ...,
+    sink: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    layout: str = ...,
+    float32_precision: str | None = ...,
+    return_lse: bool,
+    backend: str = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: DeviceMesh,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    layout: str = "zigzag",
+    float32_precision: str | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`warploom.flash_attention` of a sequence whose tokens are shared by the ranks of a mesh.
+
+        mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("cp",))
+        q, k, v = (shard_sequence(x, mesh) for x in (q, k, v))             # (B, N, H, D) to (B, N / 4, H, D)
+        out = context_parallel_attention(q, k, v, mesh, causal=True)       # (B, N / 4, H, E)
+
+    Outputs and the gradient of queries have the bits of one GPU's where that cuts keys into the same tiles, which
+    it does in all but short calls. Gradients of keys and values are sums of those of every chunk, in float32 in a
+    fixed order. All ranks must make the same call; what one of them refuses, all refuse with the same error.
+
+    Args:
+        q: ``(B, n, Hq, D)``, this rank's part of the queries ``(B, N, Hq, D)``, as `shard_sequence` cuts them;
+            dtypes and strides as in `warploom.flash_attention`.
+        k: ``(B, n, Hkv, D)``, this rank's part of the keys.
+        v: ``(B, n, Hkv, E)``, this rank's part of the values.
+        mesh: Of one dimension, over whose ranks tokens are shared.
+        causal: A query sees its own token and earlier ones.
+        scale: Factor of the inner products; ``D^-½`` by default.
+        window: ``(left, right)``, how many keys before and behind itself a query sees at most; None for no bound.
+            Only the keys that a chunk sees are sent to it, where they are few.
+        softcap: As in `warploom.flash_attention`.
+        sink: ``(Hq,)``, the same on every rank. Its gradient is this rank's part, to be summed over the mesh.
+        cu_seqlens: ``(S + 1,)`` int32 or int64, the same on every rank, with ``B = 1``: the bounds of packed
+            sequences in the whole, ``c_S = N``. They are read by the host, once for each tensor.
+        layout: ``zigzag``, which gives every rank the same work in causal attention, or ``contiguous``.
+        float32_precision: As in `warploom.flash_attention`.
+        return_lse: Also return the logarithm of the sum of exponentials of every row; it is differentiable.
+        backend: ``auto``, ``triton`` or ``torch``.
+
+    Returns:
+        ``(B, n, Hq, E)``, this rank's part of the outputs; with ``return_lse`` also that of lse, ``(B, Hq, n)``.
+
+    Raises:
+        ShapeError: A size does not fit, or parts are not those of the layout.
+        DtypeError: An argument has the wrong type.
+        DeviceError: A tensor is not on a device of the mesh.
+        ArgumentError: The mesh has more dimensions, an option is unknown, bounds are not those of the whole, or
+            the ranks' calls differ.
+        BackendError: ``backend="triton"`` cannot run this call.
+
+    Source: keys and values gathered, chunks in zigzag: Llama Team, "The Llama 3 Herd of Models", 2024, arXiv
+    2407.21783, section 3.3.2.
+    """
+    group = group_of(NAME, mesh)
+    try:
+        q, k, v = under_autocast(q, k, v)
+        options = _checked(
+            q,
+            k,
+            v,
+            sink,
+            cu_seqlens,
+            mesh,
+            (causal, scale, window, float32_precision, return_lse, softcap),
+            layout,
+            backend,
+        )
+    except WarploomError as error:
+        if not torch.compiler.is_compiling():
+            refuse(group, error)
+        raise
+    found = apply(OPERATOR, (q, k, v, sink, cu_seqlens), 0, options)
+    return found[:2] if return_lse else found[0]
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_seqlens: Tensor | None, mesh: DeviceMesh,
+    options: tuple[Any, ...], layout: str, backend: str,
+) -> Options:  # fmt: skip
+    """What a call asks for, from what this rank can see of it."""
+    causal, scale, window, precision, return_lse, softcap = options
+    window = tuple(window) if isinstance(window, list) else window
+    given = (causal, scale, window, precision, return_lse, softcap)
+    try:
+        settled, limit, *_ = check(NAME, (q, k, v, sink, None, None, None, None), given, 0)
+        kernels = use_triton(NAME, backend, q, limit)
+    except WarploomError as error:  # which names the operator that is called for each chunk
+        raise type(error)(str(error).replace("flash_attention", NAME, 1)) from None
+    check_layout(NAME, layout)
+    check_device(NAME, mesh, "q", q)
+    if k.shape[1] != q.shape[1]:
+        raise fault(ShapeError, NAME, "k", f"of as many tokens as q, {q.shape[1]}", shape_of(k))
+    if cu_seqlens is not None:
+        if not torch.compiler.is_compiling():
+            bounds_of(NAME, cu_seqlens)
+        if q.shape[0] != 1:
+            raise fault(ShapeError, NAME, "q", "of batch size 1 when cu_seqlens are given", shape_of(q))
+    left, right, scale, precision, softcap = settled
+    return Options(left, right, scale, precision, softcap, kernels, layout, group_of(NAME, mesh).group_name)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Calls on chunks
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, options: Options) -> Any:
+    """Outputs, lse, and what the backward kernels need, of a call."""
+    settled = (call.left, call.right, options.scale, options.precision, options.softcap)
+    if options.kernels:
+        from warploom.ops.flash_attention.operator import OPERATOR as ONE
+
+        tensors = (q, k, v, sink, call.cu_seqlens_q, call.cu_seqlens_k, None, None)
+        return ONE.launch(*ONE.arguments(tensors, 0, settled))
+    found = reference.flash_attention(
+        q, k, v, scale=options.scale, window=(call.left, call.right), softcap=options.softcap, sink=sink,
+        cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k, float32_precision=options.precision,
+        return_lse=True,
+    )  # fmt: skip
+    return *found, None
+
+
+class _Results(NamedTuple):
+    """Of a call, and the gradients of its results."""
+
+    out: Tensor
+    statistics: Tensor | None
+    grad: Tensor
+    grad_lse: Tensor | None
+
+
+def _gradients(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, options: Options, results: _Results
+) -> Any:
+    """Gradients of q, k, v and the sink of a call."""
+    settled = (call.left, call.right, options.scale, options.precision, options.softcap)
+    if options.kernels:
+        from warploom.ops.flash_attention.operator import OPERATOR as ONE
+
+        backward: Any = ONE.backward
+        bounds = (call.cu_seqlens_q, call.cu_seqlens_k, None)
+        tensors = (results.grad, results.grad_lse, q, k, v, results.out, results.statistics, sink, *bounds)
+        wanted = [True, True, True, sink is not None]
+        return backward.op(*backward.arguments(tensors, 0, (*settled, wanted)))
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        sink = None if sink is None else sink.detach().requires_grad_()
+        leaves = [x for x in (q, k, v, sink) if x is not None]
+        out, lse, _ = _attend(q, k, v, sink, call, options)
+        grads = (results.grad, torch.zeros_like(lse) if results.grad_lse is None else results.grad_lse)
+        found = torch.autograd.grad((out, lse), leaves, grads)
+    return (*found, None) if sink is None else found
+
+
+class _Run(NamedTuple):
+    """A call on all ranks, cut into groups of heads."""
+
+    plan: Plan
+    group: Any
+    heads: list[tuple[slice, slice]]
+    """Of each group: heads of queries, and of keys."""
+
+    @classmethod
+    def of(cls, tensors: Tensors, options: Options, bounds: Any) -> _Run:
+        """A call whose ranks have agreed on it."""
+        q, k, _, _, cu_seqlens = tensors
+        group = group_named(options.group)
+        plan = plan_of(
+            bounds, cu_seqlens is not None, group.size(), group.rank(), options.layout, options.left, options.right,
+            q.device,
+        )  # fmt: skip
+        # All ranks must cut alike: by the mean length of chunks.
+        tiles = q.shape[0] * q.shape[2] * -(-bounds[-1] // (group.size() * len(plan.steps) * 128))
+        most = min(MOST_GROUPS, max(tiles // LEAST_TILES, 1)) if group.size() > 1 else 1
+        groups = max(n for n in range(1, most + 1) if k.shape[2] % n == 0)
+        size, shared = k.shape[2] // groups, q.shape[2] // max(k.shape[2], 1)
+        cuts = [(n * size, (n + 1) * size) for n in range(groups)]
+        return cls(plan, group, [(slice(a * shared, b * shared), slice(a, b)) for a, b in cuts])
+
+    def send(self, k: Tensor, v: Tensor, number: int) -> Arriving | None:
+        """Send keys and values of a group of heads; nothing for the one behind the last."""
+        if number == len(self.heads):
+            return None
+        own = self.heads[number][1]
+        return exchange.send_keys(self.plan, [_rows(x[:, :, own]) for x in (k, v)], self.group)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(B, n, H, D) as (n, B, H, D), dense."""
+    return x.transpose(0, 1).contiguous()
+
+
+def _read(tensors: Tensors, options: Options) -> Any:
+    """The bounds of the whole, once the ranks have told each other of their calls."""
+    q, k, v, sink, cu_seqlens = tensors
+    group = group_named(options.group)
+    read = None if cu_seqlens is None else bounds_of(NAME, cu_seqlens)
+    sizes = f"B={q.shape[0]} Hq={q.shape[2]} Hkv={k.shape[2]} D={q.shape[3]} E={v.shape[3]} {dtype_of(q)}"
+    named = zip(Options._fields[:-1], options)
+    call = " ".join(
+        [sizes, *(f"{n}={x}" for n, x in named), f"sink={sink is not None}", f"cu_seqlens={shown(read)}"]
+    )
+    lengths = agree(group, NAME, q.shape[1], call)
+    bounds = settled(NAME, read, sum(lengths))
+    check_lengths(NAME, "q", lengths, chunks_of(bounds, group.size(), options.layout).lengths, options.layout)
+    return bounds
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The operator
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
+    """Outputs, lse, statistics for the backward, and the bounds of the whole."""
+    q, k, v, sink, _ = tensors
+    bounds = _read(tensors, options)
+    run = _Run.of(tensors, options, bounds)
+    out, lse, statistics, _ = _fake(tensors, options)
+    arriving = run.send(k, v, 0)
+    for number, (heads, _of_keys) in enumerate(run.heads):
+        arrived = arriving.wait()  # type: ignore[union-attr]
+        arriving = run.send(k, v, number + 1)
+        own = None if sink is None else sink[heads]
+        for place, step in enumerate(run.plan.steps):
+            keys, values = (x.transpose(0, 1) for x in exchange.keys_of(run.plan, place, arrived))
+            for call in step.calls:
+                found = _attend(
+                    q[:, call.queries, heads], keys[:, call.keys], values[:, call.keys], own, call, options
+                )  # fmt: skip
+                out[:, call.queries, heads] = found[0]
+                lse[:, heads, call.queries] = found[1]
+                if found[2] is not None:
+                    statistics[:, :, heads, call.queries] = found[2]
+    return out, lse, statistics, torch.tensor(bounds)
+
+
+def _fake(tensors: Tensors, options: Options) -> Tensors:
+    q, _, v, _, cu_seqlens = tensors
+    (batch, tokens, heads, _), precise = q.shape, torch.promote_types(q.dtype, torch.float32)
+    lse = q.new_empty((batch, heads, tokens), dtype=precise)
+    statistics = lse.new_empty((2 if options.kernels else 0, *lse.shape))
+    bounds = 2 if cu_seqlens is None else cu_seqlens.shape[0]
+    return empty_in_order_of(q, v.shape[-1]), lse, statistics, torch.empty(bounds, dtype=torch.int64)
+
+
+def _save(
+    tensors: Tensors, options: Options, results: Tensors, wanted: Sequence[bool]
+) -> tuple[Tensors, tuple[Any, ...]]:
+    """This rank's parts alone."""
+    out, _, statistics, bounds = results
+    return (*tensors, out, statistics, bounds), ()
+
+
+def _backward(
+    grads: Tensors, saved: Tensors, _: int, options: Options, extra: tuple[Any, ...], wanted: Sequence[bool],
+    plans: Plans,
+) -> Tensors:  # fmt: skip
+    """Gradients of q, k, v and the sink."""
+    q, k, v, sink, _, out, statistics, bounds = saved
+    grad, grad_lse = grads
+    grad = torch.zeros_like(out) if grad is None else grad
+    run = _Run.of(saved[:5], options, tuple(bounds.tolist()))
+    plan = run.plan
+    dq, dk, dv = (empty_in_order_of(x, x.shape[-1]) for x in (q, k, v))
+    dsink = None if sink is None else torch.zeros_like(sink, dtype=torch.promote_types(sink.dtype, torch.float32))
+    arriving, travelling = run.send(k, v, 0), None
+    for number, (heads, of_keys) in enumerate(run.heads):
+        arrived = arriving.wait()  # type: ignore[union-attr]
+        arriving = run.send(k, v, number + 1)
+        own = None if sink is None else sink[heads]
+        works: list[Any] = []
+        received: list[list[Tensor]] = []
+        for index, step in enumerate(plan.steps):
+            keys, values = (x.transpose(0, 1) for x in exchange.keys_of(plan, index, arrived))
+            of_step = [], []  # type: tuple[list[Tensor], list[Tensor]]
+            for call in step.calls:
+                rows = call.queries
+                results = _Results(
+                    out[:, rows, heads],
+                    statistics[:, :, heads, rows].contiguous() if options.kernels else None,
+                    grad[:, rows, heads],
+                    None if grad_lse is None else grad_lse[:, heads, rows],
+                )
+                chunk = q[:, rows, heads], keys[:, call.keys], values[:, call.keys]
+                found = _gradients(*chunk, own, call, options, results)
+                dq[:, rows, heads] = found[0]
+                for each, gradient in zip(of_step, found[1:3]):
+                    each.append(gradient)
+                if dsink is not None:
+                    dsink[heads] += found[3]
+            wholes = [_joined(each, x) for each, x in zip(of_step, (keys, values))]
+            more, rows_of_step = exchange.send_gradients(step, wholes, run.group)
+            works += more
+            received.append(rows_of_step)
+        _arrive(plan, travelling, (dk, dv), options)
+        travelling = (works, received, of_keys)
+    _arrive(plan, travelling, (dk, dv), options)
+    return dq, dk, dv, None if dsink is None or sink is None else dsink.to(sink.dtype)
+
+
+def _joined(gradients: list[Tensor], keys: Tensor) -> Tensor:
+    """Gradients of the keys of a step's calls as rows (M, B, H, D)."""
+    if not gradients:
+        return _rows(keys[:, :0])
+    return _rows(gradients[0] if len(gradients) == 1 else torch.cat(gradients, dim=1))
+
+
+def _arrive(plan: Plan, travelling: Any, into: tuple[Tensor, Tensor], options: Options) -> None:
+    """Add up gradients of a group of heads that were sent while the next group was computed."""
+    if travelling is None:
+        return
+    works, received, heads = travelling
+    for work in works:
+        work.wait()
+    for gradient, rows in zip(into, zip(*received)):
+        gradient[:, :, heads] = exchange.sum_gradients(plan, list(rows), options.kernels).transpose(0, 1)
+
+
+def _backward_fake(grads: Tensors, saved: Tensors, *_: Any) -> Tensors:
+    sink = saved[3]
+    dsink = None if sink is None else sink.new_empty(sink.shape)
+    return *(empty_in_order_of(x, x.shape[-1]) for x in saved[:3]), dsink
+
+
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? cu_seqlens"
+OPERATOR = Operator(
+    name=NAME,
+    tensors=_TENSORS,
+    options="SymInt? left, SymInt? right, float scale, str? precision, float? softcap, bool kernels, str layout, "
+    "str group",
+    results=4,
+    options_type=Options,
+    forward=_forward,
+    fake=_fake,
+    gradient=Gradient(
+        grads="Tensor? grad, Tensor? grad_lse",
+        saved=f"{_TENSORS}, Tensor out, Tensor statistics, Tensor bounds",
+        gradients=4,
+        save=_save,
+        run=_backward,
+        fake=_backward_fake,
+    ),
+)

@@ -1,0 +1,71 @@
+"""Processes that run checks together: one group for all checks of a file, and what each rank found in each."""
+
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+TIMEOUT = 150  # seconds, of all checks of a group
+
+
+def run_checks(module: str, world: int) -> dict[str, str]:
+    """Run every ``check_…(world)`` of a module on so many ranks; what went wrong on any of them, by check."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed.tensor", "torch.testing", "warploom", "interpreter"]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=_rank, args=(module, rank, world, folder)) for rank in range(world)]
+        for process in ranks:
+            process.start()
+        found: dict[str, str] = {}
+        for rank, process in enumerate(ranks):
+            process.join(TIMEOUT)
+            report = Path(folder, f"{rank}.jsonl")
+            lines = [json.loads(line) for line in report.read_text().splitlines()] if report.is_file() else []
+            for name, error in lines:
+                if error or name not in found:
+                    found[name] = found.get(name, "") + (f"rank {rank}: {error}\n" if error else "")
+            if process.exitcode != 0:
+                last = lines[-1][0] if lines else "the start"
+                found["ranks"] = found.get("ranks", "") + f"rank {rank}: status {process.exitcode}, after {last}\n"
+                process.kill()
+                process.join()
+        return found
+
+
+def _rank(module: str, rank: int, world: int, folder: str) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    sys.path[:0] = [str(Path(__file__).parent)]
+    from interpreter import quicken
+
+    quicken()
+    checks = importlib.import_module(module)
+    store = dist.FileStore(str(Path(folder, "store")), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    names = [name for name in vars(checks) if name.startswith("check_")]
+    with Path(folder, f"{rank}.jsonl").open("w") as report:
+        for name in names:
+            error, began = "", time.time()
+            torch.manual_seed(0)
+            try:
+                getattr(checks, name)(world)
+            except Exception:
+                error = traceback.format_exc(limit=8)
+            if os.environ.get("SHOW_TIMES"):
+                print(rank, name, f"{time.time() - began:.1f} s", file=sys.stderr)
+            report.write(json.dumps([name, error]) + "\n")
+            report.flush()
+            with contextlib.suppress(Exception):
+                dist.barrier()
+    dist.destroy_process_group()
