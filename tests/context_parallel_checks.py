@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import warploom
-from warploom import flash_attention
+from warploom import flash_attention, linear_attention
 from warploom.distributed import (
     context_parallel_attention,
+    context_parallel_linear_attention,
     local_position_ids,
     shard_sequence,
     unshard_sequence,
@@ -205,6 +206,95 @@ def check_sums_on_the_kernel_are_those_of_torch(world):
         assert sums[0].abs().sum() > 0
 
 
+# Linear attention
+
+
+LINEAR = [
+    {},
+    {"decay": "head", "encoding": "rotate"},
+    {"decay": "token", "encoding": "cosine", "activation": "silu", "offset": 3},
+    {"decay": "head", "initial": True, "return_state": True, "offset": torch.tensor(5), "encoding": "rotate"},
+    {"decay": "token", "initial": True, "return_state": True},
+    {"causal": False, "encoding": "rotate", "interleaved": True},
+    {"length": 3, "decay": "token", "return_state": True},
+    {"length": 0, "initial": True, "return_state": True},
+]
+
+
+def linear_case(world, length=37, decay=None, initial=False, bounds=None, backend="torch", **options):
+    """Outputs, states and gradients of all ranks, against those of one."""
+    dtype = torch.float32 if backend == "triton" else torch.float64
+    mesh = mesh_of(world)
+    batch, length = (2, length) if bounds is None else (1, int(bounds[-1]))
+    sequences = batch if bounds is None else len(bounds) - 1
+    encoding = options.get("encoding", "none")
+    tokens, values = (batch, length, 2, 6), (batch, length, 2, 5)
+    q, k, v, grad = draw(tokens, tokens, values, values, dtype=dtype)
+    state, grad_state = draw(*[(sequences, 2, 12 if encoding == "cosine" else 6, 5)] * 2, dtype=dtype, seed=1)
+    named = {"q": q, "k": k, "v": v}
+    if encoding != "none":
+        named["theta"] = draw((2, 3), dtype=dtype, seed=2)[0]
+    if decay is not None:
+        shape = (2,) if decay == "head" else (batch, length, 2)
+        named["decay"] = -draw(shape, dtype=dtype, seed=3)[0].abs() / 4
+    if initial:
+        named["initial_state"] = state
+    rest = {**options, "cu_seqlens": bounds, "backend": backend}
+
+    def part(x):
+        bare = x.detach()
+        return (
+            shard_sequence(bare, mesh, layout="contiguous", cu_seqlens=bounds)
+            if x.shape[1:2] == (length,)
+            else bare
+        )
+
+    def run(function, *mesh, **tensors):
+        leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+        q, k, v, *others = leaves.values()
+        found = function(q, k, v, *mesh, **dict(zip(list(leaves)[3:], others)), **rest)
+        return leaves, found if isinstance(found, tuple) else (found,)
+
+    wholes, expected = run(linear_attention, **named)
+    torch.autograd.backward(expected, (grad, grad_state)[: len(expected)])
+    parts, found = run(context_parallel_linear_attention, mesh, **{name: part(x) for name, x in named.items()})
+    # The gradient of the state comes in parts.
+    torch.autograd.backward(found, (part(grad), grad_state / world)[: len(expected)])
+    close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(found[0], part(expected[0]), **close)
+    for mine, whole in zip(found[1:], expected[1:]):
+        torch.testing.assert_close(mine, whole, **close)
+    for name, leaf in parts.items():
+        gradient, whole = leaf.grad, wholes[name].grad
+        if name in ("theta", "initial_state") or (name == "decay" and decay == "head"):
+            dist.all_reduce(gradient)
+        else:
+            whole = part(whole)
+        torch.testing.assert_close(gradient, whole, **close, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def check_linear_attention(world):
+    for case in LINEAR:
+        try:
+            linear_case(world, **case)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+def check_packed_linear_attention(world):
+    for bounds in (*PACKED, cu(1, 60, 0, 3)):
+        for case in LINEAR[1:6]:
+            try:
+                linear_case(world, bounds=bounds, **case)
+            except AssertionError as error:
+                raise AssertionError(f"{bounds} {case}: {error}") from error
+
+
+def check_linear_attention_on_the_kernels(world):
+    if world == 2:
+        linear_case(world, length=20, backend="triton", decay="token", encoding="rotate", return_state=True)
+
+
 # Errors
 
 
@@ -284,6 +374,26 @@ def check_what_one_rank_gets_wrong_all_refuse(world):
     refused(warploom.ShapeError, "dim must be an axis", lambda: shard_sequence(q, mesh, dim=4))
     refused(warploom.ArgumentError, "length must be at least 0", lambda: local_position_ids(-1, mesh))
     refused(warploom.DtypeError, "length must be an int", lambda: local_position_ids(1.0, mesh))
+    attend = context_parallel_linear_attention
+    refused(
+        warploom.ShapeError,
+        "q must be the ranks' parts",
+        lambda: attend(q[:, : 8 - odd], k[:, : 8 - odd], v[:, : 8 - odd], mesh),
+    )
+    refused(
+        warploom.ArgumentError,
+        "linear_attention: encoding must be",
+        lambda: attend(q, k, v, mesh, encoding="none" if odd else "no"),
+    )
+    refused(warploom.ArgumentError, "a call must be the same", lambda: attend(q, k, v, mesh, offset=int(odd)))
+    refused(
+        warploom.ArgumentError, "cu_seqlens must be the bounds", lambda: attend(q, k, v, mesh, cu_seqlens=local)
+    )
+    refused(
+        warploom.DeviceError,
+        "q must be on a device of the mesh",
+        lambda: attend(*(meta if odd else (q, k, v)), mesh),
+    )
     attention_case(world, causal=True)  # and the next call is right
 
 
