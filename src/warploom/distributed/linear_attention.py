@@ -124,9 +124,9 @@ def context_parallel_linear_attention(
         q, k, v = (shard_sequence(x, mesh, layout="contiguous") for x in (q, k, v))
         out = context_parallel_linear_attention(q, k, v, mesh, decay=decay)          # (B, N / W, H, E)
 
-    Parts are contiguous: rank ``r`` of ``W`` holds the ``r``-th of as many, whose lengths differ by one at most. One
-    all-gather of states ``(S, H, F, E)`` and decays travels, and one of their gradients in the backward. All ranks
-    must make the same call; what one of them refuses, all refuse with the same error.
+    Parts are contiguous: rank ``r`` of ``W`` holds the ``r``-th of as many, of lengths that differ by one at most.
+    One all-gather of states ``(S, H, F, E)`` and decays travels, and one of their gradients in the backward. All
+    ranks must make the same call; what one of them refuses, all refuse with the same error.
 
     Args:
         q: ``(B, n, H, D)``, this rank's part of the queries, as `shard_sequence` cuts them in the layout
@@ -356,7 +356,7 @@ def _part_of(bounds: Bounds, packed: bool, batch: int, world: int, rank: int, de
 
 def _gathered(x: Tensor, group: Any) -> Tensor:
     """Those of all ranks, (W, …)."""
-    every = x.new_empty((group.size(), *x.shape))
+    every: Tensor = x.new_empty((group.size(), *x.shape))
     if x.numel() == 0:
         return every
     all_gather(as_bytes(every), as_bytes(x.contiguous()), group=group)
@@ -383,10 +383,11 @@ def _factor(tensors: Tensors, tokens: slice) -> Tensor:
     """By how much a state has decayed behind such tokens: (B, H), the product of their decays."""
     q, _, _, _, decay, *_ = tensors
     if decay is None:
-        return q.new_ones((q.shape[0], q.shape[2]), dtype=_precise(tensors))
+        return torch.ones((q.shape[0], q.shape[2]), dtype=_precise(tensors), device=q.device)
     count = max(tokens.stop - tokens.start, 0)
     total = decay.double() * count if decay.dim() == 1 else decay[:, tokens].double().sum(1)
-    return total.expand(q.shape[0], -1).exp().to(_precise(tensors))
+    factor: Tensor = total.expand(q.shape[0], -1).exp()
+    return factor.to(_precise(tensors))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -490,8 +491,7 @@ def _total(tensors: Tensors, options: Options, offset: int, run: _Run) -> Tensor
     own = tensors[0].new_zeros(_state_shape(tensors, options, _sequences(tensors)), dtype=_precise(tensors))
     for segment in run.part.segments:
         own[segment.sequences] = _last_state(segment.of(tensors, offset, None), options)
-    total: Tensor = _gathered(own, run.group).sum(0)
-    return total
+    return _gathered(own, run.group).sum(0)
 
 
 def _zeros_like(x: Tensor) -> Tensor:
