@@ -1,7 +1,5 @@
 """What ranks check of context parallelism, each on its own part: run by tests/test_context_parallel.py."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -156,24 +154,6 @@ def check_packed_attention(world):
                 raise AssertionError(f"{bounds} {case}: {error}") from error
 
 
-@contextlib.contextmanager
-def groups_of_heads():
-    """Cut calls into groups of heads however few their tiles are."""
-    from warploom.distributed import attention
-
-    before, attention.LEAST_TILES = attention.LEAST_TILES, 1
-    try:
-        yield
-    finally:
-        attention.LEAST_TILES = before
-
-
-def check_groups_of_heads(world):
-    with groups_of_heads():
-        for case in ({"causal": True, "sink": True}, {"window": (3, 4), "bounds": PACKED[1]}):
-            attention_case(world, **case)
-
-
 def check_bits_are_those_of_one_rank(world):
     """On the kernels, in Triton's interpreter; a tile of one call is a tile of the other."""
     mesh = mesh_of(world)
@@ -183,9 +163,8 @@ def check_bits_are_those_of_one_rank(world):
         expected = flash_attention(*wholes, **options, backend="triton")
         expected.backward(grad)
         parts = [shard_sequence(x.detach(), mesh).requires_grad_() for x in (q, k, v)]
-        with groups_of_heads():
-            found = context_parallel_attention(*parts, mesh, **options, backend="triton")
-            found.backward(shard_sequence(grad, mesh))
+        found = context_parallel_attention(*parts, mesh, **options, backend="triton")
+        found.backward(shard_sequence(grad, mesh))
         assert torch.equal(found, shard_sequence(expected.detach(), mesh))
         assert torch.equal(parts[0].grad, shard_sequence(q.grad, mesh))
         for mine, whole in zip(parts[1:], (k, v)):
@@ -200,7 +179,7 @@ def check_sums_on_the_kernel_are_those_of_torch(world):
     bounds = tuple(PACKED[1].tolist())
     plan = exchange.plan_of(bounds, True, world, rank, "zigzag", None, 0, torch.device("cpu"))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        received = draw(*((len(step.sent), 2, 3, 5) for step in plan.steps), dtype=dtype)
+        (received,) = draw((sum(len(step.sent) for step in plan.steps), 2, 3, 5), dtype=dtype)
         sums = [exchange.sum_gradients(plan, received, kernels) for kernels in (True, False)]
         assert torch.equal(*sums)
         assert sums[0].abs().sum() > 0

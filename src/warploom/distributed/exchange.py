@@ -231,9 +231,9 @@ def send_keys(plan: Plan, tensors: list[Tensor], group: Any) -> Arriving:
         return Arriving(works, [found])
     for step in plan.steps:
         counts = (step.sent_counts, step.received_counts)
-        sent = [_send(x.index_select(0, step.sent), *counts, group) for x in tensors]
-        works += [work for work, _ in sent]
-        rows.append([received for _, received in sent])
+        arriving = [x.new_empty((len(step.place), *x.shape[1:])) for x in tensors]
+        works += [_send(x.index_select(0, step.sent), y, *counts, group) for x, y in zip(tensors, arriving)]
+        rows.append(arriving)
     return Arriving(works, rows)
 
 
@@ -243,41 +243,68 @@ def keys_of(plan: Plan, number: int, arrived: list[list[Tensor]]) -> list[Tensor
     return [x.index_select(0, plan.steps[number].place) for x in rows]
 
 
-def send_gradients(step: Step, tensors: list[Tensor], group: Any) -> tuple[list[Any], list[Tensor]]:
-    """Send gradients (M, …) of a step's keys to their owners."""
-    counts = (step.received_counts, step.sent_counts)
-    sent = [_send(x.index_select(0, step.back), *counts, group) for x in tensors]
-    return [work for work, _ in sent], [received for _, received in sent]
+class Returning:
+    """Gradients of keys and values on their way to the owners of the tokens."""
+
+    def __init__(self, plan: Plan, like: list[Tensor], group: Any) -> None:
+        """None yet.
+
+        Args:
+            plan: Of the call.
+            like: Of each tensor some rows (·, …).
+            group: The ranks.
+        """
+        self.plan, self.group = plan, group
+        rows = sum(len(step.sent) for step in plan.steps)
+        self.received = [x.new_empty((rows, *x.shape[1:])) for x in like]
+        self.works: list[Any] = []
+
+    def send(self, number: int, tensors: list[Tensor]) -> None:
+        """Send gradients (M, …) of a step's keys."""
+        steps = self.plan.steps
+        begin = sum(len(step.sent) for step in steps[:number])
+        step = steps[number]
+        counts = (step.received_counts, step.sent_counts)
+        for x, received in zip(tensors, self.received):
+            into = received[begin : begin + len(step.sent)]
+            self.works.append(_send(x.index_select(0, step.back), into, *counts, self.group))
+
+    def sums(self, kernels: bool) -> list[Tensor]:
+        """Of each tensor the gradients (n, …) of this rank's part, added up in float32 and in a fixed order.
+
+        Args:
+            kernels: Whether kernels compute the call.
+        """
+        for work in self.works:
+            work.wait()
+        return [sum_gradients(self.plan, received, kernels) for received in self.received]
 
 
-def _send(x: Tensor, counts: list[int], received_counts: list[int], group: Any) -> tuple[Any, Tensor]:
-    received = x.new_empty((sum(received_counts), *x.shape[1:]))
+def _send(x: Tensor, received: Tensor, counts: list[int], received_counts: list[int], group: Any) -> Any:
     row = math.prod(x.shape[1:]) * x.element_size()
     sizes = [count * row for count in received_counts], [count * row for count in counts]
-    work = dist.all_to_all_single(as_bytes(received), as_bytes(x), *sizes, group=group, async_op=True)
-    return work, received
+    return dist.all_to_all_single(as_bytes(received), as_bytes(x), *sizes, group=group, async_op=True)
 
 
-def sum_gradients(plan: Plan, received: list[Tensor], kernels: bool) -> Tensor:
+def sum_gradients(plan: Plan, received: Tensor, kernels: bool) -> Tensor:
     """What was received for each row of this rank's part, added up in float32 in the order of steps and ranks.
 
     Args:
         plan: Of the call.
-        received: For each step rows (·, …).
+        received: Rows (·, …), those of the first step first.
         kernels: Whether kernels compute the call.
 
     Returns:
         ``(n, …)`` in the dtype of what was received.
     """
-    rows = torch.cat(received) if len(received) > 1 else received[0]
     if kernels:
         from warploom.distributed.kernels import sum_rows
 
-        return sum_rows(rows, plan.order, plan.ends)
-    total = rows.new_zeros(
-        (len(plan.ends) - 1, *rows.shape[1:]), dtype=torch.promote_types(rows.dtype, torch.float32)
-    )
-    for step, part in zip(plan.steps, received):
-        for into, share in zip(step.sent.split(step.sent_counts), part.split(step.sent_counts)):
-            total.index_add_(0, into, share.to(total.dtype))  # no row twice
-    return total.to(rows.dtype)
+        return sum_rows(received, plan.order, plan.ends)
+    precise = torch.promote_types(received.dtype, torch.float32)
+    total = received.new_zeros((len(plan.ends) - 1, *received.shape[1:]), dtype=precise)
+    counts = [count for step in plan.steps for count in step.sent_counts]
+    sent = torch.cat([step.sent for step in plan.steps])
+    for into, share in zip(sent.split(counts), received.split(counts)):
+        total.index_add_(0, into, share.to(precise))  # no row twice
+    return total.to(received.dtype)

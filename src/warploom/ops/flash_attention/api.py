@@ -13,6 +13,7 @@ from warploom.ops.flash_attention.validation import Options, check
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import dense, in_order_of
 from warploom.runtime.modes import is_plain_eager
+from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
 
@@ -208,4 +209,11 @@ def _operator() -> Operator:
     return OPERATOR
 
 
-_function = Function("flash_attention", check, _run_reference, _operator)
+def _axes(tensors: Tensors, options: tuple[object, ...]) -> Axes:
+    """Batch entries, but those of packed sequences, and heads; pages are of no batch entry."""
+    paged, return_lse = tensors[7] is not None, options[4]
+    keys = "..h." if paged else "b.h."
+    return Axes(("b.h.", keys, keys, "h", "", "", "b", "b."), ("b.h.", "bh.") if return_lse else ("b.h.",))
+
+
+_function = Function("flash_attention", check, _run_reference, _operator, _axes)

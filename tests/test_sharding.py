@@ -1,0 +1,18 @@
+"""Operators on DTensors, and sharded models, on two and four processes; see sharding_checks.py."""
+
+import pytest
+import sharding_checks as checks
+from distributed_ranks import run_checks
+
+NAMES = [name for name in vars(checks) if name.startswith("check_")]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request: pytest.FixtureRequest) -> dict[str, str]:
+    return run_checks("sharding_checks", request.param)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "ranks"])
+def test_on_all_ranks(name: str, found: dict[str, str]) -> None:
+    assert name in found or name == "ranks", found.get("ranks", "")
+    assert found.get(name, "") == "", found[name]
