@@ -165,3 +165,164 @@ def check_compiled(world):
 
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     same(lambda *x: compiled(*x), mesh, (H, H, H, None), (q, k, v, theta), H)
+
+
+# Models
+
+
+def model_of(**options):
+    from warploom.nn import TransformerConfig, TransformerLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "context_length": 32, "d_model": 32, "d_ff": 128, "layers": 2, "heads": 8}
+    return TransformerLM(TransformerConfig(**{**sizes, "kv_heads": 4, **options})).double()
+
+
+def text_of(batch=4, length=16):
+    return torch.randint(16, (2, batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def expected_of(**options):
+    model = model_of(**options)
+    loss = model(*text_of()).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def compare_gradients(model, expected):
+    for block in model.blocks:  # back to the order of one process
+        if hasattr(block.attention, "group") and block.attention.grouped:
+            whole = {}
+            for name in ("attention.qkv.weight", "mlp.gate_up.weight"):
+                p = block.get_parameter(name)
+                whole[name] = (p.grad.full_tensor(), p)
+            plain = model_of(kv_heads=model.config.kv_heads).blocks[0]
+            plain.attention.grouped, plain.mlp.grouped = True, block.mlp.grouped
+            for name, (grad, _) in whole.items():
+                with torch.no_grad():
+                    plain.get_parameter(name).copy_(grad)
+            plain.attention.group(False)
+            plain.mlp.group(0)
+            for name, (_, p) in whole.items():
+                p.ungrouped = plain.get_parameter(name).detach()
+    for name, p in model.named_parameters():
+        found = getattr(p, "ungrouped", None)
+        if found is None:
+            found = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        torch.testing.assert_close(found, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+def check_order_of_rows(world):
+    tokens = text_of()[0]
+    model = model_of()
+    before = model(tokens).logits
+    for block in model.blocks:
+        block.attention.group()
+        block.mlp.group(32)
+    torch.testing.assert_close(model(tokens).logits, before)
+    for block in model.blocks:
+        block.attention.group(False)
+        block.mlp.group(0)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), model_of().parameters()))
+
+
+def check_tensor_parallel(world):
+    from warploom.distributed import shard_matrices
+
+    for options in ({}, {"position": "cosine", "learnable_positions": True}):
+        loss, gradients = expected_of(**options)
+        model = model_of(**options)
+        shard_matrices(model, mesh_of(world))
+        found = model(*text_of()).loss
+        found.backward()
+        torch.testing.assert_close(found.detach(), loss)
+        compare_gradients(model, gradients)
+
+
+def check_fsdp_and_context_parallel(world):
+    from torch.distributed.fsdp import fully_shard
+
+    from warploom.distributed import local_position_ids, shard_context, shard_sequence
+
+    mesh = mesh_of(world)
+    for layout, options in (
+        ("zigzag", {"checkpoint": True}),
+        ("contiguous", {"attention": "linear", "kv_heads": None}),
+    ):
+        loss, gradients = expected_of(**options)
+        model = model_of(**options)
+        shard_context(model, mesh, layout=layout)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        text = shard_sequence(text_of(), mesh, dim=2, layout=layout)
+        places = {"position_ids": local_position_ids(16, mesh, layout=layout)} if layout == "zigzag" else {}
+        found = model(*text, **places).loss
+        found.backward()
+        total = found.detach().clone()
+        torch.distributed.all_reduce(total)
+        torch.testing.assert_close(total / world, loss)
+        compare_gradients(model, gradients)
+
+
+def check_selective_checkpointing(world):
+    """What is kept is not computed again; gradients are the same."""
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    from warploom.distributed import context_parallel_attention, shard_sequence
+
+    mesh = mesh_of(world)
+    q, k, v = (shard_sequence(x, mesh).requires_grad_() for x in draw(*[(1, 16, 2, 4)] * 3))
+    calls = []
+
+    def policy(context, op, *arguments, **options):
+        kept = op is torch.ops.warploom.context_parallel_attention_launch.default
+        calls.append((kept, context.is_recompute))
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def layer(q, k, v):
+        return context_parallel_attention(q * 2, k, v, mesh, causal=True).sin()
+
+    expected = torch.autograd.grad(layer(q, k, v).sum(), (q, k, v))
+    contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
+    out = checkpoint(layer, q, k, v, use_reentrant=False, context_fn=contexts)
+    assert all(map(torch.equal, torch.autograd.grad(out.sum(), (q, k, v)), expected))
+    assert (True, False) in calls
+
+
+def check_compiled_context_parallel(world):
+    if world != 2:
+        return
+    from warploom.distributed import context_parallel_attention, shard_sequence
+
+    mesh = mesh_of(world)
+    q, k, v = (shard_sequence(x, mesh).requires_grad_() for x in draw(*[(1, 16, 2, 4)] * 3))
+
+    def layer(q, k, v):
+        return context_parallel_attention(q.sin(), k, v, mesh, causal=True).cos()
+
+    found, expected = torch.compile(layer, backend="aot_eager", fullgraph=True)(q, k, v), layer(q, k, v)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(x.sum(), (q, k, v)) for x in (found, expected)]
+    for mine, whole in zip(*gradients):
+        torch.testing.assert_close(mine, whole)
+
+
+def check_models_that_cannot_be_sharded(world):
+    from warploom.distributed import shard_context, shard_matrices
+
+    mesh = mesh_of(world)
+    for call, error, text in (
+        (lambda: shard_matrices(model_of(kv_heads=1), mesh), warploom.ArgumentError, "kv_heads divisible"),
+        (lambda: shard_matrices(model_of(d_ff=32), mesh), warploom.ArgumentError, "d_ff divisible"),
+        (lambda: shard_matrices(torch.nn.Linear(1, 1), mesh), warploom.DtypeError, "a TransformerLM"),
+        (lambda: shard_context(torch.nn.Linear(1, 1), mesh), warploom.ArgumentError, "layers Attention"),
+        (lambda: shard_context(model_of(attention="sdpa"), mesh), warploom.ArgumentError, "attention 'flash'"),
+        (
+            lambda: shard_context(model_of(attention="linear", kv_heads=None), mesh),
+            warploom.ArgumentError,
+            "layout",
+        ),
+    ):
+        with pytest.raises(error, match=text):
+            call()

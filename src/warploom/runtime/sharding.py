@@ -31,8 +31,8 @@ class Axes(NamedTuple):
     """Empty for one that has no axis to be sharded."""
     results: Sequence[str]
     moved: Callable[[Sequence[Any], Any, Any], tuple[Sequence[Any], Any]] | None = None
-    """Of operators that know where tokens stand, whose axis is ``n``: a shard's tensors and number, from its tensors,
-    the number, and how far behind the first token it begins."""
+    """Of operators that know where tokens stand, whose axis is ``n``: makes a shard's tensors and number of its
+    tensors, the number, and how far behind the first token it begins."""
 
 
 def is_sharded(tensors: Sequence[Any]) -> bool:
