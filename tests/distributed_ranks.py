@@ -16,14 +16,17 @@ import torch
 TIMEOUT = 150  # seconds, of all checks of a group
 
 
-def run_checks(module: str, world: int) -> dict[str, str]:
-    """Run every ``check_…(world)`` of a module on so many ranks; what went wrong on any of them, by check."""
+def run_checks(module: str, world: int, shared: Path | None = None) -> dict[str, str]:
+    """Run every ``check_…(world)`` of a module on so many ranks; what went wrong on any of them, by check.
+
+    ``shared`` is a folder that checks find as ``distributed_ranks.SHARED``.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["torch", "torch.distributed.tensor", "torch.testing", "warploom", "interpreter"]
     )
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=_rank, args=(module, rank, world, folder)) for rank in range(world)]
+        ranks = [context.Process(target=_rank, args=(module, rank, world, folder, shared)) for rank in range(world)]
         for process in ranks:
             process.start()
         found: dict[str, str] = {}
@@ -42,7 +45,10 @@ def run_checks(module: str, world: int) -> dict[str, str]:
         return found
 
 
-def _rank(module: str, rank: int, world: int, folder: str) -> None:
+SHARED = Path()
+
+
+def _rank(module: str, rank: int, world: int, folder: str, shared: Path | None) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -50,6 +56,7 @@ def _rank(module: str, rank: int, world: int, folder: str) -> None:
     from interpreter import quicken
 
     quicken()
+    importlib.import_module("distributed_ranks").SHARED = shared
     checks = importlib.import_module(module)
     store = dist.FileStore(str(Path(folder, "store")), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)

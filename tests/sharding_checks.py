@@ -1,5 +1,10 @@
 """What ranks check of operators on DTensors, and of models sharded by PyTorch: run by tests/test_sharding.py."""
 
+import os
+import sys
+from pathlib import Path
+
+import distributed_ranks
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -326,3 +331,27 @@ def check_models_that_cannot_be_sharded(world):
     ):
         with pytest.raises(error, match=text):
             call()
+
+
+# Training
+
+
+WORDS = "--device cpu --steps 6 --warm-up 2 --batch 2 --log-every 1 --eval-every 3 --eval-batches 1 --save-every 2"
+
+
+def check_training(world):
+    """Four ranks begin, and two go on from their checkpoint."""
+    folder = distributed_ranks.SHARED
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    import train_lm
+
+    os.environ["WORLD_SIZE"] = str(world)
+    words = [*WORDS.split(), "--text", str(folder / "text.py"), "--output", str(folder / "ranks"), "--cp", "2"]
+    try:
+        train_lm.main([*words, *(["--tp", "2", "--stop", "4"] if world == 4 else [])])
+        if world == 2:
+            with pytest.raises(SystemExit, match="2 ranks are no multiple of --cp 2 times --tp 2"):
+                train_lm.main([*words, "--tp", "2"])
+    finally:
+        del os.environ["WORLD_SIZE"]
+        torch.set_float32_matmul_precision("highest")

@@ -85,7 +85,7 @@ def shard_matrices(model: TransformerLM, mesh: DeviceMesh) -> None:
 
     Args:
         model: Of attention ``flash``, ``sdpa`` or ``plain``; changed in place, before `fully_shard`.
-        mesh: Of one dimension.
+        mesh: Of one dimension. With one rank, rows are put in their order, and nothing else.
 
     Raises:
         ArgumentError: The mesh has more dimensions, or the model's heads or inner features are not divisible by it.
@@ -119,6 +119,7 @@ def shard_matrices(model: TransformerLM, mesh: DeviceMesh) -> None:
     for block in blocks:
         block.attention.group()
         block.mlp.group(features)
-        parallelize_module(block, mesh, sharded)
-    if not config.tie:
+        if ranks > 1:
+            parallelize_module(block, mesh, sharded)
+    if ranks > 1 and not config.tie:
         parallelize_module(model.head, mesh, ColwiseParallel(output_layouts=Replicate()))
