@@ -52,12 +52,12 @@ def test_a_run_on_four_and_then_two_ranks_has_the_losses_of_one(
     import train_lm
 
     train_lm.main([*checks.WORDS.split(), "--text", str(folder / "text.py"), "--output", str(folder / "one")])
-    torch.set_float32_matmul_precision("highest")
     expected = losses(folder / "one")
     assert len(expected) == 6
     torch.testing.assert_close(torch.tensor(losses(folder / "ranks")), torch.tensor(expected), rtol=1e-4, atol=0.0)
     with pytest.raises(SystemExit, match="was made under torchrun"):
         train_lm.main([*checks.WORDS.split(), "--text", str(folder / "text.py"), "--output", str(folder / "ranks")])
+    torch.set_float32_matmul_precision("highest")
 
 
 def test_a_killed_rank_ends_the_run_and_leaves_whole_checkpoints(folder: Path) -> None:
