@@ -408,11 +408,20 @@ def launched(case: Case, provider: str) -> None:
     """Launch what a rank launches of ours for its chunks, in one direction and back."""
     if provider != KERNELS:
         raise Unsupported("launches nothing of ours")
-    part = {**case, "n": case["n"] // (2 * case["gpus"])}
-    inputs, every = (make_inputs(each, torch.device("cpu"), torch.Generator()) for each in (part, case))
-    if case["kind"] != "linear":
-        inputs |= {name: every[name] for name in ("k", "v")}
-    out = as_tuple(whole(case, "triton")(**{k: v for k, v in inputs.items() if k != "cu_seqlens"}))[0]
+    cpu, generator = torch.device("cpu"), torch.Generator()
+    if case["kind"] == "linear":
+        inputs = make_inputs({**case, "n": case["n"] // case["gpus"]}, cpu, generator)
+        out = as_tuple(whole(case, "triton")(**inputs))[0]
+    else:
+        from warploom.distributed.kernels import sum_rows
+
+        inputs = make_inputs(case, cpu, generator)
+        cu_seqlens = inputs.get("cu_seqlens")
+        q = inputs["q"][:, : case["n"] // (2 * case["gpus"])]
+        bounds: dict[str, Any] = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        out = flash_attention(q, inputs["k"], inputs["v"], **bounds, **_options(case), backend="triton")
+        rows = torch.zeros(2, dtype=torch.int32)
+        sum_rows(inputs["k"][0].detach(), rows, rows)
     torch.autograd.grad([out], list(leaves(inputs).values()), [torch.empty_like(out)])
 
 
