@@ -157,7 +157,7 @@ def check_packed_attention(world):
 def check_bits_are_those_of_one_rank(world):
     """On the kernels, in Triton's interpreter; a tile of one call is a tile of the other."""
     mesh = mesh_of(world)
-    for options in ({"causal": True}, {"causal": True, "window": (9, 0)})[: 4 // world]:
+    for options in ({"causal": True}, {"causal": True, "window": (9, 0)}) if world == 2 else ():
         q, k, v, grad = draw((1, 40, 2, 16), (1, 40, 2, 16), (1, 40, 2, 16), (1, 40, 2, 16))
         wholes = [x.requires_grad_() for x in (q, k, v)]
         expected = flash_attention(*wholes, **options, backend="triton")

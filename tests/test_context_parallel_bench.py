@@ -1,5 +1,6 @@
 """The bench of context parallelism: it starts the ranks itself, and its records are the house's."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -29,11 +30,14 @@ def test_a_trial_on_two_ranks(tmp_path: Path, quick_measurements: None) -> None:
     assert set(ours.details["bits_of_one_gpu"]) == {"out", "dq", "dk", "dv"}
 
 
-def test_ranks_that_fail_leave_a_reason() -> None:
-    case = {**context_parallel._trial("cpu")[0], "dtype": "nothing"}
+def test_ranks_that_fail_leave_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "Traceback …\n  in main\n[rank1]: RuntimeError: no such thing\nRuntimeError: later"
+    failed = subprocess.CompletedProcess([], 1, stdout="", stderr=told)
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: failed)
+    case = context_parallel._trial("cpu")[0]
     found, reason = context_parallel._on_ranks(case, "fwd", ["warploom"], torch.device("cpu"))
     assert found == {}
-    assert "AttributeError" in reason
+    assert reason == "[rank1]: RuntimeError: no such thing"
 
 
 def test_gpus_that_are_not_there_are_no_failure() -> None:
