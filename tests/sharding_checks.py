@@ -1,7 +1,10 @@
 """What ranks check of operators on DTensors, and of models sharded by PyTorch: run by tests/test_sharding.py."""
 
+import inspect
 import os
+import re
 import sys
+import textwrap
 from pathlib import Path
 
 import distributed_ranks
@@ -331,6 +334,19 @@ def check_models_that_cannot_be_sharded(world):
     ):
         with pytest.raises(error, match=text):
             call()
+
+
+# Documentation
+
+
+def check_examples_of_docstrings(world):
+    from warploom import distributed
+
+    for name in distributed.__all__:
+        examples = re.findall(r"```python\n(.*?)```", inspect.getdoc(getattr(distributed, name)), re.DOTALL)
+        assert examples, name
+        for example in examples:
+            exec(compile(textwrap.dedent(example), name, "exec"), {})
 
 
 # Training

@@ -112,10 +112,6 @@ def context_parallel_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`warploom.flash_attention` of a sequence whose tokens are shared by the ranks of a mesh.
 
-        mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("cp",))
-        q, k, v = (shard_sequence(x, mesh) for x in (q, k, v))             # (B, N, H, D) to (B, N / 4, H, D)
-        out = context_parallel_attention(q, k, v, mesh, causal=True)       # (B, N / 4, H, E)
-
     Outputs and the gradient of queries have the bits of one GPU's where that cuts keys into the same tiles, which
     it does in all but short calls. Gradients of keys and values are sums of those of every chunk, in float32 in a
     fixed order. All ranks must make the same call; what one of them refuses, all refuse with the same error.
@@ -152,6 +148,17 @@ def context_parallel_attention(
 
     Source: keys and values gathered, chunks in zigzag: Llama Team, "The Llama 3 Herd of Models", 2024, arXiv
     2407.21783, section 3.3.2.
+
+    Example:
+        ```python
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from warploom.distributed import context_parallel_attention, shard_sequence
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))    # under torchrun
+        q, k, v = (shard_sequence(torch.randn(1, 64, 8, 16), mesh) for _ in range(3))
+        out = context_parallel_attention(q, k, v, mesh, causal=True)             # (1, 64 / W, 8, 16)
+        ```
     """
     group = group_of(NAME, mesh)
     try:

@@ -148,9 +148,6 @@ def shard_sequence(
 ) -> Tensor:
     """This rank's part of a sequence that every rank has whole.
 
-        mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("cp",))
-        tokens = shard_sequence(tokens, mesh)                # (B, N) to (B, N / 4)
-
     Nothing is sent. In the backward the gradient is this rank's own part, zero elsewhere.
 
     Args:
@@ -169,6 +166,16 @@ def shard_sequence(
         DtypeError: An argument has the wrong type.
         DeviceError: ``x`` is not on a device of the mesh.
         ArgumentError: The mesh has more dimensions, the layout is unknown, or bounds are not those of ``x``.
+
+    Example:
+        ```python
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from warploom.distributed import shard_sequence
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))    # under torchrun
+        tokens = shard_sequence(torch.arange(64)[None], mesh)     # (1, 64) to (1, 64 / W)
+        ```
     """
     name = "shard_sequence"
     group = group_of(name, mesh)
@@ -203,6 +210,17 @@ def unshard_sequence(
         DeviceError: ``x`` is not on a device of the mesh.
         ArgumentError: The mesh has more dimensions, the layout is unknown, bounds are not those of the whole, or
             calls of the ranks differ.
+
+    Example:
+        ```python
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from warploom.distributed import shard_sequence, unshard_sequence
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))    # under torchrun
+        tokens = torch.arange(64)[None]
+        assert torch.equal(unshard_sequence(shard_sequence(tokens, mesh), mesh), tokens)
+        ```
     """
     name = "unshard_sequence"
     group = group_of(name, mesh)
@@ -258,8 +276,6 @@ def local_position_ids(
 ) -> Tensor:
     """Where the tokens of this rank's part stand, for the ``position_ids`` of LRPE and RoPE.
 
-        q = lrpe_rotate(q, theta, position_ids=local_position_ids(65536, mesh))
-
     Args:
         length: ``N``, tokens of the whole sequence.
         mesh: As in `shard_sequence`; likewise the rest.
@@ -273,6 +289,19 @@ def local_position_ids(
         DtypeError: An argument has the wrong type.
         ArgumentError: The length is negative, the mesh has more dimensions, the layout is unknown, or bounds are
             not those of the length.
+
+    Example:
+        ```python
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from warploom.distributed import local_position_ids, shard_sequence
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))    # under torchrun
+        from warploom import lrpe_rotate
+
+        q = shard_sequence(torch.randn(1, 64, 8, 16), mesh)
+        q = lrpe_rotate(q, 10000.0 ** -(torch.arange(8) / 8), position_ids=local_position_ids(64, mesh))
+        ```
     """
     name = "local_position_ids"
     group = group_of(name, mesh)

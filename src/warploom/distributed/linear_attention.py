@@ -121,9 +121,6 @@ def context_parallel_linear_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`warploom.linear_attention` of a sequence whose tokens are shared by the ranks of a mesh.
 
-        q, k, v = (shard_sequence(x, mesh, layout="contiguous") for x in (q, k, v))
-        out = context_parallel_linear_attention(q, k, v, mesh, decay=decay)          # (B, N / W, H, E)
-
     Parts are contiguous: rank ``r`` of ``W`` holds the ``r``-th of as many, of lengths that differ by one at most.
     One all-gather of states ``(S, H, F, E)`` and decays travels, and one of their gradients in the backward. All
     ranks must make the same call; what one of them refuses, all refuse with the same error.
@@ -163,6 +160,17 @@ def context_parallel_linear_attention(
 
     Source: Sun et al., "Linear Attention Sequence Parallelism", 2024, arXiv 2404.02882, with a gather in the place
     of its ring.
+
+    Example:
+        ```python
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from warploom.distributed import context_parallel_linear_attention, shard_sequence
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))    # under torchrun
+        q, k, v = (shard_sequence(torch.randn(1, 64, 8, 16), mesh, layout="contiguous") for _ in range(3))
+        out = context_parallel_linear_attention(q, k, v, mesh, decay=-torch.rand(8))    # (1, 64 / W, 8, 16)
+        ```
     """
     group = group_of(NAME, mesh)
     offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, offset)

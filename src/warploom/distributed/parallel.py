@@ -27,11 +27,6 @@ FEATURES = 32
 def shard_context(model: nn.Module, mesh: DeviceMesh, *, layout: str = "zigzag") -> None:
     """Let the attention layers of a model compute on this rank's part of sequences that a mesh shares.
 
-        shard_context(model, mesh["cp"])
-        places = local_position_ids(tokens.shape[1], mesh["cp"])
-        tokens, targets = (shard_sequence(x, mesh["cp"]) for x in (tokens, targets))
-        loss = model(tokens, targets, position_ids=places).loss        # of this rank's tokens
-
     Queries and keys of `warploom.nn.Attention` must know where they stand, by ``position_ids``; linear attention
     knows by itself.
 
@@ -43,6 +38,21 @@ def shard_context(model: nn.Module, mesh: DeviceMesh, *, layout: str = "zigzag")
     Raises:
         ArgumentError: A layer cannot be shared so, the mesh has more dimensions, or the layout is unknown.
         DtypeError: ``mesh`` is no mesh.
+
+    Example:
+        ```python
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from warploom.distributed import local_position_ids, shard_context, shard_sequence
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))    # under torchrun
+        from warploom.nn import TransformerConfig, TransformerLM
+
+        model = TransformerLM(TransformerConfig(vocab_size=256, d_model=32, d_ff=64, layers=2, heads=4))
+        shard_context(model, mesh)
+        text = shard_sequence(torch.randint(256, (1, 65))[:, :64], mesh)
+        logits = model(text, position_ids=local_position_ids(64, mesh)).logits      # (1, 64 / W, 256)
+        ```
     """
     name = "shard_context"
     group_of(name, mesh)
@@ -90,6 +100,20 @@ def shard_matrices(model: TransformerLM, mesh: DeviceMesh) -> None:
     Raises:
         ArgumentError: The mesh has more dimensions, or the model's heads or inner features are not divisible by it.
         DtypeError: ``model`` or ``mesh`` is something else.
+
+    Example:
+        ```python
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from warploom.distributed import shard_matrices
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))    # under torchrun
+        from warploom.nn import TransformerConfig, TransformerLM
+
+        model = TransformerLM(TransformerConfig(vocab_size=256, d_model=32, d_ff=128, layers=2, heads=4))
+        shard_matrices(model, mesh)
+        logits = model(torch.randint(256, (1, 64))).logits                          # (1, 64, 256)
+        ```
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
