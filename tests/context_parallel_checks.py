@@ -283,6 +283,21 @@ def refused(error, text, call):
     dist.barrier()  # every rank gets here
 
 
+def check_bounds_that_change_are_read_again(world):
+    mesh, bounds = mesh_of(world), cu(3, 13)
+    x = torch.arange(16)
+    assert torch.equal(
+        shard_sequence(x, mesh, dim=0, cu_seqlens=bounds), shard_sequence(x, mesh, dim=0, cu_seqlens=cu(3, 13))
+    )
+    bounds[1] = 8
+    assert torch.equal(
+        shard_sequence(x, mesh, dim=0, cu_seqlens=bounds), shard_sequence(x, mesh, dim=0, cu_seqlens=cu(8, 8))
+    )
+    with torch.inference_mode():
+        part = shard_sequence(x, mesh, dim=0, cu_seqlens=cu(8, 8))
+        assert torch.equal(part, shard_sequence(x, mesh, dim=0, cu_seqlens=bounds))
+
+
 def check_what_one_rank_gets_wrong_all_refuse(world):
     mesh, rank = mesh_of(world), dist.get_rank()
     odd = rank == world - 1

@@ -35,7 +35,7 @@ class Call(NamedTuple):
 class Step(NamedTuple):
     """What a rank does for one of its chunks, and for those that the others compute in the same step.
 
-    All indices are int64 on the device. Rows that go to other ranks are ordered by rank, then by token.
+    All indices are int32 on the device. Rows that go to other ranks are ordered by rank, then by token.
     """
 
     calls: tuple[Call, ...]
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
         return max(self.lengths)
 
 
-@functools.lru_cache(32)
+@functools.lru_cache(8)  # one holds a few numbers for each token, on the device
 def plan_of(
     bounds: Bounds, packed: bool, world: int, rank: int, layout: str, left: int | None, right: int | None,
     device: torch.device,
@@ -105,7 +105,7 @@ def plan_of(
         calls = _calls(chunks, begin, end, rank, number, count, packed, left, right, device)
         rows = expanded(begin[:, columns[rank]], end[:, columns[rank]])
         place = travel.place if gathered is None else gathered[rows]
-        place, back, sent = (x.to(device) for x in (place, travel.back, travel.sent))
+        place, back, sent = (x.to(device, torch.int32) for x in (place, travel.back, travel.sent))
         steps.append(Step(calls, place, back, sent, travel.sent_counts, travel.received_counts))
         sources.append(travel.sent)
     into = torch.cat(sources)

@@ -97,12 +97,12 @@ def check_layout(function: str, layout: object) -> None:
         raise fault(ArgumentError, function, "layout", f"one of {', '.join(LAYOUTS)}", repr(layout))
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(8)
 def _rows_on(bounds: Bounds, world: int, layout: str, rank: int, device: torch.device) -> Tensor:
     return chunks_of(bounds, world, layout).rows(rank).to(device)
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(8)
 def _places_on(bounds: Bounds, world: int, layout: str, device: torch.device) -> Tensor:
     """For each token its row among the parts of all ranks, each filled up to the longest."""
     return places(chunks_of(bounds, world, layout)).to(device)
@@ -317,7 +317,7 @@ def local_position_ids(
     ).clone()
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(8)
 def _positions_on(bounds: Bounds, world: int, layout: str, rank: int, device: torch.device) -> Tensor:
     chunks = chunks_of(bounds, world, layout)
     own = chunks.owned(rank)
