@@ -2,6 +2,7 @@
 
     python examples/train_lm.py                         # a tiny model on a CPU, a small one on a GPU
     python examples/train_lm.py --text my_corpus.txt --output runs/mine
+    torchrun --nproc-per-node 4 examples/train_lm.py --cp 2 --tp 2    # on several GPUs, see several_gpus.py
 
 The same command again goes on from the last checkpoint. Step ``t`` draws its batch from a generator seeded with
 the seed and ``t``, and there is no dropout: the weights, the optimizer's state and ``t`` are all that a checkpoint
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import shutil
 import sys
 import sysconfig
@@ -24,6 +26,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from several_gpus import Ranks
 
 from warploom.nn import TransformerConfig, TransformerLM
 
@@ -35,30 +38,41 @@ SIZES = {
 BATCH = {"tiny": 16}  # sequences; 32 for every other size
 SUFFIXES = (".py", ".txt", ".md", ".rst")  # of files in a folder of text
 KEPT = 2  # checkpoints
+ALONE = Ranks()  # one process
 LOG = "log.jsonl"
 
 
 def main(words: list[str] | None = None) -> None:
     """Read the command line, train, and leave checkpoints and a log behind."""
     options = parse(words)
+    if "WORLD_SIZE" not in os.environ:
+        train(options)
+        return
+    with Ranks.started(options.device, options.cp, options.tp, options.output) as ranks:
+        train(options, ranks)
+
+
+def train(options: argparse.Namespace, ranks: Ranks = ALONE) -> None:
+    """Train on the ranks, or on one GPU or CPU."""
     torch.set_float32_matmul_precision("high")
-    device = torch.device(options.device)
+    device = ranks.device or torch.device(options.device)
     train_text, held_out = corpus(options.text, device)
-    model, optimizer, start = prepare(options, device)
+    model, optimizer, start = prepare(options, device, ranks)
     called = torch.compile(model) if options.compile else model
-    forget(options.output, start)
-    console = Console(stderr=True)
+    if ranks.is_first:
+        forget(options.output, start)
+    console = Console(stderr=True, quiet=not ranks.is_first)
     console.print(
         f"{model.parameter_count() / 1e6:.2f} M parameters, {len(train_text) / 1e6:.1f} MB to train on, "
         f"{len(held_out) / 1e6:.1f} MB held out, {device}" + (f", from step {start}" if start else "")
     )
     end = min(options.steps, options.stop or options.steps)
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console) as bar:
+    with Progress(*columns, console=console, disable=not ranks.is_first) as bar:
         task = bar.add_task("", total=end, completed=start)
         since, since_step = time.perf_counter(), start
         for step in range(start, end):
-            loss = training_step(called, optimizer, train_text, step, options)
+            loss = training_step(called, optimizer, train_text, step, options, ranks)
             done = step + 1
             bar.update(task, completed=done)
             if done == end or done % options.log_every == 0:
@@ -66,12 +80,13 @@ def main(words: list[str] | None = None) -> None:
                 tokens = (done - since_step) * options.batch * model.config.context_length
                 entry["tokens_per_s"] = tokens / (time.perf_counter() - since)
                 if done == end or done % options.eval_every == 0:
-                    entry["held_out_loss"] = evaluate(called, held_out, options)
-                log(options.output, entry)
+                    entry["held_out_loss"] = evaluate(called, held_out, options, ranks)
+                if ranks.is_first:
+                    log(options.output, entry)
                 console.print(*(f"{name} {value:,.4g}" for name, value in entry.items()), sep="  ", highlight=False)
                 since, since_step = time.perf_counter(), done
             if done == end or done % options.save_every == 0:
-                save(model, optimizer, done, options)
+                save(model, optimizer, done, options, ranks)
     if start >= end:
         console.print(f"{options.output} is at step {start} already")
 
@@ -117,10 +132,15 @@ def batch(text: torch.Tensor, count: int, length: int, seed: int) -> tuple[torch
 # ----------------------------------------------------------------------------------------------------------
 
 
-def prepare(options: argparse.Namespace, device: torch.device) -> tuple[TransformerLM, torch.optim.AdamW, int]:
+def prepare(
+    options: argparse.Namespace, device: torch.device, ranks: Ranks = ALONE
+) -> tuple[TransformerLM, torch.optim.AdamW, int]:
     """The model, its optimizer and the step to begin with: from the last checkpoint, or new."""
     checkpoint = last_checkpoint(options.output)
-    if checkpoint is not None:
+    if checkpoint is not None and (checkpoint / "model.safetensors").is_file() == ranks.several:
+        made = "by one process" if ranks.several else "under torchrun"
+        sys.exit(f"{checkpoint} was made {made}; go on as it was made")
+    if checkpoint is not None and not ranks.several:
         model = TransformerLM.load(checkpoint / "model.safetensors", device=device)
     else:
         torch.manual_seed(options.seed)
@@ -130,21 +150,28 @@ def prepare(options: argparse.Namespace, device: torch.device) -> tuple[Transfor
         else:
             config = TransformerConfig.size(options.size, **chosen)
         model = TransformerLM(config).to(device)
+    ranks.shard(model)
     # Matrices decay; the gains of norms do not.
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": options.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in same if (p.dim() >= 2) == decays], "weight_decay": options.weight_decay * decays}
+        for same in ranks.sharded_alike(model)
+        for decays in (True, False)
     ]
+    groups = [group for group in groups if group["params"]]
     optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
     if checkpoint is None:
         return model, optimizer, 0
-    state = torch.load(checkpoint / "state.pt", map_location=device, weights_only=True)
+    if ranks.several:
+        state = ranks.load(checkpoint, model, optimizer)
+    else:
+        state = torch.load(checkpoint / "state.pt", map_location=device, weights_only=True)
     made_with, wanted = state["options"], shaping(options)
     if made_with != wanted:
         names = [name for name in wanted if made_with[name] != wanted[name]]
         told = ", ".join(f"--{name.replace('_', '-')} {made_with[name]}" for name in names)
         sys.exit(f"{checkpoint} was made with {told}; give the same, or another --output")
-    optimizer.load_state_dict(state["optimizer"])
+    if not ranks.several:
+        optimizer.load_state_dict(state["optimizer"])
     return model, optimizer, state["step"]
 
 
@@ -154,29 +181,30 @@ def training_step(
     text: torch.Tensor,
     step: int,
     options: argparse.Namespace,
+    ranks: Ranks = ALONE,
 ) -> torch.Tensor:
-    """One step of AdamW; its loss, which stays on the device."""
+    """One step of AdamW; its loss over all ranks, which stays on the device."""
     length = model.config.context_length
     for group in optimizer.param_groups:
         group["lr"] = rate(step, options)
     tokens, targets = batch(text, options.batch, length, seed=options.seed * 1_000_003 + step)
     with autocast(text.device):
-        loss = model(tokens, targets).loss
+        loss = model(**ranks.part(tokens, targets)).loss
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+    ranks.clip(model, options.clip)
     optimizer.step()
-    return loss.detach()
+    return ranks.mean(loss.detach())
 
 
 @torch.no_grad()
-def evaluate(model: TransformerLM, text: torch.Tensor, options: argparse.Namespace) -> float:
+def evaluate(model: TransformerLM, text: torch.Tensor, options: argparse.Namespace, ranks: Ranks = ALONE) -> float:
     """Loss on held-out text, in nats per byte; the same windows every time."""
     losses = []
     for index in range(options.eval_batches):
         tokens, targets = batch(text, options.batch, model.config.context_length, seed=index)
         with autocast(text.device):
-            losses.append(model(tokens, targets).loss)
+            losses.append(ranks.mean(model(**ranks.part(tokens, targets)).loss))
     return torch.stack(losses).mean().item()
 
 
@@ -198,15 +226,23 @@ def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def save(model: TransformerLM, optimizer: torch.optim.Optimizer, step: int, options: argparse.Namespace) -> None:
+def save(
+    model: TransformerLM, optimizer: torch.optim.Optimizer, step: int, options: argparse.Namespace, ranks: Ranks
+) -> None:
     """Write ``OUTPUT/step-…``: all of it or nothing, then drop the oldest."""
     folder = options.output / f"step-{step:08d}"
     partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    model.save(partial / "model.safetensors")
-    state = {"optimizer": optimizer.state_dict(), "step": step, "options": shaping(options)}
-    torch.save(state, partial / "state.pt")
+    state = {"step": step, "options": shaping(options)}
+    if ranks.is_first:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    if ranks.several:
+        ranks.save(partial, model, optimizer, state)
+    else:
+        model.save(partial / "model.safetensors")
+        torch.save({"optimizer": optimizer.state_dict(), **state}, partial / "state.pt")
+    if not ranks.is_first:
+        return
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     for old in checkpoints(options.output)[:-KEPT]:
@@ -268,6 +304,8 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="under torch.compile")
+    parser.add_argument("--cp", type=int, default=1, help="under torchrun: ranks that share a sequence")
+    parser.add_argument("--tp", type=int, default=1, help="under torchrun: ranks that share matrices")
     options = parser.parse_args(words)
     gpu = options.device.startswith("cuda")
     options.size = options.size or ("small" if gpu else "tiny")

@@ -94,7 +94,8 @@ def test_imports_go_one_way(path: Path) -> None:
 
 
 LEVELS = (
-    "errors", "version", "runtime", "device", "ops", "nn", "integrations", "testing", "bench", "report", "cli",
+    "errors", "version", "runtime", "device", "ops", "nn", "distributed", "integrations", "testing", "bench",
+    "report", "cli",
 )  # fmt: skip
 FRONT = {"bench/api.py", "bench/__init__.py", "__init__.py", "__main__.py"}  # what users import, on top of the rest
 
@@ -116,7 +117,7 @@ def test_parts_of_the_package_stand_on_those_below(path: Path) -> None:
 
 def test_no_imports_go_in_circles() -> None:
     """Below the benches; functions that import late included."""
-    folders = ("runtime", "device", "ops", "nn")
+    folders = ("runtime", "device", "ops", "nn", "distributed")
     paths = {
         ".".join(("warploom", *path.relative_to(PACKAGE).with_suffix("").parts)): path
         for folder in folders
@@ -160,7 +161,7 @@ def test_every_operator_folder_is_registered_by_one_line() -> None:
     # No file outside an operator's own folder names it, except the registry and the public names.
     known = {PACKAGE / "ops" / "__init__.py", PACKAGE / "__init__.py"}
     for path in source_files():
-        above = (PACKAGE / "nn", PACKAGE / "integrations", COMPOSED)
+        above = (PACKAGE / "nn", PACKAGE / "integrations", PACKAGE / "distributed", COMPOSED)
         if path in known or any(path.is_relative_to(folder) for folder in above):
             continue
         for folder in FOLDERS:

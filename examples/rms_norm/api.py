@@ -7,6 +7,7 @@ import torch
 from warploom.errors import DeviceError, DtypeError, ShapeError, fault
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
+from warploom.runtime.sharding import Axes
 
 from . import reference
 
@@ -70,4 +71,9 @@ def _operator() -> Operator:
     return OPERATOR
 
 
-_function = Function("rms_norm", _check, _run_reference, _operator)
+def _axes(*_: Any) -> Axes:
+    """Batch entries and tokens, each of which is normalized by itself, may be sharded over GPUs."""
+    return Axes(("bn.", "."), ("bn.",))
+
+
+_function = Function("rms_norm", _check, _run_reference, _operator, _axes)

@@ -10,6 +10,7 @@ __all__ = ["benches"]
 
 def benches() -> dict[str, Bench]:
     """Every bench by name, in reading order."""
-    from warploom.bench import llama, transformer
+    from warploom.bench import context_parallel, llama, transformer
 
-    return {**ops.benches(), **{bench.name: bench for bench in (transformer.BENCH, llama.BENCH)}}
+    found = (transformer.BENCH, llama.BENCH, context_parallel.BENCH)
+    return {**ops.benches(), **{bench.name: bench for bench in found}}

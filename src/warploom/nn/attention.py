@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -34,6 +35,12 @@ class Attention(nn.Module):
             cosine form gives them twice the features; the scale stays ``D^-½``.
         implementation: ``flash`` (`warploom.flash_attention`), ``sdpa`` (PyTorch's), or ``plain`` (written out: the
             matrix of scores is formed).
+
+    Attributes:
+        attend: What computes ``flash``; `warploom.distributed` puts its own there.
+        grouped: Whether rows of ``qkv`` are those of one key head after the other, its queries', its own and its
+            value's, so that an even part of them is an attention layer of fewer heads; else those of all queries,
+            then all keys, then all values.
 
     Shapes: ``(B, N, d_model)`` to ``(B, N, d_model)``.
 
@@ -90,6 +97,8 @@ class Attention(nn.Module):
         self.head_dim = d_model // heads if head_dim is None else head_dim
         self.implementation = implementation
         self.position = position
+        self.attend: Callable[..., Any] = flash_attention
+        self.grouped = False
         self.qkv = nn.Linear(d_model, (heads + 2 * kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(heads * self.head_dim, d_model, bias=False)
 
@@ -110,12 +119,29 @@ class Attention(nn.Module):
             DtypeError: An argument has the wrong type.
         """
         self._check(x, position_ids, cache)
-        qkv = self.qkv(x).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
-        out = self._turned_and_attended(qkv) if cache is None and position_ids is None else None
+        out = None
+        if not self.grouped:
+            qkv = self.qkv(x).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
+            out = self._turned_and_attended(qkv) if cache is None and position_ids is None else None
         if out is None:
-            out = self._attended(qkv, position_ids, cache)
+            start = {"offset": 0 if cache is None else cache.offset}
+            start = start if position_ids is None else {"position_ids": position_ids}
+            q, k, v = self._of_groups(self.qkv(x), start) if self.grouped else self._encoded(qkv, start)
+            out = self._attended(q, k, v, cache)
         projected: Tensor = self.out(out.flatten(2))
         return projected
+
+    @torch.no_grad()
+    def group(self, grouped: bool = True) -> None:
+        """Order the rows of ``qkv`` by key heads, or back."""
+        if grouped != self.grouped:
+            shared, order = self.heads // self.kv_heads, torch.arange(self.heads + 2 * self.kv_heads)
+            queries, keys, values = order.split((self.heads, self.kv_heads, self.kv_heads))
+            order = torch.cat((queries.view(-1, shared), keys[:, None], values[:, None]), 1).flatten()
+            order = order if grouped else order.argsort()
+            rows = self.qkv.weight.unflatten(0, (-1, self.head_dim))
+            self.qkv.weight.copy_(rows[order.to(rows.device)].flatten(0, 1))
+            self.grouped = grouped
 
     def _check(self, x: Tensor, position_ids: Tensor | None, cache: KVCache | None) -> None:
         width = self.qkv.in_features
@@ -134,6 +160,8 @@ class Attention(nn.Module):
         position = self.position
         if self.implementation != "flash" or not isinstance(position, RotaryEmbedding):
             return None
+        if self.attend is not flash_attention:
+            return None
         if self.head_dim > MAX_FEATURES or not use_triton("Attention", "auto", qkv):
             return None
         theta = position.frequencies(qkv)
@@ -144,17 +172,16 @@ class Attention(nn.Module):
         scale = self.head_dim**-0.5
         return rotary_attention(qkv, theta, self.heads, scale, interleaved=position.interleaved)
 
-    def _attended(self, qkv: Tensor, position_ids: Tensor | None, cache: KVCache | None) -> Tensor:
-        """From the projection (B, N, H + 2·Hkv, D) to (B, N, H, D)."""
-        qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
-        q, k = self._encoded(qk, position_ids, 0 if cache is None else cache.offset)
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
+        """From queries (B, N, H, ·), keys (B, N, Hkv, ·) and values (B, N, Hkv, D) to (B, N, H, D)."""
         scale = self.head_dim**-0.5
         if cache is not None:
             k, v = cache.append(k, v)
         if cache is not None and cache.ragged:
             return self._ragged(q, k, v, scale, cache)
         if self.implementation == "flash":
-            return flash_attention(q, k, v, causal=True, scale=scale)
+            attended: Tensor = self.attend(q, k, v, causal=True, scale=scale)
+            return attended
         if self.implementation == "sdpa":
             # `is_causal` aligns the first query with the first key, which is ours only when there are as many.
             square = q.shape[1] == k.shape[1]
@@ -162,15 +189,24 @@ class Attention(nn.Module):
             return _sdpa(q, k, v, scale, mask, is_causal=square)
         return plain_attention(q, k, v, scale, causal_mask(q, k))
 
-    def _encoded(self, qk: Tensor, position_ids: Tensor | None, offset: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Queries (B, N, H, ·) and keys (B, N, Hkv, ·) with their positions, from both side by side."""
-        start = {"offset": offset} if position_ids is None else {"position_ids": position_ids}
+    def _of_groups(self, projected: Tensor, start: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_encoded`, from the projection (B, N, (H + 2·Hkv)·D) of one key head after the other."""
+        shared = self.heads // self.kv_heads
+        groups = projected.unflatten(-1, (self.kv_heads, shared + 2, self.head_dim))
+        q, k, v = groups[..., :shared, :].flatten(2, 3), groups[..., shared, :], groups[..., shared + 1, :]
+        if self.position is not None:
+            q, k = self.position(q, **start), self.position(k, **start)
+        return q, k, v
+
+    def _encoded(self, qkv: Tensor, start: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, N, H, ·) and keys (B, N, Hkv, ·) with their positions, and values, from all side by side."""
+        qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
         if isinstance(self.position, RotaryEmbedding):  # the same frequencies for all heads: one launch
             qk = self.position(qk, **start)
         q, k = qk.split((self.heads, self.kv_heads), dim=2)
         if isinstance(self.position, LRPE):
             q, k = self.position(q, **start), self.position(k, **start)
-        return q, k
+        return q, k, v
 
     def _ragged(self, q: Tensor, k: Tensor, v: Tensor, scale: float, cache: KVCache) -> Tensor:
         """Attention where the entries of the batch have caches of different lengths."""

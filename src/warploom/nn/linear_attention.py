@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
@@ -44,6 +45,7 @@ class LinearAttention(nn.Module):
         backend: That of `warploom.linear_attention`.
 
     Attributes:
+        attend: What computes it, `warploom.linear_attention`; `warploom.distributed` puts its own there.
         decay: ``(H,)``, logarithms of the ``λ_h``; a buffer, and in the state dict.
 
     State dict: ``q, k, v, gate, out``, each ``.weight``, with ``bias`` also ``.bias``; ``norm.weight`` of ``(E,)``,
@@ -101,6 +103,7 @@ class LinearAttention(nn.Module):
         self.heads, self.head_dim, self.value_dim = heads, head_dim, value_dim
         self.layer, self.layers = layer, layers
         self.activation, self.backend = activation, backend
+        self.attend: Callable[..., Any] = linear_attention
         self.q = nn.Linear(dim, heads * head_dim, bias)
         self.k = nn.Linear(dim, heads * head_dim, bias)
         self.v = nn.Linear(dim, heads * value_dim, bias)
@@ -148,7 +151,7 @@ class LinearAttention(nn.Module):
         """`warploom.linear_attention` as this layer has it, at a place among tokens."""
         position = self.position
         theta = None if position is None else position.frequencies(q)
-        return linear_attention(
+        return self.attend(
             q,
             k,
             v,

@@ -13,6 +13,9 @@ class SwiGLU(nn.Module):
         d_model: Features of the input and the output.
         d_ff: Features in between; the layer has ``3 · d_model · d_ff`` parameters.
 
+    Attributes:
+        grouped: By how many features rows of ``gate_up`` take turns; 0 where all of gate's come first. See `group`.
+
     Shapes: ``(…, d_model)`` to ``(…, d_model)``.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202.
@@ -30,12 +33,28 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate_up = nn.Linear(d_model, 2 * d_ff, bias=False)
         self.down = nn.Linear(d_ff, d_model, bias=False)
+        self.grouped = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layer to every token on its own."""
+        if self.grouped:
+            gate, up = self.gate_up(x).unflatten(-1, (-1, 2, self.grouped)).unbind(-2)
+            return self.down((nn.functional.silu(gate) * up).flatten(-2))  # type: ignore[no-any-return]
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         out: torch.Tensor = self.down(nn.functional.silu(gate) * up)
         return out
+
+    @torch.no_grad()
+    def group(self, features: int) -> None:
+        """Order rows such that so many of gate and so many of up take turns; with 0 all of gate's come first.
+
+        An even part of them is then a layer of fewer inner features.
+        """
+        weight, size = self.gate_up.weight, self.down.in_features
+        before, after = self.grouped or size, features or size
+        halves = weight.unflatten(0, (-1, 2, before)).transpose(0, 1).flatten(1, 2)  # gate, and up
+        weight.copy_(halves.unflatten(1, (-1, after)).transpose(0, 1).flatten(0, 2))
+        self.grouped = features
 
     def extra_repr(self) -> str:
         """What the layer was built with."""

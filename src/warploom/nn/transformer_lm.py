@@ -178,9 +178,10 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.d_model, config.norm_eps)
         self.mlp = SwiGLU(config.d_model, config.d_ff)
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None = None, position_ids: Tensor | None = None) -> Tensor:
         """(B, N, d_model) to (B, N, d_model)."""
-        x = x + self.attention(self.attention_norm(x), cache=cache)
+        places = {} if position_ids is None else {"position_ids": position_ids}
+        x = x + self.attention(self.attention_norm(x), cache=cache, **places)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 
@@ -276,13 +277,19 @@ class TransformerLM(nn.Module):
                 nn.init.normal_(parameter, std=deviation)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, *, cache: Sequence[Cache] | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        cache: Sequence[Cache] | None = None,
     ) -> Output:
         """Predict the token after each token.
 
         Args:
             tokens: ``(B, N)`` int64 or int32, ``1 ≤ N ≤ context_length``; values are not checked.
             targets: ``(B, N)`` int64: the right answers. ``-100`` takes no part in the loss.
+            position_ids: ``(N,)`` or ``(B, N)``, where tokens stand, as in `Attention`; counted from 0 by default.
             cache: From `make_cache`: ``tokens`` then follow those that it holds, and are added. Without gradient
                 only.
 
@@ -295,21 +302,29 @@ class TransformerLM(nn.Module):
             ArgumentError: More tokens than ``context_length``, or a cache of another number of layers.
         """
         self._check(tokens, targets, cache)
-        logits = self.head(self.hidden(tokens, cache))
+        if position_ids is not None and not isinstance(self.blocks[0].attention, Attention):
+            expected = f"None with attention {self.config.attention!r}, which counts tokens"
+            raise fault(ArgumentError, type(self).__name__, "position_ids", expected, "a tensor")
+        logits = self.head(self.hidden(tokens, cache, position_ids))
         if targets is None:
             return Output(logits, None)
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
         return Output(logits, loss)
 
-    def hidden(self, tokens: Tensor, cache: Sequence[Cache] | None = None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, cache: Sequence[Cache] | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         """The features that the head reads: tokens (B, N) to (B, N, d_model)."""
         x = self.embedding(tokens)
         again = self.config.checkpoint and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
             if again:
-                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)  # nothing here is random
+                places = (None, position_ids)
+                x = checkpoint(
+                    block, x, *places, use_reentrant=False, preserve_rng_state=False
+                )  # nothing is random
             else:
-                x = block(x, None if cache is None else cache[index])
+                x = block(x, None if cache is None else cache[index], position_ids)
         out: Tensor = self.norm(x)
         return out
 

@@ -13,6 +13,7 @@ has no cache, no autograd function and no registration of its own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from warploom.runtime.modes import (
 )
 from warploom.runtime.plans import Plans, are_kept, metadata, recognise
 from warploom.runtime.pytorch import any_requires_grad, apply_of, forward_ad
+from warploom.runtime.sharding import Axes, is_sharded, on_shards
 
 __all__ = ["Checked", "Function", "Gradient", "Operator", "apply", "caches"]
 
@@ -383,6 +385,7 @@ class Function:
         check: Callable[[str, Tensors, Options, Any], Checked],
         reference: Callable[[Tensors, Any, Checked, str], Any],
         operator: Callable[[], Operator],
+        axes: Callable[[Tensors, Options], Axes] | None = None,
     ) -> None:
         """A function.
 
@@ -391,8 +394,10 @@ class Function:
             check: Validates a call: from the name, tensors, options and number. It raises, or says what runs.
             reference: Runs a call in PyTorch, from tensors, number, what validation made of it, and the backend.
             operator: Imports the operator, when the kernels are first needed, for that imports Triton.
+            axes: Says which axes of the tensors can be sharded over ranks, from tensors and options.
         """
         self.name, self.check, self.reference, self.operator = name, check, reference, operator
+        self.axes = axes
         self.plans = Plans()
         _caches.append(self.plans)
 
@@ -428,6 +433,10 @@ class Function:
                         self.plans.remember((like, kind, enabled, run))
                     return run(tensors, number)
         checked = self.check(self.name, tensors, options, number)
+        if self.axes is not None and is_sharded(tensors):
+            axes = self.axes(tensors, options)
+            call = functools.partial(self._on_a_shard, backend, options)
+            return on_shards(self.name, axes, tensors, number, call)
         if not use_triton(self.name, backend, given[0], checked.limit):
             return self.reference(tensors, number, checked, backend)
         operator = self.operator()
@@ -441,6 +450,9 @@ class Function:
         run = _Known(_Call(operator, settled, Plans()), checked, operator.gradient is not None and any(wanted))
         self.plans.keep(key, run)
         return run(tensors, number)
+
+    def _on_a_shard(self, backend: str, options: Options, tensors: Sequence[Any], number: Any) -> Any:
+        return self(backend, tuple(tensors), options, number)
 
 
 def _types(options: Options) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import dense, in_order_of
 from warploom.runtime.modes import is_plain_eager
+from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
 
@@ -124,9 +125,7 @@ def flash_attention(
         assert out.shape == (2, 128, 8, 64) and lse.shape == (2, 8, 128)
         ```
     """
-    if _autocast(q):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
+    q, k, v = under_autocast(q, k, v)
     if isinstance(window, list):
         window = tuple(window)
     tensors = (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
@@ -188,6 +187,14 @@ def _autocast(x: object) -> bool:
     return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
 
 
+def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as autocast casts those of PyTorch's own attention, where it is on."""
+    if not _autocast(q):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
+
+
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """As autocast casts: floating tensors, float64 excepted."""
     if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64:
@@ -201,4 +208,11 @@ def _operator() -> Operator:
     return OPERATOR
 
 
-_function = Function("flash_attention", check, _run_reference, _operator)
+def _axes(tensors: Tensors, options: tuple[object, ...]) -> Axes:
+    """Batch entries, but those of packed sequences, and heads; pages are of no batch entry."""
+    paged, return_lse = tensors[7] is not None, options[4]
+    keys = "..h." if paged else "b.h."
+    return Axes(("b.h.", keys, keys, "h", "", "", "b", "b."), ("b.h.", "bh.") if return_lse else ("b.h.",))
+
+
+_function = Function("flash_attention", check, _run_reference, _operator, _axes)

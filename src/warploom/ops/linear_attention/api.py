@@ -11,6 +11,7 @@ from warploom.ops.linear_attention.validation import NAME, Activation, Encoding,
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import dense, in_order_of
+from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
 
@@ -144,4 +145,15 @@ def _operator() -> Operator:
     return OPERATOR
 
 
-_function = Function(NAME, check, _run_reference, _operator)
+def _axes(tensors: Tensors, options: tuple[object, ...]) -> Axes:
+    """Batch entries, but those of packed sequences, and heads."""
+    _, _, _, theta, decay, _, offsets, cu_seqlens = tensors
+    states = "bh.." if cu_seqlens is None else ".h.."
+    of_theta = "h." if theta is not None and theta.dim() == 2 else "."
+    of_decay = "h" if decay is not None and decay.dim() == 1 else "b.h"
+    of_offsets = "b" if offsets is not None and offsets.dim() else ""
+    given = ("b.h.", "b.h.", "b.h.", of_theta, of_decay, states, of_offsets, "")
+    return Axes(given, ("b.h.", states) if options[5] else ("b.h.",))
+
+
+_function = Function(NAME, check, _run_reference, _operator, _axes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from warploom.ops.lrpe.validation import Activation, Options, check
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import in_order_of
+from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
 
@@ -182,5 +184,28 @@ def _operator() -> Operator:
     return OPERATOR
 
 
-_cosine = Function("lrpe_cosine", check, _run_reference, _operator)
-_rotate = Function("lrpe_rotate", check, _run_reference, _operator)
+def _axes(tensors: Tensors, options: tuple[Any, ...]) -> Axes:
+    """Batch entries, heads, and tokens whose positions are counted from the first, or given one by one."""
+    x, theta, position_ids, offsets, cu_seqlens = tensors
+    _, grid, prefix, activation = options
+    plain = grid is None and prefix == 0 and cu_seqlens is None and activation != "softmax_sequence"
+    n = "n" if plain else "."
+    of_x = f"b{n}h."[: x.dim()] if x.dim() == 4 else f"b{n}."
+    of_positions = "" if position_ids is None else (n if position_ids.dim() == 1 else f"b{n}.")
+    of_theta = "h." if theta.dim() == 2 and x.dim() == 4 else ".."
+    of_offsets = "b" if offsets is not None and offsets.dim() else ""
+    return Axes((of_x, of_theta, of_positions, of_offsets, ""), (of_x,), _moved)
+
+
+def _moved(tensors: Sequence[Any], offset: Any, first: Any) -> tuple[Sequence[Any], Any]:
+    """A shard of tokens that begins so far behind the first."""
+    x, theta, position_ids, offsets, cu_seqlens = tensors
+    if position_ids is not None:
+        return tensors, offset
+    if offsets is None:
+        return tensors, offset + first
+    return (x, theta, position_ids, offsets + first, cu_seqlens), offset
+
+
+_cosine = Function("lrpe_cosine", check, _run_reference, _operator, _axes)
+_rotate = Function("lrpe_rotate", check, _run_reference, _operator, _axes)

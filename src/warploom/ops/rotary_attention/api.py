@@ -8,6 +8,7 @@ import torch
 
 from warploom.ops.rotary_attention.validation import check
 from warploom.runtime.dispatch import Function, Operator
+from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
 
@@ -39,4 +40,9 @@ def _run_reference(*_: Any) -> Any:
     raise NotImplementedError("rotary_attention runs on the kernels; elsewhere layers call its two parts")
 
 
-_function = Function("rotary_attention", check, _run_reference, _operator)
+def _axes(*_: Any) -> Axes:
+    """Batch entries; heads of queries, keys and values lie side by side on one axis."""
+    return Axes(("b...", ".."), ("b...",))
+
+
+_function = Function("rotary_attention", check, _run_reference, _operator, _axes)

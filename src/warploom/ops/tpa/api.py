@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from warploom.ops.tpa.validation import AttentionOptions, DecodeOptions, Strateg
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import in_order_of
+from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
 
@@ -185,5 +187,13 @@ def _decode_operator() -> Operator:
     return OPERATOR
 
 
-_attention = Function("tpa_attention", check_attention, _attention_in_torch, _attention_operator)
-_decode = Function("tpa_decode", check_decode, _decode_in_torch, _decode_operator)
+def _axes(of_lengths: str, tensors: Tensors, options: tuple[Any, ...]) -> Axes:
+    """Batch entries, but those of packed sequences, and heads, which the feature factors do not have."""
+    queries = "b.h." if tensors[0] is None else "b..."
+    return Axes(("b.h.", "b.h.", "b.h.", queries, "b...", "b...", of_lengths), ("b.h.",))
+
+
+_attention = Function(
+    "tpa_attention", check_attention, _attention_in_torch, _attention_operator, functools.partial(_axes, "")
+)
+_decode = Function("tpa_decode", check_decode, _decode_in_torch, _decode_operator, functools.partial(_axes, "b"))

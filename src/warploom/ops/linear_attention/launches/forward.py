@@ -213,3 +213,31 @@ def _plan_step(call: Call, out: Tensor, initial: Tensor | None, final: Dense | N
             layout, tile, columns, in_power_of_two(call.features), tile.columns, 1, initial=initial, final=final
         ),
     )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# States alone
+# ----------------------------------------------------------------------------------------------------------
+
+
+class LastState(NamedTuple):
+    """Plan of `last_state`."""
+
+    final: Dense
+    states: States
+
+
+def last_state(inputs: Inputs, options: Options, offset: int, plans: Plans) -> Tensor:
+    """The last states (S, H, F, E) in float32, without outputs: of keys and values alone."""
+    like = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in inputs]
+    plan = plans.get((*like, *options, "last state"), plan_last_state, inputs, options)
+    final = plan.final.empty(inputs.k)
+    plan.states(inputs.k, inputs.v, inputs.initial_state, final, inputs, offset)
+    return final
+
+
+def plan_last_state(inputs: Inputs, options: Options) -> LastState:
+    """Plan of `last_state`."""
+    call = Call.of(inputs, options)
+    final = Dense.rows(call.state_shape, torch.float32)
+    return LastState(final, plan_states(call, inputs.k, inputs.v, inputs.initial_state, final, False))

@@ -1,0 +1,474 @@
+"""Attention over several GPUs as a bench: the command starts the ranks itself, one for each GPU.
+
+The limit is the time of the same call on one GPU over the number of GPUs, measured in the same run: a share of the
+limit is the share of an ideal speed-up. Ranks begin a repetition together, and its time is that of the slowest.
+What a provider computes is checked on a shorter sequence against float64, and ours at full length against one GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+
+from warploom import flash_attention, linear_attention
+from warploom.bench.attempt import Failure, attempt
+from warploom.bench.evaluate import Unit, with_times
+from warploom.bench.fingerprint import LIMIT
+from warploom.bench.measure import Clock, CudaClock, Sample, Timing, peak_bytes, release_memory, time_interleaved
+from warploom.bench.records import Record
+from warploom.distributed import (
+    context_parallel_attention,
+    context_parallel_linear_attention,
+    shard_sequence,
+    unshard_sequence,
+)
+from warploom.ops.spec import KERNELS, Bench, Case, Inputs, Operator, Outputs, Traffic, Unsupported, normal
+from warploom.testing.accuracy import compare
+from warploom.testing.conformance import as_tuple, leaves, upcast
+
+__all__ = ["BENCH"]
+
+Tensor = torch.Tensor
+Function = Callable[..., Outputs]
+
+CHECKED = 2048
+"""Tokens of the sequence on which providers are checked."""
+SEQUENCES = 12
+"""Packed ones."""
+WINDOW = 4096
+TIMEOUT = 900  # seconds, of all ranks
+
+
+def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    """Inputs of the whole sequence."""
+    heads, n, dtype = case["heads"], case["n"], getattr(torch, case["dtype"])
+    shared = (case["batch"], n, case["kv_heads"], case["head_dim"])
+    shapes = ((case["batch"], n, heads, case["head_dim"]), shared, shared)
+    q, k, v = (normal(shape, dtype, device, generator).requires_grad_() for shape in shapes)
+    inputs: Inputs = {"q": q, "k": k, "v": v}
+    if case["kind"] == "linear":
+        inputs["decay"] = (-(2.0 ** (-8 * torch.arange(1, heads + 1) / heads))).to(device)
+        inputs["theta"] = (10_000.0 ** -(torch.arange(case["head_dim"] // 2) / (case["head_dim"] // 2))).to(device)
+    if case["kind"] == "packed":
+        cuts = torch.randint(1, n, (SEQUENCES - 1,), generator=generator).sort().values
+        inputs["cu_seqlens"] = torch.cat((torch.zeros(1), cuts, torch.full((1,), n))).to(device, torch.int32)
+    return inputs
+
+
+def _options(case: Case) -> dict[str, Any]:
+    """Of attention in a case."""
+    return {"causal": case["kind"] != "full", "window": (WINDOW, 0) if case["kind"] == "window" else None}
+
+
+def whole(case: Case, backend: str = "auto") -> Function:
+    """The call on one GPU."""
+    if case["kind"] == "linear":
+        return functools.partial(linear_attention, encoding="rotate", backend=backend)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        function: Any = flash_attention
+        found: Tensor = function(q, k, v, cu_seqlens_q=cu_seqlens, **_options(case), backend=backend)
+        return found
+
+    return attend
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Providers: functions of this rank's parts
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _ours(case: Case, mesh: DeviceMesh) -> Function:
+    if case["kind"] == "linear":
+        return functools.partial(context_parallel_linear_attention, mesh=mesh, encoding="rotate")
+    return functools.partial(context_parallel_attention, mesh=mesh, **_options(case))
+
+
+def _gathered_sdpa(case: Case, mesh: DeviceMesh) -> Function:
+    """What a user writes: keys and values by an all-gather with a gradient, and PyTorch's attention on chunks."""
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd
+    from torch.nn.attention.bias import causal_lower_right
+
+    if case["kind"] != "causal":
+        raise Unsupported("written for causal attention")
+    world, rank = mesh.size(), mesh.get_local_rank()
+    half = case["n"] // world // 2
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def gathered(x: Tensor) -> Tensor:
+            parts = all_gather_tensor_autograd(x.transpose(0, 1).contiguous(), 0, mesh).transpose(0, 1)
+            chunks = parts.unflatten(1, (world, 2, half))
+            order = [chunks[:, r, 0] for r in range(world)] + [chunks[:, r, 1] for r in reversed(range(world))]
+            return torch.cat(order, 1).transpose(1, 2)
+
+        keys, values, outs = gathered(k), gathered(v), []
+        for number, chunk in enumerate((rank, 2 * world - 1 - rank)):
+            queries, end = q[:, number * half : (number + 1) * half].transpose(1, 2), (chunk + 1) * half
+            mask = causal_lower_right(half, end)
+            outs.append(
+                F.scaled_dot_product_attention(
+                    queries, keys[:, :, :end], values[:, :, :end], attn_mask=mask, enable_gqa=True
+                )
+            )
+        return torch.cat(outs, 2).transpose(1, 2)
+
+    return attend
+
+
+def _ring_sdpa(case: Case, mesh: DeviceMesh) -> Function:
+    """PyTorch's own: to be called inside of `_in_context`."""
+    if case["kind"] != "causal":
+        raise Unsupported("PyTorch's context parallelism is measured for causal attention")
+    groups = case["heads"] // case["kv_heads"]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # Keys of every head: grouped queries were not tried with it.
+        k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    return attend
+
+
+@contextlib.contextmanager
+def _in_context(name: str, case: Case, mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
+    """Where PyTorch's attention is what it is on several GPUs, for the provider that is it."""
+    if name != "sdpa_context_parallel":
+        yield
+        return
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    like = torch.empty(1, case["n"], device=device)
+    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    with (
+        context_parallel(mesh, buffers=[like], buffer_seq_dims=[1], no_restore_buffers={like}),
+        sdpa_kernel(kernels),
+    ):
+        yield
+
+
+PROVIDERS: dict[str, Callable[[Case, DeviceMesh], Function]] = {
+    KERNELS: _ours,
+    "allgather_sdpa": _gathered_sdpa,
+    "sdpa_context_parallel": _ring_sdpa,
+}
+
+
+# ----------------------------------------------------------------------------------------------------------
+# A rank
+# ----------------------------------------------------------------------------------------------------------
+
+
+class RanksClock:
+    """A clock that all ranks read alike: repetitions begin together, and the slowest rank's time counts."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cuda = CudaClock(device) if device.type == "cuda" else None
+        self.token = torch.zeros(1, device=device)
+
+    def _slowest(self, value: float) -> float:
+        self.token.fill_(value)
+        dist.all_reduce(self.token, dist.ReduceOp.MAX)
+        return float(self.token)
+
+    def host_us(self, call: Callable[[], object]) -> float:
+        """See `Clock.host_us`."""
+        self._slowest(0.0)
+        entered = time.perf_counter_ns()
+        call()
+        returned = time.perf_counter_ns()
+        return self._slowest((returned - entered) / 1e3)
+
+    def sample(self, call: Callable[[], object], host_us: float) -> Sample:
+        """See `Clock.sample`."""
+        if self.cuda is None:
+            return Sample(self.host_us(call) / 1e3)
+        clock = self.cuda
+        self._slowest(0.0)
+        clock.flush.zero_()
+        torch.cuda._sleep(int((3 * host_us + 200) * clock.cycles_per_us))
+        dist.all_reduce(self.token)  # ranks wait for each other on the device
+        clock.start.record()
+        call()
+        clock.end.record()
+        ahead = not clock.start.query()
+        clock.end.synchronize()
+        return Sample(
+            self._slowest(float(clock.start.elapsed_time(clock.end))), self._slowest(float(not ahead)) == 0
+        )
+
+
+def _parts(inputs: Inputs, case: Case, mesh: DeviceMesh) -> Inputs:
+    """This rank's parts of inputs; what has no tokens is every rank's."""
+    layout = "contiguous" if case["kind"] == "linear" else "zigzag"
+    cu_seqlens = inputs.get("cu_seqlens")
+
+    def part(name: str, x: Any) -> Any:
+        if name not in ("q", "k", "v", "grad"):
+            return x
+        local = shard_sequence(x.detach(), mesh, layout=layout, cu_seqlens=cu_seqlens)
+        return local.requires_grad_(x.requires_grad)
+
+    return {name: part(name, x) for name, x in inputs.items()}
+
+
+def _run(function: Function, inputs: Inputs, grad: Tensor | None) -> tuple[Tensor, ...]:
+    """Outputs, and the gradients of what wants one."""
+    with torch.set_grad_enabled(grad is not None):
+        outputs = as_tuple(function(**inputs))
+    if grad is None:
+        return outputs
+    return (*outputs, *torch.autograd.grad(outputs, list(leaves(inputs).values()), grad))
+
+
+def _gather_all(results: Sequence[Tensor], inputs: Inputs, case: Case, mesh: DeviceMesh) -> tuple[Tensor, ...]:
+    layout = "contiguous" if case["kind"] == "linear" else "zigzag"
+    options: dict[str, Any] = {"layout": layout, "cu_seqlens": inputs.get("cu_seqlens")}
+    return tuple(unshard_sequence(x.detach(), mesh, **options) for x in results)
+
+
+def _drawn(case: Case, mode: str, device: torch.device) -> tuple[Inputs, Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = make_inputs(case, device, generator)
+    if mode == "fwd":
+        return inputs, None
+    return inputs, normal(tuple(inputs["q"].shape), inputs["q"].dtype, device, generator)
+
+
+def _judge(name: str, case: Case, mode: str, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
+    """The error of a provider on a short sequence, against float64."""
+    case = {**case, "n": min(case["n"], CHECKED)}
+    inputs, grad = _drawn(case, mode, device)
+    reference = whole(case, "torch")
+    exact = _run(reference, upcast(inputs), None if grad is None else grad.double())
+    eager = _run(reference, inputs, grad)
+    parts = _parts({**inputs, **({} if grad is None else {"grad": grad})}, case, mesh)
+    of_grad = parts.pop("grad", None)
+    with _in_context(name, case, mesh, device):
+        found = _run(PROVIDERS[name](case, mesh), parts, of_grad)
+    accuracy = compare(_gather_all(found, inputs, case, mesh), exact, eager)
+    told: dict[str, Any] = {"max_error": accuracy.max_error, "error_budget": accuracy.error_budget}
+    return told if accuracy.ok else {**told, "status": "incorrect", "reason": accuracy.describe()}
+
+
+def _measured(task: dict[str, Any], device: torch.device) -> dict[str, dict[str, Any]]:
+    """What a rank finds out about the providers, and the call on one GPU as the limit."""
+    case, mode, names = task["case"], task["mode"], task["providers"]
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
+    clock: Clock = RanksClock(device)
+    results: dict[str, dict[str, Any]] = {}
+    for name in names:
+        verdict = attempt(name, functools.partial(_judge, name, case, mode, mesh, device))
+        results[name] = (
+            {"status": verdict.status, "reason": verdict.reason} if isinstance(verdict, Failure) else verdict
+        )
+    release_memory(device)
+    inputs, grad = _drawn(case, mode, device)
+    parts = _parts({**inputs, **({} if grad is None else {"grad": grad})}, case, mesh)
+    of_grad = parts.pop("grad", None)
+    one = functools.partial(_run, whole(case), inputs, grad)
+    if "status" not in results.get(KERNELS, {"status": ""}):
+        found = _run(_ours(case, mesh), parts, of_grad)
+        alone = _run(whole(case), inputs, grad)
+        names_of = ("out", "dq", "dk", "dv")
+        same = {
+            n: bool(torch.equal(a, b)) for n, a, b in zip(names_of, _gather_all(found, inputs, case, mesh), alone)
+        }
+        results[KERNELS]["details"] = {"bits_of_one_gpu": same}
+        del found, alone
+    for name in [n for n in names if "status" not in results[n]]:
+        call = functools.partial(_run, PROVIDERS[name](case, mesh), parts, of_grad)
+        with _in_context(name, case, mesh, device):
+            results[name]["peak"] = attempt(name, functools.partial(peak_bytes, call, device))
+            timings = time_interleaved({name: call, LIMIT: one}, clock)
+        for key, timing in timings.items():
+            told = asdict(timing)
+            if key == LIMIT and name != names[0]:
+                results[name]["limit_ms"] = told.get("ms")
+                continue
+            results[key] = {**results.get(key, {}), **told}
+    return {name: {k: v for k, v in found.items() if not isinstance(v, Failure)} for name, found in results.items()}
+
+
+def main(folder: str) -> None:
+    """A rank's program: the task is in a folder, and so are then its results."""
+    device = torch.device("cpu")
+    task = json.loads(Path(folder, "task.json").read_text(encoding="utf-8"))
+    if task["device"] == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", device_id=device if device.index is not None else None
+    )
+    results = _measured(task, device)
+    if dist.get_rank() == 0:
+        Path(folder, "results.json").write_text(json.dumps(results), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The command
+# ----------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    unit: Unit, providers: Sequence[str], device: torch.device, clock: Clock, blank: Record
+) -> list[Record]:
+    """Start the ranks of a case, and make records of what they found; see `warploom.bench.evaluate.evaluate`."""
+    records = {
+        name: replace(blank, provider=name, flops=flops_of(unit.case, unit.mode)) for name in (*providers, LIMIT)
+    }
+    gpus = unit.case["gpus"]
+    if device.type == "cuda" and torch.cuda.device_count() < gpus:
+        reason = f"{gpus} GPUs are needed, and {torch.cuda.device_count()} are there"
+        return [replace(record, status="unsupported", reason=reason) for record in records.values()]
+    release_memory(device)
+    found, reason = _on_ranks(dict(unit.case), unit.mode, providers, device)
+    timings: dict[str, Timing | Failure] = {}
+    for name, record in records.items():
+        result = found.get(name)
+        if result is None:
+            records[name] = replace(record, status="error", reason=reason or "not measured")
+            continue
+        fields = ("status", "reason", "max_error", "error_budget", "details")
+        peak = result.get("peak")
+        records[name] = replace(
+            record, peak_memory_mib=None if peak is None else peak / 2**20,
+            **{field: result[field] for field in fields if field in result},
+        )  # fmt: skip
+        if "ms" in result:
+            share = 1 / gpus if name == LIMIT else 1.0
+            times = {key: result[key] * share for key in ("ms", "ms_p20", "ms_p80")}
+            timings[name] = Timing(**times, **{key: result[key] for key in ("host_us", "rounds", "late")})
+    finished = with_times(records, timings)
+    # Each is compared with the limit that took turns with it.
+    own = {name: found[name]["limit_ms"] / gpus for name in providers if found.get(name, {}).get("limit_ms")}
+    return [
+        replace(r, limit_ms=own[r.provider], limit_fraction=own[r.provider] / r.ms)
+        if r.provider in own and r.ms
+        else r
+        for r in finished
+    ]
+
+
+def _on_ranks(
+    case: dict[str, Any], mode: str, providers: Sequence[str], device: torch.device
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """What the ranks found, or why they found nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        task = {"case": case, "mode": mode, "providers": list(providers), "device": device.type}
+        Path(folder, "task.json").write_text(json.dumps(task), encoding="utf-8")
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case["gpus"])]
+        command = [sys.executable, *launcher, "-m", "warploom.bench.context_parallel", folder]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        except subprocess.TimeoutExpired:
+            return {}, f"the ranks took more than {TIMEOUT} s"
+        file = Path(folder, "results.json")
+        if not file.is_file():
+            lines = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines()
+            return {}, (lines[0].strip() if lines else f"the ranks ended with {done.returncode}")[:300]
+        return json.loads(file.read_text(encoding="utf-8")), ""
+
+
+def flops_of(case: Case, mode: str) -> int:
+    """Operations of attention's products where queries see keys, of the whole."""
+    n, features = case["n"], case["heads"] * case["head_dim"]
+    if case["kind"] == "linear":
+        pairs = 2 * n * case["head_dim"]
+    elif case["kind"] == "packed":
+        bounds = make_inputs(
+            {**case, "heads": 1, "kv_heads": 1, "head_dim": 1},
+            torch.device("cpu"),
+            torch.Generator().manual_seed(0),
+        )["cu_seqlens"]
+        pairs = int((bounds.diff().double() ** 2).sum() / 2)
+    else:
+        pairs = {"causal": n * n // 2, "full": n * n, "window": n * min(WINDOW, n)}[case["kind"]]
+    return int(case["batch"] * 4 * pairs * features * (3.5 if mode == "fwd_bwd" else 1))
+
+
+def launched(case: Case, provider: str) -> None:
+    """Launch what a rank launches of ours for its chunks, in one direction and back."""
+    if provider != KERNELS:
+        raise Unsupported("launches nothing of ours")
+    cpu, generator = torch.device("cpu"), torch.Generator()
+    if case["kind"] == "linear":
+        inputs = make_inputs({**case, "n": case["n"] // case["gpus"]}, cpu, generator)
+        out = as_tuple(whole(case, "triton")(**inputs))[0]
+    else:
+        from warploom.distributed.kernels import sum_rows
+
+        inputs = make_inputs(case, cpu, generator)
+        cu_seqlens = inputs.get("cu_seqlens")
+        q = inputs["q"][:, : case["n"] // (2 * case["gpus"])]
+        bounds: dict[str, Any] = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        out = flash_attention(q, inputs["k"], inputs["v"], **bounds, **_options(case), backend="triton")
+        rows = torch.zeros(2, dtype=torch.int32)
+        sum_rows(inputs["k"][0].detach(), rows, rows)
+    torch.autograd.grad([out], list(leaves(inputs).values()), [torch.empty_like(out)])
+
+
+def _cases(device: str, lengths: Sequence[int], kinds: Sequence[str], worlds: Sequence[int]) -> list[Case]:
+    if device != "cuda":
+        return []
+    attention = {"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128}
+    linear = {"batch": 1, "heads": 64, "kv_heads": 64, "head_dim": 128}
+    return [
+        {"kind": kind, "gpus": gpus, **(linear if kind == "linear" else attention), "n": n, "dtype": "bfloat16"}
+        for kind in kinds
+        for gpus in worlds
+        for n in lengths
+    ]
+
+
+def _trial(device: str) -> list[Case]:
+    """A few tokens on two ranks: to try the instrument."""
+    shape = {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 8, "n": 64}
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    return [{"kind": "causal", "gpus": 2, **shape, "dtype": dtype}]
+
+
+def _undefined(**_: Any) -> Tensor:
+    raise Unsupported("compared with one GPU's operators, by the ranks")
+
+
+KINDS = ("causal", "packed", "linear")
+BENCH = Bench(
+    name="context-parallel",
+    operator=Operator(
+        name="context_parallel", function=_undefined, reference=_undefined, make_inputs=make_inputs, check_cases=()
+    ),
+    suites={
+        "quick": functools.partial(_cases, lengths=(16384,), kinds=("causal",), worlds=(2,)),
+        "published": functools.partial(_cases, lengths=(16384, 65536), kinds=KINDS, worlds=(1, 2, 4)),
+        "more": functools.partial(_cases, lengths=(65536, 262144), kinds=("full", "window"), worlds=(2, 4)),
+        "trial": _trial,
+    },
+    providers={name: lambda case: _undefined for name in PROVIDERS},
+    traffic=lambda case, mode: Traffic(0, 0, 0, flops_of(case, mode)),
+    title="Attention over several GPUs; the limit is one GPU's time over their number",
+    modes=("fwd", "fwd_bwd"),
+    measure=measure,
+    launches=launched,
+)
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,51 @@
+"""The kernel that adds up what ranks sent for each row, in an order that is given."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from warploom.runtime.launch import Launch
+
+BLOCK = 1024
+
+
+@triton.jit
+def sum_rows_kernel(rows, order, ends, out, width: tl.int64, blocks: tl.int32, BLOCK: tl.constexpr):
+    """``out[i] = Σ rows[order[j]]`` for ``j`` from ``ends[i]`` to ``ends[i + 1]``: (n, F) from (M, F), in float32.
+
+    A program adds up one block of a row.
+    """
+    i = tl.program_id(0) // blocks
+    f = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = f < width
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in range(tl.load(ends + i), tl.load(ends + i + 1)):
+        row = tl.load(order + j).to(tl.int64)
+        total += tl.load(rows + row * width + f, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + i.to(tl.int64) * width + f, total.to(out.dtype.element_ty), mask=inside)
+
+
+def sum_rows(rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Sums of dense rows (M, …): (n, …) in their dtype, added up in float32.
+
+    Args:
+        rows: What is added up.
+        order: Numbers of rows, int32: those of the first sum, then those of the second.
+        ends: ``(n + 1,)`` int32, where each sum's begin in ``order``.
+    """
+    sums = len(ends) - 1
+    out = rows.new_empty((sums, *rows.shape[1:]))
+    width = out[:1].numel() if sums else 0
+    blocks = triton.cdiv(width, BLOCK)
+    launch = Launch(
+        sum_rows_kernel,
+        sums * blocks,
+        takes=("rows", "order", "ends", "out"),
+        width=width,
+        blocks=blocks,
+        BLOCK=BLOCK,
+    )
+    launch(rows, order, ends, out)
+    return out

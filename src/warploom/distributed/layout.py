@@ -1,0 +1,325 @@
+"""Which rank holds which tokens of a sequence.
+
+A layout cuts every sequence into chunks. ``zigzag``: rank ``r`` of ``W`` holds chunks ``r`` and ``2W − 1 − r`` of
+``2W`` whose lengths differ by one token at most, of every packed sequence its own: each rank then has as many pairs
+of a query and an earlier key as the others. ``contiguous``: rank ``r`` holds chunk ``r`` of ``W``, of the packed
+tokens as they stand. A rank's part has its first chunk of all sequences in their order, then its second.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from warploom.distributed.ranks import (
+    Bounds,
+    agree,
+    all_gather,
+    bounds_of,
+    check_bounds,
+    check_device,
+    check_lengths,
+    group_of,
+    refuse,
+    shown,
+)
+from warploom.errors import ArgumentError, DtypeError, ShapeError, WarploomError, dtype_of, fault, shape_of
+from warploom.runtime.arguments import is_int
+
+Tensor = torch.Tensor
+
+LAYOUTS = ("zigzag", "contiguous")
+
+
+class Chunks(NamedTuple):
+    """How sequences are cut, ``S`` of them into ``C`` chunks each: int64 on the host."""
+
+    starts: Tensor
+    """(S, 1), of the sequences."""
+    ends: Tensor
+    """(S, 1)"""
+    first: Tensor
+    """(S, C), of a chunk's tokens."""
+    last: Tensor
+    """(S, C), behind them."""
+    world: int
+
+    def owned(self, rank: int) -> list[int]:
+        """The chunks of a rank, in the order of its part."""
+        chunks = self.first.shape[1]
+        return [rank] if chunks == self.world else [rank, chunks - 1 - rank]
+
+    def rows(self, rank: int) -> Tensor:
+        """The tokens of a rank's part, (n,), in its order."""
+        own = self.owned(rank)
+        return expanded(self.first[:, own].t().flatten(), self.last[:, own].t().flatten())
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the ranks' parts."""
+        sizes = (self.last - self.first).sum(0)
+        return [int(sizes[self.owned(rank)].sum()) for rank in range(self.world)]
+
+
+def expanded(first: Tensor, last: Tensor) -> Tensor:
+    """All integers of ranges, one range after the other."""
+    sizes = (last - first).clamp(min=0)
+    before = sizes.cumsum(0) - sizes
+    return torch.arange(int(sizes.sum())) + (first - before).repeat_interleave(sizes)
+
+
+@functools.lru_cache(64)
+def chunks_of(bounds: Bounds, world: int, layout: str) -> Chunks:
+    """How packed sequences are cut for so many ranks."""
+    cut = torch.tensor(bounds)
+    starts, ends = cut[:-1, None], cut[1:, None]
+    if layout == "contiguous":
+        edges = torch.arange(world + 1) * bounds[-1] // world
+        first = torch.maximum(starts, edges[:-1])
+        last = torch.maximum(torch.minimum(ends, edges[1:]), first)
+        return Chunks(starts, ends, first, last, world)
+    chunks = 2 * world
+    # Where a length is no multiple, longer chunks are others in every sequence.
+    edges = starts + (torch.arange(chunks + 1) * (ends - starts) + starts % chunks) // chunks
+    return Chunks(starts, ends, edges[:, :-1], edges[:, 1:], world)
+
+
+def check_layout(function: str, layout: object) -> None:
+    """Raise unless there is such a layout.
+
+    Raises:
+        ArgumentError: There is none.
+    """
+    if layout not in LAYOUTS:
+        raise fault(ArgumentError, function, "layout", f"one of {', '.join(LAYOUTS)}", repr(layout))
+
+
+@functools.lru_cache(8)
+def _rows_on(bounds: Bounds, world: int, layout: str, rank: int, device: torch.device) -> Tensor:
+    return chunks_of(bounds, world, layout).rows(rank).to(device)
+
+
+@functools.lru_cache(8)
+def _places_on(bounds: Bounds, world: int, layout: str, device: torch.device) -> Tensor:
+    """For each token its row among the parts of all ranks, each filled up to the longest."""
+    return places(chunks_of(bounds, world, layout)).to(device)
+
+
+def places(chunks: Chunks) -> Tensor:
+    """For each token its row among the parts of all ranks, (N,), each filled up to the longest."""
+    longest = max(chunks.lengths)
+    found = torch.empty(int(chunks.ends[-1]), dtype=torch.int64)
+    for rank in range(chunks.world):
+        rows = chunks.rows(rank)
+        found[rows] = rank * longest + torch.arange(len(rows))
+    return found
+
+
+def _whole(function: str, length: int, cu_seqlens: Tensor | None) -> Bounds:
+    """The bounds of a whole of a length that is known."""
+    return settled(function, None if cu_seqlens is None else bounds_of(function, cu_seqlens), length)
+
+
+def settled(function: str, bounds: Bounds | None, length: int) -> Bounds:
+    """The bounds of a whole: those that were read, or of one sequence.
+
+    Raises:
+        ArgumentError: They are not those of this length.
+    """
+    if bounds is None:
+        return (0, length)
+    check_bounds(function, bounds, length)
+    return bounds
+
+
+def _checked_dim(function: str, x: object, dim: int) -> int:
+    if not isinstance(x, Tensor):
+        raise fault(DtypeError, function, "x", "a tensor", type(x).__name__)
+    if not is_int(dim) or not -x.dim() <= dim < x.dim():
+        raise fault(ShapeError, function, "dim", f"an axis of x, of shape {shape_of(x)}", repr(dim))
+    return dim % x.dim()
+
+
+def shard_sequence(
+    x: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: str = "zigzag", cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """This rank's part of a sequence that every rank has whole.
+
+    Nothing is sent. In the backward the gradient is this rank's own part, zero elsewhere.
+
+    Args:
+        x: Of any shape and dtype, the same on every rank.
+        mesh: Of one dimension.
+        dim: The axis of tokens, of ``N``.
+        layout: ``zigzag`` or ``contiguous``, see `warploom.distributed.layout`.
+        cu_seqlens: ``(S + 1,)`` int32 or int64, the bounds of packed sequences in all of ``x``, ``c_S = N``.
+
+    Returns:
+        ``x`` with this rank's tokens alone. Parts have equal lengths where ``N``, or the length of every packed
+        sequence, is a multiple of twice the number of ranks.
+
+    Raises:
+        ShapeError: There is no such axis.
+        DtypeError: An argument has the wrong type.
+        DeviceError: ``x`` is not on a device of the mesh.
+        ArgumentError: The mesh has more dimensions, the layout is unknown, or bounds are not those of ``x``.
+
+    Example:
+        ```python
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from warploom.distributed import shard_sequence
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))    # under torchrun
+        tokens = shard_sequence(torch.arange(64)[None], mesh)     # (1, 64) to (1, 64 / W)
+        ```
+    """
+    name = "shard_sequence"
+    group = group_of(name, mesh)
+    check_layout(name, layout)
+    dim = _checked_dim(name, x, dim)
+    check_device(name, mesh, "x", x)
+    bounds = _whole(name, x.shape[dim], cu_seqlens)
+    return x.index_select(dim, _rows_on(bounds, group.size(), layout, group.rank(), x.device))
+
+
+def unshard_sequence(
+    x: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: str = "zigzag", cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """The whole sequence on every rank, from the ranks' parts: the inverse of `shard_sequence`.
+
+    In the backward every rank takes its own part of its gradient: what follows is taken to be the same computation
+    on all of them.
+
+    Args:
+        x: This rank's part, of any shape and dtype.
+        mesh: As in `shard_sequence`; likewise the rest.
+        dim: The axis of tokens.
+        layout: That of the parts.
+        cu_seqlens: The bounds of packed sequences in the whole.
+
+    Returns:
+        ``x`` with all tokens in their order.
+
+    Raises:
+        ShapeError: Parts are not those of the layout.
+        DtypeError: An argument has the wrong type.
+        DeviceError: ``x`` is not on a device of the mesh.
+        ArgumentError: The mesh has more dimensions, the layout is unknown, bounds are not those of the whole, or
+            calls of the ranks differ.
+
+    Example:
+        ```python
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from warploom.distributed import shard_sequence, unshard_sequence
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))    # under torchrun
+        tokens = torch.arange(64)[None]
+        assert torch.equal(unshard_sequence(shard_sequence(tokens, mesh), mesh), tokens)
+        ```
+    """
+    name = "unshard_sequence"
+    group = group_of(name, mesh)
+    check_layout(name, layout)
+    try:
+        dim = _checked_dim(name, x, dim)
+        check_device(name, mesh, "x", x)
+        read = None if cu_seqlens is None else bounds_of(name, cu_seqlens)
+    except WarploomError as error:
+        refuse(group, error)
+        raise
+    rest = [size for axis, size in enumerate(x.shape) if axis != dim]
+    call = f"{dtype_of(x)} {rest} beside dim={dim}, layout={layout}, cu_seqlens={shown(read)}"
+    lengths = agree(group, name, x.shape[dim], call)
+    bounds = settled(name, read, sum(lengths))
+    check_lengths(name, "x", lengths, chunks_of(bounds, group.size(), layout).lengths, layout)
+    whole: Tensor = _Whole.apply(x.movedim(dim, 0), group, bounds, layout)
+    return whole.movedim(0, dim)
+
+
+class _Whole(torch.autograd.Function):
+    """Parts (n, …) to the whole (N, …)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, bounds: Bounds, layout: str) -> Tensor:
+        ctx.part = (bounds, group.size(), layout, group.rank(), x.device)
+        longest = max(chunks_of(bounds, group.size(), layout).lengths)
+        parts = x.new_empty((group.size() * longest, *x.shape[1:]))
+        all_gather(as_bytes(parts), as_bytes(padded(x, longest)), group=group)
+        return parts.index_select(0, _places_on(bounds, group.size(), layout, x.device))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.index_select(0, _rows_on(*ctx.part)), None, None, None
+
+
+def padded(x: Tensor, rows: int) -> Tensor:
+    """``x`` (n, …), dense, filled up to so many rows."""
+    if x.shape[0] == rows:
+        return x.contiguous()
+    filled = x.new_zeros((rows, *x.shape[1:]))
+    filled[: x.shape[0]] = x
+    return filled
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """A dense tensor as bytes (·,), which every backend can send."""
+    return x.view(-1).view(torch.uint8)
+
+
+def local_position_ids(
+    length: int, mesh: DeviceMesh, *, layout: str = "zigzag", cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """Where the tokens of this rank's part stand, for the ``position_ids`` of LRPE and RoPE.
+
+    Args:
+        length: ``N``, tokens of the whole sequence.
+        mesh: As in `shard_sequence`; likewise the rest.
+        layout: That of the parts.
+        cu_seqlens: The bounds of packed sequences in the whole; positions start again with each.
+
+    Returns:
+        ``(n,)`` int64 on the mesh's device.
+
+    Raises:
+        DtypeError: An argument has the wrong type.
+        ArgumentError: The length is negative, the mesh has more dimensions, the layout is unknown, or bounds are
+            not those of the length.
+
+    Example:
+        ```python
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from warploom.distributed import local_position_ids, shard_sequence
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))    # under torchrun
+        from warploom import lrpe_rotate
+
+        q = shard_sequence(torch.randn(1, 64, 8, 16), mesh)
+        q = lrpe_rotate(q, 10000.0 ** -(torch.arange(8) / 8), position_ids=local_position_ids(64, mesh))
+        ```
+    """
+    name = "local_position_ids"
+    group = group_of(name, mesh)
+    check_layout(name, layout)
+    if not is_int(length):
+        raise fault(DtypeError, name, "length", "an int", repr(length))
+    if length < 0:
+        raise fault(ArgumentError, name, "length", "at least 0", length)
+    bounds = _whole(name, length, cu_seqlens)
+    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else None
+    return _positions_on(
+        bounds, group.size(), layout, group.rank(), device or torch.device(mesh.device_type)
+    ).clone()
+
+
+@functools.lru_cache(8)
+def _positions_on(bounds: Bounds, world: int, layout: str, rank: int, device: torch.device) -> Tensor:
+    chunks = chunks_of(bounds, world, layout)
+    own = chunks.owned(rank)
+    first, last = ((edges - chunks.starts)[:, own].t().flatten() for edges in (chunks.first, chunks.last))
+    return expanded(first, last).to(device)

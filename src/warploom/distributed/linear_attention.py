@@ -1,0 +1,672 @@
+"""Linear attention over a sequence that ranks share: states travel, and not tokens.
+
+Every rank computes the state that its own tokens leave behind, and all of them exchange these and the decays over
+their parts, whatever the length. A plain call of linear attention from the state before the part does the rest. In
+the backward the gradients of states go the other way.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from warploom.distributed.layout import as_bytes, chunks_of, settled
+from warploom.distributed.ranks import (
+    Bounds,
+    agree,
+    all_gather,
+    bounds_of,
+    check_device,
+    check_lengths,
+    group_named,
+    group_of,
+    refuse,
+    shown,
+)
+from warploom.errors import WarploomError, dtype_of
+from warploom.ops.linear_attention import reference
+from warploom.ops.linear_attention.problem import Options as OneOptions
+from warploom.ops.linear_attention.validation import NAME as ONE_NAME
+from warploom.ops.linear_attention.validation import check
+from warploom.runtime.backend import use_triton
+from warploom.runtime.dispatch import Gradient, Operator, Tensors, apply
+from warploom.runtime.memory_order import empty_in_order_of
+from warploom.runtime.plans import Plans
+
+Tensor = torch.Tensor
+
+NAME = "context_parallel_linear_attention"
+LAYOUT = "contiguous"
+
+
+class Options(NamedTuple):
+    """Options of the operator."""
+
+    kind: str
+    activation: str
+    causal: bool
+    scale: float
+    return_state: bool
+    kernels: bool
+    group: str
+
+    def one(self, return_state: bool) -> OneOptions:
+        """Those of a plain call."""
+        return OneOptions(self.kind, self.activation, True, self.scale, return_state)
+
+
+@overload
+def context_parallel_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: DeviceMesh,
+    *,
+    decay: Tensor | None = ...,
+    theta: Tensor | None = ...,
+    encoding: str = ...,
+    activation: str = ...,
+    interleaved: bool = ...,
+    offset: int | Tensor = ...,
+    causal: bool = ...,
+    scale: float | None = ...,
+    initial_state: Tensor | None = ...,
+    return_state: Literal[False] = ...,
+    cu_seqlens: Tensor | None = ...,
+    backend: str = ...,
+) -> Tensor: ...
+@overload
+def context_parallel_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: DeviceMesh,
+    *,
+    decay: Tensor | None = ...,
+    theta: Tensor | None = ...,
+    encoding: str = ...,
+    activation: str = ...,
+    interleaved: bool = ...,
+    offset: int | Tensor = ...,
+    causal: bool = ...,
+    scale: float | None = ...,
+    initial_state: Tensor | None = ...,
+    return_state: bool,
+    cu_seqlens: Tensor | None = ...,
+    backend: str = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def context_parallel_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: DeviceMesh,
+    *,
+    decay: Tensor | None = None,
+    theta: Tensor | None = None,
+    encoding: str = "none",
+    activation: str = "none",
+    interleaved: bool = False,
+    offset: int | Tensor = 0,
+    causal: bool = True,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`warploom.linear_attention` of a sequence whose tokens are shared by the ranks of a mesh.
+
+    Parts are contiguous: rank ``r`` of ``W`` holds the ``r``-th of as many, of lengths that differ by one at most.
+    One all-gather of states ``(S, H, F, E)`` and decays travels, and one of their gradients in the backward. All
+    ranks must make the same call; what one of them refuses, all refuse with the same error.
+
+    Args:
+        q: ``(B, n, H, D)``, this rank's part of the queries, as `shard_sequence` cuts them in the layout
+            ``contiguous``; dtypes and strides as in `warploom.linear_attention`.
+        k: As ``q``.
+        v: ``(B, n, H, E)``, this rank's part of the values.
+        mesh: Of one dimension, over whose ranks tokens are shared.
+        decay: ``(H,)``, the same on every rank, or ``(B, n, H)``, this rank's part.
+        theta: As in `warploom.linear_attention`, the same on every rank.
+        encoding: As in `warploom.linear_attention`; likewise the rest.
+        activation: Of queries and keys.
+        interleaved: Of ``rotate``.
+        offset: Position of the first token of the whole, or of each packed sequence.
+        causal: Without it every token sees all tokens of all ranks.
+        scale: ``D^-½`` by default.
+        initial_state: ``(S, H, F, E)``, before the whole; the same on every rank.
+        return_state: Also return the state after the whole, on every rank.
+        cu_seqlens: ``(S + 1,)``, the same on every rank, with ``B = 1``: the bounds of packed sequences in the
+            whole, ``c_S = N``. They are read by the host, once for each tensor.
+        backend: ``auto``, ``triton`` or ``torch``.
+
+    Returns:
+        ``(B, n, H, E)``, this rank's part of the outputs; with ``return_state`` also the states ``(S, H, F, E)``.
+        Gradients of ``theta``, of ``decay`` per head and of ``initial_state`` are this rank's part, to be summed
+        over the mesh; that of the state is summed here.
+
+    Raises:
+        ShapeError: A size does not fit, or parts are not those of the layout.
+        DtypeError: An argument has the wrong type.
+        DeviceError: A tensor is not on a device of the mesh.
+        ArgumentError: The mesh has more dimensions, an option is unknown, bounds are not those of the whole, or
+            the ranks' calls differ.
+        BackendError: ``backend="triton"`` cannot run this call.
+
+    Source: Sun et al., "Linear Attention Sequence Parallelism", 2024, arXiv 2404.02882, with a gather in the place
+    of its ring.
+
+    Example:
+        ```python
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from warploom.distributed import context_parallel_linear_attention, shard_sequence
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))    # under torchrun
+        q, k, v = (shard_sequence(torch.randn(1, 64, 8, 16), mesh, layout="contiguous") for _ in range(3))
+        out = context_parallel_linear_attention(q, k, v, mesh, decay=-torch.rand(8))    # (1, 64 / W, 8, 16)
+        ```
+    """
+    group = group_of(NAME, mesh)
+    offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
+    tensors = (q, k, v, theta, decay, initial_state, offsets, cu_seqlens)
+    try:
+        given = (encoding, activation, interleaved, causal, scale, return_state)
+        options = _checked(tensors, given, offset, mesh, backend)
+    except WarploomError as error:
+        if not torch.compiler.is_compiling():
+            refuse(group, error)
+        raise
+    out, state, *_ = apply(OPERATOR, tensors, offset, options)
+    return (out, state) if return_state else out
+
+
+def _checked(tensors: Tensors, given: tuple[Any, ...], offset: int, mesh: DeviceMesh, backend: str) -> Options:
+    """What a call asks for, from what this rank can see of it."""
+    q, *_, cu_seqlens = tensors
+    try:
+        one, limit, *_ = check(ONE_NAME, tensors, given, offset)
+        kernels = use_triton(NAME, backend, q, limit)
+    except WarploomError as error:  # which names the operator that is called for each part
+        raise type(error)(str(error).replace(ONE_NAME, NAME, 1)) from None
+    check_device(NAME, mesh, "q", q)
+    if cu_seqlens is not None and not torch.compiler.is_compiling():
+        bounds_of(NAME, cu_seqlens)
+    kind, activation, causal, scale, return_state = one
+    return Options(kind, activation, causal, scale, return_state, kernels, group_of(NAME, mesh).group_name)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Plain calls
+# ----------------------------------------------------------------------------------------------------------
+
+
+class _Inputs(NamedTuple):
+    """The tensors of a plain call, and its number."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    theta: Tensor | None
+    decay: Tensor | None
+    initial_state: Tensor | None
+    offsets: Tensor | None
+    cu_seqlens: Tensor | None
+    offset: int
+
+
+_DIFFERENTIABLE = 6  # the first inputs
+
+
+def _one(inputs: _Inputs, options: Options, return_state: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Outputs, and the last states where they are wanted."""
+    tensors: Any = inputs[:-1]
+    offset, one = inputs.offset, options.one(return_state)
+    if options.kernels:
+        from warploom.ops.linear_attention.operator import OPERATOR as ONE
+
+        out, state = ONE.launch(*ONE.arguments(tensors, offset, one))
+        return out, state if return_state else None
+    q, k, v, theta, decay, initial_state, offsets, cu_seqlens = tensors
+    found: Any = reference.linear_attention(
+        q, k, v, decay=decay, theta=theta, encoding="rotate" if one.kind == "interleaved" else one.kind,
+        activation=one.activation, interleaved=one.kind == "interleaved",
+        offset=offset if offsets is None else offsets, scale=one.scale, initial_state=initial_state,
+        return_state=return_state, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    return found if return_state else (found, None)
+
+
+def _gradients(
+    grad: Tensor | None, grad_state: Tensor | None, inputs: _Inputs, options: Options, wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients of q, k, v, theta, decay and the first state, of those that are wanted and there."""
+    wanted = [wants and x is not None for wants, x in zip(wanted, inputs)]
+    if options.kernels:
+        from warploom.ops.linear_attention.operator import OPERATOR as ONE
+
+        *tensors, offset = inputs
+        backward: Any = ONE.backward
+        rest = (*options.one(grad_state is not None), wanted)
+        found = backward.op(*backward.arguments((grad, grad_state, *tensors), offset, rest))
+        return [gradient if wants else None for gradient, wants in zip(found, wanted)]
+    with torch.enable_grad():
+        leaves = [None if x is None else x.detach().requires_grad_() for x in inputs[:_DIFFERENTIABLE]]  # type: ignore[union-attr]
+        out, state = _one(_Inputs(*leaves, *inputs[_DIFFERENTIABLE:]), options, grad_state is not None)  # type: ignore[arg-type]
+        pairs = [(x, g) for x, g in ((out, grad), (state, grad_state)) if x is not None and g is not None]
+        results, given = zip(*pairs) if pairs else ((out,), (torch.zeros_like(out),))
+        chosen: Any = [leaf for leaf, wants in zip(leaves, wanted) if wants]
+        each = iter(torch.autograd.grad(results, chosen, given, allow_unused=True, materialize_grads=True))
+    return [next(each) if wants else None for wants in wanted]
+
+
+def _last_state(inputs: _Inputs, options: Options) -> Tensor:
+    """The last states alone."""
+    if options.kernels:
+        from warploom.ops.linear_attention.launches.calls import Inputs
+        from warploom.ops.linear_attention.launches.forward import last_state
+
+        tensors: Any = inputs[:-1]
+        return last_state(Inputs(*tensors), options.one(True), inputs.offset, OPERATOR.plans)
+    state: Any = _one(inputs._replace(q=inputs.k), options, True)[1]
+    return state  # type: ignore[no-any-return]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Parts
+# ----------------------------------------------------------------------------------------------------------
+
+
+class _Segment(NamedTuple):
+    """Tokens of a part for one plain call."""
+
+    tokens: slice
+    start: int
+    """How far into its sequence the first token is."""
+    sequences: Tensor
+    """Numbers of the sequences, int64."""
+    cu_seqlens: Tensor | None
+    continued: bool
+    """Whether its one sequence began on an earlier rank."""
+    goes_on: bool
+    """Whether its last sequence goes on on the next rank."""
+
+    def of(self, tensors: Tensors, offset: int, initial: Tensor | None) -> _Inputs:
+        """Its inputs, from those of the part."""
+        q, k, v, theta, decay, _, offsets, _ = tensors
+        q, k, v = (x[:, self.tokens] for x in (q, k, v))
+        decay = decay if decay is None or decay.dim() == 1 else decay[:, self.tokens]
+        moved = None if offsets is None else offsets + self.start
+        return _Inputs(q, k, v, theta, decay, initial, moved, self.cu_seqlens, offset + self.start)
+
+
+class _Part(NamedTuple):
+    """This rank's tokens, and how states pass from rank to rank."""
+
+    lengths: list[int]
+    segments: tuple[_Segment, ...]
+    crosses: tuple[bool, ...]
+    """Of each rank: whether a sequence goes on behind its last token."""
+    spans: tuple[bool, ...]
+    """Whether that sequence began on an earlier rank."""
+    leaving: tuple[slice, int, Tensor] | None
+    """Of the sequence that goes on: its tokens here, how far into it they begin, and its number."""
+    ended: tuple[Tensor, Tensor]
+    """Numbers of the sequences that end here, and of their rows among the segments' last states."""
+
+
+@functools.lru_cache(64)
+def _part_of(bounds: Bounds, packed: bool, batch: int, world: int, rank: int, device: torch.device) -> _Part:
+    """The part of a rank. Where sequences are not packed, all batch entries are cut alike."""
+    chunks = chunks_of(bounds, world, LAYOUT)
+    edges = [rank * bounds[-1] // world for rank in range(world + 1)]
+    crossing = [next((s for s, e in itertools.pairwise(bounds) if s < edge < e), None) for edge in edges[1:]]
+    spans = tuple(start is not None and start < edge for start, edge in zip(crossing, edges))
+    first, last = chunks.first[:, rank].tolist(), chunks.last[:, rank].tolist()
+    pieces = [(n, a, b) for n, (a, b) in enumerate(zip(first, last)) if a < b]
+    every = torch.arange(batch)
+    segments, begin, goes_on = [], edges[rank], crossing[rank] is not None
+    if pieces and pieces[0][1] > bounds[pieces[0][0]]:
+        number, a, b = pieces.pop(0)
+        of_segment = torch.tensor([number]) if packed else every
+        alone = goes_on and not pieces
+        segments.append(_Segment(slice(0, b - a), a - bounds[number], of_segment.to(device), None, True, alone))
+    if pieces:
+        cu = torch.tensor([pieces[0][1], *(b for _, _, b in pieces)]) - pieces[0][1]
+        of_segment = torch.tensor([n for n, _, _ in pieces]) if packed else every
+        tokens = slice(pieces[0][1] - begin, pieces[-1][2] - begin)
+        local = cu.to(device, torch.int32) if packed else None
+        segments.append(_Segment(tokens, 0, of_segment.to(device), local, False, goes_on))
+    leaving = None
+    if goes_on and segments:
+        number = next(n for n, start in enumerate(bounds[:-1]) if start == crossing[rank] and bounds[n + 1] > start)
+        a = max(bounds[number], begin)
+        of_segment = torch.tensor([number]) if packed else every
+        leaving = (slice(a - begin, edges[rank + 1] - begin), a - bounds[number], of_segment.to(device))
+    rows = torch.cat([segment.sequences for segment in segments]) if segments else torch.zeros(0, dtype=torch.int64)
+    kept = torch.arange(len(rows))
+    if goes_on and segments:
+        kept = kept[: len(rows) - len(segments[-1].sequences)] if not packed else kept[:-1]
+    kept = kept.to(device)
+    return _Part(
+        chunks.lengths,
+        tuple(segments),
+        tuple(c is not None for c in crossing),
+        spans,
+        leaving,
+        (rows.to(device)[kept], kept),
+    )
+
+
+def _gathered(x: Tensor, group: Any) -> Tensor:
+    """Those of all ranks, (W, …)."""
+    every: Tensor = x.new_empty((group.size(), *x.shape))
+    if x.numel() == 0:
+        return every
+    all_gather(as_bytes(every), as_bytes(x.contiguous()), group=group)
+    return every
+
+
+def _state_shape(tensors: Tensors, options: Options, sequences: int) -> tuple[int, ...]:
+    """Of states of so many sequences."""
+    q, _, v, *_ = tensors
+    features = q.shape[3] * (2 if options.kind == "cosine" else 1)
+    return sequences, q.shape[2], features, v.shape[3]
+
+
+def _sequences(tensors: Tensors) -> int:
+    q, *_, cu_seqlens = tensors
+    return int(q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+
+
+def _precise(tensors: Tensors) -> torch.dtype:
+    return torch.promote_types(tensors[0].dtype, torch.float32)
+
+
+def _factor(tensors: Tensors, tokens: slice) -> Tensor:
+    """By how much a state has decayed behind such tokens: (B, H), the product of their decays."""
+    q, _, _, _, decay, *_ = tensors
+    if decay is None:
+        return torch.ones((q.shape[0], q.shape[2]), dtype=_precise(tensors), device=q.device)
+    count = max(tokens.stop - tokens.start, 0)
+    total = decay.double() * count if decay.dim() == 1 else decay[:, tokens].double().sum(1)
+    factor: Tensor = total.expand(q.shape[0], -1).exp()
+    return factor.to(_precise(tensors))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The operator
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _read(tensors: Tensors, options: Options, offset: int) -> Bounds:
+    """The bounds of the whole, once the ranks have told each other of their calls."""
+    q, _, v, *rest, cu_seqlens = tensors
+    group = group_named(options.group)
+    read = None if cu_seqlens is None else bounds_of(NAME, cu_seqlens)
+    names = ("theta", "decay", "initial_state", "offset")
+    given = [f"{n}={None if x is None else x.dim()}" for n, x in zip(names, rest)]
+    sizes = f"B={q.shape[0]} H={q.shape[2]} D={q.shape[3]} E={v.shape[3]} {dtype_of(q)} offset={offset}"
+    named = [f"{n}={x}" for n, x in zip(Options._fields[:-1], options)]
+    lengths = agree(group, NAME, q.shape[1], " ".join([sizes, *named, *given, f"cu_seqlens={shown(read)}"]))
+    bounds = settled(NAME, read, sum(lengths))
+    check_lengths(NAME, "q", lengths, chunks_of(bounds, group.size(), LAYOUT).lengths, LAYOUT)
+    return bounds
+
+
+class _Run(NamedTuple):
+    """A call whose ranks have agreed on it."""
+
+    part: _Part
+    group: Any
+    rank: int
+
+    @classmethod
+    def of(cls, tensors: Tensors, options: Options, bounds: Bounds) -> _Run:
+        """A call."""
+        group = group_named(options.group)
+        q, *_, cu_seqlens = tensors
+        part = _part_of(bounds, cu_seqlens is not None, q.shape[0], group.size(), group.rank(), q.device)
+        return cls(part, group, group.rank())
+
+
+def _carried(tensors: Tensors, options: Options, offset: int, run: _Run) -> tuple[Tensor, Tensor]:
+    """The state that comes in from the rank before, (B, H, F, E), and the decay over each rank, (W, B, H).
+
+    The decay is 0 where the state that leaves a rank began there.
+    """
+    q, initial, part = tensors[0], tensors[5], run.part
+    shape, precise = _state_shape(tensors, options, q.shape[0]), _precise(tensors)
+    own, factor = q.new_zeros(shape, dtype=precise), q.new_ones((q.shape[0], q.shape[2]), dtype=precise)
+    if part.leaving is not None:
+        tokens, start, sequences = part.leaving
+        first = None if initial is None or part.spans[run.rank] else initial[sequences]
+        segment = _Segment(tokens, start, sequences, None, False, True)
+        own = _last_state(segment.of(tensors, offset, first), options)
+        factor = _factor(tensors, tokens)
+    states, factors = _gathered(own, run.group), _gathered(factor, run.group)
+    passed = torch.tensor(part.spans, device=q.device)
+    factors = factors * passed[:, None, None]
+    state = torch.zeros_like(own)
+    for rank in range(run.rank):
+        state = states[rank] + factors[rank, :, :, None, None] * state
+    return state, factors
+
+
+def _forward(tensors: Tensors, offset: int, options: Options, plans: Plans) -> Tensors:
+    """Outputs, the last states, and for the backward the state that came in, decays over ranks, and bounds."""
+    bounds = _read(tensors, options, offset)
+    run = _Run.of(tensors, options, bounds)
+    out, last, _, _, _ = _fake(tensors, options)
+    if options.causal:
+        state, factors = _carried(tensors, options, offset, run)
+    else:
+        state, factors = _total(tensors, options, offset, run), _factor(tensors, slice(0, 0))[None]
+    initial, found = tensors[5], []
+    for segment in run.part.segments:
+        inputs = segment.of(tensors, offset, _before(segment, initial, state, options))
+        inputs = inputs if options.causal else inputs._replace(v=_zeros_like(inputs.v))
+        out[:, segment.tokens], after = _one(inputs, options, options.return_state)
+        found.append(after)
+    if options.return_state:
+        last.zero_() if initial is None else last.copy_(initial)
+        sequences, rows = run.part.ended
+        ended = torch.zeros_like(last)
+        there = torch.zeros(len(last), dtype=torch.uint8, device=last.device)
+        if len(sequences):
+            ended[sequences] = torch.cat(found)[rows]  # type: ignore[arg-type]
+            there[sequences] = 1
+        every, owners = _gathered(ended, run.group), _gathered(there, run.group)
+        last = torch.where(owners.any(0)[:, None, None, None], every.sum(0), last)
+    return out, last, state, factors, torch.tensor(bounds)
+
+
+def _before(segment: _Segment, initial: Tensor | None, state: Tensor, options: Options) -> Tensor | None:
+    """The state before a segment."""
+    if not options.causal:
+        return state[segment.sequences]
+    if segment.continued:
+        return state
+    return None if initial is None else initial[segment.sequences]
+
+
+def _total(tensors: Tensors, options: Options, offset: int, run: _Run) -> Tensor:
+    """Without causality: the states of all tokens of each sequence, (S, H, F, E)."""
+    own = tensors[0].new_zeros(_state_shape(tensors, options, _sequences(tensors)), dtype=_precise(tensors))
+    for segment in run.part.segments:
+        own[segment.sequences] = _last_state(segment.of(tensors, offset, None), options)
+    return _gathered(own, run.group).sum(0)
+
+
+def _zeros_like(x: Tensor) -> Tensor:
+    """Zeros that take no memory."""
+    return torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)
+
+
+def _fake(tensors: Tensors, options: Options) -> Tensors:
+    q, _, v, *_, cu_seqlens = tensors
+    sequences, precise = _sequences(tensors), _precise(tensors)
+    last = q.new_empty(_state_shape(tensors, options, sequences) if options.return_state else 0, dtype=precise)
+    carried = q.new_empty(
+        _state_shape(tensors, options, q.shape[0] if options.causal else sequences), dtype=precise
+    )
+    ranks = group_named(options.group).size() if options.causal else 1
+    factors = q.new_empty((ranks, q.shape[0], q.shape[2]), dtype=precise)
+    bounds = torch.empty(2 if cu_seqlens is None else cu_seqlens.shape[0], dtype=torch.int64)
+    return empty_in_order_of(q, v.shape[3]), last, carried, factors, bounds
+
+
+def _save(
+    tensors: Tensors, options: Options, results: Tensors, wanted: Sequence[bool]
+) -> tuple[Tensors, tuple[Any, ...]]:
+    """This rank's part, and the state that came in."""
+    return (*tensors, *results[2:]), ()
+
+
+def _backward(
+    grads: Tensors, saved: Tensors, offset: int, options: Options, extra: tuple[Any, ...], wanted: Sequence[bool],
+    plans: Plans,
+) -> Tensors:  # fmt: skip
+    """Gradients of q, k, v, theta, decay and the first state."""
+    *tensors, state, factors, bounds = saved
+    run = _Run.of(tuple(tensors), options, tuple(bounds.tolist()))
+    sums = _Sums(tensors[:_DIFFERENTIABLE])
+    if options.causal:
+        _causal_gradients(grads, tuple(tensors), state, factors, offset, options, run, sums)
+    else:
+        _full_gradients(grads, tuple(tensors), state, offset, options, run, sums)
+    return tuple(sums.found)
+
+
+class _Sums:
+    """Gradients of the inputs, from those of segments."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        self.found: list[Tensor | None] = [
+            None if x is None else empty_in_order_of(x, x.shape[-1]) if n < 3 else torch.zeros_like(x)
+            for n, x in enumerate(tensors)
+        ]
+
+    def add(self, segment: _Segment, gradients: Sequence[Tensor | None]) -> None:
+        """Put those of a segment in their places, or add them."""
+        for number, (into, gradient) in enumerate(zip(self.found, gradients)):
+            if into is None or gradient is None:
+                continue
+            if number < 3 or (number == 4 and into.dim() == 3):  # q, k, v, a decay for every token
+                into[:, segment.tokens] = gradient
+            elif number == 5:
+                into[segment.sequences] += gradient
+            else:
+                into += gradient
+
+
+def _causal_gradients(
+    grads: Tensors, tensors: Tensors, state: Tensor, factors: Tensor, offset: int, options: Options, run: _Run,
+    sums: _Sums,
+) -> None:  # fmt: skip
+    grad, grad_last = grads
+    part, initial = run.part, tensors[5]
+    if options.return_state:  # on every rank, for all take part in the sum
+        shape = _state_shape(tensors, options, _sequences(tensors))
+        grad_last = state.new_zeros(shape) if grad_last is None else grad_last
+        grad_last = _gathered(grad_last, run.group).sum(0)
+    first = next((segment for segment in part.segments if segment.continued), None)
+    # The gradient of the state that came in, by this rank's own results.
+    own = torch.zeros_like(state)
+    if first is not None:
+        of_state = None if grad_last is None or first.goes_on else grad_last[first.sequences]
+        wants = [False] * (_DIFFERENTIABLE - 1) + [True]
+        inputs = first.of(tensors, offset, state)
+        found = _gradients(_tokens_of(grad, first), of_state, inputs, options, wants)[-1]
+        own = own if found is None else found.to(own.dtype)
+    every = _gathered(own, run.group)
+    leaving = torch.zeros_like(state)  # the gradient of the state that leaves this rank
+    for rank in range(run.group.size() - 1, run.rank, -1):
+        leaving = every[rank] + factors[rank, :, :, None, None] * leaving
+    for segment in part.segments:
+        of_state = None if grad_last is None else grad_last[segment.sequences]
+        if segment.goes_on:
+            shape = _state_shape(tensors, options, len(segment.sequences))
+            of_state = leaving.new_zeros(shape) if of_state is None else of_state.clone()
+            of_state[-len(leaving) :] = leaving
+        before = state if segment.continued else None if initial is None else initial[segment.sequences]
+        wants = [True] * (_DIFFERENTIABLE - 1) + [not segment.continued]
+        inputs = segment.of(tensors, offset, before)
+        found_all = _gradients(_tokens_of(grad, segment), of_state, inputs, options, wants)
+        sums.add(segment, found_all)
+    if grad_last is not None and initial is not None and run.rank == 0:  # sequences without a token
+        empty = torch.tensor([a == b for a, b in _pairs(tensors, run)], device=state.device)
+        rows = empty[:, None, None, None]
+        sums.found[5] = torch.where(rows, grad_last.to(initial.dtype), sums.found[5])  # type: ignore[arg-type]
+
+
+def _pairs(tensors: Tensors, run: _Run) -> list[tuple[int, int]]:
+    """First and last of each sequence."""
+    cu_seqlens = tensors[-1]
+    if cu_seqlens is None:
+        return [(0, sum(run.part.lengths))] * _sequences(tensors)
+    bounds = bounds_of(NAME, cu_seqlens)
+    return list(itertools.pairwise(bounds))
+
+
+def _tokens_of(grad: Tensor | None, segment: _Segment) -> Tensor | None:
+    return None if grad is None else grad[:, segment.tokens]
+
+
+def _full_gradients(
+    grads: Tensors, tensors: Tensors, state: Tensor, offset: int, options: Options, run: _Run, sums: _Sums
+) -> None:
+    """Without causality: outputs are products of queries and the state, which is one of keys and values."""
+    grad = grads[0]
+    own = torch.zeros_like(state)
+    of_queries = [True, False, False, True, False, True]
+    of_keys = [False, True, True, True, False, False]
+    first = []
+    for segment in run.part.segments:
+        inputs = segment.of(tensors, offset, state[segment.sequences])
+        inputs = inputs._replace(v=_zeros_like(inputs.v))
+        found = _gradients(_tokens_of(grad, segment), None, inputs, options, of_queries)
+        own[segment.sequences] = found[5].to(own.dtype)  # type: ignore[union-attr]
+        first.append(found[:5])
+    total = _gathered(own, run.group).sum(0)
+    for segment, of_query in zip(run.part.segments, first):
+        inputs = segment.of(tensors, offset, None)
+        found = _gradients(None, total[segment.sequences], inputs, options, of_keys)
+        sums.add(segment, of_query)
+        sums.add(segment, found)
+
+
+def _backward_fake(
+    grads: Tensors, saved: Tensors, options: Options, extra: tuple[Any, ...], wanted: Sequence[bool]
+) -> Tensors:
+    rows = (empty_in_order_of(x, x.shape[3]) for x in saved[:3])
+    return *rows, *(None if x is None else torch.empty_like(x) for x in saved[3:_DIFFERENTIABLE])
+
+
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? theta, Tensor? decay, Tensor? initial_state, Tensor? offsets, "
+    "Tensor? cu_seqlens"
+)
+OPERATOR = Operator(
+    name=NAME,
+    tensors=_TENSORS,
+    number="SymInt offset",
+    options="str kind, str activation, bool causal, float scale, bool return_state, bool kernels, str group",
+    results=5,
+    options_type=Options,
+    forward=_forward,
+    fake=_fake,
+    gradient=Gradient(
+        grads="Tensor? grad, Tensor? grad_state",
+        saved=f"{_TENSORS}, Tensor carried, Tensor factors, Tensor bounds",
+        gradients=_DIFFERENTIABLE,
+        save=_save,
+        run=_backward,
+        fake=_backward_fake,
+    ),
+)

@@ -1,0 +1,407 @@
+"""What ranks check of context parallelism, each on its own part: run by tests/test_context_parallel.py."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import warploom
+from warploom import flash_attention, linear_attention
+from warploom.distributed import (
+    context_parallel_attention,
+    context_parallel_linear_attention,
+    local_position_ids,
+    shard_sequence,
+    unshard_sequence,
+)
+
+LENGTHS = (0, 1, 5, 16, 37, 64)
+
+
+def mesh_of(world):
+    return init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+
+
+def draw(*shapes, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype) for shape in shapes]
+
+
+def cu(*lengths):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+
+PACKED = (cu(64), cu(7, 0, 30, 1, 20), cu(*range(1, 11)))
+
+
+# Layout
+
+
+def check_parts_make_up_the_whole(world):
+    mesh = mesh_of(world)
+    for layout in ("zigzag", "contiguous"):
+        for length in LENGTHS:
+            x = torch.arange(2 * length * 3).view(2, length, 3)
+            part = shard_sequence(x, mesh, layout=layout)
+            assert torch.equal(unshard_sequence(part, mesh, layout=layout), x)
+            places = local_position_ids(length, mesh, layout=layout)
+            assert torch.equal(x[:, places], part)
+        for bounds in PACKED:
+            x = torch.arange(int(bounds[-1]))
+            part = shard_sequence(x, mesh, dim=0, layout=layout, cu_seqlens=bounds)
+            assert torch.equal(unshard_sequence(part, mesh, dim=-1, layout=layout, cu_seqlens=bounds), x)
+            places = local_position_ids(len(x), mesh, layout=layout, cu_seqlens=bounds)
+            sequence = torch.searchsorted(bounds[1:], part, right=True)
+            assert torch.equal(part - bounds[sequence], places)
+
+
+def check_zigzag_shares_work_alike(world):
+    mesh = mesh_of(world)
+    for bounds in (cu(4096), cu(512, 1024, 96, 2000), cu(*(100 + 7 * i for i in range(30)))):
+        places = local_position_ids(int(bounds[-1]), mesh, cu_seqlens=bounds)
+        work = torch.tensor([float((places + 1).sum()), float(len(places))])
+        every = [torch.empty_like(work) for _ in range(world)]
+        dist.all_gather(every, work)
+        every = torch.stack(every)
+        assert (every.amax(0) / every.mean(0) < 1.02).all(), every
+
+
+def check_gradients_of_layouts(world):
+    mesh = mesh_of(world)
+    (x,) = draw((2, 13, 3))
+    x.requires_grad_()
+    part = shard_sequence(x, mesh)
+    (part * part).sum().backward()
+    places = local_position_ids(13, mesh)
+    expected = torch.zeros_like(x)
+    expected[:, places] = 2 * x.detach()[:, places]
+    assert torch.equal(x.grad, expected)
+    part = part.detach().requires_grad_()
+    whole = unshard_sequence(part, mesh)
+    (whole**3).sum().backward()
+    torch.testing.assert_close(part.grad, 3 * part.detach() ** 2)
+
+
+# Attention
+
+
+CASES = [
+    {"causal": True},
+    {"causal": True, "layout": "contiguous"},
+    {},
+    {"layout": "contiguous"},
+    {"causal": True, "window": (5, None)},
+    {"window": (3, 4)},
+    {"window": (3, 4), "layout": "contiguous"},
+    {"window": (None, 2), "softcap": 2.0},
+    {"window": (6, None)},
+    {"causal": True, "softcap": 3.0, "sink": True, "scale": 0.3},
+    {"causal": True, "window": (140, 0), "length": 300},
+    {"causal": True, "length": 5},
+    {"length": 5},
+    {"causal": True, "length": 0},
+]
+
+
+def attention_case(world, length=37, layout="zigzag", sink=False, bounds=None, dtype=torch.float64, **options):
+    """Outputs and gradients of all ranks, against those of one."""
+    mesh = mesh_of(world)
+    batch, length = (2, length) if bounds is None else (1, int(bounds[-1]))
+    shapes = ((batch, length, 4, 6), (batch, length, 2, 6), (batch, length, 2, 5))
+    q, k, v, grad = draw(*shapes, (batch, length, 4, 5), dtype=dtype)
+    (grad_lse,) = draw((batch, 4, length), dtype=dtype, seed=1)
+    logit = draw((4,), dtype=dtype)[0] if sink else None
+    wholes = [x.clone().requires_grad_() for x in (q, k, v, logit) if x is not None]
+    given = {"sink": wholes[3]} if sink else {}
+    packed = {} if bounds is None else {"cu_seqlens_q": bounds}
+    expected = flash_attention(*wholes[:3], **given, **packed, **options, return_lse=True, backend="torch")
+    torch.autograd.backward(expected, (grad, grad_lse))
+
+    def part(x, dim=1):
+        return shard_sequence(x, mesh, layout=layout, cu_seqlens=bounds, dim=dim)
+
+    parts = [part(x).requires_grad_() for x in (q, k, v)] + ([logit.clone().requires_grad_()] if sink else [])
+    given = {"sink": parts[3]} if sink else {}
+    found = context_parallel_attention(
+        *parts[:3], mesh, layout=layout, cu_seqlens=bounds, **given, **options, return_lse=True
+    )
+    torch.autograd.backward(found, (part(grad), part(grad_lse, 2)))
+    close = {"rtol": 1e-9, "atol": 1e-9}
+    torch.testing.assert_close(found[0], part(expected[0].detach()), **close)
+    torch.testing.assert_close(found[1], part(expected[1].detach(), 2), **close)
+    for mine, whole in zip(parts[:3], wholes):
+        torch.testing.assert_close(mine.grad, part(whole.grad), **close)
+    if sink:
+        total = parts[3].grad.clone()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total, wholes[3].grad, **close)
+
+
+def check_attention(world):
+    for case in CASES:
+        try:
+            attention_case(world, **case)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+def check_packed_attention(world):
+    for bounds in PACKED:
+        for case in CASES[:10]:
+            try:
+                attention_case(world, bounds=bounds, **case)
+            except AssertionError as error:
+                raise AssertionError(f"{bounds} {case}: {error}") from error
+
+
+def check_bits_are_those_of_one_rank(world):
+    """On the kernels, in Triton's interpreter; a tile of one call is a tile of the other."""
+    mesh = mesh_of(world)
+    for options in ({"causal": True}, {"causal": True, "window": (9, 0)}) if world == 2 else ():
+        q, k, v, grad = draw((1, 40, 2, 16), (1, 40, 2, 16), (1, 40, 2, 16), (1, 40, 2, 16))
+        wholes = [x.requires_grad_() for x in (q, k, v)]
+        expected = flash_attention(*wholes, **options, backend="triton")
+        expected.backward(grad)
+        parts = [shard_sequence(x.detach(), mesh).requires_grad_() for x in (q, k, v)]
+        found = context_parallel_attention(*parts, mesh, **options, backend="triton")
+        found.backward(shard_sequence(grad, mesh))
+        assert torch.equal(found, shard_sequence(expected.detach(), mesh))
+        assert torch.equal(parts[0].grad, shard_sequence(q.grad, mesh))
+        for mine, whole in zip(parts[1:], (k, v)):
+            torch.testing.assert_close(mine.grad, shard_sequence(whole.grad, mesh))
+
+
+def check_sums_on_the_kernel_are_those_of_torch(world):
+    from warploom.distributed import exchange
+
+    mesh_of(world)
+    rank = dist.get_rank()
+    bounds = tuple(PACKED[1].tolist())
+    plan = exchange.plan_of(bounds, True, world, rank, "zigzag", None, 0, torch.device("cpu"))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        (received,) = draw((sum(len(step.sent) for step in plan.steps), 2, 3, 5), dtype=dtype)
+        sums = [exchange.sum_gradients(plan, received, kernels) for kernels in (True, False)]
+        assert torch.equal(*sums)
+        assert sums[0].abs().sum() > 0
+
+
+# Linear attention
+
+
+LINEAR = [
+    {},
+    {"decay": "head", "encoding": "rotate"},
+    {"decay": "token", "encoding": "cosine", "activation": "silu", "offset": 3},
+    {"decay": "head", "initial": True, "return_state": True, "offset": torch.tensor(5), "encoding": "rotate"},
+    {"decay": "token", "initial": True, "return_state": True},
+    {"causal": False, "encoding": "rotate", "interleaved": True},
+    {"length": 3, "decay": "token", "return_state": True},
+    {"length": 0, "initial": True, "return_state": True},
+]
+
+
+def linear_case(world, length=37, decay=None, initial=False, bounds=None, backend="torch", **options):
+    """Outputs, states and gradients of all ranks, against those of one."""
+    dtype = torch.float32 if backend == "triton" else torch.float64
+    mesh = mesh_of(world)
+    batch, length = (2, length) if bounds is None else (1, int(bounds[-1]))
+    sequences = batch if bounds is None else len(bounds) - 1
+    encoding = options.get("encoding", "none")
+    tokens, values = (batch, length, 2, 6), (batch, length, 2, 5)
+    q, k, v, grad = draw(tokens, tokens, values, values, dtype=dtype)
+    state, grad_state = draw(*[(sequences, 2, 12 if encoding == "cosine" else 6, 5)] * 2, dtype=dtype, seed=1)
+    named = {"q": q, "k": k, "v": v}
+    if encoding != "none":
+        named["theta"] = draw((2, 3), dtype=dtype, seed=2)[0]
+    if decay is not None:
+        shape = (2,) if decay == "head" else (batch, length, 2)
+        named["decay"] = -draw(shape, dtype=dtype, seed=3)[0].abs() / 4
+    if initial:
+        named["initial_state"] = state
+    rest = {**options, "cu_seqlens": bounds, "backend": backend}
+
+    def part(x):
+        bare = x.detach()
+        return (
+            shard_sequence(bare, mesh, layout="contiguous", cu_seqlens=bounds)
+            if x.shape[1:2] == (length,)
+            else bare
+        )
+
+    def run(function, *mesh, **tensors):
+        leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+        q, k, v, *others = leaves.values()
+        found = function(q, k, v, *mesh, **dict(zip(list(leaves)[3:], others)), **rest)
+        return leaves, found if isinstance(found, tuple) else (found,)
+
+    wholes, expected = run(linear_attention, **named)
+    torch.autograd.backward(expected, (grad, grad_state)[: len(expected)])
+    parts, found = run(context_parallel_linear_attention, mesh, **{name: part(x) for name, x in named.items()})
+    # The gradient of the state comes in parts.
+    torch.autograd.backward(found, (part(grad), grad_state / world)[: len(expected)])
+    close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(found[0], part(expected[0]), **close)
+    for mine, whole in zip(found[1:], expected[1:]):
+        torch.testing.assert_close(mine, whole, **close)
+    for name, leaf in parts.items():
+        gradient, whole = leaf.grad, wholes[name].grad
+        if name in ("theta", "initial_state") or (name == "decay" and decay == "head"):
+            dist.all_reduce(gradient)
+        else:
+            whole = part(whole)
+        torch.testing.assert_close(gradient, whole, **close, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def check_linear_attention(world):
+    for case in LINEAR:
+        try:
+            linear_case(world, **case)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+def check_packed_linear_attention(world):
+    for bounds in (*PACKED, cu(1, 60, 0, 3)):
+        for case in LINEAR[1:6]:
+            try:
+                linear_case(world, bounds=bounds, **case)
+            except AssertionError as error:
+                raise AssertionError(f"{bounds} {case}: {error}") from error
+
+
+def check_linear_attention_on_the_kernels(world):
+    if world == 2:
+        linear_case(world, length=20, backend="triton", decay="token", encoding="rotate", return_state=True)
+
+
+# Errors
+
+
+def refused(error, text, call):
+    with pytest.raises(error, match=text):
+        call()
+    dist.barrier()  # every rank gets here
+
+
+def check_bounds_that_change_are_read_again(world):
+    mesh, bounds = mesh_of(world), cu(3, 13)
+    x = torch.arange(16)
+    assert torch.equal(
+        shard_sequence(x, mesh, dim=0, cu_seqlens=bounds), shard_sequence(x, mesh, dim=0, cu_seqlens=cu(3, 13))
+    )
+    bounds[1] = 8
+    assert torch.equal(
+        shard_sequence(x, mesh, dim=0, cu_seqlens=bounds), shard_sequence(x, mesh, dim=0, cu_seqlens=cu(8, 8))
+    )
+    with torch.inference_mode():
+        part = shard_sequence(x, mesh, dim=0, cu_seqlens=cu(8, 8))
+        assert torch.equal(part, shard_sequence(x, mesh, dim=0, cu_seqlens=bounds))
+
+
+def check_what_one_rank_gets_wrong_all_refuse(world):
+    mesh, rank = mesh_of(world), dist.get_rank()
+    odd = rank == world - 1
+    q, k, v = draw(*[(1, 8, 2, 4)] * 3)
+    attend = context_parallel_attention
+    refused(
+        warploom.ShapeError,
+        "q must be the ranks' parts",
+        lambda: attend(q[:, : 8 - odd], k[:, : 8 - odd], v[:, : 8 - odd], mesh),
+    )
+    refused(
+        warploom.DeviceError, "k must be on the device of q", lambda: attend(q, k.to("meta") if odd else k, v, mesh)
+    )
+    meta = [x.to("meta") for x in (q, k, v)]
+    refused(
+        warploom.DeviceError,
+        "q must be on a device of the mesh",
+        lambda: attend(*(meta if odd else (q, k, v)), mesh),
+    )
+    refused(warploom.ArgumentError, "a call must be the same", lambda: attend(q, k, v, mesh, causal=odd))
+    refused(
+        warploom.ArgumentError,
+        "a call must be the same",
+        lambda: attend(q, k, v, mesh, layout="contiguous" if odd else "zigzag"),
+    )
+    refused(
+        warploom.ArgumentError,
+        "layout must be one of",
+        lambda: attend(q, k, v, mesh, layout="ring" if odd else "zigzag"),
+    )
+    refused(
+        warploom.ShapeError,
+        "k must be of as many tokens",
+        lambda: attend(q, k[:, : 8 - odd], v[:, : 8 - odd], mesh),
+    )
+    refused(
+        warploom.BackendError, "backend", lambda: attend(q.double(), k.double(), v.double(), mesh, backend="triton")
+    )
+    refused(warploom.DtypeError, "mesh must be a DeviceMesh", lambda: attend(q, k, v, "cpu"))
+    local = cu(3, 5)
+    refused(
+        warploom.ArgumentError,
+        f"cu_seqlens must be the bounds of the whole, from 0 to {8 * world}",
+        lambda: attend(q, k, v, mesh, cu_seqlens=local),
+    )
+    refused(
+        warploom.ArgumentError,
+        "a call must be the same",
+        lambda: attend(q, k, v, mesh, cu_seqlens=cu(8, 8 * world - 8) if odd else cu(8 * world)),
+    )
+    refused(
+        warploom.DtypeError,
+        "cu_seqlens must be a tensor",
+        lambda: attend(q, k, v, mesh, cu_seqlens=[0, 8] if odd else cu(8 * world)),
+    )
+    part = shard_sequence(q, mesh)
+    refused(warploom.ShapeError, "x must be the ranks' parts", lambda: unshard_sequence(part[:, odd:], mesh))
+    refused(
+        warploom.ArgumentError,
+        "a call must be the same",
+        lambda: unshard_sequence(part.double() if odd else part, mesh),
+    )
+    refused(
+        warploom.ArgumentError,
+        "a call must be the same",
+        lambda: unshard_sequence(q, mesh) if odd else attend(q, k, v, mesh),
+    )
+    refused(warploom.ShapeError, "dim must be an axis", lambda: shard_sequence(q, mesh, dim=4))
+    refused(warploom.ArgumentError, "length must be at least 0", lambda: local_position_ids(-1, mesh))
+    refused(warploom.DtypeError, "length must be an int", lambda: local_position_ids(1.0, mesh))
+    attend = context_parallel_linear_attention
+    refused(
+        warploom.ShapeError,
+        "q must be the ranks' parts",
+        lambda: attend(q[:, : 8 - odd], k[:, : 8 - odd], v[:, : 8 - odd], mesh),
+    )
+    refused(
+        warploom.ArgumentError,
+        "linear_attention: encoding must be",
+        lambda: attend(q, k, v, mesh, encoding="none" if odd else "no"),
+    )
+    refused(warploom.ArgumentError, "a call must be the same", lambda: attend(q, k, v, mesh, offset=int(odd)))
+    refused(
+        warploom.ArgumentError, "cu_seqlens must be the bounds", lambda: attend(q, k, v, mesh, cu_seqlens=local)
+    )
+    refused(
+        warploom.DeviceError,
+        "q must be on a device of the mesh",
+        lambda: attend(*(meta if odd else (q, k, v)), mesh),
+    )
+    attention_case(world, causal=True)  # and the next call is right
+
+
+def check_meshes_that_are_not_of_one_dimension(world):
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "cp"))
+    q, k, v = draw(*[(1, 8, 2, 4)] * 3)
+    for call in (
+        lambda: context_parallel_attention(q, k, v, mesh),
+        lambda: shard_sequence(q, mesh),
+        lambda: unshard_sequence(q, mesh),
+        lambda: local_position_ids(8, mesh),
+    ):
+        refused(
+            warploom.ArgumentError, r'mesh must be of one dimension, such as mesh\["cp"\]; got 2 dimensions', call
+        )
+    part = shard_sequence(q, mesh["cp"])
+    assert torch.equal(unshard_sequence(part, mesh["cp"]), q)
