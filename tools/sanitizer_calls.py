@@ -121,13 +121,16 @@ _train = functools.partial(_factors, grad=True)
 _decode = functools.partial(_factors, grad=False)
 
 
-def _linear(n: int, dtype: torch.dtype = torch.float32, **options: Any) -> Inputs:
-    """Queries, keys, values, frequencies, and a decay of each head, all of which want gradients."""
-    q, k, v = (_random(1, n, 2, 32, dtype=dtype) for _ in range(3))
-    features = 32 if options.get("encoding") == "cosine" else 16
-    decay = torch.tensor([-0.01, -0.5], requires_grad=True)
+def _linear(
+    n: int, dtype: torch.dtype = torch.float32, d: int = 32, learned: bool = True, grad: bool = True,
+    **options: Any,
+) -> Inputs:  # fmt: skip
+    """Queries, keys, values, frequencies, and a decay of each head; ``learned``: the last two want gradients too."""
+    q, k, v = (_random(1, n, 2, d, dtype=dtype, grad=grad) for _ in range(3))
+    theta = _random(d if options.get("encoding") == "cosine" else d // 2, grad=learned)
+    decay = torch.tensor([-0.01, -0.5], requires_grad=learned)
     options = {"encoding": "rotate", **options}
-    return {"q": q, "k": k, "v": v, "theta": _random(features), "decay": decay, "backend": "triton", **options}
+    return {"q": q, "k": k, "v": v, "theta": theta, "decay": decay, "backend": "triton", **options}
 
 
 CALLS: tuple[Call, ...] = tuple(
@@ -154,7 +157,16 @@ CALLS: tuple[Call, ...] = tuple(
         ("flash_attention", flash_attention, "hopper-full", _many, {"n": 140, "m": 70, "d": 128}),
         ("flash_attention", flash_attention, "hopper-wide", _many, {"n": 140, "m": 140, "d": 256, "causal": True}),
         ("flash_attention", flash_attention, "hopper-split", _few, {"n": 2100, "m": 9000}),
+        ("flash_attention", flash_attention, "hopper-window", _many,
+         {"n": 300, "m": 400, "causal": True, "window": (100, None), "softcap": 20.0}),
+        ("flash_attention", flash_attention, "decode", _attention,
+         {"n": 2, "m": 1500, "heads": 8, "key_heads": 2, "d": 64, "causal": True}),
         ("linear_attention", linear_attention, "head-decay", _linear, {"n": 600, "dtype": HALF}),
+        ("linear_attention", linear_attention, "hopper", _linear,
+         {"n": 300, "dtype": HALF, "d": 64, "learned": False}),
+        ("linear_attention", linear_attention, "hopper-cosine", _linear,
+         {"n": 300, "dtype": HALF, "d": 64, "learned": False, "encoding": "cosine"}),
+        ("linear_attention", linear_attention, "step", _linear, {"n": 2, "learned": False, "grad": False}),
         ("linear_attention", linear_attention, "packed", _linear,
          {"n": 70, "encoding": "cosine", "cu_seqlens": _BOUNDS}),
         ("tpa", tpa_attention, "attention", _train, {"n": 40, "m": 40, "d": 24, "rank": 2, "dtype": torch.float32}),
