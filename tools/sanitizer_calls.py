@@ -125,7 +125,7 @@ def _linear(
     n: int, dtype: torch.dtype = torch.float32, d: int = 32, learned: bool = True, grad: bool = True,
     **options: Any,
 ) -> Inputs:  # fmt: skip
-    """Queries, keys, values, frequencies, and a decay of each head; ``learned``: the last two want gradients too."""
+    """Queries, keys, values, frequencies, and a decay of each head; the last two want gradients if ``learned``."""
     q, k, v = (_random(1, n, 2, d, dtype=dtype, grad=grad) for _ in range(3))
     theta = _random(d if options.get("encoding") == "cosine" else d // 2, grad=learned)
     decay = torch.tensor([-0.01, -0.5], requires_grad=learned)
