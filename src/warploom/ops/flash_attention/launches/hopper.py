@@ -109,8 +109,8 @@ def _blocks(name: str, shape: Shape, block: int) -> tuple[int, int]:
 
 
 OPTIONS = False
-"""Whether the kernels take caps, sinks, lengths of entries and windows to the left, which they can: some of the tests of
-this on a GPU fail. Until they pass, these calls go to the kernels for every GPU."""
+"""Whether the kernels take caps, sinks, lengths of entries and windows to the left. They can, but some of the tests
+of this on a GPU fail. Until these pass, such calls go to the kernels for every GPU."""
 
 
 def takes(mask: Mask, *logits: object) -> bool:
