@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from warploom.distributed import local_position_ids, shard_context, shard_matrices, shard_sequence
 from warploom.nn import TransformerLM
-from warploom.nn.attention import IMPLEMENTATIONS
+from warploom.nn.attention import Implementation
 
 STATE = "state.pt"
 
@@ -82,7 +82,7 @@ class Ranks:
             return
         linear = model.config.attention == "linear"
         object.__setattr__(self, "layout", "contiguous" if linear else "zigzag")
-        if model.config.attention in IMPLEMENTATIONS or self.mesh["tp"].size() > 1:
+        if model.config.attention in get_args(Implementation) or self.mesh["tp"].size() > 1:
             shard_matrices(model, self.mesh["tp"])
         if self.mesh["cp"].size() > 1:
             shard_context(model, self.mesh["cp"], layout=self.layout)

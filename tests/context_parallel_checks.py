@@ -158,7 +158,9 @@ def check_bits_are_those_of_one_rank(world):
     """On the kernels, in Triton's interpreter; a tile of one call is a tile of the other."""
     mesh = mesh_of(world)
     for options in ({"causal": True}, {"causal": True, "window": (9, 0)}) if world == 2 else ():
-        q, k, v, grad = draw(*[(1, 80, 2, 16)] * 4)  # chunks of more than 16 tokens: fewer have a kernel of their own
+        q, k, v, grad = draw(
+            *[(1, 80, 2, 16)] * 4
+        )  # chunks of more than 16 tokens: fewer have a kernel of their own
         wholes = [x.requires_grad_() for x in (q, k, v)]
         expected = flash_attention(*wholes, **options, backend="triton")
         expected.backward(grad)

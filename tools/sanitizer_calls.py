@@ -112,6 +112,14 @@ def _stream(x: Tensor) -> None:
     stream((x,), (), scratch, 512, 4)
 
 
+def _sums(rows: Tensor) -> None:
+    """What ranks sent for each row, added up."""
+    from warploom.distributed.kernels import sum_rows
+
+    order, ends = (torch.tensor(x, dtype=torch.int32, device=rows.device) for x in ([0, 3, 1, 2, 4], [0, 2, 2, 5]))
+    sum_rows(rows, order, ends)
+
+
 _BOUNDS = torch.tensor([0, 33, 33, 70])
 
 _rotate, _cosine = functools.partial(_encoding, d=64), functools.partial(_encoding, d=32)
@@ -122,9 +130,10 @@ _decode = functools.partial(_factors, grad=False)
 
 
 def _linear(
-    n: int, dtype: torch.dtype = torch.float32, d: int = 32, learned: bool = True, grad: bool = True, **options: Any
-) -> Inputs:
-    """Queries, keys, values, frequencies, and a decay of each head; ``learned``: the last two want gradients too."""
+    n: int, dtype: torch.dtype = torch.float32, d: int = 32, learned: bool = True, grad: bool = True,
+    **options: Any,
+) -> Inputs:  # fmt: skip
+    """Queries, keys, values, frequencies, and a decay of each head; the last two want gradients if ``learned``."""
     q, k, v = (_random(1, n, 2, d, dtype=dtype, grad=grad) for _ in range(3))
     theta = _random(d if options.get("encoding") == "cosine" else d // 2, grad=learned)
     decay = torch.tensor([-0.01, -0.5], requires_grad=learned)
@@ -161,7 +170,8 @@ CALLS: tuple[Call, ...] = tuple(
         ("flash_attention", flash_attention, "decode", _attention,
          {"n": 2, "m": 1500, "heads": 8, "key_heads": 2, "d": 64, "causal": True}),
         ("linear_attention", linear_attention, "head-decay", _linear, {"n": 600, "dtype": HALF}),
-        ("linear_attention", linear_attention, "hopper", _linear, {"n": 300, "dtype": HALF, "d": 64, "learned": False}),
+        ("linear_attention", linear_attention, "hopper", _linear,
+         {"n": 300, "dtype": HALF, "d": 64, "learned": False}),
         ("linear_attention", linear_attention, "hopper-cosine", _linear,
          {"n": 300, "dtype": HALF, "d": 64, "learned": False, "encoding": "cosine"}),
         ("linear_attention", linear_attention, "step", _linear, {"n": 2, "learned": False, "grad": False}),
@@ -182,6 +192,7 @@ CALLS: tuple[Call, ...] = tuple(
          {"n": 1, "m": 1200, "d": 64, "rank": 1, "dtype": HALF, "heads": 8, "strategy": "split_kv"}),
         ("tpa", tpa_decode, "decode-hopper-ranks", _decode,
          {"n": 1, "m": 2500, "d": 128, "rank": 4, "dtype": HALF, "strategy": "batch"}),
+        ("distributed", _sums, "sums", lambda: {"rows": _random(5, 1500, grad=False)}, {}),
         ("bench", _stream, "stream", lambda: {"x": _random(3000, grad=False)}, {}),
     )
 )  # fmt: skip
