@@ -162,6 +162,7 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.turns(2)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     "name", ["flash_attention", "lrpe_cosine_placed", "tpa_attention", "tpa_decode", "rotary_attention"]

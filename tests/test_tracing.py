@@ -178,7 +178,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("way", ["compile", "export", "export_strict"])
 def test_layers(way: str, name: str, device: torch.device) -> None:
