@@ -128,7 +128,7 @@ class Prepared:
                 for placed, output in zip(self.gradients, outputs)
             ]
             # The gradient of the output is a factor of the backward's products, as q, k and v are of the forward's.
-            if self.call.operator == "flash_attention" and dtype is None:
+            if self.call.operator == "flash_attention" and dtype is None and self.call.dtype == "float32":
                 precision = given["float32_precision"]
                 incoming = [None if grad is None else factor_of(grad, precision) for grad in incoming]
             return outputs + _gradients(outputs, [given[name] for name in self.arrays], incoming)
