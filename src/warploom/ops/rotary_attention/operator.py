@@ -124,7 +124,7 @@ class _Forward(NamedTuple):
         counters = COUNTERS.empty(qkv)
         positions.launch_forward(self.turn, qkv, turned, theta, _FROM_ZERO, counters=counters)
         k, v = view(turned, *self.k), view(qkv, *self.v)
-        self.attend(turned, k, v, out, lse, statistics, counters)
+        self.attend(turned, k, v, out, lse, statistics, counters, None, None)  # no lengths, no sink
         return out, turned, statistics
 
 
@@ -168,8 +168,8 @@ class _Backward(NamedTuple):
         counters = COUNTERS.empty(qkv)
         self.prepare(out, grad, statistics, None, lse, delta, None, counters)
         k, v, dk, dv = view(turned, *self.k), view(qkv, *self.v), view(dqkv, *self.dk), view(dqkv, *self.dv)
-        self.key(turned, k, v, grad, dk, dv, lse, delta, counters)
-        self.query(turned, k, v, grad, dqkv, lse, delta, counters)
+        self.key(turned, k, v, grad, dk, dv, lse, delta, counters, None)
+        self.query(turned, k, v, grad, dqkv, lse, delta, counters, None)
         positions.launch_backward(self.turn, qkv, dqkv, dqkv, theta, _FROM_ZERO)
         return dqkv
 
