@@ -362,7 +362,7 @@ def test_a_configuration_is_json() -> None:
         ({"attention": "linear"}, "kv_heads must be None"),
         ({"attention": "tpa", "kv_heads": None, "learnable_positions": True}, "learnable_positions must be False"),
         ({"rank_v": 0}, "rank_v"),
-        ({"position": "sine"}, "position must be one of rotate, cosine, none"),
+        ({"position": "sine"}, "position must be one of none, rotate, cosine"),
     ],
 )
 def test_a_wrong_configuration_is_named(changes: dict, named: str) -> None:
