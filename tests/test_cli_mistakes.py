@@ -206,7 +206,7 @@ def test_arguments_that_mean_nothing_are_status_2(words: str, capsys: pytest.Cap
 
 def test_the_statuses_and_that_a_spec_is_run_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("--help") == 0
-    assert "2    the command is wrong, or a file" in capsys.readouterr().out
+    assert "2    the command is wrong, or what it needs cannot be used" in capsys.readouterr().out
     for command in ("bench", "check", "report", "compare"):
         assert status_of(f"{command} --help") == 0
         assert "which is run as a program" in " ".join(capsys.readouterr().out.split())

@@ -37,6 +37,7 @@ from warploom.distributed import (
     shard_sequence,
     unshard_sequence,
 )
+from warploom.distributed.layout import Layout
 from warploom.ops.spec import KERNELS, Bench, Case, Inputs, Operator, Outputs, Traffic, Unsupported, normal
 from warploom.testing.accuracy import compare
 from warploom.testing.conformance import as_tuple, leaves, upcast
@@ -217,7 +218,7 @@ class RanksClock:
 
 def _parts(inputs: Inputs, case: Case, mesh: DeviceMesh) -> Inputs:
     """This rank's parts of inputs; what has no tokens is every rank's."""
-    layout = "contiguous" if case["kind"] == "linear" else "zigzag"
+    layout: Layout = "contiguous" if case["kind"] == "linear" else "zigzag"
     cu_seqlens = inputs.get("cu_seqlens")
 
     def part(name: str, x: Any) -> Any:
@@ -239,7 +240,7 @@ def _run(function: Function, inputs: Inputs, grad: Tensor | None) -> tuple[Tenso
 
 
 def _gather_all(results: Sequence[Tensor], inputs: Inputs, case: Case, mesh: DeviceMesh) -> tuple[Tensor, ...]:
-    layout = "contiguous" if case["kind"] == "linear" else "zigzag"
+    layout: Layout = "contiguous" if case["kind"] == "linear" else "zigzag"
     options: dict[str, Any] = {"layout": layout, "cu_seqlens": inputs.get("cu_seqlens")}
     return tuple(unshard_sequence(x.detach(), mesh, **options) for x in results)
 

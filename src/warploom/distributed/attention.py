@@ -12,14 +12,14 @@ Groups of heads, of which the next travels while one is computed, made it slower
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from warploom.distributed import exchange
 from warploom.distributed.exchange import Call, Plan, plan_of
-from warploom.distributed.layout import check_layout, chunks_of, settled
+from warploom.distributed.layout import Layout, check_layout, chunks_of, settled
 from warploom.distributed.ranks import (
     agree,
     bounds_of,
@@ -33,8 +33,8 @@ from warploom.distributed.ranks import (
 from warploom.errors import ShapeError, WarploomError, dtype_of, fault, shape_of
 from warploom.ops.flash_attention import reference
 from warploom.ops.flash_attention.api import under_autocast
-from warploom.ops.flash_attention.validation import check
-from warploom.runtime.backend import use_triton
+from warploom.ops.flash_attention.validation import Precision, check
+from warploom.runtime.backend import Backend, use_triton
 from warploom.runtime.dispatch import Gradient, Operator, Tensors, apply
 from warploom.runtime.memory_order import empty_in_order_of
 from warploom.runtime.plans import Plans
@@ -57,42 +57,35 @@ class Options(NamedTuple):
     group: str
 
 
+class Arguments(TypedDict, total=False):
+    """All arguments of `context_parallel_attention` by name but the one that decides what it returns."""
+
+    causal: bool
+    scale: float | None
+    window: Sequence[int | None] | None
+    softcap: float | None
+    sink: Tensor | None
+    cu_seqlens: Tensor | None
+    layout: Layout
+    float32_precision: Precision | None
+    backend: Backend
+
+
 @overload
 def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mesh: DeviceMesh,
-    *,
-    causal: bool = ...,
-    scale: float | None = ...,
-    window: Sequence[int | None] | None = ...,
-    softcap: float | None = ...,
-    sink: Tensor | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    layout: str = ...,
-    float32_precision: str | None = ...,
-    return_lse: Literal[False] = ...,
-    backend: str = ...,
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, *,
+    return_lse: Literal[False] = ..., **arguments: Unpack[Arguments],
+) -> Tensor: ...  # fmt: skip
 @overload
 def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mesh: DeviceMesh,
-    *,
-    causal: bool = ...,
-    scale: float | None = ...,
-    window: Sequence[int | None] | None = ...,
-    softcap: float | None = ...,
-    sink: Tensor | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    layout: str = ...,
-    float32_precision: str | None = ...,
-    return_lse: bool,
-    backend: str = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, *,
+    return_lse: Literal[True], **arguments: Unpack[Arguments],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, *,
+    return_lse: bool, **arguments: Unpack[Arguments],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -105,10 +98,10 @@ def context_parallel_attention(
     softcap: float | None = None,
     sink: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    layout: str = "zigzag",
-    float32_precision: str | None = None,
+    layout: Layout = "zigzag",
+    float32_precision: Precision | None = None,
     return_lse: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`warploom.flash_attention` of a sequence whose tokens are shared by the ranks of a mesh.
 

@@ -9,7 +9,7 @@ tokens as they stand. A rank's part has its first chunk of all sequences in thei
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +31,8 @@ from warploom.runtime.arguments import is_int
 
 Tensor = torch.Tensor
 
-LAYOUTS = ("zigzag", "contiguous")
+Layout = Literal["zigzag", "contiguous"]
+LAYOUTS: tuple[str, ...] = get_args(Layout)
 
 
 class Chunks(NamedTuple):
@@ -144,7 +145,7 @@ def _checked_dim(function: str, x: object, dim: int) -> int:
 
 
 def shard_sequence(
-    x: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: str = "zigzag", cu_seqlens: Tensor | None = None
+    x: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: Layout = "zigzag", cu_seqlens: Tensor | None = None
 ) -> Tensor:
     """This rank's part of a sequence that every rank has whole.
 
@@ -187,7 +188,7 @@ def shard_sequence(
 
 
 def unshard_sequence(
-    x: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: str = "zigzag", cu_seqlens: Tensor | None = None
+    x: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: Layout = "zigzag", cu_seqlens: Tensor | None = None
 ) -> Tensor:
     """The whole sequence on every rank, from the ranks' parts: the inverse of `shard_sequence`.
 
@@ -272,7 +273,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def local_position_ids(
-    length: int, mesh: DeviceMesh, *, layout: str = "zigzag", cu_seqlens: Tensor | None = None
+    length: int, mesh: DeviceMesh, *, layout: Layout = "zigzag", cu_seqlens: Tensor | None = None
 ) -> Tensor:
     """Where the tokens of this rank's part stand, for the ``position_ids`` of LRPE and RoPE.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,10 +30,11 @@ from warploom.distributed.ranks import (
 )
 from warploom.errors import WarploomError, dtype_of
 from warploom.ops.linear_attention import reference
+from warploom.ops.linear_attention.api import Arguments
 from warploom.ops.linear_attention.problem import Options as OneOptions
 from warploom.ops.linear_attention.validation import NAME as ONE_NAME
-from warploom.ops.linear_attention.validation import check
-from warploom.runtime.backend import use_triton
+from warploom.ops.linear_attention.validation import Activation, Encoding, check
+from warploom.runtime.backend import Backend, use_triton
 from warploom.runtime.dispatch import Gradient, Operator, Tensors, apply
 from warploom.runtime.memory_order import empty_in_order_of
 from warploom.runtime.plans import Plans
@@ -62,44 +63,19 @@ class Options(NamedTuple):
 
 @overload
 def context_parallel_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mesh: DeviceMesh,
-    *,
-    decay: Tensor | None = ...,
-    theta: Tensor | None = ...,
-    encoding: str = ...,
-    activation: str = ...,
-    interleaved: bool = ...,
-    offset: int | Tensor = ...,
-    causal: bool = ...,
-    scale: float | None = ...,
-    initial_state: Tensor | None = ...,
-    return_state: Literal[False] = ...,
-    cu_seqlens: Tensor | None = ...,
-    backend: str = ...,
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, *,
+    return_state: Literal[False] = ..., **arguments: Unpack[Arguments],
+) -> Tensor: ...  # fmt: skip
 @overload
 def context_parallel_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mesh: DeviceMesh,
-    *,
-    decay: Tensor | None = ...,
-    theta: Tensor | None = ...,
-    encoding: str = ...,
-    activation: str = ...,
-    interleaved: bool = ...,
-    offset: int | Tensor = ...,
-    causal: bool = ...,
-    scale: float | None = ...,
-    initial_state: Tensor | None = ...,
-    return_state: bool,
-    cu_seqlens: Tensor | None = ...,
-    backend: str = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, *,
+    return_state: Literal[True], **arguments: Unpack[Arguments],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def context_parallel_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, *,
+    return_state: bool, **arguments: Unpack[Arguments],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def context_parallel_linear_attention(
     q: Tensor,
     k: Tensor,
@@ -108,8 +84,8 @@ def context_parallel_linear_attention(
     *,
     decay: Tensor | None = None,
     theta: Tensor | None = None,
-    encoding: str = "none",
-    activation: str = "none",
+    encoding: Encoding = "none",
+    activation: Activation = "none",
     interleaved: bool = False,
     offset: int | Tensor = 0,
     causal: bool = True,
@@ -117,7 +93,7 @@ def context_parallel_linear_attention(
     initial_state: Tensor | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`warploom.linear_attention` of a sequence whose tokens are shared by the ranks of a mesh.
 

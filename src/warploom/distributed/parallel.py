@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from warploom.distributed.attention import context_parallel_attention
-from warploom.distributed.layout import check_layout
+from warploom.distributed.layout import Layout, check_layout
 from warploom.distributed.linear_attention import LAYOUT, context_parallel_linear_attention
 from warploom.distributed.ranks import group_of
 from warploom.errors import ArgumentError, DtypeError, fault
@@ -24,7 +24,7 @@ FEATURES = 32
 """Inner features of a SwiGLU that stay together on a rank, where they are divisible so."""
 
 
-def shard_context(model: nn.Module, mesh: DeviceMesh, *, layout: str = "zigzag") -> None:
+def shard_context(model: nn.Module, mesh: DeviceMesh, *, layout: Layout = "zigzag") -> None:
     """Let the attention layers of a model compute on this rank's part of sequences that a mesh shares.
 
     Queries and keys of `warploom.nn.Attention` must know where they stand, by ``position_ids``; linear attention
@@ -73,7 +73,7 @@ def shard_context(model: nn.Module, mesh: DeviceMesh, *, layout: str = "zigzag")
         )
 
 
-def _attend(mesh: DeviceMesh, layout: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+def _attend(mesh: DeviceMesh, layout: Layout, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """Attention over a mesh, on heads that another mesh may shard."""
 
     def call(tensors: Any, _: int) -> Any:

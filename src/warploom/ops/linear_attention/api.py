@@ -16,7 +16,7 @@ from warploom.runtime.sharding import Axes
 Tensor = torch.Tensor
 
 
-class _Arguments(TypedDict, total=False):
+class Arguments(TypedDict, total=False):
     """All arguments of `linear_attention` by name but the one that decides what it returns."""
 
     decay: Tensor | None
@@ -34,15 +34,15 @@ class _Arguments(TypedDict, total=False):
 
 @overload
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **arguments: Unpack[_Arguments]
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **arguments: Unpack[Arguments]
 ) -> Tensor: ...
 @overload
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **arguments: Unpack[_Arguments]
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **arguments: Unpack[Arguments]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **arguments: Unpack[_Arguments]
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **arguments: Unpack[Arguments]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def linear_attention(
     q: Tensor,
