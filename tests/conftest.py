@@ -1,4 +1,4 @@
-"""Where the tests run: on the GPU if there is one, else in Triton's interpreter on the CPU."""
+"""Where the tests run: on the GPU if there is one, else in an interpreter on the CPU."""
 
 import dataclasses
 import fcntl
@@ -25,9 +25,9 @@ if not torch.cuda.is_available():
     from warploom.runtime.backend import HAS_TRITON
 
     if HAS_TRITON:
-        from interpreter import quicken
+        import kernel_interpreter
 
-        quicken()
+        kernel_interpreter.use()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -171,16 +171,34 @@ def checked_integers(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("on a GPU, an assertion that fails ends the process")
     from triton.runtime import interpreter
 
+    in_tritons_interpreter(monkeypatch)
     builder = interpreter.interpreter_builder
     options = dataclasses.replace(builder.options, debug=True, sanitize_overflow=True)
     monkeypatch.setattr(builder, "options", options)
 
 
+def in_tritons_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    from warploom.runtime.launch import Launch
+
+    monkeypatch.setattr(Launch, "_interpret", kernel_interpreter.TRITONS)
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run what is marked so in Triton's own interpreter, as users without a GPU do."""
+    if not torch.cuda.is_available() and HAS_TRITON and request.node.get_closest_marker("stack"):
+        in_tritons_interpreter(monkeypatch)
+
+
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels for Hopper that a test launches."""
     if not ON_HOPPER:
-        pytest.skip("needs a Hopper GPU")
+        if torch.cuda.is_available():
+            pytest.skip("needs a Hopper GPU")
+        kernel_interpreter.choose_as_on_hopper(monkeypatch)
+    from planned_calls import forget_plans
+
     from warploom.runtime.launch import Launch
 
     names: list[str] = []
@@ -192,4 +210,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         usual(self, *given)
 
     monkeypatch.setattr(Launch, "__call__", call)
-    return names
+    forget_plans()
+    yield names
+    forget_plans()

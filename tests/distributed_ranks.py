@@ -23,7 +23,7 @@ def run_checks(module: str, world: int, shared: Path | None = None) -> dict[str,
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "torch.distributed.tensor", "torch.testing", "warploom", "interpreter"]
+        ["torch", "torch.distributed.tensor", "torch.testing", "warploom", "kernel_interpreter"]
     )
     with tempfile.TemporaryDirectory() as folder:
         ranks = [context.Process(target=_rank, args=(module, rank, world, folder, shared)) for rank in range(world)]
@@ -69,9 +69,9 @@ def _rank(module: str, rank: int, world: int, folder: str, shared: Path | None) 
 
     torch.set_num_threads(1)
     sys.path[:0] = [str(Path(__file__).parent)]
-    from interpreter import quicken
+    import kernel_interpreter
 
-    quicken()
+    kernel_interpreter.use()
     importlib.import_module("distributed_ranks").SHARED = shared
     checks = importlib.import_module(module)
     store = dist.FileStore(str(Path(folder, "store")), world)

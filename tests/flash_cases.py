@@ -35,20 +35,21 @@ def random_inputs(
     e: int | None = None,
     dtype: torch.dtype = torch.float32,
     size: float = 1.0,
+    draw: int = 0,
     **options: Any,
 ) -> Inputs:
     keys, key_heads = n if m is None else m, heads if key_heads is None else key_heads
     shapes = {"q": (batch, n, heads, d), "k": (batch, keys, key_heads, d), "v": (batch, keys, key_heads, e or d)}
-    generator = seeds.generator(5)
+    generator = seeds.generator(5 + 100 * draw)
     made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     for name in ("q", "k"):
         made[name] *= size
     return {name: t.to(device, dtype).requires_grad_() for name, t in made.items()} | options
 
 
-def assert_right(inputs: Inputs | list[Inputs], backend: str) -> None:
-    """``inputs``: one draw of them, or several that are judged together."""
-    judgement = judge_draws(OPERATOR, inputs if isinstance(inputs, list) else [inputs], backend)
+def assert_right(inputs: Inputs | list[Inputs], backend: str, more: Callable[[], list[Inputs]] = list) -> None:
+    """``inputs``: one draw of them, or several that are judged together; ``more`` as for `judge_draws`."""
+    judgement = judge_draws(OPERATOR, inputs if isinstance(inputs, list) else [inputs], backend, more)
     assert judgement.fwd.ok, f"fwd: {judgement.fwd.describe()}"
     assert judgement.bwd is None or judgement.bwd.ok, f"bwd: {judgement.bwd.describe()}"
     assert not judgement.modified

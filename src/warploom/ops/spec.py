@@ -250,7 +250,12 @@ _PERIOD = 2**24 - 3  # a prime
 def normal(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> torch.Tensor:
-    """Normal numbers. A large tensor repeats them with a prime period, so that no two of its rows are alike."""
+    """Normal numbers. A large tensor repeats them with a prime period, so that no two of its rows are alike.
+
+    While launches are recorded nothing reads them: then the memory, of many GiB in some cases, is never touched.
+    """
+    if _is_recording():
+        return torch.empty(shape, dtype=dtype, device=device)
     size = math.prod(shape)
     numbers = torch.randn(min(size, _PERIOD), generator=generator).to(device, dtype)
     if size > _PERIOD:
@@ -264,6 +269,10 @@ def need_cuda(what: str = "the Triton kernels") -> None:
     Raises:
         Unsupported: There is none.
     """
-    launch = sys.modules.get("warploom.runtime.launch")
-    if not torch.cuda.is_available() and not (launch and launch.is_recording()):
+    if not torch.cuda.is_available() and not _is_recording():
         raise Unsupported(f"an NVIDIA GPU is needed for {what}")
+
+
+def _is_recording() -> bool:
+    launch = sys.modules.get("warploom.runtime.launch")
+    return bool(launch and launch.is_recording())

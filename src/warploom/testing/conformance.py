@@ -260,8 +260,13 @@ def modified(inputs: Inputs, before: dict[str, tuple[int, torch.Tensor]]) -> tup
     return tuple(
         name
         for name, (version, copy) in before.items()
-        if inputs[name]._version != version or not torch.equal(inputs[name], copy)
+        if inputs[name]._version != version or not _same(inputs[name], copy)
     )
+
+
+def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors are equal, NaN included."""
+    return bool(((x == y) | (x.isnan() & y.isnan())).all())
 
 
 def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:

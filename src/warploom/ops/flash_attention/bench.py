@@ -39,10 +39,12 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     }
     inputs: Inputs = {}
     for name, shape in shapes.items():
-        x = normal(shape, torch.float32, device, generator).mul_(case.get("size", 1) if name != "v" else 1)
+        x = normal(shape, dtype, device, generator)
+        if "size" in case and name != "v":
+            x *= case["size"]
         if case.get("layout") == "bhnd":
             x = x.transpose(1, 2).contiguous().transpose(1, 2)
-        inputs[name] = x.to(dtype).requires_grad_()
+        inputs[name] = x.requires_grad_()
     options = ("causal", "scale", "window", "softcap", "float32_precision", "return_lse")
     inputs |= {name: case[name] for name in options if name in case}
     if case.get("sink"):

@@ -206,7 +206,7 @@ def _tiled(
     shape, mask, scale = call.shape, call.mask, call.scale
     if product in TERMS:
         return hopper.plan_terms(kernel, shape, mask, scale, factors, TERMS[product], results, call.device)
-    if not (aligned and hopper.takes(mask, call.softcap)):
+    if not aligned:
         return None
     return hopper.plan(kernel, shape, mask, scale, (*factors, *results.values()), call.softcap)
 

@@ -126,7 +126,7 @@ def plan_forward(
     few = decode.plan(call, precision, (q, k, v, out), pdl) if decode.suits(call) else None
     tiled = None
     large = few is None and not tiling.is_small_for("forward", call) and not _is_decoding(call, logits)
-    if large and aligned and hopper.takes(mask, *logits):
+    if large and aligned:
         tiled = hopper.plan("forward", shape, mask, scale, (q, k, v, out), logits.softcap)
     if few is not None:
         plan = plan._replace(launch=few.launch, few=True)

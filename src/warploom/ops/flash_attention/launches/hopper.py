@@ -3,7 +3,7 @@
 They take 16-bit tensors whose rows the tensor memory accelerator can copy, with up to 256 features (what is
 missing to 64, 128 or 256 is filled with zeros), with any window, cap, sink or lengths, and any number of heads to
 a key head. Packed sequences and keys in pages stay with the kernels for every GPU, and so do calls of few queries
-(decoding) with a window, cap, sink or lengths, and for now all calls with these: see `OPTIONS`.
+(decoding) with a window, cap, sink or lengths.
 """
 
 from __future__ import annotations
@@ -106,16 +106,6 @@ def _blocks(name: str, shape: Shape, block: int) -> tuple[int, int]:
     if name == "key":
         return -(-shape.keys // block), shape.batch_size * shape.key_heads
     return -(-shape.tokens // block), shape.batch_size * shape.heads
-
-
-OPTIONS = False
-"""Whether the kernels take caps, sinks, lengths of entries and windows to the left. They can, but some of the tests
-of this on a GPU fail. Until these pass, such calls go to the kernels for every GPU."""
-
-
-def takes(mask: Mask, *logits: object) -> bool:
-    """Whether the kernels take a call with this mask, a cap and a sink, or None in their place."""
-    return OPTIONS or all(each is None for each in (mask.left, mask.seqused_k, *logits))
 
 
 def suit(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor) -> bool:

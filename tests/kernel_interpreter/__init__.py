@@ -1,0 +1,126 @@
+"""An interpreter for kernels in Triton and, with what they use of Hopper, in Gluon.
+
+It computes what Triton's own interpreter does, several times faster: values are PyTorch's tensors.
+
+In Gluon a partition of `gl.warp_specialize` of a program is a thread, of which one runs at a time; at each wait the
+next is drawn at random. What hardware may do later is done at any time that the program allows: a product when it
+is issued or when it is waited for, a copy at once or after others. So a missing wait, a buffer given back too early
+or a wrong phase gives wrong numbers, NaN or a deadlock, which is reported. Shared memory begins as NaN, and an
+address beyond a tensor's memory raises.
+
+Layouts, registers and warps are not known here: nothing says that a kernel compiles.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from launches import choose_as_on
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.runtime.jit import JITFunction
+
+from kernel_interpreter.language import REPLACED, numbers
+from kernel_interpreter.machine import Machine
+from kernel_interpreter.memory import Described, Pointer
+from kernel_interpreter.values import number
+from warploom.runtime.build import CONSTANT, parameters_of
+from warploom.runtime.launch import Launch
+
+TRITONS = Launch._interpret
+"""What runs a launch in Triton's own interpreter."""
+PROGRAMS = 3
+"""Multiprocessors of a GPU: few, so that a program of a persistent kernel has several tiles."""
+_HOPPERS = (
+    "flash_attention.launches.hopper",
+    "linear_attention.launches.hopper",
+    "tpa.attention.launches.hopper",
+    "tpa.decode.launches.hopper",
+)
+
+
+def use() -> None:
+    """Run kernels on a CPU in this interpreter from now on."""
+    Launch._interpret = interpret  # type: ignore[method-assign]
+    # By default of the source of all that a kernel calls, which for Triton's interpreter is no kernel.
+    GluonJITFunction.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def choose_as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calls on a CPU take the kernels for Hopper."""
+    for name in _HOPPERS:
+        choose_as_on(90, importlib.import_module(f"warploom.ops.{name}"), monkeypatch)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("warploom.ops."):
+            for each in {"multiprocessors", "programs_at_once"} & set(vars(module)):
+                monkeypatch.setattr(module, each, lambda device: PROGRAMS)
+
+
+def interpret(launch: Launch, given: tuple[Any, ...], seed: int = 0) -> None:
+    """Run a launch of a Gluon kernel on tensors of a CPU.
+
+    Args:
+        launch: The launch.
+        given: What its call brings.
+        seed: Of the order in which partitions and copies take turns.
+    """
+    values: dict[str, Any] = {**launch.arguments, **dict(zip(launch.takes, given, strict=True))}
+    arguments = {
+        name: Described(launch.descriptions[name].of(values[name]))
+        if name in launch.descriptions
+        else _argument(kind, values[name])
+        for name, kind in parameters_of(launch.kernel).items()
+    }
+    body = functools.partial(_with_translated_globals(launch.kernel.fn), **arguments)
+    machine = Machine(launch.programs, seed)
+    (machine.run if isinstance(launch.kernel, GluonJITFunction) else machine.run_in_order)(body)
+
+
+def _argument(kind: Any, value: Any) -> Any:
+    if value is None or kind == CONSTANT:
+        return value
+    if isinstance(kind, tuple):
+        return type(value)(*(_argument(*each) for each in zip(kind, value, strict=True)))
+    if isinstance(value, torch.Tensor):
+        return Pointer(value)
+    return number(value, {"i64": torch.int64, "fp32": torch.float32}.get(kind, torch.int32))
+
+
+@functools.cache
+def _with_translated_globals(function: types.FunctionType) -> types.FunctionType:
+    """A function of a kernel, as Python runs it with the names of this interpreter."""
+    copied = types.FunctionType(
+        function.__code__,
+        _translated_globals(function.__module__),
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+@functools.cache
+def _translated_globals(module: str) -> dict[str, Any]:
+    names = {name: _translated(x) for name, x in vars(sys.modules[module]).items() if not name.startswith("__")}
+    return {**names, "__builtins__": {**vars(builtins), "range": numbers}}
+
+
+def _translated(value: Any) -> Any:
+    for original, stand_in in REPLACED:
+        if value is original:
+            return stand_in
+    if isinstance(value, tl.constexpr):
+        return value.value
+    if type(value).__name__ == "ConstexprFunction":
+        return value.fn
+    if isinstance(value, JITFunction) or hasattr(value, "rewrite"):  # of Gluon; of Triton, in its interpreter
+        return lambda *given, **named: _with_translated_globals(value.fn)(*given, **named)
+    return value

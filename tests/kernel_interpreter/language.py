@@ -1,0 +1,261 @@
+"""The names of the language, and what stands for them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import ampere, hopper
+from triton.language.extra import cuda
+
+from kernel_interpreter import memory
+from kernel_interpreter.machine import KernelError, current
+from kernel_interpreter.memory import BARRIERS, Memory
+from kernel_interpreter.values import DTYPES, LAYOUT, Tensor, number, raw, together
+from warploom.device.hopper import tma
+
+
+class Product(Tensor):
+    """A sum of products of matrices, which may not be there yet."""
+
+    def __init__(self, form: Callable[[], torch.Tensor], shape: tuple[int, int]) -> None:
+        super().__init__(torch.empty(shape, device="meta"))
+        self.compute, self.formed, self.waited_for = form, False, False
+
+    def form(self) -> torch.Tensor:
+        if not self.formed:
+            self._value, self.formed = self.compute(), True
+        return self._value
+
+    @property
+    def value(self) -> torch.Tensor:
+        if not self.waited_for:
+            raise KernelError("a product is used before it is waited for")
+        return self._value
+
+
+def product(a: Any, b: Memory, acc: Tensor, *, use_acc: Any = True, is_async: bool = False, **_: Any) -> Product:
+    """``a · b + acc``, formed at any time until it is waited for."""
+    thread = current()
+    if isinstance(acc, Product) and not acc.waited_for and all(acc is not each for each in thread.products):
+        raise KernelError("the sum of another partition")
+
+    def factor(x: Any) -> torch.Tensor:
+        return (x.tensor if isinstance(x, Memory) else x.value).float()
+
+    def form() -> torch.Tensor:
+        before = acc.form() if isinstance(acc, Product) else acc.value
+        result = factor(a) @ factor(b)
+        return result + before if use_acc else result
+
+    result = Product(form, (a.shape[0], b.shape[1]))
+    if thread.machine.draw.random() < 0.5:
+        result.form()
+    thread.products.append(result)
+    if not is_async:
+        product_wait()
+    return result
+
+
+def product_wait(pending: int = 0, deps: Any = (), **_: Any) -> Any:
+    products = current().products
+    while len(products) > pending:
+        first = products.pop(0)
+        first.form()
+        first.waited_for = True
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def dot(a: Tensor, b: Tensor, acc: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    result = a.value.float() @ b.value.float()
+    return Tensor(result if acc is None else result + acc.value)
+
+
+def warp_specialize(partitions: Any, *_: Any, **__: Any) -> None:
+    thread = current()
+    machine = thread.machine
+    started = [machine.start(functools.partial(f, *arguments), thread.program) for f, arguments in partitions]
+    thread.wait_for(lambda: not any(each in machine.threads for each in started), "its partitions")
+
+
+def numbers(*bounds: Any, **_: Any) -> Iterator[Tensor]:
+    """What a loop at run time goes over."""
+    for i in range(*map(int, bounds)):
+        yield number(i)
+
+
+def elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., Tensor]:
+    return lambda *given, **_: Tensor(function(*(torch.as_tensor(raw(x)) for x in given)))
+
+
+def binary(function: Callable[..., torch.Tensor]) -> Callable[..., Tensor]:
+    return lambda x, y, **_: Tensor(function(*map(torch.as_tensor, together(x, y))))
+
+
+def _least(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Passes over NaN, as hardware does."""
+    return torch.fmin(x, y)
+
+
+def _most(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.fmax(x, y)
+
+
+def _where(condition: Any, x: Any, y: Any) -> Tensor:
+    return Tensor(torch.where(torch.as_tensor(raw(condition)), *together(x, y)))
+
+
+def _extreme(function: Callable[..., torch.Tensor], nothing: float) -> Callable[..., Tensor]:
+    def call(x: Tensor, axis: int | None = None, keep_dims: bool = False, **_: Any) -> Tensor:
+        value = torch.where(x.value.isnan(), nothing, x.value) if x.value.is_floating_point() else x.value
+        return Tensor(function(value) if axis is None else function(value, axis, keep_dims))
+
+    return call
+
+
+def _upper_half(x: Tensor, y: Tensor) -> Tensor:
+    product = raw(x).numpy().astype("uint64") * raw(y).numpy().astype("uint64")
+    return Tensor(torch.as_tensor((product >> 32).astype("int64")))
+
+
+def _interleave(x: Tensor, y: Tensor) -> Tensor:
+    return Tensor(torch.stack((x.value, y.value), -1).flatten(-2))
+
+
+def _cast(x: Any, dtype: Any, bitcast: bool = False) -> Tensor:
+    return Tensor(torch.as_tensor(raw(x))).to(dtype, bitcast)
+
+
+def _fma(x: Any, y: Any, z: Any) -> Tensor:
+    x, y, z = (torch.as_tensor(raw(each)).double() for each in (x, y, z))  # which hold the product exactly
+    return Tensor((x * y + z).float())
+
+
+def _full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Tensor:
+    return Tensor(torch.full(tuple(shape), raw(value), dtype=DTYPES[dtype]))
+
+
+def _power_of_two(x: torch.Tensor) -> torch.Tensor:
+    y = torch.exp2(x)
+    return torch.where(y < 2.0**-126, 0.0, y)
+
+
+def _assembly(text: Any, constraints: Any, given: list[Tensor], dtype: Any, **_: Any) -> Tensor:
+    text = getattr(text, "value", text)
+    if text == "ex2.approx.ftz.f32 $0, $1;":
+        return Tensor(_power_of_two(given[0].value))
+    if "setp.gtu.f32 large" in text:  # `tanh`: what is small, and instead of it where the argument is large
+        small, x = (each.value for each in given)
+        return Tensor(torch.where(x.abs() >= 0.3, torch.tanh(x), small))
+    raise NotImplementedError(text)
+
+
+LANGUAGE: dict[str, Any] = {
+    **{dtype.name: dtype for dtype in DTYPES},
+    **{str(name): getattr(tl, name) for name in ("float16", "bfloat16", "float32", "float64")},
+    **dict.fromkeys(("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "NVMMASharedLayout"), LAYOUT),
+    **dict.fromkeys(("SwizzledSharedLayout", "DotOperandLayout", "DistributedLinearLayout"), LAYOUT),
+    "constexpr": lambda x: x,
+    "static_range": range,
+    "range": numbers,
+    "debug_barrier": lambda: None,
+    "max_contiguous": lambda x, _: x,
+    "multiple_of": lambda x, _: x,
+    "static_assert": lambda *_: None,
+    "tensor": Tensor,
+    "program_id": lambda axis: number(current().program),
+    "num_programs": lambda axis: number(current().machine.programs),
+    "num_warps": lambda: 4,
+    "allocate_shared_memory": memory.allocate,
+    "warp_specialize": warp_specialize,
+    "load": memory.load,
+    "store": memory.store,
+    "atomic_add": memory.atomic_add,
+    "arange": lambda begin, end, layout=None: Tensor(torch.arange(begin, end, dtype=torch.int32)),
+    "zeros": lambda shape, dtype, layout=None: _full(shape, 0, dtype),
+    "full": _full,
+    "where": _where,
+    "minimum": binary(_least),
+    "maximum": binary(_most),
+    "add": binary(operator.add),
+    "sub": binary(operator.sub),
+    "mul": binary(operator.mul),
+    "fma": _fma,
+    "dot": dot,
+    "sum": Tensor.sum,
+    "max": _extreme(torch.amax, -math.inf),
+    "min": _extreme(torch.amin, math.inf),
+    "cdiv": lambda x, y: (x + (y - 1)) // y,
+    "div_rn": binary(torch.div),
+    "umulhi": _upper_half,
+    "interleave": _interleave,
+    "cast": _cast,
+    "zeros_like": lambda x: Tensor(torch.zeros_like(x.value)),
+    "broadcast_to": lambda x, *shape: Tensor(torch.as_tensor(raw(x)).broadcast_to(*shape)),
+    "permute": Tensor.permute,
+    "reshape": Tensor.reshape,
+    "cumsum": lambda x, axis, **_: Tensor(x.value.cumsum(axis, dtype=x.value.dtype)),
+    "trans": lambda x, *order: Tensor(x.value.permute(*order) if order else x.value.T),
+    "join": lambda x, y: Tensor(torch.stack((x.value, y.value), -1)),
+    "split": Tensor.split,
+    "convert_layout": lambda x, layout, **_: x,
+    "inline_asm_elementwise": _assembly,
+    "abs": elementwise(torch.abs),
+    "floor": elementwise(torch.floor),
+    "exp2": elementwise(torch.exp2),
+    "log": elementwise(torch.log),
+    "log2": elementwise(torch.log2),
+    "cos": elementwise(torch.cos),
+    "sin": elementwise(torch.sin),
+}
+BARRIER: dict[str, Any] = {
+    "MBarrierLayout": lambda *_: BARRIERS,
+    "init": memory.init,
+    "arrive": memory.arrive,
+    "expect": memory.expect,
+    "wait": memory.wait,
+}
+COPIES: dict[str, Any] = {
+    "async_copy_global_to_shared": memory.copy_in,
+    "async_copy_shared_to_global": memory.copy_out,
+    "store_wait": memory.store_wait,
+}
+
+
+class Names(types.SimpleNamespace):
+    """A module of the language, with what of it is known here."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(f"the interpreter knows no {name}")
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """What is not known here: one thread at a time sees all memory as it is."""
+
+
+_LANGUAGE = Names(**LANGUAGE)
+_FUNCTIONS: list[tuple[Any, Any]] = [
+    (gl, _LANGUAGE),
+    (tl, _LANGUAGE),
+    (hopper.mbarrier, Names(**BARRIER)),
+    (tma, Names(**COPIES)),
+    (hopper.warpgroup_mma, product),
+    (hopper.warpgroup_mma_wait, product_wait),
+    (hopper.fence_async_shared, _nothing),
+    (ampere.mma_v2, dot),
+    (cuda.gdc_wait, _nothing),
+    (cuda.gdc_launch_dependents, _nothing),
+    # Of several names in several versions of Triton.
+    (getattr(gl, "barrier", None), _nothing),
+    (getattr(gl, "thread_barrier", None), _nothing),
+    (getattr(gl.shared_memory_descriptor, "reinterpret", None), memory.reinterpret),
+    (getattr(gl.shared_memory_descriptor, "_reinterpret", None), memory.reinterpret),
+]
+REPLACED = [(original, stand_in) for original, stand_in in _FUNCTIONS if original is not None]

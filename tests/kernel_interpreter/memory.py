@@ -1,0 +1,236 @@
+"""Device memory, shared memory, barriers, and what moves between them."""
+
+from __future__ import annotations
+
+import math
+import types
+from typing import Any
+
+import torch
+
+from kernel_interpreter.machine import KernelError, current
+from kernel_interpreter.values import DTYPES, KINDS, LAYOUT, Layout, Tensor, raw
+
+BARRIERS = Layout()
+"""The layout of barriers."""
+JUNK = 0x5A
+"""What integers are where nothing is known of them; floating numbers are NaN."""
+
+
+class Pointer:
+    """An address in device memory: a tensor's, and how many elements behind it."""
+
+    def __init__(self, tensor: torch.Tensor, offset: Any = 0) -> None:
+        self.tensor, self.offset = tensor, offset
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.tensor, self.offset + offset)
+
+    def __sub__(self, offset: Any) -> Pointer:
+        return Pointer(self.tensor, self.offset - offset)
+
+    def __getitem__(self, index: Any) -> Pointer:
+        return Pointer(self.tensor, self.offset[index])
+
+    @property
+    def dtype(self) -> Any:
+        return types.SimpleNamespace(element_ty=KINDS[self.tensor.dtype])
+
+    @property
+    def shape(self) -> list[int]:
+        return list(raw(self.offset).shape) if isinstance(self.offset, Tensor) else []
+
+    def memory(self) -> torch.Tensor:
+        """All memory of the tensor, of which offsets are from its own place on."""
+        size = self.tensor.untyped_storage().nbytes() // self.tensor.element_size()
+        return torch.as_strided(self.tensor.detach(), (size,), (1,), 0)
+
+    def places(self, mask: Any, *like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where in `memory`, and whether."""
+        offset = torch.as_tensor(raw(self.offset)).long() + self.tensor.storage_offset()
+        offset, chosen, *_ = torch.broadcast_tensors(
+            offset, torch.as_tensor(True if mask is None else raw(mask)), *like
+        )
+        if bool((chosen & ((offset < 0) | (offset >= len(self.memory())))).any()):
+            raise KernelError("an address beyond a tensor's memory")
+        return offset, chosen
+
+
+def load(pointer: Pointer, mask: Any = None, other: Any = None, **_: Any) -> Tensor:
+    memory, (offset, chosen) = pointer.memory(), pointer.places(mask)
+    nothing = (math.nan if memory.is_floating_point() else JUNK) if other is None else raw(other)
+    values = memory[torch.where(chosen, offset, 0)]
+    return Tensor(torch.where(chosen, values, torch.as_tensor(nothing, dtype=memory.dtype)))
+
+
+def store(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> None:
+    memory = pointer.memory()
+    given = torch.as_tensor(raw(value)).to(memory.dtype)
+    offset, chosen = pointer.places(mask, given)
+    memory[offset[chosen]] = given.broadcast_to(offset.shape)[chosen]
+
+
+def atomic_add(pointer: Pointer, value: Any, **_: Any) -> Tensor:
+    before = load(pointer)
+    store(pointer, before + value)
+    return before
+
+
+class Memory:
+    """Shared memory, or a look at some of it."""
+
+    layout = LAYOUT
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return KINDS[self.tensor.dtype]
+
+    def index(self, i: Any) -> Memory:
+        return Memory(self.tensor[_buffer(i, self.tensor.shape[0])])
+
+    def slice(self, start: Any, length: Any, dim: int = 0) -> Memory:
+        return Memory(self.tensor.narrow(dim, int(start), int(length)))
+
+    def permute(self, order: Any) -> Memory:
+        return Memory(self.tensor.permute(*order))
+
+    def reshape(self, shape: Any) -> Memory:
+        return Memory(self.tensor.view(*shape))
+
+    def load(self, layout: Any = None) -> Tensor:
+        return Tensor(self.tensor.clone())
+
+    def store(self, value: Tensor) -> None:
+        if value.shape != self.shape:
+            raise KernelError(f"{value.shape} into a buffer {self.shape}")
+        self.tensor.copy_(value.value)
+
+
+def _buffer(i: Any, count: int) -> int:
+    if not 0 <= int(i) < count:
+        raise KernelError(f"buffer {int(i)} of {count}")
+    return int(i)
+
+
+def reinterpret(memory: Memory, dtype: Any, shape: Any, layout: Any = None) -> Memory:
+    bytes_ = memory.tensor.view(-1).view(torch.uint8)  # of memory without gaps, or it raises
+    return Memory(bytes_.view(DTYPES[dtype])[: math.prod(shape)].view(*shape))
+
+
+class Barrier:
+    """A barrier in shared memory."""
+
+    def __init__(self) -> None:
+        self.count = self.pending = self.bytes = self.phase = 0
+
+    def arrive(self) -> None:
+        if self.pending == 0:
+            raise KernelError("a barrier is not initialised, or has more arrivals than it expects")
+        self.pending -= 1
+        self.turn()
+
+    def turn(self) -> None:
+        """Go on to the next phase where nothing is missing."""
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase ^ 1, self.count
+
+
+class Barriers:
+    """Barriers in shared memory."""
+
+    def __init__(self, count: int) -> None:
+        self.each = [Barrier() for _ in range(count)]
+        self.shape = [count, 1]
+
+    def index(self, i: Any) -> Barrier:
+        return self.each[_buffer(i, len(self.each))]
+
+
+def allocate(dtype: Any, shape: Any, layout: Any = None, value: Tensor | None = None) -> Any:
+    if layout is BARRIERS:
+        return Barriers(shape[0])
+    kind = DTYPES[dtype]
+    memory = Memory(torch.full(tuple(shape), math.nan if kind.is_floating_point else JUNK, dtype=kind))
+    if value is not None:
+        memory.store(value)
+    return memory
+
+
+def init(barrier: Barrier, count: int) -> None:
+    barrier.count = barrier.pending = count
+
+
+def arrive(barrier: Barrier, *, count: int = 1, pred: Any = True) -> None:
+    for _ in range(count if pred else 0):
+        barrier.arrive()
+
+
+def expect(barrier: Barrier, size: int, pred: Any = True) -> None:
+    if pred:
+        barrier.bytes += size
+        barrier.arrive()
+
+
+def wait(barrier: Barrier, phase: Any, pred: Any = True, **_: Any) -> None:
+    if pred:
+        parity = int(phase)
+        current().wait_for(lambda: barrier.phase != parity, f"the end of phase {parity} of a barrier")
+
+
+class Described:
+    """A tensor descriptor."""
+
+    layout = LAYOUT
+
+    def __init__(self, descriptor: Any) -> None:
+        base, shape = descriptor.base.detach(), list(descriptor.block_shape)
+        self.tensor = torch.as_strided(base, descriptor.shape, descriptor.strides, base.storage_offset())
+        self.dtype = KINDS[base.dtype]
+        self.block_type = types.SimpleNamespace(shape=shape, nbytes=math.prod(shape) * base.element_size())
+
+    def box(self, coordinates: Any, memory: Memory) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Where a box is in the tensor, and where what of it is there lies in the box."""
+        if memory.shape != self.block_type.shape:
+            raise KernelError(f"a box {self.block_type.shape} and a buffer {memory.shape}")
+        there, here = [], []
+        for first, length, size in zip(map(int, coordinates), memory.shape, self.tensor.shape, strict=True):
+            begin = min(max(first, 0), size)
+            end = max(min(first + length, size), begin)
+            there.append(slice(begin, end))
+            here.append(slice(begin - first, end - first) if end > begin else slice(0, 0))
+        return tuple(there), tuple(here)
+
+
+def copy_in(desc: Described, coordinates: Any, barrier: Barrier, result: Memory, pred: Any = True) -> None:
+    there, here = desc.box(coordinates, result)
+
+    def copy() -> None:
+        result.tensor.zero_()
+        result.tensor[here] = desc.tensor[there]
+        barrier.bytes -= desc.block_type.nbytes
+        barrier.turn()
+
+    if pred:
+        current().machine.copies.append(copy)
+
+
+def copy_out(desc: Described, coordinates: Any, source: Memory) -> None:
+    there, here = desc.box(coordinates, source)
+
+    def copy() -> None:
+        desc.tensor[there] = source.tensor[here]
+
+    current().stores.append(copy)
+
+
+def store_wait(pending: int) -> None:
+    stores = current().stores
+    while len(stores) > pending:
+        stores.pop(0)()
