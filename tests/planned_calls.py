@@ -90,8 +90,8 @@ def packed_attention(device: torch.device) -> Inputs:
 OTHER_BOUNDS = torch.tensor([0, 11, 17])
 
 
-def linear(device: torch.device, batch: int = 1, sequences: int = 1) -> Inputs:
-    tokens, heads, features, values = 9, 2, 8, 4
+def linear(device: torch.device, batch: int = 1, sequences: int = 1, heads: int = 2) -> Inputs:
+    tokens, features, values = 9, 8, 4
     shapes = {
         "q": (batch, tokens, heads, features), "k": (batch, tokens, heads, features),
         "v": (batch, tokens, heads, values), "theta": (heads, 3), "decay": (heads,),
@@ -99,16 +99,16 @@ def linear(device: torch.device, batch: int = 1, sequences: int = 1) -> Inputs:
     }  # fmt: skip
     made: Inputs = {name: torch.randn(shape) for name, shape in shapes.items()}
     made["decay"] = -0.1 * made["decay"].abs()
-    made = {name: x.to(device).requires_grad_() for name, x in made.items()}
+    made = {name: x.to(device).requires_grad_(name != "decay") for name, x in made.items()}
     return {**made, "encoding": "rotate", "return_state": True}
 
 
 def packed_linear(device: torch.device) -> Inputs:
-    return {**linear(device, sequences=2), "cu_seqlens": torch.tensor([0, 3, 9], device=device), "offset": 3}
+    return {**linear(device, sequences=2, heads=1), "cu_seqlens": torch.tensor([0, 3, 9], device=device), "offset": 3}
 
 
 def offset_linear(device: torch.device) -> Inputs:
-    return {**linear(device, 2, 2), "offset": torch.tensor([4, 90], device=device)}
+    return {**linear(device, 2, 2, heads=1), "offset": torch.tensor([4, 90], device=device)}
 
 
 def encoding(device: torch.device) -> Inputs:
