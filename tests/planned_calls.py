@@ -104,7 +104,11 @@ def linear(device: torch.device, batch: int = 1, sequences: int = 1, heads: int 
 
 
 def packed_linear(device: torch.device) -> Inputs:
-    return {**linear(device, sequences=2, heads=1), "cu_seqlens": torch.tensor([0, 3, 9], device=device), "offset": 3}
+    return {
+        **linear(device, sequences=2, heads=1),
+        "cu_seqlens": torch.tensor([0, 3, 9], device=device),
+        "offset": 3,
+    }
 
 
 def offset_linear(device: torch.device) -> Inputs:

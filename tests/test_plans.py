@@ -168,7 +168,9 @@ def test_registered_operators_plan_once(planned: list[str], device: torch.device
         for offset in (0, 0, 5):
             absent, rest = (None,) * 5, (offset, "none", "none", True, 0.5, False)
             out, _ = torch.ops.warploom.linear_attention(q, k, v, *absent, *rest)
-            torch.ops.warploom.linear_attention_backward(out, None, q, k, v, *absent, *rest, [True] * 3 + [False] * 3)
+            torch.ops.warploom.linear_attention_backward(
+                out, None, q, k, v, *absent, *rest, [True] * 3 + [False] * 3
+            )
         assert planned == ["plan_forward", "plan_backward"]
         planned.clear()
         for (offset, prefix), wanted in zip(starts, expected):
