@@ -351,7 +351,8 @@ def _with_limits(
         if index >= outputs:
             most, mean = (2 * size + floor for size in _sizes(slack[index - outputs]))
         relative = FLOAT64 if prepared.call.dtype == "float64" else 0.0
-        if dtype == torch.float64 and _name(prepared.call, index) == "gradient of theta":
+        of_theta = _name(prepared.call, index) == "gradient of theta"
+        if dtype == torch.float64 and (of_theta or prepared.call.dtype != "float64"):
             relative = FLOAT32
         if relative:
             largest, typical = _sizes(exact[index])
@@ -422,7 +423,7 @@ def _bits(results: list[Tensor]) -> list[Tensor]:
 
 def _name(call: Call, index: int) -> str:
     """What a result is called."""
-    outputs = ("output", "lse")[: len(call.outputs)]
+    outputs = ("output", "state" if call.operator == "linear_attention" else "lse")[: len(call.outputs)]
     if index < len(outputs):
         return outputs[index]
     wanted = [name for name, array in call.arrays.items() if array.grad]
