@@ -31,7 +31,7 @@ MORE_DRAWS = {"cuda": (4, 16, 64, 256), "cpu": (2, 6, 24)}
 """Fresh draws by whose mean a call is judged that missed its budget: a number of them, then more if that fails.
 
 The first of these is too few to clear a call, and enough where an error is large."""
-INDEPENDENT_OF_BATCH = frozenset({"tpa_decode"})
+INDEPENDENT_OF_BATCH = frozenset({"linear_attention", "tpa_decode"})
 """Operators that promise the same bits for a batch entry alone and in any batch."""
 LARGE = 2**18
 """Elements from which on results are compared where they are."""
@@ -136,9 +136,10 @@ class Prepared:
     def entry(self, index: int) -> Prepared:
         """The call with one entry of its batch alone, forward."""
         alone = copy.copy(self)
+        tensors = {name: placed.tensor.detach() for name, placed in self.arrays.items()}
         alone.arrays = {
-            name: replace(placed, tensor=placed.tensor.detach()[index : index + 1])
-            for name, placed in self.arrays.items()
+            name: replace(self.arrays[name], tensor=tensor if _is_shared(name, tensor) else tensor[index : index + 1])
+            for name, tensor in tensors.items()
         }
         alone.gradients, alone.alone = [], True
         return alone
@@ -167,6 +168,11 @@ class Prepared:
         """Of every tensor that came in, whether its memory has been written to."""
         named = [*self.arrays.items(), *((f"gradient {i}", g) for i, g in enumerate(self.gradients))]
         return [(name, placed.changed()) for name, placed in named if placed is not None]
+
+
+def _is_shared(name: str, tensor: Tensor) -> bool:
+    """Whether an argument is the same for all entries of a batch."""
+    return name == "theta" or tensor.dim() == 0 or (name == "decay" and tensor.dim() == 1)
 
 
 def _as(dense: Tensor, dtype: torch.dtype | None) -> Tensor:
