@@ -166,6 +166,12 @@ def _grad(choices: Choices, name: str, share: float = 0.75) -> bool:
     return choices.flag(f"{name}.grad", share, compiled=2)
 
 
+def _numbers(choices: Choices, name: str, shape: tuple[int, ...], constant: bool, **values: Any) -> Array:
+    """A tensor with a dtype of its own, that may want a gradient unless it is constant."""
+    dtype = choices.choice(f"{name}.dtype", NUMBERS, compiled=1)
+    return _array(choices, name, shape, dtype, not constant and _grad(choices, name, 0.5), **values)
+
+
 def _integers(choices: Choices, name: str, numbers: Sequence[int], dtypes: Sequence[str]) -> Array:
     """A vector of integers, of any memory but expanded."""
     dtype = choices.choice(f"{name}.dtype", dtypes, compiled=2)
@@ -182,6 +188,19 @@ def _cuts(choices: Choices, name: str, count: int, length: int) -> list[int]:
 
 def _sequences(choices: Choices) -> int:
     return choices.number("sequences", (1, 2, 3, 4, 5, 9), 1, 100, 1)
+
+
+def _used_keys(
+    choices: Choices, name: str, batch: int, keys: int, arrays: dict[str, Array], spoilt: Sequence[str]
+) -> dict[str, Array]:
+    """How many keys of each batch entry are used, and ``spoilt`` of the arrays, which may be NaN behind them."""
+    shares = [choices.number(f"length{b}", range(9), 0, 8, 8) for b in range(batch)]
+    near = [choices.number(f"length{b}.less", (0, 0, 1, 2), 0, 4) for b in range(batch)]
+    ends = [max(share * keys // 8 - less, 0) for share, less in zip(shares, near)]
+    found = {name: _integers(choices, name, ends, ("int64", "int32"))}
+    if arrays and batch and choices.flag("nan_behind", 0.7):
+        found |= {other: replace(arrays[other], ends=tuple(ends)) for other in spoilt}
+    return found
 
 
 def _scale(choices: Choices, name: str) -> dict[str, float]:
@@ -302,6 +321,9 @@ def _places(
 # Flash attention
 # ----------------------------------------------------------------------------------------------------------
 
+_MOST_PAGES = 90
+"""Pages of keys; batch entries share them where they have more."""
+
 
 def _flash_attention(choices: Choices) -> Call:
     dtype = _dtype(choices)
@@ -317,16 +339,24 @@ def _flash_attention(choices: Choices) -> Call:
     alike = packed in ("queries", "keys") or choices.flag("M=N", 0.4)
     most = _products(choices) // max(batch * heads * tokens, 1)
     keys = tokens if alike else _length(choices, "M", min(room, most))
+    used = packed == "no" and choices.flag("seqused_k", 0.2, compiled=2)
+    paged = used and choices.flag("block_table", 0.3, compiled=2)
+    of_keys = (batch, keys)
+    if paged:
+        page = choices.number("page", (16, 1, 2, 7, 16, 64), 1, 256, 16, compiled=2)
+        table = (batch, -(-keys // page))
+        of_keys, keys = (min(math.prod(table), _MOST_PAGES), page), table[1] * page
     size = choices.choice("size", (1.0, 1.0, 1.0, 0.1, 3.0))
     nan = choices.flag("q.nan", 0.05)
+    constant = nan or (paged and not choices.answers["no_grad"])
     shapes = {
         "q": (batch, tokens, heads, features),
-        "k": (batch, keys, key_heads, features),
-        "v": (batch, keys, key_heads, values),
+        "k": (*of_keys, key_heads, features),
+        "v": (*of_keys, key_heads, values),
     }
     arrays = {}
     for name, shape in shapes.items():
-        grad = not nan and _grad(choices, name)
+        grad = not constant and _grad(choices, name)
         scale = size if name != "v" else 1.0
         arrays[name] = _array(choices, name, shape, dtype, grad, scale=scale, row_of_nan=nan and name == "q")
     if packed != "no":
@@ -337,7 +367,17 @@ def _flash_attention(choices: Choices) -> Call:
         if packed in ("keys", "both"):
             cuts = _cuts(choices, "cu_seqlens_k", sequences, keys)
             arrays["cu_seqlens_k"] = _integers(choices, "cu_seqlens_k", cuts, ("int32", "int64"))
+    if used:
+        arrays |= _used_keys(choices, "seqused_k", batch, keys, {} if paged else arrays, ("k", "v"))
+    if paged:
+        pages = (0, max(of_keys[0] - 1, 0))
+        arrays["block_table"] = _array(choices, "block_table", table, "int32", values="integers", numbers=pages)
+    if choices.flag("sink", 0.2, compiled=2):
+        arrays["sink"] = _numbers(choices, "sink", (heads,), constant)
     options: dict[str, Any] = _scale(choices, "scale")
+    softcap = choices.choice("softcap", (None, None, None, None, 0.5, 5, 30.0), compiled=2)
+    if softcap is not None:
+        options["softcap"] = softcap
     if choices.flag("causal", compiled=2):
         options["causal"] = True
     if choices.flag("window", 0.3, compiled=1):
@@ -359,6 +399,7 @@ def _flash_attention(choices: Choices) -> Call:
 # ----------------------------------------------------------------------------------------------------------
 # Linear attention
 # ----------------------------------------------------------------------------------------------------------
+
 
 def _linear_attention(choices: Choices) -> Call:
     dtype = _dtype(choices)
@@ -395,9 +436,9 @@ def _linear_attention(choices: Choices) -> Call:
         decay = choices.choice("decay", (None, "head", "token", "token"), compiled=1)
         if decay is not None:
             of_decay = (heads,) if decay == "head" else (batch, tokens, heads)
-            arrays["decay"] = _of_state(choices, "decay", of_decay, nan, values="frequencies", scale=-0.3)
+            arrays["decay"] = _numbers(choices, "decay", of_decay, nan, values="frequencies", scale=-0.3)
         if choices.flag("initial_state", compiled=2):
-            arrays["initial_state"] = _of_state(choices, "initial_state", state, nan)
+            arrays["initial_state"] = _numbers(choices, "initial_state", state, nan)
         if choices.flag("return_state", compiled=2):
             options["return_state"] = True
             outputs += (state,)
@@ -412,12 +453,6 @@ def _linear_room(choices: Choices, batch: int, heads: int, features: int, values
     """How many tokens there may be; of packed sequences the definition takes all pairs."""
     room = _elements(choices) // max(batch * heads * max(features, values), 1)
     return min(room, math.isqrt(_products(choices) // max(heads, 1))) if packed else room
-
-
-def _of_state(choices: Choices, name: str, shape: tuple[int, ...], constant: bool, **values: Any) -> Array:
-    """A state, or what it decays by, in a dtype of its own."""
-    dtype = choices.choice(f"{name}.dtype", NUMBERS, compiled=1)
-    return _array(choices, name, shape, dtype, not constant and _grad(choices, name, 0.5), **values)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -468,13 +503,7 @@ def _tpa_decode(choices: Choices) -> Call:
         choices, dtype, batch, tokens, heads, features, choices.answers["no_grad"], keys
     )
     if choices.flag("cache_seqlens", compiled=2):
-        shares = [choices.number(f"length{b}", range(9), 0, 8, 8) for b in range(batch)]
-        near = [choices.number(f"length{b}.less", (0, 0, 1, 2), 0, 4) for b in range(batch)]
-        ends = [max(share * keys // 8 - less, 0) for share, less in zip(shares, near)]
-        arrays["cache_seqlens"] = _integers(choices, "cache_seqlens", ends, ("int64", "int32"))
-        if batch and choices.flag("nan_behind", 0.7):
-            for name in ("ak", "av", "bk", "bv"):
-                arrays[name] = replace(arrays[name], ends=tuple(ends))
+        arrays |= _used_keys(choices, "cache_seqlens", batch, keys, arrays, ("ak", "av", "bk", "bv"))
     options: dict[str, Any] = {}
     for name in ("scale", "scale_q", "scale_k", "scale_v"):
         options |= _scale(choices, name)

@@ -138,7 +138,9 @@ class Prepared:
         alone = copy.copy(self)
         tensors = {name: placed.tensor.detach() for name, placed in self.arrays.items()}
         alone.arrays = {
-            name: replace(self.arrays[name], tensor=tensor if _is_shared(name, tensor) else tensor[index : index + 1])
+            name: replace(
+                self.arrays[name], tensor=tensor if _is_shared(name, tensor) else tensor[index : index + 1]
+            )
             for name, tensor in tensors.items()
         }
         alone.gradients, alone.alone = [], True
