@@ -90,8 +90,8 @@ def packed_attention(device: torch.device) -> Inputs:
 OTHER_BOUNDS = torch.tensor([0, 11, 17])
 
 
-def linear(device: torch.device, batch: int = 1, sequences: int = 1, heads: int = 2) -> Inputs:
-    tokens, features, values = 9, 8, 4
+def linear(device: torch.device, batch: int = 1, sequences: int = 1) -> Inputs:
+    tokens, heads, features, values = 9, 1, 8, 4
     shapes = {
         "q": (batch, tokens, heads, features), "k": (batch, tokens, heads, features),
         "v": (batch, tokens, heads, values), "theta": (heads, 3), "decay": (heads,),
@@ -105,14 +105,14 @@ def linear(device: torch.device, batch: int = 1, sequences: int = 1, heads: int 
 
 def packed_linear(device: torch.device) -> Inputs:
     return {
-        **linear(device, sequences=2, heads=1),
+        **linear(device, sequences=2),
         "cu_seqlens": torch.tensor([0, 3, 9], device=device),
         "offset": 3,
     }
 
 
 def offset_linear(device: torch.device) -> Inputs:
-    return {**linear(device, 2, 2, heads=1), "offset": torch.tensor([4, 90], device=device)}
+    return {**linear(device, 2, 2), "offset": torch.tensor([4, 90], device=device)}
 
 
 def encoding(device: torch.device) -> Inputs:

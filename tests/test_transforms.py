@@ -21,7 +21,7 @@ BACKENDS = ("torch", "triton") if HAS_TRITON else ("torch",)
 # Of each call its function, the shapes of its factors, and its options.
 QKV = ((1, 3, 2, 4), (1, 3, 1, 4), (1, 3, 1, 4))
 FACTORS = ((1, 2, 2, 2), (1, 3, 2), (1, 3, 2), (1, 2, 2, 4), (1, 3, 4), (1, 3, 4))
-ALIKE = ((1, 3, 2, 4), (1, 3, 2, 4), (1, 3, 2, 5))
+ALIKE = ((1, 3, 1, 4), (1, 3, 1, 4), (1, 3, 1, 5))
 BOUNDS = torch.tensor([0, 1, 3])
 
 
@@ -36,9 +36,8 @@ CALLS: dict[str, tuple[Run, tuple[tuple[int, ...], ...], dict[str, Any]]] = {
     "flash_attention": (flash_attention, QKV, {"causal": True}),
     "flash_attention_with_lse": (flash_attention, QKV, {"window": (1, 1), "return_lse": True}),
     "flash_attention_packed": (flash_attention, QKV, {"cu_seqlens_q": BOUNDS}),
-    "linear_attention": (_linear_attention, (*ALIKE, (2,), (2, 2), (1, 2, 4, 5)), {"encoding": "rotate"}),
+    "linear_attention": (_linear_attention, (*ALIKE, (1,), (1, 2), (1, 1, 4, 5)), {"encoding": "rotate"}),
     "linear_attention_packed": (linear_attention, ALIKE, {"cu_seqlens": BOUNDS, "activation": "silu"}),
-    "linear_attention_full": (linear_attention, ALIKE, {"causal": False}),
     "lrpe_rotate": (lrpe_rotate, ((2, 3, 2, 4), (2, 2)), {"offset": 3}),
     "lrpe_cosine": (lrpe_cosine, ((2, 3, 2, 4), (2, 4)), {"prefix": 1, "activation": "sigmoid"}),
     "lrpe_cosine_grid": (lrpe_cosine, ((1, 4, 2, 4), (1, 2)), {"grid": (2, 2)}),
