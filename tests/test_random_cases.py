@@ -330,15 +330,17 @@ def test_other_bits_in_a_later_run_are_found(monkeypatch: pytest.MonkeyPatch) ->
     assert fault.kind.startswith("bits")
 
 
+@pytest.mark.parametrize("operator", sorted(judging.INDEPENDENT_OF_BATCH))
 @pytest.mark.parametrize(("backend", "expected"), [("triton", "batch output"), ("auto", None), ("torch", None)])
 def test_other_bits_in_a_batch_are_found_on_the_kernels(
-    backend: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+    backend: str, expected: str | None, operator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def drift(out: Tensor, named: dict[str, Any]) -> Tensor:
         return torch.nextafter(out, torch.full_like(out, torch.inf)) if len(out) > 1 else out
 
     plant(monkeypatch, drift)
-    call = make_call("tpa_decode", Choices(given={"B": 3, "M": 7, "D": 8, "backend": backend}))
+    sizes = {"tpa_decode": {"M": 7, "D": 8}, "linear_attention": {"N": 7, "angles": 8, "decay": "token"}}[operator]
+    call = make_call(operator, Choices(given={"B": 3, "backend": backend, **sizes}))
     assert call.options["backend"] == backend
     _, faults = run_calls([call], CPU, None)
     assert [fault.kind for fault in faults] == ([] if expected is None else [expected])
