@@ -27,7 +27,6 @@ from planned_calls import (
     offset_encoding,
     packed_attention,
     packed_encoding,
-    packed_linear,
     placed_encoding,
 )
 
@@ -49,7 +48,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Make]] = {
     "flash_attention": (flash_attention, attention),
     "flash_attention_packed": (flash_attention, packed_attention),
     "linear_attention": (linear_attention, linear),
-    "linear_attention_packed": (linear_attention, packed_linear),
     "lrpe_rotate": (lrpe_rotate, encoding),
     "lrpe_cosine_packed": (lrpe_cosine, packed_encoding),
     "lrpe_cosine_placed": (lrpe_cosine, placed_encoding),
