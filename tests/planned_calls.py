@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from warploom import flash_attention, lrpe_rotate, tpa_attention, tpa_decode
+from warploom import flash_attention, linear_attention, lrpe_rotate, tpa_attention, tpa_decode
 from warploom.ops.flash_attention import api as flash_api
+from warploom.ops.linear_attention import api as linear_api
 from warploom.ops.lrpe import api as lrpe_api
 from warploom.ops.tpa import api as tpa_api
 from warploom.runtime.dispatch import caches
 
-FUNCTIONS = (flash_api._function, lrpe_api._cosine, lrpe_api._rotate, tpa_api._attention, tpa_api._decode)
+FUNCTIONS = (
+    flash_api._function, linear_api._function, lrpe_api._cosine, lrpe_api._rotate, tpa_api._attention,
+    tpa_api._decode,
+)  # fmt: skip
 Tensor = torch.Tensor
 Inputs = dict[str, Any]
 Change = Callable[[Inputs], Inputs]
@@ -86,6 +90,31 @@ def packed_attention(device: torch.device) -> Inputs:
 OTHER_BOUNDS = torch.tensor([0, 11, 17])
 
 
+def linear(device: torch.device, batch: int = 1, sequences: int = 1) -> Inputs:
+    tokens, heads, features, values = 9, 1, 8, 4
+    shapes = {
+        "q": (batch, tokens, heads, features), "k": (batch, tokens, heads, features),
+        "v": (batch, tokens, heads, values), "theta": (heads, 3), "decay": (heads,),
+        "initial_state": (sequences, heads, features, values),
+    }  # fmt: skip
+    made: Inputs = {name: torch.randn(shape) for name, shape in shapes.items()}
+    made["decay"] = -0.1 * made["decay"].abs()
+    made = {name: x.to(device).requires_grad_(name != "decay") for name, x in made.items()}
+    return {**made, "encoding": "rotate", "return_state": True}
+
+
+def packed_linear(device: torch.device) -> Inputs:
+    return {
+        **linear(device, sequences=2),
+        "cu_seqlens": torch.tensor([0, 3, 9], device=device),
+        "offset": 3,
+    }
+
+
+def offset_linear(device: torch.device) -> Inputs:
+    return {**linear(device, 2, 2), "offset": torch.tensor([4, 90], device=device)}
+
+
 def encoding(device: torch.device) -> Inputs:
     x, theta = torch.randn(2, 12, 3, 8).to(device), torch.rand(3, 2).to(device)  # as many as two axes have
     return {"x": x.requires_grad_(), "theta": theta.requires_grad_()}
@@ -127,6 +156,7 @@ def factors_with_gradients(device: torch.device) -> Inputs:
 
 USUAL: dict[str, tuple[Callable[..., Any], Callable[[torch.device], Inputs]]] = {
     "flash_attention": (flash_attention, attention),
+    "linear_attention": (linear_attention, linear),
     "lrpe_rotate": (lrpe_rotate, encoding),
     "tpa_decode": (tpa_decode, factors_with_lengths),
     "tpa_attention": (tpa_attention, factors_with_gradients),

@@ -113,7 +113,7 @@ def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
     assert rates[100] == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("name", ["train_lm.py", "generate.py", "loss_parity.py"])
+@pytest.mark.parametrize("name", ["train_lm.py", "generate.py", "loss_parity.py", "linear_and_softmax.py"])
 def test_help(name: str) -> None:
     command = [sys.executable, str(EXAMPLES / name), "--help"]
     environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": ""}
@@ -138,6 +138,20 @@ def test_loss_curves_of_two_attentions(capsys: pytest.CaptureFixture[str]) -> No
     loss_parity.main([*words.split(), "--text", "text.py"])  # drawn again from the record
     assert capsys.readouterr().out == first
     assert len(Path("out/losses.jsonl").read_text().splitlines()) == 2
+
+
+def test_linear_and_softmax_attention_by_length(capsys: pytest.CaptureFixture[str]) -> None:
+    import linear_and_softmax
+
+    words = "--device cpu --text text.py --eval-batches 1 --warm-up 2 --lr 2e-3 --lengths 32,80 --tokens 160"
+    linear_and_softmax.main([*words.split(), "--steps", "12"])
+    _, *lines = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert [line[:2] for line in lines] == [[n, name] for n in ("32", "80") for name in ("linear", "flash")]
+    for _, _, loss, rate in lines:
+        assert float(loss) < math.log(256) - 1
+        assert float(rate.replace(",", "")) > 0
+    with pytest.raises(SystemExit):
+        linear_and_softmax.main(["--steps", "2"])
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import pytest
 import torch
 from flash_cases import BACKENDS, LAYOUTS
 
-from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
+from warploom import flash_attention, linear_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
 from warploom.runtime.memory_order import dense, empty_in_order_of, in_order_of
 
 Tensor = torch.Tensor
@@ -28,6 +28,13 @@ def attention(make: Make, B: int, N: int, M: int, H: int, R: int, D: int, E: int
     yield {name: x.requires_grad_() for name, x in inputs.items()} | {"return_lse": True}
 
 
+def linear(make: Make, B: int, N: int, M: int, H: int, R: int, D: int, E: int) -> Iterator[dict[str, Any]]:
+    inputs = {"q": make(B, N, H, D), "k": make(B, N, H, D), "v": make(B, N, H, E)}
+    yield inputs | {"return_state": True}
+    yield inputs | {"initial_state": make(B, H, D, E), "return_state": True}
+    yield inputs | {"causal": False}
+
+
 def factors(make: Make, B: int, N: int, M: int, H: int, R: int, D: int, E: int) -> Iterator[dict[str, Any]]:
     keys = {"ak": make(B, M, H, 2), "av": make(B, M, H, 2), "bk": make(B, M, 2, D), "bv": make(B, M, 2, E)}
     yield keys | {"aq": make(B, N, H, R), "bq": make(B, N, R, D)}
@@ -42,6 +49,7 @@ def encoding(make: Make, B: int, N: int, M: int, H: int, R: int, D: int, E: int)
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Iterator[dict[str, Any]]]]] = {
     "flash_attention": (flash_attention, attention),
+    "linear_attention": (linear_attention, linear),
     "tpa_decode": (tpa_decode, factors),
     "tpa_attention": (tpa_attention, factors),
     "lrpe_rotate": (lrpe_rotate, encoding),

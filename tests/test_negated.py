@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
+from warploom import flash_attention, linear_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
 from warploom.runtime.backend import HAS_TRITON
 
 if not HAS_TRITON:
@@ -22,6 +22,7 @@ from planned_calls import (
     encoding_over_the_sequence,
     factors_with_gradients,
     factors_with_lengths,
+    linear,
     no_plans,
     offset_encoding,
     packed_attention,
@@ -46,6 +47,7 @@ def projection(device: torch.device) -> Inputs:
 CALLS: dict[str, tuple[Callable[..., Any], Make]] = {
     "flash_attention": (flash_attention, attention),
     "flash_attention_packed": (flash_attention, packed_attention),
+    "linear_attention": (linear_attention, linear),
     "lrpe_rotate": (lrpe_rotate, encoding),
     "lrpe_cosine_packed": (lrpe_cosine, packed_encoding),
     "lrpe_cosine_placed": (lrpe_cosine, placed_encoding),
@@ -135,11 +137,11 @@ def test_gradients(name: str, device: torch.device) -> None:
             assert_equal(results(function, inputs, as_they_are), expected)
 
 
-@pytest.mark.parametrize("name", ["flash_attention", "lrpe_rotate"])
+@pytest.mark.parametrize("name", ["flash_attention", "linear_attention", "lrpe_rotate"])
 def test_gradients_from_complex_numbers(name: str, device: torch.device) -> None:
     function, make = CALLS[name]
-    inputs = {key: value for key, value in make(device).items() if key != "return_lse"}
-    wanted = [value for value in inputs.values() if isinstance(value, Tensor)]
+    inputs = {key: value for key, value in make(device).items() if not key.startswith("return_")}
+    wanted = [value for value in inputs.values() if isinstance(value, Tensor) and value.requires_grad]
     handed_over = []
 
     def run() -> Tensor:
@@ -165,8 +167,12 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.mark.turns(2)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
-    "name", ["flash_attention", "lrpe_cosine_placed", "tpa_attention", "tpa_decode", "rotary_attention"]
-)
+    "name",
+    [
+        "flash_attention", "linear_attention", "lrpe_cosine_placed", "tpa_attention", "tpa_decode",
+        "rotary_attention",
+    ],
+)  # fmt: skip
 def test_compiled(name: str, device: torch.device) -> None:
     function, make = CALLS[name]
     inputs = make(device)

@@ -1,5 +1,7 @@
 """Where NaN and infinities in one token of attention end up: in the rows that they reach, and in no others.
 
+The same holds of linear attention, whose tiles and whose README's "Limits" are its own.
+
 A query reaches its own row, a key or value the rows that see it. Where a tile of pairs is multiplied, a hidden pair
 takes part with the weight 0, and 0 · NaN is NaN: flash attention's README says under "Limits" what is reached so.
 """
@@ -13,7 +15,7 @@ import torch
 from flash_cases import BACKENDS
 from launches import ON_GPU
 
-from warploom import flash_attention
+from warploom import flash_attention, linear_attention
 from warploom.ops.flash_attention import reference
 from warploom.runtime.backend import HAS_TRITON
 
@@ -208,6 +210,131 @@ def test_attention(which: str, name: str, backend: str, device: torch.device) ->
 def test_rotary_attention(which: str, name: str, device: torch.device) -> None:
     setting = SETTINGS[name]
     check(rotary(setting, device), setting, which, "triton", tensors(setting, device))
+
+
+class Walk(NamedTuple):
+    """A call of linear attention and the token of it that goes bad."""
+
+    tokens: int
+    bad: int
+    bounds: tuple[int, ...] = ()  # of packed sequences
+    causal: bool = True
+    chunk: int = 2**20
+    features: int = 8
+    dtype: torch.dtype = torch.float32
+    encoding: str = "none"
+
+    def sees(self, more: int = 0) -> Tensor:
+        """Which tokens (N, N) each sees, and so many behind it."""
+        n = torch.arange(self.tokens)
+        bounds = torch.tensor(self.bounds or (0, self.tokens))
+        sequence = torch.searchsorted(bounds, n, right=True)
+        seen = n[:, None] + more >= n if self.causal else torch.ones(self.tokens, self.tokens, dtype=torch.bool)
+        return seen & (sequence[:, None] == sequence)
+
+    def sequence(self) -> int:
+        return sum(bound <= self.bad for bound in self.bounds[1:])
+
+
+NEAR_IN_A_WALK = 63 if ON_GPU else 15
+"""Tokens beyond what a token sees that may be in its tile."""
+WALKS = {
+    "walk": Walk(37, 20, dtype=torch.float16, encoding="rotate"),
+    "full": Walk(20, 7, causal=False),
+    "chunks": Walk(40, 20, chunk=16),
+    "packed": Walk(28, 14, bounds=(0, 5, 23, 28)),
+    "steps": Walk(3, 1, encoding="rotate"),
+}
+if ON_GPU:
+    WALKS |= {
+        "hopper": Walk(900, 400, features=128, dtype=torch.bfloat16),
+        "hopper_chunks": Walk(900, 400, chunk=256, features=64, dtype=torch.bfloat16),
+        "long_packed": Walk(3000, 1500, bounds=PACKING, features=64, dtype=torch.bfloat16),
+    }
+IN_A_WALK = ("q", "k", "v", "decay", "grad")
+
+
+def reached_in_a_walk(walk: Walk, which: str, near: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of each result, the tokens that must and those that may be reached by a number in one of ``which``."""
+    none = torch.zeros(walk.tokens, dtype=torch.bool)
+    own = none.clone()
+    own[walk.bad] = True
+    sees, hidden = walk.sees(), walk.sees(near)
+    later, earlier = (sees[:, walk.bad], hidden[:, walk.bad]), (sees[walk.bad], hidden[walk.bad])
+    nowhere, itself = (none, none), (own, own)
+    if which == "decay":  # it stands between tokens before it and those from it on
+        return {
+            "out": later,
+            "dq": later,
+            "dk": (earlier[0] & ~own, earlier[1]),
+            "dv": (earlier[0] & ~own, earlier[1]),
+        }
+    return {
+        "q": {"out": itself, "dq": nowhere, "dk": earlier, "dv": earlier},
+        "k": {"out": later, "dq": later, "dk": nowhere, "dv": itself},
+        "v": {"out": later, "dq": later, "dk": itself, "dv": nowhere},
+        "grad": {"out": nowhere, "dq": itself, "dk": earlier, "dv": earlier},
+    }[which]
+
+
+@pytest.mark.turns(3)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", WALKS)
+@pytest.mark.parametrize("which", IN_A_WALK)
+def test_linear_attention(
+    which: str, name: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walk, heads, head = WALKS[name], 2, 1
+    if which == "decay" and not walk.causal:
+        pytest.skip("it has no decays")
+    if HAS_TRITON:
+        from warploom.ops.linear_attention.launches import calls
+
+        monkeypatch.setattr(calls, "chunk_of", lambda *sizes: walk.chunk)
+    batch = 1 if walk.bounds or not ON_GPU else 2
+    shape = (batch, walk.tokens, heads, walk.features)
+    made = {each: torch.randn(shape).to(device, walk.dtype) for each in ("q", "k", "v", "grad")}
+    options: dict[str, Any] = {"encoding": walk.encoding}
+    if walk.encoding != "none":
+        options["theta"] = torch.rand(walk.features // 2, device=device)
+    if walk.causal:
+        made["decay"] = -0.1 * torch.rand(shape[:3], device=device)
+        options["return_state"] = True
+    if walk.bounds:
+        options["cu_seqlens"] = torch.tensor(walk.bounds, device=device)
+
+    def attend(given: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+        leaves = {each: given[each].clone().requires_grad_() for each in "qkv"}
+        results = linear_attention(
+            **leaves, **options, decay=given.get("decay"), causal=walk.causal, backend=backend
+        )
+        out, state = (results, None) if isinstance(results, Tensor) else results
+        dq, dk, dv = torch.autograd.grad(out, list(leaves.values()), given["grad"])
+        return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}, None if state is None else state.detach()
+
+    usual, usual_state = attend(made)
+    for number in (math.nan, math.inf):
+        spoilt = made[which].clone()
+        spoilt[(0, walk.bad, head) if which == "decay" else (0, walk.bad, head, 3)] = number
+        found, state = attend({**made, which: spoilt})
+        for each, (must, may) in reached_in_a_walk(walk, which, NEAR_IN_A_WALK).items():
+            reaches = torch.zeros(shape[:3], dtype=torch.bool)
+            reaches[0, :, head] = may if backend == "triton" else True
+            different = (found[each] != usual[each]).any(-1).cpu()
+            assert not (different & ~reaches).any(), f"{each}: {(different & ~reaches).nonzero()[:5].tolist()}"
+            if math.isnan(number):
+                lost = must & ~found[each][0, :, head].isnan().any(-1).cpu()
+                assert not lost.any(), f"{each}: no NaN in {lost.nonzero()[:5].tolist()}"
+        if state is None or usual_state is None:
+            continue
+        reaches = torch.zeros(state.shape[:2], dtype=torch.bool)
+        if which in ("k", "v", "decay"):
+            sequences = slice(None) if backend == "torch" and walk.bounds else walk.sequence()
+            reaches[sequences, head] = True
+        different = (state != usual_state).flatten(2).any(-1).cpu()
+        assert not (different & ~reaches).any(), "state"
+        if math.isnan(number) and which in ("k", "v", "decay"):
+            assert state[walk.sequence(), head].isnan().any()
 
 
 @pytest.mark.gpu

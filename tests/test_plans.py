@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_decode
+from warploom import flash_attention, linear_attention, lrpe_cosine, lrpe_rotate, tpa_decode
 from warploom.runtime import plans
 from warploom.runtime.backend import HAS_TRITON
 
@@ -24,15 +24,19 @@ from planned_calls import (
     encoding,
     encoding_over_the_sequence,
     factors_with_lengths,
+    linear,
     no_plans,
     packed_attention,
     packed_encoding,
+    packed_linear,
     results,
     with_gaps,
 )
 
 from warploom.ops.flash_attention.launches import backward as flash_backward
 from warploom.ops.flash_attention.launches import forward as flash_forward
+from warploom.ops.linear_attention.launches import backward as linear_backward
+from warploom.ops.linear_attention.launches import forward as linear_forward
 from warploom.ops.lrpe import launches as launchers
 from warploom.ops.lrpe.softmax_sequence import launches as launchers_sequence
 from warploom.ops.tpa.decode.launches import portable as tpa_launchers
@@ -93,8 +97,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(thing, name, plan)
 
-    watch(flash_forward, "plan_forward")
-    watch(flash_backward, "plan_backward")
+    for forward, backward in ((flash_forward, flash_backward), (linear_forward, linear_backward)):
+        watch(forward, "plan_forward")
+        watch(backward, "plan_backward")
     for name in ("plan_forward", "plan_backward"):
         watch(launchers, name)
     watch(tpa_launchers, "_plan_decode")
@@ -107,6 +112,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [
         (flash_attention, attention, {}),
         (flash_attention, packed_attention, {"cu_seqlens_q": OTHER_BOUNDS}),
+        (linear_attention, linear, {"offset": 5}),
+        (linear_attention, packed_linear, {"cu_seqlens": torch.tensor([0, 8, 9]), "offset": 17}),
         (lrpe_rotate, encoding, {}),
         (lrpe_cosine, encoding, {}),
         (lrpe_rotate, packed_encoding, {"cu_seqlens": torch.tensor([0, 1, 12]), "offset": 17}),
@@ -149,6 +156,8 @@ def test_registered_operators_plan_once(planned: list[str], device: torch.device
         lrpe_rotate(x, theta, cu_seqlens=bounds, offset=offset, prefix=prefix, backend="triton")
         for offset, prefix in starts
     ]
+    for function in (flash_attention, linear_attention):  # the first call registers them
+        function(q, k, v, backend="triton")
     planned.clear()
     with no_plans():
         for scale in (0.5, 0.5, 0.25):
@@ -157,6 +166,14 @@ def test_registered_operators_plan_once(planned: list[str], device: torch.device
             saved = (q, k, v, out, statistics, *absent)
             torch.ops.warploom.flash_attention_backward(out, None, *saved, *rest, [True] * 4)
         assert planned == ["plan_forward", "plan_backward"] * 2
+        planned.clear()
+        for offset in (0, 0, 5):
+            absent, rest = (None,) * 5, (offset, "none", "none", True, 0.5, False)
+            out, _ = torch.ops.warploom.linear_attention(q, k, v, *absent, *rest)
+            torch.ops.warploom.linear_attention_backward(
+                out, None, q, k, v, *absent, *rest, [True] * 3 + [False] * 3
+            )
+        assert planned == ["plan_forward", "plan_backward"]
         planned.clear()
         for (offset, prefix), wanted in zip(starts, expected):
             places, rest = (None, None, bounds), (offset, prefix, [], "rotate", "none", True)

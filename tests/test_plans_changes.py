@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from warploom import DtypeError, WarploomError, flash_attention, lrpe_rotate, tpa_attention, tpa_decode
+from warploom import (
+    DtypeError,
+    WarploomError,
+    flash_attention,
+    linear_attention,
+    lrpe_rotate,
+    tpa_attention,
+    tpa_decode,
+)
 from warploom.runtime.backend import HAS_TRITON
 
 if not HAS_TRITON:
@@ -31,10 +39,13 @@ from planned_calls import (
     factors,
     factors_with_gradients,
     factors_with_lengths,
+    linear,
     no_plans,
     offset_encoding,
+    offset_linear,
     packed_attention,
     packed_encoding,
+    packed_linear,
     placed_encoding,
     results,
     with_gaps,
@@ -107,6 +118,56 @@ PACKED_ATTENTION: dict[str, Change] = {
     "one_for_both": lambda inputs: {**inputs, "cu_seqlens_q": None, "cu_seqlens_k": inputs["cu_seqlens_q"]},
     "of_the_keys": lambda inputs: {**inputs, "cu_seqlens_k": OTHER_BOUNDS.to(inputs["q"].device)},
     "none": set_to(cu_seqlens_q=None),
+}
+LINEAR: dict[str, Change] = {
+    "nothing": set_to(),
+    "offset": set_to(offset=7),
+    "cosine": lambda inputs: changed(lambda state: torch.cat((state, state + 1), 2), "initial_state")(
+        {**inputs, "encoding": "cosine"}
+    ),
+    "without_encoding": set_to(encoding="none", theta=None),
+    "interleaved": set_to(interleaved=True),
+    "activation": set_to(activation="silu"),
+    "full": set_to(causal=False, decay=None, initial_state=None, return_state=False),
+    "scale": set_to(scale=0.7),
+    "without_last_state": set_to(return_state=False),
+    "without_first_state": set_to(initial_state=None),
+    "without_decay": set_to(decay=None),
+    "decay_of_tokens": changed(lambda decay: decay.expand(1, 9, 1).contiguous(), "decay"),
+    "dtype": changed(torch.Tensor.bfloat16, "q", "k", "v"),
+    "dtype_of_theta": changed(torch.Tensor.double, "theta"),
+    "dtype_of_state": changed(torch.Tensor.half, "initial_state"),
+    "theta_of_all_heads": changed(lambda theta: theta[0], "theta"),
+    "order_of_q": changed(lambda q: q.mT.contiguous().mT, "q"),
+    "order_of_state": changed(lambda state: state.mT.contiguous().mT, "initial_state"),
+    "gaps_in_v": changed(with_gaps, "v"),
+    "gaps_in_state": changed(with_gaps, "initial_state"),
+    "address_of_q": changed(misaligned, "q"),
+    "address_of_state": changed(misaligned, "initial_state"),
+    "fewer_tokens": changed(lambda x: x[:, :5], "q", "k", "v"),
+    "one_token": changed(lambda x: x[:, :1], "q", "k", "v"),
+    "order_of_gradients": set_to(grad_order=(0, 1, 3, 2)),
+    "no_gradient_of_last_state": set_to(differentiated=1),
+    "no_gradient_of_k": without_gradient("k"),
+    "gradient_of_decay": lambda inputs: {**inputs, "decay": inputs["decay"].clone().requires_grad_()},
+    "no_gradient_of_theta": without_gradient("theta"),
+    "no_gradients": without_gradient("q", "k", "v", "theta", "initial_state"),
+}
+PACKED_LINEAR: dict[str, Change] = {
+    "values": changed(lambda bounds: torch.tensor([0, 7, 9]).to(bounds), "cu_seqlens"),
+    "dtype": changed(torch.Tensor.int, "cu_seqlens"),
+    "stride": changed(with_gaps, "cu_seqlens"),
+    "sequences": lambda inputs: changed(lambda state: torch.cat((state, state[:1])), "initial_state")(
+        {**inputs, "cu_seqlens": torch.cat((inputs["cu_seqlens"], inputs["cu_seqlens"][-1:]))}
+    ),
+    "offset": set_to(offset=4),
+    "none": lambda inputs: changed(lambda state: state[:1], "initial_state")({**inputs, "cu_seqlens": None}),
+}
+OFFSET_LINEAR: dict[str, Change] = {
+    "values": changed(lambda offsets: offsets + 3, "offset"),
+    "one_for_all": changed(lambda offsets: offsets[0], "offset"),
+    "stride": changed(with_gaps, "offset"),
+    "int": set_to(offset=4),
 }
 ENCODING: dict[str, Change] = {
     "nothing": set_to(),
@@ -203,6 +264,9 @@ SITUATIONS = [
     for function, make, changes in (
         (flash_attention, attention, ATTENTION),
         (flash_attention, packed_attention, PACKED_ATTENTION),
+        (linear_attention, linear, LINEAR),
+        (linear_attention, packed_linear, PACKED_LINEAR),
+        (linear_attention, offset_linear, OFFSET_LINEAR),
         (lrpe_rotate, encoding, ENCODING),
         (lrpe_rotate, encoding_over_the_sequence, OVER_THE_SEQUENCE),
         (lrpe_rotate, packed_encoding, PACKED_ENCODING),
@@ -320,7 +384,7 @@ def deterministic() -> Iterator[Callable[[bool], None]]:
     torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.parametrize("name", ["flash_attention", "lrpe_rotate", "tpa_decode", "tpa_attention"])
+@pytest.mark.parametrize("name", USUAL)
 def test_deterministic_algorithms_may_be_asked_for_between_calls(
     name: str, deterministic: Callable[[bool], None], device: torch.device
 ) -> None:
@@ -336,6 +400,7 @@ def test_deterministic_algorithms_may_be_asked_for_between_calls(
 @pytest.mark.parametrize(
     ("function", "make", "names"),
     [(flash_attention, attention, "qkv"), (lrpe_rotate, encoding, ("x", "theta")),
+     (linear_attention, linear, ("q", "k", "v", "theta", "initial_state")),
      (lrpe_rotate, encoding_over_the_sequence, ("x", "theta"))],
 )  # fmt: skip
 def test_saved_tensors_may_come_back_with_other_strides(
@@ -388,6 +453,14 @@ LOOKALIKES = [
         (flash_attention, attention, {}, {"window": (1, 2, 3)}),
         (flash_attention, attention, {}, {"cu_seqlens_q": [0, 17]}),
         (flash_attention, packed_attention, {}, {"cu_seqlens_q": torch.tensor([0.0, 5.0, 17.0])}),
+        (linear_attention, linear, {"causal": True}, {"causal": 1}),
+        (linear_attention, linear, {"return_state": True}, {"return_state": 1}),
+        (linear_attention, linear, {"scale": 1.0}, {"scale": True}),
+        (linear_attention, linear, {"offset": 1}, {"offset": 1.0}),
+        (linear_attention, linear, {"offset": 1}, {"offset": 2**31 - 8}),
+        (linear_attention, linear, {"interleaved": False}, {"interleaved": 0}),
+        (linear_attention, linear, {"encoding": "rotate"}, {"encoding": ["rotate"]}),
+        (linear_attention, packed_linear, {}, {"cu_seqlens": torch.tensor([0.0, 3.0, 9.0])}),
         (lrpe_rotate, encoding, {"prefix": 1}, {"prefix": True}),
         (lrpe_rotate, encoding, {"prefix": 0}, {"prefix": 0.0}),
         (lrpe_rotate, encoding, {"offset": 0}, {"offset": False}),

@@ -146,7 +146,7 @@ assert pytorch.count_dispatch_modes() == pytorch.count_function_modes() == pytor
 assert pytorch.forward_ad._current_level == 0
 sys.modules["warploom.runtime.pytorch"] = pytorch
 
-from warploom import flash_attention, lrpe_rotate, tpa_attention
+from warploom import flash_attention, linear_attention, lrpe_rotate, tpa_attention
 device = torch.device(sys.argv[2])
 
 def results(function, backend, inputs):
@@ -161,6 +161,7 @@ for _ in range(3):
     for function, inputs in (
         (lrpe_rotate, (x, theta)),
         (flash_attention, (x, x, x)),
+        (linear_attention, (x, x, x)),
         (tpa_attention, (aq, ak, ak, bq, bk, bk)),
     ):
         for found, expected in zip(*(results(function, backend, inputs) for backend in ("triton", "torch"))):

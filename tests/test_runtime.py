@@ -18,7 +18,7 @@ import seeds
 import torch
 from launches import ON_GPU, constants_of
 
-from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
+from warploom import flash_attention, linear_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
 from warploom.runtime.backend import HAS_TRITON
 from warploom.runtime.plans import Plans
 
@@ -98,6 +98,10 @@ def packed(length: int, device: torch.device) -> dict[str, Any]:
     return {"causal": True, "cu_seqlens_q": torch.tensor([0, length // 3, length // 2, length], device=device)}
 
 
+def forgetting(length: int, device: torch.device) -> dict[str, Any]:
+    return {"decay": torch.tensor([-0.1, -0.01], device=device)}
+
+
 def some_valid(batch: int, length: int, device: torch.device) -> dict[str, Any]:
     return {"cache_seqlens": (torch.arange(batch, device=device) * 37 + 1).clamp(max=length)}
 
@@ -123,6 +127,20 @@ KINDS: dict[str, Kind] = {
     "rotary_attention": Kind(
         partial(rotary_attention, heads=16, scale=0.125),
         lambda n: {"qkv": (2, n, 32, 64), "theta": (1, 32)}, 900, differentiated=("qkv",),
+    ),
+    "linear": Kind(
+        partial(linear_attention, encoding="rotate", backend="triton"),
+        lambda n: attention_shapes(2, 8, 8, 128, n) | {"theta": (1, 64)}, 900, differentiated=QKV,
+    ),
+    "linear_chunks": Kind(
+        partial(linear_attention, encoding="cosine", return_state=True, backend="triton"),
+        lambda n: attention_shapes(1, 2, 2, 64, n) | {"theta": (2, 64)}, 1500,
+        differentiated=(*QKV, "theta"), options=forgetting,
+    ),
+    "linear_steps": Kind(
+        partial(linear_attention, encoding="rotate", return_state=True, backend="triton"),
+        lambda n: attention_shapes(n, 2, 2, 32, 1) | {"theta": (1, 16), "initial_state": (n, 2, 32, 32)}, 300,
+        options=forgetting,
     ),
     "rotate": Kind(
         partial(lrpe_rotate, backend="triton"), partial(rows, 2, 8, 128, 2), 1000, differentiated=("x", "theta")
@@ -413,7 +431,10 @@ def assert_bounded() -> None:
     assert launches <= 6 * top, (launches, top)
 
 
-BY_LENGTH = ("attention", "attention_lse", "rotary_attention", "rotate", "cosine", "softmax", "factors", "decode")
+BY_LENGTH = (
+    "attention", "attention_lse", "rotary_attention", "linear", "linear_chunks", "rotate", "cosine", "softmax",
+    "factors", "decode",
+)  # fmt: skip
 """Kinds whose length changes; nothing else in them depends on it."""
 
 

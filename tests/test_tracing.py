@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 import warploom
-from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
+from warploom import flash_attention, linear_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
 from warploom.nn import LRPE, Attention, RotaryEmbedding, SwiGLU, TensorProductAttention, TransformerConfig
 from warploom.nn.transformer_lm import Block
 from warploom.runtime.backend import HAS_TRITON
@@ -60,8 +60,12 @@ PLACES: dict[str, Callable[[dict[str, int]], Tensor]] = {
     "offset": lambda sizes: torch.arange(sizes["B"]),
     "sink": lambda sizes: torch.linspace(-1, 1, sizes["H"]),
     "seqused_k": lambda sizes: torch.arange(sizes["B"]) + sizes["M"] - sizes["B"],
+    "theta": lambda sizes: torch.linspace(0.1, 1, sizes["F"]),
+    "decay": lambda sizes: torch.linspace(-0.1, -0.01, sizes["H"]),
+    "initial_state": lambda sizes: torch.linspace(-1, 1, sizes["E"]).expand(*(sizes[a] for a in "BHDE")),
     "cache_seqlens": lambda sizes: torch.arange(sizes["B"]) + sizes["N"] - 1,
 }
+ALIKE = ("BNHD", "BNHD", "BNHE")
 QKV, PACKED = ("BNHD", "BM1D", "BM1E"), ("1NHD", "1NHD", "1NHE")
 FACTORS = ("BNHR", "BMH", "BMH", "BNRD", "BMD", "BME")
 CALLS = {
@@ -71,6 +75,13 @@ CALLS = {
     "flash_attention_packed": Call(flash_attention, (*PACKED, ""), {}, ("cu_seqlens_q",)),
     "flash_attention_sink": Call(flash_attention, (*QKV, ""), {"softcap": 0.7, "causal": True}, ("sink",)),
     "flash_attention_lengths": Call(flash_attention, (*QKV, ""), {"causal": True}, ("seqused_k",)),
+    "linear_attention": Call(
+        linear_attention,
+        (*ALIKE, "", "", ""),
+        {"encoding": "rotate", "return_state": True},
+        ("theta", "decay", "initial_state"),
+    ),
+    "linear_attention_full": Call(linear_attention, ALIKE, {"causal": False, "activation": "relu"}),
     "lrpe_rotate": Call(lrpe_rotate, ("BNHD", "HF"), {"offset": 5, "activation": "silu"}),
     "lrpe_cosine": Call(lrpe_cosine, ("BNHD", "HF"), {"prefix": 2}),
     "lrpe_rotate_placed": Call(lrpe_rotate, ("BNHD", "HF", ""), {}, ("position_ids",)),
@@ -122,6 +133,8 @@ def with_gradients(run: Callable[..., Any], inputs: Tensors) -> Tensors:
 @pytest.mark.turns(3)
 @calls
 def test_compiled_for_any_size(call: Call, backend: str, device: torch.device) -> None:
+    if call is CALLS["linear_attention"]:
+        pytest.skip("test_conformance.py compiles it, and this would take a minute")
     run, counter = call.run(backend), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
     frames = []
@@ -151,7 +164,7 @@ class Module(nn.Module):
 
 def dynamic_sizes(call: Call, inputs: Tensors) -> tuple[dict[int, Any], ...]:
     dims = {letter: torch.export.Dim(letter) for letter in "BNM"}
-    axes = {"position_ids": "BN", "offset": "B", "cache_seqlens": "B", "seqused_k": "B"}
+    axes = {"position_ids": "BN", "offset": "B", "cache_seqlens": "B", "seqused_k": "B", "initial_state": "B"}
     count = len(inputs) - len(call.names)
     named = (*call.axes[:count], *(axes.get(name, "") for name in call.names))
     return tuple({i: dims[a] for i, a in enumerate(each) if a in dims} for each in named)
@@ -221,7 +234,7 @@ def operations(run: Callable[..., Any], inputs: Tensors) -> int:
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="in PyTorch it counts products of its own")
-@pytest.mark.parametrize("name", [name for name in CALLS if "packed" not in name])
+@pytest.mark.parametrize("name", [name for name in CALLS if "packed" not in name and name != "linear_attention"])
 def test_operations_are_those_of_the_definition(name: str, device: torch.device) -> None:
     call = CALLS[name]
     run, inputs = call.run("triton"), call.inputs(device)
@@ -241,7 +254,9 @@ def test_operations_are_those_of_the_definition(name: str, device: torch.device)
 
     # The weights are computed anew in a backward that has not kept them, and PyTorch counts that of its own.
     sizes, anew = SIZES, 0
-    if not name.startswith("lrpe"):
+    if name == "linear_attention_full":  # its state
+        anew = 2 * sizes["B"] * sizes["H"] * sizes["N"] * sizes["D"] * sizes["E"]
+    elif not name.startswith("lrpe"):
         anew = 2 * sizes["B"] * sizes["H"] * sizes["N"] * sizes["M"] * sizes["D"]
     assert operations(step, inputs) == operations(step_in_pytorch, inputs) + anew
 
@@ -251,6 +266,20 @@ def test_operations_of_a_backward_alone(device: torch.device) -> None:
     q, k, v = (x.requires_grad_() for x in CALLS["flash_attention"].inputs(device))
     out = flash_attention(q, k, v, backend="triton")
     assert operations(lambda: out.sum().backward(), ()) == 2 * 3 * 2 * 11 * 13 * (3 * 8 + 2 * 6)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("features", [8, 16])
+def test_operations_of_linear_attention(features: int, device: torch.device) -> None:
+    """Those of the recurrence, however sequences are cut; cosines have twice the features."""
+    encoding = {8: "rotate", 16: "cosine"}[features]
+    call = CALLS["linear_attention"]._replace(options={"encoding": encoding, "return_state": True})
+    *inputs, state = call.inputs(device)
+    inputs = [x.requires_grad_() for x in (*inputs, state.repeat(1, 1, features // 8, 1))]
+    product = 2 * 3 * 11 * 2 * features * 6
+    assert operations(call.run("triton"), tuple(inputs)) == 2 * product
+    out, _ = call.run("triton")(*inputs)
+    assert operations(lambda: out.sum().backward(), ()) == 5 * product
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")

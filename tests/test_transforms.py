@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
+from warploom import flash_attention, linear_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
 from warploom.runtime.backend import HAS_TRITON
 
 Tensor = torch.Tensor
@@ -21,11 +21,23 @@ BACKENDS = ("torch", "triton") if HAS_TRITON else ("torch",)
 # Of each call its function, the shapes of its factors, and its options.
 QKV = ((1, 3, 2, 4), (1, 3, 1, 4), (1, 3, 1, 4))
 FACTORS = ((1, 2, 2, 2), (1, 3, 2), (1, 3, 2), (1, 2, 2, 4), (1, 3, 4), (1, 3, 4))
+ALIKE = ((1, 3, 1, 4), (1, 3, 1, 4), (1, 3, 1, 5))
 BOUNDS = torch.tensor([0, 1, 3])
+
+
+def _linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, theta: Tensor, state: Tensor, **options: Any
+) -> Tensors:
+    places = {"decay": decay, "theta": theta, "initial_state": state, "return_state": True}
+    return linear_attention(q, k, v, **places, **options)  # type: ignore[return-value, misc]
+
+
 CALLS: dict[str, tuple[Run, tuple[tuple[int, ...], ...], dict[str, Any]]] = {
     "flash_attention": (flash_attention, QKV, {"causal": True}),
     "flash_attention_with_lse": (flash_attention, QKV, {"window": (1, 1), "return_lse": True}),
     "flash_attention_packed": (flash_attention, QKV, {"cu_seqlens_q": BOUNDS}),
+    "linear_attention": (_linear_attention, (*ALIKE, (1,), (1, 2), (1, 1, 4, 5)), {"encoding": "rotate"}),
+    "linear_attention_packed": (linear_attention, ALIKE, {"cu_seqlens": BOUNDS, "activation": "silu"}),
     "lrpe_rotate": (lrpe_rotate, ((2, 3, 2, 4), (2, 2)), {"offset": 3}),
     "lrpe_cosine": (lrpe_cosine, ((2, 3, 2, 4), (2, 4)), {"prefix": 1, "activation": "sigmoid"}),
     "lrpe_cosine_grid": (lrpe_cosine, ((1, 4, 2, 4), (1, 2)), {"grid": (2, 2)}),
@@ -165,7 +177,8 @@ def test_many_gradients_at_once(way: str, name: str, backend: str, device: torch
 
 @pytest.mark.turns(2)
 @pytest.mark.parametrize(
-    ("name", "backend"), [(name, b) for name, b in ON_BOTH if name in ("flash_attention", "lrpe_rotate")]
+    ("name", "backend"),
+    [(name, b) for name, b in ON_BOTH if name in ("flash_attention", "linear_attention", "lrpe_rotate")],
 )
 def test_compiled_transforms(name: str, backend: str, device: torch.device) -> None:
     run, inputs = call(name, backend, device)
@@ -292,6 +305,9 @@ def registered(name: str, device: torch.device) -> tuple[Run, Tensors]:
     ops, (_, inputs) = torch.ops.warploom, call(name, "triton", device)
     return {
         "flash_attention": lambda *qkv: ops.flash_attention(*qkv, *[None] * 6, 0, 0.5, None, None)[:2],
+        "linear_attention": lambda q, k, v, decay, theta, state: ops.linear_attention(
+            q, k, v, theta, decay, state, None, None, 0, "rotate", "none", True, 0.5, True
+        ),
         "lrpe_rotate": lambda x, theta: ops.lrpe(x, theta, None, None, None, 3, 0, [], "rotate", "none", True)[0],
         "tpa_attention": lambda *factors: ops.tpa_attention(*ranked(factors), None, True, 0.5, 0.5, 1, 1)[0],
         "tpa_decode": lambda *factors: ops.tpa_decode(*ranked(factors), None, "auto", 0.5, 0.5, 1, 1),
@@ -302,7 +318,8 @@ def registered(name: str, device: torch.device) -> tuple[Run, Tensors]:
 @quietly
 @pytest.mark.skipif(not HAS_TRITON, reason="the registered operators run Triton kernels")
 @pytest.mark.parametrize(
-    "name", ["flash_attention", "lrpe_rotate", "tpa_attention", "tpa_decode", "rotary_attention"]
+    "name",
+    ["flash_attention", "linear_attention", "lrpe_rotate", "tpa_attention", "tpa_decode", "rotary_attention"],
 )
 def test_registered_operators(name: str, device: torch.device) -> None:
     run, inputs = registered(name, device)

@@ -52,7 +52,7 @@ def operators() -> dict[str, tuple[tuple[torch.Tensor, ...], Call]]:
     b, n, h, d = 1, 128, 4, 64
     x, theta = random(b, n, h, d), torch.rand(d // 2, device="cuda")
     q, k, v = (random(b, n, h, d) for _ in range(3))
-    query = random(b, 1, h, d)
+    query, state = random(b, 1, h, d), random(b, h, d, d)
     aq, bq, ak, av, bk, bv = (random(b, n, *rest) for rest in ((h, 8), (8, d), (h,), (h,), (d,), (d,)))
     first_a, first_b = aq[:, :1], bq[:, :1]
     return {
@@ -66,6 +66,11 @@ def operators() -> dict[str, tuple[tuple[torch.Tensor, ...], Call]]:
         "lrpe_cosine": ((x,), lambda: warploom.lrpe_cosine(x, theta)),
         "flash_attention": ((q, k, v), lambda: warploom.flash_attention(q, k, v, causal=True)),
         "flash_attention, one token": ((query, k, v), lambda: warploom.flash_attention(query, k, v, causal=True)),
+        "linear_attention": ((q, k, v), lambda: warploom.linear_attention(q, k, v)),
+        "linear_attention, one token": (
+            (),
+            lambda: warploom.linear_attention(query, query, query, initial_state=state, return_state=True),
+        ),
         "tpa_decode": ((), lambda: warploom.tpa_decode(first_a, ak, av, first_b, bk, bv)),
         "tpa_attention": ((aq, ak, bq, bk), lambda: warploom.tpa_attention(aq, ak, av, bq, bk, bv)),
     }

@@ -16,6 +16,8 @@ from random_cases.choices import Choices
 __all__ = ["OPERATORS", "Call", "make_call"]
 
 DTYPES = ("float32", "float16", "bfloat16")
+NUMBERS = ("float32", "float32", "float32", "float16", "bfloat16", "float64")
+"""Dtypes of what has one of its own: frequencies, decays, states."""
 TILES = (16, 32, 64, 128)
 SIZES = tuple(sorted({1, 2, 3, 4, 5, 7, 11, 13, 29, 67, 97, 191, 257, *(t + d for t in TILES for d in (-1, 0, 1))}))
 """Of sequences: small, prime, and about the sizes of tiles."""
@@ -29,7 +31,7 @@ ELEMENTS = {False: (2**14, 2**14, 2**15, 2**15, 2**16, 2**16, 2**18, 2**21), Tru
 """Most elements of a tensor, where sizes need not and where they must suit the interpreter: one for each call."""
 PRODUCTS = {False: (2**16, 2**17, 2**18, 2**23), True: (2**12,)}
 """Most products of a query and a key, over all batch entries and heads."""
-_FIRST = {"lrpe_rotate": 2, "lrpe_cosine": 2, "flash_attention": 3, "rotary_attention": 2}
+_FIRST = {"lrpe_rotate": 2, "lrpe_cosine": 2, "flash_attention": 3, "linear_attention": 3, "rotary_attention": 2}
 """How many arguments may be given without a name, of those that have not six."""
 FARTHEST = 2**24
 """Positions up to which angles are exact; see the guide of LRPE."""
@@ -164,6 +166,12 @@ def _grad(choices: Choices, name: str, share: float = 0.75) -> bool:
     return choices.flag(f"{name}.grad", share, compiled=2)
 
 
+def _numbers(choices: Choices, name: str, shape: tuple[int, ...], constant: bool, **values: Any) -> Array:
+    """A tensor with a dtype of its own, that may want a gradient unless it is constant."""
+    dtype = choices.choice(f"{name}.dtype", NUMBERS, compiled=1)
+    return _array(choices, name, shape, dtype, not constant and _grad(choices, name, 0.5), **values)
+
+
 def _integers(choices: Choices, name: str, numbers: Sequence[int], dtypes: Sequence[str]) -> Array:
     """A vector of integers, of any memory but expanded."""
     dtype = choices.choice(f"{name}.dtype", dtypes, compiled=2)
@@ -180,6 +188,19 @@ def _cuts(choices: Choices, name: str, count: int, length: int) -> list[int]:
 
 def _sequences(choices: Choices) -> int:
     return choices.number("sequences", (1, 2, 3, 4, 5, 9), 1, 100, 1)
+
+
+def _used_keys(
+    choices: Choices, name: str, batch: int, keys: int, arrays: dict[str, Array], spoilt: Sequence[str]
+) -> dict[str, Array]:
+    """How many keys of each batch entry are used, and ``spoilt`` of the arrays, which may be NaN behind them."""
+    shares = [choices.number(f"length{b}", range(9), 0, 8, 8) for b in range(batch)]
+    near = [choices.number(f"length{b}.less", (0, 0, 1, 2), 0, 4) for b in range(batch)]
+    ends = [max(share * keys // 8 - less, 0) for share, less in zip(shares, near)]
+    found = {name: _integers(choices, name, ends, ("int64", "int32"))}
+    if arrays and batch and choices.flag("nan_behind", 0.7):
+        found |= {other: replace(arrays[other], ends=tuple(ends)) for other in spoilt}
+    return found
 
 
 def _scale(choices: Choices, name: str) -> dict[str, float]:
@@ -237,7 +258,8 @@ def _lrpe(choices: Choices, paired: bool) -> Call:
         "x": x,
         "theta": _theta(choices, heads, -(-angles // axes) if where != "position_ids" else angles, nan),
     }
-    arrays |= _places(choices, where, batch, tokens, options, arrays["theta"], angles)
+    most_axes = max(angles // arrays["theta"].shape[-1], 1)
+    arrays |= _places(choices, where, batch, tokens, options, most_axes)
     if paired and choices.flag("interleaved", compiled=1):
         options["interleaved"] = True
     options["backend"] = _backend(choices, dtype == "float64" or features > 8192)
@@ -251,18 +273,16 @@ def _theta(choices: Choices, heads: int, most: int, constant: bool) -> Array:
         "theta.E", range(1, most + 1), 1, most, 1, compiled=1
     )
     shape = {"vector": (length,), "shared": (1, length), "per head": (heads, length)}[rows]
-    dtype = choices.choice(
-        "theta.dtype", ("float32", "float32", "float32", "float16", "bfloat16", "float64"), compiled=1
-    )
+    dtype = choices.choice("theta.dtype", NUMBERS, compiled=1)
     values = choices.choice("theta.values", ("frequencies", "frequencies", "frequencies", "uniform", "zeros"))
     grad = not constant and _grad(choices, "theta", 0.5)
     return _array(choices, "theta", shape, dtype, grad, values=values)
 
 
 def _places(
-    choices: Choices, where: str, batch: int, tokens: int, options: dict[str, Any], theta: Array, angles: int
+    choices: Choices, where: str, batch: int, tokens: int, options: dict[str, Any], most_axes: int
 ) -> dict[str, Array]:
-    """The arguments that say where tokens stand, and changes to ``options``."""
+    """The arguments that say where tokens stand, and changes to ``options``; ``most_axes`` of positions."""
     reach = choices.choice("reach", (20, 20, 1000, 1_000_003, FARTHEST))
     near = max(reach - tokens, 0)
     if where == "grid":
@@ -270,7 +290,7 @@ def _places(
     if where == "position_ids":
         dtype = choices.choice("position_ids.dtype", _INTEGERS, compiled=1)
         axes = choices.number("position_ids.axes", (0, 1, 1, 1, 2, 3, 5), 0, 6, compiled=1)
-        axes = min(axes, max(angles // theta.shape[-1], 1))
+        axes = min(axes, most_axes)
         sizes: tuple[tuple[int, ...], ...] = ((tokens,), (batch, tokens), (batch, tokens, axes))
         flat = choices.flag("position_ids.flat", 0.5, compiled=2) and axes == 1
         shape = sizes[0 if axes == 0 else 1 if flat else 2]
@@ -301,6 +321,9 @@ def _places(
 # Flash attention
 # ----------------------------------------------------------------------------------------------------------
 
+_MOST_PAGES = 90
+"""Pages of keys; batch entries share them where they have more."""
+
 
 def _flash_attention(choices: Choices) -> Call:
     dtype = _dtype(choices)
@@ -316,16 +339,24 @@ def _flash_attention(choices: Choices) -> Call:
     alike = packed in ("queries", "keys") or choices.flag("M=N", 0.4)
     most = _products(choices) // max(batch * heads * tokens, 1)
     keys = tokens if alike else _length(choices, "M", min(room, most))
+    used = packed == "no" and choices.flag("seqused_k", 0.2, compiled=2)
+    paged = used and choices.flag("block_table", 0.3, compiled=2)
+    of_keys = (batch, keys)
+    if paged:
+        page = choices.number("page", (16, 1, 2, 7, 16, 64), 1, 256, 16, compiled=2)
+        table = (batch, -(-keys // page))
+        of_keys, keys = (min(math.prod(table), _MOST_PAGES), page), table[1] * page
     size = choices.choice("size", (1.0, 1.0, 1.0, 0.1, 3.0))
     nan = choices.flag("q.nan", 0.05)
+    constant = nan or (paged and not choices.answers["no_grad"])
     shapes = {
         "q": (batch, tokens, heads, features),
-        "k": (batch, keys, key_heads, features),
-        "v": (batch, keys, key_heads, values),
+        "k": (*of_keys, key_heads, features),
+        "v": (*of_keys, key_heads, values),
     }
     arrays = {}
     for name, shape in shapes.items():
-        grad = not nan and _grad(choices, name)
+        grad = not constant and _grad(choices, name)
         scale = size if name != "v" else 1.0
         arrays[name] = _array(choices, name, shape, dtype, grad, scale=scale, row_of_nan=nan and name == "q")
     if packed != "no":
@@ -336,7 +367,17 @@ def _flash_attention(choices: Choices) -> Call:
         if packed in ("keys", "both"):
             cuts = _cuts(choices, "cu_seqlens_k", sequences, keys)
             arrays["cu_seqlens_k"] = _integers(choices, "cu_seqlens_k", cuts, ("int32", "int64"))
+    if used:
+        arrays |= _used_keys(choices, "seqused_k", batch, keys, {} if paged else arrays, ("k", "v"))
+    if paged:
+        pages = (0, max(of_keys[0] - 1, 0))
+        arrays["block_table"] = _array(choices, "block_table", table, "int32", values="integers", numbers=pages)
+    if choices.flag("sink", 0.2, compiled=2):
+        arrays["sink"] = _numbers(choices, "sink", (heads,), constant)
     options: dict[str, Any] = _scale(choices, "scale")
+    softcap = choices.choice("softcap", (None, None, None, None, 0.5, 5, 30.0), compiled=2)
+    if softcap is not None:
+        options["softcap"] = softcap
     if choices.flag("causal", compiled=2):
         options["causal"] = True
     if choices.flag("window", 0.3, compiled=1):
@@ -353,6 +394,65 @@ def _flash_attention(choices: Choices) -> Call:
     options["backend"] = _backend(choices, dtype == "float64" or max(features, values) > 256)
     setting = choices.choice("matmul_precision", ("highest",) * 8 + ("high", "medium"), compiled=1)
     return Call("", arrays, options, outputs, 0, matmul_precision=setting)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Linear attention
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _linear_attention(choices: Choices) -> Call:
+    dtype = _dtype(choices)
+    encoding = choices.choice("encoding", ("none", "rotate", "rotate", "cosine"), compiled=1)
+    where = choices.choice("positions", ("offset", "offset", "offset tensor", "cu_seqlens"), compiled=2)
+    causal = not choices.flag("full", 0.2, compiled=2)
+    batch = 1 if where == "cu_seqlens" else _batch(choices)
+    heads = _heads(choices, "H", 8)
+    wide = 40 if dtype == "float64" or choices.flag("wide", 0.02, compiled=1) else 0
+    angles = _features(choices, "angles", {"none": 256, "rotate": 128, "cosine": 128}[encoding] + wide)
+    features = 2 * angles if encoding == "rotate" else angles
+    values = features if choices.flag("E=D", 0.6, compiled=1) else _features(choices, "E", 256 + wide)
+    tokens = _length(choices, "N", _linear_room(choices, batch, heads, features, values, where == "cu_seqlens"))
+    nan = choices.flag("q.nan", 0.05)
+    arrays = {}
+    for name, size in (("q", features), ("k", features), ("v", values)):
+        grad = not nan and _grad(choices, name)
+        shape = (batch, tokens, heads, size)
+        arrays[name] = _array(choices, name, shape, dtype, grad, row_of_nan=nan and name == "q")
+    activation = choices.choice("activation", ("none", "none", "relu", "sigmoid", "silu", "softmax"), compiled=1)
+    options: dict[str, Any] = _scale(choices, "scale")
+    if encoding != "none":
+        options["encoding"] = encoding
+        arrays["theta"] = _theta(choices, heads, angles, nan)
+    if activation != "none":
+        options["activation"] = activation
+    if encoding == "rotate" and choices.flag("interleaved", compiled=1):
+        options["interleaved"] = True
+    arrays |= _places(choices, where, batch, tokens, options, 1)
+    outputs: tuple[tuple[int, ...], ...] = ((batch, tokens, heads, values),)
+    sequences = len(arrays["cu_seqlens"].numbers) - 1 if where == "cu_seqlens" else batch
+    state = (sequences, heads, features * (2 if encoding == "cosine" else 1), values)
+    if causal:
+        decay = choices.choice("decay", (None, "head", "token", "token"), compiled=1)
+        if decay is not None:
+            of_decay = (heads,) if decay == "head" else (batch, tokens, heads)
+            arrays["decay"] = _numbers(choices, "decay", of_decay, nan, values="frequencies", scale=-0.3)
+        if choices.flag("initial_state", compiled=2):
+            arrays["initial_state"] = _numbers(choices, "initial_state", state, nan)
+        if choices.flag("return_state", compiled=2):
+            options["return_state"] = True
+            outputs += (state,)
+    else:
+        options["causal"] = False
+    beyond = dtype == "float64" or max(state[2], values) > 256 or options.get("scale", 1) == 0
+    options["backend"] = _backend(choices, beyond)
+    return Call("", arrays, options, outputs, 0)
+
+
+def _linear_room(choices: Choices, batch: int, heads: int, features: int, values: int, packed: bool) -> int:
+    """How many tokens there may be; of packed sequences the definition takes all pairs."""
+    room = _elements(choices) // max(batch * heads * max(features, values), 1)
+    return min(room, math.isqrt(_products(choices) // max(heads, 1))) if packed else room
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -403,13 +503,7 @@ def _tpa_decode(choices: Choices) -> Call:
         choices, dtype, batch, tokens, heads, features, choices.answers["no_grad"], keys
     )
     if choices.flag("cache_seqlens", compiled=2):
-        shares = [choices.number(f"length{b}", range(9), 0, 8, 8) for b in range(batch)]
-        near = [choices.number(f"length{b}.less", (0, 0, 1, 2), 0, 4) for b in range(batch)]
-        ends = [max(share * keys // 8 - less, 0) for share, less in zip(shares, near)]
-        arrays["cache_seqlens"] = _integers(choices, "cache_seqlens", ends, ("int64", "int32"))
-        if batch and choices.flag("nan_behind", 0.7):
-            for name in ("ak", "av", "bk", "bv"):
-                arrays[name] = replace(arrays[name], ends=tuple(ends))
+        arrays |= _used_keys(choices, "cache_seqlens", batch, keys, arrays, ("ak", "av", "bk", "bv"))
     options: dict[str, Any] = {}
     for name in ("scale", "scale_q", "scale_k", "scale_v"):
         options |= _scale(choices, name)
@@ -478,6 +572,7 @@ _MAKERS: dict[str, Callable[[Choices], Call]] = {
     "lrpe_rotate": lambda choices: _lrpe(choices, paired=True),
     "lrpe_cosine": lambda choices: _lrpe(choices, paired=False),
     "flash_attention": _flash_attention,
+    "linear_attention": _linear_attention,
     "tpa_decode": _tpa_decode,
     "tpa_attention": _tpa_attention,
     "rotary_attention": _rotary_attention,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,7 +49,7 @@ def cancelling(
     if operator not in _ATTENTION:
         return None
     attended = _ATTENTION[operator](given)
-    logits, weights, out, lse = _attention(*attended)
+    logits, weights, out, lse = _attention(attended)
     if not logits.requires_grad:
         return None
     dlogits, off_logits = torch.zeros_like(logits), torch.zeros_like(logits)
@@ -70,7 +70,7 @@ def cancelling(
     if operator != "rotary_attention":
         return list(of_logits)
     # Those of queries and keys are rounded before they turn back.
-    turned = attended[:2]
+    turned = attended.q, attended.k
     rounded = [
         gradient * _signs(gradient) * rounding
         for gradient in torch.autograd.grad(logits, turned, dlogits.abs() + off_logits.abs(), retain_graph=True)
@@ -100,14 +100,33 @@ def _of_softmax(operator: str, given: Mapping[str, Any], grad: Tensor | None) ->
     return off
 
 
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, visible: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits and weights (B, H, N, M), output (B, N, H, E) and lse (B, H, N) under a mask (N, M)."""
+class _Attended(NamedTuple):
+    """What attention is of."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float | None
+    visible: Tensor
+    """(N, M), or (B, N, M)."""
+    softcap: float | None = None
+    sink: Tensor | None = None
+
+
+def _attention(attended: _Attended) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits and weights (B, H, N, M), output (B, N, H, E) and lse (B, H, N); a sink is one more key, the last."""
+    q, k, v, scale, visible, softcap, sink = attended
     group = q.shape[2] // max(k.shape[2], 1)
     k, v = (t.repeat_interleave(group, 2) for t in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     logits = torch.einsum("bnhd,bmhd->bhnm", q, k) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    visible = visible[:, None] if visible.dim() == 3 else visible
+    if sink is not None:
+        logits = torch.cat((logits, sink[:, None, None].expand(*logits.shape[:3], 1)), -1)
+        visible = torch.nn.functional.pad(visible, (0, 1), value=True)
+        v = torch.nn.functional.pad(v, (0, 0, 0, 0, 0, 1))
     hidden = logits.masked_fill(~visible, -torch.inf)
     some = visible.any(-1, keepdim=True)
     weights = torch.softmax(torch.where(some, hidden, 0.0), -1) * some
@@ -142,25 +161,34 @@ def _visible(
     return visible.to(q.device)
 
 
-_Attended = tuple[Tensor, Tensor, Tensor, float | None, Tensor]
-
-
 def _flash_attention(given: Mapping[str, Any]) -> _Attended:
     q, k, v = (given[name] for name in "qkv")
+    if "block_table" in given:
+        k, v = (x[given["block_table"].long()].flatten(1, 2) for x in (k, v))
     names = ("window", "cu_seqlens_q", "cu_seqlens_k")
     masks = {name: given[name] for name in names if name in given}
-    return q, k, v, given.get("scale"), _visible(q, k, given.get("causal", False), **masks)
+    causal = given.get("causal", False)
+    if "seqused_k" in given:
+        used = given["seqused_k"].tolist()
+        visible = q.new_zeros(q.shape[0], q.shape[1], k.shape[1], dtype=torch.bool)
+        for entry, keys in enumerate(used):
+            visible[entry, :, :keys] = _visible(q, k[:, :keys], causal, **masks)
+        behind = torch.arange(k.shape[1], device=k.device) >= given["seqused_k"][:, None]
+        k, v = (x.masked_fill(behind[:, :, None, None], 0.0) for x in (k, v))
+    else:
+        visible = _visible(q, k, causal, **masks)
+    return _Attended(q, k, v, given.get("scale"), visible, given.get("softcap"), given.get("sink"))
 
 
 def _rotary_attention(given: Mapping[str, Any]) -> _Attended:
     q, k, v = rotated(given["qkv"], given["theta"], given["heads"], given.get("interleaved", False))
-    return q, k, v, given["scale"], _visible(q, k, True)
+    return _Attended(q, k, v, given["scale"], _visible(q, k, True))
 
 
 def _tpa_attention(given: Mapping[str, Any]) -> _Attended:
     q, k, v = (_product(given, letter) for letter in "qkv")
     visible = _visible(q, k, given.get("causal", True), cu_seqlens_q=given.get("cu_seqlens"))
-    return q, k, v, given.get("scale"), visible
+    return _Attended(q, k, v, given.get("scale"), visible)
 
 
 def _product(given: Mapping[str, Any], letter: str) -> Tensor:

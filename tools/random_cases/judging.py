@@ -31,7 +31,7 @@ MORE_DRAWS = {"cuda": (4, 16, 64, 256), "cpu": (2, 6, 24)}
 """Fresh draws by whose mean a call is judged that missed its budget: a number of them, then more if that fails.
 
 The first of these is too few to clear a call, and enough where an error is large."""
-INDEPENDENT_OF_BATCH = frozenset({"tpa_decode"})
+INDEPENDENT_OF_BATCH = frozenset({"linear_attention", "tpa_decode"})
 """Operators that promise the same bits for a batch entry alone and in any batch."""
 LARGE = 2**18
 """Elements from which on results are compared where they are."""
@@ -136,9 +136,12 @@ class Prepared:
     def entry(self, index: int) -> Prepared:
         """The call with one entry of its batch alone, forward."""
         alone = copy.copy(self)
+        tensors = {name: placed.tensor.detach() for name, placed in self.arrays.items()}
         alone.arrays = {
-            name: replace(placed, tensor=placed.tensor.detach()[index : index + 1])
-            for name, placed in self.arrays.items()
+            name: replace(
+                self.arrays[name], tensor=tensor if _is_shared(name, tensor) else tensor[index : index + 1]
+            )
+            for name, tensor in tensors.items()
         }
         alone.gradients, alone.alone = [], True
         return alone
@@ -167,6 +170,11 @@ class Prepared:
         """Of every tensor that came in, whether its memory has been written to."""
         named = [*self.arrays.items(), *((f"gradient {i}", g) for i, g in enumerate(self.gradients))]
         return [(name, placed.changed()) for name, placed in named if placed is not None]
+
+
+def _is_shared(name: str, tensor: Tensor) -> bool:
+    """Whether an argument is the same for all entries of a batch."""
+    return name == "theta" or tensor.dim() == 0 or (name == "decay" and tensor.dim() == 1)
 
 
 def _as(dense: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -351,7 +359,8 @@ def _with_limits(
         if index >= outputs:
             most, mean = (2 * size + floor for size in _sizes(slack[index - outputs]))
         relative = FLOAT64 if prepared.call.dtype == "float64" else 0.0
-        if dtype == torch.float64 and _name(prepared.call, index) == "gradient of theta":
+        of_theta = _name(prepared.call, index) == "gradient of theta"
+        if dtype == torch.float64 and (of_theta or prepared.call.dtype != "float64"):
             relative = FLOAT32
         if relative:
             largest, typical = _sizes(exact[index])
@@ -422,7 +431,7 @@ def _bits(results: list[Tensor]) -> list[Tensor]:
 
 def _name(call: Call, index: int) -> str:
     """What a result is called."""
-    outputs = ("output", "lse")[: len(call.outputs)]
+    outputs = ("output", "state" if call.operator == "linear_attention" else "lse")[: len(call.outputs)]
     if index < len(outputs):
         return outputs[index]
     wanted = [name for name, array in call.arrays.items() if array.grad]

@@ -110,6 +110,7 @@ def _array(variable: str, array: Array, seed: int, name: str | None = None) -> l
     """Lines that make one tensor."""
     shape, dtype = array.stored_shape, f"torch.{array.dtype}"
     number = seed_of(seed, name or variable)
+    scale = "" if array.scale == 1.0 else f" * {array.scale}"
     match array.values:
         case "numbers":
             numbers = f"torch.tensor({list(array.numbers)}, dtype={dtype})"
@@ -120,12 +121,11 @@ def _array(variable: str, array: Array, seed: int, name: str | None = None) -> l
         case "zeros":
             numbers = f"torch.zeros({shape}, dtype={dtype})"
         case "uniform":
-            numbers = f"(random({shape}, {number}, torch.rand) * 2 - 1).to({dtype})"
+            numbers = f"((random({shape}, {number}, torch.rand) * 2 - 1){scale}).to({dtype})"
         case "frequencies":
             geometric = f"10000.0 ** (-torch.arange({shape[-1]}) / {max(shape[-1], 1)})"
-            numbers = f"({geometric} * (1 + 0.1 * random({shape}, {number}, torch.rand))).to({dtype})"
+            numbers = f"({geometric} * (1 + 0.1 * random({shape}, {number}, torch.rand)){scale}).to({dtype})"
         case _:
-            scale = "" if array.scale == 1.0 else f" * {array.scale}"
             numbers = f"(random({shape}, {number}){scale}).to({dtype})"
     lines = [f"numbers = {numbers}"]
     if array.ends and shape[1] == array.shape[1]:

@@ -61,6 +61,24 @@ def _backward_fake(
     return *rows, *(x.new_empty(x.shape) if x is not None and wants else None for x, wants in rest)
 
 
+def _of_the_state(q: Tensor, v: Tensor, options: Options) -> int:
+    """Operations of one product for every token, of a state's size."""
+    features = q.shape[3] * (2 if options.kind == "cosine" else 1)
+    return 2 * int(q.shape[0] * q.shape[1] * q.shape[2] * features * v.shape[3])
+
+
+def _flops(tensors: Tensors, options: Options) -> int:
+    """Those of the recurrence: a key and a value into the state, and a query with it."""
+    q, _, v, *_ = tensors
+    return 2 * _of_the_state(q, v, options)
+
+
+def _backward_flops(grads: Tensors, saved: Tensors, options: Options) -> int:
+    """Five products: states anew, their gradients, and those of q, k and v."""
+    q, _, v, *_ = saved
+    return 5 * _of_the_state(q, v, options)
+
+
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? theta, Tensor? decay, Tensor? initial_state, Tensor? offsets, "
     "Tensor? cu_seqlens"
@@ -74,6 +92,7 @@ OPERATOR = Operator(
     options_type=Options,
     forward=_forward,
     fake=_fake,
+    flops=_flops,
     gradient=Gradient(
         grads="Tensor? grad, Tensor? grad_state",
         saved=_TENSORS,
@@ -81,5 +100,6 @@ OPERATOR = Operator(
         save=_save,
         run=_backward,
         fake=_backward_fake,
+        flops=_backward_flops,
     ),
 )

@@ -107,9 +107,11 @@ def _in_chunks(
     of the chunks' own sums at once.
     """
     tokens = q.shape[1]
-    padding = -tokens % CHUNK
-    q, k, v = (_chunks(x, padding) for x in (q, k, v))  # (B, C, T, H, F)
-    a = _chunks(g[..., None], padding)[..., 0].cumsum(2)  # (B, C, T, H)
+    # An exported program is for lengths that are not known yet; one chunk alone would be a case of its own.
+    exporting = torch.compiler.is_exporting()
+    count = (tokens + (2 if exporting else 1) * CHUNK - 1) // CHUNK
+    q, k, v = (_chunks(x, count) for x in (q, k, v))  # (B, C, T, H, F)
+    a = _chunks(g[..., None], count)[..., 0].cumsum(2)  # (B, C, T, H)
     total = a[:, :, -1]
     sums = torch.einsum("bcthf,bcthe->bchfe", k, _factor(v * (total[:, :, None] - a).exp()[..., None], factors))
     # From the end of chunk j to the start of chunk i: the sum of the totals in between, in float64.
@@ -127,11 +129,16 @@ def _in_chunks(
     out = torch.einsum("bctsh,bcshe->bcthe", _factor(scores, factors), v)
     carried = torch.einsum("bcthf,bchfe->bcthe", q, _factor(states[:, :-1], factors))
     out = out + carried * a.exp()[..., None]
-    return out.flatten(1, 2)[:, :tokens], states[:, -1]
+    out = out.flatten(1, 2)
+    if exporting:  # that there are as many would have to be proven of a slice
+        return out.index_select(1, torch.arange(tokens, device=out.device)), states[:, -1]
+    return out[:, :tokens], states[:, -1]
 
 
-def _chunks(x: Tensor, padding: int) -> Tensor:
-    chunks: Tensor = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, CHUNK))
+def _chunks(x: Tensor, count: int) -> Tensor:
+    """Tokens (B, N, H, F) in so many chunks (B, C, T, H, F), with zeros behind them."""
+    padding = count * CHUNK - x.shape[1]
+    chunks: Tensor = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(1, (count, CHUNK))
     return chunks
 
 

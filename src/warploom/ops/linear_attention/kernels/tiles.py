@@ -362,8 +362,9 @@ def weigh_rows(x, weights):
 
 @triton.jit
 def size_of(x):
-    """A power of two by which the tile ``x`` fits float16."""
-    largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
+    """A power of two by which the finite numbers of the tile ``x`` fit float16."""
+    sizes = tl.abs(x)
+    largest = tl.max(tl.max(tl.where(sizes < float("inf"), sizes, 0.0), axis=1), axis=0)
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 140  # so that x over it is below 2¹⁴
     exponent = tl.minimum(tl.maximum(exponent, 0), 113)
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)

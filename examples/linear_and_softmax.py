@@ -1,0 +1,84 @@
+"""Train one model with linear and with softmax attention on the same text: loss and tokens a second, by length.
+
+    python examples/linear_and_softmax.py                              # 1k to 32k tokens on a GPU, fewer on a CPU
+    python examples/linear_and_softmax.py --lengths 4096,16384 --steps 500 --size small
+
+Every step has as many tokens, in fewer sequences where these are longer. Models start from the same seed and see
+the same text in the same order; other options are those of ``train_lm.py``. The loss is that on held-out text, in
+nats per byte. The first steps, in which kernels are compiled, are not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+import train_lm
+
+ATTENTIONS = ("linear", "flash")
+UNTIMED = 2  # steps
+OUTPUT = "runs/linear_and_softmax"  # where nothing is written, so that every model is new
+
+
+def main(words: list[str] | None = None) -> None:
+    """Train every model, and print a line for each."""
+    options = parse(words)
+    print(f"{'tokens':>8}  {'attention':9}  {'loss':>6}  {'tokens/s':>10}")
+    for length in options.lengths:
+        for attention in ATTENTIONS:
+            loss, rate = train(settings(options, length, attention))
+            print(f"{length:8}  {attention:9}  {loss:6.3f}  {rate:10,.0f}", flush=True)
+
+
+def settings(options: argparse.Namespace, length: int, attention: str) -> argparse.Namespace:
+    """Options of ``train_lm.py`` for sequences of one length: a size of model of its own."""
+    name = f"{options.size}, {length} tokens"
+    train_lm.SIZES[name] = train_lm.SIZES[options.size] | {"context_length": length}
+    shape = ["--size", name, "--batch", str(max(options.tokens // length, 1)), "--steps", str(options.steps)]
+    own = [*shape, "--attention", attention, "--device", options.device, "--output", OUTPUT]
+    return train_lm.parse(["--warm-up", str(options.steps // 10), *options.training, *own])
+
+
+def train(run: argparse.Namespace) -> tuple[float, float]:
+    """Train a model; its loss on held-out text, and tokens a second."""
+    torch.set_float32_matmul_precision("high")
+    device = torch.device(run.device)
+    text, held_out = train_lm.corpus(run.text, device)
+    model, optimizer, _ = train_lm.prepare(run, device)
+    since = 0.0
+    for step in range(run.steps):
+        if step == UNTIMED:
+            since = time.perf_counter()
+        loss = train_lm.training_step(model, optimizer, text, step, run)
+        if step in (UNTIMED - 1, run.steps - 1):
+            loss.item()  # waits for the device
+    tokens = (run.steps - UNTIMED) * run.batch * model.config.context_length
+    rate = tokens / (time.perf_counter() - since)
+    return train_lm.evaluate(model, held_out, run), rate
+
+
+def parse(words: list[str] | None) -> argparse.Namespace:
+    """The command line: our own options, and those of ``train_lm.py`` that shape a run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--lengths", type=lambda text: [int(length) for length in text.split(",")], metavar="N,…",
+        help="tokens of a sequence (default: 128,512, on a GPU 1024,4096,16384,32768)",
+    )  # fmt: skip
+    parser.add_argument("--tokens", type=int, help="of a step (default: 1024, on a GPU 65536)")
+    parser.add_argument("--steps", type=int, help=f"default: 16, on a GPU 500; more than {UNTIMED}")
+    parser.add_argument("--size", choices=tuple(train_lm.SIZES), help="default: tiny, on a GPU small")
+    options, options.training = parser.parse_known_args(words)
+    gpu = options.device.startswith("cuda")
+    options.lengths = options.lengths or ([1024, 4096, 16384, 32768] if gpu else [128, 512])
+    options.tokens = options.tokens or (65536 if gpu else 1024)
+    options.steps = options.steps or (500 if gpu else 16)
+    options.size = options.size or ("small" if gpu else "tiny")
+    if options.steps <= UNTIMED:
+        parser.error(f"--steps: more than {UNTIMED}")
+    return options
+
+
+if __name__ == "__main__":
+    main()
