@@ -28,7 +28,7 @@ from warploom.ops.spec import Bench, Case, Inputs, Outputs, Unsupported
 from warploom.testing.accuracy import Accuracy, compare
 from warploom.testing.conformance import SEED, as_tuple, leaves, make_inputs, upcast
 
-__all__ = ["PRODUCT", "Call", "Unit", "evaluate", "provider_call", "with_times"]
+__all__ = ["PRODUCT", "Call", "Unit", "evaluate", "judged", "provider_call", "with_times"]
 
 PRODUCT = "matrix product"
 """Under which the large product is timed whose rate bounds arithmetic."""
@@ -107,7 +107,7 @@ def evaluate(
         timings = _time(starts, device, clock)
     product = timings.pop(PRODUCT, None)
     if isinstance(product, Timing):
-        product = _scaled(product, traffic.flops / limits.product_flops(device))
+        product = product.scaled(traffic.flops / limits.product_flops(device))
     timings[LIMIT] = _slower(timings[LIMIT], product)
     records[LIMIT] = replace(blank, provider=LIMIT, min_bytes=traffic.min_bytes, flops=traffic.flops)
     return with_times(records, timings, unit.bench.other_names)
@@ -219,7 +219,7 @@ def _check(
             records[name] = _failed(records[name], verdict)
             continue
         function, accuracy = verdict
-        records[name] = _judged(records[name], accuracy)
+        records[name] = replace(records[name], **judged(accuracy))
         if accuracy.ok:
             checked[name] = function, allocated_bytes(device) - before
     return subject, checked
@@ -285,12 +285,6 @@ def _time(
     return results
 
 
-def _scaled(timing: Timing, factor: float) -> Timing:
-    """The time of so many times the work."""
-    ms, low, high = (factor * time for time in (timing.ms, timing.ms_p20, timing.ms_p80))
-    return replace(timing, ms=ms, ms_p20=low, ms_p80=high)
-
-
 def _slower(stream: Timing | Failure, product: Timing | Failure | None) -> Timing | Failure:
     """The limit: the larger of the streaming time and the arithmetic's, both of the same rounds."""
     if product is None or isinstance(product, Failure):
@@ -324,11 +318,12 @@ def with_times(
     return finished
 
 
-def _judged(record: Record, accuracy: Accuracy) -> Record:
+def judged(accuracy: Accuracy) -> dict[str, Any]:
+    """The fields of a record that say how accurate a provider is."""
     # JSON has no infinity; where an error is infinite or NaN, the reason says so.
     error, budget = (v if math.isfinite(v) else None for v in (accuracy.max_error, accuracy.error_budget))
-    record = replace(record, max_error=error, error_budget=budget)
-    return record if accuracy.ok else replace(record, status="incorrect", reason=accuracy.describe())
+    found = {"max_error": error, "error_budget": budget}
+    return found if accuracy.ok else {**found, "status": "incorrect", "reason": accuracy.describe()}
 
 
 def _failed(record: Record, failure: Failure) -> Record:

@@ -7,9 +7,9 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ __all__ = [
     "Sample",
     "Timing",
     "allocated_bytes",
+    "in_turns",
     "make_clock",
     "peak_bytes",
     "percentiles",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 Call = Callable[[], object]
+T = TypeVar("T")
 
 TARGET_MS = 25.0
 """Time to accumulate of the fastest call of a case, from which the number of rounds follows."""
@@ -46,10 +48,20 @@ class Timing:
     ms: float
     ms_p20: float
     ms_p80: float
-    host_us: float
+    host_us: float | None
     rounds: int
     late: int = 0
     """Repetitions for which the host was not ahead of the device."""
+
+    @classmethod
+    def of(cls, samples: Sequence[float], host_us: float | None = None, late: int = 0) -> Timing:
+        """From the milliseconds of every repetition."""
+        low, middle, high = percentiles(samples)
+        return cls(middle, low, high, host_us, len(samples), late)
+
+    def scaled(self, factor: float) -> Timing:
+        """The time of so many times the work."""
+        return replace(self, ms=factor * self.ms, ms_p20=factor * self.ms_p20, ms_p80=factor * self.ms_p80)
 
 
 class Sample(NamedTuple):
@@ -138,7 +150,7 @@ def make_clock(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
-def percentiles(samples: list[float]) -> tuple[float, float, float]:
+def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
     """The 20th, 50th and 80th percentile, interpolated."""
     low, middle, high = torch.tensor(samples, dtype=torch.float64).quantile(
         torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
@@ -146,10 +158,40 @@ def percentiles(samples: list[float]) -> tuple[float, float, float]:
     return float(low), float(middle), float(high)
 
 
-def time_interleaved(calls: Mapping[str, Call], clock: Clock) -> dict[str, Timing | Failure]:
-    """Time several calls in turns, round by round, so that a drift of the clocks meets all of them alike.
+def in_turns(
+    calls: Mapping[str, Callable[[], T] | Failure], rounds: Mapping[str, int]
+) -> dict[str, list[T] | Failure]:
+    """Make calls in turns, round by round, so that a drift of the clocks meets all of them alike.
 
     Each round begins with another call, so that none always comes behind the same one.
+
+    Args:
+        calls: What to call, by provider; what has failed before stays as it is.
+        rounds: How often each of the others.
+
+    Returns:
+        All results of each, or its failure, after which it is not called again.
+    """
+    found: dict[str, list[T] | Failure] = {
+        n: call if isinstance(call, Failure) else [] for n, call in calls.items()
+    }
+    names = list(rounds)
+    for turn in range(max(rounds.values(), default=0)):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            call, results = calls[name], found[name]
+            if isinstance(call, Failure) or isinstance(results, Failure) or turn >= rounds[name]:
+                continue
+            result = attempt(name, call)
+            if isinstance(result, Failure):
+                found[name] = result
+            else:
+                results.append(result)
+    return found
+
+
+def time_interleaved(calls: Mapping[str, Call], clock: Clock) -> dict[str, Timing | Failure]:
+    """Time several calls `in_turns`.
 
     Args:
         calls: What to time, by provider.
@@ -160,31 +202,21 @@ def time_interleaved(calls: Mapping[str, Call], clock: Clock) -> dict[str, Timin
     """
     host_us: dict[str, float] = {}
     estimate_ms: dict[str, float] = {}
-    results: dict[str, Timing | Failure] = {}
+    samplers: dict[str, Callable[[], Sample] | Failure] = {}
     for name, call in calls.items():
         warm = attempt(name, functools.partial(_warm_up, call, clock))
         if isinstance(warm, Failure):
-            results[name] = warm
+            samplers[name] = warm
         else:
             host_us[name], estimate_ms[name] = warm
-    rounds = _rounds(estimate_ms)
-    samples: dict[str, list[Sample]] = {name: [] for name in rounds}
-    names = list(rounds)
-    for turn in range(max(rounds.values(), default=0)):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            if name in results or turn >= rounds[name]:
-                continue
-            sample = attempt(name, functools.partial(clock.sample, calls[name], host_us[name]))
-            if isinstance(sample, Failure):
-                results[name] = sample
-            else:
-                samples[name].append(sample)
-    for name, taken in samples.items():
-        if name not in results:
-            low, middle, high = percentiles([sample.ms for sample in taken])
-            late = sum(not sample.ahead for sample in taken)
-            results[name] = Timing(middle, low, high, host_us[name], len(taken), late)
+            samplers[name] = functools.partial(clock.sample, call, host_us[name])
+    results: dict[str, Timing | Failure] = {}
+    for name, samples in in_turns(samplers, _rounds(estimate_ms)).items():
+        if isinstance(samples, Failure):
+            results[name] = samples
+        else:
+            late = sum(not sample.ahead for sample in samples)
+            results[name] = Timing.of([sample.ms for sample in samples], host_us[name], late)
     return results
 
 
