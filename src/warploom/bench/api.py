@@ -20,9 +20,7 @@ from warploom.bench.runner import Outcome, Selection, run
 from warploom.errors import ArgumentError
 from warploom.ops import register
 from warploom.ops.spec import Bench, Case, Inputs, Operator, Outputs, Traffic
-from warploom.testing.conformance import as_tuple
-
-__all__ = ["Results", "run_bench", "time_functions"]
+from warploom.testing.accuracy import as_tuple
 
 Function = Callable[..., Outputs]
 

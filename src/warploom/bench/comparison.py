@@ -22,8 +22,6 @@ from warploom.bench.records import LIMIT, Record, is_stale, load, load_environme
 from warploom.bench.registry import benches
 from warploom.errors import ArgumentError
 
-__all__ = ["Comparison", "Mean", "Pair", "Side", "compare", "read_side"]
-
 
 @dataclass(frozen=True)
 class Side:

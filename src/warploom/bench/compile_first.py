@@ -28,8 +28,6 @@ from warploom.bench.registry import benches
 from warploom.ops.spec import Case
 from warploom.testing.workers import workers
 
-__all__ = ["compile_first"]
-
 MOST_PROCESSES = 12
 LEAST_UNITS = 16
 """Fewer units take less time than processes take to begin."""

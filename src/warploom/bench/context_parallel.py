@@ -39,10 +39,8 @@ from warploom.distributed import (
     unshard_sequence,
 )
 from warploom.ops.spec import KERNELS, Case, Inputs, Outputs, Traffic, Unsupported, normal
-from warploom.testing.accuracy import compare
-from warploom.testing.conformance import as_tuple, leaves, upcast
-
-__all__ = ["BENCH"]
+from warploom.testing.accuracy import as_tuple, compare
+from warploom.testing.conformance import leaves, upcast
 
 Tensor = torch.Tensor
 Function = Callable[..., Outputs]

@@ -20,8 +20,6 @@ import torch
 from warploom.errors import ArgumentError, fault
 from warploom.version import __version__
 
-__all__ = ["describe_environment", "device_name", "environment_id", "split"]
-
 _PASSING = frozenset(
     {"sm_clock_mhz", "memory_clock_mhz", "temperature_c", "gpu_uuid", "commit", "commit_given", "dirty", "started"},
 )

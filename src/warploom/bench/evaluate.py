@@ -25,10 +25,8 @@ from warploom.bench.measure import (
 )
 from warploom.bench.records import LIMIT, Record
 from warploom.ops.spec import Bench, Case, Inputs, Outputs, Unsupported
-from warploom.testing.accuracy import Accuracy, compare
-from warploom.testing.conformance import SEED, as_tuple, leaves, make_inputs, upcast
-
-__all__ = ["PRODUCT", "Call", "Unit", "evaluate", "judged", "provider_call", "with_times"]
+from warploom.testing.accuracy import Accuracy, as_tuple, compare
+from warploom.testing.conformance import SEED, leaves, make_inputs, upcast
 
 PRODUCT = "matrix product"
 """Under which the large product is timed whose rate bounds arithmetic."""

@@ -9,8 +9,6 @@ import torch
 
 from warploom.ops.spec import Outputs
 
-__all__ = ["GRAPH", "replayed"]
-
 GRAPH = "_graph"
 """Ends the name of a mode in which a graph is replayed."""
 

@@ -11,8 +11,6 @@ import torch
 from warploom.bench.measure import Clock
 from warploom.ops.spec import Traffic, Unsupported
 
-__all__ = ["product_call", "product_flops", "stream_call"]
-
 Call = Callable[[], object]
 _SIZE = {"cuda": 8192, "cpu": 1024}
 

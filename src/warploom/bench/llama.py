@@ -25,8 +25,6 @@ from warploom.bench.measure import Call, Clock, in_turns, release_memory
 from warploom.bench.records import Record
 from warploom.ops.spec import KERNELS, Case, Inputs, Traffic, Unsupported
 
-__all__ = ["BENCH"]
-
 SHAPES: dict[str, dict[str, Any]] = {
     "8B": {
         "hidden_size": 4096,

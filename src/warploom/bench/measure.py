@@ -15,19 +15,6 @@ import torch
 
 from warploom.bench.attempt import Failure, attempt
 
-__all__ = [
-    "Clock",
-    "Sample",
-    "Timing",
-    "allocated_bytes",
-    "in_turns",
-    "make_clock",
-    "peak_bytes",
-    "percentiles",
-    "release_memory",
-    "time_interleaved",
-]
-
 Call = Callable[[], object]
 T = TypeVar("T")
 

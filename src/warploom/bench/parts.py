@@ -16,8 +16,6 @@ from torch import nn
 
 from warploom import nn as layers
 
-__all__ = ["OTHER", "PARTS", "Timeline", "hooked", "part_of"]
-
 PARTS = ("embedding", "norm", "projections", "position", "attention", "mlp", "head", "other")
 OTHER = "other"
 """What belongs to no part: residual additions, the loss, and in the backward the embedding's gradient.

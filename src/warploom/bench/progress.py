@@ -9,8 +9,6 @@ from typing import Protocol
 
 from warploom.bench.records import Record
 
-__all__ = ["Progress", "show_progress"]
-
 
 class Progress(Protocol):
     """Is told of every unit of a run, in order."""

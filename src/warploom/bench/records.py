@@ -14,25 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from warploom.bench.environment import split
-from warploom.bench.fingerprint import LIMIT, differs, fingerprint
+from warploom.bench.fingerprint import LIMIT as LIMIT
+from warploom.bench.fingerprint import differs, fingerprint
 from warploom.bench.registry import benches
 from warploom.bench.storage import append_lines, load_lines, locked, read_text, replace_text, typed
 from warploom.errors import WarploomError
 from warploom.ops.spec import KERNELS
-
-__all__ = [
-    "LIMIT",
-    "RECORDS",
-    "Key",
-    "Record",
-    "append",
-    "is_stale",
-    "load",
-    "load_environments",
-    "own_provider",
-    "save_environment",
-    "spell",
-]
 
 RECORDS = "records.jsonl"
 ENVIRONMENTS = "environment.json"

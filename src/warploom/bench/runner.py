@@ -36,8 +36,6 @@ from warploom.bench.storage import probe
 from warploom.errors import ArgumentError, WarploomError
 from warploom.ops.spec import KERNELS, Bench, Case
 
-__all__ = ["DTYPES", "Outcome", "Selection", "plan", "run"]
-
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 

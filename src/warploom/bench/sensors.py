@@ -16,8 +16,6 @@ import torch
 from warploom.bench import measure
 from warploom.bench.measure import Call, Clock
 
-__all__ = ["Reader", "Sample", "WatchedClock", "make_reader"]
-
 SLOWDOWNS = {
     0x08: "hardware slowdown",
     0x20: "thermal slowdown by the driver",

@@ -16,8 +16,6 @@ from warploom.bench.measure import Call, Clock, Timing
 from warploom.bench.records import Record
 from warploom.ops.spec import Bench, Inputs, Operator, Unsupported
 
-__all__ = ["llama", "model_bench", "product_ms", "repeated_ms", "step_records", "wall_ms"]
-
 
 def model_bench(name: str, make_inputs: Callable[..., Inputs], providers: Iterable[str], **more: Any) -> Bench:
     """A bench whose ``measure`` knows its providers by name; ``more`` are other fields of `Bench`."""

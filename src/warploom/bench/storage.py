@@ -22,8 +22,6 @@ from filelock import FileLock
 
 from warploom.errors import WarploomError
 
-__all__ = ["append_lines", "load_lines", "locked", "probe", "read_text", "replace_text", "typed"]
-
 LOCK = ".lock"
 LOCK_SECONDS = 60.0
 """A lock is held for milliseconds. One that is not free after this time is left by a file system without locks."""

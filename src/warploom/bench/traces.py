@@ -25,8 +25,6 @@ from warploom.errors import ArgumentError, BackendError, DeviceError
 from warploom.nn import TransformerLM
 from warploom.ops.spec import Bench
 
-__all__ = ["call_once", "chrome", "memory", "ncu", "one_unit", "parts"]
-
 _WARM_UPS = 3
 _TRACED = 5
 

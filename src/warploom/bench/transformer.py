@@ -32,8 +32,6 @@ from warploom.bench.records import Record
 from warploom.nn import TransformerConfig, TransformerLM
 from warploom.ops.spec import KERNELS, Case, Inputs, Traffic, Unsupported, need_cuda
 
-__all__ = ["BENCH", "LLAMA", "Stepper", "build", "measure", "prepare"]
-
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From tokens (B, N) and targets (B, N) to the mean cross-entropy ()."""
 

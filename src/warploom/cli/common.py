@@ -19,25 +19,6 @@ if TYPE_CHECKING:
     from warploom.ops.spec import Bench
     from warploom.testing.specs import Spec
 
-__all__ = [
-    "OPTIONAL",
-    "Commands",
-    "add_device",
-    "add_selection",
-    "add_spec",
-    "describe",
-    "install_hint",
-    "names_in",
-    "package",
-    "pick",
-    "seconds",
-    "select",
-    "slug",
-    "the_device",
-    "width",
-    "words",
-]
-
 OPTIONAL = frozenset({"jinja2"})
 """Packages of the extra ``bench``, whose absence is an advice and not a crash."""
 

@@ -9,8 +9,6 @@ import torch
 
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
 
-__all__ = ["FactorCache", "KVCache", "StateCache", "TokenCache"]
-
 Tensor = torch.Tensor
 
 

@@ -17,8 +17,6 @@ from warploom.report.labels import log_range, log_ticks, seconds, size
 from warploom.report.palette import MUTED, Look
 from warploom.report.panels import Panel, Section
 
-__all__ = ["Chart", "chart_svg", "charts", "picture"]
-
 Values = Mapping[Any, float | None]
 """A number, or none, at each position."""
 WIDTH, HEIGHT = 460, 215

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["log_range", "log_ticks", "mode_title", "seconds", "size", "sort_xs"]
-
 MODES = {
     "fwd": "Forward",
     "bwd": "Backward",

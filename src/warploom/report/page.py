@@ -21,8 +21,6 @@ from warploom.report.rivals import counts, summaries, summary_table
 from warploom.report.table import Table
 from warploom.report.tables import failures, metric_table, time_table
 
-__all__ = ["write"]
-
 TITLE = "warploom report"
 
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from warploom.bench.records import LIMIT
 from warploom.ops.spec import KERNELS
 
-__all__ = ["MUTED", "Look", "looks", "ordered"]
-
 MUTED = "#787878"
 """For text and rules of pictures that must read on both pages."""
 

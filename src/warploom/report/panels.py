@@ -23,8 +23,6 @@ from warploom.ops.spec import KERNELS, Bench
 from warploom.report.labels import MODES, sort_xs
 from warploom.report.palette import ordered
 
-__all__ = ["STATES", "UNSET", "Panel", "Point", "Section", "arrange", "load_sections"]
-
 UNSET = "–"
 
 STATES = ("ok", "disturbed", "incorrect", "oom", "unsupported", "error", "stale")

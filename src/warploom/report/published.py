@@ -14,8 +14,6 @@ from warploom.report.labels import sort_xs
 from warploom.report.panels import Panel, Section
 from warploom.report.table import Table, number
 
-__all__ = ["Published", "published", "published_table"]
-
 FOLDER = Path(__file__).with_name("published")
 
 

@@ -12,8 +12,6 @@ from warploom.bench.records import spell
 from warploom.report.panels import STATES, Panel, Point, Section
 from warploom.report.table import Cell, Table
 
-__all__ = ["Summary", "against", "counts", "summaries", "summary_table"]
-
 
 @dataclass(frozen=True)
 class Summary:

@@ -8,8 +8,6 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Cell", "Table", "markdown", "number", "text"]
-
 
 @dataclass(frozen=True)
 class Cell:

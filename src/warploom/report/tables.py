@@ -13,8 +13,6 @@ from warploom.report.panels import Panel, Point, Section, arrange
 from warploom.report.rivals import against
 from warploom.report.table import Cell, Table, number
 
-__all__ = ["Failure", "failures", "metric_table", "parts_table", "tables_of", "time_table"]
-
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _LONGEST_NOTE = 200
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["BLOCK", "CHUNK", "Accuracy", "as_tuple", "compare", "compare_each", "mean_of", "worst_of"]
-
 CHUNK = 2**26
 """Elements compared at a time: the float64 temporaries stay near half a gigabyte each."""
 

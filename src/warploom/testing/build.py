@@ -30,11 +30,10 @@ from warploom.errors import BackendError
 from warploom.ops import benches, operators
 from warploom.ops.spec import Case, Operator
 from warploom.runtime import launch
-from warploom.testing.conformance import as_tuple, gradients, leaves, make_inputs
+from warploom.testing.accuracy import as_tuple
+from warploom.testing.conformance import gradients, leaves, make_inputs
 from warploom.testing.descriptors import disassemble, lost_addresses
 from warploom.testing.specs import load_specs
-
-__all__ = ["ARCHITECTURES", "BuildError", "Resources", "build", "cases", "main", "record"]
 
 ARCHITECTURES = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a program may take, by compute capability times ten: of A100 (80); RTX 4090, L4 and L40

@@ -18,25 +18,6 @@ from warploom.ops.spec import Case, Inputs, Operator, Outputs
 from warploom.testing.accuracy import Accuracy, as_tuple, compare_each, mean_of, worst_of
 from warploom.testing.poison import poisoned_allocations
 
-__all__ = [
-    "SEED",
-    "CheckResult",
-    "Judgement",
-    "as_tuple",
-    "check_case",
-    "check_operator",
-    "gradients",
-    "judge",
-    "judge_draws",
-    "leaves",
-    "make_draws",
-    "make_inputs",
-    "modified",
-    "more_draws",
-    "random_like",
-    "upcast",
-]
-
 SEED = 2718
 """Seed of every case's inputs; results differ from machine to machine only by what is being checked."""
 

@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 import triton
 
-__all__ = ["disassemble", "lost_addresses"]
-
 _LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _REGISTER = re.compile(r"\bU?R\d+\b(?!\])")
 _PRODUCT = re.compile(r"gdesc\[UR(\d+)\]")

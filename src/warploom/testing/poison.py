@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Surrounded", "poisoned_allocations", "strided_view"]
-
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:

@@ -21,8 +21,6 @@ from warploom.errors import ArgumentError
 from warploom.ops import register
 from warploom.ops.spec import Bench, Operator
 
-__all__ = ["Spec", "load_specs"]
-
 T = TypeVar("T")
 
 
