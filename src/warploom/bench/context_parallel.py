@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,7 +28,16 @@ from warploom import flash_attention, linear_attention
 from warploom.bench.attempt import Failure, attempt
 from warploom.bench.evaluate import Unit, judged
 from warploom.bench.fingerprint import LIMIT
-from warploom.bench.measure import Clock, CudaClock, Sample, Timing, peak_bytes, release_memory, time_interleaved
+from warploom.bench.measure import (
+    Clock,
+    CudaClock,
+    Sample,
+    Timing,
+    peak_bytes,
+    release_memory,
+    time_interleaved,
+    wall_us,
+)
 from warploom.bench.records import Record
 from warploom.bench.steps import model_bench
 from warploom.distributed import (
@@ -87,9 +95,7 @@ def whole(case: Case, backend: str = "auto") -> Function:
     return attend
 
 
-# ----------------------------------------------------------------------------------------------------------
 # Providers: functions of this rank's parts
-# ----------------------------------------------------------------------------------------------------------
 
 
 def _ours(case: Case, mesh: DeviceMesh) -> Function:
@@ -169,9 +175,7 @@ PROVIDERS: dict[str, Callable[[Case, DeviceMesh], Function]] = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------------
 # A rank
-# ----------------------------------------------------------------------------------------------------------
 
 
 class RanksClock:
@@ -190,10 +194,7 @@ class RanksClock:
     def host_us(self, call: Callable[[], object]) -> float:
         """See `Clock.host_us`."""
         self._slowest(0.0)
-        entered = time.perf_counter_ns()
-        call()
-        returned = time.perf_counter_ns()
-        return self._slowest((returned - entered) / 1e3)
+        return self._slowest(wall_us(call))
 
     def sample(self, call: Callable[[], object], host_us: float) -> Sample:
         """See `Clock.sample`."""
@@ -317,9 +318,7 @@ def main(folder: str) -> None:
     dist.destroy_process_group()
 
 
-# ----------------------------------------------------------------------------------------------------------
 # The command
-# ----------------------------------------------------------------------------------------------------------
 
 
 def measure(

@@ -94,14 +94,8 @@ def _gpu(device: torch.device) -> dict[str, Any]:
     }
     fields = ",".join(field for field, _ in _NVIDIA_SMI.values())
     # By UUID: indices of nvidia-smi are not those of CUDA when only some devices are visible.
-    answer = _output(
-        [
-            "nvidia-smi",
-            f"--id=GPU-{properties.uuid}",
-            f"--query-gpu={fields}",
-            "--format=csv,noheader,nounits",
-        ]
-    )
+    query = [f"--id=GPU-{properties.uuid}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    answer = _output(["nvidia-smi", *query])
     values = [value.strip() for value in (answer or "").split(",")]
     if len(values) == len(_NVIDIA_SMI):
         for (name, (_, parse)), value in zip(_NVIDIA_SMI.items(), values):

@@ -88,13 +88,13 @@ def evaluate(
     Raises:
         DeviceLostError: A provider left the device unusable.
     """
-    traffic = unit.bench.traffic(unit.case, unit.work)
+    moved = [part.bench.traffic(unit.case, unit.work) for part in unit.parts]
+    traffic = moved[0]
     records: dict[str, Record] = {}
     starts: dict[str, Callable[[], Call]] = {}
     with torch.set_grad_enabled(unit.work != "fwd"), _buffers_kept():
-        for part in unit.parts:
-            moved = part.bench.traffic(unit.case, unit.work)
-            own = replace(blank, min_bytes=moved.min_bytes, flops=moved.flops)
+        for part, least in zip(unit.parts, moved, strict=True):
+            own = replace(blank, min_bytes=least.min_bytes, flops=least.flops)
             of_part = {name: replace(own, provider=name) for name in providers if name in part.bench.providers}
             if of_part:
                 starts |= _check_and_measure_memory(part, device, of_part)
@@ -289,12 +289,8 @@ def _slower(stream: Timing | Failure, product: Timing | Failure | None) -> Timin
         return product or stream
     if isinstance(stream, Failure):
         return product if stream.status == "unsupported" else stream
-    ms, low, high = (max(pair) for pair in zip(_times(stream), _times(product), strict=True))
-    return replace(stream, ms=ms, ms_p20=low, ms_p80=high, late=stream.late + product.late)
-
-
-def _times(timing: Timing) -> tuple[float, float, float]:
-    return timing.ms, timing.ms_p20, timing.ms_p80
+    larger = {name: max(getattr(stream, name), getattr(product, name)) for name in ("ms", "ms_p20", "ms_p80")}
+    return replace(stream, **larger, late=stream.late + product.late)
 
 
 def with_times(

@@ -141,7 +141,6 @@ def measure(
     release_memory(device)
     if isinstance(right, Failure):
         return steps.step_records(blank, dict.fromkeys((*providers, LIMIT), right))
-    torch.compiler.reset()
     model = _model(unit.case, device, getattr(torch, unit.case["dtype"]))
     tokens = make_inputs(unit.case, device, torch.Generator().manual_seed(0))["tokens"]
     names = [*providers, *([WITHOUT] if unit.mode != "decode" else [])]

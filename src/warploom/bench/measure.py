@@ -59,6 +59,13 @@ class Sample(NamedTuple):
     """Whether the host had queued the whole call before the device began with it."""
 
 
+def wall_us(call: Call) -> float:
+    """Wall time from entering a call to its return."""
+    entered = time.perf_counter_ns()
+    call()
+    return (time.perf_counter_ns() - entered) / 1e3
+
+
 class Clock(Protocol):
     """Times calls on one kind of device."""
 
@@ -90,11 +97,9 @@ class CudaClock:
     def host_us(self, call: Call) -> float:
         """See `Clock.host_us`."""
         torch.cuda.synchronize()
-        entered = time.perf_counter_ns()
-        call()
-        returned = time.perf_counter_ns()
+        found = wall_us(call)
         torch.cuda.synchronize()
-        return (returned - entered) / 1e3
+        return found
 
     def sample(self, call: Call, host_us: float) -> Sample:
         """See `Clock.sample`."""
@@ -122,14 +127,12 @@ class CpuClock:
 
     def host_us(self, call: Call) -> float:
         """See `Clock.host_us`."""
-        entered = time.perf_counter_ns()
-        call()
-        return (time.perf_counter_ns() - entered) / 1e3
+        return wall_us(call)
 
     def sample(self, call: Call, host_us: float) -> Sample:
         """See `Clock.sample`; there is no queue to wait for."""
         self.flush.zero_()
-        return Sample(self.host_us(call) / 1e3)
+        return Sample(wall_us(call) / 1e3)
 
 
 def make_clock(device: torch.device) -> Clock:

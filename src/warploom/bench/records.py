@@ -108,12 +108,8 @@ def append(folder: Path, records: Iterable[Record]) -> None:
     Raises:
         WarploomError: The file cannot be written.
     """
-    append_lines(folder / RECORDS, (json.dumps(_fields(record), allow_nan=False) for record in records))
-
-
-def _fields(record: Record) -> dict[str, Any]:
-    """A record for JSON, without what it does not know."""
-    return {name: value for name, value in asdict(record).items() if value is not None}
+    known = ({name: value for name, value in asdict(r).items() if value is not None} for r in records)
+    append_lines(folder / RECORDS, (json.dumps(fields, allow_nan=False) for fields in known))
 
 
 def load(paths: Iterable[Path]) -> list[Record]:

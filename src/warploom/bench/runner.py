@@ -198,18 +198,15 @@ def run(
                 progress.begin(str(unit))
                 fresh = _measure(unit, missing, device, clock, blank, outcome)
                 fresh = [replace(r, fingerprint=prints[r.provider]) for r in fresh]
-                _keep(output, fresh)
+                try:
+                    append(output, fresh)
+                except WarploomError as error:
+                    hint = "what was measured before is kept, and --resume goes on after it"
+                    raise WarploomError(f"{error}; {hint}") from error
             outcome.records += [r for r in known if r.provider not in {record.provider for record in fresh}]
             outcome.records += fresh
             progress.end(str(unit), fresh)
     return outcome
-
-
-def _keep(output: Path, records: Sequence[Record]) -> None:
-    try:
-        append(output, records)
-    except WarploomError as error:
-        raise WarploomError(f"{error}; what was measured before is kept, and --resume goes on after it") from error
 
 
 class _Task(NamedTuple):
@@ -253,7 +250,11 @@ def _task(
 def _measure(
     unit: Unit, missing: Sequence[str], device: torch.device, clock: WatchedClock, blank: Record, outcome: Outcome
 ) -> list[Record]:
-    _forget_compiled()
+    # Compiled providers specialise on the next case, as they would in a program of one shape. Otherwise the second
+    # shape makes them dynamic, and the ninth meets the recompilation limit.
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:  # importing it takes seconds, and a run without compiled providers needs none of it
+        dynamo.reset()
     clock.begin()
     measure = unit.bench.measure or evaluate
     try:
@@ -277,13 +278,3 @@ def _quick_collections() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _forget_compiled() -> None:
-    """Let compiled providers specialise on the next case, as they would in a program of one shape.
-
-    Otherwise the second shape makes them dynamic, and the ninth meets the recompilation limit.
-    """
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None:  # importing it takes seconds, and a run without compiled providers needs none of it
-        dynamo.reset()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from warploom.bench import limits
 from warploom.bench.attempt import Failure
 from warploom.bench.evaluate import with_times
-from warploom.bench.measure import Call, Clock, Timing
+from warploom.bench.measure import Call, Clock, Timing, wall_us
 from warploom.bench.records import Record
 from warploom.ops.spec import Bench, Inputs, Operator, Unsupported
 
@@ -44,10 +43,7 @@ def wall_ms(call: Call, device: torch.device) -> float:
     """Milliseconds of a call by the wall clock, with the device idle before and after."""
     wait = torch.get_device_module(device).synchronize
     wait()
-    started = time.perf_counter()
-    call()
-    wait()
-    return (time.perf_counter() - started) * 1e3
+    return wall_us(lambda: (call(), wait())) / 1e3
 
 
 def product_ms(flops: int, device: torch.device, clock: Clock) -> Callable[[], float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import mmap
 import os
 import types
 import typing
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from filelock import FileLock
 
@@ -26,7 +27,6 @@ LOCK = ".lock"
 LOCK_SECONDS = 60.0
 """A lock is held for milliseconds. One that is not free after this time is left by a file system without locks."""
 PROBE_BYTES = 16 * 1024
-_BLOCK = 64 * 1024
 _LONGEST_REASON = 200
 
 T = TypeVar("T")
@@ -85,24 +85,13 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
     text = "".join(f"{line}\n" for line in lines).encode()
     with locked(path.parent), _writing(path), path.open("a+b") as file:
         size = file.seek(0, os.SEEK_END)
-        whole = _end_of_lines(file, size)
-        if whole < size:
+        if size:
+            with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as there:
+                whole = there.rfind(b"\n") + 1
             file.truncate(whole)
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _end_of_lines(file: BinaryIO, size: int) -> int:
-    """The place behind the last line break."""
-    while size:
-        start = max(0, size - _BLOCK)
-        file.seek(start)
-        found = file.read(size - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        size = start
-    return 0
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -66,7 +66,7 @@ def chrome(unit: Unit, providers: Sequence[str], device: torch.device, output: P
             for _ in range(_TRACED):
                 with torch.profiler.record_function(f"{name} {unit.mode}"):
                     call()
-            _finish(device)
+            torch.get_device_module(device).synchronize()
         path = output / f"trace-{name}.json"
         profile.export_chrome_trace(str(path))
         written.append(path)
@@ -105,8 +105,10 @@ def parts(unit: Unit, providers: Sequence[str], device: torch.device) -> list[tu
     if unit.bench.measure is None:
         raise ArgumentError(f"profile: parts are those of a model, and {unit.bench.name} is an operator")
     found = []
-    for name, call in _ready(unit, [name for name in providers if _is_open(name)], device):
-        stepper = _stepper(call)
+    # The modules of others' models are not ours, and those of compiled ones do not run one by one.
+    known = [name for name in providers if name != transformer.LLAMA and "+" not in name]
+    for name, call in _ready(unit, known, device):
+        stepper: transformer.Stepper = call.__self__  # type: ignore[attr-defined]
         stepper.timeline = timeline = Timeline(device)
         with hooked(stepper.model, timeline.enter, timeline.leave):
             for _ in range(1 + transformer.PART_STEPS):  # the first warms up the hooks
@@ -153,7 +155,10 @@ def ncu(unit: Unit, providers: Sequence[str], words: Sequence[str], output: Path
     Raises:
         BackendError: ``ncu`` is not installed, or fails.
     """
-    commands = {name: ncu_command(name, words, output) for name in providers}
+    # The clocks stay as they are: locking them needs rights that containers lack, and the bench does not lock them.
+    options = ["--set", "full", "--profile-from-start", "off", "--clock-control", "none", "--force-overwrite"]
+    warploom = [sys.executable, "-m", "warploom", *words, "--kind", "once", "--provider"]
+    commands = {name: ["ncu", *options, "--export", str(output / name), *warploom, name] for name in providers}
     if shutil.which("ncu") is None:
         lines = "\n".join(f"  {shlex.join(command)}" for command in commands.values())
         raise BackendError(
@@ -165,25 +170,6 @@ def ncu(unit: Unit, providers: Sequence[str], words: Sequence[str], output: Path
         if subprocess.run(command, check=False).returncode:
             raise BackendError(f"profile: failed, see above: {shlex.join(command)}")
     return [output / f"{name}.ncu-rep" for name in commands]
-
-
-def ncu_command(provider: str, words: Sequence[str], output: Path) -> list[str]:
-    """The command line that profiles one provider's call."""
-    # The clocks stay as they are: locking them needs rights that containers lack, and the bench does not lock them.
-    clocks = ["--clock-control", "none"]
-    profiler = ["ncu", "--set", "full", "--profile-from-start", "off", *clocks, "--force-overwrite"]
-    profiler += ["--export", str(output / provider)]
-    return [*profiler, sys.executable, "-m", "warploom", *words, "--provider", provider, "--kind", "once"]
-
-
-def _is_open(provider: str) -> bool:
-    """Whether the modules of a provider's model run one by one and are ours."""
-    return provider != transformer.LLAMA and "+" not in provider
-
-
-def _stepper(call: Call) -> transformer.Stepper:
-    stepper: transformer.Stepper = call.__self__  # type: ignore[attr-defined]
-    return stepper
 
 
 @contextmanager
@@ -222,10 +208,5 @@ def _warm(unit: Unit, name: str, device: torch.device) -> Call:
     call = provider_call(unit, name, device)
     for _ in range(_WARM_UPS):
         call()
-    _finish(device)
+    torch.get_device_module(device).synchronize()
     return call
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

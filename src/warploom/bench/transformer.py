@@ -177,8 +177,6 @@ def measure(
     unit: Unit, providers: Sequence[str], device: torch.device, clock: Clock, blank: Record
 ) -> list[Record]:
     """Measure all models of a case in turn, as `warploom.bench.evaluate.evaluate` does providers."""
-    if any("+" in name for name in providers):
-        torch.compiler.reset()
     flops = flops_of(unit.case, unit.mode)
     steppers = {name: attempt(name, functools.partial(prepare, name, unit, device)) for name in providers}
     product = steps.product_ms(flops, device, clock)

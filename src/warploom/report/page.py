@@ -121,16 +121,10 @@ def _panel_view(
     ]
     return {
         "values": labels,
-        "label": " · ".join(_words(panel, mode)),
+        "label": " · ".join([mode_title(mode), *([panel.label] if panel.labels else [])]),
         "charts": [chart_svg(chart, styles, numbers) for chart in charts(section, panel, mode)],
         "command": section.command(panel, mode),
         "time": time_table(section, panel, mode),
         "failures": failures(panel, mode),
         "more": [(title, table) for title, table in more if table is not None],
     }
-
-
-def _words(panel: Panel, mode: str) -> Iterable[str]:
-    yield mode_title(mode)
-    if panel.labels:
-        yield panel.label
