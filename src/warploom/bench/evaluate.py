@@ -80,10 +80,7 @@ def evaluate(
         providers: Names of the bench's providers.
         device: Where.
         clock: The device's clock.
-        blank: A record of this unit on which the provider and the results are to be filled in.
-
-    Returns:
-        One record per provider, and the limit's.
+        blank: A record of this unit; a copy is filled in for each provider, and one for the limit.
 
     Raises:
         DeviceLostError: A provider left the device unusable.

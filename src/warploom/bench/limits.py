@@ -18,10 +18,7 @@ _SIZE = {"cuda": 8192, "cpu": 1024}
 def stream_call(traffic: Traffic, device: torch.device, clock: Clock) -> Call:
     """A call that moves a case's bytes in its mix of reads and writes, to be timed like any provider.
 
-    Args:
-        traffic: What the case must move.
-        device: Where.
-        clock: Picks the best of the streaming kernel's configurations.
+    The clock picks the best of the streaming kernel's configurations.
 
     Raises:
         Unsupported: The case moves nothing, or in more streams than the kernel has.

@@ -181,14 +181,9 @@ def in_turns(
 
 
 def time_interleaved(calls: Mapping[str, Call], clock: Clock) -> dict[str, Timing | Failure]:
-    """Time several calls `in_turns`.
+    """A timing or the failure of each call, by provider, made `in_turns`.
 
-    Args:
-        calls: What to time, by provider.
-        clock: The device's clock.
-
-    Returns:
-        A timing or the failure of each. All have the same number of rounds, but those that are too slow for it.
+    All have the same number of rounds, but those that are too slow for it.
     """
     host_us: dict[str, float] = {}
     estimate_ms: dict[str, float] = {}

@@ -85,14 +85,9 @@ class Record:
 
 
 def own_provider(records: Iterable[Record], named: str = "") -> str:
-    """The provider that stands for the operator: the one named, else ``warploom`` where it can run, else ``torch``.
-
-    Args:
-        records: Of one bench.
-        named: The bench's own choice, `Bench.own`.
-    """
-    ours = [record for record in records if record.provider == KERNELS]
-    return named or (KERNELS if any(record.status != "unsupported" for record in ours) else "torch")
+    """What stands for an operator in its records: `Bench.own`, ``warploom`` where it can run, else ``torch``."""
+    ran = any(record.provider == KERNELS and record.status != "unsupported" for record in records)
+    return named or (KERNELS if ran else "torch")
 
 
 def spell(value: Any) -> str:

@@ -45,16 +45,9 @@ def one_unit(benches: Sequence[Bench], selection: Selection, device: torch.devic
 
 
 def chrome(unit: Unit, providers: Sequence[str], device: torch.device, output: Path) -> list[Path]:
-    """Write a timeline of some calls of each provider, to be opened in Perfetto or ``chrome://tracing``.
+    """Write a timeline of some calls of each provider, for Perfetto or ``chrome://tracing``, and name the files.
 
-    Args:
-        unit: The case and mode.
-        providers: Which providers; one that fails is said so and passed by.
-        device: Where.
-        output: A folder for ``trace-PROVIDER.json``.
-
-    Returns:
-        The files written.
+    A provider that fails is said so and passed by.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -91,10 +84,7 @@ def call_once(unit: Unit, providers: Sequence[str], device: torch.device) -> Non
 def parts(unit: Unit, providers: Sequence[str], device: torch.device) -> list[tuple[str, str, dict[str, float]]]:
     """Split steps of models by their parts, through marks around modules, which cost time themselves.
 
-    Args:
-        unit: A case and mode of `warploom.bench.transformer`.
-        providers: Which models, ours and not compiled: no other has borders between its modules that are known.
-        device: Where.
+    Models that are not ours or compiled have no borders between their modules that are known, and are left out.
 
     Returns:
         Provider, phase, and milliseconds of each part, means of a few steps.
@@ -105,7 +95,6 @@ def parts(unit: Unit, providers: Sequence[str], device: torch.device) -> list[tu
     if unit.bench.measure is None:
         raise ArgumentError(f"profile: parts are those of a model, and {unit.bench.name} is an operator")
     found = []
-    # The modules of others' models are not ours, and those of compiled ones do not run one by one.
     known = [name for name in providers if name != transformer.LLAMA and "+" not in name]
     for name, call in _ready(unit, known, device):
         stepper: transformer.Stepper = call.__self__  # type: ignore[attr-defined]
@@ -145,20 +134,18 @@ def ncu(unit: Unit, providers: Sequence[str], words: Sequence[str], output: Path
 
     Args:
         unit: The case and mode, for messages.
-        providers: Which providers; a file for each.
+        providers: Which providers; a file ``PROVIDER.ncu-rep`` for each.
         words: The arguments of ``warploom`` that select the unit, without provider and profile.
-        output: A folder for ``PROVIDER.ncu-rep``.
-
-    Returns:
-        The files that were to be written.
+        output: A folder for the files.
 
     Raises:
         BackendError: ``ncu`` is not installed, or fails.
     """
     # The clocks stay as they are: locking them needs rights that containers lack, and the bench does not lock them.
-    options = ["--set", "full", "--profile-from-start", "off", "--clock-control", "none", "--force-overwrite"]
-    warploom = [sys.executable, "-m", "warploom", *words, "--kind", "once", "--provider"]
-    commands = {name: ["ncu", *options, "--export", str(output / name), *warploom, name] for name in providers}
+    options = ["ncu", "--set", "full", "--profile-from-start", "off", "--clock-control", "none"]
+    options += ["--force-overwrite", "--export"]
+    once = [sys.executable, "-m", "warploom", *words, "--provider"]
+    commands = {name: [*options, str(output / name), *once, name, "--kind", "once"] for name in providers}
     if shutil.which("ncu") is None:
         lines = "\n".join(f"  {shlex.join(command)}" for command in commands.values())
         raise BackendError(

@@ -64,13 +64,7 @@ def charts(section: Section, panel: Panel, mode: str) -> list[Chart]:
 
 
 def chart_svg(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int] | None = None) -> str:
-    """One chart as an SVG element.
-
-    Args:
-        chart: What to draw.
-        styles: A look for every provider.
-        numbers: The providers' numbers in the classes of their lines.
-    """
+    """One chart as an SVG element; ``numbers`` are the providers' in the classes of their lines."""
     return _element(_drawn(chart, styles, numbers or {}), WIDTH, HEIGHT, chart.title)
 
 
@@ -122,9 +116,9 @@ def _drawn(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int])
             continue
         look = styles[name]
         lower, upper = chart.bands.get(name, ({}, {}))
-        both = [x if lower.get(x) and upper.get(x) else None for x in chart.xs]
+        both = {x for x in chart.xs if lower.get(x) and upper.get(x)}
         edges = [
-            _runs([(across[x], up(edge[at] or 0.0) if at else None) for x, at in zip(chart.xs, both)])
+            _runs([(across[x], up(edge[x] or 0.0) if x in both else None) for x in chart.xs])
             for edge in (lower, upper)
         ]
         outlines = "".join(f"M{_join([*low, *reversed(high)])}z" for low, high in zip(*edges) if len(low) > 1)

@@ -11,7 +11,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from warploom.bench.environment import device_name
 from warploom.bench.records import LIMIT, Record, load_environments, spell
-from warploom.bench.storage import replace_text
 from warploom.report.chart import chart_svg, charts
 from warploom.report.labels import mode_title
 from warploom.report.palette import Look, looks
@@ -24,38 +23,32 @@ from warploom.report.tables import failures, metric_table, time_table
 TITLE = "warploom report"
 
 
-def write(sources: Sequence[Path], output: Path) -> Path:
-    """See `warploom.report.write_report`."""
+def render(sources: Sequence[Path]) -> str:
+    """The page of some records; see `warploom.report.write_report`."""
     sections = load_sections(sources)
     points = [point for section in sections for point in section.points]
     known = {name: value for source in sources for name, value in load_environments(source).items()}
     used = {name: known[name] for point in points if (name := point.record.environment) in known}
     facts = [fact for environment in used.values() for fact in environment if fact != "runs"]
-    page = _templates().get_template("report.html.j2")
-    text = page.render(
-        title=TITLE,
-        sources=[str(source) for source in sources],
-        headlines=_headlines(used.values()),
-        warnings=_warnings([point.record for point in points], used),
-        environments=used,
-        facts=list(dict.fromkeys(facts)),
-        summary=summary_table([row for section in sections for row in summaries(section)]),
-        states=counts(points),
-        total=len(points),
-        sections=[_section_view(section) for section in sections],
+    loader = FileSystemLoader(Path(__file__).parent)
+    how: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    page: str = (
+        Environment(loader=loader, autoescape=True, **how)
+        .get_template("report.html.j2")
+        .render(
+            title=TITLE,
+            sources=[str(source) for source in sources],
+            headlines=_headlines(used.values()),
+            warnings=_warnings([point.record for point in points], used),
+            environments=used,
+            facts=list(dict.fromkeys(facts)),
+            summary=summary_table([row for section in sections for row in summaries(section)]),
+            states=counts(points),
+            total=len(points),
+            sections=[_section_view(section) for section in sections],
+        )
     )
-    replace_text(output, text)
-    return output
-
-
-def _templates() -> Environment:
-    return Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    return page
 
 
 def _headlines(environments: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -99,13 +92,9 @@ def _section_view(section: Section) -> dict[str, Any]:
         "constants": ", ".join(f"{name} = {spell(value)}" for name, value in section.constants.items()),
         "x": section.x,
         "others": [name for name in section.others if name in section.providers],
-        "legend": [_legend_entry(name, numbers[name], styles[name]) for name in section.providers],
+        "legend": [{"name": name, "number": numbers[name], **vars(styles[name])} for name in section.providers],
         "panels": panels,
     }
-
-
-def _legend_entry(name: str, number: int, look: Look) -> dict[str, Any]:
-    return {"name": name, "number": number, "colour": look.colour, "width": look.width, "dotted": look.dotted}
 
 
 def _panel_view(

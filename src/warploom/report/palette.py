@@ -42,12 +42,7 @@ _MARKERS = {"": "o", "compile": "s", "graphs": "d"}
 
 
 def looks(providers: Iterable[str], emphasis: str) -> dict[str, Look]:
-    """Give every provider its look; known names always get the same.
-
-    Args:
-        providers: The names. Those that are not known here take turns in this order.
-        emphasis: The provider whose line is drawn thick.
-    """
+    """Give every provider its look: known names always the same, others in turn; ``emphasis`` is drawn thick."""
     chosen: dict[str, Look] = {}
     strangers: list[str] = []
     for name in dict.fromkeys(providers):
