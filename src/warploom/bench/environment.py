@@ -92,17 +92,19 @@ def _gpu(device: torch.device) -> dict[str, Any]:
         "l2_mib": properties.L2_cache_size // 2**20,
         "gpu_uuid": str(properties.uuid),
     }
-    fields = ",".join(field for field, _ in _NVIDIA_SMI.values())
-    # By UUID: indices of nvidia-smi are not those of CUDA when only some devices are visible.
-    query = [f"--id=GPU-{properties.uuid}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    answer = _output(["nvidia-smi", *query])
-    values = [value.strip() for value in (answer or "").split(",")]
+    values = nvidia_smi(f"GPU-{properties.uuid}", ",".join(field for field, _ in _NVIDIA_SMI.values()))
     if len(values) == len(_NVIDIA_SMI):
         for (name, (_, parse)), value in zip(_NVIDIA_SMI.items(), values):
             if not value.startswith("["):  # "[N/A]", "[Not Supported]"
                 with contextlib.suppress(ValueError):  # "ERR!", "N/A", "Unknown Error"
                     known[name] = parse(value)
     return known
+
+
+def nvidia_smi(uuid: str, fields: str) -> list[str]:
+    """What nvidia-smi says of a GPU, by UUID: its indices are not CUDA's when only some devices are visible."""
+    answer = _output(["nvidia-smi", f"--id={uuid}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
+    return [value.strip() for value in (answer or "").split(",")]
 
 
 def _usable_cores() -> int | None:

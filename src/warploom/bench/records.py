@@ -98,11 +98,7 @@ def spell(value: Any) -> str:
 
 
 def append(folder: Path, records: Iterable[Record]) -> None:
-    """Add records to ``records.jsonl`` of a folder, each a whole line; see `append_lines`.
-
-    Raises:
-        WarploomError: The file cannot be written.
-    """
+    """Add records to ``records.jsonl`` of a folder, each a whole line; see `append_lines`."""
     known = ({name: value for name, value in asdict(r).items() if value is not None} for r in records)
     append_lines(folder / RECORDS, (json.dumps(fields, allow_nan=False) for fields in known))
 
@@ -149,9 +145,6 @@ def save_environment(folder: Path, identifier: str, environment: Mapping[str, An
         identifier: From `environment_id`.
         environment: From `describe_environment`.
         run: The run's id; its commit, GPU, clocks and temperature are kept under it.
-
-    Raises:
-        WarploomError: The file cannot be written, or what is there is no such file.
     """
     lasting, passing = split(environment)
     with locked(folder):

@@ -87,7 +87,7 @@ def plan(benches: Sequence[Bench], selection: Selection, device_type: str) -> li
         (bench, case)
         for bench in benches
         if selection.suite in bench.suites
-        for case in _in_dtypes(_cases(bench, selection.suite, device_type), selection.dtypes)
+        for case in _cases(bench, selection, device_type)
     ]
     _check_known("case parameter", selection.case, (name for _, case in cases for name in case))
     units = [
@@ -107,23 +107,19 @@ def _modes(bench: Bench, device_type: str) -> list[str]:
     return [*bench.modes, *([f"fwd{GRAPH}"] if "fwd" in bench.modes and device_type == "cuda" else [])]
 
 
-def _cases(bench: Bench, suite: str, device_type: str) -> list[Case]:
-    """The cases of a suite, which may be a user's: JSON values by name."""
+def _cases(bench: Bench, selection: Selection, device_type: str) -> list[Case]:
+    """The cases of a suite, which may be a user's: JSON values by name; each once in every dtype asked for."""
     try:
-        cases = list(bench.suites[suite](device_type))
+        cases = list(bench.suites[selection.suite](device_type))
         json.dumps([dict(case) for case in cases], allow_nan=False)
     except Exception as error:  # whatever a user's own code may raise
-        raise ArgumentError(f"bench: suite {suite} of {bench.name}: {type(error).__name__}: {error}") from error
-    return cases
-
-
-def _in_dtypes(cases: Sequence[Case], dtypes: Sequence[str] | None) -> list[Case]:
-    """The cases, each once in every one of ``dtypes`` instead of its own."""
-    if dtypes is None:
-        return list(cases)
+        what = f"{selection.suite} of {bench.name}: {type(error).__name__}"
+        raise ArgumentError(f"bench: suite {what}: {error}") from error
+    if selection.dtypes is None:
+        return cases
     if missing := [case for case in cases if "dtype" not in case]:
         raise ArgumentError(f"bench: no dtype to replace in the case {dict(missing[0])}")
-    changed = [{**case, "dtype": dtype} for case in cases for dtype in dtypes]
+    changed = [{**case, "dtype": dtype} for case in cases for dtype in selection.dtypes]
     return list({json.dumps(case, sort_keys=True): case for case in changed}.values())
 
 

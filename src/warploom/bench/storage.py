@@ -1,6 +1,6 @@
 """Files that several processes may write at once: lines are appended under a lock, whole files replaced.
 
-An operating system that cannot write raises `OSError`; here it becomes a `WarploomError` that names the file.
+An operating system that cannot read or write raises `OSError`, here a `WarploomError` that names the file.
 """
 
 from __future__ import annotations
@@ -44,11 +44,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make a folder, and keep other processes from writing to it through this module.
-
-    Raises:
-        WarploomError: The folder cannot be made or written, or stays locked.
-    """
+    """Make a folder, and keep other processes from writing to it through this module."""
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(str(folder / LOCK), timeout=LOCK_SECONDS):
@@ -61,9 +57,6 @@ def probe(folder: Path, *names: str) -> None:
     Args:
         folder: Made if it is not there. A small file is written, flushed to disk and removed.
         names: Files of the folder that will be written; those that are there are opened, and not changed.
-
-    Raises:
-        WarploomError: The folder or a file cannot be written, or the disk is full.
     """
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,10 +70,8 @@ def probe(folder: Path, *names: str) -> None:
 def append_lines(path: Path, lines: Iterable[str]) -> None:
     """Append lines to a file in one write, and flush them to disk.
 
-    What follows the last line break, left by a process that was killed while writing, is cut off first.
-
-    Raises:
-        WarploomError: The file cannot be written. Lines that were there before stay.
+    What follows the last line break, left by a process that was killed while writing, is cut off first. Where the
+    file cannot be written, lines that were there before stay.
     """
     text = "".join(f"{line}\n" for line in lines).encode()
     with locked(path.parent), _writing(path), path.open("a+b") as file:
@@ -95,11 +86,7 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a process killed in between, finds the old text or the new one.
-
-    Raises:
-        WarploomError: The file cannot be written.
-    """
+    """Write a file so that a reader, or a process killed in between, finds the old text or the new one."""
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         target = Path(os.path.realpath(path))  # a link stays a link
@@ -130,11 +117,7 @@ def _write_new(folder: Path, content: bytes) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """Read a text.
-
-    Raises:
-        WarploomError: The file is missing, cannot be read, or is no text.
-    """
+    """Read a text in UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -152,10 +135,7 @@ def load_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]:
         what: What the lines should be, for messages.
 
     Returns:
-        The records. Lines that are none are left out, with a warning that counts them.
-
-    Raises:
-        WarploomError: The file cannot be read, or none of its lines is a record.
+        The records. Lines that are none are left out, with a warning that counts them; a file of none is an error.
     """
     try:
         lines = path.read_bytes().decode("utf-8", "replace").split("\n")[:-1]

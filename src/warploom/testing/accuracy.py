@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
 
@@ -139,10 +140,10 @@ def mean_of(verdicts: Sequence[Accuracy]) -> Accuracy:
     if block.block_ratio > 1:
         return block
     max_error, error_budget = (
-        _mean([getattr(v, name) for v in verdicts]) for name in ("max_error", "error_budget")
+        fmean([getattr(v, name) for v in verdicts]) for name in ("max_error", "error_budget")
     )
     rms_error, rms_budget = (
-        math.sqrt(_mean([getattr(v, name) ** 2 for v in verdicts])) for name in ("rms_error", "rms_budget")
+        math.sqrt(fmean([getattr(v, name) ** 2 for v in verdicts])) for name in ("rms_error", "rms_budget")
     )
     ok = max_error <= error_budget and rms_error <= rms_budget
     largest = max(verdicts, key=lambda verdict: verdict.max_error)
@@ -332,10 +333,6 @@ def _failure(problem: str, index: int, worst: tuple[int, ...] = ()) -> Accuracy:
 def as_tuple(tensors: Tensors) -> tuple[torch.Tensor, ...]:
     """One output or several as a tuple."""
     return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _ratio(error: float, budget: float) -> float:

@@ -55,16 +55,10 @@ class Judgement:
 
 
 def check_operator(operator: Operator, backend: str, device: torch.device) -> list[CheckResult]:
-    """Check every case of an operator.
+    """Check every case of an operator from `warploom.ops.operators`: a result per case and mode.
 
-    Args:
-        operator: From `warploom.ops.operators`.
-        backend: ``triton``, ``torch`` or ``auto``.
-        device: Where to run.
-
-    Returns:
-        A result per case and mode. A case that raises one of PyTorch's, Triton's or warploom's errors is a
-        result as well, so that one failure does not hide the others.
+    A case that raises one of PyTorch's, Triton's or warploom's errors is a result as well, so that one failure does
+    not hide the others.
     """
     return [r for case in operator.check_cases for r in check_case(operator, case, backend, device)]
 
@@ -93,15 +87,14 @@ def _compared(operator: Operator, case: Case, backend: str, device: torch.device
     return results
 
 
-def make_inputs(operator: Operator, case: Case, device: torch.device) -> Inputs:
-    """The inputs of a case, the same on every machine."""
-    return operator.make_inputs(case, device, torch.Generator().manual_seed(SEED))
+def make_inputs(operator: Operator, case: Case, device: torch.device, index: int = 0) -> Inputs:
+    """The inputs of a case, the same on every machine; others for another index."""
+    return operator.make_inputs(case, device, torch.Generator().manual_seed(SEED + index))
 
 
 def more_draws(operator: Operator, case: Case, device: torch.device, draws: Sequence[Inputs]) -> list[Inputs]:
     """The inputs of a case that come after those of `make_draws`, up to `MOST_DRAWS` in all."""
-    seeds = range(SEED + len(draws), SEED + MOST_DRAWS)
-    return [operator.make_inputs(case, device, torch.Generator().manual_seed(seed)) for seed in seeds]
+    return [make_inputs(operator, case, device, index) for index in range(len(draws), MOST_DRAWS)]
 
 
 def make_draws(operator: Operator, case: Case, device: torch.device) -> list[Inputs]:
@@ -117,8 +110,7 @@ def make_draws(operator: Operator, case: Case, device: torch.device) -> list[Inp
         results = (*as_tuple(operator.reference(**first)), *leaves(first).values())
     fewest = min(result.numel() for result in results)
     count = min(-(-FEWEST // fewest), MOST_DRAWS) if fewest > 0 else 1
-    generators = (torch.Generator().manual_seed(SEED + index) for index in range(1, count))
-    return [first, *(operator.make_inputs(case, device, generator) for generator in generators)]
+    return [first, *(make_inputs(operator, case, device, index) for index in range(1, count))]
 
 
 def judge(operator: Operator, inputs: Inputs, backend: str) -> Judgement:
