@@ -138,22 +138,29 @@ class Comparison:
 
     def to_json(self) -> str:
         """Everything as JSON; what there is no number for is null."""
-        sides = [
+        a, b = (
             {"path": str(side.path), "provider": side.provider, "devices": side.devices, "stale": side.stale}
             for side in (self.a, self.b)
-        ]
-        return json.dumps(
-            {
-                "a": sides[0],
-                "b": sides[1],
-                "ratio": "time of b over time of a",
-                "pairs": [_pair_facts(pair) for pair in self.pairs],
-                "means": [{name: _number(value) for name, value in asdict(mean).items()} for mean in self.means],
-                "unmatched": self.unmatched,
-            },
-            indent=2,
-            allow_nan=False,
         )
+        pairs = [
+            {
+                "operator": pair.operator,
+                "mode": pair.mode,
+                "case": pair.case,
+                "a_ms": pair.a.ms,
+                "b_ms": pair.b.ms,
+                "ratio": pair.ratio,
+                "low": pair.interval[0],
+                "high": pair.interval[1],
+                "significant": pair.significant,
+                "verdict": pair.verdict,
+            }
+            for pair in self.pairs
+        ]
+        found: dict[str, Any] = {"a": a, "b": b, "ratio": "time of b over time of a", "pairs": pairs}
+        found |= {"means": [asdict(mean) for mean in self.means], "unmatched": self.unmatched}
+        finite = json.loads(json.dumps(found), parse_constant=lambda _: None)
+        return json.dumps(finite, indent=2, allow_nan=False)
 
 
 def read_side(text: str | Path, provider: str = "") -> Side:
@@ -243,27 +250,6 @@ def _mean(name: str, pairs: Sequence[Pair]) -> Mean:
     ends = [pair.interval for pair in pairs]
     ratio = geometric(pair.ratio for pair in pairs)
     return Mean(name, len(pairs), ratio, geometric(low for low, _ in ends), geometric(high for _, high in ends))
-
-
-def _number(value: Any) -> Any:
-    """A value for JSON, which has no infinity."""
-    return value if not isinstance(value, float) or math.isfinite(value) else None
-
-
-def _pair_facts(pair: Pair) -> dict[str, Any]:
-    low, high = pair.interval
-    return {
-        "operator": pair.operator,
-        "mode": pair.mode,
-        "case": pair.case,
-        "a_ms": pair.a.ms,
-        "b_ms": pair.b.ms,
-        "ratio": _number(pair.ratio),
-        "low": _number(low),
-        "high": _number(high),
-        "significant": pair.significant,
-        "verdict": pair.verdict,
-    }
 
 
 def case_words(pairs: Sequence[Pair]) -> list[str]:

@@ -114,11 +114,9 @@ def _usable_cores() -> int | None:
 
 def _cpu_model() -> str:
     listing = Path("/proc/cpuinfo")
-    if listing.is_file():
-        for line in listing.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    text = listing.read_text(encoding="utf-8", errors="replace") if listing.is_file() else ""
+    found = re.search(r"^model name\s*:(.*)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

@@ -21,7 +21,7 @@ from warploom.bench import limits, steps
 from warploom.bench.attempt import Failure, attempt
 from warploom.bench.evaluate import Unit
 from warploom.bench.fingerprint import LIMIT
-from warploom.bench.measure import Call, Clock, in_turns, release_memory
+from warploom.bench.measure import Clock, in_turns, release_memory
 from warploom.bench.records import Record
 from warploom.ops.spec import KERNELS, Case, Inputs, Traffic, Unsupported
 
@@ -93,32 +93,6 @@ def _decoded(model: Any, tokens: torch.Tensor, count: int, static: bool) -> torc
     return out[:, tokens.shape[1] :]
 
 
-def _step(model: Any, provider: str, mode: str, tokens: torch.Tensor) -> Call:
-    """A step of a provider, which chooses its attention first."""
-    name = provider.removesuffix(COMPILE)
-    compiles = provider.endswith(COMPILE)
-    optimizer = None
-    if mode == "train":
-        fused = tokens.device.type == "cuda"
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=fused)
-    model.set_attn_implementation(name)
-    run = torch.compile(model, dynamic=False) if compiles and mode != "decode" else model
-
-    def step() -> None:
-        model.set_attn_implementation(name)
-        if mode == "decode":
-            _decoded(model, tokens, TOKENS + 1, compiles)
-        elif optimizer is None:
-            with torch.no_grad():
-                run(input_ids=tokens, use_cache=False, logits_to_keep=1)
-        else:
-            run(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
 def _right(case: Case, providers: Sequence[str], device: torch.device) -> dict[str, bool]:
     """Whether each implementation decodes the tokens that ``eager`` decodes, in float32."""
     model = _model(case, device, torch.float32)
@@ -164,16 +138,31 @@ def measure(
 
 
 def _started(model: Any, provider: str, mode: str, tokens: torch.Tensor) -> Callable[[], float]:
-    """A provider's step, compiled: it returns its milliseconds."""
-    step = _step(model, provider, mode, tokens)
+    """A provider's step, compiled, which chooses its attention first: it returns its milliseconds."""
+    name, device = provider.removesuffix(COMPILE), tokens.device
+    compiles = provider.endswith(COMPILE)
+    optimizer = None
+    if mode == "train":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=device.type == "cuda")
+    model.set_attn_implementation(name)
+    run = torch.compile(model, dynamic=False) if compiles and mode != "decode" else model
+
+    def step(count: int = TOKENS + 1) -> None:
+        model.set_attn_implementation(name)
+        if mode == "decode":
+            _decoded(model, tokens, count, compiles)
+        elif optimizer is None:
+            with torch.no_grad():
+                run(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        else:
+            run(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
     def timed() -> float:
-        ms = steps.wall_ms(step, tokens.device)
-        if mode != "decode":
-            return ms
+        ms = steps.wall_ms(step, device)
         # What comes before the second token is no part of it.
-        first = functools.partial(_decoded, model, tokens, 1, provider.endswith(COMPILE))
-        return ms - steps.wall_ms(first, tokens.device)
+        return ms - steps.wall_ms(functools.partial(step, 1), device) if mode == "decode" else ms
 
     for _ in range(2):
         timed()

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from typing import Any
 
 from warploom.bench.records import LIMIT
@@ -130,15 +131,9 @@ def _drawn(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int])
     return "".join(parts)
 
 
-def _runs(points: Sequence[tuple[int, int | None]]) -> list[list[tuple[int, int]]]:
+def _runs(points: Sequence[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
     """A line without its gaps."""
-    runs: list[list[tuple[int, int]]] = [[]]
-    for x, y in points:
-        if y is not None:
-            runs[-1].append((x, y))
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
+    return [list(run) for there, run in groupby(points, lambda point: point[1] is not None) if there]
 
 
 def _join(points: Sequence[tuple[int, int]]) -> str:

@@ -204,15 +204,7 @@ Entry = tuple[Record, str, str]
 
 
 def load_sections(sources: Sequence[Path]) -> list[Section]:
-    """Read records and arrange them.
-
-    Args:
-        sources: Folders with a ``records.jsonl`` and an ``environment.json``, or such record files; oldest
-            first.
-
-    Raises:
-        WarploomError: A source holds no records file, or one that cannot be read.
-    """
+    """Read records, of sources as `warploom.report.write_report` takes them, and arrange them."""
     known = {name: value for source in sources for name, value in load_environments(source).items()}
     devices = {name: device_name(environment) for name, environment in known.items()}
     return arrange(load(sources), devices)

@@ -20,7 +20,6 @@ class Summary:
     operator: str
     mode: str
     device: str
-    provider: str
     shares: list[float]
     """Shares of the limit, ascending."""
     worst_at: str
@@ -96,7 +95,6 @@ def summary(section: Section, panels: Sequence[Panel], device: str, mode: str) -
         operator=section.operator,
         mode=mode,
         device=device,
-        provider=section.emphasis,
         shares=sorted(share for share, _, _ in shares),
         worst_at=_place(section, worst[1], worst[2]) if worst else "",
         pairs=pairs,
