@@ -210,9 +210,8 @@ class RanksClock:
         clock.end.record()
         ahead = not clock.start.query()
         clock.end.synchronize()
-        return Sample(
-            self._slowest(float(clock.start.elapsed_time(clock.end))), self._slowest(float(not ahead)) == 0
-        )
+        ms = self._slowest(float(clock.start.elapsed_time(clock.end)))
+        return Sample(ms, self._slowest(float(not ahead)) == 0)
 
 
 def _sharding(inputs: Inputs, case: Case) -> dict[str, Any]:

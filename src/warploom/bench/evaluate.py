@@ -163,8 +163,7 @@ def _check_and_measure_memory(
     before = allocated_bytes(device)
     inputs = attempt("inputs", functools.partial(make_inputs, unit.bench.operator, unit.case, device))
     if isinstance(inputs, Failure):
-        for name in records:
-            records[name] = _failed(records[name], replace(inputs, reason=f"inputs: {inputs.reason}"))
+        _fail(records, inputs.status, f"inputs: {inputs.reason}")
         return {}
     held_by_inputs = allocated_bytes(device) - before
     subject, checked = _check(unit, inputs, device, records)
@@ -177,7 +176,7 @@ def _check_and_measure_memory(
         # the whole run, and other providers' tables: it is subtracted.
         release_memory(device)
         others = allocated_bytes(device) - held_by_inputs - held
-        peak = attempt(name, functools.partial(_peak_bytes, starts[name], device))
+        peak = attempt(name, lambda start=starts[name]: peak_bytes(start(), device))  # type: ignore[misc]
         if isinstance(peak, Failure):
             records[name] = _failed(records[name], peak)
             del starts[name]
@@ -186,8 +185,9 @@ def _check_and_measure_memory(
     return starts
 
 
-def _peak_bytes(start: Callable[[], Call], device: torch.device) -> int | None:
-    return peak_bytes(start(), device)
+def _fail(records: dict[str, Record], status: str, reason: str) -> None:
+    for name, record in records.items():
+        records[name] = replace(record, status=status, reason=reason)
 
 
 def _check(
@@ -202,9 +202,7 @@ def _check(
     if isinstance(truth, Failure):
         # Without a reference nothing is known about the providers, so they have no speed either.
         status = "unsupported" if truth.status == "unsupported" else "error"
-        failure = Failure(status, f"not checked, the reference failed: {truth.reason}")
-        for name in records:
-            records[name] = _failed(records[name], failure)
+        _fail(records, status, f"not checked, the reference failed: {truth.reason}")
         return _Subject(inputs, None), checked
     subject, exact, eager = truth
     for name in records:
@@ -263,15 +261,8 @@ def _time(
 ) -> dict[str, Timing | Failure]:
     """Time calls side by side; those for which there is no room beside the others, alone."""
     release_memory(device)
-    results: dict[str, Timing | Failure] = {}
-    calls: dict[str, Call] = {}
-    for name, start in starts.items():
-        call = attempt(name, start)
-        if isinstance(call, Failure):
-            results[name] = call
-        else:
-            calls[name] = call
-    results |= time_interleaved(calls, clock)
+    calls = {name: attempt(name, start) for name, start in starts.items()}
+    results = time_interleaved(calls, clock)
     if len(starts) > 1:
         calls.clear()
         for name, result in list(results.items()):

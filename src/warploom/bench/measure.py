@@ -180,8 +180,8 @@ def in_turns(
     return found
 
 
-def time_interleaved(calls: Mapping[str, Call], clock: Clock) -> dict[str, Timing | Failure]:
-    """A timing or the failure of each call, by provider, made `in_turns`.
+def time_interleaved(calls: Mapping[str, Call | Failure], clock: Clock) -> dict[str, Timing | Failure]:
+    """A timing or the failure of each call, by provider, made `in_turns`; what has failed before stays as it is.
 
     All have the same number of rounds, but those that are too slow for it.
     """
@@ -189,6 +189,9 @@ def time_interleaved(calls: Mapping[str, Call], clock: Clock) -> dict[str, Timin
     estimate_ms: dict[str, float] = {}
     samplers: dict[str, Callable[[], Sample] | Failure] = {}
     for name, call in calls.items():
+        if isinstance(call, Failure):
+            samplers[name] = call
+            continue
         warm = attempt(name, functools.partial(_warm_up, call, clock))
         if isinstance(warm, Failure):
             samplers[name] = warm

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,14 +65,10 @@ def _headlines(environments: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _warnings(records: Sequence[Record], environments: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What a reader must know before comparing numbers of the page."""
-    found = []
-    if len(environments) > 1:
-        found.append(f"The records are of {len(environments)} environments: compare times within a run alone.")
-    runs = Counter(record.run for record in records if record.ms)
-    if len(runs) > 1:
-        some = f"The times are of {len(runs)} runs"
-        found.append(f"{some}. Ratios are of one run each; what was measured in another has none.")
-    return found
+    environment = f"The records are of {len(environments)} environments: compare times within a run alone."
+    runs = len({record.run for record in records if record.ms})
+    run = f"The times are of {runs} runs. Ratios are of one run each; what was measured in another has none."
+    return [environment] * (len(environments) > 1) + [run] * (runs > 1)
 
 
 def _section_view(section: Section) -> dict[str, Any]:

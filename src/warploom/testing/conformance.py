@@ -142,17 +142,13 @@ class _Run(NamedTuple):
         return cls(inputs, exact_inputs, output, exact, eager, before)
 
     def gradients(self) -> tuple[Outputs, Outputs, Outputs]:
-        """Those of all three, in the order of `results`."""
+        """Those of what was computed, of what is exact, and of what sets the budget."""
         grad_outputs = random_like(self.eager)
         with poisoned_allocations():
             found = gradients(self.output, self.inputs, grad_outputs)
         exact = gradients(self.exact, self.exact_inputs, grad_outputs)
         eager = gradients(self.eager, self.inputs, grad_outputs)
         return tuple(found.values()), tuple(exact.values()), tuple(eager.values())
-
-    def results(self) -> tuple[Outputs, Outputs, Outputs]:
-        """What was computed, what is exact, and what sets the budget."""
-        return self.output, self.exact, self.eager
 
 
 def judge_draws(
@@ -177,7 +173,7 @@ def judge_draws(
 
 def _judged(operator: Operator, draws: Sequence[Inputs], backend: str) -> Judgement:
     runs = [_Run.of(operator, inputs, backend) for inputs in draws]
-    fwd = _compare_all(run.results() for run in runs)
+    fwd = _compare_all((run.output, run.exact, run.eager) for run in runs)
     bwd = None
     if leaves(draws[0]) and fwd.max_error < math.inf:  # a result of another shape has no gradient to compare
         bwd = _compare_all(run.gradients() for run in runs)
