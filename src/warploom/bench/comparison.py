@@ -189,7 +189,12 @@ def read_side(text: str | Path, provider: str = "") -> Side:
             path, provider = Path(before), after
     known = load_environments(path)
     records = load([path])
-    chosen = tuple(_of_provider(records, provider))
+    named = {bench.record_name: bench.own for bench in benches().values()}
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.operator, []).append(record)
+    own = {operator: provider or own_provider(group, named.get(operator, "")) for operator, group in groups.items()}
+    chosen = tuple(r for r in records if r.provider == own[r.operator] and (provider or r.provider != LIMIT))
     if not chosen:
         names = ", ".join(sorted({record.provider for record in records})) or "none"
         raise ArgumentError(
@@ -197,17 +202,6 @@ def read_side(text: str | Path, provider: str = "") -> Side:
         )
     devices = dict.fromkeys(device_name(known.get(record.environment, {})) for record in chosen)
     return Side(path, provider, chosen, tuple(devices), sum(map(is_stale, chosen)))
-
-
-def _of_provider(records: Sequence[Record], provider: str) -> Iterable[Record]:
-    if provider:
-        return [record for record in records if record.provider == provider]
-    named = {bench.record_name: bench.own for bench in benches().values()}
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(record.operator, []).append(record)
-    own = {operator: own_provider(group, named.get(operator, "")) for operator, group in groups.items()}
-    return [record for record in records if record.provider == own[record.operator] != LIMIT]
 
 
 def compare(a: Side, b: Side) -> Comparison:

@@ -21,7 +21,7 @@ from warploom.errors import ArgumentError, fault
 from warploom.version import __version__
 
 _PASSING = frozenset(
-    {"sm_clock_mhz", "memory_clock_mhz", "temperature_c", "gpu_uuid", "commit", "commit_given", "dirty", "started"},
+    {"sm_clock_mhz", "memory_clock_mhz", "temperature_c", "gpu_uuid", "commit", "commit_given", "dirty", "started"}
 )
 """Fields of a run, not of its environment. The commit is one of them: a record's ``fingerprint`` says which kernels
 were measured, and a commit to anything else changes no measurement."""
@@ -51,7 +51,8 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     environment: dict[str, Any] = {
         "device": device.type,
         "cpu": _cpu_model(),
-        "cpu_cores": _usable_cores(),
+        # That this process may run on: half of a machine's for a process bound to that half.
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
         "os": platform.platform(),
         "python": platform.python_version(),
@@ -105,11 +106,6 @@ def nvidia_smi(uuid: str, fields: str) -> list[str]:
     """What nvidia-smi says of a GPU, by UUID: its indices are not CUDA's when only some devices are visible."""
     answer = _output(["nvidia-smi", f"--id={uuid}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
     return [value.strip() for value in (answer or "").split(",")]
-
-
-def _usable_cores() -> int | None:
-    """CPU cores that this process may run on: half of a machine's for a process bound to that half."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _cpu_model() -> str:

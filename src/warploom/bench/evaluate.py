@@ -15,14 +15,7 @@ import torch
 from warploom.bench import limits
 from warploom.bench.attempt import Failure, attempt
 from warploom.bench.graphs import GRAPH, replayed
-from warploom.bench.measure import (
-    Clock,
-    Timing,
-    allocated_bytes,
-    peak_bytes,
-    release_memory,
-    time_interleaved,
-)
+from warploom.bench.measure import Clock, Timing, allocated_bytes, peak_bytes, release_memory, time_interleaved
 from warploom.bench.records import LIMIT, Record
 from warploom.ops.spec import Bench, Case, Inputs, Outputs, Unsupported
 from warploom.testing.accuracy import Accuracy, as_tuple, compare

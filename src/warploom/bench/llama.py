@@ -224,11 +224,7 @@ BENCH = steps.model_bench(
     "llama",
     make_inputs,
     providers=("warploom", "sdpa", "eager", "warploom+compile", "sdpa+compile"),
-    suites={
-        "quick": lambda device: [],
-        "published": functools.partial(_cases, layers=4),
-        "trial": _trial,
-    },
+    suites={"quick": lambda device: [], "published": functools.partial(_cases, layers=4), "trial": _trial},
     traffic=_traffic,
     title="Llama of transformers, by its attention: wall time of a prompt, a training step, 200 decoded tokens",
     x="context_length",

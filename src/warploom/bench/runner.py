@@ -22,15 +22,7 @@ from warploom.bench.fingerprint import fingerprint, gpu_of
 from warploom.bench.graphs import GRAPH
 from warploom.bench.measure import make_clock
 from warploom.bench.progress import show_progress
-from warploom.bench.records import (
-    LIMIT,
-    RECORDS,
-    Key,
-    Record,
-    append,
-    load,
-    save_environment,
-)
+from warploom.bench.records import LIMIT, RECORDS, Key, Record, append, load, save_environment
 from warploom.bench.sensors import WatchedClock, make_reader
 from warploom.bench.storage import probe
 from warploom.errors import ArgumentError, WarploomError

@@ -129,11 +129,6 @@ class Stepper:
     memory_mib: dict[str, float] = field(default_factory=dict)
     """On a GPU ``peak`` and ``held``."""
 
-    def __post_init__(self) -> None:
-        if self.mode == "train":
-            fused = self.device.type == "cuda"
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
-
     def turn(self) -> list[float]:
         """Milliseconds of the steps of a turn; no gradients are kept while others take theirs."""
         for _ in range(TURN):
@@ -198,6 +193,8 @@ def prepare(name: str, unit: Unit, device: torch.device) -> Stepper:
     model, loss = build(name, unit.case, device)
     inputs = make_inputs(unit.case, device, torch.Generator().manual_seed(0))
     stepper = Stepper(model, loss, inputs, unit.mode, getattr(torch, unit.case["dtype"]), device)
+    if unit.mode == "train":
+        stepper.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     for _ in range(WARM_UP):
         stepper.step()
     peak = peak_bytes(stepper.step, device)

@@ -187,16 +187,12 @@ class Section:
         suite = suites.most_common(1)[0][0]
         words = [*shlex.split(run), "--suite", suite]
         dtype = str(panel.parameters.get("dtype", self.constants.get("dtype", "")))
-        if bench and dtype and suite in bench.suites and dtype not in _dtypes(bench, suite):
-            words += ["--dtype", dtype]
+        if bench and dtype and suite in bench.suites:
+            by_themselves = {case.get("dtype") for kind in ("cuda", "cpu") for case in bench.suites[suite](kind)}
+            words += [] if dtype in by_themselves else ["--dtype", dtype]
         for name, value in panel.parameters.items():
             words += ["--case", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
         return shlex.join([*words, "--mode", mode])
-
-
-def _dtypes(bench: Bench, suite: str) -> set[Any]:
-    """The dtypes that the cases of a suite have by themselves."""
-    return {case.get("dtype") for device in ("cuda", "cpu") for case in bench.suites[suite](device)}
 
 
 Entry = tuple[Record, str, str]

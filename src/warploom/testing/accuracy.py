@@ -72,8 +72,9 @@ class Accuracy:
     @property
     def ratio(self) -> float:
         """Error over budget, the worst of all; at most 1 when within budget."""
-        whole = max(_ratio(self.max_error, self.error_budget), _ratio(self.rms_error, self.rms_budget))
-        return max(whole, self.block_ratio)
+        pairs = (self.max_error, self.error_budget), (self.rms_error, self.rms_budget)
+        whole = [error and (error / budget if budget > 0 else math.inf) for error, budget in pairs]
+        return max(*whole, self.block_ratio)
 
     def describe(self) -> str:
         """One line for a person: what is wrong, or the errors beside their budgets."""
@@ -314,9 +315,3 @@ def _failure(problem: str, index: int, worst: tuple[int, ...] = ()) -> Accuracy:
 def as_tuple(tensors: Tensors) -> tuple[torch.Tensor, ...]:
     """One output or several as a tuple."""
     return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
-
-
-def _ratio(error: float, budget: float) -> float:
-    if error == 0:
-        return 0.0
-    return error / budget if budget > 0 else math.inf

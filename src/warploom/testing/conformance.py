@@ -136,7 +136,9 @@ class _Run(NamedTuple):
         exact_inputs = upcast(inputs)
         exact = operator.reference(**exact_inputs)
         eager = operator.reference(**inputs)
-        before = {name: (t._version, t.detach().clone()) for name, t in inputs.items() if _is_tensor(t)}
+        before = {
+            name: (t._version, t.detach().clone()) for name, t in inputs.items() if isinstance(t, torch.Tensor)
+        }
         with poisoned_allocations():
             output = operator.function(**inputs, backend=backend)
         return cls(inputs, exact_inputs, output, exact, eager, before)
@@ -197,7 +199,7 @@ def upcast(inputs: Inputs) -> Inputs:
 
 def leaves(inputs: Inputs) -> dict[str, torch.Tensor]:
     """The tensors that want a gradient, by argument name."""
-    return {name: t for name, t in inputs.items() if _is_tensor(t) and t.requires_grad}
+    return {name: t for name, t in inputs.items() if isinstance(t, torch.Tensor) and t.requires_grad}
 
 
 def gradients(outputs: Outputs, inputs: Inputs, grad_outputs: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
@@ -231,10 +233,6 @@ def modified(inputs: Inputs, before: dict[str, tuple[int, torch.Tensor]]) -> tup
         for name, (version, copy) in before.items()
         if inputs[name]._version != version or not torch.equal(inputs[name], copy)
     )
-
-
-def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor)
 
 
 def _is_floating(value: object) -> TypeGuard[torch.Tensor]:
