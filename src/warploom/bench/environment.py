@@ -40,13 +40,9 @@ _NVIDIA_SMI = {
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Everything about this machine and installation that a measurement can depend on.
+    """Everything about this machine and installation that a measurement can depend on: JSON values by name.
 
-    Args:
-        device: The device that is measured; a CPU has none of the GPU's fields.
-
-    Returns:
-        JSON values by name. What a tool that is not there would have told is left out.
+    A CPU has none of the GPU's fields; what a tool that is not there would have told is left out.
     """
     environment: dict[str, Any] = {
         "device": device.type,
@@ -123,11 +119,7 @@ def _version(package: str) -> str | None:
 
 
 def _checkout(folder: Path) -> dict[str, Any]:
-    """Commit of this package: the one that the user names, else its checkout's; nothing of an installed copy.
-
-    Raises:
-        ArgumentError: What the user names is no commit.
-    """
+    """Commit of this package: the one that the user names, else its checkout's; nothing of an installed copy."""
     if said := os.environ.get(COMMIT):
         if not re.fullmatch("[0-9a-f]{40}", said):
             raise fault(ArgumentError, "bench", COMMIT, "a commit of 40 hexadecimal digits", repr(said))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,12 +100,10 @@ def evaluate(
     return with_times(records, timings, unit.bench.other_names)
 
 
-@contextmanager
-def _buffers_kept() -> Iterator[None]:
+def _buffers_kept() -> Any:
     """Let what is compiled here run its backward again and again on one graph, as it is timed."""
     config: Any = getattr(torch._functorch, "config", None)
-    with config.patch(donated_buffer=False) if hasattr(config, "donated_buffer") else contextlib.nullcontext():
-        yield
+    return config.patch(donated_buffer=False) if hasattr(config, "donated_buffer") else contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -171,7 +168,7 @@ def _check_and_measure_memory(
         others = allocated_bytes(device) - held_by_inputs - held
         peak = attempt(name, lambda start=starts[name]: peak_bytes(start(), device))  # type: ignore[misc]
         if isinstance(peak, Failure):
-            records[name] = _failed(records[name], peak)
+            records[name] = replace(records[name], **vars(peak))
             del starts[name]
         elif peak is not None:
             records[name] = replace(records[name], peak_memory_mib=(peak - others) / 2**20)
@@ -202,7 +199,7 @@ def _check(
         before = allocated_bytes(device)
         verdict = attempt(name, functools.partial(_judge, unit, name, subject, exact, eager))
         if isinstance(verdict, Failure):
-            records[name] = _failed(records[name], verdict)
+            records[name] = replace(records[name], **vars(verdict))
             continue
         function, accuracy = verdict
         records[name] = replace(records[name], **judged(accuracy))
@@ -284,7 +281,7 @@ def with_times(
     for name, record in records.items():
         timing = timings.get(name)
         if isinstance(timing, Failure):
-            record = _failed(record, timing)
+            record = replace(record, **vars(timing))
         elif timing is not None:
             bound = None if name in others else limit_ms
             fraction = None if bound is None else bound / timing.ms
@@ -299,7 +296,3 @@ def judged(accuracy: Accuracy) -> dict[str, Any]:
     error, budget = (v if math.isfinite(v) else None for v in (accuracy.max_error, accuracy.error_budget))
     found = {"max_error": error, "error_budget": budget}
     return found if accuracy.ok else {**found, "status": "incorrect", "reason": accuracy.describe()}
-
-
-def _failed(record: Record, failure: Failure) -> Record:
-    return replace(record, status=failure.status, reason=failure.reason)

@@ -67,13 +67,9 @@ def _model(case: Case, device: torch.device, dtype: torch.dtype) -> Any:
     from warploom.integrations import transformers as integration
 
     integration.register()
-    AttentionInterface.register(WITHOUT, _queries)
+    AttentionInterface.register(WITHOUT, lambda module, query, *args, **kwargs: (query.transpose(1, 2), None))
     integration._masks().AttentionMaskInterface.register(WITHOUT, lambda *args, **kwargs: None)
     return model
-
-
-def _queries(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    return query.transpose(1, 2), None
 
 
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -215,16 +211,17 @@ def _cases(device: str, layers: int) -> list[Case]:
     return [{**shape, "context_length": n} for n in (4096, 8192)] if device == "cuda" else []
 
 
-def _trial(device: str) -> list[Case]:
-    """Two thin layers: to try the instrument."""
-    return [{"size": "trial", "layers": 2, "batch": 1, "dtype": "float32", "context_length": 32}]
-
-
+TRIAL = {"size": "trial", "layers": 2, "batch": 1, "dtype": "float32", "context_length": 32}
+"""Two thin layers: to try the instrument."""
 BENCH = steps.model_bench(
     "llama",
     make_inputs,
     providers=("warploom", "sdpa", "eager", "warploom+compile", "sdpa+compile"),
-    suites={"quick": lambda device: [], "published": functools.partial(_cases, layers=4), "trial": _trial},
+    suites={
+        "quick": lambda device: [],
+        "published": functools.partial(_cases, layers=4),
+        "trial": lambda device: [TRIAL],
+    },
     traffic=_traffic,
     title="Llama of transformers, by its attention: wall time of a prompt, a training step, 200 decoded tokens",
     x="context_length",

@@ -155,12 +155,7 @@ def in_turns(
 
     Each round begins with another call, so that none always comes behind the same one.
 
-    Args:
-        calls: What to call, by provider; what has failed before stays as it is.
-        rounds: How often each of the others.
-
-    Returns:
-        All results of each, or its failure, after which it is not called again.
+    A call that fails is not made again, and its failure is its result; one that failed before stays as it is.
     """
     found: dict[str, list[T] | Failure] = {
         n: call if isinstance(call, Failure) else [] for n, call in calls.items()

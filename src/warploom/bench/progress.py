@@ -19,8 +19,6 @@ class Progress:
     def __init__(self, bar: progress.Progress, total: int) -> None:
         self.bar = bar
         self.task = bar.add_task("", total=total)
-        self.total = total
-        self.count = 0
 
     def begin(self, label: str) -> None:
         """A unit is about to be measured."""
@@ -29,10 +27,10 @@ class Progress:
     def end(self, label: str, records: Sequence[Record]) -> None:
         """A unit is finished; without records, because there was nothing to do."""
         self.bar.advance(self.task)
-        self.count += 1
         if records and self.bar.disable:
             results = ", ".join(f"{r.provider} {r.status if r.ms is None else f'{r.ms:.4g} ms'}" for r in records)
-            print(f"[{self.count}/{self.total}] {label}: {results}", file=sys.stderr, flush=True)
+            task = self.bar.tasks[0]
+            print(f"[{task.completed:g}/{task.total:g}] {label}: {results}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,7 +173,11 @@ def run(
         missed = [(task.unit, [n for n in task.missing if n != LIMIT]) for task in tasks if task.missing]
         prepare(missed, None if time_limit is None else time_limit / 2)
     clock = WatchedClock(make_clock(device), make_reader(device))
-    with show_progress(len(units)) as progress, _quick_collections():
+    with show_progress(len(units)) as progress, contextlib.ExitStack() as stack:
+        # Every case collects garbage several times: the modules' objects are no part of it.
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
         for unit, blank, prints, known, missing in tasks:
             if missing and time_limit is not None and time.monotonic() - began >= time_limit:
                 outcome.reason = outcome.reason or f"the time limit of {time_limit:g} s is reached"
@@ -255,14 +259,3 @@ def _measure(
         # A resumed run passes the culprit by and measures the others.
         names = [lost.name] if lost.name in missing else missing
         return [replace(blank, provider=name, status="error", reason=lost.reason) for name in names]
-
-
-@contextmanager
-def _quick_collections() -> Iterator[None]:
-    """Take the modules' objects out of garbage collection: every case collects several times."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -176,11 +176,7 @@ def _whole(text: str) -> int:
 
 
 def typed(kind: type, fields: object) -> dict[str, Any]:
-    """The fields of a dataclass as they came from JSON, if their names and types are those that it declares.
-
-    Raises:
-        ValueError: There is another name, a value of another type, or a negative number.
-    """
+    """The fields of a dataclass as they came from JSON; `ValueError` for another name or type, or less than 0."""
     if not isinstance(fields, Mapping):
         raise ValueError("not a JSON object")
     known = _types(kind)

@@ -179,8 +179,14 @@ def measure(
         name: stepper if isinstance(stepper, Failure) else stepper.turn for name, stepper in steppers.items()
     }
     calls[LIMIT] = lambda: [product() for _ in range(TURN)]
-    with _no_collections():
+    gc.collect()  # now, not among the steps: what compilers leave behind takes longer to look through than a step
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
         taken = in_turns(calls, dict.fromkeys(calls, -(-STEPS // TURN)))
+    finally:
+        if enabled:
+            gc.enable()
     samples = {n: t if isinstance(t, Failure) else [ms for turn in t for ms in turn] for n, t in taken.items()}
     records = steps.step_records(replace(blank, flops=flops), samples)
     return [_completed(record, steppers.get(record.provider)) for record in records]
@@ -219,19 +225,6 @@ def _completed(record: Record, stepper: Stepper | Failure | None) -> Record:
     }
     details |= {"held_memory_mib": stepper.memory_mib["held"]} if stepper.memory_mib else {}
     return replace(record, peak_memory_mib=stepper.memory_mib.get("peak"), details=details)
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Collect garbage now and none inside: what compilers leave behind takes longer to look through than a step."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def launched(case: Case, provider: str) -> None:

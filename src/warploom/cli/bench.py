@@ -59,7 +59,11 @@ def _bench(options: argparse.Namespace) -> int:
     plan(chosen, selection, device.type)
     output = options.output or Path("runs") / f"{slug(device)}-{options.suite}"
     _check_commit(output, device)
-    _say_first(options, device)
+    print(describe(device), flush=True)
+    if device.type == "cpu":
+        print("A trial of the instrument: PyTorch is timed, and compiled peers by --provider.", flush=True)
+    if not options.no_report and not _has_report():
+        print("warploom: no report: jinja2 is missing: pip install 'warploom[bench]'", file=sys.stderr)
     if device.type == "cpu" and options.provider is None:
         chosen = [_without_compilers(bench) for bench in chosen]
     prepare = functools.partial(compile_first, device=device, specs=options.spec)
@@ -83,15 +87,6 @@ def _bench(options: argparse.Namespace) -> int:
     return int(outcome.failed(chosen, device.type) or outcome.device_lost)
 
 
-def _say_first(options: argparse.Namespace, device: torch.device) -> None:
-    """What a user should know before anything is measured."""
-    print(describe(device), flush=True)
-    if device.type == "cpu":
-        print("A trial of the instrument: PyTorch is timed, and compiled peers by --provider.", flush=True)
-    if not options.no_report and not _has_report():
-        print("warploom: no report: jinja2 is missing: pip install 'warploom[bench]'", file=sys.stderr)
-
-
 def _has_report() -> bool:
     return importlib.util.find_spec("jinja2") is not None
 
@@ -104,11 +99,7 @@ def _without_compilers(bench: Bench) -> Bench:
 
 
 def _check_commit(output: Path, device: torch.device) -> None:
-    """Records under ``results`` are of a commit that can be found again.
-
-    Raises:
-        ArgumentError: The checkout has changes, or its commit is not known.
-    """
+    """Records under ``results`` are of a commit that can be found again: any other is refused."""
     if "results" not in Path.cwd().joinpath(output).parts:
         return
     from warploom.bench.environment import COMMIT, describe_environment

@@ -52,11 +52,7 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def select(options: argparse.Namespace, modes: list[str] | None) -> tuple[list[Bench], Selection]:
-    """The benches that a command is about, and which part of them.
-
-    Raises:
-        ArgumentError: There is no such bench, or a case is no ``KEY=VALUE``.
-    """
+    """The benches that a command is about, and which part of them."""
     from warploom.bench.registry import benches
     from warploom.bench.runner import Selection
     from warploom.testing.specs import load_specs
@@ -112,11 +108,7 @@ def seconds(text: str) -> float:
 
 
 def names_in(specs: Sequence[Spec], what: str) -> list[str]:
-    """The names of the ``operators`` or ``benches`` of specs, which a command is about when the user gives none.
-
-    Raises:
-        ArgumentError: There are specs, and none of them has any.
-    """
+    """The names of the ``operators`` or ``benches`` of specs, which a command is about when the user gives none."""
     names = [one.name for spec in specs for one in getattr(spec, what)]
     if specs and not names:
         raise ArgumentError(f"--spec {specs[0].path}: defines no {what.upper()}")
@@ -131,11 +123,7 @@ def words(text: str) -> list[str]:
 
 
 def the_device(name: str) -> torch.device:
-    """The device that ``--device`` means.
-
-    Raises:
-        DeviceError: ``cuda``, and there is none.
-    """
+    """The device that ``--device`` means; ``cuda`` where there is none is refused."""
     import torch
 
     available = torch.cuda.is_available()

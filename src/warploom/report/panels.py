@@ -107,11 +107,10 @@ class Panel:
         return {x: ms for x in self.xs(mode) if x in limit and (ms := limit[x].ms)}
 
     def rival(self, mode: str, x: Any, section: Section) -> Pair | None:
-        """Ours at a position, and beside it the fastest of all others that were right in the same run.
+        """Ours at a position as A, and the fastest of all others that were right in the same run as B.
 
-        Returns:
-            A is ours and B the other: its ratio says how many times as long the other took. None where either is
-            missing, doubtful, or of another run.
+        Its ratio says how many times as long the other took. None where either is missing, doubtful or of another
+        run.
         """
         line = {name: points[x] for name, points in self.at(mode).items() if x in points}
         ours = next((line[name] for name in section.own_names if name in line and line[name].ms), None)

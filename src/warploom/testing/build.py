@@ -175,7 +175,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             built.append(future.result())
         except BuildError as error:
             failures.append(error)
-    _print_table(built)
+    print(f"{'kernel':<24} {'arch':>6} {'registers':>9} {'stack':>6} {'allowed':>7} {'shared':>7}  variant")
+    for r in sorted(built, key=lambda r: (r.kernel, r.variant, r.arch)):
+        arch = f"sm_{r.arch}"
+        print(f"{r.kernel:<24} {arch:>6} {r.registers:>9} {r.stack:>6} {r.allowed:>7} {r.shared:>7}  {r.variant}")
     for failure in failures:
         print(f"FAILED {failure}")
     spilled = sum(resources.stack > resources.allowed for resources in built)
@@ -213,13 +216,6 @@ def _usage(cubin: bytes) -> tuple[int, int, int]:
         raise BuildError(f"no resource usage in the report of cuobjdump:\n{report}")
     registers, stack, local = (int(number) for number in found.groups())
     return registers, stack, local
-
-
-def _print_table(built: Sequence[Resources]) -> None:
-    print(f"{'kernel':<24} {'arch':>6} {'registers':>9} {'stack':>6} {'allowed':>7} {'shared':>7}  variant")
-    for r in sorted(built, key=lambda r: (r.kernel, r.variant, r.arch)):
-        arch = f"sm_{r.arch}"
-        print(f"{r.kernel:<24} {arch:>6} {r.registers:>9} {r.stack:>6} {r.allowed:>7} {r.shared:>7}  {r.variant}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from warploom.testing.poison import poisoned_allocations
 SEED = 2718
 """Seed of every case's inputs; results differ from machine to machine only by what is being checked."""
 
-
 FEWEST = 1000
 """Elements of a result with which one draw of inputs sets a budget that is not luck; see `accuracy.mean_of`."""
 MOST_DRAWS = 16
@@ -203,12 +202,9 @@ def leaves(inputs: Inputs) -> dict[str, torch.Tensor]:
 
 
 def gradients(outputs: Outputs, inputs: Inputs, grad_outputs: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-    """Gradients of every leaf by argument name; zeros for one that the outputs do not depend on.
+    """Gradients of the `leaves` of inputs by argument name; zeros for one that the outputs do not depend on.
 
-    Args:
-        outputs: A tensor or several, computed from ``inputs``.
-        inputs: Arguments; `leaves` says which of them get a gradient.
-        grad_outputs: One per output; cast to the outputs' dtypes.
+    There is one of ``grad_outputs`` for each output; it is cast to its dtype.
     """
     wanted = leaves(inputs)
     differentiable = as_tuple(outputs)
