@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from strided import strided_view
 
 from warploom.errors import BackendError
 from warploom.ops.spec import Case, Inputs, Operator
 from warploom.testing import accuracy
 from warploom.testing.accuracy import compare, mean_of
 from warploom.testing.conformance import check_operator, judge, judge_draws, make_draws
-from warploom.testing.poison import poisoned_allocations, strided_view
+from warploom.testing.poison import poisoned_allocations
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from launches import MERGING, ON_GPU
+from strided import strided_view
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,7 +38,7 @@ from warploom.testing.conformance import (
     random_like,
     upcast,
 )
-from warploom.testing.poison import poisoned_allocations, strided_view
+from warploom.testing.poison import poisoned_allocations
 
 OPERATORS = tuple(operators().values())
 BACKENDS = ("torch", "triton") if HAS_TRITON else ("torch",)

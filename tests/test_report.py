@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import toy
+from texts import markdown
 
 from warploom.bench import records as records_module
 from warploom.bench.fingerprint import fingerprint
@@ -24,7 +25,7 @@ from warploom.report.palette import looks
 from warploom.report.panels import arrange, load_sections
 from warploom.report.published import FOLDER, published
 from warploom.report.rivals import against, summaries
-from warploom.report.table import Cell, Table, markdown, text
+from warploom.report.table import Cell, Table, text
 from warploom.report.tables import tables_of
 
 BENCH = replace(toy.make_bench(), name="lrpe-rotate", title="A rotation")

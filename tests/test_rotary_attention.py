@@ -7,6 +7,7 @@ import pytest
 import torch
 from launches import choose_as_on, driver_accepts
 from planned_calls import forget_plans
+from strided import strided_view
 
 from warploom import flash_attention, lrpe_rotate
 from warploom.nn import Attention, RotaryEmbedding
@@ -24,7 +25,7 @@ from warploom.ops.rotary_attention import operator as module
 from warploom.ops.rotary_attention.api import rotary_attention
 from warploom.runtime.launch import Launch
 from warploom.runtime.plans import Plans
-from warploom.testing.poison import poisoned_allocations, strided_view
+from warploom.testing.poison import poisoned_allocations
 
 Tensor = torch.Tensor
 SCALE = 0.3

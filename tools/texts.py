@@ -24,7 +24,7 @@ from warploom.report.labels import mode_title, size, sort_xs
 from warploom.report.palette import looks
 from warploom.report.panels import Panel, Section, arrange
 from warploom.report.rivals import Summary, against, summaries, summary
-from warploom.report.table import Table, markdown, number
+from warploom.report.table import Table, number, shown
 
 __all__ = ["ROWS", "markdown_table", "replace_between", "speed_table", "update"]
 
@@ -38,6 +38,27 @@ TEXTS = ("README.md", "docs/results.md", "docs/transformer.md", *GUIDES)
 MARK = "<!-- {}: written by tools/texts.py from records; do not edit -->"
 END = "<!-- end of {} -->"
 NOTHING = "There are no records of the present code yet."
+
+
+def markdown(tables: Sequence[Table]) -> str:
+    """Tables in GitHub's Markdown."""
+    lines: list[str] = []
+    for table in tables:
+        lines += [f"**{_escape(table.title)}**", ""] if table.title else []
+        lines.append(_line(table.heads))
+        lines.append("|" + " --- |" * table.words + " ---: |" * (len(table.heads) - table.words))
+        lines += [_line([shown(cell) for cell in row]) for row in table.rows]
+        lines += ["", *(f"- {_escape(note)}" for note in table.notes)] if table.notes else []
+        lines.append("")
+    return "\n".join(lines).rstrip("\n")
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(map(_escape, cells)) + " |"
+
+
+def _escape(cell: str) -> str:
+    return cell.replace("|", r"\|").replace("_", r"\_").replace("*", r"\*").replace("<", "&lt;")
 
 
 @dataclass(frozen=True)

@@ -86,9 +86,17 @@ def warp_specialize(partitions: Any, *_: Any, **__: Any) -> None:
 
 
 def numbers(*bounds: Any, **_: Any) -> Iterator[Tensor]:
-    """What a loop at run time goes over."""
-    for i in range(*map(int, bounds)):
-        yield number(i)
+    """What a loop at run time goes over; it counts in so many bits as its bounds have."""
+    begin, end, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1)[:3]
+    kind = functools.reduce(
+        torch.promote_types, (x.value.dtype for x in bounds if isinstance(x, Tensor)), torch.int32
+    )
+    i, end, step = int(begin), int(end), int(step)
+    while i < end if step > 0 else i > end:
+        yield number(i, kind)
+        i += step
+        if kind == torch.int32:
+            i = (i + 2**31) % 2**32 - 2**31
 
 
 def elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., Tensor]:

@@ -18,8 +18,7 @@ from random_cases.calls import Call
 from random_cases.cancelling import cancelling
 from random_cases.definitions import function_of, reference_of
 from warploom.ops.flash_attention.reference import factor_of
-from warploom.testing.accuracy import Accuracy, compare_each, mean_of
-from warploom.testing.conformance import as_tuple
+from warploom.testing.accuracy import Accuracy, as_tuple, compare_each, mean_of
 from warploom.testing.poison import poisoned_allocations
 
 __all__ = ["Failure", "Prepared", "Verdict", "judge", "judge_entry", "repeat"]

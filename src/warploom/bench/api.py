@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import shlex
 import sys
 import tempfile
@@ -20,9 +19,7 @@ from warploom.bench.runner import Outcome, Selection, run
 from warploom.errors import ArgumentError
 from warploom.ops import register
 from warploom.ops.spec import Bench, Case, Inputs, Operator, Outputs, Traffic
-from warploom.testing.conformance import as_tuple
-
-__all__ = ["Results", "run_bench", "time_functions"]
+from warploom.testing.accuracy import as_tuple
 
 Function = Callable[..., Outputs]
 
@@ -192,7 +189,7 @@ def time_functions(
         operator=operator,
         suites={"quick": lambda device_type: list(cases)},
         providers={key: functools.partial(_given, function) for key, function in functions.items()},
-        traffic=traffic or _Traffic(operator),
+        traffic=traffic or functools.partial(_traffic, operator),
         title=" · ".join(functions),
         x=next(iter(cases[0]), "n"),
         modes=tuple(dict.fromkeys(mode.removesuffix("_graph") for mode in modes)),
@@ -213,33 +210,21 @@ def _moved(value: Any, device: torch.device | str) -> Any:
     return value.detach().to(device).requires_grad_(value.requires_grad)
 
 
-class _Traffic:
+def _traffic(operator: Operator, case: Case, mode: str) -> Traffic:
     """Every input and every output moved once; in the backward pass the gradients instead of the outputs."""
-
-    def __init__(self, operator: Operator) -> None:
-        self.operator = operator
-        self.known: dict[str, Traffic] = {}
-
-    def __call__(self, case: Case, mode: str) -> Traffic:
-        key = json.dumps([dict(case), mode])
-        if key not in self.known:
-            self.known[key] = self._measure(case, mode)
-        return self.known[key]
-
-    def _measure(self, case: Case, mode: str) -> Traffic:
-        inputs = self.operator.make_inputs(case, torch.device("cpu"), torch.Generator())
-        shapes = {key: _moved(value, "meta") for key, value in inputs.items()}
-        try:
-            outputs = as_tuple(self.operator.reference(**shapes))
-        except Exception as error:  # whatever the user's own code cannot do without values
-            raise ArgumentError(
-                f"time_functions: give traffic; sizes of the outputs cannot be worked out without values ({error})"
-            ) from error
-        tensors = [value for value in shapes.values() if isinstance(value, torch.Tensor)]
-        read, written = _bytes(tensors), _bytes(outputs)
-        if mode == "bwd":
-            read, written = read + written, _bytes([tensor for tensor in tensors if tensor.requires_grad])
-        return Traffic.of_bytes(read, written)
+    inputs = operator.make_inputs(case, torch.device("cpu"), torch.Generator())
+    shapes = {key: _moved(value, "meta") for key, value in inputs.items()}
+    try:
+        outputs = as_tuple(operator.reference(**shapes))
+    except Exception as error:  # whatever the user's own code cannot do without values
+        raise ArgumentError(
+            f"time_functions: give traffic; sizes of the outputs cannot be worked out without values ({error})"
+        ) from error
+    tensors = [value for value in shapes.values() if isinstance(value, torch.Tensor)]
+    read, written = _bytes(tensors), _bytes(outputs)
+    if mode == "bwd":
+        read, written = read + written, _bytes([tensor for tensor in tensors if tensor.requires_grad])
+    return Traffic.of_bytes(read, written)
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -10,8 +10,6 @@ import torch
 
 from warploom.ops.spec import Unsupported
 
-__all__ = ["DeviceLostError", "Failure", "attempt"]
-
 T = TypeVar("T")
 
 

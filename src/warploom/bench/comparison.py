@@ -22,8 +22,6 @@ from warploom.bench.records import LIMIT, Record, is_stale, load, load_environme
 from warploom.bench.registry import benches
 from warploom.errors import ArgumentError
 
-__all__ = ["Comparison", "Mean", "Pair", "Side", "compare", "read_side"]
-
 
 @dataclass(frozen=True)
 class Side:
@@ -140,22 +138,29 @@ class Comparison:
 
     def to_json(self) -> str:
         """Everything as JSON; what there is no number for is null."""
-        sides = [
+        a, b = (
             {"path": str(side.path), "provider": side.provider, "devices": side.devices, "stale": side.stale}
             for side in (self.a, self.b)
-        ]
-        return json.dumps(
-            {
-                "a": sides[0],
-                "b": sides[1],
-                "ratio": "time of b over time of a",
-                "pairs": [_pair_facts(pair) for pair in self.pairs],
-                "means": [{name: _number(value) for name, value in asdict(mean).items()} for mean in self.means],
-                "unmatched": self.unmatched,
-            },
-            indent=2,
-            allow_nan=False,
         )
+        pairs = [
+            {
+                "operator": pair.operator,
+                "mode": pair.mode,
+                "case": pair.case,
+                "a_ms": pair.a.ms,
+                "b_ms": pair.b.ms,
+                "ratio": pair.ratio,
+                "low": pair.interval[0],
+                "high": pair.interval[1],
+                "significant": pair.significant,
+                "verdict": pair.verdict,
+            }
+            for pair in self.pairs
+        ]
+        found: dict[str, Any] = {"a": a, "b": b, "ratio": "time of b over time of a", "pairs": pairs}
+        found |= {"means": [asdict(mean) for mean in self.means], "unmatched": self.unmatched}
+        finite = json.loads(json.dumps(found), parse_constant=lambda _: None)
+        return json.dumps(finite, indent=2, allow_nan=False)
 
 
 def read_side(text: str | Path, provider: str = "") -> Side:
@@ -184,7 +189,12 @@ def read_side(text: str | Path, provider: str = "") -> Side:
             path, provider = Path(before), after
     known = load_environments(path)
     records = load([path])
-    chosen = tuple(_of_provider(records, provider))
+    named = {bench.record_name: bench.own for bench in benches().values()}
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.operator, []).append(record)
+    own = {operator: provider or own_provider(group, named.get(operator, "")) for operator, group in groups.items()}
+    chosen = tuple(r for r in records if r.provider == own[r.operator] and (provider or r.provider != LIMIT))
     if not chosen:
         names = ", ".join(sorted({record.provider for record in records})) or "none"
         raise ArgumentError(
@@ -192,17 +202,6 @@ def read_side(text: str | Path, provider: str = "") -> Side:
         )
     devices = dict.fromkeys(device_name(known.get(record.environment, {})) for record in chosen)
     return Side(path, provider, chosen, tuple(devices), sum(map(is_stale, chosen)))
-
-
-def _of_provider(records: Sequence[Record], provider: str) -> Iterable[Record]:
-    if provider:
-        return [record for record in records if record.provider == provider]
-    named = {bench.record_name: bench.own for bench in benches().values()}
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(record.operator, []).append(record)
-    own = {operator: own_provider(group, named.get(operator, "")) for operator, group in groups.items()}
-    return [record for record in records if record.provider == own[record.operator] != LIMIT]
 
 
 def compare(a: Side, b: Side) -> Comparison:
@@ -245,27 +244,6 @@ def _mean(name: str, pairs: Sequence[Pair]) -> Mean:
     ends = [pair.interval for pair in pairs]
     ratio = geometric(pair.ratio for pair in pairs)
     return Mean(name, len(pairs), ratio, geometric(low for low, _ in ends), geometric(high for _, high in ends))
-
-
-def _number(value: Any) -> Any:
-    """A value for JSON, which has no infinity."""
-    return value if not isinstance(value, float) or math.isfinite(value) else None
-
-
-def _pair_facts(pair: Pair) -> dict[str, Any]:
-    low, high = pair.interval
-    return {
-        "operator": pair.operator,
-        "mode": pair.mode,
-        "case": pair.case,
-        "a_ms": pair.a.ms,
-        "b_ms": pair.b.ms,
-        "ratio": _number(pair.ratio),
-        "low": _number(low),
-        "high": _number(high),
-        "significant": pair.significant,
-        "verdict": pair.verdict,
-    }
 
 
 def case_words(pairs: Sequence[Pair]) -> list[str]:

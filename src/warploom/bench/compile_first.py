@@ -17,8 +17,8 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -28,8 +28,6 @@ from warploom.bench.registry import benches
 from warploom.ops.spec import Case
 from warploom.testing.workers import workers
 
-__all__ = ["compile_first"]
-
 MOST_PROCESSES = 12
 LEAST_UNITS = 16
 """Fewer units take less time than processes take to begin."""
@@ -37,8 +35,7 @@ _SIZES = frozenset({"n", "m", "batch", "grid", "prefix"})
 """Parameters that mostly do not decide which kernel runs: cases that differ in these go to one process."""
 
 
-@dataclass(frozen=True)
-class _Work:
+class _Work(NamedTuple):
     """A `Unit` as it can be sent to a process, and which of its providers to call."""
 
     bench: str
@@ -46,12 +43,6 @@ class _Work:
     case: Case
     mode: str
     providers: tuple[str, ...]
-
-    @property
-    def group(self) -> str:
-        """What units that are likely to share kernels have in common."""
-        kept = {name: value for name, value in self.case.items() if name not in _SIZES}
-        return json.dumps([self.bench, self.mode, kept], sort_keys=True)
 
 
 def compile_first(
@@ -73,18 +64,15 @@ def compile_first(
         Whether it came to an end before the time was up.
     """
     known = benches()
-    work = [
-        _Work(unit.bench.name, unit.suite, dict(unit.case), unit.mode, compiled)
-        for unit, names in units
-        if known.get(unit.bench.name) is unit.bench
-        and unit.bench.measure is None
-        and (compiled := tuple(name for name in names if name not in unit.bench.precompiled))
-    ]
     groups: dict[str, list[_Work]] = {}
-    for item in work:
-        groups.setdefault(item.group, []).append(item)
+    for unit, names in units:
+        compiled = tuple(name for name in names if name not in unit.bench.precompiled)
+        if compiled and known.get(unit.bench.name) is unit.bench and unit.bench.measure is None:
+            kept = {name: value for name, value in unit.case.items() if name not in _SIZES}
+            group = groups.setdefault(json.dumps([unit.bench.name, unit.mode, kept], sort_keys=True), [])
+            group.append(_Work(unit.bench.name, unit.suite, dict(unit.case), unit.mode, compiled))
     processes = min(MOST_PROCESSES, os.cpu_count() or 1, len(groups))
-    if device.type != "cuda" or len(work) < LEAST_UNITS or processes < 2:
+    if device.type != "cuda" or sum(map(len, groups.values())) < LEAST_UNITS or processes < 2:
         return True
     not_ours = set(multiprocessing.active_children())
     # If a process dies, what it left is compiled where it is measured.

@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,22 +26,29 @@ from torch.nn import functional as F
 
 from warploom import flash_attention, linear_attention
 from warploom.bench.attempt import Failure, attempt
-from warploom.bench.evaluate import Unit, with_times
+from warploom.bench.evaluate import Unit, judged
 from warploom.bench.fingerprint import LIMIT
-from warploom.bench.measure import Clock, CudaClock, Sample, Timing, peak_bytes, release_memory, time_interleaved
+from warploom.bench.measure import (
+    Clock,
+    CudaClock,
+    Sample,
+    Timing,
+    peak_bytes,
+    release_memory,
+    time_interleaved,
+    wall_us,
+)
 from warploom.bench.records import Record
+from warploom.bench.steps import model_bench
 from warploom.distributed import (
     context_parallel_attention,
     context_parallel_linear_attention,
     shard_sequence,
     unshard_sequence,
 )
-from warploom.distributed.layout import Layout
-from warploom.ops.spec import KERNELS, Bench, Case, Inputs, Operator, Outputs, Traffic, Unsupported, normal
-from warploom.testing.accuracy import compare
-from warploom.testing.conformance import as_tuple, leaves, upcast
-
-__all__ = ["BENCH"]
+from warploom.ops.spec import KERNELS, Case, Inputs, Outputs, Traffic, Unsupported, normal
+from warploom.testing.accuracy import as_tuple, compare
+from warploom.testing.conformance import leaves, upcast
 
 Tensor = torch.Tensor
 Function = Callable[..., Outputs]
@@ -89,9 +95,7 @@ def whole(case: Case, backend: str = "auto") -> Function:
     return attend
 
 
-# ----------------------------------------------------------------------------------------------------------
 # Providers: functions of this rank's parts
-# ----------------------------------------------------------------------------------------------------------
 
 
 def _ours(case: Case, mesh: DeviceMesh) -> Function:
@@ -171,9 +175,7 @@ PROVIDERS: dict[str, Callable[[Case, DeviceMesh], Function]] = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------------
 # A rank
-# ----------------------------------------------------------------------------------------------------------
 
 
 class RanksClock:
@@ -192,10 +194,7 @@ class RanksClock:
     def host_us(self, call: Callable[[], object]) -> float:
         """See `Clock.host_us`."""
         self._slowest(0.0)
-        entered = time.perf_counter_ns()
-        call()
-        returned = time.perf_counter_ns()
-        return self._slowest((returned - entered) / 1e3)
+        return self._slowest(wall_us(call))
 
     def sample(self, call: Callable[[], object], host_us: float) -> Sample:
         """See `Clock.sample`."""
@@ -211,23 +210,25 @@ class RanksClock:
         clock.end.record()
         ahead = not clock.start.query()
         clock.end.synchronize()
-        return Sample(
-            self._slowest(float(clock.start.elapsed_time(clock.end))), self._slowest(float(not ahead)) == 0
-        )
+        ms = self._slowest(float(clock.start.elapsed_time(clock.end)))
+        return Sample(ms, self._slowest(float(not ahead)) == 0)
 
 
-def _parts(inputs: Inputs, case: Case, mesh: DeviceMesh) -> Inputs:
-    """This rank's parts of inputs; what has no tokens is every rank's."""
-    layout: Layout = "contiguous" if case["kind"] == "linear" else "zigzag"
-    cu_seqlens = inputs.get("cu_seqlens")
+def _sharding(inputs: Inputs, case: Case) -> dict[str, Any]:
+    """How a sequence lies on the ranks."""
+    layout = "contiguous" if case["kind"] == "linear" else "zigzag"
+    return {"layout": layout, "cu_seqlens": inputs.get("cu_seqlens")}
 
-    def part(name: str, x: Any) -> Any:
-        if name not in ("q", "k", "v", "grad"):
-            return x
-        local = shard_sequence(x.detach(), mesh, layout=layout, cu_seqlens=cu_seqlens)
+
+def _parts(inputs: Inputs, grad: Tensor | None, case: Case, mesh: DeviceMesh) -> tuple[Inputs, Tensor | None]:
+    """This rank's parts of inputs and of the output's gradient; what has no tokens is every rank's."""
+
+    def part(x: Tensor) -> Tensor:
+        local = shard_sequence(x.detach(), mesh, **_sharding(inputs, case))
         return local.requires_grad_(x.requires_grad)
 
-    return {name: part(name, x) for name, x in inputs.items()}
+    parts = {name: part(x) if name in ("q", "k", "v") else x for name, x in inputs.items()}
+    return parts, None if grad is None else part(grad)
 
 
 def _run(function: Function, inputs: Inputs, grad: Tensor | None) -> tuple[Tensor, ...]:
@@ -240,9 +241,7 @@ def _run(function: Function, inputs: Inputs, grad: Tensor | None) -> tuple[Tenso
 
 
 def _gather_all(results: Sequence[Tensor], inputs: Inputs, case: Case, mesh: DeviceMesh) -> tuple[Tensor, ...]:
-    layout: Layout = "contiguous" if case["kind"] == "linear" else "zigzag"
-    options: dict[str, Any] = {"layout": layout, "cu_seqlens": inputs.get("cu_seqlens")}
-    return tuple(unshard_sequence(x.detach(), mesh, **options) for x in results)
+    return tuple(unshard_sequence(x.detach(), mesh, **_sharding(inputs, case)) for x in results)
 
 
 def _drawn(case: Case, mode: str, device: torch.device) -> tuple[Inputs, Tensor | None]:
@@ -260,52 +259,46 @@ def _judge(name: str, case: Case, mode: str, mesh: DeviceMesh, device: torch.dev
     reference = whole(case, "torch")
     exact = _run(reference, upcast(inputs), None if grad is None else grad.double())
     eager = _run(reference, inputs, grad)
-    parts = _parts({**inputs, **({} if grad is None else {"grad": grad})}, case, mesh)
-    of_grad = parts.pop("grad", None)
     with _in_context(name, case, mesh, device):
-        found = _run(PROVIDERS[name](case, mesh), parts, of_grad)
-    accuracy = compare(_gather_all(found, inputs, case, mesh), exact, eager)
-    told: dict[str, Any] = {"max_error": accuracy.max_error, "error_budget": accuracy.error_budget}
-    return told if accuracy.ok else {**told, "status": "incorrect", "reason": accuracy.describe()}
+        found = _run(PROVIDERS[name](case, mesh), *_parts(inputs, grad, case, mesh))
+    return judged(compare(_gather_all(found, inputs, case, mesh), exact, eager))
 
 
 def _measured(task: dict[str, Any], device: torch.device) -> dict[str, dict[str, Any]]:
-    """What a rank finds out about the providers, and the call on one GPU as the limit."""
+    """Fields of the records of all providers, and of the limit: the call on one GPU."""
     case, mode, names = task["case"], task["mode"], task["providers"]
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
     clock: Clock = RanksClock(device)
     results: dict[str, dict[str, Any]] = {}
     for name in names:
         verdict = attempt(name, functools.partial(_judge, name, case, mode, mesh, device))
-        results[name] = (
-            {"status": verdict.status, "reason": verdict.reason} if isinstance(verdict, Failure) else verdict
-        )
+        results[name] = asdict(verdict) if isinstance(verdict, Failure) else verdict
     release_memory(device)
     inputs, grad = _drawn(case, mode, device)
-    parts = _parts({**inputs, **({} if grad is None else {"grad": grad})}, case, mesh)
-    of_grad = parts.pop("grad", None)
+    parts = _parts(inputs, grad, case, mesh)
     one = functools.partial(_run, whole(case), inputs, grad)
-    if "status" not in results.get(KERNELS, {"status": ""}):
-        found = _run(_ours(case, mesh), parts, of_grad)
-        alone = _run(whole(case), inputs, grad)
-        names_of = ("out", "dq", "dk", "dv")
-        same = {
-            n: bool(torch.equal(a, b)) for n, a, b in zip(names_of, _gather_all(found, inputs, case, mesh), alone)
-        }
+    fit = [name for name in names if "status" not in results[name]]
+    if KERNELS in fit:
+        found = _gather_all(_run(_ours(case, mesh), *parts), inputs, case, mesh)
+        same = {n: bool(torch.equal(a, b)) for n, a, b in zip(("out", "dq", "dk", "dv"), found, one())}
         results[KERNELS]["details"] = {"bits_of_one_gpu": same}
-        del found, alone
-    for name in [n for n in names if "status" not in results[n]]:
-        call = functools.partial(_run, PROVIDERS[name](case, mesh), parts, of_grad)
+        del found
+    for name in fit:
+        call = functools.partial(_run, PROVIDERS[name](case, mesh), *parts)
         with _in_context(name, case, mesh, device):
-            results[name]["peak"] = attempt(name, functools.partial(peak_bytes, call, device))
+            peak = attempt(name, functools.partial(peak_bytes, call, device))
             timings = time_interleaved({name: call, LIMIT: one}, clock)
-        for key, timing in timings.items():
-            told = asdict(timing)
-            if key == LIMIT and name != names[0]:
-                results[name]["limit_ms"] = told.get("ms")
-                continue
-            results[key] = {**results.get(key, {}), **told}
-    return {name: {k: v for k, v in found.items() if not isinstance(v, Failure)} for name, found in results.items()}
+        if isinstance(peak, int):
+            results[name]["peak_memory_mib"] = peak / 2**20
+        limit = timings[LIMIT]
+        if isinstance(limit, Timing):
+            limit = timings[LIMIT] = limit.scaled(1 / case["gpus"])
+        # Each is compared with the limit that took turns with it, the first of which is recorded.
+        for key, timing in timings.items() if LIMIT not in results else [(name, timings[name])]:
+            results[key] = {**results.get(key, {}), **asdict(timing)}
+            if isinstance(limit, Timing) and isinstance(timing, Timing):
+                results[key] |= {"limit_ms": limit.ms, "limit_fraction": limit.ms / timing.ms}
+    return results
 
 
 def main(folder: str) -> None:
@@ -324,49 +317,23 @@ def main(folder: str) -> None:
     dist.destroy_process_group()
 
 
-# ----------------------------------------------------------------------------------------------------------
 # The command
-# ----------------------------------------------------------------------------------------------------------
 
 
 def measure(
     unit: Unit, providers: Sequence[str], device: torch.device, clock: Clock, blank: Record
 ) -> list[Record]:
     """Start the ranks of a case, and make records of what they found; see `warploom.bench.evaluate.evaluate`."""
-    records = {
-        name: replace(blank, provider=name, flops=flops_of(unit.case, unit.mode)) for name in (*providers, LIMIT)
-    }
-    gpus = unit.case["gpus"]
-    if device.type == "cuda" and torch.cuda.device_count() < gpus:
-        reason = f"{gpus} GPUs are needed, and {torch.cuda.device_count()} are there"
-        return [replace(record, status="unsupported", reason=reason) for record in records.values()]
-    release_memory(device)
-    found, reason = _on_ranks(dict(unit.case), unit.mode, providers, device)
-    timings: dict[str, Timing | Failure] = {}
-    for name, record in records.items():
-        result = found.get(name)
-        if result is None:
-            records[name] = replace(record, status="error", reason=reason or "not measured")
-            continue
-        fields = ("status", "reason", "max_error", "error_budget", "details")
-        peak = result.get("peak")
-        records[name] = replace(
-            record, peak_memory_mib=None if peak is None else peak / 2**20,
-            **{field: result[field] for field in fields if field in result},
-        )  # fmt: skip
-        if "ms" in result:
-            share = 1 / gpus if name == LIMIT else 1.0
-            times = {key: result[key] * share for key in ("ms", "ms_p20", "ms_p80")}
-            timings[name] = Timing(**times, **{key: result[key] for key in ("host_us", "rounds", "late")})
-    finished = with_times(records, timings)
-    # Each is compared with the limit that took turns with it.
-    own = {name: found[name]["limit_ms"] / gpus for name in providers if found.get(name, {}).get("limit_ms")}
-    return [
-        replace(r, limit_ms=own[r.provider], limit_fraction=own[r.provider] / r.ms)
-        if r.provider in own and r.ms
-        else r
-        for r in finished
-    ]
+    gpus, there = unit.case["gpus"], torch.cuda.device_count()
+    found: dict[str, dict[str, Any]] = {}
+    if device.type == "cuda" and there < gpus:
+        missing = {"status": "unsupported", "reason": f"{gpus} GPUs are needed, and {there} are there"}
+    else:
+        release_memory(device)
+        found, reason = _on_ranks(dict(unit.case), unit.mode, providers, device)
+        missing = {"status": "error", "reason": reason or "not measured"}
+    blank = replace(blank, flops=flops_of(unit.case, unit.mode))
+    return [replace(blank, provider=name, **found.get(name, missing)) for name in (*providers, LIMIT)]
 
 
 def _on_ranks(
@@ -447,23 +414,17 @@ def _trial(device: str) -> list[Case]:
     return [{"kind": "causal", "gpus": 2, **shape, "dtype": dtype}]
 
 
-def _undefined(**_: Any) -> Tensor:
-    raise Unsupported("compared with one GPU's operators, by the ranks")
-
-
 KINDS = ("causal", "packed", "linear")
-BENCH = Bench(
-    name="context-parallel",
-    operator=Operator(
-        name="context_parallel", function=_undefined, reference=_undefined, make_inputs=make_inputs, check_cases=()
-    ),
+BENCH = model_bench(
+    "context-parallel",
+    make_inputs,
+    PROVIDERS,
     suites={
         "quick": functools.partial(_cases, lengths=(16384,), kinds=("causal",), worlds=(2,)),
         "published": functools.partial(_cases, lengths=(16384, 65536), kinds=KINDS, worlds=(1, 2, 4)),
         "more": functools.partial(_cases, lengths=(65536, 262144), kinds=("full", "window"), worlds=(2, 4)),
         "trial": _trial,
     },
-    providers={name: lambda case: _undefined for name in PROVIDERS},
     traffic=lambda case, mode: Traffic(0, 0, 0, flops_of(case, mode)),
     title="Attention over several GPUs; the limit is one GPU's time over their number",
     modes=("fwd", "fwd_bwd"),

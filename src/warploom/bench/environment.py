@@ -20,10 +20,8 @@ import torch
 from warploom.errors import ArgumentError, fault
 from warploom.version import __version__
 
-__all__ = ["describe_environment", "device_name", "environment_id", "split"]
-
 _PASSING = frozenset(
-    {"sm_clock_mhz", "memory_clock_mhz", "temperature_c", "gpu_uuid", "commit", "commit_given", "dirty", "started"},
+    {"sm_clock_mhz", "memory_clock_mhz", "temperature_c", "gpu_uuid", "commit", "commit_given", "dirty", "started"}
 )
 """Fields of a run, not of its environment. The commit is one of them: a record's ``fingerprint`` says which kernels
 were measured, and a commit to anything else changes no measurement."""
@@ -42,18 +40,15 @@ _NVIDIA_SMI = {
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Everything about this machine and installation that a measurement can depend on.
+    """Everything about this machine and installation that a measurement can depend on: JSON values by name.
 
-    Args:
-        device: The device that is measured; a CPU has none of the GPU's fields.
-
-    Returns:
-        JSON values by name. What a tool that is not there would have told is left out.
+    A CPU has none of the GPU's fields; what a tool that is not there would have told is left out.
     """
     environment: dict[str, Any] = {
         "device": device.type,
         "cpu": _cpu_model(),
-        "cpu_cores": _usable_cores(),
+        # That this process may run on: half of a machine's for a process bound to that half.
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
         "os": platform.platform(),
         "python": platform.python_version(),
@@ -94,17 +89,7 @@ def _gpu(device: torch.device) -> dict[str, Any]:
         "l2_mib": properties.L2_cache_size // 2**20,
         "gpu_uuid": str(properties.uuid),
     }
-    fields = ",".join(field for field, _ in _NVIDIA_SMI.values())
-    # By UUID: indices of nvidia-smi are not those of CUDA when only some devices are visible.
-    answer = _output(
-        [
-            "nvidia-smi",
-            f"--id=GPU-{properties.uuid}",
-            f"--query-gpu={fields}",
-            "--format=csv,noheader,nounits",
-        ]
-    )
-    values = [value.strip() for value in (answer or "").split(",")]
+    values = nvidia_smi(f"GPU-{properties.uuid}", ",".join(field for field, _ in _NVIDIA_SMI.values()))
     if len(values) == len(_NVIDIA_SMI):
         for (name, (_, parse)), value in zip(_NVIDIA_SMI.items(), values):
             if not value.startswith("["):  # "[N/A]", "[Not Supported]"
@@ -113,18 +98,17 @@ def _gpu(device: torch.device) -> dict[str, Any]:
     return known
 
 
-def _usable_cores() -> int | None:
-    """CPU cores that this process may run on: half of a machine's for a process bound to that half."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+def nvidia_smi(uuid: str, fields: str) -> list[str]:
+    """What nvidia-smi says of a GPU, by UUID: its indices are not CUDA's when only some devices are visible."""
+    answer = _output(["nvidia-smi", f"--id={uuid}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
+    return [value.strip() for value in (answer or "").split(",")]
 
 
 def _cpu_model() -> str:
     listing = Path("/proc/cpuinfo")
-    if listing.is_file():
-        for line in listing.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    text = listing.read_text(encoding="utf-8", errors="replace") if listing.is_file() else ""
+    found = re.search(r"^model name\s*:(.*)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:
@@ -135,11 +119,7 @@ def _version(package: str) -> str | None:
 
 
 def _checkout(folder: Path) -> dict[str, Any]:
-    """Commit of this package: the one that the user names, else its checkout's; nothing of an installed copy.
-
-    Raises:
-        ArgumentError: What the user names is no commit.
-    """
+    """Commit of this package: the one that the user names, else its checkout's; nothing of an installed copy."""
     if said := os.environ.get(COMMIT):
         if not re.fullmatch("[0-9a-f]{40}", said):
             raise fault(ArgumentError, "bench", COMMIT, "a commit of 40 hexadecimal digits", repr(said))

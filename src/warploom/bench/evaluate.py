@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,20 +14,11 @@ import torch
 from warploom.bench import limits
 from warploom.bench.attempt import Failure, attempt
 from warploom.bench.graphs import GRAPH, replayed
-from warploom.bench.measure import (
-    Clock,
-    Timing,
-    allocated_bytes,
-    peak_bytes,
-    release_memory,
-    time_interleaved,
-)
+from warploom.bench.measure import Clock, Timing, allocated_bytes, peak_bytes, release_memory, time_interleaved
 from warploom.bench.records import LIMIT, Record
 from warploom.ops.spec import Bench, Case, Inputs, Outputs, Unsupported
-from warploom.testing.accuracy import Accuracy, compare
-from warploom.testing.conformance import SEED, as_tuple, leaves, make_inputs, upcast
-
-__all__ = ["PRODUCT", "Call", "Unit", "evaluate", "provider_call", "with_times"]
+from warploom.testing.accuracy import Accuracy, as_tuple, compare
+from warploom.testing.conformance import SEED, leaves, make_inputs, upcast
 
 PRODUCT = "matrix product"
 """Under which the large product is timed whose rate bounds arithmetic."""
@@ -82,21 +72,18 @@ def evaluate(
         providers: Names of the bench's providers.
         device: Where.
         clock: The device's clock.
-        blank: A record of this unit on which the provider and the results are to be filled in.
-
-    Returns:
-        One record per provider, and the limit's.
+        blank: A record of this unit; a copy is filled in for each provider, and one for the limit.
 
     Raises:
         DeviceLostError: A provider left the device unusable.
     """
-    traffic = unit.bench.traffic(unit.case, unit.work)
+    moved = [part.bench.traffic(unit.case, unit.work) for part in unit.parts]
+    traffic = moved[0]
     records: dict[str, Record] = {}
     starts: dict[str, Callable[[], Call]] = {}
     with torch.set_grad_enabled(unit.work != "fwd"), _buffers_kept():
-        for part in unit.parts:
-            moved = part.bench.traffic(unit.case, unit.work)
-            own = replace(blank, min_bytes=moved.min_bytes, flops=moved.flops)
+        for part, least in zip(unit.parts, moved, strict=True):
+            own = replace(blank, min_bytes=least.min_bytes, flops=least.flops)
             of_part = {name: replace(own, provider=name) for name in providers if name in part.bench.providers}
             if of_part:
                 starts |= _check_and_measure_memory(part, device, of_part)
@@ -107,18 +94,16 @@ def evaluate(
         timings = _time(starts, device, clock)
     product = timings.pop(PRODUCT, None)
     if isinstance(product, Timing):
-        product = _scaled(product, traffic.flops / limits.product_flops(device))
+        product = product.scaled(traffic.flops / limits.product_flops(device))
     timings[LIMIT] = _slower(timings[LIMIT], product)
     records[LIMIT] = replace(blank, provider=LIMIT, min_bytes=traffic.min_bytes, flops=traffic.flops)
     return with_times(records, timings, unit.bench.other_names)
 
 
-@contextmanager
-def _buffers_kept() -> Iterator[None]:
+def _buffers_kept() -> Any:
     """Let what is compiled here run its backward again and again on one graph, as it is timed."""
     config: Any = getattr(torch._functorch, "config", None)
-    with config.patch(donated_buffer=False) if hasattr(config, "donated_buffer") else contextlib.nullcontext():
-        yield
+    return config.patch(donated_buffer=False) if hasattr(config, "donated_buffer") else contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -168,8 +153,7 @@ def _check_and_measure_memory(
     before = allocated_bytes(device)
     inputs = attempt("inputs", functools.partial(make_inputs, unit.bench.operator, unit.case, device))
     if isinstance(inputs, Failure):
-        for name in records:
-            records[name] = _failed(records[name], replace(inputs, reason=f"inputs: {inputs.reason}"))
+        _fail(records, inputs.status, f"inputs: {inputs.reason}")
         return {}
     held_by_inputs = allocated_bytes(device) - before
     subject, checked = _check(unit, inputs, device, records)
@@ -182,17 +166,18 @@ def _check_and_measure_memory(
         # the whole run, and other providers' tables: it is subtracted.
         release_memory(device)
         others = allocated_bytes(device) - held_by_inputs - held
-        peak = attempt(name, functools.partial(_peak_bytes, starts[name], device))
+        peak = attempt(name, lambda start=starts[name]: peak_bytes(start(), device))  # type: ignore[misc]
         if isinstance(peak, Failure):
-            records[name] = _failed(records[name], peak)
+            records[name] = replace(records[name], **vars(peak))
             del starts[name]
         elif peak is not None:
             records[name] = replace(records[name], peak_memory_mib=(peak - others) / 2**20)
     return starts
 
 
-def _peak_bytes(start: Callable[[], Call], device: torch.device) -> int | None:
-    return peak_bytes(start(), device)
+def _fail(records: dict[str, Record], status: str, reason: str) -> None:
+    for name, record in records.items():
+        records[name] = replace(record, status=status, reason=reason)
 
 
 def _check(
@@ -207,19 +192,17 @@ def _check(
     if isinstance(truth, Failure):
         # Without a reference nothing is known about the providers, so they have no speed either.
         status = "unsupported" if truth.status == "unsupported" else "error"
-        failure = Failure(status, f"not checked, the reference failed: {truth.reason}")
-        for name in records:
-            records[name] = _failed(records[name], failure)
+        _fail(records, status, f"not checked, the reference failed: {truth.reason}")
         return _Subject(inputs, None), checked
     subject, exact, eager = truth
     for name in records:
         before = allocated_bytes(device)
         verdict = attempt(name, functools.partial(_judge, unit, name, subject, exact, eager))
         if isinstance(verdict, Failure):
-            records[name] = _failed(records[name], verdict)
+            records[name] = replace(records[name], **vars(verdict))
             continue
         function, accuracy = verdict
-        records[name] = _judged(records[name], accuracy)
+        records[name] = replace(records[name], **judged(accuracy))
         if accuracy.ok:
             checked[name] = function, allocated_bytes(device) - before
     return subject, checked
@@ -268,15 +251,8 @@ def _time(
 ) -> dict[str, Timing | Failure]:
     """Time calls side by side; those for which there is no room beside the others, alone."""
     release_memory(device)
-    results: dict[str, Timing | Failure] = {}
-    calls: dict[str, Call] = {}
-    for name, start in starts.items():
-        call = attempt(name, start)
-        if isinstance(call, Failure):
-            results[name] = call
-        else:
-            calls[name] = call
-    results |= time_interleaved(calls, clock)
+    calls = {name: attempt(name, start) for name, start in starts.items()}
+    results = time_interleaved(calls, clock)
     if len(starts) > 1:
         calls.clear()
         for name, result in list(results.items()):
@@ -285,24 +261,14 @@ def _time(
     return results
 
 
-def _scaled(timing: Timing, factor: float) -> Timing:
-    """The time of so many times the work."""
-    ms, low, high = (factor * time for time in (timing.ms, timing.ms_p20, timing.ms_p80))
-    return replace(timing, ms=ms, ms_p20=low, ms_p80=high)
-
-
 def _slower(stream: Timing | Failure, product: Timing | Failure | None) -> Timing | Failure:
     """The limit: the larger of the streaming time and the arithmetic's, both of the same rounds."""
     if product is None or isinstance(product, Failure):
         return product or stream
     if isinstance(stream, Failure):
         return product if stream.status == "unsupported" else stream
-    ms, low, high = (max(pair) for pair in zip(_times(stream), _times(product), strict=True))
-    return replace(stream, ms=ms, ms_p20=low, ms_p80=high, late=stream.late + product.late)
-
-
-def _times(timing: Timing) -> tuple[float, float, float]:
-    return timing.ms, timing.ms_p20, timing.ms_p80
+    larger = {name: max(getattr(stream, name), getattr(product, name)) for name in ("ms", "ms_p20", "ms_p80")}
+    return replace(stream, **larger, late=stream.late + product.late)
 
 
 def with_times(
@@ -315,7 +281,7 @@ def with_times(
     for name, record in records.items():
         timing = timings.get(name)
         if isinstance(timing, Failure):
-            record = _failed(record, timing)
+            record = replace(record, **vars(timing))
         elif timing is not None:
             bound = None if name in others else limit_ms
             fraction = None if bound is None else bound / timing.ms
@@ -324,12 +290,9 @@ def with_times(
     return finished
 
 
-def _judged(record: Record, accuracy: Accuracy) -> Record:
+def judged(accuracy: Accuracy) -> dict[str, Any]:
+    """The fields of a record that say how accurate a provider is."""
     # JSON has no infinity; where an error is infinite or NaN, the reason says so.
     error, budget = (v if math.isfinite(v) else None for v in (accuracy.max_error, accuracy.error_budget))
-    record = replace(record, max_error=error, error_budget=budget)
-    return record if accuracy.ok else replace(record, status="incorrect", reason=accuracy.describe())
-
-
-def _failed(record: Record, failure: Failure) -> Record:
-    return replace(record, status=failure.status, reason=failure.reason)
+    found = {"max_error": error, "error_budget": budget}
+    return found if accuracy.ok else {**found, "status": "incorrect", "reason": accuracy.describe()}

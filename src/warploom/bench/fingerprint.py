@@ -23,8 +23,6 @@ import torch
 from warploom.ops.spec import Bench, Case, Inputs, Unsupported
 from warploom.runtime.backend import HAS_TRITON
 
-__all__ = ["LIMIT", "UNKNOWN", "differs", "fingerprint", "gpu_of", "of_calls", "source_of"]
-
 LIMIT = "limit"
 """The provider's name under which the measured ceiling is recorded."""
 _GPU = re.compile(r"sm_(\d+)/(\d+)")

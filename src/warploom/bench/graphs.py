@@ -9,8 +9,6 @@ import torch
 
 from warploom.ops.spec import Outputs
 
-__all__ = ["GRAPH", "replayed"]
-
 GRAPH = "_graph"
 """Ends the name of a mode in which a graph is replayed."""
 
@@ -42,36 +40,23 @@ def _capture(function: Function, inputs: dict[str, Any]) -> tuple[torch.cuda.CUD
     with torch.cuda.stream(side):
         for _ in range(_WARM_UPS):
             function(**inputs)
-        _once_without_waiting(function, inputs)
+        # Once more, and it must not wait for the device: a capture that fails leaves much behind, cached memory
+        # that can never be given back, for one.
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            function(**inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
             outputs = function(**inputs)
-    except Exception:  # whatever stopped the capture is raised again, once the generator is put right
-        _recover()
+    except Exception:  # whatever stopped the capture is raised again
+        # It leaves the default generator believing that it is being captured, and what draws the next random
+        # number, or checks the next sampling, gets the error. A capture that succeeds ends that.
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.empty(1, device="cuda").zero_()
         raise
     return graph, outputs
-
-
-def _once_without_waiting(function: Function, inputs: dict[str, Any]) -> None:
-    """Call a function that must not wait for the device, since a capture that fails leaves much behind.
-
-    Memory that was cached before it can never be given back, for one.
-    """
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        function(**inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-def _recover() -> None:
-    """Put PyTorch right after a capture that failed.
-
-    It leaves the default generator believing that it is being captured, and what draws the next random number,
-    or checks the next sampling, gets the error. A capture that succeeds ends that.
-    """
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        torch.empty(1, device="cuda").zero_()

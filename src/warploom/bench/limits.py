@@ -11,8 +11,6 @@ import torch
 from warploom.bench.measure import Clock
 from warploom.ops.spec import Traffic, Unsupported
 
-__all__ = ["product_call", "product_flops", "stream_call"]
-
 Call = Callable[[], object]
 _SIZE = {"cuda": 8192, "cpu": 1024}
 
@@ -20,10 +18,7 @@ _SIZE = {"cuda": 8192, "cpu": 1024}
 def stream_call(traffic: Traffic, device: torch.device, clock: Clock) -> Call:
     """A call that moves a case's bytes in its mix of reads and writes, to be timed like any provider.
 
-    Args:
-        traffic: What the case must move.
-        device: Where.
-        clock: Picks the best of the streaming kernel's configurations.
+    The clock picks the best of the streaming kernel's configurations.
 
     Raises:
         Unsupported: The case moves nothing, or in more streams than the kernel has.
@@ -34,9 +29,25 @@ def stream_call(traffic: Traffic, device: torch.device, clock: Clock) -> Call:
     n = -(-traffic.stream_bytes // 64) * 16
     inputs = tuple(torch.randn(n, device=device) for _ in range(traffic.reads))
     outputs = tuple(torch.empty(n, device=device) for _ in range(traffic.writes))
-    if device.type == "cuda":
-        return _fastest_stream(inputs, outputs, clock)
-    return functools.partial(_torch_stream, inputs, outputs)
+    if device.type != "cuda":
+        return functools.partial(_torch_stream, inputs, outputs)
+    # Triton is there only where there is a GPU for it.
+    from warploom.bench.stream_kernel import CONFIGURATIONS, MAX_READS, MAX_WRITES, stream
+
+    if len(inputs) > MAX_READS or len(outputs) > MAX_WRITES:
+        raise Unsupported(f"no streaming kernel for {len(inputs)} reads and {len(outputs)} writes")
+    scratch = torch.empty(-(-n // min(block for block, _ in CONFIGURATIONS)), device=device)
+    candidates = [
+        functools.partial(stream, inputs, outputs, scratch, block, warps) for block, warps in CONFIGURATIONS
+    ]
+    times: list[list[float]] = [[] for _ in candidates]
+    for candidate in candidates:
+        candidate()  # compiles
+    host_us = statistics.median(clock.host_us(candidates[0]) for _ in range(5))
+    for _ in range(9):
+        for candidate, samples in zip(candidates, times):
+            samples.append(clock.sample(candidate, host_us).ms)
+    return min(zip(candidates, times), key=lambda pair: statistics.median(pair[1]))[0]
 
 
 def product_call(device: torch.device) -> Call:
@@ -52,27 +63,6 @@ def product_call(device: torch.device) -> Call:
 def product_flops(device: torch.device) -> int:
     """Floating-point operations of `product_call`: a multiplication and an addition for each term."""
     return 2 * _SIZE[device.type] ** 3
-
-
-def _fastest_stream(inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...], clock: Clock) -> Call:
-    # Triton is there only where there is a GPU for it.
-    from warploom.bench.stream_kernel import CONFIGURATIONS, MAX_READS, MAX_WRITES, stream
-
-    if len(inputs) > MAX_READS or len(outputs) > MAX_WRITES:
-        raise Unsupported(f"no streaming kernel for {len(inputs)} reads and {len(outputs)} writes")
-    n = (inputs + outputs)[0].numel()
-    scratch = torch.empty(-(-n // min(block for block, _ in CONFIGURATIONS)), device=(inputs + outputs)[0].device)
-    candidates = [
-        functools.partial(stream, inputs, outputs, scratch, block, warps) for block, warps in CONFIGURATIONS
-    ]
-    times: list[list[float]] = [[] for _ in candidates]
-    for candidate in candidates:
-        candidate()  # compiles
-    host_us = statistics.median(clock.host_us(candidates[0]) for _ in range(5))
-    for _ in range(9):
-        for candidate, samples in zip(candidates, times):
-            samples.append(clock.sample(candidate, host_us).ms)
-    return min(zip(candidates, times), key=lambda pair: statistics.median(pair[1]))[0]
 
 
 def _torch_stream(inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> None:

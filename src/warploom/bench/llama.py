@@ -10,24 +10,20 @@ passed on as its result.
 from __future__ import annotations
 
 import functools
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
 
-from warploom.bench import limits
+from warploom.bench import limits, steps
 from warploom.bench.attempt import Failure, attempt
-from warploom.bench.evaluate import Unit, with_times
+from warploom.bench.evaluate import Unit
 from warploom.bench.fingerprint import LIMIT
-from warploom.bench.measure import Clock, Timing, percentiles, release_memory
-from warploom.ops.spec import KERNELS, Bench, Case, Inputs, Operator, Traffic, Unsupported
-
-__all__ = ["BENCH"]
-
-Step = Callable[[], object]
+from warploom.bench.measure import Clock, in_turns, release_memory
+from warploom.bench.records import Record
+from warploom.ops.spec import KERNELS, Case, Inputs, Traffic, Unsupported
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8B": {
@@ -55,32 +51,25 @@ ROUNDS = {"prefill": 10, "train": 10, "decode": 3}
 
 
 def _model(case: Case, device: torch.device, dtype: torch.dtype) -> Any:
-    try:
-        from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
-    except ModuleNotFoundError as error:
-        raise Unsupported("transformers is not installed: pip install 'warploom[transformers]'") from error
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = steps.llama(
+            "transformers",
+            **SHAPES[case["size"]],
+            num_hidden_layers=case["layers"],
+            max_position_embeddings=case["context_length"] + 2 * TOKENS,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=None,
+        ).to(dtype)
+    from transformers import AttentionInterface
+
     from warploom.integrations import transformers as integration
 
     integration.register()
-    AttentionInterface.register(WITHOUT, _queries)
+    AttentionInterface.register(WITHOUT, lambda module, query, *args, **kwargs: (query.transpose(1, 2), None))
     integration._masks().AttentionMaskInterface.register(WITHOUT, lambda *args, **kwargs: None)
-    config = LlamaConfig(
-        **SHAPES[case["size"]],
-        num_hidden_layers=case["layers"],
-        max_position_embeddings=case["context_length"] + 2 * TOKENS,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=None,
-        attn_implementation="sdpa",
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        return LlamaForCausalLM(config).to(dtype)
-
-
-def _queries(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    return query.transpose(1, 2), None
+    return model
 
 
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -100,42 +89,6 @@ def _decoded(model: Any, tokens: torch.Tensor, count: int, static: bool) -> torc
     return out[:, tokens.shape[1] :]
 
 
-def _step(model: Any, provider: str, mode: str, tokens: torch.Tensor) -> Step:
-    """A step of a provider, which chooses its attention first."""
-    name = provider.removesuffix(COMPILE)
-    compiles = provider.endswith(COMPILE)
-    optimizer = None
-    if mode == "train":
-        fused = tokens.device.type == "cuda"
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=fused)
-    model.set_attn_implementation(name)
-    run = torch.compile(model, dynamic=False) if compiles and mode != "decode" else model
-
-    def step() -> None:
-        model.set_attn_implementation(name)
-        if mode == "decode":
-            _decoded(model, tokens, TOKENS + 1, compiles)
-        elif optimizer is None:
-            with torch.no_grad():
-                run(input_ids=tokens, use_cache=False, logits_to_keep=1)
-        else:
-            run(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
-def _ms(step: Step, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - started) * 1e3
-
-
 def _right(case: Case, providers: Sequence[str], device: torch.device) -> dict[str, bool]:
     """Whether each implementation decodes the tokens that ``eager`` decodes, in float32."""
     model = _model(case, device, torch.float32)
@@ -148,82 +101,75 @@ def _right(case: Case, providers: Sequence[str], device: torch.device) -> dict[s
     return {name: bool(torch.equal(found[name.removesuffix(COMPILE)], found["eager"])) for name in providers}
 
 
-def measure(unit: Unit, providers: Sequence[str], device: torch.device, clock: Clock, blank: Any) -> list[Any]:
+def measure(
+    unit: Unit, providers: Sequence[str], device: torch.device, clock: Clock, blank: Record
+) -> list[Record]:
     """Measure all implementations in turn, as `warploom.bench.evaluate.evaluate` does providers."""
-    names = (*providers, WITHOUT) if unit.mode != "decode" else tuple(providers)
     traffic = _traffic(unit.case, unit.mode)
-    records = {
-        name: replace(blank, provider=name, flops=traffic.flops, min_bytes=traffic.min_bytes)
-        for name in (*providers, LIMIT)
-    }
-    start = functools.partial(_right, unit.case, providers, device)
-    right = attempt("eager", start)
+    blank = replace(blank, flops=traffic.flops, min_bytes=traffic.min_bytes)
+    right = attempt("eager", functools.partial(_right, unit.case, providers, device))
     release_memory(device)
     if isinstance(right, Failure):
-        return with_times(records, dict.fromkeys(records, right))
-    torch.compiler.reset()
+        return steps.step_records(blank, dict.fromkeys((*providers, LIMIT), right))
     model = _model(unit.case, device, getattr(torch, unit.case["dtype"]))
     tokens = make_inputs(unit.case, device, torch.Generator().manual_seed(0))["tokens"]
-    steps = {name: attempt(name, functools.partial(_started, model, name, unit.mode, tokens)) for name in names}
-    samples = _samples(steps, _limit(unit, traffic, device, clock), ROUNDS[unit.mode], device)
-    timings: dict[str, Timing | Failure] = {}
-    for name in records:
-        step = steps.get(name)
-        if isinstance(step, Failure):
-            timings[name] = step
-        elif not right.get(name, True):
-            timings[name] = Failure("incorrect", "its tokens in float32 are not those of eager")
-        else:
-            low, middle, high = percentiles(samples[name])
-            timings[name] = Timing(middle, low, high, 0.0, len(samples[name]))
+    names = [*providers, *([WITHOUT] if unit.mode != "decode" else [])]
+    started = {name: attempt(name, functools.partial(_started, model, name, unit.mode, tokens)) for name in names}
+    started[LIMIT] = attempt(LIMIT, functools.partial(_limit, unit, traffic, device, clock))
+    rounds = ROUNDS[unit.mode] if device.type == "cuda" else 2
+    samples = in_turns(started, dict.fromkeys(started, rounds))
+    without = samples.pop(WITHOUT, None)
     for name in providers:
-        without = samples.get(WITHOUT)
-        if without and samples.get(name) and not name.endswith(COMPILE):
-            attention = statistics.median(samples[name]) - statistics.median(without)
-            records[name] = replace(records[name], details={"attention_ms": attention})
-    return [replace(record, host_us=None) for record in with_times(records, timings)]
+        if not (right[name] or isinstance(samples[name], Failure)):
+            samples[name] = Failure("incorrect", "its tokens in float32 are not those of eager")
+    records = steps.step_records(blank, samples)
+    if not isinstance(without, list):
+        return records
+    return [
+        replace(r, details={"attention_ms": r.ms - median(without)})
+        if r.ms and r.provider != LIMIT and not r.provider.endswith(COMPILE)
+        else r
+        for r in records
+    ]
 
 
 def _started(model: Any, provider: str, mode: str, tokens: torch.Tensor) -> Callable[[], float]:
-    """A provider's step, compiled: it returns its milliseconds."""
-    step = _step(model, provider, mode, tokens)
+    """A provider's step, compiled, which chooses its attention first: it returns its milliseconds."""
+    name, device = provider.removesuffix(COMPILE), tokens.device
+    compiles = provider.endswith(COMPILE)
+    optimizer = None
+    if mode == "train":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=device.type == "cuda")
+    model.set_attn_implementation(name)
+    run = torch.compile(model, dynamic=False) if compiles and mode != "decode" else model
+
+    def step(count: int = TOKENS + 1) -> None:
+        model.set_attn_implementation(name)
+        if mode == "decode":
+            _decoded(model, tokens, count, compiles)
+        elif optimizer is None:
+            with torch.no_grad():
+                run(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        else:
+            run(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
     def timed() -> float:
-        if mode != "decode":
-            return _ms(step, tokens.device)
+        ms = steps.wall_ms(step, device)
         # What comes before the second token is no part of it.
-        first = functools.partial(_decoded, model, tokens, 1, provider.endswith(COMPILE))
-        return _ms(step, tokens.device) - _ms(first, tokens.device)
+        return ms - steps.wall_ms(functools.partial(step, 1), device) if mode == "decode" else ms
 
     for _ in range(2):
         timed()
     return timed
 
 
-def _samples(
-    steps: dict[str, Callable[[], float] | Failure], limit: Callable[[], float], rounds: int, device: torch.device
-) -> dict[str, list[float]]:
-    """Milliseconds of every step, in turns; each round begins with another one."""
-    samples: dict[str, list[float]] = {name: [] for name in (*steps, LIMIT)}
-    names = list(steps)
-    for turn in range(rounds if device.type == "cuda" else 2):
-        first = turn % len(names)
-        for name in (*names[first:], *names[:first]):
-            step = steps[name]
-            if not isinstance(step, Failure):
-                samples[name].append(step())
-        samples[LIMIT].append(limit())
-    return samples
-
-
 def _limit(unit: Unit, traffic: Traffic, device: torch.device, clock: Clock) -> Callable[[], float]:
     """Milliseconds of the limit: a large matrix product's rate, in decoding a stream of weights and cache."""
     if unit.mode == "decode":
-        call, times = limits.stream_call(traffic, device, clock), float(TOKENS)
-    else:
-        call, times = limits.product_call(device), traffic.flops / limits.product_flops(device)
-    host_us = clock.host_us(call)
-    return lambda: times * clock.sample(call, host_us).ms
+        return steps.repeated_ms(limits.stream_call(traffic, device, clock), TOKENS, clock)
+    return steps.product_ms(traffic.flops, device, clock)
 
 
 def _traffic(case: Case, mode: str) -> Traffic:
@@ -243,10 +189,6 @@ def _traffic(case: Case, mode: str) -> Traffic:
     return Traffic(0, 0, 0, forward * (3 if mode == "train" else 1))
 
 
-def _builds(case: Case) -> Callable[..., torch.Tensor]:
-    raise Unsupported("a whole model is measured by steps")
-
-
 def launched(case: Case, provider: str) -> None:
     """Launch what attention of a layer launches of ours, in one direction and back."""
     from warploom import flash_attention
@@ -264,36 +206,22 @@ def launched(case: Case, provider: str) -> None:
     torch.autograd.grad([out], [q, k, v], [torch.empty_like(out)])
 
 
-def _undefined(**_: Any) -> torch.Tensor:
-    raise Unsupported("a model has no definition to be compared with: its operators have")
-
-
 def _cases(device: str, layers: int) -> list[Case]:
     shape = {"size": "8B", "layers": layers, "batch": 1, "dtype": "bfloat16"}
     return [{**shape, "context_length": n} for n in (4096, 8192)] if device == "cuda" else []
 
 
-def _trial(device: str) -> list[Case]:
-    """Two thin layers: to try the instrument."""
-    return [{"size": "trial", "layers": 2, "batch": 1, "dtype": "float32", "context_length": 32}]
-
-
-BENCH = Bench(
-    name="llama",
-    operator=Operator(
-        name="llama",
-        function=_undefined,
-        reference=_undefined,
-        make_inputs=make_inputs,
-        check_cases=(),
-        length="context_length",
-    ),
+TRIAL = {"size": "trial", "layers": 2, "batch": 1, "dtype": "float32", "context_length": 32}
+"""Two thin layers: to try the instrument."""
+BENCH = steps.model_bench(
+    "llama",
+    make_inputs,
+    providers=("warploom", "sdpa", "eager", "warploom+compile", "sdpa+compile"),
     suites={
         "quick": lambda device: [],
         "published": functools.partial(_cases, layers=4),
-        "trial": _trial,
+        "trial": lambda device: [TRIAL],
     },
-    providers=dict.fromkeys(("warploom", "sdpa", "eager", "warploom+compile", "sdpa+compile"), _builds),
     traffic=_traffic,
     title="Llama of transformers, by its attention: wall time of a prompt, a training step, 200 decoded tokens",
     x="context_length",

@@ -7,27 +7,16 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
 from warploom.bench.attempt import Failure, attempt
 
-__all__ = [
-    "Clock",
-    "Sample",
-    "Timing",
-    "allocated_bytes",
-    "make_clock",
-    "peak_bytes",
-    "percentiles",
-    "release_memory",
-    "time_interleaved",
-]
-
 Call = Callable[[], object]
+T = TypeVar("T")
 
 TARGET_MS = 25.0
 """Time to accumulate of the fastest call of a case, from which the number of rounds follows."""
@@ -46,10 +35,20 @@ class Timing:
     ms: float
     ms_p20: float
     ms_p80: float
-    host_us: float
+    host_us: float | None
     rounds: int
     late: int = 0
     """Repetitions for which the host was not ahead of the device."""
+
+    @classmethod
+    def of(cls, samples: Sequence[float], host_us: float | None = None, late: int = 0) -> Timing:
+        """From the milliseconds of every repetition."""
+        low, middle, high = percentiles(samples)
+        return cls(middle, low, high, host_us, len(samples), late)
+
+    def scaled(self, factor: float) -> Timing:
+        """The time of so many times the work."""
+        return replace(self, ms=factor * self.ms, ms_p20=factor * self.ms_p20, ms_p80=factor * self.ms_p80)
 
 
 class Sample(NamedTuple):
@@ -58,6 +57,13 @@ class Sample(NamedTuple):
     ms: float
     ahead: bool = True
     """Whether the host had queued the whole call before the device began with it."""
+
+
+def wall_us(call: Call) -> float:
+    """Wall time from entering a call to its return."""
+    entered = time.perf_counter_ns()
+    call()
+    return (time.perf_counter_ns() - entered) / 1e3
 
 
 class Clock(Protocol):
@@ -91,11 +97,9 @@ class CudaClock:
     def host_us(self, call: Call) -> float:
         """See `Clock.host_us`."""
         torch.cuda.synchronize()
-        entered = time.perf_counter_ns()
-        call()
-        returned = time.perf_counter_ns()
+        found = wall_us(call)
         torch.cuda.synchronize()
-        return (returned - entered) / 1e3
+        return found
 
     def sample(self, call: Call, host_us: float) -> Sample:
         """See `Clock.sample`."""
@@ -123,14 +127,12 @@ class CpuClock:
 
     def host_us(self, call: Call) -> float:
         """See `Clock.host_us`."""
-        entered = time.perf_counter_ns()
-        call()
-        return (time.perf_counter_ns() - entered) / 1e3
+        return wall_us(call)
 
     def sample(self, call: Call, host_us: float) -> Sample:
         """See `Clock.sample`; there is no queue to wait for."""
         self.flush.zero_()
-        return Sample(self.host_us(call) / 1e3)
+        return Sample(wall_us(call) / 1e3)
 
 
 def make_clock(device: torch.device) -> Clock:
@@ -138,7 +140,7 @@ def make_clock(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
-def percentiles(samples: list[float]) -> tuple[float, float, float]:
+def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
     """The 20th, 50th and 80th percentile, interpolated."""
     low, middle, high = torch.tensor(samples, dtype=torch.float64).quantile(
         torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
@@ -146,45 +148,58 @@ def percentiles(samples: list[float]) -> tuple[float, float, float]:
     return float(low), float(middle), float(high)
 
 
-def time_interleaved(calls: Mapping[str, Call], clock: Clock) -> dict[str, Timing | Failure]:
-    """Time several calls in turns, round by round, so that a drift of the clocks meets all of them alike.
+def in_turns(
+    calls: Mapping[str, Callable[[], T] | Failure], rounds: Mapping[str, int]
+) -> dict[str, list[T] | Failure]:
+    """Make calls in turns, round by round, so that a drift of the clocks meets all of them alike.
 
     Each round begins with another call, so that none always comes behind the same one.
 
-    Args:
-        calls: What to time, by provider.
-        clock: The device's clock.
-
-    Returns:
-        A timing or the failure of each. All have the same number of rounds, but those that are too slow for it.
+    A call that fails is not made again, and its failure is its result; one that failed before stays as it is.
     """
-    host_us: dict[str, float] = {}
-    estimate_ms: dict[str, float] = {}
-    results: dict[str, Timing | Failure] = {}
-    for name, call in calls.items():
-        warm = attempt(name, functools.partial(_warm_up, call, clock))
-        if isinstance(warm, Failure):
-            results[name] = warm
-        else:
-            host_us[name], estimate_ms[name] = warm
-    rounds = _rounds(estimate_ms)
-    samples: dict[str, list[Sample]] = {name: [] for name in rounds}
+    found: dict[str, list[T] | Failure] = {
+        n: call if isinstance(call, Failure) else [] for n, call in calls.items()
+    }
     names = list(rounds)
     for turn in range(max(rounds.values(), default=0)):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            if name in results or turn >= rounds[name]:
+            call, results = calls[name], found[name]
+            if isinstance(call, Failure) or isinstance(results, Failure) or turn >= rounds[name]:
                 continue
-            sample = attempt(name, functools.partial(clock.sample, calls[name], host_us[name]))
-            if isinstance(sample, Failure):
-                results[name] = sample
+            result = attempt(name, call)
+            if isinstance(result, Failure):
+                found[name] = result
             else:
-                samples[name].append(sample)
-    for name, taken in samples.items():
-        if name not in results:
-            low, middle, high = percentiles([sample.ms for sample in taken])
-            late = sum(not sample.ahead for sample in taken)
-            results[name] = Timing(middle, low, high, host_us[name], len(taken), late)
+                results.append(result)
+    return found
+
+
+def time_interleaved(calls: Mapping[str, Call | Failure], clock: Clock) -> dict[str, Timing | Failure]:
+    """A timing or the failure of each call, by provider, made `in_turns`; what has failed before stays as it is.
+
+    All have the same number of rounds, but those that are too slow for it.
+    """
+    host_us: dict[str, float] = {}
+    estimate_ms: dict[str, float] = {}
+    samplers: dict[str, Callable[[], Sample] | Failure] = {}
+    for name, call in calls.items():
+        if isinstance(call, Failure):
+            samplers[name] = call
+            continue
+        warm = attempt(name, functools.partial(_warm_up, call, clock))
+        if isinstance(warm, Failure):
+            samplers[name] = warm
+        else:
+            host_us[name], estimate_ms[name] = warm
+            samplers[name] = functools.partial(clock.sample, call, host_us[name])
+    results: dict[str, Timing | Failure] = {}
+    for name, samples in in_turns(samplers, _rounds(estimate_ms)).items():
+        if isinstance(samples, Failure):
+            results[name] = samples
+        else:
+            late = sum(not sample.ahead for sample in samples)
+            results[name] = Timing.of([sample.ms for sample in samples], host_us[name], late)
     return results
 
 

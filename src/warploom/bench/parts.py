@@ -7,6 +7,7 @@ host looks slower here. On a GPU the marks are device events on one stream, and 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,8 +16,6 @@ import torch
 from torch import nn
 
 from warploom import nn as layers
-
-__all__ = ["OTHER", "PARTS", "Timeline", "hooked", "part_of"]
 
 PARTS = ("embedding", "norm", "projections", "position", "attention", "mlp", "head", "other")
 OTHER = "other"
@@ -50,29 +49,23 @@ def hooked(model: nn.Module, enter: Callable[[str], None], leave: Callable[[str]
     The backward of a module goes from the gradient of its output to that of its input. The embedding's input has
     none, so its backward is not seen.
     """
-    handles = []
-    for name, module in model.named_modules():
-        part = part_of(name, module)
-        if part is None:
-            continue
-
-        def entering(*_: Any, part: str = part) -> None:
-            enter(part)
-
-        def leaving(*_: Any, part: str = part) -> None:
-            leave(part)
-
-        handles += [module.register_forward_pre_hook(entering), module.register_forward_hook(leaving)]
-        if part != "embedding":
-            handles += [
-                module.register_full_backward_pre_hook(entering),
-                module.register_full_backward_hook(leaving),
-            ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            part = part_of(name, module)
+            if part is None:
+                continue
+            pairs: list[tuple[Callable[..., Any], Callable[[str], None]]]
+            pairs = [(module.register_forward_pre_hook, enter), (module.register_forward_hook, leave)]
+            if part != "embedding":
+                pairs.append((module.register_full_backward_pre_hook, enter))
+                pairs.append((module.register_full_backward_hook, leave))
+            for register, tell in pairs:
+                hooks.callback(register(functools.partial(_tell, tell, part)).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+def _tell(told: Callable[[str], None], part: str, *_: Any) -> None:
+    told(part)
 
 
 class Timeline:

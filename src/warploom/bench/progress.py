@@ -4,36 +4,38 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 from warploom.bench.records import Record
 
-__all__ = ["Progress", "show_progress"]
+if TYPE_CHECKING:
+    from rich import progress
 
 
-class Progress(Protocol):
+class Progress:
     """Is told of every unit of a run, in order."""
+
+    def __init__(self, bar: progress.Progress, total: int) -> None:
+        self.bar = bar
+        self.task = bar.add_task("", total=total)
 
     def begin(self, label: str) -> None:
         """A unit is about to be measured."""
+        self.bar.update(self.task, description=label)
 
     def end(self, label: str, records: Sequence[Record]) -> None:
         """A unit is finished; without records, because there was nothing to do."""
+        self.bar.advance(self.task)
+        if records and self.bar.disable:
+            results = ", ".join(f"{r.provider} {r.status if r.ms is None else f'{r.ms:.4g} ms'}" for r in records)
+            task = self.bar.tasks[0]
+            print(f"[{task.completed:g}/{task.total:g}] {label}: {results}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def show_progress(total: int) -> Iterator[Progress]:
     """Show the progress of ``total`` units on standard error."""
-    if sys.stderr.isatty():
-        with _bar(total) as bar:
-            yield bar
-    else:
-        yield _Lines(total)
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[Progress]:
     from rich import progress
     from rich.console import Console
 
@@ -43,33 +45,7 @@ def _bar(total: int) -> Iterator[Progress]:
         progress.TimeRemainingColumn(),
         progress.TextColumn("{task.description}"),
     )
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task("", total=total)
-
-        class Bar:
-            def begin(self, label: str) -> None:
-                shown.update(task, description=label)
-
-            def end(self, label: str, records: Sequence[Record]) -> None:
-                shown.advance(task)
-
-        yield Bar()
-
-
-class _Lines:
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.count = 0
-
-    def begin(self, label: str) -> None:
-        pass
-
-    def end(self, label: str, records: Sequence[Record]) -> None:
-        self.count += 1
-        if records:
-            results = ", ".join(f"{r.provider} {_result(r)}" for r in records)
-            print(f"[{self.count}/{self.total}] {label}: {results}", file=sys.stderr, flush=True)
-
-
-def _result(record: Record) -> str:
-    return record.status if record.ms is None else f"{record.ms:.4g} ms"
+    terminal = sys.stderr.isatty()
+    bar = progress.Progress(*columns, console=Console(stderr=True), transient=True, disable=not terminal)
+    with bar if terminal else nullcontext():
+        yield Progress(bar, total)

@@ -14,25 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from warploom.bench.environment import split
-from warploom.bench.fingerprint import LIMIT, differs, fingerprint
+from warploom.bench.fingerprint import LIMIT as LIMIT
+from warploom.bench.fingerprint import differs, fingerprint
 from warploom.bench.registry import benches
 from warploom.bench.storage import append_lines, load_lines, locked, read_text, replace_text, typed
 from warploom.errors import WarploomError
 from warploom.ops.spec import KERNELS
-
-__all__ = [
-    "LIMIT",
-    "RECORDS",
-    "Key",
-    "Record",
-    "append",
-    "is_stale",
-    "load",
-    "load_environments",
-    "own_provider",
-    "save_environment",
-    "spell",
-]
 
 RECORDS = "records.jsonl"
 ENVIRONMENTS = "environment.json"
@@ -98,14 +85,9 @@ class Record:
 
 
 def own_provider(records: Iterable[Record], named: str = "") -> str:
-    """The provider that stands for the operator: the one named, else ``warploom`` where it can run, else ``torch``.
-
-    Args:
-        records: Of one bench.
-        named: The bench's own choice, `Bench.own`.
-    """
-    ours = [record for record in records if record.provider == KERNELS]
-    return named or (KERNELS if any(record.status != "unsupported" for record in ours) else "torch")
+    """What stands for an operator in its records: `Bench.own`, ``warploom`` where it can run, else ``torch``."""
+    ran = any(record.provider == KERNELS and record.status != "unsupported" for record in records)
+    return named or (KERNELS if ran else "torch")
 
 
 def spell(value: Any) -> str:
@@ -116,17 +98,9 @@ def spell(value: Any) -> str:
 
 
 def append(folder: Path, records: Iterable[Record]) -> None:
-    """Add records to ``records.jsonl`` of a folder, each a whole line; see `append_lines`.
-
-    Raises:
-        WarploomError: The file cannot be written.
-    """
-    append_lines(folder / RECORDS, (json.dumps(_fields(record), allow_nan=False) for record in records))
-
-
-def _fields(record: Record) -> dict[str, Any]:
-    """A record for JSON, without what it does not know."""
-    return {name: value for name, value in asdict(record).items() if value is not None}
+    """Add records to ``records.jsonl`` of a folder, each a whole line; see `append_lines`."""
+    known = ({name: value for name, value in asdict(r).items() if value is not None} for r in records)
+    append_lines(folder / RECORDS, (json.dumps(fields, allow_nan=False) for fields in known))
 
 
 def load(paths: Iterable[Path]) -> list[Record]:
@@ -171,9 +145,6 @@ def save_environment(folder: Path, identifier: str, environment: Mapping[str, An
         identifier: From `environment_id`.
         environment: From `describe_environment`.
         run: The run's id; its commit, GPU, clocks and temperature are kept under it.
-
-    Raises:
-        WarploomError: The file cannot be written, or what is there is no such file.
     """
     lasting, passing = split(environment)
     with locked(folder):

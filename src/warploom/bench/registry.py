@@ -5,8 +5,6 @@ from __future__ import annotations
 from warploom import ops
 from warploom.ops.spec import Bench
 
-__all__ = ["benches"]
-
 
 def benches() -> dict[str, Bench]:
     """Every bench by name, in reading order."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,21 +22,11 @@ from warploom.bench.fingerprint import fingerprint, gpu_of
 from warploom.bench.graphs import GRAPH
 from warploom.bench.measure import make_clock
 from warploom.bench.progress import show_progress
-from warploom.bench.records import (
-    LIMIT,
-    RECORDS,
-    Key,
-    Record,
-    append,
-    load,
-    save_environment,
-)
+from warploom.bench.records import LIMIT, RECORDS, Key, Record, append, load, save_environment
 from warploom.bench.sensors import WatchedClock, make_reader
 from warploom.bench.storage import probe
 from warploom.errors import ArgumentError, WarploomError
 from warploom.ops.spec import KERNELS, Bench, Case
-
-__all__ = ["DTYPES", "Outcome", "Selection", "plan", "run"]
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -89,7 +79,7 @@ def plan(benches: Sequence[Bench], selection: Selection, device_type: str) -> li
         (bench, case)
         for bench in benches
         if selection.suite in bench.suites
-        for case in _in_dtypes(_cases(bench, selection.suite, device_type), selection.dtypes)
+        for case in _cases(bench, selection, device_type)
     ]
     _check_known("case parameter", selection.case, (name for _, case in cases for name in case))
     units = [
@@ -109,23 +99,19 @@ def _modes(bench: Bench, device_type: str) -> list[str]:
     return [*bench.modes, *([f"fwd{GRAPH}"] if "fwd" in bench.modes and device_type == "cuda" else [])]
 
 
-def _cases(bench: Bench, suite: str, device_type: str) -> list[Case]:
-    """The cases of a suite, which may be a user's: JSON values by name."""
+def _cases(bench: Bench, selection: Selection, device_type: str) -> list[Case]:
+    """The cases of a suite, which may be a user's: JSON values by name; each once in every dtype asked for."""
     try:
-        cases = list(bench.suites[suite](device_type))
+        cases = list(bench.suites[selection.suite](device_type))
         json.dumps([dict(case) for case in cases], allow_nan=False)
     except Exception as error:  # whatever a user's own code may raise
-        raise ArgumentError(f"bench: suite {suite} of {bench.name}: {type(error).__name__}: {error}") from error
-    return cases
-
-
-def _in_dtypes(cases: Sequence[Case], dtypes: Sequence[str] | None) -> list[Case]:
-    """The cases, each once in every one of ``dtypes`` instead of its own."""
-    if dtypes is None:
-        return list(cases)
+        what = f"{selection.suite} of {bench.name}: {type(error).__name__}"
+        raise ArgumentError(f"bench: suite {what}: {error}") from error
+    if selection.dtypes is None:
+        return cases
     if missing := [case for case in cases if "dtype" not in case]:
         raise ArgumentError(f"bench: no dtype to replace in the case {dict(missing[0])}")
-    changed = [{**case, "dtype": dtype} for case in cases for dtype in dtypes]
+    changed = [{**case, "dtype": dtype} for case in cases for dtype in selection.dtypes]
     return list({json.dumps(case, sort_keys=True): case for case in changed}.values())
 
 
@@ -187,7 +173,11 @@ def run(
         missed = [(task.unit, [n for n in task.missing if n != LIMIT]) for task in tasks if task.missing]
         prepare(missed, None if time_limit is None else time_limit / 2)
     clock = WatchedClock(make_clock(device), make_reader(device))
-    with show_progress(len(units)) as progress, _quick_collections():
+    with show_progress(len(units)) as progress, contextlib.ExitStack() as stack:
+        # Every case collects garbage several times: the modules' objects are no part of it.
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
         for unit, blank, prints, known, missing in tasks:
             if missing and time_limit is not None and time.monotonic() - began >= time_limit:
                 outcome.reason = outcome.reason or f"the time limit of {time_limit:g} s is reached"
@@ -200,18 +190,15 @@ def run(
                 progress.begin(str(unit))
                 fresh = _measure(unit, missing, device, clock, blank, outcome)
                 fresh = [replace(r, fingerprint=prints[r.provider]) for r in fresh]
-                _keep(output, fresh)
+                try:
+                    append(output, fresh)
+                except WarploomError as error:
+                    hint = "what was measured before is kept, and --resume goes on after it"
+                    raise WarploomError(f"{error}; {hint}") from error
             outcome.records += [r for r in known if r.provider not in {record.provider for record in fresh}]
             outcome.records += fresh
             progress.end(str(unit), fresh)
     return outcome
-
-
-def _keep(output: Path, records: Sequence[Record]) -> None:
-    try:
-        append(output, records)
-    except WarploomError as error:
-        raise WarploomError(f"{error}; what was measured before is kept, and --resume goes on after it") from error
 
 
 class _Task(NamedTuple):
@@ -255,7 +242,11 @@ def _task(
 def _measure(
     unit: Unit, missing: Sequence[str], device: torch.device, clock: WatchedClock, blank: Record, outcome: Outcome
 ) -> list[Record]:
-    _forget_compiled()
+    # Compiled providers specialise on the next case, as they would in a program of one shape. Otherwise the second
+    # shape makes them dynamic, and the ninth meets the recompilation limit.
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:  # importing it takes seconds, and a run without compiled providers needs none of it
+        dynamo.reset()
     clock.begin()
     measure = unit.bench.measure or evaluate
     try:
@@ -268,24 +259,3 @@ def _measure(
         # A resumed run passes the culprit by and measures the others.
         names = [lost.name] if lost.name in missing else missing
         return [replace(blank, provider=name, status="error", reason=lost.reason) for name in names]
-
-
-@contextmanager
-def _quick_collections() -> Iterator[None]:
-    """Take the modules' objects out of garbage collection: every case collects several times."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def _forget_compiled() -> None:
-    """Let compiled providers specialise on the next case, as they would in a program of one shape.
-
-    Otherwise the second shape makes them dynamic, and the ninth meets the recompilation limit.
-    """
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None:  # importing it takes seconds, and a run without compiled providers needs none of it
-        dynamo.reset()

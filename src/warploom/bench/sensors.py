@@ -6,7 +6,6 @@ They come from NVML (the package ``nvidia-ml-py``), or from ``nvidia-smi``, whic
 from __future__ import annotations
 
 import importlib
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from warploom.bench import measure
+from warploom.bench.environment import nvidia_smi
 from warploom.bench.measure import Call, Clock
-
-__all__ = ["Reader", "Sample", "WatchedClock", "make_reader"]
 
 SLOWDOWNS = {
     0x08: "hardware slowdown",
@@ -131,15 +129,11 @@ def _nvml_reader(uuid: str) -> Reader | None:
 
 
 def _smi_reader(uuid: str) -> Reader | None:
-    fields = "clocks.sm,temperature.gpu,clocks_event_reasons.active"
-    command = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-
     def read() -> Sample | None:
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-            clock, celsius, reasons = (word.strip() for word in done.stdout.split(","))
+            clock, celsius, reasons = nvidia_smi(uuid, "clocks.sm,temperature.gpu,clocks_event_reasons.active")
             return Sample(int(clock), int(celsius), int(reasons, 16))
-        except (OSError, subprocess.SubprocessError, ValueError):
+        except ValueError:
             return None
 
     return Reader(read, 2.0)

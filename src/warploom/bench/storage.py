@@ -1,6 +1,6 @@
 """Files that several processes may write at once: lines are appended under a lock, whole files replaced.
 
-An operating system that cannot write raises `OSError`; here it becomes a `WarploomError` that names the file.
+An operating system that cannot read or write raises `OSError`, here a `WarploomError` that names the file.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import mmap
 import os
 import types
 import typing
@@ -16,19 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from filelock import FileLock
 
 from warploom.errors import WarploomError
 
-__all__ = ["append_lines", "load_lines", "locked", "probe", "read_text", "replace_text", "typed"]
-
 LOCK = ".lock"
 LOCK_SECONDS = 60.0
 """A lock is held for milliseconds. One that is not free after this time is left by a file system without locks."""
 PROBE_BYTES = 16 * 1024
-_BLOCK = 64 * 1024
 _LONGEST_REASON = 200
 
 T = TypeVar("T")
@@ -46,11 +44,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make a folder, and keep other processes from writing to it through this module.
-
-    Raises:
-        WarploomError: The folder cannot be made or written, or stays locked.
-    """
+    """Make a folder, and keep other processes from writing to it through this module."""
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(str(folder / LOCK), timeout=LOCK_SECONDS):
@@ -63,9 +57,6 @@ def probe(folder: Path, *names: str) -> None:
     Args:
         folder: Made if it is not there. A small file is written, flushed to disk and removed.
         names: Files of the folder that will be written; those that are there are opened, and not changed.
-
-    Raises:
-        WarploomError: The folder or a file cannot be written, or the disk is full.
     """
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,40 +70,23 @@ def probe(folder: Path, *names: str) -> None:
 def append_lines(path: Path, lines: Iterable[str]) -> None:
     """Append lines to a file in one write, and flush them to disk.
 
-    What follows the last line break, left by a process that was killed while writing, is cut off first.
-
-    Raises:
-        WarploomError: The file cannot be written. Lines that were there before stay.
+    What follows the last line break, left by a process that was killed while writing, is cut off first. Where the
+    file cannot be written, lines that were there before stay.
     """
     text = "".join(f"{line}\n" for line in lines).encode()
     with locked(path.parent), _writing(path), path.open("a+b") as file:
         size = file.seek(0, os.SEEK_END)
-        whole = _end_of_lines(file, size)
-        if whole < size:
+        if size:
+            with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as there:
+                whole = there.rfind(b"\n") + 1
             file.truncate(whole)
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _end_of_lines(file: BinaryIO, size: int) -> int:
-    """The place behind the last line break."""
-    while size:
-        start = max(0, size - _BLOCK)
-        file.seek(start)
-        found = file.read(size - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        size = start
-    return 0
-
-
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a process killed in between, finds the old text or the new one.
-
-    Raises:
-        WarploomError: The file cannot be written.
-    """
+    """Write a file so that a reader, or a process killed in between, finds the old text or the new one."""
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         target = Path(os.path.realpath(path))  # a link stays a link
@@ -143,11 +117,7 @@ def _write_new(folder: Path, content: bytes) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """Read a text.
-
-    Raises:
-        WarploomError: The file is missing, cannot be read, or is no text.
-    """
+    """Read a text in UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -165,10 +135,7 @@ def load_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]:
         what: What the lines should be, for messages.
 
     Returns:
-        The records. Lines that are none are left out, with a warning that counts them.
-
-    Raises:
-        WarploomError: The file cannot be read, or none of its lines is a record.
+        The records. Lines that are none are left out, with a warning that counts them; a file of none is an error.
     """
     try:
         lines = path.read_bytes().decode("utf-8", "replace").split("\n")[:-1]
@@ -209,11 +176,7 @@ def _whole(text: str) -> int:
 
 
 def typed(kind: type, fields: object) -> dict[str, Any]:
-    """The fields of a dataclass as they came from JSON, if their names and types are those that it declares.
-
-    Raises:
-        ValueError: There is another name, a value of another type, or a negative number.
-    """
+    """The fields of a dataclass as they came from JSON; `ValueError` for another name or type, or less than 0."""
     if not isinstance(fields, Mapping):
         raise ValueError("not a JSON object")
     known = _types(kind)

@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["CONFIGURATIONS", "MAX_READS", "MAX_WRITES", "stream"]
-
 MAX_READS = 4
 MAX_WRITES = 3
 

@@ -25,8 +25,6 @@ from warploom.errors import ArgumentError, BackendError, DeviceError
 from warploom.nn import TransformerLM
 from warploom.ops.spec import Bench
 
-__all__ = ["call_once", "chrome", "memory", "ncu", "one_unit", "parts"]
-
 _WARM_UPS = 3
 _TRACED = 5
 
@@ -47,16 +45,9 @@ def one_unit(benches: Sequence[Bench], selection: Selection, device: torch.devic
 
 
 def chrome(unit: Unit, providers: Sequence[str], device: torch.device, output: Path) -> list[Path]:
-    """Write a timeline of some calls of each provider, to be opened in Perfetto or ``chrome://tracing``.
+    """Write a timeline of some calls of each provider, for Perfetto or ``chrome://tracing``, and name the files.
 
-    Args:
-        unit: The case and mode.
-        providers: Which providers; one that fails is said so and passed by.
-        device: Where.
-        output: A folder for ``trace-PROVIDER.json``.
-
-    Returns:
-        The files written.
+    A provider that fails is said so and passed by.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -68,7 +59,7 @@ def chrome(unit: Unit, providers: Sequence[str], device: torch.device, output: P
             for _ in range(_TRACED):
                 with torch.profiler.record_function(f"{name} {unit.mode}"):
                     call()
-            _finish(device)
+            torch.get_device_module(device).synchronize()
         path = output / f"trace-{name}.json"
         profile.export_chrome_trace(str(path))
         written.append(path)
@@ -93,10 +84,7 @@ def call_once(unit: Unit, providers: Sequence[str], device: torch.device) -> Non
 def parts(unit: Unit, providers: Sequence[str], device: torch.device) -> list[tuple[str, str, dict[str, float]]]:
     """Split steps of models by their parts, through marks around modules, which cost time themselves.
 
-    Args:
-        unit: A case and mode of `warploom.bench.transformer`.
-        providers: Which models, ours and not compiled: no other has borders between its modules that are known.
-        device: Where.
+    Models that are not ours or compiled have no borders between their modules that are known, and are left out.
 
     Returns:
         Provider, phase, and milliseconds of each part, means of a few steps.
@@ -107,8 +95,9 @@ def parts(unit: Unit, providers: Sequence[str], device: torch.device) -> list[tu
     if unit.bench.measure is None:
         raise ArgumentError(f"profile: parts are those of a model, and {unit.bench.name} is an operator")
     found = []
-    for name, call in _ready(unit, [name for name in providers if _is_open(name)], device):
-        stepper = _stepper(call)
+    known = [name for name in providers if name != transformer.LLAMA and "+" not in name]
+    for name, call in _ready(unit, known, device):
+        stepper: transformer.Stepper = call.__self__  # type: ignore[attr-defined]
         stepper.timeline = timeline = Timeline(device)
         with hooked(stepper.model, timeline.enter, timeline.leave):
             for _ in range(1 + transformer.PART_STEPS):  # the first warms up the hooks
@@ -145,17 +134,18 @@ def ncu(unit: Unit, providers: Sequence[str], words: Sequence[str], output: Path
 
     Args:
         unit: The case and mode, for messages.
-        providers: Which providers; a file for each.
+        providers: Which providers; a file ``PROVIDER.ncu-rep`` for each.
         words: The arguments of ``warploom`` that select the unit, without provider and profile.
-        output: A folder for ``PROVIDER.ncu-rep``.
-
-    Returns:
-        The files that were to be written.
+        output: A folder for the files.
 
     Raises:
         BackendError: ``ncu`` is not installed, or fails.
     """
-    commands = {name: ncu_command(name, words, output) for name in providers}
+    # The clocks stay as they are: locking them needs rights that containers lack, and the bench does not lock them.
+    options = ["ncu", "--set", "full", "--profile-from-start", "off", "--clock-control", "none"]
+    options += ["--force-overwrite", "--export"]
+    once = [sys.executable, "-m", "warploom", *words, "--provider"]
+    commands = {name: [*options, str(output / name), *once, name, "--kind", "once"] for name in providers}
     if shutil.which("ncu") is None:
         lines = "\n".join(f"  {shlex.join(command)}" for command in commands.values())
         raise BackendError(
@@ -167,25 +157,6 @@ def ncu(unit: Unit, providers: Sequence[str], words: Sequence[str], output: Path
         if subprocess.run(command, check=False).returncode:
             raise BackendError(f"profile: failed, see above: {shlex.join(command)}")
     return [output / f"{name}.ncu-rep" for name in commands]
-
-
-def ncu_command(provider: str, words: Sequence[str], output: Path) -> list[str]:
-    """The command line that profiles one provider's call."""
-    # The clocks stay as they are: locking them needs rights that containers lack, and the bench does not lock them.
-    clocks = ["--clock-control", "none"]
-    profiler = ["ncu", "--set", "full", "--profile-from-start", "off", *clocks, "--force-overwrite"]
-    profiler += ["--export", str(output / provider)]
-    return [*profiler, sys.executable, "-m", "warploom", *words, "--provider", provider, "--kind", "once"]
-
-
-def _is_open(provider: str) -> bool:
-    """Whether the modules of a provider's model run one by one and are ours."""
-    return provider != transformer.LLAMA and "+" not in provider
-
-
-def _stepper(call: Call) -> transformer.Stepper:
-    stepper: transformer.Stepper = call.__self__  # type: ignore[attr-defined]
-    return stepper
 
 
 @contextmanager
@@ -224,10 +195,5 @@ def _warm(unit: Unit, name: str, device: torch.device) -> Call:
     call = provider_call(unit, name, device)
     for _ in range(_WARM_UPS):
         call()
-    _finish(device)
+    torch.get_device_module(device).synchronize()
     return call
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -22,16 +22,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from warploom import lrpe_rotate
-from warploom.bench import limits
+from warploom.bench import steps
 from warploom.bench.attempt import Failure, attempt
-from warploom.bench.evaluate import Unit, with_times
+from warploom.bench.evaluate import Unit
 from warploom.bench.fingerprint import LIMIT
-from warploom.bench.measure import Clock, Timing, allocated_bytes, percentiles, release_memory
+from warploom.bench.measure import Clock, allocated_bytes, in_turns, peak_bytes, release_memory
 from warploom.bench.parts import Timeline
+from warploom.bench.records import Record
 from warploom.nn import TransformerConfig, TransformerLM
-from warploom.ops.spec import KERNELS, Bench, Case, Inputs, Operator, Traffic, Unsupported, need_cuda
-
-__all__ = ["BENCH", "LLAMA", "Stepper", "build", "measure", "prepare"]
+from warploom.ops.spec import KERNELS, Case, Inputs, Traffic, Unsupported, need_cuda
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From tokens (B, N) and targets (B, N) to the mean cross-entropy ()."""
@@ -70,7 +69,19 @@ def build(provider: str, case: Case, device: torch.device) -> tuple[nn.Module, L
         need_cuda("CUDA graphs")
     torch.manual_seed(0)
     with torch.device(device):
-        model = _llama(config) if name == LLAMA else TransformerLM(config)
+        if name != LLAMA:
+            model: Any = TransformerLM(config)
+        else:
+            model = steps.llama(
+                "compare",
+                vocab_size=config.vocab_size,
+                hidden_size=config.d_model,
+                intermediate_size=config.d_ff,
+                num_hidden_layers=config.layers,
+                num_attention_heads=config.heads,
+                num_key_value_heads=config.heads,
+                max_position_embeddings=config.context_length,
+            )
 
     def loss(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if name == LLAMA:
@@ -82,26 +93,6 @@ def build(provider: str, case: Case, device: torch.device) -> tuple[nn.Module, L
     # The loss is compiled with the model, for all models alike.
     mode = "reduce-overhead" if ending == "graphs" else None
     return model, torch.compile(loss, mode=mode, dynamic=False) if ending else loss
-
-
-def _llama(config: TransformerConfig) -> Any:
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ModuleNotFoundError as error:
-        raise Unsupported("transformers is not installed: pip install 'warploom[compare]'") from error
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.d_model,
-            intermediate_size=config.d_ff,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.heads,
-            max_position_embeddings=config.context_length,
-            tie_word_embeddings=False,
-            attn_implementation="sdpa",
-        )
-    )
 
 
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -138,10 +129,12 @@ class Stepper:
     memory_mib: dict[str, float] = field(default_factory=dict)
     """On a GPU ``peak`` and ``held``."""
 
-    def __post_init__(self) -> None:
-        if self.mode == "train":
-            fused = self.device.type == "cuda"
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
+    def turn(self) -> list[float]:
+        """Milliseconds of the steps of a turn; no gradients are kept while others take theirs."""
+        for _ in range(TURN):
+            self.step()
+        self.model.zero_grad(set_to_none=True)
+        return [sum(phases) for phases in zip(*(samples[-TURN:] for samples in self.samples_ms.values()))]
 
     def step(self) -> None:
         """One step; its phases' times are added to ``samples_ms``."""
@@ -161,7 +154,8 @@ class Stepper:
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        self._wait()
+        wait = torch.get_device_module(self.device).synchronize
+        wait()
         mark = torch.cuda.nvtx.range(name) if self.device.type == "cuda" else contextlib.nullcontext()
         started = time.perf_counter()
         with mark, torch.profiler.record_function(name):
@@ -170,49 +164,32 @@ class Stepper:
             yield
             if self.timeline is not None:
                 self.parts_ms.setdefault(name, []).append(self.timeline.end())
-            self._wait()
+            wait()
         self.samples_ms.setdefault(name, []).append((time.perf_counter() - started) * 1e3)
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
-
-def measure(unit: Unit, providers: Sequence[str], device: torch.device, clock: Clock, blank: Any) -> list[Any]:
+def measure(
+    unit: Unit, providers: Sequence[str], device: torch.device, clock: Clock, blank: Record
+) -> list[Record]:
     """Measure all models of a case in turn, as `warploom.bench.evaluate.evaluate` does providers."""
-    if any("+" in name for name in providers):
-        torch.compiler.reset()
     flops = flops_of(unit.case, unit.mode)
     steppers = {name: attempt(name, functools.partial(prepare, name, unit, device)) for name in providers}
-    product = limits.product_call(device)
-    product_us = clock.host_us(product)
-    product_ms: list[float] = []
-    with _no_collections():
-        for turn in range(-(-STEPS // TURN)):
-            first = turn % max(len(providers), 1)
-            for name in [*providers[first:], *providers[:first]]:
-                stepper = steppers[name]
-                if isinstance(stepper, Stepper):
-                    steppers[name] = attempt(name, functools.partial(_take, stepper, TURN))
-            product_ms += [clock.sample(product, product_us).ms for _ in range(TURN)]
-    records = {}
-    timings: dict[str, Timing | Failure] = {}
-    for name, stepper in steppers.items():
-        records[name] = replace(blank, provider=name, flops=flops)
-        if isinstance(stepper, Failure):
-            timings[name] = stepper
-            continue
-        low, middle, high = percentiles(_steps(stepper))
-        forward_us = 1e3 * statistics.median(stepper.samples_ms["forward"])
-        timings[name] = Timing(middle, low, high, forward_us, len(_steps(stepper)))
-        peak = stepper.memory_mib.get("peak")
-        records[name] = replace(records[name], peak_memory_mib=peak, details=_details(stepper, unit.case, middle))
-    scale = flops / limits.product_flops(device)
-    low, middle, high = (scale * ms for ms in percentiles(product_ms))
-    timings[LIMIT] = Timing(middle, low, high, product_us, len(product_ms))
-    records[LIMIT] = replace(blank, provider=LIMIT, flops=flops)
-    finished = with_times(records, timings)
-    return [replace(record, host_us=None) for record in finished]
+    product = steps.product_ms(flops, device, clock)
+    calls: dict[str, Callable[[], list[float]] | Failure] = {
+        name: stepper if isinstance(stepper, Failure) else stepper.turn for name, stepper in steppers.items()
+    }
+    calls[LIMIT] = lambda: [product() for _ in range(TURN)]
+    gc.collect()  # now, not among the steps: what compilers leave behind takes longer to look through than a step
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        taken = in_turns(calls, dict.fromkeys(calls, -(-STEPS // TURN)))
+    finally:
+        if enabled:
+            gc.enable()
+    samples = {n: t if isinstance(t, Failure) else [ms for turn in t for ms in turn] for n, t in taken.items()}
+    records = steps.step_records(replace(blank, flops=flops), samples)
+    return [_completed(record, steppers.get(record.provider)) for record in records]
 
 
 def prepare(name: str, unit: Unit, device: torch.device) -> Stepper:
@@ -222,54 +199,32 @@ def prepare(name: str, unit: Unit, device: torch.device) -> Stepper:
     model, loss = build(name, unit.case, device)
     inputs = make_inputs(unit.case, device, torch.Generator().manual_seed(0))
     stepper = Stepper(model, loss, inputs, unit.mode, getattr(torch, unit.case["dtype"]), device)
+    if unit.mode == "train":
+        stepper.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     for _ in range(WARM_UP):
         stepper.step()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        stepper.step()
-        peak = torch.cuda.max_memory_allocated(device)
+    peak = peak_bytes(stepper.step, device)
+    if peak is not None:
         stepper.memory_mib = {"peak": (peak - before) / MIB, "held": (stepper.held_bytes - before) / MIB}
     stepper.samples_ms.clear()
     return stepper
 
 
-def _take(stepper: Stepper, steps: int) -> Stepper:
-    """Measured steps, and no gradients kept while others take theirs."""
-    for _ in range(steps):
-        stepper.step()
-    stepper.model.zero_grad(set_to_none=True)
-    return stepper
-
-
-def _steps(stepper: Stepper) -> list[float]:
-    """Milliseconds of each whole step."""
-    return [sum(phases) for phases in zip(*stepper.samples_ms.values(), strict=True)]
-
-
-def _details(stepper: Stepper, case: Case, step_ms: float) -> dict[str, Any]:
+def _completed(record: Record, stepper: Stepper | Failure | None) -> Record:
+    """A record of a model that was timed, with what else was measured."""
+    if not (isinstance(stepper, Stepper) and record.ms):
+        return record
     spread = {
         name: {"mean_ms": statistics.fmean(samples), "std_ms": statistics.stdev(samples)}
         for name, samples in stepper.samples_ms.items()
     }
     details: dict[str, Any] = {
         "phases": spread,
-        "tokens_per_s": case["batch"] * case["context_length"] / step_ms * 1e3,
+        "tokens_per_s": record.case["batch"] * record.case["context_length"] / record.ms * 1e3,
         "parameters": sum(parameter.numel() for parameter in stepper.model.parameters()),
     }
-    return details | ({"held_memory_mib": stepper.memory_mib["held"]} if stepper.memory_mib else {})
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Collect garbage now and none inside: what compilers leave behind takes longer to look through than a step."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    details |= {"held_memory_mib": stepper.memory_mib["held"]} if stepper.memory_mib else {}
+    return replace(record, peak_memory_mib=stepper.memory_mib.get("peak"), details=details)
 
 
 def launched(case: Case, provider: str) -> None:
@@ -291,14 +246,6 @@ def launched(case: Case, provider: str) -> None:
     torch.autograd.grad([out], [qkv], [torch.empty_like(out)])
 
 
-def _loss_of(provider: str, case: Case) -> Loss:
-    return build(provider, case, torch.device("cuda" if torch.cuda.is_available() else "cpu"))[1]
-
-
-def _undefined(**_: Any) -> torch.Tensor:
-    raise Unsupported("a model has no definition to be compared with: its operators have")
-
-
 def _cases(device: str, sizes: Sequence[str], lengths: Sequence[int]) -> list[Case]:
     if device != "cuda":
         return []
@@ -312,28 +259,15 @@ def _trial(device: str) -> list[Case]:
     return [{"size": "sm", **shape, "context_length": 32, "layers": 1}]
 
 
-OPERATOR = Operator(
-    name="transformer",
-    function=_undefined,
-    reference=_undefined,
-    make_inputs=make_inputs,
-    check_cases=(),
-    length="context_length",
-)
-BENCH = Bench(
-    name="transformer",
-    operator=OPERATOR,
+BENCH = steps.model_bench(
+    "transformer",
+    make_inputs,
+    providers=[n + ending for ending in ENDINGS for n in ATTENTIONS if n != "warploom_tpa" or not ending],
     suites={
         "quick": functools.partial(_cases, sizes=("sm",), lengths=(512,)),
         "published": functools.partial(_cases, sizes=("sm", "md", "lg"), lengths=(512, 4096)),
         "large": functools.partial(_cases, sizes=("xl", "2.7B"), lengths=(512,)),
         "trial": _trial,
-    },
-    providers={
-        name + ending: functools.partial(_loss_of, name + ending)
-        for ending in ENDINGS
-        for name in ATTENTIONS
-        if name != "warploom_tpa" or not ending
     },
     traffic=lambda case, mode: Traffic(0, 0, 0, flops_of(case, mode)),
     title="Transformer LM: wall time of a step; the limit is a large matrix product's rate",

@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Sequence
 
 from warploom.cli import bench, check, compare, env, listing, profile, report
-from warploom.cli.common import OPTIONAL, install_hint, package
 from warploom.errors import WarploomError
 from warploom.version import __version__
 
@@ -58,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("warploom: interrupted; `bench --resume` goes on after the last finished case", file=sys.stderr)
         return 130
     except Exception as error:  # a mistake of ours has an exit status of its own
-        if isinstance(error, ModuleNotFoundError) and package(error) in OPTIONAL:
-            return _refuse(install_hint(error))
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("jinja2"):
+            return _refuse("jinja2 is not installed: pip install 'warploom[bench]'")
         traceback.print_exc()
         return 3
     return status

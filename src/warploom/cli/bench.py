@@ -16,7 +16,6 @@ from warploom.errors import ArgumentError
 if TYPE_CHECKING:
     import torch
 
-    from warploom.bench.runner import Outcome
     from warploom.ops.spec import Bench
 
 EXAMPLES = """examples:
@@ -38,14 +37,13 @@ def add_parser(commands: Commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_selection(parser)
-    graph = "time replays of captured graphs: --mode fwd_graph"
-    parser.add_argument("--cuda-graph", action="store_true", help=graph)
-    parser.add_argument("--output", type=Path, metavar="DIR", help="default: runs/DEVICE-SUITE")
+    add = parser.add_argument
+    add("--cuda-graph", action="store_true", help="time replays of captured graphs: --mode fwd_graph")
+    add("--output", type=Path, metavar="DIR", help="default: runs/DEVICE-SUITE")
     resume = "leave out the cases that DIR has whole, from the same code and environment"
-    parser.add_argument("--resume", action="store_true", help=resume)
-    limit = "begin no further case after this time"
-    parser.add_argument("--time-limit", type=seconds, metavar="SECONDS", help=limit)
-    parser.add_argument("--no-report", action="store_true", help="write no HTML report")
+    add("--resume", action="store_true", help=resume)
+    add("--time-limit", type=seconds, metavar="SECONDS", help="begin no further case after this time")
+    add("--no-report", action="store_true", help="write no HTML report")
     parser.set_defaults(command=_bench)
 
 
@@ -56,11 +54,16 @@ def _bench(options: argparse.Namespace) -> int:
     from warploom.report import terminal
 
     device = the_device(options.device)
-    chosen, selection = select(options, _modes(options))
+    graphs = [f"{mode.removesuffix('_graph')}_graph" for mode in options.mode or ["fwd"]]
+    chosen, selection = select(options, graphs if options.cuda_graph else options.mode)
     plan(chosen, selection, device.type)
     output = options.output or Path("runs") / f"{slug(device)}-{options.suite}"
     _check_commit(output, device)
-    _say_first(options, device)
+    print(describe(device), flush=True)
+    if device.type == "cpu":
+        print("A trial of the instrument: PyTorch is timed, and compiled peers by --provider.", flush=True)
+    if not options.no_report and not _has_report():
+        print("warploom: no report: jinja2 is missing: pip install 'warploom[bench]'", file=sys.stderr)
     if device.type == "cpu" and options.provider is None:
         chosen = [_without_compilers(bench) for bench in chosen]
     prepare = functools.partial(compile_first, device=device, specs=options.spec)
@@ -69,7 +72,10 @@ def _bench(options: argparse.Namespace) -> int:
 
     print(terminal(outcome.records, width()))
     if outcome.reason:
-        _print_left(outcome)
+        some, more = outcome.left[:5], len(outcome.left) - 5
+        lines = [*some, *([f"and {more} more"] if more > 0 else [])]
+        head = f"warploom: {outcome.reason}; {len(outcome.left)} left, --resume goes on with:"
+        print("\n  ".join([head, *lines]), file=sys.stderr)
     if not any(record.ms for record in outcome.records):
         print("warploom: nothing was measured", file=sys.stderr)
         return 1
@@ -79,22 +85,6 @@ def _bench(options: argparse.Namespace) -> int:
 
         print(f"report: {write_report([output], output / 'report.html')}")
     return int(outcome.failed(chosen, device.type) or outcome.device_lost)
-
-
-def _modes(options: argparse.Namespace) -> list[str] | None:
-    if not options.cuda_graph:
-        modes: list[str] | None = options.mode
-        return modes
-    return [f"{mode.removesuffix('_graph')}_graph" for mode in options.mode or ["fwd"]]
-
-
-def _say_first(options: argparse.Namespace, device: torch.device) -> None:
-    """What a user should know before anything is measured."""
-    print(describe(device), flush=True)
-    if device.type == "cpu":
-        print("A trial of the instrument: PyTorch is timed, and compiled peers by --provider.", flush=True)
-    if not options.no_report and not _has_report():
-        print("warploom: no report: jinja2 is missing: pip install 'warploom[bench]'", file=sys.stderr)
 
 
 def _has_report() -> bool:
@@ -109,11 +99,7 @@ def _without_compilers(bench: Bench) -> Bench:
 
 
 def _check_commit(output: Path, device: torch.device) -> None:
-    """Records under ``results`` are of a commit that can be found again.
-
-    Raises:
-        ArgumentError: The checkout has changes, or its commit is not known.
-    """
+    """Records under ``results`` are of a commit that can be found again: any other is refused."""
     if "results" not in Path.cwd().joinpath(output).parts:
         return
     from warploom.bench.environment import COMMIT, describe_environment
@@ -122,12 +108,3 @@ def _check_commit(output: Path, device: torch.device) -> None:
     if environment.get("dirty") or "commit" not in environment:
         found = "it has changes" if environment.get("dirty") else f"it is not known ({COMMIT} may say it)"
         raise ArgumentError(f"bench: {output} takes records of a clean commit alone, and {found}")
-
-
-def _print_left(outcome: Outcome) -> None:
-    shown = 5
-    print(f"warploom: {outcome.reason}; {len(outcome.left)} left, --resume goes on with:", file=sys.stderr)
-    for label in outcome.left[:shown]:
-        print(f"  {label}", file=sys.stderr)
-    if len(outcome.left) > shown:
-        print(f"  and {len(outcome.left) - shown} more", file=sys.stderr)

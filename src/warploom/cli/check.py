@@ -81,11 +81,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _backend(asked: str | None, device: torch.device) -> str:
-    """The backend that is checked, by its own name where that is known before any call.
-
-    Raises:
-        BackendError: The kernels were asked for and cannot run on this CPU.
-    """
+    """The backend that is checked, by its own name where that is known before any call."""
     if device.type == "cuda":
         return asked or "auto"
     from warploom.runtime.backend import HAS_TRITON

@@ -19,40 +19,8 @@ if TYPE_CHECKING:
     from warploom.ops.spec import Bench
     from warploom.testing.specs import Spec
 
-__all__ = [
-    "OPTIONAL",
-    "Commands",
-    "add_device",
-    "add_selection",
-    "add_spec",
-    "describe",
-    "install_hint",
-    "names_in",
-    "package",
-    "pick",
-    "seconds",
-    "select",
-    "slug",
-    "the_device",
-    "width",
-    "words",
-]
-
-OPTIONAL = frozenset({"jinja2"})
-"""Packages of the extra ``bench``, whose absence is an advice and not a crash."""
-
 Commands = Any
 """What `argparse` returns from ``add_subparsers``; it has no public type."""
-
-
-def install_hint(error: ModuleNotFoundError) -> str:
-    """How to get a package that is missing."""
-    return f"{package(error)} is not installed: pip install 'warploom[bench]'"
-
-
-def package(error: ModuleNotFoundError) -> str:
-    """The package that an import missed."""
-    return (error.name or "").partition(".")[0]
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -62,14 +30,8 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def add_spec(parser: argparse.ArgumentParser) -> None:
     """Add ``--spec``, a file that describes an operator of the user's own."""
-    parser.add_argument(
-        "--spec",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a Python file with OPERATORS and BENCHES of your own, which is run as a program; may be repeated",
-    )
+    what = "a Python file with OPERATORS and BENCHES of your own, which is run as a program; may be repeated"
+    parser.add_argument("--spec", type=Path, action="append", default=[], metavar="FILE", help=what)
 
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -90,11 +52,7 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def select(options: argparse.Namespace, modes: list[str] | None) -> tuple[list[Bench], Selection]:
-    """The benches that a command is about, and which part of them.
-
-    Raises:
-        ArgumentError: There is no such bench, or a case is no ``KEY=VALUE``.
-    """
+    """The benches that a command is about, and which part of them."""
     from warploom.bench.registry import benches
     from warploom.bench.runner import Selection
     from warploom.testing.specs import load_specs
@@ -107,21 +65,18 @@ def select(options: argparse.Namespace, modes: list[str] | None) -> tuple[list[B
 
 
 def _case_filter(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Values by key: a number, list or truth value as JSON writes it; any other text is itself."""
     wanted: dict[str, list[Any]] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not (name and equals):
             raise ArgumentError(f"--case {text}: expected KEY=VALUE, e.g. --case n=4096")
-        wanted.setdefault(name, []).append(_value(value))
+        values = wanted.setdefault(name, [])
+        try:
+            values.append(json.loads(value))
+        except (ValueError, RecursionError):
+            values.append(value)
     return wanted
-
-
-def _value(text: str) -> Any:
-    """A number, list or truth value as JSON writes it; any other text is itself."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def describe(device: torch.device) -> str:
@@ -153,15 +108,7 @@ def seconds(text: str) -> float:
 
 
 def names_in(specs: Sequence[Spec], what: str) -> list[str]:
-    """The names that a command is about when the user gives a spec and no names.
-
-    Args:
-        specs: What `load_specs` returned.
-        what: ``operators`` or ``benches``.
-
-    Raises:
-        ArgumentError: There are specs, and none of them has any.
-    """
+    """The names of the ``operators`` or ``benches`` of specs, which a command is about when the user gives none."""
     names = [one.name for spec in specs for one in getattr(spec, what)]
     if specs and not names:
         raise ArgumentError(f"--spec {specs[0].path}: defines no {what.upper()}")
@@ -176,11 +123,7 @@ def words(text: str) -> list[str]:
 
 
 def the_device(name: str) -> torch.device:
-    """The device that ``--device`` means.
-
-    Raises:
-        DeviceError: ``cuda``, and there is none.
-    """
+    """The device that ``--device`` means; ``cuda`` where there is none is refused."""
     import torch
 
     available = torch.cuda.is_available()
@@ -198,11 +141,7 @@ def slug(device: torch.device) -> str:
 
 
 def pick(names: Sequence[str], known: Mapping[str, Any], what: str, separator: str) -> list[str]:
-    """The names asked for, all of them if none; dashes and underscores are the same here.
-
-    Raises:
-        ArgumentError: There is no such name.
-    """
+    """The names asked for, all of them if none; dashes and underscores are the same here."""
     picked = [name.replace("-", separator).replace("_", separator) for name in names]
     for name, typed in zip(picked, names):
         if name not in known:

@@ -89,11 +89,7 @@ def chunks_of(bounds: Bounds, world: int, layout: str) -> Chunks:
 
 
 def check_layout(function: str, layout: object) -> None:
-    """Raise unless there is such a layout.
-
-    Raises:
-        ArgumentError: There is none.
-    """
+    """Raise unless there is such a layout."""
     if layout not in LAYOUTS:
         raise fault(ArgumentError, function, "layout", f"one of {', '.join(LAYOUTS)}", repr(layout))
 

@@ -570,11 +570,10 @@ def _causal_gradients(
             shape = _state_shape(tensors, options, len(segment.sequences))
             of_state = leaving.new_zeros(shape) if of_state is None else of_state.clone()
             of_state[-len(leaving) :] = leaving
-        before = state if segment.continued else None if initial is None else initial[segment.sequences]
+        before = _before(segment, initial, state, options)
         wants = [True] * (_DIFFERENTIABLE - 1) + [not segment.continued]
         inputs = segment.of(tensors, offset, before)
-        found_all = _gradients(_tokens_of(grad, segment), of_state, inputs, options, wants)
-        sums.add(segment, found_all)
+        sums.add(segment, _gradients(_tokens_of(grad, segment), of_state, inputs, options, wants))
     if grad_last is not None and initial is not None and run.rank == 0:  # sequences without a token
         empty = torch.tensor([a == b for a, b in _pairs(tensors, run)], device=state.device)
         rows = empty[:, None, None, None]
@@ -586,8 +585,7 @@ def _pairs(tensors: Tensors, run: _Run) -> list[tuple[int, int]]:
     cu_seqlens = tensors[-1]
     if cu_seqlens is None:
         return [(0, sum(run.part.lengths))] * _sequences(tensors)
-    bounds = bounds_of(NAME, cu_seqlens)
-    return list(itertools.pairwise(bounds))
+    return list(itertools.pairwise(bounds_of(NAME, cu_seqlens)))
 
 
 def _tokens_of(grad: Tensor | None, segment: _Segment) -> Tensor | None:
@@ -612,9 +610,8 @@ def _full_gradients(
     total = _gathered(own, run.group).sum(0)
     for segment, of_query in zip(run.part.segments, first):
         inputs = segment.of(tensors, offset, None)
-        found = _gradients(None, total[segment.sequences], inputs, options, of_keys)
         sums.add(segment, of_query)
-        sums.add(segment, found)
+        sums.add(segment, _gradients(None, total[segment.sequences], inputs, options, of_keys))
 
 
 def _backward_fake(

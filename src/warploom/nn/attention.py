@@ -16,8 +16,6 @@ from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.ops.flash_attention.validation import MAX_FEATURES
 from warploom.runtime.backend import use_triton
 
-__all__ = ["Attention", "Implementation"]
-
 Tensor = torch.Tensor
 
 Implementation = Literal["flash", "plain", "sdpa"]

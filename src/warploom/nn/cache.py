@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
-
-__all__ = ["FactorCache", "KVCache", "StateCache", "TokenCache"]
+from warploom.runtime.arguments import is_int
 
 Tensor = torch.Tensor
 
@@ -55,9 +54,9 @@ class _Cache:
     def _wanted(self, lengths: int | Sequence[int]) -> list[int]:
         """Lengths to truncate the entries to, one for each of them."""
         name = f"{type(self).__name__}.truncate"
-        if not (_is_int(lengths) or (isinstance(lengths, Sequence) and all(map(_is_int, lengths)))):
+        if not (is_int(lengths) or (isinstance(lengths, Sequence) and all(map(is_int, lengths)))):
             raise fault(DtypeError, name, "lengths", "an int or a sequence of ints", repr(lengths))
-        wanted = [lengths] * len(self.lengths) if isinstance(lengths, int) else list(lengths)
+        wanted = list(lengths) if isinstance(lengths, Sequence) else [lengths] * len(self.lengths)
         fits = len(wanted) == len(self.lengths) and all(0 <= n <= old for n, old in zip(wanted, self.lengths))
         if not fits:
             expected = f"one for each entry, at most {self.lengths}"
@@ -96,7 +95,7 @@ class TokenCache(_Cache):
     """The tensors that are kept, and what their sizes are called: of one name, all are equal."""
 
     def __init__(self, capacity: int | None = None) -> None:
-        if capacity is not None and not _is_int(capacity):
+        if capacity is not None and not is_int(capacity):
             raise fault(DtypeError, type(self).__name__, "capacity", "an int or None", repr(capacity))
         if capacity is not None and capacity < 1:
             raise fault(ArgumentError, type(self).__name__, "capacity", "positive", capacity)
@@ -177,10 +176,6 @@ class TokenCache(_Cache):
             for store, old in zip(grown, self._held):
                 store[:, :allocated] = old
             self._held = grown
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class KVCache(TokenCache):

@@ -16,8 +16,6 @@ from warploom.nn.positions import LRPE
 from warploom.ops.linear_attention.validation import Activation, Encoding
 from warploom.runtime.backend import Backend
 
-__all__ = ["LinearAttention"]
-
 Tensor = torch.Tensor
 
 

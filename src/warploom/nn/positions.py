@@ -14,8 +14,6 @@ from warploom.ops.lrpe.validation import Activation
 from warploom.runtime.backend import Backend
 from warploom.runtime.modes import is_plain_eager
 
-__all__ = ["LRPE", "RotaryEmbedding"]
-
 Tensor = torch.Tensor
 
 

@@ -11,8 +11,6 @@ from warploom.nn.common import check_call, check_sizes, reset_linear
 from warploom.nn.positions import RotaryEmbedding
 from warploom.runtime.backend import Backend
 
-__all__ = ["TensorProductAttention"]
-
 Tensor = torch.Tensor
 
 

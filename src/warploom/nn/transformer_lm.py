@@ -27,8 +27,6 @@ from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.nn.tensor_product_attention import TensorProductAttention
 from warploom.ops.linear_attention.validation import Encoding
 
-__all__ = ["Output", "TransformerConfig", "TransformerLM"]
-
 Tensor = torch.Tensor
 Cache = KVCache | FactorCache | StateCache
 """What a layer keeps of the tokens it has seen."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from warploom.bench.records import Record
+from warploom.bench.storage import replace_text
 from warploom.report.table import text
 from warploom.report.tables import tables_of
 
@@ -30,6 +31,7 @@ def write_report(sources: Sequence[Path], output: Path) -> Path:
     Raises:
         WarploomError: A source holds no records file or one that cannot be read, or ``output`` cannot be written.
     """
-    from warploom.report.page import write
+    from warploom.report.page import render
 
-    return write(sources, output)
+    replace_text(output, render(sources))
+    return output

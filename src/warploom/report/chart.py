@@ -10,14 +10,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from typing import Any
 
 from warploom.bench.records import LIMIT
 from warploom.report.labels import log_range, log_ticks, seconds, size
 from warploom.report.palette import MUTED, Look
 from warploom.report.panels import Panel, Section
-
-__all__ = ["Chart", "chart_svg", "charts", "picture"]
 
 Values = Mapping[Any, float | None]
 """A number, or none, at each position."""
@@ -52,13 +51,13 @@ def charts(section: Section, panel: Panel, mode: str) -> list[Chart]:
     """Time and share of the limit against size; none where no provider has a speed."""
     xs, at = panel.xs(mode), panel.at(mode)
     names = [name for name in reversed(section.providers) if name in at and name != LIMIT]  # ours last, on top
+
+    def values(name: str, field: str) -> Values:
+        return {x: p.ms and (getattr(p.record, field) or 0.0) / 1e3 for x, p in at[name].items()}
+
     times: dict[str, Values] = {LIMIT: {x: ms / 1e3 for x, ms in panel.limits(mode).items()}}
-    times |= {name: {x: p.ms and p.ms / 1e3 for x, p in at[name].items()} for name in names}
-    bands: dict[str, tuple[Values, Values]] = {}
-    for name in names:
-        measured = {x: p.record for x, p in at[name].items() if p.ms and p.record.ms_p20 and p.record.ms_p80}
-        low = {x: (record.ms_p20 or 0.0) / 1e3 for x, record in measured.items()}
-        bands[name] = low, {x: (record.ms_p80 or 0.0) / 1e3 for x, record in measured.items()}
+    times |= {name: values(name, "ms") for name in names}
+    bands = {name: (values(name, "ms_p20"), values(name, "ms_p80")) for name in names}
     shares = {name: {x: p.fraction for x, p in at[name].items()} for name in names}
     drawn = [Chart("time (band: 20th to 80th percentile)", xs, section.x, times, bands)]
     drawn.append(Chart("share of the measured limit", xs, section.x, shares, {}, share=True))
@@ -66,13 +65,7 @@ def charts(section: Section, panel: Panel, mode: str) -> list[Chart]:
 
 
 def chart_svg(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int] | None = None) -> str:
-    """One chart as an SVG element.
-
-    Args:
-        chart: What to draw.
-        styles: A look for every provider.
-        numbers: The providers' numbers in the classes of their lines.
-    """
+    """One chart as an SVG element; ``numbers`` are the providers' in the classes of their lines."""
     return _element(_drawn(chart, styles, numbers or {}), WIDTH, HEIGHT, chart.title)
 
 
@@ -80,7 +73,8 @@ def picture(
     columns: Sequence[Sequence[Chart]], heads: Sequence[str], title: str, styles: Mapping[str, Look]
 ) -> str:
     """Charts in columns with heads, a title above and a legend below, as a file for a text."""
-    width, legend = WIDTH * len(columns), [name for name in styles if _occurs(name, columns)]
+    drawn = {n for column in columns for chart in column for n, line in chart.lines.items() if any(line.values())}
+    width, legend = WIDTH * len(columns), [name for name in styles if name in drawn]
     parts = [_text(width // 2, 18, title, "middle", 14)]
     for i, (head, column) in enumerate(zip(heads, columns, strict=True)):
         parts.append(_text(i * WIDTH + WIDTH // 2, 42, head, "middle", 13))
@@ -96,10 +90,6 @@ def picture(
     return _element("".join(parts), width, height, title, MUTED) + "\n"
 
 
-def _occurs(name: str, columns: Sequence[Sequence[Chart]]) -> bool:
-    return any(any(chart.lines.get(name, {}).values()) for column in columns for chart in column)
-
-
 def _element(body: str, width: int, height: int, title: str, colour: str = "") -> str:
     about = f'viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}"'
     more = f' color="{colour}" width="{width}" height="{height}" font-family="sans-serif"' if colour else ""
@@ -109,7 +99,7 @@ def _element(body: str, width: int, height: int, title: str, colour: str = "") -
 def _drawn(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int]) -> str:
     across, ticks_x = _across(chart)
     ys = [y for line in chart.lines.values() for y in line.values() if y]
-    up, ticks_y = _share_axis(ys) if chart.share else _log_axis(ys)
+    up, ticks_y = _axis(chart.share, ys)
     right, low = WIDTH - RIGHT, HEIGHT - BOTTOM
     rules = "".join(f"M{LEFT} {y}H{right}" for y, _ in ticks_y) + "".join(f"M{x} {TOP}V{low}" for x, _ in ticks_x)
     parts = [f'<path d="{rules}" stroke="currentColor" stroke-opacity=".2" fill="none"/>']
@@ -126,18 +116,14 @@ def _drawn(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int])
         if not runs:
             continue
         look = styles[name]
-        band = ""
-        if name in chart.bands:
-            lower, upper = chart.bands[name]
-            edges = [
-                _runs(
-                    [(across[x], up(edge[x] or 0.0) if lower.get(x) and upper.get(x) else None) for x in chart.xs]
-                )
-                for edge in (lower, upper)
-            ]
-            outlines = [f"M{_join([*low, *reversed(high)])}z" for low, high in zip(*edges) if len(low) > 1]
-            if outlines:
-                band = f'<path d="{"".join(outlines)}" fill="{look.colour}" fill-opacity=".2"/>'
+        lower, upper = chart.bands.get(name, ({}, {}))
+        both = {x for x in chart.xs if lower.get(x) and upper.get(x)}
+        edges = [
+            _runs([(across[x], up(edge[x] or 0.0) if x in both else None) for x in chart.xs])
+            for edge in (lower, upper)
+        ]
+        outlines = "".join(f"M{_join([*low, *reversed(high)])}z" for low, high in zip(*edges) if len(low) > 1)
+        band = f'<path d="{outlines}" fill="{look.colour}" fill-opacity=".2"/>' if outlines else ""
         path = "".join(f"M{_join(run)}" for run in runs)
         marks = _marks([point for run in runs for point in run], look)
         group = f' class="s{numbers[name]}"' if name in numbers else ""
@@ -145,15 +131,9 @@ def _drawn(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int])
     return "".join(parts)
 
 
-def _runs(points: Sequence[tuple[int, int | None]]) -> list[list[tuple[int, int]]]:
+def _runs(points: Sequence[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
     """A line without its gaps."""
-    runs: list[list[tuple[int, int]]] = [[]]
-    for x, y in points:
-        if y is not None:
-            runs[-1].append((x, y))
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
+    return [list(run) for there, run in groupby(points, lambda point: point[1] is not None) if there]
 
 
 def _join(points: Sequence[tuple[int, int]]) -> str:
@@ -198,20 +178,14 @@ def _across(chart: Chart) -> tuple[dict[Any, int], list[tuple[int, str]]]:
     return places, ticks
 
 
-def _share_axis(ys: Sequence[float]) -> tuple[Callable[[float], int], list[tuple[int, str]]]:
-    top, height = 1.04 * max([1.0, *ys]), HEIGHT - BOTTOM - TOP
+def _axis(share: bool, ys: Sequence[float]) -> tuple[Callable[[float], int], list[tuple[int, str]]]:
+    """Where values stand on the axis, and ticks for them."""
+    scale: Callable[[float], float] = float if share else math.log
+    low, high = (0.0, 1.04 * max([1.0, *ys])) if share else map(math.log, log_range(ys))
 
     def up(y: float) -> int:
-        return HEIGHT - BOTTOM - round(height * y / top)
+        return HEIGHT - BOTTOM - round((HEIGHT - BOTTOM - TOP) * (scale(y) - low) / (high - low))
 
-    return up, [(up(y), f"{y:.0%}") for y in (0.0, 0.25, 0.5, 0.75, 1.0)]
-
-
-def _log_axis(ys: Sequence[float]) -> tuple[Callable[[float], int], list[tuple[int, str]]]:
-    low, high = log_range(ys)
-    height = HEIGHT - BOTTOM - TOP
-
-    def up(y: float) -> int:
-        return HEIGHT - BOTTOM - round(height * math.log(y / low) / math.log(high / low))
-
-    return up, [(up(y), seconds(y)) for y in log_ticks(ys) if low <= y <= high]
+    if share:
+        return up, [(up(y), f"{y:.0%}") for y in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    return up, [(up(y), seconds(y)) for y in log_ticks(ys) if low <= math.log(y) <= high]

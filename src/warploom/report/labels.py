@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
-
-__all__ = ["log_range", "log_ticks", "mode_title", "seconds", "size", "sort_xs"]
 
 MODES = {
     "fwd": "Forward",
@@ -16,16 +15,18 @@ MODES = {
     "fwd_graph": "Forward, replayed from a CUDA graph",
 }
 
-_STEPS = ((1, 2, 5), (1,))
 _MOST = 9
 _MARGIN = 1.15
 
 
 def log_ticks(shown: Sequence[float]) -> list[float]:
     """Choose round ticks for a logarithmic axis of positive values: the first is at most the smallest value."""
+    low, high = min(shown), max(shown)
+    decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     ticks: list[float] = []
-    for steps in _STEPS:
-        ticks = _between(shown, steps)
+    for steps in ((1, 2, 5), (1,)):
+        every = [float(f"{step}e{decade}") for decade in decades for step in steps]
+        ticks = every[bisect_right(every, low) - 1 : bisect_left(every, high) + 1]
         if len(ticks) <= _MOST:
             break
     return ticks
@@ -38,15 +39,6 @@ def log_range(values: Sequence[float]) -> tuple[float, float]:
     if sum(low <= tick <= high for tick in ticks) < 2:
         low, high = min(low, ticks[0]), max(high, ticks[-1])
     return low, high
-
-
-def _between(values: Sequence[float], steps: tuple[int, ...]) -> list[float]:
-    low, high = min(values), max(values)
-    decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
-    ticks = [float(f"{step}e{decade}") for decade in decades for step in steps]
-    first = max(i for i, tick in enumerate(ticks) if tick <= low)
-    last = min(i for i, tick in enumerate(ticks) if tick >= high)
-    return ticks[first : last + 1]
 
 
 def seconds(value: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from warploom.bench.environment import device_name
 from warploom.bench.records import LIMIT, Record, load_environments, spell
-from warploom.bench.storage import replace_text
 from warploom.report.chart import chart_svg, charts
 from warploom.report.labels import mode_title
 from warploom.report.palette import Look, looks
@@ -21,43 +19,35 @@ from warploom.report.rivals import counts, summaries, summary_table
 from warploom.report.table import Table
 from warploom.report.tables import failures, metric_table, time_table
 
-__all__ = ["write"]
-
 TITLE = "warploom report"
 
 
-def write(sources: Sequence[Path], output: Path) -> Path:
-    """See `warploom.report.write_report`."""
+def render(sources: Sequence[Path]) -> str:
+    """The page of some records; see `warploom.report.write_report`."""
     sections = load_sections(sources)
     points = [point for section in sections for point in section.points]
     known = {name: value for source in sources for name, value in load_environments(source).items()}
     used = {name: known[name] for point in points if (name := point.record.environment) in known}
     facts = [fact for environment in used.values() for fact in environment if fact != "runs"]
-    page = _templates().get_template("report.html.j2")
-    text = page.render(
-        title=TITLE,
-        sources=[str(source) for source in sources],
-        headlines=_headlines(used.values()),
-        warnings=_warnings([point.record for point in points], used),
-        environments=used,
-        facts=list(dict.fromkeys(facts)),
-        summary=summary_table([row for section in sections for row in summaries(section)]),
-        states=counts(points),
-        total=len(points),
-        sections=[_section_view(section) for section in sections],
+    loader = FileSystemLoader(Path(__file__).parent)
+    how: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    page: str = (
+        Environment(loader=loader, autoescape=True, **how)
+        .get_template("report.html.j2")
+        .render(
+            title=TITLE,
+            sources=[str(source) for source in sources],
+            headlines=_headlines(used.values()),
+            warnings=_warnings([point.record for point in points], used),
+            environments=used,
+            facts=list(dict.fromkeys(facts)),
+            summary=summary_table([row for section in sections for row in summaries(section)]),
+            states=counts(points),
+            total=len(points),
+            sections=[_section_view(section) for section in sections],
+        )
     )
-    replace_text(output, text)
-    return output
-
-
-def _templates() -> Environment:
-    return Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    return page
 
 
 def _headlines(environments: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -75,14 +65,10 @@ def _headlines(environments: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _warnings(records: Sequence[Record], environments: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What a reader must know before comparing numbers of the page."""
-    found = []
-    if len(environments) > 1:
-        found.append(f"The records are of {len(environments)} environments: compare times within a run alone.")
-    runs = Counter(record.run for record in records if record.ms)
-    if len(runs) > 1:
-        some = f"The times are of {len(runs)} runs"
-        found.append(f"{some}. Ratios are of one run each; what was measured in another has none.")
-    return found
+    environment = f"The records are of {len(environments)} environments: compare times within a run alone."
+    runs = len({record.run for record in records if record.ms})
+    run = f"The times are of {runs} runs. Ratios are of one run each; what was measured in another has none."
+    return [environment] * (len(environments) > 1) + [run] * (runs > 1)
 
 
 def _section_view(section: Section) -> dict[str, Any]:
@@ -101,13 +87,9 @@ def _section_view(section: Section) -> dict[str, Any]:
         "constants": ", ".join(f"{name} = {spell(value)}" for name, value in section.constants.items()),
         "x": section.x,
         "others": [name for name in section.others if name in section.providers],
-        "legend": [_legend_entry(name, numbers[name], styles[name]) for name in section.providers],
+        "legend": [{"name": name, "number": numbers[name], **vars(styles[name])} for name in section.providers],
         "panels": panels,
     }
-
-
-def _legend_entry(name: str, number: int, look: Look) -> dict[str, Any]:
-    return {"name": name, "number": number, "colour": look.colour, "width": look.width, "dotted": look.dotted}
 
 
 def _panel_view(
@@ -123,16 +105,10 @@ def _panel_view(
     ]
     return {
         "values": labels,
-        "label": " · ".join(_words(panel, mode)),
+        "label": " · ".join([mode_title(mode), *([panel.label] if panel.labels else [])]),
         "charts": [chart_svg(chart, styles, numbers) for chart in charts(section, panel, mode)],
         "command": section.command(panel, mode),
         "time": time_table(section, panel, mode),
         "failures": failures(panel, mode),
         "more": [(title, table) for title, table in more if table is not None],
     }
-
-
-def _words(panel: Panel, mode: str) -> Iterable[str]:
-    yield mode_title(mode)
-    if panel.labels:
-        yield panel.label

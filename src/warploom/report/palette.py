@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from warploom.bench.records import LIMIT
 from warploom.ops.spec import KERNELS
 
-__all__ = ["MUTED", "Look", "looks", "ordered"]
-
 MUTED = "#787878"
 """For text and rules of pictures that must read on both pages."""
 
@@ -44,12 +42,7 @@ _MARKERS = {"": "o", "compile": "s", "graphs": "d"}
 
 
 def looks(providers: Iterable[str], emphasis: str) -> dict[str, Look]:
-    """Give every provider its look; known names always get the same.
-
-    Args:
-        providers: The names. Those that are not known here take turns in this order.
-        emphasis: The provider whose line is drawn thick.
-    """
+    """Give every provider its look: known names always the same, others in turn; ``emphasis`` is drawn thick."""
     chosen: dict[str, Look] = {}
     strangers: list[str] = []
     for name in dict.fromkeys(providers):

@@ -23,8 +23,6 @@ from warploom.ops.spec import KERNELS, Bench
 from warploom.report.labels import MODES, sort_xs
 from warploom.report.palette import ordered
 
-__all__ = ["STATES", "UNSET", "Panel", "Point", "Section", "arrange", "load_sections"]
-
 UNSET = "–"
 
 STATES = ("ok", "disturbed", "incorrect", "oom", "unsupported", "error", "stale")
@@ -109,11 +107,10 @@ class Panel:
         return {x: ms for x in self.xs(mode) if x in limit and (ms := limit[x].ms)}
 
     def rival(self, mode: str, x: Any, section: Section) -> Pair | None:
-        """Ours at a position, and beside it the fastest of all others that were right in the same run.
+        """Ours at a position as A, and the fastest of all others that were right in the same run as B.
 
-        Returns:
-            A is ours and B the other: its ratio says how many times as long the other took. None where either is
-            missing, doubtful, or of another run.
+        Its ratio says how many times as long the other took. None where either is missing, doubtful or of another
+        run.
         """
         line = {name: points[x] for name, points in self.at(mode).items() if x in points}
         ours = next((line[name] for name in section.own_names if name in line and line[name].ms), None)
@@ -189,16 +186,12 @@ class Section:
         suite = suites.most_common(1)[0][0]
         words = [*shlex.split(run), "--suite", suite]
         dtype = str(panel.parameters.get("dtype", self.constants.get("dtype", "")))
-        if bench and dtype and suite in bench.suites and dtype not in _dtypes(bench, suite):
-            words += ["--dtype", dtype]
+        if bench and dtype and suite in bench.suites:
+            by_themselves = {case.get("dtype") for kind in ("cuda", "cpu") for case in bench.suites[suite](kind)}
+            words += [] if dtype in by_themselves else ["--dtype", dtype]
         for name, value in panel.parameters.items():
             words += ["--case", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
         return shlex.join([*words, "--mode", mode])
-
-
-def _dtypes(bench: Bench, suite: str) -> set[Any]:
-    """The dtypes that the cases of a suite have by themselves."""
-    return {case.get("dtype") for device in ("cuda", "cpu") for case in bench.suites[suite](device)}
 
 
 Entry = tuple[Record, str, str]
@@ -206,15 +199,7 @@ Entry = tuple[Record, str, str]
 
 
 def load_sections(sources: Sequence[Path]) -> list[Section]:
-    """Read records and arrange them.
-
-    Args:
-        sources: Folders with a ``records.jsonl`` and an ``environment.json``, or such record files; oldest
-            first.
-
-    Raises:
-        WarploomError: A source holds no records file, or one that cannot be read.
-    """
+    """Read records, of sources as `warploom.report.write_report` takes them, and arrange them."""
     known = {name: value for source in sources for name, value in load_environments(source).items()}
     devices = {name: device_name(environment) for name, environment in known.items()}
     return arrange(load(sources), devices)

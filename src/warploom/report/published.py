@@ -14,8 +14,6 @@ from warploom.report.labels import sort_xs
 from warploom.report.panels import Panel, Section
 from warploom.report.table import Table, number
 
-__all__ = ["Published", "published", "published_table"]
-
 FOLDER = Path(__file__).with_name("published")
 
 
@@ -36,17 +34,9 @@ class Published:
     """The parameters they state, the one along the axis included, under our names and values."""
 
     def matches(self, operator: str, mode: str, case: Mapping[str, Any], ignore: str = "") -> bool:
-        """Say whether this is about the same problem: every parameter that both name has the same value.
-
-        Args:
-            operator: The record's operator.
-            mode: The record's mode.
-            case: The record's case.
-            ignore: A parameter that need not agree: the one along the axis, when a whole line is matched.
-        """
-        if operator != self.operator or mode != self.mode:
-            return False
-        return all(case.get(name, value) == value for name, value in self.case.items() if name != ignore)
+        """Whether this is about the same problem: every parameter that both name, but ``ignore``, has one value."""
+        same = all(case.get(name, value) == value for name, value in self.case.items() if name != ignore)
+        return same and (operator, mode) == (self.operator, self.mode)
 
 
 @cache

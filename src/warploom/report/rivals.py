@@ -12,8 +12,6 @@ from warploom.bench.records import spell
 from warploom.report.panels import STATES, Panel, Point, Section
 from warploom.report.table import Cell, Table
 
-__all__ = ["Summary", "against", "counts", "summaries", "summary_table"]
-
 
 @dataclass(frozen=True)
 class Summary:
@@ -22,7 +20,6 @@ class Summary:
     operator: str
     mode: str
     device: str
-    provider: str
     shares: list[float]
     """Shares of the limit, ascending."""
     worst_at: str
@@ -93,23 +90,21 @@ def summary(section: Section, panels: Sequence[Panel], device: str, mode: str) -
             pairs += [] if pair is None else [pair]
     shares = [(point.fraction, panel, point) for panel, point in own if point.fraction]
     worst = min(shares, key=lambda entry: entry[0], default=None)
+    worst_at = ""
+    if worst is not None:
+        worst_at = f"{section.x} = {spell(worst[2].x)}"
+        worst_at += f", {section.short(worst[1])}" * (len(section.panels) > 1)
     hosts = [point.record.host_us for _, point in own if point.ms and point.record.host_us]
     return Summary(
         operator=section.operator,
         mode=mode,
         device=device,
-        provider=section.emphasis,
         shares=sorted(share for share, _, _ in shares),
-        worst_at=_place(section, worst[1], worst[2]) if worst else "",
+        worst_at=worst_at,
         pairs=pairs,
         host_us=median(hosts) if hosts else None,
         counts=counts(point for _, point in own),
     )
-
-
-def _place(section: Section, panel: Panel, point: Point) -> str:
-    words = [f"{section.x} = {spell(point.x)}"]
-    return ", ".join([*words, section.short(panel)] if len(section.panels) > 1 else words)
 
 
 def summary_table(rows: Sequence[Summary]) -> Table:

@@ -1,4 +1,4 @@
-"""Tables: rows of cells, for a terminal, in Markdown, and for the page's template."""
+"""Tables: rows of cells, for a terminal and for the page's template."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-__all__ = ["Cell", "Table", "markdown", "number", "text"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def text(tables: Sequence[Table], width: int = 80) -> str:
                 side: JustifyMethod = "left" if column < table.words and wordy else "right"
                 drawn.add_column(_folded(table.heads[column]), justify=side, overflow="fold")
             for row in table.rows:
-                drawn.add_row(*(_shown(row[column]) for column in columns))
+                drawn.add_row(*(shown(row[column]) for column in columns))
             console.print(drawn)
         for note in table.notes:
             out.write(textwrap.fill(note, width, initial_indent="  ", subsequent_indent="    ") + "\n")
@@ -85,7 +83,7 @@ def text(tables: Sequence[Table], width: int = 80) -> str:
 def _columns(table: Table, width: int) -> list[list[int]]:
     """Columns in groups that fit, each with the words at the beginning of the rows."""
     lengths = [
-        max([*map(len, _folded(head).split("\n")), *(len(_shown(row[i])) for row in table.rows)]) + 2
+        max([*map(len, _folded(head).split("\n")), *(len(shown(row[i])) for row in table.rows)]) + 2
         for i, head in enumerate(table.heads)
     ]
     first = list(range(table.words))
@@ -99,7 +97,7 @@ def _columns(table: Table, width: int) -> list[list[int]]:
     return groups
 
 
-def _shown(cell: Cell) -> str:
+def shown(cell: Cell) -> str:
     """A cell's text, or what there is in the place of one."""
     return cell.text + ("*" if cell.state == "disturbed" else "") if cell.text else cell.state
 
@@ -112,24 +110,3 @@ def _folded(name: str, longest: int = 11) -> str:
     """A column's name, broken before its last word where it is long."""
     start, gap, end = name.rpartition(" " if " " in name else "_")
     return f"{start}{gap.strip()}\n{end}" if gap and len(name) > longest else name
-
-
-def markdown(tables: Sequence[Table]) -> str:
-    """The same in GitHub's Markdown."""
-    lines: list[str] = []
-    for table in tables:
-        lines += [f"**{_escape(table.title)}**", ""] if table.title else []
-        lines.append(_line(table.heads))
-        lines.append("|" + " --- |" * table.words + " ---: |" * (len(table.heads) - table.words))
-        lines += [_line([_shown(cell) for cell in row]) for row in table.rows]
-        lines += ["", *(f"- {_escape(note)}" for note in table.notes)] if table.notes else []
-        lines.append("")
-    return "\n".join(lines).rstrip("\n")
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(map(_escape, cells)) + " |"
-
-
-def _escape(cell: str) -> str:
-    return cell.replace("|", r"\|").replace("_", r"\_").replace("*", r"\*").replace("<", "&lt;")

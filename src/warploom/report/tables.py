@@ -13,8 +13,6 @@ from warploom.report.panels import Panel, Point, Section, arrange
 from warploom.report.rivals import against
 from warploom.report.table import Cell, Table, number
 
-__all__ = ["Failure", "failures", "metric_table", "parts_table", "tables_of", "time_table"]
-
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _LONGEST_NOTE = 200
 
@@ -86,7 +84,11 @@ def time_table(section: Section, panel: Panel, mode: str) -> Table:
         pair = panel.rival(mode, x, section)
         verdict = {"faster": "", "same": " level"}.get(pair.verdict, "") if pair else ""
         best = Cell(f"{pair.b.provider} {against(pair.ratio)}{verdict}" if pair else "")
-        rows.append([*row, Cell(number(limits.get(x))), _share_cell(ours), best, *_rates(ours)])
+        # What was reached: the fewest bytes over the time, the fewest operations over the time.
+        rates = [_rate(ours, "min_bytes", 1e6), _rate(ours, "flops", 1e9)]
+        share = (ours and ours.fraction) or None
+        shaded = Cell(f"{share:.0%}", share=min(share, 1.0)) if share else Cell("")
+        rows.append([*row, Cell(number(limits.get(x))), shaded, best, *rates])
     heads = [*table.heads, LIMIT, "of the limit", "fastest other / ours", "GB/s", "TFLOP/s"]
     marks = {"†": "the host was not always ahead of the device", "‡": "by the wall clock, the host's time included"}
     notes = [f"{mark} {words}" for mark, words in marks.items() if any(mark in c.text for row in rows for c in row)]
@@ -151,18 +153,6 @@ def _by_provider(section: Section, panel: Panel, mode: str, cell: Callable[[Poin
     return Table([section.x, *names], rows)
 
 
-def _share_cell(point: Point | None) -> Cell:
-    if point is None or not point.fraction:
-        return Cell("")
-    return Cell(f"{point.fraction:.0%}", share=min(point.fraction, 1.0))
-
-
-def _rates(point: Point | None) -> tuple[Cell, Cell]:
-    """Show what was reached: the fewest bytes over the time, the fewest operations over the time."""
-    if point is None or not point.ms:
-        return Cell(""), Cell("")
-    moved, done = point.record.min_bytes, point.record.flops
-    return (
-        Cell(f"{moved / point.ms / 1e6:.3g}" if moved else ""),
-        Cell(f"{done / point.ms / 1e9:.3g}" if done else ""),
-    )
+def _rate(point: Point | None, field: str, scale: float) -> Cell:
+    value = getattr(point.record, field) if point and point.ms else None
+    return Cell(f"{value / point.ms / scale:.3g}" if point and point.ms and value else "")

@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import NamedTuple
 
 import torch
-
-__all__ = ["BLOCK", "CHUNK", "Accuracy", "as_tuple", "compare", "compare_each", "mean_of", "worst_of"]
 
 CHUNK = 2**26
 """Elements compared at a time: the float64 temporaries stay near half a gigabyte each."""
@@ -72,8 +72,9 @@ class Accuracy:
     @property
     def ratio(self) -> float:
         """Error over budget, the worst of all; at most 1 when within budget."""
-        whole = max(_ratio(self.max_error, self.error_budget), _ratio(self.rms_error, self.rms_budget))
-        return max(whole, self.block_ratio)
+        pairs = (self.max_error, self.error_budget), (self.rms_error, self.rms_budget)
+        whole = [error and (error / budget if budget > 0 else math.inf) for error, budget in pairs]
+        return max(*whole, self.block_ratio)
 
     def describe(self) -> str:
         """One line for a person: what is wrong, or the errors beside their budgets."""
@@ -141,10 +142,10 @@ def mean_of(verdicts: Sequence[Accuracy]) -> Accuracy:
     if block.block_ratio > 1:
         return block
     max_error, error_budget = (
-        _mean([getattr(v, name) for v in verdicts]) for name in ("max_error", "error_budget")
+        fmean([getattr(v, name) for v in verdicts]) for name in ("max_error", "error_budget")
     )
     rms_error, rms_budget = (
-        math.sqrt(_mean([getattr(v, name) ** 2 for v in verdicts])) for name in ("rms_error", "rms_budget")
+        math.sqrt(fmean([getattr(v, name) ** 2 for v in verdicts])) for name in ("rms_error", "rms_budget")
     )
     ok = max_error <= error_budget and rms_error <= rms_budget
     largest = max(verdicts, key=lambda verdict: verdict.max_error)
@@ -168,23 +169,23 @@ def _compare_one(
     if output.dtype != eager.dtype:
         return _failure(f"output {index} has dtype {output.dtype}; expected {eager.dtype}", index)
 
-    total = _Sums()
-    blocks: list[_Blocks] = []
+    parts: list[_Sums] = []
     for start, piece in _pieces(tuple(output.shape)):
-        total = total.plus(_measure(output[piece], reference[piece], eager[piece], start, blocks))
-        if total.problem:
-            return _failure(f"output {index} has {total.problem}", index, total.worst)
+        parts.append(_measure(output[piece], reference[piece], eager[piece], start))
+        if parts[-1].problem:
+            return _failure(f"output {index} has {parts[-1].problem}", index, parts[-1].worst)
 
-    count = max(total.count, 1)
+    blocks = [part.blocks for part in parts if part.blocks is not None]
+    parts = parts or [_Sums()]
+    count = max(sum(part.elements for part in parts), 1)
     half_epsilon = torch.finfo(output.dtype).eps / 2
-    max_budget = factor * (2 * total.eager_max + half_epsilon * total.reference_max)
-    rms_error, rms_eager, rms_size = (
-        math.sqrt(squares / count)
-        for squares in (total.error_squares, total.eager_squares, total.reference_squares)
-    )
+    max_error, max_eager, max_size = map(max, zip(*(part.largest for part in parts)))
+    max_budget = factor * (2 * max_eager + half_epsilon * max_size)
+    rms_error, rms_eager, rms_size = (math.sqrt(sum(each) / count) for each in zip(*(p.squares for p in parts)))
     rms_budget = factor * (2 * rms_eager + half_epsilon * rms_size)
-    ok = total.error_max <= max_budget and rms_error <= rms_budget
-    found = Accuracy(ok, total.error_max, max_budget, rms_error, rms_budget, total.worst, index)
+    ok = max_error <= max_budget and rms_error <= rms_budget
+    worst = max(parts, key=lambda part: part.largest[0]).worst
+    found = Accuracy(ok, max_error, max_budget, rms_error, rms_budget, worst, index)
     if sum(each.squares[0].numel() for each in blocks) < 2:
         return found
     # Relative to its values, a block's error may be what is usual in the whole output, where eager's happens to be
@@ -239,40 +240,21 @@ def _block_sums(values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     return values
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """What is added up over the pieces of a tensor, over the elements where a finite value is expected."""
+class _Sums(NamedTuple):
+    """What is added up over a piece of a tensor, over the elements where a finite value is expected."""
 
-    count: int = 0
-    error_max: float = 0.0
-    error_squares: float = 0.0
-    eager_max: float = 0.0
-    eager_squares: float = 0.0
-    reference_max: float = 0.0
-    reference_squares: float = 0.0
+    elements: int = 0
+    largest: tuple[float, ...] = (0.0, 0.0, 0.0)
+    """Errors, eager's errors, and the reference's values."""
+    squares: tuple[float, ...] = (0.0, 0.0, 0.0)
+    """The sums of theirs."""
     worst: tuple[int, ...] = ()
     problem: str = ""
-
-    def plus(self, other: _Sums) -> _Sums:
-        """The sums over both pieces; a problem of either stays."""
-        worse = other if other.problem or not self.worst or other.error_max > self.error_max else self
-        largest = {name: max(getattr(self, name), getattr(other, name)) for name in _LARGEST}
-        sums = {name: getattr(self, name) + getattr(other, name) for name in ("count", *_SQUARES)}
-        return _Sums(**sums, **largest, worst=worse.worst, problem=self.problem or other.problem)
+    blocks: _Blocks | None = None
 
 
-_LARGEST = ("error_max", "eager_max", "reference_max")
-_SQUARES = ("error_squares", "eager_squares", "reference_squares")
-
-
-def _measure(
-    output: torch.Tensor,
-    reference: torch.Tensor,
-    eager: torch.Tensor,
-    start: tuple[int, ...],
-    blocks: list[_Blocks],
-) -> _Sums:
-    """Sums over the piece that begins at index ``start``, and into ``blocks`` those of its blocks."""
+def _measure(output: torch.Tensor, reference: torch.Tensor, eager: torch.Tensor, start: tuple[int, ...]) -> _Sums:
+    """Sums over the piece that begins at index ``start``, and over its blocks."""
     expected = reference.to(output.dtype)  # a perfect result: it decides where infinities belong
     wrong_nan = output.isnan() != expected.isnan()
     if bool(wrong_nan.any()):
@@ -291,10 +273,9 @@ def _measure(
     # Largest values before squares, which are taken in place; one transfer for all the figures.
     largest = [values.max() for values in (error, eager_error, size)]
     each = [values.square_() for values in (error, eager_error, size)]
-    blocks.append(_Blocks.of(start, each))
     squares = [values.sum() for values in each]
     count, *figures = torch.stack([finite.sum().double(), *largest, *squares]).tolist()
-    return _Sums(int(count), **dict(zip((*_LARGEST, *_SQUARES), figures)), worst=worst)
+    return _Sums(int(count), tuple(figures[:3]), tuple(figures[3:]), worst, blocks=_Blocks.of(start, each))
 
 
 def _index(values: torch.Tensor, start: tuple[int, ...]) -> tuple[int, ...]:
@@ -334,13 +315,3 @@ def _failure(problem: str, index: int, worst: tuple[int, ...] = ()) -> Accuracy:
 def as_tuple(tensors: Tensors) -> tuple[torch.Tensor, ...]:
     """One output or several as a tuple."""
     return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _ratio(error: float, budget: float) -> float:
-    if error == 0:
-        return 0.0
-    return error / budget if budget > 0 else math.inf

@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,11 +28,10 @@ from warploom.errors import BackendError
 from warploom.ops import benches, operators
 from warploom.ops.spec import Case, Operator
 from warploom.runtime import launch
-from warploom.testing.conformance import as_tuple, gradients, leaves, make_inputs
-from warploom.testing.descriptors import disassemble, lost_addresses
+from warploom.testing.accuracy import as_tuple
+from warploom.testing.conformance import gradients, leaves, make_inputs
+from warploom.testing.descriptors import disassemble, lost_addresses, said_of
 from warploom.testing.specs import load_specs
-
-__all__ = ["ARCHITECTURES", "BuildError", "Resources", "build", "cases", "main", "record"]
 
 ARCHITECTURES = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a program may take, by compute capability times ten: of A100 (80); RTX 4090, L4 and L40
@@ -111,7 +108,7 @@ def spread(variants: Sequence[tuple[Operator, launch.Build]], at_most: int) -> l
     """At most so many variants of each kernel of each operator, spread evenly over the order of the cases."""
     kernels: dict[tuple[str, str], list[tuple[Operator, launch.Build]]] = {}
     for operator, variant in variants:
-        kernels.setdefault((operator.name, _name(variant)), []).append((operator, variant))
+        kernels.setdefault((operator.name, variant.function.__name__), []).append((operator, variant))
     return [one for some in kernels.values() for one in some[:: max(1, -(-len(some) // at_most))]]
 
 
@@ -123,21 +120,22 @@ def build(variant: launch.Build, arch: int, allowed: int = 0) -> Resources:
             instruction that stops the program (Triton's compiler takes some kernels for impossible to reach,
             without a word), or to products that read from nowhere (`warploom.testing.descriptors`).
     """
+    name, described = str(variant.function.__name__), _describe(variant)
+    where = f"{name} [{described}] for sm_{arch}"
     try:
         compiled = variant.compile(GPUTarget("cuda", arch, 32))
     except (TritonError, RuntimeError) as error:
-        raise BuildError(f"{_name(variant)} [{_describe(variant)}] for sm_{arch}: {_reason(error)}") from error
+        raise BuildError(f"{where}: {_reason(error)}") from error
     if _TRAP.search(compiled.asm["ptx"]):
-        raise BuildError(f"{_name(variant)} [{_describe(variant)}] for sm_{arch}: compiles to a trap")
+        raise BuildError(f"{where}: compiles to a trap")
     lost = lost_addresses(disassemble(compiled.asm["cubin"])) if "wgmma" in compiled.asm["ptx"] else []
     if lost:
-        raise BuildError(f"{_name(variant)} [{_describe(variant)}] for sm_{arch}: {lost[0]}")
+        raise BuildError(f"{where}: {lost[0]}")
     registers, stack, local = _usage(compiled.asm["cubin"])
     shared = compiled.metadata.shared
     if shared > 1024 * ARCHITECTURES.get(arch, shared):
-        needs = f"needs {shared} bytes of shared memory, of {1024 * ARCHITECTURES[arch]}"
-        raise BuildError(f"{_name(variant)} [{_describe(variant)}] for sm_{arch}: {needs}")
-    return Resources(_name(variant), _describe(variant), arch, registers, stack + local, allowed, shared)
+        raise BuildError(f"{where}: needs {shared} bytes of shared memory, of {1024 * ARCHITECTURES[arch]}")
+    return Resources(name, described, arch, registers, stack + local, allowed, shared)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,7 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recorded = record(chosen, arch)
         some = recorded if options.at_most is None else spread(recorded, options.at_most)
         jobs += [
-            (variant, arch, operator.spills.get(_name(variant), 0)) for operator, variant in some[first - 1 :: step]
+            (variant, arch, operator.spills.get(variant.function.__name__, 0))
+            for operator, variant in some[first - 1 :: step]
         ]
     # The compiler leaves Python for nearly all of its work, so threads keep several cores busy.
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -176,7 +175,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             built.append(future.result())
         except BuildError as error:
             failures.append(error)
-    _print_table(built)
+    print(f"{'kernel':<24} {'arch':>6} {'registers':>9} {'stack':>6} {'allowed':>7} {'shared':>7}  variant")
+    for r in sorted(built, key=lambda r: (r.kernel, r.variant, r.arch)):
+        arch = f"sm_{r.arch}"
+        print(f"{r.kernel:<24} {arch:>6} {r.registers:>9} {r.stack:>6} {r.allowed:>7} {r.shared:>7}  {r.variant}")
     for failure in failures:
         print(f"FAILED {failure}")
     spilled = sum(resources.stack > resources.allowed for resources in built)
@@ -185,10 +187,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{len(failures)} failed, {spilled} with more spilled registers than allowed"
     )
     return 1 if failures or (spilled and SPILLS_ARE_KNOWN) else 0
-
-
-def _name(variant: launch.Build) -> str:
-    return str(variant.function.__name__)
 
 
 def _reason(error: BaseException) -> str:
@@ -212,23 +210,12 @@ def _describe(variant: launch.Build) -> str:
 
 def _usage(cubin: bytes) -> tuple[int, int, int]:
     """Registers, stack bytes and local bytes of the one kernel in a cubin."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    report = said_of(cubin, triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
     found = _USAGE.search(report)
     if found is None:
         raise BuildError(f"no resource usage in the report of cuobjdump:\n{report}")
     registers, stack, local = (int(number) for number in found.groups())
     return registers, stack, local
-
-
-def _print_table(built: Sequence[Resources]) -> None:
-    print(f"{'kernel':<24} {'arch':>6} {'registers':>9} {'stack':>6} {'allowed':>7} {'shared':>7}  variant")
-    for r in sorted(built, key=lambda r: (r.kernel, r.variant, r.arch)):
-        arch = f"sm_{r.arch}"
-        print(f"{r.kernel:<24} {arch:>6} {r.registers:>9} {r.stack:>6} {r.allowed:>7} {r.shared:>7}  {r.variant}")
 
 
 if __name__ == "__main__":

@@ -18,28 +18,8 @@ from warploom.ops.spec import Case, Inputs, Operator, Outputs
 from warploom.testing.accuracy import Accuracy, as_tuple, compare_each, mean_of, worst_of
 from warploom.testing.poison import poisoned_allocations
 
-__all__ = [
-    "SEED",
-    "CheckResult",
-    "Judgement",
-    "as_tuple",
-    "check_case",
-    "check_operator",
-    "gradients",
-    "judge",
-    "judge_draws",
-    "leaves",
-    "make_draws",
-    "make_inputs",
-    "modified",
-    "more_draws",
-    "random_like",
-    "upcast",
-]
-
 SEED = 2718
 """Seed of every case's inputs; results differ from machine to machine only by what is being checked."""
-
 
 FEWEST = 1000
 """Elements of a result with which one draw of inputs sets a budget that is not luck; see `accuracy.mean_of`."""
@@ -74,16 +54,10 @@ class Judgement:
 
 
 def check_operator(operator: Operator, backend: str, device: torch.device) -> list[CheckResult]:
-    """Check every case of an operator.
+    """Check every case of an operator from `warploom.ops.operators`: a result per case and mode.
 
-    Args:
-        operator: From `warploom.ops.operators`.
-        backend: ``triton``, ``torch`` or ``auto``.
-        device: Where to run.
-
-    Returns:
-        A result per case and mode. A case that raises one of PyTorch's, Triton's or warploom's errors is a
-        result as well, so that one failure does not hide the others.
+    A case that raises one of PyTorch's, Triton's or warploom's errors is a result as well, so that one failure does
+    not hide the others.
     """
     return [r for case in operator.check_cases for r in check_case(operator, case, backend, device)]
 
@@ -112,15 +86,14 @@ def _compared(operator: Operator, case: Case, backend: str, device: torch.device
     return results
 
 
-def make_inputs(operator: Operator, case: Case, device: torch.device) -> Inputs:
-    """The inputs of a case, the same on every machine."""
-    return operator.make_inputs(case, device, torch.Generator().manual_seed(SEED))
+def make_inputs(operator: Operator, case: Case, device: torch.device, index: int = 0) -> Inputs:
+    """The inputs of a case, the same on every machine; others for another index."""
+    return operator.make_inputs(case, device, torch.Generator().manual_seed(SEED + index))
 
 
 def more_draws(operator: Operator, case: Case, device: torch.device, draws: Sequence[Inputs]) -> list[Inputs]:
     """The inputs of a case that come after those of `make_draws`, up to `MOST_DRAWS` in all."""
-    seeds = range(SEED + len(draws), SEED + MOST_DRAWS)
-    return [operator.make_inputs(case, device, torch.Generator().manual_seed(seed)) for seed in seeds]
+    return [make_inputs(operator, case, device, index) for index in range(len(draws), MOST_DRAWS)]
 
 
 def make_draws(operator: Operator, case: Case, device: torch.device) -> list[Inputs]:
@@ -136,8 +109,7 @@ def make_draws(operator: Operator, case: Case, device: torch.device) -> list[Inp
         results = (*as_tuple(operator.reference(**first)), *leaves(first).values())
     fewest = min(result.numel() for result in results)
     count = min(-(-FEWEST // fewest), MOST_DRAWS) if fewest > 0 else 1
-    generators = (torch.Generator().manual_seed(SEED + index) for index in range(1, count))
-    return [first, *(operator.make_inputs(case, device, generator) for generator in generators)]
+    return [first, *(make_inputs(operator, case, device, index) for index in range(1, count))]
 
 
 def judge(operator: Operator, inputs: Inputs, backend: str) -> Judgement:
@@ -163,23 +135,21 @@ class _Run(NamedTuple):
         exact_inputs = upcast(inputs)
         exact = operator.reference(**exact_inputs)
         eager = operator.reference(**inputs)
-        before = {name: (t._version, t.detach().clone()) for name, t in inputs.items() if _is_tensor(t)}
+        before = {
+            name: (t._version, t.detach().clone()) for name, t in inputs.items() if isinstance(t, torch.Tensor)
+        }
         with poisoned_allocations():
             output = operator.function(**inputs, backend=backend)
         return cls(inputs, exact_inputs, output, exact, eager, before)
 
     def gradients(self) -> tuple[Outputs, Outputs, Outputs]:
-        """Those of all three, in the order of `results`."""
+        """Those of what was computed, of what is exact, and of what sets the budget."""
         grad_outputs = random_like(self.eager)
         with poisoned_allocations():
             found = gradients(self.output, self.inputs, grad_outputs)
         exact = gradients(self.exact, self.exact_inputs, grad_outputs)
         eager = gradients(self.eager, self.inputs, grad_outputs)
         return tuple(found.values()), tuple(exact.values()), tuple(eager.values())
-
-    def results(self) -> tuple[Outputs, Outputs, Outputs]:
-        """What was computed, what is exact, and what sets the budget."""
-        return self.output, self.exact, self.eager
 
 
 def judge_draws(
@@ -204,7 +174,7 @@ def judge_draws(
 
 def _judged(operator: Operator, draws: Sequence[Inputs], backend: str) -> Judgement:
     runs = [_Run.of(operator, inputs, backend) for inputs in draws]
-    fwd = _compare_all(run.results() for run in runs)
+    fwd = _compare_all((run.output, run.exact, run.eager) for run in runs)
     bwd = None
     if leaves(draws[0]) and fwd.max_error < math.inf:  # a result of another shape has no gradient to compare
         bwd = _compare_all(run.gradients() for run in runs)
@@ -228,16 +198,13 @@ def upcast(inputs: Inputs) -> Inputs:
 
 def leaves(inputs: Inputs) -> dict[str, torch.Tensor]:
     """The tensors that want a gradient, by argument name."""
-    return {name: t for name, t in inputs.items() if _is_tensor(t) and t.requires_grad}
+    return {name: t for name, t in inputs.items() if isinstance(t, torch.Tensor) and t.requires_grad}
 
 
 def gradients(outputs: Outputs, inputs: Inputs, grad_outputs: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-    """Gradients of every leaf by argument name; zeros for one that the outputs do not depend on.
+    """Gradients of the `leaves` of inputs by argument name; zeros for one that the outputs do not depend on.
 
-    Args:
-        outputs: A tensor or several, computed from ``inputs``.
-        inputs: Arguments; `leaves` says which of them get a gradient.
-        grad_outputs: One per output; cast to the outputs' dtypes.
+    There is one of ``grad_outputs`` for each output; it is cast to its dtype.
     """
     wanted = leaves(inputs)
     differentiable = as_tuple(outputs)
@@ -267,10 +234,6 @@ def modified(inputs: Inputs, before: dict[str, tuple[int, torch.Tensor]]) -> tup
 def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two tensors are equal, NaN included."""
     return bool(((x == y) | (x.isnan() & y.isnan())).all())
-
-
-def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor)
 
 
 def _is_floating(value: object) -> TypeGuard[torch.Tensor]:

@@ -11,12 +11,9 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
 import triton
-
-__all__ = ["disassemble", "lost_addresses"]
 
 _LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _REGISTER = re.compile(r"\bU?R\d+\b(?!\])")
@@ -35,17 +32,18 @@ class _Instruction(NamedTuple):
     operands: list[str]
     text: str
 
-    def registers(self, operands: list[str]) -> list[str]:
-        return [register for operand in operands for register in _REGISTER.findall(operand)]
-
 
 def disassemble(cubin: bytes) -> str:
     """The instructions of a compiled kernel."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(path)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return said_of(cubin, triton.knobs.nvidia.nvdisasm.path, "-c")
+
+
+def said_of(cubin: bytes, *command: str) -> str:
+    """What a tool says of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def lost_addresses(assembly: str) -> list[str]:
@@ -72,7 +70,7 @@ def lost_addresses(assembly: str) -> list[str]:
             return ""
         if name.startswith("LD"):  # spilled
             return ""
-        sources = code[at].registers(operands[1:])
+        sources = [register for operand in operands[1:] for register in _REGISTER.findall(operand)]
         if not name.startswith(_PASSED_ON) or not sources:
             return f"{register} comes from {text}"
         reasons = [wrong(source, at, depth + 1) for source in sources]
@@ -84,9 +82,8 @@ def lost_addresses(assembly: str) -> list[str]:
         if found is None:
             continue
         first = int(found[1])
-        lower = (
-            [first + 2] if re.match(r"R\d+", operands[1]) else [first, first + 2]
-        )  # the first factor's, the second's
+        # The first factor's and the second's; the first may lie in registers.
+        lower = [first + 2] if re.match(r"R\d+", operands[1]) else [first, first + 2]
         reasons = [reason for reason in (wrong(f"UR{number}", at) for number in lower) if reason]
         lost += [f"{text}: {reason}" for reason in reasons[:1]]
     return lost

@@ -21,8 +21,6 @@ from warploom.errors import ArgumentError
 from warploom.ops import register
 from warploom.ops.spec import Bench, Operator
 
-__all__ = ["Spec", "load_specs"]
-
 T = TypeVar("T")
 
 
@@ -86,15 +84,12 @@ def _reason(error: BaseException, path: Path) -> str:
     return f"{words} (line {lines[-1]})" if lines else words
 
 
-def _is_package(path: Path) -> bool:
-    return (path.parent / "__init__.py").is_file()
-
-
 def _run(path: Path) -> ModuleType:
-    folder = path.parent.parent if _is_package(path) else path.parent
+    is_package = (path.parent / "__init__.py").is_file()
+    folder = path.parent.parent if is_package else path.parent
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    if _is_package(path):
+    if is_package:
         return importlib.import_module(f"{path.parent.name}.{path.stem}")
     found = importlib.util.spec_from_file_location(f"warploom_spec_{path.stem}", path)
     if found is None or found.loader is None:

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-__all__ = ["workers"]
-
 
 def workers(processes: int, specs: Sequence[Path]) -> ProcessPoolExecutor:
     """So many processes, each of which knows the operators that files describe (see `warploom.testing.specs`)."""
