@@ -15,6 +15,11 @@ MERGING = frozenset({"combine_kernel", "sum_kernel"})
 """Kernels that split KV loops need besides: they merge the parts."""
 
 
+def large(*case: Any) -> Any:
+    """A case that takes too long in an interpreter."""
+    return pytest.param(*case, marks=pytest.mark.gpu)
+
+
 def constants_of(launch: Any) -> dict[str, Any]:
     """Compile-time constants of a launch by name; the fields of tuples by their own."""
     from warploom.runtime.build import CONSTANT, parameters_of

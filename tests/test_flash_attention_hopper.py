@@ -7,7 +7,7 @@ import pytest
 import seeds
 import torch
 from flash_cases import assert_right, random_inputs, run
-from launches import assert_for_hopper_alone, choose_as_on
+from launches import assert_for_hopper_alone, choose_as_on, large
 from planned_calls import forget_plans
 
 from warploom import flash_attention
@@ -97,10 +97,6 @@ def test_nothing_suits_another_gpu(hopper: None, monkeypatch: pytest.MonkeyPatch
 # ----------------------------------------------------------------------------------------------------------
 # On a Hopper GPU and, what is small, in an interpreter
 # ----------------------------------------------------------------------------------------------------------
-
-
-def large(*case: Any) -> Any:
-    return pytest.param(*case, marks=pytest.mark.gpu)
 
 
 FEW_QUERIES = 16  # up to here the forward has a kernel of its own

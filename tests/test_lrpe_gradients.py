@@ -1,6 +1,6 @@
 """Gradients of LRPE: right, of any memory order, beyond 32 bits, and in PyTorch's modes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest

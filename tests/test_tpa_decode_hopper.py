@@ -145,7 +145,6 @@ def test_it_is_accurate(device: torch.device, model: Any, rank: int, keys: int, 
     assert_accurate(found, inputs)
 
 
-@on_hopper
 @ranks
 @pytest.mark.parametrize(
     "shape",
@@ -155,7 +154,9 @@ def test_it_is_accurate(device: torch.device, model: Any, rank: int, keys: int, 
         {"heads": 16, "features": 40, "values": 64, "rank_q": 9, "batch": 5},
     ],
 )
-def test_sizes_that_fill_no_tile(device: torch.device, model: Any, rank: int, shape: dict[str, int]) -> None:
+def test_sizes_that_fill_no_tile(
+    device: torch.device, model: Any, rank: int, shape: dict[str, int], launched: list[str]
+) -> None:
     inputs = model(device, rank, keys=777, **shape)
     assert taken(inputs)
     assert_accurate(tpa_decode(**inputs, backend="triton"), inputs)
@@ -163,9 +164,11 @@ def test_sizes_that_fill_no_tile(device: torch.device, model: Any, rank: int, sh
     assert_accurate(tpa_decode(**whole, backend="triton"), whole)
 
 
-@on_hopper
+@pytest.mark.turns(3)
 @ranks
-def test_nothing_behind_the_valid_entries_is_looked_at(device: torch.device, model: Any, rank: int) -> None:
+def test_nothing_behind_the_valid_entries_is_looked_at(
+    device: torch.device, model: Any, rank: int, launched: list[str]
+) -> None:
     valid = (0, 1, 64, 300, 2999, 3001)
     inputs = model(device, rank, batch=len(valid), keys=3001)
     inputs["cache_seqlens"] = lengths(device, *valid)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from launches import assert_for_hopper_alone, choose_as_on
+from launches import assert_for_hopper_alone, choose_as_on, large
 from test_tpa import factors
 
 from warploom import tpa_attention
@@ -100,21 +100,22 @@ def assert_right(inputs: dict[str, Any], grad: Tensor | None = None, **options: 
     assert accuracy.ok, accuracy.describe()
 
 
-@pytest.mark.gpu
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("rank", [1, 2, 4])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "keys", "heads", "features", "values", "dtype"),
     [
-        (1000, 1000, 16, 128, 128, torch.bfloat16),
-        (777, 777, 12, 64, 64, torch.float16),
-        (300, 900, 7, 128, 128, torch.float16),
-        (700, 333, 6, 64, 64, torch.bfloat16),
+        large(1000, 1000, 16, 128, 128, torch.bfloat16),
+        large(777, 777, 12, 64, 64, torch.float16),
+        large(300, 900, 7, 128, 128, torch.float16),
+        large(700, 333, 6, 64, 64, torch.bfloat16),
         (1, 500, 5, 128, 128, torch.bfloat16),
         (500, 3, 3, 128, 128, torch.bfloat16),
-        (385, 257, 20, 80, 96, torch.bfloat16),
+        large(385, 257, 20, 80, 96, torch.bfloat16),
+        (200, 257, 4, 80, 96, torch.bfloat16),
         (65, 63, 1, 128, 40, torch.float16),
-        (1000, 60, 24, 64, 64, torch.bfloat16),  # tiles of one step, several a program
+        large(1000, 60, 24, 64, 64, torch.bfloat16),  # tiles of one step, several a program
     ],
 )
 def test_values_and_gradients(
@@ -127,7 +128,7 @@ def test_values_and_gradients(
     assert sorted(set(launched)) == ALL
 
 
-@pytest.mark.gpu
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_scales_and_whole_queries(rank: int, launched: list[str], device: torch.device) -> None:
     sizes = {"tokens": 200, "keys": 300, "rank_k": rank, "rank_v": rank, "features": 64, "values": 64}
