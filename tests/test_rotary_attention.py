@@ -1,12 +1,10 @@
 """Positions and attention in one operator: to the last bit what the two operators give one after the other."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from launches import choose_as_on, driver_accepts
-from planned_calls import forget_plans
 from strided import strided_view
 
 from warploom import flash_attention, lrpe_rotate
@@ -16,15 +14,11 @@ from warploom.runtime.backend import HAS_TRITON
 if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
 
-from warploom.ops.flash_attention.launches import backward as launches_backward
-from warploom.ops.flash_attention.launches import forward as launches_forward
 from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+from warploom.ops.flash_attention.launches import small as launchers_small
 from warploom.ops.flash_attention.launches import tiling
-from warploom.ops.flash_attention.launches.backward import KernelPlan
 from warploom.ops.rotary_attention import operator as module
 from warploom.ops.rotary_attention.api import rotary_attention
-from warploom.runtime.launch import Launch
-from warploom.runtime.plans import Plans
 from warploom.testing.poison import poisoned_allocations
 
 Tensor = torch.Tensor
@@ -106,83 +100,24 @@ def test_any_strides(device: torch.device) -> None:
     assert_same(results(both, view, theta, heads=2), results(one_after_the_other, view, theta, heads=2))
 
 
-class Whole(Launch):
-    """In the place of a kernel for Hopper: ``run`` on what it would be launched on."""
-
-    def __init__(self, run: Callable[..., None]) -> None:
-        self.run = run
-        self.descriptions = {"q_desc": None}  # type: ignore[dict-item]
-
-    def __call__(self, *given: Any) -> None:
-        self.run(*given)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels for Hopper are there")
-@pytest.mark.parametrize(("heads", "kv_heads", "features"), [(2, 2, 16), (4, 2, 8)])
+@pytest.mark.parametrize(("heads", "kv_heads", "features"), [(2, 2, 64), (4, 2, 40)])
 @pytest.mark.parametrize("sliced", [False, True])
-def test_plans_for_hopper_launch_on_parts_of_larger_tensors(
-    heads: int, kv_heads: int, features: int, sliced: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other kernels run in their place, on what lies where the plans say that heads lie."""
-    launched = []
-    call = (module._CAUSAL, SCALE, None)
-
-    def first(x: Tensor) -> Tensor:
-        return x[:, :, :heads]
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, *results: Tensor) -> None:
-        launched.append("forward")
-        *results, counters, used, sink = results
-        assert counters.tolist() == [0, 0]
-        assert used is sink is None
-        for result, each in zip(results, launches_forward.forward(first(q), k, v, *call, Plans()), strict=True):
-            result.copy_(each)
-
-    def gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-        *rows, counters, used = rows
-        assert counters.tolist() == [0, 0]
-        assert used is None
-        assert not any(row.isnan().any() for row in rows)
-        out, _, statistics = launches_forward.forward(first(q), k, v, *call, Plans())
-        return launches_backward.backward(grad, None, first(q), k, v, out, statistics, *call, Plans())
-
-    def key(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, dk: Tensor, dv: Tensor, *rows: Tensor) -> None:
-        launched.append("key")
-        _, *found = gradients(q, k, v, grad, *rows)
-        dk.copy_(found[0])
-        dv.copy_(found[1])
-
-    def query(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, dq: Tensor, *rows: Tensor) -> None:
-        launched.append("query")
-        first(dq).copy_(gradients(q, k, v, grad, *rows)[0])
-
-    plan_forward, plan_backward = launches_forward.plan_forward, launches_backward.plan_backward
-
-    def planned_forward(*arguments: Any) -> Any:
-        plan, aligned = plan_forward(*arguments), arguments[6]
-        return plan._replace(launch=Whole(forward)) if aligned else plan
-
-    def planned_backward(*arguments: Any) -> Any:
-        plan, aligned = plan_backward(*arguments), arguments[9]
-        usual = plan.prepare
-        prepare = Launch(usual.kernel, usual.programs, takes=usual.takes, **usual.arguments)
-        kernels = tuple(KernelPlan(name, Whole(run), 1) for name, run in (("key", key), ("query", query)))
-        return plan._replace(prepare=prepare, kernels=kernels) if aligned else plan
-
-    monkeypatch.setattr(tiling, "architecture", lambda device: 80)  # where only these plans ask for alignment
-    for plans, name, planned in (
-        (launches_forward, "plan_forward", planned_forward),
-        (launches_backward, "plan_backward", planned_backward),
-    ):
-        monkeypatch.setattr(plans, name, planned)
-    forget_plans()
-    qkv, theta = inputs(torch.float16, 19, heads + 2 * kv_heads + 9, features, device)
+def test_kernels_for_hopper_read_parts_of_larger_tensors(
+    heads: int, kv_heads: int, features: int, sliced: bool, launched: list[str], device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short loops too
+    monkeypatch.setattr(launchers_small, "suits_backward", lambda *arguments: False)  # small problems too
+    monkeypatch.setattr(tiling, "is_small_for", lambda *arguments: False)
+    qkv, theta = inputs(torch.float16, 70, heads + 2 * kv_heads + 9, features, device)
     qkv = (qkv.detach()[:, :, 8:-1] if sliced else qkv.detach()[:, :, 9:].clone()).requires_grad_()
     expected = results(one_after_the_other, qkv, theta, heads=heads)
-    for _ in range(2):
+    launched.clear()
+    for _ in range(2):  # the second time it is known how
         assert_same(results(both, qkv, theta, heads=heads), expected)
-        assert launched == ["forward", "key", "query"]
+        assert launched == ["hopper_forward_kernel", "hopper_key_kernel", "hopper_query_kernel"]
         launched.clear()
+        assert module._plan_forward(qkv, theta, heads, "rotate", SCALE)
 
 
 @pytest.mark.parametrize("features", [36, 40])
