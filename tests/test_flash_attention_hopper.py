@@ -139,20 +139,23 @@ def test_many_tiles(
     assert set(launched) >= {"hopper_forward_kernel" if n > FEW_QUERIES else "decode_kernel"}
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("parts", [2, 3, 7])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("n", "m", "heads", "key_heads", "d", "e", "dtype"),
     [
-        (1000, 1000, 1, 1, 64, 64, torch.bfloat16),
-        (1000, 1000, 1, 1, 128, 128, torch.bfloat16),
-        (700, 1500, 4, 2, 128, 80, torch.float16),
-        (1500, 700, 4, 2, 64, 40, torch.float16),
-        (20, 2000, 1, 1, 64, 64, torch.bfloat16),
-        (2000, 3, 2, 1, 128, 128, torch.bfloat16),
-        (1000, 1000, 1, 1, 256, 256, torch.bfloat16),
-        (700, 1500, 4, 2, 192, 256, torch.float16),
+        large(1000, 1000, 1, 1, 64, 64, torch.bfloat16),
+        large(1000, 1000, 1, 1, 128, 128, torch.bfloat16),
+        large(700, 1500, 4, 2, 128, 80, torch.float16),
+        large(1500, 700, 4, 2, 64, 40, torch.float16),
+        large(20, 2000, 1, 1, 64, 64, torch.bfloat16),
+        large(2000, 3, 2, 1, 128, 128, torch.bfloat16),
+        large(1000, 1000, 1, 1, 256, 256, torch.bfloat16),
+        large(700, 1500, 4, 2, 192, 256, torch.float16),
+        (200, 300, 2, 1, 64, 40, torch.float16),
+        (150, 300, 2, 1, 128, 128, torch.bfloat16),
+        (100, 200, 1, 1, 192, 256, torch.float16),
     ],
 )
 def test_few_tiles_whose_loops_are_split(
@@ -218,12 +221,16 @@ MORE_DRAWS = 7
 """Judged besides where the first draw is beyond its budget: that of a sink for two heads, say, has two numbers."""
 
 
+LIMIT = 5.0
+"""Times the budget of gradients where queries have nearly all weight on one key: see the guide's accuracy."""
+
+
 def assert_options_right(device: torch.device, n: int, m: int, **options: Any) -> dict[str, Any]:
     """Results of `with_options`, which come back, are right."""
     more = functools.partial(_more_draws, device, n, m, **options)
     inputs = with_options(device, n, m, **options)
     with poisoned_allocations():
-        assert_right(inputs, "triton", more)
+        assert_right(inputs, "triton", more, LIMIT if "sink" in inputs or "size" in options else 1.0)
     return inputs
 
 
@@ -247,15 +254,15 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_plans()
 
 
-@pytest.mark.turns(5)
+@pytest.mark.turns(7)
 @pytest.mark.parametrize(
     ("n", "m", "heads", "key_heads", "d", "e", "dtype"),
     [
-        (500, 700, 4, 2, 64, 64, torch.bfloat16),
-        (700, 500, 2, 2, 128, 128, torch.float16),
+        (300, 450, 4, 2, 64, 64, torch.bfloat16),
+        (450, 300, 2, 2, 128, 128, torch.float16),
         (300, 300, 6, 2, 80, 128, torch.bfloat16),
-        (257, 400, 2, 1, 256, 192, torch.bfloat16),
-        (5, 640, 2, 1, 40, 64, torch.float16),
+        (130, 200, 2, 1, 256, 192, torch.bfloat16),
+        (20, 640, 2, 1, 40, 64, torch.float16),
     ],
 )
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -272,7 +279,7 @@ def test_options(
     assert not {"forward_kernel", "key_kernel", "query_kernel"} & set(launched)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("options", [OPTIONS[i] for i in (1, 4, 7, 9, 11, 12)], ids=str)
 def test_options_where_loops_are_split(
@@ -282,7 +289,7 @@ def test_options_where_loops_are_split(
     from warploom.ops.flash_attention.launches import hopper as launchers_hopper
 
     monkeypatch.setattr(launchers_hopper, "splits_of", lambda *arguments: 3)
-    assert_options_right(device, 400, 500, heads=2, key_heads=1, d=d, dtype=torch.bfloat16, **options)
+    assert_options_right(device, 260, 330, heads=2, key_heads=1, d=d, dtype=torch.bfloat16, **options)
     assert set(launched) >= set(kernels_for(d))
     assert not {"forward_kernel", "key_kernel", "query_kernel"} & set(launched)
 
@@ -299,6 +306,7 @@ def test_large_tiles_with_options(tiled: None, launched: list[str], device: torc
     assert "forward_kernel" not in launched
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"softcap": 50.0}, {"sink": True}, {"window": (40, None)}], ids=str)
 def test_decoding_with_options_has_a_kernel_of_its_own(
     options: dict[str, Any], launched: list[str], device: torch.device
@@ -399,11 +407,11 @@ def test_a_graph_replays(launched: list[str], device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("n", "m", "heads", "key_heads", "d"),
     [
-        (1000, 1000, 2, 2, 64),
-        (700, 1500, 4, 2, 128),
-        (1500, 700, 2, 1, 128),
+        large(1000, 1000, 2, 2, 64),
+        large(700, 1500, 4, 2, 128),
+        large(1500, 700, 2, 1, 128),
         (65, 63, 3, 1, 64),
-        (3, 200, 2, 2, 128),
+        (20, 200, 2, 2, 128),
     ],
 )
 def test_gradients_of_float32_factors_in_terms(

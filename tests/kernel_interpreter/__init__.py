@@ -80,7 +80,8 @@ def interpret(launch: Launch, given: tuple[Any, ...], seed: int = 0) -> None:
     }
     body = functools.partial(_with_translated_globals(launch.kernel.fn), **arguments)
     machine = Machine(launch.programs, seed)
-    (machine.run if isinstance(launch.kernel, GluonJITFunction) else machine.run_in_order)(body)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        (machine.run if isinstance(launch.kernel, GluonJITFunction) else machine.run_in_order)(body)
 
 
 def _argument(kind: Any, value: Any) -> Any:

@@ -129,8 +129,9 @@ def _extreme(function: Callable[..., torch.Tensor], nothing: float) -> Callable[
 
 
 def _upper_half(x: Tensor, y: Tensor) -> Tensor:
-    product = raw(x).numpy().astype("uint64") * raw(y).numpy().astype("uint64")
-    return Tensor(torch.as_tensor((product >> 32).astype("int64")))
+    """Of the product of two numbers of 32 bits without a sign."""
+    x, y = ((raw(each).numpy().astype("int64") & 0xFFFFFFFF).astype("uint64") for each in (x, y))
+    return Tensor(torch.as_tensor((x * y >> 32).astype("int64")).to(torch.int32))
 
 
 def _interleave(x: Tensor, y: Tensor) -> Tensor:
@@ -220,6 +221,7 @@ LANGUAGE: dict[str, Any] = {
     "exp2": elementwise(torch.exp2),
     "log": elementwise(torch.log),
     "log2": elementwise(torch.log2),
+    "sqrt_rn": elementwise(torch.sqrt),
     "cos": elementwise(torch.cos),
     "sin": elementwise(torch.sin),
 }

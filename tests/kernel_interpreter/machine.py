@@ -38,9 +38,12 @@ class Machine:
 
     def run_in_order(self, body: Callable[[], None]) -> None:
         """Run ``body`` as one program after the other, none of which waits."""
-        for program in range(self.programs):
-            _local.thread = Thread(self, body, program)
-            body()
+        try:
+            for program in range(self.programs):
+                _local.thread = Thread(self, body, program)
+                body()
+        finally:
+            _local.thread = None  # and with it what it works on
 
     def start(self, body: Callable[[], None], program: int) -> Thread:
         """A new thread of a program, which waits for its turn."""

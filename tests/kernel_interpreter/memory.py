@@ -59,8 +59,9 @@ class Pointer:
 def load(pointer: Pointer, mask: Any = None, other: Any = None, **_: Any) -> Tensor:
     memory, (offset, chosen) = pointer.memory(), pointer.places(mask)
     nothing = (math.nan if memory.is_floating_point() else JUNK) if other is None else raw(other)
-    values = memory[torch.where(chosen, offset, 0)]
-    return Tensor(torch.where(chosen, values, torch.as_tensor(nothing, dtype=memory.dtype)))
+    values = torch.as_tensor(nothing, dtype=memory.dtype).expand(offset.shape).clone()
+    values[chosen] = memory[offset[chosen]]
+    return Tensor(values)
 
 
 def store(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> None:
