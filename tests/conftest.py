@@ -3,9 +3,11 @@
 import dataclasses
 import fcntl
 import gc
+import importlib.util
 import os
 import sys
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,13 +18,13 @@ import seeds
 import torch
 from launches import ON_HOPPER
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
 if not torch.cuda.is_available():
     # Read when a kernel is defined, so it must be set before any module with kernels is imported.
     os.environ["TRITON_INTERPRET"] = "1"
     # Cases are small, and the threads of parallel workers would only wait for each other.
     torch.set_num_threads(1)
-
-    from warploom.runtime.backend import HAS_TRITON
 
     if HAS_TRITON:
         import kernel_interpreter
@@ -165,29 +167,33 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def checked_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+def tritons_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU kernels run in Triton's own interpreter, as for users without a GPU."""
+    if not torch.cuda.is_available():
+        from warploom.runtime.launch import Launch
+
+        monkeypatch.setattr(Launch, "_interpret", kernel_interpreter.TRITONS)
+
+
+@pytest.fixture(autouse=True)
+def _by_turns(request: pytest.FixtureRequest) -> None:
+    """Run cases of the stack in Triton's interpreter: one in four, each day others; all where they are chosen."""
+    case = zlib.crc32(request.node.nodeid.encode()) + seeds.day() + seeds.seed()
+    chosen = "stack" in request.config.option.markexpr or case % 4 == 0
+    if HAS_TRITON and chosen and request.node.get_closest_marker("stack"):
+        request.getfixturevalue("tritons_interpreter")
+
+
+@pytest.fixture
+def checked_integers(monkeypatch: pytest.MonkeyPatch, tritons_interpreter: None) -> None:
     """An integer that wraps in a kernel without saying so raises, as it does with ``TRITON_DEBUG=1`` on a GPU."""
     if torch.cuda.is_available():
         pytest.skip("on a GPU, an assertion that fails ends the process")
     from triton.runtime import interpreter
 
-    in_tritons_interpreter(monkeypatch)
     builder = interpreter.interpreter_builder
     options = dataclasses.replace(builder.options, debug=True, sanitize_overflow=True)
     monkeypatch.setattr(builder, "options", options)
-
-
-def in_tritons_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    from warploom.runtime.launch import Launch
-
-    monkeypatch.setattr(Launch, "_interpret", kernel_interpreter.TRITONS)
-
-
-@pytest.fixture(autouse=True)
-def _interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run what is marked so in Triton's own interpreter, as users without a GPU do."""
-    if not torch.cuda.is_available() and HAS_TRITON and request.node.get_closest_marker("stack"):
-        in_tritons_interpreter(monkeypatch)
 
 
 @pytest.fixture

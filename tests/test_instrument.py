@@ -212,9 +212,8 @@ def test_a_spec_without_what_the_command_is_about_says_so(
 
 
 @interpreted
-@pytest.mark.stack  # in the interpreter that other processes have
 def test_check_in_several_processes_says_the_same(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tritons_interpreter: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from warploom.cli import check
 
