@@ -191,7 +191,7 @@ class KVCache(TokenCache):
         cache = KVCache(capacity=256)
         keys, values = cache.append(*torch.randn(2, 3, 10, 2, 16))  # ten tokens of three right-padded prompts
         cache.truncate([10, 7, 9])
-        assert cache.ragged and cache.lengths == [10, 7, 9]
+        print(cache.ragged, cache.lengths)  # True [10, 7, 9]
         ```
     """
 

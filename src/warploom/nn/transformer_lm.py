@@ -63,7 +63,7 @@ class TransformerConfig:
         from warploom.nn import TransformerConfig
 
         config = TransformerConfig.size("sm", attention="linear", context_length=1024)
-        assert config.head_dim == 64
+        print(config.head_dim)  # 64
         ```
     """
 
@@ -156,7 +156,7 @@ class Output(NamedTuple):
 
         config = TransformerConfig(vocab_size=64, context_length=32, d_model=32, d_ff=64, layers=1, heads=2)
         logits, loss = TransformerLM(config)(torch.randint(64, (2, 8)))
-        assert logits.shape == (2, 8, 64) and loss is None
+        print(logits.shape, loss)  # torch.Size([2, 8, 64]) None
         ```
     """
 

@@ -78,7 +78,7 @@ def tpa_attention(
         ak, av = torch.randn(2, 2, 100, 8, 2)  # keys and values of rank 2
         bk, bv = torch.randn(2, 2, 100, 2, 64)
         out = tpa_attention(aq, ak, av, bq, bk, bv)
-        assert out.shape == (2, 100, 8, 64)
+        print(out.shape)  # torch.Size([2, 100, 8, 64])
         ```
     """
     options = (causal, scale, scale_q, scale_k, scale_v)
@@ -152,7 +152,7 @@ def tpa_decode(
         ak, av = torch.randn(2, 2, 256, 8)  # a cache of rank one with room for 256 tokens
         bk, bv = torch.randn(2, 2, 256, 64)
         out = tpa_decode(aq, ak, av, bq, bk, bv, cache_seqlens=torch.tensor([200, 37]))
-        assert out.shape == (2, 1, 8, 64)
+        print(out.shape)  # torch.Size([2, 1, 8, 64])
         ```
     """
     options = (strategy, scale, scale_q, scale_k, scale_v)
