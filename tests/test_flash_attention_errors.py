@@ -48,7 +48,7 @@ WRONG: tuple[Wrong, ...] = (
     ({"return_lse": "yes"}, DtypeError, "return_lse", "a bool", "'yes'"),
     ({"scale": "1"}, DtypeError, "scale", "a number", "'1'"),
     ({"scale": True}, DtypeError, "scale", "a number", "True"),
-    ({"scale": torch.tensor(1.0)}, DtypeError, "scale", "a number", "tensor(1.)"),
+    ({"scale": torch.tensor(1.0)}, DtypeError, "scale", "a number", "tensor(1."),
     ({"scale": float("nan")}, ArgumentError, "scale", "finite", "nan"),
     ({"scale": float("inf")}, ArgumentError, "scale", "finite", "inf"),
     ({"window": 3}, DtypeError, "window", "a pair (left, right)", "3"),

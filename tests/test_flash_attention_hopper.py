@@ -431,7 +431,8 @@ def test_gradients_of_float32_factors_in_terms(
         assert_right(inputs, "triton")
         first, second = run(inputs, "triton"), run(inputs, "triton")
     assert all(torch.equal(a, b) for a, b in zip(first, second))
-    assert sorted(set(launched)) == ["hopper_shared_key_kernel", "hopper_shared_query_kernel"]
+    assert not {"key_kernel", "query_kernel"} & set(launched)
+    assert set(launched) >= {"hopper_shared_key_kernel", "hopper_shared_query_kernel"}
 
 
 def test_the_results_that_kernels_for_terms_write(hopper: None) -> None:

@@ -292,6 +292,18 @@ def test_threads(own_streams: bool, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+def test_a_thread_that_has_not_used_the_gpu(device: torch.device) -> None:
+    """Descriptors are encoded in it, of tensors at new addresses, while nothing else calls the driver there."""
+    kind = KINDS["attention"]
+    inputs = kind.inputs(device, kind.length, 0)
+    expected = kind.run(inputs)
+    elsewhere = {name: x.detach().clone().requires_grad_(x.requires_grad) for name, x in inputs.items()}
+    found: list[bool] = []
+    in_threads([lambda: found.append(same(kind.run(elsewhere), expected))])
+    assert found == [True]
+
+
+@pytest.mark.gpu
 def test_streams(device: torch.device) -> None:
     """Calls of one thread on several streams, each of which gets its inputs late."""
     made = {name: (kind, kind.inputs(device), kind.inputs(device, number=1)) for name, kind in KINDS.items()}

@@ -38,7 +38,8 @@ class SwiGLU(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layer to every token on its own."""
         if self.grouped:
-            gate, up = self.gate_up(x).unflatten(-1, (-1, 2, self.grouped)).unbind(-2)
+            pairs = self.gate_up(x).unflatten(-1, (-1, 2, self.grouped))
+            gate, up = pairs.unbind(pairs.dim() - 2)  # at -2, DTensor of PyTorch 2.11 stacks the gradients wrongly
             return self.down((nn.functional.silu(gate) * up).flatten(-2))  # type: ignore[no-any-return]
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         out: torch.Tensor = self.down(nn.functional.silu(gate) * up)

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import operator
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -56,6 +57,7 @@ MOST_ADDRESSES = 256
 """Encodings of tensor descriptors kept at once for one parameter of a launch."""
 
 _NOWHERE = -2  # neither a GPU nor, as -1, the CPU
+_thread = threading.local()  # ``has_context`` where the driver knows it
 _compiled: dict[tuple[Any, ...], Any] = {}  # by device and build, for all launches
 _recorded: dict[tuple[Any, ...], Build] | None = None
 _recorded_arch, _recorded_multiprocessors = 90, 1
@@ -319,6 +321,9 @@ def _encoded(description: Description, encode: Any, known: dict[int, Any], tenso
         return descriptor
     if len(known) >= MOST_ADDRESSES:
         known.clear()
+    if not hasattr(_thread, "has_context"):  # the driver encodes nothing for a thread that has not used the GPU
+        torch.cuda.mem_get_info()  # which gives it the GPU's context
+        _thread.has_context = True
     known[tensor.data_ptr()] = encoded = encode(descriptor)[0]
     return encoded
 
