@@ -342,8 +342,8 @@ def _with_limits(
 
     These are the rounding of numbers that are too small for all bits of their dtype, or flushed to zero; one unit
     in the last place of the largest number, which eager arithmetic does not lose where it only copies, as attention
-    to a single key does; what `cancelling` says; and that a gradient of theta has the accuracy of float32, whatever
-    its dtype. A call in float64 has the accuracy of the definition.
+    to a single key does, and the gradient of a state without decay; what `cancelling` says; and that a gradient of
+    theta has the accuracy of float32, whatever its dtype. A call in float64 has the accuracy of the definition.
     """
     outputs = len(prepared.call.outputs)
     cancelled = prepared.cancelling() if prepared.call.gradients else None
@@ -355,7 +355,7 @@ def _with_limits(
             continue
         floor = 2.0**-25 if dtype == torch.float16 else FLUSHED
         most, mean = floor + torch.finfo(dtype).eps / 2 * _sizes(exact[index])[0], floor
-        if index >= outputs:
+        if index >= outputs and _name(prepared.call, index) != "gradient of initial_state":
             most, mean = (2 * size + floor for size in _sizes(slack[index - outputs]))
         relative = FLOAT64 if prepared.call.dtype == "float64" else 0.0
         of_theta = _name(prepared.call, index) == "gradient of theta"

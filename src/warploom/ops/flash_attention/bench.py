@@ -111,6 +111,8 @@ _CHECKS: tuple[dict[str, Any], ...] = (
         "return_lse": True,
     },
     {"head_dim": 129, "value_dim": 1, "batch": 1},
+    {"head_dim": 33, "value_dim": 1, "dtype": "bfloat16", "n": 70},
+    {"head_dim": 64, "value_dim": 17, "dtype": "float16", "n": 70, "m": 300, "causal": True},
     {"head_dim": 256, "dtype": "bfloat16", "batch": 1, "n": 33, "causal": True},
     {"window": [3, None], "n": 70, "batch": 1},
     {"window": [4, 2], "m": 25, "return_lse": True},

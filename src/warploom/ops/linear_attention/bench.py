@@ -59,7 +59,8 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     sequences = len(case["cu_seqlens"]) - 1 if "cu_seqlens" in case else batch
     if case.get("initial_state"):
         shape = (sequences, heads, 2 * head_dim if encoding == "cosine" else head_dim, values)
-        inputs["initial_state"] = normal(shape, torch.float32, device, generator).requires_grad_()
+        dtype = torch.float64 if case["initial_state"] == "float64" else torch.float32
+        inputs["initial_state"] = normal(shape, dtype, device, generator).requires_grad_()
     if "cu_seqlens" in case:
         inputs["cu_seqlens"] = torch.tensor(case["cu_seqlens"], dtype=torch.int32, device=device)
     if "offset" in case:
@@ -84,6 +85,7 @@ _CHECKS: tuple[dict[str, Any], ...] = (
     {"encoding": "rotate", "decay": "token", "n": 70, "interleaved": True, "offset": 1_000_003, **_STATES},
     {"encoding": "rotate", "dtype": "bfloat16", "head_dim": 64, "n": 130, "decay": "head", "theta_gradient": True},
     {"encoding": "rotate", "dtype": "float16", "head_dim": 32, "value_dim": 80, "decay": "token", **_STATES},
+    {"n": 40, "decay": "head", "initial_state": "float64", "return_state": True},
     {"encoding": "cosine", "activation": "silu", "value_dim": 5, "decay": "token", **_GRADIENTS},
     {"encoding": "cosine", "dtype": "bfloat16", "head_dim": 128, "heads": 1, "activation": "relu", **_STATES},
     {"encoding": "cosine", "head_dim": 5, "activation": "sigmoid", "layout": "bhnd", "theta": "shared"},

@@ -219,8 +219,8 @@ def _plan_kernel(
     tiled = _tiled(kernel, call, product, aligned, factors, results)
     if tiled is not None:
         return KernelPlan(kernel, tiled.launch, tiled.splits, _parts(sizes, tiled.splits))
-    grid = tiling.grid_of(kernel, call, product, sum(sizes))
     layout = layout_for(*factors, *results.values())
+    grid = tiling.grid_of(kernel, call, product, sum(sizes), layout)
     pdl = has_pdl(call.device)
     split: dict[str, Any] = {
         f"{name}_split": x.numel() // layout.vec if grid.splits > 1 else 0 for name, x in results.items()

@@ -136,13 +136,13 @@ def plan_forward(
         splits = tiled.splits
     else:
         product = tiling.product_of("forward", call, precision)
-        grid = tiling.grid_of("forward", call, product, out.numel())
-        splits = grid.splits
         factors: tuple[Tensor, ...] = (q, k, v)
         if product in TERMS:
             terms = tiling.plan_terms(product, shape, q, k, v, None, False)
             plan, factors = plan._replace(terms=terms), terms.like
         layout = layout_for(*factors, out)
+        grid = tiling.grid_of("forward", call, product, out.numel(), layout)
+        splits = grid.splits
         launch = Launch(
             forward_kernel,
             grid.programs,

@@ -6,7 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.configs import LONG, Configuration, configuration, is_small, is_tiny
+from warploom.ops.flash_attention.configs import (
+    LONG,
+    NARROW_STORED,
+    Configuration,
+    configuration,
+    is_small,
+    is_tiny,
+)
 from warploom.ops.flash_attention.kernels.forward import Sizes, Strides, Variant, terms_kernel
 from warploom.ops.flash_attention.problem import (
     L2_SHARE,
@@ -179,14 +186,16 @@ def _beside(tiles: Configuration, call: Call) -> int:
     return 2 if call.dtype == torch.float32 else 3
 
 
-def grid_of(kernel: str, call: Call, product: str, elements: int) -> Grid:
-    """How a kernel for every GPU cuts a call with results of so many elements."""
+def grid_of(kernel: str, call: Call, product: str, elements: int, layout: Layout) -> Grid:
+    """How a kernel for every GPU cuts a call with results of so many elements, and tensors of such a layout."""
     shape, mask = call.shape, call.mask
     tiny = is_tiny(kernel, *_extent(kernel, call))
     arch = architecture(call.device)
     tiles = configuration(
         kernel, arch, call.dtype, shape.width, product, call.plain, is_small_for(kernel, call), tiny
     )
+    if kernel == "forward" and arch == 90 and layout.vec == 1 and shape.block_e <= 32 and call.dtype.itemsize == 2:
+        tiles = NARROW_STORED
     own, step = (tiles.block_n, tiles.block_m) if kernel == "key" else (tiles.block_m, tiles.block_n)
     length, heads = (shape.keys, shape.key_heads) if kernel == "key" else (shape.tokens, shape.heads)
     rows = shape.batch_size * heads

@@ -98,9 +98,9 @@ def scan_kernel(
     sequence = sequence.to(tl.int64)
     carried = tl.zeros((BLOCK,), tl.float32)
     if initial is not None:
-        ptrs = initial + sequence * initial_strides.s + h * initial_strides.h
-        ptrs += f * initial_strides.f + e * initial_strides.e
-        carried = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32) * into
+        before = initial + sequence * initial_strides.s + h * initial_strides.h
+        before += f * initial_strides.f + e * initial_strides.e
+        carried = tl.load(before, mask=mask, other=0.0).to(tl.float32) * into
     for c in range(chunks):
         slot = (first + (chunks - 1 - c if REVERSE else c)).to(tl.int64) * sizes.heads + h
         ptrs = states + slot * (F * E) + i
@@ -110,6 +110,6 @@ def scan_kernel(
             carried *= exponential_float32(tl.load(totals + slot))
         carried += own
     if final is not None:
-        ptrs = final + sequence * final_strides.s + h * final_strides.h
-        ptrs += f * final_strides.f + e * final_strides.e
-        tl.store(ptrs, (carried * out_of).to(final.dtype.element_ty), mask=mask)
+        behind = final + sequence * final_strides.s + h * final_strides.h
+        behind += f * final_strides.f + e * final_strides.e
+        tl.store(behind, (carried * out_of).to(final.dtype.element_ty), mask=mask)
