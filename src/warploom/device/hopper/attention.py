@@ -75,7 +75,7 @@ class State(NamedTuple):
     acc: gl.tensor  # (64, E): weighted sums of values
     weights: gl.tensor  # (64, BLOCK_N): of the last tile of keys, not in ``acc`` yet
     row_sum: gl.tensor  # (64,): of exponentials
-    row_max: gl.tensor  # (64,): the largest logits
+    row_max: gl.tensor  # (64,): the largest logits, in powers of two
     tile: gl.int32  # number of the last tile
     turn: gl.int32
 
@@ -269,6 +269,7 @@ def softmax_step(logits, row_sum, row_max, first, n, work, options, scale, MASKE
     """Weights of a tile of keys ``n …``; row_sum and row_max with it; the factor that rescales earlier sums.
 
     ``first`` is the position of the first query, where it stands among the keys. With a base, nothing is rescaled.
+    Otherwise ``row_max`` is kept as rounded, so that sums are rescaled by exactly 1 where it stays the same.
     """
     if options.softcap is not None:
         logits = tanh(logits * scale)
@@ -282,12 +283,12 @@ def softmax_step(logits, row_sum, row_max, first, n, work, options, scale, MASKE
         rescale = row_max
         row_sum = row_sum + gl.sum(weights, 1)
     else:
-        new_max = gl.maximum(row_max, gl.max(logits, 1))
-        base = new_max * scale
+        new_max = gl.maximum(row_max, gl.max(logits, 1) * scale)
+        base = new_max
         if MASKED:  # a row that has seen no key yet: −inf − (−inf) must not become NaN
             base = gl.where(new_max == float("-inf"), 0.0, base)
         weights = power_of_two(logits * scale - base[:, None])
-        rescale = power_of_two(row_max * scale - base)
+        rescale = power_of_two(row_max - base)
         row_sum = row_sum * rescale + gl.sum(weights, 1)
     return weights, row_sum, new_max, rescale
 
@@ -404,10 +405,6 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
 
         if options.base is not None:
             row_max = gl.where(row_sum == 0.0, float("-inf"), options.base)
-        elif options.softcap is not None:
-            row_max = row_max * options.softcap
-        elif options.sink is not None:
-            row_max = row_max * scale
         if options.sink is not None:
             row_sum, row_max, rescale = with_sink(row_sum, row_max, sink)
         some = gl.where(row_sum == 0.0, 1.0, row_sum)  # where no key was seen: 0 / 1, and lse −inf + 0
@@ -426,8 +423,6 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         mask = m + local < work.tokens
         offsets = row.to(gl.int64) * work.tokens + m + local
         size = work.rows.to(gl.int64) * work.tokens
-        if options.softcap is None and options.sink is None:
-            row_max = row_max * scale
         gl.store(statistics + split * 2 * size + offsets, row_max, mask=mask)
         gl.store(statistics + (split * 2 + 1) * size + offsets, row_sum, mask=mask)
         if not SPLIT:
