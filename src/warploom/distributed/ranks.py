@@ -50,12 +50,16 @@ def group_of(function: str, mesh: object) -> Any:
 
 def _known(mesh: DeviceMesh) -> Any:
     group = mesh.get_group()
-    _groups[group.group_name] = group
+    if not torch.compiler.is_compiling():  # PyTorch 2.11 cannot trace that a group is kept
+        _groups[group.group_name] = group
     return group
 
 
 def group_named(name: str) -> Any:
     """The group of this name that `group_of` has returned: operators of PyTorch know groups by name."""
+    if name not in _groups:  # every call so far was compiled
+        known: Any = dist.distributed_c10d
+        _groups[name] = known._resolve_process_group(name)
     return _groups[name]
 
 
