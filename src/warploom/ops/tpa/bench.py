@@ -168,7 +168,8 @@ ATTENTION = Operator(
     # Those for Hopper keep addresses there from tile to tile, outside the loops; the key kernel also what it adds
     # to at the end of a head, when the gradients of 64 keys and values are in registers.
     spills={
-        "key_kernel": 1840,
+        "forward_kernel": 8,
+        "key_kernel": 1848,
         "tpa_hopper_forward_kernel": 40,
         "tpa_hopper_key_kernel": 464,
         "tpa_hopper_query_kernel": 40,

@@ -30,6 +30,7 @@ from warploom.ops.tpa.attention.kernels.forward import (
     load_features,
     load_heads,
     load_product,
+    logits_dot,
     loop_bounds,
     scaled,
     tiles_of,
@@ -87,7 +88,7 @@ def weights_of(
     k, k_weight = load_product(k_factors, m_first, keys, K, BLOCK_M, MASKED)
     v, v_weight = load_product(v_factors, m_first, keys, V, BLOCK_M, MASKED)
     zeros = tl.zeros((q.shape[0], BLOCK_M), tl.float32)
-    logits = scaled(dot(q, tl.trans(k), zeros), (k_weight * logit_scale)[None, :], k.dtype)
+    logits = scaled(logits_dot(q, tl.trans(k), zeros, K), (k_weight * logit_scale)[None, :], k.dtype)
     p = exp(logits - rows.row_max[:, None], k.dtype) * rows.inverse_sum[:, None]
     if MASKED:
         m = m_first + tl.arange(0, BLOCK_M)
@@ -352,7 +353,7 @@ def key_kernel(
                 rows = load_statistics(
                     statistics + row * 2 * all_tokens, delta + row * all_tokens, all_tokens, n, row_mask
                 )
-                logits = dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+                logits = logits_dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), K)
                 logits = scaled(logits, (k_weight * scales.logits)[:, None], k.dtype)
                 p = exp(logits - rows.row_max[None, :], k.dtype) * rows.inverse_sum[None, :]
                 if part != 1:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from warploom.device.packed import sequence_bounds, sequence_of_tile
-from warploom.device.product import dot, rounded
+from warploom.device.product import dot, exact_dot, rounded
 from warploom.ops.tpa.kernels.factors import Factors, FeatureStrides, HeadStrides, exp
 
 
@@ -101,6 +101,19 @@ def load_product(x, first, size, B: tl.constexpr, TOKENS: tl.constexpr, MASKED: 
         tile = rounded(total, x.features.ptr.dtype.element_ty)
         coefficient = tl.full((TOKENS,), 1.0, tl.float32)
     return tile, coefficient
+
+
+@triton.jit
+def logits_dot(a, b, acc, K: tl.constexpr):
+    """``a · b + acc`` for logits. Float32 units take those of float32 where registers suffice.
+
+    A weight's relative error is the absolute one of its logit, so that large logits need all their bits.
+    """
+    if a.dtype == tl.float32 and ((K.BLOCK_F <= 16 and K.R <= 8) or (K.BLOCK_F <= 64 and K.R == 1)):
+        acc = exact_dot(a, b, acc)
+    else:
+        acc = dot(a, b, acc)
+    return acc
 
 
 @triton.jit
@@ -239,7 +252,7 @@ def forward_kernel(
         for m_first in range(bounds[part], bounds[part + 1], BLOCK_M):
             m = m_first + tl.arange(0, BLOCK_M)
             k, k_weight = load_product(k_factors, m_first, keys, K, BLOCK_M, part != 1)
-            logits = dot(q, tl.trans(k), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+            logits = logits_dot(q, tl.trans(k), tl.zeros((BLOCK_N, BLOCK_M), tl.float32), K)
             logits = scaled(logits, (k_weight * logit_scale)[None, :], k.dtype)
             if part != 1:
                 mask = (m[None, :] >= first[:, None]) & (m[None, :] < end[:, None])
