@@ -1,9 +1,9 @@
 """Plant faults in a copy of the source tree, one at a time, and see whether the tests find them.
 
-``python tools/mutate.py`` runs those that a CPU finds, ``--gpu`` those that only a GPU finds: faults in kernels
-that Triton's interpreter does not run. A mutant is an entry of ``tools/mutants.toml``: a file, a text that occurs
-exactly once in it, what stands there instead, and the tests that shall fail. These run first; if they pass, so do
-the ``wider`` ones, and if these pass too the mutant has survived: a test is missing.
+``python tools/mutate.py`` runs those that a CPU finds, ``--gpu`` those that only a GPU finds. A mutant is an entry
+of ``tools/mutants.toml``: a file, a text that occurs exactly once in it, what stands there instead, and the tests
+that shall fail. These run first; if they pass, so do the ``wider`` ones, and if these pass too the mutant has
+survived: a test is missing.
 
 The test that failed is run once more without the fault, since one that fails anyway kills nothing.
 
