@@ -19,7 +19,7 @@ from kernel_interpreter import memory
 from kernel_interpreter.machine import KernelError, current
 from kernel_interpreter.memory import BARRIERS, Memory
 from kernel_interpreter.values import DTYPES, LAYOUT, Tensor, number, raw, together
-from warploom.device.hopper import tma
+from warploom.device.hopper import tma, turns
 
 
 class Product(Tensor):
@@ -235,7 +235,9 @@ BARRIER: dict[str, Any] = {
 COPIES: dict[str, Any] = {
     "async_copy_global_to_shared": memory.copy_in,
     "async_copy_shared_to_global": memory.copy_out,
+    "async_add": memory.add_out,
     "store_wait": memory.store_wait,
+    "stored": memory.stored,
 }
 
 
@@ -259,6 +261,7 @@ _FUNCTIONS: list[tuple[Any, Any]] = [
     (hopper.warpgroup_mma, product),
     (hopper.warpgroup_mma_wait, product_wait),
     (hopper.fence_async_shared, _nothing),
+    (turns.wait_turn, memory.wait_turn),
     (ampere.mma_v2, dot),
     (cuda.gdc_wait, _nothing),
     (cuda.gdc_launch_dependents, _nothing),

@@ -222,16 +222,47 @@ def copy_in(desc: Described, coordinates: Any, barrier: Barrier, result: Memory,
         current().machine.copies.append(copy)
 
 
+class Store:
+    """A copy out of shared memory, which is read first, and in device memory later."""
+
+    def __init__(self, desc: Described, coordinates: Any, source: Memory, adds: bool) -> None:
+        self.desc, self.source, self.adds = desc, source, adds
+        self.there, self.here = desc.box(coordinates, source)
+
+    def read(self) -> None:
+        self.tile = self.source.tensor[self.here].clone()
+
+    def write(self) -> None:
+        before = self.desc.tensor[self.there]
+        self.desc.tensor[self.there] = before + self.tile if self.adds else self.tile
+
+
 def copy_out(desc: Described, coordinates: Any, source: Memory) -> None:
-    there, here = desc.box(coordinates, source)
+    current().stores.append(Store(desc, coordinates, source, False))
 
-    def copy() -> None:
-        desc.tensor[there] = source.tensor[here]
 
-    current().stores.append(copy)
+def add_out(desc: Described, coordinates: Any, source: Memory) -> None:
+    current().stores.append(Store(desc, coordinates, source, True))
 
 
 def store_wait(pending: int) -> None:
-    stores = current().stores
-    while len(stores) > pending:
-        stores.pop(0)()
+    thread = current()
+    while len(thread.stores) > pending:
+        store = thread.stores.pop(0)
+        store.read()
+        thread.writes.append(store)
+    while thread.writes and thread.machine.draw.random() < 0.5:
+        thread.writes.pop(0).write()
+
+
+def stored() -> None:
+    """Wait until all that has been stored is in device memory."""
+    thread = current()
+    store_wait(0)
+    while thread.writes:
+        thread.writes.pop(0).write()
+
+
+def wait_turn(counter: Pointer, turn: Any) -> None:
+    wanted = int(turn)
+    current().wait_for(lambda: int(load(counter)) == wanted, f"turn {wanted}")

@@ -11,7 +11,12 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from warploom.device.hopper import tma
 from warploom.device.hopper.attention import (
@@ -44,9 +49,12 @@ from warploom.device.hopper.pipeline import (
     product_transposed,
     received,
     store_tile,
+    take_tile,
     tanh,
     wait_empty,
+    wait_full,
 )
+from warploom.device.hopper.turns import give_turn, wait_turn
 
 OWN_STAGES = gl.constexpr(2)  # tiles of keys and values: one that is worked on, and the next
 
@@ -311,7 +319,10 @@ def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.
 
 
 @gluon.jit
-def copy_for_keys(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexpr, copies):
+def copy_for_keys(
+    GROUPS: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexpr, copies,
+    TURNS: gl.constexpr = False, LAST_FIRST: gl.constexpr = False, DOWN: gl.constexpr = False,
+):  # fmt: skip
     """The copying warp of a kernel that owns tiles of keys. Rows' numbers travel with their tile: lse with queries, δ with gradients.
 
     Queries of float32, in ``TERMS``, come from the last to the first: see `kernels.backward.query_loop`.
@@ -322,13 +333,16 @@ def copy_for_keys(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexp
     key_heads = work.heads // work.group
     batch_size = work.rows // key_heads
     tiles = tiles_of(work)
-    tile = gl.program_id(0)
+    if TURNS:
+        tile = take_tile(scheduler)
+    else:
+        tile = gl.program_id(0)
     count = 0
     done = 0
     local = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [1], [0]))
     while tile < tiles:
         slot = broadcast(scheduler, tile, done)
-        block, row, split = tile_place(tile, work, False)
+        block, row, split = tile_place(tile, work, LAST_FIRST)
         batch, key_head = row // key_heads, row % key_heads
         entry = entry_of(work, batch, options)
         begin, _, _, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
@@ -338,7 +352,7 @@ def copy_for_keys(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexp
         for i in range(work.group * (end - begin)):
             member = i // (end - begin)
             head = key_head * work.group + member
-            if TERMS > 1:
+            if TERMS > 1 or DOWN:
                 m = (end - 1 - i + member * (end - begin)) * BLOCK_M
             else:
                 m = (begin + i - member * (end - begin)) * BLOCK_M
@@ -357,7 +371,10 @@ def copy_for_keys(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexp
             copy_tile(do_desc, batch, head, m, do, count, batch_size, TERMS)
             count += 1
         done += 1
-        tile = next_tile(scheduler, tiles)
+        if TURNS:
+            tile = take_tile(scheduler)
+        else:
+            tile = next_tile(scheduler, tiles)
     broadcast_end(scheduler, tile, done)
 
 
@@ -365,9 +382,13 @@ def copy_for_keys(GROUPS: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexp
 def query_loop(
     dk, dv, count, k_tile, v_tile, q, do, begin, end, first, scale,
     MASKED: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
-    reach=None, softcap=None, CAUSAL: gl.constexpr = True,
+    reach=None, softcap=None, CAUSAL: gl.constexpr = True, sums=None, own: gl.constexpr = 0, own_slot=0, start=0,
+    DOWN: gl.constexpr = False, LAG: gl.constexpr = 0,
 ):  # fmt: skip
-    """Loop over tiles of queries ``begin … end`` of one head; ``first`` and ``reach`` as in `transposed_weights_of`."""
+    """Loop over tiles of queries ``begin … end`` of one head; ``first`` and ``reach`` as in `transposed_weights_of`.
+
+    With ``sums``, of a tile of keys that began at tile ``start`` of queries, form the gradient of the queries as well.
+    """
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     STAGES: gl.constexpr = q.tiles.shape[0]
     dtype: gl.constexpr = q.tiles.dtype
@@ -377,18 +398,199 @@ def query_loop(
         dweights = product_transposed(v_tile, do, count, LAYOUT)
         logits = warpgroup_mma_wait(1, deps=[logits])
         row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
+        if DOWN:
+            m = (begin + end - 1 - i) * BLOCK_M
+        else:
+            m = i * BLOCK_M
         weights, slopes = transposed_weights_of(
-            logits, row_lse, i * BLOCK_M, first, scale, MASKED, LAYOUT, None, reach, softcap, CAUSAL
+            logits, row_lse, m, first, scale, MASKED, LAYOUT, None, reach, softcap, CAUSAL
         )
         factor = as_factor(weights, dtype, OUT_LAYOUT)
         dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)
         dweights = warpgroup_mma_wait(1, deps=[dweights])
         row_delta = do.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
-        dlogits = as_factor(slopes * (dweights - row_delta[None, :]), dtype, OUT_LAYOUT)
-        dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)
-        dv, factor = warpgroup_mma_wait(1, deps=[dv, factor])
-        mbarrier.arrive(do.empty.index(slot))
-        dk, dlogits = warpgroup_mma_wait(0, deps=[dk, dlogits])
-        mbarrier.arrive(q.empty.index(slot))
+        if sums is None:
+            dlogits = as_factor(slopes * (dweights - row_delta[None, :]), dtype, OUT_LAYOUT)
+            dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)
+            dv, factor = warpgroup_mma_wait(1, deps=[dv, factor])
+            mbarrier.arrive(do.empty.index(slot))
+            dk, dlogits = warpgroup_mma_wait(0, deps=[dk, dlogits])
+            mbarrier.arrive(q.empty.index(slot))
+        else:
+            rounded = (slopes * (dweights - row_delta[None, :])).to(dtype)
+            share_dlogits(sums, rounded, count, own)
+            dlogits = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
+            dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)
+            if LAG == 0:
+                dq = query_gradient(sums, count, own, own_slot)
+                dv, factor = warpgroup_mma_wait(3, deps=[dv, factor])
+                mbarrier.arrive(do.empty.index(slot))
+                dk, dlogits = warpgroup_mma_wait(2, deps=[dk, dlogits])
+                mbarrier.arrive(q.empty.index(slot))
+                publish_query_gradient(sums, dq, count, own)
+            else:
+                dv, factor = warpgroup_mma_wait(1, deps=[dv, factor])
+                mbarrier.arrive(do.empty.index(slot))
+                if count > start:
+                    publish_query_gradient(sums, query_gradient(sums, count - 1, own, own_slot), count - 1, own)
+                dk, dlogits = warpgroup_mma_wait(0, deps=[dk, dlogits])
+                mbarrier.arrive(q.empty.index(slot))
         count += 1
     return dk, dv, count
+
+
+class QuerySums(NamedTuple):
+    """How groups of warps that own keys form the gradient of queries too.
+
+    A group works out the gradients of the logits of its 64 keys, and the gradient of queries takes those of all keys of a
+    tile: groups exchange them in shared memory, and each forms its part, 64 queries times 64 features.
+    """
+
+    dlogits: gl.shared_memory_descriptor  # (stages · GROUPS, 64, queries), of transposed logits
+    full: gl.shared_memory_descriptor  # a barrier for each stage, as is the next
+    empty: gl.shared_memory_descriptor
+    k_tiles: gl.shared_memory_descriptor
+    tiles: gl.shared_memory_descriptor  # (stages · GROUPS, 1, 1, 64, 64) float32, in which parts leave
+    tile_full: gl.shared_memory_descriptor  # a barrier for each, as is the next
+    tile_empty: gl.shared_memory_descriptor
+    scale: gl.float32
+
+
+@gluon.jit
+def share_dlogits(sums, dlogits, count, own: gl.constexpr):
+    """Give the gradients of a group's logits to all groups."""
+    STAGES: gl.constexpr = sums.full.shape[0]
+    GROUPS: gl.constexpr = sums.dlogits.shape[0] // STAGES
+    stage = wait_empty(sums.empty, count)
+    sums.dlogits.index(stage * GROUPS + own).store(dlogits)
+    fence_async_shared()
+    mbarrier.arrive(sums.full.index(stage))
+
+
+@gluon.jit
+def query_gradient(sums, count, own: gl.constexpr, own_slot):
+    """Start to form a group's part of the gradient of queries, of the tile number ``count`` of them."""
+    STAGES: gl.constexpr = sums.full.shape[0]
+    GROUPS: gl.constexpr = sums.dlogits.shape[0] // STAGES
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    stage = wait_full(sums.full, count)
+    dq = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
+    for group in gl.static_range(GROUPS):
+        dlogits = sums.dlogits.index(stage * GROUPS + group)
+        keys = matrix(sums.k_tiles, own_slot - own + group)
+        if dlogits.shape[1] > ROWS:
+            dlogits = dlogits.slice(own * ROWS, ROWS, 1)
+        else:
+            keys = keys.slice(own * ROWS, ROWS, 1)
+        dq = warpgroup_mma(dlogits.permute([1, 0]), keys, dq, use_acc=group > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def publish_query_gradient(sums, dq, count, own: gl.constexpr):
+    """Wait for a group's part of the gradient of queries, and give it to the warp that adds it up."""
+    STAGES: gl.constexpr = sums.full.shape[0]
+    GROUPS: gl.constexpr = sums.dlogits.shape[0] // STAGES
+    OUT_STAGES: gl.constexpr = sums.tile_full.shape[0] // GROUPS
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    mbarrier.arrive(sums.empty.index(count % STAGES))
+    place = count % OUT_STAGES * GROUPS + own
+    mbarrier.wait(sums.tile_empty.index(place), (count // OUT_STAGES & 1) ^ 1)
+    matrix(sums.tiles, place).store(dq * sums.scale)
+    fence_async_shared()
+    mbarrier.arrive(sums.tile_full.index(place))
+
+
+class Additions(NamedTuple):
+    """What a warp that adds up gradients of queries works on."""
+
+    scheduler: Scheduler
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    dq: gl.tensor  # a descriptor of (B, H, N, D) float32, with boxes of (1, 1, 64, 64)
+    turns: gl.tensor  # (GROUPS, B, H, N) int32, zero: at the first query of a tile, how many tiles of keys are added
+    work: Work
+    options: Options
+
+
+@gluon.jit
+def add_query_gradients(
+    own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr,
+    LAST_FIRST: gl.constexpr, DOWN: gl.constexpr, call, MODE: gl.constexpr = 0,
+):  # fmt: skip
+    """The warp that adds up the part of the gradient of queries that group number ``own`` forms.
+
+    Tiles of keys are added in the order in which programs take them. The first is stored: memory may hold anything.
+    """
+    scheduler, parts, full, empty, dq, turns, work, options = call
+    OUT_STAGES: gl.constexpr = full.shape[0] // GROUPS
+    BLOCK_N: gl.constexpr = GROUPS * ROWS
+    key_heads = work.heads // work.group
+    batch_size = work.rows // key_heads
+    tiles = tiles_of(work)
+    count = 0
+    done = 0
+    tile, slot = received(scheduler, done, 1)
+    while tile < tiles:
+        mbarrier.arrive(scheduler.empty.index(slot))
+        block, row, split = tile_place(tile, work, LAST_FIRST)
+        batch, key_head = row // key_heads, row % key_heads
+        entry = entry_of(work, batch, options)
+        begin, _, _, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
+        for i in range(work.group * (end - begin)):
+            member = i // (end - begin)
+            head = key_head * work.group + member
+            if DOWN:
+                m = (end - 1 - i + member * (end - begin)) * BLOCK_M
+            else:
+                m = (begin + i - member * (end - begin)) * BLOCK_M
+            turn = turn_of_block(block, m, entry, options, CAUSAL, BLOCK_N, BLOCK_M, LAST_FIRST)
+            place = (own * batch_size + batch) * work.heads + head
+            counter = turns + place.to(gl.int64) * work.tokens + m
+            stage = count % OUT_STAGES * GROUPS + own
+            mbarrier.wait(full.index(stage), count // OUT_STAGES & 1)
+            if MODE == 0:
+                wait_turn(counter, turn)
+            if MODE < 2:
+                if BLOCK_M > ROWS:
+                    add_tile(dq, batch, head, m + own * ROWS, 0, parts.index(stage), turn)
+                else:
+                    add_tile(dq, batch, head, m, own * ROWS, parts.index(stage), turn)
+                tma.store_wait(0)
+            mbarrier.arrive(empty.index(stage))
+            if MODE < 2:
+                tma.stored()
+            if MODE == 0:
+                give_turn(counter)
+            count += 1
+        done += 1
+        tile, slot = received(scheduler, done, 1)
+
+
+@gluon.jit
+def add_tile(desc, batch, head, row, feature, tile, turn):
+    """Add a tile, or store it if it is the first."""
+    if turn == 0:
+        tma.async_copy_shared_to_global(desc, [batch, head, row, feature], tile)
+    else:
+        tma.async_add(desc, [batch, head, row, feature], tile)
+
+
+@gluon.jit
+def turn_of_block(
+    block, m, work, options, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr,
+    LAST_FIRST: gl.constexpr,
+):  # fmt: skip
+    """How many tiles of keys come before this one at the queries ``m …``: those between that `query_steps` has for them."""
+    offset = work.keys - work.tokens
+    if LAST_FIRST:
+        last = (work.keys - 1) // BLOCK_N
+        if CAUSAL:
+            last = gl.minimum((m + BLOCK_M + offset + work.right - 1) // BLOCK_N, last)
+        turn = last - block
+    else:
+        turn = block
+        if options.window is not None:
+            turn -= gl.maximum(m + offset - options.window.left, 0) // BLOCK_N
+    return turn

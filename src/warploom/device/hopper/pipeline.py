@@ -254,16 +254,16 @@ def broadcast_end(scheduler, tile, done):
 
 
 @gluon.jit
-def received(scheduler, done):
+def received(scheduler, done, WARPS: gl.constexpr = 4):
     """The tile that `broadcast` published, and the number of its buffer."""
     slot = wait_full(scheduler.full, done)
-    return read(scheduler, slot), slot
+    return read(scheduler, slot, WARPS), slot
 
 
 @gluon.jit
-def read(scheduler, slot):
+def read(scheduler, slot, WARPS: gl.constexpr = 4):
     """What was broadcast in buffer number ``slot``."""
-    return gl.max(scheduler.tile.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return gl.max(scheduler.tile.index(slot).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit
@@ -274,6 +274,16 @@ def next_tile(scheduler, tiles):
     if tiles > programs:
         tile = programs + gl.atomic_add(scheduler.counter, 1)
     return tile
+
+
+@gluon.jit
+def take_tile(scheduler):
+    """The next tile that no program has taken.
+
+    Who takes it runs, and works on tiles in the order in which it takes them. So a program may wait for others to finish
+    tiles that come before its own: the first tile that is not finished waits for none.
+    """
+    return gl.atomic_add(scheduler.counter, 1)
 
 
 @gluon.jit

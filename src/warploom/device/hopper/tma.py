@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # They have the second of these names since Triton 3.8, and the first no longer since 3.9.
 async_copy_global_to_shared = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_copy_shared_to_global = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 store_wait = tma.store_wait
+
+
+@builtin
+def _async_add(tensor_desc, coord, src, _semantic=None):
+    """Start to add a tile in shared memory to what is in device memory."""
+    from triton._C.libtriton import ir
+
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+async_add = getattr(tma, "async_atomic_add", None) or _async_add
+
+
+@gluon.jit
+def stored():
+    """Wait until what this warp has stored or added is in device memory; `store_wait` waits until it has been read."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
+    )

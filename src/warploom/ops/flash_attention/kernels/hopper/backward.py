@@ -17,11 +17,16 @@ from warploom.device.hopper import tma
 from warploom.device.hopper.attention import Options, Window, Work, entry_of, query_steps, tile_place, tiles_of
 from warploom.device.hopper.attention_backward import (
     OWN_STAGES,
+    Additions,
     KeyCopies,
     QueryGradients,
+    QuerySums,
+    add_query_gradients,
     compute_for_queries,
     compute_for_wide_queries,
     copy_for_keys,
+    publish_query_gradient,
+    query_gradient,
     query_loop,
 )
 from warploom.device.hopper.pipeline import (
@@ -31,6 +36,8 @@ from warploom.device.hopper.pipeline import (
     RowRing,
     Scheduler,
     SplitStrides,
+    barriers,
+    init_each,
     matrix,
     new_ring,
     new_row_ring,
@@ -38,6 +45,7 @@ from warploom.device.hopper.pipeline import (
     read,
     received,
     store_tile,
+    wait_empty,
 )
 from warploom.ops.flash_attention.kernels.hopper.forward import QueryCopies, copy_for_queries
 
@@ -115,6 +123,7 @@ class KeyGradients(NamedTuple):
     scale: gl.float32  # of the logits, in powers of two
     grad_scale: gl.float32  # of the gradient of keys
     options: Options
+    sums: QuerySums | None = None  # of the gradient of queries, where it is formed as well
 
 
 @gluon.jit
@@ -125,9 +134,12 @@ def used_rows(gradient, n, keys, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call):
+def compute_for_keys(
+    own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call,
+    LAST_FIRST: gl.constexpr = False, DOWN: gl.constexpr = False, LAG: gl.constexpr = 0,
+):  # fmt: skip
     """Group number ``own`` of warps of `hopper_key_kernel`. Results leave through the buffers of its keys and values."""
-    scheduler, k_tiles, v_tiles, q, do, dk_result, dv_result, work, scale, grad_scale, options = call
+    scheduler, k_tiles, v_tiles, q, do, dk_result, dv_result, work, scale, grad_scale, options, sums = call
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     D: gl.constexpr = q.tiles.shape[4]
     BLOCK_N: gl.constexpr = GROUPS * ROWS
@@ -139,7 +151,7 @@ def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constex
     tiles = tiles_of(work)
     tile, slot = received(scheduler, done)
     while tile < tiles:
-        block, row, split = tile_place(tile, work, False)
+        block, row, split = tile_place(tile, work, LAST_FIRST)
         entry = entry_of(work, row // key_heads, options)
         begin, full, high, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
         first = block * BLOCK_N + own * ROWS - (entry.keys - work.tokens) - work.right
@@ -150,29 +162,49 @@ def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constex
         k_tile, v_tile = matrix(k_tiles, own_slot), matrix(v_tiles, own_slot)
         dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
+        start = count
         for _ in range(work.group):
-            if CAUSAL:
+            if DOWN:
+                if options.window is not None:
+                    dk, dv, count = query_loop(
+                        dk, dv, count, k_tile, v_tile, q, do, high, end, first, scale, True, LAYOUT, OUT_LAYOUT,
+                        reach, options.softcap, CAUSAL, sums, own, own_slot, start, DOWN, LAG,
+                    )  # fmt: skip
+            elif CAUSAL:
                 dk, dv, count = query_loop(
                     dk, dv, count, k_tile, v_tile, q, do, begin, full, first, scale, True, LAYOUT, OUT_LAYOUT,
-                    reach, options.softcap, CAUSAL,
+                    reach, options.softcap, CAUSAL, sums, own, own_slot, start, DOWN, LAG,
                 )  # fmt: skip
             dk, dv, count = query_loop(
                 dk, dv, count, k_tile, v_tile, q, do, full, high, first, scale, False, LAYOUT, OUT_LAYOUT,
-                reach, options.softcap, CAUSAL,
+                reach, options.softcap, CAUSAL, sums, own, own_slot, start, DOWN, LAG,
             )  # fmt: skip
-            if options.window is not None:
+            if DOWN:
+                if CAUSAL:
+                    dk, dv, count = query_loop(
+                        dk, dv, count, k_tile, v_tile, q, do, begin, full, first, scale, True, LAYOUT, OUT_LAYOUT,
+                        reach, options.softcap, CAUSAL, sums, own, own_slot, start, DOWN, LAG,
+                    )  # fmt: skip
+            elif options.window is not None:
                 dk, dv, count = query_loop(
                     dk, dv, count, k_tile, v_tile, q, do, high, end, first, scale, True, LAYOUT, OUT_LAYOUT,
-                    reach, options.softcap, CAUSAL,
+                    reach, options.softcap, CAUSAL, sums, own, own_slot, start, DOWN, LAG,
                 )  # fmt: skip
+        if sums is not None:
+            if LAG > 0:
+                if count > start:
+                    publish_query_gradient(sums, query_gradient(sums, count - 1, own, own_slot), count - 1, own)
         # Worked out again rather than held in registers.
-        block, row, split = tile_place(read(scheduler, slot), work, False)
+        block, row, split = tile_place(read(scheduler, slot), work, LAST_FIRST)
         batch, head = row // key_heads, row % key_heads
         n = block * BLOCK_N + own * ROWS
         if options.seqused_k is not None:
             entry = entry_of(work, batch, options)
             dk, dv = used_rows(dk, n, entry.keys, OUT_LAYOUT), used_rows(dv, n, entry.keys, OUT_LAYOUT)
         store_tile(dv_result, dv, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
+        if sums is not None:
+            if count > start:  # the other group has read the keys
+                wait_empty(sums.empty, count - 1 + sums.full.shape[0])
         store_tile(dk_result, dk * grad_scale, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
         tma.store_wait(0)
         mbarrier.arrive(scheduler.empty.index(slot))
@@ -221,4 +253,58 @@ def hopper_key_kernel(
          (compute_for_keys, (1, GROUPS, CAUSAL, SPLIT, call)),
          (copy_for_keys, (GROUPS, CAUSAL, 1, copies))],
         [4, 1], [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def hopper_both_kernel(
+    q_desc, k_desc, v_desc, do_desc, dk, dv, dq, lse, delta, counters, turns, seqused_k,
+    work: Work, window: Window, scale: gl.float32, grad_scale: gl.float32,
+    CAUSAL: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    LAST_FIRST: gl.constexpr, DOWN: gl.constexpr, LAG: gl.constexpr,
+    SHARED_STAGES: gl.constexpr, OUT_STAGES: gl.constexpr, MODE: gl.constexpr = 0,
+):  # fmt: skip
+    """All gradients at once."""
+    gdc_wait()
+    gdc_launch_dependents()
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
+    dtype: gl.constexpr = q_desc.dtype
+    k_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], v_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], do_desc.layout)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    dlogits = gl.allocate_shared_memory(dtype, [SHARED_STAGES * GROUPS, ROWS, BLOCK_M], swizzled)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [OUT_STAGES * GROUPS, 1, 1, ROWS, ROWS], dq.layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
+    scheduler = new_scheduler(counters, 1, 2 * GROUPS)
+    q, do = new_row_ring(q_tiles, STAGES, GROUPS, lses), new_row_ring(do_tiles, STAGES, GROUPS, deltas)
+    full, empty = barriers(SHARED_STAGES), barriers(SHARED_STAGES)
+    for i in gl.static_range(SHARED_STAGES):
+        mbarrier.init(full.index(i), count=GROUPS)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    tile_full, tile_empty = barriers(OUT_STAGES * GROUPS), barriers(OUT_STAGES * GROUPS)
+    init_each(tile_full)
+    init_each(tile_empty)
+    fence_async_shared()
+    options = Options(window, seqused_k, None, SOFTCAP)
+    copies = KeyCopies(
+        scheduler, (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, q, do, lse, delta, None, None, work, options,
+    )  # fmt: skip
+    sums = QuerySums(dlogits, full, empty, k_tiles, dq_tiles, tile_full, tile_empty, grad_scale)
+    additions = Additions(scheduler, dq_tiles, tile_full, tile_empty, dq, turns, work, options)
+    call = KeyGradients(
+        scheduler, k_tiles, v_tiles, q, do, Result(dk, k_tiles, None), Result(dv, v_tiles, None), work, scale, grad_scale,
+        options, sums,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [(compute_for_keys, (0, GROUPS, CAUSAL, False, call, LAST_FIRST, DOWN, LAG)),
+         (compute_for_keys, (1, GROUPS, CAUSAL, False, call, LAST_FIRST, DOWN, LAG)),
+         (copy_for_keys, (GROUPS, CAUSAL, 1, copies, True, LAST_FIRST, DOWN)),
+         (add_query_gradients, (0, GROUPS, CAUSAL, BLOCK_M, LAST_FIRST, DOWN, additions, MODE)),
+         (add_query_gradients, (1, GROUPS, CAUSAL, BLOCK_M, LAST_FIRST, DOWN, additions, MODE))],
+        [4, 1, 1, 1], [240, 24, 24, 24],
     )  # fmt: skip
