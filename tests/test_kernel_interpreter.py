@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from warploom.device.hopper import tma
+from warploom.device.hopper.turns import give_turn, wait_turn
 from warploom.runtime.launch import Boxes, Launch
 
 Tensor = torch.Tensor
@@ -146,3 +148,43 @@ def test_products() -> None:
         multiply(0, WAIT=False)
     with pytest.raises(KernelError, match="beyond a tensor's memory"):
         multiply(0, BEYOND=1)
+
+
+@gluon.jit
+def adding_kernel(x_desc, out_desc, counter, SKIPPED: gl.constexpr, WAIT: gl.constexpr, STORED: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float32, [16, 16], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(full.index(0), count=1)
+    mbarrier.expect(full.index(0), x_desc.block_type.nbytes)
+    program = gl.program_id(0)
+    tma.async_copy_global_to_shared(x_desc, [program * 16, 0], full.index(0), tile)
+    mbarrier.wait(full.index(0), 0)
+    if WAIT:
+        wait_turn(counter, program + SKIPPED)
+    if program == 0:
+        tma.async_copy_shared_to_global(out_desc, [0, 0], tile)
+    else:
+        tma.async_add(out_desc, [0, 0], tile)
+    tma.store_wait(0)
+    if STORED:
+        tma.stored()
+    give_turn(counter)
+
+
+def add(seed: int, **change: Any) -> bool:
+    """Whether programs add tiles to the first of them in their order, which the sum's bits depend on."""
+    x, out = torch.randn(6 * 16, 16, generator=seeds.generator(3)), torch.full((16, 16), torch.nan)
+    constants = {"SKIPPED": 0, "WAIT": True, "STORED": True} | change
+    boxes = {name: Boxes(like, (0, 1), (16, 16)) for name, like in (("x_desc", x), ("out_desc", out))}
+    launch = Launch(adding_kernel, 6, takes=("x_desc", "out_desc", "counter"), **boxes, **constants)
+    kernel_interpreter.interpret(launch, (x, out, torch.zeros(1, dtype=torch.int32)), seed)
+    first, *rest = x.view(6, 16, 16)
+    return torch.equal(out, functools.reduce(torch.add, rest, first))
+
+
+def test_turns() -> None:
+    assert all(add(seed) for seed in SEEDS)
+    assert not all(add(seed, WAIT=False) for seed in SEEDS), "programs run in the order of their numbers every time"
+    assert not all(add(seed, STORED=False) for seed in SEEDS), "what is read is in memory at once every time"
+    with pytest.raises(KernelError, match="all wait"):
+        add(0, SKIPPED=1)

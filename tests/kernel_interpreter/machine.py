@@ -91,7 +91,7 @@ class Thread:
         self.reason = ""
         self.products: list[Any] = []  # issued and not waited for, in order
         self.stores: list[Any] = []  # copies out of shared memory, likewise
-        self.writes: list[Any] = []  # of these, what has been read and may not be in device memory yet
+        self.read: list[Any] = []  # of these, what has been read and may not be in device memory yet
 
     def run(self) -> None:
         self.turn.acquire()
@@ -102,8 +102,6 @@ class Thread:
                     self.body()
                     if self.stores or self.products:
                         raise KernelError("a partition ends before its copies or products")
-                    while self.writes:
-                        self.writes.pop(0).write()
             except Exception as error:
                 self.machine.error = self.machine.error or error
         self.machine.threads.remove(self)

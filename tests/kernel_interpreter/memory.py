@@ -225,8 +225,8 @@ def copy_in(desc: Described, coordinates: Any, barrier: Barrier, result: Memory,
 class Store:
     """A copy out of shared memory, which is read first, and in device memory later."""
 
-    def __init__(self, desc: Described, coordinates: Any, source: Memory, adds: bool) -> None:
-        self.desc, self.source, self.adds = desc, source, adds
+    def __init__(self, desc: Described, coordinates: Any, source: Memory, adds: bool = False) -> None:
+        self.desc, self.source, self.adds, self.written = desc, source, adds, False
         self.there, self.here = desc.box(coordinates, source)
 
     def read(self) -> None:
@@ -235,14 +235,15 @@ class Store:
     def write(self) -> None:
         before = self.desc.tensor[self.there]
         self.desc.tensor[self.there] = before + self.tile if self.adds else self.tile
+        self.written = True
 
 
 def copy_out(desc: Described, coordinates: Any, source: Memory) -> None:
-    current().stores.append(Store(desc, coordinates, source, False))
+    current().stores.append(Store(desc, coordinates, source))
 
 
 def add_out(desc: Described, coordinates: Any, source: Memory) -> None:
-    current().stores.append(Store(desc, coordinates, source, True))
+    current().stores.append(Store(desc, coordinates, source, adds=True))
 
 
 def store_wait(pending: int) -> None:
@@ -250,17 +251,15 @@ def store_wait(pending: int) -> None:
     while len(thread.stores) > pending:
         store = thread.stores.pop(0)
         store.read()
-        thread.writes.append(store)
-    while thread.writes and thread.machine.draw.random() < 0.5:
-        thread.writes.pop(0).write()
+        thread.read.append(store)
+        thread.machine.copies.append(store.write)
 
 
 def stored() -> None:
     """Wait until all that has been stored is in device memory."""
-    thread = current()
     store_wait(0)
-    while thread.writes:
-        thread.writes.pop(0).write()
+    read, current().read = current().read, []
+    current().wait_for(lambda: all(store.written for store in read), "what it stores")
 
 
 def wait_turn(counter: Pointer, turn: Any) -> None:

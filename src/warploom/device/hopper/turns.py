@@ -11,21 +11,21 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def turn_of(counter):
-    """The number of turns given on so far, and with it all that was written before."""
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1
+def wait_turn(counter, turn):
+    """Wait until so many turns have been given on. Copies that start afterwards find what was written before."""
+    seen = _turns_before(counter)
+    while seen != turn:
+        seen = _turns_before(counter)
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [seen], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def wait_turn(counter, turn):
-    """Wait until so many turns have been given on. Copies that start afterwards find what was written before."""
-    seen = turn_of(counter)
-    while seen != turn:
-        seen = turn_of(counter)
-    gl.inline_asm_elementwise(
-        "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [seen], dtype=gl.int32, is_pure=False, pack=1
+def _turns_before(counter):
+    """How many turns have been given on."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
