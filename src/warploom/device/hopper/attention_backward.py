@@ -394,6 +394,9 @@ def query_loop(
     dtype: gl.constexpr = q.tiles.dtype
     for i in range(begin, end):
         slot = count % STAGES
+        if sums is not None:
+            # count >> 30 is zero. The compiler, which cannot know, works out addresses here and not before.
+            k_tile, v_tile = matrix(sums.k_tiles, own_slot + (count >> 30)), matrix(sums.v_tiles, own_slot + (count >> 30))
         logits = product_transposed(k_tile, q, count, LAYOUT)  # (keys, queries)
         dweights = product_transposed(v_tile, do, count, LAYOUT)
         logits = warpgroup_mma_wait(1, deps=[logits])
@@ -450,6 +453,7 @@ class QuerySums(NamedTuple):
     full: gl.shared_memory_descriptor  # a barrier for each stage, as is the next
     empty: gl.shared_memory_descriptor
     k_tiles: gl.shared_memory_descriptor
+    v_tiles: gl.shared_memory_descriptor
     tiles: gl.shared_memory_descriptor  # (stages · GROUPS, 1, 1, 64, 64) float32, in which parts leave
     tile_full: gl.shared_memory_descriptor  # a barrier for each, as is the next
     tile_empty: gl.shared_memory_descriptor
@@ -477,7 +481,7 @@ def query_gradient(sums, count, own: gl.constexpr, own_slot):
     dq = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
     for group in gl.static_range(GROUPS):
         dlogits = sums.dlogits.index(stage * GROUPS + group)
-        keys = matrix(sums.k_tiles, own_slot - own + group)
+        keys = matrix(sums.k_tiles, own_slot - own + group + (count >> 30))
         if dlogits.shape[1] > ROWS:
             dlogits = dlogits.slice(own * ROWS, ROWS, 1)
         else:

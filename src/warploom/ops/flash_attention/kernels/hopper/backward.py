@@ -294,7 +294,7 @@ def hopper_both_kernel(
     copies = KeyCopies(
         scheduler, (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, q, do, lse, delta, None, None, work, options,
     )  # fmt: skip
-    sums = QuerySums(dlogits, full, empty, k_tiles, dq_tiles, tile_full, tile_empty, grad_scale)
+    sums = QuerySums(dlogits, full, empty, k_tiles, v_tiles, dq_tiles, tile_full, tile_empty, grad_scale)
     additions = Additions(scheduler, dq_tiles, tile_full, tile_empty, dq, turns, work, options)
     call = KeyGradients(
         scheduler, k_tiles, v_tiles, q, do, Result(dk, k_tiles, None), Result(dv, v_tiles, None), work, scale, grad_scale,
