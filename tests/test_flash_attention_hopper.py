@@ -104,8 +104,8 @@ FEW_QUERIES = 16  # up to here the forward has a kernel of its own
 
 def kernels_for(features: int) -> list[str]:
     """The kernels that take a call with so many features, forward and backward, in the order of the alphabet."""
-    keys = "hopper_shared_key_kernel" if features > 128 else "hopper_key_kernel"
-    return sorted(["hopper_forward_kernel", keys, "hopper_query_kernel"])
+    backward = ["hopper_shared_key_kernel", "hopper_query_kernel"] if features > 128 else ["hopper_both_kernel"]
+    return sorted(["hopper_forward_kernel", *backward])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -117,11 +117,12 @@ def weights_of(
 @gluon.jit
 def transposed_weights_of(
     logits, lse, m, first, scale, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
-    inverse=None, reach=None, softcap=None, CAUSAL: gl.constexpr = True,
+    inverse=None, reach=None, softcap=None, CAUSAL: gl.constexpr = True, used=None,
 ):  # fmt: skip
     """Weights of 64 keys for the queries ``m …``, and these times the derivative of the cap.
 
     Query ``first`` is the first that sees the first key, unless all do before it, and the one ``reach`` behind it the last.
+    Of the keys, so many are ``used``.
     """
     if softcap is not None:
         logits = tanh(logits * scale)
@@ -136,6 +137,8 @@ def transposed_weights_of(
             weights = gl.where(sees[:, None] <= query[None, :], weights, 0.0)
         if reach is not None:
             weights = gl.where(query[None, :] <= (sees + reach)[:, None], weights, 0.0)
+        if used is not None:
+            weights = gl.where((gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) < used)[:, None], weights, 0.0)
     slopes = weights
     if softcap is not None:
         slopes = weights * (1.0 - logits * logits)
@@ -383,7 +386,7 @@ def query_loop(
     dk, dv, count, k_tile, v_tile, q, do, begin, end, first, scale,
     MASKED: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
     reach=None, softcap=None, CAUSAL: gl.constexpr = True, sums=None, own: gl.constexpr = 0, own_slot=0, start=0,
-    DOWN: gl.constexpr = False, LAG: gl.constexpr = 0,
+    used=None, DOWN: gl.constexpr = False, LAG: gl.constexpr = 0,
 ):  # fmt: skip
     """Loop over tiles of queries ``begin … end`` of one head; ``first`` and ``reach`` as in `transposed_weights_of`.
 
@@ -406,7 +409,7 @@ def query_loop(
         else:
             m = i * BLOCK_M
         weights, slopes = transposed_weights_of(
-            logits, row_lse, m, first, scale, MASKED, LAYOUT, None, reach, softcap, CAUSAL
+            logits, row_lse, m, first, scale, MASKED, LAYOUT, None, reach, softcap, CAUSAL, used
         )
         factor = as_factor(weights, dtype, OUT_LAYOUT)
         dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)
@@ -457,7 +460,15 @@ class QuerySums(NamedTuple):
     tiles: gl.shared_memory_descriptor  # (stages · GROUPS, 1, 1, 64, 64) float32, in which parts leave
     tile_full: gl.shared_memory_descriptor  # a barrier for each, as is the next
     tile_empty: gl.shared_memory_descriptor
-    scale: gl.float32
+
+
+@gluon.jit
+def clear_unused(tile, used):
+    """Make rows of a tile in shared memory zero where keys are not used: there may be NaN."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    key = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    rows = tile.load(LAYOUT)
+    tile.store(gl.where((key < used)[:, None], rows, gl.zeros_like(rows)))
 
 
 @gluon.jit
@@ -500,7 +511,7 @@ def publish_query_gradient(sums, dq, count, own: gl.constexpr):
     mbarrier.arrive(sums.empty.index(count % STAGES))
     place = count % OUT_STAGES * GROUPS + own
     mbarrier.wait(sums.tile_empty.index(place), (count // OUT_STAGES & 1) ^ 1)
-    matrix(sums.tiles, place).store(dq * sums.scale)
+    matrix(sums.tiles, place).store(dq)
     fence_async_shared()
     mbarrier.arrive(sums.tile_full.index(place))
 

@@ -120,6 +120,7 @@ HOPPER = {
     "forward": {64: HopperTiles(3, 128, 2), 128: HopperTiles(2, 128, 2), 256: HopperTiles(2, 64, 2)},
     "key": {64: HopperTiles(2, 128, 2), 128: HopperTiles(2, 64, 3), 256: HopperTiles(1, 64, 2)},
     "query": {64: HopperTiles(3, 64, 3), 128: HopperTiles(2, 64, 3), 256: HopperTiles(2, 64, 2)},
+    "both": {64: HopperTiles(2, 128, 2), 128: HopperTiles(2, 64, 2)},
 }
 """By features of a tile; measured on an H200 (see "How it reaches the limit").
 

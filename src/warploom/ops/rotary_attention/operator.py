@@ -166,7 +166,7 @@ class _Backward(NamedTuple):
     ) -> Tensor:
         dqkv, lse, delta = self.gradient.empty(qkv), self.rows.empty(qkv), self.rows.empty(qkv)
         counters = COUNTERS.empty(qkv)
-        self.prepare(out, grad, statistics, None, lse, delta, None, counters)
+        self.prepare(out, grad, statistics, None, lse, delta, None, counters, None)
         k, v, dk, dv = view(turned, *self.k), view(qkv, *self.v), view(dqkv, *self.dk), view(dqkv, *self.dv)
         self.key(turned, k, v, grad, dk, dv, lse, delta, counters, None)
         self.query(turned, k, v, grad, dqkv, lse, delta, counters, None)

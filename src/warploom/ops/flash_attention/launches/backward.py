@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.kernels.backward import key_kernel, prepare_kernel, query_kernel, sum_kernel
+from warploom.ops.flash_attention.kernels.backward import (
+    key_kernel,
+    prepare_kernel,
+    query_kernel,
+    round_kernel,
+    sum_kernel,
+)
 from warploom.ops.flash_attention.launches import hopper, small, tiling
 from warploom.ops.flash_attention.launches.tiling import (
     COUNTERS,
@@ -26,8 +32,8 @@ from warploom.runtime.plans import Plans
 Tensor = torch.Tensor
 
 INPUTS = ("q", "k", "v", "grad")
-RESULTS = {"key": ("dk", "dv"), "query": ("dq",)}
-"""What a backward kernel writes."""
+RESULTS = {"key": ("dk", "dv"), "query": ("dq",), "both": ("dk", "dv")}
+"""What a backward kernel writes. What ``both`` adds up is rounded to dq afterwards."""
 
 
 class KernelPlan(NamedTuple):
@@ -49,6 +55,9 @@ class Plan(NamedTuple):
     small: Launch | None = None  # of the kernel for small problems, instead of those
     terms: Terms | None = None  # of q, k, v and the gradient, where they are made before the loops
     counted: bool = False  # whether tiles are counted, with counters that the first kernel makes zero
+    added: Dense | None = None  # the gradient of queries, where it is added up in device memory, without the scale
+    turns: Dense | None = None  # in which it is added up
+    rounds: Launch | None = None  # it to dq
     sums: Launch | None = None  # of the parts, where loops are split
     apart: bool = False  # whether gradients are made apart and copied to where they shall be
 
@@ -104,7 +113,8 @@ def backward(
     lse, delta = plan.rows.empty(q), plan.rows.empty(q)
     inverse = plan.rows.empty(q) if q.dtype == torch.float32 else None
     counters = COUNTERS.empty(q) if plan.counted else None
-    plan.prepare(out, grad, statistics, grad_lse, lse, delta, inverse, counters)
+    turns = None if plan.turns is None else plan.turns.empty(q)
+    plan.prepare(out, grad, statistics, grad_lse, lse, delta, inverse, counters, turns)
     if plan.small is not None:
         plan.small(q, k, v, grad, lse, delta, dq, dk, dv)
     factors = (q, k, v, grad) if plan.terms is None else plan.terms(q, k, v, grad)
@@ -119,7 +129,11 @@ def backward(
                 for target in targets:
                     target.zero_()
             parts |= zip(RESULTS[each.kernel], targets)
-        if each.launch.descriptions:
+        if plan.rounds is not None and plan.added is not None:
+            added = plan.added.empty(q)
+            each.launch(*factors, *targets, added, lse, delta, counters, turns, mask.seqused_k)
+            plan.rounds(added, turns, dq)
+        elif each.launch.descriptions:
             row_values = (lse, delta) if inverse is None else (lse, delta, inverse)
             used = (mask.seqused_k,) if "seqused_k" in each.launch.takes else ()
             each.launch(*factors, *targets, *row_values, counters, *used)
@@ -175,7 +189,7 @@ def plan_backward(
     prepare = Launch(
         prepare_kernel,
         -(-rows // block_r),
-        takes=("out", "grad", "statistics", "dlse", "lse", "delta", "inverse", "counters"),
+        takes=("out", "grad", "statistics", "dlse", "lse", "delta", "inverse", "counters", "turns"),
         rows=rows, tokens=shape.tokens, heads=shape.heads, dlse_b=lse_b, dlse_h=lse_h, dlse_n=lse_n,
         VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim, BLOCK_R=block_r, BLOCK_E=shape.block_e,
         PRECISION=product, PDL=pdl, **layout.of("out", "grad"),
@@ -187,10 +201,17 @@ def plan_backward(
         plan = plan._replace(terms=tiling.plan_terms(product, shape, q, k, v, grad, pdl))
     factors = (q, k, v, grad) if plan.terms is None else plan.terms.like
     gradients = {"dq": dq, "dk": dk, "dv": dv}
-    kernels = tuple(
-        _plan_kernel(kernel, call, product, aligned, factors, {name: gradients[name] for name in names})
-        for kernel, names in RESULTS.items()
-    )
+    both = _plan_both(call, product, aligned, factors, (dk, dv))
+    if both is not None:
+        added = Dense.rows((shape.batch_size, shape.heads, shape.tokens, shape.head_dim), torch.float32)
+        turns = Dense.rows((2, shape.batch_size, shape.heads, shape.tokens), torch.int32)
+        kernels: tuple[KernelPlan, ...] = (both,)
+        plan = plan._replace(added=added, turns=turns, rounds=_plan_rounds(call, dq, pdl))
+    else:
+        kernels = tuple(
+            _plan_kernel(kernel, call, product, aligned, factors, {name: gradients[name] for name in RESULTS[kernel]})
+            for kernel in ("key", "query")
+        )
     sums = _plan_sums(kernels, gradients, pdl)
     if sums is not None and results is not None:  # parts are without gaps, and so is what they are added up in
         plan = plan_backward(grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, None, logits)
@@ -209,6 +230,37 @@ def _tiled(
     if not aligned:
         return None
     return hopper.plan(kernel, shape, mask, scale, (*factors, *results.values()), call.softcap)
+
+
+def _plan_both(
+    call: Call, product: str, aligned: bool, factors: tuple[Tensor, ...], results: tuple[Tensor, ...]
+) -> KernelPlan | None:
+    """Plan of the kernel that forms all gradients, where it is the fastest."""
+    if product in TERMS or not aligned:
+        return None
+    shape = call.shape
+    added = torch.empty((shape.batch_size, shape.heads, shape.tokens, shape.head_dim), device="meta")
+    tiled = hopper.plan("both", shape, call.mask, call.scale, (*factors, *results, added), call.softcap)
+    if tiled is None:
+        return None
+    return KernelPlan("both", tiled.launch, tiled.splits, _parts([x.numel() for x in results], tiled.splits))
+
+
+def _plan_rounds(call: Call, dq: Tensor, pdl: bool) -> Launch:
+    """What rounds the gradient of queries that was added up in device memory."""
+    shape = call.shape
+    layout = layout_for(dq)
+    block_r = min(4096 // shape.block_d, 64)
+    rows = shape.batch_size * shape.heads * shape.tokens
+    return Launch(
+        round_kernel,
+        -(-rows // block_r),
+        takes=("added", "turns", "dq"),
+        pdl=pdl,
+        rows=rows, tokens=shape.tokens, heads=shape.heads, scale=call.scale,
+        VEC=layout.vec, UNIT=layout.unit, D=shape.head_dim, BLOCK_R=block_r, BLOCK_D=shape.block_d,
+        BLOCK_M=hopper.queries_of_a_turn(shape), PDL=pdl, **layout.of("dq"),
+    )  # fmt: skip
 
 
 def _plan_kernel(
@@ -247,7 +299,7 @@ def _parts(sizes: list[int], splits: int) -> tuple[Dense, ...]:
 
 def _plan_sums(kernels: Sequence[KernelPlan], gradients: dict[str, Tensor], pdl: bool) -> Launch | None:
     """What sums the parts of gradients, if any of them is in parts."""
-    splits = {name: each.splits for each in kernels for name in RESULTS[each.kernel]}
+    splits = dict.fromkeys(gradients, 1) | {name: each.splits for each in kernels for name in RESULTS[each.kernel]}
     if max(splits.values()) == 1:
         return None
     programs = sum(-(-x.numel() // 1024) for name, x in gradients.items() if splits[name] > 1)

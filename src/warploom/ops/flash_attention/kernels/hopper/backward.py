@@ -22,6 +22,7 @@ from warploom.device.hopper.attention_backward import (
     QueryGradients,
     QuerySums,
     add_query_gradients,
+    clear_unused,
     compute_for_queries,
     compute_for_wide_queries,
     copy_for_keys,
@@ -163,32 +164,41 @@ def compute_for_keys(
         dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         start = count
+        used = None
+        if sums is not None:
+            if options.seqused_k is not None:
+                used = entry.keys - block * BLOCK_N - own * ROWS
+                if used < ROWS:
+                    clear_unused(k_tile, used)
+                    clear_unused(v_tile, used)
+                    fence_async_shared()
+                    full = high
         for _ in range(work.group):
             if DOWN:
                 if options.window is not None:
                     dk, dv, count = query_loop(
                         dk, dv, count, k_tile, v_tile, q, do, high, end, first, scale, True, LAYOUT, OUT_LAYOUT,
-                        reach, options.softcap, CAUSAL, sums, own, own_slot, start, DOWN, LAG,
+                        reach, options.softcap, CAUSAL, sums, own, own_slot, start, used, DOWN, LAG,
                     )  # fmt: skip
             elif CAUSAL:
                 dk, dv, count = query_loop(
                     dk, dv, count, k_tile, v_tile, q, do, begin, full, first, scale, True, LAYOUT, OUT_LAYOUT,
-                    reach, options.softcap, CAUSAL, sums, own, own_slot, start, DOWN, LAG,
+                    reach, options.softcap, CAUSAL, sums, own, own_slot, start, used, DOWN, LAG,
                 )  # fmt: skip
             dk, dv, count = query_loop(
                 dk, dv, count, k_tile, v_tile, q, do, full, high, first, scale, False, LAYOUT, OUT_LAYOUT,
-                reach, options.softcap, CAUSAL, sums, own, own_slot, start, DOWN, LAG,
+                reach, options.softcap, CAUSAL, sums, own, own_slot, start, used, DOWN, LAG,
             )  # fmt: skip
             if DOWN:
-                if CAUSAL:
+                if CAUSAL or used is not None:
                     dk, dv, count = query_loop(
                         dk, dv, count, k_tile, v_tile, q, do, begin, full, first, scale, True, LAYOUT, OUT_LAYOUT,
-                        reach, options.softcap, CAUSAL, sums, own, own_slot, start, DOWN, LAG,
+                        reach, options.softcap, CAUSAL, sums, own, own_slot, start, used, DOWN, LAG,
                     )  # fmt: skip
             elif options.window is not None:
                 dk, dv, count = query_loop(
                     dk, dv, count, k_tile, v_tile, q, do, high, end, first, scale, True, LAYOUT, OUT_LAYOUT,
-                    reach, options.softcap, CAUSAL, sums, own, own_slot, start, DOWN, LAG,
+                    reach, options.softcap, CAUSAL, sums, own, own_slot, start, used, DOWN, LAG,
                 )  # fmt: skip
         if sums is not None:
             if LAG > 0:
@@ -198,7 +208,7 @@ def compute_for_keys(
         block, row, split = tile_place(read(scheduler, slot), work, LAST_FIRST)
         batch, head = row // key_heads, row % key_heads
         n = block * BLOCK_N + own * ROWS
-        if options.seqused_k is not None:
+        if options.seqused_k is not None and sums is None:
             entry = entry_of(work, batch, options)
             dk, dv = used_rows(dk, n, entry.keys, OUT_LAYOUT), used_rows(dv, n, entry.keys, OUT_LAYOUT)
         store_tile(dv_result, dv, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
@@ -260,9 +270,10 @@ def hopper_key_kernel(
 def hopper_both_kernel(
     q_desc, k_desc, v_desc, do_desc, dk, dv, dq, lse, delta, counters, turns, seqused_k,
     work: Work, window: Window, scale: gl.float32, grad_scale: gl.float32,
-    CAUSAL: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    LAST_FIRST: gl.constexpr, DOWN: gl.constexpr, LAG: gl.constexpr,
-    SHARED_STAGES: gl.constexpr, OUT_STAGES: gl.constexpr, MODE: gl.constexpr = 0,
+    dk_strides: SplitStrides, dv_strides: SplitStrides,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    LAG: gl.constexpr, SHARED_STAGES: gl.constexpr, OUT_STAGES: gl.constexpr,
+    LAST_FIRST: gl.constexpr = False, DOWN: gl.constexpr = True, MODE: gl.constexpr = 0,
 ):  # fmt: skip
     """All gradients at once."""
     gdc_wait()
@@ -294,15 +305,15 @@ def hopper_both_kernel(
     copies = KeyCopies(
         scheduler, (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, q, do, lse, delta, None, None, work, options,
     )  # fmt: skip
-    sums = QuerySums(dlogits, full, empty, k_tiles, v_tiles, dq_tiles, tile_full, tile_empty, grad_scale)
+    sums = QuerySums(dlogits, full, empty, k_tiles, v_tiles, dq_tiles, tile_full, tile_empty)
     additions = Additions(scheduler, dq_tiles, tile_full, tile_empty, dq, turns, work, options)
     call = KeyGradients(
-        scheduler, k_tiles, v_tiles, q, do, Result(dk, k_tiles, None), Result(dv, v_tiles, None), work, scale, grad_scale,
+        scheduler, k_tiles, v_tiles, q, do, Result(dk, k_tiles, dk_strides), Result(dv, v_tiles, dv_strides), work, scale, grad_scale,
         options, sums,
     )  # fmt: skip
     gl.warp_specialize(
-        [(compute_for_keys, (0, GROUPS, CAUSAL, False, call, LAST_FIRST, DOWN, LAG)),
-         (compute_for_keys, (1, GROUPS, CAUSAL, False, call, LAST_FIRST, DOWN, LAG)),
+        [(compute_for_keys, (0, GROUPS, CAUSAL, SPLIT, call, LAST_FIRST, DOWN, LAG)),
+         (compute_for_keys, (1, GROUPS, CAUSAL, SPLIT, call, LAST_FIRST, DOWN, LAG)),
          (copy_for_keys, (GROUPS, CAUSAL, 1, copies, True, LAST_FIRST, DOWN)),
          (add_query_gradients, (0, GROUPS, CAUSAL, BLOCK_M, LAST_FIRST, DOWN, additions, MODE)),
          (add_query_gradients, (1, GROUPS, CAUSAL, BLOCK_M, LAST_FIRST, DOWN, additions, MODE))],
