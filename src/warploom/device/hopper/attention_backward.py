@@ -115,15 +115,29 @@ def weights_of(
 
 
 @gluon.jit
-def transposed_weights_of(
-    logits, lse, m, first, scale, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
-    inverse=None, reach=None, softcap=None, CAUSAL: gl.constexpr = True, used=None,
-):  # fmt: skip
-    """Weights of 64 keys for the queries ``m …``, and these times the derivative of the cap.
+def visible_weights(weights, m, first, reach, used, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr):
+    """Weights of 64 keys for the queries ``m …``, zero where these do not see them.
 
     Query ``first`` is the first that sees the first key, unless all do before it, and the one ``reach`` behind it the last.
     Of the keys, so many are ``used``.
     """
+    sees = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    query = m + gl.arange(0, weights.shape[1], gl.SliceLayout(0, LAYOUT))
+    if CAUSAL:
+        weights = gl.where(sees[:, None] <= query[None, :], weights, 0.0)
+    if reach is not None:
+        weights = gl.where(query[None, :] <= (sees + reach)[:, None], weights, 0.0)
+    if used is not None:
+        weights = gl.where((gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) < used)[:, None], weights, 0.0)
+    return weights
+
+
+@gluon.jit
+def transposed_weights_of(
+    logits, lse, m, first, scale, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
+    inverse=None, reach=None, softcap=None, CAUSAL: gl.constexpr = True,
+):  # fmt: skip
+    """Weights of 64 keys for the queries ``m …``, and these times the derivative of the cap; see `visible_weights`."""
     if softcap is not None:
         logits = tanh(logits * scale)
         scale = softcap
@@ -131,14 +145,7 @@ def transposed_weights_of(
     if inverse is not None:
         weights = weights * inverse[None, :]
     if MASKED:
-        sees = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        query = m + gl.arange(0, logits.shape[1], gl.SliceLayout(0, LAYOUT))
-        if CAUSAL:
-            weights = gl.where(sees[:, None] <= query[None, :], weights, 0.0)
-        if reach is not None:
-            weights = gl.where(query[None, :] <= (sees + reach)[:, None], weights, 0.0)
-        if used is not None:
-            weights = gl.where((gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) < used)[:, None], weights, 0.0)
+        weights = visible_weights(weights, m, first, reach, None, CAUSAL, LAYOUT)
     slopes = weights
     if softcap is not None:
         slopes = weights * (1.0 - logits * logits)
@@ -385,62 +392,31 @@ def copy_for_keys(
 def query_loop(
     dk, dv, count, k_tile, v_tile, q, do, begin, end, first, scale,
     MASKED: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
-    reach=None, softcap=None, CAUSAL: gl.constexpr = True, sums=None, own: gl.constexpr = 0, own_slot=0, start=0,
-    used=None, DOWN: gl.constexpr = False, LAG: gl.constexpr = 0,
+    reach=None, softcap=None, CAUSAL: gl.constexpr = True,
 ):  # fmt: skip
-    """Loop over tiles of queries ``begin … end`` of one head; ``first`` and ``reach`` as in `transposed_weights_of`.
-
-    With ``sums``, of a tile of keys that began at tile ``start`` of queries, form the gradient of the queries as well.
-    """
+    """Loop over tiles of queries ``begin … end`` of one head; ``first`` and ``reach`` as in `transposed_weights_of`."""
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     STAGES: gl.constexpr = q.tiles.shape[0]
     dtype: gl.constexpr = q.tiles.dtype
     for i in range(begin, end):
         slot = count % STAGES
-        if sums is not None:
-            # count >> 30 is zero. The compiler, which cannot know, works out addresses here and not before.
-            k_tile, v_tile = matrix(sums.k_tiles, own_slot + (count >> 30)), matrix(sums.v_tiles, own_slot + (count >> 30))
         logits = product_transposed(k_tile, q, count, LAYOUT)  # (keys, queries)
         dweights = product_transposed(v_tile, do, count, LAYOUT)
         logits = warpgroup_mma_wait(1, deps=[logits])
         row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
-        if DOWN:
-            m = (begin + end - 1 - i) * BLOCK_M
-        else:
-            m = i * BLOCK_M
         weights, slopes = transposed_weights_of(
-            logits, row_lse, m, first, scale, MASKED, LAYOUT, None, reach, softcap, CAUSAL, used
+            logits, row_lse, i * BLOCK_M, first, scale, MASKED, LAYOUT, None, reach, softcap, CAUSAL
         )
         factor = as_factor(weights, dtype, OUT_LAYOUT)
         dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)
         dweights = warpgroup_mma_wait(1, deps=[dweights])
         row_delta = do.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
-        if sums is None:
-            dlogits = as_factor(slopes * (dweights - row_delta[None, :]), dtype, OUT_LAYOUT)
-            dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)
-            dv, factor = warpgroup_mma_wait(1, deps=[dv, factor])
-            mbarrier.arrive(do.empty.index(slot))
-            dk, dlogits = warpgroup_mma_wait(0, deps=[dk, dlogits])
-            mbarrier.arrive(q.empty.index(slot))
-        else:
-            rounded = (slopes * (dweights - row_delta[None, :])).to(dtype)
-            share_dlogits(sums, rounded, count, own)
-            dlogits = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
-            dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)
-            if LAG == 0:
-                dq = query_gradient(sums, count, own, own_slot)
-                dv, factor = warpgroup_mma_wait(3, deps=[dv, factor])
-                mbarrier.arrive(do.empty.index(slot))
-                dk, dlogits = warpgroup_mma_wait(2, deps=[dk, dlogits])
-                mbarrier.arrive(q.empty.index(slot))
-                publish_query_gradient(sums, dq, count, own)
-            else:
-                dv, factor = warpgroup_mma_wait(1, deps=[dv, factor])
-                mbarrier.arrive(do.empty.index(slot))
-                if count > start:
-                    publish_query_gradient(sums, query_gradient(sums, count - 1, own, own_slot), count - 1, own)
-                dk, dlogits = warpgroup_mma_wait(0, deps=[dk, dlogits])
-                mbarrier.arrive(q.empty.index(slot))
+        dlogits = as_factor(slopes * (dweights - row_delta[None, :]), dtype, OUT_LAYOUT)
+        dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)
+        dv, factor = warpgroup_mma_wait(1, deps=[dv, factor])
+        mbarrier.arrive(do.empty.index(slot))
+        dk, dlogits = warpgroup_mma_wait(0, deps=[dk, dlogits])
+        mbarrier.arrive(q.empty.index(slot))
         count += 1
     return dk, dv, count
 
@@ -483,16 +459,17 @@ def share_dlogits(sums, dlogits, count, own: gl.constexpr):
 
 
 @gluon.jit
-def query_gradient(sums, count, own: gl.constexpr, own_slot):
-    """Start to form a group's part of the gradient of queries, of the tile number ``count`` of them."""
+def query_gradient(sums, count, own: gl.constexpr, own_slot, there):
+    """Start to form a group's part of the gradient of queries, of the tile number ``count`` of them, if it is ``there``."""
     STAGES: gl.constexpr = sums.full.shape[0]
     GROUPS: gl.constexpr = sums.dlogits.shape[0] // STAGES
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    stage = wait_full(sums.full, count)
+    stage = (count + STAGES) % STAGES
+    mbarrier.wait(sums.full.index(stage), (count + STAGES) // STAGES + 1 & 1, pred=there)
     dq = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
     for group in gl.static_range(GROUPS):
         dlogits = sums.dlogits.index(stage * GROUPS + group)
-        keys = matrix(sums.k_tiles, own_slot - own + group + (count >> 30))
+        keys = matrix(sums.k_tiles, own_slot - own + group)
         if dlogits.shape[1] > ROWS:
             dlogits = dlogits.slice(own * ROWS, ROWS, 1)
         else:
@@ -503,11 +480,10 @@ def query_gradient(sums, count, own: gl.constexpr, own_slot):
 
 @gluon.jit
 def publish_query_gradient(sums, dq, count, own: gl.constexpr):
-    """Wait for a group's part of the gradient of queries, and give it to the warp that adds it up."""
+    """Give a group's part of the gradient of queries to the warp that adds it up."""
     STAGES: gl.constexpr = sums.full.shape[0]
     GROUPS: gl.constexpr = sums.dlogits.shape[0] // STAGES
     OUT_STAGES: gl.constexpr = sums.tile_full.shape[0] // GROUPS
-    dq = warpgroup_mma_wait(0, deps=[dq])
     mbarrier.arrive(sums.empty.index(count % STAGES))
     place = count % OUT_STAGES * GROUPS + own
     mbarrier.wait(sums.tile_empty.index(place), (count // OUT_STAGES & 1) ^ 1)
@@ -609,3 +585,80 @@ def turn_of_block(
         if options.window is not None:
             turn -= gl.maximum(m + offset - options.window.left, 0) // BLOCK_N
     return turn
+
+
+@gluon.jit
+def gradient_loop(
+    dk, dv, count, own_slot, q, do, sums, begin, full, high, end, heads, first, used, reach, scale, softcap,
+    own: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    DOWN: gl.constexpr, LAG: gl.constexpr,
+):  # fmt: skip
+    """Loop over tiles of queries of ``heads``, ``end − 1 … begin`` of each, for all gradients.
+
+    Those before ``full`` and from ``high`` on have masks; ``first``, ``reach`` and ``used`` are as in
+    `visible_weights`. While a tile's gradient of queries leaves, the logits of the next are on their way.
+    """
+    BLOCK_M: gl.constexpr = q.tiles.shape[3]
+    STAGES: gl.constexpr = q.tiles.shape[0]
+    dtype: gl.constexpr = q.tiles.dtype
+    start = count
+    steps = heads * (end - begin)
+    if steps > 0:
+        logits = product_transposed(matrix(sums.k_tiles, own_slot), q, count, LAYOUT)  # (keys, queries)
+        logits = warpgroup_mma_wait(0, deps=[logits])
+        if DOWN:
+            m = end - 1
+        else:
+            m = begin
+        for i in range(steps):
+            slot = count % STAGES
+            # count >> 30 is zero. The compiler, which cannot know, works out addresses here and not before.
+            place = own_slot + (count >> 30)
+            dweights = product_transposed(matrix(sums.v_tiles, place), do, count, LAYOUT)
+            row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
+            if softcap is not None:
+                logits = tanh(logits * scale)
+                weights = power_of_two(logits * softcap - row_lse[None, :])
+            else:
+                weights = power_of_two(logits * scale - row_lse[None, :])
+            if CAUSAL or reach is not None or used is not None:
+                if (m < full) | (m >= high):
+                    weights = visible_weights(weights, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT)
+            factor = as_factor(weights, dtype, OUT_LAYOUT)
+            dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)
+            dweights = warpgroup_mma_wait(1, deps=[dweights])
+            row_delta = do.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
+            if softcap is not None:
+                weights = weights * (1.0 - logits * logits)
+            rounded = (weights * (dweights - row_delta[None, :])).to(dtype)
+            share_dlogits(sums, rounded, count, own)
+            dlogits = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
+            dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)
+            dv, factor = warpgroup_mma_wait(1, deps=[dv, factor])
+            mbarrier.arrive(do.empty.index(slot))
+            dq = query_gradient(sums, count - LAG, own, place, count >= start + LAG)
+            # Behind the last tile, that tile's again.
+            more = gl.minimum(steps - 1 - i, 1)
+            following = (count + more) % STAGES
+            mbarrier.wait(q.full.index(following), (count + more) // STAGES & 1, pred=more > 0)
+            zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
+            q_tile = matrix(q.tiles, following).permute([1, 0])
+            logits = warpgroup_mma(matrix(sums.k_tiles, place), q_tile, zeros, use_acc=False, is_async=True)
+            dk, dlogits, dq = warpgroup_mma_wait(1, deps=[dk, dlogits, dq])
+            if LAG == 0:
+                publish_query_gradient(sums, dq, count, own)
+            else:
+                if count > start:
+                    publish_query_gradient(sums, dq, count - 1, own)
+            logits = warpgroup_mma_wait(0, deps=[logits])
+            mbarrier.arrive(q.empty.index(slot))
+            count += 1
+            if DOWN:
+                m = gl.where(m == begin, end, m) - 1
+            else:
+                m = gl.where(m == end - 1, begin - 1, m) + 1
+        if LAG > 0:
+            dq = query_gradient(sums, count - 1, own, own_slot, count > start)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            publish_query_gradient(sums, dq, count - 1, own)
+    return dk, dv, count

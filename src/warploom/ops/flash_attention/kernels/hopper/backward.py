@@ -26,8 +26,7 @@ from warploom.device.hopper.attention_backward import (
     compute_for_queries,
     compute_for_wide_queries,
     copy_for_keys,
-    publish_query_gradient,
-    query_gradient,
+    gradient_loop,
     query_loop,
 )
 from warploom.device.hopper.pipeline import (
@@ -124,7 +123,6 @@ class KeyGradients(NamedTuple):
     scale: gl.float32  # of the logits, in powers of two
     grad_scale: gl.float32  # of the gradient of keys
     options: Options
-    sums: QuerySums | None = None  # of the gradient of queries, where it is formed as well
 
 
 @gluon.jit
@@ -135,12 +133,9 @@ def used_rows(gradient, n, keys, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def compute_for_keys(
-    own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call,
-    LAST_FIRST: gl.constexpr = False, DOWN: gl.constexpr = False, LAG: gl.constexpr = 0,
-):  # fmt: skip
+def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call):
     """Group number ``own`` of warps of `hopper_key_kernel`. Results leave through the buffers of its keys and values."""
-    scheduler, k_tiles, v_tiles, q, do, dk_result, dv_result, work, scale, grad_scale, options, sums = call
+    scheduler, k_tiles, v_tiles, q, do, dk_result, dv_result, work, scale, grad_scale, options = call
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     D: gl.constexpr = q.tiles.shape[4]
     BLOCK_N: gl.constexpr = GROUPS * ROWS
@@ -152,7 +147,7 @@ def compute_for_keys(
     tiles = tiles_of(work)
     tile, slot = received(scheduler, done)
     while tile < tiles:
-        block, row, split = tile_place(tile, work, LAST_FIRST)
+        block, row, split = tile_place(tile, work, False)
         entry = entry_of(work, row // key_heads, options)
         begin, full, high, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
         first = block * BLOCK_N + own * ROWS - (entry.keys - work.tokens) - work.right
@@ -163,58 +158,29 @@ def compute_for_keys(
         k_tile, v_tile = matrix(k_tiles, own_slot), matrix(v_tiles, own_slot)
         dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
-        start = count
-        used = None
-        if sums is not None:
-            if options.seqused_k is not None:
-                used = entry.keys - block * BLOCK_N - own * ROWS
-                if used < ROWS:
-                    clear_unused(k_tile, used)
-                    clear_unused(v_tile, used)
-                    fence_async_shared()
-                    full = high
         for _ in range(work.group):
-            if DOWN:
-                if options.window is not None:
-                    dk, dv, count = query_loop(
-                        dk, dv, count, k_tile, v_tile, q, do, high, end, first, scale, True, LAYOUT, OUT_LAYOUT,
-                        reach, options.softcap, CAUSAL, sums, own, own_slot, start, used, DOWN, LAG,
-                    )  # fmt: skip
-            elif CAUSAL:
+            if CAUSAL:
                 dk, dv, count = query_loop(
                     dk, dv, count, k_tile, v_tile, q, do, begin, full, first, scale, True, LAYOUT, OUT_LAYOUT,
-                    reach, options.softcap, CAUSAL, sums, own, own_slot, start, used, DOWN, LAG,
+                    reach, options.softcap, CAUSAL,
                 )  # fmt: skip
             dk, dv, count = query_loop(
                 dk, dv, count, k_tile, v_tile, q, do, full, high, first, scale, False, LAYOUT, OUT_LAYOUT,
-                reach, options.softcap, CAUSAL, sums, own, own_slot, start, used, DOWN, LAG,
+                reach, options.softcap, CAUSAL,
             )  # fmt: skip
-            if DOWN:
-                if CAUSAL or used is not None:
-                    dk, dv, count = query_loop(
-                        dk, dv, count, k_tile, v_tile, q, do, begin, full, first, scale, True, LAYOUT, OUT_LAYOUT,
-                        reach, options.softcap, CAUSAL, sums, own, own_slot, start, used, DOWN, LAG,
-                    )  # fmt: skip
-            elif options.window is not None:
+            if options.window is not None:
                 dk, dv, count = query_loop(
                     dk, dv, count, k_tile, v_tile, q, do, high, end, first, scale, True, LAYOUT, OUT_LAYOUT,
-                    reach, options.softcap, CAUSAL, sums, own, own_slot, start, used, DOWN, LAG,
+                    reach, options.softcap, CAUSAL,
                 )  # fmt: skip
-        if sums is not None:
-            if LAG > 0:
-                if count > start:
-                    publish_query_gradient(sums, query_gradient(sums, count - 1, own, own_slot), count - 1, own)
         # Worked out again rather than held in registers.
-        block, row, split = tile_place(read(scheduler, slot), work, LAST_FIRST)
+        block, row, split = tile_place(read(scheduler, slot), work, False)
         batch, head = row // key_heads, row % key_heads
         n = block * BLOCK_N + own * ROWS
-        if options.seqused_k is not None and sums is None:
+        if options.seqused_k is not None:
             entry = entry_of(work, batch, options)
             dk, dv = used_rows(dk, n, entry.keys, OUT_LAYOUT), used_rows(dv, n, entry.keys, OUT_LAYOUT)
         store_tile(dv_result, dv, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
-        if sums is not None:
-            if count > start:  # the other group has read the keys
-                wait_empty(sums.empty, count - 1 + sums.full.shape[0])
         store_tile(dk_result, dk * grad_scale, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
         tma.store_wait(0)
         mbarrier.arrive(scheduler.empty.index(slot))
@@ -266,6 +232,75 @@ def hopper_key_kernel(
     )  # fmt: skip
 
 
+class AllGradients(NamedTuple):
+    """What groups of warps that own keys share where they form all gradients."""
+
+    scheduler: Scheduler
+    q: RowRing  # with the lse of each row
+    do: RowRing  # with δ
+    sums: QuerySums
+    dk: Result
+    dv: Result
+    work: Work
+    scale: gl.float32  # of the logits, in powers of two
+    grad_scale: gl.float32  # of the gradient of keys
+    options: Options
+
+
+@gluon.jit
+def compute_all(
+    own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call,
+    LAST_FIRST: gl.constexpr, DOWN: gl.constexpr, LAG: gl.constexpr,
+):  # fmt: skip
+    """Group number ``own`` of warps of `hopper_both_kernel`. Results leave through the buffers of its keys and values."""
+    scheduler, q, do, sums, dk_result, dv_result, work, scale, grad_scale, options = call
+    BLOCK_M: gl.constexpr = q.tiles.shape[3]
+    D: gl.constexpr = q.tiles.shape[4]
+    BLOCK_N: gl.constexpr = GROUPS * ROWS
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    key_heads = work.heads // work.group
+    count = 0
+    done = 0
+    tiles = tiles_of(work)
+    tile, slot = received(scheduler, done)
+    while tile < tiles:
+        block, row, split = tile_place(tile, work, LAST_FIRST)
+        entry = entry_of(work, row // key_heads, options)
+        begin, full, high, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
+        first = block * BLOCK_N + own * ROWS - (entry.keys - work.tokens) - work.right
+        reach = None
+        if options.window is not None:
+            reach = work.right + options.window.left
+        own_slot = slot * GROUPS + own
+        used = None
+        if options.seqused_k is not None:
+            used = entry.keys - block * BLOCK_N - own * ROWS
+            if used < ROWS:
+                clear_unused(matrix(sums.k_tiles, own_slot), used)
+                clear_unused(matrix(sums.v_tiles, own_slot), used)
+                fence_async_shared()
+                full = high
+        dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
+        dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
+        dk, dv, count = gradient_loop(
+            dk, dv, count, own_slot, q, do, sums, begin, full, high, end, work.group, first, used, reach, scale,
+            options.softcap, own, CAUSAL, LAYOUT, OUT_LAYOUT, DOWN, LAG,
+        )  # fmt: skip
+        # Worked out again rather than held in registers.
+        block, row, split = tile_place(read(scheduler, slot), work, LAST_FIRST)
+        batch, head = row // key_heads, row % key_heads
+        n = block * BLOCK_N + own * ROWS
+        store_tile(dv_result, dv, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
+        if count > 0:  # the other group has read the keys
+            wait_empty(sums.empty, count - 1 + sums.full.shape[0])
+        store_tile(dk_result, dk * grad_scale, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
+        tma.store_wait(0)
+        mbarrier.arrive(scheduler.empty.index(slot))
+        done += 1
+        tile, slot = received(scheduler, done)
+
+
 @gluon.jit
 def hopper_both_kernel(
     q_desc, k_desc, v_desc, do_desc, dk, dv, dq, lse, delta, counters, turns, seqused_k,
@@ -307,13 +342,13 @@ def hopper_both_kernel(
     )  # fmt: skip
     sums = QuerySums(dlogits, full, empty, k_tiles, v_tiles, dq_tiles, tile_full, tile_empty)
     additions = Additions(scheduler, dq_tiles, tile_full, tile_empty, dq, turns, work, options)
-    call = KeyGradients(
-        scheduler, k_tiles, v_tiles, q, do, Result(dk, k_tiles, dk_strides), Result(dv, v_tiles, dv_strides), work, scale, grad_scale,
-        options, sums,
+    call = AllGradients(
+        scheduler, q, do, sums, Result(dk, k_tiles, dk_strides), Result(dv, v_tiles, dv_strides), work, scale,
+        grad_scale, options,
     )  # fmt: skip
     gl.warp_specialize(
-        [(compute_for_keys, (0, GROUPS, CAUSAL, SPLIT, call, LAST_FIRST, DOWN, LAG)),
-         (compute_for_keys, (1, GROUPS, CAUSAL, SPLIT, call, LAST_FIRST, DOWN, LAG)),
+        [(compute_all, (0, GROUPS, CAUSAL, SPLIT, call, LAST_FIRST, DOWN, LAG)),
+         (compute_all, (1, GROUPS, CAUSAL, SPLIT, call, LAST_FIRST, DOWN, LAG)),
          (copy_for_keys, (GROUPS, CAUSAL, 1, copies, True, LAST_FIRST, DOWN)),
          (add_query_gradients, (0, GROUPS, CAUSAL, BLOCK_M, LAST_FIRST, DOWN, additions, MODE)),
          (add_query_gradients, (1, GROUPS, CAUSAL, BLOCK_M, LAST_FIRST, DOWN, additions, MODE))],
