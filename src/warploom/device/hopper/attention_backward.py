@@ -329,9 +329,30 @@ def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.
 
 
 @gluon.jit
+def tile_in_turn(tile, work, ORDER: gl.constexpr):
+    """Block, row and split of a tile, and whether its queries come from the last to the first."""
+    block, row, split = tile_place(tile, work, False)
+    if ORDER == 2:
+        down = row // work.section * work.section + work.section >= work.rows
+        block = gl.where(down, block, work.blocks - 1 - block)
+    else:
+        down: gl.constexpr = ORDER == 0
+        if ORDER == 1:
+            block = work.blocks - 1 - block
+    return block, row, split, down
+
+
+@gluon.jit
+def query_in_turn(i, begin, end, down):
+    """The tile of queries of step ``i`` over ``begin … end`` of one head after the other."""
+    place = i % (end - begin)
+    return gl.where(down, end - 1 - place, begin + place)
+
+
+@gluon.jit
 def copy_for_keys(
     GROUPS: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexpr, copies,
-    TURNS: gl.constexpr = False, LAST_FIRST: gl.constexpr = False, DOWN: gl.constexpr = False,
+    ORDER: gl.constexpr = None,
 ):  # fmt: skip
     """The copying warp of a kernel that owns tiles of keys. Rows' numbers travel with their tile: lse with queries, δ with gradients.
 
@@ -343,16 +364,20 @@ def copy_for_keys(
     key_heads = work.heads // work.group
     batch_size = work.rows // key_heads
     tiles = tiles_of(work)
-    if TURNS:
-        tile = take_tile(scheduler)
-    else:
+    if ORDER is None:
         tile = gl.program_id(0)
+    else:
+        tile = take_tile(scheduler)
     count = 0
     done = 0
     local = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [1], [0]))
     while tile < tiles:
         slot = broadcast(scheduler, tile, done)
-        block, row, split = tile_place(tile, work, LAST_FIRST)
+        down = False
+        if ORDER is None:
+            block, row, split = tile_place(tile, work, False)
+        else:
+            block, row, split, down = tile_in_turn(tile, work, ORDER)
         batch, key_head = row // key_heads, row % key_heads
         entry = entry_of(work, batch, options)
         begin, _, _, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
@@ -362,10 +387,12 @@ def copy_for_keys(
         for i in range(work.group * (end - begin)):
             member = i // (end - begin)
             head = key_head * work.group + member
-            if TERMS > 1 or DOWN:
+            if TERMS > 1:
                 m = (end - 1 - i + member * (end - begin)) * BLOCK_M
             else:
                 m = (begin + i - member * (end - begin)) * BLOCK_M
+            if ORDER is not None:
+                m = query_in_turn(i, begin, end, down) * BLOCK_M
             mask = m + local < work.tokens
             offsets = (batch * work.heads + head).to(gl.int64) * work.tokens + m + local
             row_lse = gl.load(lse + offsets, mask=mask, other=float("inf"))
@@ -381,10 +408,10 @@ def copy_for_keys(
             copy_tile(do_desc, batch, head, m, do, count, batch_size, TERMS)
             count += 1
         done += 1
-        if TURNS:
-            tile = take_tile(scheduler)
-        else:
+        if ORDER is None:
             tile = next_tile(scheduler, tiles)
+        else:
+            tile = take_tile(scheduler)
     broadcast_end(scheduler, tile, done)
 
 
@@ -508,7 +535,7 @@ class Additions(NamedTuple):
 @gluon.jit
 def add_query_gradients(
     own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr,
-    LAST_FIRST: gl.constexpr, DOWN: gl.constexpr, call, MODE: gl.constexpr = 0,
+    ORDER: gl.constexpr, MODE: gl.constexpr, call,
 ):  # fmt: skip
     """The warp that adds up the part of the gradient of queries that group number ``own`` forms.
 
@@ -525,18 +552,15 @@ def add_query_gradients(
     tile, slot = received(scheduler, done, 1)
     while tile < tiles:
         mbarrier.arrive(scheduler.empty.index(slot))
-        block, row, split = tile_place(tile, work, LAST_FIRST)
+        block, row, split, down = tile_in_turn(tile, work, ORDER)
         batch, key_head = row // key_heads, row % key_heads
         entry = entry_of(work, batch, options)
         begin, _, _, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
         for i in range(work.group * (end - begin)):
             member = i // (end - begin)
             head = key_head * work.group + member
-            if DOWN:
-                m = (end - 1 - i + member * (end - begin)) * BLOCK_M
-            else:
-                m = (begin + i - member * (end - begin)) * BLOCK_M
-            turn = turn_of_block(block, m, entry, options, CAUSAL, BLOCK_N, BLOCK_M, LAST_FIRST)
+            m = query_in_turn(i, begin, end, down) * BLOCK_M
+            turn = turn_of_block(block, m, entry, options, down, CAUSAL, BLOCK_N, BLOCK_M)
             place = (own * batch_size + batch) * work.heads + head
             counter = turns + place.to(gl.int64) * work.tokens + m
             stage = count % OUT_STAGES * GROUPS + own
@@ -570,30 +594,25 @@ def add_tile(desc, batch, head, row, feature, tile, turn):
 
 @gluon.jit
 def turn_of_block(
-    block, m, work, options, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr,
-    LAST_FIRST: gl.constexpr,
-):  # fmt: skip
+    block, m, work, options, down, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr
+):
     """How many tiles of keys come before this one at the queries ``m …``: those between that `query_steps` has for them."""
     offset = work.keys - work.tokens
-    if LAST_FIRST:
-        last = (work.keys - 1) // BLOCK_N
-        if CAUSAL:
-            last = gl.minimum((m + BLOCK_M + offset + work.right - 1) // BLOCK_N, last)
-        turn = last - block
-    else:
-        turn = block
-        if options.window is not None:
-            turn -= gl.maximum(m + offset - options.window.left, 0) // BLOCK_N
-    return turn
+    first = block * 0
+    if options.window is not None:
+        first = gl.maximum(m + offset - options.window.left, 0) // BLOCK_N
+    last = (work.keys - 1) // BLOCK_N
+    if CAUSAL:
+        last = gl.minimum((m + BLOCK_M + offset + work.right - 1) // BLOCK_N, last)
+    return gl.where(down, block - first, last - block)
 
 
 @gluon.jit
 def gradient_loop(
     dk, dv, count, own_slot, q, do, sums, begin, full, high, end, heads, first, used, reach, scale, softcap,
-    own: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
-    DOWN: gl.constexpr, LAG: gl.constexpr,
+    down, own: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
-    """Loop over tiles of queries of ``heads``, ``end − 1 … begin`` of each, for all gradients.
+    """Loop over tiles of queries ``begin … end`` of ``heads``, or ``down`` from the last to the first, for all gradients.
 
     Those before ``full`` and from ``high`` on have masks; ``first``, ``reach`` and ``used`` are as in
     `visible_weights`. While a tile's gradient of queries leaves, the logits of the next are on their way.
@@ -604,12 +623,9 @@ def gradient_loop(
     start = count
     steps = heads * (end - begin)
     if steps > 0:
-        logits = product_transposed(matrix(sums.k_tiles, own_slot), q, count, LAYOUT)  # (keys, queries)
+        logits = product_transposed(matrix(sums.k_tiles, own_slot + (count >> 30)), q, count, LAYOUT)  # (keys, queries)
         logits = warpgroup_mma_wait(0, deps=[logits])
-        if DOWN:
-            m = end - 1
-        else:
-            m = begin
+        m = gl.where(down, end - 1, begin)
         for i in range(steps):
             slot = count % STAGES
             # count >> 30 is zero. The compiler, which cannot know, works out addresses here and not before.
@@ -653,12 +669,9 @@ def gradient_loop(
             logits = warpgroup_mma_wait(0, deps=[logits])
             mbarrier.arrive(q.empty.index(slot))
             count += 1
-            if DOWN:
-                m = gl.where(m == begin, end, m) - 1
-            else:
-                m = gl.where(m == end - 1, begin - 1, m) + 1
+            m = gl.where(down, gl.where(m == begin, end, m) - 1, gl.where(m == end - 1, begin - 1, m) + 1)
         if LAG > 0:
-            dq = query_gradient(sums, count - 1, own, own_slot, count > start)
+            dq = query_gradient(sums, count - 1, own, own_slot + (count >> 30), count > start)
             dq = warpgroup_mma_wait(0, deps=[dq])
             publish_query_gradient(sums, dq, count - 1, own)
     return dk, dv, count

@@ -212,6 +212,8 @@ def plan(
     if both:
         boxes["dq"] = Boxes(tensors[-1], (0, 1, 2, 3), (1, 1, _ROWS, _ROWS))
         rest |= BOTH
+        if mask.right is None and BOTH["ORDER"] == 2:
+            rest["ORDER"] = 0
     if name == "key" and width > NARROW.value:
         function = shared_rows.hopper_shared_key_kernel
         rest = {"grad_scale": scale, "inverse": None, "TERMS": 1}
@@ -237,7 +239,7 @@ def plan(
     return Plan(launch, splits, both or (programs < count and not shared))
 
 
-BOTH = {"LAG": 0, "SHARED_STAGES": 2, "OUT_STAGES": 1, "LAST_FIRST": False, "DOWN": True, "MODE": 0}
+BOTH = {"LAG": 1, "SHARED_STAGES": 2, "OUT_STAGES": 1, "ORDER": 2 , "MODE": 0}
 
 
 _MOST_STRIDE = 2**31  # strides and places of rows in results travel in 32 bits

@@ -28,6 +28,7 @@ from warploom.device.hopper.attention_backward import (
     copy_for_keys,
     gradient_loop,
     query_loop,
+    tile_in_turn,
 )
 from warploom.device.hopper.pipeline import (
     NARROW,
@@ -250,7 +251,7 @@ class AllGradients(NamedTuple):
 @gluon.jit
 def compute_all(
     own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call,
-    LAST_FIRST: gl.constexpr, DOWN: gl.constexpr, LAG: gl.constexpr,
+    ORDER: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
     """Group number ``own`` of warps of `hopper_both_kernel`. Results leave through the buffers of its keys and values."""
     scheduler, q, do, sums, dk_result, dv_result, work, scale, grad_scale, options = call
@@ -265,7 +266,7 @@ def compute_all(
     tiles = tiles_of(work)
     tile, slot = received(scheduler, done)
     while tile < tiles:
-        block, row, split = tile_place(tile, work, LAST_FIRST)
+        block, row, split, down = tile_in_turn(tile, work, ORDER)
         entry = entry_of(work, row // key_heads, options)
         begin, full, high, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
         first = block * BLOCK_N + own * ROWS - (entry.keys - work.tokens) - work.right
@@ -285,10 +286,10 @@ def compute_all(
         dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         dk, dv, count = gradient_loop(
             dk, dv, count, own_slot, q, do, sums, begin, full, high, end, work.group, first, used, reach, scale,
-            options.softcap, own, CAUSAL, LAYOUT, OUT_LAYOUT, DOWN, LAG,
+            options.softcap, down, own, CAUSAL, LAYOUT, OUT_LAYOUT, LAG,
         )  # fmt: skip
         # Worked out again rather than held in registers.
-        block, row, split = tile_place(read(scheduler, slot), work, LAST_FIRST)
+        block, row, split, _ = tile_in_turn(read(scheduler, slot), work, ORDER)
         batch, head = row // key_heads, row % key_heads
         n = block * BLOCK_N + own * ROWS
         store_tile(dv_result, dv, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
@@ -308,7 +309,7 @@ def hopper_both_kernel(
     dk_strides: SplitStrides, dv_strides: SplitStrides,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
     LAG: gl.constexpr, SHARED_STAGES: gl.constexpr, OUT_STAGES: gl.constexpr,
-    LAST_FIRST: gl.constexpr = False, DOWN: gl.constexpr = True, MODE: gl.constexpr = 0,
+    ORDER: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """All gradients at once."""
     gdc_wait()
@@ -347,10 +348,10 @@ def hopper_both_kernel(
         grad_scale, options,
     )  # fmt: skip
     gl.warp_specialize(
-        [(compute_all, (0, GROUPS, CAUSAL, SPLIT, call, LAST_FIRST, DOWN, LAG)),
-         (compute_all, (1, GROUPS, CAUSAL, SPLIT, call, LAST_FIRST, DOWN, LAG)),
-         (copy_for_keys, (GROUPS, CAUSAL, 1, copies, True, LAST_FIRST, DOWN)),
-         (add_query_gradients, (0, GROUPS, CAUSAL, BLOCK_M, LAST_FIRST, DOWN, additions, MODE)),
-         (add_query_gradients, (1, GROUPS, CAUSAL, BLOCK_M, LAST_FIRST, DOWN, additions, MODE))],
+        [(compute_all, (0, GROUPS, CAUSAL, SPLIT, call, ORDER, LAG)),
+         (compute_all, (1, GROUPS, CAUSAL, SPLIT, call, ORDER, LAG)),
+         (copy_for_keys, (GROUPS, CAUSAL, 1, copies, ORDER)),
+         (add_query_gradients, (0, GROUPS, CAUSAL, BLOCK_M, ORDER, MODE, additions)),
+         (add_query_gradients, (1, GROUPS, CAUSAL, BLOCK_M, ORDER, MODE, additions))],
         [4, 1, 1, 1], [240, 24, 24, 24],
     )  # fmt: skip
