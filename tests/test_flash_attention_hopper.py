@@ -102,10 +102,21 @@ def test_nothing_suits_another_gpu(hopper: None, monkeypatch: pytest.MonkeyPatch
 FEW_QUERIES = 16  # up to here the forward has a kernel of its own
 
 
-def kernels_for(features: int) -> list[str]:
+def kernels_for(features: int, together: bool = False) -> list[str]:
     """The kernels that take a call with so many features, forward and backward, in the order of the alphabet."""
-    backward = ["hopper_shared_key_kernel", "hopper_query_kernel"] if features > 128 else ["hopper_both_kernel"]
-    return sorted(["hopper_forward_kernel", *backward])
+    if together and features <= 128:
+        return ["hopper_backward_kernel", "hopper_forward_kernel"]
+    keys = "hopper_shared_key_kernel" if features > 128 else "hopper_key_kernel"
+    return sorted(["hopper_forward_kernel", keys, "hopper_query_kernel"])
+
+
+@pytest.fixture(params=[False, True], ids=["two kernels", "one kernel"])
+def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether one kernel forms all gradients, up to 128 features."""
+    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+
+    monkeypatch.setattr(launchers_hopper, "_TOGETHER", 0 if request.param else 2**31)
+    return bool(request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -131,12 +142,14 @@ def kernels_for(features: int) -> list[str]:
 )
 def test_many_tiles(
     n: int, m: int, heads: int, key_heads: int, d: int, e: int, causal: bool, dtype: torch.dtype,
-    launched: list[str], device: torch.device,
+    together: bool, launched: list[str], device: torch.device,
 ) -> None:  # fmt: skip
     inputs = random_inputs(device, n, m, heads=heads, key_heads=key_heads, d=d, e=e, causal=causal, dtype=dtype)
     with poisoned_allocations():
         assert_right(inputs, "triton")
     assert set(launched) >= {"hopper_forward_kernel" if n > FEW_QUERIES else "decode_kernel"}
+    if together and max(d, e) <= 128:
+        assert "hopper_backward_kernel" in launched
 
 
 @pytest.mark.turns(6)
@@ -167,6 +180,7 @@ def test_few_tiles_whose_loops_are_split(
     from warploom.ops.flash_attention.launches import tiling as launchers
 
     monkeypatch.setattr(launchers_hopper, "splits_of", lambda *arguments: parts)
+    monkeypatch.setattr(launchers_hopper, "_TOGETHER", 2**31)  # one kernel's loops are whole
     monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short loops too
     monkeypatch.setattr(launchers_small, "suits_backward", lambda *arguments: False)  # small problems too
     monkeypatch.setattr(launchers, "is_small_for", lambda *arguments: False)
@@ -264,14 +278,14 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options(
     options: dict[str, Any], n: int, m: int, heads: int, key_heads: int, d: int, e: int, dtype: torch.dtype,
-    tiled: None, launched: list[str], device: torch.device,
+    tiled: None, together: bool, launched: list[str], device: torch.device,
 ) -> None:  # fmt: skip
     shape = {"heads": heads, "key_heads": key_heads, "d": d, "e": e, "dtype": dtype}
     inputs = assert_options_right(device, n, m, **shape, **options)
     with poisoned_allocations():
         first, second = run(inputs, "triton"), run(inputs, "triton")
     assert all(torch.equal(a, b) for a, b in zip(first, second))
-    assert set(launched) >= set(kernels_for(max(d, e)))
+    assert set(launched) >= set(kernels_for(max(d, e), together))
     assert not {"forward_kernel", "key_kernel", "query_kernel"} & set(launched)
 
 
@@ -285,6 +299,7 @@ def test_options_where_loops_are_split(
     from warploom.ops.flash_attention.launches import hopper as launchers_hopper
 
     monkeypatch.setattr(launchers_hopper, "splits_of", lambda *arguments: 3)
+    monkeypatch.setattr(launchers_hopper, "_TOGETHER", 2**31)  # one kernel's loops are whole
     assert_options_right(device, 260, 330, heads=2, key_heads=1, d=d, dtype=torch.bfloat16, **options)
     assert set(launched) >= set(kernels_for(d))
     assert not {"forward_kernel", "key_kernel", "query_kernel"} & set(launched)
@@ -318,7 +333,7 @@ def test_decoding_with_options_has_a_kernel_of_its_own(
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_last_section_of_heads_is_narrower(
-    causal: bool, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    causal: bool, together: bool, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads are taken in sections that fit in the L2 cache: here those of two key heads, and there are three."""
     from warploom.ops.flash_attention.launches import hopper as launchers_hopper
@@ -335,7 +350,7 @@ def test_the_last_section_of_heads_is_narrower(
     options = {"heads": 3, "batch": 1, "d": d, "causal": causal, "return_lse": True}
     with poisoned_allocations():
         assert_right(random_inputs(device, n, dtype=torch.bfloat16, **options), "triton")
-    assert sorted(set(launched)) == kernels_for(d)
+    assert sorted(set(launched)) == kernels_for(d, together)
 
 
 @pytest.mark.gpu
@@ -345,6 +360,39 @@ def test_many_tiles_give_the_same_bits_twice(d: int, launched: list[str], device
     first, second = run(inputs, "triton"), run(inputs, "triton")
     assert all(torch.equal(a, b) for a, b in zip(first, second))
     assert sorted(set(launched)) == kernels_for(d)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_programs_that_add_in_turn_give_the_same_bits(
+    d: int, causal: bool, launched: list[str], device: torch.device
+) -> None:
+    inputs = random_inputs(device, 4096, batch=3, heads=8, d=d, causal=causal, dtype=torch.bfloat16)
+    first = run(inputs, "triton")
+    for _ in range(100):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(inputs, "triton")))
+    assert sorted(set(launched)) == kernels_for(d, together=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_programs_that_add_in_turn_run_beside_others(
+    causal: bool, launched: list[str], device: torch.device
+) -> None:
+    """Of a product on another stream, which holds multiprocessors as long as it runs."""
+    inputs = random_inputs(device, 4096, batch=3, heads=8, d=128, causal=causal, dtype=torch.bfloat16)
+    first = run(inputs, "triton")
+    x = torch.randn(8192, 8192, device=device)
+    other = torch.cuda.Stream(device)
+    torch.cuda.synchronize(device)
+    for _ in range(10):
+        with torch.cuda.stream(other):
+            for rows in (1000, 8192):
+                x[:rows] @ x
+        assert all(torch.equal(a, b) for a, b in zip(first, run(inputs, "triton")))
+    torch.cuda.synchronize(device)
+    assert "hopper_backward_kernel" in launched
 
 
 @pytest.mark.gpu

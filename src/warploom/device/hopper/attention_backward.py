@@ -39,10 +39,12 @@ from warploom.device.hopper.pipeline import (
     RowRing,
     Scheduler,
     as_factor,
+    barriers,
     broadcast,
     broadcast_end,
     copy_own,
     copy_tile,
+    init_each,
     matrix,
     next_tile,
     power_of_two,
@@ -329,17 +331,23 @@ def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.
 
 
 @gluon.jit
-def tile_in_turn(tile, work, ORDER: gl.constexpr):
-    """Block, row and split of a tile, and whether its queries come from the last to the first."""
-    block, row, split = tile_place(tile, work, False)
-    if ORDER == 2:
+def tile_in_turn(tile, work, CAUSAL: gl.constexpr):
+    """Block and row of a tile whose program adds in turn, and whether its queries come from the last to the first.
+
+    Programs take tiles of keys in this order, and add to a tile of queries in the same order.
+
+    - Causal, the last keys come first: their loops are the shortest. A program begins at the first query that sees its keys,
+      where the one before, whose keys come later, never was: what it adds is added to by that one some steps earlier.
+    - In the last section of heads, and in full attention, the first keys come first, and the last queries: so the longest
+      loops do not begin at the end. A program is one step behind that before.
+    """
+    block, row, _ = tile_place(tile, work, False)
+    if CAUSAL:
         down = row // work.section * work.section + work.section >= work.rows
         block = gl.where(down, block, work.blocks - 1 - block)
     else:
-        down: gl.constexpr = ORDER == 0
-        if ORDER == 1:
-            block = work.blocks - 1 - block
-    return block, row, split, down
+        down: gl.constexpr = True
+    return block, row, down
 
 
 @gluon.jit
@@ -352,7 +360,7 @@ def query_in_turn(i, begin, end, down):
 @gluon.jit
 def copy_for_keys(
     GROUPS: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexpr, copies,
-    ORDER: gl.constexpr = None,
+    IN_TURN: gl.constexpr = False,
 ):  # fmt: skip
     """The copying warp of a kernel that owns tiles of keys. Rows' numbers travel with their tile: lse with queries, δ with gradients.
 
@@ -364,20 +372,20 @@ def copy_for_keys(
     key_heads = work.heads // work.group
     batch_size = work.rows // key_heads
     tiles = tiles_of(work)
-    if ORDER is None:
-        tile = gl.program_id(0)
-    else:
+    if IN_TURN:
         tile = take_tile(scheduler)
+    else:
+        tile = gl.program_id(0)
     count = 0
     done = 0
     local = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [1], [0]))
     while tile < tiles:
         slot = broadcast(scheduler, tile, done)
-        down = False
-        if ORDER is None:
-            block, row, split = tile_place(tile, work, False)
+        if IN_TURN:
+            block, row, down = tile_in_turn(tile, work, CAUSAL)
+            split = 0
         else:
-            block, row, split, down = tile_in_turn(tile, work, ORDER)
+            block, row, split = tile_place(tile, work, False)
         batch, key_head = row // key_heads, row % key_heads
         entry = entry_of(work, batch, options)
         begin, _, _, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
@@ -387,12 +395,12 @@ def copy_for_keys(
         for i in range(work.group * (end - begin)):
             member = i // (end - begin)
             head = key_head * work.group + member
-            if TERMS > 1:
+            if IN_TURN:
+                m = query_in_turn(i, begin, end, down) * BLOCK_M
+            elif TERMS > 1:
                 m = (end - 1 - i + member * (end - begin)) * BLOCK_M
             else:
                 m = (begin + i - member * (end - begin)) * BLOCK_M
-            if ORDER is not None:
-                m = query_in_turn(i, begin, end, down) * BLOCK_M
             mask = m + local < work.tokens
             offsets = (batch * work.heads + head).to(gl.int64) * work.tokens + m + local
             row_lse = gl.load(lse + offsets, mask=mask, other=float("inf"))
@@ -408,10 +416,10 @@ def copy_for_keys(
             copy_tile(do_desc, batch, head, m, do, count, batch_size, TERMS)
             count += 1
         done += 1
-        if ORDER is None:
-            tile = next_tile(scheduler, tiles)
-        else:
+        if IN_TURN:
             tile = take_tile(scheduler)
+        else:
+            tile = next_tile(scheduler, tiles)
     broadcast_end(scheduler, tile, done)
 
 
@@ -448,21 +456,35 @@ def query_loop(
     return dk, dv, count
 
 
-class QuerySums(NamedTuple):
-    """How groups of warps that own keys form the gradient of queries too.
+class Exchange(NamedTuple):
+    """How groups of warps that own keys form the gradient of queries.
 
     A group works out the gradients of the logits of its 64 keys, and the gradient of queries takes those of all keys of a
     tile: groups exchange them in shared memory, and each forms its part, 64 queries times 64 features.
     """
 
-    dlogits: gl.shared_memory_descriptor  # (stages · GROUPS, 64, queries), of transposed logits
-    full: gl.shared_memory_descriptor  # a barrier for each stage, as is the next
+    dlogits: gl.shared_memory_descriptor  # (2 · GROUPS, 64, queries), transposed
+    full: gl.shared_memory_descriptor  # two barriers, as is the next
     empty: gl.shared_memory_descriptor
-    k_tiles: gl.shared_memory_descriptor
+    k_tiles: gl.shared_memory_descriptor  # (GROUPS, 1, 1, 64, D), as is the next
     v_tiles: gl.shared_memory_descriptor
-    tiles: gl.shared_memory_descriptor  # (stages · GROUPS, 1, 1, 64, 64) float32, in which parts leave
-    tile_full: gl.shared_memory_descriptor  # a barrier for each, as is the next
-    tile_empty: gl.shared_memory_descriptor
+    parts: gl.shared_memory_descriptor  # (stages · GROUPS, 1, 1, 64, 64) float32
+    part_full: gl.shared_memory_descriptor  # a barrier for each, as is the next
+    part_empty: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def new_exchange(dlogits, k_tiles, v_tiles, parts):
+    """An exchange through these buffers, with barriers of its own."""
+    GROUPS: gl.constexpr = k_tiles.shape[0]
+    full, empty = barriers(2), barriers(2)
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=GROUPS)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    part_full, part_empty = barriers(parts.shape[0]), barriers(parts.shape[0])
+    init_each(part_full)
+    init_each(part_empty)
+    return Exchange(dlogits, full, empty, k_tiles, v_tiles, parts, part_full, part_empty)
 
 
 @gluon.jit
@@ -475,28 +497,26 @@ def clear_unused(tile, used):
 
 
 @gluon.jit
-def share_dlogits(sums, dlogits, count, own: gl.constexpr):
-    """Give the gradients of a group's logits to all groups."""
-    STAGES: gl.constexpr = sums.full.shape[0]
-    GROUPS: gl.constexpr = sums.dlogits.shape[0] // STAGES
-    stage = wait_empty(sums.empty, count)
-    sums.dlogits.index(stage * GROUPS + own).store(dlogits)
+def share_dlogits(exchange, dlogits, count, own: gl.constexpr):
+    """Give the gradients of a group's logits, of the tile number ``count`` of queries, to all groups."""
+    GROUPS: gl.constexpr = exchange.k_tiles.shape[0]
+    stage = wait_empty(exchange.empty, count)
+    exchange.dlogits.index(stage * GROUPS + own).store(dlogits)
     fence_async_shared()
-    mbarrier.arrive(sums.full.index(stage))
+    mbarrier.arrive(exchange.full.index(stage))
 
 
 @gluon.jit
-def query_gradient(sums, count, own: gl.constexpr, own_slot, there):
-    """Start to form a group's part of the gradient of queries, of the tile number ``count`` of them, if it is ``there``."""
-    STAGES: gl.constexpr = sums.full.shape[0]
-    GROUPS: gl.constexpr = sums.dlogits.shape[0] // STAGES
+def query_gradient(exchange, count, own: gl.constexpr, zero, there):
+    """Start to form a group's part of the gradient of the tile number ``count`` of queries, of anything if it is not ``there``."""
+    GROUPS: gl.constexpr = exchange.k_tiles.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    stage = (count + STAGES) % STAGES
-    mbarrier.wait(sums.full.index(stage), (count + STAGES) // STAGES + 1 & 1, pred=there)
+    stage = count & 1
+    mbarrier.wait(exchange.full.index(stage), count // 2 & 1, pred=there)
     dq = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
     for group in gl.static_range(GROUPS):
-        dlogits = sums.dlogits.index(stage * GROUPS + group)
-        keys = matrix(sums.k_tiles, own_slot - own + group)
+        dlogits = exchange.dlogits.index(stage * GROUPS + group)
+        keys = matrix(exchange.k_tiles, group + zero)
         if dlogits.shape[1] > ROWS:
             dlogits = dlogits.slice(own * ROWS, ROWS, 1)
         else:
@@ -506,43 +526,109 @@ def query_gradient(sums, count, own: gl.constexpr, own_slot, there):
 
 
 @gluon.jit
-def publish_query_gradient(sums, dq, count, own: gl.constexpr):
-    """Give a group's part of the gradient of queries to the warp that adds it up."""
-    STAGES: gl.constexpr = sums.full.shape[0]
-    GROUPS: gl.constexpr = sums.dlogits.shape[0] // STAGES
-    OUT_STAGES: gl.constexpr = sums.tile_full.shape[0] // GROUPS
-    mbarrier.arrive(sums.empty.index(count % STAGES))
-    place = count % OUT_STAGES * GROUPS + own
-    mbarrier.wait(sums.tile_empty.index(place), (count // OUT_STAGES & 1) ^ 1)
-    matrix(sums.tiles, place).store(dq)
+def publish_part(exchange, dq, count, own: gl.constexpr):
+    """Give a group's part of the gradient of the tile number ``count`` of queries to the warp that adds it up."""
+    GROUPS: gl.constexpr = exchange.k_tiles.shape[0]
+    STAGES: gl.constexpr = exchange.parts.shape[0] // GROUPS
+    mbarrier.arrive(exchange.empty.index(count & 1))
+    place = count % STAGES * GROUPS + own
+    mbarrier.wait(exchange.part_empty.index(place), (count // STAGES & 1) ^ 1)
+    matrix(exchange.parts, place).store(dq)
     fence_async_shared()
-    mbarrier.arrive(sums.tile_full.index(place))
+    mbarrier.arrive(exchange.part_full.index(place))
+
+
+@gluon.jit
+def gradient_loop(
+    dk, dv, count, q, do, exchange, begin, full, high, end, heads, first, used, reach, scale, softcap,
+    down, own: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Loop over tiles of queries ``begin … end`` of ``heads``, or ``down`` from the last to the first, for all gradients.
+
+    Those before ``full`` and from ``high`` on have masks; ``first``, ``reach`` and ``used`` are as in
+    `visible_weights`. A tile's gradient of queries is formed one step later, when the other group's logits are there, and
+    leaves while the next logits are on their way.
+    """
+    BLOCK_M: gl.constexpr = q.tiles.shape[3]
+    STAGES: gl.constexpr = q.tiles.shape[0]
+    dtype: gl.constexpr = q.tiles.dtype
+    start = count
+    steps = heads * (end - begin)
+    if steps > 0:
+        # count >> 30 is zero. The compiler, which cannot know, works out addresses in the loop and not before.
+        logits = product_transposed(matrix(exchange.k_tiles, own + (count >> 30)), q, count, LAYOUT)  # (keys, queries)
+        logits = warpgroup_mma_wait(0, deps=[logits])
+        m = gl.where(down, end - 1, begin)
+        for i in range(steps):
+            slot = count % STAGES
+            zero = count >> 30
+            dweights = product_transposed(matrix(exchange.v_tiles, own + zero), do, count, LAYOUT)
+            row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
+            if softcap is not None:
+                logits = tanh(logits * scale)
+                weights = power_of_two(logits * softcap - row_lse[None, :])
+            else:
+                weights = power_of_two(logits * scale - row_lse[None, :])
+            if CAUSAL or reach is not None or used is not None:
+                if (m < full) | (m >= high):
+                    weights = visible_weights(weights, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT)
+            factor = as_factor(weights, dtype, OUT_LAYOUT)
+            dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)
+            dweights = warpgroup_mma_wait(1, deps=[dweights])
+            row_delta = do.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
+            if softcap is not None:
+                weights = weights * (1.0 - logits * logits)
+            rounded = (weights * (dweights - row_delta[None, :])).to(dtype)
+            share_dlogits(exchange, rounded, count, own)
+            dlogits = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
+            dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)
+            dv, factor = warpgroup_mma_wait(1, deps=[dv, factor])
+            mbarrier.arrive(do.empty.index(slot))
+            dq = query_gradient(exchange, count - 1, own, zero, count > start)
+            # Behind the last tile, that tile's again: a branch would end what is in flight.
+            more = gl.minimum(steps - 1 - i, 1)
+            following = (count + more) % STAGES
+            mbarrier.wait(q.full.index(following), (count + more) // STAGES & 1, pred=more > 0)
+            q_tile = matrix(q.tiles, following).permute([1, 0])
+            zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
+            logits = warpgroup_mma(
+                matrix(exchange.k_tiles, own + zero), q_tile, zeros, use_acc=False, is_async=True
+            )  # fmt: skip
+            dk, dlogits, dq = warpgroup_mma_wait(1, deps=[dk, dlogits, dq])
+            if count > start:
+                publish_part(exchange, dq, count - 1, own)
+            logits = warpgroup_mma_wait(0, deps=[logits])
+            mbarrier.arrive(q.empty.index(slot))
+            count += 1
+            m = gl.where(down, gl.where(m == begin, end, m) - 1, gl.where(m == end - 1, begin - 1, m) + 1)
+        dq = query_gradient(exchange, count - 1, own, count >> 30, count > start)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        publish_part(exchange, dq, count - 1, own)
+    return dk, dv, count
 
 
 class Additions(NamedTuple):
     """What a warp that adds up gradients of queries works on."""
 
     scheduler: Scheduler
-    tiles: gl.shared_memory_descriptor
+    parts: gl.shared_memory_descriptor  # as in `Exchange`, as are the next two
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    dq: gl.tensor  # a descriptor of (B, H, N, D) float32, with boxes of (1, 1, 64, 64)
+    added: gl.tensor  # a descriptor of (B, H, N, D) float32, with boxes of (1, 1, 64, 64)
     turns: gl.tensor  # (GROUPS, B, H, N) int32, zero: at the first query of a tile, how many tiles of keys are added
     work: Work
     options: Options
 
 
 @gluon.jit
-def add_query_gradients(
-    own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr,
-    ORDER: gl.constexpr, MODE: gl.constexpr, call,
-):  # fmt: skip
+def add_query_gradients(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, call):
     """The warp that adds up the part of the gradient of queries that group number ``own`` forms.
 
-    Tiles of keys are added in the order in which programs take them. The first is stored: memory may hold anything.
+    It alone waits for other programs; its group waits when a part is ready and the buffer is not. Tiles of keys are added
+    in the order of `tile_in_turn`, the first of them is stored: memory may hold anything.
     """
-    scheduler, parts, full, empty, dq, turns, work, options = call
-    OUT_STAGES: gl.constexpr = full.shape[0] // GROUPS
+    scheduler, parts, full, empty, added, turns, work, options = call
+    STAGES: gl.constexpr = full.shape[0] // GROUPS
     BLOCK_N: gl.constexpr = GROUPS * ROWS
     key_heads = work.heads // work.group
     batch_size = work.rows // key_heads
@@ -552,40 +638,35 @@ def add_query_gradients(
     tile, slot = received(scheduler, done, 1)
     while tile < tiles:
         mbarrier.arrive(scheduler.empty.index(slot))
-        block, row, split, down = tile_in_turn(tile, work, ORDER)
+        block, row, down = tile_in_turn(tile, work, CAUSAL)
         batch, key_head = row // key_heads, row % key_heads
         entry = entry_of(work, batch, options)
-        begin, _, _, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
+        begin, _, _, end = query_steps(block, 0, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
         for i in range(work.group * (end - begin)):
-            member = i // (end - begin)
-            head = key_head * work.group + member
+            head = key_head * work.group + i // (end - begin)
             m = query_in_turn(i, begin, end, down) * BLOCK_M
             turn = turn_of_block(block, m, entry, options, down, CAUSAL, BLOCK_N, BLOCK_M)
-            place = (own * batch_size + batch) * work.heads + head
-            counter = turns + place.to(gl.int64) * work.tokens + m
-            stage = count % OUT_STAGES * GROUPS + own
-            mbarrier.wait(full.index(stage), count // OUT_STAGES & 1)
-            if MODE == 0:
-                wait_turn(counter, turn)
-            if MODE < 2:
-                if BLOCK_M > ROWS:
-                    add_tile(dq, batch, head, m + own * ROWS, 0, parts.index(stage), turn)
-                else:
-                    add_tile(dq, batch, head, m, own * ROWS, parts.index(stage), turn)
-                tma.store_wait(0)
+            row_of_turn = (own * batch_size + batch) * work.heads + head
+            counter = turns + row_of_turn.to(gl.int64) * work.tokens + m
+            stage = count % STAGES * GROUPS + own
+            mbarrier.wait(full.index(stage), count // STAGES & 1)
+            wait_turn(counter, turn)
+            if BLOCK_M > ROWS:
+                add_part(added, batch, head, m + own * ROWS, 0, parts.index(stage), turn)
+            else:
+                add_part(added, batch, head, m, own * ROWS, parts.index(stage), turn)
+            tma.store_wait(0)
             mbarrier.arrive(empty.index(stage))
-            if MODE < 2:
-                tma.stored()
-            if MODE == 0:
-                give_turn(counter)
+            tma.stored()
+            give_turn(counter)
             count += 1
         done += 1
         tile, slot = received(scheduler, done, 1)
 
 
 @gluon.jit
-def add_tile(desc, batch, head, row, feature, tile, turn):
-    """Add a tile, or store it if it is the first."""
+def add_part(desc, batch, head, row, feature, tile, turn):
+    """Add a tile to device memory, or store it if it is the first."""
     if turn == 0:
         tma.async_copy_shared_to_global(desc, [batch, head, row, feature], tile)
     else:
@@ -605,73 +686,3 @@ def turn_of_block(
     if CAUSAL:
         last = gl.minimum((m + BLOCK_M + offset + work.right - 1) // BLOCK_N, last)
     return gl.where(down, block - first, last - block)
-
-
-@gluon.jit
-def gradient_loop(
-    dk, dv, count, own_slot, q, do, sums, begin, full, high, end, heads, first, used, reach, scale, softcap,
-    down, own: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr, LAG: gl.constexpr,
-):  # fmt: skip
-    """Loop over tiles of queries ``begin … end`` of ``heads``, or ``down`` from the last to the first, for all gradients.
-
-    Those before ``full`` and from ``high`` on have masks; ``first``, ``reach`` and ``used`` are as in
-    `visible_weights`. While a tile's gradient of queries leaves, the logits of the next are on their way.
-    """
-    BLOCK_M: gl.constexpr = q.tiles.shape[3]
-    STAGES: gl.constexpr = q.tiles.shape[0]
-    dtype: gl.constexpr = q.tiles.dtype
-    start = count
-    steps = heads * (end - begin)
-    if steps > 0:
-        logits = product_transposed(matrix(sums.k_tiles, own_slot + (count >> 30)), q, count, LAYOUT)  # (keys, queries)
-        logits = warpgroup_mma_wait(0, deps=[logits])
-        m = gl.where(down, end - 1, begin)
-        for i in range(steps):
-            slot = count % STAGES
-            # count >> 30 is zero. The compiler, which cannot know, works out addresses here and not before.
-            place = own_slot + (count >> 30)
-            dweights = product_transposed(matrix(sums.v_tiles, place), do, count, LAYOUT)
-            row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
-            if softcap is not None:
-                logits = tanh(logits * scale)
-                weights = power_of_two(logits * softcap - row_lse[None, :])
-            else:
-                weights = power_of_two(logits * scale - row_lse[None, :])
-            if CAUSAL or reach is not None or used is not None:
-                if (m < full) | (m >= high):
-                    weights = visible_weights(weights, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT)
-            factor = as_factor(weights, dtype, OUT_LAYOUT)
-            dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)
-            dweights = warpgroup_mma_wait(1, deps=[dweights])
-            row_delta = do.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
-            if softcap is not None:
-                weights = weights * (1.0 - logits * logits)
-            rounded = (weights * (dweights - row_delta[None, :])).to(dtype)
-            share_dlogits(sums, rounded, count, own)
-            dlogits = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
-            dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)
-            dv, factor = warpgroup_mma_wait(1, deps=[dv, factor])
-            mbarrier.arrive(do.empty.index(slot))
-            dq = query_gradient(sums, count - LAG, own, place, count >= start + LAG)
-            # Behind the last tile, that tile's again.
-            more = gl.minimum(steps - 1 - i, 1)
-            following = (count + more) % STAGES
-            mbarrier.wait(q.full.index(following), (count + more) // STAGES & 1, pred=more > 0)
-            zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
-            q_tile = matrix(q.tiles, following).permute([1, 0])
-            logits = warpgroup_mma(matrix(sums.k_tiles, place), q_tile, zeros, use_acc=False, is_async=True)
-            dk, dlogits, dq = warpgroup_mma_wait(1, deps=[dk, dlogits, dq])
-            if LAG == 0:
-                publish_query_gradient(sums, dq, count, own)
-            else:
-                if count > start:
-                    publish_query_gradient(sums, dq, count - 1, own)
-            logits = warpgroup_mma_wait(0, deps=[logits])
-            mbarrier.arrive(q.empty.index(slot))
-            count += 1
-            m = gl.where(down, gl.where(m == begin, end, m) - 1, gl.where(m == end - 1, begin - 1, m) + 1)
-        if LAG > 0:
-            dq = query_gradient(sums, count - 1, own, own_slot + (count >> 30), count > start)
-            dq = warpgroup_mma_wait(0, deps=[dq])
-            publish_query_gradient(sums, dq, count - 1, own)
-    return dk, dv, count

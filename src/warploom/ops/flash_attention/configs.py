@@ -120,11 +120,14 @@ HOPPER = {
     "forward": {64: HopperTiles(3, 128, 2), 128: HopperTiles(2, 128, 2), 256: HopperTiles(2, 64, 2)},
     "key": {64: HopperTiles(2, 128, 2), 128: HopperTiles(2, 64, 3), 256: HopperTiles(1, 64, 2)},
     "query": {64: HopperTiles(3, 64, 3), 128: HopperTiles(2, 64, 3), 256: HopperTiles(2, 64, 2)},
-    "both": {64: HopperTiles(2, 128, 2), 128: HopperTiles(2, 64, 2)},
+    "backward": {64: HopperTiles(2, 128, 2), 128: HopperTiles(2, 64, 2)},
 }
 """By features of a tile; measured on an H200 (see "How it reaches the limit").
 
 For the gradient of queries with 256 features there is one stage less of values."""
+
+HOPPER_PARTS = {64: 2, 128: 1}
+"""Buffers in which the backward's sums of a group leave, by features."""
 
 HOPPER_SMALLER = {"forward": HopperTiles(2, 128, 3), "query": HopperTiles(2, 64, 3)}
 """With 64 features, where loops are short and uneven, or so few that they are split, or where larger tiles leave

@@ -148,13 +148,11 @@ def _plan_forward(qkv: Tensor, theta: Tensor, heads: int, kind: str, scale: floa
 
 
 class _Backward(NamedTuple):
-    """The same for a backward, where attention is one launch each for keys with values and for queries."""
+    """The same for a backward, where attention is one launch each for keys with values and for queries, or one for all."""
 
     gradient: Dense  # of qkv
-    rows: Dense
+    attend: attention_backward.Plan
     prepare: Launch
-    key: Launch
-    query: Launch
     turn: Launch
     k: _Part  # of the turned
     v: _Part  # of qkv
@@ -164,12 +162,20 @@ class _Backward(NamedTuple):
     def __call__(
         self, grad: Tensor, qkv: Tensor, theta: Tensor, out: Tensor, turned: Tensor, statistics: Tensor
     ) -> Tensor:
-        dqkv, lse, delta = self.gradient.empty(qkv), self.rows.empty(qkv), self.rows.empty(qkv)
+        rows, together = self.attend.rows, self.attend.together
+        dqkv, lse, delta = self.gradient.empty(qkv), rows.empty(qkv), rows.empty(qkv)
         counters = COUNTERS.empty(qkv)
-        self.prepare(out, grad, statistics, None, lse, delta, None, counters, None)
+        turns = None if together is None else together.turns.empty(qkv)
+        self.prepare(out, grad, statistics, None, lse, delta, None, counters, turns)
         k, v, dk, dv = view(turned, *self.k), view(qkv, *self.v), view(dqkv, *self.dk), view(dqkv, *self.dv)
-        self.key(turned, k, v, grad, dk, dv, lse, delta, counters, None)
-        self.query(turned, k, v, grad, dqkv, lse, delta, counters, None)
+        key, *query = (each.launch for each in self.attend.kernels)
+        if together is not None:
+            added = together.added.empty(qkv)
+            key(turned, k, v, grad, dk, dv, added, lse, delta, counters, turns, None)
+            together.rounds(added, turns, dqkv)
+        else:
+            key(turned, k, v, grad, dk, dv, lse, delta, counters, None)
+            query[0](turned, k, v, grad, dqkv, lse, delta, counters, None)
         positions.launch_backward(self.turn, qkv, dqkv, dqkv, theta, _FROM_ZERO)
         return dqkv
 
@@ -187,15 +193,16 @@ def _plan_backward(
     attend = attention_backward.plan_backward(
         grad, None, q, k, v, out, _CAUSAL, scale, "highest", True, (dq, dk, dv)
     )
-    whole = [each.launch for each in attend.kernels if each.launch.descriptions and each.splits == 1]
-    if attend.prepare is None or [each.kernel for each in attend.kernels] != ["key", "query"] or len(whole) != 2:
+    if attend.prepare is None or not attend.kernels:
+        return False
+    if any(not each.launch.descriptions or each.splits > 1 for each in attend.kernels):
         return False
     parts = _Part.of(k, turned), _Part.of(v, qkv), _Part.of(dk, dqkv), _Part.of(dv, dqkv)
     if attend.apart or not all(part.is_aligned_in(qkv) for part in parts):
         return False
     turn = positions.plan_backward(dqk, qk, theta, _FROM_ZERO, kind, "none", False, None, dqk)
     return _Backward(
-        Dense.like(dqkv), attend.rows, attend.prepare, whole[0], whole[1], turn.launch, *parts
+        Dense.like(dqkv), attend, attend.prepare, turn.launch, *parts
     )  # fmt: skip
 
 

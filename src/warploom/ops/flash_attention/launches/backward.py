@@ -32,8 +32,8 @@ from warploom.runtime.plans import Plans
 Tensor = torch.Tensor
 
 INPUTS = ("q", "k", "v", "grad")
-RESULTS = {"key": ("dk", "dv"), "query": ("dq",), "both": ("dk", "dv")}
-"""What a backward kernel writes. What ``both`` adds up is rounded to dq afterwards."""
+RESULTS = {"key": ("dk", "dv"), "query": ("dq",), "backward": ("dk", "dv")}
+"""What a backward kernel writes. What ``backward`` adds up is rounded to dq afterwards."""
 
 
 class KernelPlan(NamedTuple):
@@ -43,6 +43,14 @@ class KernelPlan(NamedTuple):
     launch: Launch
     splits: int
     parts: tuple[Dense, ...] = ()  # of each result, all in one, where loops are split
+
+
+class Together(NamedTuple):
+    """What a kernel that forms all gradients needs besides."""
+
+    added: Dense  # the gradient of queries, added up in device memory without the scale
+    turns: Dense  # in which it is added up
+    rounds: Launch  # it to dq
 
 
 class Plan(NamedTuple):
@@ -55,9 +63,7 @@ class Plan(NamedTuple):
     small: Launch | None = None  # of the kernel for small problems, instead of those
     terms: Terms | None = None  # of q, k, v and the gradient, where they are made before the loops
     counted: bool = False  # whether tiles are counted, with counters that the first kernel makes zero
-    added: Dense | None = None  # the gradient of queries, where it is added up in device memory, without the scale
-    turns: Dense | None = None  # in which it is added up
-    rounds: Launch | None = None  # it to dq
+    together: Together | None = None  # where one kernel forms all gradients
     sums: Launch | None = None  # of the parts, where loops are split
     apart: bool = False  # whether gradients are made apart and copied to where they shall be
 
@@ -113,7 +119,7 @@ def backward(
     lse, delta = plan.rows.empty(q), plan.rows.empty(q)
     inverse = plan.rows.empty(q) if q.dtype == torch.float32 else None
     counters = COUNTERS.empty(q) if plan.counted else None
-    turns = None if plan.turns is None else plan.turns.empty(q)
+    turns = None if plan.together is None else plan.together.turns.empty(q)
     plan.prepare(out, grad, statistics, grad_lse, lse, delta, inverse, counters, turns)
     if plan.small is not None:
         plan.small(q, k, v, grad, lse, delta, dq, dk, dv)
@@ -129,10 +135,10 @@ def backward(
                 for target in targets:
                     target.zero_()
             parts |= zip(RESULTS[each.kernel], targets)
-        if plan.rounds is not None and plan.added is not None:
-            added = plan.added.empty(q)
+        if plan.together is not None:
+            added = plan.together.added.empty(q)
             each.launch(*factors, *targets, added, lse, delta, counters, turns, mask.seqused_k)
-            plan.rounds(added, turns, dq)
+            plan.together.rounds(added, turns, dq)
         elif each.launch.descriptions:
             row_values = (lse, delta) if inverse is None else (lse, delta, inverse)
             used = (mask.seqused_k,) if "seqused_k" in each.launch.takes else ()
@@ -201,12 +207,12 @@ def plan_backward(
         plan = plan._replace(terms=tiling.plan_terms(product, shape, q, k, v, grad, pdl))
     factors = (q, k, v, grad) if plan.terms is None else plan.terms.like
     gradients = {"dq": dq, "dk": dk, "dv": dv}
-    both = _plan_both(call, product, aligned, factors, (dk, dv))
-    if both is not None:
+    together = _plan_together(call, product, aligned, factors, (dk, dv))
+    if together is not None:
         added = Dense.rows((shape.batch_size, shape.heads, shape.tokens, shape.head_dim), torch.float32)
         turns = Dense.rows((2, shape.batch_size, shape.heads, shape.tokens), torch.int32)
-        kernels: tuple[KernelPlan, ...] = (both,)
-        plan = plan._replace(added=added, turns=turns, rounds=_plan_rounds(call, dq, pdl))
+        kernels: tuple[KernelPlan, ...] = (together,)
+        plan = plan._replace(together=Together(added, turns, _plan_rounds(call, dq, pdl)))
     else:
         kernels = tuple(
             _plan_kernel(kernel, call, product, aligned, factors, {name: gradients[name] for name in RESULTS[kernel]})
@@ -232,7 +238,7 @@ def _tiled(
     return hopper.plan(kernel, shape, mask, scale, (*factors, *results.values()), call.softcap)
 
 
-def _plan_both(
+def _plan_together(
     call: Call, product: str, aligned: bool, factors: tuple[Tensor, ...], results: tuple[Tensor, ...]
 ) -> KernelPlan | None:
     """Plan of the kernel that forms all gradients, where it is the fastest."""
@@ -240,10 +246,10 @@ def _plan_both(
         return None
     shape = call.shape
     added = torch.empty((shape.batch_size, shape.heads, shape.tokens, shape.head_dim), device="meta")
-    tiled = hopper.plan("both", shape, call.mask, call.scale, (*factors, *results, added), call.softcap)
+    tiled = hopper.plan("backward", shape, call.mask, call.scale, (*factors, *results, added), call.softcap)
     if tiled is None:
         return None
-    return KernelPlan("both", tiled.launch, tiled.splits, _parts([x.numel() for x in results], tiled.splits))
+    return KernelPlan("backward", tiled.launch, tiled.splits)
 
 
 def _plan_rounds(call: Call, dq: Tensor, pdl: bool) -> Launch:

@@ -15,7 +15,7 @@ import torch
 
 from warploom.device.hopper.attention import Window, Work
 from warploom.device.hopper.pipeline import NARROW, ROWS, SplitStrides
-from warploom.ops.flash_attention.configs import HOPPER, HOPPER_SMALLER, HOPPER_TERMS, HopperTiles
+from warploom.ops.flash_attention.configs import HOPPER, HOPPER_PARTS, HOPPER_SMALLER, HOPPER_TERMS, HopperTiles
 from warploom.ops.flash_attention.kernels.hopper import backward, forward, shared_rows
 from warploom.ops.flash_attention.launches.tiling import strides_of
 from warploom.ops.flash_attention.problem import (
@@ -42,12 +42,7 @@ _SMALLER_STEP = 0.81
 """Of the time of a step with three groups, whose tiles take the time of one more step to start; from 2 and 4 × 16
 heads of 1024 and 2048 tokens on an H200."""
 
-COSTS = {
-    "forward": Costs(6, 5, 5e5),
-    "key": Costs(1.5, 2, 2e5),
-    "query": Costs(0.5, 3, 3e5),
-    "both": Costs(1.5, 2, 2e5),
-}
+COSTS = {"forward": Costs(6, 5, 5e5), "key": Costs(1.5, 2, 2e5), "query": Costs(0.5, 3, 3e5)}
 """Fitted to one head of 1024 … 65536 tokens on an H200: what they choose takes at most 1.06 times as long as the
 best number of splits, for the gradient of queries 1.17."""
 
@@ -57,20 +52,24 @@ _NARROW_WINDOW = 4096
 FEW = 64
 """Queries of a key head (tokens times heads that read it) up to which a forward with options is a decoding step."""
 
+_TOGETHER = 4
+"""Tiles of keys for each multiprocessor from which on one kernel forms all gradients: programs that add to the same
+queries wait for each other, and with fewer tiles long loops begin at the end."""
+
 _SHORT = 2048  # backward loops that would be split and are shorter than this stay with the kernels for every GPU
 
 DESCRIBED = {
     "forward": ("q_desc", "k_desc", "v_desc", "out"),
     "key": ("q_desc", "k_desc", "v_desc", "do_desc", "dk", "dv"),
     "query": ("q_desc", "k_desc", "v_desc", "do_desc", "dq"),
-    "both": ("q_desc", "k_desc", "v_desc", "do_desc", "dk", "dv", "dq"),
+    "backward": ("q_desc", "k_desc", "v_desc", "do_desc", "dk", "dv", "added"),
 }
 """Parameters that are described, the results as long as they are whole."""
 _LOOPED = {
     "forward": ("k_desc", "v_desc"),
     "key": ("q_desc", "do_desc"),
     "query": ("k_desc", "v_desc"),
-    "both": ("q_desc", "do_desc"),
+    "backward": ("q_desc", "do_desc"),
 }
 """Those that a loop goes over; a group of warps owns rows of the others."""
 
@@ -113,13 +112,13 @@ def _tiles(name: str, shape: Shape, mask: Mask, capped: bool = False) -> HopperT
 
 
 def queries_of_a_turn(shape: Shape) -> int:
-    """Queries of the tiles in which ``both`` adds up their gradients."""
-    return HOPPER["both"][_width(shape)].box
+    """Queries of the tiles in which ``backward`` adds up their gradients."""
+    return HOPPER["backward"][_width(shape)].box
 
 
 def _blocks(name: str, shape: Shape, block: int) -> tuple[int, int]:
     """Tiles of ``block`` rows of a kernel along the sequence, and along batch entries and heads."""
-    if name in ("key", "both"):
+    if name in ("key", "backward"):
         return -(-shape.keys // block), shape.batch_size * shape.key_heads
     return -(-shape.tokens // block), shape.batch_size * shape.heads
 
@@ -136,10 +135,18 @@ def suit(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor) ->
     if any(t.dtype not in (torch.float16, torch.bfloat16) or t.dtype != first.dtype for t in tensors):
         return False
     blocks, rows = _blocks(name, shape, _tiles(name, shape, mask).groups * _ROWS)
-    looped = shape.tokens if name in ("key", "both") else shape.keys
+    looped = shape.tokens if name in ("key", "backward") else shape.keys
     if name != "forward" and looped < _SHORT and blocks * rows < programs_at_once(first.device) // 2:
         return False
     return all(map(can_be_copied, tensors))
+
+
+def _suit_together(shape: Shape, device: torch.device) -> bool:
+    """Whether one kernel for all gradients is faster than two."""
+    if max(shape.head_dim, shape.value_dim) > NARROW.value:
+        return False
+    blocks, rows = _blocks("backward", shape, HOPPER["backward"][_width(shape)].groups * _ROWS)
+    return blocks * rows >= _TOGETHER * programs_at_once(device)
 
 
 def splits_of(name: str, shape: Shape, mask: Mask, device: torch.device, capped: bool = False) -> int:
@@ -149,8 +156,8 @@ def splits_of(name: str, shape: Shape, mask: Mask, device: torch.device, capped:
 
 def _best_splits(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, programs: int) -> int:
     """Into how many splits loops are best cut with such tiles."""
-    steps = loop_steps("key" if name == "both" else name, shape, mask, tiles.groups * _ROWS, tiles.box)
-    rows = shape.batch_size * (shape.key_heads if name in ("key", "both") else shape.heads)
+    steps = loop_steps(name, shape, mask, tiles.groups * _ROWS, tiles.box)
+    rows = shape.batch_size * (shape.key_heads if name == "key" else shape.heads)
     elements = shape.batch_size * max(
         shape.tokens * shape.heads * (shape.value_dim if name == "forward" else shape.head_dim),
         shape.keys * shape.key_heads * (shape.head_dim + shape.value_dim),
@@ -163,7 +170,7 @@ def _work(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, splits: int, 
     # Heads are taken in sections: see `kernels.program_order`.
     length = shape.keys if name in ("forward", "query") else shape.tokens
     head_bytes = length * (shape.head_dim + shape.value_dim) * itemsize
-    if name == "both":  # and the sums of their gradients
+    if name == "backward":  # and the sums of their gradients
         head_bytes += length * shape.head_dim * 4
     section = max(L2_SHARE // head_bytes, 1) * (shape.group if name in ("forward", "query") else 1)
     right = bounds(shape, mask)[1]
@@ -181,46 +188,48 @@ def _boxes(name: str, tensors: Iterable[Tensor], tiles: HopperTiles, width: int)
 def plan(
     name: str, shape: Shape, mask: Mask, scale: float, tensors: tuple[Tensor, ...], softcap: float | None = None
 ) -> Plan | None:
-    """The launch of a kernel, ``forward``, ``key``, ``query`` or ``both``, if it suits.
+    """The launch of a kernel, ``forward``, ``key``, ``query`` or ``backward``, if it suits.
 
     ``tensors``, (q, k, v, out), (q, k, v, grad, dk, dv) or (q, k, v, grad, dq), are like those that it will be
     launched on; if loops are split, results will be parts, all in one float32 tensor, each in its result's memory
     order. Behind them come lse and statistics, or lse and δ, then counters, lengths of entries, and in the forward
-    the sink. For ``both`` they are (q, k, v, grad, dk, dv) and what is added up to dq (B, H, N, D), in float32; turns come
+    the sink. For ``backward`` they are (q, k, v, grad, dk, dv) and what is added up to dq (B, H, N, D), in float32; turns come
     behind the counters.
     """
-    both = name == "both"
-    if not suit(name, shape, mask, scale, *(tensors[:-1] if both else tensors)):
+    together = name == "backward"
+    if together and not _suit_together(shape, tensors[0].device):
+        return None
+    if not suit(name, shape, mask, scale, *(tensors[:-1] if together else tensors)):
         return None
     width, tiles = _width(shape), _tiles(name, shape, mask, softcap is not None)
-    splits = splits_of(name, shape, mask, tensors[0].device, softcap is not None)
+    splits = 1 if together else splits_of(name, shape, mask, tensors[0].device, softcap is not None)
     work = _work(name, shape, mask, tiles, splits, tensors[0].element_size())
-    results = dict(list(zip(DESCRIBED[name], tensors[:-1] if both else tensors))[3 if name == "forward" else 4 :])
-    whole = len(DESCRIBED[name]) - both
+    results = dict(list(zip(DESCRIBED[name], tensors[:-1] if together else tensors))[3 if name == "forward" else 4 :])
+    whole = len(DESCRIBED[name]) - together
     boxes = _boxes(name, tensors[: whole if splits == 1 else whole - len(results)], tiles, width)
     strides: dict[str, Any] = {
         f"{each}_strides": SplitStrides(*((x.numel(), *x.stride()[:3], x.shape[3]) if splits > 1 else [0] * 5))
         for each, x in results.items()
     }
     rest: dict[str, Any] = {"GROUPS": tiles.groups}
+    split: dict[str, Any] = {"SPLIT": splits > 1}
     function: Any = forward.hopper_forward_kernel
     if name != "forward":
         rest["grad_scale"] = scale
         function = {
-            "key": backward.hopper_key_kernel, "query": backward.hopper_query_kernel, "both": backward.hopper_both_kernel,
+            "key": backward.hopper_key_kernel, "query": backward.hopper_query_kernel, "backward": backward.hopper_backward_kernel,
         }[name]  # fmt: skip
-    if both:
-        boxes["dq"] = Boxes(tensors[-1], (0, 1, 2, 3), (1, 1, _ROWS, _ROWS))
-        rest |= BOTH
-        if mask.right is None and BOTH["ORDER"] == 2:
-            rest["ORDER"] = 0
+    if together:
+        boxes["added"] = Boxes(tensors[-1], (0, 1, 2, 3), (1, 1, _ROWS, _ROWS))
+        strides, split = {}, {}
+        rest["PARTS"] = HOPPER_PARTS[width]
     if name == "key" and width > NARROW.value:
         function = shared_rows.hopper_shared_key_kernel
         rest = {"grad_scale": scale, "inverse": None, "TERMS": 1}
     last: tuple[str, ...] = ("lse", "delta", "counters", "seqused_k")
     if name == "forward":
         last = ("lse", "statistics", "counter", "seqused_k", "sink")
-    elif both:
+    elif together:
         last = ("lse", "delta", "counters", "turns", "seqused_k")
     count = work.blocks * work.rows * splits
     programs = min(programs_at_once(tensors[0].device), count)
@@ -231,15 +240,12 @@ def plan(
         pdl=name != "forward",
         work=work, window=None if mask.left is None else Window(bounds(shape, mask)[0]),
         scale=scale * LOG2_E if softcap is None else scale / softcap,
-        CAUSAL=mask.right is not None, SPLIT=splits > 1, SOFTCAP=None if softcap is None else softcap * LOG2_E,
-        STAGES=tiles.stages, **rest, **boxes, **strides,
+        CAUSAL=mask.right is not None, SOFTCAP=None if softcap is None else softcap * LOG2_E,
+        STAGES=tiles.stages, **rest, **split, **boxes, **strides,
     )  # fmt: skip
     even = mask.left is None and mask.right is None and mask.seqused_k is None
     shared = name == "forward" and even and count <= forward.EVEN_TURNS.value * programs
-    return Plan(launch, splits, both or (programs < count and not shared))
-
-
-BOTH = {"LAG": 1, "SHARED_STAGES": 2, "OUT_STAGES": 1, "ORDER": 2 , "MODE": 0}
+    return Plan(launch, splits, together or (programs < count and not shared))
 
 
 _MOST_STRIDE = 2**31  # strides and places of rows in results travel in 32 bits

@@ -1,7 +1,7 @@
 """Backward of flash attention for Hopper, in the manner of `kernels.hopper.forward`; what it computes is in `kernels.backward`.
 
 A group of warps owns 64 queries and loops over the keys (`hopper_query_kernel`), or 64 keys and loops over the queries of all
-heads that read them (`hopper_key_kernel`), as in `warploom.device.hopper.attention_backward`.
+heads that read them, for their gradients (`hopper_key_kernel`) or for all (`hopper_backward_kernel`), as in `warploom.device.hopper.attention_backward`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from warploom.device.hopper.attention import Options, Window, Work, entry_of, qu
 from warploom.device.hopper.attention_backward import (
     OWN_STAGES,
     Additions,
+    Exchange,
     KeyCopies,
     QueryGradients,
-    QuerySums,
     add_query_gradients,
     clear_unused,
     compute_for_queries,
     compute_for_wide_queries,
     copy_for_keys,
     gradient_loop,
+    new_exchange,
     query_loop,
     tile_in_turn,
 )
@@ -37,8 +38,6 @@ from warploom.device.hopper.pipeline import (
     RowRing,
     Scheduler,
     SplitStrides,
-    barriers,
-    init_each,
     matrix,
     new_ring,
     new_row_ring,
@@ -239,7 +238,7 @@ class AllGradients(NamedTuple):
     scheduler: Scheduler
     q: RowRing  # with the lse of each row
     do: RowRing  # with δ
-    sums: QuerySums
+    exchange: Exchange
     dk: Result
     dv: Result
     work: Work
@@ -249,12 +248,10 @@ class AllGradients(NamedTuple):
 
 
 @gluon.jit
-def compute_all(
-    own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call,
-    ORDER: gl.constexpr, LAG: gl.constexpr,
-):  # fmt: skip
-    """Group number ``own`` of warps of `hopper_both_kernel`. Results leave through the buffers of its keys and values."""
-    scheduler, q, do, sums, dk_result, dv_result, work, scale, grad_scale, options = call
+def compute_all(own: gl.constexpr, CAUSAL: gl.constexpr, call):
+    """Group number ``own`` of warps of `hopper_backward_kernel`. Results leave through the buffers of its keys and values."""
+    scheduler, q, do, exchange, dk_result, dv_result, work, scale, grad_scale, options = call
+    GROUPS: gl.constexpr = exchange.k_tiles.shape[0]
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     D: gl.constexpr = q.tiles.shape[4]
     BLOCK_N: gl.constexpr = GROUPS * ROWS
@@ -266,36 +263,35 @@ def compute_all(
     tiles = tiles_of(work)
     tile, slot = received(scheduler, done)
     while tile < tiles:
-        block, row, split, down = tile_in_turn(tile, work, ORDER)
+        block, row, down = tile_in_turn(tile, work, CAUSAL)
         entry = entry_of(work, row // key_heads, options)
-        begin, full, high, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
+        begin, full, high, end = query_steps(block, 0, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
         first = block * BLOCK_N + own * ROWS - (entry.keys - work.tokens) - work.right
         reach = None
         if options.window is not None:
             reach = work.right + options.window.left
-        own_slot = slot * GROUPS + own
         used = None
         if options.seqused_k is not None:
             used = entry.keys - block * BLOCK_N - own * ROWS
             if used < ROWS:
-                clear_unused(matrix(sums.k_tiles, own_slot), used)
-                clear_unused(matrix(sums.v_tiles, own_slot), used)
+                clear_unused(matrix(exchange.k_tiles, own), used)
+                clear_unused(matrix(exchange.v_tiles, own), used)
                 fence_async_shared()
                 full = high
         dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         dk, dv, count = gradient_loop(
-            dk, dv, count, own_slot, q, do, sums, begin, full, high, end, work.group, first, used, reach, scale,
-            options.softcap, down, own, CAUSAL, LAYOUT, OUT_LAYOUT, LAG,
+            dk, dv, count, q, do, exchange, begin, full, high, end, work.group, first, used, reach, scale,
+            options.softcap, down, own, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
         # Worked out again rather than held in registers.
-        block, row, split, _ = tile_in_turn(read(scheduler, slot), work, ORDER)
+        block, row, _ = tile_in_turn(read(scheduler, slot), work, CAUSAL)
         batch, head = row // key_heads, row % key_heads
         n = block * BLOCK_N + own * ROWS
-        store_tile(dv_result, dv, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
+        store_tile(dv_result, dv, own, 0, batch, head, n, work.keys, False, OUT_LAYOUT)
         if count > 0:  # the other group has read the keys
-            wait_empty(sums.empty, count - 1 + sums.full.shape[0])
-        store_tile(dk_result, dk * grad_scale, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
+            wait_empty(exchange.empty, count + 1)
+        store_tile(dk_result, dk * grad_scale, own, 0, batch, head, n, work.keys, False, OUT_LAYOUT)
         tma.store_wait(0)
         mbarrier.arrive(scheduler.empty.index(slot))
         done += 1
@@ -303,15 +299,24 @@ def compute_all(
 
 
 @gluon.jit
-def hopper_both_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk, dv, dq, lse, delta, counters, turns, seqused_k,
+def hopper_backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, dk, dv, added, lse, delta, counters, turns, seqused_k,
     work: Work, window: Window, scale: gl.float32, grad_scale: gl.float32,
-    dk_strides: SplitStrides, dv_strides: SplitStrides,
-    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    LAG: gl.constexpr, SHARED_STAGES: gl.constexpr, OUT_STAGES: gl.constexpr,
-    ORDER: gl.constexpr, MODE: gl.constexpr,
+    CAUSAL: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """All gradients at once."""
+    """All gradients with five products, for tiles of GROUPS · 64 keys, 64 for each of two groups of warps.
+
+    Tensors are as in `hopper_key_kernel`. The gradient of queries is ``added`` up, without the scale, in a descriptor of
+    (B, H, N, D) float32, which may hold anything. ``turns`` (GROUPS, B, H, N) are zero, and afterwards say at the first query of
+    a tile how many tiles of keys were added there. ``PARTS`` are buffers of each group, in which its sums leave.
+
+    The same inputs give the same bits: to every tile of queries, tiles of keys are added in one order
+    (`tile_in_turn`), and a warp of each group waits for its turn. It waits for no program that may not run. Programs take
+    tiles from a counter in that order, all of them, so that who has a tile runs, and works on its tiles in the order in which
+    it takes them. A tile waits only for tiles that come before it. Of all tiles that are not finished, the first therefore
+    waits for none, and whoever has it has finished all it took before: it goes on, and so do all in the end. No
+    number of programs has to run at the same time, and what else runs on the GPU does not matter.
+    """
     gdc_wait()
     gdc_launch_dependents()
     D: gl.constexpr = q_desc.block_type.shape[3]
@@ -322,36 +327,27 @@ def hopper_both_kernel(
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], do_desc.layout)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    dlogits = gl.allocate_shared_memory(dtype, [SHARED_STAGES * GROUPS, ROWS, BLOCK_M], swizzled)
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [OUT_STAGES * GROUPS, 1, 1, ROWS, ROWS], dq.layout)
+    dlogits = gl.allocate_shared_memory(dtype, [2 * GROUPS, ROWS, BLOCK_M], swizzled)
+    parts = gl.allocate_shared_memory(gl.float32, [PARTS * GROUPS, 1, 1, ROWS, ROWS], added.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     scheduler = new_scheduler(counters, 1, 2 * GROUPS)
     q, do = new_row_ring(q_tiles, STAGES, GROUPS, lses), new_row_ring(do_tiles, STAGES, GROUPS, deltas)
-    full, empty = barriers(SHARED_STAGES), barriers(SHARED_STAGES)
-    for i in gl.static_range(SHARED_STAGES):
-        mbarrier.init(full.index(i), count=GROUPS)
-        mbarrier.init(empty.index(i), count=GROUPS)
-    tile_full, tile_empty = barriers(OUT_STAGES * GROUPS), barriers(OUT_STAGES * GROUPS)
-    init_each(tile_full)
-    init_each(tile_empty)
+    exchange = new_exchange(dlogits, k_tiles, v_tiles, parts)
     fence_async_shared()
     options = Options(window, seqused_k, None, SOFTCAP)
     copies = KeyCopies(
         scheduler, (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, q, do, lse, delta, None, None, work, options,
     )  # fmt: skip
-    sums = QuerySums(dlogits, full, empty, k_tiles, v_tiles, dq_tiles, tile_full, tile_empty)
-    additions = Additions(scheduler, dq_tiles, tile_full, tile_empty, dq, turns, work, options)
-    call = AllGradients(
-        scheduler, q, do, sums, Result(dk, k_tiles, dk_strides), Result(dv, v_tiles, dv_strides), work, scale,
-        grad_scale, options,
-    )  # fmt: skip
+    additions = Additions(scheduler, parts, exchange.part_full, exchange.part_empty, added, turns, work, options)
+    dk_result, dv_result = Result(dk, k_tiles, None), Result(dv, v_tiles, None)
+    call = AllGradients(scheduler, q, do, exchange, dk_result, dv_result, work, scale, grad_scale, options)
     gl.warp_specialize(
-        [(compute_all, (0, GROUPS, CAUSAL, SPLIT, call, ORDER, LAG)),
-         (compute_all, (1, GROUPS, CAUSAL, SPLIT, call, ORDER, LAG)),
-         (copy_for_keys, (GROUPS, CAUSAL, 1, copies, ORDER)),
-         (add_query_gradients, (0, GROUPS, CAUSAL, BLOCK_M, ORDER, MODE, additions)),
-         (add_query_gradients, (1, GROUPS, CAUSAL, BLOCK_M, ORDER, MODE, additions))],
+        [(compute_all, (0, CAUSAL, call)),
+         (compute_all, (1, CAUSAL, call)),
+         (copy_for_keys, (GROUPS, CAUSAL, 1, copies, True)),
+         (add_query_gradients, (0, GROUPS, CAUSAL, BLOCK_M, additions)),
+         (add_query_gradients, (1, GROUPS, CAUSAL, BLOCK_M, additions))],
         [4, 1, 1, 1], [240, 24, 24, 24],
     )  # fmt: skip
