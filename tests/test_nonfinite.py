@@ -344,7 +344,8 @@ def test_kernels_for_hopper(which: str, features: int, launched: list[str], devi
     setting = Setting(2100, 2100, None, 0, 1000, features=features)
     made = tensors(setting, device, key_heads=16)
     check(attention(setting, "triton", device), setting, which, "triton", made)
-    assert {"hopper_forward_kernel", "hopper_query_kernel"} <= set(launched)
+    assert "hopper_forward_kernel" in launched
+    assert {"hopper_query_kernel", "hopper_backward_kernel"} & set(launched)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -102,11 +102,14 @@ def test_any_strides(device: torch.device) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "features"), [(2, 2, 64), (4, 2, 40)])
 @pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize("together", [False, True])
 def test_kernels_for_hopper_read_parts_of_larger_tensors(
-    heads: int, kv_heads: int, features: int, sliced: bool, launched: list[str], device: torch.device,
+    heads: int, kv_heads: int, features: int, sliced: bool, together: bool, launched: list[str],
+    device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short loops too
+    monkeypatch.setattr(launchers_hopper, "_TOGETHER", 0 if together else 2**31)
     monkeypatch.setattr(launchers_small, "suits_backward", lambda *arguments: False)  # small problems too
     monkeypatch.setattr(tiling, "is_small_for", lambda *arguments: False)
     qkv, theta = inputs(torch.float16, 70, heads + 2 * kv_heads + 9, features, device)
@@ -116,7 +119,8 @@ def test_kernels_for_hopper_read_parts_of_larger_tensors(
     for _ in range(2):  # the second time it is known how
         assert_same(results(both, qkv, theta, heads=heads), expected)
         attention = [name for name in launched if name.startswith("hopper")]
-        assert attention == ["hopper_forward_kernel", "hopper_key_kernel", "hopper_query_kernel"]
+        backward = ["hopper_backward_kernel"] if together else ["hopper_key_kernel", "hopper_query_kernel"]
+        assert attention == ["hopper_forward_kernel", *backward]
         launched.clear()
         assert module._plan_forward(qkv, theta, heads, "rotate", SCALE)
 

@@ -54,7 +54,6 @@ from warploom.device.hopper.pipeline import (
     take_tile,
     tanh,
     wait_empty,
-    wait_full,
 )
 from warploom.device.hopper.turns import give_turn, wait_turn
 
@@ -556,7 +555,9 @@ def gradient_loop(
     steps = heads * (end - begin)
     if steps > 0:
         # count >> 30 is zero. The compiler, which cannot know, works out addresses in the loop and not before.
-        logits = product_transposed(matrix(exchange.k_tiles, own + (count >> 30)), q, count, LAYOUT)  # (keys, queries)
+        logits = product_transposed(
+            matrix(exchange.k_tiles, own + (count >> 30)), q, count, LAYOUT
+        )  # (keys, queries)
         logits = warpgroup_mma_wait(0, deps=[logits])
         m = gl.where(down, end - 1, begin)
         for i in range(steps):
@@ -615,7 +616,9 @@ class Additions(NamedTuple):
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     added: gl.tensor  # a descriptor of (B, H, N, D) float32, with boxes of (1, 1, 64, 64)
-    turns: gl.tensor  # (GROUPS, B, H, N) int32, zero: at the first query of a tile, how many tiles of keys are added
+    turns: (
+        gl.tensor
+    )  # (GROUPS, B, H, N) int32, zero: at the first query of a tile, how many tiles of keys are added
     work: Work
     options: Options
 

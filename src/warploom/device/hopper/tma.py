@@ -29,5 +29,10 @@ async_add = getattr(tma, "async_atomic_add", None) or _async_add
 def stored():
     """Wait until what this warp has stored or added is in device memory; `store_wait` waits until it has been read."""
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
+        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;",
+        "=r,r",
+        [gl.program_id(0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )

@@ -215,8 +215,8 @@ def plan_backward(
         plan = plan._replace(together=Together(added, turns, _plan_rounds(call, dq, pdl)))
     else:
         kernels = tuple(
-            _plan_kernel(kernel, call, product, aligned, factors, {name: gradients[name] for name in RESULTS[kernel]})
-            for kernel in ("key", "query")
+            _plan_kernel(each, call, product, aligned, factors, {name: gradients[name] for name in RESULTS[each]})
+            for each in ("key", "query")
         )
     sums = _plan_sums(kernels, gradients, pdl)
     if sums is not None and results is not None:  # parts are without gaps, and so is what they are added up in

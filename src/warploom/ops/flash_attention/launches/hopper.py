@@ -141,9 +141,10 @@ def suit(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor) ->
     return all(map(can_be_copied, tensors))
 
 
-def _suit_together(shape: Shape, device: torch.device) -> bool:
+def _suit_together(shape: Shape, device: torch.device, capped: bool) -> bool:
     """Whether one kernel for all gradients is faster than two."""
-    if max(shape.head_dim, shape.value_dim) > NARROW.value:
+    width = max(shape.head_dim, shape.value_dim)
+    if width > NARROW.value or (capped and width <= 64):  # there hyperbolic tangents spill
         return False
     blocks, rows = _blocks("backward", shape, HOPPER["backward"][_width(shape)].groups * _ROWS)
     return blocks * rows >= _TOGETHER * programs_at_once(device)
@@ -193,18 +194,21 @@ def plan(
     ``tensors``, (q, k, v, out), (q, k, v, grad, dk, dv) or (q, k, v, grad, dq), are like those that it will be
     launched on; if loops are split, results will be parts, all in one float32 tensor, each in its result's memory
     order. Behind them come lse and statistics, or lse and δ, then counters, lengths of entries, and in the forward
-    the sink. For ``backward`` they are (q, k, v, grad, dk, dv) and what is added up to dq (B, H, N, D), in float32; turns come
-    behind the counters.
+    the sink. For ``backward`` they are (q, k, v, grad, dk, dv) and what is added up to dq (B, H, N, D), in float32;
+    turns come behind the counters.
     """
     together = name == "backward"
-    if together and not _suit_together(shape, tensors[0].device):
+    if together and not _suit_together(shape, tensors[0].device, softcap is not None):
         return None
-    if not suit(name, shape, mask, scale, *(tensors[:-1] if together else tensors)):
+    given = tensors[:-1] if together else tensors  # the last has another dtype
+    if not suit(name, shape, mask, scale, *given):
         return None
     width, tiles = _width(shape), _tiles(name, shape, mask, softcap is not None)
     splits = 1 if together else splits_of(name, shape, mask, tensors[0].device, softcap is not None)
     work = _work(name, shape, mask, tiles, splits, tensors[0].element_size())
-    results = dict(list(zip(DESCRIBED[name], tensors[:-1] if together else tensors))[3 if name == "forward" else 4 :])
+    results = dict(
+        list(zip(DESCRIBED[name], tensors[:-1] if together else tensors))[3 if name == "forward" else 4 :]
+    )
     whole = len(DESCRIBED[name]) - together
     boxes = _boxes(name, tensors[: whole if splits == 1 else whole - len(results)], tiles, width)
     strides: dict[str, Any] = {
@@ -216,13 +220,12 @@ def plan(
     function: Any = forward.hopper_forward_kernel
     if name != "forward":
         rest["grad_scale"] = scale
-        function = {
-            "key": backward.hopper_key_kernel, "query": backward.hopper_query_kernel, "backward": backward.hopper_backward_kernel,
-        }[name]  # fmt: skip
+        function = backward.hopper_key_kernel if name == "key" else backward.hopper_query_kernel
     if together:
         boxes["added"] = Boxes(tensors[-1], (0, 1, 2, 3), (1, 1, _ROWS, _ROWS))
         strides, split = {}, {}
         rest["PARTS"] = HOPPER_PARTS[width]
+        function = backward.hopper_backward_kernel
     if name == "key" and width > NARROW.value:
         function = shared_rows.hopper_shared_key_kernel
         rest = {"grad_scale": scale, "inverse": None, "TERMS": 1}
