@@ -105,8 +105,7 @@ def test_any_strides(device: torch.device) -> None:
 @pytest.mark.parametrize("together", [False, True])
 def test_kernels_for_hopper_read_parts_of_larger_tensors(
     heads: int, kv_heads: int, features: int, sliced: bool, together: bool, launched: list[str],
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short loops too
     monkeypatch.setattr(launchers_hopper, "_TOGETHER", 0 if together else 2**31)

@@ -148,7 +148,7 @@ def _plan_forward(qkv: Tensor, theta: Tensor, heads: int, kind: str, scale: floa
 
 
 class _Backward(NamedTuple):
-    """The same for a backward, where attention is a launch for keys with values and one for queries, or one for all."""
+    """The same for a backward, where attention is a launch each for keys and queries, or one for all."""
 
     gradient: Dense  # of qkv
     attend: attention_backward.Plan
