@@ -152,7 +152,6 @@ class _Backward(NamedTuple):
 
     gradient: Dense  # of qkv
     attend: attention_backward.Plan
-    prepare: Launch
     turn: Launch
     k: _Part  # of the turned
     v: _Part  # of qkv
@@ -162,20 +161,11 @@ class _Backward(NamedTuple):
     def __call__(
         self, grad: Tensor, qkv: Tensor, theta: Tensor, out: Tensor, turned: Tensor, statistics: Tensor
     ) -> Tensor:
-        rows, together = self.attend.rows, self.attend.together
-        dqkv, lse, delta = self.gradient.empty(qkv), rows.empty(qkv), rows.empty(qkv)
-        counters = COUNTERS.empty(qkv)
-        turns = None if together is None else together.turns.empty(qkv)
-        self.prepare(out, grad, statistics, None, lse, delta, None, counters, turns)
+        dqkv = self.gradient.empty(qkv)
         k, v, dk, dv = view(turned, *self.k), view(qkv, *self.v), view(dqkv, *self.dk), view(dqkv, *self.dv)
-        key, *query = (each.launch for each in self.attend.kernels)
-        if together is not None:
-            added = together.added.empty(qkv)
-            key(turned, k, v, grad, dk, dv, added, lse, delta, counters, turns, None)
-            together.rounds(added, turns, dqkv)
-        else:
-            key(turned, k, v, grad, dk, dv, lse, delta, counters, None)
-            query[0](turned, k, v, grad, dqkv, lse, delta, counters, None)
+        attention_backward.launch_backward(
+            self.attend, grad, None, turned, k, v, out, statistics, _CAUSAL, (dqkv, dk, dv)
+        )
         positions.launch_backward(self.turn, qkv, dqkv, dqkv, theta, _FROM_ZERO)
         return dqkv
 
@@ -201,9 +191,7 @@ def _plan_backward(
     if attend.apart or not all(part.is_aligned_in(qkv) for part in parts):
         return False
     turn = positions.plan_backward(dqk, qk, theta, _FROM_ZERO, kind, "none", False, None, dqk)
-    return _Backward(
-        Dense.like(dqkv), attend, attend.prepare, turn.launch, *parts
-    )  # fmt: skip
+    return _Backward(Dense.like(dqkv), attend, turn.launch, *parts)
 
 
 def _run(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:

@@ -112,6 +112,31 @@ def backward(
         if sink is not None:  # where there are no keys, lse is the sink
             dsink = torch.zeros_like(sink) if grad_lse is None else grad_lse.sum((0, 2)).to(sink.dtype)
         return dq.zero_(), dk.zero_(), dv.zero_(), dsink
+    delta = launch_backward(plan, grad, grad_lse, q, k, v, out, statistics, mask, (dq, dk, dv))
+    if results is not None and plan.apart:
+        for result, gradient in zip(results, (dq, dk, dv)):
+            result.copy_(gradient)
+        dq, dk, dv = results
+    return dq, dk, dv, None if sink is None else _sink_gradient(sink, statistics, delta)
+
+
+def launch_backward(
+    plan: Plan,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    statistics: Tensor,
+    mask: Mask,
+    results: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:
+    """Launch a planned backward on tensors that begin where those of the plan would; returns δ.
+
+    Strides are the plan's: a tensor may stand for its first heads.
+    """
+    dq, dk, dv = results
     unwritten = mask.seqused_k is not None and not plan.kernels[0].launch.descriptions
     if unwritten:  # what is behind the used keys
         dk.zero_(), dv.zero_()
@@ -120,7 +145,8 @@ def backward(
     inverse = plan.rows.empty(q) if q.dtype == torch.float32 else None
     counters = COUNTERS.empty(q) if plan.counted else None
     turns = None if plan.together is None else plan.together.turns.empty(q)
-    plan.prepare(out, grad, statistics, grad_lse, lse, delta, inverse, counters, turns)
+    prepare: Any = plan.prepare
+    prepare(out, grad, statistics, grad_lse, lse, delta, inverse, counters, turns)
     if plan.small is not None:
         plan.small(q, k, v, grad, lse, delta, dq, dk, dv)
     factors = (q, k, v, grad) if plan.terms is None else plan.terms(q, k, v, grad)
@@ -148,11 +174,7 @@ def backward(
             each.launch(*factors, lse, delta, inverse, *targets, *last)
     if plan.sums is not None:
         plan.sums(*(x for name in gradients if name in parts for x in (parts[name], gradients[name])))
-    if results is not None and plan.apart:
-        for result, gradient in zip(results, (dq, dk, dv)):
-            result.copy_(gradient)
-        dq, dk, dv = results
-    return dq, dk, dv, None if sink is None else _sink_gradient(sink, statistics, delta)
+    return delta
 
 
 def _sink_gradient(sink: Tensor, statistics: Tensor, delta: Tensor) -> Tensor:
