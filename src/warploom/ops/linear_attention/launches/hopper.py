@@ -7,13 +7,10 @@ from typing import Any
 import torch
 
 from warploom.ops.linear_attention.configs import HOPPER, HOPPER_DECAYS
-from warploom.ops.linear_attention.kernels.hopper import (
-    Form,
-    T,
-    hopper_cosine_kernel,
-    hopper_key_kernel,
-    hopper_walk_kernel,
-)
+from warploom.ops.linear_attention.kernels.hopper.cosine import hopper_cosine_kernel
+from warploom.ops.linear_attention.kernels.hopper.encoding import Form, T
+from warploom.ops.linear_attention.kernels.hopper.keys import hopper_key_kernel
+from warploom.ops.linear_attention.kernels.hopper.walk import hopper_walk_kernel
 from warploom.ops.linear_attention.kernels.tiles import Factors
 from warploom.ops.linear_attention.launches.calls import PLACES, Call, State, state_strides
 from warploom.runtime.launch import INTERPRETED, Boxes, Launch, architecture, can_be_copied

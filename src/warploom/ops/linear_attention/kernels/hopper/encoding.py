@@ -1,0 +1,291 @@
+"""What warps of a walk share: tiles and their barriers, angles, decays, encoded tiles, and states in registers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+)
+
+from warploom.device.activations import activate, exponential
+from warploom.device.hopper import tma
+from warploom.device.hopper.pipeline import barriers, init_each, init_ring, matrix, wait_empty
+from warploom.device.phase import cos_sin, phase_step, wrapping_add
+from warploom.ops.linear_attention.kernels.tiles import Factors, Place, Sizes
+from warploom.ops.lrpe.kernels.backward import pair_gradient
+from warploom.ops.lrpe.kernels.forward import turn
+
+T = gl.constexpr(64)  # tokens of a tile
+WARPS = gl.constexpr(8)  # that multiply
+ENCODERS = gl.constexpr(4)
+WALK_STAGES = gl.constexpr(3)
+KEY_STAGES = gl.constexpr(2)
+
+# Renamed in Triton 3.7.
+thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for."""
+
+    KIND: gl.constexpr  # none, rotate or cosine
+    ACTIVATION: gl.constexpr
+    DECAY: gl.constexpr  # none, head or token
+    FREQUENCIES: gl.constexpr  # of a head, the others are zero
+    GROUPS: gl.constexpr  # of warps that share the columns of a product
+    PART: gl.constexpr  # numbers of a tile that are encoded at a time
+    ENCODER_REGISTERS: gl.constexpr  # of a thread
+    GROUP_REGISTERS: gl.constexpr
+
+
+class Angles(NamedTuple):
+    """`phase_step` of the head's angles, in shared memory, and the position of the sequence's first token."""
+
+    whole: gl.shared_memory_descriptor
+    rest: gl.shared_memory_descriptor
+    position: gl.int32
+
+
+class Tiles(NamedTuple):
+    """Buffers of the tiles of tensors that arrive together, and barriers for each stage."""
+
+    tiles: gl.tuple  # (stages, 1, 1, T, W) each
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class Call(NamedTuple):
+    """What all warps of a program know."""
+
+    angles: Angles
+    place: Place
+    decay: gl.tensor | None
+    sizes: Sizes
+    tiles: gl.int32  # how many there are
+    factors: Factors
+
+
+class Encoded(NamedTuple):
+    """What the encoding warps tell: a barrier for each stage, and tiles as states take them, where there are decays."""
+
+    full: gl.shared_memory_descriptor
+    weighed: gl.shared_memory_descriptor  # (2, T, W)
+
+
+@gluon.jit
+def feature_of(row, W: gl.constexpr, form: gl.constexpr):
+    """The feature of ``φ`` at a place of the order in which it is kept."""
+    WIDTH: gl.constexpr = W // 2 // form.GROUPS
+    if form.KIND == "rotate" and form.GROUPS > 1:
+        row = row // WIDTH % 2 * (W // 2) + row // (2 * WIDTH) * WIDTH + row % WIDTH
+    return row
+
+
+@gluon.jit
+def copy_tiles(descs, ring, place, tile, count):
+    """Have tile number ``tile`` copied into the ``count``-th buffers, once these are empty."""
+    slot = wait_empty(ring.empty, count)
+    mbarrier.expect(ring.full.index(slot), len(descs) * descs[0].block_type.nbytes)
+    for i in gl.static_range(len(descs)):
+        tma.async_copy_global_to_shared(
+            descs[i],
+            [place.b.to(gl.int32), place.h.to(gl.int32), place.first + tile * T, 0],
+            ring.full.index(slot),
+            ring.tiles[i].index(slot),
+        )
+
+
+@gluon.jit
+def new_tiles(descs, STAGES: gl.constexpr, arrivals: gl.constexpr):
+    """Buffers for tiles, of tensors of one form."""
+    dtype: gl.constexpr = descs[0].dtype
+    W: gl.constexpr = descs[0].block_type.shape[3]
+    tiles = ()
+    for i in gl.static_range(len(descs)):
+        tiles = tiles + (gl.allocate_shared_memory(dtype, [STAGES, 1, 1, T, W], descs[i].layout),)
+    full, empty = barriers(STAGES), barriers(STAGES)
+    init_ring(full, empty, arrivals)
+    return Tiles(tiles, full, empty)
+
+
+@gluon.jit
+def load_angles(theta, place, sizes, W: gl.constexpr, form: gl.constexpr):
+    """Angles of the place's head."""
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    FEATURES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    COUNT: gl.constexpr = W if form.KIND == "cosine" else W // 2
+    whole_words = gl.allocate_shared_memory(gl.int32, [COUNT], WORDS)
+    rest_words = gl.allocate_shared_memory(gl.float32, [COUNT], WORDS)
+    if form.KIND != "none":
+        f = gl.arange(0, COUNT, FEATURES)
+        ptrs = theta + place.h * sizes.theta_h + f * sizes.theta_f
+        whole, rest, _ = phase_step(gl.load(ptrs, mask=f < form.FREQUENCIES, other=0.0))
+        whole_words.store(whole)
+        rest_words.store(rest)
+    return Angles(whole_words, rest_words, place.position)
+
+
+@gluon.jit
+def turns_of(angles, first, ROWS: gl.constexpr, begin: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Cosines and sines (ROWS, COUNT) of the tokens from ``first`` on, of the angles from ``begin`` on."""
+    whole = angles.whole.slice(begin, COUNT).load(gl.SliceLayout(0, LAYOUT))[None, :]
+    rest = angles.rest.slice(begin, COUNT).load(gl.SliceLayout(0, LAYOUT))[None, :]
+    t = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+    return cos_sin(wrapping_add(wrapping_add(angles.position, first), t), whole, rest, 0.0, True)
+
+
+@gluon.jit
+def decays_of(call, first, begin: gl.constexpr, ROWS: gl.constexpr, DECAY: gl.constexpr, LAYOUT: gl.constexpr):
+    """Sums of a tile's logarithms of decays up to and with tokens ``begin …`` (ROWS,), and of all of them."""
+    decay, place, sizes = call.decay, call.place, call.sizes
+    count = place.last - first
+    if DECAY == "head":
+        t = begin + gl.arange(0, ROWS, LAYOUT)
+        g = gl.load(decay + place.h * sizes.decay_h).to(gl.float32)
+        count = gl.minimum(count, T).to(gl.float32)
+        a = g * gl.minimum((t + 1).to(gl.float32), count)
+        total = g * count
+    else:
+        SUMS: gl.constexpr = gl.BlockedLayout([1, T // 32], [1, 32], [gl.num_warps(), 1], [1, 0])
+        t = gl.arange(0, T, gl.SliceLayout(0, SUMS))
+        ptrs = decay + place.b * sizes.decay_b + place.h * sizes.decay_h
+        ptrs += (place.start + first + t).to(gl.int64) * sizes.decay_n
+        g = gl.load(ptrs, mask=t < count, other=0.0).to(gl.float32)
+        last = begin + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
+        a = gl.sum(gl.where(t[None, :] <= last[:, None], g[None, :], 0.0), 1)
+        a = gl.convert_layout(a, LAYOUT)
+        total = gl.sum(g, 0)
+    return a, total
+
+
+@gluon.jit
+def encode_tiles(tiles, encoded, count, first, call, form: gl.constexpr, REVERSE: gl.constexpr):
+    """Encode the ``count``-th tiles (T, W) where they lie, and weigh those of the first as states take them."""
+    W: gl.constexpr = tiles[0].shape[4]
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [512 // W, W // 16], [ENCODERS, 1], [1, 0])
+    PART_ROWS: gl.constexpr = form.PART // W
+    WIDTH: gl.constexpr = W // 2 // form.GROUPS
+    dtype: gl.constexpr = tiles[0].dtype
+    slot = count % encoded.full.shape[0]
+    for part in gl.static_range(T // PART_ROWS):
+        if form.KIND == "rotate":
+            cosine, sine = turns_of(call.angles, first + part * PART_ROWS, PART_ROWS, 0, W // 2, ROWS)
+        for i in gl.static_range(len(tiles)):
+            tile = matrix(tiles[i], slot).slice(part * PART_ROWS, PART_ROWS)
+            x = tile.load(ROWS)
+            if form.KIND == "rotate":
+                x1, x2 = x.reshape([PART_ROWS, 2, W // 2]).permute([0, 2, 1]).split()
+                x1 = activate(gl.convert_layout(x1, ROWS).to(gl.float32), form.ACTIVATION)
+                x2 = activate(gl.convert_layout(x2, ROWS).to(gl.float32), form.ACTIVATION)
+                y1, y2 = turn(x1, x2, cosine, sine, "rotate")
+                y = gl.join(
+                    y1.reshape([PART_ROWS, form.GROUPS, WIDTH]), y2.reshape([PART_ROWS, form.GROUPS, WIDTH])
+                )
+                y = y.permute([0, 1, 3, 2]).reshape([PART_ROWS, W])
+            else:
+                y = activate(x.to(gl.float32), form.ACTIVATION)
+            if form.KIND != "none" or form.ACTIVATION != "none":
+                tile.store(y.to(dtype))
+            if i == 0 and form.DECAY != "none":
+                a, total = decays_of(
+                    call, first, part * PART_ROWS, PART_ROWS, form.DECAY, gl.SliceLayout(1, y.type.layout)
+                )
+                if REVERSE:
+                    weights = exponential(a)
+                else:
+                    weights = exponential(total - a)
+                encoded.weighed.index(count % 2).slice(part * PART_ROWS, PART_ROWS).store(
+                    (y * weights[:, None]).to(dtype)
+                )
+
+
+@gluon.jit
+def decoded(grads, angles, first, form: gl.constexpr):
+    """Gradients (T, W) of what was encoded, turned back."""
+    W: gl.constexpr = grads.shape[1]
+    WIDTH: gl.constexpr = W // 2 // form.GROUPS
+    if form.KIND == "rotate":
+        g1, g2 = grads.reshape([T, form.GROUPS, 2, WIDTH]).permute([0, 1, 3, 2]).split()
+        g1 = g1.reshape([T, W // 2])
+        g2 = g2.reshape([T, W // 2])
+        HALF: gl.constexpr = g1.type.layout
+        cosine, sine = turns_of(angles, first, T, 0, W // 2, HALF)
+        d1, d2 = pair_gradient(g1, g2, cosine, sine)
+        grads = gl.join(d1, d2).permute([0, 2, 1]).reshape([T, W])
+    return grads
+
+
+@gluon.jit
+def weigh_pairs(scores, call, first, form: gl.constexpr, REVERSE: gl.constexpr):
+    """Scores (T, T) times the decay between tokens; zero where the row's token does not see the column's."""
+    PAIRS: gl.constexpr = scores.type.layout
+    i = gl.arange(0, T, gl.SliceLayout(1, PAIRS))
+    j = gl.arange(0, T, gl.SliceLayout(0, PAIRS))
+    if REVERSE:
+        seen = i[:, None] <= j[None, :]
+    else:
+        seen = i[:, None] >= j[None, :]
+    if form.DECAY != "none":
+        a, _ = decays_of(call, first, 0, T, form.DECAY, gl.SliceLayout(1, PAIRS))
+        b, _ = decays_of(call, first, 0, T, form.DECAY, gl.SliceLayout(0, PAIRS))
+        between = b[None, :] - a[:, None] if REVERSE else a[:, None] - b[None, :]
+        scores *= exponential(gl.where(seen, between, 0.0))
+    return gl.where(seen, scores, 0.0)
+
+
+@gluon.jit
+def state_pointers(
+    ptr, place, first_f: gl.constexpr, strides, ROWS: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr,
+    form: gl.constexpr, TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """Pointers to rows of the place's state (F, E), or ``TRANSPOSED`` (E, F), with F in the order of `feature_of`."""
+    i = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+    j = gl.arange(0, W, gl.SliceLayout(0, LAYOUT))[None, :]
+    head = ptr + place.slot * strides.s + place.h * strides.h + first_f * strides.f
+    if TRANSPOSED:
+        ptrs = head + i.to(gl.int64) * strides.e + feature_of(j, W, form).to(gl.int64) * strides.f
+    else:
+        ptrs = head + feature_of(i, W, form).to(gl.int64) * strides.f + j.to(gl.int64) * strides.e
+    return ptrs
+
+
+@gluon.jit
+def load_state(
+    ptr, place, first_f: gl.constexpr, factor, strides, ROWS: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr,
+    form: gl.constexpr, TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """Rows of a state in float32, times a factor; zero where there is none."""
+    if ptr is None:
+        state = gl.zeros([ROWS, W], gl.float32, LAYOUT)
+    else:
+        ptrs = state_pointers(ptr, place, first_f, strides, ROWS, W, LAYOUT, form, TRANSPOSED)
+        state = gl.load(ptrs).to(gl.float32) * factor
+    return state
+
+
+@gluon.jit
+def store_state(
+    ptr, state, place, first_f: gl.constexpr, factor, strides, W: gl.constexpr, form: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """The inverse of `load_state`."""
+    if ptr is not None:
+        LAYOUT: gl.constexpr = state.type.layout
+        ROWS: gl.constexpr = state.shape[0]
+        ptrs = state_pointers(ptr, place, first_f, strides, ROWS, W, LAYOUT, form, TRANSPOSED)
+        gl.store(ptrs, (state * factor).to(ptr.dtype.element_ty))
+
+
+@gluon.jit
+def new_encoded(STAGES: gl.constexpr, W: gl.constexpr, dtype: gl.constexpr, form: gl.constexpr):
+    """Barriers of encoded tiles, and buffers for weighed ones if there are decays."""
+    full = barriers(STAGES)
+    init_each(full)
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T, W], dtype)
+    weighed = full
+    if form.DECAY != "none":
+        weighed = gl.allocate_shared_memory(dtype, [2, T, W], TILE)
+    return Encoded(full, weighed)

@@ -1,0 +1,196 @@
+"""The walk that makes outputs, or gradients of queries, without an encoding or with rotations."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from warploom.device.activations import exponential
+from warploom.device.hopper import tma
+from warploom.device.hopper.pipeline import matrix, wait_full
+from warploom.ops.linear_attention.kernels.hopper.encoding import (
+    ENCODERS,
+    WALK_STAGES,
+    Call,
+    Encoded,
+    T,
+    Tiles,
+    copy_tiles,
+    decays_of,
+    decoded,
+    encode_tiles,
+    load_angles,
+    load_state,
+    new_encoded,
+    new_tiles,
+    store_state,
+    thread_barrier,
+    weigh_pairs,
+)
+from warploom.ops.linear_attention.kernels.tiles import Factors, Sizes, StateStrides, locate
+
+
+class Walk(NamedTuple):
+    """What the warps that multiply have in `hopper_walk_kernel`."""
+
+    rows: Tiles
+    others: Tiles
+    encoded: Encoded
+    state_tile: gl.shared_memory_descriptor
+    pair_tile: gl.shared_memory_descriptor
+    out_desc: gl.tensor
+    initial: gl.tensor | None
+    final: gl.tensor | None
+    initial_strides: StateStrides
+    final_strides: StateStrides
+
+
+@gluon.jit
+def copy_walk(row_descs, other_descs, rows, others, call):
+    """The copying warp of `hopper_walk_kernel`."""
+    for i in range(call.tiles):
+        copy_tiles(row_descs, rows, call.place, i, i)
+        copy_tiles(other_descs, others, call.place, i, i)
+
+
+@gluon.jit
+def encode_walk(form: gl.constexpr, DECODED: gl.constexpr, rows, others, encoded, call):
+    """The encoding warps of `hopper_walk_kernel`."""
+    STAGES: gl.constexpr = encoded.full.shape[0]
+    for i in range(call.tiles):
+        slot = wait_full(others.full, i)
+        if form.DECAY != "none":  # the tile before the last was multiplied, and its weighed one with it
+            if i >= 2:
+                mbarrier.wait(others.empty.index((i - 2) % STAGES), (i - 2) // STAGES & 1)
+        if DECODED:
+            tiles = (others.tiles[1],)
+        else:
+            wait_full(rows.full, i)
+            tiles = (others.tiles[0], rows.tiles[0])
+        encode_tiles(tiles, encoded, i, call.place.first + i * T, call, form, False)
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(encoded.full.index(slot))
+
+
+@gluon.jit
+def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
+    """The warps of `hopper_walk_kernel` that multiply."""
+    place, first_tile = call.place, call.place.first
+    rows, others, encoded, state_tile, pair_tile = (
+        walk.rows, walk.others, walk.encoded, walk.state_tile, walk.pair_tile,
+    )  # fmt: skip
+    W: gl.constexpr = state_tile.shape[0]
+    STAGES: gl.constexpr = rows.full.shape[0]
+    dtype: gl.constexpr = state_tile.dtype
+    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, T // 2, 16])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, W // 2, 16])
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W // 16, 128 // W], [16, W * W // 128, 16])
+    ENCODES: gl.constexpr = form.KIND != "none" or form.ACTIVATION != "none" or form.DECAY != "none"
+    b_entry, h = place.b.to(gl.int32), place.h.to(gl.int32)
+    state = load_state(walk.initial, place, 0, call.factors.into, walk.initial_strides, W, W, STATE, form, DECODED)
+    state_tile.store(state.to(dtype))
+    for i in range(call.tiles):
+        slot = i % STAGES
+        first = first_tile + i * T
+        fence_async_shared()
+        thread_barrier()
+        if i > 0:
+            tma.async_copy_shared_to_global(
+                walk.out_desc, [b_entry, h, first - T, 0], rows.tiles[0].index((i - 1) % STAGES)
+            )
+            mbarrier.arrive(others.empty.index((i - 1) % STAGES))
+        wait_full(rows.full, i)
+        wait_full(others.full, i)
+        if ENCODES:
+            wait_full(encoded.full, i)
+        a, b, c = matrix(rows.tiles[0], slot), matrix(others.tiles[0], slot), matrix(others.tiles[1], slot)
+        pairs = warpgroup_mma(
+            a, b.permute([1, 0]), gl.zeros([T, T], gl.float32, PAIRS), use_acc=False, is_async=True
+        )
+        result = warpgroup_mma(a, state_tile, gl.zeros([T, W], gl.float32, RESULT), use_acc=False, is_async=True)
+        if form.DECAY == "none":
+            state = warpgroup_mma(b.permute([1, 0]), c, state, is_async=True)
+        else:
+            _, total = decays_of(call, first, 0, T, form.DECAY, gl.SliceLayout(1, STATE))
+            state *= exponential(total)
+            mine = encoded.weighed.index(i % 2)
+            if DECODED:
+                state = warpgroup_mma(b.permute([1, 0]), mine, state, is_async=True)
+            else:
+                state = warpgroup_mma(mine.permute([1, 0]), c, state, is_async=True)
+        pairs, result = warpgroup_mma_wait(1, deps=[pairs, result])
+        pair_tile.store(weigh_pairs(pairs, call, first, form, False).to(dtype))
+        tma.store_wait(0)
+        fence_async_shared()
+        thread_barrier()
+        if i > 0:
+            mbarrier.arrive(rows.empty.index((i - 1) % STAGES))
+        if form.DECAY != "none":
+            sums, _ = decays_of(call, first, 0, T, form.DECAY, gl.SliceLayout(1, RESULT))
+            result *= exponential(sums)[:, None]
+        result = warpgroup_mma(pair_tile, c, result, is_async=True)
+        state = warpgroup_mma_wait(1, deps=[state])
+        state_tile.store(state.to(dtype))
+        result = warpgroup_mma_wait(0, deps=[result]) * call.factors.scale
+        if DECODED:
+            result = decoded(result, call.angles, first, form)
+        a.store(result.to(dtype))
+    fence_async_shared()
+    thread_barrier()
+    if call.tiles > 0:
+        last = call.tiles - 1
+        tma.async_copy_shared_to_global(
+            walk.out_desc, [b_entry, h, first_tile + last * T, 0], rows.tiles[0].index(last % STAGES)
+        )
+        tma.store_wait(0)
+    store_state(walk.final, state, place, 0, call.factors.out_of, walk.final_strides, W, form, DECODED)
+
+
+@gluon.jit
+def hopper_walk_kernel(
+    a_desc, b_desc, c_desc, out_desc, initial, final, theta, offsets, cu_seqlens, decay, offset: gl.int32,
+    factors: Factors, sizes: Sizes, initial_strides: StateStrides,
+    final_strides: StateStrides, form: gl.constexpr, DECODED: gl.constexpr,
+):  # fmt: skip
+    """What `kernels.walk` computes forwards, of a chunk of a head.
+
+    Descriptors are of (B, H, N, W) with boxes (1, 1, T, W). ``a`` and ``b`` are encoded, or ``DECODED`` ``c``.
+    """
+    W: gl.constexpr = a_desc.block_type.shape[3]
+    dtype: gl.constexpr = a_desc.dtype
+    ENCODES: gl.constexpr = form.KIND != "none" or form.ACTIVATION != "none" or form.DECAY != "none"
+    place = locate(offsets, cu_seqlens, offset, sizes)
+    rows = new_tiles((a_desc,), WALK_STAGES, 1)
+    others = new_tiles((b_desc, c_desc), WALK_STAGES, 1)
+    encoded = new_encoded(WALK_STAGES, W, dtype, form)
+    state_tile = gl.allocate_shared_memory(dtype, [W, W], gl.NVMMASharedLayout.get_default_for([W, W], dtype))
+    pair_tile = gl.allocate_shared_memory(dtype, [T, T], gl.NVMMASharedLayout.get_default_for([T, T], dtype))
+    tiles = gl.maximum(place.last - place.first + T - 1, 0) // T
+    call = Call(load_angles(theta, place, sizes, W, form), place, decay, sizes, tiles, factors)
+    walk = Walk(
+        rows, others, encoded, state_tile, pair_tile, out_desc, initial, final, initial_strides, final_strides,
+    )  # fmt: skip
+    fence_async_shared()
+    thread_barrier()
+    if ENCODES:
+        gl.warp_specialize(
+            [(multiply_walk, (form, DECODED, walk, call)),
+             (encode_walk, (form, DECODED, rows, others, encoded, call)),
+             (copy_walk, ((a_desc,), (b_desc, c_desc), rows, others, call))],
+            [ENCODERS, 1], [form.ENCODER_REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(multiply_walk, (form, DECODED, walk, call)),
+             (copy_walk, ((a_desc,), (b_desc, c_desc), rows, others, call))],
+            [1], [24],
+        )  # fmt: skip
