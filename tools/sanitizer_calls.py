@@ -163,6 +163,7 @@ CALLS: tuple[Call, ...] = tuple(
         ("flash_attention", flash_attention, "terms", _few, {"n": 1100, "m": 1030, "dtype": torch.float32}),
         ("flash_attention", flash_attention, "hopper", _many, {"n": 140, "m": 200, "causal": True}),
         ("flash_attention", flash_attention, "hopper-full", _many, {"n": 140, "m": 70, "d": 128}),
+        ("flash_attention", flash_attention, "hopper-together", _many, {"n": 140, "m": 1000, "causal": True}),
         ("flash_attention", flash_attention, "hopper-wide", _many, {"n": 140, "m": 140, "d": 256, "causal": True}),
         ("flash_attention", flash_attention, "hopper-split", _few, {"n": 2100, "m": 9000}),
         ("flash_attention", flash_attention, "hopper-window", _many,

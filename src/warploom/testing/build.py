@@ -11,6 +11,7 @@ others it is printed, and fails nothing.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -67,20 +68,21 @@ class Resources:
 
 
 def cases(operator: Operator) -> list[Case]:
-    """The check cases of an operator, and the CUDA cases of its benches: of those that differ in length, one.
+    """The check cases of an operator, and the CUDA cases of its benches: of those that differ in length, two.
 
-    A length (or a list of sizes that make it up) compiles nothing new, so the shortest stands for all.
+    A length (or a list of sizes that make it up) compiles nothing new but where it decides how a call is cut: the
+    shortest and the longest stand for all.
     """
-    shortest: dict[str, Case] = {}
+    ends: dict[str, tuple[Case, Case]] = {}
     for bench in benches().values():
         if bench.operator.name != operator.name:
             continue
         for case in (case for suite in bench.suites.values() for case in suite("cuda")):
             lists = {name: len(value) for name, value in case.items() if isinstance(value, list | tuple)}
             key = json.dumps({**case, **lists, operator.length: None}, sort_keys=True)
-            if key not in shortest or case[operator.length] < shortest[key][operator.length]:
-                shortest[key] = case
-    return [*operator.check_cases, *shortest.values()]
+            both = (*ends.get(key, (case, case)), case)
+            ends[key] = tuple(end(both, key=lambda each: each[operator.length]) for end in (min, max))  # type: ignore[assignment]
+    return [*operator.check_cases, *itertools.chain.from_iterable(ends.values())]
 
 
 def record(chosen: Iterable[Operator], arch: int) -> list[tuple[Operator, launch.Build]]:
