@@ -177,9 +177,9 @@ def tritons_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _by_turns(request: pytest.FixtureRequest) -> None:
-    """Run cases of the stack in Triton's interpreter: one in four, each day others; all where they are chosen."""
+    """Run cases of the stack in Triton's interpreter: one in eight, each day others; all where they are chosen."""
     case = zlib.crc32(request.node.nodeid.encode()) + seeds.day() + seeds.seed()
-    chosen = "stack" in request.config.option.markexpr or case % 4 == 0
+    chosen = "stack" in request.config.option.markexpr or case % 8 == 0
     if HAS_TRITON and chosen and request.node.get_closest_marker("stack"):
         request.getfixturevalue("tritons_interpreter")
 

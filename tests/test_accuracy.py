@@ -247,6 +247,16 @@ def test_a_block_of_another_size_is_found_wherever_it_is(shape: tuple[int, ...])
     )
 
 
+def test_a_short_rest_is_part_of_the_block_before() -> None:
+    """Of 130 queries, three to a block, the last alone is one draw of what a rounded output leaves."""
+    squares = torch.rand(4, 130, 2, 256, dtype=torch.float64)
+    blocks = accuracy._Blocks.of((0,) * 4, [squares] * 3)
+    rows = blocks.sizes[1]
+    assert 0 < 130 % rows < rows / 2
+    assert blocks.squares[0].shape[1] == 130 // rows
+    assert torch.allclose(blocks.squares[0][:, -1].sum(), squares[:, 130 // rows * rows - rows :].sum())
+
+
 @pytest.mark.parametrize(("share", "right"), [(0.02, True), (1.0, False)])
 def test_where_terms_cancel_a_block_may_hold_a_little_of_the_usual_error(share: float, right: bool) -> None:
     """The gradient of queries that see one key is zero: eager may leave exactly that."""

@@ -264,7 +264,7 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_plans()
 
 
-@pytest.mark.turns(7)
+@pytest.mark.turns(13)
 @pytest.mark.parametrize(
     ("n", "m", "heads", "key_heads", "d", "e", "dtype"),
     [
