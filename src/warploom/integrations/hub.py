@@ -46,7 +46,7 @@ def build(folder: Path) -> list[Path]:
 
         with tempfile.TemporaryDirectory() as folder:
             built = hub.build(Path(folder))
-            assert [path.name for path in built] == ["torch-cuda", "torch-cpu"]
+            print([path.name for path in built])  # ['torch-cuda', 'torch-cpu']
         ```
     """
     version = int(warploom.__version__.split(".")[0])

@@ -321,10 +321,8 @@ def _encoded(description: Description, encode: Any, known: dict[int, Any], tenso
         return descriptor
     if len(known) >= MOST_ADDRESSES:
         known.clear()
-    if tensor.is_cuda and not hasattr(
-        _thread, "has_context"
-    ):  # no use of the GPU yet, so the driver encodes nothing
-        torch.cuda.mem_get_info()  # which gives it the GPU's context
+    if tensor.is_cuda and not hasattr(_thread, "has_context"):
+        torch.cuda.mem_get_info()  # the driver encodes nothing for a thread that has not used the GPU
         _thread.has_context = True
     known[tensor.data_ptr()] = encoded = encode(descriptor)[0]
     return encoded

@@ -21,7 +21,8 @@ CHUNK = 2**26
 """Elements compared at a time: the float64 temporaries stay near half a gigabyte each."""
 
 BLOCK = 4096
-"""Elements of a block at most, but for the last, in rows that are neighbours: enough for a root mean square."""
+"""Elements of a block at most, in rows that are neighbours: so many that their root mean square is no luck. Less
+than half a block at the end of an axis belongs to the block before."""
 UNEVEN = 2.0
 """How much more a block may be off than its share. Gradients of head factors are small in most rows, large in some:
 in the published cases of `tpa_attention` on an H200 the worst block of plain PyTorch on formed keys was off by 1.48
@@ -237,9 +238,8 @@ def _block_sums(values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
             shape = [*values.shape[:axis], missing, *values.shape[axis + 1 :]]
             values = torch.cat((values, values.new_zeros(shape)), dim=axis)
         values = values.unflatten(axis, (-1, size)).sum(axis + 1)
-        if (
-            2 * missing > size and values.shape[axis] > 1
-        ):  # a short rest is part of the block before: alone it is luck
+        if 2 * missing > size and values.shape[axis] > 1:
+            # A short rest belongs to the block before: one row alone is a draw of one number a head.
             *whole, rest = values.unbind(axis)
             whole[-1] = whole[-1] + rest
             values = torch.stack(whole, axis)
