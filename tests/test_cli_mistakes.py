@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -361,7 +362,9 @@ def test_a_run_that_is_killed_torn_and_interrupted_goes_on_where_it_was(capsys: 
         """Start the run, wait until it is in its second case, and send it a signal."""
         Path("reached").unlink(missing_ok=True)
         command = [sys.executable, "-m", "warploom", *words]
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        # A shell's background jobs ignore Ctrl-C, and so do their children, unless they are told otherwise.
+        heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
         wait_until(lambda: Path("reached").exists() or process.poll() is not None)
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
