@@ -114,9 +114,9 @@ SETTINGS = {
 LONG = {
     "long": Setting(1500, 600, rank=3, dtype=torch.bfloat16),
     "long_packed": Setting(1500, 600, bounds=(0, 500, 1100, 1500), dtype=torch.bfloat16, features=64),
-    "hopper": Setting(1500, 600, rank=1, dtype=torch.bfloat16, features=64),
-    "hopper_ranks": Setting(1500, 600, rank=2, dtype=torch.bfloat16, features=128),
-    "hopper_full": Setting(1500, 600, causal=False, rank=2, dtype=torch.bfloat16, features=64),
+    "wide": Setting(1500, 600, rank=1, dtype=torch.bfloat16, features=64),
+    "wide_ranks": Setting(1500, 600, rank=2, dtype=torch.bfloat16, features=128),
+    "wide_full": Setting(1500, 600, causal=False, rank=2, dtype=torch.bfloat16, features=64),
 }
 
 
@@ -179,6 +179,5 @@ def test_attention(which: str, name: str, backend: str, device: torch.device) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize("which", [*NAMES, "grad"])
-def test_long_attention(which: str, name: str, device: torch.device, launched: list[str]) -> None:
+def test_long_attention(which: str, name: str, device: torch.device) -> None:
     check(LONG[name], which, "triton", device)
-    assert ("hopper_forward_kernel" in launched) == name.startswith("hopper")

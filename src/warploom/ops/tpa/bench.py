@@ -163,6 +163,7 @@ ATTENTION = Operator(
     reference=reference.tpa_attention,
     make_inputs=attention_inputs,
     check_cases=tuple({**_ATTENTION, **change} for change in _ATTENTION_CHECKS),
+    spills={"factor_kernel": 8},  # in float32, an address
 )
 OPERATORS = (DECODE, ATTENTION)
 
