@@ -207,7 +207,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     from warploom.runtime.launch import Launch
 
-    around = ("combine", "decay", "factor", "prepare", "reduce", "round", "scan", "sum", "terms")
+    around = ("combine", "decay", "factor", "prepare", "product", "reduce", "round", "scan", "sum", "terms")
     names: list[str] = []
     usual = Launch.__call__
 

@@ -26,8 +26,8 @@ import sanitize  # noqa: E402
 # Sanitizers: reports, and what explains them
 # ----------------------------------------------------------------------------------------------------------
 
-KERNEL = sanitize.Kernel("warploom.ops.tpa.attention.kernels.backward", "prepare_kernel", False, ("attention",))
-OTHER = sanitize.Kernel("warploom.ops.tpa.attention.kernels.hopper.forward", "tpa_hopper_forward_kernel", True)
+KERNEL = sanitize.Kernel("warploom.ops.flash_attention.kernels.backward", "prepare_kernel", False, ("hopper",))
+OTHER = sanitize.Kernel("warploom.ops.flash_attention.kernels.hopper.forward", "hopper_forward_kernel", True)
 
 
 def line_of(file: str, text: str) -> int:
@@ -35,7 +35,7 @@ def line_of(file: str, text: str) -> int:
     return next(number for number, line in enumerate(lines, start=1) if text in line)
 
 
-LOAD = line_of("ops/tpa/attention/kernels/backward.py", "o = tl.load(out +")
+LOAD = line_of("ops/flash_attention/kernels/backward.py", "tl.load(out_ptrs")
 FULL, EMPTY = (line_of("device/hopper/pipeline.py", f"def wait_{state}(") for state in ("full", "empty"))
 INITCHECK = f"""========= COMPUTE-SANITIZER
 ========= Uninitialized __global__ memory read of size 16 bytes
@@ -54,33 +54,33 @@ INITCHECK = f"""========= COMPUTE-SANITIZER
 ========= ERROR SUMMARY: 3 errors
 """
 RACECHECK = f"""========= COMPUTE-SANITIZER
-========= Error: Race reported between Write access at tpa_hopper_forward_kernel+0x2a0 in pipeline.py:{FULL}
-=========     and Read access at tpa_hopper_forward_kernel+0x1b10 in pipeline.py:{EMPTY} [128 hazards]
+========= Error: Race reported between Write access at hopper_forward_kernel+0x2a0 in pipeline.py:{FULL}
+=========     and Read access at hopper_forward_kernel+0x1b10 in pipeline.py:{EMPTY} [128 hazards]
 =========
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
 
 
 def found(tool: str, log: str, *calls: str) -> list[sanitize.Finding]:
-    task = sanitize.Task(tool, "tpa", calls or ("one", "two"))
+    task = sanitize.Task(tool, "flash_attention", calls or ("one", "two"))
     return sanitize.findings_of(task, sanitize.reports(log), [KERNEL, OTHER])
 
 
 def test_reports_of_one_kind_and_place_are_one_finding() -> None:
-    load, copy = found("initcheck", INITCHECK, "attention-hopper")
-    assert (load.kernel, load.count, load.call) == ("prepare_kernel", 2, "attention-hopper")
+    load, copy = found("initcheck", INITCHECK, "hopper")
+    assert (load.kernel, load.count, load.call) == ("prepare_kernel", 2, "hopper")
     assert load.kind == "Uninitialized __global__ memory read of size 16 bytes"
     assert load.places == (
-        sanitize.Place("src/warploom/ops/tpa/attention/kernels/backward.py", LOAD, load.places[0].text),
+        sanitize.Place("src/warploom/ops/flash_attention/kernels/backward.py", LOAD, load.places[0].text),
     )
-    assert "tl.load(out +" in load.places[0].text
+    assert "tl.load(out_ptrs" in load.places[0].text
     assert (copy.kernel, copy.count, copy.places) == ("", 1, ())
     assert copy.kind.startswith("Host API memory access error")
 
 
 def test_a_race_has_both_of_its_places() -> None:
     (race,) = found("racecheck", RACECHECK)
-    assert (race.kernel, race.count, race.call) == ("tpa_hopper_forward_kernel", 128, "")
+    assert (race.kernel, race.count, race.call) == ("hopper_forward_kernel", 128, "")
     assert [(place.file, place.line) for place in race.places] == [
         ("src/warploom/device/hopper/pipeline.py", FULL),
         ("src/warploom/device/hopper/pipeline.py", EMPTY),
@@ -93,12 +93,12 @@ def test_a_clean_log_has_no_findings() -> None:
 
 def test_only_what_is_explained_is_known() -> None:
     known = sanitize.read_known()
-    load, copy = sanitize.explained(found("initcheck", INITCHECK, "attention-hopper"), known)
+    load, copy = sanitize.explained(found("initcheck", INITCHECK, "hopper"), known)
     assert load.known
     assert copy.known
     elsewhere = INITCHECK.replace(f":{LOAD}", f":{LOAD + 1}")  # another line of the same kernel
-    assert not sanitize.explained(found("initcheck", elsewhere, "attention-hopper"), known)[0].known
-    for finding in (*found("initcheck", INITCHECK, "attention"), *found("memcheck", INITCHECK, "attention-hopper")):
+    assert not sanitize.explained(found("initcheck", elsewhere, "hopper"), known)[0].known
+    for finding in (*found("initcheck", INITCHECK, "few"), *found("memcheck", INITCHECK, "hopper")):
         assert not sanitize.explained([finding], known)[0].known
 
 
@@ -122,13 +122,13 @@ def test_what_an_explanation_names_is_there() -> None:
 
 
 def test_the_table_tells_known_findings_from_others() -> None:
-    load, copy = sanitize.explained(found("initcheck", INITCHECK, "attention-hopper"), sanitize.read_known())
+    load, copy = sanitize.explained(found("initcheck", INITCHECK, "hopper"), sanitize.read_known())
     text = sanitize.table([KERNEL, OTHER], [load, copy], ["racecheck", "initcheck"])
     assert [re.split(r"\s{2,}", line) for line in text.splitlines()] == [
         ["kernel", "racecheck", "initcheck"],
-        ["tpa/prepare_kernel", "0", "1 known"],
-        ["tpa/tpa_hopper_forward_kernel", "-", "-"],  # it was not launched
-        ["tpa, no kernel", "0", "1 known"],
+        ["flash_attention/prepare_kernel", "0", "1 known"],
+        ["flash_attention/hopper_forward_kernel", "-", "-"],  # it was not launched
+        ["flash_attention, no kernel", "0", "1 known"],
     ]
 
 
@@ -139,15 +139,20 @@ def test_assertions_of_tritons_sanitizer_are_read_once() -> None:
 
 
 def test_calls_that_an_explanation_names_run_alone() -> None:
-    calls = [("one", "tpa"), ("attention-hopper", "tpa"), ("two", "tpa"), ("stream", "bench")]
+    calls = [
+        ("one", "flash_attention"),
+        ("hopper", "flash_attention"),
+        ("two", "flash_attention"),
+        ("stream", "bench"),
+    ]
     known = sanitize.read_known()
 
     def processes(tool: str) -> list[tuple[str, ...]]:
         return [task.calls for task in sanitize.tasks_of(tool, calls, [], known)]
 
-    assert processes("memcheck") == [("one", "attention-hopper", "two"), ("stream",)]
-    assert processes("initcheck") == [("attention-hopper",), ("one", "two"), ("stream",)]
-    assert processes("gsan") == [("one",), ("attention-hopper",), ("two",), ("stream",)]
+    assert processes("memcheck") == [("one", "hopper", "two"), ("stream",)]
+    assert processes("initcheck") == [("hopper",), ("one", "two"), ("stream",)]
+    assert processes("gsan") == [("one",), ("hopper",), ("two",), ("stream",)]
 
 
 LAUNCHED = """

@@ -373,16 +373,20 @@ def test_weights_that_cannot_change_have_no_gradient(device: torch.device, featu
 
 
 @needs_triton
-@pytest.mark.parametrize("programs", [1, 3, 100])
-def test_heads_summed_in_groups_give_the_gradients(
-    device: torch.device, programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from warploom.ops.tpa.attention.launches import portable as launchers_attention
-
-    monkeypatch.setattr(launchers_attention, "multiprocessors", lambda device: programs)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "rank_q", "rank_k", "rank_v", "features", "values"), [(19, 20, 17, 5, 8, 24), (1, 1, 70, 1, 200, 3)]
+)
+def test_attention_of_many_heads_and_ranks(
+    device: torch.device, heads: int, rank_q: int, rank_k: int, rank_v: int, features: int, values: int,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """More heads and ranks than a step takes, and float32 rows of more than 128 features."""
+    ranks = {"rank_q": rank_q, "rank_k": rank_k, "rank_v": rank_v}
     verdicts = []
     for _ in range(5):  # a gradient has a few hundred elements, and one draw of them sets a budget by luck
-        inputs = factors(device, batch=1, tokens=20, keys=20, heads=5, rank_k=2, rank_v=1)
+        sizes = {"tokens": 20, "keys": 20, "heads": heads, "features": features, "values": values}
+        inputs = factors(device, batch=1, **sizes, **ranks, dtype=dtype)
         wanted = [value.requires_grad_() for value in inputs.values()]
         double = {name: value.detach().double().requires_grad_() for name, value in inputs.items()}
         out = tpa_attention(**inputs, backend="triton")

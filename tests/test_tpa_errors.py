@@ -115,8 +115,10 @@ def test_whole_queries_have_the_heads_of_the_keys() -> None:
         tpa_decode(**factors(aq=None))
 
 
-@functions
-@pytest.mark.parametrize(("rank", "features"), [(MAX_RANK + 1, 8), (2, MAX_FEATURES + 1)])
+@pytest.mark.parametrize(
+    ("function", "rank", "features"),
+    [(tpa_decode, MAX_RANK + 1, 8), (tpa_decode, 2, MAX_FEATURES + 1), (tpa_attention, 2, MAX_FEATURES + 1)],
+)
 def test_what_the_kernels_cannot_hold_runs_in_pytorch(function: Any, rank: int, features: int) -> None:
     inputs = factors(
         ak=torch.zeros(2, 5, 3, rank),

@@ -170,34 +170,6 @@ def test_the_driver_accepts_every_descriptor_of_decoding(monkeypatch: pytest.Mon
     assert min(verdicts.values()) > 60, verdicts
 
 
-def test_the_driver_accepts_every_descriptor_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    from warploom.ops.tpa.attention.launches import hopper, portable
-    from warploom.runtime.memory_order import layout_of
-
-    choose_as_on(90, hopper, monkeypatch)
-    generator, verdicts, kernels = random.Random(0), {True: 0, False: 0}, set()
-    for _ in range(400):
-        x = drawn(generator, heads=(1, 2), features=(8, 40, 64))
-        (batch, tokens, _, features), heads, values = x["bq"].shape, x["ak"].shape[2], x["bv"].shape[3]
-        if generator.random() < 0.3:
-            x |= {"aq": None, "bq": anyhow((batch, tokens, heads, features), generator)}
-        call = portable.Call(None, True, 1.0, 1.0, 1.0, 1.0)
-        suits = hopper.suit(Operands(**x), call)
-        verdicts[suits] += 1
-        if not suits:
-            continue
-        out = layout_of(x["bq"] if x["aq"] is None else x["aq"], values)
-        grad = anyhow((batch, tokens, heads, values), generator)
-        backward = portable._plan_backward(Operands(**x), call, out, grad)
-        for launch in (portable._plan_forward(Operands(**x), call).launch, backward.query, backward.key):
-            kernels.add(launch.kernel.__name__)
-            assert all(driver_accepts(each.fields) for each in launch.descriptions.values()), x
-        assert all(each.data_ptr() % 16 == 0 for each in (x["bk"], x["bv"]))
-        assert backward.copies or grad.data_ptr() % 16 == 0
-    assert kernels == {"tpa_hopper_forward_kernel", "tpa_hopper_query_kernel", "tpa_hopper_key_kernel"}
-    assert min(verdicts.values()) > 40, verdicts
-
-
 # ----------------------------------------------------------------------------------------------------------
 # Beyond 2³¹ elements
 # ----------------------------------------------------------------------------------------------------------

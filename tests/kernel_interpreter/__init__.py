@@ -41,7 +41,6 @@ PROGRAMS = 3
 _HOPPERS = (
     "flash_attention.launches.hopper",
     "linear_attention.launches.hopper",
-    "tpa.attention.launches.hopper",
     "tpa.decode.launches.hopper",
 )
 

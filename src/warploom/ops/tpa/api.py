@@ -36,8 +36,8 @@ def tpa_attention(
     """Tensor-product attention for training and prefill: softmax attention on factored queries, keys, values.
 
     With ``Q = scale_q · A_Q B_Q``, ``K = scale_k · A_K B_K`` and ``V = scale_v · A_V B_V`` for every token (matrix
-    products ``H×R · R×D``), the result is ``softmax(scale · Q Kᵀ) V`` for every head. The kernels never hold K and
-    V in device memory. Differentiable in all six factors.
+    products ``H×R · R×D``), the result is ``softmax(scale · Q Kᵀ) V`` for every head. Q, K and V are in memory for
+    the time of a call; what autograd keeps are the factors. Differentiable in all six factors.
 
     Args:
         aq: ``(B, N, H, Rq)``, head factors of the queries, or ``None`` where ``bq`` holds whole queries.

@@ -17,11 +17,9 @@ Tensor = torch.Tensor
 Strategy = Literal["auto", "batch", "batch_head", "split_kv"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 MAX_RANK = 16
-"""Largest rank of keys and of values that the kernels hold on chip."""
+"""Largest rank of keys and of values that the kernels for decoding hold on chip."""
 MAX_FEATURES = 256
-"""Most features D and E of one head that the kernels hold on chip."""
-MAX_FEATURES_FLOAT32 = 128
-"""The same for `tpa_attention` in float32."""
+"""Most features D and E of one head that kernels hold on chip."""
 
 
 class AttentionOptions(NamedTuple):
@@ -60,8 +58,7 @@ def check_attention(name: str, tensors: Tensors, options: tuple[Any, ...], _: in
         raise fault(DtypeError, name, "causal", "a bool", repr(causal))
     if cu_seqlens is not None:
         _check_cu_seqlens(name, sizes, cu_seqlens, bq)
-    most = MAX_FEATURES_FLOAT32 if bq.dtype == torch.float32 else MAX_FEATURES
-    return Checked(AttentionOptions(causal, *scales), _beyond_kernels(sizes, most), _ranked(ak, av, bk, bv))
+    return Checked(AttentionOptions(causal, *scales), _beyond_features(sizes), _ranked(ak, av, bk, bv))
 
 
 def check_decode(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Checked:
@@ -87,7 +84,7 @@ def check_decode(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) 
         for argument in (a for a, factor in factors.items() if factor is not None and factor.requires_grad):
             expected = "without requires_grad (or the call under torch.no_grad(); tpa_attention has gradients)"
             raise fault(ArgumentError, name, argument, expected, "requires_grad=True")
-    limit = _beyond_kernels(sizes, MAX_FEATURES)
+    limit = _beyond_ranks(sizes) or _beyond_features(sizes)
     return Checked(DecodeOptions(strategy, *scales), limit, _ranked(ak, av, bk, bv))
 
 
@@ -219,10 +216,15 @@ def _check_lengths(name: str, argument: str, lengths: Tensor, bq: Tensor) -> Non
         raise fault(DeviceError, name, argument, f"on the device of bq, {bq.device}", lengths.device)
 
 
-def _beyond_kernels(sizes: _Sizes, most: int) -> str | None:
-    """What the Triton kernels do not do in this call, if anything."""
+def _beyond_features(sizes: _Sizes) -> str | None:
+    """Which features the Triton kernels do not take, if any."""
+    if max(sizes.features, sizes.value_features) > MAX_FEATURES:
+        return f"up to {MAX_FEATURES} features a head; these are {sizes.features} and {sizes.value_features}"
+    return None
+
+
+def _beyond_ranks(sizes: _Sizes) -> str | None:
+    """Which ranks those for decoding do not take, if any."""
     if max(sizes.rank_k, sizes.rank_v) > MAX_RANK:
         return f"ranks of keys and values up to {MAX_RANK}; these are {sizes.rank_k} and {sizes.rank_v}"
-    if max(sizes.features, sizes.value_features) > most:
-        return f"up to {most} features a head; these are {sizes.features} and {sizes.value_features}"
     return None

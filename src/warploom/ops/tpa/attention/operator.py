@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from warploom.ops.tpa.attention.launches import portable as launches
+from warploom.ops.tpa.attention import launches
 from warploom.ops.tpa.attention.problem import Call
 from warploom.ops.tpa.problem import FACTORS, Operands, flops_of_pairs, flops_of_products
 from warploom.ops.tpa.validation import AttentionOptions as Options
@@ -18,20 +18,15 @@ from warploom.runtime.plans import Plans
 Tensor = torch.Tensor
 
 
-def _split(tensors: Tensors, options: Options) -> tuple[Operands, Call]:
-    aq, ak, av, bq, bk, bv, cu_seqlens = tensors
-    return Operands(aq, ak, av, bq, bk, bv), Call(cu_seqlens, *options)
-
-
 def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
-    """The output, and the statistics of every softmax."""
-    factors, call = _split(tensors, options)
-    return launches.forward(factors, call, plans)
+    """The output, and what the backward computes the weights again from."""
+    *factors, cu_seqlens = tensors
+    return launches.forward(Operands(*factors), Call(cu_seqlens, *options), plans)
 
 
 def _fake(tensors: Tensors, options: Options) -> Tensors:
     aq, ak, _, bq, _, bv, _ = tensors
-    statistics = bq.new_empty((bq.shape[0], ak.shape[2], 2, bq.shape[1]), dtype=torch.float32)
+    statistics = bq.new_empty((2, bq.shape[0], ak.shape[2], bq.shape[1]), dtype=torch.float32)
     return empty_in_order_of(bq if aq is None else aq, bv.shape[-1]), statistics
 
 
@@ -46,9 +41,8 @@ def _backward(
     plans: Plans,
 ) -> Tensors:  # fmt: skip
     """Gradients of the six factors."""
-    *tensors, out, statistics = saved
-    (grad,), (factors, call) = grads, _split(tuple(tensors), options)
-    return launches.backward(grad, out, statistics, factors, call, plans)
+    *factors, cu_seqlens, out, statistics = saved
+    return launches.backward(grads[0], out, statistics, Operands(*factors), Call(cu_seqlens, *options), plans)
 
 
 def _backward_fake(grads: Tensors, saved: Tensors, *_: Any) -> Tensors:
@@ -61,8 +55,8 @@ def _flops(tensors: Tensors, options: Options) -> int:
 
 
 def _backward_flops(grads: Tensors, saved: Tensors, options: Options) -> int:
-    """Two for each product of factors, and five of attention: the weights anew, and for four gradients."""
-    return 2 * flops_of_products(saved) + flops_of_pairs(saved, saved[6], 3, 2)
+    """Three for each product of factors, formed anew, and five of attention: the weights, and four gradients."""
+    return 3 * flops_of_products(saved) + flops_of_pairs(saved, saved[6], 3, 2)
 
 
 OPERATOR = Operator(

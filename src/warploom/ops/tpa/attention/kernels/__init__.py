@@ -1,1 +1,0 @@
-"""Kernels and device code alone."""
