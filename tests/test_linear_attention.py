@@ -125,6 +125,25 @@ def test_random_cases(device: torch.device) -> None:
             assert result.ok, f"{case}: {result.mode} {result.detail}"
 
 
+@needs_triton
+@pytest.mark.parametrize("tokens", [1, 9, 40])
+def test_decays_have_no_gradient_from_pairs_on_one_side_of_them(tokens: int, device: torch.device) -> None:
+    """Not the rounding of one either: here a token's with itself, which is far larger than all others."""
+    call, middle = tensors(device, tokens=tokens, encoding="none", decay="token"), tokens // 2
+    call["q"][:, middle] *= 1e4
+    call["k"][:, middle] *= 1e4
+    grad = torch.randn(2, tokens, 2, 5).to(device)
+    results = []
+    for dtype, backend in ((torch.float64, "torch"), (torch.float32, "triton")):
+        given = {name: x.to(dtype) if isinstance(x, Tensor) else x for name, x in call.items()}
+        decay = given["decay"].requires_grad_()
+        linear_attention(**given, backend=backend).backward(grad.to(dtype))
+        results.append(decay.grad.double())
+    exact, found = results
+    assert torch.equal(found[:, 0], torch.zeros_like(found[:, 0]))
+    torch.testing.assert_close(found, exact, rtol=0.0, atol=1e-5 * float(exact.abs().max()))
+
+
 # ----------------------------------------------------------------------------------------------------------
 # States, chunks, decoding
 # ----------------------------------------------------------------------------------------------------------

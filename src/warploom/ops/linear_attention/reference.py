@@ -162,7 +162,8 @@ def _in_pairs(
     distance = (a[:, None] - a).masked_fill(~seen[..., None], -torch.inf).exp().to(q.dtype)
     scores = torch.einsum("thf,shf->tsh", q, k) * distance
     out = torch.einsum("tsh,she->the", _factor(scores, factors), v)
-    state = torch.einsum("ns,nhf,nhe->shfe", own, k, v * remaining.exp().to(q.dtype)[..., None])
+    decayed = _factor(v * remaining.exp().to(q.dtype)[..., None], factors)
+    state = torch.einsum("ns,nhf,nhe->shfe", own, k, decayed)
     if initial is not None:
         initial = initial.to(q.dtype)
         carried = torch.einsum("ns,nhf,shfe->nhe", own, q, _factor(initial, factors))
