@@ -412,6 +412,26 @@ def test_what_cancels_is_estimated_on_the_attention_of_the_definition(operator: 
             assert torch.allclose(lse[some & ~hidden], expected[1][some & ~hidden], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("activation", ["none", "softmax_sequence"])
+@pytest.mark.parametrize("positions", ["offset", "grid"])
+def test_equal_pairs_are_held_to_the_rounding_of_their_terms(activation: str, positions: str) -> None:
+    """Expanded features: both terms of theta's gradient are equal, and eager arithmetic rounds them alike."""
+    memory = {f"{name}.{what}": True for name in ("x", "gradient") for what in ("expand0", "expand2")}
+    memory |= {"x.memory": "expanded", "gradient.memory": "expanded", "three_dimensions": True}
+    sizes = {"B": 2, "N": 9, "angles": 8, "positions": positions, "offset": 1000}
+    sizes |= {"grid.axes": 2, "grid0": 3, "grid1": 3}
+    theta = {"theta.values": "zeros", "theta.grad": True, "interleaved": True}
+    given = {"activation": activation, "backend": "triton", **sizes, **theta, **memory}
+    call = make_call("lrpe_rotate", Choices(given=given))
+    for seed in range(8):
+        _, faults = run_calls([replace(call, seed=seed)], CPU, None)
+        assert not faults, faults[0].detail
+    prepared = judging.Prepared(call, CPU)
+    assert not prepared.defined(torch.float64)[-1].any()
+    (off,) = (one for one in prepared.cancelling() or [] if one.any())
+    assert off.abs().max() < 1e-6 * 2 * 9 * 1008  # batch, tokens and positions
+
+
 # ----------------------------------------------------------------------------------------------------------
 # What is printed
 # ----------------------------------------------------------------------------------------------------------

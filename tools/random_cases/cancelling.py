@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from random_cases.definitions import reference_of, rotated
+from warploom.ops.lrpe import reference as lrpe
 
 __all__ = ["cancelling"]
 
@@ -42,10 +43,7 @@ def cancelling(
     """
     leaves = [given[name] for name in wanted]
     if operator in ("lrpe_rotate", "lrpe_cosine"):
-        if not given.get("activation", "").startswith("softmax") or "x" not in wanted:
-            return None
-        off = _of_softmax(operator, given, incoming[0])
-        return [off if name == "x" else torch.zeros(1) for name in wanted]
+        return _of_encoding(operator, given, incoming[0], wanted, factors)
     if operator not in _ATTENTION:
         return None
     attended = _ATTENTION[operator](given)
@@ -83,6 +81,44 @@ def _signs(like: Tensor) -> Tensor:
     """Numbers from -1 to 1, always the same."""
     generator = torch.Generator().manual_seed(0)
     return (torch.rand(like.shape, generator=generator, dtype=torch.float64) * 2 - 1).to(like.device)
+
+
+def _of_encoding(
+    operator: str, given: Mapping[str, Any], grad: Tensor | None, wanted: Sequence[str], factors: str
+) -> list[Tensor] | None:
+    """Of LRPE's ``x`` and ``theta``."""
+    off = {}
+    if "x" in wanted and given.get("activation", "").startswith("softmax"):
+        off["x"] = _of_softmax(operator, given, grad)
+    if "theta" in wanted and operator == "lrpe_rotate" and grad is not None and factors != "float64":
+        off["theta"] = _of_pairs(given, grad)
+    return [off.get(name, torch.zeros(1)) for name in wanted] if off else None
+
+
+def _of_pairs(given: Mapping[str, Any], grad: Tensor) -> Tensor:
+    """Of LRPE's ``theta``: what ``x̄₁ d₂ − x̄₂ d₁`` of an angle leaves, where one of two products is rounded.
+
+    Both are equal where an expanded axis makes features and their gradients equal. What is left is the same for all
+    tokens that are, and adds up.
+    """
+    x, grad = (t.detach() if t.dim() == 4 else t.detach().unsqueeze(2) for t in (given["x"], grad))
+    places = [given.get(name) for name in ("position_ids", "cu_seqlens")]
+    s = lrpe.coordinates(x, given.get("grid"), given.get("prefix", 0), given.get("offset", 0), *places)
+    phi = lrpe.angles(s.double(), given["theta"], x.shape[-1] // 2)
+    value = lrpe.activate(x, given.get("activation", "none"), given.get("cu_seqlens")).float().double()
+    (x1, x2), (g1, g2) = (_pairs(t, given.get("interleaved", False)) for t in (value, grad))
+    cosine, sine = phi.detach().cos(), phi.detach().sin()
+    d1, d2 = g1 * cosine + g2 * sine, g2 * cosine - g1 * sine
+    found = x1 * d2.float().double() - (x2 * d1.float().double()).float().double()
+    left = (found - (x1 * d2 - x2 * d1)).sum_to_size(phi.shape)
+    off: Tensor = torch.autograd.grad(phi, given["theta"], left)[0]
+    return off
+
+
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Both members of the pairs of features."""
+    half = x.shape[-1] // 2
+    return (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
 
 
 def _of_softmax(operator: str, given: Mapping[str, Any], grad: Tensor | None) -> Tensor:

@@ -125,7 +125,7 @@ OPERATOR = Operator(
     spills={
         "walk_kernel": 648,
         "sums_kernel": 16,
-        "decay_kernel": 112,
+        "decay_kernel": 120,
         "hopper_walk_kernel": 8,
         "hopper_key_kernel": 168,
         "hopper_cosine_kernel": 96,

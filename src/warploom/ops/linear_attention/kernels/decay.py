@@ -79,7 +79,9 @@ def decay_kernel(
     of_keys *= power(total - a, HALF)
     up_to = tl.cumsum(pairs, axis=1)  # (i, t): the pairs of i with tokens up to t
     spanning = tl.sum(tl.where(t[:, None] > t[None, :], up_to, 0.0), axis=0) + tl.cumsum(of_keys, axis=0)
-    until_here = tl.sum(tl.where(t[:, None] + 1 == t[None, :], spanning[:, None], 0.0), axis=0)  # of the token before
+    until_here = tl.sum(
+        tl.where(t[:, None] + 1 == t[None, :], spanning[:, None], 0.0), axis=0
+    )  # of the token before
     from_here = tl.sum(tl.where(t[:, None] >= t[None, :], of_queries[:, None], 0.0), axis=0)
     result = (until_here + from_here + across * power(total, HALF)) * scale
     if BY_HEAD:
