@@ -412,24 +412,37 @@ def test_what_cancels_is_estimated_on_the_attention_of_the_definition(operator: 
             assert torch.allclose(lse[some & ~hidden], expected[1][some & ~hidden], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("activation", ["none", "softmax_sequence"])
-@pytest.mark.parametrize("positions", ["offset", "grid"])
-def test_equal_pairs_are_held_to_the_rounding_of_their_terms(activation: str, positions: str) -> None:
+EXPANDED = {f"{name}.memory": "expanded" for name in ("x", "q", "k", "gradient")}
+EQUAL_PAIRS = {
+    "lrpe_rotate": {"three_dimensions": True, "x.expand2": True, "gradient.expand2": True},
+    "linear_attention": {"encoding": "rotate", "q.expand3": True, "k.expand3": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("operator", "options"),
+    [
+        ("lrpe_rotate", {}),
+        ("lrpe_rotate", {"activation": "softmax_sequence", "x.grad": True}),
+        ("lrpe_rotate", {"positions": "grid", "grid.axes": 2, "grid0": 3, "grid1": 3}),
+        ("linear_attention", {}),
+        ("linear_attention", {"decay": "token", "activation": "silu", "q.grad": True}),
+    ],
+)
+def test_equal_pairs_are_held_to_the_rounding_of_their_terms(operator: str, options: dict[str, Any]) -> None:
     """Expanded features: both terms of theta's gradient are equal, and eager arithmetic rounds them alike."""
-    memory = {f"{name}.{what}": True for name in ("x", "gradient") for what in ("expand0", "expand2")}
-    memory |= {"x.memory": "expanded", "gradient.memory": "expanded", "three_dimensions": True}
-    sizes = {"B": 2, "N": 9, "angles": 8, "positions": positions, "offset": 1000}
-    sizes |= {"grid.axes": 2, "grid0": 3, "grid1": 3}
-    theta = {"theta.values": "zeros", "theta.grad": True, "interleaved": True}
-    given = {"activation": activation, "backend": "triton", **sizes, **theta, **memory}
-    call = make_call("lrpe_rotate", Choices(given=given))
-    for seed in range(8):
+    sizes = {"B": 2, "N": 9, "angles": 8, "offset": 1000, "interleaved": True, "backend": "triton"}
+    theta = {"theta.values": "zeros", "theta.grad": True}
+    given = {**sizes, **theta, **EXPANDED, **EQUAL_PAIRS[operator], **options}
+    call = make_call(operator, Choices(given=given))
+    for seed in range(4):
         _, faults = run_calls([replace(call, seed=seed)], CPU, None)
         assert not faults, faults[0].detail
     prepared = judging.Prepared(call, CPU)
-    assert not prepared.defined(torch.float64)[-1].any()
-    (off,) = (one for one in prepared.cancelling() or [] if one.any())
-    assert off.abs().max() < 1e-6 * 2 * 9 * 1008  # batch, tokens and positions
+    index = [name for name, array in call.arrays.items() if array.grad].index("theta")
+    assert prepared.defined(torch.float64)[len(call.outputs) + index].abs().max() < 1e-9
+    off = (prepared.cancelling() or [])[index].abs().max()
+    assert 0 < off < 1e-6 * 2 * 9 * 1008  # of batch, tokens and positions
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 
 from random_cases.definitions import reference_of, rotated
 from warploom.ops.lrpe import reference as lrpe
+from warploom.testing.accuracy import as_tuple
 
 __all__ = ["cancelling"]
 
@@ -44,6 +45,8 @@ def cancelling(
     leaves = [given[name] for name in wanted]
     if operator in ("lrpe_rotate", "lrpe_cosine"):
         return _of_encoding(operator, given, incoming[0], wanted, factors)
+    if operator == "linear_attention":
+        return _of_linear_attention(given, incoming, wanted, factors)
     if operator not in _ATTENTION:
         return None
     attended = _ATTENTION[operator](given)
@@ -91,17 +94,35 @@ def _of_encoding(
     if "x" in wanted and given.get("activation", "").startswith("softmax"):
         off["x"] = _of_softmax(operator, given, grad)
     if "theta" in wanted and operator == "lrpe_rotate" and grad is not None and factors != "float64":
-        off["theta"] = _of_pairs(given, grad)
+        off["theta"] = _of_pairs(given["x"], grad, given)
     return [off.get(name, torch.zeros(1)) for name in wanted] if off else None
 
 
-def _of_pairs(given: Mapping[str, Any], grad: Tensor) -> Tensor:
-    """Of LRPE's ``theta``: what ``x̄₁ d₂ − x̄₂ d₁`` of an angle leaves, where one of two products is rounded.
+def _of_linear_attention(
+    given: Mapping[str, Any], incoming: Sequence[Tensor | None], wanted: Sequence[str], factors: str
+) -> list[Tensor] | None:
+    """Of ``theta`` of queries and keys, from the gradients of what they are encoded as."""
+    if "theta" not in wanted or given.get("encoding") != "rotate" or factors == "float64":
+        return None
+    names = ("theta", "interleaved", "offset", "cu_seqlens", "activation")
+    places = {name: given[name] for name in names if name in given}
+    encoded = [reference_of("lrpe_rotate")(given[name], **places).detach().requires_grad_() for name in "qk"]
+    kept = {name: value for name, value in given.items() if name not in (*names[:3], "activation", "encoding")}
+    results = as_tuple(reference_of("linear_attention")(**kept | dict(zip("qk", encoded))))
+    through = [result for result, grad in zip(results, incoming) if grad is not None]
+    grads = [grad for grad in incoming if grad is not None]
+    of_q, of_k = torch.autograd.grad(through, encoded, grads, materialize_grads=True)
+    off = _of_pairs(given["q"], of_q, given).abs() + _of_pairs(given["k"], of_k, given).abs()
+    return [off if name == "theta" else torch.zeros(1) for name in wanted]
+
+
+def _of_pairs(x: Tensor, grad: Tensor, given: Mapping[str, Any]) -> Tensor:
+    """Of the ``theta`` that turns ``x``: what ``x̄₁ d₂ − x̄₂ d₁`` of an angle leaves, where one product is rounded.
 
     Both are equal where an expanded axis makes features and their gradients equal. What is left is the same for all
     tokens that are, and adds up.
     """
-    x, grad = (t.detach() if t.dim() == 4 else t.detach().unsqueeze(2) for t in (given["x"], grad))
+    x, grad = (t.detach() if t.dim() == 4 else t.detach().unsqueeze(2) for t in (x, grad))
     places = [given.get(name) for name in ("position_ids", "cu_seqlens")]
     s = lrpe.coordinates(x, given.get("grid"), given.get("prefix", 0), given.get("offset", 0), *places)
     phi = lrpe.angles(s.double(), given["theta"], x.shape[-1] // 2)
