@@ -412,6 +412,19 @@ def test_what_cancels_is_estimated_on_the_attention_of_the_definition(operator: 
             assert torch.allclose(lse[some & ~hidden], expected[1][some & ~hidden], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize(("operator", "features"), [("lrpe_cosine", "x"), ("linear_attention", "q")])
+def test_the_softmax_of_one_feature_is_held_to_the_rounding_of_its_terms(operator: str, features: str) -> None:
+    """It is one whatever the feature, whose gradient is zero, and eager arithmetic gives no other."""
+    given = {"B": 2, "N": 20, "angles": 1, "encoding": "cosine", "activation": "softmax", "backend": "triton"}
+    call = make_call(operator, Choices(given={**given, f"{features}.grad": True}))
+    for seed in range(4):
+        _, faults = run_calls([replace(call, seed=seed)], CPU, None)
+        assert not faults, faults[0].detail
+    prepared = judging.Prepared(call, CPU)
+    assert not prepared.defined(torch.float64)[-1].any()
+    assert 0 < (prepared.cancelling() or [])[0].abs().max() < 1e-4
+
+
 EXPANDED = {f"{name}.memory": "expanded" for name in ("x", "q", "k", "gradient")}
 EQUAL_PAIRS = {
     "lrpe_rotate": {"three_dimensions": True, "x.expand2": True, "gradient.expand2": True},
