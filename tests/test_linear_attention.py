@@ -238,6 +238,20 @@ def test_positions_far_away_are_exact(backend: str, device: torch.device) -> Non
 
 
 @backends
+def test_gradients_of_theta_by_queries_and_by_keys_are_added_before_rounding(
+    backend: str, device: torch.device
+) -> None:
+    """Each of them is more than float16 holds, and their sum is small: a shift of all positions changes nothing."""
+    call = tensors(device, tokens=20, decay=None)
+    grads = []
+    for offset, dtype in ((0, torch.float64), (1_000_003, torch.float16)):
+        theta = call["theta"].half().to(dtype).requires_grad_()
+        linear_attention(**{**call, "theta": theta}, offset=offset, backend=backend).sum().backward()
+        grads.append(theta.grad.float())
+    torch.testing.assert_close(grads[1], grads[0], rtol=0.0, atol=60.0)  # positions times 6e-5
+
+
+@backends
 def test_a_positive_decay_is_growth(backend: str, device: torch.device) -> None:
     call = tensors(device, tokens=6, encoding="none", decay=None) | {"backend": backend, "return_state": True}
     call["k"][:, 1:] = 0
