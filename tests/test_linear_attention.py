@@ -125,6 +125,25 @@ def test_random_cases(device: torch.device) -> None:
             assert result.ok, f"{case}: {result.mode} {result.detail}"
 
 
+@needs_triton
+@pytest.mark.parametrize("tokens", [1, 9, 40])
+def test_decays_have_no_gradient_from_pairs_on_one_side_of_them(tokens: int, device: torch.device) -> None:
+    """Not the rounding of one either: here a token's with itself, which is far larger than all others."""
+    call, middle = tensors(device, tokens=tokens, encoding="none", decay="token"), tokens // 2
+    call["q"][:, middle] *= 1e4
+    call["k"][:, middle] *= 1e4
+    grad = torch.randn(2, tokens, 2, 5).to(device)
+    results = []
+    for dtype, backend in ((torch.float64, "torch"), (torch.float32, "triton")):
+        given = {name: x.to(dtype) if isinstance(x, Tensor) else x for name, x in call.items()}
+        decay = given["decay"].requires_grad_()
+        linear_attention(**given, backend=backend).backward(grad.to(dtype))
+        results.append(decay.grad.double())
+    exact, found = results
+    assert torch.equal(found[:, 0], torch.zeros_like(found[:, 0]))
+    torch.testing.assert_close(found, exact, rtol=0.0, atol=1e-5 * float(exact.abs().max()))
+
+
 # ----------------------------------------------------------------------------------------------------------
 # States, chunks, decoding
 # ----------------------------------------------------------------------------------------------------------
@@ -216,6 +235,20 @@ def test_positions_far_away_are_exact(backend: str, device: torch.device) -> Non
     near = linear_attention(**call)
     for offset in (2**24 + 1, -(10**6), torch.tensor([5, 2**23], device=device)):
         torch.testing.assert_close(linear_attention(**call, offset=offset), near, rtol=1e-4, atol=2e-4)
+
+
+@backends
+def test_gradients_of_theta_by_queries_and_by_keys_are_added_before_rounding(
+    backend: str, device: torch.device
+) -> None:
+    """Each of them is more than float16 holds, and their sum is small: a shift of all positions changes nothing."""
+    call = tensors(device, tokens=20, decay=None)
+    grads = []
+    for offset, dtype in ((0, torch.float64), (1_000_003, torch.float16)):
+        theta = call["theta"].half().to(dtype).requires_grad_()
+        linear_attention(**{**call, "theta": theta}, offset=offset, backend=backend).sum().backward()
+        grads.append(theta.grad.float())
+    torch.testing.assert_close(grads[1], grads[0], rtol=0.0, atol=60.0)  # positions times 6e-5
 
 
 @backends

@@ -412,6 +412,52 @@ def test_what_cancels_is_estimated_on_the_attention_of_the_definition(operator: 
             assert torch.allclose(lse[some & ~hidden], expected[1][some & ~hidden], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize(("operator", "features"), [("lrpe_cosine", "x"), ("linear_attention", "q")])
+def test_the_softmax_of_one_feature_is_held_to_the_rounding_of_its_terms(operator: str, features: str) -> None:
+    """It is one whatever the feature, whose gradient is zero, and eager arithmetic gives no other."""
+    given = {"B": 2, "N": 20, "angles": 1, "encoding": "cosine", "activation": "softmax", "backend": "triton"}
+    call = make_call(operator, Choices(given={**given, f"{features}.grad": True}))
+    for seed in range(4):
+        _, faults = run_calls([replace(call, seed=seed)], CPU, None)
+        assert not faults, faults[0].detail
+    prepared = judging.Prepared(call, CPU)
+    assert not prepared.defined(torch.float64)[-1].any()
+    assert 0 < (prepared.cancelling() or [])[0].abs().max() < 1e-4
+
+
+EXPANDED = {f"{name}.memory": "expanded" for name in ("x", "q", "k", "gradient")}
+EQUAL_PAIRS = {
+    "lrpe_rotate": {"three_dimensions": True, "x.expand2": True, "gradient.expand2": True},
+    "linear_attention": {"encoding": "rotate", "q.expand3": True, "k.expand3": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("operator", "options"),
+    [
+        ("lrpe_rotate", {}),
+        ("lrpe_rotate", {"activation": "softmax_sequence", "x.grad": True}),
+        ("lrpe_rotate", {"positions": "grid", "grid.axes": 2, "grid0": 3, "grid1": 3}),
+        ("linear_attention", {}),
+        ("linear_attention", {"decay": "token", "activation": "silu", "q.grad": True}),
+    ],
+)
+def test_equal_pairs_are_held_to_the_rounding_of_their_terms(operator: str, options: dict[str, Any]) -> None:
+    """Expanded features: both terms of theta's gradient are equal, and eager arithmetic rounds them alike."""
+    sizes = {"B": 2, "N": 9, "angles": 8, "offset": 1000, "interleaved": True, "backend": "triton"}
+    theta = {"theta.values": "zeros", "theta.grad": True}
+    given = {**sizes, **theta, **EXPANDED, **EQUAL_PAIRS[operator], **options}
+    call = make_call(operator, Choices(given=given))
+    for seed in range(4):
+        _, faults = run_calls([replace(call, seed=seed)], CPU, None)
+        assert not faults, faults[0].detail
+    prepared = judging.Prepared(call, CPU)
+    index = [name for name, array in call.arrays.items() if array.grad].index("theta")
+    assert prepared.defined(torch.float64)[len(call.outputs) + index].abs().max() < 1e-9
+    off = (prepared.cancelling() or [])[index].abs().max()
+    assert 0 < off < 1e-6 * 2 * 9 * 1008  # of batch, tokens and positions
+
+
 # ----------------------------------------------------------------------------------------------------------
 # What is printed
 # ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ what is subtracted; see "Accuracy" in the guides. Where a call misses its budget
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from random_cases.definitions import reference_of, rotated
+from warploom.ops.linear_attention import reference as linear
+from warploom.ops.lrpe import reference as lrpe
+from warploom.testing.accuracy import as_tuple
 
 __all__ = ["cancelling"]
 
@@ -42,10 +46,9 @@ def cancelling(
     """
     leaves = [given[name] for name in wanted]
     if operator in ("lrpe_rotate", "lrpe_cosine"):
-        if not given.get("activation", "").startswith("softmax") or "x" not in wanted:
-            return None
-        off = _of_softmax(operator, given, incoming[0])
-        return [off if name == "x" else torch.zeros(1) for name in wanted]
+        return _of_encoding(operator, given, incoming[0], wanted, factors)
+    if operator == "linear_attention":
+        return _of_linear_attention(given, incoming, wanted, factors)
     if operator not in _ATTENTION:
         return None
     attended = _ATTENTION[operator](given)
@@ -85,16 +88,79 @@ def _signs(like: Tensor) -> Tensor:
     return (torch.rand(like.shape, generator=generator, dtype=torch.float64) * 2 - 1).to(like.device)
 
 
-def _of_softmax(operator: str, given: Mapping[str, Any], grad: Tensor | None) -> Tensor:
-    """Of LRPE's ``x``: the rounding of both terms of ``P dP - P Σ P dP``."""
-    x, theta = given["x"], given["theta"]
-    options = {name: value for name, value in given.items() if name not in ("x", "theta", "activation")}
-    places = {name: value for name, value in options.items() if name == "cu_seqlens"}
-    still = torch.zeros(1, dtype=torch.float64, device=x.device)  # no angle: cosines of one
-    softmax = reference_of("lrpe_cosine")(x, still, activation=given["activation"], **places)[..., : x.shape[-1]]
+def _of_encoding(
+    operator: str, given: Mapping[str, Any], grad: Tensor | None, wanted: Sequence[str], factors: str
+) -> list[Tensor] | None:
+    """Of LRPE's ``x`` and ``theta``."""
+    x, theta, activation = given["x"], given["theta"].detach(), given.get("activation", "none")
+    places = {name: value for name, value in given.items() if name not in ("x", "theta", "activation")}
+    off = {}
+    if grad is not None and "x" in wanted and activation.startswith("softmax"):
+        off["x"] = _of_softmax(x, grad, given, lambda weights: reference_of(operator)(weights, theta, **places))
+    if grad is not None and "theta" in wanted and operator == "lrpe_rotate" and factors != "float64":
+        off["theta"] = _of_pairs(x, grad, given)
+    return [off.get(name, torch.zeros(1)) for name in wanted] if off else None
+
+
+def _of_linear_attention(
+    given: Mapping[str, Any], incoming: Sequence[Tensor | None], wanted: Sequence[str], factors: str
+) -> list[Tensor] | None:
+    """Of queries, keys and ``theta``, from the gradients of what queries and keys are encoded as."""
+    places: dict[str, Any] = {"encoding": "none", "activation": "none", "interleaved": False, "offset": 0}
+    places |= {"theta": None, "cu_seqlens": None}
+    places |= {name: given[name] for name in places if name in given}
+    softmax = places["activation"] == "softmax"
+    turned = places["encoding"] == "rotate" and "theta" in wanted and factors != "float64"
+    if not (softmax or turned):
+        return None
+    encoded = {name: linear.features(given[name], **places).detach().requires_grad_() for name in "qk"}
+    kept = {name: value for name, value in given.items() if name == "cu_seqlens" or name not in places}
+    kept.setdefault("scale", given["q"].shape[-1] ** -0.5)
+    results = as_tuple(linear.linear_attention(**kept | encoded))
+    through = [result for result, grad in zip(results, incoming) if grad is not None]
+    grads = [grad for grad in incoming if grad is not None]
+    of_encoded = torch.autograd.grad(through, list(encoded.values()), grads, materialize_grads=True)
+    encode = functools.partial(linear.features, **{**places, "activation": "none"})
+    of = dict(zip("qk", of_encoded))
+    off = {name: _of_softmax(given[name], of[name], given, encode) for name in "qk" if softmax and name in wanted}
+    if turned:
+        of_q, of_k = (_of_pairs(given[name], of[name], given) for name in "qk")
+        off["theta"] = of_q.abs() + of_k.abs()
+    return [off.get(name, torch.zeros(1)) for name in wanted]
+
+
+def _of_pairs(x: Tensor, grad: Tensor, given: Mapping[str, Any]) -> Tensor:
+    """Of the ``theta`` that turns ``x``: what ``x̄₁ d₂ − x̄₂ d₁`` of an angle leaves, where one product is rounded.
+
+    Both are equal where an expanded axis makes features and their gradients equal. What is left is the same for all
+    tokens that are, and adds up.
+    """
+    x, grad = (t.detach() if t.dim() == 4 else t.detach().unsqueeze(2) for t in (x, grad))
+    places = [given.get(name) for name in ("position_ids", "cu_seqlens")]
+    s = lrpe.coordinates(x, given.get("grid"), given.get("prefix", 0), given.get("offset", 0), *places)
+    phi = lrpe.angles(s.double(), given["theta"], x.shape[-1] // 2)
+    value = lrpe.activate(x, given.get("activation", "none"), given.get("cu_seqlens")).float().double()
+    (x1, x2), (g1, g2) = (_pairs(t, given.get("interleaved", False)) for t in (value, grad))
+    cosine, sine = phi.detach().cos(), phi.detach().sin()
+    d1, d2 = g1 * cosine + g2 * sine, g2 * cosine - g1 * sine
+    found = x1 * d2.float().double() - (x2 * d1.float().double()).float().double()
+    left = (found - (x1 * d2 - x2 * d1)).sum_to_size(phi.shape)
+    off: Tensor = torch.autograd.grad(phi, given["theta"], left)[0]
+    return off
+
+
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Both members of the pairs of features."""
+    half = x.shape[-1] // 2
+    return (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+
+
+def _of_softmax(x: Tensor, grad: Tensor, given: Mapping[str, Any], encode: Callable[[Tensor], Tensor]) -> Tensor:
+    """Of what a softmax is of: the rounding of both terms of ``P dP - P Σ P dP``, where ``P`` is encoded."""
+    heads = x if x.dim() == 4 else x.unsqueeze(2)
+    softmax = lrpe.activate(heads, given["activation"], given.get("cu_seqlens")).view_as(x)
     weights = softmax.detach().requires_grad_()
-    encoded = reference_of(operator)(weights, theta.detach(), **options)
-    (dweights,) = torch.autograd.grad(encoded, weights, grad)
+    (dweights,) = torch.autograd.grad(encode(weights), weights, grad)
     (difference,) = torch.autograd.grad(softmax, x, dweights.abs())
     off: Tensor = 4 * SUMS * (2 * weights.detach() * dweights.abs() - difference)
     return off

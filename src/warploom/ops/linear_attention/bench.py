@@ -102,6 +102,7 @@ _CHECKS: tuple[dict[str, Any], ...] = (
     {"causal": False, "dtype": "bfloat16", "activation": "relu"},
     {"batch": 1, "encoding": "rotate", "cu_seqlens": [0, 5, 5, 6, 19], "decay": "token", **_STATES, **_GRADIENTS},
     {"batch": 1, "encoding": "cosine", "n": 90, "cu_seqlens": [0, 70, 90], "decay": "head", "offset": 11},
+    {"batch": 1, "dtype": "float16", "cu_seqlens": [0, 1, 19], "decay": "token", "decay_gradient": True, **_STATES},
     {"batch": 1, "causal": False, "encoding": "rotate", "cu_seqlens": [0, 0, 12, 19]},
     {"n": 1, "encoding": "rotate", "decay": "head", "offset": 77, "dtype": "bfloat16", "head_dim": 64, **_STATES},
     {"n": 3, "encoding": "cosine", "offset": "batch", **_STATES},
@@ -124,7 +125,7 @@ OPERATOR = Operator(
     spills={
         "walk_kernel": 648,
         "sums_kernel": 16,
-        "decay_kernel": 112,
+        "decay_kernel": 120,
         "hopper_walk_kernel": 8,
         "hopper_key_kernel": 168,
         "hopper_cosine_kernel": 96,

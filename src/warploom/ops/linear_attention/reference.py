@@ -39,6 +39,8 @@ def linear_attention(
     """``o_t = scale · φ(q_t)ᵀ S_t`` with ``S_t = λ_t S_{t−1} + φ(k_t) v_tᵀ``: (B, N, H, E) [and (S, H, F, E)]."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    # Its gradients by queries and by keys grow with positions, and nearly cancel: they are added before rounding.
+    theta = None if theta is None else theta.double()
     queries, keys = (
         features(
             x, theta=theta, encoding=encoding, activation=activation, interleaved=interleaved, offset=offset,
@@ -162,7 +164,8 @@ def _in_pairs(
     distance = (a[:, None] - a).masked_fill(~seen[..., None], -torch.inf).exp().to(q.dtype)
     scores = torch.einsum("thf,shf->tsh", q, k) * distance
     out = torch.einsum("tsh,she->the", _factor(scores, factors), v)
-    state = torch.einsum("ns,nhf,nhe->shfe", own, k, v * remaining.exp().to(q.dtype)[..., None])
+    decayed = _factor(v * remaining.exp().to(q.dtype)[..., None], factors)
+    state = torch.einsum("ns,nhf,nhe->shfe", own, k, decayed)
     if initial is not None:
         initial = initial.to(q.dtype)
         carried = torch.einsum("ns,nhf,shfe->nhe", own, q, _factor(initial, factors))

@@ -3,7 +3,7 @@
 With a pair's share ``w_ij = scale · decay(i, j) ⟨φ(q_i), φ(k_j)⟩ ⟨do_i, v_j⟩``, the gradient of the logarithm of the
 decay at ``t`` is the sum over all pairs that it stands between, ``j < t ≤ i``. Of a pair, both tokens may be in the
 chunk, or one, or none: then the other side is in the state before the chunk, or in the gradient of the state behind it.
-Nothing is the difference of two large sums.
+Nothing is subtracted from a sum: what is far larger than the rest of it would leave its rounding.
 """
 
 from __future__ import annotations
@@ -75,13 +75,15 @@ def decay_kernel(
         for p in tl.static_range(len(before)):
             across += tl.sum(tl.sum(before[p] * behind[p], axis=1), axis=0)
     pairs = weigh_pairs(score(queries, keys), a, variant, False, HALF) * of_values
-    earlier = tl.cumsum(pairs, axis=1) - pairs  # (i, t): the pairs of i with tokens before t
-    within = tl.sum(tl.where(t[:, None] >= t[None, :], earlier, 0.0), axis=0)
     of_queries *= power(a, HALF)
     of_keys *= power(total - a, HALF)
-    from_here = tl.sum(of_queries, axis=0) - (tl.cumsum(of_queries, axis=0) - of_queries)
-    until_here = tl.cumsum(of_keys, axis=0) - of_keys
-    result = (within + from_here + until_here + across * power(total, HALF)) * scale
+    up_to = tl.cumsum(pairs, axis=1)  # (i, t): the pairs of i with tokens up to t
+    spanning = tl.sum(tl.where(t[:, None] > t[None, :], up_to, 0.0), axis=0) + tl.cumsum(of_keys, axis=0)
+    until_here = tl.sum(
+        tl.where(t[:, None] + 1 == t[None, :], spanning[:, None], 0.0), axis=0
+    )  # of the token before
+    from_here = tl.sum(tl.where(t[:, None] >= t[None, :], of_queries[:, None], 0.0), axis=0)
+    result = (until_here + from_here + across * power(total, HALF)) * scale
     if BY_HEAD:
         tl.store(out + place.slot * sizes.heads + place.h, tl.sum(tl.where(mask, result, 0.0), axis=0))
     else:
