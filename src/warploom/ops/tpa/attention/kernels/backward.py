@@ -32,11 +32,10 @@ from warploom.ops.tpa.attention.kernels.forward import (
     load_product,
     logits_dot,
     loop_bounds,
-    scaled,
     tiles_of,
     visible,
 )
-from warploom.ops.tpa.kernels.factors import Factors, Features, FeatureStrides, HeadStrides, exp
+from warploom.ops.tpa.kernels.factors import Factors, Features, FeatureStrides, HeadStrides, exp, scaled
 
 
 class KeyStrides(NamedTuple):
@@ -353,7 +352,11 @@ def key_kernel(
                 rows = load_statistics(
                     statistics + row * 2 * all_tokens, delta + row * all_tokens, all_tokens, n, row_mask
                 )
-                logits = logits_dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), K)
+                if k.dtype == tl.float32:  # with the factors in the forward's order, to have its bits
+                    logits = logits_dot(queries, tl.trans(k), tl.zeros((BLOCK_N, BLOCK_M), tl.float32), K)
+                    logits = tl.trans(logits)
+                else:
+                    logits = logits_dot(k, tl.trans(queries), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), K)
                 logits = scaled(logits, (k_weight * scales.logits)[:, None], k.dtype)
                 p = exp(logits - rows.row_max[None, :], k.dtype) * rows.inverse_sum[None, :]
                 if part != 1:

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from warploom.device.packed import sequence_bounds, sequence_of_tile
 from warploom.device.product import dot, exact_dot, rounded
-from warploom.ops.tpa.kernels.factors import Factors, FeatureStrides, HeadStrides, exp
+from warploom.ops.tpa.kernels.factors import Factors, FeatureStrides, HeadStrides, exp, scaled
 
 
 class Sizes(NamedTuple):
@@ -114,20 +114,6 @@ def logits_dot(a, b, acc, K: tl.constexpr):
     else:
         acc = dot(a, b, acc)
     return acc
-
-
-@triton.jit
-def scaled(x, factor, dtype: tl.constexpr):
-    """``x · factor``, for results in ``dtype``.
-
-    In float32 the product is rounded by itself. Fused with the subtraction that follows, it would keep bits that what
-    is subtracted, once such a product too, has lost: the difference of equals would not be zero.
-    """
-    if dtype == tl.float32:
-        y = tl.fma(x, tl.broadcast_to(factor, x.shape), 0.0)
-    else:
-        y = x * factor
-    return y
 
 
 @triton.jit

@@ -119,7 +119,7 @@ def _largest(factors: Operands) -> tuple[int, int]:
 def _narrow_stored(factors: Operands, b: Factors) -> bool:
     """Whether loops over keys store narrow tiles of keys or values in shared memory themselves: `NARROW_STORED`."""
     _, _, _, _, bk, bv = factors
-    copied = bk.shape[2] == bv.shape[2] == 1 and b.vector * bk.element_size() >= COPIED
+    copied = bk.shape[2] == bv.shape[2] == 1 and b.vector * bk.element_size() >= COPIED and _aligned(bk, bv)
     return not copied and min(padded(bk.shape[3]), padded(bv.shape[3])) < WIDE
 
 
