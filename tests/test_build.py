@@ -102,6 +102,66 @@ def test_tiles_of_higher_ranks_fit_in_less_shared_memory(tmp_path: Path) -> None
     assert done.stdout.count("Resources") == 4, done.stderr
 
 
+ODD_ADDRESSES = """
+import torch
+from warploom import tpa_attention
+from warploom.runtime import launch
+from warploom.testing.build import build
+
+def factor(*shape):
+    size = torch.Size(shape).numel()
+    return torch.zeros(size + 1, dtype=torch.float16)[1:].view(shape)
+
+with launch.recording(90) as builds:
+    for features, values in ((32, 1), (40, 16)):
+        a, b = factor(1, 64, 2), [factor(1, 64, 2, features), factor(1, 64, features), factor(1, 64, values)]
+        tpa_attention(factor(1, 64, 2, 2), a, a, *b, backend="triton")
+for variant in builds.values():
+    print(build(variant, 90))
+"""
+
+
+def test_narrow_tiles_at_odd_addresses_are_read_where_they_are(tmp_path: Path) -> None:
+    program = tmp_path / "addresses.py"
+    program.write_text(ODD_ADDRESSES, encoding="utf-8")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout.count("Resources") == 2, done.stderr
+
+
+SUMS_OF_RANKS = """
+import re
+import torch
+from triton.backends.compiler import GPUTarget
+from warploom import tpa_decode
+from warploom.runtime import launch
+
+def factor(*shape):
+    return torch.zeros(shape)
+
+a, bk, bv = factor(3, 31, 12, 2), factor(3, 31, 2, 96), factor(3, 31, 2, 64)
+with launch.recording(90) as builds:
+    tpa_decode(factor(3, 1, 12, 4), a, a, factor(3, 1, 4, 96), bk, bv, backend="triton")
+(variant,) = builds.values()
+ptx = variant.compile(GPUTarget("cuda", 90, 32)).asm["ptx"]
+shuffled = set(re.findall(r"shfl\\.sync\\.bfly\\.b32\\s+(%r\\d+)", ptx))
+fused = re.findall(r"fma\\.rn\\.f32\\s+%r\\d+, %r\\d+, %r\\d+, (%r\\d+)", ptx)
+print(len(shuffled), len(shuffled & set(fused)))
+"""
+
+
+def test_threads_that_hold_the_same_logit_hold_the_same_bits(tmp_path: Path) -> None:
+    """They do not where each fuses a product of its own with what comes from the other."""
+    program = tmp_path / "sums.py"
+    program.write_text(SUMS_OF_RANKS, encoding="utf-8")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    shuffled, fused = map(int, done.stdout.split())
+    assert shuffled > 0
+    assert fused == 0
+
+
 def test_an_unknown_operator_is_named() -> None:
     done = run_build("no_such_operator")
     assert done.returncode == 2

@@ -364,6 +364,9 @@ def test_packed_sequences_are_as_if_alone(device: torch.device, backend: str, ca
         torch.testing.assert_close(packed[:, start:end], expected, rtol=1e-5, atol=1e-5)
 
 
+Place = Callable[[Tensor], Tensor]
+
+
 def unaligned(x: Tensor) -> Tensor:
     """The same numbers, which begin one element behind a multiple of 16 bytes."""
     memory = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
@@ -381,9 +384,9 @@ def unaligned(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_keys_or_values(
-    device: torch.device, dtype: torch.dtype, rank: int, features: int, values: int, place: Callable[[Tensor], Tensor]
+    device: torch.device, dtype: torch.dtype, rank: int, features: int, values: int, place: Place
 ) -> None:
-    """Rows that are not 4 bytes apart, or begin anywhere, cannot be copied ahead: kernels store their tiles themselves."""
+    """Rows less than 4 bytes apart, or anywhere, cannot be copied ahead: kernels store their tiles themselves."""
     tokens = 70 if device.type == "cuda" else 33
     sizes = {
         "tokens": tokens,
@@ -423,7 +426,7 @@ def test_weights_that_cannot_change_have_no_gradient(device: torch.device, featu
 @needs_triton
 def test_a_single_key_has_all_of_the_weight(device: torch.device) -> None:
     """Its weight is one to the bit, in the backward too, however large its logit is."""
-    sizes: dict[str, Any] = {"tokens": 64, "keys": 64, "heads": 8, "rank_k": 2, "rank_v": 2, "features": 65, "values": 33}
+    sizes = {"tokens": 64, "keys": 64, "heads": 8, "rank_k": 2, "rank_v": 2, "features": 65, "values": 33}
     inputs = {name: (8 * x).requires_grad_() for name, x in factors(device, batch=1, **sizes).items()}
     bounds = torch.arange(65, device=device, dtype=torch.int32)
     out = tpa_attention(**inputs, scale=1.0, cu_seqlens=bounds, backend="triton")
