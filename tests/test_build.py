@@ -74,32 +74,64 @@ def test_more_spilled_registers_than_allowed_fail_a_build(
     assert f"{status} with more spilled registers than allowed" in capsys.readouterr().out
 
 
-RANKS = """
+ODD_ADDRESSES = """
 import torch
-from warploom import tpa_attention
+from warploom import flash_attention
 from warploom.runtime import launch
 from warploom.testing.build import build
 
-for arch, rank in ((89, 8), (120, 2)):
-    def factor(*shape):
-        return torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+def factor(*shape):
+    size = torch.Size(shape).numel()
+    return torch.zeros(size + 1, dtype=torch.float16)[1:].view(shape)
 
-    ak, bk = factor(1, 64, 2, rank), factor(1, 64, rank, 128)
-    with launch.recording(arch) as builds:
-        tpa_attention(factor(1, 64, 2, 6), ak, ak, factor(1, 64, 6, 128), bk, bk, backend="triton").sum().backward()
-    for variant in builds.values():
-        if variant.function.__name__ in ("forward_kernel", "query_kernel"):
-            print(build(variant, arch))
+with launch.recording(90) as builds:
+    for features, values in ((32, 1), (64, 16)):
+        qk = factor(1, 64, 2, features)
+        flash_attention(qk, qk, factor(1, 64, 2, values), backend="triton")
+for variant in builds.values():
+    print(build(variant, 90))
 """
 
 
-def test_tiles_of_higher_ranks_fit_in_less_shared_memory(tmp_path: Path) -> None:
-    """On GPUs with the matrix instructions of Ampere and less shared memory."""
-    program = tmp_path / "ranks.py"
-    program.write_text(RANKS, encoding="utf-8")
+def test_narrow_tiles_at_odd_addresses_are_read_where_they_are(tmp_path: Path) -> None:
+    program = tmp_path / "addresses.py"
+    program.write_text(ODD_ADDRESSES, encoding="utf-8")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
-    assert done.stdout.count("Resources") == 4, done.stderr
+    assert done.stdout.count("Resources") == 2, done.stderr
+
+
+SUMS_OF_RANKS = """
+import re
+import torch
+from triton.backends.compiler import GPUTarget
+from warploom import tpa_decode
+from warploom.runtime import launch
+
+def factor(*shape):
+    return torch.zeros(shape)
+
+a, bk, bv = factor(3, 31, 12, 2), factor(3, 31, 2, 96), factor(3, 31, 2, 64)
+with launch.recording(90) as builds:
+    tpa_decode(factor(3, 1, 12, 4), a, a, factor(3, 1, 4, 96), bk, bv, backend="triton")
+(variant,) = builds.values()
+ptx = variant.compile(GPUTarget("cuda", 90, 32)).asm["ptx"]
+shuffled = set(re.findall(r"shfl\\.sync\\.bfly\\.b32\\s+(%r\\d+)", ptx))
+fused = re.findall(r"fma\\.rn\\.f32\\s+%r\\d+, %r\\d+, %r\\d+, (%r\\d+)", ptx)
+print(len(shuffled), len(shuffled & set(fused)))
+"""
+
+
+def test_threads_that_hold_the_same_logit_hold_the_same_bits(tmp_path: Path) -> None:
+    """They do not where each fuses a product of its own with what comes from the other."""
+    program = tmp_path / "sums.py"
+    program.write_text(SUMS_OF_RANKS, encoding="utf-8")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    shuffled, fused = map(int, done.stdout.split())
+    assert shuffled > 0
+    assert fused == 0
 
 
 def test_an_unknown_operator_is_named() -> None:

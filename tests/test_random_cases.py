@@ -346,6 +346,19 @@ def test_other_bits_in_a_batch_are_found_on_the_kernels(
     assert [fault.kind for fault in faults] == ([] if expected is None else [expected])
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_what_the_kernels_refuse_may_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ``auto``, PyTorch computes it."""
+    monkeypatch.setattr(judging.Prepared, "in_torch", False)
+    entries = []
+    for rank, backend in ((2, "triton"), (17, "auto")):
+        sizes = {"B": 3, "M": 7, "D": 8, "Rk": rank, "Rv=Rk": True}
+        prepared = judging.Prepared(make_call("tpa_decode", Choices(given={**sizes, "backend": backend})), CPU)
+        outputs, _ = prepared.run()
+        entries.append(judging.judge_entry(prepared, judging.Verdict(0.0, 0, judging._bits(outputs))))
+    assert entries == [1, 0]
+
+
 def test_a_fault_that_needs_a_call_before_it_keeps_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a plan does that is taken for another call: the result is wrong where the dtype changed before."""
     dtypes: list[torch.dtype] = []
@@ -456,6 +469,21 @@ def test_equal_pairs_are_held_to_the_rounding_of_their_terms(operator: str, opti
     assert prepared.defined(torch.float64)[len(call.outputs) + index].abs().max() < 1e-9
     off = (prepared.cancelling() or [])[index].abs().max()
     assert 0 < off < 1e-6 * 2 * 9 * 1008  # of batch, tokens and positions
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_rounded_output_may_be_off_the_same_way_in_all_features(dtype: torch.dtype) -> None:
+    """Where features are copies of one, so are roundings: their sum in δ grows as their number does."""
+    torch.manual_seed(0)
+    given: dict[str, Any] = {name: torch.randn(1, 1, 2, 8, dtype=torch.float64).to(dtype).double() for name in "qk"}
+    given["v"] = torch.full((1, 1, 2, 64), 1 / 3, dtype=torch.float64)
+    leaves = [given[name].requires_grad_() for name in "qkv"]
+    grad = torch.ones(1, 1, 2, 64, dtype=torch.float64)
+    off_q, off_k, _ = cancelling.cancelling("flash_attention", given, [grad], "qkv", str(dtype)[6:]) or []
+    off_delta = 64 * (given["v"].to(dtype).double() - given["v"])[..., :1].detach()
+    q, k, _ = (leaf.detach() for leaf in leaves)
+    for off, other in ((off_q, k), (off_k, q)):
+        torch.testing.assert_close(off.detach(), off_delta * other * 8**-0.5, rtol=1e-3, atol=0.0)
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import functools
 import importlib
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -156,6 +157,41 @@ def test_every_strategy_is_accurate(
     inputs: dict[str, Any] = factors(device, tokens=2, keys=290, rank_k=rank_k, rank_v=rank_v, dtype=dtype)
     inputs["cache_seqlens"] = lengths(device, 290, 257)
     assert_accurate(tpa_decode(**inputs, strategy=strategy, backend="triton"), inputs)
+
+
+@needs_triton
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize(("features", "values"), [(96, 64), (64, 64), (16, 16)])
+def test_a_single_key_is_the_output(device: torch.device, features: int, values: int, rank: int) -> None:
+    """Its weight is one to the bit, however large its logit is: numerator and denominator hold the same number."""
+    sizes = {"batch": 8, "keys": 31, "heads": 12, "rank_k": rank, "rank_v": rank, "features": features}
+    inputs = factors(device, values=values, **sizes)
+    inputs["bk"] *= 20
+    found = tpa_decode(**inputs, scale=1.0, cache_seqlens=lengths(device, *[1] * 8), backend="triton")
+    first = (inputs[name][:, :1].double() for name in ("av", "bv"))
+    expected = torch.einsum("bmhr,bmre->bmhe", *first) / rank
+    assert (found - expected).abs().max() <= 2**-22 * expected.abs().max()
+
+
+def heavy(draws: int, device: torch.device, **sizes: Any) -> list[dict[str, Any]]:
+    """Calls whose logits are so large that two keys have nearly all of the weight."""
+    return [{**factors(device, **sizes), "scale": 1.0, "scale_q": 1.0, "scale_k": 1.0} for _ in range(draws)]
+
+
+@needs_triton
+@pytest.mark.parametrize(("features", "values", "rank"), [(64, 64, 1), (96, 64, 2), (128, 128, 2), (256, 16, 1)])
+def test_large_logits_have_the_accuracy_of_float32(
+    device: torch.device, features: int, values: int, rank: int
+) -> None:
+    """A weight's relative error is the absolute one of its logit."""
+    sizes = {"keys": 31, "heads": 12, "rank_k": rank, "rank_v": rank, "features": features, "values": values}
+    calls = heavy(256 if device.type == "cuda" else 8, device, **sizes)
+    verdicts = [
+        compare(tpa_decode(**x, backend="triton"), reference.tpa_decode(**exact(x)), reference.tpa_decode(**x))
+        for x in calls
+    ]
+    accuracy = mean_of(verdicts)
+    assert accuracy.ok, accuracy.describe()
 
 
 @needs_triton
@@ -328,14 +364,29 @@ def test_packed_sequences_are_as_if_alone(device: torch.device, backend: str, ca
         torch.testing.assert_close(packed[:, start:end], expected, rtol=1e-5, atol=1e-5)
 
 
+Place = Callable[[Tensor], Tensor]
+
+
+def unaligned(x: Tensor) -> Tensor:
+    """The same numbers, which begin one element behind a multiple of 16 bytes."""
+    memory = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+    return memory[1:].view(x.shape).copy_(x)
+
+
 @needs_triton
-@pytest.mark.parametrize(("features", "values"), [(128, 5), (128, 17), (64, 3), (20, 64), (128, 4)])
+@pytest.mark.parametrize(
+    ("features", "values", "place"),
+    [
+        *((128, 5, torch.clone), (128, 17, torch.clone), (64, 3, torch.clone), (20, 64, torch.clone)),
+        *((128, 4, torch.clone), (32, 1, unaligned), (64, 8, unaligned)),
+    ],
+)
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_keys_or_values(
-    device: torch.device, dtype: torch.dtype, rank: int, features: int, values: int
+    device: torch.device, dtype: torch.dtype, rank: int, features: int, values: int, place: Place
 ) -> None:
-    """Rows that are not even 4 bytes apart cannot be copied ahead: kernels store their tiles themselves."""
+    """Rows less than 4 bytes apart, or anywhere, cannot be copied ahead: kernels store their tiles themselves."""
     tokens = 70 if device.type == "cuda" else 33
     sizes = {
         "tokens": tokens,
@@ -345,7 +396,7 @@ def test_narrow_keys_or_values(
         "features": features,
         "values": values,
     }
-    inputs = {name: x.requires_grad_() for name, x in factors(device, dtype=dtype, **sizes).items()}
+    inputs = {name: place(x).requires_grad_() for name, x in factors(device, dtype=dtype, **sizes).items()}
     grad = torch.randn(2, tokens, 3, values).to(device, dtype)
 
     def run(inputs: dict[str, Any], function: Any, grad: Tensor) -> tuple[Tensor, ...]:
@@ -370,6 +421,22 @@ def test_weights_that_cannot_change_have_no_gradient(device: torch.device, featu
     gradients = torch.autograd.grad(out, [inputs["aq"], inputs["bq"]], torch.randn_like(out))
     roundoff = torch.finfo(torch.float32).eps * features
     assert all(x.abs().max() <= 8 * roundoff for x in gradients)
+
+
+@needs_triton
+def test_a_single_key_has_all_of_the_weight(device: torch.device) -> None:
+    """Its weight is one to the bit, in the backward too, however large its logit is."""
+    sizes = {"tokens": 64, "keys": 64, "heads": 8, "rank_k": 2, "rank_v": 2, "features": 65, "values": 33}
+    inputs = {name: (8 * x).requires_grad_() for name, x in factors(device, batch=1, **sizes).items()}
+    bounds = torch.arange(65, device=device, dtype=torch.int32)
+    out = tpa_attention(**inputs, scale=1.0, cu_seqlens=bounds, backend="triton")
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, [inputs["av"], inputs["bv"]], grad)
+    av, bv = (inputs[name].detach().double().requires_grad_() for name in ("av", "bv"))
+    whole = torch.einsum("bmhr,bmre->bmhe", av, bv) / 2
+    expected = torch.autograd.grad(whole, [av, bv], grad.double())
+    for one, other in zip((out, *found), (whole, *expected)):
+        assert (one - other).abs().max() <= 2**-22 * other.abs().max()
 
 
 @needs_triton

@@ -25,6 +25,7 @@ Tensor = torch.Tensor
 
 FACTORS = {"float16": 2.0**-11, "bfloat16": 2.0**-9, "high": 2.0**-11, "medium": 2.0**-9}
 """Relative rounding of a factor of a matrix product, by dtype, or by precision for float32."""
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SUMS = 2.0**-24
 """That of a float32 number."""
 
@@ -59,9 +60,14 @@ def cancelling(
     grad, grad_lse = (*incoming, None)[:2]
     if grad is not None:
         (dlogits,) = torch.autograd.grad(out, logits, grad, retain_graph=True)
-        terms = (grad * out.detach()).square().sum(-1).sqrt().transpose(1, 2)
-        off_logits = terms * (FACTORS.get(factors, SUMS) + SUMS * math.sqrt(out.shape[-1]))
-        off_logits = weights * off_logits.unsqueeze(-1)
+        out = out.detach()
+        terms = (grad * out).square().sum(-1).sqrt()
+        off_delta = terms * SUMS * math.sqrt(out.shape[-1])
+        if factors in DTYPES:  # δ is of a rounded output, whose errors may be alike
+            off_delta += (grad * (out.to(DTYPES[factors]) - out)).sum(-1)
+        else:
+            off_delta += terms * FACTORS.get(factors, SUMS)
+        off_logits = weights * off_delta.transpose(1, 2).unsqueeze(-1)
     if grad_lse is not None:
         (more,) = torch.autograd.grad(lse, logits, grad_lse, retain_graph=True)
         dlogits = dlogits + more

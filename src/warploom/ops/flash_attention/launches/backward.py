@@ -300,7 +300,7 @@ def _plan_kernel(
     if tiled is not None:
         return KernelPlan(kernel, tiled.launch, tiled.splits, _parts(sizes, tiled.splits))
     layout = layout_for(*factors, *results.values())
-    grid = tiling.grid_of(kernel, call, product, sum(sizes), layout)
+    grid = tiling.grid_of(kernel, call, product, sum(sizes), aligned and layout.vec > 1)
     pdl = has_pdl(call.device)
     split: dict[str, Any] = {
         f"{name}_split": x.numel() // layout.vec if grid.splits > 1 else 0 for name, x in results.items()

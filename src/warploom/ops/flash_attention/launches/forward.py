@@ -141,7 +141,7 @@ def plan_forward(
             terms = tiling.plan_terms(product, shape, q, k, v, None, False)
             plan, factors = plan._replace(terms=terms), terms.like
         layout = layout_for(*factors, out)
-        grid = tiling.grid_of("forward", call, product, out.numel(), layout)
+        grid = tiling.grid_of("forward", call, product, out.numel(), aligned and layout.vec > 1)
         splits = grid.splits
         launch = Launch(
             forward_kernel,

@@ -186,15 +186,18 @@ def _beside(tiles: Configuration, call: Call) -> int:
     return 2 if call.dtype == torch.float32 else 3
 
 
-def grid_of(kernel: str, call: Call, product: str, elements: int, layout: Layout) -> Grid:
-    """How a kernel for every GPU cuts a call with results of so many elements, and tensors of such a layout."""
+def grid_of(kernel: str, call: Call, product: str, elements: int, copied: bool) -> Grid:
+    """How a kernel for every GPU cuts a call with results of so many elements.
+
+    ``copied``: rows begin at multiples of several elements, so that loads can run ahead through shared memory.
+    """
     shape, mask = call.shape, call.mask
     tiny = is_tiny(kernel, *_extent(kernel, call))
     arch = architecture(call.device)
     tiles = configuration(
         kernel, arch, call.dtype, shape.width, product, call.plain, is_small_for(kernel, call), tiny
     )
-    if kernel == "forward" and arch == 90 and layout.vec == 1 and shape.block_e <= 32 and call.dtype.itemsize == 2:
+    if kernel == "forward" and arch == 90 and not copied and shape.block_e <= 32 and call.dtype.itemsize == 2:
         tiles = NARROW_STORED
     own, step = (tiles.block_n, tiles.block_m) if kernel == "key" else (tiles.block_m, tiles.block_n)
     length, heads = (shape.keys, shape.key_heads) if kernel == "key" else (shape.tokens, shape.heads)

@@ -1,4 +1,4 @@
-"""What kernels of decoding and of attention share: factors in memory, the exponential of logits, packed tokens."""
+"""What kernels of decoding and of attention share: factors in memory, the scale and the exponential of logits."""
 
 from __future__ import annotations
 
@@ -56,6 +56,20 @@ class Features(NamedTuple):
     BLOCK_F: tl.constexpr
     VEC: tl.constexpr
     UNIT: tl.constexpr
+
+
+@triton.jit
+def scaled(x, factor, dtype: tl.constexpr):
+    """``x · factor``, for results in ``dtype``.
+
+    In float32 the product is rounded by itself. Fused with the subtraction that follows, it would keep bits that what
+    is subtracted, once such a product too, has lost: the difference of equals would not be zero.
+    """
+    if dtype == tl.float32:
+        y = tl.fma(x, tl.broadcast_to(factor, x.shape), 0.0)
+    else:
+        y = x * factor
+    return y
 
 
 @triton.jit

@@ -24,8 +24,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from warploom.device.product import dot, exact_dot, rounded
-from warploom.ops.tpa.kernels.factors import Factors, FeatureStrides, HeadStrides, exp
+from warploom.device.product import add_outside, dot, exact_dot, rounded
+from warploom.ops.tpa.kernels.factors import Factors, FeatureStrides, HeadStrides, exp, scaled
+
+TERMS = tl.constexpr(32)
+"""Of a logit of float32 factors that are added up one after another."""
 
 
 class ChunkLengths(NamedTuple):
@@ -194,10 +197,13 @@ def finish(softmax, scale_v):
 @triton.jit
 def query_tile(
     aq, bq, batch, n, h, mask, first_n, tokens, scale_q,
-    Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, FIRST: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """Q of every row (ROWS, D) in the dtype of memory. Without ``aq``, ``bq`` holds Q and its rank axis the heads."""
-    d = tl.arange(0, Q.BLOCK_F)
+    """Q of every row (ROWS, FEATURES), from feature ``FIRST`` on, in the dtype of memory.
+
+    Without ``aq``, ``bq`` holds Q and its rank axis the heads.
+    """
+    d = FIRST + tl.arange(0, FEATURES)
     features = d[None, :] if Q.UNIT else (d * bq.strides.f)[None, :]
     b_ptr = bq.ptr + batch.to(tl.int64) * (bq.strides.b * Q.VEC)
     if aq.ptr is None:
@@ -207,7 +213,7 @@ def query_tile(
         a_ptr = aq.ptr + batch.to(tl.int64) * aq.strides.b
         r = tl.arange(0, BLOCK_R)
         rows = a_ptr + (n.to(tl.int64) * aq.strides.n + h.to(tl.int64) * aq.strides.h)[:, None]
-        q = tl.zeros((n.shape[0], Q.BLOCK_F), tl.float32)
+        q = tl.zeros((n.shape[0], FEATURES), tl.float32)
         # The heads of one query at a time.
         for i in tl.range(0, BLOCK_N * ((Q.R + BLOCK_R - 1) // BLOCK_R), num_stages=1):
             token = first_n + i % BLOCK_N
@@ -246,13 +252,16 @@ def head_tile(
 
 
 @triton.jit
-def feature_tile(b, first, length, B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Feature factors of a block of keys, (M·R, F), ranks fastest; in the dtype of memory."""
+def feature_tile(
+    b, first, length, B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    FIRST: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    """Feature factors of a block of keys, (M·R, FEATURES) from feature ``FIRST`` on, ranks fastest; in the dtype of memory."""
     block = b.ptr + first * (b.strides.n * B.VEC)
     row = tl.arange(0, BLOCK_M * BLOCK_R)
     m = row // BLOCK_R
     r = row % BLOCK_R
-    f = tl.arange(0, B.BLOCK_F)
+    f = FIRST + tl.arange(0, FEATURES)
     if B.UNIT:
         offsets = (m * (b.strides.n.to(tl.int32) * B.VEC) + r * (b.strides.r.to(tl.int32) * B.VEC))[:, None]
         offsets += f[None, :]
@@ -267,13 +276,34 @@ def feature_tile(b, first, length, B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK
 
 
 @triton.jit
+def logits_of_ranks(b, first, length, queries, B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr):
+    """``k · q`` (M·R, ROWS) float32 of a block of feature factors and the queries, from parts of their features.
+
+    Sums of float32 factors are made term after term, and parts keep them short: a weight's relative error is the
+    absolute one of its logit.
+    """
+    FEATURES: tl.constexpr = queries[0].shape[0]
+    zeros = tl.zeros((BLOCK_M * BLOCK_R, queries[0].shape[1]), tl.float32)
+    k = feature_tile(b, first, length, B, BLOCK_M, BLOCK_R, 0, FEATURES)
+    logits = exact_dot(k, queries[0], zeros)
+    for part in tl.static_range(1, len(queries)):
+        k = feature_tile(b, first, length, B, BLOCK_M, BLOCK_R, part * FEATURES, FEATURES)
+        logits = add_outside(exact_dot(k, queries[part], zeros), logits)
+    return logits
+
+
+@triton.jit
 def sum_ranks(logits, factors, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr):
-    """``Σ_r a ⊙ logits`` (M, ROWS) float32, from logits (M·R, ROWS) of every rank."""
+    """``Σ_r a ⊙ logits`` (M, ROWS) float32, from logits (M·R, ROWS) of every rank.
+
+    Products are rounded by themselves: several threads may hold the same sum, of which one adds up the numerator and
+    another the denominator. Each would fuse its own product into it, and they would hold different bits.
+    """
     if BLOCK_R == 1:
         summed = logits * factors.to(tl.float32)
     else:
         ranks = logits.reshape(BLOCK_M, BLOCK_R, ROWS).permute(0, 2, 1)
-        summed = tl.sum(ranks * factors.to(tl.float32), axis=2)
+        summed = tl.sum(scaled(ranks, factors.to(tl.float32), tl.float32), axis=2)
     return summed
 
 
@@ -332,11 +362,15 @@ def decode_kernel(
     h = row_block % H_BLOCKS * TILE.BLOCK_H + rows_in_tile % TILE.BLOCK_H
     head_mask = h < H  # what stands in rows of other queries, or of none, is not stored
     row_mask = head_mask & (n < tokens)
-    q = query_tile(
-        Factors(aq, strides.aq), Factors(bq, strides.bq),
-        batch, n, h, row_mask, first_n, tokens, scales.q, Q, TILE.BLOCK_N, TILE.BLOCK_RQ,
-    )  # fmt: skip
-    q = tl.trans(q)
+    dtype: tl.constexpr = bk.dtype.element_ty
+    FEATURES: tl.constexpr = min(K.BLOCK_F, TERMS) if dtype == tl.float32 else K.BLOCK_F
+    queries = ()
+    for first_d in tl.static_range(0, K.F, FEATURES):
+        q = query_tile(
+            Factors(aq, strides.aq), Factors(bq, strides.bq),
+            batch, n, h, row_mask, first_n, tokens, scales.q, Q, TILE.BLOCK_N, TILE.BLOCK_RQ, first_d, FEATURES,
+        )  # fmt: skip
+        queries += (tl.trans(q),)
     row_end = length - tokens + n + 1  # keys that a row sees
 
     k_heads = Factors(ak + batch.to(tl.int64) * (strides.ak.b * A.VEC), strides.ak)
@@ -366,18 +400,17 @@ def decode_kernel(
         for start in range(bounds[part], bounds[part + 1], TILE.BLOCK_M):
             m = start + tl.arange(0, TILE.BLOCK_M)
             key_mask = m < end
-            k = feature_tile(k_features, start, end, K, TILE.BLOCK_M, TILE.BLOCK_RK)
             a = head_tile(k_heads, start, h, key_mask, head_mask, A, K.R, TILE.BLOCK_M, TILE.BLOCK_RK)
-            logits = exact_dot(k, q, tl.zeros((TILE.BLOCK_M * TILE.BLOCK_RK, ROWS), tl.float32))
-            logits = sum_ranks(logits, a, TILE.BLOCK_M, TILE.BLOCK_RK, ROWS) * scales.logits
+            logits = logits_of_ranks(k_features, start, end, queries, K, TILE.BLOCK_M, TILE.BLOCK_RK)
+            logits = scaled(sum_ranks(logits, a, TILE.BLOCK_M, TILE.BLOCK_RK, ROWS), scales.logits, dtype)
             logits = tl.where((m[:, None] < row_end[None, :]) & key_mask[:, None], logits, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(logits, axis=0, keep_dims=True))
             base = tl.where(new_max == float("-inf"), 0.0, new_max)
-            p = exp(logits - base, k.dtype)
-            rescale = exp(row_max - base, k.dtype)
+            p = exp(logits - base, dtype)
+            rescale = exp(row_max - base, dtype)
             sums = sums * rescale + p
             row_max = new_max
-            v = feature_tile(v_features, start, end, V, TILE.BLOCK_M, TILE.BLOCK_RV)
+            v = feature_tile(v_features, start, end, V, TILE.BLOCK_M, TILE.BLOCK_RV, 0, V.BLOCK_F)
             a = head_tile(v_heads, start, h, key_mask, head_mask, A, V.R, TILE.BLOCK_M, TILE.BLOCK_RV)
             w = rounded(spread(p, a, TILE.BLOCK_M, TILE.BLOCK_RV, ROWS), v.dtype)
             acc = acc * rescale
@@ -389,20 +422,19 @@ def decode_kernel(
             if LEVELS > 0:
                 behind = start + TILE.BLOCK_M
                 if behind % chunk == 0:
-                    node = join(node, Softmax(acc, row_max, tl.sum(sums, axis=0, keep_dims=True)), k.dtype)
+                    node = join(node, Softmax(acc, row_max, tl.sum(sums, axis=0, keep_dims=True)), dtype)
                     acc = tl.zeros((V.BLOCK_F, ROWS), tl.float32)
                     row_max = tl.full((1, ROWS), float("-inf"), tl.float32)
                     sums = tl.zeros((TILE.BLOCK_M, ROWS), tl.float32)
                     if LEVELS > 1:
                         if behind % (4 * chunk) == 0:
-                            root = join(root, node, k.dtype)
+                            root = join(root, node, dtype)
                             node = Softmax(
                                 tl.zeros((V.BLOCK_F, ROWS), tl.float32),
                                 tl.full((1, ROWS), float("-inf"), tl.float32),
                                 tl.zeros((1, ROWS), tl.float32),
                             )
 
-    dtype: tl.constexpr = bk.dtype.element_ty
     softmax = Softmax(acc, row_max, tl.sum(sums, axis=0, keep_dims=True))
     if LEVELS > 0:  # what is not complete
         softmax = join(node, softmax, dtype)
