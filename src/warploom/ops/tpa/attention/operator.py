@@ -25,8 +25,13 @@ def _split(tensors: Tensors, options: Options) -> tuple[Operands, Call]:
 
 def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
     """The output, and the statistics of every softmax."""
-    factors, call = _split(tensors, options)
-    return launches.forward(factors, call, plans)
+    out, statistics = _first(tensors, 0, options, plans)
+    return out, statistics.contiguous()
+
+
+def _first(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
+    """The output, and statistics of any strides."""
+    return launches.forward(*_split(tensors, options), plans)
 
 
 def _fake(tensors: Tensors, options: Options) -> Tensors:
@@ -72,6 +77,7 @@ OPERATOR = Operator(
     results=2,
     options_type=Options,
     forward=_forward,
+    first=_first,
     fake=_fake,
     flops=_flops,
     gradient=Gradient(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from warploom.ops.tpa.attention.kernels.backward import prepare_kernel
@@ -9,21 +11,37 @@ from warploom.ops.tpa.attention.problem import Call
 from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, HeadStrides
 from warploom.ops.tpa.problem import Operands, feature_factors, padded, strides_of
 from warploom.runtime.launch import Dense, Launch
+from warploom.runtime.pytorch import view
 
 Tensor = torch.Tensor
 
 
 def row_length(tokens: int) -> int:
-    """How far rows of `heads_first` are apart, a multiple of 16."""
+    """How far rows of `HeadRows` are apart, a multiple of 16."""
     return -(-tokens // 16) * 16
 
 
-def heads_first(a: Tensor, scale: float = 1.0) -> Tensor:
-    """``scale · a`` (B, M, H, R) as the kernels read it: (B, H, R, M) in float32."""
-    batch, tokens, heads, rank = a.shape
-    rows = torch.empty((batch, heads, rank, row_length(tokens)), dtype=torch.float32, device=a.device)
-    rows[..., :tokens].copy_(a.permute(0, 2, 3, 1))
-    return rows if scale == 1.0 else rows.mul_(scale)
+class HeadRows(NamedTuple):
+    """Head factors, times a scale, as the kernels read them: (B, H, R, M) in float32."""
+
+    rows: Dense
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # of head factors like those that are given, in the order of these axes
+    scale: float
+
+    @classmethod
+    def of(cls, a: Tensor, scale: float = 1.0) -> HeadRows:
+        """Those of head factors like these (B, M, H, R)."""
+        turned = a.permute(0, 2, 3, 1)
+        shape = tuple(turned.shape)
+        rows = Dense.rows((*shape[:3], row_length(shape[3])), torch.float32)
+        return cls(rows, shape, turned.stride(), scale)
+
+    def __call__(self, a: Tensor) -> Tensor:
+        """Those of ``a``."""
+        rows = self.rows.empty(a)
+        view(rows, self.shape, self.rows.stride, 0).copy_(view(a, self.shape, self.strides, 0))
+        return rows if self.scale == 1.0 else rows.mul_(self.scale)
 
 
 def queries(factors: Operands) -> Dense:

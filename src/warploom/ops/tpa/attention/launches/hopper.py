@@ -32,16 +32,16 @@ from warploom.ops.tpa.attention.kernels.hopper.backward import (
     tpa_hopper_query_kernel,
 )
 from warploom.ops.tpa.attention.kernels.hopper.forward import tpa_hopper_forward_kernel
-from warploom.ops.tpa.attention.launches.common import heads_first, plan_prepare, queries, row_length
+from warploom.ops.tpa.attention.launches.common import HeadRows, plan_prepare, queries, row_length
 from warploom.ops.tpa.attention.problem import Call
 from warploom.ops.tpa.problem import NARROW, Operands, logit_unit
 from warploom.runtime.launch import (
-    ALIGNMENT,
     INTERPRETED,
     Boxes,
     Dense,
     Launch,
     architecture,
+    are_aligned,
     can_be_copied,
     multiprocessors,
 )
@@ -59,22 +59,20 @@ _LONGEST = 2**31  # strides travel in 32 bits
 class Forward(NamedTuple):
     """What a forward allocates and launches."""
 
-    out: Dense
-    q: Dense
-    lse: Dense
-    statistics: Dense
+    tensors: tuple[Dense, ...]  # the output, Q, lse, statistics and counters
+    ak: HeadRows
+    av: HeadRows
     prepare: Launch
     launch: Launch
 
     def run(self, factors: Operands, call: Call) -> tuple[Tensor, Tensor]:
-        """The output, and the statistics of every softmax."""
+        """The output, and the statistics of every softmax (B, H, 2, N), in memory (2, B, H, N)."""
         aq, ak, av, bq, bk, bv = factors
-        out, q, lse, statistics = (like.empty(bq) for like in self[:4])
-        ak_rows, av_rows = heads_first(ak, call.scale_k), heads_first(av, call.scale_v)
-        counters = COUNTERS.empty(bq)
+        out, q, lse, statistics, counters = [like.empty(bq) for like in self.tensors]
+        ak_rows, av_rows = self.ak(ak), self.av(av)
         self.prepare(bq, aq, None, None, None, q, None, None, counters)
         self.launch(q, bk, bv, out, ak_rows, av_rows, lse, statistics, counters)
-        return out, statistics.permute(1, 2, 0, 3).contiguous()
+        return out, statistics
 
 
 def suit(factors: Operands, call: Call) -> bool:
@@ -99,7 +97,7 @@ def suit(factors: Operands, call: Call) -> bool:
 
 def can_read(tensor: Tensor) -> bool:
     """Whether the tensor memory accelerator can copy tiles of a tensor."""
-    return can_be_copied(tensor) and tensor.data_ptr() % ALIGNMENT == 0
+    return can_be_copied(tensor) and are_aligned(tensor)
 
 
 class _Boxes(NamedTuple):
@@ -152,8 +150,11 @@ def _for_queries(factors: Operands, call: Call) -> tuple[int, dict[str, Any]]:
 
 def plan_forward(factors: Operands, call: Call, out: Tensor) -> Forward:
     """The plan of a call that suits. ``out`` is a tensor like the output."""
-    _, ak, _, bq, _, _ = factors
-    rows = (bq.shape[0], ak.shape[2], bq.shape[1])
+    _, ak, av, bq, _, _ = factors
+    batch, heads, tokens = bq.shape[0], ak.shape[2], bq.shape[1]
+    lse = Dense.rows((batch, heads, tokens), torch.float32)
+    strides = (heads * tokens, tokens, batch * heads * tokens, 1)
+    statistics = Dense((batch, heads, 2, tokens), strides, torch.float32)
     programs, arguments = _for_queries(factors, call)
     launch = Launch(
         tpa_hopper_forward_kernel,
@@ -164,10 +165,9 @@ def plan_forward(factors: Operands, call: Call, out: Tensor) -> Forward:
         **arguments,
     )
     return Forward(
-        Dense.like(out),
-        queries(factors),
-        Dense.rows(rows, torch.float32),
-        Dense.rows((2, *rows), torch.float32),
+        (Dense.like(out), queries(factors), lse, statistics, COUNTERS),
+        HeadRows.of(ak, call.scale_k),
+        HeadRows.of(av, call.scale_v),
         plan_prepare(factors, call, bq, bq, pdl=True),
         launch,
     )

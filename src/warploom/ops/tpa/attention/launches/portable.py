@@ -25,11 +25,11 @@ from warploom.ops.tpa.attention.kernels.backward import (
 )
 from warploom.ops.tpa.attention.kernels.forward import Sizes, forward_kernel
 from warploom.ops.tpa.attention.launches import hopper
-from warploom.ops.tpa.attention.launches.common import heads_first, plan_prepare, queries, row_length
+from warploom.ops.tpa.attention.launches.common import HeadRows, plan_prepare, queries, row_length
 from warploom.ops.tpa.attention.problem import Call
 from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, HeadStrides
 from warploom.ops.tpa.problem import Factors, Operands, feature_factors, padded, strides_of
-from warploom.runtime.launch import ALIGNMENT, Dense, Launch, architecture, has_pdl, multiprocessors
+from warploom.runtime.launch import Dense, Launch, architecture, are_aligned, has_pdl, multiprocessors
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans, metadata
 
@@ -41,13 +41,15 @@ class _Forward(NamedTuple):
 
     out: Dense
     statistics: Dense
+    ak: HeadRows
+    av: HeadRows
     launch: Launch
 
     def run(self, factors: Operands, call: Call) -> tuple[Tensor, Tensor]:
         """The output, and the statistics of every softmax."""
         aq, ak, av, bq, bk, bv = factors
         out, statistics = self.out.empty(bq), self.statistics.empty(bq)
-        self.launch(bq, aq, heads_first(ak), bk, heads_first(av), bv, call.cu_seqlens, out, statistics)
+        self.launch(bq, aq, self.ak(ak), bk, self.av(av), bv, call.cu_seqlens, out, statistics)
         return out, statistics
 
 
@@ -55,6 +57,8 @@ class _Backward(NamedTuple):
     """What a backward allocates and launches."""
 
     gradients: Any  # `Operands` of `Dense`
+    ak: HeadRows
+    av: HeadRows
     delta: Dense
     q: Dense
     dq: Dense | None  # None: it is the gradient of ``bq``
@@ -71,14 +75,11 @@ class _Backward(NamedTuple):
 def forward(factors: Operands, call: Call, plans: Plans) -> tuple[Tensor, Tensor]:
     """Run the forward kernel: the output, and maximum and denominator (B, H, 2, N) of every softmax in float32.
 
-    ``plans`` are those of calls that are the same in all but addresses and numbers in tensors.
+    The statistics are of any strides. ``plans`` are those of calls that are the same in all but addresses and
+    numbers in tensors.
     """
-    plan = plans.get(("forward", _aligned(factors.bk, factors.bv)), _plan_forward, factors, call)
+    plan = plans.get(("forward", are_aligned(factors.bk, factors.bv)), _plan_forward, factors, call)
     return plan.run(factors, call)
-
-
-def _aligned(*tensors: Tensor) -> bool:
-    return all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
 
 
 def _sizes(factors: Operands, call: Call) -> Sizes:
@@ -124,7 +125,8 @@ def _narrow_stored(factors: Operands, b: Factors) -> bool:
 
 
 def _plan_forward(factors: Operands, call: Call) -> _Forward | hopper.Forward:
-    aq, ak, _, bq, bk, bv = factors
+    factors = factors.ranked()
+    aq, ak, av, bq, bk, bv = factors
     batch, tokens, rank_q, features = bq.shape
     out = layout_of(bq if aq is None else aq, bv.shape[3])
     if hopper.suit(factors, call):
@@ -147,7 +149,7 @@ def _plan_forward(factors: Operands, call: Call) -> _Forward | hopper.Forward:
         **_arguments(factors, call, b, tiles),
     )
     statistics = Dense.rows((batch, ak.shape[2], 2, tokens), torch.float32)
-    return _Forward(Dense.like(out), statistics, launch)
+    return _Forward(Dense.like(out), statistics, HeadRows.of(ak), HeadRows.of(av), launch)
 
 
 def backward(
@@ -171,23 +173,24 @@ def backward(
     Elsewhere `query` comes before `key`, to which it leaves the δ of float32.
     """
     aq, ak, av, bq, bk, bv = factors
-    key = ("backward", metadata(grad), metadata(out), _aligned(grad), _aligned(bk, bv))
+    # Strides, because what autograd saved may come back with others: from the host's memory, for one.
+    strides = [None if x is None else x.stride() for x in factors]
+    key = ("backward", metadata(grad), metadata(out), are_aligned(grad), are_aligned(bk, bv), *strides)
     plan = plans.get(key, _plan_backward, factors, call, out, grad)
     gradients: Operands = plan.gradients.map(lambda like: like.empty(bq))
     daq, dak, dav, dbq, dbk, dbv = gradients
     delta, q = plan.delta.empty(bq), plan.q.empty(bq)
     dq = dbq if plan.dq is None else plan.dq.empty(bq)
     sums = tuple(like.empty(bq) for like in plan.sums)
+    ak_rows, av_rows = plan.ak(ak), plan.av(av)
     if plan.on_hopper:
         if plan.copies:
             grad = grad.clone(memory_format=torch.contiguous_format)
-        ak_rows, av_rows = heads_first(ak, call.scale_k), heads_first(av, call.scale_v)
         lse, counters = plan.delta.empty(bq), hopper.COUNTERS.empty(bq)
         plan.prepare(bq, aq, out, grad, statistics, q, delta, lse, counters)
         plan.key(q, grad, ak_rows, av_rows, bk, bv, lse, delta, dak, dav, *sums, counters)
         plan.query(q, bk, bv, grad, dq, ak_rows, av_rows, lse, delta, counters)
     else:
-        ak_rows, av_rows = heads_first(ak), heads_first(av)
         plan.prepare(bq, aq, out, grad, statistics, q, delta, None, None)
         cache = (q, ak_rows, bk, av_rows, bv, grad, statistics, delta, call.cu_seqlens)
         plan.query(*cache, dq)
@@ -199,10 +202,11 @@ def backward(
 
 
 def _plan_backward(factors: Operands, call: Call, out: Tensor, grad: Tensor) -> _Backward:
-    aq, ak, _, bq, bk, bv = factors
+    gradients = factors.map(lambda x: layout_of(x, x.shape[-1]))
+    factors, like = factors.ranked(), gradients.ranked()
+    aq, ak, av, bq, bk, bv = factors
     batch, tokens, _, features = bq.shape
     heads = ak.shape[2]
-    like = factors.map(lambda x: layout_of(x, x.shape[3]))
     on_hopper = hopper.suit(factors, call)
     copies = on_hopper and not hopper.can_read(grad)
     if copies:
@@ -222,7 +226,9 @@ def _plan_backward(factors: Operands, call: Call, out: Tensor, grad: Tensor) -> 
         query = _plan_query(factors, call, grad, dq, scale)
         key = _plan_key(factors, call, grad, like, tiles, groups)
     return _Backward(
-        gradients=like.map(Dense.like),
+        gradients=gradients.map(Dense.like),
+        ak=HeadRows.of(ak, call.scale_k if on_hopper else 1.0),
+        av=HeadRows.of(av, call.scale_v if on_hopper else 1.0),
         delta=Dense.rows((batch, heads, tokens), torch.float32),
         q=queries(factors),
         dq=None if aq is None else Dense.like(dq),
