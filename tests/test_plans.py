@@ -282,6 +282,36 @@ def test_without_what_recognises_tensors_calls_are_known_by_their_keys(
         assert all(map(torch.equal, first, other))
 
 
+@pytest.mark.parametrize(("results", "expected"), [(1, ["first"]), (2, ["forward"])])
+def test_the_first_result_alone(results: int, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def running(name: str) -> Callable[..., Any]:
+        return lambda tensors, *_: ran.append(name) or (tensors[0], tensors[0])
+
+    operator = SimpleNamespace(
+        first=running("first"), forward=running("forward"), differentiated=None, gradient=None
+    )
+    check = lambda *_: dispatch.Checked(None, results=results)  # noqa: E731
+    function = dispatch.Function("f", check, lambda *_: None, lambda: operator)  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(dispatch, "are_kept", lambda _: True)
+    monkeypatch.setattr(dispatch, "use_triton", lambda *_: True)
+    for _ in range(3):
+        found = function("triton", (torch.randn(3),), ())
+        assert isinstance(found, Tensor) == (results == 1)
+    assert ran == 3 * expected
+
+
+def test_the_first_result_alone_has_the_bits_of_the_call_with_gradients(device: torch.device) -> None:
+    function, make = USUAL["tpa_attention"]
+    inputs = make(device)
+    with no_plans():
+        for _ in range(3):
+            out = function(**inputs, backend="triton")
+            with torch.no_grad():
+                assert torch.equal(function(**inputs, backend="triton"), out.detach())
+
+
 def test_options_are_recalled_if_they_are_equal_and_of_the_same_types(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Any] = []
 
