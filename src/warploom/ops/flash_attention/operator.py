@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ from warploom.runtime.plans import Plans
 Tensor = torch.Tensor
 
 
-def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
+def _forward(tensors: Tensors, _: int, options: Options, plans: Plans, alone: bool = False) -> Tensors:
     """Attention, lse, and what the backward computes the weights again from."""
     q, k, v, *rest = tensors
     mask, logits = _mask_and_logits(options, *rest)
-    return forward(q, k, v, mask, options.scale, options.precision, plans, logits=logits)
+    return forward(q, k, v, mask, options.scale, options.precision, plans, logits=logits, alone=alone)
 
 
 def _mask_and_logits(
@@ -102,6 +103,7 @@ OPERATOR = Operator(
     results=3,
     options_type=Options,
     forward=_forward,
+    first=partial(_forward, alone=True),
     fake=_fake,
     flops=_flops,
     gradient=Gradient(

@@ -53,11 +53,13 @@ def forward(
     plans: Plans,
     counters: Tensor | None = None,
     logits: Logits = PLAIN,
+    alone: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward kernel.
 
     ``plans`` are those of earlier calls that were the same in all but addresses, what ``cu_seqlens`` hold, and
-    precision. ``counters``: `COUNTERS` that are zero, if there are any already.
+    precision. ``counters``: `COUNTERS` that are zero, if there are any already. ``alone``: attention alone is
+    wanted. The kernel writes lse and statistics all the same, to one memory.
 
     Returns:
         Attention (B, N, Hq, E); lse (B, Hq, N) in float32; and what the backward computes the weights again from,
@@ -66,8 +68,8 @@ def forward(
     precision = precision_of(q, precision)
     aligned = are_aligned(q, k, v)
     plan = plans.get((precision, aligned), plan_forward, q, k, v, mask, scale, precision, aligned, logits)
-    out = plan.out.empty(q)
-    lse, statistics = plan.lse.empty(q), plan.statistics.empty(q)
+    out, statistics = plan.out.empty(q), plan.statistics.empty(q)
+    lse = statistics if alone and plan.launch is not None else plan.lse.empty(q)
     sink = logits.sink
     if plan.launch is None and sink is not None:
         lse.copy_(sink[:, None])

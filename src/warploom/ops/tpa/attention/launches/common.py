@@ -25,7 +25,6 @@ class HeadRows(NamedTuple):
     """Head factors, times a scale, as the kernels read them: (B, H, R, M) in float32."""
 
     rows: Dense
-    shape: tuple[int, ...]
     strides: tuple[int, ...]  # of head factors like those that are given, in the order of these axes
     scale: float
 
@@ -33,14 +32,14 @@ class HeadRows(NamedTuple):
     def of(cls, a: Tensor, scale: float = 1.0) -> HeadRows:
         """Those of head factors like these (B, M, H, R)."""
         turned = a.permute(0, 2, 3, 1)
-        shape = tuple(turned.shape)
-        rows = Dense.rows((*shape[:3], row_length(shape[3])), torch.float32)
-        return cls(rows, shape, turned.stride(), scale)
+        _, heads, rank, tokens = shape = tuple(turned.shape)
+        length = row_length(tokens)
+        rows = Dense(shape, (heads * rank * length, rank * length, length, 1), torch.float32)
+        return cls(rows, turned.stride(), scale)
 
     def __call__(self, a: Tensor) -> Tensor:
         """Those of ``a``."""
-        rows = self.rows.empty(a)
-        view(rows, self.shape, self.rows.stride, 0).copy_(view(a, self.shape, self.strides, 0))
+        rows = self.rows.empty(a).copy_(view(a, self.rows.shape, self.strides, 0))
         return rows if self.scale == 1.0 else rows.mul_(self.scale)
 
 
