@@ -401,7 +401,8 @@ def test_deterministic_algorithms_may_be_asked_for_between_calls(
     ("function", "make", "names"),
     [(flash_attention, attention, "qkv"), (lrpe_rotate, encoding, ("x", "theta")),
      (linear_attention, linear, ("q", "k", "v", "theta", "initial_state")),
-     (lrpe_rotate, encoding_over_the_sequence, ("x", "theta"))],
+     (lrpe_rotate, encoding_over_the_sequence, ("x", "theta")),
+     (tpa_attention, factors_with_gradients, ("bq", "bk", "bv"))],
 )  # fmt: skip
 def test_saved_tensors_may_come_back_with_other_strides(
     function: Callable[..., Any], make: Callable[[torch.device], Inputs], names: Any, device: torch.device

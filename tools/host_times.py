@@ -52,7 +52,8 @@ def operators() -> dict[str, tuple[tuple[torch.Tensor, ...], Call]]:
     b, n, h, d = 1, 128, 4, 64
     x, theta = random(b, n, h, d), torch.rand(d // 2, device="cuda")
     q, k, v = (random(b, n, h, d) for _ in range(3))
-    query, state = random(b, 1, h, d), random(b, h, d, d)
+    query, key, value = (random(b, 1, h, d) for _ in range(3))
+    state = random(b, h, d, d)
     aq, bq, ak, av, bk, bv = (random(b, n, *rest) for rest in ((h, 8), (8, d), (h,), (h,), (d,), (d,)))
     first_a, first_b = aq[:, :1], bq[:, :1]
     return {
@@ -69,7 +70,7 @@ def operators() -> dict[str, tuple[tuple[torch.Tensor, ...], Call]]:
         "linear_attention": ((q, k, v), lambda: warploom.linear_attention(q, k, v)),
         "linear_attention, one token": (
             (),
-            lambda: warploom.linear_attention(query, query, query, initial_state=state, return_state=True),
+            lambda: warploom.linear_attention(query, key, value, initial_state=state, return_state=True),
         ),
         "tpa_decode": ((), lambda: warploom.tpa_decode(first_a, ak, av, first_b, bk, bv)),
         "tpa_attention": ((aq, ak, bq, bk), lambda: warploom.tpa_attention(aq, ak, av, bq, bk, bv)),

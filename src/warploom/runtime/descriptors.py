@@ -64,7 +64,7 @@ def descriptor_strides(shape: Sequence[int], strides: Sequence[int], element_siz
 
     The driver refuses a descriptor unless
 
-    - the address is a multiple of 16 bytes, which callers check, since plans serve many addresses;
+    - the address is a multiple of 16 bytes, see `are_aligned`: plans serve many addresses;
     - sizes are 1 to 2³²;
     - features, on the last axis, are adjacent: their stride is not encoded;
     - the other strides are multiples of 16 bytes, and less than 2⁴⁰ bytes. Those of axes of size one are encoded
@@ -79,6 +79,14 @@ def descriptor_strides(shape: Sequence[int], strides: Sequence[int], element_siz
     if not all(0 < s * element_size < _MOST_BYTES and s * element_size % ALIGNMENT == 0 for s in encoded):
         return None
     return (*encoded, 1) if shape[-1] == 1 or strides[-1] == 1 else None
+
+
+def are_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether the addresses of tensors are aligned for tensor descriptors."""
+    bits = 0
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+    return bits % ALIGNMENT == 0
 
 
 def can_be_copied(tensor: torch.Tensor) -> bool:

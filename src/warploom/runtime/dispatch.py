@@ -257,14 +257,15 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        ctx.call, ctx.number, *tensors = inputs
-        operator = ctx.call.operator
+        call, ctx.number = inputs[:2]
+        ctx.call = call
+        operator = call.operator
         gradient = operator.gradient
         if gradient is None:
             return
-        saved, ctx.extra = gradient.save(tuple(tensors), ctx.call.options, output, ctx.needs_input_grad[2:])
+        saved, ctx.extra = gradient.save(inputs[2:], call.options, output, ctx.needs_input_grad[2:])
         ctx.save_for_backward(*saved)
-        ctx.mark_non_differentiable(*(r for r in output[operator.grads :] if r is not None))
+        ctx.mark_non_differentiable(*[r for r in output[operator.grads :] if r is not None])
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -365,15 +366,18 @@ class _Known(NamedTuple):
 
     call: _Call
     checked: Checked
-    differentiated: bool
+    forward: Callable[[Tensors, int, Any, Plans], Tensors] | None
+    """The operator's; None where gradients are wanted."""
 
     def __call__(self, tensors: Tensors, number: int) -> Any:
-        call, checked, differentiated = self
+        call, checked, forward = self
         if checked.tensors is not None:
             tensors = checked.tensors(*tensors)
-        return checked.returned(
-            _apply_plain(call, number, *tensors) if differentiated else call.run(tensors, number)
-        )
+        if forward is None:
+            results = _apply_plain(call, number, *tensors)
+        else:
+            results = forward(tensors, number, call.options, call.plans)  # type: ignore[arg-type]
+        return checked.returned(results)
 
 
 class Function:
@@ -447,7 +451,9 @@ class Function:
         wanted = tuple([enabled and tensor is not None and tensor.requires_grad for tensor in tensors])
         if operator.differentiated is not None:
             settled = operator.differentiated(settled, wanted)
-        run = _Known(_Call(operator, settled, Plans()), checked, operator.gradient is not None and any(wanted))
+        differentiated = operator.gradient is not None and any(wanted)
+        forward = None if differentiated else operator.forward
+        run = _Known(_Call(operator, settled, Plans()), checked, forward)
         self.plans.keep(key, run)
         return run(tensors, number)
 
@@ -456,4 +462,7 @@ class Function:
 
 
 def _types(options: Options) -> tuple[Any, ...]:
-    return tuple([tuple(map(type, o)) if type(o) is tuple else type(o) for o in options])
+    types = tuple(map(type, options))
+    if tuple in types:
+        return tuple([tuple(map(type, o)) if type(o) is tuple else type(o) for o in options])
+    return types

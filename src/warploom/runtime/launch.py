@@ -21,7 +21,7 @@ import torch
 import triton
 
 from warploom.runtime.build import ALIGNMENT, CONSTANT, TYPE_NAMES, Build, parameters_of, taken
-from warploom.runtime.descriptors import Boxes, Description, can_be_copied
+from warploom.runtime.descriptors import Boxes, Description, are_aligned, can_be_copied
 from warploom.runtime.entry import Entry, entry_of
 from warploom.runtime.gpu import capability
 from warploom.runtime.pytorch import current_device as _current_device
@@ -37,6 +37,7 @@ __all__ = [
     "Dense",
     "Launch",
     "architecture",
+    "are_aligned",
     "can_be_copied",
     "has_pdl",
     "is_recording",

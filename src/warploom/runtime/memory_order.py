@@ -15,8 +15,10 @@ def memory_order(x: torch.Tensor) -> list[int]:
     An axis of size one, or expanded to stride zero, has no place of its own in memory and stays where it is
     among the others. The sort uses comparisons alone, which `torch.compile` can follow where strides are symbols.
     """
-    shape, stride = x.shape, x.stride()
     order = list(range(x.dim()))
+    if x.is_contiguous():
+        return order
+    shape, stride = x.shape, x.stride()
     for last in range(1, x.dim()):
         moving = last
         for place in range(last - 1, -1, -1):

@@ -55,9 +55,9 @@ SMALL = {
 }
 NARROW_STORED = Configuration(32, 64, 4, 2)
 """Of the forward on sm_90 where the loop itself stores tiles of at most 32 features of values in shared memory, as
-rows of 16 bits begin at odd places, or the compiler cannot know that they do not: it knows of addresses whether they
-are multiples of 16 bytes. The assembler of CUDA 12.8 (Triton 3.6 and 3.7) loses the address from which
-`wgmma` reads them: see `warploom.testing.descriptors`. For 32 queries `mma` is taken."""
+rows of 16 bits begin at odd places, or tensors at addresses that are no multiples of 16 bytes: the compiler knows
+no other. The assembler of CUDA 12.8 (Triton 3.6 and 3.7) loses the address from which `wgmma` reads them: see
+`warploom.testing.descriptors`. For 32 queries `mma` is taken."""
 TINY = {
     "forward": Configuration(16, 128, 4, 2),
     "key": Configuration(128, 16, 4, 2, whole=True),

@@ -35,9 +35,14 @@ def _mask_and_logits(
     block_table: Tensor | None = None,
 ) -> tuple[Mask, Logits]:
     """Mask and logits for the kernels, which read tensors of a number a head or batch entry as adjacent ones."""
-    used, table = (None if x is None else x.contiguous() for x in (seqused_k, block_table))
-    mask = Mask(options.left, options.right, cu_seqlens_q, cu_seqlens_k, used, table)
-    return mask, Logits(options.softcap, None if sink is None else sink.resolve_neg().contiguous())
+    if seqused_k is not None:
+        seqused_k = seqused_k.contiguous()
+    if block_table is not None:
+        block_table = block_table.contiguous()
+    if sink is not None:
+        sink = sink.resolve_neg().contiguous()
+    mask = Mask(options.left, options.right, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+    return mask, Logits(options.softcap, sink)
 
 
 def _fake(tensors: Tensors, options: Options) -> Tensors:

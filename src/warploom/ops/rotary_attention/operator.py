@@ -20,7 +20,7 @@ from warploom.ops.flash_attention.problem import Mask
 from warploom.ops.lrpe import launches as positions
 from warploom.ops.rotary_attention.validation import Options
 from warploom.runtime.dispatch import Gradient, Operator, Tensors
-from warploom.runtime.launch import ALIGNMENT, Dense, Launch
+from warploom.runtime.launch import ALIGNMENT, Dense, Launch, are_aligned
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.modes import attention_pairs
 from warploom.runtime.plans import Plans
@@ -37,7 +37,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention (B, N, H, D), the turned queries and keys (B, N, H + Hkv, D), and attention's statistics."""
     plan = known.get("forward", _plan_forward, qkv, theta, heads, kind, scale)
-    if plan and qkv.data_ptr() % ALIGNMENT == 0:
+    if plan and are_aligned(qkv):
         return plan(qkv, theta)
     of_positions, of_attention = known.get("positions", Plans), known.get("attention", Plans)
     qk, v = _split(qkv, heads)
@@ -57,7 +57,7 @@ def _backward(
         # Strides, because what autograd saved may come back with others: from the host's memory, for one.
         key = (grad.dtype, grad.stride(), out.stride(), turned.stride())
         plan = known.get(key, _plan_backward, grad, qkv, theta, out, turned, heads, kind, scale)
-        if plan and (grad.data_ptr() | qkv.data_ptr() | turned.data_ptr()) % ALIGNMENT == 0:
+        if plan and are_aligned(grad, qkv, turned):
             return plan(grad, qkv, theta, out, turned, statistics), None
     of_positions, of_attention = known.get("positions", Plans), known.get("attention", Plans)
     dqkv = known.get("gradient", _like, qkv).empty(qkv)

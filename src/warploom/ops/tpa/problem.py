@@ -47,7 +47,7 @@ def _divided(strides: tuple[int, int, int, int], vector: int) -> tuple[int, int,
 
 
 class Operands(NamedTuple):
-    """The six factors of a call, with their rank axis."""
+    """The six factors of a call. Those of keys and values may lack their rank axis, at rank one."""
 
     aq: Tensor | None
     ak: Tensor
@@ -59,6 +59,12 @@ class Operands(NamedTuple):
     def map(self, function: Callable[[Any], Any]) -> Operands:
         """What a function makes of each of them; None stays."""
         return Operands(*(None if factor is None else function(factor) for factor in self))  # type: ignore[arg-type]
+
+    def ranked(self) -> Operands:
+        """With their rank axis, as plans take them. A launch reads no sizes, and takes the factors of the call."""
+        ak, av = (a if a.dim() == 4 else a.unsqueeze(-1) for a in (self.ak, self.av))
+        bk, bv = (b if b.dim() == 4 else b.unsqueeze(-2) for b in (self.bk, self.bv))
+        return Operands(self.aq, ak, av, self.bq, bk, bv)
 
 
 class Factors(NamedTuple):

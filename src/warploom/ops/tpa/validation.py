@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
-from warploom.ops.tpa import reference
 from warploom.runtime.arguments import FLOATS, check_number, checked_tensor
 from warploom.runtime.dispatch import Checked, Tensors
 
@@ -58,7 +57,7 @@ def check_attention(name: str, tensors: Tensors, options: tuple[Any, ...], _: in
         raise fault(DtypeError, name, "causal", "a bool", repr(causal))
     if cu_seqlens is not None:
         _check_cu_seqlens(name, sizes, cu_seqlens, bq)
-    return Checked(AttentionOptions(causal, *scales), _beyond_features(sizes), _ranked(ak, av, bk, bv))
+    return Checked(AttentionOptions(causal, *scales), _beyond_features(sizes))
 
 
 def check_decode(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Checked:
@@ -84,20 +83,7 @@ def check_decode(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) 
         for argument in (a for a, factor in factors.items() if factor is not None and factor.requires_grad):
             expected = "without requires_grad (or the call under torch.no_grad(); tpa_attention has gradients)"
             raise fault(ArgumentError, name, argument, expected, "requires_grad=True")
-    limit = _beyond_ranks(sizes) or _beyond_features(sizes)
-    return Checked(DecodeOptions(strategy, *scales), limit, _ranked(ak, av, bk, bv))
-
-
-def _ranked(*factors: Tensor) -> Any:
-    """What gives factors of keys and values their rank axis, where one lacks it."""
-    return None if all(factor.dim() == 4 for factor in factors) else _with_ranks
-
-
-def _with_ranks(
-    aq: Tensor | None, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, lengths: Tensor | None
-) -> Tensors:
-    (ak, bk), (av, bv) = reference.ranked(ak, bk), reference.ranked(av, bv)
-    return aq, ak, av, bq, bk, bv, lengths
+    return Checked(DecodeOptions(strategy, *scales), _beyond_ranks(sizes) or _beyond_features(sizes))
 
 
 class _Sizes(NamedTuple):

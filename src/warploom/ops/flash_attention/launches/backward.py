@@ -20,12 +20,11 @@ from warploom.ops.flash_attention.launches.tiling import (
     TERMS,
     Call,
     Terms,
-    are_aligned,
     layout_for,
     precision_of,
 )
 from warploom.ops.flash_attention.problem import LOG2_E, PLAIN, Logits, Mask
-from warploom.runtime.launch import Dense, Launch, has_pdl
+from warploom.runtime.launch import Dense, Launch, are_aligned, has_pdl
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 

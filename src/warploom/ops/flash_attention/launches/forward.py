@@ -18,12 +18,11 @@ from warploom.ops.flash_attention.launches.tiling import (
     TERMS,
     Call,
     Terms,
-    are_aligned,
     layout_for,
     precision_of,
 )
 from warploom.ops.flash_attention.problem import LOG2_E, PLAIN, Logits, Mask
-from warploom.runtime.launch import Dense, Launch, has_pdl
+from warploom.runtime.launch import Dense, Launch, are_aligned, has_pdl
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 
@@ -67,8 +66,7 @@ def forward(
     precision = precision_of(q, precision)
     aligned = are_aligned(q, k, v)
     plan = plans.get((precision, aligned), plan_forward, q, k, v, mask, scale, precision, aligned, logits)
-    out = plan.out.empty(q)
-    lse, statistics = plan.lse.empty(q), plan.statistics.empty(q)
+    out, lse, statistics = plan.out.empty(q), plan.lse.empty(q), plan.statistics.empty(q)
     sink = logits.sink
     if plan.launch is None and sink is not None:
         lse.copy_(sink[:, None])

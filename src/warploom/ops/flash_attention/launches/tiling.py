@@ -28,7 +28,7 @@ from warploom.ops.flash_attention.problem import (
     loop_steps,
     programs_at_once,
 )
-from warploom.runtime.launch import ALIGNMENT, Dense, Launch, architecture, multiprocessors
+from warploom.runtime.launch import Dense, Launch, architecture, multiprocessors
 
 Tensor = torch.Tensor
 
@@ -140,16 +140,6 @@ def product_of(direction: str, call: Call, precision: str) -> str:
     terms, short = ("2-term", PRODUCTS["high"]) if precision == "high" else ("3-term", "3-term here")
     least = LONG[terms][direction].get(shape.block_d)
     return short if least is None or min(shape.tokens, shape.keys) < least else terms
-
-
-def are_aligned(*tensors: Tensor) -> bool:
-    """Whether addresses are aligned for tensor descriptors; False where no kernel uses descriptors."""
-    if tensors[0].dtype == torch.float32 or architecture(tensors[0].device) != 90:
-        return False
-    bits = 0
-    for tensor in tensors:
-        bits |= tensor.data_ptr()
-    return bits % ALIGNMENT == 0
 
 
 def is_small_for(kernel: str, call: Call) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.launches.tiling import are_aligned, layout_for
+from warploom.ops.flash_attention.launches.tiling import layout_for
 from warploom.ops.linear_attention.configs import (
     DECAY_CHUNK,
     tile_of,
@@ -18,7 +18,7 @@ from warploom.ops.linear_attention.launches.calls import PLACES, Call, Inputs
 from warploom.ops.linear_attention.launches.forward import Rows, States, plan_states, plan_walk
 from warploom.ops.linear_attention.problem import Options
 from warploom.ops.lrpe.launches import ThetaSums, theta_sums
-from warploom.runtime.launch import Dense, Launch
+from warploom.runtime.launch import Dense, Launch, are_aligned
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.launches.tiling import are_aligned, layout_for
+from warploom.ops.flash_attention.launches.tiling import layout_for
 from warploom.ops.linear_attention.configs import (
     STEPS,
     in_power_of_two,
@@ -24,7 +24,7 @@ from warploom.ops.linear_attention.kernels.walk import Way, walk_kernel
 from warploom.ops.linear_attention.launches import hopper
 from warploom.ops.linear_attention.launches.calls import PLACES, Call, Inputs, state_strides
 from warploom.ops.linear_attention.problem import Options
-from warploom.runtime.launch import Dense, Launch
+from warploom.runtime.launch import Dense, Launch, are_aligned
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 

@@ -36,17 +36,17 @@ def statistics_shape(x: torch.Tensor, positions: Positions) -> tuple[int, int, i
 
 class _Plan(NamedTuple):
     result: Dense
+    statistics: Dense
     launch: Launch
-    partial: int  # float32 numbers of partial sums that programs publish; none where a part has all tokens
+    partial: Dense | None  # partial sums that programs publish, unless a part has all tokens
     slabs: int  # of all heads
     theta_sums: ThetaSums | None  # where theta's gradient is asked for
 
     def shared(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Memory for what programs publish: partial sums, and a count of parts for each slab."""
-        if not self.partial:
+        if self.partial is None:
             return None, None
-        arrived = torch.zeros(self.slabs, dtype=torch.int32, device=x.device)
-        return torch.empty(self.partial, dtype=torch.float32, device=x.device), arrived
+        return self.partial.empty(x), torch.zeros(self.slabs, dtype=torch.int32, device=x.device)
 
 
 def forward(
@@ -64,15 +64,15 @@ def forward(
     ``theta_gradient``: whether the backward may be asked for it. ``block_parallel``: cut short sequences too.
     ``plans`` as in `launches.forward`.
     """
-    # Of packed sequences some may be empty, and no program writes theirs.
-    empty = x.new_empty if positions.cu_seqlens is None else x.new_zeros
-    statistics = empty(statistics_shape(x, positions), dtype=torch.float32)
     if x.numel() == 0:
-        return empty_in_order_of(x, (2 if kind == "cosine" else 1) * x.shape[-1]), statistics
+        out = empty_in_order_of(x, (2 if kind == "cosine" else 1) * x.shape[-1])
+        return out, x.new_zeros(statistics_shape(x, positions), dtype=torch.float32)
     key = ("forward", theta_gradient, block_parallel)
     plan = plans.get(key, _plan, None, x, theta, positions, kind, theta_gradient, block_parallel)
-    out = plan.result.empty(x)
+    out, statistics = plan.result.empty(x), plan.statistics.empty(x)
     ids, offsets, cu_seqlens = positions.ids, positions.offsets, positions.cu_seqlens
+    if cu_seqlens is not None:
+        statistics.zero_()  # some sequences may be empty, and no program writes theirs
     plan.launch(x, out, statistics, *plan.shared(x), theta, ids, offsets, cu_seqlens, positions.offset)
     return out, statistics
 
@@ -146,7 +146,8 @@ def _plan(
     stepped = not exact and positions.axes() == 1 and positions.ids is None and not positions.prefix
     stepped = stepped and part_tokens <= MOST_STEPS * rows
     named_strides: dict[str, Any] = {f"{name}_strides": stride for name, stride in zip(tensors, strides)}
-    groups = statistics_shape(x, positions)[0]
+    statistics = statistics_shape(x, positions)
+    groups = statistics[0]
     slots = parts + (groups if packed else 0)
     takes = ("statistics", "partial", "arrived", "theta", "ids", "offsets", "cu_seqlens", "offset")
     launch = Launch(
@@ -173,5 +174,8 @@ def _plan(
         theta_rows = max(theta.shape[0], 1) if theta.dim() == 2 else 1
         sums = theta_sums(batch * parts * heads // theta_rows, theta, features, positions.axes())
     kinds = 1 if backward else 2
-    partial = 0 if alone else batch * heads * slabs * slots * kinds * members * width
-    return _Plan(Dense.like(result), launch, partial, batch * heads * slabs, sums)
+    partial = (batch * heads * slabs * slots * kinds * members * width,)
+    return _Plan(
+        Dense.like(result), Dense.rows(statistics, torch.float32), launch,
+        None if alone else Dense.rows(partial, torch.float32), batch * heads * slabs, sums,
+    )  # fmt: skip

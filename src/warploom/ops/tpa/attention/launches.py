@@ -83,7 +83,9 @@ def backward(
     grad: Tensor, out: Tensor, statistics: Tensor, factors: Operands, call: Call, plans: Plans
 ) -> Operands:
     """Gradients of the factors. ``plans`` are as in `forward`."""
-    products = plans.get("products", _plan, factors, call)
+    # Strides, because what autograd saved may come back with others: from the host's memory, for one.
+    strides = tuple([None if factor is None else factor.stride() for factor in factors])
+    products = plans.get(strides, _plan, factors, call)
     q, k, v = products.run(factors)
     of_attention = plans.get("attention", Plans)
     dq, dk, dv, _ = attention_backward.backward(
@@ -98,20 +100,21 @@ def _scale(factors: Operands, call: Call) -> float:
 
 
 def _plan(factors: Operands, call: Call) -> _Products:
-    aq, ak, av, bq, bk, bv = factors
+    aq, ak, av, bq, bk, bv = factors.ranked()
     batch, tokens = bq.shape[:2]
     keys, heads = ak.shape[1:3]
     q = None if aq is None else layout_of(aq, bq.shape[3])
     k, v = layout_of(ak, bk.shape[3]), layout_of(av, bv.shape[3])
-    like = factors.map(lambda x: layout_of(x, x.shape[3]))
+    like = factors.map(lambda x: layout_of(x, x.shape[-1]))
+    daq, dak, dav, dbq, dbk, dbv = like.ranked()
     queries = 0 if aq is None else batch * tokens
     widest = max(padded(bk.shape[3]), padded(bv.shape[3]))
     block_r = RANKS if bk.dtype == torch.float32 or widest > 128 else min(padded(bq.shape[2]), 64)
     blocks = -(-heads // HEADS)
     shares = [-(-b.shape[2] // block_r) for b in (bq, bk, bv)]
-    q_strides, q_features = _operand(aq, bq, q, like.aq, like.bq)
-    k_strides, k_features = _operand(ak, bk, k, like.ak, like.bk)
-    v_strides, v_features = _operand(av, bv, v, like.av, like.bv)
+    q_strides, q_features = _operand(aq, bq, q, daq, dbq)
+    k_strides, k_features = _operand(ak, bk, k, dak, dbk)
+    v_strides, v_features = _operand(av, bv, v, dav, dbv)
     arguments: dict[str, Any] = {
         "sizes": Sizes(batch, tokens, keys, heads),
         "q_strides": q_strides,

@@ -32,7 +32,7 @@ from warploom.ops.tpa.decode.kernels.portable import (
 from warploom.ops.tpa.decode.launches import hopper
 from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, Heads, HeadStrides
 from warploom.ops.tpa.problem import Operands, feature_factors, head_factors, logit_unit, padded, strides_of
-from warploom.runtime.launch import ALIGNMENT, Dense, Launch, has_pdl, multiprocessors
+from warploom.runtime.launch import Dense, Launch, are_aligned, has_pdl, multiprocessors
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 
@@ -73,12 +73,10 @@ class _Decode(NamedTuple):
 def decode(factors: Operands, call: DecodeCall, plans: Plans) -> Tensor:
     """Run the decode kernel, and where the cache is split the second one.
 
-    Factors have their rank axis; they may be without it where ``plans`` are those of an earlier call, with it, that
-    was the same in all but addresses and numbers in tensors.
+    ``plans`` are those of calls that are the same in all but addresses and numbers in tensors.
     """
     aq, ak, av, bq, bk, bv = factors
-    aligned = (ak.data_ptr() | av.data_ptr() | bk.data_ptr() | bv.data_ptr()) % ALIGNMENT == 0
-    plan = plans.get("decode", _plan_decode, factors, call)[aligned]
+    plan = plans.get("decode", _plan_decode, factors, call)[are_aligned(ak, av, bk, bv)]
     out = plan.out.empty(bq)
     partial, statistics = (None, None) if plan.parts is None else (part.empty(bq) for part in plan.parts)
     plan.launch(ak, av, bk, bv, aq, bq, call.cache_seqlens, out, partial, statistics)
@@ -89,6 +87,7 @@ def decode(factors: Operands, call: DecodeCall, plans: Plans) -> Tensor:
 
 def _plan_decode(factors: Operands, call: DecodeCall) -> tuple[_Decode, _Decode]:
     """Plans for a cache at any address, and for one at multiples of 16 bytes."""
+    factors = factors.ranked()
     everywhere = _plan_kernels(factors, call, on_hopper=False)
     if call.strategy == "batch_head" or not hopper.suit(factors, call.cache_seqlens):
         return everywhere, everywhere
