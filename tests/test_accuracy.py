@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import torch
@@ -63,6 +64,22 @@ def test_an_error_that_luck_does_not_explain_is_no_mean(reference: torch.Tensor)
         whole = mean_of([verdict, *[fine] * 15])
         assert whole.ok == right
         assert (whole.ratio <= 1) == right, "what is refused says why"
+
+
+def test_an_error_is_large_beside_the_values_of_its_run() -> None:
+    """Of runs on numbers of very different sizes, the largest have errors far beyond the mean budget."""
+    far = []
+    for _ in range(10):
+        sizes = (1.2 * torch.randn(256, dtype=torch.float64)).exp()
+        draws = [size * torch.randn(7, dtype=torch.float64) for size in sizes]
+        verdicts = [compare(noisy(draw, 1e-4), draw, noisy(draw, 1e-4)) for draw in draws]
+        assert mean_of(verdicts).ok
+        budget, usual = (fmean([getattr(v, name) for v in verdicts]) for name in ("error_budget", "size"))
+        far.append(max(v.max_error for v in verdicts) / budget)
+        place = min(range(256), key=lambda i: abs(verdicts[i].size - usual))
+        verdicts[place] = replace(verdicts[place], max_error=1.2 * accuracy.UNLUCKY * budget)
+        assert not mean_of(verdicts).ok, "which is no luck in a run of usual size"
+    assert max(far) > accuracy.UNLUCKY
 
 
 @pytest.mark.parametrize("wrong", ["one element", "a bias"])

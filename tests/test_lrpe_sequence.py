@@ -19,6 +19,7 @@ from test_lrpe import HEADS, assert_near, encode, exact_gradients, kinds, random
 
 from warploom.ops import operators
 from warploom.runtime.backend import HAS_TRITON
+from warploom.testing.accuracy import compare, mean_of
 from warploom.testing.conformance import MOST_DRAWS, judge, judge_draws
 
 pytestmark = [
@@ -213,6 +214,23 @@ def test_gradient_of_theta_by_angles_turned_on(way: str, kind: str, device: torc
     wanted = gradient("torch", torch.float64)
     error = (gradient("triton", torch.bfloat16) - wanted).abs().max()
     assert error <= 6e-7 * wanted.abs().max()
+
+
+def test_gradient_of_theta_of_equal_tokens(device: torch.device) -> None:
+    """Their weights have no error in eager arithmetic, and angles are most of what is left."""
+    verdicts = []
+    for _ in range(24):
+        x = random_x(device, 1, 1, 1, 64).bfloat16().expand(1, 257, 1, 64)
+        theta = random_theta(device, 1, 32)
+        grad = random_x(device, 1, 257, 1, 64).bfloat16()
+        found = []
+        for backend, dtype in (("triton", x.dtype), ("torch", torch.float64), ("torch", x.dtype)):
+            frequencies = theta.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+            out = encode("interleaved", x.to(dtype), frequencies, activation="softmax_sequence", backend=backend)
+            found += torch.autograd.grad(out, frequencies, grad.to(dtype))
+        verdicts.append(compare(*found))
+    whole = mean_of(verdicts)
+    assert whole.ok, whole.describe()
 
 
 @some_kinds

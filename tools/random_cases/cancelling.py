@@ -28,6 +28,8 @@ FACTORS = {"float16": 2.0**-11, "bfloat16": 2.0**-9, "high": 2.0**-11, "medium":
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SUMS = 2.0**-24
 """That of a float32 number."""
+DOUBLES = 2.0**-40
+"""Relative difference of numbers in float64 that are equal."""
 
 
 def cancelling(
@@ -138,8 +140,8 @@ def _of_linear_attention(
 def _of_pairs(x: Tensor, grad: Tensor, given: Mapping[str, Any]) -> Tensor:
     """Of the ``theta`` that turns ``x``: what ``x̄₁ d₂ − x̄₂ d₁`` of an angle leaves, where one product is rounded.
 
-    Both are equal where an expanded axis makes features and their gradients equal. What is left is the same for all
-    tokens that are, and adds up.
+    Both are equal where an expanded axis makes features and their gradients equal, and eager arithmetic rounds them
+    alike. What is left is the same for all tokens that are, and adds up.
     """
     x, grad = (t.detach() if t.dim() == 4 else t.detach().unsqueeze(2) for t in (x, grad))
     places = [given.get(name) for name in ("position_ids", "cu_seqlens")]
@@ -150,7 +152,8 @@ def _of_pairs(x: Tensor, grad: Tensor, given: Mapping[str, Any]) -> Tensor:
     cosine, sine = phi.detach().cos(), phi.detach().sin()
     d1, d2 = g1 * cosine + g2 * sine, g2 * cosine - g1 * sine
     found = x1 * d2.float().double() - (x2 * d1.float().double()).float().double()
-    left = (found - (x1 * d2 - x2 * d1)).sum_to_size(phi.shape)
+    equal = (x1 * g2 - x2 * g1).abs() <= DOUBLES * (x1 * g2).abs()
+    left = torch.where(equal, found - (x1 * d2 - x2 * d1), 0.0).sum_to_size(phi.shape)
     off: Tensor = torch.autograd.grad(phi, given["theta"], left)[0]
     return off
 

@@ -69,6 +69,8 @@ class Accuracy:
     """Root-mean-square error over its budget in the worst block; 0 where the whole output is one."""
     block: tuple[int, ...] = ()
     """Index at which that block begins."""
+    size: float = 0.0
+    """The largest absolute value of the reference."""
 
     @property
     def ratio(self) -> float:
@@ -134,7 +136,8 @@ def mean_of(verdicts: Sequence[Accuracy]) -> Accuracy:
     What is wrong in one run besides size of error is wrong, and so is what luck does not explain: a block beyond
     its budget, an error beyond `UNLUCKY` times the mean budget, or, where one run's large budget makes the mean
     large, errors beyond their own budgets in all but `FEW_WITHIN` of the runs. The verdict is then that on such a
-    run.
+    run. The mean budget is that of values of mean size: at positions drawn at random, some gradients of theta are
+    ten times others, and so are their errors.
     """
     worst = max(verdicts, key=lambda verdict: (bool(verdict.problem), verdict.ratio))
     if len(verdicts) == 1 or worst.problem:
@@ -149,13 +152,15 @@ def mean_of(verdicts: Sequence[Accuracy]) -> Accuracy:
         math.sqrt(fmean([getattr(v, name) ** 2 for v in verdicts])) for name in ("rms_error", "rms_budget")
     )
     ok = max_error <= error_budget and rms_error <= rms_budget
-    largest = max(verdicts, key=lambda verdict: verdict.max_error)
-    if ok and largest.max_error > UNLUCKY * error_budget:
-        return replace(largest, ok=False, error_budget=UNLUCKY * error_budget)
+    size = fmean([verdict.size for verdict in verdicts])
+    most = [UNLUCKY * error_budget * (max(verdict.size / size, 1.0) if size else 1.0) for verdict in verdicts]
+    unlucky, allowed = max(zip(verdicts, most), key=lambda one: one[0].max_error - one[1])
+    if ok and unlucky.max_error > allowed:
+        return replace(unlucky, ok=False, error_budget=allowed)
     beyond = sorted((verdict for verdict in verdicts if not verdict.ok), key=lambda verdict: verdict.ratio)
     if ok and len(beyond) > (1 - FEW_WITHIN) * len(verdicts):
         return beyond[len(beyond) // 2]
-    return Accuracy(ok, max_error, error_budget, rms_error, rms_budget, worst.worst, worst.output)
+    return Accuracy(ok, max_error, error_budget, rms_error, rms_budget, worst.worst, worst.output, size=size)
 
 
 def _compare_one(
@@ -186,7 +191,7 @@ def _compare_one(
     rms_budget = factor * (2 * rms_eager + half_epsilon * rms_size)
     ok = max_error <= max_budget and rms_error <= rms_budget
     worst = max(parts, key=lambda part: part.largest[0]).worst
-    found = Accuracy(ok, max_error, max_budget, rms_error, rms_budget, worst, index)
+    found = Accuracy(ok, max_error, max_budget, rms_error, rms_budget, worst, index, size=max_size)
     if sum(each.squares[0].numel() for each in blocks) < 2:
         return found
     # Relative to its values, a block's error may be what is usual in the whole output, where eager's happens to be

@@ -210,13 +210,13 @@ def next_angles(turning, row, run, tile, call, steps, EXACT: tl.constexpr, varia
     """A block's positions, unless ``STEPPED``, its cosines and sines (R, W), and what the next block takes.
 
     To turn on takes half the instructions of a new angle, and none of the special function unit. Rounding errors grow
-    with the number of steps: 1e-4 after 128. For results in float32 each eighth block has new angles.
+    with the number of steps: 1e-4 after 128. For results in float32 each fourth block has new angles.
     """
     position = 0
     if variant.STEPPED:
         cosine, sine, step_cosine, step_sine = turning
         if EXACT:
-            if (row - run.start) // variant.R % 8 == 0:
+            if (row - run.start) // variant.R % 4 == 0:
                 _, cosine, sine = block_angles(row, run, tile, call, steps, EXACT, variant)
         next_cosine, next_sine = turn(cosine, sine, step_cosine, step_sine, "rotate")
         turning = (next_cosine, next_sine, step_cosine, step_sine)
