@@ -173,25 +173,22 @@ def test_a_single_key_is_the_output(device: torch.device, features: int, values:
     assert (found - expected).abs().max() <= 2**-22 * expected.abs().max()
 
 
-def heavy(draws: int, device: torch.device, **sizes: Any) -> list[dict[str, Any]]:
-    """Calls whose logits are so large that two keys have nearly all of the weight."""
-    return [{**factors(device, **sizes), "scale": 1.0, "scale_q": 1.0, "scale_k": 1.0} for _ in range(draws)]
-
-
 @needs_triton
 @pytest.mark.parametrize(("features", "values", "rank"), [(64, 64, 1), (96, 64, 2), (128, 128, 2), (256, 16, 1)])
 def test_large_logits_have_the_accuracy_of_float32(
     device: torch.device, features: int, values: int, rank: int
 ) -> None:
-    """A weight's relative error is the absolute one of its logit."""
+    """A weight's relative error is the absolute one of its logit, and two keys have nearly all of the weight.
+
+    Of the errors of all requests together: the largest of them is one row's, and luck.
+    """
     sizes = {"keys": 31, "heads": 12, "rank_k": rank, "rank_v": rank, "features": features, "values": values}
-    calls = heavy(256 if device.type == "cuda" else 8, device, **sizes)
-    verdicts = [
-        compare(tpa_decode(**x, backend="triton"), reference.tpa_decode(**exact(x)), reference.tpa_decode(**x))
-        for x in calls
-    ]
-    accuracy = mean_of(verdicts)
-    assert accuracy.ok, accuracy.describe()
+    inputs = factors(device, batch=512 if device.type == "cuda" else 16, **sizes)
+    scales = {"scale": 1.0, "scale_q": 1.0, "scale_k": 1.0}
+    found = tpa_decode(**inputs, **scales, backend="triton")
+    eager, expected = (reference.tpa_decode(**x, **scales) for x in (inputs, exact(inputs)))
+    error, usual = ((x - expected).square().mean().sqrt() for x in (found, eager))
+    assert error <= 2 * usual + 2**-24 * expected.square().mean().sqrt()
 
 
 @needs_triton
@@ -421,22 +418,6 @@ def test_weights_that_cannot_change_have_no_gradient(device: torch.device, featu
     gradients = torch.autograd.grad(out, [inputs["aq"], inputs["bq"]], torch.randn_like(out))
     roundoff = torch.finfo(torch.float32).eps * features
     assert all(x.abs().max() <= 8 * roundoff for x in gradients)
-
-
-@needs_triton
-def test_a_single_key_has_all_of_the_weight(device: torch.device) -> None:
-    """Its weight is one to the bit, in the backward too, however large its logit is."""
-    sizes = {"tokens": 64, "keys": 64, "heads": 8, "rank_k": 2, "rank_v": 2, "features": 65, "values": 33}
-    inputs = {name: (8 * x).requires_grad_() for name, x in factors(device, batch=1, **sizes).items()}
-    bounds = torch.arange(65, device=device, dtype=torch.int32)
-    out = tpa_attention(**inputs, scale=1.0, cu_seqlens=bounds, backend="triton")
-    grad = torch.randn_like(out)
-    found = torch.autograd.grad(out, [inputs["av"], inputs["bv"]], grad)
-    av, bv = (inputs[name].detach().double().requires_grad_() for name in ("av", "bv"))
-    whole = torch.einsum("bmhr,bmre->bmhe", av, bv) / 2
-    expected = torch.autograd.grad(whole, [av, bv], grad.double())
-    for one, other in zip((out, *found), (whole, *expected)):
-        assert (one - other).abs().max() <= 2**-22 * other.abs().max()
 
 
 @needs_triton

@@ -110,6 +110,8 @@ _DECODE_CHECKS: tuple[dict[str, Any], ...] = (
     {"m": 300, "heads": 8, "head_dim": 64, "kv_rank": 2, "strategy": "split_kv", "dtype": "bfloat16"}
     | {"cache_seqlens": "random"},
     {"m": 70, "heads": 16, "head_dim": 40, "value_dim": 64, "dtype": "float16"},
+    # Logits so large that weights take all their bits.
+    {"m": 31, "heads": 12, "head_dim": 96, "value_dim": 64, "kv_rank": 2, "scale": 2.0},
 )
 _ATTENTION: dict[str, Any] = {"batch": 2, "n": 19, "heads": 2, "head_dim": 16, "rank": 3, "dtype": "float32"}
 _ATTENTION_CHECKS: tuple[dict[str, Any], ...] = (

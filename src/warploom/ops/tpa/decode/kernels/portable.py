@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_wait
 from warploom.device.product import add_outside, dot, exact_dot, rounded
 from warploom.ops.tpa.kernels.factors import Factors, FeatureStrides, HeadStrides, exp, scaled
 
-TERMS = tl.constexpr(32)
+TERMS = tl.constexpr(16)
 """Of a logit of float32 factors that are added up one after another."""
 
 
@@ -371,6 +371,7 @@ def decode_kernel(
             batch, n, h, row_mask, first_n, tokens, scales.q, Q, TILE.BLOCK_N, TILE.BLOCK_RQ, first_d, FEATURES,
         )  # fmt: skip
         queries += (tl.trans(q),)
+    logit_scale = tl.full((1, ROWS), scales.logits, tl.float32)
     row_end = length - tokens + n + 1  # keys that a row sees
 
     k_heads = Factors(ak + batch.to(tl.int64) * (strides.ak.b * A.VEC), strides.ak)
@@ -402,7 +403,7 @@ def decode_kernel(
             key_mask = m < end
             a = head_tile(k_heads, start, h, key_mask, head_mask, A, K.R, TILE.BLOCK_M, TILE.BLOCK_RK)
             logits = logits_of_ranks(k_features, start, end, queries, K, TILE.BLOCK_M, TILE.BLOCK_RK)
-            logits = scaled(sum_ranks(logits, a, TILE.BLOCK_M, TILE.BLOCK_RK, ROWS), scales.logits, dtype)
+            logits = scaled(sum_ranks(logits, a, TILE.BLOCK_M, TILE.BLOCK_RK, ROWS), logit_scale, dtype)
             logits = tl.where((m[:, None] < row_end[None, :]) & key_mask[:, None], logits, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(logits, axis=0, keep_dims=True))
             base = tl.where(new_max == float("-inf"), 0.0, new_max)
