@@ -19,7 +19,7 @@ from kernel_interpreter import memory
 from kernel_interpreter.machine import KernelError, current
 from kernel_interpreter.memory import BARRIERS, Memory
 from kernel_interpreter.values import DTYPES, LAYOUT, Tensor, number, raw, together
-from warploom.device.hopper import tma, turns
+from warploom.device.hopper import softcap, tma, turns
 
 
 class Product(Tensor):
@@ -156,13 +156,21 @@ def _power_of_two(x: torch.Tensor) -> torch.Tensor:
     return torch.where(y < 2.0**-126, 0.0, y)
 
 
-def _assembly(text: Any, constraints: Any, given: list[Tensor], dtype: Any, **_: Any) -> Tensor:
+def _assembly(
+    text: Any, constraints: Any, given: list[Any], dtype: Any, **_: Any
+) -> Tensor | tuple[Tensor, Tensor]:
     text = getattr(text, "value", text)
     if text == "ex2.approx.ftz.f32 $0, $1;":
         return Tensor(_power_of_two(given[0].value))
-    if "setp.gtu.f32 large" in text:  # `tanh`: what is small, and instead of it where the argument is large
-        small, x = (each.value for each in given)
-        return Tensor(torch.where(x.abs() >= 0.3, torch.tanh(x), small))
+    numbers = [torch.as_tensor(raw(each)) for each in given]
+    if text == softcap.CAPPED.value:  # what the text says is tried in `test_softcap_on_hopper`
+        x, _, _, _, scale, cap, base = numbers
+        return Tensor(cap * torch.tanh(x * scale) - base)
+    if text in (softcap.BFLOAT16_WEIGHTS.value, softcap.FLOAT16_WEIGHTS.value):
+        x, lse, _, _, _, _, _, scale, cap = numbers
+        capped = torch.tanh(x * scale)
+        weights = torch.where(x == softcap.UNSEEN.value, 0.0, _power_of_two(cap * capped - lse))
+        return Tensor(weights.to(DTYPES[dtype[0]])), Tensor(weights * (1 - capped * capped))
     raise NotImplementedError(text)
 
 

@@ -27,9 +27,9 @@ from warploom.device.hopper.pipeline import (
     product_transposed,
     received,
     store_tile,
-    tanh,
     wait_full,
 )
+from warploom.device.hopper.softcap import capped
 
 LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -272,13 +272,13 @@ def softmax_step(logits, row_sum, row_max, first, n, work, options, scale, MASKE
     Otherwise ``row_max`` is kept as rounded, so that sums are rescaled by exactly 1 where it stays the same.
     """
     if options.softcap is not None:
-        logits = tanh(logits * scale)
-        scale = options.softcap
+        logits = capped(logits, scale, options.softcap, 0.0 if options.base is None else options.base)
+        scale = 1.0
     if MASKED:
         mask = visible(n, first, work, options, logits.shape[1], CAUSAL, LAYOUT)
         logits = gl.where(mask, logits, float("-inf"))
     if options.base is not None:
-        weights = power_of_two(logits * scale - options.base)
+        weights = power_of_two(logits)
         new_max = row_max
         rescale = row_max
         row_sum = row_sum + gl.sum(weights, 1)

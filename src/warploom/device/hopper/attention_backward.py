@@ -52,9 +52,9 @@ from warploom.device.hopper.pipeline import (
     received,
     store_tile,
     take_tile,
-    tanh,
     wait_empty,
 )
+from warploom.device.hopper.softcap import UNSEEN, capped_weights
 from warploom.device.hopper.turns import give_turn, wait_turn
 
 OWN_STAGES = gl.constexpr(2)  # tiles of keys and values: one that is worked on, and the next
@@ -97,27 +97,31 @@ class KeyCopies(NamedTuple):
 
 @gluon.jit
 def weights_of(
-    logits, lse, n, first, work, options, scale, MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr
-):
+    logits, lse, n, first, work, options, scale, dtype: gl.constexpr,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Weights of the keys ``n …`` for 64 queries, of which the first stands at the key ``first``.
 
     With a cap, times its derivative: these weights are only for gradients of logits.
     """
     if options.softcap is not None:
-        logits = tanh(logits * scale)
-        scale = options.softcap
-    weights = power_of_two(logits * scale - lse[:, None])
-    if MASKED:
-        mask = visible(n, first, work, options, logits.shape[1], CAUSAL, LAYOUT)
-        weights = gl.where(mask, weights, 0.0)
-    if options.softcap is not None:
-        weights = weights * (1.0 - logits * logits)
+        if MASKED:
+            mask = visible(n, first, work, options, logits.shape[1], CAUSAL, LAYOUT)
+            logits = gl.where(mask, logits, UNSEEN)
+        _, weights = capped_weights(logits, lse[:, None], scale, options.softcap, dtype)
+    else:
+        weights = power_of_two(logits * scale - lse[:, None])
+        if MASKED:
+            mask = visible(n, first, work, options, logits.shape[1], CAUSAL, LAYOUT)
+            weights = gl.where(mask, weights, 0.0)
     return weights
 
 
 @gluon.jit
-def visible_weights(weights, m, first, reach, used, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr):
-    """Weights of 64 keys for the queries ``m …``, zero where these do not see them.
+def visible_weights(
+    weights, m, first, reach, used, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, UNSEEN: gl.constexpr = 0.0
+):
+    """Weights of 64 keys for the queries ``m …``, zero (or ``UNSEEN``) where these do not see them.
 
     Query ``first`` is the first that sees the first key, unless all do before it, and the one ``reach`` behind it the last.
     Of the keys, so many are ``used``.
@@ -125,31 +129,31 @@ def visible_weights(weights, m, first, reach, used, CAUSAL: gl.constexpr, LAYOUT
     sees = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     query = m + gl.arange(0, weights.shape[1], gl.SliceLayout(0, LAYOUT))
     if CAUSAL:
-        weights = gl.where(sees[:, None] <= query[None, :], weights, 0.0)
+        weights = gl.where(sees[:, None] <= query[None, :], weights, UNSEEN)
     if reach is not None:
-        weights = gl.where(query[None, :] <= (sees + reach)[:, None], weights, 0.0)
+        weights = gl.where(query[None, :] <= (sees + reach)[:, None], weights, UNSEEN)
     if used is not None:
-        weights = gl.where((gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) < used)[:, None], weights, 0.0)
+        weights = gl.where((gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) < used)[:, None], weights, UNSEEN)
     return weights
 
 
 @gluon.jit
 def transposed_weights_of(
-    logits, lse, m, first, scale, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
+    logits, lse, m, first, scale, dtype: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
     inverse=None, reach=None, softcap=None, CAUSAL: gl.constexpr = True,
 ):  # fmt: skip
     """Weights of 64 keys for the queries ``m …``, and these times the derivative of the cap; see `visible_weights`."""
     if softcap is not None:
-        logits = tanh(logits * scale)
-        scale = softcap
-    weights = power_of_two(logits * scale - lse[None, :])
-    if inverse is not None:
-        weights = weights * inverse[None, :]
-    if MASKED:
-        weights = visible_weights(weights, m, first, reach, None, CAUSAL, LAYOUT)
-    slopes = weights
-    if softcap is not None:
-        slopes = weights * (1.0 - logits * logits)
+        if MASKED:
+            logits = visible_weights(logits, m, first, reach, None, CAUSAL, LAYOUT, UNSEEN)
+        weights, slopes = capped_weights(logits, lse[None, :], scale, softcap, dtype)
+    else:
+        weights = power_of_two(logits * scale - lse[None, :])
+        if inverse is not None:
+            weights = weights * inverse[None, :]
+        if MASKED:
+            weights = visible_weights(weights, m, first, reach, None, CAUSAL, LAYOUT)
+        slopes = weights
     return weights, slopes
 
 
@@ -168,7 +172,7 @@ def kv_loop(
         dweights = product_transposed(do_tile, v, count, LAYOUT)
         logits = warpgroup_mma_wait(2, deps=[logits])
         n = first_key(end - 1 - i, work, options, BLOCK_N)
-        weights = weights_of(logits, lse, n, first, work, options, scale, MASKED, CAUSAL, LAYOUT)
+        weights = weights_of(logits, lse, n, first, work, options, scale, k.tiles.dtype, MASKED, CAUSAL, LAYOUT)
         dq, dlogits, dweights = warpgroup_mma_wait(0, deps=[dq, dlogits, dweights])
         mbarrier.arrive(k.empty.index(before))
         mbarrier.arrive(v.empty.index(count % STAGES))
@@ -191,7 +195,7 @@ def kv_loop_in_turn(
         dweights = product_transposed(matrix(do_tiles, place), v, count, LAYOUT)
         logits = warpgroup_mma_wait(1, deps=[logits])
         n = first_key(end - 1 - i, work, options, BLOCK_N)
-        weights = weights_of(logits, lse, n, first, work, options, scale, MASKED, CAUSAL, LAYOUT)
+        weights = weights_of(logits, lse, n, first, work, options, scale, k.tiles.dtype, MASKED, CAUSAL, LAYOUT)
         dweights = warpgroup_mma_wait(0, deps=[dweights])
         mbarrier.arrive(v.empty.index(count % v.tiles.shape[0]))
         dlogits = as_factor(weights * (dweights - delta[:, None]), k.tiles.dtype, OUT_LAYOUT)
@@ -249,7 +253,7 @@ def compute_for_queries(
         mbarrier.arrive(v.empty.index(count % STAGES))
         n = first_key(tile_of_step(0, begin, end, options), entry, options, BLOCK_N)
         begin, end = rest_of(begin, end, options)
-        weights = weights_of(logits, row_lse, n, first, entry, options, scale, True, CAUSAL, LAYOUT)
+        weights = weights_of(logits, row_lse, n, first, entry, options, scale, k.tiles.dtype, True, CAUSAL, LAYOUT)
         dlogits = as_factor(weights * (dweights - row_delta[:, None]), k.tiles.dtype, OUT_LAYOUT)
         count += 1
         if CAUSAL or options.window is not None:  # otherwise the first step alone has a mask
@@ -350,10 +354,10 @@ def tile_in_turn(tile, work, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def query_in_turn(i, begin, end, down):
-    """The tile of queries of step ``i`` over ``begin … end`` of one head after the other."""
-    place = i % (end - begin)
-    return gl.where(down, end - 1 - place, begin + place)
+def query_in_turn(i, begin, end, group, down):
+    """The tile of queries of step ``i`` over ``begin … end``, each for all heads of a group, and which of these."""
+    place = i // group
+    return gl.where(down, end - 1 - place, begin + place), i % group
 
 
 @gluon.jit
@@ -392,14 +396,16 @@ def copy_for_keys(
             own_descs, own_tiles, batch, key_head, block * BLOCK_N, scheduler.full, slot, GROUPS, batch_size, TERMS
         )
         for i in range(work.group * (end - begin)):
-            member = i // (end - begin)
-            head = key_head * work.group + member
             if IN_TURN:
-                m = query_in_turn(i, begin, end, down) * BLOCK_M
-            elif TERMS > 1:
-                m = (end - 1 - i + member * (end - begin)) * BLOCK_M
+                m, member = query_in_turn(i, begin, end, work.group, down)
+                m = m * BLOCK_M
             else:
-                m = (begin + i - member * (end - begin)) * BLOCK_M
+                member = i // (end - begin)
+                if TERMS > 1:
+                    m = (end - 1 - i + member * (end - begin)) * BLOCK_M
+                else:
+                    m = (begin + i - member * (end - begin)) * BLOCK_M
+            head = key_head * work.group + member
             mask = m + local < work.tokens
             offsets = (batch * work.heads + head).to(gl.int64) * work.tokens + m + local
             row_lse = gl.load(lse + offsets, mask=mask, other=float("inf"))
@@ -439,7 +445,7 @@ def query_loop(
         logits = warpgroup_mma_wait(1, deps=[logits])
         row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
         weights, slopes = transposed_weights_of(
-            logits, row_lse, i * BLOCK_M, first, scale, MASKED, LAYOUT, None, reach, softcap, CAUSAL
+            logits, row_lse, i * BLOCK_M, first, scale, dtype, MASKED, LAYOUT, None, reach, softcap, CAUSAL
         )
         factor = as_factor(weights, dtype, OUT_LAYOUT)
         dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)
@@ -560,25 +566,27 @@ def gradient_loop(
         )  # (keys, queries)
         logits = warpgroup_mma_wait(0, deps=[logits])
         m = gl.where(down, end - 1, begin)
+        member = m * 0
         for i in range(steps):
             slot = count % STAGES
             zero = count >> 30
             dweights = product_transposed(matrix(exchange.v_tiles, own + zero), do, count, LAYOUT)
             row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
             if softcap is not None:
-                logits = tanh(logits * scale)
-                weights = power_of_two(logits * softcap - row_lse[None, :])
+                if CAUSAL or reach is not None or used is not None:
+                    if (m < full) | (m >= high):
+                        logits = visible_weights(logits, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT, UNSEEN)
+                logits, weights = capped_weights(logits, row_lse[None, :], scale, softcap, dtype)
+                factor = gl.convert_layout(logits, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
             else:
                 weights = power_of_two(logits * scale - row_lse[None, :])
-            if CAUSAL or reach is not None or used is not None:
-                if (m < full) | (m >= high):
-                    weights = visible_weights(weights, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT)
-            factor = as_factor(weights, dtype, OUT_LAYOUT)
+                if CAUSAL or reach is not None or used is not None:
+                    if (m < full) | (m >= high):
+                        weights = visible_weights(weights, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT)
+                factor = as_factor(weights, dtype, OUT_LAYOUT)
             dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)
             dweights = warpgroup_mma_wait(1, deps=[dweights])
             row_delta = do.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
-            if softcap is not None:
-                weights = weights * (1.0 - logits * logits)
             rounded = (weights * (dweights - row_delta[None, :])).to(dtype)
             share_dlogits(exchange, rounded, count, own)
             dlogits = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
@@ -601,7 +609,10 @@ def gradient_loop(
             logits = warpgroup_mma_wait(0, deps=[logits])
             mbarrier.arrive(q.empty.index(slot))
             count += 1
-            m = gl.where(down, gl.where(m == begin, end, m) - 1, gl.where(m == end - 1, begin - 1, m) + 1)
+            member += 1
+            if member == heads:
+                m += gl.where(down, -1, 1)
+                member = 0
         dq = query_gradient(exchange, count - 1, own, count >> 30, count > start)
         dq = warpgroup_mma_wait(0, deps=[dq])
         publish_part(exchange, dq, count - 1, own)
@@ -646,8 +657,9 @@ def add_query_gradients(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.cons
         entry = entry_of(work, batch, options)
         begin, _, _, end = query_steps(block, 0, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
         for i in range(work.group * (end - begin)):
-            head = key_head * work.group + i // (end - begin)
-            m = query_in_turn(i, begin, end, down) * BLOCK_M
+            m, member = query_in_turn(i, begin, end, work.group, down)
+            m = m * BLOCK_M
+            head = key_head * work.group + member
             turn = turn_of_block(block, m, entry, options, down, CAUSAL, BLOCK_N, BLOCK_M)
             row_of_turn = (own * batch_size + batch) * work.heads + head
             counter = turns + row_of_turn.to(gl.int64) * work.tokens + m
