@@ -24,6 +24,8 @@ from warploom.device.hopper.attention import (
     Work,
     entry_of,
     first_key,
+    kept,
+    kept_as_factor,
     key_steps,
     query_steps,
     rest_of,
@@ -168,15 +170,16 @@ def kv_loop(
     for i in range(end - begin):
         logits = product_transposed(q_tile, k, count, LAYOUT)
         before = (count + STAGES - 1) % STAGES
-        dq = warpgroup_mma(dlogits, matrix(k.tiles, before), dq, is_async=True)
+        factor = kept_as_factor(dlogits, k.tiles.dtype, OUT_LAYOUT)
+        dq = warpgroup_mma(factor, matrix(k.tiles, before), dq, is_async=True)
         dweights = product_transposed(do_tile, v, count, LAYOUT)
         logits = warpgroup_mma_wait(2, deps=[logits])
         n = first_key(end - 1 - i, work, options, BLOCK_N)
         weights = weights_of(logits, lse, n, first, work, options, scale, k.tiles.dtype, MASKED, CAUSAL, LAYOUT)
-        dq, dlogits, dweights = warpgroup_mma_wait(0, deps=[dq, dlogits, dweights])
+        dq, factor, dweights = warpgroup_mma_wait(0, deps=[dq, factor, dweights])
         mbarrier.arrive(k.empty.index(before))
         mbarrier.arrive(v.empty.index(count % STAGES))
-        dlogits = as_factor(weights * (dweights - delta[:, None]), k.tiles.dtype, OUT_LAYOUT)
+        dlogits = kept(weights * (dweights - delta[:, None]), k.tiles.dtype)
         count += 1
     return dq, dlogits, count
 
@@ -254,7 +257,7 @@ def compute_for_queries(
         n = first_key(tile_of_step(0, begin, end, options), entry, options, BLOCK_N)
         begin, end = rest_of(begin, end, options)
         weights = weights_of(logits, row_lse, n, first, entry, options, scale, k.tiles.dtype, True, CAUSAL, LAYOUT)
-        dlogits = as_factor(weights * (dweights - row_delta[:, None]), k.tiles.dtype, OUT_LAYOUT)
+        dlogits = kept(weights * (dweights - row_delta[:, None]), k.tiles.dtype)
         count += 1
         if CAUSAL or options.window is not None:  # otherwise the first step alone has a mask
             dq, dlogits, count = kv_loop(
@@ -273,7 +276,8 @@ def compute_for_queries(
         if not IN_REGISTERS:
             mbarrier.arrive(scheduler.empty.index(0))
         before = (count + STAGES - 1) % STAGES
-        dq = warpgroup_mma(dlogits, matrix(k.tiles, before), dq, is_async=True)
+        factor = kept_as_factor(dlogits, k.tiles.dtype, OUT_LAYOUT)
+        dq = warpgroup_mma(factor, matrix(k.tiles, before), dq, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq])
         mbarrier.arrive(k.empty.index(before))
         tma.store_wait(0)  # until the tile before has left its buffer
@@ -346,7 +350,7 @@ def tile_in_turn(tile, work, CAUSAL: gl.constexpr):
     """
     block, row, _ = tile_place(tile, work, False)
     if CAUSAL:
-        down = row // work.section * work.section + work.section >= work.rows
+        down = (work.group > 1) | (row // work.section * work.section + work.section >= work.rows)
         block = gl.where(down, block, work.blocks - 1 - block)
     else:
         down: gl.constexpr = True
@@ -398,14 +402,15 @@ def copy_for_keys(
         for i in range(work.group * (end - begin)):
             if IN_TURN:
                 m, member = query_in_turn(i, begin, end, work.group, down)
+                head = key_head * work.group + member
                 m = m * BLOCK_M
             else:
                 member = i // (end - begin)
+                head = key_head * work.group + member
                 if TERMS > 1:
                     m = (end - 1 - i + member * (end - begin)) * BLOCK_M
                 else:
                     m = (begin + i - member * (end - begin)) * BLOCK_M
-            head = key_head * work.group + member
             mask = m + local < work.tokens
             offsets = (batch * work.heads + head).to(gl.int64) * work.tokens + m + local
             row_lse = gl.load(lse + offsets, mask=mask, other=float("inf"))
