@@ -56,7 +56,7 @@ from warploom.device.hopper.pipeline import (
     take_tile,
     wait_empty,
 )
-from warploom.device.hopper.softcap import UNSEEN, capped_weights
+from warploom.device.hopper.softcap import UNSEEN, capped, capped_weights
 from warploom.device.hopper.turns import give_turn, wait_turn
 
 OWN_STAGES = gl.constexpr(2)  # tiles of keys and values: one that is worked on, and the next
@@ -338,30 +338,15 @@ def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.
 
 
 @gluon.jit
-def tile_in_turn(tile, work, CAUSAL: gl.constexpr):
-    """Block and row of a tile whose program adds in turn, and whether its queries come from the last to the first.
+def query_in_turn(i, begin, end, group):
+    """The tile of queries of step ``i`` over ``begin … end``, each for all heads of a group, and which of these.
 
-    Programs take tiles of keys in this order, and add to a tile of queries in the same order.
-
-    - Causal, the last keys come first: their loops are the shortest. A program begins at the first query that sees its keys,
-      where the one before, whose keys come later, never was: what it adds is added to by that one some steps earlier.
-    - In the last section of heads, and in full attention, the first keys come first, and the last queries: so the longest
-      loops do not begin at the end. A program is one step behind that before.
+    Programs take tiles of keys from the first to the last, and add to a tile of queries in that order. Each goes over the
+    queries from the last on, which all of them see, one step behind the one before: so none waits long, and what they read
+    and add to is in the L2 cache. With one head of a group after the other, the second would begin when the longest loop
+    of the first has ended.
     """
-    block, row, _ = tile_place(tile, work, False)
-    if CAUSAL:
-        down = (work.group > 1) | (row // work.section * work.section + work.section >= work.rows)
-        block = gl.where(down, block, work.blocks - 1 - block)
-    else:
-        down: gl.constexpr = True
-    return block, row, down
-
-
-@gluon.jit
-def query_in_turn(i, begin, end, group, down):
-    """The tile of queries of step ``i`` over ``begin … end``, each for all heads of a group, and which of these."""
-    place = i // group
-    return gl.where(down, end - 1 - place, begin + place), i % group
+    return end - 1 - i // group, i % group
 
 
 @gluon.jit
@@ -388,11 +373,7 @@ def copy_for_keys(
     local = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [1], [0]))
     while tile < tiles:
         slot = broadcast(scheduler, tile, done)
-        if IN_TURN:
-            block, row, down = tile_in_turn(tile, work, CAUSAL)
-            split = 0
-        else:
-            block, row, split = tile_place(tile, work, False)
+        block, row, split = tile_place(tile, work, False)
         batch, key_head = row // key_heads, row % key_heads
         entry = entry_of(work, batch, options)
         begin, _, _, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
@@ -401,7 +382,7 @@ def copy_for_keys(
         )
         for i in range(work.group * (end - begin)):
             if IN_TURN:
-                m, member = query_in_turn(i, begin, end, work.group, down)
+                m, member = query_in_turn(i, begin, end, work.group)
                 head = key_head * work.group + member
                 m = m * BLOCK_M
             else:
@@ -551,9 +532,9 @@ def publish_part(exchange, dq, count, own: gl.constexpr):
 @gluon.jit
 def gradient_loop(
     dk, dv, count, q, do, exchange, begin, full, high, end, heads, first, used, reach, scale, softcap,
-    down, own: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    own: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Loop over tiles of queries ``begin … end`` of ``heads``, or ``down`` from the last to the first, for all gradients.
+    """Loop over tiles of queries ``end − 1 … begin``, each of all ``heads``, for all gradients.
 
     Those before ``full`` and from ``high`` on have masks; ``first``, ``reach`` and ``used`` are as in
     `visible_weights`. A tile's gradient of queries is formed one step later, when the other group's logits are there, and
@@ -570,21 +551,27 @@ def gradient_loop(
             matrix(exchange.k_tiles, own + (count >> 30)), q, count, LAYOUT
         )  # (keys, queries)
         logits = warpgroup_mma_wait(0, deps=[logits])
-        m = gl.where(down, end - 1, begin)
+        m = end - 1
         member = m * 0
         for i in range(steps):
             slot = count % STAGES
             zero = count >> 30
             dweights = product_transposed(matrix(exchange.v_tiles, own + zero), do, count, LAYOUT)
             row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
-            if softcap is not None:
+            if (
+                softcap is not None and dk.shape[1] <= ROWS
+            ):  # registers are short: what is needed of the cap is formed at once
                 if CAUSAL or reach is not None or used is not None:
                     if (m < full) | (m >= high):
                         logits = visible_weights(logits, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT, UNSEEN)
                 logits, weights = capped_weights(logits, row_lse[None, :], scale, softcap, dtype)
                 factor = gl.convert_layout(logits, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
             else:
-                weights = power_of_two(logits * scale - row_lse[None, :])
+                if softcap is not None:
+                    logits = capped(logits, scale, softcap, 0.0, False)
+                    weights = power_of_two(logits - row_lse[None, :])
+                else:
+                    weights = power_of_two(logits * scale - row_lse[None, :])
                 if CAUSAL or reach is not None or used is not None:
                     if (m < full) | (m >= high):
                         weights = visible_weights(weights, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT)
@@ -592,6 +579,8 @@ def gradient_loop(
             dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)
             dweights = warpgroup_mma_wait(1, deps=[dweights])
             row_delta = do.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
+            if softcap is not None and dk.shape[1] > ROWS:
+                weights = weights * (1.0 - logits * logits * (1.0 / (softcap * softcap)))
             rounded = (weights * (dweights - row_delta[None, :])).to(dtype)
             share_dlogits(exchange, rounded, count, own)
             dlogits = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
@@ -616,7 +605,7 @@ def gradient_loop(
             count += 1
             member += 1
             if member == heads:
-                m += gl.where(down, -1, 1)
+                m -= 1
                 member = 0
         dq = query_gradient(exchange, count - 1, own, count >> 30, count > start)
         dq = warpgroup_mma_wait(0, deps=[dq])
@@ -644,7 +633,7 @@ def add_query_gradients(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.cons
     """The warp that adds up the part of the gradient of queries that group number ``own`` forms.
 
     It alone waits for other programs; its group waits when a part is ready and the buffer is not. Tiles of keys are added
-    in the order of `tile_in_turn`, the first of them is stored: memory may hold anything.
+    in their own order, the first of them is stored: memory may hold anything.
     """
     scheduler, parts, full, empty, added, turns, work, options = call
     STAGES: gl.constexpr = full.shape[0] // GROUPS
@@ -657,15 +646,15 @@ def add_query_gradients(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.cons
     tile, slot = received(scheduler, done, 1)
     while tile < tiles:
         mbarrier.arrive(scheduler.empty.index(slot))
-        block, row, down = tile_in_turn(tile, work, CAUSAL)
+        block, row, _ = tile_place(tile, work, False)
         batch, key_head = row // key_heads, row % key_heads
         entry = entry_of(work, batch, options)
         begin, _, _, end = query_steps(block, 0, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
         for i in range(work.group * (end - begin)):
-            m, member = query_in_turn(i, begin, end, work.group, down)
+            m, member = query_in_turn(i, begin, end, work.group)
             m = m * BLOCK_M
             head = key_head * work.group + member
-            turn = turn_of_block(block, m, entry, options, down, CAUSAL, BLOCK_N, BLOCK_M)
+            turn = turn_of_block(block, m, entry, options, BLOCK_N)
             row_of_turn = (own * batch_size + batch) * work.heads + head
             counter = turns + row_of_turn.to(gl.int64) * work.tokens + m
             stage = count % STAGES * GROUPS + own
@@ -694,15 +683,9 @@ def add_part(desc, batch, head, row, feature, tile, turn):
 
 
 @gluon.jit
-def turn_of_block(
-    block, m, work, options, down, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr
-):
+def turn_of_block(block, m, work, options, BLOCK_N: gl.constexpr):
     """How many tiles of keys come before this one at the queries ``m …``: those between that `query_steps` has for them."""
-    offset = work.keys - work.tokens
     first = block * 0
     if options.window is not None:
-        first = gl.maximum(m + offset - options.window.left, 0) // BLOCK_N
-    last = (work.keys - 1) // BLOCK_N
-    if CAUSAL:
-        last = gl.minimum((m + BLOCK_M + offset + work.right - 1) // BLOCK_N, last)
-    return gl.where(down, block - first, last - block)
+        first = gl.maximum(m + work.keys - work.tokens - options.window.left, 0) // BLOCK_N
+    return block - first

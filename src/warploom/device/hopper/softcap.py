@@ -2,8 +2,8 @@
 
 These are what attention is short of, since each weight takes one. But logits are mostly small beside their cap, and then the
 hyperbolic tangent is a short polynomial. A warp looks at all its entries of a tile together, once: every look costs the latency
-of a branch. Where one of them is not small it works all of them out otherwise, some at a time: with a longer polynomial, or
-with exponentials where that does not do either.
+of a branch. Where one of them is not small it works all of them out otherwise: with a longer polynomial, or with exponentials
+where that does not do either.
 
 Both functions are one piece of assembly for all entries of a thread, from logits to what is kept of them: as tensors, what lies
 between would be held for the whole tile.
@@ -19,14 +19,13 @@ _LEAST, _MORE = 0.2, 0.75  # of |x / cap|, up to which the first and the second 
 FIRST, SECOND = gl.constexpr(-0.3332970780), gl.constexpr(0.1303831709)  # |u| ≤ 0.2, 1.3e-7 off
 FIRST_SLOPE, SECOND_SLOPE = gl.constexpr(-0.9997480596), gl.constexpr(0.6461245117)  # 9e-7 off
 _LONG = (1.0, -0.3333308229, 0.1332675978, -0.05340301511, 0.01969182342, -0.004789073399)  # |u| ≤ 0.75, 3e-8 off
-_SOME = 8  # entries that are worked out together where some are large
+_CHAINS = 8  # of maxima: one would have the latency of all
 
 UNSEEN = gl.constexpr(-3.1415927e38)
 """A logit of `capped_weights` that has no weight."""
 
 _ANY = "vote.sync.any.pred large, large, -1;"
-_REGISTERS = ", ".join([*(f"m{i}" for i in range(_SOME)), *(f"t{i}" for i in range(_SOME))])
-_BEGIN = f"{{ .reg .pred large; .reg .f32 size, u, e, {_REGISTERS};"
+_BEGIN = f"{{ .reg .pred large; .reg .f32 size, u, e, t0, t1, {', '.join(f'm{i}' for i in range(_CHAINS))};"
 
 
 def _operands(results: list[str], pack: int, tensors: int, scalars: int) -> str:
@@ -35,28 +34,32 @@ def _operands(results: list[str], pack: int, tensors: int, scalars: int) -> str:
     return ",".join([*results, *tied, *["f"] * ((tensors + scalars) * pack)])
 
 
-def _check(x: list[str], scale: str) -> list[str]:
-    """Go to ``LARGE`` if an entry is large in any thread."""
-    lines = [f"abs.f32 m{i}, {each};" for i, each in enumerate(x[:_SOME])]
-    for i, each in enumerate(x[_SOME:]):
-        lines += [f"abs.f32 size, {each};", f"max.f32 m{i % _SOME}, m{i % _SOME}, size;"]
+def _most(x: list[str], scale: str, unseen: bool) -> list[str]:
+    """Make ``m0`` the largest entry of a thread, without those that are not seen if there may be any."""
+    lines = [f"mov.f32 m{i}, 0.0;" for i in range(_CHAINS)]
+    for i, each in enumerate(x):
+        lines += [f"abs.f32 size, {each};"]
+        lines += (
+            [f"setp.eq.f32 large, {each}, {UNSEEN.value};", "selp.f32 size, 0.0, size, large;"] if unseen else []
+        )
+        lines += [f"max.f32 m{i % _CHAINS}, m{i % _CHAINS}, size;"]
     for half in (4, 2, 1):
         lines += [f"max.f32 m{i}, m{i}, m{i + half};" for i in range(half)]
-    return [*lines, f"mul.f32 m0, m0, {scale};", f"setp.gt.f32 large, m0, {_LEAST};", _ANY, "@large bra.uni LARGE;"]
+    return [*lines, f"mul.f32 m0, m0, {scale};"]
 
 
-def _tanh(x: list[str], scale: str, first: int) -> list[str]:
-    """Hyperbolic tangents of some entries, ``t0 …``, by the second polynomial, or by exponentials where it does not do."""
-    lines = ["mov.f32 m0, 0.0;"]
-    for i, each in enumerate(x):
-        lines += [f"mul.f32 u, {each}, {scale};", "mul.f32 e, u, u;", f"mov.f32 t{i}, {_LONG[-1]};"]
-        lines += [f"fma.rn.f32 t{i}, e, t{i}, {factor};" for factor in reversed(_LONG[:-1])]
-        lines += [f"mul.f32 t{i}, t{i}, u;", f"setp.eq.f32 large, {each}, {UNSEEN.value};"]
-        lines += ["selp.f32 e, 0.0, e, large;", "max.f32 m0, m0, e;"]
-    lines += [f"setp.gt.f32 large, m0, {_MORE * _MORE};", _ANY, f"@!large bra.uni MORE{first};"]
-    for i, each in enumerate(x):
+def _go_if_above(limit: float, label: str) -> list[str]:
+    """Go on at a label if ``m0`` is above a limit in any thread."""
+    return [f"setp.gt.f32 large, m0, {limit};", _ANY, f"@large bra.uni {label};"]
+
+
+def _tanh(x: str, t: str, scale: str, exact: bool) -> list[str]:
+    """The hyperbolic tangent of an entry, by the second polynomial, and where that does not do by exponentials."""
+    lines = [f"mul.f32 u, {x}, {scale};", "mul.f32 e, u, u;", f"mov.f32 {t}, {_LONG[-1]};"]
+    lines += [f"fma.rn.f32 {t}, e, {t}, {factor};" for factor in reversed(_LONG[:-1])]
+    lines += [f"mul.f32 {t}, {t}, u;"]
+    if exact:
         lines += [
-            f"mul.f32 u, {each}, {scale};",
             "abs.f32 size, u;",
             "mul.f32 e, size, 2.8853900818;",  # 2 · log₂e
             "ex2.approx.ftz.f32 e, e;",
@@ -64,26 +67,27 @@ def _tanh(x: list[str], scale: str, first: int) -> list[str]:
             "rcp.approx.ftz.f32 e, e;",
             "fma.rn.f32 e, e, -2.0, 1.0;",
             f"setp.gt.f32 large, size, {_MORE};",
-            f"@large copysign.f32 t{i}, u, e;",
+            f"@large copysign.f32 {t}, u, e;",
         ]
-    return [*lines, f"MORE{first}:"]
+    return lines
 
 
 def _capped(pack: int, exponentials: bool) -> tuple[str, str]:
-    """PTX and constraints of `capped`, or of `capped_exponentials`."""
+    """PTX and constraints of `capped`."""
     x = [f"${i}" for i in range(pack)]
     first, second, third, scale, cap, base = (f"${(2 + k) * pack}" for k in range(6))
-    lines = [_BEGIN, *_check(x, scale), f"neg.f32 size, {base};"]
+    lines = [_BEGIN, *_most(x, scale, False), *_go_if_above(_LEAST, "LARGE")]
     for each in x:
-        lines += [f"mul.f32 e, {each}, {each};", f"fma.rn.f32 u, e, {third}, {second};"]
+        lines += [f"mul.f32 e, {each}, {each};", f"fma.rn.f32 u, e, {third}, {second};", f"neg.f32 size, {base};"]
         lines += [f"fma.rn.f32 u, e, u, {first};", f"fma.rn.f32 {each}, {each}, u, size;"]
         lines += [f"ex2.approx.ftz.f32 {each}, {each};"] if exponentials else []
-    lines += ["bra.uni END;", "LARGE:"]
-    for at in range(0, pack, _SOME):
-        some = x[at : at + _SOME]
-        lines += [*_tanh(some, scale, at), f"neg.f32 size, {base};"]
-        lines += [f"fma.rn.f32 {each}, t{i}, {cap}, size;" for i, each in enumerate(some)]
-        lines += [f"ex2.approx.ftz.f32 {each}, {each};" for each in some] if exponentials else []
+    lines += ["bra.uni END;", "LARGE:", *_go_if_above(_MORE, "EXACT")]
+    for exact in (False, True):
+        for each in x:
+            lines += [*_tanh(each, "t0", scale, exact), f"neg.f32 size, {base};"]
+            lines += [f"fma.rn.f32 {each}, t0, {cap}, size;"]
+            lines += [f"ex2.approx.ftz.f32 {each}, {each};"] if exponentials else []
+        lines += [] if exact else ["bra.uni END;", "EXACT:"]
     return " ".join([*lines, "END: }"]), _operands(["=f"] * pack, pack, 0, 6)
 
 
@@ -92,27 +96,29 @@ def _weights(pack: int, dtype: str) -> tuple[str, str]:
     half = pack // 2
     x, lse = ([f"${half + k * pack + i}" for i in range(pack)] for k in (0, 2))
     first, second, third, slope, bend, scale, cap = (f"${half + (3 + k) * pack}" for k in range(7))
-    lines = [_BEGIN, *_check(x, scale)]
+    rounded = [f"cvt.rn.{dtype}x2.f32 ${i}, t1, t0;" for i in range(half)]
+    lines = [_BEGIN, *_most(x, scale, False), *_go_if_above(_LEAST, "LARGE")]
     for i, each in enumerate(x):
-        to = f"t{i % 2}"
+        t = f"t{i % 2}"
         lines += [f"mul.f32 e, {each}, {each};", f"fma.rn.f32 u, e, {third}, {second};"]
-        lines += [f"fma.rn.f32 u, e, u, {first};", f"neg.f32 size, {lse[i]};", f"fma.rn.f32 {to}, {each}, u, size;"]
+        lines += [f"fma.rn.f32 u, e, u, {first};", f"neg.f32 size, {lse[i]};", f"fma.rn.f32 {t}, {each}, u, size;"]
         lines += [f"fma.rn.f32 u, e, {bend}, {slope};", f"fma.rn.f32 {each}, e, u, 1.0;"]
-        lines += [f"ex2.approx.ftz.f32 {to}, {to};", f"mul.f32 {each}, {each}, {to};"]
-        lines += [f"cvt.rn.{dtype}x2.f32 ${i // 2}, t1, t0;"] if i % 2 else []
-    lines += ["bra.uni END;", "LARGE:"]
-    for at in range(0, pack, _SOME):
-        some = x[at : at + _SOME]
-        lines += _tanh(some, scale, at)
-        for i, each in enumerate(some):
-            lines += [f"neg.f32 e, {lse[at + i]};", f"fma.rn.f32 u, t{i}, {cap}, e;", "ex2.approx.ftz.f32 u, u;"]
+        lines += [f"ex2.approx.ftz.f32 {t}, {t};", f"mul.f32 {each}, {each}, {t};"]
+        lines += [rounded[i // 2]] if i % 2 else []
+    lines += ["bra.uni END;", "LARGE:", *_most(x, scale, True), *_go_if_above(_MORE, "EXACT")]
+    for exact in (False, True):
+        for i, each in enumerate(x):
+            t = f"t{i % 2}"
+            lines += _tanh(each, t, scale, exact)
+            lines += [f"neg.f32 e, {lse[i]};", f"fma.rn.f32 u, {t}, {cap}, e;", "ex2.approx.ftz.f32 u, u;"]
             lines += [
                 f"setp.eq.f32 large, {each}, {UNSEEN.value};",
-                f"neg.f32 e, t{i};",
-                f"fma.rn.f32 e, t{i}, e, 1.0;",
+                f"neg.f32 e, {t};",
+                f"fma.rn.f32 e, {t}, e, 1.0;",
             ]
-            lines += [f"selp.f32 t{i}, 0.0, u, large;", "mul.f32 e, e, u;", f"selp.f32 {each}, 0.0, e, large;"]
-        lines += [f"cvt.rn.{dtype}x2.f32 ${(at + i) // 2}, t{i + 1}, t{i};" for i in range(0, _SOME, 2)]
+            lines += [f"selp.f32 {t}, 0.0, u, large;", "mul.f32 e, e, u;", f"selp.f32 {each}, 0.0, e, large;"]
+            lines += [rounded[i // 2]] if i % 2 else []
+        lines += [] if exact else ["bra.uni END;", "EXACT:"]
     return " ".join([*lines, "END: }"]), _operands(["=&r"] * half + ["=f"] * pack, pack, 1, 7)
 
 

@@ -55,6 +55,8 @@ FEW = 64
 _TOGETHER = 4
 """Tiles of keys for each multiprocessor from which on one kernel forms all gradients: programs that add to the same
 queries wait for each other, and with fewer tiles long loops begin at the end."""
+_EVEN = 0.45
+"""Of these, where loops are equally long: two turns."""
 
 _SHORT = 2048  # backward loops that would be split and are shorter than this stay with the kernels for every GPU
 
@@ -139,13 +141,14 @@ def suit(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor) ->
     return all(map(can_be_copied, tensors))
 
 
-def _suit_together(shape: Shape, device: torch.device) -> bool:
+def _suit_together(shape: Shape, mask: Mask, device: torch.device) -> bool:
     """Whether one kernel for all gradients is faster than two."""
     width = max(shape.head_dim, shape.value_dim)
     if width > NARROW.value:
         return False
     blocks, rows = _blocks("backward", shape, HOPPER["backward"][_width(shape)].groups * _ROWS)
-    return blocks * rows >= _TOGETHER * programs_at_once(device)
+    even = mask.left is None and mask.right is None
+    return blocks * rows >= _TOGETHER * programs_at_once(device) * (_EVEN if even else 1)
 
 
 def splits_of(name: str, shape: Shape, mask: Mask, device: torch.device) -> int:
@@ -196,7 +199,7 @@ def plan(
     turns come behind the counters.
     """
     together = name == "backward"
-    if together and not _suit_together(shape, tensors[0].device):
+    if together and not _suit_together(shape, mask, tensors[0].device):
         return None
     given = tensors[:-1] if together else tensors  # the last has another dtype
     if not suit(name, shape, mask, scale, *given):
