@@ -19,7 +19,7 @@ from kernel_interpreter import memory
 from kernel_interpreter.machine import KernelError, current
 from kernel_interpreter.memory import BARRIERS, Memory
 from kernel_interpreter.values import DTYPES, LAYOUT, Tensor, number, raw, together
-from warploom.device.hopper import tma, turns
+from warploom.device.hopper import softcap, tma, turns
 
 
 class Product(Tensor):
@@ -156,13 +156,33 @@ def _power_of_two(x: torch.Tensor) -> torch.Tensor:
     return torch.where(y < 2.0**-126, 0.0, y)
 
 
-def _assembly(text: Any, constraints: Any, given: list[Tensor], dtype: Any, **_: Any) -> Tensor:
+_ROUNDED = {"cvt.rn.bf16x2.f32 $0, $2, $1;": torch.bfloat16, "cvt.rn.f16x2.f32 $0, $2, $1;": torch.float16}
+# What these say is tried in `test_softcap_on_hopper`.
+_CAPPED = {softcap.CAPPED_32.value: False, softcap.CAPPED_64.value: False}
+_CAPPED |= {softcap.EXPONENTIALS_32.value: True, softcap.EXPONENTIALS_64.value: True}
+_CAPPED_WEIGHTS = [softcap.BFLOAT16_WEIGHTS_32.value, softcap.BFLOAT16_WEIGHTS_64.value]
+_CAPPED_WEIGHTS += [softcap.FLOAT16_WEIGHTS_32.value, softcap.FLOAT16_WEIGHTS_64.value]
+
+
+def _assembly(
+    text: Any, constraints: Any, given: list[Any], dtype: Any, **_: Any
+) -> Tensor | tuple[Tensor, Tensor]:
     text = getattr(text, "value", text)
     if text == "ex2.approx.ftz.f32 $0, $1;":
         return Tensor(_power_of_two(given[0].value))
-    if "setp.gtu.f32 large" in text:  # `tanh`: what is small, and instead of it where the argument is large
-        small, x = (each.value for each in given)
-        return Tensor(torch.where(x.abs() >= 0.3, torch.tanh(x), small))
+    if text in _ROUNDED:
+        low, high = (each.value.to(_ROUNDED[text]).view(torch.int16).int() for each in given)
+        return Tensor(low & 0xFFFF | high << 16)
+    numbers = [torch.as_tensor(raw(each)) for each in given]
+    if text in _CAPPED:
+        x, _, _, _, scale, cap, base = numbers
+        capped = cap * torch.tanh(x * scale) - base
+        return Tensor(_power_of_two(capped) if _CAPPED[text] else capped)
+    if text in _CAPPED_WEIGHTS:
+        x, lse, _, _, _, _, _, scale, cap = numbers
+        capped = torch.tanh(x * scale)
+        weights = torch.where(x == softcap.UNSEEN.value, 0.0, _power_of_two(cap * capped - lse))
+        return Tensor(weights.to(DTYPES[dtype[0]])), Tensor(weights * (1 - capped * capped))
     raise NotImplementedError(text)
 
 

@@ -21,15 +21,14 @@ from warploom.device.hopper.pipeline import (
     Result,
     Ring,
     Scheduler,
-    as_factor,
     matrix,
     power_of_two,
     product_transposed,
     received,
     store_tile,
-    tanh,
     wait_full,
 )
+from warploom.device.hopper.softcap import capped
 
 LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -73,7 +72,7 @@ class State(NamedTuple):
     """The softmax of a group's 64 queries so far, and its place in the rings."""
 
     acc: gl.tensor  # (64, E): weighted sums of values
-    weights: gl.tensor  # (64, BLOCK_N): of the last tile of keys, not in ``acc`` yet
+    weights: gl.tensor  # `kept`, of the last tile of keys, not in ``acc`` yet
     row_sum: gl.tensor  # (64,): of exponentials
     row_max: gl.tensor  # (64,): the largest logits, in powers of two
     tile: gl.int32  # number of the last tile
@@ -271,18 +270,21 @@ def softmax_step(logits, row_sum, row_max, first, n, work, options, scale, MASKE
     ``first`` is the position of the first query, where it stands among the keys. With a base, nothing is rescaled.
     Otherwise ``row_max`` is kept as rounded, so that sums are rescaled by exactly 1 where it stays the same.
     """
-    if options.softcap is not None:
-        logits = tanh(logits * scale)
-        scale = options.softcap
-    if MASKED:
-        mask = visible(n, first, work, options, logits.shape[1], CAUSAL, LAYOUT)
-        logits = gl.where(mask, logits, float("-inf"))
     if options.base is not None:
-        weights = power_of_two(logits * scale - options.base)
+        weights = capped(logits, scale, options.softcap, options.base, True)
+        if MASKED:
+            mask = visible(n, first, work, options, logits.shape[1], CAUSAL, LAYOUT)
+            weights = gl.where(mask, weights, 0.0)
         new_max = row_max
         rescale = row_max
         row_sum = row_sum + gl.sum(weights, 1)
     else:
+        if options.softcap is not None:
+            logits = capped(logits, scale, options.softcap, 0.0, False)
+            scale = 1.0
+        if MASKED:
+            mask = visible(n, first, work, options, logits.shape[1], CAUSAL, LAYOUT)
+            logits = gl.where(mask, logits, float("-inf"))
         new_max = gl.maximum(row_max, gl.max(logits, 1) * scale)
         base = new_max
         if MASKED:  # a row that has seen no key yet: −inf − (−inf) must not become NaN
@@ -304,6 +306,25 @@ def with_sink(row_sum, row_max, sink):
 
 
 @gluon.jit
+def kept(tile, dtype: gl.constexpr):
+    """A tile of weights, rounded, as a loop keeps it: two in a register, which it would otherwise take apart every time."""
+    low, high = gl.split(tile.reshape([tile.shape[0], tile.shape[1] // 2, 2]))
+    ROUND: gl.constexpr = (
+        "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    )
+    return gl.inline_asm_elementwise(ROUND, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def kept_as_factor(tile, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """What was `kept`, as `as_factor` has it: no data moves."""
+    low = tile.to(gl.int16).to(dtype, bitcast=True)
+    high = (tile >> 16).to(gl.int16).to(dtype, bitcast=True)
+    whole = gl.join(low, high).reshape([tile.shape[0], 2 * tile.shape[1]])
+    return gl.convert_layout(whole, gl.DotOperandLayout(0, LAYOUT, 2), assert_trivial=True)
+
+
+@gluon.jit
 def attend(
     state, q_tile, k, v, turns, begin, end, first, work, options, scale,
     own: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
@@ -319,7 +340,8 @@ def attend(
             turn += 1
         logits = product_transposed(q_tile, k, count + 1, LAYOUT)
         slot = wait_full(v.full, count)
-        acc = warpgroup_mma(weights, matrix(v.tiles, slot), acc, is_async=True)
+        factor = kept_as_factor(weights, v.tiles.dtype, OUT_LAYOUT)
+        acc = warpgroup_mma(factor, matrix(v.tiles, slot), acc, is_async=True)
         if GROUPS > 2:
             mbarrier.arrive(turns.index((own + 1) % GROUPS))
         logits = warpgroup_mma_wait(1, deps=[logits])
@@ -328,11 +350,11 @@ def attend(
         new, row_sum, row_max, rescale = softmax_step(
             logits, row_sum, row_max, first, n, work, options, scale, MASKED, CAUSAL, LAYOUT
         )
-        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+        acc, factor = warpgroup_mma_wait(0, deps=[acc, factor])
         mbarrier.arrive(v.empty.index(slot))
         if options.base is None:
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
-        weights = as_factor(new, v.tiles.dtype, OUT_LAYOUT)
+        weights = kept(new, v.tiles.dtype)
         count += 1
     return State(acc, weights, row_sum, row_max, count, turn)
 
@@ -379,7 +401,7 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         new, row_sum, row_max, _ = softmax_step(
             logits, row_sum, row_max, first, n, entry, options, scale, True, CAUSAL, LAYOUT
         )
-        state = State(acc, as_factor(new, v.tiles.dtype, OUT_LAYOUT), row_sum, row_max, count, turn)
+        state = State(acc, kept(new, v.tiles.dtype), row_sum, row_max, count, turn)
         if CAUSAL or options.window is not None:  # otherwise the first step alone has a mask
             state = attend(
                 state, q_tile, k, v, turns, full, end, first, entry, options, scale,
@@ -398,7 +420,8 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         if OWN_BUFFERS:
             mbarrier.arrive(scheduler.empty.index(q_slot))
         slot = wait_full(v.full, count)
-        acc = warpgroup_mma(weights, matrix(v.tiles, slot), acc, is_async=True)
+        factor = kept_as_factor(weights, v.tiles.dtype, OUT_LAYOUT)
+        acc = warpgroup_mma(factor, matrix(v.tiles, slot), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v.empty.index(slot))
         count += 1

@@ -24,6 +24,8 @@ from warploom.device.hopper.attention import (
     Work,
     entry_of,
     first_key,
+    kept,
+    kept_as_factor,
     key_steps,
     query_steps,
     rest_of,
@@ -52,9 +54,9 @@ from warploom.device.hopper.pipeline import (
     received,
     store_tile,
     take_tile,
-    tanh,
     wait_empty,
 )
+from warploom.device.hopper.softcap import UNSEEN, capped, capped_weights
 from warploom.device.hopper.turns import give_turn, wait_turn
 
 OWN_STAGES = gl.constexpr(2)  # tiles of keys and values: one that is worked on, and the next
@@ -97,27 +99,31 @@ class KeyCopies(NamedTuple):
 
 @gluon.jit
 def weights_of(
-    logits, lse, n, first, work, options, scale, MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr
-):
+    logits, lse, n, first, work, options, scale, dtype: gl.constexpr,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Weights of the keys ``n …`` for 64 queries, of which the first stands at the key ``first``.
 
     With a cap, times its derivative: these weights are only for gradients of logits.
     """
     if options.softcap is not None:
-        logits = tanh(logits * scale)
-        scale = options.softcap
-    weights = power_of_two(logits * scale - lse[:, None])
-    if MASKED:
-        mask = visible(n, first, work, options, logits.shape[1], CAUSAL, LAYOUT)
-        weights = gl.where(mask, weights, 0.0)
-    if options.softcap is not None:
-        weights = weights * (1.0 - logits * logits)
+        if MASKED:
+            mask = visible(n, first, work, options, logits.shape[1], CAUSAL, LAYOUT)
+            logits = gl.where(mask, logits, UNSEEN)
+        _, weights = capped_weights(logits, lse[:, None], scale, options.softcap, dtype)
+    else:
+        weights = power_of_two(logits * scale - lse[:, None])
+        if MASKED:
+            mask = visible(n, first, work, options, logits.shape[1], CAUSAL, LAYOUT)
+            weights = gl.where(mask, weights, 0.0)
     return weights
 
 
 @gluon.jit
-def visible_weights(weights, m, first, reach, used, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr):
-    """Weights of 64 keys for the queries ``m …``, zero where these do not see them.
+def visible_weights(
+    weights, m, first, reach, used, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, UNSEEN: gl.constexpr = 0.0
+):
+    """Weights of 64 keys for the queries ``m …``, zero (or ``UNSEEN``) where these do not see them.
 
     Query ``first`` is the first that sees the first key, unless all do before it, and the one ``reach`` behind it the last.
     Of the keys, so many are ``used``.
@@ -125,31 +131,31 @@ def visible_weights(weights, m, first, reach, used, CAUSAL: gl.constexpr, LAYOUT
     sees = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     query = m + gl.arange(0, weights.shape[1], gl.SliceLayout(0, LAYOUT))
     if CAUSAL:
-        weights = gl.where(sees[:, None] <= query[None, :], weights, 0.0)
+        weights = gl.where(sees[:, None] <= query[None, :], weights, UNSEEN)
     if reach is not None:
-        weights = gl.where(query[None, :] <= (sees + reach)[:, None], weights, 0.0)
+        weights = gl.where(query[None, :] <= (sees + reach)[:, None], weights, UNSEEN)
     if used is not None:
-        weights = gl.where((gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) < used)[:, None], weights, 0.0)
+        weights = gl.where((gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) < used)[:, None], weights, UNSEEN)
     return weights
 
 
 @gluon.jit
 def transposed_weights_of(
-    logits, lse, m, first, scale, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
+    logits, lse, m, first, scale, dtype: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
     inverse=None, reach=None, softcap=None, CAUSAL: gl.constexpr = True,
 ):  # fmt: skip
     """Weights of 64 keys for the queries ``m …``, and these times the derivative of the cap; see `visible_weights`."""
     if softcap is not None:
-        logits = tanh(logits * scale)
-        scale = softcap
-    weights = power_of_two(logits * scale - lse[None, :])
-    if inverse is not None:
-        weights = weights * inverse[None, :]
-    if MASKED:
-        weights = visible_weights(weights, m, first, reach, None, CAUSAL, LAYOUT)
-    slopes = weights
-    if softcap is not None:
-        slopes = weights * (1.0 - logits * logits)
+        if MASKED:
+            logits = visible_weights(logits, m, first, reach, None, CAUSAL, LAYOUT, UNSEEN)
+        weights, slopes = capped_weights(logits, lse[None, :], scale, softcap, dtype)
+    else:
+        weights = power_of_two(logits * scale - lse[None, :])
+        if inverse is not None:
+            weights = weights * inverse[None, :]
+        if MASKED:
+            weights = visible_weights(weights, m, first, reach, None, CAUSAL, LAYOUT)
+        slopes = weights
     return weights, slopes
 
 
@@ -164,15 +170,16 @@ def kv_loop(
     for i in range(end - begin):
         logits = product_transposed(q_tile, k, count, LAYOUT)
         before = (count + STAGES - 1) % STAGES
-        dq = warpgroup_mma(dlogits, matrix(k.tiles, before), dq, is_async=True)
+        factor = kept_as_factor(dlogits, k.tiles.dtype, OUT_LAYOUT)
+        dq = warpgroup_mma(factor, matrix(k.tiles, before), dq, is_async=True)
         dweights = product_transposed(do_tile, v, count, LAYOUT)
         logits = warpgroup_mma_wait(2, deps=[logits])
         n = first_key(end - 1 - i, work, options, BLOCK_N)
-        weights = weights_of(logits, lse, n, first, work, options, scale, MASKED, CAUSAL, LAYOUT)
-        dq, dlogits, dweights = warpgroup_mma_wait(0, deps=[dq, dlogits, dweights])
+        weights = weights_of(logits, lse, n, first, work, options, scale, k.tiles.dtype, MASKED, CAUSAL, LAYOUT)
+        dq, factor, dweights = warpgroup_mma_wait(0, deps=[dq, factor, dweights])
         mbarrier.arrive(k.empty.index(before))
         mbarrier.arrive(v.empty.index(count % STAGES))
-        dlogits = as_factor(weights * (dweights - delta[:, None]), k.tiles.dtype, OUT_LAYOUT)
+        dlogits = kept(weights * (dweights - delta[:, None]), k.tiles.dtype)
         count += 1
     return dq, dlogits, count
 
@@ -191,7 +198,7 @@ def kv_loop_in_turn(
         dweights = product_transposed(matrix(do_tiles, place), v, count, LAYOUT)
         logits = warpgroup_mma_wait(1, deps=[logits])
         n = first_key(end - 1 - i, work, options, BLOCK_N)
-        weights = weights_of(logits, lse, n, first, work, options, scale, MASKED, CAUSAL, LAYOUT)
+        weights = weights_of(logits, lse, n, first, work, options, scale, k.tiles.dtype, MASKED, CAUSAL, LAYOUT)
         dweights = warpgroup_mma_wait(0, deps=[dweights])
         mbarrier.arrive(v.empty.index(count % v.tiles.shape[0]))
         dlogits = as_factor(weights * (dweights - delta[:, None]), k.tiles.dtype, OUT_LAYOUT)
@@ -249,8 +256,8 @@ def compute_for_queries(
         mbarrier.arrive(v.empty.index(count % STAGES))
         n = first_key(tile_of_step(0, begin, end, options), entry, options, BLOCK_N)
         begin, end = rest_of(begin, end, options)
-        weights = weights_of(logits, row_lse, n, first, entry, options, scale, True, CAUSAL, LAYOUT)
-        dlogits = as_factor(weights * (dweights - row_delta[:, None]), k.tiles.dtype, OUT_LAYOUT)
+        weights = weights_of(logits, row_lse, n, first, entry, options, scale, k.tiles.dtype, True, CAUSAL, LAYOUT)
+        dlogits = kept(weights * (dweights - row_delta[:, None]), k.tiles.dtype)
         count += 1
         if CAUSAL or options.window is not None:  # otherwise the first step alone has a mask
             dq, dlogits, count = kv_loop(
@@ -269,7 +276,8 @@ def compute_for_queries(
         if not IN_REGISTERS:
             mbarrier.arrive(scheduler.empty.index(0))
         before = (count + STAGES - 1) % STAGES
-        dq = warpgroup_mma(dlogits, matrix(k.tiles, before), dq, is_async=True)
+        factor = kept_as_factor(dlogits, k.tiles.dtype, OUT_LAYOUT)
+        dq = warpgroup_mma(factor, matrix(k.tiles, before), dq, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq])
         mbarrier.arrive(k.empty.index(before))
         tma.store_wait(0)  # until the tile before has left its buffer
@@ -330,30 +338,15 @@ def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.
 
 
 @gluon.jit
-def tile_in_turn(tile, work, CAUSAL: gl.constexpr):
-    """Block and row of a tile whose program adds in turn, and whether its queries come from the last to the first.
+def query_in_turn(i, begin, end, group):
+    """The tile of queries of step ``i`` over ``begin … end``, each for all heads of a group, and which of these.
 
-    Programs take tiles of keys in this order, and add to a tile of queries in the same order.
-
-    - Causal, the last keys come first: their loops are the shortest. A program begins at the first query that sees its keys,
-      where the one before, whose keys come later, never was: what it adds is added to by that one some steps earlier.
-    - In the last section of heads, and in full attention, the first keys come first, and the last queries: so the longest
-      loops do not begin at the end. A program is one step behind that before.
+    Programs take tiles of keys from the first to the last, and add to a tile of queries in that order. Each goes over the
+    queries from the last on, which all of them see, one step behind the one before: so none waits long, and what they read
+    and add to is in the L2 cache. With one head of a group after the other, the second would begin when the longest loop
+    of the first has ended.
     """
-    block, row, _ = tile_place(tile, work, False)
-    if CAUSAL:
-        down = row // work.section * work.section + work.section >= work.rows
-        block = gl.where(down, block, work.blocks - 1 - block)
-    else:
-        down: gl.constexpr = True
-    return block, row, down
-
-
-@gluon.jit
-def query_in_turn(i, begin, end, down):
-    """The tile of queries of step ``i`` over ``begin … end`` of one head after the other."""
-    place = i % (end - begin)
-    return gl.where(down, end - 1 - place, begin + place)
+    return end - 1 - i // group, i % group
 
 
 @gluon.jit
@@ -380,11 +373,7 @@ def copy_for_keys(
     local = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [1], [0]))
     while tile < tiles:
         slot = broadcast(scheduler, tile, done)
-        if IN_TURN:
-            block, row, down = tile_in_turn(tile, work, CAUSAL)
-            split = 0
-        else:
-            block, row, split = tile_place(tile, work, False)
+        block, row, split = tile_place(tile, work, False)
         batch, key_head = row // key_heads, row % key_heads
         entry = entry_of(work, batch, options)
         begin, _, _, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
@@ -392,14 +381,17 @@ def copy_for_keys(
             own_descs, own_tiles, batch, key_head, block * BLOCK_N, scheduler.full, slot, GROUPS, batch_size, TERMS
         )
         for i in range(work.group * (end - begin)):
-            member = i // (end - begin)
-            head = key_head * work.group + member
             if IN_TURN:
-                m = query_in_turn(i, begin, end, down) * BLOCK_M
-            elif TERMS > 1:
-                m = (end - 1 - i + member * (end - begin)) * BLOCK_M
+                m, member = query_in_turn(i, begin, end, work.group)
+                head = key_head * work.group + member
+                m = m * BLOCK_M
             else:
-                m = (begin + i - member * (end - begin)) * BLOCK_M
+                member = i // (end - begin)
+                head = key_head * work.group + member
+                if TERMS > 1:
+                    m = (end - 1 - i + member * (end - begin)) * BLOCK_M
+                else:
+                    m = (begin + i - member * (end - begin)) * BLOCK_M
             mask = m + local < work.tokens
             offsets = (batch * work.heads + head).to(gl.int64) * work.tokens + m + local
             row_lse = gl.load(lse + offsets, mask=mask, other=float("inf"))
@@ -439,7 +431,7 @@ def query_loop(
         logits = warpgroup_mma_wait(1, deps=[logits])
         row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
         weights, slopes = transposed_weights_of(
-            logits, row_lse, i * BLOCK_M, first, scale, MASKED, LAYOUT, None, reach, softcap, CAUSAL
+            logits, row_lse, i * BLOCK_M, first, scale, dtype, MASKED, LAYOUT, None, reach, softcap, CAUSAL
         )
         factor = as_factor(weights, dtype, OUT_LAYOUT)
         dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)
@@ -540,9 +532,9 @@ def publish_part(exchange, dq, count, own: gl.constexpr):
 @gluon.jit
 def gradient_loop(
     dk, dv, count, q, do, exchange, begin, full, high, end, heads, first, used, reach, scale, softcap,
-    down, own: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    own: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Loop over tiles of queries ``begin … end`` of ``heads``, or ``down`` from the last to the first, for all gradients.
+    """Loop over tiles of queries ``end − 1 … begin``, each of all ``heads``, for all gradients.
 
     Those before ``full`` and from ``high`` on have masks; ``first``, ``reach`` and ``used`` are as in
     `visible_weights`. A tile's gradient of queries is formed one step later, when the other group's logits are there, and
@@ -559,26 +551,36 @@ def gradient_loop(
             matrix(exchange.k_tiles, own + (count >> 30)), q, count, LAYOUT
         )  # (keys, queries)
         logits = warpgroup_mma_wait(0, deps=[logits])
-        m = gl.where(down, end - 1, begin)
+        m = end - 1
+        member = m * 0
         for i in range(steps):
             slot = count % STAGES
             zero = count >> 30
             dweights = product_transposed(matrix(exchange.v_tiles, own + zero), do, count, LAYOUT)
             row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
-            if softcap is not None:
-                logits = tanh(logits * scale)
-                weights = power_of_two(logits * softcap - row_lse[None, :])
+            if (
+                softcap is not None and dk.shape[1] <= ROWS
+            ):  # registers are short: what is needed of the cap is formed at once
+                if CAUSAL or reach is not None or used is not None:
+                    if (m < full) | (m >= high):
+                        logits = visible_weights(logits, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT, UNSEEN)
+                logits, weights = capped_weights(logits, row_lse[None, :], scale, softcap, dtype)
+                factor = gl.convert_layout(logits, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
             else:
-                weights = power_of_two(logits * scale - row_lse[None, :])
-            if CAUSAL or reach is not None or used is not None:
-                if (m < full) | (m >= high):
-                    weights = visible_weights(weights, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT)
-            factor = as_factor(weights, dtype, OUT_LAYOUT)
+                if softcap is not None:
+                    logits = capped(logits, scale, softcap, 0.0, False)
+                    weights = power_of_two(logits - row_lse[None, :])
+                else:
+                    weights = power_of_two(logits * scale - row_lse[None, :])
+                if CAUSAL or reach is not None or used is not None:
+                    if (m < full) | (m >= high):
+                        weights = visible_weights(weights, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT)
+                factor = as_factor(weights, dtype, OUT_LAYOUT)
             dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)
             dweights = warpgroup_mma_wait(1, deps=[dweights])
             row_delta = do.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
-            if softcap is not None:
-                weights = weights * (1.0 - logits * logits)
+            if softcap is not None and dk.shape[1] > ROWS:
+                weights = weights * (1.0 - logits * logits * (1.0 / (softcap * softcap)))
             rounded = (weights * (dweights - row_delta[None, :])).to(dtype)
             share_dlogits(exchange, rounded, count, own)
             dlogits = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
@@ -601,7 +603,10 @@ def gradient_loop(
             logits = warpgroup_mma_wait(0, deps=[logits])
             mbarrier.arrive(q.empty.index(slot))
             count += 1
-            m = gl.where(down, gl.where(m == begin, end, m) - 1, gl.where(m == end - 1, begin - 1, m) + 1)
+            member += 1
+            if member == heads:
+                m -= 1
+                member = 0
         dq = query_gradient(exchange, count - 1, own, count >> 30, count > start)
         dq = warpgroup_mma_wait(0, deps=[dq])
         publish_part(exchange, dq, count - 1, own)
@@ -628,7 +633,7 @@ def add_query_gradients(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.cons
     """The warp that adds up the part of the gradient of queries that group number ``own`` forms.
 
     It alone waits for other programs; its group waits when a part is ready and the buffer is not. Tiles of keys are added
-    in the order of `tile_in_turn`, the first of them is stored: memory may hold anything.
+    in their own order, the first of them is stored: memory may hold anything.
     """
     scheduler, parts, full, empty, added, turns, work, options = call
     STAGES: gl.constexpr = full.shape[0] // GROUPS
@@ -641,14 +646,15 @@ def add_query_gradients(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.cons
     tile, slot = received(scheduler, done, 1)
     while tile < tiles:
         mbarrier.arrive(scheduler.empty.index(slot))
-        block, row, down = tile_in_turn(tile, work, CAUSAL)
+        block, row, _ = tile_place(tile, work, False)
         batch, key_head = row // key_heads, row % key_heads
         entry = entry_of(work, batch, options)
         begin, _, _, end = query_steps(block, 0, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
         for i in range(work.group * (end - begin)):
-            head = key_head * work.group + i // (end - begin)
-            m = query_in_turn(i, begin, end, down) * BLOCK_M
-            turn = turn_of_block(block, m, entry, options, down, CAUSAL, BLOCK_N, BLOCK_M)
+            m, member = query_in_turn(i, begin, end, work.group)
+            m = m * BLOCK_M
+            head = key_head * work.group + member
+            turn = turn_of_block(block, m, entry, options, BLOCK_N)
             row_of_turn = (own * batch_size + batch) * work.heads + head
             counter = turns + row_of_turn.to(gl.int64) * work.tokens + m
             stage = count % STAGES * GROUPS + own
@@ -677,15 +683,9 @@ def add_part(desc, batch, head, row, feature, tile, turn):
 
 
 @gluon.jit
-def turn_of_block(
-    block, m, work, options, down, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr
-):
+def turn_of_block(block, m, work, options, BLOCK_N: gl.constexpr):
     """How many tiles of keys come before this one at the queries ``m …``: those between that `query_steps` has for them."""
-    offset = work.keys - work.tokens
     first = block * 0
     if options.window is not None:
-        first = gl.maximum(m + offset - options.window.left, 0) // BLOCK_N
-    last = (work.keys - 1) // BLOCK_N
-    if CAUSAL:
-        last = gl.minimum((m + BLOCK_M + offset + work.right - 1) // BLOCK_N, last)
-    return gl.where(down, block - first, last - block)
+        first = gl.maximum(m + work.keys - work.tokens - options.window.left, 0) // BLOCK_N
+    return block - first

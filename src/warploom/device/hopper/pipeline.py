@@ -85,50 +85,6 @@ def power_of_two(x):
     )
 
 
-_PACK = 16  # entries of a thread that `tanh` looks at together
-
-
-def _where_large() -> str:
-    """PTX that replaces tanh(x) as it is for small x, in the place of results, where x is large in any of a warp's entries."""
-    x = 2 * _PACK  # behind the results and what comes in their places
-    lines = ["{ .reg .pred large; .reg .f32 e, size, squares;", f"mul.f32 squares, ${x}, ${x};"]
-    lines += [f"fma.rn.f32 squares, ${i}, ${i}, squares;" for i in range(x + 1, x + _PACK)]
-    lines += ["setp.gtu.f32 large, squares, 0.09;", "vote.sync.any.pred large, large, -1;"]
-    lines += ["@!large bra.uni SMALL;"]
-    for i in range(_PACK):
-        lines += [
-            f"abs.f32 size, ${x + i};",
-            "mul.f32 e, size, 0f4038AA3B;",  # 2 · log₂e
-            "ex2.approx.ftz.f32 e, e;",
-            "add.f32 e, e, 1.0;",
-            "rcp.approx.ftz.f32 e, e;",
-            "fma.rn.f32 e, e, -2.0, 1.0;",
-            f"copysign.f32 e, ${x + i}, e;",
-            "setp.ge.f32 large, size, 0.3;",
-            f"selp.f32 ${i}, e, ${i}, large;",
-        ]
-    return " ".join([*lines, "SMALL: }"])
-
-
-PACK = gl.constexpr(_PACK)
-WHERE_LARGE = gl.constexpr(_where_large())
-OPERANDS = gl.constexpr(",".join(["=f"] * _PACK + [str(i) for i in range(_PACK)] + ["f"] * _PACK))
-
-
-@gluon.jit
-def tanh(x):
-    """The hyperbolic tangent, to about 4 units in the last place.
-
-    Logits are mostly small beside their cap, and then it is a polynomial: special functions are what attention is short
-    of. Where one is not, its warp works out `PACK` entries of every thread otherwise.
-    """
-    z = x * x
-    y = z * -5.0366235847e-2 + 1.3314832022e-1  # minimax for |x| ≤ 0.3, 1.2e-8 off
-    y = z * y - 3.3333060807e-1
-    small = (y * z) * x + x
-    return gl.inline_asm_elementwise(WHERE_LARGE, OPERANDS, [small, x], dtype=gl.float32, is_pure=True, pack=PACK)
-
-
 @gluon.jit
 def init_ring(full, empty, arrivals: gl.constexpr):
     """Initialise the barriers of a ring of buffers: one arrival fills a buffer, ``arrivals`` empty it."""

@@ -55,6 +55,8 @@ FEW = 64
 _TOGETHER = 4
 """Tiles of keys for each multiprocessor from which on one kernel forms all gradients: programs that add to the same
 queries wait for each other, and with fewer tiles long loops begin at the end."""
+_EVEN = 0.45
+"""Of these, where loops are equally long: two turns."""
 
 _SHORT = 2048  # backward loops that would be split and are shorter than this stay with the kernels for every GPU
 
@@ -88,7 +90,7 @@ def _width(shape: Shape) -> int:
     return next(width for width in (64, 128, 256) if features <= width)
 
 
-def _tiles(name: str, shape: Shape, mask: Mask, capped: bool = False) -> HopperTiles:
+def _tiles(name: str, shape: Shape, mask: Mask) -> HopperTiles:
     width = _width(shape)
     tiles = HOPPER[name][width]
     if width != 64 or name not in HOPPER_SMALLER:
@@ -97,8 +99,6 @@ def _tiles(name: str, shape: Shape, mask: Mask, capped: bool = False) -> HopperT
     count, more = (
         -(-shape.tokens // (x.groups * _ROWS)) * shape.batch_size * shape.heads for x in (tiles, smaller)
     )
-    if name == "forward" and capped:  # three groups leave no registers for hyperbolic tangents
-        return smaller
     if None not in (mask.left, mask.right) and min(sum(bounds(shape, mask)), shape.keys) < _NARROW_WINDOW:
         return smaller
     if mask.right is None and mask.left is None:  # loops are equal, and so is every program's share: whole turns
@@ -141,18 +141,19 @@ def suit(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor) ->
     return all(map(can_be_copied, tensors))
 
 
-def _suit_together(shape: Shape, device: torch.device, capped: bool) -> bool:
+def _suit_together(shape: Shape, mask: Mask, device: torch.device) -> bool:
     """Whether one kernel for all gradients is faster than two."""
     width = max(shape.head_dim, shape.value_dim)
-    if width > NARROW.value or (capped and width <= 64):  # there hyperbolic tangents spill
+    if width > NARROW.value:
         return False
     blocks, rows = _blocks("backward", shape, HOPPER["backward"][_width(shape)].groups * _ROWS)
-    return blocks * rows >= _TOGETHER * programs_at_once(device)
+    even = mask.left is None and mask.right is None
+    return blocks * rows >= _TOGETHER * programs_at_once(device) * (_EVEN if even else 1)
 
 
-def splits_of(name: str, shape: Shape, mask: Mask, device: torch.device, capped: bool = False) -> int:
+def splits_of(name: str, shape: Shape, mask: Mask, device: torch.device) -> int:
     """Into how many splits loops are cut."""
-    return _best_splits(name, shape, mask, _tiles(name, shape, mask, capped), programs_at_once(device))
+    return _best_splits(name, shape, mask, _tiles(name, shape, mask), programs_at_once(device))
 
 
 def _best_splits(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, programs: int) -> int:
@@ -198,13 +199,13 @@ def plan(
     turns come behind the counters.
     """
     together = name == "backward"
-    if together and not _suit_together(shape, tensors[0].device, softcap is not None):
+    if together and not _suit_together(shape, mask, tensors[0].device):
         return None
     given = tensors[:-1] if together else tensors  # the last has another dtype
     if not suit(name, shape, mask, scale, *given):
         return None
-    width, tiles = _width(shape), _tiles(name, shape, mask, softcap is not None)
-    splits = 1 if together else splits_of(name, shape, mask, tensors[0].device, softcap is not None)
+    width, tiles = _width(shape), _tiles(name, shape, mask)
+    splits = 1 if together else splits_of(name, shape, mask, tensors[0].device)
     work = _work(name, shape, mask, tiles, splits, tensors[0].element_size())
     results = dict(
         list(zip(DESCRIBED[name], tensors[:-1] if together else tensors))[3 if name == "forward" else 4 :]

@@ -29,7 +29,6 @@ from warploom.device.hopper.attention_backward import (
     gradient_loop,
     new_exchange,
     query_loop,
-    tile_in_turn,
 )
 from warploom.device.hopper.pipeline import (
     NARROW,
@@ -263,7 +262,7 @@ def compute_all(own: gl.constexpr, CAUSAL: gl.constexpr, call):
     tiles = tiles_of(work)
     tile, slot = received(scheduler, done)
     while tile < tiles:
-        block, row, down = tile_in_turn(tile, work, CAUSAL)
+        block, row, _ = tile_place(tile, work, False)
         entry = entry_of(work, row // key_heads, options)
         begin, full, high, end = query_steps(block, 0, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
         first = block * BLOCK_N + own * ROWS - (entry.keys - work.tokens) - work.right
@@ -282,10 +281,10 @@ def compute_all(own: gl.constexpr, CAUSAL: gl.constexpr, call):
         dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         dk, dv, count = gradient_loop(
             dk, dv, count, q, do, exchange, begin, full, high, end, work.group, first, used, reach, scale,
-            options.softcap, down, own, CAUSAL, LAYOUT, OUT_LAYOUT,
+            options.softcap, own, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
         # Worked out again rather than held in registers.
-        block, row, _ = tile_in_turn(read(scheduler, slot), work, CAUSAL)
+        block, row, _ = tile_place(read(scheduler, slot), work, False)
         batch, head = row // key_heads, row % key_heads
         n = block * BLOCK_N + own * ROWS
         store_tile(dv_result, dv, own, 0, batch, head, n, work.keys, False, OUT_LAYOUT)
@@ -311,7 +310,7 @@ def hopper_backward_kernel(
     a tile how many tiles of keys were added there. ``PARTS`` are buffers of each group, in which its sums leave.
 
     The same inputs give the same bits: to every tile of queries, tiles of keys are added in one order
-    (`tile_in_turn`), and a warp of each group waits for its turn. It waits for no program that may not run. Programs take
+    (`query_in_turn`), and a warp of each group waits for its turn. It waits for no program that may not run. Programs take
     tiles from a counter in that order, all of them, so that who has a tile runs, and works on its tiles in the order in which
     it takes them. A tile waits only for tiles that come before it. Of all tiles that are not finished, the first therefore
     waits for none, and whoever has it has finished all it took before: it goes on, and so do all in the end. No

@@ -196,7 +196,18 @@ def query_loop_for_one(
             mbarrier.arrive(near.empty.index(stage))
             m = (i if TERMS == 1 else end - 1 - i) * BLOCK_M
             tile, slopes = transposed_weights_of(
-                product, row_value, m, first, scale, MASKED, LAYOUT, row_inverse, reach, softcap, CAUSAL
+                product,
+                row_value,
+                m,
+                first,
+                scale,
+                near.tiles.dtype,
+                MASKED,
+                LAYOUT,
+                row_inverse,
+                reach,
+                softcap,
+                CAUSAL,
             )
             weights.tiles.index(stage).store(slopes)
             mbarrier.arrive(weights.full.index(stage))
@@ -354,7 +365,7 @@ def weigh_keys(
         logits = warpgroup_mma_wait(0, deps=[logits])
         mbarrier.arrive(k.empty.index(slot))
         n = (end - 1 - i) * BLOCK_N
-        tile = weights_of(logits, row_lse, n, first, work, Options(), scale, MASKED, CAUSAL, LAYOUT)
+        tile = weights_of(logits, row_lse, n, first, work, Options(), scale, k.tiles.dtype, MASKED, CAUSAL, LAYOUT)
         weights.tiles.index(slot).store(tile * row_inverse[:, None])
         mbarrier.arrive(weights.full.index(slot))
         count += 1
