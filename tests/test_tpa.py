@@ -393,17 +393,20 @@ def test_narrow_keys_or_values(
         "features": features,
         "values": values,
     }
-    inputs = {name: place(x).requires_grad_() for name, x in factors(device, dtype=dtype, **sizes).items()}
-    grad = torch.randn(2, tokens, 3, values).to(device, dtype)
 
     def run(inputs: dict[str, Any], function: Any, grad: Tensor) -> tuple[Tensor, ...]:
         out = function(**inputs)
         return out.detach(), *torch.autograd.grad(out, list(inputs.values()), grad)
 
-    definition = reference.tpa_attention
-    wide = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
-    found = run(inputs, functools.partial(tpa_attention, backend="triton"), grad)
-    accuracy = compare(found, run(wide, definition, grad.double()), run(inputs, definition, grad))
+    definition, verdicts = reference.tpa_attention, []
+    for _ in range(3):  # the largest error of a few hundred numbers is one draw's luck
+        inputs = {name: place(x).requires_grad_() for name, x in factors(device, dtype=dtype, **sizes).items()}
+        grad = torch.randn(2, tokens, 3, values).to(device, dtype)
+        wide = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+        found = run(inputs, functools.partial(tpa_attention, backend="triton"), grad)
+        expected, eager = run(wide, definition, grad.double()), run(inputs, definition, grad)
+        verdicts.append(compare_each(found, expected, eager))
+    accuracy = worst_of([mean_of(of_one) for of_one in zip(*verdicts, strict=True)])
     assert accuracy.ok, accuracy.describe()
 
 

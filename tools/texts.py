@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from warploom.bench.environment import device_name
-from warploom.bench.records import LIMIT, Record, is_stale, load, load_environments
+from warploom.bench.records import KERNELS, LIMIT, Record, is_stale, load, load_environments
 from warploom.bench.storage import read_text, replace_text
 from warploom.errors import ArgumentError
 from warploom.ops import FOLDERS, benches
@@ -121,8 +122,8 @@ ROWS = (
         "transformer",
         "train",
         {},
-        {"size": "lg", "context_length": 512},
-        "lg, 4 × 512 tokens, bf16",
+        {"size": "md", "context_length": 512},
+        "md, 4 × 512 tokens, bf16",
     ),
 )
 
@@ -404,10 +405,24 @@ def update(text: Path, records: Sequence[Record], devices: Mapping[str, str]) ->
         replace_between(text, MARK.format(name), END.format(name), TABLES[name](records, devices))
 
 
+def _place(record: Record) -> tuple[str, ...]:
+    """What a record's other providers share with it."""
+    case = json.dumps(record.case, sort_keys=True)
+    return record.operator, record.suite, record.mode, case, record.environment
+
+
 def fresh(sources: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
     """The records of the present code, undisturbed, and names of devices by environment."""
     known = {name: value for source in sources for name, value in load_environments(source).items()}
-    records = [record for record in load(sources) if not is_stale(record) and not record.disturbed]
+    found = load(sources)
+    stale = {id(record) for record in found if is_stale(record)}
+    # Where our own record is of other code, the others have nobody beside them.
+    former = {_place(record) for record in found if id(record) in stale and record.provider == KERNELS}
+    records = [
+        record
+        for record in found
+        if id(record) not in stale and _place(record) not in former and not record.disturbed
+    ]
     return records, {name: device_name(value) for name, value in known.items()}
 
 

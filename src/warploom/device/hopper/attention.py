@@ -1,4 +1,4 @@
-"""Groups of warps that attend, on Hopper: what flash attention and attention over factors share of their forward.
+"""Groups of warps that attend, on Hopper: what the forward kernels of flash attention are made of.
 
 A group owns 64 queries, and finds tiles of keys and values in rings of buffers (see `warploom.device.hopper.pipeline`); it does
 not matter who put them there. It keeps two products in flight: while the logits of one tile of keys become weights, the
