@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from warploom.bench.environment import device_name
-from warploom.bench.records import KERNELS, LIMIT, Record, is_stale, load, load_environments
+from warploom.bench.records import LIMIT, Record, is_stale, load, load_environments
 from warploom.bench.storage import read_text, replace_text
 from warploom.errors import ArgumentError
 from warploom.ops import FOLDERS, benches
+from warploom.ops.spec import KERNELS
 from warploom.report.chart import charts, picture
 from warploom.report.labels import mode_title, size, sort_xs
 from warploom.report.palette import looks

@@ -136,8 +136,7 @@ def mean_of(verdicts: Sequence[Accuracy]) -> Accuracy:
     What is wrong in one run besides size of error is wrong, and so is what luck does not explain: a block beyond
     its budget, an error beyond `UNLUCKY` times the mean budget, or, where one run's large budget makes the mean
     large, errors beyond their own budgets in all but `FEW_WITHIN` of the runs. The verdict is then that on such a
-    run. The mean budget is that of values of mean size: at positions drawn at random, some gradients of theta are
-    ten times others, and so are their errors.
+    run. The mean budget is that of values of mean size: some gradients of theta are ten times others.
     """
     worst = max(verdicts, key=lambda verdict: (bool(verdict.problem), verdict.ratio))
     if len(verdicts) == 1 or worst.problem:
