@@ -15,7 +15,8 @@ from warploom import (
     tpa_attention,
     tpa_decode,
 )
-from warploom.ops.tpa.validation import MAX_FEATURES, MAX_RANK
+from warploom.ops.flash_attention.validation import MAX_FEATURES
+from warploom.ops.tpa.validation import MAX_RANK
 
 FUNCTIONS = (tpa_decode, tpa_attention)
 functions = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
@@ -128,6 +129,13 @@ def test_what_the_kernels_cannot_hold_runs_in_pytorch(function: Any, rank: int, 
     assert function(**inputs).shape == (2, 5, 3, 6)
     with pytest.raises(BackendError, match=function.__name__):
         function(**inputs, backend="triton")
+
+
+def test_more_places_than_kernels_count_are_refused() -> None:
+    one = {name: value[:1, :1] for name, value in factors().items()}
+    many = {name: value.expand(1, 2**30, *value.shape[2:]) for name, value in one.items()}
+    with pytest.raises(BackendError, match=f"{2**30} queries and {2**30} keys"):
+        tpa_attention(**many, backend="triton")
 
 
 @functions

@@ -288,7 +288,5 @@ _FUNCTIONS: list[tuple[Any, Any]] = [
     # Of several names in several versions of Triton.
     (getattr(gl, "barrier", None), _nothing),
     (getattr(gl, "thread_barrier", None), _nothing),
-    (getattr(gl.shared_memory_descriptor, "reinterpret", None), memory.reinterpret),
-    (getattr(gl.shared_memory_descriptor, "_reinterpret", None), memory.reinterpret),
 ]
 REPLACED = [(original, stand_in) for original, stand_in in _FUNCTIONS if original is not None]

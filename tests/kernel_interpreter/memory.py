@@ -120,11 +120,6 @@ def _buffer(i: Any, count: int) -> int:
     return int(i)
 
 
-def reinterpret(memory: Memory, dtype: Any, shape: Any, layout: Any = None) -> Memory:
-    bytes_ = memory.tensor.view(-1).view(torch.uint8)  # of memory without gaps, or it raises
-    return Memory(bytes_.view(DTYPES[dtype])[: math.prod(shape)].view(*shape))
-
-
 class Barrier:
     """A barrier in shared memory."""
 

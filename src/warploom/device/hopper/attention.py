@@ -1,7 +1,7 @@
 """Groups of warps that attend, on Hopper: what the forward kernels of flash attention are made of.
 
-A group owns 64 queries, and finds tiles of keys and values in rings of buffers (see `warploom.device.hopper.pipeline`); it does
-not matter who put them there. It keeps two products in flight: while the logits of one tile of keys become weights, the
+A group owns 64 queries, and finds tiles of keys and values in rings of buffers, which the copying warp fills (see
+`warploom.device.hopper.pipeline`). It keeps two products in flight: while the logits of one tile of keys become weights, the
 weights of the tile before are multiplied with their values. The KV loop goes from the last keys to the first, so that the
 masked tiles come first.
 """

@@ -83,7 +83,7 @@ class KeyCopies(NamedTuple):
     """What the copying warp of a kernel that owns tiles of keys copies, and where to."""
 
     scheduler: Scheduler
-    own_descs: gl.tuple  # of keys and values, if they are copied
+    own_descs: gl.tuple  # of keys and values
     own_tiles: gl.tuple
     q_desc: gl.tensor
     do_desc: gl.tensor
@@ -144,7 +144,7 @@ def transposed_weights_of(
     logits, lse, m, first, scale, dtype: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
     inverse=None, reach=None, softcap=None, CAUSAL: gl.constexpr = True,
 ):  # fmt: skip
-    """Weights of 64 keys for the queries ``m …``, and these times the derivative of the cap; see `visible_weights`."""
+    """Weights of 64 keys for the queries ``m …``, rounded if there is a cap, and these times its derivative; see `visible_weights`."""
     if softcap is not None:
         if MASKED:
             logits = visible_weights(logits, m, first, reach, None, CAUSAL, LAYOUT, UNSEEN)
@@ -338,8 +338,8 @@ def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.
 
 
 @gluon.jit
-def query_in_turn(i, begin, end, group):
-    """The tile of queries of step ``i`` over ``begin … end``, each for all heads of a group, and which of these.
+def query_in_turn(i, end, group):
+    """The tile of queries of step ``i`` from ``end − 1`` down, each for all heads of a group, and which of these.
 
     Programs take tiles of keys from the first to the last, and add to a tile of queries in that order. Each goes over the
     queries from the last on, which all of them see, one step behind the one before: so none waits long, and what they read
@@ -382,7 +382,7 @@ def copy_for_keys(
         )
         for i in range(work.group * (end - begin)):
             if IN_TURN:
-                m, member = query_in_turn(i, begin, end, work.group)
+                m, member = query_in_turn(i, end, work.group)
                 head = key_head * work.group + member
                 m = m * BLOCK_M
             else:
@@ -651,7 +651,7 @@ def add_query_gradients(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.cons
         entry = entry_of(work, batch, options)
         begin, _, _, end = query_steps(block, 0, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
         for i in range(work.group * (end - begin)):
-            m, member = query_in_turn(i, begin, end, work.group)
+            m, member = query_in_turn(i, end, work.group)
             m = m * BLOCK_M
             head = key_head * work.group + member
             turn = turn_of_block(block, m, entry, options, BLOCK_N)

@@ -19,9 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from warploom.device.hopper import tma
 
-# ``memory, dtype, shape, layout``: shared memory, looked at otherwise. Public since Triton 3.9.
-reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-
 ROWS = gl.constexpr(64)  # rows of a group of warps: what one matrix instruction takes
 NARROW = gl.constexpr(128)
 """Features up to which results have buffers of their own. Wider ones leave through those of the queries."""
@@ -154,14 +151,9 @@ def copy_tile(desc, batch, head, row, ring, count, batch_size=0, TERMS: gl.const
 
 
 @gluon.jit
-def copy_own(
-    descs, tiles, batch, head, row, full, slot, GROUPS: gl.constexpr, batch_size=0, TERMS: gl.constexpr = 1
-):
-    """Copy 64 rows of each tensor for each group into buffer number ``slot``; without tensors it is full at once."""
-    if len(descs) == 0:
-        mbarrier.arrive(full.index(slot))
-    else:
-        mbarrier.expect(full.index(slot), GROUPS * len(descs) * TERMS * descs[0].block_type.nbytes)
+def copy_own(descs, tiles, batch, head, row, full, slot, GROUPS: gl.constexpr, batch_size, TERMS: gl.constexpr):
+    """Copy 64 rows of each tensor for each group into buffer number ``slot``."""
+    mbarrier.expect(full.index(slot), GROUPS * len(descs) * TERMS * descs[0].block_type.nbytes)
     for group in gl.static_range(GROUPS):
         for i in gl.static_range(len(descs)):
             for term in gl.static_range(TERMS):

@@ -1,4 +1,4 @@
-"""Tiles of flash attention's kernels, by kernel, GPU, dtype and features of a row, as data; see the README."""
+"""Tiles of flash attention's kernels, by kernel, GPU, dtype and features of a row; see the engineering notes."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ HOPPER = {
     "query": {64: HopperTiles(3, 64, 3), 128: HopperTiles(2, 64, 3), 256: HopperTiles(2, 64, 2)},
     "backward": {64: HopperTiles(2, 128, 2), 128: HopperTiles(2, 64, 2)},
 }
-"""By features of a tile; measured on an H200 (see "How it reaches the limit").
+"""By features of a tile; measured on an H200 (see the engineering notes).
 
 For the gradient of queries with 256 features there is one stage less of values."""
 

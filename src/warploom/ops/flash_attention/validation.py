@@ -68,7 +68,9 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Chec
         raise fault(ArgumentError, name, "float32_precision", expected, repr(precision))
     one = (cu_seqlens_q is None) != (cu_seqlens_k is None)
     settled = Options(left, right, scale, precision, softcap)
-    limit = _beyond_kernels(q, k, v, block_table)
+    (batch, tokens, heads, _), (_, keys, key_heads, _) = q.shape, k.shape
+    keys *= 1 if block_table is None else block_table.shape[1]
+    limit = beyond_kernels(batch, tokens, keys, heads, key_heads, max(q.shape[-1], v.shape[-1]))
     return Checked(settled, limit, _with_both if one else None, 2 if return_lse else 1)
 
 
@@ -86,14 +88,12 @@ def _with_both(
     return q, k, v, sink, given, given, *rest
 
 
-def _beyond_kernels(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> str | None:
-    """What the Triton kernels do not do in this call, if anything."""
-    features = max(q.shape[-1], v.shape[-1])
+def beyond_kernels(
+    batch: int, tokens: int, keys: int, heads: int, key_heads: int, features: int
+) -> str | None:  # fmt: skip
+    """What the Triton kernels do not do in a call of these sizes, if anything; of the more features."""
     if features > MAX_FEATURES:
         return f"{features} features do not fit in one tile ({MAX_FEATURES} at most)"
-    (batch, tokens, heads, _), (_, keys, key_heads, _) = q.shape, k.shape
-    if block_table is not None:
-        keys *= block_table.shape[1]
     if not is_within(tokens + keys, MAX_PLACES):
         return f"{tokens} queries and {keys} keys are more than {MAX_PLACES}"
     for tiles in (batch * heads * -(-tokens // _LEAST_TILE), batch * key_heads * -(-keys // _LEAST_TILE)):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from warploom.ops.flash_attention import bench as flash_attention
 from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, need_cuda, normal
 from warploom.ops.tpa import peers, reference
 from warploom.ops.tpa.api import tpa_attention, tpa_decode
@@ -165,7 +166,7 @@ ATTENTION = Operator(
     reference=reference.tpa_attention,
     make_inputs=attention_inputs,
     check_cases=tuple({**_ATTENTION, **change} for change in _ATTENTION_CHECKS),
-    spills={"factor_kernel": 8},  # in float32, an address
+    spills={**flash_attention.OPERATOR.spills, "factor_kernel": 8},  # in float32, an address
 )
 OPERATORS = (DECODE, ATTENTION)
 

@@ -22,11 +22,6 @@ def logit_unit(dtype: torch.dtype) -> float:
     return 1.0 if dtype == torch.float32 else math.log2(math.e)
 
 
-def padded(features: int) -> int:
-    """Features of a tile: a power of two, 16 at least."""
-    return max(16, 1 << (features - 1).bit_length())
-
-
 def _vector(*strides: int) -> int:
     """Largest divisor up to 8 elements that all strides share: wide loads rest on it."""
     return math.gcd(8, *strides)

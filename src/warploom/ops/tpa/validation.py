@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
+from warploom.ops.flash_attention.validation import MAX_FEATURES, beyond_kernels
 from warploom.runtime.arguments import FLOATS, check_number, checked_tensor
 from warploom.runtime.dispatch import Checked, Tensors
 
@@ -17,8 +18,6 @@ Strategy = Literal["auto", "batch", "batch_head", "split_kv"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 MAX_RANK = 16
 """Largest rank of keys and of values that the kernels for decoding hold on chip."""
-MAX_FEATURES = 256
-"""Most features D and E of one head that kernels hold on chip."""
 
 
 class AttentionOptions(NamedTuple):
@@ -57,7 +56,9 @@ def check_attention(name: str, tensors: Tensors, options: tuple[Any, ...], _: in
         raise fault(DtypeError, name, "causal", "a bool", repr(causal))
     if cu_seqlens is not None:
         _check_cu_seqlens(name, sizes, cu_seqlens, bq)
-    return Checked(AttentionOptions(causal, *scales), _beyond_features(sizes))
+    features = max(sizes.features, sizes.value_features)
+    limit = beyond_kernels(sizes.batch, sizes.tokens, sizes.keys, sizes.heads, sizes.heads, features)
+    return Checked(AttentionOptions(causal, *scales), limit)
 
 
 def check_decode(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Checked:
@@ -83,7 +84,7 @@ def check_decode(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) 
         for argument in (a for a, factor in factors.items() if factor is not None and factor.requires_grad):
             expected = "without requires_grad (or the call under torch.no_grad(); tpa_attention has gradients)"
             raise fault(ArgumentError, name, argument, expected, "requires_grad=True")
-    return Checked(DecodeOptions(strategy, *scales), _beyond_ranks(sizes) or _beyond_features(sizes))
+    return Checked(DecodeOptions(strategy, *scales), _beyond_decoding(sizes))
 
 
 class _Sizes(NamedTuple):
@@ -202,15 +203,10 @@ def _check_lengths(name: str, argument: str, lengths: Tensor, bq: Tensor) -> Non
         raise fault(DeviceError, name, argument, f"on the device of bq, {bq.device}", lengths.device)
 
 
-def _beyond_features(sizes: _Sizes) -> str | None:
-    """Which features the Triton kernels do not take, if any."""
-    if max(sizes.features, sizes.value_features) > MAX_FEATURES:
-        return f"up to {MAX_FEATURES} features a head; these are {sizes.features} and {sizes.value_features}"
-    return None
-
-
-def _beyond_ranks(sizes: _Sizes) -> str | None:
-    """Which ranks those for decoding do not take, if any."""
+def _beyond_decoding(sizes: _Sizes) -> str | None:
+    """What the Triton kernels for decoding do not do in this call, if anything."""
     if max(sizes.rank_k, sizes.rank_v) > MAX_RANK:
         return f"ranks of keys and values up to {MAX_RANK}; these are {sizes.rank_k} and {sizes.rank_v}"
+    if max(sizes.features, sizes.value_features) > MAX_FEATURES:
+        return f"up to {MAX_FEATURES} features a head; these are {sizes.features} and {sizes.value_features}"
     return None

@@ -36,7 +36,7 @@ RESULTS = {"key": ("dk", "dv"), "query": ("dq",), "backward": ("dk", "dv")}
 
 
 class KernelPlan(NamedTuple):
-    """Plan of one of the two backward kernels."""
+    """Plan of a backward kernel."""
 
     kernel: str  # of `RESULTS`
     launch: Launch
@@ -208,7 +208,8 @@ def plan_backward(
     if shape.empty():
         return plan
     layout = layout_for(out, grad)
-    block_r = min(4096 // shape.block_e, 64)
+    # Rows at any address have an address for each element.
+    block_r = min((4096 if layout.vec > 1 else 1024) // shape.block_e, 64)
     rows = shape.batch_size * shape.heads * shape.tokens
     pdl = has_pdl(q.device)
     product = tiling.product_of("backward", call, precision)

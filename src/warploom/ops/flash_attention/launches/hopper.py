@@ -1,9 +1,9 @@
 """Launches of flash attention's kernels for Hopper: which calls they take, and how these are cut into tiles.
 
-They take 16-bit tensors whose rows the tensor memory accelerator can copy, with up to 256 features (what is
+They take 16-bit tensors whose rows the tensor memory accelerator can copy, with 33 to 256 features (what is
 missing to 64, 128 or 256 is filled with zeros), with any window, cap, sink or lengths, and any number of heads to
-a key head. Packed sequences and keys in pages stay with the kernels for every GPU, and so do calls of few queries
-(decoding) with a window, cap, sink or lengths.
+a key head. Packed sequences, keys in pages, scales that are not positive and short backward loops stay with the
+kernels for every GPU (`suit`), and so do calls of few queries (decoding) with a window, cap, sink or lengths.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _NARROW_WINDOW = 4096
 FEW = 64
 """Queries of a key head (tokens times heads that read it) up to which a forward with options is a decoding step."""
 
-_TOGETHER = 4
+_TOGETHER = 4.0
 """Tiles of keys for each multiprocessor from which on one kernel forms all gradients: programs that add to the same
 queries wait for each other, and with fewer tiles long loops begin at the end."""
-_EVEN = 0.45
-"""Of these, where loops are equally long: two turns."""
+_TOGETHER_EVEN = 1.8
+"""The same where all loops are equally long, as in full attention."""
 
 _SHORT = 2048  # backward loops that would be split and are shorter than this stay with the kernels for every GPU
 
@@ -147,8 +147,8 @@ def _suit_together(shape: Shape, mask: Mask, device: torch.device) -> bool:
     if width > NARROW.value:
         return False
     blocks, rows = _blocks("backward", shape, HOPPER["backward"][_width(shape)].groups * _ROWS)
-    even = mask.left is None and mask.right is None
-    return blocks * rows >= _TOGETHER * programs_at_once(device) * (_EVEN if even else 1)
+    least = _TOGETHER_EVEN if mask.left is None and mask.right is None else _TOGETHER
+    return blocks * rows >= least * programs_at_once(device)
 
 
 def splits_of(name: str, shape: Shape, mask: Mask, device: torch.device) -> int:
@@ -169,7 +169,7 @@ def _best_splits(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, progra
 
 def _work(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, splits: int, itemsize: int) -> Work:
     blocks, rows = _blocks(name, shape, tiles.groups * _ROWS)
-    # Heads are taken in sections: see `kernels.program_order`.
+    # Heads are taken in sections: see `kernels.forward.program_order`.
     length = shape.keys if name in ("forward", "query") else shape.tokens
     head_bytes = length * (shape.head_dim + shape.value_dim) * itemsize
     if name == "backward":  # and the sums of their gradients

@@ -12,6 +12,7 @@ import torch
 
 from warploom.ops.flash_attention.launches import backward as attention_backward
 from warploom.ops.flash_attention.launches import forward as attention_forward
+from warploom.ops.flash_attention.problem import tile_width
 from warploom.ops.tpa.attention.kernels import (
     Scales,
     Sizes,
@@ -21,7 +22,7 @@ from warploom.ops.tpa.attention.kernels import (
 )
 from warploom.ops.tpa.attention.problem import Call
 from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, HeadStrides
-from warploom.ops.tpa.problem import Operands, feature_factors, padded, strides_of
+from warploom.ops.tpa.problem import Operands, feature_factors, strides_of
 from warploom.runtime.launch import Dense, Launch
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
@@ -33,7 +34,8 @@ HEADS = 16
 RANKS = 16
 """Ranks of a step of a product."""
 WARPS = 2
-"""Of a program. On an H200 four took 1.1 to 1.2 times as long for products, and 1.5 times for gradients."""
+"""Of a program: on an H200 four took 1.1 to 1.2 times as long for products, and 1.5 times for gradients. Those in
+float32, and of more ranks than one step, take four."""
 ORDER = ("ak", "av", "aq", "bk", "bv", "bq")
 """In the order in which the kernels' launches take them."""
 
@@ -108,8 +110,9 @@ def _plan(factors: Operands, call: Call) -> _Products:
     like = factors.map(lambda x: layout_of(x, x.shape[-1]))
     daq, dak, dav, dbq, dbk, dbv = like.ranked()
     queries = 0 if aq is None else batch * tokens
-    widest = max(padded(bk.shape[3]), padded(bv.shape[3]))
-    block_r = RANKS if bk.dtype == torch.float32 or widest > 128 else min(padded(bq.shape[2]), 64)
+    widest = max(tile_width(bk.shape[3]), tile_width(bv.shape[3]))
+    # Queries have the most ranks. A program holds all of them, of wide rows and in float32 those of one step.
+    block_r = RANKS if bk.dtype == torch.float32 or widest > 128 else min(tile_width(bq.shape[2]), 64)
     blocks = -(-heads // HEADS)
     shares = [-(-b.shape[2] // block_r) for b in (bq, bk, bv)]
     q_strides, q_features = _operand(aq, bq, q, daq, dbq)
@@ -159,5 +162,5 @@ def _operand(
     found = feature_factors(b, x, db)
     of_b, of_x, of_db = (FeatureStrides(*strides) for strides in found.strides)
     of_a, of_da = (HeadStrides(*strides_of(factor)) for factor in (a, da))
-    features = Features(b.shape[2], b.shape[3], padded(b.shape[3]), found.vector, found.flag)
+    features = Features(b.shape[2], b.shape[3], tile_width(b.shape[3]), found.vector, found.flag)
     return Strides(of_a, of_b, of_x, of_da, of_db), features

@@ -1,4 +1,4 @@
-"""What a call of attention is about besides its factors."""
+"""A call of attention."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 import triton
 
-from warploom.ops.tpa.problem import Operands, padded
+from warploom.ops.flash_attention.problem import tile_width
+from warploom.ops.tpa.problem import Operands
 
 
 class RowTile(NamedTuple):
@@ -50,7 +51,7 @@ def row_tile(factors: Operands, strategy: str) -> RowTile:
     64 rows are what a warp group takes, 16 what a warp takes. Never for the batch: results must not depend on it.
     """
     tokens, heads = max(factors.bq.shape[1], 1), triton.next_power_of_2(factors.ak.shape[2])
-    features = max(map(padded, (factors.bq.shape[3], factors.bv.shape[3])))
+    features = max(map(tile_width, (factors.bq.shape[3], factors.bv.shape[3])))
     rank = max(factors.bk.shape[2], factors.bv.shape[2])
     rows = triton.next_power_of_2(max(factors.ak.shape[2] * tokens, 1))
     least_rows, most_rows = 16, 64

@@ -1,13 +1,10 @@
-"""What kernels of decoding and of attention share: factors in memory, the scale and the exponential of logits."""
+"""What kernels of decoding and of attention share: strides of factors, and what the compiler knows of them."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import triton
 import triton.language as tl
-
-from warploom.device.activations import exponential_float32, power_of_two
 
 
 class HeadStrides(NamedTuple):
@@ -28,23 +25,6 @@ class FeatureStrides(NamedTuple):
     f: tl.int64
 
 
-class Factors(NamedTuple):
-    """Factors in memory; none where ``ptr`` is None. Strides come divided by the ``VEC`` of `Heads` or `Features`."""
-
-    ptr: Any
-    strides: Any
-
-
-class Heads(NamedTuple):
-    """What the compiler knows of head factors: the strides of batch and tokens come divided by ``VEC``.
-
-    ``DENSE``: heads and ranks are adjacent, which wide loads need, and offsets within a tile fit in 32 bits.
-    """
-
-    VEC: tl.constexpr
-    DENSE: tl.constexpr
-
-
 class Features(NamedTuple):
     """What the compiler knows of feature factors: strides but the last come divided by ``VEC``.
 
@@ -56,30 +36,3 @@ class Features(NamedTuple):
     BLOCK_F: tl.constexpr
     VEC: tl.constexpr
     UNIT: tl.constexpr
-
-
-@triton.jit
-def scaled(x, factor, dtype: tl.constexpr):
-    """``x · factor``, for results in ``dtype``.
-
-    In float32 the product is rounded by itself. Fused with the subtraction that follows, it would keep bits that what
-    is subtracted, once such a product too, has lost: the difference of equals would not be zero.
-    """
-    if dtype == tl.float32:
-        y = tl.fma(x, tl.broadcast_to(factor, x.shape), 0.0)
-    else:
-        y = x * factor
-    return y
-
-
-@triton.jit
-def exp(x, dtype: tl.constexpr):
-    """eˣ for results in float32, otherwise 2ˣ, which is one instruction; for x near 0 or below.
-
-    Logits come in these units. The difference of two is exact where it matters, so it comes first.
-    """
-    if dtype == tl.float32:
-        y = exponential_float32(x)
-    else:
-        y = power_of_two(x)
-    return y

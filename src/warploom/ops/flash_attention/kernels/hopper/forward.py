@@ -111,7 +111,7 @@ def hopper_forward_kernel(
 
     Descriptors are of (B, H, N, D), with boxes of (1, 1, 64, D) for queries and results and (1, 1, BLOCK_N, D) for
     keys and values. ``counter`` (1,) is zero where there are more tiles than programs and, if loops are equal, more than
-    `EVEN_TURNS` times as many. The sink (H,) comes with one split alone. Writes what `kernels.forward_kernel` writes: if ``SPLIT``, ``out`` is the address of the
+    `EVEN_TURNS` times as many. The sink (H,) comes with one split alone. Writes what `kernels.forward.forward_kernel` writes: if ``SPLIT``, ``out`` is the address of the
     parts, and otherwise a descriptor.
     """
     if SPLIT:  # what merges parts is put in place while this still runs, and waits for it

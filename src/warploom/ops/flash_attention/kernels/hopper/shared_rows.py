@@ -1,7 +1,7 @@
 """Backward of flash attention for Hopper where two groups of warps have the same rows; it computes what `kernels.backward` does.
 
 Two gradients of keys with more than 128 features do not fit in a group's registers; nor do float32 factors, which are
-``TERMS`` bfloat16 tensors each (`kernels.terms_kernel` makes them before), leave shared memory for the rows of two groups.
+``TERMS`` bfloat16 tensors each (`kernels.forward.terms_kernel` makes them before), leave shared memory for the rows of two groups.
 So one group works out weights, and the other takes them from shared memory; each adds up one gradient of keys or values. All
 products of terms of a tile are in flight together.
 """

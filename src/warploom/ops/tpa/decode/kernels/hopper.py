@@ -2,7 +2,7 @@
 
 A persistent program holds one multiprocessor and takes spans of the cache, one after the other. One warp copies blocks
 of keys from device memory through the tensor memory accelerator, without a pause between chunks, spans and batch
-entries; four warps compute what `kernels.decode_kernel` computes, in the same orientation. They meet as
+entries; four warps compute what `kernels.portable.decode_kernel` computes, in the same orientation. They meet as
 `warploom.device.hopper.pipeline` says, at two rings of buffers: tiles of feature factors (BLOCK_M, BLOCK), one for each
 rank, and tiles of head factors (BLOCK_M, ROWS · R).
 
@@ -375,7 +375,7 @@ def hopper_decode_kernel(
     """One new token of every batch entry, over spans of its keys, of so many chunks each. CHUNKS are `ChunkLengths`.
 
     Descriptors are of (B, 1, M, H·R), with boxes of (1, 1, BLOCK_M, ROWS · R), for head factors, and of (B, R, M, D),
-    with boxes of (1, 1, BLOCK_M, BLOCK), for feature factors. Writes what `kernels.decode_kernel` writes.
+    with boxes of (1, 1, BLOCK_M, BLOCK), for feature factors. Writes what `kernels.portable.decode_kernel` writes.
     """
     ROWS: gl.constexpr = ak_desc.block_type.shape[3] // R
     BLOCK: gl.constexpr = bk_desc.block_type.shape[3]

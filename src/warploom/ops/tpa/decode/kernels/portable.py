@@ -24,11 +24,29 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from warploom.device.activations import exponential_float32, power_of_two
 from warploom.device.product import add_outside, dot, exact_dot, rounded
-from warploom.ops.tpa.kernels.factors import Factors, FeatureStrides, HeadStrides, exp, scaled
+from warploom.ops.tpa.kernels.factors import FeatureStrides, HeadStrides
 
 TERMS = tl.constexpr(16)
 """Of a logit of float32 factors that are added up one after another."""
+
+
+class Factors(NamedTuple):
+    """Factors in memory; none where ``ptr`` is None. Strides come divided by the ``VEC`` of `Heads` or `Features`."""
+
+    ptr: Any
+    strides: Any
+
+
+class Heads(NamedTuple):
+    """What the compiler knows of head factors: the strides of batch and tokens come divided by ``VEC``.
+
+    ``DENSE``: heads and ranks are adjacent, which wide loads need, and offsets within a tile fit in 32 bits.
+    """
+
+    VEC: tl.constexpr
+    DENSE: tl.constexpr
 
 
 class ChunkLengths(NamedTuple):
@@ -98,6 +116,33 @@ class Parts(NamedTuple):
 # ----------------------------------------------------------------------------------------------------------
 # Device functions
 # ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def scaled(x, factor, dtype: tl.constexpr):
+    """``x · factor``, for results in ``dtype``.
+
+    In float32 the product is rounded by itself. Fused with the subtraction that follows, it would keep bits that what
+    is subtracted, once such a product too, has lost: the difference of equals would not be zero.
+    """
+    if dtype == tl.float32:
+        y = tl.fma(x, tl.broadcast_to(factor, x.shape), 0.0)
+    else:
+        y = x * factor
+    return y
+
+
+@triton.jit
+def exp(x, dtype: tl.constexpr):
+    """eˣ for results in float32, otherwise 2ˣ, which is one instruction; for x near 0 or below.
+
+    Logits come in these units. The difference of two is exact where it matters, so it comes first.
+    """
+    if dtype == tl.float32:
+        y = exponential_float32(x)
+    else:
+        y = power_of_two(x)
+    return y
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from warploom.ops.flash_attention.problem import tile_width
 from warploom.ops.tpa.decode.chunks import Chunks
 from warploom.ops.tpa.decode.configs import (
     COMBINE_AHEAD,
@@ -22,6 +23,7 @@ from warploom.ops.tpa.decode.configs import (
 )
 from warploom.ops.tpa.decode.kernels.portable import (
     ChunkLengths,
+    Heads,
     Scales,
     Sizes,
     Strides,
@@ -30,8 +32,8 @@ from warploom.ops.tpa.decode.kernels.portable import (
     decode_kernel,
 )
 from warploom.ops.tpa.decode.launches import hopper
-from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, Heads, HeadStrides
-from warploom.ops.tpa.problem import Operands, feature_factors, head_factors, logit_unit, padded, strides_of
+from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, HeadStrides
+from warploom.ops.tpa.problem import Operands, feature_factors, head_factors, logit_unit, strides_of
 from warploom.runtime.launch import Dense, Launch, are_aligned, has_pdl, multiprocessors
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
@@ -124,7 +126,7 @@ def _plan_kernels(factors: Operands, call: DecodeCall, on_hopper: bool) -> _Deco
         sizes=Sizes(tokens, keys, spans, lengths_stride),
         out_strides=FeatureStrides(*strides_of(out)),
         scale_v=call.scale_v,
-        H=heads, E=values, BLOCK_R=COMBINE_ROWS, BLOCK_E=padded(values), AHEAD=COMBINE_AHEAD,
+        H=heads, E=values, BLOCK_R=COMBINE_ROWS, BLOCK_E=tile_width(values), AHEAD=COMBINE_AHEAD,
         CHUNKS=ChunkLengths(*chunks[:3]), WIDTH=chunks.widths[levels],
         NODE=chunks.widths[-1] // chunks.widths[levels], PAIRS=on_hopper, PDL=pdl,
     )  # fmt: skip
@@ -169,9 +171,9 @@ def _plan_launch(
         ),
         scales=Scales(*scales),
         H=heads,
-        Q=Features(rank_q, features, padded(features), q.vector, q.flag),
-        K=Features(rank_k, features, padded(features), b.vector, b.flag),
-        V=Features(rank_v, values, padded(values), b.vector, b.flag),
+        Q=Features(rank_q, features, tile_width(features), q.vector, q.flag),
+        K=Features(rank_k, features, tile_width(features), b.vector, b.flag),
+        V=Features(rank_v, values, tile_width(values), b.vector, b.flag),
         A=Heads(a.vector, a.flag),
         TILE=Tile(tile.queries, tile.heads, block_m, 16, block_rk, block_rv),
         CHUNKS=ChunkLengths(*CHUNKS[:3]),
