@@ -55,8 +55,8 @@ FEW = 64
 _TOGETHER = 4.0
 """Tiles of keys for each multiprocessor from which on one kernel forms all gradients: programs that add to the same
 queries wait for each other, and with fewer tiles long loops begin at the end."""
-_TOGETHER_EVEN = 1.8
-"""The same where all loops are equally long, as in full attention."""
+_EVEN = 0.45
+"""This share of them is enough where all loops are equally long, as in full attention: 1.8 tiles."""
 
 _SHORT = 2048  # backward loops that would be split and are shorter than this stay with the kernels for every GPU
 
@@ -147,7 +147,7 @@ def _suit_together(shape: Shape, mask: Mask, device: torch.device) -> bool:
     if width > NARROW.value:
         return False
     blocks, rows = _blocks("backward", shape, HOPPER["backward"][_width(shape)].groups * _ROWS)
-    least = _TOGETHER_EVEN if mask.left is None and mask.right is None else _TOGETHER
+    least = _TOGETHER * (_EVEN if mask.left is None and mask.right is None else 1)
     return blocks * rows >= least * programs_at_once(device)
 
 
