@@ -131,10 +131,15 @@ def test_what_the_kernels_cannot_hold_runs_in_pytorch(function: Any, rank: int, 
         function(**inputs, backend="triton")
 
 
-def test_more_places_than_kernels_count_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [(2**30, f"{2**30} queries and {2**30} keys"), (2**30 - 2**10, f"{3 * (2**30 - 2**10)} programs")],
+)
+def test_more_than_kernels_count_is_refused(tokens: int, message: str) -> None:
     one = {name: value[:1, :1] for name, value in factors().items()}
-    many = {name: value.expand(1, 2**30, *value.shape[2:]) for name, value in one.items()}
-    with pytest.raises(BackendError, match=f"{2**30} queries and {2**30} keys"):
+    many = {name: value.expand(1, tokens, *value.shape[2:]) for name, value in one.items()}
+    many["aq"], many["ak"], many["av"] = (many[name][:, :, :1] for name in ("aq", "ak", "av"))  # one head
+    with pytest.raises(BackendError, match=message):
         tpa_attention(**many, backend="triton")
 
 

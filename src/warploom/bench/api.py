@@ -170,7 +170,7 @@ def time_functions(
             functions, lambda n: {"input": torch.randn(n)}, [{"n": 2**10}], reference=torch.relu, name="rectifier"
         )
         print(results)  # tables of all times
-        assert results.ok and {record.status for record in results.records} == {"ok"}
+        print(results.ok)  # True
         ```
     """
     if not functions or not cases:

@@ -179,7 +179,7 @@ def read_side(text: str | Path, provider: str = "") -> Side:
         from warploom.bench import read_side
 
         ours = read_side("results/h200:warploom")
-        assert ours.devices == ("NVIDIA H200",)
+        print(ours.devices)  # ('NVIDIA H200',)
         ```
     """
     path = Path(text)

@@ -34,7 +34,7 @@ def _mask_and_logits(
     seqused_k: Tensor | None,
     block_table: Tensor | None = None,
 ) -> tuple[Mask, Logits]:
-    """Mask and logits for the kernels, which read tensors of a number a head or batch entry as adjacent ones."""
+    """Mask and logits for the kernels, which read a number for each head or batch entry as adjacent ones."""
     if seqused_k is not None:
         seqused_k = seqused_k.contiguous()
     if block_table is not None:

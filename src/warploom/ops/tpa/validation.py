@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
-from warploom.ops.flash_attention.validation import MAX_FEATURES, beyond_kernels
-from warploom.runtime.arguments import FLOATS, check_number, checked_tensor
+from warploom.ops.flash_attention.validation import MAX_FEATURES, MAX_PLACES, beyond_kernels
+from warploom.runtime.arguments import FLOATS, check_number, checked_tensor, is_within
 from warploom.runtime.dispatch import Checked, Tensors
 
 Tensor = torch.Tensor
@@ -18,6 +18,7 @@ Strategy = Literal["auto", "batch", "batch_head", "split_kv"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 MAX_RANK = 16
 """Largest rank of keys and of values that the kernels for decoding hold on chip."""
+_STEP = 16  # heads or ranks that a program of products takes at least
 
 
 class AttentionOptions(NamedTuple):
@@ -56,9 +57,7 @@ def check_attention(name: str, tensors: Tensors, options: tuple[Any, ...], _: in
         raise fault(DtypeError, name, "causal", "a bool", repr(causal))
     if cu_seqlens is not None:
         _check_cu_seqlens(name, sizes, cu_seqlens, bq)
-    features = max(sizes.features, sizes.value_features)
-    limit = beyond_kernels(sizes.batch, sizes.tokens, sizes.keys, sizes.heads, sizes.heads, features)
-    return Checked(AttentionOptions(causal, *scales), limit)
+    return Checked(AttentionOptions(causal, *scales), _beyond_attention(sizes))
 
 
 def check_decode(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Checked:
@@ -201,6 +200,17 @@ def _check_lengths(name: str, argument: str, lengths: Tensor, bq: Tensor) -> Non
     checked_tensor(name, argument, lengths, (torch.int32, torch.int64))
     if lengths.device != bq.device:
         raise fault(DeviceError, name, argument, f"on the device of bq, {bq.device}", lengths.device)
+
+
+def _beyond_attention(sizes: _Sizes) -> str | None:
+    """What the Triton kernels for attention do not do in this call, if anything."""
+    features = max(sizes.features, sizes.value_features)
+    limit = beyond_kernels(sizes.batch, sizes.tokens, sizes.keys, sizes.heads, sizes.heads, features)
+    steps = -(-max(sizes.heads, sizes.rank_q, sizes.rank_k, sizes.rank_v) // _STEP)
+    programs = sizes.batch * (2 * sizes.keys + sizes.tokens) * steps
+    if limit is None and not is_within(programs, MAX_PLACES):
+        return f"products of factors take {programs} programs ({MAX_PLACES} at most)"
+    return limit
 
 
 def _beyond_decoding(sizes: _Sizes) -> str | None:
