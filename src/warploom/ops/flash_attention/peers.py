@@ -142,8 +142,8 @@ def _sdpa(backend: str, case: Case) -> Provider:
     return attend
 
 
-def _need_no_options(case: Case) -> None:
-    options = [name for name in ("window", "softcap", "sink", "seqused_k") if name in case]
+def _need_no_options(case: Case, but: Sequence[str] = ()) -> None:
+    options = [name for name in ("window", "softcap", "sink", "seqused_k") if name in case and name not in but]
     if options:
         raise Unsupported(f"it has no {' and no '.join(options)}")
 
@@ -198,25 +198,56 @@ def _flex_attention(case: Case) -> Provider:
     return attend
 
 
-def _flash_attn(module: str, case: Case) -> Provider:
-    """The FlashAttention package: ``flash_attn`` for version 2, ``flash_attn.cute`` for version 4."""
-    need_cuda("the package")
+def _flash_attn_2(case: Case) -> Provider:
+    """FlashAttention 2, of the package ``flash_attn``."""
+    function = _package("flash_attn", case)
     _need_no_options(case)
-    if case["dtype"] == "float32":
-        raise Unsupported("the kernel takes float16 and bfloat16 only")
-    try:
-        function = importlib.import_module(module).flash_attn_func
-    except (ImportError, AttributeError) as error:
-        raise Unsupported(f"{module} is not installed") from error
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, causal: bool = False, float32_precision: str | None = None
     ) -> Tensor:
-        out = function(q, k, v, causal=causal)
+        out: Tensor = function(q, k, v, causal=causal)
+        return out
+
+    return attend
+
+
+def _flash_attn_4(deterministic: bool, case: Case) -> Provider:
+    """FlashAttention 4, of the package ``flash_attn.cute``."""
+    function = _package("flash_attn.cute", case)
+    _need_no_options(case, but=("window", "softcap"))
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        float32_precision: str | None = None,
+        window: Sequence[int | None] = (None, None),
+        softcap: float = 0.0,
+    ) -> Tensor:
+        options = {"causal": causal, "window_size": tuple(window), "softcap": softcap}
+        out = function(q, k, v, **options, deterministic=deterministic)
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first
 
     return attend
+
+
+def _package(module: str, case: Case) -> Callable[..., Any]:
+    """The attention of a package.
+
+    Raises:
+        Unsupported: It is not installed, or takes no such tensors.
+    """
+    need_cuda("the package")
+    if case["dtype"] == "float32":
+        raise Unsupported("the kernel takes float16 and bfloat16 only")
+    try:
+        function: Callable[..., Any] = importlib.import_module(module).flash_attn_func
+    except (ImportError, AttributeError) as error:
+        raise Unsupported(f"{module} is not installed") from error
+    return function
 
 
 PROVIDERS: dict[str, Callable[[Case], Provider]] = {
@@ -226,8 +257,9 @@ PROVIDERS: dict[str, Callable[[Case], Provider]] = {
     "sdpa_flash": functools.partial(_sdpa, "FLASH_ATTENTION"),
     "sdpa_efficient": functools.partial(_sdpa, "EFFICIENT_ATTENTION"),
     "flex_attention": _flex_attention,
-    "flash_attn": functools.partial(_flash_attn, "flash_attn"),
-    "flash_attn_4": functools.partial(_flash_attn, "flash_attn.cute"),
+    "flash_attn": _flash_attn_2,
+    "flash_attn_4": functools.partial(_flash_attn_4, False),
+    "flash_attn_4_deterministic": functools.partial(_flash_attn_4, True),
 }
 DECODERS: dict[str, Callable[[Case], Provider]] = {
     "torch": lambda case: _decoding(_decode_plain),
