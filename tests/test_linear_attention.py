@@ -228,6 +228,33 @@ def test_a_batch_changes_no_bits(backend: str, device: torch.device) -> None:
             assert torch.equal(linear_attention(**of_entries(call, i, i + 1)), together[i : i + 1])
 
 
+@needs_triton
+@pytest.mark.parametrize("entries", [33, 160])
+def test_a_batch_changes_no_bits_of_a_step(
+    entries: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, programs of other columns add up the features of a head in another order."""
+    from planned_calls import forget_plans
+
+    from warploom.ops.linear_attention.launches import forward
+    from warploom.runtime.launch import Launch
+
+    compiled_for = []
+
+    def launch(*arguments: Any, **named: Any) -> Launch:
+        compiled_for.append((named["variant"], named["num_warps"]))
+        return Launch(*arguments, **named)
+
+    monkeypatch.setattr(forward, "Launch", launch)
+    forget_plans()
+    call = tensors(device, batch=entries, tokens=1, heads=8, values=32) | {"backend": "triton"}
+    together = linear_attention(**call)
+    for i in (0, 7, entries - 1):
+        assert torch.equal(linear_attention(**of_entries(call, i, i + 1)), together[i : i + 1])
+    assert len(set(compiled_for)) == 1
+    forget_plans()
+
+
 @backends
 def test_positions_far_away_are_exact(backend: str, device: torch.device) -> None:
     """Only differences of positions matter: far from 0 as near it."""

@@ -88,8 +88,11 @@ def tile_of(kernel: str, half: bool, rows: int, columns: int, tokens: int) -> Ti
     return tile
 
 
-def step_tile(features: int, values: int, heads: int) -> Tile:
-    """Tiles of a step of so many heads of all sequences: few heads take more programs."""
+def step_tile(values: int, heads: int) -> Tile:
+    """Tiles of a step: few heads take more programs.
+
+    They do not depend on the batch, so that a sequence has the same bits alone and among others.
+    """
     columns = STEP_COLUMNS if heads * values >= 2**13 else LEAST
     return Tile(1, min(columns, in_power_of_two(values)), STEP_WARPS, 1)
 

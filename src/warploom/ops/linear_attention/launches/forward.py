@@ -201,7 +201,7 @@ def plan_forward(inputs: Inputs, options: Options, aligned: bool) -> Forward:
 def _plan_step(call: Call, out: Tensor, initial: Tensor | None, final: Dense | None) -> Launch:
     q, k, v, *_ = call.inputs
     layout = layout_for(q, k, v, out)
-    tile = step_tile(call.features, v.shape[3], call.sequences * int(q.shape[2]))
+    tile = step_tile(v.shape[3], int(q.shape[2]))
     columns = -(-v.shape[3] // tile.columns)
     return Launch(
         step_kernel,
