@@ -11,12 +11,7 @@ from typing import NamedTuple
 import torch
 
 from warploom.ops.flash_attention.launches.tiling import layout_for
-from warploom.ops.linear_attention.configs import (
-    STEPS,
-    in_power_of_two,
-    step_tile,
-    tile_of,
-)
+from warploom.ops.linear_attention.configs import STEP, STEPS, in_power_of_two, tile_of
 from warploom.ops.linear_attention.kernels.states import scan_kernel, sums_kernel
 from warploom.ops.linear_attention.kernels.step import step_kernel
 from warploom.ops.linear_attention.kernels.tiles import Factors
@@ -201,7 +196,7 @@ def plan_forward(inputs: Inputs, options: Options, aligned: bool) -> Forward:
 def _plan_step(call: Call, out: Tensor, initial: Tensor | None, final: Dense | None) -> Launch:
     q, k, v, *_ = call.inputs
     layout = layout_for(q, k, v, out)
-    tile = step_tile(v.shape[3], int(q.shape[2]))
+    tile = STEP._replace(columns=min(STEP.columns, in_power_of_two(v.shape[3])))
     columns = -(-v.shape[3] // tile.columns)
     return Launch(
         step_kernel,
