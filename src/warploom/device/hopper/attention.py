@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import (
-    NARROW,
+    NARROW_HEAD,
     ROWS,
     Result,
     Ring,
@@ -367,7 +367,7 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
     STAGES: gl.constexpr = k.tiles.shape[0]
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     E: gl.constexpr = v.tiles.shape[4]
-    OWN_BUFFERS: gl.constexpr = q_tiles.shape[4] <= NARROW
+    OWN_BUFFERS: gl.constexpr = q_tiles.shape[4] <= NARROW_HEAD
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])

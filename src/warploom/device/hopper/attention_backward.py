@@ -530,7 +530,7 @@ def publish_part(exchange, dq, count, own: gl.constexpr):
 
 
 @gluon.jit
-def gradient_loop(
+def all_gradients_loop(
     dk, dv, count, q, do, exchange, begin, full, high, end, heads, first, used, reach, scale, softcap,
     own: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -543,13 +543,15 @@ def gradient_loop(
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     STAGES: gl.constexpr = q.tiles.shape[0]
     dtype: gl.constexpr = q.tiles.dtype
+    MASKS: gl.constexpr = CAUSAL or reach is not None or used is not None
+    # With 64 features registers are short: what is needed of the cap's derivative is formed at once.
+    CAP_AT_ONCE: gl.constexpr = softcap is not None and dk.shape[1] <= ROWS
     start = count
     steps = heads * (end - begin)
     if steps > 0:
         # count >> 30 is zero. The compiler, which cannot know, works out addresses in the loop and not before.
-        logits = product_transposed(
-            matrix(exchange.k_tiles, own + (count >> 30)), q, count, LAYOUT
-        )  # (keys, queries)
+        k_tile = matrix(exchange.k_tiles, own + (count >> 30))
+        logits = product_transposed(k_tile, q, count, LAYOUT)  # (keys, queries)
         logits = warpgroup_mma_wait(0, deps=[logits])
         m = end - 1
         member = m * 0
@@ -558,10 +560,8 @@ def gradient_loop(
             zero = count >> 30
             dweights = product_transposed(matrix(exchange.v_tiles, own + zero), do, count, LAYOUT)
             row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
-            if (
-                softcap is not None and dk.shape[1] <= ROWS
-            ):  # registers are short: what is needed of the cap is formed at once
-                if CAUSAL or reach is not None or used is not None:
+            if CAP_AT_ONCE:
+                if MASKS:
                     if (m < full) | (m >= high):
                         logits = visible_weights(logits, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT, UNSEEN)
                 logits, weights = capped_weights(logits, row_lse[None, :], scale, softcap, dtype)
@@ -572,14 +572,14 @@ def gradient_loop(
                     weights = power_of_two(logits - row_lse[None, :])
                 else:
                     weights = power_of_two(logits * scale - row_lse[None, :])
-                if CAUSAL or reach is not None or used is not None:
+                if MASKS:
                     if (m < full) | (m >= high):
                         weights = visible_weights(weights, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT)
                 factor = as_factor(weights, dtype, OUT_LAYOUT)
             dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)
             dweights = warpgroup_mma_wait(1, deps=[dweights])
             row_delta = do.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
-            if softcap is not None and dk.shape[1] > ROWS:
+            if softcap is not None and not CAP_AT_ONCE:
                 weights = weights * (1.0 - logits * logits * (1.0 / (softcap * softcap)))
             rounded = (weights * (dweights - row_delta[None, :])).to(dtype)
             share_dlogits(exchange, rounded, count, own)
@@ -594,9 +594,8 @@ def gradient_loop(
             mbarrier.wait(q.full.index(following), (count + more) // STAGES & 1, pred=more > 0)
             q_tile = matrix(q.tiles, following).permute([1, 0])
             zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
-            logits = warpgroup_mma(
-                matrix(exchange.k_tiles, own + zero), q_tile, zeros, use_acc=False, is_async=True
-            )  # fmt: skip
+            keys = matrix(exchange.k_tiles, own + zero)
+            logits = warpgroup_mma(keys, q_tile, zeros, use_acc=False, is_async=True)
             dk, dlogits, dq = warpgroup_mma_wait(1, deps=[dk, dlogits, dq])
             if count > start:
                 publish_part(exchange, dq, count - 1, own)
@@ -621,9 +620,7 @@ class Additions(NamedTuple):
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     added: gl.tensor  # a descriptor of (B, H, N, D) float32, with boxes of (1, 1, 64, 64)
-    turns: (
-        gl.tensor
-    )  # (GROUPS, B, H, N) int32, zero: at the first query of a tile, how many tiles of keys are added
+    turns: gl.tensor  # (GROUPS, B, H, N) int32, zero: at a tile's first query, how many tiles of keys are added
     work: Work
     options: Options
 

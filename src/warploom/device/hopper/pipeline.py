@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from warploom.device.hopper import tma
 
 ROWS = gl.constexpr(64)  # rows of a group of warps: what one matrix instruction takes
-NARROW = gl.constexpr(128)
-"""Features up to which results have buffers of their own. Wider ones leave through those of the queries."""
+NARROW_HEAD = gl.constexpr(128)
+"""Features of a head up to which results have buffers of their own. Wider ones leave through those of the queries."""
 
 
 class Ring(NamedTuple):

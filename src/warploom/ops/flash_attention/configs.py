@@ -53,7 +53,7 @@ on sm_100, and the rest by products of float32, see `warploom.device.product`.
 SMALL = {
     "forward": Configuration(64, 64, 4, 3),
 }
-NARROW_STORED = Configuration(32, 64, 4, 2)
+UNALIGNED_VALUES = Configuration(32, 64, 4, 2)
 """Of the forward on sm_90 where the loop itself stores tiles of at most 32 features of values in shared memory, as
 rows of 16 bits begin at odd places, or tensors at addresses that are no multiples of 16 bytes: the compiler knows
 no other. The assembler of CUDA 12.8 (Triton 3.6 and 3.7) loses the address from which `wgmma` reads them: see

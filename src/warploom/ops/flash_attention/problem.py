@@ -14,6 +14,9 @@ HOPPER_MULTIPROCESSORS = 132  # of an H100 or H200
 L2_SHARE = 2**25
 """Bytes of keys and values that programs running together may read again and again from the L2 cache."""
 
+TILE_STRIDE_LIMIT = 2**22
+"""Strides of rows and features below this keep offsets within a tile, of at most 256 rows, in 32 bits."""
+
 LOG2_E = 1.4426950408889634
 _TINY = torch.finfo(torch.float32).tiny
 

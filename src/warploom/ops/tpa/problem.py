@@ -62,7 +62,7 @@ class Operands(NamedTuple):
         return Operands(self.aq, ak, av, self.bq, bk, bv)
 
 
-class Factors(NamedTuple):
+class FactorLayout(NamedTuple):
     """Strides of factors as the kernels take them, and the constants that go with them."""
 
     vector: int
@@ -71,22 +71,22 @@ class Factors(NamedTuple):
     strides: tuple[tuple[int, int, int, int], ...]
 
 
-def feature_factors(*factors: Tensor) -> Factors:
+def feature_factors(*factors: Tensor) -> FactorLayout:
     """Strides of feature factors, and whether features are adjacent in all of them."""
     strides = tuple(map(strides_of, factors))
     unit = all(s[3] == 1 and max(s[1:3]) < NARROW for s in strides)
     vector = _vector(*(v for s in strides for v in s[:3])) if unit else 1
-    return Factors(vector, unit, tuple(_divided(s, vector) for s in strides))
+    return FactorLayout(vector, unit, tuple(_divided(s, vector) for s in strides))
 
 
-def head_factors(*factors: Tensor) -> Factors:
+def head_factors(*factors: Tensor) -> FactorLayout:
     """Strides of head factors, and whether heads and ranks are adjacent in all of them."""
     strides = tuple(map(strides_of, factors))
     dense = all(
         s[3] == 1 and (f.shape[2] == 1 or s[2] == f.shape[3]) and s[1] < NARROW for s, f in zip(strides, factors)
     )
     vector = _vector(*(v for s in strides for v in s[:2])) if dense else 1
-    return Factors(vector, dense, tuple((s[0] // vector, s[1] // vector, s[2], s[3]) for s in strides))
+    return FactorLayout(vector, dense, tuple((s[0] // vector, s[1] // vector, s[2], s[3]) for s in strides))
 
 
 FACTORS = "Tensor? aq, Tensor ak, Tensor av, Tensor bq, Tensor bk, Tensor bv"

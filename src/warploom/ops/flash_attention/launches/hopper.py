@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from warploom.device.hopper.attention import Window, Work
-from warploom.device.hopper.pipeline import NARROW, ROWS, SplitStrides
+from warploom.device.hopper.pipeline import NARROW_HEAD, ROWS, SplitStrides
 from warploom.ops.flash_attention.configs import HOPPER, HOPPER_PARTS, HOPPER_SMALLER, HOPPER_TERMS, HopperTiles
-from warploom.ops.flash_attention.kernels.hopper import backward, forward, shared_rows
+from warploom.ops.flash_attention.kernels.hopper import backward, backward_shared_tiles, forward
 from warploom.ops.flash_attention.launches.tiling import strides_of
 from warploom.ops.flash_attention.problem import (
     HOPPER_MULTIPROCESSORS,
@@ -144,7 +144,7 @@ def suit(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor) ->
 def _suit_together(shape: Shape, mask: Mask, device: torch.device) -> bool:
     """Whether one kernel for all gradients is faster than two."""
     width = max(shape.head_dim, shape.value_dim)
-    if width > NARROW.value:
+    if width > NARROW_HEAD.value:
         return False
     blocks, rows = _blocks("backward", shape, HOPPER["backward"][_width(shape)].groups * _ROWS)
     least = _TOGETHER * (_EVEN if mask.left is None and mask.right is None else 1)
@@ -227,8 +227,8 @@ def plan(
         strides, split = {}, {}
         rest["PARTS"] = HOPPER_PARTS[width]
         function = backward.hopper_backward_kernel
-    if name == "key" and width > NARROW.value:
-        function = shared_rows.hopper_shared_key_kernel
+    if name == "key" and width > NARROW_HEAD.value:
+        function = backward_shared_tiles.hopper_shared_key_kernel
         rest = {"grad_scale": scale, "inverse": None, "TERMS": 1}
     last: tuple[str, ...] = ("lse", "delta", "counters", "seqused_k")
     if name == "forward":
@@ -308,8 +308,9 @@ def plan_terms(
     if name == "key":
         split, takes = {"SPLIT": True, "SOFTCAP": None, "window": None}, (*takes, "seqused_k")
     count = work.blocks * rows * splits
+    kernels = backward_shared_tiles
     launch = Launch(
-        shared_rows.hopper_shared_key_kernel if name == "key" else shared_rows.hopper_shared_query_kernel,
+        kernels.hopper_shared_key_kernel if name == "key" else kernels.hopper_shared_query_kernel,
         min(programs, count),
         takes=takes,
         pdl=True,

@@ -8,7 +8,7 @@ import torch
 
 from warploom.ops.flash_attention.configs import (
     LONG,
-    NARROW_STORED,
+    UNALIGNED_VALUES,
     Configuration,
     configuration,
     is_small,
@@ -18,6 +18,7 @@ from warploom.ops.flash_attention.kernels.forward import Sizes, Strides, Variant
 from warploom.ops.flash_attention.problem import (
     L2_SHARE,
     LOG2_E,
+    TILE_STRIDE_LIMIT,
     Costs,
     Mask,
     Shape,
@@ -52,8 +53,6 @@ _MERGE_US = 1.5  # to launch what merges parts
 SHORT = 8
 """Steps of all loops together, for each multiprocessor, up to which one loop with masks is faster than three."""
 
-_NARROW = 2**22  # strides of rows and features below this keep a tile within 32 bits
-
 
 class Layout(NamedTuple):
     """How kernels address a group of tensors."""
@@ -79,7 +78,7 @@ def layout_for(*tensors: Tensor) -> Layout:
     unit = all(t.shape[3] == 1 or s.f == 1 for t, s in zip(tensors, strides))
     divisors = (16, 8, 4) if unit else ()
     vec = next((d for d in divisors if all(x % d == 0 for s in strides for x in s[:3])), 1)
-    wide = any(max(abs(s.n), abs(s.f)) >= _NARROW for s in strides)
+    wide = any(max(abs(s.n), abs(s.f)) >= TILE_STRIDE_LIMIT for s in strides)
     return Layout(vec, unit, wide, [Strides(s.b // vec, s.n // vec, s.h // vec, s.f) for s in strides])
 
 
@@ -188,7 +187,7 @@ def grid_of(kernel: str, call: Call, product: str, elements: int, copied: bool) 
         kernel, arch, call.dtype, shape.width, product, call.plain, is_small_for(kernel, call), tiny
     )
     if kernel == "forward" and arch == 90 and not copied and shape.block_e <= 32 and call.dtype.itemsize == 2:
-        tiles = NARROW_STORED
+        tiles = UNALIGNED_VALUES
     own, step = (tiles.block_n, tiles.block_m) if kernel == "key" else (tiles.block_m, tiles.block_n)
     length, heads = (shape.keys, shape.key_heads) if kernel == "key" else (shape.tokens, shape.heads)
     rows = shape.batch_size * heads

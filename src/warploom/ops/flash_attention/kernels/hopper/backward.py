@@ -22,16 +22,16 @@ from warploom.device.hopper.attention_backward import (
     KeyCopies,
     QueryGradients,
     add_query_gradients,
+    all_gradients_loop,
     clear_unused,
     compute_for_queries,
     compute_for_wide_queries,
     copy_for_keys,
-    gradient_loop,
     new_exchange,
     query_loop,
 )
 from warploom.device.hopper.pipeline import (
-    NARROW,
+    NARROW_HEAD,
     ROWS,
     Result,
     RowRing,
@@ -69,9 +69,9 @@ def hopper_query_kernel(
     q_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, E], do_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
-    V_STAGES: gl.constexpr = STAGES if D <= NARROW else STAGES - 1  # there is no room for as many wide ones
+    V_STAGES: gl.constexpr = STAGES if D <= NARROW_HEAD else STAGES - 1  # there is no room for as many wide ones
     v_tiles = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, BLOCK_N, E], v_desc.layout)
-    if SPLIT or D > NARROW:
+    if SPLIT or D > NARROW_HEAD:
         dq_tiles = q_tiles  # of parts not used: they go from registers to memory
     else:
         dq_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], dq.layout)
@@ -82,7 +82,7 @@ def hopper_query_kernel(
     copies = QueryCopies(scheduler, (q_desc, do_desc), (q_tiles, do_tiles), k_desc, v_desc, k, v, work, options)
     result = Result(dq, dq_tiles, dq_strides)
     call = QueryGradients(scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, grad_scale, options)
-    if D > NARROW:
+    if D > NARROW_HEAD:
         gl.warp_specialize(
             [(compute_for_wide_queries, (0, CAUSAL, SPLIT, call)),
              (compute_for_wide_queries, (1, CAUSAL, SPLIT, call)),
@@ -279,7 +279,7 @@ def compute_all(own: gl.constexpr, CAUSAL: gl.constexpr, call):
                 full = high
         dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
-        dk, dv, count = gradient_loop(
+        dk, dv, count = all_gradients_loop(
             dk, dv, count, q, do, exchange, begin, full, high, end, work.group, first, used, reach, scale,
             options.softcap, own, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip

@@ -27,7 +27,7 @@ from warploom.device.hopper.attention import (
     tiles_of,
 )
 from warploom.device.hopper.pipeline import (
-    NARROW,
+    NARROW_HEAD,
     ROWS,
     Result,
     Ring,
@@ -121,11 +121,11 @@ def hopper_forward_kernel(
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
     # Tiles of queries: one that attends, and the next, where there is room for it.
-    Q_STAGES: gl.constexpr = 2 if D <= NARROW else 1
+    Q_STAGES: gl.constexpr = 2 if D <= NARROW_HEAD else 1
     q_tiles = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS, 1, 1, ROWS, D], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, E], v_desc.layout)
-    if SPLIT or D > NARROW:
+    if SPLIT or D > NARROW_HEAD:
         out_tiles = q_tiles  # of parts not used: they go from registers to memory
     else:
         out_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, E], out.layout)

@@ -196,19 +196,9 @@ def query_loop_for_one(
             mbarrier.arrive(near.empty.index(stage))
             m = (i if TERMS == 1 else end - 1 - i) * BLOCK_M
             tile, slopes = transposed_weights_of(
-                product,
-                row_value,
-                m,
-                first,
-                scale,
-                near.tiles.dtype,
-                MASKED,
-                LAYOUT,
-                row_inverse,
-                reach,
-                softcap,
-                CAUSAL,
-            )
+                product, row_value, m, first, scale, near.tiles.dtype, MASKED, LAYOUT,
+                row_inverse, reach, softcap, CAUSAL,
+            )  # fmt: skip
             weights.tiles.index(stage).store(slopes)
             mbarrier.arrive(weights.full.index(stage))
         else:
