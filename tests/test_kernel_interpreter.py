@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from warploom.device.hopper import tma
-from warploom.device.hopper.turns import give_turn, wait_turn
+from warploom.device.hopper.ordered import count_added, wait_until_added
 from warploom.runtime.launch import Boxes, Launch
 
 Tensor = torch.Tensor
@@ -160,7 +160,7 @@ def adding_kernel(x_desc, out_desc, counter, SKIPPED: gl.constexpr, WAIT: gl.con
     tma.async_copy_global_to_shared(x_desc, [program * 16, 0], full.index(0), tile)
     mbarrier.wait(full.index(0), 0)
     if WAIT:
-        wait_turn(counter, program + SKIPPED)
+        wait_until_added(counter, program + SKIPPED)
     if program == 0:
         tma.async_copy_shared_to_global(out_desc, [0, 0], tile)
     else:
@@ -168,7 +168,7 @@ def adding_kernel(x_desc, out_desc, counter, SKIPPED: gl.constexpr, WAIT: gl.con
     tma.store_wait(0)
     if STORED:
         tma.stored()
-    give_turn(counter)
+    count_added(counter)
 
 
 def add(seed: int, **change: Any) -> bool:
@@ -182,7 +182,7 @@ def add(seed: int, **change: Any) -> bool:
     return torch.equal(out, functools.reduce(torch.add, rest, first))
 
 
-def test_turns() -> None:
+def test_ordered_sums() -> None:
     assert all(add(seed) for seed in SEEDS)
     assert not all(add(seed, WAIT=False) for seed in SEEDS), "programs run in the order of their numbers every time"
     assert not all(add(seed, STORED=False) for seed in SEEDS), "what is read is in memory at once every time"

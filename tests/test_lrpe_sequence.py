@@ -258,10 +258,10 @@ def test_positions_at_the_ends_of_32_bits(place: dict[str, int], device: torch.d
 
 @pytest.mark.parametrize("multiprocessors", [1, 16, 132])
 @pytest.mark.parametrize("tokens", [513, 4096, 40_000, 10**6])
-def test_no_program_waits_for_a_later_turn(
+def test_no_program_waits_for_a_later_round(
     tokens: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the turn in which a tile is applied, the programs have reduced all tiles that it waits for."""
+    """By the round in which a tile is applied, the programs have reduced all tiles that it waits for."""
     from warploom.ops.lrpe.launches import Positions
     from warploom.ops.lrpe.softmax_sequence import launches
 
@@ -272,7 +272,7 @@ def test_no_program_waits_for_a_later_turn(
     launch = launches._plan(None, x, theta, Positions(), "rotate", False, False).launch
     sizes, programs = launch.arguments["sizes"], launch.programs
     assert launch.options["launch_cooperative_grid"]
-    assert sizes.turns * programs >= sizes.tiles
+    assert sizes.rounds * programs >= sizes.tiles
     together = sizes.tiles // (3 * 5)  # tiles of a head, whose slabs' parts alternate
     for tile in range(sizes.tiles):
         last = tile // together * together + together - 1

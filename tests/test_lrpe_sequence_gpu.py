@@ -286,12 +286,12 @@ def test_parts_of_more_blocks_than_angles_are_turned_on(kind: str, device: torch
 
 @KINDS
 def test_a_new_length_compiles_nothing(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from warploom.ops.lrpe.softmax_sequence.kernels import turns
+    from warploom.ops.lrpe.softmax_sequence.kernels import rounds
 
     for n in (300, 1100, 9000):
         results(kind, *random_case(kind, n, device))
     compilations: list[str] = []
-    for kernel in (turns.sequence_forward_kernel, turns.sequence_backward_kernel):
+    for kernel in (rounds.sequence_forward_kernel, rounds.sequence_backward_kernel):
         usual = kernel._do_compile
 
         def count(*arguments: Any, usual: Any = usual, **keywords: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Calls that differ in something, by turns: none ever runs on the plan of another."""
+"""Calls that differ in something, one after the other: none ever runs on the plan of another."""
 
 import os
 import subprocess
@@ -421,7 +421,7 @@ with_gradients = pytest.mark.parametrize("name", [name for name in USUAL if name
 
 @pytest.mark.parametrize("wanted_first", [False, True])
 @with_gradients
-def test_gradients_may_be_wanted_and_not_wanted_by_turns(
+def test_gradients_may_be_wanted_and_not_wanted_alternately(
     name: str, wanted_first: bool, device: torch.device
 ) -> None:
     function, make = USUAL[name]

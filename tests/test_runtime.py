@@ -309,11 +309,11 @@ def test_streams(device: torch.device) -> None:
     made = {name: (kind, kind.inputs(device), kind.inputs(device, number=1)) for name, kind in KINDS.items()}
     expected = {name: kind.run(inputs) for name, (kind, inputs, _) in made.items()}
     streams = [torch.cuda.Stream() for _ in range(4)]
-    for turn in range(4):
+    for shift in range(4):
         torch.cuda.synchronize()
         found = {}
         for index, (name, (kind, inputs, others)) in enumerate(made.items()):
-            stream = streams[(index + turn) % 4]
+            stream = streams[(index + shift) % 4]
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(2_000_000)
                 late = {}

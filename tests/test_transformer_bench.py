@@ -33,7 +33,7 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick_measurements: 
     monkeypatch.chdir(tmp_path)
     for name, size in SIZES.items():
         monkeypatch.setitem(transformer_lm.SIZES, name, size)
-    for name, value in {"WARM_UP": 1, "STEPS": 4, "TURN": 2}.items():
+    for name, value in {"WARM_UP": 1, "STEPS": 4, "STEPS_IN_A_ROW": 2}.items():
         monkeypatch.setattr(transformer, name, value)
 
 

@@ -2,7 +2,7 @@
 
 Providers are renamed, and profiles become records. What was measured stays as it was. The rounds of a case had one
 limit, so records of a case with the same limit are of one run, and those with another of another. Profiles say
-their commit; those of one commit, length and way to compile were measured in turn. Of their spread the mean and the
+their commit; those of one commit, length and way to compile were interleaved. Of their spread the mean and the
 deviation are known; 20th and 80th percentile are those of a normal distribution.
 """
 

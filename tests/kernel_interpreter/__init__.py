@@ -68,7 +68,7 @@ def interpret(launch: Launch, given: tuple[Any, ...], seed: int = 0) -> None:
     Args:
         launch: The launch.
         given: What its call brings.
-        seed: Of the order in which partitions and copies take turns.
+        seed: Of the order in which partitions and copies go on.
     """
     values: dict[str, Any] = {**launch.arguments, **dict(zip(launch.takes, given, strict=True))}
     arguments = {

@@ -19,7 +19,7 @@ from kernel_interpreter import memory
 from kernel_interpreter.machine import KernelError, current
 from kernel_interpreter.memory import BARRIERS, Memory
 from kernel_interpreter.values import DTYPES, LAYOUT, Tensor, number, raw, together
-from warploom.device.hopper import softcap, tma, turns
+from warploom.device.hopper import ordered, softcap, tma
 
 
 class Product(Tensor):
@@ -281,7 +281,7 @@ _FUNCTIONS: list[tuple[Any, Any]] = [
     (hopper.warpgroup_mma, product),
     (hopper.warpgroup_mma_wait, product_wait),
     (hopper.fence_async_shared, _nothing),
-    (turns.wait_turn, memory.wait_turn),
+    (ordered.wait_until_added, memory.wait_until_added),
     (ampere.mma_v2, dot),
     (cuda.gdc_wait, _nothing),
     (cuda.gdc_launch_dependents, _nothing),

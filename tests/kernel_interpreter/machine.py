@@ -46,14 +46,14 @@ class Machine:
             _local.thread = None  # and with it what it works on
 
     def start(self, body: Callable[[], None], program: int) -> Thread:
-        """A new thread of a program, which waits for its turn."""
+        """A new thread of a program, which waits until it may run."""
         thread = Thread(self, body, program)
         self.threads.append(thread)
         threading.Thread(target=thread.run, daemon=True).start()
         return thread
 
     def go_on(self, current: Thread | None) -> None:
-        """Make some copies, and give the turn to a thread that can go on."""
+        """Make some copies, and let a thread run that can go on."""
         ready = self._ready()
         while self.copies and (not ready or self.draw.random() < 0.3):
             try:
@@ -69,9 +69,9 @@ class Machine:
             self.error, ready = KernelError(f"all wait: {waits}"), self.threads
         chosen = self.draw.choice(ready)
         if chosen is not current:
-            chosen.turn.release()
+            chosen.may_run.release()
             if current is not None:
-                current.turn.acquire()
+                current.may_run.acquire()
         if current is not None and self.error is not None:
             raise _Stopped
 
@@ -86,7 +86,7 @@ class Thread:
 
     def __init__(self, machine: Machine, body: Callable[[], None], program: int) -> None:
         self.machine, self.body, self.program = machine, body, program
-        self.turn = threading.Semaphore(0)
+        self.may_run = threading.Semaphore(0)
         self.condition: Callable[[], bool] | None = None
         self.reason = ""
         self.products: list[Any] = []  # issued and not waited for, in order
@@ -94,7 +94,7 @@ class Thread:
         self.read: list[Any] = []  # of these, what has been read and may not be in device memory yet
 
     def run(self) -> None:
-        self.turn.acquire()
+        self.may_run.acquire()
         _local.thread = self
         with contextlib.suppress(_Stopped):
             try:

@@ -130,9 +130,9 @@ class Barrier:
         if self.pending == 0:
             raise KernelError("a barrier is not initialised, or has more arrivals than it expects")
         self.pending -= 1
-        self.turn()
+        self.advance()
 
-    def turn(self) -> None:
+    def advance(self) -> None:
         """Go on to the next phase where nothing is missing."""
         if self.pending == 0 and self.bytes == 0:
             self.phase, self.pending = self.phase ^ 1, self.count
@@ -211,7 +211,7 @@ def copy_in(desc: Described, coordinates: Any, barrier: Barrier, result: Memory,
         result.tensor.zero_()
         result.tensor[here] = desc.tensor[there]
         barrier.bytes -= desc.block_type.nbytes
-        barrier.turn()
+        barrier.advance()
 
     if pred:
         current().machine.copies.append(copy)
@@ -257,6 +257,6 @@ def stored() -> None:
     current().wait_for(lambda: all(store.written for store in read), "what it stores")
 
 
-def wait_turn(counter: Pointer, turn: Any) -> None:
-    wanted = int(turn)
-    current().wait_for(lambda: int(load(counter)) == wanted, f"turn {wanted}")
+def wait_until_added(counter: Pointer, before: Any) -> None:
+    wanted = int(before)
+    current().wait_for(lambda: int(load(counter)) == wanted, f"{wanted} to be added")

@@ -293,7 +293,7 @@ def _measured(task: dict[str, Any], device: torch.device) -> dict[str, dict[str,
         limit = timings[LIMIT]
         if isinstance(limit, Timing):
             limit = timings[LIMIT] = limit.scaled(1 / case["gpus"])
-        # Each is compared with the limit that took turns with it, the first of which is recorded.
+        # Each is compared with the limit that was measured beside it, the first of which is recorded.
         for key, timing in timings.items() if LIMIT not in results else [(name, timings[name])]:
             results[key] = {**results.get(key, {}), **asdict(timing)}
             if isinstance(limit, Timing) and isinstance(timing, Timing):

@@ -1,6 +1,6 @@
 """A model of transformers as a bench: Llama-3-8B's layers with random weights, by implementation of attention.
 
-One model serves all providers, in turn: ``eager`` and ``sdpa`` are transformers' own, ``warploom`` is
+One model serves all providers, one after the other: ``eager`` and ``sdpa`` are transformers' own, ``warploom`` is
 `warploom.integrations.transformers`; ``+compile`` is the compiled model, in decoding with a static cache. Times are
 by the wall clock with the device idle before and after. A provider whose decoded tokens in float32 are not those of
 ``eager`` is incorrect. What attention takes of a step is by how much it is longer than one in which queries are
@@ -21,7 +21,7 @@ from warploom.bench import limits, steps
 from warploom.bench.attempt import Failure, attempt
 from warploom.bench.evaluate import Unit
 from warploom.bench.fingerprint import LIMIT
-from warploom.bench.measure import Clock, in_turns, release_memory
+from warploom.bench.measure import Clock, interleaved, release_memory
 from warploom.bench.records import Record
 from warploom.ops.spec import KERNELS, Case, Inputs, Traffic, Unsupported
 
@@ -104,7 +104,7 @@ def _right(case: Case, providers: Sequence[str], device: torch.device) -> dict[s
 def measure(
     unit: Unit, providers: Sequence[str], device: torch.device, clock: Clock, blank: Record
 ) -> list[Record]:
-    """Measure all implementations in turn, as `warploom.bench.evaluate.evaluate` does providers."""
+    """Measure all implementations, interleaved, as `warploom.bench.evaluate.evaluate` does providers."""
     traffic = _traffic(unit.case, unit.mode)
     blank = replace(blank, flops=traffic.flops, min_bytes=traffic.min_bytes)
     right = attempt("eager", functools.partial(_right, unit.case, providers, device))
@@ -117,7 +117,7 @@ def measure(
     started = {name: attempt(name, functools.partial(_started, model, name, unit.mode, tokens)) for name in names}
     started[LIMIT] = attempt(LIMIT, functools.partial(_limit, unit, traffic, device, clock))
     rounds = ROUNDS[unit.mode] if device.type == "cuda" else 2
-    samples = in_turns(started, dict.fromkeys(started, rounds))
+    samples = interleaved(started, dict.fromkeys(started, rounds))
     without = samples.pop(WITHOUT, None)
     for name in providers:
         if not (right[name] or isinstance(samples[name], Failure)):

@@ -148,10 +148,10 @@ def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
     return float(low), float(middle), float(high)
 
 
-def in_turns(
+def interleaved(
     calls: Mapping[str, Callable[[], T] | Failure], rounds: Mapping[str, int]
 ) -> dict[str, list[T] | Failure]:
-    """Make calls in turns, round by round, so that a drift of the clocks meets all of them alike.
+    """Make calls round by round, so that a drift of the clocks meets all of them alike.
 
     Each round begins with another call, so that none always comes behind the same one.
 
@@ -161,11 +161,11 @@ def in_turns(
         n: call if isinstance(call, Failure) else [] for n, call in calls.items()
     }
     names = list(rounds)
-    for turn in range(max(rounds.values(), default=0)):
-        first = turn % len(names)
+    for number in range(max(rounds.values(), default=0)):
+        first = number % len(names)
         for name in names[first:] + names[:first]:
             call, results = calls[name], found[name]
-            if isinstance(call, Failure) or isinstance(results, Failure) or turn >= rounds[name]:
+            if isinstance(call, Failure) or isinstance(results, Failure) or number >= rounds[name]:
                 continue
             result = attempt(name, call)
             if isinstance(result, Failure):
@@ -176,7 +176,7 @@ def in_turns(
 
 
 def time_interleaved(calls: Mapping[str, Call | Failure], clock: Clock) -> dict[str, Timing | Failure]:
-    """A timing or the failure of each call, by provider, made `in_turns`; what has failed before stays as it is.
+    """A timing or the failure of each call, by provider, `interleaved`; what has failed before stays as it is.
 
     All have the same number of rounds, but those that are too slow for it.
     """
@@ -194,7 +194,7 @@ def time_interleaved(calls: Mapping[str, Call | Failure], clock: Clock) -> dict[
             host_us[name], estimate_ms[name] = warm
             samplers[name] = functools.partial(clock.sample, call, host_us[name])
     results: dict[str, Timing | Failure] = {}
-    for name, samples in in_turns(samplers, _rounds(estimate_ms)).items():
+    for name, samples in interleaved(samplers, _rounds(estimate_ms)).items():
         if isinstance(samples, Failure):
             results[name] = samples
         else:

@@ -251,7 +251,7 @@ def _measure(
     measure = unit.bench.measure or evaluate
     try:
         records = measure(unit, [name for name in missing if name != LIMIT], device, clock, blank)
-        # The providers took turns, so what happened happened to all of them.
+        # The providers were interleaved, so what happened happened to all of them.
         return [replace(r, disturbed=clock.disturbance() if r.ms else None) for r in records]
     except DeviceLostError as lost:
         outcome.reason = f"the device was lost: {lost}"

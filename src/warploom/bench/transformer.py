@@ -3,7 +3,7 @@
 Every phase of every step is timed by the wall clock with the device idle before and after, as in the published
 table: what a GPU waits for the host is in it. Python collects its garbage before the measured steps and not during
 them, as in `timeit`. Forward alone runs without autograd; the others with it. The limit is a step's operations at
-the rate of a large matrix product, which takes its turn among the steps.
+the rate of a large matrix product, measured among the steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from warploom.bench import steps
 from warploom.bench.attempt import Failure, attempt
 from warploom.bench.evaluate import Unit
 from warploom.bench.fingerprint import LIMIT
-from warploom.bench.measure import Clock, allocated_bytes, in_turns, peak_bytes, release_memory
+from warploom.bench.measure import Clock, allocated_bytes, interleaved, peak_bytes, release_memory
 from warploom.bench.parts import Timeline
 from warploom.bench.records import Record
 from warploom.nn import TransformerConfig, TransformerLM
@@ -42,8 +42,8 @@ ATTENTIONS = {KERNELS: "flash", "sdpa": "sdpa", "torch": "plain", LLAMA: "flash"
 GRAPHS = "+graphs"
 ENDINGS = ("", "+compile", GRAPHS)
 """Of a provider's name: under `torch.compile`, without and with CUDA graphs."""
-WARM_UP, STEPS, TURN = 5, 40, 5
-"""Steps before the measured ones, the measured ones, and how many of them before it is another model's turn."""
+WARM_UP, STEPS, STEPS_IN_A_ROW = 5, 40, 5
+"""Steps before the measured ones, the measured ones, and how many of them before another model's."""
 PART_STEPS = 3
 MIB = 2**20
 
@@ -129,12 +129,12 @@ class Stepper:
     memory_mib: dict[str, float] = field(default_factory=dict)
     """On a GPU ``peak`` and ``held``."""
 
-    def turn(self) -> list[float]:
-        """Milliseconds of the steps of a turn; no gradients are kept while others take theirs."""
-        for _ in range(TURN):
+    def take_steps(self) -> list[float]:
+        """Milliseconds of some steps in a row; no gradients are kept while others take theirs."""
+        for _ in range(STEPS_IN_A_ROW):
             self.step()
         self.model.zero_grad(set_to_none=True)
-        return [sum(phases) for phases in zip(*(samples[-TURN:] for samples in self.samples_ms.values()))]
+        return [sum(phases) for phases in zip(*(samples[-STEPS_IN_A_ROW:] for samples in self.samples_ms.values()))]
 
     def step(self) -> None:
         """One step; its phases' times are added to ``samples_ms``."""
@@ -171,23 +171,23 @@ class Stepper:
 def measure(
     unit: Unit, providers: Sequence[str], device: torch.device, clock: Clock, blank: Record
 ) -> list[Record]:
-    """Measure all models of a case in turn, as `warploom.bench.evaluate.evaluate` does providers."""
+    """Measure all models of a case, interleaved, as `warploom.bench.evaluate.evaluate` does providers."""
     flops = flops_of(unit.case, unit.mode)
     steppers = {name: attempt(name, functools.partial(prepare, name, unit, device)) for name in providers}
     product = steps.product_ms(flops, device, clock)
     calls: dict[str, Callable[[], list[float]] | Failure] = {
-        name: stepper if isinstance(stepper, Failure) else stepper.turn for name, stepper in steppers.items()
+        name: stepper if isinstance(stepper, Failure) else stepper.take_steps for name, stepper in steppers.items()
     }
-    calls[LIMIT] = lambda: [product() for _ in range(TURN)]
+    calls[LIMIT] = lambda: [product() for _ in range(STEPS_IN_A_ROW)]
     gc.collect()  # now, not among the steps: what compilers leave behind takes longer to look through than a step
     enabled = gc.isenabled()
     gc.disable()
     try:
-        taken = in_turns(calls, dict.fromkeys(calls, -(-STEPS // TURN)))
+        taken = interleaved(calls, dict.fromkeys(calls, -(-STEPS // STEPS_IN_A_ROW)))
     finally:
         if enabled:
             gc.enable()
-    samples = {n: t if isinstance(t, Failure) else [ms for turn in t for ms in turn] for n, t in taken.items()}
+    samples = {n: t if isinstance(t, Failure) else [ms for steps in t for ms in steps] for n, t in taken.items()}
     records = steps.step_records(replace(blank, flops=flops), samples)
     return [_completed(record, steppers.get(record.provider)) for record in records]
 

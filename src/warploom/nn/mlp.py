@@ -14,7 +14,8 @@ class SwiGLU(nn.Module):
         d_ff: Features in between; the layer has ``3 · d_model · d_ff`` parameters.
 
     Attributes:
-        grouped: By how many features rows of ``gate_up`` take turns; 0 where all of gate's come first. See `group`.
+        grouped: Features of the blocks in which rows of ``gate_up`` alternate, see `group`; 0 where all of gate
+            come first.
 
     Shapes: ``(…, d_model)`` to ``(…, d_model)``.
 
@@ -47,7 +48,7 @@ class SwiGLU(nn.Module):
 
     @torch.no_grad()
     def group(self, features: int) -> None:
-        """Order rows such that so many of gate and so many of up take turns; with 0 all of gate's come first.
+        """Order rows such that so many of gate and so many of up alternate; with 0 all of gate's come first.
 
         An even part of them is then a layer of fewer inner features.
         """

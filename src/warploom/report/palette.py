@@ -42,7 +42,7 @@ _MARKERS = {"": "o", "compile": "s", "graphs": "d"}
 
 
 def looks(providers: Iterable[str], emphasis: str) -> dict[str, Look]:
-    """Give every provider its look: known names always the same, others in turn; ``emphasis`` is drawn thick."""
+    """Give every provider its look: known names always the same, others as they come; ``emphasis`` is thick."""
     chosen: dict[str, Look] = {}
     strangers: list[str] = []
     for name in dict.fromkeys(providers):

@@ -76,7 +76,7 @@ class State(NamedTuple):
     row_sum: gl.tensor  # (64,): of exponentials
     row_max: gl.tensor  # (64,): the largest logits, in powers of two
     tile: gl.int32  # number of the last tile
-    turn: gl.int32
+    starts: gl.int32  # how often the group was let start its products
 
 
 class Forward(NamedTuple):
@@ -86,7 +86,7 @@ class Forward(NamedTuple):
     q_tiles: gl.shared_memory_descriptor  # GROUPS for each stage of the scheduler
     k: Ring
     v: Ring
-    turns: gl.shared_memory_descriptor  # a barrier for each group
+    go: gl.shared_memory_descriptor  # a barrier for each group: of three, one starts its products after the other
     out: Result
     lse: gl.tensor
     statistics: gl.tensor
@@ -326,24 +326,24 @@ def kept_as_factor(tile, dtype: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def attend(
-    state, q_tile, k, v, turns, begin, end, first, work, options, scale,
+    state, q_tile, k, v, go, begin, end, first, work, options, scale,
     own: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """KV loop over tiles ``end − 1 … begin``."""
-    acc, weights, row_sum, row_max, count, turn = state
+    acc, weights, row_sum, row_max, count, starts = state
     STAGES: gl.constexpr = k.tiles.shape[0]
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
-    GROUPS: gl.constexpr = turns.shape[0]
+    GROUPS: gl.constexpr = go.shape[0]
     for i in range(end - begin):
         if GROUPS > 2:
-            mbarrier.wait(turns.index(own), turn & 1)
-            turn += 1
+            mbarrier.wait(go.index(own), starts & 1)
+            starts += 1
         logits = product_transposed(q_tile, k, count + 1, LAYOUT)
         slot = wait_full(v.full, count)
         factor = kept_as_factor(weights, v.tiles.dtype, OUT_LAYOUT)
         acc = warpgroup_mma(factor, matrix(v.tiles, slot), acc, is_async=True)
         if GROUPS > 2:
-            mbarrier.arrive(turns.index((own + 1) % GROUPS))
+            mbarrier.arrive(go.index((own + 1) % GROUPS))
         logits = warpgroup_mma_wait(1, deps=[logits])
         mbarrier.arrive(k.empty.index((count + 1) % STAGES))
         n = first_key(end - 1 - i, work, options, BLOCK_N)
@@ -356,14 +356,14 @@ def attend(
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
         weights = kept(new, v.tiles.dtype)
         count += 1
-    return State(acc, weights, row_sum, row_max, count, turn)
+    return State(acc, weights, row_sum, row_max, count, starts)
 
 
 @gluon.jit
 def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call):
     """Group number ``own`` of warps of a `Forward`."""
-    scheduler, q_tiles, k, v, turns, out, lse, statistics, work, scale, options = call
-    GROUPS: gl.constexpr = turns.shape[0]
+    scheduler, q_tiles, k, v, go, out, lse, statistics, work, scale, options = call
+    GROUPS: gl.constexpr = go.shape[0]
     STAGES: gl.constexpr = k.tiles.shape[0]
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     E: gl.constexpr = v.tiles.shape[4]
@@ -372,11 +372,11 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    if own == GROUPS - 1:  # the first turn is that of group 0
-        mbarrier.arrive(turns.index(0))
+    if own == GROUPS - 1:  # group 0 starts first
+        mbarrier.arrive(go.index(0))
     tiles = tiles_of(work)
     count = 0
-    turn = 0
+    starts = 0
     done = 0
     tile, q_slot = received(scheduler, done)
     while tile < tiles:
@@ -401,22 +401,22 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         new, row_sum, row_max, _ = softmax_step(
             logits, row_sum, row_max, first, n, entry, options, scale, True, CAUSAL, LAYOUT
         )
-        state = State(acc, kept(new, v.tiles.dtype), row_sum, row_max, count, turn)
+        state = State(acc, kept(new, v.tiles.dtype), row_sum, row_max, count, starts)
         if CAUSAL or options.window is not None:  # otherwise the first step alone has a mask
             state = attend(
-                state, q_tile, k, v, turns, full, end, first, entry, options, scale,
+                state, q_tile, k, v, go, full, end, first, entry, options, scale,
                 own, True, CAUSAL, LAYOUT, OUT_LAYOUT,
             )  # fmt: skip
         state = attend(
-            state, q_tile, k, v, turns, low, full, first, entry, options, scale,
+            state, q_tile, k, v, go, low, full, first, entry, options, scale,
             own, False, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
         if options.window is not None:
             state = attend(
-                state, q_tile, k, v, turns, begin, low, first, entry, options, scale,
+                state, q_tile, k, v, go, begin, low, first, entry, options, scale,
                 own, True, CAUSAL, LAYOUT, OUT_LAYOUT,
             )  # fmt: skip
-        acc, weights, row_sum, row_max, count, turn = state
+        acc, weights, row_sum, row_max, count, starts = state
         if OWN_BUFFERS:
             mbarrier.arrive(scheduler.empty.index(q_slot))
         slot = wait_full(v.full, count)

@@ -34,6 +34,7 @@ from warploom.device.hopper.attention import (
     tiles_of,
     visible,
 )
+from warploom.device.hopper.ordered import count_added, wait_until_added
 from warploom.device.hopper.pipeline import (
     ROWS,
     Result,
@@ -57,7 +58,6 @@ from warploom.device.hopper.pipeline import (
     wait_empty,
 )
 from warploom.device.hopper.softcap import UNSEEN, capped, capped_weights
-from warploom.device.hopper.turns import give_turn, wait_turn
 
 OWN_STAGES = gl.constexpr(2)  # tiles of keys and values: one that is worked on, and the next
 
@@ -185,7 +185,7 @@ def kv_loop(
 
 
 @gluon.jit
-def kv_loop_in_turn(
+def kv_loop_unpipelined(
     dq, count, own, q_tiles, do_tiles, k, v, lse, delta, begin, end, first, work, options, scale,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -311,21 +311,21 @@ def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.
         row_delta = load_row_values(delta, row, m, work.tokens, 0.0, LAYOUT)
         dq = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         if options.window is not None or options.seqused_k is not None:
-            dq, count = kv_loop_in_turn(
+            dq, count = kv_loop_unpipelined(
                 dq, count, own, q_tiles, do_tiles, k, v, row_lse, row_delta, begin, begin + 1, first, entry, options,
                 scale, True, CAUSAL, LAYOUT, OUT_LAYOUT,
             )  # fmt: skip
             begin += 1
-        dq, count = kv_loop_in_turn(
+        dq, count = kv_loop_unpipelined(
             dq, count, own, q_tiles, do_tiles, k, v, row_lse, row_delta, full, end, first, entry, options, scale,
             True, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
-        dq, count = kv_loop_in_turn(
+        dq, count = kv_loop_unpipelined(
             dq, count, own, q_tiles, do_tiles, k, v, row_lse, row_delta, low, full, first, entry, options, scale,
             False, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
         if options.window is not None:
-            dq, count = kv_loop_in_turn(
+            dq, count = kv_loop_unpipelined(
                 dq, count, own, q_tiles, do_tiles, k, v, row_lse, row_delta, begin, low, first, entry, options, scale,
                 True, CAUSAL, LAYOUT, OUT_LAYOUT,
             )  # fmt: skip
@@ -338,7 +338,7 @@ def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.
 
 
 @gluon.jit
-def query_in_turn(i, end, group):
+def query_in_order(i, end, group):
     """The tile of queries of step ``i`` from ``end − 1`` down, each for all heads of a group, and which of these.
 
     Programs take tiles of keys from the first to the last, and add to a tile of queries in that order. Each goes over the
@@ -352,7 +352,7 @@ def query_in_turn(i, end, group):
 @gluon.jit
 def copy_for_keys(
     GROUPS: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexpr, copies,
-    IN_TURN: gl.constexpr = False,
+    ORDERED: gl.constexpr = False,
 ):  # fmt: skip
     """The copying warp of a kernel that owns tiles of keys. Rows' numbers travel with their tile: lse with queries, δ with gradients.
 
@@ -364,7 +364,7 @@ def copy_for_keys(
     key_heads = work.heads // work.group
     batch_size = work.rows // key_heads
     tiles = tiles_of(work)
-    if IN_TURN:
+    if ORDERED:
         tile = take_tile(scheduler)
     else:
         tile = gl.program_id(0)
@@ -381,8 +381,8 @@ def copy_for_keys(
             own_descs, own_tiles, batch, key_head, block * BLOCK_N, scheduler.full, slot, GROUPS, batch_size, TERMS
         )
         for i in range(work.group * (end - begin)):
-            if IN_TURN:
-                m, member = query_in_turn(i, end, work.group)
+            if ORDERED:
+                m, member = query_in_order(i, end, work.group)
                 head = key_head * work.group + member
                 m = m * BLOCK_M
             else:
@@ -407,7 +407,7 @@ def copy_for_keys(
             copy_tile(do_desc, batch, head, m, do, count, batch_size, TERMS)
             count += 1
         done += 1
-        if IN_TURN:
+        if ORDERED:
             tile = take_tile(scheduler)
         else:
             tile = next_tile(scheduler, tiles)
@@ -620,7 +620,9 @@ class Additions(NamedTuple):
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     added: gl.tensor  # a descriptor of (B, H, N, D) float32, with boxes of (1, 1, 64, 64)
-    turns: gl.tensor  # (GROUPS, B, H, N) int32, zero: at a tile's first query, how many tiles of keys are added
+    tiles_added: (
+        gl.tensor
+    )  # (GROUPS, B, H, N) int32, zero: at a tile's first query, how many tiles of keys are added
     work: Work
     options: Options
 
@@ -632,7 +634,7 @@ def add_query_gradients(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.cons
     It alone waits for other programs; its group waits when a part is ready and the buffer is not. Tiles of keys are added
     in their own order, the first of them is stored: memory may hold anything.
     """
-    scheduler, parts, full, empty, added, turns, work, options = call
+    scheduler, parts, full, empty, added, tiles_added, work, options = call
     STAGES: gl.constexpr = full.shape[0] // GROUPS
     BLOCK_N: gl.constexpr = GROUPS * ROWS
     key_heads = work.heads // work.group
@@ -648,39 +650,39 @@ def add_query_gradients(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.cons
         entry = entry_of(work, batch, options)
         begin, _, _, end = query_steps(block, 0, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
         for i in range(work.group * (end - begin)):
-            m, member = query_in_turn(i, end, work.group)
+            m, member = query_in_order(i, end, work.group)
             m = m * BLOCK_M
             head = key_head * work.group + member
-            turn = turn_of_block(block, m, entry, options, BLOCK_N)
-            row_of_turn = (own * batch_size + batch) * work.heads + head
-            counter = turns + row_of_turn.to(gl.int64) * work.tokens + m
+            before = tiles_before(block, m, entry, options, BLOCK_N)
+            row_of_count = (own * batch_size + batch) * work.heads + head
+            counter = tiles_added + row_of_count.to(gl.int64) * work.tokens + m
             stage = count % STAGES * GROUPS + own
             mbarrier.wait(full.index(stage), count // STAGES & 1)
-            wait_turn(counter, turn)
+            wait_until_added(counter, before)
             if BLOCK_M > ROWS:
-                add_part(added, batch, head, m + own * ROWS, 0, parts.index(stage), turn)
+                add_part(added, batch, head, m + own * ROWS, 0, parts.index(stage), before)
             else:
-                add_part(added, batch, head, m, own * ROWS, parts.index(stage), turn)
+                add_part(added, batch, head, m, own * ROWS, parts.index(stage), before)
             tma.store_wait(0)
             mbarrier.arrive(empty.index(stage))
             tma.stored()
-            give_turn(counter)
+            count_added(counter)
             count += 1
         done += 1
         tile, slot = received(scheduler, done, 1)
 
 
 @gluon.jit
-def add_part(desc, batch, head, row, feature, tile, turn):
+def add_part(desc, batch, head, row, feature, tile, before):
     """Add a tile to device memory, or store it if it is the first."""
-    if turn == 0:
+    if before == 0:
         tma.async_copy_shared_to_global(desc, [batch, head, row, feature], tile)
     else:
         tma.async_add(desc, [batch, head, row, feature], tile)
 
 
 @gluon.jit
-def turn_of_block(block, m, work, options, BLOCK_N: gl.constexpr):
+def tiles_before(block, m, work, options, BLOCK_N: gl.constexpr):
     """How many tiles of keys come before this one at the queries ``m …``: those between that `query_steps` has for them."""
     first = block * 0
     if options.window is not None:

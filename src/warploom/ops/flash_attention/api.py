@@ -159,7 +159,7 @@ def _is_plain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     """Whether PyTorch's own fused attention for CPUs computes this call.
 
     Its backward misses the error budget for large inner products, and a scale of zero or below is not for it. It
-    turns some rows of NaN into zeros: it is for finite numbers, which compiled code cannot look at.
+    makes zeros of some rows of NaN: it is for finite numbers, which compiled code cannot look at.
     """
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         return False

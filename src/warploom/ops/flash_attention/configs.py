@@ -132,7 +132,7 @@ HOPPER_PARTS = {64: 2, 128: 1}
 
 HOPPER_SMALLER = {"forward": HopperTiles(2, 128, 3), "query": HopperTiles(2, 64, 3)}
 """With 64 features, where loops are short and uneven, or so few that they are split, or where larger tiles leave
-too many multiprocessors idle in the last turn of a full attention."""
+too many multiprocessors idle in the last wave of a full attention."""
 
 HOPPER_TERMS = {
     3: {64: HopperTiles(1, 64, 2), 128: HopperTiles(1, 32, 2)},

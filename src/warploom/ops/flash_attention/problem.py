@@ -152,7 +152,7 @@ def best_splits(steps: list[int], rows: int, programs: int, elements: int, costs
         costs: Of loops.
     """
     units, longest, total = len(steps) * rows, max(steps), sum(steps) * rows
-    if units >= _TURNS * programs:
+    if units >= _EVEN_ENOUGH * programs:
         return 1
     best, chosen = float("inf"), 1
     for splits in _SPLITS:
@@ -160,7 +160,7 @@ def best_splits(steps: list[int], rows: int, programs: int, elements: int, costs
             break
         unit = -(-longest // splits) + costs.start
         even = (total + units * splits * costs.start) / programs
-        if min(steps) == longest:  # all loops are equal: whole turns
+        if min(steps) == longest:  # all loops are equal: whole waves
             even = -(-units * splits // programs) * unit
         cost = max(unit, even)
         if splits > 1:
@@ -171,5 +171,5 @@ def best_splits(steps: list[int], rows: int, programs: int, elements: int, costs
 
 
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_TURNS = 4  # so many tiles for every multiprocessor are even enough, and are not split
+_EVEN_ENOUGH = 4  # so many tiles for every multiprocessor are even enough, and are not split
 _MOST_ELEMENTS = 2**31  # of all parts together: their sizes and strides travel in 32 bits

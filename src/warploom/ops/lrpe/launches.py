@@ -399,5 +399,5 @@ def _theta_chunks(geometry: Geometry, rows: int, device: torch.device) -> int:
     tiles = geometry.row_blocks if rows == 1 else -(-geometry.tokens // geometry.block_r)
     programs = max(1, THETA_WARPS // geometry.warps) * multiprocessors(device)
     wanted = max(1, programs // max(geometry.shared_blocks * rows, 1))
-    turns = -(-tiles // wanted)  # tiles of the busiest program
-    return -(-tiles // turns) * rows
+    busiest = -(-tiles // wanted)  # tiles of a program, at most
+    return -(-tiles // busiest) * rows

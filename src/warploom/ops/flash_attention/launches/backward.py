@@ -48,7 +48,7 @@ class Together(NamedTuple):
     """What a kernel that forms all gradients needs besides."""
 
     added: Dense  # the gradient of queries, added up in device memory without the scale
-    turns: Dense  # in which it is added up
+    tiles_added: Dense  # of keys, at each tile of queries
     rounds: Launch  # it to dq
 
 
@@ -143,9 +143,9 @@ def launch_backward(
     lse, delta = plan.rows.empty(q), plan.rows.empty(q)
     inverse = plan.rows.empty(q) if q.dtype == torch.float32 else None
     counters = COUNTERS.empty(q) if plan.counted else None
-    turns = None if plan.together is None else plan.together.turns.empty(q)
+    tiles_added = None if plan.together is None else plan.together.tiles_added.empty(q)
     prepare: Any = plan.prepare
-    prepare(out, grad, statistics, grad_lse, lse, delta, inverse, counters, turns)
+    prepare(out, grad, statistics, grad_lse, lse, delta, inverse, counters, tiles_added)
     if plan.small is not None:
         plan.small(q, k, v, grad, lse, delta, dq, dk, dv)
     factors = (q, k, v, grad) if plan.terms is None else plan.terms(q, k, v, grad)
@@ -162,8 +162,8 @@ def launch_backward(
             parts |= zip(RESULTS[each.kernel], targets)
         if plan.together is not None:
             added = plan.together.added.empty(q)
-            each.launch(*factors, *targets, added, lse, delta, counters, turns, mask.seqused_k)
-            plan.together.rounds(added, turns, dq)
+            each.launch(*factors, *targets, added, lse, delta, counters, tiles_added, mask.seqused_k)
+            plan.together.rounds(added, tiles_added, dq)
         elif each.launch.descriptions:
             row_values = (lse, delta) if inverse is None else (lse, delta, inverse)
             used = (mask.seqused_k,) if "seqused_k" in each.launch.takes else ()
@@ -232,9 +232,9 @@ def plan_backward(
     together = _plan_together(call, product, aligned, factors, (dk, dv))
     if together is not None:
         added = Dense.rows((shape.batch_size, shape.heads, shape.tokens, shape.head_dim), torch.float32)
-        turns = Dense.rows((2, shape.batch_size, shape.heads, shape.tokens), torch.int32)
+        tiles_added = Dense.rows((2, shape.batch_size, shape.heads, shape.tokens), torch.int32)
         kernels: tuple[KernelPlan, ...] = (together,)
-        plan = plan._replace(together=Together(added, turns, _plan_rounds(call, dq, pdl)))
+        plan = plan._replace(together=Together(added, tiles_added, _plan_rounds(call, dq, pdl)))
     else:
         kernels = tuple(
             _plan_kernel(each, call, product, aligned, factors, {name: gradients[name] for name in RESULTS[each]})
@@ -287,7 +287,7 @@ def _plan_rounds(call: Call, dq: Tensor, pdl: bool) -> Launch:
         pdl=pdl,
         rows=rows, tokens=shape.tokens, heads=shape.heads, scale=call.scale,
         VEC=layout.vec, UNIT=layout.unit, D=shape.head_dim, BLOCK_R=block_r, BLOCK_D=shape.block_d,
-        BLOCK_M=hopper.queries_of_a_turn(shape), PDL=pdl, **layout.of("dq"),
+        BLOCK_M=hopper.queries_of_a_sum(shape), PDL=pdl, **layout.of("dq"),
     )  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def _tiles(name: str, shape: Shape, mask: Mask) -> HopperTiles:
     )
     if None not in (mask.left, mask.right) and min(sum(bounds(shape, mask)), shape.keys) < _NARROW_WINDOW:
         return smaller
-    if mask.right is None and mask.left is None:  # loops are equal, and so is every program's share: whole turns
+    if mask.right is None and mask.left is None:  # loops are equal, and so is every program's share: whole waves
         steps = -(-shape.keys // tiles.box)
         time = -(-count // programs) * (steps + 1)
         shorter = -(-more // programs) * steps * _SMALLER_STEP
@@ -111,7 +111,7 @@ def _tiles(name: str, shape: Shape, mask: Mask) -> HopperTiles:
     return smaller if count < few or (name == "forward" and shape.keys < 4096) else tiles
 
 
-def queries_of_a_turn(shape: Shape) -> int:
+def queries_of_a_sum(shape: Shape) -> int:
     """Queries of the tiles in which ``backward`` adds up their gradients."""
     return HOPPER["backward"][_width(shape)].box
 
@@ -196,7 +196,7 @@ def plan(
     launched on; if loops are split, results will be parts, all in one float32 tensor, each in its result's memory
     order. Behind them come lse and statistics, or lse and δ, then counters, lengths of entries, and in the forward
     the sink. For ``backward`` they are (q, k, v, grad, dk, dv) and what is added up to dq (B, H, N, D), in float32;
-    turns come behind the counters.
+    how many tiles were added comes behind the counters.
     """
     together = name == "backward"
     if together and not _suit_together(shape, mask, tensors[0].device):
@@ -234,7 +234,7 @@ def plan(
     if name == "forward":
         last = ("lse", "statistics", "counter", "seqused_k", "sink")
     elif together:
-        last = ("lse", "delta", "counters", "turns", "seqused_k")
+        last = ("lse", "delta", "counters", "tiles_added", "seqused_k")
     count = work.blocks * work.rows * splits
     programs = min(programs_at_once(tensors[0].device), count)
     launch = Launch(
@@ -248,7 +248,7 @@ def plan(
         STAGES=tiles.stages, **rest, **split, **boxes, **strides,
     )  # fmt: skip
     even = mask.left is None and mask.right is None and mask.seqused_k is None
-    shared = name == "forward" and even and count <= forward.EVEN_TURNS.value * programs
+    shared = name == "forward" and even and count <= forward.MOST_FIXED_TILES.value * programs
     return Plan(launch, splits, together or (programs < count and not shared))
 
 

@@ -111,10 +111,10 @@ def backward_kernel(
         first_chunk, head = divide_with_rest(chunk, sizes.u, split.rows_inverse)
         rows = sizes.tokens
     first = first_chunk * blocks.R
-    # Constant bounds where there is one turn: the compiler moves nothing before a loop that it does not see. Turns
-    # count up to zero: a counter of rows would step past the last, where 32 bits may have no number.
-    for turn in range(first - rows if THETA else 0, 0 if THETA else 1, chunks * blocks.R if THETA else 1):
-        first_row = rows + turn if THETA else first
+    # Constant bounds where the loop runs once: the compiler moves nothing before a loop that it does not see. It counts
+    # up to zero: a counter of rows would step past the last, where 32 bits may have no number.
+    for left in range(first - rows if THETA else 0, 0 if THETA else 1, chunks * blocks.R if THETA else 1):
+        first_row = rows + left if THETA else first
         if BY_HEAD:
             n = first_row + tl.arange(0, blocks.R)
             u = (head + tl.zeros((blocks.R,), tl.int32)).to(tl.int64)
@@ -134,7 +134,7 @@ def backward_kernel(
                 pair = load_input(x_rows + i * (x_strides.s * spec.VEC), ahead, x_strides.f, 0, spec, blocks.F)
             xs = xs + (pair,)
         if THETA:
-            tl.debug_barrier()  # the first turn's loads do not wait for frequencies; other turns find these in cache
+            tl.debug_barrier()  # the first loads do not wait for frequencies; later ones find these in cache
             whole, rest, unit = load_frequencies(angles, head, 0, spec, blocks.F)
             axis = tl.arange(0, blocks.F) // spec.E
             position = token_positions(n, mask, s_first.to(tl.int64), u, axis, angles, spec.AXES)

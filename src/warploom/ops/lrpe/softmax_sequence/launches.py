@@ -19,8 +19,8 @@ from warploom.ops.lrpe.launches import (
     packed_strides,
     theta_sums,
 )
+from warploom.ops.lrpe.softmax_sequence.kernels.rounds import sequence_backward_kernel, sequence_forward_kernel
 from warploom.ops.lrpe.softmax_sequence.kernels.tiles import Sizes, Variant
-from warploom.ops.lrpe.softmax_sequence.kernels.turns import sequence_backward_kernel, sequence_forward_kernel
 from warploom.runtime.launch import INTERPRETED, Dense, Launch, multiprocessors
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.plans import Plans

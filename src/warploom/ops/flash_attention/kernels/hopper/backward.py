@@ -299,18 +299,18 @@ def compute_all(own: gl.constexpr, CAUSAL: gl.constexpr, call):
 
 @gluon.jit
 def hopper_backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk, dv, added, lse, delta, counters, turns, seqused_k,
+    q_desc, k_desc, v_desc, do_desc, dk, dv, added, lse, delta, counters, tiles_added, seqused_k,
     work: Work, window: Window, scale: gl.float32, grad_scale: gl.float32,
     CAUSAL: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """All gradients with five products, for tiles of GROUPS · 64 keys, 64 for each of two groups of warps.
 
     Tensors are as in `hopper_key_kernel`. The gradient of queries is ``added`` up, without the scale, in a descriptor of
-    (B, H, N, D) float32, which may hold anything. ``turns`` (GROUPS, B, H, N) are zero, and afterwards say at the first query of
-    a tile how many tiles of keys were added there. ``PARTS`` are buffers of each group, in which its sums leave.
+    (B, H, N, D) float32, which may hold anything. ``tiles_added`` (GROUPS, B, H, N) are zero, and afterwards say at the first
+    query of a tile how many tiles of keys were added there. ``PARTS`` are buffers of each group, in which its sums leave.
 
     The same inputs give the same bits: to every tile of queries, tiles of keys are added in one order
-    (`query_in_turn`), and a warp of each group waits for its turn. It waits for no program that may not run. Programs take
+    (`query_in_order`), and a warp of each group waits for its turn. It waits for no program that may not run. Programs take
     tiles from a counter in that order, all of them, so that who has a tile runs, and works on its tiles in the order in which
     it takes them. A tile waits only for tiles that come before it. Of all tiles that are not finished, the first therefore
     waits for none, and whoever has it has finished all it took before: it goes on, and so do all in the end. No
@@ -339,7 +339,9 @@ def hopper_backward_kernel(
     copies = KeyCopies(
         scheduler, (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, q, do, lse, delta, None, None, work, options,
     )  # fmt: skip
-    additions = Additions(scheduler, parts, exchange.part_full, exchange.part_empty, added, turns, work, options)
+    additions = Additions(
+        scheduler, parts, exchange.part_full, exchange.part_empty, added, tiles_added, work, options
+    )
     dk_result, dv_result = Result(dk, k_tiles, None), Result(dv, v_tiles, None)
     call = AllGradients(scheduler, q, do, exchange, dk_result, dv_result, work, scale, grad_scale, options)
     gl.warp_specialize(

@@ -44,7 +44,8 @@ from warploom.device.hopper.pipeline import (
     next_tile,
 )
 
-EVEN_TURNS = gl.constexpr(6)  # tiles of a program up to which equal loops need no tile counter
+MOST_FIXED_TILES = gl.constexpr(6)
+"""Tiles of a program up to which equal loops need no tile counter."""
 
 
 class QueryCopies(NamedTuple):
@@ -94,7 +95,7 @@ def copy_for_queries(
         done += 1
         if COUNTED:
             tile = next_tile(scheduler, tiles)
-        elif tiles > EVEN_TURNS * gl.num_programs(0):
+        elif tiles > MOST_FIXED_TILES * gl.num_programs(0):
             tile = next_tile(scheduler, tiles)
         else:
             tile += gl.num_programs(0)
@@ -111,7 +112,7 @@ def hopper_forward_kernel(
 
     Descriptors are of (B, H, N, D), with boxes of (1, 1, 64, D) for queries and results and (1, 1, BLOCK_N, D) for
     keys and values. ``counter`` (1,) is zero where there are more tiles than programs and, if loops are equal, more than
-    `EVEN_TURNS` times as many. The sink (H,) comes with one split alone. Writes what `kernels.forward.forward_kernel` writes: if ``SPLIT``, ``out`` is the address of the
+    `MOST_FIXED_TILES` times as many. The sink (H,) comes with one split alone. Writes what `kernels.forward.forward_kernel` writes: if ``SPLIT``, ``out`` is the address of the
     parts, and otherwise a descriptor.
     """
     if SPLIT:  # what merges parts is put in place while this still runs, and waits for it
@@ -131,14 +132,14 @@ def hopper_forward_kernel(
         out_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, E], out.layout)
     scheduler = new_scheduler(counter, Q_STAGES, GROUPS)
     k, v = new_ring(k_tiles, STAGES, GROUPS), new_ring(v_tiles, STAGES, GROUPS)
-    turns = barriers(GROUPS)
-    init_each(turns)
+    go = barriers(GROUPS)
+    init_each(go)
     fence_async_shared()
     options = Options(window, seqused_k, sink, SOFTCAP, exponent_base(SOFTCAP, dtype))
     UNEVEN: gl.constexpr = CAUSAL or window is not None or seqused_k is not None
     copies = QueryCopies(scheduler, (q_desc,), (q_tiles,), k_desc, v_desc, k, v, work, options)
     result = Result(out, out_tiles, out_strides)
-    call = Forward(scheduler, q_tiles, k, v, turns, result, lse, statistics, work, scale, options)
+    call = Forward(scheduler, q_tiles, k, v, go, result, lse, statistics, work, scale, options)
     if GROUPS == 2:
         gl.warp_specialize(
             [(compute_tiles, (0, CAUSAL, SPLIT, call)), (compute_tiles, (1, CAUSAL, SPLIT, call)),

@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
     part_tokens: tl.int32
     slots: tl.int32
     tiles: tl.int32
-    turns: tl.int32
+    rounds: tl.int32
     lag: tl.int32
 
 
@@ -247,7 +247,7 @@ def arrive(call, tile):
 
 @triton.jit
 def wait(call, tile):
-    """Wait until all tiles of the slab have been reduced: by programs that run, in turns that wait for no later one."""
+    """Wait until all tiles of the slab have been reduced: by programs that run, in rounds that wait for no later one."""
     while tl.atomic_add(call.arrived + tile.slab, 0, sem="acquire") < call.sizes.parts:
         pass
     tl.debug_barrier()

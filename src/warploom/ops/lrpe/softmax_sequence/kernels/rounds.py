@@ -1,9 +1,9 @@
 """The kernels of softmax over the sequence, and how their programs share the work.
 
 Softmax over the tokens needs two looks at ``x``: one for each column's sum, one to apply it. Only the first should
-reach device memory. Every program takes each ``programs``-th tile. In a turn it reduces one to partial sums, publishes
-these, and applies the softmax to the tile that it reduced ``lag`` turns before. By then all tiles of that sequence have
-been reduced in the same or an earlier turn, so that programs hardly wait for each other, and little has been read
+reach device memory. Every program takes each ``programs``-th tile. In a round it reduces one to partial sums, publishes
+these, and applies the softmax to the tile that it reduced ``lag`` rounds before. By then all tiles of that sequence have
+been reduced in the same or an earlier round, so that programs hardly wait for each other, and little has been read
 since: the tile comes from the L2 cache. Programs that wait are launched cooperatively: all of them run. Where a tile
 holds all tokens nobody waits, and nothing is published.
 
@@ -119,11 +119,11 @@ def reduce_tile(tile, call, variant: tl.constexpr):
 
 
 @triton.jit
-def take_turns(call, variant: tl.constexpr):
-    """What a program does."""
+def run_rounds(call, variant: tl.constexpr):
+    """All rounds of a program."""
     ALONE: tl.constexpr = call.partial is None
     sizes = call.sizes
-    for i in range(sizes.turns + sizes.lag):
+    for i in range(sizes.rounds + sizes.lag):
         number = i * tl.num_programs(0) + tl.program_id(0)
         if not ALONE:
             if number < sizes.tiles:
@@ -148,7 +148,7 @@ def sequence_forward_kernel(
     call = Call(
         x, None, out, statistics, partial, arrived, None, cu_seqlens, angles, sizes, x_strides, x_strides, out_strides,
     )  # fmt: skip
-    take_turns(call, variant)
+    run_rounds(call, variant)
 
 
 @triton.jit
@@ -162,4 +162,4 @@ def sequence_backward_kernel(
     call = Call(
         x, grad, dx, statistics, partial, arrived, dtheta, cu_seqlens, angles, sizes, x_strides, grad_strides, dx_strides,
     )  # fmt: skip
-    take_turns(call, variant)
+    run_rounds(call, variant)
