@@ -1,7 +1,7 @@
 """Programs that add to the same memory one after the other, always in the same order.
 
 A counter in device memory says how many have added. A program waits until all have that come before it, adds, and counts
-itself. It may wait for programs alone that run already: see `warploom.device.hopper.pipeline.take_tile`.
+itself. Why the waiting ends is said in flash attention's `hopper_backward_kernel`.
 """
 
 from __future__ import annotations

@@ -226,10 +226,9 @@ def next_tile(scheduler, tiles):
 
 @gluon.jit
 def take_tile(scheduler):
-    """The next tile that no program has taken.
+    """The next tile that no program has taken, the first included: all are taken in their order.
 
-    Who takes it runs, and works on tiles in the order in which it takes them. So a program may wait for others to finish
-    tiles that come before its own: the first tile that is not finished waits for none.
+    What rests on this order is said in flash attention's `hopper_backward_kernel`: programs may wait for others there.
     """
     return gl.atomic_add(scheduler.counter, 1)
 

@@ -309,11 +309,14 @@ def hopper_backward_kernel(
     (B, H, N, D) float32, which may hold anything. ``tiles_added`` (GROUPS, B, H, N) are zero, and afterwards say at the first
     query of a tile how many tiles of keys were added there. ``PARTS`` are buffers of each group, in which its sums leave.
 
-    The same inputs give the same bits: to every tile of queries, tiles of keys are added in one order
-    (`query_in_order`), and a warp of each group waits for its turn. It waits for no program that may not run. Programs take
-    tiles from a counter in that order, all of them, so that who has a tile runs, and works on its tiles in the order in which
-    it takes them. A tile waits only for tiles that come before it. Of all tiles that are not finished, the first therefore
-    waits for none, and whoever has it has finished all it took before: it goes on, and so do all in the end. No
+    The same inputs give the same bits: tiles of keys are added to a tile of queries in one order (`query_in_order`), and a
+    warp of each group waits until those before have been added. The waiting ends:
+
+    - Programs take every tile from one counter (`take_tile`). So tiles are taken in their order, by programs that run.
+    - A program finishes its tiles in the order in which it takes them.
+    - A tile waits only for tiles before it.
+
+    So the first tile that is not finished waits for none: its program runs, and has finished all that it took before. No
     number of programs has to run at the same time, and what else runs on the GPU does not matter.
     """
     gdc_wait()
