@@ -187,6 +187,14 @@ def _boxes(name: str, tensors: Iterable[Tensor], tiles: HopperTiles, width: int)
     }
 
 
+def _counted(name: str, mask: Mask, tiles: int, programs: int) -> bool:
+    """Whether programs take tiles from a counter, which must be zero."""
+    causal, window, lengths = (x is not None for x in (mask.right, mask.left, mask.seqused_k))
+    if name == "forward" and forward.loops_are_even(causal, window, lengths):
+        return bool(forward.are_counted.fn(tiles, programs))
+    return tiles > programs
+
+
 def plan(
     name: str, shape: Shape, mask: Mask, scale: float, tensors: tuple[Tensor, ...], softcap: float | None = None
 ) -> Plan | None:
@@ -247,9 +255,7 @@ def plan(
         CAUSAL=mask.right is not None, SOFTCAP=None if softcap is None else softcap * LOG2_E,
         STAGES=tiles.stages, **rest, **split, **boxes, **strides,
     )  # fmt: skip
-    even = mask.left is None and mask.right is None and mask.seqused_k is None
-    shared = name == "forward" and even and count <= forward.MOST_FIXED_TILES.value * programs
-    return Plan(launch, splits, together or (programs < count and not shared))
+    return Plan(launch, splits, together or _counted(name, mask, count, programs))
 
 
 _MOST_STRIDE = 2**31  # strides and places of rows in results travel in 32 bits

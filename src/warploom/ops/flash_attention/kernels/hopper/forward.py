@@ -44,8 +44,22 @@ from warploom.device.hopper.pipeline import (
     next_tile,
 )
 
-MOST_FIXED_TILES = gl.constexpr(6)
-"""Tiles of a program up to which equal loops need no tile counter."""
+MOST_FIXED_TILES = gl.constexpr(6)  # of a program; see `are_counted`
+
+
+@gluon.constexpr_function
+def loops_are_even(causal, has_window, has_lengths):
+    """Whether the KV loops of all tiles are equally long."""
+    return not (causal or has_window or has_lengths)
+
+
+@gluon.jit
+def are_counted(tiles, programs):
+    """Whether programs take tiles from a counter though loops are even: otherwise each has a fixed share of them.
+
+    Few even tiles gain nothing by a counter, which costs a launch that makes it zero.
+    """
+    return tiles > MOST_FIXED_TILES * programs
 
 
 class QueryCopies(NamedTuple):
@@ -68,7 +82,7 @@ def copy_for_queries(
 ):
     """The copying warp of a kernel that owns tiles of queries and has a KV loop.
 
-    Unless tiles are ``COUNTED``, loops are equally long, and if they are few every program has the same share.
+    Its tiles are ``COUNTED``, or loops are even and `are_counted` says whether they are.
     """
     scheduler, own_descs, own_tiles, k_desc, v_desc, k, v, work, options = copies
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
@@ -95,7 +109,7 @@ def copy_for_queries(
         done += 1
         if COUNTED:
             tile = next_tile(scheduler, tiles)
-        elif tiles > MOST_FIXED_TILES * gl.num_programs(0):
+        elif are_counted(tiles, gl.num_programs(0)):
             tile = next_tile(scheduler, tiles)
         else:
             tile += gl.num_programs(0)
@@ -111,9 +125,9 @@ def hopper_forward_kernel(
     """Attention for tiles of GROUPS · 64 queries, one after the other.
 
     Descriptors are of (B, H, N, D), with boxes of (1, 1, 64, D) for queries and results and (1, 1, BLOCK_N, D) for
-    keys and values. ``counter`` (1,) is zero where there are more tiles than programs and, if loops are equal, more than
-    `MOST_FIXED_TILES` times as many. The sink (H,) comes with one split alone. Writes what `kernels.forward.forward_kernel` writes: if ``SPLIT``, ``out`` is the address of the
-    parts, and otherwise a descriptor.
+    keys and values. ``counter`` (1,) is zero where there are more tiles than programs, unless these have fixed shares
+    (`are_counted`). The sink (H,) comes with one split alone. Writes what `kernels.forward.forward_kernel` writes: if
+    ``SPLIT``, ``out`` is the address of the parts, and otherwise a descriptor.
     """
     if SPLIT:  # what merges parts is put in place while this still runs, and waits for it
         gdc_launch_dependents()
@@ -136,7 +150,7 @@ def hopper_forward_kernel(
     init_each(go)
     fence_async_shared()
     options = Options(window, seqused_k, sink, SOFTCAP, exponent_base(SOFTCAP, dtype))
-    UNEVEN: gl.constexpr = CAUSAL or window is not None or seqused_k is not None
+    UNEVEN: gl.constexpr = not loops_are_even(CAUSAL, window is not None, seqused_k is not None)
     copies = QueryCopies(scheduler, (q_desc,), (q_tiles,), k_desc, v_desc, k, v, work, options)
     result = Result(out, out_tiles, out_strides)
     call = Forward(scheduler, q_tiles, k, v, go, result, lse, statistics, work, scale, options)
