@@ -252,12 +252,11 @@ def _tiled(
     kernel: str, call: Call, product: str, aligned: bool, factors: tuple[Tensor, ...], results: dict[str, Tensor]
 ) -> hopper.Plan | None:
     """The launch of the kernel for Hopper, if there is one and it takes the call."""
-    shape, mask, scale = call.shape, call.mask, call.scale
     if product in TERMS:
-        return hopper.plan_terms(kernel, shape, mask, scale, factors, TERMS[product], results, call.device)
+        return hopper.plan_terms(kernel, call, factors, TERMS[product], results)
     if not aligned:
         return None
-    return hopper.plan(kernel, shape, mask, scale, (*factors, *results.values()), call.softcap)
+    return hopper.plan(kernel, call, (*factors, *results.values()))
 
 
 def _plan_together(
@@ -268,7 +267,7 @@ def _plan_together(
         return None
     shape = call.shape
     added = torch.empty((shape.batch_size, shape.heads, shape.tokens, shape.head_dim), device="meta")
-    tiled = hopper.plan("backward", shape, call.mask, call.scale, (*factors, *results, added), call.softcap)
+    tiled = hopper.plan_together(call, (*factors, *results), added)
     if tiled is None:
         return None
     return KernelPlan("backward", tiled.launch, tiled.splits)

@@ -125,7 +125,7 @@ def plan_forward(
     tiled = None
     large = few is None and not tiling.is_small_for("forward", call) and not _is_decoding(call, logits)
     if large and aligned:
-        tiled = hopper.plan("forward", shape, mask, scale, (q, k, v, out), logits.softcap)
+        tiled = hopper.plan("forward", call, (q, k, v, out))
     if few is not None:
         plan = plan._replace(launch=few.launch, few=True)
         splits = few.parts

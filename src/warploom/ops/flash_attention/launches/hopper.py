@@ -17,7 +17,7 @@ from warploom.device.hopper.attention import Window, Work
 from warploom.device.hopper.pipeline import NARROW_HEAD, ROWS, SplitStrides
 from warploom.ops.flash_attention.configs import HOPPER, HOPPER_PARTS, HOPPER_SMALLER, HOPPER_TERMS, HopperTiles
 from warploom.ops.flash_attention.kernels.hopper import backward, backward_shared_tiles, forward
-from warploom.ops.flash_attention.launches.tiling import strides_of
+from warploom.ops.flash_attention.launches.tiling import Call, strides_of
 from warploom.ops.flash_attention.problem import (
     HOPPER_MULTIPROCESSORS,
     L2_SHARE,
@@ -67,6 +67,8 @@ DESCRIBED = {
     "backward": ("q_desc", "k_desc", "v_desc", "do_desc", "dk", "dv", "added"),
 }
 """Parameters that are described, the results as long as they are whole."""
+_INPUTS = {"forward": 3, "key": 4, "query": 4}
+"""How many of them are inputs. The others are results."""
 _LOOPED = {
     "forward": ("k_desc", "v_desc"),
     "key": ("q_desc", "do_desc"),
@@ -74,6 +76,13 @@ _LOOPED = {
     "backward": ("q_desc", "do_desc"),
 }
 """Those that a loop goes over; a group of warps owns rows of the others."""
+_LAST = {
+    "forward": ("lse", "statistics", "counter", "seqused_k", "sink"),
+    "key": ("lse", "delta", "counters", "seqused_k"),
+    "query": ("lse", "delta", "counters", "seqused_k"),
+    "backward": ("lse", "delta", "counters", "tiles_added", "seqused_k"),
+}
+"""Parameters that a launch takes behind those."""
 
 
 class Plan(NamedTuple):
@@ -92,23 +101,26 @@ def _width(shape: Shape) -> int:
 
 def _tiles(name: str, shape: Shape, mask: Mask) -> HopperTiles:
     width = _width(shape)
-    tiles = HOPPER[name][width]
-    if width != 64 or name not in HOPPER_SMALLER:
-        return tiles
-    smaller, programs = HOPPER_SMALLER[name], HOPPER_MULTIPROCESSORS
-    count, more = (
-        -(-shape.tokens // (x.groups * _ROWS)) * shape.batch_size * shape.heads for x in (tiles, smaller)
-    )
+    if width == 64 and name in HOPPER_SMALLER and _smaller_are_faster(name, shape, mask):
+        return HOPPER_SMALLER[name]
+    return HOPPER[name][width]
+
+
+def _smaller_are_faster(name: str, shape: Shape, mask: Mask) -> bool:
+    """Whether the smaller tiles of 64 features are faster than the others."""
+    tiles, smaller, programs = HOPPER[name][64], HOPPER_SMALLER[name], HOPPER_MULTIPROCESSORS
+    rows = shape.batch_size * shape.heads
+    count, more = (-(-shape.tokens // (x.groups * _ROWS)) * rows for x in (tiles, smaller))
     if None not in (mask.left, mask.right) and min(sum(bounds(shape, mask)), shape.keys) < _NARROW_WINDOW:
-        return smaller
+        return True
     if mask.right is None and mask.left is None:  # loops are equal, and so is every program's share: whole waves
         steps = -(-shape.keys // tiles.box)
         time = -(-count // programs) * (steps + 1)
         shorter = -(-more // programs) * steps * _SMALLER_STEP
         whole = name == "forward" and _best_splits(name, shape, mask, tiles, programs) == 1
-        return smaller if whole and shorter < time else tiles
+        return whole and shorter < time
     few = 2 * programs if name == "forward" else programs // 2
-    return smaller if count < few or (name == "forward" and shape.keys < 4096) else tiles
+    return count < few or (name == "forward" and shape.keys < 4096)
 
 
 def queries_of_a_sum(shape: Shape) -> int:
@@ -187,75 +199,91 @@ def _boxes(name: str, tensors: Iterable[Tensor], tiles: HopperTiles, width: int)
     }
 
 
+def _kernel(name: str, shape: Shape, tiles: HopperTiles, scale: float) -> tuple[Any, dict[str, Any]]:
+    """A kernel, and the arguments that not all of them have."""
+    if name == "forward":
+        return forward.hopper_forward_kernel, {"GROUPS": tiles.groups}
+    if name == "key" and _width(shape) > NARROW_HEAD.value:  # a group's registers hold one gradient of such rows
+        return backward_shared_tiles.hopper_shared_key_kernel, {"grad_scale": scale, "inverse": None, "TERMS": 1}
+    own = {"grad_scale": scale, "GROUPS": tiles.groups}
+    if name == "backward":
+        return backward.hopper_backward_kernel, {**own, "PARTS": HOPPER_PARTS[_width(shape)]}
+    return backward.hopper_key_kernel if name == "key" else backward.hopper_query_kernel, own
+
+
+def _strides_of_parts(results: dict[str, Tensor], splits: int) -> dict[str, Any]:
+    """Whether results are in parts, and how these lie; of whole results descriptors say it."""
+    strides = {}
+    for name, x in results.items():
+        b, n, h, _ = x.stride()
+        strides[f"{name}_strides"] = SplitStrides(*((x.numel(), b, n, h, x.shape[3]) if splits > 1 else (0,) * 5))
+    return {"SPLIT": splits > 1, **strides}
+
+
 def _counted(name: str, mask: Mask, tiles: int, programs: int) -> bool:
     """Whether programs take tiles from a counter, which must be zero."""
+    if name == "backward":  # the first tile too
+        return True
     causal, window, lengths = (x is not None for x in (mask.right, mask.left, mask.seqused_k))
     if name == "forward" and forward.loops_are_even(causal, window, lengths):
         return bool(forward.are_counted.fn(tiles, programs))
     return tiles > programs
 
 
-def plan(
-    name: str, shape: Shape, mask: Mask, scale: float, tensors: tuple[Tensor, ...], softcap: float | None = None
-) -> Plan | None:
-    """The launch of a kernel, ``forward``, ``key``, ``query`` or ``backward``, if it suits.
+def _planned(name: str, call: Call, splits: int, described: tuple[Tensor, ...], **arguments: Any) -> Plan:
+    """The launch of a kernel with descriptors of these tensors, and with these arguments of its own."""
+    shape, mask, scale, softcap = call.shape, call.mask, call.scale, call.softcap
+    tiles = _tiles(name, shape, mask)
+    function, own = _kernel(name, shape, tiles, scale)
+    work = _work(name, shape, mask, tiles, splits, call.dtype.itemsize)
+    count = work.blocks * work.rows * splits
+    programs = min(programs_at_once(call.device), count)
+    launch = Launch(
+        function,
+        programs,
+        takes=(*DESCRIBED[name], *_LAST[name]),
+        pdl=name != "forward",
+        work=work,
+        window=None if mask.left is None else Window(bounds(shape, mask)[0]),
+        scale=scale * LOG2_E if softcap is None else scale / softcap,
+        CAUSAL=mask.right is not None,
+        SOFTCAP=None if softcap is None else softcap * LOG2_E,
+        STAGES=tiles.stages,
+        **_boxes(name, described, tiles, _width(shape)),
+        **own,
+        **arguments,
+    )
+    return Plan(launch, splits, _counted(name, mask, count, programs))
+
+
+def plan(name: str, call: Call, tensors: tuple[Tensor, ...]) -> Plan | None:
+    """The launch of a kernel for some results, ``forward``, ``key`` or ``query``, if it suits.
 
     ``tensors``, (q, k, v, out), (q, k, v, grad, dk, dv) or (q, k, v, grad, dq), are like those that it will be
     launched on; if loops are split, results will be parts, all in one float32 tensor, each in its result's memory
     order. Behind them come lse and statistics, or lse and δ, then counters, lengths of entries, and in the forward
-    the sink. For ``backward`` they are (q, k, v, grad, dk, dv) and what is added up to dq (B, H, N, D), in float32;
-    how many tiles were added comes behind the counters.
+    the sink.
     """
-    together = name == "backward"
-    if together and not _suit_together(shape, mask, tensors[0].device):
+    if not suit(name, call.shape, call.mask, call.scale, *tensors):
         return None
-    given = tensors[:-1] if together else tensors  # the last has another dtype
-    if not suit(name, shape, mask, scale, *given):
+    splits = splits_of(name, call.shape, call.mask, call.device)
+    inputs = _INPUTS[name]
+    results = dict(zip(DESCRIBED[name][inputs:], tensors[inputs:], strict=True))
+    described = tensors if splits == 1 else tensors[:inputs]
+    return _planned(name, call, splits, described, **_strides_of_parts(results, splits))
+
+
+def plan_together(call: Call, tensors: tuple[Tensor, ...], added: Tensor) -> Plan | None:
+    """The launch of the kernel ``backward`` for all gradients, if it suits and is the fastest.
+
+    ``tensors`` are (q, k, v, grad, dk, dv), and ``added`` (B, H, N, D) is what it adds up to dq, in float32. Behind
+    them come lse, δ, counters, how many tiles were added, and lengths of entries.
+    """
+    if not _suit_together(call.shape, call.mask, call.device):
         return None
-    width, tiles = _width(shape), _tiles(name, shape, mask)
-    splits = 1 if together else splits_of(name, shape, mask, tensors[0].device)
-    work = _work(name, shape, mask, tiles, splits, tensors[0].element_size())
-    results = dict(
-        list(zip(DESCRIBED[name], tensors[:-1] if together else tensors))[3 if name == "forward" else 4 :]
-    )
-    whole = len(DESCRIBED[name]) - together
-    boxes = _boxes(name, tensors[: whole if splits == 1 else whole - len(results)], tiles, width)
-    strides: dict[str, Any] = {
-        f"{each}_strides": SplitStrides(*((x.numel(), *x.stride()[:3], x.shape[3]) if splits > 1 else [0] * 5))
-        for each, x in results.items()
-    }
-    rest: dict[str, Any] = {"GROUPS": tiles.groups}
-    split: dict[str, Any] = {"SPLIT": splits > 1}
-    function: Any = forward.hopper_forward_kernel
-    if name != "forward":
-        rest["grad_scale"] = scale
-        function = backward.hopper_key_kernel if name == "key" else backward.hopper_query_kernel
-    if together:
-        boxes["added"] = Boxes(tensors[-1], (0, 1, 2, 3), (1, 1, _ROWS, _ROWS))
-        strides, split = {}, {}
-        rest["PARTS"] = HOPPER_PARTS[width]
-        function = backward.hopper_backward_kernel
-    if name == "key" and width > NARROW_HEAD.value:
-        function = backward_shared_tiles.hopper_shared_key_kernel
-        rest = {"grad_scale": scale, "inverse": None, "TERMS": 1}
-    last: tuple[str, ...] = ("lse", "delta", "counters", "seqused_k")
-    if name == "forward":
-        last = ("lse", "statistics", "counter", "seqused_k", "sink")
-    elif together:
-        last = ("lse", "delta", "counters", "tiles_added", "seqused_k")
-    count = work.blocks * work.rows * splits
-    programs = min(programs_at_once(tensors[0].device), count)
-    launch = Launch(
-        function,
-        programs,
-        takes=(*DESCRIBED[name], *last),
-        pdl=name != "forward",
-        work=work, window=None if mask.left is None else Window(bounds(shape, mask)[0]),
-        scale=scale * LOG2_E if softcap is None else scale / softcap,
-        CAUSAL=mask.right is not None, SOFTCAP=None if softcap is None else softcap * LOG2_E,
-        STAGES=tiles.stages, **rest, **split, **boxes, **strides,
-    )  # fmt: skip
-    return Plan(launch, splits, together or _counted(name, mask, count, programs))
+    if not suit("backward", call.shape, call.mask, call.scale, *tensors):
+        return None
+    return _planned("backward", call, 1, tensors, added=Boxes(added, (0, 1, 2, 3), (1, 1, _ROWS, _ROWS)))
 
 
 _MOST_STRIDE = 2**31  # strides and places of rows in results travel in 32 bits
@@ -283,45 +311,45 @@ def _splits_of_terms(steps: list[int], step: int, rows: int, programs: int, elem
 
 
 def plan_terms(
-    name: str,
-    shape: Shape,
-    mask: Mask,
-    scale: float,
-    factors: tuple[Tensor, ...],
-    terms: int,
-    results: dict[str, Tensor],
-    device: torch.device,
+    name: str, call: Call, factors: tuple[Tensor, ...], terms: int, results: dict[str, Tensor]
 ) -> Plan | None:
     """The launch of a backward kernel, ``key`` or ``query``, on terms of q, k, v and the gradient, if it suits.
 
     ``factors`` are like one term of each. Behind all terms come the results, in float32, or their parts, then
     lse, δ, inverse and counters.
     """
-    if not suit_terms(shape, terms, device, results.values()):
+    shape, mask = call.shape, call.mask
+    if not suit_terms(shape, terms, call.device, results.values()):
         return None
     tiles = HOPPER_TERMS[terms][shape.block_d]
-    programs = programs_at_once(device)
+    programs = programs_at_once(call.device)
     steps = loop_steps(name, shape, mask, _ROWS, tiles.box)
     rows = _blocks(name, shape, _ROWS)[1]
     splits = _splits_of_terms(steps, tiles.box, rows, programs, sum(x.numel() for x in results.values()))
     work = _work(name, shape, mask, tiles, splits, 2 * terms)
-    strides: dict[str, Any] = {
+    own: dict[str, Any] = {
         f"{each}_strides": SplitStrides(x.numel() if splits > 1 else 0, *strides_of(x)[:3], x.shape[3])
         for each, x in results.items()
     }
-    split: dict[str, Any] = {}
     takes = (*DESCRIBED[name], "lse", "delta", "inverse", "counters")
+    function: Any = backward_shared_tiles.hopper_shared_query_kernel
     if name == "key":
-        split, takes = {"SPLIT": True, "SOFTCAP": None, "window": None}, (*takes, "seqused_k")
+        function = backward_shared_tiles.hopper_shared_key_kernel
+        own |= {"SPLIT": True, "SOFTCAP": None, "window": None}
+        takes = (*takes, "seqused_k")
     count = work.blocks * rows * splits
-    kernels = backward_shared_tiles
     launch = Launch(
-        kernels.hopper_shared_key_kernel if name == "key" else kernels.hopper_shared_query_kernel,
+        function,
         min(programs, count),
         takes=takes,
         pdl=True,
-        work=work, scale=in_powers_of_two(scale), grad_scale=scale,
-        CAUSAL=mask.right is not None, TERMS=terms, STAGES=tiles.stages, **split, **strides,
+        work=work,
+        scale=in_powers_of_two(call.scale),
+        grad_scale=call.scale,
+        CAUSAL=mask.right is not None,
+        TERMS=terms,
+        STAGES=tiles.stages,
         **_boxes(name, (x.repeat(terms, 1, 1, 1) for x in factors), tiles, shape.block_d),
-    )  # fmt: skip
+        **own,
+    )
     return Plan(launch, splits, programs < count)
