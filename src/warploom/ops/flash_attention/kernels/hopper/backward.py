@@ -1,50 +1,41 @@
-"""Backward of flash attention for Hopper, in the manner of `kernels.hopper.forward`; what it computes is in `kernels.backward`.
+"""Backward of flash attention for Hopper, in the manner of `kernels.hopper.forward`.
 
-A group of warps owns 64 queries and loops over the keys (`hopper_query_kernel`), or 64 keys and loops over the queries of all
-heads that read them, for their gradients (`hopper_key_kernel`) or for all (`hopper_backward_kernel`), as in `warploom.device.hopper.attention_backward`.
+What it computes is in `kernels.backward`. A group of warps owns 64 queries and loops over the keys
+(`hopper_query_kernel`), or 64 keys and loops over the queries of all heads that read them, for their gradients
+(`hopper_key_kernel`) or for all (`hopper_backward_kernel`): see `warploom.device.hopper.attention_backward`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from warploom.device.hopper import tma
-from warploom.device.hopper.attention import Options, Window, Work, entry_of, query_steps, tile_place, tiles_of
-from warploom.device.hopper.attention_backward import (
+from warploom.device.hopper.attention import Options, Window, Work
+from warploom.device.hopper.attention_backward.all_gradients import AllGradients, compute_all
+from warploom.device.hopper.attention_backward.exchange import new_exchange
+from warploom.device.hopper.attention_backward.keys import (
     OWN_STAGES,
-    Additions,
-    Exchange,
     KeyCopies,
+    KeyGradients,
+    compute_for_keys,
+    copy_for_keys,
+)
+from warploom.device.hopper.attention_backward.queries import (
     QueryGradients,
-    add_query_gradients,
-    all_gradients_loop,
-    clear_unused,
     compute_for_queries,
     compute_for_wide_queries,
-    copy_for_keys,
-    new_exchange,
-    query_loop,
 )
+from warploom.device.hopper.attention_backward.query_sums import Additions, add_query_gradients
 from warploom.device.hopper.pipeline import (
     NARROW_HEAD,
     ROWS,
     Result,
-    RowRing,
-    Scheduler,
     SplitStrides,
-    matrix,
     new_ring,
     new_row_ring,
     new_scheduler,
-    read,
-    received,
-    store_tile,
-    wait_empty,
 )
 from warploom.ops.flash_attention.kernels.hopper.forward import QueryCopies, copy_for_queries
 
@@ -108,85 +99,6 @@ def hopper_query_kernel(
         gdc_wait()
 
 
-class KeyGradients(NamedTuple):
-    """What groups of warps that own keys share."""
-
-    scheduler: Scheduler
-    k_tiles: gl.shared_memory_descriptor
-    v_tiles: gl.shared_memory_descriptor
-    q: RowRing  # with the lse of each row
-    do: RowRing  # with δ
-    dk: Result
-    dv: Result
-    work: Work
-    scale: gl.float32  # of the logits, in powers of two
-    grad_scale: gl.float32  # of the gradient of keys
-    options: Options
-
-
-@gluon.jit
-def used_rows(gradient, n, keys, LAYOUT: gl.constexpr):
-    """The gradient of keys ``n …``, zero behind the last: rows of keys that are not used hold anything."""
-    key = n + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    return gl.where((key < keys)[:, None], gradient, 0.0)
-
-
-@gluon.jit
-def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call):
-    """Group number ``own`` of warps of `hopper_key_kernel`. Results leave through the buffers of its keys and values."""
-    scheduler, k_tiles, v_tiles, q, do, dk_result, dv_result, work, scale, grad_scale, options = call
-    BLOCK_M: gl.constexpr = q.tiles.shape[3]
-    D: gl.constexpr = q.tiles.shape[4]
-    BLOCK_N: gl.constexpr = GROUPS * ROWS
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    key_heads = work.heads // work.group
-    count = 0
-    done = 0
-    tiles = tiles_of(work)
-    tile, slot = received(scheduler, done)
-    while tile < tiles:
-        block, row, split = tile_place(tile, work, False)
-        entry = entry_of(work, row // key_heads, options)
-        begin, full, high, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
-        first = block * BLOCK_N + own * ROWS - (entry.keys - work.tokens) - work.right
-        reach = None
-        if options.window is not None:
-            reach = work.right + options.window.left
-        own_slot = slot * GROUPS + own
-        k_tile, v_tile = matrix(k_tiles, own_slot), matrix(v_tiles, own_slot)
-        dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
-        dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
-        for _ in range(work.group):
-            if CAUSAL:
-                dk, dv, count = query_loop(
-                    dk, dv, count, k_tile, v_tile, q, do, begin, full, first, scale, True, LAYOUT, OUT_LAYOUT,
-                    reach, options.softcap, CAUSAL,
-                )  # fmt: skip
-            dk, dv, count = query_loop(
-                dk, dv, count, k_tile, v_tile, q, do, full, high, first, scale, False, LAYOUT, OUT_LAYOUT,
-                reach, options.softcap, CAUSAL,
-            )  # fmt: skip
-            if options.window is not None:
-                dk, dv, count = query_loop(
-                    dk, dv, count, k_tile, v_tile, q, do, high, end, first, scale, True, LAYOUT, OUT_LAYOUT,
-                    reach, options.softcap, CAUSAL,
-                )  # fmt: skip
-        # Worked out again rather than held in registers.
-        block, row, split = tile_place(read(scheduler, slot), work, False)
-        batch, head = row // key_heads, row % key_heads
-        n = block * BLOCK_N + own * ROWS
-        if options.seqused_k is not None:
-            entry = entry_of(work, batch, options)
-            dk, dv = used_rows(dk, n, entry.keys, OUT_LAYOUT), used_rows(dv, n, entry.keys, OUT_LAYOUT)
-        store_tile(dv_result, dv, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
-        store_tile(dk_result, dk * grad_scale, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
-        tma.store_wait(0)
-        mbarrier.arrive(scheduler.empty.index(slot))
-        done += 1
-        tile, slot = received(scheduler, done)
-
-
 @gluon.jit
 def hopper_key_kernel(
     q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, counters, seqused_k,
@@ -229,72 +141,6 @@ def hopper_key_kernel(
          (copy_for_keys, (GROUPS, CAUSAL, 1, copies))],
         [4, 1], [240, 24],
     )  # fmt: skip
-
-
-class AllGradients(NamedTuple):
-    """What groups of warps that own keys share where they form all gradients."""
-
-    scheduler: Scheduler
-    q: RowRing  # with the lse of each row
-    do: RowRing  # with δ
-    exchange: Exchange
-    dk: Result
-    dv: Result
-    work: Work
-    scale: gl.float32  # of the logits, in powers of two
-    grad_scale: gl.float32  # of the gradient of keys
-    options: Options
-
-
-@gluon.jit
-def compute_all(own: gl.constexpr, CAUSAL: gl.constexpr, call):
-    """Group number ``own`` of warps of `hopper_backward_kernel`. Results leave through the buffers of its keys and values."""
-    scheduler, q, do, exchange, dk_result, dv_result, work, scale, grad_scale, options = call
-    GROUPS: gl.constexpr = exchange.k_tiles.shape[0]
-    BLOCK_M: gl.constexpr = q.tiles.shape[3]
-    D: gl.constexpr = q.tiles.shape[4]
-    BLOCK_N: gl.constexpr = GROUPS * ROWS
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    key_heads = work.heads // work.group
-    count = 0
-    done = 0
-    tiles = tiles_of(work)
-    tile, slot = received(scheduler, done)
-    while tile < tiles:
-        block, row, _ = tile_place(tile, work, False)
-        entry = entry_of(work, row // key_heads, options)
-        begin, full, high, end = query_steps(block, 0, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
-        first = block * BLOCK_N + own * ROWS - (entry.keys - work.tokens) - work.right
-        reach = None
-        if options.window is not None:
-            reach = work.right + options.window.left
-        used = None
-        if options.seqused_k is not None:
-            used = entry.keys - block * BLOCK_N - own * ROWS
-            if used < ROWS:
-                clear_unused(matrix(exchange.k_tiles, own), used)
-                clear_unused(matrix(exchange.v_tiles, own), used)
-                fence_async_shared()
-                full = high
-        dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
-        dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
-        dk, dv, count = all_gradients_loop(
-            dk, dv, count, q, do, exchange, begin, full, high, end, work.group, first, used, reach, scale,
-            options.softcap, own, CAUSAL, LAYOUT, OUT_LAYOUT,
-        )  # fmt: skip
-        # Worked out again rather than held in registers.
-        block, row, _ = tile_place(read(scheduler, slot), work, False)
-        batch, head = row // key_heads, row % key_heads
-        n = block * BLOCK_N + own * ROWS
-        store_tile(dv_result, dv, own, 0, batch, head, n, work.keys, False, OUT_LAYOUT)
-        if count > 0:  # the other group has read the keys
-            wait_empty(exchange.empty, count + 1)
-        store_tile(dk_result, dk * grad_scale, own, 0, batch, head, n, work.keys, False, OUT_LAYOUT)
-        tma.store_wait(0)
-        mbarrier.arrive(scheduler.empty.index(slot))
-        done += 1
-        tile, slot = received(scheduler, done)
 
 
 @gluon.jit

@@ -1,9 +1,13 @@
-"""Backward of flash attention for Hopper where two groups of warps have the same rows; it computes what `kernels.backward` does.
+"""Backward of flash attention for Hopper where two groups of warps share a tile of 64 rows.
 
-Two gradients of keys with more than 128 features do not fit in a group's registers; nor do float32 factors, which are
-``TERMS`` bfloat16 tensors each (`kernels.forward.terms_kernel` makes them before), leave shared memory for the rows of two groups.
-So one group works out weights, and the other takes them from shared memory; each adds up one gradient of keys or values. All
-products of terms of a tile are in flight together.
+What it computes is in `kernels.backward`. It is for two kinds of call:
+
+- More than 128 features: a group's registers do not hold the gradients of keys and of values.
+- Float32: a factor is the sum of ``TERMS`` bfloat16 tensors, which `kernels.forward.terms_kernel` makes before. Shared
+  memory has no room for the rows of two groups.
+
+One group computes weights, and the other takes them from shared memory. Each adds up one gradient, of keys or of values.
+All products of terms of a tile are in flight together.
 """
 
 from __future__ import annotations
@@ -31,13 +35,8 @@ from warploom.device.hopper.attention import (
     tile_place,
     tiles_of,
 )
-from warploom.device.hopper.attention_backward import (
-    KeyCopies,
-    copy_for_keys,
-    load_row_values,
-    transposed_weights_of,
-    weights_of,
-)
+from warploom.device.hopper.attention_backward.keys import KeyCopies, copy_for_keys, used_rows
+from warploom.device.hopper.attention_backward.weights import load_row_values, transposed_weights_of, weights_of
 from warploom.device.hopper.pipeline import (
     ROWS,
     Result,
@@ -58,7 +57,6 @@ from warploom.device.hopper.pipeline import (
     store_tile,
     wait_full,
 )
-from warploom.ops.flash_attention.kernels.hopper.backward import used_rows
 from warploom.ops.flash_attention.kernels.hopper.forward import QueryCopies, copy_for_queries
 
 

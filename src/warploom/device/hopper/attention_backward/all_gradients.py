@@ -1,0 +1,189 @@
+"""Groups of warps that own 64 keys each, and form all gradients with five products."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from warploom.device.hopper import tma
+from warploom.device.hopper.attention import Options, Work, entry_of, query_steps, tile_place, tiles_of
+from warploom.device.hopper.attention_backward.exchange import (
+    Exchange,
+    clear_unused,
+    publish_part,
+    query_gradient,
+    share_dlogits,
+)
+from warploom.device.hopper.attention_backward.weights import visible_weights
+from warploom.device.hopper.pipeline import (
+    ROWS,
+    Result,
+    RowRing,
+    Scheduler,
+    as_factor,
+    matrix,
+    power_of_two,
+    product_transposed,
+    read,
+    received,
+    store_tile,
+    wait_empty,
+)
+from warploom.device.hopper.softcap import UNSEEN, capped, capped_weights
+
+
+class AllGradients(NamedTuple):
+    """What groups of warps that own keys share where they form all gradients."""
+
+    scheduler: Scheduler
+    q: RowRing  # with the lse of each row
+    do: RowRing  # with δ
+    exchange: Exchange
+    dk: Result
+    dv: Result
+    work: Work
+    scale: gl.float32  # of the logits, in powers of two
+    grad_scale: gl.float32  # of the gradient of keys
+    options: Options
+
+
+@gluon.jit
+def all_gradients_loop(
+    dk, dv, count, q, do, exchange, begin, full, high, end, heads, first, used, reach, scale, softcap,
+    own: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Loop over tiles of queries ``end − 1 … begin``, each of all ``heads``, for all gradients.
+
+    Those before ``full`` and from ``high`` on have masks; ``first``, ``reach`` and ``used`` are as in
+    `visible_weights`. A tile's gradient of queries is formed one step later, when the other group's logits are there, and
+    leaves while the next logits are on their way.
+    """
+    BLOCK_M: gl.constexpr = q.tiles.shape[3]
+    STAGES: gl.constexpr = q.tiles.shape[0]
+    dtype: gl.constexpr = q.tiles.dtype
+    MASKS: gl.constexpr = CAUSAL or reach is not None or used is not None
+    # With 64 features registers are short: what is needed of the cap's derivative is formed at once.
+    CAP_AT_ONCE: gl.constexpr = softcap is not None and dk.shape[1] <= ROWS
+    start = count
+    steps = heads * (end - begin)
+    if steps > 0:
+        # count >> 30 is zero. The compiler, which cannot know, works out addresses in the loop and not before.
+        k_tile = matrix(exchange.k_tiles, own + (count >> 30))
+        logits = product_transposed(k_tile, q, count, LAYOUT)  # (keys, queries)
+        logits = warpgroup_mma_wait(0, deps=[logits])
+        m = end - 1
+        member = m * 0
+        for i in range(steps):
+            slot = count % STAGES
+            zero = count >> 30
+            dweights = product_transposed(matrix(exchange.v_tiles, own + zero), do, count, LAYOUT)
+            row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
+            if CAP_AT_ONCE:
+                if MASKS:
+                    if (m < full) | (m >= high):
+                        logits = visible_weights(logits, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT, UNSEEN)
+                logits, weights = capped_weights(logits, row_lse[None, :], scale, softcap, dtype)
+                factor = gl.convert_layout(logits, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
+            else:
+                if softcap is not None:
+                    logits = capped(logits, scale, softcap, 0.0, False)
+                    weights = power_of_two(logits - row_lse[None, :])
+                else:
+                    weights = power_of_two(logits * scale - row_lse[None, :])
+                if MASKS:
+                    if (m < full) | (m >= high):
+                        weights = visible_weights(weights, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT)
+                factor = as_factor(weights, dtype, OUT_LAYOUT)
+            dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)
+            dweights = warpgroup_mma_wait(1, deps=[dweights])
+            row_delta = do.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
+            if softcap is not None and not CAP_AT_ONCE:
+                weights = weights * (1.0 - logits * logits * (1.0 / (softcap * softcap)))
+            rounded = (weights * (dweights - row_delta[None, :])).to(dtype)
+            share_dlogits(exchange, rounded, count, own)
+            dlogits = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
+            dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)
+            dv, factor = warpgroup_mma_wait(1, deps=[dv, factor])
+            mbarrier.arrive(do.empty.index(slot))
+            dq = query_gradient(exchange, count - 1, own, zero, count > start)
+            # Behind the last tile, that tile's again: a branch would end what is in flight.
+            more = gl.minimum(steps - 1 - i, 1)
+            following = (count + more) % STAGES
+            mbarrier.wait(q.full.index(following), (count + more) // STAGES & 1, pred=more > 0)
+            q_tile = matrix(q.tiles, following).permute([1, 0])
+            zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
+            keys = matrix(exchange.k_tiles, own + zero)
+            logits = warpgroup_mma(keys, q_tile, zeros, use_acc=False, is_async=True)
+            dk, dlogits, dq = warpgroup_mma_wait(1, deps=[dk, dlogits, dq])
+            if count > start:
+                publish_part(exchange, dq, count - 1, own)
+            logits = warpgroup_mma_wait(0, deps=[logits])
+            mbarrier.arrive(q.empty.index(slot))
+            count += 1
+            member += 1
+            if member == heads:
+                m -= 1
+                member = 0
+        dq = query_gradient(exchange, count - 1, own, count >> 30, count > start)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        publish_part(exchange, dq, count - 1, own)
+    return dk, dv, count
+
+
+@gluon.jit
+def compute_all(own: gl.constexpr, CAUSAL: gl.constexpr, call):
+    """Group number ``own`` of warps of `hopper_backward_kernel`. Results leave through the buffers of its keys and values."""
+    scheduler, q, do, exchange, dk_result, dv_result, work, scale, grad_scale, options = call
+    GROUPS: gl.constexpr = exchange.k_tiles.shape[0]
+    BLOCK_M: gl.constexpr = q.tiles.shape[3]
+    D: gl.constexpr = q.tiles.shape[4]
+    BLOCK_N: gl.constexpr = GROUPS * ROWS
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    key_heads = work.heads // work.group
+    count = 0
+    done = 0
+    tiles = tiles_of(work)
+    tile, slot = received(scheduler, done)
+    while tile < tiles:
+        block, row, _ = tile_place(tile, work, False)
+        entry = entry_of(work, row // key_heads, options)
+        begin, full, high, end = query_steps(block, 0, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
+        first = block * BLOCK_N + own * ROWS - (entry.keys - work.tokens) - work.right
+        reach = None
+        if options.window is not None:
+            reach = work.right + options.window.left
+        used = None
+        if options.seqused_k is not None:
+            used = entry.keys - block * BLOCK_N - own * ROWS
+            if used < ROWS:
+                clear_unused(matrix(exchange.k_tiles, own), used)
+                clear_unused(matrix(exchange.v_tiles, own), used)
+                fence_async_shared()
+                full = high
+        dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
+        dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
+        dk, dv, count = all_gradients_loop(
+            dk, dv, count, q, do, exchange, begin, full, high, end, work.group, first, used, reach, scale,
+            options.softcap, own, CAUSAL, LAYOUT, OUT_LAYOUT,
+        )  # fmt: skip
+        # Worked out again rather than held in registers.
+        block, row, _ = tile_place(read(scheduler, slot), work, False)
+        batch, head = row // key_heads, row % key_heads
+        n = block * BLOCK_N + own * ROWS
+        store_tile(dv_result, dv, own, 0, batch, head, n, work.keys, False, OUT_LAYOUT)
+        if count > 0:  # the other group has read the keys
+            wait_empty(exchange.empty, count + 1)
+        store_tile(dk_result, dk * grad_scale, own, 0, batch, head, n, work.keys, False, OUT_LAYOUT)
+        tma.store_wait(0)
+        mbarrier.arrive(scheduler.empty.index(slot))
+        done += 1
+        tile, slot = received(scheduler, done)

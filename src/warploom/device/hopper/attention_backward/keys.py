@@ -1,0 +1,230 @@
+"""Groups of warps that own 64 keys each, and loop over the queries of all heads that read them; and what copies for them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from warploom.device.hopper import tma
+from warploom.device.hopper.attention import Options, Work, entry_of, query_steps, tile_place, tiles_of
+from warploom.device.hopper.attention_backward.query_sums import query_in_order
+from warploom.device.hopper.attention_backward.weights import transposed_weights_of
+from warploom.device.hopper.pipeline import (
+    ROWS,
+    Result,
+    RowRing,
+    Scheduler,
+    as_factor,
+    broadcast,
+    broadcast_end,
+    copy_own,
+    copy_tile,
+    matrix,
+    next_tile,
+    product_transposed,
+    read,
+    received,
+    store_tile,
+    take_tile,
+    wait_empty,
+)
+
+OWN_STAGES = gl.constexpr(2)  # tiles of keys and values: one that is worked on, and the next
+
+
+class KeyCopies(NamedTuple):
+    """What the copying warp of a kernel that owns tiles of keys copies, and where to."""
+
+    scheduler: Scheduler
+    own_descs: gl.tuple  # of keys and values
+    own_tiles: gl.tuple
+    q_desc: gl.tensor
+    do_desc: gl.tensor
+    q: RowRing  # with the lse of each row
+    do: RowRing  # with δ
+    lse: gl.tensor
+    delta: gl.tensor
+    inverse: gl.tensor | None
+    inverses: gl.shared_memory_descriptor | None  # (stages, rows), beside q's lse
+    work: Work
+    options: Options
+
+
+@gluon.jit
+def copy_for_keys(
+    GROUPS: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexpr, copies,
+    ORDERED: gl.constexpr = False,
+):  # fmt: skip
+    """The copying warp of a kernel that owns tiles of keys. Rows' numbers travel with their tile: lse with queries, δ with gradients.
+
+    Queries of float32, in ``TERMS``, come from the last to the first: see `kernels.backward.query_loop`.
+    """
+    scheduler, own_descs, own_tiles, q_desc, do_desc, q, do, lse, delta, inverse, inverses, work, options = copies
+    BLOCK_M: gl.constexpr = q.tiles.shape[3]
+    BLOCK_N: gl.constexpr = GROUPS * ROWS
+    key_heads = work.heads // work.group
+    batch_size = work.rows // key_heads
+    tiles = tiles_of(work)
+    if ORDERED:
+        tile = take_tile(scheduler)
+    else:
+        tile = gl.program_id(0)
+    count = 0
+    done = 0
+    local = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [1], [0]))
+    while tile < tiles:
+        slot = broadcast(scheduler, tile, done)
+        block, row, split = tile_place(tile, work, False)
+        batch, key_head = row // key_heads, row % key_heads
+        entry = entry_of(work, batch, options)
+        begin, _, _, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
+        copy_own(
+            own_descs, own_tiles, batch, key_head, block * BLOCK_N, scheduler.full, slot, GROUPS, batch_size, TERMS
+        )
+        for i in range(work.group * (end - begin)):
+            if ORDERED:
+                m, member = query_in_order(i, end, work.group)
+                head = key_head * work.group + member
+                m = m * BLOCK_M
+            else:
+                member = i // (end - begin)
+                head = key_head * work.group + member
+                if TERMS > 1:
+                    m = (end - 1 - i + member * (end - begin)) * BLOCK_M
+                else:
+                    m = (begin + i - member * (end - begin)) * BLOCK_M
+            mask = m + local < work.tokens
+            offsets = (batch * work.heads + head).to(gl.int64) * work.tokens + m + local
+            row_lse = gl.load(lse + offsets, mask=mask, other=float("inf"))
+            if inverse is not None:
+                row_inverse = gl.load(inverse + offsets, mask=mask, other=0.0)
+            row_delta = gl.load(delta + offsets, mask=mask, other=0.0)
+            stage = wait_empty(q.empty, count)
+            q.row_values.index(stage).store(row_lse)
+            if inverse is not None:
+                inverses.index(stage).store(row_inverse)
+            copy_tile(q_desc, batch, head, m, q, count, batch_size, TERMS)
+            do.row_values.index(wait_empty(do.empty, count)).store(row_delta)
+            copy_tile(do_desc, batch, head, m, do, count, batch_size, TERMS)
+            count += 1
+        done += 1
+        if ORDERED:
+            tile = take_tile(scheduler)
+        else:
+            tile = next_tile(scheduler, tiles)
+    broadcast_end(scheduler, tile, done)
+
+
+class KeyGradients(NamedTuple):
+    """What groups of warps that own keys share."""
+
+    scheduler: Scheduler
+    k_tiles: gl.shared_memory_descriptor
+    v_tiles: gl.shared_memory_descriptor
+    q: RowRing  # with the lse of each row
+    do: RowRing  # with δ
+    dk: Result
+    dv: Result
+    work: Work
+    scale: gl.float32  # of the logits, in powers of two
+    grad_scale: gl.float32  # of the gradient of keys
+    options: Options
+
+
+@gluon.jit
+def query_loop(
+    dk, dv, count, k_tile, v_tile, q, do, begin, end, first, scale,
+    MASKED: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    reach=None, softcap=None, CAUSAL: gl.constexpr = True,
+):  # fmt: skip
+    """Loop over tiles of queries ``begin … end`` of one head; ``first`` and ``reach`` as in `transposed_weights_of`."""
+    BLOCK_M: gl.constexpr = q.tiles.shape[3]
+    STAGES: gl.constexpr = q.tiles.shape[0]
+    dtype: gl.constexpr = q.tiles.dtype
+    for i in range(begin, end):
+        slot = count % STAGES
+        logits = product_transposed(k_tile, q, count, LAYOUT)  # (keys, queries)
+        dweights = product_transposed(v_tile, do, count, LAYOUT)
+        logits = warpgroup_mma_wait(1, deps=[logits])
+        row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
+        weights, slopes = transposed_weights_of(
+            logits, row_lse, i * BLOCK_M, first, scale, dtype, MASKED, LAYOUT, None, reach, softcap, CAUSAL
+        )
+        factor = as_factor(weights, dtype, OUT_LAYOUT)
+        dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)
+        dweights = warpgroup_mma_wait(1, deps=[dweights])
+        row_delta = do.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
+        dlogits = as_factor(slopes * (dweights - row_delta[None, :]), dtype, OUT_LAYOUT)
+        dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)
+        dv, factor = warpgroup_mma_wait(1, deps=[dv, factor])
+        mbarrier.arrive(do.empty.index(slot))
+        dk, dlogits = warpgroup_mma_wait(0, deps=[dk, dlogits])
+        mbarrier.arrive(q.empty.index(slot))
+        count += 1
+    return dk, dv, count
+
+
+@gluon.jit
+def used_rows(gradient, n, keys, LAYOUT: gl.constexpr):
+    """The gradient of keys ``n …``, zero behind the last: rows of keys that are not used hold anything."""
+    key = n + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    return gl.where((key < keys)[:, None], gradient, 0.0)
+
+
+@gluon.jit
+def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call):
+    """Group number ``own`` of warps of `hopper_key_kernel`. Results leave through the buffers of its keys and values."""
+    scheduler, k_tiles, v_tiles, q, do, dk_result, dv_result, work, scale, grad_scale, options = call
+    BLOCK_M: gl.constexpr = q.tiles.shape[3]
+    D: gl.constexpr = q.tiles.shape[4]
+    BLOCK_N: gl.constexpr = GROUPS * ROWS
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    key_heads = work.heads // work.group
+    count = 0
+    done = 0
+    tiles = tiles_of(work)
+    tile, slot = received(scheduler, done)
+    while tile < tiles:
+        block, row, split = tile_place(tile, work, False)
+        entry = entry_of(work, row // key_heads, options)
+        begin, full, high, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
+        first = block * BLOCK_N + own * ROWS - (entry.keys - work.tokens) - work.right
+        reach = None
+        if options.window is not None:
+            reach = work.right + options.window.left
+        own_slot = slot * GROUPS + own
+        k_tile, v_tile = matrix(k_tiles, own_slot), matrix(v_tiles, own_slot)
+        dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
+        dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
+        for _ in range(work.group):
+            if CAUSAL:
+                dk, dv, count = query_loop(
+                    dk, dv, count, k_tile, v_tile, q, do, begin, full, first, scale, True, LAYOUT, OUT_LAYOUT,
+                    reach, options.softcap, CAUSAL,
+                )  # fmt: skip
+            dk, dv, count = query_loop(
+                dk, dv, count, k_tile, v_tile, q, do, full, high, first, scale, False, LAYOUT, OUT_LAYOUT,
+                reach, options.softcap, CAUSAL,
+            )  # fmt: skip
+            if options.window is not None:
+                dk, dv, count = query_loop(
+                    dk, dv, count, k_tile, v_tile, q, do, high, end, first, scale, True, LAYOUT, OUT_LAYOUT,
+                    reach, options.softcap, CAUSAL,
+                )  # fmt: skip
+        # Worked out again rather than held in registers.
+        block, row, split = tile_place(read(scheduler, slot), work, False)
+        batch, head = row // key_heads, row % key_heads
+        n = block * BLOCK_N + own * ROWS
+        if options.seqused_k is not None:
+            entry = entry_of(work, batch, options)
+            dk, dv = used_rows(dk, n, entry.keys, OUT_LAYOUT), used_rows(dv, n, entry.keys, OUT_LAYOUT)
+        store_tile(dv_result, dv, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
+        store_tile(dk_result, dk * grad_scale, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
+        tma.store_wait(0)
+        mbarrier.arrive(scheduler.empty.index(slot))
+        done += 1
+        tile, slot = received(scheduler, done)

@@ -1,0 +1,104 @@
+"""Gradients of queries, added up in device memory by all programs, in one order."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from warploom.device.hopper import tma
+from warploom.device.hopper.attention import Options, Work, entry_of, query_steps, tile_place, tiles_of
+from warploom.device.hopper.ordered import count_added, wait_until_added
+from warploom.device.hopper.pipeline import ROWS, Scheduler, received
+
+
+@gluon.jit
+def query_in_order(i, end, group):
+    """The tile of queries of step ``i`` from ``end − 1`` down, each for all heads of a group, and which of these.
+
+    Programs take tiles of keys from the first to the last, and add to a tile of queries in that order. Each goes over the
+    queries from the last on, which all of them see, one step behind the one before: so none waits long, and what they read
+    and add to is in the L2 cache. With one head of a group after the other, the second would begin when the longest loop
+    of the first has ended.
+    """
+    return end - 1 - i // group, i % group
+
+
+@gluon.jit
+def tiles_before(block, m, work, options, BLOCK_N: gl.constexpr):
+    """How many tiles of keys come before this one at the queries ``m …``: those between that `query_steps` has for them."""
+    first = block * 0
+    if options.window is not None:
+        first = gl.maximum(m + work.keys - work.tokens - options.window.left, 0) // BLOCK_N
+    return block - first
+
+
+class Additions(NamedTuple):
+    """What a warp that adds up gradients of queries works on."""
+
+    scheduler: Scheduler
+    parts: gl.shared_memory_descriptor  # as in `Exchange`, as are the next two
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    added: gl.tensor  # a descriptor of (B, H, N, D) float32, with boxes of (1, 1, 64, 64)
+    tiles_added: (
+        gl.tensor
+    )  # (GROUPS, B, H, N) int32, zero: at a tile's first query, how many tiles of keys are added
+    work: Work
+    options: Options
+
+
+@gluon.jit
+def add_part(desc, batch, head, row, feature, tile, before):
+    """Add a tile to device memory, or store it if it is the first."""
+    if before == 0:
+        tma.async_copy_shared_to_global(desc, [batch, head, row, feature], tile)
+    else:
+        tma.async_add(desc, [batch, head, row, feature], tile)
+
+
+@gluon.jit
+def add_query_gradients(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, call):
+    """The warp that adds up the part of the gradient of queries that group number ``own`` forms.
+
+    It alone waits for other programs; its group waits when a part is ready and the buffer is not. Tiles of keys are added
+    in their own order, the first of them is stored: memory may hold anything.
+    """
+    scheduler, parts, full, empty, added, tiles_added, work, options = call
+    STAGES: gl.constexpr = full.shape[0] // GROUPS
+    BLOCK_N: gl.constexpr = GROUPS * ROWS
+    key_heads = work.heads // work.group
+    batch_size = work.rows // key_heads
+    tiles = tiles_of(work)
+    count = 0
+    done = 0
+    tile, slot = received(scheduler, done, 1)
+    while tile < tiles:
+        mbarrier.arrive(scheduler.empty.index(slot))
+        block, row, _ = tile_place(tile, work, False)
+        batch, key_head = row // key_heads, row % key_heads
+        entry = entry_of(work, batch, options)
+        begin, _, _, end = query_steps(block, 0, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
+        for i in range(work.group * (end - begin)):
+            m, member = query_in_order(i, end, work.group)
+            m = m * BLOCK_M
+            head = key_head * work.group + member
+            before = tiles_before(block, m, entry, options, BLOCK_N)
+            row_of_count = (own * batch_size + batch) * work.heads + head
+            counter = tiles_added + row_of_count.to(gl.int64) * work.tokens + m
+            stage = count % STAGES * GROUPS + own
+            mbarrier.wait(full.index(stage), count // STAGES & 1)
+            wait_until_added(counter, before)
+            if BLOCK_M > ROWS:
+                add_part(added, batch, head, m + own * ROWS, 0, parts.index(stage), before)
+            else:
+                add_part(added, batch, head, m, own * ROWS, parts.index(stage), before)
+            tma.store_wait(0)
+            mbarrier.arrive(empty.index(stage))
+            tma.stored()
+            count_added(counter)
+            count += 1
+        done += 1
+        tile, slot = received(scheduler, done, 1)

@@ -1,0 +1,79 @@
+"""Weights of tiles from their logits and the lse of their rows, as the backward needs them."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from warploom.device.hopper.attention import visible
+from warploom.device.hopper.pipeline import ROWS, power_of_two
+from warploom.device.hopper.softcap import UNSEEN, capped_weights
+
+
+@gluon.jit
+def load_row_values(values, row, m, tokens, other, LAYOUT: gl.constexpr):
+    """One value for each of 64 queries of a head, from query ``m`` on; ``other`` behind the last query."""
+    local = m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    return gl.load(values + row.to(gl.int64) * tokens + local, mask=local < tokens, other=other)
+
+
+@gluon.jit
+def weights_of(
+    logits, lse, n, first, work, options, scale, dtype: gl.constexpr,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Weights of the keys ``n …`` for 64 queries, of which the first stands at the key ``first``.
+
+    With a cap, times its derivative: these weights are only for gradients of logits.
+    """
+    if options.softcap is not None:
+        if MASKED:
+            mask = visible(n, first, work, options, logits.shape[1], CAUSAL, LAYOUT)
+            logits = gl.where(mask, logits, UNSEEN)
+        _, weights = capped_weights(logits, lse[:, None], scale, options.softcap, dtype)
+    else:
+        weights = power_of_two(logits * scale - lse[:, None])
+        if MASKED:
+            mask = visible(n, first, work, options, logits.shape[1], CAUSAL, LAYOUT)
+            weights = gl.where(mask, weights, 0.0)
+    return weights
+
+
+@gluon.jit
+def visible_weights(
+    weights, m, first, reach, used, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, UNSEEN: gl.constexpr = 0.0
+):
+    """Weights of 64 keys for the queries ``m …``, zero (or ``UNSEEN``) where these do not see them.
+
+    Query ``first`` is the first that sees the first key, unless all do before it, and the one ``reach`` behind it the last.
+    Of the keys, so many are ``used``.
+    """
+    sees = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    query = m + gl.arange(0, weights.shape[1], gl.SliceLayout(0, LAYOUT))
+    if CAUSAL:
+        weights = gl.where(sees[:, None] <= query[None, :], weights, UNSEEN)
+    if reach is not None:
+        weights = gl.where(query[None, :] <= (sees + reach)[:, None], weights, UNSEEN)
+    if used is not None:
+        weights = gl.where((gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) < used)[:, None], weights, UNSEEN)
+    return weights
+
+
+@gluon.jit
+def transposed_weights_of(
+    logits, lse, m, first, scale, dtype: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
+    inverse=None, reach=None, softcap=None, CAUSAL: gl.constexpr = True,
+):  # fmt: skip
+    """Weights of 64 keys for the queries ``m …``, rounded if there is a cap, and these times its derivative; see `visible_weights`."""
+    if softcap is not None:
+        if MASKED:
+            logits = visible_weights(logits, m, first, reach, None, CAUSAL, LAYOUT, UNSEEN)
+        weights, slopes = capped_weights(logits, lse[None, :], scale, softcap, dtype)
+    else:
+        weights = power_of_two(logits * scale - lse[None, :])
+        if inverse is not None:
+            weights = weights * inverse[None, :]
+        if MASKED:
+            weights = visible_weights(weights, m, first, reach, None, CAUSAL, LAYOUT)
+        slopes = weights
+    return weights, slopes
