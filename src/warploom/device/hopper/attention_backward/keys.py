@@ -54,14 +54,29 @@ class KeyCopies(NamedTuple):
 
 
 @gluon.jit
+def query_of_step(i, begin, end, group, ORDERED: gl.constexpr, TERMS: gl.constexpr):
+    """The tile of queries of step ``i`` of a loop over tiles ``begin … end`` of a group's heads, and which of these.
+
+    Unless it is ``ORDERED``, one head comes after the other. Queries of float32, in ``TERMS``, come from the last to the
+    first: see `kernels.backward.query_loop`.
+    """
+    if ORDERED:
+        m, member = query_in_order(i, end, group)
+    else:
+        member = i // (end - begin)
+        if TERMS > 1:
+            m = end - 1 - i + member * (end - begin)
+        else:
+            m = begin + i - member * (end - begin)
+    return m, member
+
+
+@gluon.jit
 def copy_for_keys(
     GROUPS: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexpr, copies,
     ORDERED: gl.constexpr = False,
 ):  # fmt: skip
-    """The copying warp of a kernel that owns tiles of keys. Rows' numbers travel with their tile: lse with queries, δ with gradients.
-
-    Queries of float32, in ``TERMS``, come from the last to the first: see `kernels.backward.query_loop`.
-    """
+    """The copying warp of a kernel that owns tiles of keys. Rows' numbers travel with tiles: lse with queries, δ with gradients."""
     scheduler, own_descs, own_tiles, q_desc, do_desc, q, do, lse, delta, inverse, inverses, work, options = copies
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     BLOCK_N: gl.constexpr = GROUPS * ROWS
@@ -85,17 +100,9 @@ def copy_for_keys(
             own_descs, own_tiles, batch, key_head, block * BLOCK_N, scheduler.full, slot, GROUPS, batch_size, TERMS
         )
         for i in range(work.group * (end - begin)):
-            if ORDERED:
-                m, member = query_in_order(i, end, work.group)
-                head = key_head * work.group + member
-                m = m * BLOCK_M
-            else:
-                member = i // (end - begin)
-                head = key_head * work.group + member
-                if TERMS > 1:
-                    m = (end - 1 - i + member * (end - begin)) * BLOCK_M
-                else:
-                    m = (begin + i - member * (end - begin)) * BLOCK_M
+            m, member = query_of_step(i, begin, end, work.group, ORDERED, TERMS)
+            head = key_head * work.group + member
+            m = m * BLOCK_M
             mask = m + local < work.tokens
             offsets = (batch * work.heads + head).to(gl.int64) * work.tokens + m + local
             row_lse = gl.load(lse + offsets, mask=mask, other=float("inf"))
