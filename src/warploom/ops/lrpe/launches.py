@@ -1,4 +1,4 @@
-"""Launchers of LRPE's kernels: sizes, strides, tiles. No validation, no autograd.
+"""Launches of LRPE's kernels: sizes, strides, tiles. No validation, no autograd.
 
 What a call allocates and launches is its plan, which depends on shapes, strides, dtypes and options alone. Plans
 are kept by the caller (`warploom.runtime.plans`): a call like an earlier one only allocates and launches.
@@ -48,12 +48,12 @@ class Positions(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """How a call is cut into tiles: sizes, the roles of batch and heads, and the block sizes."""
+    """How a call is cut into tiles, and which of batch and heads is the broadcast axis S: see `kernels.rows`."""
 
     batch: int
     tokens: int
     heads: int
-    heads_shared: bool  # whether S runs over the heads (else over the batch)
+    over_heads: bool  # whether S runs over the heads, and rows over the batch; otherwise the other way round
     block_s: int
     block_r: int
     block_f: int
@@ -63,12 +63,12 @@ class Geometry(NamedTuple):
     @property
     def row_axis(self) -> int:
         """Size of the row axis ``u``: heads, or batch entries where the heads share angles."""
-        return self.batch if self.heads_shared else self.heads
+        return self.batch if self.over_heads else self.heads
 
     @property
     def broadcast_axis(self) -> int:
         """Size of the broadcast axis ``s``: batch entries, or heads where those share angles."""
-        return self.heads if self.heads_shared else self.batch
+        return self.heads if self.over_heads else self.batch
 
     @property
     def row_blocks(self) -> int:
@@ -76,13 +76,13 @@ class Geometry(NamedTuple):
         return -(-self.tokens * self.row_axis // self.block_r)
 
     @property
-    def shared_blocks(self) -> int:
+    def broadcast_blocks(self) -> int:
         """Blocks of S."""
         return -(-self.broadcast_axis // self.block_s)
 
     def order(self, batch: int, tokens: int, heads: int) -> tuple[int, int, int]:
         """Per-axis numbers in the kernels' order (s, n, u)."""
-        return (heads, tokens, batch) if self.heads_shared else (batch, tokens, heads)
+        return (heads, tokens, batch) if self.over_heads else (batch, tokens, heads)
 
 
 def geometry_of(
@@ -93,15 +93,15 @@ def geometry_of(
     heads = x.shape[2] if x.dim() == 4 else 1
     features = x.shape[-1] if kind == "cosine" else x.shape[-1] // 2
     per_head = theta.dim() == 2 and theta.shape[0] > 1
-    heads_shared = not per_head and heads > 1
+    over_heads = not per_head and heads > 1
     block_f = triton.next_power_of_2(features)
     block_s, warps, access = Tile(*tile)
     if block_f > 1024:  # long rows: more threads, fewer of them
         block_s, warps = 1, min(32, block_f // 256)
-    if positions.per_batch() and not heads_shared:
+    if positions.per_batch() and not over_heads:
         block_s = 1  # batch entries at different positions share no angles
     block_r = max(1, warps * 32 * access // x.element_size() // block_f)
-    return Geometry(batch, tokens, heads, heads_shared, block_s, block_r, block_f, warps, features)
+    return Geometry(batch, tokens, heads, over_heads, block_s, block_r, block_f, warps, features)
 
 
 def _strides(tensor: torch.Tensor, geometry: Geometry) -> tuple[int, int, int, int]:
@@ -246,7 +246,7 @@ def plan_forward(
     vec, unit, (x_strides, out_strides) = packed_strides(geometry, x, out)
     launch = Launch(
         forward_kernel,
-        geometry.shared_blocks * geometry.row_blocks,
+        geometry.broadcast_blocks * geometry.row_blocks,
         takes=("x", "out", "theta", "ids", "offsets", "cu_seqlens", "table", "counters", "offset"),
         num_warps=geometry.warps,
         x_strides=x_strides,
@@ -269,8 +269,8 @@ def _common(
 ) -> dict[str, Any]:
     """What both kernels are given beside tensors and their strides."""
     theta_vec, numbers = angle_numbers(theta, positions, geometry, table)
-    blocks = geometry.shared_blocks if geometry.heads_shared else row_blocks
-    faster = geometry.tokens if geometry.heads_shared else geometry.row_axis
+    blocks = geometry.broadcast_blocks if geometry.over_heads else row_blocks
+    faster = geometry.tokens if geometry.over_heads else geometry.row_axis
     return {
         "sizes": Sizes(geometry.tokens, geometry.row_axis, geometry.broadcast_axis),
         "numbers": numbers,
@@ -278,7 +278,7 @@ def _common(
         "split": Split(blocks, inverse_of(blocks), inverse_of(faster)),
         "spec": Spec(kind, positions.axes(), vec, theta_vec, unit, geometry.features, theta.shape[-1]),
         "ACTIVATION": activation,
-        "TOKENS_INNER": geometry.heads_shared,
+        "TOKENS_INNER": geometry.over_heads,
         "blocks": Blocks(geometry.block_s, geometry.block_r, geometry.block_f),
     }
 
@@ -355,11 +355,11 @@ def plan_backward(
     parts = 0
     if theta_gradient:
         chunks = _theta_chunks(geometry, theta_rows, x.device)
-        parts = geometry.shared_blocks * chunks // theta_rows
+        parts = geometry.broadcast_blocks * chunks // theta_rows
     vec, unit, (x_strides, grad_strides, dx_strides) = packed_strides(geometry, x, grad, dx)
     launch = Launch(
         backward_kernel,
-        geometry.shared_blocks * chunks,
+        geometry.broadcast_blocks * chunks,
         takes=("x", "grad", "dx", "partial", "theta", "ids", "offsets", "cu_seqlens", "table", "offset"),
         num_warps=geometry.warps,
         chunks=chunks // theta_rows,
@@ -398,6 +398,6 @@ def _theta_chunks(geometry: Geometry, rows: int, device: torch.device) -> int:
     """Programs that share the tiles of a block of S: enough to fill the GPU, as many for each row of theta."""
     tiles = geometry.row_blocks if rows == 1 else -(-geometry.tokens // geometry.block_r)
     programs = max(1, THETA_WARPS // geometry.warps) * multiprocessors(device)
-    wanted = max(1, programs // max(geometry.shared_blocks * rows, 1))
+    wanted = max(1, programs // max(geometry.broadcast_blocks * rows, 1))
     busiest = -(-tiles // wanted)  # tiles of a program, at most
     return -(-tiles // busiest) * rows

@@ -112,7 +112,7 @@ def variant_of(**variant: Any) -> Callable[..., Tensor]:
 
     Args:
         variant: ``table``, from `angle_table`, in the place of angles; ``block_parallel=True``, softmax over the
-            sequence in three launches, whatever the sizes.
+            sequence that cuts short sequences too.
 
     Returns:
         A function of x, theta, an offset, and options.

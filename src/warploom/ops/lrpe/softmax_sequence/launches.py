@@ -116,7 +116,7 @@ def _plan(
     """Plan of `forward`, or with a gradient of `backward`."""
     backward = grad is not None
     # Here S runs over the batch even where all heads share their angles: softmax is by head.
-    geometry = geometry_of(x, theta, positions, kind, (1, 1))._replace(heads_shared=False)
+    geometry = geometry_of(x, theta, positions, kind, (1, 1))._replace(over_heads=False)
     batch, tokens, heads, features = geometry.batch, geometry.tokens, geometry.heads, geometry.features
     result = layout_of(x, 2 * features if kind == "cosine" and not backward else x.shape[-1])
     tensors = {"x": x, "dx": result} if backward else {"x": x, "out": result}
