@@ -185,8 +185,8 @@ def key_steps(block, split, work, options, CAUSAL: gl.constexpr, BLOCK_M: gl.con
 def tile_of_step(step, begin, end, options):
     """Number of the tile of keys of a step: from the last to the first.
 
-    With lengths or a window, the first tile comes before all others: the first step has every mask, so that lengths need
-    no more loops than there are without.
+    With lengths or a window, the first tile comes before all others. The first step has every mask, so lengths need no
+    further loop.
     """
     tile = end - 1 - step
     if options.window is not None or options.seqused_k is not None:
@@ -206,7 +206,7 @@ def rest_of(begin, end, options):
 
 @gluon.jit
 def query_steps(block, split, work, options, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Of the tiles of queries in a split of the loop over them: the first, those where masks end and begin, and the end."""
+    """Of the tiles of queries in a split of a loop: the first, those where masks end and begin again, and the end."""
     end = (work.tokens + BLOCK_M - 1) // BLOCK_M
     if options.seqused_k is not None:
         end = gl.where(block * BLOCK_N < work.keys, end, 0)
@@ -307,7 +307,7 @@ def with_sink(row_sum, row_max, sink):
 
 @gluon.jit
 def kept(tile, dtype: gl.constexpr):
-    """A tile of weights, rounded, as a loop keeps it: two in a register, which it would otherwise take apart every time."""
+    """A tile of weights, rounded, as a loop keeps it: two in a register, which it would otherwise unpack in each step."""
     low, high = gl.split(tile.reshape([tile.shape[0], tile.shape[1] // 2, 2]))
     ROUND: gl.constexpr = (
         "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"

@@ -1,12 +1,12 @@
 """Caps of logits on Hopper: cap · tanh(x / cap) for whole tiles, mostly without special functions.
 
-These are what attention is short of, since each weight takes one. But logits are mostly small beside their cap, and then the
-hyperbolic tangent is a short polynomial. A warp looks at all its entries of a tile together, once: every look costs the latency
-of a branch. Where one of them is not small it works all of them out otherwise: with a longer polynomial, or with exponentials
-where that does not do either.
+Special functions are what attention is short of, since each weight takes one. But most logits are small beside their cap,
+and then the hyperbolic tangent is a short polynomial. A warp tests all its entries of a tile together, once, since every test
+costs the latency of a branch. If one entry is not small, all are computed with a longer polynomial, and if one is large, with
+exponentials.
 
-Both functions are one piece of assembly for all entries of a thread, from logits to what is kept of them: as tensors, what lies
-between would be held for the whole tile.
+Both functions are one block of assembly for all entries of a thread, from logits to weights: tensors in between would be held
+for the whole tile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the backward kernels of flash attention for Hopper are made of, in the manner of `warploom.device.hopper.attention`.
+"""What attention's backward kernels for Hopper are made of, in the manner of `warploom.device.hopper.attention`.
 
 A group of warps owns 64 queries and loops over the keys (`queries`), or 64 keys and loops over the queries of all heads
 that read them, for the gradients of these keys and their values (`keys`) or for all (`all_gradients`). In the last case

@@ -63,8 +63,8 @@ def all_gradients_loop(
     """Loop over tiles of queries ``end − 1 … begin``, each of all ``heads``, for all gradients.
 
     Those before ``full`` and from ``high`` on have masks; ``first``, ``reach`` and ``used`` are as in
-    `visible_weights`. A tile's gradient of queries is formed one step later, when the other group's logits are there, and
-    leaves while the next logits are on their way.
+    `visible_weights`. A tile's gradient of queries is formed one step later, when the other group's gradients of logits are
+    there, and leaves while the next logits are computed.
     """
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     STAGES: gl.constexpr = q.tiles.shape[0]
@@ -140,7 +140,7 @@ def all_gradients_loop(
 
 @gluon.jit
 def compute_all(own: gl.constexpr, CAUSAL: gl.constexpr, call):
-    """Group number ``own`` of warps of `hopper_backward_kernel`. Results leave through the buffers of its keys and values."""
+    """Group number ``own`` of warps of `hopper_backward_kernel`. Results leave by the buffers of its keys and values."""
     scheduler, q, do, exchange, dk_result, dv_result, work, scale, grad_scale, options = call
     GROUPS: gl.constexpr = exchange.k_tiles.shape[0]
     BLOCK_M: gl.constexpr = q.tiles.shape[3]

@@ -14,8 +14,8 @@ from warploom.device.hopper.pipeline import ROWS, barriers, init_each, matrix, w
 class Exchange(NamedTuple):
     """How groups of warps that own keys form the gradient of queries.
 
-    A group works out the gradients of the logits of its 64 keys, and the gradient of queries takes those of all keys of a
-    tile: groups exchange them in shared memory, and each forms its part, 64 queries times 64 features.
+    A group has the gradients of the logits of its 64 keys. The gradient of queries takes those of all keys of a tile: so
+    groups exchange them in shared memory, and each forms its part, 64 queries times 64 features.
     """
 
     dlogits: gl.shared_memory_descriptor  # (2 · GROUPS, 64, queries), transposed
@@ -63,7 +63,7 @@ def share_dlogits(exchange, dlogits, count, own: gl.constexpr):
 
 @gluon.jit
 def query_gradient(exchange, count, own: gl.constexpr, zero, there):
-    """Start to form a group's part of the gradient of the tile number ``count`` of queries, of anything if it is not ``there``."""
+    """Start to form a group's part of the gradient of queries of tile number ``count``; of anything if not ``there``."""
     GROUPS: gl.constexpr = exchange.k_tiles.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     stage = count & 1

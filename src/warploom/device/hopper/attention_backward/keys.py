@@ -1,4 +1,4 @@
-"""Groups of warps that own 64 keys each, and loop over the queries of all heads that read them; and what copies for them."""
+"""Groups of warps that own 64 keys each and loop over the queries that read them, and the warp that copies for them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def copy_for_keys(
     GROUPS: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexpr, copies,
     ORDERED: gl.constexpr = False,
 ):  # fmt: skip
-    """The copying warp of a kernel that owns tiles of keys. Rows' numbers travel with tiles: lse with queries, δ with gradients."""
+    """The copying warp of a kernel that owns tiles of keys. With a tile of queries comes lse, with one of gradients δ."""
     scheduler, own_descs, own_tiles, q_desc, do_desc, q, do, lse, delta, inverse, inverses, work, options = copies
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     BLOCK_N: gl.constexpr = GROUPS * ROWS
@@ -176,7 +176,7 @@ def query_loop(
 
 @gluon.jit
 def used_rows(gradient, n, keys, LAYOUT: gl.constexpr):
-    """The gradient of keys ``n …``, zero behind the last: rows of keys that are not used hold anything."""
+    """The gradient of keys ``n …``, zero behind the last: rows of keys that are not used may hold NaN."""
     key = n + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     return gl.where((key < keys)[:, None], gradient, 0.0)
 

@@ -89,7 +89,7 @@ def kv_loop_unpipelined(
     """`kv_loop` with nothing in flight from one tile to the next: wide sums leave no registers for it."""
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     for i in range(end - begin):
-        # count >> 30 is zero. The compiler, which cannot know, works out addresses here and not, for all registers, before.
+        # count >> 30 is zero, which the compiler cannot know: it computes addresses here, and holds none in registers.
         place = own + (count >> 30)
         logits = product_transposed(matrix(q_tiles, place), k, count, LAYOUT)
         dweights = product_transposed(matrix(do_tiles, place), v, count, LAYOUT)

@@ -18,17 +18,17 @@ from warploom.device.hopper.pipeline import ROWS, Scheduler, received
 def query_in_order(i, end, group):
     """The tile of queries of step ``i`` from ``end − 1`` down, each for all heads of a group, and which of these.
 
-    Programs take tiles of keys from the first to the last, and add to a tile of queries in that order. Each goes over the
-    queries from the last on, which all of them see, one step behind the one before: so none waits long, and what they read
-    and add to is in the L2 cache. With one head of a group after the other, the second would begin when the longest loop
-    of the first has ended.
+    Programs take tiles of keys from the first to the last, and add to a tile of queries in that order. Each begins with the
+    last queries, which see all keys, and is one step behind the program before. So none waits long, and what they read and
+    add to is in the L2 cache. With one head of a group after the other, the second would begin when the longest loop of the
+    first has ended.
     """
     return end - 1 - i // group, i % group
 
 
 @gluon.jit
 def tiles_before(block, m, work, options, BLOCK_N: gl.constexpr):
-    """How many tiles of keys come before this one at the queries ``m …``: those between that `query_steps` has for them."""
+    """How many tiles of keys are added to the queries ``m …`` before this one: those before it that these queries see."""
     first = block * 0
     if options.window is not None:
         first = gl.maximum(m + work.keys - work.tokens - options.window.left, 0) // BLOCK_N
@@ -63,8 +63,8 @@ def add_part(desc, batch, head, row, feature, tile, before):
 def add_query_gradients(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, call):
     """The warp that adds up the part of the gradient of queries that group number ``own`` forms.
 
-    It alone waits for other programs; its group waits when a part is ready and the buffer is not. Tiles of keys are added
-    in their own order, the first of them is stored: memory may hold anything.
+    Only this warp waits for other programs. Its group waits for it where no buffer is free for the next part. Tiles of keys
+    are added in their order. The first is stored and not added: memory may hold anything.
     """
     scheduler, parts, full, empty, added, tiles_added, work, options = call
     STAGES: gl.constexpr = full.shape[0] // GROUPS

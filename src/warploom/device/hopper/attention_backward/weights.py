@@ -41,21 +41,21 @@ def weights_of(
 
 @gluon.jit
 def visible_weights(
-    weights, m, first, reach, used, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, UNSEEN: gl.constexpr = 0.0
+    weights, m, first, reach, used, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, HIDDEN: gl.constexpr = 0.0
 ):
-    """Weights of 64 keys for the queries ``m …``, zero (or ``UNSEEN``) where these do not see them.
+    """Weights of 64 keys for the queries ``m …``, and ``HIDDEN`` where a query does not see a key.
 
-    Query ``first`` is the first that sees the first key, unless all do before it, and the one ``reach`` behind it the last.
-    Of the keys, so many are ``used``.
+    Key i of the 64 is seen from query ``first + i`` on if attention is ``CAUSAL``, and up to query ``first + i + reach`` if
+    there is a reach. Only the first ``used`` keys are used.
     """
     sees = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     query = m + gl.arange(0, weights.shape[1], gl.SliceLayout(0, LAYOUT))
     if CAUSAL:
-        weights = gl.where(sees[:, None] <= query[None, :], weights, UNSEEN)
+        weights = gl.where(sees[:, None] <= query[None, :], weights, HIDDEN)
     if reach is not None:
-        weights = gl.where(query[None, :] <= (sees + reach)[:, None], weights, UNSEEN)
+        weights = gl.where(query[None, :] <= (sees + reach)[:, None], weights, HIDDEN)
     if used is not None:
-        weights = gl.where((gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) < used)[:, None], weights, UNSEEN)
+        weights = gl.where((gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) < used)[:, None], weights, HIDDEN)
     return weights
 
 
@@ -64,7 +64,10 @@ def transposed_weights_of(
     logits, lse, m, first, scale, dtype: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
     inverse=None, reach=None, softcap=None, CAUSAL: gl.constexpr = True,
 ):  # fmt: skip
-    """Weights of 64 keys for the queries ``m …``, rounded if there is a cap, and these times its derivative; see `visible_weights`."""
+    """Weights of 64 keys for the queries ``m …``, and these times the cap's derivative; see `visible_weights`.
+
+    If there is a cap, the first are rounded.
+    """
     if softcap is not None:
         if MASKED:
             logits = visible_weights(logits, m, first, reach, None, CAUSAL, LAYOUT, UNSEEN)
