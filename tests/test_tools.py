@@ -235,10 +235,11 @@ def test_the_wider_tests_run_if_the_first_pass(tree: Path) -> None:
     assert (verdict.status, verdict.by) == ("killed", "test_small.py::test_value")
 
 
-def test_mutants_have_names_tests_and_files() -> None:
+def test_mutants_have_names_tests_and_places() -> None:
     mutants = mutate.read_mutants()
     assert len(mutants) >= 40
     for mutant in mutants:
+        assert (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1, mutant.name
         for test in (*mutant.tests, *mutant.wider):
             file, _, name = test.partition("::")
             assert f"def {name}(" in (ROOT / file).read_text() if name else (ROOT / file).is_file(), mutant.name
