@@ -97,15 +97,15 @@ DECODE_AHEAD = 16
 """Parts that are on their way from memory together, where they are joined."""
 
 
-class Ways(NamedTuple):
+class WarpTiles(NamedTuple):
     """How a program of the backward of small problems cuts a step of its loop."""
 
-    ways: int  # warps
-    block: int  # rows of each
+    warps: int  # each with a loop of its own
+    block: int  # rows of a step of each
     stages: int
 
 
-SMALL_BACKWARD = {16: Ways(4, 64, 2), 32: Ways(4, 64, 2), 64: Ways(4, 32, 3)}
+SMALL_BACKWARD = {16: WarpTiles(4, 64, 2), 32: WarpTiles(4, 64, 2), 64: WarpTiles(4, 32, 3)}
 """By features; measured on an H200 with bfloat16. Gradients of longer rows do not fit in a warp's registers."""
 
 

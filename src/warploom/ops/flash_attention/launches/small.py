@@ -48,22 +48,22 @@ def suits_backward(shape: Shape, mask: Mask, scale: float, *tensors: Tensor) -> 
 
 def plan_backward(shape: Shape, mask: Mask, scale: float, *tensors: Tensor) -> Launch:
     """The launch on q, k, v, grad, lse, delta, dq, dk and dv; ``tensors`` are like these, without lse and delta."""
-    layout, ways = layout_for(*tensors), SMALL_BACKWARD[shape.head_dim]
+    layout, tiles = layout_for(*tensors), SMALL_BACKWARD[shape.head_dim]
     blocks, key_blocks = _blocks(shape.tokens), _blocks(shape.keys)
     pdl = has_pdl(tensors[0].device)
     return Launch(
         backward_small_kernel,
         shape.batch_size * (blocks * shape.heads + key_blocks * shape.key_heads),
         takes=("q", "k", "v", "grad", "lse", "delta", "dq", "dk", "dv"),
-        num_warps=ways.ways,
-        num_stages=ways.stages,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
         pdl=pdl,
         sizes=SmallSizes(
             tokens=shape.tokens, keys=shape.keys, heads=shape.heads, group=shape.group, blocks=blocks,
             key_blocks=key_blocks, right=bounds(shape, mask)[1], scale=in_powers_of_two(scale), grad_scale=scale,
             batch_size=shape.batch_size,
         ),
-        CAUSAL=mask.right is not None, VEC=layout.vec, D=shape.head_dim, WAYS=ways.ways, BLOCK=ways.block,
+        CAUSAL=mask.right is not None, VEC=layout.vec, D=shape.head_dim, WARPS=tiles.warps, BLOCK=tiles.block,
         PDL=pdl,
         **layout.of("q", "k", "v", "grad", "dq", "dk", "dv"),
     )  # fmt: skip
