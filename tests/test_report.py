@@ -88,7 +88,7 @@ def make_records(
 
 
 def fail(records: list[Record], provider: str, mode: str, n: int, **changes: object) -> None:
-    """Turn a provider's records of one size into something that has no speed."""
+    """Replace a provider's records of one size by some that have no speed."""
     for i, record in enumerate(records):
         if (record.provider, record.mode, record.case["n"]) == (provider, mode, n):
             records[i] = replace(record, **changes)

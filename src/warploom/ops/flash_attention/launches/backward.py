@@ -164,7 +164,7 @@ def launch_backward(
             added = plan.together.added.empty(q)
             each.launch(*factors, *targets, added, lse, delta, counters, tiles_added, mask.seqused_k)
             plan.together.rounds(added, tiles_added, dq)
-        elif each.launch.descriptions:
+        elif each.launch.descriptions:  # a kernel for Hopper: no other takes descriptors
             row_values = (lse, delta) if inverse is None else (lse, delta, inverse)
             used = (mask.seqused_k,) if "seqused_k" in each.launch.takes else ()
             each.launch(*factors, *targets, *row_values, counters, *used)
@@ -244,7 +244,7 @@ def plan_backward(
     if sums is not None and results is not None:  # parts are without gaps, and so is what they are added up in
         plan = plan_backward(grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, None, logits)
         return plan._replace(apart=True)
-    counted = any(each.launch.descriptions for each in kernels)
+    counted = any(each.launch.descriptions for each in kernels)  # those for Hopper
     return plan._replace(prepare=prepare, kernels=kernels, counted=counted, sums=sums)
 
 

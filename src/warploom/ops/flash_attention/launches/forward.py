@@ -80,7 +80,7 @@ def forward(
     if plan.terms:
         q, k, v = plan.terms(q, k, v, None)
     own_sink = sink if plan.combine is None else None  # otherwise it is added where parts are merged
-    if plan.launch.descriptions:
+    if plan.launch.descriptions:  # a kernel for Hopper: no other takes descriptors
         if counters is None:
             counters = COUNTERS.empty(q)
             if plan.counted:
