@@ -365,7 +365,7 @@ def test_many_tiles_give_the_same_bits_twice(d: int, launched: list[str], device
 @pytest.mark.gpu
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_programs_that_add_in_turn_give_the_same_bits(
+def test_programs_that_add_in_order_give_the_same_bits(
     d: int, causal: bool, launched: list[str], device: torch.device
 ) -> None:
     inputs = random_inputs(device, 4096, batch=3, heads=8, d=d, causal=causal, dtype=torch.bfloat16)
@@ -377,7 +377,7 @@ def test_programs_that_add_in_turn_give_the_same_bits(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-def test_programs_that_add_in_turn_run_beside_others(
+def test_programs_that_add_in_order_run_beside_others(
     causal: bool, launched: list[str], device: torch.device
 ) -> None:
     """Of a product on another stream, which holds multiprocessors as long as it runs."""
