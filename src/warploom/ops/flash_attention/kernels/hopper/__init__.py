@@ -1,1 +1,4 @@
-"""Kernels for Hopper, in Gluon."""
+"""Kernels for Hopper, in Gluon: a page each, made of `warploom.device.hopper`.
+
+`backward_shared_tiles` is for float32, and for more than 128 features; `backward` for all else.
+"""
