@@ -49,6 +49,16 @@ def runs(tmp_path: Path) -> tuple[str, str]:
     return save(tmp_path / "before", before), save(tmp_path / "after", after, "NVIDIA B200")
 
 
+def test_what_is_fixed_in_the_times_of_each_side_is_said(tmp_path: Path) -> None:
+    """Small cases of two runs differ by that alone."""
+    for side, fixed in (("a", (2.8,)), ("b", (4.5, 4.3))):
+        append(tmp_path / side, [record(n, 1.0, run=f"{side}{n % len(fixed)}") for n in (64, 255)])
+        for n, us in enumerate(fixed):
+            save_environment(tmp_path / side, "e", {"gpu": "NVIDIA H200", "fixed_us": us}, f"{side}{n}")
+    assert ", 2.8 µs of each time are fixed" in read_side(tmp_path / "a").describe()
+    assert ", 4.3 to 4.5 µs of each time are fixed" in read_side(tmp_path / "b").describe()
+
+
 def test_the_band_of_a_record_covers_its_true_median_as_often_as_is_said() -> None:
     def coverage(n: int) -> float:
         """At least: how often n coins show so many heads that the true median lies in the 20 to 80 % band."""

@@ -34,12 +34,17 @@ class Side:
     devices: tuple[str, ...]
     stale: int
     """How many of the records are of other code than the present. That is no obstacle here."""
+    fixed_us: tuple[float, ...] = ()
+    """In every time of its runs, as each of them measured at its start."""
 
     def describe(self) -> str:
         """One line for a person."""
         words = [f"{self.path}", self.provider or "the library's own provider", *self.devices]
         if self.stale:
             words.append(f"{self.stale} of {len(self.records)} records from other code than the present")
+        if self.fixed_us:
+            least, most = min(self.fixed_us), max(self.fixed_us)
+            words.append(f"{least:g} {f'to {most:g} ' if most > least else ''}µs of each time are fixed")
         return ", ".join(words)
 
 
@@ -201,7 +206,10 @@ def read_side(text: str | Path, provider: str = "") -> Side:
             f"compare: {path} has no records of {provider or 'its own provider'}; there are: {names}"
         )
     devices = dict.fromkeys(device_name(known.get(record.environment, {})) for record in chosen)
-    return Side(path, provider, chosen, tuple(devices), sum(map(is_stale, chosen)))
+    runs = dict.fromkeys((record.environment, record.run) for record in chosen)
+    said = [known.get(environment, {}).get("runs", {}).get(run, {}).get("fixed_us") for environment, run in runs]
+    fixed = tuple(us for us in said if us is not None)
+    return Side(path, provider, chosen, tuple(devices), sum(map(is_stale, chosen)), fixed)
 
 
 def compare(a: Side, b: Side) -> Comparison:

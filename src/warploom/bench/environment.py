@@ -22,6 +22,7 @@ from warploom.version import __version__
 
 _PASSING = frozenset(
     {"sm_clock_mhz", "memory_clock_mhz", "temperature_c", "gpu_uuid", "commit", "commit_given", "dirty", "started"}
+    | {"fixed_us"}
 )
 """Fields of a run, not of its environment. The commit is one of them: a record's ``fingerprint`` says which kernels
 were measured, and a commit to anything else changes no measurement."""

@@ -50,6 +50,16 @@ def stream_call(traffic: Traffic, device: torch.device, clock: Clock) -> Call:
     return min(zip(candidates, times), key=lambda pair: statistics.median(pair[1]))[0]
 
 
+def fixed_us(device: torch.device, clock: Clock) -> float:
+    """Microseconds of a call that moves next to nothing: every time of a run has them in it.
+
+    Runs on GPUs of one kind were 1.7 apart, which is a fifth of what small cases take.
+    """
+    call = functools.partial(torch.zeros(16, device=device).add_, 1.0)
+    host_us = statistics.median(clock.host_us(call) for _ in range(5))
+    return round(1e3 * statistics.median(clock.sample(call, host_us).ms for _ in range(15)), 2)
+
+
 def product_call(device: torch.device) -> Call:
     """A large matrix product, to be timed like any provider; `product_flops` are its operations.
 

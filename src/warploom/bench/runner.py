@@ -20,6 +20,7 @@ from warploom.bench.environment import describe_environment, environment_id
 from warploom.bench.evaluate import Unit, evaluate
 from warploom.bench.fingerprint import fingerprint, gpu_of
 from warploom.bench.graphs import GRAPH
+from warploom.bench.limits import fixed_us
 from warploom.bench.measure import make_clock
 from warploom.bench.progress import show_progress
 from warploom.bench.records import LIMIT, RECORDS, Key, Record, append, load, save_environment
@@ -164,7 +165,6 @@ def run(
     earlier = load([output]) if resume and (output / RECORDS).is_file() else []
     found = {record.key: record for record in earlier if record.environment == identifier}
     run_id = uuid.uuid4().hex[:12]
-    save_environment(output, identifier, environment, run_id)
     gpu = gpu_of(environment)
     tasks = [_task(unit, selection, identifier, run_id, gpu, found) for unit in units]
     outcome = Outcome()
@@ -173,6 +173,7 @@ def run(
         missed = [(task.unit, [n for n in task.missing if n != LIMIT]) for task in tasks if task.missing]
         prepare(missed, None if time_limit is None else time_limit / 2)
     clock = WatchedClock(make_clock(device), make_reader(device))
+    save_environment(output, identifier, environment | {"fixed_us": fixed_us(device, clock)}, run_id)
     with show_progress(len(units)) as progress, contextlib.ExitStack() as stack:
         # Every case collects garbage several times: the modules' objects are no part of it.
         gc.collect()
