@@ -49,14 +49,14 @@ def pytest_report_header() -> str:
     return f"seed: {seeds.seed()} (--seed, or {seeds.NAME}); day: {seeds.day()} ({seeds.TODAY})"
 
 
-def take_turns(config: pytest.Config, items: list[pytest.Item]) -> None:
+def take_sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the cases of a test that are marked so, one in two or more runs, each day others."""
     if any("::" in argument for argument in config.args):  # asked for by name
         return
     seen: Counter[str] = Counter()
     left = []
     for item in items:
-        marker = item.get_closest_marker("turns")
+        marker = item.get_closest_marker("sample")
         if marker is not None:
             test = item.nodeid.partition("[")[0]
             seen[test] += 1
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # First, when no other worker has begun a long test that they would have to wait for.
         items.sort(key=lambda item: item.get_closest_marker("alone") is None)
         return
-    take_turns(config, items)
+    take_sample(config, items)
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
@@ -92,7 +92,7 @@ def lock(name: str) -> IO[str]:
 
 
 @pytest.fixture(autouse=True)
-def turn(request: pytest.FixtureRequest) -> Iterator[None]:
+def alone_where_measured(request: pytest.FixtureRequest) -> Iterator[None]:
     """Nothing else runs on the GPU beside a test that measures time there."""
     if not torch.cuda.is_available() or WORKERS == 1:
         yield
@@ -176,7 +176,7 @@ def tritons_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _by_turns(request: pytest.FixtureRequest) -> None:
+def _in_tritons_interpreter(request: pytest.FixtureRequest) -> None:
     """Run cases of the stack in Triton's interpreter: one in eight, each day others; all where they are chosen."""
     case = zlib.crc32(request.node.nodeid.encode()) + seeds.day() + seeds.seed()
     chosen = "stack" in request.config.option.markexpr or case % 8 == 0

@@ -30,7 +30,7 @@ def many_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.turns(3)
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("many_chunks")
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 16])
 @pytest.mark.parametrize(("heads", "key_heads"), [(2, 2), (3, 1), (8, 1)])
@@ -65,7 +65,7 @@ CASES: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.turns(3)
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("many_chunks")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_few_queries(case: dict[str, Any], device: torch.device) -> None:
@@ -111,7 +111,7 @@ def paged(x: Tensor, table: Tensor, page_size: int, pages: int, lengths: list[in
     return pool
 
 
-@pytest.mark.turns(3)
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("many_chunks")
 @pytest.mark.parametrize("page_size", [16, 77, 128, 256])
 @pytest.mark.parametrize("options", [{"n": 1}, {"n": 4, "window": (90, 0), "softcap": 3.0}], ids=str)
@@ -166,7 +166,7 @@ def test_caches_with_any_strides(dtype: torch.dtype, device: torch.device) -> No
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("many_chunks")
 @pytest.mark.parametrize("kind", ["dense", "lengths", "pages"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -152,7 +152,7 @@ def test_many_tiles(
         assert "hopper_backward_kernel" in launched
 
 
-@pytest.mark.turns(6)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("parts", [2, 3, 7])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_plans()
 
 
-@pytest.mark.turns(13)
+@pytest.mark.sample(13)
 @pytest.mark.parametrize(
     ("n", "m", "heads", "key_heads", "d", "e", "dtype"),
     [
@@ -289,7 +289,7 @@ def test_options(
     assert not {"forward_kernel", "key_kernel", "query_kernel"} & set(launched)
 
 
-@pytest.mark.turns(6)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("options", [OPTIONS[i] for i in (1, 4, 7, 9, 11, 12)], ids=str)
 def test_options_where_loops_are_split(
@@ -444,7 +444,7 @@ def test_a_graph_replays(launched: list[str], device: torch.device) -> None:
     assert set(launched) == {"hopper_forward_kernel"}
 
 
-@pytest.mark.turns(8)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("precision", ["highest", "high"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("parts", [1, 3])

@@ -30,7 +30,7 @@ ENCODED = [(encoding, case) for encoding in ("none", "rotate", "cosine") for cas
 ENCODED = [(encoding, case) for encoding, case in ENCODED if encoding != "none" or not ANGLES & case.keys()]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("encoding", "case"), ENCODED, ids=str)
 def test_values_and_gradients(

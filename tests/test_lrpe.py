@@ -405,7 +405,7 @@ def test_softmax_of_the_largest_and_of_missing_entries(kind: str, backend: str, 
     assert_near(torch.autograd.grad(out, x, grad)[0], wanted)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.sample(2)
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @kinds
 @pytest.mark.parametrize("of", ["x", "grad"])

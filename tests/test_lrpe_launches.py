@@ -43,7 +43,7 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(function, backend="aot_eager", fullgraph=True)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.sample(3)
 @kernels
 @pytest.mark.parametrize("kind", ["cosine", "rotate"])
 @pytest.mark.parametrize("way", KEEPING)

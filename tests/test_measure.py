@@ -28,7 +28,7 @@ def test_percentiles_are_ordered_and_interpolated() -> None:
     assert measure.percentiles([7.0]) == (7.0, 7.0, 7.0)
 
 
-def test_calls_take_turns_and_a_failing_one_leaves_the_others() -> None:
+def test_calls_are_interleaved_and_a_failing_one_leaves_the_others() -> None:
     class Ticks:
         def __init__(self) -> None:
             self.order: list[str] = []

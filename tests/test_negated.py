@@ -101,7 +101,7 @@ def as_they_are(x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.turns(2)
+@pytest.mark.sample(2)
 @tensors
 def test_an_argument(name: str, argument: str, device: torch.device) -> None:
     function, make = CALLS[name]
@@ -164,7 +164,7 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.turns(2)
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     "name",

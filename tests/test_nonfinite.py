@@ -195,7 +195,7 @@ def check(attend: Attend, setting: Setting, which: str, backend: str, made: dict
         assert_contained(attend, setting, which, number, backend, made, usual)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("which", ["q", "k", "v", "grad"])
@@ -277,7 +277,7 @@ def reached_in_a_walk(walk: Walk, which: str, near: int) -> dict[str, tuple[Tens
     }[which]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", WALKS)
 @pytest.mark.parametrize("which", IN_A_WALK)

@@ -279,7 +279,7 @@ SITUATIONS = [
 ]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("function", "make", "change"), SITUATIONS)
 def test_a_call_like_no_earlier_one_is_planned_anew(
     function: Callable[..., Any], make: Callable[[torch.device], Inputs], change: Change, device: torch.device

@@ -67,7 +67,7 @@ def inputs(
     return qkv, torch.rand(1, features // 2, device=device)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("attend", [both, compiled])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "features"), [(2, 2, 16), (4, 2, 6), (3, 1, 8)])

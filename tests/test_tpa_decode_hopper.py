@@ -164,7 +164,7 @@ def test_sizes_that_fill_no_tile(
     assert_accurate(tpa_decode(**whole, backend="triton"), whole)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.sample(3)
 @ranks
 def test_nothing_behind_the_valid_entries_is_looked_at(
     device: torch.device, model: Any, rank: int, launched: list[str]

@@ -40,7 +40,7 @@ def assert_right(inputs: dict[str, Any], grad: Tensor | None = None, **options: 
     assert accuracy.ok, accuracy.describe()
 
 
-@pytest.mark.turns(5)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("rank", [1, 2, 17])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_values_and_gradients(
     assert launched
 
 
-@pytest.mark.turns(3)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rank", [1, 2, 17])
 def test_scales_and_whole_queries(rank: int, launched: list[str], device: torch.device) -> None:
     sizes = {"tokens": 200, "keys": 300, "rank_k": rank, "rank_v": rank, "features": 64, "values": 64}

@@ -168,7 +168,7 @@ def check(setting: Setting, which: str, backend: str, device: torch.device) -> N
             assert_contained(result, before, must[None], may[None], number)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("which", [*NAMES, "grad"])

@@ -69,14 +69,14 @@ def expanded(device: torch.device, **sizes: Any) -> Iterable[dict[str, Tensor]]:
             yield x | {name: x[name].narrow(axis, 0, 1).expand(x[name].shape)}
 
 
-@pytest.mark.turns(2)
+@pytest.mark.sample(2)
 @strategies
 @pytest.mark.parametrize("sizes", [{"tokens": 2, "rank_k": 2, "rank_v": 2}, {"keys": 130, "dtype": torch.bfloat16}])
 def test_decoding_with_expanded_factors(device: torch.device, sizes: dict[str, Any], strategy: str) -> None:
     assert_decodes(expanded(device, **sizes), strategy)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_with_expanded_factors(device: torch.device, dtype: torch.dtype) -> None:
     assert_attends(expanded(device, tokens=9, keys=9, heads=2, rank_k=2, rank_v=2, dtype=dtype))

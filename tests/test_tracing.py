@@ -130,7 +130,7 @@ def with_gradients(run: Callable[..., Any], inputs: Tensors) -> Tensors:
 # ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.turns(3)
+@pytest.mark.sample(3)
 @calls
 def test_compiled_for_any_size(call: Call, backend: str, device: torch.device) -> None:
     if call is CALLS["linear_attention"]:
@@ -170,7 +170,7 @@ def dynamic_sizes(call: Call, inputs: Tensors) -> tuple[dict[int, Any], ...]:
     return tuple({i: dims[a] for i, a in enumerate(each) if a in dims} for each in named)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.sample(3)
 @calls
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported_with_dynamic_sizes(strict: bool, call: Call, backend: str, device: torch.device) -> None:
@@ -191,7 +191,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.turns(4)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("way", ["compile", "export", "export_strict"])
 def test_layers(way: str, name: str, device: torch.device) -> None:

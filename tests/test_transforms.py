@@ -175,7 +175,7 @@ def test_many_gradients_at_once(way: str, name: str, backend: str, device: torch
         assert_same(tuple(one), tuple(others), backend)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "backend"),
     [(name, b) for name, b in ON_BOTH if name in ("flash_attention", "linear_attention", "lrpe_rotate")],

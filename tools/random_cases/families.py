@@ -1,4 +1,4 @@
-"""Families: a call and a few that differ from it in one thing, run by turns, so that plans meet them all."""
+"""Families: a call and a few that differ from it in one thing, run one by one, so that plans meet them all."""
 
 from __future__ import annotations
 

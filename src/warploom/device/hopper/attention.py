@@ -23,6 +23,7 @@ from warploom.device.hopper.pipeline import (
     Scheduler,
     matrix,
     power_of_two,
+    product_layout,
     product_transposed,
     received,
     store_tile,
@@ -369,8 +370,8 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
     E: gl.constexpr = v.tiles.shape[4]
     OWN_BUFFERS: gl.constexpr = q_tiles.shape[4] <= NARROW_HEAD
     BLOCK_M: gl.constexpr = GROUPS * ROWS
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
+    LAYOUT: gl.constexpr = product_layout(BLOCK_N)
+    OUT_LAYOUT: gl.constexpr = product_layout(E)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     if own == GROUPS - 1:  # group 0 starts first
         mbarrier.arrive(go.index(0))

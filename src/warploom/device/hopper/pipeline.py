@@ -171,6 +171,12 @@ def matrix(tiles, slot):
     return tiles.index(slot).reshape([tiles.shape[3], tiles.shape[4]])
 
 
+@gluon.constexpr_function
+def product_layout(columns):
+    """Layout of a product with 64 rows, in the registers of a group of warps."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
 @gluon.jit
 def product_transposed(a, ring, count, LAYOUT: gl.constexpr):
     """Start ``a · bᵀ`` with the tile number ``count`` of a ring of (N, D) tiles."""

@@ -8,13 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from warploom.ops.flash_attention.problem import TILE_STRIDE_LIMIT
 from warploom.runtime.dispatch import Tensors
 from warploom.runtime.modes import attention_pairs
 
 Tensor = torch.Tensor
-
-NARROW = 2**22
-"""Strides of tokens and ranks below this keep offsets within a tile, of at most 256 rows, in 32 bits."""
 
 
 def logit_unit(dtype: torch.dtype) -> float:
@@ -74,7 +72,7 @@ class FactorLayout(NamedTuple):
 def feature_factors(*factors: Tensor) -> FactorLayout:
     """Strides of feature factors, and whether features are adjacent in all of them."""
     strides = tuple(map(strides_of, factors))
-    unit = all(s[3] == 1 and max(s[1:3]) < NARROW for s in strides)
+    unit = all(s[3] == 1 and max(s[1:3]) < TILE_STRIDE_LIMIT for s in strides)
     vector = _vector(*(v for s in strides for v in s[:3])) if unit else 1
     return FactorLayout(vector, unit, tuple(_divided(s, vector) for s in strides))
 
@@ -83,7 +81,8 @@ def head_factors(*factors: Tensor) -> FactorLayout:
     """Strides of head factors, and whether heads and ranks are adjacent in all of them."""
     strides = tuple(map(strides_of, factors))
     dense = all(
-        s[3] == 1 and (f.shape[2] == 1 or s[2] == f.shape[3]) and s[1] < NARROW for s, f in zip(strides, factors)
+        s[3] == 1 and (f.shape[2] == 1 or s[2] == f.shape[3]) and s[1] < TILE_STRIDE_LIMIT
+        for s, f in zip(strides, factors)
     )
     vector = _vector(*(v for s in strides for v in s[:2])) if dense else 1
     return FactorLayout(vector, dense, tuple((s[0] // vector, s[1] // vector, s[2], s[3]) for s in strides))

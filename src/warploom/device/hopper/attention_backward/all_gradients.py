@@ -31,6 +31,7 @@ from warploom.device.hopper.pipeline import (
     as_factor,
     matrix,
     power_of_two,
+    product_layout,
     product_transposed,
     read,
     received,
@@ -56,6 +57,36 @@ class AllGradients(NamedTuple):
 
 
 @gluon.jit
+def weights_and_slopes(
+    logits, row_lse, m, full, high, first, used, reach, scale, softcap, dtype: gl.constexpr,
+    CAP_AT_ONCE: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Weights of 64 keys for tile number ``m`` of queries, these times the cap's derivative, and the logits with their cap.
+
+    Tiles before ``full`` and from ``high`` on have masks. Unless ``CAP_AT_ONCE``, the derivative is left to be formed from
+    the logits.
+    """
+    BLOCK_M: gl.constexpr = logits.shape[1]
+    MASKS: gl.constexpr = CAUSAL or reach is not None or used is not None
+    if CAP_AT_ONCE:
+        if MASKS:
+            if (m < full) | (m >= high):
+                logits = visible_weights(logits, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT, UNSEEN)
+        weights, slopes = capped_weights(logits, row_lse[None, :], scale, softcap, dtype)
+    else:
+        if softcap is not None:
+            logits = capped(logits, scale, softcap, 0.0, False)
+            weights = power_of_two(logits - row_lse[None, :])
+        else:
+            weights = power_of_two(logits * scale - row_lse[None, :])
+        if MASKS:
+            if (m < full) | (m >= high):
+                weights = visible_weights(weights, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT)
+        slopes = weights
+    return weights, slopes, logits
+
+
+@gluon.jit
 def all_gradients_loop(
     dk, dv, count, q, do, exchange, begin, full, high, end, heads, first, used, reach, scale, softcap,
     own: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
@@ -69,7 +100,6 @@ def all_gradients_loop(
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     STAGES: gl.constexpr = q.tiles.shape[0]
     dtype: gl.constexpr = q.tiles.dtype
-    MASKS: gl.constexpr = CAUSAL or reach is not None or used is not None
     # With 64 features registers are short: what is needed of the cap's derivative is formed at once.
     CAP_AT_ONCE: gl.constexpr = softcap is not None and dk.shape[1] <= ROWS
     start = count
@@ -86,28 +116,16 @@ def all_gradients_loop(
             zero = count >> 30
             dweights = product_transposed(matrix(exchange.v_tiles, own + zero), do, count, LAYOUT)
             row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
-            if CAP_AT_ONCE:
-                if MASKS:
-                    if (m < full) | (m >= high):
-                        logits = visible_weights(logits, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT, UNSEEN)
-                logits, weights = capped_weights(logits, row_lse[None, :], scale, softcap, dtype)
-                factor = gl.convert_layout(logits, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
-            else:
-                if softcap is not None:
-                    logits = capped(logits, scale, softcap, 0.0, False)
-                    weights = power_of_two(logits - row_lse[None, :])
-                else:
-                    weights = power_of_two(logits * scale - row_lse[None, :])
-                if MASKS:
-                    if (m < full) | (m >= high):
-                        weights = visible_weights(weights, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT)
-                factor = as_factor(weights, dtype, OUT_LAYOUT)
+            weights, slopes, logits = weights_and_slopes(
+                logits, row_lse, m, full, high, first, used, reach, scale, softcap, dtype, CAP_AT_ONCE, CAUSAL, LAYOUT,
+            )  # fmt: skip
+            factor = as_factor(weights, dtype, OUT_LAYOUT)
             dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)
             dweights = warpgroup_mma_wait(1, deps=[dweights])
             row_delta = do.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
             if softcap is not None and not CAP_AT_ONCE:
-                weights = weights * (1.0 - logits * logits * (1.0 / (softcap * softcap)))
-            rounded = (weights * (dweights - row_delta[None, :])).to(dtype)
+                slopes = slopes * (1.0 - logits * logits * (1.0 / (softcap * softcap)))
+            rounded = (slopes * (dweights - row_delta[None, :])).to(dtype)
             share_dlogits(exchange, rounded, count, own)
             dlogits = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
             dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)
@@ -146,8 +164,8 @@ def compute_all(own: gl.constexpr, CAUSAL: gl.constexpr, call):
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     D: gl.constexpr = q.tiles.shape[4]
     BLOCK_N: gl.constexpr = GROUPS * ROWS
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    LAYOUT: gl.constexpr = product_layout(BLOCK_M)
+    OUT_LAYOUT: gl.constexpr = product_layout(D)
     key_heads = work.heads // work.group
     count = 0
     done = 0

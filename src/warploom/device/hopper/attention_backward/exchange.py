@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from warploom.device.hopper.pipeline import ROWS, barriers, init_each, matrix, wait_empty
+from warploom.device.hopper.pipeline import ROWS, barriers, init_each, matrix, product_layout, wait_empty
 
 
 class Exchange(NamedTuple):
@@ -65,7 +65,7 @@ def share_dlogits(exchange, dlogits, count, own: gl.constexpr):
 def query_gradient(exchange, count, own: gl.constexpr, zero, there):
     """Start to form a group's part of the gradient of queries of tile number ``count``; of anything if not ``there``."""
     GROUPS: gl.constexpr = exchange.k_tiles.shape[0]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    LAYOUT: gl.constexpr = product_layout(ROWS)
     stage = count & 1
     mbarrier.wait(exchange.full.index(stage), count // 2 & 1, pred=there)
     dq = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)

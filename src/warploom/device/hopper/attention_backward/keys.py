@@ -24,6 +24,7 @@ from warploom.device.hopper.pipeline import (
     copy_tile,
     matrix,
     next_tile,
+    product_layout,
     product_transposed,
     read,
     received,
@@ -188,8 +189,8 @@ def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constex
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     D: gl.constexpr = q.tiles.shape[4]
     BLOCK_N: gl.constexpr = GROUPS * ROWS
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    LAYOUT: gl.constexpr = product_layout(BLOCK_M)
+    OUT_LAYOUT: gl.constexpr = product_layout(D)
     key_heads = work.heads // work.group
     count = 0
     done = 0

@@ -33,6 +33,7 @@ from warploom.device.hopper.pipeline import (
     Scheduler,
     as_factor,
     matrix,
+    product_layout,
     product_transposed,
     received,
     store_tile,
@@ -118,8 +119,8 @@ def compute_for_queries(
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     D: gl.constexpr = q_tiles.shape[4]
     BLOCK_M: gl.constexpr = GROUPS * ROWS
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    LAYOUT: gl.constexpr = product_layout(BLOCK_N)
+    OUT_LAYOUT: gl.constexpr = product_layout(D)
     count = 0
     done = 0
     tiles = tiles_of(work)
@@ -185,8 +186,8 @@ def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     D: gl.constexpr = q_tiles.shape[4]
     BLOCK_M: gl.constexpr = q_tiles.shape[0] * ROWS
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    LAYOUT: gl.constexpr = product_layout(BLOCK_N)
+    OUT_LAYOUT: gl.constexpr = product_layout(D)
     count = 0
     done = 0
     tiles = tiles_of(work)

@@ -43,9 +43,7 @@ class Additions(NamedTuple):
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     added: gl.tensor  # a descriptor of (B, H, N, D) float32, with boxes of (1, 1, 64, 64)
-    tiles_added: (
-        gl.tensor
-    )  # (GROUPS, B, H, N) int32, zero: at a tile's first query, how many tiles of keys are added
+    tiles_added: gl.tensor  # (GROUPS, B, H, N) int32: at a tile's first query, how many tiles of keys are added
     work: Work
     options: Options
 

@@ -51,6 +51,7 @@ from warploom.device.hopper.pipeline import (
     new_ring,
     new_row_ring,
     new_scheduler,
+    product_layout,
     read,
     received,
     store_part,
@@ -219,8 +220,8 @@ def compute_for_one(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.conste
     result, own_tiles, near, far = (dv, k_tiles, q, do) if VALUES else (dk, v_tiles, do, q)
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     D: gl.constexpr = q.tiles.shape[4]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    LAYOUT: gl.constexpr = product_layout(BLOCK_M)
+    OUT_LAYOUT: gl.constexpr = product_layout(D)
     key_heads = work.heads // work.group
     count = 0
     done = 0
@@ -365,7 +366,7 @@ def compute_weights(CAUSAL: gl.constexpr, TERMS: gl.constexpr, call):
     """The first of two groups of warps with the same 64 queries, whose terms it has in registers."""
     scheduler, k, weights, work, scale = call.scheduler, call.k, call.weights, call.work, call.scale
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    LAYOUT: gl.constexpr = product_layout(BLOCK_N)
     count = 0
     done = 0
     tiles = tiles_of(work)
@@ -397,8 +398,8 @@ def compute_gradient(CAUSAL: gl.constexpr, TERMS: gl.constexpr, call):
     scheduler, k, v, weights, work = call.scheduler, call.k, call.v, call.weights, call.work
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     D: gl.constexpr = k.tiles.shape[4]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    LAYOUT: gl.constexpr = product_layout(BLOCK_N)
+    OUT_LAYOUT: gl.constexpr = product_layout(D)
     count = 0
     done = 0
     tiles = tiles_of(work)

@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
     span_chunks: gl.int32
 
 
-class HeadStrides(NamedTuple):
+class TokenHeadStrides(NamedTuple):
     """Strides of head factors (B, H, R) of one token."""
 
     b: gl.int32
@@ -50,7 +50,7 @@ class HeadStrides(NamedTuple):
     r: gl.int32
 
 
-class FeatureStrides(NamedTuple):
+class TokenFeatureStrides(NamedTuple):
     """Strides of feature factors (B, R, F) of one token. The output (B, H, F) has its heads for ranks."""
 
     b: gl.int32
@@ -79,8 +79,8 @@ class Queries(NamedTuple):
     tile: gl.shared_memory_descriptor  # (BLOCK, ROWS)
     aq_tile: gl.shared_memory_descriptor  # (ROWS, RANKS)
     bq_tile: gl.shared_memory_descriptor  # (RANKS, BLOCK)
-    aq_strides: HeadStrides
-    bq_strides: FeatureStrides
+    aq_strides: TokenHeadStrides
+    bq_strides: TokenFeatureStrides
 
 
 class Decode(NamedTuple):
@@ -96,7 +96,7 @@ class Decode(NamedTuple):
     b: Ring
     lengths: gl.tensor | None
     sizes: Sizes
-    out_strides: FeatureStrides
+    out_strides: TokenFeatureStrides
     scales: Scales
 
 
@@ -368,7 +368,7 @@ POINTERS = "aq bq lengths out".split()
 @gluon.jit(do_not_specialize_on_alignment=POINTERS)
 def hopper_decode_kernel(
     ak_desc, av_desc, bk_desc, bv_desc, aq, bq, lengths, out, partial, statistics,
-    sizes: Sizes, aq_strides: HeadStrides, bq_strides: FeatureStrides, out_strides: FeatureStrides, scales: Scales,
+    sizes: Sizes, aq_strides: TokenHeadStrides, bq_strides: TokenFeatureStrides, out_strides: TokenFeatureStrides, scales: Scales,
     H: gl.constexpr, RQ: gl.constexpr, R: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, WHOLE: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip

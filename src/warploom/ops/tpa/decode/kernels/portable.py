@@ -32,7 +32,7 @@ TERMS = tl.constexpr(16)
 """Of a logit of float32 factors that are added up one after another."""
 
 
-class Factors(NamedTuple):
+class FactorTensor(NamedTuple):
     """Factors in memory; none where ``ptr`` is None. Strides come divided by the ``VEC`` of `Heads` or `Features`."""
 
     ptr: Any
@@ -412,17 +412,17 @@ def decode_kernel(
     queries = ()
     for first_d in tl.static_range(0, K.F, FEATURES):
         q = query_tile(
-            Factors(aq, strides.aq), Factors(bq, strides.bq),
+            FactorTensor(aq, strides.aq), FactorTensor(bq, strides.bq),
             batch, n, h, row_mask, first_n, tokens, scales.q, Q, TILE.BLOCK_N, TILE.BLOCK_RQ, first_d, FEATURES,
         )  # fmt: skip
         queries += (tl.trans(q),)
     logit_scale = tl.full((1, ROWS), scales.logits, tl.float32)
     row_end = length - tokens + n + 1  # keys that a row sees
 
-    k_heads = Factors(ak + batch.to(tl.int64) * (strides.ak.b * A.VEC), strides.ak)
-    v_heads = Factors(av + batch.to(tl.int64) * (strides.av.b * A.VEC), strides.av)
-    k_features = Factors(bk + batch.to(tl.int64) * (strides.bk.b * K.VEC), strides.bk)
-    v_features = Factors(bv + batch.to(tl.int64) * (strides.bv.b * K.VEC), strides.bv)
+    k_heads = FactorTensor(ak + batch.to(tl.int64) * (strides.ak.b * A.VEC), strides.ak)
+    v_heads = FactorTensor(av + batch.to(tl.int64) * (strides.av.b * A.VEC), strides.av)
+    k_features = FactorTensor(bk + batch.to(tl.int64) * (strides.bk.b * K.VEC), strides.bk)
+    v_features = FactorTensor(bv + batch.to(tl.int64) * (strides.bv.b * K.VEC), strides.bv)
     row = (n.to(tl.int64) * H + h)[None, :]
     e = tl.arange(0, V.BLOCK_F)[:, None]
     acc = tl.zeros((V.BLOCK_F, ROWS), tl.float32)

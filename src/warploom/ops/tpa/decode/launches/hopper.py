@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 import triton
 
+from warploom.ops.flash_attention.problem import TILE_STRIDE_LIMIT
 from warploom.ops.tpa.decode.chunks import Chunks
-from warploom.ops.tpa.problem import NARROW, Operands
+from warploom.ops.tpa.problem import Operands
 from warploom.runtime.launch import INTERPRETED, Boxes, Launch, architecture, can_be_copied, multiprocessors
 from warploom.runtime.memory_order import layout_of
 
@@ -78,7 +79,7 @@ def suit(factors: Operands, lengths: Tensor | None = None) -> bool:
     if lengths is not None and lengths.stride(0) >= _LONGEST:
         return False
     for x in (aq, bq, layout_of(bq if aq is None else aq, bv.shape[3])):
-        if x is not None and (x.stride(0) >= _LONGEST or max(x.stride()[2:]) >= NARROW):
+        if x is not None and (x.stride(0) >= _LONGEST or max(x.stride()[2:]) >= TILE_STRIDE_LIMIT):
             return False
     dense = all(rank == 1 or a.stride()[2:] == (rank, 1) for a in (ak, av))
     return dense and all(map(can_be_copied, (ak.flatten(2), av.flatten(2), bk, bv)))
@@ -98,9 +99,9 @@ def plan(
     partial results and their statistics.
     """
     from warploom.ops.tpa.decode.kernels.hopper import (
-        FeatureStrides,
-        HeadStrides,
         Sizes,
+        TokenFeatureStrides,
+        TokenHeadStrides,
         hopper_decode_kernel,
     )
     from warploom.ops.tpa.decode.kernels.portable import ChunkLengths, Scales
@@ -125,7 +126,8 @@ def plan(
         takes=("ak_desc", "av_desc", "bk_desc", "bv_desc", "aq", "bq", "lengths", "out", "partial", "statistics"),
         ak_desc=heads_k, av_desc=heads_v, bk_desc=features_k, bv_desc=features_v,
         sizes=Sizes(lengths_stride, units, keys, spans, span_chunks),
-        aq_strides=HeadStrides(*aq_bhr), bq_strides=FeatureStrides(*bq_brf), out_strides=FeatureStrides(*out_bhf),
+        aq_strides=TokenHeadStrides(*aq_bhr), bq_strides=TokenFeatureStrides(*bq_brf),
+        out_strides=TokenFeatureStrides(*out_bhf),
         scales=Scales(*scales),
         H=heads, RQ=bq.shape[2], R=rank, D=features, E=values,
         A_STAGES=ring.head_tiles, B_STAGES=ring.feature_tiles, WHOLE=spans == 1,
