@@ -210,6 +210,25 @@ def test_bits_do_not_depend_on_the_batch(
     assert cut[0] > 6
 
 
+@pytest.mark.parametrize("kind", ["dense", "lengths"])
+def test_programs_take_as_many_chunks_as_leave_work_for_all(kind: str) -> None:
+    """On 132 multiprocessors: 16 chunks of 512 keys for each of 8 heads, of one to 32 batch entries."""
+    from warploom.ops.flash_attention.launches import decode
+    from warploom.ops.flash_attention.launches.tiling import Call
+    from warploom.ops.flash_attention.problem import Mask
+
+    one = torch.empty(1, 1, 1, 1, dtype=torch.bfloat16)
+    found = {}
+    for batch in (1, 8, 32):
+        q, k = one.expand(batch, 1, 32, 128), one.expand(batch, 8192, 8, 128)
+        lengths = torch.zeros(batch, dtype=torch.int32) if kind == "lengths" else None
+        call = Call.of(q, k, k, Mask(right=0, seqused_k=lengths), 1.0)
+        tiles = decode.decode_tiles(call.dtype, 128, 4)
+        assert decode.chunks_of(call, tiles, 1) == 16
+        found[batch] = decode.chunks_of_program(call, tiles, 16, batch * 8)
+    assert found == {1: 1, 8: 8 if kind == "dense" else 1, 32: 16}
+
+
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 def test_a_graph_follows_lengths_and_pages(device: torch.device) -> None:
     """Lengths and pages are read on the device: a graph of a call serves every step of decoding."""

@@ -91,6 +91,8 @@ DECODE_PROGRAMS = 128
 """Chunks of all heads of a batch entry, about: one for every multiprocessor, or two where there is one way."""
 DECODE_START = 192
 """What a program costs besides its loop, in keys."""
+DECODE_EVEN = 1.8
+"""Loops for every multiprocessor from which those of different lengths even out, and are not split."""
 DECODE_AHEAD = 16
 """Chunks that are on their way from memory together, where they are joined."""
 

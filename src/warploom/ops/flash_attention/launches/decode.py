@@ -9,6 +9,7 @@ import torch
 from warploom.ops.flash_attention.configs import (
     DECODE_AHEAD,
     DECODE_CHUNK,
+    DECODE_EVEN,
     DECODE_MOST_CHUNKS,
     DECODE_PAGE_STAGES,
     DECODE_PROGRAMS,
@@ -46,21 +47,31 @@ def _beside(tiles: Configuration) -> int:
     return 1 if tiles.ways > 1 else 2
 
 
+def _seen(call: Call) -> int:
+    """How many keys the loop of a tile goes over, about."""
+    shape, mask = call.shape, call.mask
+    left, right = bounds(shape, mask)
+    return shape.keys if mask.left is None else min(left + shape.tokens + right, shape.keys)
+
+
 def chunks_of(call: Call, tiles: Configuration, blocks: int) -> int:
     """Into how many chunks the keys of a head are cut: as many as keep a GPU busy with one batch entry.
 
     Never by the size of the batch: results depend on it.
     """
-    shape, mask = call.shape, call.mask
-    left, right = bounds(shape, mask)
-    seen = shape.keys if mask.left is None else min(left + shape.tokens + right, shape.keys)
-    wanted = -(-DECODE_PROGRAMS * _beside(tiles) // (shape.key_heads * blocks))
-    return max(min(wanted, DECODE_MOST_CHUNKS, seen // DECODE_CHUNK), 1)
+    wanted = -(-DECODE_PROGRAMS * _beside(tiles) // (call.shape.key_heads * blocks))
+    return max(min(wanted, DECODE_MOST_CHUNKS, _seen(call) // DECODE_CHUNK), 1)
 
 
 def chunks_of_program(call: Call, tiles: Configuration, chunks: int, loops: int) -> int:
-    """How many chunks of a loop a program takes: those that make the busiest multiprocessor's work least."""
-    at_once, keys = _beside(tiles) * programs_at_once(call.device), -(-call.shape.keys // chunks)
+    """How many chunks of a loop a program takes: those that make the busiest multiprocessor's work least.
+
+    Lengths are known on the device alone. Where there are some, and loops too few to even out, it takes one chunk.
+    """
+    at_once, keys = programs_at_once(call.device), -(-_seen(call) // chunks)
+    if call.mask.seqused_k is not None and loops < DECODE_EVEN * at_once:
+        return 1
+    at_once *= _beside(tiles)
 
     def work(taken: int) -> int:
         return -(-loops * -(-chunks // taken) // at_once) * (taken * keys + DECODE_START)
