@@ -3,10 +3,10 @@
 With weights ``P = softmax(S)``, ``S = scale · Q Kᵀ``, and ``dP = dO Vᵀ``: ``dV = Pᵀ dO``, ``dS = P ⊙ (dP − δ)`` with
 ``δ = rowsum(dO ⊙ O) − dlse``, ``dQ = scale · dS K`` and ``dK = scale · dSᵀ Q``. Weights are computed again from the
 statistics of their rows: ``2^(S − lse)`` with lse in powers of two, for float32 with row_max in its place and times
-``inverse = 1 / row_sum``, because the rounding of a logarithm would show; ``S`` has the bits of the forward's. Keys and values loop over the queries
-(`key_kernel`), queries loop over the keys (`query_kernel`): two products more than one kernel for both would need, and no
-atomic additions, so that the same inputs always give the same bits. On Hopper there is one kernel for both, which adds in
-turns (`kernels.hopper.backward`).
+``inverse = 1 / row_sum``, because the rounding of a logarithm would show; ``S`` has the bits of the forward's. Keys
+and values loop over the queries (`key_kernel`), queries loop over the keys (`query_kernel`): two products more than one
+kernel for both would need, and no atomic additions, so that the same inputs always give the same bits. On Hopper there is
+one kernel for both, which adds in turns (`kernels.hopper.backward`).
 """
 
 from __future__ import annotations
