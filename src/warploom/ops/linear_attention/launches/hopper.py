@@ -63,14 +63,15 @@ def _launch(
     q, _, _, theta, decay, *_ = call.inputs
     kind = "none" if decay is None else "head" if decay.dim() == 1 else "token"
     encoder = (HOPPER if decay is None else HOPPER_DECAYS)[kernel]
-    groups = 1 if kernel == "keys" else 2
+    warps = 4 if kernel == "keys" else 8
+    groups = 2 if kernel == "decoded" or call.options.kind == "cosine" else 1
     frequencies = 0 if theta is None else int(theta.shape[-1])
     more |= {name: Boxes(x, (0, 2, 1, 3), (1, 1, TOKENS, int(x.shape[3]))) for name, x in zip(names, tensors)}
     return Launch(
         function,
         call.slots * int(q.shape[2]),
         takes=(*names, "initial", "final", *PLACES),
-        num_warps=4 * groups,
+        num_warps=warps,
         factors=Factors(call.options.scale, 1.0 / scale if isinstance(initial, Tensor) else 1.0, scale),
         sizes=call.sizes(1),
         initial_strides=state_strides(initial),
