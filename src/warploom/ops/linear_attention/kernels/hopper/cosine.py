@@ -127,6 +127,12 @@ def hopper_cosine_kernel(
             weighed.store((plain.load(WIDE).to(gl.float32) * weights[:, None]).to(dtype))
         fence_async_shared()
         thread_barrier()
+        if form.DECAY != "none":
+            sums, total = decays_of(call, sums_tile, first, 0, T, form, gl.SliceLayout(1, RESULT))
+            carried = exponential(total - sums if REVERSE else sums) * factors.scale
+            shrink = exponential(total)
+            state_c *= shrink
+            state_s *= shrink
         pairs = warpgroup_mma(
             a, b.permute([1, 0]), gl.zeros([T, T], gl.float32, PAIRS), use_acc=False, is_async=True
         )
@@ -141,12 +147,6 @@ def hopper_cosine_kernel(
             )
         else:
             result = warpgroup_mma(sines.index(0), states.index(1), result, is_async=True)
-        if form.DECAY != "none":
-            sums, total = decays_of(call, sums_tile, first, 0, T, form, gl.SliceLayout(1, RESULT))
-            carried = exponential(total - sums if REVERSE else sums) * factors.scale
-            shrink = exponential(total)
-            state_c *= shrink
-            state_s *= shrink
         mine = weighed if form.DECAY != "none" else (b if DECODED else c)
         if DECODED:
             state_c = warpgroup_mma(mine.permute([1, 0]), c, state_c, is_async=True)

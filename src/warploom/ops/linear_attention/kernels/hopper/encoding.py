@@ -310,6 +310,19 @@ def decoded(grads, angles, first, form: gl.constexpr):
 
 
 @gluon.jit
+def decay_over(call, sums, first, form: gl.constexpr):
+    """The decay over the tile whose first token is ``first``; 1 if it is outside of the chunk."""
+    if form.DECAY == "head":
+        count = gl.minimum(call.place.last - first, T)
+        count = gl.where(first >= call.place.first, gl.maximum(count, 0), 0)
+        total = call.of_head * count.to(gl.float32)
+    else:
+        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        total = gl.sum(sums.slice(T - 1, 1).load(ONE), 0)
+    return exponential(total)
+
+
+@gluon.jit
 def decays_between(call, sums, form: gl.constexpr, REVERSE: gl.constexpr, PAIRS: gl.constexpr):
     """Decays (T, T) between tokens, times the scale; zero where the row's token does not see the column's."""
     i = gl.arange(0, T, gl.SliceLayout(1, PAIRS))

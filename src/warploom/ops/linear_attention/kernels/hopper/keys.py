@@ -24,6 +24,7 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
     Tiles,
     copy_tiles,
     decay_of_head,
+    decay_over,
     decays_of,
     decays_of_head,
     decays_of_tile,
@@ -99,6 +100,8 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(keys.state_full)
+    if HOLDS and form.DECAY == "head":
+        state *= decay_over(call, None, place.first + (call.tiles - 1) * T, form)
     of_head = decays_of_head(call, form, True, PAIRS)
     for i in range(call.tiles):
         first = place.first + (call.tiles - 1 - i) * T
@@ -131,7 +134,8 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
             given = q
             if form.DECAY != "none":
                 given = encoded.weighed.index(slot)
-                state *= exponential(total)
+                if form.DECAY == "token":
+                    state *= exponential(total)
             state = warpgroup_mma(given.slice(own * T, T, dim=1).permute([1, 0]), grad, state, is_async=True)
         if own == 0:
             result = warpgroup_mma(factor, q, result, is_async=True)
@@ -144,6 +148,8 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
             fence_async_shared()
             thread_barrier()
             mbarrier.arrive(keys.state_full)
+            if form.DECAY == "head":
+                state *= decay_over(call, None, first - T, form)
         result = warpgroup_mma_wait(0, deps=[result])
         tma.store_wait(0)
         thread_barrier()

@@ -24,6 +24,7 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
     Tiles,
     copy_tiles,
     decay_of_head,
+    decay_over,
     decays_of,
     decays_of_head,
     decays_of_tile,
@@ -101,6 +102,8 @@ def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
     b_entry, h = place.b.to(gl.int32), place.h.to(gl.int32)
     state = load_state(walk.initial, place, 0, call.factors.into, walk.initial_strides, W, W, STATE, form, DECODED)
     state_tile.store(state.to(dtype))
+    if form.DECAY == "head":
+        state *= decay_over(call, None, first_tile, form)
     of_head = decays_of_head(call, form, False, PAIRS)
     for i in range(call.tiles):
         slot = i % STAGES
@@ -116,6 +119,8 @@ def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
         wait_full(others.full, i)
         if ENCODES:
             wait_full(encoded.full, i)
+        if form.DECAY == "token":
+            state *= decay_over(call, encoded.sums.index(i % 2), first, form)
         a, b, c = matrix(rows.tiles[0], slot), matrix(others.tiles[0], slot), matrix(others.tiles[1], slot)
         pairs = warpgroup_mma(
             a, b.permute([1, 0]), gl.zeros([T, T], gl.float32, PAIRS), use_acc=False, is_async=True
@@ -124,9 +129,8 @@ def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
         if form.DECAY == "none":
             state = warpgroup_mma(b.permute([1, 0]), c, state, is_async=True)
         else:
-            sums, total = decays_of(call, encoded.sums.index(i % 2), first, 0, T, form, gl.SliceLayout(1, RESULT))
+            sums, _ = decays_of(call, encoded.sums.index(i % 2), first, 0, T, form, gl.SliceLayout(1, RESULT))
             carried = exponential(sums) * call.factors.scale
-            state *= exponential(total)
             mine = encoded.weighed.index(i % 2)
             if DECODED:
                 state = warpgroup_mma(b.permute([1, 0]), mine, state, is_async=True)
@@ -145,6 +149,8 @@ def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
         result = warpgroup_mma(pair_tile, c, result, is_async=True)
         state = warpgroup_mma_wait(1, deps=[state])
         state_tile.store(state.to(dtype))
+        if form.DECAY == "head":  # not between products that run, which would wait for each other then
+            state *= decay_over(call, None, first + T, form)
         result = warpgroup_mma_wait(0, deps=[result])
         if form.DECAY == "none":
             result *= call.factors.scale
