@@ -45,7 +45,7 @@ def plan_walk(
     scale = call.state_scale if reverse else 1.0
     if call.options.kind == "cosine":
         more = {"DECODED": decoded, "REVERSE": reverse}
-        return _launch(hopper_cosine_kernel, call, "walk", names, tensors, initial, final, scale, **more)
+        return _launch(hopper_cosine_kernel, call, "cosine", names, tensors, initial, final, scale, **more)
     kernel = "decoded" if decoded else "walk"
     return _launch(hopper_walk_kernel, call, kernel, names, tensors, initial, final, scale, DECODED=decoded)
 
@@ -62,9 +62,11 @@ def _launch(
 ) -> Launch:  # fmt: skip
     q, _, _, theta, decay, *_ = call.inputs
     kind = "none" if decay is None else "head" if decay.dim() == 1 else "token"
-    encoder = (HOPPER if decay is None else HOPPER_DECAYS)[kernel]
     warps = 4 if kernel == "keys" else 8
-    groups = 2 if kernel == "decoded" or call.options.kind == "cosine" else 1
+    encoder = (HOPPER if decay is None else HOPPER_DECAYS)[kernel]
+    if kernel == "cosine":
+        warps = encoder.warps
+    groups = 2 if kernel == "decoded" else 1
     frequencies = 0 if theta is None else int(theta.shape[-1])
     more |= {name: Boxes(x, (0, 2, 1, 3), (1, 1, TOKENS, int(x.shape[3]))) for name, x in zip(names, tensors)}
     return Launch(

@@ -15,7 +15,6 @@ from warploom.device.activations import activate, exponential
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import matrix, wait_full
 from warploom.ops.linear_attention.kernels.hopper.encoding import (
-    WARPS,
     Call,
     T,
     copy_tiles,
@@ -40,13 +39,12 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
 )
 from warploom.ops.linear_attention.kernels.tiles import Factors, Sizes, StateStrides, locate
 
-ROWS = gl.constexpr(4 * WARPS)  # of a tile that are encoded at a time
-
 
 @gluon.jit
 def encode_parts(tiles, sines, angles, first, form: gl.constexpr):
     """Encode tiles (T, W) by cosines where they lie, and by sines into other buffers."""
-    PIECE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    PIECE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [form.ENCODERS, 1], [1, 0])
+    ROWS: gl.constexpr = 4 * form.ENCODERS
     dtype: gl.constexpr = tiles[0].dtype
     for i in gl.static_range(tiles[0].shape[1] // 64):
         by_cosine, by_sine = turns_over(angles, 1, i * 64, 64, PIECE)
@@ -84,9 +82,10 @@ def hopper_cosine_kernel(
     """`hopper_walk_kernel` where ``φ`` has two parts, of cosines and of sines, and so has the state."""
     W: gl.constexpr = a_desc.block_type.shape[3]
     dtype: gl.constexpr = a_desc.dtype
-    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, T // 2, 16])
-    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, W // 2, 16])
-    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W // 16, 128 // W], [16, W * W // 128, 16])
+    WARPS: gl.constexpr = form.ENCODERS
+    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * T // WARPS, 16])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * W // WARPS, 16])
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W // 16, 16 * WARPS // W], [16, W * W // (16 * WARPS), 16])
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T, W], dtype)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [512 // W, W // 16], [WARPS, 1], [1, 0])
     place = locate(offsets, cu_seqlens, offset, sizes)
@@ -97,7 +96,7 @@ def hopper_cosine_kernel(
     states = gl.allocate_shared_memory(dtype, [2, W, W], gl.NVMMASharedLayout.get_default_for([W, W], dtype))
     weighed = gl.allocate_shared_memory(dtype, [T, W if form.DECAY != "none" else 64], TILE)
     pair_tile = gl.allocate_shared_memory(dtype, [T, T], gl.NVMMASharedLayout.get_default_for([T, T], dtype))
-    angles = load_angles(theta, place, sizes, W, ROWS, form)
+    angles = load_angles(theta, place, sizes, W, 4 * WARPS, form)
     fence_async_shared()
     thread_barrier()
     tiles = gl.maximum(place.last - place.first + T - 1, 0) // T

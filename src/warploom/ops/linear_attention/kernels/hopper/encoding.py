@@ -19,7 +19,6 @@ from warploom.ops.lrpe.kernels.backward import pair_gradient
 from warploom.ops.lrpe.kernels.forward import turn
 
 T = gl.constexpr(64)  # tokens of a tile
-WARPS = gl.constexpr(8)  # that multiply
 STRIDE = gl.constexpr(8)  # rows between those of a product's result that a thread holds
 WALK_STAGES = gl.constexpr(3)
 KEY_STAGES = gl.constexpr(2)
