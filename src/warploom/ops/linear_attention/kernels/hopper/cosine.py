@@ -153,19 +153,19 @@ def hopper_cosine_kernel(
         else:
             state_c = warpgroup_mma(b.permute([1, 0]), mine, state_c, is_async=True)
             state_s = warpgroup_mma(sines.index(1).permute([1, 0]), mine, state_s, is_async=True)
-        if DECODED:
-            pairs, result, of_sines = warpgroup_mma_wait(2, deps=[pairs, result, of_sines])
-        else:
-            pairs, result = warpgroup_mma_wait(2, deps=[pairs, result])
+        pairs = warpgroup_mma_wait(4, deps=[pairs])
         decays = decays_of_tile(of_head, call, sums_tile, form, REVERSE, PAIRS)
         pairs = weigh_pairs(pairs, decays, form, REVERSE)
         pair_tile.store(pairs.to(dtype))
         fence_async_shared()
         thread_barrier()
         if form.DECAY != "none":
-            result *= carried[:, None]
             if DECODED:
+                result, of_sines = warpgroup_mma_wait(2, deps=[result, of_sines])
                 of_sines *= carried[:, None]
+            else:
+                result = warpgroup_mma_wait(2, deps=[result])
+            result *= carried[:, None]
         result = warpgroup_mma(pair_tile, c, result, is_async=True)
         if DECODED:
             of_sines = warpgroup_mma(pair_tile, sines.index(0), of_sines, is_async=True)

@@ -137,7 +137,7 @@ def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
             else:
                 state = warpgroup_mma(mine.permute([1, 0]), c, state, is_async=True)
         decays = decays_of_tile(of_head, call, encoded.sums.index(i % 2), form, False, PAIRS)
-        pairs, result = warpgroup_mma_wait(1, deps=[pairs, result])
+        pairs = warpgroup_mma_wait(2, deps=[pairs])
         pair_tile.store(weigh_pairs(pairs, decays, form, False).to(dtype))
         tma.store_wait(0)
         fence_async_shared()
@@ -145,6 +145,7 @@ def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
         if i > 0:
             mbarrier.arrive(rows.empty.index((i - 1) % STAGES))
         if form.DECAY != "none":
+            result = warpgroup_mma_wait(1, deps=[result])
             result *= carried[:, None]
         result = warpgroup_mma(pair_tile, c, result, is_async=True)
         state = warpgroup_mma_wait(1, deps=[state])
