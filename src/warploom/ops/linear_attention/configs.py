@@ -25,9 +25,12 @@ class Encoder(NamedTuple):
     """Registers of a thread of the other groups, where there are two kinds of them."""
 
 
-HOPPER = {"walk": Encoder(8, 72, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 88, 200), "cosine": Encoder(16, 0, 0)}
-HOPPER_DECAYS = {"walk": Encoder(8, 64, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 72, 208), "cosine": Encoder(16, 0, 0)}
+HOPPER = {"walk": Encoder(8, 72, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 88, 200)}
+HOPPER_DECAYS = {"walk": Encoder(8, 64, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 72, 208)}
 """With decays."""
+
+HOPPER_COSINE = Encoder(16, 0, 0)
+"""Where there are cosines and sines all warps encode, and multiply."""
 
 LEAST = 16
 """Of every side of a product of tiles."""

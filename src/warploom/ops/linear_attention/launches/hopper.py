@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from warploom.ops.linear_attention.configs import HOPPER, HOPPER_DECAYS
+from warploom.ops.linear_attention.configs import HOPPER, HOPPER_COSINE, HOPPER_DECAYS
 from warploom.ops.linear_attention.kernels.hopper.cosine import hopper_cosine_kernel
 from warploom.ops.linear_attention.kernels.hopper.encoding import Form, T
 from warploom.ops.linear_attention.kernels.hopper.keys import hopper_key_kernel
@@ -62,10 +62,10 @@ def _launch(
 ) -> Launch:  # fmt: skip
     q, _, _, theta, decay, *_ = call.inputs
     kind = "none" if decay is None else "head" if decay.dim() == 1 else "token"
-    warps = 4 if kernel == "keys" else 8
-    encoder = (HOPPER if decay is None else HOPPER_DECAYS)[kernel]
     if kernel == "cosine":
-        warps = encoder.warps
+        encoder, warps = HOPPER_COSINE, HOPPER_COSINE.warps
+    else:
+        encoder, warps = (HOPPER if decay is None else HOPPER_DECAYS)[kernel], 4 if kernel == "keys" else 8
     groups = 2 if kernel == "decoded" else 1
     frequencies = 0 if theta is None else int(theta.shape[-1])
     more |= {name: Boxes(x, (0, 2, 1, 3), (1, 1, TOKENS, int(x.shape[3]))) for name, x in zip(names, tensors)}

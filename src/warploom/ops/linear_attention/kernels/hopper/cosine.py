@@ -23,6 +23,7 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
     decays_of_head,
     decays_of_tile,
     load_angles,
+    load_decays,
     load_state,
     new_sums,
     new_tiles,
@@ -85,7 +86,9 @@ def hopper_cosine_kernel(
     WARPS: gl.constexpr = form.ENCODERS
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * T // WARPS, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * W // WARPS, 16])
-    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W // 16, 16 * WARPS // W], [16, W * W // (16 * WARPS), 16])
+    STATE: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [W // 16, 16 * WARPS // W], [16, W * W // (16 * WARPS), 16]
+    )
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T, W], dtype)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [512 // W, W // 16], [WARPS, 1], [1, 0])
     place = locate(offsets, cu_seqlens, offset, sizes)
@@ -109,6 +112,7 @@ def hopper_cosine_kernel(
     state_c = load_state(initial, place, 0, factors.into, initial_strides, W, W, STATE, form, DECODED)
     state_s = load_state(initial, place, W, factors.into, initial_strides, W, W, STATE, form, DECODED)
     of_head = decays_of_head(call, form, REVERSE, PAIRS)
+    g = load_decays(call, place.first + (tiles - 1) * T if REVERSE else place.first, form)
     for i in range(tiles):
         slot = i % 2
         tile = tiles - 1 - i if REVERSE else i
@@ -117,7 +121,8 @@ def hopper_cosine_kernel(
         states.index(0).store(state_c.to(dtype))
         states.index(1).store(state_s.to(dtype))
         wait_full(ring.full, i)
-        store_sums(sums_tile, call, first, form)
+        store_sums(sums_tile, g, form)
+        g = load_decays(call, first - T if REVERSE else first + T, form)
         encode_parts((c,) if DECODED else (a, b), sines, angles, first, form)
         if form.DECAY != "none":
             plain = b if DECODED else c

@@ -184,16 +184,32 @@ def decay_of_head(decay, place, sizes, form: gl.constexpr):
     return g
 
 
+@gluon.constexpr_function
+def sums_layout(warps):
+    """How warps share the pairs (T, T) of which `store_sums` adds up rows."""
+    return gl.BlockedLayout([1, T // 32], [1, 32], [warps, 1], [1, 0])
+
+
 @gluon.jit
-def store_sums(sums, call, first, form: gl.constexpr):
-    """Store the sums of a tile's logarithms of the decays of tokens, up to and with each."""
+def load_decays(call, first, form: gl.constexpr):
+    """The logarithms (T,) of a tile's decays of tokens; zero outside of the chunk."""
+    g = 0.0
     if form.DECAY == "token":
-        SUMS: gl.constexpr = gl.BlockedLayout([1, T // 32], [1, 32], [gl.num_warps(), 1], [1, 0])
+        SUMS: gl.constexpr = sums_layout(gl.num_warps())
         place, sizes = call.place, call.sizes
-        t = gl.arange(0, T, gl.SliceLayout(0, SUMS))
+        t = first + gl.arange(0, T, gl.SliceLayout(0, SUMS))
         ptrs = call.decay + place.b * sizes.decay_b + place.h * sizes.decay_h
-        ptrs += (place.start + first + t).to(gl.int64) * sizes.decay_n
-        g = gl.load(ptrs, mask=t < place.last - first, other=0.0).to(gl.float32)
+        ptrs += (place.start + t).to(gl.int64) * sizes.decay_n
+        g = gl.load(ptrs, mask=(t >= place.first) & (t < place.last), other=0.0).to(gl.float32)
+    return g
+
+
+@gluon.jit
+def store_sums(sums, g, form: gl.constexpr):
+    """Store the sums of `load_decays`, up to and with each token."""
+    if form.DECAY == "token":
+        SUMS: gl.constexpr = sums_layout(gl.num_warps())
+        t = gl.arange(0, T, gl.SliceLayout(0, SUMS))
         last = gl.arange(0, T, gl.SliceLayout(1, SUMS))
         sums.store(gl.sum(gl.where(t[None, :] <= last[:, None], g[None, :], 0.0), 1))
 
@@ -214,10 +230,10 @@ def decays_of(call, sums, first, begin: gl.constexpr, ROWS: gl.constexpr, form: 
 
 
 @gluon.jit
-def encode_tiles(tiles, encoded, count, first, call, form: gl.constexpr, REVERSE: gl.constexpr):
+def encode_tiles(tiles, encoded, count, first, g, call, form: gl.constexpr, REVERSE: gl.constexpr):
     """Encode the ``count``-th tiles (T, W) where they lie, and weigh those of the first as states take them.
 
-    The angles of the first rows that are encoded at a time are exact, those of others are turned on from them.
+    ``g`` is `load_decays`. The angles of the first rows that are encoded at a time are exact, those of others are turned on from them.
     """
     W: gl.constexpr = tiles[0].shape[4]
     ROWS: gl.constexpr = row_layout(W, form.ENCODERS)
@@ -226,7 +242,7 @@ def encode_tiles(tiles, encoded, count, first, call, form: gl.constexpr, REVERSE
     dtype: gl.constexpr = tiles[0].dtype
     slot = count % encoded.full.shape[0]
     sums = encoded.sums.index(count % 2)
-    store_sums(sums, call, first, form)
+    store_sums(sums, g, form)
     if form.KIND == "rotate":
         t = first + gl.arange(0, PART_ROWS, gl.SliceLayout(1, ROWS))
         cosine, sine = turns_at(call.angles, t, 0, W // 2, ROWS)

@@ -31,6 +31,7 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
     decoded,
     encode_tiles,
     load_angles,
+    load_decays,
     load_state,
     new_encoded,
     new_tiles,
@@ -71,10 +72,12 @@ def copy_keys(descs, ring, call):
 @gluon.jit
 def encode_keys(form: gl.constexpr, ring, encoded, call):
     """The encoding warps of `hopper_key_kernel`."""
+    g = load_decays(call, call.place.first + (call.tiles - 1) * T, form)
     for i in range(call.tiles):
         slot = wait_full(ring.full, i)
         first = call.place.first + (call.tiles - 1 - i) * T
-        encode_tiles((ring.tiles[0], ring.tiles[1]), encoded, i, first, call, form, True)
+        encode_tiles((ring.tiles[0], ring.tiles[1]), encoded, i, first, g, call, form, True)
+        g = load_decays(call, first - T, form)
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(encoded.full.index(slot))
