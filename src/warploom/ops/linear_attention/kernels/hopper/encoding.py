@@ -102,6 +102,12 @@ def part_rows(W, warps):
     return 512 // W * warps
 
 
+@gluon.constexpr_function
+def parts_ahead(tiles, W, warps, registers):
+    """How many parts of so many tiles are loaded at a time: all, if a thread has 40 registers left for the rest."""
+    return 64 // part_rows(W, warps) if tiles * W // warps + 40 <= registers else 1
+
+
 @gluon.jit
 def copy_tiles(descs, ring, place, tile, count):
     """Have tile number ``tile`` copied into the ``count``-th buffers, once these are empty."""
@@ -247,36 +253,42 @@ def encode_tiles(tiles, encoded, count, first, g, call, form: gl.constexpr, REVE
         t = first + gl.arange(0, PART_ROWS, gl.SliceLayout(1, ROWS))
         cosine, sine = turns_at(call.angles, t, 0, W // 2, ROWS)
         by_cosine, by_sine = turns_over(call.angles, 1, 0, W // 2, ROWS)
-    for part in gl.static_range(T // PART_ROWS):
-        if form.KIND == "rotate" and part > 0:
-            cosine, sine = turned_on(cosine, sine, by_cosine, by_sine)
-        for i in gl.static_range(len(tiles)):
-            tile = matrix(tiles[i], slot).slice(part * PART_ROWS, PART_ROWS)
-            x = tile.load(ROWS)
-            if form.KIND == "rotate":
-                x1, x2 = x.reshape([PART_ROWS, 2, W // 2]).permute([0, 2, 1]).split()
-                x1 = activate(gl.convert_layout(x1, ROWS).to(gl.float32), form.ACTIVATION)
-                x2 = activate(gl.convert_layout(x2, ROWS).to(gl.float32), form.ACTIVATION)
-                y1, y2 = turn(x1, x2, cosine, sine, "rotate")
-                y = gl.join(
-                    y1.reshape([PART_ROWS, form.GROUPS, WIDTH]), y2.reshape([PART_ROWS, form.GROUPS, WIDTH])
-                )
-                y = y.permute([0, 1, 3, 2]).reshape([PART_ROWS, W])
-            else:
-                y = activate(x.to(gl.float32), form.ACTIVATION)
-            if form.KIND != "none" or form.ACTIVATION != "none":
-                tile.store(y.to(dtype))
-            if i == 0 and form.DECAY != "none":
-                a, total = decays_of(
-                    call, sums, first, part * PART_ROWS, PART_ROWS, form, gl.SliceLayout(1, y.type.layout)
-                )
-                if REVERSE:
-                    weights = exponential(a)
+    AHEAD: gl.constexpr = parts_ahead(len(tiles), W, form.ENCODERS, form.ENCODER_REGISTERS)
+    for begin in gl.static_range(0, T // PART_ROWS, AHEAD):
+        loaded = ()
+        for part in gl.static_range(begin, begin + AHEAD):
+            for i in gl.static_range(len(tiles)):
+                tile = matrix(tiles[i], slot).slice(part * PART_ROWS, PART_ROWS)
+                loaded = loaded + (tile.load(ROWS),)
+        for part in gl.static_range(begin, begin + AHEAD):
+            if form.KIND == "rotate" and part > 0:
+                cosine, sine = turned_on(cosine, sine, by_cosine, by_sine)
+            for i in gl.static_range(len(tiles)):
+                x = loaded[(part - begin) * len(tiles) + i]
+                if form.KIND == "rotate":
+                    x1, x2 = x.reshape([PART_ROWS, 2, W // 2]).permute([0, 2, 1]).split()
+                    x1 = activate(gl.convert_layout(x1, ROWS).to(gl.float32), form.ACTIVATION)
+                    x2 = activate(gl.convert_layout(x2, ROWS).to(gl.float32), form.ACTIVATION)
+                    y1, y2 = turn(x1, x2, cosine, sine, "rotate")
+                    y = gl.join(
+                        y1.reshape([PART_ROWS, form.GROUPS, WIDTH]), y2.reshape([PART_ROWS, form.GROUPS, WIDTH])
+                    )
+                    y = y.permute([0, 1, 3, 2]).reshape([PART_ROWS, W])
                 else:
-                    weights = exponential(total - a)
-                encoded.weighed.index(count % 2).slice(part * PART_ROWS, PART_ROWS).store(
-                    (y * weights[:, None]).to(dtype)
-                )
+                    y = activate(x.to(gl.float32), form.ACTIVATION)
+                if form.KIND != "none" or form.ACTIVATION != "none":
+                    matrix(tiles[i], slot).slice(part * PART_ROWS, PART_ROWS).store(y.to(dtype))
+                if i == 0 and form.DECAY != "none":
+                    a, total = decays_of(
+                        call, sums, first, part * PART_ROWS, PART_ROWS, form, gl.SliceLayout(1, y.type.layout)
+                    )
+                    if REVERSE:
+                        weights = exponential(a)
+                    else:
+                        weights = exponential(total - a)
+                    encoded.weighed.index(count % 2).slice(part * PART_ROWS, PART_ROWS).store(
+                        (y * weights[:, None]).to(dtype)
+                    )
 
 
 @gluon.jit

@@ -62,8 +62,8 @@ class Walk(NamedTuple):
 def copy_walk(row_descs, other_descs, rows, others, call):
     """The copying warp of `hopper_walk_kernel`."""
     for i in range(call.tiles):
-        copy_tiles(row_descs, rows, call.place, i, i)
         copy_tiles(other_descs, others, call.place, i, i)
+        copy_tiles(row_descs, rows, call.place, i, i)
 
 
 @gluon.jit
