@@ -25,12 +25,12 @@ class Encoder(NamedTuple):
     """Registers of a thread of the other groups, where there are two kinds of them."""
 
 
-HOPPER = {"walk": Encoder(8, 72, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 88, 200)}
-HOPPER_DECAYS = {"walk": Encoder(8, 64, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 72, 208)}
-"""With decays."""
-
-HOPPER_COSINE = Encoder(16, 0, 0)
-"""Where there are cosines and sines all warps encode, and multiply."""
+HOPPER = {
+    "none": {"walk": Encoder(4, 128, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 88, 200)},
+    "head": {"walk": Encoder(4, 128, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 72, 208)},
+    "token": {"walk": Encoder(8, 64, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 72, 208)},
+}
+"""By decay and kernel. Spills cost much: with 8 registers fewer for groups the keys take half as long again."""
 
 LEAST = 16
 """Of every side of a product of tiles."""

@@ -15,6 +15,7 @@ from warploom.device.activations import activate, exponential
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import matrix, wait_full
 from warploom.ops.linear_attention.kernels.hopper.encoding import (
+    WARPS,
     Call,
     T,
     copy_tiles,
@@ -23,7 +24,6 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
     decays_of_head,
     decays_of_tile,
     load_angles,
-    load_decays,
     load_state,
     new_sums,
     new_tiles,
@@ -40,12 +40,13 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
 )
 from warploom.ops.linear_attention.kernels.tiles import Factors, Sizes, StateStrides, locate
 
+ROWS = gl.constexpr(4 * WARPS)  # of a tile that are encoded at a time
+
 
 @gluon.jit
 def encode_parts(tiles, sines, angles, first, form: gl.constexpr):
     """Encode tiles (T, W) by cosines where they lie, and by sines into other buffers."""
-    PIECE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [form.ENCODERS, 1], [1, 0])
-    ROWS: gl.constexpr = 4 * form.ENCODERS
+    PIECE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     dtype: gl.constexpr = tiles[0].dtype
     for i in gl.static_range(tiles[0].shape[1] // 64):
         by_cosine, by_sine = turns_over(angles, 1, i * 64, 64, PIECE)
@@ -83,12 +84,9 @@ def hopper_cosine_kernel(
     """`hopper_walk_kernel` where ``φ`` has two parts, of cosines and of sines, and so has the state."""
     W: gl.constexpr = a_desc.block_type.shape[3]
     dtype: gl.constexpr = a_desc.dtype
-    WARPS: gl.constexpr = form.ENCODERS
-    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * T // WARPS, 16])
-    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * W // WARPS, 16])
-    STATE: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [W // 16, 16 * WARPS // W], [16, W * W // (16 * WARPS), 16]
-    )
+    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, T // 2, 16])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, W // 2, 16])
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W // 16, 128 // W], [16, W * W // 128, 16])
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T, W], dtype)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [512 // W, W // 16], [WARPS, 1], [1, 0])
     place = locate(offsets, cu_seqlens, offset, sizes)
@@ -99,7 +97,7 @@ def hopper_cosine_kernel(
     states = gl.allocate_shared_memory(dtype, [2, W, W], gl.NVMMASharedLayout.get_default_for([W, W], dtype))
     weighed = gl.allocate_shared_memory(dtype, [T, W if form.DECAY != "none" else 64], TILE)
     pair_tile = gl.allocate_shared_memory(dtype, [T, T], gl.NVMMASharedLayout.get_default_for([T, T], dtype))
-    angles = load_angles(theta, place, sizes, W, 4 * WARPS, form)
+    angles = load_angles(theta, place, sizes, W, ROWS, form)
     fence_async_shared()
     thread_barrier()
     tiles = gl.maximum(place.last - place.first + T - 1, 0) // T
@@ -112,7 +110,6 @@ def hopper_cosine_kernel(
     state_c = load_state(initial, place, 0, factors.into, initial_strides, W, W, STATE, form, DECODED)
     state_s = load_state(initial, place, W, factors.into, initial_strides, W, W, STATE, form, DECODED)
     of_head = decays_of_head(call, form, REVERSE, PAIRS)
-    g = load_decays(call, place.first + (tiles - 1) * T if REVERSE else place.first, form)
     for i in range(tiles):
         slot = i % 2
         tile = tiles - 1 - i if REVERSE else i
@@ -121,8 +118,7 @@ def hopper_cosine_kernel(
         states.index(0).store(state_c.to(dtype))
         states.index(1).store(state_s.to(dtype))
         wait_full(ring.full, i)
-        store_sums(sums_tile, g, form)
-        g = load_decays(call, first - T if REVERSE else first + T, form)
+        store_sums(sums_tile, call, first, form)
         encode_parts((c,) if DECODED else (a, b), sines, angles, first, form)
         if form.DECAY != "none":
             plain = b if DECODED else c

@@ -19,6 +19,7 @@ from warploom.ops.lrpe.kernels.backward import pair_gradient
 from warploom.ops.lrpe.kernels.forward import turn
 
 T = gl.constexpr(64)  # tokens of a tile
+WARPS = gl.constexpr(8)  # that multiply, where there are sines
 STRIDE = gl.constexpr(8)  # rows between those of a product's result that a thread holds
 WALK_STAGES = gl.constexpr(3)
 KEY_STAGES = gl.constexpr(2)
@@ -103,9 +104,9 @@ def part_rows(W, warps):
 
 
 @gluon.constexpr_function
-def parts_ahead(tiles, W, warps, registers):
-    """How many parts of so many tiles are loaded at a time: all, if a thread has 40 registers left for the rest."""
-    return 64 // part_rows(W, warps) if tiles * W // warps + 40 <= registers else 1
+def fits_whole(tiles, W, form):
+    """Whether a thread has registers for its share of so many tiles, and 48 for the rest."""
+    return tiles * W // form.ENCODERS + 48 <= form.ENCODER_REGISTERS
 
 
 @gluon.jit
@@ -190,32 +191,16 @@ def decay_of_head(decay, place, sizes, form: gl.constexpr):
     return g
 
 
-@gluon.constexpr_function
-def sums_layout(warps):
-    """How warps share the pairs (T, T) of which `store_sums` adds up rows."""
-    return gl.BlockedLayout([1, T // 32], [1, 32], [warps, 1], [1, 0])
-
-
 @gluon.jit
-def load_decays(call, first, form: gl.constexpr):
-    """The logarithms (T,) of a tile's decays of tokens; zero outside of the chunk."""
-    g = 0.0
+def store_sums(sums, call, first, form: gl.constexpr):
+    """Store the sums of a tile's logarithms of the decays of tokens, up to and with each."""
     if form.DECAY == "token":
-        SUMS: gl.constexpr = sums_layout(gl.num_warps())
+        SUMS: gl.constexpr = gl.BlockedLayout([1, T // 32], [1, 32], [gl.num_warps(), 1], [1, 0])
         place, sizes = call.place, call.sizes
-        t = first + gl.arange(0, T, gl.SliceLayout(0, SUMS))
-        ptrs = call.decay + place.b * sizes.decay_b + place.h * sizes.decay_h
-        ptrs += (place.start + t).to(gl.int64) * sizes.decay_n
-        g = gl.load(ptrs, mask=(t >= place.first) & (t < place.last), other=0.0).to(gl.float32)
-    return g
-
-
-@gluon.jit
-def store_sums(sums, g, form: gl.constexpr):
-    """Store the sums of `load_decays`, up to and with each token."""
-    if form.DECAY == "token":
-        SUMS: gl.constexpr = sums_layout(gl.num_warps())
         t = gl.arange(0, T, gl.SliceLayout(0, SUMS))
+        ptrs = call.decay + place.b * sizes.decay_b + place.h * sizes.decay_h
+        ptrs += (place.start + first + t).to(gl.int64) * sizes.decay_n
+        g = gl.load(ptrs, mask=t < place.last - first, other=0.0).to(gl.float32)
         last = gl.arange(0, T, gl.SliceLayout(1, SUMS))
         sums.store(gl.sum(gl.where(t[None, :] <= last[:, None], g[None, :], 0.0), 1))
 
@@ -236,10 +221,10 @@ def decays_of(call, sums, first, begin: gl.constexpr, ROWS: gl.constexpr, form: 
 
 
 @gluon.jit
-def encode_tiles(tiles, encoded, count, first, g, call, form: gl.constexpr, REVERSE: gl.constexpr):
+def encode_tiles(tiles, encoded, count, first, call, form: gl.constexpr, REVERSE: gl.constexpr):
     """Encode the ``count``-th tiles (T, W) where they lie, and weigh those of the first as states take them.
 
-    ``g`` is `load_decays`. The angles of the first rows that are encoded at a time are exact, those of others are turned on from them.
+    The angles of the first rows that are encoded at a time are exact, those of others are turned on from them.
     """
     W: gl.constexpr = tiles[0].shape[4]
     ROWS: gl.constexpr = row_layout(W, form.ENCODERS)
@@ -248,47 +233,46 @@ def encode_tiles(tiles, encoded, count, first, g, call, form: gl.constexpr, REVE
     dtype: gl.constexpr = tiles[0].dtype
     slot = count % encoded.full.shape[0]
     sums = encoded.sums.index(count % 2)
-    store_sums(sums, g, form)
+    store_sums(sums, call, first, form)
     if form.KIND == "rotate":
         t = first + gl.arange(0, PART_ROWS, gl.SliceLayout(1, ROWS))
         cosine, sine = turns_at(call.angles, t, 0, W // 2, ROWS)
         by_cosine, by_sine = turns_over(call.angles, 1, 0, W // 2, ROWS)
-    AHEAD: gl.constexpr = parts_ahead(len(tiles), W, form.ENCODERS, form.ENCODER_REGISTERS)
-    for begin in gl.static_range(0, T // PART_ROWS, AHEAD):
+    COUNT: gl.constexpr = len(tiles)
+    AHEAD: gl.constexpr = COUNT * (T // PART_ROWS) if fits_whole(COUNT, W, form) else 1
+    for begin in gl.static_range(0, COUNT * (T // PART_ROWS), AHEAD):
         loaded = ()
-        for part in gl.static_range(begin, begin + AHEAD):
-            for i in gl.static_range(len(tiles)):
-                tile = matrix(tiles[i], slot).slice(part * PART_ROWS, PART_ROWS)
-                loaded = loaded + (tile.load(ROWS),)
-        for part in gl.static_range(begin, begin + AHEAD):
-            if form.KIND == "rotate" and part > 0:
-                cosine, sine = turned_on(cosine, sine, by_cosine, by_sine)
-            for i in gl.static_range(len(tiles)):
-                x = loaded[(part - begin) * len(tiles) + i]
-                if form.KIND == "rotate":
-                    x1, x2 = x.reshape([PART_ROWS, 2, W // 2]).permute([0, 2, 1]).split()
-                    x1 = activate(gl.convert_layout(x1, ROWS).to(gl.float32), form.ACTIVATION)
-                    x2 = activate(gl.convert_layout(x2, ROWS).to(gl.float32), form.ACTIVATION)
-                    y1, y2 = turn(x1, x2, cosine, sine, "rotate")
-                    y = gl.join(
-                        y1.reshape([PART_ROWS, form.GROUPS, WIDTH]), y2.reshape([PART_ROWS, form.GROUPS, WIDTH])
-                    )
-                    y = y.permute([0, 1, 3, 2]).reshape([PART_ROWS, W])
+        for j in gl.static_range(begin, begin + AHEAD):
+            tile = matrix(tiles[j % COUNT], slot).slice(j // COUNT * PART_ROWS, PART_ROWS)
+            loaded = loaded + (tile.load(ROWS),)
+        for j in gl.static_range(begin, begin + AHEAD):
+            x = loaded[j - begin]
+            if form.KIND == "rotate":
+                if j > 0 and j % COUNT == 0:
+                    cosine, sine = turned_on(cosine, sine, by_cosine, by_sine)
+                x1, x2 = x.reshape([PART_ROWS, 2, W // 2]).permute([0, 2, 1]).split()
+                x1 = activate(gl.convert_layout(x1, ROWS).to(gl.float32), form.ACTIVATION)
+                x2 = activate(gl.convert_layout(x2, ROWS).to(gl.float32), form.ACTIVATION)
+                y1, y2 = turn(x1, x2, cosine, sine, "rotate")
+                y = gl.join(
+                    y1.reshape([PART_ROWS, form.GROUPS, WIDTH]), y2.reshape([PART_ROWS, form.GROUPS, WIDTH])
+                )
+                y = y.permute([0, 1, 3, 2]).reshape([PART_ROWS, W])
+            else:
+                y = activate(x.to(gl.float32), form.ACTIVATION)
+            if form.KIND != "none" or form.ACTIVATION != "none":
+                matrix(tiles[j % COUNT], slot).slice(j // COUNT * PART_ROWS, PART_ROWS).store(y.to(dtype))
+            if j % COUNT == 0 and form.DECAY != "none":
+                a, total = decays_of(
+                    call, sums, first, j // COUNT * PART_ROWS, PART_ROWS, form, gl.SliceLayout(1, y.type.layout)
+                )
+                if REVERSE:
+                    weights = exponential(a)
                 else:
-                    y = activate(x.to(gl.float32), form.ACTIVATION)
-                if form.KIND != "none" or form.ACTIVATION != "none":
-                    matrix(tiles[i], slot).slice(part * PART_ROWS, PART_ROWS).store(y.to(dtype))
-                if i == 0 and form.DECAY != "none":
-                    a, total = decays_of(
-                        call, sums, first, part * PART_ROWS, PART_ROWS, form, gl.SliceLayout(1, y.type.layout)
-                    )
-                    if REVERSE:
-                        weights = exponential(a)
-                    else:
-                        weights = exponential(total - a)
-                    encoded.weighed.index(count % 2).slice(part * PART_ROWS, PART_ROWS).store(
-                        (y * weights[:, None]).to(dtype)
-                    )
+                    weights = exponential(total - a)
+                encoded.weighed.index(count % 2).slice(j // COUNT * PART_ROWS, PART_ROWS).store(
+                    (y * weights[:, None]).to(dtype)
+                )
 
 
 @gluon.jit

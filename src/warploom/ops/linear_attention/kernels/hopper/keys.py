@@ -31,7 +31,6 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
     decoded,
     encode_tiles,
     load_angles,
-    load_decays,
     load_state,
     new_encoded,
     new_tiles,
@@ -72,12 +71,10 @@ def copy_keys(descs, ring, call):
 @gluon.jit
 def encode_keys(form: gl.constexpr, ring, encoded, call):
     """The encoding warps of `hopper_key_kernel`."""
-    g = load_decays(call, call.place.first + (call.tiles - 1) * T, form)
     for i in range(call.tiles):
         slot = wait_full(ring.full, i)
         first = call.place.first + (call.tiles - 1 - i) * T
-        encode_tiles((ring.tiles[0], ring.tiles[1]), encoded, i, first, g, call, form, True)
-        g = load_decays(call, first - T, form)
+        encode_tiles((ring.tiles[0], ring.tiles[1]), encoded, i, first, call, form, True)
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(encoded.full.index(slot))
@@ -116,8 +113,6 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
             matrix(ring.tiles[3], slot),
         )  # fmt: skip
         mbarrier.wait(keys.state_full, i & 1)
-        if HOLDS and form.DECAY == "token":
-            state *= decay_over(call, encoded.sums.index(slot), first, form)
         zeros = gl.zeros([T, T], gl.float32, PAIRS)
         nothing = gl.zeros([T, W], gl.float32, RESULT)
         if own == 0:
@@ -126,18 +121,22 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
         else:
             pairs = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
             result = warpgroup_mma(k, state_tile, nothing, use_acc=False, is_async=True)
-        if HOLDS:
-            given = q if form.DECAY == "none" else encoded.weighed.index(slot)
-            state = warpgroup_mma(given.slice(own * T, T, dim=1).permute([1, 0]), grad, state, is_async=True)
-        pairs = warpgroup_mma_wait(1 + HOLDS, deps=[pairs])
+        pairs = warpgroup_mma_wait(1, deps=[pairs])
         decays = decays_of_tile(of_head, call, encoded.sums.index(slot), form, True, PAIRS)
         factor = as_factor(weigh_pairs(pairs, decays, form, True), dtype, RESULT)
-        result = warpgroup_mma_wait(HOLDS, deps=[result])
+        result = warpgroup_mma_wait(0, deps=[result])
         thread_barrier()
         mbarrier.arrive(keys.state_read)
         if form.DECAY != "none":
             sums, total = decays_of(call, encoded.sums.index(slot), first, 0, T, form, gl.SliceLayout(1, RESULT))
             result *= (exponential(total - sums) * call.factors.scale)[:, None]
+        if HOLDS:
+            given = q
+            if form.DECAY != "none":
+                given = encoded.weighed.index(slot)
+                if form.DECAY == "token":
+                    state *= exponential(total)
+            state = warpgroup_mma(given.slice(own * T, T, dim=1).permute([1, 0]), grad, state, is_async=True)
         if own == 0:
             result = warpgroup_mma(factor, q, result, is_async=True)
         else:

@@ -31,7 +31,6 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
     decoded,
     encode_tiles,
     load_angles,
-    load_decays,
     load_state,
     new_encoded,
     new_tiles,
@@ -70,7 +69,6 @@ def copy_walk(row_descs, other_descs, rows, others, call):
 def encode_walk(form: gl.constexpr, DECODED: gl.constexpr, rows, others, encoded, call):
     """The encoding warps of `hopper_walk_kernel`."""
     STAGES: gl.constexpr = encoded.full.shape[0]
-    g = load_decays(call, call.place.first, form)
     for i in range(call.tiles):
         slot = wait_full(others.full, i)
         if form.DECAY != "none":  # the tile before the last was multiplied, and its weighed one with it
@@ -81,9 +79,7 @@ def encode_walk(form: gl.constexpr, DECODED: gl.constexpr, rows, others, encoded
         else:
             wait_full(rows.full, i)
             tiles = (others.tiles[0], rows.tiles[0])
-        first = call.place.first + i * T
-        encode_tiles(tiles, encoded, i, first, g, call, form, False)
-        g = load_decays(call, first + T, form)
+        encode_tiles(tiles, encoded, i, call.place.first + i * T, call, form, False)
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(encoded.full.index(slot))
