@@ -47,7 +47,7 @@ from warploom.ops.flash_attention.kernels.forward import (
 
 @triton.jit
 def prepare_kernel(
-    out, grad, statistics, dlse, lse, delta, inverse, counters, turns,
+    out, grad, statistics, dlse, lse, delta, inverse, counters, tiles_added,
     rows: tl.int64, tokens: tl.int32, heads: tl.int32, dlse_b: tl.int64, dlse_h: tl.int64, dlse_n: tl.int64,
     out_strides: Strides, grad_strides: Strides,
     VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -56,7 +56,8 @@ def prepare_kernel(
     """What every row needs: ``δ``, lse and inverse of its weights; an lse of +inf makes weights zero.
 
     A row is a (batch entry, head, token), tokens fastest. ``counters`` (2,), with which the kernels for Hopper count
-    their tiles, and ``turns`` (2, rows), in which one of them adds, become zero. With ``PDL`` the launch after it may be put in place while this one still runs.
+    their tiles, and ``tiles_added`` (2, rows), by which one of them adds in order, become zero. With ``PDL`` the launch
+    after it may be put in place while this one still runs.
     """
     if PDL:
         gdc_launch_dependents()
@@ -86,22 +87,22 @@ def prepare_kernel(
         tl.store(inverse + row, 1.0 / row_sum, mask=in_range)
     else:
         row_max += tl.log2(row_sum)
-    if turns is not None:
-        tl.store(turns + row, tl.zeros_like(empty).to(tl.int32), mask=in_range)
-        tl.store(turns + rows + row, tl.zeros_like(empty).to(tl.int32), mask=in_range)
+    if tiles_added is not None:
+        tl.store(tiles_added + row, tl.zeros_like(empty).to(tl.int32), mask=in_range)
+        tl.store(tiles_added + rows + row, tl.zeros_like(empty).to(tl.int32), mask=in_range)
     tl.store(delta + row, tl.where(empty, 0.0, sums), mask=in_range)
     tl.store(lse + row, tl.where(empty, float("inf"), row_max), mask=in_range)
 
 
 @triton.jit
 def round_kernel(
-    added, turns, dq, rows: tl.int64, tokens: tl.int32, heads: tl.int32, scale: tl.float32, dq_strides: Strides,
+    added, tiles_added, dq, rows: tl.int64, tokens: tl.int32, heads: tl.int32, scale: tl.float32, dq_strides: Strides,
     VEC: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The gradient of queries from what was ``added`` (B, H, N, D) to it, which lacks the scale.
 
-    ``turns`` (B, H, N) at the first of ``BLOCK_M`` queries say how often; where never, there is anything.
+    ``tiles_added`` (B, H, N) at the first of ``BLOCK_M`` queries say how often; where never, there is anything.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     token, head, batch = row % tokens, row // tokens % heads, row // tokens // heads
@@ -111,7 +112,7 @@ def round_kernel(
     dq_ptrs = dq + dq_rows[:, None] + (feature if UNIT else feature * dq_strides.f)[None, :]
     if PDL:
         gdc_wait()
-    some = tl.load(turns + row - token % BLOCK_M, mask=row < rows, other=0) > 0
+    some = tl.load(tiles_added + row - token % BLOCK_M, mask=row < rows, other=0) > 0
     gradient = tl.load(added + row[:, None] * D + feature[None, :], mask=mask & some[:, None], other=0.0)
     tl.store(dq_ptrs, rounded(gradient * scale, dq.dtype.element_ty), mask=mask)
 

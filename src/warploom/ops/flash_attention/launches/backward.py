@@ -217,7 +217,7 @@ def plan_backward(
     prepare = Launch(
         prepare_kernel,
         -(-rows // block_r),
-        takes=("out", "grad", "statistics", "dlse", "lse", "delta", "inverse", "counters", "turns"),
+        takes=("out", "grad", "statistics", "dlse", "lse", "delta", "inverse", "counters", "tiles_added"),
         rows=rows, tokens=shape.tokens, heads=shape.heads, dlse_b=lse_b, dlse_h=lse_h, dlse_n=lse_n,
         VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim, BLOCK_R=block_r, BLOCK_E=shape.block_e,
         PRECISION=product, PDL=pdl, **layout.of("out", "grad"),
@@ -282,7 +282,7 @@ def _plan_rounds(call: Call, dq: Tensor, pdl: bool) -> Launch:
     return Launch(
         round_kernel,
         -(-rows // block_r),
-        takes=("added", "turns", "dq"),
+        takes=("added", "tiles_added", "dq"),
         pdl=pdl,
         rows=rows, tokens=shape.tokens, heads=shape.heads, scale=call.scale,
         VEC=layout.vec, UNIT=layout.unit, D=shape.head_dim, BLOCK_R=block_r, BLOCK_D=shape.block_d,
