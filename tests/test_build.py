@@ -76,7 +76,7 @@ def test_more_spilled_registers_than_allowed_fail_a_build(
 
 ODD_ADDRESSES = """
 import torch
-from warploom import flash_attention
+from warploom import flash_attention, tpa_decode
 from warploom.runtime import launch
 from warploom.testing.build import build
 
@@ -88,17 +88,21 @@ with launch.recording(90) as builds:
     for features, values in ((32, 1), (64, 16)):
         qk = factor(1, 64, 2, features)
         flash_attention(qk, qk, factor(1, 64, 2, values), backend="triton")
+    for heads, rank in ((6, 2), (12, 2), (12, 1)):
+        a, av = factor(2, 40, heads, 1), factor(2, 40, heads, rank)
+        bq, bk, bv = factor(2, 2, heads, 255), factor(2, 40, 1, 255), factor(2, 40, rank, 255)
+        tpa_decode(None, a, av, bq, bk, bv, backend="triton")
 for variant in builds.values():
     print(build(variant, 90))
 """
 
 
-def test_narrow_tiles_at_odd_addresses_are_read_where_they_are(tmp_path: Path) -> None:
+def test_tiles_at_odd_addresses_are_read_where_they_are(tmp_path: Path) -> None:
     program = tmp_path / "addresses.py"
     program.write_text(ODD_ADDRESSES, encoding="utf-8")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
-    assert done.stdout.count("Resources") == 2, done.stderr
+    assert done.stdout.count("Resources") == 5, done.stderr
 
 
 SUMS_OF_RANKS = """

@@ -44,3 +44,35 @@ def test_addresses_that_are_lost(before: str, after: str, lost: int, reason: str
 def test_what_comes_later_defines_nothing() -> None:
     first, *rest = GOOD.strip().splitlines()
     assert lost_addresses("\n".join([*rest[1:], first, rest[0]]))
+
+
+LOOPS = """
+        /*0010*/                   ULDC UR18, c[0x0][0x2a4] ;
+        /*0020*/              @!P0 BRA `(.L_x_1) ;
+        /*0030*/                   BRA `(.L_x_2) ;
+.L_x_1:
+        /*0040*/                   USGXT.U32 UR18, UR6, 0xe ;
+.L_x_3:
+        /*0050*/                   HGMMA.64x16x16.F32.BF16 R48, R24, gdesc[UR16], R48 ;
+        /*0060*/                   UIADD3 UR18, UR18, 0x2, URZ ;
+        /*0070*/                   BRA P1, `(.L_x_3) ;
+.L_x_2:
+        /*0078*/                   DEPBAR.LE SB0, 0x0 ;
+        /*0080*/                   UIADD3 UR22, UR18, 0x20, URZ ;
+        /*0090*/                   HGMMA.64x16x16.F32.BF16 R48, R24, gdesc[UR20], R48, gsb0 ;
+        /*00a0*/                   EXIT ;
+        /*00b0*/                   HGMMA.64x16x16.F32.BF16 R48, R24, gdesc[UR16], R48 ;
+"""
+IN_BOTH = "ULDC UR18, c[0x0][0x2a4]", "USGXT.U32 UR18, UR6, 0xe"
+
+
+def test_an_address_must_be_there_on_every_way() -> None:
+    (found,) = lost_addresses(LOOPS)
+    assert "gdesc[UR20]" in found
+    assert "UR18 comes from ULDC UR18" in found
+    assert lost_addresses(LOOPS.replace(*IN_BOTH)) == []
+    always = LOOPS.replace("@!P0 BRA", "BRA")
+    assert lost_addresses(always) == []
+    assert lost_addresses(always.replace("BRA P1,", "BRA")) == []
+    found, *_ = lost_addresses(LOOPS.replace(IN_BOTH[1], "S2UR UR18, SR_CTAID.X").replace(*IN_BOTH))
+    assert "S2UR" in found

@@ -169,3 +169,26 @@ def test_autocast_casts_as_for_pytorchs_own_attention(backend: str, device: torc
     with torch.autocast(device.type, torch.bfloat16):
         exact = flash_attention(**upcast(inputs))
     assert exact.dtype == torch.float64
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Weights of the backward
+# ----------------------------------------------------------------------------------------------------------
+
+
+@kernels
+@pytest.mark.parametrize(("features", "options"), [(33, {}), (64, {}), (100, {"softcap": 1e4}), (200, {})])
+def test_a_single_key_has_all_of_the_weight_in_the_backward(
+    features: int, options: dict[str, Any], device: torch.device
+) -> None:
+    """Its weight is one to the bit, however large its logit is: forward and backward form the same logits."""
+    batch, tokens = (8, 64) if device.type == "cuda" else (1, 40)
+    q, k, v, grad = (torch.randn(batch, tokens, 4, features, device=device) for _ in range(4))
+    v.requires_grad_()
+    for keys, window in ((tokens, (0, 0)), (1, None)):
+        of_keys = [x[:, :keys] for x in (q, k, v)]
+        given = {**options, "scale": 20.0, "window": window, "float32_precision": "highest"}
+        out = flash_attention(*of_keys, **given, backend="triton")
+        (found,) = torch.autograd.grad(out, v, grad[:, :keys])
+        torch.testing.assert_close(out, v[:, :keys], rtol=2**-22, atol=0.0)
+        torch.testing.assert_close(found[:, :keys], grad[:, :keys], rtol=2**-22, atol=0.0)

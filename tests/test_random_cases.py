@@ -7,6 +7,7 @@ operators share.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import shlex
 from collections import Counter
@@ -26,6 +27,7 @@ from random_cases import (
     Plan,
     Source,
     arrays,
+    attention,
     cancelling,
     families,
     function_of,
@@ -411,18 +413,116 @@ def test_a_result_that_is_unlucky_is_drawn_again(monkeypatch: pytest.MonkeyPatch
     assert tally.redrawn > 0
 
 
-@pytest.mark.parametrize("operator", ["flash_attention", "tpa_attention", "rotary_attention"])
+@pytest.mark.parametrize("operator", ["flash_attention", "tpa_attention", "tpa_decode", "rotary_attention"])
 def test_what_cancels_is_estimated_on_the_attention_of_the_definition(operator: str) -> None:
     for call in drawn(operator, 60, small=True):
         prepared = judging.Prepared(call, CPU)
         given = prepared._for_the_definition(torch.float64)
-        _, _, out, lse = cancelling._attention(cancelling._ATTENTION[operator](given))
+        _, _, out, lse = attention.attend(attention.ATTENTION[operator](given))
         expected = judging.as_tuple(reference_of(operator)(**given))
         some = ~lse.isnan()
         assert torch.allclose(out, expected[0], rtol=1e-9, atol=1e-9, equal_nan=True)
         if len(expected) == 2:
             hidden = expected[1].isinf()
             assert torch.allclose(lse[some & ~hidden], expected[1][some & ~hidden], rtol=1e-9, atol=1e-9)
+
+
+def term_after_term(q: Tensor, k: Tensor) -> Tensor:
+    """Products (B, H, N, M) of queries (B, N, H, D) and keys (B, M, H, D), each sum in the order of features."""
+    products = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    for a, b in zip(q.unbind(-1), k.unbind(-1)):
+        products = products + torch.einsum("bnh,bmh->bhnm", a, b)
+    return products
+
+
+def attention_of(logits: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("bhnm,bmhe->bnhe", logits.softmax(-1), v).contiguous()
+
+
+def attention_with(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor, dict[str, Any]], Tensor]:
+    """A change of the result: attention in float32 with ``change`` made to queries."""
+
+    def changed(out: Tensor, named: dict[str, Any]) -> Tensor:
+        q, k, v = (named[name] for name in "qkv")
+        return attention_of(term_after_term(change(q), k) * named["scale"], v)
+
+    return changed
+
+
+def upper_bits(x: Tensor) -> Tensor:
+    """Two bfloat16 terms of a float32 number."""
+    upper = x.bfloat16().float()
+    return upper + (x - upper).bfloat16().float()
+
+
+LARGE_LOGITS: dict[str, Any] = {"dtype": "float32", "Hkv": 3, "D": 100, "N": 12, "M=N": True}
+LARGE_LOGITS |= {"size": 3.0, "scale": 1.0, "backend": "triton"}
+LARGE_LOGITS |= {"q.grad": False, "k.grad": False, "v.grad": True}
+
+
+def faults_of_large_logits(**more: Any) -> list[Fault]:
+    call = make_call("flash_attention", Choices(given=LARGE_LOGITS | more))
+    return [fault for seed in range(12) for fault in run_calls([replace(call, seed=seed)], CPU, None)[1]]
+
+
+def test_logits_may_be_off_by_what_float32_rounds() -> None:
+    """Sums term after term are off by as much as is estimated."""
+    q, k, v = (3 * torch.randn(2, 40, 3, 100) for _ in range(3))
+    attended = attention.Attended(q, k, v, 0.7, torch.ones(40, 40, dtype=torch.bool))
+    exact = torch.einsum("bnhd,bmhd->bhnm", q.double(), k.double())
+    error = 0.7 * (term_after_term(q, k) - exact).square().mean().sqrt()
+    estimate = attention.rounding_of_logits(attended)
+    usual = (estimate * attention.signs(estimate)).square().mean().sqrt()
+    assert 0.5 * usual < error < usual
+
+
+def test_large_logits_in_another_order_of_sums_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where those of eager arithmetic are exact."""
+    defined = judging.Prepared.defined
+
+    def eager(prepared: judging.Prepared, dtype: torch.dtype | None) -> list[Tensor]:
+        if dtype is torch.float64:
+            return defined(prepared, dtype)
+        q, k, v = (prepared.arrays[name].dense for name in "qkv")
+        v = v.detach().requires_grad_()
+        out = attention_of(term_after_term(q.double(), k.double()).float(), v)
+        (grad,) = prepared.gradients
+        return [out, *torch.autograd.grad(out, v, grad and grad.dense)]
+
+    monkeypatch.setattr(judging.Prepared, "defined", eager)
+    plant(monkeypatch, attention_with(lambda q: q))
+    assert not faults_of_large_logits()
+
+
+def test_large_logits_of_rounded_queries_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, attention_with(upper_bits))
+    faults = faults_of_large_logits()
+    assert len(faults) > 6
+    assert {fault.kind for fault in faults} == {"accuracy output"}
+
+
+def test_weights_of_a_backward_that_are_not_the_forwards_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a single key, that of the forward is one; of a logit of 300, two roundings leave as much as this."""
+    given = {"window": True, "windowleft": 0, "windowright": 0}
+    assert not faults_of_large_logits(**given)
+    plant(monkeypatch, lambda out, named: (out + 3e-5 * (out - out.detach())).contiguous())
+    assert {fault.kind for fault in faults_of_large_logits(**given)} == {"accuracy gradient of v"}
+
+
+def test_the_mean_error_of_equal_numbers_is_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All lse of a zero scale are the same, and so is what they are off."""
+    given = {"dtype": "float32", "D": 4, "N": 9, "M": 511, "scale": 0.0, "return_lse": True, "backend": "triton"}
+    call = make_call("flash_attention", Choices(given=given))
+    run = judging.Prepared.run
+    for units, wrong in ((1, False), (2, True)):
+
+        def off(prepared: judging.Prepared, by: float = units * 2**-21) -> tuple[list[Tensor], list[Tensor]]:
+            (out, lse), gradients = run(prepared)
+            return [out, torch.full_like(lse, math.log(511)) + by], gradients
+
+        monkeypatch.setattr(judging.Prepared, "run", off)
+        _, faults = run_calls([call], CPU, None)
+        assert [fault.kind for fault in faults] == ["accuracy lse"] * wrong
 
 
 @pytest.mark.parametrize(("operator", "features"), [("lrpe_cosine", "x"), ("linear_attention", "q")])

@@ -1,8 +1,9 @@
-"""How far gradients are off where numbers are subtracted that are nearly equal: a documented limit.
+"""How far results are off where nearly equal numbers are subtracted, or logits are large: documented limits.
 
 A gradient of softmax is ``P (dP - Σ P dP)``. Where nearly all the weight is on one key, token or feature, the
 difference is nearly zero, and so may be the error of the eager reference. That of a kernel is then the rounding of
-what is subtracted; see "Accuracy" in the guides. Where a call misses its budget it is estimated here, in float64.
+what is subtracted; see "Accuracy" in the guides. A weight of softmax is ``exp(s - max)``, off by what its logit is.
+Where a call misses its budget both are estimated here, in float64.
 """
 
 from __future__ import annotations
@@ -10,24 +11,23 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from random_cases.definitions import reference_of, rotated
+from random_cases.attention import ATTENTION, SUMS, attend, rounding_of_logits, signs
+from random_cases.definitions import reference_of
 from warploom.ops.linear_attention import reference as linear
 from warploom.ops.lrpe import reference as lrpe
 from warploom.testing.accuracy import as_tuple
 
-__all__ = ["cancelling"]
+__all__ = ["cancelling", "rounded_logits"]
 
 Tensor = torch.Tensor
 
 FACTORS = {"float16": 2.0**-11, "bfloat16": 2.0**-9, "high": 2.0**-11, "medium": 2.0**-9}
 """Relative rounding of a factor of a matrix product, by dtype, or by precision for float32."""
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-SUMS = 2.0**-24
-"""That of a float32 number."""
 DOUBLES = 2.0**-40
 """Relative difference of numbers in float64 that are equal."""
 
@@ -52,10 +52,10 @@ def cancelling(
         return _of_encoding(operator, given, incoming[0], wanted, factors)
     if operator == "linear_attention":
         return _of_linear_attention(given, incoming, wanted, factors)
-    if operator not in _ATTENTION:
+    if operator not in ATTENTION or operator == "tpa_decode":
         return None
-    attended = _ATTENTION[operator](given)
-    logits, weights, out, lse = _attention(attended)
+    attended = ATTENTION[operator](given)
+    logits, weights, out, lse = attend(attended)
     if not logits.requires_grad:
         return None
     dlogits, off_logits = torch.zeros_like(logits), torch.zeros_like(logits)
@@ -76,24 +76,46 @@ def cancelling(
         off_logits = off_logits + more.abs() * SUMS
     # The gradients of logits are rounded before they multiply keys and queries.
     rounding = FACTORS.get(factors, SUMS)
-    off_logits = off_logits.detach() + dlogits * _signs(logits) * rounding
+    off_logits = off_logits.detach() + dlogits * signs(logits) * rounding
     of_logits = torch.autograd.grad(logits, leaves, off_logits, retain_graph=True, materialize_grads=True)
     if operator != "rotary_attention":
         return list(of_logits)
     # Those of queries and keys are rounded before they turn back.
     turned = attended.q, attended.k
     rounded = [
-        gradient * _signs(gradient) * rounding
+        gradient * signs(gradient) * rounding
         for gradient in torch.autograd.grad(logits, turned, dlogits.abs() + off_logits.abs(), retain_graph=True)
     ]
     turned_back = torch.autograd.grad(turned, leaves, rounded, materialize_grads=True)
     return [first.abs() + second.abs() for first, second in zip(of_logits, turned_back)]
 
 
-def _signs(like: Tensor) -> Tensor:
-    """Numbers from -1 to 1, always the same."""
-    generator = torch.Generator().manual_seed(0)
-    return (torch.rand(like.shape, generator=generator, dtype=torch.float64) * 2 - 1).to(like.device)
+def rounded_logits(
+    operator: str, given: Mapping[str, Any], incoming: Sequence[Tensor | None], wanted: Sequence[str]
+) -> list[Tensor] | None:
+    """What results and gradients of attention are off where logits are rounded; arguments are as in `cancelling`.
+
+    A weight's relative error is the absolute one of its logit, which for logits in the hundreds is that of a
+    float32 number of their size, whatever the order of sums. It shows where two keys share the weight of a query;
+    eager arithmetic has more or less of it there by luck. It is the same in forward and backward: a backward whose
+    weights are not those of its forward is off where this is nothing.
+    """
+    if operator not in ATTENTION:
+        return None
+    found = []
+    for shifted in (False, True):
+        attended = ATTENTION[operator](given)
+        shift = rounding_of_logits(attended) if shifted else None
+        _, _, out, lse = attend(attended, None if shift is None else shift * signs(shift))
+        pairs = [(x, grad) for x, grad in zip((out, lse), incoming) if grad is not None and x.requires_grad]
+        gradients = [torch.zeros_like(given[name]) for name in wanted]
+        if pairs:
+            through, grads = zip(*pairs)
+            leaves = [given[name] for name in wanted]
+            gradients = list(torch.autograd.grad(through, leaves, grads, materialize_grads=True))
+        found.append([out.detach(), lse.detach(), *gradients])
+    exact, off = found
+    return [b - a for a, b in zip(exact, off)]
 
 
 def _of_encoding(
@@ -173,113 +195,3 @@ def _of_softmax(x: Tensor, grad: Tensor, given: Mapping[str, Any], encode: Calla
     (difference,) = torch.autograd.grad(softmax, x, dweights.abs())
     off: Tensor = 4 * SUMS * (2 * weights.detach() * dweights.abs() - difference)
     return off
-
-
-class _Attended(NamedTuple):
-    """What attention is of."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: float | None
-    visible: Tensor
-    """(N, M), or (B, N, M)."""
-    softcap: float | None = None
-    sink: Tensor | None = None
-
-
-def _attention(attended: _Attended) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits and weights (B, H, N, M), output (B, N, H, E) and lse (B, H, N); a sink is one more key, the last."""
-    q, k, v, scale, visible, softcap, sink = attended
-    group = q.shape[2] // max(k.shape[2], 1)
-    k, v = (t.repeat_interleave(group, 2) for t in (k, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    logits = torch.einsum("bnhd,bmhd->bhnm", q, k) * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    visible = visible[:, None] if visible.dim() == 3 else visible
-    if sink is not None:
-        logits = torch.cat((logits, sink[:, None, None].expand(*logits.shape[:3], 1)), -1)
-        visible = torch.nn.functional.pad(visible, (0, 1), value=True)
-        v = torch.nn.functional.pad(v, (0, 0, 0, 0, 0, 1))
-    hidden = logits.masked_fill(~visible, -torch.inf)
-    some = visible.any(-1, keepdim=True)
-    weights = torch.softmax(torch.where(some, hidden, 0.0), -1) * some
-    lse = torch.logsumexp(torch.where(some, hidden, 0.0), -1)
-    return logits, weights.detach(), torch.einsum("bhnm,bmhe->bnhe", weights, v), lse * some.squeeze(-1)
-
-
-def _visible(
-    q: Tensor,
-    k: Tensor,
-    causal: bool,
-    window: Sequence[int | None] | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-) -> Tensor:
-    """Which keys a query sees: (N, M)."""
-    tokens, keys = q.shape[1], k.shape[1]
-    whole = [torch.tensor([0, length]) for length in (tokens, keys)]
-    bounds_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
-    bounds_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    left, right = window or (None, None)
-    visible = torch.zeros(tokens, keys, dtype=torch.bool)
-    ends = [(bounds if given is None else given).tolist() for bounds, given in zip(whole, (bounds_q, bounds_k))]
-    for first, last, first_key, last_key in zip(ends[0], ends[0][1:], ends[1], ends[1][1:]):
-        query, key = torch.arange(last - first)[:, None], torch.arange(last_key - first_key)
-        distance = key - (query + (last_key - first_key) - (last - first))
-        seen = torch.ones_like(distance, dtype=torch.bool)
-        seen &= distance >= -left if left is not None else seen
-        seen &= distance <= right if right is not None else seen
-        seen &= distance <= 0 if causal else seen
-        visible[first:last, first_key:last_key] = seen
-    return visible.to(q.device)
-
-
-def _flash_attention(given: Mapping[str, Any]) -> _Attended:
-    q, k, v = (given[name] for name in "qkv")
-    if "block_table" in given:
-        k, v = (x[given["block_table"].long()].flatten(1, 2) for x in (k, v))
-    names = ("window", "cu_seqlens_q", "cu_seqlens_k")
-    masks = {name: given[name] for name in names if name in given}
-    causal = given.get("causal", False)
-    if "seqused_k" in given:
-        used = given["seqused_k"].tolist()
-        visible = q.new_zeros(q.shape[0], q.shape[1], k.shape[1], dtype=torch.bool)
-        for entry, keys in enumerate(used):
-            visible[entry, :, :keys] = _visible(q, k[:, :keys], causal, **masks)
-        behind = torch.arange(k.shape[1], device=k.device) >= given["seqused_k"][:, None]
-        k, v = (x.masked_fill(behind[:, :, None, None], 0.0) for x in (k, v))
-    else:
-        visible = _visible(q, k, causal, **masks)
-    return _Attended(q, k, v, given.get("scale"), visible, given.get("softcap"), given.get("sink"))
-
-
-def _rotary_attention(given: Mapping[str, Any]) -> _Attended:
-    q, k, v = rotated(given["qkv"], given["theta"], given["heads"], given.get("interleaved", False))
-    return _Attended(q, k, v, given["scale"], _visible(q, k, True))
-
-
-def _tpa_attention(given: Mapping[str, Any]) -> _Attended:
-    q, k, v = (_product(given, letter) for letter in "qkv")
-    visible = _visible(q, k, given.get("causal", True), cu_seqlens_q=given.get("cu_seqlens"))
-    return _Attended(q, k, v, given.get("scale"), visible)
-
-
-def _product(given: Mapping[str, Any], letter: str) -> Tensor:
-    """``scale · A B`` of every token; ``scale · B`` where there is no ``A``."""
-    a, b, scale = given[f"a{letter}"], given[f"b{letter}"], given.get(f"scale_{letter}")
-    if a is None:
-        product, usual = b, 1.0
-    else:
-        a = a.unsqueeze(-1) if a.dim() == 3 else a
-        product, usual = a @ (b.unsqueeze(-2) if b.dim() == 3 else b), 1 / a.shape[-1]
-    scaled: Tensor = product * (usual if scale is None else scale)
-    return scaled
-
-
-_ATTENTION: dict[str, Callable[[Mapping[str, Any]], _Attended]] = {
-    "flash_attention": _flash_attention,
-    "tpa_attention": _tpa_attention,
-    "rotary_attention": _rotary_attention,
-}

@@ -15,7 +15,7 @@ import torch
 
 from random_cases.arrays import Placed, place
 from random_cases.calls import Call
-from random_cases.cancelling import cancelling
+from random_cases.cancelling import cancelling, rounded_logits
 from random_cases.definitions import function_of, reference_of
 from warploom.errors import BackendError
 from warploom.ops.flash_attention.reference import factor_of
@@ -148,11 +148,22 @@ class Prepared:
 
     def cancelling(self) -> list[Tensor] | None:
         """What gradients may be off where nearly equal numbers are subtracted; see `cancelling`."""
-        wanted = [name for name, array in self.call.arrays.items() if array.grad]
-        incoming = [None if placed is None else placed.dense.double() for placed in self.gradients]
+        wanted, incoming = self._wanted()
         precision = self.options.get("float32_precision", self.call.matmul_precision)
         factors = precision if self.call.dtype == "float32" else self.call.dtype
         return cancelling(self.call.operator, self._for_the_definition(torch.float64), incoming, wanted, factors)
+
+    def rounded_logits(self) -> list[Tensor] | None:
+        """What results and gradients are off where logits are rounded; see `rounded_logits`."""
+        wanted, incoming = self._wanted()
+        given = self._for_the_definition(torch.float64)
+        found = rounded_logits(self.call.operator, given, incoming, wanted if self.gradients else [])
+        return found and found[: len(self.call.outputs)] + found[2:]
+
+    def _wanted(self) -> tuple[list[str], list[Tensor | None]]:
+        """Names of what wants a gradient, and the gradients of results, exact."""
+        wanted = [name for name, array in self.call.arrays.items() if array.grad]
+        return wanted, [None if placed is None else placed.dense.double() for placed in self.gradients]
 
     def _for_the_definition(self, dtype: torch.dtype | None) -> dict[str, Any]:
         """Arguments of the definition; those of a dtype that is given are exact."""
@@ -347,6 +358,12 @@ def _sizes(x: Tensor) -> tuple[float, float]:
     return (float(finite.abs().max()), float(finite.square().mean().sqrt())) if finite.numel() else (0.0, 0.0)
 
 
+def _are_equal(x: Tensor) -> bool:
+    """Whether what is finite of it is one number."""
+    finite = x[x.isfinite()]
+    return finite.numel() > 0 and bool((finite.max() - finite.min()).abs() <= FLOAT64 * finite.abs().max())
+
+
 def _with_limits(
     prepared: Prepared, accuracies: list[Accuracy], found: Sequence[Tensor], exact: Sequence[Tensor]
 ) -> list[Accuracy]:
@@ -354,12 +371,14 @@ def _with_limits(
 
     These are the rounding of numbers that are too small for all bits of their dtype, or flushed to zero; one unit
     in the last place of the largest number, which eager arithmetic does not lose where it only copies, as attention
-    to a single key does, and the gradient of a state without decay; what `cancelling` says; and that a gradient of
-    theta has the accuracy of float32, whatever its dtype. A call in float64 has the accuracy of the definition.
+    to a single key does, and the gradient of a state without decay; what `cancelling` and `rounded_logits` say; and
+    that a gradient of theta has the accuracy of float32, whatever its dtype. Where all values are equal, so are
+    their errors, and their mean may be one unit too. A call in float64 has the accuracy of the definition.
     """
     outputs = len(prepared.call.outputs)
     cancelled = prepared.cancelling() if prepared.call.gradients else None
     slack = cancelled or [torch.zeros(1)] * (len(found) - outputs)
+    rounded = None if prepared.call.dtype == "float64" else prepared.rounded_logits()
     result = []
     for index, (accuracy, dtype) in enumerate(zip(accuracies, [one.dtype for one in found])):
         if accuracy.problem or not found[index].numel():
@@ -369,6 +388,10 @@ def _with_limits(
         most, mean = floor + torch.finfo(dtype).eps / 2 * _sizes(exact[index])[0], floor
         if index >= outputs and _name(prepared.call, index) != "gradient of initial_state":
             most, mean = (2 * size + floor for size in _sizes(slack[index - outputs]))
+        elif _are_equal(exact[index]):
+            mean = most
+        if rounded is not None:
+            most, mean = (a + 2 * b for a, b in zip((most, mean), _sizes(rounded[index])))
         relative = FLOAT64 if prepared.call.dtype == "float64" else 0.0
         of_theta = _name(prepared.call, index) == "gradient of theta"
         if dtype == torch.float64 and (of_theta or prepared.call.dtype != "float64"):

@@ -85,6 +85,25 @@ def product(a, b, c, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def product_as_transposed(a, b, c, PRECISION: tl.constexpr):
+    """``a · b + c``, where ``c`` is zero, with the bits of ``bᵀ · aᵀ`` as `product` forms it.
+
+    Of terms, the products of unequal ones are added up in the order that they have there. What the compiler splits, it
+    adds up in an order of its own: that product itself is transposed.
+    """
+    if PRECISION == "3-term" or PRECISION == "3-term here" or PRECISION == "2-term":
+        COUNT: tl.constexpr = len(a)
+        for left_out in tl.static_range(COUNT):
+            for i in tl.static_range(COUNT - left_out):
+                c = dot_of_terms(a, b, i, COUNT - 1 - left_out - i, c)
+    elif PRECISION == "bf16x6" and a.dtype == tl.float32:
+        c = product(b.T, a.T, c.T, PRECISION).T
+    else:
+        c = product(a, b, c, PRECISION)
+    return c
+
+
+@triton.jit
 def dot(a, b, acc):
     """``a · b + acc`` in float32, with all bits of float32 factors: see `product`."""
     return product(a, b, acc, "bf16x6")

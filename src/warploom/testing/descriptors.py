@@ -3,7 +3,8 @@
 The assembler of CUDA 12.8 (Triton 3.6 and 3.7) loses some: where a loop stores a tile and multiplies with it, the
 descriptor of the tile is computed from a register that holds something else, or was never written. PTX is right,
 the machine code reads anywhere. A descriptor's lower half is the address in units of 16 bytes, cut to 14 bits, plus
-a number; so back from each instruction there must be such a cut.
+a number; so back from each instruction there must be such a cut, on every way that leads to it. (Of two loops the
+second's descriptors may be computed from the first's, which is left out where it has nothing to do.)
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import triton
 
-_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+_LABEL = re.compile(r"^\s*(\.L_\w+):", re.MULTILINE)
+_TARGET = re.compile(r"`\((\.L_\w+)\)")
 _REGISTER = re.compile(r"\bU?R\d+\b(?!\])")
 _PRODUCT = re.compile(r"gdesc\[UR(\d+)\]")
 _CUT = (("SGXT", "0xe"), ("SGXT", "0xf"), ("LOP3", "0x3fff"), ("LOP3", "0x7fff"))
@@ -24,13 +28,14 @@ _PASSED_ON = (
     *("UIADD3", "IADD3", "VIADD", "UMOV", "MOV", "R2UR", "IMAD", "UIMAD"),
     *("LOP3", "ULOP3", "USEL", "SEL", "ULEA", "LEA", "SHF", "USHF"),
 )
-_DEEPEST = 24
 
 
 class _Instruction(NamedTuple):
     name: str
     operands: list[str]
     text: str
+    always: bool
+    """Whether no predicate stands before it."""
 
 
 def disassemble(cubin: bytes) -> str:
@@ -47,25 +52,34 @@ def said_of(cubin: bytes, *command: str) -> str:
 
 
 def lost_addresses(assembly: str) -> list[str]:
-    """The ``wgmma`` instructions that read from no address in shared memory, each with the reason.
+    """The ``wgmma`` instructions that read from no address in shared memory, each with the reason."""
+    code, before = _parsed(assembly)
+    writes = [_written(instruction) for instruction in code]
 
-    Definitions are looked for backwards in the order of the text, not along the branches.
-    """
-    code = [
-        _Instruction(name, [operand.strip() for operand in operands.split(",")], f"{name} {operands}")
-        for name, operands in _LINE.findall(assembly)
-    ]
-    written: dict[str, list[int]] = {}
-    for at, instruction in enumerate(code):
-        for register in _written(instruction):
-            written.setdefault(register, []).append(at)
+    def writers(register: str, at: int) -> Iterator[int | None]:
+        """Who wrote a register last before an instruction, on each way there; None if on one of them nobody has."""
+        seen: set[int] = set()
+        ways = list(before[at])
+        while ways:
+            place = ways.pop()
+            if place is None or register in writes[place]:
+                yield place
+            elif place not in seen:
+                seen.add(place)
+                ways += before[place]
 
-    def wrong(register: str, before: int, depth: int = 0) -> str:
-        """Why a register holds no address; empty if it does."""
-        at = max((at for at in written.get(register, ()) if at < before), default=None)
-        if at is None or depth > _DEEPEST:
+    def wrong(register: str, at: int, found: dict[tuple[str, int], str]) -> str:
+        """Why a register holds no address before an instruction; empty if it does."""
+        if (register, at) not in found:
+            found[register, at] = ""  # around a loop: what it holds before the loop says
+            reasons = (wrong_from(register, writer, found) for writer in writers(register, at))
+            found[register, at] = next((reason for reason in reasons if reason), "")
+        return found[register, at]
+
+    def wrong_from(register: str, writer: int | None, found: dict[tuple[str, int], str]) -> str:
+        if writer is None:
             return f"{register} is never written"
-        name, operands, text = code[at]
+        name, operands, text, _ = code[writer]
         if any((cut in name and operands[-1] == bits) or (bits in operands and cut in name) for cut, bits in _CUT):
             return ""
         if name.startswith("LD"):  # spilled
@@ -73,24 +87,47 @@ def lost_addresses(assembly: str) -> list[str]:
         sources = [register for operand in operands[1:] for register in _REGISTER.findall(operand)]
         if not name.startswith(_PASSED_ON) or not sources:
             return f"{register} comes from {text}"
-        reasons = [wrong(source, at, depth + 1) for source in sources]
+        reasons = [wrong(source, writer, found) for source in sources]
         return "" if "" in reasons else reasons[0]
 
     lost = []
-    for at, (name, operands, text) in enumerate(code):
-        found = _PRODUCT.search(text) if name.startswith("HGMMA") else None
-        if found is None:
+    for at, (name, operands, text, _) in enumerate(code):
+        product = _PRODUCT.search(text) if name.startswith("HGMMA") else None
+        if product is None:
             continue
-        first = int(found[1])
+        first = int(product[1])
         # The first factor's and the second's; the first may lie in registers.
         lower = [first + 2] if re.match(r"R\d+", operands[1]) else [first, first + 2]
-        reasons = [reason for reason in (wrong(f"UR{number}", at) for number in lower) if reason]
+        reasons = [reason for reason in (wrong(f"UR{number}", at, {}) for number in lower) if reason]
         lost += [f"{text}: {reason}" for reason in reasons[:1]]
     return lost
 
 
+def _parsed(assembly: str) -> tuple[list[_Instruction], list[list[int | None]]]:
+    """The instructions, and for each those that may come just before it; None for where the program begins."""
+    code: list[_Instruction] = []
+    labels: dict[str, int] = {}
+    for line in assembly.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(code)
+        for predicate, name, operands in _LINE.findall(line):
+            # `BRA P1, label` has a predicate as well.
+            always = not predicate and not (name.startswith("BRA") and re.search(r"\bU?P\d", operands))
+            each = [operand.strip() for operand in operands.split(",")]
+            code.append(_Instruction(name, each, f"{name} {operands}", always))
+    before: list[list[int | None]] = [[] for _ in range(len(code) + 1)]
+    before[0].append(None)
+    for at, (name, _, text, always) in enumerate(code):
+        target = _TARGET.search(text) if name.startswith("BRA") else None
+        if target is not None and target[1] in labels:
+            before[labels[target[1]]].append(at)
+        if not (always and name.startswith(("BRA", "EXIT"))):
+            before[at + 1].append(at)
+    return code, before
+
+
 def _written(instruction: _Instruction) -> list[str]:
-    name, operands, _ = instruction
+    name, operands, *_ = instruction
     found = re.match(r"(U?R)(\d+)", operands[0])
     if found is None or name.startswith(_WITHOUT_RESULT):
         return []

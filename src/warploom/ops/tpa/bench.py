@@ -107,6 +107,7 @@ _DECODE_CHECKS: tuple[dict[str, Any], ...] = (
     {"m": 0},
     {"tokens": 0},
     {"m": 3, "tokens": 5, "dtype": "bfloat16"},
+    {"m": 5, "tokens": 2, "heads": 12, "rank": 0, "head_dim": 255, "kv_rank": 1, "v_rank": 2, "dtype": "bfloat16"},
     # What the kernel for Hopper takes.
     {"m": 300, "heads": 8, "head_dim": 64, "kv_rank": 2, "strategy": "split_kv", "dtype": "bfloat16"}
     | {"cache_seqlens": "random"},

@@ -3,10 +3,10 @@
 With weights ``P = softmax(S)``, ``S = scale · Q Kᵀ``, and ``dP = dO Vᵀ``: ``dV = Pᵀ dO``, ``dS = P ⊙ (dP − δ)`` with
 ``δ = rowsum(dO ⊙ O) − dlse``, ``dQ = scale · dS K`` and ``dK = scale · dSᵀ Q``. Weights are computed again from the
 statistics of their rows: ``2^(S − lse)`` with lse in powers of two, for float32 with row_max in its place and times
-``inverse = 1 / row_sum``, because the rounding of a logarithm would show. Keys and values loop over the queries
-(`key_kernel`), queries loop over the keys (`query_kernel`): two products more than one kernel for both would need, and no
-atomic additions, so that the same inputs always give the same bits. On Hopper there is one kernel for both, which adds in
-turns (`kernels.hopper.backward`).
+``inverse = 1 / row_sum``, because the rounding of a logarithm would show; ``S`` has the bits of the forward's. Keys
+and values loop over the queries (`key_kernel`), queries loop over the keys (`query_kernel`): two products more than one
+kernel for both would need, and no atomic additions, so that the same inputs always give the same bits. On Hopper there is
+one kernel for both, which adds in turns (`kernels.hopper.backward`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.activations import power_of_two
-from warploom.device.product import product, rounded
+from warploom.device.product import product, product_as_transposed, rounded
 from warploom.ops.flash_attention.kernels.forward import (
     PARTS_AHEAD,
     Mask,
@@ -162,7 +162,7 @@ def query_loop(dk, dv, k, v, queries, begin, end, key, mask, scale, MASKED: tl.c
         q_ptr = q.ptr + member * q_head + m * q_step
         q_tile = load_factor(q_ptr, q, m, queries.tokens, variant.D, MASKED, PRECISION)
         logits = tl.zeros((dk.shape[0], BLOCK_M), dtype=tl.float32)
-        logits = product(k, transposed(q_tile, PRECISION), logits, PRECISION)
+        logits = product_as_transposed(k, transposed(q_tile, PRECISION), logits, PRECISION)
         logits, factor = capped(logits, scale, variant)
         if MASKED:
             row_lse = tl.load(queries.lse + row, mask=query < queries.tokens, other=float("inf"))

@@ -31,6 +31,10 @@ HEADS_OF_BATCH_HEAD = 16
 COMBINE_ROWS = 2
 COMBINE_AHEAD = 16
 """Rows that a program combines, and parts whose loads it starts at once: a multiple of four."""
+LOOPS_ROWS = 32
+"""Rows of factors at most where there are two loops. With 64 of more than 128 features registers spill. Where tiles
+lie at odd addresses, the assembler of CUDA 12.8 computes addresses of the second loop from what the first leaves,
+also where that has nothing to do: see `warploom.testing.descriptors`."""
 ONE_PROGRAM = 21e3
 """Bytes of the cache that a program reads in a microsecond, alone on its multiprocessor. This and the next four
 come from 86 cases on an H200, one to 128 batch entries, 256 to 524288 keys, ranks 1, 2 and 4: what they choose took
@@ -67,4 +71,6 @@ def row_tile(factors: Operands, strategy: str) -> RowTile:
         least_rows = most_rows = HEADS_OF_BATCH_HEAD
     block_h = min(heads, most_rows)
     block_n = min(triton.next_power_of_2(tokens), most_rows // block_h)
+    if block_n > 1:  # a second loop, over keys that some rows see, forms two products
+        factor_rows = min(factor_rows, LOOPS_ROWS)
     return RowTile(block_n, max(block_h, least_rows // block_n), factor_rows, warps, stages)

@@ -106,14 +106,23 @@ def own_terms_in_registers(tiles, TERMS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def product_of_terms(a_terms, b_tiles, slot, TERMS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start ``a · bᵀ`` of own rows and of a tile of a ring, the smallest products first."""
+def product_of_terms(
+    a_terms, b_tiles, slot, TERMS: gl.constexpr, LAYOUT: gl.constexpr, SWAPPED: gl.constexpr = False
+):
+    """Start ``a · bᵀ`` of own rows and of a tile of a ring, the smallest products first.
+
+    ``SWAPPED``: in the order that the same products have in ``b · aᵀ``, so that the bits are the same.
+    """
     N: gl.constexpr = b_tiles.shape[3]
     acc = gl.zeros([ROWS, N], gl.float32, LAYOUT)
     for left_out in gl.static_range(TERMS):
         for i in gl.static_range(TERMS - left_out):
-            b = matrix(b_tiles, slot * TERMS + i).permute([1, 0])
-            acc = warpgroup_mma(a_terms[TERMS - 1 - left_out - i], b, acc, use_acc=left_out + i > 0, is_async=True)
+            if SWAPPED:
+                a, of_b = a_terms[i], TERMS - 1 - left_out - i
+            else:
+                a, of_b = a_terms[TERMS - 1 - left_out - i], i
+            b = matrix(b_tiles, slot * TERMS + of_b).permute([1, 0])
+            acc = warpgroup_mma(a, b, acc, use_acc=left_out + i > 0, is_async=True)
     return acc
 
 
@@ -185,7 +194,7 @@ def query_loop_for_one(
     BLOCK_M: gl.constexpr = near.tiles.shape[3]
     for i in range(begin if TERMS == 1 else 0, end if TERMS == 1 else end - begin):
         stage = wait_full(near.full, count)
-        product = product_of_terms(own_terms(own_tiles, slot, TERMS), near.tiles, stage, TERMS, LAYOUT)
+        product = product_of_terms(own_terms(own_tiles, slot, TERMS), near.tiles, stage, TERMS, LAYOUT, VALUES)
         product = warpgroup_mma_wait(0, deps=[product])  # (keys, queries)
         row_value = near.row_values.index(stage).load(gl.SliceLayout(0, LAYOUT))
         if VALUES:
