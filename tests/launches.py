@@ -11,7 +11,7 @@ ON_GPU = torch.cuda.is_available()
 """Otherwise kernels run in Triton's interpreter, where a case takes seconds, and fewer of them say as much."""
 ON_HOPPER = ON_GPU and torch.cuda.get_device_capability()[0] == 9
 
-MERGING = frozenset({"combine_kernel", "sum_kernel"})
+MERGING = frozenset({"combine_kernel", "combine_chunks_kernel", "sum_kernel"})
 """Kernels that split KV loops need besides: they merge the parts."""
 
 

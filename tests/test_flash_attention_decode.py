@@ -173,25 +173,21 @@ def test_caches_with_any_strides(dtype: torch.dtype, device: torch.device) -> No
 def test_bits_do_not_depend_on_the_batch(
     dtype: torch.dtype, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone a loop is cut into chunks, in small batches into nodes, in large ones it is whole."""
+    """Alone a loop is cut into chunks, in small batches programs take several, in large ones all of them."""
     from warploom.ops.flash_attention.launches import decode
 
-    batch, m, key_heads = 128, 2048, 4
-    if not ON_GPU:
-        batch, m, key_heads = 16, 320, 1
-        monkeypatch.setattr(decode, "programs_at_once", lambda device: 8)
+    batch, m, key_heads = (128, 2048, 4) if ON_GPU else (16, 320, 1)
     heads, shape = 3 * key_heads, (batch, m, key_heads, 64)
     generator = seeds.generator(11)
     k, v = (torch.randn(shape, generator=generator).to(device, dtype) for _ in "kv")
     q = torch.randn((batch, 2, heads, 64), generator=generator).to(device, dtype)
     table = torch.arange(batch * m // 32, dtype=torch.int32, device=device).reshape(batch, -1).flip(1)
     lengths = torch.randint(0, m + 1, (batch,), generator=generator).to(device)
-    used: list[int] = []
-    chosen = decode.chunks_of_program
+    cut: list[int] = []
 
-    def chunks_of_program(*arguments: Any) -> int:
-        used.append(chosen(*arguments))
-        return used[-1]
+    def chunks_of_program(call: Any, tiles: Any, chunks: int, loops: int) -> int:
+        cut.append(chunks)
+        return {batch: chunks, 1: 1}.get(call.shape.batch_size, 3)
 
     monkeypatch.setattr(decode, "chunks_of_program", chunks_of_program)
 
@@ -210,8 +206,27 @@ def test_bits_do_not_depend_on_the_batch(
         for first in (0, batch // 2, batch - width):
             entries = slice(first, first + width)
             assert all(torch.equal(a, b[entries]) for a, b in zip(found(entries), whole))
-    assert len({*used}) == 3
-    assert min(used) == 1
+    assert len({*cut}) == 1
+    assert cut[0] > 6
+
+
+@pytest.mark.parametrize("kind", ["dense", "lengths"])
+def test_programs_take_as_many_chunks_as_leave_work_for_all(kind: str) -> None:
+    """On 132 multiprocessors: 16 chunks of 512 keys for each of 8 heads, of one to 32 batch entries."""
+    from warploom.ops.flash_attention.launches import decode
+    from warploom.ops.flash_attention.launches.tiling import Call
+    from warploom.ops.flash_attention.problem import Mask
+
+    one = torch.empty(1, 1, 1, 1, dtype=torch.bfloat16)
+    found = {}
+    for batch in (1, 8, 32):
+        q, k = one.expand(batch, 1, 32, 128), one.expand(batch, 8192, 8, 128)
+        lengths = torch.zeros(batch, dtype=torch.int32) if kind == "lengths" else None
+        call = Call.of(q, k, k, Mask(right=0, seqused_k=lengths), 1.0)
+        tiles = decode.decode_tiles(call.dtype, 128, 4)
+        assert decode.chunks_of(call, tiles, 1) == 16
+        found[batch] = decode.chunks_of_program(call, tiles, 16, batch * 8)
+    assert found == {1: 1, 8: 8 if kind == "dense" else 1, 32: 16}
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

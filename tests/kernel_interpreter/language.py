@@ -228,6 +228,7 @@ LANGUAGE: dict[str, Any] = {
     "cast": _cast,
     "zeros_like": lambda x: Tensor(torch.zeros_like(x.value)),
     "broadcast_to": lambda x, *shape: Tensor(torch.as_tensor(raw(x)).broadcast_to(*shape)),
+    "expand_dims": lambda x, axis: Tensor(x.value.unsqueeze(axis)),
     "permute": Tensor.permute,
     "reshape": Tensor.reshape,
     "cumsum": lambda x, axis, **_: Tensor(x.value.cumsum(axis, dtype=x.value.dtype)),

@@ -18,6 +18,7 @@ class Configuration(NamedTuple):
     warps: int
     stages: int
     whole: bool = False  # whether loops are not split
+    ways: int = 1  # tiles of keys in a step, of few queries
 
 
 # fmt: off
@@ -68,13 +69,13 @@ TINY = {
 SMALL_3_TERM = {"key": Configuration(32, 32, 4, 2), "query": Configuration(64, 32, 4, 2)}
 """With 64 features."""
 
-DECODE: dict[tuple[str, int], tuple[tuple[int, int, int] | None, ...]] = {
-    ("16-bit", 16): ((128, 4, 3), (128, 4, 3), (64, 4, 4), (64, 4, 3), (32, 4, 3)),
-    ("16-bit", 32): ((64, 4, 3), (64, 4, 3), (64, 4, 4), (32, 4, 3), (32, 8, 3)),
-    ("16-bit", 64): ((64, 4, 3), (64, 4, 3), (64, 4, 3), (64, 8, 3), None),
-    ("float32", 16): ((64, 4, 3), (64, 4, 3), (32, 4, 3), (32, 4, 3), (16, 4, 2)),
+DECODE: dict[tuple[str, int], tuple[tuple[int, int, int, int] | None, ...]] = {
+    ("16-bit", 16): ((32, 4, 3, 4), (32, 4, 3, 4), (16, 4, 4, 4), (16, 4, 3, 4), (32, 4, 3, 1)),
+    ("16-bit", 32): ((64, 4, 3, 1), (64, 4, 3, 1), (64, 4, 4, 1), (32, 4, 3, 1), (32, 8, 3, 1)),
+    ("16-bit", 64): ((64, 4, 3, 1), (64, 4, 3, 1), (64, 4, 3, 1), (64, 8, 3, 1), None),
+    ("float32", 16): ((64, 4, 3, 1), (64, 4, 3, 1), (32, 4, 3, 1), (32, 4, 3, 1), (16, 4, 2, 1)),
 }
-"""``block_n, warps, stages`` of the kernel for few queries, for each of `WIDTHS`, by rows of a tile.
+"""``block_n, warps, stages, ways`` of the kernel for few queries, for each of `WIDTHS`, by rows of a tile.
 
 Measured on an H200 with 128 features. More rows of float32, or of 256 features, do not fit in registers: there are
 more tiles then, which read the same keys from the L2 cache.
@@ -86,15 +87,14 @@ DECODE_PAGE_STAGES = 2
 DECODE_CHUNK = 256
 """Keys of a chunk at least."""
 DECODE_MOST_CHUNKS = 64
-DECODE_PROGRAMS = 256
-"""Chunks of all heads of a batch entry, about: two programs for every multiprocessor. Three of them fit, and 512
-would run in two turns: 0.165 ms for 131072 keys of 8 heads, and 0.142 with 256, 0.155 with 128."""
-DECODE_NODE = 4
-"""Chunks of a node."""
-DECODE_WAVES = 2
-"""Programs of a multiprocessor at least; a program takes as many chunks as leave so many."""
+DECODE_PROGRAMS = 128
+"""Chunks of all heads of a batch entry, about: one for every multiprocessor, or two where there is one way."""
+DECODE_START = 192
+"""What a program costs besides its loop, in keys."""
+DECODE_EVEN = 1.8
+"""Loops for every multiprocessor from which those of different lengths even out, and are not split."""
 DECODE_AHEAD = 16
-"""Parts that are on their way from memory together, where they are joined."""
+"""Chunks that are on their way from memory together, where they are joined."""
 
 
 class WarpTiles(NamedTuple):
@@ -155,7 +155,7 @@ def decode_tiles(dtype: torch.dtype, features: int, rows: int) -> Configuration:
     """The pinned tiles of the kernel for few queries, for so many rows of a head of keys; see `configuration`."""
     kind, width = "float32" if dtype == torch.float32 else "16-bit", WIDTHS.index(features)
     fit = [
-        Configuration(block_m, *tile)
+        Configuration(block_m, *tile[:3], ways=tile[3])
         for (each, block_m), tiles in DECODE.items()
         if each == kind and (tile := tiles[width]) is not None
     ]

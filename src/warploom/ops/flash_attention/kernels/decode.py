@@ -1,20 +1,27 @@
-"""Triton kernel of flash attention for few queries on many keys: decoding.
+"""Triton kernels of flash attention for few queries on many keys: decoding.
 
 Shapes. A row is a pair (query, head) of the heads that share a head of keys, heads fastest. Rows come in tiles (M, D), so
 that keys (N, D) and values (N, E) are read once for all of them. Memory is the limit: one loop with masks, and small tiles.
 
+Ways. A step of the loop takes ``WAYS`` tiles of keys, each with a softmax of its own. With as many ways as warps, no warp
+waits for another's numbers in the loop. Where there are several, tiles have them as their first axis, and a `Softmax` the
+rows of all.
+
 Chunks. The keys that a tile sees are cut into chunks, by their number and by sizes of the call that are not the batch's. The
-softmax of a chunk starts afresh. ``NODE`` chunks are joined to a node from left to right, then all nodes, always by
-`kernels.forward.join`. A program takes a chunk, a node or all of them, and `kernels.forward.combine_kernel` joins what is left:
-the same bits, with as many programs as the size of the batch asks for.
+softmax of a chunk starts afresh. The chunks of every way are joined from left to right, then the ways in pairs, always by
+`join`: by a program that takes all chunks, or by `combine_chunks_kernel`. The bits are the same, with as many programs
+as the size of the batch asks for.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from warploom.device.activations import power_of_two
 from warploom.device.product import product, terms_of
 from warploom.ops.flash_attention.kernels.forward import (
     Mask,
@@ -24,25 +31,43 @@ from warploom.ops.flash_attention.kernels.forward import (
     Strides,
     as_factor,
     base_of,
-    join,
-    kv_rows,
     loop_bounds,
-    nothing,
     row_offsets,
     softmax_step,
     store_results,
-    tile_offsets,
     transposed,
     used_keys,
 )
 
 
 @triton.jit
+def nothing(ROWS: tl.constexpr, FEATURES: tl.constexpr):
+    """`Softmax` of no keys."""
+    acc = tl.zeros((ROWS, FEATURES), dtype=tl.float32)
+    return Softmax(acc, tl.zeros((ROWS,), dtype=tl.float32), tl.full((ROWS,), float("-inf"), dtype=tl.float32))
+
+
+@triton.jit
+def join(a, b):
+    """`Softmax` over the keys of both.
+
+    Fused by hand, so that every kernel rounds alike. Joining to `nothing` changes no bit.
+    """
+    row_max = tl.maximum(a.row_max, b.row_max)
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    rescale_a = power_of_two(a.row_max - base)
+    rescale_b = power_of_two(b.row_max - base)
+    acc = tl.fma(a.acc, tl.broadcast_to(rescale_a[:, None], a.acc.shape), b.acc * rescale_b[:, None])
+    return Softmax(acc, tl.fma(a.row_sum, rescale_a, b.row_sum * rescale_b), row_max)
+
+
+@triton.jit
 def load_rows(ptrs, there, F: tl.constexpr, PRECISION: tl.constexpr):
-    """A tile (rows, features) of those rows that are ``there``, zeros outside, as a factor of a `product`."""
-    mask = there[:, None]
-    if F != ptrs.shape[1]:
-        mask = mask & (tl.arange(0, ptrs.shape[1]) < F)[None, :]
+    """A tile (…, rows, features) of those rows that are ``there``, zeros outside, as a factor of a `product`."""
+    FEATURES: tl.constexpr = ptrs.shape[len(ptrs.shape) - 1]
+    mask = tl.expand_dims(there, -1)
+    if F != FEATURES:
+        mask = mask & (tl.arange(0, FEATURES) < F)
     factor = tl.load(ptrs, mask=mask, other=0.0)
     if PRECISION == "3-term here":
         factor = terms_of(factor, 3)
@@ -50,14 +75,88 @@ def load_rows(ptrs, there, F: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def load_keys(x, table, n, there, keys, F: tl.constexpr, FEATURES: tl.constexpr, variant: tl.constexpr):
-    """A tile of keys or values from number ``n`` on. One that lies in one page is looked up once."""
-    if variant.PAGE is None or variant.PAGE % variant.BLOCK_N != 0:
-        ptr, x = kv_rows(x, table, n, keys, variant.VEC, FEATURES, variant)
-    else:
+def offsets_of_rows(row, strides, FEATURES: tl.constexpr, variant: tl.constexpr):
+    """Offsets (…, features) of rows by number (…), in as many bits as the number of a row has."""
+    stride_row, stride_feature = strides.n, strides.f
+    if row.dtype == tl.int32:
+        stride_row = stride_row.to(tl.int32)
+        stride_feature = stride_feature.to(tl.int32)
+    feature = tl.arange(0, FEATURES)
+    if not variant.UNIT:
+        feature = feature * stride_feature
+    return tl.expand_dims(row * (stride_row * variant.VEC), -1) + feature
+
+
+@triton.jit
+def load_keys(x, table, n, number, there, keys, F: tl.constexpr, FEATURES: tl.constexpr, variant: tl.constexpr,
+              STEP: tl.constexpr):  # fmt: skip
+    """The tiles of a step of keys or values from number ``n`` on. A step that lies in one page looks it up once."""
+    VEC: tl.constexpr = variant.VEC
+    if variant.PAGE is None:
+        ptrs = x.ptr + n * (x.strides.n * VEC) + x.offsets
+    elif variant.PAGE % STEP == 0:
         page = tl.load(table + n // variant.PAGE).to(tl.int64)
-        ptr = x.ptr + page * (x.strides.b * variant.VEC) + (n % variant.PAGE) * (x.strides.n * variant.VEC)
-    return load_rows(ptr + x.offsets, there, F, variant.PRECISION)
+        ptrs = x.ptr + page * (x.strides.b * VEC) + (n % variant.PAGE) * (x.strides.n * VEC) + x.offsets
+    else:
+        key = n + number
+        page = tl.load(table + key // variant.PAGE, mask=key < keys, other=0).to(tl.int64)
+        offsets = offsets_of_rows((key % variant.PAGE).to(tl.int64), x.strides, FEATURES, variant)
+        ptrs = x.ptr + tl.expand_dims(page * (x.strides.b * VEC), -1) + offsets
+    return load_rows(ptrs, there, F, variant.PRECISION)
+
+
+@triton.jit
+def halves(x):
+    """The first and the last half of the rows (R, …) of one or two axes."""
+    if len(x.shape) == 1:
+        first, last = tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2)), (1, 0)))
+    else:
+        first, last = tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
+    return first, last
+
+
+@triton.jit
+def join_ways(softmax, WAYS: tl.constexpr):
+    """`Softmax` (WAYS · M rows) of all ways as one (M rows): those of the first half with those of the last, and so on."""
+    if WAYS > 1:
+        acc, row_sum, row_max = softmax
+        accs, sums, maxima = halves(acc), halves(row_sum), halves(row_max)
+        joined = join(Softmax(accs[0], sums[0], maxima[0]), Softmax(accs[1], sums[1], maxima[1]))
+        softmax = join_ways(joined, WAYS // 2)
+    return softmax
+
+
+class Target(NamedTuple):
+    """Where rows of a tile go."""
+
+    offsets: tl.tensor  # (rows, E), in the output
+    mask: tl.tensor  # (rows, E)
+    row: tl.tensor  # (rows,): their numbers in ``lse``
+    in_range: tl.tensor  # (rows,)
+    rows: tl.int64  # in ``lse``
+
+
+@triton.jit
+def target(first_head, r, batch, sizes, strides, variant: tl.constexpr):
+    """`Target` of rows by number ``r`` of the heads from ``first_head`` on."""
+    tokens, group = sizes.tokens, sizes.group
+    token, head = r // group, first_head + r % group
+    in_range = r < tokens * group
+    feature = tl.arange(0, variant.BLOCK_E)
+    offsets = row_offsets(batch, token, head, strides, variant.VEC)[:, None]
+    offsets += (feature if variant.UNIT else feature * strides.f)[None, :]
+    mask = in_range[:, None] & (feature < variant.E)[None, :]
+    row = (batch * sizes.heads + head) * tokens + token
+    return Target(offsets, mask, row, in_range, tl.cast(sizes.batch_size, tl.int64) * sizes.heads * tokens)
+
+
+@triton.jit
+def store_chunk(softmax, number, out, out_split, statistics, to, WAYS: tl.constexpr, VEC: tl.constexpr):
+    """What chunk ``number`` comes to in every way, to be joined with the others."""
+    part = tl.cast(number, tl.int64) * WAYS + tl.arange(0, softmax.acc.shape[0]) // (softmax.acc.shape[0] // WAYS)
+    tl.store(out + (part * (out_split * VEC))[:, None] + to.offsets, softmax.acc, mask=to.mask)
+    tl.store(statistics + part * 2 * to.rows + to.row, softmax.row_max, mask=to.in_range)
+    tl.store(statistics + (part * 2 + 1) * to.rows + to.row, softmax.row_sum, mask=to.in_range)
 
 
 @triton.jit
@@ -65,18 +164,22 @@ def decode_kernel(
     q, k, v, out, lse, statistics, sink, seqused_k, block_table,
     sizes: Sizes, parts: tl.int32, chunks: tl.int32, out_split: tl.int64,
     q_strides: Strides, k_strides: Strides, v_strides: Strides, out_strides: Strides,
-    variant: tl.constexpr, NODE: tl.constexpr, PDL: tl.constexpr,
+    variant: tl.constexpr, WAYS: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one head of keys, over one of ``parts`` of its KV loop, of so many ``chunks`` of ``sizes.splits``.
 
-    Reads and writes what `kernels.forward.forward_kernel` does. Without ``lse``, rows are left as `Softmax` in parts: ``out``
-    (parts, B, N, H, E) in float32, not divided by sums, and ``statistics`` (parts, 2, B, H, N).
+    Reads and writes what `kernels.forward.forward_kernel` does. Without ``lse``, rows are left as `Softmax` of each way of each
+    chunk: ``out`` (splits, WAYS, B, N, H, E) in float32, not divided by sums, and ``statistics`` (splits, WAYS, 2, B, H, N).
+    ``variant`` has the tile of a way. ``ONE``: the program takes a single chunk, and leaves it.
     """
-    if PDL:  # with the launch that joins parts, which waits for this one
+    if PDL:  # with the launch that joins chunks, which waits for this one
         gdc_launch_dependents()
     BLOCK_M: tl.constexpr = variant.BLOCK_M
     BLOCK_N: tl.constexpr = variant.BLOCK_N
+    BLOCK_D: tl.constexpr = variant.BLOCK_D
     BLOCK_E: tl.constexpr = variant.BLOCK_E
+    ROWS: tl.constexpr = WAYS * BLOCK_M
+    STEP: tl.constexpr = WAYS * BLOCK_N
     VEC: tl.constexpr = variant.VEC
     PRECISION: tl.constexpr = variant.PRECISION
     heads, group, tokens = sizes.heads, sizes.group, sizes.tokens
@@ -89,67 +192,130 @@ def decode_kernel(
     batch = (place // key_heads // parts).to(tl.int64)
 
     r = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_range = r < tokens * group
-    token = r // group
-    head = key_head * group + r % group
+    q_head = key_head * group
     keys = used_keys(seqused_k, batch, sizes.keys)
     offset = keys - tokens  # the last query stands at the last key
     first = block * BLOCK_M // group + offset
     last = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // group, tokens - 1) + offset
-    mask = Mask(keys, sizes.left, sizes.right)
     begin, _, _, end = loop_bounds(
-        first, last, sizes.left, sizes.right, keys, 0, 1, variant.HAS_LEFT, variant.HAS_RIGHT, BLOCK_N
+        first, last, sizes.left, sizes.right, keys, 0, 1, variant.HAS_LEFT, variant.HAS_RIGHT, STEP
     )
-    span = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N), sizes.splits) * BLOCK_N
+    span = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), STEP), sizes.splits) * STEP
     start = tl.minimum(begin + part * chunks * span, end)
     stop = tl.minimum(start + chunks * span, end)
     lowest = first - sizes.left if variant.HAS_LEFT else begin  # that any row sees
 
-    feature = tl.arange(0, variant.BLOCK_D)
-    q_ptrs = q + row_offsets(batch, token, head, q_strides, VEC)[:, None]
+    feature = tl.arange(0, BLOCK_D)
+    q_ptrs = q + row_offsets(batch, r // group, q_head + r % group, q_strides, VEC)[:, None]
     q_ptrs += (feature if variant.UNIT else feature * q_strides.f)[None, :]
-    q_tile = load_rows(q_ptrs, in_range, variant.D, PRECISION)
+    q_tile = load_rows(q_ptrs, r < tokens * group, variant.D, PRECISION)
+    if WAYS > 1:
+        q_tile = tl.broadcast_to(q_tile[None, :, :], (WAYS, BLOCK_M, BLOCK_D))
     table = None
     kv_batch = batch
     if variant.PAGE is not None:
         table = block_table + batch * (sizes.keys // variant.PAGE)
         kv_batch = batch * 0
+    number = tl.arange(0, BLOCK_N)  # of the keys of a step
+    if WAYS > 1:
+        number = (tl.arange(0, WAYS) * BLOCK_N)[:, None] + number[None, :]
+    place = number.to(tl.int64) if variant.WIDE else number
     k_ptr = base_of(k, kv_batch, begin * 0, key_head, k_strides, VEC)
     v_ptr = base_of(v, kv_batch, begin * 0, key_head, v_strides, VEC)
-    k_rows = Rows(k_ptr, tile_offsets(k_strides, BLOCK_N, variant.BLOCK_D, variant), k_strides, 0)
-    v_rows = Rows(v_ptr, tile_offsets(v_strides, BLOCK_N, BLOCK_E, variant), v_strides, 0)
+    k_rows = Rows(k_ptr, offsets_of_rows(place, k_strides, BLOCK_D, variant), k_strides, 0)
+    v_rows = Rows(v_ptr, offsets_of_rows(place, v_strides, BLOCK_E, variant), v_strides, 0)
 
-    chunk = nothing(BLOCK_M, BLOCK_E)
-    node = nothing(BLOCK_M, BLOCK_E)
-    whole = nothing(BLOCK_M, BLOCK_E)
-    for n in tl.range(start, stop, BLOCK_N):
-        key = n + tl.arange(0, BLOCK_N)
+    # The rows of all ways; they, and the end of the keys, are counted from the first key of their way.
+    row = block * BLOCK_M + tl.arange(0, ROWS) % BLOCK_M
+    first_key = tl.arange(0, ROWS) // BLOCK_M * BLOCK_N
+    position = row // group + offset - first_key
+    mask = Mask((keys - first_key)[:, None], sizes.left, sizes.right)
+    softmax = nothing(ROWS, BLOCK_E)
+    whole = nothing(ROWS, BLOCK_E)
+    chunk = part * chunks
+    chunk_stop = start + span
+    for n in tl.range(start, stop, STEP):
+        key = n + number
         there = (key >= lowest) & (key < end)
-        k_tile = load_keys(k_rows, table, n, there, keys, variant.D, variant.BLOCK_D, variant)
-        logits = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        logits = product(q_tile, transposed(k_tile, PRECISION), logits, PRECISION)
-        weights, chunk = softmax_step(chunk, logits, n, token + offset, mask, sizes.scale, True, variant)
-        v_tile = load_keys(v_rows, table, n, there, keys, variant.E, BLOCK_E, variant)
+        k_tile = load_keys(k_rows, table, n, number, there, keys, variant.D, BLOCK_D, variant, STEP)
+        if WAYS > 1:
+            logits = tl.zeros((WAYS, BLOCK_M, BLOCK_N), dtype=tl.float32)
+            logits = product(q_tile, tl.permute(k_tile, (0, 2, 1)), logits, PRECISION)
+            logits = tl.reshape(logits, (ROWS, BLOCK_N))
+        else:
+            logits = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            logits = product(q_tile, transposed(k_tile, PRECISION), logits, PRECISION)
+        weights, softmax = softmax_step(softmax, logits, n, position, mask, sizes.scale, True, variant)
+        v_tile = load_keys(v_rows, table, n, number, there, keys, variant.E, BLOCK_E, variant, STEP)
         factor = as_factor(weights, v.dtype.element_ty, PRECISION)
-        chunk = Softmax(product(factor, v_tile, chunk.acc, PRECISION), chunk.row_sum, chunk.row_max)
-        past = n + BLOCK_N - begin
-        if past % span == 0:
-            node = join(node, chunk)
-            chunk = nothing(BLOCK_M, BLOCK_E)
-            if past % (span * NODE) == 0:
-                whole = join(whole, node)
-                node = nothing(BLOCK_M, BLOCK_E)
-    whole = join(whole, join(node, chunk))
-
-    feature = tl.arange(0, BLOCK_E)
-    offsets = part * (out_split * VEC) + row_offsets(batch, token, head, out_strides, VEC)[:, None]
-    offsets += (feature if variant.UNIT else feature * out_strides.f)[None, :]
-    out_mask = in_range[:, None] & (feature < variant.E)[None, :]
-    row = (batch * heads + head) * tokens + token
-    rows = tl.cast(sizes.batch_size, tl.int64) * heads * tokens
+        if WAYS > 1:
+            acc = tl.reshape(softmax.acc, (WAYS, BLOCK_M, BLOCK_E))
+            acc = product(tl.reshape(factor, (WAYS, BLOCK_M, BLOCK_N)), v_tile, acc, PRECISION)
+            softmax = Softmax(tl.reshape(acc, (ROWS, BLOCK_E)), softmax.row_sum, softmax.row_max)
+        else:
+            softmax = Softmax(product(factor, v_tile, softmax.acc, PRECISION), softmax.row_sum, softmax.row_max)
+        if not ONE:
+            if n + STEP >= tl.minimum(chunk_stop, stop):
+                if lse is None:
+                    # Addresses hang on a number that the compiler cannot know: made before the loop, they would spill.
+                    to = target(q_head, (chunk >> 30) + row, batch, sizes, out_strides, variant)
+                    store_chunk(softmax, chunk, out, out_split, statistics, to, WAYS, VEC)
+                else:
+                    whole = join(whole, softmax)
+                softmax = nothing(ROWS, BLOCK_E)
+                chunk += 1
+                chunk_stop += span
     if lse is None:
-        tl.store(out + offsets, whole.acc, mask=out_mask)
-        tl.store(statistics + part * 2 * rows + row, whole.row_max, mask=in_range)
-        tl.store(statistics + (part * 2 + 1) * rows + row, whole.row_sum, mask=in_range)
+        to = target(q_head, row, batch, sizes, out_strides, variant)
+        if ONE:
+            store_chunk(softmax, chunk, out, out_split, statistics, to, WAYS, VEC)
+        else:
+            for empty in range(chunk, tl.minimum((part + 1) * chunks, sizes.splits)):
+                store_chunk(softmax, empty, out, out_split, statistics, to, WAYS, VEC)
     else:
-        store_results(whole, sink, head, out, offsets, out_mask, lse, statistics, row, in_range, rows)
+        to = target(q_head, r, batch, sizes, out_strides, variant)
+        store_results(
+            join_ways(whole, WAYS), sink, q_head + r % group, out, to.offsets, to.mask, lse, statistics, to.row,
+            to.in_range, to.rows,
+        )  # fmt: skip
+
+
+@triton.jit
+def combine_chunks_kernel(
+    part, part_statistics, out, lse, statistics, sink,
+    rows: tl.int64, tokens: tl.int32, heads: tl.int32, chunks: tl.int32, out_split: tl.int64,
+    out_strides: Strides,
+    VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
+    WAYS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A row of what `kernels.forward.forward_kernel` writes, from what `decode_kernel` left of all chunks.
+
+    A row is a (batch entry, head, token), tokens fastest, as in ``lse``. Parts are in float32, with the strides of ``out``.
+    """
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    token, head, batch = row % tokens, row // tokens % heads, row // tokens // heads
+    feature = tl.arange(0, BLOCK_E)
+    way = tl.arange(0, WAYS).to(tl.int64)
+    mask = (feature < E)[None, :]
+    offsets = row_offsets(batch, token, head, out_strides, VEC)[:, None]
+    offsets += (feature if UNIT else feature * out_strides.f)[None, :]
+    tiles = part + (way * (out_split * VEC))[:, None] + offsets
+    row_of_way = way * 2 * rows + row
+    step = out_split * VEC * WAYS  # from a chunk to the next
+    softmax = nothing(WAYS, BLOCK_E)
+    if PDL:
+        gdc_wait()
+    for chunk in range(0, chunks, AHEAD):
+        accs, sums, maxima = (), (), ()
+        for i in tl.static_range(AHEAD):
+            left = (way >= 0) & (chunk + i < chunks)
+            beside = part_statistics + (chunk + i) * 2 * WAYS * rows + row_of_way
+            accs += (tl.load(tiles + (chunk + i) * step, mask=mask & left[:, None], other=0.0),)
+            sums += (tl.load(beside + rows, mask=left, other=0.0),)
+            maxima += (tl.load(beside, mask=left, other=float("-inf")),)
+        for i in tl.static_range(AHEAD):
+            softmax = join(softmax, Softmax(accs[i], sums[i], maxima[i]))
+    in_range = row < rows
+    store_results(
+        join_ways(softmax, WAYS), sink, head, out, offsets, mask, lse, statistics, row, in_range, rows
+    )  # fmt: skip

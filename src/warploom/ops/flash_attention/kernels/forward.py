@@ -414,27 +414,6 @@ def attend(softmax, q, k, v, begin, end, position, mask, scale, MASKED: tl.const
 
 
 @triton.jit
-def nothing(ROWS: tl.constexpr, FEATURES: tl.constexpr):
-    """`Softmax` of no keys."""
-    acc = tl.zeros((ROWS, FEATURES), dtype=tl.float32)
-    return Softmax(acc, tl.zeros((ROWS,), dtype=tl.float32), tl.full((ROWS,), float("-inf"), dtype=tl.float32))
-
-
-@triton.jit
-def join(a, b):
-    """`Softmax` over the keys of both.
-
-    Fused by hand, so that every kernel rounds alike. Joining to `nothing` changes no bit.
-    """
-    row_max = tl.maximum(a.row_max, b.row_max)
-    base = tl.where(row_max == float("-inf"), 0.0, row_max)
-    rescale_a = power_of_two(a.row_max - base)
-    rescale_b = power_of_two(b.row_max - base)
-    acc = tl.fma(a.acc, tl.broadcast_to(rescale_a[:, None], a.acc.shape), b.acc * rescale_b[:, None])
-    return Softmax(acc, tl.fma(a.row_sum, rescale_a, b.row_sum * rescale_b), row_max)
-
-
-@triton.jit
 def with_sink(softmax, sink):
     """`Softmax` with one more logit, which has no value, for each row or all of them."""
     acc, row_sum, row_max = softmax
@@ -595,12 +574,12 @@ def combine_kernel(
     rows: tl.int64, tokens: tl.int32, heads: tl.int32, splits: tl.int32, out_split: tl.int64,
     out_strides: Strides,
     VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
-    AHEAD: tl.constexpr, NODE: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What `forward_kernel` writes for one split, from what it wrote for each of several; always in the same order.
 
     A row is a (batch entry, head, token), tokens fastest, as in ``lse``. Parts are in float32, with the strides of
-    ``out``. With a ``NODE``, they are those of `kernels.decode.decode_kernel`, and so many are joined to a node of its tree.
+    ``out``.
     """
     if PDL:
         gdc_wait()
@@ -624,23 +603,16 @@ def combine_kernel(
             )
             sums += (tl.load(part_statistics + (split * 2 + 1) * rows + row, mask=in_range & left, other=0.0),)
             tiles += (tl.load(part + split * (out_split * VEC) + offsets, mask=mask & left, other=0.0),)
-        if NODE is None:
-            before = row_max
-            for i in tl.static_range(AHEAD):
-                row_max = tl.maximum(row_max, maxima[i])
-            base = tl.where(row_max == float("-inf"), 0.0, row_max)
-            rescale = power_of_two(before - base)
-            row_sum *= rescale
-            acc *= rescale[:, None]
-            for i in tl.static_range(AHEAD):
-                weight = sums[i] * power_of_two(maxima[i] - base)
-                row_sum += weight
-                acc += weight[:, None] * tiles[i]
-        else:
-            for i in tl.static_range(0, AHEAD, NODE):
-                node = Softmax(tiles[i], sums[i], maxima[i])
-                for j in tl.static_range(1, NODE):
-                    node = join(node, Softmax(tiles[i + j], sums[i + j], maxima[i + j]))
-                acc, row_sum, row_max = join(Softmax(acc, row_sum, row_max), node)
+        before = row_max
+        for i in tl.static_range(AHEAD):
+            row_max = tl.maximum(row_max, maxima[i])
+        base = tl.where(row_max == float("-inf"), 0.0, row_max)
+        rescale = power_of_two(before - base)
+        row_sum *= rescale
+        acc *= rescale[:, None]
+        for i in tl.static_range(AHEAD):
+            weight = sums[i] * power_of_two(maxima[i] - base)
+            row_sum += weight
+            acc += weight[:, None] * tiles[i]
     softmax = Softmax(acc, row_sum, row_max)
     store_results(softmax, sink, head, out, offsets, mask, lse, statistics, row, in_range, rows)

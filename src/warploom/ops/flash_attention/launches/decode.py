@@ -7,15 +7,17 @@ from typing import NamedTuple
 import torch
 
 from warploom.ops.flash_attention.configs import (
+    DECODE_AHEAD,
     DECODE_CHUNK,
+    DECODE_EVEN,
     DECODE_MOST_CHUNKS,
-    DECODE_NODE,
     DECODE_PAGE_STAGES,
     DECODE_PROGRAMS,
-    DECODE_WAVES,
+    DECODE_START,
+    Configuration,
     decode_tiles,
 )
-from warploom.ops.flash_attention.kernels.decode import decode_kernel
+from warploom.ops.flash_attention.kernels.decode import combine_chunks_kernel, decode_kernel
 from warploom.ops.flash_attention.launches import tiling
 from warploom.ops.flash_attention.launches.tiling import Call, Grid, layout_for
 from warploom.ops.flash_attention.problem import bounds, programs_at_once
@@ -28,11 +30,11 @@ MOST_TOKENS = 16
 
 
 class Plan(NamedTuple):
-    """A launch of the kernel, into how many parts it cuts loops, and how many of these are a node of its tree."""
+    """A launch of the kernel, what joins the chunks that it leaves, and of how many parts these are."""
 
     launch: Launch
+    combine: Launch | None
     parts: int
-    node: int
 
 
 def suits(call: Call) -> bool:
@@ -40,27 +42,45 @@ def suits(call: Call) -> bool:
     return call.shape.tokens <= MOST_TOKENS and call.mask.cu_seqlens_q is None
 
 
-def chunks_of(call: Call, blocks: int) -> int:
+def _beside(tiles: Configuration) -> int:
+    """How many programs a multiprocessor needs, so that one computes while the others wait for memory."""
+    return 1 if tiles.ways > 1 else 2
+
+
+def _seen(call: Call) -> int:
+    """How many keys the loop of a tile goes over, about."""
+    shape, mask = call.shape, call.mask
+    left, right = bounds(shape, mask)
+    return shape.keys if mask.left is None else min(left + shape.tokens + right, shape.keys)
+
+
+def chunks_of(call: Call, tiles: Configuration, blocks: int) -> int:
     """Into how many chunks the keys of a head are cut: as many as keep a GPU busy with one batch entry.
 
     Never by the size of the batch: results depend on it.
     """
-    shape, mask = call.shape, call.mask
-    left, right = bounds(shape, mask)
-    seen = shape.keys if mask.left is None else min(left + shape.tokens + right, shape.keys)
-    wanted = -(-DECODE_PROGRAMS // (shape.key_heads * blocks))
-    return max(min(wanted, DECODE_MOST_CHUNKS, seen // DECODE_CHUNK), 1)
+    wanted = -(-DECODE_PROGRAMS * _beside(tiles) // (call.shape.key_heads * blocks))
+    return max(min(wanted, DECODE_MOST_CHUNKS, _seen(call) // DECODE_CHUNK), 1)
 
 
-def chunks_of_program(chunks: int, loops: int, device: torch.device) -> int:
-    """How many chunks of a loop a program takes: the most with which all multiprocessors have enough to read."""
-    least = DECODE_WAVES * programs_at_once(device)
-    taken = [each for each in (chunks, DECODE_NODE, 1) if each <= chunks]
-    return next((each for each in taken if loops * -(-chunks // each) >= least), 1)
+def chunks_of_program(call: Call, tiles: Configuration, chunks: int, loops: int) -> int:
+    """How many chunks of a loop a program takes: those that make the busiest multiprocessor's work least.
+
+    Lengths are known on the device alone. Where there are some, and loops too few to even out, it takes one chunk.
+    """
+    at_once, keys = programs_at_once(call.device), -(-_seen(call) // chunks)
+    if call.mask.seqused_k is not None and loops < DECODE_EVEN * at_once:
+        return 1
+    at_once *= _beside(tiles)
+
+    def work(taken: int) -> int:
+        return -(-loops * -(-chunks // taken) // at_once) * (taken * keys + DECODE_START)
+
+    return min(range(chunks, 0, -1), key=work)
 
 
 def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> Plan:
-    """The launch for tensors like q, k, v and out; if there are parts, these stand for the last."""
+    """The launches for tensors like q, k, v and out; if there are parts, these stand for the last."""
     shape = call.shape
     *_, out = tensors
     rows = shape.tokens * shape.group
@@ -69,21 +89,36 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
         tiles = tiles._replace(stages=tiles.stages + DECODE_PAGE_STAGES)
     blocks = -(-rows // tiles.block_m)
     loops = shape.batch_size * shape.key_heads * blocks
-    chunks = chunks_of(call, blocks)
-    taken = chunks_of_program(chunks, loops, call.device)
-    parts = -(-chunks // taken)
+    chunks = chunks_of(call, tiles, blocks)
+    taken = chunks_of_program(call, tiles, chunks, loops)
+    whole = taken == chunks
     layout = layout_for(*tensors)
     grid = Grid(tiles, blocks, loops // blocks, chunks, short=True)
+    to = layout_for(out)
     launch = Launch(
         decode_kernel,
-        loops * parts,
+        loops * -(-chunks // taken),
         takes=("q", "k", "v", "out", "lse", "statistics", "sink", "seqused_k", "block_table"),
-        parts=parts,
+        parts=-(-chunks // taken),
         chunks=taken,
-        out_split=out.numel() // layout.vec if parts > 1 else 0,  # from one part to the next
-        NODE=DECODE_NODE,
+        out_split=0 if whole else out.numel() // layout.vec,  # from one part to the next
+        WAYS=tiles.ways,
+        ONE=taken == 1 < chunks,
         PDL=pdl,
         **tiling.arguments_of(call, grid, layout, tiling.product_of("forward", call, precision), shape.group),
         **layout.of("q", "k", "v", "out"),
     )
-    return Plan(launch, parts, max(DECODE_NODE // taken, 1))
+    if whole:
+        return Plan(launch, None, 1)
+    results = shape.batch_size * shape.heads * shape.tokens
+    combine = Launch(
+        combine_chunks_kernel,
+        results,
+        takes=("part", "part_statistics", "out", "lse", "statistics", "sink"),
+        pdl=pdl,
+        rows=results, tokens=shape.tokens, heads=shape.heads, chunks=chunks, out_split=out.numel() // to.vec,
+        VEC=to.vec, UNIT=to.unit, E=shape.value_dim, BLOCK_E=shape.block_e, WAYS=tiles.ways, AHEAD=DECODE_AHEAD,
+        PDL=pdl, num_warps=tiles.ways,
+        **to.of("out"),
+    )  # fmt: skip
+    return Plan(launch, combine, chunks * tiles.ways)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.configs import DECODE_AHEAD
 from warploom.ops.flash_attention.kernels.forward import PARTS_AHEAD, combine_kernel, forward_kernel
 from warploom.ops.flash_attention.launches import decode, hopper, tiling
 from warploom.ops.flash_attention.launches.tiling import (
@@ -157,10 +156,11 @@ def plan_forward(
         plan = plan._replace(launch=launch)
     if splits == 1:
         return plan
-    elements, ahead, node, warps = (
-        (1024, PARTS_AHEAD.value, None, 4) if few is None else (128, DECODE_AHEAD, few.node, 1)
-    )
-    block_r = max(elements // shape.block_e, 1)
+    sizes = ((splits * out.numel(),), (splits, 2, *lse))
+    plan = plan._replace(parts=tuple(Dense.rows(size, torch.float32) for size in sizes))
+    if few is not None:
+        return plan._replace(combine=few.combine)
+    block_r = max(1024 // shape.block_e, 1)
     rows = shape.batch_size * shape.heads * shape.tokens
     layout = layout_for(out)
     combine = Launch(
@@ -169,9 +169,8 @@ def plan_forward(
         takes=("part", "part_statistics", "out", "lse", "statistics", "sink"),
         pdl=pdl,
         rows=rows, tokens=shape.tokens, heads=shape.heads, splits=splits, out_split=out.numel() // layout.vec,
-        VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim, BLOCK_R=block_r, BLOCK_E=shape.block_e, AHEAD=ahead,
-        NODE=node, PDL=pdl, num_warps=warps,
+        VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim, BLOCK_R=block_r, BLOCK_E=shape.block_e,
+        AHEAD=PARTS_AHEAD.value, PDL=pdl,
         **layout.of("out"),
     )  # fmt: skip
-    sizes = ((splits * out.numel(),), (splits, 2, *lse))
-    return plan._replace(combine=combine, parts=tuple(Dense.rows(size, torch.float32) for size in sizes))
+    return plan._replace(combine=combine)
