@@ -127,8 +127,8 @@ OPERATOR = Operator(
         "sums_kernel": 16,
         "decay_kernel": 120,
         "hopper_walk_kernel": 8,
-        "hopper_key_kernel": 168,
-        "hopper_cosine_kernel": 96,
+        "hopper_key_kernel": 80,
+        "hopper_cosine_kernel": 32,
     },
 )
 OPERATORS = (OPERATOR,)

@@ -18,17 +18,19 @@ class Tile(NamedTuple):
 class Encoder(NamedTuple):
     """How a group of warps encodes tiles on Hopper, ahead of those that multiply."""
 
-    numbers: int
-    """Of a tile that are encoded at a time."""
+    warps: int
     registers: int
     """Of a thread."""
     groups: int
     """Registers of a thread of the other groups, where there are two kinds of them."""
 
 
-HOPPER = {"walk": Encoder(4096, 112, 0), "decoded": Encoder(2048, 80, 0), "keys": Encoder(4096, 88, 200)}
-HOPPER_DECAYS = {"walk": Encoder(2048, 80, 0), "decoded": Encoder(2048, 80, 0), "keys": Encoder(2048, 80, 200)}
-"""With decays."""
+HOPPER = {
+    "none": {"walk": Encoder(4, 128, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 88, 200)},
+    "head": {"walk": Encoder(4, 128, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 72, 208)},
+    "token": {"walk": Encoder(8, 64, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 72, 208)},
+}
+"""By decay and kernel. Spills cost much: with 8 registers fewer for groups the keys take half as long again."""
 
 LEAST = 16
 """Of every side of a product of tiles."""

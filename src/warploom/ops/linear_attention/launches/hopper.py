@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from warploom.ops.linear_attention.configs import HOPPER, HOPPER_DECAYS
+from warploom.ops.linear_attention.configs import HOPPER
 from warploom.ops.linear_attention.kernels.hopper.cosine import hopper_cosine_kernel
 from warploom.ops.linear_attention.kernels.hopper.encoding import Form, T
 from warploom.ops.linear_attention.kernels.hopper.keys import hopper_key_kernel
@@ -62,19 +62,18 @@ def _launch(
 ) -> Launch:  # fmt: skip
     q, _, _, theta, decay, *_ = call.inputs
     kind = "none" if decay is None else "head" if decay.dim() == 1 else "token"
-    encoder = (HOPPER if decay is None else HOPPER_DECAYS)[kernel]
-    groups = 1 if kernel == "keys" else 2
+    groups = 2 if kernel == "decoded" else 1  # elsewhere features of φ keep their order
     frequencies = 0 if theta is None else int(theta.shape[-1])
     more |= {name: Boxes(x, (0, 2, 1, 3), (1, 1, TOKENS, int(x.shape[3]))) for name, x in zip(names, tensors)}
     return Launch(
         function,
         call.slots * int(q.shape[2]),
         takes=(*names, "initial", "final", *PLACES),
-        num_warps=4 * groups,
+        num_warps=4 if kernel == "keys" else 8,
         factors=Factors(call.options.scale, 1.0 / scale if isinstance(initial, Tensor) else 1.0, scale),
         sizes=call.sizes(1),
         initial_strides=state_strides(initial),
         final_strides=state_strides(final),
-        form=Form(call.options.kind, call.options.activation, kind, frequencies, groups, *encoder),
+        form=Form(call.options.kind, call.options.activation, kind, frequencies, groups, *HOPPER[kind][kernel]),
         **more,
     )

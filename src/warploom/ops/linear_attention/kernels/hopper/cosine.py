@@ -19,28 +19,60 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
     Call,
     T,
     copy_tiles,
+    decay_of_head,
     decays_of,
+    decays_of_head,
+    decays_of_tile,
     load_angles,
     load_state,
+    new_sums,
     new_tiles,
     store_state,
+    store_sums,
+    strided_rows,
+    strided_turns,
     thread_barrier,
-    turns_of,
+    turned_on,
+    turns_at,
+    turns_over,
     weigh_pairs,
+    whole_rows,
 )
 from warploom.ops.linear_attention.kernels.tiles import Factors, Sizes, StateStrides, locate
 
+ROWS = gl.constexpr(4 * WARPS)  # of a tile that are encoded at a time
+
 
 @gluon.jit
-def encode_parts(tile, sines, angles, first, form: gl.constexpr):
-    """Encode a tile (T, W) by cosines where it lies, and by sines into another buffer."""
+def encode_parts(tiles, sines, angles, first, form: gl.constexpr):
+    """Encode tiles (T, W) by cosines where they lie, and by sines into other buffers."""
     PIECE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    for i in gl.static_range(tile.shape[1] // 64):
-        one = tile.slice(i * 64, 64, dim=1)
-        x = activate(one.load(PIECE).to(gl.float32), form.ACTIVATION)
-        cosine, sine = turns_of(angles, first, T, i * 64, 64, PIECE)
-        one.store((x * cosine).to(tile.dtype))
-        sines.slice(i * 64, 64, dim=1).store((x * sine).to(tile.dtype))
+    dtype: gl.constexpr = tiles[0].dtype
+    for i in gl.static_range(tiles[0].shape[1] // 64):
+        by_cosine, by_sine = turns_over(angles, 1, i * 64, 64, PIECE)
+        t = first + gl.arange(0, ROWS, gl.SliceLayout(1, PIECE))
+        cosine, sine = turns_at(angles, t, i * 64, 64, PIECE)
+        for part in gl.static_range(T // ROWS):
+            if part > 0:
+                cosine, sine = turned_on(cosine, sine, by_cosine, by_sine)
+            for j in gl.static_range(len(tiles)):
+                one = tiles[j].slice(part * ROWS, ROWS).slice(i * 64, 64, dim=1)
+                x = activate(one.load(PIECE).to(gl.float32), form.ACTIVATION)
+                one.store((x * cosine).to(dtype))
+                sines.index(j).slice(part * ROWS, ROWS).slice(i * 64, 64, dim=1).store((x * sine).to(dtype))
+
+
+@gluon.jit
+def decoded_parts(of_cosines, of_sines, angles, first):
+    """Gradients (T, W) of what was encoded, from those of its parts."""
+    W: gl.constexpr = of_cosines.shape[1]
+    one1, two1 = strided_rows(of_cosines)
+    one2, two2 = strided_rows(of_sines)
+    HALF: gl.constexpr = one1.type.layout
+    cosine, sine, by_cosine, by_sine = strided_turns(angles, first, W, HALF)
+    one = gl.fma(one1, cosine, one2 * sine)
+    cosine, sine = turned_on(cosine, sine, by_cosine, by_sine)
+    return whole_rows(one, gl.fma(two1, cosine, two2 * sine))
 
 
 @gluon.jit
@@ -56,7 +88,7 @@ def hopper_cosine_kernel(
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, W // 2, 16])
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W // 16, 128 // W], [16, W * W // 128, 16])
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T, W], dtype)
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [512 // W, W // 16], [WARPS, 1], [1, 0])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [512 // W, W // 16], [WARPS, 1], [1, 0])
     place = locate(offsets, cu_seqlens, offset, sizes)
     descs = (a_desc, b_desc, c_desc)
     ring = new_tiles(descs, 2, 1)
@@ -65,17 +97,19 @@ def hopper_cosine_kernel(
     states = gl.allocate_shared_memory(dtype, [2, W, W], gl.NVMMASharedLayout.get_default_for([W, W], dtype))
     weighed = gl.allocate_shared_memory(dtype, [T, W if form.DECAY != "none" else 64], TILE)
     pair_tile = gl.allocate_shared_memory(dtype, [T, T], gl.NVMMASharedLayout.get_default_for([T, T], dtype))
-    angles = load_angles(theta, place, sizes, W, form)
+    angles = load_angles(theta, place, sizes, W, ROWS, form)
     fence_async_shared()
     thread_barrier()
     tiles = gl.maximum(place.last - place.first + T - 1, 0) // T
-    call = Call(angles, place, decay, sizes, tiles, factors)
+    call = Call(angles, place, decay, decay_of_head(decay, place, sizes, form), sizes, tiles, factors)
+    sums_tile = new_sums(form).index(0)
     b_entry, h = place.b.to(gl.int32), place.h.to(gl.int32)
     for i in gl.static_range(2):
         if i < tiles:
             copy_tiles(descs, ring, place, tiles - 1 - i if REVERSE else i, i)
     state_c = load_state(initial, place, 0, factors.into, initial_strides, W, W, STATE, form, DECODED)
     state_s = load_state(initial, place, W, factors.into, initial_strides, W, W, STATE, form, DECODED)
+    of_head = decays_of_head(call, form, REVERSE, PAIRS)
     for i in range(tiles):
         slot = i % 2
         tile = tiles - 1 - i if REVERSE else i
@@ -84,18 +118,21 @@ def hopper_cosine_kernel(
         states.index(0).store(state_c.to(dtype))
         states.index(1).store(state_s.to(dtype))
         wait_full(ring.full, i)
-        if DECODED:
-            encode_parts(c, sines.index(0), angles, first, form)
-        else:
-            encode_parts(a, sines.index(0), angles, first, form)
-            encode_parts(b, sines.index(1), angles, first, form)
+        store_sums(sums_tile, call, first, form)
+        encode_parts((c,) if DECODED else (a, b), sines, angles, first, form)
         if form.DECAY != "none":
             plain = b if DECODED else c
-            sums, total = decays_of(call, first, 0, T, form.DECAY, gl.SliceLayout(1, ROWS))
+            sums, total = decays_of(call, sums_tile, first, 0, T, form, gl.SliceLayout(1, WIDE))
             weights = exponential(sums) if REVERSE else exponential(total - sums)
-            weighed.store((plain.load(ROWS).to(gl.float32) * weights[:, None]).to(dtype))
+            weighed.store((plain.load(WIDE).to(gl.float32) * weights[:, None]).to(dtype))
         fence_async_shared()
         thread_barrier()
+        if form.DECAY != "none":
+            sums, total = decays_of(call, sums_tile, first, 0, T, form, gl.SliceLayout(1, RESULT))
+            carried = exponential(total - sums if REVERSE else sums) * factors.scale
+            shrink = exponential(total)
+            state_c *= shrink
+            state_s *= shrink
         pairs = warpgroup_mma(
             a, b.permute([1, 0]), gl.zeros([T, T], gl.float32, PAIRS), use_acc=False, is_async=True
         )
@@ -110,11 +147,6 @@ def hopper_cosine_kernel(
             )
         else:
             result = warpgroup_mma(sines.index(0), states.index(1), result, is_async=True)
-        if form.DECAY != "none":
-            _, total = decays_of(call, first, 0, T, form.DECAY, gl.SliceLayout(1, STATE))
-            shrink = exponential(total)
-            state_c *= shrink
-            state_s *= shrink
         mine = weighed if form.DECAY != "none" else (b if DECODED else c)
         if DECODED:
             state_c = warpgroup_mma(mine.permute([1, 0]), c, state_c, is_async=True)
@@ -122,29 +154,29 @@ def hopper_cosine_kernel(
         else:
             state_c = warpgroup_mma(b.permute([1, 0]), mine, state_c, is_async=True)
             state_s = warpgroup_mma(sines.index(1).permute([1, 0]), mine, state_s, is_async=True)
-        if DECODED:
-            pairs, result, of_sines = warpgroup_mma_wait(2, deps=[pairs, result, of_sines])
-        else:
-            pairs, result = warpgroup_mma_wait(2, deps=[pairs, result])
-        pairs = weigh_pairs(pairs, call, first, form, REVERSE)
+        pairs = warpgroup_mma_wait(4, deps=[pairs])
+        decays = decays_of_tile(of_head, call, sums_tile, form, REVERSE, PAIRS)
+        pairs = weigh_pairs(pairs, decays, form, REVERSE)
         pair_tile.store(pairs.to(dtype))
         fence_async_shared()
         thread_barrier()
         if form.DECAY != "none":
-            sums, total = decays_of(call, first, 0, T, form.DECAY, gl.SliceLayout(1, RESULT))
-            carried = (exponential(total - sums) if REVERSE else exponential(sums))[:, None]
-            result *= carried
             if DECODED:
-                of_sines *= carried
+                result, of_sines = warpgroup_mma_wait(2, deps=[result, of_sines])
+                of_sines *= carried[:, None]
+            else:
+                result = warpgroup_mma_wait(2, deps=[result])
+            result *= carried[:, None]
         result = warpgroup_mma(pair_tile, c, result, is_async=True)
         if DECODED:
             of_sines = warpgroup_mma(pair_tile, sines.index(0), of_sines, is_async=True)
-            cosine, sine = turns_of(angles, first, T, 0, W, RESULT)
             result, of_sines, state_c, state_s = warpgroup_mma_wait(0, deps=[result, of_sines, state_c, state_s])
-            result = gl.fma(result, cosine, of_sines * sine)
+            result = decoded_parts(result, of_sines, angles, first)
         else:
             result, state_c, state_s = warpgroup_mma_wait(0, deps=[result, state_c, state_s])
-        a.store((result * factors.scale).to(dtype))
+        if form.DECAY == "none":
+            result *= factors.scale
+        a.store(result.to(dtype))
         fence_async_shared()
         thread_barrier()
         tma.async_copy_shared_to_global(out_desc, [b_entry, h, first, 0], a_tiles.index(slot))

@@ -19,8 +19,8 @@ from warploom.ops.lrpe.kernels.backward import pair_gradient
 from warploom.ops.lrpe.kernels.forward import turn
 
 T = gl.constexpr(64)  # tokens of a tile
-WARPS = gl.constexpr(8)  # that multiply
-ENCODERS = gl.constexpr(4)
+WARPS = gl.constexpr(8)  # that multiply, where there are sines
+STRIDE = gl.constexpr(8)  # rows between those of a product's result that a thread holds
 WALK_STAGES = gl.constexpr(3)
 KEY_STAGES = gl.constexpr(2)
 
@@ -36,16 +36,21 @@ class Form(NamedTuple):
     DECAY: gl.constexpr  # none, head or token
     FREQUENCIES: gl.constexpr  # of a head, the others are zero
     GROUPS: gl.constexpr  # of warps that share the columns of a product
-    PART: gl.constexpr  # numbers of a tile that are encoded at a time
+    ENCODERS: gl.constexpr  # warps that encode
     ENCODER_REGISTERS: gl.constexpr  # of a thread
     GROUP_REGISTERS: gl.constexpr
 
 
 class Angles(NamedTuple):
-    """`phase_step` of the head's angles, in shared memory, and the position of the sequence's first token."""
+    """Of the head, in shared memory: `phase_step`, and cosines and sines of what two steps add; the first position.
+
+    The steps are `STRIDE` tokens, and the rows of a tile that are encoded at a time.
+    """
 
     whole: gl.shared_memory_descriptor
     rest: gl.shared_memory_descriptor
+    cosine: gl.shared_memory_descriptor  # (2, angles)
+    sine: gl.shared_memory_descriptor
     position: gl.int32
 
 
@@ -63,16 +68,18 @@ class Call(NamedTuple):
     angles: Angles
     place: Place
     decay: gl.tensor | None
+    of_head: gl.tensor  # the head's decay, where it has one
     sizes: Sizes
     tiles: gl.int32  # how many there are
     factors: Factors
 
 
 class Encoded(NamedTuple):
-    """What the encoding warps tell: a barrier for each stage, and tiles as states take them, where there are decays."""
+    """What the encoding warps tell: a barrier for each stage, and where there are decays tiles as states take them."""
 
     full: gl.shared_memory_descriptor
     weighed: gl.shared_memory_descriptor  # (2, T, W)
+    sums: gl.shared_memory_descriptor  # (2, T), of the decays of tokens: see `store_sums`
 
 
 @gluon.jit
@@ -82,6 +89,24 @@ def feature_of(row, W: gl.constexpr, form: gl.constexpr):
     if form.KIND == "rotate" and form.GROUPS > 1:
         row = row // WIDTH % 2 * (W // 2) + row // (2 * WIDTH) * WIDTH + row % WIDTH
     return row
+
+
+@gluon.constexpr_function
+def row_layout(W, warps):
+    """How warps that encode share a part of a tile (rows, W): a thread has both features of its pairs."""
+    return gl.BlockedLayout([1, 8], [512 // W, W // 16], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def part_rows(W, warps):
+    """Rows of a tile that such warps encode at a time."""
+    return 512 // W * warps
+
+
+@gluon.constexpr_function
+def fits_whole(tiles, W, form):
+    """Whether a thread has registers for its share of so many tiles, and 48 for the rest."""
+    return tiles * W // form.ENCODERS + 48 <= form.ENCODER_REGISTERS
 
 
 @gluon.jit
@@ -112,71 +137,119 @@ def new_tiles(descs, STAGES: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def load_angles(theta, place, sizes, W: gl.constexpr, form: gl.constexpr):
-    """Angles of the place's head."""
+def load_angles(theta, place, sizes, W: gl.constexpr, ROWS: gl.constexpr, form: gl.constexpr):
+    """Angles of the place's head, of tiles of which so many rows are encoded at a time."""
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     FEATURES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     COUNT: gl.constexpr = W if form.KIND == "cosine" else W // 2
     whole_words = gl.allocate_shared_memory(gl.int32, [COUNT], WORDS)
     rest_words = gl.allocate_shared_memory(gl.float32, [COUNT], WORDS)
+    cosines = gl.allocate_shared_memory(gl.float32, [2, COUNT], WORDS)
+    sines = gl.allocate_shared_memory(gl.float32, [2, COUNT], WORDS)
     if form.KIND != "none":
         f = gl.arange(0, COUNT, FEATURES)
         ptrs = theta + place.h * sizes.theta_h + f * sizes.theta_f
         whole, rest, _ = phase_step(gl.load(ptrs, mask=f < form.FREQUENCIES, other=0.0))
         whole_words.store(whole)
         rest_words.store(rest)
-    return Angles(whole_words, rest_words, place.position)
+        steps: gl.constexpr = (STRIDE, ROWS)
+        for i in gl.static_range(2):
+            cosine, sine = cos_sin(gl.full([COUNT], steps[i], gl.int32, FEATURES), whole, rest, 0.0, True)
+            cosines.index(i).store(cosine)
+            sines.index(i).store(sine)
+    return Angles(whole_words, rest_words, cosines, sines, place.position)
 
 
 @gluon.jit
-def turns_of(angles, first, ROWS: gl.constexpr, begin: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Cosines and sines (ROWS, COUNT) of the tokens from ``first`` on, of the angles from ``begin`` on."""
+def turns_at(angles, tokens, begin: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Cosines and sines (rows, COUNT) of tokens (rows,) of the sequence, of the angles from ``begin`` on."""
     whole = angles.whole.slice(begin, COUNT).load(gl.SliceLayout(0, LAYOUT))[None, :]
     rest = angles.rest.slice(begin, COUNT).load(gl.SliceLayout(0, LAYOUT))[None, :]
-    t = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
-    return cos_sin(wrapping_add(wrapping_add(angles.position, first), t), whole, rest, 0.0, True)
+    return cos_sin(wrapping_add(angles.position, tokens)[:, None], whole, rest, 0.0, True)
 
 
 @gluon.jit
-def decays_of(call, first, begin: gl.constexpr, ROWS: gl.constexpr, DECAY: gl.constexpr, LAYOUT: gl.constexpr):
-    """Sums of a tile's logarithms of decays up to and with tokens ``begin …`` (ROWS,), and of all of them."""
-    decay, place, sizes = call.decay, call.place, call.sizes
-    count = place.last - first
-    if DECAY == "head":
-        t = begin + gl.arange(0, ROWS, LAYOUT)
+def turns_over(angles, step: gl.constexpr, begin: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Cosines and sines (1, COUNT) of what a step adds to the angles from ``begin`` on: see `Angles`."""
+    cosine = angles.cosine.index(step).slice(begin, COUNT).load(gl.SliceLayout(0, LAYOUT))[None, :]
+    sine = angles.sine.index(step).slice(begin, COUNT).load(gl.SliceLayout(0, LAYOUT))[None, :]
+    return cosine, sine
+
+
+@gluon.jit
+def turned_on(cosine, sine, by_cosine, by_sine):
+    """Cosines and sines of the sums of two angles."""
+    return gl.fma(cosine, by_cosine, -(sine * by_sine)), gl.fma(sine, by_cosine, cosine * by_sine)
+
+
+@gluon.jit
+def decay_of_head(decay, place, sizes, form: gl.constexpr):
+    """The logarithm of the head's decay, or 0."""
+    g = 0.0
+    if form.DECAY == "head":
         g = gl.load(decay + place.h * sizes.decay_h).to(gl.float32)
-        count = gl.minimum(count, T).to(gl.float32)
-        a = g * gl.minimum((t + 1).to(gl.float32), count)
-        total = g * count
-    else:
+    return g
+
+
+@gluon.jit
+def store_sums(sums, call, first, form: gl.constexpr):
+    """Store the sums of a tile's logarithms of the decays of tokens, up to and with each."""
+    if form.DECAY == "token":
         SUMS: gl.constexpr = gl.BlockedLayout([1, T // 32], [1, 32], [gl.num_warps(), 1], [1, 0])
+        place, sizes = call.place, call.sizes
         t = gl.arange(0, T, gl.SliceLayout(0, SUMS))
-        ptrs = decay + place.b * sizes.decay_b + place.h * sizes.decay_h
+        ptrs = call.decay + place.b * sizes.decay_b + place.h * sizes.decay_h
         ptrs += (place.start + first + t).to(gl.int64) * sizes.decay_n
-        g = gl.load(ptrs, mask=t < count, other=0.0).to(gl.float32)
-        last = begin + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-        a = gl.sum(gl.where(t[None, :] <= last[:, None], g[None, :], 0.0), 1)
-        a = gl.convert_layout(a, LAYOUT)
-        total = gl.sum(g, 0)
+        g = gl.load(ptrs, mask=t < place.last - first, other=0.0).to(gl.float32)
+        last = gl.arange(0, T, gl.SliceLayout(1, SUMS))
+        sums.store(gl.sum(gl.where(t[None, :] <= last[:, None], g[None, :], 0.0), 1))
+
+
+@gluon.jit
+def decays_of(call, sums, first, begin: gl.constexpr, ROWS: gl.constexpr, form: gl.constexpr, LAYOUT: gl.constexpr):
+    """Sums of a tile's logarithms of decays up to and with tokens ``begin …`` (ROWS,), and of all of them."""
+    if form.DECAY == "head":
+        count = gl.minimum(call.place.last - first, T)
+        t = begin + gl.arange(0, ROWS, LAYOUT)
+        a = call.of_head * gl.minimum(t + 1, count).to(gl.float32)
+        total = call.of_head * count.to(gl.float32)
+    else:
+        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        a = sums.slice(begin, ROWS).load(LAYOUT)
+        total = gl.sum(sums.slice(T - 1, 1).load(ONE), 0)
     return a, total
 
 
 @gluon.jit
 def encode_tiles(tiles, encoded, count, first, call, form: gl.constexpr, REVERSE: gl.constexpr):
-    """Encode the ``count``-th tiles (T, W) where they lie, and weigh those of the first as states take them."""
+    """Encode the ``count``-th tiles (T, W) where they lie, and weigh those of the first as states take them.
+
+    The angles of the first rows that are encoded at a time are exact, those of others are turned on from them.
+    """
     W: gl.constexpr = tiles[0].shape[4]
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [512 // W, W // 16], [ENCODERS, 1], [1, 0])
-    PART_ROWS: gl.constexpr = form.PART // W
+    ROWS: gl.constexpr = row_layout(W, form.ENCODERS)
+    PART_ROWS: gl.constexpr = part_rows(W, form.ENCODERS)
     WIDTH: gl.constexpr = W // 2 // form.GROUPS
     dtype: gl.constexpr = tiles[0].dtype
     slot = count % encoded.full.shape[0]
-    for part in gl.static_range(T // PART_ROWS):
-        if form.KIND == "rotate":
-            cosine, sine = turns_of(call.angles, first + part * PART_ROWS, PART_ROWS, 0, W // 2, ROWS)
-        for i in gl.static_range(len(tiles)):
-            tile = matrix(tiles[i], slot).slice(part * PART_ROWS, PART_ROWS)
-            x = tile.load(ROWS)
+    sums = encoded.sums.index(count % 2)
+    store_sums(sums, call, first, form)
+    if form.KIND == "rotate":
+        t = first + gl.arange(0, PART_ROWS, gl.SliceLayout(1, ROWS))
+        cosine, sine = turns_at(call.angles, t, 0, W // 2, ROWS)
+        by_cosine, by_sine = turns_over(call.angles, 1, 0, W // 2, ROWS)
+    COUNT: gl.constexpr = len(tiles)
+    AHEAD: gl.constexpr = COUNT * (T // PART_ROWS) if fits_whole(COUNT, W, form) else 1
+    for begin in gl.static_range(0, COUNT * (T // PART_ROWS), AHEAD):
+        loaded = ()
+        for j in gl.static_range(begin, begin + AHEAD):
+            tile = matrix(tiles[j % COUNT], slot).slice(j // COUNT * PART_ROWS, PART_ROWS)
+            loaded = loaded + (tile.load(ROWS),)
+        for j in gl.static_range(begin, begin + AHEAD):
+            x = loaded[j - begin]
             if form.KIND == "rotate":
+                if j > 0 and j % COUNT == 0:
+                    cosine, sine = turned_on(cosine, sine, by_cosine, by_sine)
                 x1, x2 = x.reshape([PART_ROWS, 2, W // 2]).permute([0, 2, 1]).split()
                 x1 = activate(gl.convert_layout(x1, ROWS).to(gl.float32), form.ACTIVATION)
                 x2 = activate(gl.convert_layout(x2, ROWS).to(gl.float32), form.ACTIVATION)
@@ -188,18 +261,43 @@ def encode_tiles(tiles, encoded, count, first, call, form: gl.constexpr, REVERSE
             else:
                 y = activate(x.to(gl.float32), form.ACTIVATION)
             if form.KIND != "none" or form.ACTIVATION != "none":
-                tile.store(y.to(dtype))
-            if i == 0 and form.DECAY != "none":
+                matrix(tiles[j % COUNT], slot).slice(j // COUNT * PART_ROWS, PART_ROWS).store(y.to(dtype))
+            if j % COUNT == 0 and form.DECAY != "none":
                 a, total = decays_of(
-                    call, first, part * PART_ROWS, PART_ROWS, form.DECAY, gl.SliceLayout(1, y.type.layout)
+                    call, sums, first, j // COUNT * PART_ROWS, PART_ROWS, form, gl.SliceLayout(1, y.type.layout)
                 )
                 if REVERSE:
                     weights = exponential(a)
                 else:
                     weights = exponential(total - a)
-                encoded.weighed.index(count % 2).slice(part * PART_ROWS, PART_ROWS).store(
+                encoded.weighed.index(count % 2).slice(j // COUNT * PART_ROWS, PART_ROWS).store(
                     (y * weights[:, None]).to(dtype)
                 )
+
+
+@gluon.jit
+def strided_rows(x):
+    """Rows (T / 2, W) of a tile of results: those of which a thread holds the next too, `STRIDE` behind, and these."""
+    W: gl.constexpr = x.shape[1]
+    one, two = x.reshape([T // 2 // STRIDE, 2, STRIDE, W]).permute([0, 2, 3, 1]).split()
+    return one.reshape([T // 2, W]), two.reshape([T // 2, W])
+
+
+@gluon.jit
+def whole_rows(one, two):
+    """The inverse of `strided_rows`."""
+    W: gl.constexpr = one.shape[1]
+    both = gl.join(one, two).reshape([T // 2 // STRIDE, STRIDE, W, 2])
+    return both.permute([0, 3, 1, 2]).reshape([T, W])
+
+
+@gluon.jit
+def strided_turns(angles, first, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Cosines and sines of the first of `strided_rows`, and those that turn them on to the others'."""
+    i = gl.arange(0, T // 2, gl.SliceLayout(1, LAYOUT))
+    cosine, sine = turns_at(angles, first + i // STRIDE * (2 * STRIDE) + i % STRIDE, 0, COUNT, LAYOUT)
+    by_cosine, by_sine = turns_over(angles, 0, 0, COUNT, LAYOUT)
+    return cosine, sine, by_cosine, by_sine
 
 
 @gluon.jit
@@ -209,31 +307,76 @@ def decoded(grads, angles, first, form: gl.constexpr):
     WIDTH: gl.constexpr = W // 2 // form.GROUPS
     if form.KIND == "rotate":
         g1, g2 = grads.reshape([T, form.GROUPS, 2, WIDTH]).permute([0, 1, 3, 2]).split()
-        g1 = g1.reshape([T, W // 2])
-        g2 = g2.reshape([T, W // 2])
-        HALF: gl.constexpr = g1.type.layout
-        cosine, sine = turns_of(angles, first, T, 0, W // 2, HALF)
-        d1, d2 = pair_gradient(g1, g2, cosine, sine)
+        one1, two1 = strided_rows(g1.reshape([T, W // 2]))
+        one2, two2 = strided_rows(g2.reshape([T, W // 2]))
+        HALF: gl.constexpr = one1.type.layout
+        cosine, sine, by_cosine, by_sine = strided_turns(angles, first, W // 2, HALF)
+        one1, one2 = pair_gradient(one1, one2, cosine, sine)
+        cosine, sine = turned_on(cosine, sine, by_cosine, by_sine)
+        two1, two2 = pair_gradient(two1, two2, cosine, sine)
+        d1 = whole_rows(one1, two1)
+        d2 = whole_rows(one2, two2)
         grads = gl.join(d1, d2).permute([0, 2, 1]).reshape([T, W])
     return grads
 
 
 @gluon.jit
-def weigh_pairs(scores, call, first, form: gl.constexpr, REVERSE: gl.constexpr):
-    """Scores (T, T) times the decay between tokens; zero where the row's token does not see the column's."""
-    PAIRS: gl.constexpr = scores.type.layout
+def decay_over(call, sums, first, form: gl.constexpr):
+    """The decay over the tile whose first token is ``first``; 1 if it is outside of the chunk."""
+    if form.DECAY == "head":
+        count = gl.minimum(call.place.last - first, T)
+        count = gl.where(first >= call.place.first, gl.maximum(count, 0), 0)
+        total = call.of_head * count.to(gl.float32)
+    else:
+        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        total = gl.sum(sums.slice(T - 1, 1).load(ONE), 0)
+    return exponential(total)
+
+
+@gluon.jit
+def decays_between(call, sums, form: gl.constexpr, REVERSE: gl.constexpr, PAIRS: gl.constexpr):
+    """Decays (T, T) between tokens, times the scale; zero where the row's token does not see the column's."""
     i = gl.arange(0, T, gl.SliceLayout(1, PAIRS))
     j = gl.arange(0, T, gl.SliceLayout(0, PAIRS))
-    if REVERSE:
-        seen = i[:, None] <= j[None, :]
+    distance = j[None, :] - i[:, None] if REVERSE else i[:, None] - j[None, :]
+    if form.DECAY == "head":
+        between = call.of_head * distance.to(gl.float32)
     else:
-        seen = i[:, None] >= j[None, :]
-    if form.DECAY != "none":
-        a, _ = decays_of(call, first, 0, T, form.DECAY, gl.SliceLayout(1, PAIRS))
-        b, _ = decays_of(call, first, 0, T, form.DECAY, gl.SliceLayout(0, PAIRS))
+        a = sums.load(gl.SliceLayout(1, PAIRS))
+        b = sums.load(gl.SliceLayout(0, PAIRS))
         between = b[None, :] - a[:, None] if REVERSE else a[:, None] - b[None, :]
-        scores *= exponential(gl.where(seen, between, 0.0))
-    return gl.where(seen, scores, 0.0)
+    return gl.where(distance >= 0, exponential(between) * call.factors.scale, 0.0)
+
+
+@gluon.jit
+def decays_of_head(call, form: gl.constexpr, REVERSE: gl.constexpr, PAIRS: gl.constexpr):
+    """`decays_between` of a head's decay, which every tile has."""
+    decays = 0.0
+    if form.DECAY == "head":
+        decays = decays_between(call, None, form, REVERSE, PAIRS)
+    return decays
+
+
+@gluon.jit
+def decays_of_tile(of_head, call, sums, form: gl.constexpr, REVERSE: gl.constexpr, PAIRS: gl.constexpr):
+    """`decays_between` of a tile, from `decays_of_head`."""
+    decays = of_head
+    if form.DECAY == "token":
+        decays = decays_between(call, sums, form, REVERSE, PAIRS)
+    return decays
+
+
+@gluon.jit
+def weigh_pairs(scores, decays, form: gl.constexpr, REVERSE: gl.constexpr):
+    """Scores (T, T) times `decays_between`; zero where the row's token does not see the column's."""
+    PAIRS: gl.constexpr = scores.type.layout
+    if form.DECAY != "none":
+        scores *= decays
+    else:
+        i = gl.arange(0, T, gl.SliceLayout(1, PAIRS))[:, None]
+        j = gl.arange(0, T, gl.SliceLayout(0, PAIRS))[None, :]
+        scores = gl.where(i <= j if REVERSE else i >= j, scores, 0.0)
+    return scores
 
 
 @gluon.jit
@@ -280,6 +423,14 @@ def store_state(
 
 
 @gluon.jit
+def new_sums(form: gl.constexpr):
+    """Room for the sums (2, T) of two tiles' decays of tokens."""
+    return gl.allocate_shared_memory(
+        gl.float32, [2, T if form.DECAY == "token" else 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+
+
+@gluon.jit
 def new_encoded(STAGES: gl.constexpr, W: gl.constexpr, dtype: gl.constexpr, form: gl.constexpr):
     """Barriers of encoded tiles, and buffers for weighed ones if there are decays."""
     full = barriers(STAGES)
@@ -288,4 +439,4 @@ def new_encoded(STAGES: gl.constexpr, W: gl.constexpr, dtype: gl.constexpr, form
     weighed = full
     if form.DECAY != "none":
         weighed = gl.allocate_shared_memory(dtype, [2, T, W], TILE)
-    return Encoded(full, weighed)
+    return Encoded(full, weighed, new_sums(form))

@@ -17,20 +17,24 @@ from warploom.device.activations import exponential
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import as_factor, barriers, matrix, wait_full
 from warploom.ops.linear_attention.kernels.hopper.encoding import (
-    ENCODERS,
     KEY_STAGES,
     Call,
     Encoded,
     T,
     Tiles,
     copy_tiles,
+    decay_of_head,
+    decay_over,
     decays_of,
+    decays_of_head,
+    decays_of_tile,
     decoded,
     encode_tiles,
     load_angles,
     load_state,
     new_encoded,
     new_tiles,
+    part_rows,
     store_state,
     thread_barrier,
     weigh_pairs,
@@ -96,6 +100,9 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(keys.state_full)
+    if HOLDS and form.DECAY == "head":
+        state *= decay_over(call, None, place.first + (call.tiles - 1) * T, form)
+    of_head = decays_of_head(call, form, True, PAIRS)
     for i in range(call.tiles):
         first = place.first + (call.tiles - 1 - i) * T
         slot = wait_full(ring.full, i)
@@ -115,19 +122,20 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
             pairs = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
             result = warpgroup_mma(k, state_tile, nothing, use_acc=False, is_async=True)
         pairs = warpgroup_mma_wait(1, deps=[pairs])
-        factor = as_factor(weigh_pairs(pairs, call, first, form, True), dtype, RESULT)
+        decays = decays_of_tile(of_head, call, encoded.sums.index(slot), form, True, PAIRS)
+        factor = as_factor(weigh_pairs(pairs, decays, form, True), dtype, RESULT)
         result = warpgroup_mma_wait(0, deps=[result])
         thread_barrier()
         mbarrier.arrive(keys.state_read)
         if form.DECAY != "none":
-            sums, all_ = decays_of(call, first, 0, T, form.DECAY, gl.SliceLayout(1, RESULT))
-            result *= exponential(all_ - sums)[:, None]
+            sums, total = decays_of(call, encoded.sums.index(slot), first, 0, T, form, gl.SliceLayout(1, RESULT))
+            result *= (exponential(total - sums) * call.factors.scale)[:, None]
         if HOLDS:
             given = q
             if form.DECAY != "none":
                 given = encoded.weighed.index(slot)
-                _, total = decays_of(call, first, 0, T, form.DECAY, gl.SliceLayout(1, RESULT))
-                state *= exponential(total)
+                if form.DECAY == "token":
+                    state *= exponential(total)
             state = warpgroup_mma(given.slice(own * T, T, dim=1).permute([1, 0]), grad, state, is_async=True)
         if own == 0:
             result = warpgroup_mma(factor, q, result, is_async=True)
@@ -140,11 +148,14 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
             fence_async_shared()
             thread_barrier()
             mbarrier.arrive(keys.state_full)
+            if form.DECAY == "head":
+                state *= decay_over(call, None, first - T, form)
         result = warpgroup_mma_wait(0, deps=[result])
         tma.store_wait(0)
         thread_barrier()
         mbarrier.arrive(ring.empty.index(slot))
-        result *= call.factors.scale
+        if form.DECAY == "none":
+            result *= call.factors.scale
         if own == 0:
             result = decoded(result, call.angles, first, form)
         matrix(keys.outs, own).store(result.to(dtype))
@@ -182,7 +193,9 @@ def hopper_key_kernel(
     mbarrier.init(state_full.index(0), count=W // T)
     mbarrier.init(state_read.index(0), count=2)
     tiles = gl.maximum(place.last - place.first + T - 1, 0) // T
-    call = Call(load_angles(theta, place, sizes, W, form), place, decay, sizes, tiles, factors)
+    angles = load_angles(theta, place, sizes, W, part_rows(W, form.ENCODERS), form)
+    of_head = decay_of_head(decay, place, sizes, form)
+    call = Call(angles, place, decay, of_head, sizes, tiles, factors)
     keys = Keys(
         ring, encoded, state_tile, state_full.index(0), state_read.index(0), outs, dk_desc, dv_desc, initial, final,
         initial_strides, final_strides,
@@ -193,7 +206,7 @@ def hopper_key_kernel(
         gl.warp_specialize(
             [(multiply_keys, (0, form, keys, call)), (multiply_keys, (1, form, keys, call)),
              (encode_keys, (form, ring, encoded, call)), (copy_keys, (descs, ring, call))],
-            [4, ENCODERS, 1], [form.GROUP_REGISTERS, form.ENCODER_REGISTERS, 24],
+            [4, form.ENCODERS, 1], [form.GROUP_REGISTERS, form.ENCODER_REGISTERS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(

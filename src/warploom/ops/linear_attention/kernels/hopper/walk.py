@@ -17,20 +17,24 @@ from warploom.device.activations import exponential
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import matrix, wait_full
 from warploom.ops.linear_attention.kernels.hopper.encoding import (
-    ENCODERS,
     WALK_STAGES,
     Call,
     Encoded,
     T,
     Tiles,
     copy_tiles,
+    decay_of_head,
+    decay_over,
     decays_of,
+    decays_of_head,
+    decays_of_tile,
     decoded,
     encode_tiles,
     load_angles,
     load_state,
     new_encoded,
     new_tiles,
+    part_rows,
     store_state,
     thread_barrier,
     weigh_pairs,
@@ -57,8 +61,8 @@ class Walk(NamedTuple):
 def copy_walk(row_descs, other_descs, rows, others, call):
     """The copying warp of `hopper_walk_kernel`."""
     for i in range(call.tiles):
-        copy_tiles(row_descs, rows, call.place, i, i)
         copy_tiles(other_descs, others, call.place, i, i)
+        copy_tiles(row_descs, rows, call.place, i, i)
 
 
 @gluon.jit
@@ -98,6 +102,9 @@ def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
     b_entry, h = place.b.to(gl.int32), place.h.to(gl.int32)
     state = load_state(walk.initial, place, 0, call.factors.into, walk.initial_strides, W, W, STATE, form, DECODED)
     state_tile.store(state.to(dtype))
+    if form.DECAY == "head":
+        state *= decay_over(call, None, first_tile, form)
+    of_head = decays_of_head(call, form, False, PAIRS)
     for i in range(call.tiles):
         slot = i % STAGES
         first = first_tile + i * T
@@ -112,6 +119,8 @@ def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
         wait_full(others.full, i)
         if ENCODES:
             wait_full(encoded.full, i)
+        if form.DECAY == "token":
+            state *= decay_over(call, encoded.sums.index(i % 2), first, form)
         a, b, c = matrix(rows.tiles[0], slot), matrix(others.tiles[0], slot), matrix(others.tiles[1], slot)
         pairs = warpgroup_mma(
             a, b.permute([1, 0]), gl.zeros([T, T], gl.float32, PAIRS), use_acc=False, is_async=True
@@ -120,27 +129,32 @@ def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
         if form.DECAY == "none":
             state = warpgroup_mma(b.permute([1, 0]), c, state, is_async=True)
         else:
-            _, total = decays_of(call, first, 0, T, form.DECAY, gl.SliceLayout(1, STATE))
-            state *= exponential(total)
+            sums, _ = decays_of(call, encoded.sums.index(i % 2), first, 0, T, form, gl.SliceLayout(1, RESULT))
+            carried = exponential(sums) * call.factors.scale
             mine = encoded.weighed.index(i % 2)
             if DECODED:
                 state = warpgroup_mma(b.permute([1, 0]), mine, state, is_async=True)
             else:
                 state = warpgroup_mma(mine.permute([1, 0]), c, state, is_async=True)
-        pairs, result = warpgroup_mma_wait(1, deps=[pairs, result])
-        pair_tile.store(weigh_pairs(pairs, call, first, form, False).to(dtype))
+        decays = decays_of_tile(of_head, call, encoded.sums.index(i % 2), form, False, PAIRS)
+        pairs = warpgroup_mma_wait(2, deps=[pairs])
+        pair_tile.store(weigh_pairs(pairs, decays, form, False).to(dtype))
         tma.store_wait(0)
         fence_async_shared()
         thread_barrier()
         if i > 0:
             mbarrier.arrive(rows.empty.index((i - 1) % STAGES))
         if form.DECAY != "none":
-            sums, _ = decays_of(call, first, 0, T, form.DECAY, gl.SliceLayout(1, RESULT))
-            result *= exponential(sums)[:, None]
+            result = warpgroup_mma_wait(1, deps=[result])
+            result *= carried[:, None]
         result = warpgroup_mma(pair_tile, c, result, is_async=True)
         state = warpgroup_mma_wait(1, deps=[state])
         state_tile.store(state.to(dtype))
-        result = warpgroup_mma_wait(0, deps=[result]) * call.factors.scale
+        if form.DECAY == "head":  # not between products that run, which would wait for each other then
+            state *= decay_over(call, None, first + T, form)
+        result = warpgroup_mma_wait(0, deps=[result])
+        if form.DECAY == "none":
+            result *= call.factors.scale
         if DECODED:
             result = decoded(result, call.angles, first, form)
         a.store(result.to(dtype))
@@ -175,7 +189,9 @@ def hopper_walk_kernel(
     state_tile = gl.allocate_shared_memory(dtype, [W, W], gl.NVMMASharedLayout.get_default_for([W, W], dtype))
     pair_tile = gl.allocate_shared_memory(dtype, [T, T], gl.NVMMASharedLayout.get_default_for([T, T], dtype))
     tiles = gl.maximum(place.last - place.first + T - 1, 0) // T
-    call = Call(load_angles(theta, place, sizes, W, form), place, decay, sizes, tiles, factors)
+    angles = load_angles(theta, place, sizes, W, part_rows(W, form.ENCODERS), form)
+    of_head = decay_of_head(decay, place, sizes, form)
+    call = Call(angles, place, decay, of_head, sizes, tiles, factors)
     walk = Walk(
         rows, others, encoded, state_tile, pair_tile, out_desc, initial, final, initial_strides, final_strides,
     )  # fmt: skip
@@ -186,7 +202,7 @@ def hopper_walk_kernel(
             [(multiply_walk, (form, DECODED, walk, call)),
              (encode_walk, (form, DECODED, rows, others, encoded, call)),
              (copy_walk, ((a_desc,), (b_desc, c_desc), rows, others, call))],
-            [ENCODERS, 1], [form.ENCODER_REGISTERS, 24],
+            [form.ENCODERS, 1], [form.ENCODER_REGISTERS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
