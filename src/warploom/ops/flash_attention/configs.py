@@ -190,7 +190,7 @@ def configuration(
         if small:
             return TINY[kernel] if tiny else SMALL[kernel]
         kind = "plain" if tuned else "16-bit"
-    # On Blackwell, where sums of 64 rows are in tensor memory, Triton turns float32's larger tiles into a trap.
+    # On Blackwell, where sums of 64 rows are in tensor memory, Triton compiles float32's larger tiles to a trap.
     elif tuned and arch < 100 and features <= 128:
         if small and product == "3-term" and (tiny or kernel == "query"):
             return SMALL_3_TERM[kernel]

@@ -6,7 +6,7 @@ statistics of their rows: ``2^(S − lse)`` with lse in powers of two, for float
 ``inverse = 1 / row_sum``, because the rounding of a logarithm would show; ``S`` has the bits of the forward's. Keys
 and values loop over the queries (`key_kernel`), queries loop over the keys (`query_kernel`): two products more than one
 kernel for both would need, and no atomic additions, so that the same inputs always give the same bits. On Hopper there is
-one kernel for both, which adds in turns (`kernels.hopper.backward`).
+one kernel for both, which adds in one order (`kernels.hopper.backward`).
 """
 
 from __future__ import annotations

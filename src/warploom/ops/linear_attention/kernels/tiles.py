@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
     decay_h: tl.int64
 
 
-class Factors(NamedTuple):
+class Scales(NamedTuple):
     """Of what a walk reads and writes."""
 
     scale: tl.float32  # of results

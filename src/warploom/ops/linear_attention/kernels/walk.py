@@ -17,7 +17,7 @@ import triton.language as tl
 
 from warploom.ops.flash_attention.kernels.forward import Strides
 from warploom.ops.linear_attention.kernels.tiles import (
-    Factors,
+    Scales,
     Sizes,
     StateStrides,
     advance,
@@ -54,7 +54,7 @@ class Way(NamedTuple):
 @triton.jit
 def walk_kernel(
     a, b, c, x, out, initial, final, partial, theta, offsets, cu_seqlens, decay, offset: tl.int32,
-    factors: Factors, sizes: Sizes, a_strides: Strides, b_strides: Strides, c_strides: Strides, x_strides: Strides,
+    scales: Scales, sizes: Sizes, a_strides: Strides, b_strides: Strides, c_strides: Strides, x_strides: Strides,
     out_strides: Strides, initial_strides: StateStrides, final_strides: StateStrides, spec: tl.constexpr,
     variant: tl.constexpr, way: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +67,7 @@ def walk_kernel(
     """
     DECODED: tl.constexpr = way.DECODED
     REVERSE: tl.constexpr = way.REVERSE
-    scale, into, out_of = factors
+    scale, into, out_of = scales
     THETA: tl.constexpr = partial is not None
     HALF: tl.constexpr = out.dtype.element_ty.primitive_bitwidth == 16
     RESULTS: tl.constexpr = 2 if DECODED and variant.KIND != "none" else 1

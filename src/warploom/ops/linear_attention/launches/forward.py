@@ -14,7 +14,7 @@ from warploom.ops.flash_attention.launches.tiling import layout_for
 from warploom.ops.linear_attention.configs import STEP, STEPS, in_power_of_two, tile_of
 from warploom.ops.linear_attention.kernels.states import scan_kernel, sums_kernel
 from warploom.ops.linear_attention.kernels.step import step_kernel
-from warploom.ops.linear_attention.kernels.tiles import Factors
+from warploom.ops.linear_attention.kernels.tiles import Scales
 from warploom.ops.linear_attention.kernels.walk import Way, walk_kernel
 from warploom.ops.linear_attention.launches import hopper
 from warploom.ops.linear_attention.launches.calls import PLACES, Call, Inputs, state_strides
@@ -125,7 +125,7 @@ def plan_walk(
         walk_kernel,
         call.slots * call.inputs.q.shape[2] * columns,
         takes=("a", "b", "c", "x", "out", "initial", "final", "partial", *PLACES),
-        factors=Factors(call.options.scale, 1.0 / scale if isinstance(initial, Tensor) else 1.0, scale),
+        scales=Scales(call.options.scale, 1.0 / scale if isinstance(initial, Tensor) else 1.0, scale),
         way=Way(decoded, reverse),
         **layout.of("a", "b", "c", "x", "out"),
         **(

@@ -11,7 +11,7 @@ from warploom.ops.linear_attention.kernels.hopper.cosine import hopper_cosine_ke
 from warploom.ops.linear_attention.kernels.hopper.encoding import Form, T
 from warploom.ops.linear_attention.kernels.hopper.keys import hopper_key_kernel
 from warploom.ops.linear_attention.kernels.hopper.walk import hopper_walk_kernel
-from warploom.ops.linear_attention.kernels.tiles import Factors
+from warploom.ops.linear_attention.kernels.tiles import Scales
 from warploom.ops.linear_attention.launches.calls import PLACES, Call, State, state_strides
 from warploom.runtime.launch import INTERPRETED, Boxes, Launch, architecture, can_be_copied
 
@@ -70,7 +70,7 @@ def _launch(
         call.slots * int(q.shape[2]),
         takes=(*names, "initial", "final", *PLACES),
         num_warps=4 if kernel == "keys" else 8,
-        factors=Factors(call.options.scale, 1.0 / scale if isinstance(initial, Tensor) else 1.0, scale),
+        scales=Scales(call.options.scale, 1.0 / scale if isinstance(initial, Tensor) else 1.0, scale),
         sizes=call.sizes(1),
         initial_strides=state_strides(initial),
         final_strides=state_strides(final),

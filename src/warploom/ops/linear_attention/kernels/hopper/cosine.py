@@ -38,7 +38,7 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
     weigh_pairs,
     whole_rows,
 )
-from warploom.ops.linear_attention.kernels.tiles import Factors, Sizes, StateStrides, locate
+from warploom.ops.linear_attention.kernels.tiles import Scales, Sizes, StateStrides, locate
 
 ROWS = gl.constexpr(4 * WARPS)  # of a tile that are encoded at a time
 
@@ -78,7 +78,7 @@ def decoded_parts(of_cosines, of_sines, angles, first):
 @gluon.jit
 def hopper_cosine_kernel(
     a_desc, b_desc, c_desc, out_desc, initial, final, theta, offsets, cu_seqlens, decay, offset: gl.int32,
-    factors: Factors, sizes: Sizes, initial_strides: StateStrides,
+    scales: Scales, sizes: Sizes, initial_strides: StateStrides,
     final_strides: StateStrides, form: gl.constexpr, DECODED: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """`hopper_walk_kernel` where ``φ`` has two parts, of cosines and of sines, and so has the state."""
@@ -101,14 +101,14 @@ def hopper_cosine_kernel(
     fence_async_shared()
     thread_barrier()
     tiles = gl.maximum(place.last - place.first + T - 1, 0) // T
-    call = Call(angles, place, decay, decay_of_head(decay, place, sizes, form), sizes, tiles, factors)
+    call = Call(angles, place, decay, decay_of_head(decay, place, sizes, form), sizes, tiles, scales)
     sums_tile = new_sums(form).index(0)
     b_entry, h = place.b.to(gl.int32), place.h.to(gl.int32)
     for i in gl.static_range(2):
         if i < tiles:
             copy_tiles(descs, ring, place, tiles - 1 - i if REVERSE else i, i)
-    state_c = load_state(initial, place, 0, factors.into, initial_strides, W, W, STATE, form, DECODED)
-    state_s = load_state(initial, place, W, factors.into, initial_strides, W, W, STATE, form, DECODED)
+    state_c = load_state(initial, place, 0, scales.into, initial_strides, W, W, STATE, form, DECODED)
+    state_s = load_state(initial, place, W, scales.into, initial_strides, W, W, STATE, form, DECODED)
     of_head = decays_of_head(call, form, REVERSE, PAIRS)
     for i in range(tiles):
         slot = i % 2
@@ -129,7 +129,7 @@ def hopper_cosine_kernel(
         thread_barrier()
         if form.DECAY != "none":
             sums, total = decays_of(call, sums_tile, first, 0, T, form, gl.SliceLayout(1, RESULT))
-            carried = exponential(total - sums if REVERSE else sums) * factors.scale
+            carried = exponential(total - sums if REVERSE else sums) * scales.scale
             shrink = exponential(total)
             state_c *= shrink
             state_s *= shrink
@@ -175,7 +175,7 @@ def hopper_cosine_kernel(
         else:
             result, state_c, state_s = warpgroup_mma_wait(0, deps=[result, state_c, state_s])
         if form.DECAY == "none":
-            result *= factors.scale
+            result *= scales.scale
         a.store(result.to(dtype))
         fence_async_shared()
         thread_barrier()
@@ -184,5 +184,5 @@ def hopper_cosine_kernel(
         tma.store_wait(0)
         if i + 2 < tiles:
             copy_tiles(descs, ring, place, tiles - 3 - i if REVERSE else i + 2, i + 2)
-    store_state(final, state_c, place, 0, factors.out_of, final_strides, W, form, DECODED)
-    store_state(final, state_s, place, W, factors.out_of, final_strides, W, form, DECODED)
+    store_state(final, state_c, place, 0, scales.out_of, final_strides, W, form, DECODED)
+    store_state(final, state_s, place, W, scales.out_of, final_strides, W, form, DECODED)

@@ -14,7 +14,7 @@ from warploom.device.activations import activate, exponential
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import barriers, init_each, init_ring, matrix, wait_empty
 from warploom.device.phase import cos_sin, phase_step, wrapping_add
-from warploom.ops.linear_attention.kernels.tiles import Factors, Place, Sizes
+from warploom.ops.linear_attention.kernels.tiles import Place, Scales, Sizes
 from warploom.ops.lrpe.kernels.backward import pair_gradient
 from warploom.ops.lrpe.kernels.forward import turn
 
@@ -71,7 +71,7 @@ class Call(NamedTuple):
     of_head: gl.tensor  # the head's decay, where it has one
     sizes: Sizes
     tiles: gl.int32  # how many there are
-    factors: Factors
+    scales: Scales
 
 
 class Encoded(NamedTuple):
@@ -345,7 +345,7 @@ def decays_between(call, sums, form: gl.constexpr, REVERSE: gl.constexpr, PAIRS:
         a = sums.load(gl.SliceLayout(1, PAIRS))
         b = sums.load(gl.SliceLayout(0, PAIRS))
         between = b[None, :] - a[:, None] if REVERSE else a[:, None] - b[None, :]
-    return gl.where(distance >= 0, exponential(between) * call.factors.scale, 0.0)
+    return gl.where(distance >= 0, exponential(between) * call.scales.scale, 0.0)
 
 
 @gluon.jit

@@ -39,7 +39,7 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
     thread_barrier,
     weigh_pairs,
 )
-from warploom.ops.linear_attention.kernels.tiles import Factors, Sizes, StateStrides, locate
+from warploom.ops.linear_attention.kernels.tiles import Scales, Sizes, StateStrides, locate
 
 
 class Keys(NamedTuple):
@@ -94,7 +94,7 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
     out = keys.outs.index(own)
     if HOLDS:
         state = load_state(
-            keys.initial, place, own * T, call.factors.into, keys.initial_strides, T, W, RESULT, form, False
+            keys.initial, place, own * T, call.scales.into, keys.initial_strides, T, W, RESULT, form, False
         )
         state_tile.slice(own * T, T, dim=0).store(state.to(dtype))
         fence_async_shared()
@@ -129,7 +129,7 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
         mbarrier.arrive(keys.state_read)
         if form.DECAY != "none":
             sums, total = decays_of(call, encoded.sums.index(slot), first, 0, T, form, gl.SliceLayout(1, RESULT))
-            result *= (exponential(total - sums) * call.factors.scale)[:, None]
+            result *= (exponential(total - sums) * call.scales.scale)[:, None]
         if HOLDS:
             given = q
             if form.DECAY != "none":
@@ -155,7 +155,7 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
         thread_barrier()
         mbarrier.arrive(ring.empty.index(slot))
         if form.DECAY == "none":
-            result *= call.factors.scale
+            result *= call.scales.scale
         if own == 0:
             result = decoded(result, call.angles, first, form)
         matrix(keys.outs, own).store(result.to(dtype))
@@ -167,13 +167,13 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
             tma.async_copy_shared_to_global(keys.dv_desc, [b_entry, h, first, 0], out)
     tma.store_wait(0)
     if HOLDS:
-        store_state(keys.final, state, place, own * T, call.factors.out_of, keys.final_strides, W, form, False)
+        store_state(keys.final, state, place, own * T, call.scales.out_of, keys.final_strides, W, form, False)
 
 
 @gluon.jit
 def hopper_key_kernel(
     q_desc, k_desc, v_desc, grad_desc, dk_desc, dv_desc, initial, final, theta, offsets, cu_seqlens, decay,
-    offset: gl.int32, factors: Factors, sizes: Sizes,
+    offset: gl.int32, scales: Scales, sizes: Sizes,
     initial_strides: StateStrides, final_strides: StateStrides, form: gl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values of a chunk of a head, from its end to its start.
@@ -195,7 +195,7 @@ def hopper_key_kernel(
     tiles = gl.maximum(place.last - place.first + T - 1, 0) // T
     angles = load_angles(theta, place, sizes, W, part_rows(W, form.ENCODERS), form)
     of_head = decay_of_head(decay, place, sizes, form)
-    call = Call(angles, place, decay, of_head, sizes, tiles, factors)
+    call = Call(angles, place, decay, of_head, sizes, tiles, scales)
     keys = Keys(
         ring, encoded, state_tile, state_full.index(0), state_read.index(0), outs, dk_desc, dv_desc, initial, final,
         initial_strides, final_strides,

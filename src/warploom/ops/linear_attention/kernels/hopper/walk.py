@@ -39,7 +39,7 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
     thread_barrier,
     weigh_pairs,
 )
-from warploom.ops.linear_attention.kernels.tiles import Factors, Sizes, StateStrides, locate
+from warploom.ops.linear_attention.kernels.tiles import Scales, Sizes, StateStrides, locate
 
 
 class Walk(NamedTuple):
@@ -100,7 +100,7 @@ def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W // 16, 128 // W], [16, W * W // 128, 16])
     ENCODES: gl.constexpr = form.KIND != "none" or form.ACTIVATION != "none" or form.DECAY != "none"
     b_entry, h = place.b.to(gl.int32), place.h.to(gl.int32)
-    state = load_state(walk.initial, place, 0, call.factors.into, walk.initial_strides, W, W, STATE, form, DECODED)
+    state = load_state(walk.initial, place, 0, call.scales.into, walk.initial_strides, W, W, STATE, form, DECODED)
     state_tile.store(state.to(dtype))
     if form.DECAY == "head":
         state *= decay_over(call, None, first_tile, form)
@@ -130,7 +130,7 @@ def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
             state = warpgroup_mma(b.permute([1, 0]), c, state, is_async=True)
         else:
             sums, _ = decays_of(call, encoded.sums.index(i % 2), first, 0, T, form, gl.SliceLayout(1, RESULT))
-            carried = exponential(sums) * call.factors.scale
+            carried = exponential(sums) * call.scales.scale
             mine = encoded.weighed.index(i % 2)
             if DECODED:
                 state = warpgroup_mma(b.permute([1, 0]), mine, state, is_async=True)
@@ -154,7 +154,7 @@ def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
             state *= decay_over(call, None, first + T, form)
         result = warpgroup_mma_wait(0, deps=[result])
         if form.DECAY == "none":
-            result *= call.factors.scale
+            result *= call.scales.scale
         if DECODED:
             result = decoded(result, call.angles, first, form)
         a.store(result.to(dtype))
@@ -166,13 +166,13 @@ def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
             walk.out_desc, [b_entry, h, first_tile + last * T, 0], rows.tiles[0].index(last % STAGES)
         )
         tma.store_wait(0)
-    store_state(walk.final, state, place, 0, call.factors.out_of, walk.final_strides, W, form, DECODED)
+    store_state(walk.final, state, place, 0, call.scales.out_of, walk.final_strides, W, form, DECODED)
 
 
 @gluon.jit
 def hopper_walk_kernel(
     a_desc, b_desc, c_desc, out_desc, initial, final, theta, offsets, cu_seqlens, decay, offset: gl.int32,
-    factors: Factors, sizes: Sizes, initial_strides: StateStrides,
+    scales: Scales, sizes: Sizes, initial_strides: StateStrides,
     final_strides: StateStrides, form: gl.constexpr, DECODED: gl.constexpr,
 ):  # fmt: skip
     """What `kernels.walk` computes forwards, of a chunk of a head.
@@ -191,7 +191,7 @@ def hopper_walk_kernel(
     tiles = gl.maximum(place.last - place.first + T - 1, 0) // T
     angles = load_angles(theta, place, sizes, W, part_rows(W, form.ENCODERS), form)
     of_head = decay_of_head(decay, place, sizes, form)
-    call = Call(angles, place, decay, of_head, sizes, tiles, factors)
+    call = Call(angles, place, decay, of_head, sizes, tiles, scales)
     walk = Walk(
         rows, others, encoded, state_tile, pair_tile, out_desc, initial, final, initial_strides, final_strides,
     )  # fmt: skip
