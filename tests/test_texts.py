@@ -92,6 +92,12 @@ def test_a_picture_is_the_same_for_the_same_records() -> None:
     assert texts.draw(nothing) == ""
 
 
+def test_every_picture_is_shown_somewhere() -> None:
+    pages = [page.read_text(encoding="utf-8") for folder in ("docs", "src") for page in (ROOT / folder).rglob("*.md")]
+    for picture in (ROOT / "docs" / "figures").iterdir():
+        assert any(f"figures/{picture.name})" in page for page in pages), picture.name
+
+
 def test_a_file_without_marks_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file.md"
     for content in ("nothing", texts.MARK.format("speeds")):

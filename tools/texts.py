@@ -195,7 +195,9 @@ def whole_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
                 rows.append([panel.label, mode, *place, spread, *_compared(found)])
         constants = ", ".join(f"{name} {value}" for name, value in section.constants.items())
         table = Table.of(heads, rows, words=3)
-        texts.append(f"## {section.operator}\n\n{section.title}. Every case: {constants}.\n\n{markdown([table])}")
+        about = f"## {section.operator}\n\n{section.title}. Every case: {constants}."
+        seen = [f"![share of the limit and time](figures/{section.operator}.svg)"] if draw(section) else []
+        texts.append("\n\n".join([about, *seen, markdown([table])]))
     return "\n\n".join(texts) or NOTHING
 
 
@@ -360,6 +362,8 @@ SHOWN = {
 
 def draw(section: Section) -> str:
     """The share of the limit above the time, a column for each mode of one panel; empty without a speed."""
+    if section.operator == "transformer":
+        return ""  # steps by the wall clock, one size in many ways: a table says more
     first = [panel for panel in section.panels if panel.device == section.panels[0].device]
     wanted = [p for p in first if all(p.parameters.get(name, v[0]) in v for name, v in SHOWN.items())]
     columns = [(panel, mode) for panel in (wanted or first)[:1] for mode in MODES if mode in panel.modes]
@@ -451,7 +455,7 @@ def main(sources: Sequence[Path]) -> int:
     for name in TEXTS:
         update(ROOT / name, records, devices)
     for section in arrange(records, devices):
-        if section.operator != "transformer" and (drawn := draw(section)):
+        if drawn := draw(section):
             replace_text(ROOT / "docs" / "figures" / f"{section.operator}.svg", drawn)
     return 0
 
