@@ -93,7 +93,9 @@ def test_a_picture_is_the_same_for_the_same_records() -> None:
 
 
 def test_every_picture_is_shown_somewhere() -> None:
-    pages = [page.read_text(encoding="utf-8") for folder in ("docs", "src") for page in (ROOT / folder).rglob("*.md")]
+    pages = [
+        page.read_text(encoding="utf-8") for folder in ("docs", "src") for page in (ROOT / folder).rglob("*.md")
+    ]
     for picture in (ROOT / "docs" / "figures").iterdir():
         assert any(f"figures/{picture.name})" in page for page in pages), picture.name
 
