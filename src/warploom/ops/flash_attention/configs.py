@@ -190,6 +190,8 @@ def configuration(
         if small:
             return TINY[kernel] if tiny else SMALL[kernel]
         kind = "plain" if tuned else "16-bit"
+        if arch >= 100:  # where the larger tiles of fewer features spill 384 bytes and more
+            features = max(features, 64)
     # On Blackwell, where sums of 64 rows are in tensor memory, Triton compiles float32's larger tiles to a trap.
     elif tuned and arch < 100 and features <= 128:
         if small and product == "3-term" and (tiny or kernel == "query"):
