@@ -299,18 +299,17 @@ from warploom import linear_attention
 from warploom.runtime import launch
 from warploom.testing.descriptors import disassemble, lost_addresses
 
-for dtype, features in ((torch.bfloat16, 128), (torch.float32, 64)):
-    def zeros(*shape, dtype=dtype):
-        return torch.zeros(shape, dtype=dtype, requires_grad=True)
+def zeros(*shape, dtype=torch.bfloat16):
+    return torch.zeros(shape, dtype=dtype, requires_grad=True)
 
-    inputs = [zeros(1, 4096, 1, features) for _ in range(3)]
-    theta, decay = (zeros(*shape, dtype=torch.float32) for shape in ((1, features // 2), (1, 4096, 1)))
-    with launch.recording(90, 132) as builds:
-        linear_attention(*inputs, theta=theta, decay=decay, encoding="rotate", backend="triton").sum().backward()
-    for build in builds.values():
-        built = build.compile(GPUTarget("cuda", 90, 32))
-        lost = lost_addresses(disassemble(built.asm["cubin"])) if "wgmma" in built.asm["ptx"] else []
-        print(build.function.__name__, len(lost))
+inputs = [zeros(1, 4096, 1, 128) for _ in range(3)]
+theta, decay = (zeros(*shape, dtype=torch.float32) for shape in ((1, 64), (1, 4096, 1)))
+with launch.recording(90, 132) as builds:
+    linear_attention(*inputs, theta=theta, decay=decay, encoding="rotate", backend="triton").sum().backward()
+for build in builds.values():
+    built = build.compile(GPUTarget("cuda", 90, 32))
+    lost = lost_addresses(disassemble(built.asm["cubin"])) if "wgmma" in built.asm["ptx"] else []
+    print(build.function.__name__, len(lost))
 """
 
 
