@@ -17,8 +17,8 @@ class Configuration(NamedTuple):
     block_n: int
     warps: int
     stages: int
+    key_tiles: int = 1  # of a step, of few queries
     whole: bool = False  # whether loops are not split
-    ways: int = 1  # tiles of keys in a step, of few queries
 
 
 # fmt: off
@@ -75,7 +75,7 @@ DECODE: dict[tuple[str, int], tuple[tuple[int, int, int, int] | None, ...]] = {
     ("16-bit", 64): ((64, 4, 3, 1), (64, 4, 3, 1), (64, 4, 3, 1), (64, 8, 3, 1), None),
     ("float32", 16): ((64, 4, 3, 1), (64, 4, 3, 1), (32, 4, 3, 1), (32, 4, 3, 1), (16, 4, 2, 1)),
 }
-"""``block_n, warps, stages, ways`` of the kernel for few queries, for each of `WIDTHS`, by rows of a tile.
+"""``block_n, warps, stages, key_tiles`` of the kernel for few queries, for each of `WIDTHS`, by rows of a tile.
 
 Measured on an H200 with 128 features. More rows of float32, or of 256 features, do not fit in registers: there are
 more tiles then, which read the same keys from the L2 cache.
@@ -88,7 +88,7 @@ DECODE_CHUNK = 256
 """Keys of a chunk at least."""
 DECODE_MOST_CHUNKS = 64
 DECODE_PROGRAMS = 128
-"""Chunks of all heads of a batch entry, about: one for every multiprocessor, or two where there is one way."""
+"""Chunks of all heads of a batch entry, about: one for every multiprocessor, two where a step has one key tile."""
 DECODE_START = 192
 """What a program costs besides its loop, in keys."""
 DECODE_EVEN = 1.8
@@ -155,7 +155,7 @@ def decode_tiles(dtype: torch.dtype, features: int, rows: int) -> Configuration:
     """The pinned tiles of the kernel for few queries, for so many rows of a head of keys; see `configuration`."""
     kind, width = "float32" if dtype == torch.float32 else "16-bit", WIDTHS.index(features)
     fit = [
-        Configuration(block_m, *tile[:3], ways=tile[3])
+        Configuration(block_m, *tile)
         for (each, block_m), tiles in DECODE.items()
         if each == kind and (tile := tiles[width]) is not None
     ]

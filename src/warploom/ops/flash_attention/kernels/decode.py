@@ -3,12 +3,12 @@
 Shapes. A row is a pair (query, head) of the heads that share a head of keys, heads fastest. Rows come in tiles (M, D), so
 that keys (N, D) and values (N, E) are read once for all of them. Memory is the limit: one loop with masks, and small tiles.
 
-Ways. A step of the loop takes ``WAYS`` tiles of keys, each with a softmax of its own. With as many ways as warps, no warp
-waits for another's numbers in the loop. Where there are several, tiles have them as their first axis, and a `Softmax` the
-rows of all.
+Tiles of keys. A step of the loop takes ``KEY_TILES`` of them, each with a softmax of its own. With as many as there are
+warps, no warp waits for another's numbers in the loop. Where there are several, tensors have them as their first axis,
+and a `Softmax` the rows of all.
 
 Chunks. The keys that a tile sees are cut into chunks, by their number and by sizes of the call that are not the batch's. The
-softmax of a chunk starts afresh. The chunks of every way are joined from left to right, then the ways in pairs, always by
+softmax of a chunk starts afresh. The chunks of every tile are joined from left to right, then the tiles in pairs, always by
 `join`: by a program that takes all chunks, or by `combine_chunks_kernel`. The bits are the same, with as many programs
 as the size of the batch asks for.
 """
@@ -116,13 +116,13 @@ def halves(x):
 
 
 @triton.jit
-def join_ways(softmax, WAYS: tl.constexpr):
-    """`Softmax` (WAYS · M rows) of all ways as one (M rows): those of the first half with those of the last, and so on."""
-    if WAYS > 1:
+def join_key_tiles(softmax, KEY_TILES: tl.constexpr):
+    """`Softmax` (KEY_TILES · M rows) of all tiles of keys as one (M rows): the first half with the last, and so on."""
+    if KEY_TILES > 1:
         acc, row_sum, row_max = softmax
         accs, sums, maxima = halves(acc), halves(row_sum), halves(row_max)
         joined = join(Softmax(accs[0], sums[0], maxima[0]), Softmax(accs[1], sums[1], maxima[1]))
-        softmax = join_ways(joined, WAYS // 2)
+        softmax = join_key_tiles(joined, KEY_TILES // 2)
     return softmax
 
 
@@ -151,9 +151,11 @@ def target(first_head, r, batch, sizes, strides, variant: tl.constexpr):
 
 
 @triton.jit
-def store_chunk(softmax, number, out, out_split, statistics, to, WAYS: tl.constexpr, VEC: tl.constexpr):
-    """What chunk ``number`` comes to in every way, to be joined with the others."""
-    part = tl.cast(number, tl.int64) * WAYS + tl.arange(0, softmax.acc.shape[0]) // (softmax.acc.shape[0] // WAYS)
+def store_chunk(softmax, number, out, out_split, statistics, to, KEY_TILES: tl.constexpr, VEC: tl.constexpr):
+    """What chunk ``number`` comes to in every tile of keys, to be joined with the others."""
+    part = tl.cast(number, tl.int64) * KEY_TILES + tl.arange(0, softmax.acc.shape[0]) // (
+        softmax.acc.shape[0] // KEY_TILES
+    )
     tl.store(out + (part * (out_split * VEC))[:, None] + to.offsets, softmax.acc, mask=to.mask)
     tl.store(statistics + part * 2 * to.rows + to.row, softmax.row_max, mask=to.in_range)
     tl.store(statistics + (part * 2 + 1) * to.rows + to.row, softmax.row_sum, mask=to.in_range)
@@ -164,13 +166,14 @@ def decode_kernel(
     q, k, v, out, lse, statistics, sink, seqused_k, block_table,
     sizes: Sizes, parts: tl.int32, chunks: tl.int32, out_split: tl.int64,
     q_strides: Strides, k_strides: Strides, v_strides: Strides, out_strides: Strides,
-    variant: tl.constexpr, WAYS: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
+    variant: tl.constexpr, KEY_TILES: tl.constexpr, ONE_CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one head of keys, over one of ``parts`` of its KV loop, of so many ``chunks`` of ``sizes.splits``.
 
-    Reads and writes what `kernels.forward.forward_kernel` does. Without ``lse``, rows are left as `Softmax` of each way of each
-    chunk: ``out`` (splits, WAYS, B, N, H, E) in float32, not divided by sums, and ``statistics`` (splits, WAYS, 2, B, H, N).
-    ``variant`` has the tile of a way. ``ONE``: the program takes a single chunk, and leaves it.
+    Reads and writes what `kernels.forward.forward_kernel` does. Without ``lse``, rows are left as `Softmax` of each tile
+    of keys of each chunk: ``out`` (splits, KEY_TILES, B, N, H, E) in float32, not divided by sums, and ``statistics``
+    (splits, KEY_TILES, 2, B, H, N). ``variant`` has one tile of keys. ``ONE_CHUNK``: the program takes a single chunk,
+    and leaves it.
     """
     if PDL:  # with the launch that joins chunks, which waits for this one
         gdc_launch_dependents()
@@ -178,8 +181,8 @@ def decode_kernel(
     BLOCK_N: tl.constexpr = variant.BLOCK_N
     BLOCK_D: tl.constexpr = variant.BLOCK_D
     BLOCK_E: tl.constexpr = variant.BLOCK_E
-    ROWS: tl.constexpr = WAYS * BLOCK_M
-    STEP: tl.constexpr = WAYS * BLOCK_N
+    ROWS: tl.constexpr = KEY_TILES * BLOCK_M
+    STEP: tl.constexpr = KEY_TILES * BLOCK_N
     VEC: tl.constexpr = variant.VEC
     PRECISION: tl.constexpr = variant.PRECISION
     heads, group, tokens = sizes.heads, sizes.group, sizes.tokens
@@ -209,23 +212,23 @@ def decode_kernel(
     q_ptrs = q + row_offsets(batch, r // group, q_head + r % group, q_strides, VEC)[:, None]
     q_ptrs += (feature if variant.UNIT else feature * q_strides.f)[None, :]
     q_tile = load_rows(q_ptrs, r < tokens * group, variant.D, PRECISION)
-    if WAYS > 1:
-        q_tile = tl.broadcast_to(q_tile[None, :, :], (WAYS, BLOCK_M, BLOCK_D))
+    if KEY_TILES > 1:
+        q_tile = tl.broadcast_to(q_tile[None, :, :], (KEY_TILES, BLOCK_M, BLOCK_D))
     table = None
     kv_batch = batch
     if variant.PAGE is not None:
         table = block_table + batch * (sizes.keys // variant.PAGE)
         kv_batch = batch * 0
     number = tl.arange(0, BLOCK_N)  # of the keys of a step
-    if WAYS > 1:
-        number = (tl.arange(0, WAYS) * BLOCK_N)[:, None] + number[None, :]
+    if KEY_TILES > 1:
+        number = (tl.arange(0, KEY_TILES) * BLOCK_N)[:, None] + number[None, :]
     place = number.to(tl.int64) if variant.WIDE else number
     k_ptr = base_of(k, kv_batch, begin * 0, key_head, k_strides, VEC)
     v_ptr = base_of(v, kv_batch, begin * 0, key_head, v_strides, VEC)
     k_rows = Rows(k_ptr, offsets_of_rows(place, k_strides, BLOCK_D, variant), k_strides, 0)
     v_rows = Rows(v_ptr, offsets_of_rows(place, v_strides, BLOCK_E, variant), v_strides, 0)
 
-    # The rows of all ways; they, and the end of the keys, are counted from the first key of their way.
+    # The rows of all tiles of keys; they, and the end of the keys, are counted from the first key of their tile.
     row = block * BLOCK_M + tl.arange(0, ROWS) % BLOCK_M
     first_key = tl.arange(0, ROWS) // BLOCK_M * BLOCK_N
     position = row // group + offset - first_key
@@ -238,8 +241,8 @@ def decode_kernel(
         key = n + number
         there = (key >= lowest) & (key < end)
         k_tile = load_keys(k_rows, table, n, number, there, keys, variant.D, BLOCK_D, variant, STEP)
-        if WAYS > 1:
-            logits = tl.zeros((WAYS, BLOCK_M, BLOCK_N), dtype=tl.float32)
+        if KEY_TILES > 1:
+            logits = tl.zeros((KEY_TILES, BLOCK_M, BLOCK_N), dtype=tl.float32)
             logits = product(q_tile, tl.permute(k_tile, (0, 2, 1)), logits, PRECISION)
             logits = tl.reshape(logits, (ROWS, BLOCK_N))
         else:
@@ -248,18 +251,18 @@ def decode_kernel(
         weights, softmax = softmax_step(softmax, logits, n, position, mask, sizes.scale, True, variant)
         v_tile = load_keys(v_rows, table, n, number, there, keys, variant.E, BLOCK_E, variant, STEP)
         factor = as_factor(weights, v.dtype.element_ty, PRECISION)
-        if WAYS > 1:
-            acc = tl.reshape(softmax.acc, (WAYS, BLOCK_M, BLOCK_E))
-            acc = product(tl.reshape(factor, (WAYS, BLOCK_M, BLOCK_N)), v_tile, acc, PRECISION)
+        if KEY_TILES > 1:
+            acc = tl.reshape(softmax.acc, (KEY_TILES, BLOCK_M, BLOCK_E))
+            acc = product(tl.reshape(factor, (KEY_TILES, BLOCK_M, BLOCK_N)), v_tile, acc, PRECISION)
             softmax = Softmax(tl.reshape(acc, (ROWS, BLOCK_E)), softmax.row_sum, softmax.row_max)
         else:
             softmax = Softmax(product(factor, v_tile, softmax.acc, PRECISION), softmax.row_sum, softmax.row_max)
-        if not ONE:
+        if not ONE_CHUNK:
             if n + STEP >= tl.minimum(chunk_stop, stop):
                 if lse is None:
                     # Addresses hang on a number that the compiler cannot know: made before the loop, they would spill.
                     to = target(q_head, (chunk >> 30) + row, batch, sizes, out_strides, variant)
-                    store_chunk(softmax, chunk, out, out_split, statistics, to, WAYS, VEC)
+                    store_chunk(softmax, chunk, out, out_split, statistics, to, KEY_TILES, VEC)
                 else:
                     whole = join(whole, softmax)
                 softmax = nothing(ROWS, BLOCK_E)
@@ -267,15 +270,15 @@ def decode_kernel(
                 chunk_stop += span
     if lse is None:
         to = target(q_head, row, batch, sizes, out_strides, variant)
-        if ONE:
-            store_chunk(softmax, chunk, out, out_split, statistics, to, WAYS, VEC)
+        if ONE_CHUNK:
+            store_chunk(softmax, chunk, out, out_split, statistics, to, KEY_TILES, VEC)
         else:
             for empty in range(chunk, tl.minimum((part + 1) * chunks, sizes.splits)):
-                store_chunk(softmax, empty, out, out_split, statistics, to, WAYS, VEC)
+                store_chunk(softmax, empty, out, out_split, statistics, to, KEY_TILES, VEC)
     else:
         to = target(q_head, r, batch, sizes, out_strides, variant)
         store_results(
-            join_ways(whole, WAYS), sink, q_head + r % group, out, to.offsets, to.mask, lse, statistics, to.row,
+            join_key_tiles(whole, KEY_TILES), sink, q_head + r % group, out, to.offsets, to.mask, lse, statistics, to.row,
             to.in_range, to.rows,
         )  # fmt: skip
 
@@ -286,7 +289,7 @@ def combine_chunks_kernel(
     rows: tl.int64, tokens: tl.int32, heads: tl.int32, chunks: tl.int32, out_split: tl.int64,
     out_strides: Strides,
     VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
-    WAYS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    KEY_TILES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row of what `kernels.forward.forward_kernel` writes, from what `decode_kernel` left of all chunks.
 
@@ -295,21 +298,21 @@ def combine_chunks_kernel(
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     token, head, batch = row % tokens, row // tokens % heads, row // tokens // heads
     feature = tl.arange(0, BLOCK_E)
-    way = tl.arange(0, WAYS).to(tl.int64)
+    key_tile = tl.arange(0, KEY_TILES).to(tl.int64)
     mask = (feature < E)[None, :]
     offsets = row_offsets(batch, token, head, out_strides, VEC)[:, None]
     offsets += (feature if UNIT else feature * out_strides.f)[None, :]
-    tiles = part + (way * (out_split * VEC))[:, None] + offsets
-    row_of_way = way * 2 * rows + row
-    step = out_split * VEC * WAYS  # from a chunk to the next
-    softmax = nothing(WAYS, BLOCK_E)
+    tiles = part + (key_tile * (out_split * VEC))[:, None] + offsets
+    row_of_tile = key_tile * 2 * rows + row
+    step = out_split * VEC * KEY_TILES  # from a chunk to the next
+    softmax = nothing(KEY_TILES, BLOCK_E)
     if PDL:
         gdc_wait()
     for chunk in range(0, chunks, AHEAD):
         accs, sums, maxima = (), (), ()
         for i in tl.static_range(AHEAD):
-            left = (way >= 0) & (chunk + i < chunks)
-            beside = part_statistics + (chunk + i) * 2 * WAYS * rows + row_of_way
+            left = (key_tile >= 0) & (chunk + i < chunks)
+            beside = part_statistics + (chunk + i) * 2 * KEY_TILES * rows + row_of_tile
             accs += (tl.load(tiles + (chunk + i) * step, mask=mask & left[:, None], other=0.0),)
             sums += (tl.load(beside + rows, mask=left, other=0.0),)
             maxima += (tl.load(beside, mask=left, other=float("-inf")),)
@@ -317,5 +320,5 @@ def combine_chunks_kernel(
             softmax = join(softmax, Softmax(accs[i], sums[i], maxima[i]))
     in_range = row < rows
     store_results(
-        join_ways(softmax, WAYS), sink, head, out, offsets, mask, lse, statistics, row, in_range, rows
+        join_key_tiles(softmax, KEY_TILES), sink, head, out, offsets, mask, lse, statistics, row, in_range, rows
     )  # fmt: skip

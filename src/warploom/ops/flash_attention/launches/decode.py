@@ -44,7 +44,7 @@ def suits(call: Call) -> bool:
 
 def _beside(tiles: Configuration) -> int:
     """How many programs a multiprocessor needs, so that one computes while the others wait for memory."""
-    return 1 if tiles.ways > 1 else 2
+    return 1 if tiles.key_tiles > 1 else 2
 
 
 def _seen(call: Call) -> int:
@@ -102,8 +102,8 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
         parts=-(-chunks // taken),
         chunks=taken,
         out_split=0 if whole else out.numel() // layout.vec,  # from one part to the next
-        WAYS=tiles.ways,
-        ONE=taken == 1 < chunks,
+        KEY_TILES=tiles.key_tiles,
+        ONE_CHUNK=taken == 1 < chunks,
         PDL=pdl,
         **tiling.arguments_of(call, grid, layout, tiling.product_of("forward", call, precision), shape.group),
         **layout.of("q", "k", "v", "out"),
@@ -117,8 +117,8 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
         takes=("part", "part_statistics", "out", "lse", "statistics", "sink"),
         pdl=pdl,
         rows=results, tokens=shape.tokens, heads=shape.heads, chunks=chunks, out_split=out.numel() // to.vec,
-        VEC=to.vec, UNIT=to.unit, E=shape.value_dim, BLOCK_E=shape.block_e, WAYS=tiles.ways, AHEAD=DECODE_AHEAD,
-        PDL=pdl, num_warps=tiles.ways,
+        VEC=to.vec, UNIT=to.unit, E=shape.value_dim, BLOCK_E=shape.block_e,
+        KEY_TILES=tiles.key_tiles, AHEAD=DECODE_AHEAD, PDL=pdl, num_warps=tiles.key_tiles,
         **to.of("out"),
     )  # fmt: skip
-    return Plan(launch, combine, chunks * tiles.ways)
+    return Plan(launch, combine, chunks * tiles.key_tiles)
