@@ -234,6 +234,76 @@ def _flash_attn_4(deterministic: bool, case: Case) -> Provider:
     return attend
 
 
+def _cudnn_deterministic(case: Case) -> Provider:
+    """CuDNN's deterministic backward, of the package ``nvidia-cudnn-frontend``: PyTorch does not ask for it."""
+    need_cuda("the package")
+    _need_no_options(case)
+    if case["dtype"] == "float32":
+        raise Unsupported("the kernel takes float16 and bfloat16 only")
+    try:
+        cudnn: Any = importlib.import_module("cudnn")
+        handle = cudnn.create_handle()
+    except (ImportError, AttributeError) as error:
+        raise Unsupported("nvidia-cudnn-frontend is not installed") from error
+    options = {
+        "attn_scale": case["head_dim"] ** -0.5,
+        "diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT,
+        "diagonal_band_right_bound": 0 if case["causal"] else None,
+    }
+    planned: dict[Any, tuple[Any, ...]] = {}
+
+    def plan(operation: str, inputs: Sequence[Tensor], results: Sequence[Tensor], more: dict[str, bool]) -> Any:
+        io, precise = cudnn.data_type.BFLOAT16, cudnn.data_type.FLOAT
+        if case["dtype"] == "float16":
+            io = cudnn.data_type.HALF
+        graph = cudnn.pygraph(
+            io_data_type=io, intermediate_data_type=precise, compute_data_type=precise, handle=handle
+        )
+        names = ("q", "k", "v", "o", "dO", "stats")
+        given = [graph.tensor_like(x) for x in inputs]
+        made = getattr(graph, operation)(**dict(zip(names, given, strict=False)), **options, **more)
+        for name, x in zip(made, results, strict=True):
+            name.set_output(True).set_dim(list(x.shape)).set_stride(list(x.stride()))
+            name.set_data_type(precise if x.dtype == torch.float32 else io)
+        graph.build([cudnn.heur_mode.A])
+        workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8, device="cuda")
+        return graph, [*given, *made], workspace
+
+    def run(operation: str, inputs: Sequence[Tensor], results: Sequence[Tensor], **more: bool) -> None:
+        key = (operation, *(x.stride() for x in inputs))
+        if key not in planned:
+            planned[key] = plan(operation, inputs, results, more)
+        graph, names, workspace = planned[key]
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+        graph.execute(dict(zip(names, (*inputs, *results), strict=True)), workspace, handle=handle)
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.detach().transpose(1, 2) for x in (q, k, v))
+            out = torch.empty_like(q)
+            stats = torch.empty((*q.shape[:3], 1), dtype=torch.float32, device=q.device)
+            run("sdpa", (q, k, v), (out, stats), generate_stats=True)
+            ctx.save_for_backward(q, k, v, out, stats)
+            return out.transpose(1, 2)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+            q, k, v, out, stats = ctx.saved_tensors
+            grads = tuple(torch.empty_like(x) for x in (q, k, v))
+            inputs = (q, k, v, out, grad.transpose(1, 2), stats)
+            run("sdpa_backward", inputs, grads, use_deterministic_algorithm=True)
+            return tuple(x.transpose(1, 2) for x in grads)
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, causal: bool = False, float32_precision: str | None = None
+    ) -> Tensor:
+        out: Tensor = Attention.apply(q, k, v)
+        return out
+
+    return attend
+
+
 def _package(module: str, case: Case) -> Callable[..., Any]:
     """The attention of a package.
 
@@ -254,6 +324,7 @@ PROVIDERS: dict[str, Callable[[Case], Provider]] = {
     "torch": lambda case: plain,
     "torch_compile": lambda case: compiled_at_best(plain),
     "sdpa_cudnn": functools.partial(_sdpa, "CUDNN_ATTENTION"),
+    "cudnn_deterministic": _cudnn_deterministic,
     "sdpa_flash": functools.partial(_sdpa, "FLASH_ATTENTION"),
     "sdpa_efficient": functools.partial(_sdpa, "EFFICIENT_ATTENTION"),
     "flex_attention": _flex_attention,
