@@ -226,12 +226,24 @@ def _flash_attn_4(deterministic: bool, case: Case) -> Provider:
         window: Sequence[int | None] = (None, None),
         softcap: float = 0.0,
     ) -> Tensor:
+        if deterministic:
+            _need_backward()
         options = {"causal": causal, "window_size": tuple(window), "softcap": softcap}
         out = function(q, k, v, **options, deterministic=deterministic)
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first
 
     return attend
+
+
+def _need_backward() -> None:
+    """Of what differs from another provider in its backward alone.
+
+    Raises:
+        Unsupported: The call keeps nothing for a backward.
+    """
+    if not torch.is_grad_enabled():
+        raise Unsupported("only its backward is another one")
 
 
 def _cudnn_deterministic(case: Case) -> Provider:
@@ -298,6 +310,7 @@ def _cudnn_deterministic(case: Case) -> Provider:
     def attend(
         q: Tensor, k: Tensor, v: Tensor, causal: bool = False, float32_precision: str | None = None
     ) -> Tensor:
+        _need_backward()
         out: Tensor = Attention.apply(q, k, v)
         return out
 
