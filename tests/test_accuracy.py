@@ -630,3 +630,18 @@ def test_reading_beside_a_view_is_found_out() -> None:
     assert judge(operator, inputs, "torch").fwd.ok
     inputs["x"] = strided_view(inputs["x"], torch.Generator().manual_seed(0)).tensor
     assert "NaN" in judge(operator, inputs, "torch").fwd.describe()
+
+
+def test_blocks_are_charged_with_what_is_beyond_a_spared_error() -> None:
+    """A limit of one element excuses that element, and no other block."""
+    reference = torch.randn(256, 64, dtype=torch.float64)
+    reference[128:] *= 1e-6
+    eager = reference.float()
+    spared = torch.zeros_like(reference)
+    spared[200, 7] = 1e-3
+    output = eager.clone()
+    output[200, 7] += 1e-3
+    charged = [accuracy.compare_each(output, reference, eager, spared=given)[0] for given in (None, [spared])]
+    assert [verdict.block_ratio > 1 for verdict in charged] == [True, False]
+    output[130] = 0.0
+    assert accuracy.compare_each(output, reference, eager, spared=[spared])[0].block_ratio > 1

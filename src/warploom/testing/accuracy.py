@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+Tensor = torch.Tensor
 CHUNK = 2**26
 """Elements compared at a time: the float64 temporaries stay near half a gigabyte each."""
 
@@ -39,7 +40,7 @@ FEW_WITHIN = 1 / 4
 """The share of runs within their own budgets below which the others are no luck. With errors like the eager
 reference's, two random elements miss theirs in 4 of 16 runs on average, and in 9 at most in 150 trials."""
 
-Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+Tensors = Tensor | tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -108,15 +109,19 @@ def compare(output: Tensors, reference: Tensors, eager: Tensors, factor: float =
 
 
 @torch.no_grad()
-def compare_each(output: Tensors, reference: Tensors, eager: Tensors, factor: float = 1.0) -> list[Accuracy]:
-    """What `compare` does, with a verdict for every output; a single one if their number is wrong."""
+def compare_each(
+    output: Tensors, reference: Tensors, eager: Tensors, factor: float = 1.0, spared: Sequence[Tensor | None] = ()
+) -> list[Accuracy]:
+    """What `compare` does, with a verdict for every output; a single one if their number is wrong.
+
+    ``spared`` are errors, element by element, that blocks are not charged with.
+    """
     outputs, references, eagers = map(as_tuple, (output, reference, eager))
     if not len(outputs) == len(references) == len(eagers):
         return [_failure(f"{len(outputs)} outputs where the reference has {len(references)}", 0)]
-    return [
-        _compare_one(out, ref, low, index, factor)
-        for index, (out, ref, low) in enumerate(zip(outputs, references, eagers))
-    ]
+    spared = spared or [None] * len(outputs)
+    compared = enumerate(zip(outputs, references, eagers, spared))
+    return [_compare_one(out, ref, low, index, factor, spare) for index, (out, ref, low, spare) in compared]
 
 
 def worst_of(verdicts: Sequence[Accuracy]) -> Accuracy:
@@ -163,7 +168,7 @@ def mean_of(verdicts: Sequence[Accuracy]) -> Accuracy:
 
 
 def _compare_one(
-    output: torch.Tensor, reference: torch.Tensor, eager: torch.Tensor, index: int, factor: float
+    output: Tensor, reference: Tensor, eager: Tensor, index: int, factor: float, spared: Tensor | None
 ) -> Accuracy:
     if output.shape != reference.shape:
         expected, got = tuple(reference.shape), tuple(output.shape)
@@ -176,7 +181,8 @@ def _compare_one(
 
     parts: list[_Sums] = []
     for start, piece in _pieces(tuple(output.shape)):
-        parts.append(_measure(output[piece], reference[piece], eager[piece], start))
+        spare = None if spared is None else spared[piece]
+        parts.append(_measure(output[piece], reference[piece], eager[piece], start, spare))
         if parts[-1].problem:
             return _failure(f"output {index} has {parts[-1].problem}", index, parts[-1].worst)
 
@@ -209,10 +215,10 @@ class _Blocks:
     start: tuple[int, ...]
     sizes: tuple[int, ...]
     """Of a block, axis by axis."""
-    squares: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    squares: tuple[Tensor, Tensor, Tensor]
 
     @classmethod
-    def of(cls, start: tuple[int, ...], squares: Sequence[torch.Tensor]) -> _Blocks:
+    def of(cls, start: tuple[int, ...], squares: Sequence[Tensor]) -> _Blocks:
         """Add up squares in blocks of rows, which are halves of halves of the longest axis."""
         sizes = list(squares[0].shape)
         first = sizes[:-1] if sizes[-1:] <= [ROW] else sizes
@@ -235,7 +241,7 @@ class _Blocks:
         return float(ratios[place]), corner
 
 
-def _block_sums(values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+def _block_sums(values: Tensor, sizes: Sequence[int]) -> Tensor:
     for axis, size in enumerate(sizes):
         missing = -values.shape[axis] % size
         if missing:
@@ -263,7 +269,9 @@ class _Sums(NamedTuple):
     blocks: _Blocks | None = None
 
 
-def _measure(output: torch.Tensor, reference: torch.Tensor, eager: torch.Tensor, start: tuple[int, ...]) -> _Sums:
+def _measure(
+    output: Tensor, reference: Tensor, eager: Tensor, start: tuple[int, ...], spared: Tensor | None
+) -> _Sums:
     """Sums over the piece that begins at index ``start``, and over its blocks."""
     expected = reference.to(output.dtype)  # a perfect result: it decides where infinities belong
     wrong_nan = output.isnan() != expected.isnan()
@@ -282,13 +290,14 @@ def _measure(output: torch.Tensor, reference: torch.Tensor, eager: torch.Tensor,
     worst = _index(error, start)
     # Largest values before squares, which are taken in place; one transfer for all the figures.
     largest = [values.max() for values in (error, eager_error, size)]
-    each = [values.square_() for values in (error, eager_error, size)]
-    squares = [values.sum() for values in each]
+    charged = error if spared is None else (error - spared).clamp_(min=0.0).square_()
+    squares = [values.square_().sum() for values in (error, eager_error, size)]
     count, *figures = torch.stack([finite.sum().double(), *largest, *squares]).tolist()
-    return _Sums(int(count), tuple(figures[:3]), tuple(figures[3:]), worst, blocks=_Blocks.of(start, each))
+    blocks = _Blocks.of(start, (charged, eager_error, size))
+    return _Sums(int(count), tuple(figures[:3]), tuple(figures[3:]), worst, blocks=blocks)
 
 
-def _index(values: torch.Tensor, start: tuple[int, ...]) -> tuple[int, ...]:
+def _index(values: Tensor, start: tuple[int, ...]) -> tuple[int, ...]:
     """Index, in the whole tensor, of the largest value of the piece that begins at ``start``."""
     flat = int((values.int() if values.dtype == torch.bool else values).argmax())
     within = []  # `torch.unravel_index` imports SymPy, which takes seconds
@@ -322,6 +331,6 @@ def _failure(problem: str, index: int, worst: tuple[int, ...] = ()) -> Accuracy:
     return Accuracy(False, math.inf, 0.0, math.inf, 0.0, worst, index, problem)
 
 
-def as_tuple(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+def as_tuple(tensors: Tensors) -> tuple[Tensor, ...]:
     """One output or several as a tuple."""
-    return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
