@@ -305,20 +305,24 @@ def combine_chunks_kernel(
     tiles = part + (key_tile * (out_split * VEC))[:, None] + offsets
     row_of_tile = key_tile * 2 * rows + row
     step = out_split * VEC * KEY_TILES  # from a chunk to the next
-    softmax = nothing(KEY_TILES, BLOCK_E)
-    if PDL:
-        gdc_wait()
-    for chunk in range(0, chunks, AHEAD):
-        accs, sums, maxima = (), (), ()
-        for i in tl.static_range(AHEAD):
-            left = (key_tile >= 0) & (chunk + i < chunks)
-            beside = part_statistics + (chunk + i) * 2 * KEY_TILES * rows + row_of_tile
-            accs += (tl.load(tiles + (chunk + i) * step, mask=mask & left[:, None], other=0.0),)
-            sums += (tl.load(beside + rows, mask=left, other=0.0),)
-            maxima += (tl.load(beside, mask=left, other=float("-inf")),)
-        for i in tl.static_range(AHEAD):
-            softmax = join(softmax, Softmax(accs[i], sums[i], maxima[i]))
-    in_range = row < rows
-    store_results(
-        join_key_tiles(softmax, KEY_TILES), sink, head, out, offsets, mask, lse, statistics, row, in_range, rows
-    )  # fmt: skip
+    # With PDL twice: on nothing while the other launch still runs, so that the code is in a cache when that ends.
+    for again in range(0 if PDL else 1, tl.minimum(chunks, 2)):
+        some = chunks * again
+        softmax = nothing(KEY_TILES, BLOCK_E)
+        for chunk in range(0, chunks, AHEAD):
+            accs, sums, maxima = (), (), ()
+            for i in tl.static_range(AHEAD):
+                left = (key_tile >= 0) & (chunk + i < some)
+                beside = part_statistics + (chunk + i) * 2 * KEY_TILES * rows + row_of_tile
+                accs += (tl.load(tiles + (chunk + i) * step, mask=mask & left[:, None], other=0.0),)
+                sums += (tl.load(beside + rows, mask=left, other=0.0),)
+                maxima += (tl.load(beside, mask=left, other=float("-inf")),)
+            for i in tl.static_range(AHEAD):
+                softmax = join(softmax, Softmax(accs[i], sums[i], maxima[i]))
+        there = (row < rows) & (some > 0)
+        store_results(
+            join_key_tiles(softmax, KEY_TILES), sink, head, out, offsets, mask & there[:, None], lse, statistics, row,
+            there, rows,
+        )  # fmt: skip
+        if PDL:
+            gdc_wait()
