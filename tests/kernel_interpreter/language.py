@@ -257,6 +257,7 @@ COPIES: dict[str, Any] = {
     "async_copy_global_to_shared": memory.copy_in,
     "async_copy_shared_to_global": memory.copy_out,
     "async_add": memory.add_out,
+    "matrix_in": memory.Placed,
     "store_wait": memory.store_wait,
     "stored": memory.stored,
 }

@@ -114,6 +114,29 @@ class Memory:
         self.tensor.copy_(value.value)
 
 
+class Placed(Memory):
+    """A tile of 64 · 64 float32 that leaves by the tensor memory accelerator, in another layout."""
+
+    BASES = ([0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0], [0, 32])
+    """Where the accelerator takes the 1st, 2nd, 4th, 8th … number from: rows of 128 bytes, swizzled."""
+
+    def __init__(self, memory: Memory, layout: Any) -> None:
+        super().__init__(memory.tensor[0, 0])
+        self.bases = layout.offset_bases
+
+    def store(self, value: Tensor) -> None:
+        self.tensor[_places(self.BASES)] = value.value[_places(self.bases)]
+
+
+def _places(bases: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column of each number of a tile, in the order of memory."""
+    number = torch.arange(2 ** len(bases))
+    row, column = torch.zeros_like(number), torch.zeros_like(number)
+    for bit, (rows, columns) in enumerate(bases):
+        row, column = row ^ (number >> bit & 1) * rows, column ^ (number >> bit & 1) * columns
+    return row, column
+
+
 def _buffer(i: Any, count: int) -> int:
     if not 0 <= int(i) < count:
         raise KernelError(f"buffer {int(i)} of {count}")

@@ -22,6 +22,12 @@ def _async_add(tensor_desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
+@builtin
+def matrix_in(tile, layout, _semantic=None):
+    """A tile (1, 1, rows, columns) in shared memory as a matrix in another layout: Triton's method has two names."""
+    return _semantic.memdesc_reinterpret(tile, tile.dtype, tile.shape[2:], getattr(layout, "value", layout))
+
+
 async_add = getattr(tma, "async_atomic_add", None) or _async_add
 
 

@@ -21,6 +21,7 @@ from warploom.device.hopper.attention_backward.exchange import (
     publish_part,
     query_gradient,
     share_dlogits,
+    stage_of,
 )
 from warploom.device.hopper.attention_backward.weights import visible_weights
 from warploom.device.hopper.pipeline import (
@@ -95,7 +96,7 @@ def all_gradients_loop(
 
     Those before ``full`` and from ``high`` on have masks; ``first``, ``reach`` and ``used`` are as in
     `visible_weights`. A tile's gradient of queries is formed one step later, when the other group's gradients of logits are
-    there, and leaves while the next logits are computed.
+    there, and leaves while gradients of keys and the next logits are computed.
     """
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     STAGES: gl.constexpr = q.tiles.shape[0]
@@ -112,38 +113,42 @@ def all_gradients_loop(
         m = end - 1
         member = m * 0
         for i in range(steps):
-            slot = count % STAGES
+            slot, phase = stage_of(count, STAGES)
             zero = count >> 30
-            dweights = product_transposed(matrix(exchange.v_tiles, own + zero), do, count, LAYOUT)
+            values = matrix(exchange.v_tiles, own + zero)
+            mbarrier.wait(do.full.index(slot), phase)
+            do_tile = matrix(do.tiles, slot)
+            zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
+            dweights = warpgroup_mma(values, do_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
             row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
             weights, slopes, logits = weights_and_slopes(
                 logits, row_lse, m, full, high, first, used, reach, scale, softcap, dtype, CAP_AT_ONCE, CAUSAL, LAYOUT,
             )  # fmt: skip
             factor = as_factor(weights, dtype, OUT_LAYOUT)
-            dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)
+            dv = warpgroup_mma(factor, do_tile, dv, is_async=True)
             dweights = warpgroup_mma_wait(1, deps=[dweights])
             row_delta = do.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
             if softcap is not None and not CAP_AT_ONCE:
                 slopes = slopes * (1.0 - logits * logits * (1.0 / (softcap * softcap)))
             rounded = (slopes * (dweights - row_delta[None, :])).to(dtype)
             share_dlogits(exchange, rounded, count, own)
+            # The first of these products, so that it leaves beside the others.
+            dq = query_gradient(exchange, count - 1, own, zero, count > start)
             dlogits = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
             dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)
-            dv, factor = warpgroup_mma_wait(1, deps=[dv, factor])
+            dv, factor = warpgroup_mma_wait(2, deps=[dv, factor])
             mbarrier.arrive(do.empty.index(slot))
-            dq = query_gradient(exchange, count - 1, own, zero, count > start)
             # Behind the last tile, that tile's again: a branch would end what is in flight.
             more = gl.minimum(steps - 1 - i, 1)
-            following = (count + more) % STAGES
-            mbarrier.wait(q.full.index(following), (count + more) // STAGES & 1, pred=more > 0)
+            following, phase = stage_of(count + more, STAGES)
+            mbarrier.wait(q.full.index(following), phase, pred=more > 0)
             q_tile = matrix(q.tiles, following).permute([1, 0])
-            zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
             keys = matrix(exchange.k_tiles, own + zero)
             logits = warpgroup_mma(keys, q_tile, zeros, use_acc=False, is_async=True)
-            dk, dlogits, dq = warpgroup_mma_wait(1, deps=[dk, dlogits, dq])
+            dq = warpgroup_mma_wait(2, deps=[dq])
             if count > start:
                 publish_part(exchange, dq, count - 1, own)
-            logits = warpgroup_mma_wait(0, deps=[logits])
+            logits, dk, dlogits = warpgroup_mma_wait(0, deps=[logits, dk, dlogits])
             mbarrier.arrive(q.empty.index(slot))
             count += 1
             member += 1

@@ -8,7 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from warploom.device.hopper.pipeline import ROWS, barriers, init_each, matrix, product_layout, wait_empty
+from warploom.device.hopper import tma
+from warploom.device.hopper.pipeline import ROWS, barriers, init_each, matrix, product_layout
 
 
 class Exchange(NamedTuple):
@@ -51,11 +52,43 @@ def clear_unused(tile, used):
     tile.store(gl.where((key < used)[:, None], rows, gl.zeros_like(rows)))
 
 
+@gluon.constexpr_function
+def swapped_layout():
+    """Where a part lies in shared memory for the tensor memory accelerator, by columns as `swap_columns` leaves them."""
+    columns = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]]
+    rows = [[1, 4 + 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]  # swizzled by 128 bytes, and row 1 is swapped
+    return gl.SharedLinearLayout([*columns, *rows, [0, 32]])
+
+
+@gluon.jit
+def swap_columns(part):
+    """Swap columns 0 … 15 of every 32 with the others in rows of odd number.
+
+    Half a warp stores 8 columns of 4 rows at once. Swizzled alone, rows 0 and 1 of them share banks, and so do 2 and 3.
+    """
+    first, second = gl.split(part.reshape([ROWS, ROWS // 32, 2, 16]).permute([0, 1, 3, 2]))
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, first.type.layout)))
+    odd = (row % 2 == 1)[:, None, None]
+    swapped = gl.join(gl.where(odd, second, first), gl.where(odd, first, second))
+    return swapped.permute([0, 1, 3, 2]).reshape([ROWS, ROWS])
+
+
+@gluon.jit
+def stage_of(count, STAGES: gl.constexpr):
+    """The buffer that the tile number ``count`` passes through, of one or two, and the phase of its barriers.
+
+    Of ``count % STAGES`` the compiler makes a register for each address, which it adds to in every step.
+    """
+    gl.static_assert(STAGES <= 2)
+    return count & (STAGES - 1), count >> (STAGES - 1) & 1
+
+
 @gluon.jit
 def share_dlogits(exchange, dlogits, count, own: gl.constexpr):
     """Give the gradients of a group's logits, of the tile number ``count`` of queries, to all groups."""
     GROUPS: gl.constexpr = exchange.k_tiles.shape[0]
-    stage = wait_empty(exchange.empty, count)
+    stage, phase = stage_of(count, 2)
+    mbarrier.wait(exchange.empty.index(stage), phase ^ 1)
     exchange.dlogits.index(stage * GROUPS + own).store(dlogits)
     fence_async_shared()
     mbarrier.arrive(exchange.full.index(stage))
@@ -66,8 +99,8 @@ def query_gradient(exchange, count, own: gl.constexpr, zero, there):
     """Start to form a group's part of the gradient of queries of tile number ``count``; of anything if not ``there``."""
     GROUPS: gl.constexpr = exchange.k_tiles.shape[0]
     LAYOUT: gl.constexpr = product_layout(ROWS)
-    stage = count & 1
-    mbarrier.wait(exchange.full.index(stage), count // 2 & 1, pred=there)
+    stage, phase = stage_of(count, 2)
+    mbarrier.wait(exchange.full.index(stage), phase, pred=there)
     dq = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
     for group in gl.static_range(GROUPS):
         dlogits = exchange.dlogits.index(stage * GROUPS + group)
@@ -86,8 +119,9 @@ def publish_part(exchange, dq, count, own: gl.constexpr):
     GROUPS: gl.constexpr = exchange.k_tiles.shape[0]
     STAGES: gl.constexpr = exchange.parts.shape[0] // GROUPS
     mbarrier.arrive(exchange.empty.index(count & 1))
-    place = count % STAGES * GROUPS + own
-    mbarrier.wait(exchange.part_empty.index(place), (count // STAGES & 1) ^ 1)
-    matrix(exchange.parts, place).store(dq)
+    stage, phase = stage_of(count, STAGES)
+    place = stage * GROUPS + own
+    mbarrier.wait(exchange.part_empty.index(place), phase ^ 1)
+    tma.matrix_in(exchange.parts.index(place), swapped_layout()).store(swap_columns(dq))
     fence_async_shared()
     mbarrier.arrive(exchange.part_full.index(place))
