@@ -345,7 +345,8 @@ def kernels(encoding="rotate", features=128, values=None, dtype=torch.bfloat16, 
         out.backward(torch.zeros_like(out))
     return sorted({build.function.__name__ for build in builds.values()})
 
-print(kernels(), kernels(encoding="none", features=64), kernels(encoding="cosine"))
+print(kernels(), kernels(encoding="none", features=64))
+print(kernels(encoding="cosine", features=64), kernels(encoding="cosine"))
 print(kernels(theta_gradient=True), kernels(activation="silu"))
 print(kernels(dtype=torch.float16), kernels(features=96), kernels(values=64))
 print(kernels(cut=32), kernels(causal=False))
@@ -359,9 +360,10 @@ def test_which_calls_take_the_kernels_for_hopper(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
     lines = done.stdout.splitlines()
-    assert len(lines) == 4, done.stderr
+    assert len(lines) == 5, done.stderr
     walks = ["hopper_key_kernel", "hopper_walk_kernel"]
-    assert lines[0] == f"{walks} {walks} {['hopper_cosine_kernel']}"
+    cosine = ["hopper_cosine_kernel"]
+    assert lines[:2] == [f"{walks} {walks}", f"{cosine} {[*cosine, 'hopper_parts_kernel']}"]
     forward = ["hopper_walk_kernel", "walk_kernel"]
-    assert lines[1] == f"{sorted([*forward, 'reduce_kernel'])} {forward}"
-    assert "hopper" not in lines[2] + lines[3]
+    assert lines[2] == f"{sorted([*forward, 'reduce_kernel'])} {forward}"
+    assert "hopper" not in lines[3] + lines[4]

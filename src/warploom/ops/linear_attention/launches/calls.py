@@ -57,10 +57,7 @@ class Call(NamedTuple):
     def of(cls, inputs: Inputs, options: Options, decay_gradient: bool = False) -> Call:
         """The call on these tensors."""
         tokens, heads, values = inputs.q.shape[1], inputs.q.shape[2], inputs.v.shape[3]
-        columns = -(-values // 64)
-        chunk = (
-            DECAY_CHUNK if decay_gradient else chunk_of(tokens, heads, columns, multiprocessors(inputs.q.device))
-        )
+        chunk = DECAY_CHUNK if decay_gradient else chunk_of(tokens, heads, values, multiprocessors(inputs.q.device))
         return cls(inputs, options, chunk)
 
     @property

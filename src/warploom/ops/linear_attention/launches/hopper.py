@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from warploom.ops.linear_attention.configs import HOPPER
+from warploom.ops.linear_attention.configs import HOPPER, PARTS
 from warploom.ops.linear_attention.kernels.hopper.cosine import hopper_cosine_kernel
 from warploom.ops.linear_attention.kernels.hopper.encoding import Form, T
 from warploom.ops.linear_attention.kernels.hopper.keys import hopper_key_kernel
+from warploom.ops.linear_attention.kernels.hopper.parts import hopper_parts_kernel
 from warploom.ops.linear_attention.kernels.hopper.walk import hopper_walk_kernel
 from warploom.ops.linear_attention.kernels.tiles import Scales
 from warploom.ops.linear_attention.launches.calls import PLACES, Call, State, state_strides
@@ -43,6 +44,9 @@ def plan_walk(
     """Plan of a walk over (a, b, c, out), see `kernels.walk`; backwards for ``cosine`` alone."""
     names = ("a_desc", "b_desc", "c_desc", "out_desc")
     scale = call.state_scale if reverse else 1.0
+    if call.options.kind == "cosine" and not decoded and call.inputs.q.shape[3] == 128:
+        more = {"BY_HEAD": call.inputs.decay is not None and call.inputs.decay.dim() == 1, "REVERSE": reverse}
+        return _launch(hopper_parts_kernel, call, "parts", names, tensors, initial, final, scale, **more)
     if call.options.kind == "cosine":
         more = {"DECODED": decoded, "REVERSE": reverse}
         return _launch(hopper_cosine_kernel, call, "walk", names, tensors, initial, final, scale, **more)
@@ -62,6 +66,9 @@ def _launch(
 ) -> Launch:  # fmt: skip
     q, _, _, theta, decay, *_ = call.inputs
     kind = "none" if decay is None else "head" if decay.dim() == 1 else "token"
+    encoder = HOPPER[kind][kernel] if kernel != "parts" else PARTS
+    if kernel == "parts" and kind == "head":  # which it treats as decays of tokens
+        kind = "token"
     groups = 2 if kernel == "decoded" else 1  # elsewhere features of φ keep their order
     frequencies = 0 if theta is None else int(theta.shape[-1])
     more |= {name: Boxes(x, (0, 2, 1, 3), (1, 1, TOKENS, int(x.shape[3]))) for name, x in zip(names, tensors)}
@@ -69,11 +76,11 @@ def _launch(
         function,
         call.slots * int(q.shape[2]),
         takes=(*names, "initial", "final", *PLACES),
-        num_warps=4 if kernel == "keys" else 8,
+        num_warps=4 if kernel in ("keys", "parts") else 8,
         scales=Scales(call.options.scale, 1.0 / scale if isinstance(initial, Tensor) else 1.0, scale),
         sizes=call.sizes(1),
         initial_strides=state_strides(initial),
         final_strides=state_strides(final),
-        form=Form(call.options.kind, call.options.activation, kind, frequencies, groups, *HOPPER[kind][kernel]),
+        form=Form(call.options.kind, call.options.activation, kind, frequencies, groups, *encoder),
         **more,
     )

@@ -11,18 +11,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from warploom.device.activations import activate, exponential
+from warploom.device.activations import exponential
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import matrix, wait_full
 from warploom.ops.linear_attention.kernels.hopper.encoding import (
+    STRIDE,
     WARPS,
     Call,
     T,
     copy_tiles,
     decay_of_head,
+    decay_of_tokens,
     decays_of,
     decays_of_head,
     decays_of_tile,
+    encode_parts,
     load_angles,
     load_state,
     new_sums,
@@ -33,33 +36,12 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
     strided_turns,
     thread_barrier,
     turned_on,
-    turns_at,
-    turns_over,
     weigh_pairs,
     whole_rows,
 )
 from warploom.ops.linear_attention.kernels.tiles import Scales, Sizes, StateStrides, locate
 
 ROWS = gl.constexpr(4 * WARPS)  # of a tile that are encoded at a time
-
-
-@gluon.jit
-def encode_parts(tiles, sines, angles, first, form: gl.constexpr):
-    """Encode tiles (T, W) by cosines where they lie, and by sines into other buffers."""
-    PIECE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    dtype: gl.constexpr = tiles[0].dtype
-    for i in gl.static_range(tiles[0].shape[1] // 64):
-        by_cosine, by_sine = turns_over(angles, 1, i * 64, 64, PIECE)
-        t = first + gl.arange(0, ROWS, gl.SliceLayout(1, PIECE))
-        cosine, sine = turns_at(angles, t, i * 64, 64, PIECE)
-        for part in gl.static_range(T // ROWS):
-            if part > 0:
-                cosine, sine = turned_on(cosine, sine, by_cosine, by_sine)
-            for j in gl.static_range(len(tiles)):
-                one = tiles[j].slice(part * ROWS, ROWS).slice(i * 64, 64, dim=1)
-                x = activate(one.load(PIECE).to(gl.float32), form.ACTIVATION)
-                one.store((x * cosine).to(dtype))
-                sines.index(j).slice(part * ROWS, ROWS).slice(i * 64, 64, dim=1).store((x * sine).to(dtype))
 
 
 @gluon.jit
@@ -97,11 +79,19 @@ def hopper_cosine_kernel(
     states = gl.allocate_shared_memory(dtype, [2, W, W], gl.NVMMASharedLayout.get_default_for([W, W], dtype))
     weighed = gl.allocate_shared_memory(dtype, [T, W if form.DECAY != "none" else 64], TILE)
     pair_tile = gl.allocate_shared_memory(dtype, [T, T], gl.NVMMASharedLayout.get_default_for([T, T], dtype))
-    angles = load_angles(theta, place, sizes, W, ROWS, form)
+    angles = load_angles(theta, place, sizes, W, (STRIDE, ROWS), form)
     fence_async_shared()
     thread_barrier()
     tiles = gl.maximum(place.last - place.first + T - 1, 0) // T
-    call = Call(angles, place, decay, decay_of_head(decay, place, sizes, form), sizes, tiles, scales)
+    call = Call(
+        angles,
+        place,
+        decay_of_tokens(decay, place, sizes, form),
+        decay_of_head(decay, place, sizes, form),
+        sizes,
+        tiles,
+        scales,
+    )
     sums_tile = new_sums(form).index(0)
     b_entry, h = place.b.to(gl.int32), place.h.to(gl.int32)
     for i in gl.static_range(2):
@@ -119,7 +109,10 @@ def hopper_cosine_kernel(
         states.index(1).store(state_s.to(dtype))
         wait_full(ring.full, i)
         store_sums(sums_tile, call, first, form)
-        encode_parts((c,) if DECODED else (a, b), sines, angles, first, form)
+        if DECODED:
+            encode_parts((c,), (sines.index(0),), angles, first, 1, 1, WARPS, form)
+        else:
+            encode_parts((a, b), (sines.index(0), sines.index(1)), angles, first, 1, 1, WARPS, form)
         if form.DECAY != "none":
             plain = b if DECODED else c
             sums, total = decays_of(call, sums_tile, first, 0, T, form, gl.SliceLayout(1, WIDE))

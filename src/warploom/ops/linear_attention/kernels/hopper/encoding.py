@@ -42,14 +42,11 @@ class Form(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """Of the head, in shared memory: `phase_step`, and cosines and sines of what two steps add; the first position.
-
-    The steps are `STRIDE` tokens, and the rows of a tile that are encoded at a time.
-    """
+    """Of the head, in shared memory: `phase_step`, and cosines and sines of what steps add; the first position."""
 
     whole: gl.shared_memory_descriptor
     rest: gl.shared_memory_descriptor
-    cosine: gl.shared_memory_descriptor  # (2, angles)
+    cosine: gl.shared_memory_descriptor  # (steps, angles)
     sine: gl.shared_memory_descriptor
     position: gl.int32
 
@@ -67,7 +64,7 @@ class Call(NamedTuple):
 
     angles: Angles
     place: Place
-    decay: gl.tensor | None
+    decay: gl.tensor  # see `decay_of_tokens`
     of_head: gl.tensor  # the head's decay, where it has one
     sizes: Sizes
     tiles: gl.int32  # how many there are
@@ -137,23 +134,22 @@ def new_tiles(descs, STAGES: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def load_angles(theta, place, sizes, W: gl.constexpr, ROWS: gl.constexpr, form: gl.constexpr):
-    """Angles of the place's head, of tiles of which so many rows are encoded at a time."""
+def load_angles(theta, place, sizes, W: gl.constexpr, steps: gl.constexpr, form: gl.constexpr):
+    """Angles of the place's head."""
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     FEATURES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     COUNT: gl.constexpr = W if form.KIND == "cosine" else W // 2
     whole_words = gl.allocate_shared_memory(gl.int32, [COUNT], WORDS)
     rest_words = gl.allocate_shared_memory(gl.float32, [COUNT], WORDS)
-    cosines = gl.allocate_shared_memory(gl.float32, [2, COUNT], WORDS)
-    sines = gl.allocate_shared_memory(gl.float32, [2, COUNT], WORDS)
+    cosines = gl.allocate_shared_memory(gl.float32, [len(steps), COUNT], WORDS)
+    sines = gl.allocate_shared_memory(gl.float32, [len(steps), COUNT], WORDS)
     if form.KIND != "none":
         f = gl.arange(0, COUNT, FEATURES)
         ptrs = theta + place.h * sizes.theta_h + f * sizes.theta_f
         whole, rest, _ = phase_step(gl.load(ptrs, mask=f < form.FREQUENCIES, other=0.0))
         whole_words.store(whole)
         rest_words.store(rest)
-        steps: gl.constexpr = (STRIDE, ROWS)
-        for i in gl.static_range(2):
+        for i in gl.static_range(len(steps)):
             cosine, sine = cos_sin(gl.full([COUNT], steps[i], gl.int32, FEATURES), whole, rest, 0.0, True)
             cosines.index(i).store(cosine)
             sines.index(i).store(sine)
@@ -192,15 +188,22 @@ def decay_of_head(decay, place, sizes, form: gl.constexpr):
 
 
 @gluon.jit
+def decay_of_tokens(decay, place, sizes, form: gl.constexpr):
+    """Where the decays of the sequence's tokens lie, of the place's head; 0 if tokens have none."""
+    ptrs = 0
+    if form.DECAY == "token":
+        ptrs = decay + place.b * sizes.decay_b + place.h * sizes.decay_h + place.start.to(gl.int64) * sizes.decay_n
+    return ptrs
+
+
+@gluon.jit
 def store_sums(sums, call, first, form: gl.constexpr):
     """Store the sums of a tile's logarithms of the decays of tokens, up to and with each."""
     if form.DECAY == "token":
         SUMS: gl.constexpr = gl.BlockedLayout([1, T // 32], [1, 32], [gl.num_warps(), 1], [1, 0])
-        place, sizes = call.place, call.sizes
         t = gl.arange(0, T, gl.SliceLayout(0, SUMS))
-        ptrs = call.decay + place.b * sizes.decay_b + place.h * sizes.decay_h
-        ptrs += (place.start + first + t).to(gl.int64) * sizes.decay_n
-        g = gl.load(ptrs, mask=t < place.last - first, other=0.0).to(gl.float32)
+        ptrs = call.decay + (first + t).to(gl.int64) * call.sizes.decay_n
+        g = gl.load(ptrs, mask=t < call.place.last - first, other=0.0).to(gl.float32)
         last = gl.arange(0, T, gl.SliceLayout(1, SUMS))
         sums.store(gl.sum(gl.where(t[None, :] <= last[:, None], g[None, :], 0.0), 1))
 
@@ -276,6 +279,39 @@ def encode_tiles(tiles, encoded, count, first, call, form: gl.constexpr, REVERSE
 
 
 @gluon.jit
+def encode_parts(
+    tiles, sines, angles, first, step: gl.constexpr, AHEAD: gl.constexpr, COUNT: gl.constexpr, form: gl.constexpr
+):
+    """Encode tiles (T, W) by cosines where they lie, and by sines into other buffers, by COUNT warps.
+
+    The angles of the first rows that are encoded at a time are exact, those of others are turned on from them by a
+    step of `Angles`. AHEAD times as many rows are loaded before the first of them are stored, since between loads and
+    stores of a buffer all warps wait for each other.
+    """
+    ROWS: gl.constexpr = 4 * COUNT
+    PIECE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [COUNT, 1], [1, 0])
+    TILES: gl.constexpr = len(tiles)
+    dtype: gl.constexpr = tiles[0].dtype
+    for i in gl.static_range(tiles[0].shape[1] // 64):
+        by_cosine, by_sine = turns_over(angles, step, i * 64, 64, PIECE)
+        t = first + gl.arange(0, ROWS, gl.SliceLayout(1, PIECE))
+        cosine, sine = turns_at(angles, t, i * 64, 64, PIECE)
+        for begin in gl.static_range(0, T, AHEAD * ROWS):
+            loaded = ()
+            for j in gl.static_range(TILES * AHEAD):
+                one = tiles[j % TILES].slice(begin + j // TILES * ROWS, ROWS).slice(i * 64, 64, dim=1)
+                loaded = loaded + (one.load(PIECE),)
+            for j in gl.static_range(TILES * AHEAD):
+                if begin + j > 0 and j % TILES == 0:
+                    cosine, sine = turned_on(cosine, sine, by_cosine, by_sine)
+                x = activate(loaded[j].to(gl.float32), form.ACTIVATION)
+                one = tiles[j % TILES].slice(begin + j // TILES * ROWS, ROWS).slice(i * 64, 64, dim=1)
+                two = sines[j % TILES].slice(begin + j // TILES * ROWS, ROWS).slice(i * 64, 64, dim=1)
+                one.store((x * cosine).to(dtype))
+                two.store((x * sine).to(dtype))
+
+
+@gluon.jit
 def strided_rows(x):
     """Rows (T / 2, W) of a tile of results: those of which a thread holds the next too, `STRIDE` behind, and these."""
     W: gl.constexpr = x.shape[1]
@@ -334,16 +370,22 @@ def decay_over(call, sums, first, form: gl.constexpr):
 
 
 @gluon.jit
-def decays_between(call, sums, form: gl.constexpr, REVERSE: gl.constexpr, PAIRS: gl.constexpr):
-    """Decays (T, T) between tokens, times the scale; zero where the row's token does not see the column's."""
+def decays_between(
+    call, sums, form: gl.constexpr, REVERSE: gl.constexpr, PAIRS: gl.constexpr, begin: gl.constexpr,
+    COUNT: gl.constexpr,
+):  # fmt: skip
+    """Decays (T, COUNT) between tokens and those from ``begin`` on, times the scale.
+
+    They are zero where the row's token does not see the column's.
+    """
     i = gl.arange(0, T, gl.SliceLayout(1, PAIRS))
-    j = gl.arange(0, T, gl.SliceLayout(0, PAIRS))
+    j = begin + gl.arange(0, COUNT, gl.SliceLayout(0, PAIRS))
     distance = j[None, :] - i[:, None] if REVERSE else i[:, None] - j[None, :]
     if form.DECAY == "head":
         between = call.of_head * distance.to(gl.float32)
     else:
         a = sums.load(gl.SliceLayout(1, PAIRS))
-        b = sums.load(gl.SliceLayout(0, PAIRS))
+        b = sums.slice(begin, COUNT).load(gl.SliceLayout(0, PAIRS))
         between = b[None, :] - a[:, None] if REVERSE else a[:, None] - b[None, :]
     return gl.where(distance >= 0, exponential(between) * call.scales.scale, 0.0)
 
@@ -353,7 +395,7 @@ def decays_of_head(call, form: gl.constexpr, REVERSE: gl.constexpr, PAIRS: gl.co
     """`decays_between` of a head's decay, which every tile has."""
     decays = 0.0
     if form.DECAY == "head":
-        decays = decays_between(call, None, form, REVERSE, PAIRS)
+        decays = decays_between(call, None, form, REVERSE, PAIRS, 0, T)
     return decays
 
 
@@ -362,19 +404,19 @@ def decays_of_tile(of_head, call, sums, form: gl.constexpr, REVERSE: gl.constexp
     """`decays_between` of a tile, from `decays_of_head`."""
     decays = of_head
     if form.DECAY == "token":
-        decays = decays_between(call, sums, form, REVERSE, PAIRS)
+        decays = decays_between(call, sums, form, REVERSE, PAIRS, 0, T)
     return decays
 
 
 @gluon.jit
-def weigh_pairs(scores, decays, form: gl.constexpr, REVERSE: gl.constexpr):
-    """Scores (T, T) times `decays_between`; zero where the row's token does not see the column's."""
+def weigh_pairs(scores, decays, form: gl.constexpr, REVERSE: gl.constexpr, begin: gl.constexpr = 0):
+    """Scores (T, COUNT) times their decays; zero where the row's token does not see the column's."""
     PAIRS: gl.constexpr = scores.type.layout
     if form.DECAY != "none":
         scores *= decays
     else:
         i = gl.arange(0, T, gl.SliceLayout(1, PAIRS))[:, None]
-        j = gl.arange(0, T, gl.SliceLayout(0, PAIRS))[None, :]
+        j = begin + gl.arange(0, scores.shape[1], gl.SliceLayout(0, PAIRS))[None, :]
         scores = gl.where(i <= j if REVERSE else i >= j, scores, 0.0)
     return scores
 

@@ -18,12 +18,14 @@ from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import as_factor, barriers, matrix, wait_full
 from warploom.ops.linear_attention.kernels.hopper.encoding import (
     KEY_STAGES,
+    STRIDE,
     Call,
     Encoded,
     T,
     Tiles,
     copy_tiles,
     decay_of_head,
+    decay_of_tokens,
     decay_over,
     decays_of,
     decays_of_head,
@@ -193,9 +195,9 @@ def hopper_key_kernel(
     mbarrier.init(state_full.index(0), count=W // T)
     mbarrier.init(state_read.index(0), count=2)
     tiles = gl.maximum(place.last - place.first + T - 1, 0) // T
-    angles = load_angles(theta, place, sizes, W, part_rows(W, form.ENCODERS), form)
+    angles = load_angles(theta, place, sizes, W, (STRIDE, part_rows(W, form.ENCODERS)), form)
     of_head = decay_of_head(decay, place, sizes, form)
-    call = Call(angles, place, decay, of_head, sizes, tiles, scales)
+    call = Call(angles, place, decay_of_tokens(decay, place, sizes, form), of_head, sizes, tiles, scales)
     keys = Keys(
         ring, encoded, state_tile, state_full.index(0), state_read.index(0), outs, dk_desc, dv_desc, initial, final,
         initial_strides, final_strides,

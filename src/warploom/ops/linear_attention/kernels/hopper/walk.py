@@ -17,6 +17,7 @@ from warploom.device.activations import exponential
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import matrix, wait_full
 from warploom.ops.linear_attention.kernels.hopper.encoding import (
+    STRIDE,
     WALK_STAGES,
     Call,
     Encoded,
@@ -24,6 +25,7 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
     Tiles,
     copy_tiles,
     decay_of_head,
+    decay_of_tokens,
     decay_over,
     decays_of,
     decays_of_head,
@@ -189,9 +191,9 @@ def hopper_walk_kernel(
     state_tile = gl.allocate_shared_memory(dtype, [W, W], gl.NVMMASharedLayout.get_default_for([W, W], dtype))
     pair_tile = gl.allocate_shared_memory(dtype, [T, T], gl.NVMMASharedLayout.get_default_for([T, T], dtype))
     tiles = gl.maximum(place.last - place.first + T - 1, 0) // T
-    angles = load_angles(theta, place, sizes, W, part_rows(W, form.ENCODERS), form)
+    angles = load_angles(theta, place, sizes, W, (STRIDE, part_rows(W, form.ENCODERS)), form)
     of_head = decay_of_head(decay, place, sizes, form)
-    call = Call(angles, place, decay, of_head, sizes, tiles, scales)
+    call = Call(angles, place, decay_of_tokens(decay, place, sizes, form), of_head, sizes, tiles, scales)
     walk = Walk(
         rows, others, encoded, state_tile, pair_tile, out_desc, initial, final, initial_strides, final_strides,
     )  # fmt: skip
