@@ -148,7 +148,8 @@ def test_many_tiles(
     with poisoned_allocations():
         assert_right(inputs, "triton")
     assert set(launched) >= {"hopper_forward_kernel" if n > FEW_QUERIES else "decode_kernel"}
-    if together and max(d, e) <= 128:
+    # On a GPU so few short loops are split, which leaves them to the kernels for every GPU.
+    if together and max(d, e) <= 128 and (heads > 3 or device.type == "cpu"):
         assert "hopper_backward_kernel" in launched
 
 
