@@ -8,10 +8,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from warploom.bench.records import Record, append, load, load_environments, save_environment
 from warploom.runtime.backend import HAS_TRITON
 
 ROOT = Path(__file__).parents[1]
@@ -19,6 +22,7 @@ TOOLS = ROOT / "tools"
 sys.path.insert(0, str(TOOLS))
 
 import absolute_links  # noqa: E402
+import merge_records  # noqa: E402
 import mutate  # noqa: E402
 import sanitize  # noqa: E402
 
@@ -274,3 +278,53 @@ def test_actions_are_pinned() -> None:
         used = re.findall(r"uses: (\S+)", file.read_text(encoding="utf-8"))
         assert used
         assert all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action) for action in used), file
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Results
+# ----------------------------------------------------------------------------------------------------------
+
+CASE = {
+    "batch": 1, "heads": 2, "head_dim": 64, "dtype": "bfloat16", "theta": "vector", "activation": "none", "n": 256,
+}  # fmt: skip
+
+
+def measured(folder: Path, run: str, *records: Record, dirty: bool = False) -> Path:
+    folder.mkdir()
+    append(folder, (replace(record, run=run) for record in records))
+    save_environment(folder, "gpu", {"device": "cuda", "commit": "0" * 40, "dirty": dirty}, run)
+    return folder
+
+
+def record_of(provider: str, ms: float, n: int = 256, **more: Any) -> Record:
+    return Record("lrpe_rope", "quick", {**CASE, "n": n}, provider, "fwd", "", "gpu", ms=ms, **more)
+
+
+def times(folder: Path) -> set[tuple[str, int, str, float | None]]:
+    return {(r.provider, r.case["n"], r.run, r.ms) for r in load([folder])}
+
+
+def test_a_case_is_replaced_whole_by_that_of_a_later_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge_records, "is_stale", lambda record: record.case["n"] == 1024)
+    ours = [record_of("warploom", 2.0, n) for n in (256, 512, 1024)]
+    results = measured(tmp_path / "results", "a", *ours, record_of("liger", 3.0), record_of("liger", 3.0, 1024))
+    later = measured(
+        tmp_path / "later", "b",
+        record_of("warploom", 1.0), record_of("fla", 4.0),
+        record_of("warploom", 1.0, 512, disturbed="the clock"), record_of("fla", 4.0, 512),
+        record_of("fla", 4.0, 2048),
+    )  # fmt: skip
+    assert merge_records.merge(results, [later]) == (2, 4)
+    assert times(results) == {
+        ("warploom", 256, "b", 1.0), ("fla", 256, "b", 4.0),  # not liger, which was not in this run
+        ("warploom", 512, "a", 2.0),  # undisturbed
+    }  # fmt: skip
+    assert set(load_environments(results)["gpu"]["runs"]) == {"a", "b"}
+
+
+def test_results_take_no_run_of_changed_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(tmp_path / "results", "a", record_of("warploom", 2.0))
+    later = measured(tmp_path / "later", "b", record_of("warploom", 1.0), dirty=True)
+    assert merge_records.main([str(results), str(later)]) == 2
+    assert "run b is of no clean commit" in capsys.readouterr().err
+    assert times(results) == {("warploom", 256, "a", 2.0)}

@@ -26,29 +26,14 @@ class Encoder(NamedTuple):
 
 
 HOPPER = {
-    "none": {
-        "walk": Encoder(4, 128, 0),
-        "decoded": Encoder(4, 96, 0),
-        "keys": Encoder(4, 88, 200),
-        "parts": Encoder(4, 88, 208),
-    },
-    "head": {
-        "walk": Encoder(4, 128, 0),
-        "decoded": Encoder(4, 96, 0),
-        "keys": Encoder(4, 72, 208),
-        "parts": Encoder(4, 88, 208),
-    },
-    "token": {
-        "walk": Encoder(8, 64, 0),
-        "decoded": Encoder(4, 96, 0),
-        "keys": Encoder(4, 72, 208),
-        "parts": Encoder(4, 88, 208),
-    },
+    "none": {"walk": Encoder(4, 128, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 88, 200)},
+    "head": {"walk": Encoder(4, 128, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 72, 208)},
+    "token": {"walk": Encoder(8, 64, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 72, 208)},
 }
 """By decay and kernel. Spills cost much: with 8 registers fewer for groups the keys take half as long again."""
 
 PARTS = Encoder(4, 88, 208)
-"""The same where states of cosines and sines are transposed, with any decay."""
+"""Of the kernel whose states of cosines and sines are transposed, with any decay."""
 
 LEAST = 16
 """Of every side of a product of tiles."""

@@ -66,7 +66,7 @@ def _launch(
 ) -> Launch:  # fmt: skip
     q, _, _, theta, decay, *_ = call.inputs
     kind = "none" if decay is None else "head" if decay.dim() == 1 else "token"
-    encoder = HOPPER[kind][kernel] if kernel != "parts" else PARTS
+    encoder = PARTS if kernel == "parts" else HOPPER[kind][kernel]
     if kernel == "parts" and kind == "head":  # which it treats as decays of tokens
         kind = "token"
     groups = 2 if kernel == "decoded" else 1  # elsewhere features of φ keep their order

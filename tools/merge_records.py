@@ -1,0 +1,110 @@
+"""Put what runs measured into results, in the place of former records of the same cases.
+
+``python tools/merge_records.py results/h200 RUN ...`` takes folders that ``warploom bench --output`` wrote, the
+last one last. Times are compared within a run, so a case is replaced whole, with everything that was measured
+beside it. One that was disturbed does not replace one that was not. Cases of kernels that are others now go, with
+or without a RUN; where only sources have changed, ``tools/renew_fingerprints.py`` keeps them if it comes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from warploom.bench.records import ENVIRONMENTS, RECORDS, Record, is_stale, load, load_environments
+from warploom.bench.registry import benches
+from warploom.bench.storage import locked, replace_text
+from warploom.errors import WarploomError
+from warploom.ops.spec import KERNELS
+
+Case = tuple[str, str, str, str]
+
+
+def case_of(record: Record) -> Case:
+    """What records of one case have in common, whoever's they are."""
+    return record.operator, record.suite, json.dumps(record.case, sort_keys=True), record.mode
+
+
+def own_of(records: Sequence[Record]) -> dict[Case, Record]:
+    """Our record of every case that has a time of ours."""
+    named = {bench.record_name: bench.own for bench in benches().values()}
+    return {case_of(r): r for r in records if r.provider == (named.get(r.operator) or KERNELS) and r.ms}
+
+
+def merged(present: Sequence[Record], new: Sequence[Record]) -> list[Record]:
+    """``present`` with the cases of ``new`` that have a time of ours."""
+    before = own_of(present)
+    taken = {
+        case
+        for case, record in own_of(new).items()
+        if not (record.disturbed and case in before and not before[case].disturbed)
+    }
+    kept = [record for record in present if case_of(record) not in taken]
+    return kept + [record for record in new if case_of(record) in taken]
+
+
+def fresh(records: Sequence[Record]) -> list[Record]:
+    """Records but those of cases whose own is stale; see `is_stale`."""
+    gone = {case for case, record in own_of(records).items() if is_stale(record)}
+    return [record for record in records if case_of(record) not in gone]
+
+
+def need_commit(run: Path, environments: dict[str, dict[str, Any]]) -> None:
+    """Refuse a run of no clean commit.
+
+    Raises:
+        WarploomError: The run says of none, or of changes.
+    """
+    for environment in environments.values():
+        for name, fields in environment.get("runs", {}).items():
+            if "commit" not in fields or fields.get("dirty"):
+                raise WarploomError(f"{run}: run {name} is of no clean commit")
+
+
+def merge(results: Path, runs: Sequence[Path]) -> tuple[int, int]:
+    """Merge runs into results; returns how many records came and went.
+
+    Raises:
+        WarploomError: A folder holds no records, or a run is of no clean commit.
+    """
+    with locked(results):
+        before = load([results])
+        environments = load_environments(results)
+        records = before
+        for run in runs:
+            found = load_environments(run)
+            need_commit(run, found)
+            records = merged(records, load([run]))
+            for name, fields in found.items():
+                known = environments.setdefault(name, fields)
+                known["runs"] = {**known.get("runs", {}), **fields.get("runs", {})}
+        records = fresh(records)
+        lines = [{name: value for name, value in asdict(r).items() if value is not None} for r in records]
+        replace_text(results / RECORDS, "".join(json.dumps(line) + "\n" for line in lines))
+        replace_text(results / ENVIRONMENTS, json.dumps(environments, indent=2) + "\n")
+    was, now = ({(record.key, record.run) for record in each} for each in (before, records))
+    return len(now - was), len(was - now)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", type=Path, help="a folder of records, which is changed")
+    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="folders that a bench wrote")
+    options = parser.parse_args(arguments)
+    try:
+        came, went = merge(options.results, options.runs)
+    except WarploomError as error:
+        print(f"merge_records.py: {error}", file=sys.stderr)
+        return 2
+    print(f"{came} records came, {went} went")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
