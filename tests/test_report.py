@@ -20,11 +20,11 @@ from warploom.bench.records import LIMIT, Record, append, save_environment
 from warploom.errors import WarploomError
 from warploom.report import panels as panels_module
 from warploom.report import write_report
-from warploom.report.chart import Chart, chart_svg, charts
+from warploom.report.chart import TOP, Chart, chart_svg, charts
 from warploom.report.palette import looks
 from warploom.report.panels import arrange, load_sections
 from warploom.report.published import FOLDER, published
-from warploom.report.rivals import against, summaries
+from warploom.report.rivals import against, summaries, summary_table
 from warploom.report.table import Cell, Table, text
 from warploom.report.tables import tables_of
 
@@ -174,6 +174,12 @@ def test_a_table_without_one_of_the_peers_says_something_else():
         assert {head for table in tables_of(make_records(providers)) for head in table.heads} > shown
 
 
+def test_what_has_none_of_ours_is_no_row_of_the_summary():
+    (section,) = arrange(make_records({"torch_naive": 1.6, "liger": 2.4}), {"e": "GPU"})
+    assert summaries(section)
+    assert summary_table(summaries(section)).rows == []
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -302,6 +308,13 @@ def test_a_line_and_its_band_have_gaps_where_there_is_no_speed():
     band, line, _ = (path.get("d") for path in group)
     assert (line.count("M"), line.count("L")) == (2, 2)
     assert (band.count("M"), band.count("L"), band.count("z")) == (2, 6, 2)
+
+
+def test_a_band_far_above_its_line_stays_below_the_title():
+    values = {1: 1e-3, 2: 2e-3}
+    edges = (values, {x: 20 * y for x, y in values.items()})
+    svg = chart_svg(Chart("time", list(values), "n", {"torch": values}, {"torch": edges}), looks(["torch"], ""))
+    assert min(int(y) for _, y in re.findall(r"[ML](-?\d+) (-?\d+)", svg)) >= TOP
 
 
 def test_a_provider_keeps_its_look():

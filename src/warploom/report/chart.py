@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from warploom.bench.records import LIMIT
@@ -98,7 +98,8 @@ def _element(body: str, width: int, height: int, title: str, colour: str = "") -
 
 def _drawn(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int]) -> str:
     across, ticks_x = _across(chart)
-    ys = [y for line in chart.lines.values() for y in line.values() if y]
+    edges = chain.from_iterable(chart.bands.values())
+    ys = [y for line in (*chart.lines.values(), *edges) for y in line.values() if y]
     up, ticks_y = _axis(chart.share, ys)
     right, low = WIDTH - RIGHT, HEIGHT - BOTTOM
     rules = "".join(f"M{LEFT} {y}H{right}" for y, _ in ticks_y) + "".join(f"M{x} {TOP}V{low}" for x, _ in ticks_x)
@@ -118,11 +119,11 @@ def _drawn(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int])
         look = styles[name]
         lower, upper = chart.bands.get(name, ({}, {}))
         both = {x for x in chart.xs if lower.get(x) and upper.get(x)}
-        edges = [
+        outline = [
             _runs([(across[x], up(edge[x] or 0.0) if x in both else None) for x in chart.xs])
             for edge in (lower, upper)
         ]
-        outlines = "".join(f"M{_join([*low, *reversed(high)])}z" for low, high in zip(*edges) if len(low) > 1)
+        outlines = "".join(f"M{_join([*low, *reversed(high)])}z" for low, high in zip(*outline) if len(low) > 1)
         band = f'<path d="{outlines}" fill="{look.colour}" fill-opacity=".2"/>' if outlines else ""
         path = "".join(f"M{_join(run)}" for run in runs)
         marks = _marks([point for run in runs for point in run], look)
