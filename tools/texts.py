@@ -359,7 +359,7 @@ MODES = ("fwd", "bwd")
 SHOWN = {
     "activation": ("none",),
     "theta_gradient": (None,),
-    "head_dim": (128,),
+    "head_dim": (128, 64),
     "dtype": ("bfloat16",),
     "batch": (4, 8),
     "kv_rank": (None,),
@@ -367,13 +367,22 @@ SHOWN = {
 """What the pictures show of a bench that has these parameters. The first is what stands for one that has none."""
 
 
+def _times(panel: Panel, section: Section) -> int:
+    """How many times of ours a panel has."""
+    return sum(bool(p.ms) for mode in panel.modes for p in panel.at(mode).get(section.emphasis, {}).values())
+
+
 def draw(section: Section) -> str:
-    """The share of the limit above the time, a column for each mode of one panel; empty without a speed."""
+    """The share of the limit above the time, a column for each mode of one panel; empty without a speed.
+
+    The panel has most times of ours, and of such the widest heads.
+    """
     if section.operator == "transformer":
         return ""  # steps by the wall clock, one size in many ways: a table says more
     first = [panel for panel in section.panels if panel.device == section.panels[0].device]
     wanted = [p for p in first if all(p.parameters.get(name, v[0]) in v for name, v in SHOWN.items())]
-    columns = [(panel, mode) for panel in (wanted or first)[:1] for mode in MODES if mode in panel.modes]
+    panel = max(wanted or first, key=lambda panel: (_times(panel, section), panel.parameters.get("head_dim", 0)))
+    columns = [(panel, mode) for mode in MODES if mode in panel.modes]
     drawn = [(panel, mode, charts(section, panel, mode)[::-1]) for panel, mode in columns]
     drawn = [column for column in drawn if column[2]]
     if not drawn:

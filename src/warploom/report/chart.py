@@ -81,9 +81,10 @@ def picture(
         for j, chart in enumerate(column):
             parts.append(f'<g transform="translate({i * WIDTH} {50 + j * HEIGHT})">{_drawn(chart, styles, {})}</g>')
     top = 50 + HEIGHT * max(map(len, columns)) + 14
-    per_row = max(1, width // 170)
+    room = max([170, *(50 + 7 * len(name) for name in legend)])
+    per_row = max(1, width // room)
     for i, name in enumerate(legend):
-        x, y = 20 + i % per_row * 170, top + i // per_row * 20
+        x, y = 20 + i % per_row * room, top + i // per_row * 20
         parts.append(_path(f"M{x} {y - 4}h24", styles[name]) + _marks([(x + 12, y - 4)], styles[name]))
         parts.append(_text(x + 30, y, name, "start", 13))
     height = top + 20 * -(-len(legend) // per_row)
