@@ -17,7 +17,7 @@ ORDERS = {name: LAYOUTS[name] for name in ("heads_first", "tokens_first", "featu
 ORDERS |= {"usual": lambda x: x, "expanded": lambda x: x[:, :, :1].expand(x.shape)}
 SIZES = {"B": 2, "N": 3, "M": 4, "H": 2, "R": 3, "D": 8, "E": 4}
 OTHER_SIZES: tuple[dict[str, int], ...] = (
-    {}, {"B": 1}, {"H": 1}, {"N": 1}, {"E": 1}, {"R": 1}, {"N": 0}, {"H": 1, "R": 1, "E": 1},
+    {}, {"B": 1}, {"H": 1}, {"N": 1}, {"E": 1}, {"R": 1}, {"N": 0}, {"H": 1, "R": 1, "E": 1}, {"D": 1},
 )  # fmt: skip
 
 
@@ -42,9 +42,9 @@ def factors(make: Make, B: int, N: int, M: int, H: int, R: int, D: int, E: int) 
 
 
 def encoding(make: Make, B: int, N: int, M: int, H: int, R: int, D: int, E: int) -> Iterator[dict[str, Any]]:
-    x = make(B, N, H, D)
+    x = make(B, N, H, max(D, 2))  # a pair
     for activation in ("none", "softmax_sequence"):
-        yield {"x": x, "theta": torch.rand(1, D // 2, device=x.device), "activation": activation}
+        yield {"x": x, "theta": torch.rand(1, x.shape[3] // 2, device=x.device), "activation": activation}
 
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Iterator[dict[str, Any]]]]] = {
