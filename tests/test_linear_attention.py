@@ -191,7 +191,7 @@ def test_a_state_of_any_strides(tokens: int, device: torch.device) -> None:
 
 
 @needs_triton
-def test_chunks_handed_over_are_one_walk(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_handed_over_are_one_product(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few heads: a sequence is cut, states of chunks are made and handed over, forward and backward."""
     from planned_calls import forget_plans
 
@@ -321,7 +321,7 @@ def test_products_read_what_is_in_shared_memory(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
     lost = dict(line.split() for line in done.stdout.splitlines())
-    assert lost.keys() >= {"hopper_walk_kernel", "walk_kernel", "sums_kernel", "decay_kernel"}, done.stderr
+    assert lost.keys() >= {"hopper_product_kernel", "product_kernel", "sums_kernel", "decay_kernel"}, done.stderr
     assert set(lost.values()) == {"0"}
 
 
@@ -361,9 +361,9 @@ def test_which_calls_take_the_kernels_for_hopper(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
     lines = done.stdout.splitlines()
     assert len(lines) == 5, done.stderr
-    walks = ["hopper_key_kernel", "hopper_walk_kernel"]
+    products = ["hopper_key_kernel", "hopper_product_kernel"]
     cosine = ["hopper_cosine_kernel"]
-    assert lines[:2] == [f"{walks} {walks}", f"{cosine} {[*cosine, 'hopper_parts_kernel']}"]
-    forward = ["hopper_walk_kernel", "walk_kernel"]
+    assert lines[:2] == [f"{products} {products}", f"{cosine} {[*cosine, 'hopper_parts_kernel']}"]
+    forward = ["hopper_product_kernel", "product_kernel"]
     assert lines[2] == f"{sorted([*forward, 'reduce_kernel'])} {forward}"
     assert "hopper" not in lines[3] + lines[4]

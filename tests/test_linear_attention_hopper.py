@@ -48,7 +48,7 @@ def test_values_and_gradients(
     results = check_case(OPERATOR, whole, "triton", device)
     assert {result.mode for result in results} == {"fwd", "bwd"}
     assert not [result.detail for result in results if not result.ok]
-    kernel = "hopper_walk_kernel"
+    kernel = "hopper_product_kernel"
     if encoding == "cosine":
         kernel = "hopper_parts_kernel" if head_dim == 128 else "hopper_cosine_kernel"
     assert kernel in launched

@@ -212,7 +212,7 @@ def test_rotary_attention(which: str, name: str, device: torch.device) -> None:
     check(rotary(setting, device), setting, which, "triton", tensors(setting, device))
 
 
-class Walk(NamedTuple):
+class LinearCall(NamedTuple):
     """A call of linear attention and the token of it that goes bad."""
 
     tokens: int
@@ -236,31 +236,31 @@ class Walk(NamedTuple):
         return sum(bound <= self.bad for bound in self.bounds[1:])
 
 
-NEAR_IN_A_WALK = 63 if ON_GPU else 15
+NEAR_IN_A_CALL = 63 if ON_GPU else 15
 """Tokens beyond what a token sees that may be in its tile."""
-WALKS = {
-    "walk": Walk(37, 20, dtype=torch.float16, encoding="rotate"),
-    "full": Walk(20, 7, causal=False),
-    "chunks": Walk(40, 20, chunk=16),
-    "packed": Walk(28, 14, bounds=(0, 5, 23, 28)),
-    "steps": Walk(3, 1, encoding="rotate"),
+LINEAR_CALLS = {
+    "product": LinearCall(37, 20, dtype=torch.float16, encoding="rotate"),
+    "full": LinearCall(20, 7, causal=False),
+    "chunks": LinearCall(40, 20, chunk=16),
+    "packed": LinearCall(28, 14, bounds=(0, 5, 23, 28)),
+    "steps": LinearCall(3, 1, encoding="rotate"),
 }
 if ON_GPU:
-    WALKS |= {
-        "hopper": Walk(900, 400, features=128, dtype=torch.bfloat16),
-        "hopper_chunks": Walk(900, 400, chunk=256, features=64, dtype=torch.bfloat16),
-        "long_packed": Walk(3000, 1500, bounds=PACKING, features=64, dtype=torch.bfloat16),
+    LINEAR_CALLS |= {
+        "hopper": LinearCall(900, 400, features=128, dtype=torch.bfloat16),
+        "hopper_chunks": LinearCall(900, 400, chunk=256, features=64, dtype=torch.bfloat16),
+        "long_packed": LinearCall(3000, 1500, bounds=PACKING, features=64, dtype=torch.bfloat16),
     }
-IN_A_WALK = ("q", "k", "v", "decay", "grad")
+IN_A_CALL = ("q", "k", "v", "decay", "grad")
 
 
-def reached_in_a_walk(walk: Walk, which: str, near: int) -> dict[str, tuple[Tensor, Tensor]]:
+def reached_in_a_call(call: LinearCall, which: str, near: int) -> dict[str, tuple[Tensor, Tensor]]:
     """Of each result, the tokens that must and those that may be reached by a number in one of ``which``."""
-    none = torch.zeros(walk.tokens, dtype=torch.bool)
+    none = torch.zeros(call.tokens, dtype=torch.bool)
     own = none.clone()
-    own[walk.bad] = True
-    sees, hidden = walk.sees(), walk.sees(near)
-    later, earlier = (sees[:, walk.bad], hidden[:, walk.bad]), (sees[walk.bad], hidden[walk.bad])
+    own[call.bad] = True
+    sees, hidden = call.sees(), call.sees(near)
+    later, earlier = (sees[:, call.bad], hidden[:, call.bad]), (sees[call.bad], hidden[call.bad])
     nowhere, itself = (none, none), (own, own)
     if which == "decay":  # it stands between tokens before it and those from it on
         return {
@@ -279,34 +279,34 @@ def reached_in_a_walk(walk: Walk, which: str, near: int) -> dict[str, tuple[Tens
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", WALKS)
-@pytest.mark.parametrize("which", IN_A_WALK)
+@pytest.mark.parametrize("name", LINEAR_CALLS)
+@pytest.mark.parametrize("which", IN_A_CALL)
 def test_linear_attention(
     which: str, name: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    walk, heads, head = WALKS[name], 2, 1
-    if which == "decay" and not walk.causal:
+    call, heads, head = LINEAR_CALLS[name], 2, 1
+    if which == "decay" and not call.causal:
         pytest.skip("it has no decays")
     if HAS_TRITON:
         from warploom.ops.linear_attention.launches import calls
 
-        monkeypatch.setattr(calls, "chunk_of", lambda *sizes: walk.chunk)
-    batch = 1 if walk.bounds or not ON_GPU else 2
-    shape = (batch, walk.tokens, heads, walk.features)
-    made = {each: torch.randn(shape).to(device, walk.dtype) for each in ("q", "k", "v", "grad")}
-    options: dict[str, Any] = {"encoding": walk.encoding}
-    if walk.encoding != "none":
-        options["theta"] = torch.rand(walk.features // 2, device=device)
-    if walk.causal:
+        monkeypatch.setattr(calls, "chunk_of", lambda *sizes: call.chunk)
+    batch = 1 if call.bounds or not ON_GPU else 2
+    shape = (batch, call.tokens, heads, call.features)
+    made = {each: torch.randn(shape).to(device, call.dtype) for each in ("q", "k", "v", "grad")}
+    options: dict[str, Any] = {"encoding": call.encoding}
+    if call.encoding != "none":
+        options["theta"] = torch.rand(call.features // 2, device=device)
+    if call.causal:
         made["decay"] = -0.1 * torch.rand(shape[:3], device=device)
         options["return_state"] = True
-    if walk.bounds:
-        options["cu_seqlens"] = torch.tensor(walk.bounds, device=device)
+    if call.bounds:
+        options["cu_seqlens"] = torch.tensor(call.bounds, device=device)
 
     def attend(given: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
         leaves = {each: given[each].clone().requires_grad_() for each in "qkv"}
         results = linear_attention(
-            **leaves, **options, decay=given.get("decay"), causal=walk.causal, backend=backend
+            **leaves, **options, decay=given.get("decay"), causal=call.causal, backend=backend
         )
         out, state = (results, None) if isinstance(results, Tensor) else results
         dq, dk, dv = torch.autograd.grad(out, list(leaves.values()), given["grad"])
@@ -315,9 +315,9 @@ def test_linear_attention(
     usual, usual_state = attend(made)
     for number in (math.nan, math.inf):
         spoilt = made[which].clone()
-        spoilt[(0, walk.bad, head) if which == "decay" else (0, walk.bad, head, 3)] = number
+        spoilt[(0, call.bad, head) if which == "decay" else (0, call.bad, head, 3)] = number
         found, state = attend({**made, which: spoilt})
-        for each, (must, may) in reached_in_a_walk(walk, which, NEAR_IN_A_WALK).items():
+        for each, (must, may) in reached_in_a_call(call, which, NEAR_IN_A_CALL).items():
             reaches = torch.zeros(shape[:3], dtype=torch.bool)
             reaches[0, :, head] = may if backend == "triton" else True
             different = (found[each] != usual[each]).any(-1).cpu()
@@ -329,12 +329,12 @@ def test_linear_attention(
             continue
         reaches = torch.zeros(state.shape[:2], dtype=torch.bool)
         if which in ("k", "v", "decay"):
-            sequences = slice(None) if backend == "torch" and walk.bounds else walk.sequence()
+            sequences = slice(None) if backend == "torch" and call.bounds else call.sequence()
             reaches[sequences, head] = True
         different = (state != usual_state).flatten(2).any(-1).cpu()
         assert not (different & ~reaches).any(), "state"
         if math.isnan(number) and which in ("k", "v", "decay"):
-            assert state[walk.sequence(), head].isnan().any()
+            assert state[call.sequence(), head].isnan().any()
 
 
 @pytest.mark.gpu

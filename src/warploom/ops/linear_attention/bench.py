@@ -124,10 +124,10 @@ OPERATOR = Operator(
     # The most are float32 with 128 features and theta's gradient, or 256 features; 16-bit numbers with 64 and 128
     # spill next to nothing. What the last spills with states, nearly all outside of its loop, are addresses.
     spills={
-        "walk_kernel": 648,
+        "product_kernel": 648,
         "sums_kernel": 16,
         "decay_kernel": 120,
-        "hopper_walk_kernel": 8,
+        "hopper_product_kernel": 8,
         "hopper_key_kernel": 80,
         "hopper_cosine_kernel": 104,
         "hopper_parts_kernel": 232,

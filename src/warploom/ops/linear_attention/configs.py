@@ -26,9 +26,9 @@ class Encoder(NamedTuple):
 
 
 HOPPER = {
-    "none": {"walk": Encoder(4, 128, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 88, 200)},
-    "head": {"walk": Encoder(4, 128, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 72, 208)},
-    "token": {"walk": Encoder(8, 64, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 72, 208)},
+    "none": {"product": Encoder(4, 128, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 88, 200)},
+    "head": {"product": Encoder(4, 128, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 72, 208)},
+    "token": {"product": Encoder(8, 64, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 72, 208)},
 }
 """By decay and kernel. Spills cost much: with 8 registers fewer for groups the keys take half as long again."""
 

@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Of what a walk reads and writes."""
+    """Of what a product reads and writes."""
 
     scale: tl.float32  # of results
     into: tl.float32  # of the state before it

@@ -15,7 +15,7 @@ from warploom.ops.linear_attention.configs import (
 from warploom.ops.linear_attention.kernels.decay import decay_kernel
 from warploom.ops.linear_attention.launches import hopper
 from warploom.ops.linear_attention.launches.calls import PLACES, Call, Inputs
-from warploom.ops.linear_attention.launches.forward import Rows, States, plan_states, plan_walk
+from warploom.ops.linear_attention.launches.forward import Rows, States, plan_product, plan_states
 from warploom.ops.linear_attention.problem import Options
 from warploom.ops.lrpe.launches import ThetaSums, theta_sums
 from warploom.runtime.launch import Dense, Launch, are_aligned
@@ -59,7 +59,7 @@ def _plan_decays(call: Call, grad: Tensor, states: Dense) -> Decays:
 
 
 class OnHopper(NamedTuple):
-    """Plans of the walks of a backward on Hopper, of those that are wanted."""
+    """Plans of the products of a backward on Hopper, of those that are wanted."""
 
     query: Launch | None
     key: Launch | None
@@ -164,23 +164,23 @@ def plan_backward(
     turned = of_theta or options.activation != "none"  # which takes what was encoded, as it was before
     on_hopper = None
     if aligned and not turned and hopper.suits(call, q, k, v, grad, dq, dk, dv):
-        on_query = hopper.plan_walk(call, (grad, v, k, dq), before, None, decoded=True) if of_q else None
+        on_query = hopper.plan_product(call, (grad, v, k, dq), before, None, decoded=True) if of_q else None
         on_key = on_value = on_pair = None
         of_value = of_v or own is not None
         if options.kind != "cosine" and (of_k or of_value):
             on_pair = hopper.plan_keys(call, (q, k, v, grad, dk, dv), behind, own)
         elif of_k:
-            on_key = hopper.plan_walk(call, (v, grad, q, dk), behind, None, decoded=True, reverse=True)
+            on_key = hopper.plan_product(call, (v, grad, q, dk), behind, None, decoded=True, reverse=True)
         if options.kind == "cosine" and of_value:
-            on_value = hopper.plan_walk(call, (k, q, grad, dv), behind, own, decoded=False, reverse=True)
+            on_value = hopper.plan_product(call, (k, q, grad, dv), behind, own, decoded=False, reverse=True)
         on_hopper = OnHopper(on_query, on_key, on_value, on_pair)
     else:
         if of_q or of_theta:
-            query = plan_walk(call, Rows(grad, v, k, q, dq), before, None, decoded=True, reverse=False)
+            query = plan_product(call, Rows(grad, v, k, q, dq), before, None, decoded=True, reverse=False)
         if of_k or of_theta:
-            key = plan_walk(call, Rows(v, grad, q, k, dk), behind, None, decoded=True, reverse=True)
+            key = plan_product(call, Rows(v, grad, q, k, dk), behind, None, decoded=True, reverse=True)
         if of_v or own is not None:
-            value = plan_walk(call, Rows(k, q, grad, None, dv), behind, own, decoded=False, reverse=True)
+            value = plan_product(call, Rows(k, q, grad, None, dv), behind, own, decoded=False, reverse=True)
     if of_decay and forward is not None:
         decays = _plan_decays(call, grad, forward.states)
     if of_theta and theta is not None:

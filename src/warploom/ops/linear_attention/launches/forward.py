@@ -12,10 +12,10 @@ import torch
 
 from warploom.ops.flash_attention.launches.tiling import layout_for
 from warploom.ops.linear_attention.configs import STEP, STEPS, in_power_of_two, tile_of
+from warploom.ops.linear_attention.kernels.product import Way, product_kernel
 from warploom.ops.linear_attention.kernels.states import scan_kernel, sums_kernel
 from warploom.ops.linear_attention.kernels.step import step_kernel
 from warploom.ops.linear_attention.kernels.tiles import Scales
-from warploom.ops.linear_attention.kernels.walk import Way, walk_kernel
 from warploom.ops.linear_attention.launches import hopper
 from warploom.ops.linear_attention.launches.calls import PLACES, Call, Inputs, state_strides
 from warploom.ops.linear_attention.problem import Options
@@ -90,12 +90,12 @@ def plan_states(
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Walks
+# Products
 # ----------------------------------------------------------------------------------------------------------
 
 
 class Rows(NamedTuple):
-    """What a walk goes over: see `kernels.walk`."""
+    """What a product goes over: see `kernels.product`."""
 
     a: Tensor
     b: Tensor
@@ -104,10 +104,10 @@ class Rows(NamedTuple):
     out: Tensor  # without memory
 
 
-def plan_walk(
+def plan_product(
     call: Call, rows: Rows, initial: Tensor | Dense | None, final: Dense | None, *, decoded: bool, reverse: bool,
 ) -> Launch:  # fmt: skip
-    """Plan of a walk. ``decoded``: whether the result is the gradient of what is encoded."""
+    """Plan of a product. ``decoded``: whether the result is the gradient of what is encoded."""
     values, tokens = int(call.inputs.v.shape[3]), int(call.inputs.q.shape[1])
     if decoded:
         features = call.features
@@ -122,7 +122,7 @@ def plan_walk(
     layout = layout_for(rows.a, rows.b, rows.c, rows.a if rows.x is None else rows.x, rows.out)
     scale = call.state_scale if reverse else 1.0
     return Launch(
-        walk_kernel,
+        product_kernel,
         call.slots * call.inputs.q.shape[2] * columns,
         takes=("a", "b", "c", "x", "out", "initial", "final", "partial", *PLACES),
         scales=Scales(call.options.scale, 1.0 / scale if isinstance(initial, Tensor) else 1.0, scale),
@@ -147,7 +147,7 @@ class Forward(NamedTuple):
     out: Dense
     final: Dense | None
     states: States | None
-    walk: Launch
+    product: Launch
     short: bool  # whether its kernel takes no more than tensors, states and places
 
 
@@ -164,9 +164,9 @@ def forward(inputs: Inputs, options: Options, offset: int, plans: Plans) -> tupl
         before = plan.states(k, v, initial, final, inputs, offset)
         before, behind = (before if options.causal else final), None
     if plan.short:
-        plan.walk(q, k, v, out, before, behind, *inputs.places(offset))
+        plan.product(q, k, v, out, before, behind, *inputs.places(offset))
     else:
-        plan.walk(q, k, v, None, out, before, behind, None, *inputs.places(offset))
+        plan.product(q, k, v, None, out, before, behind, None, *inputs.places(offset))
     return out, kept
 
 
@@ -184,13 +184,13 @@ def plan_forward(inputs: Inputs, options: Options, aligned: bool) -> Forward:
         before, behind = (states.states if options.causal else final), None
     short = True
     if states is None and q.shape[1] <= STEPS:
-        walk = _plan_step(call, out, initial, final)
+        product = _plan_step(call, out, initial, final)
     elif aligned and hopper.suits(call, q, k, v, out):
-        walk = hopper.plan_walk(call, (q, k, v, out), before, behind, decoded=False)
+        product = hopper.plan_product(call, (q, k, v, out), before, behind, decoded=False)
     else:
         short = False
-        walk = plan_walk(call, Rows(q, k, v, None, out), before, behind, decoded=False, reverse=False)
-    return Forward(Dense.like(out), final, states, walk, short)
+        product = plan_product(call, Rows(q, k, v, None, out), before, behind, decoded=False, reverse=False)
+    return Forward(Dense.like(out), final, states, product, short)
 
 
 def _plan_step(call: Call, out: Tensor, initial: Tensor | None, final: Dense | None) -> Launch:

@@ -1,4 +1,4 @@
-"""Launches of linear attention's walks on Hopper: which calls they take."""
+"""Launches of linear attention's products on Hopper: which calls they take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from warploom.ops.linear_attention.kernels.hopper.cosine import hopper_cosine_ke
 from warploom.ops.linear_attention.kernels.hopper.encoding import Form, T
 from warploom.ops.linear_attention.kernels.hopper.keys import hopper_key_kernel
 from warploom.ops.linear_attention.kernels.hopper.parts import hopper_parts_kernel
-from warploom.ops.linear_attention.kernels.hopper.walk import hopper_walk_kernel
+from warploom.ops.linear_attention.kernels.hopper.product import hopper_product_kernel
 from warploom.ops.linear_attention.kernels.tiles import Scales
 from warploom.ops.linear_attention.launches.calls import PLACES, Call, State, state_strides
 from warploom.runtime.launch import INTERPRETED, Boxes, Launch, architecture, can_be_copied
@@ -38,10 +38,10 @@ def suits(call: Call, *tensors: Tensor) -> bool:
     return all(t.dtype == torch.bfloat16 and can_be_copied(t) for t in tensors)
 
 
-def plan_walk(
+def plan_product(
     call: Call, tensors: tuple[Tensor, ...], initial: State, final: State, *, decoded: bool, reverse: bool = False
 ) -> Launch:
-    """Plan of a walk over (a, b, c, out), see `kernels.walk`; backwards for ``cosine`` alone."""
+    """Plan of a product over (a, b, c, out), see `kernels.product`; backwards for ``cosine`` alone."""
     names = ("a_desc", "b_desc", "c_desc", "out_desc")
     scale = call.state_scale if reverse else 1.0
     if call.options.kind == "cosine" and not decoded and call.inputs.q.shape[3] == 128:
@@ -49,13 +49,13 @@ def plan_walk(
         return _launch(hopper_parts_kernel, call, "parts", names, tensors, initial, final, scale, **more)
     if call.options.kind == "cosine":
         more = {"DECODED": decoded, "REVERSE": reverse}
-        return _launch(hopper_cosine_kernel, call, "walk", names, tensors, initial, final, scale, **more)
-    kernel = "decoded" if decoded else "walk"
-    return _launch(hopper_walk_kernel, call, kernel, names, tensors, initial, final, scale, DECODED=decoded)
+        return _launch(hopper_cosine_kernel, call, "product", names, tensors, initial, final, scale, **more)
+    kernel = "decoded" if decoded else "product"
+    return _launch(hopper_product_kernel, call, kernel, names, tensors, initial, final, scale, DECODED=decoded)
 
 
 def plan_keys(call: Call, tensors: tuple[Tensor, ...], initial: State, final: State) -> Launch:
-    """Plan of the walk backwards over (q, k, v, grad, dk, dv), where φ has one part."""
+    """Plan of the products over (q, k, v, grad, dk, dv), where φ has one part."""
     names = ("q_desc", "k_desc", "v_desc", "grad_desc", "dk_desc", "dv_desc")
     return _launch(hopper_key_kernel, call, "keys", names, tensors, initial, final, call.state_scale)
 

@@ -1,4 +1,4 @@
-"""The walk that makes outputs, or gradients of queries, of cosines and sines: a state of each."""
+"""The product that makes outputs, or gradients of queries, of cosines and sines: a state of each."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def hopper_cosine_kernel(
     scales: Scales, sizes: Sizes, initial_strides: StateStrides,
     final_strides: StateStrides, form: gl.constexpr, DECODED: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """`hopper_walk_kernel` where ``φ`` has two parts, of cosines and of sines, and so has the state."""
+    """`hopper_product_kernel` where ``φ`` has two parts, of cosines and of sines, and so has the state."""
     W: gl.constexpr = a_desc.block_type.shape[3]
     dtype: gl.constexpr = a_desc.dtype
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, T // 2, 16])

@@ -1,4 +1,4 @@
-"""What warps of a walk share: tiles and their barriers, angles, decays, encoded tiles, and states in registers."""
+"""What warps of a product share: tiles and their barriers, angles, decays, encoded tiles, and states in registers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from warploom.ops.lrpe.kernels.forward import turn
 T = gl.constexpr(64)  # tokens of a tile
 WARPS = gl.constexpr(8)  # that multiply, where there are sines
 STRIDE = gl.constexpr(8)  # rows between those of a product's result that a thread holds
-WALK_STAGES = gl.constexpr(3)
+PRODUCT_STAGES = gl.constexpr(3)
 KEY_STAGES = gl.constexpr(2)
 
 # Renamed in Triton 3.7.

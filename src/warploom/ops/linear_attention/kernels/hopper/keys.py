@@ -1,4 +1,4 @@
-"""The walk backwards that makes gradients of keys and values."""
+"""The products that make gradients of keys and values, from the last tile to the first."""
 
 from __future__ import annotations
 

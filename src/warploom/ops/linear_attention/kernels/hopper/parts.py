@@ -1,4 +1,4 @@
-"""The walk that makes outputs, or gradients of values, of cosines and sines of 128 features, a state of each."""
+"""The product that makes outputs, or gradients of values, of cosines and sines of 128 features, a state of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from warploom.device.activations import exponential
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import as_factor, barriers, init_each, init_ring, matrix, wait_empty, wait_full
 from warploom.ops.linear_attention.kernels.hopper.encoding import (
-    WALK_STAGES,
+    PRODUCT_STAGES,
     Call,
     T,
     decay_of_tokens,
@@ -219,7 +219,7 @@ def hopper_parts_kernel(
     scales: Scales, sizes: Sizes, initial_strides: StateStrides, final_strides: StateStrides, form: gl.constexpr,
     BY_HEAD: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """`hopper_walk_kernel` where ``φ`` has two parts of 128 features, of cosines and of sines, and so has the state.
+    """`hopper_product_kernel` where ``φ`` has two parts of 128 features, of cosines and of sines, and so has the state.
 
     Each of two groups of warps has half of the columns of both states, transposed: so a state becomes the first factor
     of the product with rows of ``a`` without leaving its registers. Decays are those of tokens, or all are the head's.
@@ -227,8 +227,8 @@ def hopper_parts_kernel(
     W: gl.constexpr = a_desc.block_type.shape[3]
     dtype: gl.constexpr = a_desc.dtype
     place = locate(offsets, cu_seqlens, offset, sizes)
-    stored = gl.allocate_shared_memory(dtype, [3 * WALK_STAGES, 1, 1, T, W], c_desc.layout)
-    rows_full, c_full, empty = barriers(WALK_STAGES), barriers(WALK_STAGES), barriers(WALK_STAGES)
+    stored = gl.allocate_shared_memory(dtype, [3 * PRODUCT_STAGES, 1, 1, T, W], c_desc.layout)
+    rows_full, c_full, empty = barriers(PRODUCT_STAGES), barriers(PRODUCT_STAGES), barriers(PRODUCT_STAGES)
     init_ring(rows_full, empty, 2)
     init_each(c_full)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T, W], dtype)

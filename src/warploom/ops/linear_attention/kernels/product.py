@@ -44,7 +44,7 @@ from warploom.ops.lrpe.kernels.rows import load_input
 
 
 class Way(NamedTuple):
-    """Of a walk."""
+    """Of a product."""
 
     DECODED: bool
     """Whether results are gradients of what was encoded."""
@@ -52,7 +52,7 @@ class Way(NamedTuple):
 
 
 @triton.jit
-def walk_kernel(
+def product_kernel(
     a, b, c, x, out, initial, final, partial, theta, offsets, cu_seqlens, decay, offset: tl.int32,
     scales: Scales, sizes: Sizes, a_strides: Strides, b_strides: Strides, c_strides: Strides, x_strides: Strides,
     out_strides: Strides, initial_strides: StateStrides, final_strides: StateStrides, spec: tl.constexpr,
@@ -61,8 +61,8 @@ def walk_kernel(
     """A block of columns of ``out`` (B, N, H, features) for a chunk of a head.
 
     ``a`` and ``b`` are encoded and ``c`` is not, or the other way round if ``DECODED``: then ``out`` is the gradient
-    of ``x``, which was encoded as ``c`` is. ``initial`` and ``final`` are states (slots, H, F, E) before the walk and
-    behind it; without causality ``initial`` (S, H, F, E) is that of all tokens. ``partial`` (slots, H, F) float64 are
+    of ``x``, which was encoded as ``c`` is. ``initial`` and ``final`` are states (slots, H, F, E) before and behind all
+    tiles; without causality ``initial`` (S, H, F, E) is that of all tokens. ``partial`` (slots, H, F) float64 are
     sums for theta's gradient.
     """
     DECODED: tl.constexpr = way.DECODED

@@ -1,4 +1,4 @@
-"""The walk that makes outputs, or gradients of queries, without an encoding or with rotations."""
+"""The product that makes outputs, or gradients of queries, without an encoding or with rotations."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from warploom.device.activations import exponential
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import matrix, wait_full
 from warploom.ops.linear_attention.kernels.hopper.encoding import (
+    PRODUCT_STAGES,
     STRIDE,
-    WALK_STAGES,
     Call,
     Encoded,
     T,
@@ -44,8 +44,8 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
 from warploom.ops.linear_attention.kernels.tiles import Scales, Sizes, StateStrides, locate
 
 
-class Walk(NamedTuple):
-    """What the warps that multiply have in `hopper_walk_kernel`."""
+class Product(NamedTuple):
+    """What the warps that multiply have in `hopper_product_kernel`."""
 
     rows: Tiles
     others: Tiles
@@ -60,16 +60,16 @@ class Walk(NamedTuple):
 
 
 @gluon.jit
-def copy_walk(row_descs, other_descs, rows, others, call):
-    """The copying warp of `hopper_walk_kernel`."""
+def copy_product(row_descs, other_descs, rows, others, call):
+    """The copying warp of `hopper_product_kernel`."""
     for i in range(call.tiles):
         copy_tiles(other_descs, others, call.place, i, i)
         copy_tiles(row_descs, rows, call.place, i, i)
 
 
 @gluon.jit
-def encode_walk(form: gl.constexpr, DECODED: gl.constexpr, rows, others, encoded, call):
-    """The encoding warps of `hopper_walk_kernel`."""
+def encode_product(form: gl.constexpr, DECODED: gl.constexpr, rows, others, encoded, call):
+    """The encoding warps of `hopper_product_kernel`."""
     STAGES: gl.constexpr = encoded.full.shape[0]
     for i in range(call.tiles):
         slot = wait_full(others.full, i)
@@ -88,11 +88,11 @@ def encode_walk(form: gl.constexpr, DECODED: gl.constexpr, rows, others, encoded
 
 
 @gluon.jit
-def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
-    """The warps of `hopper_walk_kernel` that multiply."""
+def multiply_product(form: gl.constexpr, DECODED: gl.constexpr, product, call):
+    """The warps of `hopper_product_kernel` that multiply."""
     place, first_tile = call.place, call.place.first
     rows, others, encoded, state_tile, pair_tile = (
-        walk.rows, walk.others, walk.encoded, walk.state_tile, walk.pair_tile,
+        product.rows, product.others, product.encoded, product.state_tile, product.pair_tile,
     )  # fmt: skip
     W: gl.constexpr = state_tile.shape[0]
     STAGES: gl.constexpr = rows.full.shape[0]
@@ -102,7 +102,9 @@ def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W // 16, 128 // W], [16, W * W // 128, 16])
     ENCODES: gl.constexpr = form.KIND != "none" or form.ACTIVATION != "none" or form.DECAY != "none"
     b_entry, h = place.b.to(gl.int32), place.h.to(gl.int32)
-    state = load_state(walk.initial, place, 0, call.scales.into, walk.initial_strides, W, W, STATE, form, DECODED)
+    state = load_state(
+        product.initial, place, 0, call.scales.into, product.initial_strides, W, W, STATE, form, DECODED
+    )
     state_tile.store(state.to(dtype))
     if form.DECAY == "head":
         state *= decay_over(call, None, first_tile, form)
@@ -114,7 +116,7 @@ def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
         thread_barrier()
         if i > 0:
             tma.async_copy_shared_to_global(
-                walk.out_desc, [b_entry, h, first - T, 0], rows.tiles[0].index((i - 1) % STAGES)
+                product.out_desc, [b_entry, h, first - T, 0], rows.tiles[0].index((i - 1) % STAGES)
             )
             mbarrier.arrive(others.empty.index((i - 1) % STAGES))
         wait_full(rows.full, i)
@@ -165,19 +167,19 @@ def multiply_walk(form: gl.constexpr, DECODED: gl.constexpr, walk, call):
     if call.tiles > 0:
         last = call.tiles - 1
         tma.async_copy_shared_to_global(
-            walk.out_desc, [b_entry, h, first_tile + last * T, 0], rows.tiles[0].index(last % STAGES)
+            product.out_desc, [b_entry, h, first_tile + last * T, 0], rows.tiles[0].index(last % STAGES)
         )
         tma.store_wait(0)
-    store_state(walk.final, state, place, 0, call.scales.out_of, walk.final_strides, W, form, DECODED)
+    store_state(product.final, state, place, 0, call.scales.out_of, product.final_strides, W, form, DECODED)
 
 
 @gluon.jit
-def hopper_walk_kernel(
+def hopper_product_kernel(
     a_desc, b_desc, c_desc, out_desc, initial, final, theta, offsets, cu_seqlens, decay, offset: gl.int32,
     scales: Scales, sizes: Sizes, initial_strides: StateStrides,
     final_strides: StateStrides, form: gl.constexpr, DECODED: gl.constexpr,
 ):  # fmt: skip
-    """What `kernels.walk` computes forwards, of a chunk of a head.
+    """What `kernels.product` computes forwards, of a chunk of a head.
 
     Descriptors are of (B, H, N, W) with boxes (1, 1, T, W). ``a`` and ``b`` are encoded, or ``DECODED`` ``c``.
     """
@@ -185,30 +187,30 @@ def hopper_walk_kernel(
     dtype: gl.constexpr = a_desc.dtype
     ENCODES: gl.constexpr = form.KIND != "none" or form.ACTIVATION != "none" or form.DECAY != "none"
     place = locate(offsets, cu_seqlens, offset, sizes)
-    rows = new_tiles((a_desc,), WALK_STAGES, 1)
-    others = new_tiles((b_desc, c_desc), WALK_STAGES, 1)
-    encoded = new_encoded(WALK_STAGES, W, dtype, form)
+    rows = new_tiles((a_desc,), PRODUCT_STAGES, 1)
+    others = new_tiles((b_desc, c_desc), PRODUCT_STAGES, 1)
+    encoded = new_encoded(PRODUCT_STAGES, W, dtype, form)
     state_tile = gl.allocate_shared_memory(dtype, [W, W], gl.NVMMASharedLayout.get_default_for([W, W], dtype))
     pair_tile = gl.allocate_shared_memory(dtype, [T, T], gl.NVMMASharedLayout.get_default_for([T, T], dtype))
     tiles = gl.maximum(place.last - place.first + T - 1, 0) // T
     angles = load_angles(theta, place, sizes, W, (STRIDE, part_rows(W, form.ENCODERS)), form)
     of_head = decay_of_head(decay, place, sizes, form)
     call = Call(angles, place, decay_of_tokens(decay, place, sizes, form), of_head, sizes, tiles, scales)
-    walk = Walk(
+    product = Product(
         rows, others, encoded, state_tile, pair_tile, out_desc, initial, final, initial_strides, final_strides,
     )  # fmt: skip
     fence_async_shared()
     thread_barrier()
     if ENCODES:
         gl.warp_specialize(
-            [(multiply_walk, (form, DECODED, walk, call)),
-             (encode_walk, (form, DECODED, rows, others, encoded, call)),
-             (copy_walk, ((a_desc,), (b_desc, c_desc), rows, others, call))],
+            [(multiply_product, (form, DECODED, product, call)),
+             (encode_product, (form, DECODED, rows, others, encoded, call)),
+             (copy_product, ((a_desc,), (b_desc, c_desc), rows, others, call))],
             [form.ENCODERS, 1], [form.ENCODER_REGISTERS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(multiply_walk, (form, DECODED, walk, call)),
-             (copy_walk, ((a_desc,), (b_desc, c_desc), rows, others, call))],
+            [(multiply_product, (form, DECODED, product, call)),
+             (copy_product, ((a_desc,), (b_desc, c_desc), rows, others, call))],
             [1], [24],
         )  # fmt: skip
