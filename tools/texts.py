@@ -101,8 +101,8 @@ ROWS = (
         "flash_attention",
         "bwd",
         {"dtype": "bfloat16"},
-        _TRAINING | {"head_dim": 64},
-        _TRAINED.format(64),
+        _TRAINING | {"head_dim": 128},
+        _TRAINED.format(128),
         ("training",),
     ),
     Row(
