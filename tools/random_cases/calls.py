@@ -404,8 +404,8 @@ def _flash_attention(choices: Choices) -> Call:
 def _linear_attention(choices: Choices) -> Call:
     dtype = _dtype(choices)
     encoding = choices.choice("encoding", ("none", "rotate", "rotate", "cosine"), compiled=1)
-    where = choices.choice("positions", ("offset", "offset", "offset tensor", "cu_seqlens"), compiled=2)
-    causal = not choices.flag("full", 0.2, compiled=2)
+    where = choices.choice("positions", ("offset", "offset", "offset tensor", "cu_seqlens"), compiled=1)
+    causal = not choices.flag("full", 0.2, compiled=1)
     batch = 1 if where == "cu_seqlens" else _batch(choices)
     heads = _heads(choices, "H", 8)
     wide = 40 if dtype == "float64" or choices.flag("wide", 0.02, compiled=1) else 0
@@ -437,9 +437,9 @@ def _linear_attention(choices: Choices) -> Call:
         if decay is not None:
             of_decay = (heads,) if decay == "head" else (batch, tokens, heads)
             arrays["decay"] = _numbers(choices, "decay", of_decay, nan, values="frequencies", scale=-0.3)
-        if choices.flag("initial_state", compiled=2):
+        if choices.flag("initial_state", compiled=1):
             arrays["initial_state"] = _numbers(choices, "initial_state", state, nan)
-        if choices.flag("return_state", compiled=2):
+        if choices.flag("return_state", compiled=1):
             options["return_state"] = True
             outputs += (state,)
     else:

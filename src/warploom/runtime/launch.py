@@ -2,9 +2,10 @@
 
 Triton's own launcher re-examines every argument on every call, which costs more than a small kernel runs. `Launch`
 settles once, when a call is planned, where each argument belongs; a later call brings the addresses of its tensors,
-and a number or two. A compiled kernel depends on the dtype and alignment of each pointer and on the compile-time
-constants. Numbers are no part of it: kernels declare their type, so a new length, offset, stride, scale or batch
-compiles nothing. (A stride's divisibility, which vector loads need, is a constant: strides travel divided by it.)
+and a number or two. A compiled kernel depends on the dtype of each pointer, on whether all are aligned (those of
+integers, and the others), and on the compile-time constants. Numbers are no part of it: kernels declare their type,
+so a new length, offset, stride, scale or batch compiles nothing. (A stride's divisibility, which vector loads need,
+is a constant: strides travel divided by it.)
 """
 
 from __future__ import annotations
@@ -241,15 +242,13 @@ class Launch:
         elif INTERPRETED and device < 0:
             self._interpret(given)
         else:
-            kinds = [
-                (value.dtype, value.data_ptr() % ALIGNMENT == 0) if isinstance(value, torch.Tensor) else None
-                for value in given
-            ]
+            aligned = self._aligned(given)
+            key = device, aligned, *(x.dtype if isinstance(x, torch.Tensor) else None for x in given)
             with contextlib.nullcontext() if device == _current_device() else torch.cuda.device(device):
-                variant = self.variants.get((device, *kinds))
+                variant = self.variants.get(key)
                 if variant is None:
-                    variant = self.variants[device, *kinds] = self._variant(device, given)
-                if all(kind is None or kind[1] for kind in kinds):
+                    variant = self.variants[key] = self._variant(device, given)
+                if all(aligned):
                     self.variant, self.device = variant, device
                 self._enqueue(variant, device, given)
 
@@ -258,8 +257,20 @@ class Launch:
         arguments = [in_declared_width(kind, values[n]) for n, kind in parameters_of(self.kernel).items()]
         self.kernel[(self.programs,)](*arguments, **self.options)
 
+    def _aligned(self, given: tuple[Any, ...]) -> tuple[bool, bool]:
+        """Whether all tensors whose alignment counts are aligned: those of integers, and all others.
+
+        A variant for each tensor's own alignment would be one of hundreds.
+        """
+        bits = [0, 0]
+        for name, value in zip(self.takes, given, strict=True):
+            if isinstance(value, torch.Tensor) and name not in self.kernel.do_not_specialize_on_alignment:
+                bits[value.is_floating_point()] |= value.data_ptr()
+        return bits[False] % ALIGNMENT == 0, bits[True] % ALIGNMENT == 0
+
     def _build(self, given: tuple[Any, ...]) -> Build:
         values = {**self.arguments, **dict(zip(self.takes, given, strict=True))}
+        aligned = self._aligned(given)
         signature: dict[str, Any] = {}
         constexprs: dict[str, Any] = {}
         attrs: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -275,7 +286,7 @@ class Launch:
                 signature[name] = self.descriptions[name].type
             else:
                 signature[name] = "*" + TYPE_NAMES[value.dtype]
-                if value.data_ptr() % ALIGNMENT == 0 and name not in unaligned:
+                if aligned[value.is_floating_point()] and name not in unaligned:
                     attrs[(index,)] = [["tt.divisibility", ALIGNMENT]]
         return Build(self.kernel, signature, constexprs, attrs, self.options)
 
