@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import seeds
 import torch
-from launches import ON_GPU, constants_of
+from launches import ON_GPU, ON_HOPPER, constants_of
 
 from warploom import flash_attention, linear_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
 from warploom.runtime.backend import HAS_TRITON
@@ -111,6 +111,7 @@ attend = partial(flash_attention, causal=True, backend="triton")
 KINDS: dict[str, Kind] = {
     "attention": Kind(attend, partial(attention_shapes, 2, 4, 2, 64), 200, differentiated=QKV),
     "attention_tiles": Kind(attend, partial(attention_shapes, 2, 32, 8, 128), 1100, differentiated=QKV),
+    "attention_in_order": Kind(attend, partial(attention_shapes, 8, 16, 16, 64), 1100, differentiated=QKV),
     "attention_split": Kind(attend, partial(attention_shapes, 1, 1, 1, 64), 5000, differentiated=QKV),
     "attention_wide": Kind(attend, partial(attention_shapes, 1, 16, 16, 256), 1500, differentiated=QKV),
     "attention_float32": Kind(
@@ -521,6 +522,23 @@ def test_4500_lengths_compile_nothing(name: str, device: torch.device, monkeypat
 # ----------------------------------------------------------------------------------------------------------
 # The same bits
 # ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_kind_adds_up_in_order(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward of one is the kernel in which programs wait for each other."""
+    if not ON_HOPPER:
+        pytest.skip("a kernel for Hopper")
+    launched: set[str] = set()
+    usual = Launch.__call__
+
+    def call(self: Launch, *given: Any) -> None:
+        launched.add(self.kernel.__name__)
+        usual(self, *given)
+
+    monkeypatch.setattr(Launch, "__call__", call)
+    KINDS["attention_in_order"].run(KINDS["attention_in_order"].inputs(device))
+    assert "hopper_backward_kernel" in launched
 
 
 @pytest.mark.gpu
