@@ -71,6 +71,13 @@ def test_guides_show_rates_ratios_and_what_is_below_its_target() -> None:
     assert texts.guide_table("lrpe", records, DEVICES).count("| liger |") == len({r.mode for r in records})
 
 
+def test_the_largest_case_is_shown_whenever_it_was_measured() -> None:
+    records = fresh(make_records({"warploom": 2.0, "torch": 8.0}, activations=("none",)))
+    tables = [texts.whole_tables(each, DEVICES).splitlines() for each in (records, records[::-1])]
+    rows = [{line for line in table if line.startswith("| all cases | fwd | ")} for table in tables]
+    assert rows[0] == rows[1] != set()
+
+
 def test_no_records_no_numbers() -> None:
     for write in texts.TABLES.values():
         assert "no records" in write([], {})

@@ -322,6 +322,14 @@ def test_a_case_is_replaced_whole_by_that_of_a_later_run(tmp_path: Path, monkeyp
     assert set(load_environments(results)["gpu"]["runs"]) == {"a", "b"}
 
 
+def test_cases_are_in_the_order_of_their_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge_records, "is_stale", lambda record: False)
+    results = measured(tmp_path / "results", "a", record_of("warploom", 4.0, 32768))
+    later = measured(tmp_path / "later", "b", *(record_of("warploom", 1.0, n) for n in (4096, 512)))
+    merge_records.merge(results, [later])
+    assert [r.case["n"] for r in load([results])] == [512, 4096, 32768]
+
+
 def test_results_take_no_run_of_changed_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = measured(tmp_path / "results", "a", record_of("warploom", 2.0))
     later = measured(tmp_path / "later", "b", record_of("warploom", 1.0), dirty=True)

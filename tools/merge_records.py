@@ -54,6 +54,17 @@ def fresh(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if case_of(record) not in gone]
 
 
+def in_order(records: Sequence[Record]) -> list[Record]:
+    """Records in the order of the suites, whenever they came: tables have their rows in it."""
+    places: dict[Case, int] = {}
+    for bench in benches().values():
+        for suite, cases in bench.suites.items():
+            for case in cases("cuda"):
+                key = bench.record_name, suite, json.dumps(dict(case), sort_keys=True), ""
+                places.setdefault(key, len(places))
+    return sorted(records, key=lambda record: places.get((*case_of(record)[:3], ""), len(places)))
+
+
 def need_commit(run: Path, environments: dict[str, dict[str, Any]]) -> None:
     """Refuse a run of no clean commit.
 
@@ -83,7 +94,7 @@ def merge(results: Path, runs: Sequence[Path]) -> tuple[int, int]:
             for name, fields in found.items():
                 known = environments.setdefault(name, fields)
                 known["runs"] = {**known.get("runs", {}), **fields.get("runs", {})}
-        records = fresh(records)
+        records = in_order(fresh(records))
         lines = [{name: value for name, value in asdict(r).items() if value is not None} for r in records]
         replace_text(results / RECORDS, "".join(json.dumps(line) + "\n" for line in lines))
         replace_text(results / ENVIRONMENTS, json.dumps(environments, indent=2) + "\n")

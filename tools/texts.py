@@ -194,7 +194,8 @@ def whole_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
                 found = summary(section, [panel], panel.device, mode)
                 if not found.counts:
                     continue
-                points = [p for name in section.own_names for p in panel.at(mode).get(name, {}).values() if p.ms]
+                own = [panel.at(mode).get(name, {}) for name in section.own_names]
+                points = [each[x] for x in panel.xs(mode) for each in own if x in each and each[x].ms]
                 last = points[-1] if points else None
                 median = _percent(statistics.median(found.shares)) if found.shares else ""
                 spread = f"{median} ({_percent(found.shares[0])} … {_percent(found.shares[-1])})" if median else ""
