@@ -29,8 +29,6 @@ _OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "rcp": torch.reciprocal,
     "copysign": lambda sign, size: torch.copysign(size, sign),
     "setp.gt": torch.gt,
-    "setp.eq": torch.eq,
-    "selp": lambda x, y, where: torch.where(where, x, y),
     "vote": lambda x, _: x,
     "cvt": lambda high, low: torch.stack((low, high), -1),
 }

@@ -160,8 +160,7 @@ _ROUNDED = {"cvt.rn.bf16x2.f32 $0, $2, $1;": torch.bfloat16, "cvt.rn.f16x2.f32 $
 # What these say is tried in `test_softcap_on_hopper`.
 _CAPPED = {softcap.CAPPED_32.value: False, softcap.CAPPED_64.value: False}
 _CAPPED |= {softcap.EXPONENTIALS_32.value: True, softcap.EXPONENTIALS_64.value: True}
-_CAPPED_WEIGHTS = [softcap.BFLOAT16_WEIGHTS_32.value, softcap.BFLOAT16_WEIGHTS_64.value]
-_CAPPED_WEIGHTS += [softcap.FLOAT16_WEIGHTS_32.value, softcap.FLOAT16_WEIGHTS_64.value]
+_CAPPED_WEIGHTS = (softcap.BFLOAT16_WEIGHTS.value, softcap.FLOAT16_WEIGHTS.value)
 
 
 def _assembly(
@@ -179,10 +178,9 @@ def _assembly(
         capped = cap * torch.tanh(x * scale) - base
         return Tensor(_power_of_two(capped) if _CAPPED[text] else capped)
     if text in _CAPPED_WEIGHTS:
-        x, lse, _, _, _, _, _, scale, cap = numbers
-        capped = torch.tanh(x * scale)
-        weights = torch.where(x == softcap.UNSEEN.value, 0.0, _power_of_two(cap * capped - lse))
-        return Tensor(weights.to(DTYPES[dtype[0]])), Tensor(weights * (1 - capped * capped))
+        x, lse, cap = numbers
+        weights = _power_of_two(cap * x - lse)
+        return Tensor(weights.to(DTYPES[dtype[0]])), Tensor(weights * (1 - x * x))
     raise NotImplementedError(text)
 
 

@@ -39,7 +39,7 @@ from warploom.device.hopper.pipeline import (
     store_tile,
     wait_empty,
 )
-from warploom.device.hopper.softcap import UNSEEN, capped, capped_weights
+from warploom.device.hopper.softcap import HIDDEN, capped, capped_weights
 
 
 class AllGradients(NamedTuple):
@@ -59,32 +59,31 @@ class AllGradients(NamedTuple):
 
 @gluon.jit
 def weights_and_slopes(
-    logits, row_lse, m, full, high, first, used, reach, scale, softcap, dtype: gl.constexpr,
-    CAP_AT_ONCE: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr,
+    logits, lses, m, full, high, first, used, reach, scale, softcap, dtype: gl.constexpr,
+    CAUSAL: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Weights of 64 keys for tile number ``m`` of queries, these times the cap's derivative, and the logits with their cap.
+    """Weights of 64 keys for tile number ``m`` of queries, rounded if there is a cap, and these times the cap's derivative.
 
-    Tiles before ``full`` and from ``high`` on have masks. Unless ``CAP_AT_ONCE``, the derivative is left to be formed from
-    the logits.
+    Tiles before ``full`` and from ``high`` on have masks. ``lses`` are in shared memory: with a cap they come into registers
+    behind its branches.
     """
     BLOCK_M: gl.constexpr = logits.shape[1]
     MASKS: gl.constexpr = CAUSAL or reach is not None or used is not None
-    if CAP_AT_ONCE:
+    if softcap is not None:
+        logits = capped(logits, scale, 1.0, 0.0, False)
         if MASKS:
             if (m < full) | (m >= high):
-                logits = visible_weights(logits, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT, UNSEEN)
-        weights, slopes = capped_weights(logits, row_lse[None, :], scale, softcap, dtype)
+                logits = visible_weights(logits, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT, HIDDEN)
+        row_lse = lses.load(gl.SliceLayout(0, LAYOUT))
+        weights, slopes = capped_weights(logits, row_lse[None, :], softcap, dtype)
     else:
-        if softcap is not None:
-            logits = capped(logits, scale, softcap, 0.0, False)
-            weights = power_of_two(logits - row_lse[None, :])
-        else:
-            weights = power_of_two(logits * scale - row_lse[None, :])
+        row_lse = lses.load(gl.SliceLayout(0, LAYOUT))
+        weights = power_of_two(logits * scale - row_lse[None, :])
         if MASKS:
             if (m < full) | (m >= high):
                 weights = visible_weights(weights, m * BLOCK_M, first, reach, used, CAUSAL, LAYOUT)
         slopes = weights
-    return weights, slopes, logits
+    return weights, slopes
 
 
 @gluon.jit
@@ -101,8 +100,6 @@ def all_gradients_loop(
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     STAGES: gl.constexpr = q.tiles.shape[0]
     dtype: gl.constexpr = q.tiles.dtype
-    # With 64 features registers are short: what is needed of the cap's derivative is formed at once.
-    CAP_AT_ONCE: gl.constexpr = softcap is not None and dk.shape[1] <= ROWS
     start = count
     steps = heads * (end - begin)
     if steps > 0:
@@ -120,16 +117,13 @@ def all_gradients_loop(
             do_tile = matrix(do.tiles, slot)
             zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
             dweights = warpgroup_mma(values, do_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
-            row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
-            weights, slopes, logits = weights_and_slopes(
-                logits, row_lse, m, full, high, first, used, reach, scale, softcap, dtype, CAP_AT_ONCE, CAUSAL, LAYOUT,
+            weights, slopes = weights_and_slopes(
+                logits, q.row_values.index(slot), m, full, high, first, used, reach, scale, softcap, dtype, CAUSAL, LAYOUT,
             )  # fmt: skip
             factor = as_factor(weights, dtype, OUT_LAYOUT)
             dv = warpgroup_mma(factor, do_tile, dv, is_async=True)
             dweights = warpgroup_mma_wait(1, deps=[dweights])
             row_delta = do.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
-            if softcap is not None and not CAP_AT_ONCE:
-                slopes = slopes * (1.0 - logits * logits * (1.0 / (softcap * softcap)))
             rounded = (slopes * (dweights - row_delta[None, :])).to(dtype)
             share_dlogits(exchange, rounded, count, own)
             # The first of these products, so that it leaves beside the others.

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from warploom.device.hopper.attention import visible
 from warploom.device.hopper.pipeline import ROWS, power_of_two
-from warploom.device.hopper.softcap import UNSEEN, capped_weights
+from warploom.device.hopper.softcap import HIDDEN, capped, capped_weights
 
 
 @gluon.jit
@@ -27,10 +27,11 @@ def weights_of(
     With a cap, times its derivative: these weights are only for gradients of logits.
     """
     if options.softcap is not None:
+        logits = capped(logits, scale, 1.0, 0.0, False)
         if MASKED:
             mask = visible(n, first, work, options, logits.shape[1], CAUSAL, LAYOUT)
-            logits = gl.where(mask, logits, UNSEEN)
-        _, weights = capped_weights(logits, lse[:, None], scale, options.softcap, dtype)
+            logits = gl.where(mask, logits, HIDDEN)
+        _, weights = capped_weights(logits, lse[:, None], options.softcap, dtype)
     else:
         weights = power_of_two(logits * scale - lse[:, None])
         if MASKED:
@@ -69,9 +70,10 @@ def transposed_weights_of(
     If there is a cap, the first are rounded.
     """
     if softcap is not None:
+        logits = capped(logits, scale, 1.0, 0.0, False)
         if MASKED:
-            logits = visible_weights(logits, m, first, reach, None, CAUSAL, LAYOUT, UNSEEN)
-        weights, slopes = capped_weights(logits, lse[None, :], scale, softcap, dtype)
+            logits = visible_weights(logits, m, first, reach, None, CAUSAL, LAYOUT, HIDDEN)
+        weights, slopes = capped_weights(logits, lse[None, :], softcap, dtype)
     else:
         weights = power_of_two(logits * scale - lse[None, :])
         if inverse is not None:
