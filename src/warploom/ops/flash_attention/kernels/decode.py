@@ -8,9 +8,9 @@ warps, no warp waits for another's numbers in the loop. Where there are several,
 and a `Softmax` the rows of all.
 
 Chunks. The keys that a tile sees are cut into chunks, by their number and by sizes of the call that are not the batch's. The
-softmax of a chunk starts afresh. The chunks of every tile are joined from left to right, then the tiles in pairs, always by
-`join`: by a program that takes all chunks, or by `combine_chunks_kernel`. The bits are the same, with as many programs
-as the size of the batch asks for.
+softmaxes of a chunk start afresh. They are joined in pairs, then the chunks from left to right, always by `join`: by a
+program that takes all chunks, or by `combine_chunks_kernel`. The bits are the same, with as many programs as the size of
+the batch asks for.
 """
 
 from __future__ import annotations
@@ -151,12 +151,10 @@ def target(first_head, r, batch, sizes, strides, variant: tl.constexpr):
 
 
 @triton.jit
-def store_chunk(softmax, number, out, out_split, statistics, to, KEY_TILES: tl.constexpr, VEC: tl.constexpr):
-    """What chunk ``number`` comes to in every tile of keys, to be joined with the others."""
-    part = tl.cast(number, tl.int64) * KEY_TILES + tl.arange(0, softmax.acc.shape[0]) // (
-        softmax.acc.shape[0] // KEY_TILES
-    )
-    tl.store(out + (part * (out_split * VEC))[:, None] + to.offsets, softmax.acc, mask=to.mask)
+def store_chunk(softmax, number, out, out_split, statistics, to, VEC: tl.constexpr):
+    """What chunk ``number`` comes to, to be joined with the others."""
+    part = tl.cast(number, tl.int64)
+    tl.store(out + part * (out_split * VEC) + to.offsets, softmax.acc, mask=to.mask)
     tl.store(statistics + part * 2 * to.rows + to.row, softmax.row_max, mask=to.in_range)
     tl.store(statistics + (part * 2 + 1) * to.rows + to.row, softmax.row_sum, mask=to.in_range)
 
@@ -170,10 +168,9 @@ def decode_kernel(
 ):  # fmt: skip
     """One tile of rows of one head of keys, over one of ``parts`` of its KV loop, of so many ``chunks`` of ``sizes.splits``.
 
-    Reads and writes what `kernels.forward.forward_kernel` does. Without ``lse``, rows are left as `Softmax` of each tile
-    of keys of each chunk: ``out`` (splits, KEY_TILES, B, N, H, E) in float32, not divided by sums, and ``statistics``
-    (splits, KEY_TILES, 2, B, H, N). ``variant`` has one tile of keys. ``ONE_CHUNK``: the program takes a single chunk,
-    and leaves it.
+    Reads and writes what `kernels.forward.forward_kernel` does. Without ``lse``, rows are left as `Softmax` of each
+    chunk: ``out`` (splits, B, N, H, E) in float32, not divided by sums, and ``statistics`` (splits, 2, B, H, N).
+    ``variant`` has one tile of keys. ``ONE_CHUNK``: the program takes a single chunk, and leaves it.
     """
     if PDL:  # with the launch that joins chunks, which waits for this one
         gdc_launch_dependents()
@@ -234,7 +231,7 @@ def decode_kernel(
     position = row // group + offset - first_key
     mask = Mask((keys - first_key)[:, None], sizes.left, sizes.right)
     softmax = nothing(ROWS, BLOCK_E)
-    whole = nothing(ROWS, BLOCK_E)
+    whole = nothing(BLOCK_M, BLOCK_E)
     chunk = part * chunks
     chunk_stop = start + span
     for n in tl.range(start, stop, STEP):
@@ -259,28 +256,26 @@ def decode_kernel(
             softmax = Softmax(product(factor, v_tile, softmax.acc, PRECISION), softmax.row_sum, softmax.row_max)
         if not ONE_CHUNK:
             if n + STEP >= tl.minimum(chunk_stop, stop):
+                joined = join_key_tiles(softmax, KEY_TILES)
                 if lse is None:
                     # Addresses hang on a number that the compiler cannot know: made before the loop, they would spill.
-                    to = target(q_head, (chunk >> 30) + row, batch, sizes, out_strides, variant)
-                    store_chunk(softmax, chunk, out, out_split, statistics, to, KEY_TILES, VEC)
+                    to = target(q_head, (chunk >> 30) + r, batch, sizes, out_strides, variant)
+                    store_chunk(joined, chunk, out, out_split, statistics, to, VEC)
                 else:
-                    whole = join(whole, softmax)
+                    whole = join(whole, joined)
                 softmax = nothing(ROWS, BLOCK_E)
                 chunk += 1
                 chunk_stop += span
-    if lse is None:
-        to = target(q_head, row, batch, sizes, out_strides, variant)
-        if ONE_CHUNK:
-            store_chunk(softmax, chunk, out, out_split, statistics, to, KEY_TILES, VEC)
-        else:
-            for empty in range(chunk, tl.minimum((part + 1) * chunks, sizes.splits)):
-                store_chunk(softmax, empty, out, out_split, statistics, to, KEY_TILES, VEC)
-    else:
-        to = target(q_head, r, batch, sizes, out_strides, variant)
+    to = target(q_head, r, batch, sizes, out_strides, variant)
+    if lse is not None:
         store_results(
-            join_key_tiles(whole, KEY_TILES), sink, q_head + r % group, out, to.offsets, to.mask, lse, statistics, to.row,
-            to.in_range, to.rows,
+            whole, sink, q_head + r % group, out, to.offsets, to.mask, lse, statistics, to.row, to.in_range, to.rows
         )  # fmt: skip
+    elif ONE_CHUNK:
+        store_chunk(join_key_tiles(softmax, KEY_TILES), chunk, out, out_split, statistics, to, VEC)
+    else:
+        for empty in range(chunk, tl.minimum((part + 1) * chunks, sizes.splits)):
+            store_chunk(whole, empty, out, out_split, statistics, to, VEC)
 
 
 @triton.jit
@@ -289,40 +284,35 @@ def combine_chunks_kernel(
     rows: tl.int64, tokens: tl.int32, heads: tl.int32, chunks: tl.int32, out_split: tl.int64,
     out_strides: Strides,
     VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
-    KEY_TILES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row of what `kernels.forward.forward_kernel` writes, from what `decode_kernel` left of all chunks.
 
     A row is a (batch entry, head, token), tokens fastest, as in ``lse``. Parts are in float32, with the strides of ``out``.
     """
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    in_range = row < rows
     token, head, batch = row % tokens, row // tokens % heads, row // tokens // heads
     feature = tl.arange(0, BLOCK_E)
-    key_tile = tl.arange(0, KEY_TILES).to(tl.int64)
     mask = (feature < E)[None, :]
     offsets = row_offsets(batch, token, head, out_strides, VEC)[:, None]
     offsets += (feature if UNIT else feature * out_strides.f)[None, :]
-    tiles = part + (key_tile * (out_split * VEC))[:, None] + offsets
-    row_of_tile = key_tile * 2 * rows + row
-    step = out_split * VEC * KEY_TILES  # from a chunk to the next
     # With PDL twice: on nothing while the other launch still runs, so that the code is in a cache when that ends.
     for again in range(0 if PDL else 1, tl.minimum(chunks, 2)):
         some = chunks * again
-        softmax = nothing(KEY_TILES, BLOCK_E)
+        softmax = nothing(1, BLOCK_E)
         for chunk in range(0, chunks, AHEAD):
             accs, sums, maxima = (), (), ()
             for i in tl.static_range(AHEAD):
-                left = (key_tile >= 0) & (chunk + i < some)
-                beside = part_statistics + (chunk + i) * 2 * KEY_TILES * rows + row_of_tile
-                accs += (tl.load(tiles + (chunk + i) * step, mask=mask & left[:, None], other=0.0),)
+                left = in_range & (chunk + i < some)
+                beside = part_statistics + (chunk + i) * 2 * rows + row
+                tile = part + (chunk + i) * (out_split * VEC) + offsets
+                accs += (tl.load(tile, mask=mask & left[:, None], other=0.0),)
                 sums += (tl.load(beside + rows, mask=left, other=0.0),)
                 maxima += (tl.load(beside, mask=left, other=float("-inf")),)
             for i in tl.static_range(AHEAD):
                 softmax = join(softmax, Softmax(accs[i], sums[i], maxima[i]))
-        there = (row < rows) & (some > 0)
-        store_results(
-            join_key_tiles(softmax, KEY_TILES), sink, head, out, offsets, mask & there[:, None], lse, statistics, row,
-            there, rows,
-        )  # fmt: skip
+        there = in_range & (some > 0)
+        store_results(softmax, sink, head, out, offsets, mask & there[:, None], lse, statistics, row, there, rows)
         if PDL:
             gdc_wait()

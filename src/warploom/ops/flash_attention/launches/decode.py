@@ -118,7 +118,7 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
         pdl=pdl,
         rows=results, tokens=shape.tokens, heads=shape.heads, chunks=chunks, out_split=out.numel() // to.vec,
         VEC=to.vec, UNIT=to.unit, E=shape.value_dim, BLOCK_E=shape.block_e,
-        KEY_TILES=tiles.key_tiles, AHEAD=DECODE_AHEAD, PDL=pdl, num_warps=tiles.key_tiles,
+        AHEAD=DECODE_AHEAD, PDL=pdl, num_warps=1,
         **to.of("out"),
     )  # fmt: skip
-    return Plan(launch, combine, chunks * tiles.key_tiles)
+    return Plan(launch, combine, chunks)
