@@ -19,6 +19,11 @@ def test_addresses_that_are_there() -> None:
     assert lost_addresses(GOOD) == []
     vector = GOOD.replace("USGXT.U32 UR50, UR50, 0xe", "R2UR UR50, R7")
     assert lost_addresses("/*0000*/ LOP3.LUT R7, R7, 0x3fff, RZ, 0xc0, !PT ;" + vector) == []
+    halves = "/*0000*/ ULOP3.LUT UR7, UR6, 0x3fff3fff, URZ, 0xc0, !UPT ;" + GOOD.replace(
+        "USGXT.U32 UR50, UR50, 0xe", "UPRMT UR50, UR7, 0x7732, URZ"
+    )
+    assert lost_addresses(halves) == []
+    assert lost_addresses(halves.replace("0x3fff3fff", "0xffff"))
     spilled = "/*0000*/ LDL R7, [R1+0xd4] ;" + vector
     assert lost_addresses(spilled) == []
     assert lost_addresses("/*0000*/ HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;")  # both factors in shared memory

@@ -4,7 +4,8 @@ The assembler of CUDA 12.8 (Triton 3.6 and 3.7) loses some: where a loop stores 
 descriptor of the tile is computed from a register that holds something else, or was never written. PTX is right,
 the machine code reads anywhere. A descriptor's lower half is the address in units of 16 bytes, cut to 14 bits, plus
 a number; so back from each instruction there must be such a cut, on every way that leads to it. (Of two loops the
-second's descriptors may be computed from the first's, which is left out where it has nothing to do.)
+second's descriptors may be computed from the first's, which is left out where it has nothing to do. Two addresses
+may be cut at a time, in the halves of a register.)
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _LABEL = re.compile(r"^\s*(\.L_\w+):", re.MULTILINE)
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
 _REGISTER = re.compile(r"\bU?R\d+\b(?!\])")
 _PRODUCT = re.compile(r"gdesc\[UR(\d+)\]")
-_CUT = (("SGXT", "0xe"), ("SGXT", "0xf"), ("LOP3", "0x3fff"), ("LOP3", "0x7fff"))
+_CUT = (("SGXT", "0xe"), ("SGXT", "0xf"), ("LOP3", "0x3fff"), ("LOP3", "0x7fff"), ("LOP3", "0x3fff3fff"))
 _WITHOUT_RESULT = ("ST", "RED", "BAR", "BRA", "HGMMA", "DEPBAR", "SYNCS", "UBLKCP", "UTMA", "EXIT")
 _PASSED_ON = (
     *("UIADD3", "IADD3", "VIADD", "UMOV", "MOV", "R2UR", "IMAD", "UIMAD"),
-    *("LOP3", "ULOP3", "USEL", "SEL", "ULEA", "LEA", "SHF", "USHF"),
+    *("LOP3", "ULOP3", "USEL", "SEL", "ULEA", "LEA", "SHF", "USHF", "PRMT", "UPRMT"),
 )
 
 

@@ -110,13 +110,19 @@ def fits_whole(tiles, W, form):
 def copy_tiles(descs, ring, place, tile, count):
     """Have tile number ``tile`` copied into the ``count``-th buffers, once these are empty."""
     slot = wait_empty(ring.empty, count)
-    mbarrier.expect(ring.full.index(slot), len(descs) * descs[0].block_type.nbytes)
+    buffers = ()
+    for i in gl.static_range(len(descs)):
+        buffers = buffers + (ring.tiles[i].index(slot),)
+    copy_into(descs, buffers, ring.full.index(slot), place, tile)
+
+
+@gluon.jit
+def copy_into(descs, buffers, full, place, tile):
+    """Have tile number ``tile`` of each tensor copied into a buffer."""
+    mbarrier.expect(full, len(descs) * descs[0].block_type.nbytes)
     for i in gl.static_range(len(descs)):
         tma.async_copy_global_to_shared(
-            descs[i],
-            [place.b.to(gl.int32), place.h.to(gl.int32), place.first + tile * T, 0],
-            ring.full.index(slot),
-            ring.tiles[i].index(slot),
+            descs[i], [place.b.to(gl.int32), place.h.to(gl.int32), place.first + tile * T, 0], full, buffers[i]
         )
 
 

@@ -20,6 +20,7 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
     PRODUCT_STAGES,
     Call,
     T,
+    copy_into,
     decay_of_tokens,
     decays_between,
     decays_of,
@@ -35,7 +36,6 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
 from warploom.ops.linear_attention.kernels.tiles import Scales, Sizes, StateStrides, locate
 
 SINES = gl.constexpr(2)  # tiles whose sines and pairs there is room for
-OWN = gl.constexpr(32)  # columns of a tile's pairs that a group of warps makes
 PIECE = gl.constexpr(32)  # columns of a state that become a factor at a time
 AHEAD = gl.constexpr(2)  # see `encode_parts`
 
@@ -51,9 +51,8 @@ class Parts(NamedTuple):
     empty: gl.shared_memory_descriptor
     sines: gl.shared_memory_descriptor  # (2 · SINES, T, W), of both tiles of rows
     sums: gl.shared_memory_descriptor  # (SINES, T), of decays: see `store_sums`
-    pair_tiles: gl.shared_memory_descriptor  # (2 · SINES, T, OWN), of both groups
-    encoded: gl.shared_memory_descriptor  # a barrier for each of SINES tiles
-    paired: gl.shared_memory_descriptor  # a barrier: the pairs of this tile are there
+    pair_tiles: gl.shared_memory_descriptor  # (SINES, T, T)
+    made: gl.shared_memory_descriptor  # barriers: each of SINES tiles is encoded; and the pairs of each are there
     initial: gl.tensor | None
     final: gl.tensor | None
     initial_strides: StateStrides
@@ -64,14 +63,10 @@ class Parts(NamedTuple):
 def copy_in(parts, full, first: gl.constexpr, behind: gl.constexpr, call, count, REVERSE: gl.constexpr):
     """Have some of the ``count``-th tiles copied into their buffers."""
     slot = wait_empty(parts.empty, count)
-    place = call.place
-    tile = call.tiles - 1 - count if REVERSE else count
-    mbarrier.expect(full.index(slot), (behind - first) * parts.descs[0].block_type.nbytes)
+    descs, buffers = (), ()
     for i in gl.static_range(first, behind):
-        tma.async_copy_global_to_shared(
-            parts.descs[i], [place.b.to(gl.int32), place.h.to(gl.int32), place.first + tile * T, 0], full.index(slot),
-            parts.tiles.index(3 * slot + i),
-        )  # fmt: skip
+        descs, buffers = descs + (parts.descs[i],), buffers + (parts.tiles.index(3 * slot + i),)
+    copy_into(descs, buffers, full.index(slot), call.place, call.tiles - 1 - count if REVERSE else count)
 
 
 @gluon.jit
@@ -110,7 +105,7 @@ def encode_both(parts, call, form: gl.constexpr, BY_HEAD: gl.constexpr, REVERSE:
         )  # fmt: skip
         fence_async_shared()
         thread_barrier()
-        mbarrier.arrive(parts.encoded.index(half))
+        mbarrier.arrive(parts.made.index(half))
         if i >= SINES:  # the result before the last has left its buffer
             tma.store_wait(0)
             if i + 1 < call.tiles:
@@ -137,14 +132,13 @@ def piece_of(state, number: gl.constexpr):
 def multiply_parts(own: gl.constexpr, form: gl.constexpr, REVERSE: gl.constexpr, parts, call):
     """A group of warps of `hopper_parts_kernel`: of half of the columns of results and states, all transposed.
 
-    It makes half of a tile's pairs, for both groups.
+    It makes the pairs of every other tile, for both groups.
     """
     tiles, place = parts.tiles, call.place
     W: gl.constexpr = parts.sines.shape[2]
     HALF: gl.constexpr = W // 2
     PIECES: gl.constexpr = W // PIECE
     dtype: gl.constexpr = parts.sines.dtype
-    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
@@ -158,22 +152,23 @@ def multiply_parts(own: gl.constexpr, form: gl.constexpr, REVERSE: gl.constexpr,
     for i in range(call.tiles):
         slot, half = wait_full(parts.rows_full, i), i % SINES
         wait_full(parts.c_full, i)
-        wait_full(parts.encoded, i)
+        mbarrier.wait(parts.made.index(half), i // SINES & 1)
         a_c, b_c, c = matrix(tiles, 3 * slot), matrix(tiles, 3 * slot + 1), matrix(tiles, 3 * slot + 2)
         a_s, b_s, sums = parts.sines.index(2 * half), parts.sines.index(2 * half + 1), parts.sums.index(half)
         mine = c.slice(own * HALF, HALF, dim=1)
-        pairs = gl.zeros([T, OWN], gl.float32, PAIRS)
-        pairs = warpgroup_mma(a_c, b_c.slice(own * OWN, OWN).permute([1, 0]), pairs, use_acc=False, is_async=True)
-        pairs = warpgroup_mma(a_s, b_s.slice(own * OWN, OWN).permute([1, 0]), pairs, is_async=True)
-        pairs = warpgroup_mma_wait(0, deps=[pairs])
-        if form.DECAY == "none":
-            pairs = weigh_pairs(pairs, 0.0, form, REVERSE, own * OWN) * call.scales.scale
-        else:
-            pairs *= decays_between(call, sums, form, REVERSE, PAIRS, own * OWN, OWN)
-        parts.pair_tiles.index(2 * half + own).store(pairs.to(dtype))
-        fence_async_shared()
-        thread_barrier()
-        mbarrier.arrive(parts.paired)
+        if half == own:
+            pairs = gl.zeros([T, T], gl.float32, RESULT)
+            pairs = warpgroup_mma(a_c, b_c.permute([1, 0]), pairs, use_acc=False, is_async=True)
+            pairs = warpgroup_mma(a_s, b_s.permute([1, 0]), pairs, is_async=True)
+            pairs = warpgroup_mma_wait(0, deps=[pairs])
+            if form.DECAY == "none":
+                pairs = weigh_pairs(pairs, 0.0, form, REVERSE)
+            else:
+                pairs *= decays_between(call, sums, form, REVERSE, RESULT, 0, T)
+            parts.pair_tiles.index(half).store(pairs.to(dtype))
+            fence_async_shared()
+            thread_barrier()
+            mbarrier.arrive(parts.made.index(SINES + half))
         result = gl.zeros([HALF, T], gl.float32, RESULT)
         for j in gl.static_range(2 * PIECES):  # a piece at a time: there are no registers for more
             piece = piece_of(state_c if j < PIECES else state_s, j % PIECES)
@@ -183,9 +178,7 @@ def multiply_parts(own: gl.constexpr, form: gl.constexpr, REVERSE: gl.constexpr,
             )
             result = warpgroup_mma_wait(1, deps=[result])
         result = warpgroup_mma_wait(0, deps=[result])
-        if form.DECAY == "none":
-            result *= call.scales.scale
-        else:
+        if form.DECAY != "none":
             each, total = decays_of(call, sums, 0, 0, T, form, gl.SliceLayout(0, RESULT))
             result *= (exponential(total - each if REVERSE else each) * call.scales.scale)[None, :]
             shrink = exponential(total)
@@ -194,17 +187,17 @@ def multiply_parts(own: gl.constexpr, form: gl.constexpr, REVERSE: gl.constexpr,
             each, total = decays_of(call, sums, 0, 0, T, form, gl.SliceLayout(0, FACTOR))
             weights = exponential(each if REVERSE else total - each)
             given = (mine.permute([1, 0]).load(FACTOR).to(gl.float32) * weights[None, :]).to(dtype)
-        mbarrier.wait(parts.paired, i & 1)
+        mbarrier.wait(parts.made.index(SINES + half), i // SINES & 1)
+        values = mine.permute([1, 0])
         if form.DECAY == "none":
-            given = mine.permute([1, 0]).load(FACTOR)
-        for j in gl.static_range(2):
-            result = warpgroup_mma(
-                mine.slice(j * OWN, OWN).permute([1, 0]), parts.pair_tiles.index(2 * half + j).permute([1, 0]), result,
-                is_async=True,
-            )  # fmt: skip
+            given = values.load(FACTOR)
+            values = as_factor(given, dtype, RESULT)
+        result = warpgroup_mma(values, parts.pair_tiles.index(half).permute([1, 0]), result, is_async=True)
         state_c = warpgroup_mma(given, b_c, state_c, is_async=True)
         state_s = warpgroup_mma(given, b_s, state_s, is_async=True)
         result, state_c, state_s = warpgroup_mma_wait(0, deps=[result, state_c, state_s])
+        if form.DECAY == "none":
+            result *= call.scales.scale
         mine.permute([1, 0]).store(result.to(dtype))
         fence_async_shared()
         thread_barrier()
@@ -234,11 +227,10 @@ def hopper_parts_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T, W], dtype)
     sines = gl.allocate_shared_memory(dtype, [2 * SINES, T, W], TILE)
     pair_tiles = gl.allocate_shared_memory(
-        dtype, [2 * SINES, T, OWN], gl.NVMMASharedLayout.get_default_for([T, OWN], dtype)
+        dtype, [SINES, T, T], gl.NVMMASharedLayout.get_default_for([T, T], dtype)
     )
-    encoded, paired = barriers(SINES), barriers(1)
-    init_each(encoded)
-    mbarrier.init(paired.index(0), count=2)
+    made = barriers(2 * SINES)
+    init_each(made)
     tiles = gl.maximum(place.last - place.first + T - 1, 0) // T
     angles = load_angles(theta, place, sizes, W, (4 * form.ENCODERS,), form)
     of_head = 0.0
@@ -252,7 +244,7 @@ def hopper_parts_kernel(
         final += place.slot * final_strides.s + place.h * final_strides.h
     parts = Parts(
         (a_desc, b_desc, c_desc), out_desc, stored, rows_full, c_full, empty, sines, new_sums(form),
-        pair_tiles, encoded, paired.index(0), initial, final, StateStrides(0, 0, initial_strides.f, initial_strides.e),
+        pair_tiles, made, initial, final, StateStrides(0, 0, initial_strides.f, initial_strides.e),
         StateStrides(0, 0, final_strides.f, final_strides.e),
     )  # fmt: skip
     fence_async_shared()
