@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from warploom.bench.records import Record, append, load, load_environments, save_environment
+from warploom.ops import benches
 from warploom.runtime.backend import HAS_TRITON
 
 ROOT = Path(__file__).parents[1]
@@ -324,9 +325,10 @@ def test_a_case_is_replaced_whole_by_that_of_a_later_run(tmp_path: Path, monkeyp
 
 def test_cases_are_in_the_order_of_their_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge_records, "is_stale", lambda record: False)
-    results = measured(tmp_path / "results", "a", record_of("warploom", 4.0, 32768))
-    later = measured(tmp_path / "later", "b", *(record_of("warploom", 1.0, n) for n in (4096, 512)))
-    merge_records.merge(results, [later])
+    cases = {case["n"]: dict(case) for case in benches()["lrpe-rope"].suites["quick"]("cuda")}
+    made = {n: replace(record_of("warploom", 1.0), case=case) for n, case in cases.items()}
+    results = measured(tmp_path / "results", "a", made[32768])
+    merge_records.merge(results, [measured(tmp_path / "later", "b", made[4096], made[512])])
     assert [r.case["n"] for r in load([results])] == [512, 4096, 32768]
 
 
