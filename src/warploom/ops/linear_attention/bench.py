@@ -163,13 +163,14 @@ def _quick(device: str) -> list[Case]:
 
 
 def _published(device: str) -> list[Case]:
-    """Sizes of the tables of flash-linear-attention and cuLA."""
+    """Sizes of the tables of flash-linear-attention and cuLA, and one of them without decays."""
     if device != "cuda":
         return _quick(device)
     sizes = [(1, 8192, 96, 128), (1, 16384, 64, 128), (2, 8192, 64, 128), (2, 16384, 64, 128), (4, 2048, 16, 64)]
     sizes += [(8, 4096, 16, 64), (1, 32768, 8, 128), (1, 131072, 4, 64), (2, 16384, 64, 64)]
     encodings = ("none", "rotate", "cosine")
-    return [_case(b, n, h, d, encoding, decay="head") for b, n, h, d in sizes for encoding in encodings]
+    whole = [_case(b, n, h, d, encoding, decay="head") for b, n, h, d in sizes for encoding in encodings]
+    return whole + [_case(2, 16384, 64, 128, encoding) for encoding in encodings]
 
 
 def _decode(device: str) -> list[Case]:
