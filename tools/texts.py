@@ -115,6 +115,22 @@ ROWS = (
         ("float32",),
     ),
     Row(
+        "attention, decoding",
+        "attention_decode",
+        "fwd",
+        {},
+        {"batch": 8, "m": 8192, "key_heads": 8, "cache": "dense"},
+        "8 × 8k cache, 32:8 heads of 128",
+    ),
+    Row(
+        "linear attention, rotate",
+        "linear_attention",
+        "fwd",
+        {"encoding": "rotate"},
+        {"batch": 1, "n": 8192, "heads": 96, "head_dim": 128, "decay": "head"},
+        "1 × 8k × 96 × 128, decays, bf16",
+    ),
+    Row(
         "TPA decode", "tpa_decode", "fwd", {}, {"batch": 8, "m": 32768, "kv_rank": None}, "8 × 32k cache, 32 heads"
     ),
     Row(
@@ -137,7 +153,7 @@ ROWS = (
 
 
 def speed_table(records: Sequence[Record], devices: Mapping[str, str]) -> str:
-    """Ten kinds of work: a typical time, its share of the limit, and all cases beside the fastest alternative."""
+    """Kinds of work: a typical time, its share of the limit, and all cases beside the fastest alternative."""
     rows = [cells for row in ROWS if (cells := _row(row, records, devices))]
     heads = ["operator", "typical shape", "mode", "ms", "of the limit", "fastest alternative", "its time / ours"]
     heads += ["lost / level / compared", "cases"]

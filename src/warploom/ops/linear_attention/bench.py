@@ -130,7 +130,7 @@ OPERATOR = Operator(
         "hopper_product_kernel": 8,
         "hopper_key_kernel": 80,
         "hopper_cosine_kernel": 104,
-        "hopper_parts_kernel": 216,
+        "hopper_parts_kernel": 224,
     },
 )
 OPERATORS = (OPERATOR,)
