@@ -164,7 +164,7 @@ def shard_sequence(
     Raises:
         ShapeError: There is no such axis.
         DtypeError: An argument has the wrong type.
-        DeviceError: ``x`` is not on a device of the mesh.
+        DeviceError: ``x`` is not on this rank's device of the mesh.
         ArgumentError: The mesh has more dimensions, the layout is unknown, or bounds are not those of ``x``.
 
     Example:
@@ -207,7 +207,7 @@ def unshard_sequence(
     Raises:
         ShapeError: Parts are not those of the layout.
         DtypeError: An argument has the wrong type.
-        DeviceError: ``x`` is not on a device of the mesh.
+        DeviceError: ``x`` is not on this rank's device of the mesh.
         ArgumentError: The mesh has more dimensions, the layout is unknown, bounds are not those of the whole, or
             calls of the ranks differ.
 

@@ -128,7 +128,7 @@ def context_parallel_linear_attention(
     Raises:
         ShapeError: A size does not fit, or parts are not those of the layout.
         DtypeError: An argument has the wrong type.
-        DeviceError: A tensor is not on a device of the mesh.
+        DeviceError: A tensor is not on this rank's device of the mesh.
         ArgumentError: The mesh has more dimensions, an option is unknown, bounds are not those of the whole, or
             the ranks' calls differ.
         BackendError: ``backend="triton"`` cannot run this call.
