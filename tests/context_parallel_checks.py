@@ -1,11 +1,9 @@
 """What ranks check of context parallelism, each on its own part: run by tests/test_context_parallel.py."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import warploom
 from warploom import flash_attention, linear_attention
 from warploom.distributed import (
     context_parallel_attention,
@@ -80,6 +78,21 @@ def check_gradients_of_layouts(world):
     whole = unshard_sequence(part, mesh)
     (whole**3).sum().backward()
     torch.testing.assert_close(part.grad, 3 * part.detach() ** 2)
+
+
+def check_bounds_that_change_are_read_again(world):
+    mesh, bounds = mesh_of(world), cu(3, 13)
+    x = torch.arange(16)
+    assert torch.equal(
+        shard_sequence(x, mesh, dim=0, cu_seqlens=bounds), shard_sequence(x, mesh, dim=0, cu_seqlens=cu(3, 13))
+    )
+    bounds[1] = 8
+    assert torch.equal(
+        shard_sequence(x, mesh, dim=0, cu_seqlens=bounds), shard_sequence(x, mesh, dim=0, cu_seqlens=cu(8, 8))
+    )
+    with torch.inference_mode():
+        part = shard_sequence(x, mesh, dim=0, cu_seqlens=cu(8, 8))
+        assert torch.equal(part, shard_sequence(x, mesh, dim=0, cu_seqlens=bounds))
 
 
 # Attention
@@ -274,136 +287,3 @@ def check_packed_linear_attention(world):
 def check_linear_attention_on_the_kernels(world):
     if world == 2:
         linear_case(world, length=20, backend="triton", decay="token", encoding="rotate", return_state=True)
-
-
-# Errors
-
-
-def refused(error, text, call):
-    with pytest.raises(error, match=text):
-        call()
-    dist.barrier()  # every rank gets here
-
-
-def check_bounds_that_change_are_read_again(world):
-    mesh, bounds = mesh_of(world), cu(3, 13)
-    x = torch.arange(16)
-    assert torch.equal(
-        shard_sequence(x, mesh, dim=0, cu_seqlens=bounds), shard_sequence(x, mesh, dim=0, cu_seqlens=cu(3, 13))
-    )
-    bounds[1] = 8
-    assert torch.equal(
-        shard_sequence(x, mesh, dim=0, cu_seqlens=bounds), shard_sequence(x, mesh, dim=0, cu_seqlens=cu(8, 8))
-    )
-    with torch.inference_mode():
-        part = shard_sequence(x, mesh, dim=0, cu_seqlens=cu(8, 8))
-        assert torch.equal(part, shard_sequence(x, mesh, dim=0, cu_seqlens=bounds))
-
-
-def check_what_one_rank_gets_wrong_all_refuse(world):
-    mesh, rank = mesh_of(world), dist.get_rank()
-    odd = rank == world - 1
-    q, k, v = draw(*[(1, 8, 2, 4)] * 3)
-    attend = context_parallel_attention
-    refused(
-        warploom.ShapeError,
-        "q must be the ranks' parts",
-        lambda: attend(q[:, : 8 - odd], k[:, : 8 - odd], v[:, : 8 - odd], mesh),
-    )
-    refused(
-        warploom.DeviceError, "k must be on the device of q", lambda: attend(q, k.to("meta") if odd else k, v, mesh)
-    )
-    meta = [x.to("meta") for x in (q, k, v)]
-    refused(
-        warploom.DeviceError,
-        "q must be on a device of the mesh",
-        lambda: attend(*(meta if odd else (q, k, v)), mesh),
-    )
-    refused(warploom.ArgumentError, "a call must be the same", lambda: attend(q, k, v, mesh, causal=odd))
-    refused(
-        warploom.ArgumentError,
-        "a call must be the same",
-        lambda: attend(q, k, v, mesh, layout="contiguous" if odd else "zigzag"),
-    )
-    refused(
-        warploom.ArgumentError,
-        "layout must be one of",
-        lambda: attend(q, k, v, mesh, layout="ring" if odd else "zigzag"),
-    )
-    refused(
-        warploom.ShapeError,
-        "k must be of as many tokens",
-        lambda: attend(q, k[:, : 8 - odd], v[:, : 8 - odd], mesh),
-    )
-    refused(
-        warploom.BackendError, "backend", lambda: attend(q.double(), k.double(), v.double(), mesh, backend="triton")
-    )
-    refused(warploom.DtypeError, "mesh must be a DeviceMesh", lambda: attend(q, k, v, "cpu"))
-    local = cu(3, 5)
-    refused(
-        warploom.ArgumentError,
-        f"cu_seqlens must be the bounds of the whole, from 0 to {8 * world}",
-        lambda: attend(q, k, v, mesh, cu_seqlens=local),
-    )
-    refused(
-        warploom.ArgumentError,
-        "a call must be the same",
-        lambda: attend(q, k, v, mesh, cu_seqlens=cu(8, 8 * world - 8) if odd else cu(8 * world)),
-    )
-    refused(
-        warploom.DtypeError,
-        "cu_seqlens must be a tensor",
-        lambda: attend(q, k, v, mesh, cu_seqlens=[0, 8] if odd else cu(8 * world)),
-    )
-    part = shard_sequence(q, mesh)
-    refused(warploom.ShapeError, "x must be the ranks' parts", lambda: unshard_sequence(part[:, odd:], mesh))
-    refused(
-        warploom.ArgumentError,
-        "a call must be the same",
-        lambda: unshard_sequence(part.double() if odd else part, mesh),
-    )
-    refused(
-        warploom.ArgumentError,
-        "a call must be the same",
-        lambda: unshard_sequence(q, mesh) if odd else attend(q, k, v, mesh),
-    )
-    refused(warploom.ShapeError, "dim must be an axis", lambda: shard_sequence(q, mesh, dim=4))
-    refused(warploom.ArgumentError, "length must be at least 0", lambda: local_position_ids(-1, mesh))
-    refused(warploom.DtypeError, "length must be an int", lambda: local_position_ids(1.0, mesh))
-    attend = context_parallel_linear_attention
-    refused(
-        warploom.ShapeError,
-        "q must be the ranks' parts",
-        lambda: attend(q[:, : 8 - odd], k[:, : 8 - odd], v[:, : 8 - odd], mesh),
-    )
-    refused(
-        warploom.ArgumentError,
-        "linear_attention: encoding must be",
-        lambda: attend(q, k, v, mesh, encoding="none" if odd else "no"),
-    )
-    refused(warploom.ArgumentError, "a call must be the same", lambda: attend(q, k, v, mesh, offset=int(odd)))
-    refused(
-        warploom.ArgumentError, "cu_seqlens must be the bounds", lambda: attend(q, k, v, mesh, cu_seqlens=local)
-    )
-    refused(
-        warploom.DeviceError,
-        "q must be on a device of the mesh",
-        lambda: attend(*(meta if odd else (q, k, v)), mesh),
-    )
-    attention_case(world, causal=True)  # and the next call is right
-
-
-def check_meshes_that_are_not_of_one_dimension(world):
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "cp"))
-    q, k, v = draw(*[(1, 8, 2, 4)] * 3)
-    for call in (
-        lambda: context_parallel_attention(q, k, v, mesh),
-        lambda: shard_sequence(q, mesh),
-        lambda: unshard_sequence(q, mesh),
-        lambda: local_position_ids(8, mesh),
-    ):
-        refused(
-            warploom.ArgumentError, r'mesh must be of one dimension, such as mesh\["cp"\]; got 2 dimensions', call
-        )
-    part = shard_sequence(q, mesh["cp"])
-    assert torch.equal(unshard_sequence(part, mesh["cp"]), q)

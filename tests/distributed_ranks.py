@@ -1,6 +1,7 @@
 """Processes that run checks together: one group for all checks of a file, and what each rank found in each."""
 
 import contextlib
+import datetime
 import importlib
 import json
 import multiprocessing
@@ -75,7 +76,8 @@ def _rank(module: str, rank: int, world: int, folder: str, shared: Path | None) 
     importlib.import_module("distributed_ranks").SHARED = shared
     checks = importlib.import_module(module)
     store = dist.FileStore(str(Path(folder, "store")), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    timeout = datetime.timedelta(seconds=TIMEOUT / 3)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     names = [name for name in vars(checks) if name.startswith("check_")]
     with Path(folder, f"{rank}.jsonl").open("w") as report:
         for name in names:

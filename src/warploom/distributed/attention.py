@@ -11,6 +11,7 @@ Groups of heads, of which the next travels while one is computed, made it slower
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
@@ -18,16 +19,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from warploom.distributed import exchange
+from warploom.distributed.agreement import agree, refuse, refuse_compiled, sizes_of
 from warploom.distributed.exchange import Call, Plan, plan_of
 from warploom.distributed.layout import Layout, check_layout, chunks_of, settled
 from warploom.distributed.ranks import (
-    agree,
     bounds_of,
     check_device,
     check_lengths,
+    check_packed,
     group_named,
     group_of,
-    refuse,
     shown,
 )
 from warploom.errors import ShapeError, WarploomError, dtype_of, fault, shape_of
@@ -134,7 +135,7 @@ def context_parallel_attention(
     Raises:
         ShapeError: A size does not fit, or parts are not those of the layout.
         DtypeError: An argument has the wrong type.
-        DeviceError: A tensor is not on a device of the mesh.
+        DeviceError: A tensor is not on this rank's device of the mesh.
         ArgumentError: The mesh has more dimensions, an option is unknown, bounds are not those of the whole, or
             the ranks' calls differ.
         BackendError: ``backend="triton"`` cannot run this call.
@@ -153,52 +154,46 @@ def context_parallel_attention(
         out = context_parallel_attention(q, k, v, mesh, causal=True)             # (1, 64 / W, 8, 16)
         ```
     """
-    group = group_of(NAME, mesh)
+    q, k, v = under_autocast(q, k, v)
+    tensors, given = (q, k, v, sink, cu_seqlens), (causal, scale, window, float32_precision, return_lse, softcap)
     try:
-        q, k, v = under_autocast(q, k, v)
-        options = _checked(
-            q,
-            k,
-            v,
-            sink,
-            cu_seqlens,
-            mesh,
-            (causal, scale, window, float32_precision, return_lse, softcap),
-            layout,
-            backend,
-        )
+        options = _checked(tensors, given, mesh, layout, backend)
     except WarploomError as error:
-        if not torch.compiler.is_compiling():
-            refuse(group, error)
-        raise
-    found = apply(OPERATOR, (q, k, v, sink, cu_seqlens), 0, options)
+        if torch.compiler.is_compiling():
+            return refuse_compiled(  # type: ignore[no-any-return]
+                NAME, mesh, error, tensors, lambda *tensors: _checked(tensors, given, mesh, layout, backend),
+                functools.partial(_shapes, return_lse),
+            )  # fmt: skip
+        refuse(NAME, mesh, error)
+    found = apply(OPERATOR, tensors, 0, options)
     return found[:2] if return_lse else found[0]
 
 
-def _checked(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_seqlens: Tensor | None, mesh: DeviceMesh,
-    options: tuple[Any, ...], layout: str, backend: str,
-) -> Options:  # fmt: skip
+def _checked(tensors: Tensors, given: tuple[Any, ...], mesh: DeviceMesh, layout: str, backend: str) -> Options:
     """What a call asks for, from what this rank can see of it."""
-    causal, scale, window, precision, return_lse, softcap = options
+    group = group_of(NAME, mesh).group_name
+    q, k, v, sink, cu_seqlens = tensors
+    causal, scale, window, precision, return_lse, softcap = given
     window = tuple(window) if isinstance(window, list) else window
     given = (causal, scale, window, precision, return_lse, softcap)
-    try:
-        settled, limit, *_ = check(NAME, (q, k, v, sink, None, None, None, None), given, 0)
-        kernels = use_triton(NAME, backend, q, limit)
-    except WarploomError as error:  # which names the operator that is called for each chunk
-        raise type(error)(str(error).replace("flash_attention", NAME, 1)) from None
+    settled, limit, *_ = check(NAME, (q, k, v, sink, None, None, None, None), given, 0)
+    kernels = use_triton(NAME, backend, q, limit)
     check_layout(NAME, layout)
     check_device(NAME, mesh, "q", q)
     if k.shape[1] != q.shape[1]:
         raise fault(ShapeError, NAME, "k", f"of as many tokens as q, {q.shape[1]}", shape_of(k))
     if cu_seqlens is not None:
-        if not torch.compiler.is_compiling():
-            bounds_of(NAME, cu_seqlens)
+        check_packed(NAME, cu_seqlens)
         if q.shape[0] != 1:
             raise fault(ShapeError, NAME, "q", "of batch size 1 when cu_seqlens are given", shape_of(q))
     left, right, scale, precision, softcap = settled
-    return Options(left, right, scale, precision, softcap, kernels, layout, group_of(NAME, mesh).group_name)
+    return Options(left, right, scale, precision, softcap, kernels, layout, group)
+
+
+def _shapes(return_lse: bool, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[tuple[int, ...]]:
+    """Of the results of a call that may be wrong."""
+    batch, tokens, heads, _features, values = sizes_of(q, k, v)
+    return [(batch, tokens, heads, values), *[(batch, heads, tokens)] * bool(return_lse)]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -270,7 +265,7 @@ def _read(tensors: Tensors, options: Options) -> Any:
     """The bounds of the whole, once the ranks have told each other of their calls."""
     q, k, v, sink, cu_seqlens = tensors
     group = group_named(options.group)
-    read = None if cu_seqlens is None else bounds_of(NAME, cu_seqlens)
+    read = None if cu_seqlens is None else bounds_of(cu_seqlens)
     sizes = f"B={q.shape[0]} Hq={q.shape[2]} Hkv={k.shape[2]} D={q.shape[3]} E={v.shape[3]} {dtype_of(q)}"
     named = zip(Options._fields[:-1], options)
     call = " ".join(

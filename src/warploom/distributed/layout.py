@@ -14,16 +14,17 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from warploom.distributed.agreement import agree, refuse
 from warploom.distributed.ranks import (
     Bounds,
-    agree,
     all_gather,
     bounds_of,
     check_bounds,
     check_device,
     check_lengths,
+    check_packed,
+    device_of,
     group_of,
-    refuse,
     shown,
 )
 from warploom.errors import ArgumentError, DtypeError, ShapeError, WarploomError, dtype_of, fault, shape_of
@@ -117,7 +118,9 @@ def places(chunks: Chunks) -> Tensor:
 
 def _whole(function: str, length: int, cu_seqlens: Tensor | None) -> Bounds:
     """The bounds of a whole of a length that is known."""
-    return settled(function, None if cu_seqlens is None else bounds_of(function, cu_seqlens), length)
+    if cu_seqlens is not None:
+        check_packed(function, cu_seqlens)
+    return settled(function, None if cu_seqlens is None else bounds_of(cu_seqlens), length)
 
 
 def settled(function: str, bounds: Bounds | None, length: int) -> Bounds:
@@ -161,7 +164,7 @@ def shard_sequence(
     Raises:
         ShapeError: There is no such axis.
         DtypeError: An argument has the wrong type.
-        DeviceError: ``x`` is not on a device of the mesh.
+        DeviceError: ``x`` is not on this rank's device of the mesh.
         ArgumentError: The mesh has more dimensions, the layout is unknown, or bounds are not those of ``x``.
 
     Example:
@@ -204,7 +207,7 @@ def unshard_sequence(
     Raises:
         ShapeError: Parts are not those of the layout.
         DtypeError: An argument has the wrong type.
-        DeviceError: ``x`` is not on a device of the mesh.
+        DeviceError: ``x`` is not on this rank's device of the mesh.
         ArgumentError: The mesh has more dimensions, the layout is unknown, bounds are not those of the whole, or
             calls of the ranks differ.
 
@@ -220,15 +223,16 @@ def unshard_sequence(
         ```
     """
     name = "unshard_sequence"
-    group = group_of(name, mesh)
-    check_layout(name, layout)
     try:
+        group = group_of(name, mesh)
+        check_layout(name, layout)
         dim = _checked_dim(name, x, dim)
         check_device(name, mesh, "x", x)
-        read = None if cu_seqlens is None else bounds_of(name, cu_seqlens)
+        if cu_seqlens is not None:
+            check_packed(name, cu_seqlens)
     except WarploomError as error:
-        refuse(group, error)
-        raise
+        refuse(name, mesh, error)
+    read = None if cu_seqlens is None else bounds_of(cu_seqlens)
     rest = [size for axis, size in enumerate(x.shape) if axis != dim]
     call = f"{dtype_of(x)} {rest} beside dim={dim}, layout={layout}, cu_seqlens={shown(read)}"
     lengths = agree(group, name, x.shape[dim], call)
@@ -308,10 +312,7 @@ def local_position_ids(
     if length < 0:
         raise fault(ArgumentError, name, "length", "at least 0", length)
     bounds = _whole(name, length, cu_seqlens)
-    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else None
-    return _positions_on(
-        bounds, group.size(), layout, group.rank(), device or torch.device(mesh.device_type)
-    ).clone()
+    return _positions_on(bounds, group.size(), layout, group.rank(), device_of(mesh)).clone()
 
 
 @functools.lru_cache(8)

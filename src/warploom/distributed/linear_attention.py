@@ -15,24 +15,23 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from warploom.distributed.agreement import agree, refuse, refuse_compiled, sizes_of
 from warploom.distributed.layout import as_bytes, chunks_of, settled
 from warploom.distributed.ranks import (
     Bounds,
-    agree,
     all_gather,
     bounds_of,
     check_device,
     check_lengths,
+    check_packed,
     group_named,
     group_of,
-    refuse,
     shown,
 )
 from warploom.errors import WarploomError, dtype_of
 from warploom.ops.linear_attention import reference
 from warploom.ops.linear_attention.api import Arguments
 from warploom.ops.linear_attention.problem import Options as OneOptions
-from warploom.ops.linear_attention.validation import NAME as ONE_NAME
 from warploom.ops.linear_attention.validation import Activation, Encoding, check
 from warploom.runtime.backend import Backend, use_triton
 from warploom.runtime.dispatch import Gradient, Operator, Tensors, apply
@@ -129,7 +128,7 @@ def context_parallel_linear_attention(
     Raises:
         ShapeError: A size does not fit, or parts are not those of the layout.
         DtypeError: An argument has the wrong type.
-        DeviceError: A tensor is not on a device of the mesh.
+        DeviceError: A tensor is not on this rank's device of the mesh.
         ArgumentError: The mesh has more dimensions, an option is unknown, bounds are not those of the whole, or
             the ranks' calls differ.
         BackendError: ``backend="triton"`` cannot run this call.
@@ -148,33 +147,40 @@ def context_parallel_linear_attention(
         out = context_parallel_linear_attention(q, k, v, mesh, decay=-torch.rand(8))    # (1, 64 / W, 8, 16)
         ```
     """
-    group = group_of(NAME, mesh)
     offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
     tensors = (q, k, v, theta, decay, initial_state, offsets, cu_seqlens)
+    given = (encoding, activation, interleaved, causal, scale, return_state)
     try:
-        given = (encoding, activation, interleaved, causal, scale, return_state)
         options = _checked(tensors, given, offset, mesh, backend)
     except WarploomError as error:
-        if not torch.compiler.is_compiling():
-            refuse(group, error)
-        raise
+        if torch.compiler.is_compiling():
+            return refuse_compiled(  # type: ignore[no-any-return]
+                NAME, mesh, error, tensors, lambda *tensors: _checked(tensors, given, offset, mesh, backend),
+                functools.partial(_shapes, encoding, return_state),
+            )  # fmt: skip
+        refuse(NAME, mesh, error)
     out, state, *_ = apply(OPERATOR, tensors, offset, options)
     return (out, state) if return_state else out
 
 
 def _checked(tensors: Tensors, given: tuple[Any, ...], offset: int, mesh: DeviceMesh, backend: str) -> Options:
     """What a call asks for, from what this rank can see of it."""
+    group = group_of(NAME, mesh).group_name
     q, *_, cu_seqlens = tensors
-    try:
-        one, limit, *_ = check(ONE_NAME, tensors, given, offset)
-        kernels = use_triton(NAME, backend, q, limit)
-    except WarploomError as error:  # which names the operator that is called for each part
-        raise type(error)(str(error).replace(ONE_NAME, NAME, 1)) from None
+    one, limit, *_ = check(NAME, tensors, given, offset)
+    kernels = use_triton(NAME, backend, q, limit)
     check_device(NAME, mesh, "q", q)
-    if cu_seqlens is not None and not torch.compiler.is_compiling():
-        bounds_of(NAME, cu_seqlens)
+    if cu_seqlens is not None:
+        check_packed(NAME, cu_seqlens)
     kind, activation, causal, scale, return_state = one
-    return Options(kind, activation, causal, scale, return_state, kernels, group_of(NAME, mesh).group_name)
+    return Options(kind, activation, causal, scale, return_state, kernels, group)
+
+
+def _shapes(kind: str, return_state: bool, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[tuple[int, ...]]:
+    """Of the results of a call that may be wrong."""
+    batch, tokens, heads, features, values = sizes_of(q, k, v)
+    state = (batch, heads, features * (2 if kind == "cosine" else 1), values)
+    return [(batch, tokens, heads, values), *[state] * bool(return_state)]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -384,7 +390,7 @@ def _read(tensors: Tensors, options: Options, offset: int) -> Bounds:
     """The bounds of the whole, once the ranks have told each other of their calls."""
     q, _, v, *rest, cu_seqlens = tensors
     group = group_named(options.group)
-    read = None if cu_seqlens is None else bounds_of(NAME, cu_seqlens)
+    read = None if cu_seqlens is None else bounds_of(cu_seqlens)
     names = ("theta", "decay", "initial_state", "offset")
     given = [f"{n}={None if x is None else x.dim()}" for n, x in zip(names, rest)]
     sizes = f"B={q.shape[0]} H={q.shape[2]} D={q.shape[3]} E={v.shape[3]} {dtype_of(q)} offset={offset}"
@@ -585,7 +591,7 @@ def _pairs(tensors: Tensors, run: _Run) -> list[tuple[int, int]]:
     cu_seqlens = tensors[-1]
     if cu_seqlens is None:
         return [(0, sum(run.part.lengths))] * _sequences(tensors)
-    return list(itertools.pairwise(bounds_of(NAME, cu_seqlens)))
+    return list(itertools.pairwise(bounds_of(cu_seqlens)))
 
 
 def _tokens_of(grad: Tensor | None, segment: _Segment) -> Tensor | None:
