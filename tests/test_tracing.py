@@ -15,7 +15,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import warploom
 from warploom import flash_attention, linear_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
-from warploom.nn import LRPE, Attention, RotaryEmbedding, SwiGLU, TensorProductAttention, TransformerConfig
+from warploom.nn import (
+    LRPE,
+    Attention,
+    LinearAttention,
+    RotaryEmbedding,
+    SwiGLU,
+    TensorProductAttention,
+    TransformerConfig,
+    TransformerLM,
+)
 from warploom.nn.transformer_lm import Block
 from warploom.runtime.backend import HAS_TRITON
 
@@ -133,8 +142,6 @@ def with_gradients(run: Callable[..., Any], inputs: Tensors) -> Tensors:
 @pytest.mark.sample(3)
 @calls
 def test_compiled_for_any_size(call: Call, backend: str, device: torch.device) -> None:
-    if call is CALLS["linear_attention"]:
-        pytest.skip("test_conformance.py compiles it, and this would take a minute")
     run, counter = call.run(backend), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
     frames = []
@@ -182,12 +189,33 @@ def test_exported_with_dynamic_sizes(strict: bool, call: Call, backend: str, dev
         assert_same(program(*inputs), run(*inputs))
 
 
-LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "attention": lambda: Attention(32, 2, kv_heads=1, position=RotaryEmbedding(16)),
-    "attention_with_lrpe": lambda: Attention(32, 2, position=LRPE(2, 16)),
-    "tensor_product_attention": lambda: TensorProductAttention(32, 2, 16),
-    "swiglu": lambda: SwiGLU(32, 48),
-    "block": lambda: Block(TransformerConfig(vocab_size=9, d_model=32, d_ff=48, layers=1, heads=2), 0),
+class Layer(NamedTuple):
+    """A layer, and the axes of its input behind batch and tokens; without any it takes tokens."""
+
+    make: Callable[[], nn.Module]
+    axes: tuple[int, ...] = (32,)
+
+    def input(self, batch: int, tokens: int, device: torch.device) -> Tensor:
+        if not self.axes:
+            return torch.randint(9, (batch, tokens), device=device)
+        return torch.randn(batch, tokens, *self.axes, device=device)
+
+
+SMALL = {"vocab_size": 9, "d_model": 32, "d_ff": 48, "layers": 1, "heads": 2}
+LAYERS = {
+    "rotary_embedding": Layer(lambda: RotaryEmbedding(8, learnable=True), (4, 8)),
+    "lrpe": Layer(lambda: LRPE(4, 8), (4, 8)),
+    "lrpe_rotate_for_grouped_heads": Layer(lambda: LRPE(2, 8, kind="rotate"), (4, 8)),
+    "attention": Layer(lambda: Attention(32, 2, kv_heads=1, position=RotaryEmbedding(16))),
+    "attention_with_lrpe": Layer(lambda: Attention(32, 2, position=LRPE(2, 16))),
+    "tensor_product_attention": Layer(lambda: TensorProductAttention(32, 2, 16)),
+    "linear_attention": Layer(lambda: LinearAttention(32, 2, 16)),
+    "linear_attention_cosine": Layer(lambda: LinearAttention(32, 2, 16, value_dim=8, position="cosine")),
+    "swiglu": Layer(lambda: SwiGLU(32, 48)),
+    "block": Layer(lambda: Block(TransformerConfig(**SMALL), 0)),
+    "transformer_flash": Layer(lambda: TransformerLM(TransformerConfig(**SMALL, attention="flash")), ()),
+    "transformer_tpa": Layer(lambda: TransformerLM(TransformerConfig(**SMALL, attention="tpa")), ()),
+    "transformer_linear": Layer(lambda: TransformerLM(TransformerConfig(**SMALL, attention="linear")), ()),
 }
 
 
@@ -195,19 +223,39 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("way", ["compile", "export", "export_strict"])
 def test_layers(way: str, name: str, device: torch.device) -> None:
-    layer = LAYERS[name]().to(device)
-    x = torch.randn(3, 11, 32, device=device)
+    made = LAYERS[name]
+    layer = made.make().to(device)
     if way == "compile":
         program: Any = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     else:
-        sizes = ({0: torch.export.Dim("B"), 1: torch.export.Dim("N")},)
+        sizes = ({0: torch.export.Dim("B"), 1: torch.export.Dim("N", max=512)},)
+        x = made.input(3, 11, device)
         program = torch.export.export(layer, (x,), dynamic_shapes=sizes, strict=way == "export_strict").module()
-    for shape in ((3, 11), (5, 17)):
-        x = torch.randn(*shape, 32, device=device)
+    for batch, tokens in ((3, 11), (5, 17), (2, 70)):  # the last is more than a chunk of linear attention
+        x = made.input(batch, tokens, device)
         assert_same(program(x), layer(x))
         if way == "compile":
+            assert_same(parameter_gradients(layer, program(x)), parameter_gradients(layer, layer(x)))
             with torch.no_grad():
                 assert_same(program(x), layer(x))
+
+
+def parameter_gradients(layer: nn.Module, outputs: Any) -> Tensors:
+    first = as_tuple(outputs)[0]
+    return torch.autograd.grad(first, list(layer.parameters()), torch.cos(3 * first.detach()))
+
+
+def test_views_of_a_projection_compiled_for_any_size(device: torch.device) -> None:
+    """Whose backward must know the memory order of gradients that it views."""
+
+    def run(x: Tensor, weights: Tensor) -> Tensor:
+        q, k, v = ((x @ weight).view(*x.shape[:2], 2, 8) for weight in weights.unbind())
+        return linear_attention(q, k, v, backend="torch")
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch, tokens in ((3, 11), (2, 70)):
+        inputs = torch.randn(batch, tokens, 8, device=device), torch.randn(3, 8, 16, device=device)
+        assert_same(with_gradients(compiled, inputs), with_gradients(run, inputs))
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")

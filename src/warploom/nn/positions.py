@@ -242,8 +242,9 @@ class LRPE(_Frequencies):
         """
         encode = lrpe_cosine if self.kind == "cosine" else lrpe_rotate
         theta = self.frequencies(x)
-        groups, rest = divmod(x.shape[-2], theta.shape[0])
-        theta = theta if rest or groups < 2 else theta.repeat_interleave(groups, dim=0)
+        heads, rows = x.shape[-2], theta.shape[0]
+        if heads % rows == 0 and heads > rows:
+            theta = theta.repeat_interleave(heads // rows, dim=0)
         return encode(
             x,
             theta,

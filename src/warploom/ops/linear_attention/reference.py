@@ -139,8 +139,12 @@ def _in_chunks(
 
 def _chunks(x: Tensor, count: int) -> Tensor:
     """Tokens (B, N, H, F) in so many chunks (B, C, T, H, F), with zeros behind them."""
-    padding = count * CHUNK - x.shape[1]
-    chunks: Tensor = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(1, (count, CHUNK))
+    _, tokens, heads, features = x.shape
+    padding = (count * CHUNK - tokens) * heads * features
+    # Along one axis: of more, a compiler for any length mistakes the memory order of the gradient.
+    chunks: Tensor = torch.nn.functional.pad(x.flatten(1), (0, padding)).unflatten(
+        1, (count, CHUNK, heads, features)
+    )
     return chunks
 
 

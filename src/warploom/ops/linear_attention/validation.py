@@ -122,7 +122,7 @@ def _check_theta(q: Tensor, theta: Tensor | None, encoding: str) -> None:
             raise fault(ShapeError, NAME, "q", "of an even number of features D", shape_of(q))
         features //= 2
     rows = theta.shape[0] if theta.dim() == 2 else 1
-    if theta.dim() not in (1, 2) or rows not in (1, heads) or not 1 <= theta.shape[-1] <= features:
+    if theta.dim() not in (1, 2) or 1 != rows != heads or not 1 <= theta.shape[-1] <= features:
         expected = f"(H, F), (1, F) or (F,) with H = {heads} and 1 ≤ F ≤ {features}"
         raise fault(ShapeError, NAME, "theta", expected, shape_of(theta))
     _check_device("theta", theta, q)

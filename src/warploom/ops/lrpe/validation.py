@@ -113,7 +113,7 @@ def _check_x_theta(name: str, x: Tensor, theta: Tensor) -> None:
         raise fault(ShapeError, name, "x", "(B, N, H, D) or (B, N, D) with D ≥ 1", shape_of(x))
     heads = x.shape[2] if x.dim() == 4 else 1
     rows = theta.shape[0] if theta.dim() == 2 else 1
-    if theta.dim() not in (1, 2) or theta.shape[-1] == 0 or rows not in (1, heads):
+    if theta.dim() not in (1, 2) or theta.shape[-1] == 0 or 1 != rows != heads:
         expected = f"(H, E), (1, E) or (E,) with H = {heads} and E ≥ 1"
         raise fault(ShapeError, name, "theta", expected, shape_of(theta))
     _check_device(name, "theta", theta, x)
