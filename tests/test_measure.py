@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import toy
 
-from warploom.bench import limits, measure
+from warploom.bench import limits, llama, measure, transformer
 from warploom.bench.attempt import Failure
 from warploom.bench.evaluate import Unit, evaluate, provider_call
 from warploom.bench.records import LIMIT, Record
+from warploom.bench.registry import benches
 from warploom.ops.spec import Traffic, Unsupported
 
 pytestmark = pytest.mark.usefixtures("quick_measurements")
@@ -221,33 +223,49 @@ PEERS = {
     "lrpe-rope": {"torch", "torch_compile", "torch_compile_cache", "liger", "fla", "flash_attn"},
     "lrpe-rotate": {"torch", "torch_compile", "torch_compile_cache"},
     "lrpe-cosine": {"torch", "torch_compile", "torch_compile_cache"},
-    "tpa-decode": {"torch", "torch_compile", "torch_naive"},
+    "lrpe-rotate-md": {"torch", "torch_compile", "torch_compile_cache"},
+    "lrpe-cosine-md": {"torch", "torch_compile", "torch_compile_cache"},
+    "attention-decode": {"torch", "torch_compile", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"},
+    "tpa-decode": {"torch", "torch_compile", "torch_naive", "sdpa_gqa", "sdpa_mha"},
     "tpa-attention": {"torch_naive", "torch_naive_compile"},
-    "transformer": {"sdpa", "torch", "llama"},
+    "linear-attention": {"torch", "torch_compile", "fla", "softmax_sdpa_flash"},
+    "linear-attention-decode": {"torch", "torch_compile", "fla"},
+    "transformer": {name + ending for name in ("sdpa", "torch", "llama") for ending in transformer.ENDINGS},
+    "llama": {"eager", "sdpa", "sdpa+compile"},
+    "context-parallel": {"allgather_sdpa", "sdpa_context_parallel"},
 }  # fmt: skip
+
+
+def test_peers_of_every_bench_are_named(own_registry: None) -> None:
+    assert set(PEERS) == set(benches())
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_no_peer_is_dropped_from_a_bench(name: str) -> None:
-    from warploom.bench.registry import benches
-
     bench = benches()[name]
-    assert PEERS[name] <= {name for name in bench.providers if not bench.runs_kernels(name)}
+    assert PEERS[name] <= {name for name in bench.every_provider if not bench.runs_kernels(name)}
 
 
-def test_compiled_peers_get_their_best_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    from warploom.bench.registry import benches
+COMPILED = {
+    (name, peer) for name, peers in PEERS.items() for peer in peers if "compile" in peer or "+graphs" in peer
+}
 
+
+@pytest.mark.parametrize(("name", "peer"), sorted(COMPILED))
+def test_compiled_peers_get_their_best_settings(name: str, peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, object]] = []
     monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options) or function)
-    monkeypatch.setattr("warploom.ops.spec.need_cuda", lambda what="": None)
-    for name in ("flash-attention", "lrpe-rotate", "lrpe-rope", "tpa-decode", "tpa-attention"):
-        bench = benches()[name]
-        for provider, build in bench.providers.items():
-            if "compile" in provider:
-                build(bench.suites["quick"]("cuda")[0])
-    assert len(asked) >= 6
-    assert all(one == {"dynamic": False, "mode": "max-autotune-no-cudagraphs"} for one in asked)
+    monkeypatch.setattr(transformer, "need_cuda", lambda what="": None)
+    monkeypatch.setattr("warploom.bench.steps.llama", lambda extra, **config: torch.nn.Identity())
+    bench = benches()[name]
+    if name == "transformer":
+        transformer.build(peer, bench.suites["trial"]("cpu")[0], CPU)
+    elif name == "llama":
+        llama._started(mock.MagicMock(), peer, "prefill", torch.zeros(1, 4, dtype=torch.long))
+    else:
+        bench.providers[peer](bench.suites["quick"]("cuda")[0])
+    mode = "max-autotune" if peer.endswith("+graphs") else "max-autotune-no-cudagraphs"
+    assert asked == [{"dynamic": False, "mode": mode}]
 
 
 def test_what_is_compiled_keeps_its_buffers_for_another_backward() -> None:

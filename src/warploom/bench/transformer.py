@@ -30,7 +30,7 @@ from warploom.bench.measure import Clock, allocated_bytes, interleaved, peak_byt
 from warploom.bench.parts import Timeline
 from warploom.bench.records import Record
 from warploom.nn import TransformerConfig, TransformerLM
-from warploom.ops.spec import KERNELS, Case, Inputs, Traffic, Unsupported, need_cuda
+from warploom.ops.spec import KERNELS, Case, Inputs, Traffic, Unsupported, compiled_at_best, need_cuda
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From tokens (B, N) and targets (B, N) to the mean cross-entropy ()."""
@@ -91,8 +91,7 @@ def build(provider: str, case: Case, device: torch.device) -> tuple[nn.Module, L
         return out
 
     # The loss is compiled with the model, for all models alike.
-    mode = "reduce-overhead" if ending == "graphs" else None
-    return model, torch.compile(loss, mode=mode, dynamic=False) if ending else loss
+    return model, compiled_at_best(loss, graphs=ending == "graphs") if ending else loss
 
 
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:

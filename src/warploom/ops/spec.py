@@ -238,9 +238,15 @@ class Bench:
         return [name for other in self.others for name in other.providers]
 
 
-def compiled_at_best(function: Callable[..., Outputs]) -> Callable[..., Any]:
-    """A peer compiled for its case with the compiler's own search for tiles: it gets its best settings too."""
-    compiled: Callable[..., Any] = torch.compile(function, dynamic=False, mode="max-autotune-no-cudagraphs")
+def compiled_at_best(function: Callable[..., Any], *, graphs: bool = False) -> Callable[..., Any]:
+    """A peer compiled for its case with the compiler's own search for tiles: it gets its best settings too.
+
+    Args:
+        function: What is compiled.
+        graphs: Whether it is replayed from CUDA graphs.
+    """
+    mode = "max-autotune" if graphs else "max-autotune-no-cudagraphs"
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=False, mode=mode)
     return compiled
 
 
