@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import warploom
 from warploom.integrations import hub
 
 PROGRAM = """
@@ -56,6 +58,9 @@ def test_no_import_of_the_layout_is_absolute(tmp_path: Path) -> None:
                 assert not [name for name in names if name.split(".")[0] == "warploom"], path
     with pytest.raises(FileExistsError):
         hub.build(tmp_path)
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    public = {name for name in warploom.__all__ if name.islower() and not name.startswith("_")}
+    assert set(re.findall(r"`(\w+)`", card)) == public
 
 
 def test_the_library_loads_it_offline(tmp_path: Path) -> None:

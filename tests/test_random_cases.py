@@ -29,6 +29,7 @@ from random_cases import (
     arrays,
     attention,
     cancelling,
+    command,
     families,
     function_of,
     judging,
@@ -629,10 +630,17 @@ def test_what_fails_prints_a_line_that_repeats_it(
     assert random_calls.main(shlex.split(command)) == 0
 
 
-def test_a_search_that_finds_nothing_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "lrpe_cosine --seconds 0.5 --seed 4 --backend torch --device cpu"
+@pytest.mark.parametrize("backend", ["--backend torch", "--backend auto", ""])
+def test_a_search_that_finds_nothing_ends_well(
+    backend: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, of which no kernel is asked."""
+    if not backend:
+        monkeypatch.setattr(command, "can_run_kernels", lambda device: False)
+    words = f"lrpe_cosine --seconds 0.5 --seed 4 {backend} --device cpu"
     assert random_calls.main(words.split()) == 0
     out = capsys.readouterr().out.splitlines()
+    assert out[0] == "seed 4: lrpe_cosine on cpu, in PyTorch: no kernel runs"
     assert "lrpe_cosine" in out[1]
     assert out[-1].startswith("seed 4, ")
     assert out[-1].endswith(", 0 failed")

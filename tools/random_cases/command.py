@@ -61,7 +61,10 @@ def source_of(seed: int, operators: Sequence[str], device: torch.device, anythin
 def run_random(plan: Plan) -> int:
     """Search, print what was found, and return the exit status."""
     source = plan.source
-    print(f"seed {source.seed}: {', '.join(source.operators)} on {plan.device}", flush=True)
+    chosen = ("triton", None) if plan.device == "cpu" else ("triton", "auto", None)
+    kernels = plan.backend in chosen and can_run_kernels(torch.device(plan.device))
+    where = plan.device if kernels else f"{plan.device}, in PyTorch: no kernel runs"
+    print(f"seed {source.seed}: {', '.join(source.operators)} on {where}", flush=True)
     shown, heard = 0, time.monotonic()
 
     def report(outcome: Outcome) -> None:

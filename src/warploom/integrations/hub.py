@@ -79,8 +79,8 @@ tags: [kernels]
 
 # warploom
 
-Fused operators for sequence models, written in Triton: `flash_attention`, `lrpe_rotate`, `lrpe_cosine`,
-`tpa_attention`, `tpa_decode`.
+Fused operators for sequence models, written in Triton: `flash_attention`, `linear_attention`, `lrpe_rotate`,
+`lrpe_cosine`, `tpa_attention`, `tpa_decode`.
 """
 
 

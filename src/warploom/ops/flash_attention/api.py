@@ -90,7 +90,8 @@ def flash_attention(
             gradients there are 0. Not with packed sequences. Values are read on the device and not checked.
         block_table: ``(B, P)`` int32, for keys in pages: then ``k`` is ``(pages, page_size, Hkv, D)``, ``v``
             likewise, and key ``j`` of batch entry ``b`` lies in page ``block_table[b, j // page_size]``. With
-            ``seqused_k``, and without gradients. Numbers of pages that hold no used key may be any.
+            ``seqused_k``; without gradients, and not with packed sequences. Numbers of pages that hold no used key
+            may be any.
         float32_precision: How products of float32 tensors are computed by the kernels: ``highest`` (as exact as
             float32), ``high`` (TensorFloat-32, or two parts of a factor in bfloat16) or ``medium`` (bfloat16); the
             current value of ``torch.get_float32_matmul_precision()`` by default. Other dtypes have one way only.

@@ -52,7 +52,7 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Chec
     if causal:
         right = 0
     scale = _checked_scale(scale, q)
-    _check_sequences(q, k, cu_seqlens_q, cu_seqlens_k)
+    _check_sequences(q, k, cu_seqlens_q, cu_seqlens_k, block_table)
     if softcap is not None:
         check_number(NAME, "softcap", softcap)
         if softcap <= 0:
@@ -177,10 +177,14 @@ def _check_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, seqused_k
         raise fault(ArgumentError, NAME, "block_table", "None where gradients are recorded", "a tensor")
 
 
-def _check_sequences(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
+def _check_sequences(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, block_table: Tensor | None
+) -> None:
     """Both or neither: where there are as many queries as keys, one stands for both."""
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return
+    if block_table is not None:
+        raise fault(ArgumentError, NAME, "block_table", "None with packed sequences", "a tensor")
     for argument, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if tensor is None:
             if q.shape[1] != k.shape[1]:
