@@ -32,10 +32,9 @@ def main(words: list[str] | None = None) -> None:
 
 
 def settings(options: argparse.Namespace, length: int, attention: str) -> argparse.Namespace:
-    """Options of ``train_lm.py`` for sequences of one length: a size of model of its own."""
-    name = f"{options.size}, {length} tokens"
-    train_lm.SIZES[name] = train_lm.SIZES[options.size] | {"context_length": length}
-    shape = ["--size", name, "--batch", str(max(options.tokens // length, 1)), "--steps", str(options.steps)]
+    """Options of ``train_lm.py`` for sequences of one length."""
+    shape = ["--size", options.size, "--context-length", str(length)]
+    shape += ["--batch", str(max(options.tokens // length, 1)), "--steps", str(options.steps)]
     own = [*shape, "--attention", attention, "--device", options.device, "--output", OUTPUT]
     return train_lm.parse(["--warm-up", str(options.steps // 10), *options.training, *own])
 

@@ -145,8 +145,10 @@ def prepare(
     else:
         torch.manual_seed(options.seed)
         chosen = {"attention": options.attention, "position": options.position, "vocab_size": BYTES}
+        if options.context_length:
+            chosen["context_length"] = options.context_length
         if options.size in SIZES:
-            config = TransformerConfig(**SIZES[options.size], **chosen)
+            config = TransformerConfig(**{**SIZES[options.size], **chosen})
         else:
             config = TransformerConfig.size(options.size, **chosen)
         model = TransformerLM(config).to(device)
@@ -167,8 +169,8 @@ def prepare(
         state = torch.load(checkpoint / "state.pt", map_location=device, weights_only=True)
     made_with, wanted = state["options"], shaping(options)
     if made_with != wanted:
-        names = [name for name in wanted if made_with[name] != wanted[name]]
-        told = ", ".join(f"--{name.replace('_', '-')} {made_with[name]}" for name in names)
+        names = [name for name in wanted if made_with.get(name) != wanted[name]]
+        told = ", ".join(f"--{name.replace('_', '-')} {made_with.get(name)}" for name in names)
         sys.exit(f"{checkpoint} was made with {told}; give the same, or another --output")
     if not ranks.several:
         optimizer.load_state_dict(state["optimizer"])
@@ -276,7 +278,8 @@ def forget(output: Path, step: int) -> None:
 
 def shaping(options: argparse.Namespace) -> dict[str, object]:
     """The options that decide a run's numbers: a run that goes on must have the same."""
-    names = ("size", "attention", "position", "batch", "lr", "warm_up", "steps", "weight_decay", "clip", "seed")
+    names = ("size", "context_length", "attention", "position", "batch", "lr", "warm_up", "steps", "weight_decay")
+    names += ("clip", "seed")
     return {name: getattr(options, name) for name in names} | {"text": str(options.text)}
 
 
@@ -288,6 +291,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--size", choices=(*SIZES, "sm", "md", "lg", "xl", "2.7B"), help="default: tiny, on a GPU small"
     )
+    parser.add_argument("--context-length", type=int, help="tokens of a sequence (default: by size)")
     parser.add_argument("--attention", choices=("flash", "sdpa", "plain", "tpa", "linear"), default="flash")
     parser.add_argument("--position", choices=("rotate", "cosine", "none"), default="rotate")
     parser.add_argument("--steps", type=int, help="over which the rate falls (default: 400, on a GPU 2000)")

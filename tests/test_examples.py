@@ -69,6 +69,16 @@ def test_another_run_is_not_gone_on_with() -> None:
         train("--output", "run", "--lr", "0.01")
 
 
+def test_a_context_of_any_length() -> None:
+    from warploom.nn import TransformerLM
+
+    train("--output", "run", "--stop", "2", "--context-length", "40")
+    model = TransformerLM.load(Path("run/step-00000002/model.safetensors"))
+    assert model.config.context_length == 40
+    with pytest.raises(SystemExit, match=r"was made with --context-length 40; give the same"):
+        train("--output", "run", "--context-length", "48")
+
+
 def test_the_loss_falls_and_the_model_writes(capsys: pytest.CaptureFixture[str]) -> None:
     import generate
     import train_lm
