@@ -31,13 +31,14 @@ from warploom.report.table import Table, number, shown
 __all__ = ["ROWS", "markdown_table", "replace_between", "speed_table", "update"]
 
 ROOT = Path(__file__).parents[1]
+WRITTEN = "written by tools/texts.py from records; do not edit"
 GUIDES = tuple(
-    f"src/warploom/ops/{folder}/{name}.md"
-    for folder in ("lrpe", "flash_attention", "tpa")
-    for name in ("README", "engineering-notes")
+    str(text.relative_to(ROOT))
+    for text in sorted(ROOT.glob("src/warploom/ops/*/*.md"))
+    if WRITTEN in text.read_text(encoding="utf-8")
 )
 TEXTS = ("README.md", "docs/results.md", "docs/transformer.md", *GUIDES)
-MARK = "<!-- {}: written by tools/texts.py from records; do not edit -->"
+MARK = f"<!-- {{}}: {WRITTEN} -->"
 END = "<!-- end of {} -->"
 NOTHING = "There are no records of the present code yet."
 
