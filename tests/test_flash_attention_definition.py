@@ -92,3 +92,14 @@ def test_the_definition_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(blocks, whole)
     grads = random_like(whole)
     torch.testing.assert_close(gradients(blocks, inputs, grads), gradients(whole, inputs, grads))
+
+
+def test_operations_of_values_that_are_narrower() -> None:
+    from warploom.ops.flash_attention.bench import traffic
+
+    case = {"batch": 2, "heads": 3, "n": 4, "head_dim": 192, "value_dim": 128, "dtype": "bfloat16", "causal": True}
+    pairs = 2 * 3 * 10
+    assert traffic(case, "fwd").flops == 2 * pairs * (192 + 128)
+    assert traffic(case, "bwd").flops == 2 * pairs * (192 + 128 + 128 + 192 + 192)
+    equal = {name: value for name, value in case.items() if name != "value_dim"}
+    assert traffic(equal, "fwd_bwd").flops == 14 * pairs * 192

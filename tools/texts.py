@@ -185,7 +185,8 @@ def _row(row: Row, records: Sequence[Record], devices: Mapping[str, str]) -> lis
     ]
     typical = min(ours, key=lambda record: section.own_names.index(record.provider), default=None)
     ms, share = (number(typical.ms), _percent(typical.limit_fraction)) if typical else ("–", "–")
-    return [row.name, row.shape, row.mode, ms, share, *_compared(found)]
+    way = typical.provider.removeprefix(KERNELS).lstrip("+") if typical else ""
+    return [row.name, f"{row.shape}, {way}" if way else row.shape, row.mode, ms, share, *_compared(found)]
 
 
 def _compared(found: Summary) -> list[str]:

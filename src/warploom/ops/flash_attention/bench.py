@@ -276,6 +276,25 @@ def _alone(device: str) -> list[Case]:
     ]
 
 
+def _shapes(device: str) -> list[Case]:
+    """Causal attention of other widths, with windows, and of one long sequence of few heads."""
+    if device != "cuda":
+        return [_ON_CPU | {"n": 256} | change for change in ({"head_dim": 96}, {"head_dim": 192, "value_dim": 128})]
+    plain = _training_case(2, 16, 16, 128, 8192, True)
+    changes: tuple[dict[str, Any], ...] = (
+        {"head_dim": 96},
+        {"head_dim": 96, "causal": False},
+        {"head_dim": 192, "value_dim": 128},
+        {"window": [1023, None]},
+        {"window": [4095, None]},
+        {"batch": 1, "n": 32768},
+        {"batch": 1, "heads": 1, "n": 32768},
+        {"batch": 1, "heads": 1, "n": 32768, "head_dim": 64},
+        {"heads": 64, "key_heads": 8, "batch": 1},
+    )
+    return [plain | change for change in changes]
+
+
 def _options(device: str) -> list[Case]:
     """What current models add to causal attention, each beside the plain call."""
     if device != "cuda":
@@ -325,12 +344,15 @@ def traffic(case: Case, mode: str) -> Traffic:
     """Operations of two products forward and five backward, and every tensor moved once."""
     heads, key_heads = case["heads"], case.get("key_heads", case["heads"])
     head_dim = case["head_dim"]
-    forward_flops = 4 * head_dim * visible_pairs(case) * heads * case["batch"]
-    head_bytes = case["batch"] * case["n"] * head_dim * getattr(torch, case["dtype"]).itemsize
+    value_dim = case.get("value_dim", head_dim)
+    pairs = 2 * visible_pairs(case) * heads * case["batch"]
+    # Products with head_dim: of q and k, and for dq and dk; with value_dim: of weights and v, and for dp and dv.
+    forward_flops, backward_flops = (head_dim + value_dim) * pairs, (3 * head_dim + 2 * value_dim) * pairs
+    row_bytes = case["batch"] * case["n"] * (head_dim + value_dim) * getattr(torch, case["dtype"]).itemsize
     # Forward: q, k, v in and o out. Backward: q, k, v, o, do in and dq, dk, dv out. The stream has equal parts.
-    forward_bytes = head_bytes * (2 * heads + 2 * key_heads)
-    backward_bytes = head_bytes * (4 * heads + 4 * key_heads)
-    flops = {"fwd": forward_flops, "bwd": 5 * forward_flops // 2, "fwd_bwd": 7 * forward_flops // 2}[mode]
+    forward_bytes = row_bytes * (heads + key_heads)
+    backward_bytes = row_bytes * (2 * heads + 2 * key_heads)
+    flops = {"fwd": forward_flops, "bwd": backward_flops, "fwd_bwd": forward_flops + backward_flops}[mode]
     moved = {"fwd": forward_bytes, "bwd": backward_bytes, "fwd_bwd": forward_bytes + backward_bytes}[mode]
     return Traffic(2, 1, moved // 3, flops)
 
@@ -345,6 +367,7 @@ BENCHES = (
             "training": _training,
             "float32": _float32,
             "alone": _alone,
+            "shapes": _shapes,
             "options": _options,
         },
         providers=_PROVIDERS,
