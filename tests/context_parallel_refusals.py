@@ -150,7 +150,7 @@ def check_a_wrong_mesh_on_one_rank(world):
         lambda mesh: unshard_sequence(q, mesh),
     )
     not_a_mesh = (warploom.DtypeError, "mesh must be a DeviceMesh")
-    with mock.patch.object(agreement, "PATIENCE", 0.1):
+    with mock.patch.object(agreement, "SILENT_WAIT", 0.1):
         for call in calls:
             for right in (every, grid["cp"]):
                 for wrong, error in ((grid, ONE_DIMENSION), ("cpu", not_a_mesh)):
@@ -176,7 +176,7 @@ def check_a_wrong_mesh_in_the_first_call_of_a_group_on_gpus(world):
 
 def check_a_rank_that_is_late_is_awaited(world):
     mesh = mesh_of(world)
-    with mock.patch.object(agreement, "PATIENCE", 0.05):
+    with mock.patch.object(agreement, "SILENT_WAIT", 0.05):
         if dist.get_rank() == 0:
             time.sleep(0.3)
         x = torch.arange(8)
@@ -213,5 +213,5 @@ def check_what_one_rank_compiles_wrong_all_refuse(world):
                 return (found[0] if isinstance(found, tuple) else found) @ weight
 
             given = {"q": q, "k": k, "v": v, "mesh": mesh, **right}
-            with mock.patch.object(agreement, "PATIENCE", 0.1):
+            with mock.patch.object(agreement, "SILENT_WAIT", 0.1):
                 refused(error, text, lambda: layer(given | wrong if odd else given))  # noqa: B023

@@ -24,7 +24,7 @@ from warploom.errors import ArgumentError, WarploomError, fault
 
 Tensor = torch.Tensor
 
-PATIENCE = 1.0
+SILENT_WAIT = 1.0
 """Seconds after which a rank says that it waits."""
 SEARCH = 30.0
 """Seconds for which a rank that knows no group looks for one that it is awaited in."""
@@ -91,7 +91,7 @@ def _exchange(group: Any, length: int, message: bytes) -> Tensor:
 def _is_done(work: Any) -> bool:
     """Wait for messages, and whether they came in a moment."""
     try:
-        work.wait(datetime.timedelta(seconds=PATIENCE))
+        work.wait(datetime.timedelta(seconds=SILENT_WAIT))
     except RuntimeError:
         if not work.is_completed():
             return False
