@@ -179,10 +179,10 @@ def test_the_summary_says_how_many_cases_were_compared(tmp_path: Path):
     fail(records, "torch", "fwd", 256, status="error", ms=None, limit_fraction=None)
     page = page_of(save(tmp_path / "run", records, GPU))
     rows = re.findall(r'<tr><th><a href="#lrpe_rotate">.*?</tr>', page)
-    forward, backward = (dict(re.findall(r'data-head="(\w+)">([^<]*)', row)) for row in rows)
-    counts = ("lost", "level", "compared", "cases")
-    assert [forward[head] for head in counts] == ["0", "0", "2", "3 ok"]
-    assert [backward[head] for head in counts] == ["0", "0", "3", "3 ok"]
+    forward, backward = (dict(re.findall(r'data-head="([^"]+)">([^<]*)', row)) for row in rows)
+    counts = ("lost / level / compared", "cases")
+    assert [forward[head] for head in counts] == ["0 / 0 / 2", "3 ok"]
+    assert [backward[head] for head in counts] == ["0 / 0 / 3", "3 ok"]
     assert all("cases" in row.rpartition("<td")[2] for row in rows)  # a narrow page puts the last beside the name
 
 
@@ -362,7 +362,7 @@ def test_report_shows_the_summary_first_then_panels_tables_and_commands(measured
     assert "Every case: batch = 12, heads = 12, head_dim = 128, dtype = bfloat16" in words
     assert re.search(r"n warploom torch_compile torch warploom_cache limit of the limit", words)
     assert "0.25" in words  # accuracy over its budget
-    assert "lrpe_rotate fwd 95% 95% torch, torch_compile 5.71 (3.81 … 7.62) 0 0 4 4 ok, 2 stale" in words
+    assert "lrpe_rotate fwd 95% 95% torch, torch_compile 5.71 (3.81 … 7.62) 0 / 0 / 4 4 ok, 2 stale" in words
     assert "60 records" in words
     for panel in re.findall(r"data-values='([^']*)'", page):
         assert set(json.loads(panel)) == {"activation", "mode"}
@@ -413,7 +413,7 @@ def test_report_without_a_gpu_is_about_torch(tmp_path):
     records = [replace(record, peak_memory_mib=None) for record in records]
     words = body_text(page_of(save(tmp_path / "cpu", records, CPU)))
     assert "A plain CPU" in words
-    assert "0.67 (0.67 … 0.67) 6 0 6 6 ok" in words
+    assert "0.67 (0.67 … 0.67) 6 / 0 / 6 6 ok" in words
     assert "Peak memory" not in words
 
 

@@ -110,14 +110,14 @@ def summary(section: Section, panels: Sequence[Panel], device: str, mode: str) -
 def summary_table(rows: Sequence[Summary]) -> Table:
     """Summaries as a table: share of the limit, and the alternatives' times over ours; none of the others alone."""
     heads = ["operator", "mode", "of the limit", "worst", "fastest alternative", "its time / ours"]
-    heads += ["lost", "level", "compared", "cases"]
+    heads += ["lost / level / compared", "cases"]
     found = []
     for row in (row for row in rows if row.counts):
         share = f"{median(row.shares):.0%}" if row.shares else ""
         worst = Cell(f"{row.shares[0]:.0%}" if row.shares else "", reason=row.worst_at)
-        compared = map(str, (row.lost, row.level, len(row.pairs)) if row.pairs else ("", "", ""))
+        compared = f"{row.lost} / {row.level} / {len(row.pairs)}" if row.pairs else ""
         cells = [row.operator, row.mode, share]
-        more = [row.alternatives or "none in the same run", row.ratios, *compared]
+        more = [row.alternatives or "none in the same run", row.ratios, compared]
         cases = ", ".join(f"{count} {state}" for state, count in row.counts.items())
         found.append([*map(Cell, cells), worst, *map(Cell, [*more, cases])])
     return Table(heads, found, words=2)
