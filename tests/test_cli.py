@@ -76,10 +76,10 @@ def test_without_the_reports_packages_a_run_still_ends_well(
 def test_an_interrupted_run_says_how_to_go_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt() -> dict[str, Bench]:
+    def interrupt(device: torch.device) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(registry, "benches", interrupt)
+    monkeypatch.setattr(bench, "describe", interrupt)
     assert main(["bench", "--device", "cpu"]) == 130
     assert "--resume" in capsys.readouterr().err
 
