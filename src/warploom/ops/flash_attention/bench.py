@@ -292,7 +292,7 @@ def _shapes(device: str) -> list[Case]:
         {"batch": 1, "heads": 1, "n": 32768, "head_dim": 64},
         {"heads": 64, "key_heads": 8, "batch": 1},
     )
-    return [plain | change for change in changes]
+    return [{**plain, **change} for change in changes]
 
 
 def _options(device: str) -> list[Case]:
