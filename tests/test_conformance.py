@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from warploom.errors import ArgumentError, BackendError
 from warploom.ops import operators
-from warploom.ops.spec import Case, Inputs, Operator, Outputs
+from warploom.ops.spec import Case, Inputs, Operator, Outputs, normal
 from warploom.runtime.backend import HAS_TRITON
 from warploom.testing.accuracy import compare
 from warploom.testing.conformance import (
@@ -508,3 +508,17 @@ def test_the_device_of_the_inputs_is_used(operator: Operator, case: Case, backen
     assert all(t.device == torch.device("cuda", 1) for t in (*outputs, *found))
     assert same_bits(tuple(t.to("cuda:0") for t in outputs), expected)
     assert same_bits(tuple(t.to("cuda:0") for t in found), expected_gradients)
+
+
+def test_inputs_are_drawn_anew_and_the_same_for_a_seed(device: torch.device) -> None:
+    def draw(seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [normal((30, 1000), torch.bfloat16, device, generator) for _ in range(2)]
+
+    (first, second), again, others = draw(1), draw(1), draw(2)
+    assert torch.equal(first, again[0])
+    assert torch.equal(second, again[1])
+    for other in (second, *others):
+        assert (first == other).double().mean() < 0.1
+    assert abs(first.double().mean()) < 0.03
+    assert abs(first.double().std() - 1) < 0.03

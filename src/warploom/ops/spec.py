@@ -256,12 +256,17 @@ _PERIOD = 2**24 - 3  # a prime
 def normal(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> torch.Tensor:
-    """Normal numbers. A large tensor repeats them with a prime period, so that no two of its rows are alike.
+    """Normal numbers. On a CPU a large tensor repeats them with a prime period: no two of its rows are alike.
 
+    On a GPU they are drawn there: those of a large tensor would take the host longer than all that a case measures.
     While launches are recorded nothing reads them: then the memory, of many GiB in some cases, is never touched.
     """
     if _is_recording():
         return torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cuda":
+        seed = int(torch.randint(2**62, (), generator=generator))
+        own = torch.Generator(device).manual_seed(seed)
+        return torch.randn(shape, dtype=dtype, device=device, generator=own)
     size = math.prod(shape)
     numbers = torch.randn(min(size, _PERIOD), generator=generator).to(device, dtype)
     if size > _PERIOD:
