@@ -56,13 +56,13 @@ def fresh(records: Sequence[Record]) -> list[Record]:
 
 def in_order(records: Sequence[Record]) -> list[Record]:
     """Records in the order of the suites, whenever they came: tables have their rows in it."""
-    places: dict[Case, int] = {}
+    places: dict[tuple[str, ...], int] = {}
     for bench in benches().values():
         for suite, cases in bench.suites.items():
             for case in cases("cuda"):
-                key = bench.record_name, suite, json.dumps(dict(case), sort_keys=True), ""
+                key = bench.record_name, suite, json.dumps(dict(case), sort_keys=True)
                 places.setdefault(key, len(places))
-    return sorted(records, key=lambda record: places.get((*case_of(record)[:3], ""), len(places)))
+    return sorted(records, key=lambda record: places.get(case_of(record)[:3], len(places)))
 
 
 def need_commit(run: Path, environments: dict[str, dict[str, Any]]) -> None:

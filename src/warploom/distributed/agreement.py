@@ -32,7 +32,7 @@ SEARCH = 30.0
 _MESSAGE = 1024  # bytes, of which the first eight are a length
 _hosts: dict[str, tuple[Any, Any]] = {}  # by name: a group, and the same ranks for messages between hosts
 _c10d: Any = dist.distributed_c10d
-_LOST = "warploom/lost"  # in the store: how many ranks look for a group
+_SEARCHING = "warploom/searching"  # in the store: how many ranks look for a group
 
 
 def _store() -> Any:
@@ -46,16 +46,16 @@ def _waiting(name: str) -> str:
 
 
 @contextlib.contextmanager
-def _said_to_wait(group: Any) -> Iterator[Callable[[], None]]:
+def _published_wait(group: Any) -> Iterator[Callable[[], None]]:
     """While the store says that this rank waits in a group; it does so again at every call of the function."""
     store, key = _store(), _waiting(group.group_name)
 
-    def say() -> None:
+    def publish() -> None:
         store.set(key, "1")
 
-    say()
+    publish()
     try:
-        yield say
+        yield publish
     finally:
         store.delete_key(key)
 
@@ -67,7 +67,7 @@ def _host_group(group: Any) -> Any:
     known = _hosts.get(group.group_name)
     if known is None or known[0] is not group:
         ranks = dist.get_process_group_ranks(group)
-        with _said_to_wait(group):
+        with _published_wait(group):
             host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         known = _hosts[group.group_name] = (group, host)
     return known[1]
@@ -82,9 +82,9 @@ def _exchange(group: Any, length: int, message: bytes) -> Tensor:
     everyone = torch.empty(host.size() * _MESSAGE, dtype=torch.uint8)
     work = all_gather(everyone, mine, group=host, async_op=True)
     if not _is_done(work):
-        with _said_to_wait(group) as say:  # again and again: another rank may just have stopped waiting
+        with _published_wait(group) as publish:  # again and again: another rank may just have stopped waiting
             while not _is_done(work):
-                say()
+                publish()
     return everyone.view(-1, _MESSAGE)
 
 
@@ -143,7 +143,7 @@ def refuse(function: str, mesh: object, error: WarploomError) -> NoReturn:
         error: What is wrong.
     """
     kind = type(error)
-    raise kind(_tell(_name_of(function, mesh), kind.__name__, function, error.args[0])) from None
+    raise kind(_publish_error(_name_of(function, mesh), kind.__name__, function, error.args[0])) from None
 
 
 def refuse_compiled(
@@ -195,7 +195,7 @@ def _name_of(function: str, mesh: object) -> str:
 @torch.library.custom_op("warploom::context_parallel_refusal", mutates_args=())
 def _refuse(result: Tensor, group: str, kind: str, function: str, text: str) -> Tensor:
     """What a compiled call runs that this rank refuses."""
-    raise getattr(errors, kind)(_tell(group, kind, function, text))
+    raise getattr(errors, kind)(_publish_error(group, kind, function, text))
 
 
 @_refuse.register_fake
@@ -203,34 +203,34 @@ def _(result: Tensor, group: str, kind: str, function: str, text: str) -> Tensor
     return torch.empty_like(result)
 
 
-def _tell(name: str, kind: str, function: str, text: str) -> str:
+def _publish_error(name: str, kind: str, function: str, text: str) -> str:
     """Send an error to the ranks of a group, or to those that wait for this one where its name is empty.
 
     Returns:
         Its text, of the function that was called in the place of the one that it calls.
     """
     text = f"{function}:{text.partition(':')[2]}"
-    name = name or _awaited_in()
+    name = name or _waiting_group()
     if name:
         _exchange(group_named(name), 0, _encoded(kind, text))
     return text
 
 
-def _awaited_in() -> str:
+def _waiting_group() -> str:
     """The group that others wait for this rank in, by name; empty if nobody seems to."""
     if not dist.is_initialized():
         return ""
     store, world = _store(), dist.get_world_size()
     # Where all ranks are wrong nobody waits: they count themselves, so that they need not search for long.
-    all_lost = -(-store.add(_LOST, 1) // world) * world
+    all_searching = -(-store.add(_SEARCHING, 1) // world) * world
     end = time.monotonic() + SEARCH
     while time.monotonic() < end:
         for name in _c10d._world.pg_names.values():
             if store.check([_waiting(name)]):
-                store.add(_LOST, -1)
+                store.add(_SEARCHING, -1)
                 return str(name)
-        if store.add(_LOST, 0) >= all_lost:
+        if store.add(_SEARCHING, 0) >= all_searching:
             return ""
         time.sleep(0.01)
-    store.add(_LOST, -1)
+    store.add(_SEARCHING, -1)
     return ""
