@@ -137,7 +137,10 @@ def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         large(700, 1500, 32, 8, 256, 64),
         large(1500, 700, 32, 8, 136, 248),
         large(1, 2000, 67, 67, 192, 128),
+        large(1000, 1000, 24, 24, 192, 128),
         (385, 257, 3, 1, 64, 256),
+        (300, 257, 3, 1, 192, 128),
+        (260, 385, 2, 2, 136, 40),
     ],
 )
 def test_many_tiles(
@@ -170,6 +173,7 @@ def test_many_tiles(
         (200, 300, 2, 1, 64, 40, torch.float16),
         (150, 300, 2, 1, 128, 128, torch.bfloat16),
         (100, 200, 1, 1, 192, 256, torch.float16),
+        (200, 300, 2, 1, 192, 128, torch.bfloat16),
     ],
 )
 def test_few_tiles_whose_loops_are_split(
@@ -273,6 +277,7 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
         (450, 300, 2, 2, 128, 128, torch.float16),
         (300, 300, 6, 2, 80, 128, torch.bfloat16),
         (130, 200, 2, 1, 256, 192, torch.bfloat16),
+        (130, 200, 2, 1, 192, 128, torch.bfloat16),
         (20, 640, 2, 1, 40, 64, torch.float16),
     ],
 )

@@ -256,6 +256,7 @@ COPIES: dict[str, Any] = {
     "async_copy_shared_to_global": memory.copy_out,
     "async_add": memory.add_out,
     "matrix_in": memory.Placed,
+    "tiles_in": memory.tiles_in,
     "store_wait": memory.store_wait,
     "stored": memory.stored,
 }

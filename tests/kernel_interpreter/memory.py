@@ -182,6 +182,11 @@ def allocate(dtype: Any, shape: Any, layout: Any = None, value: Tensor | None = 
     return memory
 
 
+def tiles_in(tiles: Memory, width: int, layout: Any) -> Memory:
+    rows, columns = tiles.shape[3:]
+    return Memory(tiles.tensor.view(tiles.shape[0] * columns // width, 1, 1, rows, width))
+
+
 def init(barrier: Barrier, count: int) -> None:
     barrier.count = barrier.pending = count
 

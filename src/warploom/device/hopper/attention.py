@@ -16,15 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import (
-    NARROW_HEAD,
     ROWS,
     Result,
     Ring,
     Scheduler,
     matrix,
+    pieces_of,
     power_of_two,
     product_layout,
-    product_transposed,
+    product_of_pieces,
     received,
     store_tile,
     wait_full,
@@ -327,19 +327,19 @@ def kept_as_factor(tile, dtype: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def attend(
-    state, q_tile, k, v, go, begin, end, first, work, options, scale,
+    state, q_pieces, k, v, go, begin, end, first, work, options, scale,
     own: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """KV loop over tiles ``end − 1 … begin``."""
     acc, weights, row_sum, row_max, count, starts = state
-    STAGES: gl.constexpr = k.tiles.shape[0]
+    STAGES: gl.constexpr = k.full.shape[0]
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     GROUPS: gl.constexpr = go.shape[0]
     for i in range(end - begin):
         if GROUPS > 2:
             mbarrier.wait(go.index(own), starts & 1)
             starts += 1
-        logits = product_transposed(q_tile, k, count + 1, LAYOUT)
+        logits = product_of_pieces(q_pieces, k, count + 1, LAYOUT)
         slot = wait_full(v.full, count)
         factor = kept_as_factor(weights, v.tiles.dtype, OUT_LAYOUT)
         acc = warpgroup_mma(factor, matrix(v.tiles, slot), acc, is_async=True)
@@ -365,10 +365,11 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
     """Group number ``own`` of warps of a `Forward`."""
     scheduler, q_tiles, k, v, go, out, lse, statistics, work, scale, options = call
     GROUPS: gl.constexpr = go.shape[0]
-    STAGES: gl.constexpr = k.tiles.shape[0]
+    STAGES: gl.constexpr = k.full.shape[0]
+    PIECES: gl.constexpr = k.tiles.shape[0] // STAGES
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     E: gl.constexpr = v.tiles.shape[4]
-    OWN_BUFFERS: gl.constexpr = q_tiles.shape[4] <= NARROW_HEAD
+    OWN_BUFFERS: gl.constexpr = scheduler.full.shape[0] > 1
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     LAYOUT: gl.constexpr = product_layout(BLOCK_N)
     OUT_LAYOUT: gl.constexpr = product_layout(E)
@@ -387,14 +388,14 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         begin, low, full, end = key_steps(block, split, entry, options, CAUSAL, BLOCK_M, BLOCK_N)
         m = block * BLOCK_M + own * ROWS
         first = m + entry.keys - work.tokens  # the last query stands at the last key
-        q_tile = matrix(q_tiles, q_slot * GROUPS + own)
+        q_pieces = pieces_of(q_tiles, q_slot * GROUPS + own, PIECES)
         if options.sink is not None:  # it is there when the loop has ended
             sink = gl.load(options.sink + head).to(gl.float32)
         acc = gl.zeros([ROWS, E], gl.float32, OUT_LAYOUT)
         row_sum = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
 
-        logits = product_transposed(q_tile, k, count, LAYOUT)
+        logits = product_of_pieces(q_pieces, k, count, LAYOUT)
         logits = warpgroup_mma_wait(0, deps=[logits])
         mbarrier.arrive(k.empty.index(count % STAGES))
         n = first_key(tile_of_step(0, begin, end, options), entry, options, BLOCK_N)
@@ -405,16 +406,16 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         state = State(acc, kept(new, v.tiles.dtype), row_sum, row_max, count, starts)
         if CAUSAL or options.window is not None:  # otherwise the first step alone has a mask
             state = attend(
-                state, q_tile, k, v, go, full, end, first, entry, options, scale,
+                state, q_pieces, k, v, go, full, end, first, entry, options, scale,
                 own, True, CAUSAL, LAYOUT, OUT_LAYOUT,
             )  # fmt: skip
         state = attend(
-            state, q_tile, k, v, go, low, full, first, entry, options, scale,
+            state, q_pieces, k, v, go, low, full, first, entry, options, scale,
             own, False, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
         if options.window is not None:
             state = attend(
-                state, q_tile, k, v, go, begin, low, first, entry, options, scale,
+                state, q_pieces, k, v, go, begin, low, first, entry, options, scale,
                 own, True, CAUSAL, LAYOUT, OUT_LAYOUT,
             )  # fmt: skip
         acc, weights, row_sum, row_max, count, starts = state
@@ -438,7 +439,11 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
         if OWN_BUFFERS:
             tma.store_wait(0)  # until the tile before has left its buffer
-        store_tile(out, acc, own, split, batch, head, m, work.tokens, SPLIT, OUT_LAYOUT)
+        # Of queries in pieces, the first tile of results within the group's own.
+        OUT_SLOT: gl.constexpr = (
+            own if OWN_BUFFERS else (own * q_tiles.shape[0] // GROUPS * q_tiles.shape[4] + E - 1) // E
+        )
+        store_tile(out, acc, OUT_SLOT, split, batch, head, m, work.tokens, SPLIT, OUT_LAYOUT)
         if not OWN_BUFFERS:
             tma.store_wait(0)
             mbarrier.arrive(scheduler.empty.index(q_slot))

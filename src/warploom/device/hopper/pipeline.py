@@ -7,6 +7,8 @@ order in which they are used, so a count of tiles gives buffer and phase of a ba
 
 A float32 factor is the sum of ``TERMS`` tensors in bfloat16 (see `warploom.device.product`), (TERMS · B, H, N, D): the
 terms of a tile lie in as many buffers, one behind the other. Of 16-bit tensors there is one term.
+
+Rows of 192 features, which no tile has, are copied in three pieces of 64: they too lie in as many buffers.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ NARROW_HEAD = gl.constexpr(128)
 class Ring(NamedTuple):
     """Buffers in shared memory that tiles pass through, in the order in which they are used."""
 
-    tiles: gl.shared_memory_descriptor  # (stages · TERMS, 1, 1, rows, features): a tile is a box of (B, H, N, D)
+    tiles: gl.shared_memory_descriptor
+    """(stages · TERMS · pieces, 1, 1, rows, features): a tile is a box of (B, H, N, D)."""
     full: gl.shared_memory_descriptor  # a barrier for each stage, as is the next
     empty: gl.shared_memory_descriptor
 
@@ -143,26 +146,35 @@ def wait_empty(empty, count):
 def copy_tile(desc, batch, head, row, ring, count, batch_size=0, TERMS: gl.constexpr = 1):
     """Copy the tile number ``count`` into its buffers of a ring once these are empty. Several terms need ``batch_size``."""
     slot = wait_empty(ring.empty, count)
-    mbarrier.expect(ring.full.index(slot), TERMS * desc.block_type.nbytes)
+    PIECES: gl.constexpr = ring.tiles.shape[0] // (ring.full.shape[0] * TERMS)
+    WIDTH: gl.constexpr = desc.block_type.shape[3]
+    mbarrier.expect(ring.full.index(slot), TERMS * PIECES * desc.block_type.nbytes)
     for i in gl.static_range(TERMS):
-        tma.async_copy_global_to_shared(
-            desc, [i * batch_size + batch, head, row, 0], ring.full.index(slot), ring.tiles.index(slot * TERMS + i)
-        )
+        for piece in gl.static_range(PIECES):
+            tma.async_copy_global_to_shared(
+                desc,
+                [i * batch_size + batch, head, row, piece * WIDTH],
+                ring.full.index(slot),
+                ring.tiles.index((slot * TERMS + i) * PIECES + piece),
+            )
 
 
 @gluon.jit
 def copy_own(descs, tiles, batch, head, row, full, slot, GROUPS: gl.constexpr, batch_size, TERMS: gl.constexpr):
     """Copy 64 rows of each tensor for each group into buffer number ``slot``."""
-    mbarrier.expect(full.index(slot), GROUPS * len(descs) * TERMS * descs[0].block_type.nbytes)
+    PIECES: gl.constexpr = tiles[0].shape[0] // (full.shape[0] * GROUPS * TERMS)
+    WIDTH: gl.constexpr = descs[0].block_type.shape[3]
+    mbarrier.expect(full.index(slot), GROUPS * len(descs) * TERMS * PIECES * descs[0].block_type.nbytes)
     for group in gl.static_range(GROUPS):
         for i in gl.static_range(len(descs)):
             for term in gl.static_range(TERMS):
-                tma.async_copy_global_to_shared(
-                    descs[i],
-                    [term * batch_size + batch, head, row + group * ROWS, 0],
-                    full.index(slot),
-                    tiles[i].index((slot * GROUPS + group) * TERMS + term),
-                )
+                for piece in gl.static_range(PIECES):
+                    tma.async_copy_global_to_shared(
+                        descs[i],
+                        [term * batch_size + batch, head, row + group * ROWS, piece * WIDTH],
+                        full.index(slot),
+                        tiles[i].index(((slot * GROUPS + group) * TERMS + term) * PIECES + piece),
+                    )
 
 
 @gluon.jit
@@ -184,6 +196,28 @@ def product_transposed(a, ring, count, LAYOUT: gl.constexpr):
     N: gl.constexpr = ring.tiles.shape[3]
     zeros = gl.zeros([ROWS, N], gl.float32, LAYOUT)
     return warpgroup_mma(a, b_tile, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def pieces_of(tiles, slot, PIECES: gl.constexpr):
+    """The pieces of own rows."""
+    pieces = ()
+    for i in gl.static_range(PIECES):
+        pieces += (matrix(tiles, slot * PIECES + i),)
+    return pieces
+
+
+@gluon.jit
+def product_of_pieces(a_pieces, ring, count, LAYOUT: gl.constexpr):
+    """`product_transposed` of rows in pieces."""
+    PIECES: gl.constexpr = len(a_pieces)
+    slot = wait_full(ring.full, count)
+    N: gl.constexpr = ring.tiles.shape[3]
+    acc = gl.zeros([ROWS, N], gl.float32, LAYOUT)
+    for i in gl.static_range(PIECES):
+        b = matrix(ring.tiles, slot * PIECES + i).permute([1, 0])
+        acc = warpgroup_mma(a_pieces[i], b, acc, use_acc=i > 0, is_async=True)
+    return acc
 
 
 @gluon.jit

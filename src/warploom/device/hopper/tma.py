@@ -28,6 +28,15 @@ def matrix_in(tile, layout, _semantic=None):
     return _semantic.memdesc_reinterpret(tile, tile.dtype, tile.shape[2:], getattr(layout, "value", layout))
 
 
+@builtin
+def tiles_in(tiles, width, layout, _semantic=None):
+    """Buffers (count, 1, 1, rows, columns) in shared memory as fewer of ``width`` columns: see `matrix_in`."""
+    count, _, _, rows, columns = tiles.shape
+    width = getattr(width, "value", width)
+    shape = [count * columns // width, 1, 1, rows, width]
+    return _semantic.memdesc_reinterpret(tiles, tiles.dtype, shape, getattr(layout, "value", layout))
+
+
 async_add = getattr(tma, "async_atomic_add", None) or _async_add
 
 

@@ -15,7 +15,14 @@ import torch
 
 from warploom.device.hopper.attention import Window, Work
 from warploom.device.hopper.pipeline import NARROW_HEAD, ROWS, SplitStrides
-from warploom.ops.flash_attention.configs import HOPPER, HOPPER_PARTS, HOPPER_SMALLER, HOPPER_TERMS, HopperTiles
+from warploom.ops.flash_attention.configs import (
+    HOPPER,
+    HOPPER_IN_PIECES,
+    HOPPER_PARTS,
+    HOPPER_SMALLER,
+    HOPPER_TERMS,
+    HopperTiles,
+)
 from warploom.ops.flash_attention.kernels.hopper import backward, backward_shared_tiles, forward
 from warploom.ops.flash_attention.launches.tiling import Call, strides_of
 from warploom.ops.flash_attention.problem import (
@@ -99,8 +106,15 @@ def _width(shape: Shape) -> int:
     return next(width for width in (64, 128, 256) if features <= width)
 
 
+def _in_pieces(name: str, shape: Shape) -> bool:
+    """Whether rows of queries and keys are copied in pieces: up to 192 features, with at most 128 of values."""
+    return name == "forward" and NARROW_HEAD.value < shape.head_dim <= 192 and shape.value_dim <= NARROW_HEAD.value
+
+
 def _tiles(name: str, shape: Shape, mask: Mask) -> HopperTiles:
     width = _width(shape)
+    if _in_pieces(name, shape):
+        return HOPPER_IN_PIECES
     if width == 64 and name in HOPPER_SMALLER and _smaller_are_faster(name, shape, mask):
         return HOPPER_SMALLER[name]
     return HOPPER[name][width]
@@ -191,10 +205,13 @@ def _work(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, splits: int, 
     return Work(shape.tokens, shape.keys, shape.heads, shape.group, rows, blocks, min(section, rows), splits, right)
 
 
-def _boxes(name: str, tensors: Iterable[Tensor], tiles: HopperTiles, width: int) -> dict[str, Any]:
-    """Descriptors of the tensors of `DESCRIBED`, by name."""
+def _boxes(
+    name: str, tensors: Iterable[Tensor], tiles: HopperTiles, width: int, piece: int | None = None
+) -> dict[str, Any]:
+    """Descriptors of the tensors of `DESCRIBED`, by name. ``piece``: the width for queries and keys, if another."""
+    widths = dict.fromkeys(("q_desc", "k_desc"), piece or width)
     return {
-        each: Boxes(x, (0, 2, 1, 3), (1, 1, tiles.box if each in _LOOPED[name] else _ROWS, width))
+        each: Boxes(x, (0, 2, 1, 3), (1, 1, tiles.box if each in _LOOPED[name] else _ROWS, widths.get(each, width)))
         for each, x in zip(DESCRIBED[name], tensors)
     }
 
@@ -202,7 +219,8 @@ def _boxes(name: str, tensors: Iterable[Tensor], tiles: HopperTiles, width: int)
 def _kernel(name: str, shape: Shape, tiles: HopperTiles, scale: float) -> tuple[Any, dict[str, Any]]:
     """A kernel, and the arguments that not all of them have."""
     if name == "forward":
-        return forward.hopper_forward_kernel, {"GROUPS": tiles.groups}
+        pieces = 3 if _in_pieces(name, shape) else 1
+        return forward.hopper_forward_kernel, {"GROUPS": tiles.groups, "PIECES": pieces}
     if name == "key" and _width(shape) > NARROW_HEAD.value:  # a group's registers hold one gradient of such rows
         return backward_shared_tiles.hopper_shared_key_kernel, {"grad_scale": scale, "inverse": None, "TERMS": 1}
     own = {"grad_scale": scale, "GROUPS": tiles.groups}
@@ -238,6 +256,7 @@ def _planned(name: str, call: Call, splits: int, described: tuple[Tensor, ...], 
     work = _work(name, shape, mask, tiles, splits, call.dtype.itemsize)
     count = work.blocks * work.rows * splits
     programs = min(programs_at_once(call.device), count)
+    widths = (NARROW_HEAD.value, 64) if _in_pieces(name, shape) else (_width(shape),)
     launch = Launch(
         function,
         programs,
@@ -249,7 +268,7 @@ def _planned(name: str, call: Call, splits: int, described: tuple[Tensor, ...], 
         CAUSAL=mask.right is not None,
         SOFTCAP=None if softcap is None else softcap * LOG2_E,
         STAGES=tiles.stages,
-        **_boxes(name, described, tiles, _width(shape)),
+        **_boxes(name, described, tiles, *widths),
         **own,
         **arguments,
     )

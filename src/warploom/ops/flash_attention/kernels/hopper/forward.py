@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from warploom.device.hopper import tma
 from warploom.device.hopper.attention import (
     Forward,
     Options,
@@ -121,11 +122,12 @@ def hopper_forward_kernel(
     q_desc, k_desc, v_desc, out, lse, statistics, counter, seqused_k, sink,
     work: Work, window: Window, scale: gl.float32, out_strides: SplitStrides,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    PIECES: gl.constexpr,
 ):  # fmt: skip
     """Attention for tiles of GROUPS · 64 queries, one after the other.
 
     Descriptors are of (B, H, N, D), with boxes of (1, 1, 64, D) for queries and results and (1, 1, BLOCK_N, D) for
-    keys and values. ``counter`` (1,) is zero where there are more tiles than programs, unless these have fixed shares
+    keys and values; those of queries and keys may be as wide as one of ``PIECES`` of a row. ``counter`` (1,) is zero where there are more tiles than programs, unless these have fixed shares
     (`are_counted`). The sink (H,) comes with one split alone. Writes what `kernels.forward.forward_kernel` writes: if
     ``SPLIT``, ``out`` is the address of the parts, and otherwise a descriptor.
     """
@@ -136,12 +138,14 @@ def hopper_forward_kernel(
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
     # Tiles of queries: one that attends, and the next, where there is room for it.
-    Q_STAGES: gl.constexpr = 2 if D <= NARROW_HEAD else 1
-    q_tiles = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS, 1, 1, ROWS, D], q_desc.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
+    Q_STAGES: gl.constexpr = 2 if PIECES * D <= NARROW_HEAD else 1
+    q_tiles = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS * PIECES, 1, 1, ROWS, D], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES * PIECES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, E], v_desc.layout)
-    if SPLIT or D > NARROW_HEAD:
-        out_tiles = q_tiles  # of parts not used: they go from registers to memory
+    if SPLIT:
+        out_tiles = q_tiles  # not used: parts go from registers to memory
+    elif PIECES * D > NARROW_HEAD:
+        out_tiles = tma.tiles_in(q_tiles, E, out.layout)
     else:
         out_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, E], out.layout)
     scheduler = new_scheduler(counter, Q_STAGES, GROUPS)
