@@ -42,6 +42,9 @@ def test_calls_are_interleaved_and_a_failing_one_leaves_the_others() -> None:
             self.order.append(str(call()))
             return measure.Sample(0.02, ahead=len(self.order) != 10)
 
+        def settle(self, samplers: object) -> None:
+            pass
+
     left = iter(range(8))
 
     def failing() -> str:
@@ -136,6 +139,9 @@ class Exact:
             inputs, outputs = call.args  # type: ignore[attr-defined]
             return measure.Sample(sum(t.nbytes for t in (*inputs, *outputs)) / BYTES_PER_MS)
         return measure.Sample(1000.0)
+
+    def settle(self, samplers: object) -> None:
+        pass
 
 
 @pytest.mark.parametrize(("mbytes", "mflops", "limit_ms"), [(3.0, 0, 3.0), (3.0, 2000, 3.0), (3.0, 5000, 5.0)])

@@ -71,11 +71,12 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) 
 
 
 def _attention(
-    n: int, m: int, heads: int, d: int, dtype: torch.dtype = HALF, key_heads: int | None = None, **options: Any
-) -> Inputs:
+    n: int, m: int, heads: int, d: int, dtype: torch.dtype = HALF, key_heads: int | None = None, e: int = 0,
+    **options: Any,
+) -> Inputs:  # fmt: skip
     """Queries, keys and values, all of which want gradients."""
     q = _random(1, n, heads, d, dtype=dtype)
-    k, v = (_random(1, m, key_heads or heads, d, dtype=dtype) for _ in range(2))
+    k, v = (_random(1, m, key_heads or heads, features, dtype=dtype) for features in (d, e or d))
     return {"q": q, "k": k, "v": v, "backend": "triton", **options}
 
 
@@ -165,6 +166,8 @@ CALLS: tuple[Call, ...] = tuple(
         ("flash_attention", flash_attention, "hopper-full", _many, {"n": 140, "m": 70, "d": 128}),
         ("flash_attention", flash_attention, "hopper-together", _many, {"n": 140, "m": 1000, "causal": True}),
         ("flash_attention", flash_attention, "hopper-wide", _many, {"n": 140, "m": 140, "d": 256, "causal": True}),
+        ("flash_attention", flash_attention, "hopper-pieces", _many,
+         {"n": 140, "m": 200, "d": 192, "e": 128, "causal": True}),
         ("flash_attention", flash_attention, "hopper-split", _few, {"n": 2100, "m": 9000}),
         ("flash_attention", flash_attention, "hopper-window", _many,
          {"n": 300, "m": 400, "causal": True, "window": (100, None), "softcap": 20.0}),

@@ -127,6 +127,9 @@ class RanksClock:
         self._slowest(0.0)
         return self._slowest(wall_us(call))
 
+    def settle(self, samplers: Sequence[Callable[[], object]]) -> None:
+        """See `Clock.settle`; ranks would not agree on when, and calls here are long."""
+
     def sample(self, call: Callable[[], object], host_us: float) -> Sample:
         """See `Clock.sample`."""
         if self.cuda is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import math
 import statistics
 import time
@@ -26,6 +27,8 @@ CASE_MS = 20_000.0
 FLOOR_ROUNDS = 3
 """Rounds at least of a call that is too slow for ``MIN_ROUNDS``."""
 FLUSH_BYTES = 256 * 2**20
+SETTLE_S = 0.15
+"""A GPU that was idle, or computed a reference in float64, needs so long to find the clocks of what is timed."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,9 @@ class Clock(Protocol):
     def sample(self, call: Call, host_us: float) -> Sample:
         """Time one call on the device, with a cold cache; queueing it takes ``host_us``."""
 
+    def settle(self, samplers: Sequence[Callable[[], object]]) -> None:
+        """Time calls in vain until the device's clocks are those of such work: what comes next counts."""
+
 
 class CudaClock:
     """Times a call between two device events, after the L2 cache has been filled with something else."""
@@ -118,6 +124,14 @@ class CudaClock:
                 break
         return Sample(float(self.start.elapsed_time(self.end)), host_was_ahead)
 
+    def settle(self, samplers: Sequence[Callable[[], object]]) -> None:
+        """See `Clock.settle`."""
+        end = time.monotonic() + SETTLE_S
+        for sampler in itertools.cycle(samplers):
+            sampler()
+            if time.monotonic() >= end:
+                break
+
 
 class CpuClock:
     """Times a call with the wall clock, after the caches have been filled with something else."""
@@ -133,6 +147,9 @@ class CpuClock:
         """See `Clock.sample`; there is no queue to wait for."""
         self.flush.zero_()
         return Sample(wall_us(call) / 1e3)
+
+    def settle(self, samplers: Sequence[Callable[[], object]]) -> None:
+        """See `Clock.settle`; nothing to do."""
 
 
 def make_clock(device: torch.device) -> Clock:
@@ -193,6 +210,9 @@ def time_interleaved(calls: Mapping[str, Call | Failure], clock: Clock) -> dict[
         else:
             host_us[name], estimate_ms[name] = warm
             samplers[name] = functools.partial(clock.sample, call, host_us[name])
+    clock.settle(
+        [functools.partial(attempt, name, s) for name, s in samplers.items() if not isinstance(s, Failure)]
+    )
     results: dict[str, Timing | Failure] = {}
     for name, samples in interleaved(samplers, _rounds(estimate_ms)).items():
         if isinstance(samples, Failure):

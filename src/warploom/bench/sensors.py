@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,13 +50,14 @@ class Reader:
 
 
 class WatchedClock:
-    """A clock that looks at the sensors between repetitions, never while one runs."""
+    """A clock that looks at the sensors between repetitions that count, never while one runs."""
 
     def __init__(self, clock: Clock, reader: Reader | None) -> None:
         self.clock = clock
         self.reader = reader
         self.samples: list[Sample] = []
         self.next_s = 0.0
+        self.counts = False
 
     def host_us(self, call: Call) -> float:
         """See `Clock.host_us`."""
@@ -65,17 +66,23 @@ class WatchedClock:
     def sample(self, call: Call, host_us: float) -> measure.Sample:
         """See `Clock.sample`."""
         taken = self.clock.sample(call, host_us)
-        if self.reader is not None and time.monotonic() >= self.next_s:
+        if self.counts and self.reader is not None and time.monotonic() >= self.next_s:
             seen = self.reader.read()
             if seen is not None:
                 self.samples.append(seen)
             self.next_s = time.monotonic() + self.reader.every_s
         return taken
 
+    def settle(self, samplers: Sequence[Callable[[], object]]) -> None:
+        """See `Clock.settle`."""
+        self.clock.settle(samplers)
+        self.counts = True
+
     def begin(self) -> None:
         """Forget what was seen: another case begins."""
         self.samples.clear()
         self.next_s = 0.0
+        self.counts = False
 
     def disturbance(self) -> str | None:
         """What happened since `begin` that makes its times doubtful, if anything did."""

@@ -54,6 +54,7 @@ def product_ms(flops: int, device: torch.device, clock: Clock) -> Callable[[], f
 def repeated_ms(call: Call, times: float, clock: Clock) -> Callable[[], float]:
     """Measures the milliseconds of a call, so many times what one takes."""
     host_us = clock.host_us(call)
+    clock.settle([lambda: clock.sample(call, host_us)])
     return lambda: times * clock.sample(call, host_us).ms
 
 
