@@ -92,7 +92,7 @@ def attended_unformed(x: dict[str, Any], first: Tensor, last: Tensor) -> Tensor:
     """Attention on the factors as they are, to keys ``first`` to ``last`` - 1: no key or value is formed."""
     q = reference.queries(x["aq"], x["bq"], None) / (x["bq"].shape[-1] ** 0.5 * x["ak"].shape[-1])
     scores = torch.einsum("bnhd,bmrd,bmhr->bhnm", q, x["bk"], x["ak"])
-    weights = reference.softmax(scores, first[:, None], last[:, None])
+    weights, _ = reference.softmax(scores, first[:, None], last[:, None])
     return torch.einsum("bhnm,bmhr,bmre->bnhe", weights, x["av"], x["bv"]) / x["av"].shape[-1]
 
 
@@ -467,3 +467,18 @@ def test_a_second_derivative_is_refused(device: torch.device) -> None:
     (first,) = torch.autograd.grad(out.square().sum(), bk, create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivative"):
         first.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_backward_takes_the_mean_gradient_of_scores_from_the_rounded_output(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    scores = torch.randn(2, 3, 5, dtype=torch.float64, device=device, requires_grad=True)
+    values, grad = (torch.randn(2, n, 4, dtype=torch.float64, device=device) for n in (5, 3))
+    weights = torch.softmax(scores, -1)
+    out = weights @ values
+    found = reference.with_rounded_mean(out, torch.logsumexp(scores, -1, keepdim=True), dtype)
+    assert torch.equal(found, out)
+    mean = (grad * out.to(dtype).double()).sum(-1, keepdim=True)
+    expected = weights * (grad @ values.mT - mean)
+    torch.testing.assert_close(torch.autograd.grad(found, scores, grad)[0], expected)

@@ -3,7 +3,8 @@
 Both functions are naive: they form queries, keys and values from their factors and attend. Sums are in float32, or
 float64 when the factors are, and outputs are rounded once to the dtype of the factors. What matrix units take as
 16-bit numbers when the factors are such has the bits of that dtype here too: queries and weights, and in
-`tpa_attention` keys and values, their gradients and those of the scores. The scores themselves are not rounded.
+`tpa_attention` keys and values, their gradients and those of the scores. The scores themselves are not rounded, but
+the output is, of which the backward takes the mean of their gradients.
 Source: Zhang et al., "Tensor Product Attention Is All You Need", 2025, arXiv 2501.06425.
 
 Shapes: B batch, N queries, M keys, H heads, D features, E value features, R rank.
@@ -100,6 +101,15 @@ def with_rounded_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:
     return through + (x - through).detach()
 
 
+def with_rounded_mean(out: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
+    """``out`` as it is; the backward takes the mean that it subtracts from gradients of scores from ``out`` in ``dtype``.
+
+    That is what a forward leaves for the backward. Where one key has all the weight, the mean cancels, and its rounding is
+    most of the error.
+    """
+    return out if out.dtype == dtype else out - (lse - lse.detach()) * (rounded(out, dtype) - out).detach()
+
+
 def without_tail(factor: Tensor, cache_seqlens: Tensor) -> Tensor:
     """Zeros in the place of what lies behind the valid entries of a cache, which may be anything, NaN too."""
     entry = torch.arange(factor.shape[1], device=factor.device)
@@ -151,19 +161,24 @@ def attend(
 
     def block(q: Tensor, first: Tensor, last: Tensor) -> Tensor:
         scores = with_rounded_gradient(torch.matmul(q.transpose(1, 2), keys), dtype) * factor
-        weights = softmax(scores, first[:, None], last[:, None])
-        return torch.matmul(rounded(weights, dtype), values).transpose(1, 2)
+        weights, lse = softmax(scores, first[:, None], last[:, None])
+        out = torch.matmul(rounded(weights, dtype), values)
+        return with_rounded_mean(out, lse, dtype).transpose(1, 2)
 
     return _in_blocks(block, q, first, last, k.shape[1])
 
 
-def softmax(scores: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """Over the visible keys; ``scores`` (…, N, M), bounds (…, N). A query that sees none has weights of zero."""
+def softmax(scores: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights of the visible keys and the logarithm of their sum (…, N, 1); ``scores`` (…, N, M), bounds (…, N).
+
+    A query that sees no key has weights of zero.
+    """
     key = torch.arange(scores.shape[-1], device=scores.device)
     visible = (key >= first[..., None]) & (key < last[..., None])
     blind = ~visible.any(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(~(visible | blind), -torch.inf), dim=-1)
-    return weights.masked_fill(~visible, 0.0)  # also in a row of NaN
+    scores = scores.masked_fill(~(visible | blind), -torch.inf)
+    weights = torch.softmax(scores, dim=-1)
+    return weights.masked_fill(~visible, 0.0), torch.logsumexp(scores, -1, keepdim=True)  # zero also in a row of NaN
 
 
 def _in_blocks(
