@@ -172,6 +172,9 @@ with launch.recording(90, 132) as builds:
         if call.group != "bench":
             call.run(torch.device("cpu"))
 done = {(build.function.__module__, build.function.__name__) for build in builds.values()}
+names = [call.name for call in CALLS]
+if len(names) > len(set(names)):
+    sys.exit("two calls have one name")
 missing = [str(k) for k in kernels if (k.module, k.name) not in done and k.group != "bench"]
 sys.exit(f"no call launches {', '.join(missing)}" if missing or len(kernels) < 30 else 0)
 """

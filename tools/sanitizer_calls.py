@@ -25,6 +25,7 @@ class Call(NamedTuple):
     """A call of a public function, and of its gradients."""
 
     name: str
+    """No other call has it."""
     group: str
     function: Callable[..., Any]
     inputs: Callable[[], Inputs]
@@ -174,19 +175,19 @@ CALLS: tuple[Call, ...] = tuple(
         ("flash_attention", flash_attention, "decode", _attention,
          {"n": 2, "m": 1500, "heads": 8, "key_heads": 2, "d": 64, "causal": True}),
         ("linear_attention", linear_attention, "head-decay", _linear, {"n": 600, "dtype": HALF}),
-        ("linear_attention", linear_attention, "hopper", _linear,
+        ("linear_attention", linear_attention, "linear-hopper", _linear,
          {"n": 300, "dtype": HALF, "d": 64, "learned": False}),
         ("linear_attention", linear_attention, "hopper-cosine", _linear,
          {"n": 300, "dtype": HALF, "d": 64, "learned": False, "encoding": "cosine"}),
         ("linear_attention", linear_attention, "hopper-parts", _linear,
          {"n": 300, "dtype": HALF, "d": 128, "learned": False, "encoding": "cosine"}),
         ("linear_attention", linear_attention, "step", _linear, {"n": 2, "learned": False, "grad": False}),
-        ("linear_attention", linear_attention, "packed", _linear,
+        ("linear_attention", linear_attention, "linear-packed", _linear,
          {"n": 70, "encoding": "cosine", "cu_seqlens": _BOUNDS}),
         ("tpa", tpa_attention, "attention", _train, {"n": 40, "m": 40, "d": 24, "rank": 2, "dtype": torch.float32}),
         ("tpa", tpa_attention, "attention-16", _train,
          {"n": 150, "m": 200, "d": 128, "rank": 17, "dtype": HALF, "causal": False}),
-        ("tpa", tpa_decode, "decode", _decode, {"n": 2, "m": 300, "d": 24, "rank": 2, "dtype": torch.float32}),
+        ("tpa", tpa_decode, "decode-factors", _decode, {"n": 2, "m": 300, "d": 24, "rank": 2, "dtype": torch.float32}),
         ("tpa", tpa_decode, "decode-split", _decode,
          {"n": 1, "m": 1200, "d": 24, "rank": 1, "dtype": torch.float32, "strategy": "split_kv"}),
         ("tpa", tpa_decode, "decode-hopper", _decode,
