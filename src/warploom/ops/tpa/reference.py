@@ -102,10 +102,10 @@ def with_rounded_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def with_rounded_mean(out: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """``out`` as it is; the backward takes the mean that it subtracts from gradients of scores from ``out`` in ``dtype``.
+    """``out`` as it is; the backward takes the mean that it subtracts from gradients of scores from a rounded one.
 
-    That is what a forward leaves for the backward. Where one key has all the weight, the mean cancels, and its rounding is
-    most of the error.
+    That is what a forward leaves for the backward. Where one key has all the weight, gradient and mean cancel, and
+    this rounding is most of the error.
     """
     return out if out.dtype == dtype else out - (lse - lse.detach()) * (rounded(out, dtype) - out).detach()
 
@@ -178,7 +178,8 @@ def softmax(scores: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor
     blind = ~visible.any(-1, keepdim=True)
     scores = scores.masked_fill(~(visible | blind), -torch.inf)
     weights = torch.softmax(scores, dim=-1)
-    return weights.masked_fill(~visible, 0.0), torch.logsumexp(scores, -1, keepdim=True)  # zero also in a row of NaN
+    weights = weights.masked_fill(~visible, 0.0)  # also in a row of NaN
+    return weights, torch.logsumexp(scores, -1, keepdim=True)
 
 
 def _in_blocks(
