@@ -390,7 +390,7 @@ def _with_limits(
     to a single key does, and the gradient of a state without decay; what `cancelling` and `rounded_logits` say; and
     that a gradient of theta has the accuracy of float32, whatever its dtype. Where all values are equal, so are
     their errors, and their mean may be one unit too. A call in float64 has the accuracy of the definition.
-    Blocks are not charged with what of this is known element by element.
+    Blocks may be off by what of this is known element by element.
     """
     outputs = len(prepared.call.outputs)
     cancelled = prepared.cancelling() if prepared.call.gradients else None

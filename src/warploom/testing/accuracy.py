@@ -114,7 +114,7 @@ def compare_each(
 ) -> list[Accuracy]:
     """What `compare` does, with a verdict for every output; a single one if their number is wrong.
 
-    ``spared`` are errors, element by element, that blocks are not charged with.
+    ``spared`` are errors that are known to be usual, element by element: a block may be off by theirs too.
     """
     outputs, references, eagers = map(as_tuple, (output, reference, eager))
     if not len(outputs) == len(references) == len(eagers):
@@ -210,12 +210,12 @@ def _compare_one(
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Sums of squares over the blocks of a piece: of its errors, of eager's, and of the reference."""
+    """Sums of squares over the blocks of a piece: of its errors, eager's, the reference, and what is spared."""
 
     start: tuple[int, ...]
     sizes: tuple[int, ...]
     """Of a block, axis by axis."""
-    squares: tuple[Tensor, Tensor, Tensor]
+    squares: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, start: tuple[int, ...], squares: Sequence[Tensor]) -> _Blocks:
@@ -225,16 +225,15 @@ class _Blocks:
         while math.prod(sizes) > BLOCK and max(first) > 1:
             axis = first.index(max(first))
             first[axis] = sizes[axis] = -(-sizes[axis] // 2)
-        error, eager, size = (_block_sums(each, sizes) for each in squares)
-        return cls(start, tuple(sizes), (error, eager, size))
+        return cls(start, tuple(sizes), tuple(_block_sums(each, sizes) for each in squares))
 
     def worst(
         self, factor: float, usual: float, least: float, half_epsilon: float
     ) -> tuple[float, tuple[int, ...]]:
         """The largest ratio of an error to its budget, and where that block begins."""
-        error, eager, size = (squares.sqrt() for squares in self.squares)
+        error, eager, size, *spared = (squares.sqrt() for squares in self.squares)
         expected = torch.maximum(eager, usual * size).clamp(min=least * math.sqrt(math.prod(self.sizes)))
-        budget = UNEVEN * factor * (2 * expected + half_epsilon * size)
+        budget = UNEVEN * (factor * (2 * expected + half_epsilon * size) + sum(spared))
         ratios = torch.where(error == 0, 0.0, error / budget)
         place = _index(ratios, (0,) * ratios.dim())
         corner = tuple(first + step * size for first, step, size in zip(self.start, place, self.sizes))
@@ -290,10 +289,9 @@ def _measure(
     worst = _index(error, start)
     # Largest values before squares, which are taken in place; one transfer for all the figures.
     largest = [values.max() for values in (error, eager_error, size)]
-    charged = error if spared is None else (error - spared).clamp_(min=0.0).square_()
     squares = [values.square_().sum() for values in (error, eager_error, size)]
     count, *figures = torch.stack([finite.sum().double(), *largest, *squares]).tolist()
-    blocks = _Blocks.of(start, (charged, eager_error, size))
+    blocks = _Blocks.of(start, (error, eager_error, size, *([] if spared is None else [spared.square()])))
     return _Sums(int(count), tuple(figures[:3]), tuple(figures[3:]), worst, blocks=blocks)
 
 

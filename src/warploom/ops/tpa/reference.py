@@ -179,7 +179,8 @@ def softmax(scores: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor
     scores = scores.masked_fill(~(visible | blind), -torch.inf)
     weights = torch.softmax(scores, dim=-1)
     weights = weights.masked_fill(~visible, 0.0)  # also in a row of NaN
-    return weights, torch.logsumexp(scores, -1, keepdim=True)
+    lse = torch.logsumexp(scores, -1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)  # of no keys too
+    return weights, lse
 
 
 def _in_blocks(
