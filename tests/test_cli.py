@@ -64,7 +64,7 @@ def test_without_the_reports_packages_a_run_still_ends_well(
     for module in [name for name in sys.modules if name.startswith(("jinja2", "warploom.report.page"))]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    monkeypatch.setattr(bench, "_has_report", lambda: False)
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
     assert main(["bench", "--device", "cpu", "--mode", "fwd"]) == 0
     out, err = capsys.readouterr()
     assert out.rstrip().endswith("records: runs/cpu-quick/records.jsonl")

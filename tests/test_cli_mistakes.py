@@ -130,7 +130,7 @@ MISTAKES = [
     *((f"compare run:warploom {shlex.quote(path)}", message) for path, message in READ.items()),
     ("compare text run", "text:1: not a record"),
     ("compare missing:warploom run", "missing: no records here"),
-    ("compare empty run", "empty has no records of its own provider; there are: none"),
+    ("compare empty run", "empty has no records of its own; there are: none"),
     ("compare torn run", "there are: none"),
     ("compare run run --providers warploom torch", "give either A and B"),
     *((f"{BENCH} --output {path}", message) for path, message in WRITTEN.items()),

@@ -147,19 +147,10 @@ class Comparison:
             {"path": str(side.path), "provider": side.provider, "devices": side.devices, "stale": side.stale}
             for side in (self.a, self.b)
         )
+        names = ("operator", "mode", "case", "ratio", "significant", "verdict")
         pairs = [
-            {
-                "operator": pair.operator,
-                "mode": pair.mode,
-                "case": pair.case,
-                "a_ms": pair.a.ms,
-                "b_ms": pair.b.ms,
-                "ratio": pair.ratio,
-                "low": pair.interval[0],
-                "high": pair.interval[1],
-                "significant": pair.significant,
-                "verdict": pair.verdict,
-            }
+            {name: getattr(pair, name) for name in names}
+            | {"a_ms": pair.a.ms, "b_ms": pair.b.ms, "low": pair.interval[0], "high": pair.interval[1]}
             for pair in self.pairs
         ]
         found: dict[str, Any] = {"a": a, "b": b, "ratio": "time of b over time of a", "pairs": pairs}
@@ -202,9 +193,7 @@ def read_side(text: str | Path, provider: str = "") -> Side:
     chosen = tuple(r for r in records if r.provider == own[r.operator] and (provider or r.provider != LIMIT))
     if not chosen:
         names = ", ".join(sorted({record.provider for record in records})) or "none"
-        raise ArgumentError(
-            f"compare: {path} has no records of {provider or 'its own provider'}; there are: {names}"
-        )
+        raise ArgumentError(f"compare: {path} has no records of {provider or 'its own'}; there are: {names}")
     devices = dict.fromkeys(device_name(known.get(record.environment, {})) for record in chosen)
     runs = dict.fromkeys((record.environment, record.run) for record in chosen)
     said = [known.get(environment, {}).get("runs", {}).get(run, {}).get("fixed_us") for environment, run in runs]

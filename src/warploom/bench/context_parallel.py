@@ -109,7 +109,7 @@ PROVIDERS: dict[str, Callable[[Case, DeviceMesh], Function]] = {KERNELS: _ours, 
 # A rank
 
 
-class RanksClock:
+class RanksClock(Clock):
     """A clock that all ranks read alike: repetitions begin together, and the slowest rank's time counts."""
 
     def __init__(self, device: torch.device) -> None:
@@ -126,9 +126,6 @@ class RanksClock:
         """See `Clock.host_us`."""
         self._slowest(0.0)
         return self._slowest(wall_us(call))
-
-    def settle(self, samplers: Sequence[Callable[[], object]]) -> None:
-        """See `Clock.settle`; ranks would not agree on when, and calls here are long."""
 
     def sample(self, call: Callable[[], object], host_us: float) -> Sample:
         """See `Clock.sample`."""

@@ -79,7 +79,8 @@ class Clock(Protocol):
         """Time one call on the device, with a cold cache; queueing it takes ``host_us``."""
 
     def settle(self, samplers: Sequence[Callable[[], object]]) -> None:
-        """Time calls in vain until the device's clocks are those of such work: what comes next counts."""
+        """Time calls in vain until a device's clocks are those of such work. What follows counts."""
+        return
 
 
 class CudaClock:
@@ -133,7 +134,7 @@ class CudaClock:
                 break
 
 
-class CpuClock:
+class CpuClock(Clock):
     """Times a call with the wall clock, after the caches have been filled with something else."""
 
     def __init__(self) -> None:
@@ -147,9 +148,6 @@ class CpuClock:
         """See `Clock.sample`; there is no queue to wait for."""
         self.flush.zero_()
         return Sample(wall_us(call) / 1e3)
-
-    def settle(self, samplers: Sequence[Callable[[], object]]) -> None:
-        """See `Clock.settle`; nothing to do."""
 
 
 def make_clock(device: torch.device) -> Clock:

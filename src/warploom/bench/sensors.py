@@ -56,8 +56,7 @@ class WatchedClock:
         self.clock = clock
         self.reader = reader
         self.samples: list[Sample] = []
-        self.next_s = 0.0
-        self.counts = False
+        self.begin()
 
     def host_us(self, call: Call) -> float:
         """See `Clock.host_us`."""

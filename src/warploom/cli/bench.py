@@ -62,7 +62,8 @@ def _bench(options: argparse.Namespace) -> int:
     print(describe(device), flush=True)
     if device.type == "cpu":
         print("A trial of the instrument: PyTorch is timed, and compiled peers by --provider.", flush=True)
-    if not options.no_report and not _has_report():
+    report = not options.no_report and importlib.util.find_spec("jinja2") is not None
+    if not options.no_report and not report:
         print("warploom: no report: jinja2 is missing: pip install 'warploom[bench]'", file=sys.stderr)
     if device.type == "cpu" and options.provider is None:
         chosen = [_without_compilers(bench) for bench in chosen]
@@ -80,15 +81,11 @@ def _bench(options: argparse.Namespace) -> int:
         print("warploom: nothing was measured", file=sys.stderr)
         return 1
     print(f"records: {output / RECORDS}")
-    if not options.no_report and _has_report():
+    if report:
         from warploom.report import write_report
 
         print(f"report: {write_report([output], output / 'report.html')}")
     return int(outcome.failed(chosen, device.type) or outcome.device_lost)
-
-
-def _has_report() -> bool:
-    return importlib.util.find_spec("jinja2") is not None
 
 
 def _without_compilers(bench: Bench) -> Bench:
