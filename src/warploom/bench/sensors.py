@@ -55,8 +55,7 @@ class WatchedClock:
     def __init__(self, clock: Clock, reader: Reader | None) -> None:
         self.clock = clock
         self.reader = reader
-        self.samples: list[Sample] = []
-        self.begin()
+        self.samples, self.next_s, self.counts = list[Sample](), 0.0, False
 
     def host_us(self, call: Call) -> float:
         """See `Clock.host_us`."""
