@@ -142,39 +142,43 @@ def wait_empty(empty, count):
     return slot
 
 
+@gluon.constexpr_function
+def bytes_of_slot(descs, tiles, full):
+    """How many bytes a barrier of ``full`` waits for."""
+    return sum(desc.block_type.nbytes * each.shape[0] for desc, each in zip(descs, tiles)) // full.shape[0]
+
+
+@gluon.jit
+def copy_rows(desc, batch, head, row, tiles, full, slot, number, COUNT: gl.constexpr):
+    """Start to copy all pieces of the rows number ``number``, of which each barrier of ``full`` has ``COUNT``."""
+    PIECES: gl.constexpr = tiles.shape[0] // (full.shape[0] * COUNT)
+    WIDTH: gl.constexpr = desc.block_type.shape[3]
+    for piece in gl.static_range(PIECES):
+        tma.async_copy_global_to_shared(
+            desc, [batch, head, row, piece * WIDTH], full.index(slot), tiles.index(number * PIECES + piece)
+        )
+
+
 @gluon.jit
 def copy_tile(desc, batch, head, row, ring, count, batch_size=0, TERMS: gl.constexpr = 1):
     """Copy the tile number ``count`` into its buffers of a ring once these are empty. Several terms need ``batch_size``."""
     slot = wait_empty(ring.empty, count)
-    PIECES: gl.constexpr = ring.tiles.shape[0] // (ring.full.shape[0] * TERMS)
-    WIDTH: gl.constexpr = desc.block_type.shape[3]
-    mbarrier.expect(ring.full.index(slot), TERMS * PIECES * desc.block_type.nbytes)
+    mbarrier.expect(ring.full.index(slot), bytes_of_slot((desc,), (ring.tiles,), ring.full))
     for i in gl.static_range(TERMS):
-        for piece in gl.static_range(PIECES):
-            tma.async_copy_global_to_shared(
-                desc,
-                [i * batch_size + batch, head, row, piece * WIDTH],
-                ring.full.index(slot),
-                ring.tiles.index((slot * TERMS + i) * PIECES + piece),
-            )
+        copy_rows(desc, i * batch_size + batch, head, row, ring.tiles, ring.full, slot, slot * TERMS + i, TERMS)
 
 
 @gluon.jit
 def copy_own(descs, tiles, batch, head, row, full, slot, GROUPS: gl.constexpr, batch_size, TERMS: gl.constexpr):
     """Copy 64 rows of each tensor for each group into buffer number ``slot``."""
-    PIECES: gl.constexpr = tiles[0].shape[0] // (full.shape[0] * GROUPS * TERMS)
-    WIDTH: gl.constexpr = descs[0].block_type.shape[3]
-    mbarrier.expect(full.index(slot), GROUPS * len(descs) * TERMS * PIECES * descs[0].block_type.nbytes)
+    mbarrier.expect(full.index(slot), bytes_of_slot(descs, tiles, full))
     for group in gl.static_range(GROUPS):
         for i in gl.static_range(len(descs)):
             for term in gl.static_range(TERMS):
-                for piece in gl.static_range(PIECES):
-                    tma.async_copy_global_to_shared(
-                        descs[i],
-                        [term * batch_size + batch, head, row + group * ROWS, piece * WIDTH],
-                        full.index(slot),
-                        tiles[i].index(((slot * GROUPS + group) * TERMS + term) * PIECES + piece),
-                    )
+                copy_rows(
+                    descs[i], term * batch_size + batch, head, row + group * ROWS, tiles[i], full, slot,
+                    (slot * GROUPS + group) * TERMS + term, GROUPS * TERMS,
+                )  # fmt: skip
 
 
 @gluon.jit
@@ -218,6 +222,25 @@ def product_of_pieces(a_pieces, ring, count, LAYOUT: gl.constexpr):
         b = matrix(ring.tiles, slot * PIECES + i).permute([1, 0])
         acc = warpgroup_mma(a_pieces[i], b, acc, use_acc=i > 0, is_async=True)
     return acc
+
+
+@gluon.jit
+def empty_sum(PIECES: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Zeros in pieces: rows of a sum before `sum_of_pieces`."""
+    pieces = ()
+    for _ in gl.static_range(PIECES):
+        pieces += (gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT),)
+    return pieces
+
+
+@gluon.jit
+def sum_of_pieces(acc, factor, tiles, slot):
+    """Start ``acc + factor · b`` with buffer number ``slot`` of tiles in pieces, of which each has its own sum."""
+    PIECES: gl.constexpr = len(acc)
+    pieces = ()
+    for i in gl.static_range(PIECES):
+        pieces += (warpgroup_mma(factor, matrix(tiles, slot * PIECES + i), acc[i], is_async=True),)
+    return pieces
 
 
 @gluon.jit
@@ -274,23 +297,42 @@ def take_tile(scheduler):
 
 
 @gluon.jit
-def store_part(result, tile, split, batch, head, row, rows, LAYOUT: gl.constexpr):
-    """Store rows ``row …`` of a float32 result in its part."""
+def store_part(result, tile, split, batch, head, row, rows, LAYOUT: gl.constexpr, FIRST: gl.constexpr = 0):
+    """Store rows ``row …`` of a float32 result in its part, or their features ``FIRST …``."""
     strides = result.strides
     start = split.to(gl.int64) * strides.split + batch.to(gl.int64) * strides.b + head.to(gl.int64) * strides.h
     local = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    feature = gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
+    feature = gl.arange(FIRST, FIRST + tile.shape[1], gl.SliceLayout(0, LAYOUT))
     offsets = (local * strides.n)[:, None] + feature[None, :]
     mask = (local < rows)[:, None] & (feature < strides.features)[None, :]
     gl.store(result.out + start + offsets, tile, mask=mask)
 
 
 @gluon.jit
-def store_tile(result, tile, slot, split, batch, head, row, rows, SPLIT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start to write rows ``row …`` of a result: to its part, or rounded, by way of buffer number ``slot``."""
+def store_tile(
+    result, tile, slot, split, batch, head, row, rows, SPLIT: gl.constexpr, LAYOUT: gl.constexpr,
+    FIRST: gl.constexpr = 0,
+):  # fmt: skip
+    """Start to write rows ``row …`` of a result, or their features ``FIRST …``.
+
+    They go to its part, or rounded, by way of buffer number ``slot``.
+    """
     if SPLIT:
-        store_part(result, tile, split, batch, head, row, rows, LAYOUT)
+        store_part(result, tile, split, batch, head, row, rows, LAYOUT, FIRST)
     else:
         matrix(result.tiles, slot).store(tile.to(result.tiles.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(result.out, [batch, head, row, 0], result.tiles.index(slot))
+        tma.async_copy_shared_to_global(result.out, [batch, head, row, FIRST], result.tiles.index(slot))
+
+
+@gluon.jit
+def store_pieces(
+    result, pieces, scale, slot, split, batch, head, row, rows, SPLIT: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """`store_tile` of rows in pieces, times ``scale``."""
+    PIECES: gl.constexpr = len(pieces)
+    for i in gl.static_range(PIECES):
+        store_tile(
+            result, pieces[i] * scale, slot * PIECES + i, split, batch, head, row, rows, SPLIT, LAYOUT,
+            i * pieces[i].shape[1],
+        )  # fmt: skip

@@ -127,8 +127,8 @@ HOPPER = {
 
 For the gradient of queries with 256 features there is one stage less of values."""
 
-HOPPER_IN_PIECES = HopperTiles(2, 128, 2)
-"""Of the forward with queries and keys of 192 features and values of 128."""
+HOPPER_IN_PIECES = {"forward": HopperTiles(2, 128, 2), "key": HopperTiles(1, 64, 3), "query": HopperTiles(2, 64, 3)}
+"""With queries and keys of 192 features and values of 128."""
 
 HOPPER_PARTS = {64: 2, 128: 1}
 """Buffers in which the backward's sums of a group leave, by features."""

@@ -32,11 +32,16 @@ from warploom.device.hopper.pipeline import (
     Ring,
     Scheduler,
     as_factor,
+    empty_sum,
     matrix,
+    pieces_of,
     product_layout,
+    product_of_pieces,
     product_transposed,
     received,
+    store_pieces,
     store_tile,
+    sum_of_pieces,
 )
 
 
@@ -59,22 +64,24 @@ class QueryGradients(NamedTuple):
 
 @gluon.jit
 def kv_loop(
-    dq, dlogits, count, q_tile, do_tile, k, v, lse, delta, begin, end, first, work, options, scale,
+    dq, dlogits, count, q_pieces, do_tile, k, v, lse, delta, begin, end, first, work, options, scale,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Loop over tiles of keys ``end − 1 … begin``, with ``dlogits`` of the tile before, number ``count − 1``."""
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
-    STAGES: gl.constexpr = k.tiles.shape[0]
+    STAGES: gl.constexpr = k.full.shape[0]
+    PIECES: gl.constexpr = len(dq)
     for i in range(end - begin):
-        logits = product_transposed(q_tile, k, count, LAYOUT)
+        logits = product_of_pieces(q_pieces, k, count, LAYOUT)
         before = (count + STAGES - 1) % STAGES
         factor = kept_as_factor(dlogits, k.tiles.dtype, OUT_LAYOUT)
-        dq = warpgroup_mma(factor, matrix(k.tiles, before), dq, is_async=True)
+        dq = sum_of_pieces(dq, factor, k.tiles, before)
         dweights = product_transposed(do_tile, v, count, LAYOUT)
-        logits = warpgroup_mma_wait(2, deps=[logits])
+        logits = warpgroup_mma_wait(PIECES + 1, deps=[logits])
         n = first_key(end - 1 - i, work, options, BLOCK_N)
         weights = weights_of(logits, lse, n, first, work, options, scale, k.tiles.dtype, MASKED, CAUSAL, LAYOUT)
-        dq, factor, dweights = warpgroup_mma_wait(0, deps=[dq, factor, dweights])
+        done = warpgroup_mma_wait(0, deps=dq + (factor, dweights))
+        dq, dweights = done[:PIECES], done[PIECES + 1]
         mbarrier.arrive(k.empty.index(before))
         mbarrier.arrive(v.empty.index(count % STAGES))
         dlogits = kept(weights * (dweights - delta[:, None]), k.tiles.dtype)
@@ -112,10 +119,15 @@ def kv_loop_unpipelined(
 def compute_for_queries(
     own: gl.constexpr, IN_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call
 ):
-    """Group number ``own`` of warps of `QueryGradients`. ``IN_REGISTERS``: its queries and gradients stay there."""
+    """Group number ``own`` of warps of `QueryGradients`. ``IN_REGISTERS``: its queries and gradients stay there.
+
+    Results of queries in pieces leave through the buffers of these.
+    """
     scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, grad_scale, options = call
-    GROUPS: gl.constexpr = q_tiles.shape[0]
-    STAGES: gl.constexpr = k.tiles.shape[0]
+    GROUPS: gl.constexpr = do_tiles.shape[0]
+    STAGES: gl.constexpr = k.full.shape[0]
+    PIECES: gl.constexpr = k.tiles.shape[0] // STAGES
+    OWN_BUFFERS: gl.constexpr = PIECES == 1
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     D: gl.constexpr = q_tiles.shape[4]
     BLOCK_M: gl.constexpr = GROUPS * ROWS
@@ -134,14 +146,14 @@ def compute_for_queries(
         row_lse = load_row_values(lse, row, m, work.tokens, float("inf"), LAYOUT)
         row_delta = load_row_values(delta, row, m, work.tokens, 0.0, LAYOUT)
         if IN_REGISTERS:
-            q_tile = matrix(q_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2))
+            q_pieces = (matrix(q_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2)),)
             do_tile = matrix(do_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2))
             mbarrier.arrive(scheduler.empty.index(0))
         else:
-            q_tile = matrix(q_tiles, own)
+            q_pieces = pieces_of(q_tiles, own, PIECES)
             do_tile = matrix(do_tiles, own)
-        dq = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
-        logits = product_transposed(q_tile, k, count, LAYOUT)
+        dq = empty_sum(PIECES, D, OUT_LAYOUT)
+        logits = product_of_pieces(q_pieces, k, count, LAYOUT)
         dweights = product_transposed(do_tile, v, count, LAYOUT)
         logits, dweights = warpgroup_mma_wait(0, deps=[logits, dweights])
         mbarrier.arrive(v.empty.index(count % STAGES))
@@ -152,28 +164,32 @@ def compute_for_queries(
         count += 1
         if CAUSAL or options.window is not None:  # otherwise the first step alone has a mask
             dq, dlogits, count = kv_loop(
-                dq, dlogits, count, q_tile, do_tile, k, v, row_lse, row_delta, full, end, first, entry, options, scale,
+                dq, dlogits, count, q_pieces, do_tile, k, v, row_lse, row_delta, full, end, first, entry, options, scale,
                 True, CAUSAL, LAYOUT, OUT_LAYOUT,
             )  # fmt: skip
         dq, dlogits, count = kv_loop(
-            dq, dlogits, count, q_tile, do_tile, k, v, row_lse, row_delta, low, full, first, entry, options, scale,
+            dq, dlogits, count, q_pieces, do_tile, k, v, row_lse, row_delta, low, full, first, entry, options, scale,
             False, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
         if options.window is not None:
             dq, dlogits, count = kv_loop(
-                dq, dlogits, count, q_tile, do_tile, k, v, row_lse, row_delta, begin, low, first, entry, options, scale,
+                dq, dlogits, count, q_pieces, do_tile, k, v, row_lse, row_delta, begin, low, first, entry, options, scale,
                 True, CAUSAL, LAYOUT, OUT_LAYOUT,
             )  # fmt: skip
-        if not IN_REGISTERS:
+        if not IN_REGISTERS and OWN_BUFFERS:
             mbarrier.arrive(scheduler.empty.index(0))
         before = (count + STAGES - 1) % STAGES
         factor = kept_as_factor(dlogits, k.tiles.dtype, OUT_LAYOUT)
-        dq = warpgroup_mma(factor, matrix(k.tiles, before), dq, is_async=True)
-        dq = warpgroup_mma_wait(0, deps=[dq])
+        dq = sum_of_pieces(dq, factor, k.tiles, before)
+        dq = warpgroup_mma_wait(0, deps=dq + (factor,))[:PIECES]
         mbarrier.arrive(k.empty.index(before))
-        tma.store_wait(0)  # until the tile before has left its buffer
+        if OWN_BUFFERS:
+            tma.store_wait(0)  # until the tile before has left its buffer
         batch, head = row // work.heads, row % work.heads
-        store_tile(result, dq * grad_scale, own, split, batch, head, m, work.tokens, SPLIT, OUT_LAYOUT)
+        store_pieces(result, dq, grad_scale, own, split, batch, head, m, work.tokens, SPLIT, OUT_LAYOUT)
+        if not OWN_BUFFERS:
+            tma.store_wait(0)
+            mbarrier.arrive(scheduler.empty.index(0))
         done += 1
         tile, _ = received(scheduler, done)
     tma.store_wait(0)

@@ -43,6 +43,7 @@ from warploom.runtime.launch import INTERPRETED, Boxes, Launch, architecture, ca
 Tensor = torch.Tensor
 
 _ROWS = ROWS.value
+_NARROW = NARROW_HEAD.value
 _LEAST_FEATURES = 32  # up to here, tiles of 64 features would be half empty
 
 _SMALLER_STEP = 0.81
@@ -108,13 +109,13 @@ def _width(shape: Shape) -> int:
 
 def _in_pieces(name: str, shape: Shape) -> bool:
     """Whether rows of queries and keys are copied in pieces: up to 192 features, with at most 128 of values."""
-    return name == "forward" and NARROW_HEAD.value < shape.head_dim <= 192 and shape.value_dim <= NARROW_HEAD.value
+    return name in HOPPER_IN_PIECES and _NARROW < shape.head_dim <= 192 and shape.value_dim <= _NARROW
 
 
 def _tiles(name: str, shape: Shape, mask: Mask) -> HopperTiles:
     width = _width(shape)
     if _in_pieces(name, shape):
-        return HOPPER_IN_PIECES
+        return HOPPER_IN_PIECES[name]
     if width == 64 and name in HOPPER_SMALLER and _smaller_are_faster(name, shape, mask):
         return HOPPER_SMALLER[name]
     return HOPPER[name][width]
@@ -170,7 +171,7 @@ def suit(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor) ->
 def _suit_together(shape: Shape, mask: Mask, device: torch.device) -> bool:
     """Whether one kernel for all gradients is faster than two."""
     width = max(shape.head_dim, shape.value_dim)
-    if width > NARROW_HEAD.value:
+    if width > _NARROW:
         return False
     blocks, rows = _blocks("backward", shape, HOPPER["backward"][_width(shape)].groups * _ROWS)
     least = _TOGETHER * (_EVEN if mask.left is None and mask.right is None else 1)
@@ -208,8 +209,11 @@ def _work(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, splits: int, 
 def _boxes(
     name: str, tensors: Iterable[Tensor], tiles: HopperTiles, width: int, piece: int | None = None
 ) -> dict[str, Any]:
-    """Descriptors of the tensors of `DESCRIBED`, by name. ``piece``: the width for queries and keys, if another."""
-    widths = dict.fromkeys(("q_desc", "k_desc"), piece or width)
+    """Descriptors of the tensors of `DESCRIBED`, by name.
+
+    ``piece``: the width for queries and keys and for their gradients, if another.
+    """
+    widths = dict.fromkeys(("q_desc", "k_desc", "dq", "dk"), piece or width)
     return {
         each: Boxes(x, (0, 2, 1, 3), (1, 1, tiles.box if each in _LOOPED[name] else _ROWS, widths.get(each, width)))
         for each, x in zip(DESCRIBED[name], tensors)
@@ -218,15 +222,18 @@ def _boxes(
 
 def _kernel(name: str, shape: Shape, tiles: HopperTiles, scale: float) -> tuple[Any, dict[str, Any]]:
     """A kernel, and the arguments that not all of them have."""
+    pieces = {"PIECES": 3 if _in_pieces(name, shape) else 1}
     if name == "forward":
-        pieces = 3 if _in_pieces(name, shape) else 1
-        return forward.hopper_forward_kernel, {"GROUPS": tiles.groups, "PIECES": pieces}
-    if name == "key" and _width(shape) > NARROW_HEAD.value:  # a group's registers hold one gradient of such rows
-        return backward_shared_tiles.hopper_shared_key_kernel, {"grad_scale": scale, "inverse": None, "TERMS": 1}
+        return forward.hopper_forward_kernel, {"GROUPS": tiles.groups, **pieces}
+    if name == "key" and _width(shape) > _NARROW:  # a group's registers hold one gradient of such rows
+        own = {"grad_scale": scale, "inverse": None, "TERMS": 1, **pieces}
+        return backward_shared_tiles.hopper_shared_key_kernel, own
     own = {"grad_scale": scale, "GROUPS": tiles.groups}
     if name == "backward":
         return backward.hopper_backward_kernel, {**own, "PARTS": HOPPER_PARTS[_width(shape)]}
-    return backward.hopper_key_kernel if name == "key" else backward.hopper_query_kernel, own
+    if name == "key":
+        return backward.hopper_key_kernel, own
+    return backward.hopper_query_kernel, {**own, **pieces}
 
 
 def _strides_of_parts(results: dict[str, Tensor], splits: int) -> dict[str, Any]:
@@ -256,7 +263,7 @@ def _planned(name: str, call: Call, splits: int, described: tuple[Tensor, ...], 
     work = _work(name, shape, mask, tiles, splits, call.dtype.itemsize)
     count = work.blocks * work.rows * splits
     programs = min(programs_at_once(call.device), count)
-    widths = (NARROW_HEAD.value, 64) if _in_pieces(name, shape) else (_width(shape),)
+    widths = (_NARROW, 64) if _in_pieces(name, shape) else (_width(shape),)
     launch = Launch(
         function,
         programs,
@@ -354,7 +361,7 @@ def plan_terms(
     function: Any = backward_shared_tiles.hopper_shared_query_kernel
     if name == "key":
         function = backward_shared_tiles.hopper_shared_key_kernel
-        own |= {"SPLIT": True, "SOFTCAP": None, "window": None}
+        own |= {"SPLIT": True, "SOFTCAP": None, "window": None, "PIECES": 1}
         takes = (*takes, "seqused_k")
     count = work.blocks * rows * splits
     launch = Launch(

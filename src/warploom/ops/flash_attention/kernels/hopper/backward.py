@@ -45,6 +45,7 @@ def hopper_query_kernel(
     q_desc, k_desc, v_desc, do_desc, dq, lse, delta, counters, seqused_k,
     work: Work, window: Window, scale: gl.float32, grad_scale: gl.float32, dq_strides: SplitStrides,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    PIECES: gl.constexpr,
 ):  # fmt: skip
     """Gradients of queries. Descriptors, boxes and parts are as in `kernels.hopper.forward.hopper_forward_kernel`.
 
@@ -57,12 +58,12 @@ def hopper_query_kernel(
     E: gl.constexpr = v_desc.block_type.shape[3]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
-    q_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], q_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [GROUPS * PIECES, 1, 1, ROWS, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, E], do_desc.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES * PIECES, 1, 1, BLOCK_N, D], k_desc.layout)
     V_STAGES: gl.constexpr = STAGES if D <= NARROW_HEAD else STAGES - 1  # there is no room for as many wide ones
     v_tiles = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, BLOCK_N, E], v_desc.layout)
-    if SPLIT or D > NARROW_HEAD:
+    if SPLIT or PIECES * D > NARROW_HEAD:
         dq_tiles = q_tiles  # of parts not used: they go from registers to memory
     else:
         dq_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], dq.layout)
@@ -82,8 +83,8 @@ def hopper_query_kernel(
         )  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize(
-            [(compute_for_queries, (0, True, CAUSAL, SPLIT, call)),
-             (compute_for_queries, (1, True, CAUSAL, SPLIT, call)),
+            [(compute_for_queries, (0, PIECES == 1, CAUSAL, SPLIT, call)),
+             (compute_for_queries, (1, PIECES == 1, CAUSAL, SPLIT, call)),
              (copy_for_queries, (GROUPS, CAUSAL, True, 1, copies))],
             [4, 1], [240, 24],
         )  # fmt: skip

@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from warploom.device.hopper.attention import Options, Window, Work
 from warploom.device.hopper.attention_backward.keys import KeyCopies, copy_for_keys
 from warploom.device.hopper.attention_backward.shared_keys import SharedKeyGradients, compute_for_one
+from warploom.device.hopper.attention_backward.shared_keys_in_pieces import compute_in_pieces
 from warploom.device.hopper.attention_backward.shared_queries import (
     SharedQueryGradients,
     compute_gradient,
@@ -44,6 +45,7 @@ def hopper_shared_key_kernel(
     work: Work, window: Window, scale: gl.float32, grad_scale: gl.float32,
     dk_strides: SplitStrides, dv_strides: SplitStrides,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, SOFTCAP: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr,
+    PIECES: gl.constexpr,
 ):  # fmt: skip
     """`kernels.hopper.backward.hopper_key_kernel` for tiles of 64 keys; there is no room for the next tile of them.
 
@@ -52,12 +54,13 @@ def hopper_shared_key_kernel(
     gdc_wait()
     gdc_launch_dependents()
     D: gl.constexpr = q_desc.block_type.shape[3]
+    E: gl.constexpr = v_desc.block_type.shape[3]
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
-    k_tiles = gl.allocate_shared_memory(dtype, [TERMS, 1, 1, ROWS, D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [TERMS, 1, 1, ROWS, D], v_desc.layout)
-    q_tiles = gl.allocate_shared_memory(dtype, [STAGES * TERMS, 1, 1, BLOCK_M, D], q_desc.layout)
-    do_tiles = gl.allocate_shared_memory(dtype, [STAGES * TERMS, 1, 1, BLOCK_M, D], do_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [TERMS * PIECES, 1, 1, ROWS, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [TERMS, 1, 1, ROWS, E], v_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES * TERMS * PIECES, 1, 1, BLOCK_M, D], q_desc.layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [STAGES * TERMS, 1, 1, BLOCK_M, E], do_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
@@ -77,14 +80,23 @@ def hopper_shared_key_kernel(
     )  # fmt: skip
     call = SharedKeyGradients(
         scheduler, k_tiles, v_tiles, q, do, inverses, weights,
-        Result(dk, v_tiles, dk_strides), Result(dv, k_tiles, dv_strides), work, scale, grad_scale, options,
+        Result(dk, v_tiles if PIECES == 1 else k_tiles, dk_strides),
+        Result(dv, k_tiles if PIECES == 1 else v_tiles, dv_strides), work, scale, grad_scale, options,
     )  # fmt: skip
-    gl.warp_specialize(
-        [(compute_for_one, (True, CAUSAL, SPLIT, TERMS, call)),
-         (compute_for_one, (False, CAUSAL, SPLIT, TERMS, call)),
-         (copy_for_keys, (1, CAUSAL, TERMS, copies))],
-        [4, 1], [240, 24] if TERMS == 1 else [232, 40],
-    )  # fmt: skip
+    if PIECES == 1:
+        gl.warp_specialize(
+            [(compute_for_one, (True, CAUSAL, SPLIT, TERMS, call)),
+             (compute_for_one, (False, CAUSAL, SPLIT, TERMS, call)),
+             (copy_for_keys, (1, CAUSAL, TERMS, copies))],
+            [4, 1], [240, 24] if TERMS == 1 else [232, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(compute_in_pieces, (True, CAUSAL, SPLIT, call)),
+             (compute_in_pieces, (False, CAUSAL, SPLIT, call)),
+             (copy_for_keys, (1, CAUSAL, 1, copies))],
+            [4, 1], [240, 24],
+        )  # fmt: skip
 
 
 @gluon.jit
