@@ -278,6 +278,7 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
         (300, 300, 6, 2, 80, 128, torch.bfloat16),
         (130, 200, 2, 1, 256, 192, torch.bfloat16),
         (130, 200, 2, 1, 192, 128, torch.bfloat16),
+        (200, 130, 4, 2, 136, 40, torch.float16),
         (20, 640, 2, 1, 40, 64, torch.float16),
     ],
 )
@@ -296,17 +297,17 @@ def test_options(
 
 
 @pytest.mark.sample(6)
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(("d", "e"), [(64, 64), (128, 128), (256, 256), (192, 128)])
 @pytest.mark.parametrize("options", [OPTIONS[i] for i in (1, 4, 7, 9, 11, 12)], ids=str)
 def test_options_where_loops_are_split(
-    options: dict[str, Any], d: int, tiled: None, launched: list[str], device: torch.device,
+    options: dict[str, Any], d: int, e: int, tiled: None, launched: list[str], device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     from warploom.ops.flash_attention.launches import hopper as launchers_hopper
 
     monkeypatch.setattr(launchers_hopper, "splits_of", lambda *arguments: 3)
     monkeypatch.setattr(launchers_hopper, "_TOGETHER", 2**31)  # one kernel's loops are whole
-    assert_options_right(device, 260, 330, heads=2, key_heads=1, d=d, dtype=torch.bfloat16, **options)
+    assert_options_right(device, 260, 330, heads=2, key_heads=1, d=d, e=e, dtype=torch.bfloat16, **options)
     assert set(launched) >= set(kernels_for(d))
     assert not {"forward_kernel", "key_kernel", "query_kernel"} & set(launched)
 
@@ -360,9 +361,9 @@ def test_the_last_section_of_heads_is_narrower(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_many_tiles_give_the_same_bits_twice(d: int, launched: list[str], device: torch.device) -> None:
-    inputs = random_inputs(device, 1500, heads=32, key_heads=16, d=d, causal=True, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("d", "e"), [(64, 64), (128, 128), (256, 256), (192, 128)])
+def test_many_tiles_give_the_same_bits_twice(d: int, e: int, launched: list[str], device: torch.device) -> None:
+    inputs = random_inputs(device, 1500, heads=32, key_heads=16, d=d, e=e, causal=True, dtype=torch.bfloat16)
     first, second = run(inputs, "triton"), run(inputs, "triton")
     assert all(torch.equal(a, b) for a, b in zip(first, second))
     assert sorted(set(launched)) == kernels_for(d)

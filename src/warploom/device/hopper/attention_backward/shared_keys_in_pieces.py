@@ -81,8 +81,9 @@ def query_loop_in_pieces(
             acc = sum_of_pieces(acc, factor, far.tiles, far_slot)
             product = warpgroup_mma_wait(FAR, deps=[product])
             new = factor_of(
-                product, count + 1, m, near, weights, full, high, first, reach, scale, softcap, VALUES, CAUSAL, LAYOUT
-            )
+                product, count + 1, m, near, weights, full, high, first, reach, scale, softcap,
+                VALUES, CAUSAL, LAYOUT,
+            )  # fmt: skip
             acc = warpgroup_mma_wait(0, deps=acc + (factor,))[:FAR]
             mbarrier.arrive(far.empty.index(far_slot))
             tile = kept(new, dtype)
@@ -139,9 +140,8 @@ def compute_in_pieces(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.cons
         if not SPLIT:
             if count > 0:
                 wait_empty(far.empty, count - 1 + STAGES)
-        store_pieces(
-            result, acc, 1.0 if VALUES else grad_scale, slot, split, batch, head, block * ROWS, work.keys, SPLIT, OUT_LAYOUT
-        )
+        factor = 1.0 if VALUES else grad_scale
+        store_pieces(result, acc, factor, slot, split, batch, head, block * ROWS, work.keys, SPLIT, OUT_LAYOUT)
         tma.store_wait(0)
         mbarrier.arrive(scheduler.empty.index(slot))
         done += 1
