@@ -17,13 +17,20 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from warploom.device.hopper import tma
 
 ROWS = gl.constexpr(64)  # rows of a group of warps: what one matrix instruction takes
 NARROW_HEAD = gl.constexpr(128)
 """Features of a head up to which results have buffers of their own. Wider ones leave through those of the queries."""
+STRIDE_UNIT = gl.constexpr(8)
+"""Elements in which strides of rows in pieces are counted: 16 bytes, a multiple of which they are for descriptors."""
 
 
 class Ring(NamedTuple):
@@ -244,6 +251,16 @@ def sum_of_pieces(acc, factor, tiles, slot):
 
 
 @gluon.jit
+def finished(pieces):
+    """Wait for all products; the sums of these in pieces."""
+    if len(pieces) == 1:
+        sums = (warpgroup_mma_wait(0, deps=[pieces[0]]),)
+    else:
+        sums = warpgroup_mma_wait(0, deps=pieces)
+    return sums
+
+
+@gluon.jit
 def as_factor(tile, dtype: gl.constexpr, LAYOUT: gl.constexpr):
     """A tile of results, rounded, as the first factor of a product with results of layout ``LAYOUT``: no data moves."""
     return gl.convert_layout(tile.to(dtype), gl.DotOperandLayout(0, LAYOUT, 2))
@@ -297,42 +314,43 @@ def take_tile(scheduler):
 
 
 @gluon.jit
-def store_part(result, tile, split, batch, head, row, rows, LAYOUT: gl.constexpr, FIRST: gl.constexpr = 0):
-    """Store rows ``row …`` of a float32 result in its part, or their features ``FIRST …``."""
+def store_part(result, tile, split, batch, head, row, rows, LAYOUT: gl.constexpr):
+    """Store rows ``row …`` of a float32 result in its part."""
     strides = result.strides
     start = split.to(gl.int64) * strides.split + batch.to(gl.int64) * strides.b + head.to(gl.int64) * strides.h
     local = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    feature = gl.arange(FIRST, FIRST + tile.shape[1], gl.SliceLayout(0, LAYOUT))
+    feature = gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
     offsets = (local * strides.n)[:, None] + feature[None, :]
     mask = (local < rows)[:, None] & (feature < strides.features)[None, :]
     gl.store(result.out + start + offsets, tile, mask=mask)
 
 
 @gluon.jit
-def store_tile(
-    result, tile, slot, split, batch, head, row, rows, SPLIT: gl.constexpr, LAYOUT: gl.constexpr,
-    FIRST: gl.constexpr = 0,
-):  # fmt: skip
-    """Start to write rows ``row …`` of a result, or their features ``FIRST …``.
-
-    They go to its part, or rounded, by way of buffer number ``slot``.
-    """
+def store_tile(result, tile, slot, split, batch, head, row, rows, SPLIT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start to write rows ``row …`` of a result: to its part, or rounded, by way of buffer number ``slot``."""
     if SPLIT:
-        store_part(result, tile, split, batch, head, row, rows, LAYOUT, FIRST)
+        store_part(result, tile, split, batch, head, row, rows, LAYOUT)
     else:
         matrix(result.tiles, slot).store(tile.to(result.tiles.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(result.out, [batch, head, row, FIRST], result.tiles.index(slot))
+        tma.async_copy_shared_to_global(result.out, [batch, head, row, 0], result.tiles.index(slot))
 
 
 @gluon.jit
-def store_pieces(
-    result, pieces, scale, slot, split, batch, head, row, rows, SPLIT: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """`store_tile` of rows in pieces, times ``scale``."""
+def store_pieces(result, pieces, scale, split, batch, head, row, rows, LAYOUT: gl.constexpr):
+    """Store rows ``row …`` of a result in pieces, times ``scale``, from registers: in its part, if there are any.
+
+    Strides are in `STRIDE_UNIT`, a multiple of what a thread stores at once.
+    """
     PIECES: gl.constexpr = len(pieces)
+    WIDTH: gl.constexpr = pieces[0].shape[1]
+    strides = result.strides
+    start = split.to(gl.int64) * strides.split + batch.to(gl.int64) * strides.b + head.to(gl.int64) * strides.h
+    local = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    places = (start + local.to(gl.int64) * strides.n) * STRIDE_UNIT
     for i in gl.static_range(PIECES):
-        store_tile(
-            result, pieces[i] * scale, slot * PIECES + i, split, batch, head, row, rows, SPLIT, LAYOUT,
-            i * pieces[i].shape[1],
-        )  # fmt: skip
+        feature = gl.arange(i * WIDTH, (i + 1) * WIDTH, gl.SliceLayout(0, LAYOUT))
+        mask = (local < rows)[:, None] & (feature // 2 < strides.features // 2)[
+            None, :
+        ]  # the same for two features
+        gl.store(result.out + places[:, None] + feature[None, :], pieces[i] * scale, mask=mask)

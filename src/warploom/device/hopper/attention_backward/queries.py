@@ -33,6 +33,7 @@ from warploom.device.hopper.pipeline import (
     Scheduler,
     as_factor,
     empty_sum,
+    finished,
     matrix,
     pieces_of,
     product_layout,
@@ -119,15 +120,11 @@ def kv_loop_unpipelined(
 def compute_for_queries(
     own: gl.constexpr, IN_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call
 ):
-    """Group number ``own`` of warps of `QueryGradients`. ``IN_REGISTERS``: its queries and gradients stay there.
-
-    Results of queries in pieces leave through the buffers of these.
-    """
+    """Group number ``own`` of warps of `QueryGradients`. ``IN_REGISTERS``: its queries and gradients stay there."""
     scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, grad_scale, options = call
     GROUPS: gl.constexpr = do_tiles.shape[0]
     STAGES: gl.constexpr = k.full.shape[0]
     PIECES: gl.constexpr = k.tiles.shape[0] // STAGES
-    OWN_BUFFERS: gl.constexpr = PIECES == 1
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     D: gl.constexpr = q_tiles.shape[4]
     BLOCK_M: gl.constexpr = GROUPS * ROWS
@@ -176,20 +173,19 @@ def compute_for_queries(
                 dq, dlogits, count, q_pieces, do_tile, k, v, row_lse, row_delta, begin, low, first, entry, options, scale,
                 True, CAUSAL, LAYOUT, OUT_LAYOUT,
             )  # fmt: skip
-        if not IN_REGISTERS and OWN_BUFFERS:
+        if not IN_REGISTERS:
             mbarrier.arrive(scheduler.empty.index(0))
         before = (count + STAGES - 1) % STAGES
         factor = kept_as_factor(dlogits, k.tiles.dtype, OUT_LAYOUT)
         dq = sum_of_pieces(dq, factor, k.tiles, before)
-        dq = warpgroup_mma_wait(0, deps=dq + (factor,))[:PIECES]
+        dq = finished(dq)
         mbarrier.arrive(k.empty.index(before))
-        if OWN_BUFFERS:
-            tma.store_wait(0)  # until the tile before has left its buffer
+        tma.store_wait(0)  # until the tile before has left its buffer
         batch, head = row // work.heads, row % work.heads
-        store_pieces(result, dq, grad_scale, own, split, batch, head, m, work.tokens, SPLIT, OUT_LAYOUT)
-        if not OWN_BUFFERS:
-            tma.store_wait(0)
-            mbarrier.arrive(scheduler.empty.index(0))
+        if PIECES > 1:
+            store_pieces(result, dq, grad_scale, split, batch, head, m, work.tokens, OUT_LAYOUT)
+        else:
+            store_tile(result, dq[0] * grad_scale, own, split, batch, head, m, work.tokens, SPLIT, OUT_LAYOUT)
         done += 1
         tile, _ = received(scheduler, done)
     tma.store_wait(0)

@@ -6,7 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from warploom.device.hopper import tma
 from warploom.device.hopper.attention import entry_of, kept, kept_as_factor, query_steps, tile_place, tiles_of
 from warploom.device.hopper.attention_backward.all_gradients import weights_and_slopes
 from warploom.device.hopper.attention_backward.keys import used_rows
@@ -16,11 +15,9 @@ from warploom.device.hopper.pipeline import (
     pieces_of,
     product_layout,
     product_of_pieces,
-    read,
     received,
     store_pieces,
     sum_of_pieces,
-    wait_empty,
     wait_full,
 )
 
@@ -51,12 +48,12 @@ def factor_of(
 
 @gluon.jit
 def query_loop_in_pieces(
-    acc, count, own_tiles, slot, near, far, weights, begin, full, high, end, heads, first, reach, scale, softcap,
-    VALUES: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    acc, count, own_tiles, slot, own_empty, near, far, weights, begin, full, high, end, heads, first, reach, scale,
+    softcap, VALUES: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """`shared_keys.query_loop_for_one` over tiles of queries ``begin … end`` of all ``heads``, of which one follows the other.
 
-    Those before ``full`` and from ``high`` on have masks.
+    Those before ``full`` and from ``high`` on have masks. The own tile is given back when the last near product is there.
     """
     STAGES: gl.constexpr = near.full.shape[0]
     NEAR: gl.constexpr = near.tiles.shape[0] // STAGES
@@ -88,25 +85,27 @@ def query_loop_in_pieces(
             mbarrier.arrive(far.empty.index(far_slot))
             tile = kept(new, dtype)
             count += 1
+        mbarrier.arrive(own_empty)
         far_slot = wait_full(far.full, count)
         factor = kept_as_factor(tile, dtype, OUT_LAYOUT)
         acc = sum_of_pieces(acc, factor, far.tiles, far_slot)
         acc = warpgroup_mma_wait(0, deps=acc + (factor,))[:FAR]
         mbarrier.arrive(far.empty.index(far_slot))
         count += 1
+    else:
+        mbarrier.arrive(own_empty)
     return acc, count
 
 
 @gluon.jit
-def compute_in_pieces(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call):
+def compute_in_pieces(VALUES: gl.constexpr, CAUSAL: gl.constexpr, call):
     """`shared_keys.compute_for_one` for keys in pieces.
 
-    Gradients leave through the buffers of what they are the gradients of. Those the other group alone reads, for its near
-    products: it has done so when it has given back the last of its near tiles.
+    Its result leaves through no buffer: while it does, the next keys and values are copied.
     """
     scheduler, k_tiles, v_tiles, q, do, _, weights, dk, dv, work, scale, grad_scale, options = call
     result, own_tiles, near, far = (dv, k_tiles, q, do) if VALUES else (dk, v_tiles, do, q)
-    STAGES: gl.constexpr = far.full.shape[0]
+    PIECES: gl.constexpr = far.tiles.shape[0] // far.full.shape[0]
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     WIDTH: gl.constexpr = far.tiles.shape[4]
     LAYOUT: gl.constexpr = product_layout(BLOCK_M)
@@ -124,12 +123,11 @@ def compute_in_pieces(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.cons
         reach = None
         if options.window is not None:
             reach = work.right + options.window.left
-        acc = empty_sum(far.tiles.shape[0] // STAGES, WIDTH, OUT_LAYOUT)
+        acc = empty_sum(PIECES, WIDTH, OUT_LAYOUT)
         acc, count = query_loop_in_pieces(
-            acc, count, own_tiles, slot, near, far, weights, begin, full, high, end, work.group, first, reach, scale,
-            options.softcap, VALUES, CAUSAL, LAYOUT, OUT_LAYOUT,
+            acc, count, own_tiles, slot, scheduler.empty.index(slot), near, far, weights, begin, full, high, end,
+            work.group, first, reach, scale, options.softcap, VALUES, CAUSAL, LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
-        block, row, split = tile_place(read(scheduler, slot), work, False)  # rather than held in registers
         batch, head = row // key_heads, row % key_heads
         if options.seqused_k is not None:
             entry = entry_of(work, batch, options)
@@ -137,12 +135,7 @@ def compute_in_pieces(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.cons
             for i in gl.static_range(len(acc)):
                 used += (used_rows(acc[i], block * ROWS, entry.keys, OUT_LAYOUT),)
             acc = used
-        if not SPLIT:
-            if count > 0:
-                wait_empty(far.empty, count - 1 + STAGES)
         factor = 1.0 if VALUES else grad_scale
-        store_pieces(result, acc, factor, slot, split, batch, head, block * ROWS, work.keys, SPLIT, OUT_LAYOUT)
-        tma.store_wait(0)
-        mbarrier.arrive(scheduler.empty.index(slot))
+        store_pieces(result, acc, factor, split, batch, head, block * ROWS, work.keys, OUT_LAYOUT)
         done += 1
         tile, slot = received(scheduler, done)

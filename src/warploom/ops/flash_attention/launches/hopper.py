@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warploom.device.hopper.attention import Window, Work
-from warploom.device.hopper.pipeline import NARROW_HEAD, ROWS, SplitStrides
+from warploom.device.hopper.pipeline import NARROW_HEAD, ROWS, STRIDE_UNIT, SplitStrides
 from warploom.ops.flash_attention.configs import (
     HOPPER,
     HOPPER_IN_PIECES,
@@ -209,11 +209,8 @@ def _work(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, splits: int, 
 def _boxes(
     name: str, tensors: Iterable[Tensor], tiles: HopperTiles, width: int, piece: int | None = None
 ) -> dict[str, Any]:
-    """Descriptors of the tensors of `DESCRIBED`, by name.
-
-    ``piece``: the width for queries and keys and for their gradients, if another.
-    """
-    widths = dict.fromkeys(("q_desc", "k_desc", "dq", "dk"), piece or width)
+    """Descriptors of the tensors of `DESCRIBED`, by name. ``piece``: the width for queries and keys, if another."""
+    widths = dict.fromkeys(("q_desc", "k_desc"), piece or width)
     return {
         each: Boxes(x, (0, 2, 1, 3), (1, 1, tiles.box if each in _LOOPED[name] else _ROWS, widths.get(each, width)))
         for each, x in zip(DESCRIBED[name], tensors)
@@ -236,13 +233,19 @@ def _kernel(name: str, shape: Shape, tiles: HopperTiles, scale: float) -> tuple[
     return backward.hopper_query_kernel, {**own, **pieces}
 
 
-def _strides_of_parts(results: dict[str, Tensor], splits: int) -> dict[str, Any]:
-    """Whether results are in parts, and how these lie; of whole results descriptors say it."""
+def _strides_of(results: dict[str, Tensor], splits: int, unit: int | None) -> dict[str, Any]:
+    """Whether results are parts or in pieces, and how these lie; of others descriptors say it.
+
+    ``unit``: elements in which strides of results in pieces are counted.
+    """
+    stored = splits > 1 or unit is not None
     strides = {}
     for name, x in results.items():
-        b, n, h, _ = x.stride()
-        strides[f"{name}_strides"] = SplitStrides(*((x.numel(), b, n, h, x.shape[3]) if splits > 1 else (0,) * 5))
-    return {"SPLIT": splits > 1, **strides}
+        part = x.numel() if splits > 1 else 0
+        b, n, h = (stride if size > 1 else 0 for size, stride in zip(x.shape[:3], x.stride()))
+        lengths = (each // (unit or 1) for each in (part, b, n, h))
+        strides[f"{name}_strides"] = SplitStrides(*((*lengths, x.shape[3]) if stored else (0,) * 5))
+    return {"SPLIT": stored, **strides}
 
 
 def _counted(name: str, mask: Mask, tiles: int, programs: int) -> bool:
@@ -295,8 +298,9 @@ def plan(name: str, call: Call, tensors: tuple[Tensor, ...]) -> Plan | None:
     splits = splits_of(name, call.shape, call.mask, call.device)
     inputs = _INPUTS[name]
     results = dict(zip(DESCRIBED[name][inputs:], tensors[inputs:], strict=True))
-    described = tensors if splits == 1 else tensors[:inputs]
-    return _planned(name, call, splits, described, **_strides_of_parts(results, splits))
+    unit = STRIDE_UNIT.value if name != "forward" and _in_pieces(name, call.shape) else None
+    described = tensors if splits == 1 and unit is None else tensors[:inputs]
+    return _planned(name, call, splits, described, **_strides_of(results, splits, unit))
 
 
 def plan_together(call: Call, tensors: tuple[Tensor, ...], added: Tensor) -> Plan | None:

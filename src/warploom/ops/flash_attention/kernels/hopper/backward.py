@@ -63,7 +63,7 @@ def hopper_query_kernel(
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES * PIECES, 1, 1, BLOCK_N, D], k_desc.layout)
     V_STAGES: gl.constexpr = STAGES if D <= NARROW_HEAD else STAGES - 1  # there is no room for as many wide ones
     v_tiles = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, BLOCK_N, E], v_desc.layout)
-    if SPLIT or PIECES * D > NARROW_HEAD:
+    if SPLIT or D > NARROW_HEAD:
         dq_tiles = q_tiles  # of parts not used: they go from registers to memory
     else:
         dq_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], dq.layout)

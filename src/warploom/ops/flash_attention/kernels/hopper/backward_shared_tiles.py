@@ -80,8 +80,7 @@ def hopper_shared_key_kernel(
     )  # fmt: skip
     call = SharedKeyGradients(
         scheduler, k_tiles, v_tiles, q, do, inverses, weights,
-        Result(dk, v_tiles if PIECES == 1 else k_tiles, dk_strides),
-        Result(dv, k_tiles if PIECES == 1 else v_tiles, dv_strides), work, scale, grad_scale, options,
+        Result(dk, v_tiles, dk_strides), Result(dv, k_tiles, dv_strides), work, scale, grad_scale, options,
     )  # fmt: skip
     if PIECES == 1:
         gl.warp_specialize(
@@ -92,8 +91,8 @@ def hopper_shared_key_kernel(
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(compute_in_pieces, (True, CAUSAL, SPLIT, call)),
-             (compute_in_pieces, (False, CAUSAL, SPLIT, call)),
+            [(compute_in_pieces, (True, CAUSAL, call)),
+             (compute_in_pieces, (False, CAUSAL, call)),
              (copy_for_keys, (1, CAUSAL, 1, copies))],
             [4, 1], [240, 24],
         )  # fmt: skip
