@@ -49,6 +49,8 @@ def hopper_query_kernel(
 ):  # fmt: skip
     """Gradients of queries. Descriptors, boxes and parts are as in `kernels.hopper.forward.hopper_forward_kernel`.
 
+    Of queries in ``PIECES``, ``dq`` is an address, also of a whole result, and ``SPLIT`` is set.
+
     ``counters[1]`` is zero. It runs beside `hopper_key_kernel`, of which it reads nothing, and does not end before that
     has ended.
     """
