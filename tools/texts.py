@@ -221,7 +221,7 @@ def whole_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
                 rows.append([panel.label, mode, *place, spread, *_compared(found)])
         constants = ", ".join(f"{name} {value}" for name, value in section.constants.items())
         table = Table.of(heads, rows, words=3)
-        about = f"## {section.operator}\n\n{section.title}. Every case: {constants}."
+        about = f"## {section.operator}\n\n{section.title}." + (f" Every case: {constants}." if constants else "")
         seen = [f"![share of the limit and time](figures/{section.operator}.svg)"] if draw(section) else []
         texts.append("\n\n".join([about, *seen, markdown([table])]))
     return "\n\n".join(texts) or NOTHING
