@@ -56,6 +56,20 @@ def test_the_calls_that_suit(hopper: None) -> None:
     assert suits("forward", x, x, x, left=3, right=0, seqused_k=torch.tensor([3, 70]))
 
 
+@pytest.mark.parametrize(
+    ("d", "e", "expected"), [(192, 128, True), (136, 8, True), (137, 128, False), (192, 12, False)]
+)
+def test_rows_come_in_pieces_where_eights_of_features_are_whole(d: int, e: int, expected: bool) -> None:
+    """One query on padded keys: its gradient may be copied whatever its features, since no row follows it."""
+    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+    from warploom.ops.flash_attention.launches import tiling as launchers
+
+    q, k, v = (torch.empty(1, n, 1, features) for n, features in ((1, d), (2100, d), (2100, e)))
+    shape = launchers.Shape.of(q, k, v)
+    for name in ("forward", "key", "query"):
+        assert launchers_hopper._in_pieces(name, shape) is expected
+
+
 def test_the_calls_that_do_not(hopper: None) -> None:
     x = empty()
     used, table = torch.tensor([3, 70]), torch.zeros(2, 1, dtype=torch.int32)

@@ -350,7 +350,6 @@ def store_pieces(result, pieces, scale, split, batch, head, row, rows, LAYOUT: g
     places = (start + local.to(gl.int64) * strides.n) * STRIDE_UNIT
     for i in gl.static_range(PIECES):
         feature = gl.arange(i * WIDTH, (i + 1) * WIDTH, gl.SliceLayout(0, LAYOUT))
-        mask = (local < rows)[:, None] & (feature // 2 < strides.features // 2)[
-            None, :
-        ]  # the same for two features
+        # The same for two features, which a thread stores at once.
+        mask = (local < rows)[:, None] & (feature // 2 < strides.features // 2)[None, :]
         gl.store(result.out + places[:, None] + feature[None, :], pieces[i] * scale, mask=mask)

@@ -390,6 +390,6 @@ BENCHES = (
         title="Attention of one query on a cache",
         x="m",
         modes=("fwd",),
-        budgets=peers.BUDGETS,
+        budgets=peers.BUDGETS | peers.DECODER_BUDGETS,
     ),
 )

@@ -353,5 +353,7 @@ DECODERS: dict[str, Callable[[Case], Provider]] = {
     "sdpa_efficient": functools.partial(_decode_sdpa, "EFFICIENT_ATTENTION"),
 }
 """Of one query. Keys in pages are gathered first: PyTorch has no kernel that reads them where they are."""
+DECODER_BUDGETS = {"torch": 4.0}
+"""Its logits have 16 bits: up to 2.5 times our budget."""
 BUDGETS = {"sdpa_efficient": 4.0}
 """PyTorch's memory-efficient kernel rounds more than the others: up to 2.5 times our budget in float32."""

@@ -109,8 +109,12 @@ def _width(shape: Shape) -> int:
 
 
 def _in_pieces(name: str, shape: Shape) -> bool:
-    """Whether rows of queries and keys are copied in pieces: up to 192 features, with at most 128 of values."""
-    return name in HOPPER_IN_PIECES and _NARROW < shape.head_dim <= 192 and shape.value_dim <= _NARROW
+    """Whether rows of queries and keys are copied in pieces: up to 192 features, with at most 128 of values.
+
+    Rows of a single token may have any number of them, but results in pieces are stored by eights.
+    """
+    whole = shape.head_dim % 8 == 0 == shape.value_dim % 8
+    return name in HOPPER_IN_PIECES and _NARROW < shape.head_dim <= 192 and shape.value_dim <= _NARROW and whole
 
 
 def _tiles(name: str, shape: Shape, mask: Mask) -> HopperTiles:
