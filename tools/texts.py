@@ -382,6 +382,7 @@ SHOWN = {
     "dtype": ("bfloat16",),
     "batch": (4, 8),
     "kv_rank": (None,),
+    "encoding": ("rotate",),
 }
 """What the pictures show of a bench that has these parameters. The first is what stands for one that has none."""
 
@@ -394,19 +395,25 @@ def _times(panel: Panel, section: Section) -> int:
 def draw(section: Section) -> str:
     """The share of the limit above the time, a column for each mode of one panel; empty without a speed.
 
-    The panel has most times of ours, and of such the widest heads.
+    The panel has most times of ours, and of such the widest heads; one that is to be `SHOWN`, of any batch if that
+    were a point.
     """
     if section.operator == "transformer":
         return ""  # steps by the wall clock, one size in many ways: a table says more
     first = [panel for panel in section.panels if panel.device == section.panels[0].device]
-    wanted = [p for p in first if all(p.parameters.get(name, v[0]) in v for name, v in SHOWN.items())]
+    for parts in (SHOWN, {name: values for name, values in SHOWN.items() if name != "batch"}):
+        wanted = [p for p in first if all(p.parameters.get(name, v[0]) in v for name, v in parts.items())]
+        if any(len(panel.xs(mode)) > 1 for panel in wanted for mode in panel.modes):
+            break
     panel = max(wanted or first, key=lambda panel: (_times(panel, section), panel.parameters.get("head_dim", 0)))
     columns = [(panel, mode) for mode in MODES if mode in panel.modes]
     drawn = [(panel, mode, charts(section, panel, mode)[::-1]) for panel, mode in columns]
     drawn = [column for column in drawn if column[2]]
     if not drawn:
         return ""
-    title = f"{section.title}: {drawn[0][0].label}" if drawn[0][0].labels else section.title
+    title = section.title
+    if drawn[0][0].labels:  # one column has no room for both
+        title = drawn[0][0].label if len(drawn) == 1 else f"{title}: {drawn[0][0].label}"
     styles = looks(sorted(section.providers), section.emphasis)
     return picture([c for _, _, c in drawn], [mode_title(mode) for _, mode, _ in drawn], title, styles)
 
