@@ -405,6 +405,15 @@ def test_softmax_of_the_largest_and_of_missing_entries(kind: str, backend: str, 
     assert_near(torch.autograd.grad(out, x, grad)[0], wanted)
 
 
+@backends
+@kinds
+def test_softmax_of_equal_entries_is_one_number(kind: str, backend: str, device: torch.device) -> None:
+    """Whatever they are: what rounding takes off the largest entry would add up in the gradient of theta."""
+    x = torch.tensor([0.0, 0.1, -7.3, 33.3, 1e5, -1e30], device=device)[None, :, None, None].expand(1, 6, 1, 6)
+    out = encode(kind, x, torch.zeros(1, 3, device=device), activation="softmax", backend=backend)
+    assert torch.equal(out, out[:, :1].expand_as(out))
+
+
 @pytest.mark.sample(2)
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @kinds

@@ -77,6 +77,18 @@ def test_decoding(
             assert_contained(found, usual, reached, reached, number)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_query_that_sees_no_key(device: torch.device, dtype: torch.dtype, backend: str) -> None:
+    """Its output is zero, whatever it is."""
+    x = factors(device, batch=2, tokens=1, heads=2, keys=5, features=8, values=8, dtype=dtype)
+    usual = tpa_decode(**x, cache_seqlens=lengths(device, 0, 4), backend=backend)
+    for number in (math.nan, math.inf):
+        spoiled = with_number(x, "bq", 0, 0, number)
+        out = tpa_decode(**spoiled, cache_seqlens=lengths(device, 0, 4), backend=backend)
+        assert torch.equal(out, usual) and not out[0].any()
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Attention
 # ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2_E = tl.constexpr(1.4426950216293335)  # log₂e in float32
-LARGE = tl.constexpr(2.0**126)
 LOG2_E_LOW = tl.constexpr(1.925963033500011e-08)  # what that leaves of it
 
 
@@ -126,13 +125,8 @@ def activate_backward(x, dy, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def powers(x, row_max):
-    """eˣ relative to the largest of each row, ``row_max`` (rows, 1), to 2 units in the last place of it and of eˣ / Σ eˣ.
-
-    One multiply-add an element: the rounding of row_max · log₂e is common to a row. Where that product is no float32, elements are
-    equal or so far apart that any factor does.
-    """
-    scale = tl.where(tl.abs(row_max) < LARGE, LOG2_E, 0.5)
-    return power_of_two(tl.fma(x, scale, -(row_max * scale)))
+    """eˣ relative to the largest of each row, ``row_max`` (rows, 1), of which it is 1: to 2 units in the last place of eˣ / Σ eˣ."""
+    return exponential(x - row_max)
 
 
 @triton.jit

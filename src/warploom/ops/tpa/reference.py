@@ -107,7 +107,11 @@ def with_rounded_mean(out: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
     That is what a forward leaves for the backward. Where one key has all the weight, gradient and mean cancel, and
     this rounding is most of the error.
     """
-    return out if out.dtype == dtype else out - (lse - lse.detach()) * (rounded(out, dtype) - out).detach()
+    if out.dtype == dtype:
+        return out
+    rounding = (rounded(out, dtype) - out).detach()
+    rounding = rounding.masked_fill(~rounding.isfinite(), 0.0)  # an output that overflows is no mean
+    return out - (lse - lse.detach()) * rounding
 
 
 def without_tail(factor: Tensor, cache_seqlens: Tensor) -> Tensor:
@@ -171,7 +175,7 @@ def attend(
 def softmax(scores: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """Weights of the visible keys and the logarithm of their sum (…, N, 1); ``scores`` (…, N, M), bounds (…, N).
 
-    A query that sees no key has weights of zero.
+    A query that sees no key has weights of zero, and so is its logarithm.
     """
     key = torch.arange(scores.shape[-1], device=scores.device)
     visible = (key >= first[..., None]) & (key < last[..., None])
@@ -179,8 +183,7 @@ def softmax(scores: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor
     scores = scores.masked_fill(~(visible | blind), -torch.inf)
     weights = torch.softmax(scores, dim=-1)
     weights = weights.masked_fill(~visible, 0.0)  # also in a row of NaN
-    lse = torch.logsumexp(scores, -1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)  # of no keys too
-    return weights, lse
+    return weights, torch.logsumexp(scores, -1, keepdim=True).masked_fill(blind, 0.0)
 
 
 def _in_blocks(
