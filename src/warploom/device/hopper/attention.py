@@ -24,7 +24,7 @@ from warploom.device.hopper.pipeline import (
     pieces_of,
     power_of_two,
     product_layout,
-    product_of_pieces,
+    product_transposed,
     received,
     store_tile,
     wait_full,
@@ -339,7 +339,7 @@ def attend(
         if GROUPS > 2:
             mbarrier.wait(go.index(own), starts & 1)
             starts += 1
-        logits = product_of_pieces(q_pieces, k, count + 1, LAYOUT)
+        logits = product_transposed(q_pieces, k, count + 1, LAYOUT)
         slot = wait_full(v.full, count)
         factor = kept_as_factor(weights, v.tiles.dtype, OUT_LAYOUT)
         acc = warpgroup_mma(factor, matrix(v.tiles, slot), acc, is_async=True)
@@ -395,7 +395,7 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         row_sum = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
 
-        logits = product_of_pieces(q_pieces, k, count, LAYOUT)
+        logits = product_transposed(q_pieces, k, count, LAYOUT)
         logits = warpgroup_mma_wait(0, deps=[logits])
         mbarrier.arrive(k.empty.index(count % STAGES))
         n = first_key(tile_of_step(0, begin, end, options), entry, options, BLOCK_N)

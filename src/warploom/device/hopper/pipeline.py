@@ -201,17 +201,8 @@ def product_layout(columns):
 
 
 @gluon.jit
-def product_transposed(a, ring, count, LAYOUT: gl.constexpr):
-    """Start ``a · bᵀ`` with the tile number ``count`` of a ring of (N, D) tiles."""
-    b_tile = matrix(ring.tiles, wait_full(ring.full, count)).permute([1, 0])
-    N: gl.constexpr = ring.tiles.shape[3]
-    zeros = gl.zeros([ROWS, N], gl.float32, LAYOUT)
-    return warpgroup_mma(a, b_tile, zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def pieces_of(tiles, slot, PIECES: gl.constexpr):
-    """The pieces of own rows."""
+    """The pieces of own rows, or their terms."""
     pieces = ()
     for i in gl.static_range(PIECES):
         pieces += (matrix(tiles, slot * PIECES + i),)
@@ -219,8 +210,8 @@ def pieces_of(tiles, slot, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def product_of_pieces(a_pieces, ring, count, LAYOUT: gl.constexpr):
-    """`product_transposed` of rows in pieces."""
+def product_transposed(a_pieces, ring, count, LAYOUT: gl.constexpr):
+    """Start ``a · bᵀ`` with tile number ``count`` of a ring of (N, D) tiles, both in as many pieces."""
     PIECES: gl.constexpr = len(a_pieces)
     slot = wait_full(ring.full, count)
     N: gl.constexpr = ring.tiles.shape[3]

@@ -105,7 +105,7 @@ def all_gradients_loop(
     if steps > 0:
         # count >> 30 is zero. The compiler, which cannot know, works out addresses in the loop and not before.
         k_tile = matrix(exchange.k_tiles, own + (count >> 30))
-        logits = product_transposed(k_tile, q, count, LAYOUT)  # (keys, queries)
+        logits = product_transposed((k_tile,), q, count, LAYOUT)  # (keys, queries)
         logits = warpgroup_mma_wait(0, deps=[logits])
         m = end - 1
         member = m * 0

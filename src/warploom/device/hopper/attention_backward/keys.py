@@ -154,8 +154,8 @@ def query_loop(
     dtype: gl.constexpr = q.tiles.dtype
     for i in range(begin, end):
         slot = count % STAGES
-        logits = product_transposed(k_tile, q, count, LAYOUT)  # (keys, queries)
-        dweights = product_transposed(v_tile, do, count, LAYOUT)
+        logits = product_transposed((k_tile,), q, count, LAYOUT)  # (keys, queries)
+        dweights = product_transposed((v_tile,), do, count, LAYOUT)
         logits = warpgroup_mma_wait(1, deps=[logits])
         row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
         weights, slopes = transposed_weights_of(
@@ -176,10 +176,13 @@ def query_loop(
 
 
 @gluon.jit
-def used_rows(gradient, n, keys, LAYOUT: gl.constexpr):
-    """The gradient of keys ``n …``, zero behind the last: rows of keys that are not used may hold NaN."""
-    key = n + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    return gl.where((key < keys)[:, None], gradient, 0.0)
+def used_rows(gradients, n, keys, LAYOUT: gl.constexpr):
+    """Gradients of keys ``n …``, zero behind the last: rows of keys that are not used may hold NaN."""
+    used = (n + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) < keys)[:, None]
+    found = ()
+    for i in gl.static_range(len(gradients)):
+        found += (gl.where(used, gradients[i], 0.0),)
+    return found
 
 
 @gluon.jit
@@ -229,7 +232,7 @@ def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constex
         n = block * BLOCK_N + own * ROWS
         if options.seqused_k is not None:
             entry = entry_of(work, batch, options)
-            dk, dv = used_rows(dk, n, entry.keys, OUT_LAYOUT), used_rows(dv, n, entry.keys, OUT_LAYOUT)
+            dk, dv = used_rows((dk, dv), n, entry.keys, OUT_LAYOUT)
         store_tile(dv_result, dv, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
         store_tile(dk_result, dk * grad_scale, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
         tma.store_wait(0)

@@ -37,7 +37,6 @@ from warploom.device.hopper.pipeline import (
     matrix,
     pieces_of,
     product_layout,
-    product_of_pieces,
     product_transposed,
     received,
     store_pieces,
@@ -73,11 +72,11 @@ def kv_loop(
     STAGES: gl.constexpr = k.full.shape[0]
     PIECES: gl.constexpr = len(dq)
     for i in range(end - begin):
-        logits = product_of_pieces(q_pieces, k, count, LAYOUT)
+        logits = product_transposed(q_pieces, k, count, LAYOUT)
         before = (count + STAGES - 1) % STAGES
         factor = kept_as_factor(dlogits, k.tiles.dtype, OUT_LAYOUT)
         dq = sum_of_pieces(dq, factor, k.tiles, before)
-        dweights = product_transposed(do_tile, v, count, LAYOUT)
+        dweights = product_transposed((do_tile,), v, count, LAYOUT)
         logits = warpgroup_mma_wait(PIECES + 1, deps=[logits])
         n = first_key(end - 1 - i, work, options, BLOCK_N)
         weights = weights_of(logits, lse, n, first, work, options, scale, k.tiles.dtype, MASKED, CAUSAL, LAYOUT)
@@ -100,8 +99,8 @@ def kv_loop_unpipelined(
     for i in range(end - begin):
         # count >> 30 is zero, which the compiler cannot know: it computes addresses here, and holds none in registers.
         place = own + (count >> 30)
-        logits = product_transposed(matrix(q_tiles, place), k, count, LAYOUT)
-        dweights = product_transposed(matrix(do_tiles, place), v, count, LAYOUT)
+        logits = product_transposed((matrix(q_tiles, place),), k, count, LAYOUT)
+        dweights = product_transposed((matrix(do_tiles, place),), v, count, LAYOUT)
         logits = warpgroup_mma_wait(1, deps=[logits])
         n = first_key(end - 1 - i, work, options, BLOCK_N)
         weights = weights_of(logits, lse, n, first, work, options, scale, k.tiles.dtype, MASKED, CAUSAL, LAYOUT)
@@ -150,8 +149,8 @@ def compute_for_queries(
             q_pieces = pieces_of(q_tiles, own, PIECES)
             do_tile = matrix(do_tiles, own)
         dq = empty_sum(PIECES, D, OUT_LAYOUT)
-        logits = product_of_pieces(q_pieces, k, count, LAYOUT)
-        dweights = product_transposed(do_tile, v, count, LAYOUT)
+        logits = product_transposed(q_pieces, k, count, LAYOUT)
+        dweights = product_transposed((do_tile,), v, count, LAYOUT)
         logits, dweights = warpgroup_mma_wait(0, deps=[logits, dweights])
         mbarrier.arrive(v.empty.index(count % STAGES))
         n = first_key(tile_of_step(0, begin, end, options), entry, options, BLOCK_N)

@@ -12,13 +12,14 @@ from warploom.device.hopper import tma
 from warploom.device.hopper.attention import Options, Work, entry_of, query_steps, tile_place, tiles_of
 from warploom.device.hopper.attention_backward.keys import used_rows
 from warploom.device.hopper.attention_backward.shared_weights import Weights
-from warploom.device.hopper.attention_backward.terms import add_product, own_terms, product_of_terms
+from warploom.device.hopper.attention_backward.terms import add_product, product_of_terms
 from warploom.device.hopper.attention_backward.weights import transposed_weights_of
 from warploom.device.hopper.pipeline import (
     ROWS,
     Result,
     RowRing,
     Scheduler,
+    pieces_of,
     product_layout,
     read,
     received,
@@ -60,7 +61,7 @@ def query_loop_for_one(
     BLOCK_M: gl.constexpr = near.tiles.shape[3]
     for i in range(begin if TERMS == 1 else 0, end if TERMS == 1 else end - begin):
         stage = wait_full(near.full, count)
-        product = product_of_terms(own_terms(own_tiles, slot, TERMS), near.tiles, stage, TERMS, LAYOUT, VALUES)
+        product = product_of_terms(pieces_of(own_tiles, slot, TERMS), near.tiles, stage, TERMS, LAYOUT, VALUES)
         product = warpgroup_mma_wait(0, deps=[product])  # (keys, queries)
         row_value = near.row_values.index(stage).load(gl.SliceLayout(0, LAYOUT))
         if VALUES:
@@ -140,7 +141,7 @@ def compute_for_one(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.conste
         batch, head = row // key_heads, row % key_heads
         if options.seqused_k is not None:
             entry = entry_of(work, batch, options)
-            acc = used_rows(acc, block * ROWS, entry.keys, OUT_LAYOUT)
+            (acc,) = used_rows((acc,), block * ROWS, entry.keys, OUT_LAYOUT)
         store_tile(result, acc, slot, split, batch, head, block * ROWS, work.keys, SPLIT, OUT_LAYOUT)
         if TERMS == 1:
             tma.store_wait(0)

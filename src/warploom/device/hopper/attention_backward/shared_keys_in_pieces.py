@@ -14,7 +14,7 @@ from warploom.device.hopper.pipeline import (
     empty_sum,
     pieces_of,
     product_layout,
-    product_of_pieces,
+    product_transposed,
     received,
     store_pieces,
     sum_of_pieces,
@@ -63,7 +63,7 @@ def query_loop_in_pieces(
     if steps > 0:
         own = pieces_of(own_tiles, slot, NEAR)
         m = begin
-        product = product_of_pieces(own, near, count, LAYOUT)  # (keys, queries)
+        product = product_transposed(own, near, count, LAYOUT)  # (keys, queries)
         product = warpgroup_mma_wait(0, deps=[product])
         new = factor_of(
             product, count, m, near, weights, full, high, first, reach, scale, softcap, VALUES, CAUSAL, LAYOUT
@@ -72,7 +72,7 @@ def query_loop_in_pieces(
         for _ in range(steps - 1):
             m += 1
             m = gl.where(m == end, begin, m)
-            product = product_of_pieces(own, near, count + 1, LAYOUT)
+            product = product_transposed(own, near, count + 1, LAYOUT)
             far_slot = wait_full(far.full, count)
             factor = kept_as_factor(tile, dtype, OUT_LAYOUT)
             acc = sum_of_pieces(acc, factor, far.tiles, far_slot)
@@ -131,10 +131,7 @@ def compute_in_pieces(VALUES: gl.constexpr, CAUSAL: gl.constexpr, call):
         batch, head = row // key_heads, row % key_heads
         if options.seqused_k is not None:
             entry = entry_of(work, batch, options)
-            used = ()
-            for i in gl.static_range(len(acc)):
-                used += (used_rows(acc[i], block * ROWS, entry.keys, OUT_LAYOUT),)
-            acc = used
+            acc = used_rows(acc, block * ROWS, entry.keys, OUT_LAYOUT)
         factor = 1.0 if VALUES else grad_scale
         store_pieces(result, acc, factor, split, batch, head, block * ROWS, work.keys, OUT_LAYOUT)
         done += 1

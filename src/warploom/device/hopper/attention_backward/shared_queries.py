@@ -10,18 +10,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from warploom.device.hopper.attention import Options, Work, key_steps, tile_place, tiles_of
 from warploom.device.hopper.attention_backward.shared_weights import Weights
-from warploom.device.hopper.attention_backward.terms import (
-    add_product,
-    own_terms,
-    own_terms_in_registers,
-    product_of_terms,
-)
+from warploom.device.hopper.attention_backward.terms import add_product, own_terms_in_registers, product_of_terms
 from warploom.device.hopper.attention_backward.weights import load_row_values, weights_of
 from warploom.device.hopper.pipeline import (
     ROWS,
     Result,
     Ring,
     Scheduler,
+    pieces_of,
     product_layout,
     received,
     store_part,
@@ -118,7 +114,7 @@ def compute_gradient(CAUSAL: gl.constexpr, TERMS: gl.constexpr, call):
         dq = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         for _ in range(end - begin):
             stage = wait_full(v.full, count)
-            dweights = product_of_terms(own_terms(call.do_tiles, 0, TERMS), v.tiles, stage, TERMS, LAYOUT)
+            dweights = product_of_terms(pieces_of(call.do_tiles, 0, TERMS), v.tiles, stage, TERMS, LAYOUT)
             dweights = warpgroup_mma_wait(0, deps=[dweights])
             mbarrier.arrive(v.empty.index(stage))
             tile_weights = weights.tiles.index(wait_full(weights.full, count)).load(LAYOUT)

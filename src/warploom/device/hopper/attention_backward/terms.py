@@ -10,15 +10,6 @@ from warploom.device.hopper.pipeline import ROWS, as_factor, matrix, wait_full
 
 
 @gluon.jit
-def own_terms(tiles, slot, TERMS: gl.constexpr):
-    """The terms of own rows, in shared memory."""
-    terms = ()
-    for i in gl.static_range(TERMS):
-        terms += (matrix(tiles, slot * TERMS + i),)
-    return terms
-
-
-@gluon.jit
 def own_terms_in_registers(tiles, TERMS: gl.constexpr, LAYOUT: gl.constexpr):
     """The terms of own rows, in registers."""
     terms = ()
