@@ -2,19 +2,25 @@
 
     python examples/linear_and_softmax.py                              # 1k to 32k tokens on a GPU, fewer on a CPU
     python examples/linear_and_softmax.py --lengths 4096,16384 --steps 500 --size small
+    python examples/linear_and_softmax.py --record lengths.jsonl --picture lengths.svg
 
 Every step has as many tokens, in fewer sequences where these are longer. Models start from the same seed and see
 the same text in the same order; other options are those of ``train_lm.py``. The loss is that on held-out text, in
-nats per byte. The first steps, in which kernels are compiled, are not timed.
+nats per byte. The first steps, in which kernels are compiled, are not timed. A model is a line of the record, which
+the picture is drawn from; the same command again trains only what is missing there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 import train_lm
+from loss_parity import COLOURS, drawing
 
 ATTENTIONS = ("linear", "flash")
 UNTIMED = 2  # steps
@@ -24,11 +30,55 @@ OUTPUT = "runs/linear_and_softmax"  # where nothing is written, so that every mo
 def main(words: list[str] | None = None) -> None:
     """Train every model, and print a line for each."""
     options = parse(words)
+    found: list[dict[str, Any]] = []
     print(f"{'tokens':>8}  {'attention':9}  {'loss':>6}  {'tokens/s':>10}")
     for length in options.lengths:
         for attention in ATTENTIONS:
-            loss, rate = train(settings(options, length, attention))
-            print(f"{length:8}  {attention:9}  {loss:6.3f}  {rate:10,.0f}", flush=True)
+            run = settings(options, length, attention)
+            key = train_lm.shaping(run) | {"device": name_of(run.device)}
+            entry = recorded(options.record, key)
+            if entry is None:
+                loss, rate = train(run)
+                entry = key | {"loss": round(loss, 4), "tokens_per_second": round(rate)}
+                if options.record:
+                    with options.record.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(entry) + "\n")
+            found.append(entry)
+            print(f"{length:8}  {attention:9}  {entry['loss']:6.3f}  {entry['tokens_per_second']:10,}", flush=True)
+    if options.picture:
+        draw(found, options.picture)
+        print(options.picture)
+
+
+def name_of(device: str) -> str:
+    """A GPU's own, or the device's."""
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+
+
+def recorded(record: Path | None, key: dict[str, object]) -> dict[str, Any] | None:
+    """What an earlier run with these options found, if there is one."""
+    lines = record.read_text(encoding="utf-8").splitlines() if record and record.is_file() else []
+    entries = [json.loads(line) for line in lines]
+    return next((entry for entry in reversed(entries) if entry.items() >= key.items()), None)
+
+
+def draw(found: list[dict[str, Any]], picture: Path) -> None:
+    """Tokens a second and loss against length."""
+    with drawing(picture, (8, 3.6)) as figure:
+        rate, loss = figure.subplots(1, 2)
+        for colour, attention in zip(COLOURS, ATTENTIONS):
+            entries = [entry for entry in found if entry["attention"] == attention]
+            lengths = [entry["context_length"] for entry in entries]
+            name = "softmax" if attention == "flash" else attention
+            for axes, value in ((rate, "tokens_per_second"), (loss, "loss")):
+                axes.plot(lengths, [entry[value] for entry in entries], "o-", color=colour, label=name)
+        rate.set_ylabel("tokens a second")
+        rate.set_ylim(bottom=0)
+        loss.set_ylabel("loss (nats per byte)")
+        for axes in (rate, loss):
+            axes.set_xscale("log", base=2)
+            axes.set_xlabel("tokens of a sequence")
+        rate.legend(frameon=False)
 
 
 def settings(options: argparse.Namespace, length: int, attention: str) -> argparse.Namespace:
@@ -68,6 +118,8 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="of a step (default: 1024, on a GPU 65536)")
     parser.add_argument("--steps", type=int, help=f"default: 16, on a GPU 500; more than {UNTIMED}")
     parser.add_argument("--size", choices=tuple(train_lm.SIZES), help="default: tiny, on a GPU small")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="a line of JSON for each model")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw them as SVG; needs matplotlib")
     options, options.training = parser.parse_known_args(words)
     gpu = options.device.startswith("cuda")
     options.lengths = options.lengths or ([1024, 4096, 16384, 32768] if gpu else [128, 512])

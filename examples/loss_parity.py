@@ -12,14 +12,21 @@ in ``OUTPUT/losses.jsonl``; the same command again draws from it, and trains onl
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import train_lm
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 RECORD = "losses.jsonl"
+COLOURS = ("#009e73", "#1f7fc4", "#d55e00", "#9a6bc2")
 WINDOW = 20  # steps over which a curve is averaged before curves are compared
 
 
@@ -76,28 +83,34 @@ def smooth(losses: list[float]) -> list[float]:
 
 def draw(curves: dict[str, list[float]], first: str, picture: Path) -> None:
     """The curves, and below them how far each is from the first."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    grey = "#787878"  # read on a light and on a dark page
-    colours = ("#009e73", "#1f7fc4", "#d55e00", "#9a6bc2")
-    style = {f"{name}.color": grey for name in ("text", "xtick", "ytick", "grid")} | {
-        f"axes.{name}": grey for name in ("labelcolor", "edgecolor", "titlecolor")
-    }
-    with mpl.rc_context({**style, "font.size": 12, "svg.hashsalt": "loss parity", "savefig.transparent": True}):
-        figure = Figure(figsize=(8, 5.5), layout="constrained")
+    with drawing(picture, (8, 5.5)) as figure:
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        for colour, (name, losses) in zip(colours, curves.items()):
+        for colour, (name, losses) in zip(COLOURS, curves.items()):
             above.plot(losses, color=colour, linewidth=1.2, label=name)
             gap = [a - b for a, b in zip(smooth(losses), smooth(curves[first]))]
             below.plot(range(WINDOW - 1, len(losses)), gap, color=colour, linewidth=1.5)
         above.set_ylabel("loss (nats per byte)")
         below.set_ylabel(f"minus {first},\n{WINDOW} steps' mean")
         below.set_xlabel("step")
-        for axes in (above, below):
+        above.legend(frameon=False)
+
+
+@contextlib.contextmanager
+def drawing(picture: Path, size: tuple[float, float]) -> Iterator[Figure]:
+    """A figure to be filled, which is written as SVG and can be read on a light and on a dark page."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    grey = "#787878"
+    style = {f"{name}.color": grey for name in ("text", "xtick", "ytick", "grid")} | {
+        f"axes.{name}": grey for name in ("labelcolor", "edgecolor", "titlecolor")
+    }
+    with mpl.rc_context({**style, "font.size": 12, "svg.hashsalt": picture.stem, "savefig.transparent": True}):
+        figure = Figure(figsize=size, layout="constrained")
+        yield figure
+        for axes in figure.axes:
             axes.grid(True, alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
-        above.legend(frameon=False)
         picture.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(picture, format="svg", metadata={"Date": None})
 

@@ -153,13 +153,19 @@ def test_loss_curves_of_two_attentions(capsys: pytest.CaptureFixture[str]) -> No
 def test_linear_and_softmax_attention_by_length(capsys: pytest.CaptureFixture[str]) -> None:
     import linear_and_softmax
 
+    pytest.importorskip("matplotlib")
     words = "--device cpu --text text.py --eval-batches 1 --warm-up 2 --lr 2e-3 --lengths 32,80 --tokens 160"
-    linear_and_softmax.main([*words.split(), "--steps", "12"])
-    _, *lines = (line.split() for line in capsys.readouterr().out.splitlines())
+    words += " --steps 12 --record models.jsonl --picture models.svg"
+    linear_and_softmax.main(words.split())
+    first = capsys.readouterr().out
+    _, *lines, _ = (line.split() for line in first.splitlines())
     assert [line[:2] for line in lines] == [[n, name] for n in ("32", "80") for name in ("linear", "flash")]
     for _, _, loss, rate in lines:
         assert float(loss) < math.log(256) - 1
         assert float(rate.replace(",", "")) > 0
+    assert Path("models.svg").read_text().startswith("<?xml")
+    linear_and_softmax.main(words.split())  # from the record, which has their speeds
+    assert capsys.readouterr().out == first
     with pytest.raises(SystemExit):
         linear_and_softmax.main(["--steps", "2"])
 
