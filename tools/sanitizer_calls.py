@@ -171,7 +171,7 @@ CALLS: tuple[Call, ...] = tuple(
          {"n": 140, "m": 200, "d": 192, "e": 128, "causal": True}),
         ("flash_attention", flash_attention, "hopper-split", _few, {"n": 2100, "m": 9000}),
         ("flash_attention", flash_attention, "hopper-window", _many,
-         {"n": 300, "m": 400, "causal": True, "window": (100, None), "softcap": 20.0}),
+         {"n": 300, "m": 400, "causal": True, "window": (100, None), "softcap": 20.0, "sink": _random(67)}),
         ("flash_attention", flash_attention, "decode", _attention,
          {"n": 2, "m": 1500, "heads": 8, "key_heads": 2, "d": 64, "causal": True}),
         ("linear_attention", linear_attention, "head-decay", _linear, {"n": 600, "dtype": HALF}),

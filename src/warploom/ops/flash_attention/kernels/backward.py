@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from warploom.device.activations import power_of_two
+from warploom.device.activations import LOG2_E, power_of_two
 from warploom.device.product import product, product_as_transposed, rounded
 from warploom.ops.flash_attention.kernels.forward import (
     PARTS_AHEAD,
@@ -115,6 +115,27 @@ def round_kernel(
     some = tl.load(tiles_added + row - token % BLOCK_M, mask=row < rows, other=0) > 0
     gradient = tl.load(added + row[:, None] * D + feature[None, :], mask=mask & some[:, None], other=0.0)
     tl.store(dq_ptrs, rounded(gradient * scale, dq.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sink_kernel(
+    sink, statistics, delta, dsink,
+    rows: tl.int64, tokens: tl.int32, heads: tl.int32, in_head: tl.int32, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a head's sink: ``−Σ w · δ`` over its rows, in which the sink has the weight ``w`` = ``exp(sink − lse)``."""
+    head = tl.program_id(0)
+    logit = tl.load(sink + head).to(tl.float32) * LOG2_E
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, in_head, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        in_range = place < in_head
+        row = ((place // tokens).to(tl.int64) * heads + head) * tokens + place % tokens
+        row_max = tl.load(statistics + row, mask=in_range, other=0.0)
+        row_sum = tl.load(statistics + rows + row, mask=in_range, other=0.0)
+        empty = row_sum == 0.0  # no key is seen, and the sink is −inf
+        weight = tl.where(empty, 0.0, power_of_two(logit - row_max) / tl.where(empty, 1.0, row_sum))
+        sums -= weight * tl.load(delta + row, mask=in_range, other=0.0)
+    tl.store(dsink + head, rounded(tl.sum(sums), dsink.dtype.element_ty))
 
 
 class Queries(NamedTuple):

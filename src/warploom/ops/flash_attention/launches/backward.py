@@ -12,6 +12,7 @@ from warploom.ops.flash_attention.kernels.backward import (
     prepare_kernel,
     query_kernel,
     round_kernel,
+    sink_kernel,
     sum_kernel,
 )
 from warploom.ops.flash_attention.launches import hopper, small, tiling
@@ -23,7 +24,7 @@ from warploom.ops.flash_attention.launches.tiling import (
     layout_for,
     precision_of,
 )
-from warploom.ops.flash_attention.problem import LOG2_E, PLAIN, Logits, Mask
+from warploom.ops.flash_attention.problem import PLAIN, Logits, Mask, Shape
 from warploom.runtime.launch import Dense, Launch, are_aligned, has_pdl
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
@@ -64,6 +65,7 @@ class Plan(NamedTuple):
     counted: bool = False  # whether tiles are counted, with counters that the first kernel makes zero
     together: Together | None = None  # where one kernel forms all gradients
     sums: Launch | None = None  # of the parts, where loops are split
+    sink: Launch | None = None  # of its gradient
     apart: bool = False  # whether gradients are made apart and copied to where they shall be
 
 
@@ -116,7 +118,11 @@ def backward(
         for result, gradient in zip(results, (dq, dk, dv)):
             result.copy_(gradient)
         dq, dk, dv = results
-    return dq, dk, dv, None if sink is None else _sink_gradient(sink, statistics, delta)
+    if plan.sink is None or sink is None:
+        return dq, dk, dv, None
+    dsink = torch.empty_like(sink)
+    plan.sink(sink, statistics, delta, dsink)
+    return dq, dk, dv, dsink
 
 
 def launch_backward(
@@ -176,15 +182,6 @@ def launch_backward(
     return delta
 
 
-def _sink_gradient(sink: Tensor, statistics: Tensor, delta: Tensor) -> Tensor:
-    """``−Σ w · δ`` over all rows of a head, of which the sink has the weight ``w`` = ``exp(sink − lse)``."""
-    row_max, row_sum = statistics
-    weight = torch.exp2(sink.float()[:, None] * LOG2_E - row_max) / row_sum
-    weight = weight.masked_fill(row_sum == 0, 0.0)  # no key is seen, and the sink is −inf
-    gradient: Tensor = (weight * delta).sum((0, 2)).neg()
-    return gradient.to(sink.dtype)
-
-
 def plan_backward(
     grad: Tensor,
     grad_lse: Tensor | None,
@@ -222,6 +219,8 @@ def plan_backward(
         VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim, BLOCK_R=block_r, BLOCK_E=shape.block_e,
         PRECISION=product, PDL=pdl, **layout.of("out", "grad"),
     )  # fmt: skip
+    if logits.sink is not None:
+        plan = plan._replace(sink=_plan_sink(shape))
     if call.softcap is None and small.suits_backward(shape, mask, scale, q, k, v, grad, dq, dk, dv):
         launch = small.plan_backward(shape, mask, scale, q, k, v, grad, dq, dk, dv)
         return plan._replace(prepare=prepare, small=launch)
@@ -287,6 +286,19 @@ def _plan_rounds(call: Call, dq: Tensor, pdl: bool) -> Launch:
         rows=rows, tokens=shape.tokens, heads=shape.heads, scale=call.scale,
         VEC=layout.vec, UNIT=layout.unit, D=shape.head_dim, BLOCK_R=block_r, BLOCK_D=shape.block_d,
         BLOCK_M=hopper.queries_of_a_sum(shape), PDL=pdl, **layout.of("dq"),
+    )  # fmt: skip
+
+
+def _plan_sink(shape: Shape) -> Launch:
+    """The gradient of sinks, of one head a program."""
+    in_head = shape.batch_size * shape.tokens
+    return Launch(
+        sink_kernel,
+        shape.heads,
+        takes=("sink", "statistics", "delta", "dsink"),
+        num_warps=8,
+        rows=in_head * shape.heads, tokens=shape.tokens, heads=shape.heads, in_head=in_head,
+        BLOCK=4096,
     )  # fmt: skip
 
 
