@@ -41,6 +41,11 @@ class Product(Tensor):
         return self._value
 
 
+def in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a · b`` by NumPy: PyTorch's products may have fewer bits, by a setting that tests change."""
+    return torch.from_numpy(a.float().numpy() @ b.float().numpy())
+
+
 def product(a: Any, b: Memory, acc: Tensor, *, use_acc: Any = True, is_async: bool = False, **_: Any) -> Product:
     """``a · b + acc``, formed at any time until it is waited for."""
     thread = current()
@@ -48,11 +53,11 @@ def product(a: Any, b: Memory, acc: Tensor, *, use_acc: Any = True, is_async: bo
         raise KernelError("the sum of another partition")
 
     def factor(x: Any) -> torch.Tensor:
-        return (x.tensor if isinstance(x, Memory) else x.value).float()
+        return x.tensor if isinstance(x, Memory) else x.value
 
     def form() -> torch.Tensor:
         before = acc.form() if isinstance(acc, Product) else acc.value
-        result = factor(a) @ factor(b)
+        result = in_float32(factor(a), factor(b))
         return result + before if use_acc else result
 
     result = Product(form, (a.shape[0], b.shape[1]))
@@ -74,7 +79,7 @@ def product_wait(pending: int = 0, deps: Any = (), **_: Any) -> Any:
 
 
 def dot(a: Tensor, b: Tensor, acc: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    result = a.value.float() @ b.value.float()
+    result = in_float32(a.value, b.value)
     return Tensor(result if acc is None else result + acc.value)
 
 
