@@ -349,7 +349,8 @@ print(kernels(), kernels(encoding="none", features=64))
 print(kernels(encoding="cosine", features=64), kernels(encoding="cosine"))
 print(kernels(theta_gradient=True), kernels(activation="silu"))
 print(kernels(dtype=torch.float16), kernels(features=96), kernels(values=64))
-print(kernels(cut=32), kernels(causal=False))
+print(kernels(cut=32), kernels(causal=False, theta_gradient=True))
+print(kernels(causal=False), kernels(causal=False, features=96))
 """
 
 
@@ -360,10 +361,14 @@ def test_which_calls_take_the_kernels_for_hopper(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
     lines = done.stdout.splitlines()
-    assert len(lines) == 5, done.stderr
+    assert len(lines) == 6, done.stderr
     products = ["hopper_key_kernel", "hopper_product_kernel"]
     cosine = ["hopper_cosine_kernel"]
     assert lines[:2] == [f"{products} {products}", f"{cosine} {[*cosine, 'hopper_parts_kernel']}"]
     forward = ["hopper_product_kernel", "product_kernel"]
     assert lines[2] == f"{sorted([*forward, 'reduce_kernel'])} {forward}"
-    assert "hopper" not in lines[3] + lines[4]
+    assert "hopper" not in lines[3]
+    on_hopper = ["hopper_sums_kernel", "product_kernel", "scan_kernel"]
+    elsewhere = ["product_kernel", "scan_kernel", "sums_kernel"]
+    assert lines[4] == f"{['product_kernel']} {sorted([*on_hopper, 'reduce_kernel'])}"
+    assert lines[5] == f"{on_hopper} {elsewhere}"

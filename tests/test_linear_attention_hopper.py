@@ -52,3 +52,68 @@ def test_values_and_gradients(
     if encoding == "cosine":
         kernel = "hopper_parts_kernel" if head_dim == 128 else "hopper_cosine_kernel"
     assert kernel in launched
+
+
+CHUNKED: list[dict[str, Any]] = [
+    {},
+    {"decay": "head"},
+    {"decay": "token", **STATES},
+    {"n": 200, "decay": "head", "activation": "sigmoid", **STATES},
+    {"n": 1200, "decay": "token", "batch": 1, "heads": 1},
+    {"n": 1090, "decay": "head", "batch": 1, "heads": 1, "chunk": 576},
+    {"n": 700, "batch": 1, "chunk": 640},
+    {"causal": False},
+    {"causal": False, "activation": "silu"},
+    {"offset": "batch", "decay": "head", "theta": "vector"},
+]
+"""Of two chunks and more, of more than a scan loads together, and of many tiles; the last whole or not."""
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("encoding", "case"),
+    [(encoding, case) for encoding in ("none", "rotate", "cosine") for case in CHUNKED
+     if encoding != "none" or not ANGLES & case.keys()],
+    ids=str,
+)  # fmt: skip
+def test_sums_of_chunks(
+    encoding: str, case: dict[str, Any], head_dim: int, launched: list[str], device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from warploom.ops.linear_attention.launches import calls
+
+    chunk = case.get("chunk", 128)
+    monkeypatch.setattr(calls, "chunk_of", lambda *sizes: chunk)
+    whole = {
+        "batch": 2,
+        "n": 384,
+        "heads": 2,
+        "dtype": "bfloat16",
+        "head_dim": head_dim,
+        "encoding": encoding,
+        **case,
+    }
+    results = check_case(OPERATOR, whole, "triton", device)
+    assert {result.mode for result in results} == {"fwd", "bwd"}
+    assert not [result.detail for result in results if not result.ok]
+    assert "hopper_sums_kernel" in launched
+
+
+@pytest.mark.parametrize("apart", [0, 1], ids=["aligned", "not_aligned"])
+def test_the_last_state_alone(
+    apart: int, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ranks hand over. Addresses that cannot be copied from take other kernels."""
+    from warploom.ops.linear_attention.launches import calls, forward
+    from warploom.ops.linear_attention.operator import OPERATOR as KERNELS
+    from warploom.ops.linear_attention.problem import Options
+
+    monkeypatch.setattr(calls, "chunk_of", lambda *sizes: 128)
+    k, v = (torch.randn(apart + 300 * 2 * 64, device=device).bfloat16() for _ in range(2))
+    k, v = (x[apart:].view(1, 300, 2, 64) for x in (k, v))
+    inputs = calls.Inputs(k, k, v, None, None, None, None, None)
+    state = forward.last_state(inputs, Options("none", "none", True, 1.0, True), 0, KERNELS.plans)
+    expected = torch.einsum("bnhf,bnhe->bhfe", k.double(), v.double())
+    torch.testing.assert_close(state.double(), expected, rtol=0, atol=1e-4)
+    assert launched == ([] if apart else ["hopper_sums_kernel"])

@@ -177,6 +177,8 @@ CALLS: tuple[Call, ...] = tuple(
         ("linear_attention", linear_attention, "head-decay", _linear, {"n": 600, "dtype": HALF}),
         ("linear_attention", linear_attention, "linear-hopper", _linear,
          {"n": 300, "dtype": HALF, "d": 64, "learned": False}),
+        ("linear_attention", linear_attention, "hopper-sums", _linear,
+         {"n": 600, "dtype": HALF, "d": 64, "learned": False}),
         ("linear_attention", linear_attention, "hopper-cosine", _linear,
          {"n": 300, "dtype": HALF, "d": 64, "learned": False, "encoding": "cosine"}),
         ("linear_attention", linear_attention, "hopper-parts", _linear,

@@ -26,14 +26,32 @@ class Encoder(NamedTuple):
 
 
 HOPPER = {
-    "none": {"product": Encoder(4, 128, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 88, 200)},
-    "head": {"product": Encoder(4, 128, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 72, 208)},
-    "token": {"product": Encoder(8, 64, 0), "decoded": Encoder(4, 96, 0), "keys": Encoder(4, 72, 208)},
+    "none": {
+        "product": Encoder(4, 128, 0),
+        "decoded": Encoder(4, 96, 0),
+        "keys": Encoder(4, 88, 200),
+        "sums": Encoder(4, 96, 0),
+    },
+    "head": {
+        "product": Encoder(4, 128, 0),
+        "decoded": Encoder(4, 96, 0),
+        "keys": Encoder(4, 72, 208),
+        "sums": Encoder(4, 96, 0),
+    },
+    "token": {
+        "product": Encoder(8, 64, 0),
+        "decoded": Encoder(4, 96, 0),
+        "keys": Encoder(4, 72, 208),
+        "sums": Encoder(4, 96, 0),
+    },
 }
 """By decay and kernel. Spills cost much: with 8 registers fewer for groups the keys take half as long again."""
 
 PARTS = Encoder(4, 88, 208)
 """Of the kernel whose states of cosines and sines are transposed, with any decay."""
+
+SUMS = Encoder(4, 96, 0)
+"""Of the kernel that makes the sums of chunks, with any decay."""
 
 LEAST = 16
 """Of every side of a product of tiles."""
@@ -46,12 +64,6 @@ DECAY_CHUNK = 32
 
 STEPS = 4
 """Tokens of a sequence, at most, that are taken one by one."""
-
-STEP = Tile(1, 32, 4, 1)
-"""Of a step, in any batch: other columns would add up features in another order.
-
-On an H200, over nine sizes of 1 to 64 entries, 16 columns took 0.95 to 1.22 times as long, 64 columns 0.97 to 1.17.
-"""
 
 SHORT = 16
 """Tokens of a sequence, at most, for which there are tiles of `LEAST` tokens: steps of decoding."""
@@ -96,6 +108,17 @@ def tile_of(kernel: str, half: bool, rows: int, columns: int, tokens: int) -> Ti
     return tile
 
 
+def step_tile(rows: int, columns: int) -> Tile:
+    """Of a step, for a state of so many rows and columns.
+
+    In any batch: other columns would add up features in another order. On an H200, over nine sizes of 1 to 64
+    entries, 16 columns took 0.95 to 1.22 times as long, 64 columns 0.97 to 1.17. Cosines of 128 features have twice
+    the rows: on an H100, 64 heads and 1, 8 and 64 entries took 15.6, 71 and 506 µs with four warps and 13.3, 55 and
+    369 with eight. Rotations take up to 1.04 times as long with eight.
+    """
+    return Tile(1, min(32, in_power_of_two(columns)), 8 if rows >= 256 else 4, 1)
+
+
 def piece_of(features: int, wide: bool = False) -> int:
     """Of a side of a state, the features of a piece."""
     return min(WIDE_PIECE if wide else PIECE, in_power_of_two(features))
@@ -109,11 +132,10 @@ def in_power_of_two(features: int) -> int:
 def chunk_of(tokens: int, heads: int, values: int, multiprocessors: int) -> int:
     """Tokens of a chunk; all of them where heads fill a sixth of the GPU.
 
-    It does not depend on the batch, so that a sequence has the same bits alone and among others. On an H200 chunks
-    made the forward of one sequence of 16 heads 2 to 3 times as fast, but four of them 1.5 times as slow and eight
-    2.8 times; one of 32 heads 1.5 times as fast, two 1.4 times as slow; one of 64 heads 1.2 to 1.4 times as slow.
+    It does not depend on the batch, so that a sequence has the same bits alone and among others. There are no more
+    chunks than run at a time.
     """
     programs = max(heads * -(-values // 128), 1)
-    wanted = -(-multiprocessors // programs) if 6 * programs < multiprocessors else 1
+    wanted = multiprocessors // programs if 6 * programs < multiprocessors else 1
     splits = max(1, min(wanted, tokens // CHUNK))
     return max(1, -(-tokens // (splits * LEAST * 4)) * LEAST * 4)

@@ -71,7 +71,7 @@ def sums_kernel(
 def scan_kernel(
     states, totals, initial, final, cu_seqlens, sizes: Sizes, initial_strides: StateStrides,
     final_strides: StateStrides, into: tl.float32, out_of: tl.float32, F: tl.constexpr, E: tl.constexpr,
-    BLOCK: tl.constexpr, REVERSE: tl.constexpr,
+    BLOCK: tl.constexpr, AHEAD: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Hand states (slots, H, F, E) over from chunk to chunk of a sequence, in place: a block of one head's numbers.
 
@@ -101,14 +101,25 @@ def scan_kernel(
         before = initial + sequence * initial_strides.s + h * initial_strides.h
         before += f * initial_strides.f + e * initial_strides.e
         carried = tl.load(before, mask=mask, other=0.0).to(tl.float32) * into
-    for c in range(chunks):
-        slot = (first + (chunks - 1 - c if REVERSE else c)).to(tl.int64) * sizes.heads + h
-        ptrs = states + slot * (F * E) + i
-        own = tl.load(ptrs, mask=mask, other=0.0)
-        tl.store(ptrs, carried, mask=mask)
-        if totals is not None:
-            carried *= exponential_float32(tl.load(totals + slot))
-        carried += own
+    for start in range(0, chunks, AHEAD):
+        # So many loads under way together: stores between them might change what they load, to the compiler.
+        found = ()
+        for j in tl.static_range(AHEAD):
+            c = start + j
+            there = c < chunks
+            slot = (first + (chunks - 1 - c if REVERSE else c)).to(tl.int64) * sizes.heads + h
+            ptrs = states + slot * (F * E) + i
+            own = tl.load(ptrs, mask=mask & there, other=0.0)
+            shrink = 1.0
+            if totals is not None:
+                shrink = exponential_float32(tl.load(totals + slot, mask=there, other=0.0))
+            found = found + ((ptrs, mask & there, own, shrink),)
+        for j in tl.static_range(AHEAD):
+            ptrs, there, own, shrink = found[j]
+            tl.store(ptrs, carried, mask=there)
+            if totals is not None:
+                carried *= shrink
+            carried += own
     if final is not None:
         behind = final + sequence * final_strides.s + h * final_strides.h
         behind += f * final_strides.f + e * final_strides.e

@@ -152,9 +152,9 @@ def plan_backward(
         first = Dense.rows(call.state_shape, initial.dtype)
     forward = reverse = query = key = value = decays = sums = None
     if apart and (of_q or of_theta or of_decay):
-        forward = plan_states(call, k, v, initial, last, False)
+        forward = plan_states(call, k, v, initial, last, False, aligned)
     if apart:
-        reverse = plan_states(call, q, grad, grad_state, first, True)
+        reverse = plan_states(call, q, grad, grad_state, first, True, aligned)
     before: Tensor | Dense | None = initial
     behind: Tensor | Dense | None = grad_state
     if apart:
@@ -163,7 +163,7 @@ def plan_backward(
     own = None if apart else first
     turned = of_theta or options.activation != "none"  # which takes what was encoded, as it was before
     on_hopper = None
-    if aligned and not turned and hopper.suits(call, q, k, v, grad, dq, dk, dv):
+    if aligned and options.causal and not turned and hopper.suits(call, q, k, v, grad, dq, dk, dv):
         on_query = hopper.plan_product(call, (grad, v, k, dq), before, None, decoded=True) if of_q else None
         on_key = on_value = on_pair = None
         of_value = of_v or own is not None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from warploom.ops.flash_attention.launches.tiling import layout_for
-from warploom.ops.linear_attention.configs import STEP, STEPS, in_power_of_two, tile_of
+from warploom.ops.linear_attention.configs import STEPS, in_power_of_two, step_tile, tile_of
 from warploom.ops.linear_attention.kernels.product import Way, product_kernel
 from warploom.ops.linear_attention.kernels.states import scan_kernel, sums_kernel
 from warploom.ops.linear_attention.kernels.step import step_kernel
@@ -26,6 +26,8 @@ from warploom.runtime.plans import Plans
 Tensor = torch.Tensor
 
 _SCAN_BLOCK = 1024
+_SCAN_AHEAD = 8
+"""States of which a scan has the loads under way together."""
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -53,23 +55,16 @@ class States(NamedTuple):
 
 
 def plan_states(
-    call: Call, b: Tensor, c: Tensor, initial: Tensor | None, final: Dense | None, reverse: bool
+    call: Call, b: Tensor, c: Tensor, initial: Tensor | None, final: Dense | None, reverse: bool, aligned: bool
 ) -> States:
     """Plan of `States`, of rows to be encoded and others."""
     sequences, heads, features, values = call.state_shape
     states = Dense.rows((call.slots, heads, features, values), torch.float32)
     totals = None if call.inputs.decay is None else Dense.rows((call.slots, heads), torch.float32)
-    tile = tile_of("sums", call.half, features, values, call.inputs.q.shape[1])
-    columns = -(-values // tile.columns)
-    layout = layout_for(b, c)
-    sums = Launch(
-        sums_kernel,
-        call.slots * heads * columns,
-        takes=("b", "c", "states", "totals", *PLACES),
-        REVERSE=reverse,
-        **layout.of("b", "c"),
-        **call.on_values(layout, tile, columns, states=states),
-    )
+    if aligned and hopper.suits(call, b, c):
+        sums = hopper.plan_sums(call, b, c, states, reverse)
+    else:
+        sums = _plan_sums(call, b, c, states, reverse)
     blocks = -(-features * values // _SCAN_BLOCK)
     scale = call.state_scale if reverse else 1.0
     scan = Launch(
@@ -84,9 +79,25 @@ def plan_states(
         F=features,
         E=values,
         BLOCK=_SCAN_BLOCK,
+        AHEAD=_SCAN_AHEAD,
         REVERSE=reverse,
     )
     return States(states, totals, sums, scan)
+
+
+def _plan_sums(call: Call, b: Tensor, c: Tensor, states: Dense, reverse: bool) -> Launch:
+    _, heads, features, values = call.state_shape
+    tile = tile_of("sums", call.half, features, values, call.inputs.q.shape[1])
+    columns = -(-values // tile.columns)
+    layout = layout_for(b, c)
+    return Launch(
+        sums_kernel,
+        call.slots * heads * columns,
+        takes=("b", "c", "states", "totals", *PLACES),
+        REVERSE=reverse,
+        **layout.of("b", "c"),
+        **call.on_values(layout, tile, columns, states=states),
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -180,12 +191,12 @@ def plan_forward(inputs: Inputs, options: Options, aligned: bool) -> Forward:
     before: Tensor | Dense | None = initial
     behind = final
     if call.chunks > 1 or not options.causal:
-        states = plan_states(call, k, v, initial, final, False)
+        states = plan_states(call, k, v, initial, final, False, aligned)
         before, behind = (states.states if options.causal else final), None
     short = True
     if states is None and q.shape[1] <= STEPS:
         product = _plan_step(call, out, initial, final)
-    elif aligned and hopper.suits(call, q, k, v, out):
+    elif aligned and options.causal and hopper.suits(call, q, k, v, out):
         product = hopper.plan_product(call, (q, k, v, out), before, behind, decoded=False)
     else:
         short = False
@@ -196,7 +207,7 @@ def plan_forward(inputs: Inputs, options: Options, aligned: bool) -> Forward:
 def _plan_step(call: Call, out: Tensor, initial: Tensor | None, final: Dense | None) -> Launch:
     q, k, v, *_ = call.inputs
     layout = layout_for(q, k, v, out)
-    tile = STEP._replace(columns=min(STEP.columns, in_power_of_two(v.shape[3])))
+    tile = step_tile(call.parts * in_power_of_two(call.features), v.shape[3])
     columns = -(-v.shape[3] // tile.columns)
     return Launch(
         step_kernel,
@@ -225,14 +236,15 @@ class LastState(NamedTuple):
 def last_state(inputs: Inputs, options: Options, offset: int, plans: Plans) -> Tensor:
     """The last states (S, H, F, E) in float32, without outputs: of keys and values alone."""
     like = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in inputs]
-    plan = plans.get((*like, *options, "last state"), plan_last_state, inputs, options)
+    aligned = are_aligned(inputs.k, inputs.v)
+    plan = plans.get((*like, *options, aligned, "last state"), plan_last_state, inputs, options, aligned)
     final = plan.final.empty(inputs.k)
     plan.states(inputs.k, inputs.v, inputs.initial_state, final, inputs, offset)
     return final
 
 
-def plan_last_state(inputs: Inputs, options: Options) -> LastState:
+def plan_last_state(inputs: Inputs, options: Options, aligned: bool) -> LastState:
     """Plan of `last_state`."""
     call = Call.of(inputs, options)
     final = Dense.rows(call.state_shape, torch.float32)
-    return LastState(final, plan_states(call, inputs.k, inputs.v, inputs.initial_state, final, False))
+    return LastState(final, plan_states(call, inputs.k, inputs.v, inputs.initial_state, final, False, aligned))

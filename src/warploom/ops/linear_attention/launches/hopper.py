@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 
-from warploom.ops.linear_attention.configs import HOPPER, PARTS
+from warploom.ops.linear_attention.configs import HOPPER, PARTS, SUMS
 from warploom.ops.linear_attention.kernels.hopper.cosine import hopper_cosine_kernel
 from warploom.ops.linear_attention.kernels.hopper.encoding import Form, T
 from warploom.ops.linear_attention.kernels.hopper.keys import hopper_key_kernel
 from warploom.ops.linear_attention.kernels.hopper.parts import hopper_parts_kernel
 from warploom.ops.linear_attention.kernels.hopper.product import hopper_product_kernel
+from warploom.ops.linear_attention.kernels.hopper.sums import hopper_sums_kernel
 from warploom.ops.linear_attention.kernels.tiles import Scales
 from warploom.ops.linear_attention.launches.calls import PLACES, Call, State, state_strides
-from warploom.runtime.launch import INTERPRETED, Boxes, Launch, architecture, can_be_copied
+from warploom.runtime.launch import INTERPRETED, Boxes, Dense, Launch, architecture, can_be_copied
 
 Tensor = torch.Tensor
 
@@ -26,9 +27,9 @@ WIDTHS = (64, 128)
 
 
 def suits(call: Call, *tensors: Tensor) -> bool:
-    """Whether the kernels take a call with these tensors, apart from their addresses."""
+    """Whether the kernels take a call with these tensors, apart from their addresses: products if it is causal."""
     q, _, v, *_, cu_seqlens = call.inputs
-    if INTERPRETED or architecture(q.device) != 90 or cu_seqlens is not None or not call.options.causal:
+    if INTERPRETED or architecture(q.device) != 90 or cu_seqlens is not None:
         return False
     width, tokens = int(q.shape[3]), int(q.shape[1])
     whole = (call.chunks == 1 or call.chunk % TOKENS == 0) and tokens >= TOKENS
@@ -36,6 +37,22 @@ def suits(call: Call, *tensors: Tensor) -> bool:
     if not (whole and known and width in WIDTHS and v.shape[3] == width):
         return False
     return all(t.dtype == torch.bfloat16 and can_be_copied(t) for t in tensors)
+
+
+def plan_sums(call: Call, b: Tensor, c: Tensor, states: Dense, reverse: bool) -> Launch:
+    """Plan of the sums of chunks: see `kernels.states`."""
+    return Launch(
+        hopper_sums_kernel,
+        call.slots * int(call.inputs.q.shape[2]),
+        takes=("b_desc", "c_desc", "states", "totals", *PLACES),
+        num_warps=8,
+        b_desc=_boxes(b),
+        c_desc=_boxes(c),
+        sizes=call.sizes(1),
+        states_strides=state_strides(states),
+        form=_form(call, "sums"),
+        REVERSE=reverse,
+    )
 
 
 def plan_product(
@@ -64,23 +81,33 @@ def _launch(
     function: Any, call: Call, kernel: str, names: tuple[str, ...], tensors: tuple[Tensor, ...], initial: State,
     final: State, scale: float, **more: Any,
 ) -> Launch:  # fmt: skip
-    q, _, _, theta, decay, *_ = call.inputs
-    kind = "none" if decay is None else "head" if decay.dim() == 1 else "token"
-    encoder = PARTS if kernel == "parts" else HOPPER[kind][kernel]
-    if kernel == "parts" and kind == "head":  # which it treats as decays of tokens
-        kind = "token"
-    groups = 2 if kernel == "decoded" else 1  # elsewhere features of φ keep their order
-    frequencies = 0 if theta is None else int(theta.shape[-1])
-    more |= {name: Boxes(x, (0, 2, 1, 3), (1, 1, TOKENS, int(x.shape[3]))) for name, x in zip(names, tensors)}
+    more |= {name: _boxes(x) for name, x in zip(names, tensors)}
     return Launch(
         function,
-        call.slots * int(q.shape[2]),
+        call.slots * int(call.inputs.q.shape[2]),
         takes=(*names, "initial", "final", *PLACES),
         num_warps=4 if kernel in ("keys", "parts") else 8,
         scales=Scales(call.options.scale, 1.0 / scale if isinstance(initial, Tensor) else 1.0, scale),
         sizes=call.sizes(1),
         initial_strides=state_strides(initial),
         final_strides=state_strides(final),
-        form=Form(call.options.kind, call.options.activation, kind, frequencies, groups, *encoder),
+        form=_form(call, kernel),
         **more,
     )
+
+
+def _boxes(x: Tensor) -> Boxes:
+    """Tiles of tokens of a head."""
+    return Boxes(x, (0, 2, 1, 3), (1, 1, TOKENS, int(x.shape[3])))
+
+
+def _form(call: Call, kernel: str) -> Form:
+    """What a kernel is compiled for."""
+    theta, decay = call.inputs.theta, call.inputs.decay
+    kind = "none" if decay is None else "head" if decay.dim() == 1 else "token"
+    encoder = {"parts": PARTS, "sums": SUMS}.get(kernel) or HOPPER[kind][kernel]
+    if kernel == "parts" and kind == "head":  # which it treats as decays of tokens
+        kind = "token"
+    groups = 2 if kernel == "decoded" else 1  # elsewhere features of φ keep their order
+    frequencies = 0 if theta is None else int(theta.shape[-1])
+    return Form(call.options.kind, call.options.activation, kind, frequencies, groups, *encoder)

@@ -318,6 +318,22 @@ def encode_parts(
 
 
 @gluon.jit
+def weigh_tile(tile, encoded, count, first, call, form: gl.constexpr, REVERSE: gl.constexpr):
+    """Of a tile (T, W) that is not encoded, the ``count``-th, the rows as states take them."""
+    if form.DECAY != "none":
+        W: gl.constexpr = tile.shape[1]
+        ROWS: gl.constexpr = row_layout(W, form.ENCODERS)
+        PART_ROWS: gl.constexpr = part_rows(W, form.ENCODERS)
+        for begin in gl.static_range(0, T, PART_ROWS):
+            a, total = decays_of(
+                call, encoded.sums.index(count % 2), first, begin, PART_ROWS, form, gl.SliceLayout(1, ROWS)
+            )
+            weights = exponential(a) if REVERSE else exponential(total - a)
+            rows = tile.slice(begin, PART_ROWS).load(ROWS).to(gl.float32) * weights[:, None]
+            encoded.weighed.index(count % 2).slice(begin, PART_ROWS).store(rows.to(tile.dtype))
+
+
+@gluon.jit
 def strided_rows(x):
     """Rows (T / 2, W) of a tile of results: those of which a thread holds the next too, `STRIDE` behind, and these."""
     W: gl.constexpr = x.shape[1]
@@ -363,8 +379,8 @@ def decoded(grads, angles, first, form: gl.constexpr):
 
 
 @gluon.jit
-def decay_over(call, sums, first, form: gl.constexpr):
-    """The decay over the tile whose first token is ``first``; 1 if it is outside of the chunk."""
+def total_over(call, sums, first, form: gl.constexpr):
+    """Of the tile whose first token is ``first`` the sum of logarithms of decays; 0 if it is outside of the chunk."""
     if form.DECAY == "head":
         count = gl.minimum(call.place.last - first, T)
         count = gl.where(first >= call.place.first, gl.maximum(count, 0), 0)
@@ -372,7 +388,13 @@ def decay_over(call, sums, first, form: gl.constexpr):
     else:
         ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         total = gl.sum(sums.slice(T - 1, 1).load(ONE), 0)
-    return exponential(total)
+    return total
+
+
+@gluon.jit
+def decay_over(call, sums, first, form: gl.constexpr):
+    """The decay over the tile whose first token is ``first``; 1 if it is outside of the chunk."""
+    return exponential(total_over(call, sums, first, form))
 
 
 @gluon.jit
