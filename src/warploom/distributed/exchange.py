@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from warploom.distributed.layout import Chunks, as_bytes, chunks_of, expanded, padded, places
-from warploom.distributed.ranks import Bounds, all_gather
+from warploom.distributed.ranks import Bounds, all_gather_together
 
 Tensor = torch.Tensor
 
@@ -222,17 +221,13 @@ def send_keys(plan: Plan, tensors: list[Tensor], group: Any) -> Arriving:
     """Send rows (n, …) of this rank's part to the chunks that see them."""
     works, rows = [], []
     if plan.whole:
-        found = []
-        for x in tensors:
-            every = x.new_empty((plan.longest * group.size(), *x.shape[1:]))
-            mine = as_bytes(padded(x, plan.longest))
-            works.append(all_gather(as_bytes(every), mine, group=group, async_op=True))
-            found.append(every)
-        return Arriving(works, [found])
+        found = [x.new_empty((plan.longest * group.size(), *x.shape[1:])) for x in tensors]
+        mine = [as_bytes(padded(x, plan.longest)) for x in tensors]
+        return Arriving([all_gather_together(group, [*map(as_bytes, found)], mine)], [found])
     for step in plan.steps:
-        counts = (step.sent_counts, step.received_counts)
         arriving = [x.new_empty((len(step.place), *x.shape[1:])) for x in tensors]
-        works += [_send(x.index_select(0, step.sent), y, *counts, group) for x, y in zip(tensors, arriving)]
+        sent = [x.index_select(0, step.sent) for x in tensors]
+        works += _send(sent, arriving, step.sent_counts, step.received_counts, group)
         rows.append(arriving)
     return Arriving(works, rows)
 
@@ -257,6 +252,7 @@ class Returning:
         self.plan, self.group = plan, group
         rows = sum(len(step.sent) for step in plan.steps)
         self.received = [x.new_empty((rows, *x.shape[1:])) for x in like]
+        self.sent: list[Tensor] = []  # kept until they have arrived
         self.works: list[Any] = []
 
     def send(self, number: int, tensors: list[Tensor]) -> None:
@@ -264,10 +260,10 @@ class Returning:
         steps = self.plan.steps
         begin = sum(len(step.sent) for step in steps[:number])
         step = steps[number]
-        counts = (step.received_counts, step.sent_counts)
-        for x, received in zip(tensors, self.received):
-            into = received[begin : begin + len(step.sent)]
-            self.works.append(_send(x.index_select(0, step.back), into, *counts, self.group))
+        sent = [x.index_select(0, step.back) for x in tensors]
+        into = [received[begin : begin + len(step.sent)] for received in self.received]
+        self.works += _send(sent, into, step.received_counts, step.sent_counts, self.group)
+        self.sent += sent
 
     def sums(self, kernels: bool) -> list[Tensor]:
         """Of each tensor the gradients (n, …) of this rank's part, added up in float32 and in a fixed order.
@@ -277,13 +273,27 @@ class Returning:
         """
         for work in self.works:
             work.wait()
+        self.sent.clear()
         return [sum_gradients(self.plan, received, kernels) for received in self.received]
 
 
-def _send(x: Tensor, received: Tensor, counts: list[int], received_counts: list[int], group: Any) -> Any:
-    row = math.prod(x.shape[1:]) * x.element_size()
-    sizes = [count * row for count in received_counts], [count * row for count in counts]
-    return dist.all_to_all_single(as_bytes(received), as_bytes(x), *sizes, group=group, async_op=True)
+def _send(
+    tensors: list[Tensor], received: list[Tensor], counts: list[int], received_counts: list[int], group: Any
+) -> list[Any]:
+    """Send so many rows of each tensor to every rank, in one call.
+
+    It is one kernel: a second would begin when the computation that follows leaves multiprocessors to it.
+    """
+    sends, rank = [], group.rank()
+    for x, y in zip(tensors, received):
+        for peer, (mine, theirs) in enumerate(zip(x.split(counts), y.split(received_counts))):
+            if peer == rank:
+                theirs.copy_(mine)
+                continue
+            for function, rows in ((dist.isend, mine), (dist.irecv, theirs)):
+                if rows.numel():
+                    sends.append(dist.P2POp(function, as_bytes(rows), group=group, group_peer=peer))
+    return dist.batch_isend_irecv(sends) if sends else []
 
 
 def sum_gradients(plan: Plan, received: Tensor, kernels: bool) -> Tensor:

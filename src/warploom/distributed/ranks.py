@@ -24,6 +24,11 @@ _groups: dict[str, Any] = {}
 _bounds: Any = WeakTensorKeyDictionary()
 
 
+def all_gather_together(group: Any, outs: list[Tensor], tensors: list[Tensor]) -> Any:
+    """`all_gather` of several tensors by one kernel, beside which the host goes on."""
+    return group.allgather_into_tensor_coalesced(outs, tensors)
+
+
 def group_of(function: str, mesh: object) -> Any:
     """The process group of a mesh of one dimension that this rank is in.
 
