@@ -218,6 +218,25 @@ def test_chunks_handed_over_are_one_product(device: torch.device, monkeypatch: p
             assert_near(found, expected)
 
 
+def test_chunks_are_no_more_than_run_at_a_time() -> None:
+    from warploom.ops.linear_attention.configs import CALL, CHUNK, LEAST_CHUNKS, chunk_of
+
+    generator = seeds.generator()
+    for _ in range(500):
+        tokens, heads, values, multiprocessors = (
+            int(torch.randint(1, most, (), generator=generator)) for most in (2**18, 200, 257, 200)
+        )
+        chunk = chunk_of(tokens, heads, values, multiprocessors)
+        chunks, columns = -(-tokens // chunk), -(-values // 128)
+        assert chunk % 64 == 0
+        if chunks > 1:
+            assert chunks * heads * columns * max(CALL // tokens, 1) <= multiprocessors
+            assert chunk >= CHUNK
+        else:
+            few = multiprocessors // (heads * columns * max(CALL // tokens, 1)) < LEAST_CHUNKS
+            assert few or tokens < 2 * CHUNK
+
+
 @backends
 def test_a_batch_changes_no_bits(backend: str, device: torch.device) -> None:
     call = tensors(device, batch=3, dtype=torch.bfloat16, head_dim=16) | {"backend": backend}

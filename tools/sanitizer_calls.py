@@ -178,7 +178,7 @@ CALLS: tuple[Call, ...] = tuple(
         ("linear_attention", linear_attention, "linear-hopper", _linear,
          {"n": 300, "dtype": HALF, "d": 64, "learned": False}),
         ("linear_attention", linear_attention, "hopper-sums", _linear,
-         {"n": 600, "dtype": HALF, "d": 64, "learned": False}),
+         {"n": 1100, "dtype": HALF, "d": 64, "learned": False}),
         ("linear_attention", linear_attention, "hopper-cosine", _linear,
          {"n": 300, "dtype": HALF, "d": 64, "learned": False, "encoding": "cosine"}),
         ("linear_attention", linear_attention, "hopper-parts", _linear,
