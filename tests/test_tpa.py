@@ -313,6 +313,13 @@ def test_lengths_beyond_the_cache_leave_new_tokens_at_its_end(
     assert_accurate(found, inputs)
 
 
+def one_after_another(a: Tensor, b: Tensor) -> Tensor:
+    """``a · b`` in float32 with its terms added up in their order, as a GPU's threads do."""
+    a, b = a.float(), b.float()
+    terms = (a[..., i : i + 1] * b[..., i : i + 1, :] for i in range(b.shape[-2]))
+    return functools.reduce(torch.add, terms, a.new_zeros(*a.shape[:-1], b.shape[-1]))
+
+
 def test_auto_splits_where_there_are_few_programs() -> None:
     if not HAS_TRITON:
         pytest.skip("needs Triton")
@@ -448,6 +455,29 @@ def test_attention_of_many_heads_and_ranks(
         verdicts.append(compare_each(found, expected, eager))
     accuracy = worst_of([mean_of(of_one) for of_one in zip(*verdicts, strict=True)])
     assert accuracy.ok, accuracy.describe()
+
+
+@needs_triton
+@pytest.mark.parametrize("values", [17, 127, 256])
+def test_gradients_of_head_factors_are_short_sums(
+    device: torch.device, values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over features: 127 added up one after another are off by 3.4 units, and in parts of 16 by 1.5.
+
+    Weights are equal, and two queries see all keys or all but one: little else is rounded.
+    """
+    monkeypatch.setattr("kernel_interpreter.language.in_float32", one_after_another)
+    inputs = factors(device, tokens=2, keys=9, heads=5, rank_v=16, features=3, values=values)
+    av, bv = inputs["av"].requires_grad_(), inputs["bv"].double()
+    out = tpa_attention(**inputs, scale=0.0, backend="triton")
+    grad = torch.randn_like(out)
+    (found,) = torch.autograd.grad(out, av, grad)
+    first, second = grad.double().unbind(1)  # (B, H, E)
+    of_values = (first / 8 + second / 9)[:, None].repeat(1, 9, 1, 1)
+    of_values[:, 8] = second / 9  # which the first does not see
+    expected = of_values @ bv.mT / 16
+    error, size = (x.square().mean().sqrt() for x in (found - expected, expected))
+    assert error <= 3 * 2**-24 * size
 
 
 @needs_triton

@@ -14,8 +14,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from warploom.device.product import exact_dot, rounded
+from warploom.device.product import add_outside, exact_dot, rounded
 from warploom.ops.tpa.kernels.factors import FeatureStrides, HeadStrides
+
+TERMS = tl.constexpr(16)
+"""Of a gradient of float32 head factors that are added up one after another."""
 
 
 class Strides(NamedTuple):
@@ -103,6 +106,25 @@ def form(
 
 
 @triton.jit
+def sum_over_features(dx, b, strides, batch, n, h, r, is_head, is_rank, X: tl.constexpr):
+    """``dX Bᵀ`` (H, R) of one token in float32, from parts of its features, which are loaded again.
+
+    Sums are made term after term, and parts keep them short: matrix products of PyTorch make parts too.
+    """
+    total = tl.zeros((h.shape[0], r.shape[0]), tl.float32)
+    for first in tl.static_range(0, X.F, TERMS):
+        f = first + tl.arange(0, TERMS)
+        is_feature = f < X.F
+        mask = is_head[:, None] & is_feature[None, :]
+        gradient = tl.load(feature_ptrs(dx, strides.x, batch, n, h, f, X), mask=mask, other=0.0)
+        mask = is_rank[:, None] & is_feature[None, :]
+        features = tl.load(feature_ptrs(b, strides.b, batch, n, r, f, X), mask=mask, other=0.0)
+        part = exact_dot(gradient, tl.trans(features), tl.zeros(total.shape, tl.float32))
+        total = add_outside(part, total)
+    return total
+
+
+@triton.jit
 def form_gradients(
     dx, a, b, da, db, program, tokens, heads, strides, scale,
     X: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -124,7 +146,10 @@ def form_gradients(
         some = is_head[:, None] & is_feature[None, :]
         gradient = tl.load(feature_ptrs(dx, strides.x, batch, n, h, f, X), mask=some, other=0.0)
         total = exact_dot(tl.trans(rows), gradient, total)
-        change = exact_dot(gradient, tl.trans(features), tl.zeros((BLOCK_H, BLOCK_R), tl.float32)) * scale
+        if dx.dtype.element_ty == tl.float32 and X.F > TERMS:
+            change = sum_over_features(dx, b, strides, batch, n, h, r, is_head, is_rank, X) * scale
+        else:
+            change = exact_dot(gradient, tl.trans(features), tl.zeros((BLOCK_H, BLOCK_R), tl.float32)) * scale
         ptrs = head_ptrs(da, strides.da, batch, n, h, r)
         tl.store(ptrs, rounded(change, da.dtype.element_ty), mask=pairs)
     ptrs = feature_ptrs(db, strides.db, batch, n, r, f, X)
