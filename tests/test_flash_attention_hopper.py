@@ -170,6 +170,28 @@ def test_many_tiles(
         assert "hopper_backward_kernel" in launched
 
 
+@pytest.mark.parametrize(
+    ("n", "m", "mask", "together"),
+    [
+        (8192, 8192, {"right": 0}, False),  # 512 tiles of keys, of 528
+        (4096, 8192, {"right": 0}, True),  # half of the keys are seen by all queries
+        (8192, 3584, {}, True),
+        (8192, 3584, {"right": 0}, False),
+        (2048, 8192, {"right": 0, "left": 1000}, False),
+    ],
+)
+def test_which_calls_form_all_gradients_together(
+    n: int, m: int, mask: dict[str, int], together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+    from warploom.ops.flash_attention.launches import tiling as launchers
+
+    monkeypatch.setattr(launchers_hopper, "programs_at_once", lambda device: 132)
+    q, k = (torch.empty(1, length, 8, 128, dtype=torch.bfloat16, device="meta") for length in (n, m))
+    call = launchers.Call.of(q, k, k, launchers.Mask(**mask), 0.1)
+    assert launchers_hopper._suit_together(call.shape, call.mask, call.device) is together
+
+
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("parts", [2, 3, 7])
 @pytest.mark.parametrize("causal", [False, True])

@@ -65,7 +65,8 @@ _TOGETHER = 4.0
 """Tiles of keys for each multiprocessor from which on one kernel forms all gradients: programs that add to the same
 queries wait for each other, and with fewer tiles long loops begin at the end."""
 _EVEN = 0.45
-"""This share of them is enough where all loops are equally long, as in full attention: 1.8 tiles."""
+"""This share of them is enough where all loops are equally long, as in full attention: 1.8 tiles. Where the last of
+more keys than queries are causal, as in a chunk of a longer sequence, it lies between."""
 
 _SHORT = 2048  # backward loops that would be split and are shorter than this stay with the kernels for every GPU
 
@@ -179,8 +180,10 @@ def _suit_together(shape: Shape, mask: Mask, device: torch.device) -> bool:
     if width > _NARROW:
         return False
     blocks, rows = _blocks("backward", shape, HOPPER["backward"][_width(shape)].groups * _ROWS)
-    least = _TOGETHER * (_EVEN if mask.left is None and mask.right is None else 1)
-    return blocks * rows >= least * programs_at_once(device)
+    uneven = 1.0  # the share of keys that fewer queries see than the first
+    if mask.left is None:
+        uneven = 0.0 if mask.right is None else min(shape.tokens / max(shape.keys, 1), 1.0)
+    return blocks * rows >= _TOGETHER * (_EVEN + (1 - _EVEN) * uneven) * programs_at_once(device)
 
 
 def splits_of(name: str, shape: Shape, mask: Mask, device: torch.device) -> int:
