@@ -175,8 +175,8 @@ def test_many_tiles(
     [
         (8192, 8192, {"right": 0}, False),  # 512 tiles of keys, of 528
         (4096, 8192, {"right": 0}, True),  # half of the keys are seen by all queries
-        (8192, 3584, {}, True),
-        (8192, 3584, {"right": 0}, False),
+        (8192, 4096, {}, True),
+        (8192, 4096, {"right": 0}, False),
         (2048, 8192, {"right": 0, "left": 1000}, False),
     ],
 )
