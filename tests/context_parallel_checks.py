@@ -215,8 +215,8 @@ LINEAR = [
 ]
 
 
-def linear_case(world, length=37, decay=None, initial=False, bounds=None, backend="torch", **options):
-    """Outputs, states and gradients of all ranks, against those of one."""
+def linear_case(world, length=37, decay=None, initial=False, bounds=None, backend="torch", wanted=None, **options):
+    """Outputs, states and gradients of all ranks, against those of one; ``wanted``: which, all if None."""
     dtype = torch.float32 if backend == "triton" else torch.float64
     mesh = mesh_of(world)
     batch, length = (2, length) if bounds is None else (1, int(bounds[-1]))
@@ -244,7 +244,7 @@ def linear_case(world, length=37, decay=None, initial=False, bounds=None, backen
         )
 
     def run(function, *mesh, **tensors):
-        leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+        leaves = {name: x.clone().requires_grad_(wanted is None or name in wanted) for name, x in tensors.items()}
         q, k, v, *others = leaves.values()
         found = function(q, k, v, *mesh, **dict(zip(list(leaves)[3:], others)), **rest)
         return leaves, found if isinstance(found, tuple) else (found,)
@@ -260,6 +260,8 @@ def linear_case(world, length=37, decay=None, initial=False, bounds=None, backen
         torch.testing.assert_close(mine, whole, **close)
     for name, leaf in parts.items():
         gradient, whole = leaf.grad, wholes[name].grad
+        if not leaf.requires_grad:
+            continue
         if name in ("theta", "initial_state") or (name == "decay" and decay == "head"):
             dist.all_reduce(gradient)
         else:
@@ -282,6 +284,30 @@ def check_packed_linear_attention(world):
                 linear_case(world, bounds=bounds, **case)
             except AssertionError as error:
                 raise AssertionError(f"{bounds} {case}: {error}") from error
+
+
+def check_gradients_that_are_not_wanted_are_not_computed(world):
+    """Those of decays take states of many chunks."""
+    from warploom.distributed import linear_attention as module
+
+    usual, names, asked = module._gradients, ("q", "k", "v", "theta", "decay", "initial_state"), set()
+
+    def recording(grad, grad_state, inputs, options, wanted):
+        asked.update(name for name, wants in zip(names, wanted) if wants)
+        return usual(grad, grad_state, inputs, options, wanted)
+
+    module._gradients = recording
+    try:
+        for wanted in (("q", "k", "v"), ("k",), ("decay", "q")):
+            for case in ({"decay": "head"}, {"decay": "token", "initial": True}):
+                asked.clear()
+                linear_case(world, encoding="rotate", wanted=wanted, **case)
+                assert asked - {"initial_state"} == set(wanted)  # gradients of states are what travels
+        asked.clear()
+        linear_case(world, encoding="rotate", causal=False, wanted=("q", "v"))
+        assert asked - {"initial_state"} == {"q", "v"}
+    finally:
+        module._gradients = usual
 
 
 def check_linear_attention_on_the_kernels(world):

@@ -218,6 +218,19 @@ def test_chunks_handed_over_are_one_product(device: torch.device, monkeypatch: p
             assert_near(found, expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_decays_have_the_same_bits_in_pytorch(dtype: torch.dtype, device: torch.device) -> None:
+    """Of one head of one sequence, whose sums are of a single column."""
+    q, k, v = (torch.randn(1, 33, 1, 2, device=device, dtype=dtype) for _ in range(3))
+    decay = (-torch.rand(1, 33, 1, device=device)).requires_grad_()
+    found = [
+        torch.autograd.grad(linear_attention(q, k, v, decay=decay, backend="torch").sum(), decay)[0]
+        for _ in range(200)
+    ]
+    assert all(torch.equal(found[0], each) for each in found)
+
+
 def test_chunks_are_no_more_than_run_at_a_time() -> None:
     from warploom.ops.linear_attention.configs import CALL, CHUNK, LEAST_CHUNKS, chunk_of
 

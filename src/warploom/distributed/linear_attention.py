@@ -519,9 +519,9 @@ def _backward(
     run = _Run.of(tuple(tensors), options, tuple(bounds.tolist()))
     sums = _Sums(tensors[:_DIFFERENTIABLE])
     if options.causal:
-        _causal_gradients(grads, tuple(tensors), state, factors, offset, options, run, sums)
+        _causal_gradients(grads, tuple(tensors), state, factors, offset, options, run, sums, wanted)
     else:
-        _full_gradients(grads, tuple(tensors), state, offset, options, run, sums)
+        _full_gradients(grads, tuple(tensors), state, offset, options, run, sums, wanted)
     return tuple(sums.found)
 
 
@@ -549,7 +549,7 @@ class _Sums:
 
 def _causal_gradients(
     grads: Tensors, tensors: Tensors, state: Tensor, factors: Tensor, offset: int, options: Options, run: _Run,
-    sums: _Sums,
+    sums: _Sums, wanted: Sequence[bool],
 ) -> None:  # fmt: skip
     grad, grad_last = grads
     part, initial = run.part, tensors[5]
@@ -577,7 +577,7 @@ def _causal_gradients(
             of_state = leaving.new_zeros(shape) if of_state is None else of_state.clone()
             of_state[-len(leaving) :] = leaving
         before = _before(segment, initial, state, options)
-        wants = [True] * (_DIFFERENTIABLE - 1) + [not segment.continued]
+        wants = [*wanted[:-1], wanted[-1] and not segment.continued]
         inputs = segment.of(tensors, offset, before)
         sums.add(segment, _gradients(_tokens_of(grad, segment), of_state, inputs, options, wants))
     if grad_last is not None and initial is not None and run.rank == 0:  # sequences without a token
@@ -599,13 +599,15 @@ def _tokens_of(grad: Tensor | None, segment: _Segment) -> Tensor | None:
 
 
 def _full_gradients(
-    grads: Tensors, tensors: Tensors, state: Tensor, offset: int, options: Options, run: _Run, sums: _Sums
-) -> None:
+    grads: Tensors, tensors: Tensors, state: Tensor, offset: int, options: Options, run: _Run, sums: _Sums,
+    wanted: Sequence[bool],
+) -> None:  # fmt: skip
     """Without causality: outputs are products of queries and the state, which is one of keys and values."""
     grad = grads[0]
     own = torch.zeros_like(state)
-    of_queries = [True, False, False, True, False, True]
-    of_keys = [False, True, True, True, False, False]
+    of_q, of_k, of_v, of_theta, _, _ = wanted
+    of_queries = [of_q, False, False, of_theta, False, True]
+    of_keys = [False, of_k, of_v, of_theta, False, False]
     first = []
     for segment in run.part.segments:
         inputs = segment.of(tensors, offset, state[segment.sequences])

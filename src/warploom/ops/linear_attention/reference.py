@@ -113,11 +113,11 @@ def _in_chunks(
     exporting = torch.compiler.is_exporting()
     count = (tokens + (2 if exporting else 1) * CHUNK - 1) // CHUNK
     q, k, v = (_chunks(x, count) for x in (q, k, v))  # (B, C, T, H, F)
-    a = _chunks(g[..., None], count)[..., 0].cumsum(2)  # (B, C, T, H)
+    a = _sums(_chunks(g[..., None], count)[..., 0], 2)  # (B, C, T, H)
     total = a[:, :, -1]
     sums = torch.einsum("bcthf,bcthe->bchfe", k, _factor(v * (total[:, :, None] - a).exp()[..., None], factors))
     # From the end of chunk j to the start of chunk i: the sum of the totals in between, in float64.
-    before = torch.nn.functional.pad(total.double().cumsum(1), (0, 0, 1, 0))  # (B, C + 1, H)
+    before = torch.nn.functional.pad(_sums(total.double(), 1), (0, 0, 1, 0))  # (B, C + 1, H)
     between = before[:, :, None] - before[:, None, 1:]
     chunks = torch.arange(sums.shape[1], device=q.device)
     later = torch.arange(sums.shape[1] + 1, device=q.device)[:, None] > chunks
@@ -135,6 +135,11 @@ def _in_chunks(
     if exporting:  # that there are as many would have to be proven of a slice
         return out.index_select(1, torch.arange(tokens, device=out.device)), states[:, -1]
     return out[:, :tokens], states[:, -1]
+
+
+def _sums(x: Tensor, dim: int) -> Tensor:
+    """``x.cumsum(dim)``, which on a GPU has other bits in some runs if it is of one column: here are two."""
+    return torch.stack((x, x), -1).cumsum(dim)[..., 0]
 
 
 def _chunks(x: Tensor, count: int) -> Tensor:
@@ -160,7 +165,7 @@ def _in_pairs(
     if not causal:
         state = torch.einsum("ns,nhf,nhe->shfe", own, k, v)
         return torch.einsum("ns,nhf,shfe->nhe", own, q, _factor(state, factors))[None], state
-    before = torch.nn.functional.pad(g[0].cumsum(0), (0, 0, 1, 0))  # (N + 1, H)
+    before = torch.nn.functional.pad(_sums(g[0], 0), (0, 0, 1, 0))  # (N + 1, H)
     start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     a = before[1:] - before[start][sequence]
     remaining = before[end][sequence] - before[1:]
