@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from warploom import linear_attention
 from warploom.ops.linear_attention.bench import OPERATOR
+from warploom.ops.linear_attention.reference import linear_attention as linear_attention_in_pytorch
 from warploom.runtime.backend import HAS_TRITON
-from warploom.testing.conformance import check_case
+from warploom.testing.conformance import check_case, make_inputs, upcast
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 
@@ -117,3 +119,21 @@ def test_the_last_state_alone(
     expected = torch.einsum("bnhf,bnhe->bhfe", k.double(), v.double())
     torch.testing.assert_close(state.double(), expected, rtol=0, atol=1e-4)
     assert launched == ([] if apart else ["hopper_sums_kernel"])
+
+
+@pytest.mark.parametrize("encoding", ["none", "rotate", "cosine"])
+def test_the_gradient_of_the_first_state_alone(encoding: str, launched: list[str], device: torch.device) -> None:
+    """What ranks hand over in the backward takes sums, and no products."""
+    case = {"batch": 2, "n": 200, "heads": 2, "dtype": "bfloat16", "head_dim": 64, "decay": "head", **STATES}
+    inputs = make_inputs(OPERATOR, {**case, "encoding": encoding}, device)
+    for name in ("q", "k", "v"):
+        inputs[name] = inputs[name].detach()
+    exact = upcast(inputs)
+    expected = linear_attention_in_pytorch(**exact)
+    grads = [torch.randn_like(x) for x in expected]
+    (right,) = torch.autograd.grad(expected, exact["initial_state"], grads)
+    found = linear_attention(**inputs, backend="triton")
+    launched.clear()
+    (state,) = torch.autograd.grad(found, inputs["initial_state"], [g.to(x.dtype) for g, x in zip(grads, found)])
+    assert launched == ["hopper_sums_kernel"]
+    assert (state - right).norm() <= 4e-3 * right.norm()  # rounding of encoded queries and of weighed gradients

@@ -144,7 +144,9 @@ def plan_backward(
     of_q, of_k, of_v, of_theta, of_decay, of_initial = wanted
     call = Call.of(inputs, options, of_decay)
     dq, dk, dv = layout_of(q, q.shape[3]), layout_of(k, k.shape[3]), layout_of(v, v.shape[3])
-    apart = call.chunks > 1 or not options.causal or of_decay
+    # The gradient of the first state alone, as ranks hand it over, is what the sums of chunks come to.
+    alone = of_initial and not any(wanted[:5])
+    apart = call.chunks > 1 or not options.causal or of_decay or alone
     first = last = None
     if not options.causal:
         first = last = Dense.rows(call.state_shape, torch.float32)
