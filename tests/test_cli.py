@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -71,6 +72,19 @@ def test_without_the_reports_packages_a_run_still_ends_well(
     assert err.startswith("warploom: no report: jinja2 is missing: pip install 'warploom[bench]'")
     assert main(["report", "runs/cpu-quick"]) == 2
     assert "jinja2 is not installed: pip install 'warploom[bench]'" in capsys.readouterr().err
+
+
+def test_an_option_that_is_given_twice_has_both_values() -> None:
+    from warploom.cli.common import add_selection
+
+    parser = argparse.ArgumentParser()
+    add_selection(parser)
+    words = "--mode fwd,bwd --mode fwd_bwd --provider torch --provider limit --dtype fp32"
+    given = parser.parse_args(words.split())
+    assert given.mode == ["fwd", "bwd", "fwd_bwd"]
+    assert given.provider == ["torch", "limit"]
+    assert given.dtype == ["fp32"]
+    assert parser.parse_args([]).mode is None
 
 
 def test_an_interrupted_run_says_how_to_go_on(

@@ -27,8 +27,9 @@ def test_the_tables_are_what_the_records_say(tmp_path: Path) -> None:
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tools")])
     program = "import sys, texts; from pathlib import Path; texts.ROOT = Path(sys.argv[1])\n"
     program += "texts.replace_text = lambda path, text: path.suffix == '.md' and path.write_text(text)\n"
-    program += "texts.main([Path(sys.argv[2])])"
-    words = [sys.executable, "-c", program, str(tmp_path), str(ROOT / "results" / "h200")]
+    program += "texts.main([*map(Path, sys.argv[2:])])"
+    folders = [str(ROOT / "results" / name) for name in ("h200", "h100")]
+    words = [sys.executable, "-c", program, str(tmp_path), *folders]
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for name in texts.TEXTS:

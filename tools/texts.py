@@ -1,7 +1,8 @@
 """Write the tables and pictures of README and documentation from records, so that no number is typed by hand.
 
-``python tools/texts.py results/h200`` rewrites what stands between the marks of ``TEXTS``, and the pictures in
-``docs/figures``. Records of other code are left out.
+``python tools/texts.py results/h200 results/h100`` rewrites what stands between the marks of ``TEXTS``, and the
+pictures in ``docs/figures``, from the first folder; the others have tables of their own. Records of other code are
+left out.
 """
 
 from __future__ import annotations
@@ -204,27 +205,45 @@ def whole_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     """Every bench: a table with a row for each combination of parameters and mode."""
     texts = []
     for section in arrange(records, devices):
-        heads = ["case", "mode", f"largest {section.x}", "ms", "of the limit (least … most)"]
-        heads += ["fastest alternative", "its time / ours", "lost / level / compared", "cases"]
-        rows = []
-        for panel in section.panels:
-            for mode in panel.modes:
-                found = summary(section, [panel], panel.device, mode)
-                if not found.counts:
-                    continue
-                own = [panel.at(mode).get(name, {}) for name in section.own_names]
-                points = [each[x] for x in panel.xs(mode) for each in own if x in each and each[x].ms]
-                last = points[-1] if points else None
-                median = _percent(statistics.median(found.shares)) if found.shares else ""
-                spread = f"{median} ({_percent(found.shares[0])} … {_percent(found.shares[-1])})" if median else ""
-                place = [size(last.x), number(last.ms)] if last else ["", ""]
-                rows.append([panel.label, mode, *place, spread, *_compared(found)])
-        constants = ", ".join(f"{name} {value}" for name, value in section.constants.items())
-        table = Table.of(heads, rows, words=3)
-        about = f"## {section.operator}\n\n{section.title}." + (f" Every case: {constants}." if constants else "")
         seen = [f"![share of the limit and time](figures/{section.operator}.svg)"] if draw(section) else []
-        texts.append("\n\n".join([about, *seen, markdown([table])]))
+        title = f"## {section.operator}"
+        texts.append("\n\n".join([title, _about(section), *seen, markdown([_whole_table(section)])]))
     return "\n\n".join(texts) or NOTHING
+
+
+def elsewhere_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
+    """The same of other GPUs, without pictures."""
+    texts = []
+    for name in sorted(set(devices.values())):
+        own = [record for record in records if devices.get(record.environment) == name]
+        for section in arrange(own, devices):
+            title = f"### {section.operator}, {name}"
+            texts.append("\n\n".join([title, _about(section), markdown([_whole_table(section)])]))
+    return "\n\n".join(texts) or NOTHING
+
+
+def _about(section: Section) -> str:
+    constants = ", ".join(f"{name} {value}" for name, value in section.constants.items())
+    return f"{section.title}." + (f" Every case: {constants}." if constants else "")
+
+
+def _whole_table(section: Section) -> Table:
+    heads = ["case", "mode", f"largest {section.x}", "ms", "of the limit (least … most)"]
+    heads += ["fastest alternative", "its time / ours", "lost / level / compared", "cases"]
+    rows = []
+    for panel in section.panels:
+        for mode in panel.modes:
+            found = summary(section, [panel], panel.device, mode)
+            if not found.counts:
+                continue
+            own = [panel.at(mode).get(name, {}) for name in section.own_names]
+            points = [each[x] for x in panel.xs(mode) for each in own if x in each and each[x].ms]
+            last = points[-1] if points else None
+            median = _percent(statistics.median(found.shares)) if found.shares else ""
+            spread = f"{median} ({_percent(found.shares[0])} … {_percent(found.shares[-1])})" if median else ""
+            place = [size(last.x), number(last.ms)] if last else ["", ""]
+            rows.append([panel.label, mode, *place, spread, *_compared(found)])
+    return Table.of(heads, rows, words=3)
 
 
 def step_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
@@ -425,6 +444,7 @@ def draw(section: Section) -> str:
 TABLES: Mapping[str, Callable[[Sequence[Record], Mapping[str, str]], str]] = {
     "speeds": speed_table,
     "results": whole_tables,
+    "results on other GPUs": elsewhere_tables,
     "steps": step_tables,
     **{f"speed of {folder}": partial(guide_table, folder) for folder in FOLDERS},
     "rates of flash_attention": partial(grid, "flash_attention", {"dtype": "bfloat16"}, ("training",), rate),
@@ -439,8 +459,16 @@ TABLES: Mapping[str, Callable[[Sequence[Record], Mapping[str, str]], str]] = {
 }
 
 
-def update(text: Path, records: Sequence[Record], devices: Mapping[str, str]) -> None:
-    """Rewrite the tables that a file has marks for.
+ELSEWHERE = "results on other GPUs"
+
+
+def update(
+    text: Path,
+    records: Sequence[Record],
+    devices: Mapping[str, str],
+    elsewhere: tuple[Sequence[Record], Mapping[str, str]] = ((), {}),
+) -> None:
+    """Rewrite the tables that a file has marks for. ``elsewhere``: records of other GPUs, and their names.
 
     Raises:
         ArgumentError: The file has no mark, or one without its end.
@@ -449,7 +477,8 @@ def update(text: Path, records: Sequence[Record], devices: Mapping[str, str]) ->
     if not asked:
         raise ArgumentError(f"{text} has none of the marks {', '.join(map(MARK.format, TABLES))}")
     for name in asked:
-        replace_between(text, MARK.format(name), END.format(name), TABLES[name](records, devices))
+        source = elsewhere if name == ELSEWHERE else (records, devices)
+        replace_between(text, MARK.format(name), END.format(name), TABLES[name](*source))
 
 
 def _place(record: Record) -> tuple[str, ...]:
@@ -493,9 +522,9 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], words: i
 
 def main(sources: Sequence[Path]) -> int:
     """Rewrite all; returns the exit status."""
-    records, devices = fresh(sources)
+    (records, devices), elsewhere = fresh(sources[:1]), fresh(sources[1:])
     for name in TEXTS:
-        update(ROOT / name, records, devices)
+        update(ROOT / name, records, devices, elsewhere)
     for section in arrange(records, devices):
         if drawn := draw(section):
             replace_text(ROOT / "docs" / "figures" / f"{section.operator}.svg", drawn)

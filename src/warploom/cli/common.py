@@ -42,10 +42,11 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="benches, e.g. lrpe-rotate (default: all)")
     add_spec(parser)
     parser.add_argument("--suite", default="quick", help="default: quick; `warploom list` shows them")
-    parser.add_argument("--mode", type=words, metavar="MODE[,MODE]", help="fwd, bwd, … (default: the bench's)")
-    parser.add_argument("--provider", type=words, metavar="NAME[,NAME]", help="default: all of the bench")
+    several: dict[str, Any] = {"action": "extend", "type": words}  # given twice, none is dropped
+    parser.add_argument("--mode", **several, metavar="MODE[,MODE]", help="fwd, bwd, … (default: the bench's)")
+    parser.add_argument("--provider", **several, metavar="NAME[,NAME]", help="default: all of the bench")
     dtypes = "run the cases in bf16, fp16, fp32, not in their own dtype"
-    parser.add_argument("--dtype", type=words, metavar="NAME[,NAME]", help=dtypes)
+    parser.add_argument("--dtype", **several, metavar="NAME[,NAME]", help=dtypes)
     case = "only cases with this value; may be repeated, with the same key for alternatives"
     parser.add_argument("--case", action="append", default=[], metavar="KEY=VALUE", help=case)
     add_device(parser)
