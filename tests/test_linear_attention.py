@@ -363,13 +363,14 @@ from warploom import linear_attention
 from warploom.runtime import launch
 
 def kernels(encoding="rotate", features=128, values=None, dtype=torch.bfloat16, tokens=128, theta_gradient=False,
-            cut=None, **more):
+            cut=None, theta_dtype=torch.float32, **more):
     def zeros(n):
         return torch.zeros((1, tokens, 2, n), dtype=dtype, requires_grad=True)
 
     theta = None
     if encoding != "none":
-        theta = torch.zeros((1, features // (2 if encoding == "rotate" else 1)), requires_grad=theta_gradient)
+        shape = 1, features // (2 if encoding == "rotate" else 1)
+        theta = torch.zeros(shape, dtype=theta_dtype, requires_grad=theta_gradient)
     q, k, v = zeros(features), zeros(features), zeros(values or features)
     with launch.recording(90, 1) as builds:
         q, k, v = (x[:, :cut] for x in (q, k, v))
@@ -380,6 +381,7 @@ def kernels(encoding="rotate", features=128, values=None, dtype=torch.bfloat16, 
 print(kernels(), kernels(encoding="none", features=64))
 print(kernels(encoding="cosine", features=64), kernels(encoding="cosine"))
 print(kernels(theta_gradient=True), kernels(activation="silu"))
+print(kernels(theta_gradient=True, theta_dtype=torch.bfloat16), kernels(encoding="cosine", activation="silu"))
 print(kernels(dtype=torch.float16), kernels(features=96), kernels(values=64))
 print(kernels(cut=32), kernels(causal=False, theta_gradient=True))
 print(kernels(causal=False), kernels(causal=False, features=96))
@@ -393,14 +395,16 @@ def test_which_calls_take_the_kernels_for_hopper(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
     lines = done.stdout.splitlines()
-    assert len(lines) == 6, done.stderr
+    assert len(lines) == 7, done.stderr
     products = ["hopper_key_kernel", "hopper_product_kernel"]
     cosine = ["hopper_cosine_kernel"]
     assert lines[:2] == [f"{products} {products}", f"{cosine} {[*cosine, 'hopper_parts_kernel']}"]
-    forward = ["hopper_product_kernel", "product_kernel"]
-    assert lines[2] == f"{sorted([*forward, 'reduce_kernel'])} {forward}"
-    assert "hopper" not in lines[3]
+    turned = ["backward_kernel", *products]
+    assert lines[2] == f"{[*turned, 'reduce_kernel']} {turned}"
+    forward = ["hopper_product_kernel", "product_kernel", "reduce_kernel"]
+    assert lines[3] == f"{forward} {['hopper_parts_kernel', 'product_kernel']}"
+    assert "hopper" not in lines[4]
     on_hopper = ["hopper_sums_kernel", "product_kernel", "scan_kernel"]
     elsewhere = ["product_kernel", "scan_kernel", "sums_kernel"]
-    assert lines[4] == f"{['product_kernel']} {sorted([*on_hopper, 'reduce_kernel'])}"
-    assert lines[5] == f"{on_hopper} {elsewhere}"
+    assert lines[5] == f"{['product_kernel']} {sorted([*on_hopper, 'reduce_kernel'])}"
+    assert lines[6] == f"{on_hopper} {elsewhere}"

@@ -23,9 +23,12 @@ CASES: list[dict[str, Any]] = [
     {"n": 1100, "batch": 1, "heads": 2, "decay": "head", **STATES},
     {"n": 300, "theta": "vector", "offset": 2**24 + 7},
     {"n": 300, "frequencies": 20, "decay": "head", "scale": -0.25, **STATES},
+    {"n": 300, "theta_gradient": True, "decay": "head", "activation": "silu"},
+    {"n": 150, "theta_gradient": True, "theta": "vector", "offset": "batch", "layout": "bhnd"},
+    {"n": 200, "theta_gradient": True, "theta": "shared", "frequencies": 20, "decay": "token", "offset": 2**24 + 7},
 ]
 """Of several tiles each, whole ones and one that is not, with every decay, states and places of tokens."""
-ANGLES = {"theta", "frequencies", "offset"}
+ANGLES = {"theta", "frequencies", "offset", "theta_gradient"}
 
 
 ENCODED = [(encoding, case) for encoding in ("none", "rotate", "cosine") for case in CASES]
@@ -54,6 +57,9 @@ def test_values_and_gradients(
     if encoding == "cosine":
         kernel = "hopper_parts_kernel" if head_dim == 128 else "hopper_cosine_kernel"
     assert kernel in launched
+    if encoding == "rotate":
+        assert "hopper_key_kernel" in launched
+        assert ("backward_kernel" in launched) == bool({"theta_gradient", "activation"} & case.keys())
 
 
 CHUNKED: list[dict[str, Any]] = [

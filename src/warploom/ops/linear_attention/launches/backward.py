@@ -17,7 +17,8 @@ from warploom.ops.linear_attention.launches import hopper
 from warploom.ops.linear_attention.launches.calls import PLACES, Call, Inputs
 from warploom.ops.linear_attention.launches.forward import Rows, States, plan_product, plan_states
 from warploom.ops.linear_attention.problem import Options
-from warploom.ops.lrpe.launches import ThetaSums, theta_sums
+from warploom.ops.lrpe import launches as lrpe
+from warploom.ops.lrpe.launches import Positions, ThetaSums, theta_sums
 from warploom.runtime.launch import Dense, Launch, are_aligned
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
@@ -65,6 +66,8 @@ class OnHopper(NamedTuple):
     key: Launch | None
     value: Launch | None
     pair: Launch | None  # gradients of keys and values
+    turned: tuple[bool, bool] | None
+    """Where LRPE's kernel turns gradients of encoded rows back: whether those of queries and of keys are wanted."""
 
 
 class Backward(NamedTuple):
@@ -99,7 +102,7 @@ def backward(
     dq, dk, dv = plan.dq.empty(q), plan.dk.empty(q), plan.dv.empty(q)
     first = None if plan.first is None else plan.first.empty(q)
     last = None if plan.last is None else plan.last.empty(q)
-    partial = halves = None
+    partial = halves = dtheta = None
     if plan.theta_sums is not None:
         partial = plan.theta_sums.empty(q)
         halves = partial.flatten(0, 1).chunk(2) if partial.numel() else (partial, partial)
@@ -112,7 +115,7 @@ def backward(
         behind = plan.reverse(q, grad, grad_state, first, inputs, offset)
         behind, own = (behind if options.causal else first), None
     if plan.on_hopper is not None:
-        query, key, value, pair = plan.on_hopper
+        query, key, value, pair, turned = plan.on_hopper
         if query is not None:
             query(grad, v, k, dq, before, None, *places)
         if key is not None:
@@ -121,18 +124,38 @@ def backward(
             value(k, q, grad, dv, behind, own, *places)
         if pair is not None:
             pair(q, k, v, grad, dk, dv, behind, own, *places)
+        if turned is not None:
+            dtheta = _turn_back(((q, dq), (k, dk)), turned, inputs, options, offset, wanted[3], plans)
     if plan.query is not None:
         plan.query(grad, v, k, q, dq, before, None, None if halves is None else halves[0], *places)
     if plan.key is not None:
         plan.key(v, grad, q, k, dk, behind, None, None if halves is None else halves[1], *places)
     if plan.value is not None:
         plan.value(k, q, grad, None, dv, behind, own, None, *places)
-    dtheta = ddecay = None
+    ddecay = None
     if plan.theta_sums is not None and partial is not None and theta is not None:
         dtheta = plan.theta_sums.reduce(partial, theta)
     if plan.decays is not None and before is not None and behind is not None and decay is not None:
         ddecay = plan.decays(inputs, grad, before, behind, offset).to(decay.dtype)
     return dq, dk, dv, dtheta, ddecay, first if wanted[5] else None
+
+
+def _turn_back(
+    rows: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[bool], inputs: Inputs, options: Options, offset: int,
+    of_theta: bool, plans: Plans,
+) -> Tensor | None:  # fmt: skip
+    """Make of gradients of encoded rows those of the rows, in their place; the gradient of theta if it is wanted.
+
+    ``rows`` are pairs of what was encoded and these gradients.
+    """
+    positions, theta = Positions(offsets=inputs.offsets, offset=offset), inputs.theta
+    dtheta: Tensor | None = None
+    for (x, gradient), wants in zip(rows, wanted):
+        if wants and theta is not None:
+            rest = (positions, options.kind, options.activation, of_theta, None, plans, gradient)
+            part = lrpe.backward(gradient, x, theta, *rest)[1]
+            dtheta = part if dtheta is None or part is None else dtheta + part
+    return dtheta
 
 
 def plan_backward(
@@ -163,19 +186,25 @@ def plan_backward(
         before = last if last is not None else None if forward is None else forward.states
         behind = first if not options.causal else None if reverse is None else reverse.states
     own = None if apart else first
-    turned = of_theta or options.activation != "none"  # which takes what was encoded, as it was before
+    # With theta's gradient, or an activation, what was encoded is needed as it was before. LRPE's kernel turns
+    # rotations back in place then; two gradients of theta are added up in its dtype, for which 16 bits are too few.
+    needs_rows = of_theta or options.activation != "none"
+    coarse = of_theta and theta is not None and theta.dtype.itemsize < 4
+    turned = needs_rows and options.kind == "rotate" and not coarse
     on_hopper = None
-    if aligned and options.causal and not turned and hopper.suits(call, q, k, v, grad, dq, dk, dv):
-        on_query = hopper.plan_product(call, (grad, v, k, dq), before, None, decoded=True) if of_q else None
-        on_key = on_value = on_pair = None
-        of_value = of_v or own is not None
-        if options.kind != "cosine" and (of_k or of_value):
-            on_pair = hopper.plan_keys(call, (q, k, v, grad, dk, dv), behind, own)
-        elif of_k:
+    fits = options.causal and (turned or not needs_rows)
+    if aligned and fits and hopper.suits(call, q, k, v, grad, dq, dk, dv):
+        on_query = on_key = on_value = on_pair = None
+        wants_q, wants_k, wants_v = of_q or of_theta, of_k or of_theta, of_v or own is not None
+        if wants_q:
+            on_query = hopper.plan_product(call, (grad, v, k, dq), before, None, decoded=True, turns=not turned)
+        if options.kind != "cosine" and (wants_k or wants_v):
+            on_pair = hopper.plan_keys(call, (q, k, v, grad, dk, dv), behind, own, not turned)
+        elif wants_k:
             on_key = hopper.plan_product(call, (v, grad, q, dk), behind, None, decoded=True, reverse=True)
-        if options.kind == "cosine" and of_value:
+        if options.kind == "cosine" and wants_v:
             on_value = hopper.plan_product(call, (k, q, grad, dv), behind, own, decoded=False, reverse=True)
-        on_hopper = OnHopper(on_query, on_key, on_value, on_pair)
+        on_hopper = OnHopper(on_query, on_key, on_value, on_pair, (wants_q, wants_k) if turned else None)
     else:
         if of_q or of_theta:
             query = plan_product(call, Rows(grad, v, k, q, dq), before, None, decoded=True, reverse=False)
@@ -185,7 +214,7 @@ def plan_backward(
             value = plan_product(call, Rows(k, q, grad, None, dv), behind, own, decoded=False, reverse=True)
     if of_decay and forward is not None:
         decays = _plan_decays(call, grad, forward.states)
-    if of_theta and theta is not None:
+    if of_theta and theta is not None and on_hopper is None:
         parts = 2 * call.slots * (1 if theta.dim() == 2 and theta.shape[0] > 1 else q.shape[2])
         sums = theta_sums(parts, theta, call.features, 1)
     outs = Dense.like(dq), Dense.like(dk), Dense.like(dv)

@@ -56,9 +56,13 @@ def plan_sums(call: Call, b: Tensor, c: Tensor, states: Dense, reverse: bool) ->
 
 
 def plan_product(
-    call: Call, tensors: tuple[Tensor, ...], initial: State, final: State, *, decoded: bool, reverse: bool = False
-) -> Launch:
-    """Plan of a product over (a, b, c, out), see `kernels.product`; backwards for ``cosine`` alone."""
+    call: Call, tensors: tuple[Tensor, ...], initial: State, final: State, *, decoded: bool, reverse: bool = False,
+    turns: bool = True,
+) -> Launch:  # fmt: skip
+    """Plan of a product over (a, b, c, out), see `kernels.product`; backwards for ``cosine`` alone.
+
+    ``turns``: whether rotated rows' gradients are turned back, which LRPE's kernel may do.
+    """
     names = ("a_desc", "b_desc", "c_desc", "out_desc")
     scale = call.state_scale if reverse else 1.0
     if call.options.kind == "cosine" and not decoded and call.inputs.q.shape[3] == 128:
@@ -68,18 +72,20 @@ def plan_product(
         more = {"DECODED": decoded, "REVERSE": reverse}
         return _launch(hopper_cosine_kernel, call, "product", names, tensors, initial, final, scale, **more)
     kernel = "decoded" if decoded else "product"
-    return _launch(hopper_product_kernel, call, kernel, names, tensors, initial, final, scale, DECODED=decoded)
+    return _launch(
+        hopper_product_kernel, call, kernel, names, tensors, initial, final, scale, turns, DECODED=decoded
+    )
 
 
-def plan_keys(call: Call, tensors: tuple[Tensor, ...], initial: State, final: State) -> Launch:
-    """Plan of the products over (q, k, v, grad, dk, dv), where φ has one part."""
+def plan_keys(call: Call, tensors: tuple[Tensor, ...], initial: State, final: State, turns: bool = True) -> Launch:
+    """Plan of the products over (q, k, v, grad, dk, dv), where φ has one part; ``turns`` as in `plan_product`."""
     names = ("q_desc", "k_desc", "v_desc", "grad_desc", "dk_desc", "dv_desc")
-    return _launch(hopper_key_kernel, call, "keys", names, tensors, initial, final, call.state_scale)
+    return _launch(hopper_key_kernel, call, "keys", names, tensors, initial, final, call.state_scale, turns)
 
 
 def _launch(
     function: Any, call: Call, kernel: str, names: tuple[str, ...], tensors: tuple[Tensor, ...], initial: State,
-    final: State, scale: float, **more: Any,
+    final: State, scale: float, turns: bool = True, **more: Any,
 ) -> Launch:  # fmt: skip
     more |= {name: _boxes(x) for name, x in zip(names, tensors)}
     return Launch(
@@ -91,7 +97,7 @@ def _launch(
         sizes=call.sizes(1),
         initial_strides=state_strides(initial),
         final_strides=state_strides(final),
-        form=_form(call, kernel),
+        form=_form(call, kernel, turns),
         **more,
     )
 
@@ -101,13 +107,13 @@ def _boxes(x: Tensor) -> Boxes:
     return Boxes(x, (0, 2, 1, 3), (1, 1, TOKENS, int(x.shape[3])))
 
 
-def _form(call: Call, kernel: str) -> Form:
+def _form(call: Call, kernel: str, turns: bool = True) -> Form:
     """What a kernel is compiled for."""
     theta, decay = call.inputs.theta, call.inputs.decay
     kind = "none" if decay is None else "head" if decay.dim() == 1 else "token"
     encoder = {"parts": PARTS, "sums": SUMS}.get(kernel) or HOPPER[kind][kernel]
     if kernel == "parts" and kind == "head":  # which it treats as decays of tokens
         kind = "token"
-    groups = 2 if kernel == "decoded" else 1  # elsewhere features of φ keep their order
+    groups = 2 if kernel == "decoded" and turns else 1  # elsewhere features of φ keep their order
     frequencies = 0 if theta is None else int(theta.shape[-1])
-    return Form(call.options.kind, call.options.activation, kind, frequencies, groups, *encoder)
+    return Form(call.options.kind, call.options.activation, kind, frequencies, groups, turns, *encoder)

@@ -36,6 +36,7 @@ class Form(NamedTuple):
     DECAY: gl.constexpr  # none, head or token
     FREQUENCIES: gl.constexpr  # of a head, the others are zero
     GROUPS: gl.constexpr  # of warps that share the columns of a product
+    TURNS: gl.constexpr  # whether gradients of what is encoded are turned back, or LRPE's kernel does that
     ENCODERS: gl.constexpr  # warps that encode
     ENCODER_REGISTERS: gl.constexpr  # of a thread
     GROUP_REGISTERS: gl.constexpr
@@ -360,10 +361,10 @@ def strided_turns(angles, first, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def decoded(grads, angles, first, form: gl.constexpr):
-    """Gradients (T, W) of what was encoded, turned back."""
+    """Gradients (T, W) of what was encoded, turned back if that is to be done here."""
     W: gl.constexpr = grads.shape[1]
     WIDTH: gl.constexpr = W // 2 // form.GROUPS
-    if form.KIND == "rotate":
+    if form.KIND == "rotate" and form.TURNS:
         g1, g2 = grads.reshape([T, form.GROUPS, 2, WIDTH]).permute([0, 1, 3, 2]).split()
         one1, two1 = strided_rows(g1.reshape([T, W // 2]))
         one2, two2 = strided_rows(g2.reshape([T, W // 2]))
