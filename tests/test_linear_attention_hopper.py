@@ -35,24 +35,21 @@ ENCODED = [(encoding, case) for encoding in ("none", "rotate", "cosine") for cas
 ENCODED = [(encoding, case) for encoding, case in ENCODED if encoding != "none" or not ANGLES & case.keys()]
 
 
+def assert_right(case: dict[str, Any], device: torch.device) -> None:
+    """Values and gradients, against float64."""
+    whole = {"batch": 2, "n": 200, "heads": 2, "dtype": "bfloat16", **case}
+    results = check_case(OPERATOR, whole, "triton", device)
+    assert {result.mode for result in results} == {"fwd", "bwd"}
+    assert not [result.detail for result in results if not result.ok]
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("encoding", "case"), ENCODED, ids=str)
 def test_values_and_gradients(
     encoding: str, case: dict[str, Any], head_dim: int, launched: list[str], device: torch.device
 ) -> None:
-    whole = {
-        "batch": 2,
-        "n": 200,
-        "heads": 2,
-        "dtype": "bfloat16",
-        "head_dim": head_dim,
-        "encoding": encoding,
-        **case,
-    }
-    results = check_case(OPERATOR, whole, "triton", device)
-    assert {result.mode for result in results} == {"fwd", "bwd"}
-    assert not [result.detail for result in results if not result.ok]
+    assert_right({"encoding": encoding, "head_dim": head_dim, **case}, device)
     kernel = "hopper_product_kernel"
     if encoding == "cosine":
         kernel = "hopper_parts_kernel" if head_dim == 128 else "hopper_cosine_kernel"
@@ -93,18 +90,7 @@ def test_sums_of_chunks(
 
     chunk = case.get("chunk", 128)
     monkeypatch.setattr(calls, "chunk_of", lambda *sizes: chunk)
-    whole = {
-        "batch": 2,
-        "n": 384,
-        "heads": 2,
-        "dtype": "bfloat16",
-        "head_dim": head_dim,
-        "encoding": encoding,
-        **case,
-    }
-    results = check_case(OPERATOR, whole, "triton", device)
-    assert {result.mode for result in results} == {"fwd", "bwd"}
-    assert not [result.detail for result in results if not result.ok]
+    assert_right({"encoding": encoding, "head_dim": head_dim, "n": 384, **case}, device)
     assert "hopper_sums_kernel" in launched
 
 
