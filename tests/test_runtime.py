@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -25,6 +26,8 @@ from warploom.runtime.plans import Plans
 if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
 
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.runtime import JITFunction
 
 from warploom.ops.rotary_attention.api import rotary_attention
@@ -517,6 +520,59 @@ def test_4500_lengths_compile_nothing(name: str, device: torch.device, monkeypat
     torch.cuda.synchronize()
     assert not compiled
     assert_bounded()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# A GPU that does something else too
+# ----------------------------------------------------------------------------------------------------------
+
+HELD = 2.0
+"""Seconds."""
+
+
+@gluon.jit
+def hold_kernel(out, nanoseconds):
+    """Hold a multiprocessor for so long: beside so much shared memory no kernel of attention for Hopper fits."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    large = gl.allocate_shared_memory(gl.int32, [2**15], WORDS)
+    small = gl.allocate_shared_memory(gl.int32, [2**14], WORDS)
+    i = gl.arange(0, 128, LANES)
+    large.slice(0, 128).store(i)
+    small.slice(0, 128).store(i)
+    begin = gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], gl.int64, is_pure=False, pack=1)
+    now = begin
+    while now - begin < nanoseconds:
+        now = gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], gl.int64, is_pure=False, pack=1)
+    gl.store(out + i, large.slice(0, 128).load(LANES) + small.slice(0, 128).load(LANES))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["attention_in_order", "attention_tiles", "softmax", "linear_chunks", "decode"])
+def test_half_of_the_gpu_is_busy(name: str, device: torch.device) -> None:
+    """No program waits for one that cannot begin: results are there while another stream holds half of the GPU."""
+    if not ON_HOPPER:
+        pytest.skip("needs a Hopper GPU")
+    kind, out = KINDS[name], torch.empty(128, dtype=torch.int32, device=device)
+    inputs = kind.inputs(device)
+    expected = kind.run(inputs)
+    half = torch.cuda.get_device_properties(device).multi_processor_count // 2
+    other, held, done = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
+    hold_kernel[(1,)](out, 1, num_warps=4)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        hold_kernel[(half,)](out, int(HELD * 1e9), num_warps=4)
+        held.record()
+    time.sleep(0.01)
+    found = kind.run(inputs)
+    done.record()
+    last = time.monotonic() + 30 * HELD
+    while not done.query():
+        assert time.monotonic() < last, "it hangs"
+    if name != "softmax":  # whose programs are launched together, when all of them can run
+        assert not held.query()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 # ----------------------------------------------------------------------------------------------------------
