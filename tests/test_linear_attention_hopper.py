@@ -43,7 +43,7 @@ def assert_right(case: dict[str, Any], device: torch.device) -> None:
     assert not [result.detail for result in results if not result.ok]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("encoding", "case"), ENCODED, ids=str)
 def test_values_and_gradients(
@@ -74,7 +74,7 @@ CHUNKED: list[dict[str, Any]] = [
 """Of two chunks and more, of more than a scan loads together, and of many tiles; the last whole or not."""
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     ("encoding", "case"),
