@@ -158,6 +158,17 @@ def check_attention(world):
             raise AssertionError(f"{case}: {error}") from error
 
 
+def check_attention_without_private_names(world):
+    from warploom.distributed import ranks
+
+    usual = ranks.TOGETHER
+    ranks.TOGETHER = "no_such_method"
+    try:
+        attention_case(world, causal=True)
+    finally:
+        ranks.TOGETHER = usual
+
+
 def check_packed_attention(world):
     for bounds in PACKED:
         for case in CASES[:10]:

@@ -441,10 +441,11 @@ def draw(section: Section) -> str:
 # Texts
 # ----------------------------------------------------------------------------------------------------------
 
+ELSEWHERE = "results on other GPUs"
 TABLES: Mapping[str, Callable[[Sequence[Record], Mapping[str, str]], str]] = {
     "speeds": speed_table,
     "results": whole_tables,
-    "results on other GPUs": elsewhere_tables,
+    ELSEWHERE: elsewhere_tables,
     "steps": step_tables,
     **{f"speed of {folder}": partial(guide_table, folder) for folder in FOLDERS},
     "rates of flash_attention": partial(grid, "flash_attention", {"dtype": "bfloat16"}, ("training",), rate),
@@ -457,9 +458,6 @@ TABLES: Mapping[str, Callable[[Sequence[Record], Mapping[str, str]], str]] = {
     "ratios of tpa": partial(grid, "tpa_attention", {}, ("quick", "published"), ratio),
     "below the target of lrpe": below_target,
 }
-
-
-ELSEWHERE = "results on other GPUs"
 
 
 def update(

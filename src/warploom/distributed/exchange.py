@@ -209,6 +209,7 @@ class Arriving(NamedTuple):
 
     works: list[Any]
     rows: list[list[Tensor]]  # by step, of each tensor
+    sent: list[Tensor]  # whose memory is not to be used again before
 
     def wait(self) -> list[list[Tensor]]:
         """Let the current stream wait for them."""
@@ -219,17 +220,18 @@ class Arriving(NamedTuple):
 
 def send_keys(plan: Plan, tensors: list[Tensor], group: Any) -> Arriving:
     """Send rows (n, …) of this rank's part to the chunks that see them."""
-    works, rows = [], []
+    works, rows, sent = [], [], []
     if plan.whole:
         found = [x.new_empty((plan.longest * group.size(), *x.shape[1:])) for x in tensors]
-        mine = [as_bytes(padded(x, plan.longest)) for x in tensors]
-        return Arriving([all_gather_together(group, [*map(as_bytes, found)], mine)], [found])
+        sent = [as_bytes(padded(x, plan.longest)) for x in tensors]
+        return Arriving(all_gather_together(group, [*map(as_bytes, found)], sent), [found], sent)
     for step in plan.steps:
         arriving = [x.new_empty((len(step.place), *x.shape[1:])) for x in tensors]
-        sent = [x.index_select(0, step.sent) for x in tensors]
-        works += _send(sent, arriving, step.sent_counts, step.received_counts, group)
+        leaving = [x.index_select(0, step.sent) for x in tensors]
+        works += _send(leaving, arriving, step.sent_counts, step.received_counts, group)
         rows.append(arriving)
-    return Arriving(works, rows)
+        sent += leaving
+    return Arriving(works, rows, sent)
 
 
 def keys_of(plan: Plan, number: int, arrived: list[list[Tensor]]) -> list[Tensor]:
@@ -252,7 +254,7 @@ class Returning:
         self.plan, self.group = plan, group
         rows = sum(len(step.sent) for step in plan.steps)
         self.received = [x.new_empty((rows, *x.shape[1:])) for x in like]
-        self.sent: list[Tensor] = []  # kept until they have arrived
+        self.sent: list[Tensor] = []  # see `Arriving`
         self.works: list[Any] = []
 
     def send(self, number: int, tensors: list[Tensor]) -> None:
