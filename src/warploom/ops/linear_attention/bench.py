@@ -173,6 +173,15 @@ def _published(device: str) -> list[Case]:
     return whole + [_case(2, 16384, 64, 128, encoding) for encoding in encodings]
 
 
+def _layer(device: str) -> list[Case]:
+    """What `nn.LinearAttention` calls in training: activated queries and keys, frequencies of every head."""
+    more = {"activation": "silu", "theta": "per_head", "theta_gradient": True, "decay": "head"}
+    if device != "cuda":
+        return [_ON_CPU | more | {"n": 128}]
+    sizes = [(2, 16384, 64, 128), (2, 16384, 64, 64), (8, 4096, 16, 64), (1, 32768, 8, 128)]
+    return [_case(b, n, h, d, encoding) | more for b, n, h, d in sizes for encoding in ("rotate", "cosine")]
+
+
 def _decode(device: str) -> list[Case]:
     more = {"offset": 4096, "initial_state": True, "return_state": True, "decay": "head"}
     if device != "cuda":
@@ -214,7 +223,7 @@ BENCHES = (
     Bench(
         name="linear-attention",
         operator=OPERATOR,
-        suites={"quick": _quick, "published": _published},
+        suites={"quick": _quick, "published": _published, "layer": _layer},
         providers=_PROVIDERS,
         precompiled=("torch", *_SOFTMAX.providers),
         others=(_SOFTMAX,),
