@@ -584,7 +584,8 @@ def test_a_rounded_output_may_be_off_the_same_way_in_all_features(dtype: torch.d
     off_delta = 64 * (given["v"].to(dtype).double() - given["v"])[..., :1].detach()
     q, k, _ = (leaf.detach() for leaf in leaves)
     for off, other in ((off_q, k), (off_k, q)):
-        torch.testing.assert_close(off.detach(), off_delta * other * 8**-0.5, rtol=1e-3, atol=0.0)
+        expected = (off_delta * other).abs() * 8**-0.5
+        torch.testing.assert_close(off.detach(), expected, rtol=1e-3, atol=0.0)
 
 
 # ----------------------------------------------------------------------------------------------------------

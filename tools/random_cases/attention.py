@@ -18,9 +18,9 @@ SUMS = 2.0**-24
 """Relative rounding of a float32 number."""
 
 
-def signs(like: Tensor) -> Tensor:
+def signs(like: Tensor, draw: int = 0) -> Tensor:
     """Numbers from -1 to 1, always the same."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(draw)
     return (torch.rand(like.shape, generator=generator, dtype=torch.float64) * 2 - 1).to(like.device)
 
 
