@@ -322,5 +322,18 @@ def check_gradients_that_are_not_wanted_are_not_computed(world):
 
 
 def check_linear_attention_on_the_kernels(world):
-    if world == 2:
-        linear_case(world, length=20, backend="triton", decay="token", encoding="rotate", return_state=True)
+    if world != 2:
+        return
+    cases = [
+        {"decay": "token", "encoding": "rotate", "return_state": True},
+        {"decay": "head", "encoding": "cosine", "initial": True, "return_state": True},
+        {"initial": True, "wanted": ("k", "v")},
+        {"decay": "head", "encoding": "rotate", "offset": 7, "wanted": ("q", "theta", "decay")},
+        {"bounds": cu(20), "decay": "token", "initial": True, "return_state": True},
+        {"bounds": cu(4, 16), "decay": "head", "encoding": "rotate", "initial": True, "return_state": True},
+    ]
+    for case in cases:
+        try:
+            linear_case(world, length=21, backend="triton", **case)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error

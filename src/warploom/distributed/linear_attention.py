@@ -35,8 +35,8 @@ from warploom.ops.linear_attention.problem import Options as OneOptions
 from warploom.ops.linear_attention.validation import Activation, Encoding, check
 from warploom.runtime.backend import Backend, use_triton
 from warploom.runtime.dispatch import Gradient, Operator, Tensors, apply
-from warploom.runtime.memory_order import empty_in_order_of
-from warploom.runtime.plans import Plans
+from warploom.runtime.memory_order import empty_in_order_of, layout_of
+from warploom.runtime.plans import Plans, metadata
 
 Tensor = torch.Tensor
 
@@ -301,6 +301,11 @@ class _Part(NamedTuple):
     ended: tuple[Tensor, Tensor]
     """Numbers of the sequences that end here, and of their rows among the segments' last states."""
 
+    @property
+    def alone(self) -> _Segment | None:
+        """The segment of a part that has no other, in one sequence."""
+        return self.segments[0] if len(self.segments) == 1 and self.segments[0].cu_seqlens is None else None
+
 
 @functools.lru_cache(64)
 def _part_of(bounds: Bounds, packed: bool, batch: int, world: int, rank: int, device: torch.device) -> _Part:
@@ -431,8 +436,13 @@ def _carried(tensors: Tensors, options: Options, offset: int, run: _Run) -> tupl
         segment = _Segment(tokens, start, sequences, None, False, True)
         own = _last_state(segment.of(tensors, offset, first), options)
         factor = _factor(tensors, tokens)
+    return _exchanged(own, factor, run)
+
+
+def _exchanged(own: Tensor, factor: Tensor, run: _Run) -> tuple[Tensor, Tensor]:
+    """What `_carried` returns, of the states that ranks leave behind and the decays over them."""
     states, factors = _gathered(own, run.group), _gathered(factor, run.group)
-    passed = torch.tensor(part.spans, device=q.device)
+    passed = torch.tensor(run.part.spans, device=own.device)
     factors = factors * passed[:, None, None]
     state = torch.zeros_like(own)
     for rank in range(run.rank):
@@ -440,22 +450,59 @@ def _carried(tensors: Tensors, options: Options, offset: int, run: _Run) -> tupl
     return state, factors
 
 
+def _joined(
+    segment: _Segment, tensors: Tensors, offset: int, options: Options, run: _Run
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Outputs and last states of a part in one sequence, on the kernels, and what `_carried` returns.
+
+    The sums of its chunks make the state that travels, and with what comes in the states that its outputs are of.
+    """
+    from warploom.ops.linear_attention.launches.calls import Inputs
+    from warploom.ops.linear_attention.launches.forward import forward
+
+    initial = tensors[5]
+    found: list[Tensor] = []
+
+    def carry(own: Tensor) -> Tensor:
+        factor = _factor(tensors, segment.tokens if segment.goes_on else slice(0, 0))
+        if not segment.goes_on:
+            own = torch.zeros_like(own)
+        elif initial is not None and not segment.continued:
+            own = own + factor[:, :, None, None] * initial[segment.sequences].to(own.dtype)
+        found.extend(_exchanged(own, factor, run))
+        before = _before(segment, initial, found[0], options)
+        return torch.zeros_like(own) if before is None else before.to(own.dtype).contiguous()
+
+    inputs: Any = segment.of(tensors, offset, None)[:-1]
+    plans = OPERATOR.plans.get((*map(metadata, tensors), *options, "joined", segment.tokens.stop), Plans)
+    out, after = forward(Inputs(*inputs), options.one(options.return_state), offset + segment.start, plans, carry)
+    state, factors = found
+    return out, after, state, factors
+
+
 def _forward(tensors: Tensors, offset: int, options: Options, plans: Plans) -> Tensors:
     """Outputs, the last states, and for the backward the state that came in, decays over ranks, and bounds."""
     bounds = _read(tensors, options, offset)
     run = _Run.of(tensors, options, bounds)
-    out, last, _, _, _ = _fake(tensors, options)
-    if options.causal:
+    alone = run.part.alone if options.kernels and options.causal else None
+    initial, found = tensors[5], []
+    if alone is not None:
+        out, after, state, factors = _joined(alone, tensors, offset, options, run)
+        found.append(after)
+    elif options.causal:
         state, factors = _carried(tensors, options, offset, run)
     else:
         state, factors = _total(tensors, options, offset, run), _factor(tensors, slice(0, 0))[None]
-    initial, found = tensors[5], []
-    for segment in run.part.segments:
-        inputs = segment.of(tensors, offset, _before(segment, initial, state, options))
-        inputs = inputs if options.causal else inputs._replace(v=_zeros_like(inputs.v))
-        out[:, segment.tokens], after = _one(inputs, options, options.return_state)
-        found.append(after)
+    if alone is None:
+        out = empty_in_order_of(tensors[0], tensors[2].shape[3])
+        for segment in run.part.segments:
+            inputs = segment.of(tensors, offset, _before(segment, initial, state, options))
+            inputs = inputs if options.causal else inputs._replace(v=_zeros_like(inputs.v))
+            out[:, segment.tokens], after = _one(inputs, options, options.return_state)
+            found.append(after)
+    last = tensors[0].new_empty(0, dtype=_precise(tensors))
     if options.return_state:
+        last = last.new_empty(_state_shape(tensors, options, _sequences(tensors)))
         last.zero_() if initial is None else last.copy_(initial)
         sequences, rows = run.part.ended
         ended = torch.zeros_like(last)
@@ -540,7 +587,10 @@ class _Sums:
             if into is None or gradient is None:
                 continue
             if number < 3 or (number == 4 and into.dim() == 3):  # q, k, v, a decay for every token
-                into[:, segment.tokens] = gradient
+                if gradient.shape == into.shape and gradient.stride() == into.stride():
+                    self.found[number] = gradient
+                else:
+                    into[:, segment.tokens] = gradient
             elif number == 5:
                 into[segment.sequences] += gradient
             else:
@@ -557,6 +607,12 @@ def _causal_gradients(
         shape = _state_shape(tensors, options, _sequences(tensors))
         grad_last = state.new_zeros(shape) if grad_last is None else grad_last
         grad_last = _gathered(grad_last, run.group).sum(0)
+    grads = (grad, grad_last)
+    alone = part.alone if options.kernels else None
+    if alone is not None:
+        sums.add(alone, _joined_gradients(alone, grads, tensors, state, factors, offset, options, run, wanted))
+        _without_tokens(grad_last, tensors, run, sums)
+        return
     first = next((segment for segment in part.segments if segment.continued), None)
     # The gradient of the state that came in, by this rank's own results.
     own = torch.zeros_like(state)
@@ -566,10 +622,7 @@ def _causal_gradients(
         inputs = first.of(tensors, offset, state)
         found = _gradients(_tokens_of(grad, first), of_state, inputs, options, wants)[-1]
         own = own if found is None else found.to(own.dtype)
-    every = _gathered(own, run.group)
-    leaving = torch.zeros_like(state)  # the gradient of the state that leaves this rank
-    for rank in range(run.group.size() - 1, run.rank, -1):
-        leaving = every[rank] + factors[rank, :, :, None, None] * leaving
+    leaving = _exchanged_back(own, factors, run)
     for segment in part.segments:
         of_state = None if grad_last is None else grad_last[segment.sequences]
         if segment.goes_on:
@@ -580,8 +633,52 @@ def _causal_gradients(
         wants = [*wanted[:-1], wanted[-1] and not segment.continued]
         inputs = segment.of(tensors, offset, before)
         sums.add(segment, _gradients(_tokens_of(grad, segment), of_state, inputs, options, wants))
-    if grad_last is not None and initial is not None and run.rank == 0:  # sequences without a token
-        empty = torch.tensor([a == b for a, b in _pairs(tensors, run)], device=state.device)
+    _without_tokens(grad_last, tensors, run, sums)
+
+
+def _exchanged_back(own: Tensor, factors: Tensor, run: _Run) -> Tensor:
+    """The gradient of the state that leaves this rank, of those that ranks have of the states that came in."""
+    every = _gathered(own, run.group)
+    leaving = torch.zeros_like(own)
+    for rank in range(run.group.size() - 1, run.rank, -1):
+        leaving = every[rank] + factors[rank, :, :, None, None] * leaving
+    return leaving
+
+
+def _joined_gradients(
+    segment: _Segment, grads: tuple[Tensor | None, ...], tensors: Tensors, state: Tensor, factors: Tensor,
+    offset: int, options: Options, run: _Run, wanted: Sequence[bool],
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """Those of what `_joined` computes, in the same way."""
+    from warploom.ops.linear_attention.launches.backward import backward
+    from warploom.ops.linear_attention.launches.calls import Inputs
+
+    grad, grad_last = grads
+    of_last = None if grad_last is None or segment.goes_on else grad_last[segment.sequences].to(state.dtype)
+
+    def carry(own: Tensor) -> Tensor:
+        if not segment.continued:
+            own = torch.zeros_like(own)
+        elif of_last is not None:
+            own = own + _factor(tensors, segment.tokens)[:, :, None, None] * of_last
+        leaving = _exchanged_back(own, factors, run)
+        return (leaving if of_last is None else of_last).contiguous()
+
+    inputs: Any = segment.of(tensors, offset, _before(segment, tensors[5], state, options))[:-1]
+    if grad is None:
+        grad = torch.zeros_like(layout_of(tensors[0], tensors[2].shape[3]), device=state.device)
+    wants = [wants and x is not None for wants, x in zip(wanted, inputs)]
+    wants[-1] = wants[-1] and not segment.continued
+    rest = ("gradients", segment.continued, segment.tokens.stop)
+    plans = OPERATOR.plans.get((*map(metadata, tensors), *options, *rest), Plans)
+    return backward(grad, None, Inputs(*inputs), options.one(False), offset + segment.start, wants, plans, carry)
+
+
+def _without_tokens(grad_last: Tensor | None, tensors: Tensors, run: _Run, sums: _Sums) -> None:
+    """The gradients of first states of sequences without a token."""
+    initial = tensors[5]
+    if grad_last is not None and initial is not None and run.rank == 0:
+        empty = torch.tensor([a == b for a, b in _pairs(tensors, run)], device=initial.device)
         rows = empty[:, None, None, None]
         sums.found[5] = torch.where(rows, grad_last.to(initial.dtype), sums.found[5])  # type: ignore[arg-type]
 

@@ -175,11 +175,11 @@ def _published(device: str) -> list[Case]:
 
 def _layer(device: str) -> list[Case]:
     """What `nn.LinearAttention` calls in training: activated queries and keys, frequencies of every head."""
-    more = {"activation": "silu", "theta": "per_head", "theta_gradient": True, "decay": "head"}
+    more: dict[str, Any] = {"activation": "silu", "theta": "per_head", "theta_gradient": True, "decay": "head"}
     if device != "cuda":
         return [_ON_CPU | more | {"n": 128}]
     sizes = [(2, 16384, 64, 128), (2, 16384, 64, 64), (8, 4096, 16, 64), (1, 32768, 8, 128)]
-    return [_case(b, n, h, d, encoding) | more for b, n, h, d in sizes for encoding in ("rotate", "cosine")]
+    return [{**_case(b, n, h, d, encoding), **more} for b, n, h, d in sizes for encoding in ("rotate", "cosine")]
 
 
 def _decode(device: str) -> list[Case]:

@@ -135,8 +135,8 @@ def in_power_of_two(features: int) -> int:
     return max(LEAST, 1 << (features - 1).bit_length())
 
 
-def chunk_of(tokens: int, heads: int, values: int, multiprocessors: int) -> int:
-    """Tokens of a chunk; all of them where that makes programs enough.
+def chunk_of(tokens: int, heads: int, values: int, multiprocessors: int, least: int = LEAST_CHUNKS) -> int:
+    """Tokens of a chunk; all of them where that makes programs enough, or chunks would be fewer than ``least``.
 
     It does not depend on the batch, so that a sequence has the same bits alone and among others: a call is taken to
     have `CALL` tokens in all. There are no more chunks than run at a time, and fewer than `LEAST_CHUNKS` are not
@@ -145,5 +145,5 @@ def chunk_of(tokens: int, heads: int, values: int, multiprocessors: int) -> int:
     """
     programs = max(heads * -(-values // 128), 1) * max(CALL // max(tokens, 1), 1)
     wanted = multiprocessors // programs
-    splits = min(wanted, tokens // CHUNK) if wanted >= LEAST_CHUNKS else 1
+    splits = min(wanted, tokens // CHUNK) if wanted >= least else 1
     return max(1, -(-tokens // (max(splits, 1) * LEAST * 4)) * LEAST * 4)

@@ -9,6 +9,7 @@ import torch
 from warploom.ops.flash_attention.launches.tiling import Layout
 from warploom.ops.linear_attention.configs import (
     DECAY_CHUNK,
+    LEAST_CHUNKS,
     WIDE_PIECE,
     Tile,
     chunk_of,
@@ -54,11 +55,12 @@ class Call(NamedTuple):
     chunk: int
 
     @classmethod
-    def of(cls, inputs: Inputs, options: Options, decay_gradient: bool = False) -> Call:
-        """The call on these tensors."""
+    def of(cls, inputs: Inputs, options: Options, decay_gradient: bool = False, summed: bool = False) -> Call:
+        """The call on these tensors; where it is ``summed`` in any case, two chunks cost no more than one."""
         tokens, heads, values = inputs.q.shape[1], inputs.q.shape[2], inputs.v.shape[3]
-        chunk = DECAY_CHUNK if decay_gradient else chunk_of(tokens, heads, values, multiprocessors(inputs.q.device))
-        return cls(inputs, options, chunk)
+        least = 1 if summed else LEAST_CHUNKS
+        chunk = chunk_of(tokens, heads, values, multiprocessors(inputs.q.device), least)
+        return cls(inputs, options, DECAY_CHUNK if decay_gradient else chunk)
 
     @property
     def features(self) -> int:

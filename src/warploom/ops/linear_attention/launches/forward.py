@@ -6,6 +6,7 @@ are kept by whoever calls (`warploom.runtime.plans`): a call like an earlier one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,13 +18,18 @@ from warploom.ops.linear_attention.kernels.states import scan_kernel, sums_kerne
 from warploom.ops.linear_attention.kernels.step import step_kernel
 from warploom.ops.linear_attention.kernels.tiles import Scales
 from warploom.ops.linear_attention.launches import hopper
-from warploom.ops.linear_attention.launches.calls import PLACES, Call, Inputs, state_strides
+from warploom.ops.linear_attention.launches.calls import PLACES, Call, Inputs, State, state_strides
 from warploom.ops.linear_attention.problem import Options
 from warploom.runtime.launch import Dense, Launch, are_aligned
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 
 Tensor = torch.Tensor
+
+Carry = Callable[[Tensor], Tensor]
+"""Of the state (S, H, F, E) that tokens would leave behind if none were before them, the state before them: they go
+on with a sequence of which others hold the rest. Both are in float32, without gaps. In the backward states are
+their gradients, and directions the other way."""
 
 _SCAN_BLOCK = 1024
 _SCAN_AHEAD = 8
@@ -42,32 +48,49 @@ class States(NamedTuple):
     totals: Dense | None
     sums: Launch
     scan: Launch
+    own: Dense | None  # where the state that comes in is carried
+    own_scan: Launch | None
 
     def __call__(
-        self, b: Tensor, c: Tensor, initial: Tensor | None, final: Tensor | None, inputs: Inputs, offset: int
-    ) -> Tensor:
+        self, b: Tensor, c: Tensor, initial: Tensor | None, final: Tensor | None, inputs: Inputs, offset: int,
+        carry: Carry | None = None,
+    ) -> Tensor:  # fmt: skip
         """States (slots, H, F, E) in float32, of rows ``b`` and ``c``; writes ``final``."""
         states = self.states.empty(b)
         totals = None if self.totals is None else self.totals.empty(b)
         self.sums(b, c, states, totals, *inputs.places(offset))
+        if carry is not None and self.own is not None and self.own_scan is not None:
+            own = self.own.empty(b)
+            self.own_scan(states.clone(), totals, None, own, inputs.cu_seqlens)
+            initial = carry(own)
         self.scan(states, totals, initial, final, inputs.cu_seqlens)
         return states
 
 
 def plan_states(
-    call: Call, b: Tensor, c: Tensor, initial: Tensor | None, final: Dense | None, reverse: bool, aligned: bool
-) -> States:
-    """Plan of `States`, of rows to be encoded and others."""
-    sequences, heads, features, values = call.state_shape
+    call: Call, b: Tensor, c: Tensor, initial: Tensor | None, final: Dense | None, reverse: bool, aligned: bool,
+    carried: bool = False,
+) -> States:  # fmt: skip
+    """Plan of `States`, of rows to be encoded and others; ``carried``: there is a `Carry`."""
+    _, heads, features, values = call.state_shape
     states = Dense.rows((call.slots, heads, features, values), torch.float32)
     totals = None if call.inputs.decay is None else Dense.rows((call.slots, heads), torch.float32)
     if aligned and hopper.suits(call, b, c):
         sums = hopper.plan_sums(call, b, c, states, reverse)
     else:
         sums = _plan_sums(call, b, c, states, reverse)
+    if not carried:
+        return States(states, totals, sums, _plan_scan(call, initial, final, reverse), None, None)
+    own = Dense.rows(call.state_shape, torch.float32)
+    scan, own_scan = _plan_scan(call, own, final, reverse), _plan_scan(call, None, own, reverse)
+    return States(states, totals, sums, scan, own, own_scan)
+
+
+def _plan_scan(call: Call, initial: State, final: Dense | None, reverse: bool) -> Launch:
+    sequences, heads, features, values = call.state_shape
     blocks = -(-features * values // _SCAN_BLOCK)
     scale = call.state_scale if reverse else 1.0
-    scan = Launch(
+    return Launch(
         scan_kernel,
         sequences * heads * blocks,
         takes=("states", "totals", "initial", "final", "cu_seqlens"),
@@ -82,7 +105,6 @@ def plan_states(
         AHEAD=_SCAN_AHEAD,
         REVERSE=reverse,
     )
-    return States(states, totals, sums, scan)
 
 
 def _plan_sums(call: Call, b: Tensor, c: Tensor, states: Dense, reverse: bool) -> Launch:
@@ -162,17 +184,22 @@ class Forward(NamedTuple):
     short: bool  # whether its kernel takes no more than tensors, states and places
 
 
-def forward(inputs: Inputs, options: Options, offset: int, plans: Plans) -> tuple[Tensor, Tensor | None]:
-    """Outputs (B, N, H, E), and the last states (S, H, F, E) in float32 where they are asked for."""
+def forward(
+    inputs: Inputs, options: Options, offset: int, plans: Plans, carry: Carry | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Outputs (B, N, H, E), and the last states (S, H, F, E) in float32 where they are asked for.
+
+    A `Carry` stands in the place of first states.
+    """
     q, k, v, *_, initial, _, _ = inputs
-    aligned = are_aligned(q, k, v)
-    plan = plans.get(("forward", aligned), plan_forward, inputs, options, aligned)
+    aligned, carried = are_aligned(q, k, v), carry is not None
+    plan = plans.get(("forward", aligned, carried), plan_forward, inputs, options, aligned, carried)
     out = plan.out.empty(q)
     final = None if plan.final is None else plan.final.empty(q)
     kept = final if options.return_state else None
     before, behind = initial, kept
     if plan.states is not None:
-        before = plan.states(k, v, initial, final, inputs, offset)
+        before = plan.states(k, v, initial, final, inputs, offset, carry)
         before, behind = (before if options.causal else final), None
     if plan.short:
         plan.product(q, k, v, out, before, behind, *inputs.places(offset))
@@ -181,17 +208,17 @@ def forward(inputs: Inputs, options: Options, offset: int, plans: Plans) -> tupl
     return out, kept
 
 
-def plan_forward(inputs: Inputs, options: Options, aligned: bool) -> Forward:
+def plan_forward(inputs: Inputs, options: Options, aligned: bool, carried: bool = False) -> Forward:
     """Plan of `forward`."""
-    call = Call.of(inputs, options)
+    call = Call.of(inputs, options, summed=carried)
     q, k, v, *_, initial, _, _ = inputs
     out = layout_of(q, v.shape[3])
     final = Dense.rows(call.state_shape, torch.float32) if options.return_state or not options.causal else None
     states = None
     before: Tensor | Dense | None = initial
     behind = final
-    if call.chunks > 1 or not options.causal:
-        states = plan_states(call, k, v, initial, final, False, aligned)
+    if call.chunks > 1 or not options.causal or carried:
+        states = plan_states(call, k, v, initial, final, False, aligned, carried)
         before, behind = (states.states if options.causal else final), None
     short = True
     if states is None and q.shape[1] <= STEPS:
