@@ -150,6 +150,18 @@ def test_decays_have_no_gradient_from_pairs_on_one_side_of_them(tokens: int, dev
 
 
 @backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_last_token_is_not_decayed(dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """Not even by the rounding of the sum of all tokens' decays, whatever order that is made in."""
+    for tokens in (7, 16, 31, 32, 95):
+        q, k, v = torch.zeros(3, 1, tokens, 2, 16, dtype=dtype, device=device)
+        k[:, -1], v[:, -1] = 1.0, 3.0
+        decay = -10 * torch.rand(1, tokens, 2, device=device)
+        _, state = linear_attention(q, k, v, decay=decay, return_state=True, backend=backend)
+        assert (state == 3).all(), tokens
+
+
+@backends
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("decay", [None, "head", "token"])
 def test_two_halves_are_the_whole(encoding: str, decay: str | None, backend: str, device: torch.device) -> None:

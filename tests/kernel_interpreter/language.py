@@ -149,6 +149,12 @@ def _cast(x: Any, dtype: Any, bitcast: bool = False) -> Tensor:
     return Tensor(torch.as_tensor(raw(x))).to(dtype, bitcast)
 
 
+def _cumsum(x: Tensor, axis: int, reverse: bool = False) -> Tensor:
+    value = x.value.flip(axis) if reverse else x.value
+    sums = value.cumsum(axis, dtype=value.dtype)
+    return Tensor(sums.flip(axis) if reverse else sums)
+
+
 def _fma(x: Any, y: Any, z: Any) -> Tensor:
     x, y, z = (torch.as_tensor(raw(each)).double() for each in (x, y, z))  # which hold the product exactly
     return Tensor((x * y + z).float())
@@ -236,7 +242,7 @@ LANGUAGE: dict[str, Any] = {
     "expand_dims": lambda x, axis: Tensor(x.value.unsqueeze(axis)),
     "permute": Tensor.permute,
     "reshape": Tensor.reshape,
-    "cumsum": lambda x, axis, **_: Tensor(x.value.cumsum(axis, dtype=x.value.dtype)),
+    "cumsum": _cumsum,
     "trans": lambda x, *order: Tensor(x.value.permute(*order) if order else x.value.T),
     "join": lambda x, y: Tensor(torch.stack((x.value, y.value), -1)),
     "split": Tensor.split,

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from random_cases.arrays import Placed, place
+from random_cases.attention import SUMS
 from random_cases.calls import Call
 from random_cases.cancelling import cancelling, rounded_logits
 from random_cases.definitions import function_of, reference_of
@@ -39,6 +41,8 @@ FLOAT32 = 3 * 2.0**-24
 """The budget of a float32 number that the eager reference has rounded once, relative to it."""
 FLOAT64 = 2.0**-40
 """The budget of float64, where the definition is no more exact than what is compared with it."""
+ROUNDED_TOKENS = 16
+"""Tokens after which a state that decays is rounded, at the most often."""
 FLUSHED = 2.0**-112
 """Below it a result of float32 arithmetic may be zero: flushed denormals are a documented limit."""
 CERTAIN = 3.0
@@ -416,6 +420,13 @@ def _with_limits(
             most, mean = (a + 2 * b for a, b in zip((most, mean), _sizes(rounded[index])))
             spare += 2 * rounded[index].to(spare).abs().nan_to_num(0.0, 0.0)
         relative = FLOAT64 if prepared.call.dtype == "float64" else 0.0
+        if "decay" in prepared.call.arrays and _name(prepared.call, index) in (
+            "state",
+            "gradient of initial_state",
+        ):
+            off = SUMS * math.sqrt(prepared.call.arrays["q"].shape[1] / ROUNDED_TOKENS)
+            most, mean = (a + off * size for a, size in zip((most, mean), _sizes(exact[index])))
+            spare += off * exact[index].to(spare).abs().nan_to_num(0.0, 0.0, 0.0)
         of_theta = _name(prepared.call, index) == "gradient of theta"
         if dtype == torch.float64 and (of_theta or prepared.call.dtype != "float64"):
             relative = FLOAT32

@@ -296,6 +296,8 @@ class _Part(NamedTuple):
     """Of each rank: whether a sequence goes on behind its last token."""
     spans: tuple[bool, ...]
     """Whether that sequence began on an earlier rank."""
+    passed: Tensor
+    """The same on the device, (W, 1, 1)."""
     leaving: tuple[slice, int, Tensor] | None
     """Of the sequence that goes on: its tokens here, how far into it they begin, and its number."""
     ended: tuple[Tensor, Tensor]
@@ -345,6 +347,7 @@ def _part_of(bounds: Bounds, packed: bool, batch: int, world: int, rank: int, de
         tuple(segments),
         tuple(c is not None for c in crossing),
         spans,
+        torch.tensor(spans, device=device)[:, None, None],
         leaving,
         (rows.to(device)[kept], kept),
     )
@@ -442,23 +445,23 @@ def _carried(tensors: Tensors, options: Options, offset: int, run: _Run) -> tupl
 def _exchanged(own: Tensor, factor: Tensor, run: _Run) -> tuple[Tensor, Tensor]:
     """What `_carried` returns, of the states that ranks leave behind and the decays over them."""
     states, factors = _gathered(own, run.group), _gathered(factor, run.group)
-    passed = torch.tensor(run.part.spans, device=own.device)
-    factors = factors * passed[:, None, None]
-    state = torch.zeros_like(own)
-    for rank in range(run.rank):
-        state = states[rank] + factors[rank, :, :, None, None] * state
+    factors *= run.part.passed
+    state = states[0].clone() if run.rank else torch.zeros_like(own)
+    for rank in range(1, run.rank):
+        state = torch.addcmul(states[rank], factors[rank, :, :, None, None], state)
     return state, factors
 
 
 def _joined(
-    segment: _Segment, tensors: Tensors, offset: int, options: Options, run: _Run
+    segment: _Segment, tensors: Tensors, offset: int, options: Options, run: _Run, states: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Outputs and last states of a part in one sequence, on the kernels, and what `_carried` returns.
 
-    The sums of its chunks make the state that travels, and with what comes in the states that its outputs are of.
+    The sums of its chunks make the state that travels, and with what comes in the states that its outputs are of,
+    which are kept in ``states``.
     """
     from warploom.ops.linear_attention.launches.calls import Inputs
-    from warploom.ops.linear_attention.launches.forward import forward
+    from warploom.ops.linear_attention.launches.forward import Shared, forward
 
     initial = tensors[5]
     found: list[Tensor] = []
@@ -475,19 +478,21 @@ def _joined(
 
     inputs: Any = segment.of(tensors, offset, None)[:-1]
     plans = OPERATOR.plans.get((*map(metadata, tensors), *options, "joined", segment.tokens.stop), Plans)
-    out, after = forward(Inputs(*inputs), options.one(options.return_state), offset + segment.start, plans, carry)
+    shared, place = Shared(carry, states), offset + segment.start
+    out, after = forward(Inputs(*inputs), options.one(options.return_state), place, plans, shared)
     state, factors = found
     return out, after, state, factors
 
 
 def _forward(tensors: Tensors, offset: int, options: Options, plans: Plans) -> Tensors:
-    """Outputs, the last states, and for the backward the state that came in, decays over ranks, and bounds."""
+    """Outputs and last states; for the backward states before chunks and all tokens, decays over ranks, bounds."""
     bounds = _read(tensors, options, offset)
     run = _Run.of(tensors, options, bounds)
     alone = run.part.alone if options.kernels and options.causal else None
     initial, found = tensors[5], []
+    states = tensors[0].new_empty(_kept_shape(tensors, options), dtype=torch.float32)
     if alone is not None:
-        out, after, state, factors = _joined(alone, tensors, offset, options, run)
+        out, after, state, factors = _joined(alone, tensors, offset, options, run, states)
         found.append(after)
     elif options.causal:
         state, factors = _carried(tensors, options, offset, run)
@@ -512,7 +517,7 @@ def _forward(tensors: Tensors, offset: int, options: Options, plans: Plans) -> T
             there[sequences] = 1
         every, owners = _gathered(ended, run.group), _gathered(there, run.group)
         last = torch.where(owners.any(0)[:, None, None, None], every.sum(0), last)
-    return out, last, state, factors, torch.tensor(bounds)
+    return out, last, states, state, factors, torch.tensor(bounds)
 
 
 def _before(segment: _Segment, initial: Tensor | None, state: Tensor, options: Options) -> Tensor | None:
@@ -547,13 +552,24 @@ def _fake(tensors: Tensors, options: Options) -> Tensors:
     ranks = group_named(options.group).size() if options.causal else 1
     factors = q.new_empty((ranks, q.shape[0], q.shape[2]), dtype=precise)
     bounds = torch.empty(2 if cu_seqlens is None else cu_seqlens.shape[0], dtype=torch.int64)
-    return empty_in_order_of(q, v.shape[3]), last, carried, factors, bounds
+    states = q.new_empty(_kept_shape(tensors, options), dtype=torch.float32)
+    return empty_in_order_of(q, v.shape[3]), last, states, carried, factors, bounds
+
+
+def _kept_shape(tensors: Tensors, options: Options) -> tuple[int, ...]:
+    """Of the states before chunks, where a part is in one sequence; it is the same for any number of tokens."""
+    if not (options.kernels and options.causal):
+        return (0,)
+    from warploom.ops.linear_attention.launches.calls import Call, Inputs
+
+    inputs: Any = Inputs(*tensors)._replace(cu_seqlens=None)
+    return Call(inputs, options.one(True), 1).most_slots, *_state_shape(tensors, options, 1)[1:]
 
 
 def _save(
     tensors: Tensors, options: Options, results: Tensors, wanted: Sequence[bool]
 ) -> tuple[Tensors, tuple[Any, ...]]:
-    """This rank's part, and the state that came in."""
+    """This rank's part, and what `_forward` returns for the backward."""
     return (*tensors, *results[2:]), ()
 
 
@@ -562,11 +578,11 @@ def _backward(
     plans: Plans,
 ) -> Tensors:  # fmt: skip
     """Gradients of q, k, v, theta, decay and the first state."""
-    *tensors, state, factors, bounds = saved
+    *tensors, states, state, factors, bounds = saved
     run = _Run.of(tuple(tensors), options, tuple(bounds.tolist()))
     sums = _Sums(tensors[:_DIFFERENTIABLE])
     if options.causal:
-        _causal_gradients(grads, tuple(tensors), state, factors, offset, options, run, sums, wanted)
+        _causal_gradients(grads, tuple(tensors), states, state, factors, offset, options, run, sums, wanted)
     else:
         _full_gradients(grads, tuple(tensors), state, offset, options, run, sums, wanted)
     return tuple(sums.found)
@@ -598,8 +614,8 @@ class _Sums:
 
 
 def _causal_gradients(
-    grads: Tensors, tensors: Tensors, state: Tensor, factors: Tensor, offset: int, options: Options, run: _Run,
-    sums: _Sums, wanted: Sequence[bool],
+    grads: Tensors, tensors: Tensors, states: Tensor, state: Tensor, factors: Tensor, offset: int,
+    options: Options, run: _Run, sums: _Sums, wanted: Sequence[bool],
 ) -> None:  # fmt: skip
     grad, grad_last = grads
     part, initial = run.part, tensors[5]
@@ -610,7 +626,9 @@ def _causal_gradients(
     grads = (grad, grad_last)
     alone = part.alone if options.kernels else None
     if alone is not None:
-        sums.add(alone, _joined_gradients(alone, grads, tensors, state, factors, offset, options, run, wanted))
+        sums.add(
+            alone, _joined_gradients(alone, grads, tensors, states, state, factors, offset, options, run, wanted)
+        )
         _without_tokens(grad_last, tensors, run, sums)
         return
     first = next((segment for segment in part.segments if segment.continued), None)
@@ -638,20 +656,21 @@ def _causal_gradients(
 
 def _exchanged_back(own: Tensor, factors: Tensor, run: _Run) -> Tensor:
     """The gradient of the state that leaves this rank, of those that ranks have of the states that came in."""
-    every = _gathered(own, run.group)
-    leaving = torch.zeros_like(own)
-    for rank in range(run.group.size() - 1, run.rank, -1):
-        leaving = every[rank] + factors[rank, :, :, None, None] * leaving
+    every, last = _gathered(own, run.group), run.group.size() - 1
+    leaving = every[last] if run.rank < last else torch.zeros_like(own)
+    for rank in range(last - 1, run.rank, -1):
+        leaving = torch.addcmul(every[rank], factors[rank, :, :, None, None], leaving)
     return leaving
 
 
 def _joined_gradients(
-    segment: _Segment, grads: tuple[Tensor | None, ...], tensors: Tensors, state: Tensor, factors: Tensor,
-    offset: int, options: Options, run: _Run, wanted: Sequence[bool],
+    segment: _Segment, grads: tuple[Tensor | None, ...], tensors: Tensors, states: Tensor, state: Tensor,
+    factors: Tensor, offset: int, options: Options, run: _Run, wanted: Sequence[bool],
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """Those of what `_joined` computes, in the same way."""
     from warploom.ops.linear_attention.launches.backward import backward
     from warploom.ops.linear_attention.launches.calls import Inputs
+    from warploom.ops.linear_attention.launches.forward import Shared
 
     grad, grad_last = grads
     of_last = None if grad_last is None or segment.goes_on else grad_last[segment.sequences].to(state.dtype)
@@ -671,7 +690,8 @@ def _joined_gradients(
     wants[-1] = wants[-1] and not segment.continued
     rest = ("gradients", segment.continued, segment.tokens.stop)
     plans = OPERATOR.plans.get((*map(metadata, tensors), *options, *rest), Plans)
-    return backward(grad, None, Inputs(*inputs), options.one(False), offset + segment.start, wants, plans, carry)
+    shared, place = Shared(carry, states), offset + segment.start
+    return backward(grad, None, Inputs(*inputs), options.one(False), place, wants, plans, shared)
 
 
 def _without_tokens(grad_last: Tensor | None, tensors: Tensors, run: _Run, sums: _Sums) -> None:
@@ -735,13 +755,13 @@ OPERATOR = Operator(
     tensors=_TENSORS,
     number="SymInt offset",
     options="str kind, str activation, bool causal, float scale, bool return_state, bool kernels, str group",
-    results=5,
+    results=6,
     options_type=Options,
     forward=_forward,
     fake=_fake,
     gradient=Gradient(
         grads="Tensor? grad, Tensor? grad_state",
-        saved=f"{_TENSORS}, Tensor carried, Tensor factors, Tensor bounds",
+        saved=f"{_TENSORS}, Tensor states, Tensor carried, Tensor factors, Tensor bounds",
         gradients=_DIFFERENTIABLE,
         save=_save,
         run=_backward,

@@ -135,15 +135,17 @@ def in_power_of_two(features: int) -> int:
     return max(LEAST, 1 << (features - 1).bit_length())
 
 
-def chunk_of(tokens: int, heads: int, values: int, multiprocessors: int, least: int = LEAST_CHUNKS) -> int:
-    """Tokens of a chunk; all of them where that makes programs enough, or chunks would be fewer than ``least``.
+def chunk_of(tokens: int, heads: int, values: int, multiprocessors: int, summed: bool = False) -> int:
+    """Tokens of a chunk; all of them where that makes programs enough.
 
     It does not depend on the batch, so that a sequence has the same bits alone and among others: a call is taken to
     have `CALL` tokens in all. There are no more chunks than run at a time, and fewer than `LEAST_CHUNKS` are not
     worth their states. On an H100, with 16384 tokens and 128 features (rotate, decay of a head), one sequence of 16
     to 32 heads takes 0.29 to 0.52 of its time as a whole, two take 0.57 to 1.06, four 1.1 to 1.6.
+
+    A sequence that is ``summed`` in any case is part of a long one that comes alone: two chunks are worth it then.
     """
-    programs = max(heads * -(-values // 128), 1) * max(CALL // max(tokens, 1), 1)
+    programs = max(heads * -(-values // 128), 1) * (1 if summed else max(CALL // max(tokens, 1), 1))
     wanted = multiprocessors // programs
-    splits = min(wanted, tokens // CHUNK) if wanted >= least else 1
+    splits = min(wanted, tokens // CHUNK) if wanted >= LEAST_CHUNKS or summed else 1
     return max(1, -(-tokens // (max(splits, 1) * LEAST * 4)) * LEAST * 4)

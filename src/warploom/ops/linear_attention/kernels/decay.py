@@ -59,7 +59,7 @@ def decay_kernel(
         load_pieces(q_rows, mask, q_strides, 0, variant.PIECES, spec, variant), turns, 0, spec, variant
     )
     keys = encode(load_pieces(k_rows, mask, k_strides, 0, variant.PIECES, spec, variant), turns, 0, spec, variant)
-    a, total = tile_decays(decay, place.first, place.last, place, sizes, variant)
+    a, until_end, total = tile_decays(decay, place.first, place.last, place, sizes, variant)
     of_values = tl.zeros((variant.BLOCK_T, variant.BLOCK_T), tl.float32)
     of_queries = tl.zeros((variant.BLOCK_T,), tl.float32)
     of_keys = tl.zeros((variant.BLOCK_T,), tl.float32)
@@ -76,7 +76,7 @@ def decay_kernel(
             across += tl.sum(tl.sum(before[p] * behind[p], axis=1), axis=0)
     pairs = weigh_pairs(score(queries, keys), a, variant, False, HALF) * of_values
     of_queries *= power(a, HALF)
-    of_keys *= power(total - a, HALF)
+    of_keys *= power(until_end, HALF)
     up_to = tl.cumsum(pairs, axis=1)  # (i, t): the pairs of i with tokens up to t
     spanning = tl.sum(tl.where(t[:, None] > t[None, :], up_to, 0.0), axis=0) + tl.cumsum(of_keys, axis=0)
     until_here = tl.sum(

@@ -115,9 +115,9 @@ def product_kernel(
                 values = encode(values, turns, first_f, spec, variant)
             else:
                 others = encode(others, turns, 0, spec, variant)
-            sums, total = tile_decays(decay, first, place.last, place, sizes, variant)
+            sums, behind, total = tile_decays(decay, first, place.last, place, sizes, variant)
             before = power(sums, HALF)
-            behind = power(total - sums, HALF)
+            behind = power(behind, HALF)
             pairs = weigh_pairs(score(rows, others), sums, variant, REVERSE, HALF)
             whole = ()
             for p in tl.static_range(RESULTS):

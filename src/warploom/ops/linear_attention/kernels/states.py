@@ -58,8 +58,8 @@ def sums_kernel(
         x = load_pieces(b_rows, mask, b_strides, 0, variant.PIECES, spec, variant)
         values = load_plain(c_rows, mask, c_strides, first_e, 1, variant.E, variant.BLOCK_E, spec.UNIT)
         encoded = encode(x, turn_from(first, place, steps, within, HALF), 0, spec, variant)
-        a, total = tile_decays(decay, first, place.last, place, sizes, variant)
-        weights = power(a if REVERSE else total - a, HALF)
+        a, behind, total = tile_decays(decay, first, place.last, place, sizes, variant)
+        weights = power(a if REVERSE else behind, HALF)
         state = advance(state, encoded, values, weights, total, variant, HALF)
         chunk_total += total
     store_state(states, state, place.slot, place.h, 0, first_e, 1.0, states_strides, spec, variant, False)

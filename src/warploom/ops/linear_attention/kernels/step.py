@@ -53,7 +53,7 @@ def step_kernel(
         queries = encode(load_pieces(q_rows, mask, q_strides, 0, 1, spec, variant), turns, 0, spec, variant)
         keys = encode(load_pieces(k_rows, mask, k_strides, 0, 1, spec, variant), turns, 0, spec, variant)
         values = load_plain(v_rows, mask, v_strides, first_e, 1, variant.E, variant.BLOCK_E, spec.UNIT)
-        _, total = tile_decays(decay, t, place.last, place, sizes, variant)
+        _, _, total = tile_decays(decay, t, place.last, place, sizes, variant)
         result = tl.zeros((variant.BLOCK_E,), tl.float32)
         after = ()
         for p in tl.static_range(len(state)):

@@ -312,24 +312,33 @@ def power(x, HALF: tl.constexpr):
 
 @triton.jit
 def tile_decays(decay, first, last, place, sizes, variant: tl.constexpr):
-    """Sums (T,) of a tile's logarithms of decays up to and with each token, and of all of them."""
+    """Sums (T,) of a tile's logarithms of decays up to and with each token, and behind it, and of all of them.
+
+    The second is no difference of the others: the last tokens, which count most, would have the rounding of the total.
+    """
     t = tl.arange(0, variant.BLOCK_T)
     count = last - first
     if variant.DECAY == "none":
         a = tl.zeros((variant.BLOCK_T,), tl.float32)
+        behind = a
         total = 0.0
     elif variant.DECAY == "head":
         g = tl.load(decay + place.h * sizes.decay_h).to(tl.float32)
         count = tl.minimum(count, variant.BLOCK_T).to(tl.float32)
-        a = g * tl.minimum((t + 1).to(tl.float32), count)
+        until = tl.minimum((t + 1).to(tl.float32), count)
+        a = g * until
+        behind = g * (count - until)
         total = g * count
     else:
         n = (place.start + first + t).to(tl.int64)
         ptrs = decay + place.b * sizes.decay_b + n * sizes.decay_n + place.h * sizes.decay_h
         g = tl.load(ptrs, mask=t < count, other=0.0).to(tl.float32)
         a = tl.cumsum(g, axis=0)
+        within = t + 1 < tl.minimum(count, variant.BLOCK_T)
+        next_one = tl.load(ptrs + sizes.decay_n, mask=within, other=0.0).to(tl.float32)
+        behind = tl.cumsum(next_one, axis=0, reverse=True)
         total = tl.sum(g, axis=0)
-    return a, total
+    return a, behind, total
 
 
 @triton.jit
@@ -427,7 +436,7 @@ def advance(state, b, c, weights, total, variant: tl.constexpr, HALF: tl.constex
         for p in tl.static_range(len(c)):
             one = state[i * len(c) + p]
             if variant.DECAY != "none":
-                one *= power(total, HALF)
+                one *= power(total, False)
             found = found + (dot(tl.trans(b[i]), decayed[p], one),)
     return found
 

@@ -15,7 +15,7 @@ from warploom.ops.linear_attention.configs import (
 from warploom.ops.linear_attention.kernels.decay import decay_kernel
 from warploom.ops.linear_attention.launches import hopper
 from warploom.ops.linear_attention.launches.calls import PLACES, Call, Inputs
-from warploom.ops.linear_attention.launches.forward import Carry, Rows, States, plan_product, plan_states
+from warploom.ops.linear_attention.launches.forward import Rows, Shared, States, plan_product, plan_states
 from warploom.ops.linear_attention.problem import Options
 from warploom.ops.lrpe import launches as lrpe
 from warploom.ops.lrpe.launches import Positions, ThetaSums, theta_sums
@@ -90,19 +90,16 @@ class Backward(NamedTuple):
 
 def backward(
     grad: Tensor, grad_state: Tensor | None, inputs: Inputs, options: Options, offset: int, wanted: Sequence[bool],
-    plans: Plans, carry: Carry | None = None,
+    plans: Plans, shared: Shared | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of q, k, v, theta, decay and the first state, of those that are wanted.
-
-    A `Carry` stands in the place of gradients of last states.
-    """
+    """Gradients of q, k, v, theta, decay and the first state, of those that are wanted."""
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
     strides = tuple([None if x is None else x.stride() for x in (grad, grad_state, *inputs)])
     q, k, v, theta, decay, initial, _, _ = inputs
     aligned = are_aligned(q, k, v, grad)
-    carried = carry is not None
-    kept = (grad.dtype, strides, aligned, carried, *wanted)
-    plan = plans.get(kept, plan_backward, grad, grad_state, inputs, options, wanted, aligned, carried)
+    is_shared = shared is not None
+    kept = (grad.dtype, strides, aligned, is_shared, *wanted)
+    plan = plans.get(kept, plan_backward, grad, grad_state, inputs, options, wanted, aligned, is_shared)
     dq, dk, dv = plan.dq.empty(q), plan.dk.empty(q), plan.dv.empty(q)
     first = None if plan.first is None else plan.first.empty(q)
     last = None if plan.last is None else plan.last.empty(q)
@@ -115,8 +112,10 @@ def backward(
     if plan.forward is not None:
         before = plan.forward(k, v, initial, last, inputs, offset)
         before = before if options.causal else last
+    elif shared is not None:
+        before = shared.states
     if plan.reverse is not None:
-        behind = plan.reverse(q, grad, grad_state, first, inputs, offset, carry)
+        behind = plan.reverse(q, grad, grad_state, first, inputs, offset, shared and shared.carry)
         behind, own = (behind if options.causal else first), None
     if plan.on_hopper is not None:
         query, key, value, pair, turned = plan.on_hopper
@@ -164,30 +163,32 @@ def _turn_back(
 
 def plan_backward(
     grad: Tensor, grad_state: Tensor | None, inputs: Inputs, options: Options, wanted: Sequence[bool],
-    aligned: bool, carried: bool = False,
+    aligned: bool, shared: bool = False,
 ) -> Backward:  # fmt: skip
     """Plan of `backward`."""
     q, k, v, theta, _, initial, _, _ = inputs
     of_q, of_k, of_v, of_theta, of_decay, of_initial = wanted
-    call = Call.of(inputs, options, of_decay, carried)
+    call = Call.of(inputs, options, of_decay, shared)
     dq, dk, dv = layout_of(q, q.shape[3]), layout_of(k, k.shape[3]), layout_of(v, v.shape[3])
     # The gradient of the first state alone, as ranks hand it over, is what the sums of chunks come to.
     alone = of_initial and not any(wanted[:5])
-    apart = call.chunks > 1 or not options.causal or of_decay or alone or carried
+    apart = call.chunks > 1 or not options.causal or of_decay or alone or shared
     first = last = None
     if not options.causal:
         first = last = Dense.rows(call.state_shape, torch.float32)
     elif of_initial and initial is not None:
         first = Dense.rows(call.state_shape, initial.dtype)
     forward = reverse = query = key = value = decays = sums = None
-    if apart and (of_q or of_theta or of_decay):
+    if apart and (of_decay or ((of_q or of_theta) and not shared)):  # for decays there are other chunks
         forward = plan_states(call, k, v, initial, last, False, aligned)
     if apart:
-        reverse = plan_states(call, q, grad, grad_state, first, True, aligned, carried)
+        reverse = plan_states(call, q, grad, grad_state, first, True, aligned, shared)
     before: Tensor | Dense | None = initial
     behind: Tensor | Dense | None = grad_state
     if apart:
         before = last if last is not None else None if forward is None else forward.states
+        if shared and forward is None:
+            before = Dense.rows((call.slots, *call.state_shape[1:]), torch.float32)
         behind = first if not options.causal else None if reverse is None else reverse.states
     own = None if apart else first
     # With theta's gradient, or an activation, what was encoded is needed as it was before. LRPE's kernel turns

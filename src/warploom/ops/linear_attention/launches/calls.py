@@ -9,7 +9,6 @@ import torch
 from warploom.ops.flash_attention.launches.tiling import Layout
 from warploom.ops.linear_attention.configs import (
     DECAY_CHUNK,
-    LEAST_CHUNKS,
     WIDE_PIECE,
     Tile,
     chunk_of,
@@ -56,10 +55,9 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs, options: Options, decay_gradient: bool = False, summed: bool = False) -> Call:
-        """The call on these tensors; where it is ``summed`` in any case, two chunks cost no more than one."""
+        """The call on these tensors, of whose chunks the sums may be wanted in any case."""
         tokens, heads, values = inputs.q.shape[1], inputs.q.shape[2], inputs.v.shape[3]
-        least = 1 if summed else LEAST_CHUNKS
-        chunk = chunk_of(tokens, heads, values, multiprocessors(inputs.q.device), least)
+        chunk = chunk_of(tokens, heads, values, multiprocessors(inputs.q.device), summed)
         return cls(inputs, options, DECAY_CHUNK if decay_gradient else chunk)
 
     @property
@@ -90,6 +88,12 @@ class Call(NamedTuple):
         if self.inputs.cu_seqlens is None:
             return self.sequences * self.chunks
         return self.sequences if self.chunks == 1 else int(self.inputs.q.shape[1]) // self.chunk + self.sequences
+
+    @property
+    def most_slots(self) -> int:
+        """No less than `slots`, for any number of tokens."""
+        _, heads, _, values = self.state_shape
+        return self.sequences * max(multiprocessors(self.inputs.q.device) // max(heads * -(-values // 128), 1), 1)
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:

@@ -26,10 +26,16 @@ from warploom.runtime.plans import Plans
 
 Tensor = torch.Tensor
 
-Carry = Callable[[Tensor], Tensor]
-"""Of the state (S, H, F, E) that tokens would leave behind if none were before them, the state before them: they go
-on with a sequence of which others hold the rest. Both are in float32, without gaps. In the backward states are
-their gradients, and directions the other way."""
+
+class Shared(NamedTuple):
+    """What a call is given whose tokens go on with a sequence of which others hold the rest."""
+
+    carry: Callable[[Tensor], Tensor]
+    """Of the state (S, H, F, E) that tokens would leave behind if none were before them, the state before them, in
+    float32 without gaps. In the backward states are their gradients, and directions the other way."""
+    states: Tensor
+    """(`Call.most_slots`, H, F, E) float32. The forward leaves the states before chunks here, for the backward."""
+
 
 _SCAN_BLOCK = 1024
 _SCAN_AHEAD = 8
@@ -53,10 +59,10 @@ class States(NamedTuple):
 
     def __call__(
         self, b: Tensor, c: Tensor, initial: Tensor | None, final: Tensor | None, inputs: Inputs, offset: int,
-        carry: Carry | None = None,
+        carry: Callable[[Tensor], Tensor] | None = None, states: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """States (slots, H, F, E) in float32, of rows ``b`` and ``c``; writes ``final``."""
-        states = self.states.empty(b)
+        """States (slots, H, F, E) in float32, of rows ``b`` and ``c``, in memory for them; writes ``final``."""
+        states = self.states.empty(b) if states is None else states
         totals = None if self.totals is None else self.totals.empty(b)
         self.sums(b, c, states, totals, *inputs.places(offset))
         if carry is not None and self.own is not None and self.own_scan is not None:
@@ -71,7 +77,7 @@ def plan_states(
     call: Call, b: Tensor, c: Tensor, initial: Tensor | None, final: Dense | None, reverse: bool, aligned: bool,
     carried: bool = False,
 ) -> States:  # fmt: skip
-    """Plan of `States`, of rows to be encoded and others; ``carried``: there is a `Carry`."""
+    """Plan of `States`, of rows to be encoded and others; ``carried``: one end comes from elsewhere."""
     _, heads, features, values = call.state_shape
     states = Dense.rows((call.slots, heads, features, values), torch.float32)
     totals = None if call.inputs.decay is None else Dense.rows((call.slots, heads), torch.float32)
@@ -185,21 +191,18 @@ class Forward(NamedTuple):
 
 
 def forward(
-    inputs: Inputs, options: Options, offset: int, plans: Plans, carry: Carry | None = None
+    inputs: Inputs, options: Options, offset: int, plans: Plans, shared: Shared | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Outputs (B, N, H, E), and the last states (S, H, F, E) in float32 where they are asked for.
-
-    A `Carry` stands in the place of first states.
-    """
+    """Outputs (B, N, H, E), and the last states (S, H, F, E) in float32 where they are asked for."""
     q, k, v, *_, initial, _, _ = inputs
-    aligned, carried = are_aligned(q, k, v), carry is not None
-    plan = plans.get(("forward", aligned, carried), plan_forward, inputs, options, aligned, carried)
+    aligned, is_shared = are_aligned(q, k, v), shared is not None
+    plan = plans.get(("forward", aligned, is_shared), plan_forward, inputs, options, aligned, is_shared)
     out = plan.out.empty(q)
     final = None if plan.final is None else plan.final.empty(q)
     kept = final if options.return_state else None
     before, behind = initial, kept
     if plan.states is not None:
-        before = plan.states(k, v, initial, final, inputs, offset, carry)
+        before = plan.states(k, v, initial, final, inputs, offset, *(shared or ()))
         before, behind = (before if options.causal else final), None
     if plan.short:
         plan.product(q, k, v, out, before, behind, *inputs.places(offset))
@@ -208,17 +211,17 @@ def forward(
     return out, kept
 
 
-def plan_forward(inputs: Inputs, options: Options, aligned: bool, carried: bool = False) -> Forward:
+def plan_forward(inputs: Inputs, options: Options, aligned: bool, shared: bool = False) -> Forward:
     """Plan of `forward`."""
-    call = Call.of(inputs, options, summed=carried)
+    call = Call.of(inputs, options, summed=shared)
     q, k, v, *_, initial, _, _ = inputs
     out = layout_of(q, v.shape[3])
     final = Dense.rows(call.state_shape, torch.float32) if options.return_state or not options.causal else None
     states = None
     before: Tensor | Dense | None = initial
     behind = final
-    if call.chunks > 1 or not options.causal or carried:
-        states = plan_states(call, k, v, initial, final, False, aligned, carried)
+    if call.chunks > 1 or not options.causal or shared:
+        states = plan_states(call, k, v, initial, final, False, aligned, shared)
         before, behind = (states.states if options.causal else final), None
     short = True
     if states is None and q.shape[1] <= STEPS:
