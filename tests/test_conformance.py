@@ -126,6 +126,7 @@ def test_error_budget(operator: Operator, case: Case, backend: str, device: torc
     assert_case_accurate(operator, case, backend, device)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @cases("triton", select=lambda operator, case: case[operator.length] < 1000, at_most=12)
 def test_integers_wrap_where_they_are_meant_to(

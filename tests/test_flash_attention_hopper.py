@@ -536,3 +536,107 @@ def test_the_results_that_kernels_for_terms_write(hopper: None) -> None:
     assert not suits_terms(torch.empty(1, 300, 2, 256)[..., ::2])
     assert not suits_terms(torch.empty(1, 300, 2, 32))
     assert not suits_terms(torch.empty(1, device="meta").as_strided((1, 300, 2, 128), (0, 2**23, 128, 1)))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Packed sequences, whose rows are spread
+# ----------------------------------------------------------------------------------------------------------
+
+PACKINGS = {
+    "equal": ([140, 128, 1, 0, 3, 28], [140, 128, 1, 0, 3, 28]),
+    "fewer keys": ([130, 0, 60, 110], [40, 20, 0, 140]),
+    "more keys": ([5, 100, 0], [129, 100, 71]),
+}
+"""Lengths of sequences: of queries, and of keys."""
+
+
+@pytest.fixture
+def spread(tiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rows of short sequences be spread."""
+    from warploom.ops.flash_attention.launches import packed
+
+    monkeypatch.setattr(packed, "_LEAST_MEAN", {128: 0})
+
+
+def packed_inputs(device: torch.device, packing: str, *, draw: int = 0, **options: Any) -> dict[str, Any]:
+    """Random inputs of sequences of a packing."""
+    sink = options.pop("sink", False)
+    lengths = [torch.tensor([0, *each]) for each in PACKINGS[packing]]
+    tokens, keys = (int(each.sum()) for each in lengths)
+    inputs = random_inputs(device, tokens, keys, batch=1, draw=draw, return_lse=True, **options)
+    if sink:
+        generator = seeds.generator(6 + 100 * draw)
+        inputs["sink"] = (2 * torch.randn(options["heads"], generator=generator)).to(device).requires_grad_()
+    bounds = (each.cumsum(0).to(device, torch.int32) for each in lengths)
+    return inputs | dict(zip(("cu_seqlens_q", "cu_seqlens_k"), bounds))
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "d", "e", "dtype"),
+    [(4, 2, 64, 64, torch.bfloat16), (2, 1, 128, 128, torch.float16), (2, 2, 80, 128, torch.bfloat16)],
+)
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"causal": True}, {"window": (70, None), "causal": True}, {"window": (30, 20)}, {"window": (None, 65)},
+        {"window": (129, 1), "sink": True, "softcap": 30.0}, {"causal": True, "sink": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_packed_sequences(
+    options: dict[str, Any], packing: str, heads: int, key_heads: int, d: int, e: int, dtype: torch.dtype,
+    spread: None, together: bool, launched: list[str], device: torch.device,
+) -> None:  # fmt: skip
+    shape = {"heads": heads, "key_heads": key_heads, "d": d, "e": e, "dtype": dtype}
+
+    def draw(number: int) -> dict[str, Any]:
+        return packed_inputs(device, packing, draw=number, **shape, **options)
+
+    def more() -> list[dict[str, Any]]:
+        return [draw(number) for number in range(1, 1 + MORE_DRAWS)]
+
+    inputs = draw(0)
+    with poisoned_allocations():
+        assert_right(inputs, "triton", more, KEEPING_THE_OUTPUT)
+        first, second = run(inputs, "triton"), run(inputs, "triton")
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    backward = {"hopper_backward_kernel"} if together else {"hopper_key_kernel", "hopper_query_kernel"}
+    assert set(launched) >= {"hopper_forward_kernel", "units_kernel", "spread_kernel"} | backward
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_nothing_reaches_another_sequence(
+    name: str, spread: None, together: bool, launched: list[str], device: torch.device
+) -> None:
+    """What is not finite stays in its own: tiles hold rows of one sequence alone."""
+    inputs = packed_inputs(device, "equal", heads=2, d=64, dtype=torch.bfloat16, causal=True)
+    expected = run(inputs, "triton")
+    with torch.no_grad():
+        inputs[name][:, 140:268] = torch.nan
+    found = run(inputs, "triton")
+    assert "hopper_forward_kernel" in launched
+    for one, other in zip(found, expected):
+        tokens = one.dim() - 1 if one.dim() == 3 else 1  # lse (1, H, N)
+        for rows in (slice(0, 140), slice(268, 300)):
+            index = (slice(None),) * (2 if one.dim() == 3 else 1) + (rows,)
+            assert one.shape[tokens] == 300
+            assert torch.equal(one[index], other[index])
+
+
+def test_few_rows_in_many_sequences_are_not_spread(hopper: None) -> None:
+    """They would take more room than their results do."""
+    from warploom.ops.flash_attention.launches import packed
+    from warploom.ops.flash_attention.launches import tiling as launchers
+
+    def suits(tokens: int, sequences: int, **mask: Any) -> bool:
+        x = torch.empty(1, tokens, 2, 128, dtype=torch.bfloat16, device="meta")
+        bounds = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+        call = launchers.Call.of(x, x, x, launchers.Mask(0, 0, bounds, bounds, **mask), 0.1)
+        return packed.suits(call, x)
+
+    assert suits(16 * 512, 16)
+    assert not suits(16 * 512, 17)
+    assert not suits(2**24, 2**13)
+    assert not suits(2048, 0)

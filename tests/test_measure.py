@@ -224,7 +224,7 @@ def test_a_sample_says_whether_the_host_was_ahead(monkeypatch: pytest.MonkeyPatc
 PEERS = {
     "flash-attention": {
         "torch", "torch_compile", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flex_attention", "flash_attn",
-        "flash_attn_4", "flash_attn_4_deterministic", "cudnn_deterministic",
+        "flash_attn_4", "flash_attn_4_deterministic", "cudnn_deterministic", "torch_varlen",
     },
     "lrpe-rope": {"torch", "torch_compile", "torch_compile_cache", "liger", "fla", "flash_attn"},
     "lrpe-rotate": {"torch", "torch_compile", "torch_compile_cache"},

@@ -377,6 +377,7 @@ def unaligned(x: Tensor) -> Tensor:
     return memory[1:].view(x.shape).copy_(x)
 
 
+@pytest.mark.sample(4)
 @needs_triton
 @pytest.mark.parametrize(
     ("features", "values", "place"),
@@ -417,6 +418,7 @@ def test_narrow_keys_or_values(
     assert accuracy.ok, accuracy.describe()
 
 
+@pytest.mark.sample(2)
 @needs_triton
 @pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("features", [16, 64])
@@ -430,6 +432,7 @@ def test_weights_that_cannot_change_have_no_gradient(device: torch.device, featu
     assert all(x.abs().max() <= 8 * roundoff for x in gradients)
 
 
+@pytest.mark.sample(2)
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(

@@ -258,6 +258,7 @@ def test_views_of_a_projection_compiled_for_any_size(device: torch.device) -> No
         assert_same(with_gradients(compiled, inputs), with_gradients(run, inputs))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @calls
 def test_traced(call: Call, backend: str, device: torch.device) -> None:

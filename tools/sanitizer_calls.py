@@ -169,6 +169,8 @@ CALLS: tuple[Call, ...] = tuple(
         ("flash_attention", flash_attention, "hopper-wide", _many, {"n": 140, "m": 140, "d": 256, "causal": True}),
         ("flash_attention", flash_attention, "hopper-pieces", _many,
          {"n": 140, "m": 200, "d": 192, "e": 128, "causal": True}),
+        ("flash_attention", flash_attention, "hopper-packed", _many,
+         {"n": 1100, "m": 1100, "d": 128, "causal": True, "cu_seqlens_q": torch.tensor([0, 500, 1100])}),
         ("flash_attention", flash_attention, "hopper-split", _few, {"n": 2100, "m": 9000}),
         ("flash_attention", flash_attention, "hopper-window", _many,
          {"n": 300, "m": 400, "causal": True, "window": (100, None), "softcap": 20.0, "sink": _random(67)}),

@@ -35,6 +35,8 @@ LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 MOST_WEIGHT = gl.constexpr(57.0)
 """Of weights that are relative to no largest logit, in powers of two: sums of values up to 2⁵⁰ stay in float32."""
+UNIT = gl.constexpr(128)
+"""Rows of a unit of packed sequences: see `Entry`."""
 MOST_SOFTCAP = gl.constexpr(75.0)
 """In powers of two, up to which no row needs its largest logit: see `exponent_base`."""
 
@@ -53,6 +55,26 @@ class Work(NamedTuple):
     right: gl.int32  # a causal query sees so many keys behind its own place
 
 
+class Entry(NamedTuple):
+    """The `Work` of a packed sequence, whose rows lie among those of the others.
+
+    Every sequence begins at a unit of `UNIT` rows, a multiple of all tiles, and behind its last row there are zeros up to
+    the next. Rows keep the numbers that they have there: the first of a sequence is not 0.
+    """
+
+    tokens: gl.int32  # where queries end
+    keys: gl.int32  # where keys end
+    heads: gl.int32
+    group: gl.int32
+    rows: gl.int32
+    blocks: gl.int32
+    section: gl.int32
+    splits: gl.int32
+    right: gl.int32
+    first_query: gl.int32
+    first_key: gl.int32
+
+
 class Window(NamedTuple):
     """Which keys a query sees, besides what `Work` says."""
 
@@ -67,6 +89,7 @@ class Options(NamedTuple):
     sink: gl.tensor | None = None  # (H,): one more logit of every row, without a value
     softcap: gl.float32 | None = None  # in powers of two; the scale comes divided by the cap
     base: gl.float32 | None = None  # of exponents, instead of a row's largest logit: see `exponent_base`
+    units: gl.tensor | None = None  # (units, 4) of packed sequences: where queries, and keys, begin and end
 
 
 class State(NamedTuple):
@@ -116,13 +139,19 @@ def tile_place(tile, work, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def entry_of(work, batch, options):
-    """The work of a batch entry: it may have fewer keys."""
+def entry_of(work, batch, row, options):
+    """The work of a batch entry, which may have fewer keys; or of the packed sequence that the row is of."""
     if options.seqused_k is not None:
         keys = gl.minimum(gl.maximum(gl.load(options.seqused_k + batch).to(gl.int32), 0), work.keys)
         work = Work(
             work.tokens, keys, work.heads, work.group, work.rows, work.blocks, work.section, work.splits, work.right
         )
+    if options.units is not None:
+        unit = options.units + row // UNIT * 4
+        work = Entry(
+            gl.load(unit + 1), gl.load(unit + 3), work.heads, work.group, work.rows, work.blocks, work.section,
+            work.splits, work.right, gl.load(unit), gl.load(unit + 2),
+        )  # fmt: skip
     return work
 
 
@@ -153,10 +182,14 @@ def key_steps(block, split, work, options, CAUSAL: gl.constexpr, BLOCK_M: gl.con
         end = gl.minimum(work.keys, first + BLOCK_M + work.right)
         full = gl.minimum(work.keys, gl.maximum(first + work.right + 1, 0))
     if options.window is None and options.seqused_k is None:
-        steps = gl.maximum((end + BLOCK_N - 1) // BLOCK_N, 1)
-        span = (steps + work.splits - 1) // work.splits
-        begin = gl.minimum(split * span, steps)
-        end = gl.maximum(gl.minimum(begin + span, steps), begin + 1)
+        if options.units is None:
+            steps = gl.maximum((end + BLOCK_N - 1) // BLOCK_N, 1)
+            span = (steps + work.splits - 1) // work.splits
+            begin = gl.minimum(split * span, steps)
+            end = gl.maximum(gl.minimum(begin + span, steps), begin + 1)
+        else:  # with one split
+            begin = work.first_key // BLOCK_N
+            end = gl.maximum((end + BLOCK_N - 1) // BLOCK_N, begin + 1)
         full = gl.minimum(gl.maximum(full // BLOCK_N, begin), end - 1)
         low = begin
     else:
@@ -167,7 +200,12 @@ def key_steps(block, split, work, options, CAUSAL: gl.constexpr, BLOCK_M: gl.con
             lowest = block * BLOCK_M + work.keys - work.tokens - options.window.left
             some = gl.maximum(lowest, 0)
             every = gl.maximum(lowest + BLOCK_M - 1, 0)
-        steps = gl.maximum((end - origin + BLOCK_N - 1) // BLOCK_N, 1)
+        least = origin * 0  # tiles before all keys
+        if options.units is not None:
+            some = gl.maximum(some, work.first_key)
+            every = gl.maximum(every, work.first_key)
+            least = work.first_key // BLOCK_N
+        steps = gl.maximum((end - origin + BLOCK_N - 1) // BLOCK_N, least + 1)
         begin = gl.minimum((some - origin) // BLOCK_N, steps - 1)
         span = (steps - begin + work.splits - 1) // work.splits
         begin = gl.minimum(begin + split * span, steps)
@@ -218,10 +256,15 @@ def query_steps(block, split, work, options, CAUSAL: gl.constexpr, BLOCK_N: gl.c
         end = gl.minimum((gl.maximum(last + BLOCK_N, 0) + BLOCK_M - 1) // BLOCK_M, end)
         high = gl.maximum(last + 1, 0) // BLOCK_M
     begin = end * 0
+    if options.units is not None:
+        begin = gl.minimum(work.first_query // BLOCK_M, end)
     full = begin
     if CAUSAL:
         first = block * BLOCK_N - (work.keys - work.tokens) - work.right  # the first query that sees the first key
-        begin = gl.minimum(gl.maximum(first, 0) // BLOCK_M, end)
+        lowest = gl.maximum(first, 0)
+        if options.units is not None:
+            lowest = gl.maximum(lowest, work.first_query)
+        begin = gl.minimum(lowest // BLOCK_M, end)
         full = gl.minimum((gl.maximum(first + BLOCK_N - 1, 0) + BLOCK_M - 1) // BLOCK_M, end)
     span = (end - begin + work.splits - 1) // work.splits
     begin = gl.minimum(begin + split * span, end)
@@ -384,10 +427,10 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
     while tile < tiles:
         block, row, split = tile_place(tile, work, CAUSAL)
         batch, head = row // work.heads, row % work.heads
-        entry = entry_of(work, batch, options)
+        entry = entry_of(work, batch, block * BLOCK_M, options)
         begin, low, full, end = key_steps(block, split, entry, options, CAUSAL, BLOCK_M, BLOCK_N)
         m = block * BLOCK_M + own * ROWS
-        first = m + entry.keys - work.tokens  # the last query stands at the last key
+        first = m + entry.keys - entry.tokens  # the last query stands at the last key
         q_pieces = pieces_of(q_tiles, q_slot * GROUPS + own, PIECES)
         if options.sink is not None:  # it is there when the loop has ended
             sink = gl.load(options.sink + head).to(gl.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +27,9 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     Keys: ``batch, n, heads, head_dim, dtype``; ``m`` (keys, by default n), ``key_heads`` (by default heads),
     ``value_dim`` (by default head_dim); ``size`` (of the numbers in q and k, by default 1), ``layout`` (``bhnd``
     for heads before tokens in memory); ``sink`` (whether there is one), ``cu_seqlens_q``, ``cu_seqlens_k`` and
-    ``seqused_k`` as lists; ``cache`` (``lengths`` for entries of m/2 … m keys, ``pages`` for these in pages of
-    `PAGE` keys); and ``causal, scale, window, softcap, float32_precision, return_lse`` as in the public function.
+    ``seqused_k`` as lists; ``packing`` (of `peers.PACKINGS`); ``cache`` (``lengths`` for entries of m/2 … m keys,
+    ``pages`` for these in pages of `PAGE` keys); and ``causal, scale, window, softcap, float32_precision,
+    return_lse`` as in the public function.
     """
     batch, tokens, heads, head_dim = case["batch"], case["n"], case["heads"], case["head_dim"]
     keys, key_heads = case.get("m", tokens), case.get("key_heads", heads)
@@ -52,6 +54,9 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
         if name in case:
             inputs[name] = torch.tensor(case[name], dtype=torch.int32, device=device)
+    if "packing" in case:
+        bounds = [0, *itertools.accumulate(peers.PACKINGS[case["packing"]])]
+        inputs["cu_seqlens_q"] = torch.tensor(bounds, dtype=torch.int32, device=device)
     if "cache" in case:
         return _cached(inputs, case, generator)
     return inputs
@@ -295,6 +300,17 @@ def _shapes(device: str) -> list[Case]:
     return [{**plain, **change} for change in changes]
 
 
+def _packed(device: str) -> list[Case]:
+    """Causal attention of packed sequences: as long as each other, and not."""
+    if device != "cuda":
+        return [_ON_CPU | {"n": 256, "packing": "two"}]
+    return [
+        {**_training_case(1, 16, 16, head_dim, 32768, True), "packing": packing}
+        for head_dim in (64, 128)
+        for packing in ("8 × 4096", "uneven", "32 × 1024")
+    ]
+
+
 def _options(device: str) -> list[Case]:
     """What current models add to causal attention, each beside the plain call."""
     if device != "cuda":
@@ -332,6 +348,9 @@ def _decode_traffic(case: Case, mode: str) -> Traffic:
 
 def visible_pairs(case: Case) -> int:
     """Pairs of a query and a key that it sees, of one head: the operations that must be done."""
+    if "packing" in case:
+        rest = {name: value for name, value in case.items() if name != "packing"}
+        return sum(visible_pairs(rest | {"n": length}) for length in peers.PACKINGS[case["packing"]])
     n = int(case["n"])
     if not case["causal"]:
         return n * n
@@ -369,6 +388,7 @@ BENCHES = (
             "alone": _alone,
             "shapes": _shapes,
             "options": _options,
+            "packed": _packed,
         },
         providers=_PROVIDERS,
         precompiled=("torch", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flash_attn"),

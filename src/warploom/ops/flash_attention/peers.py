@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,14 @@ from warploom.ops.spec import Case, Unsupported, compiled_at_best, need_cuda
 
 Tensor = torch.Tensor
 Provider = Callable[..., Tensor]
+
+PACKINGS: dict[str, list[int]] = {
+    "two": [100, 156],
+    "8 × 4096": [4096] * 8,
+    "uneven": [16384, 512, 8192, 3000, 80, 4600],
+    "32 × 1024": [1024] * 32,
+}
+"""Lengths of packed sequences."""
 
 
 def plain(
@@ -53,6 +62,11 @@ def plain(
         logits = torch.cat([logits, rows], dim=-1)
     out: Tensor = logits.softmax(-1)[..., : k.shape[2]] @ v
     return out.transpose(1, 2)
+
+
+def _plain(case: Case) -> Provider:
+    _need_no_options(case, but=("window", "softcap", "sink", "seqused_k"))
+    return plain
 
 
 def _gathered(x: Tensor, block_table: Tensor | None) -> Tensor:
@@ -143,7 +157,8 @@ def _sdpa(backend: str, case: Case) -> Provider:
 
 
 def _need_no_options(case: Case, but: Sequence[str] = ()) -> None:
-    options = [name for name in ("window", "softcap", "sink", "seqused_k") if name in case and name not in but]
+    known = ("window", "softcap", "sink", "seqused_k", "packing")
+    options = [name for name in known if name in case and name not in but]
     if options:
         raise Unsupported(f"it has no {' and no '.join(options)}")
 
@@ -157,6 +172,10 @@ def _flex_attention(case: Case) -> Provider:
     keys = case.get("m", case["n"])
     ahead = keys - case["n"]
     lengths = None if used is None else torch.tensor(used, dtype=torch.int32, device="cuda")
+    sequences = None  # of tokens
+    if "packing" in case:
+        counts = torch.tensor(PACKINGS[case["packing"]], device="cuda")
+        sequences = torch.arange(len(counts), device="cuda").repeat_interleave(counts)
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = j >= 0
@@ -166,6 +185,8 @@ def _flex_attention(case: Case) -> Provider:
             seen = seen & (i + ahead - j <= left)
         if lengths is not None:
             seen = seen & (j < lengths[b])
+        if sequences is not None:
+            seen = seen & (sequences[i] == sequences[j])
         return seen
 
     def bent(logit: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -173,7 +194,7 @@ def _flex_attention(case: Case) -> Provider:
         return bound
 
     mask = None
-    if case["causal"] or left is not None or lengths is not None:
+    if case["causal"] or left is not None or lengths is not None or sequences is not None:
         batch = None if lengths is None else case["batch"]
         mask = create_block_mask(visible, batch, None, case["n"], keys, device="cuda")
     grouped = case.get("key_heads", case["heads"]) != case["heads"]
@@ -194,6 +215,28 @@ def _flex_attention(case: Case) -> Provider:
     def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, **_: Any) -> Tensor:
         out: Tensor = compiled(q, k, v, sink)
         return out
+
+    return attend
+
+
+def _torch_varlen(case: Case) -> Provider:
+    """PyTorch's attention of packed sequences."""
+    need_cuda("the fused kernel")
+    _need_no_options(case, but=("packing",))
+    if "packing" not in case:
+        raise Unsupported("it is for packed sequences")
+    try:
+        function: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError) as error:
+        raise Unsupported("this PyTorch has none") from error
+    longest = max(PACKINGS[case["packing"]])
+    names = inspect.signature(function).parameters
+    options = {"is_causal": case["causal"]} if "is_causal" in names else {"window_size": (-1, 0)}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, cu_seqlens_q: Tensor | None = None) -> Tensor:
+        rows = (x.squeeze(0) for x in (q, k, v))
+        out: Tensor = function(*rows, cu_seqlens_q, cu_seqlens_q, longest, longest, **options)
+        return out.unsqueeze(0)
 
     return attend
 
@@ -334,12 +377,13 @@ def _package(module: str, case: Case) -> Callable[..., Any]:
 
 
 PROVIDERS: dict[str, Callable[[Case], Provider]] = {
-    "torch": lambda case: plain,
-    "torch_compile": lambda case: compiled_at_best(plain),
+    "torch": _plain,
+    "torch_compile": lambda case: compiled_at_best(_plain(case)),
     "sdpa_cudnn": functools.partial(_sdpa, "CUDNN_ATTENTION"),
     "cudnn_deterministic": _cudnn_deterministic,
     "sdpa_flash": functools.partial(_sdpa, "FLASH_ATTENTION"),
     "sdpa_efficient": functools.partial(_sdpa, "EFFICIENT_ATTENTION"),
+    "torch_varlen": _torch_varlen,
     "flex_attention": _flex_attention,
     "flash_attn": _flash_attn_2,
     "flash_attn_4": functools.partial(_flash_attn_4, False),

@@ -30,6 +30,9 @@ class Mask(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     seqused_k: Tensor | None = None  # (B,), of adjacent numbers, as is the next
     block_table: Tensor | None = None  # (B, P)
+    units_q: Tensor | None = None  # of packed sequences whose rows are spread, as is the next: see `kernels.packed`
+    units_k: Tensor | None = None
+    sequences: int = 1  # how many they are
 
     def keys_of(self, k: Tensor) -> int:
         """Keys of a batch entry, those in pages included that it does not use."""

@@ -124,7 +124,7 @@ class _Forward(NamedTuple):
         counters = COUNTERS.empty(qkv)
         positions.launch_forward(self.turn, qkv, turned, theta, _FROM_ZERO, counters=counters)
         k, v = view(turned, *self.k), view(qkv, *self.v)
-        self.attend(turned, k, v, out, lse, statistics, counters, None, None)  # no lengths, no sink
+        self.attend(turned, k, v, out, lse, statistics, counters, None, None, None)  # no lengths, no units, no sink
         return out, turned, statistics
 
 

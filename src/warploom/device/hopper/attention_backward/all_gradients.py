@@ -172,9 +172,9 @@ def compute_all(own: gl.constexpr, CAUSAL: gl.constexpr, call):
     tile, slot = received(scheduler, done)
     while tile < tiles:
         block, row, _ = tile_place(tile, work, False)
-        entry = entry_of(work, row // key_heads, options)
+        entry = entry_of(work, row // key_heads, block * BLOCK_N, options)
         begin, full, high, end = query_steps(block, 0, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
-        first = block * BLOCK_N + own * ROWS - (entry.keys - work.tokens) - work.right
+        first = block * BLOCK_N + own * ROWS - (entry.keys - entry.tokens) - work.right
         reach = None
         if options.window is not None:
             reach = work.right + options.window.left

@@ -95,7 +95,7 @@ def copy_for_keys(
         slot = broadcast(scheduler, tile, done)
         block, row, split = tile_place(tile, work, False)
         batch, key_head = row // key_heads, row % key_heads
-        entry = entry_of(work, batch, options)
+        entry = entry_of(work, batch, block * BLOCK_N, options)
         begin, _, _, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
         copy_own(
             own_descs, own_tiles, batch, key_head, block * BLOCK_N, scheduler.full, slot, GROUPS, batch_size, TERMS
@@ -201,9 +201,9 @@ def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constex
     tile, slot = received(scheduler, done)
     while tile < tiles:
         block, row, split = tile_place(tile, work, False)
-        entry = entry_of(work, row // key_heads, options)
+        entry = entry_of(work, row // key_heads, block * BLOCK_N, options)
         begin, full, high, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
-        first = block * BLOCK_N + own * ROWS - (entry.keys - work.tokens) - work.right
+        first = block * BLOCK_N + own * ROWS - (entry.keys - entry.tokens) - work.right
         reach = None
         if options.window is not None:
             reach = work.right + options.window.left
@@ -231,7 +231,7 @@ def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constex
         batch, head = row // key_heads, row % key_heads
         n = block * BLOCK_N + own * ROWS
         if options.seqused_k is not None:
-            entry = entry_of(work, batch, options)
+            entry = entry_of(work, batch, block * BLOCK_N, options)
             dk, dv = used_rows((dk, dv), n, entry.keys, OUT_LAYOUT)
         store_tile(dv_result, dv, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
         store_tile(dk_result, dk * grad_scale, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)

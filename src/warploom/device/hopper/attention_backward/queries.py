@@ -135,10 +135,10 @@ def compute_for_queries(
     tile, _ = received(scheduler, done)
     while tile < tiles:
         block, row, split = tile_place(tile, work, CAUSAL)
-        entry = entry_of(work, row // work.heads, options)
+        entry = entry_of(work, row // work.heads, block * BLOCK_M, options)
         begin, low, full, end = key_steps(block, split, entry, options, CAUSAL, BLOCK_M, BLOCK_N)
         m = block * BLOCK_M + own * ROWS
-        first = m + entry.keys - work.tokens  # the last query stands at the last key
+        first = m + entry.keys - entry.tokens  # the last query stands at the last key
         row_lse = load_row_values(lse, row, m, work.tokens, float("inf"), LAYOUT)
         row_delta = load_row_values(delta, row, m, work.tokens, 0.0, LAYOUT)
         if IN_REGISTERS:
@@ -205,10 +205,10 @@ def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.
     tile, _ = received(scheduler, done)
     while tile < tiles:
         block, row, split = tile_place(tile, work, CAUSAL)
-        entry = entry_of(work, row // work.heads, options)
+        entry = entry_of(work, row // work.heads, block * BLOCK_M, options)
         begin, low, full, end = key_steps(block, split, entry, options, CAUSAL, BLOCK_M, BLOCK_N)
         m = block * BLOCK_M + own * ROWS
-        first = m + entry.keys - work.tokens  # the last query stands at the last key
+        first = m + entry.keys - entry.tokens  # the last query stands at the last key
         row_lse = load_row_values(lse, row, m, work.tokens, float("inf"), LAYOUT)
         row_delta = load_row_values(delta, row, m, work.tokens, 0.0, LAYOUT)
         dq = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)

@@ -32,6 +32,8 @@ def tiles_before(block, m, work, options, BLOCK_N: gl.constexpr):
     first = block * 0
     if options.window is not None:
         first = gl.maximum(m + work.keys - work.tokens - options.window.left, 0) // BLOCK_N
+    if options.units is not None:
+        first = gl.maximum(first, work.first_key // BLOCK_N)
     return block - first
 
 
@@ -77,7 +79,7 @@ def add_query_gradients(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.cons
         mbarrier.arrive(scheduler.empty.index(slot))
         block, row, _ = tile_place(tile, work, False)
         batch, key_head = row // key_heads, row % key_heads
-        entry = entry_of(work, batch, options)
+        entry = entry_of(work, batch, block * BLOCK_N, options)
         begin, _, _, end = query_steps(block, 0, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
         for i in range(work.group * (end - begin)):
             m, member = query_in_order(i, end, work.group)

@@ -105,9 +105,9 @@ def compute_for_one(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.conste
     tile, slot = received(scheduler, done)
     while tile < tiles:
         block, row, split = tile_place(tile, work, False)
-        entry = entry_of(work, row // key_heads, options)
+        entry = entry_of(work, row // key_heads, block * ROWS, options)
         begin, full, high, end = query_steps(block, split, entry, options, CAUSAL, ROWS, BLOCK_M)
-        first = block * ROWS - (entry.keys - work.tokens) - work.right
+        first = block * ROWS - (entry.keys - entry.tokens) - work.right
         reach = None
         if options.window is not None:
             reach = work.right + options.window.left
@@ -140,7 +140,7 @@ def compute_for_one(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.conste
             block, row, split = tile_place(read(scheduler, slot), work, False)
         batch, head = row // key_heads, row % key_heads
         if options.seqused_k is not None:
-            entry = entry_of(work, batch, options)
+            entry = entry_of(work, batch, block * ROWS, options)
             (acc,) = used_rows((acc,), block * ROWS, entry.keys, OUT_LAYOUT)
         store_tile(result, acc, slot, split, batch, head, block * ROWS, work.keys, SPLIT, OUT_LAYOUT)
         if TERMS == 1:

@@ -117,9 +117,9 @@ def compute_in_pieces(VALUES: gl.constexpr, CAUSAL: gl.constexpr, call):
     tile, slot = received(scheduler, done)
     while tile < tiles:
         block, row, split = tile_place(tile, work, False)
-        entry = entry_of(work, row // key_heads, options)
+        entry = entry_of(work, row // key_heads, block * ROWS, options)
         begin, full, high, end = query_steps(block, split, entry, options, CAUSAL, ROWS, BLOCK_M)
-        first = block * ROWS - (entry.keys - work.tokens) - work.right
+        first = block * ROWS - (entry.keys - entry.tokens) - work.right
         reach = None
         if options.window is not None:
             reach = work.right + options.window.left
@@ -130,7 +130,7 @@ def compute_in_pieces(VALUES: gl.constexpr, CAUSAL: gl.constexpr, call):
         )  # fmt: skip
         batch, head = row // key_heads, row % key_heads
         if options.seqused_k is not None:
-            entry = entry_of(work, batch, options)
+            entry = entry_of(work, batch, block * ROWS, options)
             acc = used_rows(acc, block * ROWS, entry.keys, OUT_LAYOUT)
         factor = 1.0 if VALUES else grad_scale
         store_pieces(result, acc, factor, split, batch, head, block * ROWS, work.keys, OUT_LAYOUT)

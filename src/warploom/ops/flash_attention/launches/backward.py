@@ -15,7 +15,7 @@ from warploom.ops.flash_attention.kernels.backward import (
     sink_kernel,
     sum_kernel,
 )
-from warploom.ops.flash_attention.launches import hopper, small, tiling
+from warploom.ops.flash_attention.launches import hopper, packed, small, tiling
 from warploom.ops.flash_attention.launches.tiling import (
     COUNTERS,
     TERMS,
@@ -53,6 +53,16 @@ class Together(NamedTuple):
     rounds: Launch  # it to dq
 
 
+class Packed(NamedTuple):
+    """Plan of the kernels of a backward on spread rows."""
+
+    spread: packed.Spread
+    inputs: tuple[packed.Copy, ...]  # q, k, v and the gradient
+    rows: tuple[packed.Copy, packed.Copy]  # lse and δ
+    results: tuple[packed.Copy, ...]  # dq, dk, dv
+    plan: Plan
+
+
 class Plan(NamedTuple):
     """Plan of a backward."""
 
@@ -67,6 +77,7 @@ class Plan(NamedTuple):
     sums: Launch | None = None  # of the parts, where loops are split
     sink: Launch | None = None  # of its gradient
     apart: bool = False  # whether gradients are made apart and copied to where they shall be
+    packed: Packed | None = None  # where rows of packed sequences are spread
 
 
 def backward(
@@ -141,19 +152,50 @@ def launch_backward(
 
     Strides are the plan's: a tensor may stand for its first heads.
     """
-    dq, dk, dv = results
-    unwritten = mask.seqused_k is not None and not plan.kernels[0].launch.descriptions
-    if unwritten:  # what is behind the used keys
-        dk.zero_(), dv.zero_()
     # Two tensors, not two halves of one: the second half's alignment would depend on the length.
     lse, delta = plan.rows.empty(q), plan.rows.empty(q)
     inverse = plan.rows.empty(q) if q.dtype == torch.float32 else None
-    counters = COUNTERS.empty(q) if plan.counted else None
+    counters = COUNTERS.empty(q) if plan.counted or plan.packed is not None else None
     tiles_added = None if plan.together is None else plan.together.tiles_added.empty(q)
     prepare: Any = plan.prepare
     prepare(out, grad, statistics, grad_lse, lse, delta, inverse, counters, tiles_added)
     if plan.small is not None:
-        plan.small(q, k, v, grad, lse, delta, dq, dk, dv)
+        plan.small(q, k, v, grad, lse, delta, *results)
+    elif plan.packed is not None:
+        _launch_packed(plan.packed, (q, k, v, grad), lse, delta, counters, mask, results)
+    else:
+        _launch_kernels(plan, q, k, v, grad, (lse, delta, inverse), counters, tiles_added, mask, results)
+    return delta
+
+
+def _launch_packed(
+    plan: Packed, tensors: tuple[Tensor, ...], lse: Tensor, delta: Tensor, counters: Tensor | None, mask: Mask,
+    results: tuple[Tensor, Tensor, Tensor],
+) -> None:  # fmt: skip
+    """Launch the kernels of a backward on spread rows."""
+    places = plan.spread.places(mask, lse)
+    q, k, v, grad = (copy.spread_out(x, places) for copy, x in zip(plan.inputs, tensors))
+    of_lse, of_delta = (copy.spread_out(x, places) for copy, x in zip(plan.rows, (lse, delta)))
+    tiles_added = None
+    if plan.plan.together is not None:
+        tiles_added = plan.plan.together.tiles_added.empty(q).zero_()
+    wide = tuple(result.empty(q) for result in plan.plan.results)
+    rows = (of_lse, of_delta, None)
+    _launch_kernels(plan.plan, q, k, v, grad, rows, counters, tiles_added, plan.spread.mask(places), wide)
+    for copy, spread, result in zip(plan.results, wide, results):
+        copy.pack(spread, result, places)
+
+
+def _launch_kernels(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, rows: tuple[Tensor, Tensor, Tensor | None],
+    counters: Tensor | None, tiles_added: Tensor | None, mask: Mask, results: tuple[Tensor, ...],
+) -> None:  # fmt: skip
+    """Launch the kernels of a backward; ``rows`` are lse, δ and the inverse."""
+    dq, dk, dv = results
+    lse, delta, inverse = rows
+    unwritten = mask.seqused_k is not None and not plan.kernels[0].launch.descriptions
+    if unwritten:  # what is behind the used keys
+        dk.zero_(), dv.zero_()
     factors = (q, k, v, grad) if plan.terms is None else plan.terms(q, k, v, grad)
     gradients = {"dq": dq, "dk": dk, "dv": dv}
     parts: dict[str, Tensor] = {}
@@ -168,18 +210,19 @@ def launch_backward(
             parts |= zip(RESULTS[each.kernel], targets)
         if plan.together is not None:
             added = plan.together.added.empty(q)
-            each.launch(*factors, *targets, added, lse, delta, counters, tiles_added, mask.seqused_k)
+            each.launch(*factors, *targets, added, lse, delta, counters, tiles_added, mask.seqused_k, mask.units_k)
             plan.together.rounds(added, tiles_added, dq)
         elif each.launch.descriptions:  # a kernel for Hopper: no other takes descriptors
             row_values = (lse, delta) if inverse is None else (lse, delta, inverse)
-            used = (mask.seqused_k,) if "seqused_k" in each.launch.takes else ()
+            units = mask.units_k if each.kernel == "key" else mask.units_q
+            taken = zip(("seqused_k", "units"), (mask.seqused_k, units))
+            used = [x for name, x in taken if name in each.launch.takes]
             each.launch(*factors, *targets, *row_values, counters, *used)
         else:
             last = (mask.cu_seqlens_q, mask.cu_seqlens_k, mask.seqused_k)
             each.launch(*factors, lse, delta, inverse, *targets, *last)
     if plan.sums is not None:
         plan.sums(*(x for name in gradients if name in parts for x in (parts[name], gradients[name])))
-    return delta
 
 
 def plan_backward(
@@ -224,6 +267,10 @@ def plan_backward(
     if call.softcap is None and small.suits_backward(shape, mask, scale, q, k, v, grad, dq, dk, dv):
         launch = small.plan_backward(shape, mask, scale, q, k, v, grad, dq, dk, dv)
         return plan._replace(prepare=prepare, small=launch)
+    if aligned and packed.suits(call, q, k, v, grad, dq, dk, dv):
+        over = _plan_packed(call, grad, q, k, v, (dq, dk, dv), logits)
+        if over is not None:
+            return plan._replace(prepare=prepare, packed=over)
     if product in TERMS:
         plan = plan._replace(terms=tiling.plan_terms(product, shape, q, k, v, grad, pdl))
     factors = (q, k, v, grad) if plan.terms is None else plan.terms.like
@@ -245,6 +292,29 @@ def plan_backward(
         return plan._replace(apart=True)
     counted = any(each.launch.descriptions for each in kernels)  # those for Hopper
     return plan._replace(prepare=prepare, kernels=kernels, counted=counted, sums=sums)
+
+
+def _plan_packed(
+    call: Call, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, results: tuple[Tensor, ...], logits: Logits
+) -> Packed | None:
+    """Plan of the kernels on spread rows, where those for Hopper take these."""
+    spread = packed.plan(call)
+    if not hopper.suit("key", spread.call.shape, spread.call.mask, call.scale, q, k, v, grad):
+        return None
+    inputs = tuple(
+        packed.plan_copy(x, spread, keys) for x, keys in ((q, False), (k, True), (v, True), (grad, False))
+    )
+    of_q, of_k, of_v, of_grad = (copy.spread.empty(q) for copy in inputs)
+    rest = (spread.mask(), call.scale, "highest", True, None, Logits(logits.softcap))
+    plan = plan_backward(of_grad, None, of_q, of_k, of_v, of_grad, *rest)
+    if not (plan.kernels and all(each.launch.descriptions for each in plan.kernels)):
+        return None
+    tokens = call.shape.tokens
+    rows = packed.plan_row_copy(spread, tokens, float("inf")), packed.plan_row_copy(spread, tokens)
+    outs = tuple(
+        packed.plan_copy(x, spread, keys, to=to) for x, keys, to in zip(results, (False, True, True), plan.results)
+    )
+    return Packed(spread, inputs, rows, outs, plan)
 
 
 def _tiled(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from warploom.ops.flash_attention.kernels.forward import PARTS_AHEAD, combine_kernel, forward_kernel
-from warploom.ops.flash_attention.launches import decode, hopper, tiling
+from warploom.ops.flash_attention.launches import decode, hopper, packed, tiling
 from warploom.ops.flash_attention.launches.tiling import (
     COUNTERS,
     TERMS,
@@ -28,6 +28,15 @@ from warploom.runtime.plans import Plans
 Tensor = torch.Tensor
 
 
+class Packed(NamedTuple):
+    """Plan of a forward on spread rows."""
+
+    spread: packed.Spread
+    inputs: tuple[packed.Copy, ...]  # q, k, v
+    results: tuple[packed.Copy, ...]  # attention, and numbers of rows
+    plan: Plan
+
+
 class Plan(NamedTuple):
     """Plan of a forward."""
 
@@ -40,6 +49,7 @@ class Plan(NamedTuple):
     counted: bool = False  # whether tiles are counted, with counters that must be zero
     terms: Terms | None = None  # of q, k and v, where they are made before the loops
     few: bool = False  # whether there are few queries, and the kernel for these
+    packed: Packed | None = None  # where rows of packed sequences are spread
 
 
 def forward(
@@ -65,8 +75,32 @@ def forward(
     precision = precision_of(q, precision)
     aligned = are_aligned(q, k, v)
     plan = plans.get((precision, aligned), plan_forward, q, k, v, mask, scale, precision, aligned, logits)
+    if plan.packed is not None:
+        return _run_packed(plan, plan.packed, q, k, v, mask, logits.sink, counters)
+    return _run(plan, q, k, v, mask, logits.sink, counters)
+
+
+def _run_packed(
+    plan: Plan, spread: Packed, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sink: Tensor | None,
+    counters: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What `forward` returns, by way of spread rows."""
+    places = spread.spread.places(mask, q)
+    q, k, v = (copy.spread_out(x, places) for copy, x in zip(spread.inputs, (q, k, v)))
+    found = _run(spread.plan, q, k, v, spread.spread.mask(places), sink, counters)
+    results = plan.out.empty(q), plan.lse.empty(q), plan.statistics.empty(q)
+    of_out, of_rows = spread.results
+    of_out.pack(found[0], results[0], places)
+    for wide, result in ((found[1], results[1]), (found[2][0], results[2][0]), (found[2][1], results[2][1])):
+        of_rows.pack(wide, result, places)
+    return results
+
+
+def _run(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sink: Tensor | None, counters: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `forward` returns."""
     out, lse, statistics = plan.out.empty(q), plan.lse.empty(q), plan.statistics.empty(q)
-    sink = logits.sink
     if plan.launch is None and sink is not None:
         lse.copy_(sink[:, None])
         statistics[0], statistics[1] = lse * LOG2_E, 1.0
@@ -84,11 +118,11 @@ def forward(
             counters = COUNTERS.empty(q)
             if plan.counted:
                 counters.zero_()
-        plan.launch(q, k, v, target, lse, target_statistics, counters, mask.seqused_k, own_sink)
+        plan.launch(q, k, v, target, lse, target_statistics, counters, mask.seqused_k, mask.units_q, own_sink)
     else:
         written = lse if plan.combine is None else None
-        packed = () if plan.few else (mask.cu_seqlens_q, mask.cu_seqlens_k)
-        last = (*packed, mask.seqused_k, mask.block_table)
+        bounds = () if plan.few else (mask.cu_seqlens_q, mask.cu_seqlens_k)
+        last = (*bounds, mask.seqused_k, mask.block_table)
         plan.launch(q, k, v, target, written, target_statistics, own_sink, *last)
     if plan.combine is not None:
         plan.combine(target, target_statistics, out, lse, statistics, sink)
@@ -99,6 +133,20 @@ def _is_decoding(call: Call, logits: Logits) -> bool:
     """Whether a call has options, and so few queries that the kernels for every GPU are faster."""
     options = (logits.softcap, logits.sink, call.mask.left, call.mask.seqused_k)
     return call.shape.tokens * call.shape.group <= hopper.FEW and any(x is not None for x in options)
+
+
+def _plan_packed(call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logits: Logits) -> Packed | None:
+    """Plan of a forward on spread rows, where the kernel for Hopper takes these."""
+    spread = packed.plan(call)
+    if not hopper.suit("forward", spread.call.shape, spread.call.mask, call.scale, q, k, v, out):
+        return None
+    inputs = tuple(packed.plan_copy(x, spread, keys) for x, keys in ((q, False), (k, True), (v, True)))
+    of_q, of_k, of_v = (copy.spread.empty(q) for copy in inputs)
+    plan = plan_forward(of_q, of_k, of_v, spread.mask(), call.scale, "highest", True, logits)
+    if plan.launch is None or not plan.launch.descriptions:
+        return None
+    results = packed.plan_copy(out, spread, False, to=plan.out), packed.plan_row_copy(spread, call.shape.tokens)
+    return Packed(spread, inputs, results, plan)
 
 
 def plan_forward(
@@ -119,6 +167,10 @@ def plan_forward(
     plan = Plan(Dense.like(out), Dense.rows(lse, torch.float32), Dense.rows((2, *lse), torch.float32), None)
     if shape.empty():
         return plan
+    if aligned and packed.suits(call, q, k, v, out):
+        over = _plan_packed(call, q, k, v, out, logits)
+        if over is not None:
+            return plan._replace(packed=over)
     pdl = has_pdl(q.device)
     few = decode.plan(call, precision, (q, k, v, out), pdl) if decode.suits(call) else None
     tiled = None

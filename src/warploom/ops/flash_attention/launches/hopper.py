@@ -87,10 +87,10 @@ _LOOPED = {
 }
 """Those that a loop goes over; a group of warps owns rows of the others."""
 _LAST = {
-    "forward": ("lse", "statistics", "counter", "seqused_k", "sink"),
-    "key": ("lse", "delta", "counters", "seqused_k"),
-    "query": ("lse", "delta", "counters", "seqused_k"),
-    "backward": ("lse", "delta", "counters", "tiles_added", "seqused_k"),
+    "forward": ("lse", "statistics", "counter", "seqused_k", "units", "sink"),
+    "key": ("lse", "delta", "counters", "seqused_k", "units"),
+    "query": ("lse", "delta", "counters", "seqused_k", "units"),
+    "backward": ("lse", "delta", "counters", "tiles_added", "seqused_k", "units"),
 }
 """Parameters that a launch takes behind those."""
 
@@ -122,7 +122,8 @@ def _tiles(name: str, shape: Shape, mask: Mask) -> HopperTiles:
     width = _width(shape)
     if _in_pieces(name, shape):
         return HOPPER_IN_PIECES[name]
-    if width == 64 and name in HOPPER_SMALLER and _smaller_are_faster(name, shape, mask):
+    packed = mask.units_q is not None  # units of rows are multiples of the smaller tiles
+    if width == 64 and name in HOPPER_SMALLER and (packed or _smaller_are_faster(name, shape, mask)):
         return HOPPER_SMALLER[name]
     return HOPPER[name][width]
 
@@ -163,6 +164,8 @@ def suit(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor) ->
         return False
     if mask.cu_seqlens_q is not None or mask.block_table is not None or scale <= 0:
         return False
+    if mask.units_q is not None and max(shape.head_dim, shape.value_dim) > _NARROW:
+        return False
     if not _LEAST_FEATURES < max(shape.head_dim, shape.value_dim) <= max(HOPPER[name]):
         return False
     if any(t.dtype not in (torch.float16, torch.bfloat16) or t.dtype != first.dtype for t in tensors):
@@ -193,6 +196,8 @@ def splits_of(name: str, shape: Shape, mask: Mask, device: torch.device) -> int:
 
 def _best_splits(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, programs: int) -> int:
     """Into how many splits loops are best cut with such tiles."""
+    if mask.units_q is not None:
+        return 1
     steps = loop_steps(name, shape, mask, tiles.groups * _ROWS, tiles.box)
     rows = shape.batch_size * (shape.key_heads if name == "key" else shape.heads)
     elements = shape.batch_size * max(
@@ -205,7 +210,7 @@ def _best_splits(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, progra
 def _work(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, splits: int, itemsize: int) -> Work:
     blocks, rows = _blocks(name, shape, tiles.groups * _ROWS)
     # Heads are taken in sections: see `kernels.forward.program_order`.
-    length = shape.keys if name in ("forward", "query") else shape.tokens
+    length = (shape.keys if name in ("forward", "query") else shape.tokens) // mask.sequences
     head_bytes = length * (shape.head_dim + shape.value_dim) * itemsize
     if name == "backward":  # and the sums of their gradients
         head_bytes += length * shape.head_dim * 4
@@ -260,8 +265,8 @@ def _counted(name: str, mask: Mask, tiles: int, programs: int) -> bool:
     """Whether programs take tiles from a counter, which must be zero."""
     if name == "backward":  # the first tile too
         return True
-    causal, window, lengths = (x is not None for x in (mask.right, mask.left, mask.seqused_k))
-    if name == "forward" and forward.loops_are_even(causal, window, lengths):
+    uneven = (x is not None for x in (mask.right, mask.left, mask.seqused_k, mask.units_q))
+    if name == "forward" and forward.loops_are_even(*uneven):
         return bool(forward.are_counted.fn(tiles, programs))
     return tiles > programs
 
@@ -373,7 +378,7 @@ def plan_terms(
     function: Any = backward_shared_tiles.hopper_shared_query_kernel
     if name == "key":
         function = backward_shared_tiles.hopper_shared_key_kernel
-        own |= {"SPLIT": True, "SOFTCAP": None, "window": None, "PIECES": 1}
+        own |= {"SPLIT": True, "SOFTCAP": None, "window": None, "units": None, "PIECES": 1}
         takes = (*takes, "seqused_k")
     count = work.blocks * rows * splits
     launch = Launch(

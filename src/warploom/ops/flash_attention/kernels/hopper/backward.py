@@ -42,7 +42,7 @@ from warploom.ops.flash_attention.kernels.hopper.forward import QueryCopies, cop
 
 @gluon.jit
 def hopper_query_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq, lse, delta, counters, seqused_k,
+    q_desc, k_desc, v_desc, do_desc, dq, lse, delta, counters, seqused_k, units,
     work: Work, window: Window, scale: gl.float32, grad_scale: gl.float32, dq_strides: SplitStrides,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
     PIECES: gl.constexpr,
@@ -72,7 +72,7 @@ def hopper_query_kernel(
     scheduler = new_scheduler(counters + 1, 1, GROUPS)
     k, v = new_ring(k_tiles, STAGES, GROUPS), new_ring(v_tiles, V_STAGES, GROUPS)
     fence_async_shared()
-    options = Options(window, seqused_k, None, SOFTCAP)
+    options = Options(window, seqused_k, None, SOFTCAP, None, units)
     copies = QueryCopies(scheduler, (q_desc, do_desc), (q_tiles, do_tiles), k_desc, v_desc, k, v, work, options)
     result = Result(dq, dq_tiles, dq_strides)
     call = QueryGradients(scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, grad_scale, options)
@@ -104,7 +104,7 @@ def hopper_query_kernel(
 
 @gluon.jit
 def hopper_key_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, counters, seqused_k,
+    q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, counters, seqused_k, units,
     work: Work, window: Window, scale: gl.float32, grad_scale: gl.float32,
     dk_strides: SplitStrides, dv_strides: SplitStrides,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
@@ -131,7 +131,7 @@ def hopper_key_kernel(
     scheduler = new_scheduler(counters, OWN_STAGES, GROUPS)
     q, do = new_row_ring(q_tiles, STAGES, GROUPS, lses), new_row_ring(do_tiles, STAGES, GROUPS, deltas)
     fence_async_shared()
-    options = Options(window, seqused_k, None, SOFTCAP)
+    options = Options(window, seqused_k, None, SOFTCAP, None, units)
     copies = KeyCopies(
         scheduler, (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, q, do, lse, delta, None, None, work, options,
     )  # fmt: skip
@@ -148,7 +148,7 @@ def hopper_key_kernel(
 
 @gluon.jit
 def hopper_backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk, dv, added, lse, delta, counters, tiles_added, seqused_k,
+    q_desc, k_desc, v_desc, do_desc, dk, dv, added, lse, delta, counters, tiles_added, seqused_k, units,
     work: Work, window: Window, scale: gl.float32, grad_scale: gl.float32,
     CAUSAL: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
@@ -187,7 +187,7 @@ def hopper_backward_kernel(
     q, do = new_row_ring(q_tiles, STAGES, GROUPS, lses), new_row_ring(do_tiles, STAGES, GROUPS, deltas)
     exchange = new_exchange(dlogits, k_tiles, v_tiles, parts)
     fence_async_shared()
-    options = Options(window, seqused_k, None, SOFTCAP)
+    options = Options(window, seqused_k, None, SOFTCAP, None, units)
     copies = KeyCopies(
         scheduler, (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, q, do, lse, delta, None, None, work, options,
     )  # fmt: skip

@@ -41,7 +41,7 @@ from warploom.ops.flash_attention.kernels.hopper.forward import QueryCopies, cop
 
 @gluon.jit
 def hopper_shared_key_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, inverse, counters, seqused_k,
+    q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, inverse, counters, seqused_k, units,
     work: Work, window: Window, scale: gl.float32, grad_scale: gl.float32,
     dk_strides: SplitStrides, dv_strides: SplitStrides,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, SOFTCAP: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr,
@@ -76,7 +76,7 @@ def hopper_shared_key_kernel(
     q, do = new_row_ring(q_tiles, STAGES, 2, lses), new_row_ring(do_tiles, STAGES, 2, deltas)
     weights = new_weights(weight_tiles, weights_full if TERMS == 1 else barriers(STAGES))
     fence_async_shared()
-    options = Options(window, seqused_k, None, SOFTCAP)
+    options = Options(window, seqused_k, None, SOFTCAP, None, units)
     copies = KeyCopies(
         scheduler, (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, q, do, lse, delta, inverse, inverses, work,
         options,

@@ -49,9 +49,9 @@ MOST_FIXED_TILES = gl.constexpr(6)  # of a program; see `are_counted`
 
 
 @gluon.constexpr_function
-def loops_are_even(causal, has_window, has_lengths):
+def loops_are_even(causal, has_window, has_lengths, is_packed):
     """Whether the KV loops of all tiles are equally long."""
-    return not (causal or has_window or has_lengths)
+    return not (causal or has_window or has_lengths or is_packed)
 
 
 @gluon.jit
@@ -97,7 +97,7 @@ def copy_for_queries(
         slot = broadcast(scheduler, tile, done)
         block, row, split = tile_place(tile, work, CAUSAL)
         batch, head = row // work.heads, row % work.heads
-        entry = entry_of(work, batch, options)
+        entry = entry_of(work, batch, block * BLOCK_M, options)
         begin, _, _, end = key_steps(block, split, entry, options, CAUSAL, BLOCK_M, BLOCK_N)
         copy_own(
             own_descs, own_tiles, batch, head, block * BLOCK_M, scheduler.full, slot, GROUPS, batch_size, TERMS
@@ -119,7 +119,7 @@ def copy_for_queries(
 
 @gluon.jit
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, out, lse, statistics, counter, seqused_k, sink,
+    q_desc, k_desc, v_desc, out, lse, statistics, counter, seqused_k, units, sink,
     work: Work, window: Window, scale: gl.float32, out_strides: SplitStrides,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
     PIECES: gl.constexpr,
@@ -153,8 +153,8 @@ def hopper_forward_kernel(
     go = barriers(GROUPS)
     init_each(go)
     fence_async_shared()
-    options = Options(window, seqused_k, sink, SOFTCAP, exponent_base(SOFTCAP, dtype))
-    UNEVEN: gl.constexpr = not loops_are_even(CAUSAL, window is not None, seqused_k is not None)
+    options = Options(window, seqused_k, sink, SOFTCAP, exponent_base(SOFTCAP, dtype), units)
+    UNEVEN: gl.constexpr = not loops_are_even(CAUSAL, window is not None, seqused_k is not None, units is not None)
     copies = QueryCopies(scheduler, (q_desc,), (q_tiles,), k_desc, v_desc, k, v, work, options)
     result = Result(out, out_tiles, out_strides)
     call = Forward(scheduler, q_tiles, k, v, go, result, lse, statistics, work, scale, options)

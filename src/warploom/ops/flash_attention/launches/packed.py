@@ -1,0 +1,145 @@
+"""Packed sequences for the kernels for Hopper: their rows are spread, and packed again: see `kernels.packed`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from warploom.ops.flash_attention.kernels.packed import UNIT, spread_kernel, units_kernel
+from warploom.ops.flash_attention.launches.tiling import Call, layout_for
+from warploom.ops.flash_attention.problem import Mask
+from warploom.runtime.launch import Dense, Launch
+from warploom.runtime.memory_order import empty_in_order, memory_order
+
+Tensor = torch.Tensor
+
+_UNIT = UNIT.value
+_MOST_SEQUENCES = 4096
+_LEAST_MEAN = {64: 4096, 128: 512}
+"""Rows of a sequence, in the mean, from which spreading them is worth it, by features of a tile."""
+_MOST_ELEMENTS = 2**31
+"""Of a tensor that is copied."""
+_ELEMENTS = 8192
+"""Of a program that copies."""
+
+
+class Copy(NamedTuple):
+    """Plan of a copy of rows to where they are spread, and back."""
+
+    packed: Dense
+    spread: Dense
+    there: Launch
+    back: Launch
+    keys: bool
+
+    def spread_out(self, x: Tensor, places: Places) -> Tensor:
+        """Its rows, spread."""
+        spread = self.spread.empty(x)
+        self.there(x, spread, *places.of(self.keys))
+        return spread
+
+    def pack(self, spread: Tensor, packed: Tensor, places: Places) -> None:
+        """Back into a tensor like that of the plan."""
+        self.back(packed, spread, *places.of(self.keys))
+
+
+class Places(NamedTuple):
+    """Where rows are, on the device."""
+
+    units_q: Tensor
+    units_k: Tensor
+    shifts_q: Tensor
+    shifts_k: Tensor
+
+    def of(self, keys: bool) -> tuple[Tensor, Tensor]:
+        """Units and shifts."""
+        return (self.units_k, self.shifts_k) if keys else (self.units_q, self.shifts_q)
+
+
+class Spread(NamedTuple):
+    """Plan of where rows of a call are spread to."""
+
+    call: Call
+    """On spread rows."""
+    tables: tuple[Dense, Dense, Dense, Dense]
+    units: Launch
+
+    def places(self, mask: Mask, near: Tensor) -> Places:
+        """Where rows are."""
+        places = Places(*(table.empty(near) for table in self.tables))
+        self.units(mask.cu_seqlens_q, mask.cu_seqlens_k, *places)
+        return places
+
+    def mask(self, places: Places | None = None) -> Mask:
+        """The mask of the call on spread rows."""
+        given = self.call.mask
+        return given if places is None else given._replace(units_q=places.units_q, units_k=places.units_k)
+
+
+def suits(call: Call, *tensors: Tensor) -> bool:
+    """Whether a call has packed sequences that may be spread, and adjacent features in all tensors."""
+    mask, shape = call.mask, call.shape
+    if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None or mask.seqused_k is not None:
+        return False
+    sequences = mask.cu_seqlens_q.shape[0] - 1
+    few = 0 < sequences <= _MOST_SEQUENCES and all(x.stride(3) == 1 for x in tensors)
+    least = next((mean for width, mean in _LEAST_MEAN.items() if shape.width <= width), None)
+    large = any(x.numel() >= _MOST_ELEMENTS for x in tensors)
+    return few and not large and least is not None and min(shape.tokens, shape.keys) >= least * sequences
+
+
+def plan(call: Call) -> Spread:
+    """Where the rows of a call are spread to."""
+    mask, shape = call.mask, call.shape
+    cu_q: Any = mask.cu_seqlens_q
+    cu_k: Any = mask.cu_seqlens_k
+    sequences = cu_q.shape[0] - 1
+    count_q, count_k = (rows // _UNIT + sequences for rows in (shape.tokens, shape.keys))
+    sizes = ((count_q, 4), (count_k, 4), (count_q,), (count_k,))
+    units = Launch(
+        units_kernel,
+        count_q + count_k,
+        takes=("cu_seqlens_q", "cu_seqlens_k", "units_q", "units_k", "shifts_q", "shifts_k"),
+        q_stride=cu_q.stride(0), k_stride=cu_k.stride(0), sequences=sequences, count_q=count_q,
+        BLOCK_S=max(1 << (sequences - 1).bit_length(), 16),
+    )  # fmt: skip
+    tables = tuple(Dense.rows(size, torch.int32) for size in sizes)
+    like = torch.empty(0, dtype=torch.int32, device="meta")
+    masked = Mask(mask.left, mask.right, units_q=like, units_k=like, sequences=sequences)
+    spread = shape._replace(tokens=count_q * _UNIT, keys=count_k * _UNIT)
+    return Spread(call._replace(shape=spread, mask=masked), tables, units)  # type: ignore[arg-type]
+
+
+def plan_copy(x: Tensor, spread: Spread, keys: bool, fill: float = 0.0, to: Dense | None = None) -> Copy:
+    """Plan of copies of a tensor (1, N, H, F), which may be without memory; there is ``fill`` behind sequences.
+
+    Spread rows are in the memory order of ``x``, unless ``to`` says how they lie.
+    """
+    rows = spread.call.shape.keys if keys else spread.call.shape.tokens
+    _, _, heads, features = x.shape
+    near = torch.empty(0, dtype=x.dtype, device="meta")
+    of_spread = empty_in_order(near, (1, rows, heads, features), memory_order(x))
+    if to is not None:
+        of_spread = torch.empty_strided(to.shape, to.stride, dtype=to.dtype, device="meta")
+    block_f = 1 << (features - 1).bit_length()
+    block_r = min(_ELEMENTS // block_f, _UNIT)
+    layout = layout_for(x, of_spread)
+    there, back = (
+        Launch(
+            spread_kernel,
+            rows // block_r * heads,
+            takes=("packed", "spread", "units", "shifts"),
+            heads=heads, KEYS=keys, BACK=back, FILL=fill, VEC=layout.vec, F=features,
+            BLOCK_R=block_r, BLOCK_F=block_f,
+            **layout.of("packed", "spread"),
+        )
+        for back in (False, True)
+    )  # fmt: skip
+    return Copy(Dense.like(x), Dense.like(of_spread), there, back, keys)
+
+
+def plan_row_copy(spread: Spread, rows: int, fill: float = 0.0) -> Copy:
+    """Plan of copies of a float32 number for each query, (1, H, N)."""
+    x = torch.empty((1, spread.call.shape.heads, rows), device="meta")
+    return plan_copy(x.transpose(1, 2)[..., None], spread, False, fill)
