@@ -555,7 +555,7 @@ def spread(tiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rows of short sequences be spread."""
     from warploom.ops.flash_attention.launches import packed
 
-    monkeypatch.setattr(packed, "_LEAST_MEAN", {128: 0})
+    monkeypatch.setattr(packed, "LEAST_MEAN", {name: {128: 0} for name in packed.LEAST_MEAN})
 
 
 def packed_inputs(device: torch.device, packing: str, *, draw: int = 0, **options: Any) -> dict[str, Any]:
@@ -630,13 +630,14 @@ def test_few_rows_in_many_sequences_are_not_spread(hopper: None) -> None:
     from warploom.ops.flash_attention.launches import packed
     from warploom.ops.flash_attention.launches import tiling as launchers
 
-    def suits(tokens: int, sequences: int, **mask: Any) -> bool:
-        x = torch.empty(1, tokens, 2, 128, dtype=torch.bfloat16, device="meta")
+    def suits(tokens: int, sequences: int, key_heads: int = 2) -> bool:
+        q, k = (torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (2, key_heads))
         bounds = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
-        call = launchers.Call.of(x, x, x, launchers.Mask(0, 0, bounds, bounds, **mask), 0.1)
-        return packed.suits(call, x)
+        call = launchers.Call.of(q, k, k, launchers.Mask(0, 0, bounds, bounds), 0.1)
+        return packed.suits("forward", call, q, k)
 
     assert suits(16 * 512, 16)
     assert not suits(16 * 512, 17)
+    assert suits(16 * 512, 32, key_heads=1)
     assert not suits(2**24, 2**13)
     assert not suits(2048, 0)

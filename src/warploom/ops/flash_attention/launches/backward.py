@@ -267,7 +267,7 @@ def plan_backward(
     if call.softcap is None and small.suits_backward(shape, mask, scale, q, k, v, grad, dq, dk, dv):
         launch = small.plan_backward(shape, mask, scale, q, k, v, grad, dq, dk, dv)
         return plan._replace(prepare=prepare, small=launch)
-    if aligned and packed.suits(call, q, k, v, grad, dq, dk, dv):
+    if aligned and packed.suits("backward", call, q, k, v, grad, dq, dk, dv):
         over = _plan_packed(call, grad, q, k, v, (dq, dk, dv), logits)
         if over is not None:
             return plan._replace(prepare=prepare, packed=over)

@@ -167,7 +167,7 @@ def plan_forward(
     plan = Plan(Dense.like(out), Dense.rows(lse, torch.float32), Dense.rows((2, *lse), torch.float32), None)
     if shape.empty():
         return plan
-    if aligned and packed.suits(call, q, k, v, out):
+    if aligned and packed.suits("forward", call, q, k, v, out):
         over = _plan_packed(call, q, k, v, out, logits)
         if over is not None:
             return plan._replace(packed=over)

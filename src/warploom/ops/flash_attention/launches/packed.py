@@ -16,8 +16,11 @@ Tensor = torch.Tensor
 
 _UNIT = UNIT.value
 _MOST_SEQUENCES = 4096
-_LEAST_MEAN = {64: 4096, 128: 512}
-"""Rows of a sequence, in the mean, from which spreading them is worth it, by features of a tile."""
+LEAST_MEAN = {"forward": {64: 4096, 128: 512}, "backward": {64: 1024, 128: 256}}
+"""Rows of a sequence, in the mean, from which spreading them is worth it, by features of a tile.
+
+From packings of 32768 rows in sequences of 256 … 16384 on an H100. Half as many are enough for grouped heads, which
+have fewer keys and values to copy."""
 _MOST_ELEMENTS = 2**31
 """Of a tensor that is copied."""
 _ELEMENTS = 8192
@@ -77,16 +80,18 @@ class Spread(NamedTuple):
         return given if places is None else given._replace(units_q=places.units_q, units_k=places.units_k)
 
 
-def suits(call: Call, *tensors: Tensor) -> bool:
-    """Whether a call has packed sequences that may be spread, and adjacent features in all tensors."""
+def suits(name: str, call: Call, *tensors: Tensor) -> bool:
+    """Whether a ``forward`` or ``backward`` has packed sequences to be spread, and adjacent features everywhere."""
     mask, shape = call.mask, call.shape
     if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None or mask.seqused_k is not None:
         return False
     sequences = mask.cu_seqlens_q.shape[0] - 1
     few = 0 < sequences <= _MOST_SEQUENCES and all(x.stride(3) == 1 for x in tensors)
-    least = next((mean for width, mean in _LEAST_MEAN.items() if shape.width <= width), None)
-    large = any(x.numel() >= _MOST_ELEMENTS for x in tensors)
-    return few and not large and least is not None and min(shape.tokens, shape.keys) >= least * sequences
+    least = next((mean for width, mean in LEAST_MEAN[name].items() if shape.width <= width), None)
+    if least is None or any(x.numel() >= _MOST_ELEMENTS for x in tensors):
+        return False
+    least = least // 2 if shape.group > 1 else least
+    return few and min(shape.tokens, shape.keys) >= least * sequences
 
 
 def plan(call: Call) -> Spread:
