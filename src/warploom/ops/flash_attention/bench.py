@@ -181,7 +181,7 @@ OPERATOR = Operator(
         "query_kernel": 224,
         "backward_small_kernel": 64,
         "hopper_forward_kernel": 80,
-        "hopper_backward_kernel": 104,  # with a cap and 64 features; otherwise 64, outside of its loop
+        "hopper_backward_kernel": 112,  # packed, with a cap and 64 features; without either 64, outside of its loop
         "hopper_key_kernel": 128,  # with a cap and 64 features, still faster than `key_kernel`; otherwise 64
         "hopper_shared_key_kernel": 40,  # with a cap; otherwise 16
         "hopper_shared_query_kernel": 16,

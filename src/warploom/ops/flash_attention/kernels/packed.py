@@ -10,10 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from warploom.device.hopper.attention import UNIT
 from warploom.ops.flash_attention.kernels.forward import Strides
-
-UNIT = tl.constexpr(128)
-"""Rows: `warploom.device.hopper.attention.UNIT`."""
 
 
 @triton.jit

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.kernels.packed import UNIT, spread_kernel, units_kernel
+from warploom.device.hopper.attention import UNIT
+from warploom.ops.flash_attention.kernels.packed import spread_kernel, units_kernel
 from warploom.ops.flash_attention.launches.tiling import Call, layout_for
 from warploom.ops.flash_attention.problem import Mask
 from warploom.runtime.launch import Dense, Launch
