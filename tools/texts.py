@@ -237,8 +237,8 @@ def _whole_table(section: Section) -> Table:
             if not found.counts:
                 continue
             own = [panel.at(mode).get(name, {}) for name in section.own_names]
-            points = [each[x] for x in panel.xs(mode) for each in own if x in each and each[x].ms]
-            last = points[-1] if points else None
+            firsts = (next((each[x] for each in own if x in each and each[x].ms), None) for x in panel.xs(mode))
+            last = next(reversed([point for point in firsts if point]), None)
             median = _percent(statistics.median(found.shares)) if found.shares else ""
             spread = f"{median} ({_percent(found.shares[0])} … {_percent(found.shares[-1])})" if median else ""
             place = [size(last.x), number(last.ms)] if last else ["", ""]
