@@ -305,7 +305,7 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_plans()
 
 
-@pytest.mark.sample(13)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize(
     ("n", "m", "heads", "key_heads", "d", "e", "dtype"),
     [
@@ -571,7 +571,7 @@ def packed_inputs(device: torch.device, packing: str, *, draw: int = 0, **option
     return inputs | dict(zip(("cu_seqlens_q", "cu_seqlens_k"), bounds))
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(
     ("heads", "key_heads", "d", "e", "dtype"),
     [(4, 2, 64, 64, torch.bfloat16), (2, 1, 128, 128, torch.float16), (2, 2, 80, 128, torch.bfloat16)],

@@ -139,7 +139,7 @@ def with_gradients(run: Callable[..., Any], inputs: Tensors) -> Tensors:
 # ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @calls
 def test_compiled_for_any_size(call: Call, backend: str, device: torch.device) -> None:
     run, counter = call.run(backend), CompileCounterWithBackend("aot_eager")
@@ -177,7 +177,7 @@ def dynamic_sizes(call: Call, inputs: Tensors) -> tuple[dict[int, Any], ...]:
     return tuple({i: dims[a] for i, a in enumerate(each) if a in dims} for each in named)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @calls
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported_with_dynamic_sizes(strict: bool, call: Call, backend: str, device: torch.device) -> None:
@@ -219,7 +219,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("way", ["compile", "export", "export_strict"])
 def test_layers(way: str, name: str, device: torch.device) -> None:

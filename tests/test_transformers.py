@@ -179,6 +179,7 @@ def test_full_attention_of_a_decoder() -> None:
     close(ours(ids, attention_mask=mask, use_cache=False).logits[mask.bool()], wanted)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_training_with_checkpoints_and_a_compiler(place: str) -> None:
     eager, ours = pair_of("llama")
