@@ -261,6 +261,7 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("fresh_dynamo")
 @cases(*BACKENDS, at_most=6 if ON_GPU else 3)
 def test_compiled_equals_eager(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
@@ -286,6 +287,7 @@ def has_free_length(operator: Operator, case: Case) -> bool:
     return case[operator.length] > 1 and not any(isinstance(value, list | tuple) for value in case.values())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("fresh_dynamo")
 @cases(*BACKENDS, select=has_free_length, at_most=4 if ON_GPU else 1)
 def test_a_new_length_or_offset_retraces_nothing(

@@ -74,7 +74,7 @@ CHUNKED: list[dict[str, Any]] = [
 """Of two chunks and more, of more than a scan loads together, and of many tiles; the last whole or not."""
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     ("encoding", "case"),
