@@ -58,7 +58,7 @@ class Packed(NamedTuple):
 
     spread: packed.Spread
     inputs: tuple[packed.Copy, ...]  # q, k, v and the gradient
-    rows: tuple[packed.Copy, packed.Copy]  # lse and δ
+    rows: tuple[packed.Copy, ...]  # lse and δ
     results: tuple[packed.Copy, ...]  # dq, dk, dv
     plan: Plan
 
@@ -155,7 +155,7 @@ def launch_backward(
     # Two tensors, not two halves of one: the second half's alignment would depend on the length.
     lse, delta = plan.rows.empty(q), plan.rows.empty(q)
     inverse = plan.rows.empty(q) if q.dtype == torch.float32 else None
-    counters = COUNTERS.empty(q) if plan.counted or plan.packed is not None else None
+    counters = COUNTERS.empty(q) if plan.counted else None
     tiles_added = None if plan.together is None else plan.together.tiles_added.empty(q)
     prepare: Any = plan.prepare
     prepare(out, grad, statistics, grad_lse, lse, delta, inverse, counters, tiles_added)
@@ -270,7 +270,7 @@ def plan_backward(
     if aligned and packed.suits("backward", call, q, k, v, grad, dq, dk, dv):
         over = _plan_packed(call, grad, q, k, v, (dq, dk, dv), logits)
         if over is not None:
-            return plan._replace(prepare=prepare, packed=over)
+            return plan._replace(prepare=prepare, packed=over, counted=True)
     if product in TERMS:
         plan = plan._replace(terms=tiling.plan_terms(product, shape, q, k, v, grad, pdl))
     factors = (q, k, v, grad) if plan.terms is None else plan.terms.like
@@ -301,18 +301,18 @@ def _plan_packed(
     spread = packed.plan(call)
     if not hopper.suit("key", spread.call.shape, spread.call.mask, call.scale, q, k, v, grad):
         return None
-    inputs = tuple(
-        packed.plan_copy(x, spread, keys) for x, keys in ((q, False), (k, True), (v, True), (grad, False))
-    )
+    given = zip((q, k, v, grad), (False, True, True, False))
+    inputs = tuple(packed.plan_copy(x, spread, keys=keys) for x, keys in given)
     of_q, of_k, of_v, of_grad = (copy.spread.empty(q) for copy in inputs)
     rest = (spread.mask(), call.scale, "highest", True, None, Logits(logits.softcap))
     plan = plan_backward(of_grad, None, of_q, of_k, of_v, of_grad, *rest)
     if not (plan.kernels and all(each.launch.descriptions for each in plan.kernels)):
         return None
-    tokens = call.shape.tokens
-    rows = packed.plan_row_copy(spread, tokens, float("inf")), packed.plan_row_copy(spread, tokens)
+    row = packed.of_rows(call.shape.heads, call.shape.tokens)
+    rows = tuple(packed.plan_copy(row, spread, keys=False, fill=fill) for fill in (float("inf"), 0.0))
     outs = tuple(
-        packed.plan_copy(x, spread, keys, to=to) for x, keys, to in zip(results, (False, True, True), plan.results)
+        packed.plan_copy(x, spread, keys=keys, back_from=wide)
+        for x, keys, wide in zip(results, (False, True, True), plan.results)
     )
     return Packed(spread, inputs, rows, outs, plan)
 

@@ -140,12 +140,17 @@ def _plan_packed(call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logit
     spread = packed.plan(call)
     if not hopper.suit("forward", spread.call.shape, spread.call.mask, call.scale, q, k, v, out):
         return None
-    inputs = tuple(packed.plan_copy(x, spread, keys) for x, keys in ((q, False), (k, True), (v, True)))
+    inputs = tuple(packed.plan_copy(x, spread, keys=keys) for x, keys in ((q, False), (k, True), (v, True)))
     of_q, of_k, of_v = (copy.spread.empty(q) for copy in inputs)
     plan = plan_forward(of_q, of_k, of_v, spread.mask(), call.scale, "highest", True, logits)
     if plan.launch is None or not plan.launch.descriptions:
         return None
-    results = packed.plan_copy(out, spread, False, to=plan.out), packed.plan_row_copy(spread, call.shape.tokens)
+    rows = packed.of_rows(call.shape.heads, call.shape.tokens)
+    wide = Dense.like(packed.of_rows(call.shape.heads, spread.call.shape.tokens))
+    results = (
+        packed.plan_copy(out, spread, keys=False, back_from=plan.out),
+        packed.plan_copy(rows, spread, keys=False, back_from=wide),
+    )
     return Packed(spread, inputs, results, plan)
 
 

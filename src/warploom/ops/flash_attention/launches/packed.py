@@ -15,7 +15,6 @@ from warploom.runtime.memory_order import empty_in_order, memory_order
 
 Tensor = torch.Tensor
 
-_UNIT = UNIT.value
 _MOST_SEQUENCES = 4096
 LEAST_MEAN = {"forward": {64: 4096, 128: 512}, "backward": {64: 1024, 128: 256}}
 """Rows of a sequence, in the mean, from which spreading them is worth it, by features of a tile.
@@ -29,23 +28,21 @@ _ELEMENTS = 8192
 
 
 class Copy(NamedTuple):
-    """Plan of a copy of rows to where they are spread, and back."""
+    """Plan of a copy of rows to where they are spread, or back."""
 
-    packed: Dense
     spread: Dense
-    there: Launch
-    back: Launch
-    keys: bool
+    launch: Launch
+    keys: bool  # whether rows are those of keys
 
-    def spread_out(self, x: Tensor, places: Places) -> Tensor:
-        """Its rows, spread."""
-        spread = self.spread.empty(x)
-        self.there(x, spread, *places.of(self.keys))
+    def spread_out(self, packed: Tensor, places: Places) -> Tensor:
+        """The rows, spread."""
+        spread = self.spread.empty(packed)
+        self.launch(packed, spread, *places.of(self.keys))
         return spread
 
     def pack(self, spread: Tensor, packed: Tensor, places: Places) -> None:
         """Back into a tensor like that of the plan."""
-        self.back(packed, spread, *places.of(self.keys))
+        self.launch(packed, spread, *places.of(self.keys))
 
 
 class Places(NamedTuple):
@@ -101,7 +98,7 @@ def plan(call: Call) -> Spread:
     cu_q: Any = mask.cu_seqlens_q
     cu_k: Any = mask.cu_seqlens_k
     sequences = cu_q.shape[0] - 1
-    count_q, count_k = (rows // _UNIT + sequences for rows in (shape.tokens, shape.keys))
+    count_q, count_k = (rows // UNIT.value + sequences for rows in (shape.tokens, shape.keys))
     sizes = ((count_q, 4), (count_k, 4), (count_q,), (count_k,))
     units = Launch(
         units_kernel,
@@ -113,39 +110,35 @@ def plan(call: Call) -> Spread:
     tables = tuple(Dense.rows(size, torch.int32) for size in sizes)
     like = torch.empty(0, dtype=torch.int32, device="meta")
     masked = Mask(mask.left, mask.right, units_q=like, units_k=like, sequences=sequences)
-    spread = shape._replace(tokens=count_q * _UNIT, keys=count_k * _UNIT)
+    spread = shape._replace(tokens=count_q * UNIT.value, keys=count_k * UNIT.value)
     return Spread(call._replace(shape=spread, mask=masked), tables, units)  # type: ignore[arg-type]
 
 
-def plan_copy(x: Tensor, spread: Spread, keys: bool, fill: float = 0.0, to: Dense | None = None) -> Copy:
-    """Plan of copies of a tensor (1, N, H, F), which may be without memory; there is ``fill`` behind sequences.
+def plan_copy(x: Tensor, spread: Spread, *, keys: bool, fill: float = 0.0, back_from: Dense | None = None) -> Copy:
+    """Plan of the copy of a tensor (1, N, H, F), which may be without memory.
 
-    Spread rows are in the memory order of ``x``, unless ``to`` says how they lie.
+    Rows are spread in the memory order of ``x``, with ``fill`` behind sequences, or come back from where they are.
     """
     rows = spread.call.shape.keys if keys else spread.call.shape.tokens
     _, _, heads, features = x.shape
     near = torch.empty(0, dtype=x.dtype, device="meta")
     of_spread = empty_in_order(near, (1, rows, heads, features), memory_order(x))
-    if to is not None:
-        of_spread = torch.empty_strided(to.shape, to.stride, dtype=to.dtype, device="meta")
+    if back_from is not None:
+        of_spread = near.new_empty_strided(back_from.shape, back_from.stride)
     block_f = 1 << (features - 1).bit_length()
-    block_r = min(_ELEMENTS // block_f, _UNIT)
+    block_r = min(_ELEMENTS // block_f, UNIT.value)
     layout = layout_for(x, of_spread)
-    there, back = (
-        Launch(
-            spread_kernel,
-            rows // block_r * heads,
-            takes=("packed", "spread", "units", "shifts"),
-            heads=heads, KEYS=keys, BACK=back, FILL=fill, VEC=layout.vec, F=features,
-            BLOCK_R=block_r, BLOCK_F=block_f,
-            **layout.of("packed", "spread"),
-        )
-        for back in (False, True)
+    launch = Launch(
+        spread_kernel,
+        rows // block_r * heads,
+        takes=("packed", "spread", "units", "shifts"),
+        heads=heads, KEYS=keys, BACK=back_from is not None, FILL=fill, VEC=layout.vec, F=features,
+        BLOCK_R=block_r, BLOCK_F=block_f,
+        **layout.of("packed", "spread"),
     )  # fmt: skip
-    return Copy(Dense.like(x), Dense.like(of_spread), there, back, keys)
+    return Copy(Dense.like(of_spread), launch, keys)
 
 
-def plan_row_copy(spread: Spread, rows: int, fill: float = 0.0) -> Copy:
-    """Plan of copies of a float32 number for each query, (1, H, N)."""
-    x = torch.empty((1, spread.call.shape.heads, rows), device="meta")
-    return plan_copy(x.transpose(1, 2)[..., None], spread, False, fill)
+def of_rows(heads: int, rows: int) -> Tensor:
+    """A float32 number for each query, (1, H, N), as `plan_copy` takes it, without memory."""
+    return torch.empty((1, heads, rows), device="meta").transpose(1, 2)[..., None]

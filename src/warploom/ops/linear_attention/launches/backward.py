@@ -115,7 +115,7 @@ def backward(
     elif shared is not None:
         before = shared.states
     if plan.reverse is not None:
-        behind = plan.reverse(q, grad, grad_state, first, inputs, offset, shared and shared.carry)
+        behind = plan.reverse(q, grad, grad_state, first, inputs, offset, carry=shared and shared.carry)
         behind, own = (behind if options.causal else first), None
     if plan.on_hopper is not None:
         query, key, value, pair, turned = plan.on_hopper

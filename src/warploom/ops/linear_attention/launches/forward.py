@@ -202,7 +202,8 @@ def forward(
     kept = final if options.return_state else None
     before, behind = initial, kept
     if plan.states is not None:
-        before = plan.states(k, v, initial, final, inputs, offset, *(shared or ()))
+        carry, memory = (None, None) if shared is None else (shared.carry, shared.states)
+        before = plan.states(k, v, initial, final, inputs, offset, carry=carry, states=memory)
         before, behind = (before if options.causal else final), None
     if plan.short:
         plan.product(q, k, v, out, before, behind, *inputs.places(offset))
