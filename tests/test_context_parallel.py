@@ -10,7 +10,9 @@ import torch
 from distributed_ranks import run_checks
 
 import warploom
-from warploom.distributed import ranks
+from warploom.distributed import exchange, ranks
+from warploom.distributed.exchange import Plan, Slices
+from warploom.distributed.layout import chunks_of
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -30,3 +32,53 @@ def test_a_tensor_on_the_gpu_of_another_rank(monkeypatch: pytest.MonkeyPatch) ->
         warploom.DeviceError, match="q must be on this rank's device of the mesh, cuda:1; got cuda:0"
     ):
         ranks.check_device("attend", mesh, "q", other)  # type: ignore[arg-type]
+
+
+# What travels: every rank's plan, and tokens in the place of rows
+
+
+WINDOWS = ((None, None), (None, 0), (3, 0), (3, 5), (200, 0), (None, 4), (2, None))
+BOUNDS = ((0, 64), (0, 37), (0, 1), (0, 0), (0, 7, 7, 37, 38, 58), (0, 5, 9, 30))
+
+
+def lengths(pieces: Slices) -> list[list[int]]:
+    return [[piece.stop - piece.start for piece in of_rank] for of_rank in pieces]
+
+
+def keys_of(plan: Plan, number: int, arrived: torch.Tensor) -> torch.Tensor:
+    keys = plan.steps[number].keys
+    return arrived[keys] if isinstance(keys, slice) else arrived.index_select(0, keys)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_rows_travel_once_and_gradients_return(world: int, layout: str) -> None:
+    for bounds in BOUNDS:
+        for packed in {len(bounds) > 2, True}:
+            for window in WINDOWS:
+                all_ranks = range(world)
+                call = (bounds, packed, world)
+                plans = [exchange.plan_of(*call, r, layout, *window, torch.device("cpu")) for r in all_ranks]
+                parts = [chunks_of(bounds, world, layout).rows(r) for r in all_ranks]
+                arrived = [torch.full((plan.arriving,), -1) for plan in plans]
+                returned = [torch.full((plan.returning,), -1) for plan in plans]
+                for number in range(len(plans[0].steps)):
+                    steps = [plan.steps[number] for plan in plans]
+                    for a, sender in enumerate(steps):
+                        for b, receiver in enumerate(steps):
+                            assert lengths(sender.leaving.slices)[b] == lengths(receiver.landing)[a]
+                            for rows, place in zip(sender.leaving.of(parts[a])[b], receiver.landing[a]):
+                                assert (arrived[b][place] == -1).all()
+                                arrived[b][place] = rows
+                    for a, sender in enumerate(steps):
+                        tokens = keys_of(plans[a], number, arrived[a])
+                        assert (tokens >= 0).all()
+                        assert (tokens.diff() > 0).all()
+                        assert sum(call.keys.stop - call.keys.start for call in sender.calls) in (0, len(tokens))
+                        for b, receiver in enumerate(steps):
+                            assert lengths(sender.back.slices)[b] == lengths(receiver.returned)[a]
+                            for rows, place in zip(sender.back.of(tokens)[b], receiver.returned[a]):
+                                returned[b][place] = rows
+                for plan, part, rows in zip(plans, parts, returned):
+                    each = rows[plan.order]
+                    assert torch.equal(each, part.repeat_interleave(plan.ends.diff()))

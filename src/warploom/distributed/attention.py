@@ -288,9 +288,9 @@ def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensor
     bounds = _read(tensors, options)
     plan, group = _planned(tensors, options, bounds)
     out, lse, statistics, _ = _fake(tensors, options)
-    arrived = exchange.send_keys(plan, [_rows(x) for x in (k, v)], group).wait()
+    arriving = exchange.send_keys(plan, [_rows(x) for x in (k, v)], group)
     for number, step in enumerate(plan.steps):
-        keys, values = (x.transpose(0, 1) for x in exchange.keys_of(plan, number, arrived))
+        keys, values = (x.transpose(0, 1) for x in arriving.keys(number))
         for call in step.calls:
             chunk = q[:, call.queries], keys[:, call.keys], values[:, call.keys]
             found = _attend(*chunk, sink, call, options)
@@ -328,11 +328,10 @@ def _backward(
     plan, group = _planned(saved[:5], options, tuple(bounds.tolist()))
     dq, dk, dv = (empty_in_order_of(x, x.shape[-1]) for x in (q, k, v))
     dsink = None if sink is None else torch.zeros_like(sink, dtype=torch.promote_types(sink.dtype, torch.float32))
-    arrived = exchange.send_keys(plan, [_rows(x) for x in (k, v)], group).wait()
-    returning = exchange.Returning(plan, [_rows(x[:, :0]) for x in (k, v)], group)
-    # The last step sees most keys: its gradients travel while the one before is computed.
-    for number, step in reversed([*enumerate(plan.steps)]):
-        keys, values = (x.transpose(0, 1) for x in exchange.keys_of(plan, number, arrived))
+    arriving = exchange.send_keys(plan, [_rows(x) for x in (k, v)], group)
+    gradients: list[list[Tensor]] = []
+    for number, step in enumerate(plan.steps):
+        keys, values = (x.transpose(0, 1) for x in arriving.keys(number))
         of_keys: tuple[list[Tensor], list[Tensor]] = [], []
         for call in step.calls:
             rows = call.queries
@@ -349,8 +348,8 @@ def _backward(
                 each.append(gradient)
             if dsink is not None:
                 dsink += found[3]
-        returning.send(number, [_joined(each, x) for each, x in zip(of_keys, (keys, values))])
-    for gradient, total in zip((dk, dv), returning.sums(options.kernels)):
+        gradients.append([_joined(each, x) for each, x in zip(of_keys, (keys, values))])
+    for gradient, total in zip((dk, dv), exchange.return_gradients(plan, gradients, group, options.kernels)):
         gradient.copy_(total.transpose(0, 1))
     return dq, dk, dv, None if dsink is None or sink is None else dsink.to(sink.dtype)
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from warploom.distributed.layout import Chunks, as_bytes, chunks_of, expanded, padded, places
-from warploom.distributed.ranks import Bounds, all_gather_together
+from warploom.distributed.layout import Chunks, as_bytes, chunks_of, expanded
+from warploom.distributed.ranks import Bounds
 
 Tensor = torch.Tensor
 
@@ -31,41 +31,57 @@ class Call(NamedTuple):
     """The window, counted from the last key."""
 
 
-class Step(NamedTuple):
-    """What a rank does for one of its chunks, and for those that the others compute in the same step.
+Slices = tuple[tuple[slice, ...], ...]
+"""Of rows, by rank: pieces that travel one by one."""
 
-    All indices are int32 on the device. Rows that go to other ranks are ordered by rank, then by token.
-    """
+
+class Pieces(NamedTuple):
+    """Rows of a tensor that go to each rank."""
+
+    which: Tensor | None
+    """Those for the first rank first, int32 on the device; None where slices are of the tensor itself."""
+    slices: Slices
+
+    def of(self, x: Tensor) -> list[list[Tensor]]:
+        """By rank."""
+        return _cut(x if self.which is None else x.index_select(0, self.which), self.slices)
+
+
+def _cut(x: Tensor, slices: Slices) -> list[list[Tensor]]:
+    return [[x[piece] for piece in pieces] for pieces in slices]
+
+
+class Step(NamedTuple):
+    """What a rank does for one of its chunks, and for those that the others compute in the same step."""
 
     calls: tuple[Call, ...]
-    place: Tensor
-    """For each key of the chunk its row among what was received."""
-    back: Tensor
-    """For each row of the gradients to be sent its key."""
-    sent: Tensor
-    """Rows of this rank's part that the ranks' chunks see."""
-    sent_counts: list[int]
-    received_counts: list[int]
+    keys: slice | Tensor
+    """The keys of the chunk among all that arrive."""
+    leaving: Pieces
+    """Of this rank's part: what the ranks' chunks see, and no chunk of theirs before."""
+    landing: Slices
+    """Where such rows of the ranks go among all that arrive."""
+    waits: bool
+    """Whether any come from another rank."""
+    back: Pieces
+    """Of the gradients of the chunk's keys: those of each rank's tokens."""
+    returned: Slices
+    """Where such gradients from the ranks go among all that return."""
 
 
 class Plan(NamedTuple):
     """How the ranks compute attention on a layout."""
 
-    lengths: list[int]
-    """Of the ranks' parts."""
     steps: tuple[Step, ...]
-    whole: bool
-    """Whether keys and values travel by one all-gather, and not to the chunks that see them alone."""
+    arriving: int
+    """Rows that this rank sees."""
+    returning: int
+    """Rows of gradients for its part."""
     order: Tensor
-    """For each row of this rank's part the gradients received for it, one row after the other, in the order of
+    """For each row of this rank's part the gradients returned for it, one row after the other, in the order of
     steps and ranks."""
     ends: Tensor
-    """(n + 1,), where each row's begin in ``order``; int32, as ``order``."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest part."""
-        return max(self.lengths)
+    """(n + 1,), where each row's begin in ``order``; int32 on the device, as ``order``."""
 
 
 @functools.lru_cache(8)  # one holds a few numbers for each token, on the device
@@ -74,6 +90,9 @@ def plan_of(
     device: torch.device,
 ) -> Plan:  # fmt: skip
     """The plan of a call.
+
+    Of a single sequence, rows travel from where they are to where they are needed. Of packed ones, whose chunks lie
+    apart, those for a rank are gathered first, and keys are put in order when they have arrived.
 
     Args:
         bounds: Of the sequences.
@@ -93,27 +112,74 @@ def plan_of(
         owned = [[other] for other in range(world)]
         end = torch.tensor(chunks.lengths).clamp(max=1)[None] * bounds[-1]
         begin = torch.zeros_like(end)
-    sizes = (end - begin).sum(0)
-    whole = 2 * max(int(sizes[own].sum()) for own in owned) > bounds[-1]
-    gathered = places(chunks) if whole else None
-    count = len(owned[0])
-    steps, sources = [], []
+    count, single = len(owned[0]), len(bounds) == 2
+    fresh, travels, returns = begin * 0, [], []
     for number in range(count):
         columns = [own[number] for own in owned]
-        travel = _travel(chunks, begin[:, columns], end[:, columns], rank)
+        low, high = begin[:, columns], end[:, columns]
+        # A later chunk sees keys that are not before those of an earlier one.
+        travels.append(_travel(chunks, torch.maximum(low, fresh[:, : len(columns)]), high, rank))
+        fresh = torch.maximum(fresh[:, : len(columns)], high)
+        returns.append(_travel(chunks, low, high, rank))
+    tokens = torch.cat([travel.arriving for travel in travels])
+    place = torch.empty(bounds[-1], dtype=torch.int64)
+    place[tokens.sort().values if single else tokens] = torch.arange(len(tokens))
+    own_tokens = chunks.rows(rank)
+    steps, returned = [], 0
+    for number, (travel, gradients) in enumerate(zip(travels, returns)):
+        seen = gradients.arriving.sort().values
         calls = _calls(chunks, begin, end, rank, number, count, packed, left, right, device)
-        rows = expanded(begin[:, columns[rank]], end[:, columns[rank]])
-        place = travel.place if gathered is None else gathered[rows]
-        place, back, sent = (x.to(device, torch.int32) for x in (place, travel.back, travel.sent))
-        steps.append(Step(calls, place, back, sent, travel.sent_counts, travel.received_counts))
-        sources.append(travel.sent)
-    into = torch.cat(sources)
+        steps.append(
+            Step(
+                calls,
+                _as_slice(place[seen], device),
+                _pieces(travel.leaving, own_tokens, travel.leaving_counts, single, device),
+                _slices(place[travel.arriving], travel.arriving, travel.arriving_counts, single),
+                any(travel.arriving_counts[:rank] + travel.arriving_counts[rank + 1 :]),
+                _pieces(gradients.place, seen, gradients.arriving_counts, single, device),
+                _slices(
+                    returned + torch.arange(len(gradients.leaving)),
+                    own_tokens[gradients.leaving],
+                    gradients.leaving_counts,
+                    single,
+                ),
+            )
+        )
+        returned += len(gradients.leaving)
+    into = torch.cat([gradients.leaving for gradients in returns])
     order = into.argsort(stable=True)
-    n = chunks.lengths[rank]
-    ends = torch.zeros(n + 1, dtype=torch.int64)
-    ends[1:] = torch.bincount(into, minlength=n).cumsum(0)
+    ends = torch.zeros(len(own_tokens) + 1, dtype=torch.int64)
+    ends[1:] = torch.bincount(into, minlength=len(own_tokens)).cumsum(0)
     small = (x.to(device, torch.int32) for x in (order, ends))
-    return Plan(chunks.lengths, tuple(steps), whole, *small)
+    return Plan(tuple(steps), len(tokens), returned, *small)
+
+
+def _pieces(rows: Tensor, tokens: Tensor, counts: list[int], single: bool, device: torch.device) -> Pieces:
+    """Rows of a tensor that stand for ``tokens``, so many for each rank."""
+    if single:
+        return Pieces(None, _slices(rows, tokens[rows], counts, single))
+    return Pieces(rows.to(device, torch.int32), _slices(torch.arange(len(rows)), tokens[rows], counts, single))
+
+
+def _slices(places: Tensor, tokens: Tensor, counts: list[int], single: bool) -> Slices:
+    """Rows by rank, cut where tokens of a single sequence are not adjacent: sender and receiver cut alike."""
+    found = []
+    for own, of_tokens in zip(places.split(counts), tokens.split(counts)):
+        edges = [0, len(own)] if len(own) else []
+        if single and edges:
+            edges[1:1] = (1 + (of_tokens.diff() != 1).nonzero().flatten()).tolist()
+        firsts = own[edges[:-1]].tolist()
+        lengths = (high - low for low, high in itertools.pairwise(edges))
+        found.append(tuple(slice(first, first + length) for first, length in zip(firsts, lengths)))
+    return tuple(found)
+
+
+def _as_slice(rows: Tensor, device: torch.device) -> slice | Tensor:
+    """Rows as a slice, if they are adjacent."""
+    if len(rows) and bool((rows.diff() != 1).any()):
+        return rows.to(device, torch.int32)
+    first = int(rows[0]) if len(rows) else 0
+    return slice(first, first + len(rows))
 
 
 def _keys_of(chunks: Chunks, left: int | None, right: int | None) -> tuple[Tensor, Tensor]:
@@ -130,13 +196,16 @@ def _keys_of(chunks: Chunks, left: int | None, right: int | None) -> tuple[Tenso
 
 
 class _Travel(NamedTuple):
-    """The rows of one step, on the host; see `Step`."""
+    """What travels in one step, on the host, by rank and then by token."""
 
+    leaving: Tensor
+    """Rows of this rank's part."""
+    leaving_counts: list[int]
+    arriving: Tensor
+    """Tokens that this rank sees."""
+    arriving_counts: list[int]
     place: Tensor
-    back: Tensor
-    sent: Tensor
-    sent_counts: list[int]
-    received_counts: list[int]
+    """Of each such token among all of them in their order."""
 
 
 def _travel(chunks: Chunks, begin: Tensor, end: Tensor, rank: int) -> _Travel:
@@ -146,23 +215,21 @@ def _travel(chunks: Chunks, begin: Tensor, end: Tensor, rank: int) -> _Travel:
     first, last = chunks.first[:, own], chunks.last[:, own]  # (S, O)
     sizes = (last - first).t().flatten()
     offsets = (sizes.cumsum(0) - sizes).view(len(own), -1).t()  # (S, O)
-    sent, sent_counts = [], []
+    leaving, leaving_counts = [], []
     for other in range(chunks.world):
         low = torch.maximum(first, begin[:, other : other + 1])
         high = torch.minimum(last, end[:, other : other + 1])
         shift = offsets - first
         rows = expanded((low + shift).flatten(), (torch.maximum(high, low) + shift).flatten())
-        sent.append(rows)
-        sent_counts.append(len(rows))
+        leaving.append(rows)
+        leaving_counts.append(len(rows))
     mine = expanded(begin[:, rank], end[:, rank])  # tokens, ascending in each sequence
     owner = torch.empty(int(chunks.ends[-1]), dtype=torch.int64)
     for other in range(chunks.world):
         owner[chunks.rows(other)] = other
-    back = owner[mine].argsort(stable=True)
-    place = torch.empty_like(back)
-    place[back] = torch.arange(len(back))
-    received = torch.bincount(owner[mine], minlength=chunks.world).tolist()
-    return _Travel(place, back, torch.cat(sent), sent_counts, received)
+    place = owner[mine].argsort(stable=True)
+    counts = torch.bincount(owner[mine], minlength=chunks.world).tolist()
+    return _Travel(torch.cat(leaving), leaving_counts, mine[place], counts, place)
 
 
 def _calls(
@@ -205,96 +272,84 @@ def _cumulative(sizes: Tensor, device: torch.device) -> Tensor:
 
 
 class Arriving(NamedTuple):
-    """Rows on their way: those of each tensor in each step, or all in the place of the first."""
+    """Keys and values on their way to this rank, each row once."""
 
-    works: list[Any]
-    rows: list[list[Tensor]]  # by step, of each tensor
-    sent: list[Tensor]  # whose memory is not to be used again before
+    plan: Plan
+    rows: list[Tensor]
+    """Of each tensor those of all steps."""
+    works: list[list[Any]]
+    """By step; none twice, which some backends would wait for forever."""
+    sent: list[Any]
+    """Whose memory is not to be used again before they have left."""
 
-    def wait(self) -> list[list[Tensor]]:
-        """Let the current stream wait for them."""
-        for work in self.works:
-            work.wait()
-        return self.rows
+    def keys(self, number: int) -> list[Tensor]:
+        """Of each tensor the rows of a step in their order, once the current stream has waited for them."""
+        step = self.plan.steps[number]
+        if step.waits or number == len(self.plan.steps) - 1:  # by then, for what was sent too
+            for works in self.works[: number + 1]:
+                while works:
+                    works.pop(0).wait()
+        if isinstance(step.keys, slice):
+            return [x[step.keys] for x in self.rows]
+        return [x.index_select(0, step.keys) for x in self.rows]
 
 
 def send_keys(plan: Plan, tensors: list[Tensor], group: Any) -> Arriving:
-    """Send rows (n, …) of this rank's part to the chunks that see them."""
-    works, rows, sent = [], [], []
-    if plan.whole:
-        found = [x.new_empty((plan.longest * group.size(), *x.shape[1:])) for x in tensors]
-        sent = [as_bytes(padded(x, plan.longest)) for x in tensors]
-        return Arriving(all_gather_together(group, [*map(as_bytes, found)], sent), [found], sent)
-    for step in plan.steps:
-        arriving = [x.new_empty((len(step.place), *x.shape[1:])) for x in tensors]
-        leaving = [x.index_select(0, step.sent) for x in tensors]
-        works += _send(leaving, arriving, step.sent_counts, step.received_counts, group)
-        rows.append(arriving)
-        sent += leaving
-    return Arriving(works, rows, sent)
+    """Send rows (n, …) of this rank's part to the chunks that see them.
+
+    What the first step needs travels first: the rest arrives while it is computed.
+    """
+    rows = [x.new_empty((plan.arriving, *x.shape[1:])) for x in tensors]
+    sent = [[step.leaving.of(x) for x in tensors] for step in plan.steps]
+    works = [
+        _send(leaving, [_cut(x, step.landing) for x in rows], group) for step, leaving in zip(plan.steps, sent)
+    ]
+    return Arriving(plan, rows, works, sent)
 
 
-def keys_of(plan: Plan, number: int, arrived: list[list[Tensor]]) -> list[Tensor]:
-    """The keys of a step in their order, from all that arrived."""
-    rows = arrived[0 if plan.whole else number]
-    return [x.index_select(0, plan.steps[number].place) for x in rows]
+def return_gradients(plan: Plan, gradients: list[list[Tensor]], group: Any, kernels: bool) -> list[Tensor]:
+    """Gradients of this rank's part, added up in float32 and in a fixed order.
+
+    They travel when all are there, in one kernel: as many arrive at the rank that waits longest as if those of the
+    first step had left before, and no multiprocessors are lost to a kernel that waits for other ranks.
+
+    Args:
+        plan: Of the call.
+        gradients: By step, of each tensor those of the step's keys (M, …).
+        group: The ranks.
+        kernels: Whether kernels compute the call.
+
+    Returns:
+        Of each tensor ``(n, …)``.
+    """
+    received = [x.new_empty((plan.returning, *x.shape[1:])) for x in gradients[0]]
+    leaving, landing = [], []
+    for number, rows in enumerate(received):
+        of_steps = [step.back.of(each[number]) for step, each in zip(plan.steps, gradients)]
+        leaving.append([list(itertools.chain(*by_step)) for by_step in zip(*of_steps)])
+        places = [_cut(rows, step.returned) for step in plan.steps]
+        landing.append([list(itertools.chain(*by_step)) for by_step in zip(*places)])
+    for work in _send(leaving, landing, group):
+        work.wait()
+    return [sum_gradients(plan, rows, kernels) for rows in received]
 
 
-class Returning:
-    """Gradients of keys and values on their way to the owners of the tokens."""
+def _send(leaving: list[list[list[Tensor]]], landing: list[list[list[Tensor]]], group: Any) -> list[Any]:
+    """Send pieces of each tensor to every rank, in one kernel, without waiting for it.
 
-    def __init__(self, plan: Plan, like: list[Tensor], group: Any) -> None:
-        """None yet.
-
-        Args:
-            plan: Of the call.
-            like: Of each tensor some rows (·, …).
-            group: The ranks.
-        """
-        self.plan, self.group = plan, group
-        rows = sum(len(step.sent) for step in plan.steps)
-        self.received = [x.new_empty((rows, *x.shape[1:])) for x in like]
-        self.sent: list[Tensor] = []  # see `Arriving`
-        self.works: list[Any] = []
-
-    def send(self, number: int, tensors: list[Tensor]) -> None:
-        """Send gradients (M, …) of a step's keys."""
-        steps = self.plan.steps
-        begin = sum(len(step.sent) for step in steps[:number])
-        step = steps[number]
-        sent = [x.index_select(0, step.back) for x in tensors]
-        into = [received[begin : begin + len(step.sent)] for received in self.received]
-        self.works += _send(sent, into, step.received_counts, step.sent_counts, self.group)
-        self.sent += sent
-
-    def sums(self, kernels: bool) -> list[Tensor]:
-        """Of each tensor the gradients (n, …) of this rank's part, added up in float32 and in a fixed order.
-
-        Args:
-            kernels: Whether kernels compute the call.
-        """
-        for work in self.works:
-            work.wait()
-        self.sent.clear()
-        return [sum_gradients(self.plan, received, kernels) for received in self.received]
-
-
-def _send(
-    tensors: list[Tensor], received: list[Tensor], counts: list[int], received_counts: list[int], group: Any
-) -> list[Any]:
-    """Send so many rows of each tensor to every rank, in one call.
-
-    It is one kernel: a second would begin when the computation that follows leaves multiprocessors to it.
+    A second would begin when the computation that follows leaves multiprocessors to it.
     """
     sends, rank = [], group.rank()
-    for x, y in zip(tensors, received):
-        for peer, (mine, theirs) in enumerate(zip(x.split(counts), y.split(received_counts))):
+    for of_tensor, into in zip(leaving, landing):
+        for peer, (mine, theirs) in enumerate(zip(of_tensor, into)):
             if peer == rank:
-                theirs.copy_(mine)
+                for piece, place in zip(mine, theirs, strict=True):
+                    place.copy_(piece)
                 continue
-            for function, rows in ((dist.isend, mine), (dist.irecv, theirs)):
-                if rows.numel():
-                    sends.append(dist.P2POp(function, as_bytes(rows), group=group, group_peer=peer))
+            for function, pieces in ((dist.isend, mine), (dist.irecv, theirs)):
+                for piece in pieces:
+                    if piece.numel():
+                        sends.append(dist.P2POp(function, as_bytes(piece), group=group, group_peer=peer))
     return dist.batch_isend_irecv(sends) if sends else []
 
 
@@ -315,8 +370,8 @@ def sum_gradients(plan: Plan, received: Tensor, kernels: bool) -> Tensor:
         return sum_rows(received, plan.order, plan.ends)
     precise = torch.promote_types(received.dtype, torch.float32)
     total = received.new_zeros((len(plan.ends) - 1, *received.shape[1:]), dtype=precise)
-    counts = [count for step in plan.steps for count in step.sent_counts]
-    sent = torch.cat([step.sent for step in plan.steps])
-    for into, share in zip(sent.split(counts), received.split(counts)):
-        total.index_add_(0, into, share.to(precise))  # no row twice
+    of_rows = plan.ends.diff()
+    for number in range(int(of_rows.max()) if len(of_rows) else 0):
+        there = (of_rows > number).nonzero().flatten()
+        total[there] += received[plan.order[plan.ends[there] + number]].to(precise)
     return total.to(received.dtype)

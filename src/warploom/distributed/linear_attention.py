@@ -516,7 +516,7 @@ def _forward(tensors: Tensors, offset: int, options: Options, plans: Plans) -> T
             ended[sequences] = torch.cat(found)[rows]  # type: ignore[arg-type]
             there[sequences] = 1
         every, owners = _gathered(ended, run.group), _gathered(there, run.group)
-        last = torch.where(owners.any(0)[:, None, None, None], every.sum(0), last)
+        last = torch.where(owners.bool().any(0)[:, None, None, None], every.sum(0), last)
     return out, last, states, state, factors, torch.tensor(bounds)
 
 

@@ -20,19 +20,8 @@ Bounds = tuple[int, ...]
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Tensors of all ranks one behind the other; the second is its name in versions of PyTorch before 2.13."""
 
-TOGETHER = "allgather_into_tensor_coalesced"
-"""A method of process groups that no page of PyTorch describes."""
-
 _groups: dict[str, Any] = {}
 _bounds: Any = WeakTensorKeyDictionary()
-
-
-def all_gather_together(group: Any, outs: list[Tensor], tensors: list[Tensor]) -> list[Any]:
-    """`all_gather` of several tensors, by one kernel where PyTorch has that, without waiting for it."""
-    together = getattr(group, TOGETHER, None)
-    if together is not None:
-        return [together(outs, tensors)]
-    return [all_gather(out, x, group=group, async_op=True) for out, x in zip(outs, tensors)]
 
 
 def group_of(function: str, mesh: object) -> Any:
