@@ -73,8 +73,9 @@ def test_rows_travel_once_and_gradients_return(world: int, layout: str) -> None:
                     for a, sender in enumerate(steps):
                         tokens = keys_of(plans[a], number, arrived[a])
                         assert (tokens >= 0).all()
-                        assert (tokens.diff() > 0).all()
-                        assert sum(call.keys.stop - call.keys.start for call in sender.calls) in (0, len(tokens))
+                        seen = [call.keys.stop - call.keys.start for call in sender.calls]
+                        assert sum(seen) in (0, len(tokens))
+                        assert len(bounds) > 2 or (tokens.diff() == 1).all()
                         for b, receiver in enumerate(steps):
                             assert lengths(sender.back.slices)[b] == lengths(receiver.returned)[a]
                             for rows, place in zip(sender.back.of(tokens)[b], receiver.returned[a]):

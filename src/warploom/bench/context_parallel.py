@@ -320,8 +320,8 @@ def launched(case: Case, provider: str) -> None:
         q = inputs["q"][:, : case["n"] // (2 * case["gpus"])]
         bounds: dict[str, Any] = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
         out = flash_attention(q, inputs["k"], inputs["v"], **bounds, **_options(case), backend="triton")
-        rows = torch.zeros(2, dtype=torch.int32)
-        sum_rows(inputs["k"][0].detach(), rows, rows)
+        numbers, rows = torch.zeros(2, dtype=torch.int32), inputs["k"][0].detach()
+        sum_rows(rows, numbers, numbers, torch.empty_like(rows[:1]))
     torch.autograd.grad([out], list(leaves(inputs).values()), [torch.empty_like(out)])
 
 

@@ -287,16 +287,20 @@ def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensor
     q, k, v, sink, _ = tensors
     bounds = _read(tensors, options)
     plan, group = _planned(tensors, options, bounds)
-    out, lse, statistics, _ = _fake(tensors, options)
     arriving = exchange.send_keys(plan, [_rows(x) for x in (k, v)], group)
+    found = []
     for number, step in enumerate(plan.steps):
         keys, values = (x.transpose(0, 1) for x in arriving.keys(number))
         for call in step.calls:
             chunk = q[:, call.queries], keys[:, call.keys], values[:, call.keys]
-            found = _attend(*chunk, sink, call, options)
-            out[:, call.queries], lse[:, :, call.queries] = found[:2]
-            if found[2] is not None:
-                statistics[..., call.queries] = found[2]
+            found.append((call.queries, _attend(*chunk, sink, call, options)))
+    if options.kernels and len(found) == 1:  # of all queries
+        return *found[0][1], torch.tensor(bounds)
+    out, lse, statistics, _ = _fake(tensors, options)
+    for rows, results in found:
+        out[:, rows], lse[:, :, rows] = results[:2]
+        if options.kernels:
+            statistics[..., rows] = results[2]
     return out, lse, statistics, torch.tensor(bounds)
 
 
@@ -343,14 +347,21 @@ def _backward(
             )
             chunk = q[:, rows], keys[:, call.keys], values[:, call.keys]
             found = _gradients(*chunk, sink, call, options, results)
-            dq[:, rows] = found[0]
+            if found[0].shape == dq.shape and options.kernels:
+                dq = found[0]
+            else:
+                dq[:, rows] = found[0]
             for each, gradient in zip(of_keys, found[1:3]):
                 each.append(gradient)
             if dsink is not None:
                 dsink += found[3]
         gradients.append([_joined(each, x) for each, x in zip(of_keys, (keys, values))])
-    for gradient, total in zip((dk, dv), exchange.return_gradients(plan, gradients, group, options.kernels)):
-        gradient.copy_(total.transpose(0, 1))
+    places = [x.transpose(0, 1) for x in (dk, dv)]
+    sums = [place if place.is_contiguous() else torch.empty_like(place).contiguous() for place in places]
+    exchange.return_gradients(plan, gradients, sums, group, options.kernels)
+    for place, total in zip(places, sums):
+        if total is not place:
+            place.copy_(total)
     return dq, dk, dv, None if dsink is None or sink is None else dsink.to(sink.dtype)
 
 

@@ -52,11 +52,11 @@ def _cut(x: Tensor, slices: Slices) -> list[list[Tensor]]:
 
 
 class Step(NamedTuple):
-    """What a rank does for one of its chunks, and for those that the others compute in the same step."""
+    """What a rank does for one of its chunks or both, and for those that the others compute in the same step."""
 
     calls: tuple[Call, ...]
     keys: slice | Tensor
-    """The keys of the chunk among all that arrive."""
+    """The keys of the chunk among all that arrive; of both, those of the first chunk first."""
     leaving: Pieces
     """Of this rank's part: what the ranks' chunks see, and no chunk of theirs before."""
     landing: Slices
@@ -64,7 +64,7 @@ class Step(NamedTuple):
     waits: bool
     """Whether any come from another rank."""
     back: Pieces
-    """Of the gradients of the chunk's keys: those of each rank's tokens."""
+    """Of the gradients of these keys: those of each rank's tokens."""
     returned: Slices
     """Where such gradients from the ranks go among all that return."""
 
@@ -91,8 +91,9 @@ def plan_of(
 ) -> Plan:  # fmt: skip
     """The plan of a call.
 
-    Of a single sequence, rows travel from where they are to where they are needed. Of packed ones, whose chunks lie
-    apart, those for a rank are gathered first, and keys are put in order when they have arrived.
+    Of a single sequence, rows travel from where they are to where they are needed, for one chunk after the other.
+    Of packed ones, whose chunks lie apart, those for a rank are gathered first, and keys are put in order when they
+    have arrived: both chunks are in one step, a call of twice as many sequences.
 
     Args:
         bounds: Of the sequences.
@@ -112,26 +113,34 @@ def plan_of(
         owned = [[other] for other in range(world)]
         end = torch.tensor(chunks.lengths).clamp(max=1)[None] * bounds[-1]
         begin = torch.zeros_like(end)
-    count, single = len(owned[0]), len(bounds) == 2
-    fresh, travels, returns = begin * 0, [], []
-    for number in range(count):
-        columns = [own[number] for own in owned]
-        low, high = begin[:, columns], end[:, columns]
-        # A later chunk sees keys that are not before those of an earlier one.
-        travels.append(_travel(chunks, torch.maximum(low, fresh[:, : len(columns)]), high, rank))
-        fresh = torch.maximum(fresh[:, : len(columns)], high)
-        returns.append(_travel(chunks, low, high, rank))
+    single = len(bounds) == 2
+    numbers = range(len(owned[0]))
+    groups = [[number] for number in numbers] if single else [[*numbers]]
+    seen_before = begin * 0  # the end of what a rank's chunks before see
+    travels, returns, calls = [], [], []
+    for group in groups:
+        fresh, every = [], []
+        for number in group:
+            columns = [own[number] for own in owned]
+            low, high = begin[:, columns], end[:, columns]
+            # A later chunk sees no keys before those of an earlier one.
+            fresh.append(_travel(chunks, torch.maximum(low, seen_before[:, : len(columns)]), high, rank))
+            seen_before = torch.maximum(seen_before[:, : len(columns)], high)
+            every.append(_travel(chunks, low, high, rank))
+        travels.append(_together(fresh))
+        returns.append(_together(every))
+        calls.append(_calls(chunks, begin, end, rank, group, numbers, packed, left, right, device))
     tokens = torch.cat([travel.arriving for travel in travels])
     place = torch.empty(bounds[-1], dtype=torch.int64)
     place[tokens.sort().values if single else tokens] = torch.arange(len(tokens))
     own_tokens = chunks.rows(rank)
     steps, returned = [], 0
-    for number, (travel, gradients) in enumerate(zip(travels, returns)):
-        seen = gradients.arriving.sort().values
-        calls = _calls(chunks, begin, end, rank, number, count, packed, left, right, device)
+    for travel, gradients, of_step in zip(travels, returns, calls):
+        seen = torch.empty_like(gradients.arriving)
+        seen[gradients.place] = gradients.arriving
         steps.append(
             Step(
-                calls,
+                of_step,
                 _as_slice(place[seen], device),
                 _pieces(travel.leaving, own_tokens, travel.leaving_counts, single, device),
                 _slices(place[travel.arriving], travel.arriving, travel.arriving_counts, single),
@@ -205,7 +214,24 @@ class _Travel(NamedTuple):
     """Tokens that this rank sees."""
     arriving_counts: list[int]
     place: Tensor
-    """Of each such token among all of them in their order."""
+    """Of each such token its number among the keys of the chunk, or of one chunk after the other."""
+
+
+def _together(travels: list[_Travel]) -> _Travel:
+    """What travels for several chunks at once: of each rank that of the first chunk, then of the second."""
+    keys = [sum(len(travel.place) for travel in travels[:number]) for number in range(len(travels))]
+
+    def by_rank(parts: list[Tensor], counts: list[list[int]]) -> Tensor:
+        return torch.cat([x for of_rank in zip(*map(torch.split, parts, counts)) for x in of_rank])
+
+    leaving_counts, arriving_counts = ([t.leaving_counts for t in travels], [t.arriving_counts for t in travels])
+    return _Travel(
+        by_rank([travel.leaving for travel in travels], leaving_counts),
+        [sum(counts) for counts in zip(*leaving_counts)],
+        by_rank([travel.arriving for travel in travels], arriving_counts),
+        [sum(counts) for counts in zip(*arriving_counts)],
+        by_rank([travel.place + first for travel, first in zip(travels, keys)], arriving_counts),
+    )
 
 
 def _travel(chunks: Chunks, begin: Tensor, end: Tensor, rank: int) -> _Travel:
@@ -233,19 +259,22 @@ def _travel(chunks: Chunks, begin: Tensor, end: Tensor, rank: int) -> _Travel:
 
 
 def _calls(
-    chunks: Chunks, begin: Tensor, end: Tensor, rank: int, number: int, steps: int, packed: bool,
+    chunks: Chunks, begin: Tensor, end: Tensor, rank: int, group: list[int], numbers: range, packed: bool,
     left: int | None, right: int | None, device: torch.device,
 ) -> tuple[Call, ...]:  # fmt: skip
-    """The calls for this rank's chunk of a step: one for each run of sequences whose windows end alike."""
+    """The calls for some of a rank's chunks: one for each run of sequences whose windows end alike."""
     own = chunks.owned(rank)
     sizes = (chunks.last - chunks.first)[:, own]  # (S, O)
-    if len(own) > steps:  # all of the part at once
+    if len(own) > len(numbers):  # all of the part at once
         tokens, keys = sizes.sum(1), (end - begin)[:, rank]
         start, beyond = 0, torch.zeros_like(tokens)
     else:
-        chunk = own[number]
-        tokens, keys = sizes[:, number], (end - begin)[:, chunk]
-        start, beyond = int(sizes[:, :number].sum()), end[:, chunk] - chunks.last[:, chunk]
+        columns = [own[number] for number in group]
+        tokens, keys, beyond = (
+            x.t().flatten()
+            for x in (sizes[:, group], (end - begin)[:, columns], end[:, columns] - chunks.last[:, columns])
+        )
+        start = int(sizes[:, : group[0]].sum())
     if left is None and right is None:
         beyond = torch.zeros_like(tokens)
     there = tokens > 0
@@ -297,18 +326,27 @@ class Arriving(NamedTuple):
 def send_keys(plan: Plan, tensors: list[Tensor], group: Any) -> Arriving:
     """Send rows (n, …) of this rank's part to the chunks that see them.
 
-    What the first step needs travels first: the rest arrives while it is computed.
+    What the first step needs travels first: the rest arrives while it is computed. A rank whose first step waits
+    for nobody sends and receives all in one kernel: a second one would wait for the multiprocessors that this step
+    takes, and the kernels of the other ranks for it.
     """
     rows = [x.new_empty((plan.arriving, *x.shape[1:])) for x in tensors]
-    sent = [[step.leaving.of(x) for x in tensors] for step in plan.steps]
-    works = [
-        _send(leaving, [_cut(x, step.landing) for x in rows], group) for step, leaving in zip(plan.steps, sent)
-    ]
+    works: list[list[Any]] = []
+    sent, together = [], []
+    for step in plan.steps:
+        together += [(step.leaving.of(x), _cut(into, step.landing)) for x, into in zip(tensors, rows)]
+        works.append([])
+        if step.waits or len(works) == len(plan.steps):
+            works[-1] = _send(together, group)
+            sent += together
+            together = []
     return Arriving(plan, rows, works, sent)
 
 
-def return_gradients(plan: Plan, gradients: list[list[Tensor]], group: Any, kernels: bool) -> list[Tensor]:
-    """Gradients of this rank's part, added up in float32 and in a fixed order.
+def return_gradients(
+    plan: Plan, gradients: list[list[Tensor]], into: list[Tensor], group: Any, kernels: bool
+) -> None:
+    """Send gradients to their tokens' ranks, and add those of this rank's part up, in float32 and in a fixed order.
 
     They travel when all are there, in one kernel: as many arrive at the rank that waits longest as if those of the
     first step had left before, and no multiprocessors are lost to a kernel that waits for other ranks.
@@ -316,62 +354,65 @@ def return_gradients(plan: Plan, gradients: list[list[Tensor]], group: Any, kern
     Args:
         plan: Of the call.
         gradients: By step, of each tensor those of the step's keys (M, …).
+        into: Of each tensor where the sums (n, …) go.
         group: The ranks.
         kernels: Whether kernels compute the call.
-
-    Returns:
-        Of each tensor ``(n, …)``.
     """
     received = [x.new_empty((plan.returning, *x.shape[1:])) for x in gradients[0]]
-    leaving, landing = [], []
-    for number, rows in enumerate(received):
-        of_steps = [step.back.of(each[number]) for step, each in zip(plan.steps, gradients)]
-        leaving.append([list(itertools.chain(*by_step)) for by_step in zip(*of_steps)])
-        places = [_cut(rows, step.returned) for step in plan.steps]
-        landing.append([list(itertools.chain(*by_step)) for by_step in zip(*places)])
-    for work in _send(leaving, landing, group):
+    works = _send(
+        [
+            (step.back.of(x), _cut(rows, step.returned))
+            for step, of_step in zip(plan.steps, gradients)
+            for x, rows in zip(of_step, received)
+        ],
+        group,
+    )
+    for work in works:
         work.wait()
-    return [sum_gradients(plan, rows, kernels) for rows in received]
+    for rows, sums in zip(received, into):
+        sum_gradients(plan, rows, sums, kernels)
 
 
-def _send(leaving: list[list[list[Tensor]]], landing: list[list[list[Tensor]]], group: Any) -> list[Any]:
-    """Send pieces of each tensor to every rank, in one kernel, without waiting for it.
+def _send(pieces: list[tuple[list[list[Tensor]], list[list[Tensor]]]], group: Any) -> list[Any]:
+    """Send pieces to every rank and receive them, in one kernel, without waiting for it.
 
-    A second would begin when the computation that follows leaves multiprocessors to it.
+    A second would begin when the computation that follows leaves multiprocessors to it. A rank's own are copied.
     """
     sends, rank = [], group.rank()
-    for of_tensor, into in zip(leaving, landing):
-        for peer, (mine, theirs) in enumerate(zip(of_tensor, into)):
-            if peer == rank:
-                for piece, place in zip(mine, theirs, strict=True):
-                    place.copy_(piece)
-                continue
-            for function, pieces in ((dist.isend, mine), (dist.irecv, theirs)):
-                for piece in pieces:
-                    if piece.numel():
-                        sends.append(dist.P2POp(function, as_bytes(piece), group=group, group_peer=peer))
-    return dist.batch_isend_irecv(sends) if sends else []
+    for leaving, landing in pieces:
+        for peer, (mine, theirs) in enumerate(zip(leaving, landing)):
+            for function, each in ((dist.isend, mine), (dist.irecv, theirs)):
+                if peer != rank:
+                    sends += [
+                        dist.P2POp(function, as_bytes(piece), group=group, group_peer=peer)
+                        for piece in each
+                        if piece.numel()
+                    ]
+    works = dist.batch_isend_irecv(sends) if sends else []
+    for leaving, landing in pieces:
+        for mine, theirs in zip(leaving[rank], landing[rank], strict=True):
+            theirs.copy_(mine)
+    return works
 
 
-def sum_gradients(plan: Plan, received: Tensor, kernels: bool) -> Tensor:
-    """What was received for each row of this rank's part, added up in float32 in the order of steps and ranks.
+def sum_gradients(plan: Plan, received: Tensor, into: Tensor, kernels: bool) -> None:
+    """Add up what was received for each row of this rank's part, in float32 in the order of steps and ranks.
 
     Args:
         plan: Of the call.
         received: Rows (·, …), those of the first step first.
+        into: ``(n, …)``, where the sums go.
         kernels: Whether kernels compute the call.
-
-    Returns:
-        ``(n, …)`` in the dtype of what was received.
     """
     if kernels:
         from warploom.distributed.kernels import sum_rows
 
-        return sum_rows(received, plan.order, plan.ends)
+        sum_rows(received, plan.order, plan.ends, into)
+        return
     precise = torch.promote_types(received.dtype, torch.float32)
-    total = received.new_zeros((len(plan.ends) - 1, *received.shape[1:]), dtype=precise)
+    total = received.new_zeros(into.shape, dtype=precise)
     of_rows = plan.ends.diff()
     for number in range(int(of_rows.max()) if len(of_rows) else 0):
         there = (of_rows > number).nonzero().flatten()
         total[there] += received[plan.order[plan.ends[there] + number]].to(precise)
-    return total.to(received.dtype)
+    into.copy_(total)

@@ -27,16 +27,16 @@ def sum_rows_kernel(rows, order, ends, out, width: tl.int64, blocks: tl.int32, B
     tl.store(out + i.to(tl.int64) * width + f, total.to(out.dtype.element_ty), mask=inside)
 
 
-def sum_rows(rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Sums of dense rows (M, …): (n, …) in their dtype, added up in float32.
+def sum_rows(rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, out: torch.Tensor) -> None:
+    """Sums of dense rows (M, …) in ``out`` (n, …), dense too, added up in float32.
 
     Args:
         rows: What is added up.
         order: Numbers of rows, int32: those of the first sum, then those of the second.
         ends: ``(n + 1,)`` int32, where each sum's begin in ``order``.
+        out: In the dtype of the rows.
     """
     sums = len(ends) - 1
-    out = rows.new_empty((sums, *rows.shape[1:]))
     width = out[:1].numel() if sums else 0
     blocks = triton.cdiv(width, BLOCK)
     launch = Launch(
@@ -48,4 +48,3 @@ def sum_rows(rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> tor
         BLOCK=BLOCK,
     )
     launch(rows, order, ends, out)
-    return out
