@@ -34,11 +34,12 @@ from warploom.distributed.ranks import (
 from warploom.errors import ShapeError, WarploomError, dtype_of, fault, shape_of
 from warploom.ops.flash_attention import reference
 from warploom.ops.flash_attention.api import under_autocast
+from warploom.ops.flash_attention.problem import Logits, Mask
 from warploom.ops.flash_attention.validation import Precision, check
 from warploom.runtime.backend import Backend, use_triton
 from warploom.runtime.dispatch import Gradient, Operator, Tensors, apply
 from warploom.runtime.memory_order import empty_in_order_of
-from warploom.runtime.plans import Plans
+from warploom.runtime.plans import Plans, metadata
 
 Tensor = torch.Tensor
 
@@ -201,20 +202,26 @@ def _shapes(return_lse: bool, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, options: Options) -> Any:
-    """Outputs, lse, and what the backward kernels need, of a call."""
-    settled = (call.left, call.right, options.scale, options.precision, options.softcap)
-    if options.kernels:
-        from warploom.ops.flash_attention.operator import OPERATOR as ONE
-
-        tensors = (q, k, v, sink, call.cu_seqlens_q, call.cu_seqlens_k, None, None)
-        return ONE.launch(*ONE.arguments(tensors, 0, settled))
-    found = reference.flash_attention(
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Outputs and lse of a call, in PyTorch."""
+    return reference.flash_attention(  # type: ignore[return-value]
         q, k, v, scale=options.scale, window=(call.left, call.right), softcap=options.softcap, sink=sink,
         cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k, float32_precision=options.precision,
         return_lse=True,
     )  # fmt: skip
-    return *found, None
+
+
+def _on_kernels(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, options: Options
+) -> tuple[Mask, Logits, Plans]:
+    """How the kernels know a call, and their plans of it."""
+    tensors = (q, k, v, sink, call.cu_seqlens_q)
+    plans = OPERATOR.plans.get((*map(metadata, tensors), call.left, call.right, *options), Plans)
+    sink = None if sink is None else sink.resolve_neg().contiguous()
+    mask = Mask(call.left, call.right, call.cu_seqlens_q, call.cu_seqlens_k)
+    return mask, Logits(options.softcap, sink), plans
 
 
 class _Results(NamedTuple):
@@ -227,26 +234,27 @@ class _Results(NamedTuple):
 
 
 def _gradients(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, options: Options, results: _Results
-) -> Any:
-    """Gradients of q, k, v and the sink of a call."""
-    settled = (call.left, call.right, options.scale, options.precision, options.softcap)
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, options: Options, results: _Results,
+    dq: Tensor,
+) -> Any:  # fmt: skip
+    """Gradients of k, v and the sink of a call; that of q goes to ``dq``."""
     if options.kernels:
-        from warploom.ops.flash_attention.operator import OPERATOR as ONE
+        from warploom.ops.flash_attention.launches.backward import backward
 
-        backward: Any = ONE.backward
-        bounds = (call.cu_seqlens_q, call.cu_seqlens_k, None)
-        tensors = (results.grad, results.grad_lse, q, k, v, results.out, results.statistics, sink, *bounds)
-        wanted = [True, True, True, sink is not None]
-        return backward.op(*backward.arguments(tensors, 0, (*settled, wanted)))
+        mask, logits, plans = _on_kernels(q, k, v, sink, call, options)
+        places = (dq, *(empty_in_order_of(x, x.shape[-1]) for x in (k, v)))
+        statistics: Any = results.statistics
+        rest: Any = (results.out, statistics, mask, options.scale, options.precision, plans, places, logits)
+        return backward(results.grad, results.grad_lse, q, k, v, *rest)[1:]
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         sink = None if sink is None else sink.detach().requires_grad_()
         leaves = [x for x in (q, k, v, sink) if x is not None]
-        out, lse, _ = _attend(q, k, v, sink, call, options)
+        out, lse = _attend(q, k, v, sink, call, options)
         grads = (results.grad, torch.zeros_like(lse) if results.grad_lse is None else results.grad_lse)
         found = torch.autograd.grad((out, lse), leaves, grads)
-    return (*found, None) if sink is None else found
+    dq.copy_(found[0])
+    return (*found[1:], None) if sink is None else found[1:]
 
 
 def _planned(tensors: Tensors, options: Options, bounds: Any) -> tuple[Plan, Any]:
@@ -288,19 +296,20 @@ def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensor
     bounds = _read(tensors, options)
     plan, group = _planned(tensors, options, bounds)
     arriving = exchange.send_keys(plan, [_rows(x) for x in (k, v)], group)
-    found = []
+    out, lse, statistics = _fake(tensors, options)[:3]
     for number, step in enumerate(plan.steps):
         keys, values = (x.transpose(0, 1) for x in arriving.keys(number))
         for call in step.calls:
-            chunk = q[:, call.queries], keys[:, call.keys], values[:, call.keys]
-            found.append((call.queries, _attend(*chunk, sink, call, options)))
-    if options.kernels and len(found) == 1:  # of all queries
-        return *found[0][1], torch.tensor(bounds)
-    out, lse, statistics, _ = _fake(tensors, options)
-    for rows, results in found:
-        out[:, rows], lse[:, :, rows] = results[:2]
-        if options.kernels:
-            statistics[..., rows] = results[2]
+            rows = call.queries
+            chunk = q[:, rows], keys[:, call.keys], values[:, call.keys]
+            if options.kernels:
+                from warploom.ops.flash_attention.launches.forward import forward
+
+                mask, logits, plans = _on_kernels(*chunk, sink, call, options)
+                rest: Any = (mask, options.scale, options.precision, plans, None, logits, out[:, rows])
+                lse[..., rows], statistics[..., rows] = forward(*chunk, *rest)[1:]
+            else:
+                out[:, rows], lse[..., rows] = _attend(*chunk, sink, call, options)
     return out, lse, statistics, torch.tensor(bounds)
 
 
@@ -346,15 +355,11 @@ def _backward(
                 None if grad_lse is None else grad_lse[..., rows],
             )
             chunk = q[:, rows], keys[:, call.keys], values[:, call.keys]
-            found = _gradients(*chunk, sink, call, options, results)
-            if found[0].shape == dq.shape and options.kernels:
-                dq = found[0]
-            else:
-                dq[:, rows] = found[0]
-            for each, gradient in zip(of_keys, found[1:3]):
+            *found, of_sink = _gradients(*chunk, sink, call, options, results, dq[:, rows])
+            for each, gradient in zip(of_keys, found):
                 each.append(gradient)
             if dsink is not None:
-                dsink += found[3]
+                dsink += of_sink
         gradients.append([_joined(each, x) for each, x in zip(of_keys, (keys, values))])
     places = [x.transpose(0, 1) for x in (dk, dv)]
     sums = [place if place.is_contiguous() else torch.empty_like(place).contiguous() for place in places]

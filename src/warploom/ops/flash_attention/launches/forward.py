@@ -62,33 +62,39 @@ def forward(
     plans: Plans,
     counters: Tensor | None = None,
     logits: Logits = PLAIN,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward kernel.
 
     ``plans`` are those of earlier calls that were the same in all but addresses, what ``cu_seqlens`` hold, and
-    precision. ``counters``: `COUNTERS` that are zero, if there are any already.
+    precision. ``counters``: `COUNTERS` that are zero, if there are any already. ``out``: where attention shall be
+    written, with any strides.
 
     Returns:
         Attention (B, N, Hq, E); lse (B, Hq, N) in float32; and what the backward computes the weights again from,
         (2, B, Hq, N) in float32.
     """
     precision = precision_of(q, precision)
-    aligned = are_aligned(q, k, v)
-    plan = plans.get((precision, aligned), plan_forward, q, k, v, mask, scale, precision, aligned, logits)
+    aligned = are_aligned(q, k, v) if out is None else are_aligned(q, k, v, out)
+    key = (precision, aligned, None if out is None else out.stride())
+    plan = plans.get(key, plan_forward, q, k, v, mask, scale, precision, aligned, logits, out)
+    if out is None:
+        out = plan.out.empty(q)
     if plan.packed is not None:
-        return _run_packed(plan, plan.packed, q, k, v, mask, logits.sink, counters)
-    return _run(plan, q, k, v, mask, logits.sink, counters)
+        return _run_packed(plan, plan.packed, q, k, v, mask, logits.sink, counters, out)
+    return _run(plan, q, k, v, mask, logits.sink, counters, out)
 
 
 def _run_packed(
     plan: Plan, spread: Packed, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sink: Tensor | None,
-    counters: Tensor | None,
+    counters: Tensor | None, out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What `forward` returns, by way of spread rows."""
     places = spread.spread.places(mask, q)
     q, k, v = (copy.spread_out(x, places) for copy, x in zip(spread.inputs, (q, k, v)))
-    found = _run(spread.plan, q, k, v, spread.spread.mask(places), sink, counters)
-    results = plan.out.empty(q), plan.lse.empty(q), plan.statistics.empty(q)
+    wide = spread.plan.out.empty(q)
+    found = _run(spread.plan, q, k, v, spread.spread.mask(places), sink, counters, wide)
+    results = out, plan.lse.empty(q), plan.statistics.empty(q)
     of_out, of_rows = spread.results
     of_out.pack(found[0], results[0], places)
     for wide, result in ((found[1], results[1]), (found[2][0], results[2][0]), (found[2][1], results[2][1])):
@@ -97,10 +103,11 @@ def _run_packed(
 
 
 def _run(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sink: Tensor | None, counters: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sink: Tensor | None, counters: Tensor | None,
+    out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What `forward` returns."""
-    out, lse, statistics = plan.out.empty(q), plan.lse.empty(q), plan.statistics.empty(q)
+    lse, statistics = plan.lse.empty(q), plan.statistics.empty(q)
     if plan.launch is None and sink is not None:
         lse.copy_(sink[:, None])
         statistics[0], statistics[1] = lse * LOG2_E, 1.0
@@ -163,11 +170,12 @@ def plan_forward(
     precision: str,
     aligned: bool,
     logits: Logits = PLAIN,
+    out: Tensor | None = None,
 ) -> Plan:
     """Plan of `forward`."""
     call = Call.of(q, k, v, mask, scale, logits.softcap)
     shape = call.shape
-    out = layout_of(q, shape.value_dim)
+    out = layout_of(q, shape.value_dim) if out is None else out
     lse = (shape.batch_size, shape.heads, shape.tokens)
     plan = Plan(Dense.like(out), Dense.rows(lse, torch.float32), Dense.rows((2, *lse), torch.float32), None)
     if shape.empty():
