@@ -61,8 +61,6 @@ class Step(NamedTuple):
     """Of this rank's part: what the ranks' chunks see, and no chunk of theirs before."""
     landing: Slices
     """Where such rows of the ranks go among all that arrive."""
-    waits: bool
-    """Whether any come from another rank."""
     back: Pieces
     """Of the gradients of these keys: those of each rank's tokens."""
     returned: Slices
@@ -144,7 +142,6 @@ def plan_of(
                 _as_slice(place[seen], device),
                 _pieces(travel.leaving, own_tokens, travel.leaving_counts, single, device),
                 _slices(place[travel.arriving], travel.arriving, travel.arriving_counts, single),
-                any(travel.arriving_counts[:rank] + travel.arriving_counts[rank + 1 :]),
                 _pieces(gradients.place, seen, gradients.arriving_counts, single, device),
                 _slices(
                     returned + torch.arange(len(gradients.leaving)),
@@ -307,17 +304,18 @@ class Arriving(NamedTuple):
     rows: list[Tensor]
     """Of each tensor those of all steps."""
     works: list[list[Any]]
-    """By step; none twice, which some backends would wait for forever."""
+    """By step."""
     sent: list[Any]
     """Whose memory is not to be used again before they have left."""
 
     def keys(self, number: int) -> list[Tensor]:
-        """Of each tensor the rows of a step in their order, once the current stream has waited for them."""
+        """Of each tensor the rows of a step in their order; the current stream waits for them and what is sent.
+
+        Each step once: some backends wait forever for what they have waited for.
+        """
         step = self.plan.steps[number]
-        if step.waits or number == len(self.plan.steps) - 1:  # by then, for what was sent too
-            for works in self.works[: number + 1]:
-                while works:
-                    works.pop(0).wait()
+        for work in self.works[number]:
+            work.wait()
         if isinstance(step.keys, slice):
             return [x[step.keys] for x in self.rows]
         return [x.index_select(0, step.keys) for x in self.rows]
@@ -326,20 +324,16 @@ class Arriving(NamedTuple):
 def send_keys(plan: Plan, tensors: list[Tensor], group: Any) -> Arriving:
     """Send rows (n, …) of this rank's part to the chunks that see them.
 
-    What the first step needs travels first: the rest arrives while it is computed. A rank whose first step waits
-    for nobody sends and receives all in one kernel: a second one would wait for the multiprocessors that this step
-    takes, and the kernels of the other ranks for it.
+    What the first step needs travels first: the rest arrives while it is computed. Its kernel is there before that
+    of the first step, which waits for the one before: it would have to wait for multiprocessors, and the kernels of
+    other ranks for it.
     """
     rows = [x.new_empty((plan.arriving, *x.shape[1:])) for x in tensors]
-    works: list[list[Any]] = []
-    sent, together = [], []
-    for step in plan.steps:
-        together += [(step.leaving.of(x), _cut(into, step.landing)) for x, into in zip(tensors, rows)]
-        works.append([])
-        if step.waits or len(works) == len(plan.steps):
-            works[-1] = _send(together, group)
-            sent += together
-            together = []
+    sent = [[step.leaving.of(x) for x in tensors] for step in plan.steps]
+    works = [
+        _send([*zip(leaving, (_cut(x, step.landing) for x in rows))], group)
+        for step, leaving in zip(plan.steps, sent)
+    ]
     return Arriving(plan, rows, works, sent)
 
 
