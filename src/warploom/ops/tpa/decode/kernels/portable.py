@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.activations import exponential_float32, power_of_two
 from warploom.device.product import add_outside, dot, exact_dot, rounded
+from warploom.device.sums import product_by_itself, sum_of_pairs
 from warploom.ops.tpa.kernels.factors import FeatureStrides, HeadStrides
 
 TERMS = tl.constexpr(16)
@@ -126,7 +127,7 @@ def scaled(x, factor, dtype: tl.constexpr):
     is subtracted, once such a product too, has lost: the difference of equals would not be zero.
     """
     if dtype == tl.float32:
-        y = tl.fma(x, tl.broadcast_to(factor, x.shape), 0.0)
+        y = product_by_itself(x, factor)
     else:
         y = x * factor
     return y
@@ -348,7 +349,7 @@ def sum_ranks(logits, factors, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, ROW
         summed = logits * factors.to(tl.float32)
     else:
         ranks = logits.reshape(BLOCK_M, BLOCK_R, ROWS).permute(0, 2, 1)
-        summed = tl.sum(scaled(ranks, factors.to(tl.float32), tl.float32), axis=2)
+        summed = sum_of_pairs(product_by_itself(ranks, factors.to(tl.float32)), axis=2)
     return summed
 
 
@@ -468,7 +469,7 @@ def decode_kernel(
             if LEVELS > 0:
                 behind = start + TILE.BLOCK_M
                 if behind % chunk == 0:
-                    node = join(node, Softmax(acc, row_max, tl.sum(sums, axis=0, keep_dims=True)), dtype)
+                    node = join(node, Softmax(acc, row_max, sum_of_pairs(sums, axis=0)[None, :]), dtype)
                     acc = tl.zeros((V.BLOCK_F, ROWS), tl.float32)
                     row_max = tl.full((1, ROWS), float("-inf"), tl.float32)
                     sums = tl.zeros((TILE.BLOCK_M, ROWS), tl.float32)
@@ -481,7 +482,7 @@ def decode_kernel(
                                 tl.zeros((1, ROWS), tl.float32),
                             )
 
-    softmax = Softmax(acc, row_max, tl.sum(sums, axis=0, keep_dims=True))
+    softmax = Softmax(acc, row_max, sum_of_pairs(sums, axis=0)[None, :])
     if LEVELS > 0:  # what is not complete
         softmax = join(node, softmax, dtype)
     if LEVELS > 1:
