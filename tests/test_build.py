@@ -143,6 +143,56 @@ def test_threads_that_hold_the_same_logit_hold_the_same_bits(tmp_path: Path) -> 
     assert fused == 0
 
 
+SUMS = """
+import re
+import torch
+from triton.backends.compiler import GPUTarget
+from warploom import linear_attention, tpa_decode
+from warploom.runtime import launch
+
+def tensor(dtype, *shape):  # at an odd address
+    return torch.zeros(1 + torch.Size(shape).numel(), dtype=dtype)[1:].view(shape)
+
+def decode(dtype, tokens, rank_k, rank_v):
+    heads = (tensor(dtype, 3, 300, 6, rank) for rank in (rank_k, rank_v))
+    features = (tensor(dtype, 3, keys, rank, 128) for keys, rank in ((tokens, 4), (300, rank_k), (300, rank_v)))
+    tpa_decode(tensor(dtype, 3, tokens, 6, 4), *heads, *features, strategy="batch", backend="triton")
+
+def linear(dtype, tokens):
+    q, v = tensor(dtype, 3, tokens, 2, 80), tensor(dtype, 3, tokens, 2, 64)
+    state = tensor(torch.float32, 3, 2, 80, 64)
+    linear_attention(q, q, v, initial_state=state, activation="softmax", backend="triton")
+
+with launch.recording(90) as builds:
+    for dtype in (torch.bfloat16, torch.float32):
+        for case in ((1, 8, 2), (4, 1, 1)):
+            decode(dtype, *case)
+        for tokens in (1, 70):
+            linear(dtype, tokens)
+reduction = re.compile(r'"tt.reduce".*?axis = (\\d+).*?{(.*?)}\\) : .tensor<([0-9x]+)xf32', re.S)
+for build in builds.values():
+    ir = build.compile(GPUTarget("cuda", 90, 32)).asm["ttir"]
+    sizes = [shape.split("x")[int(axis)] for axis, body, shape in reduction.findall(ir) if "arith.addf" in body]
+    print(build.function.__name__, *sizes)
+"""
+
+
+def test_sums_have_the_same_bits_in_every_layout(tmp_path: Path) -> None:
+    """Of results that do not depend on the batch: of more than two terms, the order is that of a layout.
+
+    The compiler picks it by what it knows of addresses, which is not the same of a batch and of one entry.
+    """
+    program = tmp_path / "sums.py"
+    program.write_text(SUMS, encoding="utf-8")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    kernels = [line.split() for line in done.stdout.splitlines()]
+    assert {name for name, *_ in kernels} >= {"decode_kernel", "step_kernel", "product_kernel"}
+    for name, *sizes in kernels:
+        assert set(sizes) == {"2"}, name
+
+
 def test_an_unknown_operator_is_named() -> None:
     done = run_build("no_such_operator")
     assert done.returncode == 2

@@ -299,6 +299,25 @@ def test_a_batch_changes_no_bits_of_a_step(
     forget_plans()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["none", "softmax"])
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_a_sequence_at_another_address_has_the_bits_of_the_batch(
+    tokens: int, activation: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Where the compiler may not load several numbers at once, it picks other layouts."""
+    call = tensors(device, batch=3, tokens=tokens, head_dim=64, values=64, encoding="none", dtype=dtype)
+    call |= {"initial_state": torch.randn(3, 2, 64, 64, device=device), "activation": activation}
+    together = linear_attention(**call, backend="triton")
+    for i in range(3):
+        alone = dict(call)
+        for name in ("q", "k", "v", "initial_state"):
+            one = call[name][i : i + 1]
+            alone[name] = one.new_empty(one.numel() + 1)[1:].view(one.shape).copy_(one)
+        assert torch.equal(linear_attention(**alone, backend="triton"), together[i : i + 1])
+
+
 @backends
 def test_positions_far_away_are_exact(backend: str, device: torch.device) -> None:
     """Only differences of positions matter: far from 0 as near it."""

@@ -588,6 +588,34 @@ def test_a_rounded_output_may_be_off_the_same_way_in_all_features(dtype: torch.d
         torch.testing.assert_close(off.detach(), expected, rtol=1e-3, atol=0.0)
 
 
+def test_pytorch_is_held_to_its_own_sums_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix library may add up a batch in another order than one entry; faults are found all the same."""
+    from warploom.ops.tpa import reference
+
+    definition, function = reference.tpa_decode, function_of("tpa_decode")
+
+    def less_exact_of_a_batch(*factors: Tensor, **named: Any) -> Tensor:
+        out = definition(*factors, **named)
+        return out * (1 + 2.0**-19) if out.dtype == torch.float32 and len(out) > 1 else out
+
+    def without_the_last_key(aq: Tensor, ak: Tensor, av: Tensor, *, bk: Tensor, bv: Tensor, **named: Any) -> Tensor:
+        ak, av, bk, bv = (factor[:, :-1] for factor in (ak, av, bk, bv))
+        return function(aq, ak, av, bk=bk, bv=bv, **named)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(reference, "tpa_decode", less_exact_of_a_batch)
+    sizes = {"B": 4, "M": 65, "D": 40, "dtype": "float32", "backend": "torch", "positional": 3}
+    call = make_call("tpa_decode", Choices(given=sizes))
+    judging.judge(judging.Prepared(call, CPU))
+    for faulty in (lambda *given, **named: 1.004 * function(*given, **named), without_the_last_key):
+        monkeypatch.setattr(judging, "function_of", lambda operator, faulty=faulty: faulty)
+        with pytest.raises(judging.Failure, match="accuracy output"):
+            judging.judge(judging.Prepared(call, CPU))
+    monkeypatch.setattr(judging, "function_of", function_of)
+    monkeypatch.setattr(judging.Prepared, "in_torch", False)  # kernels are held to the sums of one entry
+    with pytest.raises(judging.Failure, match="accuracy output"):
+        judging.judge(judging.Prepared(call, CPU))
+
+
 # ----------------------------------------------------------------------------------------------------------
 # What is printed
 # ----------------------------------------------------------------------------------------------------------

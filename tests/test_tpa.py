@@ -192,6 +192,22 @@ def test_large_logits_have_the_accuracy_of_float32(
 
 
 @needs_triton
+def test_sums_over_many_blocks_are_made_in_parts(device: torch.device) -> None:
+    """Blocks of high rank hold few keys. Added up one after another, their sum would be rounded as often."""
+    keys = 129
+    sizes = {"keys": keys, "heads": 7, "rank_k": 16, "rank_v": 2, "features": 192, "values": 192}
+    inputs = factors(device, batch=1, **sizes)
+    found = tpa_decode(**inputs, scale_q=0.0, scale_v=1.0, backend="triton")  # equal weights
+    values = inputs["av"].double() @ inputs["bv"].double()
+    expected = values.mean(1)[:, None]
+    chain = torch.zeros_like(found[:, 0])
+    for value in values.float().unbind(1):
+        chain += value
+    error, of_chain = ((x - expected).square().mean().sqrt() for x in (found, (chain / keys)[:, None]))
+    assert error <= 0.75 * of_chain
+
+
+@needs_triton
 @pytest.mark.parametrize("keys", [1, 127, 128, 129, 600])
 def test_split_and_whole_have_the_same_bits(device: torch.device, keys: int) -> None:
     inputs = factors(device, keys=keys, heads=2, rank_k=2, dtype=torch.bfloat16)

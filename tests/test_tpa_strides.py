@@ -241,6 +241,29 @@ def test_parts_of_results_reach_beyond_two_to_the_31(far: Tensor, device: torch.
     assert torch.equal(out, x.half().float() + number + number)
 
 
+def entry_of(x: dict[str, Tensor], entry: int) -> dict[str, Tensor]:
+    return {name: factor[entry : entry + 1] for name, factor in x.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strategy", ["batch", "split_kv"])
+@pytest.mark.parametrize(("rank_k", "rank_v"), [(8, 2), (4, 8), (2, 3), (1, 1)])
+def test_an_entry_at_another_address_has_the_bits_of_the_batch(
+    device: torch.device, rank_k: int, rank_v: int, strategy: str, dtype: torch.dtype
+) -> None:
+    """Of permuted queries an entry lies at an odd address, and its factors have layouts of their own."""
+    sizes = {"batch": 7, "keys": 191, "heads": 6, "rank_q": 4, "features": 128, "values": 128}
+    x = factors(device, **sizes, rank_k=rank_k, rank_v=rank_v, dtype=dtype)
+    x["aq"] = x["aq"].permute(1, 3, 2, 0).contiguous().permute(3, 0, 2, 1)
+    x["ak"] = x["ak"][:, :1].expand(x["ak"].shape)
+    assert x["aq"].stride() == (1, 168, 7, 42)
+    options: dict[str, Any] = {"scale": 1.0, "scale_k": 0.3, "strategy": strategy, "backend": "triton"}
+    together = tpa_decode(**x, **options)
+    for entry in range(7):
+        assert torch.equal(tpa_decode(**entry_of(x, entry), **options)[0], together[entry]), entry
+
+
 @pytest.mark.gpu
 def test_split_decoding_of_so_many_queries_and_heads(device: torch.device) -> None:
     """Two spans, whose parts have 256 · 257 · 32768 numbers in float32 each, and the output twice: 26 GiB."""

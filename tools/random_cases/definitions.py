@@ -23,8 +23,14 @@ def function_of(operator: str) -> Callable[..., Any]:
     return operators()[operator].function
 
 
-def reference_of(operator: str) -> Callable[..., Any]:
-    """The definition, of the function's arguments but ``backend``."""
+def reference_of(operator: str, whole: bool = False) -> Callable[..., Any]:
+    """The definition, of the function's arguments but ``backend``.
+
+    That of `tpa_decode` takes one batch entry after another, or with ``whole`` all at once, as PyTorch computes a
+    call.
+    """
+    if operator == "tpa_decode" and whole:
+        return _whole_decode
     return _rotary_attention if operator == "rotary_attention" else _registered(operator)
 
 
@@ -32,6 +38,12 @@ def _registered(name: str) -> Callable[..., Any]:
     from warploom.ops import operators
 
     return operators()[name].reference
+
+
+def _whole_decode(*, strategy: str = "auto", **given: Any) -> Tensor:
+    from warploom.ops.tpa import reference
+
+    return reference.tpa_decode(**given)
 
 
 def _rotary_attention(qkv: Tensor, theta: Tensor, heads: int, scale: float, interleaved: bool = False) -> Any:

@@ -13,7 +13,8 @@ both products is the one that tensor cores want long.
 Chunks. The keys of a batch entry are cut into chunks whose length depends on the number of its valid keys alone.
 A chunk's softmax starts afresh. Four chunks are joined from left to right, then all fours, always by `join`: a tree
 that is the same wherever its parts are computed. A program takes one chunk, four or all, and `combine_kernel` does what
-is left of the tree, so all of them give the same bits.
+is left of the tree, so all of them give the same bits. Blocks of float32 factors of high rank hold few keys, and a
+chunk has so many of them that its sum would be rounded a hundred times: the softmax of sixteen blocks starts afresh.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.activations import exponential_float32, power_of_two
 from warploom.device.product import add_outside, dot, exact_dot, rounded
+from warploom.device.sums import product_by_itself, sum_of_pairs
 from warploom.ops.tpa.kernels.factors import FeatureStrides, HeadStrides
 
 TERMS = tl.constexpr(16)
 """Of a logit of float32 factors that are added up one after another."""
+BLOCKS = tl.constexpr(16)
+"""Of keys that are added up one after another, in float32 and where the shortest chunk has more: a power of two."""
 
 
 class FactorTensor(NamedTuple):
@@ -126,7 +130,7 @@ def scaled(x, factor, dtype: tl.constexpr):
     is subtracted, once such a product too, has lost: the difference of equals would not be zero.
     """
     if dtype == tl.float32:
-        y = tl.fma(x, tl.broadcast_to(factor, x.shape), 0.0)
+        y = product_by_itself(x, factor)
     else:
         y = x * factor
     return y
@@ -348,7 +352,7 @@ def sum_ranks(logits, factors, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, ROW
         summed = logits * factors.to(tl.float32)
     else:
         ranks = logits.reshape(BLOCK_M, BLOCK_R, ROWS).permute(0, 2, 1)
-        summed = tl.sum(scaled(ranks, factors.to(tl.float32), tl.float32), axis=2)
+        summed = sum_of_pairs(product_by_itself(ranks, factors.to(tl.float32)), axis=2)
     return summed
 
 
@@ -409,6 +413,7 @@ def decode_kernel(
     row_mask = head_mask & (n < tokens)
     dtype: tl.constexpr = bk.dtype.element_ty
     FEATURES: tl.constexpr = min(K.BLOCK_F, TERMS) if dtype == tl.float32 else K.BLOCK_F
+    IN_PARTS: tl.constexpr = dtype == tl.float32 and CHUNKS.SHORTEST > BLOCKS * TILE.BLOCK_M
     queries = ()
     for first_d in tl.static_range(0, K.F, FEATURES):
         q = query_tile(
@@ -430,6 +435,8 @@ def decode_kernel(
     sums = tl.zeros(
         (TILE.BLOCK_M, ROWS), tl.float32
     )  # of weights; over the keys of a block they are added up in the end
+    if IN_PARTS:
+        joined = Softmax(acc, row_max, tl.zeros((1, ROWS), tl.float32))
     if LEVELS > 0:
         node = Softmax(acc, row_max, tl.zeros((1, ROWS), tl.float32))
     if LEVELS > 1:
@@ -465,10 +472,24 @@ def decode_kernel(
                 acc = add_masked(acc, v, w, key[:, None] < row_end[None, :])
             else:
                 acc = dot(tl.trans(v), w, acc)
+            behind = start + TILE.BLOCK_M
+            if IN_PARTS:
+                if behind % (BLOCKS * TILE.BLOCK_M) == 0:
+                    joined = join(joined, Softmax(acc, row_max, sum_of_pairs(sums, axis=0)[None, :]), dtype)
+                    acc = tl.zeros((V.BLOCK_F, ROWS), tl.float32)
+                    row_max = tl.full((1, ROWS), float("-inf"), tl.float32)
+                    sums = tl.zeros((TILE.BLOCK_M, ROWS), tl.float32)
             if LEVELS > 0:
-                behind = start + TILE.BLOCK_M
                 if behind % chunk == 0:
-                    node = join(node, Softmax(acc, row_max, tl.sum(sums, axis=0, keep_dims=True)), dtype)
+                    leaf = Softmax(acc, row_max, sum_of_pairs(sums, axis=0)[None, :])
+                    if IN_PARTS:
+                        leaf = join(joined, leaf, dtype)
+                        joined = Softmax(
+                            tl.zeros((V.BLOCK_F, ROWS), tl.float32),
+                            tl.full((1, ROWS), float("-inf"), tl.float32),
+                            tl.zeros((1, ROWS), tl.float32),
+                        )
+                    node = join(node, leaf, dtype)
                     acc = tl.zeros((V.BLOCK_F, ROWS), tl.float32)
                     row_max = tl.full((1, ROWS), float("-inf"), tl.float32)
                     sums = tl.zeros((TILE.BLOCK_M, ROWS), tl.float32)
@@ -481,7 +502,9 @@ def decode_kernel(
                                 tl.zeros((1, ROWS), tl.float32),
                             )
 
-    softmax = Softmax(acc, row_max, tl.sum(sums, axis=0, keep_dims=True))
+    softmax = Softmax(acc, row_max, sum_of_pairs(sums, axis=0)[None, :])
+    if IN_PARTS:
+        softmax = join(joined, softmax, dtype)
     if LEVELS > 0:  # what is not complete
         softmax = join(node, softmax, dtype)
     if LEVELS > 1:
