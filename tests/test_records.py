@@ -128,6 +128,18 @@ def test_a_record_is_stale_when_its_kernels_are_others(monkeypatch: pytest.Monke
     assert records.is_stale(replace(RECORD, fingerprint=source, operator="gone"))
 
 
+def test_a_record_is_clean_when_its_run_is_known_and_had_no_changes() -> None:
+    commit = {"commit": "0" * 40}
+    environments = {
+        "e": {"runs": {"clean": commit | {"dirty": False}, "dirty": commit | {"dirty": True}, "copy": {}}}
+    }
+    clean = {name: records.is_clean(replace(RECORD, run=name), environments) for name in ("clean", "dirty", "copy")}
+    assert clean == {"clean": True, "dirty": False, "copy": False}
+    assert not records.is_clean(replace(RECORD, run="before-0"), environments)
+    assert not records.is_clean(replace(RECORD, run="clean", environment="other"), environments)
+    assert not records.is_clean(RECORD, {"e": {}})
+
+
 # Environment
 
 

@@ -10,12 +10,13 @@ import pytest
 import texts
 from test_report import GPU, make_records
 
+from warploom.bench.records import Record, append, save_environment
 from warploom.errors import ArgumentError
 from warploom.report import write_report
 from warploom.report.panels import arrange
 
 ROOT = Path(__file__).parents[1]
-DEVICES = {"here": str(GPU["gpu"])}
+DEVICES = {"here": str(GPU["gpu"]), "there": "NVIDIA H100 80GB HBM3"}
 
 
 def test_the_tables_are_what_the_records_say(tmp_path: Path) -> None:
@@ -52,7 +53,7 @@ def test_a_headline_includes_what_is_lost(lost: bool) -> None:
     (row,) = [line for line in table if line.startswith("| RoPE")]
     words = [cell.strip() for cell in row.split("|")[1:-1]]
     ratio, counts = ("0.95 (0.95 … 0.95)", "0 / 3 / 3") if lost else ("1.25 (1.25 … 1.25)", "0 / 0 / 3")
-    assert words[3:] == ["0.8192", "50 %", "liger", ratio, counts, "3"]
+    assert words[3:] == ["H200", "0.8192", "50 %", "liger", ratio, counts, "3"]
 
 
 def test_guides_show_rates_ratios_and_what_is_below_its_target() -> None:
@@ -68,7 +69,7 @@ def test_guides_show_rates_ratios_and_what_is_below_its_target() -> None:
         == texts.NOTHING
     )
     below = texts.below_target(records, DEVICES)
-    assert "| Forward | 3 / 3 | 50 % |" in below
+    assert "| Forward | H200 | 3 / 3 | 50 % |" in below
     assert texts.guide_table("lrpe", records, DEVICES).count("| liger |") == len({r.mode for r in records})
 
 
@@ -84,6 +85,70 @@ def test_no_records_no_numbers() -> None:
         assert "no records" in write([], {})
 
 
+def on_two_gpus() -> list[Record]:
+    """All sizes on the second GPU, all but the typical one on the first, with other ratios."""
+    first = make_records({"warploom": 2.0, "liger": 4.0}, activations=("none",))
+    second = make_records({"warploom": 2.0, "liger": 6.0}, "there", activations=("none",))
+    return fresh([*(r for r in first if r.case["n"] != 4096), *second])
+
+
+def test_each_row_is_of_one_gpu() -> None:
+    records = on_two_gpus()
+    table = texts.guide_table("lrpe", records, DEVICES)
+    assert [line.split(" | ")[1:3] for line in table.splitlines()[2:]] == [
+        ["Forward", "H200"], ["Backward", "H200"], ["Forward", "H100"], ["Backward", "H100"],
+    ]  # fmt: skip
+    assert table.count("| 2.00 (2.00 … 2.00) | 0 / 0 / 2 | 2 |") == 2
+    assert table.count("| 3.00 (3.00 … 3.00) | 0 / 0 / 3 | 3 |") == 2
+    below = texts.below_target(records, DEVICES)
+    assert all(f"| Forward | {gpu} | {count} / {count} |" in below for gpu, count in (("H200", 2), ("H100", 3)))
+    whole, elsewhere = texts.whole_tables(records, DEVICES), texts.elsewhere_tables(records, DEVICES)
+    assert whole.startswith("## lrpe_rotate, NVIDIA H200\n")
+    assert elsewhere.startswith("### lrpe_rotate, NVIDIA H100 80GB HBM3\n")
+    assert all("2.00 (2.00" in line for line in whole.splitlines() if "| all cases |" in line)
+    assert all("3.00 (3.00" in line for line in elsewhere.splitlines() if "| all cases |" in line)
+
+
+def test_a_row_of_the_readme_and_a_picture_are_of_the_first_gpu_with_the_typical_case() -> None:
+    case = {"theta": "vector"}
+    both = [replace(r, operator="lrpe_rope", case=r.case | case) for r in on_two_gpus()]
+    first, second = ([r for r in both if r.environment == name] for name in ("here", "there"))
+    for records, gpu, pictures in (
+        (both, "H100", (0, 1)),
+        (second + first, "H100", (1, 0)),
+        (first, "H200", (1, 0)),
+    ):
+        (row,) = [line for line in texts.speed_table(records, DEVICES).splitlines() if line.startswith("| RoPE")]
+        assert f"| fwd | {gpu} |" in row
+        tables = (texts.whole_tables(records, DEVICES), texts.elsewhere_tables(records, DEVICES))
+        assert tuple(table.count("figures/lrpe_rope.svg") for table in tables) == pictures
+    complete = [replace(r, environment="here") for r in second] + second
+    assert "| fwd | H200 |" in texts.speed_table(complete, DEVICES)
+
+
+def test_the_picture_of_a_bench_without_a_row_is_of_the_first_gpu_with_what_is_shown() -> None:
+    other = {"activation": "softmax_sequence"}
+    made = make_records({"warploom": 2.0}, activations=("none",))
+    records = [replace(r, operator="lrpe_rotate_md") for r in made]
+    first, second = (
+        [replace(r, case=r.case | other) for r in records],
+        [replace(r, environment="there") for r in records],
+    )
+    assert {r.environment for r in texts.pictured(first + second, DEVICES)} == {"there"}
+    assert {r.environment for r in texts.pictured(records + second, DEVICES)} == {"here"}
+
+
+def test_records_of_no_clean_commit_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "is_stale", lambda record: False)
+    made = make_records({"warploom": 2.0})
+    append(tmp_path, [replace(r, run=name) for r, name in zip(made, ("clean", "dirty", "before-0", ""))])
+    for run, dirty in (("clean", False), ("dirty", True)):
+        save_environment(tmp_path, "here", GPU | {"dirty": dirty}, run)
+    records, devices = texts.fresh([tmp_path])
+    assert records == [replace(made[0], run="clean")]
+    assert devices == {"here": "NVIDIA H200"}
+
+
 def test_what_was_not_compared_is_said() -> None:
     records = [replace(r, run="", operator="lrpe_rope") for r in make_records({"warploom": 2.0, "torch": 8.0})]
     assert "none in the same run" in texts.speed_table(fresh(records), DEVICES)
@@ -92,12 +157,13 @@ def test_what_was_not_compared_is_said() -> None:
 
 def test_a_picture_is_the_same_for_the_same_records() -> None:
     (section,) = arrange(fresh(make_records({"warploom": 1.05, "torch": 8.0})))
-    first = texts.draw(section)
+    first = texts.draw(section, "H200")
     assert first.startswith("<svg")
-    assert first == texts.draw(section)
+    assert first == texts.draw(section, "H200")
     assert "torch" in first
+    assert "H200" in first
     (nothing,) = arrange([replace(r, ms=None, status="error") for r in make_records({"warploom": 1.05})])
-    assert texts.draw(nothing) == ""
+    assert texts.draw(nothing, "H200") == ""
 
 
 def test_every_picture_is_shown_somewhere() -> None:

@@ -318,7 +318,7 @@ def test_a_case_is_replaced_whole_by_that_of_a_later_run(tmp_path: Path, monkeyp
         record_of("warploom", 1.0, 512, disturbed="the clock"), record_of("fla", 4.0, 512),
         record_of("fla", 4.0, 2048),
     )  # fmt: skip
-    assert merge_records.merge(results, [later]) == (2, 4)
+    assert merge_records.merge(results, [later]) == (2, 4, 0)
     assert times(results) == {
         ("warploom", 256, "b", 1.0), ("fla", 256, "b", 4.0),  # not liger, which was not in this run
         ("warploom", 512, "a", 2.0),  # undisturbed
@@ -333,6 +333,17 @@ def test_cases_are_in_the_order_of_their_suite(tmp_path: Path, monkeypatch: pyte
     results = measured(tmp_path / "results", "a", made[32768])
     merge_records.merge(results, [measured(tmp_path / "later", "b", made[4096], made[512])])
     assert [r.case["n"] for r in load([results])] == [512, 4096, 32768]
+
+
+def test_records_of_no_clean_commit_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(merge_records, "is_stale", lambda record: False)
+    results = measured(tmp_path / "results", "a", record_of("warploom", 2.0), record_of("liger", 3.0))
+    append(results, [record_of("warploom", 2.0, 512, run="before-0"), record_of("liger", 3.0, 512)])
+    assert merge_records.main([str(results)]) == 0
+    assert capsys.readouterr().out == "0 records came, 2 went, 2 of them of no clean commit\n"
+    assert times(results) == {("warploom", 256, "a", 2.0), ("liger", 256, "a", 3.0)}
 
 
 def test_results_take_no_run_of_changed_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,9 @@
 
 ``python tools/merge_records.py results/h200 RUN ...`` takes folders that ``warploom bench --output`` wrote, the
 last one last. Times are compared within a run, so a case is replaced whole, with everything that was measured
-beside it. One that was disturbed does not replace one that was not. Cases of kernels that are others now go, with
-or without a RUN; where only sources have changed, ``tools/renew_fingerprints.py`` keeps them if it comes first.
+beside it. One that was disturbed does not replace one that was not. Records of no clean commit go, and cases of
+kernels that are others now, with or without a RUN; where only sources have changed,
+``tools/renew_fingerprints.py`` keeps them if it comes first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from warploom.bench.records import ENVIRONMENTS, RECORDS, Record, is_stale, load, load_environments
+from warploom.bench.records import ENVIRONMENTS, RECORDS, Record, is_clean, is_stale, load, load_environments
 from warploom.bench.registry import benches
 from warploom.bench.storage import locked, replace_text
 from warploom.errors import WarploomError
@@ -65,20 +66,21 @@ def in_order(records: Sequence[Record]) -> list[Record]:
     return sorted(records, key=lambda record: places.get(case_of(record)[:3], len(places)))
 
 
-def need_commit(run: Path, environments: dict[str, dict[str, Any]]) -> None:
-    """Refuse a run of no clean commit.
+def load_clean(folder: Path, environments: dict[str, dict[str, Any]]) -> list[Record]:
+    """Records of a folder that a bench wrote.
 
     Raises:
-        WarploomError: The run says of none, or of changes.
+        WarploomError: The folder holds none, or one of no clean commit.
     """
-    for environment in environments.values():
-        for name, fields in environment.get("runs", {}).items():
-            if "commit" not in fields or fields.get("dirty"):
-                raise WarploomError(f"{run}: run {name} is of no clean commit")
+    records = load([folder])
+    for record in records:
+        if not is_clean(record, environments):
+            raise WarploomError(f"{folder}: run {record.run} is of no clean commit")
+    return records
 
 
-def merge(results: Path, runs: Sequence[Path]) -> tuple[int, int]:
-    """Merge runs into results; returns how many records came and went.
+def merge(results: Path, runs: Sequence[Path]) -> tuple[int, int, int]:
+    """Merge runs into results; returns how many records came, went, and went because they are of no clean commit.
 
     Raises:
         WarploomError: A folder holds no records, or a run is of no clean commit.
@@ -89,17 +91,18 @@ def merge(results: Path, runs: Sequence[Path]) -> tuple[int, int]:
         records = before
         for run in runs:
             found = load_environments(run)
-            need_commit(run, found)
-            records = merged(records, load([run]))
+            records = merged(records, load_clean(run, found))
             for name, fields in found.items():
                 known = environments.setdefault(name, fields)
                 known["runs"] = {**known.get("runs", {}), **fields.get("runs", {})}
-        records = in_order(fresh(records))
+        clean = [record for record in records if is_clean(record, environments)]
+        unclean = len(records) - len(clean)
+        records = in_order(fresh(clean))
         lines = [{name: value for name, value in asdict(r).items() if value is not None} for r in records]
         replace_text(results / RECORDS, "".join(json.dumps(line) + "\n" for line in lines))
         replace_text(results / ENVIRONMENTS, json.dumps(environments, indent=2) + "\n")
     was, now = ({(record.key, record.run) for record in each} for each in (before, records))
-    return len(now - was), len(was - now)
+    return len(now - was), len(was - now), unclean
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,11 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="folders that a bench wrote")
     options = parser.parse_args(arguments)
     try:
-        came, went = merge(options.results, options.runs)
+        came, went, unclean = merge(options.results, options.runs)
     except WarploomError as error:
         print(f"merge_records.py: {error}", file=sys.stderr)
         return 2
-    print(f"{came} records came, {went} went")
+    print(f"{came} records came, {went} went, {unclean} of them of no clean commit")
     return 0
 
 

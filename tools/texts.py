@@ -1,8 +1,8 @@
 """Write the tables and pictures of README and documentation from records, so that no number is typed by hand.
 
 ``python tools/texts.py results/h200 results/h100`` rewrites what stands between the marks of ``TEXTS``, and the
-pictures in ``docs/figures``, from the first folder; the others have tables of their own. Records of other code are
-left out.
+pictures in ``docs/figures``. No number mixes GPUs: a row of README and a picture are of the first folder with the
+typical case, other tables have rows for each. Records of other code or of no clean commit are left out.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from warploom.bench.environment import device_name
-from warploom.bench.records import LIMIT, Record, is_stale, load, load_environments
+from warploom.bench.records import LIMIT, Record, is_clean, is_stale, load, load_environments
 from warploom.bench.storage import read_text, replace_text
 from warploom.errors import ArgumentError
 from warploom.ops import FOLDERS, benches
@@ -154,40 +155,61 @@ ROWS = (
 )
 
 
+def by_gpu(records: Sequence[Record], devices: Mapping[str, str]) -> dict[str, list[Record]]:
+    """Records by the names of their GPUs, the first folder's first."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(devices[record.environment], []).append(record)
+    return found
+
+
+def gpu_of(section: Section, devices: Mapping[str, str], panel_device: str = "") -> str:
+    """The model of the GPU, ``H100`` of ``NVIDIA H100 80GB HBM3``, of a section that has one or of some panels."""
+    device = panel_device or devices[section.points[0].record.environment]
+    return next((word for word in device.split() if any(map(str.isdigit, word))), device)
+
+
 def speed_table(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     """Kinds of work: a typical time, its share of the limit, and all cases beside the fastest alternative."""
     rows = [cells for row in ROWS if (cells := _row(row, records, devices))]
-    heads = ["operator", "typical shape", "mode", "ms", "of the limit", "fastest alternative", "its time / ours"]
-    heads += ["lost / level / compared", "cases"]
-    return markdown([Table.of(heads, rows, words=3)]) if rows else NOTHING
+    heads = ["operator", "typical shape", "mode", "GPU", "ms", "of the limit", "fastest alternative"]
+    heads += ["its time / ours", "lost / level / compared", "cases"]
+    return markdown([Table.of(heads, rows, words=4)]) if rows else NOTHING
 
 
 def _row(row: Row, records: Sequence[Record], devices: Mapping[str, str]) -> list[str]:
+    """Cells of the first GPU that timed the typical case, else of the first with any; none without ours."""
     chosen = [
         record
         for record in records
         if record.operator == row.operator
         and record.mode == row.mode
         and (not row.suites or record.suite in row.suites)
-        and all(record.case.get(name) == value for name, value in row.kind.items())
+        and _has(record, row.kind)
     ]
     if not chosen:
         return []
+    chosen = max(by_gpu(chosen, devices).values(), key=lambda own: any(_is_typical(row, record) for record in own))
     (section,) = arrange(chosen, devices)
-    found = summary(section, section.panels, section.panels[0].device, row.mode)
+    found = summary(section, section.panels, "", row.mode)
     if not found.counts:  # of the others alone
         return []
-    ours = [
-        record
-        for record in chosen
-        if record.provider in section.own_names
-        and record.ms
-        and all(record.case.get(name) == value for name, value in row.typical.items())
-    ]
+    ours = [record for record in chosen if _is_typical(row, record) and record.provider in section.own_names]
     typical = min(ours, key=lambda record: section.own_names.index(record.provider), default=None)
     ms, share = (number(typical.ms), _percent(typical.limit_fraction)) if typical else ("–", "–")
     way = typical.provider.removeprefix(KERNELS).lstrip("+") if typical else ""
-    return [row.name, f"{row.shape}, {way}" if way else row.shape, row.mode, ms, share, *_compared(found)]
+    shape = f"{row.shape}, {way}" if way else row.shape
+    return [row.name, shape, row.mode, gpu_of(section, devices), ms, share, *_compared(found)]
+
+
+def _has(record: Record, parameters: Mapping[str, Any]) -> bool:
+    return all(record.case.get(name) == value for name, value in parameters.items())
+
+
+def _is_typical(row: Row, record: Record) -> bool:
+    """Whether it is a time of ours of the case that is shown."""
+    ours = record.provider.startswith(KERNELS) and bool(record.ms)
+    return ours and record.mode == row.mode and _has(record, row.kind) and _has(record, row.typical)
 
 
 def _compared(found: Summary) -> list[str]:
@@ -202,24 +224,25 @@ def _percent(share: float | None) -> str:
 
 
 def whole_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
-    """Every bench: a table with a row for each combination of parameters and mode."""
-    texts = []
-    for section in arrange(records, devices):
-        seen = [f"![share of the limit and time](figures/{section.operator}.svg)"] if draw(section) else []
-        title = f"## {section.operator}"
-        texts.append("\n\n".join([title, _about(section), *seen, markdown([_whole_table(section)])]))
-    return "\n\n".join(texts) or NOTHING
+    """Every bench of the first GPU: a table with a row for each combination of parameters and mode."""
+    return "\n\n".join(_whole(records, devices, name, "##") for name in [*by_gpu(records, devices)][:1]) or NOTHING
 
 
 def elsewhere_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
-    """The same of other GPUs, without pictures."""
+    """The same of other GPUs."""
+    return "\n\n".join(_whole(records, devices, name, "###") for name in [*by_gpu(records, devices)][1:]) or NOTHING
+
+
+def _whole(records: Sequence[Record], devices: Mapping[str, str], gpu: str, level: str) -> str:
+    own = by_gpu(records, devices)[gpu]
+    drawn = {record.operator for record in pictured(records, devices) if devices[record.environment] == gpu}
     texts = []
-    for name in sorted(set(devices.values())):
-        own = [record for record in records if devices.get(record.environment) == name]
-        for section in arrange(own, devices):
-            title = f"### {section.operator}, {name}"
-            texts.append("\n\n".join([title, _about(section), markdown([_whole_table(section)])]))
-    return "\n\n".join(texts) or NOTHING
+    for section in arrange(own, devices):
+        parts = [f"{level} {section.operator}, {gpu}", _about(section)]
+        if section.operator in drawn and draw(section, gpu):
+            parts.append(f"![share of the limit and time](figures/{section.operator}.svg)")
+        texts.append("\n\n".join([*parts, markdown([_whole_table(section)])]))
+    return "\n\n".join(texts)
 
 
 def _about(section: Section) -> str:
@@ -233,7 +256,7 @@ def _whole_table(section: Section) -> Table:
     rows = []
     for panel in section.panels:
         for mode in panel.modes:
-            found = summary(section, [panel], panel.device, mode)
+            found = summary(section, [panel], "", mode)
             if not found.counts:
                 continue
             own = [panel.at(mode).get(name, {}) for name in section.own_names]
@@ -251,11 +274,12 @@ def step_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     found = []
     for section in arrange([record for record in records if record.operator == "transformer"], devices):
         for panel in section.panels:
-            found += [_step_table(section, panel, mode) for mode in panel.modes]
+            gpu = gpu_of(section, devices, panel.device)
+            found += [_step_table(section, panel, mode, gpu) for mode in panel.modes]
     return markdown(found) or NOTHING
 
 
-def _step_table(section: Section, panel: Panel, mode: str) -> Table:
+def _step_table(section: Section, panel: Panel, mode: str, gpu: str) -> Table:
     """Milliseconds of a step with their spread, phases, tokens a second and memory."""
     heads = ["model", "provider", "step (ms)", "20 … 80 %", "forward", "backward", "optimizer", "tokens/s"]
     heads += ["peak MiB", "of the limit"]
@@ -279,7 +303,7 @@ def _step_table(section: Section, panel: Panel, mode: str) -> Table:
         if pair is not None:
             verdict = {"faster": "it is ahead", "same": "level", "slower": "ours is ahead"}[pair.verdict]
             rows.append([str(x), f"{pair.b.provider} / {pair.a.provider}", against(pair.ratio), verdict, *[""] * 6])
-    return Table.of(heads, rows, title=f"{mode_title(mode)}, {panel.label}", words=2)
+    return Table.of(heads, rows, title=f"{mode_title(mode)}, {panel.label}, {gpu}", words=2)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -290,9 +314,9 @@ Cell = Callable[[Section, Panel, str, Any], str]
 
 
 def guide_table(folder: str, records: Sequence[Record], devices: Mapping[str, str]) -> str:
-    """All benches of an operator's folder in a row for each mode."""
-    heads = ["bench", "mode", "of the limit: median (least … most)", "fastest alternative", "its time / ours"]
-    heads += ["lost / level / compared", "cases"]
+    """All benches of an operator's folder in a row for each mode and GPU."""
+    heads = ["bench", "mode", "GPU", "of the limit: median (least … most)", "fastest alternative"]
+    heads += ["its time / ours", "lost / level / compared", "cases"]
     names = {b.record_name for b in benches().values() if f".{folder}." in f"{b.operator.function.__module__}."}
     rows = []
     for section in arrange([record for record in records if record.operator in names], devices):
@@ -300,8 +324,9 @@ def guide_table(folder: str, records: Sequence[Record], devices: Mapping[str, st
             if found.shares:
                 share = f"{_percent(statistics.median(found.shares))} "
                 share += f"({_percent(found.shares[0])} … {_percent(found.shares[-1])})"
-                rows.append([section.operator, mode_title(found.mode), share, *_compared(found)])
-    return markdown([Table.of(heads, rows, words=2)]) if rows else NOTHING
+                gpu = gpu_of(section, devices, found.device)
+                rows.append([section.operator, mode_title(found.mode), gpu, share, *_compared(found)])
+    return markdown([Table.of(heads, rows, words=3)]) if rows else NOTHING
 
 
 def grid(
@@ -312,21 +337,21 @@ def grid(
     records: Sequence[Record],
     devices: Mapping[str, str],
 ) -> str:
-    """Cases of one length in a column: a cell for the forward and one for the backward."""
+    """Cases of one length in a column, a cell for the forward and one for the backward; in the corner the GPU."""
     chosen = [
         record
         for record in records
-        if record.operator == operator
-        and record.suite in suites
-        and all(record.case.get(name) == value for name, value in kind.items())
+        if record.operator == operator and record.suite in suites and _has(record, kind)
     ]
-    rows, columns = [], sort_xs({record.case.get("n") for record in chosen})
+    rows, heads = [], []
     for section in arrange(chosen, devices):
+        columns = sort_xs({point.x for point in section.points})
+        heads = ["" if section.panels[0].device else gpu_of(section, devices), *map(size, columns)]
         for panel in section.panels:
             cells = [[cell(section, panel, mode, x) or "–" for mode in MODES] for x in columns]
             if any(set(pair) != {"–"} for pair in cells):
                 rows.append([panel.label or "all", *(" / ".join(pair).replace("– / –", "–") for pair in cells)])
-    return markdown([Table.of(["", *map(size, columns)], rows)]) if rows else NOTHING
+    return markdown([Table.of(heads, rows)]) if rows else NOTHING
 
 
 def _ours(section: Section, panel: Panel, mode: str, x: Any) -> Record | None:
@@ -349,7 +374,8 @@ def ratio(section: Section, panel: Panel, mode: str, x: Any) -> str:
 def decoding_table(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     """A new token: ours, the limit, what else computes it, and the other functions beside it."""
     kind = [record for record in records if record.operator == "tpa_decode" and "kv_rank" not in record.case]
-    rows, heads = [], ["requests, cached tokens", "ms", "of the limit", "fastest alternative", "its time / ours"]
+    rows, heads = [], ["requests, cached tokens", "GPU", "ms", "of the limit", "fastest alternative"]
+    heads += ["its time / ours"]
     for section in arrange([record for record in kind if record.suite in ("quick", "published")], devices):
         heads += [f"{name} ms" for name in section.others]
         for panel in section.panels:
@@ -360,33 +386,35 @@ def decoding_table(records: Sequence[Record], devices: Mapping[str, str]) -> str
                     rival = [pair.b.provider, against(pair.ratio)] if pair else ["none in the same run", ""]
                     place = f"{panel.parameters.get('batch', section.constants.get('batch'))}, {size(x)}"
                     times = [number(point.ms) if point else "" for point in beside]
-                    rows.append([place, number(record.ms), _percent(record.limit_fraction), *rival, *times])
-    return markdown([Table.of(heads, rows, words=1)]) if rows else NOTHING
+                    cells = [place, gpu_of(section, devices, panel.device), number(record.ms)]
+                    rows.append([*cells, _percent(record.limit_fraction), *rival, *times])
+    return markdown([Table.of(heads, rows, words=2).dense()]) if rows else NOTHING
 
 
 def below_target(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     """How many cases of LRPE have a smaller share of the limit than was aimed at, and the least."""
     rows = []
     for section in arrange([record for record in records if record.operator.startswith("lrpe_")], devices):
-        for mode in MODES:
+        for device, mode in product(dict.fromkeys(panel.device for panel in section.panels), MODES):
             shares = 0
             low: list[tuple[float, str]] = []
             for panel in section.panels:
-                if panel.parameters.get("activation") == "softmax_sequence":
+                if panel.device != device:
                     continue
                 theta = mode == "bwd" and panel.parameters.get("theta_gradient")
                 for x in panel.xs(mode):
                     record = _ours(section, panel, mode, x)
-                    if record and record.limit_fraction:
+                    if record and record.limit_fraction and record.case["activation"] != "softmax_sequence":
                         shares += 1
-                        place = f"{section.x} = {size(x)}, {panel.label}"
+                        place = f"{section.x} = {size(x)}, {replace(panel, device='').label}"
                         if record.limit_fraction < (0.85 if theta else 0.97 if x >= 2048 else 0.92):
                             low.append((record.limit_fraction, place))
             if shares:
                 share, place = min(low, default=(None, ""))
-                rows.append([section.operator, mode_title(mode), f"{len(low)} / {shares}", _percent(share), place])
-    heads = ["bench", "mode", "below / measured", "least", "at"]
-    return markdown([Table.of(heads, rows, words=2)]) if rows else NOTHING
+                gpu, count = gpu_of(section, devices, device), f"{len(low)} / {shares}"
+                rows.append([section.operator, mode_title(mode), gpu, count, _percent(share), place])
+    heads = ["bench", "mode", "GPU", "below / measured", "least", "at"]
+    return markdown([Table.of(heads, rows, words=3)]) if rows else NOTHING
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -406,12 +434,29 @@ SHOWN = {
 """What the pictures show of a bench that has these parameters. The first is what stands for one that has none."""
 
 
+def pictured(records: Sequence[Record], devices: Mapping[str, str]) -> list[Record]:
+    """Of each bench the records of one GPU: the first that timed what is typical of it, else the first with any."""
+
+    def stands(record: Record) -> bool:
+        rows = [row for row in ROWS if row.operator == record.operator]
+        if rows:
+            return any(_is_typical(row, record) for row in rows)
+        shown = ((record.case.get(name, values[0]), values) for name, values in SHOWN.items() if name != "batch")
+        return all(value in values for value, values in shown)
+
+    chosen: list[Record] = []
+    for operator in dict.fromkeys(record.operator for record in records):
+        own = by_gpu([record for record in records if record.operator == operator], devices)
+        chosen += max(own.values(), key=lambda each: any(map(stands, each)))
+    return chosen
+
+
 def _times(panel: Panel, section: Section) -> int:
     """How many times of ours a panel has."""
     return sum(bool(p.ms) for mode in panel.modes for p in panel.at(mode).get(section.emphasis, {}).values())
 
 
-def draw(section: Section) -> str:
+def draw(section: Section, gpu: str) -> str:
     """The share of the limit above the time, a column for each mode of one panel; empty without a speed.
 
     The panel has most times of ours, and of such the widest heads; one that is to be `SHOWN`, of any batch if that
@@ -419,12 +464,12 @@ def draw(section: Section) -> str:
     """
     if section.operator == "transformer":
         return ""  # steps by the wall clock, one size in many ways: a table says more
-    first = [panel for panel in section.panels if panel.device == section.panels[0].device]
     for parts in (SHOWN, {name: values for name, values in SHOWN.items() if name != "batch"}):
-        wanted = [p for p in first if all(p.parameters.get(name, v[0]) in v for name, v in parts.items())]
+        wanted = [p for p in section.panels if all(p.parameters.get(name, v[0]) in v for name, v in parts.items())]
         if any(len(panel.xs(mode)) > 1 for panel in wanted for mode in panel.modes):
             break
-    panel = max(wanted or first, key=lambda panel: (_times(panel, section), panel.parameters.get("head_dim", 0)))
+    several = wanted or section.panels
+    panel = max(several, key=lambda panel: (_times(panel, section), panel.parameters.get("head_dim", 0)))
     columns = [(panel, mode) for mode in MODES if mode in panel.modes]
     drawn = [(panel, mode, charts(section, panel, mode)[::-1]) for panel, mode in columns]
     drawn = [column for column in drawn if column[2]]
@@ -434,18 +479,18 @@ def draw(section: Section) -> str:
     if drawn[0][0].labels:  # one column has no room for both
         title = drawn[0][0].label if len(drawn) == 1 else f"{title}: {drawn[0][0].label}"
     styles = looks(sorted(section.providers), section.emphasis)
-    return picture([c for _, _, c in drawn], [mode_title(mode) for _, mode, _ in drawn], title, styles)
+    heads = [mode_title(mode) for _, mode, _ in drawn]
+    return picture([c for _, _, c in drawn], heads, f"{title}, {gpu}", styles)
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Texts
 # ----------------------------------------------------------------------------------------------------------
 
-ELSEWHERE = "results on other GPUs"
 TABLES: Mapping[str, Callable[[Sequence[Record], Mapping[str, str]], str]] = {
     "speeds": speed_table,
     "results": whole_tables,
-    ELSEWHERE: elsewhere_tables,
+    "results on other GPUs": elsewhere_tables,
     "steps": step_tables,
     **{f"speed of {folder}": partial(guide_table, folder) for folder in FOLDERS},
     "rates of flash_attention": partial(grid, "flash_attention", {"dtype": "bfloat16"}, ("training",), rate),
@@ -460,13 +505,8 @@ TABLES: Mapping[str, Callable[[Sequence[Record], Mapping[str, str]], str]] = {
 }
 
 
-def update(
-    text: Path,
-    records: Sequence[Record],
-    devices: Mapping[str, str],
-    elsewhere: tuple[Sequence[Record], Mapping[str, str]] = ((), {}),
-) -> None:
-    """Rewrite the tables that a file has marks for. ``elsewhere``: records of other GPUs, and their names.
+def update(text: Path, records: Sequence[Record], devices: Mapping[str, str]) -> None:
+    """Rewrite the tables that a file has marks for.
 
     Raises:
         ArgumentError: The file has no mark, or one without its end.
@@ -475,8 +515,7 @@ def update(
     if not asked:
         raise ArgumentError(f"{text} has none of the marks {', '.join(map(MARK.format, TABLES))}")
     for name in asked:
-        source = elsewhere if name == ELSEWHERE else (records, devices)
-        replace_between(text, MARK.format(name), END.format(name), TABLES[name](*source))
+        replace_between(text, MARK.format(name), END.format(name), TABLES[name](records, devices))
 
 
 def _place(record: Record) -> tuple[str, ...]:
@@ -486,18 +525,22 @@ def _place(record: Record) -> tuple[str, ...]:
 
 
 def fresh(sources: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
-    """The records of the present code, undisturbed, and names of devices by environment."""
-    known = {name: value for source in sources for name, value in load_environments(source).items()}
-    found = load(sources)
-    stale = {id(record) for record in found if is_stale(record)}
-    # Where our own record is of other code, the others have nobody beside them.
-    former = {_place(record) for record in found if id(record) in stale and record.provider == KERNELS}
-    records = [
-        record
-        for record in found
-        if id(record) not in stale and _place(record) not in former and not record.disturbed
-    ]
-    return records, {name: device_name(value) for name, value in known.items()}
+    """The records of the present code and of clean commits, undisturbed, and names of devices by environment."""
+    records: list[Record] = []
+    devices: dict[str, str] = {}
+    for source in sources:
+        environments = load_environments(source)
+        devices |= {name: device_name(value) for name, value in environments.items()}
+        clean = [record for record in load([source]) if is_clean(record, environments)]
+        stale = {id(record) for record in clean if is_stale(record)}
+        # Where our own record is of other code, the others have nobody beside them.
+        former = {_place(record) for record in clean if id(record) in stale and record.provider == KERNELS}
+        records += [
+            record
+            for record in clean
+            if id(record) not in stale and _place(record) not in former and not record.disturbed
+        ]
+    return records, devices
 
 
 def replace_between(file: Path, begin: str, end: str, body: str) -> None:
@@ -520,11 +563,11 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], words: i
 
 def main(sources: Sequence[Path]) -> int:
     """Rewrite all; returns the exit status."""
-    (records, devices), elsewhere = fresh(sources[:1]), fresh(sources[1:])
+    records, devices = fresh(sources)
     for name in TEXTS:
-        update(ROOT / name, records, devices, elsewhere)
-    for section in arrange(records, devices):
-        if drawn := draw(section):
+        update(ROOT / name, records, devices)
+    for section in arrange(pictured(records, devices), devices):
+        if drawn := draw(section, gpu_of(section, devices)):
             replace_text(ROOT / "docs" / "figures" / f"{section.operator}.svg", drawn)
     return 0
 

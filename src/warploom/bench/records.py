@@ -173,6 +173,12 @@ def load_environments(path: Path) -> dict[str, dict[str, Any]]:
     return environments
 
 
+def is_clean(record: Record, environments: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a record's run is among those of its environment, and was of a commit without changes."""
+    run = environments.get(record.environment, {}).get("runs", {}).get(record.run, {})
+    return "commit" in run and not run.get("dirty")
+
+
 def is_stale(record: Record) -> bool:
     """Whether the kernels that were measured are others now; not, where that cannot be found out."""
     bench = next((bench for bench in benches().values() if bench.record_name == record.operator), None)
