@@ -11,7 +11,7 @@ from distributed_ranks import run_checks
 
 import warploom
 from warploom.distributed import exchange, ranks
-from warploom.distributed.exchange import Plan, Slices
+from warploom.distributed.exchange import Pieces, Plan
 from warploom.distributed.layout import chunks_of
 
 
@@ -41,8 +41,13 @@ WINDOWS = ((None, None), (None, 0), (3, 0), (3, 5), (200, 0), (None, 4), (2, Non
 BOUNDS = ((0, 64), (0, 37), (0, 1), (0, 0), (0, 7, 7, 37, 38, 58), (0, 5, 9, 30))
 
 
-def lengths(pieces: Slices) -> list[list[int]]:
-    return [[piece.stop - piece.start for piece in of_rank] for of_rank in pieces]
+def move(pieces: Pieces, rows: torch.Tensor, into: torch.Tensor, places: tuple[slice, ...], rank: int) -> None:
+    """Send to a rank what goes to it, if any: what stays does not."""
+    leaving = pieces.of(rows)[rank]
+    if leaving:
+        assert [len(piece) for piece in leaving] == [place.stop - place.start for place in places]
+    for piece, place in zip(leaving, places):
+        into[place] = piece
 
 
 def keys_of(plan: Plan, number: int, arrived: torch.Tensor) -> torch.Tensor:
@@ -66,10 +71,9 @@ def test_rows_travel_once_and_gradients_return(world: int, layout: str) -> None:
                     steps = [plan.steps[number] for plan in plans]
                     for a, sender in enumerate(steps):
                         for b, receiver in enumerate(steps):
-                            assert lengths(sender.leaving.slices)[b] == lengths(receiver.landing)[a]
-                            for rows, place in zip(sender.leaving.of(parts[a])[b], receiver.landing[a]):
-                                assert (arrived[b][place] == -1).all()
-                                arrived[b][place] = rows
+                            assert all((arrived[b][place] == -1).all() for place in receiver.landing[a])
+                            move(sender.leaving, parts[a], arrived[b], receiver.landing[a], b)
+                        sender.leaving.keep(parts[a], [arrived[a][place] for place in sender.landing[a]])
                     for a, sender in enumerate(steps):
                         tokens = keys_of(plans[a], number, arrived[a])
                         assert (tokens >= 0).all()
@@ -77,9 +81,8 @@ def test_rows_travel_once_and_gradients_return(world: int, layout: str) -> None:
                         assert sum(seen) in (0, len(tokens))
                         assert len(bounds) > 2 or (tokens.diff() == 1).all()
                         for b, receiver in enumerate(steps):
-                            assert lengths(sender.back.slices)[b] == lengths(receiver.returned)[a]
-                            for rows, place in zip(sender.back.of(tokens)[b], receiver.returned[a]):
-                                returned[b][place] = rows
+                            move(sender.back, tokens, returned[b], receiver.returned[a], b)
+                        sender.back.keep(tokens, [returned[a][place] for place in sender.returned[a]])
                 for plan, part, rows in zip(plans, parts, returned):
                     each = rows[plan.order]
                     assert torch.equal(each, part.repeat_interleave(plan.ends.diff()))

@@ -39,12 +39,22 @@ class Pieces(NamedTuple):
     """Rows of a tensor that go to each rank."""
 
     which: Tensor | None
-    """Those for the first rank first, int32 on the device; None where slices are of the tensor itself."""
+    """Those for other ranks, the first rank's first, int32 on the device; None where slices are of the tensor."""
     slices: Slices
+    own: tuple[Tensor | slice, ...]
+    """Those that stay, which are not among them."""
 
     def of(self, x: Tensor) -> list[list[Tensor]]:
         """By rank."""
         return _cut(x if self.which is None else x.index_select(0, self.which), self.slices)
+
+    def keep(self, x: Tensor, places: list[Tensor]) -> None:
+        """Copy those that stay."""
+        for rows, place in zip(self.own, places, strict=True):
+            if isinstance(rows, slice):
+                place.copy_(x[rows])
+            else:
+                torch.index_select(x, 0, rows, out=place)
 
 
 def _cut(x: Tensor, slices: Slices) -> list[list[Tensor]]:
@@ -140,9 +150,9 @@ def plan_of(
             Step(
                 of_step,
                 _as_slice(place[seen], device),
-                _pieces(travel.leaving, own_tokens, travel.leaving_counts, single, device),
+                _pieces(travel.leaving, own_tokens, travel.leaving_counts, rank, single, device),
                 _slices(place[travel.arriving], travel.arriving, travel.arriving_counts, single),
-                _pieces(gradients.place, seen, gradients.arriving_counts, single, device),
+                _pieces(gradients.place, seen, gradients.arriving_counts, rank, single, device),
                 _slices(
                     returned + torch.arange(len(gradients.leaving)),
                     own_tokens[gradients.leaving],
@@ -160,11 +170,18 @@ def plan_of(
     return Plan(tuple(steps), len(tokens), returned, *small)
 
 
-def _pieces(rows: Tensor, tokens: Tensor, counts: list[int], single: bool, device: torch.device) -> Pieces:
+def _pieces(
+    rows: Tensor, tokens: Tensor, counts: list[int], rank: int, single: bool, device: torch.device
+) -> Pieces:
     """Rows of a tensor that stand for ``tokens``, so many for each rank."""
     if single:
-        return Pieces(None, _slices(rows, tokens[rows], counts, single))
-    return Pieces(rows.to(device, torch.int32), _slices(torch.arange(len(rows)), tokens[rows], counts, single))
+        slices = _slices(rows, tokens[rows], counts, single)
+        return Pieces(None, (*slices[:rank], (), *slices[rank + 1 :]), slices[rank])
+    by_rank = [*rows.split(counts)]
+    own, by_rank[rank] = by_rank[rank], rows[:0]
+    others = torch.cat(by_rank)
+    slices = _slices(torch.arange(len(others)), tokens[others], [*map(len, by_rank)], single)
+    return Pieces(others.to(device, torch.int32), slices, (own.to(device, torch.int32),) if len(own) else ())
 
 
 def _slices(places: Tensor, tokens: Tensor, counts: list[int], single: bool) -> Slices:
@@ -329,11 +346,13 @@ def send_keys(plan: Plan, tensors: list[Tensor], group: Any) -> Arriving:
     other ranks for it.
     """
     rows = [x.new_empty((plan.arriving, *x.shape[1:])) for x in tensors]
-    sent = [[step.leaving.of(x) for x in tensors] for step in plan.steps]
-    works = [
-        _send([*zip(leaving, (_cut(x, step.landing) for x in rows))], group)
-        for step, leaving in zip(plan.steps, sent)
-    ]
+    works, sent = [], []
+    for step in plan.steps:
+        work, leaving = _send(
+            [(step.leaving, x, _cut(into, step.landing)) for x, into in zip(tensors, rows)], group
+        )
+        works.append(work)
+        sent.append(leaving)
     return Arriving(plan, rows, works, sent)
 
 
@@ -353,9 +372,9 @@ def return_gradients(
         kernels: Whether kernels compute the call.
     """
     received = [x.new_empty((plan.returning, *x.shape[1:])) for x in gradients[0]]
-    works = _send(
+    works, _sent = _send(
         [
-            (step.back.of(x), _cut(rows, step.returned))
+            (step.back, x, _cut(rows, step.returned))
             for step, of_step in zip(plan.steps, gradients)
             for x, rows in zip(of_step, received)
         ],
@@ -367,26 +386,26 @@ def return_gradients(
         sum_gradients(plan, rows, sums, kernels)
 
 
-def _send(pieces: list[tuple[list[list[Tensor]], list[list[Tensor]]]], group: Any) -> list[Any]:
-    """Send pieces to every rank and receive them, in one kernel, without waiting for it.
+def _send(given: list[tuple[Pieces, Tensor, list[list[Tensor]]]], group: Any) -> tuple[list[Any], Any]:
+    """Send pieces of tensors to every rank and receive others, in one kernel, without waiting for it.
 
-    A second would begin when the computation that follows leaves multiprocessors to it. A rank's own are copied.
+    A second would begin when the computation that follows leaves multiprocessors to it. What stays is copied
+    meanwhile. Also returns what is sent, whose memory is not to be used again before.
     """
-    sends, rank = [], group.rank()
-    for leaving, landing in pieces:
+    sends, sent = [], [pieces.of(x) for pieces, x, _ in given]
+    for leaving, (_, _, landing) in zip(sent, given):
         for peer, (mine, theirs) in enumerate(zip(leaving, landing)):
             for function, each in ((dist.isend, mine), (dist.irecv, theirs)):
-                if peer != rank:
+                if peer != group.rank():
                     sends += [
                         dist.P2POp(function, as_bytes(piece), group=group, group_peer=peer)
                         for piece in each
                         if piece.numel()
                     ]
     works = dist.batch_isend_irecv(sends) if sends else []
-    for leaving, landing in pieces:
-        for mine, theirs in zip(leaving[rank], landing[rank], strict=True):
-            theirs.copy_(mine)
-    return works
+    for pieces, x, landing in given:
+        pieces.keep(x, landing[group.rank()])
+    return works, sent
 
 
 def sum_gradients(plan: Plan, received: Tensor, into: Tensor, kernels: bool) -> None:
