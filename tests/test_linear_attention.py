@@ -299,6 +299,27 @@ def test_a_batch_changes_no_bits_of_a_step(
     forget_plans()
 
 
+def at_distance(x: torch.Tensor, more: int) -> torch.Tensor:
+    """The same numbers, with more elements between the entries of the batch."""
+    size = x[0].numel()
+    wide = x.new_empty(len(x), size + more)
+    return wide[:, :size].view_as(x).copy_(x)
+
+
+@pytest.mark.parametrize("more", [0, 1, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_is_known_of_addresses_of_a_batch_and_of_an_entry(dtype: torch.dtype, more: int) -> None:
+    """The compiler picks by it in which order it adds up."""
+    from warploom.ops.linear_attention.launches.calls import layout_of_rows
+
+    x = at_distance(torch.zeros(3, 1, 1, 64, dtype=dtype), more)
+    known = layout_of_rows(x)
+    assert known.vec == {0: 16, 8: 8}.get(more, 4 if more * x.element_size() == 16 else 1)
+    assert known.strides[0].b * known.vec == 64 + more
+    for i in range(3):
+        assert layout_of_rows(x[i : i + 1]).vec == known.vec
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["none", "softmax"])
@@ -306,16 +327,12 @@ def test_a_batch_changes_no_bits_of_a_step(
 def test_a_sequence_at_another_address_has_the_bits_of_the_batch(
     tokens: int, activation: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Where the compiler may not load several numbers at once, it picks other layouts."""
     call = tensors(device, batch=3, tokens=tokens, head_dim=64, values=64, encoding="none", dtype=dtype)
     call |= {"initial_state": torch.randn(3, 2, 64, 64, device=device), "activation": activation}
+    call["q"] = at_distance(call["q"], 1)
     together = linear_attention(**call, backend="triton")
     for i in range(3):
-        alone = dict(call)
-        for name in ("q", "k", "v", "initial_state"):
-            one = call[name][i : i + 1]
-            alone[name] = one.new_empty(one.numel() + 1)[1:].view(one.shape).copy_(one)
-        assert torch.equal(linear_attention(**alone, backend="triton"), together[i : i + 1])
+        assert torch.equal(linear_attention(**of_entries(call, i, i + 1), backend="triton"), together[i : i + 1])
 
 
 @backends

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from warploom.device.phase import cos_sin, wrapping_add
-from warploom.device.sums import product_by_itself, sum_of_pairs
 from warploom.ops.flash_attention.kernels.forward import Strides
 from warploom.ops.linear_attention.kernels.tiles import (
     Sizes,
@@ -62,7 +61,7 @@ def step_kernel(
             if variant.DECAY != "none":
                 one *= power(total, False)
             one += tl.trans(keys[p]).to(tl.float32) * values[0].to(tl.float32)
-            result += sum_of_pairs(product_by_itself(one, tl.trans(queries[p]).to(tl.float32)), axis=0)
+            result += tl.sum(tl.trans(queries[p]).to(tl.float32) * one, axis=0)
             after = after + (one,)
         state = after
         result = (result * scale)[None, :]

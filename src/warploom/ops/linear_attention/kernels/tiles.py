@@ -20,7 +20,6 @@ from warploom.device.activations import activate, exponential, exponential_float
 from warploom.device.packed import sequence_bounds, sequence_of_tile
 from warploom.device.phase import cos_sin, phase_step, wrapping_add
 from warploom.device.product import dot, rounded
-from warploom.device.sums import sum_of_pairs
 from warploom.ops.lrpe.kernels.backward import turn_backward
 from warploom.ops.lrpe.kernels.forward import turn
 from warploom.ops.lrpe.kernels.rows import load_input, store_input
@@ -217,7 +216,7 @@ def softmax_of(x, first, spec: tl.constexpr, variant: tl.constexpr):
     found = ()
     for i in tl.static_range(len(x)):
         one = powers(masked[i], top)
-        total += sum_of_pairs(one, axis=1)
+        total += tl.sum(one, axis=1)
         found = found + (one,)
     scale = reciprocal(total)[:, None]
     scaled = ()

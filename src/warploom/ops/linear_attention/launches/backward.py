@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.launches.tiling import layout_for
 from warploom.ops.linear_attention.configs import (
     DECAY_CHUNK,
     tile_of,
 )
 from warploom.ops.linear_attention.kernels.decay import decay_kernel
 from warploom.ops.linear_attention.launches import hopper
-from warploom.ops.linear_attention.launches.calls import PLACES, Call, Inputs
+from warploom.ops.linear_attention.launches.calls import PLACES, Call, Inputs, layout_of_rows
 from warploom.ops.linear_attention.launches.forward import Rows, Shared, States, plan_product, plan_states
 from warploom.ops.linear_attention.problem import Options
 from warploom.ops.lrpe import launches as lrpe
@@ -46,7 +45,7 @@ def _plan_decays(call: Call, grad: Tensor, states: Dense) -> Decays:
     by_head = decay is not None and decay.dim() == 1
     shape = (call.slots, q.shape[2]) if by_head else tuple(q.shape[:3])
     tile = tile_of("decays", call.half, call.state_shape[2], v.shape[3], DECAY_CHUNK)
-    layout = layout_for(q, k, v, grad)
+    layout = layout_of_rows(q, k, v, grad)
     launch = Launch(
         decay_kernel,
         call.slots * q.shape[2],

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.launches.tiling import Layout
+from warploom.ops.flash_attention.launches.tiling import Layout, layout_for
 from warploom.ops.linear_attention.configs import (
     DECAY_CHUNK,
     WIDE_PIECE,
@@ -17,6 +18,7 @@ from warploom.ops.linear_attention.configs import (
 from warploom.ops.linear_attention.kernels.tiles import Sizes, StateStrides, Variant
 from warploom.ops.linear_attention.problem import Options
 from warploom.ops.lrpe.kernels.angles import Spec
+from warploom.runtime.build import ALIGNMENT
 from warploom.runtime.launch import Dense, architecture, multiprocessors
 
 Tensor = torch.Tensor
@@ -169,7 +171,8 @@ class Call(NamedTuple):
         """What both take."""
         strides = {f"{name}_strides": state_strides(state) for name, state in states.items()}
         vec = int(all(state is None or strides[f"{name}_strides"].e == 1 for name, state in states.items()))
-        if vec and all(n % _STATE_VEC == 0 for each in strides.values() for n in each[:3]):
+        known = layout.vec > 1  # where rows may lie at any address, the kernel knows no other address either
+        if vec and known and all(n % _STATE_VEC == 0 for each in strides.values() for n in each[:3]):
             vec = _STATE_VEC
         divisor = max(vec, 1)
         return {
@@ -183,6 +186,21 @@ class Call(NamedTuple):
             "num_warps": tile.warps,
             "num_stages": tile.stages,
         }
+
+
+def layout_of_rows(*tensors: Tensor) -> Layout:
+    """Strides as the kernels take them, and what is known of addresses, which is the same of each entry of a batch.
+
+    The compiler picks layouts by it, and with them the order in which features are added up. So it knows nothing
+    where entries lie at other distances than multiples of 16 bytes, also where there is one entry.
+    """
+    layout = layout_for(*tensors)
+    vec = math.gcd(layout.vec, *(x.stride(0) for x in tensors))
+    if any(x.stride(0) * x.element_size() % ALIGNMENT for x in tensors):
+        vec = 1
+    more = layout.vec // vec
+    strides = [each._replace(b=each.b * more, n=each.n * more, h=each.h * more) for each in layout.strides]
+    return layout._replace(vec=vec, strides=strides)
 
 
 def state_strides(state: State) -> StateStrides:

@@ -11,14 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.launches.tiling import layout_for
 from warploom.ops.linear_attention.configs import STEPS, in_power_of_two, step_tile, tile_of
 from warploom.ops.linear_attention.kernels.product import Way, product_kernel
 from warploom.ops.linear_attention.kernels.states import scan_kernel, sums_kernel
 from warploom.ops.linear_attention.kernels.step import step_kernel
 from warploom.ops.linear_attention.kernels.tiles import Scales
 from warploom.ops.linear_attention.launches import hopper
-from warploom.ops.linear_attention.launches.calls import PLACES, Call, Inputs, State, state_strides
+from warploom.ops.linear_attention.launches.calls import PLACES, Call, Inputs, State, layout_of_rows, state_strides
 from warploom.ops.linear_attention.problem import Options
 from warploom.runtime.launch import Dense, Launch, are_aligned
 from warploom.runtime.memory_order import layout_of
@@ -117,7 +116,7 @@ def _plan_sums(call: Call, b: Tensor, c: Tensor, states: Dense, reverse: bool) -
     _, heads, features, values = call.state_shape
     tile = tile_of("sums", call.half, features, values, call.inputs.q.shape[1])
     columns = -(-values // tile.columns)
-    layout = layout_for(b, c)
+    layout = layout_of_rows(b, c)
     return Launch(
         sums_kernel,
         call.slots * heads * columns,
@@ -158,7 +157,7 @@ def plan_product(
     else:
         tile = tile_of("outputs", call.half, call.state_shape[2], values, tokens)
         columns = -(-values // tile.columns)
-    layout = layout_for(rows.a, rows.b, rows.c, rows.a if rows.x is None else rows.x, rows.out)
+    layout = layout_of_rows(rows.a, rows.b, rows.c, rows.a if rows.x is None else rows.x, rows.out)
     scale = call.state_scale if reverse else 1.0
     return Launch(
         product_kernel,
@@ -237,7 +236,7 @@ def plan_forward(inputs: Inputs, options: Options, aligned: bool, shared: bool =
 
 def _plan_step(call: Call, out: Tensor, initial: Tensor | None, final: Dense | None) -> Launch:
     q, k, v, *_ = call.inputs
-    layout = layout_for(q, k, v, out)
+    layout = layout_of_rows(q, k, v, out)
     tile = step_tile(call.parts * in_power_of_two(call.features), v.shape[3])
     columns = -(-v.shape[3] // tile.columns)
     return Launch(
