@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from warploom.distributed import exchange
@@ -282,6 +283,8 @@ def _read(tensors: Tensors, options: Options) -> Any:
     lengths = agree(group, NAME, q.shape[1], call)
     bounds = settled(NAME, read, sum(lengths))
     check_lengths(NAME, "q", lengths, chunks_of(bounds, group.size(), options.layout).lengths, options.layout)
+    if 0 in lengths:  # that rank sends nothing, and NCCL waits for all ranks in the first call of a group
+        dist.all_reduce(q.new_zeros(1), group=group)
     return bounds
 
 
