@@ -1,12 +1,13 @@
 """Flash attention's kernels for Hopper: which calls take them, and that these are right there."""
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import seeds
 import torch
-from flash_cases import KEEPING_THE_OUTPUT, assert_right, random_inputs, run
+from flash_cases import KEEPING_THE_OUTPUT, LAYOUTS, assert_right, random_inputs, run
 from launches import assert_for_hopper_alone, choose_as_on, large
 from planned_calls import forget_plans
 
@@ -546,6 +547,7 @@ PACKINGS = {
     "equal": ([140, 128, 1, 0, 3, 28], [140, 128, 1, 0, 3, 28]),
     "fewer keys": ([130, 0, 60, 110], [40, 20, 0, 140]),
     "more keys": ([5, 100, 0], [129, 100, 71]),
+    "around tiles": ([63, 64, 0, 65, 127, 1, 128, 129, 20], [129, 63, 65, 0, 127, 128, 64, 1, 20]),
 }
 """Lengths of sequences: of queries, and of keys."""
 
@@ -623,6 +625,51 @@ def test_nothing_reaches_another_sequence(
             index = (slice(None),) * (2 if one.dim() == 3 else 1) + (rows,)
             assert one.shape[tokens] == 300
             assert torch.equal(one[index], other[index])
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("layout", [None, "heads_first", "slice_of_qkv"])
+@pytest.mark.parametrize("fill", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "d", "e", "dtype"),
+    [(4, 2, 64, 64, torch.bfloat16), (2, 1, 128, 128, torch.float16), (2, 2, 128, 72, torch.bfloat16)],
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"causal": True}, {"causal": True, "sink": True}, {"causal": True, "softcap": 30.0}, {"softcap": 90.0},
+        {"window": (70, None), "causal": True}, {"window": (30, 20), "sink": True},
+        {"window": (3, 9), "softcap": 30.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rows_of_neighbours_do_not_reach_a_forward(
+    options: dict[str, Any], heads: int, key_heads: int, d: int, e: int, dtype: torch.dtype, fill: float,
+    layout: str | None, spread: None, launched: list[str], device: torch.device,
+) -> None:  # fmt: skip
+    """Tiles hold rows of other sequences, before and behind, and store none of theirs."""
+    shape = {"heads": heads, "key_heads": key_heads, "d": d, "e": e, "dtype": dtype}
+    inputs = packed_inputs(device, "around tiles", **shape, **options)
+    for name in ("q", "k", "v"):
+        x = inputs[name].detach()
+        inputs[name] = x if layout is None else LAYOUTS[layout](x)
+    with poisoned_allocations():
+        assert_right(inputs, "triton")
+        out, lse = flash_attention(**inputs, backend="triton")
+    assert "hopper_forward_kernel" in launched
+    rows, keys = (
+        [slice(*each) for each in itertools.pairwise(inputs[f"cu_seqlens_{name}"].tolist())] for name in "qk"
+    )
+    for first in (0, 1):
+        poisoned = {name: inputs[name].clone() for name in ("q", "k", "v")}
+        for own, name in [(rows, "q"), (keys, "k"), (keys, "v")]:
+            for each in own[first::2]:
+                poisoned[name][:, each] = fill
+        with poisoned_allocations():
+            found = flash_attention(**{**inputs, **poisoned}, backend="triton")
+        for each in rows[1 - first :: 2]:
+            assert torch.equal(found[0][:, each], out[:, each])
+            assert torch.equal(found[1][..., each], lse[..., each])
 
 
 def test_few_rows_in_many_sequences_are_not_spread(hopper: None) -> None:

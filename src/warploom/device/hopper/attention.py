@@ -27,6 +27,7 @@ from warploom.device.hopper.pipeline import (
     product_transposed,
     received,
     store_tile,
+    store_tile_or_rows,
     wait_full,
 )
 from warploom.device.hopper.softcap import capped
@@ -44,7 +45,7 @@ MOST_SOFTCAP = gl.constexpr(75.0)
 class Work(NamedTuple):
     """What the tiles of work of a persistent kernel are."""
 
-    tokens: gl.int32  # queries of a batch entry
+    tokens: gl.int32  # queries of a batch entry: rows of the tensors
     keys: gl.int32
     heads: gl.int32
     group: gl.int32  # query heads to a key head
@@ -58,8 +59,10 @@ class Work(NamedTuple):
 class Entry(NamedTuple):
     """The `Work` of a packed sequence, whose rows lie among those of the others.
 
-    Every sequence begins at a unit of `UNIT` rows, a multiple of all tiles, and behind its last row there are zeros up to
-    the next. Rows keep the numbers that they have there: the first of a sequence is not 0.
+    Rows have numbers as if they were spread: every sequence begins at a unit of `UNIT` rows, a multiple of all tiles, and
+    the first of a sequence is not 0. In a tensor that is spread, these are their places, and behind the last row of a
+    sequence there are zeros up to the next. In one that is packed, rows lie a shift before them, and the next sequence
+    follows.
     """
 
     tokens: gl.int32  # where queries end
@@ -73,6 +76,8 @@ class Entry(NamedTuple):
     right: gl.int32
     first_query: gl.int32
     first_key: gl.int32
+    query_shift: gl.int32  # of packed queries, and all that has rows like them; 0 where these are spread
+    key_shift: gl.int32
 
 
 class Window(NamedTuple):
@@ -90,6 +95,7 @@ class Options(NamedTuple):
     softcap: gl.float32 | None = None  # in powers of two; the scale comes divided by the cap
     base: gl.float32 | None = None  # of exponents, instead of a row's largest logit: see `exponent_base`
     units: gl.tensor | None = None  # (units, 4) of packed sequences: where queries, and keys, begin and end
+    shifts: gl.tensor | None = None  # (units, 2): those of an `Entry`, where tensors are packed
 
 
 class State(NamedTuple):
@@ -148,9 +154,13 @@ def entry_of(work, batch, row, options):
         )
     if options.units is not None:
         unit = options.units + row // UNIT * 4
+        query_shift, key_shift = 0, 0
+        if options.shifts is not None:
+            shift = options.shifts + row // UNIT * 2
+            query_shift, key_shift = gl.load(shift), gl.load(shift + 1)
         work = Entry(
             gl.load(unit + 1), gl.load(unit + 3), work.heads, work.group, work.rows, work.blocks, work.section,
-            work.splits, work.right, gl.load(unit), gl.load(unit + 2),
+            work.splits, work.right, gl.load(unit), gl.load(unit + 2), query_shift, key_shift,
         )  # fmt: skip
     return work
 
@@ -486,13 +496,19 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         OUT_SLOT: gl.constexpr = (
             own if OWN_BUFFERS else (own * q_tiles.shape[0] // GROUPS * q_tiles.shape[4] + E - 1) // E
         )
-        store_tile(out, acc, OUT_SLOT, split, batch, head, m, work.tokens, SPLIT, OUT_LAYOUT)
+        end_row = work.tokens
+        if options.units is not None:
+            m -= entry.query_shift
+            end_row = entry.tokens - entry.query_shift
+            store_tile_or_rows(out, acc, OUT_SLOT, split, batch, head, m, end_row, OUT_LAYOUT)
+        else:
+            store_tile(out, acc, OUT_SLOT, split, batch, head, m, end_row, SPLIT, OUT_LAYOUT)
         if not OWN_BUFFERS:
             tma.store_wait(0)
             mbarrier.arrive(scheduler.empty.index(q_slot))
 
         local = gl.arange(0, ROWS, ROW_LAYOUT)
-        mask = m + local < work.tokens
+        mask = m + local < end_row
         offsets = row.to(gl.int64) * work.tokens + m + local
         size = work.rows.to(gl.int64) * work.tokens
         gl.store(statistics + split * 2 * size + offsets, row_max, mask=mask)

@@ -61,7 +61,7 @@ class Scheduler(NamedTuple):
 
 
 class SplitStrides(NamedTuple):
-    """Sizes and strides of the float32 parts of a result, one for each split."""
+    """Sizes and strides of the float32 parts of a result, one for each split; or of a result that has rows to store."""
 
     split: gl.int32
     b: gl.int32
@@ -76,6 +76,7 @@ class Result(NamedTuple):
     out: gl.tensor  # a descriptor, or the address of the parts
     tiles: gl.shared_memory_descriptor
     strides: SplitStrides | None
+    rows: gl.tensor | None = None  # the address, besides a descriptor, where some tiles are stored by rows
 
 
 @gluon.jit
@@ -306,7 +307,7 @@ def take_tile(scheduler):
 
 @gluon.jit
 def store_part(result, tile, split, batch, head, row, rows, LAYOUT: gl.constexpr):
-    """Store rows ``row …`` of a float32 result in its part."""
+    """Store rows ``row …`` of a float32 result in its part, or rounded."""
     strides = result.strides
     start = split.to(gl.int64) * strides.split + batch.to(gl.int64) * strides.b + head.to(gl.int64) * strides.h
     local = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -325,6 +326,16 @@ def store_tile(result, tile, slot, split, batch, head, row, rows, SPLIT: gl.cons
         matrix(result.tiles, slot).store(tile.to(result.tiles.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(result.out, [batch, head, row, 0], result.tiles.index(slot))
+
+
+@gluon.jit
+def store_tile_or_rows(result, tile, slot, split, batch, head, row, rows, LAYOUT: gl.constexpr):
+    """Store rows ``row …`` of a result, behind whose ``rows`` there are others: the last tile from registers."""
+    if row + ROWS <= rows:
+        store_tile(result, tile, slot, split, batch, head, row, rows, False, LAYOUT)
+    else:
+        by_rows = Result(result.rows, result.tiles, result.strides)
+        store_part(by_rows, tile, split, batch, head, row, rows, LAYOUT)
 
 
 @gluon.jit

@@ -30,8 +30,9 @@ class Mask(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     seqused_k: Tensor | None = None  # (B,), of adjacent numbers, as is the next
     block_table: Tensor | None = None  # (B, P)
-    units_q: Tensor | None = None  # of packed sequences whose rows are spread, as is the next: see `kernels.packed`
+    units_q: Tensor | None = None  # of packed sequences, as is the next: see `kernels.packed`
     units_k: Tensor | None = None
+    shifts: Tensor | None = None  # of units of queries, where rows are not spread
     sequences: int = 1  # how many they are
 
     def keys_of(self, k: Tensor) -> int:

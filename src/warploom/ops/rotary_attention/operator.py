@@ -106,6 +106,10 @@ class _Part(NamedTuple):
         return self.offset * whole.element_size() % ALIGNMENT == 0
 
 
+_NOTHING = (None,) * 5
+"""No lengths, no packed sequences (units, shifts and results), no sink."""
+
+
 class _Forward(NamedTuple):
     """What a forward allocates and launches, where attention is one launch of the kernel for Hopper."""
 
@@ -124,7 +128,7 @@ class _Forward(NamedTuple):
         counters = COUNTERS.empty(qkv)
         positions.launch_forward(self.turn, qkv, turned, theta, _FROM_ZERO, counters=counters)
         k, v = view(turned, *self.k), view(qkv, *self.v)
-        self.attend(turned, k, v, out, lse, statistics, counters, None, None, None)  # no lengths, no units, no sink
+        self.attend(turned, k, v, out, lse, statistics, counters, *_NOTHING)
         return out, turned, statistics
 
 

@@ -1,8 +1,9 @@
 """Packed sequences on Hopper: where each has rows to itself, and copies to there and back.
 
-A tile that the tensor memory accelerator copies may hold no rows of two sequences: those of the other might be NaN. So
-rows are spread: each sequence begins at a unit of `UNIT` rows, has at least one, and is zero behind its last row.
-``rows // UNIT + sequences`` units hold all sequences, and no length has to be known on the host.
+Rows have numbers as if they were spread: each sequence begins at a unit of `UNIT` rows, and has at least one.
+``rows // UNIT + sequences`` units hold all sequences, and no length has to be known on the host. Where a tile that the
+tensor memory accelerator copies may hold no rows of two sequences, since those of the other might be NaN, rows are
+copied to be spread, with zeros behind the last row of a sequence.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ def units_kernel(
 ):  # fmt: skip
     """Of each unit of queries, then of keys: where queries and keys of its sequence begin and end among spread rows.
 
-    ``units`` (units, 4) are first query, end of queries, first key, end of keys; ``shifts`` (units,) how far rows lie
-    behind the packed ones.
+    ``units`` (units, 4) are first query, end of queries, first key, end of keys; ``shifts`` (units, 2) how far queries,
+    and keys, lie behind the packed ones.
     """
     program = tl.program_id(0)
     of_keys = program >= count_q
@@ -43,21 +44,23 @@ def units_kernel(
     first_k = UNIT * tl.sum(tl.where(before, count_of_k, 0), axis=0)
     end_q = first_q + tl.sum(tl.where(mine, length_q, 0), axis=0)
     end_k = first_k + tl.sum(tl.where(mine, length_k, 0), axis=0)
-    start = tl.sum(tl.where(mine, tl.where(of_keys, start_k, start_q), 0), axis=0)
+    shift_q = first_q - tl.sum(tl.where(mine, start_q, 0), axis=0)
+    shift_k = first_k - tl.sum(tl.where(mine, start_k, 0), axis=0)
     if of_keys:
-        store_unit(units_k + unit * 4, shifts_k + unit, first_q, end_q, first_k, end_k, first_k - start)
+        store_unit(units_k + unit * 4, shifts_k + unit * 2, first_q, end_q, first_k, end_k, shift_q, shift_k)
     else:
-        store_unit(units_q + unit * 4, shifts_q + unit, first_q, end_q, first_k, end_k, first_q - start)
+        store_unit(units_q + unit * 4, shifts_q + unit * 2, first_q, end_q, first_k, end_k, shift_q, shift_k)
 
 
 @triton.jit
-def store_unit(place, shift_place, first_q, end_q, first_k, end_k, shift):
+def store_unit(place, shift_place, first_q, end_q, first_k, end_k, shift_q, shift_k):
     """Store what `units_kernel` says of a unit."""
     tl.store(place, first_q)
     tl.store(place + 1, end_q)
     tl.store(place + 2, first_k)
     tl.store(place + 3, end_k)
-    tl.store(shift_place, shift)
+    tl.store(shift_place, shift_q)
+    tl.store(shift_place + 1, shift_k)
 
 
 @triton.jit
@@ -75,7 +78,7 @@ def spread_kernel(
     row = program // heads * BLOCK_R + tl.arange(0, BLOCK_R)
     unit = program // heads * BLOCK_R // UNIT
     there = row < tl.load(units + unit * 4 + (3 if KEYS else 1))
-    n = row - tl.load(shifts + unit)
+    n = row - tl.load(shifts + unit * 2 + (1 if KEYS else 0))
     f = tl.arange(0, BLOCK_F)
     features = (f < F)[None, :]
     of_packed = packed + (n.to(tl.int64) * packed_strides.n + head * packed_strides.h)[:, None] * VEC + f[None, :]

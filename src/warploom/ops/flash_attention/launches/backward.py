@@ -304,7 +304,7 @@ def _plan_packed(
     given = zip((q, k, v, grad), (False, True, True, False))
     inputs = tuple(packed.plan_copy(x, spread, keys=keys) for x, keys in given)
     of_q, of_k, of_v, of_grad = (copy.spread.empty(q) for copy in inputs)
-    rest = (spread.mask(), call.scale, "highest", True, None, Logits(logits.softcap))
+    rest = (spread.call.mask, call.scale, "highest", True, None, Logits(logits.softcap))
     plan = plan_backward(of_grad, None, of_q, of_k, of_v, of_grad, *rest)
     if not (plan.kernels and all(each.launch.descriptions for each in plan.kernels)):
         return None

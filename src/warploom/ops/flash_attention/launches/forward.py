@@ -29,12 +29,10 @@ Tensor = torch.Tensor
 
 
 class Packed(NamedTuple):
-    """Plan of a forward on spread rows."""
+    """What the kernel for Hopper takes packed sequences with."""
 
     spread: packed.Spread
-    inputs: tuple[packed.Copy, ...]  # q, k, v
-    results: tuple[packed.Copy, ...]  # attention, and numbers of rows
-    plan: Plan
+    v: packed.Copy
 
 
 class Plan(NamedTuple):
@@ -49,7 +47,7 @@ class Plan(NamedTuple):
     counted: bool = False  # whether tiles are counted, with counters that must be zero
     terms: Terms | None = None  # of q, k and v, where they are made before the loops
     few: bool = False  # whether there are few queries, and the kernel for these
-    packed: Packed | None = None  # where rows of packed sequences are spread
+    packed: Packed | None = None  # of packed sequences, where the launch is for Hopper
 
 
 def forward(
@@ -81,25 +79,9 @@ def forward(
     if out is None:
         out = plan.out.empty(q)
     if plan.packed is not None:
-        return _run_packed(plan, plan.packed, q, k, v, mask, logits.sink, counters, out)
+        places = plan.packed.spread.places(mask, q)
+        v, mask = plan.packed.v.spread_out(v, places), plan.packed.spread.packed_mask(places)
     return _run(plan, q, k, v, mask, logits.sink, counters, out)
-
-
-def _run_packed(
-    plan: Plan, spread: Packed, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sink: Tensor | None,
-    counters: Tensor | None, out: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """What `forward` returns, by way of spread rows."""
-    places = spread.spread.places(mask, q)
-    q, k, v = (copy.spread_out(x, places) for copy, x in zip(spread.inputs, (q, k, v)))
-    wide = spread.plan.out.empty(q)
-    found = _run(spread.plan, q, k, v, spread.spread.mask(places), sink, counters, wide)
-    results = out, plan.lse.empty(q), plan.statistics.empty(q)
-    of_out, of_rows = spread.results
-    of_out.pack(found[0], results[0], places)
-    for wide, result in ((found[1], results[1]), (found[2][0], results[2][0]), (found[2][1], results[2][1])):
-        of_rows.pack(wide, result, places)
-    return results
 
 
 def _run(
@@ -125,7 +107,8 @@ def _run(
             counters = COUNTERS.empty(q)
             if plan.counted:
                 counters.zero_()
-        plan.launch(q, k, v, target, lse, target_statistics, counters, mask.seqused_k, mask.units_q, own_sink)
+        of_packed = (mask.units_q, mask.shifts, None if mask.shifts is None else out)
+        plan.launch(q, k, v, target, lse, target_statistics, counters, mask.seqused_k, *of_packed, own_sink)
     else:
         written = lse if plan.combine is None else None
         bounds = () if plan.few else (mask.cu_seqlens_q, mask.cu_seqlens_k)
@@ -142,23 +125,17 @@ def _is_decoding(call: Call, logits: Logits) -> bool:
     return call.shape.tokens * call.shape.group <= hopper.FEW and any(x is not None for x in options)
 
 
-def _plan_packed(call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logits: Logits) -> Packed | None:
-    """Plan of a forward on spread rows, where the kernel for Hopper takes these."""
+def _plan_hopper(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+) -> tuple[hopper.Plan | None, Packed | None]:
+    """The launch of the kernel for Hopper, if it suits, and what it takes packed sequences with."""
+    if not packed.suits("forward", call, q, k, v, out):
+        return hopper.plan("forward", call, (q, k, v, out)), None
     spread = packed.plan(call)
-    if not hopper.suit("forward", spread.call.shape, spread.call.mask, call.scale, q, k, v, out):
-        return None
-    inputs = tuple(packed.plan_copy(x, spread, keys=keys) for x, keys in ((q, False), (k, True), (v, True)))
-    of_q, of_k, of_v = (copy.spread.empty(q) for copy in inputs)
-    plan = plan_forward(of_q, of_k, of_v, spread.mask(), call.scale, "highest", True, logits)
-    if plan.launch is None or not plan.launch.descriptions:
-        return None
-    rows = packed.of_rows(call.shape.heads, call.shape.tokens)
-    wide = Dense.like(packed.of_rows(call.shape.heads, spread.call.shape.tokens))
-    results = (
-        packed.plan_copy(out, spread, keys=False, back_from=plan.out),
-        packed.plan_copy(rows, spread, keys=False, back_from=wide),
-    )
-    return Packed(spread, inputs, results, plan)
+    copy = packed.plan_copy(v, spread, keys=True)
+    of_v = copy.spread.empty(spread.nowhere.units_k)
+    call = call._replace(mask=spread.packed_mask(spread.nowhere))
+    return hopper.plan("forward", call, (q, k, of_v, out)), Packed(spread, copy)
 
 
 def plan_forward(
@@ -180,21 +157,17 @@ def plan_forward(
     plan = Plan(Dense.like(out), Dense.rows(lse, torch.float32), Dense.rows((2, *lse), torch.float32), None)
     if shape.empty():
         return plan
-    if aligned and packed.suits("forward", call, q, k, v, out):
-        over = _plan_packed(call, q, k, v, out, logits)
-        if over is not None:
-            return plan._replace(packed=over)
     pdl = has_pdl(q.device)
     few = decode.plan(call, precision, (q, k, v, out), pdl) if decode.suits(call) else None
-    tiled = None
+    tiled, of_packed = None, None
     large = few is None and not tiling.is_small_for("forward", call) and not _is_decoding(call, logits)
     if large and aligned:
-        tiled = hopper.plan("forward", call, (q, k, v, out))
+        tiled, of_packed = _plan_hopper(call, q, k, v, out)
     if few is not None:
         plan = plan._replace(launch=few.launch, few=True)
         splits = few.parts
     elif tiled is not None:
-        plan = plan._replace(launch=tiled.launch, counted=tiled.counted)
+        plan = plan._replace(launch=tiled.launch, counted=tiled.counted, packed=of_packed)
         splits = tiled.splits
     else:
         product = tiling.product_of("forward", call, precision)

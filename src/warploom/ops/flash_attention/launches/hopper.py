@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom.device.hopper.attention import Window, Work
+from warploom.device.hopper.attention import UNIT, Window, Work
 from warploom.device.hopper.pipeline import NARROW_HEAD, ROWS, STRIDE_UNIT, SplitStrides
 from warploom.ops.flash_attention.configs import (
     HOPPER,
@@ -87,7 +87,7 @@ _LOOPED = {
 }
 """Those that a loop goes over; a group of warps owns rows of the others."""
 _LAST = {
-    "forward": ("lse", "statistics", "counter", "seqused_k", "units", "sink"),
+    "forward": ("lse", "statistics", "counter", "seqused_k", "units", "shifts", "out_rows", "sink"),
     "key": ("lse", "delta", "counters", "seqused_k", "units"),
     "query": ("lse", "delta", "counters", "seqused_k", "units"),
     "backward": ("lse", "delta", "counters", "tiles_added", "seqused_k", "units"),
@@ -150,11 +150,14 @@ def queries_of_a_sum(shape: Shape) -> int:
     return HOPPER["backward"][_width(shape)].box
 
 
-def _blocks(name: str, shape: Shape, block: int) -> tuple[int, int]:
+def _blocks(name: str, shape: Shape, mask: Mask, block: int) -> tuple[int, int]:
     """Tiles of ``block`` rows of a kernel along the sequence, and along batch entries and heads."""
+    own, units, heads = shape.tokens, mask.units_q, shape.heads
     if name in ("key", "backward"):
-        return -(-shape.keys // block), shape.batch_size * shape.key_heads
-    return -(-shape.tokens // block), shape.batch_size * shape.heads
+        own, units, heads = shape.keys, mask.units_k, shape.key_heads
+    if units is not None:
+        own = units.shape[0] * UNIT.value
+    return -(-own // block), shape.batch_size * heads
 
 
 def suit(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor) -> bool:
@@ -170,7 +173,7 @@ def suit(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor) ->
         return False
     if any(t.dtype not in (torch.float16, torch.bfloat16) or t.dtype != first.dtype for t in tensors):
         return False
-    blocks, rows = _blocks(name, shape, _tiles(name, shape, mask).groups * _ROWS)
+    blocks, rows = _blocks(name, shape, mask, _tiles(name, shape, mask).groups * _ROWS)
     looped = shape.tokens if name in ("key", "backward") else shape.keys
     if name != "forward" and looped < _SHORT and blocks * rows < programs_at_once(first.device) // 2:
         return False
@@ -182,7 +185,7 @@ def _suit_together(shape: Shape, mask: Mask, device: torch.device) -> bool:
     width = max(shape.head_dim, shape.value_dim)
     if width > _NARROW:
         return False
-    blocks, rows = _blocks("backward", shape, HOPPER["backward"][_width(shape)].groups * _ROWS)
+    blocks, rows = _blocks("backward", shape, mask, HOPPER["backward"][_width(shape)].groups * _ROWS)
     uneven = 1.0  # the share of keys that fewer queries see than the first
     if mask.left is None:
         uneven = 0.0 if mask.right is None else min(shape.tokens / max(shape.keys, 1), 1.0)
@@ -208,7 +211,7 @@ def _best_splits(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, progra
 
 
 def _work(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, splits: int, itemsize: int) -> Work:
-    blocks, rows = _blocks(name, shape, tiles.groups * _ROWS)
+    blocks, rows = _blocks(name, shape, mask, tiles.groups * _ROWS)
     # Heads are taken in sections: see `kernels.forward.program_order`.
     length = (shape.keys if name in ("forward", "query") else shape.tokens) // mask.sequences
     head_bytes = length * (shape.head_dim + shape.value_dim) * itemsize
@@ -246,8 +249,8 @@ def _kernel(name: str, shape: Shape, tiles: HopperTiles, scale: float) -> tuple[
     return backward.hopper_query_kernel, {**own, **pieces}
 
 
-def _strides_of(results: dict[str, Tensor], splits: int, unit: int | None) -> dict[str, Any]:
-    """Whether results are parts or in pieces, and how these lie; of others descriptors say it.
+def _strides_of(results: dict[str, Tensor], splits: int, unit: int | None, packed: bool) -> dict[str, Any]:
+    """Whether results are parts or in pieces, and how these, or packed ones, lie; of others descriptors say it.
 
     ``unit``: elements in which strides of results in pieces are counted.
     """
@@ -257,7 +260,7 @@ def _strides_of(results: dict[str, Tensor], splits: int, unit: int | None) -> di
         part = x.numel() if splits > 1 else 0
         b, n, h = (stride if size > 1 else 0 for size, stride in zip(x.shape[:3], x.stride()))
         lengths = (each // (unit or 1) for each in (part, b, n, h))
-        strides[f"{name}_strides"] = SplitStrides(*((*lengths, x.shape[3]) if stored else (0,) * 5))
+        strides[f"{name}_strides"] = SplitStrides(*((*lengths, x.shape[3]) if stored or packed else (0,) * 5))
     return {"SPLIT": stored, **strides}
 
 
@@ -303,8 +306,8 @@ def plan(name: str, call: Call, tensors: tuple[Tensor, ...]) -> Plan | None:
 
     ``tensors``, (q, k, v, out), (q, k, v, grad, dk, dv) or (q, k, v, grad, dq), are like those that it will be
     launched on; if loops are split, results will be parts, all in one float32 tensor, each in its result's memory
-    order. Behind them come lse and statistics, or lse and δ, then counters, lengths of entries, and in the forward
-    the sink.
+    order. Behind them come lse and statistics, or lse and δ, then counters, lengths of entries, units of packed
+    sequences, and in the forward shifts of these, the packed result again, and the sink.
     """
     if not suit(name, call.shape, call.mask, call.scale, *tensors):
         return None
@@ -313,7 +316,8 @@ def plan(name: str, call: Call, tensors: tuple[Tensor, ...]) -> Plan | None:
     results = dict(zip(DESCRIBED[name][inputs:], tensors[inputs:], strict=True))
     unit = STRIDE_UNIT.value if name != "forward" and _in_pieces(name, call.shape) else None
     described = tensors if splits == 1 and unit is None else tensors[:inputs]
-    return _planned(name, call, splits, described, **_strides_of(results, splits, unit))
+    strides = _strides_of(results, splits, unit, packed=call.mask.shifts is not None)
+    return _planned(name, call, splits, described, **strides)
 
 
 def plan_together(call: Call, tensors: tuple[Tensor, ...], added: Tensor) -> Plan | None:
@@ -367,7 +371,7 @@ def plan_terms(
     tiles = HOPPER_TERMS[terms][shape.block_d]
     programs = programs_at_once(call.device)
     steps = loop_steps(name, shape, mask, _ROWS, tiles.box)
-    rows = _blocks(name, shape, _ROWS)[1]
+    rows = _blocks(name, shape, mask, _ROWS)[1]
     splits = _splits_of_terms(steps, tiles.box, rows, programs, sum(x.numel() for x in results.values()))
     work = _work(name, shape, mask, tiles, splits, 2 * terms)
     own: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Packed sequences for the kernels for Hopper: their rows are spread, and packed again: see `kernels.packed`."""
+"""Packed sequences for the kernels for Hopper: where rows are, spread, and packed again: see `kernels.packed`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ class Spread(NamedTuple):
 
     call: Call
     """On spread rows."""
-    tables: tuple[Dense, Dense, Dense, Dense]
+    nowhere: Places
+    """Without memory."""
+    tables: tuple[Dense, ...]
     units: Launch
 
     def places(self, mask: Mask, near: Tensor) -> Places:
@@ -72,10 +74,13 @@ class Spread(NamedTuple):
         self.units(mask.cu_seqlens_q, mask.cu_seqlens_k, *places)
         return places
 
-    def mask(self, places: Places | None = None) -> Mask:
+    def mask(self, places: Places) -> Mask:
         """The mask of the call on spread rows."""
-        given = self.call.mask
-        return given if places is None else given._replace(units_q=places.units_q, units_k=places.units_k)
+        return self.call.mask._replace(units_q=places.units_q, units_k=places.units_k)
+
+    def packed_mask(self, places: Places) -> Mask:
+        """The mask of the call on rows as they are."""
+        return self.mask(places)._replace(shifts=places.shifts_q)
 
 
 def suits(name: str, call: Call, *tensors: Tensor) -> bool:
@@ -99,7 +104,7 @@ def plan(call: Call) -> Spread:
     cu_k: Any = mask.cu_seqlens_k
     sequences = cu_q.shape[0] - 1
     count_q, count_k = (rows // UNIT.value + sequences for rows in (shape.tokens, shape.keys))
-    sizes = ((count_q, 4), (count_k, 4), (count_q,), (count_k,))
+    sizes = ((count_q, 4), (count_k, 4), (count_q, 2), (count_k, 2))
     units = Launch(
         units_kernel,
         count_q + count_k,
@@ -107,11 +112,11 @@ def plan(call: Call) -> Spread:
         q_stride=cu_q.stride(0), k_stride=cu_k.stride(0), sequences=sequences, count_q=count_q,
         BLOCK_S=max(1 << (sequences - 1).bit_length(), 16),
     )  # fmt: skip
-    tables = tuple(Dense.rows(size, torch.int32) for size in sizes)
-    like = torch.empty(0, dtype=torch.int32, device="meta")
-    masked = Mask(mask.left, mask.right, units_q=like, units_k=like, sequences=sequences)
+    nowhere = Places(*(torch.empty(size, dtype=torch.int32, device="meta") for size in sizes))
+    masked = Mask(mask.left, mask.right, units_q=nowhere.units_q, units_k=nowhere.units_k, sequences=sequences)
     spread = shape._replace(tokens=count_q * UNIT.value, keys=count_k * UNIT.value)
-    return Spread(call._replace(shape=spread, mask=masked), tables, units)  # type: ignore[arg-type]
+    tables = tuple(map(Dense.like, nowhere))
+    return Spread(call._replace(shape=spread, mask=masked), nowhere, tables, units)
 
 
 def plan_copy(x: Tensor, spread: Spread, *, keys: bool, fill: float = 0.0, back_from: Dense | None = None) -> Copy:

@@ -99,12 +99,14 @@ def copy_for_queries(
         batch, head = row // work.heads, row % work.heads
         entry = entry_of(work, batch, block * BLOCK_M, options)
         begin, _, _, end = key_steps(block, split, entry, options, CAUSAL, BLOCK_M, BLOCK_N)
-        copy_own(
-            own_descs, own_tiles, batch, head, block * BLOCK_M, scheduler.full, slot, GROUPS, batch_size, TERMS
-        )
+        query_shift, key_shift = 0, 0
+        if options.units is not None:
+            query_shift, key_shift = entry.query_shift, entry.key_shift
+        m = block * BLOCK_M - query_shift
+        copy_own(own_descs, own_tiles, batch, head, m, scheduler.full, slot, GROUPS, batch_size, TERMS)
         for i in range(end - begin):
             n = first_key(tile_of_step(i, begin, end, options), entry, options, BLOCK_N)
-            copy_tile(k_desc, batch, head // work.group, n, k, count, batch_size, TERMS)
+            copy_tile(k_desc, batch, head // work.group, n - key_shift, k, count, batch_size, TERMS)
             copy_tile(v_desc, batch, head // work.group, n, v, count, batch_size, TERMS)
             count += 1
         done += 1
@@ -119,7 +121,7 @@ def copy_for_queries(
 
 @gluon.jit
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, out, lse, statistics, counter, seqused_k, units, sink,
+    q_desc, k_desc, v_desc, out, lse, statistics, counter, seqused_k, units, shifts, out_rows, sink,
     work: Work, window: Window, scale: gl.float32, out_strides: SplitStrides,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
     PIECES: gl.constexpr,
@@ -128,7 +130,8 @@ def hopper_forward_kernel(
 
     Descriptors are of (B, H, N, D), with boxes of (1, 1, 64, D) for queries and results and (1, 1, BLOCK_N, D) for
     keys and values; those of queries and keys may be as wide as one of ``PIECES`` of a row. ``counter`` (1,) is zero where there are more tiles than programs, unless these have fixed shares
-    (`are_counted`). The sink (H,) comes with one split alone. Writes what `kernels.forward.forward_kernel` writes: if
+    (`are_counted`). With ``units`` of packed sequences values are spread, and all else is packed, by ``shifts``;
+    ``out_rows`` is the address of ``out``. The sink (H,) comes with one split alone. Writes what `kernels.forward.forward_kernel` writes: if
     ``SPLIT``, ``out`` is the address of the parts, and otherwise a descriptor.
     """
     if SPLIT:  # what merges parts is put in place while this still runs, and waits for it
@@ -153,10 +156,10 @@ def hopper_forward_kernel(
     go = barriers(GROUPS)
     init_each(go)
     fence_async_shared()
-    options = Options(window, seqused_k, sink, SOFTCAP, exponent_base(SOFTCAP, dtype), units)
+    options = Options(window, seqused_k, sink, SOFTCAP, exponent_base(SOFTCAP, dtype), units, shifts)
     UNEVEN: gl.constexpr = not loops_are_even(CAUSAL, window is not None, seqused_k is not None, units is not None)
     copies = QueryCopies(scheduler, (q_desc,), (q_tiles,), k_desc, v_desc, k, v, work, options)
-    result = Result(out, out_tiles, out_strides)
+    result = Result(out, out_tiles, out_strides, out_rows)
     call = Forward(scheduler, q_tiles, k, v, go, result, lse, statistics, work, scale, options)
     if GROUPS == 2:
         gl.warp_specialize(
