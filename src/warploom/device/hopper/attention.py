@@ -20,6 +20,7 @@ from warploom.device.hopper.pipeline import (
     Result,
     Ring,
     Scheduler,
+    clear_rows,
     matrix,
     pieces_of,
     power_of_two,
@@ -60,8 +61,8 @@ class Entry(NamedTuple):
     """The `Work` of a packed sequence, whose rows lie among those of the others.
 
     Rows have numbers as if they were spread: every sequence begins at a unit of `UNIT` rows, a multiple of all tiles, and
-    the first of a sequence is not 0. In a tensor that is spread, these are their places, and behind the last row of a
-    sequence there are zeros up to the next. In one that is packed, rows lie a shift before them, and the next sequence
+    the first of a sequence is not 0. Where tensors are spread, these are their places, and behind the last row of a
+    sequence there are zeros up to the next. Where they are packed, rows lie a shift before them, and the next sequence
     follows.
     """
 
@@ -76,7 +77,7 @@ class Entry(NamedTuple):
     right: gl.int32
     first_query: gl.int32
     first_key: gl.int32
-    query_shift: gl.int32  # of packed queries, and all that has rows like them; 0 where these are spread
+    query_shift: gl.int32  # 0 where tensors are spread, as is the next
     key_shift: gl.int32
 
 
@@ -317,6 +318,16 @@ def exponent_base(softcap, dtype):
 
 
 @gluon.jit
+def clear_others(ring, count, n, work):
+    """Make tile number ``count`` of packed values zero behind its sequence, as NaN there times a weight of 0 is NaN.
+
+    ``n`` is the number of its first key.
+    """
+    if n + ring.tiles.shape[3] > work.keys:
+        clear_rows(matrix(ring.tiles, wait_full(ring.full, count)), work.keys - n)
+
+
+@gluon.jit
 def softmax_step(logits, row_sum, row_max, first, n, work, options, scale, MASKED: gl.constexpr,
                  CAUSAL: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Weights of a tile of keys ``n …``; row_sum and row_max with it; the factor that rescales earlier sums.
@@ -324,6 +335,10 @@ def softmax_step(logits, row_sum, row_max, first, n, work, options, scale, MASKE
     ``first`` is the position of the first query, where it stands among the keys. With a base, nothing is rescaled.
     Otherwise ``row_max`` is kept as rounded, so that sums are rescaled by exactly 1 where it stays the same.
     """
+    if MASKED and options.units is not None and options.softcap is not None:
+        # How a cap is computed depends on all logits, of which those of other sequences are none.
+        mask = visible(n, first, work, options, logits.shape[1], CAUSAL, LAYOUT)
+        logits = gl.where(mask, logits, 0.0)
     if options.base is not None:
         weights = capped(logits, scale, options.softcap, options.base, True)
         if MASKED:
@@ -406,6 +421,9 @@ def attend(
         )
         acc, factor = warpgroup_mma_wait(0, deps=[acc, factor])
         mbarrier.arrive(v.empty.index(slot))
+        # Without a window the first step has the end of the sequence.
+        if MASKED and options.units is not None and options.window is not None:
+            clear_others(v, count + 1, n, work)
         if options.base is None:
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
         weights = kept(new, v.tiles.dtype)
@@ -442,6 +460,9 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         m = block * BLOCK_M + own * ROWS
         first = m + entry.keys - entry.tokens  # the last query stands at the last key
         q_pieces = pieces_of(q_tiles, q_slot * GROUPS + own, PIECES)
+        if options.units is not None and options.softcap is not None:  # see `softmax_step`
+            if m + ROWS > entry.tokens:
+                clear_rows(q_pieces[0], entry.tokens - m)
         if options.sink is not None:  # it is there when the loop has ended
             sink = gl.load(options.sink + head).to(gl.float32)
         acc = gl.zeros([ROWS, E], gl.float32, OUT_LAYOUT)
@@ -456,6 +477,8 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         new, row_sum, row_max, _ = softmax_step(
             logits, row_sum, row_max, first, n, entry, options, scale, True, CAUSAL, LAYOUT
         )
+        if options.units is not None:
+            clear_others(v, count, n, entry)
         state = State(acc, kept(new, v.tiles.dtype), row_sum, row_max, count, starts)
         if CAUSAL or options.window is not None:  # otherwise the first step alone has a mask
             state = attend(

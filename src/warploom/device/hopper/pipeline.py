@@ -32,6 +32,8 @@ NARROW_HEAD = gl.constexpr(128)
 STRIDE_UNIT = gl.constexpr(8)
 """Elements in which strides of rows in pieces are counted: 16 bytes, a multiple of which they are for descriptors."""
 
+thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed in Triton 3.7
+
 
 class Ring(NamedTuple):
     """Buffers in shared memory that tiles pass through, in the order in which they are used."""
@@ -193,6 +195,27 @@ def copy_own(descs, tiles, batch, head, row, full, slot, GROUPS: gl.constexpr, b
 def matrix(tiles, slot):
     """A tile of a ring as a matrix in shared memory."""
     return tiles.index(slot).reshape([tiles.shape[3], tiles.shape[4]])
+
+
+_CLEARED = gl.constexpr(16)  # rows that `clear_rows` takes at a time
+
+
+@gluon.jit
+def clear_rows(tile, rows):
+    """Make a matrix in shared memory zero behind its first rows, before a product of this group of warps reads it.
+
+    Others may do the same at the same time: those first rows are written as they are.
+    """
+    ROWS_OF_TILE: gl.constexpr = tile.shape[0]
+    ACROSS: gl.constexpr = tile.shape[1] // 8
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+    for first in gl.static_range(0, ROWS_OF_TILE, _CLEARED):
+        if first + _CLEARED > rows:
+            some = tile.slice(first, _CLEARED)
+            row = first + gl.arange(0, _CLEARED, gl.SliceLayout(1, LAYOUT))
+            some.store(gl.where((row < rows)[:, None], some.load(LAYOUT), 0.0).to(tile.dtype))
+    fence_async_shared()
+    thread_barrier()
 
 
 @gluon.constexpr_function

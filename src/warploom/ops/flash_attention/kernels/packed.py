@@ -1,9 +1,9 @@
 """Packed sequences on Hopper: where each has rows to itself, and copies to there and back.
 
 Rows have numbers as if they were spread: each sequence begins at a unit of `UNIT` rows, and has at least one.
-``rows // UNIT + sequences`` units hold all sequences, and no length has to be known on the host. Where a tile that the
-tensor memory accelerator copies may hold no rows of two sequences, since those of the other might be NaN, rows are
-copied to be spread, with zeros behind the last row of a sequence.
+``rows // UNIT + sequences`` units hold all sequences, and no length has to be known on the host. A tile that the tensor
+memory accelerator copies holds rows of the next sequence as well, which might be NaN. The forward masks these. For the
+backward rows are copied to be spread, with zeros behind the last row of a sequence.
 """
 
 from __future__ import annotations

@@ -28,13 +28,6 @@ from warploom.runtime.plans import Plans
 Tensor = torch.Tensor
 
 
-class Packed(NamedTuple):
-    """What the kernel for Hopper takes packed sequences with."""
-
-    spread: packed.Spread
-    v: packed.Copy
-
-
 class Plan(NamedTuple):
     """Plan of a forward."""
 
@@ -47,7 +40,7 @@ class Plan(NamedTuple):
     counted: bool = False  # whether tiles are counted, with counters that must be zero
     terms: Terms | None = None  # of q, k and v, where they are made before the loops
     few: bool = False  # whether there are few queries, and the kernel for these
-    packed: Packed | None = None  # of packed sequences, where the launch is for Hopper
+    spread: packed.Spread | None = None  # of packed sequences, where the launch is for Hopper
 
 
 def forward(
@@ -73,9 +66,8 @@ def forward(
     precision = precision_of(q, precision)
     aligned = are_aligned(q, k, v)
     plan = plans.get((precision, aligned), plan_forward, q, k, v, mask, scale, precision, aligned, logits)
-    if plan.packed is not None:
-        places = plan.packed.spread.places(mask, q)
-        v, mask = plan.packed.v.spread_out(v, places), plan.packed.spread.packed_mask(places)
+    if plan.spread is not None:
+        mask = plan.spread.packed_mask(plan.spread.places(mask, q))
     return _run(plan, q, k, v, mask, logits.sink, counters)
 
 
@@ -119,19 +111,6 @@ def _is_decoding(call: Call, logits: Logits) -> bool:
     return call.shape.tokens * call.shape.group <= hopper.FEW and any(x is not None for x in options)
 
 
-def _plan_hopper(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor
-) -> tuple[hopper.Plan | None, Packed | None]:
-    """The launch of the kernel for Hopper, if it suits, and what it takes packed sequences with."""
-    if not packed.suits("forward", call, q, k, v, out):
-        return hopper.plan("forward", call, (q, k, v, out)), None
-    spread = packed.plan(call)
-    copy = packed.plan_copy(v, spread, keys=True)
-    of_v = copy.spread.empty(spread.nowhere.units_k)
-    call = call._replace(mask=spread.packed_mask(spread.nowhere))
-    return hopper.plan("forward", call, (q, k, of_v, out)), Packed(spread, copy)
-
-
 def plan_forward(
     q: Tensor,
     k: Tensor,
@@ -152,15 +131,19 @@ def plan_forward(
         return plan
     pdl = has_pdl(q.device)
     few = decode.plan(call, precision, (q, k, v, out), pdl) if decode.suits(call) else None
-    tiled, of_packed = None, None
+    tiled, spread = None, None
     large = few is None and not tiling.is_small_for("forward", call) and not _is_decoding(call, logits)
     if large and aligned:
-        tiled, of_packed = _plan_hopper(call, q, k, v, out)
+        of_hopper = call
+        if packed.suits("forward", call, q, k, v, out):
+            spread = packed.plan(call)
+            of_hopper = call._replace(mask=spread.packed_mask(spread.nowhere))
+        tiled = hopper.plan("forward", of_hopper, (q, k, v, out))
     if few is not None:
         plan = plan._replace(launch=few.launch, few=True)
         splits = few.parts
     elif tiled is not None:
-        plan = plan._replace(launch=tiled.launch, counted=tiled.counted, packed=of_packed)
+        plan = plan._replace(launch=tiled.launch, counted=tiled.counted, spread=spread)
         splits = tiled.splits
     else:
         product = tiling.product_of("forward", call, precision)

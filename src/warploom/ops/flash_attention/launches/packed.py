@@ -1,4 +1,4 @@
-"""Packed sequences for the kernels for Hopper: where rows are, spread, and packed again: see `kernels.packed`."""
+"""Packed sequences for the kernels for Hopper: where rows are, and copies there and back: see `kernels.packed`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Tensor = torch.Tensor
 
 _MOST_SEQUENCES = 4096
 LEAST_MEAN = {"forward": {64: 4096, 128: 512}, "backward": {64: 1024, 128: 256}}
-"""Rows of a sequence, in the mean, from which spreading them is worth it, by features of a tile.
+"""Rows of a sequence, in the mean, from which these kernels are worth it, by features of a tile.
 
-From packings of 32768 rows in sequences of 256 … 16384 on an H100. Half as many are enough for grouped heads, which
-have fewer keys and values to copy."""
+From packings of 32768 rows in sequences of 256 … 16384 on an H100, where the forward copied too. Half as many are
+enough for grouped heads, which have fewer keys and values to copy."""
 _MOST_ELEMENTS = 2**31
-"""Of a tensor that is copied."""
+"""Of a tensor that is copied, or stored by rows."""
 _ELEMENTS = 8192
 """Of a program that copies."""
 
@@ -79,12 +79,12 @@ class Spread(NamedTuple):
         return self.call.mask._replace(units_q=places.units_q, units_k=places.units_k)
 
     def packed_mask(self, places: Places) -> Mask:
-        """The mask of the call on rows as they are."""
+        """The mask of the call on rows as they come."""
         return self.mask(places)._replace(shifts=places.shifts_q)
 
 
 def suits(name: str, call: Call, *tensors: Tensor) -> bool:
-    """Whether a ``forward`` or ``backward`` has packed sequences to be spread, and adjacent features everywhere."""
+    """Whether a ``forward`` or ``backward`` has packed sequences, long ones, and adjacent features everywhere."""
     mask, shape = call.mask, call.shape
     if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None or mask.seqused_k is not None:
         return False

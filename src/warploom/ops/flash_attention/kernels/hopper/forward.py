@@ -106,7 +106,8 @@ def copy_for_queries(
         copy_own(own_descs, own_tiles, batch, head, m, scheduler.full, slot, GROUPS, batch_size, TERMS)
         for i in range(end - begin):
             n = first_key(tile_of_step(i, begin, end, options), entry, options, BLOCK_N)
-            copy_tile(k_desc, batch, head // work.group, n - key_shift, k, count, batch_size, TERMS)
+            n -= key_shift
+            copy_tile(k_desc, batch, head // work.group, n, k, count, batch_size, TERMS)
             copy_tile(v_desc, batch, head // work.group, n, v, count, batch_size, TERMS)
             count += 1
         done += 1
@@ -129,10 +130,11 @@ def hopper_forward_kernel(
     """Attention for tiles of GROUPS · 64 queries, one after the other.
 
     Descriptors are of (B, H, N, D), with boxes of (1, 1, 64, D) for queries and results and (1, 1, BLOCK_N, D) for
-    keys and values; those of queries and keys may be as wide as one of ``PIECES`` of a row. ``counter`` (1,) is zero where there are more tiles than programs, unless these have fixed shares
-    (`are_counted`). With ``units`` of packed sequences values are spread, and all else is packed, by ``shifts``;
-    ``out_rows`` is the address of ``out``. The sink (H,) comes with one split alone. Writes what `kernels.forward.forward_kernel` writes: if
-    ``SPLIT``, ``out`` is the address of the parts, and otherwise a descriptor.
+    keys and values; those of queries and keys may be as wide as one of ``PIECES`` of a row. ``counter`` (1,) is zero
+    where there are more tiles than programs, unless these have fixed shares (`are_counted`). With ``units`` and
+    ``shifts`` sequences are packed, and ``out_rows`` is the address of ``out``. The sink (H,) comes with one split
+    alone. Writes what `kernels.forward.forward_kernel` writes: if ``SPLIT``, ``out`` is the address of the parts, and
+    otherwise a descriptor.
     """
     if SPLIT:  # what merges parts is put in place while this still runs, and waits for it
         gdc_launch_dependents()

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from warploom.device.activations import exponential
 from warploom.device.hopper import tma
-from warploom.device.hopper.pipeline import matrix, wait_full
+from warploom.device.hopper.pipeline import matrix, thread_barrier, wait_full
 from warploom.ops.linear_attention.kernels.hopper.encoding import (
     STRIDE,
     WARPS,
@@ -34,7 +34,6 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
     store_sums,
     strided_rows,
     strided_turns,
-    thread_barrier,
     turned_on,
     weigh_pairs,
     whole_rows,

@@ -24,9 +24,6 @@ STRIDE = gl.constexpr(8)  # rows between those of a product's result that a thre
 PRODUCT_STAGES = gl.constexpr(3)
 KEY_STAGES = gl.constexpr(2)
 
-# Renamed in Triton 3.7.
-thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
 
 class Form(NamedTuple):
     """What a kernel is compiled for."""

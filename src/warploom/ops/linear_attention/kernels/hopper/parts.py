@@ -15,7 +15,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from warploom.device.activations import exponential
 from warploom.device.hopper import tma
-from warploom.device.hopper.pipeline import as_factor, barriers, init_each, init_ring, matrix, wait_empty, wait_full
+from warploom.device.hopper.pipeline import (
+    as_factor,
+    barriers,
+    init_each,
+    init_ring,
+    matrix,
+    thread_barrier,
+    wait_empty,
+    wait_full,
+)
 from warploom.ops.linear_attention.kernels.hopper.encoding import (
     PRODUCT_STAGES,
     Call,
@@ -30,7 +39,6 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
     new_sums,
     store_state,
     store_sums,
-    thread_barrier,
     weigh_pairs,
 )
 from warploom.ops.linear_attention.kernels.tiles import Scales, Sizes, StateStrides, locate

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from warploom.device.activations import exponential
 from warploom.device.hopper import tma
-from warploom.device.hopper.pipeline import matrix, wait_full
+from warploom.device.hopper.pipeline import matrix, thread_barrier, wait_full
 from warploom.ops.linear_attention.kernels.hopper.encoding import (
     PRODUCT_STAGES,
     STRIDE,
@@ -38,7 +38,6 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
     new_tiles,
     part_rows,
     store_state,
-    thread_barrier,
     weigh_pairs,
 )
 from warploom.ops.linear_attention.kernels.tiles import Scales, Sizes, StateStrides, locate

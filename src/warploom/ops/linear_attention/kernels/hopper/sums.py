@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from warploom.device.activations import exponential
-from warploom.device.hopper.pipeline import matrix, wait_full
+from warploom.device.hopper.pipeline import matrix, thread_barrier, wait_full
 from warploom.ops.linear_attention.kernels.hopper.encoding import (
     Call,
     Encoded,
@@ -31,7 +31,6 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
     part_rows,
     store_state,
     store_sums,
-    thread_barrier,
     total_over,
     weigh_tile,
 )
