@@ -421,9 +421,8 @@ def attend(
         )
         acc, factor = warpgroup_mma_wait(0, deps=[acc, factor])
         mbarrier.arrive(v.empty.index(slot))
-        if (
-            MASKED and options.units is not None and options.window is not None
-        ):  # otherwise the first step has the end
+        # Without a window the first step has the end of the sequence.
+        if MASKED and options.units is not None and options.window is not None:
             clear_others(v, count + 1, n, work)
         if options.base is None:
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
