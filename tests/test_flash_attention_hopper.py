@@ -468,7 +468,7 @@ def test_an_address_that_cannot_be_described(launched: list[str], device: torch.
     for start in (0, 1, 8):
         q, k, v = (row[start : start + 2 * 300 * 30 * 64].view(2, 300, 30, 64) for row in storage)
         assert_right({"q": q.requires_grad_(), "k": k, "v": v, "causal": True}, "triton")
-        results.append(bool(launched))
+        results.append(any(name.startswith("hopper") for name in launched))
         launched.clear()
     assert results == [True, False, True]
 

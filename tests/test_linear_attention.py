@@ -332,7 +332,8 @@ def test_a_sequence_at_another_address_has_the_bits_of_the_batch(
     call["q"] = at_distance(call["q"], 1)
     together = linear_attention(**call, backend="triton")
     for i in range(3):
-        assert torch.equal(linear_attention(**of_entries(call, i, i + 1), backend="triton"), together[i : i + 1])
+        alone = {**of_entries(call, i, i + 1), "initial_state": call["initial_state"][i : i + 1]}
+        assert torch.equal(linear_attention(**alone, backend="triton"), together[i : i + 1])
 
 
 @backends

@@ -588,6 +588,14 @@ def test_a_rounded_output_may_be_off_the_same_way_in_all_features(dtype: torch.d
         torch.testing.assert_close(off.detach(), expected, rtol=1e-3, atol=0.0)
 
 
+@pytest.mark.parametrize(("off", "allowed"), [(1e4, False), (4e4, True)])
+def test_theta_may_overflow_where_the_definition_is_off_by_as_much(off: float, allowed: bool) -> None:
+    exact = torch.tensor([25.0, -3.0], dtype=torch.float64)
+    eager = (exact + torch.tensor([off, 0.0])).half()
+    found = torch.tensor([float("inf"), -3.0]).half()
+    assert torch.equal(judging._without_overflow(found, exact, eager), exact.half() if allowed else found)
+
+
 def test_pytorch_is_held_to_its_own_sums_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix library may add up a batch in another order than one entry; faults are found all the same."""
     from warploom.ops.tpa import reference

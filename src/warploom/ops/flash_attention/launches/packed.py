@@ -16,11 +16,11 @@ from warploom.runtime.memory_order import empty_in_order, memory_order
 Tensor = torch.Tensor
 
 _MOST_SEQUENCES = 4096
-LEAST_MEAN = {"forward": {64: 4096, 128: 512}, "backward": {64: 1024, 128: 256}}
+LEAST_MEAN = {"forward": {64: 512, 128: 128}, "backward": {64: 1024, 128: 256}}
 """Rows of a sequence, in the mean, from which these kernels are worth it, by features of a tile.
 
-From packings of 32768 rows in sequences of 256 … 16384 on an H100, where the forward copied too. Half as many are
-enough for grouped heads, which have fewer keys and values to copy."""
+From packings of 32768 rows in sequences of 128 … 16384, of the forward on an H200, of the backward on an H100. There
+half as many are enough for grouped heads, which have fewer keys and values to copy."""
 _MOST_ELEMENTS = 2**31
 """Of a tensor that is copied, or stored by rows."""
 _ELEMENTS = 8192
@@ -93,7 +93,7 @@ def suits(name: str, call: Call, *tensors: Tensor) -> bool:
     least = next((mean for width, mean in LEAST_MEAN[name].items() if shape.width <= width), None)
     if least is None or any(x.numel() >= _MOST_ELEMENTS for x in tensors):
         return False
-    least = least // 2 if shape.group > 1 else least
+    least = least // 2 if shape.group > 1 and name == "backward" else least
     return few and min(shape.tokens, shape.keys) >= least * sequences
 
 
