@@ -19,8 +19,8 @@ _MOST_SEQUENCES = 4096
 LEAST_MEAN = {"forward": {64: 512, 128: 128}, "backward": {64: 1024, 128: 256}}
 """Rows of a sequence, in the mean, from which these kernels are worth it, by features of a tile.
 
-From packings of 32768 rows in sequences of 128 … 16384, of the forward on an H200, of the backward on an H100. There
-half as many are enough for grouped heads, which have fewer keys and values to copy."""
+From packings of 32768 rows in sequences of 128 … 16384, of the forward on an H200, of the backward on an H100. For
+the latter half as many are enough for grouped heads, which have fewer keys and values to copy."""
 _MOST_ELEMENTS = 2**31
 """Of a tensor that is copied, or stored by rows."""
 _ELEMENTS = 8192
