@@ -171,6 +171,30 @@ def test_many_tiles(
         assert "hopper_backward_kernel" in launched
 
 
+@pytest.mark.parametrize("options", [{}, {"window": (None, 3)}, {"cu_seqlens_q": [0, 70, 151]}], ids=str)
+@pytest.mark.parametrize(("dtype", "logit"), [(torch.float16, -20.0), (torch.bfloat16, -150.0)])
+@pytest.mark.parametrize("d", [64, 128, 192])
+def test_places_behind_the_last_key_have_no_weight(
+    d: int, dtype: torch.dtype, logit: float, options: dict[str, Any], together: bool, launched: list[str],
+    monkeypatch: pytest.MonkeyPatch, device: torch.device,
+) -> None:  # fmt: skip
+    """They are zeros, and so are their logits. Where all others are far below, the exponential of the difference is
+    more than the dtype holds, and infinity times zero is NaN.
+    """
+    from warploom.ops.flash_attention.launches import packed
+
+    monkeypatch.setattr(packed, "LEAST_MEAN", {name: {128: 0} for name in packed.LEAST_MEAN})
+    inputs = random_inputs(device, 151, 151, heads=24, d=d, e=min(d, 128), dtype=dtype)
+    with torch.no_grad():
+        inputs["k"][..., 0] = 1.0
+        inputs["q"][..., 0] = logit * d**0.5
+    inputs |= {name: torch.tensor(x, device=device) if name == "cu_seqlens_q" else x for name, x in options.items()}
+    if "cu_seqlens_q" in inputs:
+        inputs |= {name: inputs[name].detach()[:1].requires_grad_() for name in "qkv"}
+    assert_right(inputs, "triton")
+    assert together is ("hopper_backward_kernel" in launched) or d > 128 or device.type == "cuda"
+
+
 @pytest.mark.parametrize(
     ("n", "m", "mask", "together"),
     [

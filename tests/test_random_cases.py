@@ -588,6 +588,12 @@ def test_a_rounded_output_may_be_off_the_same_way_in_all_features(dtype: torch.d
         torch.testing.assert_close(off.detach(), expected, rtol=1e-3, atol=0.0)
 
 
+def test_sums_of_equal_numbers_may_lose_a_unit_in_the_last_place() -> None:
+    exact = torch.tensor([16.1, 31.0, 2.5], dtype=torch.float64)
+    assert judging._is_rounded_once(exact, exact.float())
+    assert not judging._is_rounded_once(exact, exact.float() + 2.0**-18)
+
+
 @pytest.mark.parametrize(("off", "allowed"), [(1e4, False), (4e4, True)])
 def test_theta_may_overflow_where_the_definition_is_off_by_as_much(off: float, allowed: bool) -> None:
     exact = torch.tensor([25.0, -3.0], dtype=torch.float64)

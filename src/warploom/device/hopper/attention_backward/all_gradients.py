@@ -156,8 +156,12 @@ def all_gradients_loop(
 
 
 @gluon.jit
-def compute_all(own: gl.constexpr, CAUSAL: gl.constexpr, call):
-    """Group number ``own`` of warps of `hopper_backward_kernel`. Results leave by the buffers of its keys and values."""
+def compute_all(own: gl.constexpr, CAUSAL: gl.constexpr, ENDS: gl.constexpr, call):
+    """Group number ``own`` of warps of `hopper_backward_kernel`. Results leave by the buffers of its keys and values.
+
+    What is behind the last key is zeros, and so are its logits: where all others are far below, its weight is infinite, and
+    times zero it is NaN. If such a tile ``ENDS`` within, and no other mask hides that, weights there are zero.
+    """
     scheduler, q, do, exchange, dk_result, dv_result, work, scale, grad_scale, options = call
     GROUPS: gl.constexpr = exchange.k_tiles.shape[0]
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
@@ -179,12 +183,13 @@ def compute_all(own: gl.constexpr, CAUSAL: gl.constexpr, call):
         if options.window is not None:
             reach = work.right + options.window.left
         used = None
-        if options.seqused_k is not None:
+        if ENDS or options.seqused_k is not None:
             used = entry.keys - block * BLOCK_N - own * ROWS
             if used < ROWS:
-                clear_unused(matrix(exchange.k_tiles, own), used)
-                clear_unused(matrix(exchange.v_tiles, own), used)
-                fence_async_shared()
+                if options.seqused_k is not None:
+                    clear_unused(matrix(exchange.k_tiles, own), used)
+                    clear_unused(matrix(exchange.v_tiles, own), used)
+                    fence_async_shared()
                 full = high
         dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)

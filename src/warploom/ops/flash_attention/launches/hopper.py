@@ -234,7 +234,7 @@ def _boxes(
     }
 
 
-def _kernel(name: str, shape: Shape, tiles: HopperTiles, scale: float) -> tuple[Any, dict[str, Any]]:
+def _kernel(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, scale: float) -> tuple[Any, dict[str, Any]]:
     """A kernel, and the arguments that not all of them have."""
     pieces = {"PIECES": 3 if _in_pieces(name, shape) else 1}
     if name == "forward":
@@ -244,7 +244,11 @@ def _kernel(name: str, shape: Shape, tiles: HopperTiles, scale: float) -> tuple[
         return backward_shared_tiles.hopper_shared_key_kernel, own
     own = {"grad_scale": scale, "GROUPS": tiles.groups}
     if name == "backward":
-        return backward.hopper_backward_kernel, {**own, "PARTS": HOPPER_PARTS[_width(shape)]}
+        # A causal query sees nothing behind the last key, unless it sees keys behind its own place.
+        shown = mask.right is None or bounds(shape, mask)[1] > 0
+        ends = shown and (mask.units_k is not None or shape.keys % (tiles.groups * _ROWS) > 0)
+        parts = HOPPER_PARTS[_width(shape)]
+        return backward.hopper_backward_kernel, {**own, "PARTS": parts, "ENDS": ends}
     if name == "key":
         return backward.hopper_key_kernel, own
     return backward.hopper_query_kernel, {**own, **pieces}
@@ -279,7 +283,7 @@ def _planned(name: str, call: Call, splits: int, described: tuple[Tensor, ...], 
     """The launch of a kernel with descriptors of these tensors, and with these arguments of its own."""
     shape, mask, scale, softcap = call.shape, call.mask, call.scale, call.softcap
     tiles = _tiles(name, shape, mask)
-    function, own = _kernel(name, shape, tiles, scale)
+    function, own = _kernel(name, shape, mask, tiles, scale)
     work = _work(name, shape, mask, tiles, splits, call.dtype.itemsize)
     count = work.blocks * work.rows * splits
     programs = min(programs_at_once(call.device), count)

@@ -150,13 +150,15 @@ def hopper_key_kernel(
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dk, dv, added, lse, delta, counters, tiles_added, seqused_k, units,
     work: Work, window: Window, scale: gl.float32, grad_scale: gl.float32,
-    CAUSAL: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+    CAUSAL: gl.constexpr, ENDS: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """All gradients with five products, for tiles of GROUPS · 64 keys, 64 for each of two groups of warps.
 
     Tensors are as in `hopper_key_kernel`. The gradient of queries is ``added`` up, without the scale, in a descriptor of
     (B, H, N, D) float32, which may hold anything. ``tiles_added`` (GROUPS, B, H, N) are zero, and afterwards say at the first
     query of a tile how many tiles of keys were added there. ``PARTS`` are buffers of each group, in which its sums leave.
+    ``ENDS``: see `compute_all`.
 
     The same inputs give the same bits: tiles of keys are added to a tile of queries in one order (`query_in_order`), and a
     warp of each group waits until those before have been added. The waiting ends:
@@ -197,8 +199,8 @@ def hopper_backward_kernel(
     dk_result, dv_result = Result(dk, k_tiles, None), Result(dv, v_tiles, None)
     call = AllGradients(scheduler, q, do, exchange, dk_result, dv_result, work, scale, grad_scale, options)
     gl.warp_specialize(
-        [(compute_all, (0, CAUSAL, call)),
-         (compute_all, (1, CAUSAL, call)),
+        [(compute_all, (0, CAUSAL, ENDS, call)),
+         (compute_all, (1, CAUSAL, ENDS, call)),
          (copy_for_keys, (GROUPS, CAUSAL, 1, copies, True)),
          (add_query_gradients, (0, GROUPS, CAUSAL, BLOCK_M, additions)),
          (add_query_gradients, (1, GROUPS, CAUSAL, BLOCK_M, additions))],
