@@ -696,19 +696,21 @@ def test_rows_of_neighbours_do_not_reach_a_forward(
             assert torch.equal(found[1][..., each], lse[..., each])
 
 
-def test_few_rows_in_many_sequences_are_not_spread(hopper: None) -> None:
-    """They would take more room than their results do."""
+def test_few_rows_in_many_sequences_stay_with_the_other_kernels(hopper: None) -> None:
+    """They would take more room than their tensors do, or more tiles."""
     from warploom.ops.flash_attention.launches import packed
     from warploom.ops.flash_attention.launches import tiling as launchers
 
-    def suits(tokens: int, sequences: int, key_heads: int = 2) -> bool:
+    def suits(tokens: int, sequences: int, name: str = "backward", key_heads: int = 2) -> bool:
         q, k = (torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (2, key_heads))
         bounds = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
         call = launchers.Call.of(q, k, k, launchers.Mask(0, 0, bounds, bounds), 0.1)
-        return packed.suits("forward", call, q, k)
+        return packed.suits(name, call, q, k)
 
-    assert suits(16 * 512, 16)
-    assert not suits(16 * 512, 17)
-    assert suits(16 * 512, 32, key_heads=1)
+    for name, mean in (("forward", 128), ("backward", 256)):
+        assert suits(16 * mean, 16, name)
+        assert not suits(16 * mean, 17, name)
+    assert suits(16 * 256, 32, key_heads=1)
+    assert not suits(16 * 128, 17, "forward", key_heads=1)
     assert not suits(2**24, 2**13)
     assert not suits(2048, 0)
