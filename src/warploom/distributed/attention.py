@@ -243,10 +243,12 @@ def _gradients(
         from warploom.ops.flash_attention.launches.backward import backward
 
         mask, logits, plans = _on_kernels(q, k, v, sink, call, options)
-        places = (dq, *(empty_in_order_of(x, x.shape[-1]) for x in (k, v)))
+        dk, dv = (empty_in_order_of(x, x.shape[-1]) for x in (k, v))
         statistics: Any = results.statistics
-        rest: Any = (results.out, statistics, mask, options.scale, options.precision, plans, places, logits)
-        return backward(results.grad, results.grad_lse, q, k, v, *rest)[1:]
+        return backward(
+            results.grad, results.grad_lse, q, k, v, results.out, statistics, mask, options.scale,
+            options.precision, plans, results=(dq, dk, dv), logits=logits,
+        )[1:]  # fmt: skip
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         sink = None if sink is None else sink.detach().requires_grad_()
@@ -308,9 +310,10 @@ def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensor
             if options.kernels:
                 from warploom.ops.flash_attention.launches.forward import forward
 
-                mask, logits, plans = _on_kernels(*chunk, sink, call, options)
-                rest: Any = (mask, options.scale, options.precision, plans, None, logits, out[:, rows])
-                lse[..., rows], statistics[..., rows] = forward(*chunk, *rest)[1:]
+                mask, logits, known = _on_kernels(*chunk, sink, call, options)
+                scale, precision = options.scale, options.precision
+                found = forward(*chunk, mask, scale, precision, known, logits=logits, out=out[:, rows])
+                lse[..., rows], statistics[..., rows] = found[1:]
             else:
                 out[:, rows], lse[..., rows] = _attend(*chunk, sink, call, options)
     return out, lse, statistics, torch.tensor(bounds)

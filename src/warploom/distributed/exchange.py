@@ -141,60 +141,68 @@ def plan_of(
     tokens = torch.cat([travel.arriving for travel in travels])
     place = torch.empty(bounds[-1], dtype=torch.int64)
     place[tokens.sort().values if single else tokens] = torch.arange(len(tokens))
-    own_tokens = chunks.rows(rank)
+    part = _Part(rank, chunks.rows(rank), place, single, device)
     steps, returned = [], 0
     for travel, gradients, of_step in zip(travels, returns, calls):
-        seen = torch.empty_like(gradients.arriving)
-        seen[gradients.place] = gradients.arriving
-        steps.append(
-            Step(
-                of_step,
-                _as_slice(place[seen], device),
-                _pieces(travel.leaving, own_tokens, travel.leaving_counts, rank, single, device),
-                _slices(place[travel.arriving], travel.arriving, travel.arriving_counts, single),
-                _pieces(gradients.place, seen, gradients.arriving_counts, rank, single, device),
-                _slices(
-                    returned + torch.arange(len(gradients.leaving)),
-                    own_tokens[gradients.leaving],
-                    gradients.leaving_counts,
-                    single,
-                ),
-            )
-        )
+        steps.append(part.step(of_step, travel, gradients, returned))
         returned += len(gradients.leaving)
     into = torch.cat([gradients.leaving for gradients in returns])
     order = into.argsort(stable=True)
-    ends = torch.zeros(len(own_tokens) + 1, dtype=torch.int64)
-    ends[1:] = torch.bincount(into, minlength=len(own_tokens)).cumsum(0)
+    ends = torch.zeros(len(part.tokens) + 1, dtype=torch.int64)
+    ends[1:] = torch.bincount(into, minlength=len(part.tokens)).cumsum(0)
     small = (x.to(device, torch.int32) for x in (order, ends))
     return Plan(tuple(steps), len(tokens), returned, *small)
 
 
-def _pieces(
-    rows: Tensor, tokens: Tensor, counts: list[int], rank: int, single: bool, device: torch.device
-) -> Pieces:
-    """Rows of a tensor that stand for ``tokens``, so many for each rank."""
-    if single:
-        slices = _slices(rows, tokens[rows], counts, single)
-        return Pieces(None, (*slices[:rank], (), *slices[rank + 1 :]), slices[rank])
-    by_rank = [*rows.split(counts)]
-    own, by_rank[rank] = by_rank[rank], rows[:0]
-    others = torch.cat(by_rank)
-    slices = _slices(torch.arange(len(others)), tokens[others], [*map(len, by_rank)], single)
-    return Pieces(others.to(device, torch.int32), slices, (own.to(device, torch.int32),) if len(own) else ())
+class _Part(NamedTuple):
+    """What a rank knows of its tokens, and of where all that arrives goes."""
 
+    rank: int
+    tokens: Tensor
+    """Of its rows."""
+    place: Tensor
+    """Of each token that it sees, among all that arrive."""
+    single: bool
+    """Whether there is one sequence."""
+    device: torch.device
 
-def _slices(places: Tensor, tokens: Tensor, counts: list[int], single: bool) -> Slices:
-    """Rows by rank, cut where tokens of a single sequence are not adjacent: sender and receiver cut alike."""
-    found = []
-    for own, of_tokens in zip(places.split(counts), tokens.split(counts)):
-        edges = [0, len(own)] if len(own) else []
-        if single and edges:
-            edges[1:1] = (1 + (of_tokens.diff() != 1).nonzero().flatten()).tolist()
-        firsts = own[edges[:-1]].tolist()
-        lengths = (high - low for low, high in itertools.pairwise(edges))
-        found.append(tuple(slice(first, first + length) for first, length in zip(firsts, lengths)))
-    return tuple(found)
+    def step(self, calls: tuple[Call, ...], travel: _Travel, gradients: _Travel, returned: int) -> Step:
+        """A step whose fresh rows and gradients travel so; of these, so many return for earlier steps."""
+        seen = torch.empty_like(gradients.arriving)
+        seen[gradients.place] = gradients.arriving
+        into = returned + torch.arange(len(gradients.leaving))
+        return Step(
+            calls=calls,
+            keys=_as_slice(self.place[seen], self.device),
+            leaving=self.pieces(travel.leaving, self.tokens, travel.leaving_counts),
+            landing=self.slices(self.place[travel.arriving], travel.arriving, travel.arriving_counts),
+            back=self.pieces(gradients.place, seen, gradients.arriving_counts),
+            returned=self.slices(into, self.tokens[gradients.leaving], gradients.leaving_counts),
+        )
+
+    def pieces(self, rows: Tensor, tokens: Tensor, counts: list[int]) -> Pieces:
+        """Rows of a tensor that stand for ``tokens``, so many for each rank."""
+        if self.single:
+            slices = self.slices(rows, tokens[rows], counts)
+            return Pieces(None, (*slices[: self.rank], (), *slices[self.rank + 1 :]), slices[self.rank])
+        by_rank = [*rows.split(counts)]
+        own, by_rank[self.rank] = by_rank[self.rank], rows[:0]
+        others = torch.cat(by_rank)
+        slices = self.slices(torch.arange(len(others)), tokens[others], [*map(len, by_rank)])
+        which, own = (x.to(self.device, torch.int32) for x in (others, own))
+        return Pieces(which, slices, (own,) if len(own) else ())
+
+    def slices(self, places: Tensor, tokens: Tensor, counts: list[int]) -> Slices:
+        """Rows by rank, cut where tokens of a single sequence are not adjacent: sender and receiver cut alike."""
+        found = []
+        for own, of_tokens in zip(places.split(counts), tokens.split(counts)):
+            edges = [0, len(own)] if len(own) else []
+            if self.single and edges:
+                edges[1:1] = (1 + (of_tokens.diff() != 1).nonzero().flatten()).tolist()
+            firsts = own[edges[:-1]].tolist()
+            lengths = (high - low for low, high in itertools.pairwise(edges))
+            found.append(tuple(slice(first, first + length) for first, length in zip(firsts, lengths)))
+        return tuple(found)
 
 
 def _as_slice(rows: Tensor, device: torch.device) -> slice | Tensor:
