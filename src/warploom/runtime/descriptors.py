@@ -90,5 +90,10 @@ def are_aligned(*tensors: torch.Tensor) -> bool:
 
 
 def can_be_copied(tensor: torch.Tensor) -> bool:
-    """Whether there can be a descriptor of a tensor, apart from its address; see `descriptor_strides`."""
-    return descriptor_strides(tensor.shape, tensor.stride(), tensor.element_size()) is not None
+    """Whether there can be a descriptor of a tensor and of each entry of it, apart from addresses.
+
+    So where entries lie at other distances than multiples of 16 bytes, a single one has none either, and takes the
+    kernels that its batch takes, which give the same bits. See `descriptor_strides`.
+    """
+    entries_aligned = tensor.stride(0) * tensor.element_size() % ALIGNMENT == 0
+    return entries_aligned and descriptor_strides(tensor.shape, tensor.stride(), tensor.element_size()) is not None
