@@ -130,16 +130,17 @@ class Ranks:
         if self.mesh is None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
             return
-        everywhere, over_tp = torch.zeros(2, device=self.device)
-        for p in model.parameters():
-            squares = p.grad.to_local().square().sum()
-            (over_tp if p.device_mesh.ndim == 2 else everywhere).add_(squares)
-        dist.all_reduce(over_tp, group=self.mesh["tp"].get_group())
-        total = everywhere + over_tp
+        everywhere, over_tp = (
+            [p.grad.to_local() for p in model.parameters() if (p.device_mesh.ndim == 2) == cut]
+            for cut in (False, True)
+        )
+        of_matrices = torch.nn.utils.get_total_norm(over_tp).to(self.device).square()
+        dist.all_reduce(of_matrices, group=self.mesh["tp"].get_group())
+        total = torch.nn.utils.get_total_norm(everywhere).to(self.device).square() + of_matrices
         dist.all_reduce(total, group=self.shards.get_group())
         scale = (largest / (total.sqrt() + 1e-6)).clamp(max=1.0)
-        for p in model.parameters():
-            p.grad.to_local().mul_(scale)
+        for gradient in (*everywhere, *over_tp):
+            gradient.mul_(scale)
 
     def save(
         self, folder: Path, model: TransformerLM, optimizer: torch.optim.Optimizer, state: dict[str, Any]

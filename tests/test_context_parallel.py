@@ -1,5 +1,7 @@
 """Context parallelism on two and four processes, which run context_parallel_checks and …_refusals."""
 
+import math
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,11 +10,12 @@ import context_parallel_refusals
 import pytest
 import torch
 from distributed_ranks import run_checks
+from seeds import seed
 
 import warploom
 from warploom.distributed import exchange, ranks
-from warploom.distributed.exchange import Pieces, Plan
 from warploom.distributed.layout import chunks_of
+from warploom.distributed.sharing import Piece, shares
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -34,25 +37,58 @@ def test_a_tensor_on_the_gpu_of_another_rank(monkeypatch: pytest.MonkeyPatch) ->
         ranks.check_device("attend", mesh, "q", other)  # type: ignore[arg-type]
 
 
+# Who has what
+
+
+def tokens_of(pieces: list[Piece]) -> list[tuple[int, int]]:
+    return [
+        (piece.sequence, token)
+        for piece in pieces
+        for token in (*range(piece.low, piece.inner), *range(piece.outer, piece.high))
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("sequences", [1, 2, 3, 7, 12, 40])
+def test_ranks_share_packed_sequences(sequences: int, world: int) -> None:
+    draw = random.Random(f"{seed()} {sequences} {world}")
+    for size in (3, 60, 600):
+        lengths = [draw.choice((0, 1, draw.randrange(size), draw.randrange(size))) for _ in range(sequences)]
+        found = shares(lengths, world)
+        every = [token for pieces in found for token in tokens_of(pieces)]
+        assert sorted(every) == [(number, token) for number, n in enumerate(lengths) for token in range(n)]
+        sizes = [sum(piece.tokens for piece in pieces) for pieces in found]
+        assert max(sizes) - min(sizes) <= (1 if sequences >= world else 2 * sequences)
+        for pieces in found:
+            assert sum(piece.work for piece in pieces) == sum(token + 0.5 for _, token in tokens_of(pieces))
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_work_is_shared_alike_and_few_sequences_are_cut(world: int) -> None:
+    draw = random.Random(f"{seed()} {world}")
+    for sequences in (1, 2, 5, 12, 30, 100):
+        lengths = [draw.randrange(500, 20_000) for _ in range(sequences)]
+        found = shares(lengths, world)
+        work = [sum(piece.work for piece in pieces) for pieces in found]
+        assert max(work) * world <= 1.12 * sum(work)
+        cut = [sum(piece.tokens < lengths[piece.sequence] for piece in pieces) for pieces in found]
+        assert max(cut) <= max(3 * math.log2(world), 2) or sequences < world
+    alike = shares([4096] * 24, world)
+    assert all(piece.tokens == 4096 for pieces in alike for piece in pieces)
+
+
 # What travels: every rank's plan, and tokens in the place of rows
 
 
 WINDOWS = ((None, None), (None, 0), (3, 0), (3, 5), (200, 0), (None, 4), (2, None))
-BOUNDS = ((0, 64), (0, 37), (0, 1), (0, 0), (0, 7, 7, 37, 38, 58), (0, 5, 9, 30))
+BOUNDS = ((0, 64), (0, 37), (0, 1), (0, 0), (0, 7, 7, 37, 38, 58), (0, 5, 9, 30), tuple(range(0, 70, 5)))
 
 
-def move(pieces: Pieces, rows: torch.Tensor, into: torch.Tensor, places: tuple[slice, ...], rank: int) -> None:
-    """Send to a rank what goes to it, if any: what stays does not."""
-    leaving = pieces.of(rows)[rank]
-    if leaving:
-        assert [len(piece) for piece in leaving] == [place.stop - place.start for place in places]
-    for piece, place in zip(leaving, places):
-        into[place] = piece
-
-
-def keys_of(plan: Plan, number: int, arrived: torch.Tensor) -> torch.Tensor:
-    keys = plan.steps[number].keys
-    return arrived[keys] if isinstance(keys, slice) else arrived.index_select(0, keys)
+def move(rows: torch.Tensor, leaving: tuple[slice, ...], into: torch.Tensor, places: tuple[slice, ...]) -> None:
+    """Send to a rank what goes to it, one slice for each that it expects."""
+    for piece, place in zip(leaving, places, strict=True):
+        assert len(rows[piece]) == place.stop - place.start
+        into[place] = rows[piece]
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
@@ -72,17 +108,17 @@ def test_rows_travel_once_and_gradients_return(world: int, layout: str) -> None:
                     for a, sender in enumerate(steps):
                         for b, receiver in enumerate(steps):
                             assert all((arrived[b][place] == -1).all() for place in receiver.landing[a])
-                            move(sender.leaving, parts[a], arrived[b], receiver.landing[a], b)
-                        sender.leaving.keep(parts[a], [arrived[a][place] for place in sender.landing[a]])
+                            move(parts[a], sender.leaving[b], arrived[b], receiver.landing[a])
                     for a, sender in enumerate(steps):
-                        tokens = keys_of(plans[a], number, arrived[a])
-                        assert (tokens >= 0).all()
-                        seen = [call.keys.stop - call.keys.start for call in sender.calls]
-                        assert sum(seen) in (0, len(tokens))
-                        assert len(bounds) > 2 or (tokens.diff() == 1).all()
+                        seen = [arrived[a][call.keys] for call in sender.calls]
+                        assert all((tokens >= 0).all() for tokens in seen)
+                        assert len(bounds) > 2 or all((tokens.diff() == 1).all() for tokens in seen)
+                        tokens = torch.cat([*seen, torch.zeros(0, dtype=torch.int64)])
                         for b, receiver in enumerate(steps):
-                            move(sender.back, tokens, returned[b], receiver.returned[a], b)
-                        sender.back.keep(tokens, [returned[a][place] for place in sender.returned[a]])
+                            move(tokens, sender.back[b], returned[b], receiver.returned[a])
                 for plan, part, rows in zip(plans, parts, returned):
                     each = rows[plan.order]
-                    assert torch.equal(each, part.repeat_interleave(plan.ends.diff()))
+                    assert torch.equal(each, part[: plan.shared].repeat_interleave(plan.ends.diff()))
+                    whole = plan.whole
+                    assert (whole is not None) == (plan.shared < len(part))
+                    assert whole is None or whole.queries == whole.keys == slice(plan.shared, len(part))

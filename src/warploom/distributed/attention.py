@@ -12,7 +12,7 @@ Groups of heads, of which the next travels while one is computed, made it slower
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from warploom.distributed import exchange
 from warploom.distributed.agreement import agree, refuse, refuse_compiled, sizes_of
-from warploom.distributed.exchange import Call, Plan, plan_of
+from warploom.distributed.exchange import Arriving, Call, Plan, plan_of
 from warploom.distributed.layout import Layout, check_layout, chunks_of, settled
 from warploom.distributed.ranks import (
     bounds_of,
@@ -236,19 +236,18 @@ class _Results(NamedTuple):
 
 def _gradients(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, options: Options, results: _Results,
-    dq: Tensor,
+    places: tuple[Tensor, Tensor, Tensor],
 ) -> Any:  # fmt: skip
-    """Gradients of k, v and the sink of a call; that of q goes to ``dq``."""
+    """The gradient of the sink in a call; those of q, k and v go to ``places``."""
     if options.kernels:
         from warploom.ops.flash_attention.launches.backward import backward
 
         mask, logits, plans = _on_kernels(q, k, v, sink, call, options)
-        dk, dv = (empty_in_order_of(x, x.shape[-1]) for x in (k, v))
         statistics: Any = results.statistics
         return backward(
             results.grad, results.grad_lse, q, k, v, results.out, statistics, mask, options.scale,
-            options.precision, plans, results=(dq, dk, dv), logits=logits,
-        )[1:]  # fmt: skip
+            options.precision, plans, results=places, logits=logits,
+        )[3]  # fmt: skip
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         sink = None if sink is None else sink.detach().requires_grad_()
@@ -256,8 +255,9 @@ def _gradients(
         out, lse = _attend(q, k, v, sink, call, options)
         grads = (results.grad, torch.zeros_like(lse) if results.grad_lse is None else results.grad_lse)
         found = torch.autograd.grad((out, lse), leaves, grads)
-    dq.copy_(found[0])
-    return (*found[1:], None) if sink is None else found[1:]
+    for place, gradient in zip(places, found):
+        place.copy_(gradient)
+    return None if sink is None else found[3]
 
 
 def _planned(tensors: Tensors, options: Options, bounds: Any) -> tuple[Plan, Any]:
@@ -265,6 +265,20 @@ def _planned(tensors: Tensors, options: Options, bounds: Any) -> tuple[Plan, Any
     group = group_named(options.group)
     packed, layout, window = tensors[4] is not None, options.layout, (options.left, options.right)
     return plan_of(bounds, packed, group.size(), group.rank(), layout, *window, tensors[0].device), group
+
+
+def _calls_of(plan: Plan, arriving: Arriving) -> Iterator[tuple[int | None, Call, list[Tensor]]]:
+    """A rank's calls, each with the number of its step and its keys and values, which are there when it begins."""
+
+    def keys(call: Call, rows: list[Tensor]) -> list[Tensor]:
+        return [x[call.keys].transpose(0, 1) for x in rows]
+
+    if plan.whole is not None:
+        yield None, plan.whole, keys(plan.whole, arriving.own)
+    for number, step in enumerate(plan.steps):
+        arriving.wait(number)
+        for call in step.calls:
+            yield number, call, keys(call, arriving.rows)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -302,20 +316,18 @@ def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensor
     plan, group = _planned(tensors, options, bounds)
     arriving = exchange.send_keys(plan, [_rows(x) for x in (k, v)], group)
     out, lse, statistics = _fake(tensors, options)[:3]
-    for number, step in enumerate(plan.steps):
-        keys, values = (x.transpose(0, 1) for x in arriving.keys(number))
-        for call in step.calls:
-            rows = call.queries
-            chunk = q[:, rows], keys[:, call.keys], values[:, call.keys]
-            if options.kernels:
-                from warploom.ops.flash_attention.launches.forward import forward
+    for _number, call, (keys, values) in _calls_of(plan, arriving):
+        rows = call.queries
+        chunk = q[:, rows], keys, values
+        if options.kernels:
+            from warploom.ops.flash_attention.launches.forward import forward
 
-                mask, logits, known = _on_kernels(*chunk, sink, call, options)
-                scale, precision = options.scale, options.precision
-                found = forward(*chunk, mask, scale, precision, known, logits=logits, out=out[:, rows])
-                lse[..., rows], statistics[..., rows] = found[1:]
-            else:
-                out[:, rows], lse[..., rows] = _attend(*chunk, sink, call, options)
+            mask, logits, known = _on_kernels(*chunk, sink, call, options)
+            scale, precision = options.scale, options.precision
+            found = forward(*chunk, mask, scale, precision, known, logits=logits, out=out[:, rows])
+            lse[..., rows], statistics[..., rows] = found[1:]
+        else:
+            out[:, rows], lse[..., rows] = _attend(*chunk, sink, call, options)
     return out, lse, statistics, torch.tensor(bounds)
 
 
@@ -348,29 +360,30 @@ def _backward(
     dq, dk, dv = (empty_in_order_of(x, x.shape[-1]) for x in (q, k, v))
     dsink = None if sink is None else torch.zeros_like(sink, dtype=torch.promote_types(sink.dtype, torch.float32))
     arriving = exchange.send_keys(plan, [_rows(x) for x in (k, v)], group)
-    gradients: list[list[Tensor]] = []
-    for number, step in enumerate(plan.steps):
-        keys, values = (x.transpose(0, 1) for x in arriving.keys(number))
-        of_keys: tuple[list[Tensor], list[Tensor]] = [], []
-        for call in step.calls:
-            rows = call.queries
-            results = _Results(
-                out[:, rows],
-                statistics[..., rows].contiguous() if options.kernels else None,
-                grad[:, rows],
-                None if grad_lse is None else grad_lse[..., rows],
-            )
-            chunk = q[:, rows], keys[:, call.keys], values[:, call.keys]
-            *found, of_sink = _gradients(*chunk, sink, call, options, results, dq[:, rows])
-            for each, gradient in zip(of_keys, found):
+    of_keys: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in plan.steps]
+    for number, call, (keys, values) in _calls_of(plan, arriving):
+        rows = call.queries
+        results = _Results(
+            out[:, rows],
+            statistics[..., rows].contiguous() if options.kernels else None,
+            grad[:, rows],
+            None if grad_lse is None else grad_lse[..., rows],
+        )
+        if number is None:
+            of_k, of_v = dk[:, rows], dv[:, rows]
+        else:
+            of_k, of_v = (empty_in_order_of(x, x.shape[-1]) for x in (keys, values))
+            for each, gradient in zip(of_keys[number], (of_k, of_v)):
                 each.append(gradient)
-            if dsink is not None:
-                dsink += of_sink
-        gradients.append([_joined(each, x) for each, x in zip(of_keys, (keys, values))])
-    places = [x.transpose(0, 1) for x in (dk, dv)]
-    sums = [place if place.is_contiguous() else torch.empty_like(place).contiguous() for place in places]
+        places = (dq[:, rows], of_k, of_v)
+        of_sink = _gradients(q[:, rows], keys, values, sink, call, options, results, places)
+        if dsink is not None:
+            dsink += of_sink
+    gradients = [[_joined(each, x) for each, x in zip(of_step, (k, v))] for of_step in of_keys]
+    shared = [x[:, : plan.shared].transpose(0, 1) for x in (dk, dv)]
+    sums = [place if place.is_contiguous() else torch.empty_like(place).contiguous() for place in shared]
     exchange.return_gradients(plan, gradients, sums, group, options.kernels)
-    for place, total in zip(places, sums):
+    for place, total in zip(shared, sums):
         if total is not place:
             place.copy_(total)
     return dq, dk, dv, None if dsink is None or sink is None else dsink.to(sink.dtype)

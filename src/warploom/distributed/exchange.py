@@ -19,11 +19,11 @@ ALIGNMENT = 128
 
 
 class Call(NamedTuple):
-    """One plain call of attention: queries of a rank's part on keys of a chunk, both without gaps."""
+    """One plain call of attention: queries of a rank's part on keys of chunks, both without gaps."""
 
     queries: slice
     keys: slice
-    """Among the keys of the chunk."""
+    """Among all that arrive, or in this rank's part where nothing has to."""
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     left: int | None
@@ -32,47 +32,19 @@ class Call(NamedTuple):
 
 
 Slices = tuple[tuple[slice, ...], ...]
-"""Of rows, by rank: pieces that travel one by one."""
-
-
-class Pieces(NamedTuple):
-    """Rows of a tensor that go to each rank."""
-
-    which: Tensor | None
-    """Those for other ranks, the first rank's first, int32 on the device; None where slices are of the tensor."""
-    slices: Slices
-    own: tuple[Tensor | slice, ...]
-    """Those that stay, which are not among them."""
-
-    def of(self, x: Tensor) -> list[list[Tensor]]:
-        """By rank."""
-        return _cut(x if self.which is None else x.index_select(0, self.which), self.slices)
-
-    def keep(self, x: Tensor, places: list[Tensor]) -> None:
-        """Copy those that stay."""
-        for rows, place in zip(self.own, places, strict=True):
-            if isinstance(rows, slice):
-                place.copy_(x[rows])
-            else:
-                torch.index_select(x, 0, rows, out=place)
-
-
-def _cut(x: Tensor, slices: Slices) -> list[list[Tensor]]:
-    return [[x[piece] for piece in pieces] for pieces in slices]
+"""Of rows, by rank: pieces that travel one by one, and this rank's own, which are copied."""
 
 
 class Step(NamedTuple):
-    """What a rank does for one of its chunks or both, and for those that the others compute in the same step."""
+    """What a rank does for one of its chunks of all sequences, and for those that the others compute then."""
 
     calls: tuple[Call, ...]
-    keys: slice | Tensor
-    """The keys of the chunk among all that arrive; of both, those of the first chunk first."""
-    leaving: Pieces
+    leaving: Slices
     """Of this rank's part: what the ranks' chunks see, and no chunk of theirs before."""
     landing: Slices
     """Where such rows of the ranks go among all that arrive."""
-    back: Pieces
-    """Of the gradients of these keys: those of each rank's tokens."""
+    back: Slices
+    """Of the gradients of the calls' keys, one call after the other: those of each rank's tokens."""
     returned: Slices
     """Where such gradients from the ranks go among all that return."""
 
@@ -80,16 +52,21 @@ class Step(NamedTuple):
 class Plan(NamedTuple):
     """How the ranks compute attention on a layout."""
 
+    whole: Call | None
+    """On the sequences that this rank has whole, the last rows of its part."""
     steps: tuple[Step, ...]
+    at_once: bool
+    """Whether the rows of all steps travel together, because ranks have whole sequences to compute meanwhile."""
+    shared: int
+    """Rows of this rank's part that are of other sequences, the first ones."""
     arriving: int
-    """Rows that this rank sees."""
+    """Rows that this rank sees of them."""
     returning: int
     """Rows of gradients for its part."""
     order: Tensor
-    """For each row of this rank's part the gradients returned for it, one row after the other, in the order of
-    steps and ranks."""
+    """For each shared row the gradients returned for it, row after row, in the order of steps and ranks."""
     ends: Tensor
-    """(n + 1,), where each row's begin in ``order``; int32 on the device, as ``order``."""
+    """(shared + 1,), where each row's begin in ``order``; int32 on the device, as ``order``."""
 
 
 @functools.lru_cache(8)  # one holds a few numbers for each token, on the device
@@ -99,9 +76,7 @@ def plan_of(
 ) -> Plan:  # fmt: skip
     """The plan of a call.
 
-    Of a single sequence, rows travel from where they are to where they are needed, for one chunk after the other.
-    Of packed ones, whose chunks lie apart, those for a rank are gathered first, and keys are put in order when they
-    have arrived: both chunks are in one step, a call of twice as many sequences.
+    Rows travel from where they are to where they are needed, for one chunk of all sequences after the other.
 
     Args:
         bounds: Of the sequences.
@@ -116,55 +91,57 @@ def plan_of(
     chunks = chunks_of(bounds, world, layout)
     begin, end = _keys_of(chunks, left, right)
     masked = left is not None or right is not None
-    owned = [chunks.owned(other) for other in range(world)]
-    if not masked and len(bounds) == 2 and len(owned[0]) == 2:  # both chunks see all keys: one call
-        owned = [[other] for other in range(world)]
+    owned = [chunks.owned(other)[:2] for other in range(world)]
+    at_once = bool((chunks.last > chunks.first)[:, 2 * world :].any())  # on all ranks or none
+    together = not masked and len(bounds) == 2 and len(owned[0]) == 2 and not at_once
+    if together:  # both chunks see all keys: one call
+        owned = [own[:1] for own in owned]
         end = torch.tensor(chunks.lengths).clamp(max=1)[None] * bounds[-1]
         begin = torch.zeros_like(end)
-    single = len(bounds) == 2
-    numbers = range(len(owned[0]))
-    groups = [[number] for number in numbers] if single else [[*numbers]]
-    seen_before = begin * 0  # the end of what a rank's chunks before see
-    travels, returns, calls = [], [], []
-    for group in groups:
-        fresh, every = [], []
-        for number in group:
-            columns = [own[number] for own in owned]
-            low, high = begin[:, columns], end[:, columns]
-            # A later chunk sees no keys before those of an earlier one.
-            fresh.append(_travel(chunks, torch.maximum(low, seen_before[:, : len(columns)]), high, rank))
-            seen_before = torch.maximum(seen_before[:, : len(columns)], high)
-            every.append(_travel(chunks, low, high, rank))
-        travels.append(_together(fresh))
-        returns.append(_together(every))
-        calls.append(_calls(chunks, begin, end, rank, group, numbers, packed, left, right, device))
-    tokens = torch.cat([travel.arriving for travel in travels])
-    place = torch.empty(bounds[-1], dtype=torch.int64)
-    place[tokens.sort().values if single else tokens] = torch.arange(len(tokens))
-    part = _Part(rank, chunks.rows(rank), place, single, device)
-    steps, returned = [], 0
-    for travel, gradients, of_step in zip(travels, returns, calls):
-        steps.append(part.step(of_step, travel, gradients, returned))
+    travels, returns, seen_before = [], [], begin[:, :world] * 0  # the end of what a rank's chunk before sees
+    for number in range(len(owned[0])):
+        columns = [own[number] for own in owned]
+        low, high = begin[:, columns], end[:, columns]
+        # A later chunk sees no keys before those of an earlier one.
+        travels.append(_travel(chunks, torch.maximum(low, seen_before), high, rank))
+        seen_before = torch.maximum(seen_before, high)
+        returns.append(_travel(chunks, low, high, rank))
+    tokens = torch.cat([travel.arriving for travel in travels]).sort().values
+    place = torch.empty(bounds[-1] + 1, dtype=torch.int64)
+    place[tokens] = torch.arange(len(tokens))
+    part = _Part(chunks.rows(rank), place, chunks.rows_of_tokens())
+    sizes = (chunks.last - chunks.first)[:, chunks.owned(rank)]  # (S, O)
+    steps, returned, start = [], 0, 0
+    for number, (travel, gradients) in enumerate(zip(travels, returns)):
+        column = owned[rank][number]
+        beyond = end[:, column] - chunks.last[:, column] if masked else torch.zeros(len(bounds) - 1).long()
+        queries = sizes[:, :2].sum(1) if together else sizes[:, number]
+        ranges = _Ranges(queries, place[begin[:, column]], (end - begin)[:, column], beyond)
+        calls = _calls(ranges, start, packed, left, right, device)
+        steps.append(part.step(calls, travel, gradients, returned))
+        start += int(queries.sum())
         returned += len(gradients.leaving)
+    whole = None
+    if start < len(part.tokens):
+        queries = sizes[:, 2]
+        keys = start + queries.cumsum(0) - queries
+        (whole,) = _calls(_Ranges(queries, keys, queries, queries * 0), start, packed, left, right, device)
     into = torch.cat([gradients.leaving for gradients in returns])
-    order = into.argsort(stable=True)
-    ends = torch.zeros(len(part.tokens) + 1, dtype=torch.int64)
-    ends[1:] = torch.bincount(into, minlength=len(part.tokens)).cumsum(0)
-    small = (x.to(device, torch.int32) for x in (order, ends))
-    return Plan(tuple(steps), len(tokens), returned, *small)
+    ends = torch.zeros(start + 1, dtype=torch.int64)
+    ends[1:] = torch.bincount(into, minlength=start).cumsum(0)
+    small = (x.to(device, torch.int32) for x in (into.argsort(stable=True), ends))
+    return Plan(whole, tuple(steps), at_once, start, len(tokens), returned, *small)
 
 
 class _Part(NamedTuple):
     """What a rank knows of its tokens, and of where all that arrives goes."""
 
-    rank: int
     tokens: Tensor
     """Of its rows."""
     place: Tensor
     """Of each token that it sees, among all that arrive."""
-    single: bool
-    """Whether there is one sequence."""
-    device: torch.device
+    rows: Tensor
+    """Of all tokens, in the parts of the ranks that have them."""
 
     def step(self, calls: tuple[Call, ...], travel: _Travel, gradients: _Travel, returned: int) -> Step:
         """A step whose fresh rows and gradients travel so; of these, so many return for earlier steps."""
@@ -173,44 +150,22 @@ class _Part(NamedTuple):
         into = returned + torch.arange(len(gradients.leaving))
         return Step(
             calls=calls,
-            keys=_as_slice(self.place[seen], self.device),
-            leaving=self.pieces(travel.leaving, self.tokens, travel.leaving_counts),
+            leaving=self.slices(travel.leaving, self.tokens[travel.leaving], travel.leaving_counts),
             landing=self.slices(self.place[travel.arriving], travel.arriving, travel.arriving_counts),
-            back=self.pieces(gradients.place, seen, gradients.arriving_counts),
+            back=self.slices(gradients.place, seen[gradients.place], gradients.arriving_counts),
             returned=self.slices(into, self.tokens[gradients.leaving], gradients.leaving_counts),
         )
 
-    def pieces(self, rows: Tensor, tokens: Tensor, counts: list[int]) -> Pieces:
-        """Rows of a tensor that stand for ``tokens``, so many for each rank."""
-        if self.single:
-            slices = self.slices(rows, tokens[rows], counts)
-            return Pieces(None, (*slices[: self.rank], (), *slices[self.rank + 1 :]), slices[self.rank])
-        by_rank = [*rows.split(counts)]
-        own, by_rank[self.rank] = by_rank[self.rank], rows[:0]
-        others = torch.cat(by_rank)
-        slices = self.slices(torch.arange(len(others)), tokens[others], [*map(len, by_rank)])
-        which, own = (x.to(self.device, torch.int32) for x in (others, own))
-        return Pieces(which, slices, (own,) if len(own) else ())
-
     def slices(self, places: Tensor, tokens: Tensor, counts: list[int]) -> Slices:
-        """Rows by rank, cut where tokens of a single sequence are not adjacent: sender and receiver cut alike."""
+        """Rows by rank, cut where tokens, or their rows in a part, are not adjacent: both sides cut alike."""
         found = []
         for own, of_tokens in zip(places.split(counts), tokens.split(counts)):
-            edges = [0, len(own)] if len(own) else []
-            if self.single and edges:
-                edges[1:1] = (1 + (of_tokens.diff() != 1).nonzero().flatten()).tolist()
+            apart = (of_tokens.diff() != 1) | (self.rows[of_tokens].diff() != 1)
+            edges = [0, *(1 + apart.nonzero().flatten()).tolist(), len(own)] if len(own) else []
             firsts = own[edges[:-1]].tolist()
             lengths = (high - low for low, high in itertools.pairwise(edges))
             found.append(tuple(slice(first, first + length) for first, length in zip(firsts, lengths)))
         return tuple(found)
-
-
-def _as_slice(rows: Tensor, device: torch.device) -> slice | Tensor:
-    """Rows as a slice, if they are adjacent."""
-    if len(rows) and bool((rows.diff() != 1).any()):
-        return rows.to(device, torch.int32)
-    first = int(rows[0]) if len(rows) else 0
-    return slice(first, first + len(rows))
 
 
 def _keys_of(chunks: Chunks, left: int | None, right: int | None) -> tuple[Tensor, Tensor]:
@@ -236,24 +191,7 @@ class _Travel(NamedTuple):
     """Tokens that this rank sees."""
     arriving_counts: list[int]
     place: Tensor
-    """Of each such token its number among the keys of the chunk, or of one chunk after the other."""
-
-
-def _together(travels: list[_Travel]) -> _Travel:
-    """What travels for several chunks at once: of each rank that of the first chunk, then of the second."""
-    keys = [sum(len(travel.place) for travel in travels[:number]) for number in range(len(travels))]
-
-    def by_rank(parts: list[Tensor], counts: list[list[int]]) -> Tensor:
-        return torch.cat([x for of_rank in zip(*map(torch.split, parts, counts)) for x in of_rank])
-
-    leaving_counts, arriving_counts = ([t.leaving_counts for t in travels], [t.arriving_counts for t in travels])
-    return _Travel(
-        by_rank([travel.leaving for travel in travels], leaving_counts),
-        [sum(counts) for counts in zip(*leaving_counts)],
-        by_rank([travel.arriving for travel in travels], arriving_counts),
-        [sum(counts) for counts in zip(*arriving_counts)],
-        by_rank([travel.place + first for travel, first in zip(travels, keys)], arriving_counts),
-    )
+    """Of each such token its number among the keys of the chunk."""
 
 
 def _travel(chunks: Chunks, begin: Tensor, end: Tensor, rank: int) -> _Travel:
@@ -280,36 +218,34 @@ def _travel(chunks: Chunks, begin: Tensor, end: Tensor, rank: int) -> _Travel:
     return _Travel(torch.cat(leaving), leaving_counts, mine[place], counts, place)
 
 
+class _Ranges(NamedTuple):
+    """What a chunk has of each sequence, (S,) each."""
+
+    queries: Tensor
+    """How many."""
+    first: Tensor
+    """The place of the first key."""
+    keys: Tensor
+    """How many it sees."""
+    beyond: Tensor
+    """How many of them are behind the last query."""
+
+
 def _calls(
-    chunks: Chunks, begin: Tensor, end: Tensor, rank: int, group: list[int], numbers: range, packed: bool,
-    left: int | None, right: int | None, device: torch.device,
-) -> tuple[Call, ...]:  # fmt: skip
-    """The calls for some of a rank's chunks: one for each run of sequences whose windows end alike."""
-    own = chunks.owned(rank)
-    sizes = (chunks.last - chunks.first)[:, own]  # (S, O)
-    if len(own) > len(numbers):  # all of the part at once
-        tokens, keys = sizes.sum(1), (end - begin)[:, rank]
-        start, beyond = 0, torch.zeros_like(tokens)
-    else:
-        columns = [own[number] for number in group]
-        tokens, keys, beyond = (
-            x.t().flatten()
-            for x in (sizes[:, group], (end - begin)[:, columns], end[:, columns] - chunks.last[:, columns])
-        )
-        start = int(sizes[:, : group[0]].sum())
-    if left is None and right is None:
-        beyond = torch.zeros_like(tokens)
-    there = tokens > 0
-    tokens, keys, beyond = tokens[there], keys[there], beyond[there]
-    calls, key = [], 0
-    edges = [0, *(1 + (beyond.diff() != 0).nonzero().flatten()).tolist(), len(tokens)] if len(tokens) else []
+    ranges: _Ranges, start: int, packed: bool, left: int | None, right: int | None, device: torch.device
+) -> tuple[Call, ...]:
+    """The calls for a chunk: one for each run of sequences whose keys are adjacent and whose windows end alike."""
+    tokens, first, keys, beyond = (x[ranges.queries > 0] for x in ranges)
+    calls = []
+    apart = (beyond.diff() != 0) | (first.diff() != keys[:-1])
+    edges = [0, *(1 + apart.nonzero().flatten()).tolist(), len(tokens)] if len(tokens) else []
     for low, high in itertools.pairwise(edges):
         run, of_keys = tokens[low:high], keys[low:high]
-        queries, seen, more = int(run.sum()), int(of_keys.sum()), int(beyond[low])
+        queries, seen, key, more = int(run.sum()), int(of_keys.sum()), int(first[low]), int(beyond[low])
         cu_q, cu_k = (_cumulative(x, device) if packed else None for x in (run, of_keys))
         window = (None if left is None else left + more, None if right is None else right - more)
         calls.append(Call(slice(start, start + queries), slice(key, key + seen), cu_q, cu_k, *window))
-        start, key = start + queries, key + seen
+        start += queries
     return tuple(calls)
 
 
@@ -325,25 +261,20 @@ def _cumulative(sizes: Tensor, device: torch.device) -> Tensor:
 class Arriving(NamedTuple):
     """Keys and values on their way to this rank, each row once."""
 
-    plan: Plan
+    own: list[Tensor]
+    """This rank's part of each tensor, whose memory is not to be used again before all works have ended."""
     rows: list[Tensor]
-    """Of each tensor those of all steps."""
+    """Of each tensor what arrives, of all steps."""
     works: list[list[Any]]
     """By step."""
-    sent: list[Any]
-    """Whose memory is not to be used again before they have left."""
 
-    def keys(self, number: int) -> list[Tensor]:
-        """Of each tensor the rows of a step in their order; the current stream waits for them and what is sent.
+    def wait(self, number: int) -> None:
+        """Let the current stream wait for the rows of a step.
 
         Each step once: some backends wait forever for what they have waited for.
         """
-        step = self.plan.steps[number]
         for work in self.works[number]:
             work.wait()
-        if isinstance(step.keys, slice):
-            return [x[step.keys] for x in self.rows]
-        return [x.index_select(0, step.keys) for x in self.rows]
 
 
 def send_keys(plan: Plan, tensors: list[Tensor], group: Any) -> Arriving:
@@ -351,17 +282,13 @@ def send_keys(plan: Plan, tensors: list[Tensor], group: Any) -> Arriving:
 
     What the first step needs travels first: the rest arrives while it is computed. Its kernel is there before that
     of the first step, which waits for the one before: it would have to wait for multiprocessors, and the kernels of
-    other ranks for it.
+    other ranks for it. Where nobody waits for the first step's, all travel in one kernel.
     """
     rows = [x.new_empty((plan.arriving, *x.shape[1:])) for x in tensors]
-    works, sent = [], []
-    for step in plan.steps:
-        work, leaving = _send(
-            [(step.leaving, x, _cut(into, step.landing)) for x, into in zip(tensors, rows)], group
-        )
-        works.append(work)
-        sent.append(leaving)
-    return Arriving(plan, rows, works, sent)
+    moves = [[(x, step.leaving, into, step.landing) for x, into in zip(tensors, rows)] for step in plan.steps]
+    if plan.at_once:
+        moves = [[*itertools.chain(*moves)], *[[] for _ in moves[1:]]]
+    return Arriving(tensors, rows, [_send(each, group) for each in moves])
 
 
 def return_gradients(
@@ -375,14 +302,14 @@ def return_gradients(
     Args:
         plan: Of the call.
         gradients: By step, of each tensor those of the step's keys (M, …).
-        into: Of each tensor where the sums (n, …) go.
+        into: Of each tensor where the sums of shared rows go.
         group: The ranks.
         kernels: Whether kernels compute the call.
     """
     received = [x.new_empty((plan.returning, *x.shape[1:])) for x in gradients[0]]
-    works, _sent = _send(
+    works = _send(
         [
-            (step.back, x, _cut(rows, step.returned))
+            (x, step.back, rows, step.returned)
             for step, of_step in zip(plan.steps, gradients)
             for x, rows in zip(of_step, received)
         ],
@@ -394,35 +321,36 @@ def return_gradients(
         sum_gradients(plan, rows, sums, kernels)
 
 
-def _send(given: list[tuple[Pieces, Tensor, list[list[Tensor]]]], group: Any) -> tuple[list[Any], Any]:
-    """Send pieces of tensors to every rank and receive others, in one kernel, without waiting for it.
+def _send(given: list[tuple[Tensor, Slices, Tensor, Slices]], group: Any) -> list[Any]:
+    """Send slices of tensors to every rank and receive others, in one kernel, without waiting for it.
 
     A second would begin when the computation that follows leaves multiprocessors to it. What stays is copied
-    meanwhile. Also returns what is sent, whose memory is not to be used again before.
+    meanwhile. The memory of what is sent is not to be used again before the works are waited for.
     """
-    sends, sent = [], [pieces.of(x) for pieces, x, _ in given]
-    for leaving, (_, _, landing) in zip(sent, given):
+    sends = []
+    for x, leaving, into, landing in given:
         for peer, (mine, theirs) in enumerate(zip(leaving, landing)):
-            for function, each in ((dist.isend, mine), (dist.irecv, theirs)):
-                if peer != group.rank():
+            if peer != group.rank():
+                for function, tensor, pieces in ((dist.isend, x, mine), (dist.irecv, into, theirs)):
                     sends += [
-                        dist.P2POp(function, as_bytes(piece), group=group, group_peer=peer)
-                        for piece in each
-                        if piece.numel()
+                        dist.P2POp(function, as_bytes(tensor[piece]), group=group, group_peer=peer)
+                        for piece in pieces
+                        if tensor[piece].numel()
                     ]
     works = dist.batch_isend_irecv(sends) if sends else []
-    for pieces, x, landing in given:
-        pieces.keep(x, landing[group.rank()])
-    return works, sent
+    for x, leaving, into, landing in given:
+        for rows, place in zip(leaving[group.rank()], landing[group.rank()], strict=True):
+            into[place].copy_(x[rows])
+    return works
 
 
 def sum_gradients(plan: Plan, received: Tensor, into: Tensor, kernels: bool) -> None:
-    """Add up what was received for each row of this rank's part, in float32 in the order of steps and ranks.
+    """Add up what was received for each shared row, in float32 in the order of steps and ranks.
 
     Args:
         plan: Of the call.
         received: Rows (·, …), those of the first step first.
-        into: ``(n, …)``, where the sums go.
+        into: ``(shared, …)``, where the sums go.
         kernels: Whether kernels compute the call.
     """
     if kernels:

@@ -1,9 +1,10 @@
 """Which rank holds which tokens of a sequence.
 
-A layout cuts every sequence into chunks. ``zigzag``: rank ``r`` of ``W`` holds chunks ``r`` and ``2W − 1 − r`` of
-``2W`` whose lengths differ by one token at most, of every packed sequence its own: each rank then has as many pairs
-of a query and an earlier key as the others. ``contiguous``: rank ``r`` holds chunk ``r`` of ``W``, of the packed
-tokens as they stand. A rank's part has its first chunk of all sequences in their order, then its second.
+A layout cuts sequences into chunks. ``zigzag``: rank ``r`` of ``W`` holds chunks ``r`` and ``2W − 1 − r`` of ``2W``
+whose lengths differ by one token at most: each rank then has as many pairs of a query and an earlier key as the
+others. Packed sequences are shared so that this holds for all of them together, and few are cut: see `sharing`.
+``contiguous``: rank ``r`` holds chunk ``r`` of ``W``, of the packed tokens as they stand. A rank's part has its
+first chunk of all sequences in their order, then its second, then the packed sequences that it has whole.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from warploom.distributed.ranks import (
     group_of,
     shown,
 )
+from warploom.distributed.sharing import shares
 from warploom.errors import ArgumentError, DtypeError, ShapeError, WarploomError, dtype_of, fault, shape_of
 from warploom.runtime.arguments import is_int
 
@@ -50,14 +52,21 @@ class Chunks(NamedTuple):
     world: int
 
     def owned(self, rank: int) -> list[int]:
-        """The chunks of a rank, in the order of its part."""
-        chunks = self.first.shape[1]
-        return [rank] if chunks == self.world else [rank, chunks - 1 - rank]
+        """The chunks of a rank, in the order of its part; the third are sequences that it has whole."""
+        return [rank, 2 * self.world - 1 - rank, 2 * self.world + rank][: self.first.shape[1] // self.world]
 
     def rows(self, rank: int) -> Tensor:
         """The tokens of a rank's part, (n,), in its order."""
         own = self.owned(rank)
         return expanded(self.first[:, own].t().flatten(), self.last[:, own].t().flatten())
+
+    def rows_of_tokens(self) -> Tensor:
+        """For each token its row in the part of the rank that has it, (N,)."""
+        found = torch.empty(int(self.ends[-1]), dtype=torch.int64)
+        for rank in range(self.world):
+            rows = self.rows(rank)
+            found[rows] = torch.arange(len(rows))
+        return found
 
     @property
     def lengths(self) -> list[int]:
@@ -83,10 +92,17 @@ def chunks_of(bounds: Bounds, world: int, layout: str) -> Chunks:
         first = torch.maximum(starts, edges[:-1])
         last = torch.maximum(torch.minimum(ends, edges[1:]), first)
         return Chunks(starts, ends, first, last, world)
-    chunks = 2 * world
-    # Where a length is no multiple, longer chunks are others in every sequence.
-    edges = starts + (torch.arange(chunks + 1) * (ends - starts) + starts % chunks) // chunks
-    return Chunks(starts, ends, edges[:, :-1], edges[:, 1:], world)
+    first = starts.repeat(1, 3 * world)
+    last = first.clone()
+    for rank, pieces in enumerate(shares((ends - starts).flatten().tolist(), world)):
+        for sequence, low, inner, outer, high in pieces:
+            start, end = int(starts[sequence]), int(ends[sequence])
+            cuts = [(rank, low, inner), (2 * world - 1 - rank, outer, high)]
+            if inner == outer and high - low == end - start:
+                cuts = [(2 * world + rank, low, high)]
+            for chunk, begin, stop in cuts:
+                first[sequence, chunk], last[sequence, chunk] = start + begin, start + stop
+    return Chunks(starts, ends, first, last, world)
 
 
 def check_layout(function: str, layout: object) -> None:
