@@ -134,9 +134,12 @@ class Ranks:
             [p.grad.to_local() for p in model.parameters() if (p.device_mesh.ndim == 2) == cut]
             for cut in (False, True)
         )
-        of_matrices = torch.nn.utils.get_total_norm(over_tp).to(self.device).square()
+        none = [torch.zeros((), device=self.device)]  # of an empty list the norm is on the host, which would wait
+        of_matrices, of_others = (
+            torch.nn.utils.get_total_norm(found or none).square() for found in (over_tp, everywhere)
+        )
         dist.all_reduce(of_matrices, group=self.mesh["tp"].get_group())
-        total = torch.nn.utils.get_total_norm(everywhere).to(self.device).square() + of_matrices
+        total = of_matrices + of_others
         dist.all_reduce(total, group=self.shards.get_group())
         scale = (largest / (total.sqrt() + 1e-6)).clamp(max=1.0)
         for gradient in (*everywhere, *over_tp):

@@ -14,6 +14,7 @@ from seeds import seed
 
 import warploom
 from warploom.distributed import exchange, ranks
+from warploom.distributed.exchange import Call, Step
 from warploom.distributed.layout import chunks_of
 from warploom.distributed.sharing import Piece, shares
 
@@ -91,34 +92,64 @@ def move(rows: torch.Tensor, leaving: tuple[slice, ...], into: torch.Tensor, pla
         into[place] = rows[piece]
 
 
+def assert_sees_itself(call: Call, part: torch.Tensor, seen: torch.Tensor, right: int | None) -> None:
+    """Queries of each sequence of a call are among its keys, and the window ends at the right one."""
+    queries, keys = part[call.queries], seen[call.keys]
+    none = torch.tensor([0, len(queries)]), torch.tensor([0, len(keys)])
+    cu_q, cu_k = none if call.cu_seqlens_q is None else (call.cu_seqlens_q, call.cu_seqlens_k)
+    for first, last, low, high in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]):
+        own, of_keys = queries[first:last], keys[low:high]
+        assert torch.isin(own, of_keys).all()
+        assert (of_keys.diff() == 1).all()
+        assert right is None or own[-1] + right == of_keys[-1] + call.right
+
+
+def send_back(steps: list[Step], seen: list[list[torch.Tensor]], returned: list[torch.Tensor]) -> None:
+    """Tokens of keys, in the place of their gradients."""
+    for a, sender in enumerate(steps):
+        tokens = torch.cat([*seen[a], torch.zeros(0, dtype=torch.int64)])[sender.rows]
+        for b, receiver in enumerate(steps):
+            move(tokens, sender.back[b], returned[b], receiver.returned[a])
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_rows_travel_once_and_gradients_return(world: int, layout: str) -> None:
     for bounds in BOUNDS:
-        for packed in {len(bounds) > 2, True}:
-            for window in WINDOWS:
-                all_ranks = range(world)
-                call = (bounds, packed, world)
-                plans = [exchange.plan_of(*call, r, layout, *window, torch.device("cpu")) for r in all_ranks]
-                parts = [chunks_of(bounds, world, layout).rows(r) for r in all_ranks]
-                arrived = [torch.full((plan.arriving,), -1) for plan in plans]
-                returned = [torch.full((plan.returning,), -1) for plan in plans]
+        for window in WINDOWS:
+            all_ranks = range(world)
+            plans = [exchange.plan_of(bounds, world, r, layout, *window, torch.device("cpu")) for r in all_ranks]
+            parts = [chunks_of(bounds, world, layout).rows(r) for r in all_ranks]
+            arrived = [torch.full((plan.seen,), -1) for plan in plans]
+            returned = [torch.full((plan.returning,), -1) for plan in plans]
+            for plan, part, rows in zip(plans, parts, arrived):
+                if plan.whole:
+                    rows[-plan.whole :] = part[-plan.whole :]
+            seen: list[list[torch.Tensor]] = [[] for _ in all_ranks]
+            for number in range(len(plans[0].steps)):
+                steps = [plan.steps[number] for plan in plans]
+                for a, sender in enumerate(steps):
+                    for b, receiver in enumerate(steps):
+                        assert all((arrived[b][place] == -1).all() for place in receiver.landing[a])
+                        move(parts[a], sender.leaving[b], arrived[b], receiver.landing[a])
+                for rows, part, each, step in zip(arrived, parts, seen, steps):
+                    for source, place in step.copies:
+                        assert (rows[place] == -1).all()
+                        rows[place] = rows[source]
+                    if not plans[0].at_once:
+                        each.clear()
+                    for call in step.calls:
+                        assert (rows[call.keys] >= 0).all()
+                        assert_sees_itself(call, part, rows, window[1])
+                        each.append(rows[call.keys])
+                if not plans[0].at_once:
+                    send_back(steps, seen, returned)
+            if plans[0].at_once:
                 for number in range(len(plans[0].steps)):
-                    steps = [plan.steps[number] for plan in plans]
-                    for a, sender in enumerate(steps):
-                        for b, receiver in enumerate(steps):
-                            assert all((arrived[b][place] == -1).all() for place in receiver.landing[a])
-                            move(parts[a], sender.leaving[b], arrived[b], receiver.landing[a])
-                    for a, sender in enumerate(steps):
-                        seen = [arrived[a][call.keys] for call in sender.calls]
-                        assert all((tokens >= 0).all() for tokens in seen)
-                        assert len(bounds) > 2 or all((tokens.diff() == 1).all() for tokens in seen)
-                        tokens = torch.cat([*seen, torch.zeros(0, dtype=torch.int64)])
-                        for b, receiver in enumerate(steps):
-                            move(tokens, sender.back[b], returned[b], receiver.returned[a])
-                for plan, part, rows in zip(plans, parts, returned):
-                    each = rows[plan.order]
-                    assert torch.equal(each, part[: plan.shared].repeat_interleave(plan.ends.diff()))
-                    whole = plan.whole
-                    assert (whole is not None) == (plan.shared < len(part))
-                    assert whole is None or whole.queries == whole.keys == slice(plan.shared, len(part))
+                    send_back([plan.steps[number] for plan in plans], seen, returned)
+            for plan, part, rows, each in zip(plans, parts, returned, seen):
+                of_rows = part[: plan.shared].repeat_interleave(plan.ends.diff())
+                assert torch.equal(rows[plan.order], of_rows)
+                if plan.whole:
+                    assert torch.equal(torch.cat(each)[-plan.whole :], part[plan.shared :])
+                assert plan.shared + plan.whole == len(part)

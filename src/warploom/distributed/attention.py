@@ -263,22 +263,16 @@ def _gradients(
 def _planned(tensors: Tensors, options: Options, bounds: Any) -> tuple[Plan, Any]:
     """The plan of a call that the ranks have agreed on, and their group."""
     group = group_named(options.group)
-    packed, layout, window = tensors[4] is not None, options.layout, (options.left, options.right)
-    return plan_of(bounds, packed, group.size(), group.rank(), layout, *window, tensors[0].device), group
+    ranks = group.size(), group.rank()
+    return plan_of(bounds, *ranks, options.layout, options.left, options.right, tensors[0].device), group
 
 
-def _calls_of(plan: Plan, arriving: Arriving) -> Iterator[tuple[int | None, Call, list[Tensor]]]:
+def _calls_of(plan: Plan, arriving: Arriving) -> Iterator[tuple[int, Call, list[Tensor]]]:
     """A rank's calls, each with the number of its step and its keys and values, which are there when it begins."""
-
-    def keys(call: Call, rows: list[Tensor]) -> list[Tensor]:
-        return [x[call.keys].transpose(0, 1) for x in rows]
-
-    if plan.whole is not None:
-        yield None, plan.whole, keys(plan.whole, arriving.own)
     for number, step in enumerate(plan.steps):
         arriving.wait(number)
         for call in step.calls:
-            yield number, call, keys(call, arriving.rows)
+            yield number, call, [x[call.keys].transpose(0, 1) for x in arriving.rows]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -316,7 +310,7 @@ def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensor
     plan, group = _planned(tensors, options, bounds)
     arriving = exchange.send_keys(plan, [_rows(x) for x in (k, v)], group)
     out, lse, statistics = _fake(tensors, options)[:3]
-    for _number, call, (keys, values) in _calls_of(plan, arriving):
+    for _, call, (keys, values) in _calls_of(plan, arriving):
         rows = call.queries
         chunk = q[:, rows], keys, values
         if options.kernels:
@@ -369,17 +363,20 @@ def _backward(
             grad[:, rows],
             None if grad_lse is None else grad_lse[..., rows],
         )
-        if number is None:
-            of_k, of_v = dk[:, rows], dv[:, rows]
-        else:
-            of_k, of_v = (empty_in_order_of(x, x.shape[-1]) for x in (keys, values))
-            for each, gradient in zip(of_keys[number], (of_k, of_v)):
-                each.append(gradient)
-        places = (dq[:, rows], of_k, of_v)
+        of_k, of_v = (empty_in_order_of(x, x.shape[-1]) for x in (keys, values))
+        places = dq[:, rows], of_k, of_v
         of_sink = _gradients(q[:, rows], keys, values, sink, call, options, results, places)
+        for each, gradient in zip(of_keys[number], (of_k, of_v)):
+            each.append(gradient)
         if dsink is not None:
             dsink += of_sink
-    gradients = [[_joined(each, x) for each, x in zip(of_step, (k, v))] for of_step in of_keys]
+    joined = [[_joined(each, x) for each, x in zip(of_step, (k, v))] for of_step in of_keys]
+    gradients = [
+        [x[step.rows] for x in joined[-1 if plan.at_once else number]] for number, step in enumerate(plan.steps)
+    ]
+    if plan.whole:
+        for place, gradient in zip((dk, dv), joined[-1]):
+            place[:, plan.shared :] = gradient[-plan.whole :].transpose(0, 1)
     shared = [x[:, : plan.shared].transpose(0, 1) for x in (dk, dv)]
     sums = [place if place.is_contiguous() else torch.empty_like(place).contiguous() for place in shared]
     exchange.return_gradients(plan, gradients, sums, group, options.kernels)

@@ -23,7 +23,7 @@ class Call(NamedTuple):
 
     queries: slice
     keys: slice
-    """Among all that arrive, or in this rank's part where nothing has to."""
+    """Among all that this rank sees."""
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     left: int | None
@@ -42,9 +42,13 @@ class Step(NamedTuple):
     leaving: Slices
     """Of this rank's part: what the ranks' chunks see, and no chunk of theirs before."""
     landing: Slices
-    """Where such rows of the ranks go among all that arrive."""
+    """Where such rows of the ranks go among all that this rank sees."""
+    copies: tuple[tuple[slice, slice], ...]
+    """From where and to where rows go besides, when they are there: both chunks of a sequence see them."""
+    rows: slice
+    """Which of the gradients of keys, of one call after the other, are of this chunk's keys."""
     back: Slices
-    """Of the gradients of the calls' keys, one call after the other: those of each rank's tokens."""
+    """Of these: the gradients of each rank's tokens."""
     returned: Slices
     """Where such gradients from the ranks go among all that return."""
 
@@ -52,15 +56,15 @@ class Step(NamedTuple):
 class Plan(NamedTuple):
     """How the ranks compute attention on a layout."""
 
-    whole: Call | None
-    """On the sequences that this rank has whole, the last rows of its part."""
     steps: tuple[Step, ...]
     at_once: bool
-    """Whether the rows of all steps travel together, because ranks have whole sequences to compute meanwhile."""
+    """Whether ranks have whole sequences. Then a rank's calls are of all that it has, after the last step."""
+    whole: int
+    """Rows of them: the last ones of this rank's part, and of all that it sees."""
     shared: int
-    """Rows of this rank's part that are of other sequences, the first ones."""
-    arriving: int
-    """Rows that this rank sees of them."""
+    """The other rows of its part."""
+    seen: int
+    """Rows of keys that this rank sees."""
     returning: int
     """Rows of gradients for its part."""
     order: Tensor
@@ -71,16 +75,16 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(8)  # one holds a few numbers for each token, on the device
 def plan_of(
-    bounds: Bounds, packed: bool, world: int, rank: int, layout: str, left: int | None, right: int | None,
-    device: torch.device,
-) -> Plan:  # fmt: skip
+    bounds: Bounds, world: int, rank: int, layout: str, left: int | None, right: int | None, device: torch.device
+) -> Plan:
     """The plan of a call.
 
-    Rows travel from where they are to where they are needed, for one chunk of all sequences after the other.
+    Rows travel from where they are to where they are needed, for one chunk of all sequences after the other. Where
+    ranks have whole sequences, rows are there in the order of one call of all chunks, and those that two chunks of
+    a sequence see are there twice.
 
     Args:
         bounds: Of the sequences.
-        packed: Whether calls are of packed sequences, also where there is one sequence.
         world: How many ranks there are.
         rank: This one.
         layout: Of the parts.
@@ -91,81 +95,104 @@ def plan_of(
     chunks = chunks_of(bounds, world, layout)
     begin, end = _keys_of(chunks, left, right)
     masked = left is not None or right is not None
-    owned = [chunks.owned(other)[:2] for other in range(world)]
+    owned = [chunks.owned(other) for other in range(world)]
     at_once = bool((chunks.last > chunks.first)[:, 2 * world :].any())  # on all ranks or none
-    together = not masked and len(bounds) == 2 and len(owned[0]) == 2 and not at_once
+    together = not masked and len(bounds) == 2 and len(owned[0]) == 3 and not at_once
     if together:  # both chunks see all keys: one call
         owned = [own[:1] for own in owned]
         end = torch.tensor(chunks.lengths).clamp(max=1)[None] * bounds[-1]
         begin = torch.zeros_like(end)
     travels, returns, seen_before = [], [], begin[:, :world] * 0  # the end of what a rank's chunk before sees
-    for number in range(len(owned[0])):
+    for number in range(len(owned[0][:2])):
         columns = [own[number] for own in owned]
         low, high = begin[:, columns], end[:, columns]
         # A later chunk sees no keys before those of an earlier one.
         travels.append(_travel(chunks, torch.maximum(low, seen_before), high, rank))
         seen_before = torch.maximum(seen_before, high)
         returns.append(_travel(chunks, low, high, rank))
-    tokens = torch.cat([travel.arriving for travel in travels]).sort().values
-    place = torch.empty(bounds[-1] + 1, dtype=torch.int64)
-    place[tokens] = torch.arange(len(tokens))
-    part = _Part(chunks.rows(rank), place, chunks.rows_of_tokens())
-    sizes = (chunks.last - chunks.first)[:, chunks.owned(rank)]  # (S, O)
-    steps, returned, start = [], 0, 0
+    sizes = (chunks.last - chunks.first)[:, owned[rank]]  # (S, O)
+    if together:
+        sizes = torch.tensor([[chunks.lengths[rank]]])
+    beyond = (end - chunks.last if masked else end * 0)[:, owned[rank]]
+    seen = [expanded(begin[:, column], end[:, column]) for column in owned[rank]]
+    places = _places(seen, at_once, bounds[-1])
+    ranges = [
+        _Ranges(sizes[:, number], place[begin[:, column]], (end - begin)[:, column], beyond[:, number])
+        for number, (column, place) in enumerate(zip(owned[rank], places))
+    ]
+    if at_once:
+        every = _Ranges(*map(torch.cat, zip(*ranges)))
+        calls = [(), _calls(every, 0, left, right, device)]
+    else:
+        starts = [0, int(sizes[:, 0].sum())]
+        calls = [_calls(each, start, left, right, device) for each, start in zip(ranges, starts)]
+    part, rows = chunks.rows(rank), chunks.rows_of_tokens()
+    steps, returned, first = [], 0, 0
     for number, (travel, gradients) in enumerate(zip(travels, returns)):
-        column = owned[rank][number]
-        beyond = end[:, column] - chunks.last[:, column] if masked else torch.zeros(len(bounds) - 1).long()
-        queries = sizes[:, :2].sum(1) if together else sizes[:, number]
-        ranges = _Ranges(queries, place[begin[:, column]], (end - begin)[:, column], beyond)
-        calls = _calls(ranges, start, packed, left, right, device)
-        steps.append(part.step(calls, travel, gradients, returned))
-        start += int(queries.sum())
-        returned += len(gradients.leaving)
-    whole = None
-    if start < len(part.tokens):
-        queries = sizes[:, 2]
-        keys = start + queries.cumsum(0) - queries
-        (whole,) = _calls(_Ranges(queries, keys, queries, queries * 0), start, packed, left, right, device)
-    into = torch.cat([gradients.leaving for gradients in returns])
-    ends = torch.zeros(start + 1, dtype=torch.int64)
-    ends[1:] = torch.bincount(into, minlength=start).cumsum(0)
-    small = (x.to(device, torch.int32) for x in (into.argsort(stable=True), ends))
-    return Plan(whole, tuple(steps), at_once, start, len(tokens), returned, *small)
-
-
-class _Part(NamedTuple):
-    """What a rank knows of its tokens, and of where all that arrives goes."""
-
-    tokens: Tensor
-    """Of its rows."""
-    place: Tensor
-    """Of each token that it sees, among all that arrive."""
-    rows: Tensor
-    """Of all tokens, in the parts of the ranks that have them."""
-
-    def step(self, calls: tuple[Call, ...], travel: _Travel, gradients: _Travel, returned: int) -> Step:
-        """A step whose fresh rows and gradients travel so; of these, so many return for earlier steps."""
-        seen = torch.empty_like(gradients.arriving)
-        seen[gradients.place] = gradients.arriving
+        place, keys = places[number], seen[number]
         into = returned + torch.arange(len(gradients.leaving))
-        return Step(
-            calls=calls,
-            leaving=self.slices(travel.leaving, self.tokens[travel.leaving], travel.leaving_counts),
-            landing=self.slices(self.place[travel.arriving], travel.arriving, travel.arriving_counts),
-            back=self.slices(gradients.place, seen[gradients.place], gradients.arriving_counts),
-            returned=self.slices(into, self.tokens[gradients.leaving], gradients.leaving_counts),
+        copies = _copies(begin[:, owned[rank]], end[:, owned[rank]], places) if at_once and number else ()
+        step = Step(
+            calls=calls[number],
+            leaving=_slices(travel.leaving, part[travel.leaving], travel.leaving_counts, rows),
+            landing=_slices(place[travel.arriving], travel.arriving, travel.arriving_counts, rows),
+            copies=copies,
+            rows=slice(first, first + len(keys)),
+            back=_slices(gradients.place, keys[gradients.place], gradients.arriving_counts, rows),
+            returned=_slices(into, part[gradients.leaving], gradients.leaving_counts, rows),
         )
+        steps.append(step)
+        returned += len(gradients.leaving)
+        first += len(keys) if at_once else 0
+    into = torch.cat([gradients.leaving for gradients in returns])
+    whole = len(seen[2]) if at_once else 0
+    ends = torch.zeros(len(part) - whole + 1, dtype=torch.int64)
+    ends[1:] = torch.bincount(into, minlength=len(part) - whole).cumsum(0)
+    order, ends = (x.to(device, torch.int32) for x in (into.argsort(stable=True), ends))
+    all_seen = sum(map(len, seen)) if at_once else len(torch.cat(seen).unique())
+    return Plan(tuple(steps), at_once, whole, len(part) - whole, all_seen, returned, order, ends)
 
-    def slices(self, places: Tensor, tokens: Tensor, counts: list[int]) -> Slices:
-        """Rows by rank, cut where tokens, or their rows in a part, are not adjacent: both sides cut alike."""
-        found = []
-        for own, of_tokens in zip(places.split(counts), tokens.split(counts)):
-            apart = (of_tokens.diff() != 1) | (self.rows[of_tokens].diff() != 1)
-            edges = [0, *(1 + apart.nonzero().flatten()).tolist(), len(own)] if len(own) else []
-            firsts = own[edges[:-1]].tolist()
-            lengths = (high - low for low, high in itertools.pairwise(edges))
-            found.append(tuple(slice(first, first + length) for first, length in zip(firsts, lengths)))
-        return tuple(found)
+
+def _places(seen: list[Tensor], at_once: bool, tokens: int) -> list[Tensor]:
+    """Where the keys of each chunk are among all that a rank sees, by token.
+
+    Once each in the order of tokens, or those of one chunk after the other.
+    """
+    if not at_once:
+        every = torch.cat(seen).unique()
+        place = torch.empty(tokens + 1, dtype=torch.int64)
+        place[every] = torch.arange(len(every))
+        return [place] * len(seen)
+    places, first = [], 0
+    for keys in seen:
+        place = torch.zeros(tokens + 1, dtype=torch.int64)
+        place[keys] = torch.arange(first, first + len(keys))
+        places.append(place)
+        first += len(keys)
+    return places
+
+
+def _copies(begin: Tensor, end: Tensor, places: list[Tensor]) -> tuple[tuple[slice, slice], ...]:
+    """What the second chunk of a sequence sees and the first one too, which arrives for the first."""
+    low, high = begin[:, 1], torch.minimum(end[:, 0], end[:, 1])
+    found = []
+    for token, length in zip(low.tolist(), (high - low).tolist()):
+        if length > 0:
+            source, place = (int(each[token]) for each in places[:2])
+            found.append((slice(source, source + length), slice(place, place + length)))
+    return tuple(found)
+
+
+def _slices(places: Tensor, tokens: Tensor, counts: list[int], rows: Tensor) -> Slices:
+    """Rows by rank, cut where tokens, or their ``rows`` in parts, are not adjacent: both sides cut alike."""
+    found = []
+    for own, of_tokens in zip(places.split(counts), tokens.split(counts)):
+        apart = (of_tokens.diff() != 1) | (rows[of_tokens].diff() != 1)
+        edges = [0, *(1 + apart.nonzero().flatten()).tolist(), len(own)] if len(own) else []
+        firsts = own[edges[:-1]].tolist()
+        lengths = (high - low for low, high in itertools.pairwise(edges))
+        found.append(tuple(slice(first, first + length) for first, length in zip(firsts, lengths)))
+    return tuple(found)
 
 
 def _keys_of(chunks: Chunks, left: int | None, right: int | None) -> tuple[Tensor, Tensor]:
@@ -232,9 +259,9 @@ class _Ranges(NamedTuple):
 
 
 def _calls(
-    ranges: _Ranges, start: int, packed: bool, left: int | None, right: int | None, device: torch.device
+    ranges: _Ranges, start: int, left: int | None, right: int | None, device: torch.device
 ) -> tuple[Call, ...]:
-    """The calls for a chunk: one for each run of sequences whose keys are adjacent and whose windows end alike."""
+    """The calls for chunks: one for each run of sequences whose keys are adjacent and whose windows end alike."""
     tokens, first, keys, beyond = (x[ranges.queries > 0] for x in ranges)
     calls = []
     apart = (beyond.diff() != 0) | (first.diff() != keys[:-1])
@@ -242,7 +269,7 @@ def _calls(
     for low, high in itertools.pairwise(edges):
         run, of_keys = tokens[low:high], keys[low:high]
         queries, seen, key, more = int(run.sum()), int(of_keys.sum()), int(first[low]), int(beyond[low])
-        cu_q, cu_k = (_cumulative(x, device) if packed else None for x in (run, of_keys))
+        cu_q, cu_k = (_cumulative(x, device) if high - low > 1 else None for x in (run, of_keys))
         window = (None if left is None else left + more, None if right is None else right - more)
         calls.append(Call(slice(start, start + queries), slice(key, key + seen), cu_q, cu_k, *window))
         start += queries
@@ -259,12 +286,13 @@ def _cumulative(sizes: Tensor, device: torch.device) -> Tensor:
 
 
 class Arriving(NamedTuple):
-    """Keys and values on their way to this rank, each row once."""
+    """Keys and values on their way to this rank."""
 
-    own: list[Tensor]
-    """This rank's part of each tensor, whose memory is not to be used again before all works have ended."""
+    plan: Plan
+    sent: list[Tensor]
+    """Whose memory is not to be used again before they have left."""
     rows: list[Tensor]
-    """Of each tensor what arrives, of all steps."""
+    """Of each tensor all that this rank sees."""
     works: list[list[Any]]
     """By step."""
 
@@ -275,6 +303,9 @@ class Arriving(NamedTuple):
         """
         for work in self.works[number]:
             work.wait()
+        for source, place in self.plan.steps[number].copies:
+            for x in self.rows:
+                x[place].copy_(x[source])
 
 
 def send_keys(plan: Plan, tensors: list[Tensor], group: Any) -> Arriving:
@@ -282,13 +313,17 @@ def send_keys(plan: Plan, tensors: list[Tensor], group: Any) -> Arriving:
 
     What the first step needs travels first: the rest arrives while it is computed. Its kernel is there before that
     of the first step, which waits for the one before: it would have to wait for multiprocessors, and the kernels of
-    other ranks for it. Where nobody waits for the first step's, all travel in one kernel.
+    other ranks for it. Where nothing is computed before all is there, all travels in one kernel.
     """
-    rows = [x.new_empty((plan.arriving, *x.shape[1:])) for x in tensors]
+    rows = [x.new_empty((plan.seen, *x.shape[1:])) for x in tensors]
     moves = [[(x, step.leaving, into, step.landing) for x, into in zip(tensors, rows)] for step in plan.steps]
     if plan.at_once:
         moves = [[*itertools.chain(*moves)], *[[] for _ in moves[1:]]]
-    return Arriving(tensors, rows, [_send(each, group) for each in moves])
+    works = [_send(each, group) for each in moves]
+    if plan.whole:
+        for x, into in zip(tensors, rows):
+            into[-plan.whole :].copy_(x[-plan.whole :])
+    return Arriving(plan, tensors, rows, works)
 
 
 def return_gradients(
@@ -301,7 +336,7 @@ def return_gradients(
 
     Args:
         plan: Of the call.
-        gradients: By step, of each tensor those of the step's keys (M, …).
+        gradients: By step, of each tensor those of its chunk's keys (M, …).
         into: Of each tensor where the sums of shared rows go.
         group: The ranks.
         kernels: Whether kernels compute the call.
@@ -317,7 +352,7 @@ def return_gradients(
     )
     for work in works:
         work.wait()
-    for rows, sums in zip(received, into):
+    for rows, sums in zip(received, into if plan.shared else ()):
         sum_gradients(plan, rows, sums, kernels)
 
 
@@ -330,12 +365,11 @@ def _send(given: list[tuple[Tensor, Slices, Tensor, Slices]], group: Any) -> lis
     sends = []
     for x, leaving, into, landing in given:
         for peer, (mine, theirs) in enumerate(zip(leaving, landing)):
-            if peer != group.rank():
+            if peer != group.rank() and 0 not in x.shape[1:]:
                 for function, tensor, pieces in ((dist.isend, x, mine), (dist.irecv, into, theirs)):
                     sends += [
                         dist.P2POp(function, as_bytes(tensor[piece]), group=group, group_peer=peer)
                         for piece in pieces
-                        if tensor[piece].numel()
                     ]
     works = dist.batch_isend_irecv(sends) if sends else []
     for x, leaving, into, landing in given:
