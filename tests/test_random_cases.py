@@ -416,7 +416,7 @@ def test_a_result_that_is_unlucky_is_drawn_again(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("operator", ["flash_attention", "tpa_attention", "tpa_decode", "rotary_attention"])
 def test_what_cancels_is_estimated_on_the_attention_of_the_definition(operator: str) -> None:
-    for call in drawn(operator, 60, small=True):
+    for call in drawn(operator, 120, small=True):
         prepared = judging.Prepared(call, CPU)
         given = prepared._for_the_definition(torch.float64)
         _, _, out, lse = attention.attend(attention.ATTENTION[operator](given))
@@ -426,6 +426,9 @@ def test_what_cancels_is_estimated_on_the_attention_of_the_definition(operator: 
         if len(expected) == 2:
             hidden = expected[1].isinf()
             assert torch.allclose(lse[some & ~hidden], expected[1][some & ~hidden], rtol=1e-9, atol=1e-9)
+        off = prepared.cancelling() if call.gradients else None
+        if off is not None:
+            assert [tuple(each.shape) for each in off] == [a.shape for a in call.arrays.values() if a.grad]
 
 
 def term_after_term(q: Tensor, k: Tensor) -> Tensor:
@@ -586,6 +589,104 @@ def test_a_rounded_output_may_be_off_the_same_way_in_all_features(dtype: torch.d
     for off, other in ((off_q, k), (off_k, q)):
         expected = (off_delta * other).abs() * 8**-0.5
         torch.testing.assert_close(off.detach(), expected, rtol=1e-3, atol=0.0)
+
+
+def test_a_forward_may_round_a_feature_either_way() -> None:
+    """One whose exact sum lies in the middle of two numbers; where all weight is on a key, none does."""
+    logits = torch.tensor([0.0, -6.9], dtype=torch.float64)
+    weights = logits.softmax(0)
+    v = torch.ones(1, 2, 1, 4, dtype=torch.float64)
+    v[0, 1, 0] += torch.tensor([1.0, 1.0001, 1.1, 0.0]) * 2.0**-11 / weights[1]
+    q, k = torch.ones(1, 1, 1, 1, dtype=torch.float64), logits.view(1, 2, 1, 1)
+    for scale, expected in ((1.0, [2.0**-10, 2.0**-10, 0.0, 0.0]), (5.0, [0.0] * 4)):
+        attended = attention.Attended(q, k, v, scale, torch.ones(1, 2, dtype=torch.bool))
+        _, shares, out, _ = attention.attend(attended)
+        assert cancelling._other_roundings(attended, shares, out, "float16").flatten().tolist() == expected
+
+
+def with_another_delta(prepared: judging.Prepared, factor: float) -> list[Tensor]:
+    """Attention by its definition, with gradients of queries and keys whose δ is multiplied by a factor."""
+    outputs = prepared.defined(None)
+    q, k, v, out = (x.detach().double() for x in (*(prepared.arrays[name].dense for name in "qkv"), outputs[0]))
+    (grad,) = prepared.gradients
+    assert grad is not None
+    weights = (torch.einsum("bnhd,bmhd->bhnm", q, k) * q.shape[-1] ** -0.5).softmax(-1)
+    dweights = torch.einsum("bnhe,bmhe->bhnm", grad.dense.double(), v)
+    delta = factor * (grad.dense * out).sum(-1).transpose(1, 2).unsqueeze(-1)
+    dlogits = weights * (dweights - delta) * q.shape[-1] ** -0.5
+    dq, dk = torch.einsum("bhnm,bmhd->bnhd", dlogits, k), torch.einsum("bhnm,bnhd->bmhd", dlogits, q)
+    return [outputs[0], dq.to(outputs[0].dtype), dk.to(outputs[0].dtype), *outputs[3:]]
+
+
+@pytest.mark.parametrize(("size", "keys", "off"), [(1.0, 3, 2**-8), (1.0, 40, 2**-6), (3.0, 40, 2**-8)])
+def test_a_less_exact_delta_is_found(size: float, keys: int, off: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are a few budgets off by it."""
+    given = {"dtype": "float16", "B": 2, "Hkv": 2, "D": 32, "E=D": True, "N": 40, "M": keys, "size": size}
+    given |= {"scale": None, "backend": "triton", "q.grad": True, "k.grad": True, "v.grad": True}
+    call = make_call("flash_attention", Choices(given=given))
+    for factor, expected in ((1.0, []), (1.0 + off, ["accuracy gradient of q"])):
+
+        def run(prepared: judging.Prepared, factor: float = factor) -> tuple[list[Tensor], list[Tensor]]:
+            out, *gradients = with_another_delta(prepared, factor)
+            return [out.detach()], gradients
+
+        monkeypatch.setattr(judging.Prepared, "run", run)
+        monkeypatch.setattr(judging, "_check_form", lambda prepared, outputs: None)
+        _, faults = run_calls([call], CPU, None)
+        assert [fault.kind for fault in faults] == expected
+
+
+EQUAL_TOKENS: dict[str, Any] = {
+    f"{name}.{key}": value
+    for name in ("q", "k", "v", "decay", "gradient")
+    for key, value in (("memory", "expanded"), ("expand1", True))
+}
+DECAYED: dict[str, Any] = {"H": 2, "angles": 4, "decay": "token", "initial_state": True, "return_state": True}
+DECAYED |= {"dtype": "bfloat16", "backend": "triton", "initial_state.grad": True, "causal": True}
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("positions", ["", "cu_seqlens"])
+def test_the_error_of_a_state_of_equal_tokens_is_that_of_its_tiles(positions: str) -> None:
+    given = {**DECAYED, **EQUAL_TOKENS, "N": 100, "positions": positions}
+    prepared = judging.Prepared(make_call("linear_attention", Choices(given=given)), CPU)
+    (_, state), gradients = prepared.run()
+    _, exact, *others = prepared.defined(torch.float64)
+    names = [name for name, array in prepared.call.arrays.items() if array.grad]
+    index = names.index("initial_state")
+    known = prepared.rounded_states()
+    assert known is not None
+    for result, right, errors in zip((state, gradients[index]), (exact, others[index]), known):
+        off = result.detach().double() - right.detach()
+        assert (off - errors[0]).norm() < 0.01 * off.norm()  # tiles of 16 tokens, whose values are rounded
+
+
+def test_a_state_is_held_to_errors_of_its_shape() -> None:
+    for call in drawn("linear_attention", 150, small=True):
+        prepared = judging.Prepared(call, CPU)
+        known = prepared.rounded_states()
+        if known is not None and len(call.outputs) == 2:
+            assert {tuple(error.shape) for errors in known for error in errors} == {call.outputs[1]}
+
+
+def test_a_state_without_part_of_a_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where tokens are equal."""
+    run = judging.Prepared.run
+
+    def less(prepared: judging.Prepared) -> tuple[list[Tensor], list[Tensor]]:
+        (out, state), gradients = run(prepared)
+        key, value = (prepared.arrays[name].dense[:, -1].double() for name in "kv")
+        return [out, (state - torch.einsum("bhf,bhe->bhfe", key, value) / 16).to(state.dtype)], gradients
+
+    plant(monkeypatch, lambda out, named: out)
+    monkeypatch.setattr(judging, "_check_form", lambda prepared, outputs: None)
+    for tokens in ({}, EQUAL_TOKENS):
+        given = {**DECAYED, **tokens, "N": 100, "encoding": "none"}
+        call = make_call("linear_attention", Choices(given=given))
+        assert not run_calls([call], CPU, None)[1]
+        with monkeypatch.context() as patched:
+            patched.setattr(judging.Prepared, "run", less)
+            assert [fault.kind for fault in run_calls([call], CPU, None)[1]] == ["accuracy state"]
 
 
 def test_sums_of_equal_numbers_may_lose_a_unit_in_the_last_place() -> None:

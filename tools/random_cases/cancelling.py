@@ -3,25 +3,27 @@
 A gradient of softmax is ``P (dP - Σ P dP)``. Where nearly all the weight is on one key, token or feature, the
 difference is nearly zero, and so may be the error of the eager reference. That of a kernel is then the rounding of
 what is subtracted; see "Accuracy" in the guides. A weight of softmax is ``exp(s - max)``, off by what its logit is.
-Where a call misses its budget both are estimated here, in float64.
+Where tokens are equal, so are the errors of their products, and they add up. Where a call misses its budget all are
+estimated here, in float64.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from random_cases.attention import ATTENTION, SUMS, attend, rounding_of_logits, signs
+from random_cases.attention import ATTENTION, SUMS, Attended, attend, rounding_of_logits, signs
 from random_cases.definitions import reference_of
 from warploom.ops.linear_attention import reference as linear
 from warploom.ops.lrpe import reference as lrpe
 from warploom.testing.accuracy import as_tuple
 
-__all__ = ["cancelling", "rounded_logits"]
+__all__ = ["cancelling", "rounded_logits", "rounded_states"]
 
 Tensor = torch.Tensor
 
@@ -30,6 +32,8 @@ FACTORS = {"float16": 2.0**-11, "bfloat16": 2.0**-9, "high": 2.0**-11, "medium":
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 DRAWS = 8
 """Of the signs of errors."""
+TILES = (16, 32, 64)
+"""Tokens of a tile, at whose end a state of linear attention is decayed."""
 DOUBLES = 2.0**-40
 """Relative difference of numbers in float64 that are equal."""
 
@@ -60,18 +64,20 @@ def cancelling(
     logits, weights, out, lse = attend(attended)
     if not logits.requires_grad:
         return None
-    dlogits, off_logits = torch.zeros_like(logits), torch.zeros_like(logits)
+    dlogits, off_logits, off_either_way = (torch.zeros_like(logits) for _ in range(3))
     grad, grad_lse = (*incoming, None)[:2]
     if grad is not None:
         (dlogits,) = torch.autograd.grad(out, logits, grad, retain_graph=True)
         out = out.detach()
         terms = (grad * out).square().sum(-1).sqrt()
-        off_delta = terms * SUMS * math.sqrt(out.shape[-1])
+        off_sums = terms * SUMS * math.sqrt(out.shape[-1])
         if factors in DTYPES:  # δ is of a rounded output, whose errors may be alike
-            off_delta += (grad * (out.to(DTYPES[factors]) - out)).sum(-1)
+            off_delta = (grad * (out.to(DTYPES[factors]) - out)).sum(-1)
+            off_logits = weights * off_delta.transpose(1, 2).unsqueeze(-1)
+            other = _sum_of(grad * _other_roundings(attended, weights, out, factors))
         else:
-            off_delta += terms * FACTORS.get(factors, SUMS)
-        off_logits = weights * off_delta.transpose(1, 2).unsqueeze(-1)
+            other = terms * FACTORS.get(factors, SUMS)
+        off_either_way = weights * (off_sums + other).transpose(1, 2).unsqueeze(-1)
     if grad_lse is not None:
         (more,) = torch.autograd.grad(lse, logits, grad_lse, retain_graph=True)
         dlogits = dlogits + more
@@ -81,22 +87,60 @@ def cancelling(
     rounding = FACTORS.get(factors, SUMS)
     drawn = [
         torch.autograd.grad(
-            logits, leaves, off_logits.detach() + dlogits * signs(logits, draw) * rounding, retain_graph=True,
+            logits, leaves, off + dlogits * signs(logits, draw) * rounding, retain_graph=True,
             materialize_grads=True,
         )
-        for draw in range(DRAWS)
+        for draw, off in enumerate(_in_both_directions(off_logits.detach(), off_either_way))
     ]  # fmt: skip
     of_logits = [torch.stack(of_one).square().mean(0).sqrt() for of_one in zip(*drawn)]
     if operator != "rotary_attention":
         return of_logits
     # Those of queries and keys are rounded before they turn back.
-    turned = attended.q, attended.k
+    turned, most = (attended.q, attended.k), dlogits.abs() + off_logits.abs() + off_either_way
     rounded = [
         gradient * signs(gradient) * rounding
-        for gradient in torch.autograd.grad(logits, turned, dlogits.abs() + off_logits.abs(), retain_graph=True)
+        for gradient in torch.autograd.grad(logits, turned, most, retain_graph=True)
     ]
     turned_back = torch.autograd.grad(turned, leaves, rounded, materialize_grads=True)
     return [first.abs() + second.abs() for first, second in zip(of_logits, turned_back)]
+
+
+def _in_both_directions(off: Tensor, either_way: Tensor) -> Sequence[Tensor]:
+    """Draws of the errors of logits: those known with their sign, and with them those of whole rows of either sign.
+
+    The latter are added in one draw and subtracted in the next: they do not cancel what is known in all.
+    """
+    rows = [signs(either_way[..., :1], draw).sign() for draw in range(DRAWS // 2)]
+    return [off + way * row * either_way for row in rows for way in (1, -1)]
+
+
+def _sum_of(errors: Tensor) -> Tensor:
+    """What errors along the last axis add up to: as the root of their squares, or more if they are alike."""
+    return torch.maximum(errors.square().sum(-1).sqrt(), errors.sum(-1).abs())
+
+
+def _other_roundings(attended: Attended, weights: Tensor, out: Tensor, factors: str) -> Tensor:
+    """How far apart outputs (B, N, H, E) are that 16 bits may round the sums of a forward to; mostly that is zero.
+
+    Weights are rounded to 16 bits where they multiply values, unless they are a row's largest, which are 1; all are
+    off by what logits are. A sum near the middle of two numbers is either of them then. Where two keys share the
+    weight of a query and all else is exact, one such feature is most of the error of its gradient.
+    """
+    if not weights.shape[-1]:  # without keys
+        return torch.zeros_like(out)
+    values = attended.v.detach().repeat_interleave(out.shape[2] // max(attended.v.shape[2], 1), 2)
+    shift = rounding_of_logits(attended)
+    if attended.sink is not None:
+        values = torch.nn.functional.pad(values, (0, 0, 0, 0, 0, 1))
+        shift = torch.nn.functional.pad(shift, (0, 1))
+    top = weights == weights.amax(-1, keepdim=True)
+    of_top = (shift * top).amax(-1, keepdim=True)
+    off = (weights * (FACTORS[factors] + 2 * (shift + of_top))).masked_fill(top, 0.0).square()
+    squares = torch.einsum("bhnm,bmhe->bnhe", off, values.square())
+    squares += off.sum(-1).transpose(1, 2).unsqueeze(-1) * out.square()  # the sum of weights is off too
+    most = squares.sqrt() + 2 * SUMS * out.abs()
+    lowest, highest = ((out + way * most).to(DTYPES[factors]).double() for way in (-1, 1))
+    return highest - lowest
 
 
 def rounded_logits(
@@ -127,6 +171,63 @@ def rounded_logits(
     return [b - a for a, b in zip(exact, off)]
 
 
+def rounded_states(
+    given: Mapping[str, Any], incoming: Sequence[Tensor | None], dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What linear attention's last state, and the gradient of its first, are off where decayed rows are rounded.
+
+    A row is multiplied by the decay from its token to the end of its tile, or from the beginning, and rounded to
+    the dtype of the call. The definition has decays of longer ways, all of which differ: where tokens and decays
+    are equal, its errors are many, and those of all tiles the same. Values or keys, or for a gradient those of the
+    output or queries, may be what is rounded, in tiles of any length in `TILES`: these are the errors of each.
+
+    Args:
+        given: Arguments in float64, with decays.
+        incoming: Gradients of the results, None where there is none.
+        dtype: Of the call, with 16 bits.
+    """
+    places = _places_of(given)
+    exact = {name: x.detach() if torch.is_tensor(x) else x for name, x in given.items()}
+    keys, queries = (linear.features(exact[name], **places).detach() for name in "kq")
+    decays = exact["decay"].expand(keys.shape[:3])
+    bounds = [0, keys.shape[1]] if places["cu_seqlens"] is None else places["cu_seqlens"].tolist()
+    sequences = [slice(*each) for each in itertools.pairwise(bounds)]
+
+    def of(rows: Tensor, others: Tensor, scale: float, ahead: bool) -> list[Tensor]:
+        found: list[Tensor] = []
+        for size in TILES:
+            parts = ((rows[:, one], others[:, one], decays[:, one]) for one in sequences)
+            found += torch.cat([scale * _off_in_tiles(*part, dtype, size, ahead) for part in parts], 1).unbind()
+        return found
+
+    of_state, grad = of(keys, exact["v"], 1.0, True), incoming[0]
+    scale = exact.get("scale", exact["q"].shape[-1] ** -0.5)
+    return of_state, [] if grad is None else of(queries, grad, scale, False)
+
+
+def _off_in_tiles(
+    rows: Tensor, others: Tensor, decays: Tensor, dtype: torch.dtype, size: int, ahead: bool
+) -> Tensor:
+    """Two errors (2, B, H, F, E) of a sum over tokens whose products are decayed ``ahead``, or to the beginning."""
+    rest = -decays.shape[1] % size
+    g = torch.nn.functional.pad(decays, (0, 0, 0, rest)).unflatten(1, (-1, size))
+    totals = g.sum(2)
+    if ahead:
+        within, beyond = g.flip(2).cumsum(2).flip(2) - g, totals.flip(1).cumsum(1).flip(1) - totals
+    else:
+        within, beyond = g.cumsum(2), totals.cumsum(1) - totals
+    ways = within, beyond[:, :, None].expand_as(g)
+    near, far = (x.flatten(1, 2)[:, : decays.shape[1], :, None].exp() for x in ways)
+
+    def lost(x: Tensor) -> Tensor:
+        exact = x * near
+        off: Tensor = (exact.to(dtype).double() - exact) * far
+        return off
+
+    pairs = (rows, lost(others)), (lost(rows), others)
+    return torch.stack([torch.einsum("bnhf,bnhe->bhfe", *pair) for pair in pairs])
+
+
 def _of_encoding(
     operator: str, given: Mapping[str, Any], grad: Tensor | None, wanted: Sequence[str], factors: str
 ) -> list[Tensor] | None:
@@ -145,9 +246,7 @@ def _of_linear_attention(
     given: Mapping[str, Any], incoming: Sequence[Tensor | None], wanted: Sequence[str], factors: str
 ) -> list[Tensor] | None:
     """Of queries, keys and ``theta``, from the gradients of what queries and keys are encoded as."""
-    places: dict[str, Any] = {"encoding": "none", "activation": "none", "interleaved": False, "offset": 0}
-    places |= {"theta": None, "cu_seqlens": None}
-    places |= {name: given[name] for name in places if name in given}
+    places = _places_of(given)
     softmax = places["activation"] == "softmax"
     turned = places["encoding"] == "rotate" and "theta" in wanted and factors != "float64"
     if not (softmax or turned):
@@ -166,6 +265,13 @@ def _of_linear_attention(
         of_q, of_k = (_of_pairs(given[name], of[name], given) for name in "qk")
         off["theta"] = of_q.abs() + of_k.abs()
     return [off.get(name, torch.zeros(1)) for name in wanted]
+
+
+def _places_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that say how linear attention encodes queries and keys."""
+    places: dict[str, Any] = {"encoding": "none", "activation": "none", "interleaved": False, "offset": 0}
+    places |= {"theta": None, "cu_seqlens": None}
+    return places | {name: given[name] for name in places if name in given}
 
 
 def _of_pairs(x: Tensor, grad: Tensor, given: Mapping[str, Any]) -> Tensor:
