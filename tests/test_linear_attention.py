@@ -320,19 +320,41 @@ def test_the_same_is_known_of_addresses_of_a_batch_and_of_an_entry(dtype: torch.
         assert layout_of_rows(x[i : i + 1]).vec == known.vec
 
 
+@pytest.mark.parametrize(("more", "anywhere"), [(0, {"decay"}), (1, {"decay", "initial", "final"})])
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_what_may_lie_anywhere_in_an_entry_tells_nothing(tokens: int, more: int, anywhere: set[str]) -> None:
+    """Decays of an entry may be at any address, and states whose entries lie apart by any number of elements."""
+    from warploom.ops.linear_attention.launches.calls import Inputs
+    from warploom.ops.linear_attention.launches.forward import plan_forward
+    from warploom.ops.linear_attention.problem import Options
+
+    call = tensors(torch.device("cpu"), 3, tokens, 5, 12, 12, encoding="none", decay="token")
+    state = at_distance(torch.zeros(3, 5, 12, 12), more)
+    inputs = Inputs(call["q"], call["k"], call["v"], None, call["decay"], state, None, None)
+    options = Options("none", "none", causal=True, scale=1.0, return_state=False)
+    assert plan_forward(inputs, options, True).product.unaligned == anywhere
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["none", "softmax"])
 @pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize(
+    ("moved", "heads", "head_dim"), [("q", 2, 64), ("decay", 5, 12), ("decay", 5, 64), ("initial_state", 3, 12)]
+)
 def test_a_sequence_at_another_address_has_the_bits_of_the_batch(
-    tokens: int, activation: str, dtype: torch.dtype, device: torch.device
+    moved: str, heads: int, head_dim: int, tokens: int, activation: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    call = tensors(device, batch=3, tokens=tokens, head_dim=64, values=64, encoding="none", dtype=dtype)
-    call |= {"initial_state": torch.randn(3, 2, 64, 64, device=device), "activation": activation}
-    call["q"] = at_distance(call["q"], 1)
+    shape = {"batch": 3, "tokens": tokens, "heads": heads, "head_dim": head_dim, "values": head_dim}
+    call = tensors(device, **shape, encoding="none", decay="token" if moved == "decay" else "head", dtype=dtype)
+    call |= {"initial_state": torch.randn(3, heads, head_dim, head_dim, device=device), "activation": activation}
+    if moved != "decay":  # that of another entry is at no multiple of 16 bytes, for the number of heads
+        call[moved] = at_distance(call[moved], 1)
     together = linear_attention(**call, backend="triton")
     for i in range(3):
         alone = {**of_entries(call, i, i + 1), "initial_state": call["initial_state"][i : i + 1]}
+        if moved == "decay":
+            alone["decay"] = call["decay"][i : i + 1]
         assert torch.equal(linear_attention(**alone, backend="triton"), together[i : i + 1])
 
 

@@ -130,6 +130,8 @@ class Launch:
         pdl: Programmatic dependent launch, while the launch before it on the stream still runs; see `has_pdl`.
         registers: Of a thread, at most.
         cooperative: Launch only if all programs run at once, which those that wait for each other need.
+        unaligned: Names of tensors that may be anywhere: kernels know nothing of their addresses, nor does it count
+            for what they know of others.
         arguments: All other parameters by name. A group of numbers may be None, which is a constant then. `Boxes`
             stand for a tensor descriptor, whose tensor calls bring.
 
@@ -145,6 +147,7 @@ class Launch:
         "options",
         "programs",
         "takes",
+        "unaligned",
         "variant",
         "variants",
     )
@@ -161,9 +164,12 @@ class Launch:
         pdl: bool = False,
         registers: int | None = None,
         cooperative: bool = False,
+        unaligned: Iterable[str] = (),
         **arguments: Any,
     ) -> None:
         self.kernel, self.programs, self.takes = kernel, programs, tuple(takes)
+        # Interpreted kernels do not say.
+        self.unaligned = {*unaligned, *getattr(kernel, "do_not_specialize_on_alignment", ())}
         self.options = {"num_warps": num_warps}
         if not _is_gluon(kernel):
             self.options["num_stages"] = num_stages
@@ -264,7 +270,7 @@ class Launch:
         """
         bits = [0, 0]
         for name, value in zip(self.takes, given, strict=True):
-            if isinstance(value, torch.Tensor) and name not in self.kernel.do_not_specialize_on_alignment:
+            if isinstance(value, torch.Tensor) and name not in self.unaligned:
                 bits[value.is_floating_point()] |= value.data_ptr()
         return bits[False] % ALIGNMENT == 0, bits[True] % ALIGNMENT == 0
 
@@ -274,7 +280,6 @@ class Launch:
         signature: dict[str, Any] = {}
         constexprs: dict[str, Any] = {}
         attrs: dict[tuple[int, ...], list[list[Any]]] = {}
-        unaligned = self.kernel.do_not_specialize_on_alignment
         for index, (name, kind) in enumerate(parameters_of(self.kernel).items()):
             value = values[name]
             if kind == CONSTANT or value is None:
@@ -286,7 +291,7 @@ class Launch:
                 signature[name] = self.descriptions[name].type
             else:
                 signature[name] = "*" + TYPE_NAMES[value.dtype]
-                if aligned[value.is_floating_point()] and name not in unaligned:
+                if aligned[value.is_floating_point()] and name not in self.unaligned:
                     attrs[(index,)] = [["tt.divisibility", ALIGNMENT]]
         return Build(self.kernel, signature, constexprs, attrs, self.options)
 

@@ -175,6 +175,9 @@ class Call(NamedTuple):
         if vec and known and all(n % _STATE_VEC == 0 for each in strides.values() for n in each[:3]):
             vec = _STATE_VEC
         divisor = max(vec, 1)
+        # An entry of a batch may be at an address that says less than the batch's. Where distances do not tell,
+        # nothing may be known of either: rows would be added up in another order.
+        unaligned = ("decay",) if vec == _STATE_VEC else ("decay", *states)
         return {
             **{
                 name: each._replace(s=each.s // divisor, h=each.h // divisor, f=each.f // divisor)
@@ -185,6 +188,7 @@ class Call(NamedTuple):
             "variant": self.variant(tile, block_f, block_e, pieces, vec),
             "num_warps": tile.warps,
             "num_stages": tile.stages,
+            "unaligned": unaligned,
         }
 
 
