@@ -85,13 +85,8 @@ def whole(case: Case, backend: str = "auto") -> Function:
     """The call on one GPU."""
     if case["kind"] == "linear":
         return functools.partial(linear_attention, encoding="rotate", backend=backend)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        function: Any = flash_attention
-        found: Tensor = function(q, k, v, cu_seqlens_q=cu_seqlens, **_options(case), backend=backend)
-        return found
-
-    return attend
+    attend: Any = functools.partial(flash_attention, **_options(case), backend=backend)
+    return lambda q, k, v, cu_seqlens=None: attend(q, k, v, cu_seqlens_q=cu_seqlens)
 
 
 # Providers: functions of this rank's parts
@@ -293,11 +288,8 @@ def flops_of(case: Case, mode: str) -> int:
     if case["kind"] == "linear":
         pairs = 2 * n * case["head_dim"]
     elif case["kind"] == "packed":
-        bounds = make_inputs(
-            {**case, "heads": 1, "kv_heads": 1, "head_dim": 1},
-            torch.device("cpu"),
-            torch.Generator().manual_seed(0),
-        )["cu_seqlens"]
+        small = {**case, "heads": 1, "kv_heads": 1, "head_dim": 1}
+        bounds = make_inputs(small, torch.device("cpu"), torch.Generator().manual_seed(0))["cu_seqlens"]
         pairs = int((bounds.diff().double() ** 2).sum() / 2)
     else:
         pairs = {"causal": n * n // 2, "full": n * n, "window": n * min(WINDOW, n)}[case["kind"]]
