@@ -1,7 +1,11 @@
 """How flash attention's kernels loop: in splits, in tiles, in small problems, and what is launched."""
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -67,6 +71,55 @@ def test_packed_sequences_split(many_splits: None, device: torch.device) -> None
     bounds = torch.tensor([0, 100, 100, 130, 200], device=device)
     inputs = random_inputs(device, 200, batch=1, heads=1, causal=True, cu_seqlens_q=bounds, dtype=torch.bfloat16)
     assert_right({**inputs, "return_lse": True}, "triton")
+
+
+ALLOCATIONS_AND_LAUNCHES = """
+import torch
+from warploom import flash_attention, tpa_attention
+from warploom.runtime.launch import Dense, Launch, recording
+
+def watch(owner, name, what):
+    usual = getattr(owner, name)
+
+    def call(self, *given):
+        print(what(self))
+        return usual(self, *given)
+
+    setattr(owner, name, call)
+
+watch(Dense, "empty", lambda dense: "memory")
+watch(Launch, "__call__", lambda launch: launch.kernel.__name__ if "launch_pdl" in launch.options else "launch")
+
+def tensor(*shape, dtype=torch.bfloat16):
+    return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+def differentiate(function, *inputs, **options):
+    out = function(*inputs, causal=True, backend="triton", **options)
+    torch.autograd.grad(out, inputs, torch.zeros_like(out))
+
+bounds = torch.tensor([0, 2048, 4096], dtype=torch.int32)
+with recording(90, 132):
+    a, b = tensor(1, 257, 3, 8), tensor(1, 257, 8, 127)
+    differentiate(tpa_attention, a, a, a, b, b, b, scale=0.0)
+    x = tensor(1, 4096, 1, 128)
+    differentiate(flash_attention, x, x, x)
+    differentiate(flash_attention, x, x, x, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+    x = tensor(1, 4096, 1, 128, dtype=torch.float32)
+    differentiate(flash_attention, x, x, x)
+"""
+NOT_WAITING = {"query_kernel", "hopper_query_kernel", "hopper_shared_query_kernel", "terms_kernel"}
+"""Kernels that write before the launch before theirs has ended, where they are launched early."""
+
+
+def test_no_allocation_is_before_a_launch_that_does_not_wait() -> None:
+    # With deterministic algorithms PyTorch fills memory where it is allocated: parts of results became NaN again.
+    command = [sys.executable, "-c", ALLOCATIONS_AND_LAUNCHES]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}  # builds need compiled kernels
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    pairs = [(before, kernel) for before, kernel in pairwise(done.stdout.split()) if kernel in NOT_WAITING]
+    assert {kernel for _, kernel in pairs} == NOT_WAITING
+    assert [kernel for before, kernel in pairs if before == "memory"] == []
 
 
 # ----------------------------------------------------------------------------------------------------------

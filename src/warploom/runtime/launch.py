@@ -383,7 +383,8 @@ def has_pdl(device: torch.device) -> bool:
     """Whether a GPU has programmatic dependent launch: Hopper and later.
 
     A kernel launched with it is put in place while the launch before it on the stream still runs. It waits for that
-    launch itself (``gdc_wait``) before it touches memory, which is cheaper than the pause between two launches.
+    launch itself (``gdc_wait``) before it touches memory, which is cheaper than the pause between two launches. One
+    that does not wait follows a launch of our own, and no allocation: memory may be filled there, by a launch too.
     """
     return architecture(device) >= 90 and not INTERPRETED
 

@@ -63,6 +63,27 @@ class Packed(NamedTuple):
     plan: Plan
 
 
+class Room(NamedTuple):
+    """What the kernels of a backward write besides its results, allocated before the first is launched.
+
+    With PyTorch's deterministic algorithms memory is filled as it is allocated, by a launch. A kernel that does not
+    wait for the launch before it must not follow such a one: its numbers may arrive first, and be filled over.
+    """
+
+    terms: tuple[Tensor | None, ...]
+    parts: tuple[tuple[Tensor, ...], ...]  # of each kernel
+    added: Tensor | None
+
+    @classmethod
+    def of(cls, plan: Plan, near: Tensor) -> Room:
+        """What a plan asks for."""
+        return cls(
+            () if plan.terms is None else plan.terms.empty(near),
+            tuple(tuple(part.empty(near) for part in each.parts) for each in plan.kernels),
+            None if plan.together is None else plan.together.added.empty(near),
+        )
+
+
 class Plan(NamedTuple):
     """Plan of a backward."""
 
@@ -157,6 +178,7 @@ def launch_backward(
     inverse = plan.rows.empty(q) if q.dtype == torch.float32 else None
     counters = COUNTERS.empty(q) if plan.counted else None
     tiles_added = None if plan.together is None else plan.together.tiles_added.empty(q)
+    room = Room.of(plan, q)
     prepare: Any = plan.prepare
     prepare(out, grad, statistics, grad_lse, lse, delta, inverse, counters, tiles_added)
     if plan.small is not None:
@@ -164,7 +186,7 @@ def launch_backward(
     elif plan.packed is not None:
         _launch_packed(plan.packed, (q, k, v, grad), lse, delta, counters, mask, results)
     else:
-        _launch_kernels(plan, q, k, v, grad, (lse, delta, inverse), counters, tiles_added, mask, results)
+        _launch_kernels(plan, room, q, k, v, grad, (lse, delta, inverse), counters, tiles_added, mask, results)
     return delta
 
 
@@ -180,38 +202,39 @@ def _launch_packed(
     if plan.plan.together is not None:
         tiles_added = plan.plan.together.tiles_added.empty(q).zero_()
     wide = tuple(result.empty(q) for result in plan.plan.results)
-    rows = (of_lse, of_delta, None)
-    _launch_kernels(plan.plan, q, k, v, grad, rows, counters, tiles_added, plan.spread.mask(places), wide)
+    rows, room = (of_lse, of_delta, None), Room.of(plan.plan, q)
+    _launch_kernels(plan.plan, room, q, k, v, grad, rows, counters, tiles_added, plan.spread.mask(places), wide)
     for copy, spread, result in zip(plan.results, wide, results):
         copy.pack(spread, result, places)
 
 
 def _launch_kernels(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, rows: tuple[Tensor, Tensor, Tensor | None],
+    plan: Plan, room: Room, q: Tensor, k: Tensor, v: Tensor, grad: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor | None],
     counters: Tensor | None, tiles_added: Tensor | None, mask: Mask, results: tuple[Tensor, ...],
 ) -> None:  # fmt: skip
-    """Launch the kernels of a backward; ``rows`` are lse, δ and the inverse."""
+    """Launch the kernels of a backward; ``rows`` are lse, δ and the inverse. It allocates nothing: see `Room`."""
     dq, dk, dv = results
     lse, delta, inverse = rows
     unwritten = mask.seqused_k is not None and not plan.kernels[0].launch.descriptions
     if unwritten:  # what is behind the used keys
         dk.zero_(), dv.zero_()
-    factors = (q, k, v, grad) if plan.terms is None else plan.terms(q, k, v, grad)
+    factors = (q, k, v, grad) if plan.terms is None else plan.terms(q, k, v, grad, into=room.terms)
     gradients = {"dq": dq, "dk": dk, "dv": dv}
     parts: dict[str, Tensor] = {}
     # A kernel starts where the one before leaves multiprocessors idle; parts are added up when both are done.
-    for each in plan.kernels:
+    for each, own_parts in zip(plan.kernels, room.parts):
         targets = [gradients[name] for name in RESULTS[each.kernel]]
-        if each.parts:
-            targets = [part.empty(q) for part in each.parts]
+        if own_parts:
+            targets = list(own_parts)
             if unwritten and each.kernel == "key":
                 for target in targets:
                     target.zero_()
             parts |= zip(RESULTS[each.kernel], targets)
         if plan.together is not None:
-            added = plan.together.added.empty(q)
-            each.launch(*factors, *targets, added, lse, delta, counters, tiles_added, mask.seqused_k, mask.units_k)
-            plan.together.rounds(added, tiles_added, dq)
+            beside = (counters, tiles_added, mask.seqused_k, mask.units_k)
+            each.launch(*factors, *targets, room.added, lse, delta, *beside)
+            plan.together.rounds(room.added, tiles_added, dq)
         elif each.launch.descriptions:  # a kernel for Hopper: no other takes descriptors
             row_values = (lse, delta) if inverse is None else (lse, delta, inverse)
             units = mask.units_k if each.kernel == "key" else mask.units_q

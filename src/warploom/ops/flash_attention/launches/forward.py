@@ -92,7 +92,7 @@ def _run(
     if plan.combine is not None:
         target, target_statistics = (part.empty(q) for part in plan.parts)
     if plan.terms:
-        q, k, v = plan.terms(q, k, v, None)
+        q, k, v = plan.terms(q, k, v, None, into=plan.terms.empty(q))
     own_sink = sink if plan.combine is None else None  # otherwise it is added where parts are merged
     if plan.launch.descriptions:  # a kernel for Hopper: no other takes descriptors
         if counters is None:

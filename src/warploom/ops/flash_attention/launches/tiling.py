@@ -234,11 +234,14 @@ class Terms(NamedTuple):
     all: tuple[Dense | None, ...]  # those of each tensor
     like: tuple[Tensor, ...]  # one of each tensor, without memory
 
-    def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        """The terms (TERMS, …) of each of q, k, v and grad that is given."""
-        terms = [None if x is None or all is None else all.empty(x) for x, all in zip(tensors, self.all)]
-        self.launch(*tensors, *terms)
-        return tuple(x for x in terms if x is not None)
+    def empty(self, near: Tensor) -> tuple[Tensor | None, ...]:
+        """Allocate them, on the device of another tensor."""
+        return tuple(None if all is None else all.empty(near) for all in self.all)
+
+    def __call__(self, *tensors: Tensor | None, into: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+        """The terms (TERMS, …) of each of q, k, v and grad that is given, written into what `empty` returned."""
+        self.launch(*tensors, *into)
+        return tuple(x for x in into if x is not None)
 
 
 def plan_terms(
