@@ -392,6 +392,13 @@ def test_a_disturbed_speed_is_shown_and_marked(tmp_path):
     assert "2 ok, 1 disturbed" in words
 
 
+def test_the_commits_shown_are_those_of_runs_with_records(tmp_path):
+    save_environment(tmp_path, "here", {**GPU, "commit": "fedcba9876543210", "dirty": True}, "another")
+    words = body_text(page_of(save(tmp_path, make_records({"warploom": 1.05}), GPU)))
+    assert "commit 0123456789" in words
+    assert "with changes" not in words
+
+
 def test_several_environments_and_runs_are_a_warning(tmp_path, measured):
     assert 'class="warning"' not in page_of(measured)
     other = make_records({"warploom": 2.0}, "there")

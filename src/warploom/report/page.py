@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def render(sources: Sequence[Path]) -> str:
         .render(
             title=TITLE,
             sources=[str(source) for source in sources],
-            headlines=_headlines(used.values()),
+            headlines=_headlines(used.values(), {point.record.run for point in points}),
             warnings=_warnings([point.record for point in points], used),
             environments=used,
             facts=list(dict.fromkeys(facts)),
@@ -50,17 +50,19 @@ def render(sources: Sequence[Path]) -> str:
     return page
 
 
-def _headlines(environments: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A line for each device and its versions, with the commits that were measured there."""
+def _headlines(environments: Iterable[Mapping[str, Any]], measured: Collection[str]) -> list[str]:
+    """A line for each device and its versions, with the commits of the runs that were measured there."""
     names = {"driver": "driver", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "warploom": "warploom"}
     marks = {"dirty": " with changes", "commit_given": " as given"}
     found: dict[str, set[str]] = {}
     for one in environments:
         words = [f"{title} {one[name]}" for name, title in names.items() if one.get(name)]
-        runs = [run for run in (one, *one.get("runs", {}).values()) if run.get("commit")]
+        runs = [run for name, run in one.get("runs", {}).items() if name in measured] or [one]
         commits = found.setdefault(" · ".join([device_name(one), *words]), set())
-        commits |= {run["commit"][:10] + "".join(marks[mark] for mark in marks if run.get(mark)) for run in runs}
-    return [line + f" · commit {', '.join(sorted(commits))}" * bool(commits) for line, commits in found.items()]
+        for run in runs:
+            if run.get("commit"):
+                commits.add(run["commit"][:10] + "".join(marks[mark] for mark in marks if run.get(mark)))
+    return [f"{line} · commit {', '.join(sorted(commits))}" if commits else line for line, commits in found.items()]
 
 
 def _warnings(records: Sequence[Record], environments: Mapping[str, Mapping[str, Any]]) -> list[str]:
