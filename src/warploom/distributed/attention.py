@@ -263,8 +263,11 @@ def _gradients(
 def _planned(tensors: Tensors, options: Options, bounds: Any) -> tuple[Plan, Any]:
     """The plan of a call that the ranks have agreed on, and their group."""
     group = group_named(options.group)
-    ranks = group.size(), group.rank()
-    return plan_of(bounds, *ranks, options.layout, options.left, options.right, tensors[0].device), group
+    plan = plan_of(
+        bounds, world=group.size(), rank=group.rank(), layout=options.layout, left=options.left,
+        right=options.right, device=tensors[0].device,
+    )  # fmt: skip
+    return plan, group
 
 
 def _calls_of(plan: Plan, arriving: Arriving) -> Iterator[tuple[int, Call, list[Tensor]]]:

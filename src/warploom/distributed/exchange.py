@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from warploom.distributed.layout import Chunks, as_bytes, chunks_of, expanded
+from warploom.distributed.layout import Chunks, as_bytes, chunks_of, expanded, places
 from warploom.distributed.ranks import Bounds
 
 Tensor = torch.Tensor
@@ -115,10 +115,10 @@ def plan_of(
         sizes = torch.tensor([[chunks.lengths[rank]]])
     beyond = (end - chunks.last if masked else end * 0)[:, owned[rank]]
     seen = [expanded(begin[:, column], end[:, column]) for column in owned[rank]]
-    places = _places(seen, at_once, bounds[-1])
+    of_keys = _places_of_keys(seen, at_once, bounds[-1])
     ranges = [
         _Ranges(sizes[:, number], place[begin[:, column]], (end - begin)[:, column], beyond[:, number])
-        for number, (column, place) in enumerate(zip(owned[rank], places))
+        for number, (column, place) in enumerate(zip(owned[rank], of_keys))
     ]
     if at_once:
         every = _Ranges(*map(torch.cat, zip(*ranges)))
@@ -126,12 +126,12 @@ def plan_of(
     else:
         starts = [0, int(sizes[:, 0].sum())]
         calls = [_calls(each, start, left, right, device) for each, start in zip(ranges, starts)]
-    part, rows = chunks.rows(rank), chunks.rows_of_tokens()
+    part, rows = chunks.rows(rank), places(chunks)
     steps, returned, first = [], 0, 0
     for number, (travel, gradients) in enumerate(zip(travels, returns)):
-        place, keys = places[number], seen[number]
+        place, keys = of_keys[number], seen[number]
         into = returned + torch.arange(len(gradients.leaving))
-        copies = _copies(begin[:, owned[rank]], end[:, owned[rank]], places) if at_once and number else ()
+        copies = _copies(begin[:, owned[rank]], end[:, owned[rank]], of_keys) if at_once and number else ()
         step = Step(
             calls=calls[number],
             leaving=_slices(travel.leaving, part[travel.leaving], travel.leaving_counts, rows),
@@ -153,7 +153,7 @@ def plan_of(
     return Plan(tuple(steps), at_once, whole, len(part) - whole, all_seen, returned, order, ends)
 
 
-def _places(seen: list[Tensor], at_once: bool, tokens: int) -> list[Tensor]:
+def _places_of_keys(seen: list[Tensor], at_once: bool, tokens: int) -> list[Tensor]:
     """Where the keys of each chunk are among all that a rank sees, by token.
 
     Once each in the order of tokens, or those of one chunk after the other.
@@ -163,33 +163,33 @@ def _places(seen: list[Tensor], at_once: bool, tokens: int) -> list[Tensor]:
         place = torch.empty(tokens + 1, dtype=torch.int64)
         place[every] = torch.arange(len(every))
         return [place] * len(seen)
-    places, first = [], 0
+    found, first = [], 0
     for keys in seen:
         place = torch.zeros(tokens + 1, dtype=torch.int64)
         place[keys] = torch.arange(first, first + len(keys))
-        places.append(place)
+        found.append(place)
         first += len(keys)
-    return places
+    return found
 
 
-def _copies(begin: Tensor, end: Tensor, places: list[Tensor]) -> tuple[tuple[slice, slice], ...]:
+def _copies(begin: Tensor, end: Tensor, of_keys: list[Tensor]) -> tuple[tuple[slice, slice], ...]:
     """What the second chunk of a sequence sees and the first one too, which arrives for the first."""
     low, high = begin[:, 1], torch.minimum(end[:, 0], end[:, 1])
     found = []
     for token, length in zip(low.tolist(), (high - low).tolist()):
         if length > 0:
-            source, place = (int(each[token]) for each in places[:2])
+            source, place = (int(each[token]) for each in of_keys[:2])
             found.append((slice(source, source + length), slice(place, place + length)))
     return tuple(found)
 
 
-def _slices(places: Tensor, tokens: Tensor, counts: list[int], rows: Tensor) -> Slices:
+def _slices(own: Tensor, tokens: Tensor, counts: list[int], rows: Tensor) -> Slices:
     """Rows by rank, cut where tokens, or their ``rows`` in parts, are not adjacent: both sides cut alike."""
     found = []
-    for own, of_tokens in zip(places.split(counts), tokens.split(counts)):
+    for of_rank, of_tokens in zip(own.split(counts), tokens.split(counts)):
         apart = (of_tokens.diff() != 1) | (rows[of_tokens].diff() != 1)
-        edges = [0, *(1 + apart.nonzero().flatten()).tolist(), len(own)] if len(own) else []
-        firsts = own[edges[:-1]].tolist()
+        edges = [0, *(1 + apart.nonzero().flatten()).tolist(), len(of_rank)] if len(of_rank) else []
+        firsts = of_rank[edges[:-1]].tolist()
         lengths = (high - low for low, high in itertools.pairwise(edges))
         found.append(tuple(slice(first, first + length) for first, length in zip(firsts, lengths)))
     return tuple(found)

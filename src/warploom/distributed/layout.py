@@ -60,14 +60,6 @@ class Chunks(NamedTuple):
         own = self.owned(rank)
         return expanded(self.first[:, own].t().flatten(), self.last[:, own].t().flatten())
 
-    def rows_of_tokens(self) -> Tensor:
-        """For each token its row in the part of the rank that has it, (N,)."""
-        found = torch.empty(int(self.ends[-1]), dtype=torch.int64)
-        for rank in range(self.world):
-            rows = self.rows(rank)
-            found[rows] = torch.arange(len(rows))
-        return found
-
     @property
     def lengths(self) -> list[int]:
         """Of the ranks' parts."""
