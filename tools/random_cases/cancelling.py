@@ -23,7 +23,7 @@ from warploom.ops.linear_attention import reference as linear
 from warploom.ops.lrpe import reference as lrpe
 from warploom.testing.accuracy import as_tuple
 
-__all__ = ["cancelling", "rounded_logits", "rounded_states"]
+__all__ = ["cancelling", "rounded_decays", "rounded_logits", "rounded_states"]
 
 Tensor = torch.Tensor
 
@@ -74,7 +74,7 @@ def cancelling(
         if factors in DTYPES:  # δ is of a rounded output, whose errors may be alike
             off_delta = (grad * (out.to(DTYPES[factors]) - out)).sum(-1)
             off_logits = weights * off_delta.transpose(1, 2).unsqueeze(-1)
-            other = _sum_of(grad * _other_roundings(attended, weights, out, factors))
+            other = _sum_of(grad * _other_roundings(attended, logits.detach(), weights, out, factors))
         else:
             other = terms * FACTORS.get(factors, SUMS)
         off_either_way = weights * (off_sums + other).transpose(1, 2).unsqueeze(-1)
@@ -119,12 +119,14 @@ def _sum_of(errors: Tensor) -> Tensor:
     return torch.maximum(errors.square().sum(-1).sqrt(), errors.sum(-1).abs())
 
 
-def _other_roundings(attended: Attended, weights: Tensor, out: Tensor, factors: str) -> Tensor:
+def _other_roundings(attended: Attended, logits: Tensor, weights: Tensor, out: Tensor, factors: str) -> Tensor:
     """How far apart outputs (B, N, H, E) are that 16 bits may round the sums of a forward to; mostly that is zero.
 
     Weights are rounded to 16 bits where they multiply values, unless they are a row's largest, which are 1; all are
     off by what logits are. A sum near the middle of two numbers is either of them then. Where two keys share the
-    weight of a query and all else is exact, one such feature is most of the error of its gradient.
+    weight of a query and all else is exact, one such feature is most of the error of its gradient. The sum of
+    weights has the largest as it is, ``exp(s - max)`` with a maximum that is rounded: half a unit in the last place
+    of a logit, which in the hundreds is a twentieth of one of 16 bits.
     """
     if not weights.shape[-1]:  # without keys
         return torch.zeros_like(out)
@@ -137,7 +139,8 @@ def _other_roundings(attended: Attended, weights: Tensor, out: Tensor, factors: 
     of_top = (shift * top).amax(-1, keepdim=True)
     off = (weights * (FACTORS[factors] + 2 * (shift + of_top))).masked_fill(top, 0.0).square()
     squares = torch.einsum("bhnm,bmhe->bnhe", off, values.square())
-    squares += off.sum(-1).transpose(1, 2).unsqueeze(-1) * out.square()  # the sum of weights is off too
+    off_sums = off.sum(-1) + (SUMS * (logits.abs() * top).amax(-1)).square()
+    squares += off_sums.transpose(1, 2).unsqueeze(-1) * out.square()
     most = squares.sqrt() + 2 * SUMS * out.abs()
     lowest, highest = ((out + way * most).to(DTYPES[factors]).double() for way in (-1, 1))
     return highest - lowest
@@ -203,6 +206,32 @@ def rounded_states(
     of_state, grad = of(keys, exact["v"], 1.0, True), incoming[0]
     scale = exact.get("scale", exact["q"].shape[-1] ** -0.5)
     return of_state, [] if grad is None else of(queries, grad, scale, False)
+
+
+def rounded_decays(given: Mapping[str, Any], incoming: Sequence[Tensor | None]) -> list[Tensor]:
+    """What linear attention's last state, and the gradient of its first, are off where decays of tiles are rounded.
+
+    A state is multiplied by its decay once for each tile. Where decays of tokens are equal, so are those of tiles,
+    and all have the same error: after a thousand tokens 64 times that of one, a unit in the last place.
+
+    Args:
+        given: Arguments in float64, with decays.
+        incoming: Gradients of the results, None where there is none.
+    """
+    decay, initial = given["decay"].detach(), given.get("initial_state")
+    equal = torch.ones_like(decay)
+    if decay.dim() == 3 and decay.shape[1]:  # of tokens
+        equal *= decay.amax(1, keepdim=True) == decay.amin(1, keepdim=True)
+    found = []
+    for off in (0.0, SUMS / TILES[0]):
+        results = linear.linear_attention(**{**given, "decay": decay + off * equal, "return_state": True})
+        pairs = [(x, grad) for x, grad in zip(results, incoming) if grad is not None and x.requires_grad]
+        found.append([results[1].detach()])
+        if pairs and initial is not None and initial.requires_grad:
+            through, grads = zip(*pairs)
+            found[-1] += torch.autograd.grad(through, initial, grads, materialize_grads=True)
+    exact, off_by_decays = found
+    return [b - a for a, b in zip(exact, off_by_decays)]
 
 
 def _off_in_tiles(

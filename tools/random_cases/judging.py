@@ -17,7 +17,7 @@ import torch
 from random_cases.arrays import Placed, place
 from random_cases.attention import SUMS
 from random_cases.calls import Call
-from random_cases.cancelling import cancelling, rounded_logits, rounded_states
+from random_cases.cancelling import cancelling, rounded_decays, rounded_logits, rounded_states
 from random_cases.definitions import function_of, reference_of
 from warploom.errors import BackendError
 from warploom.ops.flash_attention.reference import factor_of
@@ -173,6 +173,13 @@ class Prepared:
             return None
         incoming = self._wanted()[1] or [None]
         return rounded_states(self._for_the_definition(torch.float64), incoming, dtype)
+
+    def rounded_decays(self) -> dict[str, Tensor]:
+        """What a state and the gradient of the first may be off where decays are; see `rounded_decays`."""
+        if self.call.operator != "linear_attention" or "decay" not in self.arrays or self.call.dtype == "float64":
+            return {}
+        off = rounded_decays(self._for_the_definition(torch.float64), self._wanted()[1])
+        return dict(zip(("state", "gradient of initial_state"), off))
 
     def _wanted(self) -> tuple[list[str], list[Tensor | None]]:
         """Names of what wants a gradient, and the gradients of results, exact."""
@@ -422,8 +429,8 @@ def _with_limits(
     These are the rounding of numbers that are too small for all bits of their dtype, or flushed to zero; one unit
     in the last place of the largest number, which eager arithmetic does not lose where it only copies, as attention
     to a single key does, and the gradient of a state without decay, or adds up equal numbers, as many queries may
-    have for a gradient in float32; what `cancelling` and `rounded_logits` say; and
-    that a gradient of theta has the accuracy of float32, whatever its dtype. Where all values are equal, so are
+    have for a gradient in float32; what `cancelling`, `rounded_logits` and `rounded_decays` say; and that a
+    gradient of theta has the accuracy of float32, whatever its dtype. Where all values are equal, so are
     their errors, and their mean may be one unit too. A call in float64 has the accuracy of the definition.
     Blocks may be off by what of this is known element by element. One of the errors that `rounded_states` knows is
     taken out before anything is compared.
@@ -433,6 +440,7 @@ def _with_limits(
     slack = cancelled or [torch.zeros(1)] * (len(found) - outputs)
     rounded = None if prepared.call.dtype == "float64" else prepared.rounded_logits()
     decayed = prepared.rounded_states()
+    off_decays = prepared.rounded_decays()
     if decayed is not None:
         names = [_name(prepared.call, index) for index in range(len(found))]
         known = {"state": decayed[0], "gradient of initial_state": decayed[1]}
@@ -459,6 +467,10 @@ def _with_limits(
         if rounded is not None:
             most, mean = (a + 2 * b for a, b in zip((most, mean), _sizes(rounded[index])))
             spare += 2 * rounded[index].to(spare).abs().nan_to_num(0.0, 0.0)
+        if _name(prepared.call, index) in off_decays:
+            of_decays = off_decays[_name(prepared.call, index)]
+            most, mean = (a + b for a, b in zip((most, mean), _sizes(of_decays)))
+            spare += of_decays.to(spare).abs().nan_to_num(0.0, 0.0)
         relative = FLOAT64 if prepared.call.dtype == "float64" else 0.0
         if "decay" in prepared.call.arrays and _name(prepared.call, index) in (
             "state",
