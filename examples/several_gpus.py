@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoints
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from warploom.distributed import local_position_ids, shard_context, shard_matrices, shard_sequence
@@ -86,8 +86,12 @@ class Ranks:
             shard_matrices(model, self.mesh["tp"])
         if self.mesh["cp"].size() > 1:
             shard_context(model, self.mesh["cp"], layout=self.layout)
+        # Matrices travel in the dtype that autocast gives them, once a step: gathered, 2 bytes a number each.
+        sixteen_bits = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        policy = sixteen_bits if self.device.type == "cuda" else MixedPrecisionPolicy()
         for block in model.blocks:
-            fully_shard(block, mesh=self.shards)
+            matrices = [layer for layer in block.modules() if isinstance(layer, torch.nn.Linear)]
+            fully_shard(matrices, mesh=self.shards, mp_policy=policy, reshard_after_forward=False)
         fully_shard(model, mesh=self.shards)
 
     def sharded_alike(self, model: TransformerLM) -> list[list[torch.nn.Parameter]]:
