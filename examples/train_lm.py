@@ -123,7 +123,7 @@ def batch(text: torch.Tensor, count: int, length: int, seed: int) -> tuple[torch
     """Random windows of a text: tokens and targets, (count, length) each."""
     generator = torch.Generator().manual_seed(seed)
     start = torch.randint(len(text) - length, (count, 1), generator=generator)
-    window = text[(start + torch.arange(length + 1)).to(text.device, non_blocking=True)].long()
+    window = text[start.to(text.device) + torch.arange(length + 1, device=text.device)].long()
     return window[:, :-1], window[:, 1:]
 
 

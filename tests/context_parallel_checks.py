@@ -53,6 +53,32 @@ def check_parts_make_up_the_whole(world):
             assert torch.equal(part - bounds[sequence], places)
 
 
+def check_what_is_remembered_fits_any_call(world):
+    """Made under another default device, or in inference mode, it is of use to a gradient later."""
+    mesh, bounds = mesh_of(world), cu(9, 23 * world)  # of no other check
+    n = int(bounds[-1])
+
+    def calls():
+        whole = torch.ones(1, n, 1, 1, device="cpu", requires_grad=True)
+        for layout in ("zigzag", "contiguous"):
+            options = {"layout": layout, "cu_seqlens": bounds}
+            x = shard_sequence(whole, mesh, **options) + local_position_ids(n, mesh, **options).view(1, -1, 1, 1)
+            x = context_parallel_attention(x, x, x, mesh, **options)
+            if layout == "contiguous":
+                x = context_parallel_linear_attention(x, x, x, mesh, cu_seqlens=bounds)
+            yield unshard_sequence(x, mesh, **options)
+
+    try:
+        torch.set_default_device("meta")
+        with torch.inference_mode():
+            for _ in calls():
+                pass
+    finally:
+        torch.set_default_device(None)
+    for out in calls():
+        out.sum().backward()
+
+
 def check_zigzag_shares_work_alike(world):
     mesh = mesh_of(world)
     for bounds in (cu(4096), cu(512, 1024, 96, 2000), cu(*(100 + 7 * i for i in range(30)))):

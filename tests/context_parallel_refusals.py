@@ -1,5 +1,6 @@
 """What ranks refuse, where one of them or all are wrong: run by tests/test_context_parallel.py."""
 
+import mmap
 import time
 from unittest import mock
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import warploom
 from warploom.distributed import (
     agreement,
+    board,
     context_parallel_attention,
     context_parallel_linear_attention,
     local_position_ids,
@@ -117,6 +119,17 @@ def check_what_one_rank_gets_wrong_all_refuse(world):
         lambda: attend(*(meta if odd else (q, k, v)), mesh),
     )
     attention_case(world, causal=True)  # and the next call is right
+
+
+def check_ranks_that_share_no_memory(world):
+    """Their messages all go between hosts."""
+    opened = mock.Mock(side_effect=OSError) if dist.get_rank() == world - 1 else mmap.mmap
+    with mock.patch.dict(agreement._hosts, clear=True), mock.patch.object(board.mmap, "mmap", opened):
+        check_what_one_rank_gets_wrong_all_refuse(world)
+        attention_case(world, causal=True)
+        assert all(known[2] is None for known in agreement._hosts.values())
+    attention_case(world, causal=True)
+    assert all(known[2] is not None for known in agreement._hosts.values())
 
 
 def check_meshes_that_are_not_of_one_dimension(world):

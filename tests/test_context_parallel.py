@@ -1,7 +1,11 @@
 """Context parallelism on two and four processes, which run context_parallel_checks and …_refusals."""
 
 import math
+import mmap
+import os
 import random
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +18,7 @@ from seeds import seed
 
 import warploom
 from warploom.distributed import exchange, ranks
+from warploom.distributed.board import Board
 from warploom.distributed.exchange import Call, Step
 from warploom.distributed.layout import chunks_of
 from warploom.distributed.sharing import Piece, shares
@@ -36,6 +41,38 @@ def test_a_tensor_on_the_gpu_of_another_rank(monkeypatch: pytest.MonkeyPatch) ->
         warploom.DeviceError, match="q must be on this rank's device of the mesh, cuda:1; got cuda:0"
     ):
         ranks.check_device("attend", mesh, "q", other)  # type: ignore[arg-type]
+
+
+# What ranks of one host say
+
+
+def test_a_board_keeps_calls_apart() -> None:
+    memory = mmap.mmap(-1, 1024)
+    boards = [Board(memory, rank, [os.getpid()] * 2) for rank in range(2)]
+    draw = random.Random(seed())
+    for call in range(70_000):  # more than numbers of calls
+        first, second = boards if draw.random() < 0.5 else boards[::-1]
+        first.write(b"a call", call)
+        assert not first.is_full(-1)
+        second.write(b"a call" if call % 3 else b"another", call + 1)
+        assert second.is_full(0.0)
+        numbers = [call, call + 1] if first is boards[0] else [call + 1, call]
+        if draw.random() < 0.5:  # one begins the next call before the other has read this one
+            assert second.read() == (call % 3 > 0, numbers)
+            second.write(b"the next", 0)
+            assert first.is_full(0.0)
+            assert first.read() == (call % 3 > 0, numbers)
+            assert not second.is_full(-1)
+            first.write(b"the next", 0)
+
+
+def test_a_rank_that_has_ended_is_not_awaited() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    board = Board(mmap.mmap(-1, 1024), 0, [os.getpid(), ended.pid])
+    board.write(b"a call", 1)
+    with pytest.raises(RuntimeError, match="rank 1 of the group has ended"):
+        board.is_full(0.0)
 
 
 # Who has what

@@ -1,8 +1,9 @@
 """What ranks tell each other before they compute: that their calls fit, so that an error is everybody's.
 
-Messages go through a group of ranks between hosts. A rank whose call is wrong sends its error in the place of its
-call. Where what is wrong is the mesh, it knows no group: a rank that waits for others longer than a moment says so
-in the store of the process group, where such a rank looks for the group that it is awaited in.
+Messages go through a group of ranks between hosts, or over a board where ranks of one host all say the same. A rank
+whose call is wrong sends its error in the place of its call. Where what is wrong is the mesh, it knows no group: a
+rank that waits for others longer than a moment says so in the store of the process group, where such a rank looks
+for the group that it is awaited in.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from warploom import errors
+from warploom.distributed.board import Board, make_board
 from warploom.distributed.ranks import all_gather, group_named, group_of
 from warploom.errors import ArgumentError, WarploomError, fault
 
@@ -30,7 +33,7 @@ SEARCH = 30.0
 """Seconds for which a rank that knows no group looks for one that it is awaited in."""
 
 _MESSAGE = 1024  # bytes, of which the first eight are a length
-_hosts: dict[str, tuple[Any, Any]] = {}  # by name: a group, and the same ranks for messages between hosts
+_hosts: dict[str, tuple[Any, Any, Board | None]] = {}  # by name: a group, the same ranks of gloo, their board
 _c10d: Any = dist.distributed_c10d
 _SEARCHING = "warploom/searching"  # in the store: how many ranks look for a group
 
@@ -60,32 +63,46 @@ def _published_wait(group: Any) -> Iterator[Callable[[], None]]:
         store.delete_key(key)
 
 
-def _host_group(group: Any) -> Any:
-    """A group of the same ranks whose messages are between hosts: waiting for one waits for no GPU."""
-    if dist.get_backend(group) == "gloo":
-        return group
+def _host_of(group: Any) -> tuple[Any, Board | None]:
+    """A group of the same ranks whose messages are between hosts, and their board if they are on one.
+
+    Waiting for such a message waits for no GPU.
+    """
     known = _hosts.get(group.group_name)
     if known is None or known[0] is not group:
-        ranks = dist.get_process_group_ranks(group)
         with _published_wait(group):
-            host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        known = _hosts[group.group_name] = (group, host)
-    return known[1]
+            host = group
+            if dist.get_backend(group) != "gloo":
+                ranks = dist.get_process_group_ranks(group)
+                host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            known = _hosts[group.group_name] = (group, host, make_board(host))
+    return known[1:]
 
 
-def _exchange(group: Any, length: int, message: bytes) -> Tensor:
-    """What every rank has to say, (W, ·) bytes."""
-    mine = torch.zeros(_MESSAGE, dtype=torch.uint8)
-    mine[:8] = torch.tensor([length]).view(torch.uint8)
-    mine[8 : 8 + len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    host = _host_group(group)
-    everyone = torch.empty(host.size() * _MESSAGE, dtype=torch.uint8)
-    work = all_gather(everyone, mine, group=host, async_op=True)
-    if not _is_done(work):
-        with _published_wait(group) as publish:  # again and again: another rank may just have stopped waiting
-            while not _is_done(work):
-                publish()
-    return everyone.view(-1, _MESSAGE)
+def _exchange(group: Any, length: int, message: bytes) -> tuple[list[int], list[bytes]]:
+    """The length of every rank's part, and what every rank has to say."""
+    host, board = _host_of(group)
+    if board is not None:
+        board.write(message, length)
+        _wait(group, functools.partial(board.is_full, SILENT_WAIT))
+        alike, lengths = board.read()
+        if alike:
+            return lengths, [message] * host.size()
+    mine = torch.frombuffer(
+        bytearray(struct.pack("<q", length) + message.ljust(_MESSAGE - 8, b"\0")), dtype=torch.uint8
+    )
+    everyone = mine.new_empty(host.size() * _MESSAGE)
+    _wait(group, functools.partial(_is_done, all_gather(everyone, mine, group=host, async_op=True)))
+    rows = [bytes(row) for row in everyone.view(-1, _MESSAGE).tolist()]
+    return [struct.unpack("<q", row[:8])[0] for row in rows], [row[8:].rstrip(b"\0") for row in rows]
+
+
+def _wait(group: Any, is_over: Callable[[], bool]) -> None:
+    """Wait for the ranks of a group, again and again until it is over; where it takes long, the store says so."""
+    if not is_over():
+        with _published_wait(group) as publish:
+            while not is_over():
+                publish()  # another rank may just have stopped waiting
 
 
 def _is_done(work: Any) -> bool:
@@ -121,17 +138,16 @@ def agree(group: Any, function: str, length: int, call: str) -> list[int]:
         WarploomError: Of the kind that a rank refused its own call with, on every rank.
         ArgumentError: Calls differ.
     """
-    everyone = _exchange(group, length, _encoded(function, call))
-    calls = everyone[:, 8:]
-    if not torch.equal(calls, calls[group.rank()].expand_as(calls)):
-        texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace").partition("|") for row in calls]
+    lengths, calls = _exchange(group, length, _encoded(function, call))
+    if len(set(calls)) > 1:
+        texts = [each.decode(errors="replace").partition("|") for each in calls]
         for rank, (kind, _, text) in enumerate(texts):
             if kind in errors.__all__:
                 raise getattr(errors, kind)(f"{text} (on rank {rank})")
         mine, other = texts[group.rank()], next(text for text in texts if text != texts[group.rank()])
         got = f"{other[0]}: {other[2]} on rank {texts.index(other)}"
         raise fault(ArgumentError, function, "a call", f"the same on every rank, {mine[0]}: {mine[2]}", got)
-    return everyone[:, :8].contiguous().view(torch.int64).flatten().tolist()
+    return lengths
 
 
 def refuse(function: str, mesh: object, error: WarploomError) -> NoReturn:

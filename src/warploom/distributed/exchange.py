@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from warploom.distributed.layout import Chunks, as_bytes, chunks_of, expanded, places
-from warploom.distributed.ranks import Bounds
+from warploom.distributed.ranks import Bounds, remembered
 
 Tensor = torch.Tensor
 
@@ -73,7 +72,7 @@ class Plan(NamedTuple):
     """(shared + 1,), where each row's begin in ``order``; int32 on the device, as ``order``."""
 
 
-@functools.lru_cache(8)  # one holds a few numbers for each token, on the device
+@remembered(8)  # one holds a few numbers for each token, on the device
 def plan_of(
     bounds: Bounds, world: int, rank: int, layout: str, left: int | None, right: int | None, device: torch.device
 ) -> Plan:

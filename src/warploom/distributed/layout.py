@@ -9,7 +9,6 @@ first chunk of all sequences in their order, then its second, then the packed se
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -26,6 +25,7 @@ from warploom.distributed.ranks import (
     check_packed,
     device_of,
     group_of,
+    remembered,
     shown,
 )
 from warploom.distributed.sharing import shares
@@ -74,7 +74,7 @@ def expanded(first: Tensor, last: Tensor) -> Tensor:
     return torch.arange(int(sizes.sum())) + (first - before).repeat_interleave(sizes)
 
 
-@functools.lru_cache(64)
+@remembered(64)
 def chunks_of(bounds: Bounds, world: int, layout: str) -> Chunks:
     """How packed sequences are cut for so many ranks."""
     cut = torch.tensor(bounds)
@@ -103,12 +103,12 @@ def check_layout(function: str, layout: object) -> None:
         raise fault(ArgumentError, function, "layout", f"one of {', '.join(LAYOUTS)}", repr(layout))
 
 
-@functools.lru_cache(8)
+@remembered(8)
 def _rows_on(bounds: Bounds, world: int, layout: str, rank: int, device: torch.device) -> Tensor:
     return chunks_of(bounds, world, layout).rows(rank).to(device)
 
 
-@functools.lru_cache(8)
+@remembered(8)
 def _places_on(bounds: Bounds, world: int, layout: str, device: torch.device) -> Tensor:
     """For each token its row among the parts of all ranks, each filled up to the longest."""
     return places(chunks_of(bounds, world, layout)).to(device)
@@ -323,7 +323,7 @@ def local_position_ids(
     return _positions_on(bounds, group.size(), layout, group.rank(), device_of(mesh)).clone()
 
 
-@functools.lru_cache(8)
+@remembered(8)
 def _positions_on(bounds: Bounds, world: int, layout: str, rank: int, device: torch.device) -> Tensor:
     chunks = chunks_of(bounds, world, layout)
     own = chunks.owned(rank)

@@ -26,6 +26,7 @@ from warploom.distributed.ranks import (
     check_packed,
     group_named,
     group_of,
+    remembered,
     shown,
 )
 from warploom.errors import WarploomError, dtype_of
@@ -309,7 +310,7 @@ class _Part(NamedTuple):
         return self.segments[0] if len(self.segments) == 1 and self.segments[0].cu_seqlens is None else None
 
 
-@functools.lru_cache(64)
+@remembered(64)
 def _part_of(bounds: Bounds, packed: bool, batch: int, world: int, rank: int, device: torch.device) -> _Part:
     """The part of a rank. Where sequences are not packed, all batch entries are cut alike."""
     chunks = chunks_of(bounds, world, LAYOUT)

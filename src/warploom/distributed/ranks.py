@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, fault, shape_of
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Tensor = torch.Tensor
 Bounds = tuple[int, ...]
 """Where packed sequences begin and end, ``0 = c₀ ≤ … ≤ c_S``."""
@@ -22,6 +26,25 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 _groups: dict[str, Any] = {}
 _bounds: Any = WeakTensorKeyDictionary()
+
+
+def remembered(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Remember what a function returns, for so many calls, as tensors that any later call can take.
+
+    They are made on the host whatever PyTorch's default device is, and outside of inference mode, whose tensors
+    autograd refuses.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.lru_cache(most)
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            with torch.inference_mode(False), torch.device("cpu"):
+                return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 def group_of(function: str, mesh: object) -> Any:
