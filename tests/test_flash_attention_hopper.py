@@ -214,7 +214,39 @@ def test_which_calls_form_all_gradients_together(
     monkeypatch.setattr(launchers_hopper, "programs_at_once", lambda device: 132)
     q, k = (torch.empty(1, length, 8, 128, dtype=torch.bfloat16, device="meta") for length in (n, m))
     call = launchers.Call.of(q, k, k, launchers.Mask(**mask), 0.1)
-    assert launchers_hopper._suit_together(call.shape, call.mask, call.device) is together
+    assert launchers_hopper.is_together_faster(call.shape, call.mask, call.device) is together
+
+
+@pytest.mark.usefixtures("tiled")
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(("n", "heads", "d"), [(400, 2, 64), (300, 1, 128), large(16384, 32, 128)])
+def test_a_chunk_has_the_results_of_the_whole(
+    n: int, heads: int, d: int, together: bool, launched: list[str], device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As long as it takes the same kernels: attention over several GPUs asks for those of the whole."""
+    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+    from warploom.ops.flash_attention.launches.backward import backward
+    from warploom.ops.flash_attention.launches.forward import forward
+    from warploom.ops.flash_attention.launches.tiling import Mask
+    from warploom.runtime.plans import Plans
+
+    monkeypatch.setattr(launchers_hopper, "splits_of", lambda *arguments: 1)
+    inputs = random_inputs(device, n, n, heads=heads, key_heads=max(heads // 4, 1), d=d, e=d, dtype=torch.bfloat16)
+    q, k, v = (inputs[name].detach()[:1] for name in "qkv")
+    grad, found = torch.randn_like(q), {}
+    for begin, end in ((0, n), (0, n // 5), (n // 5, 3 * n // 4)):
+        chunk = q[:, begin:end], k[:, :end], v[:, :end]
+        plans, of = Plans(), (Mask(None, 0), 0.1, None)
+        out, lse, statistics = forward(*chunk, *of, plans)
+        results = tuple(map(torch.empty_like, chunk))
+        backward(grad[:, begin:end], None, *chunk, out, statistics, *of, plans, results=results, together=together)
+        found[begin, end] = out, lse.transpose(1, 2), results[0]
+    whole = found.pop((0, n))
+    for (begin, end), chunk in found.items():
+        for one, every in zip(chunk, whole):
+            assert torch.equal(one, every[:, begin:end])
+    assert together is ("hopper_backward_kernel" in launched)
 
 
 @pytest.mark.sample(6)

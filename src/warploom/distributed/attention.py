@@ -24,6 +24,7 @@ from warploom.distributed.agreement import agree, refuse, refuse_compiled, sizes
 from warploom.distributed.exchange import Arriving, Call, Plan, plan_of
 from warploom.distributed.layout import Layout, check_layout, chunks_of, settled
 from warploom.distributed.ranks import (
+    Bounds,
     bounds_of,
     check_device,
     check_lengths,
@@ -35,7 +36,7 @@ from warploom.distributed.ranks import (
 from warploom.errors import ShapeError, WarploomError, dtype_of, fault, shape_of
 from warploom.ops.flash_attention import reference
 from warploom.ops.flash_attention.api import under_autocast
-from warploom.ops.flash_attention.problem import Logits, Mask
+from warploom.ops.flash_attention.problem import Logits, Mask, Shape
 from warploom.ops.flash_attention.validation import Precision, check
 from warploom.runtime.backend import Backend, use_triton
 from warploom.runtime.dispatch import Gradient, Operator, Tensors, apply
@@ -225,6 +226,16 @@ def _on_kernels(
     return mask, Logits(options.softcap, sink), plans
 
 
+def _is_together(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, options: Options) -> bool:
+    """Whether one GPU forms all gradients of the whole in one kernel: dq has its bits if chunks do the same."""
+    from warploom.ops.flash_attention.launches import hopper, packed
+
+    rows, sequences = bounds[-1], len(bounds) - 1
+    rows = packed.spread_rows(rows, sequences) if sequences > 1 else rows
+    shape = Shape.of(q, k, v)._replace(tokens=rows, keys=rows)
+    return hopper.is_together_faster(shape, Mask(options.left, options.right), q.device)
+
+
 class _Results(NamedTuple):
     """Of a call, and the gradients of its results."""
 
@@ -232,6 +243,8 @@ class _Results(NamedTuple):
     statistics: Tensor | None
     grad: Tensor
     grad_lse: Tensor | None
+    together: bool
+    """Whether the kernels form all gradients in one."""
 
 
 def _gradients(
@@ -246,7 +259,7 @@ def _gradients(
         statistics: Any = results.statistics
         return backward(
             results.grad, results.grad_lse, q, k, v, results.out, statistics, mask, options.scale,
-            options.precision, plans, results=places, logits=logits,
+            options.precision, plans, results=places, logits=logits, together=results.together,
         )[3]  # fmt: skip
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
@@ -260,7 +273,7 @@ def _gradients(
     return None if sink is None else found[3]
 
 
-def _planned(tensors: Tensors, options: Options, bounds: Any) -> tuple[Plan, Any]:
+def _planned(tensors: Tensors, options: Options, bounds: Bounds) -> tuple[Plan, Any]:
     """The plan of a call that the ranks have agreed on, and their group."""
     group = group_named(options.group)
     plan = plan_of(
@@ -353,7 +366,9 @@ def _backward(
     q, k, v, sink, _, out, statistics, bounds = saved
     grad, grad_lse = grads
     grad = torch.zeros_like(out) if grad is None else grad
-    plan, group = _planned(saved[:5], options, tuple(bounds.tolist()))
+    whole = tuple(bounds.tolist())
+    plan, group = _planned(saved[:5], options, whole)
+    together = options.kernels and _is_together(q, k, v, whole, options)
     dq, dk, dv = (empty_in_order_of(x, x.shape[-1]) for x in (q, k, v))
     dsink = None if sink is None else torch.zeros_like(sink, dtype=torch.promote_types(sink.dtype, torch.float32))
     arriving = exchange.send_keys(plan, [_rows(x) for x in (k, v)], group)
@@ -365,6 +380,7 @@ def _backward(
             statistics[..., rows].contiguous() if options.kernels else None,
             grad[:, rows],
             None if grad_lse is None else grad_lse[..., rows],
+            together,
         )
         of_k, of_v = (empty_in_order_of(x, x.shape[-1]) for x in (keys, values))
         places = dq[:, rows], of_k, of_v

@@ -115,6 +115,7 @@ def backward(
     plans: Plans,
     results: tuple[Tensor, Tensor, Tensor] | None = None,
     logits: Logits = PLAIN,
+    together: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Run the backward kernels: gradients of ``q``, ``k`` and ``v``, each in the memory order of its tensor.
 
@@ -122,7 +123,8 @@ def backward(
 
     ``grad`` (B, N, Hq, E) and ``grad_lse`` (B, Hq, N), which may be None for zero, have any strides; ``out`` and
     ``statistics`` are what `forward` returned for the other arguments. ``plans``: those that `forward` took.
-    ``results``: where the gradients shall be written, with any strides.
+    ``results``: where the gradients shall be written, with any strides. ``together``: whether one kernel forms all
+    gradients, where there is one that can; by default whichever is faster. They add up dq in different orders.
     """
     precision = precision_of(q, precision)
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
@@ -131,9 +133,9 @@ def backward(
         precision, aligned, grad.dtype, grad.stride(),
         None if grad_lse is None else (grad_lse.dtype, grad_lse.stride()),
         q.stride(), k.stride(), v.stride(), out.stride(),
-        None if results is None else (results[0].stride(), results[1].stride(), results[2].stride()),
+        None if results is None else (results[0].stride(), results[1].stride(), results[2].stride()), together,
     )  # fmt: skip
-    rest = (mask, scale, precision, aligned, results, logits)
+    rest = (mask, scale, precision, aligned, results, logits, together)
     plan = plans.get(key, plan_backward, grad, grad_lse, q, k, v, out, *rest)
     if results is None or plan.apart:
         dq, dk, dv = (result.empty(q) for result in plan.results)
@@ -261,6 +263,7 @@ def plan_backward(
     aligned: bool,
     results: tuple[Tensor, Tensor, Tensor] | None,
     logits: Logits = PLAIN,
+    together: bool | None = None,
 ) -> Plan:
     """Plan of `backward`."""
     call = Call.of(q, k, v, mask, scale, logits.softcap)
@@ -291,18 +294,18 @@ def plan_backward(
         launch = small.plan_backward(shape, mask, scale, q, k, v, grad, dq, dk, dv)
         return plan._replace(prepare=prepare, small=launch)
     if aligned and packed.suits("backward", call, q, k, v, grad, dq, dk, dv):
-        over = _plan_packed(call, grad, q, k, v, (dq, dk, dv), logits)
+        over = _plan_packed(call, grad, q, k, v, (dq, dk, dv), logits, together)
         if over is not None:
             return plan._replace(prepare=prepare, packed=over, counted=True)
     if product in TERMS:
         plan = plan._replace(terms=tiling.plan_terms(product, shape, q, k, v, grad, pdl))
     factors = (q, k, v, grad) if plan.terms is None else plan.terms.like
     gradients = {"dq": dq, "dk": dk, "dv": dv}
-    together = _plan_together(call, product, aligned, factors, (dk, dv))
-    if together is not None:
+    of_all = _plan_together(call, product, aligned, factors, (dk, dv), together)
+    if of_all is not None:
         added = Dense.rows((shape.batch_size, shape.heads, shape.tokens, shape.head_dim), torch.float32)
         tiles_added = Dense.rows((2, shape.batch_size, shape.heads, shape.tokens), torch.int32)
-        kernels: tuple[KernelPlan, ...] = (together,)
+        kernels: tuple[KernelPlan, ...] = (of_all,)
         plan = plan._replace(together=Together(added, tiles_added, _plan_rounds(call, dq, pdl)))
     else:
         kernels = tuple(
@@ -311,14 +314,21 @@ def plan_backward(
         )
     sums = _plan_sums(kernels, gradients, pdl)
     if sums is not None and results is not None:  # parts are without gaps, and so is what they are added up in
-        plan = plan_backward(grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, None, logits)
+        plan = plan_backward(grad, grad_lse, q, k, v, out, mask, scale, precision, aligned, None, logits, together)
         return plan._replace(apart=True)
     counted = any(each.launch.descriptions for each in kernels)  # those for Hopper
     return plan._replace(prepare=prepare, kernels=kernels, counted=counted, sums=sums)
 
 
 def _plan_packed(
-    call: Call, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, results: tuple[Tensor, ...], logits: Logits
+    call: Call,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    results: tuple[Tensor, ...],
+    logits: Logits,
+    together: bool | None,
 ) -> Packed | None:
     """Plan of the kernels on spread rows, where those for Hopper take these."""
     spread = packed.plan(call)
@@ -327,7 +337,7 @@ def _plan_packed(
     given = zip((q, k, v, grad), (False, True, True, False))
     inputs = tuple(packed.plan_copy(x, spread, keys=keys) for x, keys in given)
     of_q, of_k, of_v, of_grad = (copy.spread.empty(q) for copy in inputs)
-    rest = (spread.call.mask, call.scale, "highest", True, None, Logits(logits.softcap))
+    rest = (spread.call.mask, call.scale, "highest", True, None, Logits(logits.softcap), together)
     plan = plan_backward(of_grad, None, of_q, of_k, of_v, of_grad, *rest)
     if not (plan.kernels and all(each.launch.descriptions for each in plan.kernels)):
         return None
@@ -352,14 +362,19 @@ def _tiled(
 
 
 def _plan_together(
-    call: Call, product: str, aligned: bool, factors: tuple[Tensor, ...], results: tuple[Tensor, ...]
+    call: Call,
+    product: str,
+    aligned: bool,
+    factors: tuple[Tensor, ...],
+    results: tuple[Tensor, ...],
+    together: bool | None,
 ) -> KernelPlan | None:
-    """Plan of the kernel that forms all gradients, where it is the fastest."""
+    """Plan of the kernel that forms all gradients, where it is the fastest or asked for."""
     if product in TERMS or not aligned:
         return None
     shape = call.shape
     added = torch.empty((shape.batch_size, shape.heads, shape.tokens, shape.head_dim), device="meta")
-    tiled = hopper.plan_together(call, (*factors, *results), added)
+    tiled = hopper.plan_together(call, (*factors, *results), added, together)
     if tiled is None:
         return None
     return KernelPlan("backward", tiled.launch, tiled.splits)

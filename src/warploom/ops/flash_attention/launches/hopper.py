@@ -181,7 +181,7 @@ def suit(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor) ->
     return all(map(can_be_copied, tensors))
 
 
-def _suit_together(shape: Shape, mask: Mask, device: torch.device) -> bool:
+def is_together_faster(shape: Shape, mask: Mask, device: torch.device) -> bool:
     """Whether one kernel for all gradients is faster than two."""
     width = max(shape.head_dim, shape.value_dim)
     if width > _NARROW:
@@ -325,13 +325,15 @@ def plan(name: str, call: Call, tensors: tuple[Tensor, ...]) -> Plan | None:
     return _planned(name, call, splits, described, **strides)
 
 
-def plan_together(call: Call, tensors: tuple[Tensor, ...], added: Tensor) -> Plan | None:
-    """The launch of the kernel ``backward`` for all gradients, if it suits and is the fastest.
+def plan_together(
+    call: Call, tensors: tuple[Tensor, ...], added: Tensor, together: bool | None = None
+) -> Plan | None:
+    """The launch of the kernel ``backward`` for all gradients, if it suits and is the fastest, or asked for.
 
     ``tensors`` are (q, k, v, grad, dk, dv), and ``added`` (B, H, N, D) is what it adds up to dq, in float32. Behind
     them come lse, δ, counters, how many tiles were added, and lengths of entries.
     """
-    if not _suit_together(call.shape, call.mask, call.device):
+    if not (is_together_faster(call.shape, call.mask, call.device) if together is None else together):
         return None
     if not suit("backward", call.shape, call.mask, call.scale, *tensors):
         return None

@@ -97,13 +97,20 @@ def suits(name: str, call: Call, *tensors: Tensor) -> bool:
     return few and min(shape.tokens, shape.keys) >= least * sequences
 
 
+def spread_rows(rows: int, sequences: int) -> int:
+    """How many rows those of so many sequences take at most, where each begins at a unit."""
+    unit: int = UNIT.value
+    return (rows // unit + sequences) * unit
+
+
 def plan(call: Call) -> Spread:
     """Where the rows of a call are spread to."""
     mask, shape = call.mask, call.shape
     cu_q: Any = mask.cu_seqlens_q
     cu_k: Any = mask.cu_seqlens_k
     sequences = cu_q.shape[0] - 1
-    count_q, count_k = (rows // UNIT.value + sequences for rows in (shape.tokens, shape.keys))
+    tokens, keys = (spread_rows(rows, sequences) for rows in (shape.tokens, shape.keys))
+    count_q, count_k = tokens // UNIT.value, keys // UNIT.value
     sizes = ((count_q, 4), (count_k, 4), (count_q, 2), (count_k, 2))
     units = Launch(
         units_kernel,
@@ -114,7 +121,7 @@ def plan(call: Call) -> Spread:
     )  # fmt: skip
     nowhere = Places(*(torch.empty(size, dtype=torch.int32, device="meta") for size in sizes))
     masked = Mask(mask.left, mask.right, units_q=nowhere.units_q, units_k=nowhere.units_k, sequences=sequences)
-    spread = shape._replace(tokens=count_q * UNIT.value, keys=count_k * UNIT.value)
+    spread = shape._replace(tokens=tokens, keys=keys)
     tables = tuple(map(Dense.like, nowhere))
     return Spread(call._replace(shape=spread, mask=masked), nowhere, tables, units)
 
