@@ -16,6 +16,7 @@ from __future__ import annotations
 import builtins
 import functools
 import importlib
+import pkgutil
 import sys
 import types
 from typing import Any
@@ -27,6 +28,7 @@ from launches import choose_as_on
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
+import warploom.ops
 from kernel_interpreter.language import REPLACED, numbers
 from kernel_interpreter.machine import Machine
 from kernel_interpreter.memory import Described, Pointer
@@ -56,10 +58,11 @@ def choose_as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calls on a CPU take the kernels for Hopper."""
     for name in _HOPPERS:
         choose_as_on(90, importlib.import_module(f"warploom.ops.{name}"), monkeypatch)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("warploom.ops."):
-            for each in {"multiprocessors", "programs_at_once"} & set(vars(module)):
-                monkeypatch.setattr(module, each, lambda device: PROGRAMS)
+    # All of them: one that is imported later would keep what it finds here.
+    for _, name, _ in pkgutil.walk_packages(warploom.ops.__path__, "warploom.ops."):
+        module = importlib.import_module(name)
+        for each in {"multiprocessors", "programs_at_once"} & set(vars(module)):
+            monkeypatch.setattr(module, each, lambda device: PROGRAMS)
 
 
 def interpret(launch: Launch, given: tuple[Any, ...], seed: int = 0) -> None:
