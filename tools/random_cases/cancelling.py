@@ -23,7 +23,7 @@ from warploom.ops.linear_attention import reference as linear
 from warploom.ops.lrpe import reference as lrpe
 from warploom.testing.accuracy import as_tuple
 
-__all__ = ["cancelling", "rounded_decays", "rounded_logits", "rounded_states"]
+__all__ = ["cancelling", "rounded_decays", "rounded_logits", "rounded_rows", "rounded_states"]
 
 Tensor = torch.Tensor
 
@@ -234,18 +234,75 @@ def rounded_decays(given: Mapping[str, Any], incoming: Sequence[Tensor | None]) 
     return [b - a for a, b in zip(exact, off_by_decays)]
 
 
+def rounded_rows(
+    given: Mapping[str, Any], incoming: Sequence[Tensor | None], wanted: Sequence[str], dtype: torch.dtype
+) -> list[Tensor]:
+    """What linear attention's gradients of theta and decays are off where decayed rows are rounded.
+
+    Keys or values are decayed to the end of their tile and rounded. Where features of values are equal, or entries
+    of a batch, so are their errors, and these gradients add them up: over features, tokens and entries. The
+    definition in 16 bits has no such products, and other errors.
+
+    Args:
+        given: Arguments in float64, with decays; those of ``wanted`` require a gradient.
+        incoming: Gradients of the results, None where there is none.
+        wanted: Names of the arguments that gradients are of.
+        dtype: Of the call, with 16 bits.
+
+    Returns:
+        A tensor for each of ``wanted``: the most that tiles of a length in `TILES` give, zero for other arguments.
+    """
+    places, total = _places_of(given), [torch.zeros_like(given[name]) for name in wanted]
+    if all(grad is None for grad in incoming):
+        return total
+    encoded = {name: linear.features(given[name], **places) for name in "qk"}
+    kept = {name: x for name, x in given.items() if name == "cu_seqlens" or name not in places}
+    kept |= {"scale": given.get("scale", given["q"].shape[-1] ** -0.5), "return_state": True, **encoded}
+    bounds = [0, encoded["k"].shape[1]] if places["cu_seqlens"] is None else places["cu_seqlens"].tolist()
+    decays = given["decay"].detach().expand(encoded["k"].shape[:3])
+
+    def gradients(changed: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        results = linear.linear_attention(**kept | dict(changed))
+        through, grads = zip(*((x, grad) for x, grad in zip(results, incoming) if grad is not None))
+        leaves = [given[name] for name in wanted]
+        found: Sequence[Tensor] = torch.autograd.grad(
+            through, leaves, grads, retain_graph=True, materialize_grads=True
+        )
+        return found
+
+    usual = gradients({})
+    for name, x in (("k", encoded["k"]), ("v", given["v"])):
+        most = [torch.zeros_like(each) for each in total]
+        for size in TILES:
+            sequences = [slice(*each) for each in itertools.pairwise(bounds)]
+            ways = [_within(_tiles_of(decays[:, one], size), True).flatten(1, 2) for one in sequences]
+            parts = [way[:, : one.stop - one.start, :, None] for way, one in zip(ways, sequences)]
+            way = torch.cat(parts, 1).exp()
+            off = (x.detach() * way).to(dtype).double() / way - x.detach()
+            found = gradients({name: x + off.masked_fill(way < torch.finfo(dtype).tiny, 0.0)})
+            most = [torch.maximum(most_, (b - a).abs()) for most_, a, b in zip(most, usual, found)]
+        total = [a + b for a, b in zip(total, most)]
+    return [x if name in ("theta", "decay") else x * 0 for name, x in zip(wanted, total)]
+
+
+def _tiles_of(decays: Tensor, size: int) -> Tensor:
+    """Decays of tokens (B, n, H) by tiles, filled up: (B, tiles, size, H)."""
+    return torch.nn.functional.pad(decays, (0, 0, 0, -decays.shape[1] % size)).unflatten(1, (-1, size))
+
+
+def _within(g: Tensor, ahead: bool) -> Tensor:
+    """Decays of the way from each token to the end of its tile, or from the beginning."""
+    return g.flip(2).cumsum(2).flip(2) - g if ahead else g.cumsum(2)
+
+
 def _off_in_tiles(
     rows: Tensor, others: Tensor, decays: Tensor, dtype: torch.dtype, size: int, ahead: bool
 ) -> Tensor:
     """Two errors (2, B, H, F, E) of a sum over tokens whose products are decayed ``ahead``, or to the beginning."""
-    rest = -decays.shape[1] % size
-    g = torch.nn.functional.pad(decays, (0, 0, 0, rest)).unflatten(1, (-1, size))
+    g = _tiles_of(decays, size)
     totals = g.sum(2)
-    if ahead:
-        within, beyond = g.flip(2).cumsum(2).flip(2) - g, totals.flip(1).cumsum(1).flip(1) - totals
-    else:
-        within, beyond = g.cumsum(2), totals.cumsum(1) - totals
-    ways = within, beyond[:, :, None].expand_as(g)
+    beyond = totals.flip(1).cumsum(1).flip(1) - totals if ahead else totals.cumsum(1) - totals
+    ways = _within(g, ahead), beyond[:, :, None].expand_as(g)
     near, far = (x.flatten(1, 2)[:, : decays.shape[1], :, None].exp() for x in ways)
 
     def lost(x: Tensor) -> Tensor:

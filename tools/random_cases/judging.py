@@ -17,7 +17,7 @@ import torch
 from random_cases.arrays import Placed, place
 from random_cases.attention import SUMS
 from random_cases.calls import Call
-from random_cases.cancelling import cancelling, rounded_decays, rounded_logits, rounded_states
+from random_cases.cancelling import cancelling, rounded_decays, rounded_logits, rounded_rows, rounded_states
 from random_cases.definitions import function_of, reference_of
 from warploom.errors import BackendError
 from warploom.ops.flash_attention.reference import factor_of
@@ -181,6 +181,14 @@ class Prepared:
         off = rounded_decays(self._for_the_definition(torch.float64), self._wanted()[1])
         return dict(zip(("state", "gradient of initial_state"), off))
 
+    def rounded_rows(self) -> list[Tensor] | None:
+        """What gradients may be off where rows are decayed; see `rounded_rows`."""
+        dtype = getattr(torch, self.call.dtype)
+        if self.call.operator != "linear_attention" or "decay" not in self.arrays or dtype.itemsize > 2:
+            return None
+        wanted, incoming = self._wanted()
+        return rounded_rows(self._for_the_definition(torch.float64), incoming, wanted, dtype)
+
     def _wanted(self) -> tuple[list[str], list[Tensor | None]]:
         """Names of what wants a gradient, and the gradients of results, exact."""
         wanted = [name for name, array in self.call.arrays.items() if array.grad]
@@ -337,15 +345,16 @@ def _compared(prepared: Prepared, limits: bool = False) -> _Results:
         if bool(flag):
             raise Failure(f"modified {name}", "its memory, or what lies around it, has been written to")
     count = len(found)
-    of_found, of_exact, of_eager = (tuple(on_cpu[i * count : (i + 1) * count]) for i in range(3))
-    bits = _bits(list(of_found))
-    of_found = tuple(
-        _without_overflow(*each) if _name(prepared.call, index) == "gradient of theta" else each[0]
-        for index, each in enumerate(zip(of_found, of_exact, of_eager))
-    )
-    accuracies = compare_each(of_found, of_exact, of_eager)
+    of_found, of_exact, of_eager = (on_cpu[i * count : (i + 1) * count] for i in range(3))
+    bits = _bits(of_found)
+    for index, one in enumerate(of_found):
+        if one.dtype == torch.float16 and _name(prepared.call, index) == "gradient of theta":
+            for results in (of_found, of_exact, of_eager):
+                results[index] = _of_a_range(results[index])
+    compared = (tuple(of_found), tuple(of_exact), tuple(of_eager))
+    accuracies = compare_each(*compared)
     if limits or not all(accuracy.ok for accuracy in accuracies):
-        accuracies = _with_limits(prepared, accuracies, of_found, of_exact, of_eager)
+        accuracies = _with_limits(prepared, accuracies, *compared)
     return _Results(accuracies, bits)
 
 
@@ -378,19 +387,13 @@ def _judge_again(prepared: Prepared, missed: list[tuple[int, Accuracy]]) -> None
     raise Failure(f"accuracy {_name(prepared.call, index)}", detail)
 
 
-def _without_overflow(found: Tensor, exact: Tensor, eager: Tensor) -> Tensor:
-    """A gradient of theta in which infinities are exact that the eager reference has too: a limit of float16.
+def _of_a_range(x: Tensor) -> Tensor:
+    """A gradient of theta in float16: what is beyond its largest number counts as that, and errors as any.
 
-    So are those that its error allows: where the terms are a million times what is left of them, twice what the
-    eager reference is off may be more than the largest number.
+    Where terms are a million times what is left of them, an error may be more than the largest number.
     """
-    if found.dtype != torch.float16 or found.shape != eager.shape:
-        return found
-    largest = torch.finfo(found.dtype).max
-    off = (eager.double() - exact).abs()
-    allowed = 2 * off.nan_to_num(0.0, 0.0).amax() if off.numel() else 0.0
-    common = (found == eager) | (exact.abs() + allowed > largest)
-    return torch.where(found.isinf() & common, exact.to(found.dtype), found)
+    largest = torch.finfo(torch.float16).max
+    return x.clamp(-largest, largest)
 
 
 def _without_error(found: Tensor, exact: Tensor, errors: Sequence[Tensor]) -> Tensor:
@@ -427,17 +430,20 @@ def _with_limits(
     """Larger budgets for what is a documented limit.
 
     These are the rounding of numbers that are too small for all bits of their dtype, or flushed to zero; one unit
-    in the last place of the largest number, which eager arithmetic does not lose where it only copies, as attention
-    to a single key does, and the gradient of a state without decay, or adds up equal numbers, as many queries may
-    have for a gradient in float32; what `cancelling`, `rounded_logits` and `rounded_decays` say; and that a
-    gradient of theta has the accuracy of float32, whatever its dtype. Where all values are equal, so are
-    their errors, and their mean may be one unit too. A call in float64 has the accuracy of the definition.
-    Blocks may be off by what of this is known element by element. One of the errors that `rounded_states` knows is
-    taken out before anything is compared.
+    in the last place of the largest number, which eager arithmetic does not lose where it only copies, as
+    attention to a single key does, and the gradient of a state without decay, or adds up equal numbers, as many
+    queries may have for a gradient in float32; what `cancelling` and the functions beside it say; and that a
+    gradient of theta has the accuracy of float32, whatever its dtype. Where all values are equal, so are their
+    errors, and their mean may be one unit too. A call in float64 has the accuracy of the definition. Blocks may be
+    off by what of this is known element by element. One of the errors that `rounded_states` knows is taken out
+    before anything is compared.
     """
     outputs = len(prepared.call.outputs)
     cancelled = prepared.cancelling() if prepared.call.gradients else None
     slack = cancelled or [torch.zeros(1)] * (len(found) - outputs)
+    rows = prepared.rounded_rows() if prepared.call.gradients else None
+    if rows is not None:
+        slack = [a.abs() + b.to(a) for a, b in zip(slack, rows)]
     rounded = None if prepared.call.dtype == "float64" else prepared.rounded_logits()
     decayed = prepared.rounded_states()
     off_decays = prepared.rounded_decays()
