@@ -38,6 +38,15 @@ def assert_contained(found: Tensor, usual: Tensor, must: Tensor, may: Tensor, nu
         assert not lost.any(), f"no NaN in {lost.nonzero()[:5].tolist()}"
 
 
+@pytest.mark.parametrize("function", [tpa_decode, tpa_attention])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_beyond_the_numbers_of_float16(function: Any, backend: str, device: torch.device) -> None:
+    x = factors(device, tokens=3, keys=3, heads=2, dtype=torch.float16)
+    x = x | {name: torch.full_like(x[name], 16.0) for name in ("aq", "ak", "bq", "bk")}
+    exact = function(**{name: value.double() for name, value in x.items()}, backend="torch")
+    torch.testing.assert_close(function(**x, backend=backend).double(), exact, atol=2e-3, rtol=2e-3)
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Decoding: rows of several tokens and heads share a tile, and a hidden value reaches none of them
 # ----------------------------------------------------------------------------------------------------------
