@@ -16,12 +16,15 @@ Tensor = torch.Tensor
 
 SUMS = 2.0**-24
 """Relative rounding of a float32 number."""
+_ODD = 0x2545F4914F6CDD1D
 
 
-def signs(like: Tensor, draw: int = 0) -> Tensor:
-    """Numbers from -1 to 1, always the same."""
-    generator = torch.Generator().manual_seed(draw)
-    return (torch.rand(like.shape, generator=generator, dtype=torch.float64) * 2 - 1).to(like.device)
+def signs(of: Tensor, draw: int = 0) -> Tensor:
+    """Numbers from -1 to 1, always the same, and the same for equal sizes: equal numbers are rounded alike."""
+    bits = of.detach().abs().float().contiguous().view(torch.int32).long()
+    mixed = (bits + 1 + (draw << 32)) * _ODD  # modulo 2⁶⁴
+    mixed = (mixed ^ (mixed >> 29)) * _ODD
+    return ((mixed >> 40) & (2**24 - 1)).double() / 2**23 - 1
 
 
 class Attended(NamedTuple):

@@ -32,6 +32,8 @@ FACTORS = {"float16": 2.0**-11, "bfloat16": 2.0**-9, "high": 2.0**-11, "medium":
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 DRAWS = 8
 """Of the signs of errors."""
+SMALLEST = 2.0**-25
+"""Half of the smallest number of float16."""
 TILES = (16, 32, 64)
 """Tokens of a tile, at whose end a state of linear attention is decayed."""
 DOUBLES = 2.0**-40
@@ -84,10 +86,9 @@ def cancelling(
         off_logits = off_logits + more.abs() * SUMS
     # The gradients of logits are rounded before they multiply keys and queries. One row may be all that a block
     # has, and what one draw of signs leaves of it nothing: several draws tell how much is usual.
-    rounding = FACTORS.get(factors, SUMS)
     drawn = [
         torch.autograd.grad(
-            logits, leaves, off + dlogits * signs(logits, draw) * rounding, retain_graph=True,
+            logits, leaves, off + _rounding_of(dlogits, factors) * signs(dlogits, draw), retain_graph=True,
             materialize_grads=True,
         )
         for draw, off in enumerate(_in_both_directions(off_logits.detach(), off_either_way))
@@ -98,11 +99,17 @@ def cancelling(
     # Those of queries and keys are rounded before they turn back.
     turned, most = (attended.q, attended.k), dlogits.abs() + off_logits.abs() + off_either_way
     rounded = [
-        gradient * signs(gradient) * rounding
+        _rounding_of(gradient, factors) * signs(gradient)
         for gradient in torch.autograd.grad(logits, turned, most, retain_graph=True)
     ]
     turned_back = torch.autograd.grad(turned, leaves, rounded, materialize_grads=True)
     return [first.abs() + second.abs() for first, second in zip(of_logits, turned_back)]
+
+
+def _rounding_of(x: Tensor, factors: str) -> Tensor:
+    """What numbers are off, at the most, that are rounded to a factor: those of float16 have few bits near zero."""
+    off = x * FACTORS.get(factors, SUMS)
+    return torch.where(off.abs() < SMALLEST, x.clamp(-SMALLEST, SMALLEST), off) if factors == "float16" else off
 
 
 def _in_both_directions(off: Tensor, either_way: Tensor) -> Sequence[Tensor]:
@@ -364,7 +371,8 @@ def _of_pairs(x: Tensor, grad: Tensor, given: Mapping[str, Any]) -> Tensor:
     """Of the ``theta`` that turns ``x``: what ``x̄₁ d₂ − x̄₂ d₁`` of an angle leaves, where one product is rounded.
 
     Both are equal where an expanded axis makes features and their gradients equal, and eager arithmetic rounds them
-    alike. What is left is the same for all tokens that are, and adds up.
+    alike. What is left is the same for all tokens that are, and adds up. So do errors of a cosine and a sine, half a
+    unit in the last place of 1, and of an activation, over heads and entries with the same numbers and angles.
     """
     x, grad = (t.detach() if t.dim() == 4 else t.detach().unsqueeze(2) for t in (x, grad))
     places = [given.get(name) for name in ("position_ids", "cu_seqlens")]
@@ -376,9 +384,15 @@ def _of_pairs(x: Tensor, grad: Tensor, given: Mapping[str, Any]) -> Tensor:
     d1, d2 = g1 * cosine + g2 * sine, g2 * cosine - g1 * sine
     found = x1 * d2.float().double() - (x2 * d1.float().double()).float().double()
     equal = (x1 * g2 - x2 * g1).abs() <= DOUBLES * (x1 * g2).abs()
-    left = torch.where(equal, found - (x1 * d2 - x2 * d1), 0.0).sum_to_size(phi.shape)
-    off: Tensor = torch.autograd.grad(phi, given["theta"], left)[0]
-    return off
+    of_products = torch.where(equal, found - (x1 * d2 - x2 * d1), 0.0)
+    of_angles = SUMS * (signs(phi) * (x1 * g2 - x2 * g1) - signs(phi, 1) * (x1 * g1 + x2 * g2))
+    inexact = SUMS * (given.get("activation", "none") != "none")
+    of_values = inexact * (signs(x1) * x1 * d2 - signs(x2) * x2 * d1)
+    left = [each.sum_to_size(phi.shape) for each in (of_products, of_angles, of_values)]
+    first, second, third = (
+        torch.autograd.grad(phi, given["theta"], each, retain_graph=True)[0].abs() for each in left
+    )
+    return first + second + third
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
