@@ -1,5 +1,6 @@
 """The tables of README and documentation come from the committed records."""
 
+import json
 import os
 import subprocess
 import sys
@@ -80,7 +81,8 @@ def test_the_largest_case_is_shown_whenever_it_was_measured() -> None:
     assert rows[0] == rows[1] != set()
 
 
-def test_no_records_no_numbers() -> None:
+def test_no_records_no_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "RESULTS", tmp_path)
     for write in texts.TABLES.values():
         assert "no records" in write([], {})
 
@@ -136,6 +138,62 @@ def test_the_picture_of_a_bench_without_a_row_is_of_the_first_gpu_with_what_is_s
     )
     assert {r.environment for r in texts.pictured(first + second, DEVICES)} == {"there"}
     assert {r.environment for r in texts.pictured(records + second, DEVICES)} == {"here"}
+
+
+def cells_of(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+
+
+def test_calls_over_gpus_are_beside_one_gpu() -> None:
+    same = {"out": True, "dq": False, "dk": False}
+    records = []
+    for environment in ("here", "there"):
+        for kind, gpus, n, mode, ms in (
+            ("linear", 2, 64, "fwd", 10.0),
+            ("causal", 2, 128, "fwd", 10.0),
+            ("causal", 4, 64, "fwd_bwd", 9.0),
+            ("causal", 4, 64, "fwd", 10.0),
+            ("causal", 2, 64, "fwd_bwd", 9.99),
+        ):
+            case = {"kind": kind, "gpus": gpus, "n": n}
+            bits = {"bits_of_one_gpu": same if mode == "fwd_bwd" else {"out": True}}
+            ours = Record("context_parallel", "published", case, "warploom", mode, "", environment, "r", ms=10.0)
+            records.append(replace(ours, limit_ms=ms, limit_fraction=ms / 10, details=bits))
+            records.append(replace(ours, provider="limit", ms=ms))
+            if gpus == 4:
+                records += [
+                    replace(ours, provider=name, ms=took) for name, took in (("slow", 30.0), ("fast", 20.0))
+                ]
+    none, both = ["none in the same run", ""], "Forward and backward"
+    wanted = []
+    for kind, mode, gpus, tokens, rest in (
+        ("causal attention", both, "2", "64", ["9.990", "10.00", "0.99", *none, "out, not dq"]),
+        ("causal attention", "Forward", "4", "64", ["10.00", "10.00", "1.00", "fast", "20.00", "out"]),
+        ("causal attention", both, "4", "64", ["9.000", "10.00", "0.90", "fast", "20.00", "out, not dq"]),
+        ("causal attention", "Forward", "2", "128", ["10.00", "10.00", "1.00", *none, "out"]),
+        ("linear attention", "Forward", "2", "64", ["10.00", "10.00", "1.00", *none, "out"]),
+    ):
+        wanted += [[kind, mode, gpu, gpus, tokens, *rest] for gpu in ("H200", "H100")]
+    assert cells_of(texts.context_table(records, DEVICES)) == wanted
+
+
+def test_training_steps_are_those_after_warming_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "RESULTS", tmp_path)
+    for name, rates in (
+        ("h100/training/lg-2000x4", (1, 1000, 4000, 2000)),
+        ("h100/training/lg-500x4", (9000, 1000)),
+        ("h200/training/lg-2000x4", (1, 4000)),
+    ):
+        entries = [{"step": 3 * i, "loss": i / 8, "tokens_per_s": rate} for i, rate in enumerate(rates, start=1)]
+        file = tmp_path / f"{name}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        entries[-1] |= {"held_out_loss": 1.5} if "h200" in name else {}
+        file.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+    assert cells_of(texts.training_table()) == [
+        ["H100", "4", "500", "500.0", "1,000 (1,000 … 1,000)", "3: 0.1250, 6: 0.2500", "–"],
+        ["H100", "4", "2000", "1000", "2,000 (1,000 … 4,000)", "3: 0.1250, 6: 0.2500, 9: 0.3750, 12: 0.5000", "–"],
+        ["H200", "4", "2000", "500.0", "4,000 (4,000 … 4,000)", "3: 0.1250, 6: 0.2500", "1.5000"],
+    ]
 
 
 def test_records_of_no_clean_commit_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

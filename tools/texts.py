@@ -2,7 +2,8 @@
 
 ``python tools/texts.py results/h200 results/h100`` rewrites what stands between the marks of ``TEXTS``, and the
 pictures in ``docs/figures``. No number mixes GPUs: a row of README and a picture are of the first folder with the
-typical case, other tables have rows for each. Records of other code or of no clean commit are left out.
+typical case, other tables have rows for each. Records of other code or of no clean commit are left out. Of training
+over several GPUs there are no records, but logs in ``RESULTS``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from warploom.bench.environment import device_name
 from warploom.bench.records import LIMIT, Record, is_clean, is_stale, load, load_environments
-from warploom.bench.storage import read_text, replace_text
+from warploom.bench.storage import load_lines, read_text, replace_text
 from warploom.errors import ArgumentError
 from warploom.ops import FOLDERS, benches
 from warploom.ops.spec import KERNELS
@@ -33,13 +34,14 @@ from warploom.report.table import Table, number, shown
 __all__ = ["ROWS", "markdown_table", "replace_between", "speed_table", "update"]
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
 WRITTEN = "written by tools/texts.py from records; do not edit"
 GUIDES = tuple(
     str(text.relative_to(ROOT))
     for text in sorted(ROOT.glob("src/warploom/ops/*/*.md"))
     if WRITTEN in text.read_text(encoding="utf-8")
 )
-TEXTS = ("README.md", "docs/results.md", "docs/transformer.md", *GUIDES)
+TEXTS = ("README.md", "docs/results.md", "docs/transformer.md", "docs/many-gpus.md", *GUIDES)
 MARK = f"<!-- {{}}: {WRITTEN} -->"
 END = "<!-- end of {} -->"
 NOTHING = "There are no records of the present code yet."
@@ -418,6 +420,72 @@ def below_target(records: Sequence[Record], devices: Mapping[str, str]) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------
+# Several GPUs
+# ----------------------------------------------------------------------------------------------------------
+
+COMPUTED = {
+    "causal": "causal attention",
+    "packed": "packed sequences",
+    "full": "full attention",
+    "window": "attention with a window",
+    "linear": "linear attention",
+}
+"""What the cases of the bench compute, in the order of the rows."""
+MODES_OVER_GPUS = ("fwd", "fwd_bwd")
+
+
+def context_table(records: Sequence[Record], devices: Mapping[str, str]) -> str:
+    """Calls over several GPUs beside one GPU's time over their number, and which results had one GPU's bits."""
+    heads = ["computed", "mode", "GPU", "GPUs", "tokens", "one GPU / GPUs (ms)", "ms", "share"]
+    heads += ["fastest alternative", "its ms", "one GPU's bits"]
+    found: list[tuple[tuple[int, ...], list[str]]] = []
+    for section in arrange([record for record in records if record.operator == "context_parallel"], devices):
+        for panel, mode in product(section.panels, MODES_OVER_GPUS):
+            for x in panel.xs(mode):
+                record, pair = _ours(section, panel, mode, x), panel.rival(mode, x, section)
+                if record:
+                    kind, gpus = record.case["kind"], record.case["gpus"]
+                    cells = [COMPUTED[kind], mode_title(mode), gpu_of(section, devices, panel.device), str(gpus)]
+                    cells += [str(x), number(record.limit_ms), number(record.ms), _share(record.limit_fraction)]
+                    cells += [pair.b.provider, number(pair.b.ms)] if pair else ["none in the same run", ""]
+                    place = [*COMPUTED].index(kind), x, gpus, MODES_OVER_GPUS.index(mode)
+                    found.append((place, [*cells, _same_bits(record)]))
+    rows = [cells for _, cells in sorted(found, key=lambda entry: entry[0])]
+    return markdown([Table.of(heads, rows, words=3)]) if rows else NOTHING
+
+
+def _share(fraction: float | None) -> str:
+    """A share with two digits behind the point, below 1 wherever something is missing."""
+    if fraction is None:
+        return "–"
+    return f"{fraction if fraction >= 1 else min(fraction, 0.99):.2f}"
+
+
+def _same_bits(record: Record) -> str:
+    """Whether the output and the gradient of queries had the bits of one GPU's."""
+    same = (record.details or {}).get("bits_of_one_gpu", {})
+    return ", ".join(f"{'' if same[name] else 'not '}{name}" for name in ("out", "dq") if name in same)
+
+
+def training_table(*_: object) -> str:
+    """Training steps of ``lg`` by the logs of ``examples/train_lm.py``; their first rate includes warming up."""
+    heads = ["GPU", "GPUs", "tokens", "step (ms)", "tokens/s: median (least … most)", "losses after steps"]
+    heads += ["held-out loss"]
+    found: list[tuple[tuple[int, int, str], list[str]]] = []
+    for file in RESULTS.glob("*/training/lg-*x*.jsonl"):
+        tokens, gpus = map(int, file.stem.removeprefix("lg-").split("x"))
+        entries: list[dict[str, Any]] = load_lines(file, dict, "log entry")
+        rates = [entry["tokens_per_s"] for entry in entries[1:]]
+        median, gpu = statistics.median(rates), file.parents[1].name.upper()
+        speed = f"{median:,.0f} ({min(rates):,.0f} … {max(rates):,.0f})"
+        losses = ", ".join(f"{entry['step']}: {entry['loss']:.4f}" for entry in entries)
+        held_out = [f"{entry['held_out_loss']:.4f}" for entry in entries if "held_out_loss" in entry]
+        cells = [gpu, str(gpus), str(tokens), number(1e3 * tokens / median), speed, losses]
+        found.append(((tokens, gpus, gpu), [*cells, *(held_out[-1:] or ["–"])]))
+    return markdown([Table.of(heads, [cells for _, cells in sorted(found)])]) if found else NOTHING
+
+
+# ----------------------------------------------------------------------------------------------------------
 # Pictures
 # ----------------------------------------------------------------------------------------------------------
 
@@ -502,6 +570,8 @@ TABLES: Mapping[str, Callable[[Sequence[Record], Mapping[str, str]], str]] = {
     "rates of tpa": partial(grid, "tpa_attention", {}, ("quick", "published"), rate),
     "ratios of tpa": partial(grid, "tpa_attention", {}, ("quick", "published"), ratio),
     "below the target of lrpe": below_target,
+    "context parallel": context_table,
+    "training over GPUs": training_table,
 }
 
 

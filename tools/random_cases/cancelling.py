@@ -294,7 +294,8 @@ def rounded_rows(
 
 def _tiles_of(decays: Tensor, size: int) -> Tensor:
     """Decays of tokens (B, n, H) by tiles, filled up: (B, tiles, size, H)."""
-    return torch.nn.functional.pad(decays, (0, 0, 0, -decays.shape[1] % size)).unflatten(1, (-1, size))
+    tiles: Tensor = torch.nn.functional.pad(decays, (0, 0, 0, -decays.shape[1] % size)).unflatten(1, (-1, size))
+    return tiles
 
 
 def _within(g: Tensor, ahead: bool) -> Tensor:

@@ -98,7 +98,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 def with_rounded_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` as it is; its gradient gets the bits of ``dtype``, as it must to enter a matrix product of that."""
     through = rounded(x, dtype)
-    return torch.where(through.isfinite(), through + (x - through).detach(), x)  # which may exceed all of its numbers
+    return torch.where(through.isfinite(), through + (x - through).detach(), x)  # which may exceed all its numbers
 
 
 def with_rounded_mean(out: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
