@@ -728,6 +728,39 @@ def test_equal_decays_of_tiles_are_rounded_alike(monkeypatch: pytest.MonkeyPatch
     assert not any(each.any() for each in cancelling.rounded_decays(arguments, incoming))
 
 
+def test_equal_numbers_are_rounded_alike() -> None:
+    x = torch.randn(1000, dtype=torch.float64)
+    found = attention.signs(x)
+    assert torch.equal(found, attention.signs(-x.flip(0)).flip(0))
+    assert found.abs().max() <= 1
+    assert abs(float(found.mean())) < 0.1
+    assert abs(float((found * attention.signs(x, 1)).mean())) < 0.1
+    assert 0.5 < float(found.square().mean() * 3) < 1.5
+
+
+def test_float16_has_few_bits_near_zero() -> None:
+    x = torch.tensor([1.0, -1e-6, 1e-9, 0.0], dtype=torch.float64)
+    for factors, expected in (
+        ("float16", [2.0**-11, -(2.0**-25), 1e-9, 0.0]),
+        ("bfloat16", (x * 2.0**-9).tolist()),
+    ):
+        assert cancelling._rounding_of(x, factors).tolist() == expected
+
+
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_heads_that_are_equal_have_errors_of_one_angle(activation: str) -> None:
+    """The gradient of theta in float32, with a cosine that is off by a unit in the last place."""
+    same = {"x.memory": "expanded", "x.expand0": True, "x.expand2": True, "x.grad": False}
+    given = {**same, "dtype": "bfloat16", "H": 12, "B": 3, "angles": 16, "N": 60, "theta.grad": True}
+    call = make_call("lrpe_rotate", Choices(given={**given, "theta.rows": "shared", "activation": activation}))
+    prepared = judging.Prepared(call, CPU)
+    known: Any = prepared.cancelling()
+    exact, eager = (prepared.defined(dtype)[-1] for dtype in (torch.float64, None))
+    usual = torch.nn.functional.mse_loss(eager.double(), exact).sqrt()
+    size = known[[name for name, array in call.arrays.items() if array.grad].index("theta")].square().mean().sqrt()
+    assert usual / 8 < size < 8 * usual
+
+
 def test_rounded_rows_tell_in_gradients_where_features_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, lambda out, named: out)
     monkeypatch.setattr(judging, "_check_form", lambda prepared, outputs: None)

@@ -371,9 +371,9 @@ def _places_of(given: Mapping[str, Any]) -> dict[str, Any]:
 def _of_pairs(x: Tensor, grad: Tensor, given: Mapping[str, Any]) -> Tensor:
     """Of the ``theta`` that turns ``x``: what ``x̄₁ d₂ − x̄₂ d₁`` of an angle leaves, where one product is rounded.
 
-    Both are equal where an expanded axis makes features and their gradients equal, and eager arithmetic rounds them
-    alike. What is left is the same for all tokens that are, and adds up. So do errors of a cosine and a sine, half a
-    unit in the last place of 1, and of an activation, over heads and entries with the same numbers and angles.
+    Both are equal where an expanded axis makes features and their gradients equal, and eager arithmetic rounds
+    them alike. What is left is the same for all tokens that are, and adds up. So do errors of a cosine and a sine,
+    half a unit in the last place of 1, and of an activation, over heads and entries whose numbers and angles are.
     """
     x, grad = (t.detach() if t.dim() == 4 else t.detach().unsqueeze(2) for t in (x, grad))
     places = [given.get(name) for name in ("position_ids", "cu_seqlens")]
@@ -383,17 +383,15 @@ def _of_pairs(x: Tensor, grad: Tensor, given: Mapping[str, Any]) -> Tensor:
     (x1, x2), (g1, g2) = (_pairs(t, given.get("interleaved", False)) for t in (value, grad))
     cosine, sine = phi.detach().cos(), phi.detach().sin()
     d1, d2 = g1 * cosine + g2 * sine, g2 * cosine - g1 * sine
-    found = x1 * d2.float().double() - (x2 * d1.float().double()).float().double()
+    rounded = x1 * d2.float().double() - (x2 * d1.float().double()).float().double()
     equal = (x1 * g2 - x2 * g1).abs() <= DOUBLES * (x1 * g2).abs()
-    of_products = torch.where(equal, found - (x1 * d2 - x2 * d1), 0.0)
+    of_products = torch.where(equal, rounded - (x1 * d2 - x2 * d1), 0.0)
     of_angles = SUMS * (signs(phi) * (x1 * g2 - x2 * g1) - signs(phi, 1) * (x1 * g1 + x2 * g2))
     inexact = SUMS * (given.get("activation", "none") != "none")
     of_values = inexact * (signs(x1) * x1 * d2 - signs(x2) * x2 * d1)
     left = [each.sum_to_size(phi.shape) for each in (of_products, of_angles, of_values)]
-    first, second, third = (
-        torch.autograd.grad(phi, given["theta"], each, retain_graph=True)[0].abs() for each in left
-    )
-    return first + second + third
+    off = [torch.autograd.grad(phi, given["theta"], each, retain_graph=True)[0].abs() for each in left]
+    return torch.stack(off).sum(0)
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
