@@ -128,6 +128,10 @@ def check_ranks_that_share_no_memory(world):
         check_what_one_rank_gets_wrong_all_refuse(world)
         attention_case(world, causal=True)
         assert all(known[2] is None for known in agreement._hosts.values())
+    full = mock.patch.object(board.tempfile, "mkstemp", side_effect=OSError)
+    with mock.patch.dict(agreement._hosts, clear=True), full:
+        attention_case(world, causal=True)
+        assert all(known[2] is None for known in agreement._hosts.values())
     attention_case(world, causal=True)
     assert all(known[2] is not None for known in agreement._hosts.values())
 

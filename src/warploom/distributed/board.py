@@ -6,6 +6,7 @@ of attention has one, and its GPU waits for it. Ranks of one host write two word
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import mmap
@@ -101,14 +102,13 @@ def make_board(group: Any) -> Board | None:
     """
     if os.name != "posix":  # elsewhere a process cannot be asked whether it runs
         return None
-    world, memory = group.size(), None
-    size = _TOKEN + 8 * 4 * world
+    size, memory = _TOKEN + 8 * 4 * group.size(), None
     path, token = "", secrets.token_bytes(_TOKEN)
     if group.rank() == 0:
-        folder = MEMORY if os.access(MEMORY, os.W_OK) else None
-        file, path = tempfile.mkstemp(prefix="warploom-", dir=folder)
-        with os.fdopen(file, "wb") as writing:
-            writing.write(token.ljust(size, b"\0"))
+        with contextlib.suppress(OSError):  # without a file there is no board, which all must hear
+            file, path = tempfile.mkstemp(prefix="warploom-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None)
+            with os.fdopen(file, "wb") as writing:
+                writing.write(token.ljust(size, b"\0"))
     told = _gathered((path, token, os.getpid()), group)
     path, token, _ = told[0]
     try:
@@ -119,7 +119,7 @@ def make_board(group: Any) -> Board | None:
     processes = [process for _, _, process in told]
     seen = memory is not None and memory[:_TOKEN] == token and all(map(_runs, processes))
     everybody = all(_gathered(seen, group))
-    if group.rank() == 0:
+    if group.rank() == 0 and path:
         Path(path).unlink()  # those that have it keep it
     return Board(memory, group.rank(), processes) if everybody and memory is not None else None
 

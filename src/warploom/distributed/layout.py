@@ -9,7 +9,9 @@ first chunk of all sequences in their order, then its second, then the packed se
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +40,8 @@ Layout = Literal["zigzag", "contiguous"]
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 
 
-class Chunks(NamedTuple):
+@dataclass(frozen=True)
+class Chunks:
     """How sequences are cut, ``S`` of them into ``C`` chunks each: int64 on the host."""
 
     starts: Tensor
@@ -60,7 +63,7 @@ class Chunks(NamedTuple):
         own = self.owned(rank)
         return expanded(self.first[:, own].t().flatten(), self.last[:, own].t().flatten())
 
-    @property
+    @functools.cached_property
     def lengths(self) -> list[int]:
         """Of the ranks' parts."""
         sizes = (self.last - self.first).sum(0)
