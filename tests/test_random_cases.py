@@ -807,7 +807,7 @@ def test_theta_may_overflow_where_the_definition_is_off_by_as_much(
     """Its numbers in float16 end with the largest."""
     right = torch.tensor([exact, -3.0], dtype=torch.float64)
     results = (torch.tensor([found, -3.0]).half(), right, (right - torch.tensor([off, 0.0])).half())
-    (accuracy,) = judging.compare_each(*((judging._of_a_range(x),) for x in results))
+    (accuracy,) = judging.compare_each(*((judging._within_float16(x),) for x in results))
     assert not accuracy.problem
     assert accuracy.ok is (allowed or (exact == 70_000.0 and found > 0))
 

@@ -200,8 +200,7 @@ def rounded_states(
     exact = {name: x.detach() if torch.is_tensor(x) else x for name, x in given.items()}
     keys, queries = (linear.features(exact[name], **places).detach() for name in "kq")
     decays = exact["decay"].expand(keys.shape[:3])
-    bounds = [0, keys.shape[1]] if places["cu_seqlens"] is None else places["cu_seqlens"].tolist()
-    sequences = [slice(*each) for each in itertools.pairwise(bounds)]
+    sequences = _sequences_of(places, keys.shape[1])
 
     def of(rows: Tensor, others: Tensor, scale: float, ahead: bool) -> list[Tensor]:
         found: list[Tensor] = []
@@ -259,19 +258,21 @@ def rounded_rows(
     Returns:
         A tensor for each of ``wanted``: the most that tiles of a length in `TILES` give, zero for other arguments.
     """
-    places, total = _places_of(given), [torch.zeros_like(given[name]) for name in wanted]
-    if all(grad is None for grad in incoming):
-        return total
+    places = _places_of(given)
+    total = {name: torch.zeros_like(given[name]) for name in wanted}
+    summed = [name for name in wanted if name in ("theta", "decay")]
+    if not summed or all(grad is None for grad in incoming):
+        return list(total.values())
     encoded = {name: linear.features(given[name], **places) for name in "qk"}
     kept = {name: x for name, x in given.items() if name == "cu_seqlens" or name not in places}
     kept |= {"scale": given.get("scale", given["q"].shape[-1] ** -0.5), "return_state": True, **encoded}
-    bounds = [0, encoded["k"].shape[1]] if places["cu_seqlens"] is None else places["cu_seqlens"].tolist()
+    sequences = _sequences_of(places, encoded["k"].shape[1])
     decays = given["decay"].detach().expand(encoded["k"].shape[:3])
 
     def gradients(changed: Mapping[str, Tensor]) -> Sequence[Tensor]:
         results = linear.linear_attention(**kept | dict(changed))
         through, grads = zip(*((x, grad) for x, grad in zip(results, incoming) if grad is not None))
-        leaves = [given[name] for name in wanted]
+        leaves = [given[name] for name in summed]
         found: Sequence[Tensor] = torch.autograd.grad(
             through, leaves, grads, retain_graph=True, materialize_grads=True
         )
@@ -279,17 +280,23 @@ def rounded_rows(
 
     usual = gradients({})
     for name, x in (("k", encoded["k"]), ("v", given["v"])):
-        most = [torch.zeros_like(each) for each in total]
+        of_sizes = []
         for size in TILES:
-            sequences = [slice(*each) for each in itertools.pairwise(bounds)]
             ways = [_within(_tiles_of(decays[:, one], size), True).flatten(1, 2) for one in sequences]
             parts = [way[:, : one.stop - one.start, :, None] for way, one in zip(ways, sequences)]
             way = torch.cat(parts, 1).exp()
             off = (x.detach() * way).to(dtype).double() / way - x.detach()
             found = gradients({name: x + off.masked_fill(way < torch.finfo(dtype).tiny, 0.0)})
-            most = [torch.maximum(most_, (b - a).abs()) for most_, a, b in zip(most, usual, found)]
-        total = [a + b for a, b in zip(total, most)]
-    return [x if name in ("theta", "decay") else x * 0 for name, x in zip(wanted, total)]
+            of_sizes.append([(b - a).abs() for a, b in zip(usual, found)])
+        for each, *of_one in zip(summed, *of_sizes):
+            total[each] += torch.stack(of_one).amax(0)
+    return list(total.values())
+
+
+def _sequences_of(places: Mapping[str, Any], tokens: int) -> list[slice]:
+    """Where the packed sequences are, or the one."""
+    bounds = [0, tokens] if places["cu_seqlens"] is None else places["cu_seqlens"].tolist()
+    return [slice(*each) for each in itertools.pairwise(bounds)]
 
 
 def _tiles_of(decays: Tensor, size: int) -> Tensor:

@@ -350,7 +350,7 @@ def _compared(prepared: Prepared, limits: bool = False) -> _Results:
     for index, one in enumerate(of_found):
         if one.dtype == torch.float16 and _name(prepared.call, index) == "gradient of theta":
             for results in (of_found, of_exact, of_eager):
-                results[index] = _of_a_range(results[index])
+                results[index] = _within_float16(results[index])
     compared = (tuple(of_found), tuple(of_exact), tuple(of_eager))
     accuracies = compare_each(*compared)
     if limits or not all(accuracy.ok for accuracy in accuracies):
@@ -387,7 +387,7 @@ def _judge_again(prepared: Prepared, missed: list[tuple[int, Accuracy]]) -> None
     raise Failure(f"accuracy {_name(prepared.call, index)}", detail)
 
 
-def _of_a_range(x: Tensor) -> Tensor:
+def _within_float16(x: Tensor) -> Tensor:
     """A gradient of theta in float16: what is beyond its largest number counts as that, and errors as any.
 
     Where terms are a million times what is left of them, an error may be more than the largest number.
