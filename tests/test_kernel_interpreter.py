@@ -10,7 +10,7 @@ import pytest
 import torch
 from planned_calls import forget_plans
 
-from warploom import flash_attention, linear_attention, lrpe_rotate, tpa_decode
+from warploom import flash_attention, linear_attention, lrpe_rotate, tpa_attention, tpa_decode
 from warploom.runtime.backend import HAS_TRITON
 from warploom.testing.conformance import random_like
 
@@ -33,13 +33,19 @@ SEEDS = range(20)
 
 
 KEYS, CACHE, FACTORS = (1, 50, 2, 16), (2, 150, 2, 16), (2, 90, 3, 2)
-CALLS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], dict[str, Any]]] = {
+CALLS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...] | None], dict[str, Any]]] = {
     "lrpe": (lrpe_rotate, [(2, 21, 3, 16), (8,)], {"activation": "silu"}),
     "lrpe, far": (lrpe_rotate, [(1, 40, 2, 22), (11,)], {"offset": 2**24}),
     "flash attention": (flash_attention, [KEYS] * 3, {"causal": True, "softcap": 3.0}),
     "decoding": (flash_attention, [(2, 1, 4, 16), CACHE, CACHE], {}),
     "linear attention": (linear_attention, [KEYS] * 3, {"encoding": "rotate", "theta": torch.rand(2, 8)}),
     "tpa_decode": (tpa_decode, [(2, 1, 3, 2), FACTORS, FACTORS, (2, 1, 2, 16), *[(2, 90, 2, 16)] * 2], {}),
+    "tpa_attention": (tpa_attention, [(2, 9, 3, 2), *[(2, 9, 3, 2)] * 2, *[(2, 9, 2, 16)] * 3], {}),
+    "tpa_attention, whole queries": (
+        tpa_attention,
+        [None, *[(2, 9, 3, 2)] * 2, (2, 9, 3, 16), *[(2, 9, 2, 16)] * 2],
+        {},
+    ),
 }
 
 
@@ -49,10 +55,14 @@ def results(name: str) -> list[Tensor]:
     function, shapes, options = CALLS[name]
     generator = seeds.generator(1)
     inputs = [
-        torch.randn(shape, generator=generator).requires_grad_(function is not tpa_decode) for shape in shapes
+        None
+        if shape is None
+        else torch.randn(shape, generator=generator).requires_grad_(function is not tpa_decode)
+        for shape in shapes
     ]
     out = function(*inputs, **options, backend="triton")
-    grads = torch.autograd.grad(out, inputs, random_like((out,))) if out.requires_grad else ()
+    wanted = [x for x in inputs if x is not None]
+    grads = torch.autograd.grad(out, wanted, random_like((out,))) if out.requires_grad else ()
     return [out.detach(), *grads]
 
 

@@ -728,6 +728,72 @@ def test_equal_decays_of_tiles_are_rounded_alike(monkeypatch: pytest.MonkeyPatch
     assert not any(each.any() for each in cancelling.rounded_decays(arguments, incoming))
 
 
+def test_a_first_states_gradient_is_divided_by_the_scale_and_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no decay changes it and no query adds to it, the definition copies it."""
+    plant(monkeypatch, lambda out, named: out)
+    monkeypatch.setattr(judging, "_check_form", lambda prepared, outputs: None)
+    state = {name: value for name, value in DECAYED.items() if name != "decay"} | {"angles": 32, "E": 32}
+    call = make_call(
+        "linear_attention", Choices(given={**state, "N": 9, "encoding": "none", "gradient.none": True})
+    )
+    run = judging.Prepared.run
+    for units, expected in ((1, []), (4, ["accuracy gradient of initial_state"])):
+
+        def off(prepared: judging.Prepared, units: int = units) -> tuple[list[Tensor], list[Tensor]]:
+            outputs, gradients = run(prepared)
+            scaled = [(gradient.float() / 0.3).float() * 0.3 for gradient in gradients]
+            return outputs, [units * (a - b) + b for a, b in zip(scaled, gradients)]
+
+        monkeypatch.setattr(judging.Prepared, "run", off)
+        assert [fault.kind for fault in run_calls([call], CPU, None)[1]] == expected
+
+
+def test_expanded_numbers_are_judged_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of them is off by one draw's error, which may be as large as the whole may be off; not larger."""
+    plant(monkeypatch, lambda out, named: out)
+    monkeypatch.setattr(judging, "_check_form", lambda prepared, outputs: None)
+    run = judging.Prepared.run
+    sizes = {"dtype": "bfloat16", "B": 4, "N": 64, "M=N": True, "Hkv": 8, "D": 64, "E=D": True, "causal": True}
+    expanded = {"v.memory": "expanded", "v.expand0": True}
+    for given, units, expected in ((sizes, 1.2, 1), (sizes | expanded, 1.2, 0), (sizes | expanded, 20.0, 1)):
+
+        def off(prepared: judging.Prepared, units: float = units) -> tuple[list[Tensor], list[Tensor]]:
+            (out, *others), gradients = run(prepared)
+            exact, eager = (prepared.defined(dtype)[0].double() for dtype in (torch.float64, None))
+            out[0, -4:] = (exact[0, -4:] + units * (eager - exact).abs().max()).to(out.dtype)
+            return [out, *others], gradients
+
+        monkeypatch.setattr(judging.Prepared, "run", off)
+        faults = run_calls([make_call("flash_attention", Choices(given=given))], CPU, None)[1]
+        assert len(faults) == expected, (given, units)
+
+
+def test_sums_in_a_row_are_as_far_off_as_is_said() -> None:
+    given = {
+        "dtype": "float32",
+        "B": 4,
+        "N": 1,
+        "M": 600,
+        "Hkv": 4,
+        "D": 64,
+        "E=D": True,
+        "causal": False,
+        "size": 0.01,
+    }
+    prepared = judging.Prepared(make_call("flash_attention", Choices(given=given)), CPU)
+    exact = prepared.defined(torch.float64)[0]
+    values = prepared.arrays["v"].dense
+    total = torch.zeros_like(values[:, 0])
+    for key in range(600):  # of equal weights, nearly
+        total = total + values[:, key]
+    weights = values.double().mean(1)
+    off = (total.double() / 600 - weights).square().mean().sqrt()
+    known = prepared.rounded_sums()
+    assert known is not None
+    assert known.shape == exact.shape
+    assert 0.7 * off < known.square().mean().sqrt() < 1.5 * off
+
+
 def test_equal_numbers_are_rounded_alike() -> None:
     x = torch.randn(1000, dtype=torch.float64)
     found = attention.signs(x)

@@ -23,7 +23,7 @@ from warploom.ops.linear_attention import reference as linear
 from warploom.ops.lrpe import reference as lrpe
 from warploom.testing.accuracy import as_tuple
 
-__all__ = ["cancelling", "rounded_decays", "rounded_logits", "rounded_rows", "rounded_states"]
+__all__ = ["cancelling", "rounded_decays", "rounded_logits", "rounded_rows", "rounded_states", "rounded_sums"]
 
 Tensor = torch.Tensor
 
@@ -179,6 +179,28 @@ def rounded_logits(
         found.append([out.detach(), lse.detach(), *gradients])
     exact, off = found
     return [b - a for a, b in zip(exact, off)]
+
+
+def rounded_sums(operator: str, given: Mapping[str, Any]) -> Tensor | None:
+    """What outputs (B, N, H, E) of attention may be off where float32 numbers are added up one after the other.
+
+    A sum of n numbers of any sign grows as the root of n, and is rounded n times, each time by a quarter of a unit
+    of the sum so far: together a root of n times as much as the sum itself. Matrix libraries add up several parts
+    at a time, which is more exact where weights are alike.
+
+    Args:
+        operator: Whose call it is.
+        given: Arguments in float64.
+    """
+    if operator not in ATTENTION:
+        return None
+    attended = ATTENTION[operator](given)
+    weights = attend(attended)[1][..., : attended.k.shape[1]]
+    v = attended.v.detach().repeat_interleave(weights.shape[1] // max(attended.v.shape[2], 1), 2)
+    terms = (weights != 0).sum(-1) * (given["bv"].shape[-2] if "bv" in given and given["bv"].dim() == 4 else 1)
+    squares = torch.einsum("bhnm,bmhe->bnhe", weights.square(), v.square())
+    off: Tensor = SUMS / 4 * (squares * terms.transpose(1, 2).unsqueeze(-1)).sqrt()
+    return off
 
 
 def rounded_states(

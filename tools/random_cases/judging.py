@@ -17,7 +17,14 @@ import torch
 from random_cases.arrays import Placed, place
 from random_cases.attention import SUMS
 from random_cases.calls import Call
-from random_cases.cancelling import cancelling, rounded_decays, rounded_logits, rounded_rows, rounded_states
+from random_cases.cancelling import (
+    cancelling,
+    rounded_decays,
+    rounded_logits,
+    rounded_rows,
+    rounded_states,
+    rounded_sums,
+)
 from random_cases.definitions import function_of, reference_of
 from warploom.errors import BackendError
 from warploom.ops.flash_attention.reference import factor_of
@@ -165,6 +172,12 @@ class Prepared:
         given = self._for_the_definition(torch.float64)
         found = rounded_logits(self.call.operator, given, incoming, wanted if self.gradients else [])
         return found and found[: len(self.call.outputs)] + found[2:]
+
+    def rounded_sums(self) -> Tensor | None:
+        """What an output of attention may be off where float32 numbers are added up; see `rounded_sums`."""
+        if self.call.dtype != "float32":
+            return None
+        return rounded_sums(self.call.operator, self._for_the_definition(torch.float64))
 
     def rounded_states(self) -> tuple[list[Tensor], list[Tensor]] | None:
         """What a state and the gradient of the first may be off where rows are decayed; see `rounded_states`."""
@@ -414,6 +427,12 @@ def _is_rounded_once(exact: Tensor, eager: Tensor) -> bool:
     return float(off.max()) <= torch.finfo(eager.dtype).eps / 2 * _sizes(exact)[0]
 
 
+def _has_equal_numbers(call: Call) -> bool:
+    """Whether a tensor is expanded: then numbers of a block may all have one error, which is any draw's."""
+    arrays = (*call.arrays.values(), *(array for array in call.gradients if array is not None))
+    return any(array.stored_shape != array.shape and "float" in array.dtype for array in arrays)
+
+
 def _are_equal(x: Tensor) -> bool:
     """Whether what is finite of it is one number."""
     finite = x[x.isfinite()]
@@ -434,9 +453,10 @@ def _with_limits(
     attention to a single key does, and the gradient of a state without decay, or adds up equal numbers, as many
     queries may have for a gradient in float32; what `cancelling` and the functions beside it say; and that a
     gradient of theta has the accuracy of float32, whatever its dtype. Where all values are equal, so are their
-    errors, and their mean may be one unit too. A call in float64 has the accuracy of the definition. Blocks may be
-    off by what of this is known element by element. One of the errors that `rounded_states` knows is taken out
-    before anything is compared.
+    errors, and their mean may be one unit too; the gradient of a first state is divided by the scale and multiplied
+    with it, which may lose one in each number twice. A call in float64 has the accuracy of the definition. Blocks
+    may be off by what of this is known element by element; of numbers that are expanded there are no blocks. One of
+    the errors that `rounded_states` knows is taken out before anything is compared.
     """
     outputs = len(prepared.call.outputs)
     cancelled = prepared.cancelling() if prepared.call.gradients else None
@@ -445,6 +465,7 @@ def _with_limits(
     if rows is not None:
         slack = [a.abs() + b.to(a) for a, b in zip(slack, rows)]
     rounded = None if prepared.call.dtype == "float64" else prepared.rounded_logits()
+    sums = prepared.rounded_sums()
     decayed = prepared.rounded_states()
     off_decays = prepared.rounded_decays()
     if decayed is not None:
@@ -470,6 +491,13 @@ def _with_limits(
         elif _are_equal(exact[index]):
             mean = most
             spare += most
+        if _name(prepared.call, index) == "gradient of initial_state":
+            unit = torch.finfo(dtype).eps / 2
+            most, mean = (a + unit * size for a, size in zip((most, mean), _sizes(exact[index])))
+            spare += 2 * unit * exact[index].to(spare).abs().nan_to_num(0.0, 0.0, 0.0)
+        if sums is not None and index == 0:
+            most, mean = (a + b for a, b in zip((most, mean), _sizes(sums)))
+            spare += sums.to(spare).nan_to_num(0.0, 0.0, 0.0)
         if rounded is not None:
             most, mean = (a + 2 * b for a, b in zip((most, mean), _sizes(rounded[index])))
             spare += 2 * rounded[index].to(spare).abs().nan_to_num(0.0, 0.0)
@@ -496,6 +524,8 @@ def _with_limits(
         ok = accuracy.max_error <= error_budget and accuracy.rms_error <= rms_budget
         result.append(replace(accuracy, ok=ok, error_budget=error_budget, rms_budget=rms_budget))
         spared.append(spare)
+    if _has_equal_numbers(prepared.call):
+        return [replace(one, block_ratio=0.0, block=()) for one in result]
     blocks = [(one.block_ratio, one.block) for one in compare_each(found, exact, eager, spared=spared)]
     return [
         replace(one, ok=one.ok and ratio <= 1, block_ratio=ratio, block=block)

@@ -125,6 +125,8 @@ def in_declared_width(kind: Any, value: Any) -> Any:
 
     The interpreter makes integers 32 bits wide where their values allow it, and then a product of one overflows.
     """
+    if value is None:  # of any kind: what a call has not
+        return None
     if isinstance(kind, tuple):
         return type(kind)(*map(in_declared_width, kind, value))
     return _wide(value) if kind == "i64" else value
