@@ -30,8 +30,8 @@ from warploom.nn.attention import Implementation
 
 STATE = "state.pt"
 TOGETHER = 6
-"""Blocks whose matrices travel together. Each journey costs the host: for a step of 36 blocks it takes 94 ms with six
-of them at a time and 233 with one, more than a GPU takes for 8192 tokens (two H100); one process takes 76."""
+"""Blocks whose matrices travel together. Each journey costs the host: a step of 36 blocks takes it 94 ms with six
+of them at a time and 233 with one, more than a GPU takes for 8192 tokens (two H100). One process takes 76."""
 
 
 @dataclass(frozen=True)
