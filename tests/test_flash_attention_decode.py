@@ -1,6 +1,10 @@
 """Flash attention of few queries on many keys: rows of a group in one tile, chunks of keys, lengths, pages."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,7 +227,7 @@ def test_programs_take_as_many_chunks_as_leave_work_for_all(kind: str) -> None:
         q, k = one.expand(batch, 1, 32, 128), one.expand(batch, 8192, 8, 128)
         lengths = torch.zeros(batch, dtype=torch.int32) if kind == "lengths" else None
         call = Call.of(q, k, k, Mask(right=0, seqused_k=lengths), 1.0)
-        tiles = decode.decode_tiles(call.dtype, 128, 4)
+        tiles = decode.decode_tiles(90, call.dtype, 128, 128, 4)
         assert decode.chunks_of(call, tiles, 1) == 16
         found[batch] = decode.chunks_of_program(call, tiles, 16, batch * 8)
     assert found == {1: 1, 8: 8 if kind == "dense" else 1, 32: 16}
@@ -250,3 +254,49 @@ def test_a_graph_follows_lengths_and_pages(device: torch.device) -> None:
         q.copy_(torch.randn(q.shape, generator=generator))
         graph.replay()
         assert all(map(torch.equal, found, flash_attention(q, *pools, **options)))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Narrow values that the loop itself stores in shared memory
+# ----------------------------------------------------------------------------------------------------------
+
+NARROW = """
+import torch
+from triton.backends.compiler import GPUTarget
+from warploom import flash_attention
+from warploom.runtime import launch
+from warploom.testing.descriptors import disassemble, lost_addresses
+
+def zeros(tokens, heads, features):
+    return torch.zeros(1, tokens, heads, features, dtype=torch.float16)
+
+for values in (16, 32):
+    for tokens, group in ((16, 4), (40, 1)):
+        with launch.recording(90, 132) as builds:
+            q, k, v = zeros(tokens, group, 33), zeros(300, 1, 33), zeros(300, 1, values)
+            flash_attention(q, k, v, backend="triton", seqused_k=torch.tensor([299], dtype=torch.int32))
+        (build,) = (build for build in builds.values() if "combine" not in build.function.__name__)
+        built = build.compile(GPUTarget("cuda", 90, 32))
+        lost = lost_addresses(disassemble(built.asm["cubin"])) if "wgmma" in built.asm["ptx"] else []
+        print(build.function.__name__, len(lost))
+"""
+
+
+def test_narrow_values_are_read_from_shared_memory(tmp_path: Path) -> None:
+    """Compiled for Hopper: rows at odd places, of which the assembler loses the address in tiles of 64 queries."""
+    program = tmp_path / "narrow.py"
+    program.write_text(NARROW, encoding="utf-8")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
+    expected = [f"{name}_kernel 0" for _ in range(2) for name in ("decode", "forward")]
+    assert done.stdout.splitlines() == expected, done.stderr
+
+
+@pytest.mark.parametrize("e", [12, 16, 32])
+@pytest.mark.parametrize("group", [3, 4])
+def test_narrow_values_at_odd_places(e: int, group: int, device: torch.device) -> None:
+    options: dict[str, Any] = {"batch": 2, "d": 33, "e": e, "causal": True, "dtype": torch.float16}
+    inputs = random_inputs(device, 16, 90, heads=2 * group, key_heads=2, **options)
+    inputs["v"] = torch.cat((inputs["v"].detach(),) * 3, 2)[:, :, 1:3].requires_grad_()
+    with poisoned_allocations():
+        assert_right(inputs, "triton")

@@ -9,10 +9,14 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import re
 import shlex
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -768,6 +772,34 @@ def test_expanded_numbers_are_judged_as_a_whole(monkeypatch: pytest.MonkeyPatch)
         assert len(faults) == expected, (given, units)
 
 
+def test_matrix_units_cut_what_does_not_fit_into_a_sum() -> None:
+    """A sum of 1025 tokens, 16 at a time, whose last bits are cut off; of states that decay it is a part."""
+    given = {"dtype": "float16", "N": 1025, "H": 1, "angles": 4, "return_state": True, "encoding": "none"}
+    call = make_call("linear_attention", Choices(given=given))
+    parts = torch.randn(64, 16, 2000, dtype=torch.float64).sum(1)
+    total = torch.zeros(2000, dtype=torch.float64)
+    for part in parts:
+        whole = total + part
+        unit = 2.0 ** (whole.abs().log2().floor() - 23)
+        total = (whole / unit).trunc() * unit
+    exact = parts.sum(0)
+    off, size = ((x.square().mean().sqrt()) for x in (total - exact, exact))
+    assert 0.3 * judging._off_in_all(call, "state") < off / size < judging._off_in_all(call, "state")
+    assert judging._off_in_all(call, "output") == 0.0
+    exact_call = make_call("linear_attention", Choices(given={**given, "dtype": "float64", "decay": "token"}))
+    assert judging._off_in_all(exact_call, "state") == 0.0
+    decayed = make_call("linear_attention", Choices(given={**given, "decay": "token"}))
+    assert judging._off_in_all(decayed, "state") > judging._off_in_all(call, "state")
+
+
+def test_one_rounding_may_be_that_of_all_equal_numbers() -> None:
+    given = {"N": 9, "M=N": True, "float32_precision": "medium"}
+    equal = {**given, "gradient.memory": "expanded", "gradient.expand1": True, "v.grad": True}
+    usual, alike = (make_call("flash_attention", Choices(given=each)) for each in (given, equal))
+    assert judging._off_in_all(usual, "output") == 0.0
+    assert judging._off_in_all(alike, "gradient of v") == 2.0**-9
+
+
 def test_sums_in_a_row_are_as_far_off_as_is_said() -> None:
     given = {
         "dtype": "float32",
@@ -977,6 +1009,23 @@ def test_a_search_that_finds_nothing_ends_well(
 def test_mistakes_are_status_2(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert random_calls.main(words.split()) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_kernels_of_random_calls_are_compiled() -> None:
+    tool = Path(__file__).parents[1] / "tools" / "random_builds.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, tool, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+    done = run("lrpe-cosine", "--seconds", "1", "--seed", "1")
+    found = re.fullmatch(r"seed 1: (\d+) variants of \d+ families for sm_90, 0 failed", done.stdout.strip())
+    assert found is not None, done.stdout + done.stderr
+    assert int(found[1]) > 0
+    assert done.returncode == 0
+    assert run("flash").returncode == 2
 
 
 def test_several_processes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -38,13 +40,12 @@ def sum_rows(rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, out: t
     """
     sums = len(ends) - 1
     width = out[:1].numel() if sums else 0
+    _launch_of(sums, width, rows.dtype, rows.device)(rows, order, ends, out)
+
+
+@functools.lru_cache(64)
+def _launch_of(sums: int, width: int, dtype: torch.dtype, device: torch.device) -> Launch:
+    """The launch for so many sums of rows of a dtype. Made anew it looks for its compiled kernel, for 0.1 ms."""
     blocks = triton.cdiv(width, BLOCK)
-    launch = Launch(
-        sum_rows_kernel,
-        sums * blocks,
-        takes=("rows", "order", "ends", "out"),
-        width=width,
-        blocks=blocks,
-        BLOCK=BLOCK,
-    )
-    launch(rows, order, ends, out)
+    takes = ("rows", "order", "ends", "out")
+    return Launch(sum_rows_kernel, sums * blocks, takes=takes, width=width, blocks=blocks, BLOCK=BLOCK)

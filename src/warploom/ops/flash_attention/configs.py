@@ -154,13 +154,18 @@ LONG: dict[str, dict[str, dict[int, int]]] = {
 they are used, and for ``high`` precision not at all."""
 
 
-def decode_tiles(dtype: torch.dtype, features: int, rows: int) -> Configuration:
-    """The pinned tiles of the kernel for few queries, for so many rows of a head of keys; see `configuration`."""
+def decode_tiles(arch: int, dtype: torch.dtype, features: int, values: int, rows: int) -> Configuration:
+    """The pinned tiles of the kernel for few queries, for so many rows of a head of keys; see `configuration`.
+
+    ``values``: features of values, up to the next power of two. On sm_90 up to 32 of 16 bits have no tiles of 64
+    rows, whatever is known of addresses, so that these do not decide over bits: see `UNALIGNED_VALUES`.
+    """
     kind, width = "float32" if dtype == torch.float32 else "16-bit", WIDTHS.index(features)
+    most = 32 if arch == 90 and kind == "16-bit" and values <= 32 else 64
     fit = [
         Configuration(block_m, *tile)
         for (each, block_m), tiles in DECODE.items()
-        if each == kind and (tile := tiles[width]) is not None
+        if each == kind and block_m <= most and (tile := tiles[width]) is not None
     ]
     return next((tiles for tiles in fit if rows <= tiles.block_m), fit[-1])
 

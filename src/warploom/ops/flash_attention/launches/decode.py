@@ -21,7 +21,7 @@ from warploom.ops.flash_attention.kernels.decode import combine_chunks_kernel, d
 from warploom.ops.flash_attention.launches import tiling
 from warploom.ops.flash_attention.launches.tiling import Call, Grid, layout_for
 from warploom.ops.flash_attention.problem import bounds, programs_at_once
-from warploom.runtime.launch import Launch
+from warploom.runtime.launch import Launch, architecture
 
 Tensor = torch.Tensor
 
@@ -84,7 +84,7 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
     shape = call.shape
     *_, out = tensors
     rows = shape.tokens * shape.group
-    tiles = decode_tiles(call.dtype, shape.width, rows)
+    tiles = decode_tiles(architecture(call.device), call.dtype, shape.width, shape.block_e, rows)
     if call.mask.block_table is not None:
         tiles = tiles._replace(stages=tiles.stages + DECODE_PAGE_STAGES)
     blocks = -(-rows // tiles.block_m)
