@@ -8,7 +8,6 @@ of every matrix, its heads and inner features. Parameters, their gradients and t
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -93,12 +92,10 @@ class Ranks:
         # Matrices travel in the dtype that autocast gives them, once a step: gathered, 2 bytes a number each.
         sixteen_bits = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         policy = sixteen_bits if self.device.type == "cuda" else MixedPrecisionPolicy()
-        matrices = [
-            [layer for layer in block.modules() if isinstance(layer, torch.nn.Linear)] for block in model.blocks
-        ]
-        for first in range(0, len(matrices), TOGETHER):
-            some = list(itertools.chain(*matrices[first : first + TOGETHER]))
-            fully_shard(some, mesh=self.shards, mp_policy=policy, reshard_after_forward=False)
+        for first in range(0, len(model.blocks), TOGETHER):
+            layers = model.blocks[first : first + TOGETHER].modules()
+            matrices = [layer for layer in layers if isinstance(layer, torch.nn.Linear)]
+            fully_shard(matrices, mesh=self.shards, mp_policy=policy, reshard_after_forward=False)
         fully_shard(model, mesh=self.shards)
 
     def sharded_alike(self, model: TransformerLM) -> list[list[torch.nn.Parameter]]:

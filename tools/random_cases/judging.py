@@ -498,10 +498,11 @@ def _with_limits(
             result.append(accuracy)
             spared.append(None)
             continue
+        name = _name(prepared.call, index)
         floor = 2.0**-25 if dtype == torch.float16 else FLUSHED
         most, mean = floor + torch.finfo(dtype).eps / 2 * _sizes(exact[index])[0], floor
         spare = torch.full_like(exact[index], floor)
-        if index >= outputs and _name(prepared.call, index) != "gradient of initial_state":
+        if index >= outputs and name != "gradient of initial_state":
             unit = most if dtype == torch.float32 and _is_rounded_once(exact[index], eager[index]) else 0.0
             most, mean = (2 * size + floor for size in _sizes(slack[index - outputs]))
             most += unit
@@ -509,22 +510,15 @@ def _with_limits(
         elif _are_equal(exact[index]):
             mean = most
             spare += most
-        if sums is not None and index == 0:
-            most, mean = (a + b for a, b in zip((most, mean), _sizes(sums)))
-            spare += sums.to(spare).nan_to_num(0.0, 0.0, 0.0)
-        if rounded is not None:
-            most, mean = (a + 2 * b for a, b in zip((most, mean), _sizes(rounded[index])))
-            spare += 2 * rounded[index].to(spare).abs().nan_to_num(0.0, 0.0)
-        if _name(prepared.call, index) in off_decays:
-            of_decays = off_decays[_name(prepared.call, index)]
-            most, mean = (a + b for a, b in zip((most, mean), _sizes(of_decays)))
-            spare += of_decays.to(spare).abs().nan_to_num(0.0, 0.0)
+        errors = [_off_in_all(prepared.call, name) * exact[index]]
+        errors += [sums] if sums is not None and index == 0 else []
+        errors += [2 * rounded[index]] if rounded is not None else []
+        errors += [off_decays[name]] if name in off_decays else []
+        for error in errors:
+            most, mean = (a + b for a, b in zip((most, mean), _sizes(error)))
+            spare += error.to(spare).abs().nan_to_num(0.0, 0.0)
         relative = FLOAT64 if prepared.call.dtype == "float64" else 0.0
-        off = _off_in_all(prepared.call, _name(prepared.call, index))
-        most, mean = (a + off * size for a, size in zip((most, mean), _sizes(exact[index])))
-        spare += off * exact[index].to(spare).abs().nan_to_num(0.0, 0.0, 0.0)
-        of_theta = _name(prepared.call, index) == "gradient of theta"
-        if dtype == torch.float64 and (of_theta or prepared.call.dtype != "float64"):
+        if dtype == torch.float64 and (name == "gradient of theta" or prepared.call.dtype != "float64"):
             relative = FLOAT32
         if relative:
             largest, typical = _sizes(exact[index])
