@@ -1048,6 +1048,23 @@ def test_a_fault_of_the_checker_costs_its_family_alone() -> None:
         assert "(" in faults[0].detail  # where
 
 
+@pytest.mark.parametrize("lacking", [1, 100])
+def test_a_family_without_memory_is_run_again(lacking: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(1, ("lrpe_rotate",), small=True)
+    lack = Fault(tuple(source.family(0)), "RuntimeError Triton Error", "Triton Error [CUDA]: out of memory")
+    runs: list[int] = []
+
+    def run_family(source: Source, index: int, *rest: object) -> tuple[families.Tally, list[Fault]]:
+        runs.append(index)
+        return families.Tally(3, 1), [lack] * (len(runs) <= lacking)
+
+    monkeypatch.setattr(searching, "run_family", run_family)
+    monkeypatch.setattr(searching.time, "sleep", lambda seconds: None)
+    tally, faults = searching._with_room(Plan(source, "cpu", "torch"), 7, CPU)
+    assert (tally.calls, len(faults)) == (3, int(lacking > 1))  # what never has room is told
+    assert runs == [7] * min(lacking + 1, len(searching.PAUSES))
+
+
 def test_a_process_that_dies_costs_its_family_alone() -> None:
     plan = Plan(Source(1, ("lrpe_rotate",), small=True), "cpu", "torch", seconds=60.0, workers=1)
     for _ in range(5):  # it may be ended between two families

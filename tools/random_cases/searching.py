@@ -5,6 +5,7 @@ A process that dies or hangs costs the family that it ran, and is replaced.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
@@ -23,6 +24,8 @@ __all__ = ["Outcome", "Plan", "search"]
 
 LONGEST = 400.0
 """Seconds that a family may take, its kernels' compilation included."""
+PAUSES = (2.0, 5.0, 10.0, 20.0, 30.0, 0.0)
+"""Seconds after each run of a family that lacked memory; the last such run counts."""
 
 
 @dataclass(frozen=True)
@@ -188,14 +191,39 @@ def _work(plan: Plan, number: int, skipped: int, end: float, pipe: Connection) -
         next(indices)
     for index in indices:
         pipe.send(index)
-        try:
-            tally, faults = run_family(plan.source, index, device, plan.backend)
-        except Exception as error:  # of the checker itself
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            detail = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
-            tally, faults = Tally(), [Fault(tuple(plan.source.family(index)), "checker", detail, index=index)]
+        tally, faults = _with_room(plan, index, device)
         pipe.send((plan.source.operator(index), tally, faults))
         if any(fault.fatal for fault in faults):
             raise SystemExit(_AGAIN)
         if time.monotonic() > end:
             return
+
+
+def _with_room(plan: Plan, index: int, device: torch.device) -> tuple[Tally, list[Fault]]:
+    """Run a family, and again after a while where the processes beside this one left it no memory."""
+    for pause in PAUSES:
+        tally, faults = _run(plan, index, device)
+        if not any("out of memory" in fault.detail for fault in faults) or any(fault.fatal for fault in faults):
+            break
+        gc.collect()
+        _leave_room(device, most=0.0)
+        time.sleep(pause)
+    _leave_room(device, most=0.5 / plan.workers)
+    return tally, faults
+
+
+def _run(plan: Plan, index: int, device: torch.device) -> tuple[Tally, list[Fault]]:
+    try:
+        return run_family(plan.source, index, device, plan.backend)
+    except Exception as error:  # of the checker itself
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        detail = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+        return Tally(), [Fault(tuple(plan.source.family(index)), "checker", detail, index=index)]
+
+
+def _leave_room(device: torch.device, most: float) -> None:
+    """Give memory back that nothing uses, where more than this share of a GPU's is held."""
+    if torch.cuda.is_initialized():
+        total = torch.cuda.get_device_properties(device).total_memory
+        if torch.cuda.memory_reserved(device) > most * total:
+            torch.cuda.empty_cache()
