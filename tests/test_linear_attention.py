@@ -428,6 +428,37 @@ def test_products_read_what_is_in_shared_memory(tmp_path: Path) -> None:
     assert set(lost.values()) == {"0"}
 
 
+STATES = """
+import torch
+from warploom import linear_attention
+from warploom.runtime import launch
+from warploom.testing.build import build
+
+with launch.recording(89) as builds:
+    for features, theta, options in (
+        (128, 64, {"encoding": "rotate"}),
+        (128, 128, {"encoding": "cosine"}),
+        (160, 80, {"encoding": "rotate", "activation": "softmax"}),
+    ):
+        inputs = [torch.zeros(1, 32, 1, features, requires_grad=True) for _ in range(3)]
+        theta = torch.zeros(1, theta)
+        linear_attention(*inputs, theta=theta, causal=False, backend="triton", **options).sum().backward()
+for variant in builds.values():
+    if variant.function.__name__ == "product_kernel":
+        print(build(variant, 89))
+"""
+
+
+@needs_triton
+def test_large_states_without_causality_fit_in_shared_memory(tmp_path: Path) -> None:
+    """What all tiles multiply with, the compiler holds there, of any size."""
+    program = tmp_path / "states.py"
+    program.write_text(STATES, encoding="utf-8")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout.count("Resources") >= 9, done.stderr
+
+
 HOPPER = """
 import torch
 from warploom import linear_attention

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"random_builds.py: {error}", file=sys.stderr)
         return 2
     seed = int.from_bytes(os.urandom(4)) if options.seed is None else options.seed
-    source = Source(seed, operators, small=True, anything=True)
+    source = Source(seed, operators, anything=True)
     began, index, failed = time.monotonic(), 0, 0
     seen: set[tuple[Any, ...]] = set()
     while time.monotonic() - began < options.seconds:

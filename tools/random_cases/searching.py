@@ -208,7 +208,7 @@ def _with_room(plan: Plan, index: int, device: torch.device) -> tuple[Tally, lis
         gc.collect()
         _leave_room(device, most=0.0)
         time.sleep(pause)
-    _leave_room(device, most=0.5 / plan.workers)
+    _leave_room(device, most=0.25 / plan.workers)
     return tally, faults
 
 

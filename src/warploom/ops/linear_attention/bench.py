@@ -100,6 +100,8 @@ _CHECKS: tuple[dict[str, Any], ...] = (
     {"scale": -0.25, "encoding": "rotate", **_STATES},
     {"causal": False, "encoding": "cosine", "theta_gradient": True},
     {"causal": False, "dtype": "bfloat16", "activation": "relu"},
+    {"causal": False, "encoding": "rotate", "activation": "softmax", "head_dim": 160, "batch": 1, "heads": 1},
+    {"causal": False, "encoding": "cosine", "head_dim": 128, "heads": 1, "n": 33},
     {"batch": 1, "encoding": "rotate", "cu_seqlens": [0, 5, 5, 6, 19], "decay": "token", **_STATES, **_GRADIENTS},
     {"batch": 1, "encoding": "cosine", "n": 90, "cu_seqlens": [0, 70, 90], "decay": "head", "offset": 11},
     {"batch": 1, "dtype": "float16", "cu_seqlens": [0, 1, 19], "decay": "token", "decay_gradient": True, **_STATES},

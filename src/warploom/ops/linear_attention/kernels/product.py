@@ -22,6 +22,7 @@ from warploom.ops.linear_attention.kernels.tiles import (
     StateStrides,
     advance,
     carry,
+    carry_loaded,
     encode,
     load_pieces,
     load_plain,
@@ -41,6 +42,10 @@ from warploom.ops.linear_attention.kernels.tiles import (
     weigh_pairs,
 )
 from warploom.ops.lrpe.kernels.rows import load_input
+
+
+HELD = tl.constexpr(80 * 1024)
+"""Bytes of shared memory that a state may take for all tiles; a float32 takes six, one of 16 bits two."""
 
 
 class Way(NamedTuple):
@@ -71,6 +76,9 @@ def product_kernel(
     THETA: tl.constexpr = partial is not None
     HALF: tl.constexpr = out.dtype.element_ty.primitive_bitwidth == 16
     RESULTS: tl.constexpr = 2 if DECODED and variant.KIND != "none" else 1
+    PARTS: tl.constexpr = 1 if variant.KIND == "none" else 2
+    STATE: tl.constexpr = PARTS * variant.PIECES * variant.BLOCK_F * variant.BLOCK_E * (2 if HALF else 6)
+    LOADED: tl.constexpr = not variant.CAUSAL and STATE > HELD
     READS_X: tl.constexpr = DECODED and (THETA or variant.ACTIVATION != "none")
     place = locate(offsets, cu_seqlens, offset, sizes)
     first_e = 0 if DECODED else place.column * variant.BLOCK_E
@@ -109,7 +117,23 @@ def product_kernel(
         turns = turn_from(first, place, steps, within, HALF and not THETA)
         if not DECODED:
             rows = encode(rows, turns, 0, spec, variant)
-        results = carry(rows, state, RESULTS)
+        if LOADED:
+            results = carry_loaded(
+                rows,
+                initial,
+                index,
+                place.h,
+                first_f,
+                first_e,
+                into,
+                initial_strides,
+                spec,
+                variant,
+                DECODED,
+                RESULTS,
+            )
+        else:
+            results = carry(rows, state, RESULTS)
         if variant.CAUSAL:
             if DECODED:
                 values = encode(values, turns, first_f, spec, variant)

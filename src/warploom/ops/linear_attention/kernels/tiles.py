@@ -489,24 +489,60 @@ def load_state(
     They are those of all features of φ by ``BLOCK_E`` of a value from ``first_e`` on, of every piece its parts; or
     ``TRANSPOSED`` those of all features of a value by both parts' ``BLOCK_F`` from ``first_f`` on.
     """
+    state = ()
+    for i in tl.static_range(variant.PIECES):
+        state = state + load_state_piece(
+            ptr, i, index, h, first_f, first_e, factor, strides, spec, variant, TRANSPOSED
+        )
+    return state
+
+
+@triton.jit
+def load_state_piece(
+    ptr, i: tl.constexpr, index, h, first_f, first_e, factor, strides, spec: tl.constexpr, variant: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """The parts of piece ``i`` of `load_state`."""
     PARTS: tl.constexpr = 1 if variant.KIND == "none" else 2
     F_STEP: tl.constexpr = 0 if TRANSPOSED else variant.BLOCK_F
     E_STEP: tl.constexpr = variant.BLOCK_E if TRANSPOSED else 0
-    state = ()
-    for i in tl.static_range(variant.PIECES):
-        for p in tl.static_range(PARTS):
-            if ptr is None:
-                if TRANSPOSED:
-                    one = tl.zeros((variant.BLOCK_E, variant.BLOCK_F), tl.float32)
-                else:
-                    one = tl.zeros((variant.BLOCK_F, variant.BLOCK_E), tl.float32)
+    parts = ()
+    for p in tl.static_range(PARTS):
+        if ptr is None:
+            if TRANSPOSED:
+                one = tl.zeros((variant.BLOCK_E, variant.BLOCK_F), tl.float32)
             else:
-                ptrs, mask = state_pointers(
-                    ptr, index, h, first_f + i * F_STEP, first_e + i * E_STEP, p, strides, spec, variant, TRANSPOSED
-                )
-                one = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32) * factor
-            state = state + (one,)
-    return state
+                one = tl.zeros((variant.BLOCK_F, variant.BLOCK_E), tl.float32)
+        else:
+            ptrs, mask = state_pointers(
+                ptr, index, h, first_f + i * F_STEP, first_e + i * E_STEP, p, strides, spec, variant, TRANSPOSED
+            )
+            one = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32) * factor
+        parts = parts + (one,)
+    return parts
+
+
+@triton.jit
+def carry_loaded(
+    a, ptr, index, h, first_f, first_e, factor, strides, spec: tl.constexpr, variant: tl.constexpr,
+    TRANSPOSED: tl.constexpr, RESULTS: tl.constexpr,
+):  # fmt: skip
+    """`carry` with a state that is loaded piece by piece, and of which no more is held."""
+    ROWS: tl.constexpr = len(a) // variant.PIECES
+    found = ()
+    for _p in tl.static_range(RESULTS):
+        zeros = tl.zeros((a[0].shape[0], variant.BLOCK_F if TRANSPOSED else variant.BLOCK_E), tl.float32)
+        found = found + (zeros,)
+    for i in tl.static_range(variant.PIECES):
+        piece = load_state_piece(ptr, i, index, h, first_f, first_e, factor, strides, spec, variant, TRANSPOSED)
+        whole = ()
+        for p in tl.static_range(RESULTS):
+            acc = found[p]
+            for j in tl.static_range(ROWS):
+                acc = times_rounded(a[i * ROWS + j], piece[j * RESULTS + p], acc)
+            whole = whole + (acc,)
+        found = whole
+    return found
 
 
 @triton.jit
