@@ -43,7 +43,6 @@ from warploom.ops.linear_attention.kernels.tiles import (
 )
 from warploom.ops.lrpe.kernels.rows import load_input
 
-
 HELD = tl.constexpr(80 * 1024)
 """Bytes of shared memory that a state may take for all tiles; a float32 takes six, one of 16 bits two."""
 
