@@ -724,12 +724,39 @@ def test_equal_decays_of_tiles_are_rounded_alike(monkeypatch: pytest.MonkeyPatch
         assert [fault.kind for fault in run_calls([call], CPU, None)[1]] == expected
     monkeypatch.setattr(judging.Prepared, "run", run)
     prepared = judging.Prepared(call, CPU)
-    arguments, incoming = prepared._for_the_definition(torch.float64), prepared._wanted()[1]
-    _, gradient = cancelling.rounded_decays(arguments, incoming)
+    arguments, (wanted, incoming) = prepared._for_the_definition(torch.float64), prepared._wanted()
+    off = cancelling.rounded_decays(arguments, incoming, wanted)
     exact = prepared.defined(torch.float64)[-1]
-    torch.testing.assert_close(gradient, unit * exact, rtol=1e-3, atol=0.0)
+    torch.testing.assert_close(off["gradient of initial_state"], unit * exact, rtol=1e-3, atol=0.0)
     arguments["decay"] = -torch.rand(call.arrays["q"].shape[:3], dtype=torch.float64)  # of tokens, all different
-    assert not any(each.any() for each in cancelling.rounded_decays(arguments, incoming))
+    assert not any(each.any() for each in cancelling.rounded_decays(arguments, incoming, wanted).values())
+
+
+def test_outputs_read_states_whose_decays_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What that is worth is known, and four times as much is found."""
+    monkeypatch.setattr(judging, "_check_form", lambda prepared, outputs: None)
+    given = {"N": 1024, "H": 8, "angles": 2, "decay": "head", "activation": "sigmoid", "backend": "torch"}
+    call = make_call("linear_attention", Choices(given={**given, "q.grad": True, "v.grad": True}))
+    known = judging.Prepared(call, CPU).rounded_decays()
+    assert known.keys() == {"output", "state", "gradient of q", "gradient of v"}
+    run, rounded_decays = judging.Prepared.run, judging.Prepared.rounded_decays
+
+    def kinds(share: float) -> list[str]:
+        def rounded(prepared: judging.Prepared) -> tuple[list[Tensor], list[Tensor]]:
+            off = rounded_decays(prepared)
+            outputs, gradients = run(prepared)
+            more = [off[name] for name in ("gradient of q", "gradient of v")]
+            outputs = [outputs[0] + (share * off["output"]).to(outputs[0])]
+            return outputs, [a + (share * b).to(a) for a, b in zip(gradients, more)]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(judging.Prepared, "run", rounded)
+            return [fault.kind for fault in run_calls([call], CPU, None, rounds=1)[1]]
+
+    assert kinds(0.9) == []
+    assert kinds(4.0) == ["accuracy output"]
+    monkeypatch.setattr(judging.Prepared, "rounded_decays", lambda prepared: {})
+    assert kinds(0.9) == ["accuracy output"]
 
 
 def test_a_first_states_gradient_is_divided_by_the_scale_and_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,30 +236,36 @@ def rounded_states(
     return of_state, [] if grad is None else of(queries, grad, scale, False)
 
 
-def rounded_decays(given: Mapping[str, Any], incoming: Sequence[Tensor | None]) -> list[Tensor]:
-    """What linear attention's last state, and the gradient of its first, are off where decays of tiles are rounded.
+def rounded_decays(
+    given: Mapping[str, Any], incoming: Sequence[Tensor | None], wanted: Sequence[str]
+) -> dict[str, Tensor]:
+    """What all results of linear attention are off, by name, where decays of tiles are rounded.
 
     A state is multiplied by its decay once for each tile. Where decays of tokens are equal, so are those of tiles,
-    and all have the same error: after a thousand tokens 64 times that of one, a unit in the last place.
+    and all have the same error: after a thousand tokens 64 times that of one, a unit in the last place. Outputs and
+    gradients read such states.
 
     Args:
-        given: Arguments in float64, with decays.
+        given: Arguments in float64, with decays; those of ``wanted`` require a gradient.
         incoming: Gradients of the results, None where there is none.
+        wanted: Names of the arguments that gradients are of.
     """
-    decay, initial = given["decay"].detach(), given.get("initial_state")
+    decay = given["decay"].detach()
     equal = torch.ones_like(decay)
     if decay.dim() == 3 and decay.shape[1]:  # of tokens
         equal *= decay.amax(1, keepdim=True) == decay.amin(1, keepdim=True)
     found = []
     for off in (0.0, SUMS / TILES[0]):
-        results = linear.linear_attention(**{**given, "decay": decay + off * equal, "return_state": True})
+        off_by = given["decay"] + off * equal
+        results = linear.linear_attention(**{**given, "decay": off_by, "return_state": True})
         pairs = [(x, grad) for x, grad in zip(results, incoming) if grad is not None and x.requires_grad]
-        found.append([results[1].detach()])
-        if pairs and initial is not None and initial.requires_grad:
+        found.append([result.detach() for result in results])
+        if pairs:
             through, grads = zip(*pairs)
-            found[-1] += torch.autograd.grad(through, initial, grads, materialize_grads=True)
-    exact, off_by_decays = found
-    return [b - a for a, b in zip(exact, off_by_decays)]
+            leaves = [given[name] for name in wanted]
+            found[-1] += torch.autograd.grad(through, leaves, grads, materialize_grads=True)
+    names = ("output", "state", *(f"gradient of {name}" for name in wanted))
+    return {name: b - a for name, a, b in zip(names, *found)}
 
 
 def rounded_rows(

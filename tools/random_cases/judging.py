@@ -189,11 +189,11 @@ class Prepared:
         return rounded_states(self._for_the_definition(torch.float64), incoming, dtype)
 
     def rounded_decays(self) -> dict[str, Tensor]:
-        """What a state and the gradient of the first may be off where decays are; see `rounded_decays`."""
+        """What results may be off where decays are, by name; see `rounded_decays`."""
         if self.call.operator != "linear_attention" or "decay" not in self.arrays or self.call.dtype == "float64":
             return {}
-        off = rounded_decays(self._for_the_definition(torch.float64), self._wanted()[1])
-        return dict(zip(("state", "gradient of initial_state"), off))
+        wanted, incoming = self._wanted()
+        return rounded_decays(self._for_the_definition(torch.float64), incoming, wanted)
 
     def rounded_rows(self) -> list[Tensor] | None:
         """What gradients may be off where rows are decayed; see `rounded_rows`."""
