@@ -1075,6 +1075,20 @@ def test_a_fault_of_the_checker_costs_its_family_alone() -> None:
         assert "(" in faults[0].detail  # where
 
 
+def test_definitions_fit_in_memory() -> None:
+    """Where there are as many keys as queries too: a matrix of their products has 256 MB in float64."""
+    seen = set()
+    for operator in ("flash_attention", "tpa_attention"):
+        for index in range(600):
+            call = make_call(operator, Choices(f"{operator}:{index}"))
+            batch, queries, heads, _ = call.outputs[0]
+            keys = call.arrays["k" if "k" in call.arrays else "ak"].shape[1]
+            if queries == keys > 1:
+                assert batch * heads * queries * keys <= 2**25
+                seen.add(operator)
+    assert len(seen) == 2
+
+
 @pytest.mark.parametrize("lacking", [1, 100])
 def test_a_family_without_memory_is_run_again(lacking: int, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(1, ("lrpe_rotate",), small=True)

@@ -31,6 +31,8 @@ ELEMENTS = {False: (2**14, 2**14, 2**15, 2**15, 2**16, 2**16, 2**18, 2**21), Tru
 """Most elements of a tensor, where sizes need not and where they must suit the interpreter: one for each call."""
 PRODUCTS = {False: (2**16, 2**17, 2**18, 2**23), True: (2**12,)}
 """Most products of a query and a key, over all batch entries and heads."""
+MOST_PRODUCTS = 2**25
+"""The same where there are as many queries as keys: the definition holds some twenty matrices of float64."""
 _FIRST = {"lrpe_rotate": 2, "lrpe_cosine": 2, "flash_attention": 3, "linear_attention": 3, "rotary_attention": 2}
 """How many arguments may be given without a name, of those that have not six."""
 FARTHEST = 2**24
@@ -131,6 +133,11 @@ def _elements(choices: Choices) -> int:
 
 def _products(choices: Choices) -> int:
     return choices.room("products", PRODUCTS[choices.small])
+
+
+def _square(batch: int, heads: int) -> int:
+    """The most queries that there may be as many keys of."""
+    return math.isqrt(MOST_PRODUCTS // max(batch * heads, 1))
 
 
 def _length(choices: Choices, name: str, most: int) -> int:
@@ -335,8 +342,9 @@ def _flash_attention(choices: Choices) -> Call:
     features = _features(choices, "D", most_features)
     values = features if choices.flag("E=D", 0.7, compiled=1) else _features(choices, "E", most_features)
     room = _elements(choices) // max(batch * max(heads, 1) * max(features, values), 1)
-    tokens = _length(choices, "N", room)
-    alike = packed in ("queries", "keys") or choices.flag("M=N", 0.4)
+    square = _square(batch, heads)
+    tokens = _length(choices, "N", min(room, square) if packed in ("queries", "keys") else room)
+    alike = packed in ("queries", "keys") or (tokens <= square and choices.flag("M=N", 0.4))
     most = _products(choices) // max(batch * heads * tokens, 1)
     keys = tokens if alike else _length(choices, "M", min(room, most))
     used = packed == "no" and choices.flag("seqused_k", 0.2, compiled=2)
@@ -521,9 +529,11 @@ def _tpa_attention(choices: Choices) -> Call:
     heads = _heads(choices, "H", 8, 1)
     features = _features(choices, "D", 256)
     room = _elements(choices) // max(batch * max(heads, features), 1)
-    tokens = _length(choices, "N", room)
+    square = _square(batch, heads)
+    tokens = _length(choices, "N", min(room, square) if packed else room)
     most = _products(choices) // max(batch * heads * tokens, 1)
-    keys = tokens if packed or choices.flag("M=N", 0.5) else _length(choices, "M", min(room, most))
+    alike = packed or (tokens <= square and choices.flag("M=N", 0.5))
+    keys = tokens if alike else _length(choices, "M", min(room, most))
     arrays, values, beyond = _factors(choices, dtype, batch, tokens, heads, features, True, keys)
     if packed:
         cuts = _cuts(choices, "cu_seqlens", _sequences(choices), tokens)
