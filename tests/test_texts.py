@@ -180,19 +180,24 @@ def test_calls_over_gpus_are_beside_one_gpu() -> None:
 def test_training_steps_are_those_after_warming_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts, "RESULTS", tmp_path)
     for name, rates in (
-        ("h100/training/lg-2000x4", (1, 1000, 4000, 2000)),
-        ("h100/training/lg-500x4", (9000, 1000)),
-        ("h200/training/lg-2000x4", (1, 4000)),
+        ("h100/training/lg-1x2000x4", (1, 1000, 4000, 2000)),
+        ("h100/training/lg-2x500x4", (9000, 1000)),
+        ("h200/training/lg-1x2000x4", (1, 4000)),
+        ("h100/training/lg-1x2000x1", (1, 800)),
+        ("h100/training/lg-2x2000x1", (1, 100)),
     ):
         entries = [{"step": 3 * i, "loss": i / 8, "tokens_per_s": rate} for i, rate in enumerate(rates, start=1)]
         file = tmp_path / f"{name}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         entries[-1] |= {"held_out_loss": 1.5} if "h200" in name else {}
         file.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+    more = "3: 0.1250, 6: 0.2500, 9: 0.3750, 12: 0.5000"
     assert cells_of(texts.training_table()) == [
-        ["H100", "4", "500", "500.0", "1,000 (1,000 … 1,000)", "3: 0.1250, 6: 0.2500", "–"],
-        ["H100", "4", "2000", "1000", "2,000 (1,000 … 4,000)", "3: 0.1250, 6: 0.2500, 9: 0.3750, 12: 0.5000", "–"],
-        ["H200", "4", "2000", "500.0", "4,000 (4,000 … 4,000)", "3: 0.1250, 6: 0.2500", "1.5000"],
+        ["H100", "1", "1", "2000", "2500", "–", "800 (800 … 800)", "3: 0.1250, 6: 0.2500", "–"],
+        ["H100", "4", "1", "2000", "1000", "0.62", "2,000 (1,000 … 4,000)", more, "–"],
+        ["H200", "4", "1", "2000", "500.0", "–", "4,000 (4,000 … 4,000)", "3: 0.1250, 6: 0.2500", "1.5000"],
+        ["H100", "4", "2", "500", "1000", "–", "1,000 (1,000 … 1,000)", "3: 0.1250, 6: 0.2500", "–"],
+        ["H100", "1", "2", "2000", "40000", "–", "100 (100 … 100)", "3: 0.1250, 6: 0.2500", "–"],
     ]
 
 

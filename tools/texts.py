@@ -468,21 +468,34 @@ def _same_bits(record: Record) -> str:
 
 
 def training_table(*_: object) -> str:
-    """Training steps of ``lg`` by the logs of ``examples/train_lm.py``; their first rate includes warming up."""
-    heads = ["GPU", "GPUs", "tokens", "step (ms)", "tokens/s: median (least … most)", "losses after steps"]
-    heads += ["held-out loss"]
-    found: list[tuple[tuple[int, int, str], list[str]]] = []
-    for file in RESULTS.glob("*/training/lg-*x*.jsonl"):
-        tokens, gpus = map(int, file.stem.removeprefix("lg-").split("x"))
-        entries: list[dict[str, Any]] = load_lines(file, dict, "log entry")
-        rates = [entry["tokens_per_s"] for entry in entries[1:]]
-        median, gpu = statistics.median(rates), file.parents[1].name.upper()
+    """Training steps of ``lg`` by the logs of ``examples/train_lm.py``; their first rate includes warming up.
+
+    A log is ``lg-<sequences>x<tokens of one>x<GPUs>.jsonl``.
+    """
+    heads = ["GPU", "GPUs", "sequences", "tokens of each", "step (ms)", "share of ideal"]
+    heads += ["tokens/s: median (least … most)", "losses after steps", "held-out loss"]
+    logs: dict[tuple[int, int, str, int], list[dict[str, Any]]] = {}
+    for file in RESULTS.glob("*/training/lg-*.jsonl"):
+        sequences, tokens, gpus = map(int, file.stem.removeprefix("lg-").split("x"))
+        logs[sequences, tokens, file.parents[1].name.upper(), gpus] = load_lines(file, dict, "log entry")
+    medians = {key: statistics.median(_rates(entries)) for key, entries in logs.items()}
+    rows = []
+    for (sequences, tokens, gpu, gpus), entries in sorted(logs.items()):
+        rates, median = _rates(entries), medians[sequences, tokens, gpu, gpus]
+        alone = medians.get((sequences, tokens, gpu, 1))
+        share = "–" if alone is None or gpus == 1 else f"{median / alone / gpus:.2f}"
+        step = number(1e3 * sequences * tokens / median)
         speed = f"{median:,.0f} ({min(rates):,.0f} … {max(rates):,.0f})"
         losses = ", ".join(f"{entry['step']}: {entry['loss']:.4f}" for entry in entries)
         held_out = [f"{entry['held_out_loss']:.4f}" for entry in entries if "held_out_loss" in entry]
-        cells = [gpu, str(gpus), str(tokens), number(1e3 * tokens / median), speed, losses]
-        found.append(((tokens, gpus, gpu), [*cells, *(held_out[-1:] or ["–"])]))
-    return markdown([Table.of(heads, [cells for _, cells in sorted(found)])]) if found else NOTHING
+        cells = [gpu, str(gpus), str(sequences), str(tokens), step, share, speed, losses]
+        rows.append([*cells, *(held_out[-1:] or ["–"])])
+    return markdown([Table.of(heads, rows)]) if rows else NOTHING
+
+
+def _rates(entries: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Tokens a second, without the first."""
+    return [entry["tokens_per_s"] for entry in entries[1:]]
 
 
 # ----------------------------------------------------------------------------------------------------------
