@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from warploom.distributed.agreement import agree, refuse, refuse_compiled, sizes_of
 from warploom.distributed.layout import as_bytes, chunks_of, settled
+from warploom.distributed.parts import LAYOUT, Part, PlainInputs, Segment, part_of
 from warploom.distributed.ranks import (
     Bounds,
     all_gather,
@@ -26,7 +27,6 @@ from warploom.distributed.ranks import (
     check_packed,
     group_named,
     group_of,
-    remembered,
     shown,
 )
 from warploom.errors import WarploomError, dtype_of
@@ -42,7 +42,6 @@ from warploom.runtime.plans import Plans, metadata
 Tensor = torch.Tensor
 
 NAME = "context_parallel_linear_attention"
-LAYOUT = "contiguous"
 
 
 class Options(NamedTuple):
@@ -189,24 +188,10 @@ def _shapes(kind: str, return_state: bool, q: Tensor, k: Tensor, v: Tensor, *_: 
 # ----------------------------------------------------------------------------------------------------------
 
 
-class _Inputs(NamedTuple):
-    """The tensors of a plain call, and its number."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    theta: Tensor | None
-    decay: Tensor | None
-    initial_state: Tensor | None
-    offsets: Tensor | None
-    cu_seqlens: Tensor | None
-    offset: int
-
-
 _DIFFERENTIABLE = 6  # the first inputs
 
 
-def _one(inputs: _Inputs, options: Options, return_state: bool = False) -> tuple[Tensor, Tensor | None]:
+def _one(inputs: PlainInputs, options: Options, return_state: bool = False) -> tuple[Tensor, Tensor | None]:
     """Outputs, and the last states where they are wanted."""
     tensors: Any = inputs[:-1]
     offset, one = inputs.offset, options.one(return_state)
@@ -226,7 +211,7 @@ def _one(inputs: _Inputs, options: Options, return_state: bool = False) -> tuple
 
 
 def _gradients(
-    grad: Tensor | None, grad_state: Tensor | None, inputs: _Inputs, options: Options, wanted: Sequence[bool]
+    grad: Tensor | None, grad_state: Tensor | None, inputs: PlainInputs, options: Options, wanted: Sequence[bool]
 ) -> list[Tensor | None]:
     """Gradients of q, k, v, theta, decay and the first state, of those that are wanted and there."""
     wanted = [wants and x is not None for wants, x in zip(wanted, inputs)]
@@ -240,7 +225,7 @@ def _gradients(
         return [gradient if wants else None for gradient, wants in zip(found, wanted)]
     with torch.enable_grad():
         leaves = [None if x is None else x.detach().requires_grad_() for x in inputs[:_DIFFERENTIABLE]]  # type: ignore[union-attr]
-        out, state = _one(_Inputs(*leaves, *inputs[_DIFFERENTIABLE:]), options, grad_state is not None)  # type: ignore[arg-type]
+        out, state = _one(PlainInputs(*leaves, *inputs[_DIFFERENTIABLE:]), options, grad_state is not None)  # type: ignore[arg-type]
         pairs = [(x, g) for x, g in ((out, grad), (state, grad_state)) if x is not None and g is not None]
         results, given = zip(*pairs) if pairs else ((out,), (torch.zeros_like(out),))
         chosen: Any = [leaf for leaf, wants in zip(leaves, wanted) if wants]
@@ -248,7 +233,7 @@ def _gradients(
     return [next(each) if wants else None for wants in wanted]
 
 
-def _last_state(inputs: _Inputs, options: Options) -> Tensor:
+def _last_state(inputs: PlainInputs, options: Options) -> Tensor:
     """The last states alone."""
     if options.kernels:
         from warploom.ops.linear_attention.launches.calls import Inputs
@@ -261,97 +246,8 @@ def _last_state(inputs: _Inputs, options: Options) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Parts
+# States
 # ----------------------------------------------------------------------------------------------------------
-
-
-class _Segment(NamedTuple):
-    """Tokens of a part for one plain call."""
-
-    tokens: slice
-    start: int
-    """How far into its sequence the first token is."""
-    sequences: Tensor
-    """Numbers of the sequences, int64."""
-    cu_seqlens: Tensor | None
-    continued: bool
-    """Whether its one sequence began on an earlier rank."""
-    goes_on: bool
-    """Whether its last sequence goes on on the next rank."""
-
-    def of(self, tensors: Tensors, offset: int, initial: Tensor | None) -> _Inputs:
-        """Its inputs, from those of the part."""
-        q, k, v, theta, decay, _, offsets, _ = tensors
-        q, k, v = (x[:, self.tokens] for x in (q, k, v))
-        decay = decay if decay is None or decay.dim() == 1 else decay[:, self.tokens]
-        moved = None if offsets is None else offsets + self.start
-        return _Inputs(q, k, v, theta, decay, initial, moved, self.cu_seqlens, offset + self.start)
-
-
-class _Part(NamedTuple):
-    """This rank's tokens, and how states pass from rank to rank."""
-
-    lengths: list[int]
-    segments: tuple[_Segment, ...]
-    crosses: tuple[bool, ...]
-    """Of each rank: whether a sequence goes on behind its last token."""
-    spans: tuple[bool, ...]
-    """Whether that sequence began on an earlier rank."""
-    passed: Tensor
-    """The same on the device, (W, 1, 1)."""
-    leaving: tuple[slice, int, Tensor] | None
-    """Of the sequence that goes on: its tokens here, how far into it they begin, and its number."""
-    ended: tuple[Tensor, Tensor]
-    """Numbers of the sequences that end here, and of their rows among the segments' last states."""
-
-    @property
-    def alone(self) -> _Segment | None:
-        """The segment of a part that has no other, in one sequence."""
-        return self.segments[0] if len(self.segments) == 1 and self.segments[0].cu_seqlens is None else None
-
-
-@remembered(64)
-def _part_of(bounds: Bounds, packed: bool, batch: int, world: int, rank: int, device: torch.device) -> _Part:
-    """The part of a rank. Where sequences are not packed, all batch entries are cut alike."""
-    chunks = chunks_of(bounds, world, LAYOUT)
-    edges = [rank * bounds[-1] // world for rank in range(world + 1)]
-    crossing = [next((s for s, e in itertools.pairwise(bounds) if s < edge < e), None) for edge in edges[1:]]
-    spans = tuple(start is not None and start < edge for start, edge in zip(crossing, edges))
-    first, last = chunks.first[:, rank].tolist(), chunks.last[:, rank].tolist()
-    pieces = [(n, a, b) for n, (a, b) in enumerate(zip(first, last)) if a < b]
-    every = torch.arange(batch)
-    segments, begin, goes_on = [], edges[rank], crossing[rank] is not None
-    if pieces and pieces[0][1] > bounds[pieces[0][0]]:
-        number, a, b = pieces.pop(0)
-        of_segment = torch.tensor([number]) if packed else every
-        alone = goes_on and not pieces
-        segments.append(_Segment(slice(0, b - a), a - bounds[number], of_segment.to(device), None, True, alone))
-    if pieces:
-        cu = torch.tensor([pieces[0][1], *(b for _, _, b in pieces)]) - pieces[0][1]
-        of_segment = torch.tensor([n for n, _, _ in pieces]) if packed else every
-        tokens = slice(pieces[0][1] - begin, pieces[-1][2] - begin)
-        local = cu.to(device, torch.int32) if packed else None
-        segments.append(_Segment(tokens, 0, of_segment.to(device), local, False, goes_on))
-    leaving = None
-    if goes_on and segments:
-        number = next(n for n, start in enumerate(bounds[:-1]) if start == crossing[rank] and bounds[n + 1] > start)
-        a = max(bounds[number], begin)
-        of_segment = torch.tensor([number]) if packed else every
-        leaving = (slice(a - begin, edges[rank + 1] - begin), a - bounds[number], of_segment.to(device))
-    rows = torch.cat([segment.sequences for segment in segments]) if segments else torch.zeros(0, dtype=torch.int64)
-    kept = torch.arange(len(rows))
-    if goes_on and segments:
-        kept = kept[: len(rows) - len(segments[-1].sequences)] if not packed else kept[:-1]
-    kept = kept.to(device)
-    return _Part(
-        chunks.lengths,
-        tuple(segments),
-        tuple(c is not None for c in crossing),
-        spans,
-        torch.tensor(spans, device=device)[:, None, None],
-        leaving,
-        (rows.to(device)[kept], kept),
-    )
 
 
 def _gathered(x: Tensor, group: Any) -> Tensor:
@@ -413,7 +309,7 @@ def _read(tensors: Tensors, options: Options, offset: int) -> Bounds:
 class _Run(NamedTuple):
     """A call whose ranks have agreed on it."""
 
-    part: _Part
+    part: Part
     group: Any
     rank: int
 
@@ -422,7 +318,7 @@ class _Run(NamedTuple):
         """A call."""
         group = group_named(options.group)
         q, *_, cu_seqlens = tensors
-        part = _part_of(bounds, cu_seqlens is not None, q.shape[0], group.size(), group.rank(), q.device)
+        part = part_of(bounds, cu_seqlens is not None, q.shape[0], group.size(), group.rank(), q.device)
         return cls(part, group, group.rank())
 
 
@@ -437,7 +333,7 @@ def _carried(tensors: Tensors, options: Options, offset: int, run: _Run) -> tupl
     if part.leaving is not None:
         tokens, start, sequences = part.leaving
         first = None if initial is None or part.spans[run.rank] else initial[sequences]
-        segment = _Segment(tokens, start, sequences, None, False, True)
+        segment = Segment(tokens, start, sequences, None, False, True)
         own = _last_state(segment.of(tensors, offset, first), options)
         factor = _factor(tensors, tokens)
     return _exchanged(own, factor, run)
@@ -454,7 +350,7 @@ def _exchanged(own: Tensor, factor: Tensor, run: _Run) -> tuple[Tensor, Tensor]:
 
 
 def _joined(
-    segment: _Segment, tensors: Tensors, offset: int, options: Options, run: _Run, states: Tensor
+    segment: Segment, tensors: Tensors, offset: int, options: Options, run: _Run, states: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Outputs and last states of a part in one sequence, on the kernels, and what `_carried` returns.
 
@@ -521,7 +417,7 @@ def _forward(tensors: Tensors, offset: int, options: Options, plans: Plans) -> T
     return out, last, states, state, factors, torch.tensor(bounds)
 
 
-def _before(segment: _Segment, initial: Tensor | None, state: Tensor, options: Options) -> Tensor | None:
+def _before(segment: Segment, initial: Tensor | None, state: Tensor, options: Options) -> Tensor | None:
     """The state before a segment."""
     if not options.causal:
         return state[segment.sequences]
@@ -598,7 +494,7 @@ class _Sums:
             for n, x in enumerate(tensors)
         ]
 
-    def add(self, segment: _Segment, gradients: Sequence[Tensor | None]) -> None:
+    def add(self, segment: Segment, gradients: Sequence[Tensor | None]) -> None:
         """Put those of a segment in their places, or add them."""
         for number, (into, gradient) in enumerate(zip(self.found, gradients)):
             if into is None or gradient is None:
@@ -665,7 +561,7 @@ def _exchanged_back(own: Tensor, factors: Tensor, run: _Run) -> Tensor:
 
 
 def _joined_gradients(
-    segment: _Segment, grads: tuple[Tensor | None, ...], tensors: Tensors, states: Tensor, state: Tensor,
+    segment: Segment, grads: tuple[Tensor | None, ...], tensors: Tensors, states: Tensor, state: Tensor,
     factors: Tensor, offset: int, options: Options, run: _Run, wanted: Sequence[bool],
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """Those of what `_joined` computes, in the same way."""
@@ -712,7 +608,7 @@ def _pairs(tensors: Tensors, run: _Run) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds_of(cu_seqlens)))
 
 
-def _tokens_of(grad: Tensor | None, segment: _Segment) -> Tensor | None:
+def _tokens_of(grad: Tensor | None, segment: Segment) -> Tensor | None:
     return None if grad is None else grad[:, segment.tokens]
 
 
