@@ -324,9 +324,8 @@ def test_the_same_is_known_of_addresses_of_a_batch_and_of_an_entry(dtype: torch.
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_what_may_lie_anywhere_in_an_entry_tells_nothing(tokens: int, more: int, anywhere: set[str]) -> None:
     """Decays of an entry may be at any address, and states whose entries lie apart by any number of elements."""
-    from warploom.ops.linear_attention.launches.calls import Inputs
     from warploom.ops.linear_attention.launches.forward import plan_forward
-    from warploom.ops.linear_attention.problem import Options
+    from warploom.ops.linear_attention.problem import Inputs, Options
 
     call = tensors(torch.device("cpu"), 3, tokens, 5, 12, 12, encoding="none", decay="token")
     state = at_distance(torch.zeros(3, 5, 12, 12), more)

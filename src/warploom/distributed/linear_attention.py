@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from warploom.distributed.agreement import agree, refuse, refuse_compiled, sizes_of
 from warploom.distributed.layout import as_bytes, chunks_of, settled
-from warploom.distributed.parts import LAYOUT, Part, PlainInputs, Segment, part_of
+from warploom.distributed.parts import LAYOUT, Part, Segment, part_of
 from warploom.distributed.ranks import (
     Bounds,
     all_gather,
@@ -32,6 +32,7 @@ from warploom.distributed.ranks import (
 from warploom.errors import WarploomError, dtype_of
 from warploom.ops.linear_attention import reference
 from warploom.ops.linear_attention.api import Arguments
+from warploom.ops.linear_attention.problem import Inputs
 from warploom.ops.linear_attention.problem import Options as OneOptions
 from warploom.ops.linear_attention.validation import Activation, Encoding, check
 from warploom.runtime.backend import Backend, use_triton
@@ -191,16 +192,15 @@ def _shapes(kind: str, return_state: bool, q: Tensor, k: Tensor, v: Tensor, *_: 
 _DIFFERENTIABLE = 6  # the first inputs
 
 
-def _one(inputs: PlainInputs, options: Options, return_state: bool = False) -> tuple[Tensor, Tensor | None]:
+def _one(inputs: Inputs, offset: int, options: Options, return_state: bool = False) -> tuple[Tensor, Tensor | None]:
     """Outputs, and the last states where they are wanted."""
-    tensors: Any = inputs[:-1]
-    offset, one = inputs.offset, options.one(return_state)
+    one = options.one(return_state)
     if options.kernels:
         from warploom.ops.linear_attention.operator import OPERATOR as ONE
 
-        out, state = ONE.launch(*ONE.arguments(tensors, offset, one))
+        out, state = ONE.launch(*ONE.arguments(inputs, offset, one))
         return out, state if return_state else None
-    q, k, v, theta, decay, initial_state, offsets, cu_seqlens = tensors
+    q, k, v, theta, decay, initial_state, offsets, cu_seqlens = inputs
     found: Any = reference.linear_attention(
         q, k, v, decay=decay, theta=theta, encoding="rotate" if one.kind == "interleaved" else one.kind,
         activation=one.activation, interleaved=one.kind == "interleaved",
@@ -211,21 +211,21 @@ def _one(inputs: PlainInputs, options: Options, return_state: bool = False) -> t
 
 
 def _gradients(
-    grad: Tensor | None, grad_state: Tensor | None, inputs: PlainInputs, options: Options, wanted: Sequence[bool]
-) -> list[Tensor | None]:
+    grad: Tensor | None, grad_state: Tensor | None, inputs: Inputs, offset: int, options: Options,
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:  # fmt: skip
     """Gradients of q, k, v, theta, decay and the first state, of those that are wanted and there."""
     wanted = [wants and x is not None for wants, x in zip(wanted, inputs)]
     if options.kernels:
         from warploom.ops.linear_attention.operator import OPERATOR as ONE
 
-        *tensors, offset = inputs
         backward: Any = ONE.backward
         rest = (*options.one(grad_state is not None), wanted)
-        found = backward.op(*backward.arguments((grad, grad_state, *tensors), offset, rest))
+        found = backward.op(*backward.arguments((grad, grad_state, *inputs), offset, rest))
         return [gradient if wants else None for gradient, wants in zip(found, wanted)]
     with torch.enable_grad():
-        leaves = [None if x is None else x.detach().requires_grad_() for x in inputs[:_DIFFERENTIABLE]]  # type: ignore[union-attr]
-        out, state = _one(PlainInputs(*leaves, *inputs[_DIFFERENTIABLE:]), options, grad_state is not None)  # type: ignore[arg-type]
+        leaves = [None if x is None else x.detach().requires_grad_() for x in inputs[:_DIFFERENTIABLE]]
+        out, state = _one(Inputs(*leaves, *inputs[_DIFFERENTIABLE:]), offset, options, grad_state is not None)  # type: ignore[arg-type]
         pairs = [(x, g) for x, g in ((out, grad), (state, grad_state)) if x is not None and g is not None]
         results, given = zip(*pairs) if pairs else ((out,), (torch.zeros_like(out),))
         chosen: Any = [leaf for leaf, wants in zip(leaves, wanted) if wants]
@@ -233,15 +233,13 @@ def _gradients(
     return [next(each) if wants else None for wants in wanted]
 
 
-def _last_state(inputs: PlainInputs, options: Options) -> Tensor:
+def _last_state(inputs: Inputs, offset: int, options: Options) -> Tensor:
     """The last states alone."""
     if options.kernels:
-        from warploom.ops.linear_attention.launches.calls import Inputs
         from warploom.ops.linear_attention.launches.forward import last_state
 
-        tensors: Any = inputs[:-1]
-        return last_state(Inputs(*tensors), options.one(True), inputs.offset, OPERATOR.plans)
-    state: Any = _one(inputs._replace(q=inputs.k), options, True)[1]
+        return last_state(inputs, options.one(True), offset, OPERATOR.plans)
+    state: Any = _one(inputs._replace(q=inputs.k), offset, options, True)[1]
     return state  # type: ignore[no-any-return]
 
 
@@ -334,7 +332,7 @@ def _carried(tensors: Tensors, options: Options, offset: int, run: _Run) -> tupl
         tokens, start, sequences = part.leaving
         first = None if initial is None or part.spans[run.rank] else initial[sequences]
         segment = Segment(tokens, start, sequences, None, False, True)
-        own = _last_state(segment.of(tensors, offset, first), options)
+        own = _last_state(segment.of(tensors, first), offset + start, options)
         factor = _factor(tensors, tokens)
     return _exchanged(own, factor, run)
 
@@ -357,7 +355,6 @@ def _joined(
     The sums of its chunks make the state that travels, and with what comes in the states that its outputs are of,
     which are kept in ``states``.
     """
-    from warploom.ops.linear_attention.launches.calls import Inputs
     from warploom.ops.linear_attention.launches.forward import Shared, forward
 
     initial = tensors[5]
@@ -373,10 +370,9 @@ def _joined(
         before = _before(segment, initial, found[0], options)
         return torch.zeros_like(own) if before is None else before.to(own.dtype).contiguous()
 
-    inputs: Any = segment.of(tensors, offset, None)[:-1]
     plans = OPERATOR.plans.get((*map(metadata, tensors), *options, "joined", segment.tokens.stop), Plans)
     shared, place = Shared(carry, states), offset + segment.start
-    out, after = forward(Inputs(*inputs), options.one(options.return_state), place, plans, shared)
+    out, after = forward(segment.of(tensors, None), options.one(options.return_state), place, plans, shared)
     state, factors = found
     return out, after, state, factors
 
@@ -398,9 +394,10 @@ def _forward(tensors: Tensors, offset: int, options: Options, plans: Plans) -> T
     if alone is None:
         out = empty_in_order_of(tensors[0], tensors[2].shape[3])
         for segment in run.part.segments:
-            inputs = segment.of(tensors, offset, _before(segment, initial, state, options))
+            inputs = segment.of(tensors, _before(segment, initial, state, options))
             inputs = inputs if options.causal else inputs._replace(v=_zeros_like(inputs.v))
-            out[:, segment.tokens], after = _one(inputs, options, options.return_state)
+            place = offset + segment.start
+            out[:, segment.tokens], after = _one(inputs, place, options, options.return_state)
             found.append(after)
     last = tensors[0].new_empty(0, dtype=_precise(tensors))
     if options.return_state:
@@ -430,7 +427,7 @@ def _total(tensors: Tensors, options: Options, offset: int, run: _Run) -> Tensor
     """Without causality: the states of all tokens of each sequence, (S, H, F, E)."""
     own = tensors[0].new_zeros(_state_shape(tensors, options, _sequences(tensors)), dtype=_precise(tensors))
     for segment in run.part.segments:
-        own[segment.sequences] = _last_state(segment.of(tensors, offset, None), options)
+        own[segment.sequences] = _last_state(segment.of(tensors, None), offset + segment.start, options)
     return _gathered(own, run.group).sum(0)
 
 
@@ -457,7 +454,7 @@ def _kept_shape(tensors: Tensors, options: Options) -> tuple[int, ...]:
     """Of the states before chunks, where a part is in one sequence; it is the same for any number of tokens."""
     if not (options.kernels and options.causal):
         return (0,)
-    from warploom.ops.linear_attention.launches.calls import Call, Inputs
+    from warploom.ops.linear_attention.launches.calls import Call
 
     inputs: Any = Inputs(*tensors)._replace(cu_seqlens=None)
     return Call(inputs, options.one(True), 1).most_slots, *_state_shape(tensors, options, 1)[1:]
@@ -534,8 +531,8 @@ def _causal_gradients(
     if first is not None:
         of_state = None if grad_last is None or first.goes_on else grad_last[first.sequences]
         wants = [False] * (_DIFFERENTIABLE - 1) + [True]
-        inputs = first.of(tensors, offset, state)
-        found = _gradients(_tokens_of(grad, first), of_state, inputs, options, wants)[-1]
+        inputs, place = first.of(tensors, state), offset + first.start
+        found = _gradients(_tokens_of(grad, first), of_state, inputs, place, options, wants)[-1]
         own = own if found is None else found.to(own.dtype)
     leaving = _exchanged_back(own, factors, run)
     for segment in part.segments:
@@ -546,8 +543,8 @@ def _causal_gradients(
             of_state[-len(leaving) :] = leaving
         before = _before(segment, initial, state, options)
         wants = [*wanted[:-1], wanted[-1] and not segment.continued]
-        inputs = segment.of(tensors, offset, before)
-        sums.add(segment, _gradients(_tokens_of(grad, segment), of_state, inputs, options, wants))
+        inputs, place = segment.of(tensors, before), offset + segment.start
+        sums.add(segment, _gradients(_tokens_of(grad, segment), of_state, inputs, place, options, wants))
     _without_tokens(grad_last, tensors, run, sums)
 
 
@@ -566,7 +563,6 @@ def _joined_gradients(
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """Those of what `_joined` computes, in the same way."""
     from warploom.ops.linear_attention.launches.backward import backward
-    from warploom.ops.linear_attention.launches.calls import Inputs
     from warploom.ops.linear_attention.launches.forward import Shared
 
     grad, grad_last = grads
@@ -580,7 +576,7 @@ def _joined_gradients(
         leaving = _exchanged_back(own, factors, run)
         return (leaving if of_last is None else of_last).contiguous()
 
-    inputs: Any = segment.of(tensors, offset, _before(segment, tensors[5], state, options))[:-1]
+    inputs = segment.of(tensors, _before(segment, tensors[5], state, options))
     if grad is None:
         grad = torch.zeros_like(layout_of(tensors[0], tensors[2].shape[3]), device=state.device)
     wants = [wants and x is not None for wants, x in zip(wanted, inputs)]
@@ -588,7 +584,7 @@ def _joined_gradients(
     rest = ("gradients", segment.continued, segment.tokens.stop)
     plans = OPERATOR.plans.get((*map(metadata, tensors), *options, *rest), Plans)
     shared, place = Shared(carry, states), offset + segment.start
-    return backward(grad, None, Inputs(*inputs), options.one(False), place, wants, plans, shared)
+    return backward(grad, None, inputs, options.one(False), place, wants, plans, shared)
 
 
 def _without_tokens(grad_last: Tensor | None, tensors: Tensors, run: _Run, sums: _Sums) -> None:
@@ -624,16 +620,16 @@ def _full_gradients(
     of_keys = [False, of_k, of_v, of_theta, False, False]
     first = []
     for segment in run.part.segments:
-        inputs = segment.of(tensors, offset, state[segment.sequences])
+        inputs, place = segment.of(tensors, state[segment.sequences]), offset + segment.start
         inputs = inputs._replace(v=_zeros_like(inputs.v))
-        found = _gradients(_tokens_of(grad, segment), None, inputs, options, of_queries)
+        found = _gradients(_tokens_of(grad, segment), None, inputs, place, options, of_queries)
         own[segment.sequences] = found[5].to(own.dtype)  # type: ignore[union-attr]
         first.append(found[:5])
     total = _gathered(own, run.group).sum(0)
     for segment, of_query in zip(run.part.segments, first):
-        inputs = segment.of(tensors, offset, None)
+        inputs, place = segment.of(tensors, None), offset + segment.start
         sums.add(segment, of_query)
-        sums.add(segment, _gradients(None, total[segment.sequences], inputs, options, of_keys))
+        sums.add(segment, _gradients(None, total[segment.sequences], inputs, place, options, of_keys))
 
 
 def _backward_fake(

@@ -9,25 +9,12 @@ import torch
 
 from warploom.distributed.layout import chunks_of
 from warploom.distributed.ranks import Bounds, remembered
+from warploom.ops.linear_attention.problem import Inputs
 from warploom.runtime.dispatch import Tensors
 
 Tensor = torch.Tensor
 
 LAYOUT = "contiguous"
-
-
-class PlainInputs(NamedTuple):
-    """The tensors of a plain call, and its number."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    theta: Tensor | None
-    decay: Tensor | None
-    initial_state: Tensor | None
-    offsets: Tensor | None
-    cu_seqlens: Tensor | None
-    offset: int
 
 
 class Segment(NamedTuple):
@@ -44,13 +31,13 @@ class Segment(NamedTuple):
     goes_on: bool
     """Whether its last sequence goes on on the next rank."""
 
-    def of(self, tensors: Tensors, offset: int, initial: Tensor | None) -> PlainInputs:
-        """Its inputs, from those of the part."""
+    def of(self, tensors: Tensors, initial: Tensor | None) -> Inputs:
+        """Its inputs, from those of the part. The number among its positions is ``start`` more."""
         q, k, v, theta, decay, _, offsets, _ = tensors
         q, k, v = (x[:, self.tokens] for x in (q, k, v))
         decay = decay if decay is None or decay.dim() == 1 else decay[:, self.tokens]
         moved = None if offsets is None else offsets + self.start
-        return PlainInputs(q, k, v, theta, decay, initial, moved, self.cu_seqlens, offset + self.start)
+        return Inputs(q, k, v, theta, decay, initial, moved, self.cu_seqlens)
 
 
 class Part(NamedTuple):

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from warploom.ops.linear_attention.launches.backward import backward
-from warploom.ops.linear_attention.launches.calls import Inputs
 from warploom.ops.linear_attention.launches.forward import forward
-from warploom.ops.linear_attention.problem import Options
+from warploom.ops.linear_attention.problem import Inputs, Options
 from warploom.runtime.dispatch import Gradient, Operator, Tensors
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.plans import Plans

@@ -13,9 +13,9 @@ from warploom.ops.linear_attention.configs import (
 )
 from warploom.ops.linear_attention.kernels.decay import decay_kernel
 from warploom.ops.linear_attention.launches import hopper
-from warploom.ops.linear_attention.launches.calls import PLACES, Call, Inputs, layout_of_rows
+from warploom.ops.linear_attention.launches.calls import PLACES, Call, layout_of_rows
 from warploom.ops.linear_attention.launches.forward import Rows, Shared, States, plan_product, plan_states
-from warploom.ops.linear_attention.problem import Options
+from warploom.ops.linear_attention.problem import Inputs, Options
 from warploom.ops.lrpe import launches as lrpe
 from warploom.ops.lrpe.launches import Positions, ThetaSums, theta_sums
 from warploom.runtime.launch import Dense, Launch, are_aligned

@@ -16,7 +16,7 @@ from warploom.ops.linear_attention.configs import (
     piece_of,
 )
 from warploom.ops.linear_attention.kernels.tiles import Sizes, StateStrides, Variant
-from warploom.ops.linear_attention.problem import Options
+from warploom.ops.linear_attention.problem import Inputs, Options
 from warploom.ops.lrpe.kernels.angles import Spec
 from warploom.runtime.build import ALIGNMENT
 from warploom.runtime.launch import Dense, architecture, multiprocessors
@@ -26,23 +26,6 @@ State = Tensor | Dense | None
 
 _STATE_VEC = 4
 """By which strides of states are divided where they can be: 16 bytes of float32."""
-
-
-class Inputs(NamedTuple):
-    """The tensors of a call."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    theta: Tensor | None
-    decay: Tensor | None
-    initial_state: Tensor | None
-    offsets: Tensor | None
-    cu_seqlens: Tensor | None
-
-    def places(self, offset: int) -> tuple[Any, ...]:
-        """What every kernel takes behind its tensors: those that say where tokens stand, and how they decay."""
-        return self.theta, self.offsets, self.cu_seqlens, self.decay, offset
 
 
 PLACES = ("theta", "offsets", "cu_seqlens", "decay", "offset")

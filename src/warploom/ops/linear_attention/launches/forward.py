@@ -17,8 +17,8 @@ from warploom.ops.linear_attention.kernels.states import scan_kernel, sums_kerne
 from warploom.ops.linear_attention.kernels.step import step_kernel
 from warploom.ops.linear_attention.kernels.tiles import Scales
 from warploom.ops.linear_attention.launches import hopper
-from warploom.ops.linear_attention.launches.calls import PLACES, Call, Inputs, State, layout_of_rows, state_strides
-from warploom.ops.linear_attention.problem import Options
+from warploom.ops.linear_attention.launches.calls import PLACES, Call, State, layout_of_rows, state_strides
+from warploom.ops.linear_attention.problem import Inputs, Options
 from warploom.runtime.launch import Dense, Launch, are_aligned
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
