@@ -43,9 +43,6 @@ from warploom.ops.linear_attention.kernels.tiles import (
 )
 from warploom.ops.lrpe.kernels.rows import load_input
 
-HELD = tl.constexpr(80 * 1024)
-"""Bytes of shared memory that a state may take for all tiles; a float32 takes six, one of 16 bits two."""
-
 
 class Way(NamedTuple):
     """Of a product."""
@@ -53,6 +50,8 @@ class Way(NamedTuple):
     DECODED: bool
     """Whether results are gradients of what was encoded."""
     REVERSE: bool
+    LOADED: bool
+    """Whether each tile loads the state again: see `configs.is_held`."""
 
 
 @triton.jit
@@ -75,9 +74,6 @@ def product_kernel(
     THETA: tl.constexpr = partial is not None
     HALF: tl.constexpr = out.dtype.element_ty.primitive_bitwidth == 16
     RESULTS: tl.constexpr = 2 if DECODED and variant.KIND != "none" else 1
-    PARTS: tl.constexpr = 1 if variant.KIND == "none" else 2
-    STATE: tl.constexpr = PARTS * variant.PIECES * variant.BLOCK_F * variant.BLOCK_E * (2 if HALF else 6)
-    LOADED: tl.constexpr = not variant.CAUSAL and STATE > HELD
     READS_X: tl.constexpr = DECODED and (THETA or variant.ACTIVATION != "none")
     place = locate(offsets, cu_seqlens, offset, sizes)
     first_e = 0 if DECODED else place.column * variant.BLOCK_E
@@ -116,7 +112,7 @@ def product_kernel(
         turns = turn_from(first, place, steps, within, HALF and not THETA)
         if not DECODED:
             rows = encode(rows, turns, 0, spec, variant)
-        if LOADED:
+        if way.LOADED:
             results = carry_loaded(
                 rows,
                 initial,

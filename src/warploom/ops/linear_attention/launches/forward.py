@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from warploom.ops.linear_attention.configs import STEPS, in_power_of_two, step_tile, tile_of
+from warploom.ops.linear_attention.configs import STEPS, in_power_of_two, is_held, step_tile, tile_of
 from warploom.ops.linear_attention.kernels.product import Way, product_kernel
 from warploom.ops.linear_attention.kernels.states import scan_kernel, sums_kernel
 from warploom.ops.linear_attention.kernels.step import step_kernel
@@ -19,7 +19,7 @@ from warploom.ops.linear_attention.kernels.tiles import Scales
 from warploom.ops.linear_attention.launches import hopper
 from warploom.ops.linear_attention.launches.calls import PLACES, Call, State, layout_of_rows, state_strides
 from warploom.ops.linear_attention.problem import Inputs, Options
-from warploom.runtime.launch import Dense, Launch, are_aligned
+from warploom.runtime.launch import Dense, Launch, architecture, are_aligned
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 
@@ -159,18 +159,23 @@ def plan_product(
         columns = -(-values // tile.columns)
     layout = layout_of_rows(rows.a, rows.b, rows.c, rows.a if rows.x is None else rows.x, rows.out)
     scale = call.state_scale if reverse else 1.0
+    states = {"initial": initial, "final": final}
+    given = (
+        call.on_features(layout, tile, columns, block_f, **states)
+        if decoded
+        else call.on_values(layout, tile, columns, **states)
+    )
+    variant = given["variant"]
+    numbers = call.parts * variant.PIECES * variant.BLOCK_F * variant.BLOCK_E
+    loaded = not variant.CAUSAL and not is_held(numbers, call.half, architecture(rows.a.device))
     return Launch(
         product_kernel,
         call.slots * call.inputs.q.shape[2] * columns,
         takes=("a", "b", "c", "x", "out", "initial", "final", "partial", *PLACES),
         scales=Scales(call.options.scale, 1.0 / scale if isinstance(initial, Tensor) else 1.0, scale),
-        way=Way(decoded, reverse),
+        way=Way(decoded, reverse, loaded),
         **layout.of("a", "b", "c", "x", "out"),
-        **(
-            call.on_features(layout, tile, columns, block_f, initial=initial, final=final)
-            if decoded
-            else call.on_values(layout, tile, columns, initial=initial, final=final)
-        ),
+        **given,
     )
 
 
