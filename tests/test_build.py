@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import seeds
+from compiling import output_of
 
 from warploom.ops import operators
 from warploom.runtime.backend import HAS_TRITON
@@ -103,11 +104,8 @@ for variant in builds.values():
 
 
 def test_tiles_at_odd_addresses_are_read_where_they_are(tmp_path: Path) -> None:
-    program = tmp_path / "addresses.py"
-    program.write_text(ODD_ADDRESSES, encoding="utf-8")
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
-    assert done.stdout.count("Resources") == 5, done.stderr
+    printed = output_of(ODD_ADDRESSES, tmp_path)
+    assert printed.count("Resources") == 5
 
 
 SUMS_OF_RANKS = """
@@ -133,12 +131,8 @@ print(len(shuffled), len(shuffled & set(fused)))
 
 def test_threads_that_hold_the_same_logit_hold_the_same_bits(tmp_path: Path) -> None:
     """They do not where each fuses a product of its own with what comes from the other."""
-    program = tmp_path / "sums.py"
-    program.write_text(SUMS_OF_RANKS, encoding="utf-8")
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    shuffled, fused = map(int, done.stdout.split())
+    printed = output_of(SUMS_OF_RANKS, tmp_path)
+    shuffled, fused = map(int, printed.split())
     assert shuffled > 0
     assert fused == 0
 
@@ -175,12 +169,8 @@ def test_sums_have_the_same_bits_in_every_layout(tmp_path: Path) -> None:
 
     The compiler picks it by what it knows of addresses, which is not the same of a batch and of one entry.
     """
-    program = tmp_path / "sums.py"
-    program.write_text(SUMS, encoding="utf-8")
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    kernels = [line.split() for line in done.stdout.splitlines()]
+    printed = output_of(SUMS, tmp_path)
+    kernels = [line.split() for line in printed.splitlines()]
     assert {name for name, *_ in kernels} >= {"decode_kernel"}
     for name, *sizes in kernels:
         assert set(sizes) == {"2"}, name
@@ -249,12 +239,8 @@ for other in others:
 
 
 def test_spills_and_faults_are_found(tmp_path: Path) -> None:
-    program = tmp_path / "faulty.py"  # a file, since Triton reads a kernel's source
-    program.write_text(FAULTY_KERNELS, encoding="utf-8")
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    first, rest = done.stdout.split("\n", 1)
+    printed = output_of(FAULTY_KERNELS, tmp_path)
+    first, rest = printed.split("\n", 1)
     kernel, registers, stack = first.split()
     assert kernel == "hungry"
     assert int(registers) == 255

@@ -1,8 +1,5 @@
 """Flash attention of few queries on many keys: rows of a group in one tile, chunks of keys, lengths, pages."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +7,7 @@ from typing import Any
 import pytest
 import seeds
 import torch
+from compiling import output_of
 from flash_cases import assert_right, kernels, random_inputs
 from launches import ON_GPU
 from planned_calls import forget_plans, no_plans
@@ -284,12 +282,9 @@ for values in (16, 32):
 
 def test_narrow_values_are_read_from_shared_memory(tmp_path: Path) -> None:
     """Compiled for Hopper: rows at odd places, of which the assembler loses the address in tiles of 64 queries."""
-    program = tmp_path / "narrow.py"
-    program.write_text(NARROW, encoding="utf-8")
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
+    printed = output_of(NARROW, tmp_path)
     expected = [f"{name}_kernel 0" for _ in range(2) for name in ("decode", "forward")]
-    assert done.stdout.splitlines() == expected, done.stderr
+    assert printed.splitlines() == expected
 
 
 @pytest.mark.parametrize("e", [12, 16, 32])

@@ -1,14 +1,12 @@
 """Linear attention: its definition, states, chunks, decoding, and what its kernels are compiled to."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import seeds
 import torch
+from compiling import output_of
 
 from warploom import linear_attention
 from warploom.ops import operators
@@ -418,12 +416,9 @@ for build in builds.values():
 @needs_triton
 def test_products_read_what_is_in_shared_memory(tmp_path: Path) -> None:
     """On Hopper products of a warp group read through addresses, which the assembler may lose."""
-    program = tmp_path / "products.py"
-    program.write_text(PRODUCTS, encoding="utf-8")
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
-    lost = dict(line.split() for line in done.stdout.splitlines())
-    assert lost.keys() >= {"hopper_product_kernel", "product_kernel", "sums_kernel", "decay_kernel"}, done.stderr
+    printed = output_of(PRODUCTS, tmp_path)
+    lost = dict(line.split() for line in printed.splitlines())
+    assert lost.keys() >= {"hopper_product_kernel", "product_kernel", "sums_kernel", "decay_kernel"}
     assert set(lost.values()) == {"0"}
 
 
@@ -451,11 +446,8 @@ for variant in builds.values():
 @needs_triton
 def test_large_states_without_causality_fit_in_shared_memory(tmp_path: Path) -> None:
     """What all tiles multiply with, the compiler holds there, of any size."""
-    program = tmp_path / "states.py"
-    program.write_text(STATES, encoding="utf-8")
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
-    assert done.stdout.count("Resources") >= 9, done.stderr
+    printed = output_of(STATES, tmp_path)
+    assert printed.count("Resources") >= 9
 
 
 HOPPER = """
@@ -491,12 +483,9 @@ print(kernels(causal=False), kernels(causal=False, features=96))
 
 @needs_triton
 def test_which_calls_take_the_kernels_for_hopper(tmp_path: Path) -> None:
-    program = tmp_path / "hopper.py"
-    program.write_text(HOPPER, encoding="utf-8")
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 7, done.stderr
+    printed = output_of(HOPPER, tmp_path)
+    lines = printed.splitlines()
+    assert len(lines) == 7
     products = ["hopper_key_kernel", "hopper_product_kernel"]
     cosine = ["hopper_cosine_kernel"]
     assert lines[:2] == [f"{products} {products}", f"{cosine} {[*cosine, 'hopper_parts_kernel']}"]

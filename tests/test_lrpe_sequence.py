@@ -6,14 +6,12 @@ ones are cut into parts. Those of packed sequences may hold several of them.
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiling import output_of
 from launches import ON_GPU
 from test_lrpe import HEADS, assert_near, encode, exact_gradients, kinds, random_theta, random_x
 
@@ -304,12 +302,8 @@ for function, features in ((lrpe_rotate, 64), (lrpe_cosine, 128)):
 
 def test_programs_that_wait_fit_the_smallest_gpu(tmp_path: Path) -> None:
     """More programs than run at once are refused: 64 K registers, 100 KiB of shared memory."""
-    program = tmp_path / "fitting.py"
-    program.write_text(FITTING, encoding="utf-8")
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split()[1:] for line in done.stdout.splitlines()]
+    printed = output_of(FITTING, tmp_path)
+    lines = [line.split()[1:] for line in printed.splitlines()]
     assert len(lines) == 12
     for programs, warps, registers, shared in (map(int, line) for line in lines):
         assert programs * warps * 32 * (-(-registers // 8) * 8) <= 2**16
