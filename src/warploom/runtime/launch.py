@@ -33,6 +33,7 @@ from warploom.runtime.pytorch import is_deterministic as _deterministic
 __all__ = [
     "ALIGNMENT",
     "INTERPRETED",
+    "SHARED_MEMORY",
     "Boxes",
     "Build",
     "Dense",
@@ -45,6 +46,7 @@ __all__ = [
     "multiprocessors",
     "recording",
     "runs_on_cpu",
+    "shared_memory",
 ]
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
@@ -387,6 +389,16 @@ def has_pdl(device: torch.device) -> bool:
     that does not wait follows a launch of our own, and no allocation: memory may be filled there, by a launch too.
     """
     return architecture(device) >= 90 and not INTERPRETED
+
+
+SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
+"""KiB of shared memory that a program may take, by compute capability times ten: of A100 (80); RTX 4090, L4 and L40
+(89); H100 and H200 (90); B200 (100); RTX 5090 (120)."""
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may take; of a GPU that is not known the least."""
+    return 1024 * SHARED_MEMORY.get(architecture(device), min(SHARED_MEMORY.values()))
 
 
 def architecture(device: torch.device) -> int:

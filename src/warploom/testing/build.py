@@ -34,9 +34,8 @@ from warploom.testing.conformance import gradients, leaves, make_inputs
 from warploom.testing.descriptors import disassemble, lost_addresses, said_of
 from warploom.testing.specs import load_specs
 
-ARCHITECTURES = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
-"""KiB of shared memory that a program may take, by compute capability times ten: of A100 (80); RTX 4090, L4 and L40
-(89); H100 and H200 (90); B200 (100); RTX 5090 (120)."""
+ARCHITECTURES = launch.SHARED_MEMORY
+"""Those that kernels are built for."""
 
 SPILLS_ARE_KNOWN = triton.__version__.startswith("3.7.")
 """Whether operators' ``spills`` are those of this version of Triton."""

@@ -53,9 +53,6 @@ PARTS = Encoder(4, 88, 208)
 SUMS = Encoder(4, 96, 0)
 """Of the kernel that makes the sums of chunks, with any decay."""
 
-SHARED = {80: 163, 90: 227, 100: 227}
-"""KiB of shared memory that a program may take, by compute capability times ten; 99 on other GPUs."""
-
 LEAST = 16
 """Of every side of a product of tiles."""
 
@@ -117,14 +114,14 @@ def tile_of(kernel: str, half: bool, rows: int, columns: int, tokens: int) -> Ti
     return tile
 
 
-def is_held(numbers: int, half: bool, arch: int) -> bool:
-    """Whether shared memory holds a state of so many numbers.
+def is_held(numbers: int, half: bool, room: int) -> bool:
+    """Whether ``room`` bytes of shared memory hold a state of so many numbers.
 
     What all tiles multiply with, as without causality, the compiler keeps there. A float32 takes up to 6.3 bytes,
     as it comes in terms, and a number of 16 bits 2.2. Where each tile loads the state, both passes of 128 float32
     features take 1.10 times as long on an H100, and 1.34 times with cosines.
     """
-    return numbers * (2.5 if half else 7) <= 1024 * SHARED.get(arch, 99)
+    return numbers * (2.5 if half else 7) <= room
 
 
 def step_tile(rows: int, columns: int) -> Tile:

@@ -81,7 +81,8 @@ def product_kernel(
     steps = load_steps(theta, place, first_f, 1 if DECODED else variant.PIECES, sizes, spec, variant)
     within = turn_within(steps, variant, HALF and not THETA)
     index = place.slot if variant.CAUSAL else place.sequence
-    state = load_state(initial, index, place.h, first_f, first_e, into, initial_strides, spec, variant, DECODED)
+    if not way.LOADED:
+        state = load_state(initial, index, place.h, first_f, first_e, into, initial_strides, spec, variant, DECODED)
     theta_sum = tl.zeros((variant.BLOCK_F,), tl.float64)
     tiles = tl.cdiv(tl.maximum(place.last - place.first, 0), variant.BLOCK_T)
     for tile in range(tiles):
@@ -114,19 +115,9 @@ def product_kernel(
             rows = encode(rows, turns, 0, spec, variant)
         if way.LOADED:
             results = carry_loaded(
-                rows,
-                initial,
-                index,
-                place.h,
-                first_f,
-                first_e,
-                into,
-                initial_strides,
-                spec,
-                variant,
-                DECODED,
+                rows, initial, index, place.h, first_f, first_e, into, initial_strides, spec, variant, DECODED,
                 RESULTS,
-            )
+            )  # fmt: skip
         else:
             results = carry(rows, state, RESULTS)
         if variant.CAUSAL:

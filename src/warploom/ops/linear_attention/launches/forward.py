@@ -19,7 +19,7 @@ from warploom.ops.linear_attention.kernels.tiles import Scales
 from warploom.ops.linear_attention.launches import hopper
 from warploom.ops.linear_attention.launches.calls import PLACES, Call, State, layout_of_rows, state_strides
 from warploom.ops.linear_attention.problem import Inputs, Options
-from warploom.runtime.launch import Dense, Launch, architecture, are_aligned
+from warploom.runtime.launch import Dense, Launch, are_aligned, shared_memory
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 
@@ -167,7 +167,7 @@ def plan_product(
     )
     variant = given["variant"]
     numbers = call.parts * variant.PIECES * variant.BLOCK_F * variant.BLOCK_E
-    loaded = not variant.CAUSAL and not is_held(numbers, call.half, architecture(rows.a.device))
+    loaded = not variant.CAUSAL and not is_held(numbers, call.half, shared_memory(rows.a.device))
     return Launch(
         product_kernel,
         call.slots * call.inputs.q.shape[2] * columns,
