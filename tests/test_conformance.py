@@ -335,7 +335,8 @@ def test_autocast_casts_inputs_or_changes_nothing(
     operator: Operator, case: Case, backend: str, device: torch.device
 ) -> None:
     inputs = make_inputs(operator, case, device)
-    low = {name: inputs[name].detach().bfloat16().requires_grad_() for name in operator.autocasts}
+    cast = {name: inputs[name] for name in operator.autocasts if inputs[name] is not None}
+    low = {name: x.detach().bfloat16().requires_grad_(x.requires_grad) for name, x in cast.items()}
     outputs, found = run(operator, {**inputs, **low}, backend)
     with torch.autocast(device.type, torch.bfloat16):
         outputs_under_autocast, found_under_autocast = run(operator, inputs, backend)

@@ -231,6 +231,14 @@ def test_a_capacity_is_an_int(capacity: object) -> None:
         KVCache(capacity)
 
 
+def test_a_cache_and_a_model_take_sizes_of_numpys() -> None:
+    numpy = pytest.importorskip("numpy")
+    assert type(KVCache(numpy.int64(8)).capacity) is int
+    config = nn.TransformerConfig(heads=numpy.int32(12), base=numpy.float32(100))
+    assert config == nn.TransformerConfig(heads=12, base=100.0)
+    assert json.dumps(vars(config))
+
+
 # ----------------------------------------------------------------------------------------------------------
 # The cache
 # ----------------------------------------------------------------------------------------------------------

@@ -376,6 +376,33 @@ def test_autocast_may_begin_and_end_between_calls(device: torch.device) -> None:
                 assert flash_attention(**inputs)[0].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_numbers_of_numpy_are_pythons(backend: str, device: torch.device) -> None:
+    numpy = pytest.importorskip("numpy")
+    q, k, v = torch.randn(3, 1, 5, 2, 4).to(device)
+    whole, theta = {"backend": backend}, torch.ones(2).to(device)
+
+    def outputs(i: Any, f: Any, b: Any) -> list[Tensor]:
+        place = {"theta": theta, "encoding": "rotate", "offset": i(3), "scale": f(0.5)}
+        scales = {"scale": f(0.5), "scale_q": f(2), "scale_k": i(3), "scale_v": f(0.25)}
+        factors = (None, k[..., 0], v[..., 0], q, k[:, :, 0], v[:, :, 0])
+        return [
+            flash_attention(q, k, v, causal=b(1), scale=f(0.5), window=(i(2), None), softcap=i(3), **whole),
+            lrpe_rotate(q, theta, offset=i(7), prefix=i(1), **whole),
+            lrpe_rotate(q, theta, grid=[i(4)], prefix=i(1), **whole),
+            linear_attention(q, k, v, **place, **whole),
+            tpa_attention(*factors, **scales, **whole),
+            tpa_decode(*factors, **scales, **whole),
+        ]
+
+    expected = outputs(int, float, bool)
+    for _ in range(2):  # planned, and known by key
+        found = outputs(numpy.int64, numpy.float32, numpy.bool_)
+        assert all(map(torch.equal, found, expected))
+    with pytest.raises(DtypeError, match="offset must be an int"):
+        lrpe_rotate(q, theta, offset=numpy.float32(3), **whole)
+
+
 @pytest.fixture
 def deterministic() -> Iterator[Callable[[bool], None]]:
     """Switches PyTorch's deterministic algorithms on and off, and in the end to what they were."""

@@ -35,9 +35,10 @@ from warploom.distributed.ranks import (
 )
 from warploom.errors import ShapeError, WarploomError, dtype_of, fault, shape_of
 from warploom.ops.flash_attention import reference
-from warploom.ops.flash_attention.api import under_autocast
 from warploom.ops.flash_attention.problem import Logits, Mask, Shape
 from warploom.ops.flash_attention.validation import Precision, check
+from warploom.runtime.arguments import as_python
+from warploom.runtime.autocast import under_autocast
 from warploom.runtime.backend import Backend, use_triton
 from warploom.runtime.dispatch import Gradient, Operator, Tensors, apply
 from warploom.runtime.memory_order import empty_in_order_of
@@ -178,7 +179,7 @@ def _checked(tensors: Tensors, given: tuple[Any, ...], mesh: DeviceMesh, layout:
     q, k, v, sink, cu_seqlens = tensors
     causal, scale, window, precision, return_lse, softcap = given
     window = tuple(window) if isinstance(window, list) else window
-    given = (causal, scale, window, precision, return_lse, softcap)
+    given = as_python((causal, scale, window, precision, return_lse, softcap))
     settled, limit, *_ = check(NAME, (q, k, v, sink, None, None, None, None), given, 0)
     kernels = use_triton(NAME, backend, q, limit)
     check_layout(NAME, layout)

@@ -32,7 +32,7 @@ from warploom.distributed.ranks import (
 )
 from warploom.distributed.sharing import shares
 from warploom.errors import ArgumentError, DtypeError, ShapeError, WarploomError, dtype_of, fault, shape_of
-from warploom.runtime.arguments import is_int
+from warploom.runtime.arguments import as_python, is_int
 
 Tensor = torch.Tensor
 
@@ -149,6 +149,7 @@ def settled(function: str, bounds: Bounds | None, length: int) -> Bounds:
 def _checked_dim(function: str, x: object, dim: int) -> int:
     if not isinstance(x, Tensor):
         raise fault(DtypeError, function, "x", "a tensor", type(x).__name__)
+    dim = as_python(dim)
     if not is_int(dim) or not -x.dim() <= dim < x.dim():
         raise fault(ShapeError, function, "dim", f"an axis of x, of shape {shape_of(x)}", repr(dim))
     return dim % x.dim()
@@ -318,6 +319,7 @@ def local_position_ids(
     name = "local_position_ids"
     group = group_of(name, mesh)
     check_layout(name, layout)
+    length = as_python(length)
     if not is_int(length):
         raise fault(DtypeError, name, "length", "an int", repr(length))
     if length < 0:

@@ -35,6 +35,7 @@ from warploom.ops.linear_attention.api import Arguments
 from warploom.ops.linear_attention.problem import Inputs
 from warploom.ops.linear_attention.problem import Options as OneOptions
 from warploom.ops.linear_attention.validation import Activation, Encoding, check
+from warploom.runtime.arguments import as_python
 from warploom.runtime.backend import Backend, use_triton
 from warploom.runtime.dispatch import Gradient, Operator, Tensors, apply
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
@@ -148,7 +149,7 @@ def context_parallel_linear_attention(
         out = context_parallel_linear_attention(q, k, v, mesh, decay=-torch.rand(8))    # (1, 64 / W, 8, 16)
         ```
     """
-    offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
+    offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, as_python(offset))
     tensors = (q, k, v, theta, decay, initial_state, offsets, cu_seqlens)
     given = (encoding, activation, interleaved, causal, scale, return_state)
     try:
@@ -168,7 +169,7 @@ def _checked(tensors: Tensors, given: tuple[Any, ...], offset: int, mesh: Device
     """What a call asks for, from what this rank can see of it."""
     group = group_of(NAME, mesh).group_name
     q, *_, cu_seqlens = tensors
-    one, limit, *_ = check(NAME, tensors, given, offset)
+    one, limit, *_ = check(NAME, tensors, as_python(given), offset)
     kernels = use_triton(NAME, backend, q, limit)
     check_device(NAME, mesh, "q", q)
     if cu_seqlens is not None:

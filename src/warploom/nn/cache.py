@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
-from warploom.runtime.arguments import is_int
+from warploom.runtime.arguments import as_python, is_int
 
 Tensor = torch.Tensor
 
@@ -54,6 +54,7 @@ class _Cache:
     def _wanted(self, lengths: int | Sequence[int]) -> list[int]:
         """Lengths to truncate the entries to, one for each of them."""
         name = f"{type(self).__name__}.truncate"
+        lengths = as_python(tuple(lengths) if isinstance(lengths, list) else lengths)
         if not (is_int(lengths) or (isinstance(lengths, Sequence) and all(map(is_int, lengths)))):
             raise fault(DtypeError, name, "lengths", "an int or a sequence of ints", repr(lengths))
         wanted = list(lengths) if isinstance(lengths, Sequence) else [lengths] * len(self.lengths)
@@ -95,6 +96,7 @@ class TokenCache(_Cache):
     """The tensors that are kept, and what their sizes are called: of one name, all are equal."""
 
     def __init__(self, capacity: int | None = None) -> None:
+        capacity = as_python(capacity)
         if capacity is not None and not is_int(capacity):
             raise fault(DtypeError, type(self).__name__, "capacity", "an int or None", repr(capacity))
         if capacity is not None and capacity < 1:

@@ -26,6 +26,7 @@ from warploom.nn.mlp import SwiGLU
 from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.nn.tensor_product_attention import TensorProductAttention
 from warploom.ops.linear_attention.validation import Encoding
+from warploom.runtime.arguments import as_python
 
 Tensor = torch.Tensor
 Cache = KVCache | FactorCache | StateCache
@@ -108,6 +109,8 @@ class TransformerConfig:
         return cls(**{**SIZES[name], **changes})
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():  # numbers of numpy's too: a file has Python's
+            object.__setattr__(self, name, as_python(value))
         for field in COUNTS:
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:

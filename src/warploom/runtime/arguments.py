@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 
 from warploom.errors import ArgumentError, DtypeError, dtype_of, fault
@@ -27,6 +30,17 @@ def checked_tensor(function: str, argument: str, value: object, dtypes: tuple[to
         got = "a nested tensor" if value.is_nested else f"one of the layout {value.layout}"
         raise fault(DtypeError, function, argument, "a dense tensor", got)
     return value
+
+
+def as_python(value: Any) -> Any:
+    """A number of numpy's as Python's, in a tuple too; all else as it is."""
+    if isinstance(value, tuple):
+        return tuple([as_python(each) for each in value])
+    numpy = sys.modules.get("numpy")
+    # In traced code a number of numpy's is a tensor, or a constant that PyTorch has made Python's.
+    if numpy is None or torch.compiler.is_dynamo_compiling() or not isinstance(value, numpy.generic):
+        return value
+    return value.item()
 
 
 def is_int(value: object) -> bool:

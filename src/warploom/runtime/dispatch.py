@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from warploom.runtime.arguments import as_python
+from warploom.runtime.autocast import without_autocast
 from warploom.runtime.backend import use_triton
 from warploom.runtime.modes import (
     count_flops,
@@ -414,6 +416,8 @@ class Function:
             options: All other arguments. Of sequences that can be changed, copies.
             number: That of the operator.
         """
+        if type(number) is not int:
+            number = as_python(number)
         given = [tensor for tensor in tensors if tensor is not None]
         kind = key = None
         if given and type(number) is int and not is_watched():
@@ -436,13 +440,14 @@ class Function:
                     if like is not None:
                         self.plans.remember((like, kind, enabled, run))
                     return run(tensors, number)
-        checked = self.check(self.name, tensors, options, number)
+        checked = self.check(self.name, tensors, as_python(options), number)
         if self.axes is not None and is_sharded(tensors):
             axes = self.axes(tensors, options)
             call = functools.partial(self._on_a_shard, backend, options)
             return on_shards(self.name, axes, tensors, number, call)
         if not use_triton(self.name, backend, given[0], checked.limit):
-            return self.reference(tensors, number, checked, backend)
+            with without_autocast(given[0]):  # which the function has seen to
+                return self.reference(tensors, number, checked, backend)
         operator = self.operator()
         if key is None:
             arranged = tensors if checked.tensors is None else checked.tensors(*tensors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Literal, TypedDict, Unpack, overload
 
@@ -10,6 +9,7 @@ import torch
 
 from warploom.ops.flash_attention import reference
 from warploom.ops.flash_attention.validation import Options, Precision, check
+from warploom.runtime.autocast import under_autocast
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import dense, in_order_of
@@ -142,15 +142,12 @@ def _run_reference(tensors: Tensors, _: int, checked: Checked, backend: str) -> 
     only = all(x is None for x in (*rest, options.softcap)) and not return_lse
     if backend == "auto" and only and _is_plain(q, k, v, options):
         return in_order_of(q, _fused_by_torch(q, k, v, options))
-    # The inputs have been cast; what is float32 inside stays float32.
-    autocast = _autocast(q)
-    with torch.autocast(q.device.type, enabled=False) if autocast else contextlib.nullcontext():
-        results = reference.flash_attention(
-            q, k, v,
-            scale=options.scale, window=(options.left, options.right), softcap=options.softcap, sink=sink,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, block_table=block_table,
-            float32_precision=options.precision, return_lse=return_lse,
-        )  # fmt: skip
+    results = reference.flash_attention(
+        q, k, v,
+        scale=options.scale, window=(options.left, options.right), softcap=options.softcap, sink=sink,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, block_table=block_table,
+        float32_precision=options.precision, return_lse=return_lse,
+    )  # fmt: skip
     if isinstance(results, Tensor):
         return in_order_of(q, results)
     return in_order_of(q, results[0]), dense(results[1])
@@ -178,29 +175,6 @@ def _fused_by_torch(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor
     attend = torch.nn.functional.scaled_dot_product_attention
     out: Tensor = attend(q, k, v, is_causal=options.right == 0, scale=options.scale, enable_gqa=grouped)
     return out.transpose(1, 2)
-
-
-def _autocast(x: object) -> bool:
-    """Whether autocast is on for tensors like this one."""
-    # By name, because neither `torch.compile` nor a meta tensor can ask which devices have an autocast.
-    if not isinstance(x, Tensor) or not (x.is_cuda or x.is_cpu):
-        return False
-    return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
-
-
-def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as autocast casts those of PyTorch's own attention, where it is on."""
-    if not _autocast(q):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
-    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """As autocast casts: floating tensors, float64 excepted."""
-    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64:
-        return x.to(dtype)
-    return x
 
 
 def _operator() -> Operator:

@@ -9,6 +9,7 @@ import torch
 
 from warploom.ops.tpa import reference
 from warploom.ops.tpa.validation import AttentionOptions, DecodeOptions, Strategy, check_attention, check_decode
+from warploom.runtime.autocast import under_autocast
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import in_order_of
@@ -46,7 +47,8 @@ def tpa_attention(
         bq: ``(B, N, Rq, D)``, feature factors of the queries; ``(B, N, H, D)``, the queries, without ``aq``.
         bk: ``(B, M, D)`` or ``(B, M, Rk, D)``, feature factors of the keys.
         bv: ``(B, M, E)`` or ``(B, M, Rv, E)``, feature factors of the values. All six are of one dtype, float16,
-            bfloat16, float32 or float64, on one device, of any strides.
+            bfloat16, float32 or float64, on one device, of any strides. Under autocast they are cast as
+            those of PyTorch's own attention.
         causal: Hide keys ahead of the query; the last query stands at the last key (query ``i`` at
             ``i + M − N``). A query that sees no key gives 0.
         scale: Factor of the logits; ``D^-½`` by default.
@@ -81,6 +83,7 @@ def tpa_attention(
         print(out.shape)  # torch.Size([2, 100, 8, 64])
         ```
     """
+    aq, ak, av, bq, bk, bv = under_autocast(aq, ak, av, bq, bk, bv)
     options = (causal, scale, scale_q, scale_k, scale_v)
     return _attention(backend, (aq, ak, av, bq, bk, bv, cu_seqlens), options)  # type: ignore[no-any-return]
 
@@ -117,7 +120,8 @@ def tpa_decode(
         bq: ``(B, N, Rq, D)``, feature factors of the queries; ``(B, N, H, D)``, the queries, without ``aq``.
         bk: ``(B, M, D)`` or ``(B, M, Rk, D)``, feature factors of the keys.
         bv: ``(B, M, E)`` or ``(B, M, Rv, E)``, feature factors of the values. All six are of one dtype, float16,
-            bfloat16, float32 or float64, on one device, of any strides.
+            bfloat16, float32 or float64, on one device, of any strides. Under autocast they are cast as
+            those of PyTorch's own attention.
         scale: Factor of the logits; ``D^-½`` by default.
         scale_q: Factor of the queries; ``1 / Rq`` by default, 1 without ``aq``.
         scale_k: Factor of the keys; ``1 / Rk`` by default.
@@ -155,6 +159,7 @@ def tpa_decode(
         print(out.shape)  # torch.Size([2, 1, 8, 64])
         ```
     """
+    aq, ak, av, bq, bk, bv = under_autocast(aq, ak, av, bq, bk, bv)
     options = (strategy, scale, scale_q, scale_k, scale_v)
     return _decode(backend, (aq, ak, av, bq, bk, bv, cache_seqlens), options)  # type: ignore[no-any-return]
 

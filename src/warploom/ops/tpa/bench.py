@@ -150,12 +150,14 @@ def _entry_by_entry(function: Provider, inputs: Inputs) -> Tensor:
     return torch.cat([function(**entry) for entry in entries])
 
 
+_FACTORS = ("aq", "ak", "av", "bq", "bk", "bv")
 DECODE = Operator(
     name="tpa_decode",
     function=tpa_decode,
     reference=decode_definition,
     make_inputs=decode_inputs,
     check_cases=tuple({**_DECODE, **change} for change in _DECODE_CHECKS),
+    autocasts=_FACTORS,
     length="m",
     # Float32 with 129 features alone spills much; 16-bit factors, which are what a cache holds, nothing. To count
     # rows of partial results in 64 bits takes two registers too many on sm_100.
@@ -167,6 +169,7 @@ ATTENTION = Operator(
     reference=reference.tpa_attention,
     make_inputs=attention_inputs,
     check_cases=tuple({**_ATTENTION, **change} for change in _ATTENTION_CHECKS),
+    autocasts=_FACTORS,
     spills={**flash_attention.OPERATOR.spills, "factor_kernel": 8},  # in float32, an address
 )
 OPERATORS = (DECODE, ATTENTION)

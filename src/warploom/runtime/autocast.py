@@ -1,0 +1,43 @@
+"""What `torch.autocast` asks of operators that multiply matrices: inputs of lower precision, float32 inside."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def is_autocast(x: object) -> bool:
+    """Whether autocast is on for tensors like this one."""
+    # By name, because neither `torch.compile` nor a meta tensor can ask which devices have an autocast.
+    if not isinstance(x, Tensor) or not (x.is_cuda or x.is_cpu):
+        return False
+    return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+
+
+def under_autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Tensors as autocast casts those of PyTorch's own attention, where it is on for the last of them.
+
+    Floating tensors are cast, float64 excepted; None stays None.
+    """
+    last = tensors[-1]
+    if not is_autocast(last):
+        return tensors
+    dtype = torch.get_autocast_dtype(last.device.type)
+    return tuple([_cast(x, dtype) for x in tensors])
+
+
+def without_autocast(x: object) -> contextlib.AbstractContextManager[Any]:
+    """A context in which nothing more is cast: what is float32 inside a function stays float32."""
+    if not is_autocast(x):
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)  # type: ignore[attr-defined]
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(dtype)
+    return x
