@@ -20,6 +20,7 @@ if not HAS_TRITON or torch.cuda.is_available():
 import kernel_interpreter
 import seeds
 from kernel_interpreter.machine import KernelError
+from kernel_interpreter.products import in_float32
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -124,6 +125,26 @@ def test_barriers_and_buffers(change: dict[str, int], message: str | None) -> No
             run(0, **change)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_bits_of_products_do_not_depend_on_the_order_of_a_sum(dtype: torch.dtype) -> None:
+    """Nor on the shapes of tiles; one that is a number of float32 is that number."""
+    generator = seeds.generator(4)
+    a, b = torch.randn(3, 40, 64, generator=generator), torch.randn(64, 50, generator=generator)
+    a[1] = (20 * a[1]).softmax(-1)  # numbers far apart
+    a[2, 3, 5], a[2, 4, :], b[:, 7] = torch.inf, 0, 0
+    a, b = a.to(dtype), b.to(dtype)
+    for sheet in a:
+        found = in_float32(sheet, b)
+        for _ in range(5):
+            order = torch.randperm(64, generator=generator)
+            other = in_float32(sheet[:, order], b[order])
+            assert torch.equal(found.nan_to_num(7), other.nan_to_num(7))
+        transposed = in_float32(b.mT[5:9], sheet.mT[:, :3]).mT
+        torch.testing.assert_close(found[:3, 5:9], transposed, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(found.double(), sheet.double() @ b.double(), rtol=1e-6, atol=0, equal_nan=True)
+    assert torch.equal(in_float32(torch.eye(64), b), b.float())
+
+
 @gluon.jit
 def product_kernel(x, out, WAIT: gl.constexpr, OVERWRITE: gl.constexpr, BEYOND: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -148,7 +169,7 @@ def multiply(seed: int, **change: Any) -> bool:
     x, out = torch.randn(64, 64, generator=seeds.generator(2)).bfloat16(), torch.empty(64, 64)
     constants = {"WAIT": True, "OVERWRITE": False, "BEYOND": 0} | change
     kernel_interpreter.interpret(Launch(product_kernel, 1, takes=("x", "out"), **constants), (x, out), seed)
-    return torch.equal(out, x.float() @ x.float())
+    return torch.equal(out, in_float32(x, x))
 
 
 def test_products() -> None:

@@ -21,17 +21,20 @@ import sys
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton.language as tl
 from launches import choose_as_on
 from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
 import warploom.ops
 from kernel_interpreter.language import REPLACED, numbers
 from kernel_interpreter.machine import Machine
 from kernel_interpreter.memory import Described, Pointer
+from kernel_interpreter.products import in_float32
 from kernel_interpreter.values import number
 from warploom.runtime.build import CONSTANT, parameters_of
 from warploom.runtime.launch import Launch
@@ -52,6 +55,20 @@ def use() -> None:
     Launch._interpret = interpret  # type: ignore[method-assign]
     # By default of the source of all that a kernel calls, which for Triton's interpreter is no kernel.
     GluonJITFunction.__hash__ = object.__hash__  # type: ignore[method-assign]
+    _multiply_alike_in_tritons()
+
+
+def _multiply_alike_in_tritons() -> None:
+    """Let products of Triton's interpreter, too, have bits that do not depend on a BLAS."""
+    usual = InterpreterBuilder.create_dot
+
+    def create_dot(self: InterpreterBuilder, a: Any, b: Any, d: Any, *options: Any) -> TensorHandle:
+        if d.data.dtype != np.float32 or a.data.dtype.kind != "f":
+            return usual(self, a, b, d, *options)
+        product = in_float32(torch.from_numpy(a.data), torch.from_numpy(b.data)).numpy()
+        return TensorHandle(product + d.data, d.dtype.scalar)
+
+    InterpreterBuilder.create_dot = create_dot
 
 
 def choose_as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

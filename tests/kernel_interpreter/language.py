@@ -9,7 +9,6 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import triton.language as tl
 from triton.experimental.gluon import language as gl
@@ -19,6 +18,7 @@ from triton.language.extra import cuda
 from kernel_interpreter import memory
 from kernel_interpreter.machine import KernelError, current
 from kernel_interpreter.memory import BARRIERS, Memory
+from kernel_interpreter.products import in_float32
 from kernel_interpreter.values import DTYPES, LAYOUT, Tensor, number, raw, together
 from warploom.device.hopper import ordered, softcap, tma
 
@@ -40,12 +40,6 @@ class Product(Tensor):
         if not self.waited_for:
             raise KernelError("a product is used before it is waited for")
         return self._value
-
-
-def in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a · b`` by NumPy: PyTorch's products may have fewer bits, by a setting that tests change."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        return torch.from_numpy(a.float().numpy() @ b.float().numpy())
 
 
 def product(a: Any, b: Memory, acc: Tensor, *, use_acc: Any = True, is_async: bool = False, **_: Any) -> Product:
