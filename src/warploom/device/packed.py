@@ -4,6 +4,9 @@ Where no tile may hold tokens of two sequences: sequence ``s`` takes tokens ``cu
 ``cu_seqlens[s + 1]``. Cut into tiles of ``BLOCK`` tokens, it is given the tiles from number
 ``cu_seqlens[s] // BLOCK + s`` on. That is never fewer than it needs, at most one more, and a grid of
 ``tokens // BLOCK + sequences`` tiles holds all of them: no length has to be known on the host.
+
+The tail, tokens behind the last sequence, is taken as one more sequence by kernels that make its rows zero:
+``⌈tokens / BLOCK⌉ + sequences`` tiles hold it as well.
 """
 
 import triton
@@ -46,3 +49,20 @@ def sequence_bounds(sequence, cu_seqlens, cu_stride):
     """Where a sequence starts, and its length."""
     start = tl.load(cu_seqlens + sequence * cu_stride).to(tl.int32)
     return start, tl.load(cu_seqlens + (sequence + 1) * cu_stride).to(tl.int32) - start
+
+
+@triton.jit
+def is_in_sequence(n, cu_seqlens, cu_stride, sequences):
+    """Which tokens lie before the end of the last sequence."""
+    return n < tl.load(cu_seqlens + sequences * cu_stride).to(tl.int32)
+
+
+@triton.jit
+def sequence_or_tail(sequence, cu_seqlens, cu_stride, sequences, rows):
+    """Where a sequence starts, and its length, within ``rows``. Number ``sequences`` is the tail."""
+    start = tl.load(cu_seqlens + sequence * cu_stride).to(tl.int32)
+    following = tl.minimum(sequence + 1, sequences)
+    end = tl.load(cu_seqlens + following * cu_stride).to(tl.int32)
+    end = tl.where(sequence == sequences, rows, end)
+    start = tl.minimum(tl.maximum(start, 0), rows)
+    return start, tl.maximum(tl.minimum(end, rows) - start, 0)

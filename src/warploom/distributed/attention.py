@@ -42,6 +42,7 @@ from warploom.runtime.autocast import under_autocast
 from warploom.runtime.backend import Backend, use_triton
 from warploom.runtime.dispatch import Gradient, Operator, Tensors, apply
 from warploom.runtime.memory_order import empty_in_order_of
+from warploom.runtime.modes import read_bounds
 from warploom.runtime.plans import Plans, metadata
 
 Tensor = torch.Tensor
@@ -209,9 +210,10 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Outputs and lse of a call, in PyTorch."""
+    cu_seqlens_q, cu_seqlens_k = read_bounds(call.cu_seqlens_q, call.cu_seqlens_k)
     return reference.flash_attention(  # type: ignore[return-value]
         q, k, v, scale=options.scale, window=(call.left, call.right), softcap=options.softcap, sink=sink,
-        cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k, float32_precision=options.precision,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, float32_precision=options.precision,
         return_lse=True,
     )  # fmt: skip
 

@@ -48,6 +48,13 @@ def is_plain_eager(*tensors: torch.Tensor) -> bool:
     )
 
 
+def holds_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has its numbers in memory, and may be asked for them: it is not fake, traced or wrapped."""
+    if type(tensor) not in _PLAIN or tensor.is_meta or _is_compiling() or _is_traced_by_jit():
+        return False
+    return not (_transforms() and _is_wrapped(tensor))
+
+
 def is_plain_backward(*gradients: torch.Tensor) -> bool:
     """Whether a backward that was handed these gradients may go to its launchers without the dispatcher.
 
@@ -61,6 +68,18 @@ def is_plain_backward(*gradients: torch.Tensor) -> bool:
         if _is_batched(gradient):
             return False
     return True
+
+
+def read_bounds(*cu_seqlens: torch.Tensor | None) -> tuple[Any, ...]:
+    """Bounds of packed sequences as ints, where all may be read without harm, and otherwise as they are."""
+    for each in cu_seqlens:
+        if each is None:
+            continue
+        if not holds_data(each) or _dispatch_modes():
+            return cu_seqlens
+        if each.is_cuda and torch.cuda.is_current_stream_capturing():
+            return cu_seqlens
+    return tuple(None if each is None else each.tolist() for each in cu_seqlens)
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:

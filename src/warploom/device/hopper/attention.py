@@ -63,7 +63,7 @@ class Entry(NamedTuple):
     Rows have numbers as if they were spread: every sequence begins at a unit of `UNIT` rows, a multiple of all tiles, and
     the first of a sequence is not 0. Where tensors are spread, these are their places, and behind the last row of a
     sequence there are zeros up to the next. Where they are packed, rows lie a shift before them, and the next sequence
-    follows.
+    follows. For rows behind the last sequence, those of the other side end before their first.
     """
 
     tokens: gl.int32  # where queries end
@@ -465,6 +465,8 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
                 clear_rows(q_pieces[0], entry.tokens - m)
         if options.sink is not None:  # it is there when the loop has ended
             sink = gl.load(options.sink + head).to(gl.float32)
+            if options.units is not None:  # rows behind the last sequence have none
+                sink = gl.where(entry.keys < entry.first_key, float("-inf"), sink)
         acc = gl.zeros([ROWS, E], gl.float32, OUT_LAYOUT)
         row_sum = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)

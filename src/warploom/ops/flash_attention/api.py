@@ -13,7 +13,7 @@ from warploom.runtime.autocast import under_autocast
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import dense, in_order_of
-from warploom.runtime.modes import is_plain_eager
+from warploom.runtime.modes import is_plain_eager, read_bounds
 from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
@@ -142,6 +142,7 @@ def _run_reference(tensors: Tensors, _: int, checked: Checked, backend: str) -> 
     only = all(x is None for x in (*rest, options.softcap)) and not return_lse
     if backend == "auto" and only and _is_plain(q, k, v, options):
         return in_order_of(q, _fused_by_torch(q, k, v, options))
+    cu_seqlens_q, cu_seqlens_k = read_bounds(cu_seqlens_q, cu_seqlens_k)
     results = reference.flash_attention(
         q, k, v,
         scale=options.scale, window=(options.left, options.right), softcap=options.softcap, sink=sink,

@@ -9,12 +9,16 @@ Source: Vaswani et al., "Attention Is All You Need", 2017, arXiv 1706.03762, equ
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 Tensor = torch.Tensor
+Bounds = Tensor | Sequence[int]
+"""Of packed sequences, (S + 1,)."""
 
 BLOCK_WEIGHTS = 2**28
 """Weights, over all heads, that exist at a time: two gigabytes in float64."""
@@ -31,8 +35,8 @@ def flash_attention(
     window: Sequence[int | None] | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_q: Bounds | None = None,
+    cu_seqlens_k: Bounds | None = None,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     float32_precision: str | None = None,
@@ -43,6 +47,10 @@ def flash_attention(
     ``softcap · tanh(· / softcap)`` bends the logits, and ``sink`` (Hq,) is one more of them in every sum. Batch
     entry ``b`` has ``seqused_k[b]`` keys, which lie in pages ``block_table[b]`` if there are such.
 
+    Rows behind the last of packed sequences become 0, with an lse of −inf, and so do their gradients, whatever they
+    hold. Where bounds are ints, every sequence is a call of its own, so that NaN in one reaches no other. Where they are
+    tensors, whose numbers may not be known yet, a mask keeps sequences apart, through which products carry NaN.
+
     For float32 inputs, a ``float32_precision`` of ``high`` drops the bits of every factor of a matrix product that
     TensorFloat-32 does not have, and ``medium`` rounds it to bfloat16.
     """
@@ -52,6 +60,18 @@ def flash_attention(
         cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q,
         cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
     )
+    if cu_seqlens_q is not None and not isinstance(cu_seqlens_q, Tensor):
+        attend = functools.partial(
+            flash_attention, causal=causal, scale=scale, window=window, softcap=softcap, sink=sink,
+            float32_precision=float32_precision, return_lse=True,
+        )  # fmt: skip
+        pieces = zip(split(q, cu_seqlens_q), split(k, cu_seqlens_k), split(v, cu_seqlens_k))
+        parts = [attend(*piece) for piece in list(pieces)[:-1]]
+        out, lse = (
+            with_tail([part[i] for part in parts], dim, q.shape[1], fill)
+            for i, dim, fill in ((0, 1, 0.0), (1, 2, -torch.inf))
+        )
+        return (out, lse) if return_lse else out
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if block_table is not None:
@@ -61,6 +81,8 @@ def flash_attention(
     if used is not None:  # a product with what lies behind them would be NaN where that is
         behind = (torch.arange(keys, device=k.device) >= used)[:, :, None, None]
         k, v = k.masked_fill(behind, 0.0), v.masked_fill(behind, 0.0)
+    if cu_seqlens_q is not None:
+        q, k, v = without_tail(q, cu_seqlens_q), without_tail(k, cu_seqlens_k), without_tail(v, cu_seqlens_k)
     factors = (float32_precision or "highest") if q.dtype == torch.float32 else str(q.dtype).removeprefix("torch.")
     queries, wide_k, wide_v = (factor_of(t.to(dtype), factors) for t in (q, k, v))
     query_sequence, query_place = _places(q, tokens, keys, cu_seqlens_q, cu_seqlens_k)
@@ -69,6 +91,8 @@ def flash_attention(
     def attend_block(rows: slice, queries: Tensor, wide_k: Tensor, wide_v: Tensor) -> tuple[Tensor, Tensor]:
         distance = key_place[None, :] - query_place[rows, None]
         visible = key_sequence[None, :] == query_sequence[rows, None]
+        if cu_seqlens_q is not None:  # those behind the last sequence are of none
+            visible = visible & (query_sequence[rows, None] < cu_seqlens_q.shape[0] - 1)
         if used is not None:  # (B, N, M)
             distance = distance + (keys - used)[:, :, None]
             visible = visible & (key_place < used)[:, None, :]
@@ -92,7 +116,28 @@ def flash_attention(
         ]
         out, lse = (torch.cat(parts, dim) for parts, dim in zip(zip(*blocks), (1, 2)))
     out = out.to(q.dtype)
+    if cu_seqlens_q is not None:
+        out, lse = without_tail(out, cu_seqlens_q), without_tail(lse, cu_seqlens_q, 2, -torch.inf)
     return (out, lse) if return_lse else out
+
+
+def split(x: Tensor, bounds: Sequence[int]) -> tuple[Tensor, ...]:
+    """The rows (B, n, …) of each packed sequence, and those behind the last."""
+    ends = [min(bound, x.shape[1]) for bound in bounds]
+    return x.split([*(max(end - begin, 0) for begin, end in itertools.pairwise(ends)), x.shape[1] - ends[-1]], 1)
+
+
+def with_tail(parts: Sequence[Tensor], dim: int, rows: int, fill: float) -> Tensor:
+    """Results of all packed sequences as one of so many rows, the last of which belong to none."""
+    shape = list(parts[0].shape)
+    shape[dim] = rows - sum(part.shape[dim] for part in parts)
+    return torch.cat([*parts, parts[0].new_full(shape, fill)], dim)
+
+
+def without_tail(x: Tensor, cu_seqlens: Tensor, dim: int = 1, fill: float = 0.0) -> Tensor:
+    """``x`` with ``fill`` in the rows behind the last packed sequence, which may be NaN, and no gradient there."""
+    tail = torch.arange(x.shape[dim], device=x.device) >= cu_seqlens[-1]
+    return x.masked_fill(tail.view(-1, *[1] * (x.dim() - dim - 1)), fill)
 
 
 def _attend(
@@ -165,7 +210,8 @@ def _places(
     if cu_seqlens is None or cu_seqlens_k is None:
         return torch.zeros_like(index), index + (keys - tokens)
     ends = cu_seqlens[1:].long()
-    # The first sequence that ends behind the token; empty ones end before it.
+    # The first sequence that ends behind the token; empty ones end before it. Behind the last there is none.
     sequence = torch.searchsorted(ends.contiguous(), index, right=True)
     key_ends = cu_seqlens_k[1:].long() - cu_seqlens_k[:-1].long()
-    return sequence, index - ends[sequence] + key_ends[sequence]
+    known = sequence.clamp(max=ends.shape[0] - 1)
+    return sequence, index - ends[known] + key_ends[known]

@@ -55,7 +55,7 @@ def encode_cosine(x: Tensor, phi: Tensor, activation: str, cu_seqlens: Tensor | 
     """``[x̄ cos φ, x̄ sin φ]`` for given angles (1 or B, N, 1 or H, D)."""
     value = activate(_with_heads(x), activation, cu_seqlens)
     cosine, sine = phi.cos().to(value.dtype), phi.sin().to(value.dtype)
-    out = torch.cat((value * cosine, value * sine), dim=-1).to(x.dtype)
+    out = without_tail(torch.cat((value * cosine, value * sine), dim=-1).to(x.dtype), cu_seqlens)
     return out if x.dim() == 4 else out.squeeze(2)
 
 
@@ -69,7 +69,7 @@ def encode_rotate(x: Tensor, phi: Tensor, activation: str, cu_seqlens: Tensor | 
         first, second = value.chunk(2, dim=-1)
     turned = (first * cosine - second * sine, first * sine + second * cosine)
     out = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
-    out = out.to(x.dtype)
+    out = without_tail(out.to(x.dtype), cu_seqlens)
     return out if x.dim() == 4 else out.squeeze(2)
 
 
@@ -110,12 +110,21 @@ def coordinates(
 
 
 def sequence_of(index: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The packed sequence that each token belongs to: (N,)."""
+    """The packed sequence that each token belongs to, (N,): behind the last it is their number."""
     return torch.searchsorted(cu_seqlens.to(index.dtype), index, right=True) - 1
+
+
+def without_tail(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """``x`` (B, N, H, D) with zeros in the rows behind the last packed sequence, which may be NaN, and no gradient."""
+    if cu_seqlens is None:
+        return x
+    tail = torch.arange(x.shape[1], device=x.device) >= cu_seqlens[-1]
+    return x.masked_fill(tail[:, None, None], 0.0)
 
 
 def activate(x: Tensor, activation: str, cu_seqlens: Tensor | None) -> Tensor:
     """x̄ in float32, or float64 when ``x`` is."""
+    x = without_tail(x, cu_seqlens)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     match activation:
         case "none":
@@ -138,7 +147,7 @@ def _packed_softmax(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Softmax over the tokens of each packed sequence; ``x`` is (1, N, H, D)."""
     index = torch.arange(x.shape[1], device=x.device)
     sequence = sequence_of(index, cu_seqlens)
-    statistics = (cu_seqlens.numel() - 1, *x.shape[2:])
+    statistics = (cu_seqlens.numel(), *x.shape[2:])  # the last of rows behind all sequences
     # The maximum is only a shift that cancels, so no gradient flows through it. Sums are formed by indexing, which
     # gives the same bits every time, unlike scatter and gather on a GPU.
     places = sequence[:, None, None].expand_as(x[0])

@@ -13,6 +13,7 @@ from warploom.runtime.autocast import under_autocast
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import in_order_of
+from warploom.runtime.modes import read_bounds
 from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
@@ -167,7 +168,8 @@ def tpa_decode(
 def _attention_in_torch(tensors: Tensors, _: int, checked: Checked, backend: str) -> Tensor:
     aq, ak, av, bq, bk, bv, cu_seqlens = tensors
     options: AttentionOptions = checked.options
-    out = reference.tpa_attention(aq, ak, av, bq, bk, bv, **options._asdict(), cu_seqlens=cu_seqlens)
+    (bounds,) = read_bounds(cu_seqlens)
+    out = reference.tpa_attention(aq, ak, av, bq, bk, bv, **options._asdict(), cu_seqlens=bounds)
     return in_order_of(bq if aq is None else aq, out)
 
 

@@ -12,10 +12,13 @@ Shapes: B batch, N queries, M keys, H heads, D features, E value features, R ran
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch.utils.checkpoint import checkpoint
+
+from warploom.ops.flash_attention.reference import Bounds, split, with_tail, without_tail
 
 Tensor = torch.Tensor
 
@@ -36,12 +39,27 @@ def tpa_attention(
     scale_q: float | None = None,
     scale_k: float | None = None,
     scale_v: float | None = None,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Bounds | None = None,
 ) -> Tensor:
-    """Attention of Q on K and V, which are formed here: (B, N, H, E)."""
+    """Attention of Q on K and V, which are formed here: (B, N, H, E).
+
+    Packed sequences, and rows behind the last, are as in `warploom.flash_attention`'s definition.
+    """
+    factors = (aq, ak, av, bq, bk, bv)
+    if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
+        attend_one = functools.partial(
+            tpa_attention, causal=causal, scale=scale, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v
+        )
+        none = [None] * len(cu_seqlens)
+        pieces = zip(*(none if x is None else split(x, cu_seqlens) for x in factors))
+        return with_tail([attend_one(*piece) for piece in list(pieces)[:-1]], 1, bq.shape[1], 0.0)
+    if cu_seqlens is not None:
+        given = (None if x is None else without_tail(x, cu_seqlens) for x in factors)
+        aq, ak, av, bq, bk, bv = given  # type: ignore[assignment]
     q = rounded(queries(aq, bq, scale_q), bq.dtype)
     k, v = (rounded(product(a, b, s), bq.dtype) for a, b, s in ((ak, bk, scale_k), (av, bv, scale_v)))
-    return attend(q, k, v, scale, bq.dtype, *visible_in_attention(q, k, causal, cu_seqlens)).to(bq.dtype)
+    out = attend(q, k, v, scale, bq.dtype, *visible_in_attention(q, k, causal, cu_seqlens)).to(bq.dtype)
+    return out if cu_seqlens is None else without_tail(out, cu_seqlens)
 
 
 def tpa_decode(
@@ -60,7 +78,7 @@ def tpa_decode(
 ) -> Tensor:
     """Attention of the last N valid entries of a cache on all its valid entries: (B, N, H, E)."""
     if cache_seqlens is not None:
-        ak, bk, av, bv = (without_tail(factor, cache_seqlens) for factor in (ak, bk, av, bv))
+        ak, bk, av, bv = (only_valid(factor, cache_seqlens) for factor in (ak, bk, av, bv))
     q = rounded(queries(aq, bq, scale_q), bq.dtype)
     k, v = product(ak, bk, scale_k), product(av, bv, scale_v)
     return attend(q, k, v, scale, bq.dtype, *visible_in_decode(q, k, cache_seqlens)).to(bq.dtype)
@@ -114,7 +132,7 @@ def with_rounded_mean(out: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
     return out - (lse - lse.detach()) * rounding
 
 
-def without_tail(factor: Tensor, cache_seqlens: Tensor) -> Tensor:
+def only_valid(factor: Tensor, cache_seqlens: Tensor) -> Tensor:
     """Zeros in the place of what lies behind the valid entries of a cache, which may be anything, NaN too."""
     entry = torch.arange(factor.shape[1], device=factor.device)
     valid = entry < cache_seqlens[:, None]
@@ -143,8 +161,8 @@ def visible_in_attention(q: Tensor, k: Tensor, causal: bool, cu_seqlens: Tensor 
     query = torch.arange(tokens, device=q.device)
     first, last = torch.zeros_like(query), torch.full_like(query, keys)
     if cu_seqlens is not None:
-        bounds = cu_seqlens.to(query.dtype)
-        sequence = torch.searchsorted(bounds, query, right=True)
+        bounds = torch.cat((cu_seqlens, cu_seqlens[-1:])).to(query.dtype)  # behind the last sequence: no keys
+        sequence = torch.searchsorted(bounds[:-1], query, right=True)
         first, last = bounds[sequence - 1], bounds[sequence]
     if causal:
         last = torch.minimum(last, query + (keys - tokens + 1))

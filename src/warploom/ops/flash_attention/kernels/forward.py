@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.activations import LOG2_E, power_of_two, tanh
-from warploom.device.packed import sequence_bounds, sequence_of_tile
+from warploom.device.packed import is_in_sequence, sequence_of_tile, sequence_or_tail
 from warploom.device.product import product, rounded, rounded_to_tf32, terms_of
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -54,6 +54,13 @@ class Sizes(NamedTuple):
     right: tl.int32  # and so many behind it
     scale: tl.float32
     batch_size: tl.int32
+
+
+class Packing(NamedTuple):
+    """Of packed queries."""
+
+    sequences: tl.int32
+    cu_q_stride: tl.int64
 
 
 class Variant(NamedTuple):
@@ -117,13 +124,17 @@ def program_order(blocks, heads, section):
 @triton.jit
 def tile_bounds(tile, cu_tile, cu_tile_stride, cu_other, cu_other_stride, length, other_length, sequences,
                 BLOCK: tl.constexpr):  # fmt: skip
-    """First item of a tile, start and length of its sequence, and the same of the sequence it attends to."""
+    """First item of a tile, start and length of its sequence, and the same of the sequence it attends to.
+
+    Rows behind the last sequence attend to nothing.
+    """
     start = tile * 0
     other_start = start
     if cu_tile is not None:
-        sequence, tile = sequence_of_tile(tile, cu_tile, cu_tile_stride, sequences, BLOCK)
-        start, length = sequence_bounds(sequence, cu_tile, cu_tile_stride)
-        other_start, other_length = sequence_bounds(sequence, cu_other, cu_other_stride)
+        sequence, tile = sequence_of_tile(tile, cu_tile, cu_tile_stride, sequences + 1, BLOCK)
+        start, length = sequence_or_tail(sequence, cu_tile, cu_tile_stride, sequences, length)
+        other_start, other_length = sequence_or_tail(sequence, cu_other, cu_other_stride, sequences, other_length)
+        other_length = tl.where(sequence == sequences, 0, other_length)
     return tile * BLOCK, start, length, other_start, other_length
 
 
@@ -487,7 +498,11 @@ def forward_kernel(
             )
             softmax = attend(softmax, q_tile, k_rows, v_rows, full_end, end, position, mask, scale, True, variant)
         if sink is not None:
-            softmax = with_sink(softmax, tl.load(sink + head))
+            logit = tl.load(sink + head)
+            if cu_seqlens_q is not None:
+                in_sequence = is_in_sequence(q_start, cu_seqlens_q, sizes.cu_q_stride, sizes.sequences)
+                logit = tl.where(in_sequence, logit.to(tl.float32), float("-inf"))
+            softmax = with_sink(softmax, logit)
         acc, row_sum, row_max = softmax
 
         out_ptr = part_base(out, batch, q_start + m, head, split, out_split, out_strides, variant)
@@ -556,10 +571,16 @@ def row_offsets(batch, token, head, strides, VEC: tl.constexpr):
 
 
 @triton.jit
-def store_results(softmax, sink, head, out, offsets, mask, lse, statistics, row, in_range, rows):
-    """Rows of the output, with their sink, and what is left beside them; ``row`` is a number in ``lse``."""
+def store_results(softmax, sink, head, out, offsets, mask, lse, statistics, row, in_range, rows, in_sequence=None):
+    """Rows of the output, with their sink, and what is left beside them; ``row`` is a number in ``lse``.
+
+    Rows that are not ``in_sequence``, if that is given, have no sink.
+    """
     if sink is not None:
-        softmax = with_sink(softmax, tl.load(sink + head))
+        logit = tl.load(sink + head)
+        if in_sequence is not None:
+            logit = tl.where(in_sequence, logit.to(tl.float32), float("-inf"))
+        softmax = with_sink(softmax, logit)
     acc, row_sum, row_max = softmax
     some = tl.where(row_sum == 0.0, 1.0, row_sum)  # where no key was seen: 0 / 1, and lse −inf + 0
     tl.store(out + offsets, rounded(acc / some[:, None], out.dtype.element_ty), mask=mask)
@@ -570,16 +591,16 @@ def store_results(softmax, sink, head, out, offsets, mask, lse, statistics, row,
 
 @triton.jit
 def combine_kernel(
-    part, part_statistics, out, lse, statistics, sink,
+    part, part_statistics, out, lse, statistics, sink, cu_seqlens_q,
     rows: tl.int64, tokens: tl.int32, heads: tl.int32, splits: tl.int32, out_split: tl.int64,
-    out_strides: Strides,
+    packing: Packing, out_strides: Strides,
     VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
     AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What `forward_kernel` writes for one split, from what it wrote for each of several; always in the same order.
 
     A row is a (batch entry, head, token), tokens fastest, as in ``lse``. Parts are in float32, with the strides of
-    ``out``.
+    ``out``. ``cu_seqlens_q`` comes with a sink alone, if queries are packed.
     """
     if PDL:
         gdc_wait()
@@ -615,4 +636,7 @@ def combine_kernel(
             row_sum += weight
             acc += weight[:, None] * tiles[i]
     softmax = Softmax(acc, row_sum, row_max)
-    store_results(softmax, sink, head, out, offsets, mask, lse, statistics, row, in_range, rows)
+    in_sequence = None
+    if cu_seqlens_q is not None:
+        in_sequence = is_in_sequence(token, cu_seqlens_q, packing.cu_q_stride, packing.sequences)
+    store_results(softmax, sink, head, out, offsets, mask, lse, statistics, row, in_range, rows, in_sequence)

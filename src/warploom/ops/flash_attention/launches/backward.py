@@ -145,7 +145,9 @@ def backward(
     if plan.prepare is None:
         dsink = None
         if sink is not None:  # where there are no keys, lse is the sink
-            dsink = torch.zeros_like(sink) if grad_lse is None else grad_lse.sum((0, 2)).to(sink.dtype)
+            dsink = torch.zeros_like(sink)
+            if grad_lse is not None:
+                dsink = grad_lse.masked_fill(statistics[1] == 0, 0.0).sum((0, 2)).to(sink.dtype)
         return dq.zero_(), dk.zero_(), dv.zero_(), dsink
     delta = launch_backward(plan, grad, grad_lse, q, k, v, out, statistics, mask, (dq, dk, dv))
     if results is not None and plan.apart:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.kernels.forward import PARTS_AHEAD, combine_kernel, forward_kernel
+from warploom.ops.flash_attention.kernels.forward import PARTS_AHEAD, Packing, combine_kernel, forward_kernel
 from warploom.ops.flash_attention.launches import decode, hopper, packed, tiling
 from warploom.ops.flash_attention.launches.tiling import (
     COUNTERS,
@@ -85,6 +85,10 @@ def _run(
     if plan.launch is None and sink is not None:
         lse.copy_(sink[:, None])
         statistics[0], statistics[1] = lse * LOG2_E, 1.0
+        if mask.cu_seqlens_q is not None:
+            tail = torch.arange(q.shape[1], device=q.device) >= mask.cu_seqlens_q[-1]
+            lse.masked_fill_(tail, -torch.inf)
+            statistics[1].masked_fill_(tail, 0.0)
         return out.zero_(), lse, statistics
     if plan.launch is None:
         return out.zero_(), lse.fill_(-torch.inf), statistics.zero_()
@@ -107,7 +111,8 @@ def _run(
         last = (*bounds, mask.seqused_k, mask.block_table)
         plan.launch(q, k, v, target, written, target_statistics, own_sink, *last)
     if plan.combine is not None:
-        plan.combine(target, target_statistics, out, lse, statistics, sink)
+        bounds = () if plan.few else (None if sink is None else mask.cu_seqlens_q,)
+        plan.combine(target, target_statistics, out, lse, statistics, sink, *bounds)
     return out, lse, statistics
 
 
@@ -184,13 +189,14 @@ def plan_forward(
     block_r = max(1024 // shape.block_e, 1)
     rows = shape.batch_size * shape.heads * shape.tokens
     layout = layout_for(out)
+    cu_q = None if logits.sink is None else mask.cu_seqlens_q
     combine = Launch(
         combine_kernel,
         -(-rows // block_r),
-        takes=("part", "part_statistics", "out", "lse", "statistics", "sink"),
+        takes=("part", "part_statistics", "out", "lse", "statistics", "sink", "cu_seqlens_q"),
         pdl=pdl,
         rows=rows, tokens=shape.tokens, heads=shape.heads, splits=splits, out_split=out.numel() // layout.vec,
-        VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim, BLOCK_R=block_r, BLOCK_E=shape.block_e,
+        packing=None if cu_q is None else Packing(cu_q.shape[0] - 1, cu_q.stride(0)), VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim, BLOCK_R=block_r, BLOCK_E=shape.block_e,
         AHEAD=PARTS_AHEAD.value, PDL=pdl,
         **layout.of("out"),
     )  # fmt: skip

@@ -98,9 +98,9 @@ def suits(name: str, call: Call, *tensors: Tensor) -> bool:
 
 
 def spread_rows(rows: int, sequences: int) -> int:
-    """How many rows those of so many sequences take at most, where each begins at a unit."""
+    """How many rows those of so many sequences, and of the tail, take at most, where each begins at a unit."""
     unit: int = UNIT.value
-    return (rows // unit + sequences) * unit
+    return (-(-rows // unit) + sequences) * unit
 
 
 def plan(call: Call) -> Spread:
@@ -117,6 +117,7 @@ def plan(call: Call) -> Spread:
         count_q + count_k,
         takes=("cu_seqlens_q", "cu_seqlens_k", "units_q", "units_k", "shifts_q", "shifts_k"),
         q_stride=cu_q.stride(0), k_stride=cu_k.stride(0), sequences=sequences, count_q=count_q,
+        tokens=shape.tokens, keys=shape.keys,
         BLOCK_S=max(1 << (sequences - 1).bit_length(), 16),
     )  # fmt: skip
     nowhere = Places(*(torch.empty(size, dtype=torch.int32, device="meta") for size in sizes))

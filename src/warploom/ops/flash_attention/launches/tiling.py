@@ -193,15 +193,18 @@ def grid_of(kernel: str, call: Call, product: str, elements: int, copied: bool) 
     rows = shape.batch_size * heads
     cu_seqlens = mask.cu_seqlens_k if kernel == "key" else mask.cu_seqlens_q
     if cu_seqlens is not None:
-        # See device/packed.py: the lengths of packed sequences are known on the device alone.
-        blocks = length // own + cu_seqlens.shape[0] - 1
-        steps = loop_steps(kernel, shape, Mask(), length, step) * blocks  # as if there were one sequence
+        # See device/packed.py: the lengths of packed sequences, and of the tail, are known on the device alone.
+        sequences = cu_seqlens.shape[0] - 1
+        blocks = -(-length // own) + sequences
+        # As if there were one sequence, and no tail.
+        steps = loop_steps(kernel, shape, Mask(), length, step) * (length // own + sequences)
     else:
         steps = loop_steps(kernel, shape, mask, own, step)
+        blocks = len(steps)
     costs = _costs(kernel, call, tiles, product)
     programs = multiprocessors(call.device)
     splits = 1 if tiles.whole else best_splits(steps, rows, _beside(tiles, call) * programs, elements, costs)
-    return Grid(tiles, len(steps), rows, splits, sum(steps) * rows <= SHORT * programs)
+    return Grid(tiles, blocks, rows, splits, sum(steps) * rows <= SHORT * programs)
 
 
 def arguments_of(call: Call, grid: Grid, layout: Layout, product: str, heads_per_loop: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.activations import activate_backward, widen
+from warploom.device.packed import is_in_sequence
 from warploom.device.phase import cos_sin
 from warploom.ops.lrpe.kernels.angles import (
     AngleNumbers,
@@ -124,10 +125,13 @@ def backward_kernel(
         x_rows = row_pointers(x, n, u, s_first, x_strides, spec.VEC)
         grad_rows = row_pointers(grad, n, u, s_first, grad_strides, spec.VEC)
         dx_rows = row_pointers(dx, n, u, s_first, dx_strides, spec.VEC)
+        given = mask
+        if cu_seqlens is not None:  # rows behind the last sequence have gradients of zero
+            given = mask & is_in_sequence(n, cu_seqlens, numbers.cu_stride, numbers.sequences)
         grads = ()
         xs = ()
         for i in tl.static_range(S):
-            ahead = mask & (s_first + i < sizes.s)
+            ahead = given & (s_first + i < sizes.s)
             pair = load_pair(grad_rows + i * (grad_strides.s * spec.VEC), ahead, grad_strides.f, 0, spec, blocks.F)
             grads = grads + (pair,)
             if NEEDS_X:

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from warploom.device.activations import activate, softmax_pair_parts, softmax_parts, widen
+from warploom.device.packed import is_in_sequence
 from warploom.ops.lrpe.kernels.angles import AngleNumbers, Angles, Inverses, cos_sin_behind_loads
 from warploom.ops.lrpe.kernels.rows import (
     Sizes,
@@ -81,11 +82,17 @@ def forward_kernel(
     x_rows = row_pointers(x, n, u, s_first, x_strides, spec.VEC)
     out_rows = row_pointers(out, n, u, s_first, out_strides, spec.VEC)
 
+    given = mask
+    if cu_seqlens is not None:  # rows behind the last sequence are not read, and become zero
+        given = mask & is_in_sequence(n, cu_seqlens, numbers.cu_stride, numbers.sequences)
     xs = ()
     for i in tl.static_range(S):
-        ahead = mask & (s_first + i < sizes.s)
+        ahead = given & (s_first + i < sizes.s)
         xs = xs + (load_input(x_rows + i * (x_strides.s * spec.VEC), ahead, x_strides.f, 0, spec, blocks.F),)
     cosine, sine = cos_sin_behind_loads(n, u, mask, s_first.to(tl.int64), angles, spec, blocks.F, HALF)
+    if cu_seqlens is not None:
+        cosine = tl.where(given[:, None], cosine, 0.0)
+        sine = tl.where(given[:, None], sine, 0.0)
     # Without branches the sums of one vector's softmax across threads take place while those of another do.
     STRAIGHT: tl.constexpr = ACTIVATION == "softmax"
     GUARDED: tl.constexpr = S - 1 if STRAIGHT else S

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from warploom.device.packed import is_in_sequence
 from warploom.device.product import add_outside, exact_dot, rounded
 from warploom.ops.tpa.kernels.factors import FeatureStrides, HeadStrides
 
@@ -37,6 +38,13 @@ class Scales(NamedTuple):
     q: tl.float32
     k: tl.float32
     v: tl.float32
+
+
+class Packing(NamedTuple):
+    """Of packed sequences."""
+
+    sequences: tl.int32
+    cu_stride: tl.int64
 
 
 class Sizes(NamedTuple):
@@ -126,32 +134,40 @@ def sum_over_features(dx, b, strides, batch, n, h, r, is_head, is_rank, X: tl.co
 
 @triton.jit
 def form_gradients(
-    dx, a, b, da, db, program, tokens, heads, strides, scale,
+    dx, a, b, da, db, program, tokens, heads, strides, scale, cu_seqlens, packing,
     X: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one token's factors, BLOCK_R of the ranks, from that of their product."""
+    """Gradients of one token's factors, BLOCK_R of the ranks, from that of their product.
+
+    Behind the last packed sequence, where that is zero, factors are taken to be zero too: they may be NaN.
+    """
     shares: tl.constexpr = (X.R + BLOCK_R - 1) // BLOCK_R
     batch, n = place_of(program // shares, tokens)
     r = program % shares * BLOCK_R + tl.arange(0, BLOCK_R)
     f = tl.arange(0, X.BLOCK_F)
     is_rank, is_feature = r < X.R, f < X.F
-    mask = is_rank[:, None] & is_feature[None, :]
+    is_given = is_rank
+    if cu_seqlens is not None:
+        is_given = is_rank & is_in_sequence(n, cu_seqlens, packing.cu_stride, packing.sequences)
+    mask = is_given[:, None] & is_feature[None, :]
     features = tl.load(feature_ptrs(b, strides.b, batch, n, r, f, X), mask=mask, other=0.0)
     total = tl.zeros((BLOCK_R, X.BLOCK_F), tl.float32)
     for first in range(0, heads, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H)
         is_head = h < heads
-        pairs = is_head[:, None] & is_rank[None, :]
+        pairs = is_head[:, None] & is_given[None, :]
         rows = tl.load(head_ptrs(a, strides.a, batch, n, h, r), mask=pairs, other=0.0)
         some = is_head[:, None] & is_feature[None, :]
         gradient = tl.load(feature_ptrs(dx, strides.x, batch, n, h, f, X), mask=some, other=0.0)
         total = exact_dot(tl.trans(rows), gradient, total)
         if dx.dtype.element_ty == tl.float32 and X.F > TERMS:
-            change = sum_over_features(dx, b, strides, batch, n, h, r, is_head, is_rank, X) * scale
+            change = sum_over_features(dx, b, strides, batch, n, h, r, is_head, is_given, X) * scale
         else:
             change = exact_dot(gradient, tl.trans(features), tl.zeros((BLOCK_H, BLOCK_R), tl.float32)) * scale
         ptrs = head_ptrs(da, strides.da, batch, n, h, r)
+        pairs = is_head[:, None] & is_rank[None, :]
         tl.store(ptrs, rounded(change, da.dtype.element_ty), mask=pairs)
+    mask = is_rank[:, None] & is_feature[None, :]
     ptrs = feature_ptrs(db, strides.db, batch, n, r, f, X)
     tl.store(ptrs, rounded(total * scale, db.dtype.element_ty), mask=mask)
 
@@ -182,7 +198,7 @@ def product_kernel(
 
 @triton.jit
 def factor_kernel(
-    dk, dv, dq, ak, av, aq, bk, bv, bq, dak, dav, daq, dbk, dbv, dbq, sizes: Sizes,
+    dk, dv, dq, ak, av, aq, bk, bv, bq, dak, dav, daq, dbk, dbv, dbq, cu_seqlens, sizes: Sizes, packing: Packing,
     q_strides: Strides, k_strides: Strides, v_strides: Strides, scales: Scales,
     Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -192,13 +208,18 @@ def factor_kernel(
     of_keys = sizes.batches * sizes.keys * ((K.R + BLOCK_R - 1) // BLOCK_R)
     of_values = sizes.batches * sizes.keys * ((V.R + BLOCK_R - 1) // BLOCK_R)
     if program < of_keys:
-        form_gradients(dk, ak, bk, dak, dbk, program, sizes.keys, heads, k_strides, scales.k, K, BLOCK_H, BLOCK_R)
+        form_gradients(
+            dk, ak, bk, dak, dbk, program, sizes.keys, heads, k_strides, scales.k, cu_seqlens, packing, K, BLOCK_H, BLOCK_R
+        )  # fmt: skip
     elif program < of_keys + of_values:
         program -= of_keys
-        form_gradients(dv, av, bv, dav, dbv, program, sizes.keys, heads, v_strides, scales.v, V, BLOCK_H, BLOCK_R)
+        form_gradients(
+            dv, av, bv, dav, dbv, program, sizes.keys, heads, v_strides, scales.v, cu_seqlens, packing, V, BLOCK_H, BLOCK_R
+        )  # fmt: skip
     else:
         if aq is not None:
             program -= of_keys + of_values
             form_gradients(
-                dq, aq, bq, daq, dbq, program, sizes.tokens, heads, q_strides, scales.q, Q, BLOCK_H, BLOCK_R
-            )
+                dq, aq, bq, daq, dbq, program, sizes.tokens, heads, q_strides, scales.q, cu_seqlens, packing, Q, BLOCK_H,
+                BLOCK_R,
+            )  # fmt: skip

@@ -14,6 +14,7 @@ from warploom.ops.flash_attention.launches import backward as attention_backward
 from warploom.ops.flash_attention.launches import forward as attention_forward
 from warploom.ops.flash_attention.problem import tile_width
 from warploom.ops.tpa.attention.kernels import (
+    Packing,
     Scales,
     Sizes,
     Strides,
@@ -54,11 +55,13 @@ class _Products(NamedTuple):
         self.form(*_in_order(factors), k, v, q)
         return factors.bq if q is None else q, k, v  # type: ignore[return-value]
 
-    def run_backward(self, factors: Operands, dq: Tensor, dk: Tensor, dv: Tensor) -> Operands:
+    def run_backward(
+        self, factors: Operands, dq: Tensor, dk: Tensor, dv: Tensor, cu_seqlens: Tensor | None
+    ) -> Operands:
         """Gradients of the factors."""
         gradients: Operands = self.gradients.map(lambda like: like.empty(factors.bk))
         whole = factors.aq is None
-        self.differentiate(dk, dv, None if whole else dq, *_in_order(factors), *_in_order(gradients))
+        self.differentiate(dk, dv, None if whole else dq, *_in_order(factors), *_in_order(gradients), cu_seqlens)
         return gradients._replace(bq=dq) if whole else gradients
 
 
@@ -95,7 +98,7 @@ def backward(
     dq, dk, dv, _ = attention_backward.backward(
         grad, None, q, k, v, out, statistics, call.mask, _scale(factors, call), "highest", of_attention
     )
-    return products.run_backward(factors, dq, dk, dv)
+    return products.run_backward(factors, dq, dk, dv, call.cu_seqlens)
 
 
 def _scale(factors: Operands, call: Call) -> float:
@@ -106,6 +109,7 @@ def _scale(factors: Operands, call: Call) -> float:
 def _plan(factors: Operands, call: Call) -> _Products:
     aq, ak, av, bq, bk, bv = factors.ranked()
     batch, tokens = bq.shape[:2]
+    bounds = call.cu_seqlens
     keys, heads = ak.shape[1:3]
     q = None if aq is None else layout_of(aq, bq.shape[3])
     k, v = layout_of(ak, bk.shape[3]), layout_of(av, bv.shape[3])
@@ -142,10 +146,11 @@ def _plan(factors: Operands, call: Call) -> _Products:
     differentiate = Launch(
         factor_kernel,
         batch * keys * (shares[1] + shares[2]) + queries * shares[0],
-        takes=("dk", "dv", "dq", *ORDER, *(f"d{name}" for name in ORDER)),
+        takes=("dk", "dv", "dq", *ORDER, *(f"d{name}" for name in ORDER), "cu_seqlens"),
         num_warps=4 if block_r > RANKS or bk.dtype == torch.float32 else WARPS,
         num_stages=1,
         BLOCK_R=block_r,
+        packing=None if bounds is None else Packing(bounds.shape[0] - 1, bounds.stride(0)),
         **arguments,
     )
     wholes = (Dense.like(k), Dense.like(v), None if q is None else Dense.like(q))

@@ -32,6 +32,7 @@ from warploom.ops.lrpe.softmax_sequence.kernels.tiles import (
     Call,
     Sizes,
     arrive,
+    clear_tail,
     run_of,
     slot_pointers,
     tile_of,
@@ -136,6 +137,8 @@ def run_rounds(call, variant: tl.constexpr):
                 wait(call, tile)
             for group in range(tile.first_group, tile.last_group + 1):
                 finish_run(group, tile, steps, call, variant)
+            if call.cu_seqlens is not None:
+                clear_tail(tile, call, variant)
 
 
 @triton.jit

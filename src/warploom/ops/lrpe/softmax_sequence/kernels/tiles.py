@@ -21,7 +21,7 @@ from warploom.device.packed import sequence_of
 from warploom.device.phase import cos_sin
 from warploom.ops.lrpe.kernels.angles import Angles, Spec, divide, token_positions
 from warploom.ops.lrpe.kernels.forward import turn
-from warploom.ops.lrpe.kernels.rows import Strides, load_input
+from warploom.ops.lrpe.kernels.rows import Strides, load_input, store_input, store_pair
 
 
 class Sizes(NamedTuple):
@@ -143,6 +143,8 @@ def run_of(group, tile, call):
         bounds = call.cu_seqlens + group * call.angles.numbers.cu_stride
         group_start = tl.load(bounds).to(tl.int32)
         group_end = tl.load(bounds + call.angles.numbers.cu_stride).to(tl.int32)
+        group_start = tl.minimum(tl.maximum(group_start, 0), sizes.tokens)
+        group_end = tl.minimum(tl.maximum(group_end, group_start), sizes.tokens)
         # Behind the end if there are no tokens.
         start = tl.minimum(tl.maximum(start, group_start), sizes.tokens - 1)
         end = tl.minimum(end, group_end)
@@ -163,6 +165,23 @@ def block_rows(row, run, R: tl.constexpr):
     """Tokens of a block (R,), and which of them are the run's."""
     n = row + tl.arange(0, R)
     return n, n < run.end
+
+
+@triton.jit
+def clear_tail(tile, call, variant: tl.constexpr):
+    """Write zeros, output or gradient, to a tile's rows behind the last sequence."""
+    spec: tl.constexpr = variant.spec
+    numbers = call.angles.numbers
+    behind = tl.load(call.cu_seqlens + numbers.sequences * numbers.cu_stride).to(tl.int32)
+    rows = rows_of(call.out, call.out_strides, tile, spec.VEC)
+    zeros = tl.zeros((variant.R, variant.W), tl.float32)
+    for row in range(tl.maximum(tile.start, behind), tile.end, variant.R):
+        n = row + tl.arange(0, variant.R)
+        to = rows + n.to(tl.int64)[:, None] * (call.out_strides.n * spec.VEC)
+        if call.grad is None:
+            store_pair(to, zeros, zeros, n < tile.end, call.out_strides.f, tile.first, spec, variant.W)
+        else:
+            store_input(to, zeros, zeros, n < tile.end, call.out_strides.f, tile.first, spec, variant.W)
 
 
 @triton.jit
