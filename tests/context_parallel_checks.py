@@ -142,13 +142,17 @@ CASES = [
 ]
 
 
-def attention_case(world, length=37, layout="zigzag", sink=False, bounds=None, dtype=torch.float64, **options):
-    """Outputs and gradients of all ranks, against those of one."""
+def attention_case(
+    world, length=37, layout="zigzag", sink=False, bounds=None, tail=0, dtype=torch.float64, **options
+):
+    """Outputs and gradients of all ranks, against those of one; a ``tail`` behind packed sequences is NaN."""
     mesh = mesh_of(world)
-    batch, length = (2, length) if bounds is None else (1, int(bounds[-1]))
+    batch, length = (2, length) if bounds is None else (1, int(bounds[-1]) + tail)
     shapes = ((batch, length, 4, 6), (batch, length, 2, 6), (batch, length, 2, 5))
     q, k, v, grad = draw(*shapes, (batch, length, 4, 5), dtype=dtype)
     (grad_lse,) = draw((batch, 4, length), dtype=dtype, seed=1)
+    for x, dim in ((q, 1), (k, 1), (v, 1), (grad, 1), (grad_lse, 2)):
+        x.narrow(dim, length - tail, tail).fill_(torch.nan)
     logit = draw((4,), dtype=dtype)[0] if sink else None
     wholes = [x.clone().requires_grad_() for x in (q, k, v, logit) if x is not None]
     given = {"sink": wholes[3]} if sink else {}
@@ -191,6 +195,8 @@ def check_packed_attention(world):
                 attention_case(world, bounds=bounds, **case)
             except AssertionError as error:
                 raise AssertionError(f"{bounds} {case}: {error}") from error
+    for layout in ("zigzag", "contiguous"):
+        attention_case(world, layout=layout, bounds=cu(7, 0, 30), tail=11, causal=True, sink=True)
 
 
 def check_bits_are_those_of_one_rank(world):

@@ -70,8 +70,8 @@ def check_what_one_rank_gets_wrong_all_refuse(world):
     local = cu(3, 5)
     refused(
         warploom.ArgumentError,
-        f"cu_seqlens must be the bounds of the whole, from 0 to {8 * world}",
-        lambda: attend(q, k, v, mesh, cu_seqlens=local),
+        f"cu_seqlens must be the bounds of the whole, from 0 to at most {8 * world}",
+        lambda: attend(q, k, v, mesh, cu_seqlens=cu(8 * world + 1)),
     )
     refused(
         warploom.ArgumentError,

@@ -12,7 +12,9 @@ from launches import assert_for_hopper_alone, choose_as_on, large
 from planned_calls import forget_plans
 
 from warploom import flash_attention
+from warploom.ops.flash_attention import reference
 from warploom.runtime.backend import HAS_TRITON
+from warploom.testing.conformance import random_like
 from warploom.testing.poison import poisoned_allocations
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -681,6 +683,35 @@ def test_nothing_reaches_another_sequence(
             index = (slice(None),) * (2 if one.dim() == 3 else 1) + (rows,)
             assert one.shape[tokens] == 300
             assert torch.equal(one[index], other[index])
+
+
+def test_rows_behind_the_last_sequence_are_of_none(
+    spread: None, together: bool, launched: list[str], device: torch.device
+) -> None:
+    """They are zero whatever they hold, other rows are as without them, and the sink never sees them."""
+    ends, rows = (90, 60), (150, 100)
+    options = {"return_lse": True, "causal": True, **({"window": (40, None)} if together else {})}
+    inputs = random_inputs(device, *rows, batch=1, heads=1, d=64, dtype=torch.bfloat16, **options)
+    inputs["sink"] = torch.randn(1, generator=seeds.generator(6)).to(device).requires_grad_()
+    bounds = {"cu_seqlens_q": [0, 70, 70, ends[0]], "cu_seqlens_k": [0, 20, 25, ends[1]]}
+    inputs |= {name: torch.tensor(x, device=device, dtype=torch.int32) for name, x in bounds.items()}
+    grads = random_like((inputs["q"], torch.empty(1, 1, rows[0], device=device)))
+    leaves = [inputs[name] for name in ("q", "k", "v", "sink")]
+    places = [(1, ends[0], 0), (2, ends[0], -torch.inf), (1, ends[0], 0), (1, ends[1], 0), (1, ends[1], 0)]
+    outs = reference.flash_attention(**inputs)
+    expected = [*outs, *torch.autograd.grad(outs, leaves, grads)]
+    with torch.no_grad():
+        for x, (dim, end, _) in zip((*grads, *leaves[:3]), places):
+            x.narrow(dim, end, x.shape[dim] - end).fill_(torch.nan)
+    with poisoned_allocations():
+        outs = flash_attention(**inputs, backend="triton")
+        found = [*outs, *torch.autograd.grad(outs, leaves, grads)]
+    backward = {"hopper_backward_kernel"} if together else {"hopper_key_kernel", "hopper_query_kernel"}
+    assert set(launched) >= {"hopper_forward_kernel", "units_kernel", "spread_kernel"} | backward
+    for one, other, (dim, end, fill) in zip(found, expected, places):
+        assert (one.narrow(dim, end, one.shape[dim] - end) == fill).all()
+        torch.testing.assert_close(one.narrow(dim, 0, end), other.narrow(dim, 0, end), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found[5], expected[5], rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.sample(12)

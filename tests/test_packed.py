@@ -12,6 +12,8 @@ import torch
 from flash_cases import BACKENDS
 
 from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention
+from warploom.ops.flash_attention import api as flash_api
+from warploom.ops.tpa import api as tpa_api
 from warploom.testing.conformance import random_like
 from warploom.testing.poison import poisoned_allocations
 
@@ -36,13 +38,13 @@ class Case(NamedTuple):
 
 ATTENTION: dict[str, tuple[int | str, ...]] = {"q": (1, "Q", 4, 16), "k": (1, "K", 2, 16), "v": (1, "K", 2, 16)}
 FACTORS: dict[str, tuple[int | str, ...]] = {
-    **{"aq": (1, "Q", 2, 2), "ak": (1, "Q", 2, 2), "av": (1, "Q", 2)},
-    **{"bq": (1, "Q", 2, 16), "bk": (1, "Q", 2, 16), "bv": (1, "Q", 16)},
-}
+    "aq": (1, "Q", 2, 2), "ak": (1, "Q", 2, 2), "av": (1, "Q", 2),
+    "bq": (1, "Q", 2, 16), "bk": (1, "Q", 2, 16), "bv": (1, "Q", 16),
+}  # fmt: skip
 ENCODED: dict[str, tuple[int | str, ...]] = {"x": (1, "Q", 2, 16), "theta": (2, 8)}
 BOTH = ("cu_seqlens_q", "cu_seqlens_k")
 CASES = {
-    "causal, a sink": Case(flash_attention, {**ATTENTION, "sink": (4,)}, {"causal": True, "return_lse": True}, BOTH),
+    "a sink": Case(flash_attention, {**ATTENTION, "sink": (4,)}, {"causal": True, "return_lse": True}, BOTH),
     "a window": Case(flash_attention, ATTENTION, {"window": (2, 1), "return_lse": True}, BOTH, torch.bfloat16),
     "factors": Case(tpa_attention, FACTORS, {}),
     "rotate": Case(lrpe_rotate, ENCODED, {"activation": "sigmoid"}),
@@ -59,7 +61,7 @@ def _made(case: Case, device: torch.device) -> dict[str, Tensor]:
     }
 
 
-def _rows(case: Case, name: str, keys: bool = False) -> str:
+def _rows(case: Case, name: str) -> str:
     return next((str(x) for x in case.shapes[name] if x in ("Q", "K")), "")
 
 
@@ -111,6 +113,22 @@ def test_rows_behind_the_last_sequence_are_zero_whatever_they_hold(
         inside, tail = x.split([end, x.shape[_axis(n) % x.dim()] - end], _axis(n) % x.dim())
         torch.testing.assert_close(inside, expected[n], msg=lambda text, n=n: f"{n}: {text}")
         assert (tail == (-torch.inf if n == "lse" else 0)).all(), n
+
+
+@pytest.mark.parametrize("name", ["a sink", "a window", "factors"])
+def test_rows_behind_bounds_that_cannot_be_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler knows bounds as tensors alone: a mask keeps the tail out as well."""
+    case = CASES[name]
+    made, grads = _made(case, torch.device("cpu")), _gradients_of_results(case, torch.device("cpu"))
+    ends = {"Q": QUERIES[-1], "K": KEYS[-1]}
+    for n in (n for n in made if _rows(case, n)):
+        made[n][:, ends[_rows(case, n)] :] = NAN
+    grads[0][:, QUERIES[-1] :] = NAN
+    expected = _run(case, "torch", made, grads)
+    for module in (flash_api, tpa_api):
+        monkeypatch.setattr(module, "read_bounds", lambda *bounds: bounds)
+    for n, x in _run(case, "torch", made, grads).items():
+        torch.testing.assert_close(x, expected[n], msg=lambda text, n=n: f"{n}: {text}")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -111,6 +111,9 @@ def _flash_attention(given: Mapping[str, Any]) -> Attended:
         k, v = (x.masked_fill(behind[:, :, None, None], 0.0) for x in (k, v))
     else:
         visible = _visible(q, k, causal, **masks)
+        bounds = [given[name] for name in ("cu_seqlens_q", "cu_seqlens_k") if name in given]
+        if bounds:
+            q, k, v = (tpa.without_tail(x, each) for x, each in ((q, bounds[0]), (k, bounds[-1]), (v, bounds[-1])))
     return Attended(q, k, v, given.get("scale"), visible, given.get("softcap"), given.get("sink"))
 
 
@@ -120,6 +123,9 @@ def _rotary_attention(given: Mapping[str, Any]) -> Attended:
 
 
 def _tpa_attention(given: Mapping[str, Any]) -> Attended:
+    if "cu_seqlens" in given:
+        factors = [name for name in ("aq", "ak", "av", "bq", "bk", "bv") if name in given]
+        given = {**given, **{name: tpa.without_tail(given[name], given["cu_seqlens"]) for name in factors}}
     q, k, v = (_product(given, letter) for letter in "qkv")
     visible = _visible(q, k, given.get("causal", True), cu_seqlens_q=given.get("cu_seqlens"))
     return Attended(q, k, v, given.get("scale"), visible)
@@ -128,7 +134,7 @@ def _tpa_attention(given: Mapping[str, Any]) -> Attended:
 def _tpa_decode(given: Mapping[str, Any]) -> Attended:
     lengths = given.get("cache_seqlens")
     if lengths is not None:
-        given = {**given, **{name: tpa.without_tail(given[name], lengths) for name in ("ak", "av", "bk", "bv")}}
+        given = {**given, **{name: tpa.only_valid(given[name], lengths) for name in ("ak", "av", "bk", "bv")}}
     q, k, v = (_product(given, letter) for letter in "qkv")
     first, last = (bound[..., None] for bound in tpa.visible_in_decode(q, k, lengths))
     key = torch.arange(k.shape[1], device=k.device)

@@ -6,7 +6,7 @@ Every function here asks for choices by name and makes a `Call` of them, which i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -187,10 +187,19 @@ def _integers(choices: Choices, name: str, numbers: Sequence[int], dtypes: Seque
     return Array((len(numbers),), dtype, memory, "numbers", numbers=tuple(numbers))
 
 
-def _cuts(choices: Choices, name: str, count: int, length: int) -> list[int]:
-    """Bounds of packed sequences, some of which are empty."""
-    inner = [choices.number(f"{name}.cut{i}", range(length + 1), 0, length) for i in range(count - 1)]
-    return [0, *sorted(inner), length]
+def _cuts(choices: Choices, name: str, count: int, length: int, *, tail: bool = True) -> list[int]:
+    """Bounds of packed sequences, some of which are empty; there may be rows behind the last."""
+    end = length - choices.number(f"{name}.tail", (0, 0, 0, 0, 1, 5, 70), 0, length) if tail else length
+    inner = [choices.number(f"{name}.cut{i}", range(end + 1), 0, end) for i in range(count - 1)]
+    return [0, *sorted(inner), end]
+
+
+def _spoilt_behind(choices: Choices, arrays: dict[str, Array], spoilt: Mapping[str, list[int]]) -> dict[str, Array]:
+    """Arrays (1, N, …) with rows of NaN behind the last of their packed sequences, whose bounds come by name."""
+    given = {name: cuts for name, cuts in spoilt.items() if cuts[-1] < arrays[name].shape[1]}
+    if not given or not choices.flag("nan_in_tail", 0.7):
+        return {}
+    return {name: replace(arrays[name], ends=(cuts[-1],)) for name, cuts in given.items()}
 
 
 def _sequences(choices: Choices) -> int:
@@ -266,7 +275,7 @@ def _lrpe(choices: Choices, paired: bool) -> Call:
         "theta": _theta(choices, heads, -(-angles // axes) if where != "position_ids" else angles, nan),
     }
     most_axes = max(angles // arrays["theta"].shape[-1], 1)
-    arrays |= _places(choices, where, batch, tokens, options, most_axes)
+    arrays |= _places(choices, where, batch, tokens, options, most_axes, tail=True)
     if paired and choices.flag("interleaved", compiled=1):
         options["interleaved"] = True
     options["backend"] = _backend(choices, dtype == "float64" or features > 8192)
@@ -287,9 +296,12 @@ def _theta(choices: Choices, heads: int, most: int, constant: bool) -> Array:
 
 
 def _places(
-    choices: Choices, where: str, batch: int, tokens: int, options: dict[str, Any], most_axes: int
+    choices: Choices, where: str, batch: int, tokens: int, options: dict[str, Any], most_axes: int, *, tail: bool
 ) -> dict[str, Array]:
-    """The arguments that say where tokens stand, and changes to ``options``; ``most_axes`` of positions."""
+    """The arguments that say where tokens stand, and changes to ``options``; ``most_axes`` of positions.
+
+    With a ``tail`` there may be tokens behind the last packed sequence.
+    """
     reach = choices.choice("reach", (20, 20, 1000, 1_000_003, FARTHEST))
     near = max(reach - tokens, 0)
     if where == "grid":
@@ -311,7 +323,7 @@ def _places(
     tensor = where == "offset tensor" or (where == "cu_seqlens" and choices.flag("offset.tensor", 0.3, compiled=1))
     found: dict[str, Array] = {}
     if where == "cu_seqlens":
-        cuts = _cuts(choices, "cu_seqlens", _sequences(choices), tokens)
+        cuts = _cuts(choices, "cu_seqlens", _sequences(choices), tokens, tail=tail)
         found["cu_seqlens"] = _integers(choices, "cu_seqlens", cuts, ("int32", "int64"))
     if tensor:
         dtype = choices.choice("offset.dtype", _INTEGERS, compiled=1)
@@ -369,12 +381,16 @@ def _flash_attention(choices: Choices) -> Call:
         arrays[name] = _array(choices, name, shape, dtype, grad, scale=scale, row_of_nan=nan and name == "q")
     if packed != "no":
         sequences = _sequences(choices)
+        ends: dict[str, list[int]] = {}
         if packed in ("queries", "both"):
             cuts = _cuts(choices, "cu_seqlens_q", sequences, tokens)
             arrays["cu_seqlens_q"] = _integers(choices, "cu_seqlens_q", cuts, ("int32", "int64"))
+            ends = dict.fromkeys("qkv", cuts)
         if packed in ("keys", "both"):
             cuts = _cuts(choices, "cu_seqlens_k", sequences, keys)
             arrays["cu_seqlens_k"] = _integers(choices, "cu_seqlens_k", cuts, ("int32", "int64"))
+            ends = {"q": cuts, **ends, "k": cuts, "v": cuts}
+        arrays |= _spoilt_behind(choices, arrays, ends)
     if used:
         arrays |= _used_keys(choices, "seqused_k", batch, keys, {} if paged else arrays, ("k", "v"))
     if paged:
@@ -436,7 +452,7 @@ def _linear_attention(choices: Choices) -> Call:
         options["activation"] = activation
     if encoding == "rotate" and choices.flag("interleaved", compiled=1):
         options["interleaved"] = True
-    arrays |= _places(choices, where, batch, tokens, options, 1)
+    arrays |= _places(choices, where, batch, tokens, options, 1, tail=False)
     outputs: tuple[tuple[int, ...], ...] = ((batch, tokens, heads, values),)
     sequences = len(arrays["cu_seqlens"].numbers) - 1 if where == "cu_seqlens" else batch
     state = (sequences, heads, features * (2 if encoding == "cosine" else 1), values)
@@ -537,6 +553,8 @@ def _tpa_attention(choices: Choices) -> Call:
     arrays, values, beyond = _factors(choices, dtype, batch, tokens, heads, features, True, keys)
     if packed:
         cuts = _cuts(choices, "cu_seqlens", _sequences(choices), tokens)
+        ends = {name: cuts for name in ("aq", "ak", "av", "bq", "bk", "bv") if name in arrays}
+        arrays |= _spoilt_behind(choices, arrays, ends)
         arrays["cu_seqlens"] = _integers(choices, "cu_seqlens", cuts, ("int32", "int64"))
     options: dict[str, Any] = {}
     for name in ("scale", "scale_q", "scale_k", "scale_v"):

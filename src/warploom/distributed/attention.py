@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from warploom.distributed import exchange
 from warploom.distributed.agreement import agree, refuse, refuse_compiled, sizes_of
 from warploom.distributed.exchange import Arriving, Call, Plan, plan_of
-from warploom.distributed.layout import Layout, check_layout, chunks_of, settled
+from warploom.distributed.layout import Layout, check_layout, chunks_of, rows_on, settled
 from warploom.distributed.ranks import (
     Bounds,
     bounds_of,
@@ -128,7 +128,8 @@ def context_parallel_attention(
         softcap: As in `warploom.flash_attention`.
         sink: ``(Hq,)``, the same on every rank. Its gradient is this rank's part, to be summed over the mesh.
         cu_seqlens: ``(S + 1,)`` int32 or int64, the same on every rank, with ``B = 1``: the bounds of packed
-            sequences in the whole, ``c_S = N``. They are read by the host, once for each tensor.
+            sequences in the whole, ``c_S ≤ N``, as in `warploom.flash_attention`. They are read by the host, once
+            for each tensor.
         layout: ``zigzag``, which gives every rank the same work in causal attention, or ``contiguous``.
         float32_precision: As in `warploom.flash_attention`.
         return_lse: Also return the logarithm of the sum of exponentials of every row; it is differentiable.
@@ -300,7 +301,10 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _read(tensors: Tensors, options: Options) -> Any:
-    """The bounds of the whole, once the ranks have told each other of their calls."""
+    """The bounds of the whole, once the ranks have told each other of their calls.
+
+    Behind those of packed sequences comes the length of the whole.
+    """
     q, k, v, sink, cu_seqlens = tensors
     group = group_named(options.group)
     read = None if cu_seqlens is None else bounds_of(cu_seqlens)
@@ -310,11 +314,32 @@ def _read(tensors: Tensors, options: Options) -> Any:
         [sizes, *(f"{n}={x}" for n, x in named), f"sink={sink is not None}", f"cu_seqlens={shown(read)}"]
     )
     lengths = agree(group, NAME, q.shape[1], call)
-    bounds = settled(NAME, read, sum(lengths))
+    bounds = settled(NAME, read, sum(lengths), tail=True)
     check_lengths(NAME, "q", lengths, chunks_of(bounds, group.size(), options.layout).lengths, options.layout)
     if 0 in lengths:  # that rank sends nothing, and NCCL waits for all ranks in the first call of a group
         dist.all_reduce(q.new_zeros(1), group=group)
-    return bounds
+    return bounds if cu_seqlens is None else (*read, bounds[-1])
+
+
+def _whole(known: Bounds, packed: bool) -> Bounds:
+    """The bounds that a layout goes by, from those that `_read` returned: a tail is one more sequence."""
+    return known[:-1] if packed and known[-1] == known[-2] else known
+
+
+def _tail(known: Bounds, packed: bool, options: Options, device: torch.device) -> Tensor | None:
+    """Which tokens of this rank's part lie behind the last packed sequence (n,), if any may."""
+    if not packed or known[-1] == known[-2]:
+        return None
+    group = group_named(options.group)
+    return rows_on(known, group.size(), options.layout, group.rank(), device) >= known[-2]
+
+
+def _cleared(tail: Tensor | None, *tensors: Tensor | None, fill: float = 0.0) -> list[Any]:
+    """Tensors (B, n, H, F), or (…, n), with rows of the tail filled."""
+    if tail is None:
+        return list(tensors)
+    masks = {4: tail[:, None, None], 3: tail}
+    return [None if x is None else x.masked_fill(masks[x.dim()], fill) for x in tensors]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -323,10 +348,12 @@ def _read(tensors: Tensors, options: Options) -> Any:
 
 
 def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
-    """Outputs, lse, statistics for the backward, and the bounds of the whole."""
-    q, k, v, sink, _ = tensors
-    bounds = _read(tensors, options)
-    plan, group = _planned(tensors, options, bounds)
+    """Outputs, lse, statistics for the backward, and what `_read` returns."""
+    q, k, v, sink, cu_seqlens = tensors
+    known, packed = _read(tensors, options), cu_seqlens is not None
+    plan, group = _planned(tensors, options, _whole(known, packed))
+    tail = _tail(known, packed, options, q.device)
+    q, k, v = _cleared(tail, q, k, v)
     arriving = exchange.send_keys(plan, [_rows(x) for x in (k, v)], group)
     out, lse, statistics = _fake(tensors, options)[:3]
     for _, call, (keys, values) in _calls_of(plan, arriving):
@@ -341,7 +368,10 @@ def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensor
             lse[..., rows], statistics[..., rows] = found[1:]
         else:
             out[:, rows], lse[..., rows] = _attend(*chunk, sink, call, options)
-    return out, lse, statistics, torch.tensor(bounds)
+    if tail is not None:
+        out.masked_fill_(tail[:, None, None], 0.0)
+        lse.masked_fill_(tail, -torch.inf)
+    return out, lse, statistics, torch.tensor(known)
 
 
 def _fake(tensors: Tensors, options: Options) -> Tensors:
@@ -349,7 +379,7 @@ def _fake(tensors: Tensors, options: Options) -> Tensors:
     (batch, tokens, heads, _), precise = q.shape, torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty((batch, heads, tokens), dtype=precise)
     statistics = lse.new_empty((2 if options.kernels else 0, *lse.shape))
-    bounds = 2 if cu_seqlens is None else cu_seqlens.shape[0]
+    bounds = 2 if cu_seqlens is None else cu_seqlens.shape[0] + 1
     return empty_in_order_of(q, v.shape[-1]), lse, statistics, torch.empty(bounds, dtype=torch.int64)
 
 
@@ -366,10 +396,12 @@ def _backward(
     plans: Plans,
 ) -> Tensors:  # fmt: skip
     """Gradients of q, k, v and the sink."""
-    q, k, v, sink, _, out, statistics, bounds = saved
+    q, k, v, sink, cu_seqlens, out, statistics, bounds = saved
     grad, grad_lse = grads
     grad = torch.zeros_like(out) if grad is None else grad
-    whole = tuple(bounds.tolist())
+    known, packed = tuple(bounds.tolist()), cu_seqlens is not None
+    whole, tail = _whole(known, packed), _tail(known, packed, options, q.device)
+    q, k, v, grad, grad_lse = _cleared(tail, q, k, v, grad, grad_lse)
     plan, group = _planned(saved[:5], options, whole)
     together = options.kernels and _is_together(q, k, v, whole, options)
     dq, dk, dv = (empty_in_order_of(x, x.shape[-1]) for x in (q, k, v))

@@ -107,7 +107,8 @@ def check_layout(function: str, layout: object) -> None:
 
 
 @remembered(8)
-def _rows_on(bounds: Bounds, world: int, layout: str, rank: int, device: torch.device) -> Tensor:
+def rows_on(bounds: Bounds, world: int, layout: str, rank: int, device: torch.device) -> Tensor:
+    """The tokens of a rank's part, (n,), in its order."""
     return chunks_of(bounds, world, layout).rows(rank).to(device)
 
 
@@ -131,19 +132,21 @@ def _whole(function: str, length: int, cu_seqlens: Tensor | None) -> Bounds:
     """The bounds of a whole of a length that is known."""
     if cu_seqlens is not None:
         check_packed(function, cu_seqlens)
-    return settled(function, None if cu_seqlens is None else bounds_of(cu_seqlens), length)
+    return settled(function, None if cu_seqlens is None else bounds_of(cu_seqlens), length, tail=True)
 
 
-def settled(function: str, bounds: Bounds | None, length: int) -> Bounds:
+def settled(function: str, bounds: Bounds | None, length: int, *, tail: bool = False) -> Bounds:
     """The bounds of a whole: those that were read, or of one sequence.
+
+    With ``tail`` there may be tokens behind the last sequence, which are laid out as one more.
 
     Raises:
         ArgumentError: They are not those of this length.
     """
     if bounds is None:
         return (0, length)
-    check_bounds(function, bounds, length)
-    return bounds
+    check_bounds(function, bounds, length, tail=tail)
+    return bounds if bounds[-1] == length else (*bounds, length)
 
 
 def _checked_dim(function: str, x: object, dim: int) -> int:
@@ -167,7 +170,7 @@ def shard_sequence(
         mesh: Of one dimension.
         dim: The axis of tokens, of ``N``.
         layout: ``zigzag`` or ``contiguous``, see `warploom.distributed.layout`.
-        cu_seqlens: ``(S + 1,)`` int32 or int64, the bounds of packed sequences in all of ``x``, ``c_S = N``.
+        cu_seqlens: ``(S + 1,)`` int32 or int64, the bounds of packed sequences in all of ``x``, ``c_S ≤ N``.
 
     Returns:
         ``x`` with this rank's tokens alone. Parts have equal lengths where ``N``, or the length of every packed
@@ -195,7 +198,7 @@ def shard_sequence(
     dim = _checked_dim(name, x, dim)
     check_device(name, mesh, "x", x)
     bounds = _whole(name, x.shape[dim], cu_seqlens)
-    return x.index_select(dim, _rows_on(bounds, group.size(), layout, group.rank(), x.device))
+    return x.index_select(dim, rows_on(bounds, group.size(), layout, group.rank(), x.device))
 
 
 def unshard_sequence(
@@ -267,7 +270,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.index_select(0, _rows_on(*ctx.part)), None, None, None
+        return grad.index_select(0, rows_on(*ctx.part)), None, None, None
 
 
 def padded(x: Tensor, rows: int) -> Tensor:

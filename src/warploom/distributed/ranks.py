@@ -137,16 +137,16 @@ def bounds_of(cu_seqlens: Tensor) -> Bounds:
     return known[1]  # type: ignore[no-any-return]
 
 
-def check_bounds(function: str, bounds: Bounds, length: int) -> None:
-    """Raise unless bounds are those of a whole sequence of a length.
+def check_bounds(function: str, bounds: Bounds, length: int, *, tail: bool = False) -> None:
+    """Raise unless bounds are those of a whole sequence of a length; with ``tail`` they may end before it.
 
     Raises:
         ArgumentError: They are not.
     """
-    if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in itertools.pairwise(bounds)):
-        expected = (
-            f"the bounds of the whole, from 0 to {length}, the tokens of all ranks, none below the one before"
-        )
+    ends = bounds[-1] <= length if tail else bounds[-1] == length
+    if bounds[0] != 0 or not ends or any(a > b for a, b in itertools.pairwise(bounds)):
+        to = f"at most {length}" if tail else str(length)
+        expected = f"the bounds of the whole, from 0 to {to}, the tokens of all ranks, none below the one before"
         raise fault(ArgumentError, function, "cu_seqlens", expected, shown(bounds))
 
 

@@ -82,9 +82,11 @@ def flash_attention(
         softcap: Logits ``z = scale · q kᵀ`` become ``softcap · tanh(z / softcap)``; above 0. None for no cap.
         sink: ``(Hq,)``, any float dtype: one more logit in the sum of every row of a head, without a value. It
             takes part in lse, and has a gradient.
-        cu_seqlens_q: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S = N``, with ``B = 1``: packed sequences, each
-            of which attends to its own keys with its own alignment. Values are read on the device and not checked.
-        cu_seqlens_k: The same for the keys, ``c_S = M``. If ``N = M``, either of the two stands for both.
+        cu_seqlens_q: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S ≤ N``, with ``B = 1``: packed sequences, each
+            of which attends to its own keys with its own alignment. Rows behind the last, as of padding to a fixed
+            size, become 0 with an lse of −inf, and so do their gradients, whatever they hold. Values are read on
+            the device and not checked.
+        cu_seqlens_k: The same for the keys, ``c_S ≤ M``. If ``N = M``, either of the two stands for both.
         seqused_k: ``(B,)`` int32 or int64: batch entry ``b`` has its first ``seqused_k[b] ≤ M`` keys. What lies
             behind them is not read into a result, ``causal`` and ``window`` align with the last used key, and
             gradients there are 0. Not with packed sequences. Values are read on the device and not checked.

@@ -48,8 +48,8 @@ def flash_attention(
     entry ``b`` has ``seqused_k[b]`` keys, which lie in pages ``block_table[b]`` if there are such.
 
     Rows behind the last of packed sequences become 0, with an lse of −inf, and so do their gradients, whatever they
-    hold. Where bounds are ints, every sequence is a call of its own, so that NaN in one reaches no other. Where they are
-    tensors, whose numbers may not be known yet, a mask keeps sequences apart, through which products carry NaN.
+    hold. Where bounds are ints, every sequence is a call of its own, so that NaN in one reaches no other. Where
+    they are tensors, whose numbers may not be known yet, a mask keeps sequences apart, which lets NaN through.
 
     For float32 inputs, a ``float32_precision`` of ``high`` drops the bits of every factor of a matrix product that
     TensorFloat-32 does not have, and ``medium`` rounds it to bfloat16.

@@ -48,8 +48,9 @@ def lrpe_cosine(
             which is read on the device.
         position_ids: Integers ``(N,)``, ``(B, N)`` or ``(B, N, k)``: positions given outright, instead of
             ``grid``, ``prefix`` and ``offset``. Below 2³¹ in size; values are not checked.
-        cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S = N``, with ``B = 1``: packed sequences, each
-            starting again at ``offset``. Values are not checked.
+        cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S ≤ N``, with ``B = 1``: packed sequences, each
+            starting again at ``offset``. Rows behind the last become 0, and so do their gradients, whatever they
+            hold. Values are not checked.
         activation: ``none``, ``relu``, ``sigmoid``, ``silu``, ``softmax`` (over features) or ``softmax_sequence``
             (over tokens, per batch entry, head and feature, and per packed sequence), applied to ``x`` first.
         backend: ``auto`` (Triton where it can run, else PyTorch), ``triton`` or ``torch``.
@@ -113,8 +114,9 @@ def lrpe_rotate(
             which is read on the device.
         position_ids: Integers ``(N,)``, ``(B, N)`` or ``(B, N, k)``: positions given outright, instead of
             ``grid``, ``prefix`` and ``offset``. Below 2³¹ in size; values are not checked.
-        cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S = N``, with ``B = 1``: packed sequences, each
-            starting again at ``offset``. Values are not checked.
+        cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S ≤ N``, with ``B = 1``: packed sequences, each
+            starting again at ``offset``. Rows behind the last become 0, and so do their gradients, whatever they
+            hold. Values are not checked.
         activation: ``none``, ``relu``, ``sigmoid``, ``silu``, ``softmax`` (over features) or ``softmax_sequence``
             (over tokens, per batch entry, head and feature, and per packed sequence), applied to ``x`` first.
         interleaved: Pair neighbouring features instead of halves.

@@ -115,7 +115,7 @@ def sequence_of(index: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def without_tail(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """``x`` (B, N, H, D) with zeros in the rows behind the last packed sequence, which may be NaN, and no gradient."""
+    """``x`` (B, N, H, D) with zeros, and no gradient, in the rows behind the last packed sequence."""
     if cu_seqlens is None:
         return x
     tail = torch.arange(x.shape[1], device=x.device) >= cu_seqlens[-1]

@@ -56,8 +56,9 @@ def tpa_attention(
         scale_q: Factor of the queries; ``1 / Rq`` by default, 1 without ``aq``.
         scale_k: Factor of the keys; ``1 / Rk`` by default.
         scale_v: Factor of the values; ``1 / Rv`` by default.
-        cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S = N``, with ``B = 1`` and ``M = N``: packed
-            sequences that do not see each other. Values are not checked.
+        cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S ≤ N``, with ``B = 1`` and ``M = N``: packed
+            sequences that do not see each other. Rows behind the last become 0, and so do their gradients, whatever
+            they hold. Values are not checked.
         backend: ``auto`` (Triton where it can run, else PyTorch), ``triton`` or ``torch``.
 
     Returns:

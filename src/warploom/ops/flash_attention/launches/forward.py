@@ -190,14 +190,15 @@ def plan_forward(
     rows = shape.batch_size * shape.heads * shape.tokens
     layout = layout_for(out)
     cu_q = None if logits.sink is None else mask.cu_seqlens_q
+    packing = None if cu_q is None else Packing(cu_q.shape[0] - 1, cu_q.stride(0))
     combine = Launch(
         combine_kernel,
         -(-rows // block_r),
         takes=("part", "part_statistics", "out", "lse", "statistics", "sink", "cu_seqlens_q"),
         pdl=pdl,
         rows=rows, tokens=shape.tokens, heads=shape.heads, splits=splits, out_split=out.numel() // layout.vec,
-        packing=None if cu_q is None else Packing(cu_q.shape[0] - 1, cu_q.stride(0)), VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim, BLOCK_R=block_r, BLOCK_E=shape.block_e,
-        AHEAD=PARTS_AHEAD.value, PDL=pdl,
+        packing=packing, VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim,
+        BLOCK_R=block_r, BLOCK_E=shape.block_e, AHEAD=PARTS_AHEAD.value, PDL=pdl,
         **layout.of("out"),
     )  # fmt: skip
     return plan._replace(combine=combine)
