@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from random_cases.definitions import rotated
+from warploom.ops.flash_attention.reference import without_tail
 from warploom.ops.tpa import reference as tpa
 
 __all__ = ["ATTENTION", "SUMS", "Attended", "attend", "rounding_of_logits", "signs"]
@@ -113,7 +114,7 @@ def _flash_attention(given: Mapping[str, Any]) -> Attended:
         visible = _visible(q, k, causal, **masks)
         bounds = [given[name] for name in ("cu_seqlens_q", "cu_seqlens_k") if name in given]
         if bounds:
-            q, k, v = (tpa.without_tail(x, each) for x, each in ((q, bounds[0]), (k, bounds[-1]), (v, bounds[-1])))
+            q, k, v = (without_tail(x, each) for x, each in ((q, bounds[0]), (k, bounds[-1]), (v, bounds[-1])))
     return Attended(q, k, v, given.get("scale"), visible, given.get("softcap"), given.get("sink"))
 
 
@@ -125,7 +126,7 @@ def _rotary_attention(given: Mapping[str, Any]) -> Attended:
 def _tpa_attention(given: Mapping[str, Any]) -> Attended:
     if "cu_seqlens" in given:
         factors = [name for name in ("aq", "ak", "av", "bq", "bk", "bv") if name in given]
-        given = {**given, **{name: tpa.without_tail(given[name], given["cu_seqlens"]) for name in factors}}
+        given = {**given, **{name: without_tail(given[name], given["cu_seqlens"]) for name in factors}}
     q, k, v = (_product(given, letter) for letter in "qkv")
     visible = _visible(q, k, given.get("causal", True), cu_seqlens_q=given.get("cu_seqlens"))
     return Attended(q, k, v, given.get("scale"), visible)

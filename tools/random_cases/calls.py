@@ -553,7 +553,7 @@ def _tpa_attention(choices: Choices) -> Call:
     arrays, values, beyond = _factors(choices, dtype, batch, tokens, heads, features, True, keys)
     if packed:
         cuts = _cuts(choices, "cu_seqlens", _sequences(choices), tokens)
-        ends = {name: cuts for name in ("aq", "ak", "av", "bq", "bk", "bv") if name in arrays}
+        ends = {name: cuts for name in arrays if name in ("aq", "ak", "av", "bq", "bk", "bv")}
         arrays |= _spoilt_behind(choices, arrays, ends)
         arrays["cu_seqlens"] = _integers(choices, "cu_seqlens", cuts, ("int32", "int64"))
     options: dict[str, Any] = {}

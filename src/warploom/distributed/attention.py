@@ -318,7 +318,7 @@ def _read(tensors: Tensors, options: Options) -> Any:
     check_lengths(NAME, "q", lengths, chunks_of(bounds, group.size(), options.layout).lengths, options.layout)
     if 0 in lengths:  # that rank sends nothing, and NCCL waits for all ranks in the first call of a group
         dist.all_reduce(q.new_zeros(1), group=group)
-    return bounds if cu_seqlens is None else (*read, bounds[-1])
+    return bounds if read is None else (*read, bounds[-1])
 
 
 def _whole(known: Bounds, packed: bool) -> Bounds:
@@ -350,9 +350,9 @@ def _cleared(tail: Tensor | None, *tensors: Tensor | None, fill: float = 0.0) ->
 def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
     """Outputs, lse, statistics for the backward, and what `_read` returns."""
     q, k, v, sink, cu_seqlens = tensors
-    known, packed = _read(tensors, options), cu_seqlens is not None
-    plan, group = _planned(tensors, options, _whole(known, packed))
-    tail = _tail(known, packed, options, q.device)
+    bounds, packed = _read(tensors, options), cu_seqlens is not None
+    plan, group = _planned(tensors, options, _whole(bounds, packed))
+    tail = _tail(bounds, packed, options, q.device)
     q, k, v = _cleared(tail, q, k, v)
     arriving = exchange.send_keys(plan, [_rows(x) for x in (k, v)], group)
     out, lse, statistics = _fake(tensors, options)[:3]
@@ -371,7 +371,7 @@ def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensor
     if tail is not None:
         out.masked_fill_(tail[:, None, None], 0.0)
         lse.masked_fill_(tail, -torch.inf)
-    return out, lse, statistics, torch.tensor(known)
+    return out, lse, statistics, torch.tensor(bounds)
 
 
 def _fake(tensors: Tensors, options: Options) -> Tensors:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -65,13 +66,15 @@ def flash_attention(
             flash_attention, causal=causal, scale=scale, window=window, softcap=softcap, sink=sink,
             float32_precision=float32_precision, return_lse=True,
         )  # fmt: skip
-        pieces = zip(split(q, cu_seqlens_q), split(k, cu_seqlens_k), split(v, cu_seqlens_k))
+        bounds_k: Any = cu_seqlens_k
+        pieces = zip(split(q, cu_seqlens_q), split(k, bounds_k), split(v, bounds_k))
         parts = [attend(*piece) for piece in list(pieces)[:-1]]
         out, lse = (
             with_tail([part[i] for part in parts], dim, q.shape[1], fill)
             for i, dim, fill in ((0, 1, 0.0), (1, 2, -torch.inf))
         )
         return (out, lse) if return_lse else out
+    packed: Any = (cu_seqlens_q, cu_seqlens_k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if block_table is not None:
@@ -82,11 +85,11 @@ def flash_attention(
         behind = (torch.arange(keys, device=k.device) >= used)[:, :, None, None]
         k, v = k.masked_fill(behind, 0.0), v.masked_fill(behind, 0.0)
     if cu_seqlens_q is not None:
-        q, k, v = without_tail(q, cu_seqlens_q), without_tail(k, cu_seqlens_k), without_tail(v, cu_seqlens_k)
+        q, k, v = (without_tail(x, bounds) for x, bounds in zip((q, k, v), (*packed, packed[1])))
     factors = (float32_precision or "highest") if q.dtype == torch.float32 else str(q.dtype).removeprefix("torch.")
     queries, wide_k, wide_v = (factor_of(t.to(dtype), factors) for t in (q, k, v))
-    query_sequence, query_place = _places(q, tokens, keys, cu_seqlens_q, cu_seqlens_k)
-    key_sequence, key_place = _places(k, keys, keys, cu_seqlens_k, cu_seqlens_k)
+    query_sequence, query_place = _places(q, tokens, keys, *packed)
+    key_sequence, key_place = _places(k, keys, keys, packed[1], packed[1])
 
     def attend_block(rows: slice, queries: Tensor, wide_k: Tensor, wide_v: Tensor) -> tuple[Tensor, Tensor]:
         distance = key_place[None, :] - query_place[rows, None]
@@ -124,7 +127,9 @@ def flash_attention(
 def split(x: Tensor, bounds: Sequence[int]) -> tuple[Tensor, ...]:
     """The rows (B, n, …) of each packed sequence, and those behind the last."""
     ends = [min(bound, x.shape[1]) for bound in bounds]
-    return x.split([*(max(end - begin, 0) for begin, end in itertools.pairwise(ends)), x.shape[1] - ends[-1]], 1)
+    lengths = [max(end - begin, 0) for begin, end in itertools.pairwise(ends)]
+    pieces: tuple[Tensor, ...] = x.split([*lengths, x.shape[1] - ends[-1]], 1)
+    return pieces
 
 
 def with_tail(parts: Sequence[Tensor], dim: int, rows: int, fill: float) -> Tensor:

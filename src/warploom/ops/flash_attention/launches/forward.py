@@ -111,8 +111,8 @@ def _run(
         last = (*bounds, mask.seqused_k, mask.block_table)
         plan.launch(q, k, v, target, written, target_statistics, own_sink, *last)
     if plan.combine is not None:
-        bounds = () if plan.few else (None if sink is None else mask.cu_seqlens_q,)
-        plan.combine(target, target_statistics, out, lse, statistics, sink, *bounds)
+        of_sink = () if plan.few else (None if sink is None else mask.cu_seqlens_q,)
+        plan.combine(target, target_statistics, out, lse, statistics, sink, *of_sink)
     return out, lse, statistics
 
 
