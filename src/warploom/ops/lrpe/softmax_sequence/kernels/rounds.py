@@ -132,13 +132,13 @@ def run_rounds(call, variant: tl.constexpr):
             number -= sizes.lag * tl.num_programs(0)
         if (number >= 0) & (number < sizes.tiles):
             tile = tile_of(number, call, variant)
+            if call.cu_seqlens is not None:
+                clear_tail(tile, call, variant)
             steps = load_frequencies(call.angles, tile.h, tile.first, variant.spec, variant.W)
             if not ALONE:
                 wait(call, tile)
             for group in range(tile.first_group, tile.last_group + 1):
                 finish_run(group, tile, steps, call, variant)
-            if call.cu_seqlens is not None:
-                clear_tail(tile, call, variant)
 
 
 @triton.jit
