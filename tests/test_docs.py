@@ -159,7 +159,9 @@ def public_things() -> list[tuple[str, object]]:
     """What users import, and whose docstring the reference shows."""
     modules = ("warploom", "warploom.nn", "warploom.bench", "warploom.integrations.hub")
     named = [(module, name) for module in modules for name in importlib.import_module(module).__all__]
-    named += [("warploom.integrations.transformers", name) for name in ("register", "patch_rotary")]
+    named += [
+        ("warploom.integrations.transformers", name) for name in ("register", "patch_rotary", "unpatch_rotary")
+    ]
     named += [("warploom.integrations.sdpa", "register")]
     things = [(f"{module}.{name}", getattr(importlib.import_module(module), name)) for module, name in named]
     return [(name, thing) for name, thing in things if inspect.isfunction(thing) or inspect.isclass(thing)]

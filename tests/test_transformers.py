@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import pickle
+import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,8 @@ import torch
 from warploom.errors import ArgumentError, BackendError
 
 transformers = pytest.importorskip("transformers", minversion="5")
+
+from transformers import masking_utils  # noqa: E402
 
 from warploom.integrations import transformers as integration  # noqa: E402
 
@@ -240,28 +246,171 @@ def test_dropout_is_refused() -> None:
         ours.train()(ids_of())
 
 
-def test_masks_that_a_function_changes_are_refused() -> None:
-    from transformers.masking_utils import create_causal_mask
+class Cache:
+    """As much of a cache as masks ask for: where queries begin, and how many keys there are from which."""
 
-    _, ours = pair_of("llama")
-    arguments = (ours.config, torch.zeros(2, TOKENS, 32), None, None)
-    create_causal_mask(*arguments)
-    with pytest.raises(BackendError, match="cannot do the mask"):
-        create_causal_mask(*arguments, or_mask_function=lambda batch, head, q, k: k < 3)
-    with pytest.raises(BackendError, match="cannot do the mask"):
-        create_causal_mask(*arguments, block_sequence_ids=torch.zeros(2, TOKENS, dtype=torch.long))
+    is_compileable = False
+
+    def __init__(self, q_offset: int | torch.Tensor, kv_length: int, kv_offset: int = 0) -> None:
+        self.q_offset, self.sizes = q_offset, (kv_length, kv_offset)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
+        return self.q_offset
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.sizes
 
 
-def test_chunks_that_hold_the_sequence_are_causal() -> None:
-    from transformers.masking_utils import create_chunked_causal_mask
+def masks_of(
+    kind: str, tokens: int, there: torch.Tensor | None, cache: Any = None, device: Any = "cpu", **given: Any
+) -> tuple[Any, Any]:
+    """A mask of transformers as a boolean matrix (B, N, M), and as ours."""
+    create = getattr(masking_utils, f"create_{kind}_mask")
+    config = transformers.LlamaConfig(**GROUPED)
+    config.sliding_window, config.attention_chunk_size = WINDOW, 4
+    made = []
+    for name in ("eager", "warploom"):
+        config._attn_implementation = name
+        cache_name = next(n for n in ("cache", "past_key_values") if n in inspect.signature(create).parameters)
+        given[cache_name] = cache
+        x = torch.zeros(2, tokens, 1, device=device)
+        made.append(create(config, inputs_embeds=x, attention_mask=there, **given))
+    full = torch.ones(2, tokens, tokens, dtype=torch.bool)
+    return full if made[0] is None else made[0][:, 0].cpu() == 0, made[1]
 
-    _, ours = pair_of("llama")
-    arguments = (ours.config, torch.zeros(2, TOKENS, 32), None, None)
-    ours.config.attention_chunk_size = TOKENS
-    assert create_chunked_causal_mask(*arguments).causal
-    ours.config.attention_chunk_size = TOKENS - 1
-    with pytest.raises(BackendError, match="cannot do the mask"):
-        create_chunked_causal_mask(*arguments)
+
+def seen_by(visible: Any, batch: int, queries: int, keys: int, device: Any = "cpu") -> torch.Tensor:
+    """The keys that each query sees, (B, N, M): those whose values come out of attention."""
+    q, k = (torch.zeros(batch, 1, n, 16, device=device) for n in (queries, keys))
+    v = torch.eye(keys, device=device).repeat(batch, 1, 1, 1)
+    return (integration.attention(torch.nn.Module(), q, k, v, visible)[0][:, :, 0] > 0).cpu()
+
+
+PACKED = torch.stack([torch.cat([torch.arange(n) for n in ns]) for ns in ((6, 8), (1, 5, 8))])
+KINDS = ("causal", "sliding_window_causal", "chunked_causal", "bidirectional", "bidirectional_sliding_window")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_are_what_their_function_shows(kind: str, device: torch.device) -> None:
+    """With padding, packed sequences, and caches that hold more than is used or begin later."""
+    caches = [
+        (TOKENS, None), (1, Cache(13, 14)), (1, Cache(13, WINDOW, 14 - WINDOW)), (3, Cache(11, 14)),
+        (1, Cache(torch.tensor(9), 14)), (4, Cache(torch.tensor(0), 14)),
+    ]  # fmt: skip
+    nothing = torch.stack((torch.zeros(14), torch.ones(14))).long()
+    for there in (None, padding("left"), padding("right"), nothing):
+        for tokens, cache in caches:
+            if cache is not None and kind.startswith("bidirectional"):
+                continue
+            wanted, visible = masks_of(kind, tokens, there, cache, device)
+            got = seen_by(visible, 2, *wanted.shape[1:], device)
+            real = torch.ones(2, tokens, dtype=torch.bool)
+            if there is not None and kind != "bidirectional":  # padded queries count nowhere
+                offset = 0 if cache is None else int(cache.q_offset)
+                real = there[:, offset : offset + tokens].bool()
+                assert not got[~real].any()
+            assert torch.equal(got[real], wanted[real]), (there, tokens, cache and cache.__dict__)
+    if not kind.startswith("bidirectional"):
+        wanted, visible = masks_of(kind, TOKENS, None, None, device, position_ids=PACKED.to(device))
+        assert torch.equal(seen_by(visible, 2, TOKENS, TOKENS, device), wanted)
+
+
+def test_masks_that_a_function_changes() -> None:
+    """What comes down to another mask that can be done is done; the rest is refused."""
+    wanted, visible = masks_of("causal", TOKENS, None, or_mask_function=lambda b, h, q, k: k < TOKENS)
+    assert not visible.causal
+    assert torch.equal(seen_by(visible, 2, TOKENS, TOKENS), wanted)
+    images = torch.full((2, TOKENS), -1)
+    images[1, 3:6] = 0  # see themselves in both directions
+    for given in (
+        {"or_mask_function": lambda b, h, q, k: k < 3},
+        {"and_mask_function": lambda b, h, q, k: (q != 9) | (k != 4)},
+        {"block_sequence_ids": images},
+    ):
+        with pytest.raises(BackendError, match="cannot do the mask"):
+            masks_of("causal", TOKENS, None, **given)
+
+
+def test_any_table_of_a_mask_is_done_or_refused() -> None:
+    """Masks of a few tokens, plain ones and such as differ in one pair: never another mask."""
+    draw, done = random.Random(0), 0
+    for _ in range(150):
+        queries = draw.randint(1, 5)
+        offset = draw.choice([0, 0, 2])
+        keys = queries + offset + draw.choice([0, 0, 1])
+        q, k = torch.arange(queries)[:, None] + offset, torch.arange(keys)[None]
+        left, right, chunk = (draw.choice([0, 1, 2, 9]) for _ in range(3))
+        table = ((q - k <= left) & (k - q <= right)).expand(2, -1, -1).clone()
+        if draw.random() < 0.5:
+            table &= q // (chunk + 1) == k // (chunk + 1)
+        if draw.random() < 0.5:
+            table[draw.randrange(2), draw.randrange(queries), draw.randrange(keys)] ^= True
+        function = lambda b, h, q, k, table=table, offset=offset: table[b, q - offset, k]  # noqa: E731
+        try:
+            visible = integration.mask(2, queries, keys, offset, mask_function=function)
+        except (ArgumentError, BackendError):
+            continue
+        done += 1
+        assert torch.equal(seen_by(visible, 2, queries, keys), table), table
+    assert done > 60
+
+
+def test_masks_without_tensors_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks_of("sliding_window_causal", 11, None)
+    read, calls = masking_utils.sdpa_mask, []
+    monkeypatch.setattr(masking_utils, "sdpa_mask", lambda *a, **o: calls.append(a) or read(*a, **o))
+    masks_of("sliding_window_causal", 11, padding("left", 2, 11))
+    assert len(calls) == 1  # that of eager
+    masks_of("sliding_window_causal", 11, None, position_ids=torch.arange(22).view(2, 11) % 7)
+    assert len(calls) == 3
+
+
+def test_long_masks_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warploom.integrations.transformers.masks._PAIRS", 64)
+    wanted, visible = masks_of("chunked_causal", TOKENS, padding("left"), position_ids=None)
+    real = padding("left").bool()
+    assert torch.equal(seen_by(visible, 2, TOKENS, TOKENS)[real], wanted[real])
+
+
+def test_keys_that_the_mask_does_not_know_are_refused() -> None:
+    """Of a layer that adds some: compressed keys, a memory."""
+    visible = masks_of("causal", 6, None)[1]
+    q, k = torch.randn(2, 4, 6, 16), torch.randn(2, 2, 9, 16)
+    with pytest.raises(ArgumentError, match="of 6 queries and 9 keys, which Module has; got 6 and 6"):
+        integration.attention(torch.nn.Module(), q, k, k, visible)
+    with pytest.raises(ArgumentError, match="of 5 queries and 6 keys"):
+        integration.attention(torch.nn.Module(), q[:, :, :5], k[:, :, :6], k[:, :, :6], visible)
+    sizes = {
+        "vocab_size": 61, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "q_lora_rank": 8, "o_lora_rank": 8,
+        "o_groups": 2, "num_experts_per_tok": 1, "n_routed_experts": 2, "sliding_window": 5, "index_n_heads": 2,
+        "index_head_dim": 16, "index_topk": 4, "layer_types": ["compressed_sparse_attention"],
+        "mlp_layer_types": ["moe"], "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    config = transformers.DeepseekV4Config(**sizes)
+    model = transformers.DeepseekV4ForCausalLM._from_config(config, attn_implementation="warploom")
+    with pytest.raises(ArgumentError, match="which DeepseekV4Attention has"):
+        model(ids_of(), use_cache=False)
+
+
+@pytest.mark.parametrize(("family", "error"), [("Bloom", BackendError), ("Falcon", KeyError)])
+def test_models_with_attention_of_their_own_say_so_once(family: str, error: type[Exception]) -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 61}
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    integration._warned.clear()
+
+    def run() -> None:
+        kind._from_config(config, attn_implementation="warploom")(ids_of())
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with pytest.raises(error):
+                run()
+    said = [str(w.message) for w in caught if "does not use" in str(w.message)]
+    assert len(said) == 1
+    assert said[0].startswith(f"{family}ForCausalLM")
 
 
 @pytest.mark.parametrize("name", ["eager", "my_flash"])
@@ -305,15 +454,100 @@ def test_rotary_positions_of_generated_tokens_and_compiled_layers() -> None:
     close(compiled(ids, use_cache=False).logits, eager(ids, use_cache=False).logits)
 
 
-def test_rotary_positions_that_it_cannot_turn() -> None:
+MLA = {
+    "moe_intermediate_size": 16, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "head_dim": 8, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 2,
+}  # fmt: skip
+SECTIONS = {
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+}
+TURNED: dict[str, tuple[str, dict[str, Any]]] = {
+    "neighbouring pairs": ("Cohere", GROUPED),
+    "neighbouring pairs that become halves": ("DeepseekV3", {**COMMON, **MLA}),
+    "half of the cosines": MODELS["gpt_oss"],
+    "two embeddings": ("Gemma3Text", {**GROUPED, "head_dim": 16, "sliding_window": WINDOW, "layer_types": [
+        "sliding_attention", "full_attention"]}),
+    "three axes in sections": ("Qwen2_5_VLText", {**GROUPED, **SECTIONS, "hidden_size": 64}),
+    "three axes in turns": ("Qwen3VLText", {**GROUPED, **SECTIONS}),
+    "three axes of a part of the features": ("Qwen3_5Text", {
+        **GROUPED, "head_dim": 32, "layer_types": ["full_attention"] * 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+                            "mrope_section": [4, 2, 2], "mrope_interleaved": True}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", TURNED)
+def test_rotary_positions_of_other_forms(what: str) -> None:
+    """And back: `unpatch_rotary` gives the model what it had."""
+    family, options = TURNED[what]
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(getattr(transformers, f"{family}Config")(**options)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() > 1 else 1.0)
+    ids, names = ids_of(), set(model.state_dict())
+    given: list[dict[str, Any]] = [{}, {"position_ids": torch.arange(TOKENS).expand(2, -1) + 3}]
+    if "axes" in what:
+        draw = torch.Generator().manual_seed(4)
+        given.append({"position_ids": torch.randint(0, 30, (3, 2, TOKENS), generator=draw)})
+    wanted = [model(ids, **each, use_cache=False).last_hidden_state for each in given]
+    embeddings = [m for m in model.modules() if "Rotary" in type(m).__name__]
+    assert integration.patch_rotary(model) == 1
+    assert not torch.equal(model(ids, use_cache=False).last_hidden_state, wanted[0])  # other roundings
+    for each, x in zip(given, wanted):
+        close(model(ids, **each, use_cache=False).last_hidden_state / x.abs().max(), x / x.abs().max())
+    assert set(model.state_dict()) == names
+    assert integration.unpatch_rotary(model) == 1
+    assert [m for m in model.modules() if "Rotary" in type(m).__name__] == embeddings
+    assert torch.equal(model(ids, use_cache=False).last_hidden_state, wanted[0])
+    assert integration.unpatch_rotary(model) == 0
+
+
+def test_rotary_positions_that_it_cannot_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has been changed after an error."""
     with pytest.raises(ArgumentError, match="with a rotary embedding"):
         integration.patch_rotary(torch.nn.Linear(2, 2))
     _, ours = pair_of("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     with pytest.raises(ArgumentError, match="one of default"):
         integration.patch_rotary(ours)
-    config = transformers.CohereConfig(**GROUPED)  # neighbours are pairs
+    _, ours = pair_of("qwen3")
+    file = sys.modules[type(ours).__module__]
+    backwards = lambda q, k, cos, sin, unsqueeze_dim=1: turn(q, k, cos, -sin, unsqueeze_dim)  # noqa: E731
+    turn = getattr(file.apply_rotary_pos_emb, "of_cosines", file.apply_rotary_pos_emb)
+    monkeypatch.setattr(file, "apply_rotary_pos_emb", backwards)
+    modules = list(ours.modules())
     with pytest.raises(ArgumentError, match=r"pairs \(f, f"):
-        integration.patch_rotary(transformers.CohereForCausalLM(config))
+        integration.patch_rotary(ours)
+    assert list(ours.modules()) == modules
+    assert file.apply_rotary_pos_emb is backwards
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_rotary_frequencies_of_a_model_that_is_cast(after: bool) -> None:
+    """Before the patch or after it: they stay in float32."""
+    _, ours = pair_of("llama")
+    exact = ours.model.rotary_emb.inv_freq.clone()
+    ours = ours if after else ours.bfloat16()
+    integration.patch_rotary(ours)
+    ours.bfloat16()
+    turn, _ = ours.model.rotary_emb(torch.zeros(1, 1, 32, dtype=torch.bfloat16), torch.tensor([[1000]]))
+    assert torch.equal(turn.theta, exact)
+    assert ours(ids_of()).logits.dtype == torch.bfloat16
+
+
+def test_rotary_positions_of_copies() -> None:
+    """A copy reads its own frequencies; a pickled model turns in a process where none was patched."""
+    eager, ours = pair_of("llama")
+    integration.patch_rotary(ours)
+    twin = copy.deepcopy(ours)
+    for model in (eager, twin):
+        model.model.rotary_emb.inv_freq.mul_(0.5)
+    close(twin(ids_of()).logits, eager(ids_of()).logits)
+    pickled = pickle.dumps(ours)
+    file = sys.modules[type(ours).__module__]
+    file.apply_rotary_pos_emb = file.apply_rotary_pos_emb.of_cosines
+    assert torch.equal(pickle.loads(pickled)(ids_of()).logits, ours(ids_of()).logits)
 
 
 def test_the_example_of_a_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

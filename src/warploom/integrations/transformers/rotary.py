@@ -1,0 +1,374 @@
+"""Rotary positions of transformers' models by `warploom.lrpe_rotate`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from warploom import lrpe_rotate
+from warploom.errors import ArgumentError, WarploomError, fault
+
+Tensor = torch.Tensor
+
+_FIXED = ("default", "linear", "llama3", "yarn", "proportional")
+"""Kinds of rotary embedding whose frequencies depend on no length."""
+
+
+class Turn(NamedTuple):
+    """Angles of tokens: what a patched rotary embedding returns for cosines, and for sines."""
+
+    theta: Tensor  # (F,), radians a position
+    position_ids: Tensor  # (B or 1, N), or with axes (A, B or 1, N)
+    scaling: float
+    axes: Tensor | None  # (A, F): 1 for the axis of positions that a frequency counts, else 0
+    pairs: tuple[tuple[str, str], ...]  # by function: which features it turns in pairs
+
+
+class PatchedRotary(torch.nn.Module):
+    """A rotary embedding of transformers that returns a `Turn`, with frequencies that a cast leaves in float32."""
+
+    def __init__(self, embedding: Any, axes: dict[str, Tensor | None], pairs: tuple[tuple[str, str], ...]) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.pairs = pairs
+        for prefix, axes_of in axes.items():
+            self.register_buffer(f"{prefix}axes", axes_of, persistent=False)
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Turn, Turn]:
+        """Returns the angles of positions (B or 1, N), or (A, B or 1, N) on several axes, twice."""
+        prefix = "" if hasattr(self.embedding, "inv_freq") else f"{layer_type}_"
+        theta = getattr(self.embedding, f"{prefix}inv_freq").to(x.device)
+        axes = getattr(self, f"{prefix}axes")
+        position_ids = position_ids.to(x.device)
+        if position_ids.dim() == 3 and position_ids.stride(0) == 0:
+            position_ids = position_ids[0]  # of text, which stands at the same position on each axis
+        axes = None if axes is None or position_ids.dim() == 2 else axes.to(x.device)
+        turn = Turn(theta, position_ids, getattr(self.embedding, f"{prefix}attention_scaling"), axes, self.pairs)
+        return turn, turn
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns what the embedding has, ``inv_freq`` for one."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "embedding":
+                raise
+            return getattr(self.embedding, name)
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        for function, _ in self.pairs:
+            _wrap(function)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PatchedRotary:
+        before = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            path, _, leaf = name.rpartition(".")
+            buffers = self.get_submodule(path)._buffers
+            moved: Any = buffers[leaf]
+            if moved.dtype != buffer.dtype:
+                buffers[leaf] = buffer.to(moved.device)
+        return self
+
+
+def patch_rotary(model: torch.nn.Module) -> int:
+    """Turn queries and keys of a model of transformers by `warploom.lrpe_rotate`.
+
+    One kernel for queries and one for keys take the place of cosines, sines, and six elementwise operations for
+    each; angles are exact at any position, in bfloat16 too, whenever the model is cast. Positions of several axes
+    (M-RoPE) take a kernel for each axis, where they differ. Works under gradient checkpointing and
+    ``torch.compile``; a patched model can be copied and pickled.
+
+    Every rotary embedding is tried first, with the function that turns features, on a few random numbers. One that
+    gives another result is left as it is.
+
+    Args:
+        model: A model, or the part that holds its rotary embedding and its layers. Changed in place.
+
+    Returns:
+        How many rotary embeddings are patched.
+
+    Raises:
+        ArgumentError: None can be: there is none, its frequencies change with the length, or the model turns
+            features in another way. Nothing has been changed then.
+
+    Source: Su et al., "RoFormer", 2021, arXiv 2104.09864; Wang et al., "Qwen2-VL", 2024, arXiv 2409.12191 (M-RoPE).
+
+    Example:
+        ```python
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from warploom.integrations.transformers import patch_rotary
+
+        model = LlamaForCausalLM(LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2))
+        patch_rotary(model)  # 1: one rotary embedding, which all layers share
+        ```
+    """
+    patched = {id(m.embedding) for m in model.modules() if isinstance(m, PatchedRotary)}
+    plans: list[tuple[PatchedRotary, Any]] = []
+    refused: list[WarploomError] = []
+    for embedding in model.modules():
+        if id(embedding) in patched or not _prefixes(embedding):
+            continue
+        try:
+            plans.append(_plan(model, embedding))
+        except WarploomError as error:
+            refused.append(error)
+    if not plans and not patched:
+        absent = fault(ArgumentError, "patch_rotary", "model", "one with a rotary embedding", type(model).__name__)
+        raise refused[0] if refused else absent
+    for plan, exact in plans:
+        for function, _ in plan.pairs:
+            _wrap(function)
+        for name, buffer in exact.named_buffers():
+            old = plan.embedding._buffers[name]
+            if old.dtype != buffer.dtype:
+                plan.embedding._buffers[name] = buffer.to(old.device)
+        _swap(model, plan.embedding, plan)
+    return len(plans) + len(patched)
+
+
+def unpatch_rotary(model: torch.nn.Module) -> int:
+    """Give a model that `patch_rotary` changed its own rotary embeddings back.
+
+    Args:
+        model: As for `patch_rotary`. Changed in place.
+
+    Returns:
+        How many rotary embeddings it got back.
+
+    Example:
+        ```python
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from warploom.integrations.transformers import patch_rotary, unpatch_rotary
+
+        model = LlamaForCausalLM(LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2))
+        patch_rotary(model)
+        unpatch_rotary(model)  # 1
+        ```
+    """
+    patched = [m for m in model.modules() if isinstance(m, PatchedRotary)]
+    for module in patched:
+        _swap(model, module, module.embedding)
+    return len(patched)
+
+
+def _swap(model: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module) -> None:
+    """Put a module in the place of another, wherever a model has it."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is old and parent is not new:
+                parent._modules[name] = new
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What is tried before anything changes
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _prefixes(module: torch.nn.Module) -> list[str]:
+    """Returns what stands before ``inv_freq`` in the names of a rotary embedding's frequencies."""
+    names = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
+    prefixes = [name.removesuffix("inv_freq") for name in names]
+    return [p for p in prefixes if hasattr(module, f"{p}attention_scaling")]
+
+
+def _plan(model: torch.nn.Module, embedding: Any) -> tuple[PatchedRotary, Any]:
+    """Returns what is to stand in a rotary embedding's place, if results are the same, and a float32 copy."""
+    functions = sorted(set(_functions_for(model, embedding)))
+    if not functions:
+        expected = "one whose layers turn features by a function of cosines and sines"
+        raise fault(ArgumentError, "patch_rotary", "model", expected, type(model).__name__)
+    trial = _in_float32(embedding)
+    axes: dict[str, Tensor | None] = {}
+    pairs: dict[str, str] = {}
+    for prefix in _prefixes(embedding):
+        kind = getattr(embedding, "rope_type", None)
+        kind = kind.get(prefix.removesuffix("_")) if isinstance(kind, dict) else kind
+        if kind not in _FIXED:
+            expected = f"of a rotary embedding that is one of {', '.join(_FIXED)}"
+            raise fault(ArgumentError, "patch_rotary", "model", expected, repr(kind))
+        for function in functions:
+            found = _try(trial, prefix, _resolve(function))
+            if found is None or pairs.setdefault(function, found[0]) != found[0]:
+                expected = "one that turns pairs (f, f + D/2) or (2f, 2f + 1) of features"
+                raise fault(ArgumentError, "patch_rotary", "model", expected, function)
+            axes[prefix] = found[1]
+    return PatchedRotary(embedding, axes, tuple(pairs.items())), trial
+
+
+def _functions_for(model: torch.nn.Module, embedding: Any) -> Iterator[str]:
+    """Yields functions of cosines and sines that modules beside a rotary embedding call, by file and name."""
+    for parent in model.modules():
+        if all(child is not embedding for child in parent.children()):
+            continue
+        for kind in {kind for module in parent.modules() for kind in type(module).__mro__}:
+            if kind.__module__.startswith("torch."):
+                continue
+            for method in vars(kind).values():
+                method = inspect.unwrap(method) if callable(method) else None
+                if not isinstance(method, FunctionType):
+                    continue
+                for name in method.__code__.co_names:
+                    function = method.__globals__.get(name)
+                    if callable(function) and not inspect.isclass(function) and _takes_cosines(function):
+                        yield f"{method.__globals__['__name__']}:{name}"
+
+
+def _takes_cosines(function: Any) -> bool:
+    try:
+        return {"cos", "sin"} <= set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return False
+
+
+def _resolve(function: str) -> Callable[..., Any]:
+    """Returns a function as the model's file has it, without what is wrapped around it here."""
+    file, name = function.split(":")
+    found: Any = getattr(importlib.import_module(file), name)
+    return getattr(found, "of_cosines", found)  # type: ignore[no-any-return]
+
+
+def _in_float32(embedding: Any) -> Any:
+    """Returns a copy on the CPU, with frequencies as they were before a cast rounded them."""
+    state = [*embedding.named_parameters(), *embedding.named_buffers()]
+    if not all(name.endswith("inv_freq") for name, _ in state):
+        expected = "of a rotary embedding that has frequencies alone"
+        raise fault(ArgumentError, "patch_rotary", "model", expected, ", ".join(name for name, _ in state))
+    if all(x.dtype == torch.float32 and not x.is_meta for _, x in state):
+        return copy.deepcopy(embedding).cpu()
+    try:
+        with torch.device("cpu"):
+            fresh = type(embedding)(embedding.config).float()
+    except (AttributeError, TypeError) as error:
+        raise fault(ArgumentError, "patch_rotary", "model", "patched before it is cast", str(error)) from error
+    for name, x in fresh.named_buffers():
+        old = embedding.get_buffer(name)
+        if not old.is_meta and not torch.equal(x.to(old.dtype), old.cpu()):
+            expected = "patched before it is cast, since frequencies are no longer in float32"
+            raise fault(ArgumentError, "patch_rotary", "model", expected, str(old.dtype))
+    return fresh
+
+
+def _try(embedding: Any, prefix: str, apply: Callable[..., Any]) -> tuple[str, Tensor | None] | None:
+    """Returns pairs and axes (A, F) with which `rotate` does what a model does, or None."""
+    theta = getattr(embedding, f"{prefix}inv_freq")
+    layer_type = {"layer_type": prefix.removesuffix("_")} if prefix else {}
+    features = 2 * len(theta)
+    names, heads_axis = _parameters(apply)
+
+    def by_model(x: Tensor, position_ids: Tensor) -> list[Tensor]:
+        cos, sin = type(embedding).forward(embedding, x, position_ids, **layer_type)
+        if cos.shape[:-1] != position_ids.shape[-2:]:
+            raise ValueError("positions of other axes")
+        out = apply(**dict.fromkeys(names[: names.index("cos")], x), cos=cos, sin=sin)
+        return list(out) if isinstance(out, tuple) else [out]
+
+    draw = torch.Generator().manual_seed(0)
+    x = torch.rand(1, 2, 5, features + 4, generator=draw).add(0.5).movedim(1, heads_axis)
+    count, outs = _axes_of(by_model, x[..., :features])
+    if count is None:
+        return None
+    position_ids = torch.randint(0, 40, (max(count, 1), 1, 5), generator=draw)
+    for pairs in ("halves", "neighbours", "neighbours to halves"):
+        axes = None
+        if count:
+            moved = [(out != outs[0])[0, 0, 0] for out in outs[1:]]
+            axes = torch.stack([m[0::2] if pairs == "neighbours" else m[: features // 2] for m in moved]).float()
+        turn = Turn(
+            theta, position_ids if count else position_ids[0], getattr(embedding, f"{prefix}attention_scaling"),
+            axes, (),
+        )  # fmt: skip
+        close = []
+        for width in (features, features + 4):
+            try:
+                expected = by_model(x[..., :width], turn.position_ids)
+            except Exception:  # such a width is not for this model
+                close.append(width > features)
+                continue
+            found = rotate(x[..., :width], turn, pairs, heads_axis)
+            same = [e.shape == found.shape and torch.allclose(e, found, rtol=1e-4, atol=1e-4) for e in expected]
+            close.append(all(same))
+        if all(close):
+            return pairs, axes
+    return None
+
+
+def _axes_of(by_model: Callable[..., list[Tensor]], x: Tensor) -> tuple[int | None, list[Tensor]]:
+    """Returns how many axes of positions a model has, 0 for one, and its ``x`` at 0 and far along each axis."""
+    for count in (2, 3, 4):
+        zero = torch.zeros(count, 1, 5, dtype=torch.long)
+        far = 997 * torch.eye(count, dtype=torch.long)[:, :, None, None]
+        try:
+            return count, [by_model(x, zero + f)[0] for f in (0, *far)]
+        except Exception:  # not with so many
+            continue
+    try:
+        return 0, by_model(x, torch.arange(5)[None])
+    except Exception:  # positions, features or arguments of another form
+        return None, []
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Functions of a model's file
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[list[str], int]:
+    """Returns names of a function's parameters, and on which axis it expects heads."""
+    parameters = inspect.signature(function).parameters
+    axis = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in parameters else 1
+    return list(parameters), axis
+
+
+def _wrap(function: str) -> None:
+    """Let a function of cosines and sines take a `Turn` too."""
+    file, name = function.split(":")
+    module = importlib.import_module(file)
+    if hasattr(getattr(module, name), "of_cosines"):
+        return
+    of_cosines = getattr(module, name)
+    names, heads_axis = _parameters(of_cosines)
+    turned = names[: names.index("cos")]
+
+    @functools.wraps(of_cosines)
+    def apply(*args: Any, **options: Any) -> Any:
+        given = {**dict(zip(names, args)), **options}
+        turn = given.get("cos")
+        if not isinstance(turn, Turn):
+            return of_cosines(*args, **options)
+        pairs = dict(turn.pairs)[function]
+        axis = given.get("unsqueeze_dim", heads_axis)
+        out = [rotate(given[x], turn, pairs, axis) for x in turned if given.get(x) is not None]
+        return tuple(out) if len(out) > 1 else out[0]
+
+    apply.of_cosines = of_cosines  # type: ignore[attr-defined]
+    setattr(module, name, apply)
+
+
+def rotate(x: Tensor, turn: Turn, pairs: str, heads_axis: int) -> Tensor:
+    """Returns tokens (B, H, N, D), or (B, N, H, D) with heads on axis 2, whose first 2·F features have turned."""
+    x = x.transpose(1, 2) if heads_axis == 1 else x
+    features = 2 * turn.theta.shape[0]
+    out = x[..., :features]
+    positions, thetas = [turn.position_ids], [turn.theta]
+    if turn.axes is not None:
+        positions, thetas = list(turn.position_ids), [turn.theta * axis for axis in turn.axes]
+    for position_ids, theta in zip(positions, thetas):
+        position_ids = position_ids.expand(x.shape[0], -1)
+        out = lrpe_rotate(out, theta, position_ids=position_ids, interleaved=pairs != "halves")
+    if pairs == "neighbours to halves":
+        out = out.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    out = out if turn.scaling == 1 else out * turn.scaling
+    if x.shape[-1] > features:
+        out = torch.cat((out, x[..., features:]), -1)
+    return out.transpose(1, 2) if heads_axis == 1 else out
