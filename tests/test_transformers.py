@@ -177,6 +177,23 @@ def test_packed_sequences_as_the_collator_gives_them() -> None:
     close(ours(ids, position_ids=positions, use_cache=False, **lengths).logits, wanted)
 
 
+def test_a_row_that_is_longer_than_its_sequences() -> None:
+    """Tokens behind the last of ``cu_seq_lens_q`` are padding: they see nothing, and gradients are without them."""
+    _, ours = pair_of("llama")
+    ids, bounds = ids_of(1), torch.tensor([0, 5, 11], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in (5, 6, 3)])[None]
+    gradients = []
+    for tokens in (11, TOKENS):
+        ours.zero_grad()
+        given = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "position_ids": positions[:, :tokens]}
+        logits = ours(ids[:, :tokens], **given, use_cache=False).logits
+        assert logits.isfinite().all()
+        logits[:, :11].sin().sum().backward()
+        gradients.append([p.grad.clone() for p in ours.parameters()])
+    for x, y in zip(*gradients):
+        close(y / (x.abs().max() + 1e-6), x / (x.abs().max() + 1e-6))
+
+
 def test_full_attention_of_a_decoder() -> None:
     eager, ours = pair_of("llama", is_causal=False)
     ids = ids_of()
