@@ -13,6 +13,8 @@ from launches import ON_GPU
 from planned_calls import forget_plans, no_plans
 
 from warploom import flash_attention
+from warploom.ops.flash_attention import reference
+from warploom.testing.accuracy import compare
 from warploom.testing.poison import poisoned_allocations
 
 Tensor = torch.Tensor
@@ -95,12 +97,18 @@ def test_lengths_of_entries(dtype: torch.dtype, n: int, device: torch.device) ->
     used = torch.tensor(lengths, device=device)
     with poisoned_allocations():
         out, lse = flash_attention(q, k_filled, v_filled, seqused_k=used, **options)
+
+    def alone(entry: int, keys: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        its = (x[entry : entry + 1].to(dtype) for x in (q, k[:, :keys], v[:, :keys]))
+        return reference.flash_attention(*its, causal=True, return_lse=True)
+
     for entry, length in enumerate(lengths):
-        one = slice(entry, entry + 1)
-        expected = flash_attention(q[one], k[one, :length], v[one, :length], **{**options, "backend": "torch"})
-        wanted = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-        torch.testing.assert_close(out[one], expected[0], **wanted)
-        torch.testing.assert_close(lse[one], expected[1], **wanted)
+        exact, eager = alone(entry, length, torch.float64), alone(entry, length, dtype)
+        verdict = compare((out[entry : entry + 1], lse[entry : entry + 1]), exact, eager)
+        assert verdict.ok, f"{length} keys: {verdict.describe()}"
+        if length > n:
+            lost = tuple(x.to(y.dtype) for x, y in zip(alone(entry, length - 1, torch.float64), eager))
+            assert not compare(lost, exact, eager).ok, f"a lost key of {length} would pass"
 
 
 def paged(x: Tensor, table: Tensor, page_size: int, pages: int, lengths: list[int]) -> Tensor:

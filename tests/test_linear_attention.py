@@ -371,11 +371,12 @@ def test_gradients_of_theta_by_queries_and_by_keys_are_added_before_rounding(
     """Each of them is more than float16 holds, and their sum is small: a shift of all positions changes nothing."""
     call = tensors(device, tokens=20, decay=None)
     grads = []
-    for offset, dtype in ((0, torch.float64), (1_000_003, torch.float16)):
+    for offset, dtype in ((0, torch.float64), (30_003, torch.float16)):
         theta = call["theta"].half().to(dtype).requires_grad_()
         linear_attention(**{**call, "theta": theta}, offset=offset, backend=backend).sum().backward()
         grads.append(theta.grad.float())
-    torch.testing.assert_close(grads[1], grads[0], rtol=0.0, atol=60.0)  # positions times 6e-5
+    assert grads[0].abs().max() > 100  # where each is more than a million, of which float32 rounds off 0.1
+    torch.testing.assert_close(grads[1], grads[0], rtol=0.0, atol=2.0)
 
 
 @backends

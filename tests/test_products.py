@@ -37,7 +37,11 @@ def both_ways_kernel(
     tl.store(product_yx + place, product_as_transposed(b, at, zeros, PRECISION))
 
 
-@pytest.mark.parametrize("precision", ["bf16x6", "3-term here", "2-term", "ieee", "tf32", "bf16"])
+ERRORS = {"bf16x6": 3e-6, "3-term here": 3e-6, "2-term": 1e-4, "ieee": 3e-6, "tf32": 5e-3, "bf16": 3e-2}
+"""Root mean squares allowed, of products of size 8: less than the smallest term that belongs to the sum."""
+
+
+@pytest.mark.parametrize("precision", ERRORS)
 def test_a_transposed_product_has_the_same_bits(precision: str, device: torch.device) -> None:
     x, y = (torch.randn(ROWS, FEATURES, device=device) for _ in range(2))
     found, transposed = (torch.empty(ROWS, ROWS, device=device) for _ in range(2))
@@ -48,5 +52,6 @@ def test_a_transposed_product_has_the_same_bits(precision: str, device: torch.de
         PRECISION=precision, ROWS=ROWS, FEATURES=FEATURES,
     )  # fmt: skip
     launch(x, y, found, transposed)
-    torch.testing.assert_close(found.double(), x.double() @ y.double().mT, rtol=2**-6, atol=0.1)
+    error = found.double() - x.double() @ y.double().mT
+    assert error.square().mean().sqrt() < ERRORS[precision]
     assert torch.equal(found, transposed.mT)
