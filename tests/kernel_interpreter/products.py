@@ -7,27 +7,37 @@ import math
 import numpy as np
 import torch
 
-OFF_TIES = 1 + 2.0**-24 / 10
-"""A tenth of the last bit of float32: sums of a few bits, as of bfloat16, are not halfway between two float32."""
-
 
 def in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns ``a · b`` (…, M, N) of factors (…, M, K) and (…, K, N) that float32 holds.
+    """Returns ``a · b`` (…, M, N) of factors (…, M, K) and (…, K, N) that float32 holds: exact, and rounded once.
 
     float64 holds the products of two such numbers. In whatever order a BLAS adds them, a sum is off by less than
-    ``error``. Where that leaves two float32 to round to, in about one of a million, it is formed exactly.
+    ``error``. Where that leaves two float32 to round to, it is formed exactly.
     """
+    a, b = a.float(), b.float()
     x, y = a.double().numpy(), b.double().numpy()
     with np.errstate(invalid="ignore", over="ignore"):
-        sums = x @ y * OFF_TIES
+        sums = x @ y
         rows, columns = np.sqrt(np.einsum("...mk,...mk->...m", x, x)), np.sqrt(np.einsum("...kn,...kn->...n", y, y))
-        error = rows[..., :, None] * (columns * ((x.shape[-1] + 2) * 2.0**-52))[..., None, :]
-        result = (sums - error).astype(np.float32)
-        unsure = result != (sums + error).astype(np.float32)
+        error = rows[..., :, None] * (columns * (x.shape[-1] * 2.0**-52))[..., None, :]
+        result = sums.astype(np.float32)
+        unsure = (sums - error).astype(np.float32) != (sums + error).astype(np.float32)
         if unsure.any():
-            finite = np.isfinite(error)
-            result = np.where(finite, result, sums.astype(np.float32))
-            *batch, m, n = np.nonzero(unsure & finite)
+            terms = x.shape[-1] * 2.0 ** (_bits(a) + _bits(b) - 53)
+            exact = _range(x, -1)[..., :, None] * (_range(y, -2) * terms)[..., None, :] <= 1
+            *batch, m, n = np.nonzero(unsure & ~exact & np.isfinite(error))
             products = x[(*batch, m)] * y.swapaxes(-1, -2)[(*batch, n)]
-            result[(*batch, m, n)] = [math.fsum(each) * OFF_TIES for each in products.tolist()]
+            result[(*batch, m, n)] = [math.fsum(each) for each in products.tolist()]
         return torch.from_numpy(result + np.float32(0))  # no zero has a sign
+
+
+def _bits(x: torch.Tensor) -> int:
+    """Returns how many bits the significands of float32 numbers have: bfloat16's, float16's or all."""
+    below = int(np.bitwise_or.reduce(np.ascontiguousarray(x.numpy()).view(np.int32), axis=None))
+    return 8 if below & 0xFFFF == 0 else 11 if below & 0x1FFF == 0 else 24
+
+
+def _range(x: np.ndarray, axis: int) -> np.ndarray:
+    """Returns the largest number of each row or column over its smallest but zeros."""
+    size = np.abs(x)
+    return size.max(axis) / np.where(size == 0, np.inf, size).min(axis)
