@@ -1,30 +1,42 @@
 # Two commands, each with all its own set-up:
 #   make bench   the quick suite on the GPU if there is one, else on the CPU; ends in tables and a report
-#   make test    lint, types and tests
+#   make test    lint, types and tests; on a CPU a sample of the cases of each test, every day another
 # and
-#   make docs    the documentation as a site, in site/
+#   make test-all  the same with every case
+#   make test-gpu  the tests on one GPU, with a line about the run in LOG; PART=1/3, 2/3 and 3/3 are three runs of it
+#   make docs      the documentation as a site, in site/
 # PYTHON picks another interpreter, VENV another place for the virtual environment, TRITONS versions of Triton with
-# which a part of the tests runs as well: `make test TRITONS="3.6.0 3.9.0"`, the oldest and the newest supported.
+# which a part of the tests runs as well: `make test-all TRITONS="3.6.0 3.9.0"`, the oldest and the newest supported.
 
 PYTHON ?= python3
 VENV ?= .venv
 TRITONS ?=
+PART ?= 1/1
+LOG ?= results/tests.jsonl
 READY := $(VENV)/.ready
 
-.PHONY: bench test docs clean
+.PHONY: bench lint test test-all test-gpu docs clean
 
 bench: $(READY)
 	$(VENV)/bin/warploom bench --suite quick
 
-test: $(READY) $(TRITONS:%=$(VENV)/triton-%/.ready)
+test: lint
+	$(VENV)/bin/python -m pytest -n auto
+
+test-all: lint $(TRITONS:%=$(VENV)/triton-%/.ready)
+	$(VENV)/bin/python -m pytest -n auto --all
+	set -e; for version in $(TRITONS); do \
+		echo "with Triton $$version:"; \
+		PYTHONPATH=$(VENV)/triton-$$version $(VENV)/bin/python -m pytest -n auto --all -m stack; \
+	done
+
+test-gpu: $(READY)
+	$(VENV)/bin/python -m pytest -n auto --part $(PART) --log $(LOG)
+
+lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/python -m pytest -n auto
-	set -e; for version in $(TRITONS); do \
-		echo "with Triton $$version:"; \
-		PYTHONPATH=$(VENV)/triton-$$version $(VENV)/bin/python -m pytest -n auto -m stack; \
-	done
 
 docs: $(READY)
 	$(VENV)/bin/python -m mkdocs build --strict --quiet

@@ -1,23 +1,21 @@
 """Where the tests run: on the GPU if there is one, else in an interpreter on the CPU."""
 
 import dataclasses
-import fcntl
-import gc
 import importlib.util
 import os
 import sys
-import tempfile
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 # Read when NumPy is imported. Threads of parallel workers' products would only wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import gpu_room
 import pytest
+import run_log
 import seeds
+import selection
 import torch
 from launches import ON_HOPPER
 
@@ -38,6 +36,8 @@ if not torch.cuda.is_available():
 def pytest_addoption(parser: pytest.Parser) -> None:
     what = f"seed of what the tests draw; {seeds.NAME} in the environment, or 0, by default"
     parser.addoption("--seed", type=int, default=seeds.seed(), help=what)
+    selection.add_options(parser)
+    run_log.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,39 +46,23 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[seeds.NAME] = str(config.getoption("seed"))  # for workers, and for programs that tests run
     os.environ[seeds.TODAY] = str(seeds.day())
     conformance.SEED += 1000 * seeds.seed()
+    if (path := config.getoption("--log")) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(run_log.Log(config, path))
 
 
 def pytest_report_header() -> str:
     return f"seed: {seeds.seed()} (--seed, or {seeds.NAME}); day: {seeds.day()} ({seeds.TODAY})"
 
 
-def take_sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the cases of a test that are marked so, one in two or more runs, each day others."""
-    if any("::" in argument for argument in config.args):  # asked for by name
-        return
-    seen: Counter[str] = Counter()
-    left = []
-    for item in items:
-        marker = item.get_closest_marker("sample")
-        if marker is not None:
-            test = item.nodeid.partition("[")[0]
-            seen[test] += 1
-            if (seen[test] + seeds.day() + seeds.seed()) % marker.args[0] != 0:
-                left.append(item)
-    config.hook.pytest_deselected(items=left)
-    gone = set(left)
-    items[:] = [item for item in items if item not in gone]
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        # First, when no other worker has begun a long test that they would have to wait for.
-        items.sort(key=lambda item: item.get_closest_marker("alone") is None)
-        return
-    take_sample(config, items)
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    selection.select(config, items)
+
+
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Workers of ``-n auto``: on a GPU not more than its memory is enough for."""
+    if not torch.cuda.is_available():
+        return None
+    return max(1, min(os.cpu_count() or 1, torch.cuda.get_device_properties(0).total_memory // gpu_room.LEAST))
 
 
 @pytest.fixture(scope="session")
@@ -86,46 +70,44 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-
-
-def lock(name: str) -> IO[str]:
-    """A file that all workers share, to be locked."""
-    return (Path(tempfile.gettempdir()) / f"warploom-tests-{os.getuid()}-{name}").open("w")
-
-
 @pytest.fixture(autouse=True)
-def alone_where_measured(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Nothing else runs on the GPU beside a test that measures time there."""
-    if not torch.cuda.is_available() or WORKERS == 1:
+def share_of_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A worker has its share of the memory; nothing else runs beside a test that measures time or needs more."""
+    if not torch.cuda.is_available():
         yield
         return
-    alone = request.node.get_closest_marker("alone") is not None
-    with lock("door") as door, lock("room") as room:
-        fcntl.flock(door, fcntl.LOCK_EX)  # who waits to be alone lets no other pass
-        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(door, fcntl.LOCK_UN)
-        yield
+    gpu_room.enter(alone=selection.needs_the_gpu_alone(request.node))
+    yield
+    gpu_room.leave()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
+    """Run a test once more, alone, for which a worker's share of the GPU's memory is not enough."""
+    try:
+        return (yield)
+    except torch.OutOfMemoryError:
+        if gpu_room.is_alone():
+            raise
+    gpu_room.leave()
+    gpu_room.enter(alone=True)
+    names = pyfuncitem._fixtureinfo.argnames
+    pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    return True
 
 
 @pytest.fixture
-def gpu_memory() -> Iterator[Callable[[float], None]]:
-    """Skips where a GPU has less free memory than so many GiB. One worker at a time has what it asked for.
+def gpu_memory() -> Callable[[float], None]:
+    """Skips where a GPU has less memory than so many GiB, while other workers run nothing."""
 
-    Besides, every other worker is left a GiB.
-    """
-    with lock("memory") as memory:
+    def take(gib: float) -> None:
+        if not torch.cuda.is_available():
+            return
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info()[0] < gib * 2**30:
+            pytest.skip(f"needs {gib} GiB of free GPU memory")
 
-        def take(gib: float) -> None:
-            fcntl.flock(memory, fcntl.LOCK_EX)
-            torch.cuda.empty_cache()
-            if torch.cuda.mem_get_info()[0] < (gib + WORKERS - 1) * 2**30:
-                pytest.skip(f"needs {gib} GiB of free GPU memory, and one for every other worker")
-
-        yield take
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    return take
 
 
 @pytest.fixture(autouse=True)

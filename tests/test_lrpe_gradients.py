@@ -250,10 +250,9 @@ def theta_gradient(n: Tensor, x: Tensor, theta: Tensor, grad: Tensor) -> Tensor:
 
 
 @pytest.mark.gpu
-def test_a_gradient_of_2_31_rows(device: torch.device) -> None:
+def test_a_gradient_of_2_31_rows(device: torch.device, gpu_memory: Callable[[float], None]) -> None:
     """The result and the gradient of x have 2³² elements each, theirs have two: 17 GB."""
-    if torch.cuda.mem_get_info()[0] < 20e9:
-        pytest.skip("needs more GPU memory")
+    gpu_memory(20)
     rows, part = 2**31 - 5000, 2**24
     x, grad = (torch.tensor(t, device=device).half().expand(1, rows, 1, 2) for t in ([1.0, 0.5], [-0.25, 2.0]))
     theta = torch.full((1,), 2.0**-33, device=device, requires_grad=True)  # no turn, in which terms would cancel

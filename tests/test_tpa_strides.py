@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -177,13 +177,13 @@ def test_the_driver_accepts_every_descriptor_of_decoding(monkeypatch: pytest.Mon
 FAR = 2**31 + 2**20  # elements
 
 
-@pytest.fixture(scope="module")
-def far() -> Iterator[Tensor]:
+@pytest.fixture
+def far(device: torch.device, gpu_memory: Callable[[float], None]) -> Tensor:
     """A tensor of so many elements in 16 bits, 4 GiB: on a CPU, memory only where it is written."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpu_memory(6)
     try:
-        yield torch.empty(FAR, dtype=torch.float16, device=device)
-    except (RuntimeError, torch.OutOfMemoryError):
+        return torch.empty(FAR, dtype=torch.float16, device=device)
+    except RuntimeError:
         pytest.skip("needs 4 GiB of memory")
 
 
@@ -265,10 +265,11 @@ def test_an_entry_at_another_address_has_the_bits_of_the_batch(
 
 
 @pytest.mark.gpu
-def test_split_decoding_of_so_many_queries_and_heads(device: torch.device) -> None:
+def test_split_decoding_of_so_many_queries_and_heads(
+    device: torch.device, gpu_memory: Callable[[float], None]
+) -> None:
     """Two spans, whose parts have 256 · 257 · 32768 numbers in float32 each, and the output twice: 26 GiB."""
-    if torch.cuda.get_device_properties(device).total_memory < 32 * 2**30:
-        pytest.skip("needs 32 GiB of memory")
+    gpu_memory(30)
     keys, tokens, heads = 256, 257, 32768
     sizes = {"batch": 1, "keys": keys, "tokens": tokens, "heads": heads, "rank_q": 1, "features": 16, "values": 256}
     x: dict[str, Any] = factors(device, **sizes, dtype=torch.bfloat16)

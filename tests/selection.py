@@ -1,0 +1,73 @@
+"""Which tests run: on a CPU a sample of the cases of each, or all; everywhere a part, if one is asked for."""
+
+import zlib
+from collections import defaultdict
+
+import pytest
+import seeds
+import torch
+
+MOST = 2
+"""Cases that run on a CPU in a day of a test of what computes on a device, and for one operator."""
+
+
+def add_options(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="on a CPU too: every case of every test")
+    parser.addoption(
+        "--part", type=_part, help="of so many parts of the tests, one: 1/3, 2/3 or 3/3", metavar="I/N"
+    )
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise ValueError(text)
+    return int(number), int(of)
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take out of ``items`` what does not run."""
+    by_name = any("::" in argument for argument in config.args)
+    chosen = set(items)
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        if not by_name and not config.getoption("--all"):
+            chosen = _sample(items)
+    if part := config.getoption("--part"):
+        number, of = part
+        chosen = {item for item in chosen if _hash(item) % of == number - 1}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
+    if torch.cuda.is_available():
+        # First, when no other worker has begun a long test that they would have to wait for.
+        items.sort(key=lambda item: not needs_the_gpu_alone(item))
+
+
+def needs_the_gpu_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None or "gpu_memory" in getattr(item, "fixturenames", ())
+
+
+def _hash(item: pytest.Item) -> int:
+    return zlib.crc32(item.nodeid.encode())
+
+
+def _sample(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Of every test some cases, at least one: one in ``n`` of ``sample(n)``, each once in so many days."""
+    tests: defaultdict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        operator = item.callspec.params.get("operator") if hasattr(item, "callspec") else None
+        tests[item.nodeid.partition("[")[0], str(getattr(operator, "name", operator))].append(item)
+    chosen: set[pytest.Item] = set()
+    for cases in tests.values():
+        runnable = [item for item in cases if not item.get_closest_marker("skip")]
+        chosen.update(item for item in cases if item.get_closest_marker("skip"))
+        marker = cases[0].get_closest_marker("sample")
+        computes = "device" in getattr(cases[0], "fixturenames", ())
+        one_in = max(marker.args[0] if marker else 1, -(-len(runnable) // MOST) if computes else 1)
+        # In an order of their own, in which the values of a parameter do not come by turns.
+        runnable.sort(key=_hash)
+        first = (seeds.day() + seeds.seed()) % max(min(one_in, len(runnable)), 1)
+        chosen.update(runnable[first::one_in])
+    return chosen
