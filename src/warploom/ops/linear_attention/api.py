@@ -11,6 +11,7 @@ from warploom.ops.linear_attention.validation import NAME, Activation, Encoding,
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import dense, in_order_of
+from warploom.runtime.modes import is_plain_eager
 from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
@@ -127,12 +128,15 @@ def linear_attention(
 def _run_reference(tensors: Tensors, offset: int, checked: Checked, _: str) -> Tensor | tuple[Tensor, Tensor]:
     q, k, v, theta, decay, initial_state, offsets, cu_seqlens = tensors
     options = checked.options
+    longest = None
+    if cu_seqlens is not None and cu_seqlens.is_cpu and is_plain_eager(*(t for t in tensors if t is not None)):
+        longest = int(cu_seqlens.diff().max())
     results = reference.linear_attention(
         q, k, v,
         decay=decay, theta=theta, encoding="rotate" if options.kind == "interleaved" else options.kind,
         activation=options.activation, interleaved=options.kind == "interleaved",
         offset=offset if offsets is None else offsets, causal=options.causal, scale=options.scale,
-        initial_state=initial_state, return_state=options.return_state, cu_seqlens=cu_seqlens,
+        initial_state=initial_state, return_state=options.return_state, cu_seqlens=cu_seqlens, longest=longest,
     )  # fmt: skip
     if isinstance(results, Tensor):
         return in_order_of(q, results)

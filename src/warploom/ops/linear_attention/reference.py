@@ -9,6 +9,8 @@ Attention-2", 2024, arXiv 2401.04658.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from warploom.ops.lrpe import reference as lrpe
@@ -17,6 +19,9 @@ Tensor = torch.Tensor
 
 CHUNK = 64
 """Tokens between two states."""
+
+FORGETS = {torch.float32: -104.0, torch.float64: -746.0}
+"""Logarithms of decays whose powers are 0."""
 
 
 def linear_attention(
@@ -35,28 +40,39 @@ def linear_attention(
     initial_state: Tensor | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    longest: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``o_t = scale · φ(q_t)ᵀ S_t`` with ``S_t = λ_t S_{t−1} + φ(k_t) v_tᵀ``: (B, N, H, E) [and (S, H, F, E)]."""
+    """``o_t = scale · φ(q_t)ᵀ S_t`` with ``S_t = λ_t S_{t−1} + φ(k_t) v_tᵀ``: (B, N, H, E) [and (S, H, F, E)].
+
+    Packed sequences are computed as a batch of sequences of the ``longest`` length, or of all rows if it is not known.
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if decay is not None:
+        decay = decay.to(dtype).expand(q.shape[:3])
+    if cu_seqlens is not None:
+        rows, places = _sequence_rows(q.shape[1], cu_seqlens, q.shape[1] if longest is None else longest)
+        q, k, v = (_take(x[0], rows) for x in (q, k, v))  # (S, L, H, F)
+        decay = None if decay is None else _take(decay[0], rows)
+        offset = offset.reshape(()) if isinstance(offset, Tensor) else offset
     # Its gradients by queries and by keys grow with positions, and nearly cancel: they are added before rounding.
     theta = None if theta is None else theta.double()
     queries, keys = (
         features(
             x, theta=theta, encoding=encoding, activation=activation, interleaved=interleaved, offset=offset,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=None,
         ).to(dtype)
         for x in (q, k)
     )  # fmt: skip
-    rest = (v.to(dtype), _log_decays(q, decay, dtype), initial_state, q.dtype)
-    if cu_seqlens is not None:
-        out, state = _in_pairs(queries, keys, *rest, causal, cu_seqlens)
-    elif causal:
-        out, state = _in_chunks(queries, keys, *rest)
+    if causal:
+        g = queries.new_zeros(q.shape[:3]) if decay is None else decay
+        out, state = _in_chunks(queries, keys, v.to(dtype), g, initial_state, q.dtype)
     else:
-        state = torch.einsum("bnhf,bnhe->bhfe", keys, rest[0])
+        state = torch.einsum("bnhf,bnhe->bhfe", keys, v.to(dtype))
         out = torch.einsum("bnhf,bhfe->bnhe", queries, _factor(state, q.dtype))
     out = (out * scale).to(q.dtype)
+    if cu_seqlens is not None:
+        out = _take(out.flatten(0, 1), places)[None]
     return (out, state) if return_state else out
 
 
@@ -87,14 +103,6 @@ def recurrence(queries: Tensor, keys: Tensor, v: Tensor, g: Tensor, state: Tenso
     return out, state
 
 
-def _log_decays(q: Tensor, decay: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The logarithm of every token's decay: (B, N, H)."""
-    shape = q.shape[:3]
-    if decay is None:
-        return q.new_zeros(shape, dtype=dtype)
-    return decay.to(dtype).expand(shape)
-
-
 def _factor(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A factor of a matrix product as the dtype of the inputs holds it."""
     return x.to(dtype).to(x.dtype)
@@ -113,33 +121,74 @@ def _in_chunks(
     exporting = torch.compiler.is_exporting()
     count = (tokens + (2 if exporting else 1) * CHUNK - 1) // CHUNK
     q, k, v = (_chunks(x, count) for x in (q, k, v))  # (B, C, T, H, F)
-    a = _sums(_chunks(g[..., None], count)[..., 0], 2)  # (B, C, T, H)
-    total = a[:, :, -1]
-    sums = torch.einsum("bcthf,bcthe->bchfe", k, _factor(v * (total[:, :, None] - a).exp()[..., None], factors))
+    parts = _parts(_chunks(g[..., None], count)[..., 0])
+    a = [_sums(part, 2) for part in parts]  # of (B, C, T, H)
+    total = [part[:, :, -1] for part in a]
+    remaining = _difference([part[:, :, None] for part in total], a).exp()
+    sums = torch.einsum("bcthf,bcthe->bchfe", k, _factor(v * remaining[..., None], factors))
     # From the end of chunk j to the start of chunk i: the sum of the totals in between, in float64.
-    before = torch.nn.functional.pad(_sums(total.double(), 1), (0, 0, 1, 0))  # (B, C + 1, H)
-    between = before[:, :, None] - before[:, None, 1:]
+    before = [torch.nn.functional.pad(_sums(part.double(), 1), (0, 0, 1, 0)) for part in total]  # of (B, C + 1, H)
+    between = _difference([part[:, :, None] for part in before], [part[:, None, 1:] for part in before])
     chunks = torch.arange(sums.shape[1], device=q.device)
     later = torch.arange(sums.shape[1] + 1, device=q.device)[:, None] > chunks
     between = between.masked_fill(~later[None, :, :, None], -torch.inf).exp().to(q.dtype)
     states = torch.einsum("bijh,bjhfe->bihfe", between, sums)
     if initial is not None:
-        states = states + before.exp().to(q.dtype)[..., None, None] * initial.to(q.dtype)[:, None]
+        states = states + (before[0] + before[1]).exp().to(q.dtype)[..., None, None] * initial.to(q.dtype)[:, None]
     steps = torch.arange(CHUNK, device=q.device)
-    distance = (a[:, :, :, None] - a[:, :, None]).masked_fill((steps[:, None] < steps)[:, :, None], -torch.inf)
+    distance = _difference([part[:, :, :, None] for part in a], [part[:, :, None] for part in a])
+    distance = distance.masked_fill((steps[:, None] < steps)[:, :, None], -torch.inf)
     scores = torch.einsum("bcthf,bcshf->bctsh", q, k) * distance.exp()
     out = torch.einsum("bctsh,bcshe->bcthe", _factor(scores, factors), v)
     carried = torch.einsum("bcthf,bchfe->bcthe", q, _factor(states[:, :-1], factors))
-    out = out + carried * a.exp()[..., None]
+    out = out + carried * (a[0] + a[1]).exp()[..., None]
     out = out.flatten(1, 2)
     if exporting:  # that there are as many would have to be proven of a slice
         return out.index_select(1, torch.arange(tokens, device=out.device)), states[:, -1]
     return out[:, :tokens], states[:, -1]
 
 
+def _parts(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Logarithms of decays as whole numbers, whose sums are exact, and what these leave, which has their gradients.
+
+    Differences of sums are then those of what lies between, however strong the decays before it are. One whose power
+    is 0 in the dtype counts as the weakest of that kind.
+    """
+    g = g.clamp(min=FORGETS[g.dtype])
+    whole = g.detach().trunc()
+    return whole, g - whole
+
+
+def _difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+    """``a − b`` of sums of `_parts`."""
+    return (a[0] - b[0]) + (a[1] - b[1])
+
+
 def _sums(x: Tensor, dim: int) -> Tensor:
     """``x.cumsum(dim)``, which on a GPU has other bits in some runs if it is of one column: here are two."""
     return torch.stack((x, x), -1).cumsum(dim)[..., 0]
+
+
+def _sequence_rows(tokens: int, cu_seqlens: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """Rows of packed sequences, as a batch, and places in that batch of rows: ``(S, L)`` and ``(N,)``.
+
+    ``N`` stands for no row and ``S · L`` for no place, as of rows behind the last sequence.
+    """
+    start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    steps = torch.arange(longest, device=cu_seqlens.device)
+    rows = start[:, None] + steps
+    rows = torch.where(rows < end[:, None], rows, tokens)
+    index = torch.arange(tokens, device=cu_seqlens.device)
+    sequence = torch.searchsorted(end, index, right=True)
+    inside = sequence < end.shape[0]
+    sequence = sequence.clamp(max=end.shape[0] - 1)
+    places = torch.where(inside, sequence * longest + index - start[sequence], end.shape[0] * longest)
+    return rows, places
+
+
+def _take(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of ``x`` (N, …), and zeros for row ``N``."""
+    return torch.cat((x, x.new_zeros((1, *x.shape[1:]))))[rows]
 
 
 def _chunks(x: Tensor, count: int) -> Tensor:
@@ -151,33 +200,3 @@ def _chunks(x: Tensor, count: int) -> Tensor:
         1, (count, CHUNK, heads, features)
     )
     return chunks
-
-
-def _in_pairs(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor | None, factors: torch.dtype, causal: bool,
-    cu_seqlens: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same of packed sequences (1, N, H, F), with a weight for every pair of tokens."""
-    q, k, v = q[0], k[0], v[0]
-    index = torch.arange(q.shape[0], device=q.device)
-    sequence = lrpe.sequence_of(index, cu_seqlens)
-    own = (sequence[:, None] == torch.arange(cu_seqlens.shape[0] - 1, device=q.device)).to(q.dtype)  # (N, S)
-    if not causal:
-        state = torch.einsum("ns,nhf,nhe->shfe", own, k, v)
-        return torch.einsum("ns,nhf,shfe->nhe", own, q, _factor(state, factors))[None], state
-    before = torch.nn.functional.pad(_sums(g[0], 0), (0, 0, 1, 0))  # (N + 1, H)
-    start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-    a = before[1:] - before[start][sequence]
-    remaining = before[end][sequence] - before[1:]
-    seen = (sequence[:, None] == sequence) & (index[:, None] >= index)
-    distance = (a[:, None] - a).masked_fill(~seen[..., None], -torch.inf).exp().to(q.dtype)
-    scores = torch.einsum("thf,shf->tsh", q, k) * distance
-    out = torch.einsum("tsh,she->the", _factor(scores, factors), v)
-    decayed = _factor(v * remaining.exp().to(q.dtype)[..., None], factors)
-    state = torch.einsum("ns,nhf,nhe->shfe", own, k, decayed)
-    if initial is not None:
-        initial = initial.to(q.dtype)
-        carried = torch.einsum("ns,nhf,shfe->nhe", own, q, _factor(initial, factors))
-        out = out + carried * a.exp().to(q.dtype)[..., None]
-        state = state + (before[end] - before[start]).exp().to(q.dtype)[..., None, None] * initial
-    return out[None], state

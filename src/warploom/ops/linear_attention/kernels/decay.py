@@ -26,6 +26,7 @@ from warploom.ops.linear_attention.kernels.tiles import (
     power,
     row_pointers,
     score,
+    tail_of,
     tile_decays,
     turn_from,
     turn_within,
@@ -59,7 +60,7 @@ def decay_kernel(
         load_pieces(q_rows, mask, q_strides, 0, variant.PIECES, spec, variant), turns, 0, spec, variant
     )
     keys = encode(load_pieces(k_rows, mask, k_strides, 0, variant.PIECES, spec, variant), turns, 0, spec, variant)
-    a, until_end, total = tile_decays(decay, place.first, place.last, place, sizes, variant)
+    a, until_end, total, parts = tile_decays(decay, place.first, place.last, place, sizes, variant)
     of_values = tl.zeros((variant.BLOCK_T, variant.BLOCK_T), tl.float32)
     of_queries = tl.zeros((variant.BLOCK_T,), tl.float32)
     of_keys = tl.zeros((variant.BLOCK_T,), tl.float32)
@@ -74,7 +75,7 @@ def decay_kernel(
         of_keys += tl.sum(carry(keys, behind, 1)[0] * values[0].to(tl.float32), axis=1)
         for p in tl.static_range(len(before)):
             across += tl.sum(tl.sum(before[p] * behind[p], axis=1), axis=0)
-    pairs = weigh_pairs(score(queries, keys), a, variant, False, HALF) * of_values
+    pairs = weigh_pairs(score(queries, keys), parts, variant, False, HALF) * of_values
     of_queries *= power(a, HALF)
     of_keys *= power(until_end, HALF)
     up_to = tl.cumsum(pairs, axis=1)  # (i, t): the pairs of i with tokens up to t
@@ -87,5 +88,9 @@ def decay_kernel(
     if BY_HEAD:
         tl.store(out + place.slot * sizes.heads + place.h, tl.sum(tl.where(mask, result, 0.0), axis=0))
     else:
+        if cu_seqlens is not None:
+            result = tl.where(mask, result, 0.0)
+            start, end = tail_of(place, sizes)
+            mask = mask | ((n >= start) & (n < end))
         row = place.b * sizes.tokens + (place.start + n)
         tl.store(out + row * sizes.heads + place.h, result, mask=mask)

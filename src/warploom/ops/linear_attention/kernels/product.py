@@ -23,6 +23,7 @@ from warploom.ops.linear_attention.kernels.tiles import (
     advance,
     carry,
     carry_loaded,
+    clear_tail,
     encode,
     load_pieces,
     load_plain,
@@ -125,10 +126,10 @@ def product_kernel(
                 values = encode(values, turns, first_f, spec, variant)
             else:
                 others = encode(others, turns, 0, spec, variant)
-            sums, behind, total = tile_decays(decay, first, place.last, place, sizes, variant)
+            sums, behind, total, parts = tile_decays(decay, first, place.last, place, sizes, variant)
             before = power(sums, HALF)
             behind = power(behind, HALF)
-            pairs = weigh_pairs(score(rows, others), sums, variant, REVERSE, HALF)
+            pairs = weigh_pairs(score(rows, others), parts, variant, REVERSE, HALF)
             whole = ()
             for p in tl.static_range(RESULTS):
                 one = results[p]
@@ -149,6 +150,14 @@ def product_kernel(
                 theta_sum += at_first + tl.sum(dphi * t[:, None], axis=0).to(tl.float64)
         else:
             store_plain(out_rows, whole[0], mask, out_strides, first_e, variant.E, variant.BLOCK_E, spec.UNIT)
+    if cu_seqlens is not None:
+        if DECODED:
+            BOTH: tl.constexpr = 1 if spec.KIND == "cosine" else 2  # features of an angle
+            clear_tail(
+                out, place, sizes, out_strides, first_f * BOTH, spec.F * BOTH, variant.BLOCK_F * BOTH, spec, variant
+            )
+        else:
+            clear_tail(out, place, sizes, out_strides, first_e, variant.E, variant.BLOCK_E, spec, variant)
     if final is not None:
         store_state(
             final, state, place.slot, place.h, first_f, first_e, out_of, final_strides, spec, variant, DECODED

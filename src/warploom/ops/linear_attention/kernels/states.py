@@ -58,7 +58,7 @@ def sums_kernel(
         x = load_pieces(b_rows, mask, b_strides, 0, variant.PIECES, spec, variant)
         values = load_plain(c_rows, mask, c_strides, first_e, 1, variant.E, variant.BLOCK_E, spec.UNIT)
         encoded = encode(x, turn_from(first, place, steps, within, HALF), 0, spec, variant)
-        a, behind, total = tile_decays(decay, first, place.last, place, sizes, variant)
+        a, behind, total, _ = tile_decays(decay, first, place.last, place, sizes, variant)
         weights = power(a if REVERSE else behind, HALF)
         state = advance(state, encoded, values, weights, total, variant, HALF)
         chunk_total += total
@@ -86,6 +86,8 @@ def scan_kernel(
     if cu_seqlens is not None:
         start = tl.load(cu_seqlens + sequence * sizes.cu_stride).to(tl.int32)
         end = tl.load(cu_seqlens + (sequence + 1) * sizes.cu_stride).to(tl.int32)
+        start = tl.minimum(tl.maximum(start, 0), sizes.tokens)
+        end = tl.minimum(end, sizes.tokens)
         first = start // sizes.chunk + sequence
         chunks = tl.cdiv(end - start, sizes.chunk)
     else:

@@ -10,6 +10,7 @@ from warploom.ops.flash_attention.kernels.forward import Strides
 from warploom.ops.linear_attention.kernels.tiles import (
     Sizes,
     StateStrides,
+    clear_tail,
     encode,
     load_pieces,
     load_plain,
@@ -53,7 +54,7 @@ def step_kernel(
         queries = encode(load_pieces(q_rows, mask, q_strides, 0, 1, spec, variant), turns, 0, spec, variant)
         keys = encode(load_pieces(k_rows, mask, k_strides, 0, 1, spec, variant), turns, 0, spec, variant)
         values = load_plain(v_rows, mask, v_strides, first_e, 1, variant.E, variant.BLOCK_E, spec.UNIT)
-        _, _, total = tile_decays(decay, t, place.last, place, sizes, variant)
+        _, _, total, _ = tile_decays(decay, t, place.last, place, sizes, variant)
         result = tl.zeros((variant.BLOCK_E,), tl.float32)
         after = ()
         for p in tl.static_range(len(state)):
@@ -66,5 +67,7 @@ def step_kernel(
         state = after
         result = (result * scale)[None, :]
         store_plain(out_rows, result, mask, out_strides, first_e, variant.E, variant.BLOCK_E, spec.UNIT)
+    if cu_seqlens is not None:
+        clear_tail(out, place, sizes, out_strides, first_e, variant.E, variant.BLOCK_E, spec, variant)
     if final is not None:
         store_state(final, state, place.sequence, place.h, 0, first_e, 1.0, final_strides, spec, variant, False)

@@ -24,6 +24,9 @@ from warploom.ops.lrpe.kernels.backward import turn_backward
 from warploom.ops.lrpe.kernels.forward import turn
 from warploom.ops.lrpe.kernels.rows import load_input, store_input
 
+FORGETS = tl.constexpr(-104.0)
+"""The least logarithm of a decay that is told from all below it: its power is 0 in float32."""
+
 
 class StateStrides(NamedTuple):
     """Of a state (S, H, F, E). All but that of ``e`` come divided by `Variant.STATE_VEC`."""
@@ -105,6 +108,8 @@ def locate(offsets, cu_seqlens, offset, sizes):
     if cu_seqlens is not None:
         sequence, c = sequence_of_tile(slot, cu_seqlens, sizes.cu_stride, sizes.sequences, sizes.chunk)
         start, length = sequence_bounds(sequence, cu_seqlens, sizes.cu_stride)
+        start = tl.minimum(tl.maximum(start, 0), sizes.tokens)
+        length = tl.minimum(length, sizes.tokens - start)
         b = slot * 0
     else:
         b = slot // sizes.chunks
@@ -116,6 +121,17 @@ def locate(offsets, cu_seqlens, offset, sizes):
     last = tl.minimum(length, first + sizes.chunk)
     return Place(b.to(tl.int64), h.to(tl.int64), slot.to(tl.int64), sequence.to(tl.int64), start, first, last, offset,
                  column)  # fmt: skip
+
+
+@triton.jit
+def tail_of(place, sizes):
+    """The first and last token, within the sequence, of the chunk's rows that lie behind all packed sequences.
+
+    The last sequence has the chunks from its first token to the end of all rows: see `warploom.device.packed`.
+    """
+    first = tl.maximum(place.first, place.last)
+    last = tl.minimum(place.first + sizes.chunk, sizes.tokens - place.start)
+    return first, tl.where(place.sequence == sizes.sequences - 1, last, first)
 
 
 @triton.jit
@@ -144,6 +160,20 @@ def store_plain(rows, x, mask, strides, first, FEATURES: tl.constexpr, BLOCK: tl
     f = first + tl.arange(0, BLOCK)
     ptrs = rows + (f if UNIT else f * strides.f)[None, :]
     tl.store(ptrs, rounded(x, rows.dtype.element_ty), mask=mask[:, None] & (f < FEATURES)[None, :])
+
+
+@triton.jit
+def clear_tail(
+    out, place, sizes, strides, first, FEATURES: tl.constexpr, BLOCK: tl.constexpr, spec: tl.constexpr,
+    variant: tl.constexpr,
+):  # fmt: skip
+    """Store zeros in the rows of `tail_of`, in BLOCK features from ``first`` on."""
+    start, end = tail_of(place, sizes)
+    for begin in range(start, end, variant.BLOCK_T):
+        n = begin + tl.arange(0, variant.BLOCK_T)
+        rows = row_pointers(out, n, place, strides, spec.VEC)
+        zeros = tl.zeros((variant.BLOCK_T, BLOCK), tl.float32)
+        store_plain(rows, zeros, n < end, strides, first, FEATURES, BLOCK, spec.UNIT)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -311,8 +341,14 @@ def power(x, HALF: tl.constexpr):
 
 
 @triton.jit
+def bounded(g):
+    """The logarithm of a decay, from `FORGETS` on: below it eˣ is 0 in float32 anyway, and sums stay small. NaN stays."""
+    return tl.where(g < FORGETS, FORGETS, g)
+
+
+@triton.jit
 def tile_decays(decay, first, last, place, sizes, variant: tl.constexpr):
-    """Sums (T,) of a tile's logarithms of decays up to and with each token, and behind it, and of all of them.
+    """Sums (T,) of a tile's logarithms of decays up to and with each token, and behind it; of all; and `decay_parts`.
 
     The second is no difference of the others: the last tokens, which count most, would have the rounding of the total.
     """
@@ -322,27 +358,50 @@ def tile_decays(decay, first, last, place, sizes, variant: tl.constexpr):
         a = tl.zeros((variant.BLOCK_T,), tl.float32)
         behind = a
         total = 0.0
+        parts = (a,)
     elif variant.DECAY == "head":
-        g = tl.load(decay + place.h * sizes.decay_h).to(tl.float32)
+        g = bounded(tl.load(decay + place.h * sizes.decay_h).to(tl.float32))
         count = tl.minimum(count, variant.BLOCK_T).to(tl.float32)
         until = tl.minimum((t + 1).to(tl.float32), count)
         a = g * until
         behind = g * (count - until)
         total = g * count
+        parts = (a,)
     else:
         n = (place.start + first + t).to(tl.int64)
         ptrs = decay + place.b * sizes.decay_b + n * sizes.decay_n + place.h * sizes.decay_h
-        g = tl.load(ptrs, mask=t < count, other=0.0).to(tl.float32)
-        a = tl.cumsum(g, axis=0)
+        g = bounded(tl.load(ptrs, mask=t < count, other=0.0).to(tl.float32))
+        parts = decay_parts(g)
+        a = parts[0] + parts[1]
         within = t + 1 < tl.minimum(count, variant.BLOCK_T)
-        next_one = tl.load(ptrs + sizes.decay_n, mask=within, other=0.0).to(tl.float32)
+        next_one = bounded(tl.load(ptrs + sizes.decay_n, mask=within, other=0.0).to(tl.float32))
         behind = tl.cumsum(next_one, axis=0, reverse=True)
         total = tl.sum(g, axis=0)
-    return a, behind, total
+    return a, behind, total, parts
 
 
 @triton.jit
-def weigh_pairs(scores, a, variant: tl.constexpr, REVERSE: tl.constexpr, HALF: tl.constexpr):
+def decay_parts(g):
+    """Sums (T,) of the whole numbers in logarithms of decays up to and with each token, and of what these leave.
+
+    The first are exact. So are their differences: strong decays leave no rounding in the sums of the weak ones behind
+    them. Of decays that are all weaker than 1/e the first are 0.
+    """
+    whole = -tl.floor(-g)
+    return tl.cumsum(whole, axis=0), tl.cumsum(g - whole, axis=0)
+
+
+@triton.jit
+def decays_between(parts, REVERSE: tl.constexpr):
+    """Sums (T, T) of logarithms of decays from the column's token to the row's, or the other way if ``REVERSE``."""
+    between = parts[0][None, :] - parts[0][:, None] if REVERSE else parts[0][:, None] - parts[0][None, :]
+    if len(parts) > 1:
+        between += parts[1][None, :] - parts[1][:, None] if REVERSE else parts[1][:, None] - parts[1][None, :]
+    return between
+
+
+@triton.jit
+def weigh_pairs(scores, parts, variant: tl.constexpr, REVERSE: tl.constexpr, HALF: tl.constexpr):
     """Scores (T, T) of pairs of a tile, times the decay between them; zero where the row's token sees not the column's.
 
     A token sees those before it and itself, or if ``REVERSE`` those behind it.
@@ -353,8 +412,7 @@ def weigh_pairs(scores, a, variant: tl.constexpr, REVERSE: tl.constexpr, HALF: t
     else:
         seen = t[:, None] >= t[None, :]
     if variant.DECAY != "none":
-        between = a[None, :] - a[:, None] if REVERSE else a[:, None] - a[None, :]
-        scores *= power(tl.where(seen, between, 0.0), HALF)
+        scores *= power(tl.where(seen, decays_between(parts, REVERSE), 0.0), HALF)
     return tl.where(seen, scores, 0.0)
 
 

@@ -14,7 +14,7 @@ from warploom.device.activations import activate, exponential
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import barriers, init_each, init_ring, matrix, wait_empty
 from warploom.device.phase import cos_sin, phase_step, wrapping_add
-from warploom.ops.linear_attention.kernels.tiles import Place, Scales, Sizes
+from warploom.ops.linear_attention.kernels.tiles import Place, Scales, Sizes, bounded
 from warploom.ops.lrpe.kernels.backward import pair_gradient
 from warploom.ops.lrpe.kernels.forward import turn
 
@@ -187,7 +187,7 @@ def decay_of_head(decay, place, sizes, form: gl.constexpr):
     """The logarithm of the head's decay, or 0."""
     g = 0.0
     if form.DECAY == "head":
-        g = gl.load(decay + place.h * sizes.decay_h).to(gl.float32)
+        g = bounded(gl.load(decay + place.h * sizes.decay_h).to(gl.float32))
     return g
 
 
@@ -202,12 +202,15 @@ def decay_of_tokens(decay, place, sizes, form: gl.constexpr):
 
 @gluon.jit
 def store_sums(sums, call, first, form: gl.constexpr):
-    """Store the sums of a tile's logarithms of the decays of tokens, up to and with each."""
+    """Store the sums of a tile's logarithms of the decays of tokens, up to and with each.
+
+    No sum is beyond ``T · FORGETS``, where float32 has steps of 2⁻¹¹: an eighth of what rounding to bfloat16 is off.
+    """
     if form.DECAY == "token":
         SUMS: gl.constexpr = gl.BlockedLayout([1, T // 32], [1, 32], [gl.num_warps(), 1], [1, 0])
         t = gl.arange(0, T, gl.SliceLayout(0, SUMS))
         ptrs = call.decay + (first + t).to(gl.int64) * call.sizes.decay_n
-        g = gl.load(ptrs, mask=t < call.place.last - first, other=0.0).to(gl.float32)
+        g = bounded(gl.load(ptrs, mask=t < call.place.last - first, other=0.0).to(gl.float32))
         last = gl.arange(0, T, gl.SliceLayout(1, SUMS))
         sums.store(gl.sum(gl.where(t[None, :] <= last[:, None], g[None, :], 0.0), 1))
 

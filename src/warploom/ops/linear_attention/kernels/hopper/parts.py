@@ -41,7 +41,7 @@ from warploom.ops.linear_attention.kernels.hopper.encoding import (
     store_sums,
     weigh_pairs,
 )
-from warploom.ops.linear_attention.kernels.tiles import Scales, Sizes, StateStrides, locate
+from warploom.ops.linear_attention.kernels.tiles import Scales, Sizes, StateStrides, bounded, locate
 
 SINES = gl.constexpr(2)  # tiles whose sines and pairs there is room for
 PIECE = gl.constexpr(32)  # columns of a state that become a factor at a time
@@ -243,7 +243,7 @@ def hopper_parts_kernel(
     angles = load_angles(theta, place, sizes, W, (4 * form.ENCODERS,), form)
     of_head = 0.0
     if BY_HEAD:
-        of_head = gl.load(decay + place.h * sizes.decay_h).to(gl.float32)
+        of_head = bounded(gl.load(decay + place.h * sizes.decay_h).to(gl.float32))
     call = Call(angles, place, decay_of_tokens(decay, place, sizes, form), of_head, sizes, tiles, scales)
     # What partitions are given lies in shared memory, of which there is no more: so no strides of entries and heads.
     if initial is not None:
