@@ -379,13 +379,199 @@ def test_gradients_of_theta_by_queries_and_by_keys_are_added_before_rounding(
     torch.testing.assert_close(grads[1], grads[0], rtol=0.0, atol=2.0)
 
 
+# ----------------------------------------------------------------------------------------------------------
+# Strong decays
+# ----------------------------------------------------------------------------------------------------------
+
+
+FORGETS = (-5.0, -100.0, -1e9, -3e38)
+"""Logarithms of strong decays, one for each head."""
+
+
+def defined(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence, differentiable."""
+    found = []
+    for t in range(q.shape[1]):
+        state = g[:, t, :, None, None].exp() * state + k[:, t, :, :, None] * v[:, t, :, None, :]
+        found.append((q[:, t, :, :, None] * state).sum(2))
+    return torch.stack(found, 1) * q.shape[-1] ** -0.5, state
+
+
+def values_and_gradients(function: Any, inputs: dict[str, Tensor], grads: tuple[Tensor, Tensor]) -> list[Tensor]:
+    given = [x.detach().requires_grad_() for x in inputs.values()]
+    results = function(*given)
+    found = torch.autograd.grad(results, given, [g.to(x.dtype) for g, x in zip(grads, results)])
+    return [x.detach().double() for x in (*results, *found)]
+
+
+def call_with_borders(device: torch.device, dtype: torch.dtype, by_head: bool) -> dict[str, Tensor]:
+    """Arguments by position of a call whose heads have borders at ends of tiles, in them, and many in a row."""
+    tokens, heads = 70, len(FORGETS)
+    q, k, v = (torch.randn(1, tokens, heads, n).to(device, dtype) for n in (8, 8, 5))
+    forgets = torch.tensor(FORGETS, device=device)
+    decay = forgets
+    if not by_head:
+        decay = -0.1 * torch.rand(1, tokens, heads).to(device)
+        decay[:, [0, 15, 16, 31, 32, 40, 63, 64]] = forgets
+        decay[:, 17:30] = torch.tensor([-30.0, -104.0, -1e4, -1e30], device=device)
+    return {"q": q, "k": k, "v": v, "decay": decay, "state": torch.randn(1, heads, 8, 5).to(device)}
+
+
+def assert_heads_are_near(found: list[Tensor], expected: list[Tensor], accuracy: float) -> None:
+    """Outputs, states, and gradients of q, k, v, decay and the first state, each head by itself."""
+    for n, (x, right) in enumerate(zip(found, expected, strict=True)):
+        heads = 0 if right.dim() == 1 else 1 if n in (1, 6) else 2
+        for head, (one, other) in enumerate(zip(x.unbind(heads), right.unbind(heads), strict=True)):
+            size = float(other.abs().max())
+            assert float((one - other).abs().max()) <= accuracy * size + 1e-30, (n, FORGETS[head])
+
+
 @backends
-def test_a_positive_decay_is_growth(backend: str, device: torch.device) -> None:
-    call = tensors(device, tokens=6, encoding="none", decay=None) | {"backend": backend, "return_state": True}
-    call["k"][:, 1:] = 0
-    _, state = linear_attention(**call, decay=torch.full((2,), 0.5, device=device))
-    expected = torch.einsum("bhf,bhe->bhfe", call["k"][:, 0], call["v"][:, 0]) * 2.718281828459045**2.5
-    assert_near(state, expected)
+@pytest.mark.parametrize(
+    ("dtype", "by_head"),
+    [(torch.float64, False), (torch.float32, False), (torch.float32, True), (torch.bfloat16, False)],
+)
+def test_decays_may_be_of_any_strength(
+    dtype: torch.dtype, by_head: bool, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes behind a token that forgets everything is as exact as if a sequence began there."""
+    if backend == "triton":
+        if dtype == torch.float64:
+            pytest.skip("the kernels have no float64")
+        from warploom.ops.linear_attention.launches import calls
+
+        monkeypatch.setattr(calls, "chunk_of", lambda *sizes: 64)
+    call = call_with_borders(device, dtype, by_head)
+    grads = torch.randn_like(call["v"]), torch.randn_like(call["state"])
+
+    def computed(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor) -> Any:
+        return linear_attention(q, k, v, decay=decay, initial_state=state, return_state=True, backend=backend)
+
+    def right(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor) -> Any:
+        return defined(q, k, v, decay.expand(q.shape[:3]), state)
+
+    exact = {name: x.double() for name, x in call.items()}
+    expected = values_and_gradients(right, exact, grads)
+    found = values_and_gradients(computed, exact if dtype == torch.float64 else call, grads)
+    assert_heads_are_near(found, expected, {torch.float64: 1e-13, torch.float32: 2e-6}.get(dtype, 2e-2))
+    forgotten = exact["decay"] < -1e8
+    assert (found[5][forgotten] == 0).all()
+
+
+@backends
+def test_steps_may_forget_everything(backend: str, device: torch.device) -> None:
+    state = torch.full((1, 1, 8, 5), 1e30, device=device)
+    q, k, v = (torch.randn(1, 1, 1, n, device=device) for n in (8, 8, 5))
+    for decay in (torch.full((1, 1, 1), -3e38, device=device), torch.full((1,), -1e9, device=device)):
+        more = {"decay": decay, "return_state": True, "backend": backend}
+        found = linear_attention(q, k, v, initial_state=state, **more)
+        for x, right in zip(found, linear_attention(q, k, v, **more), strict=True):
+            assert torch.equal(x, right)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Packed sequences
+# ----------------------------------------------------------------------------------------------------------
+
+
+def gradients_of(call: dict[str, Any], grad: Tensor, **more: Any) -> dict[str, Tensor]:
+    """Outputs, states and gradients of a call, by name."""
+    given = {
+        name: x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in call.items()
+    }
+    out, state = linear_attention(**given, **more, return_state=True)
+    of = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
+    found = torch.autograd.grad((out, state), list(of.values()), (grad, torch.ones_like(state)))
+    return {"out": out.detach(), "states": state.detach(), **dict(zip(of, found, strict=True))}
+
+
+@backends
+@pytest.mark.parametrize(
+    ("tokens", "bounds", "decay"), [(100, [0, 30, 30, 37], "token"), (70, [0, 0], "head"), (4, [0, 1, 3], "token")]
+)
+def test_rows_behind_the_last_sequence_are_zero(
+    tokens: int, bounds: list[int], decay: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever they hold, and nothing of them reaches a result."""
+    if backend == "triton":
+        from warploom.ops.linear_attention.launches import calls
+
+        monkeypatch.setattr(calls, "chunk_of", lambda *sizes: 64)
+    call = tensors(device, batch=1, tokens=tokens, decay=decay) | {"activation": "silu"}
+    grad, last = torch.randn(1, tokens, 2, 5, device=device), bounds[-1]
+    rows = [name for name in ("q", "k", "v", "decay") if call[name].dim() > 1]
+    for x in (grad, *(call[name] for name in rows)):
+        x[:, last:] = float("nan")
+    junk = [torch.full_like(x, float("nan")) for x in (grad, call["q"]) for _ in range(8)]  # what memory may hold
+    del junk
+    more = {"cu_seqlens": torch.tensor(bounds, device=device), "backend": backend}
+    found = gradients_of(call, grad, **more)
+    expected = gradients_of({**call, **{name: call[name][:, :last] for name in rows}}, grad[:, :last], **more)
+    for name, x in found.items():
+        if name in ("out", *rows):
+            assert (x[:, last:] == 0).all(), name
+            x = x[:, :last]
+        assert_near(x, expected[name])
+
+
+@pytest.mark.gpu
+def test_a_graph_is_replayed_with_other_bounds(device: torch.device) -> None:
+    call = tensors(device, batch=1, tokens=1000, dtype=torch.bfloat16) | {"backend": "triton"}
+    bounds = torch.tensor([0, 300, 1000], device=device)
+    linear_attention(**call, cu_seqlens=bounds)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = linear_attention(**call, cu_seqlens=bounds)
+    for new in ([0, 10, 20], [0, 0, 999], [0, 512, 1000]):
+        bounds.copy_(torch.tensor(new))
+        graph.replay()
+        assert torch.equal(out, linear_attention(**call, cu_seqlens=bounds))
+        assert (out[:, new[-1] :] == 0).all()
+
+
+@backends
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_sequences_are_strangers(causal: bool, backend: str, device: torch.device) -> None:
+    """NaN in one of them, in what it is given or in its gradient, reaches no other."""
+    call = tensors(device, batch=1, tokens=24, encoding="none", decay="token" if causal else None)
+    call |= {"cu_seqlens": torch.tensor([0, 7, 15, 24], device=device), "backend": backend, "causal": causal}
+    grad = torch.randn(1, 24, 2, 5, device=device)
+    results = []
+    for bad in (False, True):
+        given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in call.items()}
+        of = [name for name in ("q", "k", "v", "decay") if name in given]
+        if bad:
+            for x in (grad, *(given[name] for name in of)):
+                x[:, 9] = float("nan")
+        for name in of:
+            given[name].requires_grad_()
+        out = linear_attention(**given)
+        results.append([out, *torch.autograd.grad(out, [given[name] for name in of], grad)])
+    for clean, found in zip(*results, strict=True):
+        for rows in (slice(0, 7), slice(15, 24)):
+            assert torch.equal(found[:, rows], clean[:, rows])
+    if causal:
+        del given["causal"]
+        _, states = linear_attention(**given, return_state=True)
+        assert states[[0, 2]].isfinite().all()
+        assert states[1].isnan().any()
+
+
+@backends
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_scale_of_zero(causal: bool, backend: str, device: torch.device) -> None:
+    """Outputs are 0, and gradients those of the last state."""
+    call = tensors(device, decay="token" if causal else None) | {"scale": 0.0, "backend": backend}
+    if not causal:
+        assert (linear_attention(**call, causal=False) == 0).all()
+        return
+    grad = torch.randn(2, 37, 2, 5, device=device)
+    found = gradients_of(call, grad)
+    assert (found["out"] == 0).all()
+    exact = {name: x.double() if isinstance(x, Tensor) else x for name, x in call.items()}
+    for name, right in gradients_of({**exact, "backend": "torch"}, grad.double()).items():
+        assert_near(found[name], right.float())
 
 
 # ----------------------------------------------------------------------------------------------------------

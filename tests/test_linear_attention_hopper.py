@@ -1,5 +1,6 @@
 """Linear attention's kernels for Hopper: in an interpreter on a CPU, and on a Hopper GPU."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -57,6 +58,44 @@ def test_values_and_gradients(
     if encoding == "rotate":
         assert "hopper_key_kernel" in launched
         assert ("backward_kernel" in launched) == bool({"theta_gradient", "activation"} & case.keys())
+
+
+@pytest.mark.parametrize("by_head", [False, True], ids=["token", "head"])
+@pytest.mark.parametrize(("encoding", "head_dim"), [("none", 64), ("rotate", 64), ("cosine", 64), ("cosine", 128)])
+def test_decays_may_be_of_any_strength(
+    encoding: str, head_dim: int, by_head: bool, launched: list[str], device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Borders at both ends of a tile, within it, and many in a row, in each head others."""
+    from warploom.ops.linear_attention.launches import calls
+
+    monkeypatch.setattr(calls, "chunk_of", lambda *sizes: 64 if encoding == "none" else 2**20)
+    forgets = torch.tensor([-30.0, -104.0, -3e38], device=device)
+    case = {"batch": 1, "n": 130, "heads": 3, "dtype": "bfloat16", "head_dim": head_dim, "encoding": encoding}
+    inputs = make_inputs(OPERATOR, {**case, "decay": "head" if by_head else "token", **STATES}, device)
+    with torch.no_grad():
+        if by_head:
+            inputs["decay"].copy_(forgets)
+        else:
+            for n in (0, 20, 63, 64, *range(70, 127)):
+                inputs["decay"][:, n] = forgets
+    results: list[list[torch.Tensor]] = []
+    for given, function in (
+        (upcast(inputs), linear_attention_in_pytorch), (inputs, linear_attention_in_pytorch),
+        (inputs, functools.partial(linear_attention, backend="triton")),
+    ):  # fmt: skip
+        outs = function(**given)
+        torch.manual_seed(1)
+        grads = [torch.randn(x.shape).to(device, torch.bfloat16).to(x.dtype) for x in outs]
+        of = [given[name] for name in ("q", "k", "v", "initial_state")]
+        results.append([x.detach().double() for x in (*outs, *torch.autograd.grad(outs, of, grads))])
+    for n, (exact, usual, found) in enumerate(zip(*results, strict=True)):
+        heads = 1 if n in (1, 5) else 2
+        for right, one, other in zip(exact.unbind(heads), usual.unbind(heads), found.unbind(heads), strict=True):
+            size = float(right.abs().max())
+            off, allowed = float((other - right).abs().max()), 2 * float((one - right).abs().max())
+            assert off <= allowed + 2**-8 * size, (n, off / max(size, 1e-30))
+    assert any(kernel.startswith("hopper") for kernel in launched)
 
 
 CHUNKED: list[dict[str, Any]] = [

@@ -31,11 +31,12 @@ from warploom.distributed.ranks import (
 )
 from warploom.errors import WarploomError, dtype_of
 from warploom.ops.linear_attention import reference
-from warploom.ops.linear_attention.api import Arguments
+from warploom.ops.linear_attention.api import Arguments, longest_of
 from warploom.ops.linear_attention.problem import Inputs
 from warploom.ops.linear_attention.problem import Options as OneOptions
 from warploom.ops.linear_attention.validation import Activation, Encoding, check
 from warploom.runtime.arguments import as_python
+from warploom.runtime.autocast import under_autocast, without_autocast
 from warploom.runtime.backend import Backend, use_triton
 from warploom.runtime.dispatch import Gradient, Operator, Tensors, apply
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
@@ -149,6 +150,7 @@ def context_parallel_linear_attention(
         out = context_parallel_linear_attention(q, k, v, mesh, decay=-torch.rand(8))    # (1, 64 / W, 8, 16)
         ```
     """
+    q, k, v = under_autocast(q, k, v)
     offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, as_python(offset))
     tensors = (q, k, v, theta, decay, initial_state, offsets, cu_seqlens)
     given = (encoding, activation, interleaved, causal, scale, return_state)
@@ -202,12 +204,13 @@ def _one(inputs: Inputs, offset: int, options: Options, return_state: bool = Fal
         out, state = ONE.launch(*ONE.arguments(inputs, offset, one))
         return out, state if return_state else None
     q, k, v, theta, decay, initial_state, offsets, cu_seqlens = inputs
-    found: Any = reference.linear_attention(
-        q, k, v, decay=decay, theta=theta, encoding="rotate" if one.kind == "interleaved" else one.kind,
-        activation=one.activation, interleaved=one.kind == "interleaved",
-        offset=offset if offsets is None else offsets, scale=one.scale, initial_state=initial_state,
-        return_state=return_state, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+    with without_autocast(q):
+        found: Any = reference.linear_attention(
+            q, k, v, decay=decay, theta=theta, encoding="rotate" if one.kind == "interleaved" else one.kind,
+            activation=one.activation, interleaved=one.kind == "interleaved",
+            offset=offset if offsets is None else offsets, scale=one.scale, initial_state=initial_state,
+            return_state=return_state, cu_seqlens=cu_seqlens, longest=longest_of(cu_seqlens),
+        )  # fmt: skip
     return found if return_state else (found, None)
 
 

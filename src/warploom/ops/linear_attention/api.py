@@ -8,6 +8,7 @@ import torch
 
 from warploom.ops.linear_attention import reference
 from warploom.ops.linear_attention.validation import NAME, Activation, Encoding, check
+from warploom.runtime.autocast import under_autocast
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import dense, in_order_of
@@ -94,7 +95,8 @@ def linear_attention(
 
     Returns:
         ``(B, N, H, E)`` in the dtype and memory order of ``q``; with ``return_state`` also the state,
-        ``(S, H, F, E)`` in float32 (float64 for float64 inputs).
+        ``(S, H, F, E)`` in float32 (float64 for float64 inputs). Rows behind the last packed sequence are 0. Under
+        autocast ``q``, ``k`` and ``v`` are cast as for PyTorch's own attention.
 
     Raises:
         ShapeError: A size does not fit.
@@ -119,6 +121,7 @@ def linear_attention(
         print(out.shape, state.shape)  # torch.Size([2, 1, 4, 32]) torch.Size([2, 4, 32, 32])
         ```
     """
+    q, k, v = under_autocast(q, k, v)
     offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
     tensors = (q, k, v, theta, decay, initial_state, offsets, cu_seqlens)
     options = (encoding, activation, interleaved, causal, scale, return_state)
@@ -128,19 +131,24 @@ def linear_attention(
 def _run_reference(tensors: Tensors, offset: int, checked: Checked, _: str) -> Tensor | tuple[Tensor, Tensor]:
     q, k, v, theta, decay, initial_state, offsets, cu_seqlens = tensors
     options = checked.options
-    longest = None
-    if cu_seqlens is not None and cu_seqlens.is_cpu and is_plain_eager(*(t for t in tensors if t is not None)):
-        longest = int(cu_seqlens.diff().max())
     results = reference.linear_attention(
         q, k, v,
         decay=decay, theta=theta, encoding="rotate" if options.kind == "interleaved" else options.kind,
         activation=options.activation, interleaved=options.kind == "interleaved",
         offset=offset if offsets is None else offsets, causal=options.causal, scale=options.scale,
-        initial_state=initial_state, return_state=options.return_state, cu_seqlens=cu_seqlens, longest=longest,
+        initial_state=initial_state, return_state=options.return_state, cu_seqlens=cu_seqlens,
+        longest=longest_of(cu_seqlens),
     )  # fmt: skip
     if isinstance(results, Tensor):
         return in_order_of(q, results)
     return in_order_of(q, results[0]), dense(results[1])
+
+
+def longest_of(cu_seqlens: Tensor | None) -> int | None:
+    """The length of the longest packed sequence, where it can be seen without waiting for a device."""
+    if cu_seqlens is None or not cu_seqlens.is_cpu or not is_plain_eager(cu_seqlens):
+        return None
+    return int(cu_seqlens.diff().max())
 
 
 def _operator() -> Operator:

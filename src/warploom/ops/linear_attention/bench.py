@@ -123,6 +123,7 @@ OPERATOR = Operator(
     reference=reference.linear_attention,
     make_inputs=make_inputs,
     check_cases=tuple({**_SMALL, **change} for change in _CHECKS),
+    autocasts=("q", "k", "v"),
     # The most are float32 with 128 features and theta's gradient, or 256 features; 16-bit numbers with 64 and 128
     # spill next to nothing. What the last spills with states, nearly all outside of its loop, are addresses.
     spills={

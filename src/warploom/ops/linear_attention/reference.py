@@ -9,8 +9,6 @@ Attention-2", 2024, arXiv 2401.04658.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from warploom.ops.lrpe import reference as lrpe
@@ -19,9 +17,6 @@ Tensor = torch.Tensor
 
 CHUNK = 64
 """Tokens between two states."""
-
-FORGETS = {torch.float32: -104.0, torch.float64: -746.0}
-"""Logarithms of decays whose powers are 0."""
 
 
 def linear_attention(
@@ -44,16 +39,16 @@ def linear_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``o_t = scale · φ(q_t)ᵀ S_t`` with ``S_t = λ_t S_{t−1} + φ(k_t) v_tᵀ``: (B, N, H, E) [and (S, H, F, E)].
 
-    Packed sequences are computed as a batch of sequences of the ``longest`` length, or of all rows if it is not known.
+    Packed sequences are computed as a batch of sequences of the ``longest`` length, of all rows if it is not known.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if decay is not None:
-        decay = decay.to(dtype).expand(q.shape[:3])
+    g = q.new_zeros((1, q.shape[1], 1), dtype=dtype) if decay is None else decay.to(dtype)
+    g = g.expand(1, q.shape[1], -1) if g.dim() == 1 else g  # (B or 1, N, H or 1)
     if cu_seqlens is not None:
         rows, places = _sequence_rows(q.shape[1], cu_seqlens, q.shape[1] if longest is None else longest)
         q, k, v = (_take(x[0], rows) for x in (q, k, v))  # (S, L, H, F)
-        decay = None if decay is None else _take(decay[0], rows)
+        g = _take(g[0], rows)
         offset = offset.reshape(()) if isinstance(offset, Tensor) else offset
     # Its gradients by queries and by keys grow with positions, and nearly cancel: they are added before rounding.
     theta = None if theta is None else theta.double()
@@ -65,7 +60,6 @@ def linear_attention(
         for x in (q, k)
     )  # fmt: skip
     if causal:
-        g = queries.new_zeros(q.shape[:3]) if decay is None else decay
         out, state = _in_chunks(queries, keys, v.to(dtype), g, initial_state, q.dtype)
     else:
         state = torch.einsum("bnhf,bnhe->bhfe", keys, v.to(dtype))
@@ -121,52 +115,36 @@ def _in_chunks(
     exporting = torch.compiler.is_exporting()
     count = (tokens + (2 if exporting else 1) * CHUNK - 1) // CHUNK
     q, k, v = (_chunks(x, count) for x in (q, k, v))  # (B, C, T, H, F)
-    parts = _parts(_chunks(g[..., None], count)[..., 0])
-    a = [_sums(part, 2) for part in parts]  # of (B, C, T, H)
-    total = [part[:, :, -1] for part in a]
-    remaining = _difference([part[:, :, None] for part in total], a).exp()
-    sums = torch.einsum("bcthf,bcthe->bchfe", k, _factor(v * remaining[..., None], factors))
-    # From the end of chunk j to the start of chunk i: the sum of the totals in between, in float64.
-    before = [torch.nn.functional.pad(_sums(part.double(), 1), (0, 0, 1, 0)) for part in total]  # of (B, C + 1, H)
-    between = _difference([part[:, :, None] for part in before], [part[:, None, 1:] for part in before])
-    chunks = torch.arange(sums.shape[1], device=q.device)
-    later = torch.arange(sums.shape[1] + 1, device=q.device)[:, None] > chunks
-    between = between.masked_fill(~later[None, :, :, None], -torch.inf).exp().to(q.dtype)
-    states = torch.einsum("bijh,bjhfe->bihfe", between, sums)
-    if initial is not None:
-        states = states + (before[0] + before[1]).exp().to(q.dtype)[..., None, None] * initial.to(q.dtype)[:, None]
-    steps = torch.arange(CHUNK, device=q.device)
-    distance = _difference([part[:, :, :, None] for part in a], [part[:, :, None] for part in a])
-    distance = distance.masked_fill((steps[:, None] < steps)[:, :, None], -torch.inf)
-    scores = torch.einsum("bcthf,bcshf->bctsh", q, k) * distance.exp()
-    out = torch.einsum("bctsh,bcshe->bcthe", _factor(scores, factors), v)
+    g = _chunks(g[..., None], count)[..., 0].transpose(2, 3)
+    decays = _decays_over(g)  # (B, C, H, T + 1, T)
+    remaining = decays[..., 1:, -1].transpose(2, 3)[..., None]
+    sums = torch.einsum("bcthf,bcthe->bchfe", k, _factor(v * remaining, factors))
+    # From chunk to chunk, and from the state before the first.
+    over = _decays_over(g.sum(-1, dtype=torch.float64).transpose(1, 2)).to(q.dtype)  # (B, H, C + 1, C)
+    first = sums.new_zeros((sums.shape[0], 1, *sums.shape[2:])) if initial is None else initial.to(q.dtype)[:, None]
+    states = torch.einsum("bhji,bjhfe->bihfe", over, torch.cat((first, sums), 1))
+    states = torch.cat((first, states), 1)
+    scores = torch.einsum("bcthf,bcshf->bchst", q, k) * decays[..., 1:, :]
+    out = torch.einsum("bchst,bcshe->bcthe", _factor(scores, factors), v)
     carried = torch.einsum("bcthf,bchfe->bcthe", q, _factor(states[:, :-1], factors))
-    out = out + carried * (a[0] + a[1]).exp()[..., None]
+    out = out + carried * decays[..., 0, :].transpose(2, 3)[..., None]
     out = out.flatten(1, 2)
     if exporting:  # that there are as many would have to be proven of a slice
         return out.index_select(1, torch.arange(tokens, device=out.device)), states[:, -1]
     return out[:, :tokens], states[:, -1]
 
 
-def _parts(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Logarithms of decays as whole numbers, whose sums are exact, and what these leave, which has their gradients.
+def _decays_over(g: Tensor) -> Tensor:
+    """The decay over ``s ≤ … ≤ t`` of logarithms (…, T), for all ``s`` and ``t``: (…, T + 1, T).
 
-    Differences of sums are then those of what lies between, however strong the decays before it are. One whose power
-    is 0 in the dtype counts as the weakest of that kind.
+    It is 1 where ``s = t + 1``, which is no token, and 0 where ``s`` is larger. Every sum begins with its own first
+    token, so a strong decay leaves no rounding behind, and its gradient is a sum over the ways across it.
     """
-    g = g.clamp(min=FORGETS[g.dtype])
-    whole = g.detach().trunc()
-    return whole, g - whole
-
-
-def _difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-    """``a − b`` of sums of `_parts`."""
-    return (a[0] - b[0]) + (a[1] - b[1])
-
-
-def _sums(x: Tensor, dim: int) -> Tensor:
-    """``x.cumsum(dim)``, which on a GPU has other bits in some runs if it is of one column: here are two."""
-    return torch.stack((x, x), -1).cumsum(dim)[..., 0]
+    tokens = g.shape[-1]
+    steps = torch.arange(tokens + 1, device=g.device)
+    later, first = steps[:-1], steps[:, None]
+    sums = g[..., None, :].expand(*g.shape[:-1], tokens + 1, tokens).masked_fill(later < first, 0.0).cumsum(-1)
+    return sums.masked_fill(later + 1 < first, -torch.inf).exp()
 
 
 def _sequence_rows(tokens: int, cu_seqlens: Tensor, longest: int) -> tuple[Tensor, Tensor]:
@@ -177,7 +155,7 @@ def _sequence_rows(tokens: int, cu_seqlens: Tensor, longest: int) -> tuple[Tenso
     start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     steps = torch.arange(longest, device=cu_seqlens.device)
     rows = start[:, None] + steps
-    rows = torch.where(rows < end[:, None], rows, tokens)
+    rows = torch.where(rows < end[:, None].clamp(max=tokens), rows, tokens)
     index = torch.arange(tokens, device=cu_seqlens.device)
     sequence = torch.searchsorted(end, index, right=True)
     inside = sequence < end.shape[0]

@@ -23,7 +23,7 @@ MAX_FEATURES = 256
 MAX_TOKENS = 2**31 - 2**12
 """Tokens of all heads and batch entries, which the kernels count in 32 bits, to the end of the last tile."""
 SCALES = (2.0**-60, 2.0**60)
-"""The least and the largest size of a scale by which the kernels can divide a gradient and multiply it again."""
+"""The least and the largest size of a scale but 0, by which the kernels can divide a gradient and multiply it."""
 
 
 def check(name: str, tensors: Tensors, options: tuple[Any, ...], offset: Any) -> Checked:
@@ -82,8 +82,8 @@ def _beyond_kernels(q: Tensor, v: Tensor, features: int, scale: float | None) ->
             return f"a {what} of {size} features does not fit in one tile ({MAX_FEATURES} at most)"
     if not is_within(math.prod(q.shape[:3]), MAX_TOKENS):
         return f"q has {math.prod(q.shape[:3])} rows of features ({MAX_TOKENS} at most)"
-    if isinstance(scale, int | float) and not SCALES[0] <= abs(scale) <= SCALES[1]:
-        return f"a scale of {scale} is not between 2**-60 and 2**60 in size"
+    if isinstance(scale, int | float) and scale != 0 and not SCALES[0] <= abs(scale) <= SCALES[1]:
+        return f"a scale of {scale} is neither 0 nor between 2**-60 and 2**60 in size"
     return None
 
 

@@ -92,6 +92,8 @@ def backward(
     plans: Plans, shared: Shared | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of q, k, v, theta, decay and the first state, of those that are wanted."""
+    if options.scale == 0:  # gradients of states, which are kept over the scale, do not come from outputs then
+        grad, options = grad * 0.0, options._replace(scale=1.0)
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
     strides = tuple([None if x is None else x.stride() for x in (grad, grad_state, *inputs)])
     q, k, v, theta, decay, initial, _, _ = inputs
