@@ -11,12 +11,14 @@ import torch
 
 from random_cases.choices import Choices
 
-__all__ = ["KINDS", "Array", "Memory", "Placed", "dense", "draw_memory", "place", "seed_of"]
+__all__ = ["KINDS", "STRONG", "Array", "Memory", "Placed", "dense", "draw_memory", "place", "seed_of"]
 
 Tensor = torch.Tensor
 
 KINDS = ("dense", "unaligned", "permuted", "sliced", "stepped", "expanded", "negated", "mixed")
 """Kinds of memory, the simplest first."""
+STRONG = (5.0, 30.0, 60.0, 90.0, 104.0, 1e4)
+"""Sizes of logarithms of decays, from weak ones to those whose power is 0."""
 _EDGES = (1, 2, 3, 4, 5, 7, 8, 16)
 _STEPS = (2, 3)
 _GAPS = (1, 2, 3, 4, 5, 7, 8)
@@ -48,7 +50,8 @@ class Array:
     memory: Memory
     values: str = "normal"
     """``normal``; ``frequencies`` (geometric, from 1 downwards), ``uniform`` (from -1 to 1) or ``zeros``;
-    ``integers`` between bounds; or ``numbers`` as they are."""
+    ``decays``, frequencies of which some are as strong as any; ``integers`` between bounds; or ``numbers`` as they
+    are."""
     scale: float = 1.0
     """Of floating numbers."""
     numbers: tuple[int, ...] = ()
@@ -77,10 +80,14 @@ class Array:
                 return torch.randint(low, high + 1, shape, generator=generator).to(dtype)
             case "zeros":
                 return torch.zeros(shape, dtype=dtype)
-            case "frequencies":
+            case "frequencies" | "decays":
                 count = max(shape[-1], 1)
                 geometric = 10000.0 ** (-torch.arange(shape[-1]) / count)
                 numbers = geometric * (1 + 0.1 * torch.rand(shape, generator=generator))
+                if self.values == "decays":
+                    strong = torch.tensor([*STRONG, min(torch.finfo(dtype).max, 3e38) / 8]) / abs(self.scale)
+                    strong = strong[torch.randint(len(strong), shape, generator=generator)]
+                    numbers = torch.where(torch.rand(shape, generator=generator) < 0.1, strong, numbers)
             case "uniform":
                 numbers = torch.rand(shape, generator=generator) * 2 - 1
             case _:

@@ -187,9 +187,9 @@ def _integers(choices: Choices, name: str, numbers: Sequence[int], dtypes: Seque
     return Array((len(numbers),), dtype, memory, "numbers", numbers=tuple(numbers))
 
 
-def _cuts(choices: Choices, name: str, count: int, length: int, *, tail: bool = True) -> list[int]:
+def _cuts(choices: Choices, name: str, count: int, length: int) -> list[int]:
     """Bounds of packed sequences, some of which are empty; there may be rows behind the last."""
-    end = length - choices.number(f"{name}.tail", (0, 0, 0, 0, 1, 5, 70), 0, length) if tail else length
+    end = length - choices.number(f"{name}.tail", (0, 0, 0, 0, 1, 5, 70), 0, length)
     inner = [choices.number(f"{name}.cut{i}", range(end + 1), 0, end) for i in range(count - 1)]
     return [0, *sorted(inner), end]
 
@@ -275,7 +275,7 @@ def _lrpe(choices: Choices, paired: bool) -> Call:
         "theta": _theta(choices, heads, -(-angles // axes) if where != "position_ids" else angles, nan),
     }
     most_axes = max(angles // arrays["theta"].shape[-1], 1)
-    arrays |= _places(choices, where, batch, tokens, options, most_axes, tail=True)
+    arrays |= _places(choices, where, batch, tokens, options, most_axes)
     if paired and choices.flag("interleaved", compiled=1):
         options["interleaved"] = True
     options["backend"] = _backend(choices, dtype == "float64" or features > 8192)
@@ -296,12 +296,9 @@ def _theta(choices: Choices, heads: int, most: int, constant: bool) -> Array:
 
 
 def _places(
-    choices: Choices, where: str, batch: int, tokens: int, options: dict[str, Any], most_axes: int, *, tail: bool
+    choices: Choices, where: str, batch: int, tokens: int, options: dict[str, Any], most_axes: int
 ) -> dict[str, Array]:
-    """The arguments that say where tokens stand, and changes to ``options``; ``most_axes`` of positions.
-
-    With a ``tail`` there may be tokens behind the last packed sequence.
-    """
+    """The arguments that say where tokens stand, and changes to ``options``; ``most_axes`` of positions."""
     reach = choices.choice("reach", (20, 20, 1000, 1_000_003, FARTHEST))
     near = max(reach - tokens, 0)
     if where == "grid":
@@ -323,7 +320,7 @@ def _places(
     tensor = where == "offset tensor" or (where == "cu_seqlens" and choices.flag("offset.tensor", 0.3, compiled=1))
     found: dict[str, Array] = {}
     if where == "cu_seqlens":
-        cuts = _cuts(choices, "cu_seqlens", _sequences(choices), tokens, tail=tail)
+        cuts = _cuts(choices, "cu_seqlens", _sequences(choices), tokens)
         found["cu_seqlens"] = _integers(choices, "cu_seqlens", cuts, ("int32", "int64"))
     if tensor:
         dtype = choices.choice("offset.dtype", _INTEGERS, compiled=1)
@@ -452,7 +449,7 @@ def _linear_attention(choices: Choices) -> Call:
         options["activation"] = activation
     if encoding == "rotate" and choices.flag("interleaved", compiled=1):
         options["interleaved"] = True
-    arrays |= _places(choices, where, batch, tokens, options, 1, tail=False)
+    arrays |= _places(choices, where, batch, tokens, options, 1)
     outputs: tuple[tuple[int, ...], ...] = ((batch, tokens, heads, values),)
     sequences = len(arrays["cu_seqlens"].numbers) - 1 if where == "cu_seqlens" else batch
     state = (sequences, heads, features * (2 if encoding == "cosine" else 1), values)
@@ -460,7 +457,8 @@ def _linear_attention(choices: Choices) -> Call:
         decay = choices.choice("decay", (None, "head", "token", "token"), compiled=1)
         if decay is not None:
             of_decay = (heads,) if decay == "head" else (batch, tokens, heads)
-            arrays["decay"] = _numbers(choices, "decay", of_decay, nan, values="frequencies", scale=-0.3)
+            drawn = "decays" if choices.flag("decay.strong", 0.3) else "frequencies"
+            arrays["decay"] = _numbers(choices, "decay", of_decay, nan, values=drawn, scale=-0.3)
         if choices.flag("initial_state", compiled=1):
             arrays["initial_state"] = _numbers(choices, "initial_state", state, nan)
         if choices.flag("return_state", compiled=1):
@@ -468,13 +466,13 @@ def _linear_attention(choices: Choices) -> Call:
             outputs += (state,)
     else:
         options["causal"] = False
-    beyond = dtype == "float64" or max(state[2], values) > 256 or options.get("scale", 1) == 0
+    beyond = dtype == "float64" or max(state[2], values) > 256
     options["backend"] = _backend(choices, beyond)
     return Call("", arrays, options, outputs, 0)
 
 
 def _linear_room(choices: Choices, batch: int, heads: int, features: int, values: int, packed: bool) -> int:
-    """How many tokens there may be; of packed sequences the definition takes all pairs."""
+    """How many tokens there may be; the definition takes packed sequences as if each had all of them."""
     room = _elements(choices) // max(batch * heads * max(features, values), 1)
     return min(room, math.isqrt(_products(choices) // max(heads, 1))) if packed else room
 

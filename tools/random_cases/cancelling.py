@@ -294,7 +294,9 @@ def rounded_rows(
     encoded = {name: linear.features(given[name], **places) for name in "qk"}
     kept = {name: x for name, x in given.items() if name == "cu_seqlens" or name not in places}
     kept |= {"scale": given.get("scale", given["q"].shape[-1] ** -0.5), "return_state": True, **encoded}
-    sequences = _sequences_of(places, encoded["k"].shape[1])
+    tokens = encoded["k"].shape[1]
+    sequences = _sequences_of(places, tokens)
+    sequences.append(slice(sequences[-1].stop, tokens))  # rows behind all of them
     decays = given["decay"].detach().expand(encoded["k"].shape[:3])
 
     def gradients(changed: Mapping[str, Tensor]) -> Sequence[Tensor]:
