@@ -246,11 +246,18 @@ LINEAR = [
     {"causal": False, "encoding": "rotate", "interleaved": True},
     {"length": 3, "decay": "token", "return_state": True},
     {"length": 0, "initial": True, "return_state": True},
+    {"decay": "token", "strong": True, "initial": True, "return_state": True},
+    {"decay": "head", "strong": True, "return_state": True},
 ]
 
 
-def linear_case(world, length=37, decay=None, initial=False, bounds=None, backend="torch", wanted=None, **options):
-    """Outputs, states and gradients of all ranks, against those of one; ``wanted``: which, all if None."""
+def linear_case(
+    world, length=37, decay=None, strong=False, initial=False, bounds=None, backend="torch", wanted=None, **options
+):
+    """Outputs, states and gradients of all ranks, against those of one.
+
+    ``wanted``: which, all if None; ``strong``: some decays forget everything.
+    """
     dtype = torch.float32 if backend == "triton" else torch.float64
     mesh = mesh_of(world)
     batch, length = (2, length) if bounds is None else (1, int(bounds[-1]))
@@ -265,6 +272,9 @@ def linear_case(world, length=37, decay=None, initial=False, bounds=None, backen
     if decay is not None:
         shape = (2,) if decay == "head" else (batch, length, 2)
         named["decay"] = -draw(shape, dtype=dtype, seed=3)[0].abs() / 4
+        if strong:
+            forgets = named["decay"][0] if decay == "head" else named["decay"][:, 3::7, 0]
+            forgets.fill_(-3e38)
     if initial:
         named["initial_state"] = state
     rest = {**options, "cu_seqlens": bounds, "backend": backend}
@@ -348,7 +358,7 @@ def check_linear_attention_on_the_kernels(world):
     if world != 2:
         return
     cases = [
-        {"decay": "token", "encoding": "rotate", "return_state": True},
+        {"decay": "token", "encoding": "rotate", "return_state": True, "strong": True},
         {"decay": "head", "encoding": "cosine", "initial": True, "return_state": True},
         {"initial": True, "wanted": ("k", "v")},
         {"decay": "head", "encoding": "rotate", "offset": 7, "wanted": ("q", "theta", "decay")},
