@@ -192,6 +192,9 @@ def test_a_row_that_is_longer_than_its_sequences() -> None:
         gradients.append([p.grad.clone() for p in ours.parameters()])
     for x, y in zip(*gradients):
         close(y / (x.abs().max() + 1e-6), x / (x.abs().max() + 1e-6))
+    q, visible = torch.randn(1, 4, TOKENS, 8), integration.Visible(True, None, TOKENS, TOKENS)
+    out, _ = integration.attention(torch.nn.Module(), q, q, q, visible, cu_seq_lens_q=bounds)
+    assert not out[:, 11:].any()
 
 
 def test_full_attention_of_a_decoder() -> None:
