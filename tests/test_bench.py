@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ import toy
 
 from warploom.bench import evaluate, measure, records, runner
 from warploom.bench.attempt import DeviceLostError, Failure, attempt
+from warploom.bench.compile_first import Ahead
 from warploom.bench.records import LIMIT, Record
 from warploom.bench.runner import Outcome, Selection
 from warploom.errors import ArgumentError
-from warploom.ops.spec import Bench, Case
+from warploom.ops.spec import COMPILED_BRIEFLY, Bench, Case
 from warploom.report import terminal
 
 pytestmark = pytest.mark.usefixtures("quick_measurements")
@@ -180,16 +183,56 @@ def test_what_is_missing_is_prepared_before_anything_is_measured(tmp_path: Path)
     bench = toy.make_bench(**{name: lambda case: toy.reference for name in ("torch", "other", "third")})
     prepared: list[set[Any]] = []
 
-    def prepare(units: list[tuple[evaluate.Unit, list[str]]], seconds: float | None) -> None:
+    def prepare(units: list[tuple[evaluate.Unit, list[str]]], seconds: float | None) -> Any:
         assert seconds is None
         assert not (tmp_path / records.RECORDS).exists() or prepared
         prepared.append({(unit.case["n"], *names) for unit, names in units})
+        return nullcontext(Ahead())
 
     run(bench, tmp_path, Selection(modes=["fwd"], providers=["torch"]), prepare=prepare)
     run(bench, tmp_path, Selection(modes=["fwd"]), resume=True, prepare=prepare)
     run(bench, tmp_path, Selection(modes=["fwd"]), resume=True, prepare=prepare)
     every = "torch", "other", "third"  # what has a time is timed again beside the rest
     assert prepared == [{(64, "torch"), (256, "torch")}, {(64, *every), (256, *every)}, set()]
+
+
+def test_cases_are_measured_as_their_kernels_are_there_and_shown_in_their_order(tmp_path: Path) -> None:
+    units = runner.plan([toy.make_bench()], Selection(), "cpu")
+    pending = {str(unit): [Future[None]()] for unit in units[:2]}
+    wanted = [str(unit) for unit in (*units[2:], units[1], units[0])]
+
+    class Spy(Ahead):
+        def first(self, units: Sequence[evaluate.Unit]) -> int:
+            if len(units) <= 2:  # others are measured by now
+                pending[str(units[-1])][0].set_result(None)
+            place = super().first(units)
+            seen.append(str(units[place]))
+            return place
+
+    seen: list[str] = []
+    outcome = run(toy.make_bench(), tmp_path, prepare=lambda *_: nullcontext(Spy(pending)))
+    assert seen == wanted
+    assert [(r.case["n"], r.mode) for r in outcome.records[::2]] == [(u.case["n"], u.mode) for u in units]
+
+
+def test_the_quick_suite_has_fewer_providers_and_modes_unless_they_are_named(tmp_path: Path) -> None:
+    names = ("torch", "slow", COMPILED_BRIEFLY)
+    bench = replace(
+        toy.make_bench(**{name: lambda case: toy.reference for name in names}),
+        modes=("fwd", "bwd", "fwd_bwd"),
+        quick=("torch", COMPILED_BRIEFLY),
+    )
+    assert bench.providers_of("quick") == ["torch", COMPILED_BRIEFLY]
+    assert bench.providers_of("published") == ["torch", "slow"]
+    found = run(bench, tmp_path, Selection(case={"n": [64]})).records
+    assert {(r.provider, r.mode) for r in found} == {
+        (name, mode) for name in (*bench.quick, LIMIT) for mode in ("fwd", "bwd")
+    }
+    named = Selection(case={"n": [64]}, providers=["slow"], modes=["fwd_bwd"])
+    assert [(r.provider, r.mode) for r in run(bench, tmp_path, named).records] == [
+        ("slow", "fwd_bwd"),
+        (LIMIT, "fwd_bwd"),
+    ]
 
 
 def test_resume_measures_only_what_is_missing_or_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,9 +295,10 @@ def test_a_time_limit_stops_between_cases_and_says_what_is_left(tmp_path: Path) 
 def test_preparing_takes_no_more_than_half_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, given = [0.0], []
 
-    def prepare(units: object, seconds: float | None) -> None:
+    def prepare(units: object, seconds: float | None) -> Any:
         given.append(seconds)
         now[0] += 0.0 if seconds is None else seconds
+        return nullcontext(Ahead())
 
     monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
     outcome = run(toy.make_bench(), tmp_path, time_limit=900.0, prepare=prepare)

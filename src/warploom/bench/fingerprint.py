@@ -50,20 +50,37 @@ def fingerprint(bench: Bench, case: Case, provider: str, mode: str, gpu: str) ->
     """
     if provider != LIMIT and not bench.runs_kernels(provider) and bench.launches is None:
         return _of_builder(bench.every_provider.get(provider))
-
-    def run() -> None:
-        if bench.launches is not None:
-            bench.launches(case, provider)
-            return
-        inputs = _untouched(bench, case)
-        with torch.set_grad_enabled("bwd" in mode):
-            results = bench.providers[provider](case)(**inputs)
-        results = results if isinstance(results, tuple) else (results,)
-        if outputs := [result for result in results if result.requires_grad]:
-            wanted = [value for value in inputs.values() if getattr(value, "requires_grad", False)]
-            torch.autograd.grad(outputs, wanted, list(map(torch.empty_like, outputs)), allow_unused=True)
-
+    run = functools.partial(_launch, bench, case, provider, mode)
     return of_calls(run if provider != LIMIT else None, gpu)
+
+
+def builds_of(bench: Bench, case: Case, provider: str, mode: str, gpu: str) -> dict[tuple[Any, ...], Any]:
+    """Returns what has to be compiled for a provider on a GPU, by its key, in the order of launches."""
+    return _recorded(functools.partial(_launch, bench, case, provider, mode, drawn=True), gpu)
+
+
+def _launch(bench: Bench, case: Case, provider: str, mode: str, drawn: bool = False) -> None:
+    """Launch what a provider launches, on inputs as they are drawn, or without what it takes to draw them."""
+    if bench.launches is not None:
+        bench.launches(case, provider)
+        return
+    cpu = torch.device("cpu")
+    inputs = bench.operator.make_inputs(case, cpu, torch.Generator()) if drawn else _untouched(bench, case)
+    with torch.set_grad_enabled("bwd" in mode):
+        results = bench.providers[provider](case)(**inputs)
+    results = results if isinstance(results, tuple) else (results,)
+    if outputs := [result for result in results if result.requires_grad]:
+        wanted = [value for value in inputs.values() if getattr(value, "requires_grad", False)]
+        torch.autograd.grad(outputs, wanted, list(map(torch.empty_like, outputs)), allow_unused=True)
+
+
+def _recorded(run: Callable[[], object], gpu: str) -> dict[tuple[Any, ...], Any]:
+    from warploom.runtime import launch
+
+    capability, multiprocessors = map(int, _GPU.match(gpu).groups())  # type: ignore[union-attr]
+    with launch.recording(capability, multiprocessors) as builds:
+        run()
+    return builds
 
 
 def of_calls(run: Callable[[], object] | None, gpu: str) -> str:
@@ -88,11 +105,10 @@ def of_calls(run: Callable[[], object] | None, gpu: str) -> str:
 
         parts = [source_of(stream_kernel), str(CONFIGURATIONS)]
     else:
-        with launch.recording(capability, multiprocessors) as builds:
-            try:
-                run()
-            except Unsupported:
-                return ""
+        try:
+            builds = _recorded(run, gpu)
+        except Unsupported:
+            return ""
         parts = [part for build in builds.values() for part in (source_of(build.function), build.variant)]
     return f"sm_{capability}/{multiprocessors}/{_digest(*parts)}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from warploom.bench.records import Record
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Progress:
     """Is told of every unit of a run, in order."""
 
-    def __init__(self, bar: progress.Progress, total: int) -> None:
-        self.bar = bar
+    def __init__(self, bar: progress.Progress, total: int, stream: TextIO) -> None:
+        self.bar, self.stream = bar, stream
         self.task = bar.add_task("", total=total)
 
     def begin(self, label: str) -> None:
@@ -28,14 +28,15 @@ class Progress:
         """A unit is finished; without records, because there was nothing to do."""
         self.bar.advance(self.task)
         if records and self.bar.disable:
-            results = ", ".join(f"{r.provider} {r.status if r.ms is None else f'{r.ms:.4g} ms'}" for r in records)
+            shown = [record for record in records if record.status != "unsupported"]
+            results = ", ".join(f"{r.provider} {r.status if r.ms is None else f'{r.ms:.4g} ms'}" for r in shown)
             task = self.bar.tasks[0]
-            print(f"[{task.completed:g}/{task.total:g}] {label}: {results}", file=sys.stderr, flush=True)
+            print(f"[{task.completed:g}/{task.total:g}] {label}: {results}", file=self.stream, flush=True)
 
 
 @contextmanager
-def show_progress(total: int) -> Iterator[Progress]:
-    """Show the progress of ``total`` units on standard error."""
+def show_progress(total: int, stream: TextIO | None = None) -> Iterator[Progress]:
+    """Show the progress of ``total`` units on a stream, by default standard error."""
     from rich import progress
     from rich.console import Console
 
@@ -45,7 +46,11 @@ def show_progress(total: int) -> Iterator[Progress]:
         progress.TimeRemainingColumn(),
         progress.TextColumn("{task.description}"),
     )
-    terminal = sys.stderr.isatty()
-    bar = progress.Progress(*columns, console=Console(stderr=True), transient=True, disable=not terminal)
+    stream = stream or sys.stderr
+    terminal = stream.isatty()
+    # Nothing that others print is shown above the bar.
+    quiet: dict[str, bool] = {"redirect_stdout": False, "redirect_stderr": False}
+    console = Console(file=stream)
+    bar = progress.Progress(*columns, console=console, transient=True, disable=not terminal, **quiet)
     with bar if terminal else nullcontext():
-        yield Progress(bar, total)
+        yield Progress(bar, total, stream)

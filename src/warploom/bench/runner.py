@@ -9,13 +9,15 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import torch
 
 from warploom.bench.attempt import DeviceLostError
+from warploom.bench.compile_first import Ahead
 from warploom.bench.environment import describe_environment, environment_id
 from warploom.bench.evaluate import Unit, evaluate
 from warploom.bench.fingerprint import fingerprint, gpu_of
@@ -30,6 +32,7 @@ from warploom.errors import ArgumentError, WarploomError
 from warploom.ops.spec import KERNELS, Bench, Case
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+Prepare = Callable[[Sequence[tuple[Unit, Sequence[str]]], float | None], AbstractContextManager[Ahead]]
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def plan(benches: Sequence[Bench], selection: Selection, device_type: str) -> li
         Unit(bench, selection.suite, case, mode)
         for bench, case in cases
         if all(name in case and _as_json(case[name]) in values for name, values in selection.case.items())
-        for mode in (bench.modes if selection.modes is None else _modes(bench, device_type))
+        for mode in (bench.modes_of(selection.suite) if selection.modes is None else _modes(bench, device_type))
         if selection.modes is None or mode in selection.modes
     ]
     if not units:
@@ -136,7 +139,8 @@ def run(
     *,
     resume: bool = False,
     time_limit: float | None = None,
-    prepare: Callable[[Sequence[tuple[Unit, Sequence[str]]], float | None], object] | None = None,
+    prepare: Prepare | None = None,
+    terminal: TextIO | None = None,
 ) -> Outcome:
     """Measure, and append the records of every case to ``output`` as soon as they are there.
 
@@ -149,7 +153,8 @@ def run(
             in the same environment, undisturbed. Any other case is measured anew: times of one run are compared.
         time_limit: Seconds after which no further case is begun.
         prepare: Called before anything is measured, with what will be and the seconds that it may take, half of
-            all: see `warploom.bench.compile_first`.
+            all; it may go on while cases are measured: see `warploom.bench.compile_first`.
+        terminal: Where progress is shown; by default standard error.
 
     Returns:
         The selection's records, and what is left of it.
@@ -169,26 +174,33 @@ def run(
     tasks = [_task(unit, selection, identifier, run_id, gpu, found) for unit in units]
     outcome = Outcome()
     began = time.monotonic()
-    if prepare is not None:
-        missed = [(task.unit, [n for n in task.missing if n != LIMIT]) for task in tasks if task.missing]
-        prepare(missed, None if time_limit is None else time_limit / 2)
-    clock = WatchedClock(make_clock(device), make_reader(device))
-    save_environment(output, identifier, environment | {"fixed_us": fixed_us(device, clock)}, run_id)
-    with show_progress(len(units)) as progress, contextlib.ExitStack() as stack:
+    with show_progress(len(units), terminal) as progress, contextlib.ExitStack() as stack:
+        ahead = Ahead()
+        if prepare is not None:
+            progress.begin("compiling")
+            missed = [(task.unit, [n for n in task.missing if n != LIMIT]) for task in tasks if task.missing]
+            ahead = stack.enter_context(prepare(missed, None if time_limit is None else time_limit / 2))
+        clock = WatchedClock(make_clock(device), make_reader(device))
+        save_environment(output, identifier, environment | {"fixed_us": fixed_us(device, clock)}, run_id)
         # Every case collects garbage several times: the modules' objects are no part of it.
         gc.collect()
         gc.freeze()
         stack.callback(gc.unfreeze)
-        for unit, blank, prints, known, missing in tasks:
+        of_units: dict[int, list[Record]] = {}
+        left = list(range(len(tasks)))
+        while left:
+            number = left.pop(ahead.first([tasks[n].unit for n in left]))
+            unit, blank, known, missing = tasks[number]
+            of_units[number] = known
             if missing and time_limit is not None and time.monotonic() - began >= time_limit:
                 outcome.reason = outcome.reason or f"the time limit of {time_limit:g} s is reached"
             if missing and outcome.reason:
                 outcome.left.append(str(unit))
-                outcome.records += known
                 continue
             fresh: list[Record] = []
             if missing:
                 progress.begin(str(unit))
+                prints = {name: _fingerprint(unit, name, gpu) for name in missing}
                 fresh = _measure(unit, missing, device, clock, blank, outcome)
                 fresh = [replace(r, fingerprint=prints[r.provider]) for r in fresh]
                 try:
@@ -196,10 +208,14 @@ def run(
                 except WarploomError as error:
                     hint = "what was measured before is kept, and --resume goes on after it"
                     raise WarploomError(f"{error}; {hint}") from error
-            outcome.records += [r for r in known if r.provider not in {record.provider for record in fresh}]
-            outcome.records += fresh
+            of_units[number] = [r for r in known if r.provider not in {record.provider for record in fresh}] + fresh
             progress.end(str(unit), fresh)
+    outcome.records = [record for number in sorted(of_units) for record in of_units[number]]
     return outcome
+
+
+def _fingerprint(unit: Unit, provider: str, gpu: str) -> str:
+    return fingerprint(unit.bench, unit.case, provider, unit.mode, gpu)
 
 
 class _Task(NamedTuple):
@@ -207,7 +223,6 @@ class _Task(NamedTuple):
 
     unit: Unit
     blank: Record
-    fingerprints: dict[str, str]  # by provider
     known: list[Record]
     missing: list[str]
 
@@ -225,19 +240,19 @@ def _task(
         environment=environment,
         run=run_id,
     )
-    every = unit.bench.every_provider
-    names = [p for p in every if selection.providers is None or p in selection.providers]
+    names = unit.bench.providers_of(unit.suite)
+    if selection.providers is not None:
+        names = [name for name in unit.bench.every_provider if name in selection.providers]
     wanted = [replace(blank, provider=name) for name in (*names, LIMIT)]
-    prints = {r.provider: fingerprint(unit.bench, unit.case, r.provider, unit.mode, gpu) for r in wanted}
     known = [found[record.key] for record in wanted if record.key in found]
-    known = [r for r in known if r.fingerprint == prints[r.provider] and not r.disturbed]
+    known = [r for r in known if not r.disturbed and r.fingerprint == _fingerprint(unit, r.provider, gpu)]
     missing: list[str] = []
     runs = {record.run for record in known if record.ms is not None}
     # What has a time is timed again beside the rest, so that all are of one run; what failed fails again.
     if len(known) < len(wanted) or len(runs) > 1:
         failed = {record.provider for record in known if record.ms is None}
         missing = [record.provider for record in wanted if record.provider not in failed]
-    return _Task(unit, blank, prints, known, missing)
+    return _Task(unit, blank, known, missing)
 
 
 def _measure(

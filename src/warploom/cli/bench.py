@@ -6,11 +6,15 @@ import argparse
 import functools
 import importlib.util
 import sys
+import textwrap
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warploom.cli.common import Commands, add_selection, describe, seconds, select, slug, the_device, width
+from warploom.cli.needs import check_compilers, check_folder
+from warploom.cli.quiet import quiet
 from warploom.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -18,8 +22,10 @@ if TYPE_CHECKING:
 
     from warploom.ops.spec import Bench
 
+LOG = "bench.log"
+"""What compilers and libraries print, beside the records."""
 EXAMPLES = """examples:
-  warploom bench                                  the quick suite of every bench
+  warploom bench                                  the quick suite of every operator
   warploom bench lrpe-rotate --suite published    one bench, the published cases
   warploom bench lrpe-rotate --case n=4096 --case n=8192 --mode fwd
   warploom bench flash-attention --provider warploom,sdpa_cudnn --resume
@@ -51,32 +57,47 @@ def _bench(options: argparse.Namespace) -> int:
     from warploom.bench.compile_first import compile_first
     from warploom.bench.records import RECORDS
     from warploom.bench.runner import plan, run
+    from warploom.ops.spec import QUICK
     from warploom.report import terminal
 
     device = the_device(options.device)
     graphs = [f"{mode.removesuffix('_graph')}_graph" for mode in options.mode or ["fwd"]]
     chosen, selection = select(options, graphs if options.cuda_graph else options.mode)
+    left_out: list[Bench] = []
+    if options.suite == QUICK and not (options.names or options.spec):
+        left_out = [bench for bench in chosen if bench.measure is not None]
+        chosen = [bench for bench in chosen if bench.measure is None]
     plan(chosen, selection, device.type)
     output = options.output or Path("runs") / f"{slug(device)}-{options.suite}"
     _check_commit(output, device)
+    check_folder(output, RECORDS, says="--output names another folder")
+    if device.type == "cuda":
+        check_compilers()
     print(describe(device), flush=True)
     if device.type == "cpu":
         print("A trial of the instrument: PyTorch is timed, and compiled peers by --provider.", flush=True)
     report = not options.no_report and importlib.util.find_spec("jinja2") is not None
     if not options.no_report and not report:
         print("warploom: no report: jinja2 is missing: pip install 'warploom[bench]'", file=sys.stderr)
+    more = "" if device.type == "cpu" or options.provider else _more(chosen, left_out, options.suite)
     if device.type == "cpu" and options.provider is None:
         chosen = [_without_compilers(bench) for bench in chosen]
     prepare = functools.partial(compile_first, device=device, specs=options.spec)
     limits: dict[str, Any] = {"resume": options.resume, "time_limit": options.time_limit}
-    outcome = run(chosen, selection, device, output, prepare=prepare, **limits)
+    log = output / LOG
+    with quiet(log) as shown:
+        outcome = run(chosen, selection, device, output, prepare=prepare, terminal=shown, **limits)
 
     print(terminal(outcome.records, width()))
     if outcome.reason:
-        some, more = outcome.left[:5], len(outcome.left) - 5
-        lines = [*some, *([f"and {more} more"] if more > 0 else [])]
+        some, rest = outcome.left[:5], len(outcome.left) - 5
+        lines = [*some, *([f"and {rest} more"] if rest > 0 else [])]
         head = f"warploom: {outcome.reason}; {len(outcome.left)} left, --resume goes on with:"
         print("\n  ".join([head, *lines]), file=sys.stderr)
+    if more:
+        print(textwrap.fill(more, width(), subsequent_indent="  ", break_on_hyphens=False))
+    if log.exists():
+        print(f"log: {log}")
     if not any(record.ms for record in outcome.records):
         print("warploom: nothing was measured", file=sys.stderr)
         return 1
@@ -86,6 +107,14 @@ def _bench(options: argparse.Namespace) -> int:
 
         print(f"report: {write_report([output], output / 'report.html')}")
     return int(outcome.failed(chosen, device.type) or outcome.device_lost)
+
+
+def _more(chosen: Sequence[Bench], left_out: Sequence[Bench], suite: str) -> str:
+    """Where a suite leaves out providers or benches, how to measure them."""
+    measured = {name for bench in chosen for name in bench.providers_of(suite)}
+    others = {name for bench in chosen for name in bench.every_provider if not bench.runs_kernels(name)}
+    names = [*sorted(others - measured), *(bench.name for bench in left_out)]
+    return f"more with --suite published: {', '.join(names)}" if suite == "quick" and names else ""
 
 
 def _without_compilers(bench: Bench) -> Bench:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from warploom.cli.common import Commands, add_device, add_spec, describe, names_in, pick, the_device, width
+from warploom.cli.needs import check_compilers
 from warploom.errors import BackendError, WarploomError
 
 if TYPE_CHECKING:
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 MOST_PROCESSES = 8
 CASES_AT_ONCE = 4
 """Neighbouring cases, which one process gets together, share kernels."""
+SAMPLE_SECONDS = 35
+"""For how long cases are checked in Triton's interpreter, a second or several each, where nobody asks for all."""
+_GOLDEN = 0.618
+"""Multiples of it, without their whole parts, lie spread."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -36,38 +42,57 @@ def add_parser(commands: Commands) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
+    device = the_device(options.device)
+    backend = _backend(options.backend, device)
+
     from rich.console import Console
 
     from warploom.ops import operators
     from warploom.report.table import Table, text
     from warploom.testing.specs import load_specs
 
-    device = the_device(options.device)
     own = names_in(load_specs(options.spec), "operators")
     known = operators()
     names = pick(options.names or own, known, "operator", "_")
-    backend = _backend(options.backend, device)
-    print(describe(device))
-    if backend == "torch":
-        names = _not_the_reference(names)
+    if device.type == "cuda" and backend != "torch":
+        check_compilers()
+    sample = device.type == "cpu" and backend == "triton" and options.backend != "triton"
+    print(describe(device, backend))
+    fused = [name for name in names if known[name].fused]
+    if backend == "torch" and device.type == "cpu":
+        _say_what_is_checked(names, fused)
+        names = fused
         if not names:
             print("warploom: nothing was checked", file=sys.stderr)
             return 1
+    elif sample:
+        print(
+            f"Checked against float64: cases of the kernels for about {SAMPLE_SECONDS} s, in Triton's interpreter"
+        )
+        print("(`warploom check --backend triton` checks every case)." + _and_fused(fused), flush=True)
     else:
-        print(f"Checked: backend {backend} against float64.")
-    places = [(name, index) for name in names for index in range(len(known[name].check_cases))]
+        print(f"Checked: backend {backend} against float64.", flush=True)
+    places = _spread(names) if sample else _in_order(names)
     began = time.monotonic()
     with Console(stderr=True).status(f"{len(places)} cases"):  # on a terminal only
-        found = _results(places, options.spec, backend, device)
+        seconds = SAMPLE_SECONDS if sample else None
+        found = list(_results(places, options.spec, backend, device, seconds, len(names)))
+        count = len(found)
+        if sample:
+            found += _results(_in_order(fused), options.spec, "torch", device)
         results = [result for of_case in found for result in of_case]
     failures = [result for result in results if not result.ok]
     rows = []
-    for key in dict.fromkeys((result.operator, result.dtype, result.mode) for result in results):
+    for key in sorted(
+        {(result.operator, result.dtype, result.mode) for result in results}, key=_reading_order(names)
+    ):
         some = [result for result in results if (result.operator, result.dtype, result.mode) == key]
         verdict = "ok" if all(result.ok for result in some) else "FAILED"
         rows.append([*key, str(len(some)), f"{max(result.ratio for result in some):.2f}", verdict])
     heads = ["operator", "dtype", "mode", "cases", "worst error / budget", ""]
     print(text([Table.of(heads, rows, words=3)], width()))
+    if count < len(places):
+        print(f"{count} of {len(places)} cases of the kernels")
     print(f"{len(results)} comparisons with float64 in {time.monotonic() - began:.0f} s, {len(failures)} failed")
     reasons: dict[str, list[CheckResult]] = {}
     for failure in failures:
@@ -80,42 +105,78 @@ def _check(options: argparse.Namespace) -> int:
     return int(bool(failures))
 
 
+def _reading_order(names: Sequence[str]) -> Callable[[tuple[str, str, str]], tuple[Any, ...]]:
+    """Operators as they were named, the forward before the backward."""
+    return lambda key: (names.index(key[0]), key[1], key[2] != "fwd")
+
+
 def _backend(asked: str | None, device: torch.device) -> str:
-    """The backend that is checked, by its own name where that is known before any call."""
-    if device.type == "cuda":
+    """The backend that is checked, by its own name where that is known before any call.
+
+    Nothing that defines a kernel may have been imported: on a CPU kernels run in Triton's interpreter.
+    """
+    if device.type == "cuda" or asked == "torch":
         return asked or "auto"
     from warploom.runtime.backend import HAS_TRITON
 
-    if asked == "triton" and "triton" not in sys.modules:
+    if HAS_TRITON and importlib.util.find_spec("numpy") is None:
+        raise BackendError(
+            "check: on a CPU kernels run in Triton's interpreter, which needs numpy: pip install numpy"
+        )
+    if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"  # read when the first kernel is defined
     interpreted = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
     if asked == "triton" and not interpreted:
         raise BackendError("check: --backend triton: on a CPU the kernels need Triton, for its interpreter")
-    return "triton" if interpreted and asked in (None, "auto", "triton") else "torch"
+    return "triton" if interpreted else "torch"
 
 
-def _not_the_reference(names: Sequence[str]) -> list[str]:
-    """The operators whose backend torch is not their reference, which is not compared with itself; says which."""
-    from warploom.ops import operators
-
-    fused = [name for name in names if operators()[name].fused]
+def _say_what_is_checked(names: Sequence[str], fused: Sequence[str]) -> None:
+    """The backend torch of most operators is their reference, which is not compared with itself."""
     same = [name for name in names if name not in fused]
     if fused:
         print(f"Checked: PyTorch's fused path against float64: {', '.join(fused)}.")
     if same:
         print(f"Not checked, backend torch is the definition itself: {', '.join(same)}.")
-    print("`warploom check --backend triton` runs the kernels in Triton's interpreter, slowly.")
-    return fused
+
+
+def _and_fused(fused: Sequence[str]) -> str:
+    return f" PyTorch's fused path: {', '.join(fused)}." if fused else ""
+
+
+def _in_order(names: Sequence[str]) -> list[tuple[str, int]]:
+    from warploom.ops import operators
+
+    return [(name, index) for name in names for index in range(len(operators()[name].check_cases))]
+
+
+def _spread(names: Sequence[str]) -> list[tuple[str, int]]:
+    """The cases of operators by turns, so that any first few are of every operator, from all over its cases."""
+    from warploom.ops import operators
+
+    counts = {name: len(operators()[name].check_cases) for name in names}
+    orders = {name: sorted(range(count), key=lambda i: i * _GOLDEN % 1) for name, count in counts.items()}
+    most = max(counts.values(), default=0)
+    return [(name, orders[name][turn]) for turn in range(most) for name in names if turn < counts[name]]
 
 
 def _results(
-    places: Sequence[tuple[str, int]], specs: Sequence[Path], backend: str, device: torch.device
+    places: Sequence[tuple[str, int]],
+    specs: Sequence[Path],
+    backend: str,
+    device: torch.device,
+    seconds: float | None = None,
+    fewest: int = 0,
 ) -> Iterator[list[CheckResult]]:
-    """The results of each case, in order."""
+    """The results of each case, in order; after some seconds, and the fewest cases, of no more."""
     check = functools.partial(_check_place, backend=backend, device=device)
     processes = _processes(len(places), device)
     if processes < 2:
-        yield from map(check, places)
+        began = time.monotonic()
+        for number, place in enumerate(places):
+            if seconds is not None and number >= fewest and time.monotonic() - began > seconds:
+                return
+            yield check(place)
         return
     from warploom.testing.workers import workers
 

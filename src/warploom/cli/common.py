@@ -80,15 +80,16 @@ def _case_filter(texts: Sequence[str]) -> dict[str, list[Any]]:
     return wanted
 
 
-def describe(device: torch.device) -> str:
+def describe(device: torch.device, backend: str = "torch") -> str:
     """One line about a device and what runs there, which commands print first."""
     import torch
 
     from warploom.runtime.backend import HAS_TRITON
 
-    if device.type == "cpu":
-        return f"device: CPU, PyTorch {torch.__version__}; no kernel runs here"
     kernels = f"Triton {importlib.metadata.version('triton')}" if HAS_TRITON else "PyTorch alone, Triton is missing"
+    if device.type == "cpu":
+        runs = f"{kernels}'s interpreter" if backend == "triton" else "no kernel runs here"
+        return f"device: CPU, PyTorch {torch.__version__}; {runs}"
     return f"device: {torch.cuda.get_device_name(device)}, PyTorch {torch.__version__}; backend: {kernels}"
 
 

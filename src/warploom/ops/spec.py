@@ -26,6 +26,10 @@ Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 
 KERNELS = "warploom"
 """The provider that is the operator on its kernels; names of variants begin with it."""
+QUICK = "quick"
+"""The suite of a person's first minute."""
+COMPILED_BRIEFLY = "torch_compile_default"
+"""The provider that is compiled without a search for tiles: in the suite `QUICK` alone."""
 
 
 class Unsupported(Exception):
@@ -211,6 +215,8 @@ class Bench:
     precompiled: tuple[str, ...] = ()
     """Providers, those of other functions included, whose kernels come compiled, as eager PyTorch's do. What the
     rest run is compiled before anything is measured."""
+    quick: tuple[str, ...] = ()
+    """The providers of the suite ``quick``, none of which searches for its tiles; empty for all."""
     budgets: Mapping[str, float] = field(default_factory=dict)
     """By how much the error budget of a peer is larger than ours, for one that is known to round more."""
     measure: Callable[..., list[Any]] | None = None
@@ -232,10 +238,26 @@ class Bench:
         """Builders of all providers, those of other functions last."""
         return dict(self.providers) | {n: build for other in self.others for n, build in other.providers.items()}
 
+    def providers_of(self, suite: str) -> list[str]:
+        """Names of the providers that a suite measures where the user names none."""
+        if suite == QUICK:
+            return [name for name in self.every_provider if not self.quick or name in self.quick]
+        return [name for name in self.every_provider if name != COMPILED_BRIEFLY]
+
+    def modes_of(self, suite: str) -> list[str]:
+        """Modes that a suite measures where the user names none: both passes together are left out of ``quick``."""
+        return [mode for mode in self.modes if suite != QUICK or mode != "fwd_bwd" or "bwd" not in self.modes]
+
     @property
     def other_names(self) -> list[str]:
         """The providers of other functions."""
         return [name for other in self.others for name in other.providers]
+
+
+def compiled_briefly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A peer compiled for its case with the compiler's first choice of tiles: `COMPILED_BRIEFLY`."""
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
+    return compiled
 
 
 def compiled_at_best(function: Callable[..., Any], *, graphs: bool = False) -> Callable[..., Any]:

@@ -161,8 +161,8 @@ def _case(batch: int, n: int, heads: int, head_dim: int, encoding: str, **more: 
 
 def _quick(device: str) -> list[Case]:
     if device != "cuda":
-        return [_ON_CPU | {"n": n} for n in (128, 512)]
-    return [_case(2, 16384, 64, 128, encoding, decay="head") for encoding in ("none", "rotate", "cosine")]
+        return [_ON_CPU | {"n": 512}]
+    return [_case(2, 8192, 64, 128, "rotate", decay="head")]
 
 
 def _published(device: str) -> list[Case]:
@@ -192,6 +192,11 @@ def _decode(device: str) -> list[Case]:
     sizes = [(batch, heads, d) for batch in (1, 8, 64) for heads, d in ((32, 64), (64, 128))]
     encodings = ("rotate", "cosine")
     return [_case(b, 1, h, d, encoding, **more) for b, h, d in sizes for encoding in encodings]
+
+
+def _quick_decode(device: str) -> list[Case]:
+    wanted = {"batch": 8, "encoding": "rotate"} if device == "cuda" else {}
+    return [case for case in _decode(device) if all(case[name] == value for name, value in wanted.items())]
 
 
 def traffic(case: Case, mode: str) -> Traffic:
@@ -229,6 +234,7 @@ BENCHES = (
         suites={"quick": _quick, "published": _published, "layer": _layer},
         providers=_PROVIDERS,
         precompiled=("torch", *_SOFTMAX.providers),
+        quick=("warploom", "torch", *_SOFTMAX.providers),
         others=(_SOFTMAX,),
         traffic=traffic,
         title="Linear attention with LRPE",
@@ -237,9 +243,10 @@ BENCHES = (
     Bench(
         name="linear-attention-decode",
         operator=OPERATOR,
-        suites={"quick": _decode},
+        suites={"quick": _quick_decode, "published": _decode},
         providers=_PROVIDERS,
         precompiled=("torch",),
+        quick=("warploom", "torch"),
         traffic=traffic,
         title="Linear attention with LRPE, a step of decoding",
         x="batch",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from warploom.ops.lrpe import reference
-from warploom.ops.spec import Case, Unsupported, compiled_at_best, need_cuda
+from warploom.ops.spec import COMPILED_BRIEFLY, Case, Unsupported, compiled_at_best, compiled_briefly, need_cuda
 
 Tensor = torch.Tensor
 Provider = Callable[..., Tensor]
@@ -63,6 +63,7 @@ def providers(kind: str) -> dict[str, Callable[[Case], Provider]]:
     return {
         "torch": lambda case: plain(kind),
         "torch_compile": lambda case: compiled_at_best(plain(kind)),
+        COMPILED_BRIEFLY: lambda case: compiled_briefly(plain(kind)),
         "torch_compile_cache": functools.partial(_compiled_cache, kind),
     }
 

@@ -213,7 +213,7 @@ def _decode_cases(device: str, batches: Sequence[int], lengths: Sequence[int], *
 
 _POWERS = tuple(2**k for k in range(8, 16))
 _DECODE_SUITES: dict[str, Callable[[str], Sequence[Case]]] = {
-    "quick": lambda device: _decode_cases(device, (8, 32), (512, 4096, 32768)),
+    "quick": lambda device: _decode_cases(device, (8,), (4096, 32768))[-2 if device == "cuda" else -1 :],
     "published": lambda device: _decode_cases(device, (8, 32), _POWERS),
     "ranks": lambda device: [
         case for rank in (1, 2, 4) for case in _decode_cases(device, (8, 32), (1024, 8192, 32768), kv_rank=rank)
@@ -238,7 +238,7 @@ def _attention_cases(device: str, lengths: Sequence[int], models: Sequence[tuple
 
 
 _ATTENTION_SUITES: dict[str, Callable[[str], Sequence[Case]]] = {
-    "quick": lambda device: _attention_cases(device, (1024, 4096), [(16, 6, 2), (16, 6, 1)]),
+    "quick": lambda device: _attention_cases(device, (4096,), [(16, 6, 2)])[-1:],
     "published": lambda device: _attention_cases(
         device, (1024, 2048, 4096, 8192, 16384), [(heads, 6, rank) for heads in (16, 32) for rank in (2, 1)]
     ),
@@ -278,6 +278,7 @@ BENCHES = (
         suites=_DECODE_SUITES,
         providers=_DECODE_PROVIDERS,
         precompiled=("torch_naive", "torch", "sdpa_gqa", "sdpa_mha"),
+        quick=("warploom", "torch_naive", "torch", "sdpa_gqa", "sdpa_mha"),
         traffic=decode_traffic,
         title="Tensor-product attention: one new token on a cache of factors",
         x="m",
@@ -290,6 +291,7 @@ BENCHES = (
         suites=_ATTENTION_SUITES,
         providers=_ATTENTION_PROVIDERS,
         precompiled=("torch_naive",),
+        quick=("warploom", "torch_naive"),
         traffic=attention_traffic,
         title="Tensor-product attention for training and prefill",
     ),
