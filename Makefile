@@ -18,7 +18,7 @@ READY := $(VENV)/.ready
 .PHONY: bench lint test test-all test-gpu docs clean
 
 bench: $(READY)
-	$(VENV)/bin/warploom bench --suite quick
+	@$(VENV)/bin/warploom bench --suite quick
 
 test: lint
 	$(VENV)/bin/python -m pytest -n auto
@@ -42,9 +42,12 @@ docs: $(READY)
 	$(VENV)/bin/python -m mkdocs build --strict --quiet
 
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "warploom needs Python 3.11 or newer")'
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else \
+		"warploom needs Python 3.11 or newer: name one, as in make PYTHON=python3.12")'
+	@echo "Installing into $(VENV), which takes minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable ".[dev]" \
+		|| { echo "The installation failed, as said above: it needs the package index and space. Then run make again." >&2; exit 2; }
 	touch $(READY)
 
 # A version of Triton beside the installed one: it is imported where its folder comes first in PYTHONPATH.
