@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +18,8 @@ import toy
 
 import warploom.ops
 from warploom.bench import environment, records, registry
-from warploom.cli import bench, main
-from warploom.ops.spec import Bench
+from warploom.cli import bench, check, main
+from warploom.ops.spec import Bench, Case
 from warploom.report import panels
 
 
@@ -244,14 +246,105 @@ def test_records_of_results_are_of_a_clean_commit(
 def test_a_check_compares_no_reference_with_itself(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(warploom.ops, "operators", lambda: {"toy": toy.OPERATOR})
-    assert main(["check", "--device", "cpu"]) == 1
+    assert main(["check", "--device", "cpu", "--backend", "torch"]) == 1
     out, err = capsys.readouterr()
     assert "no kernel runs here" in out.splitlines()[0]
     assert "Not checked, backend torch is the definition itself: toy." in out
     assert "comparisons" not in out
     assert err == "warploom: nothing was checked\n"
+
+
+@pytest.mark.parametrize("name", ["first", "sec_ond", "sec-ond"])
+def test_a_check_on_a_cpu_is_of_a_few_cases_of_each_operator_and_says_so(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(check, "SAMPLE_SECONDS", 0)
+    many = replace(toy.OPERATOR, check_cases=toy.OPERATOR.check_cases * 4)
+    known = {each: replace(many, name=each, fused=each == "sec_ond") for each in ("first", "sec_ond")}
+    monkeypatch.setattr(warploom.ops, "operators", lambda: known)
+    assert main(["check", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "2 of 16 cases of the kernels" in out
+    assert "PyTorch's fused path: sec_ond." in out
+    assert f"{2 * 2 + 8 * 2} comparisons with float64" in out, (
+        "each operator's first case, and the fused path's all"
+    )
+    assert main(["check", name, "--device", "cpu"]) == 0
+    assert "1 of 8 cases of the kernels" in capsys.readouterr().out
+    assert main(["check", name, "--device", "cpu", "--backend", "triton"]) == 0
+    assert "16 comparisons" in capsys.readouterr().out
+
+
+def test_cases_that_are_checked_by_turns_are_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"one": 5, "two": 9, "none": 0}
+    cases = toy.OPERATOR.check_cases[:1]
+    known = {name: replace(toy.OPERATOR, check_cases=cases * count) for name, count in counts.items()}
+    monkeypatch.setattr(warploom.ops, "operators", lambda: known)
+    found = check._spread(list(counts))
+    assert found[:4] == [("one", 0), ("two", 0), ("one", 2), ("two", 5)]
+    assert sorted(found) == sorted(check._in_order(list(counts)))
+
+
+def test_what_others_print_goes_to_a_log_that_is_named(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python, C and other processes; what is ours is still shown."""
+
+    def noisy(case: Case) -> Callable[..., torch.Tensor]:
+        print("a line of Python")
+        print("a warning", file=sys.stderr)
+        os.write(1, b"a line of C\n")
+        subprocess.run([sys.executable, "-S", "-c", "import os; os.write(2, b'of another process\\n')"], check=True)
+        logging.getLogger("warploom").warning("what you should know")
+        return toy.reference
+
+    register(monkeypatch, toy.make_bench(torch=noisy))
+    with os.fdopen(1, "w", closefd=False) as stdout, os.fdopen(2, "w", 1, closefd=False) as stderr:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert main(["bench", "--device", "cpu", "--no-report", "--mode", "fwd", "--case", "n=64"]) == 0
+    out, err = capfd.readouterr()
+    log = Path("runs/cpu-quick/bench.log")
+    assert out.splitlines()[-2:] == [f"log: {log}", "records: runs/cpu-quick/records.jsonl"]
+    lines = err.splitlines()
+    assert lines[0] == "what you should know"
+    assert lines[1].startswith("[1/1] toy-scale fwd")
+    assert len(lines) == 2
+    for words in ("a line of Python", "a warning", "a line of C", "of another process"):
+        assert words in log.read_text()
+        assert words not in out
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"PATH": "", "CC": ""}, "no C compiler here, which Triton needs: install gcc"),
+        ({"TRITON_CACHE_DIR": "/proc/nowhere"}, "name another folder in TRITON_CACHE_DIR"),
+    ],
+)
+def test_what_kernels_need_of_a_machine_is_a_sentence(
+    variables: dict[str, str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("CC", "cc")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for module in (bench, check):
+        monkeypatch.setattr(module, "the_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    for command in ("bench", "check"):
+        assert main([command]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("warploom: ")
+        assert len(err.splitlines()) == 1
+        assert message in err
 
 
 def test_one_refusal_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

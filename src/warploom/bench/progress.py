@@ -48,9 +48,13 @@ def show_progress(total: int, stream: TextIO | None = None) -> Iterator[Progress
     )
     stream = stream or sys.stderr
     terminal = stream.isatty()
-    # Nothing that others print is shown above the bar.
-    quiet: dict[str, bool] = {"redirect_stdout": False, "redirect_stderr": False}
-    console = Console(file=stream)
-    bar = progress.Progress(*columns, console=console, transient=True, disable=not terminal, **quiet)
+    bar = progress.Progress(
+        *columns,
+        console=Console(file=stream),
+        transient=True,
+        disable=not terminal,
+        redirect_stdout=False,  # what others print is not shown above the bar
+        redirect_stderr=False,
+    )
     with bar if terminal else nullcontext():
         yield Progress(bar, total, stream)
