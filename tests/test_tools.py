@@ -328,8 +328,8 @@ def test_a_case_is_replaced_whole_by_that_of_a_later_run(tmp_path: Path, monkeyp
 
 def test_cases_are_in_the_order_of_their_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge_records, "is_stale", lambda record: False)
-    cases = {case["n"]: dict(case) for case in benches()["lrpe-rope"].suites["quick"]("cuda")}
-    made = {n: replace(record_of("warploom", 1.0), case=case) for n, case in cases.items()}
+    cases = {case["n"]: dict(case) for case in benches()["lrpe-rope"].suites["published"]("cuda")}
+    made = {n: replace(record_of("warploom", 1.0), suite="published", case=case) for n, case in cases.items()}
     results = measured(tmp_path / "results", "a", made[32768])
     merge_records.merge(results, [measured(tmp_path / "later", "b", made[4096], made[512])])
     assert [r.case["n"] for r in load([results])] == [512, 4096, 32768]
