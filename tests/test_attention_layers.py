@@ -1,14 +1,25 @@
 """What layers of linear and of tensor-product attention have in common: a cache, packed sequences, gradients."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from warploom import ArgumentError, DtypeError, ShapeError
-from warploom.nn import FactorCache, KVCache, LinearAttention, StateCache, TensorProductAttention
+from warploom.nn import (
+    Attention,
+    FactorCache,
+    KVCache,
+    LinearAttention,
+    RotaryEmbedding,
+    StateCache,
+    TensorProductAttention,
+)
 from warploom.runtime.backend import HAS_TRITON
 
 Tensor = torch.Tensor
@@ -137,3 +148,89 @@ def test_wrong_calls_are_refused(device: torch.device, kind: Kind) -> None:
         _ = kind.cache().seqlens
     with torch.no_grad(), pytest.raises(DtypeError, match="cache"):
         module(x, KVCache())
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Caches, of attention too
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _attention(*sizes: int, value_dim: int, backend: str = "auto") -> Attention:
+    return Attention(DIM, 3, position=RotaryEmbedding(8))
+
+
+CACHED = {"attention": Kind(_attention, KVCache, 1e-5), **{name: KINDS[name] for name in ("tpa", "linear rotate")}}
+cached = pytest.mark.parametrize("kind", CACHED.values(), ids=CACHED)
+
+
+@cached
+@pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])
+def test_a_cache_goes_on_in_another_mode(kind: Kind, modes: tuple[Any, Any], device: torch.device) -> None:
+    module, x, cache = kind.layer(device), features(device), kind.cache()
+    with modes[0]():
+        module(x[:, :5], cache=cache)
+        cache.reorder([1, 0])
+        cache.truncate([5, 4])
+    with modes[1]():
+        found = module(torch.stack((x[1, 5:7], x[0, 4:6])), cache=cache)
+        for entry, start in ((1, 5), (0, 4)):
+            expected = module(x[entry : entry + 1, : start + 2])[:, start:]
+            kind.assert_near(found[1 - entry : 2 - entry], expected)
+
+
+@cached
+@torch.no_grad()
+def test_beams_go_on_from_others(kind: Kind, device: torch.device) -> None:
+    module, x, cache = kind.layer(device), features(device, batch=3), kind.cache()
+    with pytest.raises(ArgumentError, match="appended to first"):
+        cache.reorder([0])
+    module(x[:, :6], cache=cache)
+    for indices, error in (([0.5], DtypeError), ([], ShapeError), (torch.zeros(1, 1).int(), ShapeError)):
+        with pytest.raises(error, match=r"reorder: indices must be"):
+            cache.reorder(indices)
+    for indices in ([0, 3], torch.tensor([-1])):
+        with pytest.raises(ArgumentError, match="from 0 to 2"):
+            cache.reorder(indices)
+    cache.reorder(torch.tensor([2, 0, 0]).to(device))
+    cache.reorder([0, 1, 1, 2])  # one more
+    beams = [2, 0, 0, 0]
+    assert cache.lengths == [6] * 4
+    cache.truncate([6, 5, 6, 4])
+    cache.reorder(torch.tensor([3, 2, 0], dtype=torch.int32))
+    beams, lengths = [beams[i] for i in (3, 2, 0)], [4, 6, 6]
+    assert cache.lengths == cache.seqlens.tolist() == lengths
+    found = module(torch.stack([x[b, n : n + 1] for b, n in zip(beams, lengths)]), cache=cache)
+    for entry, (beam, n) in enumerate(zip(beams, lengths)):
+        kind.assert_near(found[entry], module(x[beam : beam + 1, : n + 1])[0, n:])
+    cache.reorder([2, 1])
+    assert cache.offset == 7, "those that are left are as long"
+
+
+@cached
+@torch.no_grad()
+def test_a_cache_is_pickled_and_copied(kind: Kind, device: torch.device) -> None:
+    module, x, cache = kind.layer(device), features(device), kind.cache()
+    module(x[:, :5], cache=cache)
+    copies = pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)
+    module(x[:, :3], cache=cache)
+    for other in copies:
+        other.truncate([4, 5])
+        found = module(torch.stack((x[0, 4:5], x[1, 5:6])), cache=other)
+        kind.assert_near(found[0], module(x[:1, :5])[0, 4:])
+        kind.assert_near(found[1], module(x[1:, :6])[0, 5:])
+
+
+@pytest.mark.parametrize("name", ["attention", "linear rotate"])
+@torch.no_grad()
+def test_compiled_decoding_compiles_three_times_at_most(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = CACHED[name]
+    monkeypatch.setattr(KVCache, "_FIRST", 4)  # it grows twice
+    torch._dynamo.reset()
+    module, x, cache = kind.layer(device), features(device, tokens=10), kind.cache()
+    counter = CompileCounterWithBackend("eager")
+    step = torch.compile(lambda x: module(x, cache=cache), backend=counter, fullgraph=True)
+    found = [step(x[:, n : n + 1]) for n in range(10)]
+    kind.assert_near(torch.cat(found, dim=1), module(x))
+    assert counter.frame_count <= 3

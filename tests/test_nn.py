@@ -331,7 +331,7 @@ def test_heads_of_keys_and_values_are_as_many(device: torch.device) -> None:
     with pytest.raises(ShapeError, match=r"append: v must be .* with B = 3, N = 3, Hkv = 2"):
         cache.append(k, v[:, :, :1])
     assert cache.lengths == []
-    assert not cache._held
+    assert not cache._is_filled
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -182,9 +182,9 @@ class Attention(nn.Module):
             return attended
         if self.implementation == "sdpa":
             # `is_causal` aligns the first query with the first key, which is ours only when there are as many.
-            square = q.shape[1] == k.shape[1]
-            mask = None if square or q.shape[1] == 1 else causal_mask(q, k)
-            return _sdpa(q, k, v, scale, mask, is_causal=square)
+            if q.shape[1] == k.shape[1]:
+                return _sdpa(q, k, v, scale, None, is_causal=True)
+            return _sdpa(q, k, v, scale, None if q.shape[1] == 1 else causal_mask(q, k))
         return plain_attention(q, k, v, scale, causal_mask(q, k))
 
     def _of_groups(self, projected: Tensor, start: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,19 +215,7 @@ class Attention(nn.Module):
             k, v = k.masked_fill(behind, 0.0), v.masked_fill(behind, 0.0)
             attend = _sdpa if self.implementation == "sdpa" else plain_attention
             return attend(q, k, v, scale, mask)
-        batch, tokens = q.shape[:2]
-        keys, values, cu_seqlens_k = cache.packed()
-        cu_seqlens_q = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * tokens
-        out = flash_attention(
-            q.flatten(0, 1)[None],
-            keys,
-            values,
-            causal=True,
-            scale=scale,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-        )
-        return out.reshape(batch, tokens, *out.shape[2:])
+        return flash_attention(q, k, v, causal=True, scale=scale, seqused_k=cache.seqlens)
 
     def extra_repr(self) -> str:
         """What the layer was built with."""

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
-from warploom.runtime.arguments import as_python, is_int
+from warploom.runtime.arguments import as_python, checked_tensor, is_int
 
 Tensor = torch.Tensor
 
 
 class _Cache:
-    """Lengths of the entries of a batch, and tensors that are kept of their tokens."""
+    """Lengths of the entries of a batch, and tensors that are kept of their tokens.
+
+    Compiled code takes every length alike: the length is one int, counted from −1 down since PyTorch compiles 0 and
+    1 apart, and entries that are shorter are so by a number that new tokens do not change.
+    """
 
     def __init__(self) -> None:
-        self.lengths: list[int] = []
         self._held: tuple[Tensor, ...] = ()
-        self._seqlens: Tensor | None = None
+        self._is_filled = False
+        self._minus_length = -1  # −1 − length
+        self._missing: list[int] | None = None  # of each entry to the longest; None where they are as long
+        self._missing_there: Tensor | None = None  # the same on the device, (B,) int32
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(lengths={self.lengths})"
@@ -27,12 +34,20 @@ class _Cache:
     @property
     def length(self) -> int:
         """The largest of the entries' lengths."""
-        return max(self.lengths, default=0)
+        return -1 - self._minus_length
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each batch entry; empty before the first append."""
+        length = self.length
+        if self._missing is not None:
+            return [length - missing for missing in self._missing]
+        return [length] * self._held[0].shape[0] if self._is_filled else []
 
     @property
     def ragged(self) -> bool:
         """Whether entries differ in length."""
-        return len(set(self.lengths)) > 1
+        return self._missing is not None
 
     @property
     def seqlens(self) -> Tensor:
@@ -41,36 +56,82 @@ class _Cache:
         Raises:
             ArgumentError: Nothing has been appended yet.
         """
-        if self._seqlens is None:
-            lengths = torch.tensor(self.lengths, dtype=torch.int32)
-            self._seqlens = lengths.to(self._filled()[0].device, non_blocking=True)
-        return self._seqlens
+        first = self._filled()[0]
+        if self._missing_there is not None:
+            return self.length - self._missing_there
+        return torch.full(first.shape[:1], self.length, dtype=torch.int32, device=first.device)
 
     @property
     def offset(self) -> int | Tensor:
         """Position of the next token: an int where all entries agree, else `seqlens`."""
         return self.seqlens if self.ragged else self.length
 
+    def reorder(self, indices: Tensor | Sequence[int]) -> None:
+        """Make every entry that of an index: in beam search, of the beam that it goes on from.
+
+        Args:
+            indices: ``(B',)`` int32 or int64, or as many ints, from 0 to ``B − 1``; an entry may come several times
+                or not at all, and ``B'`` may differ from ``B``. Values are checked where they lie on the CPU.
+
+        Raises:
+            ArgumentError: The cache is empty, or an index is out of range.
+            DtypeError: The indices are not integers.
+            ShapeError: They are not on one axis, or there is none.
+        """
+        name, first = f"{type(self).__name__}.reorder", self._filled()[0]
+        order = as_python(indices if isinstance(indices, Tensor) else tuple(indices))
+        if isinstance(order, tuple):
+            if not all(map(is_int, order)):
+                raise fault(DtypeError, name, "indices", "a sequence of ints", repr(indices))
+            order = torch.tensor(order, dtype=torch.int64)
+        checked_tensor(name, "indices", order, (torch.int32, torch.int64))
+        if order.dim() != 1 or order.shape[0] == 0:
+            raise fault(ShapeError, name, "indices", "(B',) with B' ≥ 1", shape_of(order))
+        entries = first.shape[0]
+        if order.device.type == "cpu" and not 0 <= int(order.min()) <= int(order.max()) < entries:
+            raise fault(ArgumentError, name, "indices", f"from 0 to {entries - 1}", order.tolist())
+        lengths = self.lengths
+        with _outliving_inference():
+            self._select(order.to(first.device, non_blocking=True))
+        if self.ragged:
+            self._set_lengths([lengths[entry] for entry in order.tolist()])
+
+    def _select(self, order: Tensor) -> None:
+        """Make entries of what is held those of an index."""
+        raise NotImplementedError
+
     def _wanted(self, lengths: int | Sequence[int]) -> list[int]:
         """Lengths to truncate the entries to, one for each of them."""
-        name = f"{type(self).__name__}.truncate"
+        name, have = f"{type(self).__name__}.truncate", self.lengths
         lengths = as_python(tuple(lengths) if isinstance(lengths, list) else lengths)
         if not (is_int(lengths) or (isinstance(lengths, Sequence) and all(map(is_int, lengths)))):
             raise fault(DtypeError, name, "lengths", "an int or a sequence of ints", repr(lengths))
-        wanted = list(lengths) if isinstance(lengths, Sequence) else [lengths] * len(self.lengths)
-        fits = len(wanted) == len(self.lengths) and all(0 <= n <= old for n, old in zip(wanted, self.lengths))
+        wanted = list(lengths) if isinstance(lengths, Sequence) else [lengths] * len(have)
+        fits = len(wanted) == len(have) and all(0 <= n <= old for n, old in zip(wanted, have))
         if not fits:
-            expected = f"one for each entry, at most {self.lengths}"
+            expected = f"one for each entry, at most {have}"
             raise fault(ArgumentError, name, "lengths", expected, lengths)
         return wanted
 
     def _set_lengths(self, lengths: list[int]) -> None:
-        self.lengths, self._seqlens = lengths, None
+        longest = max(lengths, default=0)
+        self._minus_length, self._missing, self._missing_there = -1 - longest, None, None
+        if min(lengths, default=0) < longest:
+            self._missing = [longest - length for length in lengths]
+            missing = torch.tensor(self._missing, dtype=torch.int32)
+            self._missing_there = missing.to(self._held[0].device, non_blocking=True)
 
     def _filled(self) -> tuple[Tensor, ...]:
-        if not self._held:
+        if not self._is_filled:
             raise fault(ArgumentError, type(self).__name__, "the cache", "appended to first", "an empty one")
         return self._held
+
+
+def _outliving_inference() -> contextlib.AbstractContextManager[Any]:
+    """A context whose tensors can be written after inference mode as well; compiled code has none."""
+    if torch.compiler.is_dynamo_compiling() or not torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    return torch.inference_mode(False)
 
 
 class TokenCache(_Cache):
@@ -101,7 +162,9 @@ class TokenCache(_Cache):
             raise fault(DtypeError, type(self).__name__, "capacity", "an int or None", repr(capacity))
         if capacity is not None and capacity < 1:
             raise fault(ArgumentError, type(self).__name__, "capacity", "positive", capacity)
-        super().__init__()  # holds (B, allocated, ·, ·) each
+        super().__init__()
+        # (B, allocated, ·, ·) each. PyTorch compiles sizes that change once, for all of them.
+        self._held = tuple(torch.empty(0, 0, 0, 0, device="cpu") for _ in self._SHAPES)
         self.capacity = capacity
 
     def __repr__(self) -> str:
@@ -128,7 +191,6 @@ class TokenCache(_Cache):
             name = f"{type(self).__name__}.append"
             raise fault(ArgumentError, name, "the length", f"at most the capacity {self.capacity}", needed)
         self._make_room(needed, new)
-        lengths = self.lengths or [0] * batch
         if self.ragged:
             entry = torch.arange(batch, device=new[0].device)[:, None]
             place = self.seqlens[:, None] + torch.arange(tokens, device=new[0].device)
@@ -137,15 +199,23 @@ class TokenCache(_Cache):
         else:
             for store, tensor in zip(self._held, new):
                 store[:, self.length : needed] = tensor
-        self._set_lengths([length + tokens for length in lengths])
-        return tuple(store[:, : self.length] for store in self._held)
+        self._minus_length -= tokens
+        return tuple(store[:, :needed] for store in self._held)
+
+    def _select(self, order: Tensor) -> None:
+        length, entries = self.length, order.shape[0]
+        held = self._held
+        if held[0].shape[0] != entries:
+            self._held = tuple(x.new_zeros((entries, *x.shape[1:])) for x in held)
+        for store, old in zip(self._held, held):
+            store[:, :length] = old[:, :length].index_select(0, order)
 
     def _check(self, new: tuple[Tensor, ...]) -> None:
         """Raise unless tensors fit each other and what is held. Nothing has been modified then."""
         name = f"{type(self).__name__}.append"
         first_name = next(iter(self._SHAPES))
         known: dict[str, int] = {}
-        if self._held:
+        if self._is_filled:
             for store, letters in zip(self._held, self._SHAPES.values()):
                 known |= dict(zip(letters, store.shape))
             del known["N"]
@@ -162,7 +232,7 @@ class TokenCache(_Cache):
                 expected = f"({', '.join(letters)})" + (f" with {expected}" if expected else "")
                 raise fault(ShapeError, name, argument, expected, sizes)
             known |= dict(zip(letters, sizes))
-            like, whose = (self._held[index], "held") if self._held else (new[0], f"of {first_name}")
+            like, whose = (self._held[index], "held") if self._is_filled else (new[0], f"of {first_name}")
             if tensor.dtype != like.dtype:
                 expected = f"of the dtype {whose}, {dtype_of(like)}"
                 raise fault(DtypeError, name, argument, expected, dtype_of(tensor))
@@ -170,14 +240,17 @@ class TokenCache(_Cache):
                 raise fault(DeviceError, name, argument, f"on the device {whose}, {like.device}", tensor.device)
 
     def _make_room(self, needed: int, new: tuple[Tensor, ...]) -> None:
-        allocated = self._held[0].shape[1] if self._held else 0
-        if needed > allocated or not self._held:
-            size = self.capacity or max(self._FIRST, 2 * allocated, needed)
+        *_, allocated = [store.shape[1] for store in self._held]  # of all: each is looked at in every call
+        if needed <= allocated and self._is_filled:
+            return
+        size = self.capacity or max(self._FIRST, 2 * allocated, needed)
+        with _outliving_inference():
             # Zeros, since what a mask hides is still multiplied, and uninitialised memory may hold a NaN.
             grown = tuple(x.new_zeros((x.shape[0], size, *x.shape[2:])) for x in new)
-            for store, old in zip(grown, self._held):
-                store[:, :allocated] = old
-            self._held = grown
+            if self._is_filled:
+                for store, old in zip(grown, self._held):
+                    store[:, :allocated] = old
+        self._held, self._is_filled = grown, True
 
 
 class KVCache(TokenCache):
@@ -308,11 +381,12 @@ class StateCache(_Cache):
         super().__init__()
         self._before: list[int] = []  # lengths before the last call
         self._state_after: Callable[[int, int], Tensor] | None = None
+        self._order: Tensor | None = None  # which entries of the last call the entries are, if they were reordered
 
     @property
     def state(self) -> Tensor | None:
         """``(B, H, F, E)`` float32; None before the first call."""
-        return self._held[0] if self._held else None
+        return self._held[0] if self._is_filled else None
 
     def put(self, state: Tensor, tokens: int, state_after: Callable[[int, int], Tensor]) -> None:
         """Replace the state, behind so many more tokens of every entry.
@@ -320,7 +394,8 @@ class StateCache(_Cache):
         Args:
             state: ``(B, H, F, E)``.
             tokens: New ones.
-            state_after: From an entry and a number of its new tokens to its state behind them, ``(1, H, F, E)``.
+            state_after: From an entry and a number of its new tokens to its state behind them, ``(1, H, F, E)``. A
+                cache can be pickled if this can.
 
         Raises:
             ArgumentError: A gradient is wanted.
@@ -329,11 +404,12 @@ class StateCache(_Cache):
         name = f"{type(self).__name__}.put"
         if torch.is_grad_enabled() and state.requires_grad:
             raise fault(ArgumentError, name, "state", "without gradient (torch.no_grad)", "one wanted")
-        if self._held and state.shape != self._held[0].shape:
+        if self._is_filled and state.shape != self._held[0].shape:
             raise fault(ShapeError, name, "state", f"{tuple(self._held[0].shape)}", shape_of(state))
         self._before = self.lengths or [0] * state.shape[0]
-        self._held, self._state_after = (state,), state_after
-        self._set_lengths([length + tokens for length in self._before])
+        self._held, self._is_filled = (state,), True
+        self._state_after, self._order = state_after, None
+        self._minus_length -= tokens
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
         """Forget each entry's tokens from a length on, which is not before the last call.
@@ -351,7 +427,15 @@ class StateCache(_Cache):
             expected = f"at least {self._before}, those before the last call"
             raise fault(ArgumentError, f"{type(self).__name__}.truncate", "lengths", expected, lengths)
         if self._state_after is not None and wanted != self.lengths:
-            places = enumerate(zip(wanted, self._before))
-            states = [self._state_after(entry, length - before) for entry, (length, before) in places]
+            entries = range(len(wanted)) if self._order is None else self._order.tolist()
+            places = zip(entries, wanted, self._before)
+            states = [self._state_after(entry, length - before) for entry, length, before in places]
             self._held = (torch.cat(states),)
         self._set_lengths(wanted)
+
+    def _select(self, order: Tensor) -> None:
+        self._held = (self._held[0].index_select(0, order),)
+        self._order = order if self._order is None else self._order.index_select(0, order)
+        before = self._before
+        same = before.count(before[0]) == len(before)
+        self._before = before[:1] * order.shape[0] if same else [before[entry] for entry in order.tolist()]

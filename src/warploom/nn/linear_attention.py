@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -147,33 +148,24 @@ class LinearAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **place: Any) -> Any:
         """`warploom.linear_attention` as this layer has it, at a place among tokens."""
+        return self.attend(q, k, v, **self._options(q), **place)
+
+    def _options(self, q: Tensor) -> dict[str, Any]:
         position = self.position
-        theta = None if position is None else position.frequencies(q)
-        return self.attend(
-            q,
-            k,
-            v,
-            decay=self.decay,
-            theta=theta,
-            encoding="none" if position is None else position.kind,
-            activation=self.activation,
-            backend=self.backend,
-            **place,
-        )
+        return {
+            "decay": self.decay,
+            "theta": None if position is None else position.frequencies(q),
+            "encoding": "none" if position is None else position.kind,
+            "activation": self.activation,
+            "backend": self.backend,
+        }
 
     def _continue(self, q: Tensor, k: Tensor, v: Tensor, cache: StateCache) -> Tensor:
         """Attend behind what the cache has seen, and add to it."""
-        before, lengths = cache.state, cache.lengths
-
-        def state_after(entry: int, tokens: int) -> Tensor:
-            keys, values = k[entry : entry + 1, :tokens], v[entry : entry + 1, :tokens]
-            start = lengths[entry] if lengths else 0
-            first = None if before is None else before[entry : entry + 1]
-            _, state = self._attend(keys, keys, values, offset=start, initial_state=first, return_state=True)
-            return state  # type: ignore[no-any-return]
-
-        values, state = self._attend(q, k, v, offset=cache.offset, initial_state=before, return_state=True)
-        cache.put(state, q.shape[1], state_after)
+        before, start, options = cache.state, cache.offset, self._options(q)
+        values, state = self.attend(q, k, v, **options, offset=start, initial_state=before, return_state=True)
+        again = functools.partial(self.attend, **options)
+        cache.put(state, q.shape[1], functools.partial(_state_after, again, k, v, start, before))
         return values  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
@@ -183,3 +175,20 @@ class LinearAttention(nn.Module):
         )
         place = f"layer={self.layer}, layers={self.layers}"
         return f"{sizes}, activation={self.activation!r}, {place}, backend={self.backend!r}"
+
+
+def _state_after(
+    attend: Callable[..., Any],
+    k: Tensor,
+    v: Tensor,
+    start: int | Tensor,
+    before: Tensor | None,
+    entry: int,
+    tokens: int,
+) -> Tensor:
+    """The state (1, H, F, E) of a batch entry behind so many tokens of a call."""
+    own = slice(entry, entry + 1)
+    keys, values, first = k[own, :tokens], v[own, :tokens], None if before is None else before[own]
+    offset = start[own] if isinstance(start, Tensor) else start
+    _, state = attend(keys, keys, values, offset=offset, initial_state=first, return_state=True)
+    return state  # type: ignore[no-any-return]

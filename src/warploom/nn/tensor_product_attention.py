@@ -115,7 +115,7 @@ class TensorProductAttention(nn.Module):
         av, bv = self.av(x).unflatten(-1, (self.heads, -1)), self.bv(x).unflatten(-1, (self.rank_v, -1))
         offset = 0 if cache is None else cache.offset
         bq, bk = (self.position(b, offset=offset, cu_seqlens=cu_seqlens, backend=self.backend) for b in (bq, bk))
-        first = cache is None or not any(cache.lengths)
+        first = cache is None or cache.length == 0
         if cache is not None:
             held = cache.append(ak, av, bk, bv)
         if first:
