@@ -167,11 +167,31 @@ def test_fixed_frequencies_follow_to_the_gpu(device: torch.device) -> None:
         LRPE(3, 8)(x)
 
 
-@pytest.mark.parametrize(("head_dim", "rotary"), [(8, 16), (9, 8)])
-def test_positions_that_do_not_fit_a_head_are_refused(head_dim: int, rotary: int, device: torch.device) -> None:
-    layer = Attention(16, 2, head_dim=head_dim, position=RotaryEmbedding(rotary)).to(device)
-    with pytest.raises(ShapeError, match="lrpe_rotate"):
+@pytest.mark.parametrize("make", [RotaryEmbedding, lambda d: LRPE(2, d), lambda d: LRPE(2, d, kind="rotate")])
+@pytest.mark.parametrize("size", [4, 16])
+def test_positions_that_do_not_fit_a_head_are_refused(size: int, make, device: torch.device) -> None:
+    """Those of fewer features would turn a part of each head."""
+    with pytest.raises(ArgumentError, match=f"Attention: position .*head_dim = 8.* got head_dim = {size}"):
+        Attention(16, 2, position=make(size))
+    layer = Attention(16, 2, position=make(8)).to(device)
+    layer.position = make(size).to(device)
+    with pytest.raises(ShapeError, match=f"x must be of heads of head_dim = {size} features"):
         layer(random(2, 3, 16, device=device))
+
+
+def test_a_part_of_a_head_turns_where_it_is_asked_for(device: torch.device) -> None:
+    x = random(2, 3, 16, device=device)
+    layer = Attention(16, 2, position=RotaryEmbedding(8, rotary_dim=4)).to(device)
+    q, k, v = layer.qkv(x).unflatten(-1, (6, 8)).split(2, dim=2)
+    q, k = (lrpe_rotate(t, layer.position.theta) for t in (q, k))
+    expected = layer.out(warploom.flash_attention(q, k, v, causal=True).flatten(2))
+    torch.testing.assert_close(layer(x), expected)
+
+
+@pytest.mark.parametrize("rows", [3, 8])
+def test_rows_of_frequencies_that_do_not_fit_the_heads_are_refused(rows: int) -> None:
+    with pytest.raises(ArgumentError, match=f"kv_heads = 4, or a divisor; got heads = {rows}"):
+        Attention(64, 8, kv_heads=4, position=LRPE(rows, 8))
 
 
 def test_learnable_frequencies_get_a_gradient(device: torch.device) -> None:

@@ -29,8 +29,9 @@ class Attention(nn.Module):
         heads: Query heads ``H``.
         kv_heads: Heads of keys and values ``Hkv``, a divisor of ``heads``; as many by default.
         head_dim: Features ``D`` of a head; ``d_model / heads`` by default.
-        position: Encodes queries and keys: `RotaryEmbedding`, `LRPE` with ``kv_heads`` rows, or ``None``. LRPE's
-            cosine form gives them twice the features; the scale stays ``D^-½``.
+        position: Encodes queries and keys of ``head_dim`` features: `RotaryEmbedding`, `LRPE` with ``kv_heads``
+            rows or a divisor of them, or ``None``. A part of the features turns with ``RotaryEmbedding(head_dim,
+            rotary_dim=…)``. LRPE's cosine form gives them twice the features; the scale stays ``D^-½``.
         implementation: ``flash`` (`warploom.flash_attention`), ``sdpa`` (PyTorch's), or ``plain`` (written out: the
             matrix of scores is formed).
 
@@ -44,7 +45,7 @@ class Attention(nn.Module):
 
     Raises:
         ArgumentError: Numbers that are not positive or do not divide each other, an unknown implementation, or
-            positions whose activation looks at later tokens.
+            positions that do not fit the heads, or whose activation looks at later tokens.
         DtypeError: ``position`` is something else.
 
     Example:
@@ -77,22 +78,17 @@ class Attention(nn.Module):
         if d_model < 1 or (head_dim is not None and head_dim < 1):
             name, size = ("d_model", d_model) if d_model < 1 else ("head_dim", head_dim)
             raise fault(ArgumentError, "Attention", name, "positive", size)
-        if position is not None and not isinstance(position, RotaryEmbedding | LRPE):
-            raise fault(
-                DtypeError, "Attention", "position", "a RotaryEmbedding, an LRPE or None", type(position).__name__
-            )
-        if isinstance(position, LRPE) and position.activation == "softmax_sequence":
-            expected = "of an activation that looks at no later token"
-            raise fault(ArgumentError, "Attention", "position", expected, repr(position.activation))
         if heads < 1 or (head_dim is None and d_model % heads):
             raise fault(ArgumentError, "Attention", "heads", f"a divisor of d_model = {d_model}", heads)
         if kv_heads < 1 or heads % kv_heads:
             raise fault(ArgumentError, "Attention", "kv_heads", f"a divisor of heads = {heads}", kv_heads)
+        head_dim = d_model // heads if head_dim is None else head_dim
+        _check_position(position, kv_heads, head_dim)
         if implementation not in get_args(Implementation):
             expected = f"one of {', '.join(get_args(Implementation))}"
             raise fault(ArgumentError, "Attention", "implementation", expected, repr(implementation))
         self.heads, self.kv_heads = heads, kv_heads
-        self.head_dim = d_model // heads if head_dim is None else head_dim
+        self.head_dim = head_dim
         self.implementation = implementation
         self.position = position
         self.attend: Callable[..., Any] = flash_attention
@@ -162,12 +158,13 @@ class Attention(nn.Module):
             return None
         if self.head_dim > MAX_FEATURES or not use_triton("Attention", "auto", qkv):
             return None
-        theta = position.frequencies(qkv)
-        if self.head_dim % 2 or theta.shape[-1] > self.head_dim // 2:  # `lrpe_rotate` says what is wrong
+        factor = position.attention_factor  # of queries and of keys
+        if position.head_dim != self.head_dim or (factor != 1.0 and position.rotary_dim != self.head_dim):
             return None
+        theta = position.frequencies(qkv)
         from warploom.ops.rotary_attention.api import rotary_attention
 
-        scale = self.head_dim**-0.5
+        scale = self.head_dim**-0.5 * factor**2
         return rotary_attention(qkv, theta, self.heads, scale, interleaved=position.interleaved)
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
@@ -221,6 +218,24 @@ class Attention(nn.Module):
         """What the layer was built with."""
         sizes = f"d_model={self.qkv.in_features}, heads={self.heads}, kv_heads={self.kv_heads}"
         return f"{sizes}, head_dim={self.head_dim}, implementation={self.implementation!r}"
+
+
+def _check_position(position: object, kv_heads: int, head_dim: int) -> None:
+    """Raise unless an encoding is one that fits heads of keys, and looks at no later token."""
+    if position is None:
+        return
+    if not isinstance(position, RotaryEmbedding | LRPE):
+        expected = "a RotaryEmbedding, an LRPE or None"
+        raise fault(DtypeError, "Attention", "position", expected, type(position).__name__)
+    if position.head_dim != head_dim:
+        expected = f"of the layer's head_dim = {head_dim}, whatever the part that turns (rotary_dim)"
+        raise fault(ArgumentError, "Attention", "position", expected, f"head_dim = {position.head_dim}")
+    if isinstance(position, LRPE) and kv_heads % position.heads:
+        expected = f"of as many heads as keys have, kv_heads = {kv_heads}, or a divisor"
+        raise fault(ArgumentError, "Attention", "position", expected, f"heads = {position.heads}")
+    if isinstance(position, LRPE) and position.activation == "softmax_sequence":
+        expected = "of an activation that looks at no later token"
+        raise fault(ArgumentError, "Attention", "position", expected, repr(position.activation))
 
 
 def causal_mask(q: Tensor, k: Tensor, lengths: int | Tensor | None = None) -> Tensor:

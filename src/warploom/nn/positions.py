@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from warploom import lrpe_cosine, lrpe_rotate
-from warploom.errors import ArgumentError, fault
+from warploom.errors import ArgumentError, ShapeError, fault, shape_of
+from warploom.nn.rope_scaling import Scaling, check_scaling, scaled_frequencies
 from warploom.ops.lrpe.validation import Activation
 from warploom.runtime.backend import Backend
 from warploom.runtime.modes import is_plain_eager
@@ -28,7 +29,7 @@ class _Frequencies(nn.Module):
 
     theta: Tensor
 
-    def __init__(self, rows: int, features: int, base: float, learnable: bool) -> None:
+    def __init__(self, rows: int, features: int, base: float, learnable: bool, persistent: bool = False) -> None:
         super().__init__()
         if not base > 0:
             raise fault(ArgumentError, type(self).__name__, "base", "positive", base)
@@ -37,15 +38,25 @@ class _Frequencies(nn.Module):
         if learnable:
             self.theta = nn.Parameter(theta)
         else:
-            self.register_buffer("theta", theta, persistent=False)
+            self.register_buffer("theta", theta, persistent=persistent)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set the frequencies to what they are at the start."""
+        self.theta.copy_(self._at_the_start().expand_as(self.theta))
+
+    def _at_the_start(self) -> Tensor:
+        """The frequencies of a row, (F,) float64."""
         features = self.theta.shape[1]
         exponent = -torch.arange(features, dtype=torch.float64, device=self.theta.device) / features
-        self.theta.copy_((self.base**exponent).expand_as(self.theta))
+        return self.base**exponent
+
+    def check_features(self, x: object, head_dim: int) -> None:
+        """Raise unless ``x`` has heads of ``head_dim`` features: a part of more would turn, without a word."""
+        if isinstance(x, torch.Tensor) and not x.is_nested and x.shape[-1:] != (head_dim,):
+            expected = f"of heads of head_dim = {head_dim} features"
+            raise fault(ShapeError, type(self).__name__, "x", expected, shape_of(x))
 
     def frequencies(self, x: Tensor) -> Tensor:
         """``theta``, for positions of ``x``. Fixed frequencies follow it to another device."""
@@ -98,18 +109,28 @@ class RotaryEmbedding(_Frequencies):
 
     Args:
         head_dim: Features ``D`` of a head; even.
-        base: The frequencies are ``base ** (-f / F)`` for ``f = 0 … F − 1``.
-        rotary_dim: How many leading features turn, ``2·F``; all by default. The rest pass unchanged.
+        base: The frequencies are ``base ** (-f / F)`` for ``f = 0 … F − 1``; 10 000 by default.
+        rotary_dim: How many features turn, ``2·F``: the first ``F`` pairs; all by default. The rest pass unchanged.
         learnable: Whether ``theta`` is a parameter.
         interleaved: Pair neighbouring features ``(2f, 2f + 1)`` instead of halves ``(f, f + D/2)``.
+        scaling: Frequencies for longer sequences, under the names that transformers has in ``rope_parameters``:
+            ``rope_type`` of ``linear``, ``dynamic``, ``yarn``, ``longrope``, ``llama3`` or ``proportional``, with
+            what that needs. ``max_position_embeddings`` is an entry too where it is needed, and a ``rope_theta`` is
+            the base. The frequencies are then in the state dict.
+        length: Tokens of the longest sequence, which ``dynamic`` and ``longrope`` ask for; by default not more than
+            the model was trained on. `set_length` sets another. Keys in a cache keep the frequencies that they had.
 
     Attributes:
         theta: ``(1, F)`` float32, radians per position; one row for all heads.
+        attention_factor: What the features that turn are multiplied with, of ``yarn`` and ``longrope``; else 1.
 
     Raises:
-        ArgumentError: ``head_dim`` or ``rotary_dim`` is odd or out of range, or ``base`` is not positive.
+        ArgumentError: ``head_dim`` or ``rotary_dim`` is odd or out of range, ``base`` is not positive, or
+            ``scaling`` has too much or too little.
 
-    Source: Su et al., "RoFormer", 2021, arXiv 2104.09864.
+    Sources: Su et al., "RoFormer", 2021, arXiv 2104.09864; of scaled frequencies, Chen et al., 2023, arXiv
+    2306.15595; Peng et al., "YaRN", 2023, arXiv 2309.00071; Ding et al., "LongRoPE", 2024, arXiv 2402.13753; Llama
+    Team, 2024, arXiv 2407.21783.
 
     Example:
         ```python
@@ -119,6 +140,8 @@ class RotaryEmbedding(_Frequencies):
         rope = RotaryEmbedding(64, base=500_000.0)
         q = rope(torch.randn(2, 128, 8, 64))
         next_q = rope(torch.randn(2, 1, 8, 64), offset=128)
+        scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+        q = RotaryEmbedding(64, base=1e6, scaling=scaling)(q)
         ```
     """
 
@@ -126,19 +149,40 @@ class RotaryEmbedding(_Frequencies):
         self,
         head_dim: int,
         *,
-        base: float = 10000.0,
+        base: float | None = None,
         rotary_dim: int | None = None,
         learnable: bool = False,
         interleaved: bool = False,
+        scaling: Scaling | None = None,
+        length: int | None = None,
     ) -> None:
         turning = head_dim if rotary_dim is None else rotary_dim
         if head_dim < 2 or head_dim % 2:
             raise fault(ArgumentError, "RotaryEmbedding", "head_dim", "even and positive", head_dim)
         if turning % 2 or not 2 <= turning <= head_dim:
             raise fault(ArgumentError, "RotaryEmbedding", "rotary_dim", f"even, 2 … {head_dim}", turning)
-        super().__init__(1, turning // 2, base, learnable)
+        if scaling is not None:
+            check_scaling("RotaryEmbedding", scaling, turning // 2)
+        given = None if scaling is None else scaling.get("rope_theta")
+        if None is not base != given is not None:
+            raise fault(ArgumentError, "RotaryEmbedding", "base", f"left out, or rope_theta = {given}", base)
+        base = 10000.0 if base is None else base
+        self.scaling, self.length, self.attention_factor = dict(scaling or {}), length, 1.0
+        super().__init__(1, turning // 2, base if given is None else given, learnable, scaling is not None)
         self.head_dim, self.rotary_dim = head_dim, turning
         self.interleaved = interleaved
+
+    def _at_the_start(self) -> Tensor:
+        if not self.scaling:
+            return super()._at_the_start()
+        features = self.theta.shape[1]
+        theta, self.attention_factor = scaled_frequencies(self.scaling, self.base, features, self.length)
+        return theta.to(self.theta.device)
+
+    def set_length(self, length: int | None) -> None:
+        """Set the frequencies to those of sequences of so many tokens, for ``dynamic`` and ``longrope``."""
+        self.length = length
+        self.reset_parameters()
 
     def forward(
         self,
@@ -155,7 +199,8 @@ class RotaryEmbedding(_Frequencies):
         ``position_ids`` ``(N,)`` or ``(B, N)``, or start again at each packed sequence of ``cu_seqlens``. Errors
         and backends are those of `warploom.lrpe_rotate`.
         """
-        return lrpe_rotate(
+        self.check_features(x, self.head_dim)
+        out = lrpe_rotate(
             x,
             self.frequencies(x),
             offset=offset,
@@ -164,10 +209,19 @@ class RotaryEmbedding(_Frequencies):
             interleaved=self.interleaved,
             backend=backend,
         )
+        if self.attention_factor == 1.0:
+            return out
+        if self.rotary_dim == self.head_dim:
+            return out * self.attention_factor
+        pair = torch.arange(self.head_dim, device=out.device)
+        pair = pair // 2 if self.interleaved else pair % (self.head_dim // 2)
+        return torch.where(pair < self.rotary_dim // 2, out * self.attention_factor, out)
 
     def extra_repr(self) -> str:
         """What the encoding was built with."""
         sizes = f"head_dim={self.head_dim}, rotary_dim={self.rotary_dim}"
+        if self.scaling:
+            sizes += f", scaling={self.scaling}, length={self.length}"
         return f"{sizes}, {super().extra_repr()}, interleaved={self.interleaved}"
 
 
@@ -240,6 +294,7 @@ class LRPE(_Frequencies):
         Positions are given as for `RotaryEmbedding`. Errors and backends are those of
         `warploom.lrpe_cosine`.
         """
+        self.check_features(x, self.head_dim)
         encode = lrpe_cosine if self.kind == "cosine" else lrpe_rotate
         theta = self.frequencies(x)
         heads, rows = x.shape[-2], theta.shape[0]
