@@ -273,6 +273,66 @@ def check_fsdp_and_context_parallel(world):
         compare_gradients(model, gradients)
 
 
+def encoding_layers():
+    from warploom.nn import LRPE, Attention, LinearAttention
+
+    torch.manual_seed(0)
+    return [
+        LRPE(2, 16, kind="rotate"),
+        Attention(32, 2, position=LRPE(2, 16)),
+        LinearAttention(32, 2, 16),
+    ]
+
+
+def theta_of(layer):
+    return next(p for name, p in layer.named_parameters() if name.endswith("theta"))
+
+
+def check_frequencies_under_fsdp_are_float32(world):
+    """Whatever FSDP casts, and whatever was cast before: values, gradients, a step, and a state dict."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh, rank, low = mesh_of(world), torch.distributed.get_rank(), torch.bfloat16
+    for index in range(3):
+        for policy, cast in ((MixedPrecisionPolicy(), False), (MixedPrecisionPolicy(param_dtype=low), False),
+                             (MixedPrecisionPolicy(), True)):  # fmt: skip
+            layer, alone = encoding_layers()[index], encoding_layers()[index]
+            whole = policy.param_dtype is None and not cast
+            (layer.bfloat16() if cast else layer), (alone if whole else alone.bfloat16())
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+            features = (32,) if index else (2, 16)
+            x, grad = draw((world, 6, *features), (1, 6, *features), dtype=torch.float32)
+            x, grad = (x, grad) if whole else (x.to(low), grad.to(low))
+            place = {"position_ids": torch.tensor([0, 1, 2, 999, 3001, 8003])} if index < 2 else {}
+            found = layer(x[rank : rank + 1], **place)
+            torch.testing.assert_close(found, alone(x, **place)[rank : rank + 1])
+            theta, expected = theta_of(layer), theta_of(alone)
+            assert theta.requires_grad
+            assert theta.dtype == torch.float32
+            for _ in range(2):  # gradients add up
+                layer(x[rank : rank + 1], **place).backward(grad)
+                for entry in x:
+                    alone(entry[None], **place).backward(grad / world)
+            tight = {} if whole else {"rtol": 0.05, "atol": 0.05 * expected.grad.abs().max()}
+            torch.testing.assert_close(theta.grad.full_tensor(), expected.grad, **tight)
+            torch.optim.AdamW([theta], lr=1e-3).step()
+            state = layer.state_dict()
+            kept = state[next(name for name in state if name.endswith("theta"))].full_tensor()
+            assert kept.dtype == torch.float32
+            torch.testing.assert_close(kept, theta.full_tensor(), rtol=0, atol=0)
+            assert (kept - expected).abs().min() > 5e-4
+    with torch.device("meta"):
+        late = encoding_layers()[1].bfloat16()
+    fully_shard(late, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=low))
+    late.to_empty(device="cpu")
+    for module in (late.qkv, late.out):
+        torch.nn.init.ones_(module.weight)
+    layer = encoding_layers()[1]
+    torch.testing.assert_close(late.position.theta.full_tensor(), layer.position.theta, rtol=0, atol=0)
+    late(torch.randn(1, 3, 32, dtype=low)).sum().backward()
+    assert late.position.theta.grad.full_tensor().isfinite().all()
+
+
 def check_selective_checkpointing(world):
     """What is kept is not computed again; gradients are the same."""
     from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts

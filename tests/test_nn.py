@@ -167,6 +167,13 @@ def test_fixed_frequencies_follow_to_the_gpu(device: torch.device) -> None:
         LRPE(3, 8)(x)
 
 
+def test_frequencies_whose_data_was_cast_are_refused() -> None:
+    module = LRPE(2, 8)
+    module.theta.data = module.theta.data.bfloat16()
+    with pytest.raises(DtypeError, match="LRPE: theta must be float32"):
+        module(torch.randn(1, 2, 2, 8))
+
+
 @pytest.mark.parametrize("make", [RotaryEmbedding, lambda d: LRPE(2, d), lambda d: LRPE(2, d, kind="rotate")])
 @pytest.mark.parametrize("size", [4, 16])
 def test_positions_that_do_not_fit_a_head_are_refused(size: int, make, device: torch.device) -> None:

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from warploom import lrpe_cosine, lrpe_rotate
-from warploom.errors import ArgumentError, ShapeError, fault, shape_of
+from warploom.errors import ArgumentError, DtypeError, ShapeError, dtype_of, fault, shape_of
+from warploom.nn.fully_shard import ShardedFrequencies, gather, is_called_by_fsdp, placed_as, shard
 from warploom.nn.rope_scaling import Scaling, check_scaling, scaled_frequencies
 from warploom.ops.lrpe.validation import Activation
 from warploom.runtime.backend import Backend
 from warploom.runtime.modes import is_plain_eager
+from warploom.runtime.sharding import is_sharded
 
 Tensor = torch.Tensor
 
@@ -44,7 +46,8 @@ class _Frequencies(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set the frequencies to what they are at the start."""
-        self.theta.copy_(self._at_the_start().expand_as(self.theta))
+        values = self._at_the_start().expand_as(self.theta)
+        self.theta.copy_(placed_as(values, self.theta) if isinstance(self, ShardedFrequencies) else values)
 
     def _at_the_start(self) -> Tensor:
         """The frequencies of a row, (F,) float64."""
@@ -61,6 +64,11 @@ class _Frequencies(nn.Module):
     def frequencies(self, x: Tensor) -> Tensor:
         """``theta``, for positions of ``x``. Fixed frequencies follow it to another device."""
         theta = self.theta
+        if isinstance(self, ShardedFrequencies):
+            return gather(theta)
+        if theta.itemsize < 4:
+            expected = "float32: no param_dtype of FSDP beside tensor parallelism, and no cast of its data"
+            raise fault(DtypeError, type(self).__name__, "theta", expected, dtype_of(theta))
         if isinstance(theta, nn.Parameter) or not isinstance(x, torch.Tensor) or theta.device == x.device:
             return theta
         theta = theta.to(x.device)
@@ -71,6 +79,13 @@ class _Frequencies(nn.Module):
     def extra_repr(self) -> str:
         """What the frequencies were built with."""
         return f"base={self.base}, learnable={isinstance(self.theta, nn.Parameter)}"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        sharded = name == "theta" and is_sharded((value,)) and is_called_by_fsdp()
+        if sharded and not is_sharded((self._parameters["theta"],)):  # already: of heads on other ranks, say
+            shard(self, value)
+        else:
+            super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         theta, grad, was_meta = self.theta, self.theta.grad, self.theta.is_meta

@@ -110,7 +110,7 @@ def scaled_frequencies(scaling: Scaling, base: float, features: int, length: int
 
 def _dynamic(scaling: Scaling, base: float, features: int, length: int | None) -> Tensor:
     """A base such that the lowest frequency is that of positions divided by how much longer a sequence is."""
-    factor, trained = scaling["factor"], scaling["max_position_embeddings"]
+    factor, trained = float(scaling["factor"]), int(scaling["max_position_embeddings"])
     times = max(length or trained, trained) / trained
     base *= float((factor * times - (factor - 1)) ** (features / (features - 1)))
     return base ** (-torch.arange(features, dtype=torch.float64) / features)
@@ -118,10 +118,10 @@ def _dynamic(scaling: Scaling, base: float, features: int, length: int | None) -
 
 def _llama3(scaling: Scaling, theta: Tensor) -> Tensor:
     """Frequencies that turn often in L stay, those that turn seldom are divided by s, with a ramp between."""
-    turns = scaling[_LENGTH] * theta / (2 * math.pi)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    stays = ((turns - low) / (high - low)).clamp(0, 1)
-    return theta * (stays + (1 - stays) / scaling["factor"])
+    turns = theta * (int(scaling[_LENGTH]) / (2 * math.pi))
+    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    stays: Tensor = ((turns - low) / (high - low)).clamp(0, 1)
+    return theta * (stays + (1 - stays) / factor)
 
 
 def _yarn(scaling: Scaling, theta: Tensor, base: float, factor: float) -> Tensor:
