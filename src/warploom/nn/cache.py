@@ -17,14 +17,15 @@ Tensor = torch.Tensor
 class _Cache:
     """Lengths of the entries of a batch, and tensors that are kept of their tokens.
 
-    Compiled code takes every length alike: the length is one int, counted from −1 down since PyTorch compiles 0 and
-    1 apart, and entries that are shorter are so by a number that new tokens do not change.
+    Compiled code takes every length alike: the length is a size of an empty tensor, as PyTorch compiles an int of a
+    global anew for each value, and two more than it is, as sizes of 0 and 1 are compiled apart. Entries that are
+    shorter are so by a number that new tokens do not change.
     """
 
     def __init__(self) -> None:
         self._held: tuple[Tensor, ...] = ()
         self._is_filled = False
-        self._minus_length = -1  # −1 − length
+        self._counter = _counter(0)
         self._missing: list[int] | None = None  # of each entry to the longest; None where they are as long
         self._missing_there: Tensor | None = None  # the same on the device, (B,) int32
 
@@ -34,7 +35,7 @@ class _Cache:
     @property
     def length(self) -> int:
         """The largest of the entries' lengths."""
-        return -1 - self._minus_length
+        return self._counter.shape[0] - 2
 
     @property
     def lengths(self) -> list[int]:
@@ -115,7 +116,7 @@ class _Cache:
 
     def _set_lengths(self, lengths: list[int]) -> None:
         longest = max(lengths, default=0)
-        self._minus_length, self._missing, self._missing_there = -1 - longest, None, None
+        self._counter, self._missing, self._missing_there = _counter(longest), None, None
         if min(lengths, default=0) < longest:
             self._missing = [longest - length for length in lengths]
             missing = torch.tensor(self._missing, dtype=torch.int32)
@@ -125,6 +126,11 @@ class _Cache:
         if not self._is_filled:
             raise fault(ArgumentError, type(self).__name__, "the cache", "appended to first", "an empty one")
         return self._held
+
+
+def _counter(length: int) -> Tensor:
+    """A tensor of no elements that says a length."""
+    return torch.empty(length + 2, 0, device="cpu")
 
 
 def _outliving_inference() -> contextlib.AbstractContextManager[Any]:
@@ -199,7 +205,7 @@ class TokenCache(_Cache):
         else:
             for store, tensor in zip(self._held, new):
                 store[:, self.length : needed] = tensor
-        self._minus_length -= tokens
+        self._counter = _counter(self.length + tokens)
         return tuple(store[:, :needed] for store in self._held)
 
     def _select(self, order: Tensor) -> None:
@@ -409,7 +415,7 @@ class StateCache(_Cache):
         self._before = self.lengths or [0] * state.shape[0]
         self._held, self._is_filled = (state,), True
         self._state_after, self._order = state_after, None
-        self._minus_length -= tokens
+        self._counter = _counter(self.length + tokens)
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
         """Forget each entry's tokens from a length on, which is not before the last call.
