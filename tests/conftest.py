@@ -119,6 +119,12 @@ def fresh_plans() -> None:
         plans.forget()
 
 
+@pytest.fixture
+def unchecked_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels meet bad values, as on a GPU, where nobody looks at them."""
+    monkeypatch.setattr("warploom.runtime.dispatch.are_looked_at", lambda x: False)
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(seeds.seed())

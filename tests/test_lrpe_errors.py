@@ -178,7 +178,7 @@ def test_wrong_arguments_of_rotate(wrong: Wrong, backend: str, device: torch.dev
 @pytest.mark.parametrize(
     ("x", "missing"),
     [
-        (ones(2, TOKENS, 3, 8, dtype=torch.float64), "float16, bfloat16 and float32; x is float64"),
+        (ones(2, TOKENS, 3, 8, dtype=torch.float64), "float16, bfloat16 and float32; the tensors are float64"),
         (ones(1, 1, 1, 8194), "8194 features"),
     ],
     ids=["float64", "long_row"],

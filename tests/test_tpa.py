@@ -308,6 +308,7 @@ def test_lengths_of_both_integer_types_and_any_stride(device: torch.device, dtyp
 
 
 @needs_triton
+@pytest.mark.usefixtures("unchecked_values")
 def test_more_than_the_capacity_counts_as_the_capacity(device: torch.device) -> None:
     inputs = factors(device)
     found = tpa_decode(**inputs, cache_seqlens=lengths(device, 1000, -3), backend="triton")
@@ -315,6 +316,7 @@ def test_more_than_the_capacity_counts_as_the_capacity(device: torch.device) -> 
     assert torch.equal(found[1], torch.zeros_like(found[1]))
 
 
+@pytest.mark.usefixtures("unchecked_values")
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 @pytest.mark.parametrize("strategy", ["batch", "split_kv"])
 def test_lengths_beyond_the_cache_leave_new_tokens_at_its_end(

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 from warploom.errors import (
     ArgumentError,
     BackendError,
+    BackendWarning,
     DeviceError,
     DtypeError,
+    LayoutWarning,
     ShapeError,
+    UnknownArgumentError,
     WarploomError,
 )
 from warploom.version import __version__
@@ -18,15 +21,20 @@ if TYPE_CHECKING or "torch" in sys.modules:
     from warploom.ops.linear_attention.api import linear_attention
     from warploom.ops.lrpe.api import lrpe_cosine, lrpe_rotate
     from warploom.ops.tpa.api import tpa_attention, tpa_decode
+    from warploom.runtime.values import check_values
 
 __all__ = [
     "ArgumentError",
     "BackendError",
+    "BackendWarning",
     "DeviceError",
     "DtypeError",
+    "LayoutWarning",
     "ShapeError",
+    "UnknownArgumentError",
     "WarploomError",
     "__version__",
+    "check_values",
     "flash_attention",
     "linear_attention",
     "lrpe_cosine",
@@ -44,7 +52,9 @@ def __getattr__(name: str) -> Any:
     from warploom.ops.linear_attention import api as linear_attention
     from warploom.ops.lrpe import api as lrpe
     from warploom.ops.tpa import api as tpa
+    from warploom.runtime import values
 
-    found = next(getattr(api, name) for api in (flash_attention, linear_attention, lrpe, tpa) if hasattr(api, name))
+    modules = (flash_attention, linear_attention, lrpe, tpa, values)
+    found = next(getattr(module, name) for module in modules if hasattr(module, name))
     globals()[name] = found
     return found

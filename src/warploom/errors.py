@@ -1,16 +1,30 @@
-"""The errors a user can meet. Each names the function, the argument, what was expected and what came.
+"""The errors and warnings a user can meet. An error names function and argument, what was expected and what came.
 
-They are raised before any kernel runs; nothing has been modified when one arrives.
+Errors are raised before any kernel runs; nothing has been modified when one arrives.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from torch import Tensor
 
-__all__ = ["ArgumentError", "BackendError", "DeviceError", "DtypeError", "ShapeError", "WarploomError"]
+__all__ = [
+    "ArgumentError",
+    "BackendError",
+    "BackendWarning",
+    "DeviceError",
+    "DtypeError",
+    "LayoutWarning",
+    "ShapeError",
+    "UnknownArgumentError",
+    "WarploomError",
+]
 
 
 class WarploomError(ValueError):
@@ -33,6 +47,10 @@ class ArgumentError(WarploomError):
     """An argument has a value, or a combination of arguments, that the operator does not define."""
 
 
+class UnknownArgumentError(ArgumentError, TypeError):
+    """A call has an argument that the function does not have. The text says what it is called here."""
+
+
 class ShapeError(WarploomError):
     """A tensor has the wrong number of dimensions or a size that does not fit the others."""
 
@@ -47,6 +65,23 @@ class DeviceError(WarploomError):
 
 class BackendError(WarploomError, RuntimeError):
     """The backend that was asked for by name cannot run this call here. There is no fallback."""
+
+
+class LayoutWarning(UserWarning):
+    """Tensors have shapes as if their heads came before their tokens, which here is the other way round."""
+
+
+class BackendWarning(UserWarning):
+    """A call takes much more time or memory than it would elsewhere. The text says why."""
+
+
+def warn(category: type[Warning], message: str) -> None:
+    """Warn about the line that called warploom: once a line, unless Python is told otherwise."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "warploom":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def fault(error: type[WarploomError], function: str, argument: str, expected: str, got: object) -> WarploomError:

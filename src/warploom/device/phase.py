@@ -1,10 +1,11 @@
-"""Cosine and sine of ``position × frequency``, exact for every 32-bit position.
+"""Cosine and sine of ``position × frequency``, exact for every 32-bit position, and right for those of 64 bits.
 
 A float32 product of a position and a frequency keeps 24 bits, of which the whole turns eat the leading ones:
 at position 10⁶ the angle is already wrong by 0.06 rad. Here an angle is a fixed-point fraction of a turn, in
 units of 2⁻³² turns. The angle gained per position is kept in two words: an integer, whose product with the
 position wraps modulo 2³² exactly as the angle wraps modulo one turn, and a float32 remainder below one unit,
 whose product with the position is small. Together they hold 48 bits behind the leading one of the frequency.
+A position of 64 bits wraps as well: its lower 32 bits are the factor of the integer.
 Integers that wrap are added and multiplied by `wrapping_add` and `wrapping_mul`, which no debug mode checks.
 """
 
@@ -107,22 +108,29 @@ def fast_cos_sin(angle):
 
 @triton.jit
 def cos_sin(position, whole, rest, unit, HALF: tl.constexpr):
-    """Cosine and sine at integer positions, from `phase_step`, in float32.
+    """Cosine and sine at integer positions of 32 or 64 bits, from `phase_step`, in float32.
 
     Below 2e-7 off for positions to 2²⁴. With ``HALF``, for results that will be rounded to 16 bits, the special
     function unit does what is left after the exact reduction, and is at most 9e-7 off.
     """
+    low = position.to(tl.int32)
     if HALF:
         # The upper 23 bits of the phase, half a turn ahead, are the fraction of a float32 in [1, 2). Conversions
         # from and to integers would cost as much as the sine itself, and the rest is small enough for float32.
-        bits = wrapping_add(wrapping_mul(position, whole), HALF_TURN_AND_HALF_A_BIT)
+        bits = wrapping_add(wrapping_mul(low, whole), HALF_TURN_AND_HALF_A_BIT)
         turns = ((bits.to(tl.uint32, bitcast=True) >> 9) | ONE_AS_BITS).to(tl.float32, bitcast=True) - 1.5
         angle = tl.fma(position.to(tl.float32), rest, turns) * TURN
         cosine, sine = fast_cos_sin(angle)
     else:
         # An eighth of a turn ahead, so that the upper two bits are the quadrant whose axis is nearest.
-        phase = wrapping_mul(position, whole)
-        phase = wrapping_add(phase, ((position.to(tl.float32) * TWO_POW_32) * rest).to(tl.int32))
+        phase = wrapping_mul(low, whole)
+        if position.dtype == tl.int64:
+            gain = position.to(tl.float32) * rest
+            gain -= (gain + ROUND) - ROUND  # whole turns, from position 2³² on
+            gain *= TWO_POW_32
+        else:
+            gain = (position.to(tl.float32) * TWO_POW_32) * rest
+        phase = wrapping_add(phase, gain.to(tl.int32))
         phase = wrapping_add(phase, EIGHTH_TURN)
         r = ((phase & WITHIN_QUADRANT) - EIGHTH_TURN).to(tl.float32) * unit
         z = r * r

@@ -43,6 +43,7 @@ from warploom.runtime.backend import Backend, use_triton
 from warploom.runtime.dispatch import Gradient, Operator, Tensors, apply
 from warploom.runtime.memory_order import empty_in_order_of
 from warploom.runtime.modes import read_bounds
+from warploom.runtime.names import known_arguments, refuse_unknown
 from warploom.runtime.plans import Plans, metadata
 
 Tensor = torch.Tensor
@@ -92,12 +93,13 @@ def context_parallel_attention(
     q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, *,
     return_lse: bool, **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@known_arguments
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mesh: DeviceMesh,
-    *,
+    *_others: Any,
     causal: bool = False,
     scale: float | None = None,
     window: Sequence[int | None] | None = None,
@@ -108,6 +110,7 @@ def context_parallel_attention(
     float32_precision: Precision | None = None,
     return_lse: bool = False,
     backend: Backend = "auto",
+    **_unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`warploom.flash_attention` of a sequence whose tokens are shared by the ranks of a mesh.
 
@@ -160,6 +163,8 @@ def context_parallel_attention(
         out = context_parallel_attention(q, k, v, mesh, causal=True)             # (1, 64 / W, 8, 16)
         ```
     """
+    if _others or _unknown:
+        refuse_unknown(context_parallel_attention, _others, _unknown)
     q, k, v = under_autocast(q, k, v)
     tensors, given = (q, k, v, sink, cu_seqlens), (causal, scale, window, float32_precision, return_lse, softcap)
     try:

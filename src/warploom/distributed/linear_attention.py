@@ -40,6 +40,7 @@ from warploom.runtime.autocast import under_autocast, without_autocast
 from warploom.runtime.backend import Backend, use_triton
 from warploom.runtime.dispatch import Gradient, Operator, Tensors, apply
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
+from warploom.runtime.names import known_arguments, refuse_unknown
 from warploom.runtime.plans import Plans, metadata
 
 Tensor = torch.Tensor
@@ -78,12 +79,13 @@ def context_parallel_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, *,
     return_state: bool, **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@known_arguments
 def context_parallel_linear_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mesh: DeviceMesh,
-    *,
+    *_others: Any,
     decay: Tensor | None = None,
     theta: Tensor | None = None,
     encoding: Encoding = "none",
@@ -96,6 +98,7 @@ def context_parallel_linear_attention(
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
+    **_unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`warploom.linear_attention` of a sequence whose tokens are shared by the ranks of a mesh.
 
@@ -150,6 +153,8 @@ def context_parallel_linear_attention(
         out = context_parallel_linear_attention(q, k, v, mesh, decay=-torch.rand(8))    # (1, 64 / W, 8, 16)
         ```
     """
+    if _others or _unknown:
+        refuse_unknown(context_parallel_linear_attention, _others, _unknown)
     q, k, v = under_autocast(q, k, v)
     offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, as_python(offset))
     tensors = (q, k, v, theta, decay, initial_state, offsets, cu_seqlens)

@@ -36,7 +36,7 @@ class Segment(NamedTuple):
         q, k, v, theta, decay, _, offsets, _ = tensors
         q, k, v = (x[:, self.tokens] for x in (q, k, v))
         decay = decay if decay is None or decay.dim() == 1 else decay[:, self.tokens]
-        moved = None if offsets is None else offsets + self.start
+        moved = None if offsets is None else offsets.long() + self.start
         return Inputs(q, k, v, theta, decay, initial, moved, self.cu_seqlens)
 
 

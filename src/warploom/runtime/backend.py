@@ -52,11 +52,13 @@ def _missing(x: torch.Tensor, limit: str | None) -> str | None:
     if limit is not None:
         return limit
     if x.dtype not in KERNEL_DTYPES:
-        return f"the kernels take float16, bfloat16 and float32; x is {str(x.dtype).removeprefix('torch.')}"
+        return (
+            f"the kernels take float16, bfloat16 and float32; the tensors are {str(x.dtype).removeprefix('torch.')}"
+        )
     if x.is_cuda:
         return _unsupported(x.device)
     if not x.is_meta and not _runs_on_cpu():
-        return f"x is on {x.device}, and the kernels need an NVIDIA GPU (or TRITON_INTERPRET=1 on a CPU)"
+        return f"the tensors are on {x.device}, and the kernels need an NVIDIA GPU (or TRITON_INTERPRET=1 on a CPU)"
     return None
 
 
@@ -78,9 +80,9 @@ def _examine(device: torch.device) -> str | None:
     if found >= OLDEST_CAPABILITY:
         return None
     if found == 0:
-        return f"x is on {device}, a GPU of AMD, and the kernels need one of NVIDIA"
+        return f"the tensors are on {device}, a GPU of AMD, and the kernels need one of NVIDIA"
     has, need = (f"{number // 10}.{number % 10}" for number in (found, OLDEST_CAPABILITY))
-    return f"x is on {device} of compute capability {has}, and the kernels need {need} or later"
+    return f"the tensors are on {device} of compute capability {has}, and the kernels need {need} or later"
 
 
 def _runs_on_cpu() -> bool:

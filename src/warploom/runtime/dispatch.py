@@ -31,9 +31,10 @@ from warploom.runtime.modes import (
     is_watched,
     stacked,
 )
-from warploom.runtime.plans import Plans, are_kept, metadata, recognise
+from warploom.runtime.plans import Plans, are_kept, caches, metadata, recognise
 from warploom.runtime.pytorch import any_requires_grad, apply_of, forward_ad
 from warploom.runtime.sharding import Axes, is_sharded, on_shards
+from warploom.runtime.values import are_looked_at
 
 __all__ = ["Checked", "Function", "Gradient", "Operator", "apply", "caches"]
 
@@ -44,12 +45,6 @@ Options = tuple[Any, ...]
 
 _is_grad_enabled = torch.is_grad_enabled
 _library = torch.library.Library("warploom", "FRAGMENT")
-_caches: list[Plans] = []
-
-
-def caches() -> list[Plans]:
-    """All that is known of earlier calls, of every function and operator."""
-    return _caches
 
 
 class Gradient(NamedTuple):
@@ -121,7 +116,7 @@ class Operator:
 
     def __post_init__(self) -> None:
         self.inputs, self.plans = _count(self.tensors), Plans()
-        _caches.append(self.plans)
+        caches().append(self.plans)
         self._register()
         if self.gradient is not None:
             self.grads = _count(self.gradient.grads)
@@ -370,9 +365,13 @@ class _Known(NamedTuple):
     checked: Checked
     forward: Callable[[Tensors, int, Any, Plans], Tensors] | None
     """The operator's; None where gradients are wanted."""
+    look: Callable[[Tensors], None] | None
+    """Checks what tensors hold; None where that is not looked at."""
 
     def __call__(self, tensors: Tensors, number: int) -> Any:
-        call, checked, forward = self
+        call, checked, forward, look = self
+        if look is not None:
+            look(tensors)
         if checked.tensors is not None:
             tensors = checked.tensors(*tensors)
         if forward is None:
@@ -392,6 +391,7 @@ class Function:
         reference: Callable[[Tensors, Any, Checked, str], Any],
         operator: Callable[[], Operator],
         axes: Callable[[Tensors, Options], Axes] | None = None,
+        look: Callable[[str, Tensors], None] | None = None,
     ) -> None:
         """A function.
 
@@ -401,11 +401,12 @@ class Function:
             reference: Runs a call in PyTorch, from tensors, number, what validation made of it, and the backend.
             operator: Imports the operator, when the kernels are first needed, for that imports Triton.
             axes: Says which axes of the tensors can be sharded over ranks, from tensors and options.
+            look: Checks what tensors hold, from the name and tensors, see `warploom.runtime.values`.
         """
         self.name, self.check, self.reference, self.operator = name, check, reference, operator
-        self.axes = axes
+        self.axes, self.look = axes, None if look is None else functools.partial(look, name)
         self.plans = Plans()
-        _caches.append(self.plans)
+        caches().append(self.plans)
 
     def __call__(self, backend: str, tensors: Tensors, options: Options, number: Any = 0) -> Any:
         """Run a call.
@@ -441,6 +442,9 @@ class Function:
                         self.plans.remember((like, kind, enabled, run))
                     return run(tensors, number)
         checked = self.check(self.name, tensors, as_python(options), number)
+        look = self.look if self.look is not None and are_looked_at(given[0]) else None
+        if look is not None:
+            look(tensors)
         if self.axes is not None and is_sharded(tensors):
             axes = self.axes(tensors, options)
             call = functools.partial(self._on_a_shard, backend, options)
@@ -458,7 +462,7 @@ class Function:
             settled = operator.differentiated(settled, wanted)
         differentiated = operator.gradient is not None and any(wanted)
         forward = None if differentiated else operator.forward
-        run = _Known(_Call(operator, settled, Plans()), checked, forward)
+        run = _Known(_Call(operator, settled, Plans()), checked, forward, look)
         self.plans.keep(key, run)
         return run(tensors, number)
 

@@ -68,6 +68,14 @@ class Plans:
         return plan
 
 
+_caches: list[Plans] = []
+
+
+def caches() -> list[Plans]:
+    """All that is known of earlier calls, of every function and operator."""
+    return _caches
+
+
 def recognise(*tensors: torch.Tensor) -> Callable[..., bool] | None:
     """What says, by a function in C, whether tensors are like these in all but contents and address.
 

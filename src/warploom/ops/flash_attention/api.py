@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
-from warploom.ops.flash_attention import reference
-from warploom.ops.flash_attention.validation import Options, Precision, check
+from warploom.ops.flash_attention import fallback
+from warploom.ops.flash_attention.validation import NAME, Precision, check, look
 from warploom.runtime.autocast import under_autocast
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import dense, in_order_of
-from warploom.runtime.modes import is_plain_eager, read_bounds
+from warploom.runtime.names import known_arguments, refuse_unknown
 from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
@@ -47,11 +47,12 @@ def flash_attention(
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **arguments: Unpack[_Arguments]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@known_arguments
 def flash_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *_others: Any,
     causal: bool = False,
     scale: float | None = None,
     window: Sequence[int | None] | None = None,
@@ -64,6 +65,7 @@ def flash_attention(
     float32_precision: Precision | None = None,
     return_lse: bool = False,
     backend: Backend = "auto",
+    **_unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale · q kᵀ) v``, in memory linear in the length.
 
@@ -84,12 +86,11 @@ def flash_attention(
             takes part in lse, and has a gradient.
         cu_seqlens_q: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S ≤ N``, with ``B = 1``: packed sequences, each
             of which attends to its own keys with its own alignment. Rows behind the last, as of padding to a fixed
-            size, become 0 with an lse of −inf, and so do their gradients, whatever they hold. Values are read on
-            the device and not checked.
+            size, become 0 with an lse of −inf, and so do their gradients, whatever they hold.
         cu_seqlens_k: The same for the keys, ``c_S ≤ M``. If ``N = M``, either of the two stands for both.
         seqused_k: ``(B,)`` int32 or int64: batch entry ``b`` has its first ``seqused_k[b] ≤ M`` keys. What lies
             behind them is not read into a result, ``causal`` and ``window`` align with the last used key, and
-            gradients there are 0. Not with packed sequences. Values are read on the device and not checked.
+            gradients there are 0. Not with packed sequences.
         block_table: ``(B, P)`` int32, for keys in pages: then ``k`` is ``(pages, page_size, Hkv, D)``, ``v``
             likewise, and key ``j`` of batch entry ``b`` lies in page ``block_table[b, j // page_size]``. With
             ``seqused_k``; without gradients, and not with packed sequences. Numbers of pages that hold no used key
@@ -110,7 +111,8 @@ def flash_attention(
         ShapeError: A size does not fit.
         DtypeError: An argument has the wrong type.
         DeviceError: Tensors lie on different devices.
-        ArgumentError: An unknown option, or arguments that exclude each other.
+        ArgumentError: An unknown option, arguments that exclude each other, or bounds, lengths or pages that are
+            not so (checked on a CPU; on a GPU see `check_values`).
         BackendError: ``backend="triton"`` cannot run this call.
 
     Source: Dao, "FlashAttention-2", 2023, arXiv 2307.08691, algorithms 1 and 2; Shah et al., "FlashAttention-3",
@@ -128,6 +130,8 @@ def flash_attention(
         print(out.shape, lse.shape)  # torch.Size([2, 128, 8, 64]) torch.Size([2, 8, 128])
         ```
     """
+    if _others or _unknown:
+        refuse_unknown(flash_attention, _others, _unknown)
     q, k, v = under_autocast(q, k, v)
     if isinstance(window, list):
         window = tuple(window)
@@ -137,47 +141,17 @@ def flash_attention(
 
 
 def _run_reference(tensors: Tensors, _: int, checked: Checked, backend: str) -> Tensor | tuple[Tensor, Tensor]:
-    q, k, v, *rest = checked.tensors(*tensors) if checked.tensors else tensors
-    sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table = rest
-    options: Options = checked.options
-    return_lse = checked.results == 2
-    only = all(x is None for x in (*rest, options.softcap)) and not return_lse
-    if backend == "auto" and only and _is_plain(q, k, v, options):
-        return in_order_of(q, _fused_by_torch(q, k, v, options))
-    cu_seqlens_q, cu_seqlens_k = read_bounds(cu_seqlens_q, cu_seqlens_k)
-    results = reference.flash_attention(
-        q, k, v,
-        scale=options.scale, window=(options.left, options.right), softcap=options.softcap, sink=sink,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, block_table=block_table,
-        float32_precision=options.precision, return_lse=return_lse,
-    )  # fmt: skip
+    tensors = checked.tensors(*tensors) if checked.tensors else tensors
+    q, options, return_lse = tensors[0], checked.options, checked.results == 2
+    if backend == "auto" and not q.is_meta:
+        reason = fallback.obstacle(tensors, options, return_lse)
+        if reason is None:
+            return in_order_of(q, fallback.attend(tensors, options))
+        fallback.warn_of_definition(NAME, reason)
+    results = fallback.define(tensors, options, return_lse)
     if isinstance(results, Tensor):
         return in_order_of(q, results)
     return in_order_of(q, results[0]), dense(results[1])
-
-
-def _is_plain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether PyTorch's own fused attention for CPUs computes this call.
-
-    Its backward misses the error budget for large inner products, and a scale of zero or below is not for it. It
-    makes zeros of some rows of NaN: it is for finite numbers, which compiled code cannot look at.
-    """
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
-        return False
-    tokens, keys = q.shape[1], k.shape[1]
-    masked = options.left is not None or (options.right is not None and (options.right != 0 or tokens != keys))
-    special = options.precision not in (None, "highest")
-    if q.device.type != "cpu" or keys == 0 or options.scale <= 0 or masked or special:
-        return False
-    return is_plain_eager(q, k, v) and all(bool(t.isfinite().all()) for t in (q, k, v))
-
-
-def _fused_by_torch(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    attend = torch.nn.functional.scaled_dot_product_attention
-    out: Tensor = attend(q, k, v, is_causal=options.right == 0, scale=options.scale, enable_gqa=grouped)
-    return out.transpose(1, 2)
 
 
 def _operator() -> Operator:
@@ -193,4 +167,4 @@ def _axes(tensors: Tensors, options: tuple[object, ...]) -> Axes:
     return Axes(("b.h.", keys, keys, "h", "", "", "b", "b."), ("b.h.", "bh.") if return_lse else ("b.h.",))
 
 
-_function = Function("flash_attention", check, _run_reference, _operator, _axes)
+_function = Function(NAME, check, _run_reference, _operator, _axes, look)

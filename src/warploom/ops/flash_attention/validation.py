@@ -1,4 +1,4 @@
-"""What must hold of the arguments of flash attention. Nothing here touches a tensor's data or the device."""
+"""What must hold of the arguments of flash attention. `look` alone touches a tensor's data."""
 
 from __future__ import annotations
 
@@ -8,9 +8,20 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
+from warploom.errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    LayoutWarning,
+    ShapeError,
+    dtype_of,
+    fault,
+    shape_of,
+    warn,
+)
 from warploom.runtime.arguments import FLOATS, LARGEST, check_number, checked_tensor, is_int, is_within, shown
 from warploom.runtime.dispatch import Checked, Tensors
+from warploom.runtime.values import check_bounds, check_lengths, check_pages
 
 Tensor = torch.Tensor
 
@@ -63,6 +74,8 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Chec
         _check_used(q, seqused_k, cu_seqlens_q, cu_seqlens_k)
     if block_table is not None:
         _check_pages(q, k, v, block_table, seqused_k)
+    if causal and cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None:
+        _warn_of_layout(name, q, k)
     if precision is not None and precision not in PRECISIONS:
         expected = f"None or one of {', '.join(PRECISIONS)}"
         raise fault(ArgumentError, name, "float32_precision", expected, repr(precision))
@@ -72,6 +85,17 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Chec
     keys *= 1 if block_table is None else block_table.shape[1]
     limit = beyond_kernels(batch, tokens, keys, heads, key_heads, max(q.shape[-1], v.shape[-1]))
     return Checked(settled, limit, _with_both if one else None, 2 if return_lse else 1)
+
+
+def look(name: str, tensors: Tensors) -> None:
+    """Check what tensors of a valid call hold."""
+    q, k, _, _, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table = tensors
+    check_bounds(name, "cu_seqlens_q", cu_seqlens_q, q.shape[1])
+    check_bounds(name, "cu_seqlens_k", cu_seqlens_k, k.shape[1], "M")
+    if seqused_k is not None:
+        places = 1 if block_table is None else block_table.shape[1]
+        check_lengths(name, "seqused_k", seqused_k, places * k.shape[1])
+        check_pages(name, block_table, seqused_k, k.shape[0], k.shape[1])
 
 
 def _with_both(
@@ -124,6 +148,19 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, paged: bool) -> None:
     if v.dim() != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] == 0:
         expected = f"(B, M, Hkv, E) with B = {k.shape[0]}, M = {k.shape[1]}, Hkv = {key_heads}, E ≥ 1"
         raise fault(ShapeError, NAME, "v", expected, shape_of(v))
+
+
+def _warn_of_layout(name: str, q: Tensor, k: Tensor) -> None:
+    """Warn of shapes that (B, H, N, D) of grouped heads has. A compiler would make a guard of the question."""
+    if torch.compiler.is_compiling():
+        return
+    (_, tokens, heads, _), (_, keys, key_heads, _) = q.shape, k.shape
+    if tokens > keys and heads > tokens and key_heads > keys:
+        warn(
+            LayoutWarning,
+            f"{name}: {tokens} queries of {heads} heads on {keys} keys of {key_heads} heads look like tensors "
+            "(B, H, N, D); the layout here is (B, N, H, D): give x.transpose(1, 2), which copies nothing",
+        )
 
 
 def _checked_window(window: Sequence[int | None] | None) -> tuple[int | None, int | None]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
 from warploom.ops.linear_attention import reference
-from warploom.ops.linear_attention.validation import NAME, Activation, Encoding, check
+from warploom.ops.linear_attention.validation import NAME, Activation, Encoding, check, look
 from warploom.runtime.autocast import under_autocast
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import dense, in_order_of
 from warploom.runtime.modes import is_plain_eager
+from warploom.runtime.names import known_arguments, refuse_unknown
 from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
@@ -46,11 +47,12 @@ def linear_attention(
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **arguments: Unpack[Arguments]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@known_arguments
 def linear_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *_others: Any,
     decay: Tensor | None = None,
     theta: Tensor | None = None,
     encoding: Encoding = "none",
@@ -63,6 +65,7 @@ def linear_attention(
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
+    **_unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Linear attention with relative positions, ``S_t = λ_t S_{t−1} + φ(k_t) v_tᵀ``, ``o_t = scale · φ(q_t)ᵀ S_t``.
 
@@ -73,24 +76,24 @@ def linear_attention(
         q: ``(B, N, H, D)``; float16, bfloat16, float32 or float64, any strides.
         k: As ``q``.
         v: ``(B, N, H, E)`` in the dtype of ``q``, any strides.
-        decay: Logarithms of decays λ: ``(H,)``, or ``(B, N, H)`` with one for every token; any float dtype, finite.
-            They are meant to be 0 or below, which is not checked: a positive one is growth. Differentiable.
+        decay: Logarithms of decays λ: ``(H,)``, or ``(B, N, H)`` with one for every token; any float dtype.
+            Any finite numbers ≤ 0. Differentiable.
         theta: ``(H, F)``, ``(1, F)`` or ``(F,)``, frequencies in radians per position, as in `lrpe_rotate` and
             `lrpe_cosine`: at most ``D/2`` for ``rotate`` and ``D`` for ``cosine``. Differentiable.
         encoding: ``none``, ``rotate`` or ``cosine``, whose ``φ`` has ``2·D`` features.
         activation: ``none``, ``relu``, ``sigmoid``, ``silu`` or ``softmax`` (over features), applied to ``q`` and
             ``k`` before the encoding.
         interleaved: Of ``rotate``: pair neighbouring features instead of halves.
-        offset: Position of the first token: an integer, or an integer tensor ``()`` or ``(B,)``, which is read on
-            the device.
+        offset: Position of the first token: an integer, with all positions below 2³¹ in size, or an integer tensor
+            ``()`` or ``(B,)``, which is read on the device and may lead beyond.
         causal: Without it every token sees all, ``o_t = scale · φ(q_t)ᵀ Σ_s φ(k_s) v_sᵀ``, and there is neither
             decay nor state.
         scale: Any finite number; ``D^-½`` by default.
         initial_state: ``(S, H, F, E)``, any float dtype and strides: ``S₀``, zero by default. ``S`` is ``B`` or the
             number of packed sequences, ``F`` the features of ``φ``. Differentiable.
         return_state: Also return the state after the last token; it is differentiable.
-        cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S = N``, with ``B = 1``: packed sequences, each
-            starting again at ``offset`` with a state of its own. Values are not checked.
+        cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S ≤ N``, with ``B = 1``: packed sequences, each
+            starting again at ``offset`` with a state of its own.
         backend: ``auto`` (Triton where it can run, else PyTorch), ``triton`` or ``torch``.
 
     Returns:
@@ -102,7 +105,8 @@ def linear_attention(
         ShapeError: A size does not fit.
         DtypeError: An argument has the wrong type.
         DeviceError: Tensors lie on different devices.
-        ArgumentError: An unknown option, or arguments that exclude each other.
+        ArgumentError: An unknown option, arguments that exclude each other, or decays, positions or bounds that
+            are not so (checked on a CPU; on a GPU see `check_values`).
         BackendError: ``backend="triton"`` cannot run this call.
 
     Source: Qin et al., "Linearized Relative Positional Encoding", 2023, arXiv 2307.09270; Qin et al., "Lightning
@@ -121,6 +125,8 @@ def linear_attention(
         print(out.shape, state.shape)  # torch.Size([2, 1, 4, 32]) torch.Size([2, 4, 32, 32])
         ```
     """
+    if _others or _unknown:
+        refuse_unknown(linear_attention, _others, _unknown)
     q, k, v = under_autocast(q, k, v)
     offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
     tensors = (q, k, v, theta, decay, initial_state, offsets, cu_seqlens)
@@ -168,4 +174,4 @@ def _axes(tensors: Tensors, options: tuple[object, ...]) -> Axes:
     return Axes(given, ("b.h.", states) if options[5] else ("b.h.",))
 
 
-_function = Function(NAME, check, _run_reference, _operator, _axes)
+_function = Function(NAME, check, _run_reference, _operator, _axes, look)

@@ -1,4 +1,4 @@
-"""What must hold of the arguments of linear attention. Nothing here touches a tensor's data or the device."""
+"""What must hold of the arguments of linear attention. `look` alone touches a tensor's data."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, 
 from warploom.ops.linear_attention.problem import Options
 from warploom.runtime.arguments import FLOATS, LARGEST, check_number, checked_tensor, is_int, is_within, shown
 from warploom.runtime.dispatch import Checked, Tensors
+from warploom.runtime.values import check_bounds, check_decays, check_positions
 
 Tensor = torch.Tensor
 
@@ -73,6 +74,14 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], offset: Any) ->
         results=2 if return_state else 1,
         numbers=(-LARGEST, LARGEST + 1 - q.shape[1]) if counted else (0, 0),
     )
+
+
+def look(name: str, tensors: Tensors) -> None:
+    """Check what tensors of a valid call hold."""
+    q, _, _, _, decay, _, offsets, cu_seqlens = tensors
+    check_decays(name, "decay", decay)
+    check_positions(name, "offset", offsets)
+    check_bounds(name, "cu_seqlens", cu_seqlens, q.shape[1])
 
 
 def _beyond_kernels(q: Tensor, v: Tensor, features: int, scale: float | None) -> str | None:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 
 from warploom.errors import DtypeError, fault
 from warploom.ops.lrpe import reference
-from warploom.ops.lrpe.validation import Activation, Options, check
+from warploom.ops.lrpe.validation import Activation, Options, check, look
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import in_order_of
+from warploom.runtime.names import known_arguments, refuse_unknown
 from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
 
 
+@known_arguments
 def lrpe_cosine(
     x: Tensor,
     theta: Tensor,
-    *,
+    *_others: Never,
     grid: Sequence[int] | None = None,
     prefix: int = 0,
     offset: int | Tensor = 0,
@@ -29,6 +31,7 @@ def lrpe_cosine(
     cu_seqlens: Tensor | None = None,
     activation: Activation = "none",
     backend: Backend = "auto",
+    **_unknown: Never,
 ) -> Tensor:
     """Linearized relative positional encoding, cosine form: ``[x̄ cos φ, x̄ sin φ]``.
 
@@ -44,13 +47,13 @@ def lrpe_cosine(
         grid: Sizes ``(n₁, …, n_k)`` of a grid of tokens with ``N = prefix + n₁⋯n_k``; the last axis moves fastest.
         prefix: How many leading tokens (of each packed sequence) have angle zero. Token ``prefix + i`` then stands
             at ``offset + i``, or at the coordinates of ``i`` in the grid.
-        offset: Position of the first token after the prefix: an integer, or an integer tensor ``()`` or ``(B,)``,
-            which is read on the device.
+        offset: Position of the first token after the prefix: an integer, with all positions below 2³¹ in size, or
+            an integer tensor ``()`` or ``(B,)``, which is read on the device and may lead beyond.
         position_ids: Integers ``(N,)``, ``(B, N)`` or ``(B, N, k)``: positions given outright, instead of
-            ``grid``, ``prefix`` and ``offset``. Below 2³¹ in size; values are not checked.
+            ``grid``, ``prefix`` and ``offset``, up to 2⁵³ in size.
         cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S ≤ N``, with ``B = 1``: packed sequences, each
             starting again at ``offset``. Rows behind the last become 0, and so do their gradients, whatever they
-            hold. Values are not checked.
+            hold.
         activation: ``none``, ``relu``, ``sigmoid``, ``silu``, ``softmax`` (over features) or ``softmax_sequence``
             (over tokens, per batch entry, head and feature, and per packed sequence), applied to ``x`` first.
         backend: ``auto`` (Triton where it can run, else PyTorch), ``triton`` or ``torch``.
@@ -62,7 +65,8 @@ def lrpe_cosine(
         ShapeError: A size does not fit.
         DtypeError: An argument has the wrong type.
         DeviceError: Tensors lie on different devices.
-        ArgumentError: An unknown option, or arguments that exclude each other.
+        ArgumentError: An unknown option, arguments that exclude each other, or positions or bounds that are not
+            so (checked on a CPU; on a GPU see `check_values`).
         BackendError: ``backend="triton"`` cannot run this call.
 
     Source: Qin et al., "Linearized Relative Positional Encoding", 2023, arXiv 2307.09270, equation 9.
@@ -78,13 +82,16 @@ def lrpe_cosine(
         print(out.shape)  # torch.Size([2, 192, 4, 64])
         ```
     """
+    if _others or _unknown:
+        refuse_unknown(lrpe_cosine, _others, _unknown)
     return _run(_cosine, "cosine", x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation, backend)
 
 
+@known_arguments
 def lrpe_rotate(
     x: Tensor,
     theta: Tensor,
-    *,
+    *_others: Never,
     grid: Sequence[int] | None = None,
     prefix: int = 0,
     offset: int | Tensor = 0,
@@ -93,6 +100,7 @@ def lrpe_rotate(
     activation: Activation = "none",
     interleaved: bool = False,
     backend: Backend = "auto",
+    **_unknown: Never,
 ) -> Tensor:
     """Linearized relative positional encoding, rotation form; with ``activation="none"`` it is RoPE.
 
@@ -110,13 +118,13 @@ def lrpe_rotate(
         grid: Sizes ``(n₁, …, n_k)`` of a grid of tokens with ``N = prefix + n₁⋯n_k``; the last axis moves fastest.
         prefix: How many leading tokens (of each packed sequence) have angle zero. Token ``prefix + i`` then stands
             at ``offset + i``, or at the coordinates of ``i`` in the grid.
-        offset: Position of the first token after the prefix: an integer, or an integer tensor ``()`` or ``(B,)``,
-            which is read on the device.
+        offset: Position of the first token after the prefix: an integer, with all positions below 2³¹ in size, or
+            an integer tensor ``()`` or ``(B,)``, which is read on the device and may lead beyond.
         position_ids: Integers ``(N,)``, ``(B, N)`` or ``(B, N, k)``: positions given outright, instead of
-            ``grid``, ``prefix`` and ``offset``. Below 2³¹ in size; values are not checked.
+            ``grid``, ``prefix`` and ``offset``, up to 2⁵³ in size.
         cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S ≤ N``, with ``B = 1``: packed sequences, each
             starting again at ``offset``. Rows behind the last become 0, and so do their gradients, whatever they
-            hold. Values are not checked.
+            hold.
         activation: ``none``, ``relu``, ``sigmoid``, ``silu``, ``softmax`` (over features) or ``softmax_sequence``
             (over tokens, per batch entry, head and feature, and per packed sequence), applied to ``x`` first.
         interleaved: Pair neighbouring features instead of halves.
@@ -129,7 +137,8 @@ def lrpe_rotate(
         ShapeError: A size does not fit.
         DtypeError: An argument has the wrong type.
         DeviceError: Tensors lie on different devices.
-        ArgumentError: An unknown option, or arguments that exclude each other.
+        ArgumentError: An unknown option, arguments that exclude each other, or positions or bounds that are not
+            so (checked on a CPU; on a GPU see `check_values`).
         BackendError: ``backend="triton"`` cannot run this call.
 
     Source: Qin et al., "Linearized Relative Positional Encoding", 2023, arXiv 2307.09270, equation 12;
@@ -147,6 +156,8 @@ def lrpe_rotate(
         torch.testing.assert_close(later, turned[:, 100:])
         ```
     """
+    if _others or _unknown:
+        refuse_unknown(lrpe_rotate, _others, _unknown)
     if not isinstance(interleaved, bool):
         raise fault(DtypeError, "lrpe_rotate", "interleaved", "a bool", repr(interleaved))
     kind = "interleaved" if interleaved else "rotate"
@@ -206,8 +217,8 @@ def _moved(tensors: Sequence[Any], offset: Any, first: Any) -> tuple[Sequence[An
         return tensors, offset
     if offsets is None:
         return tensors, offset + first
-    return (x, theta, position_ids, offsets + first, cu_seqlens), offset
+    return (x, theta, position_ids, offsets.long() + first, cu_seqlens), offset
 
 
-_cosine = Function("lrpe_cosine", check, _run_reference, _operator, _axes)
-_rotate = Function("lrpe_rotate", check, _run_reference, _operator, _axes)
+_cosine = Function("lrpe_cosine", check, _run_reference, _operator, _axes, look)
+_rotate = Function("lrpe_rotate", check, _run_reference, _operator, _axes, look)

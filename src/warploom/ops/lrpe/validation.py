@@ -1,4 +1,4 @@
-"""What must hold of the arguments of LRPE. Nothing here touches a tensor's data or the device."""
+"""What must hold of the arguments of LRPE. `look` alone touches a tensor's data."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, 
 from warploom.ops.lrpe import reference
 from warploom.runtime.arguments import FLOATS, LARGEST, checked_tensor, is_int, is_within, shown
 from warploom.runtime.dispatch import Checked, Tensors
+from warploom.runtime.values import check_bounds, check_positions
 
 Tensor = torch.Tensor
 
@@ -91,6 +92,14 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], offset: Any) ->
     counted = grid is None and position_ids is None and offsets is None
     numbers = (-LARGEST, LARGEST + 1 - tokens) if counted else (0, 0)
     return Checked(Options(prefix, grid or (), kind, activation), limit, numbers=numbers)
+
+
+def look(name: str, tensors: Tensors) -> None:
+    """Check what tensors of a valid call hold."""
+    x, _, position_ids, offsets, cu_seqlens = tensors
+    check_positions(name, "position_ids", position_ids)
+    check_positions(name, "offset", offsets)
+    check_bounds(name, "cu_seqlens", cu_seqlens, x.shape[1])
 
 
 def _beyond_kernels(x: Tensor, cu_seqlens: Tensor | None) -> str | None:

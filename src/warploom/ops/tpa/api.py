@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Never
 
 import torch
 
+from warploom.ops.flash_attention import fallback
+from warploom.ops.flash_attention.validation import Options
 from warploom.ops.tpa import reference
-from warploom.ops.tpa.validation import AttentionOptions, DecodeOptions, Strategy, check_attention, check_decode
+from warploom.ops.tpa.validation import (
+    AttentionOptions,
+    DecodeOptions,
+    Strategy,
+    check_attention,
+    check_decode,
+    look,
+    look_at_cache,
+)
 from warploom.runtime.autocast import under_autocast
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
 from warploom.runtime.memory_order import in_order_of
 from warploom.runtime.modes import read_bounds
+from warploom.runtime.names import known_arguments, refuse_unknown
 from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
 
 
+@known_arguments
 def tpa_attention(
     aq: Tensor | None,
     ak: Tensor,
@@ -26,7 +38,7 @@ def tpa_attention(
     bq: Tensor,
     bk: Tensor,
     bv: Tensor,
-    *,
+    *_others: Never,
     causal: bool = True,
     scale: float | None = None,
     scale_q: float | None = None,
@@ -34,6 +46,7 @@ def tpa_attention(
     scale_v: float | None = None,
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
+    **_unknown: Never,
 ) -> Tensor:
     """Tensor-product attention for training and prefill: softmax attention on factored queries, keys, values.
 
@@ -58,7 +71,7 @@ def tpa_attention(
         scale_v: Factor of the values; ``1 / Rv`` by default.
         cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S ≤ N``, with ``B = 1`` and ``M = N``: packed
             sequences that do not see each other. Rows behind the last become 0, and so do their gradients, whatever
-            they hold. Values are not checked.
+            they hold.
         backend: ``auto`` (Triton where it can run, else PyTorch), ``triton`` or ``torch``.
 
     Returns:
@@ -68,7 +81,8 @@ def tpa_attention(
         ShapeError: A size does not fit.
         DtypeError: An argument has the wrong type.
         DeviceError: Tensors lie on different devices.
-        ArgumentError: An unknown option, or arguments that exclude each other.
+        ArgumentError: An unknown option, or bounds that are not so (checked on a CPU; on a GPU see
+            `check_values`).
         BackendError: ``backend="triton"`` cannot run this call.
 
     Source: Zhang et al., "Tensor Product Attention Is All You Need", 2025, arXiv 2501.06425.
@@ -85,11 +99,14 @@ def tpa_attention(
         print(out.shape)  # torch.Size([2, 100, 8, 64])
         ```
     """
+    if _others or _unknown:
+        refuse_unknown(tpa_attention, _others, _unknown)
     aq, ak, av, bq, bk, bv = under_autocast(aq, ak, av, bq, bk, bv)
     options = (causal, scale, scale_q, scale_k, scale_v)
     return _attention(backend, (aq, ak, av, bq, bk, bv, cu_seqlens), options)  # type: ignore[no-any-return]
 
 
+@known_arguments
 def tpa_decode(
     aq: Tensor | None,
     ak: Tensor,
@@ -97,7 +114,7 @@ def tpa_decode(
     bq: Tensor,
     bk: Tensor,
     bv: Tensor,
-    *,
+    *_others: Never,
     scale: float | None = None,
     scale_q: float | None = None,
     scale_k: float | None = None,
@@ -105,6 +122,7 @@ def tpa_decode(
     cache_seqlens: Tensor | None = None,
     strategy: Strategy = "auto",
     backend: Backend = "auto",
+    **_unknown: Never,
 ) -> Tensor:
     """Tensor-product attention of a few new tokens on a cache of factors, without forming keys and values.
 
@@ -129,8 +147,8 @@ def tpa_decode(
         scale_k: Factor of the keys; ``1 / Rk`` by default.
         scale_v: Factor of the values; ``1 / Rv`` by default.
         cache_seqlens: ``(B,)`` int32 or int64, how many entries of the cache are valid for each batch entry, new
-            tokens included; all ``M`` by default. It is read on the device; more than ``M`` counts as ``M``, and
-            less than 0 as 0. What lies behind the valid entries is never looked at.
+            tokens included, from 0 to ``M``; all ``M`` by default. On a GPU, where they are not checked, more than
+            ``M`` counts as ``M``, and less than 0 as 0. What lies behind the valid entries is never looked at.
         strategy: How the kernels share the work: ``batch`` (one program per batch entry, all heads),
             ``batch_head`` (one per batch entry and few heads), ``split_kv`` (the cache is split, and a second
             kernel combines the parts in float32) or ``auto``, which picks the faster of ``batch`` and ``split_kv``.
@@ -144,7 +162,8 @@ def tpa_decode(
         ShapeError: A size does not fit.
         DtypeError: An argument has the wrong type.
         DeviceError: Tensors lie on different devices.
-        ArgumentError: An unknown option, or a factor that wants a gradient while gradients are being recorded.
+        ArgumentError: An unknown option, a factor that wants a gradient while gradients are being recorded, or
+            lengths that are not so (checked on a CPU; on a GPU see `check_values`).
         BackendError: ``backend="triton"`` cannot run this call.
 
     Source: Zhang et al., "Tensor Product Attention Is All You Need", 2025, arXiv 2501.06425.
@@ -161,6 +180,8 @@ def tpa_decode(
         print(out.shape)  # torch.Size([2, 1, 8, 64])
         ```
     """
+    if _others or _unknown:
+        refuse_unknown(tpa_decode, _others, _unknown)
     aq, ak, av, bq, bk, bv = under_autocast(aq, ak, av, bq, bk, bv)
     options = (strategy, scale, scale_q, scale_k, scale_v)
     return _decode(backend, (aq, ak, av, bq, bk, bv, cache_seqlens), options)  # type: ignore[no-any-return]
@@ -170,6 +191,25 @@ def _attention_in_torch(tensors: Tensors, _: int, checked: Checked, backend: str
     aq, ak, av, bq, bk, bv, cu_seqlens = tensors
     options: AttentionOptions = checked.options
     (bounds,) = read_bounds(cu_seqlens)
+    if backend == "auto" and not bq.is_meta:
+        rows = bounds[-1] if isinstance(bounds, list) else None  # products of what is behind may be NaN
+        q, k, v = (
+            x.to(bq.dtype)
+            for x in (
+                reference.queries(None if aq is None else aq[:, :rows], bq[:, :rows], options.scale_q),
+                reference.product(ak[:, :rows], bk[:, :rows], options.scale_k),
+                reference.product(av[:, :rows], bv[:, :rows], options.scale_v),
+            )
+        )
+        formed = (q, k, v, None, cu_seqlens, cu_seqlens, None, None)
+        own = Options(None, 0 if options.causal else None, options.scale, None)
+        reason = fallback.obstacle(formed, own, False)
+        if reason is None:
+            out = fallback.attend(formed, own)
+            if rows is not None and rows < bq.shape[1]:
+                out = torch.cat((out, out.new_zeros((1, bq.shape[1] - rows, *out.shape[2:]))), 1)
+            return in_order_of(bq if aq is None else aq, out)
+        fallback.warn_of_definition("tpa_attention", reason)
     out = reference.tpa_attention(aq, ak, av, bq, bk, bv, **options._asdict(), cu_seqlens=bounds)
     return in_order_of(bq if aq is None else aq, out)
 
@@ -202,6 +242,8 @@ def _axes(of_lengths: str, tensors: Tensors, options: tuple[Any, ...]) -> Axes:
 
 
 _attention = Function(
-    "tpa_attention", check_attention, _attention_in_torch, _attention_operator, functools.partial(_axes, "")
+    "tpa_attention", check_attention, _attention_in_torch, _attention_operator, functools.partial(_axes, ""), look
 )
-_decode = Function("tpa_decode", check_decode, _decode_in_torch, _decode_operator, functools.partial(_axes, "b"))
+_decode = Function(
+    "tpa_decode", check_decode, _decode_in_torch, _decode_operator, functools.partial(_axes, "b"), look_at_cache
+)

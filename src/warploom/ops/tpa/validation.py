@@ -1,4 +1,4 @@
-"""What must hold of arguments of tensor-product attention. Nothing here touches a tensor's data or the device."""
+"""What must hold of arguments of tensor-product attention. `look` and `look_at_cache` alone touch data."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, 
 from warploom.ops.flash_attention.validation import MAX_FEATURES, MAX_PLACES, beyond_kernels
 from warploom.runtime.arguments import FLOATS, check_number, checked_tensor, is_within
 from warploom.runtime.dispatch import Checked, Tensors
+from warploom.runtime.values import check_bounds, check_lengths
 
 Tensor = torch.Tensor
 
@@ -84,6 +85,16 @@ def check_decode(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) 
             expected = "without requires_grad (or the call under torch.no_grad(); tpa_attention has gradients)"
             raise fault(ArgumentError, name, argument, expected, "requires_grad=True")
     return Checked(DecodeOptions(strategy, *scales), _beyond_decoding(sizes))
+
+
+def look(name: str, tensors: Tensors) -> None:
+    """Check what tensors of a valid call of attention hold."""
+    check_bounds(name, "cu_seqlens", tensors[6], tensors[3].shape[1])
+
+
+def look_at_cache(name: str, tensors: Tensors) -> None:
+    """Check what tensors of a valid call for decoding hold."""
+    check_lengths(name, "cache_seqlens", tensors[6], tensors[1].shape[1])
 
 
 class _Sizes(NamedTuple):

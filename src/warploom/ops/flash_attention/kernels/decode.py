@@ -37,6 +37,7 @@ from warploom.ops.flash_attention.kernels.forward import (
     store_results,
     transposed,
     used_keys,
+    within,
 )
 
 
@@ -88,18 +89,18 @@ def offsets_of_rows(row, strides, FEATURES: tl.constexpr, variant: tl.constexpr)
 
 
 @triton.jit
-def load_keys(x, table, n, number, there, keys, F: tl.constexpr, FEATURES: tl.constexpr, variant: tl.constexpr,
+def load_keys(x, table, pages, n, number, there, keys, F: tl.constexpr, FEATURES: tl.constexpr, variant: tl.constexpr,
               STEP: tl.constexpr):  # fmt: skip
     """The tiles of a step of keys or values from number ``n`` on. A step that lies in one page looks it up once."""
     VEC: tl.constexpr = variant.VEC
     if variant.PAGE is None:
         ptrs = x.ptr + n * (x.strides.n * VEC) + x.offsets
     elif variant.PAGE % STEP == 0:
-        page = tl.load(table + n // variant.PAGE).to(tl.int64)
+        page = within(tl.load(table + n // variant.PAGE).to(tl.int64), pages)
         ptrs = x.ptr + page * (x.strides.b * VEC) + (n % variant.PAGE) * (x.strides.n * VEC) + x.offsets
     else:
         key = n + number
-        page = tl.load(table + key // variant.PAGE, mask=key < keys, other=0).to(tl.int64)
+        page = within(tl.load(table + key // variant.PAGE, mask=key < keys, other=0).to(tl.int64), pages)
         offsets = offsets_of_rows((key % variant.PAGE).to(tl.int64), x.strides, FEATURES, variant)
         ptrs = x.ptr + tl.expand_dims(page * (x.strides.b * VEC), -1) + offsets
     return load_rows(ptrs, there, F, variant.PRECISION)
@@ -237,7 +238,9 @@ def decode_kernel(
     for n in tl.range(start, stop, STEP):
         key = n + number
         there = (key >= lowest) & (key < end)
-        k_tile = load_keys(k_rows, table, n, number, there, keys, variant.D, BLOCK_D, variant, STEP)
+        k_tile = load_keys(
+            k_rows, table, sizes.cu_k_stride, n, number, there, keys, variant.D, BLOCK_D, variant, STEP
+        )
         if KEY_TILES > 1:
             logits = tl.zeros((KEY_TILES, BLOCK_M, BLOCK_N), dtype=tl.float32)
             logits = product(q_tile, tl.permute(k_tile, (0, 2, 1)), logits, PRECISION)
@@ -246,7 +249,9 @@ def decode_kernel(
             logits = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             logits = product(q_tile, transposed(k_tile, PRECISION), logits, PRECISION)
         weights, softmax = softmax_step(softmax, logits, n, position, mask, sizes.scale, True, variant)
-        v_tile = load_keys(v_rows, table, n, number, there, keys, variant.E, BLOCK_E, variant, STEP)
+        v_tile = load_keys(
+            v_rows, table, sizes.cu_k_stride, n, number, there, keys, variant.E, BLOCK_E, variant, STEP
+        )
         factor = as_factor(weights, v.dtype.element_ty, PRECISION)
         if KEY_TILES > 1:
             acc = tl.reshape(softmax.acc, (KEY_TILES, BLOCK_M, BLOCK_E))

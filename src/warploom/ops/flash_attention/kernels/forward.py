@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
     splits: tl.int32  # of a loop
     sequences: tl.int32  # packed ones
     cu_q_stride: tl.int64
-    cu_k_stride: tl.int64
+    cu_k_stride: tl.int64  # of packed keys; how many pages there are, where keys lie in pages
     left: tl.int32  # a query sees so many keys before its place, as `Variant` says
     right: tl.int32  # and so many behind it
     scale: tl.float32
@@ -95,6 +95,7 @@ class Mask(NamedTuple):
     left: tl.int32
     right: tl.int32
     table: tl.tensor | None = None  # of pages of a batch entry
+    pages: tl.int64 | None = None  # how many there are
 
 
 class Rows(NamedTuple):
@@ -178,17 +179,25 @@ def used_keys(seqused_k, batch, keys):
 
 
 @triton.jit
-def kv_rows(x, table, n, keys, VEC: tl.constexpr, FEATURES: tl.constexpr, variant: tl.constexpr):
+def within(page, pages):
+    """The number of a page, or whatever stands for it, as one of those that there are."""
+    return tl.minimum(tl.maximum(page, 0), pages - 1)
+
+
+@triton.jit
+def kv_rows(x, mask, n, VEC: tl.constexpr, FEATURES: tl.constexpr, variant: tl.constexpr):
     """Where a tile of keys or values from number ``n`` on lies, and the tile as `Rows`.
 
-    With pages, ``table`` points at those of a batch entry, and ``x.ptr`` at the first of all pages.
+    With pages, the mask's table points at those of a batch entry, and ``x.ptr`` at the first of all pages.
     """
     if variant.PAGE is None:
         ptr = x.ptr + n * (x.strides.n * VEC)
     else:
         key = n + tl.arange(0, variant.BLOCK_N)
-        page = tl.load(table + key // variant.PAGE, mask=key < keys, other=0).to(tl.int64)
-        row = page * (x.strides.b * VEC) + (key % variant.PAGE).to(tl.int64) * (x.strides.n * VEC)
+        page = tl.load(mask.table + key // variant.PAGE, mask=key < mask.keys, other=0).to(tl.int64)
+        row = within(page, mask.pages) * (x.strides.b * VEC) + (key % variant.PAGE).to(tl.int64) * (
+            x.strides.n * VEC
+        )
         feature = tl.arange(0, FEATURES)
         if not variant.UNIT:
             feature = feature * x.strides.f
@@ -410,7 +419,7 @@ def attend(softmax, q, k, v, begin, end, position, mask, scale, MASKED: tl.const
     PRECISION: tl.constexpr = variant.PRECISION
     BLOCK_N: tl.constexpr = variant.BLOCK_N
     for n in tl.range(begin, end, BLOCK_N):
-        k_ptr, k_rows = kv_rows(k, mask.table, n, mask.keys, variant.VEC, variant.BLOCK_D, variant)
+        k_ptr, k_rows = kv_rows(k, mask, n, variant.VEC, variant.BLOCK_D, variant)
         k_tile = load_factor(k_ptr, k_rows, n, mask.keys, variant.D, MASKED, PRECISION)
         logits = tl.zeros((acc.shape[0], BLOCK_N), dtype=tl.float32)
         logits = product(q, transposed(k_tile, PRECISION), logits, PRECISION)
@@ -418,7 +427,7 @@ def attend(softmax, q, k, v, begin, end, position, mask, scale, MASKED: tl.const
             Softmax(acc, row_sum, row_max), logits, n, position, mask, scale, MASKED, variant
         )
         acc, row_sum, row_max = softmax
-        v_ptr, v_rows = kv_rows(v, mask.table, n, mask.keys, variant.VEC, variant.BLOCK_E, variant)
+        v_ptr, v_rows = kv_rows(v, mask, n, variant.VEC, variant.BLOCK_E, variant)
         v_tile = load_factor(v_ptr, v_rows, n, mask.keys, variant.E, MASKED, PRECISION)
         acc = product(as_factor(weights, v.ptr.dtype.element_ty, PRECISION), v_tile, acc, PRECISION)
     return Softmax(acc, row_sum, row_max)
@@ -480,7 +489,7 @@ def forward_kernel(
         offset = keys - tokens  # the last query stands at the last key
         position = m + offset + tl.arange(0, BLOCK_M)
         last = tl.minimum(m + BLOCK_M, tokens) - 1 + offset
-        mask = Mask(keys, sizes.left, sizes.right, table)
+        mask = Mask(keys, sizes.left, sizes.right, table, sizes.cu_k_stride)
         begin, full_begin, full_end, end = key_bounds(m + offset, last, mask, split, sizes.splits, variant)
         acc = tl.zeros((BLOCK_M, BLOCK_E), dtype=tl.float32)
         row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)

@@ -82,7 +82,8 @@ def chunks_of_program(call: Call, tiles: Configuration, chunks: int, loops: int)
 def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> Plan:
     """The launches for tensors like q, k, v and out; if there are parts, these stand for the last."""
     shape = call.shape
-    *_, out = tensors
+    _, k, _, out = tensors
+    pages = 0 if call.mask.block_table is None else k.shape[0]
     rows = shape.tokens * shape.group
     tiles = decode_tiles(architecture(call.device), call.dtype, shape.width, shape.block_e, rows)
     if call.mask.block_table is not None:
@@ -105,7 +106,9 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
         KEY_TILES=tiles.key_tiles,
         ONE_CHUNK=taken == 1 < chunks,
         PDL=pdl,
-        **tiling.arguments_of(call, grid, layout, tiling.product_of("forward", call, precision), shape.group),
+        **tiling.arguments_of(
+            call, grid, layout, tiling.product_of("forward", call, precision), shape.group, pages
+        ),
         **layout.of("q", "k", "v", "out"),
     )
     if whole:

@@ -139,8 +139,9 @@ def plan_forward(
     out = layout_of(q, shape.value_dim) if out is None else out
     lse = (shape.batch_size, shape.heads, shape.tokens)
     plan = Plan(Dense.like(out), Dense.rows(lse, torch.float32), Dense.rows((2, *lse), torch.float32), None)
-    if shape.empty():
+    if shape.empty() or 0 in k.shape:
         return plan
+    pages = 0 if mask.block_table is None else k.shape[0]
     pdl = has_pdl(q.device)
     few = decode.plan(call, precision, (q, k, v, out), pdl) if decode.suits(call) else None
     tiled, spread = None, None
@@ -176,7 +177,7 @@ def plan_forward(
             out_split=out.numel() // layout.vec if splits > 1 else 0,  # from one part to the next
             SHORT=grid.short,
             PDL=pdl,
-            **tiling.arguments_of(call, grid, layout, product, shape.group),
+            **tiling.arguments_of(call, grid, layout, product, shape.group, pages),
             **layout.of("q", "k", "v", "out"),
         )
         plan = plan._replace(launch=launch)

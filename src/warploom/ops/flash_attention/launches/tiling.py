@@ -207,8 +207,10 @@ def grid_of(kernel: str, call: Call, product: str, elements: int, copied: bool) 
     return Grid(tiles, blocks, rows, splits, sum(steps) * rows <= SHORT * programs)
 
 
-def arguments_of(call: Call, grid: Grid, layout: Layout, product: str, heads_per_loop: int) -> dict[str, Any]:
-    """What all kernels for every GPU are launched with."""
+def arguments_of(
+    call: Call, grid: Grid, layout: Layout, product: str, heads_per_loop: int, pages: int = 0
+) -> dict[str, Any]:
+    """What all kernels for every GPU are launched with. ``pages``: how many there are, where keys lie in such."""
     shape, mask, tiles = call.shape, call.mask, grid.tiles
     head_bytes = shape.keys * (shape.head_dim + shape.value_dim) * call.dtype.itemsize
     section = max(L2_SHARE // head_bytes, 1) * heads_per_loop
@@ -219,7 +221,7 @@ def arguments_of(call: Call, grid: Grid, layout: Layout, product: str, heads_per
     sizes = Sizes(
         shape.tokens, shape.keys, shape.heads, shape.group, grid.blocks, min(section, grid.rows), grid.splits,
         0 if cu_q is None else cu_q.shape[0] - 1, 0 if cu_q is None else cu_q.stride(0),
-        0 if cu_k is None else cu_k.stride(0), *bounds(shape, mask), scale, shape.batch_size,
+        pages if cu_k is None else cu_k.stride(0), *bounds(shape, mask), scale, shape.batch_size,
     )  # fmt: skip
     variant = Variant(
         mask.left is not None, mask.right is not None, call.scale < 0, layout.vec, layout.unit, layout.wide,

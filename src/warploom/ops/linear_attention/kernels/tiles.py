@@ -88,7 +88,7 @@ class Place(NamedTuple):
     start: tl.tensor  # token at which the sequence begins
     first: tl.tensor  # the chunk's first token within the sequence
     last: tl.tensor  # and the one behind its last
-    position: tl.tensor  # of the sequence's first token
+    position: tl.tensor  # of the sequence's first token: int64 where a tensor gives it
     column: tl.tensor  # block of features of the result
 
 
@@ -116,7 +116,7 @@ def locate(offsets, cu_seqlens, offset, sizes):
         c = slot - b * sizes.chunks
         sequence, start, length = b, slot * 0, sizes.tokens
     if offsets is not None:
-        offset = tl.load(offsets + b.to(tl.int64) * sizes.offsets_b).to(tl.int32)
+        offset = tl.load(offsets + b.to(tl.int64) * sizes.offsets_b).to(tl.int64)
     first = c * sizes.chunk
     last = tl.minimum(length, first + sizes.chunk)
     return Place(b.to(tl.int64), h.to(tl.int64), slot.to(tl.int64), sequence.to(tl.int64), start, first, last, offset,

@@ -96,16 +96,25 @@ def divide_with_rest(n, by, inverse):
 
 
 @triton.jit
+def position_of(given):
+    """A position as a tensor gives it, in int64 if that is of 64 bits, or in int32."""
+    return given if given.dtype == tl.int64 else given.to(tl.int32)
+
+
+@triton.jit
 def token_positions(n, mask, s, u, axis, angles, AXES: tl.constexpr):
-    """Coordinates of tokens ``n`` (R,): int32 (R, 1), or (R, F) in several dimensions, where ``axis`` is (F,)."""
+    """Coordinates of tokens ``n`` (R,): (R, 1), or (R, F) in several dimensions, where ``axis`` is (F,).
+
+    They are int32, or int64 where a tensor gives them that has or may lead beyond.
+    """
     numbers = angles.numbers
     if angles.ids is not None:
         rows = angles.ids + s * numbers.ids_s + u * numbers.ids_u + n.to(tl.int64) * numbers.ids_n
         if AXES == 1:
-            position = tl.load(rows, mask=mask, other=0).to(tl.int32)[:, None]
+            position = position_of(tl.load(rows, mask=mask, other=0))[:, None]
         else:
             pointers = rows[:, None] + (axis * numbers.ids_k)[None, :]
-            position = tl.load(pointers, mask=mask[:, None] & (axis < AXES)[None, :], other=0).to(tl.int32)
+            position = position_of(tl.load(pointers, mask=mask[:, None] & (axis < AXES)[None, :], other=0))
     else:
         i = n - numbers.prefix
         if angles.cu_seqlens is not None:
@@ -113,12 +122,13 @@ def token_positions(n, mask, s, u, axis, angles, AXES: tl.constexpr):
             start = tl.load(angles.cu_seqlens + sequence * numbers.cu_stride, mask=mask, other=0)
             i -= start.to(tl.int32)
         if AXES == 1:
-            offset = angles.offset
             if angles.offsets is not None:
                 pointers = angles.offsets + s * numbers.offsets_s + u * numbers.offsets_u
-                offset = tl.load(pointers, mask=mask, other=0).to(tl.int32)
-            # Tokens of the prefix, and those behind the last, may have no position of 32 bits: these are not used.
-            position = tl.where(i >= 0, wrapping_add(i, offset), 0)[:, None]
+                position = i + tl.load(pointers, mask=mask, other=0).to(tl.int64)
+            else:
+                # Tokens of the prefix, and those behind the last, may have no position of 32 bits: these are not used.
+                position = wrapping_add(i, angles.offset)
+            position = tl.where(i >= 0, position, 0)[:, None]
         else:  # row-major coordinates in the grid; the prefix sits at the origin
             inverse1 = None
             inverse2 = None

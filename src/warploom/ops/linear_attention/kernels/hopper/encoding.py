@@ -46,7 +46,7 @@ class Angles(NamedTuple):
     rest: gl.shared_memory_descriptor
     cosine: gl.shared_memory_descriptor  # (steps, angles)
     sine: gl.shared_memory_descriptor
-    position: gl.int32
+    position: gl.tensor
 
 
 class Tiles(NamedTuple):

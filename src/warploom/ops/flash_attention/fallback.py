@@ -1,0 +1,223 @@
+"""Attention by PyTorch's own, where the kernels cannot run: the same results, in memory linear in the length.
+
+PyTorch's attention is causal with the first query at the first key, and knows neither windows nor packed sequences.
+So queries are cut: by sequences, by entries of a batch with lengths, and where a window or another alignment needs
+a mask into blocks, with the keys that a block sees. What it does not do at all is left to the definition.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from warploom.errors import BackendWarning, warn
+from warploom.ops.flash_attention import reference
+from warploom.ops.flash_attention.validation import NAME, Options
+from warploom.runtime.dispatch import Tensors
+from warploom.runtime.modes import is_plain_eager, read_bounds
+
+Tensor = torch.Tensor
+
+BLOCK = 512
+"""Queries of a block that has a mask."""
+MASKS = 2**24
+"""Elements of masks that are kept for the backward; more are made again there."""
+
+
+def obstacle(tensors: Tensors, options: Options, return_lse: bool) -> str | None:
+    """Why PyTorch's own attention does not compute a call, if it does not."""
+    q, k, v, sink, *bounds = tensors
+    given = [x for x in (q, k, v, *bounds) if x is not None]
+    if not is_plain_eager(*given):
+        return "is for plain eager calls"
+    for option, there in (("lse", return_lse), ("sinks", sink is not None), ("a cap", options.softcap is not None)):
+        if there:
+            return f"does not have {option}"
+    if options.scale == 0 or 0 in (*q.shape, *k.shape):
+        return "does not take a scale or a size of 0"
+    if q.is_cuda and (q.dtype == torch.float64 or torch.cuda.is_current_stream_capturing()):
+        return "is neither for float64 nor for CUDA graphs"
+    return None
+
+
+def warn_of_definition(name: str, reason: str) -> None:
+    """Warn that a call, which the kernels cannot run, is computed by the definition."""
+    if not torch.compiler.is_compiling():
+        message = f"{name}: the kernels do not run here, and PyTorch's own attention {reason}"
+        warn(
+            BackendWarning,
+            f"{message}; the definition takes several times as long, and memory quadratic in the length",
+        )
+
+
+def define(tensors: Tensors, options: Options, return_lse: bool) -> Any:
+    """Attention by the definition, of every call: (B, N, Hq, E) [and lse (B, Hq, N)]."""
+    q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table = tensors
+    cu_seqlens_q, cu_seqlens_k = read_bounds(cu_seqlens_q, cu_seqlens_k)
+    return reference.flash_attention(
+        q, k, v,
+        scale=options.scale, window=(options.left, options.right), softcap=options.softcap, sink=sink,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, block_table=block_table,
+        float32_precision=options.precision, return_lse=return_lse,
+    )  # fmt: skip
+
+
+def attend(tensors: Tensors, options: Options) -> Tensor:
+    """Attention of a call without `obstacle`: (B, N, Hq, E).
+
+    Args:
+        tensors: q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k and block_table.
+        options: Of the call.
+    """
+    q, k, v, _, *bounds = tensors
+
+    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return define((q, k, v, None, *bounds), options, False)  # type: ignore[no-any-return]
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _cut(q, k, v, options, *bounds)
+
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        return _Differentiable.apply(run, definition, q, k, v)  # type: ignore[no-any-return]
+    return run(q, k, v)
+
+
+class _Differentiable(torch.autograd.Function):
+    """PyTorch's attention with its gradients, and the definition's where someone wants a graph of these."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, definition: Any, *inputs: Tensor) -> Tensor:
+        ctx.inner = [x.detach().requires_grad_(wants) for x, wants in zip(inputs, ctx.needs_input_grad[2:])]
+        with torch.enable_grad():
+            ctx.out = run(*ctx.inner)
+        ctx.definition = definition
+        ctx.save_for_backward(*inputs)
+        return ctx.out.detach()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, out, again = ctx.inner, ctx.out, torch.is_grad_enabled()
+        saved = ctx.saved_tensors
+        if again:
+            inputs, out = saved, ctx.definition(*saved)
+        wanted = [x for x, wants in zip(inputs, ctx.needs_input_grad[2:]) if wants]
+        found = iter(
+            torch.autograd.grad(out, wanted, grad, retain_graph=True, create_graph=again, allow_unused=True)
+        )
+        return None, None, *(next(found) if wants else None for wants in ctx.needs_input_grad[2:])
+
+
+def _cut(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None, block_table: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """A call, one sequence or batch entry after another where it has bounds or lengths."""
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        queries, keys = _spans(cu_seqlens_q, q.shape[1]), _spans(cu_seqlens_k, k.shape[1])
+        parts = [_attend(q[:, i], k[:, j], v[:, j], options) for i, j in zip(queries, keys)]
+        rest = q.shape[1] - sum(part.shape[1] for part in parts)
+        return torch.cat((*parts, _zeros(q, v, rest)), 1)
+    if seqused_k is None:
+        return _attend(q, k, v, options)
+    size = k.shape[1]
+    most = size * (1 if block_table is None else block_table.shape[1])
+    parts = []
+    for entry, used in enumerate(seqused_k.tolist()):
+        used = min(max(used, 0), most)
+        if block_table is None:
+            own_k, own_v = (x[entry : entry + 1, :used] for x in (k, v))
+        else:
+            pages = block_table[entry, : -(-used // size)].long().clamp(0, k.shape[0] - 1)
+            own_k, own_v = (x[pages].flatten(0, 1)[None, :used] for x in (k, v))
+        parts.append(_attend(q[entry : entry + 1], own_k, own_v, options))
+    return torch.cat(parts)
+
+
+def _spans(cu_seqlens: Tensor, rows: int) -> Iterator[slice]:
+    """Rows of each sequence; none that are not there, whatever the bounds say."""
+    begin = 0
+    for bound in cu_seqlens.tolist()[1:]:
+        end = min(max(bound, begin), rows)
+        yield slice(begin, end)
+        begin = end
+
+
+def _zeros(q: Tensor, v: Tensor, rows: int) -> Tensor:
+    return q.new_zeros((q.shape[0], rows, q.shape[2], v.shape[3]))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
+    """Attention of one sequence, or of a batch of one length."""
+    left, right = options.left, options.right
+    tokens, keys = q.shape[1], k.shape[1]
+    blind = tokens if keys == 0 else 0  # the first queries, which see no key
+    if right is not None and keys:
+        blind = min(max(tokens - keys - right, 0), tokens)
+    rows = tokens - blind
+    if rows == 0:
+        return _zeros(q, v, tokens)
+    if q.is_cpu and not all(bool(x.isfinite().all()) for x in (q, k, v)):  # of which it makes zeros in some rows
+        return reference.flash_attention(q, k, v, scale=options.scale, window=(left, right))  # type: ignore[return-value]
+    left = None if left is None or left >= keys - 1 else left
+    right = None if right is None or right >= rows - 1 else right
+    queries = q[:, blind:]
+    if right == 0 and left is None and rows == keys:
+        out = _fused(queries, k, v, options.scale, None, True)
+    elif left is None and right is None:
+        out = _fused(queries, k, v, options.scale, None, False)
+    else:
+        again = torch.is_grad_enabled() and rows * keys > MASKS
+        arguments = [(queries[:, i : i + BLOCK], k, v, keys - rows + i) for i in range(0, rows, BLOCK)]
+        rest = (left, right, options.scale)
+        blocks = [
+            checkpoint(_block, *each, *rest, use_reentrant=False) if again else _block(*each, *rest)
+            for each in arguments
+        ]
+        out = torch.cat(blocks, 1)
+    return torch.cat((_zeros(q, v, blind), out), 1) if blind else out
+
+
+def _block(
+    q: Tensor, k: Tensor, v: Tensor, place: int, left: int | None, right: int | None, scale: float
+) -> Tensor:  # fmt: skip
+    """Queries of which the first stands at key ``place``, with the keys that one of them sees."""
+    end = place + q.shape[1]
+    first = 0 if left is None else max(place - left, 0)
+    last = k.shape[1] if right is None else min(end + right, k.shape[1])
+    distance = torch.arange(first, last, device=q.device) - torch.arange(place, end, device=q.device)[:, None]
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if left is not None:
+        seen &= distance >= -left
+    if right is not None:
+        seen &= distance <= right
+    return _fused(q, k[:, first:last], v[:, first:last], scale, seen, False)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool) -> Tensor:
+    """PyTorch's attention, which is fused for as many features of keys as of values."""
+    features, wanted = v.shape[3], max(q.shape[3], v.shape[3])
+    if scale < 0:
+        q, scale = -q, -scale
+    grouped = q.shape[2] != k.shape[2]
+    if q.is_cuda:  # whose kernel for all widths takes multiples of eight, and no groups
+        wanted = -(-wanted // 8) * 8
+        if grouped:
+            k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+            grouped = False
+    q, k, v = (pad(x, (0, wanted - x.shape[3])) if x.shape[3] < wanted else x for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "scale": scale, "enable_gqa": grouped}
+    if not q.is_cuda:
+        return scaled_dot_product_attention(q, k, v, **options)[..., :features].transpose(1, 2)
+    # Not PyTorch's flash attention, which may be this one: see `warploom.integrations.sdpa`.
+    with contextlib.suppress(RuntimeError), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return scaled_dot_product_attention(q, k, v, **options)[..., :features].transpose(1, 2)
+    warn(BackendWarning, f"{NAME}: PyTorch has no fused attention for this call, which takes memory quadratic in N")
+    with sdpa_kernel(SDPBackend.MATH):
+        return scaled_dot_product_attention(q, k, v, **options)[..., :features].transpose(1, 2)

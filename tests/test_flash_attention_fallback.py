@@ -1,0 +1,138 @@
+"""Where the kernels cannot run: PyTorch's own attention, in memory linear in the length, or a warning."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from warploom import BackendWarning, flash_attention, tpa_attention
+from warploom.ops.flash_attention import fallback, reference
+
+Tensor = torch.Tensor
+DENSE: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True},
+    {"window": (3, 2)},
+    {"causal": True, "window": (4, None)},
+    {"window": (None, 0), "scale": -0.5},
+    {"window": (0, 0)},
+)
+SHAPES = ((9, 9, 4, 2, 8, 8), (5, 20, 4, 4, 8, 6), (20, 5, 2, 1, 6, 8), (15, 16, 2, 2, 300, 300))
+
+
+@pytest.fixture(autouse=True)
+def no_definition(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small blocks, and no word of the definition."""
+    monkeypatch.setattr(fallback, "BLOCK", 7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BackendWarning)
+        yield
+
+
+def assert_defined(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    """Outputs and gradients are those of the definition, in float64."""
+    results = []
+    for backend in ("auto", "torch"):
+        inputs = [x.double().requires_grad_("block_table" not in options) for x in (q, k, v)]
+        out = flash_attention(*inputs, **options, backend=backend)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
+        wanted = inputs if out.requires_grad else ()
+        results.append([out.detach(), *(torch.autograd.grad(out, wanted, weight) if wanted else ())])
+    for found, expected in zip(*results, strict=True):
+        assert (found - expected).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("options", DENSE, ids=str)
+def test_windows_and_alignments(options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    tokens, keys, heads, key_heads, features, values = shape
+    k, v = (torch.randn(2, keys, key_heads, size) for size in (features, values))
+    assert_defined(torch.randn(2, tokens, heads, features), k, v, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_lengths_and_pages(causal: bool) -> None:
+    q, k, v = torch.randn(1, 13, 4, 8), torch.randn(1, 16, 2, 8), torch.randn(1, 16, 2, 8)
+    bounds, of_keys = torch.tensor([0, 4, 4, 13]), torch.tensor([0, 0, 6, 16])
+    assert_defined(q, k, v, causal=causal, cu_seqlens_q=bounds, cu_seqlens_k=of_keys)
+    k, v = torch.randn(2, 3, 13, 2, 8)
+    used = torch.tensor([0, 2, 13])
+    assert_defined(torch.randn(3, 3, 4, 8), k, v, causal=causal, seqused_k=used)
+    k, v = torch.randn(2, 5, 4, 2, 8)
+    k[2:4], v[2:4] = torch.nan, torch.nan
+    table = torch.tensor([[4, 1], [0, 9]], dtype=torch.int32)
+    pages = {"seqused_k": torch.tensor([7, 2]), "block_table": table}
+    assert_defined(torch.randn(2, 3, 4, 8), k, v, causal=causal, **pages)
+
+
+def test_masks_are_made_again_where_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallback, "MASKS", 0)
+    q, k, v = torch.randn(2, 19, 2, 8), torch.randn(2, 25, 2, 8), torch.randn(2, 25, 2, 8)
+    assert_defined(q, k, v, causal=True)
+
+
+def test_the_definition_has_no_part_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        pytest.fail("the definition ran")
+
+    monkeypatch.setattr(reference, "flash_attention", refuse)
+    inputs = [torch.randn(1, 30, 2, 8, requires_grad=True) for _ in range(3)]
+    theirs = functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in inputs), is_causal=True)
+    out = flash_attention(*inputs, causal=True)
+    assert torch.equal(out, theirs.transpose(1, 2))
+    out.sum().backward()
+    a, b = torch.randn(1, 30, 2, 3, requires_grad=True), torch.randn(1, 30, 3, 8, requires_grad=True)
+    tpa_attention(a, a, a, b, b, b, cu_seqlens=torch.tensor([0, 11, 30])).sum().backward()
+
+
+def test_second_derivatives_are_the_definitions() -> None:
+    inputs = [torch.randn(1, 5, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    assert torch.autograd.gradgradcheck(lambda *x: flash_attention(*x, causal=True), inputs)
+
+
+def test_numbers_that_are_not_finite_reach_what_they_reach() -> None:
+    q, k, v = torch.randn(3, 1, 6, 2, 4)
+    q[0, 3, 0, 0] = torch.nan
+    found, expected = (flash_attention(q, k, v, causal=True, backend=backend) for backend in ("auto", "torch"))
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert found.isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"return_lse": True}, "does not have lse"),
+        ({"softcap": 2.0}, "does not have a cap"),
+        ({"sink": torch.zeros(2)}, "does not have sinks"),
+        ({"scale": 0.0}, "does not take a scale or a size of 0"),
+    ],
+    ids=str,
+)
+def test_the_definition_warns_once_a_line(options: dict[str, Any], reason: str) -> None:
+    x = torch.randn(1, 6, 2, 4)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            flash_attention(x, x, x, **options)
+        flash_attention(x, x, x, **options, backend="torch")
+    assert [(w.category, w.filename) for w in seen] == [(BackendWarning, __file__)]
+    assert str(seen[0].message).startswith(
+        f"flash_attention: the kernels do not run here, and PyTorch's own attention {reason}; the definition"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [264, 300])
+def test_wide_heads_on_a_gpu_take_linear_memory(features: int, device: torch.device) -> None:
+    q = torch.randn(1, 4096, 4, features, device=device, dtype=torch.bfloat16, requires_grad=True)
+    k = torch.randn(1, 4096, 2, features, device=device, dtype=torch.bfloat16, requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    flash_attention(q, k, k, causal=True).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 4 * 4096 * 4096  # less than weights of 8 bits
+    inputs = [x.detach().cpu()[:, :64].float() for x in (q, k, k)]
+    found = flash_attention(*(x[:, :64] for x in (q, k, k)), causal=True)
+    assert (found.cpu() - flash_attention(*inputs, causal=True, backend="torch")).abs().max() < 0.05
