@@ -34,7 +34,8 @@ ALLOWED = {
     "launches": {"launches", "kernels", "configs", "problem", "chunks", "warploom.device", "warploom.runtime"},
     "validation": {"problem", "reference", "warploom.errors", "warploom.runtime"},
     "operator": {"launches", "problem", "validation", "warploom.runtime"},
-    "api": {"operator", "reference", "validation", "warploom.errors", "warploom.runtime"},
+    "fallback": {"reference", "validation", "warploom.errors", "warploom.runtime"},
+    "api": {"fallback", "operator", "reference", "validation", "warploom.errors", "warploom.runtime"},
 }
 
 
