@@ -64,7 +64,8 @@ def _sample(items: list[pytest.Item]) -> set[pytest.Item]:
         runnable = [item for item in cases if not item.get_closest_marker("skip")]
         chosen.update(item for item in cases if item.get_closest_marker("skip"))
         marker = cases[0].get_closest_marker("sample")
-        computes = "device" in getattr(cases[0], "fixturenames", ())
+        refuses = "_errors.py" in cases[0].nodeid  # in no time, and each case something else
+        computes = not refuses and "device" in getattr(cases[0], "fixturenames", ())
         one_in = max(marker.args[0] if marker else 1, -(-len(runnable) // MOST) if computes else 1)
         # In an order of their own, in which the values of a parameter do not come by turns.
         runnable.sort(key=_hash)

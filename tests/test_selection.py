@@ -39,6 +39,7 @@ def test_every_test_has_some_cases_each_day_and_every_case_its_day(monkeypatch: 
         "of one operator": made("operators", 9, operator="a"),
         "of another": made("operators", 2, operator="b"),
         "messages": made("messages", 50, computes=False),
+        "mistakes": made("any_errors", 50),
     }
     tests = {name: [Item(**vars(item)) for item in items] for name, items in tests.items()}
     seen: dict[str, set[str]] = {name: set() for name in tests}
@@ -47,7 +48,7 @@ def test_every_test_has_some_cases_each_day_and_every_case_its_day(monkeypatch: 
         chosen = selection._sample([item for items in tests.values() for item in items])
         for name, items in tests.items():
             today = {item.nodeid for item in items if item in chosen}
-            assert 1 <= len(today) <= (50 if name == "messages" else 3), name
+            assert 1 <= len(today) <= (50 if name in ("messages", "mistakes") else 3), name
             seen[name] |= today
     assert {name: len(ids) for name, ids in seen.items()} == {name: len(items) for name, items in tests.items()}
 
