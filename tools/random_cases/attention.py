@@ -125,7 +125,7 @@ def _rotary_attention(given: Mapping[str, Any]) -> Attended:
 
 def _tpa_attention(given: Mapping[str, Any]) -> Attended:
     if "cu_seqlens" in given:
-        factors = [name for name in ("aq", "ak", "av", "bq", "bk", "bv") if name in given]
+        factors = [name for name in ("aq", "ak", "av", "bq", "bk", "bv") if given.get(name) is not None]
         given = {**given, **{name: without_tail(given[name], given["cu_seqlens"]) for name in factors}}
     q, k, v = (_product(given, letter) for letter in "qkv")
     visible = _visible(q, k, given.get("causal", True), cu_seqlens_q=given.get("cu_seqlens"))
