@@ -5,6 +5,8 @@
 #   make test-all  the same with every case
 #   make test-gpu  the tests on one GPU, with a line about the run in LOG; PART=1/3, 2/3 and 3/3 are three runs of it
 #   make docs      the documentation as a site, in site/
+#   make test-install   the wheel with each extra in empty environments: what README names for it runs
+#   make test-newest    tests of what lies inside PyTorch, Triton and transformers, with the newest of each
 # PYTHON picks another interpreter, VENV another place for the virtual environment, TRITONS versions of Triton with
 # which a part of the tests runs as well: `make test-all TRITONS="3.6.0 3.9.0"`, the oldest and the newest supported.
 
@@ -14,8 +16,9 @@ TRITONS ?=
 PART ?= 1/1
 LOG ?= results/tests.jsonl
 READY := $(VENV)/.ready
+NEWEST := $(addprefix tests/test_,$(addsuffix .py,backend entry examples hub pytorch runtime sdpa tracing transformers transforms))
 
-.PHONY: bench lint test test-all test-gpu docs clean
+.PHONY: bench lint test test-all test-gpu test-install test-newest docs clean
 
 bench: $(READY)
 	@$(VENV)/bin/warploom bench --suite quick
@@ -37,6 +40,17 @@ lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# The wheel in empty environments, one for each extra, with the commands and examples that README names for it.
+test-install: $(READY)
+	$(VENV)/bin/python -m pytest --all -m install --timeout 3000 tests/test_install.py
+
+# Whatever an installation takes today, and the tests of what lies inside PyTorch, Triton and transformers.
+test-newest:
+	$(PYTHON) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip install --quiet --upgrade --editable ".[dev]"
+	$(VENV)-newest/bin/python -m pytest -n auto -m stack
+	$(VENV)-newest/bin/python -m pytest -n auto --all $(NEWEST)
 
 docs: $(READY)
 	$(VENV)/bin/python -m mkdocs build --strict --quiet

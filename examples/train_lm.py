@@ -19,6 +19,7 @@ import os
 import shutil
 import sys
 import sysconfig
+import tempfile
 import time
 import zlib
 from pathlib import Path
@@ -28,6 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from several_gpus import Ranks
 
+from warploom.errors import WarploomError
 from warploom.nn import TransformerConfig, TransformerLM
 
 BYTES = 256
@@ -60,6 +62,7 @@ def train(options: argparse.Namespace, ranks: Ranks = ALONE) -> None:
     model, optimizer, start = prepare(options, device, ranks)
     called = torch.compile(model) if options.compile else model
     if ranks.is_first:
+        check_files(model, options.output)
         forget(options.output, start)
     console = Console(stderr=True, quiet=not ranks.is_first)
     console.print(
@@ -249,6 +252,24 @@ def save(
     partial.rename(folder)
     for old in checkpoints(options.output)[:-KEPT]:
         shutil.rmtree(old)
+
+
+def check_files(model: TransformerLM, output: Path) -> None:
+    """End before the first step, and not at the first checkpoint, where no checkpoint can be written."""
+    small = TransformerLM(TransformerConfig(vocab_size=2, context_length=2, d_model=4, d_ff=4, layers=1, heads=1))
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="trial-", dir=output) as folder:
+            small.save(Path(folder, "model.safetensors"))
+            torch.save(small.state_dict(), Path(folder, "state.pt"))
+        free = shutil.disk_usage(output).free
+    except (ImportError, OSError, WarploomError) as error:
+        sys.exit(f"{output}: no checkpoint can be written there: {error}")
+    needed = 12 * model.parameter_count() * (KEPT + 1)  # a weight and two moments in float32
+    if free < needed:
+        sys.exit(
+            f"{output}: {KEPT + 1} checkpoints need {needed / 2**20:,.0f} MiB; {free / 2**20:,.0f} MiB are free"
+        )
 
 
 def checkpoints(output: Path) -> list[Path]:

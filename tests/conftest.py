@@ -12,6 +12,7 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import gpu_room
+import known_failures
 import pytest
 import run_log
 import seeds
@@ -54,7 +55,21 @@ def pytest_report_header() -> str:
     return f"seed: {seeds.seed()} (--seed, or {seeds.NAME}); day: {seeds.day()} ({seeds.TODAY})"
 
 
+def expect_known_failures(items: list[pytest.Item]) -> None:
+    """Tests of the ledger fail; one that passes is a failure, until its entry is gone."""
+    where, ledger = "gpu" if torch.cuda.is_available() else "cpu", known_failures.entries()
+    for item in items:
+        known = known_failures.known_test(ledger, item.nodeid, where)
+        if known is not None:
+            item.add_marker(pytest.mark.xfail(reason=known.what, strict=True))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    expect_known_failures(items)
+    if "install" not in config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("install"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes and gigabytes: make test-install"))
     selection.select(config, items)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from warploom.errors import BackendError
-from warploom.runtime import backend
+from warploom.runtime import backend, dispatch
 from warploom.runtime.backend import HAS_TRITON, use_triton
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -113,3 +113,20 @@ def test_compiled_code_takes_the_answer_for_a_constant(monkeypatch: pytest.Monke
     for _ in range(3):
         assert torch.equal(choose(torch.zeros(2)), torch.ones(2))
     assert asked == [torch.device("cpu")]
+
+
+def test_a_registered_operator_says_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a function of it does; an exported program calls the operator itself."""
+    from warploom.runtime import launch
+
+    monkeypatch.setattr(launch, "runs_on_cpu", lambda: False)
+    x, theta = torch.ones(1, 2, 3, 4), torch.ones(2)
+    for function in (torch.ops.warploom.lrpe, torch.ops.warploom.lrpe_launch):
+        with pytest.raises(BackendError, match=r"^lrpe: backend 'triton' cannot run this call: x is on cpu"):
+            function(x, theta, None, None, None, 0, 0, [], "rotate", "none", True)
+
+
+def test_kernels_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
+    with pytest.raises(BackendError, match=r"^warploom\.none: Triton is not installed"):
+        dispatch.Late(".none", "warploom").forward()

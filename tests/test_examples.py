@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +62,25 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one() -> None:
     for (name, one), other in zip(weights("whole").items(), weights("parts").values(), strict=True):
         assert torch.equal(one, other), name
     assert sorted(p.name for p in Path("whole").glob("step-*")) == ["step-00000004", "step-00000006"]
+
+
+@pytest.mark.parametrize("wrong", ["package", "file", "space"])
+def test_what_is_wrong_with_checkpoints_shows_before_training(
+    wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import train_lm
+
+    monkeypatch.setattr(train_lm, "training_step", lambda *_: pytest.fail("a step was made"))
+    text = {"package": "numpy", "file": "run", "space": r"3 checkpoints need 3. MiB; 1 MiB are free"}[wrong]
+    if wrong == "package":
+        monkeypatch.setitem(sys.modules, "numpy", None)
+    elif wrong == "file":
+        Path("run").touch()
+    else:
+        monkeypatch.setattr(train_lm.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
+    with pytest.raises(SystemExit, match=rf"^run: .*{text}"):
+        train("--output", "run")
+    assert not Path("run").is_dir() or not list(Path("run").iterdir())
 
 
 def test_another_run_is_not_gone_on_with() -> None:

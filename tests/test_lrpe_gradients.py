@@ -269,7 +269,7 @@ def test_places_of_sums_beyond_32_bits(checked_integers: None, monkeypatch: pyte
     from triton.runtime import interpreter
 
     from warploom.ops.lrpe.kernels.backward import reduce_kernel
-    from warploom.ops.lrpe.launches import Positions
+    from warploom.ops.lrpe.problem import Positions
     from warploom.ops.lrpe.softmax_sequence import launches as launchers_sequence
     from warploom.runtime.launch import Launch
 

@@ -260,7 +260,7 @@ def test_no_program_waits_for_a_later_round(
     tokens: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the round in which a tile is applied, the programs have reduced all tiles that it waits for."""
-    from warploom.ops.lrpe.launches import Positions
+    from warploom.ops.lrpe.problem import Positions
     from warploom.ops.lrpe.softmax_sequence import launches
 
     monkeypatch.setattr(launches, "INTERPRETED", False)

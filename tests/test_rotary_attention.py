@@ -17,7 +17,7 @@ if not HAS_TRITON:
 from warploom.ops.flash_attention.launches import hopper as launchers_hopper
 from warploom.ops.flash_attention.launches import small as launchers_small
 from warploom.ops.flash_attention.launches import tiling
-from warploom.ops.rotary_attention import operator as module
+from warploom.ops.rotary_attention import launches as module
 from warploom.ops.rotary_attention.api import rotary_attention
 from warploom.testing.poison import poisoned_allocations
 
@@ -121,7 +121,7 @@ def test_kernels_for_hopper_read_parts_of_larger_tensors(
         backward = ["hopper_backward_kernel"] if together else ["hopper_key_kernel", "hopper_query_kernel"]
         assert attention == ["hopper_forward_kernel", *backward]
         launched.clear()
-        assert module._plan_forward(qkv, theta, heads, "rotate", SCALE)
+        assert module.plan_forward(qkv, theta, heads, "rotate", SCALE)
 
 
 @pytest.mark.parametrize("features", [36, 40])
@@ -135,13 +135,13 @@ def test_plans_for_hopper_want_aligned_parts(tokens: int, features: int, monkeyp
     qkv = torch.zeros(1, tokens, 3, features, dtype=torch.bfloat16)
     theta = torch.rand(1, features // 2)
     arguments = (1, "rotate", SCALE)
-    forward = module._plan_forward(qkv, theta, *arguments)
+    forward = module.plan_forward(qkv, theta, *arguments)
     assert bool(forward) == (features == 40)
     turned, out = qkv[:, :, :2].contiguous(), qkv[:, :, :1].contiguous()
-    backward = module._plan_backward(out, qkv, theta, out, turned, *arguments)
+    backward = module.plan_backward(out, qkv, theta, out, turned, *arguments)
     assert not backward or features == 40
     for plan, whole in ((forward, qkv), (backward, qkv)):
-        parts = [part for part in plan or () if isinstance(part, module._Part)]
+        parts = [part for part in plan or () if isinstance(part, module.Part)]
         assert all(part.offset * whole.element_size() % 16 == 0 for part in parts)
 
 
@@ -178,7 +178,7 @@ def test_plans_for_hopper_read_where_descriptors_can_point(
     choose_as_on(90, launchers_hopper, monkeypatch)
     monkeypatch.setattr(tiling, "architecture", lambda device: 90)
     qkv = torch.randn(1, tokens, heads + 2 * kv_heads, features, dtype=torch.float16)
-    plan = module._plan_forward(qkv, torch.rand(1, features // 2), heads, "rotate", SCALE)
+    plan = module.plan_forward(qkv, torch.rand(1, features // 2), heads, "rotate", SCALE)
     assert bool(plan) == (features % 8 == 0)
     if plan:
         assert all(part.offset * 2 % 16 == 0 for part in (plan.k, plan.v))

@@ -219,6 +219,41 @@ LAYERS = {
 }
 
 
+LOADED = """
+import sys
+import warploom  # and not torch, which this imports
+torch = sys.modules["torch"]
+print(sorted(name for name in dir(torch.ops.warploom) if name.endswith("_launch")))
+assert "triton" not in sys.modules, "operators can be looked at without it"
+x = torch.empty(2, 3, 4, 8, device="meta")
+out, lse, _ = torch.ops.warploom.flash_attention(x, x, x, *[None] * 7, 0.5, None, None)
+assert (out.shape, lse.shape) == (x.shape, (2, 4, 3))
+assert "triton" not in sys.modules, "nor do shapes of results need it"
+program = torch.export.load(sys.argv[1]).module()
+torch.save(program(*torch.load(sys.argv[2])), sys.argv[2])
+"""
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="the registered operators run Triton kernels")
+def test_an_exported_program_is_loaded_in_another_process(tmp_path: Path, device: torch.device) -> None:
+    class Rotated(nn.Module):
+        def forward(self, x: Tensor, theta: Tensor) -> Tensor:
+            return lrpe_rotate(x, theta, backend="triton")
+
+    inputs = torch.randn(1, 8, 2, 16, device=device), torch.rand(8, device=device)
+    program, tensors = tmp_path / "program.pt2", tmp_path / "tensors.pt"
+    torch.export.save(torch.export.export(Rotated(), inputs), program)
+    torch.save(inputs, tensors)
+    environment = {**os.environ, "PYTHONPATH": str(Path(warploom.__file__).parents[1])}
+    command = [sys.executable, "-c", LOADED, str(program), str(tensors)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    operators = ("flash_attention", "linear_attention", "lrpe", "rotary_attention", "tpa_attention", "tpa_decode")
+    names = {f"{name}{part}_launch" for name in operators for part in ("", "_backward")}
+    assert done.stdout == f"{sorted(names - {'tpa_decode_backward_launch'})}\n"
+    torch.testing.assert_close(torch.load(tensors), lrpe_rotate(*inputs, backend="torch"))
+
+
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("way", ["compile", "export", "export_strict"])
@@ -353,10 +388,9 @@ def test_operations_of_packed_sequences_and_of_two_operators_in_one(device: torc
 
 
 FIRST = """
-import sys, torch
+import sys, torch, warploom
 from torch.utils.flop_counter import FlopCounterMode
 counter = FlopCounterMode(display=False)
-import warploom
 q = torch.randn(1, 5, 2, 8, device=sys.argv[1])
 with counter:
     warploom.flash_attention(q, q, q, backend="triton")
@@ -366,7 +400,7 @@ print(counter.get_total_flops())
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_operations_of_the_first_call(device: torch.device) -> None:
-    """A counter that was there before any operator was registered."""
+    """A counter that was imported and made after the operators."""
     environment = {**os.environ, "PYTHONPATH": str(Path(warploom.__file__).parents[1])}
     command = [sys.executable, "-W", "ignore", "-c", FIRST, device.type]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

@@ -1,15 +1,16 @@
 """The public function, and what must hold of its arguments."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from warploom.errors import DeviceError, DtypeError, ShapeError, fault
 from warploom.runtime.backend import Backend
-from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
+from warploom.runtime.dispatch import Checked, Function, Tensors
 from warploom.runtime.sharding import Axes
 
 from . import reference
+from .operator import OPERATOR, Options
 
 MAX_FEATURES = 16384
 """Features of a row that the kernels hold on chip."""
@@ -40,12 +41,6 @@ def rms_norm(
     return _function(backend, (x, weight), (eps,))
 
 
-class Options(NamedTuple):
-    """Options of the operator."""
-
-    eps: float
-
-
 def _check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Checked:
     x, weight = tensors
     if x.dim() != 3:
@@ -65,15 +60,9 @@ def _run_reference(tensors: Tensors, _: int, checked: Checked, backend: str) -> 
     return reference.rms_norm(*tensors, eps=checked.options.eps)
 
 
-def _operator() -> Operator:
-    from .operator import OPERATOR  # imports Triton
-
-    return OPERATOR
-
-
 def _axes(*_: Any) -> Axes:
     """Batch entries and tokens, each of which is normalized by itself, may be sharded over GPUs."""
     return Axes(("bn.", "."), ("bn.",))
 
 
-_function = Function("rms_norm", _check, _run_reference, _operator, _axes)
+_function = Function("rms_norm", _check, _run_reference, OPERATOR, _axes)

@@ -1,15 +1,23 @@
 """The kernels as an operator of PyTorch: what it returns, what it saves for the backward."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from warploom.runtime.dispatch import Gradient, Operator, Tensors
+from warploom.runtime.dispatch import Gradient, Late, Operator, Tensors
 from warploom.runtime.plans import Plans
 
-from . import kernels
-from .api import Options
+if TYPE_CHECKING:
+    from . import kernels
+else:
+    kernels = Late(".kernels", __package__)  # imports Triton
+
+
+class Options(NamedTuple):
+    """Options of the operator."""
+
+    eps: float
 
 
 def forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:

@@ -1,6 +1,7 @@
 """Fused operators for sequence models in PyTorch, written in Triton."""
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warploom.errors import (
@@ -16,10 +17,18 @@ from warploom.errors import (
 )
 from warploom.version import __version__
 
-if TYPE_CHECKING or "torch" in sys.modules:
+
+def _is_command_line() -> bool:
+    """Whether this process is the command ``warploom``, which does without PyTorch for ``--help``."""
+    return Path(sys.argv[0]).stem == "warploom" or sys.orig_argv[1:3] == ["-m", "warploom"]
+
+
+# Importing the operators makes them known as ``torch.ops.warploom``, to `torch.export.load` for one.
+if TYPE_CHECKING or "torch" in sys.modules or not _is_command_line():
     from warploom.ops.flash_attention.api import flash_attention
     from warploom.ops.linear_attention.api import linear_attention
     from warploom.ops.lrpe.api import lrpe_cosine, lrpe_rotate
+    from warploom.ops.rotary_attention.api import rotary_attention as _rotary_attention  # noqa: F401
     from warploom.ops.tpa.api import tpa_attention, tpa_decode
     from warploom.runtime.values import check_values
 
@@ -45,7 +54,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the operators when one is first asked for: importing PyTorch takes a second."""
+    """Import the operators when the command line first asks for one: importing PyTorch takes a second."""
     if name not in __all__:
         raise AttributeError(f"module 'warploom' has no attribute {name!r}")
     from warploom.ops.flash_attention import api as flash_attention

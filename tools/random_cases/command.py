@@ -77,7 +77,7 @@ def run_random(plan: Plan) -> int:
             print(f"{outcome.seconds:.0f} s: {outcome.describe()}", file=sys.stderr, flush=True)
 
     outcome = search(plan, report)
-    for fault in _distinct(outcome.faults)[:SHRUNK]:
+    for fault in _distinct(outcome.unknown(plan.device))[:SHRUNK]:
         print(report_of(fault, plan, SHRINKING), flush=True)
     width = max(map(len, outcome.tallies), default=0)
     for operator, tally in sorted(outcome.tallies.items()):
@@ -85,8 +85,10 @@ def run_random(plan: Plan) -> int:
             f"{operator:{width}}  {tally.calls:7} calls  {tally.cases:7} cases  {tally.redrawn:4} redrawn  "
             f"worst error / budget {tally.worst:.2f}"
         )
-    print(f"seed {source.seed}, {outcome.seconds:.0f} s: {outcome.describe()}")
-    return int(bool(outcome.faults))
+    unknown = outcome.unknown(plan.device)
+    known = f", {len(outcome.faults) - len(unknown)} of them known" if outcome.faults else ""
+    print(f"seed {source.seed}, {outcome.seconds:.0f} s: {outcome.describe()}{known}")
+    return int(bool(unknown))
 
 
 def run_repeat(text: str, plan: Plan) -> int:

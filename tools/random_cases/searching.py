@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from known_failures import entries, known_call
 
 from random_cases.families import FAMILIES, Fault, Source, Tally, run_family
 
@@ -63,6 +64,12 @@ class Outcome:
         """Count a family."""
         self.tallies.setdefault(operator, Tally()).add(tally)
         self.faults += faults
+
+    def unknown(self, device: str) -> list[Fault]:
+        """Returns the failures that the ledger does not know."""
+        ledger, where = entries(), "gpu" if device == "cuda" else "cpu"
+        calls = [fault.calls[-1] for fault in self.faults]
+        return [f for f, c in zip(self.faults, calls) if known_call(ledger, c.operator, c.record, where) is None]
 
     def describe(self) -> str:
         """One line for a person."""

@@ -137,7 +137,8 @@ def time_functions(
     """Time functions that should compute the same, as the benches of the operators are timed.
 
     A function whose results miss the error budget has no speed: its largest error against ``reference`` in
-    float64 may be twice that of ``reference`` in the inputs' own dtypes, plus the rounding of the output.
+    float64 may be twice that of ``reference`` in the inputs' own dtypes, plus the rounding of the output; so
+    may its root mean square, and that of a block twice as much.
 
     Args:
         functions: By name; each is called as ``f(**inputs)``. The first is the one that is drawn thick.

@@ -14,15 +14,19 @@ has no cache, no autograd function and no registration of its own.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import resolve_name
 from typing import Any, NamedTuple
 
 import torch
 
+from warploom.errors import BackendError
 from warploom.runtime.arguments import as_python
 from warploom.runtime.autocast import without_autocast
-from warploom.runtime.backend import use_triton
+from warploom.runtime.backend import HAS_TRITON, use_triton
 from warploom.runtime.modes import (
     count_flops,
     is_differentiated,
@@ -36,7 +40,7 @@ from warploom.runtime.pytorch import any_requires_grad, apply_of, forward_ad
 from warploom.runtime.sharding import Axes, is_sharded, on_shards
 from warploom.runtime.values import are_looked_at
 
-__all__ = ["Checked", "Function", "Gradient", "Operator", "apply", "caches"]
+__all__ = ["Checked", "Function", "Gradient", "Late", "Operator", "apply", "caches"]
 
 Tensor = torch.Tensor
 Tensors = tuple[Any, ...]
@@ -44,7 +48,23 @@ Tensors = tuple[Any, ...]
 Options = tuple[Any, ...]
 
 _is_grad_enabled = torch.is_grad_enabled
+_is_traced_by_dynamo = torch.compiler.is_dynamo_compiling
 _library = torch.library.Library("warploom", "FRAGMENT")
+
+
+class Late:
+    """A module of kernels and their launches, imported when something of it is first used: that imports Triton."""
+
+    def __init__(self, name: str, package: str | None = None) -> None:
+        """As `importlib.import_module` takes them."""
+        self._name = resolve_name(name, package)
+
+    def __getattr__(self, attribute: str) -> Any:
+        if not HAS_TRITON:
+            raise BackendError(f"{self._name}: Triton is not installed")
+        value = getattr(import_module(self._name), attribute)
+        setattr(self, attribute, value)  # the next time it is found without this function
+        return value
 
 
 class Gradient(NamedTuple):
@@ -113,6 +133,7 @@ class Operator:
     """The registered operator."""
     launch: Any = field(init=False)
     """The same without a gradient."""
+    _counted: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.inputs, self.plans = _count(self.tensors), Plans()
@@ -141,6 +162,10 @@ class Operator:
             known = self.plans.get((*map(metadata, tensors), *options), Plans)
         return _filled(self.forward(tensors, number, options, known), first)
 
+    def _run_on_cpu(self, *arguments: Any) -> Any:
+        use_triton(self.name, "triton", next(t for t in arguments if isinstance(t, torch.Tensor)))  # or raises
+        return self._run(*arguments)
+
     def _fake(self, *arguments: Any) -> Any:
         tensors, _, options = self.split(arguments)
         return _filled(self.fake(tensors, options), next(t for t in tensors if t is not None))
@@ -149,7 +174,18 @@ class Operator:
         tensors, _number, options = self.split(arguments)
         return self.flops(tensors, options) if self.flops else 0
 
+    def count(self) -> None:
+        """Let PyTorch's counter of operations know this operator, if it is in use: it imports Triton."""
+        if self._counted or self.flops is None or "torch.utils.flop_counter" not in sys.modules:
+            return
+        self._counted = True
+        for name in (self.name, f"{self.name}_launch"):
+            count_flops(getattr(torch.ops.warploom, name), self._flops)
+        if self.backward is not None:
+            self.backward.count()
+
     def _differentiable(self, *arguments: Any) -> Any:
+        self.count()
         if (_is_grad_enabled() and any_requires_grad(*arguments)) or forward_ad._current_level >= 0:
             return self._recorded(*arguments)  # in forward mode it may have been handed a tangent, which raises
         return self.launch(*arguments)
@@ -173,11 +209,9 @@ class Operator:
         results = ", ".join(["Tensor"] * self.results)
         for name in (self.name, f"{self.name}_launch"):
             _library.define(f"{name}({parts}) -> " + (results if self.results == 1 else f"({results})"))
-            for device in ("CUDA", "CPU"):  # on a CPU the kernels run in Triton's interpreter
-                _library.impl(name, self._run, device)
+            _library.impl(name, self._run, "CUDA")
+            _library.impl(name, self._run_on_cpu, "CPU")  # in Triton's interpreter
             torch.library.register_fake(f"warploom::{name}", self._fake, lib=_library)
-            if self.flops is not None:
-                count_flops(getattr(torch.ops.warploom, name), self._flops)
         self.op = getattr(torch.ops.warploom, self.name)
         self.launch = getattr(torch.ops.warploom, f"{self.name}_launch").default
         _library.impl(self.name, self._differentiable, "Autograd")
@@ -327,6 +361,8 @@ def apply(operator: Operator, tensors: Tensors, number: int, options: Any, plans
     if operator.differentiated is not None:
         options = operator.differentiated(options, tuple(t is not None and is_differentiated(t) for t in tensors))
     if plans is None:
+        if not _is_traced_by_dynamo():
+            operator.count()
         found = operator.op(*operator.arguments(tensors, number, options))
         return (found,) if operator.results == 1 else found
     call = _Call(operator, options, plans)
@@ -389,7 +425,7 @@ class Function:
         name: str,
         check: Callable[[str, Tensors, Options, Any], Checked],
         reference: Callable[[Tensors, Any, Checked, str], Any],
-        operator: Callable[[], Operator],
+        operator: Operator,
         axes: Callable[[Tensors, Options], Axes] | None = None,
         look: Callable[[str, Tensors], None] | None = None,
     ) -> None:
@@ -399,7 +435,7 @@ class Function:
             name: Its name, for errors.
             check: Validates a call: from the name, tensors, options and number. It raises, or says what runs.
             reference: Runs a call in PyTorch, from tensors, number, what validation made of it, and the backend.
-            operator: Imports the operator, when the kernels are first needed, for that imports Triton.
+            operator: Runs a call on kernels.
             axes: Says which axes of the tensors can be sharded over ranks, from tensors and options.
             look: Checks what tensors hold, from the name and tensors, see `warploom.runtime.values`.
         """
@@ -452,7 +488,7 @@ class Function:
         if not use_triton(self.name, backend, given[0], checked.limit):
             with without_autocast(given[0]):  # which the function has seen to
                 return self.reference(tensors, number, checked, backend)
-        operator = self.operator()
+        operator = self.operator
         if key is None:
             arranged = tensors if checked.tensors is None else checked.tensors(*tensors)
             return checked.returned(apply(operator, arranged, number, checked.options))

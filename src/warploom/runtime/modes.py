@@ -99,7 +99,7 @@ def count_flops(operator: Any, flops: Callable[..., int]) -> None:
     from torch.utils.flop_counter import register_flop_formula  # imports Triton
 
     formula: Any = register_flop_formula(operator, get_raw=True)(flops)
-    # Operators are registered in the first call on the kernels. A counter made before has a copy of all formulas.
+    # A counter made before has a copy of all formulas.
     for mode in dispatch_modes():
         registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if isinstance(registry, dict):

@@ -8,10 +8,11 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 
 from warploom.ops.flash_attention import fallback
+from warploom.ops.flash_attention.operator import OPERATOR
 from warploom.ops.flash_attention.validation import NAME, Precision, check, look
 from warploom.runtime.autocast import under_autocast
 from warploom.runtime.backend import Backend
-from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
+from warploom.runtime.dispatch import Checked, Function, Tensors
 from warploom.runtime.memory_order import dense, in_order_of
 from warploom.runtime.names import known_arguments, refuse_unknown
 from warploom.runtime.sharding import Axes
@@ -154,12 +155,6 @@ def _run_reference(tensors: Tensors, _: int, checked: Checked, backend: str) -> 
     return in_order_of(q, results[0]), dense(results[1])
 
 
-def _operator() -> Operator:
-    from warploom.ops.flash_attention.operator import OPERATOR
-
-    return OPERATOR
-
-
 def _axes(tensors: Tensors, options: tuple[object, ...]) -> Axes:
     """Batch entries, but those of packed sequences, and heads; pages are of no batch entry."""
     paged, return_lse = tensors[7] is not None, options[4]
@@ -167,4 +162,4 @@ def _axes(tensors: Tensors, options: tuple[object, ...]) -> Axes:
     return Axes(("b.h.", keys, keys, "h", "", "", "b", "b."), ("b.h.", "bh.") if return_lse else ("b.h.",))
 
 
-_function = Function(NAME, check, _run_reference, _operator, _axes, look)
+_function = Function(NAME, check, _run_reference, OPERATOR, _axes, look)

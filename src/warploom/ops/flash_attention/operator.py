@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from warploom.ops.flash_attention.launches.backward import backward
-from warploom.ops.flash_attention.launches.forward import forward
 from warploom.ops.flash_attention.problem import Logits, Mask
 from warploom.ops.flash_attention.validation import Options
-from warploom.runtime.dispatch import Gradient, Operator, Tensors
+from warploom.runtime.dispatch import Gradient, Late, Operator, Tensors
 from warploom.runtime.memory_order import empty_in_order_of
 from warploom.runtime.modes import attention_pairs
 from warploom.runtime.plans import Plans
+
+if TYPE_CHECKING:
+    from warploom.ops.flash_attention.launches import backward, forward
+else:
+    forward = Late(".launches.forward", __package__)
+    backward = Late(".launches.backward", __package__)
 
 Tensor = torch.Tensor
 
@@ -23,7 +27,7 @@ def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensor
     """Attention, lse, and what the backward computes the weights again from."""
     q, k, v, *rest = tensors
     mask, logits = _mask_and_logits(options, *rest)
-    return forward(q, k, v, mask, options.scale, options.precision, plans, logits=logits)
+    return forward.forward(q, k, v, mask, options.scale, options.precision, plans, logits=logits)
 
 
 def _mask_and_logits(
@@ -70,7 +74,7 @@ def _backward(
     grad = torch.zeros_like(out) if grad is None else grad
     mask, logits = _mask_and_logits(options, sink, *bounds)
     rest = (mask, options.scale, options.precision, plans)
-    return backward(grad, grad_lse, q, k, v, out, statistics, *rest, logits=logits)
+    return backward.backward(grad, grad_lse, q, k, v, out, statistics, *rest, logits=logits)
 
 
 def _backward_fake(grads: Tensors, saved: Tensors, *_: Any) -> Tensors:

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from warploom.runtime.launch import multiprocessors
-
 Tensor = torch.Tensor
 
 HOPPER_MULTIPROCESSORS = 132  # of an H100 or H200
@@ -118,7 +116,11 @@ def in_powers_of_two(scale: float) -> float:
 
 def programs_at_once(device: torch.device) -> int:
     """Multiprocessors of a GPU; elsewhere, where builds are recorded, those of an H100 or H200."""
-    return HOPPER_MULTIPROCESSORS if device.type == "cpu" else multiprocessors(device)
+    if device.type == "cpu":
+        return HOPPER_MULTIPROCESSORS
+    from warploom.runtime.launch import multiprocessors  # imports Triton
+
+    return multiprocessors(device)
 
 
 class Costs(NamedTuple):

@@ -7,10 +7,11 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 
 from warploom.ops.linear_attention import reference
+from warploom.ops.linear_attention.operator import OPERATOR
 from warploom.ops.linear_attention.validation import NAME, Activation, Encoding, check, look
 from warploom.runtime.autocast import under_autocast
 from warploom.runtime.backend import Backend
-from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
+from warploom.runtime.dispatch import Checked, Function, Tensors
 from warploom.runtime.memory_order import dense, in_order_of
 from warploom.runtime.modes import is_plain_eager
 from warploom.runtime.names import known_arguments, refuse_unknown
@@ -157,12 +158,6 @@ def longest_of(cu_seqlens: Tensor | None) -> int | None:
     return int(cu_seqlens.diff().max())
 
 
-def _operator() -> Operator:
-    from warploom.ops.linear_attention.operator import OPERATOR
-
-    return OPERATOR
-
-
 def _axes(tensors: Tensors, options: tuple[object, ...]) -> Axes:
     """Batch entries, but those of packed sequences, and heads."""
     _, _, _, theta, decay, _, offsets, cu_seqlens = tensors
@@ -174,4 +169,4 @@ def _axes(tensors: Tensors, options: tuple[object, ...]) -> Axes:
     return Axes(given, ("b.h.", states) if options[5] else ("b.h.",))
 
 
-_function = Function(NAME, check, _run_reference, _operator, _axes, look)
+_function = Function(NAME, check, _run_reference, OPERATOR, _axes, look)

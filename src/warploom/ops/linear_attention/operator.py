@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from warploom.ops.linear_attention.launches.backward import backward
-from warploom.ops.linear_attention.launches.forward import forward
 from warploom.ops.linear_attention.problem import Inputs, Options
-from warploom.runtime.dispatch import Gradient, Operator, Tensors
+from warploom.runtime.dispatch import Gradient, Late, Operator, Tensors
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.plans import Plans
+
+if TYPE_CHECKING:
+    from warploom.ops.linear_attention.launches import backward, forward
+else:
+    forward = Late(".launches.forward", __package__)
+    backward = Late(".launches.backward", __package__)
 
 Tensor = torch.Tensor
 
 
 def _forward(tensors: Tensors, offset: int, options: Options, plans: Plans) -> Tensors:
     """Outputs and the last states."""
-    return forward(Inputs(*tensors), options, offset, plans)
+    return forward.forward(Inputs(*tensors), options, offset, plans)
 
 
 def _fake(tensors: Tensors, options: Options) -> Tensors:
@@ -48,7 +52,7 @@ def _backward(
     inputs = Inputs(*saved)
     if grad is None:
         grad = torch.zeros_like(layout_of(inputs.q, inputs.v.shape[3]), device=inputs.q.device)
-    return backward(grad, grad_state, inputs, options, offset, wanted, plans)
+    return backward.backward(grad, grad_state, inputs, options, offset, wanted, plans)
 
 
 def _backward_fake(

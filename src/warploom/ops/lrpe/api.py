@@ -9,9 +9,10 @@ import torch
 
 from warploom.errors import DtypeError, fault
 from warploom.ops.lrpe import reference
+from warploom.ops.lrpe.operator import OPERATOR
 from warploom.ops.lrpe.validation import Activation, Options, check, look
 from warploom.runtime.backend import Backend
-from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
+from warploom.runtime.dispatch import Checked, Function, Tensors
 from warploom.runtime.memory_order import in_order_of
 from warploom.runtime.names import known_arguments, refuse_unknown
 from warploom.runtime.sharding import Axes
@@ -191,12 +192,6 @@ def _run_reference(tensors: Tensors, offset: int, checked: Checked, _: str) -> T
     return in_order_of(x, out)
 
 
-def _operator() -> Operator:
-    from warploom.ops.lrpe.operator import OPERATOR
-
-    return OPERATOR
-
-
 def _axes(tensors: Tensors, options: tuple[Any, ...]) -> Axes:
     """Batch entries, heads, and tokens whose positions are counted from the first, or given one by one."""
     x, theta, position_ids, offsets, cu_seqlens = tensors
@@ -220,5 +215,5 @@ def _moved(tensors: Sequence[Any], offset: Any, first: Any) -> tuple[Sequence[An
     return (x, theta, position_ids, offsets.long() + first, cu_seqlens), offset
 
 
-_cosine = Function("lrpe_cosine", check, _run_reference, _operator, _axes, look)
-_rotate = Function("lrpe_rotate", check, _run_reference, _operator, _axes, look)
+_cosine = Function("lrpe_cosine", check, _run_reference, OPERATOR, _axes, look)
+_rotate = Function("lrpe_rotate", check, _run_reference, OPERATOR, _axes, look)

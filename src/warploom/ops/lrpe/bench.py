@@ -188,8 +188,8 @@ def _warploom_cache(operator: Operator, case: Case) -> Provider:
         raise Unsupported("a table of cosines has no gradient for theta")
     if case["activation"] == "softmax_sequence":
         raise Unsupported("the kernels of softmax over the sequence take no table")
-    from warploom.ops.lrpe.launches import Positions
     from warploom.ops.lrpe.operator import angle_table, variant_of
+    from warploom.ops.lrpe.problem import Positions
     from warploom.ops.lrpe.validation import Options
 
     kind = "cosine" if operator is COSINE else "rotate"

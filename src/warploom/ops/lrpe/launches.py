@@ -16,35 +16,13 @@ from warploom.ops.lrpe.kernels.angles import AngleNumbers, Inverses, Spec
 from warploom.ops.lrpe.kernels.backward import backward_kernel, reduce_kernel
 from warploom.ops.lrpe.kernels.forward import forward_kernel
 from warploom.ops.lrpe.kernels.rows import Blocks, Sizes, Split, Strides
+from warploom.ops.lrpe.problem import Positions
 from warploom.runtime.launch import Dense, Launch, has_pdl, multiprocessors
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.plans import Plans
 
 MAX_AXES = 4
 """Axes of a grid that the kernels unravel themselves."""
-
-
-class Positions(NamedTuple):
-    """Where tokens stand: what the public arguments come down to."""
-
-    ids: torch.Tensor | None = None  # (N,), (B, N) or (B, N, k)
-    offsets: torch.Tensor | None = None  # () or (B,)
-    cu_seqlens: torch.Tensor | None = None  # (sequences + 1,)
-    offset: int = 0
-    prefix: int = 0
-    grid: tuple[int, ...] = ()
-
-    def axes(self) -> int:
-        """Number of coordinates of a token."""
-        if self.ids is not None:
-            return self.ids.shape[2] if self.ids.dim() == 3 else 1
-        return len(self.grid) or 1
-
-    def per_batch(self) -> bool:
-        """Whether the batch entries stand at different positions."""
-        if self.ids is not None:
-            return self.ids.dim() > 1 and self.ids.shape[0] > 1
-        return self.offsets is not None and self.offsets.numel() > 1
 
 
 class Geometry(NamedTuple):
@@ -281,11 +259,6 @@ def _common(
         "TOKENS_INNER": geometry.over_heads,
         "blocks": Blocks(geometry.block_s, geometry.block_r, geometry.block_f),
     }
-
-
-def reads_x(activation: str, theta_gradient: bool) -> bool:
-    """Whether `backward` reads ``x``: without an activation, its gradient is that of the result, turned back."""
-    return activation != "none" or theta_gradient
 
 
 def backward(

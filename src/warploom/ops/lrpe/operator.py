@@ -5,17 +5,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from warploom.ops.lrpe import launches
-from warploom.ops.lrpe.launches import Positions
-from warploom.ops.lrpe.softmax_sequence import launches as over_sequence
+from warploom.ops.lrpe.problem import Positions, reads_x, statistics_shape
 from warploom.ops.lrpe.validation import Options
-from warploom.runtime.dispatch import Gradient, Operator, Tensors, apply
+from warploom.runtime.dispatch import Gradient, Late, Operator, Tensors, apply
 from warploom.runtime.memory_order import empty_in_order, empty_in_order_of, memory_order
 from warploom.runtime.plans import Plans
+
+if TYPE_CHECKING:
+    from warploom.ops.lrpe import launches
+    from warploom.ops.lrpe.softmax_sequence import launches as over_sequence
+else:
+    launches = Late(".launches", __package__)
+    over_sequence = Late(".softmax_sequence.launches", __package__)
 
 Tensor = torch.Tensor
 
@@ -40,7 +45,7 @@ def _fake(tensors: Tensors, options: Options) -> Tensors:
     out = empty_in_order_of(x, 2 * x.shape[-1] if options.kind == "cosine" else x.shape[-1])
     if options.activation != "softmax_sequence":
         return out, None
-    shape = over_sequence.statistics_shape(x, _positions(places, 0, options))
+    shape = statistics_shape(x, _positions(places, 0, options))
     return out, x.new_empty(shape, dtype=torch.float32)
 
 
@@ -49,7 +54,7 @@ def _save(
 ) -> tuple[Tensors, tuple[Any, ...]]:
     """The tensors among the positions are saved, so that autograd sees when one is changed in place."""
     x, *others = tensors
-    kept = x if launches.reads_x(options.activation, wanted[1]) else None
+    kept = x if reads_x(options.activation, wanted[1]) else None
     return (kept, *others, results[1]), (memory_order(x),)
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from warploom.ops.rotary_attention.operator import OPERATOR
 from warploom.ops.rotary_attention.validation import check
-from warploom.runtime.dispatch import Function, Operator
+from warploom.runtime.dispatch import Function
 from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
@@ -30,12 +31,6 @@ def rotary_attention(qkv: Tensor, theta: Tensor, heads: int, scale: float, *, in
     return _function("triton", (qkv, theta), (heads, kind, scale))  # type: ignore[no-any-return]
 
 
-def _operator() -> Operator:
-    from warploom.ops.rotary_attention.operator import OPERATOR
-
-    return OPERATOR
-
-
 def _run_reference(*_: Any) -> Any:
     raise NotImplementedError("rotary_attention runs on the kernels; elsewhere layers call its two parts")
 
@@ -45,4 +40,4 @@ def _axes(*_: Any) -> Axes:
     return Axes(("b...", ".."), ("b...",))
 
 
-_function = Function("rotary_attention", check, _run_reference, _operator, _axes)
+_function = Function("rotary_attention", check, _run_reference, OPERATOR, _axes)

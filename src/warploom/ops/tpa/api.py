@@ -10,6 +10,8 @@ import torch
 from warploom.ops.flash_attention import fallback
 from warploom.ops.flash_attention.validation import Options
 from warploom.ops.tpa import reference
+from warploom.ops.tpa.attention.operator import OPERATOR as ATTENTION
+from warploom.ops.tpa.decode.operator import OPERATOR as DECODE
 from warploom.ops.tpa.validation import (
     AttentionOptions,
     DecodeOptions,
@@ -21,7 +23,7 @@ from warploom.ops.tpa.validation import (
 )
 from warploom.runtime.autocast import under_autocast
 from warploom.runtime.backend import Backend
-from warploom.runtime.dispatch import Checked, Function, Operator, Tensors
+from warploom.runtime.dispatch import Checked, Function, Tensors
 from warploom.runtime.memory_order import in_order_of
 from warploom.runtime.modes import read_bounds
 from warploom.runtime.names import known_arguments, refuse_unknown
@@ -223,18 +225,6 @@ def _decode_in_torch(tensors: Tensors, _: int, checked: Checked, backend: str) -
     return in_order_of(bq if aq is None else aq, out)
 
 
-def _attention_operator() -> Operator:
-    from warploom.ops.tpa.attention.operator import OPERATOR
-
-    return OPERATOR
-
-
-def _decode_operator() -> Operator:
-    from warploom.ops.tpa.decode.operator import OPERATOR
-
-    return OPERATOR
-
-
 def _axes(of_lengths: str, tensors: Tensors, options: tuple[Any, ...]) -> Axes:
     """Batch entries, but those of packed sequences, and heads, which the feature factors do not have."""
     queries = "b.h." if tensors[0] is None else "b..."
@@ -242,8 +232,8 @@ def _axes(of_lengths: str, tensors: Tensors, options: tuple[Any, ...]) -> Axes:
 
 
 _attention = Function(
-    "tpa_attention", check_attention, _attention_in_torch, _attention_operator, functools.partial(_axes, ""), look
+    "tpa_attention", check_attention, _attention_in_torch, ATTENTION, functools.partial(_axes, ""), look
 )
 _decode = Function(
-    "tpa_decode", check_decode, _decode_in_torch, _decode_operator, functools.partial(_axes, "b"), look_at_cache
+    "tpa_decode", check_decode, _decode_in_torch, DECODE, functools.partial(_axes, "b"), look_at_cache
 )

@@ -17,7 +17,8 @@ from warploom.ops.linear_attention.launches.calls import PLACES, Call, layout_of
 from warploom.ops.linear_attention.launches.forward import Rows, Shared, States, plan_product, plan_states
 from warploom.ops.linear_attention.problem import Inputs, Options
 from warploom.ops.lrpe import launches as lrpe
-from warploom.ops.lrpe.launches import Positions, ThetaSums, theta_sums
+from warploom.ops.lrpe.launches import ThetaSums, theta_sums
+from warploom.ops.lrpe.problem import Positions
 from warploom.runtime.launch import Dense, Launch, are_aligned
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans

@@ -10,7 +10,6 @@ import triton
 from warploom.ops.lrpe.configs import MOST_PARTS, MOST_STEPS, SHORT_TOKENS, sequence_tile
 from warploom.ops.lrpe.kernels.angles import Inverses, Spec
 from warploom.ops.lrpe.launches import (
-    Positions,
     ThetaSums,
     angle_numbers,
     geometry_of,
@@ -19,6 +18,7 @@ from warploom.ops.lrpe.launches import (
     packed_strides,
     theta_sums,
 )
+from warploom.ops.lrpe.problem import Positions, statistics_shape
 from warploom.ops.lrpe.softmax_sequence.kernels.rounds import sequence_backward_kernel, sequence_forward_kernel
 from warploom.ops.lrpe.softmax_sequence.kernels.tiles import Sizes, Variant
 from warploom.runtime.launch import INTERPRETED, Dense, Launch, multiprocessors
@@ -26,12 +26,6 @@ from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.plans import Plans
 
 _REGISTERS = 65_536  # of a multiprocessor of any GPU
-
-
-def statistics_shape(x: torch.Tensor, positions: Positions) -> tuple[int, int, int, int]:
-    """Of the columns' statistics: (groups, H, 2, D) with the features in the kernels' order."""
-    groups = x.shape[0] if positions.cu_seqlens is None else positions.cu_seqlens.shape[0] - 1
-    return groups, x.shape[2] if x.dim() == 4 else 1, 2, x.shape[-1]
 
 
 class _Plan(NamedTuple):

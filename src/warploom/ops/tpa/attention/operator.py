@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from warploom.ops.tpa.attention import launches
 from warploom.ops.tpa.attention.problem import Call
 from warploom.ops.tpa.problem import FACTORS, Operands, flops_of_pairs, flops_of_products
 from warploom.ops.tpa.validation import AttentionOptions as Options
-from warploom.runtime.dispatch import Gradient, Operator, Tensors
+from warploom.runtime.dispatch import Gradient, Late, Operator, Tensors
 from warploom.runtime.memory_order import empty_in_order_of
 from warploom.runtime.plans import Plans
+
+if TYPE_CHECKING:
+    from warploom.ops.tpa.attention import launches
+else:
+    launches = Late(".launches", __package__)
 
 Tensor = torch.Tensor
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from warploom.ops.tpa.decode.launches import portable as launches
-from warploom.ops.tpa.decode.launches.portable import DecodeCall
 from warploom.ops.tpa.problem import FACTORS, Operands, flops_of_pairs, flops_of_products
 from warploom.ops.tpa.validation import DecodeOptions as Options
-from warploom.runtime.dispatch import Operator, Tensors
+from warploom.runtime.dispatch import Late, Operator, Tensors
 from warploom.runtime.memory_order import empty_in_order_of
 from warploom.runtime.plans import Plans
+
+if TYPE_CHECKING:
+    from warploom.ops.tpa.decode.launches import portable as launches
+else:
+    launches = Late(".launches.portable", __package__)
 
 Tensor = torch.Tensor
 
 
 def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
     aq, ak, av, bq, bk, bv, cache_seqlens = tensors
-    return (launches.decode(Operands(aq, ak, av, bq, bk, bv), DecodeCall(cache_seqlens, *options), plans),)
+    return (launches.decode(Operands(aq, ak, av, bq, bk, bv), launches.DecodeCall(cache_seqlens, *options), plans),)
 
 
 def _fake(tensors: Tensors, options: Options) -> Tensors:
