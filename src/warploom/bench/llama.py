@@ -63,12 +63,13 @@ def _model(case: Case, device: torch.device, dtype: torch.dtype) -> Any:
             eos_token_id=None,
         ).to(dtype)
     from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
 
     from warploom.integrations import transformers as integration
 
     integration.register()
     AttentionInterface.register(WITHOUT, lambda module, query, *args, **kwargs: (query.transpose(1, 2), None))
-    integration._masks().AttentionMaskInterface.register(WITHOUT, lambda *args, **kwargs: None)
+    AttentionMaskInterface.register(WITHOUT, lambda *args, **kwargs: None)
     return model
 
 
