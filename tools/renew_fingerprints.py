@@ -91,30 +91,45 @@ def _compile(name: str) -> tuple[str, str]:
         return name, f"{type(error).__name__} {os.getpid()} {name}"
 
 
-def describe(folder: Path, jobs: int) -> dict[str, tuple[str, list[str]]]:
-    """Of each record's key its fingerprint and the digests of what it launches."""
+Described = dict[str, tuple[str, list[str]]]
+"""Of each record's key its fingerprint, and a name or the digest of the code of all that it launches."""
+
+
+def describe(folder: Path, jobs: int, same: set[str] | None) -> Described:
+    """Plan the records of a folder; compile what they launch, except ``same``, or nothing if that is None."""
     planned, builds = plan(folder)
-    _builds.update(builds)
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        codes = dict(pool.imap_unordered(_compile, builds))
+    codes = {name: name for name in builds}
+    if same is not None:
+        _builds.update({name: build for name, build in builds.items() if name not in same})
+        with multiprocessing.get_context("fork").Pool(jobs) as pool:
+            codes |= dict(pool.imap_unordered(_compile, _builds))
     return {key: (found, [codes[name] for name in names]) for key, (found, names) in planned.items()}
 
 
-def _describe_in(checkout: Path, folder: Path, jobs: int) -> dict[str, tuple[str, list[str]]]:
+def _launched(described: Described) -> set[str]:
+    return {name for _, names in described.values() for name in names}
+
+
+def _describe_in(checkout: Path, folder: Path, jobs: int, same: set[str] | None = None) -> Described:
     """`describe` with the code of a checkout, in a process of its own."""
     path = os.pathsep.join(filter(None, (str(checkout / "src"), os.environ.get("PYTHONPATH", ""))))
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_DISABLE_LINE_INFO": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
+    with tempfile.NamedTemporaryFile("w+", suffix=".json") as file:
+        json.dump(None if same is None else sorted(same), file)
+        file.flush()
         words = [sys.executable, __file__, str(checkout), str(folder), "--jobs", str(jobs), "--describe", file.name]
         subprocess.run(words, env=environment, check=True)
-        found: dict[str, tuple[str, list[str]]] = json.load(file)
+        file.seek(0)
+        found: Described = json.load(file)
     return found
 
 
 def renew(before: Path, folder: Path, jobs: int) -> tuple[int, int, int]:
     """Write present fingerprints; returns how many records were renewed, were fresh already, and stay stale."""
-    earlier, present = (_describe_in(checkout, folder, jobs) for checkout in (before, ROOT))
+    # What has the same source and variant in both need not be compiled.
+    same = set.intersection(*(_launched(_describe_in(checkout, folder, jobs)) for checkout in (before, ROOT)))
+    earlier, present = (_describe_in(checkout, folder, jobs, same) for checkout in (before, ROOT))
     renewed = fresh = stale = 0
     lines = []
     for line in (folder / FILE).read_text(encoding="utf-8").splitlines():
@@ -140,7 +155,8 @@ def main() -> int:
     parser.add_argument("--describe", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.describe:
-        described = describe(options.folder, options.jobs)
+        same = json.loads(options.describe.read_text(encoding="utf-8"))
+        described = describe(options.folder, options.jobs, None if same is None else set(same))
         options.describe.write_text(json.dumps(described), encoding="utf-8")
         return 0
     renewed, fresh, stale = renew(options.before, options.folder, options.jobs)

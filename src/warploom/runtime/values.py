@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from typing import TypeGuard
 
 import torch
@@ -54,8 +55,14 @@ def check_values(on: bool = True) -> None:
 
 
 def are_looked_at(x: Tensor) -> bool:
-    """Whether values are looked at in a call on tensors like this one."""
-    return not _is_compiling() and (_on_gpus if x.is_cuda else x.is_cpu)
+    """Whether values are looked at in a call on tensors like this one: not while launches are only recorded."""
+    return not _is_compiling() and (_on_gpus if x.is_cuda else x.is_cpu and not _is_recording())
+
+
+def _is_recording() -> bool:
+    # Triton is not imported to find out: if it has not been by now, nothing is recorded.
+    launch = sys.modules.get(f"{__package__}.launch")
+    return launch is not None and launch.is_recording()
 
 
 def _is_readable(tensor: Tensor | None) -> TypeGuard[Tensor]:
